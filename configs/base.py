@@ -1,0 +1,139 @@
+"""The complete schema of a run: every setting there is, with its default. Locked: a misspelt key fails.
+
+A recipe is a file beside this one: `c = base.get_config()`, then it sets leaves. Every leaf is also a flag:
+`--config.learner.learning_rate=3e-4`. Settings marked (contract) must be equal for all roles that share a workdir.
+"""
+
+from ml_collections import config_dict
+
+
+def get_config() -> config_dict.ConfigDict:
+    c = config_dict.ConfigDict()
+    c.seed = 0
+
+    # What is learned. (contract)
+    c.task = config_dict.ConfigDict()
+    c.task.name = "arithmetic"
+    c.task.prompt_length = 16  # P, tokens; a longer prompt is handled as long_prompts says
+    c.task.response_length = 32  # R, tokens, end-of-sequence included
+    c.task.long_prompts = "refuse"  # refuse | skip (left out and counted)
+    c.task.missing_eos_reward = config_dict.placeholder(float)  # reward of a response cut at R; unset: the task's reward
+    c.task.arithmetic = config_dict.ConfigDict()
+    c.task.arithmetic.terms = 3
+    c.task.arithmetic.digits = 2
+    c.task.arithmetic.train_queries = 4000
+    c.task.arithmetic.heldout_queries = 256
+    c.task.arithmetic.seed = 0
+    c.task.story_sentiment = config_dict.ConfigDict()
+    c.task.story_sentiment.data_path = ""  # a JSON list of stories
+    c.task.story_sentiment.opening_words = 12
+    c.task.story_sentiment.heldout_queries = 128
+
+    # The policy. (contract, but for compute_dtype)
+    c.model = config_dict.ConfigDict()
+    c.model.path = ""  # a Hugging Face folder or hub id with weights and tokenizer; "": the shape below, random weights
+    c.model.layers = 3
+    c.model.width = 128
+    c.model.heads = 4
+    c.model.kv_heads = 4
+    c.model.head_size = 32
+    c.model.ffn = 384
+    c.model.tied_embedding = True
+    c.model.compute_dtype = "float32"  # float32 | bfloat16; master weights and log-prob sums are always float32
+
+    # Supervised warm start on the task's worked examples; its result is the reference policy. (contract)
+    c.warm_start = config_dict.ConfigDict()
+    c.warm_start.steps = 0  # at most; 0: none
+    c.warm_start.batch_size = 128
+    c.warm_start.learning_rate = 2e-3
+    c.warm_start.warmup_steps = 30
+    c.warm_start.target_accuracy = 1.0  # stop once this share of held-out answers is exact under teacher forcing
+    c.warm_start.check_every_steps = 25
+
+    # Generation by searchers.
+    c.sampling = config_dict.ConfigDict()
+    c.sampling.scoring_temperature = 1.0  # (contract) defines the policy and the reference: softmax(logits / T)
+    c.sampling.temperature = 1.0
+    c.sampling.top_k = 0  # 0: off
+    c.sampling.top_p = 1.0
+    c.sampling.min_p = 0.0
+    c.sampling.explore_temperature_probability = 0.0  # share of rows with a temperature from [T, T * factor]
+    c.sampling.explore_temperature_factor = 1.1 / 0.7
+    c.sampling.explore_top_p_probability = 0.0  # share of rows with a top-p from [explore_top_p_low, 1]
+    c.sampling.explore_top_p_low = 0.7
+
+    c.searchers = config_dict.ConfigDict()
+    c.searchers.count = 2  # processes that --role=all starts; any number more may join
+    c.searchers.queries_per_batch = 8
+    c.searchers.samples_per_query = 24  # S, at least learner.completions
+    c.searchers.max_rows_ahead = 0  # pause while this many rows wait undrawn in the trainer's replay; 0: never wait
+    c.searchers.poll_seconds = 0.2
+    c.searchers.memory_fraction = 0.4  # of a GPU that roles share
+    c.searchers.mesh = config_dict.ConfigDict(dict(data=-1, fsdp=1, tensor=1))
+
+    c.replay = config_dict.ConfigDict()
+    c.replay.capacity = 50_000  # resident rows; the oldest leave first
+    c.replay.capacity_per_query = 100
+    c.replay.recent_probability = 0.95  # m: share of queries drawn from what is recent
+    c.replay.recent_window = 0  # trainer steps that count as recent; 0: publish.every_steps
+    c.replay.strategy = "uniform"  # how the other queries' rows are drawn: uniform | softmax (of reward)
+    c.replay.inverse_temperature = 1.0  # of the softmax strategy
+    c.replay.max_draws_per_row = 0  # 0: no limit
+    c.replay.max_staleness = 0  # trainer steps; 0: no limit
+    c.replay.min_rows = 0  # rows the trainer waits for before its first step; 0: one batch
+    c.replay.segment_appends = 256
+    c.replay.poll_seconds = 0.2
+
+    c.learner = config_dict.ConfigDict()
+    c.learner.objective = "trajectory_balance"
+    c.learner.steps = 500
+    c.learner.queries = 7  # Q
+    c.learner.completions = 20  # K
+    c.learner.micro_batch_rows = 0  # 0: the whole batch in one pass
+    c.learner.logit_block_rows = 0  # rows whose [R, V] logits exist at a time; 0: a micro-batch
+    c.learner.remat = True
+    c.learner.learning_rate = 1e-5
+    c.learner.schedule = "constant"  # constant | linear | wsd
+    c.learner.warmup_steps = 10
+    c.learner.decay_steps = 0  # of wsd
+    c.learner.beta_start = 0.012
+    c.learner.beta_end = 0.004
+    c.learner.beta_steps = 500
+    c.learner.adam_beta1 = 0.9
+    c.learner.adam_beta2 = 0.95
+    c.learner.adam_epsilon = 1e-8
+    c.learner.weight_decay = 0.0
+    c.learner.clip_norm = 1.0
+    c.learner.logprob_gap_every_steps = 50  # compare sampler's and learner's log-probs on the same weights
+    c.learner.logprob_gap_limit = 1e-3  # nats per token, the largest; above it: an alarm
+    c.learner.memory_fraction = 0.5  # of a GPU that roles share
+    c.learner.mesh = config_dict.ConfigDict(dict(data=-1, fsdp=1, tensor=1))
+
+    c.publish = config_dict.ConfigDict()
+    c.publish.every_steps = 2  # k
+    c.publish.keep = 0  # newest snapshots kept, at least 3 (steps that are evaluated stay too); 0: all
+    c.publish.dtype = "float32"
+
+    c.checkpoint = config_dict.ConfigDict()
+    c.checkpoint.every_steps = 100
+    c.checkpoint.keep = 2
+
+    c.evaluation = config_dict.ConfigDict()
+    c.evaluation.enabled = True  # --role=all starts an evaluator
+    c.evaluation.every_steps = 100  # besides the first and the last step
+    c.evaluation.queries = 256
+    c.evaluation.batch_size = 128
+    c.evaluation.samples = 8  # decoded responses in each report
+    c.evaluation.mesh = config_dict.ConfigDict(dict(data=-1, fsdp=1, tensor=1))
+
+    c.schedule = config_dict.ConfigDict()
+    c.schedule.mode = "asynchronous"  # asynchronous | interleaved (search and training in turn, in one process)
+    c.schedule.lag = 0  # interleaved: rows come from the policy of this many steps ago; 0: on-policy
+
+    c.supervisor = config_dict.ConfigDict()
+    c.supervisor.max_restarts = 20  # of each role
+    c.supervisor.stop_seconds = 10.0  # between asking a role to stop and killing it
+
+    c.metrics = config_dict.ConfigDict()
+    c.metrics.every_steps = 5
+    return c.lock()

@@ -1,0 +1,183 @@
+"""The trainer's mathematics: state, and one update on Q queries × K completions, in micro-batches of any size.
+
+An objective couples the K rows of a query, a micro-batch need not hold them all. Both ways are exact:
+
+- whole groups: a micro-batch of a multiple of K rows evaluates the objective on its own groups; gradients are averaged;
+- any split: a first pass scores all rows, the objective's gradient with respect to the log-probs [B, R] is taken on the
+  whole batch, and a second pass pulls it back through the model one micro-batch at a time.
+"""
+
+import dataclasses
+from typing import Any
+
+import chex
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from tba_jax import trajectory
+from tba_jax.models import decoder, scoring
+from tba_jax.objectives import Objective
+from tba_jax.objectives.inputs import ObjectiveInputs
+from tba_jax.optimizer import Schedule
+
+
+@flax.struct.dataclass
+class TrainState:
+    """step: int32[], updates done; params: float32 master weights; opt_state: the optimiser's."""
+
+    step: chex.Array
+    params: decoder.Params
+    opt_state: Any
+
+
+@flax.struct.dataclass
+class Batch:
+    """B = Q·K rows on the device, rows of one query consecutive. Shapes and units as in trajectory.Rows."""
+
+    prompt_tokens: chex.Array
+    prompt_length: chex.Array
+    response_tokens: chex.Array
+    response_length: chex.Array
+    ref_logprobs: chex.Array
+    behavior_logprobs: chex.Array
+    reward: chex.Array
+
+
+def batch_from_rows(rows: trajectory.Rows) -> Batch:
+    """The columns that an update needs, still on the host."""
+    return Batch(**{field.name: np.asarray(rows[field.name]) for field in dataclasses.fields(Batch)})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LearnerConfig:
+    """Static settings of an update.
+
+    micro_batch_rows: rows per forward and backward pass, a divisor of B; rows_per_block: rows whose [R, V] logits exist
+    at a time; temperature: the run's scoring temperature.
+    """
+
+    model: decoder.DecoderConfig
+    completions: int
+    micro_batch_rows: int
+    rows_per_block: int
+    temperature: float
+    banned_tokens: tuple[int, ...]
+    remat: bool
+
+
+def init_state(params: decoder.Params, optimizer: optax.GradientTransformation) -> TrainState:
+    return TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=optimizer.init(params))
+
+
+def score(params: decoder.Params, batch: Batch, *, config: LearnerConfig) -> tuple[jax.Array, jax.Array]:
+    """policy_logprobs float32[B, R] and entropy float32[B, R] of the batch under `params`, at the scoring temperature."""
+    return scoring.response_logprobs(
+        params,
+        batch.prompt_tokens,
+        batch.prompt_length,
+        batch.response_tokens,
+        batch.response_length,
+        config=config.model,
+        temperature=config.temperature,
+        banned_tokens=config.banned_tokens,
+        rows_per_block=config.rows_per_block,
+        remat=config.remat,
+    )
+
+
+def train_step(
+    state: TrainState,
+    batch: Batch,
+    *,
+    objective: Objective,
+    optimizer: optax.GradientTransformation,
+    beta: Schedule,
+    config: LearnerConfig,
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """One update. Jit it once with `state` donated.
+
+    Returns:
+      the new state and float32[] measurements; `finite` is 0 where loss or gradient is not, and the state is then
+      left as it was.
+    """
+    beta_now = beta(state.step)
+    accumulate = _whole_groups if config.micro_batch_rows % config.completions == 0 else _any_split
+    loss, grads, measurements, policy_logprobs, entropy = accumulate(
+        state.params, batch, beta_now, objective=objective, config=config
+    )
+    grad_norm = optax.global_norm(grads)
+    finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    new = TrainState(step=state.step + 1, params=optax.apply_updates(state.params, updates), opt_state=opt_state)
+    new = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, state)
+    measurements |= {"loss": loss, "grad_norm": grad_norm, "beta": beta_now, "finite": finite.astype(jnp.float32)}
+    return new, measurements | _diagnostics(policy_logprobs, entropy, batch)
+
+
+def _inputs(batch: Batch, beta: jax.Array, config: LearnerConfig) -> ObjectiveInputs:
+    R = batch.response_tokens.shape[1]
+    return ObjectiveInputs(
+        ref_logprobs=batch.ref_logprobs,
+        behavior_logprobs=batch.behavior_logprobs,
+        mask=jnp.arange(R)[None, :] < batch.response_length[:, None],
+        reward=batch.reward,
+        beta=beta,
+        completions=config.completions,
+    )
+
+
+def _split(tree: Any, micro_batch_rows: int) -> Any:
+    """[B, ...] -> [B / m, m, ...], consecutive rows together."""
+    return jax.tree.map(lambda x: x.reshape(-1, micro_batch_rows, *x.shape[1:]), tree)
+
+
+def _whole_groups(params: Any, batch: Batch, beta: jax.Array, *, objective: Objective, config: LearnerConfig) -> tuple[Any, ...]:
+    """One pass: the objective is a mean over groups, so the batch's is the mean over micro-batches of whole groups."""
+
+    def micro_loss(params: Any, micro: Batch) -> tuple[jax.Array, Any]:
+        policy_logprobs, entropy = score(params, micro, config=config)
+        loss, measurements = objective(policy_logprobs, _inputs(micro, beta, config))
+        return loss, (measurements, policy_logprobs, entropy)
+
+    def add(grads: Any, micro: Batch) -> tuple[Any, Any]:
+        (loss, aux), micro_grads = jax.value_and_grad(micro_loss, has_aux=True)(params, micro)
+        return jax.tree.map(jnp.add, grads, micro_grads), (loss, *aux)
+
+    micros = _split(batch, config.micro_batch_rows)
+    count = micros.reward.shape[0]
+    grads, (losses, measurements, *per_token) = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), micros)
+    grads = jax.tree.map(lambda g: g / count, grads)
+    means = {name: jnp.mean(values) for name, values in measurements.items()}
+    return jnp.mean(losses), grads, means, *(x.reshape(batch.response_tokens.shape) for x in per_token)
+
+
+def _any_split(params: Any, batch: Batch, beta: jax.Array, *, objective: Objective, config: LearnerConfig) -> tuple[Any, ...]:
+    """Two passes: ∇_θ L = Σ_micro (∂ log π / ∂θ)ᵀ ∂L / ∂ log π, with the inner gradient taken on the whole batch."""
+    micros = _split(batch, config.micro_batch_rows)
+    per_token = jax.lax.map(lambda micro: score(params, micro, config=config), micros)
+    policy_logprobs, entropy = (x.reshape(batch.response_tokens.shape) for x in per_token)
+    (loss, measurements), cotangent = jax.value_and_grad(objective, has_aux=True)(policy_logprobs, _inputs(batch, beta, config))
+
+    def add(grads: Any, micro: tuple[Batch, jax.Array]) -> tuple[Any, None]:
+        rows, row_cotangent = micro
+        pull_back = jax.vjp(lambda p: score(p, rows, config=config)[0], params)[1]
+        return jax.tree.map(jnp.add, grads, pull_back(row_cotangent)[0]), None
+
+    grads, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), (micros, _split(cotangent, config.micro_batch_rows)))
+    return loss, grads, measurements, policy_logprobs, entropy
+
+
+def _diagnostics(policy_logprobs: jax.Array, entropy: jax.Array, batch: Batch) -> dict[str, jax.Array]:
+    """Of the batch as drawn, which need not be on-policy.
+
+    kl_to_ref: nats per response, the mean of log π_θ − log π_ref over rows; entropy: nats per real token.
+    """
+    return {
+        "entropy": jnp.sum(entropy) / jnp.maximum(jnp.sum(batch.response_length), 1),
+        "reward": jnp.mean(batch.reward),
+        "kl_to_ref": jnp.mean(jnp.sum(policy_logprobs - batch.ref_logprobs, axis=1)),
+        "response_length": jnp.mean(batch.response_length.astype(jnp.float32)),
+    }

@@ -1,0 +1,88 @@
+"""Device meshes, and the table that maps logical axes of arrays to mesh axes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+MESH_AXES = ("data", "fsdp", "tensor")
+
+# Logical axis -> mesh axes it is split over. Every array in the project is sharded by this table alone.
+RULES: dict[str, tuple[str, ...]] = {
+    "rows": ("data", "fsdp"),
+    "vocab": ("tensor",),
+    "embed": ("fsdp",),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "ffn": ("tensor",),
+    "layers": (),
+    "head": (),
+}
+
+
+def mesh_shape(sizes: tuple[int, int, int], devices: int, *, setting: str) -> tuple[int, int, int]:
+    """Resolves (data, fsdp, tensor), where one data size of -1 means "all the devices that are left".
+
+    Raises:
+      ValueError: the sizes do not make up the number of devices; names both numbers and the setting.
+    """
+    data, fsdp, tensor = sizes
+    if data == -1 and fsdp * tensor > 0 and devices % (fsdp * tensor) == 0:
+        data = devices // (fsdp * tensor)
+    if min(data, fsdp, tensor) < 1 or data * fsdp * tensor != devices:
+        raise ValueError(f"{setting} data={sizes[0]} × fsdp={fsdp} × tensor={tensor} does not make up the {devices} devices of this role")
+    return data, fsdp, tensor
+
+
+def make_mesh(sizes: tuple[int, int, int], *, setting: str, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A mesh over `devices` (default: all of this process' world) with axes MESH_AXES."""
+    devices = jax.devices() if devices is None else devices
+    shape = mesh_shape(sizes, len(devices), setting=setting)
+    return jax.make_mesh(shape, MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+
+
+def partition_spec(axes: Sequence[str | None]) -> PartitionSpec:
+    """The partition of an array whose dimensions carry these logical axes (None = replicated).
+
+    Raises:
+      ValueError: an axis is not in RULES, or two dimensions claim the same mesh axis.
+    """
+    parts: list[tuple[str, ...] | None] = []
+    for axis in axes:
+        if axis is not None and axis not in RULES:
+            raise ValueError(f"unknown logical axis {axis!r}; known: {sorted(RULES)}")
+        parts.append(RULES[axis] or None if axis is not None else None)
+    used = [name for part in parts if part for name in part]
+    if len(used) != len(set(used)):
+        raise ValueError(f"logical axes {list(axes)} map two dimensions to the same mesh axis: {used}")
+    return PartitionSpec(*parts)
+
+
+def sharding(mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int], *, name: str) -> NamedSharding:
+    """The sharding of the array called `name`.
+
+    Raises:
+      ValueError: a dimension is not divisible by the mesh axes it is split over; names both numbers.
+    """
+    spec = partition_spec(axes)
+    for size, axis, part in zip(shape, axes, spec, strict=True):
+        ways = int(np.prod([mesh.shape[p] for p in part or ()]))
+        if size % ways:
+            raise ValueError(f"{name}: axis {axis!r} of size {size} is not divisible by {ways} (mesh axes {part})")
+    return NamedSharding(mesh, spec)
+
+
+def rows_sharding(mesh: Mesh) -> NamedSharding:
+    """Arrays whose first axis is rows (or queries); the other axes are replicated."""
+    return NamedSharding(mesh, PartitionSpec(RULES["rows"]))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def put_rows(mesh: Mesh, tree: Any) -> Any:
+    """Host arrays [B, ...] onto the mesh, split over rows."""
+    return jax.device_put(tree, rows_sharding(mesh))

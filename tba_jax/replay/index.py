@@ -1,0 +1,357 @@
+"""The resident window: the newest valid rows of all logs in host memory, grouped by query.
+
+Pure NumPy and deterministic: the state is a function of the sequence of calls, so a resumed trainer that replays the
+calls of its journal draws the same batches.
+"""
+
+import collections
+import hashlib
+import heapq
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tba_jax.replay.log import REJECTIONS, LogReader, validate_rows
+from tba_jax.trajectory import Rows, RowShape, check_rows, response_mask
+
+# Why a resident row left: an identical response arrived, its query was full, the window was full.
+EVICTIONS = ("duplicate", "query_capacity", "capacity")
+
+# (writer number, row) packed in one int64: 2^23 writers, 2^40 rows each.
+_ROW_BITS = 40
+
+
+class ReplayIndex:
+    """Resident rows in slots, and their queries under query numbers. Freed numbers are reused, the lowest first.
+
+    Arrays over slots (views that end at the highest slot in use so far; a free slot has slot_query −1):
+      slot_query: int32      query number
+      slot_writer: int32     index into `writers`
+      slot_row: int64        sequence number within the writer
+      arrival: int64         how many rows were added before
+      visible_step: int64    trainer step at which the row became visible
+      row_step: int64        trainer step of the oldest weights that produced a token of the response
+      row_draws: int64       times the row was drawn
+      reward: float32        the column of the same name
+
+    Arrays over query numbers (0 resident rows where the number is free):
+      query_ids: uint64, query_rows: int64     resident rows
+      newest_arrival, newest_visible_step, newest_row_step: int64, of the query's newest row
+      query_draws: int64     batches that drew the query, counted from the minimum of all queries at its arrival, so that
+                             a late query does not have to catch up with rounds it was not there for
+      recent_draws: int64    batches that drew the query since its newest row arrived
+    """
+
+    def __init__(self, *, shape: RowShape, capacity: int, capacity_per_query: int, vocab_size: int):
+        """Args: capacity: resident rows in total (replay.capacity); capacity_per_query: of one query (a task setting)."""
+        for name, value in (("capacity", capacity), ("capacity_per_query", capacity_per_query), ("vocab_size", vocab_size)):
+            if value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        self.shape, self.capacity, self.capacity_per_query, self.vocab_size = shape, capacity, capacity_per_query, vocab_size
+        self.writers: list[str] = []
+        self.heads: dict[str, int] = {}
+        # One slot more than the capacity: a row goes in before the one it displaces goes out.
+        slots = capacity + 1
+        self._columns = {name: np.zeros((slots, *row), dtype) for name, (dtype, row) in shape.columns().items()}
+        self._slot_query = np.full(slots, -1, np.int32)
+        self._slot_writer = np.zeros(slots, np.int32)
+        self._arrival, self._visible_step, self._row_step, self._row_draws = (np.zeros(slots, np.int64) for _ in range(4))
+        self._query_ids = np.zeros(slots, np.uint64)
+        self._query_rows, self._query_draws, self._recent_draws = (np.zeros(slots, np.int64) for _ in range(3))
+        self._newest_slot = np.zeros(slots, np.int64)
+        self._free_slots, self._free_queries = list(range(slots)), list(range(slots))
+        self._slot_top = self._query_top = 0
+        self._next_arrival = 0
+        # Both ordered by arrival. Resident slot -> (query id, response digest); query id -> response digest -> slot.
+        self._order: collections.OrderedDict[int, tuple[int, bytes]] = collections.OrderedDict()
+        self._groups: dict[int, collections.OrderedDict[bytes, int]] = {}
+        self._query_number: dict[int, int] = {}
+        # Per writer, in the order of `writers`.
+        self._counts: list[collections.Counter[str]] = []
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    @property
+    def slot_query(self) -> np.ndarray:
+        return self._slot_query[: self._slot_top]
+
+    @property
+    def slot_writer(self) -> np.ndarray:
+        return self._slot_writer[: self._slot_top]
+
+    @property
+    def slot_row(self) -> np.ndarray:
+        return self._columns["row"][: self._slot_top]
+
+    @property
+    def arrival(self) -> np.ndarray:
+        return self._arrival[: self._slot_top]
+
+    @property
+    def visible_step(self) -> np.ndarray:
+        return self._visible_step[: self._slot_top]
+
+    @property
+    def row_step(self) -> np.ndarray:
+        return self._row_step[: self._slot_top]
+
+    @property
+    def row_draws(self) -> np.ndarray:
+        return self._row_draws[: self._slot_top]
+
+    @property
+    def reward(self) -> np.ndarray:
+        return self._columns["reward"][: self._slot_top]
+
+    @property
+    def query_ids(self) -> np.ndarray:
+        return self._query_ids[: self._query_top]
+
+    @property
+    def query_rows(self) -> np.ndarray:
+        return self._query_rows[: self._query_top]
+
+    @property
+    def query_draws(self) -> np.ndarray:
+        return self._query_draws[: self._query_top]
+
+    @property
+    def recent_draws(self) -> np.ndarray:
+        return self._recent_draws[: self._query_top]
+
+    @property
+    def newest_arrival(self) -> np.ndarray:
+        return self._arrival[self._newest_slot[: self._query_top]]
+
+    @property
+    def newest_visible_step(self) -> np.ndarray:
+        return self._visible_step[self._newest_slot[: self._query_top]]
+
+    @property
+    def newest_row_step(self) -> np.ndarray:
+        return self._row_step[self._newest_slot[: self._query_top]]
+
+    def add(self, writer: str, rows: Rows, *, step: int) -> None:
+        """Integrates rows of one writer's log, in order, as visible from trainer step `step` on.
+
+        Invalid rows are counted and left out. A response its query already has replaces the older row. A full query
+        loses its oldest row, then a full window its oldest row.
+
+        Raises:
+          ValueError: rows of another schema, row numbers that are not consecutive, or rows below the writer's head.
+        """
+        count = check_rows(rows, self.shape)
+        if not count:
+            return
+        first, head = int(rows["row"][0]), self.heads.get(writer, 0)
+        if first < head or not np.array_equal(rows["row"], np.arange(first, first + count)):
+            raise ValueError(
+                f"rows {first} to {rows['row'][-1]} ({count}) of writer {writer} must be consecutive and not below row {head}"
+            )
+        if writer not in self.heads:
+            self.writers.append(writer)
+            self._counts.append(collections.Counter())
+        self.heads[writer] = first + count
+        number = self.writers.index(writer)
+        counts = self._counts[number]
+        counts["seen"] += count
+
+        reasons = validate_rows(rows, vocab_size=self.vocab_size)
+        for reason in reasons[reasons > 0].tolist():
+            counts[f"rejected/{REJECTIONS[reason]}"] += 1
+        valid = np.flatnonzero(reasons == 0)
+        if not len(valid):
+            return
+        live = self.query_rows > 0
+        first_draws = int(self.query_draws[live].min()) if live.any() else 0
+        row_steps = _row_steps(rows)
+        arrivals = np.arange(self._next_arrival, self._next_arrival + len(valid))
+        self._next_arrival += len(valid)
+        query_ids, lengths = rows["query_id"].tolist(), rows["response_length"].tolist()
+        slots = np.empty(len(valid), np.int64)
+        for i, row in enumerate(valid.tolist()):
+            slot = slots[i] = heapq.heappop(self._free_slots)
+            self._slot_top = max(self._slot_top, slot + 1)
+            self._slot_writer[slot] = number
+            self._arrival[slot] = arrivals[i]
+            self._visible_step[slot] = step
+            self._row_step[slot] = row_steps[row]
+            self._row_draws[slot] = 0
+            digest = _digest(rows["response_tokens"][row, : lengths[row]])
+            self._insert(slot, query_ids[row], digest, first_draws)
+        # A slot that was freed and filled again within this call keeps its last row.
+        resident = (self._arrival[slots] == arrivals) & (self._slot_query[slots] >= 0)
+        for name, column in self._columns.items():
+            column[slots[resident]] = rows[name][valid[resident]]
+
+    def _insert(self, slot: int, query_id: int, digest: bytes, first_draws: int) -> None:
+        number = self._query_number.get(query_id)
+        if number is None:
+            number = self._open_query(heapq.heappop(self._free_queries), query_id, first_draws)
+        group = self._groups[query_id]
+        replaced = group.pop(digest, None)
+        group[digest] = slot
+        self._order[slot] = (query_id, digest)
+        self._slot_query[slot] = number
+        self._query_rows[number] += 1
+        self._newest_slot[number] = slot
+        self._recent_draws[number] = 0
+        if replaced is not None:
+            self._evict(replaced, "duplicate")
+        elif len(group) > self.capacity_per_query:
+            self._evict(next(iter(group.values())), "query_capacity")
+        if len(self._order) > self.capacity:
+            self._evict(next(iter(self._order)), "capacity")
+
+    def _open_query(self, number: int, query_id: int, draws: int) -> int:
+        self._query_number[query_id] = number
+        self._groups[query_id] = collections.OrderedDict()
+        self._query_top = max(self._query_top, number + 1)
+        self._query_ids[number] = query_id
+        self._query_rows[number] = 0
+        self._query_draws[number] = draws
+        return number
+
+    def _evict(self, slot: int, rule: str) -> None:
+        query_id, digest = self._order.pop(slot)
+        number = self._query_number[query_id]
+        counts = self._counts[self._slot_writer[slot]]
+        counts[f"evicted/{rule}"] += 1
+        if rule != "duplicate":
+            counts["evicted_untrained"] += self._row_draws[slot] == 0
+            group = self._groups[query_id]
+            del group[digest]
+            if not group:
+                del self._groups[query_id], self._query_number[query_id]
+                heapq.heappush(self._free_queries, number)
+        self._query_rows[number] -= 1
+        self._slot_query[slot] = -1
+        heapq.heappush(self._free_slots, slot)
+
+    def mark_drawn(self, slots: np.ndarray) -> None:
+        """Counts one batch: every appearance of a row, and every query once. The same in live operation and replay."""
+        np.add.at(self._row_draws, slots, 1)
+        queries = np.unique(self._slot_query[slots])
+        self._query_draws[queries] += 1
+        self._recent_draws[queries] += 1
+
+    def gather(self, slots: np.ndarray) -> Rows:
+        """Copies of the rows in `slots` (int[B]), in that order."""
+        return {name: column[slots] for name, column in self._columns.items()}
+
+    def ids(self, slots: np.ndarray) -> list[tuple[str, int]]:
+        """(writer, row) of the rows in `slots`."""
+        writers, rows = self._slot_writer[slots].tolist(), self._columns["row"][slots].tolist()
+        return [(self.writers[writer], row) for writer, row in zip(writers, rows, strict=True)]
+
+    def slots_of(self, ids: Sequence[tuple[str, int]]) -> np.ndarray:
+        """int64[len(ids)], the slot of each (writer, row); −1 where the row is not resident. Costs a sort of the window."""
+        numbers = {writer: number for number, writer in enumerate(self.writers)}
+        wanted = np.array([numbers.get(writer, -1) << _ROW_BITS | row for writer, row in ids], np.int64)
+        resident = np.flatnonzero(self.slot_query >= 0)
+        keys = self.slot_writer[resident].astype(np.int64) << _ROW_BITS | self.slot_row[resident]
+        if not len(resident):
+            return np.full(len(ids), -1, np.int64)
+        order = np.argsort(keys)
+        found = order[np.minimum(np.searchsorted(keys, wanted, sorter=order), len(order) - 1)]
+        return np.where(keys[found] == wanted, resident[found], -1)
+
+    def ledger(self) -> dict[str, dict[str, Any]]:
+        """Per writer: seen, resident, evicted by rule, rejected by reason, evicted_untrained (by a capacity, never drawn).
+
+        seen = resident + evicted + rejected holds for every writer.
+        """
+        resident = np.bincount(self.slot_writer[self.slot_query >= 0], minlength=len(self.writers))
+        return {
+            writer: {
+                "seen": counts["seen"],
+                "resident": int(resident[number]),
+                "evicted": {rule: counts[f"evicted/{rule}"] for rule in EVICTIONS},
+                "rejected": {reason: counts[f"rejected/{reason}"] for reason in REJECTIONS[1:]},
+                "evicted_untrained": int(counts["evicted_untrained"]),
+            }
+            for number, (writer, counts) in enumerate(zip(self.writers, self._counts, strict=True))
+        }
+
+    def state(self) -> dict[str, Any]:
+        """All that `restore` needs, of ints, strings, lists and dicts (JSON)."""
+        slots = np.array(list(self._order), np.int64)
+        queries = np.unique(self._slot_query[slots])
+        return {
+            "capacity": self.capacity,
+            "capacity_per_query": self.capacity_per_query,
+            "vocab_size": self.vocab_size,
+            "writers": self.writers.copy(),
+            "heads": self.heads.copy(),
+            "counts": [{name: int(count) for name, count in counts.items()} for counts in self._counts],
+            "next_arrival": self._next_arrival,
+            # Residents in order of arrival.
+            "slot": slots.tolist(),
+            "query": self._slot_query[slots].tolist(),
+            "writer": self._slot_writer[slots].tolist(),
+            "row": self._columns["row"][slots].tolist(),
+            "arrival": self._arrival[slots].tolist(),
+            "visible_step": self._visible_step[slots].tolist(),
+            "row_draws": self._row_draws[slots].tolist(),
+            "queries": queries.tolist(),
+            "query_draws": self._query_draws[queries].tolist(),
+            "recent_draws": self._recent_draws[queries].tolist(),
+        }
+
+    @classmethod
+    def restore(cls, state: Mapping[str, Any], reader: LogReader) -> "ReplayIndex":
+        """The index whose `state` this is; reads the resident rows from the log.
+
+        Raises:
+          LogCorruption: a resident row cannot be read back. ValueError: it is no longer in the log.
+        """
+        index = cls(
+            shape=reader.shape,
+            capacity=state["capacity"],
+            capacity_per_query=state["capacity_per_query"],
+            vocab_size=state["vocab_size"],
+        )
+        index.writers, index.heads = list(state["writers"]), dict(state["heads"])
+        index._counts = [collections.Counter(counts) for counts in state["counts"]]
+        index._next_arrival = state["next_arrival"]
+        rows = reader.read_ids([(index.writers[w], row) for w, row in zip(state["writer"], state["row"], strict=True)])
+        slots, queries = np.array(state["slot"], np.int64), np.array(state["queries"], np.int64)
+        for name, column in index._columns.items():
+            column[slots] = rows[name]
+        index._slot_query[slots] = state["query"]
+        index._slot_writer[slots] = state["writer"]
+        index._arrival[slots] = state["arrival"]
+        index._visible_step[slots] = state["visible_step"]
+        index._row_draws[slots] = state["row_draws"]
+        index._row_step[slots] = _row_steps(rows)
+        index._query_draws[queries] = state["query_draws"]
+        index._recent_draws[queries] = state["recent_draws"]
+        query_ids, lengths = rows["query_id"].tolist(), rows["response_length"].tolist()
+        for i, (slot, number) in enumerate(zip(state["slot"], state["query"], strict=True)):
+            digest = _digest(rows["response_tokens"][i, : lengths[i]])
+            index._query_number[query_ids[i]] = number
+            index._query_ids[number] = query_ids[i]
+            index._query_rows[number] += 1
+            index._newest_slot[number] = slot
+            index._groups.setdefault(query_ids[i], collections.OrderedDict())[digest] = slot
+            index._order[slot] = (query_ids[i], digest)
+        # Sorted lists are heaps, so the lowest free number comes first as before.
+        index._free_slots = np.setdiff1d(np.arange(index.capacity + 1), slots).tolist()
+        index._free_queries = np.setdiff1d(np.arange(index.capacity + 1), queries).tolist()
+        index._slot_top = int(slots.max(initial=-1)) + 1
+        index._query_top = int(queries.max(initial=-1)) + 1
+        return index
+
+
+def _row_steps(rows: Rows) -> np.ndarray:
+    """int64[B], the oldest policy_step of a real response token; −1 for an empty response."""
+    mask = response_mask(rows["response_length"], rows["policy_step"].shape[1])
+    oldest = np.where(mask, rows["policy_step"].astype(np.int64), np.iinfo(np.int64).max).min(axis=1)
+    return np.where(mask.any(axis=1), oldest, -1)
+
+
+def _digest(response_tokens: np.ndarray) -> bytes:
+    """128 bits that stand for a response's real tokens: equal digests are taken as equal responses."""
+    return hashlib.blake2b(response_tokens.tobytes(), digest_size=16).digest()

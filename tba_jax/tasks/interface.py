@@ -1,0 +1,49 @@
+"""What a task is: queries, a reward, and worked examples if it offers a warm start."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+SPLITS = ("train", "heldout")
+
+
+@dataclasses.dataclass(frozen=True)
+class Query:
+    """A prompt as text, and what the reward needs to know about it (the gold answer, say; may be empty)."""
+
+    prompt: str
+    answer: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """reward: float32[n], what the objective sees; parts: float32[n, M], what it was made of, in reward_parts' order."""
+
+    reward: np.ndarray
+    parts: np.ndarray
+
+
+class Task(Protocol):
+    """One file under tasks/ implements this; its constructor takes the task's own settings by name.
+
+    score_name: what the mean held-out greedy reward is called ("accuracy" for a 0/1 reward).
+    reward_parts: names of the M parts. reward_version: counts up when the reward's definition changes.
+    """
+
+    score_name: str
+    reward_parts: tuple[str, ...]
+    reward_version: int
+
+    def queries(self, split: str) -> Sequence[Query]:
+        """All queries of "train" or "heldout", in a fixed order."""
+        ...
+
+    def rewards(self, queries: Sequence[Query], responses: Sequence[str], finished: np.ndarray) -> Scores:
+        """Scores response i, the decoded text without special tokens, for query i; finished: bool[n], it ended by itself."""
+        ...
+
+    def worked_examples(self, rng: np.random.Generator, count: int) -> list[tuple[str, str]]:
+        """(prompt, response) pairs for a supervised warm start. Raises ValueError where the task has none."""
+        ...

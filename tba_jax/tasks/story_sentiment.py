@@ -1,0 +1,56 @@
+"""Happy endings: continue the opening of a story so that the continuation reads positive.
+
+Queries are the first words of each story in a JSON list of strings; the reward is VADER's compound score of the
+continuation, in [-1, 1] (Hutto & Gilbert 2014).
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from tba_jax.tasks.interface import SPLITS, Query, Scores
+
+
+class StorySentiment:
+    """The last `heldout_queries` distinct openings of the file are held out, the others train."""
+
+    score_name = "reward"
+    reward_parts = ("compound",)
+    reward_version = 1
+
+    def __init__(self, *, data_path: str, opening_words: int, heldout_queries: int):
+        """Raises ValueError naming the file (and the entry) where it is missing, malformed or too short."""
+        from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
+
+        path = Path(data_path).expanduser()
+        try:
+            stories = json.loads(path.read_text())
+        except OSError as error:
+            raise ValueError(f"task.story_sentiment.data_path={data_path!r} cannot be read: {error.strerror}") from error
+        except json.JSONDecodeError as error:
+            raise ValueError(f"task.story_sentiment.data_path={data_path!r} is not valid JSON: {error}") from error
+        if not isinstance(stories, list) or not all(isinstance(story, str) for story in stories):
+            raise ValueError(f"task.story_sentiment.data_path={data_path!r} must be a JSON list of strings")
+        openings = list(dict.fromkeys(" ".join(story.split()[:opening_words]) for story in stories))
+        openings = [opening for opening in openings if opening]
+        if len(openings) <= heldout_queries:
+            raise ValueError(
+                f"task.story_sentiment.data_path={data_path!r} has {len(openings)} distinct openings of {opening_words} words, "
+                f"not more than task.story_sentiment.heldout_queries={heldout_queries}"
+            )
+        self._splits = {"train": openings[:-heldout_queries], "heldout": openings[-heldout_queries:]}
+        self._analyzer = SentimentIntensityAnalyzer()
+
+    def queries(self, split: str) -> Sequence[Query]:
+        if split not in SPLITS:
+            raise ValueError(f"split {split!r} is not one of {SPLITS}")
+        return [Query(prompt=opening) for opening in self._splits[split]]
+
+    def rewards(self, queries: Sequence[Query], responses: Sequence[str], finished: np.ndarray) -> Scores:
+        compound = np.array([self._analyzer.polarity_scores(response)["compound"] for response in responses], np.float32)
+        return Scores(reward=compound, parts=compound[:, None])
+
+    def worked_examples(self, rng: np.random.Generator, count: int) -> list[tuple[str, str]]:
+        raise ValueError("task story_sentiment has no worked examples: set model.path to a pretrained model and warm_start.steps=0")

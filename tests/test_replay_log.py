@@ -1,0 +1,320 @@
+"""The log: round trips, refusals, crashes, corruption, foreign content, a full disk."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tba_jax.replay.log import REJECTIONS, LogCorruption, LogReader, LogWriter, validate_rows
+from tba_jax.trajectory import RowShape
+
+SHAPE = RowShape(prompt_length=4, response_length=6, reward_parts=("a", "b"))
+
+
+def make_rows(start: int, count: int, shape: RowShape = SHAPE) -> dict[str, np.ndarray]:
+    """Rows whose every value follows from the row number; zeros included, since a fill value must survive as well."""
+    numbers = np.arange(start, start + count)
+    rows = {}
+    for name, (dtype, row) in shape.columns().items():
+        values = numbers.reshape(-1, *[1] * len(row)) + np.arange(int(np.prod(row))).reshape(row)
+        rows[name] = (values % 7).astype(dtype)
+    rows["row"] = numbers
+    rows["response_length"] = (numbers % 7).astype(np.int32)
+    rows["prompt_length"] = np.full(count, 4, np.int32)
+    return rows
+
+
+def writer(root: Path, name: str = "w0", shape: RowShape = SHAPE, segment_appends: int = 3) -> LogWriter:
+    return LogWriter(root, name, shape, rows_per_append=4, segment_appends=segment_appends, info={"pid": os.getpid()})
+
+
+def assert_rows(rows, expected):
+    for name, column in expected.items():
+        assert rows[name].dtype == column.dtype
+        np.testing.assert_array_equal(rows[name], column, err_msg=name)
+
+
+@pytest.mark.parametrize("parts", [(), ("a",), ("a", "b")])
+def test_rows_come_back_across_segments(tmp_path, parts):
+    shape = RowShape(prompt_length=4, response_length=6, reward_parts=parts)
+    log, reader = writer(tmp_path, shape=shape), LogReader(tmp_path, shape)
+    assert reader.heads() == {"w0": 0}
+    for append in range(8):
+        assert log.append(make_rows(4 * append, 4, shape)) == range(4 * append, 4 * append + 4)
+        assert reader.heads() == {"w0": log.next_row} == {"w0": 4 * append + 4}
+    assert sorted(p.name for p in (tmp_path / "w0").iterdir()) == ["000000", "000001", "000002", "writer.json"]
+    everything = make_rows(0, 32, shape)
+    for fresh in (reader, LogReader(tmp_path, shape)):
+        assert fresh.heads() == {"w0": 32}
+        assert_rows(fresh.read("w0", 0, 32), everything)
+        assert_rows(fresh.read("w0", 9, 15), {name: column[9:15] for name, column in everything.items()})
+        wanted = [30, 2, 2, 13, 0]
+        assert_rows(fresh.read_ids([("w0", row) for row in wanted]), {name: column[wanted] for name, column in everything.items()})
+    assert len(reader.read_ids([])["row"]) == 0
+    assert reader.problems == {}
+    with pytest.raises(ValueError, match="rows 0 to 31 are committed"):
+        reader.read("w0", 30, 33)
+
+
+def test_a_writer_id_is_used_once_and_well_formed(tmp_path):
+    writer(tmp_path)
+    with pytest.raises(ValueError, match="never reused"):
+        writer(tmp_path)
+    for name in ("", "-a", "A", "a/b", "a" * 101, "a.b"):
+        with pytest.raises(ValueError, match="must match"):
+            writer(tmp_path, name)
+    assert [p.name for p in tmp_path.iterdir()] == ["w0"]
+
+
+def test_wrong_rows_are_refused_and_the_log_goes_on(tmp_path):
+    log = writer(tmp_path)
+    good = make_rows(0, 4)
+    for bad, words in [
+        (make_rows(0, 3), "rows_per_append"),
+        (make_rows(4, 4), "continues at 0"),
+        (good | {"reward": good["reward"].astype(np.float64)}, "reward is float64"),
+        (good | {"key": good["key"][:, :1]}, "column key"),
+        ({name: column for name, column in good.items() if name != "top_k"}, "top_k"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            log.append(bad)
+    log.append(good)
+    assert_rows(LogReader(tmp_path, SHAPE).read("w0", 0, 4), good)
+
+
+APPENDER = """
+import sys
+from pathlib import Path
+from tests_of_log import make_rows, writer
+log = writer(Path(sys.argv[1]), sys.argv[2])
+while True:
+    log.append(make_rows(log.next_row, 4))
+    print(log.next_row, flush=True)
+"""
+
+
+def start_appender(root: Path, name: str) -> subprocess.Popen:
+    program = f"import importlib.util as u, sys\ns = u.spec_from_file_location('tests_of_log', {__file__!r})\n"
+    program += "m = u.module_from_spec(s)\nsys.modules['tests_of_log'] = m\ns.loader.exec_module(m)\n" + APPENDER
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
+    return subprocess.Popen([sys.executable, "-c", program, str(root), name], stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def test_a_killed_writer_leaves_whole_appends_and_loses_no_acknowledged_one(tmp_path):
+    acknowledged = {}
+    for number in range(0, 10, 2):
+        names = [f"w{number}", f"w{number + 1}"]
+        processes = [start_appender(tmp_path, name) for name in names]
+        for process in processes:
+            process.stdout.readline()
+        time.sleep(0.02 + 0.013 * number)
+        for name, process in zip(names, processes, strict=True):
+            os.kill(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+            acknowledged[name] = max([4] + [int(line) for line in output.split("\n")[:-1]])
+    # What a crash may leave lying around.
+    for name in ("w0", "w1"):
+        (tmp_path / name / "000000" / "d" / "garbage").write_bytes(b"\x00" * 100)
+        (tmp_path / name / "000000" / "manifest.ocdbt.__lock").write_bytes(b"")
+        (tmp_path / name / "junk").write_text("x")
+        (tmp_path / name / "000777.tmp").mkdir()
+    reader = LogReader(tmp_path, SHAPE)
+    heads = reader.heads()
+    assert set(heads) == set(acknowledged)
+    for name, head in heads.items():
+        # The append in flight may have been committed without the acknowledgement.
+        assert head in (acknowledged[name], acknowledged[name] + 4)
+        assert_rows(reader.read(name, 0, head), make_rows(0, head))
+    assert reader.problems == {}
+
+
+def test_a_live_reader_never_sees_a_torn_row(tmp_path):
+    def append(name):
+        log = writer(tmp_path, name, segment_appends=7)
+        for _ in range(40):
+            log.append(make_rows(log.next_row, 4))
+
+    threads = [threading.Thread(target=append, args=(name,)) for name in ("a", "b")]
+    reader, seen = LogReader(tmp_path, SHAPE), {}
+    for thread in threads:
+        thread.start()
+    polls = 0
+    while seen != {"a": 160, "b": 160} and polls < 10_000:
+        for name, head in reader.heads().items():
+            previous = seen.get(name, 0)
+            assert head >= previous and head % 4 == 0
+            if head > previous:
+                assert_rows(reader.read(name, previous, head), make_rows(previous, head - previous))
+            seen[name] = head
+        polls += 1
+        time.sleep(0.001)
+    for thread in threads:
+        thread.join()
+    assert seen == {"a": 160, "b": 160}
+    assert reader.problems == {}
+
+
+def test_a_flipped_byte_is_named_with_its_writer_and_rows(tmp_path):
+    shape = RowShape(prompt_length=4, response_length=64, reward_parts=())
+    log, rng = writer(tmp_path, shape=shape, segment_appends=8), np.random.default_rng(0)
+    expected, files = make_rows(0, 16, shape), []
+    for name in ("ref_logprobs", "policy_logprobs"):
+        expected[name] = rng.normal(size=(16, 64)).astype(np.float32)
+    for append in range(4):
+        before = set((tmp_path / "w0").rglob("d/*"))
+        log.append({name: column[4 * append : 4 * append + 4] for name, column in expected.items()})
+        files.append(max(set((tmp_path / "w0").rglob("d/*")) - before, key=lambda path: path.stat().st_size))
+
+    def damage_everywhere(path: Path) -> list[LogCorruption]:
+        found, content = [], path.read_bytes()
+        for position in range(0, len(content), len(content) // 60):
+            path.write_bytes(content[:position] + bytes([content[position] ^ 16]) + content[position + 1 :])
+            reader = LogReader(tmp_path, shape, patience_seconds=0)
+            if reader.heads() != {"w0": 16}:
+                assert "DATA_LOSS" in reader.problems["w0"]
+                continue
+            try:
+                assert_rows(reader.read("w0", 0, 16), expected)
+            except LogCorruption as corruption:
+                found.append(corruption)
+        path.write_bytes(content)
+        return found
+
+    # The file of append 1 holds its large values, and index nodes that later appends have replaced.
+    found = damage_everywhere(files[1])
+    assert len(found) > 20
+    for corruption in found:
+        assert (corruption.writer, corruption.start, corruption.stop) == ("w0", 4, 8)
+        assert "w0: rows 4 to 7" in str(corruption) and "DATA_LOSS" in corruption.reason
+    # That of the last append holds the index nodes of all.
+    assert len(damage_everywhere(files[3])) > 20
+
+    files[1].unlink()
+    reader = LogReader(tmp_path, shape, patience_seconds=0)
+    assert_rows(reader.read("w0", 8, 16), {name: column[8:] for name, column in expected.items()})
+    with pytest.raises(LogCorruption, match="NOT_FOUND"):
+        reader.read("w0", 4, 8)
+
+
+def test_a_lagging_file_is_waited_for(tmp_path):
+    writer(tmp_path).append(make_rows(0, 4))
+    reader = LogReader(tmp_path, SHAPE, patience_seconds=20)
+    assert reader.heads() == {"w0": 4}
+    data, away = tmp_path / "w0" / "000000" / "d", tmp_path / "away"
+    data.rename(away)
+    timer = threading.Timer(0.3, lambda: away.rename(data))
+    timer.start()
+    assert_rows(reader.read("w0", 0, 4), make_rows(0, 4))
+    timer.join()
+
+
+def test_a_damaged_head_is_a_problem_and_the_writer_stays_where_it_was(tmp_path):
+    log, reader = writer(tmp_path), LogReader(tmp_path, SHAPE)
+    log.append(make_rows(0, 4))
+    assert reader.heads() == {"w0": 4}
+    log.append(make_rows(4, 4))
+    manifest = tmp_path / "w0" / "000000" / "manifest.ocdbt"
+    content = manifest.read_bytes()
+    manifest.write_bytes(content[:40] + bytes([content[40] ^ 1]) + content[41:])
+    assert reader.heads() == {"w0": 4}
+    assert "w0" in reader.problems["w0"] and "row 4" in reader.problems["w0"]
+    manifest.write_bytes(content)
+    assert reader.heads() == {"w0": 8}
+    assert reader.problems == {}
+
+
+def test_foreign_content_and_other_schemas_are_problems(tmp_path):
+    (tmp_path / "notes.txt").write_text("hello")
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "list").mkdir()
+    (tmp_path / "list" / "writer.json").write_text("[]")
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "writer.json").write_text(json.dumps({"schema": {"rows_per_append": 4}}))
+    (tmp_path / ".w9.tmp").mkdir()
+    writer(tmp_path, "longer", RowShape(prompt_length=4, response_length=9, reward_parts=("a", "b")))
+    writer(tmp_path, "parts", RowShape(prompt_length=4, response_length=6, reward_parts=("a", "c")))
+    writer(tmp_path, "good").append(make_rows(0, 4))
+    reader = LogReader(tmp_path, SHAPE)
+    assert reader.heads() == {"good": 4}
+    assert set(reader.problems) == {"notes.txt", "foreign", "list", "bare", "longer", "parts"}
+    assert "response_tokens" in reader.problems["longer"] and "prompt_tokens" not in reader.problems["longer"]
+    assert "['a', 'c']" in reader.problems["parts"]
+    with pytest.raises(ValueError, match="response_tokens"):
+        reader.read("longer", 0, 4)
+
+
+FULL_DISK = """
+import resource, signal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+log = writer(Path(sys.argv[1]), "full")
+log.append(make_rows(0, 4))
+resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
+for _ in range(2):
+    try:
+        log.append(make_rows(4, 4))
+    except OSError as error:
+        print("refused", log.next_row, error, flush=True)
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+for _ in range(3):
+    log.append(make_rows(log.next_row, 4))
+print("done", log.next_row)
+"""
+
+
+def test_a_full_disk_refuses_the_append_and_keeps_what_was_committed(tmp_path):
+    program = f"import sys\nfrom pathlib import Path\nexec(open({__file__!r}).read().split('def assert_rows')[0])\n" + FULL_DISK
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
+    result = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, env=environment, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("refused 4 append of rows 4 to 7") == 2, result.stdout
+    assert "too large" in result.stdout
+    assert result.stdout.strip().endswith("done 16")
+    reader = LogReader(tmp_path, SHAPE)
+    assert reader.heads() == {"full": 16}
+    assert_rows(reader.read("full", 0, 16), make_rows(0, 16))
+
+
+def test_an_append_that_landed_unnoticed_is_acknowledged_once(tmp_path, monkeypatch):
+    log = writer(tmp_path)
+    log.append(make_rows(0, 4))
+    commit = log._segment.append
+
+    def commit_then_fail(*arguments):
+        commit(*arguments)
+        raise ValueError("UNAVAILABLE: the reply was lost")
+
+    monkeypatch.setattr(log._segment, "append", commit_then_fail)
+    with pytest.raises(OSError, match="may be appended again"):
+        log.append(make_rows(4, 4))
+    assert log.next_row == 4
+    with pytest.raises(OSError, match="committed after all"):
+        log.append(make_rows(4, 4) | {"reward": np.full(4, 99, np.float32)})
+    log.append(make_rows(4, 4))
+    log.append(make_rows(8, 4))
+    assert_rows(LogReader(tmp_path, SHAPE).read("w0", 0, 12), make_rows(0, 12))
+
+
+def test_invalid_values_are_told_apart():
+    rows = make_rows(0, 10)
+    rows["prompt_length"][1] = 5
+    rows["response_length"][2] = -1
+    rows["prompt_tokens"][3, 2] = 50
+    rows["response_tokens"][4, 0] = -1
+    rows["reward"][5] = np.nan
+    rows["reward_parts"][6, 1] = np.inf
+    rows["behavior_logprobs"][7, 3] = -np.inf
+    rows["ref_logprobs"][8, 5] = np.nan
+    reasons = [REJECTIONS[reason] for reason in validate_rows(rows, vocab_size=50)]
+    assert reasons == [
+        *("valid", "prompt_length", "response_length", "prompt_tokens", "response_tokens"),
+        *("reward", "reward", "logprobs", "logprobs", "valid"),
+    ]
