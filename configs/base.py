@@ -66,7 +66,7 @@ def get_config() -> config_dict.ConfigDict:
     c.searchers.count = 2  # processes that --role=all starts; any number more may join
     c.searchers.queries_per_batch = 8
     c.searchers.samples_per_query = 24  # S, at least learner.completions
-    c.searchers.max_rows_ahead = 0  # pause while this many rows wait undrawn in the trainer's replay; 0: never wait
+    c.searchers.max_rows_per_snapshot = 0  # backpressure: a searcher pauses after this many rows until a newer snapshot; 0: never
     c.searchers.poll_seconds = 0.2
     c.searchers.memory_fraction = 0.4  # of a GPU that roles share
     c.searchers.mesh = config_dict.ConfigDict(dict(data=-1, fsdp=1, tensor=1))

@@ -49,6 +49,19 @@ class RunDir:
     def evaluations(self) -> Path:
         return self.root / "evaluations"
 
+    @property
+    def finished(self) -> Path:
+        """Written by the trainer when all steps are done; searchers and evaluators stop by it."""
+        return self.root / "finished.json"
+
+    @property
+    def initial_reference(self) -> Path:
+        """{"id": hex}: the reference policy that step 0 starts from. Its folder is `reference(id)`."""
+        return self.references / "initial.json"
+
+    def reference(self, reference_id: str) -> Path:
+        return self.references / reference_id
+
     def metrics(self, role: str) -> Path:
         return self.root / "metrics" / role
 

@@ -37,7 +37,7 @@ class Tokenizer(Protocol):
         """The ids of a prompt, with a beginning-of-sequence id where the tokenizer adds one, without an end."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of a whole sequence, without special ids. Ids that stand for no text (special, padding) give nothing."""
+        """The text of a whole sequence, without special ids. Ids beyond vocab_size give nothing either."""
 
     def decode_continuation(self, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> str:
         """The text that `response_ids` adds after `prompt_ids` (both without padding), leading space included.
@@ -122,6 +122,7 @@ class HuggingFaceTokenizer:
         self.pad_id = self.eos_id if self._tokenizer.pad_token_id is None else int(self._tokenizer.pad_token_id)
         added_special = {i for i, token in self._tokenizer.added_tokens_decoder.items() if token.special}
         self.special_ids = tuple(sorted({*self._tokenizer.all_special_ids, *added_special, self.eos_id, self.pad_id}))
+        self._special = frozenset(self.special_ids)
         text = (
             (folder / "tokenizer.json").read_text(encoding="utf-8") if serialized else self._tokenizer.backend_tokenizer.to_str()
         )
@@ -132,7 +133,9 @@ class HuggingFaceTokenizer:
         return self._tokenizer.encode(text, verbose=False)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        # skip_special_tokens misses special tokens that tokenizer.json marks as normalized.
+        text_ids = [int(i) for i in ids if i not in self._special]
+        return self._tokenizer.decode(text_ids, clean_up_tokenization_spaces=False)
 
     def decode_continuation(self, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> str:
         prompt, whole = self.decode(prompt_ids), self.decode([*prompt_ids, *response_ids])

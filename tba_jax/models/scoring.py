@@ -37,6 +37,8 @@ def response_logprobs(
     """
     chex.assert_rank([prompt_tokens, response_tokens], 2)
     chex.assert_rank([prompt_length, response_length], 1)
+    if rows_per_block < 1:
+        raise ValueError(f"rows_per_block={rows_per_block} must be at least 1")
     P, R = prompt_tokens.shape[1], response_tokens.shape[1]
     prompt_mask = jnp.arange(P)[None, :] >= P - prompt_length[:, None]
     mask = jnp.arange(R)[None, :] < response_length[:, None]
@@ -58,7 +60,7 @@ def response_logprobs(
     rows = max(rows for rows in range(1, min(rows_per_block, B) + 1) if B % rows == 0)
 
     def split(x: jax.Array) -> jax.Array:
-        """[B, ...] -> [B/rows, rows, ...]. A block takes rows from all over the batch, so from every device that rows are split over."""
+        """[B, ...] -> [B/rows, rows, ...]; a block takes rows from all over the batch, so from every device of the mesh."""
         return x.reshape(rows, B // rows, *x.shape[1:]).swapaxes(0, 1)
 
     def join(x: jax.Array) -> jax.Array:

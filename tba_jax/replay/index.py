@@ -38,8 +38,8 @@ class ReplayIndex:
     Arrays over query numbers (0 resident rows where the number is free):
       query_ids: uint64, query_rows: int64     resident rows
       newest_arrival, newest_visible_step, newest_row_step: int64, of the query's newest row
-      query_draws: int64     batches that drew the query, counted from the minimum of all queries at its arrival, so that
-                             a late query does not have to catch up with rounds it was not there for
+      query_draws: int64     batches that drew the query, counted from the minimum of all queries at the last batch before
+                             it came: a late query joins the running round and does not catch up with the earlier ones
       recent_draws: int64    batches that drew the query since its newest row arrived
     """
 
@@ -63,6 +63,8 @@ class ReplayIndex:
         self._free_slots, self._free_queries = list(range(slots)), list(range(slots))
         self._slot_top = self._query_top = 0
         self._next_arrival = 0
+        # The fewest draws of any query as of the last batch: where a new query begins.
+        self._round = 0
         # Both ordered by arrival. Resident slot -> (query id, response digest); query id -> response digest -> slot.
         self._order: collections.OrderedDict[int, tuple[int, bytes]] = collections.OrderedDict()
         self._groups: dict[int, collections.OrderedDict[bytes, int]] = {}
@@ -137,7 +139,7 @@ class ReplayIndex:
         """Integrates rows of one writer's log, in order, as visible from trainer step `step` on.
 
         Invalid rows are counted and left out. A response its query already has replaces the older row. A full query
-        loses its oldest row, then a full window its oldest row.
+        loses its oldest row, then a full window its oldest row. How rows are split over calls makes no difference.
 
         Raises:
           ValueError: rows of another schema, row numbers that are not consecutive, or rows below the writer's head.
@@ -164,8 +166,6 @@ class ReplayIndex:
         valid = np.flatnonzero(reasons == 0)
         if not len(valid):
             return
-        live = self.query_rows > 0
-        first_draws = int(self.query_draws[live].min()) if live.any() else 0
         row_steps = _row_steps(rows)
         arrivals = np.arange(self._next_arrival, self._next_arrival + len(valid))
         self._next_arrival += len(valid)
@@ -180,16 +180,16 @@ class ReplayIndex:
             self._row_step[slot] = row_steps[row]
             self._row_draws[slot] = 0
             digest = _digest(rows["response_tokens"][row, : lengths[row]])
-            self._insert(slot, query_ids[row], digest, first_draws)
+            self._insert(slot, query_ids[row], digest)
         # A slot that was freed and filled again within this call keeps its last row.
         resident = (self._arrival[slots] == arrivals) & (self._slot_query[slots] >= 0)
         for name, column in self._columns.items():
             column[slots[resident]] = rows[name][valid[resident]]
 
-    def _insert(self, slot: int, query_id: int, digest: bytes, first_draws: int) -> None:
+    def _insert(self, slot: int, query_id: int, digest: bytes) -> None:
         number = self._query_number.get(query_id)
         if number is None:
-            number = self._open_query(heapq.heappop(self._free_queries), query_id, first_draws)
+            number = self._open_query(heapq.heappop(self._free_queries), query_id)
         group = self._groups[query_id]
         replaced = group.pop(digest, None)
         group[digest] = slot
@@ -205,13 +205,13 @@ class ReplayIndex:
         if len(self._order) > self.capacity:
             self._evict(next(iter(self._order)), "capacity")
 
-    def _open_query(self, number: int, query_id: int, draws: int) -> int:
+    def _open_query(self, number: int, query_id: int) -> int:
         self._query_number[query_id] = number
         self._groups[query_id] = collections.OrderedDict()
         self._query_top = max(self._query_top, number + 1)
         self._query_ids[number] = query_id
         self._query_rows[number] = 0
-        self._query_draws[number] = draws
+        self._query_draws[number] = self._round
         return number
 
     def _evict(self, slot: int, rule: str) -> None:
@@ -231,11 +231,15 @@ class ReplayIndex:
         heapq.heappush(self._free_slots, slot)
 
     def mark_drawn(self, slots: np.ndarray) -> None:
-        """Counts one batch: every appearance of a row, and every query once. The same in live operation and replay."""
+        """Counts one batch: every appearance of a row, and every query once. The same in live operation and replay.
+
+        Args: slots: int[B], of resident rows, B >= 1.
+        """
         np.add.at(self._row_draws, slots, 1)
         queries = np.unique(self._slot_query[slots])
         self._query_draws[queries] += 1
         self._recent_draws[queries] += 1
+        self._round = int(self.query_draws[self.query_rows > 0].min(initial=np.iinfo(np.int64).max))
 
     def gather(self, slots: np.ndarray) -> Rows:
         """Copies of the rows in `slots` (int[B]), in that order."""
@@ -287,6 +291,7 @@ class ReplayIndex:
             "heads": self.heads.copy(),
             "counts": [{name: int(count) for name, count in counts.items()} for counts in self._counts],
             "next_arrival": self._next_arrival,
+            "round": self._round,
             # Residents in order of arrival.
             "slot": slots.tolist(),
             "query": self._slot_query[slots].tolist(),
@@ -315,7 +320,7 @@ class ReplayIndex:
         )
         index.writers, index.heads = list(state["writers"]), dict(state["heads"])
         index._counts = [collections.Counter(counts) for counts in state["counts"]]
-        index._next_arrival = state["next_arrival"]
+        index._next_arrival, index._round = state["next_arrival"], state["round"]
         rows = reader.read_ids([(index.writers[w], row) for w, row in zip(state["writer"], state["row"], strict=True)])
         slots, queries = np.array(state["slot"], np.int64), np.array(state["queries"], np.int64)
         for name, column in index._columns.items():

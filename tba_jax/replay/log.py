@@ -21,12 +21,17 @@ from typing import Any
 import numpy as np
 
 from tba_jax import run_dir
-from tba_jax.replay.segment import STORAGE_ERRORS, LogSchema, Segment, status_code
+from tba_jax.replay.segment import STORAGE_ERRORS, LogSchema, Segment
 from tba_jax.trajectory import Rows, RowShape, check_rows
 
 _WRITER_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,99}")
 _SEGMENT_NAME = re.compile(r"\d{6}")
 _DESCRIPTION = "writer.json"
+# Below a committed head these mean storage that lags, never the absence of rows; anything else is damage. The last two
+# are a data file that is not there yet: the database reads it as empty, and the checksum or the metadata parser refuses.
+_LAGGING = re.compile(
+    r"(NOT_FOUND|UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED):|.*(Input size of 0 is less than digest size|Invalid JSON)", re.DOTALL
+)
 _READ_AHEAD_APPENDS = 16
 _OPEN_SEGMENTS = 64
 
@@ -329,8 +334,7 @@ class LogReader:
                 rows = self._segment(writer, append // schema.segment_appends).finish_read(started)
                 break
             except STORAGE_ERRORS as error:
-                # Below a committed head "not found" is storage that lags, never the absence of rows.
-                if status_code(error) != "NOT_FOUND" or time.monotonic() > deadline:
+                if not _LAGGING.match(str(error)) or time.monotonic() > deadline:
                     raise LogCorruption(writer, start, stop, str(error)) from error
             time.sleep(pause)
             pause = min(1.0, 2 * pause)

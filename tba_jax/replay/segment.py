@@ -17,17 +17,12 @@ import tensorstore as ts
 
 from tba_jax.trajectory import Rows, RowShape
 
-# What tensorstore raises on storage trouble; the message begins with the status code.
+# What tensorstore raises on storage trouble; the message usually begins with the status code.
 STORAGE_ERRORS = (ValueError, OSError, NotImplementedError)
 
 _HEAD = "head"
 # An append rewrites the B-tree nodes that it touches: small nodes keep that below the size of the rows.
 _MAX_NODE_BYTES = 16384
-
-
-def status_code(error: BaseException) -> str:
-    """The tensorstore status of an error, such as "NOT_FOUND" or "DATA_LOSS"."""
-    return str(error).split(":", 1)[0]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

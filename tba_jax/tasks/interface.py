@@ -17,6 +17,14 @@ class Query:
     answer: str = ""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncodedQuery:
+    """A query and its prompt's token ids (without padding)."""
+
+    query: Query
+    prompt: tuple[int, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class Scores:
     """reward: float32[n], what the objective sees; parts: float32[n, M], what it was made of, in reward_parts' order."""

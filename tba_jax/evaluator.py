@@ -1,0 +1,166 @@
+"""The evaluator: greedy decoding of held-out queries on chosen snapshots, one JSON report each."""
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from tba_jax import mesh as mesh_lib
+from tba_jax import policy_store, run_config, run_dir, trajectory
+from tba_jax.decoding import generate as generate_lib
+from tba_jax.decoding import sampling as sampling_lib
+from tba_jax.metrics import MetricWriter
+from tba_jax.models import decoder, scoring
+from tba_jax.tasks.interface import EncodedQuery, Task
+from tba_jax.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+
+class Evaluator:
+    """Evaluates snapshots on held-out queries: greedy score, and mean reward and reference likelihood of samples."""
+
+    def __init__(
+        self,
+        config: Any,
+        contract: run_config.Contract,
+        run: run_dir.RunDir,
+        *,
+        model: decoder.DecoderConfig,
+        tokenizer: Tokenizer,
+        task: Task,
+        queries: Sequence[EncodedQuery],
+    ):
+        self._config, self._contract, self._run = config, contract, run
+        self._model, self._tokenizer, self._task, self._queries = model, tokenizer, task, queries
+        self._mesh = mesh_lib.make_mesh(tuple(config.evaluation.mesh.values()), setting="evaluation.mesh")
+        self._shardings = decoder.param_shardings(model, self._mesh)
+        reference_id = run_dir.read_json(run.initial_reference)["id"]
+        self._reference = policy_store.load(run.reference(reference_id), model, self._shardings)
+        space = dict(banned_tokens=tuple(contract.banned_tokens))
+        self._generate = jax.jit(
+            functools.partial(
+                generate_lib.generate,
+                config=model,
+                samples_per_query=1,
+                response_length=contract.response_length,
+                eos_id=contract.eos_id,
+                pad_id=contract.pad_id,
+                scoring_temperature=contract.scoring_temperature,
+                truncating=False,
+                **space,
+            )
+        )
+        self._score = jax.jit(
+            functools.partial(
+                scoring.response_logprobs,
+                config=model,
+                temperature=contract.scoring_temperature,
+                rows_per_block=config.evaluation.batch_size,
+                remat=False,
+                **space,
+            )
+        )
+
+    def evaluate(self, step: int) -> dict[str, Any]:
+        """Evaluates the snapshot of `step`, writes `evaluations/<step>.json` and returns its content.
+
+        Raises:
+          FileNotFoundError: the snapshot was pruned.
+        """
+        begin = time.time()
+        params = policy_store.load_step(self._run.policies, step, self._model, self._shardings)
+        greedy = self._respond(params, temperature=0.0)
+        sampled = self._respond(params, temperature=self._contract.scoring_temperature)
+        tokens = max(sum(response["tokens"] for response in sampled), 1)
+        report = {
+            "step": step,
+            "time": begin,
+            "queries": len(self._queries),
+            self._task.score_name: _mean(greedy, "reward"),
+            "greedy_reward": _mean(greedy, "reward"),
+            "sampled_reward": _mean(sampled, "reward"),
+            "finished": _mean(greedy, "finished"),
+            # Of samples, in nats: how far the policy has moved from the reference.
+            "ref_nll_per_token": -sum(response["ref_logprob_sum"] for response in sampled) / tokens,
+            "kl_to_ref": sum(r["policy_logprob_sum"] - r["ref_logprob_sum"] for r in sampled) / len(sampled),
+            "seconds": time.time() - begin,
+            "samples": {"greedy": greedy[: self._config.evaluation.samples], "sampled": sampled[: self._config.evaluation.samples]},
+        }
+        run_dir.write_json(self._run.evaluations / f"{run_dir.step_name(step)}.json", report)
+        return report
+
+    def _respond(self, params: decoder.Params, *, temperature: float) -> list[dict[str, Any]]:
+        size = self._config.evaluation.batch_size
+        responses: list[dict[str, Any]] = []
+        for begin in range(0, len(self._queries), size):
+            batch = list(self._queries[begin : begin + size])
+            padded = batch + [batch[0]] * (size - len(batch))
+            responses += self._respond_batch(params, padded, begin, temperature)[: len(batch)]
+        return responses
+
+    def _respond_batch(
+        self, params: decoder.Params, batch: Sequence[EncodedQuery], first: int, temperature: float
+    ) -> list[dict[str, Any]]:
+        prompts, lengths = trajectory.left_pad([q.prompt for q in batch], self._contract.prompt_length, self._contract.pad_id)
+        # The same keys at every step: two evaluations differ by the weights alone.
+        keys = generate_lib.row_keys(self._config.seed, 0, np.arange(first, first + len(batch), dtype=np.uint32))
+        sampling = sampling_lib.constant(len(batch), temperature=temperature)
+        on_device = mesh_lib.put_rows(self._mesh, (prompts, lengths, np.asarray(keys), sampling))
+        generation = self._generate(params, *on_device)
+        ref_logprobs, _ = self._score(self._reference, *on_device[:2], generation.tokens, generation.length)
+        generation, ref_logprobs = jax.device_get((generation, ref_logprobs))
+        texts = [
+            self._tokenizer.decode_continuation(query.prompt, tokens[:length].tolist())
+            for query, tokens, length in zip(batch, generation.tokens, generation.length, strict=True)
+        ]
+        scores = self._task.rewards([query.query for query in batch], texts, generation.finished)
+        return [
+            {
+                "query": query.query.prompt,
+                "answer": query.query.answer,
+                "response": texts[i],
+                "reward": float(scores.reward[i]),
+                "finished": bool(generation.finished[i]),
+                "tokens": int(generation.length[i]),
+                "policy_logprob_sum": float(generation.policy_logprobs[i].sum()),
+                "ref_logprob_sum": float(ref_logprobs[i].sum()),
+            }
+            for i, query in enumerate(batch)
+        ]
+
+
+def _mean(responses: Sequence[dict[str, Any]], name: str) -> float:
+    return float(np.mean([response[name] for response in responses]))
+
+
+def pending_steps(run: run_dir.RunDir, *, every_steps: int, final_step: int) -> list[int]:
+    """Published snapshots that are to be evaluated and have not been: the first, multiples of every_steps, the last."""
+    done = set(run_dir.steps_in(run.evaluations))
+    steps = policy_store.committed_steps(run.policies)
+    return [step for step in steps if step not in done and (step % every_steps == 0 or step == final_step)]
+
+
+def run_evaluator(evaluator: Evaluator, config: Any, run: run_dir.RunDir, *, stop: Callable[[], bool]) -> None:
+    """Evaluates snapshots as they appear, until the last one of the finished run is done or `stop` says so."""
+    writer = MetricWriter(run.metrics("evaluator"))
+    schedule = dict(every_steps=config.evaluation.every_steps, final_step=config.learner.steps)
+    while not stop():
+        finished = run.finished.exists()  # read before the snapshots: the last one is published before it
+        pending = pending_steps(run, **schedule)
+        if not pending:
+            if finished:
+                break
+            time.sleep(config.searchers.poll_seconds)
+            continue
+        try:
+            report = evaluator.evaluate(pending[-1] if finished else pending[0])
+        except FileNotFoundError:
+            continue  # pruned meanwhile: the list is made anew
+        writer.write(report["step"], {name: value for name, value in report.items() if isinstance(value, float)})
+        log.info("step %d: greedy reward %.3f, sampled %.3f", report["step"], report["greedy_reward"], report["sampled_reward"])
+    writer.close()

@@ -1,0 +1,219 @@
+"""From a config to what roles work with: tokenizer, task, queries, contract, and the initial reference policy."""
+
+import dataclasses
+import difflib
+import functools
+import logging
+import shutil
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from tba_jax import mesh as mesh_lib
+from tba_jax import policy_store, run_config, run_dir, supervised, trajectory
+from tba_jax.models import decoder, hugging_face
+from tba_jax.objectives import OBJECTIVES
+from tba_jax.optimizer import SCHEDULES
+from tba_jax.replay.selection import STRATEGIES
+from tba_jax.tasks import TASKS
+from tba_jax.tasks.arithmetic import CHARACTERS
+from tba_jax.tasks.interface import SPLITS, EncodedQuery, Query, Task
+from tba_jax.tokenizer import CharacterTokenizer, HuggingFaceTokenizer, Tokenizer
+
+log = logging.getLogger(__name__)
+
+_NAMES: dict[str, Sequence[str]] = {
+    "task.name": list(TASKS),
+    "learner.objective": list(OBJECTIVES),
+    "learner.schedule": list(SCHEDULES),
+    "replay.strategy": list(STRATEGIES),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """What a config means. queries: split -> queries that fit; skipped: split -> number of queries left out as too long."""
+
+    config: Any
+    contract: run_config.Contract
+    tokenizer: Tokenizer
+    task: Task
+    model: decoder.DecoderConfig
+    queries: dict[str, list[EncodedQuery]]
+    skipped: dict[str, int]
+
+
+def build(config: Any) -> Experiment:
+    """Checks the whole config and builds what it names, without compiling or writing anything.
+
+    Raises:
+      ValueError: one sentence about the first thing that is wrong.
+    """
+    run_config.check(config)
+    leaves = run_config.flatten(config.to_dict())
+    for name, known in _NAMES.items():
+        if leaves[name] not in known:
+            close = difflib.get_close_matches(leaves[name], known, n=1)
+            hint = f" (did you mean {close[0]!r}?)" if close else ""
+            raise ValueError(f"{name}={leaves[name]!r} is not one of {known}{hint}")
+    if config.model.path:
+        folder = hugging_face.resolve_folder(config.model.path)
+        model = hugging_face.read_config(folder, compute_dtype=config.model.compute_dtype)
+        tokenizer: Tokenizer = HuggingFaceTokenizer(folder)
+    else:
+        if config.task.name != "arithmetic":
+            raise ValueError(f"task.name={config.task.name!r} needs a pretrained model: set model.path to its folder")
+        tokenizer = CharacterTokenizer(CHARACTERS)
+        model = _model_from_shape(config, tokenizer.vocab_size)
+    if tokenizer.vocab_size > model.vocab:
+        raise ValueError(f"the tokenizer of {config.model.path} has {tokenizer.vocab_size} ids, the embedding only {model.vocab}")
+    total = config.task.prompt_length + config.task.response_length
+    if total > model.max_positions:
+        raise ValueError(
+            f"task.prompt_length={config.task.prompt_length} + task.response_length={config.task.response_length} = {total} "
+            f"exceed the model's {model.max_positions} positions"
+        )
+    settings = config.task[config.task.name].to_dict() if config.task.name in config.task else {}
+    task = TASKS[config.task.name](**settings)
+    encoded = {split: _encode(task.queries(split), tokenizer, config, split) for split in SPLITS}
+    contract = run_config.Contract(
+        model={k: v for k, v in dataclasses.asdict(model).items() if k != "compute_dtype"},
+        tokenizer=tokenizer.fingerprint,
+        eos_id=tokenizer.eos_id,
+        pad_id=tokenizer.pad_id,
+        banned_tokens=_banned(tokenizer, model.vocab),
+        prompt_length=config.task.prompt_length,
+        response_length=config.task.response_length,
+        scoring_temperature=config.sampling.scoring_temperature,
+        task_name=config.task.name,
+        task={name: value for name, value in settings.items() if not name.endswith("path")},
+        missing_eos_reward=config.task.missing_eos_reward,
+        reward_parts=task.reward_parts,
+        reward_version=task.reward_version,
+        warm_start=config.warm_start.to_dict(),
+    )
+    return Experiment(
+        config=config,
+        contract=contract,
+        tokenizer=tokenizer,
+        task=task,
+        model=model,
+        queries={split: queries for split, (queries, _) in encoded.items()},
+        skipped={split: skipped for split, (_, skipped) in encoded.items()},
+    )
+
+
+def _model_from_shape(config: Any, vocab: int) -> decoder.DecoderConfig:
+    m = config.model
+    return decoder.DecoderConfig(
+        layers=m.layers,
+        width=m.width,
+        heads=m.heads,
+        kv_heads=m.kv_heads,
+        head_size=m.head_size,
+        ffn=m.ffn,
+        vocab=vocab,
+        max_positions=config.task.prompt_length + config.task.response_length,
+        tied_embedding=m.tied_embedding,
+        compute_dtype=m.compute_dtype,
+    )
+
+
+def _banned(tokenizer: Tokenizer, vocab: int) -> tuple[int, ...]:
+    """Ids that no response holds: special ids other than the end, and rows of the embedding without a token."""
+    special = set(tokenizer.special_ids) | set(range(tokenizer.vocab_size, vocab))
+    return tuple(sorted(special - {tokenizer.eos_id}))
+
+
+def _encode(queries: Sequence[Query], tokenizer: Tokenizer, config: Any, split: str) -> tuple[list[EncodedQuery], int]:
+    limit = config.task.prompt_length
+    encoded = [EncodedQuery(query=query, prompt=tuple(tokenizer.encode(query.prompt))) for query in queries]
+    fitting = [query for query in encoded if len(query.prompt) <= limit]
+    skipped = len(encoded) - len(fitting)
+    longest = max((len(query.prompt) for query in encoded), default=0)
+    if skipped and (config.task.long_prompts == "refuse" or not fitting):
+        raise ValueError(
+            f"{skipped} of {len(encoded)} {split} prompts are longer than task.prompt_length={limit} tokens (longest: {longest}); "
+            "raise it, or set task.long_prompts=skip to leave them out"
+        )
+    return fitting, skipped
+
+
+def row_shape(contract: run_config.Contract) -> trajectory.RowShape:
+    return trajectory.RowShape(
+        prompt_length=contract.prompt_length, response_length=contract.response_length, reward_parts=tuple(contract.reward_parts)
+    )
+
+
+def ensure_reference(experiment: Experiment, run: run_dir.RunDir) -> str:
+    """The id of the policy that step 0 starts from; makes it if the run has none: imported, warm-started or random.
+
+    Returns:
+      16 hex digits, a hash of the weights; `run.reference(id)` holds them as a snapshot.
+    """
+    if run.initial_reference.exists():
+        return run_dir.read_json(run.initial_reference)["id"]
+    config, model = experiment.config, experiment.model
+    mesh = mesh_lib.make_mesh(tuple(config.learner.mesh.values()), setting="learner.mesh")
+    params = _initial_params(experiment, mesh)
+    draft = run.references / f".draft-{uuid.uuid4().hex[:8]}"
+    policy_store.save(draft, params, policy_store.SnapshotInfo(step=0, epoch=0), dtype="float32")
+    reference_id = policy_store.fingerprint(draft)
+    if run.reference(reference_id).exists():
+        shutil.rmtree(draft)
+    else:
+        draft.rename(run.reference(reference_id))
+    run_dir.write_json(run.initial_reference, {"id": reference_id})
+    log.info("reference policy %s: %d parameters", reference_id, decoder.param_count(model))
+    return reference_id
+
+
+def _initial_params(experiment: Experiment, mesh: Any) -> decoder.Params:
+    config, model = experiment.config, experiment.model
+    shardings = decoder.param_shardings(model, mesh)
+    if config.model.path:
+        return hugging_face.load_params(hugging_face.resolve_folder(config.model.path), model, shardings)
+    if not config.warm_start.steps:
+        return jax.jit(functools.partial(decoder.init_params, config=model), out_shardings=shardings)(jax.random.key(config.seed))
+    w = config.warm_start
+
+    def report(step: int, loss: float, exact: float) -> None:
+        log.info("warm start: step %d, loss %.3f, exact answers %.0f %%", step, loss, 100 * exact)
+
+    return supervised.warm_start(
+        experiment.task,
+        experiment.tokenizer,
+        config=model,
+        mesh=mesh,
+        seed=config.seed,
+        prompt_length=config.task.prompt_length,
+        response_length=config.task.response_length,
+        steps=w.steps,
+        batch_size=w.batch_size,
+        learning_rate=w.learning_rate,
+        warmup_steps=w.warmup_steps,
+        target_accuracy=w.target_accuracy,
+        check_every_steps=w.check_every_steps,
+        report=report,
+    )
+
+
+def check_devices(config: Any, *, role: str, devices: int) -> None:
+    """Raises ValueError where a role's mesh does not make up its devices, or does not divide its rows."""
+    if role == "trainer":
+        data, fsdp, _ = mesh_lib.mesh_shape(tuple(config.learner.mesh.values()), devices, setting="learner.mesh")
+        rows = config.learner.micro_batch_rows or config.learner.queries * config.learner.completions
+        run_config.check_ways(rows, data * fsdp, what="learner.micro_batch_rows or learner.queries × learner.completions")
+    elif role == "searcher":
+        data, fsdp, _ = mesh_lib.mesh_shape(tuple(config.searchers.mesh.values()), devices, setting="searchers.mesh")
+        run_config.check_ways(config.searchers.queries_per_batch, data * fsdp, what="searchers.queries_per_batch")
+    else:
+        data, fsdp, _ = mesh_lib.mesh_shape(tuple(config.evaluation.mesh.values()), devices, setting="evaluation.mesh")
+        run_config.check_ways(config.evaluation.batch_size, data * fsdp, what="evaluation.batch_size")
+
+
+def heldout_queries(experiment: Experiment) -> list[EncodedQuery]:
+    """The first `evaluation.queries` held-out queries (all, if there are fewer)."""
+    return experiment.queries["heldout"][: experiment.config.evaluation.queries]

@@ -1,0 +1,82 @@
+"""Metrics of one role: TensorBoard events and JSON lines, and the accounting of where its time goes."""
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+class MetricWriter:
+    """Writes scalars and histograms of one role to `folder`: `metrics.jsonl` and TensorBoard events.
+
+    A line is {"step": int, "time": unix seconds, name: float, ...}. An existing file is continued.
+    """
+
+    def __init__(self, folder: Path):
+        from tensorboardX import SummaryWriter
+
+        folder.mkdir(parents=True, exist_ok=True)
+        self._lines = open(folder / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115 (closed by close)
+        self._events = SummaryWriter(str(folder), flush_secs=5)
+
+    def write(self, step: int, scalars: Mapping[str, Any], histograms: Mapping[str, np.ndarray] | None = None) -> None:
+        """Records one point. Scalars may be Python or NumPy numbers, or strings (JSON lines only)."""
+        values = {name: value if isinstance(value, str) else float(value) for name, value in scalars.items()}
+        line = {"step": int(step), "time": time.time()} | values
+        for name, value in values.items():
+            if not isinstance(value, str):
+                self._events.add_scalar(name, value, step)
+        for name, array in (histograms or {}).items():
+            self._events.add_histogram(name, array, step)
+            counts, edges = np.histogram(array, bins=min(20, max(1, int(np.ptp(array)) + 1)) if array.size else 1)
+            line[f"{name}_histogram"] = {"counts": counts.tolist(), "edges": edges.tolist()}
+        self._lines.write(json.dumps(line) + "\n")
+
+    def close(self) -> None:
+        self._events.close()
+        self._lines.close()
+
+
+def read_lines(folder: Path) -> list[dict[str, Any]]:
+    """All whole lines of a role's metrics.jsonl, oldest first; a line that a kill cut short is left out."""
+    try:
+        text = (folder / "metrics.jsonl").read_text()
+    except FileNotFoundError:
+        return []
+    lines = []
+    for line in text.split("\n"):
+        with contextlib.suppress(json.JSONDecodeError):  # recovery: a torn line holds nothing that is whole
+            lines.append(json.loads(line))
+    return lines
+
+
+class TimeAccount:
+    """Splits a role's wall time into named shares: what it worked on, and what it waited for."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._start = time.monotonic()
+
+    def restart(self) -> None:
+        """Starts the account anew: the time before the first batch says nothing about the run's balance."""
+        self._seconds.clear()
+        self._start = time.monotonic()
+
+    @contextlib.contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        """Adds the time spent inside to `name`. Do not nest."""
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - begin
+
+    def shares(self) -> dict[str, float]:
+        """name -> share of the wall time since the start, in [0, 1]; `time_other` is what no name covers."""
+        total = max(time.monotonic() - self._start, 1e-9)
+        shares = {f"time_{name}": seconds / total for name, seconds in self._seconds.items()}
+        return shares | {"time_other": max(0.0, 1.0 - sum(shares.values()))}

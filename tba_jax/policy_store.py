@@ -1,0 +1,197 @@
+"""Policy snapshots on shared storage: the wire from the trainer to searchers and evaluators, and the reference store.
+
+A snapshot is a folder of tensorstore arrays, one per parameter, chunked as the writer's shards. `commit.json`, written
+last, makes it visible. A reader restores straight into its own sharding, whatever mesh wrote it.
+"""
+
+import concurrent.futures
+import dataclasses
+import hashlib
+import shutil
+import uuid
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tensorstore as ts
+
+from tba_jax import run_dir
+from tba_jax.models import decoder
+
+COMMIT = "commit.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class SnapshotInfo:
+    """What commit.json says. step: trainer step of the weights; epoch: lease epoch of the trainer that wrote them."""
+
+    step: int
+    epoch: int
+
+
+def _flatten(params: decoder.Params) -> dict[str, Any]:
+    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+    return {".".join(str(entry.key) for entry in path): leaf for path, leaf in leaves}
+
+
+def _spec(folder: Path, name: str) -> dict[str, Any]:
+    return {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{folder / name}/"}}
+
+
+def save(folder: Path, params: decoder.Params, info: SnapshotInfo, *, dtype: str) -> None:
+    """Writes one snapshot; it becomes visible as a whole at the end.
+
+    Args:
+      folder: the snapshot's final place; an uncommitted leftover there is replaced.
+      params: arrays on device or host. A device array is written shard by shard.
+      dtype: dtype on disk.
+
+    Raises:
+      OSError or ValueError: the storage refused (full, read-only); nothing is visible then.
+    """
+    temporary = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}"
+    temporary.mkdir(parents=True)
+    try:
+        futures = []
+        for name, array in _flatten(params).items():
+            shards = _host_shards(array)
+            chunk = shards[0][1].shape
+            spec = _spec(temporary, name) | {
+                "metadata": {
+                    "shape": list(array.shape),
+                    "data_type": dtype,
+                    "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(chunk)}},
+                    "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
+                }
+            }
+            # A chunk of zeros must be written: a missing chunk would read as zeros without an error.
+            store = ts.open(spec, create=True, store_data_equal_to_fill_value=True).result()
+            futures += [store[index].write(block.astype(dtype)) for index, block in shards]
+        for future in futures:
+            future.result()
+        run_dir.write_json(temporary / COMMIT, dataclasses.asdict(info) | {"dtype": dtype})
+        if folder.exists():
+            shutil.rmtree(folder)
+        temporary.rename(folder)
+        run_dir.sync_folder(folder.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _host_shards(array: Any) -> list[tuple[Any, np.ndarray]]:
+    """(index, host block) of the shards this process owns, each block once."""
+    if isinstance(array, jax.Array):
+        return [(shard.index, np.asarray(shard.data)) for shard in array.addressable_shards if shard.replica_id == 0]
+    return [((slice(None),) * array.ndim, np.asarray(array))]
+
+
+def load(folder: Path, config: decoder.DecoderConfig, shardings: decoder.Params) -> decoder.Params:
+    """Restores a snapshot as float32 parameters in `shardings`; every device reads its own shard only.
+
+    Raises:
+      FileNotFoundError: there is no committed snapshot in `folder` (it may have been pruned).
+      ValueError: a parameter on disk has another shape than the model, or its bytes are damaged; names it.
+    """
+    run_dir.read_json(folder / COMMIT)
+    shapes = decoder.param_shapes(config)
+
+    def read(path: Any, shape: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array:
+        name = ".".join(str(entry.key) for entry in path)
+        try:
+            store = ts.open(_spec(folder, name), open=True, fill_missing_data_reads=False).result()
+        except ValueError as error:
+            if not (folder / COMMIT).exists():
+                raise FileNotFoundError(f"snapshot {folder} was removed while it was read") from error
+            raise ValueError(f"{folder}: parameter {name} is missing or unreadable: {error}") from error
+        if store.shape != shape.shape:
+            raise ValueError(f"{folder}: parameter {name} has shape {store.shape}, the model needs {shape.shape}")
+        try:
+            return jax.make_array_from_callback(
+                shape.shape, sharding, lambda index: store[index].read().result().astype(np.float32), dtype=np.float32
+            )
+        except ValueError as error:
+            raise ValueError(f"{folder}: parameter {name} is damaged: {error}") from error
+
+    return jax.tree_util.tree_map_with_path(read, shapes, shardings)
+
+
+def committed_steps(policies: Path) -> list[int]:
+    """Steps with a visible snapshot, ascending."""
+    return [step for step in run_dir.steps_in(policies) if (policies / run_dir.step_name(step) / COMMIT).exists()]
+
+
+def latest_step(policies: Path) -> int | None:
+    steps = committed_steps(policies)
+    return steps[-1] if steps else None
+
+
+def load_step(policies: Path, step: int, config: decoder.DecoderConfig, shardings: decoder.Params) -> decoder.Params:
+    return load(policies / run_dir.step_name(step), config, shardings)
+
+
+def load_latest(
+    policies: Path, config: decoder.DecoderConfig, shardings: decoder.Params, *, newer_than: int
+) -> tuple[int, decoder.Params] | None:
+    """The newest snapshot if it is newer than `newer_than`, else None. One that vanishes meanwhile: the next newest."""
+    while (step := latest_step(policies)) is not None and step > newer_than:
+        try:
+            return step, load_step(policies, step, config, shardings)
+        except FileNotFoundError:
+            continue
+    return None
+
+
+def prune(policies: Path, *, keep: int, keep_every: int, final_step: int) -> list[int]:
+    """Removes old snapshots: all but the newest `keep` (0: keeps all), step 0, multiples of keep_every, final_step."""
+    steps = committed_steps(policies)
+    old = steps[:-keep] if keep else []
+    removed = [step for step in old if step % keep_every and step != final_step]
+    for step in removed:
+        folder = policies / run_dir.step_name(step)
+        (folder / COMMIT).unlink(missing_ok=True)  # first the commit: no reader takes up a half-removed snapshot
+        shutil.rmtree(folder, ignore_errors=True)
+    return removed
+
+
+def fingerprint(folder: Path) -> str:
+    """16 hex digits over every parameter's name, shape and bytes on disk: the id of a reference policy."""
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name != COMMIT):
+        digest.update(str(path.relative_to(folder)).encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+class Publisher:
+    """Publishes snapshots from a background thread; the trainer waits for a copy on the device only."""
+
+    def __init__(self, policies: Path, *, dtype: str, keep: int, keep_every: int, final_step: int):
+        self._policies = policies
+        self._dtype = dtype
+        self._retention = dict(keep=keep, keep_every=keep_every, final_step=final_step)
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="publisher")
+        self._pending: concurrent.futures.Future[None] | None = None
+
+    def publish(self, params: decoder.Params, info: SnapshotInfo) -> None:
+        """Hands a snapshot over. Waits only if the one before is still being written; its failure is raised here."""
+        self.wait()
+        # A copy on the device: the caller donates its buffers to the next update while the thread reads this one.
+        snapshot = jax.block_until_ready(jax.tree.map(jnp.copy, params))
+        self._pending = self._thread.submit(self._write, snapshot, info)
+
+    def _write(self, params: decoder.Params, info: SnapshotInfo) -> None:
+        save(self._policies / run_dir.step_name(info.step), params, info, dtype=self._dtype)
+        prune(self._policies, **self._retention)
+
+    def wait(self) -> None:
+        """Returns when everything handed over is visible. Raises what the background write raised."""
+        if self._pending is not None:
+            self._pending.result()
+            self._pending = None
+
+    def close(self) -> None:
+        self.wait()
+        self._thread.shutdown()

@@ -1,0 +1,126 @@
+"""Follows the replay log for the trainer: reads new rows beside the training loop, hands them over between steps."""
+
+import collections
+import threading
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from tba_jax.replay.index import ReplayIndex
+from tba_jax.replay.log import LogCorruption, LogReader
+from tba_jax.trajectory import Rows, RowShape, concatenate
+
+_ROWS_PER_READ = 4096
+
+
+def _read_runs(reader: LogReader, writer: str, begin: int, end: int) -> tuple[list[Rows], list[LogCorruption]]:
+    """Rows [begin, end) without the appends that cannot be read whole, and what was wrong with those."""
+    runs: list[Rows] = []
+    corrupt: list[LogCorruption] = []
+    while begin < end:
+        stop = min(begin + _ROWS_PER_READ, end)
+        try:
+            runs.append(reader.read(writer, begin, stop))
+        except LogCorruption as error:
+            corrupt.append(error)
+            if error.start > begin:
+                runs.append(reader.read(writer, begin, error.start))
+            stop = error.stop
+        begin = stop
+    return runs, corrupt
+
+
+def _merge(runs: Iterable[Rows]) -> list[Rows]:
+    """Joins runs whose row numbers follow one another: however a writer was polled, the index is given the same."""
+    groups: list[list[Rows]] = []
+    for run in runs:
+        follows = groups and groups[-1][-1]["row"][-1] + 1 == run["row"][0]
+        groups[-1].append(run) if follows else groups.append([run])
+    return [concatenate(group) for group in groups]
+
+
+class Tail:
+    """A reader with a thread of its own. `integrate` is called by the training loop, everything else is inside."""
+
+    def __init__(self, root: Path, shape: RowShape, heads: Mapping[str, int], *, poll_seconds: float):
+        """Args: heads: rows of each writer that the index holds or has seen already."""
+        self._reader = LogReader(root, shape)
+        self._read_to = dict(heads)
+        # (writer, head after it, runs of rows)
+        self._arrivals: collections.deque[tuple[str, int, list[Rows]]] = collections.deque()
+        self._poll_seconds = poll_seconds
+        self._stop = threading.Event()
+        self._news = threading.Event()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._follow, name="replay-tail", daemon=True)
+        self._corrupt: list[LogCorruption] = []
+
+    def start(self) -> None:
+        """Polls in the background from now on."""
+        self._thread.start()
+
+    def poll(self) -> None:
+        """Reads all rows committed since the last poll. Called by the thread, or directly in a one-process run."""
+        for writer, head in sorted(self._reader.heads().items()):
+            begin = self._read_to.get(writer, 0)
+            if begin < head:
+                runs, corrupt = _read_runs(self._reader, writer, begin, head)
+                self._corrupt += corrupt
+                self._read_to[writer] = head
+                self._arrivals.append((writer, head, runs))
+        if self._arrivals:
+            self._news.set()
+
+    def _follow(self) -> None:
+        try:
+            while not self._stop.is_set():
+                self.poll()
+                self._stop.wait(self._poll_seconds)
+        except BaseException as error:  # handed to the training loop, which raises it
+            self._failure = error
+            self._news.set()
+
+    def integrate(self, index: ReplayIndex, *, step: int) -> dict[str, int]:
+        """Adds what has arrived to the index, as visible from `step` on, writer by writer.
+
+        Returns:
+          the new heads (writer -> rows) of writers with news: the journal's record of what this call did.
+        """
+        if self._failure is not None:
+            raise self._failure
+        self._news.clear()
+        arrived = [self._arrivals.popleft() for _ in range(len(self._arrivals))]
+        heads: dict[str, int] = {}
+        runs: dict[str, list[Rows]] = {}
+        for writer, head, new in arrived:
+            heads[writer] = head
+            runs.setdefault(writer, []).extend(new)
+        for writer in sorted(runs):
+            for rows in _merge(runs[writer]):
+                index.add(writer, rows, step=step)
+        return heads
+
+    def wait(self, seconds: float) -> None:
+        """Returns when rows have arrived, at the latest after `seconds`."""
+        self._news.wait(seconds)
+
+    @property
+    def corrupted_rows(self) -> int:
+        """Rows below a committed head that could not be read whole; they are never trained on."""
+        return sum(error.stop - error.start for error in self._corrupt)
+
+    def problems(self) -> list[str]:
+        """Sentences about folders and rows that are left out."""
+        return [*self._reader.problems.values(), *map(str, self._corrupt)]
+
+    def close(self) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+
+def replay_visible(index: ReplayIndex, reader: LogReader, heads: Mapping[str, int], *, step: int) -> None:
+    """Does again what `Tail.integrate` did when it returned `heads`."""
+    for writer in sorted(heads):
+        runs, _ = _read_runs(reader, writer, index.heads.get(writer, 0), heads[writer])
+        for rows in _merge(runs):
+            index.add(writer, rows, step=step)

@@ -1,0 +1,294 @@
+"""Checks across settings, and the contract that every role of a run must share."""
+
+import dataclasses
+import datetime
+import json
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tba_jax import run_dir
+
+# Settings that a resumed trainer may change only when it is told to (--allow_change): they are the run's schedule.
+SCHEDULE_SECTIONS = ("seed", "learner", "replay", "publish", "schedule")
+# ... but not these: they say how the same numbers are computed, or how often storage is asked.
+_FREE = (
+    "learner.micro_batch_rows",
+    "learner.logit_block_rows",
+    "learner.remat",
+    "learner.memory_fraction",
+    "learner.logprob_gap_every_steps",
+    "learner.logprob_gap_limit",
+    "learner.mesh",
+    "replay.poll_seconds",
+    "replay.segment_appends",
+    "publish.keep",
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Contract:
+    """What rows and weights of a run mean. A role whose contract differs may not join.
+
+    model: shape of the policy (DecoderConfig without compute_dtype); tokenizer: fingerprint; task: its settings that
+    define queries and reward, paths excepted; reward_parts, reward_version: as in trajectory.RowShape.
+    """
+
+    model: dict[str, Any]
+    tokenizer: str
+    eos_id: int
+    pad_id: int
+    banned_tokens: tuple[int, ...]
+    prompt_length: int
+    response_length: int
+    scoring_temperature: float
+    task_name: str
+    task: dict[str, Any]
+    missing_eos_reward: float | None
+    reward_parts: tuple[str, ...]
+    reward_version: int
+    warm_start: dict[str, Any]
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}."""
+    leaves: dict[str, Any] = {}
+    for name, value in tree.items():
+        leaves |= flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return leaves
+
+
+def _plain(tree: Any) -> Any:
+    """As it looks after a round trip through JSON (tuples become lists)."""
+    return json.loads(json.dumps(tree))
+
+
+def check(config: Any) -> None:
+    """Checks every rule that one config can break by itself, before anything is compiled or written.
+
+    Raises:
+      ValueError: one sentence that names the values, the limit and the setting.
+    """
+    leaves = flatten(config.to_dict())
+    for name in _AT_LEAST_ONE:
+        _require(leaves[name] >= 1, f"{name}={leaves[name]} must be at least 1")
+    for name in _AT_LEAST_ZERO:
+        _require(leaves[name] >= 0, f"{name}={leaves[name]} must not be negative")
+    for name, allowed in _CHOICES.items():
+        _require(leaves[name] in allowed, f"{name}={leaves[name]!r} is not one of {list(allowed)}")
+    for name in _PROBABILITIES:
+        _require(0 <= leaves[name] <= 1, f"{name}={leaves[name]} must be within [0, 1]")
+    for name in _POSITIVE:
+        _require(leaves[name] > 0, f"{name}={leaves[name]} must be above 0")
+    _check_learner(config)
+    _check_sampling(config.sampling)
+    _check_run(config)
+
+
+_AT_LEAST_ONE = (
+    "task.prompt_length",
+    "task.response_length",
+    "searchers.count",
+    "searchers.queries_per_batch",
+    "searchers.samples_per_query",
+    "learner.queries",
+    "learner.steps",
+    "replay.capacity",
+    "replay.segment_appends",
+    "publish.every_steps",
+    "checkpoint.every_steps",
+    "checkpoint.keep",
+    "evaluation.every_steps",
+    "evaluation.queries",
+    "evaluation.batch_size",
+    "metrics.every_steps",
+    "warm_start.batch_size",
+    "warm_start.check_every_steps",
+)
+_AT_LEAST_ZERO = (
+    "warm_start.steps",
+    "searchers.max_rows_per_snapshot",
+    "replay.recent_window",
+    "replay.max_draws_per_row",
+    "replay.max_staleness",
+    "replay.min_rows",
+    "learner.micro_batch_rows",
+    "learner.logit_block_rows",
+    "learner.warmup_steps",
+    "learner.decay_steps",
+    "learner.beta_steps",
+    "learner.weight_decay",
+    "learner.clip_norm",
+    "learner.logprob_gap_every_steps",
+    "schedule.lag",
+    "publish.keep",
+    "supervisor.max_restarts",
+    "evaluation.samples",
+)
+_POSITIVE = (
+    "learner.beta_start",
+    "learner.beta_end",
+    "learner.learning_rate",
+    "learner.logprob_gap_limit",
+    "sampling.scoring_temperature",
+    "sampling.temperature",
+    "searchers.poll_seconds",
+    "replay.poll_seconds",
+    "replay.inverse_temperature",
+    "supervisor.stop_seconds",
+    "warm_start.learning_rate",
+)
+_PROBABILITIES = (
+    "replay.recent_probability",
+    "sampling.explore_temperature_probability",
+    "sampling.explore_top_p_probability",
+    "warm_start.target_accuracy",
+    "searchers.memory_fraction",
+    "learner.memory_fraction",
+)
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "task.long_prompts": ("refuse", "skip"),
+    "model.compute_dtype": ("float32", "bfloat16"),
+    "publish.dtype": ("float32", "bfloat16"),
+    "schedule.mode": ("asynchronous", "interleaved"),
+}
+
+
+def _require(condition: bool, sentence: str) -> None:
+    if not condition:
+        raise ValueError(sentence)
+
+
+def _check_learner(config: Any) -> None:
+    learner = config.learner
+    rows = learner.queries * learner.completions
+    _require(
+        learner.completions >= 2,
+        f"learner.completions={learner.completions} must be at least 2: log Ẑ is a mean over the completions of a query",
+    )
+    _require(
+        config.searchers.samples_per_query >= learner.completions,
+        f"searchers.samples_per_query={config.searchers.samples_per_query} is less than learner.completions={learner.completions}",
+    )
+    micro = learner.micro_batch_rows
+    _require(
+        not micro or rows % micro == 0,
+        f"learner.micro_batch_rows={micro} does not divide the batch of learner.queries × learner.completions = {rows} rows",
+    )
+    block = learner.logit_block_rows
+    _require(
+        not block or (micro or rows) % block == 0,
+        f"learner.logit_block_rows={block} does not divide the {micro or rows} rows of a micro-batch",
+    )
+    _require(
+        learner.warmup_steps + learner.decay_steps <= learner.steps,
+        f"learner.warmup_steps={learner.warmup_steps} + learner.decay_steps={learner.decay_steps} exceed learner.steps={learner.steps}",
+    )
+    _require(
+        config.replay.capacity >= rows, f"replay.capacity={config.replay.capacity} is less than one batch of {rows} rows"
+    )
+    _require(
+        config.replay.capacity_per_query >= learner.completions,
+        f"replay.capacity_per_query={config.replay.capacity_per_query} is less than learner.completions={learner.completions}",
+    )
+
+
+def _check_sampling(sampling: Any) -> None:
+    _require(0 < sampling.top_p <= 1, f"sampling.top_p={sampling.top_p} must be within (0, 1]")
+    _require(0 <= sampling.min_p < 1, f"sampling.min_p={sampling.min_p} must be within [0, 1)")
+    _require(sampling.top_k >= 0, f"sampling.top_k={sampling.top_k} must not be negative (0: off)")
+    _require(
+        0 < sampling.explore_top_p_low <= 1, f"sampling.explore_top_p_low={sampling.explore_top_p_low} must be within (0, 1]"
+    )
+    _require(
+        sampling.explore_temperature_factor >= 1,
+        f"sampling.explore_temperature_factor={sampling.explore_temperature_factor} must be at least 1",
+    )
+    advice = "trajectory balance needs full support: truncate a share of the rows by sampling.explore_top_p_probability below 1"
+    for name, on in (("top_k", sampling.top_k > 0), ("top_p", sampling.top_p < 1), ("min_p", sampling.min_p > 0)):
+        _require(not on, f"sampling.{name}={sampling[name]} would truncate every row; {advice}")
+    _require(sampling.explore_top_p_probability < 1, f"sampling.explore_top_p_probability=1 would truncate every row; {advice}")
+
+
+def _check_run(config: Any) -> None:
+    keep = config.publish.keep
+    _require(keep == 0 or keep >= 3, f"publish.keep={keep} must be 0 (all) or at least 3")
+    if config.schedule.mode == "interleaved":
+        _require(
+            keep == 0 or keep > config.schedule.lag,
+            f"publish.keep={keep} must be 0 (all) or more than schedule.lag={config.schedule.lag}",
+        )
+    _require(
+        not (config.model.path and config.warm_start.steps),
+        f"model.path={config.model.path!r} and warm_start.steps={config.warm_start.steps} exclude each other: "
+        "a pretrained policy needs no warm start",
+    )
+    mesh = config.learner.mesh
+    rows, ways = config.learner.queries * config.learner.completions, mesh.data * mesh.fsdp
+    _require(
+        mesh.data == -1 or rows % max(ways, 1) == 0,
+        f"the batch of {rows} rows does not divide by learner.mesh data={mesh.data} × fsdp={mesh.fsdp} = {ways}",
+    )
+
+
+def check_ways(rows: int, ways: int, *, what: str) -> None:
+    """Raises ValueError where `rows` do not divide by the `ways` of a mesh that the devices of the role made up."""
+    _require(rows % ways == 0, f"{what} = {rows} rows are not divisible by the {ways} ways of the mesh")
+
+
+def join(run: run_dir.RunDir, config: Any, contract: Contract) -> None:
+    """Makes the workdir's config.json if there is none; compares contracts if there is.
+
+    Raises:
+      ValueError: the contract differs (every differing field with both values), or the workdir cannot be written.
+    """
+    mine = {"config": _plain(config.to_dict()), "contract": _plain(dataclasses.asdict(contract)), "changes": []}
+    try:
+        run.root.mkdir(parents=True, exist_ok=True)
+        draft = run.root / f".config.{uuid.uuid4().hex[:8]}"
+        run_dir.write_json(draft, mine)
+        try:
+            os.link(draft, run.config)  # atomic, and fails where another role was first
+        except FileExistsError:
+            pass
+        finally:
+            draft.unlink()
+    except OSError as error:
+        raise ValueError(f"workdir {str(run.root)!r} cannot be written: {error.strerror}") from error
+    theirs = flatten(read(run)["contract"])
+    ours = flatten(mine["contract"])
+    differences = [f"{k}: {theirs.get(k)!r} there, {ours.get(k)!r} here" for k in sorted(theirs | ours) if theirs.get(k) != ours.get(k)]
+    if differences:
+        raise ValueError(f"workdir {str(run.root)!r} belongs to a run of another contract; " + "; ".join(differences))
+
+
+def read(run: run_dir.RunDir) -> dict[str, Any]:
+    """config.json: {"config", "contract", "changes"}. Raises FileNotFoundError or ValueError where there is none."""
+    return run_dir.read_json(run.config)
+
+
+def changed_schedule(run: run_dir.RunDir, config: Any) -> dict[str, tuple[Any, Any]]:
+    """Schedule settings that differ from the run's: name -> (there, here)."""
+    theirs, ours = flatten(read(run)["config"]), flatten(_plain(config.to_dict()))
+    names = [name for name in ours if name.split(".")[0] in SCHEDULE_SECTIONS and not name.startswith(_FREE)]
+    return {name: (theirs.get(name), ours[name]) for name in names if theirs.get(name) != ours[name]}
+
+
+def change_schedule(run: run_dir.RunDir, config: Any, *, allowed: Sequence[str], step: int) -> dict[str, tuple[Any, Any]]:
+    """Lets a resumed trainer change allowed schedule settings, recorded in config.json with the step.
+
+    Raises:
+      ValueError: a setting differs that is not in `allowed`.
+    """
+    changes = changed_schedule(run, config)
+    refused = {name: values for name, values in changes.items() if name not in allowed}
+    if refused:
+        listed = "; ".join(f"{name}: {there!r} there, {here!r} here" for name, (there, here) in refused.items())
+        raise ValueError(f"the run has another schedule; {listed}; to change it, add --allow_change={','.join(sorted(refused))}")
+    if changes:
+        stored = read(run)
+        entry = {"step": step, "time": datetime.datetime.now(datetime.UTC).isoformat(), "settings": _plain(changes)}
+        stored |= {"config": _plain(config.to_dict()), "changes": [*stored["changes"], entry]}
+        run_dir.write_json(run.config, stored)
+    return changes

@@ -1,0 +1,287 @@
+"""The searcher: generates responses with the newest policy it can get, scores them, and appends them to the replay log."""
+
+import dataclasses
+import functools
+import hashlib
+import logging
+import os
+import platform
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from tba_jax import mesh as mesh_lib
+from tba_jax import policy_store, run_config, run_dir, trajectory
+from tba_jax.decoding import generate as generate_lib
+from tba_jax.decoding import sampling as sampling_lib
+from tba_jax.metrics import MetricWriter, TimeAccount
+from tba_jax.models import decoder, scoring
+from tba_jax.replay.log import LogWriter
+from tba_jax.tasks.interface import EncodedQuery, Task
+from tba_jax.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+
+def query_order(count: int, *, seed: int, writer: int, epoch: int) -> np.ndarray:
+    """int64[count]: the order in which a searcher takes the queries in pass `epoch`, a permutation of its own."""
+    return np.random.Generator(np.random.Philox(key=[seed, (writer << 32) | epoch])).permutation(count)
+
+
+def writer_number(writer: str) -> int:
+    """uint32 that stands for a writer id in random keys."""
+    return int.from_bytes(hashlib.blake2b(writer.encode(), digest_size=4).digest(), "little")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SearchReport:
+    """One batch: rows written, response tokens in them, mean reward, share that ended by itself, seconds it took."""
+
+    rows: int
+    tokens: int
+    reward: float
+    finished: float
+    policy_step: int
+    seconds: float
+
+
+class Searcher:
+    """One searcher: a mesh, a policy snapshot, the reference policy, a stream of queries and a log of its own."""
+
+    def __init__(
+        self,
+        config: Any,
+        contract: run_config.Contract,
+        run: run_dir.RunDir,
+        *,
+        model: decoder.DecoderConfig,
+        tokenizer: Tokenizer,
+        task: Task,
+        queries: Sequence[EncodedQuery],
+        name: str,
+        account: TimeAccount,
+    ):
+        self._config, self._contract, self._run = config, contract, run
+        self._model, self._tokenizer, self._task, self._queries = model, tokenizer, task, queries
+        self._account = account
+        self._mesh = mesh_lib.make_mesh(tuple(config.searchers.mesh.values()), setting="searchers.mesh")
+        self._shardings = decoder.param_shardings(model, self._mesh)
+        self._shape = trajectory.RowShape(
+            prompt_length=contract.prompt_length,
+            response_length=contract.response_length,
+            reward_parts=tuple(contract.reward_parts),
+        )
+        self.writer = f"{name}-{uuid.uuid4().hex[:8]}"
+        self._writer_number = writer_number(self.writer)
+        self._rng = np.random.default_rng([config.seed, self._writer_number])
+        self.rows_per_batch = config.searchers.queries_per_batch * config.searchers.samples_per_query
+        self._log = LogWriter(
+            run.replay,
+            self.writer,
+            self._shape,
+            rows_per_append=self.rows_per_batch,
+            segment_appends=config.replay.segment_appends,
+            info={"host": platform.node(), "pid": os.getpid(), "started": time.time(), "devices": str(self._mesh.devices.size)},
+        )
+        self._generate = functools.partial(
+            generate_lib.generate,
+            config=model,
+            samples_per_query=config.searchers.samples_per_query,
+            response_length=contract.response_length,
+            eos_id=contract.eos_id,
+            pad_id=contract.pad_id,
+            banned_tokens=tuple(contract.banned_tokens),
+            scoring_temperature=contract.scoring_temperature,
+        )
+        rows = mesh_lib.rows_sharding(self._mesh)
+        self._jit_generate = jax.jit(self._generate_from, static_argnames="truncating", out_shardings=rows)
+        self._jit_score = jax.jit(
+            functools.partial(
+                scoring.response_logprobs,
+                config=model,
+                temperature=contract.scoring_temperature,
+                banned_tokens=tuple(contract.banned_tokens),
+                rows_per_block=config.learner.logit_block_rows or self.rows_per_batch,
+                remat=False,
+            )
+        )
+        self._taken = 0
+        self._order = np.zeros(0, np.int64)
+        self.policy_step = -1
+        self._policy: decoder.Params = {}
+        self.reference_id = run_dir.read_json(run.initial_reference)["id"]
+        self._reference = policy_store.load(run.reference(self.reference_id), model, self._shardings)
+
+    def _generate_from(self, params: Any, prompt_tokens: Any, prompt_length: Any, rows: Any, sampling: Any, *, truncating: bool) -> Any:
+        keys = generate_lib.row_keys(self._config.seed, self._writer_number, rows)
+        return keys, self._generate(params, prompt_tokens, prompt_length, keys, sampling, truncating=truncating)
+
+    def refresh(self) -> bool:
+        """Takes up the newest snapshot if it is newer than the one in use. Returns whether there was one."""
+        newest = policy_store.load_latest(self._run.policies, self._model, self._shardings, newer_than=self.policy_step)
+        if newest is not None:
+            self.policy_step, self._policy = newest
+        return newest is not None
+
+    def load_step(self, step: int) -> None:
+        """Takes up the snapshot of exactly this trainer step."""
+        if step != self.policy_step:
+            self._policy = policy_store.load_step(self._run.policies, step, self._model, self._shardings)
+            self.policy_step = step
+
+    def _next_queries(self) -> list[EncodedQuery]:
+        """The next queries of this searcher's stream: every query once before any comes again."""
+        chosen: list[EncodedQuery] = []
+        while len(chosen) < self._config.searchers.queries_per_batch:
+            epoch, position = divmod(self._taken, len(self._queries))
+            if position == 0:
+                self._order = query_order(len(self._queries), seed=self._config.seed, writer=self._writer_number, epoch=epoch)
+            chosen.append(self._queries[self._order[position]])
+            self._taken += 1
+        return chosen
+
+    def search(self) -> SearchReport:
+        """One batch: queries, responses, rewards, reference log-probs, append.
+
+        Raises:
+          OSError: the replay log refused the rows (disk full, say).
+          FloatingPointError: the policy produced non-finite log-probs; names the first query.
+        """
+        begin = time.monotonic()
+        S = self._config.searchers.samples_per_query
+        queries = self._next_queries()
+        prompts, prompt_length = trajectory.left_pad(
+            [query.prompt for query in queries], self._contract.prompt_length, self._contract.pad_id
+        )
+        row_numbers = np.arange(self._log.next_row, self._log.next_row + self.rows_per_batch)
+        sampling = self._sampling()
+        with self._account.measure("decode"):
+            on_device = mesh_lib.put_rows(self._mesh, (prompts, prompt_length, row_numbers.astype(np.uint32), sampling))
+            keys, generation = self._jit_generate(self._policy, *on_device, truncating=sampling_lib.is_truncating(sampling))
+            generation = jax.device_get(generation)
+        with self._account.measure("reference"):
+            per_row = (np.repeat(prompts, S, axis=0), np.repeat(prompt_length, S), generation.tokens, generation.length)
+            ref_logprobs, _ = self._jit_score(self._reference, *mesh_lib.put_rows(self._mesh, per_row))
+            ref_logprobs = np.asarray(ref_logprobs)
+        self._check_finite(generation.policy_logprobs, ref_logprobs, queries)
+        with self._account.measure("reward"):
+            reward, parts = self._rewards([query for query in queries for _ in range(S)], generation)
+        mask = trajectory.response_mask(generation.length, self._contract.response_length)
+        count = self.rows_per_batch
+        rows = {
+            "row": row_numbers,
+            "query_id": np.repeat(np.array([trajectory.query_id(query.prompt) for query in queries], np.uint64), S),
+            "prompt_tokens": per_row[0],
+            "prompt_length": per_row[1],
+            "response_tokens": generation.tokens,
+            "response_length": generation.length,
+            "finished": generation.finished,
+            "reward": reward,
+            "reward_parts": parts,
+            "reward_version": np.full(count, self._contract.reward_version, np.int32),
+            "ref_logprobs": ref_logprobs,
+            "reference_id": np.full(count, int(self.reference_id, 16), np.uint64),
+            "policy_logprobs": generation.policy_logprobs,
+            "behavior_logprobs": generation.behavior_logprobs,
+            "policy_step": np.where(mask, self.policy_step, -1).astype(np.int32),
+            "key": np.asarray(keys),
+            **{field.name: getattr(sampling, field.name) for field in dataclasses.fields(sampling)},
+        }
+        with self._account.measure("append"):
+            self._log.append(rows)
+        return SearchReport(
+            rows=count,
+            tokens=int(generation.length.sum()),
+            reward=float(reward.mean()),
+            finished=float(generation.finished.mean()),
+            policy_step=self.policy_step,
+            seconds=time.monotonic() - begin,
+        )
+
+    def _sampling(self) -> sampling_lib.Sampling:
+        s = self._config.sampling
+        plain = sampling_lib.constant(
+            self.rows_per_batch, temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p
+        )
+        return sampling_lib.explore(
+            plain,
+            self._rng,
+            temperature_probability=s.explore_temperature_probability,
+            temperature_factor=s.explore_temperature_factor,
+            top_p_probability=s.explore_top_p_probability,
+            top_p_low=s.explore_top_p_low,
+        )
+
+    def _rewards(self, queries: Sequence[EncodedQuery], generation: generate_lib.Generation) -> tuple[np.ndarray, np.ndarray]:
+        """reward float32[B] with the missing-EOS rule applied, parts float32[B, M]."""
+        responses = [
+            self._tokenizer.decode_continuation(query.prompt, tokens[:length].tolist())
+            for query, tokens, length in zip(queries, generation.tokens, generation.length, strict=True)
+        ]
+        scores = self._task.rewards([query.query for query in queries], responses, generation.finished)
+        penalty = self._contract.missing_eos_reward
+        reward = scores.reward if penalty is None else np.where(generation.finished, scores.reward, np.float32(penalty))
+        return reward, scores.parts
+
+    def _check_finite(self, policy_logprobs: np.ndarray, ref_logprobs: np.ndarray, queries: Sequence[EncodedQuery]) -> None:
+        broken = ~(np.isfinite(policy_logprobs).all(1) & np.isfinite(ref_logprobs).all(1))
+        if broken.any():
+            first = queries[int(broken.argmax()) // self._config.searchers.samples_per_query]
+            raise FloatingPointError(
+                f"{broken.sum()} responses of policy step {self.policy_step} have log-probs that are not finite; "
+                f"the first to query {trajectory.query_id(first.prompt):016x} ({first.query.prompt[:60]!r})"
+            )
+
+
+def run_searcher(searcher: Searcher, config: Any, run: run_dir.RunDir, *, name: str, account: TimeAccount, stop: Callable[[], bool]) -> None:
+    """Searches until the run has finished or `stop` says so. The batch in flight is completed first."""
+    writer = MetricWriter(run.metrics(name))
+    begin, batches, rows_on_snapshot = time.monotonic(), 0, 0
+    rows = tokens = 0
+    while not stop() and not run.finished.exists():
+        with account.measure("load_policy"):
+            rows_on_snapshot = 0 if searcher.refresh() else rows_on_snapshot
+        limit = config.searchers.max_rows_per_snapshot
+        if searcher.policy_step < 0 or (limit and rows_on_snapshot >= limit):
+            with account.measure("wait_policy"):
+                time.sleep(config.searchers.poll_seconds)
+            continue
+        report = searcher.search()
+        batches += 1
+        rows_on_snapshot += report.rows
+        if batches == 1:
+            # The first batch holds the compilation.
+            account.restart()
+            begin = time.monotonic()
+            log.info("%s writes replay/%s", name, searcher.writer)
+            continue
+        rows, tokens = rows + report.rows, tokens + report.tokens
+        elapsed = time.monotonic() - begin
+        scalars = {
+            "rows_per_second": rows / elapsed,
+            "tokens_per_second": tokens / elapsed,
+            "reward": report.reward,
+            "finished": report.finished,
+            "policy_step": report.policy_step,
+            "rows": report.rows,
+            "tokens": report.tokens,
+        }
+        writer.write(batches, scalars | account.shares())
+    writer.close()
+
+
+def wait_for_run(run: run_dir.RunDir, *, poll_seconds: float, stop: Callable[[], bool]) -> bool:
+    """Waits until the run has its initial reference. Returns False if `stop` came first."""
+    told = False
+    while not run.initial_reference.exists():
+        if stop():
+            return False
+        if not told:
+            log.info("waiting for the trainer to write %s", run.initial_reference)
+            told = True
+        time.sleep(poll_seconds)
+    return True

@@ -1,0 +1,250 @@
+"""The decoder against itself on other paths (cache, padding, meshes), and the scoring against a NumPy loop over its logits.
+
+Parity with other implementations is in test_models_hugging_face.py.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tba_jax import mesh as mesh_lib
+from tba_jax import trajectory
+from tba_jax.models import decoder, scoring
+
+GROUPED = decoder.DecoderConfig(layers=2, width=32, heads=4, kv_heads=2, head_size=8, ffn=48, vocab=40, max_positions=64)
+CONFIGS = {
+    "grouped, tied": GROUPED,
+    "multi-head, untied": dataclasses.replace(GROUPED, kv_heads=4, tied_embedding=False, rope_theta=500.0),
+}
+PAD = 0
+
+
+def random_params(config: decoder.DecoderConfig) -> decoder.Params:
+    """Parameters large enough that attention is far from uniform, norms away from 1."""
+    rng = np.random.default_rng(0)
+
+    def random(_: str, spec: decoder.ParamSpec) -> np.ndarray:
+        return ((spec.init_std == 0) + 0.25 * rng.standard_normal(spec.shape)).astype(np.float32)
+
+    return decoder.map_specs(random, config)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def logits_of_whole(params: decoder.Params, tokens: jax.Array, token_mask: jax.Array, config: decoder.DecoderConfig) -> jax.Array:
+    hidden = decoder.hidden_states(params, tokens, token_mask, config=config, remat=False)
+    return decoder.logits_of(params, hidden, config=config)
+
+
+def random_rows(B: int, P: int, R: int, vocab: int, seed: int = 0) -> tuple[np.ndarray, ...]:
+    """prompt_tokens, prompt_length, response_tokens, response_length of random rows; the first two are full and shortest."""
+    rng = np.random.default_rng(seed)
+    prompt_length, response_length = rng.integers(1, P + 1, B), rng.integers(1, R + 1, B)
+    prompt_length[:2], response_length[:2] = (P, 1), (R, 1)
+    prompts, _ = trajectory.left_pad([rng.integers(1, vocab, n).tolist() for n in prompt_length], P, PAD)
+    responses = np.where(trajectory.response_mask(response_length, R), rng.integers(1, vocab, (B, R)), PAD)
+    return prompts, prompt_length.astype(np.int32), responses.astype(np.int32), response_length.astype(np.int32)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_prefill_and_decode_steps_equal_whole_sequences(config):
+    P, R = 5, 6
+    rng = np.random.default_rng(0)
+    lengths = np.array([3, 5, 1], np.int32)
+    prompts, _ = trajectory.left_pad([rng.integers(1, 40, n).tolist() for n in lengths], P, PAD)
+    responses = rng.integers(1, 40, (3, R)).astype(np.int32)
+    prompt_mask = np.arange(P)[None, :] >= P - lengths[:, None]
+    params = random_params(config)
+    whole = logits_of_whole(
+        params, np.concatenate([prompts, responses], 1), np.concatenate([prompt_mask, np.ones((3, R), bool)], 1), config
+    )
+
+    logits, cache = jax.jit(decoder.prefill, static_argnames=("cache_length", "config"))(
+        params, prompts, prompt_mask, cache_length=P + R + 2, config=config
+    )
+    np.testing.assert_allclose(logits, whole[:, P - 1], atol=1e-5)
+    step = jax.jit(decoder.decode_step, static_argnames="config")
+    for t in range(R):
+        cache_mask = np.zeros((3, P + R + 2), bool)
+        cache_mask[:, :P], cache_mask[:, P : P + t + 1] = prompt_mask, True
+        logits, cache = step(params, responses[:, t], lengths + t, np.int32(P + t), cache, cache_mask, config=config)
+        np.testing.assert_allclose(logits, whole[:, P + t], atol=1e-5)
+
+
+def test_bfloat16_computes_in_bfloat16_and_gives_float32_logits():
+    config = dataclasses.replace(GROUPED, compute_dtype="bfloat16")
+    params = random_params(config)
+    tokens, mask = jnp.asarray([[5, 9, 31, 7]]), jnp.ones((1, 4), bool)
+
+    @jax.jit
+    def both_paths(params):
+        hidden = decoder.hidden_states(params, tokens, mask, config=config, remat=False)
+        logits, cache = decoder.prefill(decoder.cast(params, config), tokens, mask, cache_length=6, config=config)
+        return hidden, decoder.logits_of(params, hidden, config=config), logits, cache
+
+    hidden, scored, logits, cache = both_paths(params)
+    assert hidden.dtype == cache[0][0].dtype == jnp.bfloat16
+    assert scored.dtype == logits.dtype == jnp.float32
+    # The same rounding on both paths is what keeps the sampler's log-probs equal to the learner's.
+    np.testing.assert_allclose(logits, scored[:, -1], atol=0.05)
+    exact = logits_of_whole(params, tokens, mask, GROUPED)[:, -1]
+    assert 1e-4 < np.abs(logits - exact).max() < 0.3
+
+
+def test_padding_changes_nothing():
+    params, sequence = random_params(GROUPED), np.array([7, 3, 22, 39, 11], np.int32)
+    expected = logits_of_whole(params, sequence[None], np.ones((1, 5), bool), GROUPED)[0]
+    for left, right, filler in ((4, 0, 0), (0, 4, 0), (1, 3, 17)):
+        tokens = np.pad(sequence, (left, right), constant_values=filler)[None]
+        mask = np.pad(np.ones(5, bool), (left, right))[None]
+        padded = np.asarray(logits_of_whole(params, tokens, mask, GROUPED))
+        assert np.isfinite(padded).all()
+        np.testing.assert_allclose(padded[0, left : left + 5], expected, atol=1e-5)
+
+
+def numpy_scores(params, rows, config, temperature: float, banned: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Log-probs and entropies by a loop over rows (each alone, from position 0) and tokens, float64."""
+    prompts, prompt_length, responses, response_length = rows
+    P, T = prompts.shape[1], prompts.shape[1] + responses.shape[1]
+    logprobs, entropies = np.zeros(responses.shape), np.zeros(responses.shape)
+    allowed = np.array([v for v in range(config.vocab) if v not in banned])
+    for b, (n, m) in enumerate(zip(prompt_length, response_length, strict=True)):
+        sequence = np.concatenate([prompts[b, P - n :], responses[b, :m], np.full(T - n - m, PAD)])
+        logits = np.asarray(logits_of_whole(params, sequence[None], np.arange(T)[None] < n + m, config), np.float64)[0]
+        for t in range(m):
+            weights = np.exp(logits[n - 1 + t, allowed] / temperature)
+            probabilities = weights / weights.sum()
+            logprobs[b, t] = np.log(probabilities[list(allowed).index(responses[b, t])])
+            entropies[b, t] = -(probabilities * np.log(probabilities)).sum()
+    return logprobs, entropies
+
+
+@pytest.mark.parametrize("temperature, banned", [(1.0, ()), (0.7, (PAD,))])
+def test_response_logprobs_equal_a_numpy_loop(temperature, banned):
+    params, rows = random_params(GROUPED), random_rows(6, 5, 7, 40)
+    expected_logprobs, expected_entropy = numpy_scores(params, rows, GROUPED, temperature, banned)
+    score = functools.partial(
+        scoring.response_logprobs, config=GROUPED, temperature=temperature, banned_tokens=banned, rows_per_block=2, remat=False
+    )
+    logprobs, entropy = jax.jit(score)(params, *rows)
+    np.testing.assert_allclose(logprobs, expected_logprobs, atol=1e-5)
+    np.testing.assert_allclose(entropy, expected_entropy, atol=1e-5)
+
+
+def score_and_gradient(params, rows, *, rows_per_block: int, remat: bool, banned: tuple[int, ...] = (PAD,)):
+    def loss(p):
+        logprobs, entropy = scoring.response_logprobs(
+            p, *rows, config=GROUPED, temperature=0.9, banned_tokens=banned, rows_per_block=rows_per_block, remat=remat
+        )
+        weights = jnp.sin(jnp.arange(logprobs.size, dtype=jnp.float32)).reshape(logprobs.shape)
+        return (weights * logprobs).mean(), (logprobs, entropy)
+
+    (_, scores), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+    return scores, gradient
+
+
+@pytest.fixture(scope="module")
+def one_device() -> tuple:
+    """Parameters, 16 rows, and their scores and gradients on one device, all rows at once."""
+    params, rows = random_params(GROUPED), random_rows(16, 5, 7, 40)
+    return params, rows, score_and_gradient(params, rows, rows_per_block=16, remat=False)
+
+
+@pytest.mark.parametrize("rows_per_block, remat", [(1, False), (5, True), (100, True)])  # 5 does not divide 16: blocks of 4
+def test_blocks_and_rematerialisation_change_neither_scores_nor_gradients(one_device, rows_per_block, remat):
+    params, rows, expected = one_device
+    found = score_and_gradient(params, rows, rows_per_block=rows_per_block, remat=remat)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found))  # padding is a banned token in masked positions
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5), found, expected)
+
+
+def test_entropy_carries_no_gradient():
+    params, rows = random_params(GROUPED), random_rows(2, 5, 7, 40)
+
+    def entropy_sum(p):
+        return scoring.response_logprobs(
+            p, *rows, config=GROUPED, temperature=1.0, banned_tokens=(), rows_per_block=1, remat=True
+        )[1].sum()
+
+    assert all((leaf == 0).all() for leaf in jax.tree.leaves(jax.jit(jax.grad(entropy_sum))(params)))
+
+
+def test_no_rows_per_block_names_the_setting():
+    with pytest.raises(ValueError, match="rows_per_block=0 must be at least 1"):
+        score_and_gradient(random_params(GROUPED), random_rows(2, 5, 7, 40), rows_per_block=0, remat=False)
+
+
+def test_banned_tokens_are_outside_the_distribution():
+    logits = jnp.asarray([[1.0, 5.0, 2.0, 0.0]])
+    found = np.asarray(scoring.log_softmax(logits, 2.0, (1, 3)))[0]
+    assert found[1] == found[3] == -np.inf
+    np.testing.assert_allclose(found[[0, 2]], np.log([1 / (1 + np.exp(0.5)), 1 / (1 + np.exp(-0.5))]), rtol=1e-6)
+
+
+@pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 4, 1), (2, 2, 2)], ids=str)
+def test_meshes_give_the_loss_and_gradients_of_one_device(one_device, sizes):
+    params, rows, expected = one_device
+    mesh = mesh_lib.make_mesh(sizes, setting="trainer.mesh")
+    shardings = decoder.param_shardings(GROUPED, mesh)
+    found = score_and_gradient(jax.device_put(params, shardings), mesh_lib.put_rows(mesh, rows), rows_per_block=8, remat=True)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5), found, expected)
+
+
+def test_a_mesh_that_does_not_divide_names_both_numbers():
+    mesh = mesh_lib.make_mesh((2, 1, 4), setting="trainer.mesh")
+    with pytest.raises(ValueError, match=r"layers\.key: axis 'kv_heads' of size 2 is not divisible by 4"):
+        decoder.param_shardings(GROUPED, mesh)
+
+
+def test_scoring_blocks_gather_no_rows_on_a_data_parallel_mesh():
+    mesh = mesh_lib.make_mesh((8, 1, 1), setting="trainer.mesh")
+    params = jax.device_put(random_params(GROUPED), mesh_lib.replicated(mesh))
+    rows = mesh_lib.put_rows(mesh, random_rows(32, 5, 7, 40))
+
+    def score(p, *rows):
+        return scoring.response_logprobs(
+            p, *rows, config=GROUPED, temperature=1.0, banned_tokens=(), rows_per_block=8, remat=True
+        )
+
+    assert "all-gather" not in jax.jit(score).lower(params, *rows).compile().as_text()
+
+
+def test_published_sizes():
+    tinyllama = decoder.DecoderConfig(
+        layers=22, width=2048, heads=32, kv_heads=4, head_size=64, ffn=5632, vocab=32000, max_positions=2048, tied_embedding=False
+    )
+    tinystories = decoder.DecoderConfig(
+        layers=2, width=128, heads=8, kv_heads=4, head_size=16, ffn=384, vocab=2048, max_positions=512
+    )
+    assert decoder.param_count(tinyllama) == 1_100_048_384
+    assert decoder.param_count(tinystories) == 656_000
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_init_has_the_abstract_shapes(config):
+    created = jax.eval_shape(lambda key: decoder.init_params(key, config), jax.random.key(0))
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), created) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), decoder.param_shapes(config)
+    )
+    assert ("lm_head" in created) == (not config.tied_embedding)
+
+
+def test_init_depends_on_the_name_alone():
+    init = jax.jit(decoder.init_params, static_argnames="config")
+    tied = init(jax.random.key(3), GROUPED)
+    untied = init(jax.random.key(3), dataclasses.replace(GROUPED, tied_embedding=False))
+    assert (tied["layers"]["up"] == untied["layers"]["up"]).all()
+    assert not (tied["layers"]["up"] == tied["layers"]["gate"]).any()
+    assert (tied["final_norm"] == 1).all()
+    np.testing.assert_allclose(np.std(tied["layers"]["up"]), 0.02, rtol=0.05)
+    np.testing.assert_allclose(np.std(tied["layers"]["down"]), 0.02 / np.sqrt(4), rtol=0.05)
+
+
+def test_impossible_shapes_name_the_settings():
+    with pytest.raises(ValueError, match=r"model\.heads=4 is not divisible by model\.kv_heads=3"):
+        dataclasses.replace(GROUPED, kv_heads=3)
+    with pytest.raises(ValueError, match=r"model\.head_size=7 must be even"):
+        dataclasses.replace(GROUPED, head_size=7)

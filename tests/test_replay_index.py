@@ -1,0 +1,249 @@
+"""The resident window against a slow model of it, its ledger, and restoring it from the log."""
+
+import json
+
+import numpy as np
+import pytest
+
+from tba_jax.replay.index import ReplayIndex
+from tba_jax.replay.log import LogReader, LogWriter
+from tba_jax.replay.selection import draw_batch
+from tba_jax.trajectory import RowShape
+
+SHAPE = RowShape(prompt_length=2, response_length=3, reward_parts=("a",))
+V = 5
+
+
+def make_rows(first: int, queries: list[int], responses: list[tuple[int, ...]], *, steps: list[int] | None = None):
+    """Valid rows of given query ids and response tokens; `steps`: policy_step of the last token (the others are 1 later)."""
+    count = len(queries)
+    rows = {name: np.zeros((count, *row), dtype) for name, (dtype, row) in SHAPE.columns().items()}
+    rows["row"] = np.arange(first, first + count)
+    rows["query_id"] = np.array(queries, np.uint64)
+    rows["prompt_length"][:] = 1
+    rows["policy_step"][:] = -1
+    for i, response in enumerate(responses):
+        rows["response_length"][i] = len(response)
+        rows["response_tokens"][i, : len(response)] = response
+        step = steps[i] if steps else 0
+        rows["policy_step"][i, : len(response)] = step + 1
+        rows["policy_step"][i, len(response) - 1] = step
+    rows["reward"] = (rows["row"] % 10).astype(np.float32)
+    return rows
+
+
+def index_of(capacity: int = 100, capacity_per_query: int = 100) -> ReplayIndex:
+    return ReplayIndex(shape=SHAPE, capacity=capacity, capacity_per_query=capacity_per_query, vocab_size=V)
+
+
+def resident(index: ReplayIndex) -> list[tuple[str, int]]:
+    """Identities in order of arrival."""
+    slots = np.flatnonzero(index.slot_query >= 0)
+    return index.ids(slots[np.argsort(index.arrival[slots])])
+
+
+def test_the_newest_of_identical_responses_stays():
+    index = index_of()
+    index.add("a", make_rows(0, [7, 7, 8], [(1, 2), (3,), (1, 2)]), step=1)
+    index.mark_drawn(index.slots_of([("a", 0), ("a", 1)]))
+    # The same tokens under a longer padding are the same response; (1,) and (1, 0) are not.
+    index.add("b", make_rows(0, [7, 7, 7], [(1, 2), (1,), (1, 0)]), step=2)
+    assert resident(index) == [("a", 1), ("a", 2), ("b", 0), ("b", 1), ("b", 2)]
+    assert index.ledger()["a"]["evicted"] == {"duplicate": 1, "query_capacity": 0, "capacity": 0}
+    slot = index.slots_of([("b", 0)])[0]
+    assert index.row_draws[slot] == 0 and index.visible_step[slot] == 2
+    query = index.slot_query[slot]
+    assert index.query_draws[query] == 1 and index.recent_draws[query] == 0
+
+
+def test_oldest_rows_leave_first_by_query_and_in_total():
+    index = index_of(capacity=4, capacity_per_query=2)
+    index.add("a", make_rows(0, [1, 2, 1, 1], [(0,), (0,), (1,), (2,)]), step=1)
+    assert resident(index) == [("a", 1), ("a", 2), ("a", 3)]
+    index.add("a", make_rows(4, [3, 4, 5], [(0,), (0,), (0,)]), step=2)
+    assert resident(index) == [("a", 3), ("a", 4), ("a", 5), ("a", 6)]
+    entry = index.ledger()["a"]
+    assert entry["evicted"] == {"duplicate": 0, "query_capacity": 1, "capacity": 2}
+    assert entry["evicted_untrained"] == 3
+    assert sorted(index.query_ids[index.query_rows > 0].tolist()) == [1, 3, 4, 5]
+
+
+def test_invalid_rows_are_counted_and_left_out():
+    index = index_of()
+    rows = make_rows(0, [1, 1, 1, 1], [(0,), (1,), (2,), (3,)])
+    rows["response_tokens"][1, 0] = V
+    rows["reward"][2] = np.nan
+    index.add("a", rows, step=1)
+    assert resident(index) == [("a", 0), ("a", 3)]
+    assert {reason: count for reason, count in index.ledger()["a"]["rejected"].items() if count} == {
+        "response_tokens": 1,
+        "reward": 1,
+    }
+
+
+def test_rows_of_a_writer_are_added_once_and_in_order():
+    index = index_of()
+    index.add("a", make_rows(0, [1, 1], [(0,), (1,)]), step=1)
+    for rows in (make_rows(1, [1], [(2,)]), make_rows(2, [1, 1], [(2,), (3,)]) | {"row": np.array([2, 4])}):
+        with pytest.raises(ValueError, match="writer a"):
+            index.add("a", rows, step=2)
+    with pytest.raises(ValueError, match="capacity=0"):
+        index_of(capacity=0)
+
+
+def test_row_step_is_that_of_the_oldest_real_token():
+    index = index_of()
+    index.add("a", make_rows(0, [1, 1], [(0, 1, 2), (1,)], steps=[4, 9]), step=10)
+    assert index.row_step[index.slots_of([("a", 0), ("a", 1)])].tolist() == [4, 9]
+
+
+class Model:
+    """The window as a plain list of dicts, oldest first."""
+
+    def __init__(self, capacity, capacity_per_query):
+        self.capacity, self.capacity_per_query, self.rows = capacity, capacity_per_query, []
+        self.evicted = {"duplicate": 0, "query_capacity": 0, "capacity": 0}
+        self.queries, self.round = {}, 0
+
+    def add(self, writer, rows, step):
+        for i in range(len(rows["row"])):
+            if rows["reward"][i] != rows["reward"][i]:
+                continue
+            query = int(rows["query_id"][i])
+            response = rows["response_tokens"][i, : rows["response_length"][i]].tolist()
+            new = {"id": (writer, int(rows["row"][i])), "query": query, "response": response, "step": step, "draws": 0}
+            self.rows.append(new)
+            self.queries.setdefault(query, {"draws": self.round, "recent": 0})["recent"] = 0
+            same = [row for row in self.rows[:-1] if row["query"] == query and row["response"] == response]
+            of_query = [row for row in self.rows if row["query"] == query]
+            if same:
+                self.evict(same[0], "duplicate")
+            elif len(of_query) > self.capacity_per_query:
+                self.evict(of_query[0], "query_capacity")
+            if len(self.rows) > self.capacity:
+                self.evict(self.rows[0], "capacity")
+
+    def evict(self, row, rule):
+        self.rows.remove(row)
+        self.evicted[rule] += 1
+        if all(other["query"] != row["query"] for other in self.rows):
+            del self.queries[row["query"]]
+
+    def draw(self, ids):
+        queries = set()
+        for row in self.rows:
+            row["draws"] += ids.count(row["id"])
+            queries |= {row["query"]} if row["id"] in ids else set()
+        for query in queries:
+            self.queries[query]["draws"] += 1
+            self.queries[query]["recent"] += 1
+        self.round = min(query["draws"] for query in self.queries.values())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_operation_agrees_with_a_slow_model(seed):
+    rng = np.random.default_rng(seed)
+    capacity, capacity_per_query = [(12, 3), (40, 40), (5, 2), (1, 1)][seed]
+    index, model = index_of(capacity, capacity_per_query), Model(capacity, capacity_per_query)
+    heads = {"a": 0, "b": 0}
+    for step in range(60):
+        writer, count = str(rng.choice(["a", "b"])), int(rng.integers(1, 9))
+        responses = [tuple(rng.integers(0, 3, rng.integers(1, 4)).tolist()) for _ in range(count)]
+        rows = make_rows(heads[writer], rng.integers(0, 6, count).tolist(), responses)
+        rows["reward"][rng.random(count) < 0.1] = np.nan
+        heads[writer] += count
+        index.add(writer, rows, step=step)
+        model.add(writer, rows, step)
+        if len(index):
+            drawn = rng.choice(np.flatnonzero(index.slot_query >= 0), 3)
+            model.draw(index.ids(drawn))
+            index.mark_drawn(drawn)
+
+        assert resident(index) == [row["id"] for row in model.rows]
+        slots = index.slots_of([row["id"] for row in model.rows])
+        assert index.row_draws[slots].tolist() == [row["draws"] for row in model.rows]
+        assert index.visible_step[slots].tolist() == [row["step"] for row in model.rows]
+        content = index.gather(slots)
+        assert content["row"].tolist() == [row["id"][1] for row in model.rows]
+        assert content["query_id"].tolist() == [row["query"] for row in model.rows]
+        live = np.flatnonzero(index.query_rows > 0)
+        numbers = dict(zip(index.query_ids[live].tolist(), live.tolist(), strict=True))
+        assert set(numbers) == set(model.queries)
+        for query, number in numbers.items():
+            own = [row for row in model.rows if row["query"] == query]
+            assert index.query_rows[number] == len(own)
+            assert index.newest_visible_step[number] == own[-1]["step"]
+            assert index.query_draws[number] == model.queries[query]["draws"]
+            assert index.recent_draws[number] == model.queries[query]["recent"]
+        ledger = index.ledger()
+        for entry in ledger.values():
+            assert entry["seen"] == entry["resident"] + sum(entry["evicted"].values()) + sum(entry["rejected"].values())
+        for rule, count in model.evicted.items():
+            assert sum(entry["evicted"][rule] for entry in ledger.values()) == count
+    assert index.slots_of([("a", 10**6), ("nobody", 0)]).tolist() == [-1, -1]
+
+
+def test_how_rows_are_split_over_calls_makes_no_difference():
+    rng = np.random.default_rng(0)
+    whole, split = index_of(capacity=20, capacity_per_query=5), index_of(capacity=20, capacity_per_query=5)
+    for step in range(1, 20):
+        responses = [tuple(rng.integers(0, 3, 2).tolist()) for _ in range(12)]
+        rows = make_rows(12 * (step - 1), rng.integers(0, 9, 12).tolist(), responses)
+        whole.add("a", rows, step=step)
+        for part in np.split(np.arange(12), np.sort(rng.integers(0, 13, 3))):
+            split.add("a", {name: column[part] for name, column in rows.items()}, step=step)
+        drawn = rng.choice(np.flatnonzero(whole.slot_query >= 0), 4)
+        whole.mark_drawn(drawn)
+        split.mark_drawn(drawn)
+        assert split.state() == whole.state()
+        for name, column in whole.gather(drawn).items():
+            np.testing.assert_array_equal(split.gather(drawn)[name], column)
+
+
+def test_a_restored_index_goes_on_as_the_original(tmp_path):
+    rng, reader = np.random.default_rng(0), LogReader(tmp_path, SHAPE)
+    logs = [LogWriter(tmp_path, name, SHAPE, rows_per_append=6, segment_appends=2, info={}) for name in ("a", "b")]
+    original = index_of(capacity=25, capacity_per_query=6)
+
+    def integrate(indices, step):
+        log = logs[step % 2]
+        responses = [tuple(rng.integers(0, 3, rng.integers(1, 4)).tolist()) for _ in range(6)]
+        log.append(make_rows(log.next_row, rng.integers(0, 8, 6).tolist(), responses, steps=[step] * 6))
+        rows = reader.read(log.writer, log.next_row - 6, log.next_row)
+        for index in indices:
+            index.add(log.writer, rows, step=step)
+
+    def draw(index, step):
+        slots = draw_batch(
+            index,
+            rng=np.random.default_rng(step),
+            step=step,
+            queries=3,
+            completions=4,
+            recent_probability=0.5,
+            recent_window=2,
+            strategy="softmax",
+            inverse_temperature=1.0,
+        )
+        index.mark_drawn(slots)
+        return slots
+
+    for step in range(1, 13):
+        integrate([original], step)
+        draw(original, step)
+    state = json.loads(json.dumps(original.state()))
+    restored = ReplayIndex.restore(state, LogReader(tmp_path, SHAPE))
+    assert restored.state() == state
+    for step in range(13, 30):
+        integrate([original, restored], step)
+        slots = draw(original, step)
+        np.testing.assert_array_equal(draw(restored, step), slots)
+        for name, column in original.gather(slots).items():
+            np.testing.assert_array_equal(restored.gather(slots)[name], column)
+    assert restored.state() == original.state()
+    assert restored.ledger() == original.ledger()
+
+
+def test_an_empty_index_is_restored(tmp_path):
+    index = ReplayIndex.restore(index_of().state(), LogReader(tmp_path, SHAPE))
+    assert len(index) == 0 and index.slots_of([("a", 0)]).tolist() == [-1]

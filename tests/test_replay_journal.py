@@ -1,0 +1,128 @@
+"""The journal: durable lines, torn lines, and the one lineage across epochs."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+
+from tba_jax.replay.journal import Journal, batch_hash, journal_line, line_ids, read_lineage
+
+
+def line(step: int, **changes):
+    return {"step": step} | changes
+
+
+def write(folder, epoch: int, steps, **changes) -> Journal:
+    journal = Journal(folder, epoch)
+    for step in steps:
+        journal.append(line(step, **changes))
+    journal.close()
+    return journal
+
+
+def test_lines_come_back(tmp_path):
+    ids = [("b", 3), ("a", 7), ("b", 3)]
+    original = journal_line(step=1, visible=[{"a": 8}, {"a": 8, "b": 4}], ids=ids, reward_version=2, key=1, batch="ff")
+    journal = Journal(tmp_path / "journal", 1)
+    journal.append(original)
+    # On the device before append returns: another process sees it without a close.
+    (read,) = read_lineage(tmp_path / "journal")
+    assert read == original | {"epoch": 1}
+    assert line_ids(read) == ids
+    with pytest.raises(FileExistsError):
+        Journal(tmp_path / "journal", 1)
+    assert read_lineage(tmp_path / "nowhere") == []
+
+
+def test_a_torn_last_line_is_ignored_at_every_length(tmp_path):
+    path = write(tmp_path, 1, [1, 2]).path
+    content = path.read_bytes()
+    first = content.index(b"\n") + 1
+    for length in range(first, len(content)):
+        path.write_bytes(content[:length])
+        assert [entry["step"] for entry in read_lineage(tmp_path)] == [1]
+    write(tmp_path, 2, [2, 3])
+    assert [(entry["step"], entry["epoch"]) for entry in read_lineage(tmp_path)] == [(1, 1), (2, 2), (3, 2)]
+
+
+def test_a_corrupt_line_in_the_middle_is_named(tmp_path):
+    path = write(tmp_path, 1, [1, 2, 3]).path
+    lines = path.read_bytes().split(b"\n")
+    for broken in (b'{"step": 2', b"[]", b'{"epoch": 1}'):
+        path.write_bytes(b"\n".join([lines[0], broken, *lines[2:]]))
+        with pytest.raises(ValueError, match=r"epoch-000001\.jsonl line 2"):
+            read_lineage(tmp_path)
+
+
+def test_later_epochs_win_and_abandoned_steps_are_left_out(tmp_path):
+    write(tmp_path, 1, range(1, 8))
+    write(tmp_path, 2, range(5, 10))
+    write(tmp_path, 3, [])
+    write(tmp_path, 4, range(7, 9))
+    steps = [(entry["step"], entry["epoch"]) for entry in read_lineage(tmp_path)]
+    assert steps == [(1, 1), (2, 1), (3, 1), (4, 1), (5, 2), (6, 2), (7, 4), (8, 4)]
+    # An epoch that went further back leaves nothing of the ones between.
+    write(tmp_path, 5, range(2, 4))
+    assert [(entry["step"], entry["epoch"]) for entry in read_lineage(tmp_path)] == [(1, 1), (2, 5), (3, 5)]
+
+
+def test_missing_steps_and_foreign_epochs_are_refused(tmp_path):
+    write(tmp_path / "late", 1, [2, 3])
+    with pytest.raises(ValueError, match="lacks step 1"):
+        read_lineage(tmp_path / "late")
+    write(tmp_path / "gap", 1, [1, 3])
+    with pytest.raises(ValueError, match=r"line 2: step 3 .* follows step 1"):
+        read_lineage(tmp_path / "gap")
+    write(tmp_path / "between", 1, [1, 2])
+    write(tmp_path / "between", 2, [4])
+    with pytest.raises(ValueError, match="lacks step 3"):
+        read_lineage(tmp_path / "between")
+    path = write(tmp_path / "foreign", 2, [1]).path
+    path.rename(path.with_name("epoch-000003.jsonl"))
+    with pytest.raises(ValueError, match="of epoch 2"):
+        read_lineage(tmp_path / "foreign")
+
+
+def test_a_failed_append_leaves_no_trace_and_may_be_retried(tmp_path, monkeypatch):
+    journal, real_write = Journal(tmp_path, 1), os.write
+    journal.append(line(1))
+
+    def write_some_then_fail(descriptor, content):
+        if len(content) <= 5:
+            raise OSError(28, "No space left on device")
+        return real_write(descriptor, content[:5])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", write_some_then_fail)
+        with pytest.raises(OSError, match="No space"):
+            journal.append(line(2))
+    journal.append(line(2))
+    assert [entry["step"] for entry in read_lineage(tmp_path)] == [1, 2]
+    assert journal.path.read_text().count("\n") == 2
+
+
+def test_lines_are_synced_before_append_returns(tmp_path, monkeypatch):
+    journal, synced = Journal(tmp_path, 1), []
+    real_sync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (synced.append(journal.path.read_bytes()), real_sync(descriptor)))
+    journal.append(line(1))
+    # The file, then once the folder.
+    assert len(synced) == 2 and json.loads(synced[0])["step"] == 1
+    journal.append(line(2))
+    assert len(synced) == 3 and synced[2].count(b"\n") == 2
+
+
+def test_the_batch_hash_sees_every_byte_dtype_and_name():
+    rows = {"a": np.arange(6, dtype=np.int32).reshape(2, 3), "b": np.zeros(2, np.float32)}
+    hashes = {
+        batch_hash(rows),
+        batch_hash(rows | {"a": rows["a"].T}),
+        batch_hash(rows | {"a": rows["a"].reshape(3, 2)}),
+        batch_hash(rows | {"a": rows["a"].view(np.uint32)}),
+        batch_hash(rows | {"b": np.array([0.0, -0.0], np.float32)}),
+        batch_hash({"a": rows["a"], "c": rows["b"]}),
+    }
+    assert len(hashes) == 6
+    assert batch_hash(dict(reversed(rows.items()))) == batch_hash(rows)
+    assert batch_hash(rows | {"a": np.asfortranarray(rows["a"])}) == batch_hash(rows)

@@ -1,0 +1,141 @@
+"""The epoch lease: one trainer at a time, takeovers, and what a stale one is told."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tba_jax import run_dir
+from tba_jax.replay.lease import EpochLease, LeaseHeld, StaleEpoch
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from tba_jax.replay.lease import EpochLease
+print(EpochLease.acquire(Path(sys.argv[1])).epoch, flush=True)
+time.sleep(60)
+"""
+
+
+def start_holder(folder: Path) -> subprocess.Popen:
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(folder)], stdout=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout.readline().strip()
+    return process
+
+
+def lease_path(folder: Path, epoch: int) -> Path:
+    return folder / f"epoch-{epoch:06d}.lease"
+
+
+def edit(path: Path, **changes):
+    run_dir.write_json(path, run_dir.read_json(path) | changes)
+
+
+def test_a_running_trainer_is_not_disturbed_and_a_killed_one_is_replaced_at_once(tmp_path):
+    folder = tmp_path / "run" / "journal"
+    process = start_holder(folder)
+    try:
+        with pytest.raises(LeaseHeld, match=f"run is held .*process {process.pid} on host") as held:
+            EpochLease.acquire(folder)
+        assert "epoch 1" in str(held.value)
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+    # Not waited for yet: a zombie holds nothing.
+    deadline = time.monotonic() + 5
+    while Path(f"/proc/{process.pid}/stat").exists() and time.monotonic() < deadline:
+        if Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            break
+        time.sleep(0.01)
+    lease = EpochLease.acquire(folder)
+    process.wait()
+    assert lease.epoch == 2
+    with pytest.raises(LeaseHeld, match=str(os.getpid())):
+        EpochLease.acquire(folder)
+    lease.release()
+
+
+def test_a_reused_process_id_is_not_the_holder(tmp_path):
+    EpochLease.acquire(tmp_path).release()
+    edit(lease_path(tmp_path, 1), released=False, pid_start="1")
+    assert EpochLease.acquire(tmp_path).epoch == 2
+
+
+def test_a_released_lease_is_free_at_once(tmp_path):
+    first = EpochLease.acquire(tmp_path)
+    first.check()
+    first.release()
+    second = EpochLease.acquire(tmp_path)
+    assert (first.epoch, second.epoch) == (1, 2)
+    second.check()
+    with pytest.raises(StaleEpoch, match=r"holds epoch 1 .*epoch 2 has been taken"):
+        first.check()
+    second.release()
+
+
+def test_a_holder_elsewhere_keeps_its_lease_until_its_heartbeat_is_old(tmp_path):
+    EpochLease.acquire(tmp_path).release()
+    path = lease_path(tmp_path, 1)
+    for elsewhere in ({"host": "other"}, {"boot_id": "other"}, {"pid_namespace": "other"}):
+        edit(path, released=False, heartbeat=time.time() - 10, **elsewhere)
+        with pytest.raises(LeaseHeld, match=r"runs out in (19|20) s"):
+            EpochLease.acquire(tmp_path, ttl_seconds=30)
+    edit(path, heartbeat=time.time() - 31)
+    assert EpochLease.acquire(tmp_path, ttl_seconds=30).epoch == 2
+
+
+def test_the_heartbeat_is_renewed(tmp_path):
+    lease = EpochLease.acquire(tmp_path, ttl_seconds=0.15)
+    first = run_dir.read_json(lease_path(tmp_path, 1))
+    deadline = time.monotonic() + 5
+    while run_dir.read_json(lease_path(tmp_path, 1))["heartbeat"] <= first["heartbeat"] and time.monotonic() < deadline:
+        time.sleep(0.02)
+    later = run_dir.read_json(lease_path(tmp_path, 1))
+    assert later["heartbeat"] > first["heartbeat"]
+    assert later["pid"] == os.getpid() and not later["released"]
+    lease.release()
+    assert run_dir.read_json(lease_path(tmp_path, 1))["released"]
+
+
+def test_a_lease_without_content_counts_from_its_creation(tmp_path):
+    path = lease_path(tmp_path, 1)
+    path.write_text("")
+    with pytest.raises(LeaseHeld, match="unknown"):
+        EpochLease.acquire(tmp_path)
+    os.utime(path, (time.time() - 60, time.time() - 60))
+    assert EpochLease.acquire(tmp_path).epoch == 2
+
+
+def test_many_contenders_get_one_lease(tmp_path):
+    program = (
+        "import sys; from pathlib import Path; from tba_jax.replay.lease import *\n"
+        "try:\n    print(EpochLease.acquire(Path(sys.argv[1])).epoch, flush=True)\n"
+        "except LeaseHeld:\n    print('held', flush=True)\nsys.stdin.read()"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
+    contenders = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(tmp_path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for _ in range(4)
+    ]
+    answers = sorted(process.stdout.readline().strip() for process in contenders)
+    for process in contenders:
+        process.communicate("")
+    assert answers == ["1", "held", "held", "held"]
+
+
+def test_bad_settings_and_damaged_leases(tmp_path):
+    with pytest.raises(ValueError, match="ttl_seconds=0"):
+        EpochLease.acquire(tmp_path, ttl_seconds=0)
+    lease_path(tmp_path, 1).write_text(json.dumps({"released": True}))
+    assert EpochLease.acquire(tmp_path).epoch == 2

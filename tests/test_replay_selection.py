@@ -1,0 +1,206 @@
+"""Selection: frequencies against their probabilities, coverage, replacement, limits."""
+
+import numpy as np
+import pytest
+
+from tba_jax.replay.index import ReplayIndex
+from tba_jax.replay.selection import STRATEGIES, draw_batch, draw_within_groups, least_drawn, recent_pool
+from tba_jax.trajectory import RowShape
+
+SHAPE = RowShape(prompt_length=1, response_length=2, reward_parts=())
+
+
+def index_of(groups: dict[int, int], *, step: int = 1, index: ReplayIndex | None = None, policy_step: int = 0) -> ReplayIndex:
+    """Adds, for each query id, that many distinct rows of reward 0, 1, 2, … visible from `step` on."""
+    index = index or ReplayIndex(shape=SHAPE, capacity=10_000, capacity_per_query=10_000, vocab_size=100_000)
+    count, first = sum(groups.values()), index.heads.get("w", 0)
+    rows = {name: np.zeros((count, *row), dtype) for name, (dtype, row) in SHAPE.columns().items()}
+    rows["row"] = np.arange(first, first + count)
+    rows["query_id"] = np.repeat(np.array(list(groups), np.uint64), list(groups.values()))
+    rows["response_length"][:] = 2
+    rows["response_tokens"][:, 0] = rows["row"]
+    rows["policy_step"][:] = policy_step
+    rows["reward"] = np.concatenate([np.arange(size) for size in groups.values()]).astype(np.float32)
+    index.add("w", rows, step=step)
+    return index
+
+
+def draw(index: ReplayIndex, rng: np.random.Generator, **changes):
+    settings = {
+        "step": 1,
+        "queries": 1,
+        "completions": 1,
+        "recent_probability": 0.0,
+        "recent_window": 1,
+        "strategy": "uniform",
+        "inverse_temperature": 1.0,
+    }
+    return draw_batch(index, rng=rng, **(settings | changes))
+
+
+def queries_of(index: ReplayIndex, slots: np.ndarray, K: int) -> np.ndarray:
+    """Query ids of the groups; asserts that a group has one query and that no query appears twice."""
+    ids = index.query_ids[index.slot_query[slots]].reshape(-1, K)
+    assert (ids == ids[:, :1]).all()
+    assert len(set(ids[:, 0].tolist())) == len(ids)
+    return ids[:, 0]
+
+
+def assert_frequencies(counts: np.ndarray, probabilities: np.ndarray):
+    """Every count within 4.5 standard deviations of its binomial expectation."""
+    n = counts.sum()
+    deviation = np.sqrt(n * probabilities * (1 - probabilities))
+    assert (np.abs(counts - n * probabilities) <= 4.5 * deviation).all(), (counts / n, probabilities)
+
+
+@pytest.mark.parametrize(("strategy", "inverse_temperature"), [("softmax", 0.0), ("softmax", 0.7), ("uniform", 5.0)])
+def test_first_and_second_draws_follow_the_strategy(strategy, inverse_temperature):
+    rewards, n, trials = np.arange(4.0), 4, 20_000
+    weights = np.exp(rewards * inverse_temperature) if strategy == "softmax" else np.ones(n)
+    p = weights / weights.sum()
+    # Without replacement: P(a, then b) = p_a · p_b / (1 − p_a).
+    pairs = np.array([[0 if a == b else p[a] * p[b] / (1 - p[a]) for b in range(n)] for a in range(n)])
+    group = np.repeat(np.arange(trials), n)
+    log_weights = STRATEGIES[strategy](np.tile(rewards, trials), inverse_temperature)
+    drawn = draw_within_groups(group, log_weights, np.random.default_rng(0), Q=trials, K=2)
+    np.testing.assert_array_equal(drawn // n, np.arange(trials)[:, None] * np.ones((1, 2), int))
+    counts = np.bincount((drawn[:, 0] % n) * n + drawn[:, 1] % n, minlength=n * n)
+    assert_frequencies(counts, pairs.ravel())
+    assert_frequencies(np.bincount(drawn[:, 0] % n, minlength=n), p)
+
+
+def test_a_whole_draw_follows_the_softmax():
+    index, rng = index_of({5: 3}), np.random.default_rng(1)
+    rewards = [index.reward[draw(index, rng, strategy="softmax", inverse_temperature=1.5)[0]] for _ in range(4000)]
+    weights = np.exp(1.5 * np.arange(3))
+    assert_frequencies(np.bincount(np.array(rewards, int), minlength=3), weights / weights.sum())
+
+
+def test_the_share_of_the_recent_pool_is_m():
+    index = index_of(dict.fromkeys(range(200), 2), step=1)
+    index_of(dict.fromkeys(range(200, 240), 2), step=50, index=index)
+    rng, m, recent, trials = np.random.default_rng(2), 0.3, 0, 300
+    for _ in range(trials):
+        slots = draw(index, rng, step=50, queries=10, completions=2, recent_probability=m, recent_window=5)
+        recent += int((queries_of(index, slots, 2) >= 200).sum())
+    # The general pool is all 240 queries, of which at most 40 are recent and not drawn yet in this batch.
+    n = 10 * trials
+    expected = np.array([m + (1 - m) * (40 - 10 * m) / (240 - 10 * m)])
+    assert abs(recent / n - expected) < 4.5 * np.sqrt(expected * (1 - expected) / n)
+    only = draw(index, rng, step=50, queries=40, completions=2, recent_probability=1.0, recent_window=5)
+    assert set(queries_of(index, only, 2).tolist()) == set(range(200, 240))
+
+
+@pytest.mark.parametrize("recent_probability", [0.0, 1.0])
+def test_every_query_is_drawn_once_before_any_twice(recent_probability):
+    index, rng = index_of(dict.fromkeys(range(24), 3)), np.random.default_rng(3)
+    draws = np.zeros(24, int)
+    orders = set()
+    for batch in range(12):
+        slots = draw(index, rng, queries=5, completions=2, recent_probability=recent_probability)
+        index.mark_drawn(slots)
+        drawn = queries_of(index, slots, 2).astype(int)
+        draws[drawn] += 1
+        orders.add(tuple(drawn))
+        assert draws.max() - draws.min() <= 1, (batch, draws)
+    assert len(orders) == 12
+    # A query that comes late joins the running round; it does not repeat the rounds it missed.
+    index_of({24: 3}, index=index)
+    late = [24 in queries_of(index, draw(index, rng, queries=5, completions=2), 2) for _ in range(50)]
+    assert index.query_draws.min() == index.query_draws[-1] == 2
+    assert sum(late) > 0
+
+
+def test_a_query_repeats_responses_only_if_it_has_too_few():
+    index, rng = index_of({1: 3, 2: 7, 3: 9}), np.random.default_rng(4)
+    for recent_probability in (0.0, 1.0):
+        slots = draw(index, rng, queries=3, completions=7, recent_probability=recent_probability).reshape(3, 7)
+        for query, group in zip(queries_of(index, slots.ravel(), 7).tolist(), slots, strict=True):
+            assert sorted(np.unique(group, return_counts=True)[1].tolist()) == {1: [2, 2, 3], 2: [1] * 7, 3: [1] * 7}[query]
+
+
+def test_too_few_queries_draw_nothing():
+    index, rng = index_of({1: 50, 2: 50}), np.random.default_rng(0)
+    assert draw(index, rng, queries=3) is None
+    assert draw(index, rng, queries=2) is not None
+    empty = ReplayIndex(shape=SHAPE, capacity=3, capacity_per_query=3, vocab_size=3)
+    assert draw(empty, rng) is None
+
+
+def test_a_recent_query_gives_its_rows_of_the_window_extended_to_its_newest():
+    index = index_of({1: 6, 2: 6}, step=1)
+    index_of({1: 5, 2: 2}, step=10, index=index)
+    rng, seen = np.random.default_rng(5), {1: set(), 2: set()}
+    for _ in range(60):
+        slots = draw(index, rng, step=12, queries=2, completions=4, recent_probability=1.0, recent_window=3).reshape(2, 4)
+        for query, group in zip(queries_of(index, slots.ravel(), 4).tolist(), slots, strict=True):
+            assert len(set(group.tolist())) == 4
+            seen[query] |= set(index.slot_row[group].tolist())
+    # Rows 12–16 and 17–18 are of the window; query 2 has only two there, so its newest four are all it gives.
+    assert seen == {1: {12, 13, 14, 15, 16}, 2: {10, 11, 17, 18}}
+    # One step later the window is empty: the pool is the newest queries, with their newest rows.
+    slots = draw(index, rng, step=13, queries=1, completions=2, recent_probability=1.0, recent_window=3)
+    assert sorted(index.slot_row[slots].tolist()) == [17, 18]
+
+
+def test_the_recent_pool_is_extended_by_policy_step_then_arrival():
+    visible, row_step, arrival = np.array([3, 9, 3, 3, 3]), np.array([5, 0, 6, 6, 1]), np.array([10, 1, 2, 3, 20])
+    for minimum, expected in [(1, [1]), (2, [1, 3]), (3, [1, 3, 2]), (4, [1, 3, 2, 0]), (5, [1, 3, 2, 0, 4])]:
+        assert recent_pool(visible, row_step, arrival, oldest=9, minimum=minimum).tolist() == expected
+    assert recent_pool(visible, row_step, arrival, oldest=3, minimum=2).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_ties_among_the_least_drawn_are_fair():
+    rng, counts = np.random.default_rng(6), np.zeros(5, int)
+    for _ in range(4000):
+        drawn = least_drawn(np.array([1, 0, 1, 5, 1]), 2, rng)
+        assert 1 in drawn
+        counts[drawn] += 1
+    assert counts[1] == 4000 and counts[3] == 0
+    assert_frequencies(counts[[0, 2, 4]], np.full(3, 1 / 3))
+
+
+def test_one_query_samples_its_rows_evenly():
+    index, rng, counts = index_of({9: 300}), np.random.default_rng(7), np.zeros(300, int)
+    for _ in range(300):
+        counts[draw(index, rng, completions=64)] += 1
+    assert_frequencies(counts, np.full(300, 1 / 300))
+
+
+def test_a_row_that_reached_its_draws_is_not_drawn_again():
+    index, rng = index_of({1: 4, 2: 4}), np.random.default_rng(8)
+    for _ in range(4):
+        index.mark_drawn(draw(index, rng, queries=2, completions=2, max_draws_per_row=2, recent_probability=0.5))
+    assert index.row_draws.tolist() == [2] * 8
+    assert draw(index, rng, max_draws_per_row=2) is None
+    assert draw(index, rng, max_draws_per_row=3) is not None
+
+
+def test_a_stale_row_is_not_drawn():
+    index = index_of({1: 4, 2: 4}, policy_step=3)
+    index_of({1: 1, 3: 2}, index=index, policy_step=8)
+    rng = np.random.default_rng(9)
+    assert draw(index, rng, step=13, queries=3, max_staleness=9) is None
+    slots = draw(index, rng, step=13, queries=2, completions=3, max_staleness=9, recent_probability=0.5)
+    assert set(index.slot_row[slots].tolist()) == {8, 9, 10}
+    assert draw(index, rng, step=13, queries=3, max_staleness=10) is not None
+
+
+def test_bad_settings_are_named():
+    index, rng = index_of({1: 1}), np.random.default_rng(0)
+    for changes, words in [
+        ({"strategy": "greedy"}, "strategy='greedy'"),
+        ({"recent_probability": 1.5}, "recent_probability=1.5"),
+        ({"queries": 0}, "queries=0"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            draw(index, rng, **changes)
+
+
+def test_the_draw_is_a_function_of_index_and_key():
+    index = index_of(dict.fromkeys(range(30), 5))
+    first, again, other = (
+        draw(index, np.random.default_rng(seed), queries=8, completions=3, recent_probability=0.5) for seed in (1, 1, 2)
+    )
+    np.testing.assert_array_equal(first, again)
+    assert (first != other).any()
