@@ -68,7 +68,7 @@ def get_config() -> config_dict.ConfigDict:
     c.searchers.samples_per_query = 24  # S, at least learner.completions
     c.searchers.max_rows_per_snapshot = 0  # backpressure: a searcher pauses after this many rows until a newer snapshot; 0: never
     c.searchers.poll_seconds = 0.2
-    c.searchers.memory_fraction = 0.4  # of a GPU that roles share
+    c.searchers.memory_fraction = 0.2  # of a GPU that roles share, each searcher
     c.searchers.mesh = config_dict.ConfigDict(dict(data=-1, fsdp=1, tensor=1))
 
     c.replay = config_dict.ConfigDict()
@@ -106,7 +106,7 @@ def get_config() -> config_dict.ConfigDict:
     c.learner.clip_norm = 1.0
     c.learner.logprob_gap_every_steps = 50  # compare sampler's and learner's log-probs on the same weights
     c.learner.logprob_gap_limit = 1e-3  # nats per token, the largest; above it: an alarm
-    c.learner.memory_fraction = 0.5  # of a GPU that roles share
+    c.learner.memory_fraction = 0.45  # of a GPU that roles share
     c.learner.mesh = config_dict.ConfigDict(dict(data=-1, fsdp=1, tensor=1))
 
     c.publish = config_dict.ConfigDict()
@@ -124,6 +124,7 @@ def get_config() -> config_dict.ConfigDict:
     c.evaluation.queries = 256
     c.evaluation.batch_size = 128
     c.evaluation.samples = 8  # decoded responses in each report
+    c.evaluation.memory_fraction = 0.1  # of a GPU that roles share
     c.evaluation.mesh = config_dict.ConfigDict(dict(data=-1, fsdp=1, tensor=1))
 
     c.schedule = config_dict.ConfigDict()

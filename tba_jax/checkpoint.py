@@ -23,7 +23,9 @@ class Checkpoints:
         """Starts a save after `step` updates. `replay` is JSON (the index without its rows, which the log holds)."""
         # A copy, because the caller donates the state to the next update.
         snapshot = jax.tree.map(jax.numpy.copy, state)
-        items = ocp.args.Composite(state=ocp.args.StandardSave(snapshot), replay=ocp.args.JsonSave({"epoch": epoch, "index": replay}))
+        items = ocp.args.Composite(
+            state=ocp.args.StandardSave(snapshot), replay=ocp.args.JsonSave({"epoch": epoch, "index": replay})
+        )
         self._manager.save(step, args=items, force=True)
 
     def restore(self, step: int, state: TrainState) -> tuple[TrainState, dict[str, Any]]:

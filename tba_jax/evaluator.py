@@ -89,7 +89,10 @@ class Evaluator:
             "ref_nll_per_token": -sum(response["ref_logprob_sum"] for response in sampled) / tokens,
             "kl_to_ref": sum(r["policy_logprob_sum"] - r["ref_logprob_sum"] for r in sampled) / len(sampled),
             "seconds": time.time() - begin,
-            "samples": {"greedy": greedy[: self._config.evaluation.samples], "sampled": sampled[: self._config.evaluation.samples]},
+            "samples": {
+                "greedy": greedy[: self._config.evaluation.samples],
+                "sampled": sampled[: self._config.evaluation.samples],
+            },
         }
         run_dir.write_json(self._run.evaluations / f"{run_dir.step_name(step)}.json", report)
         return report

@@ -6,7 +6,7 @@ import functools
 import logging
 import shutil
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -147,8 +147,11 @@ def row_shape(contract: run_config.Contract) -> trajectory.RowShape:
     )
 
 
-def ensure_reference(experiment: Experiment, run: run_dir.RunDir) -> str:
+def ensure_reference(experiment: Experiment, run: run_dir.RunDir, *, report: Callable[[int, float, float], None]) -> str:
     """The id of the policy that step 0 starts from; makes it if the run has none: imported, warm-started or random.
+
+    Args:
+      report: of the warm start, see supervised.warm_start.
 
     Returns:
       16 hex digits, a hash of the weights; `run.reference(id)` holds them as a snapshot.
@@ -157,7 +160,7 @@ def ensure_reference(experiment: Experiment, run: run_dir.RunDir) -> str:
         return run_dir.read_json(run.initial_reference)["id"]
     config, model = experiment.config, experiment.model
     mesh = mesh_lib.make_mesh(tuple(config.learner.mesh.values()), setting="learner.mesh")
-    params = _initial_params(experiment, mesh)
+    params = _initial_params(experiment, mesh, report)
     draft = run.references / f".draft-{uuid.uuid4().hex[:8]}"
     policy_store.save(draft, params, policy_store.SnapshotInfo(step=0, epoch=0), dtype="float32")
     reference_id = policy_store.fingerprint(draft)
@@ -170,7 +173,7 @@ def ensure_reference(experiment: Experiment, run: run_dir.RunDir) -> str:
     return reference_id
 
 
-def _initial_params(experiment: Experiment, mesh: Any) -> decoder.Params:
+def _initial_params(experiment: Experiment, mesh: Any, report: Callable[[int, float, float], None]) -> decoder.Params:
     config, model = experiment.config, experiment.model
     shardings = decoder.param_shardings(model, mesh)
     if config.model.path:
@@ -178,10 +181,6 @@ def _initial_params(experiment: Experiment, mesh: Any) -> decoder.Params:
     if not config.warm_start.steps:
         return jax.jit(functools.partial(decoder.init_params, config=model), out_shardings=shardings)(jax.random.key(config.seed))
     w = config.warm_start
-
-    def report(step: int, loss: float, exact: float) -> None:
-        log.info("warm start: step %d, loss %.3f, exact answers %.0f %%", step, loss, 100 * exact)
-
     return supervised.warm_start(
         experiment.task,
         experiment.tokenizer,

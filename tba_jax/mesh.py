@@ -1,10 +1,10 @@
 """Device meshes, and the table that maps logical axes of arrays to mesh axes."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 MESH_AXES = ("data", "fsdp", "tensor")
@@ -32,7 +32,9 @@ def mesh_shape(sizes: tuple[int, int, int], devices: int, *, setting: str) -> tu
     if data == -1 and fsdp * tensor > 0 and devices % (fsdp * tensor) == 0:
         data = devices // (fsdp * tensor)
     if min(data, fsdp, tensor) < 1 or data * fsdp * tensor != devices:
-        raise ValueError(f"{setting} data={sizes[0]} × fsdp={fsdp} × tensor={tensor} does not make up the {devices} devices of this role")
+        raise ValueError(
+            f"{setting} data={sizes[0]} × fsdp={fsdp} × tensor={tensor} does not make up the {devices} devices of this role"
+        )
     return data, fsdp, tensor
 
 
@@ -67,10 +69,11 @@ def sharding(mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int], *, na
       ValueError: a dimension is not divisible by the mesh axes it is split over; names both numbers.
     """
     spec = partition_spec(axes)
-    for size, axis, part in zip(shape, axes, spec, strict=True):
-        ways = int(np.prod([mesh.shape[p] for p in part or ()]))
+    for size, axis in zip(shape, axes, strict=True):
+        mesh_axes = RULES[axis] if axis is not None else ()
+        ways = math.prod(mesh.shape[mesh_axis] for mesh_axis in mesh_axes)
         if size % ways:
-            raise ValueError(f"{name}: axis {axis!r} of size {size} is not divisible by {ways} (mesh axes {part})")
+            raise ValueError(f"{name}: axis {axis!r} of size {size} is not divisible by {ways} (mesh axes {mesh_axes})")
     return NamedSharding(mesh, spec)
 
 

@@ -47,11 +47,15 @@ def read_lines(folder: Path) -> list[dict[str, Any]]:
         text = (folder / "metrics.jsonl").read_text()
     except FileNotFoundError:
         return []
-    lines = []
-    for line in text.split("\n"):
-        with contextlib.suppress(json.JSONDecodeError):  # recovery: a torn line holds nothing that is whole
-            lines.append(json.loads(line))
-    return lines
+    return [line for line in map(parse_line, text.split("\n")) if line]
+
+
+def parse_line(line: str) -> dict[str, Any]:
+    """One line of metrics.jsonl; {} for a line that a kill cut short, which holds nothing that is whole."""
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError:
+        return {}
 
 
 class TimeAccount:

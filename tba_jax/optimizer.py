@@ -44,6 +44,4 @@ def adamw(
         return jax.tree_util.tree_map_with_path(lambda path, p: "norm" not in str(path[-1].key) and jnp.ndim(p) > 1, params)
 
     clip = [optax.clip_by_global_norm(clip_norm)] if clip_norm else []
-    return optax.chain(
-        *clip, optax.adamw(schedule, b1=beta1, b2=beta2, eps=epsilon, weight_decay=weight_decay, mask=decayed)
-    )
+    return optax.chain(*clip, optax.adamw(schedule, b1=beta1, b2=beta2, eps=epsilon, weight_decay=weight_decay, mask=decayed))

@@ -37,7 +37,13 @@ def _flatten(params: decoder.Params) -> dict[str, Any]:
 
 
 def _spec(folder: Path, name: str) -> dict[str, Any]:
-    return {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{folder / name}/"}}
+    return {
+        "driver": "zarr3",
+        "kvstore": {"driver": "file", "path": f"{folder / name}/"},
+        # A missing chunk must not read as zeros, so a chunk of zeros must be written.
+        "fill_missing_data_reads": False,
+        "store_data_equal_to_fill_value": True,
+    }
 
 
 def save(folder: Path, params: decoder.Params, info: SnapshotInfo, *, dtype: str) -> None:
@@ -66,8 +72,7 @@ def save(folder: Path, params: decoder.Params, info: SnapshotInfo, *, dtype: str
                     "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
                 }
             }
-            # A chunk of zeros must be written: a missing chunk would read as zeros without an error.
-            store = ts.open(spec, create=True, store_data_equal_to_fill_value=True).result()
+            store = ts.open(spec, create=True).result()
             futures += [store[index].write(block.astype(dtype)) for index, block in shards]
         for future in futures:
             future.result()
@@ -101,7 +106,7 @@ def load(folder: Path, config: decoder.DecoderConfig, shardings: decoder.Params)
     def read(path: Any, shape: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array:
         name = ".".join(str(entry.key) for entry in path)
         try:
-            store = ts.open(_spec(folder, name), open=True, fill_missing_data_reads=False).result()
+            store = ts.open(_spec(folder, name), open=True).result()
         except ValueError as error:
             if not (folder / COMMIT).exists():
                 raise FileNotFoundError(f"snapshot {folder} was removed while it was read") from error

@@ -185,9 +185,7 @@ def _check_learner(config: Any) -> None:
         learner.warmup_steps + learner.decay_steps <= learner.steps,
         f"learner.warmup_steps={learner.warmup_steps} + learner.decay_steps={learner.decay_steps} exceed learner.steps={learner.steps}",
     )
-    _require(
-        config.replay.capacity >= rows, f"replay.capacity={config.replay.capacity} is less than one batch of {rows} rows"
-    )
+    _require(config.replay.capacity >= rows, f"replay.capacity={config.replay.capacity} is less than one batch of {rows} rows")
     _require(
         config.replay.capacity_per_query >= learner.completions,
         f"replay.capacity_per_query={config.replay.capacity_per_query} is less than learner.completions={learner.completions}",
@@ -258,7 +256,9 @@ def join(run: run_dir.RunDir, config: Any, contract: Contract) -> None:
         raise ValueError(f"workdir {str(run.root)!r} cannot be written: {error.strerror}") from error
     theirs = flatten(read(run)["contract"])
     ours = flatten(mine["contract"])
-    differences = [f"{k}: {theirs.get(k)!r} there, {ours.get(k)!r} here" for k in sorted(theirs | ours) if theirs.get(k) != ours.get(k)]
+    differences = [
+        f"{k}: {theirs.get(k)!r} there, {ours.get(k)!r} here" for k in sorted(theirs | ours) if theirs.get(k) != ours.get(k)
+    ]
     if differences:
         raise ValueError(f"workdir {str(run.root)!r} belongs to a run of another contract; " + "; ".join(differences))
 

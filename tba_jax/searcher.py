@@ -116,7 +116,9 @@ class Searcher:
         self.reference_id = run_dir.read_json(run.initial_reference)["id"]
         self._reference = policy_store.load(run.reference(self.reference_id), model, self._shardings)
 
-    def _generate_from(self, params: Any, prompt_tokens: Any, prompt_length: Any, rows: Any, sampling: Any, *, truncating: bool) -> Any:
+    def _generate_from(
+        self, params: Any, prompt_tokens: Any, prompt_length: Any, rows: Any, sampling: Any, *, truncating: bool
+    ) -> Any:
         keys = generate_lib.row_keys(self._config.seed, self._writer_number, rows)
         return keys, self._generate(params, prompt_tokens, prompt_length, keys, sampling, truncating=truncating)
 
@@ -204,9 +206,7 @@ class Searcher:
 
     def _sampling(self) -> sampling_lib.Sampling:
         s = self._config.sampling
-        plain = sampling_lib.constant(
-            self.rows_per_batch, temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p
-        )
+        plain = sampling_lib.constant(self.rows_per_batch, temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p)
         return sampling_lib.explore(
             plain,
             self._rng,
@@ -237,7 +237,9 @@ class Searcher:
             )
 
 
-def run_searcher(searcher: Searcher, config: Any, run: run_dir.RunDir, *, name: str, account: TimeAccount, stop: Callable[[], bool]) -> None:
+def run_searcher(
+    searcher: Searcher, config: Any, run: run_dir.RunDir, *, name: str, account: TimeAccount, stop: Callable[[], bool]
+) -> None:
     """Searches until the run has finished or `stop` says so. The batch in flight is completed first."""
     writer = MetricWriter(run.metrics(name))
     begin, batches, rows_on_snapshot = time.monotonic(), 0, 0

@@ -67,7 +67,11 @@ def _logprobs(params: decoder.Params, examples: Examples, config: decoder.Decode
 
 
 def sft_step(
-    state: tuple[decoder.Params, Any], examples: Examples, *, optimizer: optax.GradientTransformation, config: decoder.DecoderConfig
+    state: tuple[decoder.Params, Any],
+    examples: Examples,
+    *,
+    optimizer: optax.GradientTransformation,
+    config: decoder.DecoderConfig,
 ) -> tuple[tuple[decoder.Params, Any], jax.Array]:
     """One step on the mean negative log-likelihood per response token. Returns the new (params, opt_state) and the loss."""
     params, opt_state = state

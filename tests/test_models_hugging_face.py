@@ -179,6 +179,7 @@ def test_every_mesh_reads_the_same_parameters(name, sizes):
 def test_devices_read_only_their_slices(monkeypatch):
     expected = load(FIXTURES / "tiny_llama_untied")[1]
     read: dict[str, set[int]] = {}
+    opened = safetensors.safe_open
 
     class Recorder:
         """A safetensors slice that notes how many elements each read returns."""
@@ -194,7 +195,7 @@ def test_devices_read_only_their_slices(monkeypatch):
 
     class RecordingFile:
         def __init__(self, *args, **kwargs):
-            self.file = safetensors.safe_open(*args, **kwargs)
+            self.file = opened(*args, **kwargs)
             self.keys = self.file.keys
 
         def __enter__(self):
@@ -207,9 +208,7 @@ def test_devices_read_only_their_slices(monkeypatch):
         def get_slice(self, name):
             return Recorder(name, self.file.get_slice(name))
 
-    opened = safetensors.safe_open
-    monkeypatch.setattr(hugging_face.safetensors, "safe_open", lambda *a, **k: RecordingFile(*a, **k))
-    monkeypatch.setitem(RecordingFile.__init__.__globals__, "safetensors", type("Original", (), {"safe_open": opened}))
+    monkeypatch.setattr(safetensors, "safe_open", RecordingFile)
     _, found = load(FIXTURES / "tiny_llama_untied", (1, 4, 2))
     assert_same_params(found, expected)
     sizes = {name: np.prod(tensor.shape) for name, tensor in load_file(FIXTURES / "tiny_llama_untied/model.safetensors").items()}
@@ -237,12 +236,19 @@ def test_half_precision_shards_and_ignored_buffers(folder):
     np.testing.assert_array_equal(found["layers"]["key"], expected["layers"]["key"])
 
 
-def test_tied_embeddings_under_either_name_or_both(tmp_path):
+def test_tied_embeddings_under_either_name_or_both(tmp_path, monkeypatch):
     _, expected = load(FIXTURES / "tiny_llama_tied")
     folder = Path(shutil.copytree(FIXTURES / "tiny_llama_tied", tmp_path / "model"))
     edit_weights(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].copy()}))
     assert_same_params(load(folder)[1], expected)
-    edit_weights(folder, lambda t: t.pop("model.embed_tokens.weight"))
+    monkeypatch.setattr(hugging_face, "_COMPARED_ROWS", 5)  # 48 rows: the last block is a part
+    assert_same_params(load(folder)[1], expected)
+    edit_weights(folder, lambda t: t["lm_head.weight"].__setitem__((47, 15), 9.0))
+    with pytest.raises(
+        ValueError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight, but .* tie_word_embeddings=true"
+    ):
+        load(folder)
+    edit_weights(folder, lambda t: t.update({"lm_head.weight": t.pop("model.embed_tokens.weight")}))
     assert_same_params(load(folder)[1], expected)
     edit_weights(folder, lambda t: t.update({"model.embed_tokens.weight": t["lm_head.weight"] + 1}))
     with pytest.raises(

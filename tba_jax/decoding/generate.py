@@ -125,9 +125,7 @@ def generate(
         token, done, output = sample_token(state)
         t = state.step
         cache_mask = real_prompt | ((slots >= P) & (slots <= P + t))[None, :]
-        logits, cache = decoder.decode_step(
-            params, token, first_position + t, P + t, state.cache, cache_mask, config=config
-        )
+        logits, cache = decoder.decode_step(params, token, first_position + t, P + t, state.cache, cache_mask, config=config)
         return _Loop(step=t + 1, logits=logits, cache=cache, done=done, output=output)
 
     # Token R - 1 is sampled outside of the loop: it needs no decode step after it.

@@ -293,8 +293,9 @@ def _check_tied(tensors: Mapping[str, Any], files: Mapping[str, Path]) -> None:
     """A redundant lm_head must equal the embedding: the file says one thing, tie_word_embeddings the other."""
     embedding, lm_head = tensors[_EMBEDDING], tensors[_LM_HEAD]
     _check_tensor(_LM_HEAD, lm_head, embedding.get_shape(), files[_LM_HEAD])
-    for start in range(0, embedding.get_shape()[0], _COMPARED_ROWS):
-        rows = slice(start, start + _COMPARED_ROWS)
+    V = embedding.get_shape()[0]
+    for start in range(0, V, _COMPARED_ROWS):
+        rows = slice(start, min(start + _COMPARED_ROWS, V))
         if not np.array_equal(embedding[rows].astype(np.float32), lm_head[rows].astype(np.float32)):
             raise ValueError(
                 f"{files[_LM_HEAD]}: {_LM_HEAD} differs from {_EMBEDDING}, but config.json says tie_word_embeddings=true; "

@@ -39,6 +39,12 @@ class EpochLease:
         self._thread = threading.Thread(target=self._renew, name="epoch-lease", daemon=True)
         self._thread.start()
 
+    @staticmethod
+    def refuse_if_held(folder: Path, *, ttl_seconds: float = 30.0) -> None:
+        """Raises LeaseHeld as `acquire` would, without taking anything."""
+        if current := _highest_epoch(folder) if folder.is_dir() else 0:
+            _refuse_if_held(folder, current, ttl_seconds)
+
     @classmethod
     def acquire(cls, folder: Path, *, ttl_seconds: float = 30.0) -> "EpochLease":
         """Takes the next epoch.

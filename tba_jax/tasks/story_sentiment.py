@@ -53,4 +53,6 @@ class StorySentiment:
         return Scores(reward=compound, parts=compound[:, None])
 
     def worked_examples(self, rng: np.random.Generator, count: int) -> list[tuple[str, str]]:
-        raise ValueError("task story_sentiment has no worked examples: set model.path to a pretrained model and warm_start.steps=0")
+        raise ValueError(
+            "task story_sentiment has no worked examples: set model.path to a pretrained model and warm_start.steps=0"
+        )

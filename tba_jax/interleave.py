@@ -1,0 +1,72 @@
+"""Search and training in turn in one process, with a fixed lag: the synchronous baseline, and staleness studies.
+
+The same functions, replay log and weights wire as the asynchronous run; only nobody works at the same time.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tba_jax import run_dir
+from tba_jax.evaluator import Evaluator, pending_steps
+from tba_jax.metrics import MetricWriter
+from tba_jax.searcher import Searcher
+from tba_jax.trainer import Trainer, record
+
+log = logging.getLogger(__name__)
+
+
+def run_interleaved(
+    trainer: Trainer,
+    searcher: Searcher,
+    evaluator: Evaluator | None,
+    config: Any,
+    run: run_dir.RunDir,
+    *,
+    stop: Callable[[], bool],
+    progress: Callable[[], None],
+) -> bool:
+    """One search batch, one update, until learner.steps are done. Rows of step n come from the weights after n − 1 − lag updates.
+
+    Returns:
+      whether the run is finished.
+    """
+    trainer_writer, evaluator_writer = MetricWriter(run.metrics("trainer")), MetricWriter(run.metrics("evaluator"))
+    searcher_writer = MetricWriter(run.metrics("searcher-0"))
+    begin, first = time.monotonic(), trainer.step_number
+
+    def evaluate() -> None:
+        if evaluator is None:
+            return
+        for step in pending_steps(run, every_steps=config.evaluation.every_steps, final_step=config.learner.steps):
+            report = evaluator.evaluate(step)
+            evaluator_writer.write(step, {name: value for name, value in report.items() if isinstance(value, float)})
+
+    evaluate()
+    while trainer.step_number < config.learner.steps and not stop():
+        searcher.load_step(max(0, trainer.step_number - config.schedule.lag))
+        report = searcher.search()
+        trainer.poll()
+        measurements = trainer.step()
+        if measurements is None:
+            continue
+        trainer.flush_snapshot()
+        if trainer.step_number == first + 1:
+            trainer.account.restart()
+            begin = time.monotonic()
+        if trainer.step_number % config.metrics.every_steps == 0:
+            record(trainer_writer, trainer, measurements, begin=begin, steps=trainer.step_number - first - 1)
+            scalars = {"rows_per_second": report.rows / report.seconds, "tokens_per_second": report.tokens / report.seconds}
+            searcher_writer.write(trainer.step_number, {**scalars, "reward": report.reward, "policy_step": report.policy_step})
+        evaluate()
+        progress()
+    finished = trainer.step_number >= config.learner.steps
+    if finished:
+        trainer.finish()
+    else:
+        trainer.save_checkpoint()
+    trainer.close()
+    for writer in (trainer_writer, evaluator_writer, searcher_writer):
+        writer.close()
+    return finished

@@ -1,0 +1,72 @@
+"""Processes of a run that end together: a child dies with its parent, however the parent ends.
+
+The parent holds the write end of a pipe, the child reads from the other; the kernel closes it when the parent is gone,
+by SIGKILL too. Also here: what a parent tells its children before they import JAX, and the exit codes of a role.
+"""
+
+import contextlib
+import os
+import signal
+import threading
+
+# Exit codes of a role. A supervisor starts a role again after any other non-zero code.
+BAD_INPUT = 2
+STORAGE_FAILED = 3
+NOT_FINITE = 4
+FINAL_CODES = (BAD_INPUT, STORAGE_FAILED, NOT_FINITE)
+
+_LIFELINE = "TBA_JAX_LIFELINE"
+_CPUS = "TBA_JAX_CPUS"
+
+
+class Lifeline:
+    """The parent's end. Keep it as long as children may live."""
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+
+    @property
+    def child_fds(self) -> tuple[int, ...]:
+        """File descriptors to pass on to a child (subprocess' pass_fds)."""
+        return (self._read,)
+
+    def child_environment(self, cpus: tuple[int, ...]) -> dict[str, str]:
+        """Environment of a child that is to run on these CPU cores."""
+        return {_LIFELINE: str(self._read), _CPUS: ",".join(map(str, cpus))}
+
+    def close(self) -> None:
+        os.close(self._write)
+        os.close(self._read)
+
+
+def hold() -> None:
+    """In a child, first thing: moves to the cores it was given, and dies by SIGKILL when the parent is gone."""
+    cpus = os.environ.pop(_CPUS, "")
+    if cpus and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {int(cpu) for cpu in cpus.split(",")})
+    read = os.environ.pop(_LIFELINE, "")
+    if read:
+        threading.Thread(target=_die_with_parent, args=(int(read),), name="lifeline", daemon=True).start()
+
+
+def _die_with_parent(read: int) -> None:
+    with contextlib.suppress(OSError):
+        os.read(read, 1)  # blocks until the last write end is closed
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class StopSignal:
+    """Turns SIGTERM and SIGINT into a question that loops ask between batches; a second signal ends the process."""
+
+    def __init__(self) -> None:
+        self._asked = False
+        signal.signal(signal.SIGTERM, self._ask)
+        signal.signal(signal.SIGINT, self._ask)
+
+    def _ask(self, number: int, frame: object) -> None:
+        if self._asked:
+            os._exit(128 + number)
+        self._asked = True
+
+    def __call__(self) -> bool:
+        return self._asked

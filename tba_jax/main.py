@@ -1,0 +1,105 @@
+"""The entry of every role.
+
+python -m tba_jax.main --config=configs/X.py --workdir=DIR [--role=all|reference|trainer|searcher|evaluator] [--dry_run]
+"""
+
+import contextlib
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from absl import app, flags
+from ml_collections import config_flags
+
+from tba_jax import lifeline, run_dir
+
+ROLES = ("all", "reference", "trainer", "searcher", "evaluator")
+Job = Callable[[], int]
+
+_CONFIG = config_flags.DEFINE_config_file("config", None, "Recipe: a file under configs/.", lock_config=True)
+_WORKDIR = flags.DEFINE_string("workdir", None, "The run's folder: shared by all of its roles.")
+_ROLE = flags.DEFINE_enum(
+    "role", "all", ROLES, "all: supervise one trainer, searchers and an evaluator here; reference: make the initial policy, stop."
+)
+_NAME = flags.DEFINE_string("name", "", "Name of this role's metrics; default: the role (searchers add their writer id).")
+_DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print config, shapes and memory, and stop.")
+_ALLOW_CHANGE = flags.DEFINE_list("allow_change", [], "Schedule settings that a resumed run may change.")
+
+log = logging.getLogger("tba_jax")
+
+
+def parse_flags(argv: Sequence[str]) -> list[str]:
+    """absl's parser, with one sentence where a flag or a config key is wrong."""
+    try:
+        remaining = flags.FLAGS(list(argv))
+    except (flags.Error, AttributeError, KeyError, TypeError, ValueError, OSError) as error:
+        _refuse(error)
+    if len(remaining) > 1:
+        _refuse(ValueError(f"{remaining[1]!r} is not a flag"))
+    return remaining
+
+
+def _refuse(error: BaseException) -> NoReturn:
+    text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+    print(f"error: {' '.join(text.split())}", file=sys.stderr)
+    sys.exit(lifeline.BAD_INPUT)
+
+
+@contextlib.contextmanager
+def _storage_failures() -> Iterator[None]:
+    """A storage that refuses ends the role by one sentence; what was committed stays readable."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, OSError) and "No space left" not in str(error):
+            raise
+        print(f"error: storage failed, the run stops; what was committed stays readable: {error}", file=sys.stderr)
+        sys.exit(lifeline.STORAGE_FAILED)
+
+
+def main(argv: Sequence[str]) -> None:
+    del argv
+    if _CONFIG.value is None or not _WORKDIR.value:
+        _refuse(ValueError("--config=configs/X.py and --workdir=DIR are needed"))
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", force=True
+    )
+    log.setLevel(logging.INFO)
+    run = run_dir.RunDir(Path(_WORKDIR.value).absolute())
+    with _storage_failures():
+        job = _prepare(_CONFIG.value, run)
+        sys.exit(job())
+
+
+def _prepare(config: Any, run: run_dir.RunDir) -> Job:
+    """Everything that a user's mistake can stop, and then the job itself, which returns an exit code."""
+    from tba_jax import experiment as experiment_lib
+    from tba_jax.replay.lease import LeaseHeld
+
+    try:
+        experiment = experiment_lib.build(config)
+        if _DRY_RUN.value:
+            from tba_jax import dry_run
+
+            text = dry_run.describe(experiment)
+            return lambda: print(text) or 0
+        from tba_jax import roles
+
+        settings = roles.Settings(
+            experiment=experiment,
+            run=run,
+            name=_NAME.value,
+            label=Path(config_flags.get_config_filename(flags.FLAGS["config"])).stem,
+            allow_change=tuple(_ALLOW_CHANGE.value),
+            arguments=tuple(sys.argv[1:]),
+        )
+        return roles.ROLES[_ROLE.value](settings)
+    except (ValueError, LeaseHeld) as error:
+        _refuse(error)
+
+
+if __name__ == "__main__":
+    lifeline.hold()
+    app.run(main, flags_parser=parse_flags)

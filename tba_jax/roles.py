@@ -1,0 +1,237 @@
+"""Composition: what each `--role` builds from an experiment, and the job it then runs."""
+
+import dataclasses
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from tba_jax import experiment as experiment_lib
+from tba_jax import lifeline, report, run_config, run_dir, supervisor
+from tba_jax.metrics import MetricWriter, TimeAccount
+from tba_jax.replay.journal import read_lineage
+from tba_jax.replay.lease import EpochLease
+from tba_jax.searcher import Searcher, run_searcher, wait_for_run
+
+log = logging.getLogger(__name__)
+
+Job = Callable[[], int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What main was called with. name: of the role's metrics, "" = default; label: begins the last line;
+    allow_change: schedule settings that a resume may change; arguments: main's own, for child processes."""
+
+    experiment: experiment_lib.Experiment
+    run: run_dir.RunDir
+    name: str
+    label: str
+    allow_change: tuple[str, ...]
+    arguments: tuple[str, ...]
+
+    @property
+    def config(self) -> Any:
+        return self.experiment.config
+
+
+def _check_devices(config: Any, *roles: str) -> None:
+    """The meshes of roles that run in this process, against its devices."""
+    import jax
+
+    for role in roles:
+        experiment_lib.check_devices(config, role=role, devices=len(jax.devices()))
+
+
+def _join(s: Settings, *, may_change_schedule: bool) -> None:
+    run_config.join(s.run, s.config, s.experiment.contract)
+    if may_change_schedule:
+        changes = run_config.change_schedule(s.run, s.config, allowed=s.allow_change, step=len(read_lineage(s.run.journal)))
+        for name, (there, here) in changes.items():
+            log.warning("changed %s from %r to %r", name, there, here)
+
+
+def _make_reference(s: Settings) -> None:
+    if s.run.initial_reference.exists():
+        return
+    writer = MetricWriter(s.run.metrics("reference"))
+
+    def record(step: int, loss: float, exact: float) -> None:
+        log.info("warm start: step %d, loss %.3f, exact answers %.0f %%", step, loss, 100 * exact)
+        writer.write(step, {"loss": loss, "exact": exact})
+
+    experiment_lib.ensure_reference(s.experiment, s.run, report=record)
+    writer.close()
+
+
+def reference(s: Settings) -> Job:
+    _check_devices(s.config, "trainer")
+    _join(s, may_change_schedule=False)
+    return lambda: _make_reference(s) or 0
+
+
+def _make_trainer(s: Settings, *, publish_every_steps: int) -> tuple[Any, EpochLease]:
+    from tba_jax.trainer import Trainer
+
+    lease = EpochLease.acquire(s.run.journal)
+    _make_reference(s)
+    trainer = Trainer(
+        s.config, s.experiment.contract, s.run, model=s.experiment.model, lease=lease, publish_every_steps=publish_every_steps
+    )
+    return trainer, lease
+
+
+def trainer(s: Settings) -> Job:
+    from tba_jax.trainer import run_trainer
+
+    _check_devices(s.config, "trainer")
+    EpochLease.refuse_if_held(s.run.journal)
+    _join(s, may_change_schedule=True)
+    made, lease = _make_trainer(s, publish_every_steps=s.config.publish.every_steps)
+    stop = lifeline.StopSignal()
+
+    def job() -> int:
+        finished = run_trainer(made, s.config, s.run, stop=stop)
+        lease.release()
+        return 0 if finished or stop() else 1
+
+    return job
+
+
+def _make_searcher(s: Settings, *, name: str, account: TimeAccount) -> Searcher:
+    e = s.experiment
+    return Searcher(
+        s.config,
+        e.contract,
+        s.run,
+        model=e.model,
+        tokenizer=e.tokenizer,
+        task=e.task,
+        queries=e.queries["train"],
+        name=name,
+        account=account,
+    )
+
+
+def searcher(s: Settings) -> Job:
+    _check_devices(s.config, "searcher")
+    _join(s, may_change_schedule=False)
+    stop = lifeline.StopSignal()
+
+    def job() -> int:
+        if not wait_for_run(s.run, poll_seconds=s.config.searchers.poll_seconds, stop=stop):
+            return 0
+        account = TimeAccount()
+        made = _make_searcher(s, name=s.name or "searcher", account=account)
+        run_searcher(made, s.config, s.run, name=s.name or made.writer, account=account, stop=stop)
+        return 0
+
+    return job
+
+
+def _make_evaluator(s: Settings) -> Any:
+    from tba_jax.evaluator import Evaluator
+
+    e = s.experiment
+    queries = experiment_lib.heldout_queries(e)
+    return Evaluator(s.config, e.contract, s.run, model=e.model, tokenizer=e.tokenizer, task=e.task, queries=queries)
+
+
+def evaluator(s: Settings) -> Job:
+    from tba_jax.evaluator import run_evaluator
+
+    _check_devices(s.config, "evaluator")
+    _join(s, may_change_schedule=False)
+    stop = lifeline.StopSignal()
+
+    def job() -> int:
+        if wait_for_run(s.run, poll_seconds=s.config.searchers.poll_seconds, stop=stop):
+            run_evaluator(_make_evaluator(s), s.config, s.run, stop=stop)
+        return 0
+
+    return job
+
+
+def _progress(s: Settings, *, searchers: int) -> report.Progress:
+    return report.Progress(s.run, steps=s.config.learner.steps, searchers=searchers, warm_start_steps=s.config.warm_start.steps)
+
+
+def _conclude(s: Settings, progress: report.Progress, finished: bool) -> None:
+    seconds = progress.done()
+    if finished:
+        report.finish(s.run, label=s.label, score_name=s.experiment.task.score_name, seconds=seconds)
+    else:
+        print(f"stopped after {seconds:.0f} s; the same command resumes the run in {s.run.root}", file=sys.stderr)
+
+
+def everything(s: Settings) -> Job:
+    """`--role=all`: processes under a supervisor, or everything in turn in this process, as schedule.mode says."""
+    return _interleaved(s) if s.config.schedule.mode == "interleaved" else _supervised(s)
+
+
+def _interleaved(s: Settings) -> Job:
+    from tba_jax.interleave import run_interleaved
+
+    roles = ("trainer", "searcher", *(("evaluator",) if s.config.evaluation.enabled else ()))
+    _check_devices(s.config, *roles)
+    EpochLease.refuse_if_held(s.run.journal)
+    _join(s, may_change_schedule=True)
+    progress = _progress(s, searchers=1)
+    stop = lifeline.StopSignal()
+
+    def job() -> int:
+        made, lease = _make_trainer(s, publish_every_steps=1)
+        search = _make_searcher(s, name="searcher-0", account=made.account)
+        evaluate = _make_evaluator(s) if s.config.evaluation.enabled else None
+        finished = run_interleaved(made, search, evaluate, s.config, s.run, stop=stop, progress=progress)
+        lease.release()
+        _conclude(s, progress, finished)
+        return 0 if finished else 130
+
+    return job
+
+
+def _supervised(s: Settings) -> Job:
+    cpus, gpus = supervisor.available_cpus(), supervisor.visible_gpus()
+    placements = supervisor.place(s.config, cpus=cpus, gpus=gpus)
+    for name, placement in placements.items():
+        if placement.gpus:
+            experiment_lib.check_devices(s.config, role=name.split("-")[0], devices=len(placement.gpus))
+    if not gpus:
+        _check_devices(s.config, *{name.split("-")[0] for name in placements})
+    EpochLease.refuse_if_held(s.run.journal)
+    _join(s, may_change_schedule=True)
+
+    def arguments(role: str, name: str) -> tuple[str, ...]:
+        return (*s.arguments, f"--role={role}", f"--name={name}")
+
+    commands = {name: (arguments(name.split("-")[0], name), placement) for name, placement in placements.items()}
+    until = [name for name in ("trainer", "evaluator") if name in commands]
+    stop = lifeline.StopSignal()
+
+    def job() -> int:
+        progress = _progress(s, searchers=s.config.searchers.count)
+        processes = supervisor.Supervisor(
+            s.run, max_restarts=s.config.supervisor.max_restarts, stop_seconds=s.config.supervisor.stop_seconds
+        )
+        try:
+            code = 0
+            if not s.run.initial_reference.exists():
+                whole = supervisor.Placement(cpus=cpus, gpus=placements["trainer"].gpus)
+                code = processes.call("reference", arguments("reference", "reference"), whole, progress=progress, stop=stop)
+            code = code or processes.run(commands, until=until, progress=progress, stop=stop)
+        finally:
+            processes.close()
+        _conclude(s, progress, finished=code == 0)
+        return code
+
+    return job
+
+
+ROLES: dict[str, Callable[[Settings], Job]] = {
+    "all": everything,
+    "reference": reference,
+    "trainer": trainer,
+    "searcher": searcher,
+    "evaluator": evaluator,
+}

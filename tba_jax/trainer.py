@@ -1,0 +1,415 @@
+"""The trainer: tails the replay log, draws batches, journals them, updates the policy, publishes snapshots.
+
+Order of a resume:
+  1. hold the epoch lease; nobody else writes journal, checkpoints or snapshots from here on
+  2. restore the newest checkpoint: train state and replay index (none: the reference policy, an empty index)
+  3. do every journalled step after the checkpoint again, exactly: same rows, same order, same hash
+  4. publish where that ends, then go on live
+"""
+
+import functools
+import logging
+import os
+import platform
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from tba_jax import learner as learner_lib
+from tba_jax import mesh as mesh_lib
+from tba_jax import optimizer as optimizer_lib
+from tba_jax import policy_store, run_config, run_dir, trajectory
+from tba_jax.checkpoint import Checkpoints
+from tba_jax.metrics import MetricWriter, TimeAccount
+from tba_jax.models import decoder
+from tba_jax.objectives import OBJECTIVES
+from tba_jax.replay import journal as journal_lib
+from tba_jax.replay.index import ReplayIndex
+from tba_jax.replay.lease import EpochLease
+from tba_jax.replay.log import LogReader
+from tba_jax.replay.selection import draw_batch
+from tba_jax.replay.tail import Tail, replay_visible
+
+log = logging.getLogger(__name__)
+
+
+class NonFiniteUpdate(RuntimeError):
+    """Loss or gradient of a step is not finite."""
+
+
+class Trainer:
+    """One trainer over one mesh. Constructing it takes the lease and resumes; `step` does one update."""
+
+    def __init__(
+        self,
+        config: Any,
+        contract: run_config.Contract,
+        run: run_dir.RunDir,
+        *,
+        model: decoder.DecoderConfig,
+        lease: EpochLease,
+        publish_every_steps: int,
+    ):
+        self._config, self._contract, self._run, self._model, self._lease = config, contract, run, model, lease
+        self._publish_every = publish_every_steps
+        c = config.learner
+        self.rows = c.queries * c.completions
+        self._mesh = mesh_lib.make_mesh(tuple(c.mesh.values()), setting="learner.mesh")
+        self._shardings = decoder.param_shardings(model, self._mesh)
+        self._shape = trajectory.RowShape(
+            prompt_length=contract.prompt_length,
+            response_length=contract.response_length,
+            reward_parts=tuple(contract.reward_parts),
+        )
+        self._learner_config = learner_lib.LearnerConfig(
+            model=model,
+            completions=c.completions,
+            micro_batch_rows=c.micro_batch_rows or self.rows,
+            rows_per_block=c.logit_block_rows or c.micro_batch_rows or self.rows,
+            temperature=contract.scoring_temperature,
+            banned_tokens=tuple(contract.banned_tokens),
+            remat=c.remat,
+        )
+        self._optimizer = make_optimizer(config)
+        beta = optimizer_lib.beta_schedule(start=c.beta_start, end=c.beta_end, steps=c.beta_steps)
+        update = functools.partial(
+            learner_lib.train_step,
+            objective=OBJECTIVES[c.objective],
+            optimizer=self._optimizer,
+            beta=beta,
+            config=self._learner_config,
+        )
+        self._state_shapes = state_shapes(model, self._optimizer, self._mesh)
+        out_shardings = (jax.tree.map(lambda x: x.sharding, self._state_shapes), mesh_lib.replicated(self._mesh))
+        self._update = jax.jit(update, donate_argnums=0, out_shardings=out_shardings)
+        self._score = jax.jit(functools.partial(learner_lib.score, config=self._learner_config))
+        self._checkpoints = Checkpoints(run.checkpoints, keep=config.checkpoint.keep)
+        self._publisher = policy_store.Publisher(
+            run.policies,
+            dtype=config.publish.dtype,
+            keep=config.publish.keep,
+            keep_every=config.evaluation.every_steps,
+            final_step=c.steps,
+        )
+        self.account = TimeAccount()
+        self._drawn_rows = 0
+        self._trained = 0
+        self._last_gap: dict[str, float] = {}
+        self._resume()
+
+    # Resume
+
+    def _resume(self) -> None:
+        run = self._run
+        lineage = journal_lib.read_lineage(run.journal)
+        reader = LogReader(run.replay, self._shape)
+        step = self._checkpoints.latest_step()
+        if step is None:
+            reference_id = run_dir.read_json(run.initial_reference)["id"]
+            params = policy_store.load(run.reference(reference_id), self._model, self._shardings)
+            out_shardings = jax.tree.map(lambda x: x.sharding, self._state_shapes)
+            init = functools.partial(learner_lib.init_state, optimizer=self._optimizer)
+            self.state = jax.jit(init, out_shardings=out_shardings)(params)
+            self.index = ReplayIndex(
+                shape=self._shape,
+                capacity=self._config.replay.capacity,
+                capacity_per_query=self._config.replay.capacity_per_query,
+                vocab_size=self._model.vocab,
+            )
+            self.step_number = 0
+        else:
+            self.state, replay = self._checkpoints.restore(step, self._state_shapes)
+            reader.heads()
+            self.index = ReplayIndex.restore(replay, reader)
+            self.step_number = step
+        if lineage and self.step_number > lineage[-1]["step"]:
+            raise ValueError(f"checkpoint {self.step_number} is ahead of the journal, which ends at step {lineage[-1]['step']}")
+        self._replay_journal(lineage[self.step_number :], reader)
+        self._reference_number = int(run_dir.read_json(run.initial_reference)["id"], 16)
+        self._journal = journal_lib.Journal(run.journal, self._lease.epoch)
+        self._tail = Tail(run.replay, self._shape, self.index.heads, poll_seconds=self._config.replay.poll_seconds)
+        self._known_problems: set[str] = set()
+        # Heads that were integrated since the last journalled step.
+        self._visible: list[dict[str, int]] = []
+        run.finished.unlink(missing_ok=True)
+        if self.step_number not in policy_store.committed_steps(run.policies):
+            self.publish()
+        if step is not None or lineage:
+            log.info("resumed at step %d with %d resident rows (epoch %d)", self.step_number, len(self.index), self._lease.epoch)
+
+    def _replay_journal(self, lines: list[dict[str, Any]], reader: LogReader) -> None:
+        for line in lines:
+            for heads in line["visible"]:
+                replay_visible(self.index, reader, heads, step=self.step_number)
+            slots = self.index.slots_of(journal_lib.line_ids(line))
+            if (slots < 0).any():
+                raise ValueError(f"journalled step {line['step']} drew rows that are no longer in the log")
+            rows = self.index.gather(slots)
+            if journal_lib.batch_hash(rows) != line["batch"]:
+                raise ValueError(f"journalled step {line['step']}: the rows in the log are not those that were drawn")
+            self.index.mark_drawn(slots)
+            self._apply(rows)
+
+    # Live
+
+    def start(self) -> None:
+        """Starts to follow the log in the background."""
+        self._tail.start()
+
+    def poll(self) -> None:
+        """Reads the log once, in a one-process run."""
+        self._tail.poll()
+
+    def step(self) -> dict[str, Any] | None:
+        """One update. Returns its measurements, or None when there are not enough rows yet (nothing has changed then).
+
+        Raises:
+          StaleEpoch: another trainer has taken over. NonFiniteUpdate: names the step; the state is that before it.
+          OSError: the journal, a snapshot or a checkpoint could not be written.
+        """
+        if heads := self._tail.integrate(self.index, step=self.step_number):
+            self._visible.append(heads)
+        slots = self._draw()
+        if slots is None:
+            return None
+        with self.account.measure("draw"):
+            rows = self.index.gather(slots)
+            self._check_reference(rows)
+        with self.account.measure("journal"):
+            self._lease.check()
+            line = journal_lib.journal_line(
+                step=self.step_number + 1,
+                visible=self._visible,
+                ids=self.index.ids(slots),
+                reward_version=self._contract.reward_version,
+                key=self.step_number,
+                batch=journal_lib.batch_hash(rows),
+            )
+            self._journal.append(line)
+            self._visible = []
+        self.index.mark_drawn(slots)
+        self._drawn_rows += len(slots)
+        with self.account.measure("update"):
+            measurements = jax.device_get(self._apply(rows))
+        if not measurements["finite"]:
+            raise NonFiniteUpdate(
+                f"step {self.step_number}: loss {measurements['loss']} or gradient norm {measurements['grad_norm']} is not finite; "
+                f"its batch is the line of that step in {self._journal.path}"
+            )
+        self._trained += 1
+        staleness = (
+            self.step_number - 1 - np.where(rows["policy_step"] < 0, self.step_number - 1, rows["policy_step"]).min(axis=1)
+        )
+        self._housekeeping()
+        return {**measurements, "staleness": staleness, **self._last_gap}
+
+    def _draw(self) -> np.ndarray | None:
+        c, replay = self._config.learner, self._config.replay
+        if len(self.index) < max(replay.min_rows, 1):
+            return None
+        with self.account.measure("draw"):
+            return draw_batch(
+                self.index,
+                rng=np.random.Generator(np.random.Philox(key=[self._config.seed, self.step_number])),
+                step=self.step_number,
+                queries=c.queries,
+                completions=c.completions,
+                recent_probability=replay.recent_probability,
+                recent_window=replay.recent_window or self._publish_every,
+                strategy=replay.strategy,
+                inverse_temperature=replay.inverse_temperature,
+                max_draws_per_row=replay.max_draws_per_row,
+                max_staleness=replay.max_staleness,
+            )
+
+    def _check_reference(self, rows: trajectory.Rows) -> None:
+        foreign = rows["reference_id"] != self._reference_number
+        if foreign.any():
+            raise ValueError(
+                f"{foreign.sum()} drawn rows have log-probs of reference {rows['reference_id'][foreign.argmax()]:016x}, "
+                f"the run's reference is {self._reference_number:016x}"
+            )
+
+    def _apply(self, rows: trajectory.Rows) -> dict[str, jax.Array]:
+        batch = mesh_lib.put_rows(self._mesh, learner_lib.batch_from_rows(rows))
+        self.state, measurements = self._update(self.state, batch)
+        self.step_number += 1
+        return measurements
+
+    def _housekeeping(self) -> None:
+        c = self._config
+        last = self.step_number == c.learner.steps
+        due = self.step_number % self._publish_every == 0 or self.step_number % c.evaluation.every_steps == 0
+        if due or last:
+            with self.account.measure("publish"):
+                self.publish()
+        if self.step_number % c.checkpoint.every_steps == 0 or last:
+            with self.account.measure("checkpoint"):
+                self.save_checkpoint()
+        every = c.learner.logprob_gap_every_steps
+        if every and self.step_number % every == 0:
+            with self.account.measure("logprob_gap"):
+                self._last_gap = self._logprob_gap()
+
+    def publish(self) -> None:
+        """Hands the current weights to the publishing thread."""
+        self._lease.check()
+        self._publisher.publish(self.state.params, policy_store.SnapshotInfo(step=self.step_number, epoch=self._lease.epoch))
+
+    def flush_snapshot(self) -> None:
+        """Returns when the last published snapshot is visible: a one-process run reads it next."""
+        self._publisher.wait()
+
+    def save_checkpoint(self) -> None:
+        """Starts an asynchronous checkpoint of state and index."""
+        self._lease.check()
+        self._checkpoints.save(self.state, self.index.state(), step=self.step_number, epoch=self._lease.epoch)
+
+    def _logprob_gap(self) -> dict[str, float]:
+        """Compares sampler and learner on the same weights: the newest snapshot that produced resident rows as a whole.
+
+        Trajectory balance would train on without notice if a mask, a position or a precision differed between the two.
+        """
+        published = np.array(policy_store.committed_steps(self._run.policies), np.int64)
+        resident = np.flatnonzero(self.index.slot_query >= 0)
+        usable = resident[np.isin(self.index.row_step[resident], published)]
+        if not len(usable):
+            return {}
+        step = int(self.index.row_step[usable].max())
+        slots = usable[self.index.row_step[usable] == step]
+        slots = np.resize(slots, self._learner_config.micro_batch_rows)
+        rows = self.index.gather(slots)
+        mask = trajectory.response_mask(rows["response_length"], self._contract.response_length)
+        whole = (np.where(mask, rows["policy_step"], step) == step).all(axis=1)
+        params = policy_store.load_step(self._run.policies, step, self._model, self._shardings)
+        batch = mesh_lib.put_rows(self._mesh, learner_lib.batch_from_rows(rows))
+        logprobs = np.asarray(self._score(params, batch)[0])
+        gap = np.abs(logprobs - rows["policy_logprobs"])[mask & whole[:, None]]
+        worst = float(gap.max(initial=0.0))
+        alarm = worst > self._config.learner.logprob_gap_limit
+        if alarm:
+            log.error(
+                "ALARM: sampler and learner disagree by %.2g nats on a token of policy step %d (limit %.2g, "
+                "learner.logprob_gap_limit): a mask, a position or a precision differs",
+                worst,
+                step,
+                self._config.learner.logprob_gap_limit,
+            )
+        return {"logprob_gap_max": worst, "logprob_gap_mean": float(gap.mean()), "logprob_gap_alarm": float(alarm)}
+
+    def wait(self, seconds: float) -> None:
+        """Waits for rows, at the latest until `seconds` have passed; counted as the trainer's waiting time."""
+        with self.account.measure("wait_rows"):
+            self._tail.wait(seconds)
+        self.report_problems()
+
+    def report_problems(self) -> None:
+        """Logs every folder or row that is left out of training, once."""
+        for problem in self._tail.problems():
+            if problem not in self._known_problems:
+                self._known_problems.add(problem)
+                log.warning("%s", problem)
+
+    def scalars(self) -> dict[str, float]:
+        """Sizes of the replay and shares of time, for the metrics."""
+        ledger = self.index.ledger().values()
+        seen = sum(entry["seen"] for entry in ledger)
+        return {
+            "buffer_rows": float(len(self.index)),
+            "buffer_queries": float(np.count_nonzero(self.index.query_rows)),
+            "rows_seen": float(seen),
+            "rows_rejected": float(sum(sum(entry["rejected"].values()) for entry in ledger) + self._tail.corrupted_rows),
+            "draws_per_row": self.step_number * self.rows / max(seen, 1),
+            **self.account.shares(),
+        }
+
+    def finish(self) -> None:
+        """Makes everything durable and marks the run finished."""
+        self._publisher.wait()
+        self._checkpoints.wait()
+        run_dir.write_json(
+            self._run.finished,
+            {"step": self.step_number, "epoch": self._lease.epoch, "ledger": self.index.ledger(), **self.scalars()},
+        )
+
+    def close(self) -> None:
+        """Stops the threads; what was handed to them is written first."""
+        self._tail.close()
+        self._publisher.close()
+        self._checkpoints.close()
+        self._journal.close()
+
+
+def make_optimizer(config: Any) -> optax.GradientTransformation:
+    c = config.learner
+    schedule = optimizer_lib.SCHEDULES[c.schedule](
+        peak=c.learning_rate, steps=c.steps, warmup_steps=c.warmup_steps, decay_steps=c.decay_steps
+    )
+    return optimizer_lib.adamw(
+        schedule,
+        beta1=c.adam_beta1,
+        beta2=c.adam_beta2,
+        epsilon=c.adam_epsilon,
+        weight_decay=c.weight_decay,
+        clip_norm=c.clip_norm,
+    )
+
+
+def state_shapes(
+    model: decoder.DecoderConfig, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh
+) -> learner_lib.TrainState:
+    """The train state as jax.ShapeDtypeStruct with shardings: the optimiser's moments are sharded as their parameters."""
+    params = decoder.param_shapes(model)
+    shapes = jax.eval_shape(functools.partial(learner_lib.init_state, optimizer=optimizer), params)
+    shardings = decoder.param_shardings(model, mesh)
+    everywhere = mesh_lib.replicated(mesh)
+    opt_shardings = optax.tree_map_params(
+        optimizer, lambda _, sharding: sharding, shapes.opt_state, shardings, transform_non_params=lambda _: everywhere
+    )
+    all_shardings = learner_lib.TrainState(step=everywhere, params=shardings, opt_state=opt_shardings)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, all_shardings)
+
+
+def record(writer: MetricWriter, trainer: Trainer, measurements: dict[str, Any], *, begin: float, steps: int) -> None:
+    """Writes one point of the trainer's metrics. `steps` were done since `begin` (monotonic seconds)."""
+    staleness = measurements.pop("staleness")
+    scalars = {
+        **measurements,
+        "staleness_mean": staleness.mean(),
+        "staleness_max": staleness.max(),
+        "steps_per_second": steps / max(time.monotonic() - begin, 1e-9),
+        **trainer.scalars(),
+    }
+    writer.write(trainer.step_number, scalars, {"staleness": staleness})
+
+
+def run_trainer(trainer: Trainer, config: Any, run: run_dir.RunDir, *, stop: Callable[[], bool]) -> bool:
+    """Trains until learner.steps are done or `stop` says so. Returns whether the run is finished."""
+    writer = MetricWriter(run.metrics("trainer"))
+    log.info("trainer on %s, pid %d, %d resident rows", platform.node(), os.getpid(), len(trainer.index))
+    trainer.start()
+    begin, first = 0.0, trainer.step_number
+    while trainer.step_number < config.learner.steps and not stop():
+        measurements = trainer.step()
+        if measurements is None:
+            trainer.wait(config.replay.poll_seconds)
+            continue
+        if trainer.step_number == first + 1:
+            # The first step holds the compilation, and the wait for the first rows.
+            trainer.account.restart()
+            begin = time.monotonic()
+        if trainer.step_number % config.metrics.every_steps == 0 or trainer.step_number == config.learner.steps:
+            record(writer, trainer, measurements, begin=begin, steps=trainer.step_number - first - 1)
+            trainer.report_problems()
+    finished = trainer.step_number >= config.learner.steps
+    if finished:
+        trainer.finish()
+    else:
+        trainer.save_checkpoint()
+    writer.close()
+    trainer.close()
+    return finished
