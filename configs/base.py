@@ -19,8 +19,7 @@ def get_config() -> config_dict.ConfigDict:
     c.task.long_prompts = "refuse"  # refuse | skip (left out and counted)
     c.task.missing_eos_reward = config_dict.placeholder(float)  # reward of a response cut at R; unset: the task's reward
     c.task.arithmetic = config_dict.ConfigDict()
-    c.task.arithmetic.terms = 3
-    c.task.arithmetic.digits = 2
+    c.task.arithmetic.digits = 3
     c.task.arithmetic.train_queries = 4000
     c.task.arithmetic.heldout_queries = 256
     c.task.arithmetic.seed = 0
@@ -32,7 +31,7 @@ def get_config() -> config_dict.ConfigDict:
     # The policy. (contract, but for compute_dtype)
     c.model = config_dict.ConfigDict()
     c.model.path = ""  # a Hugging Face folder or hub id with weights and tokenizer; "": the shape below, random weights
-    c.model.layers = 3
+    c.model.layers = 2
     c.model.width = 128
     c.model.heads = 4
     c.model.kv_heads = 4
@@ -43,12 +42,11 @@ def get_config() -> config_dict.ConfigDict:
 
     # Supervised warm start on the task's worked examples; its result is the reference policy. (contract)
     c.warm_start = config_dict.ConfigDict()
-    c.warm_start.steps = 0  # at most; 0: none
+    c.warm_start.steps = 0  # 0: none
     c.warm_start.batch_size = 128
     c.warm_start.learning_rate = 2e-3
     c.warm_start.warmup_steps = 30
-    c.warm_start.target_accuracy = 1.0  # stop once this share of held-out answers is exact under teacher forcing
-    c.warm_start.check_every_steps = 25
+    c.warm_start.report_every_steps = 25
 
     # Generation by searchers.
     c.sampling = config_dict.ConfigDict()

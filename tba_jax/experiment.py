@@ -147,7 +147,7 @@ def row_shape(contract: run_config.Contract) -> trajectory.RowShape:
     )
 
 
-def ensure_reference(experiment: Experiment, run: run_dir.RunDir, *, report: Callable[[int, float, float], None]) -> str:
+def ensure_reference(experiment: Experiment, run: run_dir.RunDir, *, report: Callable[[int, float], None]) -> str:
     """The id of the policy that step 0 starts from; makes it if the run has none: imported, warm-started or random.
 
     Args:
@@ -173,7 +173,7 @@ def ensure_reference(experiment: Experiment, run: run_dir.RunDir, *, report: Cal
     return reference_id
 
 
-def _initial_params(experiment: Experiment, mesh: Any, report: Callable[[int, float, float], None]) -> decoder.Params:
+def _initial_params(experiment: Experiment, mesh: Any, report: Callable[[int, float], None]) -> decoder.Params:
     config, model = experiment.config, experiment.model
     shardings = decoder.param_shardings(model, mesh)
     if config.model.path:
@@ -193,8 +193,7 @@ def _initial_params(experiment: Experiment, mesh: Any, report: Callable[[int, fl
         batch_size=w.batch_size,
         learning_rate=w.learning_rate,
         warmup_steps=w.warmup_steps,
-        target_accuracy=w.target_accuracy,
-        check_every_steps=w.check_every_steps,
+        report_every_steps=w.report_every_steps,
         report=report,
     )
 

@@ -44,7 +44,7 @@ class Progress:
         if not trainer:
             warm = last_line(self._run.metrics("reference"))
             if warm and not self._run.initial_reference.exists():
-                return f"warm start {warm['step']}/{self._warm_start_steps}  loss {warm['loss']:.3f}  exact {100 * warm['exact']:.0f} %"
+                return f"warm start {warm['step']}/{self._warm_start_steps}  loss {warm['loss']:.3f}"
             return "starting" if self._run.initial_reference.exists() else "preparing the reference policy"
         parts = [
             f"step {trainer['step']}/{self._steps}",

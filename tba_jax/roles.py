@@ -56,9 +56,9 @@ def _make_reference(s: Settings) -> None:
         return
     writer = MetricWriter(s.run.metrics("reference"))
 
-    def record(step: int, loss: float, exact: float) -> None:
-        log.info("warm start: step %d, loss %.3f, exact answers %.0f %%", step, loss, 100 * exact)
-        writer.write(step, {"loss": loss, "exact": exact})
+    def record(step: int, loss: float) -> None:
+        log.info("warm start: step %d, loss %.3f", step, loss)
+        writer.write(step, {"loss": loss})
 
     experiment_lib.ensure_reference(s.experiment, s.run, report=record)
     writer.close()

@@ -104,7 +104,7 @@ _AT_LEAST_ONE = (
     "evaluation.batch_size",
     "metrics.every_steps",
     "warm_start.batch_size",
-    "warm_start.check_every_steps",
+    "warm_start.report_every_steps",
 )
 _AT_LEAST_ZERO = (
     "warm_start.steps",
@@ -143,7 +143,6 @@ _PROBABILITIES = (
     "replay.recent_probability",
     "sampling.explore_temperature_probability",
     "sampling.explore_top_p_probability",
-    "warm_start.target_accuracy",
     "searchers.memory_fraction",
     "learner.memory_fraction",
 )

@@ -1,7 +1,12 @@
-"""Sums worked out in steps: a task that needs no data, no network, and a minute of supervised training to begin with.
+"""Sums, in the head or worked out: a task that needs no data, no network, and a minute of supervised training to begin with.
 
-A prompt is `384+957+46=`; a worked response adds from the left, `384+957=1341,1341+46=1387#1387`. The reward is 1 if
-the number after the last `#` is the sum, else 0: how the response gets there is the policy's own business.
+A prompt is `384+957=`. A response may work the sum out digit by digit from the right, `4+7=11,8+5+1=14,3+9+1=13#1341`, or
+say the answer at once, `#1341`. The reward is 1 if the number after the last `#` is the sum, else 0: how the response gets
+there is the policy's own business.
+
+The worked examples come from a teacher who is always right but skips the working, nine times in ten where the first number
+begins with a small digit and one time in ten elsewhere. A small policy learns to imitate both, but cannot add in its head:
+after the warm start it fails about half of the time, and reinforcement learning finds out that working pays.
 """
 
 from collections.abc import Sequence
@@ -11,39 +16,41 @@ import numpy as np
 from tba_jax.tasks.interface import SPLITS, Query, Scores
 
 CHARACTERS = "0123456789+=,#"
+_SKIP_OFTEN, _SKIP_RARELY = 0.9, 0.1
 
 
 class Arithmetic:
-    """Queries are distinct sums of `terms` numbers of up to `digits` digits; the two splits share none."""
+    """Queries are distinct sums of two numbers of `digits` digits; the two splits share none."""
 
     score_name = "accuracy"
     reward_parts = ("correct",)
     reward_version = 1
 
-    def __init__(self, *, terms: int, digits: int, train_queries: int, heldout_queries: int, seed: int):
-        """Raises ValueError where there are fewer distinct sums than queries asked for."""
-        possible = 10 ** (digits * terms)
+    def __init__(self, *, digits: int, train_queries: int, heldout_queries: int, seed: int):
+        """Raises ValueError where there are fewer distinct sums than twice the queries asked for."""
+        self._low, self._high = 10 ** (digits - 1), 10**digits
+        possible = (self._high - self._low) ** 2
         wanted = train_queries + heldout_queries
-        if wanted > possible // 2:
+        if digits < 1 or 2 * wanted > possible:
             raise ValueError(
-                f"task.arithmetic: {wanted} train and heldout queries, but terms={terms} and digits={digits} allow at most {possible // 2}"
+                f"task.arithmetic.train_queries={train_queries} + heldout_queries={heldout_queries} exceed half of the "
+                f"{possible} sums that task.arithmetic.digits={digits} allows"
             )
-        self._terms, self._digits = terms, digits
         rng = np.random.default_rng([seed, 0])
-        problems: dict[tuple[int, ...], None] = {}
+        problems: dict[tuple[int, int], None] = {}
         while len(problems) < wanted:
-            problems |= dict.fromkeys(map(tuple, self._draw(rng, wanted)))
+            problems |= dict.fromkeys(self._draw(rng, wanted))
         chosen = list(problems)[:wanted]
         self._heldout = frozenset(chosen[:heldout_queries])
         self._splits = {"heldout": chosen[:heldout_queries], "train": chosen[heldout_queries:]}
 
-    def _draw(self, rng: np.random.Generator, count: int) -> list[list[int]]:
-        return rng.integers(0, 10**self._digits, (count, self._terms)).tolist()
+    def _draw(self, rng: np.random.Generator, count: int) -> list[tuple[int, int]]:
+        return [(int(a), int(b)) for a, b in rng.integers(self._low, self._high, (count, 2))]
 
     def queries(self, split: str) -> Sequence[Query]:
         if split not in SPLITS:
             raise ValueError(f"split {split!r} is not one of {SPLITS}")
-        return [Query(prompt=_prompt(terms), answer=str(sum(terms))) for terms in self._splits[split]]
+        return [Query(prompt=f"{a}+{b}=", answer=str(a + b)) for a, b in self._splits[split]]
 
     def rewards(self, queries: Sequence[Query], responses: Sequence[str], finished: np.ndarray) -> Scores:
         """1 where the text after the last `#` is exactly the sum and the response ended by itself."""
@@ -55,21 +62,22 @@ class Arithmetic:
         return Scores(reward=reward, parts=reward[:, None])
 
     def worked_examples(self, rng: np.random.Generator, count: int) -> list[tuple[str, str]]:
-        """Fresh sums outside of the held-out split, worked out without a mistake."""
+        """Fresh sums outside of the held-out split, by the teacher described above."""
         examples: list[tuple[str, str]] = []
+        middle = (self._low + self._high) // 2
         while len(examples) < count:
-            drawn = (tuple(terms) for terms in self._draw(rng, count - len(examples)))
-            examples += [(_prompt(terms), _worked(terms)) for terms in drawn if terms not in self._heldout]
+            problems = [problem for problem in self._draw(rng, count - len(examples)) if problem not in self._heldout]
+            for (a, b), luck in zip(problems, rng.random(len(problems)), strict=True):
+                skips = luck < (_SKIP_OFTEN if a < middle else _SKIP_RARELY)
+                examples.append((f"{a}+{b}=", f"#{a + b}" if skips else work_out(a, b)))
         return examples
 
 
-def _prompt(terms: Sequence[int]) -> str:
-    return "+".join(map(str, terms)) + "="
-
-
-def _worked(terms: Sequence[int]) -> str:
-    steps, total = [], terms[0]
-    for term in terms[1:]:
-        steps.append(f"{total}+{term}={total + term}")
-        total += term
-    return ",".join(steps) + f"#{total}"
+def work_out(a: int, b: int) -> str:
+    """The sum of two numbers of equal length, digit by digit from the right, carries included."""
+    steps, carry = [], 0
+    for x, y in zip(reversed(str(a)), reversed(str(b)), strict=True):
+        total = int(x) + int(y) + carry
+        steps.append(f"{x}+{y}{'+1' if carry else ''}={total}")
+        carry = total // 10
+    return f"{','.join(steps)}#{a + b}"
