@@ -72,6 +72,7 @@ def get_config() -> config_dict.ConfigDict:
     c.replay = config_dict.ConfigDict()
     c.replay.capacity = 50_000  # resident rows; the oldest leave first
     c.replay.capacity_per_query = 100
+    c.replay.merge_duplicates = True  # identical responses to a query are kept once, the newest wins
     c.replay.recent_probability = 0.95  # m: share of queries drawn from what is recent
     c.replay.recent_window = 0  # trainer steps that count as recent; 0: publish.every_steps
     c.replay.strategy = "uniform"  # how the other queries' rows are drawn: uniform | softmax (of reward)

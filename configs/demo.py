@@ -9,12 +9,16 @@ from configs import base
 def get_config():
     c = base.get_config()
     c.task.name = "arithmetic"
-    c.task.prompt_length = 10
+    c.task.prompt_length = 9
     c.task.response_length = 32
-    c.warm_start.steps = 650
+    c.warm_start.steps = 600
     c.warm_start.batch_size = 64
     c.warm_start.learning_rate = 3e-3
-    c.learner.learning_rate = 1e-4
+    c.sampling.scoring_temperature = 0.7
+    c.sampling.temperature = 0.7
+    # Answers are short and often the same; how often is what tells a habit from an accident.
+    c.replay.merge_duplicates = False
+    c.learner.learning_rate = 3e-5
     c.learner.steps = 300
     c.publish.keep = 5
     return c

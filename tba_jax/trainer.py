@@ -118,6 +118,7 @@ class Trainer:
                 shape=self._shape,
                 capacity=self._config.replay.capacity,
                 capacity_per_query=self._config.replay.capacity_per_query,
+                merge_duplicates=self._config.replay.merge_duplicates,
                 vocab_size=self._model.vocab,
             )
             self.step_number = 0

@@ -43,14 +43,20 @@ class ReplayIndex:
       recent_draws: int64    batches that drew the query since its newest row arrived
     """
 
-    def __init__(self, *, shape: RowShape, capacity: int, capacity_per_query: int, vocab_size: int):
-        """Args: capacity: resident rows in total (replay.capacity); capacity_per_query: of one query (a task setting)."""
+    def __init__(self, *, shape: RowShape, capacity: int, capacity_per_query: int, vocab_size: int, merge_duplicates: bool = True):
+        """
+        Args:
+          capacity: resident rows in total (replay.capacity). capacity_per_query: of one query (a task setting).
+          merge_duplicates: an identical response to a query replaces the older one; otherwise both stay, and frequent
+            responses weigh more in what is drawn.
+        """
         for name, value in (("capacity", capacity), ("capacity_per_query", capacity_per_query), ("vocab_size", vocab_size)):
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
         self.shape, self.capacity, self.capacity_per_query, self.vocab_size = shape, capacity, capacity_per_query, vocab_size
         self.writers: list[str] = []
         self.heads: dict[str, int] = {}
+        self.merge_duplicates = merge_duplicates
         # One slot more than the capacity: a row goes in before the one it displaces goes out.
         slots = capacity + 1
         self._columns = {name: np.zeros((slots, *row), dtype) for name, (dtype, row) in shape.columns().items()}
@@ -179,12 +185,16 @@ class ReplayIndex:
             self._visible_step[slot] = step
             self._row_step[slot] = row_steps[row]
             self._row_draws[slot] = 0
-            digest = _digest(rows["response_tokens"][row, : lengths[row]])
+            digest = self._identity(rows["response_tokens"][row, : lengths[row]], int(arrivals[i]))
             self._insert(slot, query_ids[row], digest)
         # A slot that was freed and filled again within this call keeps its last row.
         resident = (self._arrival[slots] == arrivals) & (self._slot_query[slots] >= 0)
         for name, column in self._columns.items():
             column[slots[resident]] = rows[name][valid[resident]]
+
+    def _identity(self, response_tokens: np.ndarray, arrival: int) -> bytes:
+        """What makes a response the same as another of its query."""
+        return _digest(response_tokens) if self.merge_duplicates else arrival.to_bytes(8, "little")
 
     def _insert(self, slot: int, query_id: int, digest: bytes) -> None:
         number = self._query_number.get(query_id)
@@ -286,6 +296,7 @@ class ReplayIndex:
         return {
             "capacity": self.capacity,
             "capacity_per_query": self.capacity_per_query,
+            "merge_duplicates": self.merge_duplicates,
             "vocab_size": self.vocab_size,
             "writers": self.writers.copy(),
             "heads": self.heads.copy(),
@@ -316,6 +327,7 @@ class ReplayIndex:
             shape=reader.shape,
             capacity=state["capacity"],
             capacity_per_query=state["capacity_per_query"],
+            merge_duplicates=state["merge_duplicates"],
             vocab_size=state["vocab_size"],
         )
         index.writers, index.heads = list(state["writers"]), dict(state["heads"])
@@ -335,7 +347,7 @@ class ReplayIndex:
         index._recent_draws[queries] = state["recent_draws"]
         query_ids, lengths = rows["query_id"].tolist(), rows["response_length"].tolist()
         for i, (slot, number) in enumerate(zip(state["slot"], state["query"], strict=True)):
-            digest = _digest(rows["response_tokens"][i, : lengths[i]])
+            digest = index._identity(rows["response_tokens"][i, : lengths[i]], state["arrival"][i])
             index._query_number[query_ids[i]] = number
             index._query_ids[number] = query_ids[i]
             index._query_rows[number] += 1

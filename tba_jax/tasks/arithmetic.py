@@ -1,12 +1,12 @@
 """Sums, in the head or worked out: a task that needs no data, no network, and a minute of supervised training to begin with.
 
-A prompt is `384+957=`. A response may work the sum out digit by digit from the right, `4+7=11,8+5+1=14,3+9+1=13#1341`, or
+A prompt is `384+957=`. A response may work the sum out digit by digit from the right, `4+7+0=11,8+5+1=14,3+9+1=13#1341`, or
 say the answer at once, `#1341`. The reward is 1 if the number after the last `#` is the sum, else 0: how the response gets
 there is the policy's own business.
 
-The worked examples come from a teacher who is always right but skips the working, nine times in ten where the first number
-begins with a small digit and one time in ten elsewhere. A small policy learns to imitate both, but cannot add in its head:
-after the warm start it fails about half of the time, and reinforcement learning finds out that working pays.
+The worked examples come from a teacher who is always right but skips the working: four times in five where the first number
+is among the lower 60 %, one time in ten elsewhere. A small policy learns to imitate both, but cannot add in its head: after
+the warm start it fails more often than not, and reinforcement learning finds out that working pays.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ import numpy as np
 from tba_jax.tasks.interface import SPLITS, Query, Scores
 
 CHARACTERS = "0123456789+=,#"
-_SKIP_OFTEN, _SKIP_RARELY = 0.9, 0.1
+_SMALL_SHARE, _SKIP_OFTEN, _SKIP_RARELY = 0.6, 0.8, 0.1
 
 
 class Arithmetic:
@@ -64,20 +64,20 @@ class Arithmetic:
     def worked_examples(self, rng: np.random.Generator, count: int) -> list[tuple[str, str]]:
         """Fresh sums outside of the held-out split, by the teacher described above."""
         examples: list[tuple[str, str]] = []
-        middle = (self._low + self._high) // 2
+        small = self._low + _SMALL_SHARE * (self._high - self._low)
         while len(examples) < count:
             problems = [problem for problem in self._draw(rng, count - len(examples)) if problem not in self._heldout]
             for (a, b), luck in zip(problems, rng.random(len(problems)), strict=True):
-                skips = luck < (_SKIP_OFTEN if a < middle else _SKIP_RARELY)
+                skips = luck < (_SKIP_OFTEN if a < small else _SKIP_RARELY)
                 examples.append((f"{a}+{b}=", f"#{a + b}" if skips else work_out(a, b)))
         return examples
 
 
 def work_out(a: int, b: int) -> str:
-    """The sum of two numbers of equal length, digit by digit from the right, carries included."""
+    """The sum of two numbers of equal length, digit by digit from the right; each step is digit + digit + carry = two digits."""
     steps, carry = [], 0
     for x, y in zip(reversed(str(a)), reversed(str(b)), strict=True):
         total = int(x) + int(y) + carry
-        steps.append(f"{x}+{y}{'+1' if carry else ''}={total}")
+        steps.append(f"{x}+{y}+{carry}={total:02}")
         carry = total // 10
     return f"{','.join(steps)}#{a + b}"
