@@ -27,8 +27,8 @@ def describe(experiment: Experiment) -> str:
     lines += [
         "",
         "batches:",
-        f"  trainer    Q={c.queries} × K={c.completions} = B={c.queries * c.completions} rows, micro-batches of {micro}, [{micro}, {P + R}] tokens",
-        f"  searcher   {s.queries_per_batch} queries × S={s.samples_per_query} = {s.queries_per_batch * s.samples_per_query} rows of {P} + {R} tokens",
+        f"  trainer    Q={c.queries} × K={c.completions} rows of {P} + {R} tokens, {micro} at a time",
+        f"  searcher   {s.queries_per_batch} queries × S={s.samples_per_query} rows of {P} + {R} tokens",
         f"  evaluator  {config.evaluation.batch_size} rows of {P} + {R} tokens",
         "",
         "queries:",

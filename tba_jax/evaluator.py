@@ -41,7 +41,6 @@ class Evaluator:
         self._shardings = decoder.param_shardings(model, self._mesh)
         reference_id = run_dir.read_json(run.initial_reference)["id"]
         self._reference = policy_store.load(run.reference(reference_id), model, self._shardings)
-        space = dict(banned_tokens=tuple(contract.banned_tokens))
         self._generate = jax.jit(
             functools.partial(
                 generate_lib.generate,
@@ -51,8 +50,8 @@ class Evaluator:
                 eos_id=contract.eos_id,
                 pad_id=contract.pad_id,
                 scoring_temperature=contract.scoring_temperature,
+                banned_tokens=tuple(contract.banned_tokens),
                 truncating=False,
-                **space,
             )
         )
         self._score = jax.jit(
@@ -61,8 +60,8 @@ class Evaluator:
                 config=model,
                 temperature=contract.scoring_temperature,
                 rows_per_block=config.evaluation.batch_size,
+                banned_tokens=tuple(contract.banned_tokens),
                 remat=False,
-                **space,
             )
         )
 
@@ -151,10 +150,10 @@ def pending_steps(run: run_dir.RunDir, *, every_steps: int, final_step: int) -> 
 def run_evaluator(evaluator: Evaluator, config: Any, run: run_dir.RunDir, *, stop: Callable[[], bool]) -> None:
     """Evaluates snapshots as they appear, until the last one of the finished run is done or `stop` says so."""
     writer = MetricWriter(run.metrics("evaluator"))
-    schedule = dict(every_steps=config.evaluation.every_steps, final_step=config.learner.steps)
+    every_steps, final_step = config.evaluation.every_steps, config.learner.steps
     while not stop():
         finished = run.finished.exists()  # read before the snapshots: the last one is published before it
-        pending = pending_steps(run, **schedule)
+        pending = pending_steps(run, every_steps=every_steps, final_step=final_step)
         if not pending:
             if finished:
                 break

@@ -135,8 +135,8 @@ def _encode(queries: Sequence[Query], tokenizer: Tokenizer, config: Any, split: 
     longest = max((len(query.prompt) for query in encoded), default=0)
     if skipped and (config.task.long_prompts == "refuse" or not fitting):
         raise ValueError(
-            f"{skipped} of {len(encoded)} {split} prompts are longer than task.prompt_length={limit} tokens (longest: {longest}); "
-            "raise it, or set task.long_prompts=skip to leave them out"
+            f"{skipped} of {len(encoded)} {split} prompts are longer than task.prompt_length={limit} tokens "
+            f"(longest: {longest}); raise it, or set task.long_prompts=skip to leave them out"
         )
     return fitting, skipped
 

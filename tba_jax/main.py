@@ -83,8 +83,8 @@ def _prepare(config: Any, run: run_dir.RunDir) -> Job:
         if _DRY_RUN.value:
             from tba_jax import dry_run
 
-            text = dry_run.describe(experiment)
-            return lambda: print(text) or 0
+            print(dry_run.describe(experiment))
+            return lambda: 0
         from tba_jax import roles
 
         settings = roles.Settings(

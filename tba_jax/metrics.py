@@ -26,7 +26,7 @@ class MetricWriter:
     def write(self, step: int, scalars: Mapping[str, Any], histograms: Mapping[str, np.ndarray] | None = None) -> None:
         """Records one point. Scalars may be Python or NumPy numbers, or strings (JSON lines only)."""
         values = {name: value if isinstance(value, str) else float(value) for name, value in scalars.items()}
-        line = {"step": int(step), "time": time.time()} | values
+        line: dict[str, Any] = {"step": int(step), "time": time.time(), **values}
         for name, value in values.items():
             if not isinstance(value, str):
                 self._events.add_scalar(name, value, step)

@@ -67,7 +67,12 @@ def _make_reference(s: Settings) -> None:
 def reference(s: Settings) -> Job:
     _check_devices(s.config, "trainer")
     _join(s, may_change_schedule=False)
-    return lambda: _make_reference(s) or 0
+
+    def job() -> int:
+        _make_reference(s)
+        return 0
+
+    return job
 
 
 def _make_trainer(s: Settings, *, publish_every_steps: int) -> tuple[Any, EpochLease]:

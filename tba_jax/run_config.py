@@ -168,7 +168,8 @@ def _check_learner(config: Any) -> None:
     )
     _require(
         config.searchers.samples_per_query >= learner.completions,
-        f"searchers.samples_per_query={config.searchers.samples_per_query} is less than learner.completions={learner.completions}",
+        f"searchers.samples_per_query={config.searchers.samples_per_query} is less than "
+        f"learner.completions={learner.completions}",
     )
     micro = learner.micro_batch_rows
     _require(
@@ -182,7 +183,8 @@ def _check_learner(config: Any) -> None:
     )
     _require(
         learner.warmup_steps + learner.decay_steps <= learner.steps,
-        f"learner.warmup_steps={learner.warmup_steps} + learner.decay_steps={learner.decay_steps} exceed learner.steps={learner.steps}",
+        f"learner.warmup_steps={learner.warmup_steps} + learner.decay_steps={learner.decay_steps} exceed "
+        f"learner.steps={learner.steps}",
     )
     _require(config.replay.capacity >= rows, f"replay.capacity={config.replay.capacity} is less than one batch of {rows} rows")
     _require(

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
 
 from tba_jax import lifeline, run_dir
@@ -81,8 +81,8 @@ def place(config: Any, *, cpus: Sequence[int], gpus: Sequence[str]) -> dict[str,
         total = sum(fractions[other] for other in sharing)
         if len(sharing) > 1 and total > 0.95:
             raise ValueError(
-                f"{', '.join(sharing)} share GPU {own[name][0]} and would take {total:.2f} of its memory, at most 0.95 is allowed; "
-                "lower learner.memory_fraction, searchers.memory_fraction or evaluation.memory_fraction"
+                f"{', '.join(sharing)} share GPU {own[name][0]} and would take {total:.2f} of its memory, at most 0.95 is "
+                "allowed; lower learner.memory_fraction, searchers.memory_fraction or evaluation.memory_fraction"
             )
         alone = len(sharing) == 1
         placements[name] = Placement(cpus=shares[name], gpus=own[name], memory_fraction=0.0 if alone else fractions[name])
@@ -166,7 +166,7 @@ class Supervisor:
 
     def run(
         self,
-        roles: dict[str, tuple[Sequence[str], Placement]],
+        roles: Mapping[str, tuple[Sequence[str], Placement]],
         *,
         until: Sequence[str],
         progress: Callable[[], None],

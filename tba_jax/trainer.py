@@ -198,8 +198,8 @@ class Trainer:
             measurements = jax.device_get(self._apply(rows))
         if not measurements["finite"]:
             raise NonFiniteUpdate(
-                f"step {self.step_number}: loss {measurements['loss']} or gradient norm {measurements['grad_norm']} is not finite; "
-                f"its batch is the line of that step in {self._journal.path}"
+                f"step {self.step_number}: loss {measurements['loss']} or gradient norm {measurements['grad_norm']} is not "
+                f"finite; its batch is the line of that step in {self._journal.path}"
             )
         self._trained += 1
         staleness = (

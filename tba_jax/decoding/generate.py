@@ -6,6 +6,7 @@ import chex
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tba_jax.decoding import sampling as sampling_lib
 from tba_jax.models import decoder, scoring
@@ -133,7 +134,7 @@ def generate(
     return jax.lax.cond(jnp.all(state.done), lambda s: s.output, lambda s: sample_token(s)[2], state)
 
 
-def row_keys(seed: int, writer: int, rows: jax.Array) -> jax.Array:
+def row_keys(seed: int, writer: int, rows: jax.Array | np.ndarray) -> jax.Array:
     """uint32[B, 2]: the random key of each row, from (run seed, writer hash uint32, row sequence number uint32[B])."""
     key = jax.random.fold_in(jax.random.key(seed), writer)
     return jax.random.key_data(jax.vmap(lambda row: jax.random.fold_in(key, row))(rows))

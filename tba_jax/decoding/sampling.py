@@ -1,5 +1,6 @@
 """From logits to one token a row: truncation rules, exact inverse-CDF sampling, and the paper's exploration settings."""
 
+import dataclasses
 import math
 
 import chex
@@ -55,7 +56,8 @@ def explore(
     factor = np.where(hotter, rng.uniform(1.0, temperature_factor, rows), 1.0)
     truncated = rng.random(rows) < top_p_probability
     top_p = np.where(truncated, rng.uniform(top_p_low, 1.0, rows), sampling.top_p)
-    return sampling.replace(temperature=(sampling.temperature * factor).astype(np.float32), top_p=top_p.astype(np.float32))
+    temperature = (sampling.temperature * factor).astype(np.float32)
+    return dataclasses.replace(sampling, temperature=temperature, top_p=top_p.astype(np.float32))
 
 
 def is_truncating(sampling: Sampling) -> bool:

@@ -43,7 +43,9 @@ class ReplayIndex:
       recent_draws: int64    batches that drew the query since its newest row arrived
     """
 
-    def __init__(self, *, shape: RowShape, capacity: int, capacity_per_query: int, vocab_size: int, merge_duplicates: bool = True):
+    def __init__(
+        self, *, shape: RowShape, capacity: int, capacity_per_query: int, vocab_size: int, merge_duplicates: bool = True
+    ):
         """
         Args:
           capacity: resident rows in total (replay.capacity). capacity_per_query: of one query (a task setting).

@@ -40,9 +40,14 @@ class Task(Protocol):
     reward_parts: names of the M parts. reward_version: counts up when the reward's definition changes.
     """
 
-    score_name: str
-    reward_parts: tuple[str, ...]
-    reward_version: int
+    @property
+    def score_name(self) -> str: ...
+
+    @property
+    def reward_parts(self) -> tuple[str, ...]: ...
+
+    @property
+    def reward_version(self) -> int: ...
 
     def queries(self, split: str) -> Sequence[Query]:
         """All queries of "train" or "heldout", in a fixed order."""
