@@ -1,7 +1,7 @@
 """Happy endings with a real pretrained model: TinyStories-656K (Llama architecture) against VADER's sentiment score.
 
 Command:   python -m tba_jax.main --config=configs/story_sentiment.py --workdir=runs/stories
-               --config.model.path=TinyStories-656K --config.task.story_sentiment.data_path=stories.json
+               --config.model.path=DIR/TinyStories-656K --config.task.story_sentiment.data_path=DIR/tinystories_1000.json
 """
 
 from configs import base
@@ -12,14 +12,17 @@ def get_config():
     c.task.name = "story_sentiment"
     c.task.prompt_length = 32
     c.task.response_length = 48
-    c.model.path = "../shared/data/models/TinyStories-656K"
-    c.task.story_sentiment.data_path = "../shared/data/tinystories/tinystories_1000.json"
-    c.sampling.temperature = 1.0
-    c.learner.queries = 8
-    c.learner.completions = 8
+    c.model.path = "raincandy-u/TinyStories-656K"
+    c.searchers.queries_per_batch = 16
     c.searchers.samples_per_query = 8
+    c.replay.recent_window = 4
+    c.learner.queries = 16
+    c.learner.completions = 8
     c.learner.beta_start = 0.05
     c.learner.beta_end = 0.05
-    c.learner.learning_rate = 3e-4
-    c.learner.steps = 200
+    c.learner.learning_rate = 2e-4
+    c.learner.steps = 150
+    c.publish.keep = 5
+    c.evaluation.every_steps = 50
+    c.evaluation.queries = 128
     return c

@@ -68,7 +68,9 @@ def build(config: Any) -> Experiment:
         tokenizer = CharacterTokenizer(CHARACTERS)
         model = _model_from_shape(config, tokenizer.vocab_size)
     if tokenizer.vocab_size > model.vocab:
-        raise ValueError(f"the tokenizer of {config.model.path} has {tokenizer.vocab_size} ids, the embedding only {model.vocab}")
+        raise ValueError(
+            f"model.path={config.model.path!r}: the tokenizer has {tokenizer.vocab_size} ids, the embedding only {model.vocab}"
+        )
     total = config.task.prompt_length + config.task.response_length
     if total > model.max_positions:
         raise ValueError(

@@ -6,6 +6,7 @@ python -m tba_jax.main --config=configs/X.py --workdir=DIR [--role=all|reference
 import contextlib
 import logging
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -48,15 +49,21 @@ def _refuse(error: BaseException) -> NoReturn:
 
 
 @contextlib.contextmanager
-def _storage_failures() -> Iterator[None]:
-    """A storage that refuses ends the role by one sentence; what was committed stays readable."""
+def _failures() -> Iterator[None]:
+    """A storage that refuses ends the role by one sentence; any other failure ends its log with one, after the traceback."""
     try:
         yield
     except Exception as error:
-        if not isinstance(error, OSError) and "No space left" not in str(error):
-            raise
-        print(f"error: storage failed, the run stops; what was committed stays readable: {error}", file=sys.stderr)
-        sys.exit(lifeline.STORAGE_FAILED)
+        sentence = " ".join(str(error).split())
+        if isinstance(error, OSError) or "No space left" in sentence:
+            print(f"error: storage failed, the run stops; what was committed stays readable: {sentence}", file=sys.stderr)
+            sys.exit(lifeline.STORAGE_FAILED)
+        if isinstance(error, FloatingPointError):
+            print(f"error: {sentence}", file=sys.stderr)
+            sys.exit(lifeline.NOT_FINITE)
+        traceback.print_exc()
+        print(f"error: {type(error).__name__}: {sentence}", file=sys.stderr)
+        sys.exit(1)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -68,7 +75,7 @@ def main(argv: Sequence[str]) -> None:
     )
     log.setLevel(logging.INFO)
     run = run_dir.RunDir(Path(_WORKDIR.value).absolute())
-    with _storage_failures():
+    with _failures():
         job = _prepare(_CONFIG.value, run)
         sys.exit(job())
 

@@ -20,7 +20,11 @@ class MetricWriter:
         from tensorboardX import SummaryWriter
 
         folder.mkdir(parents=True, exist_ok=True)
-        self._lines = open(folder / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115 (closed by close)
+        path = folder / "metrics.jsonl"
+        torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
+        self._lines = open(path, "a", buffering=1)  # noqa: SIM115 (closed by close)
+        if torn:  # a kill cut the last line short: the next one begins on a line of its own
+            self._lines.write("\n")
         self._events = SummaryWriter(str(folder), flush_secs=5)
 
     def write(self, step: int, scalars: Mapping[str, Any], histograms: Mapping[str, np.ndarray] | None = None) -> None:

@@ -103,14 +103,17 @@ def load(folder: Path, config: decoder.DecoderConfig, shardings: decoder.Params)
     run_dir.read_json(folder / COMMIT)
     shapes = decoder.param_shapes(config)
 
+    def refusal(sentence: str) -> Exception:
+        if not (folder / COMMIT).exists():
+            return FileNotFoundError(f"snapshot {folder} was removed while it was read")
+        return ValueError(f"{folder}: {sentence}")
+
     def read(path: Any, shape: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array:
         name = ".".join(str(entry.key) for entry in path)
         try:
             store = ts.open(_spec(folder, name), open=True).result()
         except ValueError as error:
-            if not (folder / COMMIT).exists():
-                raise FileNotFoundError(f"snapshot {folder} was removed while it was read") from error
-            raise ValueError(f"{folder}: parameter {name} is missing or unreadable: {error}") from error
+            raise refusal(f"parameter {name} is missing or unreadable: {error}") from error
         if store.shape != shape.shape:
             raise ValueError(f"{folder}: parameter {name} has shape {store.shape}, the model needs {shape.shape}")
         try:
@@ -118,7 +121,7 @@ def load(folder: Path, config: decoder.DecoderConfig, shardings: decoder.Params)
                 shape.shape, sharding, lambda index: store[index].read().result().astype(np.float32), dtype=np.float32
             )
         except ValueError as error:
-            raise ValueError(f"{folder}: parameter {name} is damaged: {error}") from error
+            raise refusal(f"parameter {name} is damaged: {error}") from error
 
     return jax.tree_util.tree_map_with_path(read, shapes, shardings)
 

@@ -19,7 +19,7 @@ def last_line(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     # The part after the last newline is a line that is still being written.
-    return metrics.parse_line(lines[-2].decode()) if len(lines) > 1 else {}
+    return next((line for line in map(metrics.parse_line, map(bytes.decode, reversed(lines[:-1]))) if line), {})
 
 
 class Progress:
@@ -111,7 +111,7 @@ def finish(run: run_dir.RunDir, *, label: str, score_name: str, seconds: float) 
             "KL to π_ref (nats per response)": "kl_to_ref",
         }
         for title, name in rows.items():
-            table.add_row(title, f"{before[name]:.3f}", f"{after[name]:.3f}")
+            table.add_row(title, *(f"{round(report[name], 3) + 0.0:.3f}" for report in (before, after)))
         console.print(table)
     table = Table(title="run", show_header=False)
     for title, value in figures.items():

@@ -89,6 +89,17 @@ def check(config: Any) -> None:
 _AT_LEAST_ONE = (
     "task.prompt_length",
     "task.response_length",
+    "task.arithmetic.digits",
+    "task.arithmetic.train_queries",
+    "task.arithmetic.heldout_queries",
+    "task.story_sentiment.opening_words",
+    "task.story_sentiment.heldout_queries",
+    "model.layers",
+    "model.width",
+    "model.heads",
+    "model.kv_heads",
+    "model.head_size",
+    "model.ffn",
     "searchers.count",
     "searchers.queries_per_batch",
     "searchers.samples_per_query",
@@ -107,7 +118,10 @@ _AT_LEAST_ONE = (
     "warm_start.report_every_steps",
 )
 _AT_LEAST_ZERO = (
+    "seed",
+    "task.arithmetic.seed",
     "warm_start.steps",
+    "warm_start.warmup_steps",
     "searchers.max_rows_per_snapshot",
     "replay.recent_window",
     "replay.max_draws_per_row",
@@ -145,6 +159,7 @@ _PROBABILITIES = (
     "sampling.explore_top_p_probability",
     "searchers.memory_fraction",
     "learner.memory_fraction",
+    "evaluation.memory_fraction",
 )
 _CHOICES: dict[str, tuple[str, ...]] = {
     "task.long_prompts": ("refuse", "skip"),

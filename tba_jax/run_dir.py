@@ -46,6 +46,10 @@ class RunDir:
         return self.root / "journal"
 
     @property
+    def compilation_cache(self) -> Path:
+        return self.root / "compilation_cache"
+
+    @property
     def evaluations(self) -> Path:
         return self.root / "evaluations"
 

@@ -87,7 +87,7 @@ class Searcher:
             segment_appends=config.replay.segment_appends,
             info={"host": platform.node(), "pid": os.getpid(), "started": time.time(), "devices": str(self._mesh.devices.size)},
         )
-        self._generate = functools.partial(
+        generate = functools.partial(
             generate_lib.generate,
             config=model,
             samples_per_query=config.searchers.samples_per_query,
@@ -97,8 +97,9 @@ class Searcher:
             banned_tokens=tuple(contract.banned_tokens),
             scoring_temperature=contract.scoring_temperature,
         )
-        rows = mesh_lib.rows_sharding(self._mesh)
-        self._jit_generate = jax.jit(self._generate_from, static_argnames="truncating", out_shardings=rows)
+        # One program for all searchers: what tells them apart is an argument, so a compilation cache serves them all.
+        self._jit_generate = jax.jit(generate, static_argnames="truncating", out_shardings=mesh_lib.rows_sharding(self._mesh))
+        self._jit_keys = jax.jit(generate_lib.row_keys)
         self._jit_score = jax.jit(
             functools.partial(
                 scoring.response_logprobs,
@@ -115,12 +116,6 @@ class Searcher:
         self._policy: decoder.Params = {}
         self.reference_id = run_dir.read_json(run.initial_reference)["id"]
         self._reference = policy_store.load(run.reference(self.reference_id), model, self._shardings)
-
-    def _generate_from(
-        self, params: Any, prompt_tokens: Any, prompt_length: Any, rows: Any, sampling: Any, *, truncating: bool
-    ) -> Any:
-        keys = generate_lib.row_keys(self._config.seed, self._writer_number, rows)
-        return keys, self._generate(params, prompt_tokens, prompt_length, keys, sampling, truncating=truncating)
 
     def refresh(self) -> bool:
         """Takes up the newest snapshot if it is newer than the one in use. Returns whether there was one."""
@@ -162,8 +157,9 @@ class Searcher:
         row_numbers = np.arange(self._log.next_row, self._log.next_row + self.rows_per_batch)
         sampling = self._sampling()
         with self._account.measure("decode"):
-            on_device = mesh_lib.put_rows(self._mesh, (prompts, prompt_length, row_numbers.astype(np.uint32), sampling))
-            keys, generation = self._jit_generate(self._policy, *on_device, truncating=sampling_lib.is_truncating(sampling))
+            keys = np.asarray(self._jit_keys(self._config.seed, np.uint32(self._writer_number), row_numbers.astype(np.uint32)))
+            on_device = mesh_lib.put_rows(self._mesh, (prompts, prompt_length, keys, sampling))
+            generation = self._jit_generate(self._policy, *on_device, truncating=sampling_lib.is_truncating(sampling))
             generation = jax.device_get(generation)
         with self._account.measure("reference"):
             per_row = (np.repeat(prompts, S, axis=0), np.repeat(prompt_length, S), generation.tokens, generation.length)
@@ -190,7 +186,7 @@ class Searcher:
             "policy_logprobs": generation.policy_logprobs,
             "behavior_logprobs": generation.behavior_logprobs,
             "policy_step": np.where(mask, self.policy_step, -1).astype(np.int32),
-            "key": np.asarray(keys),
+            "key": keys,
             **{field.name: getattr(sampling, field.name) for field in dataclasses.fields(sampling)},
         }
         with self._account.measure("append"):

@@ -79,7 +79,7 @@ def place(config: Any, *, cpus: Sequence[int], gpus: Sequence[str]) -> dict[str,
     for name in names:
         sharing = [other for other in names if set(own[other]) & set(own[name])]
         total = sum(fractions[other] for other in sharing)
-        if len(sharing) > 1 and total > 0.95:
+        if len(sharing) > 1 and round(total, 6) > 0.95:
             raise ValueError(
                 f"{', '.join(sharing)} share GPU {own[name][0]} and would take {total:.2f} of its memory, at most 0.95 is "
                 "allowed; lower learner.memory_fraction, searchers.memory_fraction or evaluation.memory_fraction"
@@ -106,6 +106,9 @@ class _Role:
         environment = os.environ | self._lifeline.child_environment(self._placement.cpus)
         # Transparent huge pages for large buffers; a measurable gain for every role on a CPU.
         environment.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
+        # A role that is started again, and the second of two searchers, finds its programs compiled.
+        environment.setdefault("JAX_COMPILATION_CACHE_DIR", str(self._run.compilation_cache))
+        environment.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
         if self._placement.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._placement.gpus)
         if self._placement.memory_fraction:

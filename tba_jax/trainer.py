@@ -37,10 +37,6 @@ from tba_jax.replay.tail import Tail, replay_visible
 log = logging.getLogger(__name__)
 
 
-class NonFiniteUpdate(RuntimeError):
-    """Loss or gradient of a step is not finite."""
-
-
 class Trainer:
     """One trainer over one mesh. Constructing it takes the lease and resumes; `step` does one update."""
 
@@ -169,7 +165,7 @@ class Trainer:
         """One update. Returns its measurements, or None when there are not enough rows yet (nothing has changed then).
 
         Raises:
-          StaleEpoch: another trainer has taken over. NonFiniteUpdate: names the step; the state is that before it.
+          StaleEpoch: another trainer has taken over. FloatingPointError: names the step; the state is that before it.
           OSError: the journal, a snapshot or a checkpoint could not be written.
         """
         if heads := self._tail.integrate(self.index, step=self.step_number):
@@ -197,7 +193,7 @@ class Trainer:
         with self.account.measure("update"):
             measurements = jax.device_get(self._apply(rows))
         if not measurements["finite"]:
-            raise NonFiniteUpdate(
+            raise FloatingPointError(
                 f"step {self.step_number}: loss {measurements['loss']} or gradient norm {measurements['grad_norm']} is not "
                 f"finite; its batch is the line of that step in {self._journal.path}"
             )

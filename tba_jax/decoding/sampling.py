@@ -112,16 +112,21 @@ def sample(log_probs: jax.Array, uniform: jax.Array) -> jax.Array:
     block = max(1, math.isqrt(V))
     blocks = -(-V // block)
     probs = jnp.pad(jnp.exp(log_probs), ((0, 0), (0, blocks * block - V))).reshape(B, blocks, block)
-    block_mass = jnp.cumsum(jnp.sum(probs, axis=-1), axis=-1)
-    target = uniform * block_mass[:, -1]
-    chosen_block = _first_above(block_mass, target)
-    before = jnp.where(chosen_block > 0, jnp.take_along_axis(block_mass, jnp.maximum(chosen_block - 1, 0)[:, None], 1)[:, 0], 0.0)
-    mass = jnp.cumsum(jnp.take_along_axis(probs, chosen_block[:, None, None], axis=1)[:, 0], axis=-1)
-    # Rounding may leave the target at or beyond the block's last mass: keep it strictly inside.
-    inner = jnp.minimum(target - before, jnp.nextafter(mass[:, -1], jnp.zeros(B)))
-    return (chosen_block * block + _first_above(mass, inner)).astype(jnp.int32)
+    block_mass = jnp.sum(probs, axis=-1)
+    cumulative = jnp.cumsum(block_mass, axis=-1)
+    target = uniform * cumulative[:, -1]
+    chosen_block = _first_above(block_mass, cumulative, target)
+    before = jnp.where(chosen_block > 0, jnp.take_along_axis(cumulative, jnp.maximum(chosen_block - 1, 0)[:, None], 1)[:, 0], 0.0)
+    mass = jnp.take_along_axis(probs, chosen_block[:, None, None], axis=1)[:, 0]
+    return (chosen_block * block + _first_above(mass, jnp.cumsum(mass, axis=-1), target - before)).astype(jnp.int32)
 
 
-def _first_above(cumulative: jax.Array, target: jax.Array) -> jax.Array:
-    """Index of the first entry above the target: entries that add no mass are skipped."""
-    return jnp.argmax(cumulative > target[:, None], axis=-1)
+def _first_above(mass: jax.Array, cumulative: jax.Array, target: jax.Array) -> jax.Array:
+    """Index of the first entry with mass whose cumulative mass is above the target, the last with mass if there is none.
+
+    XLA sums long arrays as a tree: rounding lets the cumulative mass rise where there is none, and end at or below the target.
+    """
+    has_mass = mass > 0
+    above = has_mass & (cumulative > target[:, None])
+    last = mass.shape[-1] - 1 - jnp.argmax(has_mass[:, ::-1], axis=-1)
+    return jnp.where(jnp.any(above, axis=-1), jnp.argmax(above, axis=-1), last)

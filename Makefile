@@ -1,0 +1,110 @@
+# One gate for people and CI: `make check` and `make test`. Everything runs in .venv, which is made on first use.
+#
+#   PYTHON=…       the Python (3.11 or newer) that makes .venv; default: the first of python3, python3.13 … that works
+#   VENV=…         another environment than .venv
+#   ACCELERATOR=…  cuda12, cuda13 or tpu: also installs JAX' support for it
+#   ARGS=…         further flags of tba_jax.main, or further arguments of pytest
+
+ifeq ($(filter output-sync,$(.FEATURES)),)
+$(error GNU make 4 or newer is needed; this is $(MAKE_VERSION) (on macOS: brew install make, then gmake))
+endif
+
+SHELL := /bin/sh
+MAKEFLAGS += --no-print-directory
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+VENV ?= .venv
+ARGS ?=
+# Relative, so that the path of the checkout may hold spaces; `python -m` everywhere, so that no script's first line matters.
+PY := $(VENV)/bin/python
+PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(PY) -m pip install --quiet
+
+# Stamps lie inside the environment, so they go when it goes.
+BASE := $(VENV)/.installed
+DEV := $(VENV)/.installed-dev
+PARITY_STAMP := $(VENV)/.installed-parity
+READY := $(if $(ACCELERATOR),$(VENV)/.installed-$(ACCELERATOR),$(BASE))
+TESTED_WITH := $(if $(filter-out 0,$(PARITY)),$(PARITY_STAMP),$(DEV))
+
+VERSION_OF = $(shell "$(1)" -c 'import sys; print(*sys.version_info[:3])' 2>&1)
+ifneq ($(PYTHON),)
+ifneq ($(call VERSION_OF,$(PYTHON)),$(call VERSION_OF,$(PY)))
+.PHONY: $(BASE)  # the environment is of another Python than the one asked for
+endif
+endif
+
+.PHONY: help
+help: ## this list
+	@echo "usage: make TARGET [PYTHON=python3.12] [ACCELERATOR=cuda12|cuda13|tpu] [ARGS='...']"
+	@sed -n 's/^\([a-z-]*\):.* ## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r name words; do \
+	  printf '  %-10s %s\n' "$$name" "$$words"; done
+
+.PHONY: venv
+venv: $(READY) ## the environment with requirements.txt
+
+.PHONY: demo
+demo: $(READY) ## the embedded demo: warm start, then TBA with two searchers, in runs/demo-<time>
+	@exec $(PY) -m tba_jax.main --config=configs/demo.py --workdir="runs/demo-$$(date +%Y%m%d-%H%M%S)" $(ARGS)
+
+.PHONY: stories
+stories: $(READY) ## happy endings with a pretrained model: MODEL=<folder or hub id> DATA=<JSON list of stories>
+	@test -n "$(MODEL)" && test -n "$(DATA)" || { \
+	  echo "error: name the model and the stories: make stories MODEL=<folder or hub id> DATA=<stories.json>" >&2; exit 2; }
+	@exec $(PY) -m tba_jax.main --config=configs/story_sentiment.py --workdir="runs/stories-$$(date +%Y%m%d-%H%M%S)" \
+	  --config.model.path="$(MODEL)" --config.task.story_sentiment.data_path="$(DATA)" $(ARGS)
+
+.PHONY: test
+test: $(TESTED_WITH) ## the fast tests; PARITY=1: also those against PyTorch, which it installs
+	@exec $(PY) -m pytest $(ARGS)
+
+.PHONY: test-slow
+test-slow: $(TESTED_WITH) ## the tests that take minutes
+	@exec $(PY) -m pytest -m 'slow and not gpu' $(ARGS)
+
+.PHONY: check
+check: $(DEV) ## linter, formatter and type check, changing nothing
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	$(PY) -m mypy
+
+.PHONY: clean
+clean: ## removes the environment and caches, never runs/
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A Python counts as working once it has run: version managers leave commands on the PATH that cannot, and Debian's python3
+# comes without ensurepip. An environment that works and has the right version is kept and brought up to date.
+$(BASE): requirements.txt
+	@set -e; found=; \
+	for candidate in $(if $(PYTHON),"$(PYTHON)",python3 python3.13 python3.12 python3.11); do \
+	  if "$$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then \
+	    found=$$candidate; break; fi; \
+	done; \
+	if [ -z "$$found" ]; then \
+	  echo "error: $(or $(PYTHON),none of python3, python3.13, python3.12, python3.11) is$(if $(PYTHON), not) a Python 3.11 or newer" \
+	    "with the modules venv and ensurepip; install one (Debian, Ubuntu: apt-get install python3 python3-venv) or name it:" \
+	    "make venv PYTHON=/path/to/python3" >&2; exit 2; fi; \
+	asked='$(if $(PYTHON),import sys; print(*sys.version_info[:3]),print())'; \
+	if ! $(PY) -c 'import pip' >/dev/null 2>&1 || [ "$$($(PY) -c "$$asked")" != "$$("$$found" -c "$$asked")" ]; then \
+	  echo "Making $(VENV) with $$("$$found" -c 'import sys; print(sys.executable, sys.version.split()[0])')"; \
+	  "$$found" -m venv --clear "$(VENV)"; fi
+	@echo "Installing requirements.txt into $(VENV) (a minute or two)"
+	@$(PIP) -r requirements.txt
+	@touch $@
+
+# What an extra of pyproject.toml lists, exactly as it is spelt there: another spelling of torch is another, far larger build.
+install_extra = $(PY) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["$(1)"], sep="\n")' \
+	> $(VENV)/$(1).txt && echo "Installing $$(tr '\n' ' ' < $(VENV)/$(1).txt)" && $(PIP) -r $(VENV)/$(1).txt
+
+$(DEV): pyproject.toml $(BASE)
+	@$(call install_extra,dev)
+	@touch $@
+
+$(PARITY_STAMP): pyproject.toml $(DEV)
+	@$(call install_extra,parity)
+	@touch $@
+
+$(VENV)/.installed-cuda12 $(VENV)/.installed-cuda13 $(VENV)/.installed-tpu: $(VENV)/.installed-%: pyproject.toml $(BASE)
+	@$(call install_extra,$*)
+	@touch $@

@@ -1,0 +1,68 @@
+#!/usr/bin/env bash
+# More searchers for a run, on this machine. They may come at any time, also before the trainer or while it is away, and
+# leave when the run has finished. Ctrl-C ends them after the batch in flight; what they wrote stays in the run.
+#
+#   launch/local.sh COUNT --config=configs/demo.py --workdir=runs/demo [--config.x=y ...]
+#
+# Give them the flags of the run: what defines its rows is compared with the run's config.json, and a difference is refused.
+#
+#   CPUS=4-7,12     cores they may use, dealt out in turn; default: all, shared by all of them (Linux only)
+#   GPUS=1,2        CUDA devices, dealt out in turn; default: the machine's, each searcher on all of them
+#   GPU_MEMORY=0.4  share of a GPU's memory that each takes; default: 0.9 over the searchers of a GPU
+#   PYTHON=python   default: .venv/bin/python
+set -euo pipefail
+
+usage() { sed -n '2,/^set -/{/^set -/d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}" >&2; exit 2; }
+[[ ${1:-} =~ ^[1-9][0-9]*$ ]] || usage
+count=$1; shift
+workdir=
+for flag in "$@"; do case $flag in --workdir=* | -workdir=*) workdir=${flag#*=} ;; esac; done
+[[ -n $workdir ]] || usage
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
+python=${PYTHON:-$root/.venv/bin/python}
+# Transparent huge pages for large buffers: faster decoding on a CPU.
+export GLIBC_TUNABLES=${GLIBC_TUNABLES-glibc.malloc.hugetlb=1}
+
+cores=()
+for part in $(tr ',' ' ' <<<"${CPUS:-}"); do read -r -a more <<<"$(seq -s ' ' "${part%-*}" "${part#*-}")"; cores+=("${more[@]}"); done
+IFS=, read -r -a gpus <<<"${GPUS:-}"
+
+mkdir -p "$workdir/logs"
+pids=() logs=()
+# Each searcher in a process group of its own: a Ctrl-C reaches this script alone, which asks them once. Asked twice, they drop
+# the batch in flight.
+set -m
+trap '[[ ${#pids[@]} -eq 0 ]] || kill -TERM "${pids[@]}" 2>/dev/null || true' INT TERM
+for ((i = 0; i < count; i++)); do
+  place=()
+  if [[ ${#cores[@]} -gt 0 ]]; then
+    mine=${cores[i % ${#cores[@]}]}
+    for ((c = i + count; c < ${#cores[@]}; c += count)); do mine+=,${cores[c]}; done
+    place+=(taskset -c "$mine")
+  fi
+  place+=(env)
+  if [[ ${#gpus[@]} -gt 0 ]]; then
+    sharing=$(((count + ${#gpus[@]} - 1) / ${#gpus[@]}))
+    place+=("CUDA_VISIBLE_DEVICES=${gpus[i % ${#gpus[@]}]}" "XLA_PYTHON_CLIENT_MEM_FRACTION=${GPU_MEMORY:-$(printf '0.%02d' $((90 / sharing)))}")
+  elif [[ -n ${GPU_MEMORY:-} ]]; then
+    place+=("XLA_PYTHON_CLIENT_MEM_FRACTION=$GPU_MEMORY")
+  fi
+  logs+=("$workdir/logs/searcher-$(hostname)-$$-$i.log")
+  "${place[@]}" "$python" -m tba_jax.main "$@" --role=searcher </dev/null >>"${logs[i]}" 2>&1 &
+  pids+=($!)
+  echo "searcher ${pids[i]}${mine:+ on cores $mine}${gpus[*]:+ on GPU ${gpus[i % ${#gpus[@]}]}}, log ${logs[i]}"
+done
+
+failed=0
+for ((i = 0; i < count; i++)); do
+  # A signal to this script interrupts `wait`, with a code above 128, while the searcher still ends its batch: wait on.
+  while wait "${pids[i]}" && code=0 || code=$?; ((code > 128)) && kill -0 "${pids[i]}" 2>/dev/null; do :; done
+  wait "${pids[i]}" && code=0 || code=$?
+  if ((code)); then
+    echo "searcher ${pids[i]} ended with code $code: $(tail -n 1 "${logs[i]}")" >&2
+    failed=1
+  fi
+done
+exit "$failed"
