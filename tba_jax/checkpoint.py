@@ -6,8 +6,6 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from tba_jax.learner import TrainState
-
 
 class Checkpoints:
     """Checkpoints of one run, by trainer step. Saving is asynchronous and atomic: a killed save is not visible."""
@@ -19,8 +17,12 @@ class Checkpoints:
     def latest_step(self) -> int | None:
         return self._manager.latest_step()
 
-    def save(self, state: TrainState, replay: dict[str, Any], *, step: int, epoch: int) -> None:
-        """Starts a save after `step` updates. `replay` is JSON (the index without its rows, which the log holds)."""
+    def save(self, state: Any, replay: dict[str, Any], *, step: int, epoch: int) -> None:
+        """Starts a save after `step` updates.
+
+        Args:
+          state: the train state, a tree of arrays. replay: JSON, the index without its rows, which the log holds.
+        """
         # A copy, because the caller donates the state to the next update.
         snapshot = jax.tree.map(jax.numpy.copy, state)
         items = ocp.args.Composite(
@@ -28,7 +30,7 @@ class Checkpoints:
         )
         self._manager.save(step, args=items, force=True)
 
-    def restore(self, step: int, state: TrainState) -> tuple[TrainState, dict[str, Any]]:
+    def restore(self, step: int, state: Any) -> tuple[Any, dict[str, Any]]:
         """Restores into the shapes and shardings of `state` (a tree of jax.ShapeDtypeStruct with shardings).
 
         Raises:

@@ -149,6 +149,12 @@ def row_shape(contract: run_config.Contract) -> trajectory.RowShape:
     )
 
 
+def check_initial_policy(experiment: Experiment, run: run_dir.RunDir) -> None:
+    """Raises ValueError where the initial policy still has to be imported and its checkpoint is not whole."""
+    if experiment.config.model.path and not run.initial_reference.exists():
+        hugging_face.check_weights(experiment.config.model.path, experiment.model)
+
+
 def ensure_reference(experiment: Experiment, run: run_dir.RunDir, *, report: Callable[[int, float], None]) -> str:
     """The id of the policy that step 0 starts from; makes it if the run has none: imported, warm-started or random.
 

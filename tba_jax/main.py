@@ -5,6 +5,7 @@ python -m tba_jax.main --config=configs/X.py --workdir=DIR [--role=all|reference
 
 import contextlib
 import logging
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -30,13 +31,20 @@ _ALLOW_CHANGE = flags.DEFINE_list("allow_change", [], "Schedule settings that a 
 
 log = logging.getLogger("tba_jax")
 
+# How ml_collections says that a key does not exist.
+_UNKNOWN_KEY = re.compile(r'Did you mean "(.+?)" instead of "(.+?)"')
+
 
 def parse_flags(argv: Sequence[str]) -> list[str]:
     """absl's parser, with one sentence where a flag or a config key is wrong."""
     try:
         remaining = flags.FLAGS(list(argv))
+        if _CONFIG.value is not None:
+            _ = _CONFIG.value.seed  # a recipe that could not be loaded fails at its first setting
     except (flags.Error, AttributeError, KeyError, TypeError, ValueError, OSError) as error:
         _refuse(error)
+    if _CONFIG.value is None or not _WORKDIR.value:
+        _refuse(ValueError("--config=configs/X.py and --workdir=DIR are needed"))
     if len(remaining) > 1:
         _refuse(ValueError(f"{remaining[1]!r} is not a flag"))
     return remaining
@@ -44,6 +52,10 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
 
 def _refuse(error: BaseException) -> NoReturn:
     text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+    if unknown := _UNKNOWN_KEY.search(text):
+        text = f"the config has no setting {unknown[2]!r}; did you mean {unknown[1]!r}?"
+    elif (name := text.strip("'\"")).isidentifier():
+        text = f"the config has no setting {name!r}"
     print(f"error: {' '.join(text.split())}", file=sys.stderr)
     sys.exit(lifeline.BAD_INPUT)
 
@@ -68,8 +80,6 @@ def _failures() -> Iterator[None]:
 
 def main(argv: Sequence[str]) -> None:
     del argv
-    if _CONFIG.value is None or not _WORKDIR.value:
-        _refuse(ValueError("--config=configs/X.py and --workdir=DIR are needed"))
     logging.basicConfig(
         stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", force=True
     )

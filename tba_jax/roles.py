@@ -44,6 +44,7 @@ def _check_devices(config: Any, *roles: str) -> None:
 
 
 def _join(s: Settings, *, may_change_schedule: bool) -> None:
+    experiment_lib.check_initial_policy(s.experiment, s.run)
     run_config.join(s.run, s.config, s.experiment.contract)
     if may_change_schedule:
         changes = run_config.change_schedule(s.run, s.config, allowed=s.allow_change, step=len(read_lineage(s.run.journal)))

@@ -64,7 +64,9 @@ def reach(graph: dict[str, set[str]], unit: str) -> set[str]:
 def test_every_module_has_a_layer_and_imports_only_lower_ones():
     graph = import_graph()
     unknown, gone = set(graph) - set(LAYER), set(LAYER) - set(graph)
-    assert not unknown, f"tba_jax/ has {sorted(unknown)}, which stand in no layer: decide on one and enter it here and in DESIGN.md"
+    assert not unknown, (
+        f"tba_jax/ has {sorted(unknown)}, which stand in no layer: decide on one and enter it here and in DESIGN.md"
+    )
     assert not gone, f"the layer table names {sorted(gone)}, which tba_jax/ does not have"
     assert not violations(graph), "\n".join(violations(graph))
     list(TopologicalSorter(graph).static_order())  # raises CycleError with the cycle
@@ -79,7 +81,13 @@ def test_roles_do_not_reach_what_they_must_not(unit):
 def test_nothing_pickles():
     for path in ROOT.rglob("*.py"):
         if not any(part.startswith(".") for part in path.relative_to(ROOT).parts):
-            banned = {name.split(".")[0] for name in imported_names(path)} & {"pickle", "cloudpickle", "dill", "shelve", "marshal"}
+            banned = {name.split(".")[0] for name in imported_names(path)} & {
+                "pickle",
+                "cloudpickle",
+                "dill",
+                "shelve",
+                "marshal",
+            }
             assert not banned, f"{path.relative_to(ROOT)} imports {sorted(banned)}: no pickle in this project"
 
 

@@ -125,6 +125,12 @@ def read_config(folder: Path | str, *, compute_dtype: str) -> DecoderConfig:
     )
 
 
+def check_weights(folder: Path | str, config: DecoderConfig) -> None:
+    """Raises ValueError where load_params would, by names, shapes and dtypes in the files' headers; loads no tensor."""
+    with contextlib.ExitStack() as stack:
+        _open_checked(resolve_folder(folder), config, stack)
+
+
 def load_params(folder: Path | str, config: DecoderConfig, shardings: Params) -> Params:
     """The checkpoint's parameters, float32, each created in its sharding.
 
@@ -142,16 +148,8 @@ def load_params(folder: Path | str, config: DecoderConfig, shardings: Params) ->
     """
     folder = resolve_folder(folder)
     with contextlib.ExitStack() as stack:
-        tensors, files = _open_tensors(folder, stack)
-        sources = _sources(folder, set(tensors), config)
+        tensors, sources = _open_checked(folder, config, stack)
         sizes = _axis_sizes(config)
-        for name, (_, stored_axes, _) in sources.items():
-            _check_tensor(
-                name, tensors[name], [math.prod(sizes[a] for a in group) for group in _groups(stored_axes)], files[name]
-            )
-        if config.tied_embedding and {_EMBEDDING, _LM_HEAD} <= set(tensors):
-            _check_tied(tensors, files)
-
         layers: dict[str, list[str]] = {}  # our parameter -> its tensors, by layer
         axes: dict[str, tuple[str, str]] = {}
         for name, (path, stored_axes, our_axes) in sources.items():
@@ -243,6 +241,21 @@ def _open_tensors(folder: Path, stack: contextlib.ExitStack) -> tuple[dict[str, 
     if misplaced := sorted(name for name, shard in indexed.items() if name not in files or files[name].name != shard):
         raise ValueError(f"{folder / _INDEX} names tensors that are not in their files: {_some(misplaced, indexed)}")
     return tensors, files
+
+
+def _open_checked(
+    folder: Path, config: DecoderConfig, stack: contextlib.ExitStack
+) -> tuple[dict[str, Any], dict[str, tuple[str, str, str]]]:
+    """All tensors of the checkpoint, and those to read with their entries of PARAMETERS, once every check has passed."""
+    tensors, files = _open_tensors(folder, stack)
+    sources = _sources(folder, set(tensors), config)
+    sizes = _axis_sizes(config)
+    for name, (_, stored_axes, _) in sources.items():
+        shape = [math.prod(sizes[a] for a in group) for group in _groups(stored_axes)]
+        _check_tensor(name, tensors[name], shape, files[name])
+    if config.tied_embedding and {_EMBEDDING, _LM_HEAD} <= set(tensors):
+        _check_tied(tensors, files)
+    return tensors, sources
 
 
 def _sources(folder: Path, present: set[str], config: DecoderConfig) -> dict[str, tuple[str, str, str]]:
