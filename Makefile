@@ -10,7 +10,6 @@ $(error GNU make 4 or newer is needed; this is $(MAKE_VERSION) (on macOS: brew i
 endif
 
 SHELL := /bin/sh
-MAKEFLAGS += --no-print-directory
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
@@ -18,6 +17,7 @@ VENV ?= .venv
 ARGS ?=
 # Relative, so that the path of the checkout may hold spaces; `python -m` everywhere, so that no script's first line matters.
 PY := $(VENV)/bin/python
+CANDIDATES := python3 python3.13 python3.12 python3.11
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(PY) -m pip install --quiet
 
 # Stamps lie inside the environment, so they go when it goes.
@@ -27,7 +27,7 @@ PARITY_STAMP := $(VENV)/.installed-parity
 READY := $(if $(ACCELERATOR),$(VENV)/.installed-$(ACCELERATOR),$(BASE))
 TESTED_WITH := $(if $(filter-out 0,$(PARITY)),$(PARITY_STAMP),$(DEV))
 
-VERSION_OF = $(shell "$(1)" -c 'import sys; print(*sys.version_info[:3])' 2>&1)
+VERSION_OF = $(shell { "$(1)" -c 'import sys; print(*sys.version_info[:3])'; } 2>/dev/null)
 ifneq ($(PYTHON),)
 ifneq ($(call VERSION_OF,$(PYTHON)),$(call VERSION_OF,$(PY)))
 .PHONY: $(BASE)  # the environment is of another Python than the one asked for
@@ -77,13 +77,13 @@ clean: ## removes the environment and caches, never runs/
 # comes without ensurepip. An environment that works and has the right version is kept and brought up to date.
 $(BASE): requirements.txt
 	@set -e; found=; \
-	for candidate in $(if $(PYTHON),"$(PYTHON)",python3 python3.13 python3.12 python3.11); do \
+	for candidate in $(if $(PYTHON),"$(PYTHON)",$(CANDIDATES)); do \
 	  if "$$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then \
 	    found=$$candidate; break; fi; \
 	done; \
 	if [ -z "$$found" ]; then \
-	  echo "error: $(or $(PYTHON),none of python3, python3.13, python3.12, python3.11) is$(if $(PYTHON), not) a Python 3.11 or newer" \
-	    "with the modules venv and ensurepip; install one (Debian, Ubuntu: apt-get install python3 python3-venv) or name it:" \
+	  echo "error: $(if $(PYTHON),$(PYTHON) is not,none of $(CANDIDATES) is) a Python 3.11 or newer with the modules venv and" \
+	    "ensurepip; install one (Debian, Ubuntu: apt-get install python3 python3-venv) or name it:" \
 	    "make venv PYTHON=/path/to/python3" >&2; exit 2; fi; \
 	asked='$(if $(PYTHON),import sys; print(*sys.version_info[:3]),print())'; \
 	if ! $(PY) -c 'import pip' >/dev/null 2>&1 || [ "$$($(PY) -c "$$asked")" != "$$("$$found" -c "$$asked")" ]; then \

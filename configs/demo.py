@@ -19,6 +19,6 @@ def get_config():
     # Answers are short and often the same; how often is what tells a habit from an accident.
     c.replay.merge_duplicates = False
     c.learner.learning_rate = 3e-5
-    c.learner.steps = 300
+    c.learner.steps = 400
     c.publish.keep = 5
     return c

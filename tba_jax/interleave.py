@@ -43,6 +43,7 @@ def run_interleaved(
             report = evaluator.evaluate(step)
             evaluator_writer.write(step, {name: value for name, value in report.items() if isinstance(value, float)})
 
+    trainer.flush_snapshot()
     evaluate()
     while trainer.step_number < config.learner.steps and not stop():
         searcher.load_step(max(0, trainer.step_number - config.schedule.lag))

@@ -108,7 +108,7 @@ def train_step(
     loss, grads, measurements, policy_logprobs, entropy = accumulate(
         state.params, batch, beta_now, objective=objective, config=config
     )
-    grad_norm = optax.global_norm(grads)
+    grad_norm = optax.tree.norm(grads)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     new = TrainState(step=state.step + 1, params=optax.apply_updates(state.params, updates), opt_state=opt_state)

@@ -49,7 +49,7 @@ def import_graph(folder: Path = ROOT / "tba_jax") -> dict[str, set[str]]:
 def violations(graph: dict[str, set[str]]) -> list[str]:
     """One sentence for each import that does not go down."""
     return [
-        f"tba_jax.{unit} (L{LAYER[unit]}) imports tba_jax.{used} (L{LAYER[used]}): imports go strictly down the layers of DESIGN.md"
+        f"tba_jax.{unit} (L{LAYER[unit]}) imports tba_jax.{used} (L{LAYER[used]}): imports go strictly down (DESIGN.md)"
         for unit in graph
         for used in sorted(graph[unit])
         if LAYER[used] > LAYER[unit] or (LAYER[used] == LAYER[unit] and LAYER[unit] not in SAME_LAYER_ALLOWED)
@@ -96,6 +96,6 @@ def test_an_import_that_goes_up_is_told_in_one_sentence(tmp_path):
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "decoder.py").write_text("from tba_jax import mesh\nfrom tba_jax.models import scoring\n")
     assert violations(import_graph(tmp_path)) == [
-        "tba_jax.learner (L2) imports tba_jax.replay (L2): imports go strictly down the layers of DESIGN.md",
-        "tba_jax.learner (L2) imports tba_jax.trainer (L3): imports go strictly down the layers of DESIGN.md",
+        "tba_jax.learner (L2) imports tba_jax.replay (L2): imports go strictly down (DESIGN.md)",
+        "tba_jax.learner (L2) imports tba_jax.trainer (L3): imports go strictly down (DESIGN.md)",
     ]

@@ -121,7 +121,7 @@ def test_log_z_carries_no_gradient():
 
 def test_the_optimum_has_no_loss_and_no_gradient():
     """Where log π_θ = log π_ref + r/β − log Z on every row, whatever Z is."""
-    policy, inputs = random_batch(3, 4, 1)
+    _, inputs = random_batch(3, 4, 1)
     log_z = np.repeat(np.array([-2.0, 0.5, 7.0], np.float32), 4)
     optimal = inputs.ref_logprobs + (inputs.reward / inputs.beta - log_z)[:, None]
     (loss, measurements), gradient = evaluate(optimal, inputs)

@@ -1,0 +1,193 @@
+"""The one-process schedule, and through it trainer, searcher, evaluator and resume, without processes."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from tba_jax import mesh as mesh_lib
+from tba_jax import metrics, policy_store, roles, run_dir, trajectory
+from tba_jax.metrics import TimeAccount
+from tba_jax.models import decoder
+from tba_jax.replay import journal
+from tba_jax.replay.lease import LeaseHeld
+from tba_jax.replay.log import LogReader
+from tests import tiny_run
+
+
+def run(workdir, **changes):
+    c = tiny_run.config(schedule__mode="interleaved", replay__recent_probability=1.0, **changes)
+    return roles.everything(tiny_run.settings(workdir, c))()
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch):
+    """Roles take all devices of their process; these tests have eight, the roles of a small run one."""
+    first = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda *arguments: first)
+
+
+@pytest.mark.parametrize("lag", [0, 3])
+def test_rows_come_from_exactly_lag_steps_ago(tmp_path, lag):
+    assert run(tmp_path, schedule__lag=lag, learner__steps=8, replay__merge_duplicates=False) == 0
+    lines = metrics.read_lines(tmp_path / "metrics" / "trainer")
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    assert [line["staleness_max"] for line in lines] == [min(step, lag) for step in range(8)]
+    assert [line["staleness_mean"] for line in lines] == [min(step, lag) for step in range(8)]
+
+
+def test_a_run_leaves_what_the_readme_promises(tmp_path):
+    assert run(tmp_path, learner__steps=6, evaluation__every_steps=3) == 0
+    layout = run_dir.RunDir(tmp_path)
+    assert run_dir.steps_in(layout.evaluations) == [0, 3, 6]
+    report = run_dir.read_json(layout.evaluations / "00000006.json")
+    assert report["queries"] == 8 and len(report["samples"]["greedy"]) == 2
+    assert {"query", "answer", "response", "reward"} <= set(report["samples"]["greedy"][0])
+    assert policy_store.committed_steps(layout.policies) == list(range(7))
+    assert (tmp_path / "progress.png").read_bytes()[:4] == b"\x89PNG"
+    line = metrics.read_lines(layout.metrics("trainer"))[-1]
+    assert {"loss", "reward", "kl_to_ref", "entropy", "log_z", "grad_norm", "draws_per_row", "buffer_rows"} <= set(line)
+    assert line["logprob_gap_max"] < 1e-4 and line["logprob_gap_alarm"] == 0
+    ledger = run_dir.read_json(layout.finished)["ledger"]
+    for entry in ledger.values():
+        assert entry["seen"] == entry["resident"] + sum(entry["evicted"].values()) + sum(entry["rejected"].values())
+    assert list(layout.metrics("trainer").glob("events.out.tfevents*"))
+
+
+def test_rows_in_the_log_are_whole_and_true(tmp_path):
+    """Every stored log-prob is what the named weights give the named tokens, recomputed here from the snapshots."""
+    assert run(tmp_path, learner__steps=3, sampling__temperature=1.3, sampling__explore_top_p_probability=0.5) == 0
+    s = tiny_run.settings(tmp_path, tiny_run.config())
+    contract, model = s.experiment.contract, s.experiment.model
+    shape = trajectory.RowShape(prompt_length=7, response_length=6, reward_parts=contract.reward_parts)
+    reader = LogReader(s.run.replay, shape)
+    ((writer, head),) = reader.heads().items()
+    rows = reader.read(writer, 0, head)
+    shardings = decoder.param_shardings(model, roles_mesh())
+    mask = trajectory.response_mask(rows["response_length"], 6)
+    assert set(np.unique(rows["policy_step"][mask])) == {0, 1, 2} and (rows["policy_step"][~mask] == -1).all()
+    reference = policy_store.load(s.run.reference(f"{rows['reference_id'][0]:016x}"), model, shardings)
+    expected = {step: policy_store.load_step(s.run.policies, step, model, shardings) for step in range(3)}
+    for i in range(0, head, 16):
+        row = {name: column[i] for name, column in rows.items()}
+        policy = logprobs_by_prefix(expected[int(row["policy_step"][0])], row, model, contract)
+        np.testing.assert_allclose(row["policy_logprobs"], policy, atol=2e-5)
+        np.testing.assert_allclose(row["ref_logprobs"], logprobs_by_prefix(reference, row, model, contract), atol=2e-5)
+    assert (rows["top_p"] < 1).any() and (rows["top_p"] == 1).any()
+    answers = {query.prompt: query.query.answer for query in s.experiment.queries["train"]}
+    for i in range(head):
+        prompt = tuple(rows["prompt_tokens"][i, 7 - rows["prompt_length"][i] :].tolist())
+        text = s.experiment.tokenizer.decode(rows["response_tokens"][i, : rows["response_length"][i]].tolist())
+        right = bool(rows["finished"][i]) and text.rpartition("#")[2] == answers[prompt] and "#" in text
+        assert rows["reward"][i] == float(right)
+        assert rows["query_id"][i] == trajectory.query_id(prompt)
+
+
+def roles_mesh():
+    return mesh_lib.make_mesh((1, 1, 1), setting="test", devices=jax.devices()[:1])
+
+
+def logprobs_by_prefix(params, row, model, contract):
+    """Token log-probs one prefix at a time, without padding, cache or the scoring code."""
+    prompt = row["prompt_tokens"][7 - row["prompt_length"] :].tolist()
+    response = row["response_tokens"][: row["response_length"]].tolist()
+    result = np.zeros(6, np.float32)
+    tokens = np.array([prompt + response], np.int32)
+    hidden = decoder.hidden_states(params, tokens, np.ones_like(tokens, bool), config=model, remat=False)
+    logits = np.array(decoder.logits_of(params, hidden, config=model))[0].astype(np.float64)
+    logits[:, list(contract.banned_tokens)] = -np.inf
+    logits /= contract.scoring_temperature
+    for t, token in enumerate(response):
+        at = logits[len(prompt) + t - 1]
+        result[t] = at[token] - np.log(np.exp(at - at.max()).sum()) - at.max()
+    return result
+
+
+def frozen_log(workdir, batches=6):
+    """A workdir with a reference and a log that nobody writes to any more."""
+    s = tiny_run.settings(workdir, tiny_run.config())
+    roles.reference(s)()
+    s.run.policies.mkdir()
+    policy_store.save(
+        s.run.policies / "00000000",
+        policy_store.load(s.run.reference(run_dir.read_json(s.run.initial_reference)["id"]), s.experiment.model, shardings(s)),
+        policy_store.SnapshotInfo(step=0, epoch=0),
+        dtype="float32",
+    )
+    searcher = roles._make_searcher(s, name="frozen", account=TimeAccount())
+    searcher.refresh()
+    for _ in range(batches):
+        searcher.search()
+    return s
+
+
+def shardings(s):
+    return decoder.param_shardings(s.experiment.model, roles_mesh())
+
+
+def train(s, *, until, abandon):
+    """Steps a trainer to `until`; `abandon` drops it as a kill would: nothing is saved at the end."""
+    trainer, lease = roles._make_trainer(s, publish_every_steps=2)
+    trainer.poll()
+    while trainer.step_number < until:
+        assert trainer.step() is not None
+    state = jax.device_get(trainer.state)
+    if not abandon:
+        trainer.finish()
+    trainer.close()
+    lease.release()
+    return state
+
+
+def test_resume_on_a_frozen_log_is_bit_for_bit(tmp_path):
+    """12 steps at once = 8 steps with a checkpoint at 5, dropped, replayed from 5 to 8, and on to 12."""
+    once = frozen_log(tmp_path / "once")
+    shutil.copytree(tmp_path / "once", tmp_path / "twice")
+    twice = tiny_run.settings(tmp_path / "twice", tiny_run.config())
+    expected = train(once, until=12, abandon=False)
+    train(twice, until=8, abandon=True)
+    lineage = journal.read_lineage(twice.run.journal)
+    assert [line["step"] for line in lineage] == list(range(1, 9))
+    got = train(twice, until=12, abandon=False)
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+    assert int(got.step) == 12
+    lines = [journal.read_lineage(s.run.journal) for s in (once, twice)]
+    assert [line["batch"] for line in lines[0]] == [line["batch"] for line in lines[1]]
+
+
+def test_a_changed_row_stops_the_replay(tmp_path):
+    """The journal's hash is checked: rows that are not those that were drawn are never trained on again in silence."""
+    s = frozen_log(tmp_path / "run")
+    train(s, until=8, abandon=True)
+    path = max(s.run.journal.glob("*.jsonl"))
+    lines = path.read_text().splitlines()
+    last = json.loads(lines[-1])
+    last["rows"][0], last["rows"][-1] = last["rows"][-1], last["rows"][0]
+    path.write_text("\n".join([*lines[:-1], json.dumps(last)]) + "\n")
+    with pytest.raises(ValueError, match=r"step 8.*not those that were drawn"):
+        train(s, until=9, abandon=True)
+
+
+def test_a_second_trainer_is_refused(tmp_path):
+    s = frozen_log(tmp_path / "run", batches=1)
+    trainer, lease = roles._make_trainer(s, publish_every_steps=2)
+    with pytest.raises(LeaseHeld, match="held by the trainer"):
+        roles.trainer(s)
+    trainer.close()
+    lease.release()
+
+
+def test_a_non_finite_update_stops_the_run(tmp_path):
+    s = frozen_log(tmp_path / "run", batches=2)
+    trainer, lease = roles._make_trainer(s, publish_every_steps=2)
+    trainer.poll()
+    assert trainer.step() is not None
+    trainer.index._columns["ref_logprobs"][:] = np.inf
+    before = jax.device_get(trainer.state.params)
+    with pytest.raises(FloatingPointError, match="step 2"):
+        trainer.step()
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(trainer.state.params), before)
+    trainer.close()
+    lease.release()

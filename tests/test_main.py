@@ -1,0 +1,85 @@
+"""The entry: every recipe loads and dry-runs; bad input is one sentence and exit code 2, with nothing compiled or written."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests import tiny_run
+
+RECIPES = sorted(path.name for path in (tiny_run.ROOT / "configs").glob("*.py") if path.name != "__init__.py")
+
+
+def inputs(recipe: str, data_dir: Path) -> list[str]:
+    """The files that a recipe needs from outside."""
+    if recipe != "story_sentiment.py":
+        return []
+    return [
+        f"--config.model.path={data_dir}/models/TinyStories-656K",
+        f"--config.task.story_sentiment.data_path={data_dir}/tinystories/tinystories_1000.json",
+    ]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipe_dry_runs(recipe, tmp_path, request):
+    flags = inputs(recipe, request.getfixturevalue("data_dir")) if recipe == "story_sentiment.py" else []
+    done = tiny_run.call(tiny_run.command(tmp_path / "run", *flags, "--dry_run", recipe=f"configs/{recipe}", tiny=False))
+    assert done.returncode == 0, done.stderr
+    printed = json.loads(done.stdout[done.stdout.index("{") : done.stdout.index("\nparameters:")])
+    assert printed["learner"]["objective"] == "trajectory_balance"
+    assert re.search(r"total +[\d,]+", done.stdout)
+    for role in ("trainer", "searcher", "evaluator"):
+        assert re.search(rf"{role} +\d+\.\d{{3}}  \(", done.stdout), f"no memory estimate of the {role}"
+    assert not (tmp_path / "run").exists(), "a dry run must not write"
+
+
+REFUSALS = {
+    "misspelt key": (["--config.learner.learning_rat=1"], ["learning_rat", "did you mean 'learning_rate'"]),
+    "unknown key": (["--config.zzz=1"], ["zzz"]),
+    "ill-typed key": (["--config.learner.steps=many"], ["learner.steps", "many"]),
+    "missing recipe": (["--config=configs/nope.py"], ["configs/nope.py"]),
+    "micro-batch": (["--config.learner.micro_batch_rows=5"], ["5", "12 rows"]),
+    "batch and mesh": (["--config.learner.mesh.data=5"], ["12 rows", "= 5"]),
+    "mesh and devices": (["--config.searchers.mesh.data=4"], ["searchers.mesh data=4", "1 devices"]),
+    "prompt length": (["--config.task.prompt_length=5"], ["40 of 40 train prompts", "task.prompt_length=5", "longest: 7"]),
+    "model path": (["--config.model.path=/nowhere"], ["/nowhere", "does not exist"]),
+    "role": (["--role=nobody"], ["nobody", "trainer"]),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_bad_input_is_one_sentence(case, tmp_path):
+    flags, words = REFUSALS[case]
+    done = tiny_run.call(tiny_run.command(tmp_path / "run", *flags))
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    for word in words:
+        assert word in done.stderr
+    assert not (tmp_path / "run").exists(), "bad input must not write"
+
+
+def test_incomplete_checkpoint_is_refused_before_anything_is_written(tmp_path, data_dir):
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    for path in (data_dir / "models" / "TinyStories-656K").glob("*.json"):
+        (folder / path.name).write_bytes(path.read_bytes())
+    flags = [*inputs("story_sentiment.py", data_dir), f"--config.model.path={folder}"]
+    done = tiny_run.call(tiny_run.command(tmp_path / "run", *flags, recipe="configs/story_sentiment.py", tiny=False))
+    assert done.returncode == 2
+    assert f"{folder} holds no weights" in done.stderr and "model.safetensors" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_unwritable_workdir(tmp_path):
+    (tmp_path / "file").write_text("")
+    done = tiny_run.call(tiny_run.command(tmp_path / "file" / "run"))
+    assert done.returncode == 2
+    assert str(tmp_path / "file" / "run") in done.stderr and "cannot be written" in done.stderr
+
+
+def test_long_prompts_can_be_skipped(tmp_path):
+    flags = ["--config.task.arithmetic.digits=2", "--config.task.prompt_length=5", "--config.task.long_prompts=skip", "--dry_run"]
+    done = tiny_run.call(tiny_run.command(tmp_path / "run", *flags))
+    assert done.returncode == 2, "no prompt is left, so skipping cannot help"
+    assert "40 of 40" in done.stderr
