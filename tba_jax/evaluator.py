@@ -13,7 +13,7 @@ from tba_jax import mesh as mesh_lib
 from tba_jax import policy_store, run_config, run_dir, trajectory
 from tba_jax.decoding import generate as generate_lib
 from tba_jax.decoding import sampling as sampling_lib
-from tba_jax.metrics import MetricWriter
+from tba_jax.metrics import MetricWriter, TimeAccount
 from tba_jax.models import decoder, scoring
 from tba_jax.tasks.interface import EncodedQuery, Task
 from tba_jax.tokenizer import Tokenizer
@@ -147,7 +147,9 @@ def pending_steps(run: run_dir.RunDir, *, every_steps: int, final_step: int) -> 
     return [step for step in steps if step not in done and (step % every_steps == 0 or step == final_step)]
 
 
-def run_evaluator(evaluator: Evaluator, config: Any, run: run_dir.RunDir, *, stop: Callable[[], bool]) -> None:
+def run_evaluator(
+    evaluator: Evaluator, config: Any, run: run_dir.RunDir, *, account: TimeAccount, stop: Callable[[], bool]
+) -> None:
     """Evaluates snapshots as they appear, until the last one of the finished run is done or `stop` says so."""
     writer = MetricWriter(run.metrics("evaluator"))
     every_steps, final_step = config.evaluation.every_steps, config.learner.steps
@@ -157,12 +159,15 @@ def run_evaluator(evaluator: Evaluator, config: Any, run: run_dir.RunDir, *, sto
         if not pending:
             if finished:
                 break
-            time.sleep(config.searchers.poll_seconds)
+            with account.measure("wait_policy"):
+                time.sleep(config.searchers.poll_seconds)
             continue
         try:
-            report = evaluator.evaluate(pending[-1] if finished else pending[0])
+            with account.measure("evaluate"):
+                report = evaluator.evaluate(pending[-1] if finished else pending[0])
         except FileNotFoundError:
             continue  # pruned meanwhile: the list is made anew
-        writer.write(report["step"], {name: value for name, value in report.items() if isinstance(value, float)})
+        scalars = {name: value for name, value in report.items() if isinstance(value, float) and name != "time"}
+        writer.write(report["step"], scalars | account.shares())
         log.info("step %d: greedy reward %.3f, sampled %.3f", report["step"], report["greedy_reward"], report["sampled_reward"])
     writer.close()

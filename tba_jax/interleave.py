@@ -41,7 +41,9 @@ def run_interleaved(
             return
         for step in pending_steps(run, every_steps=config.evaluation.every_steps, final_step=config.learner.steps):
             report = evaluator.evaluate(step)
-            evaluator_writer.write(step, {name: value for name, value in report.items() if isinstance(value, float)})
+            evaluator_writer.write(
+                step, {name: value for name, value in report.items() if isinstance(value, float) and name != "time"}
+            )
 
     trainer.flush_snapshot()
     evaluate()

@@ -45,6 +45,9 @@ def _check_devices(config: Any, *roles: str) -> None:
 
 def _join(s: Settings, *, may_change_schedule: bool) -> None:
     experiment_lib.check_initial_policy(s.experiment, s.run)
+    for split, count in s.experiment.skipped.items():
+        if count:
+            log.warning("%d %s prompts are longer than task.prompt_length and left out", count, split)
     run_config.join(s.run, s.config, s.experiment.contract)
     if may_change_schedule:
         changes = run_config.change_schedule(s.run, s.config, allowed=s.allow_change, step=len(read_lineage(s.run.journal)))
@@ -152,7 +155,7 @@ def evaluator(s: Settings) -> Job:
 
     def job() -> int:
         if wait_for_run(s.run, poll_seconds=s.config.searchers.poll_seconds, stop=stop):
-            run_evaluator(_make_evaluator(s), s.config, s.run, stop=stop)
+            run_evaluator(_make_evaluator(s), s.config, s.run, account=TimeAccount(), stop=stop)
         return 0
 
     return job
@@ -197,6 +200,16 @@ def _interleaved(s: Settings) -> Job:
     return job
 
 
+def _refuse_one_tpu_for_all() -> None:
+    import jax
+
+    if jax.devices()[0].platform == "tpu":
+        raise ValueError(
+            "--role=all cannot divide a host's TPU between processes: start each role on a host of its own, "
+            "or set schedule.mode=interleaved"
+        )
+
+
 def _supervised(s: Settings) -> Job:
     cpus, gpus = supervisor.available_cpus(), supervisor.visible_gpus()
     placements = supervisor.place(s.config, cpus=cpus, gpus=gpus)
@@ -204,6 +217,7 @@ def _supervised(s: Settings) -> Job:
         if placement.gpus:
             experiment_lib.check_devices(s.config, role=name.split("-")[0], devices=len(placement.gpus))
     if not gpus:
+        _refuse_one_tpu_for_all()
         _check_devices(s.config, *{name.split("-")[0] for name in placements})
     EpochLease.refuse_if_held(s.run.journal)
     _join(s, may_change_schedule=True)

@@ -291,6 +291,10 @@ def changed_schedule(run: run_dir.RunDir, config: Any) -> dict[str, tuple[Any, A
     return {name: (theirs.get(name), ours[name]) for name in names if theirs.get(name) != ours[name]}
 
 
+# What the replay index of a checkpoint was built with.
+_FIXED = ("replay.capacity", "replay.capacity_per_query", "replay.merge_duplicates")
+
+
 def change_schedule(run: run_dir.RunDir, config: Any, *, allowed: Sequence[str], step: int) -> dict[str, tuple[Any, Any]]:
     """Lets a resumed trainer change allowed schedule settings, recorded in config.json with the step.
 
@@ -299,6 +303,9 @@ def change_schedule(run: run_dir.RunDir, config: Any, *, allowed: Sequence[str],
     """
     changes = changed_schedule(run, config)
     refused = {name: values for name, values in changes.items() if name not in allowed}
+    if fixed := [name for name in _FIXED if name in changes]:
+        there, here = changes[fixed[0]]
+        raise ValueError(f"{fixed[0]} of a run cannot change: {there!r} there, {here!r} here")
     if refused:
         listed = "; ".join(f"{name}: {there!r} there, {here!r} here" for name, (there, here) in refused.items())
         raise ValueError(f"the run has another schedule; {listed}; to change it, add --allow_change={','.join(sorted(refused))}")

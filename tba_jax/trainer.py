@@ -92,9 +92,8 @@ class Trainer:
             final_step=c.steps,
         )
         self.account = TimeAccount()
-        self._drawn_rows = 0
-        self._trained = 0
         self._last_gap: dict[str, float] = {}
+        self._saved_step = -1
         self._resume()
 
     # Resume
@@ -122,7 +121,7 @@ class Trainer:
             self.state, replay = self._checkpoints.restore(step, self._state_shapes)
             reader.heads()
             self.index = ReplayIndex.restore(replay, reader)
-            self.step_number = step
+            self.step_number = self._saved_step = step
         if lineage and self.step_number > lineage[-1]["step"]:
             raise ValueError(f"checkpoint {self.step_number} is ahead of the journal, which ends at step {lineage[-1]['step']}")
         self._replay_journal(lineage[self.step_number :], reader)
@@ -189,15 +188,8 @@ class Trainer:
             self._journal.append(line)
             self._visible = []
         self.index.mark_drawn(slots)
-        self._drawn_rows += len(slots)
         with self.account.measure("update"):
-            measurements = jax.device_get(self._apply(rows))
-        if not measurements["finite"]:
-            raise FloatingPointError(
-                f"step {self.step_number}: loss {measurements['loss']} or gradient norm {measurements['grad_norm']} is not "
-                f"finite; its batch is the line of that step in {self._journal.path}"
-            )
-        self._trained += 1
+            measurements = self._apply(rows)
         staleness = (
             self.step_number - 1 - np.where(rows["policy_step"] < 0, self.step_number - 1, rows["policy_step"]).min(axis=1)
         )
@@ -231,10 +223,16 @@ class Trainer:
                 f"the run's reference is {self._reference_number:016x}"
             )
 
-    def _apply(self, rows: trajectory.Rows) -> dict[str, jax.Array]:
+    def _apply(self, rows: trajectory.Rows) -> dict[str, Any]:
         batch = mesh_lib.put_rows(self._mesh, learner_lib.batch_from_rows(rows))
         self.state, measurements = self._update(self.state, batch)
+        measurements = jax.device_get(measurements)
         self.step_number += 1
+        if not measurements["finite"]:
+            raise FloatingPointError(
+                f"step {self.step_number}: loss {measurements['loss']} or gradient norm {measurements['grad_norm']} is not "
+                f"finite; its batch is the line of that step in {self._run.journal}"
+            )
         return measurements
 
     def _housekeeping(self) -> None:
@@ -262,8 +260,11 @@ class Trainer:
         self._publisher.wait()
 
     def save_checkpoint(self) -> None:
-        """Starts an asynchronous checkpoint of state and index."""
+        """Starts an asynchronous checkpoint of state and index, unless this step has one."""
+        if self._saved_step == self.step_number:
+            return
         self._lease.check()
+        self._saved_step = self.step_number
         self._checkpoints.save(self.state, self.index.state(), step=self.step_number, epoch=self._lease.epoch)
 
     def _logprob_gap(self) -> dict[str, float]:
