@@ -248,9 +248,9 @@ def test_frequencies_are_those_of_the_distribution(settings):
     assert statistic < chi_square_limit(int(support.sum()) - 1)
 
 
-@pytest.mark.parametrize("V", [1, 2, 16, 17, 59, 151_936])
+@pytest.mark.parametrize("V", [1, 2, 16, 17, 59, 2000])
 def test_the_inverse_cdf_at_its_edges_never_draws_an_impossible_token(V):
-    """Uniforms at and around every step of the distribution; at the largest V, XLA's cumulative sums are not monotone."""
+    """Uniforms at and around every step of the distribution, at 0 and at the largest float32 below 1."""
     rng = np.random.default_rng(5)
     block = max(1, int(V**0.5))
     few = rng.permutation(V)[:block] if V < 100 else np.arange(block)
@@ -271,6 +271,14 @@ def test_the_inverse_cdf_at_its_edges_never_draws_an_impossible_token(V):
             # Each token owns its stretch of [0, 1), up to rounding.
             upper = np.cumsum(probs)[tokens]
             assert (uniform < upper + 1e-5).all() and (uniform > upper - probs[tokens] - 1e-5).all()
+
+
+def test_rounded_cumulative_masses_draw_no_impossible_token():
+    """XLA sums a few hundred numbers as a tree, so cumulative masses may rise without mass, fall, or miss the target."""
+    mass = np.array([[0.5, 0.0, 0.5], [0.0, 0.5, 0.0], [0.25, 0.75, 0.0]], np.float32)
+    cumulative = np.array([[0.5, 0.6, 1.0], [0.1, 0.5, 0.4], [0.25, 0.9, 0.9]], np.float32)
+    target = np.array([0.55, 0.05, 0.95], np.float32)
+    assert np.asarray(sampling_lib._first_above(mass, cumulative, target)).tolist() == [2, 1, 1]
 
 
 jit_sample = jax.jit(sampling_lib.sample)

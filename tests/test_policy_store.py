@@ -1,0 +1,257 @@
+"""Snapshots: what is visible when, exact round trips into other meshes, damage, retention, and the publishing thread."""
+
+import concurrent.futures
+import functools
+import json
+import shutil
+import threading
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tba_jax import mesh as mesh_lib
+from tba_jax import policy_store, run_dir
+from tba_jax.models import decoder
+from tba_jax.policy_store import Publisher, SnapshotInfo
+
+MODEL = decoder.DecoderConfig(layers=2, width=16, heads=4, kv_heads=2, head_size=4, ffn=24, vocab=12, max_positions=16)
+
+
+@functools.cache
+def shardings(sizes: tuple[int, int, int] = (8, 1, 1)) -> decoder.Params:
+    return decoder.param_shardings(MODEL, mesh_lib.make_mesh(sizes, setting="learner.mesh"))
+
+
+def random_params(seed: int = 0) -> decoder.Params:
+    rng = np.random.default_rng(seed)
+    params = decoder.map_specs(lambda _, spec: rng.standard_normal(spec.shape).astype(np.float32), MODEL)
+    # Values that lossy writes lose: zeros (a chunk of fill values), subnormals, the largest numbers.
+    params["final_norm"][:] = 0.0
+    params["layers"]["attention_norm"][0, :4] = [1e-42, -3.4e38, -0.0, np.inf]
+    return params
+
+
+def save(policies: Path, step: int, params: decoder.Params | None = None, dtype: str = "float32") -> Path:
+    folder = policies / run_dir.step_name(step)
+    policy_store.save(folder, random_params(step) if params is None else params, SnapshotInfo(step=step, epoch=3), dtype=dtype)
+    return folder
+
+
+def assert_same_bits(found: decoder.Params, expected: decoder.Params) -> None:
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_equal(np.asarray(a).view(np.uint32), np.asarray(b).view(np.uint32)), found, expected
+    )
+
+
+@pytest.mark.parametrize("written", [(8, 1, 1), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("read", [(1, 4, 2), (8, 1, 1)], ids=str)
+def test_parameters_come_back_bit_by_bit_on_any_mesh(tmp_path, written, read):
+    folder = save(tmp_path, 5, jax.device_put(random_params(), shardings(written)))
+    assert json.loads((folder / policy_store.COMMIT).read_text()) == {"step": 5, "epoch": 3, "dtype": "float32"}
+    found = policy_store.load(folder, MODEL, shardings(read))
+    assert_same_bits(found, random_params())
+    assert jax.tree.map(lambda x: x.sharding, found) == shardings(read)
+
+
+def test_bfloat16_snapshots_hold_the_rounded_parameters(tmp_path):
+    folder = save(tmp_path, 5, jax.device_put(random_params(), shardings((2, 2, 2))), dtype="bfloat16")
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(np.float32), random_params())
+    found = policy_store.load(folder, MODEL, shardings())
+    assert_same_bits(found, rounded)
+    assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(found))
+    assert sum(p.stat().st_size for p in folder.rglob("*") if p.is_file() and p.suffix != ".json") < 3 * decoder.param_count(
+        MODEL
+    )
+
+
+def test_only_committed_snapshots_are_visible(tmp_path):
+    assert policy_store.latest_step(tmp_path / "policy") is None
+    save(tmp_path, 4)
+    torn = save(tmp_path, 6)
+    (torn / policy_store.COMMIT).unlink()
+    (tmp_path / f".{run_dir.step_name(8)}.0123abcd").mkdir()
+    assert policy_store.committed_steps(tmp_path) == [4]
+    with pytest.raises(FileNotFoundError):
+        policy_store.load_step(tmp_path, 6, MODEL, shardings())
+    # The leftover is replaced by the same step's next write.
+    save(tmp_path, 6)
+    assert policy_store.committed_steps(tmp_path) == [4, 6]
+    assert_same_bits(policy_store.load_step(tmp_path, 6, MODEL, shardings()), random_params(6))
+
+
+@pytest.mark.parametrize("where", ["the last parameter", "the commit", "the rename"])
+def test_a_write_that_fails_half_way_leaves_nothing(tmp_path, monkeypatch, where):
+    params = random_params()
+    if where == "the last parameter":
+        params["layers"]["value"] = np.full((2, 2), "text")
+    elif where == "the commit":
+        monkeypatch.setattr(run_dir, "write_json", refuse)
+    else:
+        monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises((OSError, ValueError)):
+        save(tmp_path, 5, params)
+    assert list(tmp_path.iterdir()) == []
+
+
+def refuse(*arguments, **settings):
+    raise OSError(28, "No space left on device")
+
+
+def largest_file(folder: Path) -> Path:
+    return max(
+        (path for path in folder.rglob("*") if path.is_file() and path.name != "zarr.json"), key=lambda p: p.stat().st_size
+    )
+
+
+def test_a_damaged_byte_is_an_error_that_names_the_parameter(tmp_path):
+    folder = save(tmp_path, 5)
+    for name, path in {"embedding": largest_file(folder / "embedding"), "layers.up": largest_file(folder / "layers.up")}.items():
+        whole = path.read_bytes()
+        damaged = bytearray(whole)
+        damaged[len(whole) // 2] ^= 1
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=rf"{folder}: parameter {name} is damaged"):
+            policy_store.load(folder, MODEL, shardings())
+        path.unlink()
+        with pytest.raises(ValueError, match=rf"{folder}: parameter {name} is damaged"):
+            policy_store.load(folder, MODEL, shardings())
+        path.write_bytes(whole)
+    assert_same_bits(policy_store.load(folder, MODEL, shardings()), random_params(5))
+
+
+def test_parameters_of_another_model_are_named(tmp_path):
+    params = random_params()
+    params["layers"]["up"] = params["layers"]["up"][..., :12]
+    del params["layers"]["value"]
+    folder = save(tmp_path, 5, params)
+    with pytest.raises(ValueError, match=r"parameter layers.up has shape \(2, 16, 12\), the model needs \(2, 16, 24\)"):
+        policy_store.load(folder, MODEL, shardings())
+    shutil.rmtree(folder)
+    params["layers"]["up"] = random_params()["layers"]["up"]
+    with pytest.raises(ValueError, match=r"parameter layers.value is missing or unreadable"):
+        policy_store.load(save(tmp_path, 5, params), MODEL, shardings())
+
+
+def test_pruning_keeps_the_newest_and_what_is_evaluated(tmp_path):
+    steps = [0, 1, 2, 3, 10, 11, 13, 20, 21, 22, 23]
+    for step in steps:
+        (tmp_path / run_dir.step_name(step)).mkdir()
+        (tmp_path / run_dir.step_name(step) / policy_store.COMMIT).write_text("{}")
+    assert policy_store.prune(tmp_path, keep=0, keep_every=10, final_step=13) == []
+    assert policy_store.prune(tmp_path, keep=3, keep_every=10, final_step=13) == [1, 2, 3, 11]
+    assert policy_store.committed_steps(tmp_path) == run_dir.steps_in(tmp_path) == [0, 10, 13, 20, 21, 22, 23]
+    assert policy_store.prune(tmp_path, keep=3, keep_every=10, final_step=13) == []
+
+
+def test_the_newest_snapshot_is_taken_once(tmp_path):
+    load = functools.partial(policy_store.load_latest, tmp_path, MODEL, shardings())
+    assert load(newer_than=-1) is None
+    for step in (0, 2, 4):
+        save(tmp_path, step)
+    step, params = load(newer_than=0)
+    assert step == 4
+    assert_same_bits(params, random_params(4))
+    assert load(newer_than=4) is None
+
+
+@pytest.mark.parametrize("moment", ["before opening", "before reading"])
+def test_a_snapshot_that_is_pruned_while_it_is_read_gives_the_next_newest(tmp_path, monkeypatch, moment):
+    for step in (0, 2, 4):
+        save(tmp_path, step)
+    open_array = policy_store.ts.open
+
+    def prune_then_open(spec, **settings):
+        path = spec["kvstore"]["path"]
+        opened = open_array(spec, **settings) if moment == "before reading" else None
+        if opened is not None:
+            opened.result()
+        if "00000004/layers.query" in path:
+            (tmp_path / "00000004" / policy_store.COMMIT).unlink()
+            shutil.rmtree(tmp_path / "00000004")
+        return opened if opened is not None else open_array(spec, **settings)
+
+    monkeypatch.setattr(policy_store.ts, "open", prune_then_open)
+    step, params = policy_store.load_latest(tmp_path, MODEL, shardings(), newer_than=-1)
+    assert step == 2
+    assert_same_bits(params, random_params(2))
+
+
+def test_the_fingerprint_is_that_of_the_weights(tmp_path):
+    first, same, other = save(tmp_path / "a", 1), save(tmp_path / "b", 2, random_params(1)), save(tmp_path, 3)
+    assert policy_store.fingerprint(first) == policy_store.fingerprint(same)
+    assert len({policy_store.fingerprint(first), policy_store.fingerprint(other)}) == 2
+    assert int(policy_store.fingerprint(first), 16) < 2**64 and len(policy_store.fingerprint(first)) == 16
+
+
+def make_publisher(policies: Path, keep: int = 0) -> Publisher:
+    return Publisher(policies, dtype="float32", keep=keep, keep_every=10, final_step=99)
+
+
+def test_published_snapshots_are_visible_after_waiting_and_old_ones_go(tmp_path):
+    publisher = make_publisher(tmp_path, keep=3)
+    for step in range(5):
+        publisher.publish(jax.device_put(random_params(step), shardings()), SnapshotInfo(step=step, epoch=1))
+    publisher.wait()
+    assert policy_store.committed_steps(tmp_path) == [0, 2, 3, 4]
+    assert_same_bits(policy_store.load_step(tmp_path, 4, MODEL, shardings()), random_params(4))
+    publisher.close()
+
+
+def test_the_next_update_may_overwrite_the_published_buffers(tmp_path, monkeypatch):
+    """The write is held back until the parameters have been donated to an update and are gone."""
+    donated = threading.Event()
+    write = policy_store.save
+
+    def held_back(*arguments, **settings):
+        assert donated.wait(30)
+        write(*arguments, **settings)
+
+    monkeypatch.setattr(policy_store, "save", held_back)
+    publisher = make_publisher(tmp_path)
+    params = jax.device_put(random_params(), shardings())
+    publisher.publish(params, SnapshotInfo(step=1, epoch=1))
+    assert policy_store.committed_steps(tmp_path) == []
+    update = jax.jit(lambda p: jax.tree.map(lambda x: x * 0 + 7, p), donate_argnums=0)
+    after = jax.block_until_ready(update(params))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(params))
+    donated.set()
+    publisher.close()
+    assert_same_bits(policy_store.load_step(tmp_path, 1, MODEL, shardings()), random_params())
+    assert float(after["embedding"][0, 0]) == 7
+
+
+@pytest.mark.parametrize("how", ["publish", "wait"])
+def test_a_failed_write_is_raised_by_the_next_call(tmp_path, how):
+    policies = tmp_path / "policy"
+    policies.write_text("a file where the folder should be")
+    publisher = make_publisher(policies)
+    params = jax.device_put(random_params(), shardings())
+    publisher.publish(params, SnapshotInfo(step=1, epoch=1))
+    with pytest.raises(OSError, match="policy"):
+        publisher.publish(params, SnapshotInfo(step=2, epoch=1)) if how == "publish" else publisher.wait()
+
+
+def test_a_reader_beside_a_publisher_sees_whole_snapshots_only(tmp_path):
+    """Every snapshot is one number throughout: a mixture of two would show."""
+    publisher = make_publisher(tmp_path, keep=3)
+    constant = {step: decoder.map_specs(lambda _, spec, s=step: np.full(spec.shape, s, np.float32), MODEL) for step in range(25)}
+
+    def read() -> set[int]:
+        seen: set[int] = set()
+        while not seen or max(seen) < 24:
+            found = policy_store.load_latest(tmp_path, MODEL, shardings(), newer_than=max(seen, default=-1))
+            if found is not None:
+                values = {float(value) for leaf in jax.tree.leaves(found[1]) for value in np.unique(leaf)}
+                assert values == {float(found[0])}
+                seen.add(found[0])
+        return seen
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        reader = pool.submit(read)
+        for step, params in constant.items():
+            publisher.publish(params, SnapshotInfo(step=step, epoch=1))
+        publisher.close()
+        assert len(reader.result(30)) > 1

@@ -1,0 +1,388 @@
+"""Every refusal of a config, one bad value each; the contract that roles share; and changes of a resumed run's schedule."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from configs import base, story_sentiment
+from tba_jax import experiment as experiment_lib
+from tba_jax import run_config
+from tba_jax.replay.selection import STRATEGIES
+from tba_jax.run_dir import RunDir
+
+FIXTURES = Path(__file__).parent / "fixtures"
+
+
+def config_with(overrides: dict[str, object], source=base):
+    config = source.get_config()
+    config.update_from_flattened_dict(overrides)
+    return config
+
+
+# Setting -> values just outside of what is allowed, and how the limit is put.
+LIMITS: dict[str, dict[str, list[object]]] = {
+    "must be at least 1": {
+        "task.prompt_length": [0],
+        "task.response_length": [0],
+        "task.arithmetic.digits": [0],
+        "task.arithmetic.train_queries": [0],
+        "task.arithmetic.heldout_queries": [0],
+        "task.story_sentiment.opening_words": [0],
+        "task.story_sentiment.heldout_queries": [0],
+        "model.layers": [0],
+        "model.width": [0],
+        "model.heads": [0],
+        "model.kv_heads": [0],
+        "model.head_size": [0],
+        "model.ffn": [0],
+        "searchers.count": [0],
+        "searchers.queries_per_batch": [0],
+        "searchers.samples_per_query": [0],
+        "learner.queries": [0],
+        "learner.steps": [0, -3],
+        "replay.capacity": [0],
+        "replay.segment_appends": [0],
+        "publish.every_steps": [0],
+        "checkpoint.every_steps": [0],
+        "checkpoint.keep": [0],
+        "evaluation.every_steps": [0],
+        "evaluation.queries": [0],
+        "evaluation.batch_size": [0],
+        "metrics.every_steps": [0],
+        "warm_start.batch_size": [0],
+        "warm_start.report_every_steps": [0],
+        "sampling.explore_temperature_factor": [0.9],
+    },
+    "must not be negative": {
+        "seed": [-1],
+        "task.arithmetic.seed": [-1],
+        "warm_start.steps": [-1],
+        "warm_start.warmup_steps": [-1],
+        "searchers.max_rows_per_snapshot": [-1],
+        "replay.recent_window": [-1],
+        "replay.max_draws_per_row": [-1],
+        "replay.max_staleness": [-1],
+        "replay.min_rows": [-1],
+        "learner.micro_batch_rows": [-1],
+        "learner.logit_block_rows": [-1],
+        "learner.warmup_steps": [-1],
+        "learner.decay_steps": [-1],
+        "learner.beta_steps": [-1],
+        "learner.weight_decay": [-0.1],
+        "learner.clip_norm": [-0.5],
+        "learner.logprob_gap_every_steps": [-1],
+        "schedule.lag": [-1],
+        "publish.keep": [-1],
+        "supervisor.max_restarts": [-1],
+        "evaluation.samples": [-1],
+        "sampling.top_k": [-1],
+    },
+    "must be above 0": {
+        "learner.beta_start": [0.0, float("nan")],
+        "learner.beta_end": [0.0, -0.1],
+        "learner.learning_rate": [0.0],
+        "learner.logprob_gap_limit": [0.0],
+        "sampling.scoring_temperature": [0.0],
+        "sampling.temperature": [0.0],
+        "searchers.poll_seconds": [0.0],
+        "replay.poll_seconds": [0.0],
+        "replay.inverse_temperature": [0.0],
+        "supervisor.stop_seconds": [0.0],
+        "warm_start.learning_rate": [0.0],
+    },
+    "must be within [0, 1]": {
+        "replay.recent_probability": [-0.1, 1.5, float("nan")],
+        "sampling.explore_temperature_probability": [1.1],
+        "sampling.explore_top_p_probability": [-0.1, 1.1],
+        "searchers.memory_fraction": [1.1],
+        "learner.memory_fraction": [-0.1],
+        "evaluation.memory_fraction": [1.1],
+    },
+    "must be within (0, 1]": {"sampling.top_p": [0.0, 1.2], "sampling.explore_top_p_low": [0.0, 1.2]},
+    "must be within [0, 1)": {"sampling.min_p": [-0.1, 1.0]},
+    "is not one of": {
+        "task.long_prompts": ["drop"],
+        "model.compute_dtype": ["float16"],
+        "publish.dtype": ["int8"],
+        "schedule.mode": ["synchronous"],
+        "task.name": ["sudoku"],
+        "learner.objective": ["ppo"],
+        "learner.schedule": ["cosine"],
+        "replay.strategy": ["newest"],
+    },
+}
+ONE_SETTING = [(name, value, limit) for limit, table in LIMITS.items() for name, values in table.items() for value in values]
+
+
+@pytest.mark.parametrize("name, value, limit", ONE_SETTING, ids=lambda x: str(x))
+def test_a_value_outside_of_its_limits_is_refused(name, value, limit):
+    with pytest.raises(ValueError, match=re.escape(f"{name}={value!r} {limit}")):
+        experiment_lib.build(config_with({name: value}))
+
+
+def test_every_rule_on_one_setting_is_tried_above():
+    tables = (run_config._AT_LEAST_ONE, run_config._AT_LEAST_ZERO, run_config._POSITIVE, run_config._PROBABILITIES)
+    rules = {name for table in (*tables, run_config._CHOICES, experiment_lib._NAMES) for name in table}
+    assert rules <= {name for name, _, _ in ONE_SETTING}
+
+
+@pytest.mark.parametrize(
+    "overrides, sentence",
+    [
+        ({"learner.objective": "trajectory_balanse"}, "(did you mean 'trajectory_balance'?)"),
+        ({"replay.strategy": "sofmax"}, f"is not one of {list(STRATEGIES)} (did you mean 'softmax'?)"),
+        (
+            {"task.name": "aritmetic"},
+            "task.name='aritmetic' is not one of ['arithmetic', 'story_sentiment'] (did you mean 'arithm",
+        ),
+        ({"learner.schedule": "wds"}, "(did you mean 'wsd'?)"),
+        ({"learner.completions": 1}, "learner.completions=1 must be at least 2: log Ẑ is a mean"),
+        ({"searchers.samples_per_query": 19}, "searchers.samples_per_query=19 is less than learner.completions=20"),
+        (
+            {"learner.micro_batch_rows": 3},
+            "learner.micro_batch_rows=3 does not divide the batch of learner.queries × learner.completions = 140",
+        ),
+        (
+            {"learner.micro_batch_rows": 20, "learner.logit_block_rows": 7},
+            "learner.logit_block_rows=7 does not divide the 20 rows of a micro-batch",
+        ),
+        ({"learner.logit_block_rows": 9}, "learner.logit_block_rows=9 does not divide the 140 rows"),
+        (
+            {"learner.schedule": "wsd", "learner.decay_steps": 491},
+            "learner.warmup_steps=10 + learner.decay_steps=491 exceed learner.steps=500",
+        ),
+        ({"replay.capacity": 139}, "replay.capacity=139 is less than one batch of 140 rows"),
+        ({"replay.capacity_per_query": 19}, "replay.capacity_per_query=19 is less than learner.completions=20"),
+        ({"sampling.top_p": 0.9}, "sampling.top_p=0.9 would truncate every row; trajectory balance needs full support"),
+        ({"sampling.top_k": 5}, "sampling.top_k=5 would truncate every row"),
+        ({"sampling.min_p": 0.1}, "sampling.min_p=0.1 would truncate every row"),
+        ({"sampling.explore_top_p_probability": 1.0}, "sampling.explore_top_p_probability=1 would truncate every row"),
+        ({"publish.keep": 1}, "publish.keep=1 must be 0 (all) or at least 3"),
+        (
+            {"publish.keep": 4, "schedule.mode": "interleaved", "schedule.lag": 4},
+            "publish.keep=4 must be 0 (all) or more than schedule.lag=4",
+        ),
+        ({"model.path": "x", "warm_start.steps": 5}, "model.path='x' and warm_start.steps=5 exclude each other"),
+        ({"learner.mesh.data": 3}, "the batch of 140 rows does not divide by learner.mesh data=3 × fsdp=1 = 3"),
+        ({"model.kv_heads": 3}, "model.heads=4 is not divisible by model.kv_heads=3"),
+        ({"model.head_size": 5}, "model.head_size=5 must be even"),
+        ({"task.prompt_length": 7}, "4000 of 4000 train prompts are longer than task.prompt_length=7 tokens (longest: 9)"),
+        (
+            {"task.prompt_length": 7, "task.long_prompts": "skip"},
+            "4000 of 4000 train prompts are longer than task.prompt_length=7 tokens",
+        ),
+        (
+            {"task.arithmetic.digits": 1},
+            "task.arithmetic.train_queries=4000 + heldout_queries=256 exceed half of the 81 sums that task.arithmetic.digits=1",
+        ),
+        ({"task.name": "story_sentiment"}, "task.name='story_sentiment' needs a pretrained model: set model.path"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, dict) else "",
+)
+def test_values_that_do_not_go_together_are_refused(overrides, sentence):
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        experiment_lib.build(config_with(overrides))
+
+
+@pytest.fixture
+def model_folder(tmp_path) -> Path:
+    """A tiny Llama of 48 ids and 64 positions, with a tokenizer of 40 ids."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    folder = shutil.copytree(FIXTURES / "tiny_llama_tied", tmp_path / "model")
+    words = ["<end>", "<unk>", *(f"w{i}" for i in range(38))]
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.add_special_tokens(["<end>"])
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>"})
+    )
+    stories = tmp_path / "stories.json"
+    stories.write_text(json.dumps([f"w{i} w{i + 1} w{i + 2}" for i in range(20)]))
+    return folder
+
+
+def story_config(folder: Path, **overrides):
+    named = {name.replace("__", "."): value for name, value in overrides.items()}
+    settings = {
+        "model.path": str(folder),
+        "task.story_sentiment.data_path": str(folder.parent / "stories.json"),
+        "task.story_sentiment.heldout_queries": 5,
+        "task.prompt_length": 16,
+        "task.response_length": 48,
+    }
+    return config_with(settings | named, story_sentiment)
+
+
+def test_a_pretrained_model_and_its_limits(model_folder):
+    built = experiment_lib.build(story_config(model_folder))
+    assert (built.model.vocab, built.tokenizer.vocab_size, built.contract.eos_id) == (48, 40, 0)
+    assert built.contract.banned_tokens == tuple(range(40, 48))  # rows of the embedding without a token
+    assert {split: len(queries) for split, queries in built.queries.items()} == {"train": 15, "heldout": 5}
+    assert built.queries["train"][0].prompt == (2, 3, 4)
+    assert "data_path" not in built.contract.task
+    with pytest.raises(
+        ValueError, match=r"task.prompt_length=17 \+ task.response_length=48 = 65 exceed the model's 64 positions"
+    ):
+        experiment_lib.build(story_config(model_folder, task__prompt_length=17))
+    definition = json.loads((model_folder / "config.json").read_text())
+    (model_folder / "config.json").write_text(json.dumps(definition | {"vocab_size": 39}))
+    with pytest.raises(ValueError, match=rf"model.path='{model_folder}': the tokenizer has 40 ids, the embedding only 39"):
+        experiment_lib.build(story_config(model_folder))
+    (model_folder / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=f"{model_folder} holds no tokenizer"):
+        experiment_lib.build(story_config(model_folder))
+    with pytest.raises(ValueError, match="nowhere"):
+        experiment_lib.build(story_config(model_folder, model__path=str(model_folder / "nowhere")))
+
+
+def test_long_prompts_may_be_left_out(model_folder):
+    stories = model_folder.parent / "stories.json"
+    stories.write_text(json.dumps([f"w{i} " * (2 + i % 3) for i in range(20)]))
+    config = story_config(model_folder, task__prompt_length=3, task__long_prompts="skip")
+    built = experiment_lib.build(config)
+    assert (built.skipped["train"], built.skipped["heldout"]) == (5, 1)
+    assert {len(query.prompt) for query in built.queries["train"]} == {2, 3}
+
+
+@pytest.mark.parametrize(
+    "role, overrides, devices, sentence",
+    [
+        ("trainer", {"learner.mesh.data": 2}, 8, "learner.mesh data=2 × fsdp=1 × tensor=1 does not make up the 8 devices"),
+        ("trainer", {"learner.mesh.data": -1, "learner.mesh.tensor": 3}, 8, "tensor=3 does not make up the 8 devices"),
+        (
+            "trainer",
+            {},
+            8,
+            "learner.micro_batch_rows or learner.queries × learner.completions = 140 rows are not divisible by the 8",
+        ),
+        (
+            "searcher",
+            {"searchers.queries_per_batch": 6},
+            4,
+            "searchers.queries_per_batch = 6 rows are not divisible by the 4 ways",
+        ),
+        ("searcher", {"searchers.mesh.data": 3}, 4, "searchers.mesh data=3"),
+        ("evaluator", {"evaluation.batch_size": 9}, 2, "evaluation.batch_size = 9 rows are not divisible by the 2 ways"),
+    ],
+)
+def test_meshes_that_do_not_fit_the_devices_are_refused(role, overrides, devices, sentence):
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        experiment_lib.check_devices(config_with(overrides), role=role, devices=devices)
+    experiment_lib.check_devices(base.get_config(), role=role, devices=4)
+
+
+def test_a_misspelt_key_fails_with_a_suggestion():
+    with pytest.raises((AttributeError, KeyError), match="learning_rate"):
+        base.get_config().learner.learning_rat = 1.0
+
+
+def join(tmp_path, overrides: dict[str, object] | None = None):
+    config = config_with(overrides or {})
+    run_config.join(RunDir(tmp_path / "run"), config, experiment_lib.build(config).contract)
+    return config
+
+
+def test_the_first_role_writes_the_config_and_others_join(tmp_path):
+    config = join(tmp_path)
+    stored = (tmp_path / "run" / "config.json").read_bytes()
+    assert json.loads(stored)["config"] == json.loads(json.dumps(config.to_dict()))
+    assert json.loads(stored)["changes"] == []
+    join(tmp_path)
+    # Per-role and schedule settings are no part of the contract, nor is the number format of computing.
+    join(
+        tmp_path,
+        {"learner.learning_rate": 1.0, "searchers.count": 7, "model.compute_dtype": "bfloat16", "sampling.temperature": 2.0},
+    )
+    assert (tmp_path / "run" / "config.json").read_bytes() == stored
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.json"]
+
+
+def test_another_contract_is_refused_by_field(tmp_path):
+    join(tmp_path)
+    changed = {
+        "task.response_length": 33,
+        "sampling.scoring_temperature": 0.7,
+        "model.width": 64,
+        "task.arithmetic.seed": 1,
+        "task.missing_eos_reward": -1.0,
+        "warm_start.steps": 600,
+    }
+    with pytest.raises(ValueError, match="belongs to a run of another contract") as refused:
+        join(tmp_path, changed)
+    assert str(refused.value).split("; ")[1:] == [
+        "missing_eos_reward: None there, -1.0 here",
+        "model.max_positions: 48 there, 49 here",
+        "model.width: 128 there, 64 here",
+        "response_length: 32 there, 33 here",
+        "scoring_temperature: 1.0 there, 0.7 here",
+        "task.seed: 0 there, 1 here",
+        "warm_start.steps: 0 there, 600 here",
+    ]
+
+
+def test_a_changed_schedule_needs_leave_and_is_recorded(tmp_path):
+    run = RunDir(tmp_path / "run")
+    join(tmp_path)
+    assert run_config.change_schedule(run, config_with({}), allowed=[], step=3) == {}
+    free = {
+        "learner.micro_batch_rows": 20,
+        "learner.mesh.data": 1,
+        "publish.keep": 9,
+        "searchers.count": 5,
+        "evaluation.queries": 8,
+    }
+    assert run_config.change_schedule(run, config_with(free), allowed=[], step=3) == {}
+    before = run.config.read_bytes()
+    changed = config_with({"learner.steps": 400, "replay.recent_probability": 0.5, "seed": 4})
+    with pytest.raises(ValueError, match="the run has another schedule") as refused:
+        run_config.change_schedule(run, changed, allowed=["learner.steps"], step=3)
+    for part in (
+        "replay.recent_probability: 0.95 there, 0.5 here",
+        "seed: 0 there, 4 here",
+        "--allow_change=replay.recent_probability,seed",
+    ):
+        assert part in str(refused.value)
+    assert "learner.steps" not in str(refused.value)
+    assert run.config.read_bytes() == before
+    allowed = ["learner.steps", "replay.recent_probability", "seed"]
+    assert run_config.change_schedule(run, changed, allowed=allowed, step=120)["learner.steps"] == (500, 400)
+    stored = run_config.read(run)
+    assert stored["config"]["learner"]["steps"] == 400 and len(stored["changes"]) == 1
+    assert stored["changes"][0]["step"] == 120
+    assert stored["changes"][0]["settings"] == {
+        "learner.steps": [500, 400],
+        "replay.recent_probability": [0.95, 0.5],
+        "seed": [0, 4],
+    }
+    # From here on the changed schedule is the run's; the old one would be a change.
+    assert run_config.change_schedule(run, changed, allowed=[], step=130) == {}
+    with pytest.raises(ValueError, match=r"learner.steps: 400 there, 500 here"):
+        run_config.change_schedule(run, config_with({}), allowed=[], step=130)
+
+
+def test_what_the_index_was_built_with_cannot_change(tmp_path):
+    join(tmp_path)
+    changed = config_with({"replay.capacity": 60_000})
+    with pytest.raises(ValueError, match=r"replay.capacity of a run cannot change: 50000 there, 60000 here"):
+        run_config.change_schedule(RunDir(tmp_path / "run"), changed, allowed=["replay.capacity"], step=3)
+
+
+@pytest.mark.parametrize("inside", ["", "below"])
+def test_a_workdir_that_cannot_be_written_is_refused(tmp_path, inside):
+    (tmp_path / "file").write_text("not a folder")
+    root = tmp_path / "file" / inside
+    config = base.get_config()
+    with pytest.raises(ValueError, match=rf"workdir '{root}' cannot be written: (File exists|Not a directory)"):
+        run_config.join(RunDir(root), config, experiment_lib.build(config).contract)
+
+
+def test_a_damaged_config_is_named(tmp_path):
+    join(tmp_path)
+    (tmp_path / "run" / "config.json").write_text('{"config": ')
+    with pytest.raises(ValueError, match=r"run/config.json is not valid JSON"):
+        join(tmp_path)
