@@ -66,6 +66,7 @@ def get_config() -> config_dict.ConfigDict:
     c.searchers.samples_per_query = 24  # S, at least learner.completions
     c.searchers.max_rows_per_snapshot = 0  # backpressure: a searcher pauses after this many rows until a newer snapshot; 0: never
     c.searchers.poll_seconds = 0.2
+    c.searchers.logit_block_rows = 0  # rows whose [R, V] logits exist at a time in reference scoring; 0: all
     c.searchers.memory_fraction = 0.2  # of a GPU that roles share, each searcher
     c.searchers.mesh = config_dict.ConfigDict(dict(data=-1, fsdp=1, tensor=1))
 
@@ -79,7 +80,7 @@ def get_config() -> config_dict.ConfigDict:
     c.replay.inverse_temperature = 1.0  # of the softmax strategy
     c.replay.max_draws_per_row = 0  # 0: no limit
     c.replay.max_staleness = 0  # trainer steps; 0: no limit
-    c.replay.min_rows = 0  # rows the trainer waits for before its first step; 0: one batch
+    c.replay.min_rows = 0  # rows that must be resident before a step; 0: as many as a batch needs
     c.replay.segment_appends = 256
     c.replay.poll_seconds = 0.2
 
@@ -104,7 +105,7 @@ def get_config() -> config_dict.ConfigDict:
     c.learner.weight_decay = 0.0
     c.learner.clip_norm = 1.0
     c.learner.logprob_gap_every_steps = 50  # compare sampler's and learner's log-probs on the same weights
-    c.learner.logprob_gap_limit = 1e-3  # nats per token, the largest; above it: an alarm
+    c.learner.logprob_gap_limit = 1e-3  # nats per token; above it: an alarm. For float32; bfloat16 wants about 0.1
     c.learner.memory_fraction = 0.45  # of a GPU that roles share
     c.learner.mesh = config_dict.ConfigDict(dict(data=-1, fsdp=1, tensor=1))
 
@@ -122,13 +123,14 @@ def get_config() -> config_dict.ConfigDict:
     c.evaluation.every_steps = 100  # besides the first and the last step
     c.evaluation.queries = 256
     c.evaluation.batch_size = 128
+    c.evaluation.logit_block_rows = 0  # as searchers.logit_block_rows
     c.evaluation.samples = 8  # decoded responses in each report
     c.evaluation.memory_fraction = 0.1  # of a GPU that roles share
     c.evaluation.mesh = config_dict.ConfigDict(dict(data=-1, fsdp=1, tensor=1))
 
     c.schedule = config_dict.ConfigDict()
     c.schedule.mode = "asynchronous"  # asynchronous | interleaved (search and training in turn, in one process)
-    c.schedule.lag = 0  # interleaved: rows come from the policy of this many steps ago; 0: on-policy
+    c.schedule.lag = 0  # interleaved: fresh rows come from the policy of this many steps ago; 0: on-policy
 
     c.supervisor = config_dict.ConfigDict()
     c.supervisor.max_restarts = 20  # of each role

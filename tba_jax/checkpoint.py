@@ -30,15 +30,18 @@ class Checkpoints:
         )
         self._manager.save(step, args=items, force=True)
 
-    def restore(self, step: int, state: Any) -> tuple[Any, dict[str, Any]]:
+    def restore(self, step: int, state: Any) -> tuple[Any, dict[str, Any], int]:
         """Restores into the shapes and shardings of `state` (a tree of jax.ShapeDtypeStruct with shardings).
+
+        Returns:
+          the state, the index, and the epoch of the trainer that saved them.
 
         Raises:
           ValueError: the checkpoint does not fit the state, by orbax's account of the difference.
         """
         items = ocp.args.Composite(state=ocp.args.StandardRestore(state), replay=ocp.args.JsonRestore())
         restored = self._manager.restore(step, args=items)
-        return restored["state"], restored["replay"]["index"]
+        return restored["state"], restored["replay"]["index"], restored["replay"]["epoch"]
 
     def wait(self) -> None:
         self._manager.wait_until_finished()

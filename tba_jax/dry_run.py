@@ -5,7 +5,7 @@ import math
 
 import jax
 
-from tba_jax.experiment import Experiment, row_shape
+from tba_jax.experiment import Experiment
 from tba_jax.models import decoder
 
 _GIB = 1 << 30
@@ -20,7 +20,7 @@ def describe(experiment: Experiment) -> str:
     lines += [f"  {'.'.join(str(entry.key) for entry in path):24} float32{list(leaf.shape)}" for path, leaf in shapes]
     lines.append(f"  {'total':24} {decoder.param_count(model):,}")
     lines += ["", "rows (one column each, per row):"]
-    lines += [f"  {name:24} {dtype}{list(shape)}" for name, (dtype, shape) in row_shape(experiment.contract).columns().items()]
+    lines += [f"  {name:24} {dtype}{list(shape)}" for name, (dtype, shape) in experiment.contract.row_shape().columns().items()]
     c, s = config.learner, config.searchers
     P, R = experiment.contract.prompt_length, experiment.contract.response_length
     micro = c.micro_batch_rows or c.queries * c.completions
@@ -28,7 +28,7 @@ def describe(experiment: Experiment) -> str:
         "",
         "batches:",
         f"  trainer    Q={c.queries} × K={c.completions} rows of {P} + {R} tokens, {micro} at a time",
-        f"  searcher   {s.queries_per_batch} queries × S={s.samples_per_query} rows of {P} + {R} tokens",
+        f"  searcher   {s.queries_per_batch} queries × {s.samples_per_query} samples: rows of {P} + {R} tokens",
         f"  evaluator  {config.evaluation.batch_size} rows of {P} + {R} tokens",
         "",
         "queries:",
@@ -57,27 +57,27 @@ def memory(experiment: Experiment) -> dict[str, dict[str, int]]:
     attention = micro * model.heads * T * T * 4
     row_bytes = sum(
         jax.numpy.dtype(dtype).itemsize * max(1, math.prod(shape))
-        for dtype, shape in row_shape(experiment.contract).columns().values()
+        for dtype, shape in experiment.contract.row_shape().columns().values()
     )
     search_rows = config.searchers.queries_per_batch * config.searchers.samples_per_query
 
-    def decoding(rows: int) -> dict[str, int]:
+    def decoding(rows: int, block: int) -> dict[str, int]:
         return {
             "policy and reference": 2 * 4 * params,
             "compute copy": compute * params if compute != 4 else 0,
             "KV cache": 2 * model.layers * rows * model.kv_heads * T * model.head_size * compute,
             "logits": 3 * rows * model.vocab * 4,
-            "scoring": rows * T * model.width * compute * 4 + min(rows, block) * R * model.vocab * 4 * 2,
+            "scoring": rows * T * model.width * compute * 4 + (block or rows) * R * model.vocab * 4 * 2,
         }
 
     return {
         "trainer": {
             "weights, gradient, AdamW": 4 * 4 * params,
-            "copy to publish": 4 * params,
+            "copies to publish and to checkpoint": 4 * 4 * params,
             "activations": micro * T * model.width * compute * layers_kept + attention + micro * T * model.ffn * compute * 3,
             "logits": block * R * model.vocab * 4 * 3,
             "replay (host)": config.replay.capacity * row_bytes,
         },
-        "searcher": decoding(search_rows),
-        "evaluator": decoding(config.evaluation.batch_size),
+        "searcher": decoding(search_rows, config.searchers.logit_block_rows),
+        "evaluator": decoding(config.evaluation.batch_size, config.evaluation.logit_block_rows),
     }

@@ -13,6 +13,7 @@ from tba_jax import mesh as mesh_lib
 from tba_jax import policy_store, run_config, run_dir, trajectory
 from tba_jax.decoding import generate as generate_lib
 from tba_jax.decoding import sampling as sampling_lib
+from tba_jax.decoding.rewards import reward_generation
 from tba_jax.metrics import MetricWriter, TimeAccount
 from tba_jax.models import decoder, scoring
 from tba_jax.tasks.interface import EncodedQuery, Task
@@ -59,7 +60,7 @@ class Evaluator:
                 scoring.response_logprobs,
                 config=model,
                 temperature=contract.scoring_temperature,
-                rows_per_block=config.evaluation.batch_size,
+                rows_per_block=config.evaluation.logit_block_rows or config.evaluation.batch_size,
                 banned_tokens=tuple(contract.banned_tokens),
                 remat=False,
             )
@@ -116,11 +117,13 @@ class Evaluator:
         generation = self._generate(params, *on_device)
         ref_logprobs, _ = self._score(self._reference, *on_device[:2], generation.tokens, generation.length)
         generation, ref_logprobs = jax.device_get((generation, ref_logprobs))
-        texts = [
-            self._tokenizer.decode_continuation(query.prompt, tokens[:length].tolist())
-            for query, tokens, length in zip(batch, generation.tokens, generation.length, strict=True)
-        ]
-        scores = self._task.rewards([query.query for query in batch], texts, generation.finished)
+        texts, scores = reward_generation(
+            generation,
+            batch,
+            task=self._task,
+            tokenizer=self._tokenizer,
+            missing_eos_reward=self._contract.missing_eos_reward,
+        )
         return [
             {
                 "query": query.query.prompt,
@@ -154,7 +157,7 @@ def run_evaluator(
     writer = MetricWriter(run.metrics("evaluator"))
     every_steps, final_step = config.evaluation.every_steps, config.learner.steps
     while not stop():
-        finished = run.finished.exists()  # read before the snapshots: the last one is published before it
+        finished = run_dir.is_finished(run, final_step)  # read before the snapshots: the last one is published before it
         pending = pending_steps(run, every_steps=every_steps, final_step=final_step)
         if not pending:
             if finished:

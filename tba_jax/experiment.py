@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from tba_jax import mesh as mesh_lib
-from tba_jax import policy_store, run_config, run_dir, supervised, trajectory
+from tba_jax import policy_store, run_config, run_dir, supervised
 from tba_jax.models import decoder, hugging_face
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.optimizer import SCHEDULES
@@ -80,6 +80,10 @@ def build(config: Any) -> Experiment:
     settings = config.task[config.task.name].to_dict() if config.task.name in config.task else {}
     task = TASKS[config.task.name](**settings)
     encoded = {split: _encode(task.queries(split), tokenizer, config, split) for split in SPLITS}
+    if config.learner.queries > len(encoded["train"][0]):
+        raise ValueError(
+            f"learner.queries={config.learner.queries} is more than the {len(encoded['train'][0])} train queries of the task"
+        )
     contract = run_config.Contract(
         model={k: v for k, v in dataclasses.asdict(model).items() if k != "compute_dtype"},
         tokenizer=tokenizer.fingerprint,
@@ -143,12 +147,6 @@ def _encode(queries: Sequence[Query], tokenizer: Tokenizer, config: Any, split: 
     return fitting, skipped
 
 
-def row_shape(contract: run_config.Contract) -> trajectory.RowShape:
-    return trajectory.RowShape(
-        prompt_length=contract.prompt_length, response_length=contract.response_length, reward_parts=tuple(contract.reward_parts)
-    )
-
-
 def check_initial_policy(experiment: Experiment, run: run_dir.RunDir) -> None:
     """Raises ValueError where the initial policy still has to be imported and its checkpoint is not whole."""
     if experiment.config.model.path and not run.initial_reference.exists():
@@ -206,18 +204,21 @@ def _initial_params(experiment: Experiment, mesh: Any, report: Callable[[int, fl
     )
 
 
-def check_devices(config: Any, *, role: str, devices: int) -> None:
-    """Raises ValueError where a role's mesh does not make up its devices, or does not divide its rows."""
-    if role == "trainer":
-        data, fsdp, _ = mesh_lib.mesh_shape(tuple(config.learner.mesh.values()), devices, setting="learner.mesh")
-        rows = config.learner.micro_batch_rows or config.learner.queries * config.learner.completions
-        run_config.check_ways(rows, data * fsdp, what="learner.micro_batch_rows or learner.queries × learner.completions")
-    elif role == "searcher":
-        data, fsdp, _ = mesh_lib.mesh_shape(tuple(config.searchers.mesh.values()), devices, setting="searchers.mesh")
-        run_config.check_ways(config.searchers.queries_per_batch, data * fsdp, what="searchers.queries_per_batch")
-    else:
-        data, fsdp, _ = mesh_lib.mesh_shape(tuple(config.evaluation.mesh.values()), devices, setting="evaluation.mesh")
-        run_config.check_ways(config.evaluation.batch_size, data * fsdp, what="evaluation.batch_size")
+def check_devices(experiment: Experiment, *, role: str, devices: int) -> None:
+    """Raises ValueError where a role's mesh does not make up its devices, or does not divide its rows or parameters."""
+    config = experiment.config
+    batch = config.learner.micro_batch_rows or config.learner.queries * config.learner.completions
+    warm = config.warm_start.batch_size if config.warm_start.steps else batch
+    section, settings = {
+        "trainer": ("learner", {"rows of a micro-batch": batch, "warm_start.batch_size": warm}),
+        "searcher": ("searchers", {"searchers.queries_per_batch": config.searchers.queries_per_batch}),
+        "evaluator": ("evaluation", {"evaluation.batch_size": config.evaluation.batch_size}),
+    }[role]
+    shape = mesh_lib.mesh_shape(tuple(config[section].mesh.values()), devices, setting=f"{section}.mesh")
+    for what, rows in settings.items():
+        run_config.check_ways(rows, shape[0] * shape[1], what=what)
+    sizes = dict(zip(mesh_lib.MESH_AXES, shape, strict=True))
+    decoder.map_specs(lambda name, spec: mesh_lib.check_divides(sizes, spec.axes, spec.shape, name=name), experiment.model)
 
 
 def heldout_queries(experiment: Experiment) -> list[EncodedQuery]:

@@ -27,7 +27,9 @@ def run_interleaved(
     stop: Callable[[], bool],
     progress: Callable[[], None],
 ) -> bool:
-    """One search batch, one update, until learner.steps are done. Rows of step n come from the weights after n − 1 − lag updates.
+    """One search batch, one update, until learner.steps are done.
+
+    Fresh rows of step n come from the weights after n − 1 − lag updates.
 
     Returns:
       whether the run is finished.
@@ -58,7 +60,7 @@ def run_interleaved(
         if trainer.step_number == first + 1:
             trainer.account.restart()
             begin = time.monotonic()
-        if trainer.step_number % config.metrics.every_steps == 0:
+        if trainer.step_number % config.metrics.every_steps == 0 or trainer.step_number == config.learner.steps:
             record(trainer_writer, trainer, measurements, begin=begin, steps=trainer.step_number - first - 1)
             scalars = {"rows_per_second": report.rows / report.seconds, "tokens_per_second": report.tokens / report.seconds}
             searcher_writer.write(trainer.step_number, {**scalars, "reward": report.reward, "policy_step": report.policy_step})

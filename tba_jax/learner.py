@@ -129,9 +129,23 @@ def _inputs(batch: Batch, beta: jax.Array, config: LearnerConfig) -> ObjectiveIn
     )
 
 
-def _split(tree: Any, micro_batch_rows: int) -> Any:
-    """[B, ...] -> [B / m, m, ...], consecutive rows together."""
-    return jax.tree.map(lambda x: x.reshape(-1, micro_batch_rows, *x.shape[1:]), tree)
+def _split(tree: Any, rows: int, unit: int) -> Any:
+    """[B, ...] -> [B / rows, rows, ...]: micro-batches of `rows` rows that keep every `unit` consecutive rows together.
+
+    Units are dealt out with a stride, so that each micro-batch takes its share from every device that rows are split over.
+    """
+
+    def split(x: jax.Array) -> jax.Array:
+        count = x.shape[0] // rows
+        return x.reshape(rows // unit, count, unit, *x.shape[1:]).swapaxes(0, 1).reshape(count, rows, *x.shape[1:])
+
+    return jax.tree.map(split, tree)
+
+
+def _join(x: jax.Array, unit: int) -> jax.Array:
+    """The inverse of `_split`: [B / rows, rows, ...] -> [B, ...]."""
+    count, rows = x.shape[:2]
+    return x.reshape(count, rows // unit, unit, *x.shape[2:]).swapaxes(0, 1).reshape(count * rows, *x.shape[2:])
 
 
 def _whole_groups(params: Any, batch: Batch, beta: jax.Array, *, objective: Objective, config: LearnerConfig) -> tuple[Any, ...]:
@@ -146,19 +160,20 @@ def _whole_groups(params: Any, batch: Batch, beta: jax.Array, *, objective: Obje
         (loss, aux), micro_grads = jax.value_and_grad(micro_loss, has_aux=True)(params, micro)
         return jax.tree.map(jnp.add, grads, micro_grads), (loss, *aux)
 
-    micros = _split(batch, config.micro_batch_rows)
+    K = config.completions
+    micros = _split(batch, config.micro_batch_rows, K)
     count = micros.reward.shape[0]
     grads, (losses, measurements, *per_token) = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), micros)
     grads = jax.tree.map(lambda g: g / count, grads)
     means = {name: jnp.mean(values) for name, values in measurements.items()}
-    return jnp.mean(losses), grads, means, *(x.reshape(batch.response_tokens.shape) for x in per_token)
+    return jnp.mean(losses), grads, means, *(_join(x, K) for x in per_token)
 
 
 def _any_split(params: Any, batch: Batch, beta: jax.Array, *, objective: Objective, config: LearnerConfig) -> tuple[Any, ...]:
     """Two passes: ∇_θ L = Σ_micro (∂ log π / ∂θ)ᵀ ∂L / ∂ log π, with the inner gradient taken on the whole batch."""
-    micros = _split(batch, config.micro_batch_rows)
+    micros = _split(batch, config.micro_batch_rows, 1)
     per_token = jax.lax.map(lambda micro: score(params, micro, config=config), micros)
-    policy_logprobs, entropy = (x.reshape(batch.response_tokens.shape) for x in per_token)
+    policy_logprobs, entropy = (_join(x, 1) for x in per_token)
     (loss, measurements), cotangent = jax.value_and_grad(objective, has_aux=True)(policy_logprobs, _inputs(batch, beta, config))
 
     def add(grads: Any, micro: tuple[Batch, jax.Array]) -> tuple[Any, None]:
@@ -166,7 +181,7 @@ def _any_split(params: Any, batch: Batch, beta: jax.Array, *, objective: Objecti
         pull_back = jax.vjp(lambda p: score(p, rows, config=config)[0], params)[1]
         return jax.tree.map(jnp.add, grads, pull_back(row_cotangent)[0]), None
 
-    grads, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), (micros, _split(cotangent, config.micro_batch_rows)))
+    grads, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), (micros, _split(cotangent, config.micro_batch_rows, 1)))
     return loss, grads, measurements, policy_logprobs, entropy
 
 

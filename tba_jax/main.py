@@ -4,6 +4,7 @@ python -m tba_jax.main --config=configs/X.py --workdir=DIR [--role=all|reference
 """
 
 import contextlib
+import errno
 import logging
 import re
 import sys
@@ -67,7 +68,8 @@ def _failures() -> Iterator[None]:
         yield
     except Exception as error:
         sentence = " ".join(str(error).split())
-        if isinstance(error, OSError) or "No space left" in sentence:
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+        if full or "No space left" in sentence:
             print(f"error: storage failed, the run stops; what was committed stays readable: {sentence}", file=sys.stderr)
             sys.exit(lifeline.STORAGE_FAILED)
         if isinstance(error, FloatingPointError):

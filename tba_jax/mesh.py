@@ -1,7 +1,7 @@
 """Device meshes, and the table that maps logical axes of arrays to mesh axes."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -69,12 +69,17 @@ def sharding(mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int], *, na
       ValueError: a dimension is not divisible by the mesh axes it is split over; names both numbers.
     """
     spec = partition_spec(axes)
+    check_divides(dict(mesh.shape), axes, shape, name=name)
+    return NamedSharding(mesh, spec)
+
+
+def check_divides(sizes: Mapping[str, int], axes: Sequence[str | None], shape: Sequence[int], *, name: str) -> None:
+    """Raises ValueError where a dimension is not divisible by the mesh axes it is split over. sizes: mesh axis -> size."""
     for size, axis in zip(shape, axes, strict=True):
         mesh_axes = RULES[axis] if axis is not None else ()
-        ways = math.prod(mesh.shape[mesh_axis] for mesh_axis in mesh_axes)
+        ways = math.prod(sizes[mesh_axis] for mesh_axis in mesh_axes)
         if size % ways:
             raise ValueError(f"{name}: axis {axis!r} of size {size} is not divisible by {ways} (mesh axes {mesh_axes})")
-    return NamedSharding(mesh, spec)
 
 
 def rows_sharding(mesh: Mesh) -> NamedSharding:

@@ -31,14 +31,15 @@ class MetricWriter:
         """Records one point. Scalars may be Python or NumPy numbers, or strings (JSON lines only)."""
         values = {name: value if isinstance(value, str) else float(value) for name, value in scalars.items()}
         line: dict[str, Any] = {"step": int(step), "time": time.time(), **values}
+        for name, array in (histograms or {}).items():
+            counts, edges = np.histogram(array, bins=min(20, max(1, int(np.ptp(array)) + 1)) if array.size else 1)
+            line[f"{name}_histogram"] = {"counts": counts.tolist(), "edges": edges.tolist()}
+        self._lines.write(json.dumps(line) + "\n")  # first: a storage that refuses raises here
         for name, value in values.items():
             if not isinstance(value, str):
                 self._events.add_scalar(name, value, step)
         for name, array in (histograms or {}).items():
             self._events.add_histogram(name, array, step)
-            counts, edges = np.histogram(array, bins=min(20, max(1, int(np.ptp(array)) + 1)) if array.size else 1)
-            line[f"{name}_histogram"] = {"counts": counts.tolist(), "edges": edges.tolist()}
-        self._lines.write(json.dumps(line) + "\n")
 
     def close(self) -> None:
         self._events.close()

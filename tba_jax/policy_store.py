@@ -132,8 +132,9 @@ def committed_steps(policies: Path) -> list[int]:
 
 
 def latest_step(policies: Path) -> int | None:
-    steps = committed_steps(policies)
-    return steps[-1] if steps else None
+    """The newest step with a visible snapshot; looks at no more folders than it must."""
+    newest_first = reversed(run_dir.steps_in(policies))
+    return next((step for step in newest_first if (policies / run_dir.step_name(step) / COMMIT).exists()), None)
 
 
 def load_step(policies: Path, step: int, config: decoder.DecoderConfig, shardings: decoder.Params) -> decoder.Params:
@@ -162,6 +163,13 @@ def prune(policies: Path, *, keep: int, keep_every: int, final_step: int) -> lis
         (folder / COMMIT).unlink(missing_ok=True)  # first the commit: no reader takes up a half-removed snapshot
         shutil.rmtree(folder, ignore_errors=True)
     return removed
+
+
+def sweep(policies: Path) -> None:
+    """Removes what killed writers and prunings left: drafts, and folders without a commit. Only the trainer may call it."""
+    for folder in policies.iterdir() if policies.is_dir() else ():
+        if folder.is_dir() and not (folder.name[0] != "." and (folder / COMMIT).exists()):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def fingerprint(folder: Path) -> str:

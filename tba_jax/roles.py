@@ -35,12 +35,12 @@ class Settings:
         return self.experiment.config
 
 
-def _check_devices(config: Any, *roles: str) -> None:
+def _check_devices(experiment: experiment_lib.Experiment, *roles: str) -> None:
     """The meshes of roles that run in this process, against its devices."""
     import jax
 
     for role in roles:
-        experiment_lib.check_devices(config, role=role, devices=len(jax.devices()))
+        experiment_lib.check_devices(experiment, role=role, devices=len(jax.devices()))
 
 
 def _join(s: Settings, *, may_change_schedule: bool) -> None:
@@ -69,7 +69,7 @@ def _make_reference(s: Settings) -> None:
 
 
 def reference(s: Settings) -> Job:
-    _check_devices(s.config, "trainer")
+    _check_devices(s.experiment, "trainer")
     _join(s, may_change_schedule=False)
 
     def job() -> int:
@@ -93,7 +93,7 @@ def _make_trainer(s: Settings, *, publish_every_steps: int) -> tuple[Any, EpochL
 def trainer(s: Settings) -> Job:
     from tba_jax.trainer import run_trainer
 
-    _check_devices(s.config, "trainer")
+    _check_devices(s.experiment, "trainer")
     EpochLease.refuse_if_held(s.run.journal)
     _join(s, may_change_schedule=True)
     made, lease = _make_trainer(s, publish_every_steps=s.config.publish.every_steps)
@@ -102,7 +102,7 @@ def trainer(s: Settings) -> Job:
     def job() -> int:
         finished = run_trainer(made, s.config, s.run, stop=stop)
         lease.release()
-        return 0 if finished or stop() else 1
+        return 0 if finished else lifeline.STOPPED
 
     return job
 
@@ -123,7 +123,7 @@ def _make_searcher(s: Settings, *, name: str, account: TimeAccount) -> Searcher:
 
 
 def searcher(s: Settings) -> Job:
-    _check_devices(s.config, "searcher")
+    _check_devices(s.experiment, "searcher")
     _join(s, may_change_schedule=False)
     stop = lifeline.StopSignal()
 
@@ -149,7 +149,7 @@ def _make_evaluator(s: Settings) -> Any:
 def evaluator(s: Settings) -> Job:
     from tba_jax.evaluator import run_evaluator
 
-    _check_devices(s.config, "evaluator")
+    _check_devices(s.experiment, "evaluator")
     _join(s, may_change_schedule=False)
     stop = lifeline.StopSignal()
 
@@ -182,7 +182,7 @@ def _interleaved(s: Settings) -> Job:
     from tba_jax.interleave import run_interleaved
 
     roles = ("trainer", "searcher", *(("evaluator",) if s.config.evaluation.enabled else ()))
-    _check_devices(s.config, *roles)
+    _check_devices(s.experiment, *roles)
     EpochLease.refuse_if_held(s.run.journal)
     _join(s, may_change_schedule=True)
     progress = _progress(s, searchers=1)
@@ -195,7 +195,7 @@ def _interleaved(s: Settings) -> Job:
         finished = run_interleaved(made, search, evaluate, s.config, s.run, stop=stop, progress=progress)
         lease.release()
         _conclude(s, progress, finished)
-        return 0 if finished else 130
+        return 0 if finished else lifeline.STOPPED
 
     return job
 
@@ -215,10 +215,10 @@ def _supervised(s: Settings) -> Job:
     placements = supervisor.place(s.config, cpus=cpus, gpus=gpus)
     for name, placement in placements.items():
         if placement.gpus:
-            experiment_lib.check_devices(s.config, role=name.split("-")[0], devices=len(placement.gpus))
+            experiment_lib.check_devices(s.experiment, role=name.split("-")[0], devices=len(placement.gpus))
     if not gpus:
         _refuse_one_tpu_for_all()
-        _check_devices(s.config, *{name.split("-")[0] for name in placements})
+        _check_devices(s.experiment, *{name.split("-")[0] for name in placements})
     EpochLease.refuse_if_held(s.run.journal)
     _join(s, may_change_schedule=True)
 

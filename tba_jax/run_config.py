@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tba_jax import run_dir
+from tba_jax import run_dir, trajectory
 
 # Settings that a resumed trainer may change only when it is told to (--allow_change): they are the run's schedule.
 SCHEDULE_SECTIONS = ("seed", "learner", "replay", "publish", "schedule")
@@ -49,6 +49,12 @@ class Contract:
     reward_parts: tuple[str, ...]
     reward_version: int
     warm_start: dict[str, Any]
+
+    def row_shape(self) -> trajectory.RowShape:
+        """The schema of the run's rows."""
+        return trajectory.RowShape(
+            prompt_length=self.prompt_length, response_length=self.response_length, reward_parts=tuple(self.reward_parts)
+        )
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -201,7 +207,15 @@ def _check_learner(config: Any) -> None:
         f"learner.warmup_steps={learner.warmup_steps} + learner.decay_steps={learner.decay_steps} exceed "
         f"learner.steps={learner.steps}",
     )
-    _require(config.replay.capacity >= rows, f"replay.capacity={config.replay.capacity} is less than one batch of {rows} rows")
+    kept = learner.queries * min(config.replay.capacity_per_query, config.searchers.samples_per_query)
+    _require(
+        config.replay.capacity >= kept,
+        f"replay.capacity={config.replay.capacity} cannot hold the {kept} responses to learner.queries={learner.queries} queries",
+    )
+    _require(
+        config.replay.min_rows <= config.replay.capacity,
+        f"replay.min_rows={config.replay.min_rows} is more than replay.capacity={config.replay.capacity}",
+    )
     _require(
         config.replay.capacity_per_query >= learner.completions,
         f"replay.capacity_per_query={config.replay.capacity_per_query} is less than learner.completions={learner.completions}",
@@ -237,6 +251,15 @@ def _check_run(config: Any) -> None:
         not (config.model.path and config.warm_start.steps),
         f"model.path={config.model.path!r} and warm_start.steps={config.warm_start.steps} exclude each other: "
         "a pretrained policy needs no warm start",
+    )
+    searchers = config.searchers
+    batch = searchers.queries_per_batch * searchers.samples_per_query
+    first = max(config.replay.min_rows, config.learner.queries * searchers.samples_per_query)
+    allowed = searchers.count * max(batch, searchers.max_rows_per_snapshot)
+    _require(
+        not searchers.max_rows_per_snapshot or allowed >= first,
+        f"searchers.max_rows_per_snapshot={searchers.max_rows_per_snapshot} lets {searchers.count} searchers "
+        f"generate {allowed} rows before the first update, which needs {first}",
     )
     mesh = config.learner.mesh
     rows, ways = config.learner.queries * config.learner.completions, mesh.data * mesh.fsdp

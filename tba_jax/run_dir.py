@@ -73,6 +73,14 @@ class RunDir:
         return self.root / "logs" / f"{role}.log"
 
 
+def is_finished(run: RunDir, steps: int) -> bool:
+    """Whether the run's trainer has done `steps` updates and said so. A run that is extended is not finished any more."""
+    try:
+        return read_json(run.finished)["step"] >= steps
+    except FileNotFoundError:
+        return False
+
+
 def step_name(step: int) -> str:
     """Folder or file stem of a step: eight digits, so that names sort as numbers."""
     return f"{step:08d}"

@@ -18,6 +18,7 @@ from tba_jax import mesh as mesh_lib
 from tba_jax import policy_store, run_config, run_dir, trajectory
 from tba_jax.decoding import generate as generate_lib
 from tba_jax.decoding import sampling as sampling_lib
+from tba_jax.decoding.rewards import reward_generation
 from tba_jax.metrics import MetricWriter, TimeAccount
 from tba_jax.models import decoder, scoring
 from tba_jax.replay.log import LogWriter
@@ -70,11 +71,6 @@ class Searcher:
         self._account = account
         self._mesh = mesh_lib.make_mesh(tuple(config.searchers.mesh.values()), setting="searchers.mesh")
         self._shardings = decoder.param_shardings(model, self._mesh)
-        self._shape = trajectory.RowShape(
-            prompt_length=contract.prompt_length,
-            response_length=contract.response_length,
-            reward_parts=tuple(contract.reward_parts),
-        )
         self.writer = f"{name}-{uuid.uuid4().hex[:8]}"
         self._writer_number = writer_number(self.writer)
         self._rng = np.random.default_rng([config.seed, self._writer_number])
@@ -82,7 +78,7 @@ class Searcher:
         self._log = LogWriter(
             run.replay,
             self.writer,
-            self._shape,
+            contract.row_shape(),
             rows_per_append=self.rows_per_batch,
             segment_appends=config.replay.segment_appends,
             info={"host": platform.node(), "pid": os.getpid(), "started": time.time(), "devices": str(self._mesh.devices.size)},
@@ -106,7 +102,7 @@ class Searcher:
                 config=model,
                 temperature=contract.scoring_temperature,
                 banned_tokens=tuple(contract.banned_tokens),
-                rows_per_block=config.learner.logit_block_rows or self.rows_per_batch,
+                rows_per_block=config.searchers.logit_block_rows or self.rows_per_batch,
                 remat=False,
             )
         )
@@ -149,7 +145,7 @@ class Searcher:
           FloatingPointError: the policy produced non-finite log-probs; names the first query.
         """
         begin = time.monotonic()
-        S = self._config.searchers.samples_per_query
+        samples = self._config.searchers.samples_per_query
         queries = self._next_queries()
         prompts, prompt_length = trajectory.left_pad(
             [query.prompt for query in queries], self._contract.prompt_length, self._contract.pad_id
@@ -162,24 +158,35 @@ class Searcher:
             generation = self._jit_generate(self._policy, *on_device, truncating=sampling_lib.is_truncating(sampling))
             generation = jax.device_get(generation)
         with self._account.measure("reference"):
-            per_row = (np.repeat(prompts, S, axis=0), np.repeat(prompt_length, S), generation.tokens, generation.length)
+            per_row = (
+                np.repeat(prompts, samples, axis=0),
+                np.repeat(prompt_length, samples),
+                generation.tokens,
+                generation.length,
+            )
             ref_logprobs, _ = self._jit_score(self._reference, *mesh_lib.put_rows(self._mesh, per_row))
             ref_logprobs = np.asarray(ref_logprobs)
         self._check_finite(generation.policy_logprobs, ref_logprobs, queries)
         with self._account.measure("reward"):
-            reward, parts = self._rewards([query for query in queries for _ in range(S)], generation)
+            _, scores = reward_generation(
+                generation,
+                [query for query in queries for _ in range(samples)],
+                task=self._task,
+                tokenizer=self._tokenizer,
+                missing_eos_reward=self._contract.missing_eos_reward,
+            )
         mask = trajectory.response_mask(generation.length, self._contract.response_length)
         count = self.rows_per_batch
         rows = {
             "row": row_numbers,
-            "query_id": np.repeat(np.array([trajectory.query_id(query.prompt) for query in queries], np.uint64), S),
+            "query_id": np.repeat(np.array([trajectory.query_id(query.prompt) for query in queries], np.uint64), samples),
             "prompt_tokens": per_row[0],
             "prompt_length": per_row[1],
             "response_tokens": generation.tokens,
             "response_length": generation.length,
             "finished": generation.finished,
-            "reward": reward,
-            "reward_parts": parts,
+            "reward": scores.reward,
+            "reward_parts": scores.parts,
             "reward_version": np.full(count, self._contract.reward_version, np.int32),
             "ref_logprobs": ref_logprobs,
             "reference_id": np.full(count, int(self.reference_id, 16), np.uint64),
@@ -194,7 +201,7 @@ class Searcher:
         return SearchReport(
             rows=count,
             tokens=int(generation.length.sum()),
-            reward=float(reward.mean()),
+            reward=float(scores.reward.mean()),
             finished=float(generation.finished.mean()),
             policy_step=self.policy_step,
             seconds=time.monotonic() - begin,
@@ -211,17 +218,6 @@ class Searcher:
             top_p_probability=s.explore_top_p_probability,
             top_p_low=s.explore_top_p_low,
         )
-
-    def _rewards(self, queries: Sequence[EncodedQuery], generation: generate_lib.Generation) -> tuple[np.ndarray, np.ndarray]:
-        """reward float32[B] with the missing-EOS rule applied, parts float32[B, M]."""
-        responses = [
-            self._tokenizer.decode_continuation(query.prompt, tokens[:length].tolist())
-            for query, tokens, length in zip(queries, generation.tokens, generation.length, strict=True)
-        ]
-        scores = self._task.rewards([query.query for query in queries], responses, generation.finished)
-        penalty = self._contract.missing_eos_reward
-        reward = scores.reward if penalty is None else np.where(generation.finished, scores.reward, np.float32(penalty))
-        return reward, scores.parts
 
     def _check_finite(self, policy_logprobs: np.ndarray, ref_logprobs: np.ndarray, queries: Sequence[EncodedQuery]) -> None:
         broken = ~(np.isfinite(policy_logprobs).all(1) & np.isfinite(ref_logprobs).all(1))
@@ -240,7 +236,7 @@ def run_searcher(
     writer = MetricWriter(run.metrics(name))
     begin, batches, rows_on_snapshot = time.monotonic(), 0, 0
     rows = tokens = 0
-    while not stop() and not run.finished.exists():
+    while not stop() and not run_dir.is_finished(run, config.learner.steps):
         with account.measure("load_policy"):
             rows_on_snapshot = 0 if searcher.refresh() else rows_on_snapshot
         limit = config.searchers.max_rows_per_snapshot

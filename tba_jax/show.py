@@ -40,7 +40,7 @@ def show(workdir: Path, order: str, count: int) -> str:
         raise ValueError(f"{workdir} holds no run: there is no {run.config}")
     config = config_dict.ConfigDict(run_config.read(run)["config"])
     experiment = experiment_lib.build(config)
-    reader = LogReader(run.replay, experiment_lib.row_shape(experiment.contract))
+    reader = LogReader(run.replay, experiment.contract.row_shape())
     heads = {writer: head for writer, head in reader.heads().items() if head}
     if not heads:
         raise ValueError(f"{run.replay} holds no committed row yet")

@@ -69,10 +69,12 @@ def place(config: Any, *, cpus: Sequence[int], gpus: Sequence[str]) -> dict[str,
     own: dict[str, tuple[str, ...]]
     if len(gpus) > len(searchers):
         spare = len(gpus) - len(searchers)
-        own = {"trainer": tuple(gpus[:spare])} | {name: (gpus[spare + i],) for i, name in enumerate(searchers)}
+        own = {"trainer": tuple(gpus[: _trainer_gpus(config, spare)])}
+        own |= {name: (gpus[spare + i],) for i, name in enumerate(searchers)}
     else:
         own = {name: (gpus[i % len(gpus)],) for i, name in enumerate(["trainer", *searchers])}
-    own["evaluator"] = own[searchers[-1]]
+    idle = [gpu for gpu in gpus if not any(gpu in used for used in own.values())]
+    own["evaluator"] = (idle[0],) if idle else own[searchers[-1]]
     fractions = {"trainer": config.learner.memory_fraction, "evaluator": config.evaluation.memory_fraction}
     fractions |= dict.fromkeys(searchers, config.searchers.memory_fraction)
     placements = {}
@@ -87,6 +89,19 @@ def place(config: Any, *, cpus: Sequence[int], gpus: Sequence[str]) -> dict[str,
         alone = len(sharing) == 1
         placements[name] = Placement(cpus=shares[name], gpus=own[name], memory_fraction=0.0 if alone else fractions[name])
     return placements
+
+
+def _trainer_gpus(config: Any, spare: int) -> int:
+    """The most of `spare` GPUs that the trainer's mesh can use and that divide its rows; all where the mesh says how many."""
+    mesh, learner = config.learner.mesh, config.learner
+    rows = learner.micro_batch_rows or learner.queries * learner.completions
+    batches = [rows, config.warm_start.batch_size] if config.warm_start.steps else [rows]
+    fitting = [
+        n
+        for n in range(1, spare + 1)
+        if n % (mesh.fsdp * mesh.tensor) == 0 and all(batch % (n // mesh.tensor) == 0 for batch in batches)
+    ]
+    return fitting[-1] if mesh.data == -1 and fitting else spare
 
 
 class _Role:
@@ -154,7 +169,7 @@ class Supervisor:
         role.start()
         while (code := role.poll()) is None:
             if stop():
-                return 130
+                return lifeline.STOPPED
             progress()
             time.sleep(_POLL_SECONDS)
         self._roles.remove(role)
@@ -185,7 +200,7 @@ class Supervisor:
         waiting = set(until)
         while waiting:
             if stop():
-                return 130
+                return lifeline.STOPPED
             progress()
             time.sleep(_POLL_SECONDS)
             for role in self._roles:
@@ -196,8 +211,8 @@ class Supervisor:
                 code = role.poll()
                 if code is None:
                     continue
-                if code == 0:
-                    waiting.discard(role.name)
+                if code == 0 and self._run.finished.exists():
+                    waiting.discard(role.name)  # ended because the run has, not because somebody stopped it
                 elif (final := self._died(role, code)) is not None:
                     return final
         return 0

@@ -56,11 +56,7 @@ class Trainer:
         self.rows = c.queries * c.completions
         self._mesh = mesh_lib.make_mesh(tuple(c.mesh.values()), setting="learner.mesh")
         self._shardings = decoder.param_shardings(model, self._mesh)
-        self._shape = trajectory.RowShape(
-            prompt_length=contract.prompt_length,
-            response_length=contract.response_length,
-            reward_parts=tuple(contract.reward_parts),
-        )
+        self._shape = contract.row_shape()
         self._learner_config = learner_lib.LearnerConfig(
             model=model,
             completions=c.completions,
@@ -100,6 +96,7 @@ class Trainer:
 
     def _resume(self) -> None:
         run = self._run
+        policy_store.sweep(run.policies)
         lineage = journal_lib.read_lineage(run.journal)
         reader = LogReader(run.replay, self._shape)
         step = self._checkpoints.latest_step()
@@ -118,7 +115,12 @@ class Trainer:
             )
             self.step_number = 0
         else:
-            self.state, replay = self._checkpoints.restore(step, self._state_shapes)
+            self.state, replay, epoch = self._checkpoints.restore(step, self._state_shapes)
+            if 0 < step <= len(lineage) and epoch < lineage[step - 1]["epoch"]:
+                raise ValueError(
+                    f"checkpoint {step} was written under epoch {epoch}, but step {step} belongs to epoch "
+                    f"{lineage[step - 1]['epoch']}: a trainer that had been replaced wrote it; remove it from {run.checkpoints}"
+                )
             reader.heads()
             self.index = ReplayIndex.restore(replay, reader)
             self.step_number = self._saved_step = step
@@ -149,6 +151,8 @@ class Trainer:
                 raise ValueError(f"journalled step {line['step']}: the rows in the log are not those that were drawn")
             self.index.mark_drawn(slots)
             self._apply(rows)
+            if self._publish_is_due() and self.step_number not in policy_store.committed_steps(self._run.policies):
+                self.publish()
 
     # Live
 
@@ -235,11 +239,15 @@ class Trainer:
             )
         return measurements
 
+    def _publish_is_due(self) -> bool:
+        """At every k-th step, at steps that are evaluated, and at the last."""
+        n, c = self.step_number, self._config
+        return n % self._publish_every == 0 or n % c.evaluation.every_steps == 0 or n == c.learner.steps
+
     def _housekeeping(self) -> None:
         c = self._config
         last = self.step_number == c.learner.steps
-        due = self.step_number % self._publish_every == 0 or self.step_number % c.evaluation.every_steps == 0
-        if due or last:
+        if self._publish_is_due():
             with self.account.measure("publish"):
                 self.publish()
         if self.step_number % c.checkpoint.every_steps == 0 or last:
@@ -272,6 +280,7 @@ class Trainer:
 
         Trajectory balance would train on without notice if a mask, a position or a precision differed between the two.
         """
+        self._publisher.wait()  # its pruning must not take away what is chosen here
         published = np.array(policy_store.committed_steps(self._run.policies), np.int64)
         resident = np.flatnonzero(self.index.slot_query >= 0)
         usable = resident[np.isin(self.index.row_step[resident], published)]
@@ -287,8 +296,10 @@ class Trainer:
         batch = mesh_lib.put_rows(self._mesh, learner_lib.batch_from_rows(rows))
         logprobs = np.asarray(self._score(params, batch)[0])
         gap = np.abs(logprobs - rows["policy_logprobs"])[mask & whole[:, None]]
-        worst = float(gap.max(initial=0.0))
-        alarm = worst > self._config.learner.logprob_gap_limit
+        if not gap.size:
+            return {}
+        worst = float(gap.max())
+        alarm = not worst <= self._config.learner.logprob_gap_limit  # NaN is an alarm
         if alarm:
             log.error(
                 "ALARM: sampler and learner disagree by %.2g nats on a token of policy step %d (limit %.2g, "

@@ -154,7 +154,7 @@ def test_every_rule_on_one_setting_is_tried_above():
             {"learner.schedule": "wsd", "learner.decay_steps": 491},
             "learner.warmup_steps=10 + learner.decay_steps=491 exceed learner.steps=500",
         ),
-        ({"replay.capacity": 139}, "replay.capacity=139 is less than one batch of 140 rows"),
+        ({"replay.capacity": 139}, "replay.capacity=139 cannot hold the 168 responses to learner.queries=7 queries"),
         ({"replay.capacity_per_query": 19}, "replay.capacity_per_query=19 is less than learner.completions=20"),
         ({"sampling.top_p": 0.9}, "sampling.top_p=0.9 would truncate every row; trajectory balance needs full support"),
         ({"sampling.top_k": 5}, "sampling.top_k=5 would truncate every row"),

@@ -193,6 +193,7 @@ class LogReader:
         """Args: root: `RunDir.replay`; patience_seconds: how long a committed chunk may stay "not found" on slow storage."""
         self.shape = shape
         self.problems: dict[str, str] = {}
+        self._foreign: set[str] = set()
         self._root = root
         self._patience_seconds = patience_seconds
         self._followed: dict[str, _Followed] = {}
@@ -205,7 +206,7 @@ class LogReader:
         except FileNotFoundError:
             return {}
         for name in names:
-            if name not in self._followed and name not in self.problems and not name.startswith("."):
+            if name not in self._followed and name not in self._foreign and not name.startswith("."):
                 self._follow(name)
         for name, followed in self._followed.items():
             try:
@@ -226,6 +227,8 @@ class LogReader:
                 raise ValueError(f"its rows have another schema: {difference}")
         except (ValueError, OSError, AttributeError) as error:
             self.problems[name] = f"{folder} is ignored: {error}"
+            if not isinstance(error, OSError):  # storage may recover, a foreign folder stays one
+                self._foreign.add(name)
             return
         # A writer opens a segment once the one before is full, so the last segment tells all.
         last = max(_segments_in(folder), default=0)

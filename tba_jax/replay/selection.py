@@ -52,8 +52,8 @@ def draw_batch(
       max_staleness: a row whose oldest weights are more trainer steps old is not eligible (0 = off).
 
     Returns:
-      int64[Q·K] slots, the K of a query consecutive, or None while fewer than Q queries have an eligible row. A query
-      with fewer than K eligible rows repeats them evenly; no row repeats otherwise.
+      int64[Q·K] slots, the K of a query consecutive, or None while fewer than Q queries have an eligible row (K of
+      them under max_draws_per_row). A query with fewer than K eligible rows repeats them evenly; no row repeats otherwise.
 
     Raises:
       ValueError: a setting outside its range, by name.
@@ -73,7 +73,8 @@ def draw_batch(
         eligible &= step - index.row_step <= max_staleness
     limited = bool(max_draws_per_row or max_staleness)
     rows_of = np.bincount(index.slot_query[eligible], minlength=len(index.query_rows)) if limited else index.query_rows
-    live = np.flatnonzero(rows_of > 0)
+    # Repeating a query's few rows would draw them past their limit: such a query waits for fresh ones.
+    live = np.flatnonzero(rows_of >= (K if max_draws_per_row else 1))
     if len(live) < Q:
         return None
 
