@@ -169,11 +169,13 @@ def test_one_query_samples_its_rows_evenly():
 
 def test_a_row_that_reached_its_draws_is_not_drawn_again():
     index, rng = index_of({1: 4, 2: 4}), np.random.default_rng(8)
-    for _ in range(4):
-        index.mark_drawn(draw(index, rng, queries=2, completions=2, max_draws_per_row=2, recent_probability=0.5))
-    assert index.row_draws.tolist() == [2] * 8
-    assert draw(index, rng, max_draws_per_row=2) is None
-    assert draw(index, rng, max_draws_per_row=3) is not None
+    limited = dict(queries=2, completions=2, max_draws_per_row=2, recent_probability=0.5)
+    while (slots := draw(index, rng, **limited)) is not None:
+        assert len(set(slots.tolist())) == 4, "a row is not repeated to fill a batch where its draws are limited"
+        index.mark_drawn(slots)
+    # Each query goes on until fewer than K of its rows may be drawn.
+    assert index.row_draws.max() == 2 and index.row_draws.sum() >= 2 * (4 * 2 - 2)
+    assert draw(index, rng, **limited | {"max_draws_per_row": 3}) is not None
 
 
 def test_a_stale_row_is_not_drawn():

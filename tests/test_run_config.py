@@ -212,6 +212,7 @@ def story_config(folder: Path, **overrides):
         "model.path": str(folder),
         "task.story_sentiment.data_path": str(folder.parent / "stories.json"),
         "task.story_sentiment.heldout_queries": 5,
+        "learner.queries": 4,
         "task.prompt_length": 16,
         "task.response_length": 48,
     }
@@ -272,8 +273,8 @@ def test_long_prompts_may_be_left_out(model_folder):
 )
 def test_meshes_that_do_not_fit_the_devices_are_refused(role, overrides, devices, sentence):
     with pytest.raises(ValueError, match=re.escape(sentence)):
-        experiment_lib.check_devices(config_with(overrides), role=role, devices=devices)
-    experiment_lib.check_devices(base.get_config(), role=role, devices=4)
+        experiment_lib.check_devices(experiment_lib.build(config_with(overrides)), role=role, devices=devices)
+    experiment_lib.check_devices(experiment_lib.build(base.get_config()), role=role, devices=4)
 
 
 def test_a_misspelt_key_fails_with_a_suggestion():

@@ -177,6 +177,10 @@ starts = len(list(folder.glob(kind + "-*")))
 print(kind, "was here", flush=True)
 if kind == "dies-once" and starts == 0:
     sys.exit(1)
+if kind == "stops-once" and starts == 0:
+    sys.exit(0)
+if kind in ("dies-once", "stops-once"):
+    (folder / "finished.json").write_text('{"step": 1}')
 if kind == "always-dies":
     sys.exit(7)
 if kind == "bad-input":
@@ -216,6 +220,10 @@ def roles(tmp_path, monkeypatch):
 def test_a_role_that_dies_is_started_again_and_the_others_are_stopped_at_the_end(roles, tmp_path):
     assert roles(["dies-once", "stays"], until=["dies-once"]) == (0, {"dies-once": 2, "stays": 1})
     assert RunDir(tmp_path).log("dies-once").read_text() == "dies-once was here\n" * 2
+
+
+def test_a_role_that_stops_before_the_run_has_finished_is_started_again(roles):
+    assert roles(["stops-once", "stays"], until=["stops-once"]) == (0, {"stops-once": 2, "stays": 1})
 
 
 def test_bad_input_ends_the_run_by_its_last_words(roles, capsys):
