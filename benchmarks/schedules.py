@@ -1,4 +1,4 @@
-"""The demo under both schedules from the same warm start, side by side: asynchronous and interleaved (lag 0 and lag 8).
+"""The demo under both schedules from the same warm start, side by side: asynchronous and interleaved.
 
     python -m benchmarks.schedules --workdir=runs/schedules [--steps=400]
 
@@ -22,8 +22,7 @@ _RECIPE = flags.DEFINE_string("recipe", "configs/demo.py", "The recipe.")
 
 SCHEDULES = {
     "asynchronous": ("--config.schedule.mode=asynchronous",),
-    "interleaved, lag 0": ("--config.schedule.mode=interleaved", "--config.schedule.lag=0"),
-    "interleaved, lag 8": ("--config.schedule.mode=interleaved", "--config.schedule.lag=8", "--config.publish.keep=12"),
+    "interleaved": ("--config.schedule.mode=interleaved",),
 }
 
 

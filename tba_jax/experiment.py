@@ -209,8 +209,9 @@ def check_devices(experiment: Experiment, *, role: str, devices: int) -> None:
     config = experiment.config
     batch = config.learner.micro_batch_rows or config.learner.queries * config.learner.completions
     warm = config.warm_start.batch_size if config.warm_start.steps else batch
+    rows_of_learner = "learner.micro_batch_rows or learner.queries × learner.completions"
     section, settings = {
-        "trainer": ("learner", {"rows of a micro-batch": batch, "warm_start.batch_size": warm}),
+        "trainer": ("learner", {rows_of_learner: batch, "warm_start.batch_size": warm}),
         "searcher": ("searchers", {"searchers.queries_per_batch": config.searchers.queries_per_batch}),
         "evaluator": ("evaluation", {"evaluation.batch_size": config.evaluation.batch_size}),
     }[role]
