@@ -18,8 +18,8 @@ def get_config():
     c.sampling.temperature = 0.7
     # Answers are short and often the same; how often is what tells a habit from an accident.
     c.replay.merge_duplicates = False
-    c.learner.learning_rate = 2.5e-5
+    c.learner.learning_rate = 3e-5
     c.learner.schedule = "linear"
-    c.learner.steps = 400
+    c.learner.steps = 500
     c.publish.keep = 5
     return c
