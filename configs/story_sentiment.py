@@ -2,8 +2,7 @@
 
 Paper:     none; a small stand-in for preference tuning (PAPER's PFT) that runs on a laptop.
 Command:   make stories MODEL=DIR/TinyStories-656K DATA=DIR/tinystories_1000.json
-Hardware:  2 CPU cores. Time: 260 s for 200 steps. Score: held-out reward 0.39 -> 0.88 (measured, benchmarks/RESULTS.md);
-           0.86 at step 150.
+Hardware:  2 CPU cores. Time: about 200 s. Score: held-out reward 0.39 -> 0.86 (measured, benchmarks/RESULTS.md).
 """
 
 from configs import base
