@@ -14,7 +14,7 @@ from tba_jax import metrics, run_dir
 from tba_jax.replay import journal
 from tests import tiny_run
 
-STEPS = 400
+STEPS = 800
 PATIENCE_SECONDS = 120
 
 
@@ -45,6 +45,10 @@ def wait_until(condition, what: str) -> None:
 def trained(workdir: Path) -> int:
     lines = metrics.read_lines(workdir / "metrics" / "trainer")
     return lines[-1]["step"] if lines else 0
+
+
+def writers(workdir: Path) -> set[str]:
+    return {path.name for path in (workdir / "replay").iterdir() if not path.name.startswith(".")}
 
 
 def everything_gone(workdir: Path, seconds: float = 5.0) -> bool:
@@ -79,8 +83,10 @@ def test_asynchronous_run_survives_kills(tmp_path):
     # The same command goes on; Ctrl-C stops it and leaves no process.
     stopped_at = trained(workdir)
     assert stopped_at < STEPS, "the run ended before it could be interrupted: raise STEPS"
+    earlier = writers(workdir)
     supervisor = tiny_run.start(arguments)
     wait_until(lambda: trained(workdir) > stopped_at + 5, "steps after the restart")
+    wait_until(lambda: writers(workdir) > earlier, "a log of a new searcher: a writer id is never used again")
     supervisor.send_signal(signal.SIGINT)
     output, _ = supervisor.communicate(timeout=60)
     assert supervisor.returncode == 130, output
@@ -112,14 +118,12 @@ def check_what_is_left(run: run_dir.RunDir) -> None:
     lineage = journal.read_lineage(run.journal)
     assert [line["step"] for line in lineage] == list(range(1, STEPS + 1)), "every step journalled once on the lineage"
     assert len({line["epoch"] for line in lineage}) >= 3, "the kills made new epochs"
-    writers = {path.name for path in run.replay.iterdir()}
-    assert len(writers) >= 5, "a restarted searcher never reuses a writer id"
     finished = run_dir.read_json(run.finished)
     for writer, entry in finished["ledger"].items():
         accounted = entry["resident"] + sum(entry["evicted"].values()) + sum(entry["rejected"].values())
         assert entry["seen"] == accounted, writer
     assert finished["step"] == STEPS and finished["rows_rejected"] == 0
-    assert {0, 200, 400} <= set(run_dir.steps_in(run.evaluations))
+    assert {0, STEPS} <= set(run_dir.steps_in(run.evaluations))
     assert (run.root / "progress.png").exists()
     lines = metrics.read_lines(run.metrics("trainer"))
     wanted = {"loss", "reward", "kl_to_ref", "entropy", "log_z", "grad_norm", "staleness_mean", "staleness_max"}
@@ -128,5 +132,6 @@ def check_what_is_left(run: run_dir.RunDir) -> None:
     assert max(line["staleness_max"] for line in lines) > 0
     gaps = [line["logprob_gap_max"] for line in lines if "logprob_gap_max" in line]
     assert gaps and max(gaps) < 1e-3, "sampler and learner disagree on the same weights"
-    searcher = metrics.read_lines(run.metrics("searcher-0"))[-1]
-    assert searcher["tokens_per_second"] > 0 and {"time_decode", "time_reference", "time_append"} <= set(searcher)
+    searching = [line for i in range(2) for line in metrics.read_lines(run.metrics(f"searcher-{i}"))]
+    assert searching and all(line["tokens_per_second"] > 0 for line in searching)
+    assert {"time_decode", "time_reference", "time_append"} <= set(searching[0])
