@@ -1,7 +1,8 @@
 """Device meshes, and the table that maps logical axes of arrays to mesh axes."""
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +20,14 @@ RULES: dict[str, tuple[str, ...]] = {
     "ffn": ("tensor",),
     "layers": (),
     "head": (),
+    "positions": (),
+    "labels": (),
+    "rank": (),
 }
+
+# Letter of the axis table -> logical axis, where a value is computed. Width is whole there: parameters, which are split over
+# fsdp where they rest, are gathered for their use, and activations are split by rows. Letters that are not named are whole.
+_COMPUTED = {"B": "rows", "Q": "rows", "t": "rows", "N": "heads", "G": "kv_heads", "F": "ffn", "V": "vocab"}
 
 
 def mesh_shape(sizes: tuple[int, int, int], devices: int, *, setting: str) -> tuple[int, int, int]:
@@ -80,6 +88,33 @@ def check_divides(sizes: Mapping[str, int], axes: Sequence[str | None], shape: S
         ways = math.prod(sizes[mesh_axis] for mesh_axis in mesh_axes)
         if size % ways:
             raise ValueError(f"{name}: axis {axis!r} of size {size} is not divisible by {ways} (mesh axes {mesh_axes})")
+
+
+def constrain(x: jax.Array, axes: str) -> jax.Array:
+    """Splits an intermediate value over the mesh of the context (`on_mesh`) as its letters say; without a mesh, x as it is.
+
+    Args:
+      axes: one letter of the axis table for each dimension of x. A dimension that its mesh axes do not divide stays whole.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return x
+    parts = []
+    for letter, size in zip(axes, x.shape, strict=True):
+        mesh_axes = RULES[_COMPUTED[letter]] if letter in _COMPUTED else ()
+        parts.append(mesh_axes if mesh_axes and size % math.prod(mesh.shape[axis] for axis in mesh_axes) == 0 else None)
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*parts))
+
+
+def on_mesh(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` (a jitted one), called and traced with `mesh` as the context that `constrain` looks up."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with jax.set_mesh(mesh):
+            return function(*args, **kwargs)
+
+    return call
 
 
 def rows_sharding(mesh: Mesh) -> NamedSharding:

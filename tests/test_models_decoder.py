@@ -5,6 +5,7 @@ Parity with other implementations is in test_models_hugging_face.py.
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,30 +14,51 @@ import pytest
 
 from tba_jax import mesh as mesh_lib
 from tba_jax import trajectory
-from tba_jax.models import decoder, scoring
+from tba_jax.models import decoder, layers, parameters, scoring
+from tba_jax.models.presets import PRESETS
 
 GROUPED = decoder.DecoderConfig(layers=2, width=32, heads=4, kv_heads=2, head_size=8, ffn=48, vocab=40, max_positions=64)
 CONFIGS = {
     "grouped, tied": GROUPED,
     "multi-head, untied": dataclasses.replace(GROUPED, kv_heads=4, tied_embedding=False, rope_theta=500.0),
+    "parallel residual, partial rotary": dataclasses.replace(
+        GROUPED,
+        kv_heads=4,
+        norm="layer",
+        rotary_size=2,
+        parallel_residual=True,
+        activation="gelu",
+        gated=False,
+        qkv_bias=True,
+        out_bias=True,
+        ffn_bias=True,
+    ),
+    "learned positions": dataclasses.replace(
+        GROUPED, kv_heads=4, norm="layer", positions="learned", activation="gelu_tanh", gated=False, qkv_bias=True
+    ),
+    "query and key norms": dataclasses.replace(GROUPED, qk_norm=True),
+    "scaled rotary": dataclasses.replace(
+        GROUPED,
+        rope_scaling=layers.RopeScaling(factor=4.0, low_frequency=1.0, high_frequency=4.0, original_positions=16),
+    ),
 }
 PAD = 0
 
 
 def random_params(config: decoder.DecoderConfig) -> decoder.Params:
-    """Parameters large enough that attention is far from uniform, norms away from 1."""
+    """Parameters large enough that attention is far from uniform, norms away from 1, biases from 0."""
     rng = np.random.default_rng(0)
 
     def random(_: str, spec: decoder.ParamSpec) -> np.ndarray:
-        return ((spec.init_std == 0) + 0.25 * rng.standard_normal(spec.shape)).astype(np.float32)
+        return (spec.init_mean + 0.25 * rng.standard_normal(spec.shape)).astype(np.float32)
 
-    return decoder.map_specs(random, config)
+    return parameters.map_specs(random, decoder.param_specs(config))
 
 
 @functools.partial(jax.jit, static_argnames="config")
 def logits_of_whole(params: decoder.Params, tokens: jax.Array, token_mask: jax.Array, config: decoder.DecoderConfig) -> jax.Array:
-    hidden = decoder.hidden_states(params, tokens, token_mask, config=config, remat=False)
-    return decoder.logits_of(params, hidden, config=config)
+    hidden = decoder.hidden_states(params, tokens, token_mask, config=config, remat="none")
+    return decoder.logits_of(params, hidden.reshape(-1, config.width), config=config).reshape(*tokens.shape, -1)
 
 
 def random_rows(B: int, P: int, R: int, vocab: int, seed: int = 0) -> tuple[np.ndarray, ...]:
@@ -81,28 +103,33 @@ def test_bfloat16_computes_in_bfloat16_and_gives_float32_logits():
 
     @jax.jit
     def both_paths(params):
-        hidden = decoder.hidden_states(params, tokens, mask, config=config, remat=False)
+        hidden = decoder.hidden_states(params, tokens, mask, config=config, remat="none")
         logits, cache = decoder.prefill(decoder.cast(params, config), tokens, mask, cache_length=6, config=config)
-        return hidden, decoder.logits_of(params, hidden, config=config), logits, cache
+        return hidden, decoder.logits_of(params, hidden[0], config=config), logits, cache
 
     hidden, scored, logits, cache = both_paths(params)
     assert hidden.dtype == cache[0][0].dtype == jnp.bfloat16
     assert scored.dtype == logits.dtype == jnp.float32
     # The same rounding on both paths is what keeps the sampler's log-probs equal to the learner's.
-    np.testing.assert_allclose(logits, scored[:, -1], atol=0.05)
+    np.testing.assert_allclose(logits[0], scored[-1], atol=0.05)
     exact = logits_of_whole(params, tokens, mask, GROUPED)[:, -1]
     assert 1e-4 < np.abs(logits - exact).max() < 0.3
 
 
-def test_padding_changes_nothing():
-    params, sequence = random_params(GROUPED), np.array([7, 3, 22, 39, 11], np.int32)
-    expected = logits_of_whole(params, sequence[None], np.ones((1, 5), bool), GROUPED)[0]
-    for left, right, filler in ((4, 0, 0), (0, 4, 0), (1, 3, 17)):
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_padding_changes_nothing(config):
+    params, sequence = random_params(config), np.array([7, 3, 22, 39, 11], np.int32)
+    expected = logits_of_whole(params, sequence[None], np.ones((1, 5), bool), config)[0]
+    for left, right, filler in ((4, 0, 0), (0, 4, 0), (1, 3, 17)):  # one shape, so one program
         tokens = np.pad(sequence, (left, right), constant_values=filler)[None]
         mask = np.pad(np.ones(5, bool), (left, right))[None]
-        padded = np.asarray(logits_of_whole(params, tokens, mask, GROUPED))
+        padded = np.asarray(logits_of_whole(params, tokens, mask, config))
         assert np.isfinite(padded).all()
         np.testing.assert_allclose(padded[0, left : left + 5], expected, atol=1e-5)
+
+
+# Of the logits of 16 rows at one time step.
+BYTES_PER_STEP = 16 * GROUPED.vocab * 4
 
 
 def numpy_scores(params, rows, config, temperature: float, banned: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
@@ -124,39 +151,44 @@ def numpy_scores(params, rows, config, temperature: float, banned: tuple[int, ..
 
 @pytest.mark.parametrize("temperature, banned", [(1.0, ()), (0.7, (PAD,))])
 def test_response_logprobs_equal_a_numpy_loop(temperature, banned):
-    params, rows = random_params(GROUPED), random_rows(6, 5, 7, 40)
+    params, rows = random_params(GROUPED), random_rows(16, 5, 7, 40)
     expected_logprobs, expected_entropy = numpy_scores(params, rows, GROUPED, temperature, banned)
     score = functools.partial(
-        scoring.response_logprobs, config=GROUPED, temperature=temperature, banned_tokens=banned, rows_per_block=2, remat=False
+        scoring.response_logprobs,
+        config=GROUPED,
+        temperature=temperature,
+        banned_tokens=banned,
+        logit_bytes=2 * BYTES_PER_STEP,
+        remat="none",
     )
     logprobs, entropy = jax.jit(score)(params, *rows)
     np.testing.assert_allclose(logprobs, expected_logprobs, atol=1e-5)
     np.testing.assert_allclose(entropy, expected_entropy, atol=1e-5)
 
 
-def score_and_gradient(params, rows, *, rows_per_block: int, remat: bool, banned: tuple[int, ...] = (PAD,)):
-    def loss(p):
+def score_and_gradient(params, rows, *, logit_bytes: int, remat: str, config=GROUPED, banned: tuple[int, ...] = (PAD,)):
+    def loss(p, *rows):
         logprobs, entropy = scoring.response_logprobs(
-            p, *rows, config=GROUPED, temperature=0.9, banned_tokens=banned, rows_per_block=rows_per_block, remat=remat
+            p, *rows, config=config, temperature=0.9, banned_tokens=banned, logit_bytes=logit_bytes, remat=remat
         )
         weights = jnp.sin(jnp.arange(logprobs.size, dtype=jnp.float32)).reshape(logprobs.shape)
         return (weights * logprobs).mean(), (logprobs, entropy)
 
-    (_, scores), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+    (_, scores), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(params, *rows)
     return scores, gradient
 
 
 @pytest.fixture(scope="module")
 def one_device() -> tuple:
-    """Parameters, 16 rows, and their scores and gradients on one device, all rows at once."""
+    """Parameters, 16 rows, and their scores and gradients on one device, all logits at once."""
     params, rows = random_params(GROUPED), random_rows(16, 5, 7, 40)
-    return params, rows, score_and_gradient(params, rows, rows_per_block=16, remat=False)
+    return params, rows, score_and_gradient(params, rows, logit_bytes=1 << 20, remat="none")
 
 
-@pytest.mark.parametrize("rows_per_block, remat", [(1, False), (5, True), (100, True)])  # 5 does not divide 16: blocks of 4
-def test_blocks_and_rematerialisation_change_neither_scores_nor_gradients(one_device, rows_per_block, remat):
+@pytest.mark.parametrize("steps, remat", [(0, "none"), (3, "full"), (7, "dots")])  # 3 does not divide 7; 0: one all the same
+def test_blocks_and_rematerialisation_change_neither_scores_nor_gradients(one_device, steps, remat):
     params, rows, expected = one_device
-    found = score_and_gradient(params, rows, rows_per_block=rows_per_block, remat=remat)
+    found = score_and_gradient(params, rows, logit_bytes=max(steps * BYTES_PER_STEP, 1), remat=remat)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found))  # padding is a banned token in masked positions
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5), found, expected)
 
@@ -166,15 +198,15 @@ def test_entropy_carries_no_gradient():
 
     def entropy_sum(p):
         return scoring.response_logprobs(
-            p, *rows, config=GROUPED, temperature=1.0, banned_tokens=(), rows_per_block=1, remat=True
+            p, *rows, config=GROUPED, temperature=1.0, banned_tokens=(), logit_bytes=1, remat="full"
         )[1].sum()
 
     assert all((leaf == 0).all() for leaf in jax.tree.leaves(jax.jit(jax.grad(entropy_sum))(params)))
 
 
-def test_no_rows_per_block_names_the_setting():
-    with pytest.raises(ValueError, match="rows_per_block=0 must be at least 1"):
-        score_and_gradient(random_params(GROUPED), random_rows(2, 5, 7, 40), rows_per_block=0, remat=False)
+def test_no_room_for_logits_names_the_value():
+    with pytest.raises(ValueError, match="logit_bytes=0 must be at least 1"):
+        score_and_gradient(random_params(GROUPED), random_rows(2, 5, 7, 40), logit_bytes=0, remat="none")
 
 
 def test_banned_tokens_are_outside_the_distribution():
@@ -184,42 +216,118 @@ def test_banned_tokens_are_outside_the_distribution():
     np.testing.assert_allclose(found[[0, 2]], np.log([1 / (1 + np.exp(0.5)), 1 / (1 + np.exp(-0.5))]), rtol=1e-6)
 
 
-@pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 4, 1), (2, 2, 2)], ids=str)
+MESHES = [(8, 1, 1), (2, 4, 1), (4, 2, 1), (4, 1, 2), (1, 4, 2), (2, 2, 2)]  # data, fsdp, tensor
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_meshes_give_the_loss_and_gradients_of_one_device(one_device, sizes):
     params, rows, expected = one_device
     mesh = mesh_lib.make_mesh(sizes, setting="trainer.mesh")
     shardings = decoder.param_shardings(GROUPED, mesh)
-    found = score_and_gradient(jax.device_put(params, shardings), mesh_lib.put_rows(mesh, rows), rows_per_block=8, remat=True)
+    with jax.set_mesh(mesh):
+        found = score_and_gradient(
+            jax.device_put(params, shardings), mesh_lib.put_rows(mesh, rows), logit_bytes=3 * BYTES_PER_STEP, remat="full"
+        )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5), found, expected)
+
+
+@pytest.mark.parametrize("name", ["parallel residual, partial rotary", "learned positions", "query and key norms"])
+def test_every_architecture_runs_sharded(name):
+    config = dataclasses.replace(CONFIGS[name], tied_embedding=False)
+    params, rows = random_params(config), random_rows(16, 5, 7, 40)
+    mesh = mesh_lib.make_mesh((2, 2, 2), setting="trainer.mesh")
+    expected = score_and_gradient(params, rows, logit_bytes=3 * BYTES_PER_STEP, remat="full", config=config)
+    sharded = jax.device_put(params, decoder.param_shardings(config, mesh)), mesh_lib.put_rows(mesh, rows)
+    with jax.set_mesh(mesh):
+        found = score_and_gradient(*sharded, logit_bytes=3 * BYTES_PER_STEP, remat="full", config=config)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5), found, expected)
+
+
+@pytest.mark.parametrize("sizes", [(2, 4, 1), (2, 2, 2)], ids=str)
+def test_sharded_layers_gather_weights_and_never_rows(sizes):
+    """Under fully-sharded data parallelism a device computes with whole weights and its own rows, not the other way round."""
+    config = dataclasses.replace(GROUPED, layers=2)
+    mesh = mesh_lib.make_mesh(sizes, setting="trainer.mesh")
+    B, P, R = 16, 5, 7
+    params = jax.device_put(random_params(config), decoder.param_shardings(config, mesh))
+    rows = mesh_lib.put_rows(mesh, random_rows(B, P, R, 40))
+
+    def loss(p, *rows):
+        return scoring.response_logprobs(
+            p, *rows, config=config, temperature=1.0, banned_tokens=(), logit_bytes=2 * BYTES_PER_STEP, remat="full"
+        )[0].sum()
+
+    with jax.set_mesh(mesh):
+        program = jax.jit(jax.grad(loss)).lower(params, *rows).compile().as_text()
+    # Every gathered array is a parameter: none has the rows of more than one device, B · T tokens or B rows.
+    gathered = [tuple(map(int, m.split(","))) for m in re.findall(r"= \w+\[([\d,]+)\]\S* all-gather\(", program)]
+    assert gathered
+    tokens = B * (P + R - 1)
+    assert not [shape for shape in gathered if tokens in shape or B in shape], gathered
 
 
 def test_a_mesh_that_does_not_divide_names_both_numbers():
     mesh = mesh_lib.make_mesh((2, 1, 4), setting="trainer.mesh")
-    with pytest.raises(ValueError, match=r"layers\.key: axis 'kv_heads' of size 2 is not divisible by 4"):
+    with pytest.raises(ValueError, match=r"layers\.key\.weight: axis 'kv_heads' of size 2 is not divisible by 4"):
         decoder.param_shardings(GROUPED, mesh)
 
 
-def test_scoring_blocks_gather_no_rows_on_a_data_parallel_mesh():
+def test_data_parallel_scoring_gathers_nothing():
     mesh = mesh_lib.make_mesh((8, 1, 1), setting="trainer.mesh")
     params = jax.device_put(random_params(GROUPED), mesh_lib.replicated(mesh))
     rows = mesh_lib.put_rows(mesh, random_rows(32, 5, 7, 40))
 
     def score(p, *rows):
         return scoring.response_logprobs(
-            p, *rows, config=GROUPED, temperature=1.0, banned_tokens=(), rows_per_block=8, remat=True
+            p, *rows, config=GROUPED, temperature=1.0, banned_tokens=(), logit_bytes=4 * BYTES_PER_STEP, remat="full"
         )
 
-    assert "all-gather" not in jax.jit(score).lower(params, *rows).compile().as_text()
+    with jax.set_mesh(mesh):
+        assert "all-gather" not in jax.jit(score).lower(params, *rows).compile().as_text()
 
 
-def test_published_sizes():
-    tinyllama = decoder.DecoderConfig(
-        layers=22, width=2048, heads=32, kv_heads=4, head_size=64, ffn=5632, vocab=32000, max_positions=2048, tied_embedding=False
+# Parameters of the published checkpoints, a tied embedding counted once.
+PUBLISHED = {
+    "gpt2": 124_439_808,
+    "pythia-410m": 405_334_016,
+    "pythia-1b": 1_011_781_632,
+    "pythia-2.8b": 2_775_208_960,
+    "pythia-6.9b": 6_857_302_016,
+    "rho-math-1b": 1_100_048_384,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.1-8b": 8_030_261_248,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-4b": 4_022_468_096,
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_have_the_published_sizes_and_run_abstractly_on_a_mesh(name):
+    config = PRESETS[name]
+    assert decoder.param_count(config) == PUBLISHED[name]
+    mesh = mesh_lib.make_mesh((2, 4, 1) if name in ("gpt2",) else (1, 4, 2), setting="trainer.mesh")
+    shardings = decoder.param_shardings(config, mesh)
+    shapes = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), decoder.param_shapes(config), shardings
     )
+    row = jax.ShapeDtypeStruct((8, 16), jnp.int32), jax.ShapeDtypeStruct((8,), jnp.int32)
+    score = functools.partial(
+        scoring.response_logprobs, config=config, temperature=1.0, banned_tokens=(), logit_bytes=1 << 20, remat="full"
+    )
+    with jax.set_mesh(mesh):
+        logprobs, _ = jax.eval_shape(score, shapes, *row, *row)
+    assert logprobs.shape == (8, 16) and logprobs.dtype == jnp.float32
+    created = jax.eval_shape(lambda key: decoder.init_params(key, config), jax.random.key(0))
+    assert jax.tree.map(lambda x: x.shape, created) == jax.tree.map(lambda x: x.shape, decoder.param_shapes(config))
+
+
+def test_the_small_real_model_has_its_published_size():
     tinystories = decoder.DecoderConfig(
         layers=2, width=128, heads=8, kv_heads=4, head_size=16, ffn=384, vocab=2048, max_positions=512
     )
-    assert decoder.param_count(tinyllama) == 1_100_048_384
     assert decoder.param_count(tinystories) == 656_000
 
 
@@ -235,13 +343,13 @@ def test_init_has_the_abstract_shapes(config):
 def test_init_depends_on_the_name_alone():
     def init(config):
         params = decoder.init_params(jax.random.key(3), config)
-        return {name: params["layers"][name] for name in ("up", "gate", "down")} | {"final_norm": params["final_norm"]}
+        return {name: params["layers"][name]["weight"] for name in ("up", "gate", "down")} | params["final_norm"]
 
     tied = jax.jit(init, static_argnums=0)(GROUPED)
     untied = jax.jit(init, static_argnums=0)(dataclasses.replace(GROUPED, tied_embedding=False, vocab=41))
     jax.tree.map(np.testing.assert_array_equal, tied, untied)
     assert not (tied["up"] == tied["gate"]).any()
-    assert (tied["final_norm"] == 1).all()
+    assert (tied["scale"] == 1).all()
     np.testing.assert_allclose(np.std(tied["up"]), 0.02, rtol=0.05)
     np.testing.assert_allclose(np.std(tied["down"]), 0.02 / np.sqrt(4), rtol=0.05)
 

@@ -1,11 +1,11 @@
-"""One decoder-only transformer, by configuration: parameters as one table, and pure functions over them.
+"""One decoder-only transformer, by configuration: GPT-2, GPT-NeoX, Llama, Mistral, Qwen2 and Qwen3 are settings of it.
 
-Parameters are a nested dict of arrays, stacked over layers. Training scans over the stack with rematerialisation;
-decoding unrolls it with static slices. The architecture is Llama's: RMS norms before attention and feed-forward,
-rotary positions (rotate-half convention), grouped-query attention, SwiGLU.
+Parameters are a nested dict of arrays (parameters.py), stacked over layers. Training scans over the stack with
+rematerialisation; decoding unrolls it with static slices.
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -16,13 +16,24 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tba_jax import mesh as mesh_lib
-
-Params = dict[str, Any]
+from tba_jax.models import layers, parameters
+from tba_jax.models.parameters import Params, ParamSpec, Specs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """Shape of a decoder. Letters of the axis table: L layers, N heads, G kv_heads, H head_size, D width, F ffn, V vocab."""
+    """Shape of a decoder. Letters of the axis table: L layers, N heads, G kv_heads, H head_size, D width, F ffn, V vocab.
+
+    architecture: the Hugging Face model_type whose names and config keys its checkpoints use; what is computed is said by the
+      other fields alone.
+    norm: "rms" or "layer" (layer norm with bias). positions: "rotary" or "learned" (an embedding of max_positions).
+    rotary_size: elements of each head that are rotated, the first ones; 0: all. parallel_residual: attention and feed-forward
+      both read the layer's input (GPT-NeoX). gated: feed-forward down(act(gate(x)) * up(x)), otherwise down(act(up(x))).
+    qkv_bias, out_bias, ffn_bias: biases of those linear maps. qk_norm: RMS norm of each query and key head (Qwen3).
+    head: "language_model", or "score": a linear map of `labels` outputs without bias in its place (reward models, labels 1).
+    value_head: adds a scalar head with bias for state values (PPO).
+    attention: kernel of whole sequences, see layers.attend.
+    """
 
     layers: int
     width: int
@@ -32,149 +43,164 @@ class DecoderConfig:
     ffn: int
     vocab: int
     max_positions: int
-    rope_theta: float = 10_000.0
+    architecture: str = "llama"
+    norm: str = "rms"
     norm_epsilon: float = 1e-6
+    positions: str = "rotary"
+    rope_theta: float = 10_000.0
+    rope_scaling: layers.RopeScaling | None = None
+    rotary_size: int = 0
+    parallel_residual: bool = False
+    activation: str = "silu"
+    gated: bool = True
+    qkv_bias: bool = False
+    out_bias: bool = False
+    ffn_bias: bool = False
+    qk_norm: bool = False
     tied_embedding: bool = True
+    head: str = "language_model"
+    labels: int = 1
+    value_head: bool = False
     compute_dtype: str = "float32"
+    attention: str = "auto"
 
     def __post_init__(self):
         if self.heads % self.kv_heads:
             raise ValueError(f"model.heads={self.heads} is not divisible by model.kv_heads={self.kv_heads}")
-        if self.head_size % 2:
+        if self.positions == "rotary" and not self.rotary_size and self.head_size % 2:
             raise ValueError(f"model.head_size={self.head_size} must be even for rotary positions")
+        if self.rotary_size % 2 or self.rotary_size > self.head_size:
+            raise ValueError(f"rotary_size={self.rotary_size} must be even and at most head_size={self.head_size}")
+
+    @property
+    def frequencies(self) -> np.ndarray:
+        return layers.rotary_frequencies(self.rotary_size or self.head_size, self.rope_theta, self.rope_scaling)
 
 
-@dataclasses.dataclass(frozen=True)
-class ParamSpec:
-    """One parameter: shape, logical axes (mesh.RULES), and the standard deviation of its normal init (0 = all ones)."""
+# Fields of DecoderConfig that say how something is computed, not what: they may differ between the roles of a run.
+FREE_FIELDS = ("compute_dtype", "attention")
 
-    shape: tuple[int, ...]
-    axes: tuple[str, ...]
-    init_std: float
+_STD = 0.02
 
 
-def param_specs(config: DecoderConfig) -> dict[str, Any]:
-    """The table of all parameters, as a tree of ParamSpec."""
+def param_specs(config: DecoderConfig) -> Specs:
+    """The table of all parameters. Weights of linear maps are [layers, inputs, outputs]."""
     c = config
     L, D, N, G, H, F, V = c.layers, c.width, c.heads, c.kv_heads, c.head_size, c.ffn, c.vocab
-    std = 0.02
-    residual_std = std / math.sqrt(2 * L)  # GPT-2's scaling: the residual stream's variance does not grow with depth
-    specs: dict[str, Any] = {
-        "embedding": ParamSpec((V, D), ("vocab", "embed"), std),
-        "layers": {
-            "attention_norm": ParamSpec((L, D), ("layers", "embed"), 0.0),
-            "query": ParamSpec((L, D, N, H), ("layers", "embed", "heads", "head"), std),
-            "key": ParamSpec((L, D, G, H), ("layers", "embed", "kv_heads", "head"), std),
-            "value": ParamSpec((L, D, G, H), ("layers", "embed", "kv_heads", "head"), std),
-            "out": ParamSpec((L, N, H, D), ("layers", "heads", "head", "embed"), residual_std),
-            "ffn_norm": ParamSpec((L, D), ("layers", "embed"), 0.0),
-            "gate": ParamSpec((L, D, F), ("layers", "embed", "ffn"), std),
-            "up": ParamSpec((L, D, F), ("layers", "embed", "ffn"), std),
-            "down": ParamSpec((L, F, D), ("layers", "ffn", "embed"), residual_std),
-        },
-        "final_norm": ParamSpec((D,), ("embed",), 0.0),
+    residual_std = _STD / math.sqrt(2 * L)  # GPT-2's scaling: the residual stream's variance does not grow with depth
+
+    def linear(sizes: dict[str, int], *, inputs: int = 1, bias: bool, std: float = _STD) -> Specs:
+        shape, axes = (L, *sizes.values()), ("layers", *sizes)
+        specs = {"weight": ParamSpec(shape=shape, axes=axes, init_std=std, inputs=inputs)}
+        if bias:
+            specs["bias"] = ParamSpec(shape=(L, *shape[1 + inputs :]), axes=("layers", *axes[1 + inputs :]))
+        return specs
+
+    def norm(shape: tuple[int, ...], axes: tuple[str, ...]) -> Specs:
+        specs = {"scale": ParamSpec(shape=shape, axes=axes, init_mean=1.0)}
+        return specs | ({"bias": ParamSpec(shape=shape, axes=axes)} if c.norm == "layer" else {})
+
+    stacked: Specs = {
+        "attention_norm": norm((L, D), ("layers", "embed")),
+        "query": linear({"embed": D, "heads": N, "head": H}, bias=c.qkv_bias),
+        "key": linear({"embed": D, "kv_heads": G, "head": H}, bias=c.qkv_bias),
+        "value": linear({"embed": D, "kv_heads": G, "head": H}, bias=c.qkv_bias),
+        "out": linear({"heads": N, "head": H, "embed": D}, inputs=2, bias=c.out_bias, std=residual_std),
+        "ffn_norm": norm((L, D), ("layers", "embed")),
+        "up": linear({"embed": D, "ffn": F}, bias=c.ffn_bias),
+        "down": linear({"ffn": F, "embed": D}, bias=c.ffn_bias, std=residual_std),
     }
-    if not c.tied_embedding:
-        specs["lm_head"] = ParamSpec((D, V), ("embed", "vocab"), std)
+    if c.gated:
+        stacked["gate"] = linear({"embed": D, "ffn": F}, bias=c.ffn_bias)
+    if c.qk_norm:
+        stacked |= {name: {"scale": ParamSpec(shape=(L, H), axes=("layers", "head"), init_mean=1.0)} for name in _QK_NORMS}
+    specs: Specs = {
+        "embedding": {"weight": ParamSpec(shape=(V, D), axes=("vocab", "embed"), init_std=_STD)},
+        "layers": stacked,
+        "final_norm": norm((D,), ("embed",)),
+    }
+    if c.positions == "learned":
+        table = ParamSpec(shape=(c.max_positions, D), axes=("positions", "embed"), init_std=_STD)
+        specs["position_embedding"] = {"weight": table}
+    if c.head == "score":
+        specs["score"] = {"weight": ParamSpec(shape=(D, c.labels), axes=("embed", "labels"), init_std=_STD, inputs=1)}
+    elif not c.tied_embedding:
+        specs["lm_head"] = {"weight": ParamSpec(shape=(D, V), axes=("embed", "vocab"), init_std=_STD, inputs=1)}
+    if c.value_head:
+        weight = ParamSpec(shape=(D, 1), axes=("embed", "labels"), inputs=1)
+        specs["value_head"] = {"weight": weight, "bias": ParamSpec(shape=(1,), axes=("labels",))}
     return specs
 
 
-def map_specs(function: Any, config: DecoderConfig) -> Any:
-    """Maps function(name, ParamSpec) over the parameter table; `name` is the dotted path."""
-
-    def call(path: Any, spec: ParamSpec) -> Any:
-        return function(".".join(str(entry.key) for entry in path), spec)
-
-    return jax.tree_util.tree_map_with_path(call, param_specs(config), is_leaf=lambda x: isinstance(x, ParamSpec))
+_QK_NORMS = ("query_norm", "key_norm")
 
 
 def param_shapes(config: DecoderConfig, dtype: str = "float32") -> Params:
-    """The parameters as jax.ShapeDtypeStruct, without allocating anything."""
-    return map_specs(lambda _, spec: jax.ShapeDtypeStruct(spec.shape, jnp.dtype(dtype)), config)
+    """See parameters.shapes."""
+    return parameters.shapes(param_specs(config), dtype)
 
 
 def param_shardings(config: DecoderConfig, mesh: Mesh) -> Params:
-    """NamedSharding of every parameter. Raises ValueError where a mesh axis does not divide a dimension."""
-    return map_specs(lambda name, spec: mesh_lib.sharding(mesh, spec.axes, spec.shape, name=name), config)
+    """See parameters.shardings."""
+    return parameters.shardings(param_specs(config), mesh)
 
 
 def param_count(config: DecoderConfig) -> int:
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(param_shapes(config)))
+    return parameters.count(param_specs(config))
 
 
 def init_params(key: jax.Array, config: DecoderConfig) -> Params:
-    """Random float32 parameters. Jit with out_shardings=param_shardings(...) to create them sharded."""
-
-    def init(name: str, spec: ParamSpec) -> jax.Array:
-        if spec.init_std == 0.0:
-            return jnp.ones(spec.shape, jnp.float32)
-        name_key = jax.random.fold_in(key, np.uint32(hash_name(name)))
-        return spec.init_std * jax.random.normal(name_key, spec.shape, jnp.float32)
-
-    return map_specs(init, config)
+    """See parameters.init."""
+    return parameters.init(key, param_specs(config))
 
 
-def hash_name(name: str) -> int:
-    """A 32-bit FNV-1a hash: a parameter's init depends on its name alone, not on what else the model has."""
-    value = 2166136261
-    for byte in name.encode():
-        value = ((value ^ byte) * 16777619) & 0xFFFFFFFF
-    return value
+def cast(params: Params, config: DecoderConfig) -> Params:
+    """See parameters.cast."""
+    return parameters.cast(params, config.compute_dtype)
 
 
-def _rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
-    x32 = x.astype(jnp.float32)  # the mean of squares overflows and loses digits in bfloat16
-    normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + epsilon)
-    return (normed * scale.astype(jnp.float32)).astype(x.dtype)
+def _embed(params: Params, tokens: jax.Array, positions: jax.Array, config: DecoderConfig) -> jax.Array:
+    """[t, D] of flat int32[t] tokens and positions."""
+    x = mesh_lib.constrain(params["embedding"]["weight"], "VD")[tokens]
+    if config.positions == "learned":
+        x = x + params["position_embedding"]["weight"][positions]
+    return mesh_lib.constrain(x, "tD")
 
 
-def _rotary_tables(positions: jax.Array, config: DecoderConfig) -> tuple[jax.Array, jax.Array]:
-    """cos, sin: float32[..., 1, H/2] for int32[...] positions; the 1 broadcasts over heads."""
-    inverse_frequency = config.rope_theta ** (-jnp.arange(0, config.head_size, 2, dtype=jnp.float32) / config.head_size)
-    angle = positions.astype(jnp.float32)[..., None, None] * inverse_frequency
-    return jnp.cos(angle), jnp.sin(angle)
-
-
-def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Applies rotary positions to x: [..., heads, H], pairing element i with i + H/2 (rotate-half)."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
-
-
-def _project_qkv(x: jax.Array, layer: Params, cos: jax.Array, sin: jax.Array, config: DecoderConfig) -> tuple[jax.Array, ...]:
-    """Normed and rotated query [..., N, H], key and value [..., G, H] of x [..., D]."""
-    normed = _rms_norm(x, layer["attention_norm"], config.norm_epsilon)
-    query = _rotate(jnp.einsum("...D,DNH->...NH", normed, layer["query"]), cos, sin)
-    key = _rotate(jnp.einsum("...D,DGH->...GH", normed, layer["key"]), cos, sin)
-    value = jnp.einsum("...D,DGH->...GH", normed, layer["value"])
+def _qkv(x: jax.Array, layer: Params, positions: jax.Array, config: DecoderConfig) -> tuple[jax.Array, ...]:
+    """Query [t, N, H], key and value [t, G, H] of x [t, D], the layer's normed input."""
+    query = layers.linear("tD,DNH->tNH", x, layer["query"])
+    key = layers.linear("tD,DGH->tGH", x, layer["key"])
+    value = layers.linear("tD,DGH->tGH", x, layer["value"])
+    if config.qk_norm:
+        query = layers.norm(query, layer["query_norm"], config.norm_epsilon, "rms")
+        key = layers.norm(key, layer["key_norm"], config.norm_epsilon, "rms")
+    if config.positions == "rotary":
+        tables = layers.rotary_tables(positions, config.frequencies)
+        query, key = layers.rotate(query, *tables), layers.rotate(key, *tables)
     return query, key, value
 
 
 def _ffn(x: jax.Array, layer: Params, config: DecoderConfig) -> jax.Array:
-    normed = _rms_norm(x, layer["ffn_norm"], config.norm_epsilon)
-    gated = jax.nn.silu(normed @ layer["gate"]) * (normed @ layer["up"])
-    return x + gated @ layer["down"]
+    activation = layers.ACTIVATIONS[config.activation]
+    up = layers.linear("tD,DF->tF", x, layer["up"])
+    inner = activation(layers.linear("tD,DF->tF", x, layer["gate"])) * up if config.gated else activation(up)
+    return layers.linear("tF,FD->tD", inner, layer["down"])
 
 
-def _full_attention_layer(
-    x: jax.Array, layer: Params, cos: jax.Array, sin: jax.Array, mask: jax.Array, config: DecoderConfig
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """One layer over whole sequences. x: [B, T, D]; cos, sin: [B·T, 1, H/2]. Returns x [B, T, D], key and value [B, T, G, H].
-
-    Projections run on flat tokens [B·T, D]: XLA's CPU backend is several times slower on the gradients of the same
-    matrix products with two leading axes.
-    """
-    B, T, D = x.shape
-    flat = x.reshape(B * T, D)
-    query, key, value = (y.reshape(B, T, *y.shape[1:]) for y in _project_qkv(flat, layer, cos, sin, config))
-    attended = jax.nn.dot_product_attention(query, key, value, mask=mask)
-    flat = flat + jnp.einsum("tNH,NHD->tD", attended.reshape(B * T, *attended.shape[2:]), layer["out"])
-    return _ffn(flat, layer, config).reshape(B, T, D), key, value
+def _layer(x: jax.Array, layer: Params, positions: jax.Array, attend: Any, config: DecoderConfig) -> tuple[jax.Array, Any]:
+    """One layer on flat tokens x [t, D]. attend(query, key, value) -> ([t, N, H], what is to be kept)."""
+    norm = functools.partial(layers.norm, epsilon=config.norm_epsilon, kind=config.norm)
+    attended, kept = attend(*_qkv(norm(x, layer["attention_norm"]), layer, positions, config))
+    attention_out = layers.linear("tNH,NHD->tD", attended, layer["out"])
+    if config.parallel_residual:
+        return x + attention_out + _ffn(norm(x, layer["ffn_norm"]), layer, config), kept
+    x = x + attention_out
+    return x + _ffn(norm(x, layer["ffn_norm"]), layer, config), kept
 
 
-def cast(params: Params, config: DecoderConfig) -> Params:
-    """Parameters in the compute dtype; the float32 master weights stay with the caller."""
-    return jax.tree.map(lambda p: p.astype(config.compute_dtype), params)
+def _final_norm(x: jax.Array, params: Params, config: DecoderConfig) -> jax.Array:
+    return layers.norm(x, params["final_norm"], config.norm_epsilon, config.norm)
 
 
 def positions_and_mask(token_mask: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -194,35 +220,63 @@ def positions_and_mask(token_mask: jax.Array) -> tuple[jax.Array, jax.Array]:
     return positions, mask[:, None]
 
 
-def hidden_states(params: Params, tokens: jax.Array, token_mask: jax.Array, *, config: DecoderConfig, remat: bool) -> jax.Array:
+def _whole_rows(B: int, T: int, mask: jax.Array | None, config: DecoderConfig) -> Any:
+    """The `attend` of `_layer` for B whole sequences; keeps key and value [B, T, G, H]."""
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, Any]:
+        query, key, value = (x.reshape(B, T, *x.shape[1:]) for x in (query, key, value))
+        attended = layers.attend(query, key, value, mask, causal=mask is None, kernel=config.attention)
+        return attended.reshape(B * T, *attended.shape[2:]), (key, value)
+
+    return attend
+
+
+def hidden_states(
+    params: Params, tokens: jax.Array, token_mask: jax.Array | None, *, config: DecoderConfig, remat: str
+) -> jax.Array:
     """Final hidden states of whole sequences, for teacher-forced scoring.
 
     Args:
       params: float32 parameters, see param_specs.
       tokens: int32[B, T].
-      token_mask: bool[B, T], true on real tokens; padding may be on either side.
-      remat: recompute each layer in the backward pass instead of keeping its activations.
+      token_mask: bool[B, T], true on real tokens, padding on either side; or None, if rows are padded on the right or not at
+        all: then causality alone keeps padding from what is real, and no mask is made.
+      remat: what the backward pass recomputes, a name of layers.REMAT.
 
     Returns:
       compute_dtype[B, T, D], after the final norm.
     """
-    chex.assert_equal_shape([tokens, token_mask])
+    B, T = tokens.shape
     params = cast(params, config)
-    positions, mask = positions_and_mask(token_mask)
-    cos, sin = _rotary_tables(positions.reshape(-1), config)
+    positions, mask = jnp.broadcast_to(jnp.arange(T), (B, T)), None
+    if token_mask is not None:
+        chex.assert_equal_shape([tokens, token_mask])
+        positions, mask = positions_and_mask(token_mask)
+    positions = positions.reshape(-1)
+    attend = _whole_rows(B, T, mask, config)
 
     def layer_step(x: jax.Array, layer: Params) -> tuple[jax.Array, None]:
-        return _full_attention_layer(x, layer, cos, sin, mask, config)[0], None
+        return _layer(x, layer, positions, lambda *qkv: (attend(*qkv)[0], None), config)
 
-    x = params["embedding"][tokens]
-    x, _ = jax.lax.scan(jax.checkpoint(layer_step) if remat else layer_step, x, params["layers"])
-    return _rms_norm(x, params["final_norm"], config.norm_epsilon)
+    x = _embed(params, tokens.reshape(-1), positions, config)
+    x, _ = jax.lax.scan(layers.remat(layer_step, remat), x, params["layers"])
+    return _final_norm(x, params, config).reshape(B, T, -1)
 
 
 def logits_of(params: Params, hidden: jax.Array, *, config: DecoderConfig) -> jax.Array:
-    """float32[..., V] logits of hidden states [..., D]: float32 because log-prob sums over long rows need it."""
-    weight = params["embedding"].T if config.tied_embedding else params["lm_head"]
-    return jnp.matmul(hidden, weight.astype(hidden.dtype), preferred_element_type=jnp.float32)
+    """float32[t, V] logits of hidden states [t, D]: float32 because log-prob sums over long rows need it."""
+    if config.head != "language_model":
+        raise ValueError(f"a model with head={config.head!r} has no language-model head")
+    if config.tied_embedding:
+        equation, weights = "tD,VD->tV", {"weight": params["embedding"]["weight"]}
+    else:
+        equation, weights = "tD,DV->tV", params["lm_head"]
+    return layers.linear(equation, hidden, weights, dtype=jnp.float32)
+
+
+def _layer_of(params: Params, i: int) -> Params:
+    """Layer i of the stack, by a static slice."""
+    return jax.tree.map(lambda p: p[i], params["layers"])
 
 
 def prefill(
@@ -238,16 +292,17 @@ def prefill(
       logits float32[Q, V] at the last prompt token, and the cache: per layer (key, value) compute_dtype[Q, G, S, H],
       heads before time because the decode step reads time-contiguous blocks of one head.
     """
+    Q, P = tokens.shape
     positions, mask = positions_and_mask(token_mask)
-    cos, sin = _rotary_tables(positions.reshape(-1), config)
-    room = cache_length - tokens.shape[1]
-    x = params["embedding"][tokens]
+    positions = positions.reshape(-1)
+    attend = _whole_rows(Q, P, mask, config)
+    x = _embed(params, tokens.reshape(-1), positions, config)
     cache = []
     for i in range(config.layers):
-        layer = jax.tree.map(lambda p, i=i: p[i], params["layers"])
-        x, key, value = _full_attention_layer(x, layer, cos, sin, mask, config)
-        cache.append(tuple(jnp.pad(kv.swapaxes(1, 2), ((0, 0), (0, 0), (0, room), (0, 0))) for kv in (key, value)))
-    last = _rms_norm(x[:, -1], params["final_norm"], config.norm_epsilon)
+        x, kept = _layer(x, _layer_of(params, i), positions, attend, config)
+        room = ((0, 0), (0, 0), (0, cache_length - P), (0, 0))
+        cache.append(tuple(mesh_lib.constrain(jnp.pad(kv.swapaxes(1, 2), room), "QGSH") for kv in kept))
+    last = _final_norm(x.reshape(Q, P, -1)[:, -1], params, config)
     return logits_of(params, last, config=config), tuple(cache)
 
 
@@ -265,31 +320,23 @@ def decode_step(
 
     Args:
       params: parameters already in the compute dtype.
-      token: int32[B]; position: int32[B], its rotary position; slot: int32[], where its key and value go in the cache.
+      token: int32[B]; position: int32[B], its position in the row; slot: int32[], where its key and value go in the cache.
       cache: per layer (key, value) [B, G, S, H]; cache_mask: bool[B, S], true on the slots to attend to, `slot` included.
 
     Returns:
       logits float32[B, V] for the next token, and the new cache.
     """
-    N, G, H = config.heads, config.kv_heads, config.head_size
-    cos, sin = _rotary_tables(position, config)
-    bias = jnp.where(cache_mask, 0.0, -jnp.inf)[:, None, None, :]
-    x = params["embedding"][token]
-    B = x.shape[0]
+    x = _embed(params, token, position, config)
     new_cache = []
     for i in range(config.layers):
-        layer = jax.tree.map(lambda p, i=i: p[i], params["layers"])
-        query, key, value = _project_qkv(x, layer, cos, sin, config)
-        keys, values = (
-            jax.lax.dynamic_update_slice_in_dim(old, new[:, :, None], slot, axis=2)
-            for old, new in zip(cache[i], (key, value), strict=True)
-        )
-        grouped = query.reshape(B, G, N // G, H)
-        scores = jnp.einsum("BGnH,BGSH->BGnS", grouped, keys, preferred_element_type=jnp.float32) / math.sqrt(H)
-        weights = jax.nn.softmax(scores + bias, axis=-1).astype(x.dtype)
-        attended = jnp.einsum("BGnS,BGSH->BGnH", weights, values).reshape(B, N, H)
-        x = x + jnp.einsum("BNH,NHD->BD", attended, layer["out"])
-        x = _ffn(x, layer, config)
-        new_cache.append((keys, values))
-    final = _rms_norm(x, params["final_norm"], config.norm_epsilon)
-    return logits_of(params, final, config=config), tuple(new_cache)
+
+        def attend(query: jax.Array, key: jax.Array, value: jax.Array, old: Any = cache[i]) -> tuple[jax.Array, Any]:
+            keys, values = (
+                jax.lax.dynamic_update_slice_in_dim(before, new[:, :, None], slot, axis=2)
+                for before, new in zip(old, (key, value), strict=True)
+            )
+            return layers.attend_to_cache(query, keys, values, cache_mask), (keys, values)
+
+        x, kept = _layer(x, _layer_of(params, i), position, attend, config)
+        new_cache.append(kept)
+    return logits_of(params, _final_norm(x, params, config), config=config), tuple(new_cache)
