@@ -1,0 +1,52 @@
+"""What of a policy is trained and published, and what stays frozen: everything and nothing, or adapters and the model."""
+
+import dataclasses
+
+import jax
+from jax.sharding import Mesh
+
+from tba_jax.models import decoder, parameters, quantize
+from tba_jax.models import lora as lora_lib
+from tba_jax.models.parameters import Params, Specs
+
+WEIGHTS = ("full", "int8")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Policy:
+    """A decoder, and LoRA adapters on it or None. `base` below is the reference policy that a run starts from."""
+
+    model: decoder.DecoderConfig
+    lora: lora_lib.LoraConfig | None = None
+
+    @property
+    def model_specs(self) -> Specs:
+        return decoder.param_specs(self.model)
+
+    @property
+    def trained_specs(self) -> Specs:
+        """Of what the optimiser, the gradients and published snapshots hold."""
+        return self.model_specs if self.lora is None else lora_lib.adapter_specs(self.model_specs, self.lora)
+
+    def model_shardings(self, mesh: Mesh) -> Params:
+        return parameters.shardings(self.model_specs, mesh)
+
+    def trained_shardings(self, mesh: Mesh) -> Params:
+        return parameters.shardings(self.trained_specs, mesh)
+
+    def initial(self, base: Params, key: jax.Array) -> Params:
+        """The trained part of a run that starts from `base`: the policy is then what `base` is."""
+        return base if self.lora is None else parameters.init(key, self.trained_specs)
+
+    def frozen(self, base: Params) -> Params:
+        """The part that is not trained, in the compute dtype, since no update is ever added to it."""
+        return {} if self.lora is None else decoder.cast(base, self.model)
+
+    def for_training(self, trained: Params, frozen: Params) -> Params:
+        """What the decoder is called with, differentiable in `trained`."""
+        return trained if self.lora is None else lora_lib.attach(frozen, trained, self.lora)
+
+    def for_sampling(self, trained: Params, base: Params, weights: str) -> Params:
+        """Plain weights of the policy: adapters merged, then quantised if `weights` is "int8"."""
+        merged = trained if self.lora is None else lora_lib.merge(base, trained, self.lora)
+        return merged if weights == "full" else quantize.quantize(merged, self.model_specs)
