@@ -28,9 +28,10 @@ def get_config() -> config_dict.ConfigDict:
     c.task.story_sentiment.opening_words = 12
     c.task.story_sentiment.heldout_queries = 128
 
-    # The policy. (contract, but for compute_dtype)
+    # The policy. (contract, but for compute_dtype and attention)
     c.model = config_dict.ConfigDict()
-    c.model.path = ""  # a Hugging Face folder or hub id with weights and tokenizer; "": the shape below, random weights
+    c.model.path = ""  # a Hugging Face folder or hub id with weights and tokenizer; "": random weights of a shape:
+    c.model.preset = ""  # ... of a published model (tba_jax/models/presets.py); "": the shape below
     c.model.layers = 2
     c.model.width = 128
     c.model.heads = 4
@@ -39,6 +40,13 @@ def get_config() -> config_dict.ConfigDict:
     c.model.ffn = 384
     c.model.tied_embedding = True
     c.model.compute_dtype = "float32"  # float32 | bfloat16; master weights and log-prob sums are always float32
+    c.model.attention = "auto"  # auto | xla | cudnn: the kernel of whole sequences; auto: cudnn on NVIDIA GPUs in bfloat16
+
+    # Low-rank adapters: only they are trained and published. (contract)
+    c.lora = config_dict.ConfigDict()
+    c.lora.rank = 0  # 0: the whole policy is trained
+    c.lora.alpha = 16.0  # the update is scaled by alpha / rank
+    c.lora.targets = ("layers.*",)  # patterns of the names of linear maps: layers.query, layers.down, lm_head, ...
 
     # Supervised warm start on the task's worked examples; its result is the reference policy. (contract)
     c.warm_start = config_dict.ConfigDict()
@@ -66,7 +74,8 @@ def get_config() -> config_dict.ConfigDict:
     c.searchers.samples_per_query = 24  # S, at least learner.completions
     c.searchers.max_rows_per_snapshot = 0  # backpressure: a searcher pauses after this many rows until a newer snapshot; 0: never
     c.searchers.poll_seconds = 0.2
-    c.searchers.logit_block_rows = 0  # rows whose [R, V] logits exist at a time in reference scoring; 0: all
+    c.searchers.weights = "full"  # full | int8 (weight-only, per output channel): of the policy that is sampled
+    c.searchers.logit_megabytes = 128  # of each device: the most that logits take at a time in reference scoring
     c.searchers.memory_fraction = 0.2  # of a GPU that roles share, each searcher
     c.searchers.mesh = config_dict.ConfigDict(dict(data=-1, fsdp=1, tensor=1))
 
@@ -90,8 +99,8 @@ def get_config() -> config_dict.ConfigDict:
     c.learner.queries = 7  # Q
     c.learner.completions = 20  # K
     c.learner.micro_batch_rows = 0  # 0: the whole batch in one pass
-    c.learner.logit_block_rows = 0  # rows whose [R, V] logits exist at a time; 0: a micro-batch
-    c.learner.remat = True
+    c.learner.logit_megabytes = 128  # of each device: the most that logits take at a time
+    c.learner.remat = "full"  # none | dots | full: what of a layer the backward pass computes again
     c.learner.learning_rate = 1e-5
     c.learner.schedule = "constant"  # constant | linear | wsd
     c.learner.warmup_steps = 10
@@ -123,7 +132,7 @@ def get_config() -> config_dict.ConfigDict:
     c.evaluation.every_steps = 100  # besides the first and the last step
     c.evaluation.queries = 256
     c.evaluation.batch_size = 128
-    c.evaluation.logit_block_rows = 0  # as searchers.logit_block_rows
+    c.evaluation.logit_megabytes = 128  # as searchers.logit_megabytes
     c.evaluation.samples = 8  # decoded responses in each report
     c.evaluation.memory_fraction = 0.1  # of a GPU that roles share
     c.evaluation.mesh = config_dict.ConfigDict(dict(data=-1, fsdp=1, tensor=1))

@@ -3,10 +3,10 @@
 import json
 import math
 
-import jax
+import numpy as np
 
 from tba_jax.experiment import Experiment
-from tba_jax.models import decoder
+from tba_jax.models import parameters
 
 _GIB = 1 << 30
 _SIZES = {"float32": 4, "bfloat16": 2}
@@ -14,11 +14,11 @@ _SIZES = {"float32": 4, "bfloat16": 2}
 
 def describe(experiment: Experiment) -> str:
     """The text that --dry_run prints."""
-    config, model = experiment.config, experiment.model
+    config = experiment.config
     lines = ["config:", json.dumps(config.to_dict(), indent=1, sort_keys=True), "", "parameters:"]
-    shapes = jax.tree_util.tree_flatten_with_path(decoder.param_shapes(model))[0]
-    lines += [f"  {'.'.join(str(entry.key) for entry in path):24} float32{list(leaf.shape)}" for path, leaf in shapes]
-    lines.append(f"  {'total':24} {decoder.param_count(model):,}")
+    lines += _table(experiment.policy.model_specs)
+    if experiment.policy.lora is not None:
+        lines += ["", "trained and published (adapters):", *_table(experiment.policy.trained_specs)]
     lines += ["", "rows (one column each, per row):"]
     lines += [f"  {name:24} {dtype}{list(shape)}" for name, (dtype, shape) in experiment.contract.row_shape().columns().items()]
     c, s = config.learner, config.searchers
@@ -45,39 +45,47 @@ def describe(experiment: Experiment) -> str:
     return "\n".join(lines)
 
 
+def _table(specs: parameters.Specs) -> list[str]:
+    rows = [f"  {name:32} float32{list(spec.shape)}" for name, spec in parameters.flatten(specs).items()]
+    return [*rows, f"  {'total':32} {parameters.count(specs):,}"]
+
+
 def memory(experiment: Experiment) -> dict[str, dict[str, int]]:
     """role -> part -> bytes, from shapes alone; what XLA adds for temporaries inside a layer is not in it."""
-    config, model = experiment.config, experiment.model
+    config, policy = experiment.config, experiment.policy
+    model = policy.model
     P, R = experiment.contract.prompt_length, experiment.contract.response_length
     T, compute = P + R, _SIZES[model.compute_dtype]
-    params = decoder.param_count(model)
+    params, trained = parameters.count(policy.model_specs), parameters.count(policy.trained_specs)
     micro = config.learner.micro_batch_rows or config.learner.queries * config.learner.completions
-    block = config.learner.logit_block_rows or micro
-    layers_kept = model.layers if config.learner.remat else model.layers * 12
+    layers_kept = model.layers * {"full": 1, "dots": 8, "none": 12}[config.learner.remat]
     attention = micro * model.heads * T * T * 4
     row_bytes = sum(
-        jax.numpy.dtype(dtype).itemsize * max(1, math.prod(shape))
-        for dtype, shape in experiment.contract.row_shape().columns().values()
+        np.dtype(dtype).itemsize * max(1, math.prod(shape)) for dtype, shape in experiment.contract.row_shape().columns().values()
     )
     search_rows = config.searchers.queries_per_batch * config.searchers.samples_per_query
 
-    def decoding(rows: int, block: int) -> dict[str, int]:
+    def logits(rows: int, megabytes: int) -> int:
+        return max(min(megabytes << 20, rows * R * model.vocab * 4), rows * model.vocab * 4)
+
+    def decoding(rows: int, megabytes: int, weights: str) -> dict[str, int]:
         return {
-            "policy and reference": 2 * 4 * params,
+            "policy and reference": (4 + (4 if weights == "full" else 1)) * params,
             "compute copy": compute * params if compute != 4 else 0,
             "KV cache": 2 * model.layers * rows * model.kv_heads * T * model.head_size * compute,
             "logits": 3 * rows * model.vocab * 4,
-            "scoring": rows * T * model.width * compute * 4 + (block or rows) * R * model.vocab * 4 * 2,
+            "scoring": rows * T * model.width * compute * 4 + 2 * logits(rows, megabytes),
         }
 
     return {
         "trainer": {
-            "weights, gradient, AdamW": 4 * 4 * params,
-            "copies to publish and to checkpoint": 4 * 4 * params,
+            "weights, gradient, AdamW": 4 * 4 * trained,
+            "frozen weights": 0 if policy.lora is None else compute * params,
+            "copies to publish and to checkpoint": 4 * 4 * trained,
             "activations": micro * T * model.width * compute * layers_kept + attention + micro * T * model.ffn * compute * 3,
-            "logits": block * R * model.vocab * 4 * 3,
+            "logits": 2 * logits(micro, config.learner.logit_megabytes),
             "replay (host)": config.replay.capacity * row_bytes,
         },
-        "searcher": decoding(search_rows, config.searchers.logit_block_rows),
-        "evaluator": decoding(config.evaluation.batch_size, config.evaluation.logit_block_rows),
+        "searcher": decoding(search_rows, config.searchers.logit_megabytes, config.searchers.weights),
+        "evaluator": decoding(config.evaluation.batch_size, config.evaluation.logit_megabytes, "full"),
     }

@@ -15,7 +15,9 @@ from tba_jax.decoding import generate as generate_lib
 from tba_jax.decoding import sampling as sampling_lib
 from tba_jax.decoding.rewards import reward_generation
 from tba_jax.metrics import MetricWriter, TimeAccount
-from tba_jax.models import decoder, scoring
+from tba_jax.models import scoring
+from tba_jax.models.parameters import Params
+from tba_jax.models.policy import Policy
 from tba_jax.tasks.interface import EncodedQuery, Task
 from tba_jax.tokenizer import Tokenizer
 
@@ -31,39 +33,39 @@ class Evaluator:
         contract: run_config.Contract,
         run: run_dir.RunDir,
         *,
-        model: decoder.DecoderConfig,
+        policy: Policy,
         tokenizer: Tokenizer,
         task: Task,
         queries: Sequence[EncodedQuery],
     ):
         self._config, self._contract, self._run = config, contract, run
-        self._model, self._tokenizer, self._task, self._queries = model, tokenizer, task, queries
+        self._tokenizer, self._task, self._queries = tokenizer, task, queries
         self._mesh = mesh_lib.make_mesh(tuple(config.evaluation.mesh.values()), setting="evaluation.mesh")
-        self._shardings = decoder.param_shardings(model, self._mesh)
         reference_id = run_dir.read_json(run.initial_reference)["id"]
-        self._reference = policy_store.load(run.reference(reference_id), model, self._shardings)
-        self._generate = jax.jit(
-            functools.partial(
-                generate_lib.generate,
-                config=model,
-                samples_per_query=1,
-                response_length=contract.response_length,
-                eos_id=contract.eos_id,
-                pad_id=contract.pad_id,
-                scoring_temperature=contract.scoring_temperature,
-                banned_tokens=tuple(contract.banned_tokens),
-                truncating=False,
-            )
+        self._reference = policy_store.load(run.reference(reference_id), policy.model_specs, policy.model_shardings(self._mesh))
+        self._snapshot = (policy.trained_specs, policy.trained_shardings(self._mesh))
+        generate = functools.partial(
+            generate_lib.generate,
+            config=policy.model,
+            samples_per_query=1,
+            response_length=contract.response_length,
+            eos_id=contract.eos_id,
+            pad_id=contract.pad_id,
+            scoring_temperature=contract.scoring_temperature,
+            banned_tokens=tuple(contract.banned_tokens),
+            truncating=False,
         )
-        self._score = jax.jit(
-            functools.partial(
-                scoring.response_logprobs,
-                config=model,
-                temperature=contract.scoring_temperature,
-                rows_per_block=config.evaluation.logit_block_rows or config.evaluation.batch_size,
-                banned_tokens=tuple(contract.banned_tokens),
-                remat=False,
-            )
+        score = functools.partial(
+            scoring.response_logprobs,
+            config=policy.model,
+            temperature=contract.scoring_temperature,
+            banned_tokens=tuple(contract.banned_tokens),
+            logit_bytes=(config.evaluation.logit_megabytes << 20) * self._mesh.size,
+            remat="none",
+        )
+        for_sampling = functools.partial(policy.for_sampling, weights="full")
+        self._generate, self._score, self._for_sampling = (
+            mesh_lib.on_mesh(self._mesh, jax.jit(function)) for function in (generate, score, for_sampling)
         )
 
     def evaluate(self, step: int) -> dict[str, Any]:
@@ -73,7 +75,7 @@ class Evaluator:
           FileNotFoundError: the snapshot was pruned.
         """
         begin = time.time()
-        params = policy_store.load_step(self._run.policies, step, self._model, self._shardings)
+        params = self._for_sampling(policy_store.load_step(self._run.policies, step, *self._snapshot), self._reference)
         greedy = self._respond(params, temperature=0.0)
         sampled = self._respond(params, temperature=self._contract.scoring_temperature)
         tokens = max(sum(response["tokens"] for response in sampled), 1)
@@ -97,7 +99,7 @@ class Evaluator:
         run_dir.write_json(self._run.evaluations / f"{run_dir.step_name(step)}.json", report)
         return report
 
-    def _respond(self, params: decoder.Params, *, temperature: float) -> list[dict[str, Any]]:
+    def _respond(self, params: Params, *, temperature: float) -> list[dict[str, Any]]:
         size = self._config.evaluation.batch_size
         responses: list[dict[str, Any]] = []
         for begin in range(0, len(self._queries), size):
@@ -107,7 +109,7 @@ class Evaluator:
         return responses
 
     def _respond_batch(
-        self, params: decoder.Params, batch: Sequence[EncodedQuery], first: int, temperature: float
+        self, params: Params, batch: Sequence[EncodedQuery], first: int, temperature: float
     ) -> list[dict[str, Any]]:
         prompts, lengths = trajectory.left_pad([q.prompt for q in batch], self._contract.prompt_length, self._contract.pad_id)
         # The same keys at every step: two evaluations differ by the weights alone.

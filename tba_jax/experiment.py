@@ -11,9 +11,12 @@ from typing import Any
 
 import jax
 
+from tba_jax import fine_tuning, policy_store, run_config, run_dir
 from tba_jax import mesh as mesh_lib
-from tba_jax import policy_store, run_config, run_dir, supervised
-from tba_jax.models import decoder, hugging_face
+from tba_jax.models import decoder, hugging_face, parameters
+from tba_jax.models.lora import LoraConfig
+from tba_jax.models.policy import Policy
+from tba_jax.models.presets import PRESETS
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.optimizer import SCHEDULES
 from tba_jax.replay.selection import STRATEGIES
@@ -29,6 +32,7 @@ _NAMES: dict[str, Sequence[str]] = {
     "learner.objective": list(OBJECTIVES),
     "learner.schedule": list(SCHEDULES),
     "replay.strategy": list(STRATEGIES),
+    "model.preset": ["", *PRESETS],
 }
 
 
@@ -40,7 +44,7 @@ class Experiment:
     contract: run_config.Contract
     tokenizer: Tokenizer
     task: Task
-    model: decoder.DecoderConfig
+    policy: Policy
     queries: dict[str, list[EncodedQuery]]
     skipped: dict[str, int]
 
@@ -58,19 +62,8 @@ def build(config: Any) -> Experiment:
             close = difflib.get_close_matches(leaves[name], known, n=1)
             hint = f" (did you mean {close[0]!r}?)" if close else ""
             raise ValueError(f"{name}={leaves[name]!r} is not one of {known}{hint}")
-    if config.model.path:
-        folder = hugging_face.resolve_folder(config.model.path)
-        model = hugging_face.read_config(folder, compute_dtype=config.model.compute_dtype)
-        tokenizer: Tokenizer = HuggingFaceTokenizer(folder)
-    else:
-        if config.task.name != "arithmetic":
-            raise ValueError(f"task.name={config.task.name!r} needs a pretrained model: set model.path to its folder")
-        tokenizer = CharacterTokenizer(CHARACTERS)
-        model = _model_from_shape(config, tokenizer.vocab_size)
-    if tokenizer.vocab_size > model.vocab:
-        raise ValueError(
-            f"model.path={config.model.path!r}: the tokenizer has {tokenizer.vocab_size} ids, the embedding only {model.vocab}"
-        )
+    policy, tokenizer = policy_and_tokenizer(config)
+    model = policy.model
     total = config.task.prompt_length + config.task.response_length
     if total > model.max_positions:
         raise ValueError(
@@ -85,7 +78,8 @@ def build(config: Any) -> Experiment:
             f"learner.queries={config.learner.queries} is more than the {len(encoded['train'][0])} train queries of the task"
         )
     contract = run_config.Contract(
-        model={k: v for k, v in dataclasses.asdict(model).items() if k != "compute_dtype"},
+        model={k: v for k, v in dataclasses.asdict(model).items() if k not in decoder.FREE_FIELDS},
+        lora={} if policy.lora is None else dataclasses.asdict(policy.lora),
         tokenizer=tokenizer.fingerprint,
         eos_id=tokenizer.eos_id,
         pad_id=tokenizer.pad_id,
@@ -105,14 +99,47 @@ def build(config: Any) -> Experiment:
         contract=contract,
         tokenizer=tokenizer,
         task=task,
-        model=model,
+        policy=policy,
         queries={split: queries for split, (queries, _) in encoded.items()},
         skipped={split: skipped for split, (_, skipped) in encoded.items()},
     )
 
 
+def policy_and_tokenizer(config: Any) -> tuple[Policy, Tokenizer]:
+    """What config.model, config.lora and config.task.name say of the policy.
+
+    Raises:
+      ValueError: the checkpoint cannot be used, or policy, adapters and tokenizer do not go together.
+    """
+    if config.model.path:
+        folder = hugging_face.resolve_folder(config.model.path)
+        model = hugging_face.read_config(
+            folder, compute_dtype=config.model.compute_dtype, attention=config.model.attention, head="language_model"
+        )
+        tokenizer: Tokenizer = HuggingFaceTokenizer(folder)
+    else:
+        if config.task.name != "arithmetic":
+            raise ValueError(f"task.name={config.task.name!r} needs a pretrained model: set model.path to its folder")
+        tokenizer = CharacterTokenizer(CHARACTERS)
+        model = _model_from_shape(config, tokenizer.vocab_size)
+    if tokenizer.vocab_size > model.vocab:
+        raise ValueError(
+            f"model.path={config.model.path!r}: the tokenizer has {tokenizer.vocab_size} ids, the embedding only {model.vocab}"
+        )
+    policy = Policy(model=model, lora=_lora(config))
+    _ = policy.trained_specs  # refuses targets that the model does not have
+    return policy, tokenizer
+
+
+def _lora(config: Any) -> LoraConfig | None:
+    c = config.lora
+    return LoraConfig(rank=c.rank, alpha=c.alpha, targets=tuple(c.targets)) if c.rank else None
+
+
 def _model_from_shape(config: Any, vocab: int) -> decoder.DecoderConfig:
     m = config.model
+    if m.preset:
+        return dataclasses.replace(PRESETS[m.preset], compute_dtype=m.compute_dtype, attention=m.attention)
     return decoder.DecoderConfig(
         layers=m.layers,
         width=m.width,
@@ -124,6 +151,7 @@ def _model_from_shape(config: Any, vocab: int) -> decoder.DecoderConfig:
         max_positions=config.task.prompt_length + config.task.response_length,
         tied_embedding=m.tied_embedding,
         compute_dtype=m.compute_dtype,
+        attention=m.attention,
     )
 
 
@@ -150,21 +178,21 @@ def _encode(queries: Sequence[Query], tokenizer: Tokenizer, config: Any, split: 
 def check_initial_policy(experiment: Experiment, run: run_dir.RunDir) -> None:
     """Raises ValueError where the initial policy still has to be imported and its checkpoint is not whole."""
     if experiment.config.model.path and not run.initial_reference.exists():
-        hugging_face.check_weights(experiment.config.model.path, experiment.model)
+        hugging_face.check_weights(experiment.config.model.path, experiment.policy.model)
 
 
 def ensure_reference(experiment: Experiment, run: run_dir.RunDir, *, report: Callable[[int, float], None]) -> str:
     """The id of the policy that step 0 starts from; makes it if the run has none: imported, warm-started or random.
 
     Args:
-      report: of the warm start, see supervised.warm_start.
+      report: of the warm start, see fine_tuning.warm_start.
 
     Returns:
       16 hex digits, a hash of the weights; `run.reference(id)` holds them as a snapshot.
     """
     if run.initial_reference.exists():
         return run_dir.read_json(run.initial_reference)["id"]
-    config, model = experiment.config, experiment.model
+    config, model = experiment.config, experiment.policy.model
     mesh = mesh_lib.make_mesh(tuple(config.learner.mesh.values()), setting="learner.mesh")
     params = _initial_params(experiment, mesh, report)
     draft = run.references / f".draft-{uuid.uuid4().hex[:8]}"
@@ -180,14 +208,14 @@ def ensure_reference(experiment: Experiment, run: run_dir.RunDir, *, report: Cal
 
 
 def _initial_params(experiment: Experiment, mesh: Any, report: Callable[[int, float], None]) -> decoder.Params:
-    config, model = experiment.config, experiment.model
+    config, model = experiment.config, experiment.policy.model
     shardings = decoder.param_shardings(model, mesh)
     if config.model.path:
         return hugging_face.load_params(hugging_face.resolve_folder(config.model.path), model, shardings)
     if not config.warm_start.steps:
         return jax.jit(functools.partial(decoder.init_params, config=model), out_shardings=shardings)(jax.random.key(config.seed))
     w = config.warm_start
-    return supervised.warm_start(
+    return fine_tuning.warm_start(
         experiment.task,
         experiment.tokenizer,
         config=model,
@@ -219,7 +247,7 @@ def check_devices(experiment: Experiment, *, role: str, devices: int) -> None:
     for what, rows in settings.items():
         run_config.check_ways(rows, shape[0] * shape[1], what=what)
     sizes = dict(zip(mesh_lib.MESH_AXES, shape, strict=True))
-    decoder.map_specs(lambda name, spec: mesh_lib.check_divides(sizes, spec.axes, spec.shape, name=name), experiment.model)
+    parameters.check_divides(sizes, experiment.policy.model_specs)
 
 
 def heldout_queries(experiment: Experiment) -> list[EncodedQuery]:

@@ -18,7 +18,9 @@ import numpy as np
 import optax
 
 from tba_jax import trajectory
-from tba_jax.models import decoder, scoring
+from tba_jax.models import scoring
+from tba_jax.models.parameters import Params
+from tba_jax.models.policy import Policy
 from tba_jax.objectives import Objective
 from tba_jax.objectives.inputs import ObjectiveInputs
 from tba_jax.optimizer import Schedule
@@ -26,10 +28,10 @@ from tba_jax.optimizer import Schedule
 
 @flax.struct.dataclass
 class TrainState:
-    """step: int32[], updates done; params: float32 master weights; opt_state: the optimiser's."""
+    """step: int32[], updates done; params: what is trained, float32 master weights (Policy); opt_state: the optimiser's."""
 
     step: chex.Array
-    params: decoder.Params
+    params: Params
     opt_state: Any
 
 
@@ -55,41 +57,46 @@ def batch_from_rows(rows: trajectory.Rows) -> Batch:
 class LearnerConfig:
     """Static settings of an update.
 
-    micro_batch_rows: rows per forward and backward pass, a divisor of B; rows_per_block: rows whose [R, V] logits exist
-    at a time; temperature: the run's scoring temperature.
+    micro_batch_rows: rows per forward and backward pass, a divisor of B; logit_bytes: the most that logits may take at a
+    time, over all devices; temperature: the run's scoring temperature; remat: a name of layers.REMAT.
     """
 
-    model: decoder.DecoderConfig
+    policy: Policy
     completions: int
     micro_batch_rows: int
-    rows_per_block: int
+    logit_bytes: int
     temperature: float
     banned_tokens: tuple[int, ...]
-    remat: bool
+    remat: str
 
 
-def init_state(params: decoder.Params, optimizer: optax.GradientTransformation) -> TrainState:
+def init_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
     return TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=optimizer.init(params))
 
 
-def score(params: decoder.Params, batch: Batch, *, config: LearnerConfig) -> tuple[jax.Array, jax.Array]:
-    """policy_logprobs float32[B, R] and entropy float32[B, R] of the batch under `params`, at the scoring temperature."""
+def score(params: Params, batch: Batch, *, config: LearnerConfig) -> tuple[jax.Array, jax.Array]:
+    """policy_logprobs float32[B, R] and entropy float32[B, R] of the batch at the scoring temperature.
+
+    Args:
+      params: all that the decoder computes with (Policy.for_training or for_sampling).
+    """
     return scoring.response_logprobs(
         params,
         batch.prompt_tokens,
         batch.prompt_length,
         batch.response_tokens,
         batch.response_length,
-        config=config.model,
+        config=config.policy.model,
         temperature=config.temperature,
         banned_tokens=config.banned_tokens,
-        rows_per_block=config.rows_per_block,
+        logit_bytes=config.logit_bytes,
         remat=config.remat,
     )
 
 
 def train_step(
     state: TrainState,
+    frozen: Params,
     batch: Batch,
     *,
     objective: Objective,
@@ -99,6 +106,9 @@ def train_step(
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """One update. Jit it once with `state` donated.
 
+    Args:
+      frozen: the part of the policy that is not trained (Policy.initial).
+
     Returns:
       the new state and float32[] measurements; `finite` is 0 where loss or gradient is not, and the state is then
       left as it was.
@@ -106,7 +116,7 @@ def train_step(
     beta_now = beta(state.step)
     accumulate = _whole_groups if config.micro_batch_rows % config.completions == 0 else _any_split
     loss, grads, measurements, policy_logprobs, entropy = accumulate(
-        state.params, batch, beta_now, objective=objective, config=config
+        state.params, frozen, batch, beta_now, objective=objective, config=config
     )
     grad_norm = optax.tree.norm(grads)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
@@ -148,11 +158,13 @@ def _join(x: jax.Array, unit: int) -> jax.Array:
     return x.reshape(count, rows // unit, unit, *x.shape[2:]).swapaxes(0, 1).reshape(count * rows, *x.shape[2:])
 
 
-def _whole_groups(params: Any, batch: Batch, beta: jax.Array, *, objective: Objective, config: LearnerConfig) -> tuple[Any, ...]:
+def _whole_groups(
+    params: Params, frozen: Params, batch: Batch, beta: jax.Array, *, objective: Objective, config: LearnerConfig
+) -> tuple[Any, ...]:
     """One pass: the objective is a mean over groups, so the batch's is the mean over micro-batches of whole groups."""
 
     def micro_loss(params: Any, micro: Batch) -> tuple[jax.Array, Any]:
-        policy_logprobs, entropy = score(params, micro, config=config)
+        policy_logprobs, entropy = score(config.policy.for_training(params, frozen), micro, config=config)
         loss, measurements = objective(policy_logprobs, _inputs(micro, beta, config))
         return loss, (measurements, policy_logprobs, entropy)
 
@@ -169,16 +181,18 @@ def _whole_groups(params: Any, batch: Batch, beta: jax.Array, *, objective: Obje
     return jnp.mean(losses), grads, means, *(_join(x, K) for x in per_token)
 
 
-def _any_split(params: Any, batch: Batch, beta: jax.Array, *, objective: Objective, config: LearnerConfig) -> tuple[Any, ...]:
+def _any_split(
+    params: Params, frozen: Params, batch: Batch, beta: jax.Array, *, objective: Objective, config: LearnerConfig
+) -> tuple[Any, ...]:
     """Two passes: ∇_θ L = Σ_micro (∂ log π / ∂θ)ᵀ ∂L / ∂ log π, with the inner gradient taken on the whole batch."""
     micros = _split(batch, config.micro_batch_rows, 1)
-    per_token = jax.lax.map(lambda micro: score(params, micro, config=config), micros)
+    per_token = jax.lax.map(lambda micro: score(config.policy.for_training(params, frozen), micro, config=config), micros)
     policy_logprobs, entropy = (_join(x, 1) for x in per_token)
     (loss, measurements), cotangent = jax.value_and_grad(objective, has_aux=True)(policy_logprobs, _inputs(batch, beta, config))
 
     def add(grads: Any, micro: tuple[Batch, jax.Array]) -> tuple[Any, None]:
         rows, row_cotangent = micro
-        pull_back = jax.vjp(lambda p: score(p, rows, config=config)[0], params)[1]
+        pull_back = jax.vjp(lambda p: score(config.policy.for_training(p, frozen), rows, config=config)[0], params)[1]
         return jax.tree.map(jnp.add, grads, pull_back(row_cotangent)[0]), None
 
     grads, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), (micros, _split(cotangent, config.micro_batch_rows, 1)))

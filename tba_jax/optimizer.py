@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 import optax
 
 Schedule = Callable[[jax.Array], jax.Array]
@@ -38,10 +37,10 @@ def beta_schedule(*, start: float, end: float, steps: int) -> Schedule:
 def adamw(
     schedule: Schedule, *, beta1: float, beta2: float, epsilon: float, weight_decay: float, clip_norm: float
 ) -> optax.GradientTransformation:
-    """AdamW after clipping by global norm (clip_norm = 0: no clipping). Norm scales and other vectors are not decayed."""
+    """AdamW after clipping by global norm (clip_norm = 0: no clipping). Norm scales and biases are not decayed."""
 
     def decayed(params: optax.Params) -> optax.Params:
-        return jax.tree_util.tree_map_with_path(lambda path, p: "norm" not in str(path[-1].key) and jnp.ndim(p) > 1, params)
+        return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in ("weight", "lora_a", "lora_b"), params)
 
     clip = [optax.clip_by_global_norm(clip_norm)] if clip_norm else []
     return optax.chain(*clip, optax.adamw(schedule, b1=beta1, b2=beta2, eps=epsilon, weight_decay=weight_decay, mask=decayed))

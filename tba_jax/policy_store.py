@@ -18,7 +18,8 @@ import numpy as np
 import tensorstore as ts
 
 from tba_jax import run_dir
-from tba_jax.models import decoder
+from tba_jax.models import parameters
+from tba_jax.models.parameters import Params, Specs
 
 COMMIT = "commit.json"
 
@@ -31,11 +32,6 @@ class SnapshotInfo:
     epoch: int
 
 
-def _flatten(params: decoder.Params) -> dict[str, Any]:
-    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
-    return {".".join(str(entry.key) for entry in path): leaf for path, leaf in leaves}
-
-
 def _spec(folder: Path, name: str) -> dict[str, Any]:
     return {
         "driver": "zarr3",
@@ -46,7 +42,7 @@ def _spec(folder: Path, name: str) -> dict[str, Any]:
     }
 
 
-def save(folder: Path, params: decoder.Params, info: SnapshotInfo, *, dtype: str) -> None:
+def save(folder: Path, params: Params, info: SnapshotInfo, *, dtype: str) -> None:
     """Writes one snapshot; it becomes visible as a whole at the end.
 
     Args:
@@ -61,7 +57,7 @@ def save(folder: Path, params: decoder.Params, info: SnapshotInfo, *, dtype: str
     temporary.mkdir(parents=True)
     try:
         futures = []
-        for name, array in _flatten(params).items():
+        for name, array in parameters.flatten(params).items():
             shards = _host_shards(array)
             chunk = shards[0][1].shape
             spec = _spec(temporary, name) | {
@@ -93,37 +89,56 @@ def _host_shards(array: Any) -> list[tuple[Any, np.ndarray]]:
     return [((slice(None),) * array.ndim, np.asarray(array))]
 
 
-def load(folder: Path, config: decoder.DecoderConfig, shardings: decoder.Params) -> decoder.Params:
+def open_arrays(folder: Path, specs: Specs) -> Params:
+    """The parameters of a snapshot as tensorstore arrays, which read what is asked of them.
+
+    Raises:
+      FileNotFoundError: there is no committed snapshot in `folder` (it may have been pruned).
+      ValueError: a parameter is not there or has another shape than the model; names it.
+    """
+    run_dir.read_json(folder / COMMIT)
+
+    def open_one(name: str, spec: parameters.ParamSpec) -> ts.TensorStore:
+        try:
+            store = ts.open(_spec(folder, name), open=True).result()
+        except ValueError as error:
+            raise _refusal(folder, f"parameter {name} is missing or unreadable: {error}") from error
+        if store.shape != spec.shape:
+            raise ValueError(f"{folder}: parameter {name} has shape {store.shape}, the model needs {spec.shape}")
+        return store
+
+    return parameters.map_specs(open_one, specs)
+
+
+def _refusal(folder: Path, sentence: str) -> Exception:
+    if not (folder / COMMIT).exists():
+        return FileNotFoundError(f"snapshot {folder} was removed while it was read")
+    return ValueError(f"{folder}: {sentence}")
+
+
+def load(folder: Path, specs: Specs, shardings: Params) -> Params:
     """Restores a snapshot as float32 parameters in `shardings`; every device reads its own shard only.
+
+    Args:
+      specs: what the snapshot holds; shardings: of the same tree, parameters.shardings(specs, mesh).
 
     Raises:
       FileNotFoundError: there is no committed snapshot in `folder` (it may have been pruned).
       ValueError: a parameter on disk has another shape than the model, or its bytes are damaged; names it.
     """
-    run_dir.read_json(folder / COMMIT)
-    shapes = decoder.param_shapes(config)
+    stores = parameters.flatten(open_arrays(folder, specs))
+    sharding_of = parameters.flatten(shardings)
 
-    def refusal(sentence: str) -> Exception:
-        if not (folder / COMMIT).exists():
-            return FileNotFoundError(f"snapshot {folder} was removed while it was read")
-        return ValueError(f"{folder}: {sentence}")
-
-    def read(path: Any, shape: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array:
-        name = ".".join(str(entry.key) for entry in path)
-        try:
-            store = ts.open(_spec(folder, name), open=True).result()
-        except ValueError as error:
-            raise refusal(f"parameter {name} is missing or unreadable: {error}") from error
-        if store.shape != shape.shape:
-            raise ValueError(f"{folder}: parameter {name} has shape {store.shape}, the model needs {shape.shape}")
+    def read(name: str, spec: parameters.ParamSpec) -> jax.Array:
+        store = stores[name]
         try:
             return jax.make_array_from_callback(
-                shape.shape, sharding, lambda index: store[index].read().result().astype(np.float32), dtype=np.float32
+                spec.shape, sharding_of[name], lambda index: store[index].read().result().astype(np.float32), dtype=np.float32
             )
         except ValueError as error:
-            raise refusal(f"parameter {name} is damaged: {error}") from error
+            raise _refusal(folder, f"parameter {name} is damaged: {error}") from error
 
-    return jax.tree_util.tree_map_with_path(read, shapes, shardings)
+    return parameters.map_specs(read, specs)
 
 
 def committed_steps(policies: Path) -> list[int]:
@@ -137,17 +152,15 @@ def latest_step(policies: Path) -> int | None:
     return next((step for step in newest_first if (policies / run_dir.step_name(step) / COMMIT).exists()), None)
 
 
-def load_step(policies: Path, step: int, config: decoder.DecoderConfig, shardings: decoder.Params) -> decoder.Params:
-    return load(policies / run_dir.step_name(step), config, shardings)
+def load_step(policies: Path, step: int, specs: Specs, shardings: Params) -> Params:
+    return load(policies / run_dir.step_name(step), specs, shardings)
 
 
-def load_latest(
-    policies: Path, config: decoder.DecoderConfig, shardings: decoder.Params, *, newer_than: int
-) -> tuple[int, decoder.Params] | None:
+def load_latest(policies: Path, specs: Specs, shardings: Params, *, newer_than: int) -> tuple[int, Params] | None:
     """The newest snapshot if it is newer than `newer_than`, else None. One that vanishes meanwhile: the next newest."""
     while (step := latest_step(policies)) is not None and step > newer_than:
         try:
-            return step, load_step(policies, step, config, shardings)
+            return step, load_step(policies, step, specs, shardings)
         except FileNotFoundError:
             continue
     return None
@@ -191,14 +204,14 @@ class Publisher:
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="publisher")
         self._pending: concurrent.futures.Future[None] | None = None
 
-    def publish(self, params: decoder.Params, info: SnapshotInfo) -> None:
+    def publish(self, params: Params, info: SnapshotInfo) -> None:
         """Hands a snapshot over. Waits only if the one before is still being written; its failure is raised here."""
         self.wait()
         # A copy on the device: the caller donates its buffers to the next update while the thread reads this one.
         snapshot = jax.block_until_ready(jax.tree.map(jnp.copy, params))
         self._pending = self._thread.submit(self._write, snapshot, info)
 
-    def _write(self, params: decoder.Params, info: SnapshotInfo) -> None:
+    def _write(self, params: Params, info: SnapshotInfo) -> None:
         save(self._policies / run_dir.step_name(info.step), params, info, dtype=self._dtype)
         prune(self._policies, **self._retention)
 

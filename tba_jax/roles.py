@@ -85,7 +85,7 @@ def _make_trainer(s: Settings, *, publish_every_steps: int) -> tuple[Any, EpochL
     lease = EpochLease.acquire(s.run.journal)
     _make_reference(s)
     trainer = Trainer(
-        s.config, s.experiment.contract, s.run, model=s.experiment.model, lease=lease, publish_every_steps=publish_every_steps
+        s.config, s.experiment.contract, s.run, policy=s.experiment.policy, lease=lease, publish_every_steps=publish_every_steps
     )
     return trainer, lease
 
@@ -113,7 +113,7 @@ def _make_searcher(s: Settings, *, name: str, account: TimeAccount) -> Searcher:
         s.config,
         e.contract,
         s.run,
-        model=e.model,
+        policy=e.policy,
         tokenizer=e.tokenizer,
         task=e.task,
         queries=e.queries["train"],
@@ -143,7 +143,7 @@ def _make_evaluator(s: Settings) -> Any:
 
     e = s.experiment
     queries = experiment_lib.heldout_queries(e)
-    return Evaluator(s.config, e.contract, s.run, model=e.model, tokenizer=e.tokenizer, task=e.task, queries=queries)
+    return Evaluator(s.config, e.contract, s.run, policy=e.policy, tokenizer=e.tokenizer, task=e.task, queries=queries)
 
 
 def evaluator(s: Settings) -> Job:

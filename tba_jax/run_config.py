@@ -15,7 +15,7 @@ SCHEDULE_SECTIONS = ("seed", "learner", "replay", "publish", "schedule")
 # ... but not these: they say how the same numbers are computed, or how often storage is asked.
 _FREE = (
     "learner.micro_batch_rows",
-    "learner.logit_block_rows",
+    "learner.logit_megabytes",
     "learner.remat",
     "learner.memory_fraction",
     "learner.logprob_gap_every_steps",
@@ -31,11 +31,13 @@ _FREE = (
 class Contract:
     """What rows and weights of a run mean. A role whose contract differs may not join.
 
-    model: shape of the policy (DecoderConfig without compute_dtype); tokenizer: fingerprint; task: its settings that
-    define queries and reward, paths excepted; reward_parts, reward_version: as in trajectory.RowShape.
+    model: shape of the policy (DecoderConfig without its free fields); lora: the adapters' settings, {} without; tokenizer:
+    fingerprint; task: its settings that define queries and reward, paths excepted; reward_parts, reward_version: as in
+    trajectory.RowShape.
     """
 
     model: dict[str, Any]
+    lora: dict[str, Any]
     tokenizer: str
     eos_id: int
     pad_id: int
@@ -119,6 +121,9 @@ _AT_LEAST_ONE = (
     "evaluation.every_steps",
     "evaluation.queries",
     "evaluation.batch_size",
+    "learner.logit_megabytes",
+    "searchers.logit_megabytes",
+    "evaluation.logit_megabytes",
     "metrics.every_steps",
     "warm_start.batch_size",
     "warm_start.report_every_steps",
@@ -126,6 +131,7 @@ _AT_LEAST_ONE = (
 _AT_LEAST_ZERO = (
     "seed",
     "task.arithmetic.seed",
+    "lora.rank",
     "warm_start.steps",
     "warm_start.warmup_steps",
     "searchers.max_rows_per_snapshot",
@@ -134,7 +140,6 @@ _AT_LEAST_ZERO = (
     "replay.max_staleness",
     "replay.min_rows",
     "learner.micro_batch_rows",
-    "learner.logit_block_rows",
     "learner.warmup_steps",
     "learner.decay_steps",
     "learner.beta_steps",
@@ -147,6 +152,7 @@ _AT_LEAST_ZERO = (
     "evaluation.samples",
 )
 _POSITIVE = (
+    "lora.alpha",
     "learner.beta_start",
     "learner.beta_end",
     "learner.learning_rate",
@@ -170,6 +176,9 @@ _PROBABILITIES = (
 _CHOICES: dict[str, tuple[str, ...]] = {
     "task.long_prompts": ("refuse", "skip"),
     "model.compute_dtype": ("float32", "bfloat16"),
+    "model.attention": ("auto", "xla", "cudnn"),
+    "searchers.weights": ("full", "int8"),
+    "learner.remat": ("none", "dots", "full"),
     "publish.dtype": ("float32", "bfloat16"),
     "schedule.mode": ("asynchronous", "interleaved"),
 }
@@ -196,11 +205,6 @@ def _check_learner(config: Any) -> None:
     _require(
         not micro or rows % micro == 0,
         f"learner.micro_batch_rows={micro} does not divide the batch of learner.queries × learner.completions = {rows} rows",
-    )
-    block = learner.logit_block_rows
-    _require(
-        not block or (micro or rows) % block == 0,
-        f"learner.logit_block_rows={block} does not divide the {micro or rows} rows of a micro-batch",
     )
     _require(
         learner.warmup_steps + learner.decay_steps <= learner.steps,
@@ -251,6 +255,14 @@ def _check_run(config: Any) -> None:
         not (config.model.path and config.warm_start.steps),
         f"model.path={config.model.path!r} and warm_start.steps={config.warm_start.steps} exclude each other: "
         "a pretrained policy needs no warm start",
+    )
+    _require(
+        not (config.model.path and config.model.preset),
+        f"model.path={config.model.path!r} and model.preset={config.model.preset!r} exclude each other",
+    )
+    _require(
+        not config.lora.rank or config.lora.targets,
+        f"lora.rank={config.lora.rank} needs lora.targets, names or patterns of linear maps",
     )
     searchers = config.searchers
     batch = searchers.queries_per_batch * searchers.samples_per_query

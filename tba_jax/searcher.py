@@ -20,7 +20,9 @@ from tba_jax.decoding import generate as generate_lib
 from tba_jax.decoding import sampling as sampling_lib
 from tba_jax.decoding.rewards import reward_generation
 from tba_jax.metrics import MetricWriter, TimeAccount
-from tba_jax.models import decoder, scoring
+from tba_jax.models import scoring
+from tba_jax.models.parameters import Params
+from tba_jax.models.policy import Policy
 from tba_jax.replay.log import LogWriter
 from tba_jax.tasks.interface import EncodedQuery, Task
 from tba_jax.tokenizer import Tokenizer
@@ -59,7 +61,7 @@ class Searcher:
         contract: run_config.Contract,
         run: run_dir.RunDir,
         *,
-        model: decoder.DecoderConfig,
+        policy: Policy,
         tokenizer: Tokenizer,
         task: Task,
         queries: Sequence[EncodedQuery],
@@ -67,10 +69,9 @@ class Searcher:
         account: TimeAccount,
     ):
         self._config, self._contract, self._run = config, contract, run
-        self._model, self._tokenizer, self._task, self._queries = model, tokenizer, task, queries
+        self._policy, self._tokenizer, self._task, self._queries = policy, tokenizer, task, queries
         self._account = account
         self._mesh = mesh_lib.make_mesh(tuple(config.searchers.mesh.values()), setting="searchers.mesh")
-        self._shardings = decoder.param_shardings(model, self._mesh)
         self.writer = f"{name}-{uuid.uuid4().hex[:8]}"
         self._writer_number = writer_number(self.writer)
         self._rng = np.random.default_rng([config.seed, self._writer_number])
@@ -85,7 +86,7 @@ class Searcher:
         )
         generate = functools.partial(
             generate_lib.generate,
-            config=model,
+            config=policy.model,
             samples_per_query=config.searchers.samples_per_query,
             response_length=contract.response_length,
             eos_id=contract.eos_id,
@@ -94,37 +95,46 @@ class Searcher:
             scoring_temperature=contract.scoring_temperature,
         )
         # One program for all searchers: what tells them apart is an argument, so a compilation cache serves them all.
-        self._jit_generate = jax.jit(generate, static_argnames="truncating", out_shardings=mesh_lib.rows_sharding(self._mesh))
-        self._jit_keys = jax.jit(generate_lib.row_keys)
-        self._jit_score = jax.jit(
-            functools.partial(
-                scoring.response_logprobs,
-                config=model,
-                temperature=contract.scoring_temperature,
-                banned_tokens=tuple(contract.banned_tokens),
-                rows_per_block=config.searchers.logit_block_rows or self.rows_per_batch,
-                remat=False,
-            )
+        self._jit_generate = mesh_lib.on_mesh(
+            self._mesh, jax.jit(generate, static_argnames="truncating", out_shardings=mesh_lib.rows_sharding(self._mesh))
         )
+        self._jit_keys = jax.jit(generate_lib.row_keys)
+        score = functools.partial(
+            scoring.response_logprobs,
+            config=policy.model,
+            temperature=contract.scoring_temperature,
+            banned_tokens=tuple(contract.banned_tokens),
+            logit_bytes=(config.searchers.logit_megabytes << 20) * self._mesh.size,
+            remat="none",
+        )
+        self._jit_score = mesh_lib.on_mesh(self._mesh, jax.jit(score))
+        self._for_sampling = mesh_lib.on_mesh(
+            self._mesh, jax.jit(functools.partial(policy.for_sampling, weights=config.searchers.weights))
+        )
+        self._snapshot = (policy.trained_specs, policy.trained_shardings(self._mesh))
         self._taken = 0
         self._order = np.zeros(0, np.int64)
         self.policy_step = -1
-        self._policy: decoder.Params = {}
+        self._weights: Params = {}
         self.reference_id = run_dir.read_json(run.initial_reference)["id"]
-        self._reference = policy_store.load(run.reference(self.reference_id), model, self._shardings)
+        self._reference = policy_store.load(
+            run.reference(self.reference_id), policy.model_specs, policy.model_shardings(self._mesh)
+        )
 
     def refresh(self) -> bool:
         """Takes up the newest snapshot if it is newer than the one in use. Returns whether there was one."""
-        newest = policy_store.load_latest(self._run.policies, self._model, self._shardings, newer_than=self.policy_step)
+        newest = policy_store.load_latest(self._run.policies, *self._snapshot, newer_than=self.policy_step)
         if newest is not None:
-            self.policy_step, self._policy = newest
+            self._take(*newest)
         return newest is not None
 
     def load_step(self, step: int) -> None:
         """Takes up the snapshot of exactly this trainer step."""
         if step != self.policy_step:
-            self._policy = policy_store.load_step(self._run.policies, step, self._model, self._shardings)
-            self.policy_step = step
+            self._take(step, policy_store.load_step(self._run.policies, step, *self._snapshot))
+
+    def _take(self, step: int, snapshot: Params) -> None:
+        self.policy_step, self._weights = step, self._for_sampling(snapshot, self._reference)
 
     def _next_queries(self) -> list[EncodedQuery]:
         """The next queries of this searcher's stream: every query once before any comes again."""
@@ -155,7 +165,7 @@ class Searcher:
         with self._account.measure("decode"):
             keys = np.asarray(self._jit_keys(self._config.seed, np.uint32(self._writer_number), row_numbers.astype(np.uint32)))
             on_device = mesh_lib.put_rows(self._mesh, (prompts, prompt_length, keys, sampling))
-            generation = self._jit_generate(self._policy, *on_device, truncating=sampling_lib.is_truncating(sampling))
+            generation = self._jit_generate(self._weights, *on_device, truncating=sampling_lib.is_truncating(sampling))
             generation = jax.device_get(generation)
         with self._account.measure("reference"):
             per_row = (

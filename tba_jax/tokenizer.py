@@ -60,7 +60,7 @@ class CharacterTokenizer:
             raise ValueError("the alphabet is empty")
         self.pad_id, self.bos_id, self.eos_id = 0, 1, 2
         self.special_ids = (0, 1, 2)
-        self._characters = characters
+        self.characters = characters
         self._ids = {c: i for i, c in enumerate(characters, start=len(self.special_ids))}
         self.vocab_size = len(self.special_ids) + len(characters)
         self.fingerprint = _digest(["characters", characters])
@@ -71,12 +71,12 @@ class CharacterTokenizer:
           ValueError: names the first character that is not in the alphabet.
         """
         if unknown := next((c for c in text if c not in self._ids), None):
-            raise ValueError(f"character {unknown!r} of {text[:60]!r} is not in the tokenizer's alphabet {self._characters!r}")
+            raise ValueError(f"character {unknown!r} of {text[:60]!r} is not in the tokenizer's alphabet {self.characters!r}")
         return [self.bos_id, *(self._ids[c] for c in text)]
 
     def decode(self, ids: Sequence[int]) -> str:
         first = len(self.special_ids)
-        return "".join(self._characters[i - first] for i in ids if first <= i < self.vocab_size)
+        return "".join(self.characters[i - first] for i in ids if first <= i < self.vocab_size)
 
     def decode_continuation(self, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> str:
         return self.decode(response_ids)

@@ -25,7 +25,8 @@ from tba_jax import optimizer as optimizer_lib
 from tba_jax import policy_store, run_config, run_dir, trajectory
 from tba_jax.checkpoint import Checkpoints
 from tba_jax.metrics import MetricWriter, TimeAccount
-from tba_jax.models import decoder
+from tba_jax.models import parameters
+from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.replay import journal as journal_lib
 from tba_jax.replay.index import ReplayIndex
@@ -46,22 +47,21 @@ class Trainer:
         contract: run_config.Contract,
         run: run_dir.RunDir,
         *,
-        model: decoder.DecoderConfig,
+        policy: Policy,
         lease: EpochLease,
         publish_every_steps: int,
     ):
-        self._config, self._contract, self._run, self._model, self._lease = config, contract, run, model, lease
+        self._config, self._contract, self._run, self._policy, self._lease = config, contract, run, policy, lease
         self._publish_every = publish_every_steps
         c = config.learner
         self.rows = c.queries * c.completions
         self._mesh = mesh_lib.make_mesh(tuple(c.mesh.values()), setting="learner.mesh")
-        self._shardings = decoder.param_shardings(model, self._mesh)
         self._shape = contract.row_shape()
         self._learner_config = learner_lib.LearnerConfig(
-            model=model,
+            policy=policy,
             completions=c.completions,
             micro_batch_rows=c.micro_batch_rows or self.rows,
-            rows_per_block=c.logit_block_rows or c.micro_batch_rows or self.rows,
+            logit_bytes=(c.logit_megabytes << 20) * self._mesh.size,
             temperature=contract.scoring_temperature,
             banned_tokens=tuple(contract.banned_tokens),
             remat=c.remat,
@@ -75,10 +75,10 @@ class Trainer:
             beta=beta,
             config=self._learner_config,
         )
-        self._state_shapes = state_shapes(model, self._optimizer, self._mesh)
+        self._state_shapes = state_shapes(policy, self._optimizer, self._mesh)
         out_shardings = (jax.tree.map(lambda x: x.sharding, self._state_shapes), mesh_lib.replicated(self._mesh))
-        self._update = jax.jit(update, donate_argnums=0, out_shardings=out_shardings)
-        self._score = jax.jit(functools.partial(learner_lib.score, config=self._learner_config))
+        self._update = mesh_lib.on_mesh(self._mesh, jax.jit(update, donate_argnums=0, out_shardings=out_shardings))
+        self._score = mesh_lib.on_mesh(self._mesh, jax.jit(self._score_snapshot))
         self._checkpoints = Checkpoints(run.checkpoints, keep=config.checkpoint.keep)
         self._publisher = policy_store.Publisher(
             run.policies,
@@ -100,29 +100,32 @@ class Trainer:
         lineage = journal_lib.read_lineage(run.journal)
         reader = LogReader(run.replay, self._shape)
         step = self._checkpoints.latest_step()
+        base: parameters.Params = {}
+        if step is None or self._policy.lora is not None:
+            reference = run.reference(run_dir.read_json(run.initial_reference)["id"])
+            base = policy_store.load(reference, self._policy.model_specs, self._policy.model_shardings(self._mesh))
+        self._frozen = jax.jit(self._policy.frozen)(base)
         if step is None:
-            reference_id = run_dir.read_json(run.initial_reference)["id"]
-            params = policy_store.load(run.reference(reference_id), self._model, self._shardings)
             out_shardings = jax.tree.map(lambda x: x.sharding, self._state_shapes)
-            init = functools.partial(learner_lib.init_state, optimizer=self._optimizer)
-            self.state = jax.jit(init, out_shardings=out_shardings)(params)
+            self.state = jax.jit(self._initial_state, out_shardings=out_shardings)(base)
             self.index = ReplayIndex(
                 shape=self._shape,
                 capacity=self._config.replay.capacity,
                 capacity_per_query=self._config.replay.capacity_per_query,
                 merge_duplicates=self._config.replay.merge_duplicates,
-                vocab_size=self._model.vocab,
+                vocab_size=self._policy.model.vocab,
             )
             self.step_number = 0
         else:
-            self.state, replay, epoch = self._checkpoints.restore(step, self._state_shapes)
+            self.state, host = self._checkpoints.restore(step, self._state_shapes)
+            epoch = host["epoch"]
             if 0 < step <= len(lineage) and epoch < lineage[step - 1]["epoch"]:
                 raise ValueError(
                     f"checkpoint {step} was written under epoch {epoch}, but step {step} belongs to epoch "
                     f"{lineage[step - 1]['epoch']}: a trainer that had been replaced wrote it; remove it from {run.checkpoints}"
                 )
             reader.heads()
-            self.index = ReplayIndex.restore(replay, reader)
+            self.index = ReplayIndex.restore(host["index"], reader)
             self.step_number = self._saved_step = step
         if lineage and self.step_number > lineage[-1]["step"]:
             raise ValueError(f"checkpoint {self.step_number} is ahead of the journal, which ends at step {lineage[-1]['step']}")
@@ -138,6 +141,9 @@ class Trainer:
             self.publish()
         if step is not None or lineage:
             log.info("resumed at step %d with %d resident rows (epoch %d)", self.step_number, len(self.index), self._lease.epoch)
+
+    def _initial_state(self, base: parameters.Params) -> learner_lib.TrainState:
+        return learner_lib.init_state(self._policy.initial(base, jax.random.key(self._config.seed)), self._optimizer)
 
     def _replay_journal(self, lines: list[dict[str, Any]], reader: LogReader) -> None:
         for line in lines:
@@ -229,7 +235,7 @@ class Trainer:
 
     def _apply(self, rows: trajectory.Rows) -> dict[str, Any]:
         batch = mesh_lib.put_rows(self._mesh, learner_lib.batch_from_rows(rows))
-        self.state, measurements = self._update(self.state, batch)
+        self.state, measurements = self._update(self.state, self._frozen, batch)
         measurements = jax.device_get(measurements)
         self.step_number += 1
         if not measurements["finite"]:
@@ -273,7 +279,14 @@ class Trainer:
             return
         self._lease.check()
         self._saved_step = self.step_number
-        self._checkpoints.save(self.state, self.index.state(), step=self.step_number, epoch=self._lease.epoch)
+        self._checkpoints.save(self.state, {"epoch": self._lease.epoch, "index": self.index.state()}, step=self.step_number)
+
+    def _score_snapshot(
+        self, snapshot: parameters.Params, frozen: parameters.Params, batch: learner_lib.Batch
+    ) -> tuple[jax.Array, jax.Array]:
+        """As learner.score, of the weights that searchers make of a snapshot."""
+        params = self._policy.for_sampling(snapshot, frozen, self._config.searchers.weights)
+        return learner_lib.score(params, batch, config=self._learner_config)
 
     def _logprob_gap(self) -> dict[str, float]:
         """Compares sampler and learner on the same weights: the newest snapshot that produced resident rows as a whole.
@@ -292,9 +305,11 @@ class Trainer:
         rows = self.index.gather(slots)
         mask = trajectory.response_mask(rows["response_length"], self._contract.response_length)
         whole = (np.where(mask, rows["policy_step"], step) == step).all(axis=1)
-        params = policy_store.load_step(self._run.policies, step, self._model, self._shardings)
+        snapshot = policy_store.load_step(
+            self._run.policies, step, self._policy.trained_specs, self._policy.trained_shardings(self._mesh)
+        )
         batch = mesh_lib.put_rows(self._mesh, learner_lib.batch_from_rows(rows))
-        logprobs = np.asarray(self._score(params, batch)[0])
+        logprobs = np.asarray(self._score(snapshot, self._frozen, batch)[0])
         gap = np.abs(logprobs - rows["policy_logprobs"])[mask & whole[:, None]]
         if not gap.size:
             return {}
@@ -368,13 +383,11 @@ def make_optimizer(config: Any) -> optax.GradientTransformation:
     )
 
 
-def state_shapes(
-    model: decoder.DecoderConfig, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh
-) -> learner_lib.TrainState:
+def state_shapes(policy: Policy, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh) -> learner_lib.TrainState:
     """The train state as jax.ShapeDtypeStruct with shardings: the optimiser's moments are sharded as their parameters."""
-    params = decoder.param_shapes(model)
+    params = parameters.shapes(policy.trained_specs)
     shapes = jax.eval_shape(functools.partial(learner_lib.init_state, optimizer=optimizer), params)
-    shardings = decoder.param_shardings(model, mesh)
+    shardings = policy.trained_shardings(mesh)
     everywhere = mesh_lib.replicated(mesh)
     opt_shardings = optax.tree_map_params(
         optimizer, lambda _, sharding: sharding, shapes.opt_state, shardings, transform_non_params=lambda _: everywhere

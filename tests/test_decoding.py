@@ -13,7 +13,7 @@ from tba_jax import trajectory
 from tba_jax.decoding import generate as generate_lib
 from tba_jax.decoding import sampling as sampling_lib
 from tba_jax.decoding.generate import Generation
-from tba_jax.models import decoder, scoring
+from tba_jax.models import decoder, parameters, scoring
 
 MODEL = decoder.DecoderConfig(layers=2, width=16, heads=4, kv_heads=2, head_size=4, ffn=24, vocab=11, max_positions=16)
 PAD, EOS, BANNED = 0, 2, (0, 1, 9)
@@ -26,8 +26,8 @@ jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_lev
 def random_params() -> decoder.Params:
     """Large enough that attention is far from uniform, and the end not too likely."""
     rng = np.random.default_rng(0)
-    return decoder.map_specs(
-        lambda _, spec: ((spec.init_std == 0) + 0.4 * rng.standard_normal(spec.shape)).astype(np.float32), MODEL
+    return parameters.map_specs(
+        lambda _, spec: (spec.init_mean + 0.4 * rng.standard_normal(spec.shape)).astype(np.float32), decoder.param_specs(MODEL)
     )
 
 
@@ -46,15 +46,15 @@ STATIC = dict(
 jit_generate = jit(functools.partial(chex.assert_max_traces(generate_lib.generate, n=2), **STATIC), static_argnames="truncating")
 jit_scores = jit(
     functools.partial(
-        scoring.response_logprobs, config=MODEL, temperature=TEMPERATURE, banned_tokens=BANNED, rows_per_block=B, remat=False
+        scoring.response_logprobs, config=MODEL, temperature=TEMPERATURE, banned_tokens=BANNED, logit_bytes=1 << 20, remat="none"
     )
 )
 
 
 @jit
 def all_logits(params: decoder.Params, tokens: jax.Array, token_mask: jax.Array) -> jax.Array:
-    hidden = decoder.hidden_states(params, tokens, token_mask, config=MODEL, remat=False)
-    return decoder.logits_of(params, hidden, config=MODEL)
+    hidden = decoder.hidden_states(params, tokens, token_mask, config=MODEL, remat="none")
+    return decoder.logits_of(params, hidden.reshape(-1, MODEL.width), config=MODEL).reshape(*tokens.shape, -1)
 
 
 def teacher_forced_logits(tokens: np.ndarray) -> np.ndarray:

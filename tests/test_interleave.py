@@ -60,7 +60,8 @@ def test_rows_in_the_log_are_whole_and_true(tmp_path):
     """Every stored log-prob is what the named weights give the named tokens, recomputed here from the snapshots."""
     assert run(tmp_path, learner__steps=3, sampling__temperature=1.3, sampling__explore_top_p_probability=0.5) == 0
     s = tiny_run.settings(tmp_path, tiny_run.config())
-    contract, model = s.experiment.contract, s.experiment.model
+    contract, policy = s.experiment.contract, s.experiment.policy
+    model, specs = policy.model, policy.model_specs
     shape = trajectory.RowShape(prompt_length=7, response_length=6, reward_parts=contract.reward_parts)
     reader = LogReader(s.run.replay, shape)
     ((writer, head),) = reader.heads().items()
@@ -68,8 +69,8 @@ def test_rows_in_the_log_are_whole_and_true(tmp_path):
     shardings = decoder.param_shardings(model, roles_mesh())
     mask = trajectory.response_mask(rows["response_length"], 6)
     assert set(np.unique(rows["policy_step"][mask])) == {0, 1, 2} and (rows["policy_step"][~mask] == -1).all()
-    reference = policy_store.load(s.run.reference(f"{rows['reference_id'][0]:016x}"), model, shardings)
-    expected = {step: policy_store.load_step(s.run.policies, step, model, shardings) for step in range(3)}
+    reference = policy_store.load(s.run.reference(f"{rows['reference_id'][0]:016x}"), specs, shardings)
+    expected = {step: policy_store.load_step(s.run.policies, step, specs, shardings) for step in range(3)}
     for i in range(0, head, 16):
         row = {name: column[i] for name, column in rows.items()}
         policy = logprobs_by_prefix(expected[int(row["policy_step"][0])], row, model, contract)
@@ -95,8 +96,8 @@ def logprobs_by_prefix(params, row, model, contract):
     response = row["response_tokens"][: row["response_length"]].tolist()
     result = np.zeros(6, np.float32)
     tokens = np.array([prompt + response], np.int32)
-    hidden = decoder.hidden_states(params, tokens, np.ones_like(tokens, bool), config=model, remat=False)
-    logits = np.array(decoder.logits_of(params, hidden, config=model))[0].astype(np.float64)
+    hidden = decoder.hidden_states(params, tokens, np.ones_like(tokens, bool), config=model, remat="none")
+    logits = np.array(decoder.logits_of(params, hidden[0], config=model)).astype(np.float64)
     logits[:, list(contract.banned_tokens)] = -np.inf
     logits /= contract.scoring_temperature
     for t, token in enumerate(response):
@@ -112,7 +113,9 @@ def frozen_log(workdir, batches=6):
     s.run.policies.mkdir()
     policy_store.save(
         s.run.policies / "00000000",
-        policy_store.load(s.run.reference(run_dir.read_json(s.run.initial_reference)["id"]), s.experiment.model, shardings(s)),
+        policy_store.load(
+            s.run.reference(run_dir.read_json(s.run.initial_reference)["id"]), s.experiment.policy.model_specs, shardings(s)
+        ),
         policy_store.SnapshotInfo(step=0, epoch=0),
         dtype="float32",
     )
@@ -124,7 +127,7 @@ def frozen_log(workdir, batches=6):
 
 
 def shardings(s):
-    return decoder.param_shardings(s.experiment.model, roles_mesh())
+    return decoder.param_shardings(s.experiment.policy.model, roles_mesh())
 
 
 def train(s, *, until, abandon):

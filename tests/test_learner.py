@@ -13,11 +13,13 @@ import pytest
 from tba_jax import learner as learner_lib
 from tba_jax import mesh as mesh_lib
 from tba_jax import trainer, trajectory
-from tba_jax.models import decoder
+from tba_jax.models import decoder, parameters
+from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.optimizer import adamw, beta_schedule
 
 MODEL = decoder.DecoderConfig(layers=2, width=16, heads=4, kv_heads=2, head_size=4, ffn=24, vocab=12, max_positions=16)
+POLICY = Policy(model=MODEL)
 Q, K, P, R = 6, 4, 5, 6
 B = Q * K
 BETA = 0.5
@@ -27,12 +29,12 @@ DESCENT = optax.sgd(1.0)
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": "0"})
 
 
-def settings(*, micro_batch_rows: int = B, rows_per_block: int = B, remat: bool = False) -> learner_lib.LearnerConfig:
+def settings(*, micro_batch_rows: int = B, logit_bytes: int = 1 << 20, remat: str = "none") -> learner_lib.LearnerConfig:
     return learner_lib.LearnerConfig(
-        model=MODEL,
+        policy=POLICY,
         completions=K,
         micro_batch_rows=micro_batch_rows,
-        rows_per_block=rows_per_block,
+        logit_bytes=logit_bytes,
         temperature=0.8,
         banned_tokens=(0,),
         remat=remat,
@@ -41,8 +43,8 @@ def settings(*, micro_batch_rows: int = B, rows_per_block: int = B, remat: bool 
 
 def random_params() -> decoder.Params:
     rng = np.random.default_rng(0)
-    return decoder.map_specs(
-        lambda _, spec: ((spec.init_std == 0) + 0.2 * rng.standard_normal(spec.shape)).astype(np.float32), MODEL
+    return parameters.map_specs(
+        lambda _, spec: (spec.init_mean + 0.2 * rng.standard_normal(spec.shape)).astype(np.float32), POLICY.model_specs
     )
 
 
@@ -86,7 +88,7 @@ def make_step(
 def loss_and_gradient(config: learner_lib.LearnerConfig) -> tuple[float, Any, dict[str, float]]:
     """Loss, gradient and measurements of one step on the fixed batch."""
     state = learner_lib.init_state(random_params(), DESCENT)
-    after, measurements = jit(make_step(config))(state, random_batch())
+    after, measurements = jit(make_step(config))(state, {}, random_batch())
     assert float(measurements["finite"]) == 1 and int(after.step) == 1
     gradient = jax.tree.map(lambda new, old: np.asarray(old) - np.asarray(new), after.params, state.params)
     return float(measurements["loss"]), gradient, {name: float(value) for name, value in measurements.items()}
@@ -140,9 +142,9 @@ def test_one_pass_equals_the_loss_by_hand(one_pass):
     "changed",
     [
         dict(micro_batch_rows=K),
-        dict(micro_batch_rows=3 * K, rows_per_block=5, remat=True),
+        dict(micro_batch_rows=3 * K, logit_bytes=4 * 3 * K * 12 * 4, remat="full"),
         dict(micro_batch_rows=6),  # not a multiple of K: micro-batches cut through groups
-        dict(rows_per_block=3, remat=True),
+        dict(logit_bytes=1, remat="dots"),
     ],
     ids=str,
 )
@@ -153,15 +155,18 @@ def test_micro_batches_and_logit_blocks_change_nothing(one_pass, changed):
 @pytest.mark.parametrize("sizes, micro_batch_rows", [((8, 1, 1), 8), ((2, 2, 2), 6)], ids=str)
 def test_meshes_give_what_one_device_gives(one_pass, sizes, micro_batch_rows):
     mesh = mesh_lib.make_mesh(sizes, setting="learner.mesh")
-    shapes = trainer.state_shapes(MODEL, DESCENT, mesh)
+    shapes = trainer.state_shapes(POLICY, DESCENT, mesh)
     shardings = jax.tree.map(lambda x: x.sharding, shapes)
     state = jax.device_put(learner_lib.init_state(random_params(), DESCENT), shardings)
     config = settings(micro_batch_rows=micro_batch_rows)
-    update = jit(make_step(config), donate_argnums=0, out_shardings=(shardings, mesh_lib.replicated(mesh)))
-    after, measurements = update(state, mesh_lib.put_rows(mesh, random_batch()))
+    update = mesh_lib.on_mesh(
+        mesh, jit(make_step(config), donate_argnums=0, out_shardings=(shardings, mesh_lib.replicated(mesh)))
+    )
+    after, measurements = update(state, {}, mesh_lib.put_rows(mesh, random_batch()))
     gradient = jax.tree.map(lambda new, old: old - np.asarray(new), after.params, random_params())
     if sizes == (2, 2, 2):
-        assert after.params["layers"]["gate"].addressable_shards[0].data.size == MODEL.layers * MODEL.width * MODEL.ffn // 4
+        shard = after.params["layers"]["gate"]["weight"].addressable_shards[0].data
+        assert shard.size == MODEL.layers * MODEL.width * MODEL.ffn // 4
     assert_same((float(measurements["loss"]), gradient, {k: float(v) for k, v in measurements.items()}), one_pass)
 
 
@@ -178,25 +183,25 @@ def test_the_loss_goes_down_in_one_trace(adam):
     state = jit(functools.partial(learner_lib.init_state, optimizer=optimizer))(random_params())
     losses = []
     for _ in range(30):
-        state, measurements = update(state, random_batch())
+        state, measurements = update(state, {}, random_batch())
         losses.append(float(measurements["loss"]))
     assert int(state.step) == 30
     assert losses[-1] < 0.3 * losses[0], losses
-    update(state, random_batch(seed=1))
+    update(state, {}, random_batch(seed=1))
 
 
 @pytest.mark.parametrize("column, value", [("reward", np.inf), ("reward", np.nan), ("ref_logprobs", -np.inf)])
 def test_a_batch_that_is_not_finite_leaves_the_state_as_it_was(adam, column, value):
     optimizer, update = adam
     initial = jit(functools.partial(learner_lib.init_state, optimizer=optimizer))(random_params())
-    state, _ = update(initial, random_batch())
+    state, _ = update(initial, {}, random_batch())
     before = jax.device_get(state)
     batch = random_batch()
     getattr(batch, column)[3] = value
-    after, measurements = update(state, batch)
+    after, measurements = update(state, {}, batch)
     assert float(measurements["finite"]) == 0
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(after), before)
-    again, measurements = update(after, random_batch())
+    again, measurements = update(after, {}, random_batch())
     assert float(measurements["finite"]) == 1 and int(again.step) == 2
 
 
@@ -207,7 +212,7 @@ def test_beta_follows_the_step():
     state, found = learner_lib.init_state(random_params(), DESCENT), []
     update = jit(step)
     for _ in range(6):
-        state, measurements = update(state, random_batch())
+        state, measurements = update(state, {}, random_batch())
         found.append(float(measurements["loss"]))
         assert float(measurements["beta"]) == found[-1]
     np.testing.assert_allclose(found, [0.9, 0.7, 0.5, 0.3, 0.1, 0.1], rtol=1e-6)

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from tba_jax import optimizer as optimizer_lib
-from tba_jax.models import decoder
+from tba_jax.models import decoder, parameters
 from tba_jax.optimizer import SCHEDULES, adamw, beta_schedule
 
 
@@ -55,14 +55,14 @@ def update_of(params, grads, **settings) -> dict:
 @pytest.mark.parametrize("tied", [True, False])
 def test_weights_decay_and_norms_do_not(tied):
     config = decoder.DecoderConfig(
-        layers=2, width=8, heads=2, kv_heads=1, head_size=4, ffn=6, vocab=5, max_positions=8, tied_embedding=tied
+        layers=2, width=8, heads=2, kv_heads=1, head_size=4, ffn=6, vocab=5, max_positions=8, tied_embedding=tied, qkv_bias=True
     )
-    params = decoder.map_specs(lambda _, spec: np.ones(spec.shape, np.float32), config)
-    zeros = decoder.map_specs(lambda _, spec: np.zeros(spec.shape, np.float32), config)
+    specs = decoder.param_specs(config)
+    params = parameters.map_specs(lambda _, spec: np.ones(spec.shape, np.float32), specs)
+    zeros = parameters.map_specs(lambda _, spec: np.zeros(spec.shape, np.float32), specs)
     after = update_of(params, zeros, weight_decay=0.5)
-    norms = {"attention_norm", "ffn_norm", "final_norm"}
     for path, found in jax.tree_util.tree_flatten_with_path(after)[0]:
-        expected = 1.0 if path[-1].key in norms else 1 - 0.1 * 0.5  # learning rate × weight decay
+        expected = 1.0 if path[-1].key in ("scale", "bias") else 1 - 0.1 * 0.5  # learning rate × weight decay
         np.testing.assert_allclose(found, expected, rtol=1e-6, err_msg=str(path))
 
 
@@ -73,16 +73,16 @@ def test_two_steps_equal_adamw_by_hand():
     weight, grads = rng.normal(size=(3, 2)), rng.normal(size=(2, 3, 2))
     schedule = optimizer_lib.constant(peak=rate, steps=2, warmup_steps=0, decay_steps=0)
     optimizer = adamw(schedule, beta1=b1, beta2=b2, epsilon=epsilon, weight_decay=decay, clip_norm=0.0)
-    params = {"w": jnp.asarray(weight, jnp.float32)}
+    params = {"weight": jnp.asarray(weight, jnp.float32)}
     state = optimizer.init(params)
     m = v = np.zeros((3, 2))
     for t, grad in enumerate(grads, start=1):
-        updates, state = optimizer.update({"w": jnp.asarray(grad, jnp.float32)}, state, params)
+        updates, state = optimizer.update({"weight": jnp.asarray(grad, jnp.float32)}, state, params)
         params = optax.apply_updates(params, updates)
         m, v = b1 * m + (1 - b1) * grad, b2 * v + (1 - b2) * grad**2
         step = (m / (1 - b1**t)) / (np.sqrt(v / (1 - b2**t)) + epsilon)
         weight = weight - rate * (step + decay * weight)
-        np.testing.assert_allclose(params["w"], weight, rtol=1e-5)
+        np.testing.assert_allclose(params["weight"], weight, rtol=1e-5)
 
 
 def test_gradients_are_clipped_by_their_global_norm():

@@ -14,10 +14,11 @@ import pytest
 
 from tba_jax import mesh as mesh_lib
 from tba_jax import policy_store, run_dir
-from tba_jax.models import decoder
+from tba_jax.models import decoder, parameters
 from tba_jax.policy_store import Publisher, SnapshotInfo
 
 MODEL = decoder.DecoderConfig(layers=2, width=16, heads=4, kv_heads=2, head_size=4, ffn=24, vocab=12, max_positions=16)
+SPECS = decoder.param_specs(MODEL)
 
 
 @functools.cache
@@ -27,10 +28,10 @@ def shardings(sizes: tuple[int, int, int] = (8, 1, 1)) -> decoder.Params:
 
 def random_params(seed: int = 0) -> decoder.Params:
     rng = np.random.default_rng(seed)
-    params = decoder.map_specs(lambda _, spec: rng.standard_normal(spec.shape).astype(np.float32), MODEL)
+    params = parameters.map_specs(lambda _, spec: rng.standard_normal(spec.shape).astype(np.float32), SPECS)
     # Values that lossy writes lose: zeros (a chunk of fill values), subnormals, the largest numbers.
-    params["final_norm"][:] = 0.0
-    params["layers"]["attention_norm"][0, :4] = [1e-42, -3.4e38, -0.0, np.inf]
+    params["final_norm"]["scale"][:] = 0.0
+    params["layers"]["attention_norm"]["scale"][0, :4] = [1e-42, -3.4e38, -0.0, np.inf]
     return params
 
 
@@ -51,7 +52,7 @@ def assert_same_bits(found: decoder.Params, expected: decoder.Params) -> None:
 def test_parameters_come_back_bit_by_bit_on_any_mesh(tmp_path, written, read):
     folder = save(tmp_path, 5, jax.device_put(random_params(), shardings(written)))
     assert json.loads((folder / policy_store.COMMIT).read_text()) == {"step": 5, "epoch": 3, "dtype": "float32"}
-    found = policy_store.load(folder, MODEL, shardings(read))
+    found = policy_store.load(folder, SPECS, shardings(read))
     assert_same_bits(found, random_params())
     assert jax.tree.map(lambda x: x.sharding, found) == shardings(read)
 
@@ -59,7 +60,7 @@ def test_parameters_come_back_bit_by_bit_on_any_mesh(tmp_path, written, read):
 def test_bfloat16_snapshots_hold_the_rounded_parameters(tmp_path):
     folder = save(tmp_path, 5, jax.device_put(random_params(), shardings((2, 2, 2))), dtype="bfloat16")
     rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(np.float32), random_params())
-    found = policy_store.load(folder, MODEL, shardings())
+    found = policy_store.load(folder, SPECS, shardings())
     assert_same_bits(found, rounded)
     assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(found))
     assert sum(p.stat().st_size for p in folder.rglob("*") if p.is_file() and p.suffix != ".json") < 3 * decoder.param_count(
@@ -75,11 +76,11 @@ def test_only_committed_snapshots_are_visible(tmp_path):
     (tmp_path / f".{run_dir.step_name(8)}.0123abcd").mkdir()
     assert policy_store.committed_steps(tmp_path) == [4]
     with pytest.raises(FileNotFoundError):
-        policy_store.load_step(tmp_path, 6, MODEL, shardings())
+        policy_store.load_step(tmp_path, 6, SPECS, shardings())
     # The leftover is replaced by the same step's next write.
     save(tmp_path, 6)
     assert policy_store.committed_steps(tmp_path) == [4, 6]
-    assert_same_bits(policy_store.load_step(tmp_path, 6, MODEL, shardings()), random_params(6))
+    assert_same_bits(policy_store.load_step(tmp_path, 6, SPECS, shardings()), random_params(6))
 
 
 @pytest.mark.parametrize("where", ["the last parameter", "the commit", "the rename"])
@@ -108,31 +109,32 @@ def largest_file(folder: Path) -> Path:
 
 def test_a_damaged_byte_is_an_error_that_names_the_parameter(tmp_path):
     folder = save(tmp_path, 5)
-    for name, path in {"embedding": largest_file(folder / "embedding"), "layers.up": largest_file(folder / "layers.up")}.items():
+    for name, path in {name: largest_file(folder / name) for name in ("embedding.weight", "layers.up.weight")}.items():
         whole = path.read_bytes()
         damaged = bytearray(whole)
         damaged[len(whole) // 2] ^= 1
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=rf"{folder}: parameter {name} is damaged"):
-            policy_store.load(folder, MODEL, shardings())
+            policy_store.load(folder, SPECS, shardings())
         path.unlink()
         with pytest.raises(ValueError, match=rf"{folder}: parameter {name} is damaged"):
-            policy_store.load(folder, MODEL, shardings())
+            policy_store.load(folder, SPECS, shardings())
         path.write_bytes(whole)
-    assert_same_bits(policy_store.load(folder, MODEL, shardings()), random_params(5))
+    assert_same_bits(policy_store.load(folder, SPECS, shardings()), random_params(5))
 
 
 def test_parameters_of_another_model_are_named(tmp_path):
     params = random_params()
-    params["layers"]["up"] = params["layers"]["up"][..., :12]
-    del params["layers"]["value"]
+    up = params["layers"]["up"]
+    params["layers"]["up"] = {"weight": up["weight"][..., :12]}
     folder = save(tmp_path, 5, params)
-    with pytest.raises(ValueError, match=r"parameter layers.up has shape \(2, 16, 12\), the model needs \(2, 16, 24\)"):
-        policy_store.load(folder, MODEL, shardings())
+    with pytest.raises(ValueError, match=r"parameter layers.up.weight has shape \(2, 16, 12\), the model needs \(2, 16, 24\)"):
+        policy_store.load(folder, SPECS, shardings())
     shutil.rmtree(folder)
-    params["layers"]["up"] = random_params()["layers"]["up"]
-    with pytest.raises(ValueError, match=r"parameter layers.value is missing or unreadable"):
-        policy_store.load(save(tmp_path, 5, params), MODEL, shardings())
+    params["layers"]["up"] = up
+    del params["layers"]["value"]
+    with pytest.raises(ValueError, match=r"parameter layers.value.weight is missing or unreadable"):
+        policy_store.load(save(tmp_path, 5, params), SPECS, shardings())
 
 
 def test_pruning_keeps_the_newest_and_what_is_evaluated(tmp_path):
@@ -147,7 +149,7 @@ def test_pruning_keeps_the_newest_and_what_is_evaluated(tmp_path):
 
 
 def test_the_newest_snapshot_is_taken_once(tmp_path):
-    load = functools.partial(policy_store.load_latest, tmp_path, MODEL, shardings())
+    load = functools.partial(policy_store.load_latest, tmp_path, SPECS, shardings())
     assert load(newer_than=-1) is None
     for step in (0, 2, 4):
         save(tmp_path, step)
@@ -174,7 +176,7 @@ def test_a_snapshot_that_is_pruned_while_it_is_read_gives_the_next_newest(tmp_pa
         return opened if opened is not None else open_array(spec, **settings)
 
     monkeypatch.setattr(policy_store.ts, "open", prune_then_open)
-    step, params = policy_store.load_latest(tmp_path, MODEL, shardings(), newer_than=-1)
+    step, params = policy_store.load_latest(tmp_path, SPECS, shardings(), newer_than=-1)
     assert step == 2
     assert_same_bits(params, random_params(2))
 
@@ -196,7 +198,7 @@ def test_published_snapshots_are_visible_after_waiting_and_old_ones_go(tmp_path)
         publisher.publish(jax.device_put(random_params(step), shardings()), SnapshotInfo(step=step, epoch=1))
     publisher.wait()
     assert policy_store.committed_steps(tmp_path) == [0, 2, 3, 4]
-    assert_same_bits(policy_store.load_step(tmp_path, 4, MODEL, shardings()), random_params(4))
+    assert_same_bits(policy_store.load_step(tmp_path, 4, SPECS, shardings()), random_params(4))
     publisher.close()
 
 
@@ -219,8 +221,8 @@ def test_the_next_update_may_overwrite_the_published_buffers(tmp_path, monkeypat
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(params))
     donated.set()
     publisher.close()
-    assert_same_bits(policy_store.load_step(tmp_path, 1, MODEL, shardings()), random_params())
-    assert float(after["embedding"][0, 0]) == 7
+    assert_same_bits(policy_store.load_step(tmp_path, 1, SPECS, shardings()), random_params())
+    assert float(after["embedding"]["weight"][0, 0]) == 7
 
 
 @pytest.mark.parametrize("how", ["publish", "wait"])
@@ -237,12 +239,14 @@ def test_a_failed_write_is_raised_by_the_next_call(tmp_path, how):
 def test_a_reader_beside_a_publisher_sees_whole_snapshots_only(tmp_path):
     """Every snapshot is one number throughout: a mixture of two would show."""
     publisher = make_publisher(tmp_path, keep=3)
-    constant = {step: decoder.map_specs(lambda _, spec, s=step: np.full(spec.shape, s, np.float32), MODEL) for step in range(25)}
+    constant = {
+        step: parameters.map_specs(lambda _, spec, s=step: np.full(spec.shape, s, np.float32), SPECS) for step in range(25)
+    }
 
     def read() -> set[int]:
         seen: set[int] = set()
         while not seen or max(seen) < 24:
-            found = policy_store.load_latest(tmp_path, MODEL, shardings(), newer_than=max(seen, default=-1))
+            found = policy_store.load_latest(tmp_path, SPECS, shardings(), newer_than=max(seen, default=-1))
             if found is not None:
                 values = {float(value) for leaf in jax.tree.leaves(found[1]) for value in np.unique(leaf)}
                 assert values == {float(found[0])}

@@ -55,6 +55,9 @@ LIMITS: dict[str, dict[str, list[object]]] = {
         "warm_start.batch_size": [0],
         "warm_start.report_every_steps": [0],
         "sampling.explore_temperature_factor": [0.9],
+        "learner.logit_megabytes": [0],
+        "searchers.logit_megabytes": [0],
+        "evaluation.logit_megabytes": [0],
     },
     "must not be negative": {
         "seed": [-1],
@@ -67,7 +70,7 @@ LIMITS: dict[str, dict[str, list[object]]] = {
         "replay.max_staleness": [-1],
         "replay.min_rows": [-1],
         "learner.micro_batch_rows": [-1],
-        "learner.logit_block_rows": [-1],
+        "lora.rank": [-1],
         "learner.warmup_steps": [-1],
         "learner.decay_steps": [-1],
         "learner.beta_steps": [-1],
@@ -81,6 +84,7 @@ LIMITS: dict[str, dict[str, list[object]]] = {
         "sampling.top_k": [-1],
     },
     "must be above 0": {
+        "lora.alpha": [0.0],
         "learner.beta_start": [0.0, float("nan")],
         "learner.beta_end": [0.0, -0.1],
         "learner.learning_rate": [0.0],
@@ -112,6 +116,10 @@ LIMITS: dict[str, dict[str, list[object]]] = {
         "learner.objective": ["ppo"],
         "learner.schedule": ["cosine"],
         "replay.strategy": ["newest"],
+        "model.preset": ["gpt5"],
+        "learner.remat": ["all"],
+        "searchers.weights": ["int4"],
+        "model.attention": ["flash"],
     },
 }
 ONE_SETTING = [(name, value, limit) for limit, table in LIMITS.items() for name, values in table.items() for value in values]
@@ -145,11 +153,13 @@ def test_every_rule_on_one_setting_is_tried_above():
             {"learner.micro_batch_rows": 3},
             "learner.micro_batch_rows=3 does not divide the batch of learner.queries × learner.completions = 140",
         ),
+        ({"model.path": "/x", "model.preset": "gpt2"}, "model.path='/x' and model.preset='gpt2' exclude each other"),
+        ({"model.preset": "pythia-410"}, "(did you mean 'pythia-410m'?)"),
+        ({"lora.rank": 4, "lora.targets": ()}, "lora.rank=4 needs lora.targets, names or patterns of linear maps"),
         (
-            {"learner.micro_batch_rows": 20, "learner.logit_block_rows": 7},
-            "learner.logit_block_rows=7 does not divide the 20 rows of a micro-batch",
+            {"lora.rank": 4, "lora.targets": ("layers.query", "layers.gat")},
+            "lora.targets: 'layers.gat' matches no linear map of the model; there are ['layers.down', 'layers.gate',",
         ),
-        ({"learner.logit_block_rows": 9}, "learner.logit_block_rows=9 does not divide the 140 rows"),
         (
             {"learner.schedule": "wsd", "learner.decay_steps": 491},
             "learner.warmup_steps=10 + learner.decay_steps=491 exceed learner.steps=500",
@@ -227,7 +237,7 @@ def story_config(folder: Path, **overrides):
 
 def test_a_pretrained_model_and_its_limits(model_folder):
     built = experiment_lib.build(story_config(model_folder))
-    assert (built.model.vocab, built.tokenizer.vocab_size, built.contract.eos_id) == (48, 40, 0)
+    assert (built.policy.model.vocab, built.tokenizer.vocab_size, built.contract.eos_id) == (48, 40, 0)
     assert built.contract.banned_tokens == tuple(range(40, 48))  # rows of the embedding without a token
     assert {split: len(queries) for split, queries in built.queries.items()} == {"train": 15, "heldout": 5}
     assert built.queries["train"][0].prompt == (2, 3, 4)
@@ -279,7 +289,7 @@ def test_long_prompts_may_be_left_out(model_folder):
             4,
             "warm_start.batch_size = 30 rows are not divisible by",
         ),
-        ("evaluator", {"evaluation.mesh.tensor": 3}, 3, "embedding: axis 'vocab' of size 17 is not divisible by 3"),
+        ("evaluator", {"evaluation.mesh.tensor": 3}, 3, "embedding.weight: axis 'vocab' of size 17 is not divisible by 3"),
         ("searcher", {"searchers.mesh.data": 3}, 4, "searchers.mesh data=3"),
         ("evaluator", {"evaluation.batch_size": 9}, 2, "evaluation.batch_size = 9 rows are not divisible by the 2 ways"),
     ],
