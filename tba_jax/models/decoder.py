@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from tba_jax import mesh as mesh_lib
 from tba_jax.models import layers, parameters
+from tba_jax.models.layers import RopeScaling
 from tba_jax.models.parameters import Params, ParamSpec, Specs
 
 
@@ -48,7 +49,7 @@ class DecoderConfig:
     norm_epsilon: float = 1e-6
     positions: str = "rotary"
     rope_theta: float = 10_000.0
-    rope_scaling: layers.RopeScaling | None = None
+    rope_scaling: RopeScaling | None = None
     rotary_size: int = 0
     parallel_residual: bool = False
     activation: str = "silu"

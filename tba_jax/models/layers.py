@@ -6,7 +6,7 @@ slower on the gradients of a matrix product with two leading axes than on the sa
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -119,10 +119,10 @@ def attend(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array |
     Returns:
       [B, T, N, H]; softmax in float32.
     """
-    if kernel == "auto":
-        fits = query.dtype in (jnp.bfloat16, jnp.float16) and query.shape[-1] % 8 == 0 and query.shape[-1] <= 128
-        kernel = "cudnn" if jax.default_backend() == "gpu" and fits else "xla"
-    return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=causal, implementation=kernel)
+    fits = query.dtype in (jnp.bfloat16, jnp.float16) and query.shape[-1] % 8 == 0 and query.shape[-1] <= 128
+    usable = kernel == "auto" and jax.default_backend() == "gpu" and fits
+    implementation: Literal["xla", "cudnn"] = "cudnn" if kernel == "cudnn" or usable else "xla"
+    return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=causal, implementation=implementation)
 
 
 def attend_to_cache(query: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array) -> jax.Array:

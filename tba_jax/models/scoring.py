@@ -100,7 +100,7 @@ def token_logprobs(
     if logit_bytes < 1:
         raise ValueError(f"logit_bytes={logit_bytes} must be at least 1")
     B, R, D = hidden.shape
-    head = {name: params[name] for name in ("embedding", "lm_head") if name in params}
+    head: decoder.Params = {name: params[name] for name in ("embedding", "lm_head") if name in params}
 
     def score_block(head: decoder.Params, hidden: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         logits = decoder.logits_of(head, hidden.reshape(-1, D), config=config)
