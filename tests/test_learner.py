@@ -1,5 +1,6 @@
 """One update: micro-batches, logit blocks and meshes against one pass on one device, and that against the loss by hand."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -14,6 +15,7 @@ from tba_jax import learner as learner_lib
 from tba_jax import mesh as mesh_lib
 from tba_jax import trainer, trajectory
 from tba_jax.models import decoder, parameters
+from tba_jax.models.lora import LoraConfig
 from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.optimizer import adamw, beta_schedule
@@ -152,7 +154,11 @@ def test_micro_batches_and_logit_blocks_change_nothing(one_pass, changed):
     assert_same(loss_and_gradient(settings(**changed)), one_pass)
 
 
-@pytest.mark.parametrize("sizes, micro_batch_rows", [((8, 1, 1), 8), ((2, 2, 2), 6)], ids=str)
+@pytest.mark.parametrize(
+    "sizes, micro_batch_rows",  # data, fsdp, tensor
+    [((8, 1, 1), 8), ((1, 8, 1), 24), ((2, 4, 1), 8), ((4, 2, 1), 8), ((4, 1, 2), 12), ((1, 4, 2), 12), ((2, 2, 2), 6)],
+    ids=str,
+)
 def test_meshes_give_what_one_device_gives(one_pass, sizes, micro_batch_rows):
     mesh = mesh_lib.make_mesh(sizes, setting="learner.mesh")
     shapes = trainer.state_shapes(POLICY, DESCENT, mesh)
@@ -168,6 +174,47 @@ def test_meshes_give_what_one_device_gives(one_pass, sizes, micro_batch_rows):
         shard = after.params["layers"]["gate"]["weight"].addressable_shards[0].data
         assert shard.size == MODEL.layers * MODEL.width * MODEL.ffn // 4
     assert_same((float(measurements["loss"]), gradient, {k: float(v) for k, v in measurements.items()}), one_pass)
+
+
+LORA = Policy(model=MODEL, lora=LoraConfig(rank=2, alpha=4.0, targets=("layers.*",)))
+
+
+def lora_step(micro_batch_rows: int, mesh: Any = None) -> tuple[float, Any]:
+    """Loss and gradient of the adapters alone, on one device or on a mesh."""
+    config = dataclasses.replace(settings(micro_batch_rows=micro_batch_rows), policy=LORA)
+    rng = np.random.default_rng(1)
+    adapters = parameters.map_specs(lambda _, spec: 0.3 * rng.standard_normal(spec.shape).astype(np.float32), LORA.trained_specs)
+    state, frozen, batch = learner_lib.init_state(adapters, DESCENT), LORA.frozen(random_params()), random_batch()
+    step = jit(make_step(config))
+    if mesh is not None:
+        shardings = jax.tree.map(lambda x: x.sharding, trainer.state_shapes(LORA, DESCENT, mesh))
+        state, frozen = jax.device_put(state, shardings), jax.device_put(frozen, LORA.model_shardings(mesh))
+        batch, step = mesh_lib.put_rows(mesh, batch), mesh_lib.on_mesh(mesh, step)
+    after, measurements = step(state, frozen, batch)
+    return float(measurements["loss"]), jax.tree.map(lambda new, old: old - np.asarray(new), after.params, adapters)
+
+
+def test_adapters_get_the_gradient_of_the_whole_policy_and_nothing_else_does(one_pass):
+    loss, gradient = lora_step(B)
+    assert set(parameters.flatten(gradient)) == set(parameters.flatten(LORA.trained_specs))
+    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradient))
+    assert abs(loss - one_pass[0]) > 1e-3  # the adapters change the policy
+    mesh = mesh_lib.make_mesh((2, 2, 2), setting="learner.mesh")
+    for found in (lora_step(6), lora_step(12, mesh)):
+        np.testing.assert_allclose(found[0], loss, rtol=1e-5)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), found[1], gradient)
+
+
+def test_the_program_of_a_step_does_not_grow_with_depth():
+    """Layers are scanned, in the forward pass and in the backward pass, so that compile time is that of one layer."""
+
+    def size(layers: int) -> int:
+        policy = Policy(model=dataclasses.replace(MODEL, layers=layers))
+        config = dataclasses.replace(settings(micro_batch_rows=K, remat="full"), policy=policy)
+        state = jax.eval_shape(lambda p: learner_lib.init_state(p, DESCENT), parameters.shapes(policy.model_specs))
+        return len(jax.jit(make_step(config)).lower(state, {}, random_batch()).as_text().splitlines())
+
+    assert size(24) == size(6)
 
 
 @pytest.fixture(scope="module")

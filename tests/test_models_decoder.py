@@ -193,6 +193,32 @@ def test_blocks_and_rematerialisation_change_neither_scores_nor_gradients(one_de
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5), found, expected)
 
 
+def test_logits_are_never_there_all_at_once():
+    """Temporary memory of log-probs with gradients at B = 16, T = 1024, V = 50,000, as the compiler plans it."""
+    B, R, D, V = 16, 1024, 64, 50_000
+    config = decoder.DecoderConfig(layers=1, width=D, heads=1, kv_heads=1, head_size=D, ffn=D, vocab=V, max_positions=R)
+    shapes = (
+        jax.ShapeDtypeStruct((V, D), jnp.float32),
+        jax.ShapeDtypeStruct((B, R, D), jnp.float32),
+        jax.ShapeDtypeStruct((B, R), jnp.int32),
+    )
+
+    def naive(weight, hidden, tokens):
+        logprobs = jax.nn.log_softmax(jnp.einsum("BRD,VD->BRV", hidden, weight))
+        return jnp.take_along_axis(logprobs, tokens[..., None], axis=-1).sum()
+
+    def blocked(weight, hidden, tokens):
+        settings = dict(config=config, temperature=1.0, banned_tokens=(), logit_bytes=128 << 20)
+        return scoring.token_logprobs({"embedding": {"weight": weight}}, hidden, tokens, **settings)[0].sum()
+
+    temporary = [
+        jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+        for loss in (naive, blocked)
+    ]
+    assert temporary[0] > 2 * 4 * B * R * V * 0.9  # logits and their gradient
+    assert temporary[1] < temporary[0] / 10, temporary
+
+
 def test_entropy_carries_no_gradient():
     params, rows = random_params(GROUPED), random_rows(2, 5, 7, 40)
 
