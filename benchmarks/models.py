@@ -52,7 +52,7 @@ def naive_logprobs(weight: jax.Array, hidden: jax.Array, tokens: jax.Array) -> j
     return jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], axis=-1)[..., 0]
 
 
-def logprob_gradients(megabytes: int | None, *, B: int, R: int, D: int, V: int) -> Callable[..., Any]:
+def logprob_gradients(megabytes: int | None, *, B: int, R: int, D: int, V: int) -> Any:
     """Gradients of a weighted sum of log-probs with respect to (weight, hidden); None: the naive form."""
     shape = dict(width=D, heads=1, kv_heads=1, head_size=D, ffn=D, vocab=V, max_positions=R)
     config = decoder.DecoderConfig(layers=1, **shape)  # type: ignore[arg-type]

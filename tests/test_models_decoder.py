@@ -385,3 +385,17 @@ def test_impossible_shapes_name_the_settings():
         dataclasses.replace(GROUPED, kv_heads=3)
     with pytest.raises(ValueError, match=r"model\.head_size=7 must be even"):
         dataclasses.replace(GROUPED, head_size=7)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_products_of_float32_are_float32_on_devices_that_would_round(dtype):
+    config = dataclasses.replace(GROUPED, compute_dtype=dtype)
+
+    def loss(params, tokens):
+        hidden = decoder.hidden_states(params, tokens, None, config=config, remat="full")
+        return decoder.logits_of(params, hidden[0], config=config).sum()
+
+    program = str(jax.make_jaxpr(jax.grad(loss))(decoder.param_shapes(config), jnp.zeros((1, 4), jnp.int32)))
+    products, exact = program.count("dot_general["), program.count("precision=(Precision.HIGHEST, Precision.HIGHEST)")
+    assert products > 24  # nine a layer, forward, again and backward
+    assert exact == (products if dtype == "float32" else 0)

@@ -232,6 +232,7 @@ def _whole_rows(B: int, T: int, mask: jax.Array | None, config: DecoderConfig) -
     return attend
 
 
+@layers.full_precision
 def hidden_states(
     params: Params, tokens: jax.Array, token_mask: jax.Array | None, *, config: DecoderConfig, remat: str
 ) -> jax.Array:
@@ -264,6 +265,7 @@ def hidden_states(
     return _final_norm(x, params, config).reshape(B, T, -1)
 
 
+@layers.full_precision
 def logits_of(params: Params, hidden: jax.Array, *, config: DecoderConfig) -> jax.Array:
     """float32[t, V] logits of hidden states [t, D]: float32 because log-prob sums over long rows need it."""
     if config.head != "language_model":
@@ -280,6 +282,7 @@ def _layer_of(params: Params, i: int) -> Params:
     return jax.tree.map(lambda p: p[i], params["layers"])
 
 
+@layers.full_precision
 def prefill(
     params: Params, tokens: jax.Array, token_mask: jax.Array, *, cache_length: int, config: DecoderConfig
 ) -> tuple[jax.Array, Any]:
@@ -307,6 +310,7 @@ def prefill(
     return logits_of(params, last, config=config), tuple(cache)
 
 
+@layers.full_precision
 def decode_step(
     params: Params,
     token: jax.Array,

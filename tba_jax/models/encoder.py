@@ -212,6 +212,7 @@ def _layer(x: jax.Array, layer: Params, attend: Any, config: EncoderConfig) -> j
     return layers.norm(x + ffn_out, layer["ffn_norm"], config.norm_epsilon, "layer")
 
 
+@layers.full_precision
 def hidden_states(
     params: Params,
     tokens: jax.Array,
@@ -258,6 +259,7 @@ def hidden_states(
     return x.reshape(B, T, -1)
 
 
+@layers.full_precision
 def classify(
     params: Params,
     tokens: jax.Array,
@@ -282,6 +284,7 @@ def classify(
     return pooled @ head["weight"].astype(jnp.float32) + head["bias"].astype(jnp.float32)
 
 
+@layers.full_precision
 def embed(
     params: Params,
     tokens: jax.Array,

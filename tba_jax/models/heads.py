@@ -26,7 +26,7 @@ def sequence_scores(
     tokens = jnp.take_along_axis(tokens, (jnp.arange(T)[None, :] + first[:, None]) % T, axis=1)
     hidden = decoder.hidden_states(params, tokens, None, config=config, remat=remat)
     last = jax.vmap(lambda row, n: jax.lax.dynamic_index_in_dim(row, n - 1, keepdims=False))(hidden, length)
-    return last.astype(jnp.float32) @ params["score"]["weight"].astype(jnp.float32)
+    return _float32_product(last, params["score"]["weight"])
 
 
 def state_values(params: Params, hidden: jax.Array) -> jax.Array:
@@ -37,5 +37,8 @@ def state_values(params: Params, hidden: jax.Array) -> jax.Array:
       hidden: [B, R, D], see scoring.response_hidden_states; one forward pass serves log-probs and values.
     """
     head = params["value_head"]
-    values = hidden.astype(jnp.float32) @ head["weight"].astype(jnp.float32) + head["bias"].astype(jnp.float32)
-    return values[..., 0]
+    return (_float32_product(hidden, head["weight"]) + head["bias"].astype(jnp.float32))[..., 0]
+
+
+def _float32_product(x: jax.Array, weight: jax.Array) -> jax.Array:
+    return jnp.matmul(x.astype(jnp.float32), weight.astype(jnp.float32), precision="highest")
