@@ -1,10 +1,10 @@
-"""Strict import of Hugging Face checkpoints: config.json to DecoderConfig, safetensors to sharded parameters.
+"""Strict import of Hugging Face checkpoints: config.json to our config, safetensors to sharded parameters.
 
-What the decoder would compute differently, and every tensor that is not in the table below, is refused by name.
+What our models would compute differently, and every tensor that architectures.py does not name, is refused by name.
 Only safetensors are read: a pickled checkpoint runs code when it is loaded.
 """
 
-import contextlib
+import dataclasses
 import json
 import math
 import re
@@ -13,51 +13,23 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import safetensors
 from safetensors import SafetensorError
 
-from tba_jax.models import decoder
-from tba_jax.models.decoder import DecoderConfig, Params
+from tba_jax.models import parameters, stored
+from tba_jax.models.architectures import ARCHITECTURES
+from tba_jax.models.parameters import Params, ParamSpec
+from tba_jax.models.stored import Architecture, Stored
 
-# model_type of config.json -> the architectures of it that the decoder computes.
-ARCHITECTURES: dict[str, tuple[str, ...]] = {"llama": ("LlamaForCausalLM",)}
+DTYPES: dict[str, np.dtype[Any]] = {"F32": jnp.dtype("float32"), "F16": jnp.dtype("float16"), "BF16": jnp.dtype("bfloat16")}
 
-# Settings of config.json that change what the model computes -> the values the decoder computes. Absent = the first one.
-_COMPUTED: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",),
-    "attention_bias": (False,),
-    "mlp_bias": (False,),
-    "sliding_window": (None,),
-    "partial_rotary_factor": (1.0, None),
-    "quantization_config": (None,),
-}
-
-# Tensor in the checkpoint -> (our parameter, its axes in the checkpoint, its axes here without the layer axis). Letters of the
-# axis table; a linear weight of the checkpoint is [out, in], and "(N H)" is one dimension with the head slowest.
-PARAMETERS: dict[str, tuple[str, str, str]] = {
-    "model.embed_tokens.weight": ("embedding", "V D", "V D"),
-    "model.layers.{layer}.input_layernorm.weight": ("layers.attention_norm", "D", "D"),
-    "model.layers.{layer}.self_attn.q_proj.weight": ("layers.query", "(N H) D", "D N H"),
-    "model.layers.{layer}.self_attn.k_proj.weight": ("layers.key", "(G H) D", "D G H"),
-    "model.layers.{layer}.self_attn.v_proj.weight": ("layers.value", "(G H) D", "D G H"),
-    "model.layers.{layer}.self_attn.o_proj.weight": ("layers.out", "D (N H)", "N H D"),
-    "model.layers.{layer}.post_attention_layernorm.weight": ("layers.ffn_norm", "D", "D"),
-    "model.layers.{layer}.mlp.gate_proj.weight": ("layers.gate", "F D", "D F"),
-    "model.layers.{layer}.mlp.up_proj.weight": ("layers.up", "F D", "D F"),
-    "model.layers.{layer}.mlp.down_proj.weight": ("layers.down", "D F", "F D"),
-    "model.norm.weight": ("final_norm", "D", "D"),
-    "lm_head.weight": ("lm_head", "V D", "D V"),
-}
-
-_EMBEDDING, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_IGNORED = re.compile(
-    r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
-)  # a buffer that old versions saved; a function of rope_theta
-_DTYPES = ("F32", "F16", "BF16")
 _COMPARED_ROWS = 4096  # rows of the vocabulary that are on the host at a time while two embeddings are compared
+_ALIGNMENT = 64  # bytes: JAX takes over a host buffer that is aligned so, and copies any other
+_NEW_HEADS = ("score.", "value_head.")  # parameters that may be initialised where the checkpoint does not hold them
 
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def resolve_folder(name: Path | str) -> Path:
@@ -70,7 +42,7 @@ def resolve_folder(name: Path | str) -> Path:
     if folder.is_dir():
         return folder
     if folder.exists():
-        raise ValueError(f"model folder {name} is a file; give the folder that holds config.json and {_SINGLE}")
+        raise ValueError(f"model folder {name} is a file; give the folder that holds config.json and {SINGLE}")
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(name)):
         raise ValueError(f"model folder {name} does not exist, and is not a hub id of the form org/name either")
     import huggingface_hub
@@ -85,139 +57,172 @@ def resolve_folder(name: Path | str) -> Path:
         raise ValueError(f"model {name} is not a local folder and could not be fetched from the hub: {reason}") from error
 
 
-def read_config(folder: Path | str, *, compute_dtype: str) -> DecoderConfig:
-    """The DecoderConfig of `folder`/config.json (a local folder or a hub id, see resolve_folder).
+def read_config(
+    folder: Path | str, *, compute_dtype: str, attention: str = "auto", head: str | None = None, value_head: bool = False
+) -> Any:
+    """Our config (DecoderConfig, EncoderConfig) of `folder`/config.json (a local folder or a hub id, see resolve_folder).
+
+    Args:
+      head: "language_model" or "score"; None: the one that the checkpoint's class has. A checkpoint of a language model may be
+        asked for head="score" (one label), whose weights load_params then initialises.
+      value_head: adds a value head, which no checkpoint holds.
 
     Raises:
-      ValueError: no such folder or file, or a setting that the decoder does not compute; names the file, the key and the value.
+      ValueError: no such folder or file, or a setting that is not computed; names the file, the key and the value.
     """
-    path = resolve_folder(folder) / "config.json"
-    values = _read_json(path)
+    settings = stored.read_settings(resolve_folder(folder) / "config.json")
+    return config_of(settings, compute_dtype=compute_dtype, attention=attention, head=head, value_head=value_head)
 
-    model_type, architectures = values.get("model_type"), values.get("architectures") or []
-    supported = ARCHITECTURES.get(str(model_type), ())
-    if not supported or (unsupported := [a for a in architectures if a not in supported]):
-        found = f"architectures={unsupported}" if supported else f"model_type={model_type!r} with architectures={architectures}"
-        known = ", ".join(f"{kind} ({', '.join(names)})" for kind, names in ARCHITECTURES.items())
-        raise ValueError(f"{path}: {found} is not supported; supported: {known}")
-    for key, allowed in _COMPUTED.items():
-        if key in values and values[key] not in allowed:
-            raise ValueError(f"{path}: {key}={values[key]!r} is not supported; the decoder computes {key}={allowed[0]!r} only")
 
-    width, heads = _size(path, values, "hidden_size"), _size(path, values, "num_attention_heads")
-    if values.get("head_dim") is None and width % heads:
+def config_of(
+    settings: stored.Settings, *, compute_dtype: str, attention: str = "auto", head: str | None = None, value_head: bool = False
+) -> Any:
+    """See read_config."""
+    model_type, classes = settings.values.get("model_type"), settings.values.get("architectures") or []
+    architecture = ARCHITECTURES.get(str(model_type))
+    if architecture is None:
+        known = ", ".join(ARCHITECTURES)
         raise ValueError(
-            f"{path}: hidden_size={width} is not divisible by num_attention_heads={heads}, and head_dim is not given"
+            f"{settings.path}: model_type={model_type!r} with architectures={classes} is not supported; supported: {known}"
         )
-    return DecoderConfig(
-        layers=_size(path, values, "num_hidden_layers"),
-        width=width,
-        heads=heads,
-        kv_heads=_size(path, values, "num_key_value_heads", heads),
-        head_size=_size(path, values, "head_dim", width // heads),
-        ffn=_size(path, values, "intermediate_size"),
-        vocab=_size(path, values, "vocab_size"),
-        max_positions=_size(path, values, "max_position_embeddings", 2048),
-        rope_theta=_rope_theta(path, values),
-        norm_epsilon=float(values.get("rms_norm_eps", 1e-6)),
-        tied_embedding=bool(values.get("tie_word_embeddings", False)),
-        compute_dtype=compute_dtype,
-    )
+    if unsupported := [name for name in classes if name not in architecture.heads]:
+        raise ValueError(
+            f"{settings.path}: architectures={unsupported} is not supported; of {model_type}: {', '.join(architecture.heads)}"
+        )
+    stored_head = architecture.heads[classes[0] if classes else next(iter(architecture.heads))]
+    head = stored_head if head is None else head
+    if head not in architecture.heads.values():
+        raise ValueError(f"{settings.path}: head={head!r} is not computed for model_type={model_type!r}")
+    if head == "language_model" != stored_head:
+        raise ValueError(f"{settings.path}: head='language_model' is asked for, but architectures={classes} has none")
+    fields = architecture.read(settings)
+    if head == "score":
+        fields["labels"] = settings.labels() if stored_head == "score" else 1
+    if value_head:
+        fields["value_head"] = True
+    fields |= {"architecture": model_type, "head": head, "compute_dtype": compute_dtype, "attention": attention}
+    try:
+        return architecture.config(**fields)
+    except ValueError as error:
+        raise ValueError(f"{settings.path}: {error}") from error
 
 
-def check_weights(folder: Path | str, config: DecoderConfig) -> None:
-    """Raises ValueError where load_params would, by names, shapes and dtypes in the files' headers; loads no tensor."""
-    with contextlib.ExitStack() as stack:
-        _open_checked(resolve_folder(folder), config, stack)
+def check_weights(folder: Path | str, config: Any, *, new_heads: bool = False) -> None:
+    """Raises ValueError where load_params would, by names, shapes and dtypes in the files' headers; loads no tensor.
+
+    new_heads: whether load_params will be given `fresh`.
+    """
+    _open_checked(resolve_folder(folder), config, new_heads)
 
 
-def load_params(folder: Path | str, config: DecoderConfig, shardings: Params) -> Params:
+def load_params(folder: Path | str, config: Any, shardings: Params, *, fresh: jax.Array | None = None) -> Params:
     """The checkpoint's parameters, float32, each created in its sharding.
 
-    Every device's shard is read from the file as the slice it is, so that the host holds one parameter (stacked over layers,
-    this process' shards of it) at a time, never the checkpoint.
+    Files are mapped, and every device's shard is filled from the slices it consists of, layer by layer: the host holds this
+    process' shards and nothing else. On a CPU the shards are the arrays themselves, on accelerators they are let go one
+    parameter after the other.
 
     Args:
       folder: a local folder or a hub id, see resolve_folder.
       config: the shape the tensors must have, see read_config.
-      shardings: decoder.param_shardings(config, mesh).
+      shardings: parameters.shardings of the config's specs.
+      fresh: random key, from which a score head or a value head that the checkpoint does not hold is initialised; without it
+        such a head is a missing tensor.
 
     Raises:
       ValueError: no safetensors; a shard is missing or damaged; a tensor is unknown, missing, in two files, of another shape
         or of a dtype other than float32, float16 and bfloat16; tied embeddings that differ. Names the tensor and the file.
     """
-    folder = resolve_folder(folder)
-    with contextlib.ExitStack() as stack:
-        tensors, sources = _open_checked(folder, config, stack)
-        sizes = _axis_sizes(config)
-        layers: dict[str, list[str]] = {}  # our parameter -> its tensors, by layer
-        axes: dict[str, tuple[str, str]] = {}
-        for name, (path, stored_axes, our_axes) in sources.items():
-            layers.setdefault(path, []).append(name)
-            axes[path] = stored_axes, our_axes
+    sources = _open_checked(resolve_folder(folder), config, fresh is not None)
+    architecture = ARCHITECTURES[config.architecture]
+    sizes = architecture.axis_sizes(config)
+    specs, sharding_of = parameters.flatten(architecture.specs(config)), parameters.flatten(shardings)
 
-        def load(path: str, spec: decoder.ParamSpec) -> jax.Array:
-            def read_shard(index: tuple[slice, ...] | None) -> np.ndarray:
-                assert index is not None
-                names = layers[path]
-                if spec.axes[0] != "layers":
-                    return _read_slice(tensors[names[0]], *axes[path], sizes, index)
-                return np.stack([_read_slice(tensors[name], *axes[path], sizes, index[1:]) for name in names[index[0]]])
+    def load(path: str, spec: ParamSpec) -> jax.Array:
+        def read_shard(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None
+            bounds = [part.indices(size) for part, size in zip(index, spec.shape, strict=True)]
+            shard = _aligned_empty(tuple(stop - start for start, stop, _ in bounds))
+            if spec.axes[0] != "layers":
+                stored.copy(shard, sources[path][0].view(sizes)[index])
+                return shard
+            for target, source in zip(shard, sources[path][index[0]], strict=True):
+                stored.copy(target, source.view(sizes)[index[1:]])
+            return shard
 
-            return jax.make_array_from_callback(spec.shape, sharding_of[path], read_shard)
+        return jax.make_array_from_callback(spec.shape, sharding_of[path], read_shard)
 
-        sharding_of = {
-            ".".join(str(entry.key) for entry in path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(shardings)
-        }
-        return decoder.map_specs(load, config)
+    loaded = {path: load(path, spec) for path, spec in specs.items() if path in sources}
+    new = {path: spec for path, spec in specs.items() if path not in sources}
+    if new:
+        out_shardings = parameters.unflatten({path: sharding_of[path] for path in new})
+        init = jax.jit(lambda key: parameters.init(key, parameters.unflatten(new)), out_shardings=out_shardings)
+        loaded |= parameters.flatten(init(fresh))
+    return parameters.unflatten({path: loaded[path] for path in specs})
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist; a model folder holds config.json and {_SINGLE} (or shards with {_INDEX})")
+def _aligned_empty(shape: tuple[int, ...]) -> np.ndarray:
+    """float32[shape], uninitialised, at an address that JAX' CPU backend takes over without a copy."""
+    size = 4 * math.prod(shape)
+    buffer = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -buffer.ctypes.data % _ALIGNMENT
+    return buffer[start : start + size].view(np.float32).reshape(shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tensor:
+    """A tensor in a file."""
+
+    name: str
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int  # bytes from the beginning of the file
+
+    def map(self) -> np.ndarray:
+        """Its content, mapped: pages are read when they are touched, and belong to the system's file cache."""
+        return np.asarray(np.memmap(self.path, DTYPES[self.dtype], mode="r", offset=self.offset, shape=self.shape))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """One of our parameters (of one layer) in a tensor."""
+
+    tensor: _Tensor
+    stored: Stored
+
+    def view(self, sizes: Mapping[str, int]) -> np.ndarray:
+        return self.stored.view(self.tensor.map(), sizes)
+
+
+def _open_file(path: Path) -> list[_Tensor]:
+    """All tensors of a safetensors file, from its header."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} holds a JSON {type(values).__name__}, expected an object")
-    return values
+        with safetensors.safe_open(path, framework="numpy"):  # checks the header against the file's size
+            pass
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged or not whole ({error}); fetch it again") from error
+    with path.open("rb") as file:
+        header_size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(header_size))
+    begin = 8 + header_size
+    return [
+        _Tensor(name, path, entry["dtype"], tuple(entry["shape"]), begin + entry["data_offsets"][0])
+        for name, entry in header.items()
+        if name != "__metadata__"
+    ]
 
 
-def _size(path: Path, values: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = values.get(key)
-    if value is None:
-        value = default
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{path}: {key}={value!r} must be a positive integer")
-    return value
-
-
-def _rope_theta(path: Path, values: Mapping[str, Any]) -> float:
-    """rope_theta of either generation of keys; refuses every scaling of the rotary frequencies."""
-    theta = values.get("rope_theta")
-    for key in ("rope_scaling", "rope_parameters"):
-        rope = values.get(key) or {}
-        if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type", "default")) != "default":
-            raise ValueError(f"{path}: {key}={rope!r} is not supported; the decoder computes rope_type='default' only")
-        if rope.get("partial_rotary_factor", 1.0) != 1.0:
-            raise ValueError(
-                f"{path}: {key}={rope!r} is not supported; the decoder rotates whole heads (partial_rotary_factor=1.0)"
-            )
-        theta = rope.get("rope_theta", theta)
-    return 10_000.0 if theta is None else float(theta)
-
-
-def _open_tensors(folder: Path, stack: contextlib.ExitStack) -> tuple[dict[str, Any], dict[str, Path]]:
-    """Lazy slices of all tensors of the checkpoint by name, and the file each one is in. Nothing is read but the headers."""
+def _open_folder(folder: Path) -> dict[str, _Tensor]:
+    """All tensors of the checkpoint by name. Nothing is read but the headers."""
     indexed: dict[str, str] = {}
-    if (folder / _SINGLE).is_file():
-        paths = [folder / _SINGLE]
-    elif (folder / _INDEX).is_file():
-        indexed = _read_json(folder / _INDEX).get("weight_map", {})
+    if (folder / SINGLE).is_file():
+        paths = [folder / SINGLE]
+    elif (folder / INDEX).is_file():
+        indexed = stored.read_json(folder / INDEX).get("weight_map", {})
         paths = [folder / shard for shard in sorted(set(indexed.values()))]
         if missing := [path.name for path in paths if not path.is_file()]:
-            raise ValueError(f"{folder / _INDEX} names {missing}, which {folder} does not hold")
+            raise ValueError(f"{folder / INDEX} names {missing}, which {folder} does not hold")
     else:
         pickled = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth"))
         if pickled:
@@ -225,59 +230,79 @@ def _open_tensors(folder: Path, stack: contextlib.ExitStack) -> tuple[dict[str, 
                 f"{folder} holds only pickled weights ({pickled[0]}), which run code when loaded; convert them once, where you "
                 "trust them: load the folder with transformers and call save_pretrained(folder, safe_serialization=True)"
             )
-        raise ValueError(f"{folder} holds no weights: neither {_SINGLE} nor {_INDEX}")
+        raise ValueError(f"{folder} holds no weights: neither {SINGLE} nor {INDEX}")
 
-    tensors: dict[str, Any] = {}
-    files: dict[str, Path] = {}
+    tensors: dict[str, _Tensor] = {}
     for path in paths:
-        try:
-            opened = stack.enter_context(safetensors.safe_open(path, framework="numpy"))
-        except SafetensorError as error:
-            raise ValueError(f"{path} is damaged or not whole ({error}); fetch it again") from error
-        for name in opened.keys():  # noqa: SIM118 (the handle is not a mapping)
-            if name in tensors:
-                raise ValueError(f"tensor {name} is in two files: {files[name]} and {path}")
-            tensors[name], files[name] = opened.get_slice(name), path
-    if misplaced := sorted(name for name, shard in indexed.items() if name not in files or files[name].name != shard):
-        raise ValueError(f"{folder / _INDEX} names tensors that are not in their files: {_some(misplaced, indexed)}")
-    return tensors, files
+        for tensor in _open_file(path):
+            if tensor.name in tensors:
+                raise ValueError(f"tensor {tensor.name} is in two files: {tensors[tensor.name].path} and {path}")
+            tensors[tensor.name] = tensor
+    if misplaced := sorted(name for name, shard in indexed.items() if name not in tensors or tensors[name].path.name != shard):
+        raise ValueError(f"{folder / INDEX} names tensors that are not in their files: {_some(misplaced, indexed)}")
+    return tensors
 
 
-def _open_checked(
-    folder: Path, config: DecoderConfig, stack: contextlib.ExitStack
-) -> tuple[dict[str, Any], dict[str, tuple[str, str, str]]]:
-    """All tensors of the checkpoint, and those to read with their entries of PARAMETERS, once every check has passed."""
-    tensors, files = _open_tensors(folder, stack)
-    sources = _sources(folder, set(tensors), config)
-    sizes = _axis_sizes(config)
-    for name, (_, stored_axes, _) in sources.items():
-        shape = [math.prod(sizes[a] for a in group) for group in _groups(stored_axes)]
-        _check_tensor(name, tensors[name], shape, files[name])
-    if config.tied_embedding and {_EMBEDDING, _LM_HEAD} <= set(tensors):
-        _check_tied(tensors, files)
-    return tensors, sources
+def _open_checked(folder: Path, config: Any, new_heads: bool) -> dict[str, list[_Source]]:
+    """Our parameter -> where it is, by layer, once every check has passed. New heads that are absent are left out."""
+    tensors = _open_folder(folder)
+    architecture = ARCHITECTURES[config.architecture]
+    sizes = architecture.axis_sizes(config)
+    sources: dict[str, list[_Source]] = {}
+    for name, parts in _expected(folder, tensors, config, architecture, new_heads).items():
+        _check_tensor(tensors[name], parts[0].shape(sizes))
+        for part in parts:
+            sources.setdefault(part.path, []).append(_Source(tensors[name], part))
+    specs = parameters.flatten(architecture.specs(config))
+    absent = [path for path in specs if path not in sources]
+    if unnamed := [path for path in absent if not (new_heads and path.startswith(_NEW_HEADS))]:
+        raise ValueError(
+            f"{folder}: parameters that no checkpoint of model_type={config.architecture!r} holds: {_some(unnamed)}; "
+            "they must be initialised"
+        )
+    return sources
 
 
-def _sources(folder: Path, present: set[str], config: DecoderConfig) -> dict[str, tuple[str, str, str]]:
-    """The tensors to read, in the order of their layers -> entry of PARAMETERS.
+def _expected(
+    folder: Path, present: Mapping[str, _Tensor], config: Any, architecture: Architecture, new_heads: bool
+) -> dict[str, tuple[Stored, ...]]:
+    """The tensors to read, in the order of their layers -> what they hold.
 
     Raises:
-      ValueError: names the tensors that are missing or unknown.
+      ValueError: names the tensors that are missing or unknown; tied embeddings that differ.
     """
-    expected: dict[str, tuple[str, str, str]] = {}
-    for pattern, entry in PARAMETERS.items():
+    table = architecture.tensors(config)
+    prefix = architecture.prefix if any(name.startswith(architecture.prefix) for name in present) else ""
+
+    def file_name(name: str) -> str:
+        return name if prefix else name.removeprefix(architecture.prefix)
+
+    embedding = next((file_name(name) for name, parts in table.items() if parts[0].path == "embedding.weight"), "")
+    expected: dict[str, tuple[Stored, ...]] = {}
+    for pattern, parts in table.items():
         for layer in range(config.layers if "{layer}" in pattern else 1):
-            expected[pattern.format(layer=layer)] = entry
-    if config.tied_embedding:
-        del expected[_LM_HEAD]
-        if _EMBEDDING not in present and _LM_HEAD in present:  # savers keep either of the two names of one tensor
-            expected = {(_LM_HEAD if name == _EMBEDDING else name): entry for name, entry in expected.items()}
-    redundant = {_LM_HEAD} if config.tied_embedding else set()
+            expected[file_name(pattern.format(layer=layer))] = parts
+    left_out = set() if architecture.lm_head in expected else {architecture.lm_head}
+    if config.head == "language_model" and left_out & set(present):  # tied: savers keep either name of one tensor, or both
+        if embedding in present:
+            _check_tied(present[embedding], present[architecture.lm_head])
+        else:
+            expected = {(architecture.lm_head if name == embedding else name): parts for name, parts in expected.items()}
+    if new_heads:
+        expected = {name: parts for name, parts in expected.items() if name in present or not _is_new_head(parts)}
     if missing := [name for name in expected if name not in present]:
         raise ValueError(f"{folder}: {len(missing)} of {len(expected)} tensors are missing from the weights: {_some(missing)}")
-    if unknown := sorted(name for name in present - set(expected) - redundant if not _IGNORED.fullmatch(name)):
-        raise ValueError(f"{folder}: {len(unknown)} tensors of the weights are unknown to the decoder: {_some(unknown)}")
+    ignored = re.compile(architecture.ignored)
+    unknown = sorted(
+        name for name in set(present) - set(expected) - left_out if not ignored.fullmatch(name.removeprefix(architecture.prefix))
+    )
+    if unknown:
+        raise ValueError(f"{folder}: {len(unknown)} tensors of the weights are unknown to the model: {_some(unknown)}")
     return expected
+
+
+def _is_new_head(parts: tuple[Stored, ...]) -> bool:
+    return all(part.path.startswith(_NEW_HEADS) for part in parts)
 
 
 def _some(names: list[str], files: Mapping[str, str] | None = None) -> str:
@@ -285,49 +310,22 @@ def _some(names: list[str], files: Mapping[str, str] | None = None) -> str:
     return ", ".join(shown) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
 
 
-def _axis_sizes(config: DecoderConfig) -> dict[str, int]:
-    c = config
-    return {"V": c.vocab, "D": c.width, "N": c.heads, "G": c.kv_heads, "H": c.head_size, "F": c.ffn}
+def _check_tensor(tensor: _Tensor, shape: tuple[int, ...]) -> None:
+    if tensor.shape != shape:
+        raise ValueError(f"{tensor.path}: {tensor.name} has shape {list(tensor.shape)}, config.json makes it {list(shape)}")
+    if tensor.dtype not in DTYPES:
+        raise ValueError(f"{tensor.path}: {tensor.name} is stored as {tensor.dtype}; supported: {', '.join(DTYPES)}")
 
 
-def _groups(axes: str) -> list[list[str]]:
-    """The axes of each stored dimension: "(N H) D" -> [["N", "H"], ["D"]]."""
-    return [group.split() for group in re.findall(r"\(([^)]*)\)|(\w)", axes) for group in group if group]
-
-
-def _check_tensor(name: str, tensor: Any, shape: list[int], path: Path) -> None:
-    if tensor.get_shape() != shape:
-        raise ValueError(f"{path}: {name} has shape {tensor.get_shape()}, config.json makes it {shape}")
-    if tensor.get_dtype() not in _DTYPES:
-        raise ValueError(f"{path}: {name} is stored as {tensor.get_dtype()}; supported: {', '.join(_DTYPES)}")
-
-
-def _check_tied(tensors: Mapping[str, Any], files: Mapping[str, Path]) -> None:
+def _check_tied(embedding: _Tensor, lm_head: _Tensor) -> None:
     """A redundant lm_head must equal the embedding: the file says one thing, tie_word_embeddings the other."""
-    embedding, lm_head = tensors[_EMBEDDING], tensors[_LM_HEAD]
-    _check_tensor(_LM_HEAD, lm_head, embedding.get_shape(), files[_LM_HEAD])
-    V = embedding.get_shape()[0]
-    for start in range(0, V, _COMPARED_ROWS):
-        rows = slice(start, min(start + _COMPARED_ROWS, V))
-        if not np.array_equal(embedding[rows].astype(np.float32), lm_head[rows].astype(np.float32)):
+    _check_tensor(lm_head, embedding.shape)
+    _check_tensor(embedding, embedding.shape)
+    first, second = embedding.map(), lm_head.map()
+    for start in range(0, len(first), _COMPARED_ROWS):
+        rows = slice(start, start + _COMPARED_ROWS)
+        if not np.array_equal(first[rows].astype(np.float32), second[rows].astype(np.float32)):
             raise ValueError(
-                f"{files[_LM_HEAD]}: {_LM_HEAD} differs from {_EMBEDDING}, but config.json says tie_word_embeddings=true; "
+                f"{lm_head.path}: {lm_head.name} differs from {embedding.name}, but config.json says tie_word_embeddings=true; "
                 "set it to false to load both"
             )
-
-
-def _read_slice(tensor: Any, stored_axes: str, our_axes: str, sizes: Mapping[str, int], index: tuple[slice, ...]) -> np.ndarray:
-    """float32 block `index` (in our axes) of a stored tensor; reads no more than the block where heads are whole."""
-    ours = our_axes.split()
-    bounds = {axis: part.indices(sizes[axis])[:2] for axis, part in zip(ours, index, strict=True)}
-    groups = _groups(stored_axes)
-    stored_index, shape, inner = [], [], []
-    for slowest, *rest in groups:
-        start, stop = bounds[slowest]
-        stride = math.prod(sizes[axis] for axis in rest)
-        stored_index.append(slice(start * stride, stop * stride))
-        shape += [stop - start, *(sizes[axis] for axis in rest)]
-        inner += [slice(None), *(slice(*bounds[axis]) for axis in rest)]
-    block = tensor[tuple(stored_index)].reshape(shape)[tuple(inner)]
-    flat = [axis for group in groups for axis in group]
-    return np.ascontiguousarray(block.transpose([flat.index(axis) for axis in ours]), np.float32)

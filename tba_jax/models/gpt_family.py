@@ -1,0 +1,146 @@
+"""Checkpoints of GPT-NeoX (Pythia) and GPT-2: layer norms, biases, query, key and value in one tensor. See architectures.py.
+
+A linear weight is [out, in] in GPT-NeoX, and [in, out] in GPT-2 (its Conv1D).
+"""
+
+from typing import Any
+
+from tba_jax.models import rotary_settings, stored
+from tba_jax.models.decoder import DecoderConfig
+from tba_jax.models.stored import Settings, Stored, Tensors
+
+
+def read_gpt_neox(settings: Settings) -> dict[str, Any]:
+    width, heads = settings.size("hidden_size"), settings.size("num_attention_heads")
+    if width % heads:
+        raise ValueError(f"{settings.path}: hidden_size={width} is not divisible by num_attention_heads={heads}")
+    settings.only("quantization_config", None)
+    settings.only("head_dim", None, width // heads)
+    rope, rotated = rotary_settings.read(settings, theta=10_000.0, theta_key="rotary_emb_base")
+    factor = settings.number("rotary_pct", 0.25) if rotated is None else rotated
+    rotary_size = int(width // heads * factor)
+    if not 0 < rotary_size <= width // heads:
+        raise ValueError(f"{settings.path}: rotary_pct={factor!r} of heads of {width // heads} elements rotates {rotary_size}")
+    bias = settings.flag("attention_bias", True)
+    return rope | {
+        "layers": settings.size("num_hidden_layers"),
+        "width": width,
+        "heads": heads,
+        "kv_heads": heads,
+        "head_size": width // heads,
+        "ffn": settings.size("intermediate_size"),
+        "vocab": settings.size("vocab_size"),
+        "max_positions": settings.size("max_position_embeddings", 2048),
+        "norm": "layer",
+        "norm_epsilon": settings.number("layer_norm_eps", 1e-5),
+        "rotary_size": 0 if rotary_size == width // heads else rotary_size,
+        "parallel_residual": settings.flag("use_parallel_residual", True),
+        "activation": settings.choice("hidden_act", stored.ACTIVATIONS, "gelu"),
+        "gated": False,
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "ffn_bias": True,
+        "tied_embedding": settings.flag("tie_word_embeddings", False),
+    }
+
+
+def write_gpt_neox(config: DecoderConfig) -> dict[str, Any]:
+    c = config
+    factor = (c.rotary_size or c.head_size) / c.head_size
+    rope = rotary_settings.write(c)
+    rope["rope_parameters"] = rope["rope_parameters"] | {"partial_rotary_factor": factor}
+    return rope | {
+        "model_type": "gpt_neox",
+        "hidden_size": c.width,
+        "intermediate_size": c.ffn,
+        "num_hidden_layers": c.layers,
+        "num_attention_heads": c.heads,
+        "vocab_size": c.vocab,
+        "max_position_embeddings": c.max_positions,
+        "layer_norm_eps": c.norm_epsilon,
+        "rotary_pct": factor,
+        "rotary_emb_base": c.rope_theta,
+        "use_parallel_residual": c.parallel_residual,
+        "hidden_act": stored.activation_name(c.activation),
+        "attention_bias": c.qkv_bias,
+        "tie_word_embeddings": c.tied_embedding,
+    }
+
+
+def gpt_neox_tensors(config: DecoderConfig) -> Tensors:
+    c = config
+    layer = "gpt_neox.layers.{layer}"
+    tensors: Tensors = {"gpt_neox.embed_in.weight": (Stored("embedding.weight", "V D", "V D"),)}
+    tensors |= stored.norm(f"{layer}.input_layernorm", "layers.attention_norm", bias=True)
+    tensors |= stored.fused(f"{layer}.attention.query_key_value.weight", "(N 3 H) D", "D N H", "weight")
+    if c.qkv_bias:
+        tensors |= stored.fused(f"{layer}.attention.query_key_value.bias", "(N 3 H)", "N H", "bias")
+    tensors |= stored.linear(f"{layer}.attention.dense", "layers.out", ("D (N H)", "N H D", "D"), c.out_bias)
+    tensors |= stored.norm(f"{layer}.post_attention_layernorm", "layers.ffn_norm", bias=True)
+    tensors |= stored.linear(f"{layer}.mlp.dense_h_to_4h", "layers.up", ("F D", "D F", "F"), c.ffn_bias)
+    tensors |= stored.linear(f"{layer}.mlp.dense_4h_to_h", "layers.down", ("D F", "F D", "D"), c.ffn_bias)
+    tensors |= stored.norm("gpt_neox.final_layer_norm", "final_norm", bias=True)
+    return tensors | stored.head(c.head, c.tied_embedding, "embed_out.weight")
+
+
+def read_gpt2(settings: Settings) -> dict[str, Any]:
+    width, heads = settings.size("n_embd"), settings.size("n_head")
+    if width % heads:
+        raise ValueError(f"{settings.path}: n_embd={width} is not divisible by n_head={heads}")
+    settings.only("quantization_config", None)
+    settings.only("scale_attn_weights", True)
+    settings.only("scale_attn_by_inverse_layer_idx", False)
+    settings.only("reorder_and_upcast_attn", False)
+    settings.only("add_cross_attention", False)
+    return {
+        "layers": settings.size("n_layer"),
+        "width": width,
+        "heads": heads,
+        "kv_heads": heads,
+        "head_size": width // heads,
+        "ffn": settings.size("n_inner", 4 * width),
+        "vocab": settings.size("vocab_size"),
+        "max_positions": settings.size("n_positions", 1024),
+        "norm": "layer",
+        "norm_epsilon": settings.number("layer_norm_epsilon", 1e-5),
+        "positions": "learned",
+        "activation": settings.choice("activation_function", stored.ACTIVATIONS, "gelu_new"),
+        "gated": False,
+        "qkv_bias": True,
+        "out_bias": True,
+        "ffn_bias": True,
+        "tied_embedding": settings.flag("tie_word_embeddings", True),
+    }
+
+
+def write_gpt2(config: DecoderConfig) -> dict[str, Any]:
+    c = config
+    return {
+        "model_type": "gpt2",
+        "n_embd": c.width,
+        "n_inner": c.ffn,
+        "n_layer": c.layers,
+        "n_head": c.heads,
+        "vocab_size": c.vocab,
+        "n_positions": c.max_positions,
+        "layer_norm_epsilon": c.norm_epsilon,
+        "activation_function": stored.activation_name(c.activation),
+        "tie_word_embeddings": c.tied_embedding,
+    }
+
+
+def gpt2_tensors(config: DecoderConfig) -> Tensors:
+    layer = "transformer.h.{layer}"
+    tensors: Tensors = {
+        "transformer.wte.weight": (Stored("embedding.weight", "V D", "V D"),),
+        "transformer.wpe.weight": (Stored("position_embedding.weight", "S D", "S D"),),
+    }
+    tensors |= stored.norm(f"{layer}.ln_1", "layers.attention_norm", bias=True)
+    tensors |= stored.fused(f"{layer}.attn.c_attn.weight", "D (3 N H)", "D N H", "weight")
+    tensors |= stored.fused(f"{layer}.attn.c_attn.bias", "(3 N H)", "N H", "bias")
+    tensors |= stored.linear(f"{layer}.attn.c_proj", "layers.out", ("(N H) D", "N H D", "D"), True)
+    tensors |= stored.norm(f"{layer}.ln_2", "layers.ffn_norm", bias=True)
+    tensors |= stored.linear(f"{layer}.mlp.c_fc", "layers.up", ("D F", "D F", "F"), True)
+    tensors |= stored.linear(f"{layer}.mlp.c_proj", "layers.down", ("F D", "F D", "D"), True)
+    tensors |= stored.norm("transformer.ln_f", "final_norm", bias=True)
+    return tensors | stored.head(config.head, config.tied_embedding, "lm_head.weight")
