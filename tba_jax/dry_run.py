@@ -70,8 +70,7 @@ def memory(experiment: Experiment) -> dict[str, dict[str, int]]:
 
     def decoding(rows: int, megabytes: int, weights: str) -> dict[str, int]:
         return {
-            "policy and reference": (4 + (4 if weights == "full" else 1)) * params,
-            "compute copy": compute * params if compute != 4 else 0,
+            "policy and reference": (compute + (compute if weights == "full" else 1)) * params,
             "KV cache": 2 * model.layers * rows * model.kv_heads * T * model.head_size * compute,
             "logits": 3 * rows * model.vocab * 4,
             "scoring": rows * T * model.width * compute * 4 + 2 * logits(rows, megabytes),

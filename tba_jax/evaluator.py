@@ -42,8 +42,12 @@ class Evaluator:
         self._tokenizer, self._task, self._queries = tokenizer, task, queries
         self._mesh = mesh_lib.make_mesh(tuple(config.evaluation.mesh.values()), setting="evaluation.mesh")
         reference_id = run_dir.read_json(run.initial_reference)["id"]
-        self._reference = policy_store.load(run.reference(reference_id), policy.model_specs, policy.model_shardings(self._mesh))
-        self._snapshot = (policy.trained_specs, policy.trained_shardings(self._mesh))
+        self._reference = policy_store.load(
+            run.reference(reference_id), policy.model_specs, policy.model_shardings(self._mesh), dtype=policy.model.compute_dtype
+        )
+        self._snapshot: dict[str, Any] = dict(
+            specs=policy.trained_specs, shardings=policy.trained_shardings(self._mesh), dtype=policy.snapshot_dtype
+        )
         generate = functools.partial(
             generate_lib.generate,
             config=policy.model,
@@ -75,7 +79,7 @@ class Evaluator:
           FileNotFoundError: the snapshot was pruned.
         """
         begin = time.time()
-        params = self._for_sampling(policy_store.load_step(self._run.policies, step, *self._snapshot), self._reference)
+        params = self._for_sampling(policy_store.load_step(self._run.policies, step, **self._snapshot), self._reference)
         greedy = self._respond(params, temperature=0.0)
         sampled = self._respond(params, temperature=self._contract.scoring_temperature)
         tokens = max(sum(response["tokens"] for response in sampled), 1)

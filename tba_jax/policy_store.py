@@ -116,11 +116,12 @@ def _refusal(folder: Path, sentence: str) -> Exception:
     return ValueError(f"{folder}: {sentence}")
 
 
-def load(folder: Path, specs: Specs, shardings: Params) -> Params:
-    """Restores a snapshot as float32 parameters in `shardings`; every device reads its own shard only.
+def load(folder: Path, specs: Specs, shardings: Params, *, dtype: str = "float32") -> Params:
+    """Restores a snapshot in `shardings`; every device reads its own shard only.
 
     Args:
       specs: what the snapshot holds; shardings: of the same tree, parameters.shardings(specs, mesh).
+      dtype: of the parameters returned, whatever it is on disk.
 
     Raises:
       FileNotFoundError: there is no committed snapshot in `folder` (it may have been pruned).
@@ -133,7 +134,7 @@ def load(folder: Path, specs: Specs, shardings: Params) -> Params:
         store = stores[name]
         try:
             return jax.make_array_from_callback(
-                spec.shape, sharding_of[name], lambda index: store[index].read().result().astype(np.float32), dtype=np.float32
+                spec.shape, sharding_of[name], lambda index: store[index].read().result().astype(jnp.dtype(dtype))
             )
         except ValueError as error:
             raise _refusal(folder, f"parameter {name} is damaged: {error}") from error
@@ -152,15 +153,17 @@ def latest_step(policies: Path) -> int | None:
     return next((step for step in newest_first if (policies / run_dir.step_name(step) / COMMIT).exists()), None)
 
 
-def load_step(policies: Path, step: int, specs: Specs, shardings: Params) -> Params:
-    return load(policies / run_dir.step_name(step), specs, shardings)
+def load_step(policies: Path, step: int, specs: Specs, shardings: Params, *, dtype: str = "float32") -> Params:
+    return load(policies / run_dir.step_name(step), specs, shardings, dtype=dtype)
 
 
-def load_latest(policies: Path, specs: Specs, shardings: Params, *, newer_than: int) -> tuple[int, Params] | None:
+def load_latest(
+    policies: Path, specs: Specs, shardings: Params, *, newer_than: int, dtype: str = "float32"
+) -> tuple[int, Params] | None:
     """The newest snapshot if it is newer than `newer_than`, else None. One that vanishes meanwhile: the next newest."""
     while (step := latest_step(policies)) is not None and step > newer_than:
         try:
-            return step, load_step(policies, step, specs, shardings)
+            return step, load_step(policies, step, specs, shardings, dtype=dtype)
         except FileNotFoundError:
             continue
     return None

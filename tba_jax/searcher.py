@@ -111,19 +111,24 @@ class Searcher:
         self._for_sampling = mesh_lib.on_mesh(
             self._mesh, jax.jit(functools.partial(policy.for_sampling, weights=config.searchers.weights))
         )
-        self._snapshot = (policy.trained_specs, policy.trained_shardings(self._mesh))
+        self._snapshot: dict[str, Any] = dict(
+            specs=policy.trained_specs, shardings=policy.trained_shardings(self._mesh), dtype=policy.snapshot_dtype
+        )
         self._taken = 0
         self._order = np.zeros(0, np.int64)
         self.policy_step = -1
         self._weights: Params = {}
         self.reference_id = run_dir.read_json(run.initial_reference)["id"]
         self._reference = policy_store.load(
-            run.reference(self.reference_id), policy.model_specs, policy.model_shardings(self._mesh)
+            run.reference(self.reference_id),
+            policy.model_specs,
+            policy.model_shardings(self._mesh),
+            dtype=policy.model.compute_dtype,
         )
 
     def refresh(self) -> bool:
         """Takes up the newest snapshot if it is newer than the one in use. Returns whether there was one."""
-        newest = policy_store.load_latest(self._run.policies, *self._snapshot, newer_than=self.policy_step)
+        newest = policy_store.load_latest(self._run.policies, **self._snapshot, newer_than=self.policy_step)
         if newest is not None:
             self._take(*newest)
         return newest is not None
@@ -131,7 +136,7 @@ class Searcher:
     def load_step(self, step: int) -> None:
         """Takes up the snapshot of exactly this trainer step."""
         if step != self.policy_step:
-            self._take(step, policy_store.load_step(self._run.policies, step, *self._snapshot))
+            self._take(step, policy_store.load_step(self._run.policies, step, **self._snapshot))
 
     def _take(self, step: int, snapshot: Params) -> None:
         self.policy_step, self._weights = step, self._for_sampling(snapshot, self._reference)

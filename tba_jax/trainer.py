@@ -100,11 +100,16 @@ class Trainer:
         lineage = journal_lib.read_lineage(run.journal)
         reader = LogReader(run.replay, self._shape)
         step = self._checkpoints.latest_step()
+        # What is trained starts from float32; what stays as it is rests in the dtype that is computed with.
         base: parameters.Params = {}
         if step is None or self._policy.lora is not None:
-            reference = run.reference(run_dir.read_json(run.initial_reference)["id"])
-            base = policy_store.load(reference, self._policy.model_specs, self._policy.model_shardings(self._mesh))
-        self._frozen = jax.jit(self._policy.frozen)(base)
+            base = policy_store.load(
+                run.reference(run_dir.read_json(run.initial_reference)["id"]),
+                self._policy.model_specs,
+                self._policy.model_shardings(self._mesh),
+                dtype="float32" if self._policy.lora is None else self._policy.model.compute_dtype,
+            )
+        self._frozen = {} if self._policy.lora is None else base
         if step is None:
             out_shardings = jax.tree.map(lambda x: x.sharding, self._state_shapes)
             self.state = jax.jit(self._initial_state, out_shardings=out_shardings)(base)
@@ -306,7 +311,11 @@ class Trainer:
         mask = trajectory.response_mask(rows["response_length"], self._contract.response_length)
         whole = (np.where(mask, rows["policy_step"], step) == step).all(axis=1)
         snapshot = policy_store.load_step(
-            self._run.policies, step, self._policy.trained_specs, self._policy.trained_shardings(self._mesh)
+            self._run.policies,
+            step,
+            self._policy.trained_specs,
+            self._policy.trained_shardings(self._mesh),
+            dtype=self._policy.snapshot_dtype,
         )
         batch = mesh_lib.put_rows(self._mesh, learner_lib.batch_from_rows(rows))
         logprobs = np.asarray(self._score(snapshot, self._frozen, batch)[0])

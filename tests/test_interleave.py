@@ -106,28 +106,23 @@ def logprobs_by_prefix(params, row, model, contract):
     return result
 
 
-def frozen_log(workdir, batches=6):
+def frozen_config(**changes):
+    """Rewards that differ between the rows of a query, so that updates are not zero."""
+    return tiny_run.config(task__missing_eos_reward=-1.0, **changes)
+
+
+def frozen_log(workdir, batches=6, **changes):
     """A workdir with a reference and a log that nobody writes to any more."""
-    s = tiny_run.settings(workdir, tiny_run.config())
+    s = tiny_run.settings(workdir, frozen_config(**changes))
     roles.reference(s)()
-    s.run.policies.mkdir()
-    policy_store.save(
-        s.run.policies / "00000000",
-        policy_store.load(
-            s.run.reference(run_dir.read_json(s.run.initial_reference)["id"]), s.experiment.policy.model_specs, shardings(s)
-        ),
-        policy_store.SnapshotInfo(step=0, epoch=0),
-        dtype="float32",
-    )
+    trainer, lease = roles._make_trainer(s, publish_every_steps=2)  # publishes step 0
+    trainer.close()
+    lease.release()
     searcher = roles._make_searcher(s, name="frozen", account=TimeAccount())
     searcher.refresh()
     for _ in range(batches):
         searcher.search()
     return s
-
-
-def shardings(s):
-    return decoder.param_shardings(s.experiment.policy.model, roles_mesh())
 
 
 def train(s, *, until, abandon):
@@ -144,12 +139,19 @@ def train(s, *, until, abandon):
     return state
 
 
-def test_resume_on_a_frozen_log_is_bit_for_bit(tmp_path):
+ADAPTERS = {"lora__rank": 2, "model__compute_dtype": "bfloat16", "learner__logprob_gap_limit": 0.1}
+
+
+@pytest.mark.parametrize("changes", [{}, ADAPTERS], ids=["whole policy", "adapters in bfloat16"])
+def test_resume_on_a_frozen_log_is_bit_for_bit(tmp_path, changes):
     """12 steps at once = 8 steps with a checkpoint at 5, dropped, replayed from 5 to 8, and on to 12."""
-    once = frozen_log(tmp_path / "once")
+    once = frozen_log(tmp_path / "once", **changes)
     shutil.copytree(tmp_path / "once", tmp_path / "twice")
-    twice = tiny_run.settings(tmp_path / "twice", tiny_run.config())
+    twice = tiny_run.settings(tmp_path / "twice", frozen_config(**changes))
     expected = train(once, until=12, abandon=False)
+    policy = once.experiment.policy
+    initial = policy_store.load_step(once.run.policies, 0, policy.trained_specs, policy.trained_shardings(roles_mesh()))
+    assert all(np.any(a != b) for a, b in zip(jax.tree.leaves(initial), jax.tree.leaves(expected.params), strict=True))
     train(twice, until=8, abandon=True)
     lineage = journal.read_lineage(twice.run.journal)
     assert [line["step"] for line in lineage] == list(range(1, 9))

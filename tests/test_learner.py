@@ -184,7 +184,7 @@ def lora_step(micro_batch_rows: int, mesh: Any = None) -> tuple[float, Any]:
     config = dataclasses.replace(settings(micro_batch_rows=micro_batch_rows), policy=LORA)
     rng = np.random.default_rng(1)
     adapters = parameters.map_specs(lambda _, spec: 0.3 * rng.standard_normal(spec.shape).astype(np.float32), LORA.trained_specs)
-    state, frozen, batch = learner_lib.init_state(adapters, DESCENT), LORA.frozen(random_params()), random_batch()
+    state, frozen, batch = learner_lib.init_state(adapters, DESCENT), random_params(), random_batch()
     step = jit(make_step(config))
     if mesh is not None:
         shardings = jax.tree.map(lambda x: x.sharding, trainer.state_shapes(LORA, DESCENT, mesh))

@@ -28,6 +28,11 @@ class Policy:
         """Of what the optimiser, the gradients and published snapshots hold."""
         return self.model_specs if self.lora is None else lora_lib.adapter_specs(self.model_specs, self.lora)
 
+    @property
+    def snapshot_dtype(self) -> str:
+        """In which samplers load snapshots: whole policies as they compute with them, adapters as they were trained."""
+        return self.model.compute_dtype if self.lora is None else "float32"
+
     def model_shardings(self, mesh: Mesh) -> Params:
         return parameters.shardings(self.model_specs, mesh)
 
@@ -38,15 +43,13 @@ class Policy:
         """The trained part of a run that starts from `base`: the policy is then what `base` is."""
         return base if self.lora is None else parameters.init(key, self.trained_specs)
 
-    def frozen(self, base: Params) -> Params:
-        """The part that is not trained, in the compute dtype, since no update is ever added to it."""
-        return {} if self.lora is None else decoder.cast(base, self.model)
-
     def for_training(self, trained: Params, frozen: Params) -> Params:
-        """What the decoder is called with, differentiable in `trained`."""
+        """What the decoder is called with, differentiable in `trained`. frozen: base, in the compute dtype; {} without LoRA."""
         return trained if self.lora is None else lora_lib.attach(frozen, trained, self.lora)
 
     def for_sampling(self, trained: Params, base: Params, weights: str) -> Params:
-        """Plain weights of the policy: adapters merged, then quantised if `weights` is "int8"."""
+        """Plain weights of the policy in the compute dtype: adapters merged, then quantised if `weights` is "int8"."""
         merged = trained if self.lora is None else lora_lib.merge(base, trained, self.lora)
-        return merged if weights == "full" else quantize.quantize(merged, self.model_specs)
+        if weights == "int8":
+            merged = quantize.quantize(merged, self.model_specs)
+        return decoder.cast(merged, self.model)
