@@ -1,129 +1,269 @@
-"""Supervised warm start: maximum likelihood on a task's worked examples."""
+"""Trains an SFT policy or a reward model from JSON lines, and writes it as a Hugging Face folder.
 
-import functools
-from collections.abc import Callable
-from typing import Any
+python -m tba_jax.supervised --config=configs/supervised.py --workdir=DIR --output=DIR [--config.kind=reward ...]
 
-import flax.struct
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
-from jax.sharding import Mesh
+The same command again resumes a run that was stopped or killed. Examples of a step are a function of seed and step alone.
+"""
 
-from tba_jax import mesh as mesh_lib
-from tba_jax import optimizer as optimizer_lib
-from tba_jax import trajectory
-from tba_jax.models import decoder, scoring
-from tba_jax.tasks.interface import Task
-from tba_jax.tokenizer import Tokenizer
+import json
+import logging
+import math
+import os
+import sys
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from absl import app, flags
+
+from tba_jax import command, lifeline, run_dir
+
+if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answered at once
+    from tba_jax.tuning import Plan
+
+_OUTPUT = flags.DEFINE_string("output", None, "Where the trained model goes: a Hugging Face folder that does not exist yet.")
+
+log = logging.getLogger("tba_jax.supervised")
+
+# Settings that a resumed run may change: how the same numbers are computed, when they are told, how they are stored.
+# The files of examples may move: the run knows its examples by their fingerprint.
+_FREE = (
+    "model.attention",
+    "data.train",
+    "data.heldout",
+    "training.micro_batch_rows",
+    "training.remat",
+    "training.logit_megabytes",
+    "training.mesh.",
+    "checkpoint.",
+    "evaluation.",
+    "metrics.",
+    "output.",
+)
+
+_AT_LEAST_ONE = (
+    "data.prompt_length",
+    "data.response_length",
+    "training.batch_size",
+    "training.logit_megabytes",
+    "checkpoint.every_steps",
+    "checkpoint.keep",
+    "evaluation.every_steps",
+    "metrics.every_steps",
+)
+_AT_LEAST_ZERO = (
+    "seed",
+    "training.steps",
+    "training.micro_batch_rows",
+    "training.warmup_steps",
+    "training.decay_steps",
+    "training.weight_decay",
+    "training.clip_norm",
+    "evaluation.examples",
+)
+_POSITIVE = ("training.epochs", "training.learning_rate", "training.adam_epsilon")
+_BELOW_ONE = ("data.heldout_share", "training.adam_beta1", "training.adam_beta2")
+_NAMED = ("model.path", "data.train", "data.prompt_field", "data.response_field", "data.chosen_field", "data.rejected_field")
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "model.compute_dtype": ("float32", "bfloat16"),
+    "model.attention": ("auto", "xla", "cudnn"),
+    "data.long_examples": ("refuse", "skip"),
+    "data.identical_pairs": ("refuse", "skip"),
+    "output.dtype": ("float32", "bfloat16"),
+}
 
 
-@flax.struct.dataclass
-class Examples:
-    """prompt_tokens int32[B, P] left-padded, prompt_length int32[B], response_tokens int32[B, R], response_length int32[B]."""
+def check(config: Any) -> None:
+    """Checks every rule that the config can break by itself. Raises ValueError: one sentence with value, limit and setting."""
+    from tba_jax import fine_tuning, run_config
+    from tba_jax.models import layers
+    from tba_jax.optimizer import SCHEDULES
 
-    prompt_tokens: Any
-    prompt_length: Any
-    response_tokens: Any
-    response_length: Any
+    leaves = run_config.flatten(config.to_dict())
+    if "kind" not in leaves:
+        raise ValueError("--config is not made from configs/supervised.py; RL runs are python -m tba_jax.main")
+    choices: dict[str, Collection[str]] = {
+        **_CHOICES,
+        "kind": fine_tuning.OBJECTIVES,
+        "training.schedule": SCHEDULES,
+        "training.remat": layers.REMAT,
+    }
+    for name, known in choices.items():
+        _require(leaves[name] in known, f"{name}={leaves[name]!r} is not one of {', '.join(known)}")
+    for name in _NAMED:
+        _require(leaves[name], f"{name} is not given")
+    for name in _AT_LEAST_ONE:
+        _require(leaves[name] >= 1, f"{name}={leaves[name]} must be at least 1")
+    for name in _AT_LEAST_ZERO:
+        _require(leaves[name] >= 0, f"{name}={leaves[name]} must not be negative")
+    for name in _POSITIVE:
+        _require(leaves[name] > 0, f"{name}={leaves[name]} must be above 0")
+    for name in _BELOW_ONE:
+        _require(0 <= leaves[name] < 1, f"{name}={leaves[name]} must be within [0, 1)")
+    batch, micro = config.training.batch_size, config.training.micro_batch_rows
+    _require(not micro or batch % micro == 0, f"training.micro_batch_rows={micro} does not divide training.batch_size={batch}")
 
 
-def encode_examples(pairs: list[tuple[str, str]], tokenizer: Tokenizer, *, prompt_length: int, response_length: int) -> Examples:
-    """Tokenises (prompt, response) pairs; the response ends with the end-of-sequence token.
+def _require(condition: Any, sentence: str) -> None:
+    if not condition:
+        raise ValueError(sentence)
+
+
+def prepare(config: Any, run: run_dir.RunDir, output: Path) -> "Plan":
+    """Checks all that a user's mistake can break, then makes or compares the workdir's config.json.
 
     Raises:
-      ValueError: a prompt or a response with its end does not fit; names the setting.
+      ValueError: one sentence about the first thing that is wrong.
     """
-    prompts = [tokenizer.encode(prompt) for prompt, _ in pairs]
-    whole = [tokenizer.encode(prompt + response) for prompt, response in pairs]
-    responses = [[*ids[len(prompt) :], tokenizer.eos_id] for ids, prompt in zip(whole, prompts, strict=True)]
-    prompt_tokens, lengths = trajectory.left_pad(prompts, prompt_length, tokenizer.pad_id)
-    response_lengths = np.array([len(ids) for ids in responses], np.int32)
-    if response_lengths.max() > response_length:
-        raise ValueError(
-            f"a worked example has {response_lengths.max()} response tokens, task.response_length={response_length} allows fewer"
-        )
-    response_tokens = np.full((len(pairs), response_length), tokenizer.pad_id, np.int32)
-    for i, ids in enumerate(responses):
-        response_tokens[i, : len(ids)] = ids
-    return Examples(prompt_tokens, lengths, response_tokens, response_lengths)
+    from tba_jax import examples, run_config, tuning
+    from tba_jax import mesh as mesh_lib
+    from tba_jax.models import decoder, hugging_face
+    from tba_jax.tokenizer import HuggingFaceTokenizer
 
-
-def _logprobs(params: decoder.Params, examples: Examples, config: decoder.DecoderConfig) -> jax.Array:
-    logprobs, _ = scoring.response_logprobs(
-        params,
-        examples.prompt_tokens,
-        examples.prompt_length,
-        examples.response_tokens,
-        examples.response_length,
-        config=config,
-        temperature=1.0,
-        banned_tokens=(),
-        rows_per_block=examples.prompt_tokens.shape[0],
-        remat=False,
+    check(config)
+    _check_output(output)
+    t = config.training
+    folder = hugging_face.resolve_folder(config.model.path)
+    model = hugging_face.read_config(
+        folder,
+        compute_dtype=config.model.compute_dtype,
+        attention=config.model.attention,
+        head="score" if config.kind == "reward" else "language_model",
     )
-    return logprobs
+    _require(
+        isinstance(model, decoder.DecoderConfig),
+        f"model.path={config.model.path!r} is no decoder, which supervised training needs",
+    )
+    _require(
+        model.head != "score" or model.labels == 1,
+        f"model.path={config.model.path!r} scores {model.labels} labels, a reward model scores one",
+    )
+    tokenizer = HuggingFaceTokenizer(folder)
+    _require(
+        tokenizer.vocab_size <= model.vocab,
+        f"model.path={config.model.path!r}: the tokenizer has {tokenizer.vocab_size} ids, the embedding only {model.vocab}",
+    )
+    total = config.data.prompt_length + config.data.response_length
+    _require(
+        total <= model.max_positions,
+        f"data.prompt_length={config.data.prompt_length} + data.response_length={config.data.response_length} = {total} "
+        f"exceed the model's {model.max_positions} positions",
+    )
+    mesh = mesh_lib.make_mesh(tuple(t.mesh.values()), setting="training.mesh")
+    micro_rows = t.micro_batch_rows or t.batch_size
+    ways = mesh.shape["data"] * mesh.shape["fsdp"]
+    run_config.check_ways(micro_rows, ways, what="training.micro_batch_rows or training.batch_size")
+    decoder.param_shardings(model, mesh)
+    if not config.model.random_init:
+        hugging_face.check_weights(folder, model, new_heads=config.kind == "reward")
+    data = examples.load(config.data, config.kind, tokenizer)
+    steps = t.steps or math.ceil(t.epochs * len(data.train) / t.batch_size)
+    _require(
+        t.warmup_steps + t.decay_steps <= steps,
+        f"training.warmup_steps={t.warmup_steps} + training.decay_steps={t.decay_steps} exceed the {steps} steps of training",
+    )
+    _join(run, config, data.fingerprint)
+    return tuning.Plan(
+        config=config,
+        run=run,
+        output=output,
+        folder=folder,
+        model=model,
+        tokenizer=tokenizer,
+        data=data,
+        mesh=mesh,
+        steps=steps,
+        micro_rows=micro_rows,
+    )
 
 
-def sft_step(
-    state: tuple[decoder.Params, Any],
-    examples: Examples,
-    *,
-    optimizer: optax.GradientTransformation,
-    config: decoder.DecoderConfig,
-) -> tuple[tuple[decoder.Params, Any], jax.Array]:
-    """One step on the mean negative log-likelihood per response token. Returns the new (params, opt_state) and the loss."""
-    params, opt_state = state
-
-    def loss_of(params: decoder.Params) -> jax.Array:
-        return -jnp.sum(_logprobs(params, examples, config)) / jnp.sum(examples.response_length)
-
-    loss, grads = jax.value_and_grad(loss_of)(params)
-    updates, opt_state = optimizer.update(grads, opt_state, params)
-    return (optax.apply_updates(params, updates), opt_state), loss
+def _check_output(output: Path) -> None:
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"--output {output} exists already; name a folder that does not exist, or is empty")
+    parent = next(folder for folder in output.parents if folder.exists())
+    _require(
+        parent.is_dir() and os.access(parent, os.W_OK), f"--output {output} cannot be written: {parent} is no writable folder"
+    )
 
 
-def warm_start(
-    task: Task,
-    tokenizer: Tokenizer,
-    *,
-    config: decoder.DecoderConfig,
-    mesh: Mesh,
-    seed: int,
-    prompt_length: int,
-    response_length: int,
-    steps: int,
-    batch_size: int,
-    learning_rate: float,
-    warmup_steps: int,
-    report_every_steps: int,
-    report: Callable[[int, float], None],
-) -> decoder.Params:
-    """Trains random parameters on fresh worked examples and returns them.
+def _join(run: run_dir.RunDir, config: Any, fingerprint: str) -> None:
+    """Writes the workdir's config.json, or holds the config and the examples against the one that is there."""
+    from tba_jax import run_config
 
-    Args:
-      learning_rate: peak of a linear schedule, after warmup_steps.
-      report: called as report(step, mean loss since the last report, nats per response token).
-    """
-    schedule = optimizer_lib.linear(peak=learning_rate, steps=steps, warmup_steps=warmup_steps, decay_steps=0)
-    optimizer = optimizer_lib.adamw(schedule, beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.01, clip_norm=1.0)
-    shardings = decoder.param_shardings(config, mesh)
-    params = jax.jit(functools.partial(decoder.init_params, config=config), out_shardings=shardings)(jax.random.key(seed))
-    state = (params, jax.jit(optimizer.init)(params))
-    step_fn = jax.jit(functools.partial(sft_step, optimizer=optimizer, config=config), donate_argnums=0)
+    plain = json.loads(json.dumps(config.to_dict()))
+    if not run.config.exists():
+        try:
+            contract = {"supervised": config.kind, "examples": fingerprint}
+            run_dir.write_json(run.config, {"config": plain, "contract": contract, "changes": []})
+        except OSError as error:
+            raise ValueError(f"workdir {str(run.root)!r} cannot be written: {error.strerror}") from error
+        return
+    stored = run_config.read(run)
+    if "supervised" not in stored["contract"]:
+        raise ValueError(f"workdir {str(run.root)!r} belongs to an RL run")
+    theirs, ours = run_config.flatten(stored["config"]), run_config.flatten(plain)
+    changed = [name for name in sorted(theirs | ours) if theirs.get(name) != ours.get(name) and not name.startswith(_FREE)]
+    if changed:
+        listed = "; ".join(f"{name}: {theirs.get(name)!r} there, {ours.get(name)!r} here" for name in changed)
+        raise ValueError(f"workdir {str(run.root)!r} belongs to a run of other settings; {listed}")
+    if stored["contract"]["examples"] != fingerprint:
+        raise ValueError(
+            f"the examples of data.train {config.data.train} and data.heldout {config.data.heldout!r} are not those that the run "
+            f"in workdir {str(run.root)!r} began with"
+        )
 
-    def encoded(rng: np.random.Generator, count: int) -> Examples:
-        pairs = task.worked_examples(rng, count)
-        examples = encode_examples(pairs, tokenizer, prompt_length=prompt_length, response_length=response_length)
-        return mesh_lib.put_rows(mesh, examples)
 
-    rng = np.random.default_rng([seed, 1])
-    losses: list[jax.Array] = []
-    for step in range(1, steps + 1):
-        state, loss = step_fn(state, encoded(rng, batch_size))
-        losses.append(loss)
-        if step % report_every_steps == 0 or step == steps:
-            report(step, float(np.mean(losses)))
-            losses.clear()
-    return state[0]
+def execute(plan: "Plan", stop: Callable[[], bool]) -> int:
+    """Trains, saves and exports. Returns the exit code."""
+    from tba_jax import tuning
+
+    for reason, count in plan.data.skipped.items():
+        if count:
+            log.warning("%d examples are left out: %s", count, reason)
+    log.info("%d examples to train on, %d held out, %d steps", len(plan.data.train), len(plan.data.heldout), plan.steps)
+    run = tuning.Tuning(plan)
+    try:
+        if not run.train(stop):
+            print(f"stopped at step {run.step} of {plan.steps}; the same command resumes {plan.run.root}", file=sys.stderr)
+            return lifeline.STOPPED
+        seconds = run.seconds
+        run.export()
+    finally:
+        run.close()
+    print(tuning.conclusion(plan.config.kind, run.first, run.newest, seconds=seconds, output=plan.output))
+    return 0
+
+
+def main(argv: Sequence[str]) -> None:
+    del argv
+    command.log_to_stderr()
+    run, output = run_dir.RunDir(Path(command.WORKDIR.value).absolute()), Path(_OUTPUT.value).absolute()
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(run.compilation_cache))
+    with command.failures():
+        from tba_jax.replay.lease import EpochLease, LeaseHeld
+
+        try:
+            EpochLease.refuse_if_held(run.journal)
+            plan = prepare(command.CONFIG.value, run, output)
+            lease = EpochLease.acquire(run.journal)
+        except (ValueError, LeaseHeld) as error:
+            command.refuse(error)
+        try:
+            code = execute(plan, lifeline.StopSignal())
+        finally:
+            lease.release()
+        sys.exit(code)
+
+
+def parse_flags(argv: Sequence[str]) -> list[str]:
+    needed = {
+        "--config=configs/supervised.py": command.CONFIG,
+        "--workdir=DIR": command.WORKDIR,
+        "--output=DIR": _OUTPUT,
+    }
+    return command.parse_flags(argv, needed)
+
+
+if __name__ == "__main__":
+    lifeline.hold()
+    app.run(main, flags_parser=parse_flags)

@@ -12,9 +12,10 @@ ROOT = Path(__file__).parent.parent
 LAYERS = (
     {"trajectory", "mesh", "run_dir", "metrics", "run_config", "lifeline"},
     {"tokenizer", "models", "tasks", "objectives", "optimizer"},
-    {"supervised", "decoding", "learner", "replay", "policy_store", "checkpoint"},
+    {"fine_tuning", "decoding", "learner", "replay", "policy_store", "checkpoint"},
     {"searcher", "trainer", "evaluator"},
-    {"experiment", "interleave", "supervisor", "report", "dry_run", "show", "roles", "main"},
+    {"experiment", "interleave", "supervisor", "report", "dry_run", "show", "export", "roles", "main"}
+    | {"examples", "tuning", "supervised", "command"},
 )
 LAYER = {unit: number for number, units in enumerate(LAYERS) for unit in units}
 # The lowest layer and the composition may import their own kind, without cycles.

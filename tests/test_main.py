@@ -8,7 +8,10 @@ import pytest
 
 from tests import tiny_run
 
-RECIPES = sorted(path.name for path in (tiny_run.ROOT / "configs").glob("*.py") if path.name != "__init__.py")
+# configs/supervised.py is the schema of another command.
+RECIPES = sorted(
+    path.name for path in (tiny_run.ROOT / "configs").glob("*.py") if path.name not in ("__init__.py", "supervised.py")
+)
 
 
 def inputs(recipe: str, data_dir: Path) -> list[str]:

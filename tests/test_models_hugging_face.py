@@ -326,3 +326,12 @@ def test_labels_of_a_classifier(tmp_path):
     for settings, labels in [({"id2label": None}, 2), ({"id2label": {"0": "a", "1": "b", "2": "c"}}, 3), ({"num_labels": 5}, 5)]:
         tiny.edit_config(folder, **settings)
         assert hugging_face.read_config(folder, compute_dtype="float32").labels == labels
+
+
+def test_a_tied_checkpoint_that_holds_lm_head_alone_gets_a_score_head(tmp_path):
+    folder = copy_of("llama_tied", tmp_path)
+    expected = load(folder)[1]
+    tiny.edit_weights(folder, lambda t: t.update({"lm_head.weight": t.pop("model.embed_tokens.weight")}))
+    _, params = load(folder, head="score", fresh=jax.random.key(0))
+    assert params.pop("score")["weight"].shape == (16, 1)
+    assert_same_params(params, expected)

@@ -283,7 +283,7 @@ def _expected(
         for layer in range(config.layers if "{layer}" in pattern else 1):
             expected[file_name(pattern.format(layer=layer))] = parts
     left_out = set() if architecture.lm_head in expected else {architecture.lm_head}
-    if config.head == "language_model" and left_out & set(present):  # tied: savers keep either name of one tensor, or both
+    if left_out & set(present) and config.tied_embedding:  # savers keep either name of a tied tensor, or both
         if embedding in present:
             _check_tied(present[embedding], present[architecture.lm_head])
         else:

@@ -1,0 +1,42 @@
+"""How a command ends: exit codes and one sentence."""
+
+import errno
+
+import pytest
+
+from tba_jax import command, lifeline
+
+
+@pytest.mark.parametrize(
+    "error, code, words",
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), lifeline.STORAGE_FAILED, "storage failed"),
+        (OSError(errno.EROFS, "Read-only file system"), lifeline.STORAGE_FAILED, "Read-only file system"),
+        (RuntimeError("write: No space left on device"), lifeline.STORAGE_FAILED, "what was committed stays readable"),
+        (FloatingPointError("step 3: loss nan"), lifeline.NOT_FINITE, "error: step 3: loss nan"),
+        (RuntimeError("of another kind\nin two lines"), 1, "error: RuntimeError: of another kind in two lines"),
+    ],
+)
+def test_failures_end_by_code_and_sentence(error, code, words, capsys):
+    with pytest.raises(SystemExit) as ended, command.failures():
+        raise error
+    told = capsys.readouterr().err.strip().splitlines()
+    assert ended.value.code == code and words in told[-1]
+    assert len(told) == 1 or code == 1, "only what nobody foresaw shows a traceback"
+
+
+@pytest.mark.parametrize(
+    "error, sentence",
+    [
+        (ValueError("steps=0\nmust be positive"), "error: steps=0 must be positive"),
+        (KeyError("stepz"), "error: the config has no setting 'stepz'"),
+        (
+            AttributeError('Did you mean "steps" instead of "stepz"?'),
+            "error: the config has no setting 'stepz'; did you mean 'steps'?",
+        ),
+    ],
+)
+def test_a_users_mistake_is_one_sentence(error, sentence, capsys):
+    with pytest.raises(SystemExit) as ended:
+        command.refuse(error)
+    assert ended.value.code == lifeline.BAD_INPUT and capsys.readouterr().err == sentence + "\n"
