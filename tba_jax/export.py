@@ -3,20 +3,12 @@
 python -m tba_jax.export --workdir=DIR --output=DIR [--step=N] [--dtype=float32|bfloat16|float16]
 """
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from absl import app, flags
-
 from tba_jax import lifeline
-
-_WORKDIR = flags.DEFINE_string("workdir", None, "The run's folder.", required=True)
-_OUTPUT = flags.DEFINE_string("output", None, "The folder to write; it must not exist, or be empty.", required=True)
-_STEP = flags.DEFINE_integer("step", None, "Trainer step of the snapshot; default: the newest.", lower_bound=0)
-_DTYPE = flags.DEFINE_enum(
-    "dtype", None, ["float32", "bfloat16", "float16"], "Of the weights written; default: that of the snapshot."
-)
 
 
 def export(workdir: Path, output: Path, *, step: int | None, dtype: str | None) -> str:
@@ -74,10 +66,15 @@ def _listed(steps: Sequence[int]) -> str:
     return ", ".join(map(str, steps)) if len(steps) <= 8 else f"{', '.join(map(str, steps[:4]))} … {steps[-1]}"
 
 
-def main(argv: Sequence[str]) -> None:
-    del argv
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m tba_jax.export", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--workdir", type=Path, required=True, help="the run's folder")
+    parser.add_argument("--output", type=Path, required=True, help="the folder to write; it must not exist, or be empty")
+    parser.add_argument("--step", type=int, help="trainer step of the snapshot; default: the newest")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights; default: the snapshot's")
+    given = parser.parse_args(arguments)
     try:
-        print(export(Path(_WORKDIR.value), Path(_OUTPUT.value), step=_STEP.value, dtype=_DTYPE.value))
+        print(export(given.workdir, given.output, step=given.step, dtype=given.dtype))
     except ValueError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(lifeline.BAD_INPUT)
@@ -87,4 +84,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    main(sys.argv[1:])

@@ -3,16 +3,12 @@
 python -m tba_jax.show --workdir=DIR [--order=newest|best|worst] [--count=10]
 """
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from absl import app, flags
-
-_WORKDIR = flags.DEFINE_string("workdir", None, "The run's folder.", required=True)
-_ORDER = flags.DEFINE_enum("order", "newest", ["newest", "best", "worst"], "Which rows come first.")
-_COUNT = flags.DEFINE_integer("count", 10, "How many rows.", lower_bound=1)
 
 # Columns that decide the order: best and worst are by reward, among equals the newest.
 _SIGNS = {"newest": 0.0, "best": -1.0, "worst": 1.0}
@@ -62,14 +58,20 @@ def show(workdir: Path, order: str, count: int) -> str:
     return "\n\n".join([total, *sections])
 
 
-def main(argv: Sequence[str]) -> None:
-    del argv
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m tba_jax.show", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--workdir", type=Path, required=True, help="the run's folder")
+    parser.add_argument("--order", choices=tuple(_SIGNS), default="newest", help="which rows come first")
+    parser.add_argument("--count", type=int, default=10, help="how many rows")
+    given = parser.parse_args(arguments)
     try:
-        print(show(Path(_WORKDIR.value), _ORDER.value, _COUNT.value))
+        if given.count < 1:
+            raise ValueError(f"--count={given.count} must be at least 1")
+        print(show(given.workdir, given.order, given.count))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 
 
 if __name__ == "__main__":
-    app.run(main)
+    main(sys.argv[1:])

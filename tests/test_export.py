@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import sys
 
 import jax
 import numpy as np
@@ -92,16 +91,14 @@ def test_adapters_alone_are_published_and_optimised(tmp_path):
     assert changed == {"layers.query.weight", "layers.down.weight"}
 
 
-def test_the_newest_step_and_its_dtype_are_the_default(tmp_path, monkeypatch, capsys):
+def test_the_newest_step_and_its_dtype_are_the_default(tmp_path, capsys):
     finished_run(tmp_path / "run", publish__dtype="bfloat16")
     flags = [f"--workdir={tmp_path / 'run'}", f"--output={tmp_path / 'model'}"]
-    export.flags.FLAGS(["export", *flags])
-    monkeypatch.setattr(sys, "argv", ["export", *flags])
-    export.main(["export"])
+    export.main(flags)
     assert "step 3 of" in capsys.readouterr().out
     assert json.loads((tmp_path / "model" / "config.json").read_text())["dtype"] == "bfloat16"
     with pytest.raises(SystemExit, match="2"):
-        export.main(["export"])
+        export.main(flags)
     assert f"{tmp_path / 'model'} exists and is not an empty folder" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"--step=7 is not a snapshot of .*; there are 0, 1, 2, 3"):
         export.export(tmp_path / "run", tmp_path / "other", step=7, dtype=None)
