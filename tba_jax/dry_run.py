@@ -6,7 +6,7 @@ import math
 import numpy as np
 
 from tba_jax.experiment import Experiment
-from tba_jax.models import parameters
+from tba_jax.models import parameters, quantize
 
 _GIB = 1 << 30
 _SIZES = {"float32": 4, "bfloat16": 2}
@@ -37,7 +37,7 @@ def describe(experiment: Experiment) -> str:
             for split, queries in experiment.queries.items()
         ),
         "",
-        "memory of one role over all of its devices, estimated (GiB):",
+        "memory of one role on one device, from shapes (GiB); meshes divide parameters by fsdp × tensor, rows by data × fsdp:",
     ]
     for role, parts in memory(experiment).items():
         listed = ", ".join(f"{name} {size / _GIB:.3f}" for name, size in parts.items())
@@ -65,12 +65,17 @@ def memory(experiment: Experiment) -> dict[str, dict[str, int]]:
     )
     search_rows = config.searchers.queries_per_batch * config.searchers.samples_per_query
 
+    flat = parameters.flatten(policy.model_specs)
+    rounded = sum(math.prod(spec.shape) for name, spec in flat.items() if quantize.is_quantized(name, spec))
+
     def logits(rows: int, megabytes: int) -> int:
         return max(min(megabytes << 20, rows * R * model.vocab * 4), rows * model.vocab * 4)
 
     def decoding(rows: int, megabytes: int, weights: str) -> dict[str, int]:
         return {
-            "policy and reference": (compute + (compute if weights == "full" else 1)) * params,
+            "reference": compute * params,
+            # The policy in use, and the next one while it is loaded.
+            "policies": compute * (2 * params - (rounded if weights == "int8" else 0)) + (rounded if weights == "int8" else 0),
             "KV cache": 2 * model.layers * rows * model.kv_heads * T * model.head_size * compute,
             "logits": 3 * rows * model.vocab * 4,
             "scoring": rows * T * model.width * compute * 4 + 2 * logits(rows, megabytes),
@@ -78,7 +83,7 @@ def memory(experiment: Experiment) -> dict[str, dict[str, int]]:
 
     return {
         "trainer": {
-            "weights, gradient, AdamW": 4 * 4 * trained,
+            "weights, gradient, update, AdamW": 5 * 4 * trained,
             "frozen weights": 0 if policy.lora is None else compute * params,
             "copies to publish and to checkpoint": 4 * 4 * trained,
             "activations": micro * T * model.width * compute * layers_kept + attention + micro * T * model.ffn * compute * 3,

@@ -64,6 +64,8 @@ def build(config: Any) -> Experiment:
             raise ValueError(f"{name}={leaves[name]!r} is not one of {known}{hint}")
     policy, tokenizer = policy_and_tokenizer(config)
     model = policy.model
+    _check_kernel(model)
+    _check_mesh_sizes(config, policy)
     total = config.task.prompt_length + config.task.response_length
     if total > model.max_positions:
         raise ValueError(
@@ -103,6 +105,26 @@ def build(config: Any) -> Experiment:
         queries={split: queries for split, (queries, _) in encoded.items()},
         skipped={split: skipped for split, (_, skipped) in encoded.items()},
     )
+
+
+def _check_kernel(model: decoder.DecoderConfig) -> None:
+    """What cuDNN's flash attention takes."""
+    if model.attention != "cudnn":
+        return
+    if model.compute_dtype != "bfloat16":
+        raise ValueError(f"model.attention=cudnn needs model.compute_dtype=bfloat16, not {model.compute_dtype}")
+    if model.head_size % 8 or model.head_size > 128:
+        raise ValueError(f"model.attention=cudnn takes heads of a multiple of 8 up to 128, the model's are {model.head_size}")
+
+
+def _check_mesh_sizes(config: Any, policy: Policy) -> None:
+    """The sizes that parameters are split by, which need no devices to be known."""
+    for section in ("learner", "searchers", "evaluation"):
+        mesh = config[section].mesh
+        try:
+            parameters.check_divides({"data": 1, "fsdp": max(mesh.fsdp, 1), "tensor": max(mesh.tensor, 1)}, policy.model_specs)
+        except ValueError as error:
+            raise ValueError(f"{section}.mesh: {error}") from error
 
 
 def policy_and_tokenizer(config: Any) -> tuple[Policy, Tokenizer]:

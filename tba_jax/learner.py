@@ -57,8 +57,8 @@ def batch_from_rows(rows: trajectory.Rows) -> Batch:
 class LearnerConfig:
     """Static settings of an update.
 
-    micro_batch_rows: rows per forward and backward pass, a divisor of B; logit_bytes: the most that logits may take at a
-    time, over all devices; temperature: the run's scoring temperature; remat: a name of layers.REMAT.
+    micro_batch_rows: rows per forward and backward pass, a divisor of B; logit_bytes: what logits may take at a time, over
+    all devices, see scoring.token_logprobs; temperature: the run's scoring temperature; remat: a name of layers.REMAT.
     """
 
     policy: Policy

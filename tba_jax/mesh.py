@@ -21,9 +21,13 @@ RULES: dict[str, tuple[str, ...]] = {
     "layers": (),
     "head": (),
     "positions": (),
+    "token_types": (),
     "labels": (),
     "rank": (),
 }
+
+# Axes that stay whole where their mesh axes do not divide them, instead of being refused: GPT-2's vocabulary of 50257 is odd.
+_MAY_STAY_WHOLE = ("vocab",)
 
 # Letter of the axis table -> logical axis, where a value is computed. Width is whole there: parameters, which are split over
 # fsdp where they rest, are gathered for their use, and activations are split by rows. Letters that are not named are whole.
@@ -53,8 +57,8 @@ def make_mesh(sizes: tuple[int, int, int], *, setting: str, devices: Sequence[ja
     return jax.make_mesh(shape, MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
 
 
-def partition_spec(axes: Sequence[str | None]) -> PartitionSpec:
-    """The partition of an array whose dimensions carry these logical axes (None = replicated).
+def partition_spec(axes: Sequence[str | None], whole: Sequence[str] = ()) -> PartitionSpec:
+    """The partition of an array whose dimensions carry these logical axes (None, or named in `whole`: replicated).
 
     Raises:
       ValueError: an axis is not in RULES, or two dimensions claim the same mesh axis.
@@ -63,7 +67,7 @@ def partition_spec(axes: Sequence[str | None]) -> PartitionSpec:
     for axis in axes:
         if axis is not None and axis not in RULES:
             raise ValueError(f"unknown logical axis {axis!r}; known: {sorted(RULES)}")
-        parts.append(RULES[axis] or None if axis is not None else None)
+        parts.append(RULES[axis] or None if axis is not None and axis not in whole else None)
     used = [name for part in parts if part for name in part]
     if len(used) != len(set(used)):
         raise ValueError(f"logical axes {list(axes)} map two dimensions to the same mesh axis: {used}")
@@ -76,18 +80,22 @@ def sharding(mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int], *, na
     Raises:
       ValueError: a dimension is not divisible by the mesh axes it is split over; names both numbers.
     """
-    spec = partition_spec(axes)
     check_divides(dict(mesh.shape), axes, shape, name=name)
-    return NamedSharding(mesh, spec)
+    sizes = zip(axes, shape, strict=True)
+    whole = [axis for axis, size in sizes if axis in _MAY_STAY_WHOLE and size % _ways(dict(mesh.shape), axis)]
+    return NamedSharding(mesh, partition_spec(axes, whole))
+
+
+def _ways(sizes: Mapping[str, int], axis: str | None) -> int:
+    """Parts that the mesh splits a logical axis into. sizes: mesh axis -> size."""
+    return math.prod(sizes[mesh_axis] for mesh_axis in RULES[axis]) if axis is not None else 1
 
 
 def check_divides(sizes: Mapping[str, int], axes: Sequence[str | None], shape: Sequence[int], *, name: str) -> None:
     """Raises ValueError where a dimension is not divisible by the mesh axes it is split over. sizes: mesh axis -> size."""
     for size, axis in zip(shape, axes, strict=True):
-        mesh_axes = RULES[axis] if axis is not None else ()
-        ways = math.prod(sizes[mesh_axis] for mesh_axis in mesh_axes)
-        if size % ways:
-            raise ValueError(f"{name}: axis {axis!r} of size {size} is not divisible by {ways} (mesh axes {mesh_axes})")
+        if axis not in _MAY_STAY_WHOLE and size % (ways := _ways(sizes, axis)):
+            raise ValueError(f"{name}: axis {axis!r} of size {size} is not divisible by {ways} (mesh axes {RULES[axis or '']})")
 
 
 def constrain(x: jax.Array, axes: str) -> jax.Array:

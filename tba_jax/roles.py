@@ -39,6 +39,8 @@ def _check_devices(experiment: experiment_lib.Experiment, *roles: str) -> None:
     """The meshes of roles that run in this process, against its devices."""
     import jax
 
+    if experiment.config.model.attention == "cudnn" and jax.default_backend() != "gpu":
+        raise ValueError(f"model.attention=cudnn needs an NVIDIA GPU; JAX found {jax.default_backend()}")
     for role in roles:
         experiment_lib.check_devices(experiment, role=role, devices=len(jax.devices()))
 

@@ -37,6 +37,9 @@ from tba_jax.replay.tail import Tail, replay_visible
 
 log = logging.getLogger(__name__)
 
+# Nats per token that sampler and learner may differ by on the same weights, by compute dtype.
+_GAP_LIMITS = {"float32": 1e-3, "bfloat16": 0.1}
+
 
 class Trainer:
     """One trainer over one mesh. Constructing it takes the lease and resumes; `step` does one update."""
@@ -112,7 +115,8 @@ class Trainer:
         self._frozen = {} if self._policy.lora is None else base
         if step is None:
             out_shardings = jax.tree.map(lambda x: x.sharding, self._state_shapes)
-            self.state = jax.jit(self._initial_state, out_shardings=out_shardings)(base)
+            initial_state = jax.jit(self._initial_state, out_shardings=out_shardings, donate_argnums=0)
+            self.state = initial_state(base if self._policy.lora is None else {})
             self.index = ReplayIndex(
                 shape=self._shape,
                 capacity=self._config.replay.capacity,
@@ -289,8 +293,10 @@ class Trainer:
     def _score_snapshot(
         self, snapshot: parameters.Params, frozen: parameters.Params, batch: learner_lib.Batch
     ) -> tuple[jax.Array, jax.Array]:
-        """As learner.score, of the weights that searchers make of a snapshot."""
-        params = self._policy.for_sampling(snapshot, frozen, self._config.searchers.weights)
+        """As learner.score, of a snapshot; rounded as searchers round it, if they do."""
+        params = self._policy.for_training(snapshot, frozen)
+        if self._config.searchers.weights != "full":
+            params = self._policy.for_sampling(snapshot, frozen, self._config.searchers.weights)
         return learner_lib.score(params, batch, config=self._learner_config)
 
     def _logprob_gap(self) -> dict[str, float]:
@@ -323,14 +329,15 @@ class Trainer:
         if not gap.size:
             return {}
         worst = float(gap.max())
-        alarm = not worst <= self._config.learner.logprob_gap_limit  # NaN is an alarm
+        limit = self._config.learner.logprob_gap_limit or _GAP_LIMITS[self._policy.model.compute_dtype]
+        alarm = not worst <= limit  # NaN is an alarm
         if alarm:
             log.error(
                 "ALARM: sampler and learner disagree by %.2g nats on a token of policy step %d (limit %.2g, "
                 "learner.logprob_gap_limit): a mask, a position or a precision differs",
                 worst,
                 step,
-                self._config.learner.logprob_gap_limit,
+                limit,
             )
         return {"logprob_gap_max": worst, "logprob_gap_mean": float(gap.mean()), "logprob_gap_alarm": float(alarm)}
 

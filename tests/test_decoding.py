@@ -9,11 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tba_jax import mesh as mesh_lib
 from tba_jax import trajectory
 from tba_jax.decoding import generate as generate_lib
 from tba_jax.decoding import sampling as sampling_lib
 from tba_jax.decoding.generate import Generation
 from tba_jax.models import decoder, parameters, scoring
+from tba_jax.models.lora import LoraConfig
+from tba_jax.models.policy import Policy
 
 MODEL = decoder.DecoderConfig(layers=2, width=16, heads=4, kv_heads=2, head_size=4, ffn=24, vocab=11, max_positions=16)
 PAD, EOS, BANNED = 0, 2, (0, 1, 9)
@@ -314,3 +317,31 @@ def test_one_truncating_row_is_noticed(settings):
     for name, value in settings.items():
         getattr(sampling, name)[4] = value
     assert sampling_lib.is_truncating(sampling)
+
+
+@pytest.mark.parametrize("weights", ["full", "int8"])
+def test_searchers_on_a_mesh_sample_what_one_device_samples(weights):
+    """Adapters merged and weights rounded on eight devices; prefill, cache and loop split over rows and heads."""
+    policy = Policy(model=MODEL, lora=LoraConfig(rank=2, alpha=4.0, targets=("layers.*",)))
+    rng = np.random.default_rng(3)
+    adapters = parameters.map_specs(
+        lambda _, spec: 0.3 * rng.standard_normal(spec.shape).astype(np.float32), policy.trained_specs
+    )
+    prompts, lengths = np.concatenate([PROMPTS, PROMPTS[:1]]), np.concatenate([PROMPT_LENGTH, PROMPT_LENGTH[:1]])
+    keys = np.asarray(generate_lib.row_keys(0, 7, np.arange(4 * S, dtype=np.uint32)))
+    sampling = sampling_lib.constant(4 * S, temperature=1.0)
+    generate = functools.partial(generate_lib.generate, **STATIC, truncating=False)
+    sample = functools.partial(policy.for_sampling, weights=weights)
+    expected = jit(generate)(jit(sample)(adapters, PARAMS), prompts, lengths, keys, sampling)
+
+    mesh = mesh_lib.make_mesh((2, 2, 2), setting="searchers.mesh")
+    on_mesh = functools.partial(mesh_lib.on_mesh, mesh)
+    sharded = jax.device_put(adapters, policy.trained_shardings(mesh)), jax.device_put(PARAMS, policy.model_shardings(mesh))
+    params = on_mesh(jit(sample))(*sharded)
+    assert (params["layers"]["up"]["weight"].dtype == np.int8) == (weights == "int8")
+    found = on_mesh(jit(generate, out_shardings=mesh_lib.rows_sharding(mesh)))(
+        params, *mesh_lib.put_rows(mesh, (prompts, lengths, keys, sampling))
+    )
+    np.testing.assert_array_equal(found.tokens, expected.tokens)
+    np.testing.assert_allclose(found.policy_logprobs, expected.policy_logprobs, rtol=0, atol=1e-5)
+    assert len(set(np.asarray(found.length).tolist())) > 1

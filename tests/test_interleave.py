@@ -1,5 +1,6 @@
 """The one-process schedule, and through it trainer, searcher, evaluator and resume, without processes."""
 
+import dataclasses
 import json
 import shutil
 
@@ -10,7 +11,7 @@ import pytest
 from tba_jax import mesh as mesh_lib
 from tba_jax import metrics, policy_store, roles, run_dir, trajectory
 from tba_jax.metrics import TimeAccount
-from tba_jax.models import decoder
+from tba_jax.models import decoder, lora
 from tba_jax.replay import journal
 from tba_jax.replay.lease import LeaseHeld
 from tba_jax.replay.log import LogReader
@@ -160,6 +161,22 @@ def test_resume_on_a_frozen_log_is_bit_for_bit(tmp_path, changes):
     assert int(got.step) == 12
     lines = [journal.read_lineage(s.run.journal) for s in (once, twice)]
     assert [line["batch"] for line in lines[0]] == [line["batch"] for line in lines[1]]
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_the_alarm_sees_a_learner_whose_adapters_differ_from_what_searchers_merge(tmp_path, monkeypatch, broken):
+    if broken:
+        attach = lora.attach
+        monkeypatch.setattr(
+            lora, "attach", lambda base, adapters, c: attach(base, adapters, dataclasses.replace(c, alpha=5 * c.alpha))
+        )
+    settings = {"learner__logprob_gap_every_steps": 2, "task__missing_eos_reward": -1.0, "learner__learning_rate": 0.1}
+    assert run(tmp_path, lora__rank=2, learner__steps=6, **settings) == 0
+    gaps = [line["logprob_gap_max"] for line in metrics.read_lines(tmp_path / "metrics" / "trainer") if "logprob_gap_max" in line]
+    alarms = [
+        line["logprob_gap_alarm"] for line in metrics.read_lines(tmp_path / "metrics" / "trainer") if "logprob_gap_max" in line
+    ]
+    assert any(alarms) == broken and (max(gaps) > 1e-3) == broken
 
 
 def test_a_changed_row_stops_the_replay(tmp_path):

@@ -77,6 +77,7 @@ LIMITS: dict[str, dict[str, list[object]]] = {
         "learner.weight_decay": [-0.1],
         "learner.clip_norm": [-0.5],
         "learner.logprob_gap_every_steps": [-1],
+        "learner.logprob_gap_limit": [-1e-3],
         "schedule.lag": [-1],
         "publish.keep": [-1],
         "supervisor.max_restarts": [-1],
@@ -88,7 +89,6 @@ LIMITS: dict[str, dict[str, list[object]]] = {
         "learner.beta_start": [0.0, float("nan")],
         "learner.beta_end": [0.0, -0.1],
         "learner.learning_rate": [0.0],
-        "learner.logprob_gap_limit": [0.0],
         "sampling.scoring_temperature": [0.0],
         "sampling.temperature": [0.0],
         "searchers.poll_seconds": [0.0],
@@ -155,6 +155,13 @@ def test_every_rule_on_one_setting_is_tried_above():
         ),
         ({"model.path": "/x", "model.preset": "gpt2"}, "model.path='/x' and model.preset='gpt2' exclude each other"),
         ({"model.preset": "pythia-410"}, "(did you mean 'pythia-410m'?)"),
+        ({"lora.rank": 129}, "lora.rank=129 is more than layers.query can have, which maps 128 to 128 numbers"),
+        ({"lora.rank": 4, "lora.targets": ("layers.query,layers.value",)}, """'("layers.query", "layers.value")')"""),
+        ({"model.attention": "cudnn"}, "model.attention=cudnn needs model.compute_dtype=bfloat16, not float32"),
+        (
+            {"model.attention": "cudnn", "model.compute_dtype": "bfloat16", "model.preset": "pythia-1b"},
+            "model.attention=cudnn takes heads of a multiple of 8 up to 128, the model's are 256",
+        ),
         ({"lora.rank": 4, "lora.targets": ()}, "lora.rank=4 needs lora.targets, names or patterns of linear maps"),
         (
             {"lora.rank": 4, "lora.targets": ("layers.query", "layers.gat")},
@@ -270,7 +277,7 @@ def test_long_prompts_may_be_left_out(model_folder):
     "role, overrides, devices, sentence",
     [
         ("trainer", {"learner.mesh.data": 2}, 8, "learner.mesh data=2 × fsdp=1 × tensor=1 does not make up the 8 devices"),
-        ("trainer", {"learner.mesh.data": -1, "learner.mesh.tensor": 3}, 8, "tensor=3 does not make up the 8 devices"),
+        ("trainer", {"learner.mesh.data": -1, "learner.mesh.tensor": 4}, 6, "tensor=4 does not make up the 6 devices"),
         (
             "trainer",
             {},
@@ -289,7 +296,12 @@ def test_long_prompts_may_be_left_out(model_folder):
             4,
             "warm_start.batch_size = 30 rows are not divisible by",
         ),
-        ("evaluator", {"evaluation.mesh.tensor": 3}, 3, "embedding.weight: axis 'vocab' of size 17 is not divisible by 3"),
+        (
+            "evaluator",
+            {"evaluation.mesh.tensor": 3},
+            3,
+            "evaluation.mesh: layers.query.weight: axis 'heads' of size 4 is not divisible by 3 (mesh axes ('tensor',))",
+        ),
         ("searcher", {"searchers.mesh.data": 3}, 4, "searchers.mesh data=3"),
         ("evaluator", {"evaluation.batch_size": 9}, 2, "evaluation.batch_size = 9 rows are not divisible by the 2 ways"),
     ],

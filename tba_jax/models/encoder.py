@@ -76,9 +76,6 @@ class EncoderConfig:
         return self.max_positions - self.position_offset
 
 
-# Fields of EncoderConfig that say how something is computed, not what: they may differ between the roles of a run.
-FREE_FIELDS = ("compute_dtype", "attention")
-
 _STD = 0.02
 
 
@@ -105,7 +102,7 @@ def param_specs(config: EncoderConfig) -> Specs:
     specs: Specs = {
         "embedding": table(V, "vocab"),
         "position_embedding": table(c.max_positions, "positions"),
-        "token_type_embedding": table(c.token_types, "positions"),  # kept whole, as positions are
+        "token_type_embedding": table(c.token_types, "token_types"),
         "embedding_norm": norm({}),
         "layers": {
             "query": linear(width, heads, stack),

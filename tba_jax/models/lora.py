@@ -2,7 +2,9 @@
 
 import dataclasses
 import fnmatch
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -34,15 +36,23 @@ def adapter_specs(specs: Specs, lora: LoraConfig) -> Specs:
     """
     linears = {name.removesuffix(".weight"): spec for name, spec in parameters.flatten(specs).items() if spec.inputs}
     for pattern in lora.targets:
-        if not fnmatch.filter(linears, pattern):
-            raise ValueError(f"lora.targets: {pattern!r} matches no linear map of the model; there are {sorted(linears)}")
+        if not any(fnmatch.fnmatchcase(name, str(pattern)) for name in linears):
+            raise ValueError(
+                f"lora.targets: {pattern!r} matches no linear map of the model; there are {sorted(linears)} "
+                """(several are given as '("layers.query", "layers.value")')"""
+            )
     adapters: dict[str, ParamSpec] = {}
     for name, spec in linears.items():
         if not any(fnmatch.fnmatchcase(name, pattern) for pattern in lora.targets):
             continue
         stacked = 1 if spec.axes[0] == "layers" else 0
         split = stacked + spec.inputs
-        fan_in = math.prod(spec.shape[stacked:split])
+        fan_in, fan_out = math.prod(spec.shape[stacked:split]), math.prod(spec.shape[split:])
+        if lora.rank > min(fan_in, fan_out):
+            raise ValueError(
+                f"lora.rank={lora.rank} is more than {name} can have, which maps {fan_in} to {fan_out} numbers: "
+                "lower it, or leave the map out of lora.targets"
+            )
         adapters[f"{name}.lora_a"] = ParamSpec(
             shape=(*spec.shape[:split], lora.rank), axes=(*spec.axes[:split], "rank"), init_std=1 / math.sqrt(fan_in)
         )
@@ -63,33 +73,31 @@ def attach(base: Params, adapters: Params, lora: LoraConfig) -> Params:
 
 def merge(base: Params, adapters: Params, lora: LoraConfig) -> Params:
     """Parameters with W + (alpha / rank) · A B in W's place, in float32; the others as they are."""
-    merged = parameters.flatten(base)
-    flat = parameters.flatten(adapters)
-    for name in flat:
-        if name.endswith(".lora_a"):
-            weight = name.replace(".lora_a", ".weight")
-            merged[weight] = merge_weight(merged[weight], flat[name], flat[name.replace("_a", "_b")], lora.scale)
+    return _replace_weights(merge_weight, base, adapters, lora)
+
+
+def merge_lazily(base: Params, adapters: Params, lora: LoraConfig) -> Params:
+    """As `merge`, for arrays on the host or in storage: a layer is merged when it is read."""
+    return _replace_weights(MergedWeight, base, adapters, lora)
+
+
+def _replace_weights(make: Callable[[Any, Any, Any, float], Any], base: Params, adapters: Params, lora: LoraConfig) -> Params:
+    """`base` with make(weight, lora_a, lora_b, scale) in place of every weight that has an adapter."""
+    merged, flat = parameters.flatten(base), parameters.flatten(adapters)
+    for name in [name.removesuffix(".lora_a") for name in flat if name.endswith(".lora_a")]:
+        weight = merged[f"{name}.weight"]
+        merged[f"{name}.weight"] = make(weight, flat[f"{name}.lora_a"], flat[f"{name}.lora_b"], lora.scale)
     return parameters.unflatten(merged)
 
 
 def merge_weight(weight: Any, lora_a: Any, lora_b: Any, scale: float) -> Any:
     """weight + scale · lora_a lora_b in float32, for one layer or a stack; arrays of JAX or of NumPy."""
-    xp = np if isinstance(weight, np.ndarray) else jnp
+    on_host = all(isinstance(part, np.ndarray) for part in (weight, lora_a, lora_b))
+    matmul = np.matmul if on_host else functools.partial(jnp.matmul, precision="highest")
     stack = () if lora_a.ndim + lora_b.ndim - 2 == weight.ndim else weight.shape[:1]
     rank = lora_a.shape[-1]
-    update = lora_a.reshape(*stack, -1, rank) @ lora_b.reshape(*stack, rank, -1)
-    return weight.astype(xp.float32) + scale * update.reshape(weight.shape)
-
-
-def merge_lazily(base: Params, adapters: Params, lora: LoraConfig) -> Params:
-    """As `merge`, for arrays on the host or in storage: a layer is merged when it is read."""
-    merged = parameters.flatten(base)
-    flat = parameters.flatten(adapters)
-    for name in flat:
-        if name.endswith(".lora_a"):
-            weight = name.replace(".lora_a", ".weight")
-            merged[weight] = MergedWeight(merged[weight], flat[name], flat[name.replace("_a", "_b")], lora.scale)
-    return parameters.unflatten(merged)
+    update = matmul(lora_a.reshape(*stack, -1, rank), lora_b.reshape(*stack, rank, -1))
+    return weight.astype(np.float32) + scale * update.reshape(weight.shape)
 
 
 class MergedWeight:

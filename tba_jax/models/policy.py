@@ -9,8 +9,6 @@ from tba_jax.models import decoder, parameters, quantize
 from tba_jax.models import lora as lora_lib
 from tba_jax.models.parameters import Params, Specs
 
-WEIGHTS = ("full", "int8")
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Policy:
@@ -50,6 +48,8 @@ class Policy:
     def for_sampling(self, trained: Params, base: Params, weights: str) -> Params:
         """Plain weights of the policy in the compute dtype: adapters merged, then quantised if `weights` is "int8"."""
         merged = trained if self.lora is None else lora_lib.merge(base, trained, self.lora)
+        if weights not in ("full", "int8"):
+            raise ValueError(f"weights={weights!r} is neither 'full' nor 'int8'")
         if weights == "int8":
             merged = quantize.quantize(merged, self.model_specs)
         return decoder.cast(merged, self.model)

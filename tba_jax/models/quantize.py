@@ -6,9 +6,14 @@ A searcher may sample from such a policy: trajectory balance needs no more of it
 import jax.numpy as jnp
 
 from tba_jax.models import parameters
-from tba_jax.models.parameters import Params, Specs
+from tba_jax.models.parameters import Params, ParamSpec, Specs
 
 _LEVELS = 127
+
+
+def is_quantized(name: str, spec: ParamSpec) -> bool:
+    """Whether the parameter becomes int8: weights of linear maps in the layers and of lm_head."""
+    return spec.inputs > 0 and name.startswith(("layers.", "lm_head."))
 
 
 def quantize(params: Params, specs: Specs) -> Params:
@@ -25,7 +30,7 @@ def quantize(params: Params, specs: Specs) -> Params:
     quantized = dict(flat)
     for name, weight in flat.items():
         spec = table[name]
-        if not spec.inputs or not name.startswith(("layers.", "lm_head.")):
+        if not is_quantized(name, spec):
             continue
         first = 1 if spec.axes[0] == "layers" else 0
         inputs = tuple(range(first, first + spec.inputs))

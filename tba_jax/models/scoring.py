@@ -52,7 +52,7 @@ def response_logprobs(
       response_tokens: int32[B, R], right-padded; response_length: int32[B], end-of-sequence included.
       temperature: the run's scoring temperature T (PAPER §1: one constant that defines the policy and the reference alike).
       banned_tokens: token ids that are not part of the response space; their logits are -inf before normalisation.
-      logit_bytes: the most that logits [B, time, V] may take at a time, over all devices, see token_logprobs.
+      logit_bytes: what logits [B, time, V] may take at a time, over all devices; at least one time step, see token_logprobs.
       remat: what the backward pass recomputes of the layers, a name of layers.REMAT.
 
     Returns:
