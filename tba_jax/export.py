@@ -4,36 +4,43 @@ python -m tba_jax.export --workdir=DIR --output=DIR [--step=N] [--dtype=float32|
 """
 
 import argparse
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from tba_jax import lifeline
+from tba_jax import lifeline, run_dir
+
+if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answered at once
+    from tba_jax.models.policy import Policy
+    from tba_jax.tokenizer import Tokenizer
 
 
 def export(workdir: Path, output: Path, *, step: int | None, dtype: str | None) -> str:
     """Writes the folder; one tensor at a time is in memory. Adapters are merged.
 
     Args:
+      output: outside of workdir, whose folders belong to the run's processes.
       step: of a published snapshot; None: the newest. dtype: of the weights written; None: the snapshot's.
 
     Returns:
       a sentence that says what was written.
 
     Raises:
-      ValueError: there is no run or no such snapshot, its model or tokenizer is gone, or `output` is in use.
+      ValueError: there is no run of this version or no such snapshot, its model, reference or tokenizer is gone, or `output`
+        is in use or in the run.
     """
-    from ml_collections import config_dict
-
-    from tba_jax import experiment as experiment_lib
-    from tba_jax import policy_store, run_config, run_dir
+    from tba_jax import policy_store
     from tba_jax.models import hugging_face, hugging_face_export, lora
     from tba_jax.tokenizer import CharacterTokenizer
 
     run = run_dir.RunDir(workdir)
     if not run.config.exists():
         raise ValueError(f"{workdir} holds no run: there is no {run.config}")
-    config = config_dict.ConfigDict(run_config.read(run)["config"])
+    if output.resolve().is_relative_to(workdir.resolve()):
+        raise ValueError(f"--output={output} is in the run's folder {workdir}, which the trainer sweeps; export to another place")
+    config, policy, tokenizer = _read_run(run)
     steps = policy_store.committed_steps(run.policies)
     if not steps:
         raise ValueError(f"{run.policies} holds no snapshot yet")
@@ -41,25 +48,74 @@ def export(workdir: Path, output: Path, *, step: int | None, dtype: str | None) 
     if step not in steps:
         raise ValueError(f"--step={step} is not a snapshot of {workdir}; there are {_listed(steps)}")
 
-    policy, tokenizer = experiment_lib.policy_and_tokenizer(config)
-    folder = run.policies / run_dir.step_name(step)
-    params = policy_store.open_arrays(folder, policy.trained_specs)
-    if policy.lora is not None:
-        reference = run.reference(run_dir.read_json(run.initial_reference)["id"])
-        params = lora.merge_lazily(policy_store.open_arrays(reference, policy.model_specs), params, policy.lora)
-    dtype = dtype or run_dir.read_json(folder / policy_store.COMMIT)["dtype"]
     source = hugging_face.resolve_folder(config.model.path) if config.model.path else None
     ids = {} if source else {"eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
     if isinstance(tokenizer, CharacterTokenizer):
         ids["bos_token_id"] = tokenizer.bos_id
-    hugging_face_export.save(output, policy.model, params, dtype=dtype, source=source, token_ids=ids)
-    if isinstance(tokenizer, CharacterTokenizer):
-        hugging_face_export.write_character_tokenizer(
-            output, tokenizer.characters, pad_id=tokenizer.pad_id, bos_id=tokenizer.bos_id, eos_id=tokenizer.eos_id
+
+    def write_tokenizer(folder: Path) -> None:
+        if source is not None:
+            hugging_face_export.copy_tokenizer(source, folder)
+        elif isinstance(tokenizer, CharacterTokenizer):
+            hugging_face_export.write_character_tokenizer(
+                folder, tokenizer.characters, pad_id=tokenizer.pad_id, bos_id=tokenizer.bos_id, eos_id=tokenizer.eos_id
+            )
+
+    folder = run.policies / run_dir.step_name(step)
+    with contextlib.ExitStack() as kept:
+        kept.enter_context(_committed(folder, f"snapshot {step}"))
+        params = policy_store.open_arrays(folder, policy.trained_specs)
+        dtype = dtype or str(run_dir.read_json(folder / policy_store.COMMIT)["dtype"])
+        if policy.lora is not None:
+            reference = _reference(run)
+            kept.enter_context(_committed(reference, "the reference policy, which the adapters belong to,"))
+            params = lora.merge_lazily(policy_store.open_arrays(reference, policy.model_specs), params, policy.lora)
+        hugging_face_export.save(
+            output, policy.model, params, dtype=dtype, source=source, token_ids=ids, tokenizer=write_tokenizer
         )
-    elif source is not None:
-        hugging_face_export.copy_tokenizer(source, output)
     return f"step {step} of {workdir} is in {output} ({policy.model.architecture}, {dtype})"
+
+
+def _read_run(run: run_dir.RunDir) -> "tuple[Any, Policy, Tokenizer]":
+    """Config, policy and tokenizer of a run. Raises ValueError: config.json lacks what runs of this version write there."""
+    from ml_collections import config_dict
+
+    from tba_jax import experiment, run_config
+
+    stored = run_config.read(run)
+    if not isinstance(stored, dict) or not isinstance(stored.get("config"), dict):
+        raise ValueError(f"{run.config} is not that of a run of this version: it holds no config")
+    config = config_dict.ConfigDict(stored["config"])
+    try:
+        return config, *experiment.policy_and_tokenizer(config)
+    except (AttributeError, KeyError, TypeError) as error:  # a setting that is absent, unknown, or of another type
+        reason = str(error).strip('"')  # ConfigDict quotes the name twice
+        raise ValueError(
+            f"{run.config} is not that of a run of this version: a setting is missing or of another type ({reason})"
+        ) from error
+
+
+def _reference(run: run_dir.RunDir) -> Path:
+    """The folder of the policy that the run began with."""
+    if not run.initial_reference.is_file():
+        raise ValueError(f"{run.initial_reference} is gone: it names the reference policy, which the adapters belong to")
+    named = run_dir.read_json(run.initial_reference)
+    if not isinstance(named, dict) or not isinstance(named.get("id"), str):
+        raise ValueError(f"{run.initial_reference} names no reference policy: {named!r} has no id")
+    return run.reference(named["id"])
+
+
+@contextlib.contextmanager
+def _committed(folder: Path, what: str) -> Iterator[None]:
+    """Says of a folder that is removed before or while it is read that it is gone; other failures pass as they are."""
+    from tba_jax import policy_store
+
+    try:
+        yield
+    except (FileNotFoundError, ValueError) as error:
+        if (folder / policy_store.COMMIT).is_file():
+            raise
+        raise ValueError(f"{what} is gone: {folder} holds no {policy_store.COMMIT}") from error
 
 
 def _listed(steps: Sequence[int]) -> str:

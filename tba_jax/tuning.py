@@ -7,9 +7,7 @@ import dataclasses
 import functools
 import logging
 import math
-import shutil
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -202,11 +200,9 @@ class Tuning:
             self._checkpoints.save(self.state, host, step=self.step)
 
     def export(self) -> None:
-        """Writes the Hugging Face folder: under another name first, so that the output is whole or absent."""
+        """Writes the Hugging Face folder, which is whole or absent."""
         plan = self._plan
-        plan.output.parent.mkdir(parents=True, exist_ok=True)
-        draft = plan.output.parent / f".{plan.output.name}.{uuid.uuid4().hex[:8]}"
-        token_ids: dict[str, Any] = {}
+        token_ids: dict[str, int | None] = {}
         if plan.config.kind == "reward":
             # transformers reads a score at the last token that is not padding. Where padding is spelt as the end of sequence it
             # would read before the end: without an id it refuses batches instead.
@@ -214,14 +210,15 @@ class Tuning:
             token_ids["pad_token_id"] = pad_id if pad_id != eos_id else None
             if pad_id == eos_id:
                 log.warning("the tokenizer has no padding token of its own: transformers will score one row at a time only")
-        try:
-            hugging_face_export.save(
-                draft, plan.model, self.state.params, dtype=plan.config.output.dtype, source=plan.folder, token_ids=token_ids
-            )
-            hugging_face_export.copy_tokenizer(plan.folder, draft)
-            draft.rename(plan.output)
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
+        hugging_face_export.save(
+            plan.output,
+            plan.model,
+            self.state.params,
+            dtype=plan.config.output.dtype,
+            source=plan.folder,
+            token_ids=token_ids,
+            tokenizer=functools.partial(hugging_face_export.copy_tokenizer, plan.folder),
+        )
 
 
 def _told(means: dict[str, float]) -> str:

@@ -2,14 +2,16 @@
 
 import importlib.util
 import json
+import shutil
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-from tba_jax import export, policy_store, roles, run_dir
+from tba_jax import export, policy_store, roles, run_config, run_dir
 from tba_jax import mesh as mesh_lib
-from tba_jax.models import decoder, hugging_face, parameters, scoring
+from tba_jax.models import decoder, hugging_face, hugging_face_export, parameters, scoring
 from tba_jax.replay.log import LogReader
 from tba_jax.tokenizer import HuggingFaceTokenizer
 from tests import tiny_run
@@ -31,6 +33,28 @@ def finished_run(workdir, **changes):
     s = tiny_run.settings(workdir, c)
     assert roles.everything(s)() == 0
     return s
+
+
+def written_run(workdir, **changes):
+    """What a run of random weights leaves before its first step; nothing is computed. Returns its paths and its policy."""
+    s = tiny_run.settings(workdir, tiny_run.config(**changes))
+    run_config.join(s.run, s.experiment.config, s.experiment.contract)
+    policy, info = s.experiment.policy, policy_store.SnapshotInfo(step=0, epoch=0)
+    base = parameters.init(jax.random.key(0), policy.model_specs)
+    trained = policy.initial(base, jax.random.key(1))
+    policy_store.save(s.run.policies / "00000000", trained, info, dtype="float32")
+    policy_store.save(s.run.reference("f00"), base, info, dtype="float32")
+    run_dir.write_json(s.run.initial_reference, {"id": "f00"})
+    return s.run, policy
+
+
+def refusal(capsys, workdir, output) -> str:
+    """The one line that the command says before it exits with 2."""
+    with pytest.raises(SystemExit, match=r"^2$"):
+        export.main([f"--workdir={workdir}", f"--output={output}"])
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1
+    return said
 
 
 def one_device():
@@ -64,16 +88,24 @@ def test_an_exported_step_is_the_snapshot(tmp_path, changes):
     ours, theirs = s.experiment.tokenizer, HuggingFaceTokenizer(tmp_path / "model")
     assert theirs.encode("12+34=") == ours.encode("12+34=")
     assert (theirs.eos_id, theirs.pad_id, theirs.vocab_size) == (ours.eos_id, ours.pad_id, ours.vocab_size)
-    tokens = np.array([ours.encode("12+34=")], np.int32)
-    if importlib.util.find_spec("torch"):
-        import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
-        assert AutoTokenizer.from_pretrained(tmp_path / "model").encode("12+34=") == tokens[0].tolist()
-        with torch.no_grad():
-            expected = model(torch.tensor(tokens)).logits[0].numpy()
-        np.testing.assert_allclose(logits(params, tokens, config), expected, atol=1e-5)
+
+@pytest.mark.parametrize("changes", [{}, LORA], ids=["full", "lora"])
+def test_transformers_computes_the_same_with_an_exported_run(tmp_path, changes):
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("torch is not installed: run make test PARITY=1")
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    _, policy = written_run(tmp_path / "run", **changes)
+    export.export(tmp_path / "run", tmp_path / "model", step=0, dtype=None)
+    params = hugging_face.load_params(tmp_path / "model", policy.model, decoder.param_shardings(policy.model, one_device()))
+    ids = AutoTokenizer.from_pretrained(tmp_path / "model").encode("12+34=")
+    assert ids == HuggingFaceTokenizer(tmp_path / "model").encode("12+34=")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    with torch.no_grad():
+        expected = model(torch.tensor([ids])).logits[0].numpy()
+    np.testing.assert_allclose(logits(params, np.array([ids], np.int32), policy.model), expected, atol=1e-5)
 
 
 def test_adapters_alone_are_published_and_optimised(tmp_path):
@@ -105,6 +137,93 @@ def test_the_newest_step_and_its_dtype_are_the_default(tmp_path, capsys):
     with pytest.raises(ValueError, match="holds no run"):
         export.export(tmp_path, tmp_path / "other", step=None, dtype=None)
     assert not (tmp_path / "other").exists()
+
+
+def test_nothing_is_written_into_the_run(tmp_path, capsys):
+    run, _ = written_run(tmp_path / "run")
+    before = set(run.root.rglob("*"))
+    (tmp_path / "link").symlink_to(run.policies)
+    for output in (run.policies / "model", tmp_path / "link/model", run.root / "deep/er/model"):
+        assert f"--output={output} is in the run's folder {run.root}" in refusal(capsys, run.root, output)
+    assert set(run.root.rglob("*")) == before
+
+
+def test_references_and_snapshots_that_are_gone_are_named(tmp_path, capsys, monkeypatch):
+    run, _ = written_run(tmp_path / "run", **LORA)
+    output, snapshot, names = tmp_path / "model", run.policies / "00000000", run.initial_reference.read_text()
+
+    run.initial_reference.unlink()
+    assert f"{run.initial_reference} is gone" in refusal(capsys, run.root, output)
+    run.initial_reference.write_text("{}")
+    assert f"{run.initial_reference} names no reference policy: {{}} has no id" in refusal(capsys, run.root, output)
+    run.initial_reference.write_text(names)
+    run.reference("f00").rename(tmp_path / "kept")
+    assert f"is gone: {run.reference('f00')} holds no commit.json" in refusal(capsys, run.root, output)
+    (tmp_path / "kept").rename(run.reference("f00"))
+
+    open_arrays = policy_store.open_arrays
+
+    def open_before_pruning(folder, specs):
+        arrays = open_arrays(folder, specs)
+        shutil.rmtree(snapshot)
+        return arrays
+
+    with monkeypatch.context() as patch:
+        patch.setattr(policy_store, "committed_steps", lambda policies: [0, 1])
+        assert f"snapshot 1 is gone: {run.policies / '00000001'}" in refusal(capsys, run.root, output)
+        patch.setattr(policy_store, "open_arrays", open_before_pruning)
+        with pytest.raises(ValueError, match=f"^snapshot 0 is gone: {snapshot} holds no commit.json$"):
+            export.export(run.root, output, step=0, dtype="float32")
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+def test_snapshots_pruned_while_their_weights_are_read_are_named(tmp_path, capsys, monkeypatch):
+    run, _ = written_run(tmp_path / "run")
+    write_weights = hugging_face_export._write_weights
+
+    def prune_and_write(*arguments):
+        shutil.rmtree(run.policies / "00000000")
+        write_weights(*arguments)
+
+    monkeypatch.setattr(hugging_face_export, "_write_weights", prune_and_write)
+    assert f"snapshot 0 is gone: {run.policies / '00000000'}" in refusal(capsys, run.root, tmp_path / "model")
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+def test_configs_of_other_versions_are_refused(tmp_path, capsys):
+    run, _ = written_run(tmp_path / "run")
+    written = run_config.read(run)
+    older, stranger = json.loads(json.dumps(written)), json.loads(json.dumps(written))
+    del older["config"]["lora"]
+    stranger["config"]["model"] = 3
+    for values, sentence in (
+        ({"contract": {}}, "it holds no config"),
+        ([], "it holds no config"),
+        (older, "a setting is missing or of another type ('lora')"),
+        (stranger, "a setting is missing or of another type ("),
+    ):
+        run.config.write_text(json.dumps(values))
+        said = refusal(capsys, run.root, tmp_path / "model")
+        assert f"{run.config} is not that of a run of this version: {sentence}" in said
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_folder_without_its_tokenizer_is_not_left(tmp_path, capsys, monkeypatch):
+    run, _ = written_run(tmp_path / "run")
+    flags = [f"--workdir={run.root}", f"--output={tmp_path / 'deep/model'}"]
+
+    def full(folder: Path, *_, **__):
+        (folder / "tokenizer.json").write_text("{")
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hugging_face_export, "write_character_tokenizer", full)
+        with pytest.raises(SystemExit, match=r"^3$"):
+            export.main(flags)
+    assert "storage failed: [Errno 28]" in capsys.readouterr().err
+    assert not list((tmp_path / "deep").iterdir())
+    export.main(flags)
+    assert HuggingFaceTokenizer(tmp_path / "deep/model").encode("1+2=")
 
 
 def test_searchers_may_sample_from_int8_weights(tmp_path):

@@ -167,6 +167,23 @@ def test_what_cannot_be_exported(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["full"]
 
 
+def test_the_folder_appears_with_its_tokenizer(tmp_path):
+    config, params = load(path_of("llama_tied"))
+    folder = tmp_path / "new" / "model"
+
+    def fail(partial: Path) -> None:
+        assert not folder.exists() and (partial / "config.json").is_file()
+        (partial / "tokenizer.json").write_text("{")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        save(folder, config, params, tokenizer=fail)
+    assert not list((tmp_path / "new").iterdir())
+    save(folder, config, params, tokenizer=lambda partial: (partial / "tokenizer.json").write_text("{}"))
+    assert (folder / "tokenizer.json").read_text() == "{}" and [path.name for path in folder.parent.iterdir()] == ["model"]
+    assert_same_params(load(folder)[1], params)
+
+
 def test_an_empty_folder_is_filled(tmp_path):
     config, params = load(path_of("llama_tied"))
     (tmp_path / "model").mkdir()

@@ -1,6 +1,7 @@
 """Hugging Face checkpoints that are refused, and the sentence that says why: file, key or tensor, and value."""
 
 import functools
+import json
 import shutil
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from tiny_checkpoints import edit_config, edit_weights, load, path_of, shard_wei
 
 from tba_jax.models import hugging_face
 
+INFINITY = float("inf")
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 read_config = functools.partial(hugging_face.read_config, compute_dtype="float32")
 
@@ -66,6 +68,37 @@ def folder(tmp_path) -> Path:
         ("gpt2", {"activation_function": "tanh"}, "activation_function='tanh'"),
         ("gpt_neox", {"rope_parameters": None, "rotary_pct": 1.5}, "rotary_pct=1.5 of heads of 8 elements rotates 12"),
         ("gpt_neox", {"rope_parameters": None, "rotary_pct": 0.4}, "rotary_size=3 must be even"),
+        ("gpt_neox", {"rope_parameters": None, "rotary_pct": 1e308}, "rotary_pct=1e\\+308 of heads of 8 elements rotates inf"),
+        ("gpt_neox", {"rope_parameters": {"partial_rotary_factor": 2}}, "partial_rotary_factor=2.0 of heads of 8 elements"),
+        ("gpt_neox", {"rope_parameters": {"partial_rotary_factor": [1]}}, r"partial_rotary_factor=\[1\] must be a positive num"),
+        ("gpt_neox", {"rope_parameters": {"partial_rotary_factor": "x"}}, "partial_rotary_factor='x' must be a positive number"),
+        ("llama_untied", {"rope_parameters": {"partial_rotary_factor": True}}, "partial_rotary_factor=True must be a positive"),
+        ("llama_untied", {"rope_parameters": None, "rope_theta": INFINITY}, "rope_theta=inf must be a positive number, and fin"),
+        ("llama_untied", {"rope_parameters": {"rope_theta": -INFINITY}}, "rope_theta=-inf must be a positive number"),
+        ("llama_untied", {"rope_parameters": {"rope_theta": float("nan")}}, "rope_theta=nan must be a positive number"),
+        ("llama_untied", {"rope_parameters": None, "rope_theta": 10**400}, "rope_theta=1000*0 must be a positive number"),
+        ("llama_untied", {"rope_parameters": None, "rope_theta": "1e4"}, "rope_theta='1e4' must be a positive number"),
+        ("llama_untied", {"rope_parameters": [1]}, r"rope_parameters=\[1\] must be an object"),
+        ("llama_untied", {"rope_scaling": 8}, "rope_scaling=8 must be an object"),
+        ("llama_untied", {"rope_parameters": {"rope_type": ["llama3"]}}, r"rope_parameters={'rope_type': \['llama3'\]} is not"),
+        ("llama_untied", {"hidden_act": ["silu"]}, r"hidden_act=\['silu'\] is not supported"),
+        ("llama_untied", {"hidden_act": None}, "hidden_act=None is not supported"),
+        ("llama_untied", {"hidden_size": True}, "hidden_size=True must be a positive integer"),
+        ("llama_untied", {"hidden_size": 16.0}, r"hidden_size=16\.0 must be a positive integer"),
+        ("llama_untied", {"num_hidden_layers": [2]}, r"num_hidden_layers=\[2\] must be a positive integer"),
+        ("llama_untied", {"rms_norm_eps": [1e-6]}, r"rms_norm_eps=\[1e-06\] must be a positive number"),
+        ("llama_untied", {"attention_bias": 1}, "attention_bias=1 must be true or false"),
+        ("llama_untied", {"partial_rotary_factor": True}, "partial_rotary_factor=True is not supported"),
+        ("llama_untied", {"architectures": 3}, "architectures=3 must be a list of names"),
+        ("llama_untied", {"architectures": "LlamaForCausalLM"}, "architectures='LlamaForCausalLM' must be a list of names"),
+        ("llama_untied", {"architectures": [["LlamaForCausalLM"]]}, r"architectures=\[\['Llama.*'\]\] must be a list of names"),
+        ("llama_untied", {"model_type": ["llama"]}, r"model_type=\['llama'\] with"),
+        ("qwen2", {"layer_types": 3}, "layer_types=3 must be a list of names"),
+        ("qwen2", {"layer_types": "full_attention"}, "layer_types='full_attention' must be a list of names"),
+        ("gpt2", {"scale_attn_weights": 1}, "scale_attn_weights=1 is not supported; .* scale_attn_weights=True only"),
+        ("gpt_neox_reward", {"id2label": 3}, "id2label=3 must be an object"),
+        ("gpt_neox_reward", {"id2label": ["a"]}, r"id2label=\['a'\] must be an object"),
+        ("gpt_neox_reward", {"num_labels": "1"}, "num_labels='1' must be a positive integer"),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )
@@ -178,6 +211,25 @@ def test_truncated_files_are_named(folder, length):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:length])
     with pytest.raises(ValueError, match=rf"{path} is damaged or not whole \(.*\); fetch it again"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    "weight_map, sentence",
+    [
+        (["model.safetensors"], r"weight_map=\['model\.safetensors'\] must be an object"),
+        ("model.safetensors", r"weight_map='model\.safetensors' must be an object"),
+        ({QUERY: 3}, rf"weight_map gives '{QUERY}' the file 3, which must be a name"),
+        ({QUERY: ["a"]}, rf"weight_map gives '{QUERY}' the file \['a'\], which must be a name"),
+        ({"": None}, r"weight_map gives '' the file None"),
+        (None, r"weight_map names no file"),
+    ],
+    ids=str,
+)
+def test_an_index_of_another_form_is_named(folder, weight_map, sentence):
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ValueError, match=rf"^{folder}/model\.safetensors\.index\.json: {sentence}"):
         load(folder)
 
 

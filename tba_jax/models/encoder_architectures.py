@@ -68,13 +68,13 @@ def _read_roberta(settings: Settings) -> dict[str, Any]:
 
 def _read_labels(settings: Settings) -> tuple[str, ...]:
     """Names of the classes by index; those of transformers where the file names none; () where there are no classes."""
-    if not any(name.endswith("ForSequenceClassification") for name in settings.values.get("architectures") or []):
+    if not any(name.endswith("ForSequenceClassification") for name in settings.names("architectures")):
         return ()
-    names = settings.values.get("id2label")
+    names = settings.table("id2label")
     if not names:
         return tuple(f"LABEL_{i}" for i in range(settings.size("num_labels", 2)))
     count = settings.size("num_labels", len(names))
-    labels = tuple(names[str(i)] for i in range(count) if str(i) in names) if isinstance(names, dict) else ()
+    labels = tuple(names[str(i)] for i in range(len(names)) if str(i) in names)
     if not len(names) == len(labels) == len({str(name) for name in labels}) == count:
         raise ValueError(f"{settings.path}: id2label={names!r} must give each of the classes 0 to {count - 1} a name of its own")
     return tuple(str(name) for name in labels)
@@ -109,7 +109,7 @@ def _check_sentence_transformers(settings: Settings) -> None:
     if (folder / "modules.json").is_file():
         modules = _read_modules(folder / "modules.json")
         poolings = [folder / path / "config.json" for kind, path in modules if kind == "Pooling"]
-    elif other := [name for name in settings.values.get("architectures") or [] if name.endswith("ForMaskedLM")]:
+    elif other := [name for name in settings.names("architectures") if name.endswith("ForMaskedLM")]:
         raise ValueError(
             f"{settings.path}: architectures={other} is a language model, which embeds no sentences unless it was trained to: "
             "that is believed of sentence-transformers folders, which hold a modules.json"

@@ -10,38 +10,48 @@ from tba_jax.models.decoder import DecoderConfig
 from tba_jax.models.stored import Settings, Stored, Tensors
 
 
-def read_gpt_neox(settings: Settings) -> dict[str, Any]:
-    width, heads = settings.size("hidden_size"), settings.size("num_attention_heads")
+def _read_block(settings: Settings, *, width_key: str, heads_key: str) -> dict[str, Any]:
+    """What the two share: layer norms, heads that all have keys and values of their own, a feed-forward with biases."""
+    width, heads = settings.size(width_key), settings.size(heads_key)
     if width % heads:
-        raise ValueError(f"{settings.path}: hidden_size={width} is not divisible by num_attention_heads={heads}")
+        raise ValueError(f"{settings.path}: {width_key}={width} is not divisible by {heads_key}={heads}")
     settings.only("quantization_config", None)
-    settings.only("head_dim", None, width // heads)
-    rope, rotated = rotary_settings.read(settings, theta=10_000.0, theta_key="rotary_emb_base")
-    factor = settings.number("rotary_pct", 0.25) if rotated is None else rotated
-    rotary_size = int(width // heads * factor)
-    if not 0 < rotary_size <= width // heads:
-        raise ValueError(f"{settings.path}: rotary_pct={factor!r} of heads of {width // heads} elements rotates {rotary_size}")
-    bias = settings.flag("attention_bias", True)
-    return rope | {
-        "layers": settings.size("num_hidden_layers"),
+    return {
         "width": width,
         "heads": heads,
         "kv_heads": heads,
         "head_size": width // heads,
-        "ffn": settings.size("intermediate_size"),
         "vocab": settings.size("vocab_size"),
-        "max_positions": settings.size("max_position_embeddings", 2048),
         "norm": "layer",
+        "gated": False,
+        "ffn_bias": True,
+    }
+
+
+def read_gpt_neox(settings: Settings) -> dict[str, Any]:
+    block = _read_block(settings, width_key="hidden_size", heads_key="num_attention_heads")
+    head_size = block["head_size"]
+    settings.only("head_dim", None, head_size)
+    rope, rotated = rotary_settings.read(settings, theta=10_000.0, theta_key="rotary_emb_base")
+    factor = settings.number("rotary_pct", 0.25) if rotated is None else rotated
+    if not 1 <= head_size * factor <= head_size:
+        key = "rotary_pct" if rotated is None else "partial_rotary_factor"
+        raise ValueError(f"{settings.path}: {key}={factor!r} of heads of {head_size} elements rotates {head_size * factor:g}")
+    rotary_size = int(head_size * factor)
+    bias = settings.flag("attention_bias", True)
+    fields = {
+        "layers": settings.size("num_hidden_layers"),
+        "ffn": settings.size("intermediate_size"),
+        "max_positions": settings.size("max_position_embeddings", 2048),
         "norm_epsilon": settings.number("layer_norm_eps", 1e-5),
-        "rotary_size": 0 if rotary_size == width // heads else rotary_size,
+        "rotary_size": 0 if rotary_size == head_size else rotary_size,
         "parallel_residual": settings.flag("use_parallel_residual", True),
         "activation": settings.choice("hidden_act", stored.ACTIVATIONS, "gelu"),
-        "gated": False,
         "qkv_bias": bias,
         "out_bias": bias,
-        "ffn_bias": True,
         "tied_embedding": settings.flag("tie_word_embeddings", False),
     }
+    return block | rope | fields
 
 
 def write_gpt_neox(config: DecoderConfig) -> dict[str, Any]:
@@ -84,31 +94,20 @@ def gpt_neox_tensors(config: DecoderConfig) -> Tensors:
 
 
 def read_gpt2(settings: Settings) -> dict[str, Any]:
-    width, heads = settings.size("n_embd"), settings.size("n_head")
-    if width % heads:
-        raise ValueError(f"{settings.path}: n_embd={width} is not divisible by n_head={heads}")
-    settings.only("quantization_config", None)
+    block = _read_block(settings, width_key="n_embd", heads_key="n_head")
     settings.only("scale_attn_weights", True)
     settings.only("scale_attn_by_inverse_layer_idx", False)
     settings.only("reorder_and_upcast_attn", False)
     settings.only("add_cross_attention", False)
-    return {
+    return block | {
         "layers": settings.size("n_layer"),
-        "width": width,
-        "heads": heads,
-        "kv_heads": heads,
-        "head_size": width // heads,
-        "ffn": settings.size("n_inner", 4 * width),
-        "vocab": settings.size("vocab_size"),
+        "ffn": settings.size("n_inner", 4 * block["width"]),
         "max_positions": settings.size("n_positions", 1024),
-        "norm": "layer",
         "norm_epsilon": settings.number("layer_norm_epsilon", 1e-5),
         "positions": "learned",
         "activation": settings.choice("activation_function", stored.ACTIVATIONS, "gelu_new"),
-        "gated": False,
         "qkv_bias": True,
         "out_bias": True,
-        "ffn_bias": True,
         "tied_embedding": settings.flag("tie_word_embeddings", True),
     }
 

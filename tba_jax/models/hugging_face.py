@@ -78,7 +78,7 @@ def config_of(
     settings: stored.Settings, *, compute_dtype: str, attention: str = "auto", head: str | None = None, value_head: bool = False
 ) -> Any:
     """See read_config."""
-    model_type, classes = settings.values.get("model_type"), settings.values.get("architectures") or []
+    model_type, classes = settings.values.get("model_type"), settings.names("architectures")
     architecture = ARCHITECTURES.get(str(model_type))
     if architecture is None:
         known = ", ".join(ARCHITECTURES)
@@ -93,7 +93,7 @@ def config_of(
     head = stored_head if head is None else head
     if head not in architecture.heads.values():
         raise ValueError(f"{settings.path}: head={head!r} is not computed for model_type={model_type!r}")
-    if head == "language_model" != stored_head:
+    if head == "language_model" and stored_head != "language_model":
         raise ValueError(f"{settings.path}: head='language_model' is asked for, but architectures={classes} has none")
     fields = architecture.read(settings)
     if head == "score":
@@ -219,7 +219,12 @@ def _open_folder(folder: Path) -> dict[str, _Tensor]:
     if (folder / SINGLE).is_file():
         paths = [folder / SINGLE]
     elif (folder / INDEX).is_file():
-        indexed = stored.read_json(folder / INDEX).get("weight_map", {})
+        indexed = stored.read_settings(folder / INDEX).table("weight_map")
+        if not indexed:
+            raise ValueError(f"{folder / INDEX}: weight_map names no file")
+        if unnamed := [name for name, shard in indexed.items() if not isinstance(shard, str)]:
+            name = unnamed[0]
+            raise ValueError(f"{folder / INDEX}: weight_map gives {name!r} the file {indexed[name]!r}, which must be a name")
         paths = [folder / shard for shard in sorted(set(indexed.values()))]
         if missing := [path.name for path in paths if not path.is_file()]:
             raise ValueError(f"{folder / INDEX} names {missing}, which {folder} does not hold")

@@ -8,7 +8,8 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +59,15 @@ def save(
     *,
     dtype: str,
     source: Path | None = None,
-    token_ids: Mapping[str, int] | None = None,
+    token_ids: Mapping[str, int | None] | None = None,
+    tokenizer: Callable[[Path], None] | None = None,
     drop_value_head: bool = False,
     max_shard_bytes: int = 2 << 30,
 ) -> None:
     """Writes a folder that transformers loads and computes the same with. One tensor at a time is on the host.
 
     Args:
-      folder: created; it must not exist, or be empty.
+      folder: created, with its parents; it must not exist, or be empty. Where anything fails it is not there.
       config: of the model. Where the architecture cannot express it, it is refused.
       params: nested as `specs` of the architecture; leaves are anything whose leaf[layer] and whose whole gives a NumPy array
         by np.asarray: jax.Array, np.ndarray, tensorstore.TensorStore. Adapters must be merged, integer weights restored.
@@ -73,6 +75,7 @@ def save(
       source: the folder that the model came from. Its config.json is kept but for the class and the dtype, and its
         generation_config.json is copied.
       token_ids: further keys of config.json, as {"pad_token_id": 0}: a class with a score head needs one for padded batches.
+      tokenizer: writes the tokenizer's files into the folder that it is called with, before that has its final name.
       drop_value_head: leaves out a value head, for which checkpoints have no name.
       max_shard_bytes: of the weights in one file; more are written as shards with an index.
 
@@ -86,13 +89,15 @@ def save(
         raise ValueError(f"dtype={dtype!r} of the export is not one of {', '.join(DTYPES)}")
     values = _config_values(folder, config, dtype, source) | dict(token_ids or {})
     leaves = _checked_leaves(config, params, drop_value_head)
-    whole = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    whole = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
     whole.mkdir(parents=True)
     try:
         _write_weights(whole, config, leaves, dtype, max_shard_bytes)
         (whole / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         if source is not None and (Path(source) / "generation_config.json").is_file():
             shutil.copyfile(Path(source) / "generation_config.json", whole / "generation_config.json")
+        if tokenizer is not None:
+            tokenizer(whole)
         os.replace(whole, folder)
     finally:
         shutil.rmtree(whole, ignore_errors=True)
@@ -104,7 +109,7 @@ def _config_values(folder: Path, config: Any, dtype: str, source: Path | None) -
     path = (folder if source is None else Path(source)) / "config.json"
     values = architecture.write(config) if source is None else stored.read_json(path)
     classes = [name for name, head in architecture.heads.items() if head == config.head]
-    if not set(values.get("architectures") or []) & set(classes):
+    if not set(Settings(path, values).names("architectures")) & set(classes):
         values["architectures"] = classes[:1]
     values["torch_dtype" if "torch_dtype" in values else "dtype"] = dtype
     if config.head == "score" and Settings(path, values).labels() != config.labels:

@@ -58,8 +58,7 @@ def read_mistral(settings: Settings) -> dict[str, Any]:
 def _refuse_windows(settings: Settings) -> None:
     settings.only("use_sliding_window", False, None)
     settings.only("use_mrope", False, None)
-    kinds = settings.values.get("layer_types") or []
-    if other := sorted({str(kind) for kind in kinds} - {"full_attention"}):
+    if other := sorted(set(settings.names("layer_types")) - {"full_attention"}):
         raise ValueError(f"{settings.path}: layer_types holds {other}; all layers must be 'full_attention'")
 
 

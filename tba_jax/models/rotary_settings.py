@@ -9,10 +9,8 @@ from tba_jax.models.stored import Settings
 
 def read(settings: Settings, *, theta: float, theta_key: str = "rope_theta") -> tuple[dict[str, Any], float | None]:
     """rope_theta and rope_scaling of our config, and the partial_rotary_factor where the dict of rotary settings holds one."""
-    key = "rope_scaling" if settings.values.get("rope_scaling") else "rope_parameters"
-    values = settings.values.get(key) or {}
-    if not isinstance(values, dict):
-        settings.refuse(key, "an object with rope_type")
+    key = "rope_scaling" if settings.table("rope_scaling") else "rope_parameters"
+    values = settings.table(key)
     kind = values.get("rope_type", values.get("type", "default"))
     if kind not in ("default", "llama3"):
         settings.refuse(key, "rope_type='default' and rope_type='llama3'")
@@ -28,7 +26,8 @@ def read(settings: Settings, *, theta: float, theta_key: str = "rope_theta") -> 
         if scaling.low_frequency >= scaling.high_frequency:
             raise ValueError(f"{settings.path}: {key}={values!r}: low_freq_factor must be below high_freq_factor")
     theta = rope.number("rope_theta", settings.number(theta_key, theta))
-    return {"rope_theta": theta, "rope_scaling": scaling}, values.get("partial_rotary_factor")
+    rotated = None if values.get("partial_rotary_factor") is None else rope.number("partial_rotary_factor", 1.0)
+    return {"rope_theta": theta, "rope_scaling": scaling}, rotated
 
 
 def _required(rope: Settings, key: str, name: str) -> float:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import re
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -80,8 +81,9 @@ class Settings:
     def number(self, key: str, absent: float) -> float:
         value = self.values.get(key)
         value = absent if value is None else value
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-            raise ValueError(f"{self.path}: {key}={value!r} must be a positive number")
+        # JSON as Python reads it has NaN, Infinity, and integers that no float can hold.
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
+            raise ValueError(f"{self.path}: {key}={value!r} must be a positive number, and finite")
         return float(value)
 
     def flag(self, key: str, absent: bool) -> bool:
@@ -94,21 +96,37 @@ class Settings:
     def choice(self, key: str, choices: Mapping[str, str], absent: str) -> str:
         """Our name of a named option."""
         value = self.values.get(key, absent)
-        if value not in choices:
+        if not isinstance(value, str) or value not in choices:
             self.refuse(key, " or ".join(f"{key}={name!r}" for name in choices))
         return choices[value]
 
     def only(self, key: str, *computed: Any) -> None:
-        """Refuses every other value; an absent key has the value computed[0]."""
-        if key in self.values and self.values[key] not in computed:
+        """Refuses every other value, 1 for true included; an absent key has the value computed[0]."""
+        value = self.values.get(key, computed[0])
+        if not any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in computed):
             self.refuse(key, f"{key}={computed[0]!r}")
+
+    def names(self, key: str) -> list[str]:
+        """A list of strings; empty where the key is absent or null."""
+        value = self.values.get(key)
+        value = [] if value is None else value
+        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+            raise ValueError(f"{self.path}: {key}={value!r} must be a list of names")
+        return value
+
+    def table(self, key: str) -> dict[str, Any]:
+        """An object; empty where the key is absent or null."""
+        value = self.values.get(key)
+        value = {} if value is None else value
+        if not isinstance(value, dict):
+            raise ValueError(f"{self.path}: {key}={value!r} must be an object")
+        return value
 
     def labels(self) -> int:
         """Outputs of a classification head: num_labels, or as many as id2label names, or the default of transformers, 2."""
         if self.values.get("num_labels") is not None:
             return self.size("num_labels")
-        names = self.values.get("id2label")
-        return len(names) if names else 2
+        return len(self.table("id2label")) or 2
 
 
 def read_settings(path: Path) -> Settings:
