@@ -1,0 +1,252 @@
+"""What became of every row of a run, which rows trained a step, and whether a row can be made again.
+
+python -m tba_jax.audit --workdir=DIR [--step=N | --regenerate=WRITER:ROW]
+"""
+
+import argparse
+import dataclasses
+import functools
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tba_jax import lifeline, run_config, run_dir, trajectory
+from tba_jax.replay import journal as journal_lib
+from tba_jax.replay.index import ReplayIndex
+from tba_jax.replay.log import LogCorruption, LogReader
+from tba_jax.replay.tail import replay_visible
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Account:
+    """One writer's rows: committed = resident + evicted + rejected + unreadable + unseen.
+
+    unseen: committed after the last journalled step looked; unreadable: below what a step saw, but damaged; trained: rows
+    that at least one step drew.
+    """
+
+    committed: int
+    resident: int
+    evicted: dict[str, int]
+    rejected: dict[str, int]
+    unreadable: int
+    unseen: int
+    evicted_untrained: int
+    trained: int
+
+    @property
+    def balances(self) -> bool:
+        told = self.resident + sum(self.evicted.values()) + sum(self.rejected.values()) + self.unreadable + self.unseen
+        return self.committed == told and min(self.unreadable, self.unseen) >= 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run opened for reading. config: as stored, plain; lines: the journal's lineage, line of step n at n - 1."""
+
+    layout: run_dir.RunDir
+    config: dict[str, Any]
+    contract: run_config.Contract
+    reader: LogReader
+    lines: list[dict[str, Any]]
+
+
+def open_run(workdir: Path) -> Run:
+    """Raises ValueError where `workdir` holds no run."""
+    layout = run_dir.RunDir(workdir)
+    if not layout.config.exists():
+        raise ValueError(f"{workdir} holds no run: there is no {layout.config}")
+    stored = run_config.read(layout)
+    contract = run_config.Contract(**stored["contract"])
+    reader = LogReader(layout.replay, contract.row_shape(), patience_seconds=1.0)
+    lines = journal_lib.read_lineage(layout.journal)
+    return Run(layout=layout, config=run_config.flatten(stored["config"]), contract=contract, reader=reader, lines=lines)
+
+
+def rebuild_index(run: Run) -> ReplayIndex:
+    """The trainer's index after the last journalled step, from log and journal alone."""
+    index = ReplayIndex(
+        shape=run.reader.shape,
+        capacity=run.config["replay.capacity"],
+        capacity_per_query=run.config["replay.capacity_per_query"],
+        merge_duplicates=run.config["replay.merge_duplicates"],
+        vocab_size=run.contract.model["vocab"],
+    )
+    for line in run.lines:
+        for heads in line["visible"]:
+            replay_visible(index, run.reader, heads, step=line["step"] - 1)
+        slots = index.slots_of(journal_lib.line_ids(line))
+        if (slots < 0).any():
+            writer, row = journal_lib.line_ids(line)[int((slots < 0).argmax())]
+            raise ValueError(f"step {line['step']} drew row {writer}:{row}, which was not resident: log and journal disagree")
+        index.mark_drawn(slots)
+    return index
+
+
+def accounts(run: Run) -> dict[str, Account]:
+    """Writer -> what became of its rows, as of the last journalled step."""
+    index = rebuild_index(run)
+    heads, ledger = run.reader.heads(), index.ledger()
+    trained: dict[str, set[int]] = {}
+    for line in run.lines:
+        for writer, row in journal_lib.line_ids(line):
+            trained.setdefault(writer, set()).add(row)
+    found = {}
+    for writer in sorted(set(heads) | set(ledger)):
+        entry = ledger.get(writer, {"seen": 0, "resident": 0, "evicted": {}, "rejected": {}, "evicted_untrained": 0})
+        read_to, committed = index.heads.get(writer, 0), heads.get(writer, 0)
+        found[writer] = Account(
+            committed=committed,
+            resident=entry["resident"],
+            evicted=entry["evicted"],
+            rejected=entry["rejected"],
+            unreadable=read_to - entry["seen"],
+            unseen=committed - read_to,
+            evicted_untrained=entry["evicted_untrained"],
+            trained=len(trained.get(writer, ())),
+        )
+    return found
+
+
+def describe_ledger(run: Run) -> tuple[str, bool]:
+    """The table that is printed, and whether every writer's account balances."""
+    found = accounts(run)
+    names = ("committed", "resident", "evicted", "rejected", "damaged", "unseen", "trained")
+    lines = [f"{'writer':32}" + "".join(f" {name:>9}" for name in names)]
+    for writer, a in found.items():
+        counts = (a.committed, a.resident, sum(a.evicted.values()), sum(a.rejected.values()), a.unreadable, a.unseen, a.trained)
+        lines.append(f"{writer:32}" + "".join(f" {n:9}" for n in counts) + ("" if a.balances else "   DOES NOT BALANCE"))
+    for what in ("evicted", "rejected"):
+        total: dict[str, int] = {}
+        for account in found.values():
+            for rule, count in getattr(account, what).items():
+                total[rule] = total.get(rule, 0) + count
+        lines.append(f"{what}: " + (", ".join(f"{rule} {count}" for rule, count in total.items() if count) or "none"))
+    lines.append(f"evicted by a capacity without ever being trained on: {sum(a.evicted_untrained for a in found.values())}")
+    epochs = sorted({line["epoch"] for line in run.lines})
+    lines.append(f"{len(run.lines)} journalled steps, each once, by {len(epochs)} trainer epochs {epochs}")
+    lines += sorted(run.reader.problems.values())
+    balanced = all(account.balances for account in found.values())
+    lines.append("the ledger balances" if balanced else "THE LEDGER DOES NOT BALANCE")
+    return "\n".join(lines), balanced
+
+
+def rebuild_batch(run: Run, step: int) -> tuple[str, bool]:
+    """The rows that trained a step, and whether they are what was journalled.
+
+    Raises:
+      ValueError: there was no such step, or some of its rows are not in the log any more; names them.
+    """
+    if not 1 <= step <= len(run.lines):
+        raise ValueError(f"--step={step} is not a journalled step of {run.layout.root}; there are 1 to {len(run.lines)}")
+    line = run.lines[step - 1]
+    ids = journal_lib.line_ids(line)
+    try:
+        rows = run.reader.read_ids(ids)
+    except (LogCorruption, ValueError) as error:
+        raise ValueError(f"the batch of step {step} cannot be rebuilt: {error}") from error
+    same = journal_lib.batch_hash(rows) == line["batch"]
+    listed = [
+        f"{writer}:{row:<8} query {int(rows['query_id'][i]):016x}  reward {rows['reward'][i]:8.4f}  "
+        f"policy step {rows['policy_step'][i].max():6}  {rows['response_length'][i]:5} tokens"
+        for i, (writer, row) in enumerate(ids)
+    ]
+    verdict = "is the one journalled" if same else f"IS NOT THE ONE JOURNALLED ({line['batch'][:16]}…)"
+    end = f"step {step} (epoch {line['epoch']}): {len(ids)} rows; the hash of the batch {verdict}"
+    return "\n".join([*listed, end]), same
+
+
+def regenerate(run: Run, name: str) -> tuple[str, bool]:
+    """Generates a row again from its key, settings and snapshot. Returns a sentence, and whether the tokens are the same.
+
+    Raises:
+      ValueError: the name is malformed, there is no such row, its weights were swapped midway, or its snapshot is gone.
+    """
+    import jax
+    from ml_collections import config_dict
+
+    from tba_jax import experiment, mesh, policy_store
+    from tba_jax.decoding import generate as generate_lib
+    from tba_jax.decoding import sampling as sampling_lib
+
+    writer, _, number = name.rpartition(":")
+    if not writer or not number.isdigit():
+        raise ValueError(f"--regenerate={name!r} must be WRITER:ROW, as the other reports name rows")
+    row = {column: value[0] for column, value in run.reader.read_ids([(writer, int(number))]).items()}
+    length = int(row["response_length"])
+    steps = sorted(set(row["policy_step"][:length].tolist()))
+    if len(steps) != 1:
+        raise ValueError(f"{name} cannot be generated again: its weights were swapped midway (policy steps {steps})")
+    policy, _ = experiment.policy_and_tokenizer(config_dict.ConfigDict(run_config.read(run.layout)["config"]))
+    if steps[0] not in policy_store.committed_steps(run.layout.policies):
+        raise ValueError(f"{name} cannot be generated again: the snapshot of its policy step {steps[0]} has been removed")
+    one = mesh.make_mesh((1, 1, 1), setting="audit", devices=jax.devices()[:1])
+    base = policy_store.load(
+        run.layout.reference(f"{int(row['reference_id']):016x}"),
+        policy.model_specs,
+        policy.model_shardings(one),
+        dtype=policy.model.compute_dtype,
+    )
+    snapshot = policy_store.load_step(
+        run.layout.policies, steps[0], policy.trained_specs, policy.trained_shardings(one), dtype=policy.snapshot_dtype
+    )
+    sampling = sampling_lib.Sampling(**{field.name: row[field.name][None] for field in dataclasses.fields(sampling_lib.Sampling)})
+    generate = functools.partial(
+        generate_lib.generate,
+        config=policy.model,
+        samples_per_query=1,
+        response_length=run.contract.response_length,
+        eos_id=run.contract.eos_id,
+        pad_id=run.contract.pad_id,
+        banned_tokens=tuple(run.contract.banned_tokens),
+        scoring_temperature=run.contract.scoring_temperature,
+        truncating=sampling_lib.is_truncating(sampling),
+    )
+    params = policy.for_sampling(snapshot, base, run.config["searchers.weights"])
+    again = jax.device_get(
+        jax.jit(generate)(params, row["prompt_tokens"][None], row["prompt_length"][None], row["key"][None], sampling)
+    )
+    return _compared(name, row, again, length)
+
+
+def _compared(name: str, row: Mapping[str, np.ndarray], again: Any, length: int) -> tuple[str, bool]:
+    """The verdict on one row made again."""
+    mask = trajectory.response_mask(np.array([length]), row["response_tokens"].shape[0])[0]
+    same = int(again.length[0]) == length and np.array_equal(again.tokens[0][mask], row["response_tokens"][mask])
+    if not same:
+        first = int((again.tokens[0] != row["response_tokens"]).argmax())
+        return (
+            f"{name} differs from token {first} on: {row['response_tokens'][first]} there, {again.tokens[0][first]} here",
+            False,
+        )
+    gap = float(np.abs(again.policy_logprobs[0] - row["policy_logprobs"])[mask].max(initial=0.0))
+    return f"{name} is identical: {length} tokens; its log-probs differ by {gap:.2g} nats at most", True
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m tba_jax.audit", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--workdir", type=Path, required=True, help="the run's folder")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--step", type=int, help="the rows that trained this step")
+    what.add_argument("--regenerate", metavar="WRITER:ROW", help="generate this row again and compare")
+    given = parser.parse_args(arguments)
+    try:
+        run = open_run(given.workdir)
+        if given.step is not None:
+            text, good = rebuild_batch(run, given.step)
+        elif given.regenerate is not None:
+            text, good = regenerate(run, given.regenerate)
+        else:
+            text, good = describe_ledger(run)
+    except ValueError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(lifeline.BAD_INPUT)
+    print(text)
+    sys.exit(0 if good else 1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
