@@ -37,7 +37,7 @@ def describe(experiment: Experiment) -> str:
             for split, queries in experiment.queries.items()
         ),
         "",
-        "memory of one role on one device, from shapes (GiB); meshes divide parameters by fsdp × tensor, rows by data × fsdp:",
+        "memory on one device of each role's mesh (data=-1 counts as 1), estimated from shapes (GiB):",
     ]
     for role, parts in memory(experiment).items():
         listed = ", ".join(f"{name} {size / _GIB:.3f}" for name, size in parts.items())
@@ -51,45 +51,57 @@ def _table(specs: parameters.Specs) -> list[str]:
 
 
 def memory(experiment: Experiment) -> dict[str, dict[str, int]]:
-    """role -> part -> bytes, from shapes alone; what XLA adds for temporaries inside a layer is not in it."""
+    """role -> part -> bytes on one device of the role's mesh (data=-1 counts as 1), from shapes alone.
+
+    What XLA adds for temporaries inside a layer is not in it.
+    """
     config, policy = experiment.config, experiment.policy
-    model = policy.model
+    model, L = policy.model, policy.model.layers
     P, R = experiment.contract.prompt_length, experiment.contract.response_length
     T, compute = P + R, _SIZES[model.compute_dtype]
     params, trained = parameters.count(policy.model_specs), parameters.count(policy.trained_specs)
-    micro = config.learner.micro_batch_rows or config.learner.queries * config.learner.completions
-    layers_kept = model.layers * {"full": 1, "dots": 8, "none": 12}[config.learner.remat]
-    attention = micro * model.heads * T * T * 4
+    flat = parameters.flatten(policy.model_specs)
+    rounded = sum(math.prod(spec.shape) for name, spec in flat.items() if quantize.is_quantized(name, spec))
     row_bytes = sum(
         np.dtype(dtype).itemsize * max(1, math.prod(shape)) for dtype, shape in experiment.contract.row_shape().columns().values()
     )
-    search_rows = config.searchers.queries_per_batch * config.searchers.samples_per_query
 
-    flat = parameters.flatten(policy.model_specs)
-    rounded = sum(math.prod(spec.shape) for name, spec in flat.items() if quantize.is_quantized(name, spec))
+    def on_device(section: str, rows: int) -> tuple[int, int, int]:
+        """Parts that parameters are divided into, rows of one device, parts that heads and vocabulary are divided into."""
+        mesh = config[section].mesh
+        return max(mesh.fsdp * mesh.tensor, 1), -(-rows // max(abs(mesh.data) * mesh.fsdp, 1)), max(mesh.tensor, 1)
 
-    def logits(rows: int, megabytes: int) -> int:
-        return max(min(megabytes << 20, rows * R * model.vocab * 4), rows * model.vocab * 4)
+    def logits(rows: int, tensor: int, megabytes: int) -> int:
+        step = rows * model.vocab * 4 // tensor
+        return max(min(megabytes << 20, R * step), step)
 
-    def decoding(rows: int, megabytes: int, weights: str) -> dict[str, int]:
+    def decoding(section: str, batch: int, weights: str) -> dict[str, int]:
+        parts, rows, tensor = on_device(section, batch)
+        sampled = compute * params if weights == "full" else compute * (params - rounded) + rounded
         return {
-            "reference": compute * params,
+            "reference": compute * params // parts,
             # The policy in use, and the next one while it is loaded.
-            "policies": compute * (2 * params - (rounded if weights == "int8" else 0)) + (rounded if weights == "int8" else 0),
-            "KV cache": 2 * model.layers * rows * model.kv_heads * T * model.head_size * compute,
-            "logits": 3 * rows * model.vocab * 4,
-            "scoring": rows * T * model.width * compute * 4 + 2 * logits(rows, megabytes),
+            "policies": (sampled + compute * params) // parts,
+            "KV cache": 2 * L * rows * model.kv_heads * T * model.head_size * compute // tensor,
+            "logits": 3 * rows * model.vocab * 4 // tensor,
+            "scoring": rows * T * model.width * compute * 4 + 2 * logits(rows, tensor, config[section].logit_megabytes),
         }
 
+    micro = config.learner.micro_batch_rows or config.learner.queries * config.learner.completions
+    parts, rows, tensor = on_device("learner", micro)
+    layers_kept = L * {"full": 1, "dots": 8, "none": 12}[config.learner.remat]
+    within_layer = rows * (model.heads * T * T * 4 + T * model.ffn * compute * 3) // tensor
     return {
         "trainer": {
-            "weights, gradient, update, AdamW": 5 * 4 * trained,
-            "frozen weights": 0 if policy.lora is None else compute * params,
-            "copies to publish and to checkpoint": 4 * 4 * trained,
-            "activations": micro * T * model.width * compute * layers_kept + attention + micro * T * model.ffn * compute * 3,
-            "logits": 2 * logits(micro, config.learner.logit_megabytes),
+            "weights, gradient, update, AdamW": 5 * 4 * trained // parts,
+            "frozen weights": 0 if policy.lora is None else compute * params // parts,
+            "copies to publish and to checkpoint": 4 * 4 * trained // parts,
+            "activations": rows * T * model.width * compute * layers_kept + within_layer,
+            "logits": 2 * logits(rows, tensor, config.learner.logit_megabytes),
             "replay (host)": config.replay.capacity * row_bytes,
         },
-        "searcher": decoding(search_rows, config.searchers.logit_megabytes, config.searchers.weights),
-        "evaluator": decoding(config.evaluation.batch_size, config.evaluation.logit_megabytes, "full"),
+        "searcher": decoding(
+            "searchers", config.searchers.queries_per_batch * config.searchers.samples_per_query, config.searchers.weights
+        ),
+        "evaluator": decoding("evaluation", config.evaluation.batch_size, "full"),
     }

@@ -78,6 +78,7 @@ def summary(run: run_dir.RunDir) -> dict[str, float]:
     if not lines:
         return {}
     last = lines[-1]
+    gaps = [line["logprob_gap_max"] for line in lines if "logprob_gap_max" in line]
     return {
         "mean staleness (steps)": sum(line["staleness_mean"] for line in lines) / len(lines),
         "largest staleness (steps)": max(line["staleness_max"] for line in lines),
@@ -85,8 +86,7 @@ def summary(run: run_dir.RunDir) -> dict[str, float]:
         "rows generated": last["rows_seen"],
         "trainer waits for rows (% of its time)": 100 * last.get("time_wait_rows", 0.0),
         "trainer steps per second": last["steps_per_second"],
-        "largest gap sampler – learner (nats)": max(line.get("logprob_gap_max", 0.0) for line in lines),
-    }
+    } | ({"largest gap sampler – learner (nats)": max(gaps)} if gaps else {})
 
 
 def finish(run: run_dir.RunDir, *, label: str, score_name: str, seconds: float) -> None:

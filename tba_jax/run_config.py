@@ -3,6 +3,7 @@
 import dataclasses
 import datetime
 import json
+import math
 import os
 import uuid
 from collections.abc import Mapping, Sequence
@@ -88,7 +89,8 @@ def check(config: Any) -> None:
     for name in _PROBABILITIES:
         _require(0 <= leaves[name] <= 1, f"{name}={leaves[name]} must be within [0, 1]")
     for name in _POSITIVE:
-        _require(leaves[name] > 0, f"{name}={leaves[name]} must be above 0")
+        _require(0 < leaves[name] < math.inf, f"{name}={leaves[name]} must be above 0 and finite")
+    _require(leaves["seed"] < 2**32, f"seed={leaves['seed']} must be below 2**32")
     _check_learner(config)
     _check_sampling(config.sampling)
     _check_run(config)

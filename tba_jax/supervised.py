@@ -97,9 +97,17 @@ def check(config: Any) -> None:
     for name in _AT_LEAST_ZERO:
         _require(leaves[name] >= 0, f"{name}={leaves[name]} must not be negative")
     for name in _POSITIVE:
-        _require(leaves[name] > 0, f"{name}={leaves[name]} must be above 0")
+        _require(0 < leaves[name] < math.inf, f"{name}={leaves[name]} must be above 0 and finite")
+    _require(leaves["seed"] < 2**32, f"seed={leaves['seed']} must be below 2**32")
     for name in _BELOW_ONE:
         _require(0 <= leaves[name] < 1, f"{name}={leaves[name]} must be within [0, 1)")
+    d = config.data
+    fields = (d.prompt_field, d.response_field) if config.kind == "sft" else (d.prompt_field, d.chosen_field, d.rejected_field)
+    _require(len(set(fields)) == len(fields), f"the fields of an example must differ: data.*_field are {', '.join(fields)}")
+    _require(
+        not d.heldout or Path(d.heldout).resolve() != Path(d.train).resolve(),
+        f"data.heldout={d.heldout!r} is data.train: what is trained on cannot be held out; leave it empty for a share",
+    )
     batch, micro = config.training.batch_size, config.training.micro_batch_rows
     _require(not micro or batch % micro == 0, f"training.micro_batch_rows={micro} does not divide training.batch_size={batch}")
 
@@ -121,7 +129,7 @@ def prepare(config: Any, run: run_dir.RunDir, output: Path) -> "Plan":
     from tba_jax.tokenizer import HuggingFaceTokenizer
 
     check(config)
-    _check_output(output)
+    _check_output(output, run)
     t = config.training
     folder = hugging_face.resolve_folder(config.model.path)
     model = hugging_face.read_config(
@@ -157,6 +165,10 @@ def prepare(config: Any, run: run_dir.RunDir, output: Path) -> "Plan":
     if not config.model.random_init:
         hugging_face.check_weights(folder, model, new_heads=config.kind == "reward")
     data = examples.load(config.data, config.kind, tokenizer)
+    _require(
+        t.batch_size <= len(data.train),
+        f"training.batch_size={t.batch_size} is more than the {len(data.train)} examples to train on",
+    )
     steps = t.steps or math.ceil(t.epochs * len(data.train) / t.batch_size)
     _require(
         t.warmup_steps + t.decay_steps <= steps,
@@ -177,7 +189,9 @@ def prepare(config: Any, run: run_dir.RunDir, output: Path) -> "Plan":
     )
 
 
-def _check_output(output: Path) -> None:
+def _check_output(output: Path, run: run_dir.RunDir) -> None:
+    inside = output.resolve().is_relative_to(run.root.resolve())
+    _require(not inside, f"--output {output} is inside of --workdir {run.root}; name a folder outside of it")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"--output {output} exists already; name a folder that does not exist, or is empty")
     parent = next(folder for folder in output.parents if folder.exists())

@@ -112,6 +112,17 @@ def test_settings_that_are_not_computed(tmp_path, name, settings, sentence):
     assert "\n" not in str(refusal.value)
 
 
+def test_numbers_that_are_not_finite_and_layers_that_are_not_there_are_named(folder):
+    name = "model.layers.1.mlp.up_proj.weight"
+    for value in (np.nan, np.inf, -np.inf):
+        edit_weights(folder, lambda t, v=value: t[name].__setitem__((3, 5), v))
+        with pytest.raises(ValueError, match=rf"model\.safetensors: {name} holds numbers that are not finite"):
+            load(folder)
+    edit_config(folder, num_hidden_layers=10**12)
+    with pytest.raises(ValueError, match=r"config\.json says 1000000000000 layers, the weights hold 21 tensors in all"):
+        load(folder)
+
+
 def test_sliding_window_of_mistral_must_be_said(tmp_path):
     """Where the key is absent, transformers takes a window of 4096."""
     text = (path_of("mistral") / "config.json").read_text()

@@ -309,6 +309,11 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "mesh": ({"training__micro_batch_rows": 1, "training__mesh__data": 2}, "= 1 rows are not divisible by the 2 ways"),
     "warm-up": ({"training__warmup_steps": 5}, "training.decay_steps=0 exceed the 4 steps of training"),
     "rate": ({"training__learning_rate": 0.0}, "training.learning_rate=0.0 must be above 0"),
+    "infinite rate": ({"training__learning_rate": float("inf")}, "training.learning_rate=inf must be above 0 and finite"),
+    "epochs": ({"training__epochs": float("inf")}, "training.epochs=inf must be above 0 and finite"),
+    "seed": ({"seed": 2**40}, "seed=1099511627776 must be below 2**32"),
+    "batch": ({"training__batch_size": 64}, "training.batch_size=64 is more than the 4"),
+    "fields": ({"data__response_field": "prompt"}, "the fields of an example must differ: data.*_field are prompt, prompt"),
     "share": ({"data__heldout_share": 1.0}, "data.heldout_share=1.0 must be within [0, 1)"),
 }
 
@@ -325,6 +330,9 @@ def test_an_output_that_exists_is_refused_at_the_start(folder, tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "kept.txt").write_text("")
     assert "model exists already" in message(config(folder, train), tmp_path)
+    assert "is inside of --workdir" in message(config(folder, train), tmp_path, output="run/model")
+    assert "is inside of --workdir" in message(config(folder, train), tmp_path, output="run")
+    assert "data.heldout" in message(config(folder, train, data__heldout=str(train)), tmp_path, output="other")
     assert "no writable folder" in message(config(folder, train), tmp_path, output="train.jsonl/model")
 
 

@@ -131,7 +131,8 @@ def load_params(folder: Path | str, config: Any, shardings: Params, *, fresh: ja
 
     Raises:
       ValueError: no safetensors; a shard is missing or damaged; a tensor is unknown, missing, in two files, of another shape
-        or of a dtype other than float32, float16 and bfloat16; tied embeddings that differ. Names the tensor and the file.
+        or of a dtype other than float32, float16 and bfloat16, or holds a number that is not finite; tied embeddings that
+        differ. Names the tensor and the file.
     """
     sources = _open_checked(resolve_folder(folder), config, fresh is not None)
     architecture = ARCHITECTURES[config.architecture]
@@ -144,10 +145,10 @@ def load_params(folder: Path | str, config: Any, shardings: Params, *, fresh: ja
             bounds = [part.indices(size) for part, size in zip(index, spec.shape, strict=True)]
             shard = _aligned_empty(tuple(stop - start for start, stop, _ in bounds))
             if spec.axes[0] != "layers":
-                stored.copy(shard, sources[path][0].view(sizes)[index])
+                _fill(shard, sources[path][0], sizes, index)
                 return shard
             for target, source in zip(shard, sources[path][index[0]], strict=True):
-                stored.copy(target, source.view(sizes)[index[1:]])
+                _fill(target, source, sizes, index[1:])
             return shard
 
         return jax.make_array_from_callback(spec.shape, sharding_of[path], read_shard)
@@ -193,6 +194,13 @@ class _Source:
 
     def view(self, sizes: Mapping[str, int]) -> np.ndarray:
         return self.stored.view(self.tensor.map(), sizes)
+
+
+def _fill(target: np.ndarray, source: _Source, sizes: Mapping[str, int], index: tuple[slice, ...]) -> None:
+    """Copies a slice of one of our parameters out of its file, as float32."""
+    stored.copy(target, source.view(sizes)[index])
+    if target.size and not np.isfinite([target.min(), target.max()]).all():
+        raise ValueError(f"{source.tensor.path}: {source.tensor.name} holds numbers that are not finite")
 
 
 def _open_file(path: Path) -> list[_Tensor]:
@@ -282,6 +290,8 @@ def _expected(
     def file_name(name: str) -> str:
         return name if prefix else name.removeprefix(architecture.prefix)
 
+    if config.layers > len(present):
+        raise ValueError(f"{folder}: config.json says {config.layers} layers, the weights hold {len(present)} tensors in all")
     embedding = next((file_name(name) for name, parts in table.items() if parts[0].path == "embedding.weight"), "")
     expected: dict[str, tuple[Stored, ...]] = {}
     for pattern, parts in table.items():

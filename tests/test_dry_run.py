@@ -1,0 +1,35 @@
+"""Memory estimates against sums by hand, and how meshes divide them."""
+
+import pytest
+
+from tba_jax import dry_run, experiment
+from tests import tiny_run
+
+
+def estimate(**changes) -> dict[str, dict[str, int]]:
+    return dry_run.memory(experiment.build(tiny_run.config(model__preset="llama-3.1-8b", **changes)))
+
+
+def test_weights_are_counted_as_they_are_held():
+    params, trained = 8_030_261_248, 41_943_040
+    found = estimate()
+    assert found["trainer"]["weights, gradient, update, AdamW"] == 5 * 4 * params
+    assert found["searcher"]["reference"] == 4 * params and found["searcher"]["policies"] == 8 * params
+    embedding_and_norms = 128256 * 4096 + 65 * 4096
+    found = estimate(searchers__weights="int8", model__compute_dtype="bfloat16")
+    assert found["searcher"]["policies"] == 2 * params + (params - embedding_and_norms) + 2 * embedding_and_norms
+    found = estimate(lora__rank=16, model__compute_dtype="bfloat16")
+    assert found["trainer"]["weights, gradient, update, AdamW"] == 5 * 4 * trained
+    assert found["trainer"]["frozen weights"] == 2 * params
+
+
+@pytest.mark.parametrize("role, section", [("trainer", "learner"), ("searcher", "searchers"), ("evaluator", "evaluation")])
+def test_meshes_divide(role, section):
+    whole = estimate()
+    split = estimate(**{f"{section}__mesh__data": 1, f"{section}__mesh__fsdp": 4, f"{section}__mesh__tensor": 2})
+    weights = "weights, gradient, update, AdamW" if role == "trainer" else "reference"
+    assert split[role][weights] == whole[role][weights] // 8
+    for other in {"trainer", "searcher", "evaluator"} - {role}:
+        assert split[other] == whole[other]
+    if role != "trainer":  # 16 and 4 rows over 4 ways, heads over 2
+        assert split[role]["KV cache"] == whole[role]["KV cache"] // 8
