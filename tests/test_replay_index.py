@@ -1,12 +1,14 @@
 """The resident window against a slow model of it, its ledger, and restoring it from the log."""
 
 import json
+import time
 
 import numpy as np
 import pytest
 
 from tba_jax.replay.index import ReplayIndex
 from tba_jax.replay.log import LogReader, LogWriter
+from tba_jax.replay.near_duplicates import NearDuplicates
 from tba_jax.replay.selection import draw_batch
 from tba_jax.trajectory import RowShape
 
@@ -32,8 +34,8 @@ def make_rows(first: int, queries: list[int], responses: list[tuple[int, ...]], 
     return rows
 
 
-def index_of(capacity: int = 100, capacity_per_query: int = 100) -> ReplayIndex:
-    return ReplayIndex(shape=SHAPE, capacity=capacity, capacity_per_query=capacity_per_query, vocab_size=V)
+def index_of(capacity: int = 100, capacity_per_query: int = 100, **settings) -> ReplayIndex:
+    return ReplayIndex(shape=SHAPE, capacity=capacity, capacity_per_query=capacity_per_query, vocab_size=V, **settings)
 
 
 def resident(index: ReplayIndex) -> list[tuple[str, int]]:
@@ -97,10 +99,126 @@ def test_row_step_is_that_of_the_oldest_real_token():
     assert index.row_step[index.slots_of([("a", 0), ("a", 1)])].tolist() == [4, 9]
 
 
+def test_the_lowest_reward_leaves_first_the_older_of_two():
+    index = index_of(capacity=4, capacity_per_query=2, drop="lowest_reward")
+    rows = make_rows(0, [1, 1, 1, 1], [(0,), (1,), (2,), (3,)])
+    rows["reward"][:] = [5, 3, 3, 4]
+    index.add("a", rows, step=1)
+    # Row 2 ties with row 1, which is older; row 3 then displaces row 2.
+    assert resident(index) == [("a", 0), ("a", 3)]
+    index.mark_drawn(index.slots_of([("a", 0)]))
+    rows = make_rows(4, [1, 2, 3, 4, 1], [(4,), (0,), (0,), (0,), (0,)])
+    rows["reward"][:] = [1, 2, 9, 7, -1]
+    index.add("a", rows, step=2)
+    # Row 4 is its full query's lowest; row 7 fills the window and row 5 leaves; row 8 replaces the identical row 0.
+    assert resident(index) == [("a", 3), ("a", 6), ("a", 7), ("a", 8)]
+    assert index.ledger()["a"]["evicted"] == {"duplicate": 1, "query_capacity": 3, "capacity": 1}
+    query = index.slot_query[index.slots_of([("a", 8)])[0]]
+    assert index.recent_draws[query] == 0
+
+
+def test_a_row_that_leaves_at_once_is_not_the_newest_of_its_query():
+    index = index_of(capacity_per_query=2, drop="lowest_reward")
+    index.add("a", make_rows(0, [1] * 4, [(0,), (1,), (2,), (3,)]) | {"reward": np.float32([5, 6, 7, 8])}, step=1)
+    index.mark_drawn(index.slots_of([("a", 2), ("a", 3)]))
+    index.add("b", make_rows(0, [1], [(4,)]) | {"reward": np.float32([0])}, step=9)
+    assert resident(index) == [("a", 2), ("a", 3)]
+    assert index.newest_visible_step[index.query_rows > 0].tolist() == [1]
+    assert index.recent_draws[index.query_rows > 0].tolist() == [1]
+
+
+def test_what_the_lowest_reward_is_found_with_stays_as_small_as_the_window():
+    index = index_of(capacity=1000, capacity_per_query=3, drop="lowest_reward")
+    for number in range(40):
+        rng = np.random.default_rng(number)
+        rows = make_rows(50 * number, rng.integers(0, 9, 50).tolist(), [tuple(rng.integers(0, V, 2)) for _ in range(50)])
+        rows["reward"] = rng.normal(size=50).astype(np.float32)
+        index.add("a", rows, step=number)
+    assert len(index) == 27 and sum(map(len, index._lowest.values())) < 27 * 4 + 10 * 65
+
+
+def test_the_nearest_response_within_the_share_is_replaced():
+    shape = RowShape(prompt_length=1, response_length=12, reward_parts=())
+    index = ReplayIndex(
+        shape=shape, capacity=50, capacity_per_query=50, vocab_size=2000, merge_edit_distance=0.25, drop="lowest_reward"
+    )
+    responses = [
+        [5] * 8,
+        [5, 69, 133, 197, 5, 69, 133, 197],  # other tokens of the same bucket
+        [1, 2, 3, 4, 5, 6, 7, 8],
+        [1, 2, 3, 4, 5, 6, 9, 9],  # 2 of 8 from the one before: it goes
+        [1, 2, 3, 4, 5, 9, 9, 9, 9],  # 3 of 9: too far
+        [2, 3, 4, 5, 6, 9, 9],  # an insertion, 1 of 8 from row 3; 3 of 9 from row 4
+        [1, 2, 3, 9, 4, 5, 9, 9, 9, 9, 9],  # 2 of 11 from row 4
+        [],
+        [1500],
+        [1501],
+    ]
+    rows = {name: np.zeros((len(responses), *row), dtype) for name, (dtype, row) in shape.columns().items()}
+    rows["row"] = np.arange(len(responses))
+    for i, response in enumerate(responses):
+        rows["response_length"][i] = len(response)
+        rows["response_tokens"][i, : len(response)] = response
+    index.add("a", rows, step=1)
+    assert [row for _, row in resident(index)] == [0, 1, 5, 6, 7, 8, 9]
+    assert index.ledger()["a"]["evicted"] == {"duplicate": 3, "query_capacity": 0, "capacity": 0}
+    # Another query's responses are not compared.
+    index.add("b", {name: column[:1] for name, column in rows.items()} | {"query_id": np.uint64([3])}, step=1)
+    assert len(index) == 8
+
+
+def test_bad_options_are_named():
+    for settings, words in [
+        ({"drop": "newest"}, "drop='newest'"),
+        ({"merge_edit_distance": 1.0}, "merge_edit_distance=1.0"),
+        ({"merge_edit_distance": -0.1}, "merge_edit_distance=-0.1"),
+        ({"merge_edit_distance": 0.1, "merge_duplicates": False}, "needs merge_duplicates"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            index_of(**settings)
+
+
+def edit_distance(a, b) -> int:
+    """Levenshtein, by the table."""
+    table = np.zeros((len(a) + 1, len(b) + 1), int)
+    table[:, 0], table[0] = np.arange(len(a) + 1), np.arange(len(b) + 1)
+    for i in range(len(a)):
+        for j in range(len(b)):
+            table[i + 1, j + 1] = min(table[i, j] + (a[i] != b[j]), table[i, j + 1] + 1, table[i + 1, j] + 1)
+    return int(table[-1, -1])
+
+
+def test_the_nearest_is_the_one_that_comparing_all_finds():
+    rng = np.random.default_rng(0)
+    for share in (0.1, 0.3, 0.6):
+        near, texts, found = NearDuplicates(slots=200, share=share, vocab_size=300), [], 0
+        for slot in range(200):
+            # Copies of earlier texts with a few tokens replaced, and texts of their own.
+            text = rng.integers(0, 300, rng.integers(0, 40))
+            if slot > 20 and rng.random() < 0.7:
+                text = texts[rng.integers(slot)].copy()
+                changed = rng.random(len(text)) < rng.choice([0.05, 0.2, 0.5])
+                text[changed] = rng.integers(0, 300, changed.sum())
+                text = np.delete(text, np.flatnonzero(rng.random(len(text)) < 0.05))
+            texts.append(text)
+            near.put(slot, text.astype(np.int32))
+            if slot % 4:
+                continue
+            distances = [edit_distance(text, other) for other in texts[:-1]]
+            within = [d for d, other in zip(distances, texts, strict=False) if d <= share * max(len(text), len(other))]
+            nearest = near.nearest(slot, rng.permutation(slot), np.arange(200))
+            assert (nearest is None) == (not within)
+            if within:
+                found += 1
+                assert distances[nearest] == min(within)
+        assert found >= 5
+
+
 class Model:
     """The window as a plain list of dicts, oldest first."""
 
-    def __init__(self, capacity, capacity_per_query):
+    def __init__(self, capacity, capacity_per_query, drop, share):
+        self.drop, self.share = drop, share
         self.capacity, self.capacity_per_query, self.rows = capacity, capacity_per_query, []
         self.evicted = {"duplicate": 0, "query_capacity": 0, "capacity": 0}
         self.queries, self.round = {}, 0
@@ -112,16 +230,28 @@ class Model:
             query = int(rows["query_id"][i])
             response = rows["response_tokens"][i, : rows["response_length"][i]].tolist()
             new = {"id": (writer, int(rows["row"][i])), "query": query, "response": response, "step": step, "draws": 0}
+            new["reward"] = float(rows["reward"][i])
+            same = [row for row in self.rows if row["query"] == query and self.distance(row, new) <= self.share]
+            same.sort(key=lambda row: (edit_distance(row["response"], response), row["response"] != response))
             self.rows.append(new)
-            self.queries.setdefault(query, {"draws": self.round, "recent": 0})["recent"] = 0
-            same = [row for row in self.rows[:-1] if row["query"] == query and row["response"] == response]
+            self.queries.setdefault(query, {"draws": self.round, "recent": 0})
             of_query = [row for row in self.rows if row["query"] == query]
             if same:
                 self.evict(same[0], "duplicate")
             elif len(of_query) > self.capacity_per_query:
-                self.evict(of_query[0], "query_capacity")
+                self.evict(self.leaving(of_query), "query_capacity")
             if len(self.rows) > self.capacity:
-                self.evict(self.rows[0], "capacity")
+                self.evict(self.leaving(self.rows), "capacity")
+            if self.rows and self.rows[-1] is new:
+                self.queries[query]["recent"] = 0
+
+    def distance(self, row, new):
+        if not self.share:
+            return row["response"] != new["response"]
+        return edit_distance(row["response"], new["response"]) / max(len(row["response"]), len(new["response"]))
+
+    def leaving(self, rows):
+        return rows[0] if self.drop == "oldest" else min(rows, key=lambda row: row["reward"])
 
     def evict(self, row, rule):
         self.rows.remove(row)
@@ -140,11 +270,12 @@ class Model:
         self.round = min(query["draws"] for query in self.queries.values())
 
 
+@pytest.mark.parametrize("drop", ["oldest", "lowest_reward"])
 @pytest.mark.parametrize("seed", range(4))
-def test_random_operation_agrees_with_a_slow_model(seed):
+def test_random_operation_agrees_with_a_slow_model(seed, drop):
     rng = np.random.default_rng(seed)
     capacity, capacity_per_query = [(12, 3), (40, 40), (5, 2), (1, 1)][seed]
-    index, model = index_of(capacity, capacity_per_query), Model(capacity, capacity_per_query)
+    index, model = index_of(capacity, capacity_per_query, drop=drop), Model(capacity, capacity_per_query, drop, 0)
     heads = {"a": 0, "b": 0}
     for step in range(60):
         writer, count = str(rng.choice(["a", "b"])), int(rng.integers(1, 9))
@@ -155,6 +286,12 @@ def test_random_operation_agrees_with_a_slow_model(seed):
         index.add(writer, rows, step=step)
         model.add(writer, rows, step)
         if len(index):
+            numbers = np.unique(index.slot_query[index.slot_query >= 0])
+            slots, group = index.rows_of(rng.permutation(numbers))
+            for position in range(len(numbers)):
+                own = slots[group == position]
+                assert own.tolist() == np.flatnonzero(index.slot_query == index.slot_query[own[0]]).tolist()
+            assert len(slots) == len(index)
             drawn = rng.choice(np.flatnonzero(index.slot_query >= 0), 3)
             model.draw(index.ids(drawn))
             index.mark_drawn(drawn)
@@ -200,10 +337,14 @@ def test_how_rows_are_split_over_calls_makes_no_difference():
             np.testing.assert_array_equal(split.gather(drawn)[name], column)
 
 
-def test_a_restored_index_goes_on_as_the_original(tmp_path):
+OPTIONS = [{}, {"drop": "lowest_reward"}, {"merge_edit_distance": 0.4}, {"merge_edit_distance": 0.4, "drop": "lowest_reward"}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_restored_index_goes_on_as_the_original(tmp_path, options):
     rng, reader = np.random.default_rng(0), LogReader(tmp_path, SHAPE)
     logs = [LogWriter(tmp_path, name, SHAPE, rows_per_append=6, segment_appends=2, info={}) for name in ("a", "b")]
-    original = index_of(capacity=25, capacity_per_query=6)
+    original = index_of(capacity=25, capacity_per_query=6, **options)
 
     def integrate(indices, step):
         log = logs[step % 2]
@@ -247,3 +388,22 @@ def test_a_restored_index_goes_on_as_the_original(tmp_path):
 def test_an_empty_index_is_restored(tmp_path):
     index = ReplayIndex.restore(index_of().state(), LogReader(tmp_path, SHAPE))
     assert len(index) == 0 and index.slots_of([("a", 0)]).tolist() == [-1]
+
+
+def test_one_query_of_many_rows_takes_near_duplicates_in_time():
+    """100,000 resident responses of up to 64 tokens: comparing with them costs milliseconds a row."""
+    rng, slots, V = np.random.default_rng(0), 100_000, 50_000
+    near = NearDuplicates(slots=slots + 1, share=0.1, vocab_size=V)
+    # Every bucket of token ids is as frequent as in text: few tokens are most of it.
+    tokens = (V ** rng.random((slots, 64))).astype(np.int32) - 1
+    for slot, length in enumerate(rng.integers(32, 65, slots).tolist()):
+        near.put(slot, tokens[slot, :length])
+    seconds = []
+    for slot in range(10):
+        response = np.fromiter(map(ord, near._texts[slot]), np.int32)
+        response[5] = V - 1
+        near.put(slots, response)
+        begin = time.perf_counter()
+        assert near.nearest(slots, np.arange(slots), np.arange(slots + 1)) == slot
+        seconds.append(time.perf_counter() - begin)
+    assert np.median(seconds) < 0.05, seconds

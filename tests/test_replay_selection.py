@@ -1,10 +1,12 @@
 """Selection: frequencies against their probabilities, coverage, replacement, limits."""
 
+import time
+
 import numpy as np
 import pytest
 
 from tba_jax.replay.index import ReplayIndex
-from tba_jax.replay.selection import STRATEGIES, draw_batch, draw_within_groups, least_drawn, recent_pool
+from tba_jax.replay.selection import STRATEGIES, draw_batch, draw_within_groups, least_drawn, newest_rows, recent_pool
 from tba_jax.trajectory import RowShape
 
 SHAPE = RowShape(prompt_length=1, response_length=2, reward_parts=())
@@ -206,3 +208,68 @@ def test_the_draw_is_a_function_of_index_and_key():
     )
     np.testing.assert_array_equal(first, again)
     assert (first != other).any()
+
+
+def test_the_recent_pool_of_many_queries_is_the_sorted_one():
+    rng = np.random.default_rng(10)
+    for _ in range(200):
+        n = int(rng.integers(1, 40))
+        visible, row_step, arrival = rng.integers(0, 4, n), rng.integers(0, 4, n), rng.permutation(n)
+        minimum, inside = int(rng.integers(1, n + 1)), visible >= 3
+        expected = np.lexsort((-arrival, -row_step, ~inside))[: max(minimum, inside.sum())]
+        pool = recent_pool(visible, row_step, arrival, oldest=3, minimum=minimum)
+        assert sorted(pool.tolist()) == sorted(expected.tolist())
+
+
+@pytest.mark.parametrize("large", [0, 10_000])
+def test_large_groups_give_what_sorting_gives(monkeypatch, large):
+    monkeypatch.setattr("tba_jax.replay.selection._LARGE_GROUP", large)
+    rng = np.random.default_rng(11)
+    for Q, K in [(1, 5), (4, 3), (7, 20)]:
+        group, arrival = rng.integers(0, Q, 300), rng.permutation(300)
+        inside = arrival > 250
+        newest = newest_rows(group, arrival, inside, Q=Q, minimum=K)
+        log_weights = np.where(rng.random(300) < 0.3, -np.inf, rng.normal(size=300))
+        seed = int(rng.integers(1000))
+        drawn = draw_within_groups(group, log_weights, np.random.default_rng(seed), Q=Q, K=K)
+        keys = log_weights - np.log(np.random.default_rng(seed).standard_exponential(300))
+        for q in range(Q):
+            own = np.flatnonzero(group == q)
+            by_age = own[np.argsort(-arrival[own])]
+            expected = own[inside[own]] if inside[own].sum() >= K else by_age[:K]
+            assert np.flatnonzero(newest & (group == q)).tolist() == sorted(expected.tolist())
+            finite = own[np.isfinite(log_weights[own])]
+            by_key = finite[np.argsort(-keys[finite])]
+            assert drawn[q].tolist() == [by_key[i % len(by_key)] for i in range(K)]
+
+
+def big_index(rows: int, rows_per_query: int) -> ReplayIndex:
+    """Visible at steps 1 to 100, each step the next hundredth of the rows; the same number of rows a query."""
+    index = ReplayIndex(shape=SHAPE, capacity=rows, capacity_per_query=rows_per_query, vocab_size=1000)
+    for step, numbers in enumerate(np.split(np.arange(rows), 100), start=1):
+        part = {name: np.zeros((len(numbers), *row), dtype) for name, (dtype, row) in SHAPE.columns().items()}
+        part["row"] = numbers
+        part["query_id"] = (numbers // rows_per_query).astype(np.uint64)
+        part["response_length"][:] = 2
+        part["response_tokens"][:] = np.stack([numbers % 1000, numbers // 1000], axis=1)
+        part["policy_step"][:] = step - 1
+        part["reward"] = np.random.default_rng(step).normal(size=len(numbers)).astype(np.float32)
+        index.add("w", part, step=step)
+    return index
+
+
+@pytest.mark.parametrize(("rows", "rows_per_query", "Q", "K"), [(1_000_000, 16, 32, 16), (100_000, 100_000, 1, 128)])
+def test_a_batch_is_drawn_from_a_large_window_in_milliseconds(rows, rows_per_query, Q, K):
+    """Less than 3 ms on a quiet machine; going through every resident row several times takes more than 5."""
+    index, rng = big_index(rows, rows_per_query), np.random.default_rng(12)
+    for recent_probability in (0.0, 0.95):
+        for strategy in STRATEGIES:
+            seconds = []
+            for _ in range(15):
+                settings = dict(queries=Q, completions=K, recent_probability=recent_probability, strategy=strategy)
+                begin = time.perf_counter()
+                slots = draw(index, rng, step=101, recent_window=3, **settings)
+                seconds.append(time.perf_counter() - begin)
+                assert len(set(slots.tolist())) == len(queries_of(index, slots, K)) * K == Q * K
+                index.mark_drawn(slots)
+            assert min(seconds) < 0.005 and np.median(seconds) < 0.01, (recent_probability, strategy, seconds)

@@ -4,22 +4,27 @@ Pure NumPy and deterministic: the state is a function of the sequence of calls, 
 calls of its journal draws the same batches.
 """
 
+import array
 import collections
 import hashlib
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from tba_jax.replay.eviction import DROPS, LowestReward
 from tba_jax.replay.log import REJECTIONS, LogReader, validate_rows
+from tba_jax.replay.near_duplicates import NearDuplicates
 from tba_jax.trajectory import Rows, RowShape, check_rows, response_mask
 
-# Why a resident row left: an identical response arrived, its query was full, the window was full.
+# Why a resident row left: an identical (or near) response arrived, its query was full, the window was full.
 EVICTIONS = ("duplicate", "query_capacity", "capacity")
 
 # (writer number, row) packed in one int64: 2^23 writers, 2^40 rows each.
 _ROW_BITS = 40
+# Stands for the whole window where a query number would stand for a query.
+_WINDOW = -1
 
 
 class ReplayIndex:
@@ -29,7 +34,7 @@ class ReplayIndex:
       slot_query: int32      query number
       slot_writer: int32     index into `writers`
       slot_row: int64        sequence number within the writer
-      arrival: int64         how many rows were added before
+      arrival: int64         how many rows were added before; −1 where the slot is free
       visible_step: int64    trainer step at which the row became visible
       row_step: int64        trainer step of the oldest weights that produced a token of the response
       row_draws: int64       times the row was drawn
@@ -40,31 +45,47 @@ class ReplayIndex:
       newest_arrival, newest_visible_step, newest_row_step: int64, of the query's newest row
       query_draws: int64     batches that drew the query, counted from the minimum of all queries at the last batch before
                              it came: a late query joins the running round and does not catch up with the earlier ones
-      recent_draws: int64    batches that drew the query since its newest row arrived
+      recent_draws: int64    batches that drew the query since the last row that came and stayed
     """
 
     def __init__(
-        self, *, shape: RowShape, capacity: int, capacity_per_query: int, vocab_size: int, merge_duplicates: bool = True
+        self,
+        *,
+        shape: RowShape,
+        capacity: int,
+        capacity_per_query: int,
+        vocab_size: int,
+        merge_duplicates: bool = True,
+        merge_edit_distance: float = 0.0,
+        drop: str = "oldest",
     ):
         """
         Args:
           capacity: resident rows in total (replay.capacity). capacity_per_query: of one query (a task setting).
           merge_duplicates: an identical response to a query replaces the older one; otherwise both stay, and frequent
             responses weigh more in what is drawn.
+          merge_edit_distance: a response replaces the nearest older one of its query also where the edit distance over
+            tokens is at most this share of the longer of the two; 0 = identical responses only.
+          drop: one of DROPS, what leaves a full query and a full window. Under lowest_reward that may be the new row.
         """
         for name, value in (("capacity", capacity), ("capacity_per_query", capacity_per_query), ("vocab_size", vocab_size)):
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
+        if drop not in DROPS:
+            raise ValueError(f"drop={drop!r} is not one of {DROPS}")
+        if merge_edit_distance and not merge_duplicates:
+            raise ValueError(f"merge_edit_distance={merge_edit_distance} needs merge_duplicates=true")
         self.shape, self.capacity, self.capacity_per_query, self.vocab_size = shape, capacity, capacity_per_query, vocab_size
         self.writers: list[str] = []
         self.heads: dict[str, int] = {}
-        self.merge_duplicates = merge_duplicates
+        self.merge_duplicates, self.merge_edit_distance, self.drop = merge_duplicates, merge_edit_distance, drop
         # One slot more than the capacity: a row goes in before the one it displaces goes out.
         slots = capacity + 1
         self._columns = {name: np.zeros((slots, *row), dtype) for name, (dtype, row) in shape.columns().items()}
         self._slot_query = np.full(slots, -1, np.int32)
         self._slot_writer = np.zeros(slots, np.int32)
-        self._arrival, self._visible_step, self._row_step, self._row_draws = (np.zeros(slots, np.int64) for _ in range(4))
+        self._arrival = np.full(slots, -1, np.int64)
+        self._visible_step, self._row_step, self._row_draws = (np.zeros(slots, np.int64) for _ in range(3))
         self._query_ids = np.zeros(slots, np.uint64)
         self._query_rows, self._query_draws, self._recent_draws = (np.zeros(slots, np.int64) for _ in range(3))
         self._newest_slot = np.zeros(slots, np.int64)
@@ -77,6 +98,14 @@ class ReplayIndex:
         self._order: collections.OrderedDict[int, tuple[int, bytes]] = collections.OrderedDict()
         self._groups: dict[int, collections.OrderedDict[bytes, int]] = {}
         self._query_number: dict[int, int] = {}
+        # Query number -> its slots in no order (int32); slot -> its place there.
+        self._members: dict[int, array.array[int]] = {}
+        self._place = np.zeros(slots, np.int32)
+        # Only filled under drop=lowest_reward: by query number, and of the window.
+        self._lowest: collections.defaultdict[int, LowestReward] = collections.defaultdict(LowestReward)
+        self._near = None
+        if merge_edit_distance:
+            self._near = NearDuplicates(slots=slots, share=merge_edit_distance, vocab_size=vocab_size)
         # Per writer, in the order of `writers`.
         self._counts: list[collections.Counter[str]] = []
 
@@ -143,11 +172,13 @@ class ReplayIndex:
     def newest_row_step(self) -> np.ndarray:
         return self._row_step[self._newest_slot[: self._query_top]]
 
-    def add(self, writer: str, rows: Rows, *, step: int) -> None:
+    def add(self, writer: str, rows: Rows, *, step: int, own: bool = True) -> None:
         """Integrates rows of one writer's log, in order, as visible from trainer step `step` on.
 
-        Invalid rows are counted and left out. A response its query already has replaces the older row. A full query
-        loses its oldest row, then a full window its oldest row. How rows are split over calls makes no difference.
+        own: whether they are of this run. Weights of other runs count as those of step 0, where this run begins.
+
+        Invalid rows are counted and left out. A response its query already has replaces the older row. Else a full query
+        loses a row, then a full window, by the rule `drop`. How rows are split over calls makes no difference.
 
         Raises:
           ValueError: rows of another schema, row numbers that are not consecutive, or rows below the writer's head.
@@ -174,10 +205,11 @@ class ReplayIndex:
         valid = np.flatnonzero(reasons == 0)
         if not len(valid):
             return
-        row_steps = _row_steps(rows)
+        row_steps = _row_steps(rows) if own else np.zeros(count, np.int64)
         arrivals = np.arange(self._next_arrival, self._next_arrival + len(valid))
         self._next_arrival += len(valid)
         query_ids, lengths = rows["query_id"].tolist(), rows["response_length"].tolist()
+        rewards = rows["reward"].tolist()
         slots = np.empty(len(valid), np.int64)
         for i, row in enumerate(valid.tolist()):
             slot = slots[i] = heapq.heappop(self._free_slots)
@@ -187,10 +219,9 @@ class ReplayIndex:
             self._visible_step[slot] = step
             self._row_step[slot] = row_steps[row]
             self._row_draws[slot] = 0
-            digest = self._identity(rows["response_tokens"][row, : lengths[row]], int(arrivals[i]))
-            self._insert(slot, query_ids[row], digest)
+            self._insert(slot, query_ids[row], rows["response_tokens"][row, : lengths[row]], rewards[row])
         # A slot that was freed and filled again within this call keeps its last row.
-        resident = (self._arrival[slots] == arrivals) & (self._slot_query[slots] >= 0)
+        resident = self._arrival[slots] == arrivals
         for name, column in self._columns.items():
             column[slots[resident]] = rows[name][valid[resident]]
 
@@ -198,49 +229,96 @@ class ReplayIndex:
         """What makes a response the same as another of its query."""
         return _digest(response_tokens) if self.merge_duplicates else arrival.to_bytes(8, "little")
 
-    def _insert(self, slot: int, query_id: int, digest: bytes) -> None:
+    def _insert(self, slot: int, query_id: int, response_tokens: np.ndarray, reward: float) -> None:
         number = self._query_number.get(query_id)
         if number is None:
             number = self._open_query(heapq.heappop(self._free_queries), query_id)
-        group = self._groups[query_id]
-        replaced = group.pop(digest, None)
-        group[digest] = slot
-        self._order[slot] = (query_id, digest)
-        self._slot_query[slot] = number
-        self._query_rows[number] += 1
-        self._newest_slot[number] = slot
-        self._recent_draws[number] = 0
+        group, digest = self._groups[query_id], self._identity(response_tokens, int(self._arrival[slot]))
+        replaced = group.get(digest)
+        if self._near is not None:
+            self._near.put(slot, response_tokens)
+            if replaced is None:
+                replaced = self._near.nearest(slot, np.array(self._members[number], np.int32), self._arrival)
+        if replaced is not None:
+            del group[self._order[replaced][1]]
+        self._enter(slot, query_id, digest, reward)
         if replaced is not None:
             self._evict(replaced, "duplicate")
         elif len(group) > self.capacity_per_query:
-            self._evict(next(iter(group.values())), "query_capacity")
+            self._evict(self._leaving(group.values(), number), "query_capacity")
         if len(self._order) > self.capacity:
-            self._evict(next(iter(self._order)), "capacity")
+            self._evict(self._leaving(self._order, _WINDOW), "capacity")
+        if self._slot_query[slot] >= 0:
+            self._recent_draws[number] = 0
 
     def _open_query(self, number: int, query_id: int) -> int:
         self._query_number[query_id] = number
         self._groups[query_id] = collections.OrderedDict()
+        self._members[number] = array.array("i")
         self._query_top = max(self._query_top, number + 1)
         self._query_ids[number] = query_id
         self._query_rows[number] = 0
-        self._query_draws[number] = self._round
+        self._query_draws[number], self._recent_draws[number] = self._round, 0
         return number
+
+    def _enter(self, slot: int, query_id: int, digest: bytes, reward: float) -> None:
+        """Makes the row in `slot` resident, the newest of its query."""
+        number = self._query_number[query_id]
+        self._groups[query_id][digest] = slot
+        self._order[slot] = (query_id, digest)
+        self._slot_query[slot] = number
+        self._query_rows[number] += 1
+        self._newest_slot[number] = slot
+        members = self._members[number]
+        self._place[slot] = len(members)
+        members.append(slot)
+        if self.drop == "lowest_reward":
+            for key in (number, _WINDOW):
+                self._lowest[key].put(reward, slot, self._arrival)
+
+    def _leaving(self, by_arrival: Iterable[int], key: int) -> int:
+        """The slot that leaves next, of a query (key: its number) or the window, whose slots are given by arrival."""
+        return next(iter(by_arrival)) if self.drop == "oldest" else self._lowest[key].slot(self._arrival)
 
     def _evict(self, slot: int, rule: str) -> None:
         query_id, digest = self._order.pop(slot)
-        number = self._query_number[query_id]
+        number, group = self._query_number[query_id], self._groups[query_id]
         counts = self._counts[self._slot_writer[slot]]
         counts[f"evicted/{rule}"] += 1
         if rule != "duplicate":
             counts["evicted_untrained"] += self._row_draws[slot] == 0
-            group = self._groups[query_id]
             del group[digest]
-            if not group:
-                del self._groups[query_id], self._query_number[query_id]
-                heapq.heappush(self._free_queries, number)
         self._query_rows[number] -= 1
-        self._slot_query[slot] = -1
+        self._slot_query[slot] = self._arrival[slot] = -1
         heapq.heappush(self._free_slots, slot)
+        members, place = self._members[number], self._place[slot]
+        last = members.pop()
+        if last != slot:
+            members[place], self._place[last] = last, place
+        if not group:
+            del self._groups[query_id], self._query_number[query_id], self._members[number]
+            self._lowest.pop(number, None)
+            heapq.heappush(self._free_queries, number)
+        elif self._newest_slot[number] == slot:
+            self._newest_slot[number] = next(reversed(group.values()))
+
+    def rows_of(self, queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """All rows of some queries; the cost grows with their rows, not with the window.
+
+        Args: queries: int[Q], numbers of queries with rows, Q >= 1.
+
+        Returns:
+          slots int64[n], ascending within a query; group int64[n], the position in `queries` of each.
+        """
+        parts = [self._slots_of_query(number) for number in queries.tolist()]
+        return np.concatenate(parts).astype(np.int64), np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+
+    def _slots_of_query(self, number: int) -> np.ndarray:
+        members = self._members[number]
+        # Where a query has much of the window, looking through the window is faster than sorting.
+        if 16 * len(members) > self._slot_top:
+            return np.flatnonzero(self.slot_query == number)
+        return np.sort(np.frombuffer(members, np.int32))
 
     def mark_drawn(self, slots: np.ndarray) -> None:
         """Counts one batch: every appearance of a row, and every query once. The same in live operation and replay.
@@ -299,6 +377,8 @@ class ReplayIndex:
             "capacity": self.capacity,
             "capacity_per_query": self.capacity_per_query,
             "merge_duplicates": self.merge_duplicates,
+            "merge_edit_distance": self.merge_edit_distance,
+            "drop": self.drop,
             "vocab_size": self.vocab_size,
             "writers": self.writers.copy(),
             "heads": self.heads.copy(),
@@ -330,6 +410,8 @@ class ReplayIndex:
             capacity=state["capacity"],
             capacity_per_query=state["capacity_per_query"],
             merge_duplicates=state["merge_duplicates"],
+            merge_edit_distance=state["merge_edit_distance"],
+            drop=state["drop"],
             vocab_size=state["vocab_size"],
         )
         index.writers, index.heads = list(state["writers"]), dict(state["heads"])
@@ -339,28 +421,26 @@ class ReplayIndex:
         slots, queries = np.array(state["slot"], np.int64), np.array(state["queries"], np.int64)
         for name, column in index._columns.items():
             column[slots] = rows[name]
-        index._slot_query[slots] = state["query"]
         index._slot_writer[slots] = state["writer"]
         index._arrival[slots] = state["arrival"]
         index._visible_step[slots] = state["visible_step"]
         index._row_draws[slots] = state["row_draws"]
-        index._row_step[slots] = _row_steps(rows)
+        own = {number: reader.is_own(index.writers[number]) for number in set(state["writer"])}
+        index._row_step[slots] = np.where([own[number] for number in state["writer"]], _row_steps(rows), 0)
+        query_ids, lengths, rewards = (rows[name].tolist() for name in ("query_id", "response_length", "reward"))
+        for query_id, number in dict(zip(query_ids, state["query"], strict=True)).items():
+            index._open_query(number, query_id)
         index._query_draws[queries] = state["query_draws"]
         index._recent_draws[queries] = state["recent_draws"]
-        query_ids, lengths = rows["query_id"].tolist(), rows["response_length"].tolist()
-        for i, (slot, number) in enumerate(zip(state["slot"], state["query"], strict=True)):
-            digest = index._identity(rows["response_tokens"][i, : lengths[i]], state["arrival"][i])
-            index._query_number[query_ids[i]] = number
-            index._query_ids[number] = query_ids[i]
-            index._query_rows[number] += 1
-            index._newest_slot[number] = slot
-            index._groups.setdefault(query_ids[i], collections.OrderedDict())[digest] = slot
-            index._order[slot] = (query_ids[i], digest)
+        for i, slot in enumerate(state["slot"]):
+            response_tokens = rows["response_tokens"][i, : lengths[i]]
+            if index._near is not None:
+                index._near.put(slot, response_tokens)
+            index._enter(slot, query_ids[i], index._identity(response_tokens, state["arrival"][i]), rewards[i])
         # Sorted lists are heaps, so the lowest free number comes first as before.
         index._free_slots = np.setdiff1d(np.arange(index.capacity + 1), slots).tolist()
         index._free_queries = np.setdiff1d(np.arange(index.capacity + 1), queries).tolist()
         index._slot_top = int(slots.max(initial=-1)) + 1
-        index._query_top = int(queries.max(initial=-1)) + 1
         return index
 
 

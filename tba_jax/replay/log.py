@@ -33,7 +33,10 @@ _LAGGING = re.compile(
     r"(NOT_FOUND|UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED):|.*(Input size of 0 is less than digest size|Invalid JSON)", re.DOTALL
 )
 _READ_AHEAD_APPENDS = 16
-_OPEN_SEGMENTS = 64
+# Open segments beyond one a writer.
+_SPARE_SEGMENTS = 64
+# Appends whose reading may have started before anyone asked for their rows.
+_PREFETCHED_APPENDS = 64
 
 
 class LogCorruption(ValueError):
@@ -181,7 +184,7 @@ class _Followed:
 
 
 class LogReader:
-    """Follows all logs under a replay folder. Not thread-safe.
+    """Follows all logs under a replay folder, and under those of other runs that are mounted. Not thread-safe.
 
     Attributes:
       shape: the schema rows must have.
@@ -189,25 +192,32 @@ class LogReader:
         an entry that later becomes readable is removed.
     """
 
-    def __init__(self, root: Path, shape: RowShape, *, patience_seconds: float = 30.0):
-        """Args: root: `RunDir.replay`; patience_seconds: how long a committed chunk may stay "not found" on slow storage."""
+    def __init__(self, root: Path, shape: RowShape, *, mounts: Sequence[Path] = (), patience_seconds: float = 30.0):
+        """
+        Args:
+          root: `RunDir.replay`. mounts: replay folders of other runs, which are only read.
+          patience_seconds: how long a committed chunk may stay "not found" on slow storage.
+        """
         self.shape = shape
         self.problems: dict[str, str] = {}
-        self._foreign: set[str] = set()
-        self._root = root
+        self._foreign: set[Path] = set()
+        self._root, self._mounts = root, tuple(mounts)
         self._patience_seconds = patience_seconds
         self._followed: dict[str, _Followed] = {}
         self._segments: collections.OrderedDict[tuple[str, int], Segment] = collections.OrderedDict()
+        # (writer, append number) -> its read, started by `prefetch`.
+        self._prefetched: dict[tuple[str, int], dict[str, Any] | Exception] = {}
 
     def heads(self) -> dict[str, int]:
         """Committed rows of every followed writer; the cost grows with writers and news, not with history."""
-        try:
-            names = sorted(os.listdir(self._root))
-        except FileNotFoundError:
-            return {}
-        for name in names:
-            if name not in self._followed and name not in self._foreign and not name.startswith("."):
-                self._follow(name)
+        for root in (self._root, *self._mounts):
+            try:
+                names = sorted(os.listdir(root))
+            except FileNotFoundError:
+                continue
+            for name in names:
+                if name not in self._followed and root / name not in self._foreign and not name.startswith("."):
+                    self._follow(root / name)
         for name, followed in self._followed.items():
             try:
                 self._advance(name, followed)
@@ -217,8 +227,16 @@ class LogReader:
                 self.problems.pop(name, None)
         return {name: followed.rows for name, followed in self._followed.items()}
 
-    def _follow(self, name: str) -> None:
-        folder = self._root / name
+    def folder(self, writer: str) -> Path:
+        """Where the log of a followed writer lies."""
+        return self._followed[writer].folder
+
+    def is_own(self, writer: str) -> bool:
+        """Whether a followed writer's rows are of this run; policy_step counts the steps of the run that a row is of."""
+        return self._followed[writer].folder.parent == self._root
+
+    def _follow(self, folder: Path) -> None:
+        name = folder.name
         try:
             if not _WRITER_NAME.fullmatch(name) or not folder.is_dir():
                 raise ValueError("it is not the folder of a writer")
@@ -228,7 +246,7 @@ class LogReader:
         except (ValueError, OSError, AttributeError) as error:
             self.problems[name] = f"{folder} is ignored: {error}"
             if not isinstance(error, OSError):  # storage may recover, a foreign folder stays one
-                self._foreign.add(name)
+                self._foreign.add(folder)
             return
         # A writer opens a segment once the one before is full, so the last segment tells all.
         last = max(_segments_in(folder), default=0)
@@ -262,10 +280,23 @@ class LogReader:
         if key not in self._segments:
             followed = self._followed[writer]
             self._segments[key] = Segment(followed.folder / f"{number:06d}", followed.schema)
-            if len(self._segments) > _OPEN_SEGMENTS:
+            if len(self._segments) > len(self._followed) + _SPARE_SEGMENTS:
                 self._segments.popitem(last=False)
         self._segments.move_to_end(key)
         return self._segments[key]
+
+    def prefetch(self, ranges: Mapping[str, tuple[int, int]]) -> None:
+        """Starts reading committed rows [start, stop) of several writers at once, a bounded number; `read` then waits less.
+
+        What an earlier call started and nobody read is given up.
+        """
+        self._prefetched.clear()
+        for writer, (start, stop) in ranges.items():
+            schema = self._followed[writer].schema
+            for append in range(start // schema.rows_per_append, -(-stop // schema.rows_per_append)):
+                if len(self._prefetched) == _PREFETCHED_APPENDS:
+                    return
+                self._prefetched[writer, append] = self._start(writer, schema, append)
 
     def read(self, writer: str, start: int, stop: int) -> Rows:
         """Rows [start, stop) of a writer, all columns.
@@ -321,6 +352,8 @@ class LogReader:
                 yield append, self._finish(writer, schema, append, started.pop(append))
 
     def _start(self, writer: str, schema: LogSchema, append: int) -> dict[str, Any] | Exception:
+        if (writer, append) in self._prefetched:
+            return self._prefetched.pop((writer, append))
         try:
             return self._segment(writer, append // schema.segment_appends).start_read(append % schema.segment_appends)
         except STORAGE_ERRORS as error:

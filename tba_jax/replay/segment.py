@@ -176,7 +176,9 @@ class Segment:
     def start_read(self, position: int) -> dict[str, Any]:
         """Starts reading append number `position`; `finish_read` waits for it."""
         size = self._schema.rows_per_append
-        return {name: array[position * size : (position + 1) * size].read() for name, array in self.arrays.items()}
+        # The columns of an append lie side by side in one file: a batch reads them together.
+        with ts.Batch() as batch:
+            return {name: array[position * size : (position + 1) * size].read(batch=batch) for name, array in self.arrays.items()}
 
     def finish_read(self, reads: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """Rows of the append, every column [rows_per_append, *row_shape]."""

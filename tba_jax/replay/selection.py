@@ -24,6 +24,9 @@ def _uniform(rewards: np.ndarray, inverse_temperature: float) -> np.ndarray:
 # (rewards float64[n], inverse temperature) -> log-weights float64[n] of the responses of a query.
 STRATEGIES: dict[str, Callable[[np.ndarray, float], np.ndarray]] = {"softmax": _softmax, "uniform": _uniform}
 
+# In a group of more rows the largest keys are selected before they are sorted.
+_LARGE_GROUP = 2048
+
 
 def draw_batch(
     index: ReplayIndex,
@@ -66,13 +69,10 @@ def draw_batch(
             f"queries={Q} and completions={K} must be at least 1, recent_probability={recent_probability} within [0, 1], "
             f"recent_window={recent_window}, max_draws_per_row={max_draws_per_row}, max_staleness={max_staleness} at least 0"
         )
-    eligible = index.slot_query >= 0
-    if max_draws_per_row:
-        eligible &= index.row_draws < max_draws_per_row
-    if max_staleness:
-        eligible &= step - index.row_step <= max_staleness
-    limited = bool(max_draws_per_row or max_staleness)
-    rows_of = np.bincount(index.slot_query[eligible], minlength=len(index.query_rows)) if limited else index.query_rows
+    spent = _spent(index, step, max_draws_per_row, max_staleness)
+    rows_of = index.query_rows
+    if spent is not None:
+        rows_of = rows_of - np.bincount(index.slot_query[np.flatnonzero(spent)], minlength=len(rows_of))
     # Repeating a query's few rows would draw them past their limit: such a query waits for fresh ones.
     live = np.flatnonzero(rows_of >= (K if max_draws_per_row else 1))
     if len(live) < Q:
@@ -80,27 +80,40 @@ def draw_batch(
 
     from_recent = rng.random(Q) < recent_probability
     oldest_visible = step - recent_window + 1
-    pool = recent_pool(
-        index.newest_visible_step[live], index.newest_row_step[live], index.newest_arrival[live], oldest=oldest_visible, minimum=Q
-    )
     chosen = np.empty(Q, np.int64)
-    recents = live[pool]
-    recents = recents[least_drawn(index.recent_draws[recents], int(from_recent.sum()), rng)]
-    rest = live[~np.isin(live, recents)]
-    chosen[from_recent] = recents
-    chosen[~from_recent] = rest[least_drawn(index.query_draws[rest], Q - len(recents), rng)]
+    others = np.ones(len(live), bool)
+    if from_recent.any():
+        newest = index.newest_visible_step[live], index.newest_row_step[live], index.newest_arrival[live]
+        pool = recent_pool(*newest, oldest=oldest_visible, minimum=Q)
+        recents = pool[least_drawn(index.recent_draws[live[pool]], int(from_recent.sum()), rng)]
+        chosen[from_recent] = live[recents]
+        others[recents] = False
+    rest = live[others]
+    chosen[~from_recent] = rest[least_drawn(index.query_draws[rest], Q - int(from_recent.sum()), rng)]
 
-    # Position of each query in the batch; one place more, −1, for the slots without a query.
-    position = np.full(len(rows_of) + 1, -1, np.int64)
-    position[chosen] = np.arange(Q)
-    slots = np.flatnonzero(eligible & (position[index.slot_query] >= 0))
-    group = position[index.slot_query[slots]]
-    log_weights = STRATEGIES[strategy](index.reward[slots].astype(np.float64), inverse_temperature)
-    recent = from_recent[group]
+    slots, group = index.rows_of(chosen)
+    if spent is not None:
+        fresh = ~spent[slots]
+        slots, group = slots[fresh], group[fresh]
+    recent = np.flatnonzero(from_recent[group])
     inside = index.visible_step[slots[recent]] >= oldest_visible
-    newest = newest_rows(group[recent], index.arrival[slots[recent]], inside, Q=Q, minimum=K)
-    log_weights[recent] = np.where(newest, 0.0, -np.inf)
+    older = recent[~newest_rows(group[recent], index.arrival[slots[recent]], inside, Q=Q, minimum=K)]
+    slots, group = np.delete(slots, older), np.delete(group, older)
+    log_weights = STRATEGIES[strategy](index.reward[slots].astype(np.float64), inverse_temperature)
+    log_weights[from_recent[group]] = 0.0
     return slots[draw_within_groups(group, log_weights, rng, Q=Q, K=K)].reshape(-1)
+
+
+def _spent(index: ReplayIndex, step: int, max_draws_per_row: int, max_staleness: int) -> np.ndarray | None:
+    """bool over slots, the resident rows that are not eligible; None where there are no limits. Costs a pass over the window."""
+    if not (max_draws_per_row or max_staleness):
+        return None
+    spent = np.zeros(len(index.slot_query), bool)
+    if max_draws_per_row:
+        spent |= index.row_draws >= max_draws_per_row
+    if max_staleness:
+        spent |= index.row_step < step - max_staleness
+    return spent & (index.slot_query >= 0)
 
 
 def recent_pool(visible_step: np.ndarray, row_step: np.ndarray, arrival: np.ndarray, *, oldest: int, minimum: int) -> np.ndarray:
@@ -113,8 +126,14 @@ def recent_pool(visible_step: np.ndarray, row_step: np.ndarray, arrival: np.ndar
     missing = minimum - int(inside.sum())
     if missing <= 0:
         return np.flatnonzero(inside)
-    # The window comes first, then the newest.
-    return np.lexsort((-arrival, -row_step, ~inside))[:minimum]
+    # The window comes first, then the newest. Only the newest few of the others are sorted.
+    others = np.flatnonzero(~inside)
+    if missing < len(others):
+        limit = np.partition(row_step[others], -missing)[-missing]
+        above, ties = others[row_step[others] > limit], others[row_step[others] == limit]
+        missing -= len(above)
+        others = np.concatenate([above, ties[np.argpartition(arrival[ties], -missing)[-missing:]]])
+    return np.concatenate([np.flatnonzero(inside), others[np.lexsort((-arrival[others], -row_step[others]))]])
 
 
 def least_drawn(draws: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
@@ -134,11 +153,9 @@ def newest_rows(group: np.ndarray, arrival: np.ndarray, inside: np.ndarray, *, Q
     """
     short = np.bincount(group[inside], minlength=Q) < minimum
     rows = np.flatnonzero(short[group])
-    by_age = rows[np.argsort(-arrival[rows], kind="stable")]
-    order, starts, counts = _by_group(group[by_age], Q)
-    rank = np.arange(len(order)) - np.repeat(starts, counts)
+    order, _, _ = _largest(group[rows], arrival[rows], Q=Q, count=minimum)
     result = inside & ~short[group]
-    result[by_age[order[rank < minimum]]] = True
+    result[rows[order]] = True
     return result
 
 
@@ -153,16 +170,22 @@ def draw_within_groups(group: np.ndarray, log_weights: np.ndarray, rng: np.rando
     """
     # Gumbel top-k: argtop_k(log w + G), G = −log E with E exponential, is a draw without replacement.
     keys = log_weights - np.log(rng.standard_exponential(len(group)))
-    by_key = np.argsort(-keys)
-    order, starts, _ = _by_group(group[by_key], Q)
+    order, starts, _ = _largest(group, keys, Q=Q, count=K)
     available = np.bincount(group[np.isfinite(log_weights)], minlength=Q)
-    places = starts[:, None] + np.arange(K) % available[:, None]
-    return by_key[order[places]]
+    return order[starts[:, None] + np.arange(K) % available[:, None]]
 
 
-def _by_group(group: np.ndarray, Q: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Stable order by group, start of each group within it, rows of each group."""
-    # NumPy sorts 16-bit integers stably in linear time.
-    narrow = group.astype(np.uint16) if Q <= 1 << 16 else group
-    counts = np.bincount(group, minlength=Q)
-    return np.argsort(narrow, kind="stable"), np.cumsum(counts) - counts, counts
+def _largest(group: np.ndarray, keys: np.ndarray, *, Q: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Indices of the `count` largest keys of every group, by group and descending; start and number of each group there."""
+    candidates = np.arange(len(group))
+    sizes = np.bincount(group, minlength=Q)
+    # Sorting a large group to keep a few of its rows would cost more than all the rest.
+    for large in np.flatnonzero(sizes > _LARGE_GROUP + count).tolist():
+        own = np.flatnonzero(group[candidates] == large)
+        smaller = own[np.argpartition(keys[candidates[own]], -count)[:-count]]
+        candidates = np.delete(candidates, smaller)
+    order = candidates[np.lexsort((-keys[candidates], group[candidates]))]
+    kept = np.bincount(group[order], minlength=Q)
+    rank = np.arange(len(order)) - np.repeat(np.cumsum(kept) - kept, kept)
+    numbers = np.minimum(kept, count)
+    return order[rank < count], np.cumsum(numbers) - numbers, numbers

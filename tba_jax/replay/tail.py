@@ -2,7 +2,7 @@
 
 import collections
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from tba_jax.replay.index import ReplayIndex
@@ -41,9 +41,11 @@ def _merge(runs: Iterable[Rows]) -> list[Rows]:
 class Tail:
     """A reader with a thread of its own. `integrate` is called by the training loop, everything else is inside."""
 
-    def __init__(self, root: Path, shape: RowShape, heads: Mapping[str, int], *, poll_seconds: float):
-        """Args: heads: rows of each writer that the index holds or has seen already."""
-        self._reader = LogReader(root, shape)
+    def __init__(
+        self, root: Path, shape: RowShape, heads: Mapping[str, int], *, poll_seconds: float, mounts: Sequence[Path] = ()
+    ):
+        """Args: heads: rows of each writer that the index holds or has seen already; root, mounts: as of LogReader."""
+        self._reader = LogReader(root, shape, mounts=mounts)
         self._read_to = dict(heads)
         # (writer, head after it, runs of rows)
         self._arrivals: collections.deque[tuple[str, int, list[Rows]]] = collections.deque()
@@ -60,13 +62,14 @@ class Tail:
 
     def poll(self) -> None:
         """Reads all rows committed since the last poll. Called by the thread, or directly in a one-process run."""
-        for writer, head in sorted(self._reader.heads().items()):
-            begin = self._read_to.get(writer, 0)
-            if begin < head:
-                runs, corrupt = _read_runs(self._reader, writer, begin, head)
-                self._corrupt += corrupt
-                self._read_to[writer] = head
-                self._arrivals.append((writer, head, runs))
+        heads = sorted(self._reader.heads().items())
+        news = {writer: (begin, head) for writer, head in heads if (begin := self._read_to.get(writer, 0)) < head}
+        self._reader.prefetch(news)
+        for writer, (begin, head) in news.items():
+            runs, corrupt = _read_runs(self._reader, writer, begin, head)
+            self._corrupt += corrupt
+            self._read_to[writer] = head
+            self._arrivals.append((writer, head, runs))
         if self._arrivals:
             self._news.set()
 
@@ -96,7 +99,7 @@ class Tail:
             runs.setdefault(writer, []).extend(new)
         for writer in sorted(runs):
             for rows in _merge(runs[writer]):
-                index.add(writer, rows, step=step)
+                index.add(writer, rows, step=step, own=self._reader.is_own(writer))
         return heads
 
     def wait(self, seconds: float) -> None:
@@ -123,4 +126,4 @@ def replay_visible(index: ReplayIndex, reader: LogReader, heads: Mapping[str, in
     for writer in sorted(heads):
         runs, _ = _read_runs(reader, writer, index.heads.get(writer, 0), heads[writer])
         for rows in _merge(runs):
-            index.add(writer, rows, step=step)
+            index.add(writer, rows, step=step, own=reader.is_own(writer))

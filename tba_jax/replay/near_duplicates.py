@@ -1,0 +1,67 @@
+"""Finds the resident response nearest to a new one, by edit distance over tokens.
+
+The Levenshtein distance d of two responses with n_a and n_b tokens has a cheap lower bound: with L1 the distance of their
+token counts, d >= (L1 + |n_a − n_b|) / 2. Counting tokens in few buckets only lowers L1. One vectorised pass leaves the
+few responses whose distance has to be computed.
+"""
+
+import numpy as np
+from rapidfuzz.distance import Levenshtein
+
+_BUCKETS = 64
+# Tokens become the characters of a string, which compares fastest.
+_MAX_VOCAB = 0x110000
+
+
+class NearDuplicates:
+    """The responses in the slots of an index.
+
+    _counts: uint8[slots, 64], tokens whose id is the bucket modulo 64, at most 255. _lengths: int32[slots], tokens.
+    """
+
+    def __init__(self, *, slots: int, share: float, vocab_size: int):
+        """Args: share: in (0, 1), the edit distance up to which two responses count as the same, over the longer one's length."""
+        if not 0 < share < 1:
+            raise ValueError(f"merge_edit_distance={share} must be 0 (identical responses only) or within (0, 1)")
+        if vocab_size > _MAX_VOCAB:
+            raise ValueError(f"vocab_size={vocab_size} is more than {_MAX_VOCAB}, the most merge_edit_distance={share} can take")
+        self._share = share
+        self._texts: dict[int, str] = {}
+        self._counts = np.zeros((slots, _BUCKETS), np.uint8)
+        self._lengths = np.zeros(slots, np.int32)
+
+    def put(self, slot: int, tokens: np.ndarray) -> None:
+        """Takes the response of a slot. tokens: int32[n], the real ones; whatever the slot held is forgotten."""
+        self._texts[slot] = "".join(map(chr, tokens.tolist()))
+        self._counts[slot] = np.minimum(np.bincount(tokens % _BUCKETS, minlength=_BUCKETS), 255)
+        self._lengths[slot] = len(tokens)
+
+    def nearest(self, slot: int, others: np.ndarray, arrival: np.ndarray) -> int | None:
+        """The slot among `others` whose response is nearest to that of `slot`; None where none is within the share.
+
+        Args:
+          others: int[n], slots; arrival: int64[slots], which makes ties fall the same way in every order of `others`.
+        """
+        length = self._lengths[slot]
+        lengths = self._lengths[others]
+        # d / max(n_a, n_b) <= share; the small term keeps 29 of 100 within a share of 0.29.
+        limits = (self._share * np.maximum(lengths, length) + 1e-9).astype(np.int32)
+        differences = np.abs(lengths - length)
+        near = np.flatnonzero(differences <= limits)
+        counts, own = self._counts[others[near]], self._counts[slot]
+        L1 = (np.maximum(counts, own) - np.minimum(counts, own)).sum(axis=1, dtype=np.int32)
+        bounds = (L1 + differences[near] + 1) // 2
+        possible = bounds <= limits[near]
+        near, bounds = near[possible], bounds[possible]
+        order = np.lexsort((arrival[others[near]], bounds))
+
+        text, found, best = self._texts[slot], None, 0
+        candidates = zip(others[near[order]].tolist(), bounds[order].tolist(), limits[near[order]].tolist(), strict=True)
+        for other, bound, limit in candidates:
+            if found is not None and bound >= best:
+                break
+            cutoff = limit if found is None else min(limit, best - 1)
+            distance = Levenshtein.distance(text, self._texts[other], score_cutoff=cutoff)
+            if distance <= cutoff:
+                found, best = other, distance
+        return found
