@@ -22,6 +22,7 @@ from tba_jax.models import parameters
 from tba_jax.models.parameters import Params, Specs
 
 COMMIT = "commit.json"
+_READ_AHEAD_BYTES = 1 << 28
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,13 +43,15 @@ def _spec(folder: Path, name: str) -> dict[str, Any]:
     }
 
 
-def save(folder: Path, params: Params, info: SnapshotInfo, *, dtype: str) -> None:
+def save(folder: Path, params: Params, info: SnapshotInfo, *, dtype: str, durable: bool = True) -> None:
     """Writes one snapshot; it becomes visible as a whole at the end.
 
     Args:
       folder: the snapshot's final place; an uncommitted leftover there is replaced.
       params: arrays on device or host. A device array is written shard by shard.
       dtype: dtype on disk.
+      durable: waits until the device has the bytes. Without, a snapshot may be damaged after a loss of power (a reader then says
+        so); journal and log derive it again.
 
     Raises:
       OSError or ValueError: the storage refused (full, read-only); nothing is visible then.
@@ -61,15 +64,19 @@ def save(folder: Path, params: Params, info: SnapshotInfo, *, dtype: str) -> Non
             shards = _host_shards(array)
             chunk = shards[0][1].shape
             spec = _spec(temporary, name) | {
+                "context": {"file_io_sync": durable},
                 "metadata": {
                     "shape": list(array.shape),
                     "data_type": dtype,
                     "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(chunk)}},
                     "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
-                }
+                },
             }
             store = ts.open(spec, create=True).result()
-            futures += [store[index].write(block.astype(dtype)) for index, block in shards]
+            futures += [
+                ts.cast(store, block.dtype)[index].write(block, can_reference_source_data_indefinitely=True)
+                for index, block in shards
+            ]
         for future in futures:
             future.result()
         run_dir.write_json(temporary / COMMIT, dataclasses.asdict(info) | {"dtype": dtype})
@@ -98,9 +105,11 @@ def open_arrays(folder: Path, specs: Specs) -> Params:
     """
     run_dir.read_json(folder / COMMIT)
 
+    opened = {name: ts.open(_spec(folder, name), open=True) for name in parameters.flatten(specs)}
+
     def open_one(name: str, spec: parameters.ParamSpec) -> ts.TensorStore:
         try:
-            store = ts.open(_spec(folder, name), open=True).result()
+            store = opened[name].result()
         except ValueError as error:
             raise _refusal(folder, f"parameter {name} is missing or unreadable: {error}") from error
         if store.shape != spec.shape:
@@ -127,17 +136,30 @@ def load(folder: Path, specs: Specs, shardings: Params, *, dtype: str = "float32
       FileNotFoundError: there is no committed snapshot in `folder` (it may have been pruned).
       ValueError: a parameter on disk has another shape than the model, or its bytes are damaged; names it.
     """
-    stores = parameters.flatten(open_arrays(folder, specs))
-    sharding_of = parameters.flatten(shardings)
+    stores = {name: ts.cast(store, dtype) for name, store in parameters.flatten(open_arrays(folder, specs)).items()}
+    sharding_of, flat = parameters.flatten(shardings), parameters.flatten(specs)
+    # Reads run ahead of the parameter that is being put on the devices, by so many bytes.
+    reads: dict[str, dict[str, ts.Future]] = {}
+    waiting = list(flat)
+
+    def start_reads() -> None:
+        ahead = sum(stores[name].size * stores[name].dtype.numpy_dtype.itemsize for name in reads)
+        while waiting and (not reads or ahead < _READ_AHEAD_BYTES):
+            name = waiting.pop(0)
+            indices = {
+                str(index): index for index in sharding_of[name].addressable_devices_indices_map(flat[name].shape).values()
+            }
+            reads[name] = {key: stores[name][index].read() for key, index in indices.items()}
+            ahead += stores[name].size * stores[name].dtype.numpy_dtype.itemsize
 
     def read(name: str, spec: parameters.ParamSpec) -> jax.Array:
-        store = stores[name]
+        start_reads()
         try:
-            return jax.make_array_from_callback(
-                spec.shape, sharding_of[name], lambda index: store[index].read().result().astype(jnp.dtype(dtype))
-            )
+            loaded = jax.make_array_from_callback(spec.shape, sharding_of[name], lambda index: reads[name][str(index)].result())
         except ValueError as error:
             raise _refusal(folder, f"parameter {name} is damaged: {error}") from error
+        del reads[name]
+        return loaded
 
     return parameters.map_specs(read, specs)
 
@@ -198,7 +220,11 @@ def fingerprint(folder: Path) -> str:
 
 
 class Publisher:
-    """Publishes snapshots from a background thread; the trainer waits for a copy on the device only."""
+    """Publishes snapshots from a background thread; the trainer waits for a copy on the device only.
+
+    Snapshots that retention keeps for good are durable; the others are soon superseded, and waiting for the disk would delay
+    them by as long as it takes to write and read them.
+    """
 
     def __init__(self, policies: Path, *, dtype: str, keep: int, keep_every: int, final_step: int):
         self._policies = policies
@@ -215,7 +241,8 @@ class Publisher:
         self._pending = self._thread.submit(self._write, snapshot, info)
 
     def _write(self, params: Params, info: SnapshotInfo) -> None:
-        save(self._policies / run_dir.step_name(info.step), params, info, dtype=self._dtype)
+        kept = info.step % self._retention["keep_every"] == 0 or info.step == self._retention["final_step"]
+        save(self._policies / run_dir.step_name(info.step), params, info, dtype=self._dtype, durable=kept)
         prune(self._policies, **self._retention)
 
     def wait(self) -> None:

@@ -170,7 +170,9 @@ def test_a_snapshot_that_is_pruned_while_it_is_read_gives_the_next_newest(tmp_pa
         opened = open_array(spec, **settings) if moment == "before reading" else None
         if opened is not None:
             opened.result()
-        if "00000004/layers.query" in path:
+        if (
+            "00000004/layers.query" if moment == "before opening" else "00000004/final_norm"
+        ) in path:  # the last one to be opened
             (tmp_path / "00000004" / policy_store.COMMIT).unlink()
             shutil.rmtree(tmp_path / "00000004")
         return opened if opened is not None else open_array(spec, **settings)
