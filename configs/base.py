@@ -69,7 +69,7 @@ def get_config() -> config_dict.ConfigDict:
     c.sampling.explore_top_p_low = 0.7
 
     c.searchers = config_dict.ConfigDict()
-    c.searchers.count = 2  # processes that --role=all starts; any number more may join
+    c.searchers.count = 2  # processes that --role=all starts; any number more may join; 0: rows of replay.mount alone
     c.searchers.queries_per_batch = 8
     c.searchers.samples_per_query = 24  # S, at least learner.completions
     c.searchers.max_rows_per_snapshot = 0  # backpressure: a searcher pauses after this many rows until a newer snapshot; 0: never
@@ -83,6 +83,8 @@ def get_config() -> config_dict.ConfigDict:
     c.replay.capacity = 50_000  # resident rows; the oldest leave first
     c.replay.capacity_per_query = 100
     c.replay.merge_duplicates = True  # identical responses to a query are kept once, the newest wins
+    c.replay.merge_edit_distance = 0.0  # share of tokens up to which responses to a query count as the same; 0: identical only
+    c.replay.drop = "oldest"  # what leaves a full query or window: oldest | lowest_reward
     c.replay.recent_probability = 0.95  # m: share of queries drawn from what is recent
     c.replay.recent_window = 0  # trainer steps that count as recent; 0: publish.every_steps
     c.replay.strategy = "uniform"  # how the other queries' rows are drawn: uniform | softmax (of reward)
@@ -92,6 +94,9 @@ def get_config() -> config_dict.ConfigDict:
     c.replay.min_rows = 0  # rows that must be resident before a step; 0: as many as a batch needs
     c.replay.segment_appends = 256
     c.replay.poll_seconds = 0.2
+    # Workdirs of other runs, finished or not, whose rows are trained on beside this run's own; they are only read. Their
+    # contract and reference policy must be ours. Staleness of their rows is counted from step 0 of this run.
+    c.replay.mount = ()
 
     c.learner = config_dict.ConfigDict()
     c.learner.objective = "trajectory_balance"

@@ -61,9 +61,11 @@ def open_run(workdir: Path) -> Run:
         raise ValueError(f"{workdir} holds no run: there is no {layout.config}")
     stored = run_config.read(layout)
     contract = run_config.Contract(**stored["contract"])
-    reader = LogReader(layout.replay, contract.row_shape(), patience_seconds=1.0)
+    config = run_config.flatten(stored["config"])
+    mounts = run_config.mounted_logs(config, reward_version=contract.reward_version)
+    reader = LogReader(layout.replay, contract.row_shape(), mounts=mounts, patience_seconds=1.0)
     lines = journal_lib.read_lineage(layout.journal)
-    return Run(layout=layout, config=run_config.flatten(stored["config"]), contract=contract, reader=reader, lines=lines)
+    return Run(layout=layout, config=config, contract=contract, reader=reader, lines=lines)
 
 
 def rebuild_index(run: Run) -> ReplayIndex:
@@ -73,6 +75,8 @@ def rebuild_index(run: Run) -> ReplayIndex:
         capacity=run.config["replay.capacity"],
         capacity_per_query=run.config["replay.capacity_per_query"],
         merge_duplicates=run.config["replay.merge_duplicates"],
+        merge_edit_distance=run.config["replay.merge_edit_distance"],
+        drop=run.config["replay.drop"],
         vocab_size=run.contract.model["vocab"],
     )
     for line in run.lines:
@@ -176,6 +180,9 @@ def regenerate(run: Run, name: str) -> tuple[str, bool]:
     if not writer or not number.isdigit():
         raise ValueError(f"--regenerate={name!r} must be WRITER:ROW, as the other reports name rows")
     row = {column: value[0] for column, value in run.reader.read_ids([(writer, int(number))]).items()}
+    if not run.reader.is_own(writer):  # its weights are those of the run that it is mounted from
+        home = next(m for m in run.config["replay.mount"] if run.reader.folder(writer).is_relative_to(m))
+        return regenerate(open_run(Path(home)), name)
     length = int(row["response_length"])
     steps = sorted(set(row["policy_step"][:length].tolist()))
     if len(steps) != 1:

@@ -10,12 +10,19 @@ import orbax.checkpoint as ocp
 class Checkpoints:
     """Checkpoints of one run, by step. Saving is asynchronous and atomic: a killed save is not visible."""
 
-    def __init__(self, folder: Path, *, keep: int):
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, step_format_fixed_length=8)
+    def __init__(self, folder: Path, *, keep: int, read_only: bool = False):
+        """Args: keep: newest checkpoints that stay; read_only: the folder is of another run, and is left as it is."""
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=None if read_only else keep, step_format_fixed_length=8, read_only=read_only
+        )
         self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
 
     def latest_step(self) -> int | None:
         return self._manager.latest_step()
+
+    def steps(self) -> list[int]:
+        """Steps with a whole checkpoint."""
+        return sorted(self._manager.all_steps())
 
     def save(self, state: Any, host: dict[str, Any], *, step: int) -> None:
         """Starts a save after `step` updates.

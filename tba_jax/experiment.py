@@ -7,11 +7,12 @@ import logging
 import shutil
 import uuid
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 
-from tba_jax import fine_tuning, policy_store, run_config, run_dir
+from tba_jax import fine_tuning, other_runs, policy_store, run_config, run_dir
 from tba_jax import mesh as mesh_lib
 from tba_jax.models import decoder, hugging_face, parameters
 from tba_jax.models.lora import LoraConfig
@@ -56,6 +57,7 @@ def build(config: Any) -> Experiment:
       ValueError: one sentence about the first thing that is wrong.
     """
     run_config.check(config)
+    config = _with_absolute_mounts(config)
     leaves = run_config.flatten(config.to_dict())
     for name, known in _NAMES.items():
         if leaves[name] not in known:
@@ -105,6 +107,16 @@ def build(config: Any) -> Experiment:
         queries={split: queries for split, (queries, _) in encoded.items()},
         skipped={split: skipped for split, (_, skipped) in encoded.items()},
     )
+
+
+def _with_absolute_mounts(config: Any) -> Any:
+    """The config, or a copy where a folder of replay.mount depends on the working directory."""
+    absolute = tuple(str(Path(folder).absolute()) for folder in config.replay.mount)
+    if absolute == tuple(config.replay.mount):
+        return config
+    config = config.copy_and_resolve_references()
+    config.replay.mount = absolute
+    return config
 
 
 def _check_kernel(model: decoder.DecoderConfig) -> None:
@@ -197,14 +209,19 @@ def _encode(queries: Sequence[Query], tokenizer: Tokenizer, config: Any, split: 
     return fitting, skipped
 
 
-def check_initial_policy(experiment: Experiment, run: run_dir.RunDir) -> None:
-    """Raises ValueError where the initial policy still has to be imported and its checkpoint is not whole."""
-    if experiment.config.model.path and not run.initial_reference.exists():
-        hugging_face.check_weights(experiment.config.model.path, experiment.policy.model)
+def check_initial_policy(experiment: Experiment, run: run_dir.RunDir, *, init_from: str = "") -> None:
+    """Raises ValueError where the initial policy still has to be imported and its checkpoint is not whole, or what is taken
+    from other runs (other_runs) does not go with this one."""
+    config = experiment.config
+    if config.model.path and not (init_from or config.replay.mount or run.initial_reference.exists()):
+        hugging_face.check_weights(config.model.path, experiment.policy.model)
 
 
 def ensure_reference(experiment: Experiment, run: run_dir.RunDir, *, report: Callable[[int, float], None]) -> str:
-    """The id of the policy that step 0 starts from; makes it if the run has none: imported, warm-started or random.
+    """The id of the policy that step 0 starts from; makes it if the run has none.
+
+    It is the reference policy of the runs that are mounted; else the snapshot that --init_from named; else imported,
+    warm-started or random, as the config says.
 
     Args:
       report: of the warm start, see fine_tuning.warm_start.
@@ -214,18 +231,26 @@ def ensure_reference(experiment: Experiment, run: run_dir.RunDir, *, report: Cal
     """
     if run.initial_reference.exists():
         return run_dir.read_json(run.initial_reference)["id"]
-    config, model = experiment.config, experiment.policy.model
+    config, policy = experiment.config, experiment.policy
+    init_from = run_config.read(run).get("init_from", "")
     mesh = mesh_lib.make_mesh(tuple(config.learner.mesh.values()), setting="learner.mesh")
-    params = _initial_params(experiment, mesh, report)
     draft = run.references / f".draft-{uuid.uuid4().hex[:8]}"
-    policy_store.save(draft, params, policy_store.SnapshotInfo(step=0, epoch=0), dtype="float32")
+    if config.replay.mount:
+        other_runs.copy_reference(config.replay.mount[0], draft)
+    else:
+        made = other_runs.load_policy(init_from, policy, mesh) if init_from else _initial_params(experiment, mesh, report)
+        policy_store.save(draft, made, policy_store.SnapshotInfo(step=0, epoch=0), dtype="float32")
+        del made
     reference_id = policy_store.fingerprint(draft)
     if run.reference(reference_id).exists():
         shutil.rmtree(draft)
     else:
         draft.rename(run.reference(reference_id))
+    if init_from:
+        reference = run.reference(reference_id)
+        other_runs.take_optimizer(init_from, run, config, experiment.contract, policy=policy, reference=reference, mesh=mesh)
     run_dir.write_json(run.initial_reference, {"id": reference_id})
-    log.info("reference policy %s: %d parameters", reference_id, decoder.param_count(model))
+    log.info("reference policy %s: %d parameters", reference_id, decoder.param_count(policy.model))
     return reference_id
 
 

@@ -21,6 +21,7 @@ _ROLE = flags.DEFINE_enum(
 )
 _NAME = flags.DEFINE_string("name", "", "Name of this role's metrics; default: the role (searchers add their writer id).")
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print config, shapes and memory, and stop.")
+_INIT_FROM = flags.DEFINE_string("init_from", "", "RUN@STEP: a new run begins from another run's policy of that step.")
 _ALLOW_CHANGE = flags.DEFINE_list("allow_change", [], "Schedule settings that a resumed run may change.")
 
 
@@ -40,11 +41,13 @@ def main(argv: Sequence[str]) -> None:
 def _prepare(config: Any, run: run_dir.RunDir) -> Job:
     """Everything that a user's mistake can stop, and then the job itself, which returns an exit code."""
     from tba_jax import experiment as experiment_lib
+    from tba_jax import other_runs
     from tba_jax.replay.lease import LeaseHeld
 
     try:
         if "learner" not in config:
             raise ValueError("--config is not made from configs/base.py; supervised training is python -m tba_jax.supervised")
+        init_from = other_runs.parse_init_from(_INIT_FROM.value)
         experiment = experiment_lib.build(config)
         if _DRY_RUN.value:
             from tba_jax import dry_run
@@ -60,6 +63,7 @@ def _prepare(config: Any, run: run_dir.RunDir) -> Job:
             label=Path(config_flags.get_config_filename(flags.FLAGS["config"])).stem,
             allow_change=tuple(_ALLOW_CHANGE.value),
             arguments=tuple(sys.argv[1:]),
+            init_from=init_from,
         )
         return roles.ROLES[_ROLE.value](settings)
     except (ValueError, LeaseHeld) as error:

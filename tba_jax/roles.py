@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tba_jax import experiment as experiment_lib
-from tba_jax import lifeline, report, run_config, run_dir, supervisor
+from tba_jax import lifeline, other_runs, report, run_config, run_dir, supervisor
 from tba_jax.metrics import MetricWriter, TimeAccount
 from tba_jax.replay.journal import read_lineage
 from tba_jax.replay.lease import EpochLease
@@ -21,7 +21,8 @@ Job = Callable[[], int]
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
     """What main was called with. name: of the role's metrics, "" = default; label: begins the last line;
-    allow_change: schedule settings that a resume may change; arguments: main's own, for child processes."""
+    allow_change: schedule settings that a resume may change; arguments: main's own, for child processes;
+    init_from: RUN@STEP that a new run begins from, "" = what its config says."""
 
     experiment: experiment_lib.Experiment
     run: run_dir.RunDir
@@ -29,6 +30,7 @@ class Settings:
     label: str
     allow_change: tuple[str, ...]
     arguments: tuple[str, ...]
+    init_from: str = ""
 
     @property
     def config(self) -> Any:
@@ -46,11 +48,15 @@ def _check_devices(experiment: experiment_lib.Experiment, *roles: str) -> None:
 
 
 def _join(s: Settings, *, may_change_schedule: bool) -> None:
-    experiment_lib.check_initial_policy(s.experiment, s.run)
+    experiment_lib.check_initial_policy(s.experiment, s.run, init_from=s.init_from)
+    if may_change_schedule or not s.run.config.exists():
+        contract = s.experiment.contract
+        other_runs.check_init_from(s.run, s.config, contract, init_from=s.init_from)
+        other_runs.check_mounts(s.run, s.config, contract, init_from=s.init_from)
     for split, count in s.experiment.skipped.items():
         if count:
             log.warning("%d %s prompts are longer than task.prompt_length and left out", count, split)
-    run_config.join(s.run, s.config, s.experiment.contract)
+    run_config.join(s.run, s.config, s.experiment.contract, init_from=s.init_from)
     if may_change_schedule:
         changes = run_config.change_schedule(s.run, s.config, allowed=s.allow_change, step=len(read_lineage(s.run.journal)))
         for name, (there, here) in changes.items():

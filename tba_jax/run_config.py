@@ -7,6 +7,7 @@ import math
 import os
 import uuid
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from tba_jax import run_dir, trajectory
@@ -52,6 +53,10 @@ class Contract:
     reward_parts: tuple[str, ...]
     reward_version: int
     warm_start: dict[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """As it looks in config.json."""
+        return _plain(dataclasses.asdict(self))
 
     def row_shape(self) -> trajectory.RowShape:
         """The schema of the run's rows."""
@@ -110,7 +115,6 @@ _AT_LEAST_ONE = (
     "model.kv_heads",
     "model.head_size",
     "model.ffn",
-    "searchers.count",
     "searchers.queries_per_batch",
     "searchers.samples_per_query",
     "learner.queries",
@@ -136,6 +140,7 @@ _AT_LEAST_ZERO = (
     "lora.rank",
     "warm_start.steps",
     "warm_start.warmup_steps",
+    "searchers.count",
     "searchers.max_rows_per_snapshot",
     "replay.recent_window",
     "replay.max_draws_per_row",
@@ -181,6 +186,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "model.attention": ("auto", "xla", "cudnn"),
     "searchers.weights": ("full", "int8"),
     "learner.remat": ("none", "dots", "full"),
+    "replay.drop": ("oldest", "lowest_reward"),
     "publish.dtype": ("float32", "bfloat16"),
     "schedule.mode": ("asynchronous", "interleaved"),
 }
@@ -221,6 +227,12 @@ def _check_learner(config: Any) -> None:
     _require(
         config.replay.min_rows <= config.replay.capacity,
         f"replay.min_rows={config.replay.min_rows} is more than replay.capacity={config.replay.capacity}",
+    )
+    share = config.replay.merge_edit_distance
+    _require(0 <= share < 1, f"replay.merge_edit_distance={share} must be within [0, 1)")
+    _require(
+        not share or config.replay.merge_duplicates,
+        f"replay.merge_edit_distance={share} merges near-duplicates, which replay.merge_duplicates=False forbids",
     )
     _require(
         config.replay.capacity_per_query >= learner.completions,
@@ -267,11 +279,20 @@ def _check_run(config: Any) -> None:
         f"lora.rank={config.lora.rank} needs lora.targets, names or patterns of linear maps",
     )
     searchers = config.searchers
+    mount = tuple(config.replay.mount)
+    _require(
+        all(isinstance(folder, str) and folder for folder in mount),
+        f'replay.mount={mount} must hold folders of runs, such as \'("runs/first", "runs/second")\'',
+    )
+    _require(
+        searchers.count > 0 or (bool(mount) and config.schedule.mode == "asynchronous"),
+        f"searchers.count={searchers.count} needs replay.mount, whose rows are trained on, and schedule.mode=asynchronous",
+    )
     batch = searchers.queries_per_batch * searchers.samples_per_query
     first = max(config.replay.min_rows, config.learner.queries * searchers.samples_per_query)
     allowed = searchers.count * max(batch, searchers.max_rows_per_snapshot)
     _require(
-        not searchers.max_rows_per_snapshot or allowed >= first,
+        not searchers.max_rows_per_snapshot or bool(mount) or allowed >= first,
         f"searchers.max_rows_per_snapshot={searchers.max_rows_per_snapshot} lets {searchers.count} searchers "
         f"generate {allowed} rows before the first update, which needs {first}",
     )
@@ -288,13 +309,28 @@ def check_ways(rows: int, ways: int, *, what: str) -> None:
     _require(rows % ways == 0, f"{what} = {rows} rows are not divisible by the {ways} ways of the mesh")
 
 
-def join(run: run_dir.RunDir, config: Any, contract: Contract) -> None:
+def mounted_logs(leaves: Mapping[str, Any], *, reward_version: int) -> tuple[Path, ...]:
+    """Replay folders of the runs that a flattened config mounts: rescored ones, where rows were scored in another version."""
+    runs = [run_dir.RunDir(Path(folder)) for folder in leaves.get("replay.mount", ())]
+    return tuple(run.rescored(reward_version) if run.rescored_commit(reward_version).exists() else run.replay for run in runs)
+
+
+def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """Fields of two trees that differ, each with both values."""
+    theirs, ours = flatten(there), flatten(here)
+    return [f"{k}: {theirs.get(k)!r} there, {ours.get(k)!r} here" for k in sorted(theirs | ours) if theirs.get(k) != ours.get(k)]
+
+
+def join(run: run_dir.RunDir, config: Any, contract: Contract, *, init_from: str = "") -> None:
     """Makes the workdir's config.json if there is none; compares contracts if there is.
+
+    Args:
+      init_from: RUN@STEP, the policy that the run starts from; "": the config's, or what the run was made with.
 
     Raises:
       ValueError: the contract differs (every differing field with both values), or the workdir cannot be written.
     """
-    mine = {"config": _plain(config.to_dict()), "contract": _plain(dataclasses.asdict(contract)), "changes": []}
+    mine = {"config": _plain(config.to_dict()), "contract": contract.to_json(), "changes": [], "init_from": init_from}
     try:
         run.root.mkdir(parents=True, exist_ok=True)
         draft = run.root / f".config.{uuid.uuid4().hex[:8]}"
@@ -307,13 +343,13 @@ def join(run: run_dir.RunDir, config: Any, contract: Contract) -> None:
             draft.unlink()
     except OSError as error:
         raise ValueError(f"workdir {str(run.root)!r} cannot be written: {error.strerror}") from error
-    theirs = flatten(read(run)["contract"])
-    ours = flatten(mine["contract"])
-    differences = [
-        f"{k}: {theirs.get(k)!r} there, {ours.get(k)!r} here" for k in sorted(theirs | ours) if theirs.get(k) != ours.get(k)
-    ]
-    if differences:
-        raise ValueError(f"workdir {str(run.root)!r} belongs to a run of another contract; " + "; ".join(differences))
+    stored = read(run)
+    if different := differences(stored["contract"], mine["contract"]):
+        raise ValueError(f"workdir {str(run.root)!r} belongs to a run of another contract; " + "; ".join(different))
+    there = stored.get("init_from", "")
+    if init_from and init_from != there:
+        began = f"the policy {there}" if there else "what its config says"
+        raise ValueError(f"--init_from={init_from}: the run in {str(run.root)!r} exists and began from {began}")
 
 
 def read(run: run_dir.RunDir) -> dict[str, Any]:
@@ -329,7 +365,13 @@ def changed_schedule(run: run_dir.RunDir, config: Any) -> dict[str, tuple[Any, A
 
 
 # What the replay index of a checkpoint was built with.
-_FIXED = ("replay.capacity", "replay.capacity_per_query", "replay.merge_duplicates")
+_FIXED = (
+    "replay.capacity",
+    "replay.capacity_per_query",
+    "replay.merge_duplicates",
+    "replay.merge_edit_distance",
+    "replay.drop",
+)
 
 
 def change_schedule(run: run_dir.RunDir, config: Any, *, allowed: Sequence[str], step: int) -> dict[str, tuple[Any, Any]]:
@@ -340,6 +382,9 @@ def change_schedule(run: run_dir.RunDir, config: Any, *, allowed: Sequence[str],
     """
     changes = changed_schedule(run, config)
     refused = {name: values for name, values in changes.items() if name not in allowed}
+    there, here = changes.get("replay.mount", ((), ()))
+    if gone := sorted(set(there or ()) - set(here)):
+        raise ValueError(f"replay.mount of a run can only grow: its journal names rows of {gone[0]!r}, which is not among {here}")
     if fixed := [name for name in _FIXED if name in changes]:
         there, here = changes[fixed[0]]
         raise ValueError(f"{fixed[0]} of a run cannot change: {there!r} there, {here!r} here")

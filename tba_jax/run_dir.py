@@ -37,6 +37,14 @@ class RunDir:
     def replay(self) -> Path:
         return self.root / "replay"
 
+    def rescored(self, reward_version: int) -> Path:
+        """The rows of `replay` with the rewards of another version, in the same format (rescore.py)."""
+        return self.root / "rewards" / str(reward_version)
+
+    def rescored_commit(self, reward_version: int) -> Path:
+        """Written once `rescored` is complete: {"reward_parts", "heads"}."""
+        return self.root / "rewards" / f"{reward_version}.json"
+
     @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"

@@ -74,7 +74,7 @@ def place(config: Any, *, cpus: Sequence[int], gpus: Sequence[str]) -> dict[str,
     else:
         own = {name: (gpus[i % len(gpus)],) for i, name in enumerate(["trainer", *searchers])}
     idle = [gpu for gpu in gpus if not any(gpu in used for used in own.values())]
-    own["evaluator"] = (idle[0],) if idle else own[searchers[-1]]
+    own["evaluator"] = (idle[0],) if idle else own[searchers[-1] if searchers else "trainer"]
     fractions = {"trainer": config.learner.memory_fraction, "evaluator": config.evaluation.memory_fraction}
     fractions |= dict.fromkeys(searchers, config.searchers.memory_fraction)
     placements = {}

@@ -101,7 +101,9 @@ class Trainer:
         run = self._run
         policy_store.sweep(run.policies)
         lineage = journal_lib.read_lineage(run.journal)
-        reader = LogReader(run.replay, self._shape)
+        leaves = run_config.flatten(self._config.to_dict())
+        self._mounts = run_config.mounted_logs(leaves, reward_version=self._contract.reward_version)
+        reader = LogReader(run.replay, self._shape, mounts=self._mounts)
         step = self._checkpoints.latest_step()
         # What is trained starts from float32; what stays as it is rests in the dtype that is computed with.
         base: parameters.Params = {}
@@ -117,13 +119,7 @@ class Trainer:
             out_shardings = jax.tree.map(lambda x: x.sharding, self._state_shapes)
             initial_state = jax.jit(self._initial_state, out_shardings=out_shardings, donate_argnums=0)
             self.state = initial_state(base if self._policy.lora is None else {})
-            self.index = ReplayIndex(
-                shape=self._shape,
-                capacity=self._config.replay.capacity,
-                capacity_per_query=self._config.replay.capacity_per_query,
-                merge_duplicates=self._config.replay.merge_duplicates,
-                vocab_size=self._policy.model.vocab,
-            )
+            self.index = make_index(self._config, self._contract)
             self.step_number = 0
         else:
             self.state, host = self._checkpoints.restore(step, self._state_shapes)
@@ -138,16 +134,19 @@ class Trainer:
             self.step_number = self._saved_step = step
         if lineage and self.step_number > lineage[-1]["step"]:
             raise ValueError(f"checkpoint {self.step_number} is ahead of the journal, which ends at step {lineage[-1]['step']}")
+        self._publish_unless_there()
         self._replay_journal(lineage[self.step_number :], reader)
         self._reference_number = int(run_dir.read_json(run.initial_reference)["id"], 16)
         self._journal = journal_lib.Journal(run.journal, self._lease.epoch)
-        self._tail = Tail(run.replay, self._shape, self.index.heads, poll_seconds=self._config.replay.poll_seconds)
+        poll_seconds = self._config.replay.poll_seconds
+        self._tail = Tail(run.replay, self._shape, self.index.heads, poll_seconds=poll_seconds, mounts=self._mounts)
         self._known_problems: set[str] = set()
+        # In the order of index.writers.
+        self._writer_is_mounted: list[bool] = []
         # Heads that were integrated since the last journalled step.
         self._visible: list[dict[str, int]] = []
         run.finished.unlink(missing_ok=True)
-        if self.step_number not in policy_store.committed_steps(run.policies):
-            self.publish()
+        self._publish_unless_there()
         if step is not None or lineage:
             log.info("resumed at step %d with %d resident rows (epoch %d)", self.step_number, len(self.index), self._lease.epoch)
 
@@ -166,8 +165,8 @@ class Trainer:
                 raise ValueError(f"journalled step {line['step']}: the rows in the log are not those that were drawn")
             self.index.mark_drawn(slots)
             self._apply(rows)
-            if self._publish_is_due() and self.step_number not in policy_store.committed_steps(self._run.policies):
-                self.publish()
+            if self._publish_is_due():
+                self._publish_unless_there()
 
     # Live
 
@@ -209,11 +208,18 @@ class Trainer:
         self.index.mark_drawn(slots)
         with self.account.measure("update"):
             measurements = self._apply(rows)
-        staleness = (
-            self.step_number - 1 - np.where(rows["policy_step"] < 0, self.step_number - 1, rows["policy_step"]).min(axis=1)
-        )
+        oldest = self.index.row_step[slots]
+        staleness = np.where(oldest < 0, 0, self.step_number - 1 - oldest)
+        if self._mounts:
+            measurements["mounted_share"] = self._is_mounted(slots).mean()
         self._housekeeping()
         return {**measurements, "staleness": staleness, **self._last_gap}
+
+    def _is_mounted(self, slots: np.ndarray) -> np.ndarray:
+        """bool[n]: whether the rows in `slots` are of other runs."""
+        for writer in self.index.writers[len(self._writer_is_mounted) :]:
+            self._writer_is_mounted.append(any((root / writer).is_dir() for root in self._mounts))
+        return np.array(self._writer_is_mounted, bool)[self.index.slot_writer[slots]]
 
     def _draw(self) -> np.ndarray | None:
         c, replay = self._config.learner, self._config.replay
@@ -273,6 +279,10 @@ class Trainer:
             with self.account.measure("logprob_gap"):
                 self._last_gap = self._logprob_gap()
 
+    def _publish_unless_there(self) -> None:
+        if self.step_number not in policy_store.committed_steps(self._run.policies):
+            self.publish()
+
     def publish(self) -> None:
         """Hands the current weights to the publishing thread."""
         self._lease.check()
@@ -307,7 +317,7 @@ class Trainer:
         self._publisher.wait()  # its pruning must not take away what is chosen here
         published = np.array(policy_store.committed_steps(self._run.policies), np.int64)
         resident = np.flatnonzero(self.index.slot_query >= 0)
-        usable = resident[np.isin(self.index.row_step[resident], published)]
+        usable = resident[np.isin(self.index.row_step[resident], published) & ~self._is_mounted(resident)]
         if not len(usable):
             return {}
         step = int(self.index.row_step[usable].max())
@@ -382,6 +392,19 @@ class Trainer:
         self._publisher.close()
         self._checkpoints.close()
         self._journal.close()
+
+
+def make_index(config: Any, contract: run_config.Contract) -> ReplayIndex:
+    """The empty index of a run."""
+    return ReplayIndex(
+        shape=contract.row_shape(),
+        capacity=config.replay.capacity,
+        capacity_per_query=config.replay.capacity_per_query,
+        merge_duplicates=config.replay.merge_duplicates,
+        merge_edit_distance=config.replay.merge_edit_distance,
+        drop=config.replay.drop,
+        vocab_size=contract.model["vocab"],
+    )
 
 
 def make_optimizer(config: Any) -> optax.GradientTransformation:

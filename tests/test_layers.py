@@ -14,7 +14,20 @@ LAYERS = (
     {"tokenizer", "models", "tasks", "objectives", "optimizer"},
     {"fine_tuning", "decoding", "learner", "replay", "policy_store", "checkpoint"},
     {"searcher", "trainer", "evaluator"},
-    {"experiment", "interleave", "supervisor", "report", "dry_run", "show", "export", "audit", "roles", "main"}
+    {
+        "experiment",
+        "other_runs",
+        "interleave",
+        "supervisor",
+        "report",
+        "dry_run",
+        "show",
+        "export",
+        "audit",
+        "rescore",
+        "roles",
+        "main",
+    }
     | {"examples", "tuning", "supervised", "command"},
 )
 LAYER = {unit: number for number, units in enumerate(LAYERS) for unit in units}

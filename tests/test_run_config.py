@@ -38,7 +38,6 @@ LIMITS: dict[str, dict[str, list[object]]] = {
         "model.kv_heads": [0],
         "model.head_size": [0],
         "model.ffn": [0],
-        "searchers.count": [0],
         "searchers.queries_per_batch": [0],
         "searchers.samples_per_query": [0],
         "learner.queries": [0],
@@ -64,6 +63,7 @@ LIMITS: dict[str, dict[str, list[object]]] = {
         "task.arithmetic.seed": [-1],
         "warm_start.steps": [-1],
         "warm_start.warmup_steps": [-1],
+        "searchers.count": [-1],
         "searchers.max_rows_per_snapshot": [-1],
         "replay.recent_window": [-1],
         "replay.max_draws_per_row": [-1],
@@ -118,6 +118,7 @@ LIMITS: dict[str, dict[str, list[object]]] = {
         "replay.strategy": ["newest"],
         "model.preset": ["gpt5"],
         "learner.remat": ["all"],
+        "replay.drop": ["newest"],
         "searchers.weights": ["int4"],
         "model.attention": ["flash"],
     },
@@ -155,6 +156,11 @@ def test_every_rule_on_one_setting_is_tried_above():
         ),
         ({"model.path": "/x", "model.preset": "gpt2"}, "model.path='/x' and model.preset='gpt2' exclude each other"),
         ({"model.preset": "pythia-410"}, "(did you mean 'pythia-410m'?)"),
+        ({"replay.merge_edit_distance": 1.0}, "replay.merge_edit_distance=1.0 must be within [0, 1)"),
+        (
+            {"replay.merge_edit_distance": 0.1, "replay.merge_duplicates": False},
+            "merges near-duplicates, which replay.merge_duplicates=False forbids",
+        ),
         ({"seed": 2**32}, "seed=4294967296 must be below 2**32"),
         ({"lora.rank": 129}, "lora.rank=129 is more than layers.query can have, which maps 128 to 128 numbers"),
         ({"lora.rank": 4, "lora.targets": ("layers.query,layers.value",)}, """'("layers.query", "layers.value")')"""),
@@ -184,6 +190,9 @@ def test_every_rule_on_one_setting_is_tried_above():
         ({"sampling.top_k": 5}, "sampling.top_k=5 would truncate every row"),
         ({"sampling.min_p": 0.1}, "sampling.min_p=0.1 would truncate every row"),
         ({"sampling.explore_top_p_probability": 1.0}, "sampling.explore_top_p_probability=1 would truncate every row"),
+        ({"searchers.count": 0}, "searchers.count=0 needs replay.mount, whose rows are trained on"),
+        ({"searchers.count": 0, "replay.mount": ("a",), "schedule.mode": "interleaved"}, "and schedule.mode=asynchronous"),
+        ({"replay.mount": ("a", 3)}, "replay.mount=('a', 3) must hold folders of runs, such as '(\"runs/first\","),
         ({"publish.keep": 1}, "publish.keep=1 must be 0 (all) or at least 3"),
         (
             {"publish.keep": 4, "schedule.mode": "interleaved", "schedule.lag": 4},
@@ -407,6 +416,31 @@ def test_what_the_index_was_built_with_cannot_change(tmp_path):
     changed = config_with({"replay.capacity": 60_000})
     with pytest.raises(ValueError, match=r"replay.capacity of a run cannot change: 50000 there, 60000 here"):
         run_config.change_schedule(RunDir(tmp_path / "run"), changed, allowed=["replay.capacity"], step=3)
+
+
+def test_mounts_can_only_grow(tmp_path):
+    join(tmp_path, {"replay.mount": ("/a", "/b")})
+    run = RunDir(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"replay.mount: \['/a', '/b'\] there, \['/a', '/b', '/c'\] here; .*allow_change"):
+        run_config.change_schedule(run, config_with({"replay.mount": ("/a", "/b", "/c")}), allowed=[], step=3)
+    allowed = ["replay.mount"]
+    with pytest.raises(ValueError, match=r"replay.mount of a run can only grow: its journal names rows of '/a'"):
+        run_config.change_schedule(run, config_with({"replay.mount": ("/c", "/b")}), allowed=allowed, step=3)
+    run_config.change_schedule(run, config_with({"replay.mount": ("/a", "/b", "/c")}), allowed=allowed, step=3)
+    assert run_config.read(run)["config"]["replay"]["mount"] == ["/a", "/b", "/c"]
+
+
+def test_where_a_run_began_cannot_change(tmp_path):
+    contract = experiment_lib.build(config_with({})).contract
+    run = RunDir(tmp_path / "run")
+    run_config.join(run, config_with({}), contract, init_from="/other@5")
+    for same in ("/other@5", ""):
+        run_config.join(run, config_with({}), contract, init_from=same)
+    with pytest.raises(ValueError, match=r"--init_from=/other@6: .* exists and began from the policy /other@5"):
+        run_config.join(run, config_with({}), contract, init_from="/other@6")
+    join(tmp_path / "plain")
+    with pytest.raises(ValueError, match=r"--init_from=/other@6: .* exists and began from what its config says"):
+        run_config.join(RunDir(tmp_path / "plain" / "run"), config_with({}), contract, init_from="/other@6")
 
 
 @pytest.mark.parametrize("inside", ["", "below"])

@@ -52,11 +52,11 @@ def config(**changes: Any) -> Any:
     return c
 
 
-def settings(workdir: Path, c: Any) -> roles.Settings:
+def settings(workdir: Path, c: Any, *, init_from: str = "") -> roles.Settings:
     """What main would hand to a role."""
     built = experiment.build(c)
     run = run_dir.RunDir(workdir)
-    return roles.Settings(experiment=built, run=run, name="", label="tiny", allow_change=(), arguments=())
+    return roles.Settings(experiment=built, run=run, name="", label="tiny", allow_change=(), arguments=(), init_from=init_from)
 
 
 def command(workdir: Path, *flags: str, recipe: str = "configs/base.py", tiny: bool = True) -> list[str]:

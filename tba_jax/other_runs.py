@@ -1,0 +1,231 @@
+"""What a run takes from other runs: their rows (replay.mount), and a policy to begin with (--init_from=RUN@STEP)."""
+
+import functools
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from tba_jax import policy_store, run_config, run_dir
+from tba_jax.checkpoint import Checkpoints
+from tba_jax.learner import TrainState
+from tba_jax.models.lora import LoraConfig, merge
+from tba_jax.models.parameters import Params
+from tba_jax.models.policy import Policy
+from tba_jax.trainer import make_index, make_optimizer, state_shapes
+
+log = logging.getLogger(__name__)
+
+# Fields of the contract that change neither what rows mean nor what scored them.
+_FREE_OF_ROWS = ("lora",)
+# Fields of the contract that weights depend on.
+_OF_WEIGHTS = ("model", "tokenizer", "eos_id", "pad_id")
+
+
+def _read(folder: Path, *, setting: str) -> tuple[run_dir.RunDir, dict[str, Any]]:
+    """Another run and its config.json. Raises ValueError where there is none, or none of this version."""
+    run = run_dir.RunDir(folder)
+    if not run.config.is_file():
+        raise ValueError(f"{setting}: {folder} holds no run: there is no {run.config}")
+    stored = run_config.read(run)
+    if not isinstance(stored, dict) or not all(isinstance(stored.get(name), dict) for name in ("config", "contract")):
+        raise ValueError(f"{setting}: {run.config} is not that of a run of this version")
+    return run, stored
+
+
+def _reference_id(run: run_dir.RunDir) -> str | None:
+    return run_dir.read_json(run.initial_reference)["id"] if run.initial_reference.exists() else None
+
+
+# Mounts
+
+
+def check_mounts(run: run_dir.RunDir, config: Any, contract: run_config.Contract, *, init_from: str) -> None:
+    """Checks every run of replay.mount against this one, by its contract, its reference policy and its writers.
+
+    Args:
+      init_from: RUN@STEP that this run begins from, "" where its config says from what.
+
+    Raises:
+      ValueError: a mounted run's rows may not be trained on; names the fields or the reference policies that differ.
+    """
+    own = _reference_id(run)
+    expected, of = own, f"this run's is {own}"
+    writers = dict.fromkeys(_writers(run), run.replay)
+    roots = {run.root.resolve()}
+    for folder in map(Path, config.replay.mount):
+        if folder.resolve() in roots:
+            raise ValueError(f"replay.mount: {folder} is this run itself, or mounted twice")
+        roots.add(folder.resolve())
+        other, stored = _read(folder, setting="replay.mount")
+        ours: dict[str, Any] = {k: v for k, v in contract.to_json().items() if k not in _FREE_OF_ROWS}
+        theirs: dict[str, Any] = {k: v for k, v in stored["contract"].items() if k not in _FREE_OF_ROWS}
+        rescored = other.rescored_commit(contract.reward_version)
+        if rescored.exists():
+            parts = run_dir.read_json(rescored)["reward_parts"]
+            theirs |= {"reward_version": contract.reward_version, "reward_parts": parts}
+        if own is None:  # this run will begin from the mounted run's reference policy
+            ours |= {"model.path": config.model.path, "init_from": init_from}
+            theirs |= {"model.path": stored["config"]["model"]["path"], "init_from": stored.get("init_from", "")}
+        if different := run_config.differences(theirs, ours):
+            if any(name.startswith("reward_version:") for name in different):
+                different.append(f"python -m tba_jax.rescore --workdir={folder} scores its rows again by the task as it is now")
+            raise ValueError(f"replay.mount: the rows of {folder} belong to a run of another contract; " + "; ".join(different))
+        reference = _reference_id(other)
+        if reference is None:
+            raise ValueError(f"replay.mount: {folder} has no reference policy yet: start its trainer first")
+        if expected not in (None, reference):
+            raise ValueError(f"replay.mount: rows of {folder} have log-probs of reference {reference}, {of}")
+        if expected is None:
+            expected, of = reference, f"those of {folder} of {reference}"
+        for writer in _writers(other):
+            if writer in writers:
+                raise ValueError(f"replay.mount: writer {writer} has a log in {other.replay} and in {writers[writer]}")
+            writers[writer] = other.replay
+    ended = bool(config.replay.mount) and all(run_dir.RunDir(Path(folder)).finished.exists() for folder in config.replay.mount)
+    if ended and not config.searchers.count and config.replay.recent_probability:
+        log.warning(
+            "replay.recent_probability=%g draws the newest queries of finished runs again and again; 0 draws all evenly",
+            config.replay.recent_probability,
+        )
+
+
+def _writers(run: run_dir.RunDir) -> list[str]:
+    return sorted(name for name in os.listdir(run.replay) if not name.startswith(".")) if run.replay.is_dir() else []
+
+
+def copy_reference(mount: str, folder: Path) -> None:
+    """Copies the reference policy of a mounted run to `folder`.
+
+    Raises:
+      ValueError: the copy is not what the mounted run calls it.
+    """
+    run, _ = _read(Path(mount), setting="replay.mount")
+    reference = _reference_id(run)
+    assert reference is not None, "check_mounts comes first"
+    shutil.copytree(run.reference(reference), folder)
+    if (found := policy_store.fingerprint(folder)) != reference:
+        shutil.rmtree(folder)
+        raise ValueError(f"replay.mount: {run.reference(reference)} is damaged: its content is {found}")
+    log.info("the run begins from the reference policy %s of %s", reference, mount)
+
+
+# A policy to begin with
+
+
+def parse_init_from(value: str) -> str:
+    """RUN@STEP with an absolute path. Raises ValueError where it is not of that form; "" stays ""."""
+    folder, _, step = value.rpartition("@")
+    if value and (not folder or not step.isdecimal()):
+        raise ValueError(f"--init_from={value!r} must be RUN@STEP: the workdir of a run and the step of a snapshot")
+    return f"{Path(folder).absolute()}@{int(step)}" if value else ""
+
+
+def _open_init_from(init_from: str) -> tuple[run_dir.RunDir, dict[str, Any], int]:
+    folder, _, step = init_from.rpartition("@")
+    return *_read(Path(folder), setting="--init_from"), int(step)
+
+
+def check_init_from(run: run_dir.RunDir, config: Any, contract: run_config.Contract, *, init_from: str) -> None:
+    """Checks that the policy is there and fits, unless this run has begun.
+
+    Raises:
+      ValueError: one sentence, with the steps there are, or with the fields that differ.
+    """
+    if not init_from or run.initial_reference.exists():
+        return
+    if config.warm_start.steps:
+        raise ValueError(
+            f"--init_from={init_from} and warm_start.steps={config.warm_start.steps} exclude each other: set warm_start.steps=0"
+        )
+    other, stored, step = _open_init_from(init_from)
+    mine, theirs = contract.to_json(), stored["contract"]
+    if different := run_config.differences({k: theirs.get(k) for k in _OF_WEIGHTS}, {k: mine[k] for k in _OF_WEIGHTS}):
+        raise ValueError(f"--init_from={init_from} is of another model or tokenizer; " + "; ".join(different))
+    steps = policy_store.committed_steps(other.policies)
+    if step not in steps:
+        raise ValueError(f"--init_from={init_from}: step {step} is not a snapshot of {other.root}; {_listed(steps)}")
+    if theirs.get("lora") and _reference_id(other) is None:
+        raise ValueError(f"--init_from={init_from}: {other.initial_reference} is gone, which the adapters belong to")
+
+
+def _listed(steps: list[int]) -> str:
+    if not steps:
+        return "it holds none"
+    return "there are " + (", ".join(map(str, steps)) if len(steps) <= 8 else f"{', '.join(map(str, steps[:4]))} … {steps[-1]}")
+
+
+def load_policy(init_from: str, policy: Policy, mesh: Mesh) -> Params:
+    """Float32 weights of another run's policy at a step, adapters merged, in this run's sharding."""
+    other, stored, step = _open_init_from(init_from)
+    lora = stored["contract"].get("lora") or {}
+    theirs = Policy(model=policy.model, lora=LoraConfig(**(lora | {"targets": tuple(lora["targets"])})) if lora else None)
+    trained = policy_store.load_step(other.policies, step, theirs.trained_specs, theirs.trained_shardings(mesh))
+    if theirs.lora is None:
+        return trained
+    reference = _reference_id(other)
+    assert reference is not None, "check_init_from comes first"
+    base = policy_store.load(other.reference(reference), policy.model_specs, policy.model_shardings(mesh))
+    shardings = policy.model_shardings(mesh)
+    return jax.jit(functools.partial(merge, lora=theirs.lora), out_shardings=shardings)(base, trained)
+
+
+def take_optimizer(
+    init_from: str,
+    run: run_dir.RunDir,
+    config: Any,
+    contract: run_config.Contract,
+    *,
+    policy: Policy,
+    reference: Path,
+    mesh: Mesh,
+) -> bool:
+    """Writes a checkpoint of step 0 with the weights of `reference` and the optimiser of the other run at that step.
+
+    Returns:
+      whether there was one to take: a checkpoint of exactly that step, of whole policies on both sides and of an
+      optimiser of the same shape. Its moments and their count are taken; schedules begin anew.
+    """
+    other, stored, step = _open_init_from(init_from)
+    if policy.lora is not None or stored["contract"].get("lora") or not other.checkpoints.is_dir():
+        return False
+    shapes = state_shapes(policy, make_optimizer(config), mesh)
+    source = Checkpoints(other.checkpoints, keep=0, read_only=True)
+    try:
+        if step not in source.steps():
+            return False
+        state, _ = source.restore(step, shapes)
+    except ValueError as error:
+        log.warning("the optimiser of %s is not taken: its state is of another shape (%s)", init_from, error)
+        return False
+    finally:
+        source.close()
+    params = policy_store.load(reference, policy.trained_specs, policy.trained_shardings(mesh))
+    begun = TrainState(step=jnp.zeros_like(state.step), params=params, opt_state=_restart_schedules(state.opt_state))
+    begun = jax.device_put(begun, jax.tree.map(lambda x: x.sharding, shapes))
+    shutil.rmtree(run.checkpoints, ignore_errors=True)  # of an attempt that ended before the run had a reference
+    index = make_index(config, contract)
+    target = Checkpoints(run.checkpoints, keep=config.checkpoint.keep)
+    target.save(begun, {"epoch": 0, "index": index.state()}, step=0)
+    target.close()
+    log.info("the run begins with the optimiser of %s", init_from)
+    return True
+
+
+def _restart_schedules(opt_state: Any) -> Any:
+    """The optimiser's state with the counters of its schedules at 0; Adam's count belongs to its moments and stays."""
+
+    def is_schedule(node: Any) -> bool:
+        return isinstance(node, optax.ScaleByScheduleState)
+
+    return jax.tree.map(
+        lambda node: node._replace(count=jnp.zeros_like(node.count)) if is_schedule(node) else node,
+        opt_state,
+        is_leaf=is_schedule,
+    )

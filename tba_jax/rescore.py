@@ -1,0 +1,186 @@
+"""Scores a run's rows again by its task as it is now, as a new reward version beside the old one.
+
+python -m tba_jax.rescore --workdir=DIR
+
+`DIR/rewards/<version>/` becomes a replay log of the same writers and row numbers with the new rewards: whole rows, so that
+nothing that reads or journals rows need know of it. Runs of the new version train on it by replay.mount. A writer's rows
+appear when all are scored, and count once `DIR/rewards/<version>.json` is there; what is interrupted is taken up again.
+"""
+
+import argparse
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tba_jax import lifeline, run_config, run_dir
+
+if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answered at once
+    from tba_jax.experiment import Experiment
+    from tba_jax.replay.log import LogReader
+    from tba_jax.tasks.interface import EncodedQuery
+    from tba_jax.trajectory import Rows
+
+# What of the contract a new version of the reward changes.
+_OF_REWARD = ("reward_version", "reward_parts")
+
+
+def rescore(workdir: Path) -> str:
+    """Writes the rewards of the task's present version for all committed rows of a run that is not being trained.
+
+    Returns:
+      a sentence that says what was written.
+
+    Raises:
+      ValueError: there is no run, the task differs by more than its reward, a row cannot be read or its query is not the
+        task's any more. LeaseHeld: the run's trainer is at work.
+    """
+    from ml_collections import config_dict
+
+    from tba_jax import experiment as experiment_lib
+    from tba_jax import trajectory
+    from tba_jax.replay.lease import EpochLease
+    from tba_jax.replay.log import LogReader
+
+    run = run_dir.RunDir(workdir)
+    if not run.config.is_file():
+        raise ValueError(f"{workdir} holds no run: there is no {run.config}")
+    stored = run_config.read(run)
+    experiment = experiment_lib.build(config_dict.ConfigDict(stored["config"]))
+    theirs = run_config.Contract(**stored["contract"])
+    here, there = ({k: v for k, v in c.to_json().items() if k not in _OF_REWARD} for c in (experiment.contract, theirs))
+    if different := run_config.differences(there, here):
+        raise ValueError(f"the task of {workdir} is not what it was in more than its reward; " + "; ".join(different))
+    version = experiment.contract.reward_version
+    if version == theirs.reward_version:
+        return f"the rows of {workdir} have reward version {version}, that of task.name={theirs.task_name}: nothing to do"
+    EpochLease.refuse_if_held(run.journal)
+    reader = LogReader(run.replay, theirs.row_shape())
+    heads = {writer: head for writer, head in sorted(reader.heads().items()) if head}
+    queries = {trajectory.query_id(query.prompt): query for split in experiment.queries.values() for query in split}
+    scored = 0
+    for writer, head in heads.items():
+        if _is_done(run, experiment, writer, head):
+            continue
+        _rescore_writer(run, experiment, reader, queries, writer=writer, head=head)
+        scored += head
+    shutil.rmtree(_drafts(run, version), ignore_errors=True)
+    run_dir.write_json(run.rescored_commit(version), {"reward_parts": list(experiment.contract.reward_parts), "heads": heads})
+    total = f"{sum(heads.values())} rows of {len(heads)} writers have reward version {version} in {run.rescored(version)}"
+    return "; ".join([f"{total}, {scored} of them scored now", *sorted(reader.problems.values())])
+
+
+def _is_done(run: run_dir.RunDir, experiment: "Experiment", writer: str, head: int) -> bool:
+    """Whether a writer's rows are scored. A process never writes to the log of another, so that of an ended one stays."""
+    from tba_jax.replay.log import LogReader
+
+    folder = run.rescored(experiment.contract.reward_version)
+    if not (folder / writer).exists():
+        return False
+    done = LogReader(folder, experiment.contract.row_shape()).heads().get(writer, 0)
+    if done != head:
+        raise ValueError(
+            f"{folder / writer} has {done} of the {head} rows of writer {writer}, which was still at work then; "
+            "remove that folder to score them all, where no run mounts them"
+        )
+    return True
+
+
+def _drafts(run: run_dir.RunDir, version: int) -> Path:
+    """Where writers are kept until all of their rows are scored."""
+    return run.rescored(version).parent / f".{version}"
+
+
+def _rescore_writer(
+    run: run_dir.RunDir,
+    experiment: "Experiment",
+    reader: "LogReader",
+    queries: Mapping[int, "EncodedQuery"],
+    *,
+    writer: str,
+    head: int,
+) -> None:
+    """Writes one writer's rows under a hidden name and renames the folder when all are there."""
+    from tba_jax.replay.log import LogWriter
+    from tba_jax.replay.segment import LogSchema
+
+    contract = experiment.contract
+    final = run.rescored(contract.reward_version)
+    draft = _drafts(run, contract.reward_version)
+    shutil.rmtree(draft / writer, ignore_errors=True)
+    described = run_dir.read_json(reader.folder(writer) / "writer.json")
+    schema = LogSchema.from_json(described["schema"])
+    log = LogWriter(
+        draft,
+        writer,
+        contract.row_shape(),
+        rows_per_append=schema.rows_per_append,
+        segment_appends=schema.segment_appends,
+        info={**described["info"], "rescored": contract.reward_version},
+    )
+    for start in range(0, head, schema.rows_per_append):
+        log.append(_scored_again(reader.read(writer, start, start + schema.rows_per_append), experiment, queries, writer))
+    final.mkdir(parents=True, exist_ok=True)
+    (draft / writer).rename(final / writer)
+    run_dir.sync_folder(final)
+
+
+def _scored_again(
+    rows: "Rows", experiment: "Experiment", queries: Mapping[int, "EncodedQuery"], writer: str
+) -> dict[str, np.ndarray]:
+    """Rows with reward, parts and version of the task as it is now. Rows that cannot be decoded get NaN, and stay invalid."""
+    from tba_jax.decoding.generate import Generation
+    from tba_jax.decoding.rewards import reward_generation
+    from tba_jax.replay.log import REJECTIONS, validate_rows
+
+    contract = experiment.contract
+    ids = rows["query_id"].tolist()
+    reasons = validate_rows(rows, vocab_size=experiment.policy.model.vocab)
+    valid = np.isin(reasons, (0, REJECTIONS.index("reward")))  # a reward that was not finite may be now
+    known = np.array([query in queries for query in ids])
+    if (valid & ~known).any():
+        row = int((valid & ~known).argmax())
+        raise ValueError(f"row {writer}:{rows['row'][row]} answers query {ids[row]:016x}, which is not the task's any more")
+    reward = np.full(len(ids), np.nan, np.float32)
+    parts = np.full((len(ids), len(contract.reward_parts)), np.nan, np.float32)
+    if valid.any():
+        generation = Generation(
+            tokens=rows["response_tokens"][valid],
+            length=rows["response_length"][valid],
+            finished=rows["finished"][valid],
+            policy_logprobs=rows["policy_logprobs"][valid],
+            behavior_logprobs=rows["behavior_logprobs"][valid],
+        )
+        _, scores = reward_generation(
+            generation,
+            [queries[ids[i]] for i in np.flatnonzero(valid)],
+            task=experiment.task,
+            tokenizer=experiment.tokenizer,
+            missing_eos_reward=contract.missing_eos_reward,
+        )
+        reward[valid], parts[valid] = scores.reward, scores.parts
+    version = np.full(len(ids), contract.reward_version, np.int32)
+    return {**rows, "reward": reward, "reward_parts": parts, "reward_version": version}
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m tba_jax.rescore", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--workdir", type=Path, required=True, help="the run's folder")
+    given = parser.parse_args(arguments)
+    from tba_jax.replay.lease import LeaseHeld
+
+    try:
+        print(rescore(given.workdir))
+    except (ValueError, LeaseHeld) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(lifeline.BAD_INPUT)
+    except OSError as error:
+        print(f"error: storage failed: {error}", file=sys.stderr)
+        sys.exit(lifeline.STORAGE_FAILED)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
