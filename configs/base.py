@@ -74,6 +74,7 @@ def get_config() -> config_dict.ConfigDict:
     c.searchers.samples_per_query = 24  # S, at least learner.completions
     c.searchers.max_rows_per_snapshot = 0  # backpressure: a searcher pauses after this many rows until a newer snapshot; 0: never
     c.searchers.poll_seconds = 0.2
+    c.searchers.stop_seconds = 10.0  # that the batch in flight may take after SIGTERM; then it is abandoned. 0: at once
     c.searchers.weights = "full"  # full | int8 (weight-only, per output channel): of the policy that is sampled
     c.searchers.logit_megabytes = 128  # of each device: the most that logits take at a time in reference scoring
     c.searchers.memory_fraction = 0.2  # of a GPU that roles share, each searcher

@@ -8,6 +8,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 
 # Exit codes of a role. A supervisor starts a role again after any other non-zero code.
 BAD_INPUT = 2
@@ -59,13 +60,29 @@ def _die_with_parent(read: int) -> None:
 class StopSignal:
     """Turns SIGTERM and SIGINT into a question that loops ask between batches; a second signal ends the process."""
 
-    def __init__(self) -> None:
-        self._asked = False
+    def __init__(self, *, patience_seconds: float | None = None) -> None:
+        """Args: patience_seconds: so long after the first signal the process ends with code 0, whatever it does; None: never."""
+        self._asked, self._signals = False, 0
         signal.signal(signal.SIGTERM, self._ask)
         signal.signal(signal.SIGINT, self._ask)
+        if patience_seconds is not None:
+            # Python's own handlers wait for the main thread, which may be inside a compiled program for long; the wakeup
+            # descriptor is written at once.
+            self._read, write = os.pipe()
+            os.set_blocking(write, False)
+            signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+            threading.Thread(target=self._abandon, args=(patience_seconds,), name="stop", daemon=True).start()
+
+    def _abandon(self, patience_seconds: float) -> None:
+        while os.read(self._read, 1)[0] not in (signal.SIGTERM, signal.SIGINT):
+            pass
+        self._asked = True
+        time.sleep(patience_seconds)
+        os._exit(0)
 
     def _ask(self, number: int, frame: object) -> None:
-        if self._asked:
+        self._signals += 1
+        if self._signals > 1:
             os._exit(128 + number)
         self._asked = True
 

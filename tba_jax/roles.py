@@ -133,7 +133,7 @@ def _make_searcher(s: Settings, *, name: str, account: TimeAccount) -> Searcher:
 def searcher(s: Settings) -> Job:
     _check_devices(s.experiment, "searcher")
     _join(s, may_change_schedule=False)
-    stop = lifeline.StopSignal()
+    stop = lifeline.StopSignal(patience_seconds=s.config.searchers.stop_seconds)
 
     def job() -> int:
         if not wait_for_run(s.run, poll_seconds=s.config.searchers.poll_seconds, stop=stop):

@@ -142,6 +142,7 @@ _AT_LEAST_ZERO = (
     "warm_start.warmup_steps",
     "searchers.count",
     "searchers.max_rows_per_snapshot",
+    "searchers.stop_seconds",
     "replay.recent_window",
     "replay.max_draws_per_row",
     "replay.max_staleness",

@@ -109,14 +109,15 @@ def start_appender(root: Path, name: str) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-c", program, str(root), name], stdout=subprocess.PIPE, text=True, env=environment)
 
 
-def test_a_killed_writer_leaves_whole_appends_and_loses_no_acknowledged_one(tmp_path):
+@pytest.mark.parametrize("kills", [10, pytest.param(200, marks=pytest.mark.slow)])
+def test_a_killed_writer_leaves_whole_appends_and_loses_no_acknowledged_one(tmp_path, kills):
     acknowledged = {}
-    for number in range(0, 10, 2):
+    for number in range(0, kills, 2):
         names = [f"w{number}", f"w{number + 1}"]
         processes = [start_appender(tmp_path, name) for name in names]
         for process in processes:
             process.stdout.readline()
-        time.sleep(0.02 + 0.013 * number)
+        time.sleep(0.02 + 0.013 * (number % 10))
         for name, process in zip(names, processes, strict=True):
             os.kill(process.pid, signal.SIGKILL)
             output, _ = process.communicate()

@@ -65,6 +65,7 @@ LIMITS: dict[str, dict[str, list[object]]] = {
         "warm_start.warmup_steps": [-1],
         "searchers.count": [-1],
         "searchers.max_rows_per_snapshot": [-1],
+        "searchers.stop_seconds": [-0.5],
         "replay.recent_window": [-1],
         "replay.max_draws_per_row": [-1],
         "replay.max_staleness": [-1],
