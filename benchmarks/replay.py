@@ -22,7 +22,8 @@ import tensorstore as ts
 from absl import app, flags, logging
 
 from tba_jax.replay.index import ReplayIndex
-from tba_jax.replay.log import LogReader, LogWriter
+from tba_jax.replay.log import LogWriter
+from tba_jax.replay.reader import LogReader
 from tba_jax.replay.segment import Segment
 from tba_jax.replay.selection import STRATEGIES, draw_batch
 from tba_jax.replay.tail import Tail
@@ -144,57 +145,60 @@ def latency(folder: Path, appends: int) -> None:
         shutil.rmtree(root)
 
 
-class PackedLog:
-    """The alternative layout: one uint8[rows, row bytes] array in the same store, an append and its head one transaction."""
+class NamedLog:
+    """The alternative layout: one array a column in the same store, an append and its head one transaction."""
 
     def __init__(self, folder: Path, shape: RowShape):
-        dtype = np.dtype([(name, column, row) for name, (column, row) in shape.columns().items()])
-        self._dtype, context = dtype, ts.Context()
+        self._columns, self._context = shape.columns(), ts.Context()  # one context: the arrays share a B-tree writer
         database = {
             "driver": "ocdbt",
             "base": {"driver": "file", "path": f"{folder}/"},
             "config": {"max_decoded_node_bytes": 16384},
         }
-        self._database = ts.KvStore.open(database, context=context).result()
-        codecs = [{"name": "bytes"}, {"name": "zstd", "configuration": {"level": 1}}, {"name": "crc32c"}]
-        grid = {"name": "regular", "configuration": {"chunk_shape": [ROWS, dtype.itemsize]}}
+        self._database = ts.KvStore.open(database, context=self._context).result()
+        self._arrays = {name: self._open(name, dtype, row) for name, (dtype, row) in self._columns.items()}
+
+    def _open(self, name: str, dtype: str, row: tuple[int, ...]) -> Any:
+        codecs = [
+            {"name": "bytes", "configuration": {"endian": "little"}},
+            {"name": "zstd", "configuration": {"level": 1}},
+            {"name": "crc32c"},
+        ]
         metadata = {
-            "shape": [ROWS * SEGMENT_APPENDS, dtype.itemsize],
-            "data_type": "uint8",
-            "chunk_grid": grid,
+            "shape": [ROWS * SEGMENT_APPENDS, *row],
+            "data_type": dtype,
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [ROWS, *row]}},
             "codecs": codecs,
         }
         spec = {"driver": "zarr3", "metadata": metadata, "store_data_equal_to_fill_value": True}
-        self._array = ts.open(spec, kvstore=self._database / "rows/", create=True, context=context).result()
+        return ts.open(spec, kvstore=self._database / f"{name}/", create=True, context=self._context).result()
 
     def append(self, position: int, rows: Rows) -> None:
-        records = np.zeros(ROWS, self._dtype)
-        for name, column in rows.items():
-            records[name] = column
-        transaction = ts.Transaction(atomic=True)
-        part = self._array.with_transaction(transaction)[position * ROWS : (position + 1) * ROWS]
-        written = part.write(records.view(np.uint8).reshape(ROWS, -1))
+        transaction, part = ts.Transaction(atomic=True), slice(position * ROWS, (position + 1) * ROWS)
+        written = [array.with_transaction(transaction)[part].write(rows[name]) for name, array in self._arrays.items()]
         self._database.with_transaction(transaction)["head"] = json.dumps({"rows": (position + 1) * ROWS}).encode()
         transaction.commit_sync()
-        written.result()
+        for each in written:
+            each.result()
 
     def read(self, position: int) -> dict[str, np.ndarray]:
-        raw = np.ascontiguousarray(self._array[position * ROWS : (position + 1) * ROWS].read().result())
-        records = raw.view(self._dtype)[:, 0]
-        return {name: np.ascontiguousarray(records[name]) for name in self._dtype.names or ()}
+        with ts.Batch() as batch:  # the columns of an append lie side by side in one file
+            part = slice(position * ROWS, (position + 1) * ROWS)
+            reads = {name: array[part].read(batch=batch) for name, array in self._arrays.items()}
+        return {name: np.asarray(read.result()) for name, read in reads.items()}
 
 
 def layout(folder: Path, appends: int) -> None:
-    print(f"layout: named columns (the log) against packed records, {appends} appends of {ROWS} rows, interleaved")
+    print(f"layout: packed columns (the log) against named columns, {appends} appends of {ROWS} rows, interleaved")
     for name, shape in SHAPES.items():
         root, rng = folder / "layout", np.random.default_rng(0)
         root.mkdir()
-        log, packed, reader = (
-            open_log(root / "named", "w0", shape),
-            PackedLog(root / "packed", shape),
-            LogReader(root / "named", shape),
+        log, named, reader = (
+            open_log(root / "packed", "w0", shape),
+            NamedLog(root / "named", shape),
+            LogReader(root / "packed", shape),
         )
-        times: dict[str, list[float]] = {"named": [], "packed": [], "named read": [], "packed read": []}
+        times: dict[str, list[float]] = {"packed": [], "named": [], "packed read": [], "named read": []}
 
         def timed(key: str, function: Callable[[], Any], times: dict[str, list[float]] = times) -> Any:
             begin = time.perf_counter()
@@ -204,20 +208,20 @@ def layout(folder: Path, appends: int) -> None:
 
         for position in range(appends + 1):
             rows = make_rows(shape, position * ROWS, ROWS, rng)
-            timed("named", functools.partial(log.append, rows))
-            timed("packed", functools.partial(packed.append, position, rows))
+            timed("packed", functools.partial(log.append, rows))
+            timed("named", functools.partial(named.append, position, rows))
         reader.heads()
         for position in range(appends + 1):
-            stored = timed("named read", functools.partial(reader.read, "w0", position * ROWS, (position + 1) * ROWS))
-            records = timed("packed read", functools.partial(packed.read, position))
-            assert all(np.array_equal(records[column], stored[column]) for column in stored)
+            stored = timed("packed read", functools.partial(reader.read, "w0", position * ROWS, (position + 1) * ROWS))
+            columns = timed("named read", functools.partial(named.read, position))
+            assert all(np.array_equal(columns[column], stored[column]) for column in stored)
         medians = {key: float(np.median(values[1:])) for key, values in times.items()}
-        for key, store in (("named", root / "named" / "w0"), ("packed", root / "packed")):
+        for key, store in (("packed", root / "packed" / "w0"), ("named", root / "named")):
             stored_bytes = bytes_under(store) / ((appends + 1) * ROWS)
             print(
-                f"  {name:12} {key:6} append {1e3 * medians[key]:6.2f} ms ({medians[key] / medians['named']:.2f})   "
+                f"  {name:12} {key:6} append {1e3 * medians[key]:6.2f} ms ({medians[key] / medians['packed']:.2f})   "
                 f"{ROWS / medians[key]:7.0f} rows/s   read {1e3 * medians[key + ' read']:6.2f} ms "
-                f"({medians[key + ' read'] / medians['named read']:.2f})   {stored_bytes:6.0f} bytes a row "
+                f"({medians[key + ' read'] / medians['packed read']:.2f})   {stored_bytes:6.0f} bytes a row "
                 f"({stored_bytes / row_bytes(shape):.2f} of raw)"
             )
         shutil.rmtree(root)
@@ -274,7 +278,7 @@ def long_log(root: Path, name: str, shape: RowShape, *, full_segments: int) -> L
     """
     log = open_log(root, name, shape)
     for number in range(full_segments):
-        (root / name / f"{number:06d}").mkdir()
+        (root / name / f"{number:06d}").mkdir(parents=True)
     segment = Segment(root / name / f"{full_segments:06d}", log._schema, create=True)
     head = full_segments * SEGMENT_APPENDS + 10
     segment.append(9, make_rows(shape, (head - 1) * ROWS, ROWS, np.random.default_rng(0)), {"appends": head, "rows": head * ROWS})

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from tba_jax import mesh as mesh_lib
-from tba_jax import policy_store, run_config, run_dir, trajectory
+from tba_jax import policy_store, run_config, run_dir, storage, trajectory
 from tba_jax.decoding import generate as generate_lib
 from tba_jax.decoding import sampling as sampling_lib
 from tba_jax.decoding.rewards import reward_generation
@@ -169,7 +169,7 @@ def run_evaluator(
             if finished:
                 break
             with account.measure("wait_policy"):
-                time.sleep(config.searchers.poll_seconds)
+                time.sleep(storage.poll_seconds([run.shared], config.searchers.poll_seconds))
             continue
         try:
             with account.measure("evaluate"):

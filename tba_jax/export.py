@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tba_jax import lifeline, run_dir
+from tba_jax import lifeline, run_dir, storage
+from tba_jax.storage import Place
 
 if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answered at once
     from tba_jax.models.policy import Policy
@@ -35,11 +36,14 @@ def export(workdir: Path, output: Path, *, step: int | None, dtype: str | None) 
     from tba_jax.models import hugging_face, hugging_face_export, lora
     from tba_jax.tokenizer import CharacterTokenizer
 
-    run = run_dir.RunDir(workdir)
-    if not run.config.exists():
+    run = run_dir.open_run_dir(workdir)
+    if not storage.exists(run.config):
         raise ValueError(f"{workdir} holds no run: there is no {run.config}")
-    if output.resolve().is_relative_to(workdir.resolve()):
-        raise ValueError(f"--output={output} is in the run's folder {workdir}, which the trainer sweeps; export to another place")
+    inside = next(
+        (p for p in (run.root, run.shared) if isinstance(p, Path) and output.resolve().is_relative_to(p.resolve())), None
+    )
+    if inside is not None:
+        raise ValueError(f"--output={output} is in the run's folder {inside}, which the trainer sweeps; export to another place")
     config, policy, tokenizer = _read_run(run)
     steps = policy_store.committed_steps(run.policies)
     if not steps:
@@ -95,9 +99,9 @@ def _read_run(run: run_dir.RunDir) -> "tuple[Any, Policy, Tokenizer]":
         ) from error
 
 
-def _reference(run: run_dir.RunDir) -> Path:
+def _reference(run: run_dir.RunDir) -> Place:
     """The folder of the policy that the run began with."""
-    if not run.initial_reference.is_file():
+    if not storage.exists(run.initial_reference):
         raise ValueError(f"{run.initial_reference} is gone: it names the reference policy, which the adapters belong to")
     named = run_dir.read_json(run.initial_reference)
     if not isinstance(named, dict) or not isinstance(named.get("id"), str):
@@ -106,14 +110,14 @@ def _reference(run: run_dir.RunDir) -> Path:
 
 
 @contextlib.contextmanager
-def _committed(folder: Path, what: str) -> Iterator[None]:
+def _committed(folder: Place, what: str) -> Iterator[None]:
     """Says of a folder that is removed before or while it is read that it is gone; other failures pass as they are."""
     from tba_jax import policy_store
 
     try:
         yield
     except (FileNotFoundError, ValueError) as error:
-        if (folder / policy_store.COMMIT).is_file():
+        if storage.exists(folder / policy_store.COMMIT):
             raise
         raise ValueError(f"{what} is gone: {folder} holds no {policy_store.COMMIT}") from error
 

@@ -21,6 +21,9 @@ _ROLE = flags.DEFINE_enum(
 )
 _NAME = flags.DEFINE_string("name", "", "Name of this role's metrics; default: the role (searchers add their writer id).")
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print config, shapes and memory, and stop.")
+_SHARED = flags.DEFINE_string(
+    "shared", "", "Where searchers and trainer meet, if not in --workdir: a folder, gs://bucket/prefix or s3://bucket/prefix."
+)
 _INIT_FROM = flags.DEFINE_string("init_from", "", "RUN@STEP: a new run begins from another run's policy of that step.")
 _ALLOW_CHANGE = flags.DEFINE_list("allow_change", [], "Schedule settings that a resumed run may change.")
 
@@ -32,13 +35,12 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
 def main(argv: Sequence[str]) -> None:
     del argv
     command.log_to_stderr()
-    run = run_dir.RunDir(Path(command.WORKDIR.value).absolute())
     with command.failures():
-        job = _prepare(command.CONFIG.value, run)
+        job = _prepare(command.CONFIG.value)
         sys.exit(job())
 
 
-def _prepare(config: Any, run: run_dir.RunDir) -> Job:
+def _prepare(config: Any) -> Job:
     """Everything that a user's mistake can stop, and then the job itself, which returns an exit code."""
     from tba_jax import experiment as experiment_lib
     from tba_jax import other_runs
@@ -58,7 +60,7 @@ def _prepare(config: Any, run: run_dir.RunDir) -> Job:
 
         settings = roles.Settings(
             experiment=experiment,
-            run=run,
+            run=run_dir.open_run_dir(Path(command.WORKDIR.value).absolute(), _SHARED.value),
             name=_NAME.value,
             label=Path(config_flags.get_config_filename(flags.FLAGS["config"])).stem,
             allow_change=tuple(_ALLOW_CHANGE.value),

@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,14 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from tba_jax import policy_store, run_config, run_dir
+from tba_jax import policy_store, run_config, run_dir, storage
 from tba_jax.checkpoint import Checkpoints
 from tba_jax.learner import TrainState
 from tba_jax.models.lora import LoraConfig, merge
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
+from tba_jax.replay.log import REGISTER
+from tba_jax.storage import Place
 from tba_jax.trainer import make_index, make_optimizer, state_shapes
 
 log = logging.getLogger(__name__)
@@ -28,11 +29,11 @@ _FREE_OF_ROWS = ("lora",)
 _OF_WEIGHTS = ("model", "tokenizer", "eos_id", "pad_id")
 
 
-def _read(folder: Path, *, setting: str) -> tuple[run_dir.RunDir, dict[str, Any]]:
+def _read(workdir: str, *, setting: str) -> tuple[run_dir.RunDir, dict[str, Any]]:
     """Another run and its config.json. Raises ValueError where there is none, or none of this version."""
-    run = run_dir.RunDir(folder)
-    if not run.config.is_file():
-        raise ValueError(f"{setting}: {folder} holds no run: there is no {run.config}")
+    run = run_dir.open_run_dir(workdir)
+    if not storage.exists(run.config):
+        raise ValueError(f"{setting}: {workdir} holds no run: there is no {run.config}")
     stored = run_config.read(run)
     if not isinstance(stored, dict) or not all(isinstance(stored.get(name), dict) for name in ("config", "contract")):
         raise ValueError(f"{setting}: {run.config} is not that of a run of this version")
@@ -40,7 +41,7 @@ def _read(folder: Path, *, setting: str) -> tuple[run_dir.RunDir, dict[str, Any]
 
 
 def _reference_id(run: run_dir.RunDir) -> str | None:
-    return run_dir.read_json(run.initial_reference)["id"] if run.initial_reference.exists() else None
+    return run_dir.read_json(run.initial_reference)["id"] if storage.exists(run.initial_reference) else None
 
 
 # Mounts
@@ -58,16 +59,16 @@ def check_mounts(run: run_dir.RunDir, config: Any, contract: run_config.Contract
     own = _reference_id(run)
     expected, of = own, f"this run's is {own}"
     writers = dict.fromkeys(_writers(run), run.replay)
-    roots = {run.root.resolve()}
-    for folder in map(Path, config.replay.mount):
-        if folder.resolve() in roots:
+    places = {_identity(run)}
+    for folder in config.replay.mount:
+        if _identity(run_dir.open_run_dir(folder)) in places:
             raise ValueError(f"replay.mount: {folder} is this run itself, or mounted twice")
-        roots.add(folder.resolve())
         other, stored = _read(folder, setting="replay.mount")
+        places.add(_identity(other))
         ours: dict[str, Any] = {k: v for k, v in contract.to_json().items() if k not in _FREE_OF_ROWS}
         theirs: dict[str, Any] = {k: v for k, v in stored["contract"].items() if k not in _FREE_OF_ROWS}
         rescored = other.rescored_commit(contract.reward_version)
-        if rescored.exists():
+        if storage.exists(rescored):
             parts = run_dir.read_json(rescored)["reward_parts"]
             theirs |= {"reward_version": contract.reward_version, "reward_parts": parts}
         if own is None:  # this run will begin from the mounted run's reference policy
@@ -88,7 +89,9 @@ def check_mounts(run: run_dir.RunDir, config: Any, contract: run_config.Contract
             if writer in writers:
                 raise ValueError(f"replay.mount: writer {writer} has a log in {other.replay} and in {writers[writer]}")
             writers[writer] = other.replay
-    ended = bool(config.replay.mount) and all(run_dir.RunDir(Path(folder)).finished.exists() for folder in config.replay.mount)
+    ended = bool(config.replay.mount) and all(
+        storage.exists(run_dir.open_run_dir(folder).finished) for folder in config.replay.mount
+    )
     if ended and not config.searchers.count and config.replay.recent_probability:
         log.warning(
             "replay.recent_probability=%g draws the newest queries of finished runs again and again; 0 draws all evenly",
@@ -96,8 +99,14 @@ def check_mounts(run: run_dir.RunDir, config: Any, contract: run_config.Contract
         )
 
 
+def _identity(run: run_dir.RunDir) -> Place:
+    """What two runs that are the same have in common."""
+    return run.shared.resolve() if isinstance(run.shared, Path) else run.shared
+
+
 def _writers(run: run_dir.RunDir) -> list[str]:
-    return sorted(name for name in os.listdir(run.replay) if not name.startswith(".")) if run.replay.is_dir() else []
+    names = storage.names_in(run.replay / REGISTER)
+    return [name.removesuffix(".json") for name in names if not name.startswith(".")]
 
 
 def copy_reference(mount: str, folder: Path) -> None:
@@ -106,10 +115,10 @@ def copy_reference(mount: str, folder: Path) -> None:
     Raises:
       ValueError: the copy is not what the mounted run calls it.
     """
-    run, _ = _read(Path(mount), setting="replay.mount")
+    run, _ = _read(mount, setting="replay.mount")
     reference = _reference_id(run)
     assert reference is not None, "check_mounts comes first"
-    shutil.copytree(run.reference(reference), folder)
+    storage.copy_tree(run.reference(reference), folder, last=policy_store.COMMIT)
     if (found := policy_store.fingerprint(folder)) != reference:
         shutil.rmtree(folder)
         raise ValueError(f"replay.mount: {run.reference(reference)} is damaged: its content is {found}")
@@ -120,16 +129,16 @@ def copy_reference(mount: str, folder: Path) -> None:
 
 
 def parse_init_from(value: str) -> str:
-    """RUN@STEP with an absolute path. Raises ValueError where it is not of that form; "" stays ""."""
+    """RUN@STEP with an absolute path or a URL. Raises ValueError where it is not of that form; "" stays ""."""
     folder, _, step = value.rpartition("@")
     if value and (not folder or not step.isdecimal()):
         raise ValueError(f"--init_from={value!r} must be RUN@STEP: the workdir of a run and the step of a snapshot")
-    return f"{Path(folder).absolute()}@{int(step)}" if value else ""
+    return f"{storage.absolute(folder)}@{int(step)}" if value else ""
 
 
 def _open_init_from(init_from: str) -> tuple[run_dir.RunDir, dict[str, Any], int]:
     folder, _, step = init_from.rpartition("@")
-    return *_read(Path(folder), setting="--init_from"), int(step)
+    return *_read(folder, setting="--init_from"), int(step)
 
 
 def check_init_from(run: run_dir.RunDir, config: Any, contract: run_config.Contract, *, init_from: str) -> None:
@@ -138,7 +147,7 @@ def check_init_from(run: run_dir.RunDir, config: Any, contract: run_config.Contr
     Raises:
       ValueError: one sentence, with the steps there are, or with the fields that differ.
     """
-    if not init_from or run.initial_reference.exists():
+    if not init_from or storage.exists(run.initial_reference):
         return
     if config.warm_start.steps:
         raise ValueError(
@@ -150,7 +159,7 @@ def check_init_from(run: run_dir.RunDir, config: Any, contract: run_config.Contr
         raise ValueError(f"--init_from={init_from} is of another model or tokenizer; " + "; ".join(different))
     steps = policy_store.committed_steps(other.policies)
     if step not in steps:
-        raise ValueError(f"--init_from={init_from}: step {step} is not a snapshot of {other.root}; {_listed(steps)}")
+        raise ValueError(f"--init_from={init_from}: step {step} is not a snapshot of {other.shared}; {_listed(steps)}")
     if theirs.get("lora") and _reference_id(other) is None:
         raise ValueError(f"--init_from={init_from}: {other.initial_reference} is gone, which the adapters belong to")
 
@@ -183,7 +192,7 @@ def take_optimizer(
     contract: run_config.Contract,
     *,
     policy: Policy,
-    reference: Path,
+    reference: Place,
     mesh: Mesh,
 ) -> bool:
     """Writes a checkpoint of step 0 with the weights of `reference` and the optimiser of the other run at that step.

@@ -1,7 +1,8 @@
 """Policy snapshots on shared storage: the wire from the trainer to searchers and evaluators, and the reference store.
 
 A snapshot is a folder of tensorstore arrays, one per parameter, chunked as the writer's shards. `commit.json`, written
-last, makes it visible. A reader restores straight into its own sharding, whatever mesh wrote it.
+last, makes it visible; a local folder also appears as a whole, by being renamed. A reader restores straight into its own
+sharding, whatever mesh wrote it.
 """
 
 import concurrent.futures
@@ -9,6 +10,7 @@ import dataclasses
 import hashlib
 import shutil
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
 
-from tba_jax import run_dir
+from tba_jax import run_dir, storage
 from tba_jax.models import parameters
 from tba_jax.models.parameters import Params, Specs
+from tba_jax.storage import Place
 
 COMMIT = "commit.json"
 _READ_AHEAD_BYTES = 1 << 28
@@ -33,60 +36,99 @@ class SnapshotInfo:
     epoch: int
 
 
-def _spec(folder: Path, name: str) -> dict[str, Any]:
+def _spec(folder: Place, name: str) -> dict[str, Any]:
     return {
         "driver": "zarr3",
-        "kvstore": {"driver": "file", "path": f"{folder / name}/"},
+        "kvstore": storage.kvstore(folder / name),
         # A missing chunk must not read as zeros, so a chunk of zeros must be written.
         "fill_missing_data_reads": False,
         "store_data_equal_to_fill_value": True,
     }
 
 
-def save(folder: Path, params: Params, info: SnapshotInfo, *, dtype: str, durable: bool = True) -> None:
+def _pass() -> None:
+    """Nothing stands against a snapshot."""
+
+
+def save(
+    folder: Place,
+    params: Params,
+    info: SnapshotInfo,
+    *,
+    dtype: str,
+    durable: bool = True,
+    check: Callable[[], None] = _pass,
+) -> None:
     """Writes one snapshot; it becomes visible as a whole at the end.
 
     Args:
-      folder: the snapshot's final place; an uncommitted leftover there is replaced.
+      folder: the snapshot's final place; what a trainer of the same or an earlier epoch left there is replaced.
       params: arrays on device or host. A device array is written shard by shard.
       dtype: dtype on disk.
-      durable: waits until the device has the bytes. Without, a snapshot may be damaged after a loss of power (a reader then says
-        so); journal and log derive it again.
+      durable: waits until a local device has the bytes. Without, a snapshot may be damaged after a loss of power (a reader then
+        says so); journal and log derive it again.
+      check: called right before the snapshot becomes visible; what it raises is raised, and nothing is visible then.
 
     Raises:
-      OSError or ValueError: the storage refused (full, read-only); nothing is visible then.
+      OSError: the storage refused (full, read-only). ValueError: a trainer of a later epoch has written this step. Nothing is
+        visible then.
     """
-    temporary = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}"
-    temporary.mkdir(parents=True)
+    _refuse_later_epoch(folder, info)
+    draft = folder
+    if isinstance(folder, Path):
+        draft = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}"
+        draft.mkdir(parents=True)
+    else:
+        _remove(folder)
     try:
-        futures = []
-        for name, array in parameters.flatten(params).items():
-            shards = _host_shards(array)
-            chunk = shards[0][1].shape
-            spec = _spec(temporary, name) | {
-                "context": {"file_io_sync": durable},
-                "metadata": {
-                    "shape": list(array.shape),
-                    "data_type": dtype,
-                    "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(chunk)}},
-                    "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
-                },
-            }
-            store = ts.open(spec, create=True).result()
-            futures += [
-                ts.cast(store, block.dtype)[index].write(block, can_reference_source_data_indefinitely=True)
-                for index, block in shards
-            ]
-        for future in futures:
-            future.result()
-        run_dir.write_json(temporary / COMMIT, dataclasses.asdict(info) | {"dtype": dtype})
-        if folder.exists():
-            shutil.rmtree(folder)
-        temporary.rename(folder)
-        run_dir.sync_folder(folder.parent)
+        try:
+            _write_arrays(draft, params, dtype=dtype, durable=durable)
+        except storage.STORAGE_ERRORS as error:  # tensorstore's are mostly ValueError, which else is a user's mistake
+            raise OSError(f"snapshot {folder} could not be written: {error}") from error
+        check()
+        _refuse_later_epoch(folder, info)
+        run_dir.write_json(draft / COMMIT, dataclasses.asdict(info) | {"dtype": dtype})
+        if isinstance(draft, Path) and isinstance(folder, Path):
+            if folder.exists():
+                shutil.rmtree(folder)
+            draft.rename(folder)
+            storage.sync_folder(folder.parent)
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(draft, Path):  # in an object store the place may be another trainer's by now
+            shutil.rmtree(draft, ignore_errors=True)
         raise
+
+
+def _refuse_later_epoch(folder: Place, info: SnapshotInfo) -> None:
+    try:
+        there = run_dir.read_json(folder / COMMIT)["epoch"]
+    except (FileNotFoundError, ValueError, KeyError):
+        return
+    if there > info.epoch:
+        raise ValueError(f"{folder} was published under epoch {there}, this trainer's is {info.epoch}: it has been replaced")
+
+
+def _write_arrays(folder: Place, params: Params, *, dtype: str, durable: bool) -> None:
+    futures = []
+    for name, array in parameters.flatten(params).items():
+        shards = _host_shards(array)
+        spec = _spec(folder, name) | {
+            "metadata": {
+                "shape": list(array.shape),
+                "data_type": dtype,
+                "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(shards[0][1].shape)}},
+                "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
+            },
+        }
+        if isinstance(folder, Path):
+            spec["context"] = {"file_io_sync": durable}
+        store = ts.open(spec, create=True, context=storage.context(folder)).result()
+        futures += [
+            ts.cast(store, block.dtype)[index].write(block, can_reference_source_data_indefinitely=True)
+            for index, block in shards
+        ]
+    for future in futures:
+        future.result()
 
 
 def _host_shards(array: Any) -> list[tuple[Any, np.ndarray]]:
@@ -96,7 +138,7 @@ def _host_shards(array: Any) -> list[tuple[Any, np.ndarray]]:
     return [((slice(None),) * array.ndim, np.asarray(array))]
 
 
-def open_arrays(folder: Path, specs: Specs) -> Params:
+def open_arrays(folder: Place, specs: Specs) -> Params:
     """The parameters of a snapshot as tensorstore arrays, which read what is asked of them.
 
     Raises:
@@ -105,7 +147,8 @@ def open_arrays(folder: Path, specs: Specs) -> Params:
     """
     run_dir.read_json(folder / COMMIT)
 
-    opened = {name: ts.open(_spec(folder, name), open=True) for name in parameters.flatten(specs)}
+    context = storage.reading_context(folder)
+    opened = {name: ts.open(_spec(folder, name), open=True, context=context) for name in parameters.flatten(specs)}
 
     def open_one(name: str, spec: parameters.ParamSpec) -> ts.TensorStore:
         try:
@@ -119,13 +162,13 @@ def open_arrays(folder: Path, specs: Specs) -> Params:
     return parameters.map_specs(open_one, specs)
 
 
-def _refusal(folder: Path, sentence: str) -> Exception:
-    if not (folder / COMMIT).exists():
+def _refusal(folder: Place, sentence: str) -> Exception:
+    if not storage.exists(folder / COMMIT):
         return FileNotFoundError(f"snapshot {folder} was removed while it was read")
     return ValueError(f"{folder}: {sentence}")
 
 
-def load(folder: Path, specs: Specs, shardings: Params, *, dtype: str = "float32") -> Params:
+def load(folder: Place, specs: Specs, shardings: Params, *, dtype: str = "float32") -> Params:
     """Restores a snapshot in `shardings`; every device reads its own shard only.
 
     Args:
@@ -164,26 +207,26 @@ def load(folder: Path, specs: Specs, shardings: Params, *, dtype: str = "float32
     return parameters.map_specs(read, specs)
 
 
-def committed_steps(policies: Path) -> list[int]:
+def committed_steps(policies: Place) -> list[int]:
     """Steps with a visible snapshot, ascending."""
-    return [step for step in run_dir.steps_in(policies) if (policies / run_dir.step_name(step) / COMMIT).exists()]
+    return run_dir.as_steps(storage.folders_with(policies, COMMIT))
 
 
-def latest_step(policies: Path) -> int | None:
-    """The newest step with a visible snapshot; looks at no more folders than it must."""
-    newest_first = reversed(run_dir.steps_in(policies))
-    return next((step for step in newest_first if (policies / run_dir.step_name(step) / COMMIT).exists()), None)
+def latest_step(policies: Place, *, newer_than: int = -1) -> int | None:
+    """The newest step above `newer_than` with a visible snapshot; looks at no more folders than it must."""
+    newest_first = reversed(run_dir.steps_in(policies, newer_than=newer_than))
+    return next((step for step in newest_first if storage.exists(policies / run_dir.step_name(step) / COMMIT)), None)
 
 
-def load_step(policies: Path, step: int, specs: Specs, shardings: Params, *, dtype: str = "float32") -> Params:
+def load_step(policies: Place, step: int, specs: Specs, shardings: Params, *, dtype: str = "float32") -> Params:
     return load(policies / run_dir.step_name(step), specs, shardings, dtype=dtype)
 
 
 def load_latest(
-    policies: Path, specs: Specs, shardings: Params, *, newer_than: int, dtype: str = "float32"
+    policies: Place, specs: Specs, shardings: Params, *, newer_than: int, dtype: str = "float32"
 ) -> tuple[int, Params] | None:
     """The newest snapshot if it is newer than `newer_than`, else None. One that vanishes meanwhile: the next newest."""
-    while (step := latest_step(policies)) is not None and step > newer_than:
+    while (step := latest_step(policies, newer_than=newer_than)) is not None:
         try:
             return step, load_step(policies, step, specs, shardings, dtype=dtype)
         except FileNotFoundError:
@@ -191,32 +234,47 @@ def load_latest(
     return None
 
 
-def prune(policies: Path, *, keep: int, keep_every: int, final_step: int) -> list[int]:
+def prune(policies: Place, *, keep: int, keep_every: int, final_step: int) -> list[int]:
     """Removes old snapshots: all but the newest `keep` (0: keeps all), step 0, multiples of keep_every, final_step."""
-    steps = committed_steps(policies)
-    old = steps[:-keep] if keep else []
+    if not keep:
+        return []
+    old = committed_steps(policies)[:-keep]
     removed = [step for step in old if step % keep_every and step != final_step]
     for step in removed:
-        folder = policies / run_dir.step_name(step)
-        (folder / COMMIT).unlink(missing_ok=True)  # first the commit: no reader takes up a half-removed snapshot
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(policies / run_dir.step_name(step))
     return removed
 
 
-def sweep(policies: Path) -> None:
+def _remove(folder: Place) -> None:
+    storage.remove(folder / COMMIT)  # first the commit: no reader takes up a half-removed snapshot
+    storage.remove_tree(folder)
+
+
+def sweep(policies: Place) -> None:
     """Removes what killed writers and prunings left: drafts, and folders without a commit. Only the trainer may call it."""
-    for folder in policies.iterdir() if policies.is_dir() else ():
-        if folder.is_dir() and not (folder.name[0] != "." and (folder / COMMIT).exists()):
-            shutil.rmtree(folder, ignore_errors=True)
+    committed = set(storage.folders_with(policies, COMMIT))
+    for name in storage.names_in(policies):
+        if name.startswith(".") or name not in committed:
+            storage.remove_tree(policies / name)
 
 
-def fingerprint(folder: Path) -> str:
+def fingerprint(folder: Place) -> str:
     """16 hex digits over every parameter's name, shape and bytes on disk: the id of a reference policy."""
     digest = hashlib.blake2b(digest_size=8)
-    for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name != COMMIT):
-        digest.update(str(path.relative_to(folder)).encode())
-        digest.update(path.read_bytes())
+    for name in storage.files_in(folder):
+        if name != COMMIT:
+            digest.update(name.encode())
+            digest.update(storage.read_bytes(folder / name))
     return digest.hexdigest()
+
+
+def adopt(draft: Path, folder: Place) -> None:
+    """Moves a committed snapshot from a local draft to where there is none yet."""
+    if isinstance(folder, Path) and draft.parent == folder.parent:
+        draft.rename(folder)
+    else:
+        storage.copy_tree(draft, folder, last=COMMIT)
+        shutil.rmtree(draft)
 
 
 class Publisher:
@@ -226,8 +284,18 @@ class Publisher:
     them by as long as it takes to write and read them.
     """
 
-    def __init__(self, policies: Path, *, dtype: str, keep: int, keep_every: int, final_step: int):
-        self._policies = policies
+    def __init__(
+        self,
+        policies: Place,
+        *,
+        dtype: str,
+        keep: int,
+        keep_every: int,
+        final_step: int,
+        check: Callable[[], None] = _pass,
+    ):
+        """Args: check: called right before a snapshot becomes visible; what it raises stops it, and is raised by `wait`."""
+        self._policies, self._check = policies, check
         self._dtype = dtype
         self._retention = dict(keep=keep, keep_every=keep_every, final_step=final_step)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="publisher")
@@ -242,14 +310,14 @@ class Publisher:
 
     def _write(self, params: Params, info: SnapshotInfo) -> None:
         kept = info.step % self._retention["keep_every"] == 0 or info.step == self._retention["final_step"]
-        save(self._policies / run_dir.step_name(info.step), params, info, dtype=self._dtype, durable=kept)
+        save(self._policies / run_dir.step_name(info.step), params, info, dtype=self._dtype, durable=kept, check=self._check)
         prune(self._policies, **self._retention)
 
     def wait(self) -> None:
         """Returns when everything handed over is visible. Raises what the background write raised."""
-        if self._pending is not None:
-            self._pending.result()
-            self._pending = None
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
 
     def close(self) -> None:
         self.wait()

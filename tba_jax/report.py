@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tba_jax import metrics, run_dir
+from tba_jax import metrics, run_dir, storage
 
 _TAIL_BYTES = 1 << 16
 
@@ -43,9 +43,9 @@ class Progress:
         trainer = last_line(self._run.metrics("trainer"))
         if not trainer:
             warm = last_line(self._run.metrics("reference"))
-            if warm and not self._run.initial_reference.exists():
+            if warm and not storage.exists(self._run.initial_reference):
                 return f"warm start {warm['step']}/{self._warm_start_steps}  loss {warm['loss']:.3f}"
-            return "starting" if self._run.initial_reference.exists() else "preparing the reference policy"
+            return "starting" if storage.exists(self._run.initial_reference) else "preparing the reference policy"
         parts = [
             f"step {trainer['step']}/{self._steps}",
             f"reward {trainer['reward']:.3f}",

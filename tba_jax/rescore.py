@@ -8,7 +8,6 @@ appear when all are scored, and count once `DIR/rewards/<version>.json` is there
 """
 
 import argparse
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,11 +15,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tba_jax import lifeline, run_config, run_dir
+from tba_jax import lifeline, run_config, run_dir, storage
 
 if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answered at once
     from tba_jax.experiment import Experiment
-    from tba_jax.replay.log import LogReader
+    from tba_jax.replay.reader import LogReader
     from tba_jax.tasks.interface import EncodedQuery
     from tba_jax.trajectory import Rows
 
@@ -43,10 +42,10 @@ def rescore(workdir: Path) -> str:
     from tba_jax import experiment as experiment_lib
     from tba_jax import trajectory
     from tba_jax.replay.lease import EpochLease
-    from tba_jax.replay.log import LogReader
+    from tba_jax.replay.reader import LogReader
 
-    run = run_dir.RunDir(workdir)
-    if not run.config.is_file():
+    run = run_dir.open_run_dir(workdir)
+    if not storage.exists(run.config):
         raise ValueError(f"{workdir} holds no run: there is no {run.config}")
     stored = run_config.read(run)
     experiment = experiment_lib.build(config_dict.ConfigDict(stored["config"]))
@@ -67,7 +66,6 @@ def rescore(workdir: Path) -> str:
             continue
         _rescore_writer(run, experiment, reader, queries, writer=writer, head=head)
         scored += head
-    shutil.rmtree(_drafts(run, version), ignore_errors=True)
     run_dir.write_json(run.rescored_commit(version), {"reward_parts": list(experiment.contract.reward_parts), "heads": heads})
     total = f"{sum(heads.values())} rows of {len(heads)} writers have reward version {version} in {run.rescored(version)}"
     return "; ".join([f"{total}, {scored} of them scored now", *sorted(reader.problems.values())])
@@ -75,23 +73,19 @@ def rescore(workdir: Path) -> str:
 
 def _is_done(run: run_dir.RunDir, experiment: "Experiment", writer: str, head: int) -> bool:
     """Whether a writer's rows are scored. A process never writes to the log of another, so that of an ended one stays."""
-    from tba_jax.replay.log import LogReader
+    from tba_jax.replay.log import registration
+    from tba_jax.replay.reader import LogReader
 
     folder = run.rescored(experiment.contract.reward_version)
-    if not (folder / writer).exists():
+    if not storage.exists(registration(folder, writer)):
         return False
     done = LogReader(folder, experiment.contract.row_shape()).heads().get(writer, 0)
     if done != head:
         raise ValueError(
             f"{folder / writer} has {done} of the {head} rows of writer {writer}, which was still at work then; "
-            "remove that folder to score them all, where no run mounts them"
+            f"remove it and {registration(folder, writer)} to score them all, where no run mounts them"
         )
     return True
-
-
-def _drafts(run: run_dir.RunDir, version: int) -> Path:
-    """Where writers are kept until all of their rows are scored."""
-    return run.rescored(version).parent / f".{version}"
 
 
 def _rescore_writer(
@@ -103,29 +97,24 @@ def _rescore_writer(
     writer: str,
     head: int,
 ) -> None:
-    """Writes one writer's rows under a hidden name and renames the folder when all are there."""
+    """Writes one writer's rows; the writer is registered once all are there, so that nobody reads them before."""
     from tba_jax.replay.log import LogWriter
-    from tba_jax.replay.segment import LogSchema
 
     contract = experiment.contract
-    final = run.rescored(contract.reward_version)
-    draft = _drafts(run, contract.reward_version)
-    shutil.rmtree(draft / writer, ignore_errors=True)
-    described = run_dir.read_json(reader.folder(writer) / "writer.json")
-    schema = LogSchema.from_json(described["schema"])
+    folder, schema = run.rescored(contract.reward_version), reader.schema(writer)
+    storage.remove_tree(folder / writer)  # of an attempt that was interrupted
     log = LogWriter(
-        draft,
+        folder,
         writer,
         contract.row_shape(),
         rows_per_append=schema.rows_per_append,
         segment_appends=schema.segment_appends,
-        info={**described["info"], "rescored": contract.reward_version},
+        info={**reader.info(writer), "rescored": contract.reward_version},
+        claim=False,
     )
     for start in range(0, head, schema.rows_per_append):
         log.append(_scored_again(reader.read(writer, start, start + schema.rows_per_append), experiment, queries, writer))
-    final.mkdir(parents=True, exist_ok=True)
-    (draft / writer).rename(final / writer)
-    run_dir.sync_folder(final)
+    log.claim()
 
 
 def _scored_again(
@@ -134,7 +123,7 @@ def _scored_again(
     """Rows with reward, parts and version of the task as it is now. Rows that cannot be decoded get NaN, and stay invalid."""
     from tba_jax.decoding.generate import Generation
     from tba_jax.decoding.rewards import reward_generation
-    from tba_jax.replay.log import REJECTIONS, validate_rows
+    from tba_jax.replay.validation import REJECTIONS, validate_rows
 
     contract = experiment.contract
     ids = rows["query_id"].tolist()

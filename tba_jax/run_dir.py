@@ -1,49 +1,67 @@
-"""Every path under a run's workdir, and the one rule for writing there: commit, then visible.
+"""Every path of a run: what its roles share, and what is the trainer's or a process's own.
 
-A file is written under a temporary name in the same folder, flushed to the device and renamed; readers ignore names
-that begin with a dot. A folder counts as committed once the marker file that its owner writes last is there.
+A folder counts as committed once the marker file that its owner writes last is there.
 """
 
 import dataclasses
 import json
 import os
 import re
-import uuid
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from tba_jax import storage
+from tba_jax.storage import Place
+
 _STEP = re.compile(r"\d{8}")
+_SHARED = "shared.json"
 
 
 @dataclasses.dataclass(frozen=True)
 class RunDir:
-    """Paths of one run. Making the object touches nothing on disk."""
+    """Paths of one run. Making the object touches nothing on disk.
+
+    root: the workdir, local to this machine, or to those that see the folder. elsewhere: where searchers and trainer meet, if
+    not in `root`.
+    """
 
     root: Path
+    elsewhere: Place | None = None
 
     @property
-    def config(self) -> Path:
-        return self.root / "config.json"
+    def shared(self) -> Place:
+        """Where config, policies and replay are."""
+        return self.root if self.elsewhere is None else self.elsewhere
 
     @property
-    def references(self) -> Path:
-        return self.root / "reference"
+    def shared_name(self) -> Path:
+        """{"shared": …}, of a run that meets elsewhere."""
+        return self.root / _SHARED
 
     @property
-    def policies(self) -> Path:
-        return self.root / "policy"
+    def config(self) -> Place:
+        return self.shared / "config.json"
 
     @property
-    def replay(self) -> Path:
-        return self.root / "replay"
+    def references(self) -> Place:
+        return self.shared / "reference"
 
-    def rescored(self, reward_version: int) -> Path:
+    @property
+    def policies(self) -> Place:
+        return self.shared / "policy"
+
+    @property
+    def replay(self) -> Place:
+        return self.shared / "replay"
+
+    def rescored(self, reward_version: int) -> Place:
         """The rows of `replay` with the rewards of another version, in the same format (rescore.py)."""
-        return self.root / "rewards" / str(reward_version)
+        return self.shared / "rewards" / str(reward_version)
 
-    def rescored_commit(self, reward_version: int) -> Path:
+    def rescored_commit(self, reward_version: int) -> Place:
         """Written once `rescored` is complete: {"reward_parts", "heads"}."""
-        return self.root / "rewards" / f"{reward_version}.json"
+        return self.shared / "rewards" / f"{reward_version}.json"
 
     @property
     def checkpoints(self) -> Path:
@@ -62,16 +80,16 @@ class RunDir:
         return self.root / "evaluations"
 
     @property
-    def finished(self) -> Path:
+    def finished(self) -> Place:
         """Written by the trainer when all steps are done; searchers and evaluators stop by it."""
-        return self.root / "finished.json"
+        return self.shared / "finished.json"
 
     @property
-    def initial_reference(self) -> Path:
+    def initial_reference(self) -> Place:
         """{"id": hex}: the reference policy that step 0 starts from. Its folder is `reference(id)`."""
         return self.references / "initial.json"
 
-    def reference(self, reference_id: str) -> Path:
+    def reference(self, reference_id: str) -> Place:
         return self.references / reference_id
 
     def metrics(self, role: str) -> Path:
@@ -79,6 +97,36 @@ class RunDir:
 
     def log(self, role: str) -> Path:
         return self.root / "logs" / f"{role}.log"
+
+
+def open_run_dir(workdir: Path | str, shared: str = "") -> RunDir:
+    """The run in a workdir, wherever its roles meet.
+
+    Args:
+      workdir: a folder, or the URL where the roles of a run meet; such a run has nothing local.
+      shared: the folder or URL where its roles meet; "": what the workdir says, else the workdir itself.
+
+    Raises:
+      ValueError: the run meets elsewhere than in `shared`; names both.
+    """
+    if isinstance(workdir, str) and isinstance(found := storage.place(workdir), storage.Bucket):
+        return RunDir(Path(os.devnull), found)  # below a file there is nothing, and nothing can be made
+    root = Path(workdir)
+    asked = storage.absolute(shared) if shared else ""
+    try:
+        there = str(read_json(root / _SHARED)["shared"])
+    except FileNotFoundError:
+        there = str(root.absolute()) if (root / "config.json").exists() else ""
+    if asked and there and asked != there:
+        raise ValueError(f"--shared={shared}: the roles of the run in {root} meet in {there}")
+    meeting = asked or there
+    return RunDir(root) if meeting in ("", str(root.absolute())) else RunDir(root, storage.place(meeting))
+
+
+def note_shared(run: RunDir) -> None:
+    """Writes down in the workdir where the run's roles meet, so that later commands need not be told."""
+    if run.elsewhere is not None:
+        create_json(run.shared_name, {"shared": str(run.elsewhere)})
 
 
 def is_finished(run: RunDir, steps: int) -> bool:
@@ -94,53 +142,35 @@ def step_name(step: int) -> str:
     return f"{step:08d}"
 
 
-def steps_in(folder: Path) -> list[int]:
-    """Steps that have an entry in `folder`, ascending. Lists the folder: never trusts a negative lookup of one name."""
-    try:
-        names = os.listdir(folder)
-    except FileNotFoundError:
-        return []
+def steps_in(folder: Place, *, newer_than: int = -1) -> list[int]:
+    """Steps above `newer_than` that have an entry in `folder`, ascending."""
+    return as_steps(storage.names_in(folder, after=step_name(newer_than) if newer_than >= 0 else ""))
+
+
+def as_steps(names: Iterable[str]) -> list[int]:
+    """The steps among names of folders and files, ascending."""
     stems = (name.split(".")[0] for name in names)
     return sorted({int(stem) for stem in stems if _STEP.fullmatch(stem)})
 
 
-def write_bytes(path: Path, content: bytes) -> None:
-    """Writes a file atomically and durably: temporary name, fsync, rename, fsync of the folder.
-
-    Raises:
-      OSError: the folder cannot be written or the device is full; the old content, if any, is untouched.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}"
-    try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
+def write_json(file: Place, value: Any) -> None:
+    """`storage.write_bytes` of indented JSON."""
+    storage.write_bytes(file, _json(value))
 
 
-def write_json(path: Path, value: Any) -> None:
-    """`write_bytes` of indented JSON."""
-    write_bytes(path, (json.dumps(value, indent=1, sort_keys=True) + "\n").encode())
+def create_json(file: Place, value: Any) -> bool:
+    """`storage.create` of indented JSON."""
+    return storage.create(file, _json(value))
 
 
-def read_json(path: Path) -> Any:
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
+
+
+def read_json(file: Place) -> Any:
     """Reads a committed JSON file. Raises FileNotFoundError or ValueError (with the path) where there is none."""
+    content = storage.read_bytes(file)
     try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes renames in `folder` durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        return json.loads(content)
+    except ValueError as error:
+        raise ValueError(f"{file} is not valid JSON: {error}") from error

@@ -28,11 +28,11 @@ def show(workdir: Path, order: str, count: int) -> str:
     from ml_collections import config_dict
 
     from tba_jax import experiment as experiment_lib
-    from tba_jax import run_config, run_dir
-    from tba_jax.replay.log import LogReader
+    from tba_jax import run_config, run_dir, storage
+    from tba_jax.replay.reader import LogReader
 
-    run = run_dir.RunDir(workdir)
-    if not run.config.exists():
+    run = run_dir.open_run_dir(workdir)
+    if not storage.exists(run.config):
         raise ValueError(f"{workdir} holds no run: there is no {run.config}")
     config = config_dict.ConfigDict(run_config.read(run)["config"])
     experiment = experiment_lib.build(config)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from absl import app, flags
 
-from tba_jax import command, lifeline, run_dir
+from tba_jax import command, lifeline, run_dir, storage
 
 if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answered at once
     from tba_jax.tuning import Plan
@@ -205,7 +205,7 @@ def _join(run: run_dir.RunDir, config: Any, fingerprint: str) -> None:
     from tba_jax import run_config
 
     plain = json.loads(json.dumps(config.to_dict()))
-    if not run.config.exists():
+    if not storage.exists(run.config):
         try:
             contract = {"supervised": config.kind, "examples": fingerprint}
             run_dir.write_json(run.config, {"config": plain, "contract": contract, "changes": []})

@@ -12,7 +12,7 @@ import pytest
 from tba_jax import export, policy_store, roles, run_config, run_dir
 from tba_jax import mesh as mesh_lib
 from tba_jax.models import decoder, hugging_face, hugging_face_export, parameters, scoring
-from tba_jax.replay.log import LogReader
+from tba_jax.replay.reader import LogReader
 from tba_jax.tokenizer import HuggingFaceTokenizer
 from tests import tiny_run
 

@@ -81,7 +81,7 @@ def test_rows_of_another_run_join_those_of_its_own_without_an_alarm(tmp_path):
     assert gaps and max(gaps) < 1e-3
     run = audit.open_run(s.run.root)
     assert all(account.balances for account in audit.accounts(run).values())
-    (writer,) = [path.name for path in source.run.replay.iterdir()]
+    (writer,) = [path.stem for path in (source.run.replay / "writers").iterdir()]
     newest = run.reader.heads()[writer] - 1
     assert run.reader.read_ids([(writer, newest)])["policy_step"].max() == 3
     assert audit.regenerate(run, f"{writer}:{newest}")[1], "a mounted row is made again from the snapshots of its own run"

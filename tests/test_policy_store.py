@@ -3,6 +3,7 @@
 import concurrent.futures
 import functools
 import json
+import resource
 import shutil
 import threading
 from pathlib import Path
@@ -12,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tba_jax import lifeline, policy_store, run_dir, storage
 from tba_jax import mesh as mesh_lib
-from tba_jax import policy_store, run_dir
 from tba_jax.models import decoder, parameters
 from tba_jax.policy_store import Publisher, SnapshotInfo
 
@@ -66,6 +67,20 @@ def test_bfloat16_snapshots_hold_the_rounded_parameters(tmp_path):
     assert sum(p.stat().st_size for p in folder.rglob("*") if p.is_file() and p.suffix != ".json") < 3 * decoder.param_count(
         MODEL
     )
+
+
+def test_storage_that_refuses_is_no_mistake_of_the_user(tmp_path):
+    """An OSError, whatever tensorstore raises: a ValueError at the start of a trainer would end its run."""
+    save(tmp_path, 4)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"snapshot .*00000006 could not be written: .*File too large") as refused:
+            save(tmp_path, 6)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert lifeline.is_storage_failure(refused.value)
+    assert policy_store.committed_steps(tmp_path) == [4] and [path.name for path in tmp_path.iterdir()] == ["00000004"]
 
 
 def test_only_committed_snapshots_are_visible(tmp_path):
@@ -236,6 +251,43 @@ def test_a_failed_write_is_raised_by_the_next_call(tmp_path, how):
     publisher.publish(params, SnapshotInfo(step=1, epoch=1))
     with pytest.raises(OSError, match="policy"):
         publisher.publish(params, SnapshotInfo(step=2, epoch=1)) if how == "publish" else publisher.wait()
+
+
+@pytest.mark.parametrize("kind", ["local", "memory"])
+def test_a_trainer_that_has_been_replaced_shows_nothing(tmp_path, kind):
+    policies = tmp_path / "policy" if kind == "local" else storage.place("memory://store/policy")
+
+    class Replaced(RuntimeError):
+        pass
+
+    def check() -> None:
+        if replaced:
+            raise Replaced
+
+    replaced: list[int] = []
+    publisher, other = (Publisher(policies, dtype="float32", keep=0, keep_every=10, final_step=99, check=check) for _ in range(2))
+    params = jax.device_put(random_params(), shardings())
+    publisher.publish(params, SnapshotInfo(step=1, epoch=1))
+    publisher.wait()
+    replaced.append(1)
+    publisher.publish(params, SnapshotInfo(step=2, epoch=1))
+    with pytest.raises(Replaced):
+        publisher.wait()
+    assert policy_store.committed_steps(policies) == [1]
+    # The one that replaced it has written step 3; even without the lease the old one leaves that as it is.
+    replaced.clear()
+    folder = policies / run_dir.step_name(3)
+    policy_store.save(folder, random_params(7), SnapshotInfo(step=3, epoch=2), dtype="float32")
+    other.publish(params, SnapshotInfo(step=3, epoch=1))
+    with pytest.raises(ValueError, match="published under epoch 2, this trainer's is 1: it has been replaced"):
+        other.wait()
+    assert run_dir.read_json(folder / policy_store.COMMIT)["epoch"] == 2
+    assert_same_bits(policy_store.load_step(policies, 3, SPECS, shardings()), random_params(7))
+    # The same or an earlier epoch's is replaced.
+    policy_store.save(folder, random_params(8), SnapshotInfo(step=3, epoch=3), dtype="float32")
+    assert_same_bits(policy_store.load_step(policies, 3, SPECS, shardings()), random_params(8))
+    if kind == "local":
+        assert run_dir.steps_in(policies) == [1, 3] and not list(policies.glob(".*"))
 
 
 def test_a_reader_beside_a_publisher_sees_whole_snapshots_only(tmp_path):

@@ -1,5 +1,6 @@
 """The log: round trips, refusals, crashes, corruption, foreign content, a full disk."""
 
+import concurrent.futures
 import json
 import os
 import signal
@@ -12,7 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tba_jax.replay.log import REJECTIONS, LogCorruption, LogReader, LogWriter, validate_rows
+from tba_jax import run_dir, storage
+from tba_jax.replay.expiry import RowsExpired, expired_segments, remove_segments
+from tba_jax.replay.log import LogWriter
+from tba_jax.replay.reader import LogCorruption, LogReader
+from tba_jax.replay.segment import LogSchema
+from tba_jax.replay.validation import REJECTIONS, validate_rows
 from tba_jax.trajectory import RowShape
 
 SHAPE = RowShape(prompt_length=4, response_length=6, reward_parts=("a", "b"))
@@ -44,14 +50,14 @@ def assert_rows(rows, expected):
 @pytest.mark.parametrize("parts", [(), ("a",), ("a", "b")])
 def test_rows_come_back_across_segments(tmp_path, parts):
     shape = RowShape(prompt_length=4, response_length=6, reward_parts=parts)
-    log, reader = writer(tmp_path, shape=shape), LogReader(tmp_path, shape)
-    assert reader.heads() == {"w0": 0}
+    log, reader, slow = writer(tmp_path, shape=shape), LogReader(tmp_path, shape), LogReader(tmp_path, shape)
+    assert reader.heads() == slow.heads() == {"w0": 0}
     for append in range(8):
         assert log.append(make_rows(4 * append, 4, shape)) == range(4 * append, 4 * append + 4)
         assert reader.heads() == {"w0": log.next_row} == {"w0": 4 * append + 4}
-    assert sorted(p.name for p in (tmp_path / "w0").iterdir()) == ["000000", "000001", "000002", "writer.json"]
+    assert sorted(p.name for p in (tmp_path / "w0").iterdir()) == ["000000", "000001", "000002"]
     everything = make_rows(0, 32, shape)
-    for fresh in (reader, LogReader(tmp_path, shape)):
+    for fresh in (reader, slow, LogReader(tmp_path, shape)):
         assert fresh.heads() == {"w0": 32}
         assert_rows(fresh.read("w0", 0, 32), everything)
         assert_rows(fresh.read("w0", 9, 15), {name: column[9:15] for name, column in everything.items()})
@@ -69,10 +75,11 @@ def test_a_writer_id_is_used_once_and_well_formed(tmp_path):
     writer(tmp_path)
     with pytest.raises(ValueError, match="never reused"):
         writer(tmp_path)
-    for name in ("", "-a", "A", "a/b", "a" * 101, "a.b"):
+    for name in ("", "-a", "A", "a/b", "a" * 101, "a.b", "writers"):
         with pytest.raises(ValueError, match="must match"):
             writer(tmp_path, name)
-    assert [p.name for p in tmp_path.iterdir()] == ["w0"]
+    assert [p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*")] == ["writers", "writers/w0.json"]
+    writer(tmp_path, "writers-2")
 
 
 def test_wrong_rows_are_refused_and_the_log_goes_on(tmp_path):
@@ -93,16 +100,16 @@ def test_wrong_rows_are_refused_and_the_log_goes_on(tmp_path):
 
 APPENDER = """
 import sys
-from pathlib import Path
+from tba_jax import storage
 from tests_of_log import make_rows, writer
-log = writer(Path(sys.argv[1]), sys.argv[2])
+log = writer(storage.place(sys.argv[1]), sys.argv[2])
 while True:
     log.append(make_rows(log.next_row, 4))
     print(log.next_row, flush=True)
 """
 
 
-def start_appender(root: Path, name: str) -> subprocess.Popen:
+def start_appender(root: storage.Place, name: str) -> subprocess.Popen:
     program = f"import importlib.util as u, sys\ns = u.spec_from_file_location('tests_of_log', {__file__!r})\n"
     program += "m = u.module_from_spec(s)\nsys.modules['tests_of_log'] = m\ns.loader.exec_module(m)\n" + APPENDER
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
@@ -248,21 +255,135 @@ def test_a_damaged_head_is_a_problem_and_the_writer_stays_where_it_was(tmp_path)
 def test_foreign_content_and_other_schemas_are_problems(tmp_path):
     (tmp_path / "notes.txt").write_text("hello")
     (tmp_path / "foreign").mkdir()
-    (tmp_path / "list").mkdir()
-    (tmp_path / "list" / "writer.json").write_text("[]")
-    (tmp_path / "bare").mkdir()
-    (tmp_path / "bare" / "writer.json").write_text(json.dumps({"schema": {"rows_per_append": 4}}))
     (tmp_path / ".w9.tmp").mkdir()
+    good = writer(tmp_path, "good")
+    good.append(make_rows(0, 4))
+    register = tmp_path / "writers"
+    (register / "notes.txt").write_text("hello")
+    (register / ".w9.json.tmp").write_text("")
+    (register / "list.json").write_text("[]")
+    (register / "bare.json").write_text(json.dumps({"schema": {"layout": "packed-columns-1", "rows_per_append": 4}}))
+    described = json.loads((register / "good.json").read_text())
+    (register / "old.json").write_text(json.dumps({"schema": described["schema"] | {"layout": "named-columns-0"}}))
+    (register / "older.json").write_text(json.dumps({"schema": {k: v for k, v in described["schema"].items() if k != "layout"}}))
     writer(tmp_path, "longer", RowShape(prompt_length=4, response_length=9, reward_parts=("a", "b")))
     writer(tmp_path, "parts", RowShape(prompt_length=4, response_length=6, reward_parts=("a", "c")))
-    writer(tmp_path, "good").append(make_rows(0, 4))
     reader = LogReader(tmp_path, SHAPE)
-    assert reader.heads() == {"good": 4}
-    assert set(reader.problems) == {"notes.txt", "foreign", "list", "bare", "longer", "parts"}
-    assert "response_tokens" in reader.problems["longer"] and "prompt_tokens" not in reader.problems["longer"]
-    assert "['a', 'c']" in reader.problems["parts"]
+    foreign = {"notes.txt", "foreign", "list", "bare", "old", "older", "longer", "parts"}
+    for _ in range(2):  # what is told does not depend on when one looks
+        assert reader.heads() == {"good": 4}
+        assert set(reader.problems) == foreign
+        assert "no writer is registered under this name" in reader.problems["foreign"]
+        assert "layout 'named-columns-0', this version reads 'packed-columns-1'" in reader.problems["old"]
+        assert "'layout'" in reader.problems["older"] and "segment_appends" in reader.problems["bare"]
+        assert "response_tokens" in reader.problems["longer"] and "prompt_tokens" not in reader.problems["longer"]
+        assert "['a', 'c']" in reader.problems["parts"]
     with pytest.raises(ValueError, match="response_tokens"):
         reader.read("longer", 0, 4)
+
+
+def test_a_folder_that_is_claimed_later_is_followed_then(tmp_path):
+    """Rows may be written first and claimed at the end: nobody sees them before."""
+    log = LogWriter(tmp_path, "late", SHAPE, rows_per_append=4, segment_appends=3, info={"n": 7}, claim=False)
+    for append in range(4):
+        log.append(make_rows(4 * append, 4))
+    reader = LogReader(tmp_path, SHAPE)
+    assert reader.heads() == {} and "late is ignored" in reader.problems["late"]
+    with pytest.raises(ValueError, match="never reused"):
+        writer(tmp_path, "late")
+    log.claim()
+    assert reader.heads() == {"late": 16} and reader.problems == {} and reader.info("late") == {"n": 7}
+    assert_rows(reader.read("late", 0, 16), make_rows(0, 16))
+    with pytest.raises(ValueError, match="never reused"):
+        log.claim()
+
+
+def test_a_claim_between_the_listings_of_a_poll_is_no_alarm(tmp_path, monkeypatch):
+    writer(tmp_path, "first")
+    names_in, claimed = storage.names_in, []
+
+    def list_then_claim(folder, **settings):
+        names = names_in(folder, **settings)
+        if not claimed:
+            claimed.append("second")
+            writer(tmp_path, "second").append(make_rows(0, 4))
+        return names
+
+    reader = LogReader(tmp_path, SHAPE)
+    monkeypatch.setattr(storage, "names_in", list_then_claim)
+    assert reader.heads() == {"first": 0, "second": 4} and reader.problems == {}
+
+
+def test_of_many_that_claim_an_id_at_once_one_gets_it(tmp_path):
+    start = threading.Barrier(8)
+
+    def claim(_):
+        start.wait()
+        try:
+            return writer(tmp_path)
+        except ValueError as error:
+            assert "never reused" in str(error)
+            return None
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        claimed = [log for log in pool.map(claim, range(8)) if log is not None]
+    assert len(claimed) == 1
+
+
+def test_columns_are_packed_in_the_order_of_the_schema_whatever_its_sizes():
+    """Unaligned offsets, empty columns and booleans: what is packed comes back, and bytes lie where the schema says."""
+    columns = {"flag": ("bool", ()), "key": ("uint32", (3,)), "none": ("float32", (0,)), "row": ("int64", ())}
+    schema = LogSchema(rows_per_append=3, segment_appends=2, columns=columns, reward_parts=())
+    rows = {
+        "flag": np.array([True, False, True]),
+        "key": np.arange(9, dtype=np.uint32).reshape(3, 3),
+        "none": np.zeros((3, 0), np.float32),
+        "row": np.array([-1, 0, 1 << 40]),
+    }
+    packed = schema.pack(rows)
+    assert packed.dtype == np.uint8 and packed.shape == (3 + 36 + 24,) == (schema.append_bytes,)
+    assert packed[:8].tolist() == [1, 0, 1, 0, 0, 0, 0, 1] and packed[-3:].tolist() == [1, 0, 0]
+    assert_rows(schema.unpack(packed), rows)
+    assert LogSchema.from_json(json.loads(json.dumps(schema.to_json(), sort_keys=True))) == schema
+
+
+def test_removed_segments_are_told_from_damage(tmp_path):
+    log, reader = writer(tmp_path), LogReader(tmp_path, SHAPE)
+    for append in range(13):
+        log.append(make_rows(4 * append, 4))
+    assert reader.heads() == {"w0": 52}
+    remove_segments(tmp_path, {"w0": [0, 2]})
+    assert sorted(p.name for p in (tmp_path / "w0").iterdir()) == ["000001", "000003", "000004"]
+    for each in (reader, LogReader(tmp_path, SHAPE)):
+        with pytest.raises(RowsExpired, match="writer w0: rows 4 to 7 were removed by retention") as told:
+            each.read_ids([("w0", 13), ("w0", 5)])
+        assert (told.value.writer, told.value.start, told.value.stop) == ("w0", 4, 8)
+        assert each.heads() == {"w0": 52}
+        assert_rows(each.read("w0", 12, 24), make_rows(12, 12))
+        assert_rows(each.read("w0", 36, 52), make_rows(36, 16))
+    log.append(make_rows(52, 4))
+    assert reader.heads() == {"w0": 56}
+    # Killed between the announcement and the removal: what is there still is not read, and the next call completes it.
+    run_dir.write_json(tmp_path / "expired.json", {"expired": {"w0": [0, 1, 2]}, "removing": {"w0": [1]}})
+    with pytest.raises(RowsExpired, match="rows 12 to 15"):
+        LogReader(tmp_path, SHAPE).read("w0", 12, 24)
+    remove_segments(tmp_path, {})
+    assert sorted(p.name for p in (tmp_path / "w0").iterdir()) == ["000003", "000004"]
+    assert expired_segments(tmp_path) == {"w0": {0, 1, 2}}
+    before = (tmp_path / "expired.json").stat().st_mtime_ns
+    remove_segments(tmp_path, {"w0": [0, 1, 2]})
+    assert (tmp_path / "expired.json").stat().st_mtime_ns == before, "what is gone already costs no write"
+
+
+def test_a_reader_that_slept_while_its_segment_expired_goes_on_behind_it(tmp_path):
+    log, reader = writer(tmp_path), LogReader(tmp_path, SHAPE, patience_seconds=5)
+    log.append(make_rows(0, 4))
+    assert reader.heads() == {"w0": 4}
+    for append in range(1, 11):
+        log.append(make_rows(4 * append, 4))
+    remove_segments(tmp_path, {"w0": [0, 1, 2]})
+    assert reader.heads() == {"w0": 44}
+    assert_rows(reader.read("w0", 36, 44), make_rows(36, 8))
 
 
 FULL_DISK = """

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from tba_jax.replay.index import ReplayIndex
-from tba_jax.replay.log import LogReader, LogWriter
+from tba_jax.replay.log import LogWriter
+from tba_jax.replay.reader import LogReader
 from tba_jax.replay.segment import Segment
 from tba_jax.replay.tail import Tail, replay_visible
 from tba_jax.trajectory import RowShape
@@ -37,7 +38,7 @@ def long_log(root: Path, name: str, *, full_segments: int, segment_appends: int 
     """
     log = LogWriter(root, name, SHAPE, rows_per_append=ROWS, segment_appends=segment_appends, info={})
     for number in range(full_segments):
-        (root / name / f"{number:06d}").mkdir()
+        (root / name / f"{number:06d}").mkdir(parents=True)
     segment = Segment(root / name / f"{full_segments:06d}", log._schema, create=True)
     appends = full_segments * segment_appends + 10
     segment.append(9, make_rows((appends - 1) * ROWS), {"appends": appends, "rows": appends * ROWS})
@@ -83,7 +84,7 @@ def count_file_accesses(monkeypatch, function) -> int:
     with monkeypatch.context() as patch:
         for module, name in [(io, "open"), (builtins, "open"), (os, "listdir"), (os, "scandir"), (os, "stat"), (os, "open")]:
             patch.setattr(module, name, counting(getattr(module, name)))
-        for name in ("head", "start_read", "_open_arrays", "__init__"):
+        for name in ("start_head", "start_read", "_open_array", "__init__"):
             patch.setattr(Segment, name, refused)
         function()
     return count
@@ -98,12 +99,12 @@ def test_a_quiet_poll_touches_as_many_files_however_long_the_past(tmp_path, monk
         tail = Tail(root, SHAPE, {log.writer: log.next_row for log in logs}, poll_seconds=1.0)
         tail.poll()
         counts[segments] = count_file_accesses(monkeypatch, tail.poll)
-    # The folder of writers; of each its last manifest or, once the segment is full, its segments.
+    # What has expired, the folder, the register; of each writer its last manifest or, once the segment is full, its segments.
     assert counts[1] == counts[300] and 4 <= counts[1] <= 8, counts
 
 
 def test_more_writers_than_spare_segments_keep_their_segments_open(tmp_path, monkeypatch):
-    monkeypatch.setattr("tba_jax.replay.log._SPARE_SEGMENTS", 1)
+    monkeypatch.setattr("tba_jax.replay.reader._SPARE_SEGMENTS", 1)
     logs = [long_log(tmp_path, f"w{number}", full_segments=0) for number in range(5)]
     tail = Tail(tmp_path, SHAPE, {}, poll_seconds=1.0)
     tail._read_to = {log.writer: log.next_row for log in logs}
@@ -120,7 +121,7 @@ def test_more_writers_than_spare_segments_keep_their_segments_open(tmp_path, mon
 
 
 def test_reading_ahead_of_many_writers_loses_and_repeats_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr("tba_jax.replay.log._PREFETCHED_APPENDS", 3)
+    monkeypatch.setattr("tba_jax.replay.reader._PREFETCHED_APPENDS", 3)
     logs = [LogWriter(tmp_path, name, SHAPE, rows_per_append=ROWS, segment_appends=3, info={}) for name in ("a", "b", "c")]
     tail = Tail(tmp_path, SHAPE, {}, poll_seconds=1.0)
     live, again = (ReplayIndex(shape=SHAPE, capacity=500, capacity_per_query=9, vocab_size=100) for _ in range(2))

@@ -1,33 +1,36 @@
-"""One segment of a writer's log: an OCDBT database with one zarr3 array a column and a head.
+"""One segment of a writer's log: an OCDBT database with one zarr3 array of packed appends and a head.
 
-A segment holds a fixed number of appends. Every append is one chunk of every array plus the key `head`, committed in
-one atomic transaction: a reader sees all of it or nothing. A column whose rows are empty (a run without reward parts)
-has no bytes and is not stored.
+A segment holds a fixed number of appends. Every append is one chunk of the array `appends` uint8[segment_appends,
+append_bytes] plus the key `head`, committed in one atomic transaction: a reader sees all of it or nothing. The bytes of an
+append are its columns one after the other, in the schema's order, each in C order and little-endian.
 """
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tensorstore as ts
 
+from tba_jax import storage
+from tba_jax.storage import Place
 from tba_jax.trajectory import Rows, RowShape
 
-# What tensorstore raises on storage trouble; the message usually begins with the status code.
-STORAGE_ERRORS = (ValueError, OSError, NotImplementedError)
-
+LAYOUT = "packed-columns-1"
+_ARRAY = "appends/"
 _HEAD = "head"
+# The database rewrites this small file in every commit: if it is as it was, there is no news.
+_MANIFEST = "manifest.ocdbt"
 # An append rewrites the B-tree nodes that it touches: small nodes keep that below the size of the rows.
 _MAX_NODE_BYTES = 16384
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogSchema:
-    """What `writer.json` says about the rows of a log.
+    """What a registration says about the rows of a log.
 
     columns: column name -> (dtype, shape of one row). rows_per_append and segment_appends fix where a row is stored.
     """
@@ -41,31 +44,59 @@ class LogSchema:
     def segment_rows(self) -> int:
         return self.rows_per_append * self.segment_appends
 
+    @functools.cached_property
+    def append_bytes(self) -> int:
+        """Bytes of one append, before compression."""
+        return self.rows_per_append * sum(np.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in self.columns.values())
+
     def to_json(self) -> dict[str, Any]:
         return {
+            "layout": LAYOUT,
             "rows_per_append": self.rows_per_append,
             "segment_appends": self.segment_appends,
-            "columns": {name: [dtype, list(shape)] for name, (dtype, shape) in self.columns.items()},
+            # A list, because the order of the columns is that of their bytes.
+            "columns": [[name, dtype, list(shape)] for name, (dtype, shape) in self.columns.items()],
             "reward_parts": list(self.reward_parts),
         }
 
     @staticmethod
     def from_json(value: Any) -> "LogSchema":
         """Raises ValueError naming what is missing or malformed."""
+        if isinstance(value, dict) and value.get("layout", LAYOUT) != LAYOUT:
+            raise ValueError(f"its rows are stored in layout {value['layout']!r}, this version reads {LAYOUT!r}")
         try:
+            if "layout" not in value:
+                raise KeyError("layout")
             schema = LogSchema(
                 rows_per_append=int(value["rows_per_append"]),
                 segment_appends=int(value["segment_appends"]),
-                columns={name: (str(dtype), tuple(map(int, shape))) for name, (dtype, shape) in value["columns"].items()},
+                columns={name: (str(np.dtype(dtype)), tuple(map(int, shape))) for name, dtype, shape in value["columns"]},
                 reward_parts=tuple(value["reward_parts"]),
             )
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"it lacks the schema of a replay log ({type(error).__name__}: {error})") from error
         if schema.rows_per_append < 1 or schema.segment_appends < 1:
             raise ValueError(
                 f"rows_per_append={schema.rows_per_append} and segment_appends={schema.segment_appends} must be at least 1"
             )
         return schema
+
+    def pack(self, rows: Rows) -> np.ndarray:
+        """uint8[append_bytes]: the bytes of one append."""
+        parts = [
+            np.ascontiguousarray(rows[name], _stored(dtype)).reshape(-1).view(np.uint8)
+            for name, (dtype, _) in self.columns.items()
+        ]
+        return np.concatenate(parts)
+
+    def unpack(self, content: np.ndarray) -> dict[str, np.ndarray]:
+        """Columns of an append, [rows_per_append, *row_shape], as views of its bytes."""
+        rows, begin = {}, 0
+        for name, (dtype, shape) in self.columns.items():
+            end = begin + self.rows_per_append * math.prod(shape) * np.dtype(dtype).itemsize
+            rows[name] = content[begin:end].view(_stored(dtype)).reshape(self.rows_per_append, *shape)
+            begin = end
+        return rows
 
     def difference(self, shape: RowShape) -> str:
         """A sentence naming the columns that differ from `shape`; empty where the schemas agree."""
@@ -81,16 +112,19 @@ class LogSchema:
         return "; ".join(differing)
 
 
-def _array_spec(schema: LogSchema, name: str) -> dict[str, Any]:
-    dtype, shape = schema.columns[name]
+def _stored(dtype: str) -> np.dtype:
+    return np.dtype(dtype).newbyteorder("<")
+
+
+def _array_spec(schema: LogSchema) -> dict[str, Any]:
     return {
         "driver": "zarr3",
         "metadata": {
-            "shape": [schema.segment_rows, *shape],
-            "data_type": dtype,
-            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [schema.rows_per_append, *shape]}},
+            "shape": [schema.segment_appends, schema.append_bytes],
+            "data_type": "uint8",
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [1, schema.append_bytes]}},
             "codecs": [
-                {"name": "bytes", "configuration": {"endian": "little"}},
+                {"name": "bytes"},
                 {"name": "zstd", "configuration": {"level": 1}},
                 {"name": "crc32c"},
             ],
@@ -102,18 +136,16 @@ def _array_spec(schema: LogSchema, name: str) -> dict[str, Any]:
 
 
 class Segment:
-    """An open segment. Raises STORAGE_ERRORS as tensorstore words them."""
+    """An open segment. Raises storage.STORAGE_ERRORS as tensorstore words them."""
 
-    def __init__(self, folder: Path, schema: LogSchema, *, create: bool = False):
-        """Args: create: commits the empty arrays first; the arrays of an earlier, interrupted creation are reused."""
+    def __init__(self, folder: Place, schema: LogSchema, *, create: bool = False):
+        """Args: create: commits the empty array first; that of an earlier, interrupted creation is reused."""
         self.folder = folder
         self._schema = schema
-        # One context for all arrays: without it every array gets a B-tree writer of its own and one commit of n columns
-        # writes n²/2 files.
-        self._context = ts.Context()
+        self._context = storage.context(folder)
         database = {
             "driver": "ocdbt",
-            "base": {"driver": "file", "path": f"{folder.absolute()}/"},
+            "base": storage.kvstore(folder),
             "config": {"max_decoded_node_bytes": _MAX_NODE_BYTES},
         }
         if not create:
@@ -121,51 +153,37 @@ class Segment:
         self._database = ts.KvStore.open(database, context=self._context).result()
         if create:
             transaction = ts.Transaction(atomic=True)
-            self._open_arrays(create=True, transaction=transaction)
+            self._open_array(create=True, transaction=transaction)
             transaction.commit_sync()
-        self._arrays: dict[str, Any] | None = None
 
-    def _open_arrays(self, **options: Any) -> dict[str, Any]:
-        futures = {
-            name: ts.open(
-                _array_spec(self._schema, name),
-                kvstore=self._database / f"{name}/",
-                open=True,
-                context=self._context,
-                **options,
-            )
-            for name, (_, shape) in self._schema.columns.items()
-            if math.prod(shape)
-        }
-        return {name: future.result() for name, future in futures.items()}
+    def _open_array(self, **options: Any) -> Any:
+        spec = _array_spec(self._schema)
+        return ts.open(spec, kvstore=self._database / _ARRAY, open=True, context=self._context, **options).result()
 
-    @property
-    def arrays(self) -> dict[str, Any]:
-        """Column name -> tensorstore array [segment_rows, *row_shape], opened at first use."""
-        if self._arrays is None:
-            self._arrays = self._open_arrays()
-        return self._arrays
+    @functools.cached_property
+    def _array(self) -> Any:
+        """The array, opened at first use."""
+        return self._open_array()
 
     def append(self, position: int, rows: Rows, head: Mapping[str, int]) -> None:
         """Commits append number `position` of this segment and the head, durably and atomically."""
-        size = self._schema.rows_per_append
         transaction = ts.Transaction(atomic=True)
         try:
-            writes = [
-                array.with_transaction(transaction)[position * size : (position + 1) * size].write(rows[name])
-                for name, array in self.arrays.items()
-            ]
+            written = self._array.with_transaction(transaction)[position].write(self._schema.pack(rows))
             self._database.with_transaction(transaction)[_HEAD] = json.dumps(head).encode()
             transaction.commit_sync()
-            for write in writes:
-                write.result()
+            written.result()
         except BaseException:
             transaction.abort()
             raise
 
-    def head(self) -> dict[str, int] | None:
+    def start_head(self) -> Any:
+        """Starts reading the head; `finish_head` waits for it."""
+        return self._database.read(_HEAD)
+
+    def finish_head(self, read: Any) -> dict[str, int] | None:
         """The committed head, None before the first append. Raises ValueError if it is not a head."""
-        content = self._database.read(_HEAD).result()
+        content = read.result()
         if content.state != "value":
             return None
         head = json.loads(content.value)
@@ -173,17 +191,19 @@ class Segment:
             raise ValueError(f"DATA_LOSS: {self.folder} has the head {head!r}")
         return head
 
-    def start_read(self, position: int) -> dict[str, Any]:
+    def start_read(self, position: int) -> Any:
         """Starts reading append number `position`; `finish_read` waits for it."""
-        size = self._schema.rows_per_append
-        # The columns of an append lie side by side in one file: a batch reads them together.
-        with ts.Batch() as batch:
-            return {name: array[position * size : (position + 1) * size].read(batch=batch) for name, array in self.arrays.items()}
+        return self._array[position].read()
 
-    def finish_read(self, reads: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """Rows of the append, every column [rows_per_append, *row_shape]."""
-        size = self._schema.rows_per_append
-        return {
-            name: np.asarray(reads[name].result()) if name in reads else np.zeros((size, *shape), dtype)
-            for name, (dtype, shape) in self._schema.columns.items()
-        }
+    def finish_read(self, read: Any) -> dict[str, np.ndarray]:
+        """Rows of the append, every column [rows_per_append, *row_shape]: views of one buffer."""
+        return self._schema.unpack(read.result())
+
+
+def segment_name(number: int) -> str:
+    return f"{number:06d}"
+
+
+def manifest(log: Place, number: int) -> Place:
+    """The file that every commit to a segment of this log rewrites; a segment exists once it is there."""
+    return log / segment_name(number) / _MANIFEST

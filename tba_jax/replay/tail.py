@@ -3,30 +3,32 @@
 import collections
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
+from tba_jax import storage
+from tba_jax.replay.expiry import RowsExpired
 from tba_jax.replay.index import ReplayIndex
-from tba_jax.replay.log import LogCorruption, LogReader
+from tba_jax.replay.reader import LogCorruption, LogReader
+from tba_jax.storage import Place
 from tba_jax.trajectory import Rows, RowShape, concatenate
 
 _ROWS_PER_READ = 4096
 
 
-def _read_runs(reader: LogReader, writer: str, begin: int, end: int) -> tuple[list[Rows], list[LogCorruption]]:
-    """Rows [begin, end) without the appends that cannot be read whole, and what was wrong with those."""
+def _read_runs(reader: LogReader, writer: str, begin: int, end: int) -> tuple[list[Rows], list[LogCorruption | RowsExpired]]:
+    """Rows [begin, end) without the appends that cannot be read whole or have been removed, and what was wrong with those."""
     runs: list[Rows] = []
-    corrupt: list[LogCorruption] = []
+    missing: list[LogCorruption | RowsExpired] = []
     while begin < end:
         stop = min(begin + _ROWS_PER_READ, end)
         try:
             runs.append(reader.read(writer, begin, stop))
-        except LogCorruption as error:
-            corrupt.append(error)
+        except (LogCorruption, RowsExpired) as error:
+            missing.append(error)
             if error.start > begin:
                 runs.append(reader.read(writer, begin, error.start))
             stop = error.stop
         begin = stop
-    return runs, corrupt
+    return runs, missing
 
 
 def _merge(runs: Iterable[Rows]) -> list[Rows]:
@@ -35,26 +37,30 @@ def _merge(runs: Iterable[Rows]) -> list[Rows]:
     for run in runs:
         follows = groups and groups[-1][-1]["row"][-1] + 1 == run["row"][0]
         groups[-1].append(run) if follows else groups.append([run])
-    return [concatenate(group) for group in groups]
+    return [concatenate(group) if len(group) > 1 else group[0] for group in groups]
 
 
 class Tail:
     """A reader with a thread of its own. `integrate` is called by the training loop, everything else is inside."""
 
     def __init__(
-        self, root: Path, shape: RowShape, heads: Mapping[str, int], *, poll_seconds: float, mounts: Sequence[Path] = ()
+        self, root: Place, shape: RowShape, heads: Mapping[str, int], *, poll_seconds: float, mounts: Sequence[Place] = ()
     ):
-        """Args: heads: rows of each writer that the index holds or has seen already; root, mounts: as of LogReader."""
+        """
+        Args:
+          heads: rows of each writer that the index holds or has seen already. root, mounts: as of LogReader.
+          poll_seconds: of a local folder, see storage.poll_seconds.
+        """
         self._reader = LogReader(root, shape, mounts=mounts)
         self._read_to = dict(heads)
         # (writer, head after it, runs of rows)
         self._arrivals: collections.deque[tuple[str, int, list[Rows]]] = collections.deque()
-        self._poll_seconds = poll_seconds
+        self._poll_seconds = storage.poll_seconds((root, *mounts), poll_seconds)
         self._stop = threading.Event()
         self._news = threading.Event()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._follow, name="replay-tail", daemon=True)
-        self._corrupt: list[LogCorruption] = []
+        self._missing: list[LogCorruption | RowsExpired] = []
 
     def start(self) -> None:
         """Polls in the background from now on."""
@@ -66,8 +72,8 @@ class Tail:
         news = {writer: (begin, head) for writer, head in heads if (begin := self._read_to.get(writer, 0)) < head}
         self._reader.prefetch(news)
         for writer, (begin, head) in news.items():
-            runs, corrupt = _read_runs(self._reader, writer, begin, head)
-            self._corrupt += corrupt
+            runs, missing = _read_runs(self._reader, writer, begin, head)
+            self._missing += missing
             self._read_to[writer] = head
             self._arrivals.append((writer, head, runs))
         if self._arrivals:
@@ -109,11 +115,11 @@ class Tail:
     @property
     def corrupted_rows(self) -> int:
         """Rows below a committed head that could not be read whole; they are never trained on."""
-        return sum(error.stop - error.start for error in self._corrupt)
+        return sum(error.stop - error.start for error in self._missing if isinstance(error, LogCorruption))
 
     def problems(self) -> list[str]:
         """Sentences about folders and rows that are left out."""
-        return [*self._reader.problems.values(), *map(str, self._corrupt)]
+        return [*self._reader.problems.values(), *map(str, self._missing)]
 
     def close(self) -> None:
         self._stop.set()

@@ -1,0 +1,56 @@
+"""Segments that retention has removed: named first, then deleted, so that a reader can tell them from damage."""
+
+from collections.abc import Mapping, Sequence
+
+from tba_jax import run_dir, storage
+from tba_jax.replay.segment import segment_name
+from tba_jax.storage import Place
+
+EXPIRED = "expired.json"
+
+
+class RowsExpired(ValueError):
+    """Rows [start, stop) of a writer are in a segment that retention has removed."""
+
+    def __init__(self, writer: str, start: int, stop: int):
+        super().__init__(f"replay log of writer {writer}: rows {start} to {stop - 1} were removed by retention")
+        self.writer, self.start, self.stop = writer, start, stop
+
+
+def expired_segments(root: Place) -> dict[str, frozenset[int]]:
+    """Writer -> segments that were removed, or are about to be. root: a replay folder."""
+    return {writer: frozenset(numbers) for writer, numbers in _read(root)["expired"].items()}
+
+
+def _read(root: Place) -> dict[str, dict[str, list[int]]]:
+    try:
+        return run_dir.read_json(root / EXPIRED)
+    except FileNotFoundError:
+        return {"expired": {}, "removing": {}}
+
+
+def remove_segments(root: Place, segments: Mapping[str, Sequence[int]]) -> None:
+    """Removes segments, whole and for good. Only the run's trainer may call it.
+
+    Called again after it was interrupted, with whatever segments, it completes what it had begun.
+
+    Args:
+      segments: writer -> numbers; those that are gone already cost nothing. A writer's last segment must not be among them:
+        it tells where the log ends.
+    """
+    found = _read(root)
+    new = {writer: sorted(set(numbers) - set(found["expired"].get(writer, ()))) for writer, numbers in segments.items()}
+    removing = _merged(found["removing"], new)
+    if not removing:
+        return
+    expired = _merged(found["expired"], new)
+    run_dir.write_json(root / EXPIRED, {"expired": expired, "removing": removing})
+    for writer, numbers in removing.items():
+        for number in numbers:
+            storage.remove_tree(root / writer / segment_name(number))
+    run_dir.write_json(root / EXPIRED, {"expired": expired, "removing": {}})
+
+
+def _merged(one: Mapping[str, Sequence[int]], other: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
+    merged = {writer: sorted({*one.get(writer, ()), *other.get(writer, ())}) for writer in one.keys() | other.keys()}
+    return {writer: numbers for writer, numbers in merged.items() if numbers}

@@ -1,0 +1,35 @@
+"""What is wrong with the values of a row that a searcher wrote."""
+
+import numpy as np
+
+from tba_jax.trajectory import Rows
+
+# Why a row is not trained on; `validate_rows` returns indices into this tuple, 0 = valid.
+REJECTIONS = ("valid", "prompt_length", "response_length", "prompt_tokens", "response_tokens", "reward", "logprobs", "embedding")
+
+
+def validate_rows(rows: Rows, *, vocab_size: int) -> np.ndarray:
+    """Checks the values of rows that a searcher wrote.
+
+    Args:
+      rows: of a valid schema, see `check_rows`.
+      vocab_size: V; every token, padding included, must be in [0, V).
+
+    Returns:
+      int8[B], the first of REJECTIONS that holds; 0 where the row is valid.
+    """
+    finite = {name: np.isfinite(rows[name]) for name in ("ref_logprobs", "policy_logprobs", "behavior_logprobs")}
+    P, R = rows["prompt_tokens"].shape[1], rows["response_tokens"].shape[1]
+    failed = np.stack(
+        [
+            (rows["prompt_length"] < 0) | (rows["prompt_length"] > P),
+            (rows["response_length"] < 0) | (rows["response_length"] > R),
+            ((rows["prompt_tokens"] < 0) | (rows["prompt_tokens"] >= vocab_size)).any(1),
+            ((rows["response_tokens"] < 0) | (rows["response_tokens"] >= vocab_size)).any(1),
+            ~np.isfinite(rows["reward"]) | ~np.isfinite(rows["reward_parts"]).all(1),
+            ~np.logical_and.reduce([column.all(1) for column in finite.values()]),
+            ~np.isfinite(rows["embedding"]).all(1) if "embedding" in rows else np.zeros(len(rows["row"]), bool),
+        ],
+        axis=1,
+    )
+    return np.where(failed.any(1), failed.argmax(1) + 1, 0).astype(np.int8)
