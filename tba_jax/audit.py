@@ -4,6 +4,7 @@ python -m tba_jax.audit --workdir=DIR [--step=N | --regenerate=WRITER:ROW]
 """
 
 import argparse
+import collections
 import dataclasses
 import functools
 import sys
@@ -13,34 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from tba_jax import lifeline, run_config, run_dir, trajectory
+from tba_jax import lifeline, run_config, run_dir, storage, trajectory
 from tba_jax.replay import journal as journal_lib
+from tba_jax.replay import ledger
+from tba_jax.replay.expiry import expired_segments
 from tba_jax.replay.index import ReplayIndex
-from tba_jax.replay.log import LogCorruption, LogReader
+from tba_jax.replay.reader import LogCorruption, LogReader
 from tba_jax.replay.tail import replay_visible
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Account:
-    """One writer's rows: committed = resident + evicted + rejected + unreadable + unseen.
-
-    unseen: committed after the last journalled step looked; unreadable: below what a step saw, but damaged; trained: rows
-    that at least one step drew.
-    """
-
-    committed: int
-    resident: int
-    evicted: dict[str, int]
-    rejected: dict[str, int]
-    unreadable: int
-    unseen: int
-    evicted_untrained: int
-    trained: int
-
-    @property
-    def balances(self) -> bool:
-        told = self.resident + sum(self.evicted.values()) + sum(self.rejected.values()) + self.unreadable + self.unseen
-        return self.committed == told and min(self.unreadable, self.unseen) >= 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,10 +34,10 @@ class Run:
     lines: list[dict[str, Any]]
 
 
-def open_run(workdir: Path) -> Run:
+def open_run(workdir: Path | str) -> Run:
     """Raises ValueError where `workdir` holds no run."""
-    layout = run_dir.RunDir(workdir)
-    if not layout.config.exists():
+    layout = run_dir.open_run_dir(workdir)
+    if not storage.exists(layout.config):
         raise ValueError(f"{workdir} holds no run: there is no {layout.config}")
     stored = run_config.read(layout)
     contract = run_config.Contract(**stored["contract"])
@@ -69,17 +49,22 @@ def open_run(workdir: Path) -> Run:
 
 
 def rebuild_index(run: Run) -> ReplayIndex:
-    """The trainer's index after the last journalled step, from log and journal alone."""
+    """The trainer's index after the last journalled step: from log and journal, or from the oldest checkpoint where retention
+    has removed earlier rows."""
     index = ReplayIndex(
         shape=run.reader.shape,
         capacity=run.config["replay.capacity"],
         capacity_per_query=run.config["replay.capacity_per_query"],
         merge_duplicates=run.config["replay.merge_duplicates"],
         merge_edit_distance=run.config["replay.merge_edit_distance"],
+        merge_cosine_distance=run.config["replay.merge_cosine_distance"],
         drop=run.config["replay.drop"],
         vocab_size=run.contract.model["vocab"],
     )
-    for line in run.lines:
+    heads, start = run.reader.heads(), 0
+    if any(expired_segments(run.layout.replay).get(writer) for writer in heads):
+        index, start = _checkpointed_index(run)
+    for line in run.lines[start:]:
         for heads in line["visible"]:
             replay_visible(index, run.reader, heads, step=line["step"] - 1)
         slots = index.slots_of(journal_lib.line_ids(line))
@@ -90,38 +75,40 @@ def rebuild_index(run: Run) -> ReplayIndex:
     return index
 
 
-def accounts(run: Run) -> dict[str, Account]:
+def _checkpointed_index(run: Run) -> tuple[ReplayIndex, int]:
+    """The index of the oldest checkpoint that is kept, and its step."""
+    from tba_jax.checkpoint import Checkpoints
+
+    checkpoints = Checkpoints(run.layout.checkpoints, keep=1, read_only=True)
+    steps = checkpoints.steps()
+    if not steps:
+        raise ValueError(f"retention has removed rows of {run.layout.root}, and there is no checkpoint to account from")
+    host = checkpoints.restore_host(steps[0])
+    checkpoints.close()
+    return ReplayIndex.restore(host["index"], run.reader), steps[0]
+
+
+def accounts(run: Run) -> dict[str, ledger.Account]:
     """Writer -> what became of its rows, as of the last journalled step."""
-    index = rebuild_index(run)
-    heads, ledger = run.reader.heads(), index.ledger()
-    trained: dict[str, set[int]] = {}
-    for line in run.lines:
-        for writer, row in journal_lib.line_ids(line):
-            trained.setdefault(writer, set()).add(row)
-    found = {}
-    for writer in sorted(set(heads) | set(ledger)):
-        entry = ledger.get(writer, {"seen": 0, "resident": 0, "evicted": {}, "rejected": {}, "evicted_untrained": 0})
-        read_to, committed = index.heads.get(writer, 0), heads.get(writer, 0)
-        found[writer] = Account(
-            committed=committed,
-            resident=entry["resident"],
-            evicted=entry["evicted"],
-            rejected=entry["rejected"],
-            unreadable=read_to - entry["seen"],
-            unseen=committed - read_to,
-            evicted_untrained=entry["evicted_untrained"],
-            trained=len(trained.get(writer, ())),
-        )
-    return found
+    return ledger.accounts(rebuild_index(run), run.reader.heads())
+
+
+def trained_rows(run: Run) -> collections.Counter[str]:
+    """Writer -> how many of its rows at least one step drew."""
+    drawn = {row for line in run.lines for row in journal_lib.line_ids(line)}
+    return collections.Counter(writer for writer, _ in drawn)
 
 
 def describe_ledger(run: Run) -> tuple[str, bool]:
     """The table that is printed, and whether every writer's account balances."""
-    found = accounts(run)
+    found, trained = accounts(run), trained_rows(run)
     names = ("committed", "resident", "evicted", "rejected", "damaged", "unseen", "trained")
     lines = [f"{'writer':32}" + "".join(f" {name:>9}" for name in names)]
     for writer, a in found.items():
-        counts = (a.committed, a.resident, sum(a.evicted.values()), sum(a.rejected.values()), a.unreadable, a.unseen, a.trained)
+        counts = (
+            *(a.committed, a.resident, sum(a.evicted.values()), sum(a.rejected.values()), a.unreadable, a.unseen),
+            trained[writer],
+        )
         lines.append(f"{writer:32}" + "".join(f" {n:9}" for n in counts) + ("" if a.balances else "   DOES NOT BALANCE"))
     for what in ("evicted", "rejected"):
         total: dict[str, int] = {}
@@ -130,12 +117,23 @@ def describe_ledger(run: Run) -> tuple[str, bool]:
                 total[rule] = total.get(rule, 0) + count
         lines.append(f"{what}: " + (", ".join(f"{rule} {count}" for rule, count in total.items() if count) or "none"))
     lines.append(f"evicted by a capacity without ever being trained on: {sum(a.evicted_untrained for a in found.values())}")
+    lines += _describe_expired(run, list(found))
     epochs = sorted({line["epoch"] for line in run.lines})
     lines.append(f"{len(run.lines)} journalled steps, each once, by {len(epochs)} trainer epochs {epochs}")
     lines += sorted(run.reader.problems.values())
     balanced = all(account.balances for account in found.values())
     lines.append("the ledger balances" if balanced else "THE LEDGER DOES NOT BALANCE")
     return "\n".join(lines), balanced
+
+
+def _describe_expired(run: Run, writers: Sequence[str]) -> list[str]:
+    """A line for every writer of which retention has removed segments."""
+    expired = expired_segments(run.layout.replay)
+    return [
+        f"removed by retention: {len(expired[writer])} segments of {writer}, the last of them {max(expired[writer]):06d}"
+        for writer in writers
+        if expired.get(writer)
+    ]
 
 
 def rebuild_batch(run: Run, step: int) -> tuple[str, bool]:
@@ -181,8 +179,7 @@ def regenerate(run: Run, name: str) -> tuple[str, bool]:
         raise ValueError(f"--regenerate={name!r} must be WRITER:ROW, as the other reports name rows")
     row = {column: value[0] for column, value in run.reader.read_ids([(writer, int(number))]).items()}
     if not run.reader.is_own(writer):  # its weights are those of the run that it is mounted from
-        home = next(m for m in run.config["replay.mount"] if run.reader.folder(writer).is_relative_to(m))
-        return regenerate(open_run(Path(home)), name)
+        return regenerate(open_run(_home(run, writer)), name)
     length = int(row["response_length"])
     steps = sorted(set(row["policy_step"][:length].tolist()))
     if len(steps) != 1:
@@ -217,6 +214,12 @@ def regenerate(run: Run, name: str) -> tuple[str, bool]:
         jax.jit(generate)(params, row["prompt_tokens"][None], row["prompt_length"][None], row["key"][None], sampling)
     )
     return _compared(name, row, again, length)
+
+
+def _home(run: Run, writer: str) -> str:
+    """The mounted run that a followed writer's rows are of."""
+    shared = {mount: str(run_dir.open_run_dir(mount).shared) for mount in run.config["replay.mount"]}
+    return next(mount for mount, place in shared.items() if str(run.reader.folder(writer)).startswith(f"{place}/"))
 
 
 def _compared(name: str, row: Mapping[str, np.ndarray], again: Any, length: int) -> tuple[str, bool]:

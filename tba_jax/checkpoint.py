@@ -48,6 +48,10 @@ class Checkpoints:
         restored = self._manager.restore(step, args=items)
         return restored["state"], restored["host"]
 
+    def restore_host(self, step: int) -> dict[str, Any]:
+        """What `save` was given for the host."""
+        return self._manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
+
     def wait(self) -> None:
         self._manager.wait_until_finished()
 

@@ -22,16 +22,19 @@ import optax
 from tba_jax import learner as learner_lib
 from tba_jax import mesh as mesh_lib
 from tba_jax import optimizer as optimizer_lib
-from tba_jax import policy_store, run_config, run_dir, trajectory
+from tba_jax import policy_store, run_config, run_dir, storage, trajectory
 from tba_jax.checkpoint import Checkpoints
 from tba_jax.metrics import MetricWriter, TimeAccount
 from tba_jax.models import parameters
 from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.replay import journal as journal_lib
+from tba_jax.replay import ledger, retention
+from tba_jax.replay.expiry import remove_segments
 from tba_jax.replay.index import ReplayIndex
 from tba_jax.replay.lease import EpochLease
-from tba_jax.replay.log import LogReader
+from tba_jax.replay.log import registration
+from tba_jax.replay.reader import LogReader
 from tba_jax.replay.selection import draw_batch
 from tba_jax.replay.tail import Tail, replay_visible
 
@@ -89,6 +92,7 @@ class Trainer:
             keep=config.publish.keep,
             keep_every=config.evaluation.every_steps,
             final_step=c.steps,
+            check=lease.check,
         )
         self.account = TimeAccount()
         self._last_gap: dict[str, float] = {}
@@ -103,7 +107,9 @@ class Trainer:
         lineage = journal_lib.read_lineage(run.journal)
         leaves = run_config.flatten(self._config.to_dict())
         self._mounts = run_config.mounted_logs(leaves, reward_version=self._contract.reward_version)
-        reader = LogReader(run.replay, self._shape, mounts=self._mounts)
+        self._reader = LogReader(run.replay, self._shape, mounts=self._mounts)
+        # Checkpointed step -> what a resume from there reads of each writer.
+        self._needs: dict[int, dict[str, retention.Need]] = {}
         step = self._checkpoints.latest_step()
         # What is trained starts from float32; what stays as it is rests in the dtype that is computed with.
         base: parameters.Params = {}
@@ -129,13 +135,14 @@ class Trainer:
                     f"checkpoint {step} was written under epoch {epoch}, but step {step} belongs to epoch "
                     f"{lineage[step - 1]['epoch']}: a trainer that had been replaced wrote it; remove it from {run.checkpoints}"
                 )
-            reader.heads()
-            self.index = ReplayIndex.restore(host["index"], reader)
+            self._reader.heads()
+            self.index = ReplayIndex.restore(host["index"], self._reader)
+            self._needs[step] = retention.needs(self.index, self._reader.segment_rows)
             self.step_number = self._saved_step = step
         if lineage and self.step_number > lineage[-1]["step"]:
             raise ValueError(f"checkpoint {self.step_number} is ahead of the journal, which ends at step {lineage[-1]['step']}")
         self._publish_unless_there()
-        self._replay_journal(lineage[self.step_number :], reader)
+        self._replay_journal(lineage[self.step_number :])
         self._reference_number = int(run_dir.read_json(run.initial_reference)["id"], 16)
         self._journal = journal_lib.Journal(run.journal, self._lease.epoch)
         poll_seconds = self._config.replay.poll_seconds
@@ -145,7 +152,7 @@ class Trainer:
         self._writer_is_mounted: list[bool] = []
         # Heads that were integrated since the last journalled step.
         self._visible: list[dict[str, int]] = []
-        run.finished.unlink(missing_ok=True)
+        storage.remove(run.finished)
         self._publish_unless_there()
         if step is not None or lineage:
             log.info("resumed at step %d with %d resident rows (epoch %d)", self.step_number, len(self.index), self._lease.epoch)
@@ -153,10 +160,10 @@ class Trainer:
     def _initial_state(self, base: parameters.Params) -> learner_lib.TrainState:
         return learner_lib.init_state(self._policy.initial(base, jax.random.key(self._config.seed)), self._optimizer)
 
-    def _replay_journal(self, lines: list[dict[str, Any]], reader: LogReader) -> None:
+    def _replay_journal(self, lines: list[dict[str, Any]]) -> None:
         for line in lines:
             for heads in line["visible"]:
-                replay_visible(self.index, reader, heads, step=self.step_number)
+                replay_visible(self.index, self._reader, heads, step=self.step_number)
             slots = self.index.slots_of(journal_lib.line_ids(line))
             if (slots < 0).any():
                 raise ValueError(f"journalled step {line['step']} drew rows that are no longer in the log")
@@ -185,8 +192,9 @@ class Trainer:
           StaleEpoch: another trainer has taken over. FloatingPointError: names the step; the state is that before it.
           OSError: the journal, a snapshot or a checkpoint could not be written.
         """
-        if heads := self._tail.integrate(self.index, step=self.step_number):
-            self._visible.append(heads)
+        with self.account.measure("integrate"):
+            if heads := self._tail.integrate(self.index, step=self.step_number):
+                self._visible.append(heads)
         slots = self._draw()
         if slots is None:
             return None
@@ -195,19 +203,25 @@ class Trainer:
             self._check_reference(rows)
         with self.account.measure("journal"):
             self._lease.check()
-            line = journal_lib.journal_line(
+            make_line = functools.partial(
+                journal_lib.journal_line,
                 step=self.step_number + 1,
                 visible=self._visible,
                 ids=self.index.ids(slots),
                 reward_version=self._contract.reward_version,
                 key=self.step_number,
-                batch=journal_lib.batch_hash(rows),
+                rows=rows,
             )
-            self._journal.append(line)
             self._visible = []
+            # The line becomes durable while the devices compute: nothing shows the update's result before it is.
+            durable = self._journal.submit(make_line)
         self.index.mark_drawn(slots)
-        with self.account.measure("update"):
-            measurements = self._apply(rows)
+        try:
+            with self.account.measure("update"):
+                measurements = self._apply(rows)
+        finally:
+            with self.account.measure("journal"):
+                durable.result()
         oldest = self.index.row_step[slots]
         staleness = np.where(oldest < 0, 0, self.step_number - 1 - oldest)
         if self._mounts:
@@ -218,7 +232,7 @@ class Trainer:
     def _is_mounted(self, slots: np.ndarray) -> np.ndarray:
         """bool[n]: whether the rows in `slots` are of other runs."""
         for writer in self.index.writers[len(self._writer_is_mounted) :]:
-            self._writer_is_mounted.append(any((root / writer).is_dir() for root in self._mounts))
+            self._writer_is_mounted.append(any(storage.exists(registration(root, writer)) for root in self._mounts))
         return np.array(self._writer_is_mounted, bool)[self.index.slot_writer[slots]]
 
     def _draw(self) -> np.ndarray | None:
@@ -298,7 +312,21 @@ class Trainer:
             return
         self._lease.check()
         self._saved_step = self.step_number
+        if self._config.replay.retention == "checkpoints":
+            self._expire_segments()
         self._checkpoints.save(self.state, {"epoch": self._lease.epoch, "index": self.index.state()}, step=self.step_number)
+
+    def _expire_segments(self) -> None:
+        """Removes what the checkpoints that are there do not need, and notes what the next one will."""
+        self._checkpoints.wait()
+        steps = set(self._checkpoints.steps())
+        # A checkpoint of an earlier process may need anything, until it is replaced.
+        if steps <= self._needs.keys():
+            self._needs = {step: self._needs[step] for step in steps}
+            gone = {writer: n for writer, n in retention.expired(self._needs).items() if self._reader.is_own(writer)}
+            remove_segments(self._run.replay, gone)
+        self._reader.heads()
+        self._needs[self.step_number] = retention.needs(self.index, self._reader.segment_rows)
 
     def _score_snapshot(
         self, snapshot: parameters.Params, frozen: parameters.Params, batch: learner_lib.Batch
@@ -378,13 +406,26 @@ class Trainer:
         }
 
     def finish(self) -> None:
-        """Makes everything durable and marks the run finished."""
+        """Makes everything durable, checks that every row and every step is accounted for, and marks the run finished."""
         self._publisher.wait()
         self._checkpoints.wait()
-        run_dir.write_json(
-            self._run.finished,
-            {"step": self.step_number, "epoch": self._lease.epoch, "ledger": self.index.ledger(), **self.scalars()},
-        )
+        accounts = ledger.accounts(self.index, self.index.heads)
+        balanced = all(account.balances for account in accounts.values())
+        recorded = len(journal_lib.read_lineage(self._run.journal))
+        if not balanced or recorded != self.step_number:
+            log.error(
+                "the ledger does not balance: %d steps are journalled, %d were done; %s",
+                recorded,
+                self.step_number,
+                {writer: account for writer, account in accounts.items() if not account.balances},
+            )
+        told = {
+            "step": self.step_number,
+            "epoch": self._lease.epoch,
+            "balanced": balanced and recorded == self.step_number,
+            "ledger": self.index.ledger(),
+        }
+        run_dir.write_json(self._run.finished, {**told, **self.scalars()})
 
     def close(self) -> None:
         """Stops the threads; what was handed to them is written first."""
@@ -402,6 +443,7 @@ def make_index(config: Any, contract: run_config.Contract) -> ReplayIndex:
         capacity_per_query=config.replay.capacity_per_query,
         merge_duplicates=config.replay.merge_duplicates,
         merge_edit_distance=config.replay.merge_edit_distance,
+        merge_cosine_distance=config.replay.merge_cosine_distance,
         drop=config.replay.drop,
         vocab_size=contract.model["vocab"],
     )

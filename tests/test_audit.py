@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from tba_jax import audit, roles, run_dir
-from tba_jax.replay.log import LogReader, LogWriter
+from tba_jax.replay.log import LogWriter
+from tba_jax.replay.reader import LogReader
 from tests import tiny_run
 
 
@@ -57,7 +58,7 @@ def test_every_row_is_accounted_for(finished):
     assert (account.resident, account.evicted, account.rejected) == (told["resident"], told["evicted"], told["rejected"])
     assert account.resident == 40 and account.evicted["capacity"] > 0 and account.balances
     drawn = {tuple(row) for line in run.lines for row in line["rows"]}
-    assert account.trained == len(drawn)
+    assert audit.trained_rows(run) == {writer: len(drawn)}
     text, balanced = audit.describe_ledger(run)
     assert balanced and "the ledger balances" in text and "6 journalled steps, each once, by 1 trainer epochs [1]" in text
 

@@ -13,8 +13,8 @@ from tba_jax import metrics, policy_store, roles, run_dir, trajectory
 from tba_jax.metrics import TimeAccount
 from tba_jax.models import decoder, lora
 from tba_jax.replay import journal
-from tba_jax.replay.lease import LeaseHeld
-from tba_jax.replay.log import LogReader
+from tba_jax.replay.lease import LeaseHeld, StaleEpoch
+from tba_jax.replay.reader import LogReader
 from tests import tiny_run
 
 
@@ -211,5 +211,59 @@ def test_a_non_finite_update_stops_the_run(tmp_path):
     with pytest.raises(FloatingPointError, match="step 2"):
         trainer.step()
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(trainer.state.params), before)
+    trainer.close()
+    lease.release()
+
+
+def test_nothing_shows_an_update_whose_line_was_refused(tmp_path, monkeypatch):
+    """The line is written while the devices compute: the update must not be seen before it is durable."""
+    s = frozen_log(tmp_path / "run", batches=2)
+    trainer, lease = roles._make_trainer(s, publish_every_steps=1)
+    trainer.poll()
+    assert trainer.step() is not None
+    trainer.flush_snapshot()
+
+    def refuse(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(journal.os, "fsync", refuse)
+    with pytest.raises(OSError, match="No space left"):
+        trainer.step()
+    monkeypatch.undo()
+    first = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda *arguments: first)
+    assert policy_store.committed_steps(s.run.policies) == [0, 1]
+    assert [line["step"] for line in journal.read_lineage(s.run.journal)] == [1]
+    trainer.close()
+    lease.release()
+    again, lease = roles._make_trainer(s, publish_every_steps=1)
+    assert again.step_number == 1
+    again.poll()
+    assert again.step() is not None
+    again.flush_snapshot()
+    assert policy_store.committed_steps(s.run.policies) == [0, 1, 2]
+    again.close()
+    lease.release()
+
+
+def test_a_replaced_trainer_publishes_nothing_more(tmp_path):
+    """It checks its lease when it hands a snapshot over, and again when the snapshot is about to become visible."""
+    s = frozen_log(tmp_path / "run", batches=2)
+    trainer, lease = roles._make_trainer(s, publish_every_steps=100)
+    trainer.poll()
+    assert trainer.step() is not None
+    trainer.publish()
+    trainer.flush_snapshot()
+    later = lease.epoch + 1
+    (s.run.journal / f"epoch-{later:06d}.lease").write_text(json.dumps({"epoch": later, "released": True}))
+    with pytest.raises(StaleEpoch, match=f"epoch {later} has been taken"):
+        trainer.publish()
+    info = policy_store.SnapshotInfo(step=7, epoch=lease.epoch)
+    trainer._publisher.publish(trainer.state.params, info)  # as if the lease was lost after that first look
+    with pytest.raises(StaleEpoch):
+        trainer._publisher.wait()
+    assert policy_store.committed_steps(s.run.policies) == [0, 1]
+    with pytest.raises(StaleEpoch):
+        trainer.step()
     trainer.close()
     lease.release()

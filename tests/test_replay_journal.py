@@ -23,7 +23,9 @@ def write(folder, epoch: int, steps, **changes) -> Journal:
 
 def test_lines_come_back(tmp_path):
     ids = [("b", 3), ("a", 7), ("b", 3)]
-    original = journal_line(step=1, visible=[{"a": 8}, {"a": 8, "b": 4}], ids=ids, reward_version=2, key=1, batch="ff")
+    rows = {"row": np.array([3, 7, 3])}
+    original = journal_line(step=1, visible=[{"a": 8}, {"a": 8, "b": 4}], ids=ids, reward_version=2, key=1, rows=rows)
+    assert original["batch"] == batch_hash(rows)
     journal = Journal(tmp_path / "journal", 1)
     journal.append(original)
     # On the device before append returns: another process sees it without a close.

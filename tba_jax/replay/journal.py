@@ -1,20 +1,21 @@
-"""The write-ahead journal of the trainer: one durable line a step, before the update.
+"""The write-ahead journal of the trainer: one durable line a step, before anything shows the update.
 
 Each trainer process writes its own file, `epoch-000001.jsonl`, under the epoch its lease gave it. `read_lineage` joins
 the files to the one history that a resumed trainer replays.
 """
 
+import concurrent.futures
 import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tba_jax import run_dir
+from tba_jax import storage
 from tba_jax.trajectory import Rows
 
 _JOURNAL_NAME = re.compile(r"epoch-(\d{6})\.jsonl")
@@ -27,7 +28,7 @@ def journal_line(
     ids: Sequence[tuple[str, int]],
     reward_version: int,
     key: int,
-    batch: str,
+    rows: Rows,
 ) -> dict[str, Any]:
     """One step's line; the journal adds the epoch.
 
@@ -37,18 +38,18 @@ def journal_line(
       ids: (writer, row) of the batch, in order.
       reward_version: version of the reward that scored the batch.
       key: what the step's random key was folded with.
-      batch: `batch_hash` of the rows.
+      rows: the batch, whose hash the line holds.
     """
     numbers: dict[str, int] = {}
-    rows = [[numbers.setdefault(writer, len(numbers)), int(row)] for writer, row in ids]
+    drawn = [[numbers.setdefault(writer, len(numbers)), int(row)] for writer, row in ids]
     return {
         "step": step,
         "visible": [dict(heads) for heads in visible],
         "writers": list(numbers),
-        "rows": rows,
+        "rows": drawn,
         "reward_version": reward_version,
         "key": key,
-        "batch": batch,
+        "batch": batch_hash(rows),
     }
 
 
@@ -77,6 +78,7 @@ class Journal:
         self.path = folder / f"epoch-{epoch:06d}.jsonl"
         self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
         self._length = 0
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="journal")
 
     def append(self, line: Mapping[str, Any]) -> None:
         """Returns once the line is on the device. Raises OSError with the journal as it was, so the line may be retried."""
@@ -87,15 +89,20 @@ class Journal:
                 written += os.write(self._file, content[written:])
             os.fsync(self._file)
             if self._length == 0:
-                run_dir.sync_folder(self.path.parent)
+                storage.sync_folder(self.path.parent)
         except OSError:
             # What was written of the line would make the next one unreadable.
             os.ftruncate(self._file, self._length)
             raise
         self._length += len(content)
 
+    def submit(self, make_line: Callable[[], Mapping[str, Any]]) -> concurrent.futures.Future[None]:
+        """Makes a line and appends it in a thread of the journal, one after the other. The result raises as `append`."""
+        return self._thread.submit(lambda: self.append(make_line()))
+
     def close(self) -> None:
         """Closes the file; the journal cannot be appended to afterwards."""
+        self._thread.shutdown()
         os.close(self._file)
 
 
@@ -110,7 +117,7 @@ def read_lineage(folder: Path) -> list[dict[str, Any]]:
     """
     try:
         names = os.listdir(folder)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     epochs = sorted((int(match[1]) for name in names if (match := _JOURNAL_NAME.fullmatch(name))), reverse=True)
     lineage: list[dict[str, Any]] = []

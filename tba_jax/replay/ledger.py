@@ -1,0 +1,47 @@
+"""What became of every row: per writer, committed = resident + evicted + rejected + unreadable + unseen."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from tba_jax.replay.index import ReplayIndex
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Account:
+    """One writer's rows.
+
+    evicted: by rule (index.EVICTIONS); rejected: by reason (log.REJECTIONS); evicted_untrained: by a capacity and never
+    drawn, a part of evicted; unreadable: below what the index has seen, but damaged; unseen: committed since.
+    """
+
+    committed: int
+    resident: int
+    evicted: dict[str, int]
+    rejected: dict[str, int]
+    evicted_untrained: int
+    unreadable: int
+    unseen: int
+
+    @property
+    def balances(self) -> bool:
+        told = self.resident + sum(self.evicted.values()) + sum(self.rejected.values()) + self.unreadable + self.unseen
+        return self.committed == told and min(self.unreadable, self.unseen) >= 0
+
+
+def accounts(index: ReplayIndex, committed: Mapping[str, int]) -> dict[str, Account]:
+    """Writer -> its account. committed: rows in each writer's log."""
+    ledger = index.ledger()
+    nothing = {"seen": 0, "resident": 0, "evicted": {}, "rejected": {}, "evicted_untrained": 0}
+    found = {}
+    for writer in sorted(set(committed) | set(ledger)):
+        entry, read_to = ledger.get(writer, nothing), index.heads.get(writer, 0)
+        found[writer] = Account(
+            committed=committed.get(writer, 0),
+            resident=entry["resident"],
+            evicted=entry["evicted"],
+            rejected=entry["rejected"],
+            evicted_untrained=entry["evicted_untrained"],
+            unreadable=read_to - entry["seen"],
+            unseen=committed.get(writer, 0) - read_to,
+        )
+    return found

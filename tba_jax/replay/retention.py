@@ -1,0 +1,46 @@
+"""Which segments of the log no kept checkpoint needs: no resume reads their rows again.
+
+A resume from a checkpoint reads its resident rows and everything above its heads. What a later step draws was resident
+then or came later, so this covers the journalled steps too.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from tba_jax.replay.index import ReplayIndex
+
+
+@dataclasses.dataclass(frozen=True)
+class Need:
+    """What a resume from a checkpoint reads of one writer: `segments`, and every segment from `last_segment` on."""
+
+    last_segment: int
+    segments: frozenset[int]
+
+
+def needs(index: ReplayIndex, segment_rows: Callable[[str], int]) -> dict[str, Need]:
+    """Writer -> need of a checkpoint that holds this index. segment_rows: of a writer's log."""
+    resident = np.flatnonzero(index.slot_query >= 0)
+    writers, rows = index.slot_writer[resident], index.slot_row[resident]
+    found = {}
+    for number, writer in enumerate(index.writers):
+        size = segment_rows(writer)
+        segments = np.unique(rows[writers == number] // size)
+        # The segment of the last row stays even if it is full: it tells where the log ends.
+        found[writer] = Need((index.heads[writer] - 1) // size, frozenset(segments.tolist()))
+    return found
+
+
+def expired(kept: Mapping[int, Mapping[str, Need]]) -> dict[str, list[int]]:
+    """Writer -> segments that none of the kept checkpoints (step -> needs) reads."""
+    if not kept:
+        return {}
+    oldest = kept[min(kept)]
+    found = {}
+    for writer, need in oldest.items():
+        needed = frozenset().union(*(each[writer].segments for each in kept.values() if writer in each))
+        if gone := [segment for segment in range(need.last_segment) if segment not in needed]:
+            found[writer] = gone
+    return found
