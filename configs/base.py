@@ -18,6 +18,7 @@ def get_config() -> config_dict.ConfigDict:
     c.task.response_length = 32  # R, tokens, end-of-sequence included
     c.task.long_prompts = "refuse"  # refuse | skip (left out and counted)
     c.task.missing_eos_reward = config_dict.placeholder(float)  # reward of a response cut at R; unset: the task's reward
+    c.task.embedding_path = ""  # a sentence encoder (BERT, RoBERTa) that embeds each response; the embedding is stored in its row
     c.task.arithmetic = config_dict.ConfigDict()
     c.task.arithmetic.digits = 3
     c.task.arithmetic.train_queries = 4000
@@ -73,7 +74,7 @@ def get_config() -> config_dict.ConfigDict:
     c.searchers.queries_per_batch = 8
     c.searchers.samples_per_query = 24  # S, at least learner.completions
     c.searchers.max_rows_per_snapshot = 0  # backpressure: a searcher pauses after this many rows until a newer snapshot; 0: never
-    c.searchers.poll_seconds = 0.2
+    c.searchers.poll_seconds = 0.2  # of a local folder; an object store is asked every 2 s at most
     c.searchers.stop_seconds = 10.0  # that the batch in flight may take after SIGTERM; then it is abandoned. 0: at once
     c.searchers.weights = "full"  # full | int8 (weight-only, per output channel): of the policy that is sampled
     c.searchers.logit_megabytes = 128  # of each device: the most that logits take at a time in reference scoring
@@ -85,6 +86,7 @@ def get_config() -> config_dict.ConfigDict:
     c.replay.capacity_per_query = 100
     c.replay.merge_duplicates = True  # identical responses to a query are kept once, the newest wins
     c.replay.merge_edit_distance = 0.0  # share of tokens up to which responses to a query count as the same; 0: identical only
+    c.replay.merge_cosine_distance = 0.0  # likewise by cosine distance of embeddings (task.embedding_path); 0: off
     c.replay.drop = "oldest"  # what leaves a full query or window: oldest | lowest_reward
     c.replay.recent_probability = 0.95  # m: share of queries drawn from what is recent
     c.replay.recent_window = 0  # trainer steps that count as recent; 0: publish.every_steps
@@ -94,7 +96,8 @@ def get_config() -> config_dict.ConfigDict:
     c.replay.max_staleness = 0  # trainer steps; 0: no limit
     c.replay.min_rows = 0  # rows that must be resident before a step; 0: as many as a batch needs
     c.replay.segment_appends = 256
-    c.replay.poll_seconds = 0.2
+    c.replay.retention = "all"  # all | checkpoints: segments that no kept checkpoint needs are removed; the audit names them
+    c.replay.poll_seconds = 0.2  # likewise
     # Workdirs of other runs, finished or not, whose rows are trained on beside this run's own; they are only read. Their
     # contract and reference policy must be ours. Staleness of their rows is counted from step 0 of this run.
     c.replay.mount = ()

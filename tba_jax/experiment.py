@@ -12,8 +12,9 @@ from typing import Any
 
 import jax
 
-from tba_jax import fine_tuning, other_runs, policy_store, run_config, run_dir
+from tba_jax import fine_tuning, other_runs, policy_store, run_config, run_dir, storage
 from tba_jax import mesh as mesh_lib
+from tba_jax.decoding import embeddings
 from tba_jax.models import decoder, hugging_face, parameters
 from tba_jax.models.lora import LoraConfig
 from tba_jax.models.policy import Policy
@@ -97,6 +98,7 @@ def build(config: Any) -> Experiment:
         reward_parts=task.reward_parts,
         reward_version=task.reward_version,
         warm_start=config.warm_start.to_dict(),
+        embedding=embeddings.describe(config.task.embedding_path) if config.task.embedding_path else {},
     )
     return Experiment(
         config=config,
@@ -111,7 +113,7 @@ def build(config: Any) -> Experiment:
 
 def _with_absolute_mounts(config: Any) -> Any:
     """The config, or a copy where a folder of replay.mount depends on the working directory."""
-    absolute = tuple(str(Path(folder).absolute()) for folder in config.replay.mount)
+    absolute = tuple(storage.absolute(folder) for folder in config.replay.mount)
     if absolute == tuple(config.replay.mount):
         return config
     config = config.copy_and_resolve_references()
@@ -213,7 +215,7 @@ def check_initial_policy(experiment: Experiment, run: run_dir.RunDir, *, init_fr
     """Raises ValueError where the initial policy still has to be imported and its checkpoint is not whole, or what is taken
     from other runs (other_runs) does not go with this one."""
     config = experiment.config
-    if config.model.path and not (init_from or config.replay.mount or run.initial_reference.exists()):
+    if config.model.path and not (init_from or config.replay.mount or storage.exists(run.initial_reference)):
         hugging_face.check_weights(config.model.path, experiment.policy.model)
 
 
@@ -229,12 +231,13 @@ def ensure_reference(experiment: Experiment, run: run_dir.RunDir, *, report: Cal
     Returns:
       16 hex digits, a hash of the weights; `run.reference(id)` holds them as a snapshot.
     """
-    if run.initial_reference.exists():
+    if storage.exists(run.initial_reference):
         return run_dir.read_json(run.initial_reference)["id"]
     config, policy = experiment.config, experiment.policy
     init_from = run_config.read(run).get("init_from", "")
     mesh = mesh_lib.make_mesh(tuple(config.learner.mesh.values()), setting="learner.mesh")
-    draft = run.references / f".draft-{uuid.uuid4().hex[:8]}"
+    beside = run.references if isinstance(run.references, Path) else run.root
+    draft = beside / f".draft-{uuid.uuid4().hex[:8]}"
     if config.replay.mount:
         other_runs.copy_reference(config.replay.mount[0], draft)
     else:
@@ -242,10 +245,10 @@ def ensure_reference(experiment: Experiment, run: run_dir.RunDir, *, report: Cal
         policy_store.save(draft, made, policy_store.SnapshotInfo(step=0, epoch=0), dtype="float32")
         del made
     reference_id = policy_store.fingerprint(draft)
-    if run.reference(reference_id).exists():
+    if storage.exists(run.reference(reference_id) / policy_store.COMMIT):
         shutil.rmtree(draft)
     else:
-        draft.rename(run.reference(reference_id))
+        policy_store.adopt(draft, run.reference(reference_id))
     if init_from:
         reference = run.reference(reference_id)
         other_runs.take_optimizer(init_from, run, config, experiment.contract, policy=policy, reference=reference, mesh=mesh)

@@ -15,9 +15,10 @@ import jax
 import numpy as np
 
 from tba_jax import mesh as mesh_lib
-from tba_jax import policy_store, run_config, run_dir, trajectory
+from tba_jax import policy_store, run_config, run_dir, storage, trajectory
 from tba_jax.decoding import generate as generate_lib
 from tba_jax.decoding import sampling as sampling_lib
+from tba_jax.decoding.embeddings import ResponseEmbedder
 from tba_jax.decoding.rewards import reward_generation
 from tba_jax.metrics import MetricWriter, TimeAccount
 from tba_jax.models import scoring
@@ -72,6 +73,7 @@ class Searcher:
         self._policy, self._tokenizer, self._task, self._queries = policy, tokenizer, task, queries
         self._account = account
         self._mesh = mesh_lib.make_mesh(tuple(config.searchers.mesh.values()), setting="searchers.mesh")
+        self._embedder = ResponseEmbedder(config.task.embedding_path, self._mesh) if contract.embedding else None
         self.writer = f"{name}-{uuid.uuid4().hex[:8]}"
         self._writer_number = writer_number(self.writer)
         self._rng = np.random.default_rng([config.seed, self._writer_number])
@@ -183,7 +185,7 @@ class Searcher:
             ref_logprobs = np.asarray(ref_logprobs)
         self._check_finite(generation.policy_logprobs, ref_logprobs, queries)
         with self._account.measure("reward"):
-            _, scores = reward_generation(
+            texts, scores = reward_generation(
                 generation,
                 [query for query in queries for _ in range(samples)],
                 task=self._task,
@@ -211,6 +213,9 @@ class Searcher:
             "key": keys,
             **{field.name: getattr(sampling, field.name) for field in dataclasses.fields(sampling)},
         }
+        if self._embedder is not None:
+            with self._account.measure("embedding"):
+                rows["embedding"] = self._embedder(texts)
         with self._account.measure("append"):
             self._log.append(rows)
         return SearchReport(
@@ -257,7 +262,7 @@ def run_searcher(
         limit = config.searchers.max_rows_per_snapshot
         if searcher.policy_step < 0 or (limit and rows_on_snapshot >= limit):
             with account.measure("wait_policy"):
-                time.sleep(config.searchers.poll_seconds)
+                time.sleep(storage.poll_seconds([run.shared], config.searchers.poll_seconds))
             continue
         report = searcher.search()
         batches += 1
@@ -286,11 +291,11 @@ def run_searcher(
 def wait_for_run(run: run_dir.RunDir, *, poll_seconds: float, stop: Callable[[], bool]) -> bool:
     """Waits until the run has its initial reference. Returns False if `stop` came first."""
     told = False
-    while not run.initial_reference.exists():
+    while not storage.exists(run.initial_reference):
         if stop():
             return False
         if not told:
             log.info("waiting for the trainer to write %s", run.initial_reference)
             told = True
-        time.sleep(poll_seconds)
+        time.sleep(storage.poll_seconds([run.shared], poll_seconds))
     return True

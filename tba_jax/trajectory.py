@@ -7,6 +7,7 @@ Axis table (nobody invents letters):
     S  cache length               L  layers                     N  query heads
     G  key/value heads            H  head size                  D  model width
     F  feed-forward width         V  vocabulary                 M  reward parts
+    E  sentence embedding
 
 Layout of a row on every device: `[left-padded prompt | right-padded response]`, so that position P is the first
 response token of every row and the response region is a static slice.
@@ -37,11 +38,12 @@ _SCALAR_COLUMNS: dict[str, tuple[str, str]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowShape:
-    """Sizes that fix the schema of a run's rows: P, R and the names of the M reward parts."""
+    """Sizes that fix the schema of a run's rows: P, R, the names of the M reward parts, E (0: no embedding)."""
 
     prompt_length: int
     response_length: int
     reward_parts: tuple[str, ...]
+    embedding_size: int = 0
 
     def columns(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Column name -> (dtype, shape of one row)."""
@@ -57,7 +59,7 @@ class RowShape:
             "behavior_logprobs": ("float32", (R,)),
             "policy_step": ("int32", (R,)),
         }
-        return columns
+        return columns | ({"embedding": ("float32", (self.embedding_size,))} if self.embedding_size else {})
 
 
 # Rows on the host: column name -> array [rows, ...]. Shapes and dtypes are RowShape.columns(); besides the scalars:
@@ -69,6 +71,7 @@ class RowShape:
 #   policy_logprobs: float32[B, R]      nats, scoring temperature, the sampler's weights, 0 where masked
 #   behavior_logprobs: float32[B, R]    nats, the distribution that was sampled, 0 where masked
 #   policy_step: int32[B, R]            trainer step of the weights that produced each token, -1 where masked
+#   embedding: float32[B, E]            of the response's text, of length 1; only where E > 0
 Rows = Mapping[str, np.ndarray]
 
 

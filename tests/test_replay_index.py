@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from tba_jax.replay.index import ReplayIndex
-from tba_jax.replay.log import LogReader, LogWriter
-from tba_jax.replay.near_duplicates import NearDuplicates
+from tba_jax.replay.log import LogWriter
+from tba_jax.replay.near_duplicates import NearByEdits, NearByEmbedding
+from tba_jax.replay.reader import LogReader
 from tba_jax.replay.selection import draw_batch
 from tba_jax.trajectory import RowShape
 
@@ -172,7 +173,10 @@ def test_bad_options_are_named():
         ({"drop": "newest"}, "drop='newest'"),
         ({"merge_edit_distance": 1.0}, "merge_edit_distance=1.0"),
         ({"merge_edit_distance": -0.1}, "merge_edit_distance=-0.1"),
-        ({"merge_edit_distance": 0.1, "merge_duplicates": False}, "needs merge_duplicates"),
+        ({"merge_edit_distance": 0.1, "merge_duplicates": False}, "merge_edit_distance=0.1 .* need merge_duplicates"),
+        ({"merge_edit_distance": 0.1, "merge_cosine_distance": 0.1}, "exclude each other"),
+        ({"merge_cosine_distance": 2.0}, "merge_cosine_distance=2.0"),
+        ({"merge_cosine_distance": 0.1}, "needs rows with an embedding"),
     ]:
         with pytest.raises(ValueError, match=words):
             index_of(**settings)
@@ -188,10 +192,14 @@ def edit_distance(a, b) -> int:
     return int(table[-1, -1])
 
 
+def as_row(tokens) -> dict[str, np.ndarray]:
+    return {"response_tokens": np.asarray(tokens, np.int32)[None], "response_length": np.array([len(tokens)])}
+
+
 def test_the_nearest_is_the_one_that_comparing_all_finds():
     rng = np.random.default_rng(0)
     for share in (0.1, 0.3, 0.6):
-        near, texts, found = NearDuplicates(slots=200, share=share, vocab_size=300), [], 0
+        near, texts, found = NearByEdits(slots=200, share=share, vocab_size=300), [], 0
         for slot in range(200):
             # Copies of earlier texts with a few tokens replaced, and texts of their own.
             text = rng.integers(0, 300, rng.integers(0, 40))
@@ -201,7 +209,7 @@ def test_the_nearest_is_the_one_that_comparing_all_finds():
                 text[changed] = rng.integers(0, 300, changed.sum())
                 text = np.delete(text, np.flatnonzero(rng.random(len(text)) < 0.05))
             texts.append(text)
-            near.put(slot, text.astype(np.int32))
+            near.put(slot, as_row(text), 0)
             if slot % 4:
                 continue
             distances = [edit_distance(text, other) for other in texts[:-1]]
@@ -212,6 +220,51 @@ def test_the_nearest_is_the_one_that_comparing_all_finds():
                 found += 1
                 assert distances[nearest] == min(within)
         assert found >= 5
+
+
+def unit(vectors) -> np.ndarray:
+    """float32, of length 1 along the last axis."""
+    vectors = np.asarray(vectors, np.float32)
+    return vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)
+
+
+def test_embeddings_within_the_distance_are_merged_within_their_query():
+    shape = RowShape(prompt_length=2, response_length=4, reward_parts=(), embedding_size=2)
+    index = ReplayIndex(shape=shape, capacity=9, capacity_per_query=9, vocab_size=V, merge_cosine_distance=0.1)
+    degrees = np.radians([0, 40, 90, 25, 20, 20])  # cosine distance 0.1 is 25.8 degrees
+    rows = {name: np.zeros((6, *row), dtype) for name, (dtype, row) in shape.columns().items()}
+    rows["row"], rows["query_id"] = np.arange(6), np.array([7, 7, 7, 7, 7, 8], np.uint64)
+    rows["response_length"][:], rows["response_tokens"][:, 0] = 1, np.arange(6) % V
+    rows["embedding"] = np.stack([np.cos(degrees), np.sin(degrees)], axis=1).astype(np.float32)
+    index.add("a", {name: column[:4] for name, column in rows.items()}, step=1)
+    # 25 degrees are 15 from row 1 and 25 from row 0: the nearest goes.
+    assert [row for _, row in resident(index)] == [0, 2, 3]
+    index.add("a", {name: column[4:] for name, column in rows.items()}, step=1)
+    assert [row for _, row in resident(index)] == [0, 2, 4, 5]
+    assert index.ledger()["a"]["evicted"]["duplicate"] == 2
+    spoilt = {name: column[5:].copy() for name, column in rows.items()} | {"row": np.arange(6, 7)}
+    spoilt["embedding"][0, 1] = np.nan
+    index.add("a", spoilt, step=1)
+    assert index.ledger()["a"]["rejected"]["embedding"] == 1 and len(index) == 4
+
+
+def test_the_nearest_embedding_is_the_one_that_comparing_all_finds():
+    rng = np.random.default_rng(0)
+    vectors = unit(rng.normal(size=(300, 4)))
+    near = NearByEmbedding(slots=300, distance=0.05, embedding_size=4)
+    for slot in range(300):
+        near.put(slot, {"embedding": vectors}, slot)
+    found = []
+    for slot in range(1, 300):
+        distances = [1 - float(np.dot(vectors[slot].astype(float), other)) for other in vectors[:slot].astype(float)]
+        best = int(np.argmin(distances))
+        nearest = near.nearest(slot, rng.permutation(slot), np.arange(300))
+        assert nearest == (best if distances[best] <= 0.05 else None)
+        found.append(nearest)
+    assert 0 < found.count(None) < 299
+    near.put(0, {"embedding": vectors}, 5)
+    near.put(1, {"embedding": vectors}, 5)
+    assert near.nearest(5, np.array([1, 0]), np.array([7, 3, 0, 0, 0, 0])) == 1  # of equally near ones the older
 
 
 class Model:
@@ -393,16 +446,16 @@ def test_an_empty_index_is_restored(tmp_path):
 def test_one_query_of_many_rows_takes_near_duplicates_in_time():
     """100,000 resident responses of up to 64 tokens: comparing with them costs milliseconds a row."""
     rng, slots, V = np.random.default_rng(0), 100_000, 50_000
-    near = NearDuplicates(slots=slots + 1, share=0.1, vocab_size=V)
+    near = NearByEdits(slots=slots + 1, share=0.1, vocab_size=V)
     # Every bucket of token ids is as frequent as in text: few tokens are most of it.
     tokens = (V ** rng.random((slots, 64))).astype(np.int32) - 1
     for slot, length in enumerate(rng.integers(32, 65, slots).tolist()):
-        near.put(slot, tokens[slot, :length])
+        near.put(slot, as_row(tokens[slot, :length]), 0)
     seconds = []
     for slot in range(10):
         response = np.fromiter(map(ord, near._texts[slot]), np.int32)
         response[5] = V - 1
-        near.put(slots, response)
+        near.put(slots, as_row(response), 0)
         begin = time.perf_counter()
         assert near.nearest(slots, np.arange(slots), np.arange(slots + 1)) == slot
         seconds.append(time.perf_counter() - begin)

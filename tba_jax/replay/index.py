@@ -14,12 +14,18 @@ from typing import Any
 import numpy as np
 
 from tba_jax.replay.eviction import DROPS, LowestReward
-from tba_jax.replay.log import REJECTIONS, LogReader, validate_rows
-from tba_jax.replay.near_duplicates import NearDuplicates
+from tba_jax.replay.near_duplicates import NearByEdits, NearByEmbedding
+from tba_jax.replay.reader import LogReader
+from tba_jax.replay.validation import REJECTIONS, validate_rows
 from tba_jax.trajectory import Rows, RowShape, check_rows, response_mask
 
 # Why a resident row left: an identical (or near) response arrived, its query was full, the window was full.
 EVICTIONS = ("duplicate", "query_capacity", "capacity")
+
+_EVICTED = {rule: f"evicted/{rule}" for rule in EVICTIONS}
+
+# What makes a response the same as another of its query.
+_Identity = int | bytes
 
 # (writer number, row) packed in one int64: 2^23 writers, 2^40 rows each.
 _ROW_BITS = 40
@@ -57,6 +63,7 @@ class ReplayIndex:
         vocab_size: int,
         merge_duplicates: bool = True,
         merge_edit_distance: float = 0.0,
+        merge_cosine_distance: float = 0.0,
         drop: str = "oldest",
     ):
         """
@@ -66,6 +73,7 @@ class ReplayIndex:
             responses weigh more in what is drawn.
           merge_edit_distance: a response replaces the nearest older one of its query also where the edit distance over
             tokens is at most this share of the longer of the two; 0 = identical responses only.
+          merge_cosine_distance: likewise where the cosine distance of their embeddings is at most this; one of the two settings.
           drop: one of DROPS, what leaves a full query and a full window. Under lowest_reward that may be the new row.
         """
         for name, value in (("capacity", capacity), ("capacity_per_query", capacity_per_query), ("vocab_size", vocab_size)):
@@ -73,12 +81,15 @@ class ReplayIndex:
                 raise ValueError(f"{name}={value} must be at least 1")
         if drop not in DROPS:
             raise ValueError(f"drop={drop!r} is not one of {DROPS}")
-        if merge_edit_distance and not merge_duplicates:
-            raise ValueError(f"merge_edit_distance={merge_edit_distance} needs merge_duplicates=true")
+        if (merge_edit_distance or merge_cosine_distance) and not merge_duplicates:
+            raise ValueError(f"{merge_edit_distance=} and {merge_cosine_distance=} need merge_duplicates=true")
+        if merge_edit_distance and merge_cosine_distance:
+            raise ValueError(f"{merge_edit_distance=} and {merge_cosine_distance=} exclude each other")
         self.shape, self.capacity, self.capacity_per_query, self.vocab_size = shape, capacity, capacity_per_query, vocab_size
         self.writers: list[str] = []
         self.heads: dict[str, int] = {}
-        self.merge_duplicates, self.merge_edit_distance, self.drop = merge_duplicates, merge_edit_distance, drop
+        self.merge_duplicates, self.drop = merge_duplicates, drop
+        self.merge_edit_distance, self.merge_cosine_distance = merge_edit_distance, merge_cosine_distance
         # One slot more than the capacity: a row goes in before the one it displaces goes out.
         slots = capacity + 1
         self._columns = {name: np.zeros((slots, *row), dtype) for name, (dtype, row) in shape.columns().items()}
@@ -94,18 +105,20 @@ class ReplayIndex:
         self._next_arrival = 0
         # The fewest draws of any query as of the last batch: where a new query begins.
         self._round = 0
-        # Both ordered by arrival. Resident slot -> (query id, response digest); query id -> response digest -> slot.
-        self._order: collections.OrderedDict[int, tuple[int, bytes]] = collections.OrderedDict()
-        self._groups: dict[int, collections.OrderedDict[bytes, int]] = {}
+        # Both ordered by arrival. Resident slot -> (query id, identity, its writer's counts); query id -> identity -> slot.
+        self._order: collections.OrderedDict[int, tuple[int, _Identity, collections.Counter[str]]] = collections.OrderedDict()
+        self._groups: dict[int, collections.OrderedDict[_Identity, int]] = {}
         self._query_number: dict[int, int] = {}
         # Query number -> its slots in no order (int32); slot -> its place there.
         self._members: dict[int, array.array[int]] = {}
-        self._place = np.zeros(slots, np.int32)
+        self._place = array.array("i", bytes(4 * slots))
         # Only filled under drop=lowest_reward: by query number, and of the window.
         self._lowest: collections.defaultdict[int, LowestReward] = collections.defaultdict(LowestReward)
-        self._near = None
+        self._near: NearByEdits | NearByEmbedding | None = None
         if merge_edit_distance:
-            self._near = NearDuplicates(slots=slots, share=merge_edit_distance, vocab_size=vocab_size)
+            self._near = NearByEdits(slots=slots, share=merge_edit_distance, vocab_size=vocab_size)
+        if merge_cosine_distance:
+            self._near = NearByEmbedding(slots=slots, distance=merge_cosine_distance, embedding_size=shape.embedding_size)
         # Per writer, in the order of `writers`.
         self._counts: list[collections.Counter[str]] = []
 
@@ -206,49 +219,48 @@ class ReplayIndex:
         if not len(valid):
             return
         row_steps = _row_steps(rows) if own else np.zeros(count, np.int64)
-        arrivals = np.arange(self._next_arrival, self._next_arrival + len(valid))
-        self._next_arrival += len(valid)
+        arrivals = range(self._next_arrival, self._next_arrival + len(valid))
+        self._next_arrival = arrivals.stop
         query_ids, lengths = rows["query_id"].tolist(), rows["response_length"].tolist()
         rewards = rows["reward"].tolist()
-        slots = np.empty(len(valid), np.int64)
-        for i, row in enumerate(valid.tolist()):
-            slot = slots[i] = heapq.heappop(self._free_slots)
-            self._slot_top = max(self._slot_top, slot + 1)
-            self._slot_writer[slot] = number
-            self._arrival[slot] = arrivals[i]
-            self._visible_step[slot] = step
-            self._row_step[slot] = row_steps[row]
-            self._row_draws[slot] = 0
-            self._insert(slot, query_ids[row], rows["response_tokens"][row, : lengths[row]], rewards[row])
-        # A slot that was freed and filled again within this call keeps its last row.
-        resident = self._arrival[slots] == arrivals
+        # The row that was put into a slot last; what a free slot holds does not matter.
+        row_in: dict[int, int] = {}
+        for arrival, row in zip(arrivals, valid.tolist(), strict=True):
+            slot = heapq.heappop(self._free_slots)
+            self._arrival[slot] = arrival
+            row_in[slot] = row
+            if self._near is not None:
+                self._near.put(slot, rows, row)
+            identity = self._identity(rows["response_tokens"][row], lengths[row], arrival)
+            self._insert(slot, query_ids[row], identity, rewards[row], counts)
+        self._slot_top = max(self._slot_top, max(row_in) + 1)
+        slots, put = np.fromiter(row_in.keys(), np.int64), np.fromiter(row_in.values(), np.int64)
+        self._slot_writer[slots], self._visible_step[slots], self._row_step[slots] = number, step, row_steps[put]
         for name, column in self._columns.items():
-            column[slots[resident]] = rows[name][valid[resident]]
+            column[slots] = rows[name][put]
 
-    def _identity(self, response_tokens: np.ndarray, arrival: int) -> bytes:
-        """What makes a response the same as another of its query."""
-        return _digest(response_tokens) if self.merge_duplicates else arrival.to_bytes(8, "little")
+    def _identity(self, response_tokens: np.ndarray, length: int, arrival: int) -> _Identity:
+        """Equal for responses to a query of which one is kept."""
+        return _digest(response_tokens[:length]) if self.merge_duplicates else arrival
 
-    def _insert(self, slot: int, query_id: int, response_tokens: np.ndarray, reward: float) -> None:
+    def _insert(self, slot: int, query_id: int, identity: _Identity, reward: float, counts: collections.Counter[str]) -> None:
         number = self._query_number.get(query_id)
         if number is None:
             number = self._open_query(heapq.heappop(self._free_queries), query_id)
-        group, digest = self._groups[query_id], self._identity(response_tokens, int(self._arrival[slot]))
-        replaced = group.get(digest)
-        if self._near is not None:
-            self._near.put(slot, response_tokens)
-            if replaced is None:
-                replaced = self._near.nearest(slot, np.array(self._members[number], np.int32), self._arrival)
+        group = self._groups[query_id]
+        replaced = group.get(identity)
+        if self._near is not None and replaced is None:
+            replaced = self._near.nearest(slot, np.array(self._members[number], np.int32), self._arrival)
         if replaced is not None:
             del group[self._order[replaced][1]]
-        self._enter(slot, query_id, digest, reward)
+        self._enter(slot, query_id, identity, reward, counts)
         if replaced is not None:
             self._evict(replaced, "duplicate")
         elif len(group) > self.capacity_per_query:
             self._evict(self._leaving(group.values(), number), "query_capacity")
         if len(self._order) > self.capacity:
             self._evict(self._leaving(self._order, _WINDOW), "capacity")
-        if self._slot_query[slot] >= 0:
+        if slot in self._order:
             self._recent_draws[number] = 0
 
     def _open_query(self, number: int, query_id: int) -> int:
@@ -261,13 +273,13 @@ class ReplayIndex:
         self._query_draws[number], self._recent_draws[number] = self._round, 0
         return number
 
-    def _enter(self, slot: int, query_id: int, digest: bytes, reward: float) -> None:
+    def _enter(self, slot: int, query_id: int, identity: _Identity, reward: float, counts: collections.Counter[str]) -> None:
         """Makes the row in `slot` resident, the newest of its query."""
-        number = self._query_number[query_id]
-        self._groups[query_id][digest] = slot
-        self._order[slot] = (query_id, digest)
+        number, group = self._query_number[query_id], self._groups[query_id]
+        group[identity] = slot
+        self._order[slot] = (query_id, identity, counts)
         self._slot_query[slot] = number
-        self._query_rows[number] += 1
+        self._query_rows[number] = len(group)
         self._newest_slot[number] = slot
         members = self._members[number]
         self._place[slot] = len(members)
@@ -281,14 +293,16 @@ class ReplayIndex:
         return next(iter(by_arrival)) if self.drop == "oldest" else self._lowest[key].slot(self._arrival)
 
     def _evict(self, slot: int, rule: str) -> None:
-        query_id, digest = self._order.pop(slot)
+        query_id, identity, counts = self._order.pop(slot)
         number, group = self._query_number[query_id], self._groups[query_id]
-        counts = self._counts[self._slot_writer[slot]]
-        counts[f"evicted/{rule}"] += 1
+        counts[_EVICTED[rule]] += 1
+        untrained = not self._row_draws[slot]
         if rule != "duplicate":
-            counts["evicted_untrained"] += self._row_draws[slot] == 0
-            del group[digest]
-        self._query_rows[number] -= 1
+            counts["evicted_untrained"] += untrained
+            del group[identity]
+        if not untrained:
+            self._row_draws[slot] = 0  # as in every free slot
+        self._query_rows[number] = len(group)
         self._slot_query[slot] = self._arrival[slot] = -1
         heapq.heappush(self._free_slots, slot)
         members, place = self._members[number], self._place[slot]
@@ -378,6 +392,7 @@ class ReplayIndex:
             "capacity_per_query": self.capacity_per_query,
             "merge_duplicates": self.merge_duplicates,
             "merge_edit_distance": self.merge_edit_distance,
+            "merge_cosine_distance": self.merge_cosine_distance,
             "drop": self.drop,
             "vocab_size": self.vocab_size,
             "writers": self.writers.copy(),
@@ -411,6 +426,7 @@ class ReplayIndex:
             capacity_per_query=state["capacity_per_query"],
             merge_duplicates=state["merge_duplicates"],
             merge_edit_distance=state["merge_edit_distance"],
+            merge_cosine_distance=state["merge_cosine_distance"],
             drop=state["drop"],
             vocab_size=state["vocab_size"],
         )
@@ -433,10 +449,10 @@ class ReplayIndex:
         index._query_draws[queries] = state["query_draws"]
         index._recent_draws[queries] = state["recent_draws"]
         for i, slot in enumerate(state["slot"]):
-            response_tokens = rows["response_tokens"][i, : lengths[i]]
             if index._near is not None:
-                index._near.put(slot, response_tokens)
-            index._enter(slot, query_ids[i], index._identity(response_tokens, state["arrival"][i]), rewards[i])
+                index._near.put(slot, rows, i)
+            identity = index._identity(rows["response_tokens"][i], lengths[i], state["arrival"][i])
+            index._enter(slot, query_ids[i], identity, rewards[i], index._counts[state["writer"][i]])
         # Sorted lists are heaps, so the lowest free number comes first as before.
         index._free_slots = np.setdiff1d(np.arange(index.capacity + 1), slots).tolist()
         index._free_queries = np.setdiff1d(np.arange(index.capacity + 1), queries).tolist()

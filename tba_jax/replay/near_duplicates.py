@@ -1,4 +1,4 @@
-"""Finds the resident response nearest to a new one, by edit distance over tokens.
+"""Finds the resident response nearest to a new one, by edit distance over tokens or by cosine distance of embeddings.
 
 The Levenshtein distance d of two responses with n_a and n_b tokens has a cheap lower bound: with L1 the distance of their
 token counts, d >= (L1 + |n_a − n_b|) / 2. Counting tokens in few buckets only lowers L1. One vectorised pass leaves the
@@ -8,12 +8,14 @@ few responses whose distance has to be computed.
 import numpy as np
 from rapidfuzz.distance import Levenshtein
 
+from tba_jax.trajectory import Rows
+
 _BUCKETS = 64
 # Tokens become the characters of a string, which compares fastest.
 _MAX_VOCAB = 0x110000
 
 
-class NearDuplicates:
+class NearByEdits:
     """The responses in the slots of an index.
 
     _counts: uint8[slots, 64], tokens whose id is the bucket modulo 64, at most 255. _lengths: int32[slots], tokens.
@@ -30,8 +32,9 @@ class NearDuplicates:
         self._counts = np.zeros((slots, _BUCKETS), np.uint8)
         self._lengths = np.zeros(slots, np.int32)
 
-    def put(self, slot: int, tokens: np.ndarray) -> None:
-        """Takes the response of a slot. tokens: int32[n], the real ones; whatever the slot held is forgotten."""
+    def put(self, slot: int, rows: Rows, i: int) -> None:
+        """Takes the response of row i for a slot; whatever the slot held is forgotten."""
+        tokens = rows["response_tokens"][i, : rows["response_length"][i]]
         self._texts[slot] = "".join(map(chr, tokens.tolist()))
         self._counts[slot] = np.minimum(np.bincount(tokens % _BUCKETS, minlength=_BUCKETS), 255)
         self._lengths[slot] = len(tokens)
@@ -65,3 +68,30 @@ class NearDuplicates:
             if distance <= cutoff:
                 found, best = other, distance
         return found
+
+
+class NearByEmbedding:
+    """The embeddings of the responses in the slots of an index. _embeddings: float32[slots, E], of length 1."""
+
+    def __init__(self, *, slots: int, distance: float, embedding_size: int):
+        """Args: distance: in (0, 2), the cosine distance 1 − e_a · e_b up to which two responses count as the same."""
+        if not 0 < distance < 2:
+            raise ValueError(f"merge_cosine_distance={distance} must be 0 (identical responses only) or within (0, 2)")
+        if not embedding_size:
+            raise ValueError(f"merge_cosine_distance={distance} needs rows with an embedding (task.embedding_path)")
+        self._distance = distance
+        self._embeddings = np.zeros((slots, embedding_size), np.float32)
+
+    def put(self, slot: int, rows: Rows, i: int) -> None:
+        """Takes the embedding of row i for a slot."""
+        self._embeddings[slot] = rows["embedding"][i]
+
+    def nearest(self, slot: int, others: np.ndarray, arrival: np.ndarray) -> int | None:
+        """As NearByEdits.nearest."""
+        if not len(others):
+            return None
+        others = np.sort(others)  # in one order, so that the products round the same way after a resume
+        distances = 1.0 - self._embeddings[others] @ self._embeddings[slot]
+        best = distances.min()
+        ties = others[distances == best]
+        return int(ties[arrival[ties].argmin()]) if best <= self._distance else None

@@ -1,0 +1,80 @@
+"""Sentence embeddings of responses, by an encoder from a Hugging Face folder."""
+
+import functools
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from tokenizers import Tokenizer
+
+from tba_jax import mesh as mesh_lib
+from tba_jax.models import encoder, hugging_face
+
+# Texts in one pass of the encoder, and the tokens that the shortest pass has: bounds memory and the number of programs.
+_ROWS = 32
+_SHORTEST = 16
+
+
+def read_config(folder: Path | str) -> encoder.EncoderConfig:
+    """The encoder of a folder or hub id. Raises ValueError where it is none, or has no tokenizer.json."""
+    folder = hugging_face.resolve_folder(folder)
+    config = hugging_face.read_config(folder, compute_dtype="float32")
+    if not isinstance(config, encoder.EncoderConfig) or config.head != "embedding":
+        raise ValueError(f"task.embedding_path={str(folder)!r} is not a sentence encoder (BERT or RoBERTa without a head)")
+    if not (folder / "tokenizer.json").is_file():
+        raise ValueError(f"task.embedding_path={str(folder)!r} has no tokenizer.json")
+    return config
+
+
+def describe(folder: Path | str) -> dict[str, Any]:
+    """What the contract says of an encoder: the size of its embeddings, and a digest of weights and tokenizer.
+
+    Raises: as `read_config`.
+    """
+    config, folder = read_config(folder), hugging_face.resolve_folder(folder)
+    digest = hashlib.blake2b(digest_size=8)
+    for path in (folder / "tokenizer.json", *sorted(folder.glob("*.safetensors"))):
+        digest.update(path.read_bytes())
+    return {"width": config.width, "weights": digest.hexdigest()}
+
+
+class ResponseEmbedder:
+    """Embeds texts; the encoder's weights rest on every device of a mesh, texts are split over it."""
+
+    def __init__(self, folder: Path | str, mesh: Mesh):
+        """Raises ValueError: the folder cannot be used; says why."""
+        config, folder = read_config(folder), hugging_face.resolve_folder(folder)
+        self._config, self._mesh = config, mesh
+        self._rows = -(-_ROWS // mesh.size) * mesh.size
+        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self._tokenizer.no_padding()
+        self._tokenizer.enable_truncation(config.position_limit)
+        if self._tokenizer.get_vocab_size() > config.vocab:
+            raise ValueError(f"{folder}: the tokenizer has {self._tokenizer.get_vocab_size()} ids, the encoder {config.vocab}")
+        self._params = hugging_face.load_params(folder, config, encoder.param_shardings(config, mesh))
+        self._embed = mesh_lib.on_mesh(mesh, jax.jit(functools.partial(encoder.embed, config=config)))
+
+    def __call__(self, texts: Sequence[str]) -> np.ndarray:
+        """float32[len(texts), E], of length 1; 0 for a text without tokens. Texts beyond the encoder's positions are cut."""
+        encoded = [encoding.ids for encoding in self._tokenizer.encode_batch(list(texts))]
+        result = np.zeros((len(texts), self._config.width), np.float32)
+        # Texts of similar length share a pass.
+        order = np.argsort([len(ids) for ids in encoded], kind="stable")
+        for start in range(0, len(order), self._rows):
+            part = order[start : start + self._rows]
+            result[part] = self._pass([encoded[i] for i in part])[: len(part)]
+        return result
+
+    def _pass(self, encoded: Sequence[Sequence[int]]) -> np.ndarray:
+        longest = max(len(ids) for ids in encoded)
+        length = min(max(_SHORTEST, 1 << (longest - 1).bit_length()) if longest else _SHORTEST, self._config.position_limit)
+        tokens = np.zeros((self._rows, length), np.int32)
+        mask = np.zeros((self._rows, length), bool)
+        for row, ids in enumerate(encoded):
+            tokens[row, : len(ids)], mask[row, : len(ids)] = ids, True
+        on_device = mesh_lib.put_rows(self._mesh, (tokens, mask))
+        return np.asarray(self._embed(self._params, *on_device))
