@@ -1,8 +1,8 @@
 """What every command does alike: the flags --config and --workdir, one sentence for bad input, exit codes for failures."""
 
 import contextlib
-import errno
 import logging
+import os
 import re
 import sys
 import traceback
@@ -59,9 +59,11 @@ def failures() -> Iterator[None]:
         yield
     except Exception as error:
         sentence = " ".join(str(error).split())
-        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-        if full or "No space left" in sentence:
-            print(f"error: storage failed, the run stops; what was committed stays readable: {sentence}", file=sys.stderr)
+        if lifeline.is_storage_failure(error):
+            try:
+                print(f"error: storage failed; what was committed stays readable: {sentence}", file=sys.stderr, flush=True)
+            except OSError:
+                os._exit(lifeline.STORAGE_FAILED)  # the log lies there too: what it did not take would change the exit code
             sys.exit(lifeline.STORAGE_FAILED)
         if isinstance(error, FloatingPointError):
             print(f"error: {sentence}", file=sys.stderr)

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+_FLUSH_SECONDS = 5.0
+
 
 class MetricWriter:
     """Writes scalars and histograms of one role to `folder`: `metrics.jsonl` and TensorBoard events.
@@ -17,7 +19,7 @@ class MetricWriter:
     """
 
     def __init__(self, folder: Path):
-        from tensorboardX import SummaryWriter
+        from tensorboardX.event_file_writer import EventsWriter
 
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "metrics.jsonl"
@@ -25,21 +27,32 @@ class MetricWriter:
         self._lines = open(path, "a", buffering=1)  # noqa: SIM115 (closed by close)
         if torn:  # a kill cut the last line short: the next one begins on a line of its own
             self._lines.write("\n")
-        self._events = SummaryWriter(str(folder), flush_secs=5)
+        # Written in this thread: that of a SummaryWriter dies where storage refuses, and its callers then wait for ever.
+        self._events = EventsWriter(str(folder / "events"))
+        self._flushed = 0.0
 
     def write(self, step: int, scalars: Mapping[str, Any], histograms: Mapping[str, np.ndarray] | None = None) -> None:
-        """Records one point. Scalars may be Python or NumPy numbers, or strings (JSON lines only)."""
+        """Records one point. Scalars may be Python or NumPy numbers, or strings (JSON lines only).
+
+        Raises:
+          OSError: the storage refused.
+        """
+        from tensorboardX import summary
+        from tensorboardX.proto.event_pb2 import Event
+
         values = {name: value if isinstance(value, str) else float(value) for name, value in scalars.items()}
         line: dict[str, Any] = {"step": int(step), "time": time.time(), **values}
+        points = [summary.scalar(name, value) for name, value in values.items() if not isinstance(value, str)]
         for name, array in (histograms or {}).items():
             counts, edges = np.histogram(array, bins=min(20, max(1, int(np.ptp(array)) + 1)) if array.size else 1)
             line[f"{name}_histogram"] = {"counts": counts.tolist(), "edges": edges.tolist()}
-        self._lines.write(json.dumps(line) + "\n")  # first: a storage that refuses raises here
-        for name, value in values.items():
-            if not isinstance(value, str):
-                self._events.add_scalar(name, value, step)
-        for name, array in (histograms or {}).items():
-            self._events.add_histogram(name, array, step)
+            points.append(summary.histogram(name, array, bins=edges))
+        self._lines.write(json.dumps(line) + "\n")
+        for point in points:
+            self._events.write_event(Event(wall_time=line["time"], step=int(step), summary=point))
+        if time.monotonic() - self._flushed > _FLUSH_SECONDS:
+            self._flushed = time.monotonic()
+            self._events.flush()
 
     def close(self) -> None:
         self._events.close()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tba_jax import experiment as experiment_lib
-from tba_jax import lifeline, other_runs, report, run_config, run_dir, supervisor
+from tba_jax import lifeline, other_runs, report, run_config, run_dir, storage, supervisor
 from tba_jax.metrics import MetricWriter, TimeAccount
 from tba_jax.replay.journal import read_lineage
 from tba_jax.replay.lease import EpochLease
@@ -49,7 +49,7 @@ def _check_devices(experiment: experiment_lib.Experiment, *roles: str) -> None:
 
 def _join(s: Settings, *, may_change_schedule: bool) -> None:
     experiment_lib.check_initial_policy(s.experiment, s.run, init_from=s.init_from)
-    if may_change_schedule or not s.run.config.exists():
+    if may_change_schedule or not storage.exists(s.run.config):
         contract = s.experiment.contract
         other_runs.check_init_from(s.run, s.config, contract, init_from=s.init_from)
         other_runs.check_mounts(s.run, s.config, contract, init_from=s.init_from)
@@ -64,7 +64,7 @@ def _join(s: Settings, *, may_change_schedule: bool) -> None:
 
 
 def _make_reference(s: Settings) -> None:
-    if s.run.initial_reference.exists():
+    if storage.exists(s.run.initial_reference):
         return
     writer = MetricWriter(s.run.metrics("reference"))
 
@@ -244,7 +244,7 @@ def _supervised(s: Settings) -> Job:
         )
         try:
             code = 0
-            if not s.run.initial_reference.exists():
+            if not storage.exists(s.run.initial_reference):
                 whole = supervisor.Placement(cpus=cpus, gpus=placements["trainer"].gpus)
                 code = processes.call("reference", arguments("reference", "reference"), whole, progress=progress, stop=stop)
             code = code or processes.run(commands, until=until, progress=progress, stop=stop)

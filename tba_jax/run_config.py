@@ -4,13 +4,11 @@ import dataclasses
 import datetime
 import json
 import math
-import os
-import uuid
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from tba_jax import run_dir, trajectory
+from tba_jax import run_dir, storage, trajectory
+from tba_jax.storage import Place
 
 # Settings that a resumed trainer may change only when it is told to (--allow_change): they are the run's schedule.
 SCHEDULE_SECTIONS = ("seed", "learner", "replay", "publish", "schedule")
@@ -35,7 +33,7 @@ class Contract:
 
     model: shape of the policy (DecoderConfig without its free fields); lora: the adapters' settings, {} without; tokenizer:
     fingerprint; task: its settings that define queries and reward, paths excepted; reward_parts, reward_version: as in
-    trajectory.RowShape.
+    trajectory.RowShape; embedding: width and weights (a digest) of the encoder of responses, {} without.
     """
 
     model: dict[str, Any]
@@ -53,6 +51,7 @@ class Contract:
     reward_parts: tuple[str, ...]
     reward_version: int
     warm_start: dict[str, Any]
+    embedding: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """As it looks in config.json."""
@@ -61,7 +60,10 @@ class Contract:
     def row_shape(self) -> trajectory.RowShape:
         """The schema of the run's rows."""
         return trajectory.RowShape(
-            prompt_length=self.prompt_length, response_length=self.response_length, reward_parts=tuple(self.reward_parts)
+            prompt_length=self.prompt_length,
+            response_length=self.response_length,
+            reward_parts=tuple(self.reward_parts),
+            embedding_size=self.embedding.get("width", 0),
         )
 
 
@@ -188,6 +190,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "searchers.weights": ("full", "int8"),
     "learner.remat": ("none", "dots", "full"),
     "replay.drop": ("oldest", "lowest_reward"),
+    "replay.retention": ("all", "checkpoints"),
     "publish.dtype": ("float32", "bfloat16"),
     "schedule.mode": ("asynchronous", "interleaved"),
 }
@@ -231,9 +234,20 @@ def _check_learner(config: Any) -> None:
     )
     share = config.replay.merge_edit_distance
     _require(0 <= share < 1, f"replay.merge_edit_distance={share} must be within [0, 1)")
+    distance = config.replay.merge_cosine_distance
+    _require(0 <= distance < 2, f"replay.merge_cosine_distance={distance} must be within [0, 2)")
     _require(
-        not share or config.replay.merge_duplicates,
-        f"replay.merge_edit_distance={share} merges near-duplicates, which replay.merge_duplicates=False forbids",
+        not (share and distance),
+        f"replay.merge_edit_distance={share} and replay.merge_cosine_distance={distance} exclude each other",
+    )
+    _require(
+        not distance or config.task.embedding_path,
+        f"replay.merge_cosine_distance={distance} compares embeddings, which need task.embedding_path",
+    )
+    _require(
+        not (share or distance) or config.replay.merge_duplicates,
+        f"replay.merge_edit_distance={share} and replay.merge_cosine_distance={distance} merge near-duplicates, which "
+        "replay.merge_duplicates=False forbids",
     )
     _require(
         config.replay.capacity_per_query >= learner.completions,
@@ -310,10 +324,12 @@ def check_ways(rows: int, ways: int, *, what: str) -> None:
     _require(rows % ways == 0, f"{what} = {rows} rows are not divisible by the {ways} ways of the mesh")
 
 
-def mounted_logs(leaves: Mapping[str, Any], *, reward_version: int) -> tuple[Path, ...]:
+def mounted_logs(leaves: Mapping[str, Any], *, reward_version: int) -> tuple[Place, ...]:
     """Replay folders of the runs that a flattened config mounts: rescored ones, where rows were scored in another version."""
-    runs = [run_dir.RunDir(Path(folder)) for folder in leaves.get("replay.mount", ())]
-    return tuple(run.rescored(reward_version) if run.rescored_commit(reward_version).exists() else run.replay for run in runs)
+    runs = [run_dir.open_run_dir(folder) for folder in leaves.get("replay.mount", ())]
+    return tuple(
+        run.rescored(reward_version) if storage.exists(run.rescored_commit(reward_version)) else run.replay for run in runs
+    )
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
@@ -323,7 +339,7 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
 
 
 def join(run: run_dir.RunDir, config: Any, contract: Contract, *, init_from: str = "") -> None:
-    """Makes the workdir's config.json if there is none; compares contracts if there is.
+    """Makes the run's config.json if there is none; compares contracts, and writes nothing, if there is.
 
     Args:
       init_from: RUN@STEP, the policy that the run starts from; "": the config's, or what the run was made with.
@@ -332,25 +348,25 @@ def join(run: run_dir.RunDir, config: Any, contract: Contract, *, init_from: str
       ValueError: the contract differs (every differing field with both values), or the workdir cannot be written.
     """
     mine = {"config": _plain(config.to_dict()), "contract": contract.to_json(), "changes": [], "init_from": init_from}
-    try:
-        run.root.mkdir(parents=True, exist_ok=True)
-        draft = run.root / f".config.{uuid.uuid4().hex[:8]}"
-        run_dir.write_json(draft, mine)
-        try:
-            os.link(draft, run.config)  # atomic, and fails where another role was first
-        except FileExistsError:
-            pass
-        finally:
-            draft.unlink()
-    except OSError as error:
-        raise ValueError(f"workdir {str(run.root)!r} cannot be written: {error.strerror}") from error
+    # A role that is started again while storage is full or read-only must not take that for the user's mistake.
+    if not (storage.exists(run.config) and (run.elsewhere is None or storage.exists(run.shared_name))):
+        _make(run, mine)
     stored = read(run)
     if different := differences(stored["contract"], mine["contract"]):
-        raise ValueError(f"workdir {str(run.root)!r} belongs to a run of another contract; " + "; ".join(different))
+        raise ValueError(f"workdir {str(run.shared)!r} belongs to a run of another contract; " + "; ".join(different))
     there = stored.get("init_from", "")
     if init_from and init_from != there:
         began = f"the policy {there}" if there else "what its config says"
-        raise ValueError(f"--init_from={init_from}: the run in {str(run.root)!r} exists and began from {began}")
+        raise ValueError(f"--init_from={init_from}: the run in {str(run.shared)!r} exists and began from {began}")
+
+
+def _make(run: run_dir.RunDir, mine: Mapping[str, Any]) -> None:
+    try:
+        run.root.mkdir(parents=True, exist_ok=True)
+        run_dir.create_json(run.config, mine)  # where another role was first, its file stays
+        run_dir.note_shared(run)
+    except OSError as error:
+        raise ValueError(f"workdir {str(run.shared)!r} cannot be written: {error.strerror or error}") from error
 
 
 def read(run: run_dir.RunDir) -> dict[str, Any]:
@@ -371,6 +387,7 @@ _FIXED = (
     "replay.capacity_per_query",
     "replay.merge_duplicates",
     "replay.merge_edit_distance",
+    "replay.merge_cosine_distance",
     "replay.drop",
 )
 
@@ -378,10 +395,23 @@ _FIXED = (
 def change_schedule(run: run_dir.RunDir, config: Any, *, allowed: Sequence[str], step: int) -> dict[str, tuple[Any, Any]]:
     """Lets a resumed trainer change allowed schedule settings, recorded in config.json with the step.
 
+    At step 0 it may change any: nothing was trained yet, and a searcher that came first stored a schedule that is not its own.
+
     Raises:
       ValueError: a setting differs that is not in `allowed`.
     """
     changes = changed_schedule(run, config)
+    if step:
+        _check_changes(changes, allowed)
+    if changes:
+        stored = read(run)
+        entry = {"step": step, "time": datetime.datetime.now(datetime.UTC).isoformat(), "settings": _plain(changes)}
+        stored |= {"config": _plain(config.to_dict()), "changes": [*stored["changes"], entry]}
+        run_dir.write_json(run.config, stored)
+    return changes
+
+
+def _check_changes(changes: Mapping[str, tuple[Any, Any]], allowed: Sequence[str]) -> None:
     refused = {name: values for name, values in changes.items() if name not in allowed}
     there, here = changes.get("replay.mount", ((), ()))
     if gone := sorted(set(there or ()) - set(here)):
@@ -392,9 +422,3 @@ def change_schedule(run: run_dir.RunDir, config: Any, *, allowed: Sequence[str],
     if refused:
         listed = "; ".join(f"{name}: {there!r} there, {here!r} here" for name, (there, here) in refused.items())
         raise ValueError(f"the run has another schedule; {listed}; to change it, add --allow_change={','.join(sorted(refused))}")
-    if changes:
-        stored = read(run)
-        entry = {"step": step, "time": datetime.datetime.now(datetime.UTC).isoformat(), "settings": _plain(changes)}
-        stored |= {"config": _plain(config.to_dict()), "changes": [*stored["changes"], entry]}
-        run_dir.write_json(run.config, stored)
-    return changes

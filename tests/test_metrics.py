@@ -1,6 +1,8 @@
 """Metrics that survive kills, accounts of time, and the end of a large file."""
 
 import json
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -70,6 +72,22 @@ def test_a_torn_last_line_is_left_out_and_harms_no_other(folder, cut):
     writer.close()
     assert [line["step"] for line in metrics.read_lines(folder)] == ([1, 2, 3, 4] if cut == 1 else [1, 2, 4])
     assert report.last_line(folder)["step"] == 4
+
+
+# A text is in the JSON lines alone; a number takes more room among the events.
+@pytest.mark.parametrize(
+    "point, refusing", [({"note": "x" * 50}, "metrics.jsonl"), (dict.fromkeys("abcdefgh", 1), "events.out.*")]
+)
+def test_storage_that_refuses_is_told_and_never_waited_for(tmp_path, point, refusing):
+    program = (
+        "import resource, sys\nfrom pathlib import Path\nfrom tba_jax import metrics\nmetrics._FLUSH_SECONDS = 0.0\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))\nwriter = metrics.MetricWriter(Path(sys.argv[1]))\n"
+        f"for step in range(200):\n    writer.write(step, {point})"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1 and "OSError: [Errno 27] File too large" in done.stderr
+    (path,) = tmp_path.glob(refusing)
+    assert path.stat().st_size == 4000
 
 
 def test_no_metrics_yet(tmp_path):

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -78,15 +79,46 @@ def test_a_released_lease_is_free_at_once(tmp_path):
     second.release()
 
 
-def test_a_holder_elsewhere_keeps_its_lease_until_its_heartbeat_is_old(tmp_path):
+ELSEWHERE = pytest.mark.parametrize(
+    "elsewhere", [{"host": "other"}, {"boot_id": "other"}, {"pid_namespace": "other"}], ids=lambda changes: next(iter(changes))
+)
+
+
+@ELSEWHERE
+def test_a_holder_elsewhere_is_waited_for_until_its_heartbeat_is_old(tmp_path, elsewhere):
+    EpochLease.acquire(tmp_path).release()
+    edit(lease_path(tmp_path, 1), released=False, heartbeat=time.time() - 0.2, **elsewhere)
+    begin = time.monotonic()
+    assert EpochLease.acquire(tmp_path, ttl_seconds=1.0).epoch == 2
+    assert time.monotonic() - begin > 0.7
+
+
+def test_an_old_heartbeat_elsewhere_is_not_waited_for(tmp_path):
+    EpochLease.acquire(tmp_path).release()
+    edit(lease_path(tmp_path, 1), released=False, heartbeat=time.time() - 601, host="other")
+    begin = time.monotonic()
+    assert EpochLease.acquire(tmp_path, ttl_seconds=600).epoch == 2
+    assert time.monotonic() - begin < 60
+
+
+def test_a_clock_that_is_ahead_holds_up_no_longer_than_the_time_to_live(tmp_path):
+    EpochLease.acquire(tmp_path).release()
+    edit(lease_path(tmp_path, 1), released=False, heartbeat=time.time() + 7200, host="other")
+    assert EpochLease.acquire(tmp_path, ttl_seconds=0.3).epoch == 2
+
+
+@pytest.mark.parametrize("take", [EpochLease.acquire, EpochLease.refuse_if_held])
+def test_a_holder_elsewhere_that_renews_its_lease_is_not_disturbed(tmp_path, take):
     EpochLease.acquire(tmp_path).release()
     path = lease_path(tmp_path, 1)
-    for elsewhere in ({"host": "other"}, {"boot_id": "other"}, {"pid_namespace": "other"}):
-        edit(path, released=False, heartbeat=time.time() - 10, **elsewhere)
-        with pytest.raises(LeaseHeld, match=r"runs out in (19|20) s"):
-            EpochLease.acquire(tmp_path, ttl_seconds=30)
-    edit(path, heartbeat=time.time() - 31)
-    assert EpochLease.acquire(tmp_path, ttl_seconds=30).epoch == 2
+    edit(path, released=False, heartbeat=time.time(), host="other")
+    renewal = threading.Timer(0.5, lambda: edit(path, heartbeat=time.time()))
+    renewal.start()
+    begin = time.monotonic()
+    with pytest.raises(LeaseHeld, match=r"on host other \(epoch 1\), which renews its lease; stop it first"):
+        take(tmp_path, ttl_seconds=15)
+    assert time.monotonic() - begin < 10
+    renewal.join()
 
 
 def test_the_heartbeat_is_renewed(tmp_path):
@@ -103,12 +135,10 @@ def test_the_heartbeat_is_renewed(tmp_path):
 
 
 def test_a_lease_without_content_counts_from_its_creation(tmp_path):
-    path = lease_path(tmp_path, 1)
-    path.write_text("")
-    with pytest.raises(LeaseHeld, match="unknown"):
-        EpochLease.acquire(tmp_path)
-    os.utime(path, (time.time() - 60, time.time() - 60))
-    assert EpochLease.acquire(tmp_path).epoch == 2
+    lease_path(tmp_path, 1).write_text("")
+    begin = time.monotonic()
+    assert EpochLease.acquire(tmp_path, ttl_seconds=0.5).epoch == 2
+    assert time.monotonic() - begin > 0.4
 
 
 def test_many_contenders_get_one_lease(tmp_path):

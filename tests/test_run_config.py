@@ -9,7 +9,7 @@ import pytest
 
 from configs import base, story_sentiment
 from tba_jax import experiment as experiment_lib
-from tba_jax import run_config
+from tba_jax import run_config, run_dir
 from tba_jax.replay.selection import STRATEGIES
 from tba_jax.run_dir import RunDir
 
@@ -120,6 +120,7 @@ LIMITS: dict[str, dict[str, list[object]]] = {
         "model.preset": ["gpt5"],
         "learner.remat": ["all"],
         "replay.drop": ["newest"],
+        "replay.retention": ["newest"],
         "searchers.weights": ["int4"],
         "model.attention": ["flash"],
     },
@@ -160,7 +161,7 @@ def test_every_rule_on_one_setting_is_tried_above():
         ({"replay.merge_edit_distance": 1.0}, "replay.merge_edit_distance=1.0 must be within [0, 1)"),
         (
             {"replay.merge_edit_distance": 0.1, "replay.merge_duplicates": False},
-            "merges near-duplicates, which replay.merge_duplicates=False forbids",
+            "merge near-duplicates, which replay.merge_duplicates=False forbids",
         ),
         ({"seed": 2**32}, "seed=4294967296 must be below 2**32"),
         ({"lora.rank": 129}, "lora.rank=129 is more than layers.query can have, which maps 128 to 128 numbers"),
@@ -410,6 +411,34 @@ def test_a_changed_schedule_needs_leave_and_is_recorded(tmp_path):
     assert run_config.change_schedule(run, changed, allowed=[], step=130) == {}
     with pytest.raises(ValueError, match=r"learner.steps: 400 there, 500 here"):
         run_config.change_schedule(run, config_with({}), allowed=[], step=130)
+
+
+def test_before_the_first_step_the_trainer_sets_the_schedule(tmp_path):
+    """Whoever came first: a searcher's own flags about the trainer bind nobody."""
+    join(tmp_path)
+    run = RunDir(tmp_path / "run")
+    trainers = config_with({"learner.steps": 40, "replay.capacity": 60_000, "replay.mount": ("/a",), "seed": 4})
+    join(tmp_path, {"learner.steps": 40})
+    changes = run_config.change_schedule(run, trainers, allowed=[], step=0)
+    assert changes["learner.steps"] == (500, 40) and changes["replay.capacity"] == (50_000, 60_000)
+    assert run_config.changed_schedule(run, trainers) == {} and run_config.read(run)["changes"][0]["step"] == 0
+    # From the first step on it is the run's.
+    later = config_with({"seed": 4, "replay.mount": ("/a",), "replay.capacity": 60_000})
+    with pytest.raises(ValueError, match=r"learner.steps: 40 there, 500 here"):
+        run_config.change_schedule(run, later, allowed=[], step=1)
+
+
+def test_a_role_that_joins_writes_nothing(tmp_path, monkeypatch):
+    """So that one which is started again while storage refuses is not told that its user made a mistake."""
+    join(tmp_path)
+
+    def refuse(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(run_dir, "create_json", refuse)
+    join(tmp_path)
+    with pytest.raises(ValueError, match="cannot be written: No space left on device"):
+        join(tmp_path / "elsewhere")
 
 
 def test_what_the_index_was_built_with_cannot_change(tmp_path):

@@ -2,9 +2,13 @@
 
 `epoch-000001.lease` is created exclusively by the trainer that takes epoch 1; the highest epoch is the current one. A
 trainer whose epoch is no longer the highest must stop, and sees that with one listing of the folder.
+
+Whether a holder on this machine lives can be asked. One elsewhere shows it by its heartbeat: a lease that is being renewed is
+refused, one that is not is waited for, at most `ttl_seconds`, so that a trainer may be started anew on another host.
 """
 
 import json
+import logging
 import os
 import re
 import socket
@@ -13,7 +17,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tba_jax import run_dir
+from tba_jax import run_dir, storage
+
+log = logging.getLogger(__name__)
 
 _LEASE_NAME = re.compile(r"epoch-(\d{6})\.lease")
 
@@ -41,9 +47,9 @@ class EpochLease:
 
     @staticmethod
     def refuse_if_held(folder: Path, *, ttl_seconds: float = 30.0) -> None:
-        """Raises LeaseHeld as `acquire` would, without taking anything."""
+        """Waits and raises LeaseHeld as `acquire` would, without taking anything."""
         if current := _highest_epoch(folder) if folder.is_dir() else 0:
-            _refuse_if_held(folder, current, ttl_seconds)
+            _wait_or_refuse(folder, current, ttl_seconds)
 
     @classmethod
     def acquire(cls, folder: Path, *, ttl_seconds: float = 30.0) -> "EpochLease":
@@ -51,10 +57,10 @@ class EpochLease:
 
         Args:
           folder: `RunDir.journal`.
-          ttl_seconds: a holder on another host counts as gone once its heartbeat is older.
+          ttl_seconds: a holder on another host counts as gone once its heartbeat is older; so long this waits for it.
 
         Raises:
-          LeaseHeld: a trainer runs there, or may still run on a host that cannot be asked.
+          LeaseHeld: a trainer runs there: on this host, or on another where it renews its heartbeat.
           ValueError: ttl_seconds is not positive.
         """
         if ttl_seconds <= 0:
@@ -63,7 +69,7 @@ class EpochLease:
         while True:
             current = _highest_epoch(folder)
             if current:
-                _refuse_if_held(folder, current, ttl_seconds)
+                _wait_or_refuse(folder, current, ttl_seconds)
             holder = {**_this_process(), "epoch": current + 1, "heartbeat": time.time(), "released": False}
             try:
                 _create(_path(folder, current + 1), holder)
@@ -111,29 +117,46 @@ def _create(path: Path, holder: dict[str, Any]) -> None:
         file.write(json.dumps(holder))
         file.flush()
         os.fsync(file.fileno())
-    run_dir.sync_folder(path.parent)
+    storage.sync_folder(path.parent)
 
 
-def _refuse_if_held(folder: Path, epoch: int, ttl_seconds: float) -> None:
-    path = _path(folder, epoch)
+def _read_holder(path: Path) -> dict[str, Any]:
     try:
-        holder = run_dir.read_json(path)
+        return run_dir.read_json(path)
     except ValueError:
         # Its creator is between the creation and the content, or died there: the file's own time is its heartbeat.
-        holder = {"host": "unknown", "pid": "unknown", "heartbeat": path.stat().st_mtime}
-    if holder.get("released"):
-        return
-    who = f"process {holder['pid']} on host {holder['host']} (epoch {epoch})"
-    here = _this_process()
-    if all(holder.get(name) == here[name] for name in ("host", "boot_id", "pid_namespace")):
-        if _is_alive(holder["pid"], holder["pid_start"]):
-            raise LeaseHeld(f"workdir {folder.parent} is held by the trainer {who}, which is running; stop it first")
-        return
-    wait = holder["heartbeat"] + ttl_seconds - time.time()
-    if wait > 0:
-        raise LeaseHeld(
-            f"workdir {folder.parent} is held by the trainer {who}; if that one is gone, its lease runs out in {wait:.0f} s"
-        )
+        return {"host": "unknown", "pid": "unknown", "heartbeat": path.stat().st_mtime}
+
+
+def _wait_or_refuse(folder: Path, epoch: int, ttl_seconds: float) -> None:
+    """Returns once nobody holds the epoch. Raises LeaseHeld where somebody lives who does."""
+    path = _path(folder, epoch)
+    first = _read_holder(path)
+    # By our own clock as well: that of another host may be hours ahead.
+    deadline = time.monotonic() + ttl_seconds
+    here, told = _this_process(), False
+    while True:
+        holder = _read_holder(path)
+        who = f"process {holder.get('pid')} on host {holder.get('host')} (epoch {epoch})"
+        if holder.get("released"):
+            return
+        if all(holder.get(name) == here[name] for name in ("host", "boot_id", "pid_namespace")):
+            if _is_alive(holder["pid"], holder["pid_start"]):
+                raise LeaseHeld(f"workdir {folder.parent} is held by the trainer {who}, which is running; stop it first")
+            return
+        if first["host"] == "unknown":
+            first = holder
+        if holder["heartbeat"] != first["heartbeat"]:
+            raise LeaseHeld(f"workdir {folder.parent} is held by the trainer {who}, which renews its lease; stop it first")
+        wait = min(holder["heartbeat"] + ttl_seconds - time.time(), deadline - time.monotonic())
+        if wait <= 0:
+            return
+        if not told:
+            log.info(
+                "workdir %s is held by the trainer %s; unless renewed, its lease runs out in %.0f s", folder.parent, who, wait
+            )
+            told = True
+        time.sleep(min(wait, ttl_seconds / 30))
 
 
 def _this_process() -> dict[str, Any]:
