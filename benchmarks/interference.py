@@ -316,6 +316,8 @@ def main(argv: Sequence[str]) -> None:
     if not counts or counts[0] < 0:
         raise app.UsageError(f"--writers={','.join(_WRITERS.value)} must hold a number above 0 and none below")
     Path(_FOLDER.value).mkdir(parents=True, exist_ok=True)
+    if _FOLDER.value:
+        Path(_FOLDER.value).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=_FOLDER.value) as name:
         folder = Path(name).absolute()
         if _PART.value == "share":

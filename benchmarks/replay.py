@@ -365,6 +365,8 @@ def policy(folder: Path, parameter_count: int, repeats: int) -> None:
 def main(argv: Sequence[str]) -> None:
     del argv
     logging.set_verbosity(logging.WARNING)
+    if _FOLDER.value:
+        Path(_FOLDER.value).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=_FOLDER.value or None) as name:
         folder = Path(name).absolute()
         parts: dict[str, Callable[[], None]] = {

@@ -1,6 +1,6 @@
 """Policy snapshots on shared storage: the wire from the trainer to searchers and evaluators, and the reference store.
 
-A snapshot is a folder of tensorstore arrays, one per parameter, chunked as the writer's shards. `commit.json`, written
+A snapshot is a folder of tensorstore arrays, one per parameter; a writer's shard is made of whole chunks. `commit.json`, written
 last, makes it visible; a local folder also appears as a whole, by being renamed. A reader restores straight into its own
 sharding, whatever mesh wrote it.
 """
@@ -8,6 +8,7 @@ sharding, whatever mesh wrote it.
 import concurrent.futures
 import dataclasses
 import hashlib
+import math
 import shutil
 import uuid
 from collections.abc import Callable
@@ -26,6 +27,8 @@ from tba_jax.storage import Place
 
 COMMIT = "commit.json"
 _READ_AHEAD_BYTES = 1 << 28
+# Chunks are read and checked side by side, and a reader of another mesh reads no more of them than it must.
+_CHUNK_BYTES = 1 << 23
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,11 +115,12 @@ def _write_arrays(folder: Place, params: Params, *, dtype: str, durable: bool) -
     futures = []
     for name, array in parameters.flatten(params).items():
         shards = _host_shards(array)
+        chunk = _chunk(array.shape, shards[0][1].shape, dtype)
         spec = _spec(folder, name) | {
             "metadata": {
                 "shape": list(array.shape),
                 "data_type": dtype,
-                "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(shards[0][1].shape)}},
+                "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
                 "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
             },
         }
@@ -129,6 +133,18 @@ def _write_arrays(folder: Place, params: Params, *, dtype: str, durable: bool) -
         ]
     for future in futures:
         future.result()
+
+
+def _chunk(whole: tuple[int, ...], shard: tuple[int, ...], dtype: str) -> list[int]:
+    """The shape of the chunks of an array, cut along its first axes; a shard is made of whole chunks."""
+    chunk = list(shard)
+    for axis, size in enumerate(shard):
+        pieces = -(-math.prod(chunk) * jnp.dtype(dtype).itemsize // _CHUNK_BYTES)
+        length = -(-size // max(pieces, 1))
+        while size != whole[axis] and size % length:
+            length += 1
+        chunk[axis] = length
+    return chunk
 
 
 def _host_shards(array: Any) -> list[tuple[Any, np.ndarray]]:

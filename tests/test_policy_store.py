@@ -58,6 +58,22 @@ def test_parameters_come_back_bit_by_bit_on_any_mesh(tmp_path, written, read):
     assert jax.tree.map(lambda x: x.sharding, found) == shardings(read)
 
 
+@pytest.mark.parametrize("written", [(8, 1, 1), (2, 2, 2), (1, 8, 1)], ids=str)
+def test_large_shards_are_cut_into_chunks(tmp_path, monkeypatch, written):
+    """Axes of 16, 24 and 12 in pieces that do and do not divide them, cut along one axis and along several."""
+    sharding_of = parameters.flatten(shardings(written))
+    for size in (8, 100, 300):
+        monkeypatch.setattr(policy_store, "_CHUNK_BYTES", size)
+        folder = save(tmp_path, size, jax.device_put(random_params(), shardings(written)))
+        for name, spec in parameters.flatten(SPECS).items():
+            sizes = [path.stat().st_size - 4 for path in (folder / name).rglob("c/**/*") if path.is_file()]  # and a checksum
+            assert sum(sizes) >= 4 * np.prod(spec.shape) and max(sizes) <= 2 * size, name
+            chunk = json.loads((folder / name / "zarr.json").read_text())["chunk_grid"]["configuration"]["chunk_shape"]
+            for whole, part, length in zip(spec.shape, sharding_of[name].shard_shape(spec.shape), chunk, strict=True):
+                assert part == whole or part % length == 0, "two shards share a chunk"
+        assert_same_bits(policy_store.load(folder, SPECS, shardings((1, 4, 2))), random_params())
+
+
 def test_bfloat16_snapshots_hold_the_rounded_parameters(tmp_path):
     folder = save(tmp_path, 5, jax.device_put(random_params(), shardings((2, 2, 2))), dtype="bfloat16")
     rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(np.float32), random_params())
