@@ -204,9 +204,7 @@ class ReplayIndex:
             raise ValueError(
                 f"rows {first} to {rows['row'][-1]} ({count}) of writer {writer} must be consecutive and not below row {head}"
             )
-        if writer not in self.heads:
-            self.writers.append(writer)
-            self._counts.append(collections.Counter())
+        self._open_writer(writer)
         self.heads[writer] = first + count
         number = self.writers.index(writer)
         counts = self._counts[number]
@@ -238,6 +236,18 @@ class ReplayIndex:
         self._slot_writer[slots], self._visible_step[slots], self._row_step[slots] = number, step, row_steps[put]
         for name, column in self._columns.items():
             column[slots] = rows[name][put]
+
+    def skip(self, writer: str, start: int, stop: int) -> None:
+        """Counts rows [start, stop) of a writer as unreadable: they are committed, but damaged or gone."""
+        self._open_writer(writer)
+        self._counts[self.writers.index(writer)]["unreadable"] += stop - start
+        self.heads[writer] = max(self.heads[writer], stop)
+
+    def _open_writer(self, writer: str) -> None:
+        if writer not in self.heads:
+            self.writers.append(writer)
+            self._counts.append(collections.Counter())
+            self.heads[writer] = 0
 
     def _identity(self, response_tokens: np.ndarray, length: int, arrival: int) -> _Identity:
         """Equal for responses to a query of which one is kept."""
@@ -367,7 +377,8 @@ class ReplayIndex:
         return np.where(keys[found] == wanted, resident[found], -1)
 
     def ledger(self) -> dict[str, dict[str, Any]]:
-        """Per writer: seen, resident, evicted by rule, rejected by reason, evicted_untrained (by a capacity, never drawn).
+        """Per writer: seen, resident, evicted by rule, rejected by reason, evicted_untrained (by a capacity, never drawn), and
+        unreadable, which were not seen.
 
         seen = resident + evicted + rejected holds for every writer.
         """
@@ -379,6 +390,7 @@ class ReplayIndex:
                 "evicted": {rule: counts[f"evicted/{rule}"] for rule in EVICTIONS},
                 "rejected": {reason: counts[f"rejected/{reason}"] for reason in REJECTIONS[1:]},
                 "evicted_untrained": int(counts["evicted_untrained"]),
+                "unreadable": counts["unreadable"],
             }
             for number, (writer, counts) in enumerate(zip(self.writers, self._counts, strict=True))
         }

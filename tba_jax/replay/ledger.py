@@ -11,7 +11,7 @@ class Account:
     """One writer's rows.
 
     evicted: by rule (index.EVICTIONS); rejected: by reason (log.REJECTIONS); evicted_untrained: by a capacity and never
-    drawn, a part of evicted; unreadable: below what the index has seen, but damaged; unseen: committed since.
+    drawn, a part of evicted; unreadable: damaged, or removed before they were read; unseen: committed since.
     """
 
     committed: int
@@ -25,13 +25,13 @@ class Account:
     @property
     def balances(self) -> bool:
         told = self.resident + sum(self.evicted.values()) + sum(self.rejected.values()) + self.unreadable + self.unseen
-        return self.committed == told and min(self.unreadable, self.unseen) >= 0
+        return self.committed == told and self.unseen >= 0
 
 
 def accounts(index: ReplayIndex, committed: Mapping[str, int]) -> dict[str, Account]:
     """Writer -> its account. committed: rows in each writer's log."""
     ledger = index.ledger()
-    nothing = {"seen": 0, "resident": 0, "evicted": {}, "rejected": {}, "evicted_untrained": 0}
+    nothing = {"seen": 0, "resident": 0, "evicted": {}, "rejected": {}, "evicted_untrained": 0, "unreadable": 0}
     found = {}
     for writer in sorted(set(committed) | set(ledger)):
         entry, read_to = ledger.get(writer, nothing), index.heads.get(writer, 0)
@@ -41,7 +41,7 @@ def accounts(index: ReplayIndex, committed: Mapping[str, int]) -> dict[str, Acco
             evicted=entry["evicted"],
             rejected=entry["rejected"],
             evicted_untrained=entry["evicted_untrained"],
-            unreadable=read_to - entry["seen"],
+            unreadable=entry["unreadable"],
             unseen=committed.get(writer, 0) - read_to,
         )
     return found

@@ -13,11 +13,13 @@ from tba_jax.trajectory import Rows, RowShape, concatenate
 
 _ROWS_PER_READ = 4096
 
+Missing = LogCorruption | RowsExpired
 
-def _read_runs(reader: LogReader, writer: str, begin: int, end: int) -> tuple[list[Rows], list[LogCorruption | RowsExpired]]:
+
+def _read_runs(reader: LogReader, writer: str, begin: int, end: int) -> tuple[list[Rows], list[Missing]]:
     """Rows [begin, end) without the appends that cannot be read whole or have been removed, and what was wrong with those."""
     runs: list[Rows] = []
-    missing: list[LogCorruption | RowsExpired] = []
+    missing: list[Missing] = []
     while begin < end:
         stop = min(begin + _ROWS_PER_READ, end)
         try:
@@ -40,6 +42,16 @@ def _merge(runs: Iterable[Rows]) -> list[Rows]:
     return [concatenate(group) if len(group) > 1 else group[0] for group in groups]
 
 
+def _take(
+    index: ReplayIndex, reader: LogReader, writer: str, runs: Iterable[Rows], missing: Iterable[Missing], *, step: int
+) -> None:
+    """Gives the index the next rows of a writer, and the number of those that cannot be read."""
+    for rows in _merge(runs):
+        index.add(writer, rows, step=step, own=reader.is_own(writer))
+    for lost in missing:
+        index.skip(writer, lost.start, lost.stop)
+
+
 class Tail:
     """A reader with a thread of its own. `integrate` is called by the training loop, everything else is inside."""
 
@@ -53,14 +65,14 @@ class Tail:
         """
         self._reader = LogReader(root, shape, mounts=mounts)
         self._read_to = dict(heads)
-        # (writer, head after it, runs of rows)
-        self._arrivals: collections.deque[tuple[str, int, list[Rows]]] = collections.deque()
+        # (writer, head after it, runs of rows, what is missing between them)
+        self._arrivals: collections.deque[tuple[str, int, list[Rows], list[Missing]]] = collections.deque()
         self._poll_seconds = storage.poll_seconds((root, *mounts), poll_seconds)
         self._stop = threading.Event()
         self._news = threading.Event()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._follow, name="replay-tail", daemon=True)
-        self._missing: list[LogCorruption | RowsExpired] = []
+        self._missing: list[Missing] = []
 
     def start(self) -> None:
         """Polls in the background from now on."""
@@ -75,7 +87,7 @@ class Tail:
             runs, missing = _read_runs(self._reader, writer, begin, head)
             self._missing += missing
             self._read_to[writer] = head
-            self._arrivals.append((writer, head, runs))
+            self._arrivals.append((writer, head, runs, missing))
         if self._arrivals:
             self._news.set()
 
@@ -100,12 +112,13 @@ class Tail:
         arrived = [self._arrivals.popleft() for _ in range(len(self._arrivals))]
         heads: dict[str, int] = {}
         runs: dict[str, list[Rows]] = {}
-        for writer, head, new in arrived:
+        missing: dict[str, list[Missing]] = {}
+        for writer, head, new, lost in arrived:
             heads[writer] = head
             runs.setdefault(writer, []).extend(new)
+            missing.setdefault(writer, []).extend(lost)
         for writer in sorted(runs):
-            for rows in _merge(runs[writer]):
-                index.add(writer, rows, step=step, own=self._reader.is_own(writer))
+            _take(index, self._reader, writer, runs[writer], missing[writer], step=step)
         return heads
 
     def wait(self, seconds: float) -> None:
@@ -130,6 +143,5 @@ class Tail:
 def replay_visible(index: ReplayIndex, reader: LogReader, heads: Mapping[str, int], *, step: int) -> None:
     """Does again what `Tail.integrate` did when it returned `heads`."""
     for writer in sorted(heads):
-        runs, _ = _read_runs(reader, writer, index.heads.get(writer, 0), heads[writer])
-        for rows in _merge(runs):
-            index.add(writer, rows, step=step, own=reader.is_own(writer))
+        runs, missing = _read_runs(reader, writer, index.heads.get(writer, 0), heads[writer])
+        _take(index, reader, writer, runs, missing, step=step)

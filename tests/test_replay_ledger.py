@@ -1,0 +1,51 @@
+"""The account of every row: it balances whatever became of rows, and tells when one was lost or counted twice."""
+
+import numpy as np
+
+from tba_jax.replay import ledger
+from tba_jax.replay.index import ReplayIndex
+from tba_jax.trajectory import RowShape
+
+SHAPE = RowShape(prompt_length=2, response_length=3, reward_parts=())
+
+
+def rows_of(first: int, responses: list[int]) -> dict[str, np.ndarray]:
+    rows = {name: np.zeros((len(responses), *row), dtype) for name, (dtype, row) in SHAPE.columns().items()}
+    rows["row"] = np.arange(first, first + len(responses))
+    rows["response_length"][:] = 1
+    rows["response_tokens"][:, 0] = responses
+    return rows
+
+
+def index_with_everything() -> ReplayIndex:
+    """Of writer a: 2 duplicates, 1 of a token that does not exist, 4 unreadable, 3 resident, 2 evicted by the capacity."""
+    index = ReplayIndex(shape=SHAPE, capacity=3, capacity_per_query=9, vocab_size=8)
+    index.add("a", rows_of(0, [1, 1, 2, 9]), step=1)
+    index.skip("a", 4, 8)
+    index.add("a", rows_of(8, [2, 3, 4, 5]), step=2)
+    return index
+
+
+def test_every_row_is_told_apart():
+    account = ledger.accounts(index_with_everything(), {"a": 14, "b": 2})
+    assert account["a"] == ledger.Account(
+        committed=14,
+        resident=3,
+        evicted={"duplicate": 2, "query_capacity": 0, "capacity": 2},
+        rejected={**dict.fromkeys(account["a"].rejected, 0), "response_tokens": 1},
+        evicted_untrained=2,
+        unreadable=4,
+        unseen=2,
+    )
+    assert account["b"].unseen == 2 and account["a"].balances and account["b"].balances
+
+
+def test_a_row_that_is_lost_or_counted_twice_is_told():
+    for count, change in [("seen", 0), ("evicted/duplicate", -1), ("unreadable", 1), ("rejected/reward", 1)]:
+        index = index_with_everything()
+        index._counts[0][count] += change
+        assert ledger.accounts(index, {"a": 14})["a"].balances == (not change), count
+    index = index_with_everything()
+    index.heads["a"] += 1
+    assert not ledger.accounts(index, {"a": 14})["a"].balances
+    assert not ledger.accounts(index_with_everything(), {"a": 11})["a"].balances, "more was seen than committed"
