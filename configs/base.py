@@ -151,7 +151,7 @@ def get_config() -> config_dict.ConfigDict:
     c.schedule.lag = 0  # interleaved: fresh rows come from the policy of this many steps ago; 0: on-policy
 
     c.supervisor = config_dict.ConfigDict()
-    c.supervisor.max_restarts = 20  # of each role
+    c.supervisor.max_restarts = 20  # of each role, without a life of ten minutes between
     c.supervisor.stop_seconds = 10.0  # between asking a role to stop and killing it
 
     c.metrics = config_dict.ConfigDict()

@@ -60,11 +60,10 @@ def failures() -> Iterator[None]:
     except Exception as error:
         sentence = " ".join(str(error).split())
         if lifeline.is_storage_failure(error):
-            try:
+            with contextlib.suppress(OSError):  # the log may lie there too
                 print(f"error: storage failed; what was committed stays readable: {sentence}", file=sys.stderr, flush=True)
-            except OSError:
-                os._exit(lifeline.STORAGE_FAILED)  # the log lies there too: what it did not take would change the exit code
-            sys.exit(lifeline.STORAGE_FAILED)
+            # At once: threads that wait for that storage (a checkpoint's, say) would keep the process from its end.
+            os._exit(lifeline.STORAGE_FAILED)
         if isinstance(error, FloatingPointError):
             print(f"error: {sentence}", file=sys.stderr)
             sys.exit(lifeline.NOT_FINITE)

@@ -5,20 +5,55 @@ by SIGKILL too. Also here: what a parent tells its children before they import J
 """
 
 import contextlib
+import errno
 import os
+import re
 import signal
 import threading
 import time
 
-# Exit codes of a role. A supervisor starts a role again after any other non-zero code.
+# Exit codes of a role. A supervisor starts a role again after any other code than the final ones: what is wrong with storage
+# (a full disk, a lost mount) may be mended while the run waits, and nothing that was committed is lost by then.
 BAD_INPUT = 2
 STORAGE_FAILED = 3
 NOT_FINITE = 4
 STOPPED = 130
-FINAL_CODES = (BAD_INPUT, STORAGE_FAILED, NOT_FINITE)
+FINAL_CODES = (BAD_INPUT, NOT_FINITE)
+
+# Full, over a quota, over a size limit, read-only, not permitted any more, broken, gone from its server.
+_STORAGE_ERRORS = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EIO,
+    errno.ESTALE,
+)
+# What object stores say instead of a number; JAX says one of these words too, of memory, but in no OSError.
+_REFUSING = re.compile(r"\b(UNAVAILABLE|PERMISSION_DENIED|UNAUTHENTICATED|RESOURCE_EXHAUSTED|DEADLINE_EXCEEDED)\b")
 
 _LIFELINE = "TBA_JAX_LIFELINE"
 _CPUS = "TBA_JAX_CPUS"
+
+
+def is_storage_failure(error: BaseException) -> bool:
+    """Whether storage refused or broke: an OSError by its number or status, or what a library without either says of a number.
+
+    An error that was raised from another, or while another was handled, counts as that one too.
+    """
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        text = str(cause)
+        if isinstance(cause, OSError) and (cause.errno in _STORAGE_ERRORS or _REFUSING.search(text)):
+            return True
+        if any(os.strerror(number) in text for number in _STORAGE_ERRORS):
+            return True
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    return False
 
 
 class Lifeline:

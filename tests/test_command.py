@@ -1,6 +1,8 @@
 """How a command ends: exit codes and one sentence."""
 
 import errno
+import os
+import sys
 
 import pytest
 
@@ -17,7 +19,8 @@ from tba_jax import command, lifeline
         (RuntimeError("of another kind\nin two lines"), 1, "error: RuntimeError: of another kind in two lines"),
     ],
 )
-def test_failures_end_by_code_and_sentence(error, code, words, capsys):
+def test_failures_end_by_code_and_sentence(error, code, words, capsys, monkeypatch):
+    monkeypatch.setattr(os, "_exit", sys.exit)  # which storage that failed is left by, without waiting for any thread
     with pytest.raises(SystemExit) as ended, command.failures():
         raise error
     told = capsys.readouterr().err.strip().splitlines()

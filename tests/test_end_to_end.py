@@ -13,6 +13,7 @@ import pytest
 
 from tba_jax import metrics, policy_store, run_dir
 from tba_jax.replay import journal
+from tba_jax.replay.log import REGISTER
 from tests import tiny_run
 
 STEPS = 800
@@ -49,7 +50,7 @@ def trained(workdir: Path) -> int:
 
 
 def writers(workdir: Path) -> set[str]:
-    return {path.name for path in (workdir / "replay").iterdir() if not path.name.startswith(".")}
+    return {path.stem for path in (workdir / "replay" / REGISTER).glob("[!.]*.json")}
 
 
 def everything_gone(workdir: Path, seconds: float = 5.0) -> bool:

@@ -183,6 +183,16 @@ if kind in ("dies-once", "stops-once"):
     (folder / "finished.json").write_text('{"step": 1}')
 if kind == "always-dies":
     sys.exit(7)
+if kind == "dies-after-a-while" and starts < 2:
+    time.sleep(0.3)
+    sys.exit(7)
+if kind == "full" and starts < 2:
+    sys.exit(3)
+if kind in ("dies-after-a-while", "full"):
+    (folder / "finished.json").write_text('{"step": 1}')
+if kind == "always-full":
+    print("error: storage failed", flush=True)
+    sys.exit(3)
 if kind == "bad-input":
     print("error: bad value", flush=True)
     sys.exit(2)
@@ -234,6 +244,28 @@ def test_bad_input_ends_the_run_by_its_last_words(roles, capsys):
 def test_a_role_that_keeps_dying_ends_the_run(roles, capsys):
     assert roles(["always-dies"], until=["always-dies"], max_restarts=1) == (1, {"always-dies": 2})
     assert "it died 2 times, more than supervisor.max_restarts=1" in capsys.readouterr().err
+
+
+def test_deaths_before_a_long_life_are_forgotten(roles, monkeypatch):
+    monkeypatch.setattr(supervisor, "_HEALTHY_SECONDS", 0.2)
+    kind = "dies-after-a-while"
+    assert roles([kind], until=[kind], max_restarts=1) == (0, {kind: 3})
+
+
+def test_a_role_whose_storage_fails_is_started_again(roles):
+    assert roles(["full", "stays"], until=["full"]) == (0, {"full": 3, "stays": 1})
+
+
+def test_storage_that_stays_failed_ends_the_run_by_its_code(roles, capsys):
+    assert roles(["always-full"], until=["always-full"], max_restarts=1) == (3, {"always-full": 2})
+    assert "always-full (exit code 3): error: storage failed; it died 2 times" in capsys.readouterr().err
+
+
+def test_a_role_without_a_log_runs(roles, tmp_path, capfd):
+    """Its log cannot be opened: it speaks where the supervisor does, and is started again all the same."""
+    RunDir(tmp_path).log("dies-once").mkdir(parents=True)
+    assert roles(["dies-once"], until=["dies-once"]) == (0, {"dies-once": 2})
+    assert capfd.readouterr().out == "dies-once was here\n" * 2
 
 
 def test_a_stop_ends_all(roles):
