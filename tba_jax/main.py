@@ -69,6 +69,8 @@ def _prepare(config: Any) -> Job:
         )
         return roles.ROLES[_ROLE.value](settings)
     except (ValueError, LeaseHeld) as error:
+        if lifeline.is_storage_failure(error):
+            raise
         command.refuse(error)
 
 

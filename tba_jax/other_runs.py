@@ -71,6 +71,11 @@ def check_mounts(run: run_dir.RunDir, config: Any, contract: run_config.Contract
         if storage.exists(rescored):
             parts = run_dir.read_json(rescored)["reward_parts"]
             theirs |= {"reward_version": contract.reward_version, "reward_parts": parts}
+        elif (kept := stored["config"]["replay"].get("retention", "all")) != "all":
+            raise ValueError(
+                f"replay.mount: {folder} has replay.retention={kept}: its trainer may remove rows that this run still needs; "
+                "only runs with replay.retention=all can be mounted"
+            )
         if own is None:  # this run will begin from the mounted run's reference policy
             ours |= {"model.path": config.model.path, "init_from": init_from}
             theirs |= {"model.path": stored["config"]["model"]["path"], "init_from": stored.get("init_from", "")}
@@ -221,7 +226,7 @@ def take_optimizer(
     shutil.rmtree(run.checkpoints, ignore_errors=True)  # of an attempt that ended before the run had a reference
     index = make_index(config, contract)
     target = Checkpoints(run.checkpoints, keep=config.checkpoint.keep)
-    target.save(begun, {"epoch": 0, "index": index.state()}, step=0)
+    target.save(begun, {"epoch": 0, "index": index.state(), "visible": []}, step=0)
     target.close()
     log.info("the run begins with the optimiser of %s", init_from)
     return True

@@ -90,6 +90,7 @@ def reference(s: Settings) -> Job:
 def _make_trainer(s: Settings, *, publish_every_steps: int) -> tuple[Any, EpochLease]:
     from tba_jax.trainer import Trainer
 
+    run_dir.claim_shared(s.run)
     lease = EpochLease.acquire(s.run.journal)
     _make_reference(s)
     trainer = Trainer(

@@ -395,14 +395,16 @@ _FIXED = (
 def change_schedule(run: run_dir.RunDir, config: Any, *, allowed: Sequence[str], step: int) -> dict[str, tuple[Any, Any]]:
     """Lets a resumed trainer change allowed schedule settings, recorded in config.json with the step.
 
-    At step 0 it may change any: nothing was trained yet, and a searcher that came first stored a schedule that is not its own.
+    At step 0 it needs no leave: nothing was trained yet, and a searcher that came first stored a schedule that is not its own.
 
     Raises:
       ValueError: a setting differs that is not in `allowed`.
     """
     changes = changed_schedule(run, config)
+    if step or (run.checkpoints.is_dir() and any(run.checkpoints.iterdir())):
+        _check_index(changes)
     if step:
-        _check_changes(changes, allowed)
+        _check_allowed(changes, allowed)
     if changes:
         stored = read(run)
         entry = {"step": step, "time": datetime.datetime.now(datetime.UTC).isoformat(), "settings": _plain(changes)}
@@ -411,14 +413,18 @@ def change_schedule(run: run_dir.RunDir, config: Any, *, allowed: Sequence[str],
     return changes
 
 
-def _check_changes(changes: Mapping[str, tuple[Any, Any]], allowed: Sequence[str]) -> None:
-    refused = {name: values for name, values in changes.items() if name not in allowed}
+def _check_index(changes: Mapping[str, tuple[Any, Any]]) -> None:
+    """Refuses what the index of a checkpoint does not go with."""
     there, here = changes.get("replay.mount", ((), ()))
     if gone := sorted(set(there or ()) - set(here)):
         raise ValueError(f"replay.mount of a run can only grow: its journal names rows of {gone[0]!r}, which is not among {here}")
     if fixed := [name for name in _FIXED if name in changes]:
         there, here = changes[fixed[0]]
         raise ValueError(f"{fixed[0]} of a run cannot change: {there!r} there, {here!r} here")
+
+
+def _check_allowed(changes: Mapping[str, tuple[Any, Any]], allowed: Sequence[str]) -> None:
+    refused = {name: values for name, values in changes.items() if name not in allowed}
     if refused:
         listed = "; ".join(f"{name}: {there!r} there, {here!r} here" for name, (there, here) in refused.items())
         raise ValueError(f"the run has another schedule; {listed}; to change it, add --allow_change={','.join(sorted(refused))}")

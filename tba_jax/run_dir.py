@@ -6,7 +6,9 @@ A folder counts as committed once the marker file that its owner writes last is 
 import dataclasses
 import json
 import os
+import platform
 import re
+import uuid
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from tba_jax.storage import Place
 
 _STEP = re.compile(r"\d{8}")
 _SHARED = "shared.json"
+_TRAINER = "trainer.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +130,25 @@ def note_shared(run: RunDir) -> None:
     """Writes down in the workdir where the run's roles meet, so that later commands need not be told."""
     if run.elsewhere is not None:
         create_json(run.shared_name, {"shared": str(run.elsewhere)})
+
+
+def claim_shared(run: RunDir) -> None:
+    """Binds the place of --shared to the trainer of this workdir, where its lease, journal and checkpoints are.
+
+    Raises:
+      ValueError: it is another workdir's; names that.
+    """
+    if run.elsewhere is None:
+        return
+    create_json(run.root / _TRAINER, {"id": uuid.uuid4().hex, "host": platform.node(), "workdir": str(run.root)})
+    mine = read_json(run.root / _TRAINER)
+    create_json(run.shared / _TRAINER, mine)
+    there = read_json(run.shared / _TRAINER)
+    if there["id"] != mine["id"]:
+        raise ValueError(
+            f"--shared={run.shared} has a trainer, whose journal and checkpoints are in {there['workdir']} on host "
+            f"{there['host']}: {run.root} cannot go on with its run; start it there, or a new run by --init_from={run.shared}@STEP"
+        )
 
 
 def is_finished(run: RunDir, steps: int) -> bool:

@@ -170,8 +170,9 @@ def test_removed_segments_are_told_from_damage_and_skipped_by_new_readers(root):
     remove_segments(root, {"w0": [0, 1, 2]})
     for each in (slow, LogReader(root, SHAPE)):
         assert each.heads() == {"w0": 52}
-        with pytest.raises(RowsExpired, match="rows 4 to 7 were removed by retention"):
+        with pytest.raises(RowsExpired, match="rows 4 to 35 were removed by retention"):
             each.read("w0", 4, 8)
+        assert each.kept("w0") == [range(36, 52)]
         assert_rows(each.read("w0", 36, 52), make_rows(36, 16))
     assert not [name for name in storage.files_in(root / "w0") if name < "000003"]
 
@@ -237,11 +238,16 @@ def test_a_run_in_one_process_meets_elsewhere_and_resumes(tmp_path, kind, one_de
         s = dataclasses.replace(tiny_run.settings(run.root, c), run=run, allow_change=("learner.steps",))
         assert roles.everything(s)() == 0
         assert run_dir.read_json(run.finished)["step"] == steps
-    assert storage.names_in(shared) == ["config.json", "finished.json", "policy", "reference", "replay"]
-    assert {"checkpoints", "evaluations", "journal", "metrics", "shared.json"} <= set(storage.names_in(run.root))
+    assert storage.names_in(shared) == ["config.json", "finished.json", "policy", "reference", "replay", "trainer.json"]
+    assert {"checkpoints", "evaluations", "journal", "metrics", "shared.json", "trainer.json"} <= set(storage.names_in(run.root))
     assert not {"policy", "replay", "config.json"} & set(storage.names_in(run.root))
     assert not [name for name in storage.names_in(run.root) + storage.names_in(run.references) if name.startswith(".")]
     assert run_dir.open_run_dir(run.root) == run and run_dir.steps_in(run.evaluations) == [0, 3, 5]
+    # Another workdir has neither its journal nor its checkpoints: a trainer from there would begin again over what is there.
+    other = dataclasses.replace(s, run=run_dir.RunDir(tmp_path / "another", shared))
+    with pytest.raises(ValueError, match=rf"journal and checkpoints are in {run.root} on host .*{tmp_path / 'another'} cannot go on"):
+        roles.everything(other)()
+    assert run_dir.read_json(run.finished)["step"] == 5 and not (tmp_path / "another" / "journal").exists()
 
 
 def test_a_run_on_s3_is_searched_from_elsewhere_resumed_mounted_and_audited(s3, tmp_path, one_device):

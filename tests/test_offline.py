@@ -140,6 +140,7 @@ REFUSALS = {
     "copied writer": ({}, "has a log in"),
     "no reference": ({}, "has no reference policy yet"),
     "other reference": ({"seed": 5}, "have log-probs of reference"),
+    "not kept": ({}, "has replay.retention=checkpoints: its trainer may remove rows"),
     "other origin": ({}, "init_from: '' there, '/elsewhere@3' here"),
 }
 
@@ -147,7 +148,8 @@ REFUSALS = {
 @pytest.mark.parametrize("case", REFUSALS)
 def test_rows_that_mean_something_else_are_refused_before_anything_is_written(case, tmp_path):
     changes, sentence = REFUSALS[case]
-    source = frozen_log(tmp_path / "source", batches=1)
+    kept = {"replay__retention": "checkpoints"} if case == "not kept" else {}
+    source = frozen_log(tmp_path / "source", batches=1, **kept)
     workdir, init_from = tmp_path / "run", ""
     mounts = {
         "no run": [tmp_path / "nothing"],

@@ -422,6 +422,11 @@ def test_before_the_first_step_the_trainer_sets_the_schedule(tmp_path):
     changes = run_config.change_schedule(run, trainers, allowed=[], step=0)
     assert changes["learner.steps"] == (500, 40) and changes["replay.capacity"] == (50_000, 60_000)
     assert run_config.changed_schedule(run, trainers) == {} and run_config.read(run)["changes"][0]["step"] == 0
+    # Not what the index of a checkpoint was built with, which a stop before the first step leaves.
+    (run.checkpoints / "00000000").mkdir(parents=True)
+    smaller = config_with({"learner.steps": 40, "seed": 4, "replay.mount": ("/a",)})
+    with pytest.raises(ValueError, match=r"replay.capacity of a run cannot change: 60000 there, 50000 here"):
+        run_config.change_schedule(run, smaller, allowed=[], step=0)
     # From the first step on it is the run's.
     later = config_with({"seed": 4, "replay.mount": ("/a",), "replay.capacity": 60_000})
     with pytest.raises(ValueError, match=r"learner.steps: 40 there, 500 here"):
