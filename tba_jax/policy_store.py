@@ -7,9 +7,11 @@ sharding, whatever mesh wrote it.
 
 import concurrent.futures
 import dataclasses
+import functools
 import hashlib
 import math
 import shutil
+import threading
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
 
-from tba_jax import run_dir, storage
+from tba_jax import lifeline, run_dir, storage
 from tba_jax.models import parameters
 from tba_jax.models.parameters import Params, Specs
 from tba_jax.storage import Place
@@ -159,7 +161,7 @@ def open_arrays(folder: Place, specs: Specs) -> Params:
 
     Raises:
       FileNotFoundError: there is no committed snapshot in `folder` (it may have been pruned).
-      ValueError: a parameter is not there or has another shape than the model; names it.
+      ValueError: a parameter is not there or has another shape than the model; names it. OSError: the storage failed.
     """
     run_dir.read_json(folder / COMMIT)
 
@@ -169,8 +171,8 @@ def open_arrays(folder: Place, specs: Specs) -> Params:
     def open_one(name: str, spec: parameters.ParamSpec) -> ts.TensorStore:
         try:
             store = opened[name].result()
-        except ValueError as error:
-            raise _refusal(folder, f"parameter {name} is missing or unreadable: {error}") from error
+        except storage.STORAGE_ERRORS as error:
+            raise _refusal(folder, f"parameter {name} is missing or unreadable", error) from error
         if store.shape != spec.shape:
             raise ValueError(f"{folder}: parameter {name} has shape {store.shape}, the model needs {spec.shape}")
         return store
@@ -178,10 +180,14 @@ def open_arrays(folder: Place, specs: Specs) -> Params:
     return parameters.map_specs(open_one, specs)
 
 
-def _refusal(folder: Place, sentence: str) -> Exception:
+def _refusal(folder: Place, sentence: str, error: Exception) -> Exception:
+    """What to raise where a snapshot cannot be read: who tries again may succeed, unless it is damaged (ValueError)."""
+    said = OSError(f"{folder}: {sentence}: {error}")
+    if lifeline.is_storage_failure(said):
+        return said
     if not storage.exists(folder / COMMIT):
         return FileNotFoundError(f"snapshot {folder} was removed while it was read")
-    return ValueError(f"{folder}: {sentence}")
+    return ValueError(str(said))
 
 
 def load(folder: Place, specs: Specs, shardings: Params, *, dtype: str = "float32") -> Params:
@@ -194,12 +200,22 @@ def load(folder: Place, specs: Specs, shardings: Params, *, dtype: str = "float3
     Raises:
       FileNotFoundError: there is no committed snapshot in `folder` (it may have been pruned).
       ValueError: a parameter on disk has another shape than the model, or its bytes are damaged; names it.
+      OSError: the storage failed, so that they could not be read.
     """
     stores = {name: ts.cast(store, dtype) for name, store in parameters.flatten(open_arrays(folder, specs)).items()}
     sharding_of, flat = parameters.flatten(shardings), parameters.flatten(specs)
     # Reads run ahead of the parameter that is being put on the devices, by so many bytes.
-    reads: dict[str, dict[str, ts.Future]] = {}
+    reads: dict[str, dict[str, tuple[np.ndarray, ts.WriteFutures]]] = {}
     waiting = list(flat)
+
+    def start_read(store: ts.TensorStore) -> tuple[np.ndarray, ts.WriteFutures]:
+        block = parameters.aligned_empty(store.shape, dtype)
+        return block, ts.array(block).write(store)
+
+    def finish_read(name: str, index: Any) -> np.ndarray:
+        block, done = reads[name][str(index)]
+        done.result()
+        return block
 
     def start_reads() -> None:
         ahead = sum(stores[name].size * stores[name].dtype.numpy_dtype.itemsize for name in reads)
@@ -208,15 +224,15 @@ def load(folder: Place, specs: Specs, shardings: Params, *, dtype: str = "float3
             indices = {
                 str(index): index for index in sharding_of[name].addressable_devices_indices_map(flat[name].shape).values()
             }
-            reads[name] = {key: stores[name][index].read() for key, index in indices.items()}
+            reads[name] = {key: start_read(stores[name][index]) for key, index in indices.items()}
             ahead += stores[name].size * stores[name].dtype.numpy_dtype.itemsize
 
     def read(name: str, spec: parameters.ParamSpec) -> jax.Array:
         start_reads()
         try:
-            loaded = jax.make_array_from_callback(spec.shape, sharding_of[name], lambda index: reads[name][str(index)].result())
-        except ValueError as error:
-            raise _refusal(folder, f"parameter {name} is damaged: {error}") from error
+            loaded = jax.make_array_from_callback(spec.shape, sharding_of[name], functools.partial(finish_read, name))
+        except storage.STORAGE_ERRORS as error:
+            raise _refusal(folder, f"parameter {name} is damaged", error) from error
         del reads[name]
         return loaded
 
@@ -228,10 +244,15 @@ def committed_steps(policies: Place) -> list[int]:
     return run_dir.as_steps(storage.folders_with(policies, COMMIT))
 
 
+def is_committed(policies: Place, step: int) -> bool:
+    """Whether a step's snapshot is visible."""
+    return storage.exists(policies / run_dir.step_name(step) / COMMIT)
+
+
 def latest_step(policies: Place, *, newer_than: int = -1) -> int | None:
     """The newest step above `newer_than` with a visible snapshot; looks at no more folders than it must."""
     newest_first = reversed(run_dir.steps_in(policies, newer_than=newer_than))
-    return next((step for step in newest_first if storage.exists(policies / run_dir.step_name(step) / COMMIT)), None)
+    return next((step for step in newest_first if is_committed(policies, step)), None)
 
 
 def load_step(policies: Place, step: int, specs: Specs, shardings: Params, *, dtype: str = "float32") -> Params:
@@ -296,8 +317,9 @@ def adopt(draft: Path, folder: Place) -> None:
 class Publisher:
     """Publishes snapshots from a background thread; the trainer waits for a copy on the device only.
 
-    Snapshots that retention keeps for good are durable; the others are soon superseded, and waiting for the disk would delay
-    them by as long as it takes to write and read them.
+    Where storage is slower than the trainer, a snapshot that waits for the one before gives way to the next: readers want the
+    newest. Those that retention keeps for good give way to none, and are durable; the others are soon superseded, and waiting
+    for the disk would delay them by as long as it takes to write and read them.
     """
 
     def __init__(
@@ -315,25 +337,50 @@ class Publisher:
         self._dtype = dtype
         self._retention = dict(keep=keep, keep_every=keep_every, final_step=final_step)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="publisher")
-        self._pending: concurrent.futures.Future[None] | None = None
+        self._lock = threading.Lock()
+        # Handed over and not begun: at most one that may give way, the last. Under the lock.
+        self._waiting: list[tuple[Params, SnapshotInfo]] = []
+        self._writing: concurrent.futures.Future[None] | None = None
 
     def publish(self, params: Params, info: SnapshotInfo) -> None:
-        """Hands a snapshot over. Waits only if the one before is still being written; its failure is raised here."""
-        self.wait()
+        """Hands a snapshot over. What an earlier write raised is raised here. Waits only where two that stay wait already."""
+        if self._writing is not None and (self._writing.done() or len(self._waiting) > 2):
+            self.wait()
         # A copy on the device: the caller donates its buffers to the next update while the thread reads this one.
         snapshot = jax.block_until_ready(jax.tree.map(jnp.copy, params))
-        self._pending = self._thread.submit(self._write, snapshot, info)
+        with self._lock:
+            if self._waiting and not self._stays(self._waiting[-1][1].step):
+                self._waiting.pop()
+            self._waiting.append((snapshot, info))
+            if self._writing is None:
+                self._writing = self._thread.submit(self._write_waiting)
 
-    def _write(self, params: Params, info: SnapshotInfo) -> None:
-        kept = info.step % self._retention["keep_every"] == 0 or info.step == self._retention["final_step"]
-        save(self._policies / run_dir.step_name(info.step), params, info, dtype=self._dtype, durable=kept, check=self._check)
-        prune(self._policies, **self._retention)
+    def _stays(self, step: int) -> bool:
+        """Whether retention keeps the snapshot of a step for good."""
+        return step % self._retention["keep_every"] == 0 or step == self._retention["final_step"]
+
+    def _write_waiting(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._writing = None
+                    return
+                params, info = self._waiting.pop(0)
+            folder = self._policies / run_dir.step_name(info.step)
+            save(folder, params, info, dtype=self._dtype, durable=self._stays(info.step), check=self._check)
+            prune(self._policies, **self._retention)
 
     def wait(self) -> None:
-        """Returns when everything handed over is visible. Raises what the background write raised."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
+        """Returns when everything handed over is visible. Raises what the background write raised; what waited is dropped."""
+        with self._lock:
+            writing = self._writing
+        if writing is None:
+            return
+        try:
+            writing.result()
+        except BaseException:
+            self._waiting, self._writing = [], None
+            raise
 
     def close(self) -> None:
         self.wait()

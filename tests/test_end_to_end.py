@@ -136,9 +136,10 @@ def check_snapshots_can_be_derived_again(run: run_dir.RunDir, workdir: Path, fla
         shutil.rmtree(folder)
     done = tiny_run.call([*tiny_run.command(workdir, *flags), "--role=trainer"], timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    # A trainer also publishes where it goes on after a kill; those steps need not be due.
-    steps = policy_store.committed_steps(derived.policies)
-    assert steps == list(range(0, STEPS + 1, 2)) and set(steps) <= set(policy_store.committed_steps(run.policies))
+    assert policy_store.committed_steps(derived.policies) == list(range(0, STEPS + 1, 2))
+    # Live, a snapshot that waited for the disk gave way to the next; and where a trainer goes on after a kill it publishes too.
+    steps = [step for step in policy_store.committed_steps(run.policies) if step % 2 == 0]
+    assert len(steps) > 20 and steps[0] == 0 and steps[-1] == STEPS
     hashes = {step: policy_store.fingerprint(run.policies / run_dir.step_name(step)) for step in steps}
     assert len(set(hashes.values())) == len(steps), "every step changed the weights"
     for step, expected in hashes.items():

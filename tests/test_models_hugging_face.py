@@ -16,7 +16,7 @@ import tiny_checkpoints as tiny
 from safetensors.numpy import load_file
 from tiny_checkpoints import LANGUAGE_MODELS, REAL_MODELS, assert_same_params, load, path_of
 
-from tba_jax.models import decoder, hugging_face, layers, stored
+from tba_jax.models import decoder, hugging_face, layers, parameters, stored
 
 REAL_GOLDEN = tiny.FIXTURES / "real_models.npz"
 # Those of make_fixtures.MODELS, which cannot be imported without torch.
@@ -158,8 +158,8 @@ def test_on_a_cpu_the_filled_buffers_are_the_arrays(monkeypatch):
     if jax.default_backend() != "cpu":
         pytest.skip("accelerators have memory of their own")
     filled = []
-    empty = hugging_face._aligned_empty
-    monkeypatch.setattr(hugging_face, "_aligned_empty", lambda shape: filled.append(empty(shape)) or filled[-1])
+    empty = parameters.aligned_empty
+    monkeypatch.setattr(parameters, "aligned_empty", lambda *arguments: filled.append(empty(*arguments)) or filled[-1])
     _, params = load(path_of("gpt2"))
     assert {p.unsafe_buffer_pointer() for p in jax.tree.leaves(params)} == {buffer.ctypes.data for buffer in filled}
     expected = jax.tree.map(np.array, params)

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+import socket
 import sys
 import threading
 import time
@@ -206,6 +207,7 @@ def test_snapshots_are_published_loaded_and_pruned(root):
     )
     for step in range(4):
         publisher.publish(jax.device_put(random_params(step), shardings()), SnapshotInfo(step=step, epoch=1))
+        publisher.wait()
     publisher.close()
     assert policy_store.committed_steps(root) == [0, 2, 3]
     assert ["00000000"] in checked and all(f"{step:08d}" not in seen for step, seen in enumerate(checked))
@@ -245,7 +247,9 @@ def test_a_run_in_one_process_meets_elsewhere_and_resumes(tmp_path, kind, one_de
     assert run_dir.open_run_dir(run.root) == run and run_dir.steps_in(run.evaluations) == [0, 3, 5]
     # Another workdir has neither its journal nor its checkpoints: a trainer from there would begin again over what is there.
     other = dataclasses.replace(s, run=run_dir.RunDir(tmp_path / "another", shared))
-    with pytest.raises(ValueError, match=rf"journal and checkpoints are in {run.root} on host .*{tmp_path / 'another'} cannot go on"):
+    with pytest.raises(
+        ValueError, match=rf"journal and checkpoints are in {run.root} on host .*{tmp_path / 'another'} cannot go on"
+    ):
         roles.everything(other)()
     assert run_dir.read_json(run.finished)["step"] == 5 and not (tmp_path / "another" / "journal").exists()
 
@@ -299,3 +303,27 @@ def test_a_run_on_s3_is_searched_from_elsewhere_resumed_mounted_and_audited(s3, 
 def _first_row(run) -> str:
     (writer, row), *_ = journal.line_ids(run.lines[0])
     return f"{writer}:{row}"
+
+
+def test_a_store_that_is_not_there_is_named(s3, tmp_path, monkeypatch):
+    flags = ("--role=searcher",)
+    refused = tiny_run.call(tiny_run.command(tmp_path / "a", "--shared=s3://no-such-bucket/x", *flags))
+    assert refused.returncode == 2 and "s3://no-such-bucket does not exist" in refused.stderr, refused.stderr
+    refused = tiny_run.call(tiny_run.command(tmp_path / "b", "--shared=memory://x", *flags))
+    assert refused.returncode == 2 and "memory://x ends with its process" in refused.stderr, refused.stderr
+    assert not (tmp_path / "a").exists() and not (tmp_path / "b").exists()
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setattr(storage, "_REPORT_SECONDS", 0.2)
+        told: list[float] = []
+
+        def report(seconds: float) -> None:
+            told.append(seconds)
+            if len(told) == 3:
+                raise InterruptedError
+
+        with pytest.raises(InterruptedError):
+            storage.check_answers(storage.place("s3://bucket/x"), report=report)
+        assert told == pytest.approx([0.2, 0.4, 0.6])

@@ -6,6 +6,7 @@ import json
 import resource
 import shutil
 import threading
+import time
 from pathlib import Path
 
 import jax
@@ -154,6 +155,25 @@ def test_a_damaged_byte_is_an_error_that_names_the_parameter(tmp_path):
     assert_same_bits(policy_store.load(folder, SPECS, shardings()), random_params(5))
 
 
+@pytest.mark.parametrize("moment", ["opening", "reading"])
+def test_storage_that_does_not_answer_is_no_damage(tmp_path, monkeypatch, moment):
+    folder = save(tmp_path, 5)
+
+    class Failing:
+        """What is opened or read where the storage is away, in tensorstore's words."""
+
+        def result(self, *_):
+            raise ValueError("UNAVAILABLE: CURL error [source locations='tensorstore/…']")
+
+    if moment == "opening":
+        monkeypatch.setattr(policy_store.ts, "open", lambda *_, **__: Failing())
+    else:
+        monkeypatch.setattr(jax, "make_array_from_callback", Failing().result)
+    with pytest.raises(OSError, match=rf"{folder}: parameter .* UNAVAILABLE") as refused:
+        policy_store.load(folder, SPECS, shardings())
+    assert lifeline.is_storage_failure(refused.value)
+
+
 def test_parameters_of_another_model_are_named(tmp_path):
     params = random_params()
     up = params["layers"]["up"]
@@ -229,10 +249,33 @@ def test_published_snapshots_are_visible_after_waiting_and_old_ones_go(tmp_path)
     publisher = make_publisher(tmp_path, keep=3)
     for step in range(5):
         publisher.publish(jax.device_put(random_params(step), shardings()), SnapshotInfo(step=step, epoch=1))
-    publisher.wait()
+        publisher.wait()
     assert policy_store.committed_steps(tmp_path) == [0, 2, 3, 4]
     assert_same_bits(policy_store.load_step(tmp_path, 4, SPECS, shardings()), random_params(4))
     publisher.close()
+
+
+def test_what_waits_for_slow_storage_gives_way_to_what_is_newer(tmp_path, monkeypatch):
+    """But for snapshots that stay; and what is newest comes in the end, as searchers may be waiting for it."""
+    began, goes_on = threading.Event(), threading.Event()
+    write = policy_store.save
+
+    def slow(*arguments, **settings):
+        began.set()
+        assert goes_on.wait(30)
+        write(*arguments, **settings)
+
+    monkeypatch.setattr(policy_store, "save", slow)
+    publisher = make_publisher(tmp_path)
+    for step in (1, 2, 3, 10, 11, 12):
+        publisher.publish(jax.device_put(random_params(step), shardings()), SnapshotInfo(step=step, epoch=1))
+        assert began.wait(30)
+    goes_on.set()
+    publisher.wait()
+    assert policy_store.committed_steps(tmp_path) == [1, 10, 12]
+    publisher.publish(jax.device_put(random_params(13), shardings()), SnapshotInfo(step=13, epoch=1))
+    publisher.close()
+    assert_same_bits(policy_store.load_step(tmp_path, 13, SPECS, shardings()), random_params(13))
 
 
 def test_the_next_update_may_overwrite_the_published_buffers(tmp_path, monkeypatch):
@@ -266,7 +309,12 @@ def test_a_failed_write_is_raised_by_the_next_call(tmp_path, how):
     params = jax.device_put(random_params(), shardings())
     publisher.publish(params, SnapshotInfo(step=1, epoch=1))
     with pytest.raises(OSError, match="policy"):
-        publisher.publish(params, SnapshotInfo(step=2, epoch=1)) if how == "publish" else publisher.wait()
+        if how == "wait":
+            publisher.wait()
+        for step in range(2, 1000):  # the thread needs a moment to fail
+            publisher.publish(params, SnapshotInfo(step=step, epoch=1))
+            time.sleep(0.01)
+    publisher.close()
 
 
 @pytest.mark.parametrize("kind", ["local", "memory"])

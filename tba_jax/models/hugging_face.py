@@ -6,7 +6,6 @@ Only safetensors are read: a pickled checkpoint runs code when it is loaded.
 
 import dataclasses
 import json
-import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,7 +25,6 @@ from tba_jax.models.stored import Architecture, Stored
 DTYPES: dict[str, np.dtype[Any]] = {"F32": jnp.dtype("float32"), "F16": jnp.dtype("float16"), "BF16": jnp.dtype("bfloat16")}
 
 _COMPARED_ROWS = 4096  # rows of the vocabulary that are on the host at a time while two embeddings are compared
-_ALIGNMENT = 64  # bytes: JAX takes over a host buffer that is aligned so, and copies any other
 _NEW_HEADS = ("score.", "value_head.")  # parameters that may be initialised where the checkpoint does not hold them
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -143,7 +141,7 @@ def load_params(folder: Path | str, config: Any, shardings: Params, *, fresh: ja
         def read_shard(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
             bounds = [part.indices(size) for part, size in zip(index, spec.shape, strict=True)]
-            shard = _aligned_empty(tuple(stop - start for start, stop, _ in bounds))
+            shard = parameters.aligned_empty(tuple(stop - start for start, stop, _ in bounds), "float32")
             if spec.axes[0] != "layers":
                 _fill(shard, sources[path][0], sizes, index)
                 return shard
@@ -160,14 +158,6 @@ def load_params(folder: Path | str, config: Any, shardings: Params, *, fresh: ja
         init = jax.jit(lambda key: parameters.init(key, parameters.unflatten(new)), out_shardings=out_shardings)
         loaded |= parameters.flatten(init(fresh))
     return parameters.unflatten({path: loaded[path] for path in specs})
-
-
-def _aligned_empty(shape: tuple[int, ...]) -> np.ndarray:
-    """float32[shape], uninitialised, at an address that JAX' CPU backend takes over without a copy."""
-    size = 4 * math.prod(shape)
-    buffer = np.empty(size + _ALIGNMENT, np.uint8)
-    start = -buffer.ctypes.data % _ALIGNMENT
-    return buffer[start : start + size].view(np.float32).reshape(shape)
 
 
 @dataclasses.dataclass(frozen=True)

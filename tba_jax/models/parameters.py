@@ -12,6 +12,8 @@ from jax.sharding import Mesh
 
 from tba_jax import mesh as mesh_lib
 
+_ALIGNMENT = 64  # bytes: JAX takes over a host buffer that is aligned so, and copies any other
+
 Params = dict[str, Any]
 # The same nesting as Params, with a ParamSpec at every leaf.
 Specs = dict[str, Any]
@@ -113,3 +115,11 @@ def cast(params: Params, dtype: str) -> Params:
         return leaf if keep else leaf.astype(dtype)
 
     return unflatten({name: convert(name, leaf) for name, leaf in flatten(params).items()})
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """dtype[shape], uninitialised, at an address that JAX' CPU backend takes over without a copy."""
+    size = math.prod(shape) * jnp.dtype(dtype).itemsize
+    buffer = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -buffer.ctypes.data % _ALIGNMENT
+    return buffer[start : start + size].view(jnp.dtype(dtype)).reshape(shape)
