@@ -149,11 +149,33 @@ def _mean(responses: Sequence[dict[str, Any]], name: str) -> float:
     return float(np.mean([response[name] for response in responses]))
 
 
+class PendingSteps:
+    """Published snapshots that are to be evaluated and have not been: the first, multiples of every_steps, the last.
+
+    Asked again, it looks only at what is newer than what it knows: an object store lists every file of every snapshot.
+    """
+
+    def __init__(self, run: run_dir.RunDir, *, every_steps: int, final_step: int):
+        self._run, self._every_steps, self._final_step = run, every_steps, final_step
+        self._published: set[int] = set()
+        self._looked_to = -1
+
+    def __call__(self) -> list[int]:
+        """The steps, ascending."""
+        complete = True
+        for step in run_dir.steps_in(self._run.policies, newer_than=self._looked_to):
+            if step % self._every_steps == 0 or step == self._final_step:
+                if step in self._published or policy_store.is_committed(self._run.policies, step):
+                    self._published.add(step)
+                else:  # being written, or what a killed trainer left and the next one writes again
+                    complete = False
+            self._looked_to = step if complete else self._looked_to
+        return sorted(self._published.difference(run_dir.steps_in(self._run.evaluations)))
+
+
 def pending_steps(run: run_dir.RunDir, *, every_steps: int, final_step: int) -> list[int]:
-    """Published snapshots that are to be evaluated and have not been: the first, multiples of every_steps, the last."""
-    done = set(run_dir.steps_in(run.evaluations))
-    steps = policy_store.committed_steps(run.policies)
-    return [step for step in steps if step not in done and (step % every_steps == 0 or step == final_step)]
+    """As PendingSteps, once."""
+    return PendingSteps(run, every_steps=every_steps, final_step=final_step)()
 
 
 def run_evaluator(
@@ -162,9 +184,11 @@ def run_evaluator(
     """Evaluates snapshots as they appear, until the last one of the finished run is done or `stop` says so."""
     writer = MetricWriter(run.metrics("evaluator"))
     every_steps, final_step = config.evaluation.every_steps, config.learner.steps
+    pending_of_run = PendingSteps(run, every_steps=every_steps, final_step=final_step)
     while not stop():
         finished = run_dir.is_finished(run, final_step)  # read before the snapshots: the last one is published before it
-        pending = pending_steps(run, every_steps=every_steps, final_step=final_step)
+        # At the end all are looked at once more: a trainer that went back may have published what it had not before.
+        pending = pending_steps(run, every_steps=every_steps, final_step=final_step) if finished else pending_of_run()
         if not pending:
             if finished:
                 break
@@ -175,7 +199,9 @@ def run_evaluator(
             with account.measure("evaluate"):
                 report = evaluator.evaluate(pending[-1] if finished else pending[0])
         except FileNotFoundError:
-            continue  # pruned meanwhile: the list is made anew
+            # Pruned meanwhile: the list is made anew.
+            pending_of_run = PendingSteps(run, every_steps=every_steps, final_step=final_step)
+            continue
         scalars = {name: value for name, value in report.items() if isinstance(value, float) and name != "time"}
         writer.write(report["step"], scalars | account.shares())
         log.info("step %d: greedy reward %.3f, sampled %.3f", report["step"], report["greedy_reward"], report["sampled_reward"])

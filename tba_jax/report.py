@@ -36,7 +36,11 @@ class Progress:
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + self._seconds
-        text = f"{time.monotonic() - self.begin:5.0f} s  {self._text()}"
+        try:
+            told = self._text()
+        except OSError as error:  # the run goes on without its line
+            told = " ".join(f"storage does not answer: {error}".split())
+        text = f"{time.monotonic() - self.begin:5.0f} s  {told}"
         print(f"\r\x1b[2K{text}" if self._terminal else text, end="" if self._terminal else "\n", flush=True)
 
     def _text(self) -> str:

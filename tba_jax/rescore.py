@@ -34,8 +34,8 @@ def rescore(workdir: Path) -> str:
       a sentence that says what was written.
 
     Raises:
-      ValueError: there is no run, the task differs by more than its reward, a row cannot be read or its query is not the
-        task's any more. LeaseHeld: the run's trainer is at work.
+      ValueError: there is no run, the task differs by more than its reward, retention has removed rows, a row cannot be read
+        or its query is not the task's any more. LeaseHeld: the run's trainer is at work.
     """
     from ml_collections import config_dict
 
@@ -60,15 +60,18 @@ def rescore(workdir: Path) -> str:
     reader = LogReader(run.replay, theirs.row_shape())
     heads = {writer: head for writer, head in sorted(reader.heads().items()) if head}
     queries = {trajectory.query_id(query.prompt): query for split in experiment.queries.values() for query in split}
-    scored = 0
-    for writer, head in heads.items():
-        if _is_done(run, experiment, writer, head):
-            continue
+    waiting = {writer: head for writer, head in heads.items() if not _is_done(run, experiment, writer, head)}
+    for writer, head in waiting.items():
+        if reader.kept(writer) != [range(head)]:
+            raise ValueError(
+                f"{workdir} does not hold all of the {head} rows of writer {writer} any more: retention removed some "
+                f"(replay.retention={stored['config']['replay']['retention']}), and a new reward version needs every row"
+            )
+    for writer, head in waiting.items():
         _rescore_writer(run, experiment, reader, queries, writer=writer, head=head)
-        scored += head
     run_dir.write_json(run.rescored_commit(version), {"reward_parts": list(experiment.contract.reward_parts), "heads": heads})
     total = f"{sum(heads.values())} rows of {len(heads)} writers have reward version {version} in {run.rescored(version)}"
-    return "; ".join([f"{total}, {scored} of them scored now", *sorted(reader.problems.values())])
+    return "; ".join([f"{total}, {sum(waiting.values())} of them scored now", *sorted(reader.problems.values())])
 
 
 def _is_done(run: run_dir.RunDir, experiment: "Experiment", writer: str, head: int) -> bool:

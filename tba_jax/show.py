@@ -5,11 +5,17 @@ python -m tba_jax.show --workdir=DIR [--order=newest|best|worst] [--count=10]
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+if TYPE_CHECKING:  # imported late: a mistyped flag is answered at once
+    from tba_jax.replay.reader import LogReader
+    from tba_jax.trajectory import Rows
+
+_ROWS_PER_READ = 4096
 # Columns that decide the order: best and worst are by reward, among equals the newest.
 _SIGNS = {"newest": 0.0, "best": -1.0, "worst": 1.0}
 
@@ -37,25 +43,68 @@ def show(workdir: Path, order: str, count: int) -> str:
     config = config_dict.ConfigDict(run_config.read(run)["config"])
     experiment = experiment_lib.build(config)
     reader = LogReader(run.replay, experiment.contract.row_shape())
-    heads = {writer: head for writer, head in reader.heads().items() if head}
-    if not heads:
+    kept = {writer: reader.kept(writer) for writer, head in sorted(reader.heads().items()) if head}
+    if not kept:
         raise ValueError(f"{run.replay} holds no committed row yet")
-    ids = [(writer, row) for writer, head in sorted(heads.items()) for row in range(head)]
-    rows = reader.read_ids(ids)
+    if order == "newest":
+        spans = {writer: newest(ranges, count, reader.schema(writer).rows_per_append) for writer, ranges in kept.items()}
+    else:
+        spans = kept
+    writers, rows = _first(reader, spans, order, count)
     newest_step = rows["policy_step"].max(axis=1)
     sections = []
-    for i in rank(rows["reward"], newest_step, order)[:count]:
+    for i in rank(rows["reward"], newest_step, order):
         prompt = rows["prompt_tokens"][i, len(rows["prompt_tokens"][i]) - rows["prompt_length"][i] :].tolist()
         response = rows["response_tokens"][i, : rows["response_length"][i]].tolist()
-        writer, row = ids[i]
         sections.append(
-            f"── {writer}:{row}  reward {rows['reward'][i]:.3f}  policy step {newest_step[i]}"
+            f"── {writers[i]}:{rows['row'][i]}  reward {rows['reward'][i]:.3f}  policy step {newest_step[i]}"
             f"{'' if rows['finished'][i] else '  (cut at the length limit)'}\n"
             f"query:    {experiment.tokenizer.decode(prompt)}\n"
             f"response: {experiment.tokenizer.decode_continuation(prompt, response)}"
         )
-    total = f"{len(ids)} rows of {len(heads)} writers, {order} first"
-    return "\n\n".join([total, *sections])
+    total = sum(len(each) for ranges in kept.values() for each in ranges)
+    gone = sum(ranges[-1].stop for ranges in kept.values()) - total
+    removed = f" ({gone} more were removed by retention)" if gone else ""
+    return "\n\n".join([f"{total} rows of {len(kept)} writers{removed}, {order} first", *sections])
+
+
+def newest(ranges: Sequence[range], count: int, rows_per_append: int) -> list[range]:
+    """The last whole appends of a writer with at least `count` rows, or all: a later append is of no older weights."""
+    found: list[range] = []
+    for each in reversed(ranges):
+        if count > 0:
+            start = max(each.start, (each.stop - count) // rows_per_append * rows_per_append)
+            found.insert(0, range(start, each.stop))
+            count -= len(found[0])
+    return found
+
+
+def _first(reader: "LogReader", spans: Mapping[str, Sequence[range]], order: str, count: int) -> "tuple[list[str], Rows]":
+    """The first `count` rows of all in `spans` and their writers, as they are stored; holds few more than those in memory."""
+    from tba_jax.trajectory import concatenate
+
+    writers: list[str] = []
+    rows: Rows = {}
+    for writer, read in _blocks(reader, spans):
+        writers += [writer] * len(read["row"])
+        rows = concatenate([rows, read]) if rows else read
+        kept = np.sort(rank(rows["reward"], rows["policy_step"].max(axis=1), order)[:count])
+        writers, rows = [writers[i] for i in kept], {name: column[kept] for name, column in rows.items()}
+    return writers, rows
+
+
+def _blocks(reader: "LogReader", spans: Mapping[str, Sequence[range]]) -> "Iterator[tuple[str, Rows]]":
+    from tba_jax.replay.expiry import RowsExpired
+
+    for writer, span in ((writer, span) for writer, of_writer in spans.items() for span in of_writer):
+        start = span.start
+        while start < span.stop:
+            stop = min(start + _ROWS_PER_READ, span.stop)
+            try:
+                yield writer, reader.read(writer, start, stop)
+            except RowsExpired as error:  # a trainer at work has just removed them
+                stop = error.stop
+            start = stop
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -1,7 +1,7 @@
 """Where a run's shared files live: a local folder, or a prefix of an object store through tensorstore.
 
 One rule for both: commit, then visible. On a local folder a file is written under a temporary name, flushed to the device and
-renamed, and readers ignore names that begin with a dot; a name that is not found is believed only after a listing. An object
+renamed, and readers ignore names that begin with a dot; `exists` says that a name is not there only after a listing. An object
 store shows an object whole or not at all and lists at once what was written, but it cannot rename, and its folders are prefixes.
 """
 
@@ -10,7 +10,7 @@ import dataclasses
 import os
 import shutil
 import uuid
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ SCHEMES = ("gs", "s3", "memory")
 # Every poll is a request that is paid for, and takes tens of milliseconds.
 OBJECT_STORE_POLL_SECONDS = 2.0
 _REQUESTS_IN_FLIGHT = 64
+_REPORT_SECONDS = 10.0
 # A file of a network file system that is removed while it is mapped takes the reader down with it.
 _OWN_FILE_SYSTEMS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay", "tmpfs")
 
@@ -52,7 +53,7 @@ class Bucket:
         return dataclasses.replace(self, path=self.path.rpartition("/")[0])
 
     def __str__(self) -> str:
-        return f"{self.root}/{self.path}"
+        return f"{self.root}/{self.path}".rstrip("/")
 
     @property
     def folder(self) -> ts.KvStore:
@@ -93,6 +94,26 @@ def _s3(bucket: str) -> dict[str, Any]:
     if "AWS_ACCESS_KEY_ID" in os.environ:
         spec["aws_credentials"] = {"type": "environment"}
     return spec
+
+
+def check_answers(folder: Bucket, *, report: Callable[[float], None]) -> None:
+    """Returns once the store has answered; calls `report` with the seconds that it has not, every ten.
+
+    Raises:
+      ValueError: there is no such bucket. OSError: the store refuses.
+    """
+    answer, seconds = (folder.folder / "reference/").list(), 0.0
+    while True:
+        try:
+            answer.result(timeout=_REPORT_SECONDS)
+            return
+        except TimeoutError:
+            seconds += _REPORT_SECONDS
+            report(seconds)
+        except STORAGE_ERRORS as error:
+            if "NOT_FOUND" in str(error):
+                raise ValueError(f"{folder.root} does not exist: {error}") from error
+            raise OSError(f"{folder}: {error}") from error
 
 
 def absolute(text: str) -> str:
@@ -163,7 +184,8 @@ def read_bytes(file: Place) -> bytes:
 def exists(file: Place) -> bool:
     """Whether there is a file (of a local place: or a folder)."""
     if isinstance(file, Path):
-        return file.exists()
+        # A network file system remembers for a while that a name was not there; a listing is up to date.
+        return file.exists() or file.name in names_in(file.parent)
     with _failures(file):
         return file.store.read(file.path).result().state == "value"
 
@@ -184,13 +206,18 @@ def write_bytes(file: Place, content: bytes) -> None:
 
 
 def create(file: Place, content: bytes) -> bool:
-    """`write_bytes` if there is no such file. Returns whether it was this call that made it: of several at once, one does."""
+    """`write_bytes` if there is no such file. Returns whether it was this call that made it: of several at once, one does.
+
+    Where the reply to a request is lost and it is sent again, an object store refuses what it has done already: who won is told
+    by the content then, so that of callers that may meet each has a content of its own.
+    """
     if isinstance(file, Path):
         with _temporary(file, content) as temporary:
             try:
                 os.link(temporary, file)
             except FileExistsError:
-                return False
+                if temporary.stat().st_nlink == 1:  # else it is our own: a network file system was asked twice
+                    return False
         sync_folder(file.parent)
         return True
     with _failures(file):
@@ -199,9 +226,10 @@ def create(file: Place, content: bytes) -> bool:
             return False
         if file.store.write(file.path, content, if_equal=found.stamp.generation).result().generation:
             return True
-        if not exists(file):  # a bucket that is not there answers as a lost race does
+        found = file.store.read(file.path).result()
+        if found.state != "value":  # a bucket that is not there answers as a lost race does
             raise OSError("the store refuses to create it, although it is not there: is there such a bucket?")
-        return False
+        return found.value == content
 
 
 @contextlib.contextmanager
@@ -254,7 +282,7 @@ def folders_with(folder: Place, marker: str) -> list[str]:
     if isinstance(folder, Bucket):
         found = (key.rpartition("/") for key in _keys(folder))
         return sorted(parent for parent, _, name in found if name == marker and "/" not in parent)
-    return [name for name in names_in(folder) if (folder / name / marker).exists()]
+    return [name for name in names_in(folder) if exists(folder / name / marker)]
 
 
 def files_in(folder: Place) -> list[str]:
@@ -273,13 +301,18 @@ def remove(file: Place) -> None:
         file.store.write(file.path, None).result()
 
 
-def remove_tree(folder: Place) -> None:
-    """Removes a folder with all that is in it, if there is one."""
+def remove_tree(folder: Place) -> bool:
+    """Removes a folder with all that is in it, if there is one. Returns whether nothing of it is left.
+
+    Raises:
+      OSError: an object store refuses.
+    """
     if isinstance(folder, Path):
         shutil.rmtree(folder, ignore_errors=True)
-        return
+        return not exists(folder)
     with _failures(folder):
         folder.folder.delete_range(ts.KvStore.KeyRange()).result()
+    return True
 
 
 def copy_tree(source: Place, target: Place, *, last: str) -> None:

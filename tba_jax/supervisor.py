@@ -1,7 +1,7 @@
 """The local supervisor: one trainer, some searchers and an evaluator as processes of this machine, each with its devices.
 
-A role that dies is started again; a role that ends by bad input or failed storage ends the run. No process outlives the
-supervisor, however it ends.
+A role that dies, or whose storage fails, is started again; one that ends by bad input or numbers that are not finite ends the
+run. No process outlives the supervisor, however it ends.
 """
 
 import dataclasses
@@ -14,11 +14,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
 
-from tba_jax import lifeline, run_dir
+from tba_jax import lifeline, run_dir, storage
 
 log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.1
+# Between two looks whether the run has finished, where storage did not say.
+_LOOK_AGAIN_SECONDS = 2.0
+# Deaths before a life this long are forgotten: only a role that does not get anywhere uses up its restarts.
+_HEALTHY_SECONDS = 600.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,14 +114,13 @@ class _Role:
     def __init__(self, name: str, arguments: Sequence[str], placement: Placement, run: run_dir.RunDir, line: lifeline.Lifeline):
         self.name, self._arguments, self._placement, self._run, self._lifeline = name, list(arguments), placement, run, line
         self.restarts = 0
-        self.next_start = 0.0
+        self.started = self.next_start = self.next_look = 0.0
+        self.done = False
         self.process: subprocess.Popen[bytes] | None = None
         self._output: IO[bytes] | None = None
 
     def start(self) -> None:
-        path = self._run.log(self.name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._output = open(path, "ab")  # noqa: SIM115 (the child's for its whole life)
+        self._output, self.started = self._open_log(), time.monotonic()
         environment = os.environ | self._lifeline.child_environment(self._placement.cpus)
         # Transparent huge pages for large buffers; a measurable gain for every role on a CPU.
         environment.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
@@ -138,6 +141,16 @@ class _Role:
             start_new_session=True,  # a Ctrl-C reaches the supervisor alone, which then ends the others in order
         )
 
+    def _open_log(self) -> IO[bytes] | None:
+        """The child's for its whole life; None where storage refuses: it then speaks where the supervisor does."""
+        path = self._run.log(self.name)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return open(path, "ab")
+        except OSError as error:
+            log.warning("%s has no log: %s", self.name, error)
+            return None
+
     def poll(self) -> int | None:
         """The exit code, or None while it runs."""
         assert self.process is not None
@@ -149,7 +162,10 @@ class _Role:
 
     def last_words(self) -> str:
         """The last line of its log."""
-        lines = self._run.log(self.name).read_text(errors="replace").strip().splitlines()
+        try:
+            lines = self._run.log(self.name).read_text(errors="replace").strip().splitlines()
+        except OSError as error:
+            return f"(no log: {error})"
         return lines[-1] if lines else "(no output)"
 
 
@@ -193,7 +209,8 @@ class Supervisor:
         """Supervises `roles` (name -> arguments, placement) until all roles named in `until` have ended with code 0.
 
         Returns:
-          0, the code of the role that ended the run, or 130 where `stop` did.
+          0, the code of the role that ended the run (1 where it died too often by no failure with a code of its own), or 130
+          where `stop` did.
         """
         for name, (arguments, placement) in roles.items():
             self._add(name, arguments, placement).start()
@@ -204,18 +221,28 @@ class Supervisor:
             progress()
             time.sleep(_POLL_SECONDS)
             for role in self._roles:
-                if role.process is None:
-                    if time.monotonic() >= role.next_start:
-                        role.start()
-                    continue
-                code = role.poll()
-                if code is None:
-                    continue
-                if code == 0 and self._run.finished.exists():
-                    waiting.discard(role.name)  # ended because the run has, not because somebody stopped it
-                elif (final := self._died(role, code)) is not None:
+                if (final := self._look_after(role)) is not None:
                     return final
+                if role.done:
+                    waiting.discard(role.name)
         return 0
+
+    def _look_after(self, role: _Role) -> int | None:
+        """Starts a role again when it is time, notes that it is done, or returns the code that ends the run."""
+        if role.process is None:
+            if time.monotonic() >= role.next_start:
+                role.start()
+            return None
+        if role.done or (code := role.poll()) is None or time.monotonic() < role.next_look:
+            return None
+        try:
+            # Ended because the run has, not because somebody stopped it?
+            role.done = code == 0 and storage.exists(self._run.finished)
+        except OSError as error:
+            log.warning("%s has ended; whether the run has, storage does not say: %s", role.name, error)
+            role.next_look = time.monotonic() + _LOOK_AGAIN_SECONDS
+            return None
+        return None if role.done else self._died(role, code)
 
     def _died(self, role: _Role, code: int) -> int | None:
         """Schedules a restart, or returns the code that ends the run."""
@@ -223,12 +250,12 @@ class Supervisor:
         if code in lifeline.FINAL_CODES:
             print(words, file=sys.stderr)
             return code
-        role.restarts += 1
+        role.restarts = 1 if time.monotonic() - role.started > _HEALTHY_SECONDS else role.restarts + 1
         if role.restarts > self._max_restarts:
             print(
                 f"{words}; it died {role.restarts} times, more than supervisor.max_restarts={self._max_restarts}", file=sys.stderr
             )
-            return 1
+            return code if code == lifeline.STORAGE_FAILED else 1
         pause = min(0.5 * 2 ** (role.restarts - 1), 10.0)
         log.warning("%s; starting it again in %.1f s (see %s)", words, pause, self._run.log(role.name))
         role.process, role.next_start = None, time.monotonic() + pause

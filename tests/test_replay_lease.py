@@ -95,10 +95,24 @@ def test_a_holder_elsewhere_is_waited_for_until_its_heartbeat_is_old(tmp_path, e
 
 def test_an_old_heartbeat_elsewhere_is_not_waited_for(tmp_path):
     EpochLease.acquire(tmp_path).release()
-    edit(lease_path(tmp_path, 1), released=False, heartbeat=time.time() - 601, host="other")
+    edit(lease_path(tmp_path, 1), released=False, heartbeat=time.time() - 3601, host="other")
     begin = time.monotonic()
-    assert EpochLease.acquire(tmp_path, ttl_seconds=600).epoch == 2
-    assert time.monotonic() - begin < 60
+    assert EpochLease.acquire(tmp_path, ttl_seconds=60).epoch == 2
+    assert time.monotonic() - begin < 20
+
+
+def test_a_clock_that_is_behind_is_given_half_the_time_to_live_to_renew(tmp_path):
+    EpochLease.acquire(tmp_path).release()
+    path, behind = lease_path(tmp_path, 1), 1800
+    edit(path, released=False, heartbeat=time.time() - behind, host="other")
+    renewal = threading.Timer(0.5, lambda: edit(path, heartbeat=time.time() - behind))
+    renewal.start()
+    with pytest.raises(LeaseHeld, match="which renews its lease"):
+        EpochLease.acquire(tmp_path, ttl_seconds=15)
+    renewal.join()
+    begin = time.monotonic()
+    assert EpochLease.acquire(tmp_path, ttl_seconds=1.0).epoch == 2
+    assert 0.4 < time.monotonic() - begin < 0.9
 
 
 def test_a_clock_that_is_ahead_holds_up_no_longer_than_the_time_to_live(tmp_path):

@@ -3,6 +3,7 @@
 import concurrent.futures
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -355,17 +356,17 @@ def test_removed_segments_are_told_from_damage(tmp_path):
     remove_segments(tmp_path, {"w0": [0, 2]})
     assert sorted(p.name for p in (tmp_path / "w0").iterdir()) == ["000001", "000003", "000004"]
     for each in (reader, LogReader(tmp_path, SHAPE)):
-        with pytest.raises(RowsExpired, match="writer w0: rows 4 to 7 were removed by retention") as told:
+        with pytest.raises(RowsExpired, match="writer w0: rows 4 to 11 were removed by retention") as told:
             each.read_ids([("w0", 13), ("w0", 5)])
-        assert (told.value.writer, told.value.start, told.value.stop) == ("w0", 4, 8)
-        assert each.heads() == {"w0": 52}
+        assert (told.value.writer, told.value.start, told.value.stop) == ("w0", 4, 12)
+        assert each.heads() == {"w0": 52} and each.kept("w0") == [range(12, 24), range(36, 52)]
         assert_rows(each.read("w0", 12, 24), make_rows(12, 12))
         assert_rows(each.read("w0", 36, 52), make_rows(36, 16))
     log.append(make_rows(52, 4))
     assert reader.heads() == {"w0": 56}
     # Killed between the announcement and the removal: what is there still is not read, and the next call completes it.
     run_dir.write_json(tmp_path / "expired.json", {"expired": {"w0": [0, 1, 2]}, "removing": {"w0": [1]}})
-    with pytest.raises(RowsExpired, match="rows 12 to 15"):
+    with pytest.raises(RowsExpired, match="rows 12 to 35"):
         LogReader(tmp_path, SHAPE).read("w0", 12, 24)
     remove_segments(tmp_path, {})
     assert sorted(p.name for p in (tmp_path / "w0").iterdir()) == ["000003", "000004"]
@@ -373,6 +374,36 @@ def test_removed_segments_are_told_from_damage(tmp_path):
     before = (tmp_path / "expired.json").stat().st_mtime_ns
     remove_segments(tmp_path, {"w0": [0, 1, 2]})
     assert (tmp_path / "expired.json").stat().st_mtime_ns == before, "what is gone already costs no write"
+
+
+def test_a_folder_that_cannot_be_removed_is_removed_by_the_next_call(tmp_path, monkeypatch):
+    log = writer(tmp_path)
+    for append in range(10):
+        log.append(make_rows(4 * append, 4))
+    rmtree = shutil.rmtree
+    with monkeypatch.context() as patch:  # a reader elsewhere has a file of it open, say
+        patch.setattr(shutil, "rmtree", lambda folder, **k: None if folder.name == "000001" else rmtree(folder, **k))
+        remove_segments(tmp_path, {"w0": [0, 1]})
+    assert run_dir.read_json(tmp_path / "expired.json") == {"expired": {"w0": [0, 1]}, "removing": {"w0": [1]}}
+    remove_segments(tmp_path, {})
+    assert run_dir.read_json(tmp_path / "expired.json") == {"expired": {"w0": [0, 1]}, "removing": {}}
+    assert sorted(p.name for p in (tmp_path / "w0").iterdir()) == ["000002", "000003"]
+
+
+def test_a_writer_that_is_not_followed_has_no_segment_rows(tmp_path):
+    writer(tmp_path)
+    reader = LogReader(tmp_path, SHAPE)
+    assert reader.segment_rows("w0") is None
+    reader.heads()
+    assert reader.segment_rows("w0") == 12 and reader.segment_rows("nobody") is None
+
+
+def test_every_claim_has_a_content_of_its_own(tmp_path):
+    """By which a writer knows its claim where the reply to it is lost."""
+    for root in ("a", "b"):
+        LogWriter(tmp_path / root, "w0", SHAPE, rows_per_append=4, segment_appends=3, info={})
+    one, other = ((tmp_path / root / "writers" / "w0.json").read_bytes() for root in ("a", "b"))
+    assert one != other
 
 
 def test_a_reader_that_slept_while_its_segment_expired_goes_on_behind_it(tmp_path):

@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tba_jax import storage
+from tba_jax.replay.expiry import remove_segments
 from tba_jax.replay.index import ReplayIndex
 from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
@@ -138,3 +140,53 @@ def test_reading_ahead_of_many_writers_loses_and_repeats_nothing(tmp_path, monke
     for name, column in live.gather(slots).items():
         np.testing.assert_array_equal(again.gather(slots)[name], column)
     assert tail.problems() == []
+
+
+def test_a_late_reader_is_told_once_of_a_gap_and_counts_each_row_once(tmp_path, monkeypatch):
+    log = LogWriter(tmp_path, "a", SHAPE, rows_per_append=ROWS, segment_appends=2, info={})
+    for _ in range(20):
+        log.append(make_rows(log.next_row))
+    remove_segments(tmp_path, {"a": [*range(1, 5), 7]})
+    tail = Tail(tmp_path, SHAPE, {}, poll_seconds=1.0)
+    tail.poll()
+    size = 2 * ROWS
+    assert [(gone.start, gone.stop) for gone in tail._missing] == [(size, 5 * size), (7 * size, 8 * size)]
+    live = ReplayIndex(shape=SHAPE, capacity=900, capacity_per_query=9, vocab_size=100, merge_duplicates=False)
+    assert tail.integrate(live, step=0) == {"a": 20 * ROWS} and tail.is_own("a")
+    assert live.ledger()["a"]["expired"] == 5 * size and live.heads == {"a": 20 * ROWS}
+
+    # A journal's heads may end within a gap: the rest of it is for the next step.
+    again = ReplayIndex(shape=SHAPE, capacity=900, capacity_per_query=9, vocab_size=100, merge_duplicates=False)
+    for head in (ROWS, 2 * size, 3 * size + ROWS, 20 * ROWS):
+        replay_visible(again, LogReader(tmp_path, SHAPE), {"a": head}, step=0)
+        assert again.heads == {"a": head}
+    assert again.ledger() == live.ledger()
+
+
+def test_quiet_writers_are_asked_now_and_then_by_the_thread_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr("tba_jax.replay.reader._QUIET_SECONDS", 0.2)
+    monkeypatch.setattr("tba_jax.replay.reader._QUIET_POLL_SECONDS", 0.5)
+    logs = [LogWriter(tmp_path, f"w{number}", SHAPE, rows_per_append=ROWS, segment_appends=9, info={}) for number in range(3)]
+    for log in logs:
+        log.append(make_rows(0))
+    tail, asked, changed = Tail(tmp_path, SHAPE, {}, poll_seconds=1.0), [], storage.changed
+    monkeypatch.setattr(
+        storage, "changed", lambda files: (asked.append([k for k in files if isinstance(k, str)]), changed(files))[1]
+    )
+
+    def polled(**settings) -> set[str]:
+        asked.clear()
+        tail.poll(**settings)
+        return {name for names in asked for name in names}
+
+    assert polled(spare_quiet=True) == {"w0", "w1", "w2"}
+    time.sleep(0.25)
+    logs[0].append(make_rows(ROWS))
+    assert polled(spare_quiet=True) == set() and polled() == {"w0", "w1", "w2"}
+    late = LogWriter(tmp_path, "w3", SHAPE, rows_per_append=ROWS, segment_appends=9, info={})
+    assert polled(spare_quiet=True) == {"w0", "w3"}, "one had news just now, the other is new"
+    logs[1].append(make_rows(ROWS))
+    late.append(make_rows(0))
+    time.sleep(0.55)
+    assert polled(spare_quiet=True) == {"w0", "w1", "w2", "w3"}
+    assert tail._read_to == {"w0": 2 * ROWS, "w1": 2 * ROWS, "w2": ROWS, "w3": ROWS}

@@ -8,6 +8,7 @@ import pytest
 
 from tba_jax import audit, metrics, rescore, roles, run_dir
 from tba_jax.replay import journal
+from tba_jax.replay.expiry import remove_segments
 from tba_jax.replay.lease import EpochLease
 from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
@@ -171,6 +172,18 @@ def test_what_cannot_be_rescored_is_refused(source, tmp_path, capsys, monkeypatc
     with pytest.raises(ValueError, match=r"row frozen-.*:0 answers query .* which is not the task's any more"):
         rescore.rescore(source.run.root)
     assert not source.run.rescored_commit(2).exists() and not source.run.rescored(2).exists()
+
+
+def test_a_log_of_which_retention_removed_rows_is_refused_before_anything_is_scored(source, version_2):
+    shape = source.experiment.contract.row_shape()
+    _, rows = rows_in(source.run.replay, shape)
+    log = LogWriter(source.run.replay, "long-1", shape, rows_per_append=4, segment_appends=2, info={})
+    for start in range(0, 24, 4):
+        log.append({name: column[start : start + 4] for name, column in rows.items()})
+    remove_segments(source.run.replay, {"long-1": [1]})
+    with pytest.raises(ValueError, match=r"all of the 24 rows of writer long-1 any more: .*replay.retention=all"):
+        rescore.rescore(source.run.root)
+    assert not source.run.rescored(2).exists()
 
 
 def test_a_writer_that_was_still_at_work_is_told(source, version_2):

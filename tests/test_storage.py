@@ -63,6 +63,53 @@ def test_of_all_that_create_a_file_at_once_one_does(root):
     assert storage.names_in(root / "claims") == ["one"], "a draft is left"
 
 
+@pytest.mark.parametrize("before", [b"", b"another's"])
+def test_a_creation_whose_reply_is_lost_has_won_if_it_has(root, before, monkeypatch):
+    """The request is sent again, and refused by what it has done itself; or by another's, who was first."""
+    file = root / "claims" / "one"
+    if isinstance(root, Path):
+        link = os.link
+
+        def link_twice(*paths):
+            if before:
+                file.write_bytes(before)
+            else:
+                link(*paths)
+            link(*paths)
+
+        monkeypatch.setattr(os, "link", link_twice)
+        assert storage.create(file, b"mine") == (not before)
+    else:
+        assert _LosingReplies(root, before).create(file, b"mine") == (not before)
+    assert storage.read_bytes(file) == (before or b"mine") and storage.names_in(root / "claims") == ["one"]
+
+
+class _LosingReplies:
+    """A bucket whose conditional write is carried out, or loses to another's, and is then answered as a lost race."""
+
+    def __init__(self, root: storage.Bucket, before: bytes):
+        self._store, self._before = root.store, before
+
+    def create(self, file: storage.Bucket, content: bytes) -> bool:
+        return storage.create(dataclasses.replace(file, store=self), content)
+
+    def read(self, path: str) -> ts.Future:
+        return self._store.read(path)
+
+    def write(self, path: str, content: bytes, *, if_equal: bytes) -> ts.Future:
+        self._store.write(path, self._before or content).result()
+        return self._store.write(path, content, if_equal=if_equal)
+
+
+def test_a_name_is_not_there_only_after_a_listing(tmp_path, monkeypatch):
+    """A network file system may remember that a name was not there; a listing is up to date."""
+    storage.write_bytes(tmp_path / "00000003" / "commit.json", b"{}")
+    monkeypatch.setattr(Path, "exists", lambda path: False)
+    assert storage.exists(tmp_path / "00000003" / "commit.json") and not storage.exists(tmp_path / "00000003" / "other")
+    assert not storage.exists(tmp_path / "00000004" / "commit.json")
+    assert storage.folders_with(tmp_path, "commit.json") == ["00000003"]
+
+
 def test_listings_name_what_is_directly_inside_and_behind_a_folder(root):
     for name in ("00000001/commit.json", "00000001/c/0/0", "00000002/c/0", "00000010/commit.json", "00000010.json", "z"):
         storage.write_bytes(root / name, b"x")

@@ -1,5 +1,6 @@
 """Where roles are placed, and that no process outlives the one that started it."""
 
+import errno
 import os
 import re
 import signal
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from configs import base
-from tba_jax import lifeline, supervisor
+from tba_jax import lifeline, report, storage, supervisor
 from tba_jax.run_dir import RunDir
 from tba_jax.supervisor import Placement, Supervisor, place
 
@@ -196,6 +197,9 @@ if kind == "always-full":
 if kind == "bad-input":
     print("error: bad value", flush=True)
     sys.exit(2)
+if kind.startswith("ends-now"):
+    (folder / "finished.json").write_text('{"step": 1}')
+    time.sleep(2.0 if kind == "ends-later" else 0.0)
 if kind == "stays":
     time.sleep(600)
 """
@@ -271,3 +275,30 @@ def test_a_role_without_a_log_runs(roles, tmp_path, capfd):
 def test_a_stop_ends_all(roles):
     asked = time.monotonic() + 0.5
     assert roles(["stays"], until=["stays"], stop=lambda: time.monotonic() > asked) == (130, {"stays": 1})
+
+
+def test_storage_is_asked_once_a_role_whether_the_run_has_finished_and_may_fail(roles, monkeypatch):
+    exists, asked = storage.exists, []
+
+    def answer(place):
+        asked.append(place.name)
+        if len(asked) == 1:
+            raise OSError(errno.EIO, "Input/output error")
+        return exists(place)
+
+    monkeypatch.setattr(storage, "exists", answer)
+    monkeypatch.setattr(supervisor, "_LOOK_AGAIN_SECONDS", 0.2)
+    assert roles(["ends-now", "ends-later"], until=["ends-now", "ends-later"]) == (
+        0,
+        {"ends-now": 1, "ends-later": 1},
+    )
+    assert asked == ["finished.json"] * 3
+
+
+def test_storage_that_does_not_answer_costs_the_line_of_progress_alone(tmp_path, monkeypatch, capsys):
+    def refuse(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(storage, "exists", refuse)
+    report.Progress(RunDir(tmp_path), steps=3, searchers=1, warm_start_steps=0)()
+    assert "storage does not answer: [Errno 5] Input/output error" in capsys.readouterr().out

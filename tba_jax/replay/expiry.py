@@ -32,7 +32,8 @@ def _read(root: Place) -> dict[str, dict[str, list[int]]]:
 def remove_segments(root: Place, segments: Mapping[str, Sequence[int]]) -> None:
     """Removes segments, whole and for good. Only the run's trainer may call it.
 
-    Called again after it was interrupted, with whatever segments, it completes what it had begun.
+    Called again after it was interrupted, or after a folder could not be removed, with whatever segments, it completes what it
+    had begun.
 
     Args:
       segments: writer -> numbers; those that are gone already cost nothing. A writer's last segment must not be among them:
@@ -45,10 +46,11 @@ def remove_segments(root: Place, segments: Mapping[str, Sequence[int]]) -> None:
         return
     expired = _merged(found["expired"], new)
     run_dir.write_json(root / EXPIRED, {"expired": expired, "removing": removing})
-    for writer, numbers in removing.items():
-        for number in numbers:
-            storage.remove_tree(root / writer / segment_name(number))
-    run_dir.write_json(root / EXPIRED, {"expired": expired, "removing": {}})
+    left = {
+        writer: [number for number in numbers if not storage.remove_tree(root / writer / segment_name(number))]
+        for writer, numbers in removing.items()
+    }
+    run_dir.write_json(root / EXPIRED, {"expired": expired, "removing": _merged(left, {})})
 
 
 def _merged(one: Mapping[str, Sequence[int]], other: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:

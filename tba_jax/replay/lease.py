@@ -4,7 +4,8 @@
 trainer whose epoch is no longer the highest must stop, and sees that with one listing of the folder.
 
 Whether a holder on this machine lives can be asked. One elsewhere shows it by its heartbeat: a lease that is being renewed is
-refused, one that is not is waited for, at most `ttl_seconds`, so that a trainer may be started anew on another host.
+refused, one that is not is waited for, at most `ttl_seconds`, so that a trainer may be started anew on another host. Clocks
+differ: a heartbeat of the last hour is given half that time to be renewed, however old it looks.
 """
 
 import json
@@ -22,6 +23,8 @@ from tba_jax import run_dir, storage
 log = logging.getLogger(__name__)
 
 _LEASE_NAME = re.compile(r"epoch-(\d{6})\.lease")
+# By so much no clock of a host that is at work is behind.
+_LARGEST_CLOCK_DIFFERENCE = 3600.0
 
 
 class LeaseHeld(RuntimeError):
@@ -57,7 +60,8 @@ class EpochLease:
 
         Args:
           folder: `RunDir.journal`.
-          ttl_seconds: a holder on another host counts as gone once its heartbeat is older; so long this waits for it.
+          ttl_seconds: a holder on another host counts as gone once its heartbeat is older and it has not renewed it for half
+            that time; so long this waits for it.
 
         Raises:
           LeaseHeld: a trainer runs there: on this host, or on another where it renews its heartbeat.
@@ -132,8 +136,8 @@ def _wait_or_refuse(folder: Path, epoch: int, ttl_seconds: float) -> None:
     """Returns once nobody holds the epoch. Raises LeaseHeld where somebody lives who does."""
     path = _path(folder, epoch)
     first = _read_holder(path)
-    # By our own clock as well: that of another host may be hours ahead.
-    deadline = time.monotonic() + ttl_seconds
+    # By our own clock as well: that of another host may be hours ahead, or behind. Renewals come every third of ttl_seconds.
+    begin = time.monotonic()
     here, told = _this_process(), False
     while True:
         holder = _read_holder(path)
@@ -148,7 +152,9 @@ def _wait_or_refuse(folder: Path, epoch: int, ttl_seconds: float) -> None:
             first = holder
         if holder["heartbeat"] != first["heartbeat"]:
             raise LeaseHeld(f"workdir {folder.parent} is held by the trainer {who}, which renews its lease; stop it first")
-        wait = min(holder["heartbeat"] + ttl_seconds - time.time(), deadline - time.monotonic())
+        age, waited = time.time() - holder["heartbeat"], time.monotonic() - begin
+        patience = ttl_seconds / 2 if age < _LARGEST_CLOCK_DIFFERENCE else 0.0
+        wait = max(patience - waited, min(ttl_seconds - age, ttl_seconds - waited))
         if wait <= 0:
             return
         if not told:

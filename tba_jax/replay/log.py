@@ -9,6 +9,7 @@ A writer id belongs to one process for ever, so rows are numbered without coordi
 """
 
 import re
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ WRITER_NAME = re.compile(rf"(?!{REGISTER}$)[a-z0-9][a-z0-9-]{{0,99}}")
 
 
 def registration(root: Place, writer: str) -> Place:
-    """The file that claims a writer id under a replay folder: {"schema", "info"}."""
+    """The file that claims a writer id under a replay folder: {"schema", "info", "claim"}. claim: like no other's."""
     return root / REGISTER / f"{writer}.json"
 
 
@@ -85,7 +86,7 @@ class LogWriter:
 
     def claim(self) -> None:
         """Takes the writer id, and shows the log to readers. Raises ValueError where another process has it."""
-        described = {"schema": self._schema.to_json(), "info": self._info}
+        described = {"schema": self._schema.to_json(), "info": self._info, "claim": uuid.uuid4().hex}
         if not run_dir.create_json(registration(self._root, self.writer), described):
             raise ValueError(self._used())
 

@@ -2,6 +2,8 @@
 
 import collections
 import dataclasses
+import itertools
+import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +26,9 @@ _LAGGING = re.compile(
     r"(NOT_FOUND|UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED):|.*(Input size of 0 is less than digest size|Invalid JSON)", re.DOTALL
 )
 _READ_AHEAD_APPENDS = 16
+# A writer without news for so long (most have ended) is asked once in so many seconds only, where the caller agrees.
+_QUIET_SECONDS = 60.0
+_QUIET_POLL_SECONDS = 5.0
 # Open segments beyond one a writer.
 _SPARE_SEGMENTS = 64
 # Appends whose reading may have started before anyone asked for their rows.
@@ -40,7 +45,7 @@ class LogCorruption(ValueError):
 
 @dataclasses.dataclass
 class _Followed:
-    """A writer whose log is followed: its schema and how far it has been seen. version: of the segment's manifest."""
+    """How far a writer's log has been seen. version: of the segment's manifest. news, asked: when it had, was asked for some."""
 
     root: Place
     folder: Place
@@ -48,6 +53,13 @@ class _Followed:
     segment: int
     rows: int
     version: bytes = b""
+    news: float = dataclasses.field(default_factory=time.monotonic)
+    asked: float = -math.inf
+
+    def is_due(self) -> bool:
+        """Whether the writer is to be asked by those who leave quiet writers alone."""
+        now = time.monotonic()
+        return now - self.news < _QUIET_SECONDS or now - self.asked >= _QUIET_POLL_SECONDS
 
     @property
     def stop(self) -> int:
@@ -86,13 +98,18 @@ class LogReader:
         # (writer, append number) -> its read, started by `prefetch`.
         self._prefetched: dict[tuple[str, int], Any] = {}
 
-    def heads(self) -> dict[str, int]:
-        """Committed rows of every followed writer; the cost grows with writers and news, not with history."""
+    def heads(self, *, spare_quiet: bool = False) -> dict[str, int]:
+        """Committed rows of every followed writer; the cost grows with writers and news, not with history.
+
+        Args: spare_quiet: asks those without news for a minute (most have ended) every five seconds only, and sees them so late.
+        """
         problems: dict[str, str] = {}
         self._refresh_expired()
         for root in self._roots:
             problems |= self._discover(root)
-        problems |= self._advance_all()
+        # One whose head cannot be read is asked always, so that its problem is told as long as it lasts.
+        asking = [name for name, each in self._followed.items() if not spare_quiet or name in self.problems or each.is_due()]
+        problems |= self._advance_all(asking)
         self.problems = problems  # as a whole: another thread may be reading them
         return {name: followed.rows for name, followed in self._followed.items()}
 
@@ -109,9 +126,16 @@ class LogReader:
         """Of a followed writer's log."""
         return self._followed[writer].schema
 
-    def segment_rows(self, writer: str) -> int:
-        """Rows in a segment of a followed writer's log."""
-        return self._followed[writer].schema.segment_rows
+    def segment_rows(self, writer: str) -> int | None:
+        """Rows in a segment of a writer's log; None where it is not followed right now (`problems` may say why)."""
+        return self.schema(writer).segment_rows if writer in self._followed else None
+
+    def kept(self, writer: str) -> list[range]:
+        """Committed rows of a followed writer that retention has left, ascending; no two ranges touch."""
+        size, head = self._followed[writer].schema.segment_rows, self._followed[writer].rows
+        gone = sorted(self._gone(writer))
+        starts, stops = [0, *((segment + 1) * size for segment in gone)], [*(segment * size for segment in gone), head]
+        return [kept for kept in (range(start, min(stop, head)) for start, stop in zip(starts, stops, strict=True)) if kept]
 
     def is_own(self, writer: str) -> bool:
         """Whether a followed writer's rows are of this run; policy_step counts the steps of the run that a row is of."""
@@ -169,10 +193,9 @@ class LogReader:
         self._followed[writer] = _Followed(root, root / writer, schema, segment=last, rows=last * schema.segment_rows)
         return ""
 
-    def _advance_all(self) -> dict[str, str]:
-        """Brings every followed writer up to date; all that have news are asked at once. Returns the problems."""
+    def _advance_all(self, asking: Sequence[str]) -> dict[str, str]:
+        """Brings these writers up to date; all that have news are asked at once. Returns the problems."""
         problems: dict[str, str] = {}
-        asking = list(self._followed)
         while asking:
             versions, reads = storage.changed(self._manifests(asking)), {}
             for writer, version in versions.items():
@@ -200,6 +223,7 @@ class LogReader:
         found = {}
         for writer in writers:
             followed = self._followed[writer]
+            followed.asked = time.monotonic()
             if followed.segment < (first := max(self._gone(writer), default=-1) + 1):
                 followed.go_to(first)
             if followed.rows < followed.stop:
@@ -220,7 +244,7 @@ class LogReader:
         head = self._segment(writer, followed.segment).finish_head(read)
         if head is not None and not followed.rows <= head["rows"] <= followed.stop:
             raise ValueError(f"DATA_LOSS: segment {segment_name(followed.segment)} says {head['rows']} rows")
-        followed.version = version
+        followed.version, followed.news = version, time.monotonic()
         followed.rows = followed.rows if head is None else head["rows"]
         return followed.rows == followed.stop
 
@@ -252,7 +276,7 @@ class LogReader:
 
         Raises:
           ValueError: the rows are not committed, or the writer is not followed (with the problem that was found).
-          RowsExpired: retention has removed some of them.
+          RowsExpired: retention has removed some of them; its range ends with the gap, which may be behind `stop`.
           LogCorruption: rows are damaged, missing beyond patience, or not where they should be.
         """
         rows = self._empty(stop - start)
@@ -313,9 +337,12 @@ class LogReader:
             return error
 
     def _refuse_expired(self, writer: str, append: int) -> None:
-        schema = self._followed[writer].schema
-        if append // schema.segment_appends in self._gone(writer):
-            raise RowsExpired(writer, append * schema.rows_per_append, (append + 1) * schema.rows_per_append)
+        """Raises RowsExpired from this append to the next that is kept: a late reader is told once of a whole gap."""
+        schema, gone = self._followed[writer].schema, self._gone(writer)
+        segment = append // schema.segment_appends
+        if segment in gone:
+            kept = next(number for number in itertools.count(segment) if number not in gone)
+            raise RowsExpired(writer, append * schema.rows_per_append, kept * schema.segment_rows)
 
     def _finish(self, writer: str, schema: LogSchema, append: int, started: Any) -> dict[str, np.ndarray]:
         start, stop = append * schema.rows_per_append, (append + 1) * schema.rows_per_append

@@ -3,8 +3,12 @@
 import collections
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
 
 from tba_jax import storage
+from tba_jax.replay import journal
 from tba_jax.replay.expiry import RowsExpired
 from tba_jax.replay.index import ReplayIndex
 from tba_jax.replay.reader import LogCorruption, LogReader
@@ -25,10 +29,11 @@ def _read_runs(reader: LogReader, writer: str, begin: int, end: int) -> tuple[li
         try:
             runs.append(reader.read(writer, begin, stop))
         except (LogCorruption, RowsExpired) as error:
-            missing.append(error)
+            # A gap may reach beyond what is asked for here: the rest of it is counted by those who ask for it.
+            stop = min(error.stop, end)
+            missing.append(RowsExpired(writer, error.start, stop) if isinstance(error, RowsExpired) else error)
             if error.start > begin:
                 runs.append(reader.read(writer, begin, error.start))
-            stop = error.stop
         begin = stop
     return runs, missing
 
@@ -49,7 +54,7 @@ def _take(
     for rows in _merge(runs):
         index.add(writer, rows, step=step, own=reader.is_own(writer))
     for lost in missing:
-        index.skip(writer, lost.start, lost.stop)
+        index.skip(writer, lost.start, lost.stop, expired=isinstance(lost, RowsExpired))
 
 
 class Tail:
@@ -78,9 +83,9 @@ class Tail:
         """Polls in the background from now on."""
         self._thread.start()
 
-    def poll(self) -> None:
-        """Reads all rows committed since the last poll. Called by the thread, or directly in a one-process run."""
-        heads = sorted(self._reader.heads().items())
+    def poll(self, *, spare_quiet: bool = False) -> None:
+        """Reads all rows committed since the last poll; directly in a one-process run. spare_quiet: as of LogReader.heads."""
+        heads = sorted(self._reader.heads(spare_quiet=spare_quiet).items())
         news = {writer: (begin, head) for writer, head in heads if (begin := self._read_to.get(writer, 0)) < head}
         self._reader.prefetch(news)
         for writer, (begin, head) in news.items():
@@ -94,7 +99,7 @@ class Tail:
     def _follow(self) -> None:
         try:
             while not self._stop.is_set():
-                self.poll()
+                self.poll(spare_quiet=True)
                 self._stop.wait(self._poll_seconds)
         except BaseException as error:  # handed to the training loop, which raises it
             self._failure = error
@@ -125,6 +130,10 @@ class Tail:
         """Returns when rows have arrived, at the latest after `seconds`."""
         self._news.wait(seconds)
 
+    def is_own(self, writer: str) -> bool:
+        """As LogReader.is_own, of a writer with rows that were integrated."""
+        return self._reader.is_own(writer)
+
     @property
     def corrupted_rows(self) -> int:
         """Rows below a committed head that could not be read whole; they are never trained on."""
@@ -145,3 +154,19 @@ def replay_visible(index: ReplayIndex, reader: LogReader, heads: Mapping[str, in
     for writer in sorted(heads):
         runs, missing = _read_runs(reader, writer, index.heads.get(writer, 0), heads[writer])
         _take(index, reader, writer, runs, missing, step=step)
+
+
+def not_resident(reader: LogReader, line: Mapping[str, Any], slots: np.ndarray) -> ValueError:
+    """Why a journalled batch cannot be drawn again: the row that is missing, and what is wrong with it.
+
+    Args: slots: int[B], of the batch's rows; −1 where one is not resident.
+    """
+    writer, row = journal.line_ids(line)[int((slots < 0).argmax())]
+    try:
+        reader.read_ids([(writer, row)])
+    except ValueError as error:
+        return ValueError(
+            f"step {line['step']} drew row {writer}:{row}, which cannot be read any more: {error}. Restore it, or begin a new "
+            "run from a snapshot (--init_from=RUN@STEP)"
+        )
+    return ValueError(f"step {line['step']} drew row {writer}:{row}, which was not resident: log and journal disagree")
