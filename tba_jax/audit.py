@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from tba_jax import lifeline, run_config, run_dir, storage, trajectory
+from tba_jax import lifeline, run_config, run_dir, trajectory
 from tba_jax.replay import journal as journal_lib
 from tba_jax.replay import ledger
 from tba_jax.replay.expiry import expired_segments
 from tba_jax.replay.index import ReplayIndex
 from tba_jax.replay.reader import LogCorruption, LogReader
-from tba_jax.replay.tail import replay_visible
+from tba_jax.replay.tail import not_resident, replay_visible
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,9 +37,7 @@ class Run:
 def open_run(workdir: Path | str) -> Run:
     """Raises ValueError where `workdir` holds no run."""
     layout = run_dir.open_run_dir(workdir)
-    if not storage.exists(layout.config):
-        raise ValueError(f"{workdir} holds no run: there is no {layout.config}")
-    stored = run_config.read(layout)
+    stored = run_config.read_run(layout)
     contract = run_config.Contract(**stored["contract"])
     config = run_config.flatten(stored["config"])
     mounts = run_config.mounted_logs(config, reward_version=contract.reward_version)
@@ -49,8 +47,8 @@ def open_run(workdir: Path | str) -> Run:
 
 
 def rebuild_index(run: Run) -> ReplayIndex:
-    """The trainer's index after the last journalled step: from log and journal, or from the oldest checkpoint where retention
-    has removed earlier rows."""
+    """The trainer's index after the last journalled step: from log and journal, or from the newest checkpoint where retention
+    has removed rows."""
     index = ReplayIndex(
         shape=run.reader.shape,
         capacity=run.config["replay.capacity"],
@@ -69,23 +67,28 @@ def rebuild_index(run: Run) -> ReplayIndex:
             replay_visible(index, run.reader, heads, step=line["step"] - 1)
         slots = index.slots_of(journal_lib.line_ids(line))
         if (slots < 0).any():
-            writer, row = journal_lib.line_ids(line)[int((slots < 0).argmax())]
-            raise ValueError(f"step {line['step']} drew row {writer}:{row}, which was not resident: log and journal disagree")
+            raise not_resident(run.reader, line, slots)
         index.mark_drawn(slots)
     return index
 
 
 def _checkpointed_index(run: Run) -> tuple[ReplayIndex, int]:
-    """The index of the oldest checkpoint that is kept, and its step."""
+    """The index of the newest checkpoint, and its step."""
     from tba_jax.checkpoint import Checkpoints
 
-    checkpoints = Checkpoints(run.layout.checkpoints, keep=1, read_only=True)
-    steps = checkpoints.steps()
-    if not steps:
-        raise ValueError(f"retention has removed rows of {run.layout.root}, and there is no checkpoint to account from")
-    host = checkpoints.restore_host(steps[0])
-    checkpoints.close()
-    return ReplayIndex.restore(host["index"], run.reader), steps[0]
+    while True:
+        checkpoints = Checkpoints(run.layout.checkpoints, keep=1, read_only=True)
+        steps = checkpoints.steps()
+        if not steps:
+            raise ValueError(f"retention has removed rows of {run.layout.root}, and there is no checkpoint to account from")
+        try:
+            # The newest: a trainer at work removes the oldest, and each of them holds the whole history of counts.
+            return ReplayIndex.restore(checkpoints.restore_host(steps[-1])["index"], run.reader), steps[-1]
+        except (OSError, ValueError):
+            if (run.layout.checkpoints / run_dir.step_name(steps[-1])).exists():
+                raise
+        finally:
+            checkpoints.close()
 
 
 def accounts(run: Run) -> dict[str, ledger.Account]:
@@ -102,11 +105,11 @@ def trained_rows(run: Run) -> collections.Counter[str]:
 def describe_ledger(run: Run) -> tuple[str, bool]:
     """The table that is printed, and whether every writer's account balances."""
     found, trained = accounts(run), trained_rows(run)
-    names = ("committed", "resident", "evicted", "rejected", "damaged", "unseen", "trained")
+    names = ("committed", "resident", "evicted", "rejected", "damaged", "expired", "unseen", "trained")
     lines = [f"{'writer':32}" + "".join(f" {name:>9}" for name in names)]
     for writer, a in found.items():
         counts = (
-            *(a.committed, a.resident, sum(a.evicted.values()), sum(a.rejected.values()), a.unreadable, a.unseen),
+            *(a.committed, a.resident, sum(a.evicted.values()), sum(a.rejected.values()), a.damaged, a.expired, a.unseen),
             trained[writer],
         )
         lines.append(f"{writer:32}" + "".join(f" {n:9}" for n in counts) + ("" if a.balances else "   DOES NOT BALANCE"))

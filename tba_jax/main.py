@@ -3,6 +3,7 @@
 python -m tba_jax.main --config=configs/X.py --workdir=DIR [--role=all|reference|trainer|searcher|evaluator] [--dry_run]
 """
 
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,7 +12,9 @@ from typing import Any
 from absl import app, flags
 from ml_collections import config_flags
 
-from tba_jax import command, lifeline, run_dir
+from tba_jax import command, lifeline, run_dir, storage
+
+log = logging.getLogger(__name__)
 
 ROLES = ("all", "reference", "trainer", "searcher", "evaluator")
 Job = Callable[[], int]
@@ -58,9 +61,11 @@ def _prepare(config: Any) -> Job:
             return lambda: 0
         from tba_jax import roles
 
+        run = run_dir.open_run_dir(Path(command.WORKDIR.value).absolute(), _SHARED.value)
+        _check_shared(run)
         settings = roles.Settings(
             experiment=experiment,
-            run=run_dir.open_run_dir(Path(command.WORKDIR.value).absolute(), _SHARED.value),
+            run=run,
             name=_NAME.value,
             label=Path(config_flags.get_config_filename(flags.FLAGS["config"])).stem,
             allow_change=tuple(_ALLOW_CHANGE.value),
@@ -72,6 +77,16 @@ def _prepare(config: Any) -> Job:
         if lifeline.is_storage_failure(error):
             raise
         command.refuse(error)
+
+
+def _check_shared(run: run_dir.RunDir) -> None:
+    if not isinstance(run.shared, storage.Bucket):
+        return
+    if run.shared.root.startswith("memory:"):
+        raise ValueError(f"--shared={run.shared} ends with its process; it must be a folder, or one of gs://… and s3://…")
+    storage.check_answers(
+        run.shared, report=lambda seconds: log.warning("%s has not answered for %d s; still trying", run.shared, seconds)
+    )
 
 
 if __name__ == "__main__":

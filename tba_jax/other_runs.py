@@ -32,12 +32,7 @@ _OF_WEIGHTS = ("model", "tokenizer", "eos_id", "pad_id")
 def _read(workdir: str, *, setting: str) -> tuple[run_dir.RunDir, dict[str, Any]]:
     """Another run and its config.json. Raises ValueError where there is none, or none of this version."""
     run = run_dir.open_run_dir(workdir)
-    if not storage.exists(run.config):
-        raise ValueError(f"{setting}: {workdir} holds no run: there is no {run.config}")
-    stored = run_config.read(run)
-    if not isinstance(stored, dict) or not all(isinstance(stored.get(name), dict) for name in ("config", "contract")):
-        raise ValueError(f"{setting}: {run.config} is not that of a run of this version")
-    return run, stored
+    return run, run_config.read_run(run, called=f"{setting}: {workdir}")
 
 
 def _reference_id(run: run_dir.RunDir) -> str | None:

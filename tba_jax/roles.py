@@ -92,10 +92,19 @@ def _make_trainer(s: Settings, *, publish_every_steps: int) -> tuple[Any, EpochL
 
     run_dir.claim_shared(s.run)
     lease = EpochLease.acquire(s.run.journal)
-    _make_reference(s)
-    trainer = Trainer(
-        s.config, s.experiment.contract, s.run, policy=s.experiment.policy, lease=lease, publish_every_steps=publish_every_steps
-    )
+    try:
+        _make_reference(s)
+        trainer = Trainer(
+            s.config,
+            s.experiment.contract,
+            s.run,
+            policy=s.experiment.policy,
+            lease=lease,
+            publish_every_steps=publish_every_steps,
+        )
+    except BaseException:
+        lease.release()
+        raise
     return trainer, lease
 
 

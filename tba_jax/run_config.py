@@ -369,6 +369,26 @@ def _make(run: run_dir.RunDir, mine: Mapping[str, Any]) -> None:
         raise ValueError(f"workdir {str(run.shared)!r} cannot be written: {error.strerror or error}") from error
 
 
+def read_run(run: run_dir.RunDir, *, called: str = "") -> dict[str, Any]:
+    """`read`, of a run that is there and of this version.
+
+    Args: called: what the user calls the run; default: its workdir.
+
+    Raises:
+      ValueError: there is none, or config.json is not that of a run.
+    """
+    if not storage.exists(run.config):
+        raise ValueError(f"{called or run.root} holds no run: there is no {run.config}")
+    stored = read(run)
+    whole = isinstance(stored, dict) and all(isinstance(stored.get(name), dict) for name in ("config", "contract"))
+    fields = {field.name for field in dataclasses.fields(Contract)}
+    if not whole or stored["contract"].keys() | {"embedding"} != fields:
+        raise ValueError(
+            f"{called or run.root}: {run.config} is not that of a run of this version (supervised training has none)"
+        )
+    return stored
+
+
 def read(run: run_dir.RunDir) -> dict[str, Any]:
     """config.json: {"config", "contract", "changes"}. Raises FileNotFoundError or ValueError where there is none."""
     return run_dir.read_json(run.config)

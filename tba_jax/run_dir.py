@@ -118,8 +118,12 @@ def open_run_dir(workdir: Path | str, shared: str = "") -> RunDir:
     asked = storage.absolute(shared) if shared else ""
     try:
         there = str(read_json(root / _SHARED)["shared"])
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         there = str(root.absolute()) if (root / "config.json").exists() else ""
+    except OSError as error:
+        raise ValueError(f"workdir {workdir} cannot be read: {error.strerror}") from error
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{root / _SHARED} does not say where the run's roles meet") from error
     if asked and there and asked != there:
         raise ValueError(f"--shared={shared}: the roles of the run in {root} meet in {there}")
     meeting = asked or there
@@ -147,7 +151,7 @@ def claim_shared(run: RunDir) -> None:
     if there["id"] != mine["id"]:
         raise ValueError(
             f"--shared={run.shared} has a trainer, whose journal and checkpoints are in {there['workdir']} on host "
-            f"{there['host']}: {run.root} cannot go on with its run; start it there, or a new run by --init_from={run.shared}@STEP"
+            f"{there['host']}: {run.root} cannot go on with it; start it there, or a new run by --init_from={run.shared}@STEP"
         )
 
 
@@ -157,6 +161,8 @@ def is_finished(run: RunDir, steps: int) -> bool:
         return read_json(run.finished)["step"] >= steps
     except FileNotFoundError:
         return False
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{run.finished} does not say at which step the run was finished") from error
 
 
 def step_name(step: int) -> str:

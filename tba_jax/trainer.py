@@ -7,6 +7,7 @@ Order of a resume:
   4. publish where that ends, then go on live
 """
 
+import concurrent.futures
 import functools
 import logging
 import os
@@ -33,10 +34,9 @@ from tba_jax.replay import ledger, retention
 from tba_jax.replay.expiry import remove_segments
 from tba_jax.replay.index import ReplayIndex
 from tba_jax.replay.lease import EpochLease
-from tba_jax.replay.log import registration
 from tba_jax.replay.reader import LogReader
 from tba_jax.replay.selection import draw_batch
-from tba_jax.replay.tail import Tail, replay_visible
+from tba_jax.replay.tail import Tail, not_resident, replay_visible
 
 log = logging.getLogger(__name__)
 
@@ -110,12 +110,46 @@ class Trainer:
         self._reader = LogReader(run.replay, self._shape, mounts=self._mounts)
         # Checkpointed step -> what a resume from there reads of each writer.
         self._needs: dict[int, dict[str, retention.Need]] = {}
+        self._remover = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="retention")
+        self._expiry: concurrent.futures.Future[None] | None = None
         step = self._checkpoints.latest_step()
+        if step is None and not lineage and (there := policy_store.latest_step(run.policies, newer_than=0)) is not None:
+            raise ValueError(
+                f"{run.policies} holds the policy of step {there} of a trainer whose checkpoints and journal are not in "
+                f"{run.root}: restore them, or begin a new run in another workdir (--init_from={run.shared}@{there})"
+            )
+        # Heads that were integrated since the last journalled step; to do so twice changes nothing.
+        self._visible: list[dict[str, int]] = []
+        self._restore(step, lineage)
+        if lineage and self.step_number > lineage[-1]["step"]:
+            raise ValueError(f"checkpoint {self.step_number} is ahead of the journal, which ends at step {lineage[-1]['step']}")
+        self._publish_unless_there()
+        if lines := lineage[self.step_number :]:
+            self._visible = []  # they are in the first of these lines
+            self._replay_journal(lines)
+            # A trainer that is killed again and again must get further than before.
+            self.save_checkpoint()
+        self._reference_number = int(run_dir.read_json(run.initial_reference)["id"], 16)
+        self._journal = journal_lib.Journal(run.journal, self._lease.epoch)
+        poll_seconds = self._config.replay.poll_seconds
+        self._tail = Tail(run.replay, self._shape, self.index.heads, poll_seconds=poll_seconds, mounts=self._mounts)
+        self._known_problems: set[str] = set()
+        # In the order of index.writers. A writer that is not followed has no resident rows.
+        self._writer_is_mounted = [
+            self._reader.segment_rows(writer) is not None and not self._reader.is_own(writer) for writer in self.index.writers
+        ]
+        storage.remove(run.finished)
+        self._publish_unless_there()
+        if step is not None or lineage:
+            log.info("resumed at step %d with %d resident rows (epoch %d)", self.step_number, len(self.index), self._lease.epoch)
+
+    def _restore(self, step: int | None, lineage: list[dict[str, Any]]) -> None:
+        """State and index of the checkpoint of `step`; without one, those that a run begins with."""
         # What is trained starts from float32; what stays as it is rests in the dtype that is computed with.
         base: parameters.Params = {}
         if step is None or self._policy.lora is not None:
             base = policy_store.load(
-                run.reference(run_dir.read_json(run.initial_reference)["id"]),
+                self._run.reference(run_dir.read_json(self._run.initial_reference)["id"]),
                 self._policy.model_specs,
                 self._policy.model_shardings(self._mesh),
                 dtype="float32" if self._policy.lora is None else self._policy.model.compute_dtype,
@@ -127,35 +161,26 @@ class Trainer:
             self.state = initial_state(base if self._policy.lora is None else {})
             self.index = make_index(self._config, self._contract)
             self.step_number = 0
-        else:
+            return
+        try:
             self.state, host = self._checkpoints.restore(step, self._state_shapes)
-            epoch = host["epoch"]
-            if 0 < step <= len(lineage) and epoch < lineage[step - 1]["epoch"]:
-                raise ValueError(
-                    f"checkpoint {step} was written under epoch {epoch}, but step {step} belongs to epoch "
-                    f"{lineage[step - 1]['epoch']}: a trainer that had been replaced wrote it; remove it from {run.checkpoints}"
-                )
-            self._reader.heads()
-            self.index = ReplayIndex.restore(host["index"], self._reader)
-            self._needs[step] = retention.needs(self.index, self._reader.segment_rows)
-            self.step_number = self._saved_step = step
-        if lineage and self.step_number > lineage[-1]["step"]:
-            raise ValueError(f"checkpoint {self.step_number} is ahead of the journal, which ends at step {lineage[-1]['step']}")
-        self._publish_unless_there()
-        self._replay_journal(lineage[self.step_number :])
-        self._reference_number = int(run_dir.read_json(run.initial_reference)["id"], 16)
-        self._journal = journal_lib.Journal(run.journal, self._lease.epoch)
-        poll_seconds = self._config.replay.poll_seconds
-        self._tail = Tail(run.replay, self._shape, self.index.heads, poll_seconds=poll_seconds, mounts=self._mounts)
-        self._known_problems: set[str] = set()
-        # In the order of index.writers.
-        self._writer_is_mounted: list[bool] = []
-        # Heads that were integrated since the last journalled step.
-        self._visible: list[dict[str, int]] = []
-        storage.remove(run.finished)
-        self._publish_unless_there()
-        if step is not None or lineage:
-            log.info("resumed at step %d with %d resident rows (epoch %d)", self.step_number, len(self.index), self._lease.epoch)
+        except Exception as error:  # orbax raises what its storage does
+            folder = self._run.checkpoints / run_dir.step_name(step)
+            raise ValueError(
+                f"checkpoint {folder} cannot be restored: {str(error).strip().splitlines()[0][:300]}. If it is damaged, remove "
+                "that folder: the run then goes on from the checkpoint before, or from its reference, exactly"
+            ) from error
+        epoch = host["epoch"]
+        if 0 < step <= len(lineage) and epoch < lineage[step - 1]["epoch"]:
+            raise ValueError(
+                f"checkpoint {step} was written under epoch {epoch}, but step {step} belongs to epoch "
+                f"{lineage[step - 1]['epoch']}: a trainer that had been replaced wrote it; remove it from {self._run.checkpoints}"
+            )
+        self._reader.heads()
+        self.index = ReplayIndex.restore(host["index"], self._reader)
+        self._visible = host["visible"]
+        self._note_needs(step)
+        self.step_number = self._saved_step = step
 
     def _initial_state(self, base: parameters.Params) -> learner_lib.TrainState:
         return learner_lib.init_state(self._policy.initial(base, jax.random.key(self._config.seed)), self._optimizer)
@@ -166,7 +191,7 @@ class Trainer:
                 replay_visible(self.index, self._reader, heads, step=self.step_number)
             slots = self.index.slots_of(journal_lib.line_ids(line))
             if (slots < 0).any():
-                raise ValueError(f"journalled step {line['step']} drew rows that are no longer in the log")
+                raise not_resident(self._reader, line, slots)
             rows = self.index.gather(slots)
             if journal_lib.batch_hash(rows) != line["batch"]:
                 raise ValueError(f"journalled step {line['step']}: the rows in the log are not those that were drawn")
@@ -174,6 +199,7 @@ class Trainer:
             self._apply(rows)
             if self._publish_is_due():
                 self._publish_unless_there()
+                self._publisher.wait()  # so that every step that may have been published is there again
 
     # Live
 
@@ -232,7 +258,7 @@ class Trainer:
     def _is_mounted(self, slots: np.ndarray) -> np.ndarray:
         """bool[n]: whether the rows in `slots` are of other runs."""
         for writer in self.index.writers[len(self._writer_is_mounted) :]:
-            self._writer_is_mounted.append(any(storage.exists(registration(root, writer)) for root in self._mounts))
+            self._writer_is_mounted.append(not self._tail.is_own(writer))
         return np.array(self._writer_is_mounted, bool)[self.index.slot_writer[slots]]
 
     def _draw(self) -> np.ndarray | None:
@@ -314,19 +340,30 @@ class Trainer:
         self._saved_step = self.step_number
         if self._config.replay.retention == "checkpoints":
             self._expire_segments()
-        self._checkpoints.save(self.state, {"epoch": self._lease.epoch, "index": self.index.state()}, step=self.step_number)
+        host = {"epoch": self._lease.epoch, "index": self.index.state(), "visible": self._visible}
+        self._checkpoints.save(self.state, host, step=self.step_number)
 
     def _expire_segments(self) -> None:
         """Removes what the checkpoints that are there do not need, and notes what the next one will."""
+        if self._expiry is not None:
+            self._expiry.result()
         self._checkpoints.wait()
         steps = set(self._checkpoints.steps())
         # A checkpoint of an earlier process may need anything, until it is replaced.
         if steps <= self._needs.keys():
             self._needs = {step: self._needs[step] for step in steps}
             gone = {writer: n for writer, n in retention.expired(self._needs).items() if self._reader.is_own(writer)}
-            remove_segments(self._run.replay, gone)
+            self._expiry = self._remover.submit(remove_segments, self._run.replay, gone)
         self._reader.heads()
-        self._needs[self.step_number] = retention.needs(self.index, self._reader.segment_rows)
+        self._note_needs(self.step_number)
+
+    def _note_needs(self, step: int) -> None:
+        """Notes what a resume from the checkpoint of this step reads. Where that cannot be told, nothing is removed meanwhile."""
+        if self._config.replay.retention == "checkpoints":
+            sizes = {writer: self._reader.segment_rows(writer) for writer in self.index.writers}
+            known = {writer: size for writer, size in sizes.items() if size is not None}
+            if len(known) == len(sizes):
+                self._needs[step] = retention.needs(self.index, known)
 
     def _score_snapshot(
         self, snapshot: parameters.Params, frozen: parameters.Params, batch: learner_lib.Batch
@@ -337,30 +374,30 @@ class Trainer:
             params = self._policy.for_sampling(snapshot, frozen, self._config.searchers.weights)
         return learner_lib.score(params, batch, config=self._learner_config)
 
+    def _snapshot(self, step: int) -> tuple[int, parameters.Params] | None:
+        """The published parameters of a step; None where there are none, or not any more."""
+        specs, shardings = self._policy.trained_specs, self._policy.trained_shardings(self._mesh)
+        try:
+            return step, policy_store.load_step(self._run.policies, step, specs, shardings, dtype=self._policy.snapshot_dtype)
+        except FileNotFoundError:
+            return None
+
     def _logprob_gap(self) -> dict[str, float]:
         """Compares sampler and learner on the same weights: the newest snapshot that produced resident rows as a whole.
 
         Trajectory balance would train on without notice if a mask, a position or a precision differed between the two.
         """
-        self._publisher.wait()  # its pruning must not take away what is chosen here
-        published = np.array(policy_store.committed_steps(self._run.policies), np.int64)
         resident = np.flatnonzero(self.index.slot_query >= 0)
-        usable = resident[np.isin(self.index.row_step[resident], published) & ~self._is_mounted(resident)]
-        if not len(usable):
+        usable = resident[(self.index.row_step[resident] >= 0) & ~self._is_mounted(resident)]
+        newest_first = np.unique(self.index.row_step[usable])[::-1].tolist()
+        step, snapshot = next(filter(None, map(self._snapshot, newest_first)), (-1, {}))
+        if not snapshot:
             return {}
-        step = int(self.index.row_step[usable].max())
         slots = usable[self.index.row_step[usable] == step]
         slots = np.resize(slots, self._learner_config.micro_batch_rows)
         rows = self.index.gather(slots)
         mask = trajectory.response_mask(rows["response_length"], self._contract.response_length)
         whole = (np.where(mask, rows["policy_step"], step) == step).all(axis=1)
-        snapshot = policy_store.load_step(
-            self._run.policies,
-            step,
-            self._policy.trained_specs,
-            self._policy.trained_shardings(self._mesh),
-            dtype=self._policy.snapshot_dtype,
-        )
         batch = mesh_lib.put_rows(self._mesh, learner_lib.batch_from_rows(rows))
         logprobs = np.asarray(self._score(snapshot, self._frozen, batch)[0])
         gap = np.abs(logprobs - rows["policy_logprobs"])[mask & whole[:, None]]
@@ -394,13 +431,13 @@ class Trainer:
 
     def scalars(self) -> dict[str, float]:
         """Sizes of the replay and shares of time, for the metrics."""
-        ledger = self.index.ledger().values()
-        seen = sum(entry["seen"] for entry in ledger)
+        entries = self.index.ledger().values()
+        seen = sum(entry["seen"] for entry in entries)
         return {
             "buffer_rows": float(len(self.index)),
             "buffer_queries": float(np.count_nonzero(self.index.query_rows)),
             "rows_seen": float(seen),
-            "rows_rejected": float(sum(sum(entry["rejected"].values()) for entry in ledger) + self._tail.corrupted_rows),
+            "rows_rejected": float(sum(sum(entry["rejected"].values()) for entry in entries) + self._tail.corrupted_rows),
             "draws_per_row": self.step_number * self.rows / max(seen, 1),
             **self.account.shares(),
         }
@@ -433,6 +470,7 @@ class Trainer:
         self._publisher.close()
         self._checkpoints.close()
         self._journal.close()
+        self._remover.shutdown()
 
 
 def make_index(config: Any, contract: run_config.Contract) -> ReplayIndex:

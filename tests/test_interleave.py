@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
+from tba_jax import audit, metrics, policy_store, roles, run_dir, trajectory
 from tba_jax import mesh as mesh_lib
-from tba_jax import metrics, policy_store, roles, run_dir, trajectory
 from tba_jax.metrics import TimeAccount
 from tba_jax.models import decoder, lora
 from tba_jax.replay import journal
@@ -246,6 +246,29 @@ def test_nothing_shows_an_update_whose_line_was_refused(tmp_path, monkeypatch):
     lease.release()
 
 
+def test_rows_that_came_before_a_stop_are_journalled_after_it(tmp_path):
+    """Seen by a trainer that was stopped before it had enough of them: the next one's first line must tell of them."""
+    s = frozen_log(tmp_path / "run", batches=1, replay__min_rows=40)
+    trainer, lease = roles._make_trainer(s, publish_every_steps=2)
+    trainer.poll()
+    assert trainer.step() is None and len(trainer.index)
+    trainer.save_checkpoint()
+    trainer.close()
+    lease.release()
+    searcher = roles._make_searcher(s, name="late", account=TimeAccount())
+    searcher.refresh()
+    for _ in range(4):
+        searcher.search()
+    state = train(s, until=3, abandon=False)
+    accounts = audit.accounts(audit.open_run(s.run.root))
+    assert len(accounts) == 2 and all(account.balances and not account.unseen for account in accounts.values())
+    shutil.rmtree(s.run.checkpoints)  # every step again from the reference
+    again, lease = roles._make_trainer(s, publish_every_steps=2)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(again.state), state)
+    again.close()
+    lease.release()
+
+
 def test_a_replaced_trainer_publishes_nothing_more(tmp_path):
     """It checks its lease when it hands a snapshot over, and again when the snapshot is about to become visible."""
     s = frozen_log(tmp_path / "run", batches=2)
@@ -265,5 +288,27 @@ def test_a_replaced_trainer_publishes_nothing_more(tmp_path):
     assert policy_store.committed_steps(s.run.policies) == [0, 1]
     with pytest.raises(StaleEpoch):
         trainer.step()
+    trainer.close()
+    lease.release()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of orbax, whose read failed
+def test_a_trainer_without_its_state_does_not_begin_again(tmp_path):
+    s = frozen_log(tmp_path / "run", batches=2)
+    train(s, until=5, abandon=False)
+    damaged = max((s.run.checkpoints / run_dir.step_name(5) / "state").rglob("d/*"), key=lambda path: path.stat().st_size)
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    with pytest.raises(ValueError, match=r"00000005 cannot be restored: .*If it is damaged, remove that folder"):
+        roles._make_trainer(s, publish_every_steps=2)
+    shutil.rmtree(s.run.checkpoints)
+    journals = list(s.run.journal.glob("*.jsonl"))
+    for path in journals:
+        path.rename(path.with_suffix(".away"))
+    with pytest.raises(ValueError, match=r"holds the policy of step 4 of a trainer whose checkpoints and journal are not in"):
+        roles._make_trainer(s, publish_every_steps=2)
+    for path in journals:
+        path.with_suffix(".away").rename(path)
+    trainer, lease = roles._make_trainer(s, publish_every_steps=2)
+    assert trainer.step_number == 5
     trainer.close()
     lease.release()

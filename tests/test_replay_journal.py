@@ -10,7 +10,7 @@ from tba_jax.replay.journal import Journal, batch_hash, journal_line, line_ids, 
 
 
 def line(step: int, **changes):
-    return {"step": step} | changes
+    return {"step": step, "writers": [], "rows": []} | changes
 
 
 def write(folder, epoch: int, steps, **changes) -> Journal:

@@ -18,10 +18,12 @@ def rows_of(first: int, responses: list[int]) -> dict[str, np.ndarray]:
 
 
 def index_with_everything() -> ReplayIndex:
-    """Of writer a: 2 duplicates, 1 of a token that does not exist, 4 unreadable, 3 resident, 2 evicted by the capacity."""
+    """Of writer a:
+    2 duplicates, 1 of a token that does not exist, 1 damaged, 3 expired, 3 resident, 2 evicted by the capacity."""
     index = ReplayIndex(shape=SHAPE, capacity=3, capacity_per_query=9, vocab_size=8)
     index.add("a", rows_of(0, [1, 1, 2, 9]), step=1)
-    index.skip("a", 4, 8)
+    index.skip("a", 4, 5, expired=False)
+    index.skip("a", 5, 8, expired=True)
     index.add("a", rows_of(8, [2, 3, 4, 5]), step=2)
     return index
 
@@ -34,14 +36,15 @@ def test_every_row_is_told_apart():
         evicted={"duplicate": 2, "query_capacity": 0, "capacity": 2},
         rejected={**dict.fromkeys(account["a"].rejected, 0), "response_tokens": 1},
         evicted_untrained=2,
-        unreadable=4,
+        damaged=1,
+        expired=3,
         unseen=2,
     )
     assert account["b"].unseen == 2 and account["a"].balances and account["b"].balances
 
 
 def test_a_row_that_is_lost_or_counted_twice_is_told():
-    for count, change in [("seen", 0), ("evicted/duplicate", -1), ("unreadable", 1), ("rejected/reward", 1)]:
+    for count, change in [("seen", 0), ("evicted/duplicate", -1), ("damaged", 1), ("expired", -1), ("rejected/reward", 1)]:
         index = index_with_everything()
         index._counts[0][count] += change
         assert ledger.accounts(index, {"a": 14})["a"].balances == (not change), count

@@ -237,10 +237,10 @@ class ReplayIndex:
         for name, column in self._columns.items():
             column[slots] = rows[name][put]
 
-    def skip(self, writer: str, start: int, stop: int) -> None:
-        """Counts rows [start, stop) of a writer as unreadable: they are committed, but damaged or gone."""
+    def skip(self, writer: str, start: int, stop: int, *, expired: bool) -> None:
+        """Counts committed rows [start, stop) of a writer that cannot be read: removed by retention (expired), or damaged."""
         self._open_writer(writer)
-        self._counts[self.writers.index(writer)]["unreadable"] += stop - start
+        self._counts[self.writers.index(writer)]["expired" if expired else "damaged"] += stop - start
         self.heads[writer] = max(self.heads[writer], stop)
 
     def _open_writer(self, writer: str) -> None:
@@ -377,8 +377,8 @@ class ReplayIndex:
         return np.where(keys[found] == wanted, resident[found], -1)
 
     def ledger(self) -> dict[str, dict[str, Any]]:
-        """Per writer: seen, resident, evicted by rule, rejected by reason, evicted_untrained (by a capacity, never drawn), and
-        unreadable, which were not seen.
+        """Per writer: seen, resident, evicted by rule, rejected by reason, evicted_untrained (by a capacity, never drawn); not
+        seen: damaged, and expired before they were read.
 
         seen = resident + evicted + rejected holds for every writer.
         """
@@ -390,7 +390,8 @@ class ReplayIndex:
                 "evicted": {rule: counts[f"evicted/{rule}"] for rule in EVICTIONS},
                 "rejected": {reason: counts[f"rejected/{reason}"] for reason in REJECTIONS[1:]},
                 "evicted_untrained": int(counts["evicted_untrained"]),
-                "unreadable": counts["unreadable"],
+                "damaged": counts["damaged"],
+                "expired": counts["expired"],
             }
             for number, (writer, counts) in enumerate(zip(self.writers, self._counts, strict=True))
         }

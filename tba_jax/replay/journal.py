@@ -81,7 +81,7 @@ class Journal:
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="journal")
 
     def append(self, line: Mapping[str, Any]) -> None:
-        """Returns once the line is on the device. Raises OSError with the journal as it was, so the line may be retried."""
+        """Returns once the line is on the device. Raises OSError; the trainer must stop then, and a torn line is ignored."""
         content = (json.dumps({**line, "epoch": self.epoch}, separators=(",", ":")) + "\n").encode()
         try:
             written = 0
@@ -140,7 +140,8 @@ def _read_epoch(path: Path, epoch: int) -> list[dict[str, Any]]:
         try:
             line = json.loads(content)
             step, written_by = int(line["step"]), int(line["epoch"])
-        except (ValueError, KeyError, TypeError) as error:
+            line_ids(line)
+        except (ValueError, KeyError, TypeError, IndexError) as error:
             # A device may persist the newline of a torn line before the line itself.
             if number == len(complete) and not torn:
                 break

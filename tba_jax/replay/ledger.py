@@ -1,4 +1,4 @@
-"""What became of every row: per writer, committed = resident + evicted + rejected + unreadable + unseen."""
+"""What became of every row: per writer, committed = resident + evicted + rejected + damaged + expired + unseen."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -10,8 +10,8 @@ from tba_jax.replay.index import ReplayIndex
 class Account:
     """One writer's rows.
 
-    evicted: by rule (index.EVICTIONS); rejected: by reason (log.REJECTIONS); evicted_untrained: by a capacity and never
-    drawn, a part of evicted; unreadable: damaged, or removed before they were read; unseen: committed since.
+    evicted: by rule (index.EVICTIONS); rejected: by reason (validation.REJECTIONS); evicted_untrained: by a capacity and never
+    drawn, a part of evicted; expired: removed by retention before they were read; unseen: committed since.
     """
 
     committed: int
@@ -19,19 +19,21 @@ class Account:
     evicted: dict[str, int]
     rejected: dict[str, int]
     evicted_untrained: int
-    unreadable: int
+    damaged: int
+    expired: int
     unseen: int
 
     @property
     def balances(self) -> bool:
-        told = self.resident + sum(self.evicted.values()) + sum(self.rejected.values()) + self.unreadable + self.unseen
-        return self.committed == told and self.unseen >= 0
+        kept_out = sum(self.evicted.values()) + sum(self.rejected.values()) + self.damaged + self.expired
+        return self.committed == self.resident + kept_out + self.unseen and self.unseen >= 0
 
 
 def accounts(index: ReplayIndex, committed: Mapping[str, int]) -> dict[str, Account]:
     """Writer -> its account. committed: rows in each writer's log."""
     ledger = index.ledger()
-    nothing = {"seen": 0, "resident": 0, "evicted": {}, "rejected": {}, "evicted_untrained": 0, "unreadable": 0}
+    nothing = {"seen": 0, "resident": 0, "evicted": {}, "rejected": {}, "evicted_untrained": 0}
+    nothing |= {"damaged": 0, "expired": 0}
     found = {}
     for writer in sorted(set(committed) | set(ledger)):
         entry, read_to = ledger.get(writer, nothing), index.heads.get(writer, 0)
@@ -41,7 +43,8 @@ def accounts(index: ReplayIndex, committed: Mapping[str, int]) -> dict[str, Acco
             evicted=entry["evicted"],
             rejected=entry["rejected"],
             evicted_untrained=entry["evicted_untrained"],
-            unreadable=entry["unreadable"],
+            damaged=entry["damaged"],
+            expired=entry["expired"],
             unseen=committed.get(writer, 0) - read_to,
         )
     return found

@@ -88,10 +88,9 @@ class NearByEmbedding:
 
     def nearest(self, slot: int, others: np.ndarray, arrival: np.ndarray) -> int | None:
         """As NearByEdits.nearest."""
-        if not len(others):
-            return None
-        others = np.sort(others)  # in one order, so that the products round the same way after a resume
-        distances = 1.0 - self._embeddings[others] @ self._embeddings[slot]
-        best = distances.min()
-        ties = others[distances == best]
-        return int(ties[arrival[ties].argmin()]) if best <= self._distance else None
+        own = self._embeddings[slot]
+        # BLAS rounds as machine and number of threads have it: what it finds near is computed again, the same everywhere.
+        near = others[self._embeddings[others] @ own >= 1 - self._distance - 1e-4]
+        distances = np.round(1.0 - (self._embeddings[near].astype(np.float64) * own).sum(axis=1), 6)
+        near, distances = near[distances <= self._distance], distances[distances <= self._distance]
+        return int(near[np.lexsort((arrival[near], distances))[0]]) if len(near) else None

@@ -5,7 +5,7 @@ then or came later, so this covers the journalled steps too.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -20,13 +20,13 @@ class Need:
     segments: frozenset[int]
 
 
-def needs(index: ReplayIndex, segment_rows: Callable[[str], int]) -> dict[str, Need]:
-    """Writer -> need of a checkpoint that holds this index. segment_rows: of a writer's log."""
+def needs(index: ReplayIndex, segment_rows: Mapping[str, int]) -> dict[str, Need]:
+    """Writer -> need of a checkpoint that holds this index. segment_rows: of every writer's log."""
     resident = np.flatnonzero(index.slot_query >= 0)
     writers, rows = index.slot_writer[resident], index.slot_row[resident]
     found = {}
     for number, writer in enumerate(index.writers):
-        size = segment_rows(writer)
+        size = segment_rows[writer]
         segments = np.unique(rows[writers == number] // size)
         # The segment of the last row stays even if it is full: it tells where the log ends.
         found[writer] = Need((index.heads[writer] - 1) // size, frozenset(segments.tolist()))
