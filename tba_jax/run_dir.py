@@ -115,6 +115,8 @@ def open_run_dir(workdir: Path | str, shared: str = "") -> RunDir:
     if isinstance(workdir, str) and isinstance(found := storage.place(workdir), storage.Bucket):
         return RunDir(Path(os.devnull), found)  # below a file there is nothing, and nothing can be made
     root = Path(workdir)
+    if any(f"{scheme}:" in root.parts for scheme in storage.SCHEMES):
+        raise ValueError(f"workdir {workdir} must be a local folder: the trainer's, which remembers the place of its --shared")
     asked = storage.absolute(shared) if shared else ""
     try:
         there = str(read_json(root / _SHARED)["shared"])

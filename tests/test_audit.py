@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -171,5 +172,7 @@ def test_folders_that_are_not_whole_runs_are_told(copied):
     (copied / "shared.json").write_text("{}")
     with pytest.raises(ValueError, match=r"shared.json does not say where the run's roles meet"):
         audit.open_run(copied)
+    with pytest.raises(ValueError, match="must be a local folder"):
+        audit.open_run(Path("s3://bucket/x"))
     with pytest.raises(ValueError, match="cannot be read: File name too long"):
         audit.open_run(copied / ("x" * 300))
