@@ -30,7 +30,7 @@ from tba_jax.storage import Place
 COMMIT = "commit.json"
 _READ_AHEAD_BYTES = 1 << 28
 # Chunks are read and checked side by side, and a reader of another mesh reads no more of them than it must.
-_CHUNK_BYTES = 1 << 23
+_CHUNK_BYTES = 1 << 22
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +114,8 @@ def _refuse_later_epoch(folder: Place, info: SnapshotInfo) -> None:
 
 
 def _write_arrays(folder: Place, params: Params, *, dtype: str, durable: bool) -> None:
-    futures = []
+    context = storage.context(folder)
+    opened = []
     for name, array in parameters.flatten(params).items():
         shards = _host_shards(array)
         chunk = _chunk(array.shape, shards[0][1].shape, dtype)
@@ -128,13 +129,14 @@ def _write_arrays(folder: Place, params: Params, *, dtype: str, durable: bool) -
         }
         if isinstance(folder, Path):
             spec["context"] = {"file_io_sync": durable}
-        store = ts.open(spec, create=True, context=storage.context(folder)).result()
-        futures += [
-            ts.cast(store, block.dtype)[index].write(block, can_reference_source_data_indefinitely=True)
-            for index, block in shards
-        ]
-    for future in futures:
-        future.result()
+        opened.append((shards, ts.open(spec, create=True, context=context)))
+    writes = [
+        ts.cast(store.result(), block.dtype)[index].write(block, can_reference_source_data_indefinitely=True)
+        for shards, store in opened
+        for index, block in shards
+    ]
+    for write in writes:
+        write.result()
 
 
 def _chunk(whole: tuple[int, ...], shard: tuple[int, ...], dtype: str) -> list[int]:
