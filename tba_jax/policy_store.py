@@ -115,7 +115,7 @@ def _refuse_later_epoch(folder: Place, info: SnapshotInfo) -> None:
 
 def _write_arrays(folder: Place, params: Params, *, dtype: str, durable: bool) -> None:
     context = storage.context(folder)
-    opened = []
+    opened: list[tuple[list[tuple[Any, np.ndarray]], Any]] = []
     for name, array in parameters.flatten(params).items():
         shards = _host_shards(array)
         chunk = _chunk(array.shape, shards[0][1].shape, dtype)
@@ -130,13 +130,18 @@ def _write_arrays(folder: Place, params: Params, *, dtype: str, durable: bool) -
         if isinstance(folder, Path):
             spec["context"] = {"file_io_sync": durable}
         opened.append((shards, ts.open(spec, create=True, context=context)))
-    writes = [
-        ts.cast(store.result(), block.dtype)[index].write(block, can_reference_source_data_indefinitely=True)
-        for shards, store in opened
-        for index, block in shards
-    ]
-    for write in writes:
-        write.result()
+    started: list[Any] = [store for _, store in opened]
+    try:
+        for shards, store in opened:
+            for index, block in shards:
+                array = ts.cast(store.result(), block.dtype)[index]
+                started.append(array.write(block, can_reference_source_data_indefinitely=True))
+    finally:
+        # What has begun must end, so that a draft that failed can be removed.
+        for future in started:
+            future.exception()
+    for future in started:
+        future.result()
 
 
 def _chunk(whole: tuple[int, ...], shard: tuple[int, ...], dtype: str) -> list[int]:
