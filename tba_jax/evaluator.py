@@ -173,22 +173,18 @@ class PendingSteps:
         return sorted(self._published.difference(run_dir.steps_in(self._run.evaluations)))
 
 
-def pending_steps(run: run_dir.RunDir, *, every_steps: int, final_step: int) -> list[int]:
-    """As PendingSteps, once."""
-    return PendingSteps(run, every_steps=every_steps, final_step=final_step)()
-
-
 def run_evaluator(
     evaluator: Evaluator, config: Any, run: run_dir.RunDir, *, account: TimeAccount, stop: Callable[[], bool]
 ) -> None:
     """Evaluates snapshots as they appear, until the last one of the finished run is done or `stop` says so."""
     writer = MetricWriter(run.metrics("evaluator"))
     every_steps, final_step = config.evaluation.every_steps, config.learner.steps
-    pending_of_run = PendingSteps(run, every_steps=every_steps, final_step=final_step)
+    afresh = functools.partial(PendingSteps, run, every_steps=every_steps, final_step=final_step)
+    pending_steps = afresh()
     while not stop():
         finished = run_dir.is_finished(run, final_step)  # read before the snapshots: the last one is published before it
         # At the end all are looked at once more: a trainer that went back may have published what it had not before.
-        pending = pending_steps(run, every_steps=every_steps, final_step=final_step) if finished else pending_of_run()
+        pending = afresh()() if finished else pending_steps()
         if not pending:
             if finished:
                 break
@@ -200,7 +196,7 @@ def run_evaluator(
                 report = evaluator.evaluate(pending[-1] if finished else pending[0])
         except FileNotFoundError:
             # Pruned meanwhile: the list is made anew.
-            pending_of_run = PendingSteps(run, every_steps=every_steps, final_step=final_step)
+            pending_steps = afresh()
             continue
         scalars = {name: value for name, value in report.items() if isinstance(value, float) and name != "time"}
         writer.write(report["step"], scalars | account.shares())

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tba_jax import run_dir
-from tba_jax.evaluator import Evaluator, pending_steps
+from tba_jax.evaluator import Evaluator, PendingSteps
 from tba_jax.metrics import MetricWriter
 from tba_jax.searcher import Searcher
 from tba_jax.trainer import Trainer, record
@@ -37,11 +37,12 @@ def run_interleaved(
     trainer_writer, evaluator_writer = MetricWriter(run.metrics("trainer")), MetricWriter(run.metrics("evaluator"))
     searcher_writer = MetricWriter(run.metrics("searcher-0"))
     begin, first = time.monotonic(), trainer.step_number
+    pending_steps = PendingSteps(run, every_steps=config.evaluation.every_steps, final_step=config.learner.steps)
 
     def evaluate() -> None:
         if evaluator is None:
             return
-        for step in pending_steps(run, every_steps=config.evaluation.every_steps, final_step=config.learner.steps):
+        for step in pending_steps():
             report = evaluator.evaluate(step)
             evaluator_writer.write(
                 step, {name: value for name, value in report.items() if isinstance(value, float) and name != "time"}

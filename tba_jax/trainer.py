@@ -166,8 +166,9 @@ class Trainer:
             self.state, host = self._checkpoints.restore(step, self._state_shapes)
         except Exception as error:  # orbax raises what its storage does
             folder = self._run.checkpoints / run_dir.step_name(step)
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ValueError(
-                f"checkpoint {folder} cannot be restored: {str(error).strip().splitlines()[0][:300]}. If it is damaged, remove "
+                f"checkpoint {folder} cannot be restored: {reason[:300]}. If it is damaged, remove "
                 "that folder: the run then goes on from the checkpoint before, or from its reference, exactly"
             ) from error
         epoch = host["epoch"]

@@ -23,7 +23,7 @@ def test_only_what_is_newer_is_looked_at(run, monkeypatch):
     pending = evaluator.PendingSteps(run, every_steps=10, final_step=45)
     assert pending() == []
     publish(run, 0, 5, 10, 15, 20, 45)
-    assert pending() == [0, 10, 20, 45] == evaluator.pending_steps(run, every_steps=10, final_step=45)
+    assert pending() == [0, 10, 20, 45]
     names_in, asked = storage.names_in, []
     monkeypatch.setattr(storage, "names_in", lambda *a, **k: (asked.extend(names := names_in(*a, **k)), names)[1])
     monkeypatch.setattr(storage, "exists", None)
