@@ -210,6 +210,24 @@ def test_a_flipped_byte_is_named_with_its_writer_and_rows(tmp_path):
     found, heads = damage_everywhere(files[3])
     assert len(found) > 20 and heads > 5
 
+    # A data file that was cut off at any length, or is gone: its append is named, the others are read.
+    content = files[1].read_bytes()
+    for length in range(0, len(content) * 9 // 10, len(content) // 20):
+        files[1].write_bytes(content[:length])
+        reader = LogReader(tmp_path, shape, patience_seconds=0)
+        assert reader.heads() == {"w0": 16}
+        with pytest.raises(LogCorruption, match="rows 4 to 7"):
+            reader.read("w0", 0, 16)
+        assert_rows(reader.read("w0", 8, 16), {name: column[8:] for name, column in expected.items()})
+    # So is a segment whose list of contents was cut off: its rows are not seen, and the writer is named.
+    manifest = tmp_path / "w0" / "000000" / "manifest.ocdbt"
+    whole = manifest.read_bytes()
+    for length in range(1, len(whole), len(whole) // 7):
+        manifest.write_bytes(whole[:length])
+        reader = LogReader(tmp_path, shape, patience_seconds=0)
+        assert reader.heads() == {"w0": 0} and "head of writer w0 cannot be read" in reader.problems["w0"]
+    manifest.write_bytes(whole)
+
     files[1].unlink()
     reader = LogReader(tmp_path, shape, patience_seconds=0)
     assert_rows(reader.read("w0", 8, 16), {name: column[8:] for name, column in expected.items()})
