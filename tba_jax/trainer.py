@@ -425,7 +425,11 @@ class Trainer:
 
     def report_problems(self) -> None:
         """Logs every folder or row that is left out of training, once."""
-        for problem in self._tail.problems():
+        rejected = [
+            f"replay log of writer {writer}: row {row} is not valid ({reason}), it and others like it are left out and counted"
+            for (writer, reason), row in self.index.rejected_first.items()
+        ]
+        for problem in [*self._tail.problems(), *rejected]:
             if problem not in self._known_problems:
                 self._known_problems.add(problem)
                 log.warning("%s", problem)

@@ -14,6 +14,7 @@ from tba_jax.metrics import TimeAccount
 from tba_jax.models import decoder, lora
 from tba_jax.replay import journal
 from tba_jax.replay.lease import LeaseHeld, StaleEpoch
+from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
 from tests import tiny_run
 
@@ -310,5 +311,26 @@ def test_a_trainer_without_its_state_does_not_begin_again(tmp_path):
         path.with_suffix(".away").rename(path)
     trainer, lease = roles._make_trainer(s, publish_every_steps=2)
     assert trainer.step_number == 5
+    trainer.close()
+    lease.release()
+
+
+def test_rows_that_are_not_valid_are_reported_by_writer_and_row(tmp_path, caplog):
+    s = frozen_log(tmp_path / "run", batches=2)
+    reader = LogReader(s.run.replay, s.experiment.contract.row_shape())
+    ((writer, _),) = reader.heads().items()
+    rows = {name: column.copy() for name, column in reader.read(writer, 0, 4).items()}
+    rows["response_tokens"][2, 0] = 9999
+    log = LogWriter(s.run.replay, "bad-1", reader.shape, rows_per_append=4, segment_appends=4, info={})
+    log.append(rows | {"row": np.arange(4)})
+    trainer, lease = roles._make_trainer(s, publish_every_steps=2)
+    trainer.poll()
+    assert trainer.step() is not None
+    for _ in range(2):
+        trainer.report_problems()
+    told = [record.message for record in caplog.records if "bad-1" in record.message]
+    assert told == [
+        "replay log of writer bad-1: row 2 is not valid (response_tokens), it and others like it are left out and counted"
+    ]
     trainer.close()
     lease.release()

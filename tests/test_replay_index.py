@@ -82,6 +82,9 @@ def test_invalid_rows_are_counted_and_left_out():
         "response_tokens": 1,
         "reward": 1,
     }
+    assert index.rejected_first == {("a", "response_tokens"): 1, ("a", "reward"): 2}
+    index.add("a", {name: column.copy() for name, column in rows.items()} | {"row": np.arange(4, 8)}, step=1)
+    assert index.rejected_first == {("a", "response_tokens"): 1, ("a", "reward"): 2}
 
 
 def test_rows_of_a_writer_are_added_once_and_in_order():

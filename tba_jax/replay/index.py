@@ -121,6 +121,8 @@ class ReplayIndex:
             self._near = NearByEmbedding(slots=slots, distance=merge_cosine_distance, embedding_size=shape.embedding_size)
         # Per writer, in the order of `writers`.
         self._counts: list[collections.Counter[str]] = []
+        # (writer, reason) -> the first row that was rejected since this object was made: for reports, not part of the state.
+        self.rejected_first: dict[tuple[str, str], int] = {}
 
     def __len__(self) -> int:
         return len(self._order)
@@ -211,6 +213,9 @@ class ReplayIndex:
         counts["seen"] += count
 
         reasons = validate_rows(rows, vocab_size=self.vocab_size)
+        for reason, at in zip(*np.unique(reasons[reasons > 0], return_index=True), strict=True):
+            row = first + int(np.flatnonzero(reasons > 0)[at])
+            self.rejected_first.setdefault((writer, REJECTIONS[reason]), row)
         for reason in reasons[reasons > 0].tolist():
             counts[f"rejected/{REJECTIONS[reason]}"] += 1
         valid = np.flatnonzero(reasons == 0)
