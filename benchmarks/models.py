@@ -17,14 +17,16 @@ import numpy as np
 import optax
 from absl import app, flags, logging
 
-from tba_jax import learner as learner_lib
 from tba_jax import mesh as mesh_lib
 from tba_jax.decoding import generate as generate_lib
 from tba_jax.decoding import sampling as sampling_lib
+from tba_jax.learner import state as state_lib
+from tba_jax.learner import update as update_lib
 from tba_jax.models import decoder, hugging_face, scoring
 from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
-from tba_jax.optimizer import beta_schedule
+from tba_jax.objectives.inputs import ObjectiveSettings
+from tba_jax.optimizer import linear_then_constant
 
 _ONLY = flags.DEFINE_list("only", ["logprobs", "compile", "int8"], "Which parts to run.")
 _MODEL = flags.DEFINE_string("model", "", "A Hugging Face folder for int8; default: random weights.")
@@ -95,22 +97,27 @@ def lowered_train_step(layers: int) -> Any:
     model = decoder.DecoderConfig(
         layers=layers, width=128, heads=4, kv_heads=4, head_size=32, ffn=256, vocab=512, max_positions=64
     )
-    policy, optimizer = Policy(model=model), optax.adamw(1e-4)
-    config = learner_lib.LearnerConfig(
-        policy=policy, completions=4, micro_batch_rows=8, logit_bytes=_MIB, temperature=1.0, banned_tokens=(), remat="full"
-    )
-    step = functools.partial(
-        learner_lib.train_step,
+    policy, optimizers = Policy(model=model), state_lib.Optimizers(optax.adamw(1e-4))
+    config = update_lib.LearnerConfig(
+        policy=policy,
         objective=OBJECTIVES["trajectory_balance"],
-        optimizer=optimizer,
-        beta=beta_schedule(start=1.0, end=1.0, steps=0),
-        config=config,
+        settings=ObjectiveSettings(completions=4),
+        micro_batch_rows=8,
+        logit_bytes=_MIB,
+        temperature=1.0,
+        banned_tokens=(),
+        remat="full",
     )
-    state = jax.eval_shape(lambda: learner_lib.init_state(decoder.init_params(jax.random.key(0), model), optimizer))
-    rows = {name: jax.ShapeDtypeStruct((16, 16), np.int32) for name in ("prompt_tokens", "response_tokens")}
+    always_one = linear_then_constant(start=1.0, end=1.0, steps=0)
+    schedules = update_lib.Schedules(beta=always_one, ref_temperature=always_one, reward_temperature=always_one)
+    step = functools.partial(update_lib.train_step, optimizers=optimizers, schedules=schedules, config=config)
+    state = jax.eval_shape(lambda: state_lib.init_state(decoder.init_params(jax.random.key(0), model), optimizers))
+    rows = {name: jax.ShapeDtypeStruct((16, 16), np.int32) for name in ("prompt_tokens", "response_tokens", "policy_step")}
     rows |= {name: jax.ShapeDtypeStruct((16,), np.int32) for name in ("prompt_length", "response_length")}
-    rows |= {name: jax.ShapeDtypeStruct((16, 16), np.float32) for name in ("ref_logprobs", "behavior_logprobs")}
-    batch = learner_lib.Batch(**rows, reward=jax.ShapeDtypeStruct((16,), np.float32))
+    rows |= {
+        name: jax.ShapeDtypeStruct((16, 16), np.float32) for name in ("ref_logprobs", "policy_logprobs", "behavior_logprobs")
+    }
+    batch = state_lib.Batch(**rows, reward=jax.ShapeDtypeStruct((16,), np.float32))
     return jax.jit(step, donate_argnums=0).lower(state, {}, batch)
 
 

@@ -103,10 +103,11 @@ def get_config() -> config_dict.ConfigDict:
     c.replay.mount = ()
 
     c.learner = config_dict.ConfigDict()
+    # trajectory_balance (VarGrad) | learned_log_z (a head predicts log Z from the prompt) | tba_prime (token level, PAPER's TBA′)
     c.learner.objective = "trajectory_balance"
     c.learner.steps = 500
     c.learner.queries = 7  # Q
-    c.learner.completions = 20  # K
+    c.learner.completions = 20  # K; 1 is enough for learned_log_z
     c.learner.micro_batch_rows = 0  # 0: the whole batch in one pass
     c.learner.logit_megabytes = 128  # of each device: the most that logits take at a time
     c.learner.remat = "full"  # none | dots | full: what of a layer the backward pass computes again
@@ -114,9 +115,28 @@ def get_config() -> config_dict.ConfigDict:
     c.learner.schedule = "constant"  # constant | linear | wsd
     c.learner.warmup_steps = 10
     c.learner.decay_steps = 0  # of wsd
-    c.learner.beta_start = 0.012
+    # The optimum is ∝ exp((log π_ref / γ + r / β) / τ). Each: linear from start to end over so many steps, then end.
+    c.learner.beta_start = 0.012  # β, the KL coefficient
     c.learner.beta_end = 0.004
     c.learner.beta_steps = 500
+    c.learner.ref_temperature_start = 1.0  # γ
+    c.learner.ref_temperature_end = 1.0
+    c.learner.ref_temperature_steps = 0
+    c.learner.reward_temperature_start = 1.0  # τ
+    c.learner.reward_temperature_end = 1.0
+    c.learner.reward_temperature_steps = 0
+    c.learner.log_z_learning_rate = 1e-2  # of the head of learned_log_z; its schedule is the policy's
+    c.learner.importance_clip = 8.0  # of tba_prime: π_θ/π_behaviour up to this; 0: log π_θ, without importance weights
+    c.learner.log_ratio_clip = 10.0  # of tba_prime: nats, a token's log π_θ − log π_ref counts up to this
+    c.learner.reference = config_dict.ConfigDict()
+    # initial: that of step 0 | reset: the policy of the last multiple of reset_steps | ema: ref ← α·ref + (1 − α)·θ each step |
+    # surrogate: that average to first order, from the log-probs that searchers stored; no reference is held
+    c.learner.reference.kind = "initial"
+    c.learner.reference.reset_steps = 50  # ρ
+    c.learner.reference.reset_optimizer = False  # of reset: Adam's moments begin anew, too
+    c.learner.reference.ema_decay = 0.95  # α of ema and surrogate
+    c.learner.reference.offload = False  # of reset and ema: the reference rests in host memory between uses
+    c.learner.non_finite = "stop"  # stop | skip (and count): what happens where a loss or a gradient is not finite
     c.learner.adam_beta1 = 0.9
     c.learner.adam_beta2 = 0.95
     c.learner.adam_epsilon = 1e-8

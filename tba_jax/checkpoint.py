@@ -1,10 +1,13 @@
 """Checkpoints of training (orbax): the state on the devices, and what goes with it on the host, committed together."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+
+from tba_jax.mesh import PINNED_HOST
 
 
 class Checkpoints:
@@ -24,29 +27,27 @@ class Checkpoints:
         """Steps with a whole checkpoint."""
         return sorted(self._manager.all_steps())
 
-    def save(self, state: Any, host: dict[str, Any], *, step: int) -> None:
+    def save(self, trees: Mapping[str, Any], host: dict[str, Any], *, step: int) -> None:
         """Starts a save after `step` updates.
 
         Args:
-          state: a tree of arrays. host: JSON.
+          trees: name -> a tree of arrays. host: JSON.
         """
-        # A copy, because the caller donates the state to the next update.
-        snapshot = jax.tree.map(jax.numpy.copy, state)
-        items = ocp.args.Composite(state=ocp.args.StandardSave(snapshot), host=ocp.args.JsonSave(host))
-        self._manager.save(step, args=items, force=True)
+        items = {name: ocp.args.StandardSave(jax.tree.map(_copy, tree)) for name, tree in trees.items()}
+        self._manager.save(step, args=ocp.args.Composite(**items, host=ocp.args.JsonSave(host)), force=True)
 
-    def restore(self, step: int, state: Any) -> tuple[Any, dict[str, Any]]:
-        """Restores into the shapes and shardings of `state` (a tree of jax.ShapeDtypeStruct with shardings).
+    def restore(self, step: int, trees: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Restores trees by name into the given shapes and shardings (trees of jax.ShapeDtypeStruct with shardings).
 
         Returns:
           what `save` was given.
 
         Raises:
-          ValueError: the checkpoint does not fit the state, by orbax's account of the difference.
+          ValueError: the checkpoint does not fit a tree, by orbax's account of the difference.
         """
-        items = ocp.args.Composite(state=ocp.args.StandardRestore(state), host=ocp.args.JsonRestore())
-        restored = self._manager.restore(step, args=items)
-        return restored["state"], restored["host"]
+        items = {name: ocp.args.StandardRestore(tree) for name, tree in trees.items()}
+        restored = self._manager.restore(step, args=ocp.args.Composite(**items, host=ocp.args.JsonRestore()))
+        return {name: restored[name] for name in trees}, restored["host"]
 
     def restore_host(self, step: int) -> dict[str, Any]:
         """What `save` was given for the host."""
@@ -58,3 +59,8 @@ class Checkpoints:
     def close(self) -> None:
         self._manager.wait_until_finished()
         self._manager.close()
+
+
+def _copy(x: jax.Array) -> jax.Array:
+    """A copy, because the caller donates the state to the next update; what rests in host memory is not donated."""
+    return x if x.sharding.memory_kind == PINNED_HOST else jax.numpy.copy(x)

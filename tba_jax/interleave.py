@@ -12,7 +12,7 @@ from tba_jax import run_dir
 from tba_jax.evaluator import Evaluator, PendingSteps
 from tba_jax.metrics import MetricWriter
 from tba_jax.searcher import Searcher
-from tba_jax.trainer import Trainer, record
+from tba_jax.trainer.role import Trainer, record
 
 log = logging.getLogger(__name__)
 

@@ -33,6 +33,9 @@ _MAY_STAY_WHOLE = ("vocab",)
 # fsdp where they rest, are gathered for their use, and activations are split by rows. Letters that are not named are whole.
 _COMPUTED = {"B": "rows", "Q": "rows", "t": "rows", "N": "heads", "G": "kv_heads", "F": "ffn", "V": "vocab"}
 
+# JAX' name of host memory that devices copy from and to.
+PINNED_HOST = "pinned_host"
+
 
 def mesh_shape(sizes: tuple[int, int, int], devices: int, *, setting: str) -> tuple[int, int, int]:
     """Resolves (data, fsdp, tensor), where one data size of -1 means "all the devices that are left".

@@ -1,4 +1,4 @@
-"""The optimiser and its schedules: AdamW with global-norm clipping; constant, linear and WSD learning rates; β."""
+"""The optimiser and its schedules: AdamW with global-norm clipping; constant, linear and WSD learning rates; β, γ, τ."""
 
 from collections.abc import Callable
 
@@ -29,8 +29,8 @@ def wsd(*, peak: float, steps: int, warmup_steps: int, decay_steps: int) -> Sche
 SCHEDULES = {"constant": constant, "linear": linear, "wsd": wsd}
 
 
-def beta_schedule(*, start: float, end: float, steps: int) -> Schedule:
-    """β: linear from start to end over `steps` trainer steps, then end (PAPER §2). steps = 0 is the constant `end`."""
+def linear_then_constant(*, start: float, end: float, steps: int) -> Schedule:
+    """Linear from start to end over `steps` trainer steps, then end (β: PAPER §2; γ and τ: §3). steps = 0: always `end`."""
     return optax.linear_schedule(start, end, steps) if steps else optax.constant_schedule(end)
 
 
@@ -44,3 +44,14 @@ def adamw(
 
     clip = [optax.clip_by_global_norm(clip_norm)] if clip_norm else []
     return optax.chain(*clip, optax.adamw(schedule, b1=beta1, b2=beta2, eps=epsilon, weight_decay=weight_decay, mask=decayed))
+
+
+def restart_moments(opt_state: optax.OptState) -> optax.OptState:
+    """The state of an optimiser with Adam's moments, and their count, as at the beginning; schedules go on."""
+
+    def is_adam(node: object) -> bool:
+        return isinstance(node, optax.ScaleByAdamState)
+
+    return jax.tree.map(
+        lambda node: jax.tree.map(jax.numpy.zeros_like, node) if is_adam(node) else node, opt_state, is_leaf=is_adam
+    )

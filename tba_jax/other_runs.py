@@ -1,5 +1,6 @@
 """What a run takes from other runs: their rows (replay.mount), and a policy to begin with (--init_from=RUN@STEP)."""
 
+import dataclasses
 import functools
 import logging
 import shutil
@@ -13,13 +14,13 @@ from jax.sharding import Mesh
 
 from tba_jax import policy_store, run_config, run_dir, storage
 from tba_jax.checkpoint import Checkpoints
-from tba_jax.learner import TrainState
+from tba_jax.learner.state import state_shapes
 from tba_jax.models.lora import LoraConfig, merge
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
 from tba_jax.replay.log import REGISTER
 from tba_jax.storage import Place
-from tba_jax.trainer import make_index, make_optimizer, state_shapes
+from tba_jax.trainer.settings import make_index, make_optimizers
 
 log = logging.getLogger(__name__)
 
@@ -204,24 +205,26 @@ def take_optimizer(
     other, stored, step = _open_init_from(init_from)
     if policy.lora is not None or stored["contract"].get("lora") or not other.checkpoints.is_dir():
         return False
-    shapes = state_shapes(policy, make_optimizer(config), mesh)
+    optimizers = make_optimizers(config)
+    shapes = state_shapes(policy, optimizers, mesh)
     source = Checkpoints(other.checkpoints, keep=0, read_only=True)
     try:
         if step not in source.steps():
             return False
-        state, _ = source.restore(step, shapes)
+        state = source.restore(step, {"state": shapes})[0]["state"]
     except ValueError as error:
         log.warning("the optimiser of %s is not taken: its state is of another shape (%s)", init_from, error)
         return False
     finally:
         source.close()
     params = policy_store.load(reference, policy.trained_specs, policy.trained_shardings(mesh))
-    begun = TrainState(step=jnp.zeros_like(state.step), params=params, opt_state=_restart_schedules(state.opt_state))
+    zero = jnp.zeros_like(state.step)
+    begun = dataclasses.replace(state, step=zero, skipped=zero, params=params, opt_state=_restart_schedules(state.opt_state))
     begun = jax.device_put(begun, jax.tree.map(lambda x: x.sharding, shapes))
     shutil.rmtree(run.checkpoints, ignore_errors=True)  # of an attempt that ended before the run had a reference
     index = make_index(config, contract)
     target = Checkpoints(run.checkpoints, keep=config.checkpoint.keep)
-    target.save(begun, {"epoch": 0, "index": index.state(), "visible": []}, step=0)
+    target.save({"state": begun}, {"epoch": 0, "index": index.state(), "visible": []}, step=0)
     target.close()
     log.info("the run begins with the optimiser of %s", init_from)
     return True

@@ -88,7 +88,7 @@ def reference(s: Settings) -> Job:
 
 
 def _make_trainer(s: Settings, *, publish_every_steps: int) -> tuple[Any, EpochLease]:
-    from tba_jax.trainer import Trainer
+    from tba_jax.trainer.role import Trainer
 
     run_dir.claim_shared(s.run)
     lease = EpochLease.acquire(s.run.journal)
@@ -109,7 +109,7 @@ def _make_trainer(s: Settings, *, publish_every_steps: int) -> tuple[Any, EpochL
 
 
 def trainer(s: Settings) -> Job:
-    from tba_jax.trainer import run_trainer
+    from tba_jax.trainer.role import run_trainer
 
     _check_devices(s.experiment, "trainer")
     EpochLease.refuse_if_held(s.run.journal)

@@ -21,6 +21,7 @@ _FREE = (
     "learner.logprob_gap_every_steps",
     "learner.logprob_gap_limit",
     "learner.mesh",
+    "learner.reference.offload",
     "replay.poll_seconds",
     "replay.segment_appends",
     "publish.keep",
@@ -99,6 +100,7 @@ def check(config: Any) -> None:
         _require(0 < leaves[name] < math.inf, f"{name}={leaves[name]} must be above 0 and finite")
     _require(leaves["seed"] < 2**32, f"seed={leaves['seed']} must be below 2**32")
     _check_learner(config)
+    _check_reference(config)
     _check_sampling(config.sampling)
     _check_run(config)
 
@@ -120,7 +122,9 @@ _AT_LEAST_ONE = (
     "searchers.queries_per_batch",
     "searchers.samples_per_query",
     "learner.queries",
+    "learner.completions",
     "learner.steps",
+    "learner.reference.reset_steps",
     "replay.capacity",
     "replay.segment_appends",
     "publish.every_steps",
@@ -153,6 +157,8 @@ _AT_LEAST_ZERO = (
     "learner.warmup_steps",
     "learner.decay_steps",
     "learner.beta_steps",
+    "learner.ref_temperature_steps",
+    "learner.reward_temperature_steps",
     "learner.weight_decay",
     "learner.clip_norm",
     "learner.logprob_gap_every_steps",
@@ -166,7 +172,13 @@ _POSITIVE = (
     "lora.alpha",
     "learner.beta_start",
     "learner.beta_end",
+    "learner.ref_temperature_start",
+    "learner.ref_temperature_end",
+    "learner.reward_temperature_start",
+    "learner.reward_temperature_end",
+    "learner.log_ratio_clip",
     "learner.learning_rate",
+    "learner.log_z_learning_rate",
     "sampling.scoring_temperature",
     "sampling.temperature",
     "searchers.poll_seconds",
@@ -189,6 +201,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "model.attention": ("auto", "xla", "cudnn"),
     "searchers.weights": ("full", "int8"),
     "learner.remat": ("none", "dots", "full"),
+    "learner.reference.kind": ("initial", "reset", "ema", "surrogate"),
+    "learner.non_finite": ("stop", "skip"),
     "replay.drop": ("oldest", "lowest_reward"),
     "replay.retention": ("all", "checkpoints"),
     "publish.dtype": ("float32", "bfloat16"),
@@ -205,13 +219,19 @@ def _check_learner(config: Any) -> None:
     learner = config.learner
     rows = learner.queries * learner.completions
     _require(
-        learner.completions >= 2,
-        f"learner.completions={learner.completions} must be at least 2: log Ẑ is a mean over the completions of a query",
+        learner.completions >= 2 or learner.objective == "learned_log_z",
+        f"learner.completions={learner.completions} must be at least 2: learner.objective={learner.objective} compares the "
+        "completions of a query with each other",
     )
     _require(
         config.searchers.samples_per_query >= learner.completions,
         f"searchers.samples_per_query={config.searchers.samples_per_query} is less than "
         f"learner.completions={learner.completions}",
+    )
+    clip = learner.importance_clip
+    _require(
+        clip == 0 or 1 < clip < math.inf,
+        f"learner.importance_clip={clip} must be 0 (no importance weights) or above 1: on-policy every ratio is 1",
     )
     micro = learner.micro_batch_rows
     _require(
@@ -252,6 +272,26 @@ def _check_learner(config: Any) -> None:
     _require(
         config.replay.capacity_per_query >= learner.completions,
         f"replay.capacity_per_query={config.replay.capacity_per_query} is less than learner.completions={learner.completions}",
+    )
+
+
+def _check_reference(config: Any) -> None:
+    reference = config.learner.reference
+    decay = reference.ema_decay
+    _require(0 < decay < 1, f"learner.reference.ema_decay={decay} must be within (0, 1)")
+    _require(
+        not reference.reset_optimizer or reference.kind == "reset",
+        f"learner.reference.reset_optimizer=True needs learner.reference.kind=reset, not {reference.kind}",
+    )
+    _require(
+        not reference.offload or reference.kind in ("reset", "ema"),
+        f"learner.reference.offload=True needs a reference that the learner holds: learner.reference.kind=reset or ema, not "
+        f"{reference.kind}",
+    )
+    _require(
+        reference.kind != "surrogate" or not config.replay.mount,
+        "learner.reference.kind=surrogate compares with the policy of an earlier step of this run, which rows of "
+        f"replay.mount={tuple(config.replay.mount)} do not come from",
     )
 
 

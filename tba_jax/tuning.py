@@ -84,7 +84,8 @@ class Tuning:
         if step is None:
             self.step, self.state = 0, self._initial_state()
         else:
-            self.state, host = self._checkpoints.restore(step, shapes)
+            trees, host = self._checkpoints.restore(step, {"state": shapes})
+            self.state = trees["state"]
             self.step, self.first, self.newest, self._seconds = step, host["first"], host["newest"], host["seconds"]
             log.info("resumed at step %d of %d", step, plan.steps)
 
@@ -197,7 +198,7 @@ class Tuning:
         self._record()
         if self._checkpoints.latest_step() != self.step:
             host = {"first": self.first, "newest": self.newest, "seconds": self.seconds}
-            self._checkpoints.save(self.state, host, step=self.step)
+            self._checkpoints.save({"state": self.state}, host, step=self.step)
 
     def export(self) -> None:
         """Writes the Hugging Face folder, which is whole or absent."""

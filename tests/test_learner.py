@@ -11,14 +11,16 @@ import numpy as np
 import optax
 import pytest
 
-from tba_jax import learner as learner_lib
 from tba_jax import mesh as mesh_lib
-from tba_jax import trainer, trajectory
-from tba_jax.models import decoder, parameters
+from tba_jax import trajectory
+from tba_jax.learner import state as state_lib
+from tba_jax.learner import update as update_lib
+from tba_jax.models import decoder, heads, parameters
 from tba_jax.models.lora import LoraConfig
 from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
-from tba_jax.optimizer import adamw, beta_schedule
+from tba_jax.objectives.inputs import ObjectiveSettings
+from tba_jax.optimizer import adamw, linear_then_constant
 
 MODEL = decoder.DecoderConfig(layers=2, width=16, heads=4, kv_heads=2, head_size=4, ffn=24, vocab=12, max_positions=16)
 POLICY = Policy(model=MODEL)
@@ -26,21 +28,31 @@ Q, K, P, R = 6, 4, 5, 6
 B = Q * K
 BETA = 0.5
 # Gradients are read off the parameters after a step of plain descent by 1.
-DESCENT = optax.sgd(1.0)
+DESCENT = state_lib.Optimizers(policy=optax.sgd(1.0))
+WITH_LOG_Z = state_lib.Optimizers(policy=optax.sgd(1.0), log_z=optax.sgd(1.0))
 # Compiling is most of the time here, and the arithmetic is the same without LLVM's optimisation.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": "0"})
 
 
-def settings(*, micro_batch_rows: int = B, logit_bytes: int = 1 << 20, remat: str = "none") -> learner_lib.LearnerConfig:
-    return learner_lib.LearnerConfig(
+def settings(**changes: Any) -> update_lib.LearnerConfig:
+    config = update_lib.LearnerConfig(
         policy=POLICY,
-        completions=K,
-        micro_batch_rows=micro_batch_rows,
-        logit_bytes=logit_bytes,
+        objective=OBJECTIVES["trajectory_balance"],
+        settings=ObjectiveSettings(completions=K),
+        micro_batch_rows=B,
+        logit_bytes=1 << 20,
         temperature=0.8,
         banned_tokens=(0,),
-        remat=remat,
+        remat="none",
     )
+    return dataclasses.replace(config, **changes)
+
+
+def schedules(**changes: Any) -> update_lib.Schedules:
+    """β = BETA and γ = τ = 1, but for `changes`."""
+    values = {"beta": BETA, "ref_temperature": 1.0, "reward_temperature": 1.0}
+    constants = {name: linear_then_constant(start=value, end=value, steps=0) for name, value in values.items()}
+    return update_lib.Schedules(**constants | changes)
 
 
 def random_params() -> decoder.Params:
@@ -50,7 +62,7 @@ def random_params() -> decoder.Params:
     )
 
 
-def random_batch(seed: int = 0) -> learner_lib.Batch:
+def random_batch(seed: int = 0) -> state_lib.Batch:
     rng = np.random.default_rng([1, seed])
     prompt_length, response_length = (
         np.repeat(rng.integers(1, P + 1, Q), K).astype(np.int32),
@@ -58,122 +70,213 @@ def random_batch(seed: int = 0) -> learner_lib.Batch:
     )
     prompts, _ = trajectory.left_pad([rng.integers(1, MODEL.vocab, n).tolist() for n in prompt_length], P, 0)
     mask = trajectory.response_mask(response_length, R)
-    ref, behavior = np.where(mask, -rng.exponential(1.0, (2, B, R)), 0.0).astype(np.float32)
-    return learner_lib.Batch(
+    ref, sampler, behavior = np.where(mask, -rng.exponential(1.0, (3, B, R)), 0.0).astype(np.float32)
+    return state_lib.Batch(
         prompt_tokens=prompts,
         prompt_length=prompt_length,
         response_tokens=np.where(mask, rng.integers(1, MODEL.vocab, (B, R)), 0).astype(np.int32),
         response_length=response_length,
         ref_logprobs=ref,
+        policy_logprobs=sampler,
         behavior_logprobs=behavior,
+        policy_step=np.where(mask, -rng.integers(0, 4, (B, 1)), -1).astype(np.int32),
         reward=rng.normal(size=B).astype(np.float32),
     )
 
 
 def make_step(
-    config: learner_lib.LearnerConfig,
+    config: update_lib.LearnerConfig,
     *,
-    optimizer: Any = DESCENT,
-    objective: Any = None,
-    beta: Any = None,
-    train_step: Any = learner_lib.train_step,
+    optimizers: state_lib.Optimizers = DESCENT,
+    changes: dict[str, Any] | None = None,
+    train_step: Any = update_lib.train_step,
 ) -> Any:
-    return functools.partial(
-        train_step,
-        objective=objective or OBJECTIVES["trajectory_balance"],
-        optimizer=optimizer,
-        beta=beta or beta_schedule(start=BETA, end=BETA, steps=0),
-        config=config,
-    )
+    return functools.partial(train_step, optimizers=optimizers, schedules=schedules(**changes or {}), config=config)
 
 
-def loss_and_gradient(config: learner_lib.LearnerConfig) -> tuple[float, Any, dict[str, float]]:
-    """Loss, gradient and measurements of one step on the fixed batch."""
-    state = learner_lib.init_state(random_params(), DESCENT)
-    after, measurements = jit(make_step(config))(state, {}, random_batch())
-    assert float(measurements["finite"]) == 1 and int(after.step) == 1
-    gradient = jax.tree.map(lambda new, old: np.asarray(old) - np.asarray(new), after.params, state.params)
+# What an update may be: settings, whether a head learns log Z, whether the batch has log-probs of a moving reference.
+FORMS: dict[str, tuple[dict[str, Any], bool, bool]] = {
+    "trajectory_balance": ({}, False, False),
+    "learned_log_z": ({"objective": OBJECTIVES["learned_log_z"]}, True, False),
+    "tba_prime": ({"objective": OBJECTIVES["tba_prime"]}, False, False),
+    "moving reference": ({"objective": OBJECTIVES["tba_prime"]}, False, True),
+    "surrogate": ({"surrogate_decay": 0.8}, False, False),
+}
+
+
+def state_of(form: str, optimizers: state_lib.Optimizers | None = None) -> tuple[state_lib.TrainState, state_lib.Optimizers]:
+    learns_log_z = FORMS[form][1]
+    optimizers = optimizers or (WITH_LOG_Z if learns_log_z else DESCENT)
+    rng = np.random.default_rng(3)
+    head = parameters.map_specs(lambda _, spec: rng.standard_normal(spec.shape).astype(np.float32), heads.log_z_specs(MODEL))
+    return state_lib.init_state(random_params(), optimizers, log_z=head if learns_log_z else None), optimizers
+
+
+def batch_of(form: str) -> state_lib.Batch:
+    batch = random_batch()
+    if FORMS[form][2]:
+        batch = dataclasses.replace(batch, moving_ref_logprobs=(0.7 * batch.ref_logprobs).astype(np.float32))
+    return batch
+
+
+Found = tuple[float, Any, dict[str, float]]
+
+
+def measured(step: Any, state: Any, batch: Any) -> Found:
+    """Loss, gradients of the policy and of the head, measurements of a step of plain descent by 1."""
+    after, measurements = step(state, {}, batch)
+    assert measurements.pop("row_finite").all()
+    assert float(measurements["finite"]) == 1 and int(after.step) == 1 and int(after.skipped) == 0
+    before, now = ({"policy": s.params, "log_z": s.log_z} for s in (state, after))
+    gradient = jax.tree.map(lambda new, old: np.asarray(old) - np.asarray(new), now, before)
     return float(measurements["loss"]), gradient, {name: float(value) for name, value in measurements.items()}
 
 
-def assert_same(found: tuple, expected: tuple) -> None:
-    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
+@functools.cache
+def one_pass(form: str) -> Found:
+    state, optimizers = state_of(form)
+    return measured(jit(make_step(settings(**FORMS[form][0]), optimizers=optimizers)), state, batch_of(form))
+
+
+def assert_same(found: Found, expected: Found) -> None:
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5, atol=1e-6)  # the terms of TBA′'s loss cancel
     size = max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected[1]))
     for a, b in zip(jax.tree.leaves(found[1]), jax.tree.leaves(expected[1]), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * size)
     assert found[2].keys() == expected[2].keys()
-    # The spread of log Ẑ is that of each micro-batch, so it alone depends on how the batch is split.
-    for name in expected[2].keys() - {"log_z_std"}:
+    for name in expected[2]:
         np.testing.assert_allclose(found[2][name], expected[2][name], rtol=2e-5, atol=1e-6, err_msg=name)
 
 
-@pytest.fixture(scope="module")
-def one_pass() -> tuple[float, Any, dict[str, float]]:
-    return loss_and_gradient(settings())
+@functools.cache
+def scores() -> tuple[np.ndarray, np.ndarray]:
+    """policy_logprobs and entropy of the fixed batch."""
+    score = functools.partial(update_lib.score, batch=random_batch(), config=settings())
+    return jax.device_get(jit(score)(random_params()))
 
 
-def test_one_pass_equals_the_loss_by_hand(one_pass):
-    """Loss and ∂ loss / ∂ log π in NumPy from the scores; the way from there to the parameters is JAX's."""
-    params, batch = random_params(), random_batch()
-    score = functools.partial(learner_lib.score, batch=batch, config=settings())
-    scores, entropy = jit(score)(params)
-    policy, ref = np.asarray(scores, np.float64).sum(1).reshape(Q, K), batch.ref_logprobs.sum(1, dtype=np.float64).reshape(Q, K)
+def gradient_of(cotangent: np.ndarray) -> Any:
+    """What a cotangent of the log-probs gives for the parameters; that way is JAX's."""
+    score = functools.partial(update_lib.score, batch=random_batch(), config=settings())
+    return jit(jax.grad(lambda p: jnp.sum(cotangent.astype(np.float32) * score(p)[0])))(random_params())
+
+
+def test_one_pass_equals_the_loss_by_hand():
+    """Loss and ∂ loss / ∂ log π in NumPy from the scores."""
+    batch = random_batch()
+    policy, entropy = scores()
+    sums, ref = policy.sum(1, dtype=np.float64).reshape(Q, K), batch.ref_logprobs.sum(1, dtype=np.float64).reshape(Q, K)
     target = ref + batch.reward.reshape(Q, K) / BETA
-    log_z = (target - policy).mean(axis=1)
-    residual = log_z[:, None] + policy - target
+    log_z = (target - sums).mean(axis=1)
+    residual = log_z[:, None] + sums - target
     mask = trajectory.response_mask(batch.response_length, R)
-    cotangent = np.where(mask, 2 / B * residual.reshape(B, 1), 0.0).astype(np.float32)
-    measured = {
+    expected = {
         "loss": np.mean(residual**2),
         "log_z": log_z.mean(),
         "log_z_std": log_z.std(),
         "beta": BETA,
-        "finite": 1.0,
-        "grad_norm": one_pass[2]["grad_norm"],
         "reward": batch.reward.mean(),
-        "kl_to_ref": (policy - ref).mean(),
-        "entropy": np.asarray(entropy).sum() / mask.sum(),
+        "kl_to_ref": (sums - ref).mean(),
+        "entropy": entropy.sum() / mask.sum(),
         "response_length": mask.sum() / B,
     }
-    gradient = jit(jax.grad(lambda p: jnp.sum(cotangent * score(p)[0])))(params)
-    assert_same(one_pass, (measured["loss"], gradient, measured))
-    np.testing.assert_allclose(one_pass[2]["grad_norm"], optax.tree.norm(gradient), rtol=1e-5)
+    loss, gradient, found = one_pass("trajectory_balance")
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-5, err_msg=name)
+    by_hand = gradient_of(np.where(mask, 2 / B * residual.reshape(B, 1), 0.0))
+    assert_same((loss, gradient, {}), (expected["loss"], {"policy": by_hand, "log_z": {}}, {}))
+    np.testing.assert_allclose(found["grad_norm"], optax.tree.norm(by_hand), rtol=1e-5)
+
+
+def test_the_learned_log_z_is_that_of_the_mean_prompt_state():
+    """Loss and the gradients of head and policy in NumPy; the states from a forward pass over each prompt by itself."""
+    batch, state = random_batch(), state_of("learned_log_z")[0]
+    means = []
+    for row in range(0, B, K):
+        tokens = batch.prompt_tokens[row : row + 1, P - batch.prompt_length[row] :]
+        means.append(np.asarray(decoder.hidden_states(random_params(), tokens, None, config=MODEL, remat="none"))[0].mean(0))
+    log_z = np.repeat(np.stack(means) @ state.log_z["weight"] + state.log_z["bias"], K)
+    target = batch.ref_logprobs.sum(1) + batch.reward / BETA
+    residual = log_z + scores()[0].sum(1) - target
+    cotangent = 2 / B * residual
+    per_query = cotangent.reshape(Q, K).sum(1)
+    head = {"weight": np.stack(means).T @ per_query[:, None], "bias": per_query.sum(keepdims=True)}
+    mask = trajectory.response_mask(batch.response_length, R)
+    policy = gradient_of(np.where(mask, cotangent[:, None], 0.0))
+    loss, gradient, found = one_pass("learned_log_z")
+    assert_same((loss, gradient, {}), (np.mean(residual**2), {"policy": policy, "log_z": head}, {}))
+    np.testing.assert_allclose(found["learned_log_z"], log_z.mean(), rtol=1e-5)
+
+
+def test_the_surrogate_reference_trails_by_each_rows_own_staleness():
+    batch, policy = random_batch(), scores()[0]
+    staleness = 2 - batch.policy_step[:, 0]  # at step 2
+    expected = np.empty_like(policy)
+    for row in range(B):
+        for t in range(R):
+            drift = policy[row, t] - batch.policy_logprobs[row, t]
+            expected[row, t] = policy[row, t] - 0.9 / (staleness[row] * (1 - 0.9)) * drift
+    found = update_lib.surrogate_ref_logprobs(policy, batch, step=2, decay=0.9)
+    mask = trajectory.response_mask(batch.response_length, R)
+    np.testing.assert_allclose(found[mask], expected[mask], rtol=1e-5)
+    fresh = dataclasses.replace(batch, policy_step=np.full((B, R), 2, np.int32))
+    np.testing.assert_array_equal(update_lib.surrogate_ref_logprobs(policy, fresh, step=2, decay=0.9), policy)
+
+
+def test_a_reference_that_moves_takes_the_place_of_the_rows_own():
+    """And the distance to the initial reference, which the rows carry, is measured beside it."""
+    batch, policy = batch_of("moving reference"), scores()[0]
+    found = one_pass("moving reference")[2]
+    np.testing.assert_allclose(found["kl_to_ref"], (policy - batch.moving_ref_logprobs).sum(1).mean(), rtol=1e-5)
+    np.testing.assert_allclose(found["kl_to_initial"], (policy - batch.ref_logprobs).sum(1).mean(), rtol=1e-5)
+    as_own = dataclasses.replace(batch, ref_logprobs=batch.moving_ref_logprobs, moving_ref_logprobs=None)
+    step = jit(make_step(settings(**FORMS["tba_prime"][0])))
+    loss, gradient, _ = measured(step, state_of("tba_prime")[0], as_own)
+    assert_same((loss, gradient, {}), (*one_pass("moving reference")[:2], {}))
 
 
 @pytest.mark.parametrize(
-    "changed",
+    "form, changed",
     [
-        dict(micro_batch_rows=K),
-        dict(micro_batch_rows=3 * K, logit_bytes=4 * 3 * K * 12 * 4, remat="full"),
-        dict(micro_batch_rows=6),  # not a multiple of K: micro-batches cut through groups
-        dict(logit_bytes=1, remat="dots"),
+        ("trajectory_balance", dict(micro_batch_rows=K)),
+        ("trajectory_balance", dict(micro_batch_rows=3 * K, logit_bytes=4 * 3 * K * 12 * 4, remat="full")),
+        ("trajectory_balance", dict(logit_bytes=1, remat="dots")),
+        # Not a multiple of K: micro-batches cut through groups.
+        *((form, dict(micro_batch_rows=6)) for form in FORMS),
+        *((form, dict(micro_batch_rows=2 * K)) for form in FORMS if form != "trajectory_balance"),
     ],
     ids=str,
 )
-def test_micro_batches_and_logit_blocks_change_nothing(one_pass, changed):
-    assert_same(loss_and_gradient(settings(**changed)), one_pass)
+def test_micro_batches_and_logit_blocks_change_nothing(form, changed):
+    state, optimizers = state_of(form)
+    step = jit(make_step(settings(**FORMS[form][0] | changed), optimizers=optimizers))
+    assert_same(measured(step, state, batch_of(form)), one_pass(form))
 
 
 @pytest.mark.parametrize(
-    "sizes, micro_batch_rows",  # data, fsdp, tensor
-    [((8, 1, 1), 8), ((1, 8, 1), 24), ((2, 4, 1), 8), ((4, 2, 1), 8), ((4, 1, 2), 12), ((1, 4, 2), 12), ((2, 2, 2), 6)],
+    "form, sizes, micro_batch_rows",  # data, fsdp, tensor
+    [
+        *(
+            ("trajectory_balance", sizes, rows)
+            for sizes, rows in [((8, 1, 1), 8), ((1, 8, 1), 24), ((2, 4, 1), 8), ((4, 2, 1), 8), ((4, 1, 2), 12), ((1, 4, 2), 12)]
+        ),
+        *((form, (2, 2, 2), 6) for form in FORMS),
+        ("learned_log_z", (2, 4, 1), 8),
+        ("surrogate", (4, 1, 2), 12),
+    ],
     ids=str,
 )
-def test_meshes_give_what_one_device_gives(one_pass, sizes, micro_batch_rows):
+def test_meshes_give_what_one_device_gives(form, sizes, micro_batch_rows):
     mesh = mesh_lib.make_mesh(sizes, setting="learner.mesh")
-    shapes = trainer.state_shapes(POLICY, DESCENT, mesh)
-    shardings = jax.tree.map(lambda x: x.sharding, shapes)
-    state = jax.device_put(learner_lib.init_state(random_params(), DESCENT), shardings)
-    config = settings(micro_batch_rows=micro_batch_rows)
-    update = mesh_lib.on_mesh(
-        mesh, jit(make_step(config), donate_argnums=0, out_shardings=(shardings, mesh_lib.replicated(mesh)))
-    )
-    after, measurements = update(state, {}, mesh_lib.put_rows(mesh, random_batch()))
-    gradient = jax.tree.map(lambda new, old: old - np.asarray(new), after.params, random_params())
+    on_host, optimizers = state_of(form)
+    shardings = jax.tree.map(lambda x: x.sharding, state_lib.state_shapes(POLICY, optimizers, mesh))
+    config = settings(**FORMS[form][0], micro_batch_rows=micro_batch_rows)
+    step = jit(make_step(config, optimizers=optimizers), out_shardings=(shardings, mesh_lib.replicated(mesh)))
+    state = jax.device_put(on_host, shardings)
     if sizes == (2, 2, 2):
-        shard = after.params["layers"]["gate"]["weight"].addressable_shards[0].data
+        shard = state.params["layers"]["gate"]["weight"].addressable_shards[0].data
         assert shard.size == MODEL.layers * MODEL.width * MODEL.ffn // 4
-    assert_same((float(measurements["loss"]), gradient, {k: float(v) for k, v in measurements.items()}), one_pass)
+    assert_same(measured(mesh_lib.on_mesh(mesh, step), state, mesh_lib.put_rows(mesh, batch_of(form))), one_pass(form))
 
 
 LORA = Policy(model=MODEL, lora=LoraConfig(rank=2, alpha=4.0, targets=("layers.*",)))
@@ -184,21 +287,21 @@ def lora_step(micro_batch_rows: int, mesh: Any = None) -> tuple[float, Any]:
     config = dataclasses.replace(settings(micro_batch_rows=micro_batch_rows), policy=LORA)
     rng = np.random.default_rng(1)
     adapters = parameters.map_specs(lambda _, spec: 0.3 * rng.standard_normal(spec.shape).astype(np.float32), LORA.trained_specs)
-    state, frozen, batch = learner_lib.init_state(adapters, DESCENT), random_params(), random_batch()
+    state, frozen, batch = state_lib.init_state(adapters, DESCENT), random_params(), random_batch()
     step = jit(make_step(config))
     if mesh is not None:
-        shardings = jax.tree.map(lambda x: x.sharding, trainer.state_shapes(LORA, DESCENT, mesh))
+        shardings = jax.tree.map(lambda x: x.sharding, state_lib.state_shapes(LORA, DESCENT, mesh))
         state, frozen = jax.device_put(state, shardings), jax.device_put(frozen, LORA.model_shardings(mesh))
         batch, step = mesh_lib.put_rows(mesh, batch), mesh_lib.on_mesh(mesh, step)
     after, measurements = step(state, frozen, batch)
     return float(measurements["loss"]), jax.tree.map(lambda new, old: old - np.asarray(new), after.params, adapters)
 
 
-def test_adapters_get_the_gradient_of_the_whole_policy_and_nothing_else_does(one_pass):
+def test_adapters_get_the_gradient_of_the_whole_policy_and_nothing_else_does():
     loss, gradient = lora_step(B)
     assert set(parameters.flatten(gradient)) == set(parameters.flatten(LORA.trained_specs))
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradient))
-    assert abs(loss - one_pass[0]) > 1e-3  # the adapters change the policy
+    assert abs(loss - one_pass("trajectory_balance")[0]) > 1e-3  # the adapters change the policy
     mesh = mesh_lib.make_mesh((2, 2, 2), setting="learner.mesh")
     for found in (lora_step(6), lora_step(12, mesh)):
         np.testing.assert_allclose(found[0], loss, rtol=1e-5)
@@ -211,23 +314,28 @@ def test_the_program_of_a_step_does_not_grow_with_depth():
     def size(layers: int) -> int:
         policy = Policy(model=dataclasses.replace(MODEL, layers=layers))
         config = dataclasses.replace(settings(micro_batch_rows=K, remat="full"), policy=policy)
-        state = jax.eval_shape(lambda p: learner_lib.init_state(p, DESCENT), parameters.shapes(policy.model_specs))
+        state = jax.eval_shape(lambda p: state_lib.init_state(p, DESCENT), parameters.shapes(policy.model_specs))
         return len(jax.jit(make_step(config)).lower(state, {}, random_batch()).as_text().splitlines())
 
     assert size(24) == size(6)
 
 
 @pytest.fixture(scope="module")
-def adam() -> tuple[optax.GradientTransformation, Any]:
+def adam() -> tuple[state_lib.Optimizers, Any]:
     """An optimiser, and a jitted step of it with donated state that may be traced once."""
     optimizer = adamw(lambda step: jnp.float32(1e-2), beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.0, clip_norm=1.0)
-    once = chex.assert_max_traces(learner_lib.train_step, n=1)
-    return optimizer, jit(make_step(settings(), optimizer=optimizer, train_step=once), donate_argnums=0)
+    optimizers = state_lib.Optimizers(policy=optimizer)
+    once = chex.assert_max_traces(update_lib.train_step, n=1)
+    return optimizers, jit(make_step(settings(), optimizers=optimizers, train_step=once), donate_argnums=0)
+
+
+def initial(optimizers: state_lib.Optimizers) -> state_lib.TrainState:
+    return jit(functools.partial(state_lib.init_state, optimizers=optimizers))(random_params())
 
 
 def test_the_loss_goes_down_in_one_trace(adam):
-    optimizer, update = adam
-    state = jit(functools.partial(learner_lib.init_state, optimizer=optimizer))(random_params())
+    optimizers, update = adam
+    state = initial(optimizers)
     losses = []
     for _ in range(30):
         state, measurements = update(state, {}, random_batch())
@@ -237,35 +345,64 @@ def test_the_loss_goes_down_in_one_trace(adam):
     update(state, {}, random_batch(seed=1))
 
 
-@pytest.mark.parametrize("column, value", [("reward", np.inf), ("reward", np.nan), ("ref_logprobs", -np.inf)])
+# Of row 3. A reward of 1e30 is finite, the square of its residual is not.
+NOT_FINITE = [
+    ("reward", np.inf),
+    ("reward", np.nan),
+    ("reward", 1e30),
+    ("ref_logprobs", -np.inf),
+    ("behavior_logprobs", np.nan),
+]
+
+
+@pytest.mark.parametrize("column, value", NOT_FINITE[:4])
 def test_a_batch_that_is_not_finite_leaves_the_state_as_it_was(adam, column, value):
-    optimizer, update = adam
-    initial = jit(functools.partial(learner_lib.init_state, optimizer=optimizer))(random_params())
-    state, _ = update(initial, {}, random_batch())
+    optimizers, update = adam
+    state, _ = update(initial(optimizers), {}, random_batch())
     before = jax.device_get(state)
     batch = random_batch()
     getattr(batch, column)[3] = value
     after, measurements = update(state, {}, batch)
     assert float(measurements["finite"]) == 0
+    assert np.flatnonzero(~measurements["row_finite"]).tolist() == [3]
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(after), before)
     again, measurements = update(after, {}, random_batch())
     assert float(measurements["finite"]) == 1 and int(again.step) == 2
 
 
-def test_beta_follows_the_step():
-    """The objective here is β itself, so that the loss shows which β it was given."""
-    schedule = beta_schedule(start=0.9, end=0.1, steps=4)
-    step = make_step(settings(), objective=lambda policy, inputs: (inputs.beta, {}), beta=schedule)
-    state, found = learner_lib.init_state(random_params(), DESCENT), []
-    update = jit(step)
+@pytest.mark.parametrize("form", ["learned_log_z", "tba_prime"])
+def test_a_skipped_update_is_counted_and_changes_nothing_else(form):
+    state, optimizers = state_of(form)
+    before = jax.device_get(state)
+    config = settings(**FORMS[form][0], skip_non_finite=True)
+    update = jit(make_step(config, optimizers=optimizers))
+    for column, value in NOT_FINITE if form == "tba_prime" else NOT_FINITE[:4]:
+        batch = batch_of(form)
+        getattr(batch, column)[3] = value
+        after, measurements = update(state, {}, batch)
+        assert float(measurements["finite"]) == 0 and float(measurements["skipped_steps"]) == 1
+        assert np.flatnonzero(~measurements["row_finite"]).tolist() == [3]
+        counted = dataclasses.replace(before, step=1, skipped=1)
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(after), counted)
+
+
+def test_coefficients_follow_the_step():
+    """The objective here is made of them, so that the loss shows what it was given."""
+    given = {
+        "beta": linear_then_constant(start=0.9, end=0.1, steps=4),
+        "ref_temperature": linear_then_constant(start=1.0, end=1.2, steps=2),
+        "reward_temperature": linear_then_constant(start=2.0, end=1.0, steps=5),
+    }
+    config = settings(objective=lambda _, x: x.beta + 10 * x.ref_temperature + 100 * x.reward_temperature)
+    update, state, found = jit(make_step(config, changes=given)), state_of("trajectory_balance")[0], []
     for _ in range(6):
         state, measurements = update(state, {}, random_batch())
         found.append(float(measurements["loss"]))
-        assert float(measurements["beta"]) == found[-1]
-    np.testing.assert_allclose(found, [0.9, 0.7, 0.5, 0.3, 0.1, 0.1], rtol=1e-6)
+    np.testing.assert_allclose(found, [210.9, 191.7, 172.5, 152.3, 132.1, 112.1], rtol=1e-6)
 
 
 def test_a_batch_takes_its_columns_from_rows():
     batch = random_batch()
-    rows = {name: getattr(batch, name) for name in batch.__dataclass_fields__} | {"row": np.arange(B)}
-    jax.tree.map(np.testing.assert_array_equal, learner_lib.batch_from_rows(rows), batch)
+    columns = [name for name in batch.__dataclass_fields__ if name != "moving_ref_logprobs"]
+    rows = {name: getattr(batch, name) for name in columns} | {"row": np.arange(B)}
+    jax.tree.map(np.testing.assert_array_equal, state_lib.batch_from_rows(rows), batch)

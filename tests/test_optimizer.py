@@ -8,7 +8,7 @@ import pytest
 
 from tba_jax import optimizer as optimizer_lib
 from tba_jax.models import decoder, parameters
-from tba_jax.optimizer import SCHEDULES, adamw, beta_schedule
+from tba_jax.optimizer import SCHEDULES, adamw, linear_then_constant
 
 
 @pytest.mark.parametrize(
@@ -33,10 +33,10 @@ def test_learning_rates(name, settings, expected):
 
 
 def test_beta_goes_linearly_from_start_to_end_and_stays():
-    schedule = beta_schedule(start=0.012, end=0.004, steps=500)
+    schedule = linear_then_constant(start=0.012, end=0.004, steps=500)
     found = [float(schedule(jnp.int32(step))) for step in (0, 125, 250, 500, 900)]
     assert found == pytest.approx([0.012, 0.010, 0.008, 0.004, 0.004])
-    assert float(beta_schedule(start=0.012, end=0.004, steps=0)(jnp.int32(0))) == pytest.approx(0.004)
+    assert float(linear_then_constant(start=0.012, end=0.004, steps=0)(jnp.int32(0))) == pytest.approx(0.004)
 
 
 def update_of(params, grads, **settings) -> dict:

@@ -8,9 +8,11 @@ import numpy as np
 import optax
 import pytest
 
-from tba_jax import checkpoint, other_runs, policy_store, roles, run_config, run_dir, trainer
+from tba_jax import checkpoint, other_runs, policy_store, roles, run_config, run_dir
 from tba_jax import mesh as mesh_lib
+from tba_jax.learner.state import state_shapes
 from tba_jax.models import parameters
+from tba_jax.trainer.settings import make_optimizers
 from tests import tiny_run
 from tests.test_interleave import frozen_config, train
 
@@ -62,9 +64,9 @@ def snapshot_of(s: roles.Settings, step: int):
 def state_of(s: roles.Settings, step: int) -> Any:
     """The trainer's state in a checkpoint."""
     mesh = mesh_lib.make_mesh((1, 1, 1), setting="test", devices=jax.devices()[:1])
-    shapes = trainer.state_shapes(s.experiment.policy, trainer.make_optimizer(s.config), mesh)
+    shapes = state_shapes(s.experiment.policy, make_optimizers(s.config), mesh)
     opened = checkpoint.Checkpoints(s.run.checkpoints, keep=0, read_only=True)
-    state, _ = opened.restore(step, shapes)
+    state = opened.restore(step, {"state": shapes})[0]["state"]
     opened.close()
     return jax.device_get(state)
 

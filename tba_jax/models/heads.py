@@ -1,10 +1,10 @@
-"""Scalar heads on the decoder: scores of whole sequences (reward models, classifiers) and values of states (PPO)."""
+"""Scalar heads on the decoder: scores of whole sequences (reward models, classifiers), values of states, log Z of prompts."""
 
 import jax
 import jax.numpy as jnp
 
 from tba_jax.models import decoder
-from tba_jax.models.parameters import Params
+from tba_jax.models.parameters import Params, ParamSpec, Specs
 
 
 def sequence_scores(
@@ -38,6 +38,37 @@ def state_values(params: Params, hidden: jax.Array) -> jax.Array:
     """
     head = params["value_head"]
     return (_float32_product(hidden, head["weight"]) + head["bias"].astype(jnp.float32))[..., 0]
+
+
+def log_z_specs(config: decoder.DecoderConfig) -> Specs:
+    """Of the head of `log_partition`; it is not a part of the policy. Both are 0 at first."""
+    weight = ParamSpec(shape=(config.width, 1), axes=("embed", "labels"), inputs=1)
+    return {"weight": weight, "bias": ParamSpec(shape=(1,), axes=("labels",))}
+
+
+def mean_prompt_states(
+    params: Params, prompt_tokens: jax.Array, prompt_length: jax.Array, *, config: decoder.DecoderConfig
+) -> jax.Array:
+    """Means of the last hidden states over the tokens of each prompt.
+
+    Args:
+      params: of the policy.
+      prompt_tokens: int32[Q, P], left-padded; prompt_length: int32[Q], at least 1.
+
+    Returns:
+      float32[Q, D], no gradient flows through it.
+    """
+    P = prompt_tokens.shape[1]
+    # Moved to the left end of the row, so that causal attention needs no mask.
+    tokens = jnp.take_along_axis(prompt_tokens, (jnp.arange(P)[None, :] + (P - prompt_length)[:, None]) % P, axis=1)
+    hidden = decoder.hidden_states(jax.lax.stop_gradient(params), tokens, None, config=config, remat="none")
+    real = (jnp.arange(P)[None, :] < prompt_length[:, None])[..., None]
+    return jnp.sum(jnp.where(real, hidden.astype(jnp.float32), 0.0), axis=1) / prompt_length[:, None]
+
+
+def log_partition(head: Params, prompt_states: jax.Array) -> jax.Array:
+    """log Z_φ(x) = w · mean prompt state + b: float32[Q], nats. prompt_states: float32[Q, D], see mean_prompt_states."""
+    return (_float32_product(prompt_states, head["weight"]) + head["bias"])[:, 0]
 
 
 def _float32_product(x: jax.Array, weight: jax.Array) -> jax.Array:

@@ -1,37 +1,47 @@
-"""VarGrad trajectory balance (PAPER §1; Bartoldson et al. 2025, eq. 3-5; VarGrad: Richter et al. 2020)."""
+"""Trajectory balance with the VarGrad estimate of log Z, or a learned one (PAPER §1; Bartoldson et al. 2025, eq. 3-5).
+
+VarGrad: Richter et al. 2020. Learned log Z: Malkin et al. 2022, eq. 14; for language models Lee et al. 2024.
+"""
 
 import chex
 import jax
 import jax.numpy as jnp
 
-from tba_jax.objectives.inputs import Measurements, ObjectiveInputs
+from tba_jax.objectives.inputs import ObjectiveInputs, PolicyOutputs
 
 
-def vargrad_log_z(policy_logprob_sum: jax.Array, ref_logprob_sum: jax.Array, reward: jax.Array, *, beta: jax.Array) -> jax.Array:
-    """log Ẑ(x) = mean_j [ log π_ref(y_j|x) − log π_θ(y_j|x) + r(y_j;x)/β ], detached.
+def vargrad_log_z(policy_logprob_sum: jax.Array, log_target: jax.Array) -> jax.Array:
+    """log Ẑ(x) = mean_j [ log p̃(y_j|x) − log π_θ(y_j|x) ], detached.
 
     Args:
-      policy_logprob_sum, ref_logprob_sum: float32[Q, K], nats; reward: float32[Q, K]; beta: float32[].
+      policy_logprob_sum, log_target: float32[Q, K], nats.
 
     Returns:
       float32[Q], no gradient flows through it.
     """
-    chex.assert_rank([policy_logprob_sum, ref_logprob_sum, reward], 2)
-    return jax.lax.stop_gradient(jnp.mean(ref_logprob_sum - policy_logprob_sum + reward / beta, axis=1))
+    chex.assert_rank([policy_logprob_sum, log_target], 2)
+    return jax.lax.stop_gradient(jnp.mean(log_target - policy_logprob_sum, axis=1))
 
 
-def trajectory_balance(policy_logprobs: jax.Array, inputs: ObjectiveInputs) -> tuple[jax.Array, Measurements]:
-    """L = mean_{i,j} ( log Ẑ(x_i) + log π_θ(y_ij|x_i) − log π_ref(y_ij|x_i) − r(y_ij;x_i)/β )².
-
-    Args:
-      policy_logprobs: float32[B, R], nats at the scoring temperature, 0 where masked; the gradient flows through it.
-      inputs: the batch; rows of one query are consecutive.
+def trajectory_balance(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
+    """L = mean_{i,j} ( log Ẑ(x_i) + log π_θ(y_ij|x_i) − log p̃(y_ij|x_i) )²,  log p̃ = log π_ref + r/β at γ = τ = 1.
 
     Returns:
-      float32[] loss in nats², and measurements.
+      float32[] loss in nats². Its gradient is −(2/β) mean A ∇ log π_θ, A = (r − r̄) − β (k − k̄), k = log π_θ − log π_ref.
     """
-    policy, ref, reward = inputs.grouped_sums(policy_logprobs)
-    beta = inputs.beta
-    log_z = vargrad_log_z(policy, ref, reward, beta=beta)
-    residual = log_z[:, None] + policy - ref - reward / beta
-    return jnp.mean(residual**2), {"log_z": jnp.mean(log_z), "log_z_std": jnp.std(log_z)}
+    policy = inputs.grouped(jnp.sum(inputs.masked(outputs.logprobs), axis=1))
+    target = inputs.grouped(inputs.log_target())
+    residual = vargrad_log_z(policy, target)[:, None] + policy - target
+    return jnp.mean(residual**2)
+
+
+def learned_log_z(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
+    """L = mean_{i,j} ( log Z_φ(x_i) + log π_θ(y_ij|x_i) − log p̃(y_ij|x_i) )², with a gradient for φ too; K may be 1.
+
+    Returns:
+      float32[] loss in nats².
+    """
+    policy = jnp.sum(inputs.masked(outputs.logprobs), axis=1)
+    chex.assert_equal_shape([outputs.log_z, policy, inputs.reward])
+    residual = outputs.log_z + policy - inputs.log_target()
+    return jnp.mean(residual**2)

@@ -8,27 +8,28 @@ Order of a resume:
 """
 
 import concurrent.futures
+import dataclasses
 import functools
 import logging
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-import optax
 
-from tba_jax import learner as learner_lib
 from tba_jax import mesh as mesh_lib
 from tba_jax import optimizer as optimizer_lib
 from tba_jax import policy_store, run_config, run_dir, storage, trajectory
 from tba_jax.checkpoint import Checkpoints
+from tba_jax.learner import state as state_lib
+from tba_jax.learner import update as update_lib
 from tba_jax.metrics import MetricWriter, TimeAccount
+from tba_jax.models import heads as heads_lib
 from tba_jax.models import parameters
 from tba_jax.models.policy import Policy
-from tba_jax.objectives import OBJECTIVES
 from tba_jax.replay import journal as journal_lib
 from tba_jax.replay import ledger, retention
 from tba_jax.replay.expiry import remove_segments
@@ -37,11 +38,10 @@ from tba_jax.replay.lease import EpochLease
 from tba_jax.replay.reader import LogReader
 from tba_jax.replay.selection import draw_batch
 from tba_jax.replay.tail import Tail, not_resident, replay_visible
+from tba_jax.trainer import settings
+from tba_jax.trainer.logprob_gap import LogprobGap
 
 log = logging.getLogger(__name__)
-
-# Nats per token that sampler and learner may differ by on the same weights, by compute dtype.
-_GAP_LIMITS = {"float32": 1e-3, "bfloat16": 0.1}
 
 
 class Trainer:
@@ -63,28 +63,26 @@ class Trainer:
         self.rows = c.queries * c.completions
         self._mesh = mesh_lib.make_mesh(tuple(c.mesh.values()), setting="learner.mesh")
         self._shape = contract.row_shape()
-        self._learner_config = learner_lib.LearnerConfig(
-            policy=policy,
-            completions=c.completions,
-            micro_batch_rows=c.micro_batch_rows or self.rows,
-            logit_bytes=(c.logit_megabytes << 20) * self._mesh.size,
-            temperature=contract.scoring_temperature,
-            banned_tokens=tuple(contract.banned_tokens),
-            remat=c.remat,
-        )
-        self._optimizer = make_optimizer(config)
-        beta = optimizer_lib.beta_schedule(start=c.beta_start, end=c.beta_end, steps=c.beta_steps)
+        self._learner_config = settings.make_learner_config(config, contract, policy, devices=self._mesh.size)
+        self._optimizers = settings.make_optimizers(config)
+        self._state_shapes = state_lib.state_shapes(policy, self._optimizers, self._mesh)
         update = functools.partial(
-            learner_lib.train_step,
-            objective=OBJECTIVES[c.objective],
-            optimizer=self._optimizer,
-            beta=beta,
+            update_lib.train_step,
+            optimizers=self._optimizers,
+            schedules=settings.make_schedules(config),
             config=self._learner_config,
         )
-        self._state_shapes = state_shapes(policy, self._optimizer, self._mesh)
         out_shardings = (jax.tree.map(lambda x: x.sharding, self._state_shapes), mesh_lib.replicated(self._mesh))
         self._update = mesh_lib.on_mesh(self._mesh, jax.jit(update, donate_argnums=0, out_shardings=out_shardings))
-        self._score = mesh_lib.on_mesh(self._mesh, jax.jit(self._score_snapshot))
+        self._restart_moments = jax.jit(optimizer_lib.restart_moments, donate_argnums=0)
+        self._reference = settings.make_moving_reference(config, self._learner_config, self._mesh)
+        self._gap = LogprobGap(
+            self._learner_config,
+            self._mesh,
+            run.policies,
+            sampler_weights=config.searchers.weights,
+            limit=c.logprob_gap_limit,
+        )
         self._checkpoints = Checkpoints(run.checkpoints, keep=config.checkpoint.keep)
         self._publisher = policy_store.Publisher(
             run.policies,
@@ -159,11 +157,14 @@ class Trainer:
             out_shardings = jax.tree.map(lambda x: x.sharding, self._state_shapes)
             initial_state = jax.jit(self._initial_state, out_shardings=out_shardings, donate_argnums=0)
             self.state = initial_state(base if self._policy.lora is None else {})
-            self.index = make_index(self._config, self._contract)
+            if self._reference:
+                self._reference.start(self.state.params)
+            self.index = settings.make_index(self._config, self._contract)
             self.step_number = 0
             return
         try:
-            self.state, host = self._checkpoints.restore(step, self._state_shapes)
+            held = {"reference": self._reference.shapes} if self._reference and step else {}
+            trees, host = self._checkpoints.restore(step, {"state": self._state_shapes, **held})
         except Exception as error:  # orbax raises what its storage does
             folder = self._run.checkpoints / run_dir.step_name(step)
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -177,14 +178,21 @@ class Trainer:
                 f"checkpoint {step} was written under epoch {epoch}, but step {step} belongs to epoch "
                 f"{lineage[step - 1]['epoch']}: a trainer that had been replaced wrote it; remove it from {self._run.checkpoints}"
             )
+        self.state = trees["state"]
+        if self._reference and step:
+            self._reference.params = trees["reference"]
+        elif self._reference:
+            self._reference.start(self.state.params)
         self._reader.heads()
         self.index = ReplayIndex.restore(host["index"], self._reader)
         self._visible = host["visible"]
         self._note_needs(step)
         self.step_number = self._saved_step = step
 
-    def _initial_state(self, base: parameters.Params) -> learner_lib.TrainState:
-        return learner_lib.init_state(self._policy.initial(base, jax.random.key(self._config.seed)), self._optimizer)
+    def _initial_state(self, base: parameters.Params) -> state_lib.TrainState:
+        key = jax.random.key(self._config.seed)
+        head = parameters.init(key, heads_lib.log_z_specs(self._policy.model)) if self._optimizers.log_z is not None else None
+        return state_lib.init_state(self._policy.initial(base, key), self._optimizers, log_z=head)
 
     def _replay_journal(self, lines: list[dict[str, Any]]) -> None:
         for line in lines:
@@ -197,7 +205,7 @@ class Trainer:
             if journal_lib.batch_hash(rows) != line["batch"]:
                 raise ValueError(f"journalled step {line['step']}: the rows in the log are not those that were drawn")
             self.index.mark_drawn(slots)
-            self._apply(rows)
+            self._apply(rows, journal_lib.line_ids(line))
             if self._publish_is_due():
                 self._publish_unless_there()
                 self._publisher.wait()  # so that every step that may have been published is there again
@@ -228,13 +236,14 @@ class Trainer:
         with self.account.measure("draw"):
             rows = self.index.gather(slots)
             self._check_reference(rows)
+        ids = self.index.ids(slots)
         with self.account.measure("journal"):
             self._lease.check()
             make_line = functools.partial(
                 journal_lib.journal_line,
                 step=self.step_number + 1,
                 visible=self._visible,
-                ids=self.index.ids(slots),
+                ids=ids,
                 reward_version=self._contract.reward_version,
                 key=self.step_number,
                 rows=rows,
@@ -245,7 +254,7 @@ class Trainer:
         self.index.mark_drawn(slots)
         try:
             with self.account.measure("update"):
-                measurements = self._apply(rows)
+                measurements = self._apply(rows, ids)
         finally:
             with self.account.measure("journal"):
                 durable.result()
@@ -282,24 +291,40 @@ class Trainer:
             )
 
     def _check_reference(self, rows: trajectory.Rows) -> None:
+        """With a reference that moves, the log-probs of the rows' own are not trained with."""
         foreign = rows["reference_id"] != self._reference_number
-        if foreign.any():
+        if foreign.any() and self._config.learner.reference.kind == "initial":
             raise ValueError(
                 f"{foreign.sum()} drawn rows have log-probs of reference {rows['reference_id'][foreign.argmax()]:016x}, "
                 f"the run's reference is {self._reference_number:016x}"
             )
 
-    def _apply(self, rows: trajectory.Rows) -> dict[str, Any]:
-        batch = mesh_lib.put_rows(self._mesh, learner_lib.batch_from_rows(rows))
+    def _apply(self, rows: trajectory.Rows, ids: Sequence[tuple[str, int]]) -> dict[str, Any]:
+        batch = mesh_lib.put_rows(self._mesh, state_lib.batch_from_rows(rows))
+        if self._reference:
+            batch = self._reference.rescore(self._frozen, batch)
         self.state, measurements = self._update(self.state, self._frozen, batch)
         measurements = jax.device_get(measurements)
         self.step_number += 1
+        row_finite = measurements.pop("row_finite")
         if not measurements["finite"]:
-            raise FloatingPointError(
-                f"step {self.step_number}: loss {measurements['loss']} or gradient norm {measurements['grad_norm']} is not "
-                f"finite; its batch is the line of that step in {self._run.journal}"
-            )
+            self._refuse(measurements, [f"{writer}:{row}" for (writer, row), ok in zip(ids, row_finite, strict=True) if not ok])
+        moved = self._reference is not None and self._reference.advance(self.state.params, self.step_number)
+        if moved and self._config.learner.reference.reset_optimizer:
+            self.state = dataclasses.replace(self.state, opt_state=self._restart_moments(self.state.opt_state))
         return measurements
+
+    def _refuse(self, measurements: dict[str, Any], rows: Sequence[str]) -> None:
+        """Says which step and rows an update was refused for; raises unless such steps are skipped."""
+        listed = ", ".join(rows[:8]) + (" …" if len(rows) > 8 else "")
+        sentence = (
+            f"step {self.step_number}: loss {measurements['loss']} or gradient norm {measurements['grad_norm']} is not finite; "
+            + (f"because of {len(rows)} of its {self.rows} rows: {listed}" if rows else "each of its rows is, by itself")
+            + f"; its batch is the line of that step in {self._run.journal}"
+        )
+        if self._config.learner.non_finite == "stop":
+            raise FloatingPointError(f"{sentence}; learner.non_finite=skip would leave such updates out")
+        log.warning("%s; the update is left out (learner.non_finite=skip)", sentence)
 
     def _publish_is_due(self) -> bool:
         """At every k-th step, at steps that are evaluated, and at the last."""
@@ -318,7 +343,9 @@ class Trainer:
         every = c.learner.logprob_gap_every_steps
         if every and self.step_number % every == 0:
             with self.account.measure("logprob_gap"):
-                self._last_gap = self._logprob_gap()
+                resident = np.flatnonzero(self.index.slot_query >= 0)
+                usable = resident[(self.index.row_step[resident] >= 0) & ~self._is_mounted(resident)]
+                self._last_gap = self._gap.measure(self.index, usable, self._frozen)
 
     def _publish_unless_there(self) -> None:
         if self.step_number not in policy_store.committed_steps(self._run.policies):
@@ -342,7 +369,8 @@ class Trainer:
         if self._config.replay.retention == "checkpoints":
             self._expire_segments()
         host = {"epoch": self._lease.epoch, "index": self.index.state(), "visible": self._visible}
-        self._checkpoints.save(self.state, host, step=self.step_number)
+        held = {"reference": self._reference.params} if self._reference else {}
+        self._checkpoints.save({"state": self.state, **held}, host, step=self.step_number)
 
     def _expire_segments(self) -> None:
         """Removes what the checkpoints that are there do not need, and notes what the next one will."""
@@ -365,57 +393,6 @@ class Trainer:
             known = {writer: size for writer, size in sizes.items() if size is not None}
             if len(known) == len(sizes):
                 self._needs[step] = retention.needs(self.index, known)
-
-    def _score_snapshot(
-        self, snapshot: parameters.Params, frozen: parameters.Params, batch: learner_lib.Batch
-    ) -> tuple[jax.Array, jax.Array]:
-        """As learner.score, of a snapshot; rounded as searchers round it, if they do."""
-        params = self._policy.for_training(snapshot, frozen)
-        if self._config.searchers.weights != "full":
-            params = self._policy.for_sampling(snapshot, frozen, self._config.searchers.weights)
-        return learner_lib.score(params, batch, config=self._learner_config)
-
-    def _snapshot(self, step: int) -> tuple[int, parameters.Params] | None:
-        """The published parameters of a step; None where there are none, or not any more."""
-        specs, shardings = self._policy.trained_specs, self._policy.trained_shardings(self._mesh)
-        try:
-            return step, policy_store.load_step(self._run.policies, step, specs, shardings, dtype=self._policy.snapshot_dtype)
-        except FileNotFoundError:
-            return None
-
-    def _logprob_gap(self) -> dict[str, float]:
-        """Compares sampler and learner on the same weights: the newest snapshot that produced resident rows as a whole.
-
-        Trajectory balance would train on without notice if a mask, a position or a precision differed between the two.
-        """
-        resident = np.flatnonzero(self.index.slot_query >= 0)
-        usable = resident[(self.index.row_step[resident] >= 0) & ~self._is_mounted(resident)]
-        newest_first = np.unique(self.index.row_step[usable])[::-1].tolist()
-        step, snapshot = next(filter(None, map(self._snapshot, newest_first)), (-1, {}))
-        if not snapshot:
-            return {}
-        slots = usable[self.index.row_step[usable] == step]
-        slots = np.resize(slots, self._learner_config.micro_batch_rows)
-        rows = self.index.gather(slots)
-        mask = trajectory.response_mask(rows["response_length"], self._contract.response_length)
-        whole = (np.where(mask, rows["policy_step"], step) == step).all(axis=1)
-        batch = mesh_lib.put_rows(self._mesh, learner_lib.batch_from_rows(rows))
-        logprobs = np.asarray(self._score(snapshot, self._frozen, batch)[0])
-        gap = np.abs(logprobs - rows["policy_logprobs"])[mask & whole[:, None]]
-        if not gap.size:
-            return {}
-        worst = float(gap.max())
-        limit = self._config.learner.logprob_gap_limit or _GAP_LIMITS[self._policy.model.compute_dtype]
-        alarm = not worst <= limit  # NaN is an alarm
-        if alarm:
-            log.error(
-                "ALARM: sampler and learner disagree by %.2g nats on a token of policy step %d (limit %.2g, "
-                "learner.logprob_gap_limit): a mask, a position or a precision differs",
-                worst,
-                step,
-                limit,
-            )
-        return {"logprob_gap_max": worst, "logprob_gap_mean": float(gap.mean()), "logprob_gap_alarm": float(alarm)}
 
     def wait(self, seconds: float) -> None:
         """Waits for rows, at the latest until `seconds` have passed; counted as the trainer's waiting time."""
@@ -476,48 +453,6 @@ class Trainer:
         self._checkpoints.close()
         self._journal.close()
         self._remover.shutdown()
-
-
-def make_index(config: Any, contract: run_config.Contract) -> ReplayIndex:
-    """The empty index of a run."""
-    return ReplayIndex(
-        shape=contract.row_shape(),
-        capacity=config.replay.capacity,
-        capacity_per_query=config.replay.capacity_per_query,
-        merge_duplicates=config.replay.merge_duplicates,
-        merge_edit_distance=config.replay.merge_edit_distance,
-        merge_cosine_distance=config.replay.merge_cosine_distance,
-        drop=config.replay.drop,
-        vocab_size=contract.model["vocab"],
-    )
-
-
-def make_optimizer(config: Any) -> optax.GradientTransformation:
-    c = config.learner
-    schedule = optimizer_lib.SCHEDULES[c.schedule](
-        peak=c.learning_rate, steps=c.steps, warmup_steps=c.warmup_steps, decay_steps=c.decay_steps
-    )
-    return optimizer_lib.adamw(
-        schedule,
-        beta1=c.adam_beta1,
-        beta2=c.adam_beta2,
-        epsilon=c.adam_epsilon,
-        weight_decay=c.weight_decay,
-        clip_norm=c.clip_norm,
-    )
-
-
-def state_shapes(policy: Policy, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh) -> learner_lib.TrainState:
-    """The train state as jax.ShapeDtypeStruct with shardings: the optimiser's moments are sharded as their parameters."""
-    params = parameters.shapes(policy.trained_specs)
-    shapes = jax.eval_shape(functools.partial(learner_lib.init_state, optimizer=optimizer), params)
-    shardings = policy.trained_shardings(mesh)
-    everywhere = mesh_lib.replicated(mesh)
-    opt_shardings = optax.tree_map_params(
-        optimizer, lambda _, sharding: sharding, shapes.opt_state, shardings, transform_non_params=lambda _: everywhere
-    )
-    all_shardings = learner_lib.TrainState(step=everywhere, params=shardings, opt_state=opt_shardings)
-    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, all_shardings)
 
 
 def record(writer: MetricWriter, trainer: Trainer, measurements: dict[str, Any], *, begin: float, steps: int) -> None:

@@ -1,0 +1,61 @@
+"""References that move with the policy (TBA′, PAPER §2): reset to it every ρ updates, or its moving average.
+
+Rows carry the log-probs of the run's initial reference, so the learner scores a batch again with the reference of its step.
+"""
+
+import dataclasses
+import functools
+
+import jax
+from jax.sharding import Mesh
+
+from tba_jax import mesh as mesh_lib
+from tba_jax.learner.state import Batch
+from tba_jax.learner.update import LearnerConfig, score_in_micro_batches
+from tba_jax.models import parameters
+from tba_jax.models.parameters import Params
+
+
+def ref_logprobs(reference: Params, frozen: Params, batch: Batch, *, config: LearnerConfig) -> jax.Array:
+    """float32[B, R], nats at the scoring temperature, 0 where masked. reference: like what is trained of the policy."""
+    return score_in_micro_batches(config.policy.for_training(reference, frozen), batch, config=config)[0]
+
+
+def moved(reference: Params, params: Params, *, decay: float) -> Params:
+    """ref ← α·ref + (1 − α)·θ, α = decay; 0 resets the reference to the policy."""
+    return jax.tree.map(lambda ref, param: decay * ref + (1 - decay) * param, reference, params)
+
+
+class MovingReference:
+    """The moving reference of a run: weights like those that are trained, in float32, sharded as they are."""
+
+    def __init__(self, config: LearnerConfig, mesh: Mesh, *, every_steps: int, decay: float, offload: bool):
+        """Args: every_steps: updates between two moves; decay: see `moved`; offload: it rests in host memory between uses."""
+        specs = config.policy.trained_specs
+        self._every_steps = every_steps
+        self._in_use = config.policy.trained_shardings(mesh)
+        in_host_memory = jax.tree.map(lambda sharding: sharding.with_memory_kind(mesh_lib.PINNED_HOST), self._in_use)
+        self._at_rest = in_host_memory if offload else self._in_use
+        self.shapes = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), parameters.shapes(specs), self._at_rest
+        )
+        self.params: Params = {}
+        self._copy = jax.jit(functools.partial(jax.tree.map, jax.numpy.copy), out_shardings=self._in_use)
+        self._move = jax.jit(functools.partial(moved, decay=decay), out_shardings=self._in_use, donate_argnums=0)
+        self._score = mesh_lib.on_mesh(mesh, jax.jit(functools.partial(ref_logprobs, config=config)))
+
+    def start(self, params: Params) -> None:
+        """The reference of step 0: the policy that the run begins with."""
+        self.params = jax.device_put(self._copy(params), self._at_rest)
+
+    def rescore(self, frozen: Params, batch: Batch) -> Batch:
+        """The batch with moving_ref_logprobs."""
+        reference = jax.device_put(self.params, self._in_use)
+        return dataclasses.replace(batch, moving_ref_logprobs=self._score(reference, frozen, batch))
+
+    def advance(self, params: Params, step: int) -> bool:
+        """Moves the reference if it is due after `step` updates, and returns whether it was."""
+        due = step % self._every_steps == 0
+        if due:
+            self.params = jax.device_put(self._move(jax.device_put(self.params, self._in_use), params), self._at_rest)
+        return due

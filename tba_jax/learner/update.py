@@ -1,0 +1,273 @@
+"""The trainer's mathematics: one update on Q queries × K completions, in micro-batches of any size.
+
+An objective couples the K rows of a query, a micro-batch need not hold them all. Both ways are exact:
+
+- whole groups: a micro-batch of a multiple of K rows evaluates the objective on its own groups; gradients are averaged;
+- any split: a first pass scores all rows, the objective's gradient with respect to the log-probs [B, R] is taken on the
+  whole batch, and a second pass pulls it back through the model one micro-batch at a time.
+"""
+
+import dataclasses
+from typing import Any
+
+import chex
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+
+from tba_jax.learner.state import Batch, Optimizers, TrainState
+from tba_jax.models import heads, scoring
+from tba_jax.models.parameters import Params
+from tba_jax.models.policy import Policy
+from tba_jax.objectives import Objective
+from tba_jax.objectives.diagnostics import diagnostics
+from tba_jax.objectives.inputs import ObjectiveInputs, ObjectiveSettings, PolicyOutputs
+from tba_jax.optimizer import Schedule
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LearnerConfig:
+    """Static settings of an update.
+
+    micro_batch_rows: rows per forward and backward pass, a divisor of B; logit_bytes: what logits may take at a time, over
+    all devices, see scoring.token_logprobs; temperature: the run's scoring temperature; remat: a name of layers.REMAT;
+    surrogate_decay: α of the moving average that `surrogate_ref_logprobs` stands for, 0 = the log-probs of the batch;
+    skip_non_finite: whether a refused update counts as a step.
+    """
+
+    policy: Policy
+    objective: Objective
+    settings: ObjectiveSettings
+    micro_batch_rows: int
+    logit_bytes: int
+    temperature: float
+    banned_tokens: tuple[int, ...]
+    remat: str
+    surrogate_decay: float = 0.0
+    skip_non_finite: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Schedules:
+    """By trainer step: β, γ and τ of ObjectiveInputs."""
+
+    beta: Schedule
+    ref_temperature: Schedule
+    reward_temperature: Schedule
+
+
+@flax.struct.dataclass
+class Coefficients:
+    """What the schedules say at `step` (int32[], updates done so far): float32[] each, see ObjectiveInputs."""
+
+    step: chex.Array
+    beta: chex.Array
+    ref_temperature: chex.Array
+    reward_temperature: chex.Array
+
+
+def score(params: Params, batch: Batch, *, config: LearnerConfig) -> tuple[jax.Array, jax.Array]:
+    """policy_logprobs float32[B, R] and entropy float32[B, R] of the batch at the scoring temperature.
+
+    Args:
+      params: all that the decoder computes with (Policy.for_training or for_sampling).
+    """
+    return scoring.response_logprobs(
+        params,
+        batch.prompt_tokens,
+        batch.prompt_length,
+        batch.response_tokens,
+        batch.response_length,
+        config=config.policy.model,
+        temperature=config.temperature,
+        banned_tokens=config.banned_tokens,
+        logit_bytes=config.logit_bytes,
+        remat=config.remat,
+    )
+
+
+def score_in_micro_batches(params: Params, batch: Batch, *, config: LearnerConfig) -> tuple[jax.Array, jax.Array]:
+    """As `score`, micro_batch_rows at a time."""
+    per_token = jax.lax.map(lambda micro: score(params, micro, config=config), _split(batch, config.micro_batch_rows, 1))
+    logprobs, entropy = (_join(x, 1) for x in per_token)
+    return logprobs, entropy
+
+
+def train_step(
+    state: TrainState,
+    frozen: Params,
+    batch: Batch,
+    *,
+    optimizers: Optimizers,
+    schedules: Schedules,
+    config: LearnerConfig,
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """One update. Jit it once with `state` donated.
+
+    Args:
+      frozen: the part of the policy that is not trained (Policy.initial).
+
+    Returns:
+      the new state and float32[] measurements. `finite` is 0 where loss or gradient is not: the state is then left as it
+      was, but counts the step where config.skip_non_finite says so. `row_finite`, bool[B], says which rows are. Others: see
+      diagnostics; kl_to_initial, nats per response, where the reference moves.
+    """
+    coefficients = Coefficients(
+        step=state.step, **{field.name: getattr(schedules, field.name)(state.step) for field in dataclasses.fields(schedules)}
+    )
+    log_z, pull_back_log_z = _log_z(state, frozen, batch, config)
+    accumulate = _whole_groups if config.micro_batch_rows % config.settings.completions == 0 else _any_split
+    loss, grads, log_z_cotangent, policy_logprobs, entropy = accumulate(
+        state.params, frozen, batch, log_z, coefficients=coefficients, config=config
+    )
+    log_z_grads = pull_back_log_z(log_z_cotangent)
+    grad_norm = optax.tree.norm(grads)
+    finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & jnp.isfinite(optax.tree.norm(log_z_grads))
+    new = _descend(state, grads, log_z_grads, optimizers)
+    refused = dataclasses.replace(state, step=state.step + 1, skipped=state.skipped + 1) if config.skip_non_finite else state
+    new = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, refused)
+    inputs = _inputs(batch, policy_logprobs, coefficients, config)
+    measurements = {
+        "loss": loss,
+        "grad_norm": grad_norm,
+        "finite": finite.astype(jnp.float32),
+        "beta": coefficients.beta,
+        "row_finite": _row_finite(policy_logprobs, inputs),
+        **diagnostics(policy_logprobs, entropy, inputs),
+    }
+    if config.surrogate_decay or batch.moving_ref_logprobs is not None:
+        measurements["kl_to_initial"] = jnp.mean(jnp.sum(policy_logprobs - batch.ref_logprobs, axis=1))
+    if state.log_z:
+        measurements["learned_log_z"] = jnp.mean(log_z)
+    if config.skip_non_finite:
+        measurements["skipped_steps"] = new.skipped.astype(jnp.float32)
+    return new, measurements
+
+
+def _log_z(state: TrainState, frozen: Params, batch: Batch, config: LearnerConfig) -> tuple[jax.Array, Any]:
+    """log Z(x) of each row's query, float32[B], and what takes its cotangent to the head's gradient; zeros without a head."""
+    K = config.settings.completions
+    if not state.log_z:
+        return jnp.zeros(batch.reward.shape, jnp.float32), lambda cotangent: {}
+    params = config.policy.for_training(state.params, frozen)
+    prompts = batch.prompt_tokens[::K], batch.prompt_length[::K]
+    states = heads.mean_prompt_states(params, *prompts, config=config.policy.model)
+    log_z, pull_back = jax.vjp(lambda head: jnp.repeat(heads.log_partition(head, states), K), state.log_z)
+    return log_z, lambda cotangent: pull_back(cotangent)[0]
+
+
+def _descend(state: TrainState, grads: Params, log_z_grads: Params, optimizers: Optimizers) -> TrainState:
+    updates, opt_state = optimizers.policy.update(grads, state.opt_state, state.params)
+    new = dataclasses.replace(state, step=state.step + 1, params=optax.apply_updates(state.params, updates), opt_state=opt_state)
+    if optimizers.log_z is None:
+        return new
+    updates, opt_state = optimizers.log_z.update(log_z_grads, state.log_z_opt_state, state.log_z)
+    return dataclasses.replace(new, log_z=optax.apply_updates(state.log_z, updates), log_z_opt_state=opt_state)
+
+
+def surrogate_ref_logprobs(policy_logprobs: jax.Array, batch: Batch, *, step: jax.Array, decay: float) -> jax.Array:
+    """log π_ema ≈ log π_θ − α / (Δ (1 − α)) · (log π_θ − log π_{n−Δ}), to first order (PAPER §2, "TBA′").
+
+    The moving average ref ← α·ref + (1 − α)·θ trails the policy by α/(1 − α) updates; the policy's own change since a token
+    was sampled, Δ updates ago, stands for its speed. No reference is held.
+
+    Args:
+      policy_logprobs: float32[B, R], of π_θ; batch.policy_logprobs are those of the sampler's weights, π_{n−Δ}.
+      step: int32[], n, updates done; batch.policy_step: that of each token's weights.
+
+    Returns:
+      float32[B, R], detached. At Δ = 0 it is log π_θ.
+    """
+    policy_logprobs = jax.lax.stop_gradient(policy_logprobs)
+    staleness = step - batch.policy_step
+    speed = (policy_logprobs - batch.policy_logprobs) / jnp.maximum(staleness, 1)
+    return policy_logprobs - jnp.where(staleness > 0, decay / (1 - decay) * speed, 0.0)
+
+
+def _inputs(batch: Batch, policy_logprobs: jax.Array, coefficients: Coefficients, config: LearnerConfig) -> ObjectiveInputs:
+    R = batch.response_tokens.shape[1]
+    mask = jnp.arange(R)[None, :] < batch.response_length[:, None]
+    ref_logprobs = batch.ref_logprobs if batch.moving_ref_logprobs is None else batch.moving_ref_logprobs
+    if config.surrogate_decay:
+        moving = surrogate_ref_logprobs(policy_logprobs, batch, step=coefficients.step, decay=config.surrogate_decay)
+        ref_logprobs = jnp.where(mask, moving, 0.0)
+    return ObjectiveInputs(
+        ref_logprobs=ref_logprobs,
+        behavior_logprobs=batch.behavior_logprobs,
+        mask=mask,
+        reward=batch.reward,
+        beta=coefficients.beta,
+        ref_temperature=coefficients.ref_temperature,
+        reward_temperature=coefficients.reward_temperature,
+        settings=config.settings,
+    )
+
+
+def _row_finite(policy_logprobs: jax.Array, inputs: ObjectiveInputs) -> jax.Array:
+    """bool[B]: whether a row's log-probs and reward, and the square of their difference, are finite."""
+    difference = inputs.log_target() - jnp.sum(policy_logprobs, axis=1)
+    return jnp.isfinite(difference**2) & jnp.isfinite(jnp.sum(inputs.behavior_logprobs, axis=1))
+
+
+def _split(tree: Any, rows: int, unit: int) -> Any:
+    """[B, ...] -> [B / rows, rows, ...]: micro-batches of `rows` rows that keep every `unit` consecutive rows together.
+
+    Units are dealt out with a stride, so that each micro-batch takes its share from every device that rows are split over.
+    """
+
+    def split(x: jax.Array) -> jax.Array:
+        count = x.shape[0] // rows
+        return x.reshape(rows // unit, count, unit, *x.shape[1:]).swapaxes(0, 1).reshape(count, rows, *x.shape[1:])
+
+    return jax.tree.map(split, tree)
+
+
+def _join(x: jax.Array, unit: int) -> jax.Array:
+    """The inverse of `_split`: [B / rows, rows, ...] -> [B, ...]."""
+    count, rows = x.shape[:2]
+    return x.reshape(count, rows // unit, unit, *x.shape[2:]).swapaxes(0, 1).reshape(count * rows, *x.shape[2:])
+
+
+def _whole_groups(
+    params: Params, frozen: Params, batch: Batch, log_z: jax.Array, *, coefficients: Coefficients, config: LearnerConfig
+) -> tuple[Any, ...]:
+    """One pass: the objective is a mean over groups, so the batch's is the mean over micro-batches of whole groups."""
+
+    def micro_loss(params: Params, log_z: jax.Array, micro: Batch) -> tuple[jax.Array, Any]:
+        policy_logprobs, entropy = score(config.policy.for_training(params, frozen), micro, config=config)
+        inputs = _inputs(micro, policy_logprobs, coefficients, config)
+        return config.objective(PolicyOutputs(logprobs=policy_logprobs, log_z=log_z), inputs), (policy_logprobs, entropy)
+
+    def add(grads: Params, micro: tuple[Batch, jax.Array]) -> tuple[Params, Any]:
+        rows, row_log_z = micro
+        (loss, per_token), (micro_grads, log_z_cotangent) = jax.value_and_grad(micro_loss, argnums=(0, 1), has_aux=True)(
+            params, row_log_z, rows
+        )
+        return jax.tree.map(jnp.add, grads, micro_grads), (loss, log_z_cotangent, *per_token)
+
+    K = config.settings.completions
+    micros = _split((batch, log_z), config.micro_batch_rows, K)
+    count = micros[1].shape[0]
+    grads, (losses, log_z_cotangent, *per_token) = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), micros)
+    grads = jax.tree.map(lambda g: g / count, grads)
+    return jnp.mean(losses), grads, _join(log_z_cotangent, K) / count, *(_join(x, K) for x in per_token)
+
+
+def _any_split(
+    params: Params, frozen: Params, batch: Batch, log_z: jax.Array, *, coefficients: Coefficients, config: LearnerConfig
+) -> tuple[Any, ...]:
+    """Two passes: ∇_θ L = Σ_micro (∂ log π / ∂θ)ᵀ ∂L / ∂ log π, with the inner gradient taken on the whole batch."""
+    policy_logprobs, entropy = score_in_micro_batches(config.policy.for_training(params, frozen), batch, config=config)
+    outputs = PolicyOutputs(logprobs=policy_logprobs, log_z=log_z)
+    inputs = _inputs(batch, policy_logprobs, coefficients, config)
+    loss, cotangent = jax.value_and_grad(config.objective)(outputs, inputs)
+
+    def add(grads: Params, micro: tuple[Batch, jax.Array]) -> tuple[Params, None]:
+        rows, row_cotangent = micro
+        pull_back = jax.vjp(lambda p: score(config.policy.for_training(p, frozen), rows, config=config)[0], params)[1]
+        return jax.tree.map(jnp.add, grads, pull_back(row_cotangent)[0]), None
+
+    micros = _split((batch, cotangent.logprobs), config.micro_batch_rows, 1)
+    grads, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), micros)
+    return loss, grads, cotangent.log_z, policy_logprobs, entropy

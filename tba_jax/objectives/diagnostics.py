@@ -1,0 +1,60 @@
+"""What a batch says about the policy that is trained on it, whatever the objective; the batch need not be on-policy."""
+
+import jax
+import jax.numpy as jnp
+
+from tba_jax.objectives.inputs import ObjectiveInputs
+from tba_jax.objectives.trajectory_balance import vargrad_log_z
+
+# Nats. e^60 and its sums over a batch are within float32.
+_LARGEST = 60.0
+
+
+def diagnostics(policy_logprobs: jax.Array, entropy: jax.Array, inputs: ObjectiveInputs) -> dict[str, jax.Array]:
+    """Measurements of a whole batch of Q queries × K completions; none carries a gradient.
+
+    Args:
+      policy_logprobs: float32[B, R], nats at the scoring temperature, 0 where masked; entropy: float32[B, R], nats,
+        likewise, of π_θ at every real token.
+
+    Returns:
+      float32[] each:
+      reward, response_length (tokens): means over rows. entropy: nats per token.
+      kl_to_ref, kl_to_ref_k3: nats per response, estimates of KL(π_θ‖π_ref): the mean of k = Σ_t log π_θ/π_ref, and of
+        Σ_t (π_ref/π_θ − 1 − log π_ref/π_θ), which is never negative.
+      ratio_mean, ratio_max: of π_θ/π_behaviour over tokens; ratio_clipped: share of tokens above importance_clip.
+      effective_sample_share: (Σ w)² / (B Σ w²) of w = Π_t π_θ/π_behaviour over rows: 1 on-policy, 1/B where one row counts.
+      log_z, log_z_std: nats, mean and spread over queries of VarGrad's log Ẑ(x); log_weight_std: nats, the spread of
+        log p̃ − log π_θ within a query, 0 at the optimum.
+      advantage_std: in units of reward, of A = β τ (log p̃ − log π_θ − log Ẑ), trajectory balance's advantage.
+      equal_reward_groups: share of queries whose K rewards are all the same.
+    """
+    policy_logprobs, entropy = jax.lax.stop_gradient((policy_logprobs, entropy))
+    tokens = jnp.sum(inputs.mask, axis=1)
+    all_tokens = jnp.maximum(jnp.sum(tokens), 1)
+    log_kl = inputs.masked(policy_logprobs - inputs.ref_logprobs)
+    k3 = jnp.exp(jnp.clip(-log_kl, -_LARGEST, _LARGEST)) - 1.0 + log_kl
+    log_ratio = inputs.masked(policy_logprobs - inputs.behavior_logprobs)
+    ratio = inputs.masked(jnp.exp(jnp.clip(log_ratio, -_LARGEST, _LARGEST)))
+    log_weight = jnp.sum(log_ratio, axis=1)
+    effective = 2 * jax.nn.logsumexp(log_weight) - jax.nn.logsumexp(2 * log_weight)
+    clip = inputs.settings.importance_clip
+    policy, target = inputs.grouped(jnp.sum(inputs.masked(policy_logprobs), axis=1)), inputs.grouped(inputs.log_target())
+    log_z, residual_std = vargrad_log_z(policy, target), jnp.sqrt(jnp.mean(jnp.var(target - policy, axis=1)))
+    rewards = inputs.grouped(inputs.reward)
+    return {
+        "reward": jnp.mean(rewards),
+        "response_length": jnp.mean(tokens.astype(jnp.float32)),
+        "entropy": jnp.sum(inputs.masked(entropy)) / all_tokens,
+        "kl_to_ref": jnp.mean(jnp.sum(log_kl, axis=1)),
+        "kl_to_ref_k3": jnp.mean(jnp.sum(k3, axis=1)),
+        "ratio_mean": jnp.sum(ratio) / all_tokens,
+        "ratio_max": jnp.max(ratio),
+        "ratio_clipped": jnp.sum(ratio > clip) / all_tokens if clip else jnp.zeros(()),
+        "effective_sample_share": jnp.exp(effective) / policy.size,
+        "log_z": jnp.mean(log_z),
+        "log_z_std": jnp.std(log_z),
+        "log_weight_std": residual_std,
+        "advantage_std": inputs.beta * inputs.reward_temperature * residual_std,
+        "equal_reward_groups": jnp.mean((jnp.max(rewards, axis=1) == jnp.min(rewards, axis=1)).astype(jnp.float32)),
+    }

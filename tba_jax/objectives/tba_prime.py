@@ -1,0 +1,38 @@
+"""TBA′, the token-level form of trajectory balance for larger models (PAPER §2, "TBA′")."""
+
+import jax
+import jax.numpy as jnp
+
+from tba_jax.objectives.inputs import ObjectiveInputs, PolicyOutputs
+
+
+def tba_prime_advantage(policy_logprobs: jax.Array, inputs: ObjectiveInputs) -> jax.Array:
+    """A = (r − r̄)/τ − β (k − k̄),  k = Σ_t clip( log π_θ − log π_ref/(γτ), ±log_ratio_clip ), detached: float32[Q, K].
+
+    r̄ and k̄ are means over the K rows of a query; γ = τ = 1 is the form of the paper.
+    """
+    clip = inputs.settings.log_ratio_clip
+    scale = inputs.ref_temperature * inputs.reward_temperature
+    log_ratio = jax.lax.stop_gradient(policy_logprobs) - inputs.ref_logprobs / scale
+    kl = inputs.grouped(jnp.sum(inputs.masked(jnp.clip(log_ratio, -clip, clip)), axis=1))
+    reward = inputs.grouped(inputs.reward) / inputs.reward_temperature
+    return reward - jnp.mean(reward, axis=1, keepdims=True) - inputs.beta * (kl - jnp.mean(kl, axis=1, keepdims=True))
+
+
+def tba_prime(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
+    """L = −mean_{i,j} Σ_t w_t A_ij / R,  w_t = min( π_θ/π_behaviour, importance_clip ), or log π_θ where that is 0.
+
+    R, the most tokens a response may have, is the same for all rows: long responses are not favoured.
+
+    Returns:
+      float32[] loss. Without importance weights and with no ratio clipped its gradient is that of trajectory balance
+      times β/(2R).
+    """
+    advantage = tba_prime_advantage(outputs.logprobs, inputs).reshape(-1, 1)
+    weight = outputs.logprobs
+    if inputs.settings.importance_clip:
+        # Bounded before the exponential: of a ratio beyond the clip neither value nor gradient is infinite.
+        bound = jnp.log(inputs.settings.importance_clip)
+        weight = jnp.exp(jnp.minimum(outputs.logprobs - inputs.behavior_logprobs, bound))
+    R = inputs.mask.shape[1]
+    return -jnp.mean(jnp.sum(inputs.masked(weight * advantage), axis=1)) / R

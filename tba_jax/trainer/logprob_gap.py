@@ -1,0 +1,81 @@
+"""The alarm: sampler's and learner's log-probs of the same tokens by the same weights must agree.
+
+Trajectory balance would train on without notice if a mask, a position or a precision differed between the two.
+"""
+
+import logging
+
+import jax
+import numpy as np
+
+from tba_jax import mesh as mesh_lib
+from tba_jax import policy_store, trajectory
+from tba_jax.learner import update as update_lib
+from tba_jax.learner.state import Batch, batch_from_rows
+from tba_jax.models import parameters
+from tba_jax.replay.index import ReplayIndex
+from tba_jax.storage import Place
+
+log = logging.getLogger(__name__)
+
+# Nats per token that sampler and learner may differ by, by compute dtype.
+_LIMITS = {"float32": 1e-3, "bfloat16": 0.1}
+
+
+class LogprobGap:
+    """Compares stored log-probs with those of the learner, on the newest snapshot that produced rows as a whole."""
+
+    def __init__(
+        self, config: update_lib.LearnerConfig, mesh: jax.sharding.Mesh, policies: Place, *, sampler_weights: str, limit: float
+    ):
+        """Args: policies: snapshots; sampler_weights: "full" | "int8", as searchers round them; limit: nats, 0 = by dtype."""
+        self._config, self._mesh, self._policies, self._sampler_weights = config, mesh, policies, sampler_weights
+        self._limit = limit or _LIMITS[config.policy.model.compute_dtype]
+        self._score = mesh_lib.on_mesh(mesh, jax.jit(self._score_snapshot))
+
+    def _score_snapshot(self, snapshot: parameters.Params, frozen: parameters.Params, batch: Batch) -> jax.Array:
+        """float32[B, R]: log-probs by a snapshot; rounded as searchers round it, if they do."""
+        policy = self._config.policy
+        params = policy.for_training(snapshot, frozen)
+        if self._sampler_weights != "full":
+            params = policy.for_sampling(snapshot, frozen, self._sampler_weights)
+        return update_lib.score(params, batch, config=self._config)[0]
+
+    def _load(self, step: int) -> tuple[int, parameters.Params] | None:
+        """The published parameters of a step; None where there are none, or not any more."""
+        policy = self._config.policy
+        specs, shardings = policy.trained_specs, policy.trained_shardings(self._mesh)
+        try:
+            return step, policy_store.load_step(self._policies, step, specs, shardings, dtype=policy.snapshot_dtype)
+        except FileNotFoundError:
+            return None
+
+    def measure(self, index: ReplayIndex, usable: np.ndarray, frozen: parameters.Params) -> dict[str, float]:
+        """Largest and mean gap in nats per token, and whether it is an alarm; {} where there is nothing to compare.
+
+        Args:
+          usable: int64[n], slots of resident rows that name snapshots of this run.
+        """
+        newest_first = np.unique(index.row_step[usable])[::-1].tolist()
+        step, snapshot = next(filter(None, map(self._load, newest_first)), (-1, {}))
+        if not snapshot:
+            return {}
+        slots = np.resize(usable[index.row_step[usable] == step], self._config.micro_batch_rows)
+        rows = index.gather(slots)
+        mask = trajectory.response_mask(rows["response_length"], rows["policy_step"].shape[1])
+        whole = (np.where(mask, rows["policy_step"], step) == step).all(axis=1)
+        logprobs = np.asarray(self._score(snapshot, frozen, mesh_lib.put_rows(self._mesh, batch_from_rows(rows))))
+        gap = np.abs(logprobs - rows["policy_logprobs"])[mask & whole[:, None]]
+        if not gap.size:
+            return {}
+        worst = float(gap.max())
+        alarm = not worst <= self._limit  # NaN is an alarm
+        if alarm:
+            log.error(
+                "ALARM: sampler and learner disagree by %.2g nats on a token of policy step %d (limit %.2g, "
+                "learner.logprob_gap_limit): a mask, a position or a precision differs",
+                worst,
+                step,
+                self._limit,
+            )
+        return {"logprob_gap_max": worst, "logprob_gap_mean": float(gap.mean()), "logprob_gap_alarm": float(alarm)}

@@ -1,0 +1,132 @@
+"""References that move: what they become, where they rest, and what a run with one measures."""
+
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from tba_jax import mesh as mesh_lib
+from tba_jax import metrics
+from tba_jax.learner import update as update_lib
+from tba_jax.learner.reference import MovingReference, moved
+from tba_jax.optimizer import adamw, restart_moments
+from tests.test_interleave import one_device, run  # noqa: F401 (a fixture)
+from tests.test_learner import POLICY, random_batch, random_params, settings
+
+DEVICES = jax.devices()  # of these tests; runs take one
+
+
+def reference_on(sizes: tuple[int, int, int], **changes) -> tuple[MovingReference, jax.sharding.Mesh]:
+    mesh = mesh_lib.make_mesh(sizes, setting="learner.mesh", devices=DEVICES[: np.prod(sizes)])
+    reference = MovingReference(settings(micro_batch_rows=8), mesh, **dict(every_steps=1, decay=0.9, offload=False) | changes)
+    return reference, mesh
+
+
+def shifted(params, by: float):
+    return jax.tree.map(lambda x: x + np.float32(by), params)
+
+
+def test_the_moving_average_by_hand():
+    """ref ← α·ref + (1 − α)·θ, from θ_0."""
+    reference, mesh = reference_on((1, 1, 1))
+    on_device = jax.device_put(random_params(), POLICY.trained_shardings(mesh))
+    reference.start(on_device)
+    expected = random_params()
+    for step in range(1, 4):
+        assert reference.advance(shifted(on_device, step), step)
+        expected = jax.tree.map(lambda ref, x, by=step: 0.9 * ref + 0.1 * (x + by), expected, random_params())
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), reference.params, expected)
+
+
+def test_a_reset_comes_every_so_many_steps():
+    reference, mesh = reference_on((1, 1, 1), every_steps=3, decay=0.0)
+    on_device = jax.device_put(random_params(), POLICY.trained_shardings(mesh))
+    reference.start(on_device)
+    for step in range(1, 8):
+        assert reference.advance(shifted(on_device, step), step) == (step in (3, 6))
+        expected = shifted(random_params(), step // 3 * 3)
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(reference.params), expected)
+
+
+def test_the_reference_is_its_own_copy():
+    """The policy's buffers are donated to the next update."""
+    reference, mesh = reference_on((1, 1, 1), every_steps=2, decay=0.0)
+    params = jax.device_put(random_params(), POLICY.trained_shardings(mesh))
+    reference.start(params)
+    jax.tree.map(lambda x: x.delete(), params)
+    params = jax.device_put(random_params(), POLICY.trained_shardings(mesh))
+    reference.advance(params, 2)
+    jax.tree.map(lambda x: x.delete(), params)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(reference.params), random_params())
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 2)], ids=str)
+def test_rows_are_scored_by_the_reference_of_the_step_wherever_it_rests(sizes, offload):
+    reference, mesh = reference_on(sizes, offload=offload)
+    params = jax.device_put(random_params(), POLICY.trained_shardings(mesh))
+    reference.start(params)
+    reference.advance(shifted(params, 0.1), 1)
+    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(reference.params)}
+    assert (kinds == {mesh_lib.PINNED_HOST}) == offload and len(kinds) == 1
+    assert jax.tree.map(lambda x: x.sharding, reference.params) == jax.tree.map(lambda x: x.sharding, reference.shapes)
+    batch = reference.rescore({}, mesh_lib.put_rows(mesh, random_batch()))
+    score = functools.partial(update_lib.score, config=settings())
+    expected, _ = score(moved(random_params(), shifted(random_params(), 0.1), decay=0.9), random_batch())
+    np.testing.assert_allclose(batch.moving_ref_logprobs, expected, rtol=1e-4, atol=2e-5)
+    np.testing.assert_array_equal(batch.ref_logprobs, random_batch().ref_logprobs)
+
+
+def test_moments_begin_anew_and_schedules_go_on():
+    optimizer = adamw(optax.linear_schedule(1.0, 0.0, 10), beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.0, clip_norm=1.0)
+    params = random_params()
+    state = optimizer.init(params)
+    for _ in range(3):
+        _, state = optimizer.update(params, state, params)
+    again = restart_moments(state)
+    adam, schedule = (optax.tree.get_all_with_path(again, name) for name in ("mu", "count"))
+    assert all(not np.any(leaf) for leaf in jax.tree.leaves([value for _, value in adam]))
+    assert sorted(int(value) for _, value in schedule) == [0, 3]
+    fresh, _ = optimizer.update(params, optimizer.init(params), params)
+    restarted, _ = optimizer.update(params, again, params)
+    # Adam's first step, at the learning rate of the fourth: 0.7.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, 0.7 * b, rtol=1e-5), restarted, fresh)
+
+
+MOVES = {
+    "task__missing_eos_reward": -1.0,
+    "learner__learning_rate": 3e-3,
+    "learner__warmup_steps": 0,
+    "learner__steps": 9,
+    "schedule__lag": 2,
+}
+
+
+def lines_of(workdir, **changes) -> list[dict]:
+    assert run(workdir, **MOVES | {name.replace("reference_", "learner__reference__"): x for name, x in changes.items()}) == 0
+    return metrics.read_lines(workdir / "metrics" / "trainer")
+
+
+@pytest.mark.parametrize("objective", ["tba_prime", "trajectory_balance", "learned_log_z"])
+def test_after_a_reset_the_reference_is_the_policy(tmp_path, objective):
+    lines = lines_of(tmp_path, learner__objective=objective, reference_kind="reset", reference_reset_steps=3)
+    for line in lines:
+        assert (abs(line["kl_to_ref"]) < 1e-6) == (line["step"] in (1, 4, 7)), line
+        assert (abs(line["kl_to_initial"]) < 1e-6) == (line["step"] == 1)
+
+
+def test_the_average_trails_the_policy(tmp_path):
+    lines = lines_of(tmp_path, reference_kind="ema", reference_ema_decay=0.5)
+    assert abs(lines[0]["kl_to_ref"]) < 1e-6
+    assert all(0 < abs(line["kl_to_ref_k3"]) < line["kl_to_initial"] ** 2 + 1 for line in lines[1:])
+    assert lines[-1]["kl_to_ref_k3"] < 0.5 * abs(lines[-1]["kl_to_initial"])
+
+
+def test_the_surrogate_holds_no_reference_and_is_zero_on_policy(tmp_path):
+    fresh = lines_of(tmp_path / "fresh", reference_kind="surrogate", schedule__lag=0)
+    assert all(abs(line["kl_to_ref"]) < 1e-5 for line in fresh)
+    stale = lines_of(tmp_path / "stale", reference_kind="surrogate", schedule__lag=2)
+    assert all(abs(line["kl_to_ref"]) > 1e-4 for line in stale[2:])
+    assert not list((tmp_path / "stale" / "checkpoints").rglob("reference"))
