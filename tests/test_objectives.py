@@ -1,165 +1,126 @@
-"""Trajectory balance against loops in float64, its gradient against the identity of PAPER §1, and its symmetries."""
+"""Every objective against loops, its gradients against finite differences, its symmetries, and what it refuses."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tba_jax.objectives import OBJECTIVES, Objective
-from tba_jax.objectives.inputs import ObjectiveInputs
-from tba_jax.objectives.trajectory_balance import trajectory_balance, vargrad_log_z
+from tba_jax.objectives import OBJECTIVES
+from tba_jax.objectives.trajectory_balance import vargrad_log_z
+from tests.objective_loops import FORMS, evaluate, held_by, loop_loss, random_batch, rows_of
 
-SIZES = [(1, 2, 3), (3, 4, 7), (5, 3, 1), (2, 20, 16)]  # Q, K, R
+SIZES = [(1, 2, 3), (3, 4, 7), (5, 3, 1), (2, 16, 12), (6, 1, 5)]  # Q, K, R
+COEFFICIENTS = [(0.004, 1.0, 1.0), (0.3, 1.7, 0.6), (1.0, 0.8, 2.0)]  # β, γ, τ
+LOG_RATIO_CLIP, IMPORTANCE_CLIP = 10.0, 8.0
 
-
-def random_batch(Q: int, K: int, R: int, *, seed: int = 0, beta: float = 0.3) -> tuple[np.ndarray, ObjectiveInputs]:
-    """policy_logprobs float32[B, R] and inputs with ragged lengths; what is masked holds numbers that must not count."""
-    rng = np.random.default_rng([seed, Q, K, R])
-    lengths = rng.integers(1, R + 1, Q * K)
-    policy, ref, behavior = -rng.exponential(1.0, (3, Q * K, R)).astype(np.float32)
-    inputs = ObjectiveInputs(
-        ref_logprobs=ref,
-        behavior_logprobs=behavior,
-        mask=np.arange(R)[None, :] < lengths[:, None],
-        reward=rng.normal(size=Q * K).astype(np.float32),
-        beta=np.float32(beta),
-        completions=K,
-    )
-    return policy, inputs
+forms = pytest.mark.parametrize("form", FORMS)
 
 
-def loop_sums(policy: np.ndarray, inputs: ObjectiveInputs) -> tuple[np.ndarray, np.ndarray]:
-    """float64[B] sums of the policy's and the reference's log-probs over real tokens."""
-    sums = np.zeros((2, len(policy)))
-    for row in range(len(policy)):
-        for t in range(policy.shape[1]):
-            if inputs.mask[row, t]:
-                sums[:, row] += float(policy[row, t]), float(inputs.ref_logprobs[row, t])
-    return sums[0], sums[1]
+def batch_of(form, sizes, **settings):
+    return random_batch(*sizes, importance_clip=FORMS[form][1], **settings)
 
 
-def loop_loss(policy: np.ndarray, inputs: ObjectiveInputs) -> tuple[float, np.ndarray]:
-    """The loss and log Ẑ of every query, in float64."""
-    policy_sum, ref_sum = loop_sums(policy, inputs)
-    beta, K = float(inputs.beta), inputs.completions
-    squares, log_z = [], []
-    for first in range(0, len(policy), K):
-        group = range(first, first + K)
-        estimate = sum(ref_sum[j] - policy_sum[j] + float(inputs.reward[j]) / beta for j in group) / K
-        log_z.append(estimate)
-        squares += [(estimate + policy_sum[i] - ref_sum[i] - float(inputs.reward[i]) / beta) ** 2 for i in group]
-    return sum(squares) / len(squares), np.array(log_z)
+def test_every_objective_is_tested():
+    assert {name for name, _ in FORMS.values()} == set(OBJECTIVES)
 
 
-def loop_gradient(policy: np.ndarray, inputs: ObjectiveInputs) -> np.ndarray:
-    """∇L = −(2/β) · mean_ij A_ij ∇ log π_θ(y_ij|x_i), A_ij = (r_ij − r̄_i) − β (k_ij − k̄_i): float64[B, R], by log-prob."""
-    policy_sum, ref_sum = loop_sums(policy, inputs)
-    beta, K, B = float(inputs.beta), inputs.completions, len(policy)
-    gradient = np.zeros(policy.shape)
-    for first in range(0, B, K):
-        group = slice(first, first + K)
-        reward, kl = inputs.reward[group].astype(np.float64), (policy_sum - ref_sum)[group]
-        advantage = (reward - reward.mean()) - beta * (kl - kl.mean())
-        gradient[group] = (-2 / beta * advantage / B)[:, None]
-    return np.where(inputs.mask, gradient, 0.0)
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def evaluate(policy: jax.Array, inputs: ObjectiveInputs, objective: Objective = trajectory_balance):
-    """((loss, measurements), ∂ loss / ∂ policy_logprobs)."""
-    return jax.value_and_grad(objective, has_aux=True)(policy, inputs)
-
-
-@pytest.mark.parametrize("beta", [0.004, 1.0])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_the_loss_equals_a_loop(sizes, beta):
-    policy, inputs = random_batch(*sizes, beta=beta)
-    (loss, measurements), _ = evaluate(policy, inputs)
-    expected, log_z = loop_loss(policy, inputs)
-    np.testing.assert_allclose(loss, expected, rtol=1e-5)
-    np.testing.assert_allclose(measurements["log_z"], log_z.mean(), rtol=1e-5)
-    np.testing.assert_allclose(measurements["log_z_std"], log_z.std(), rtol=1e-4, atol=1e-5)
+@forms
+def test_the_loss_equals_a_loop(form, sizes):
+    name = FORMS[form][0]
+    for seed, (beta, gamma, tau) in enumerate(COEFFICIENTS):
+        outputs, inputs = batch_of(form, sizes, seed=seed, beta=beta, ref_temperature=gamma, reward_temperature=tau, outliers=0.1)
+        expected = loop_loss(name, outputs.logprobs, held_by(name, outputs, inputs), inputs)
+        np.testing.assert_allclose(evaluate(name, outputs, inputs)[0], expected, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("beta", [0.004, 1.0])
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_the_gradient_is_reinforce_with_a_mean_baseline(sizes, beta):
-    policy, inputs = random_batch(*sizes, beta=beta)
-    found, expected = np.asarray(evaluate(policy, inputs)[1]), loop_gradient(policy, inputs)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
-    assert not found[~inputs.mask].any()
+@forms
+def test_the_loss_in_float32_equals_a_loop(form):
+    """1e-5: log-probs of hundreds of nats, r/β of hundreds, and a roundoff of 6e-8 of each."""
+    name = FORMS[form][0]
+    for seed, (beta, gamma, tau) in enumerate(COEFFICIENTS):
+        settings = dict(seed=seed, beta=beta, ref_temperature=gamma, reward_temperature=tau, outliers=0.1)
+        outputs, inputs = batch_of(form, (3, 4, 7), **settings, dtype=np.float32)
+        expected = loop_loss(name, outputs.logprobs, held_by(name, outputs, inputs), inputs)
+        np.testing.assert_allclose(evaluate(name, outputs, inputs)[0], expected, rtol=1e-5)
 
 
-def test_the_gradient_equals_finite_differences_with_log_z_held():
-    policy, inputs = random_batch(2, 3, 4)
-    log_z = np.repeat(loop_loss(policy, inputs)[1], 3)
-    ref_sum, beta = loop_sums(policy, inputs)[1], float(inputs.beta)
-
-    def held_loss(policy: np.ndarray) -> float:
-        sums = np.where(inputs.mask, policy, 0.0).sum(axis=1)
-        return float(np.mean((log_z + sums - ref_sum - inputs.reward.astype(np.float64) / beta) ** 2))
-
-    found, precise = evaluate(policy, inputs)[1], policy.astype(np.float64)
-    for row, t in np.ndindex(policy.shape):
-        step = np.zeros(policy.shape)
-        step[row, t] = 1e-4
-        slope = (held_loss(precise + step) - held_loss(precise - step)) / 2e-4
-        np.testing.assert_allclose(found[row, t], slope, rtol=1e-4, atol=1e-4)
+def test_the_random_batches_reach_both_clips():
+    """Else the loops would not tell a clip from none."""
+    outputs, inputs = random_batch(3, 4, 7, outliers=0.1)
+    log_ratio, importance = outputs.logprobs - inputs.ref_logprobs, np.exp(outputs.logprobs - inputs.behavior_logprobs)
+    for beyond in (log_ratio > LOG_RATIO_CLIP, log_ratio < -LOG_RATIO_CLIP, importance > IMPORTANCE_CLIP):
+        assert 0 < beyond[inputs.mask].sum() < inputs.mask.sum() / 2
+    assert 0 in inputs.mask.sum(axis=1), "a row without tokens"
 
 
-def test_log_z_carries_no_gradient():
-    policy, ref, reward = (jnp.asarray(x) for x in np.random.default_rng(0).normal(size=(3, 4, 5)).astype(np.float32))
-    jacobian = jax.jacobian(lambda p: vargrad_log_z(p, ref, reward, beta=jnp.float32(0.5)))(policy)
-    assert not np.asarray(jacobian).any()
-    np.testing.assert_allclose(
-        vargrad_log_z(policy, ref, reward, beta=jnp.float32(0.5)), np.mean(ref - policy + 2 * reward, 1), rtol=1e-5
+@pytest.mark.parametrize(("outliers", "coefficients"), [(0.1, (0.3, 1.7, 0.6)), (0.0, (0.05, 1.0, 1.0))], ids=str)
+@forms
+def test_gradients_equal_finite_differences(form, outliers, coefficients):
+    """By log-probs, with log Ẑ and A held fixed, and by log Z where it is learned."""
+    (name, _), (beta, gamma, tau) = FORMS[form], coefficients
+    outputs, inputs = batch_of(
+        form, (3, 4, 7), beta=beta, ref_temperature=gamma, reward_temperature=tau, outliers=outliers, seed=3
     )
+    gradient, held = evaluate(name, outputs, inputs)[1], held_by(name, outputs, inputs)
+    by_logprobs, by_log_z = np.zeros(outputs.logprobs.shape), np.zeros(len(held))
+    for index in np.ndindex(by_logprobs.shape):
+        step = np.zeros(by_logprobs.shape)
+        step[index] = 1e-5
+        above, below = (loop_loss(name, outputs.logprobs + sign * step, held, inputs) for sign in (1, -1))
+        by_logprobs[index] = (above - below) / 2e-5
+    for row in range(len(held) if name == "learned_log_z" else 0):
+        above, below = (
+            loop_loss(name, outputs.logprobs, [z + sign * 1e-5 * (row == i) for i, z in enumerate(held)], inputs)
+            for sign in (1, -1)
+        )
+        by_log_z[row] = (above - below) / 2e-5
+    assert np.abs(by_logprobs).max() > 1e-3
+    np.testing.assert_allclose(gradient.logprobs, by_logprobs, rtol=1e-6, atol=1e-7 * np.abs(by_logprobs).max())
+    np.testing.assert_allclose(gradient.log_z, by_log_z, rtol=1e-6, atol=1e-7 * np.abs(by_log_z).max())
+    assert not gradient.logprobs[~inputs.mask].any()
+    assert by_log_z.any() == (name == "learned_log_z")
 
 
-def test_the_optimum_has_no_loss_and_no_gradient():
-    """Where log π_θ = log π_ref + r/β − log Z on every row, whatever Z is."""
-    _, inputs = random_batch(3, 4, 1)
-    log_z = np.repeat(np.array([-2.0, 0.5, 7.0], np.float32), 4)
-    optimal = inputs.ref_logprobs + (inputs.reward / inputs.beta - log_z)[:, None]
-    (loss, measurements), gradient = evaluate(optimal, inputs)
-    assert float(loss) < 1e-10
-    np.testing.assert_allclose(measurements["log_z"], log_z.mean(), rtol=1e-5)
-    assert np.abs(gradient).max() < 1e-5
-
-
-def rows_of(policy: np.ndarray, inputs: ObjectiveInputs, order: np.ndarray) -> tuple[np.ndarray, ObjectiveInputs]:
-    per_row = ("ref_logprobs", "behavior_logprobs", "mask", "reward")
-    return policy[order], dataclasses.replace(inputs, **{name: getattr(inputs, name)[order] for name in per_row})
+def test_the_estimate_of_log_z_carries_no_gradient():
+    policy, target = np.random.default_rng(0).normal(size=(2, 4, 5)).astype(np.float32)
+    for argument in (0, 1):
+        assert not np.asarray(jax.jacobian(vargrad_log_z, argnums=argument)(policy, target)).any()
+    np.testing.assert_allclose(vargrad_log_z(policy, target), np.mean(target - policy, axis=1), rtol=1e-5)
 
 
 @pytest.mark.parametrize("what", ["rows in a group", "groups in a batch"])
-@pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
-def test_the_order_of_rows_and_groups_does_not_matter(objective, what):
+@forms
+def test_the_order_of_rows_and_groups_does_not_matter(form, what):
     Q, K, R = 4, 5, 6
-    policy, inputs = random_batch(Q, K, R)
+    name, (outputs, inputs) = FORMS[form][0], batch_of(form, (Q, K, R))
     rng, order = np.random.default_rng(1), np.arange(Q * K).reshape(Q, K)
     order = rng.permuted(order, axis=1) if what == "rows in a group" else rng.permutation(order, axis=0)
     order = order.reshape(-1)
-    (loss, _), grads = evaluate(policy, inputs, objective)
-    (permuted_loss, _), permuted_grads = evaluate(*rows_of(policy, inputs, order), objective)
-    np.testing.assert_allclose(permuted_loss, loss, rtol=1e-6)
-    np.testing.assert_allclose(permuted_grads, grads[order], rtol=1e-5, atol=1e-6)
+    loss, gradient = evaluate(name, outputs, inputs)
+    permuted_loss, permuted_gradient = evaluate(name, *rows_of(outputs, inputs, order))
+    np.testing.assert_allclose(permuted_loss, loss, rtol=1e-12)
+    np.testing.assert_allclose(permuted_gradient.logprobs, gradient.logprobs[order], rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(permuted_gradient.log_z, gradient.log_z[order], rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
-def test_mixing_rows_of_two_groups_does_matter(objective):
-    policy, inputs = random_batch(2, 4, 6)
-    order = np.array([4, 1, 2, 3, 0, 5, 6, 7])
-    ((loss, _), _), ((mixed, _), _) = evaluate(policy, inputs, objective), evaluate(*rows_of(policy, inputs, order), objective)
-    assert abs(float(loss) - float(mixed)) > 1e-3 * float(loss)
+@forms
+def test_only_a_learned_log_z_does_not_tell_groups_apart(form):
+    name, (outputs, inputs) = FORMS[form][0], batch_of(form, (2, 4, 6))
+    mixed = np.array([4, 1, 2, 3, 0, 5, 6, 7])
+    loss, mixed_loss = evaluate(name, outputs, inputs)[0], evaluate(name, *rows_of(outputs, inputs, mixed))[0]
+    if name == "learned_log_z":
+        np.testing.assert_allclose(mixed_loss, loss, rtol=1e-12)
+    else:
+        assert abs(mixed_loss - loss) > 1e-2 * abs(loss)
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
-def test_more_padding_changes_nothing(objective):
-    policy, inputs = random_batch(3, 4, 5)
+@forms
+def test_more_padding_changes_nothing(form):
+    """Of TBA′ nothing but R, by which it is divided."""
+    name, (outputs, inputs) = FORMS[form][0], batch_of(form, (4, 5, 6))
 
     def wider(array: np.ndarray) -> np.ndarray:
         return np.pad(array, ((0, 0), (0, 3)), constant_values=0 if array.dtype == bool else -9.0)
@@ -170,13 +131,59 @@ def test_more_padding_changes_nothing(objective):
         behavior_logprobs=wider(inputs.behavior_logprobs),
         mask=wider(inputs.mask),
     )
-    ((loss, _), _), ((padded_loss, _), _) = evaluate(policy, inputs, objective), evaluate(wider(policy), padded, objective)
-    np.testing.assert_allclose(padded_loss, loss, rtol=1e-6)
+    scale = 6 / 9 if name == "tba_prime" else 1.0
+    loss, gradient = evaluate(name, outputs, inputs)
+    padded_loss, padded_gradient = evaluate(name, dataclasses.replace(outputs, logprobs=wider(outputs.logprobs)), padded)
+    np.testing.assert_allclose(padded_loss, loss * scale, rtol=1e-12)
+    np.testing.assert_allclose(padded_gradient.logprobs[:, :6], gradient.logprobs * scale, rtol=1e-12)
+    assert not padded_gradient.logprobs[:, 6:].any()
 
 
-def test_shapes_that_do_not_fit_are_refused():
-    policy, inputs = random_batch(2, 4, 5)
+@pytest.mark.parametrize("other", ["ref_logprobs", "behavior_logprobs"])
+@forms
+def test_extreme_ratios_give_finite_losses_and_gradients(form, other):
+    """e^200 is infinite in float32."""
+    name, (outputs, inputs) = FORMS[form][0], batch_of(form, (2, 4, 6), dtype=np.float32)
+    far = np.where(np.arange(6) % 2 == 0, 200.0, -200.0).astype(np.float32)
+    extreme = dataclasses.replace(inputs, **{other: outputs.logprobs + far})
+    (loss, gradient), (usual_loss, _) = evaluate(name, outputs, extreme), evaluate(name, outputs, inputs)
+    assert np.isfinite(loss) and np.isfinite(gradient.logprobs).all()
+    assert (loss != usual_loss) == (other == "ref_logprobs" or form == "tba_prime")
+
+
+@pytest.mark.parametrize("wrong", ["narrow", "one column", "one row", "one token", "no axis of tokens"])
+@forms
+def test_log_probs_of_another_shape_are_refused(form, wrong):
+    name, (outputs, inputs) = FORMS[form][0], batch_of(form, (2, 4, 5), dtype=np.float32)
+    logprobs = {
+        "narrow": outputs.logprobs[:, :4],
+        "one column": outputs.logprobs[:, :1],
+        "one row": outputs.logprobs[:1],
+        "one token": outputs.logprobs[:1, :1],
+        "no axis of tokens": outputs.logprobs[0],
+    }[wrong]
     with pytest.raises(AssertionError):
-        trajectory_balance(jnp.asarray(policy[:, :4]), inputs)
+        OBJECTIVES[name](dataclasses.replace(outputs, logprobs=jnp.asarray(logprobs)), inputs)
+
+
+@pytest.mark.parametrize("field", ["ref_logprobs", "behavior_logprobs", "mask", "reward"])
+@forms
+def test_inputs_of_another_shape_are_refused(form, field):
+    name, (outputs, inputs) = FORMS[form][0], batch_of(form, (2, 4, 5), dtype=np.float32)
+    for wrong in (getattr(inputs, field)[:1], getattr(inputs, field)[..., :1]):
+        with pytest.raises(AssertionError):
+            OBJECTIVES[name](outputs, dataclasses.replace(inputs, **{field: jnp.asarray(wrong)}))
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "learned_log_z"])
+def test_a_batch_that_is_not_of_whole_groups_is_refused(form):
+    name, (outputs, inputs) = FORMS[form][0], batch_of(form, (2, 4, 5), dtype=np.float32)
     with pytest.raises(AssertionError):
-        trajectory_balance(jnp.asarray(policy), dataclasses.replace(inputs, completions=3))
+        OBJECTIVES[name](outputs, dataclasses.replace(inputs, settings=dataclasses.replace(inputs.settings, completions=3)))
+
+
+def test_a_log_z_that_is_not_of_every_row_is_refused():
+    outputs, inputs = random_batch(2, 4, 5, dtype=np.float32)
+    for log_z in (outputs.log_z[::4], outputs.log_z[:1], outputs.log_z[:, None], outputs.log_z[0]):
+        with pytest.raises(AssertionError):
+            OBJECTIVES["learned_log_z"](dataclasses.replace(outputs, log_z=jnp.asarray(log_z)), inputs)

@@ -1,5 +1,6 @@
 """What a batch says about the policy that is trained on it, whatever the objective; the batch need not be on-policy."""
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -15,7 +16,7 @@ def diagnostics(policy_logprobs: jax.Array, entropy: jax.Array, inputs: Objectiv
 
     Args:
       policy_logprobs: float32[B, R], nats at the scoring temperature, 0 where masked; entropy: float32[B, R], nats,
-        likewise, of π_θ at every real token.
+        likewise, of π_θ at every real token; inputs: the batch. A ratio of a token counts as e^60 at most.
 
     Returns:
       float32[] each:
@@ -26,18 +27,22 @@ def diagnostics(policy_logprobs: jax.Array, entropy: jax.Array, inputs: Objectiv
       effective_sample_share: (Σ w)² / (B Σ w²) of w = Π_t π_θ/π_behaviour over rows: 1 on-policy, 1/B where one row counts.
       log_z, log_z_std: nats, mean and spread over queries of VarGrad's log Ẑ(x); log_weight_std: nats, the spread of
         log p̃ − log π_θ within a query, 0 at the optimum.
-      advantage_std: in units of reward, of A = β τ (log p̃ − log π_θ − log Ẑ), trajectory balance's advantage.
+      advantage_std: in units of reward / τ, of A = β (log p̃ − log π_θ − log Ẑ), which is tba_prime_advantage without its clip.
       equal_reward_groups: share of queries whose K rewards are all the same.
+
+    Raises:
+      AssertionError: shapes disagree.
     """
+    chex.assert_equal_shape([policy_logprobs, entropy, inputs.mask])
     policy_logprobs, entropy = jax.lax.stop_gradient((policy_logprobs, entropy))
     tokens = jnp.sum(inputs.mask, axis=1)
     all_tokens = jnp.maximum(jnp.sum(tokens), 1)
     log_kl = inputs.masked(policy_logprobs - inputs.ref_logprobs)
-    k3 = jnp.exp(jnp.clip(-log_kl, -_LARGEST, _LARGEST)) - 1.0 + log_kl
+    k3 = jnp.expm1(jnp.clip(-log_kl, -_LARGEST, _LARGEST)) + log_kl
     log_ratio = inputs.masked(policy_logprobs - inputs.behavior_logprobs)
     ratio = inputs.masked(jnp.exp(jnp.clip(log_ratio, -_LARGEST, _LARGEST)))
     log_weight = jnp.sum(log_ratio, axis=1)
-    effective = 2 * jax.nn.logsumexp(log_weight) - jax.nn.logsumexp(2 * log_weight)
+    weight = jnp.exp(log_weight - jnp.max(log_weight))
     clip = inputs.settings.importance_clip
     policy, target = inputs.grouped(jnp.sum(inputs.masked(policy_logprobs), axis=1)), inputs.grouped(inputs.log_target())
     log_z, residual_std = vargrad_log_z(policy, target), jnp.sqrt(jnp.mean(jnp.var(target - policy, axis=1)))
@@ -51,10 +56,10 @@ def diagnostics(policy_logprobs: jax.Array, entropy: jax.Array, inputs: Objectiv
         "ratio_mean": jnp.sum(ratio) / all_tokens,
         "ratio_max": jnp.max(ratio),
         "ratio_clipped": jnp.sum(ratio > clip) / all_tokens if clip else jnp.zeros(()),
-        "effective_sample_share": jnp.exp(effective) / policy.size,
+        "effective_sample_share": jnp.sum(weight) ** 2 / (weight.size * jnp.sum(weight**2)),
         "log_z": jnp.mean(log_z),
         "log_z_std": jnp.std(log_z),
         "log_weight_std": residual_std,
-        "advantage_std": inputs.beta * inputs.reward_temperature * residual_std,
+        "advantage_std": inputs.beta * residual_std,
         "equal_reward_groups": jnp.mean((jnp.max(rewards, axis=1) == jnp.min(rewards, axis=1)).astype(jnp.float32)),
     }

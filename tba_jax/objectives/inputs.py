@@ -75,5 +75,6 @@ class ObjectiveInputs:
 
         The optimum p* is p̃ / Z. At γ = τ = 1 it is π_ref·exp(r/β) / Z.
         """
+        chex.assert_rank([self.beta, self.ref_temperature, self.reward_temperature], 0)
         ref = jnp.sum(self.masked(self.ref_logprobs), axis=1)
         return (ref / self.ref_temperature + self.reward / self.beta) / self.reward_temperature

@@ -1,5 +1,6 @@
 """TBA′, the token-level form of trajectory balance for larger models (PAPER §2, "TBA′")."""
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -11,6 +12,7 @@ def tba_prime_advantage(policy_logprobs: jax.Array, inputs: ObjectiveInputs) -> 
 
     r̄ and k̄ are means over the K rows of a query; γ = τ = 1 is the form of the paper.
     """
+    chex.assert_equal_shape([policy_logprobs, inputs.mask])
     clip = inputs.settings.log_ratio_clip
     scale = inputs.ref_temperature * inputs.reward_temperature
     log_ratio = jax.lax.stop_gradient(policy_logprobs) - inputs.ref_logprobs / scale

@@ -27,7 +27,7 @@ def trajectory_balance(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.A
     """L = mean_{i,j} ( log Ẑ(x_i) + log π_θ(y_ij|x_i) − log p̃(y_ij|x_i) )²,  log p̃ = log π_ref + r/β at γ = τ = 1.
 
     Returns:
-      float32[] loss in nats². Its gradient is −(2/β) mean A ∇ log π_θ, A = (r − r̄) − β (k − k̄), k = log π_θ − log π_ref.
+      float32[] loss in nats². Its gradient is −(2/β) mean A ∇ log π_θ with A of tba_prime_advantage, without its clip.
     """
     policy = inputs.grouped(jnp.sum(inputs.masked(outputs.logprobs), axis=1))
     target = inputs.grouped(inputs.log_target())
