@@ -96,6 +96,7 @@ def memory(experiment: Experiment) -> dict[str, dict[str, int]]:
             "weights, gradient, update, AdamW": 5 * 4 * trained // parts,
             "frozen weights": 0 if policy.lora is None else compute * params // parts,
             "copies to publish and to checkpoint": 4 * 4 * trained // parts,
+            "moving reference": 4 * trained // parts if config.learner.reference.kind in ("reset", "ema") else 0,
             "activations": rows * T * model.width * compute * layers_kept + within_layer,
             "logits": 2 * logits(rows, tensor, config.learner.logit_megabytes),
             "replay (host)": config.replay.capacity * row_bytes,

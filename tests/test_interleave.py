@@ -51,6 +51,8 @@ def test_a_run_leaves_what_the_readme_promises(tmp_path):
     assert (tmp_path / "progress.png").read_bytes()[:4] == b"\x89PNG"
     line = metrics.read_lines(layout.metrics("trainer"))[-1]
     assert {"loss", "reward", "kl_to_ref", "entropy", "log_z", "grad_norm", "draws_per_row", "buffer_rows"} <= set(line)
+    assert {"ratio_mean", "ratio_max", "ratio_clipped", "effective_sample_share", "kl_to_ref_k3", "log_z_std"} <= set(line)
+    assert {"advantage_std", "log_weight_std", "equal_reward_groups"} <= set(line) and "kl_to_initial" not in line
     assert line["logprob_gap_max"] < 1e-4 and line["logprob_gap_alarm"] == 0
     ledger = run_dir.read_json(layout.finished)["ledger"]
     for entry in ledger.values():
@@ -155,7 +157,8 @@ RESUMED = {
         "learner__reference__reset_steps": 3,
         "learner__reference__reset_optimizer": True,
     },
-    "moving average in host memory": {
+    "moving average of adapters in host memory": {
+        **ADAPTERS,
         "learner__reference__kind": "ema",
         "learner__reference__ema_decay": 0.8,
         "learner__reference__offload": True,
@@ -233,6 +236,45 @@ def test_a_non_finite_update_stops_the_run(tmp_path):
         trainer.step()
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(trainer.state.params), before)
     trainer.close()
+    lease.release()
+
+
+def log_with_an_absurd_reward(workdir, **changes):
+    """A frozen log, and four rows of one query by another writer: the square of the third one's reward is not finite."""
+    s = frozen_log(workdir, batches=1, replay__merge_duplicates=False, **changes)
+    reader = LogReader(s.run.replay, s.experiment.contract.row_shape())
+    ((writer, _),) = reader.heads().items()
+    rows = {name: column.copy() for name, column in reader.read(writer, 0, 4).items()}
+    rows["reward"][2] = 1e30
+    log = LogWriter(s.run.replay, "planted-1", reader.shape, rows_per_append=4, segment_appends=4, info={})
+    log.append(rows | {"row": np.arange(4)})
+    return s
+
+
+def test_a_run_that_stops_names_the_row(tmp_path):
+    s = log_with_an_absurd_reward(tmp_path / "run")
+    with pytest.raises(
+        FloatingPointError, match=r"because of 1 of its 12 rows: planted-1:2; its .*learner.non_finite=skip would"
+    ):
+        train(s, until=8, abandon=True)
+
+
+def test_a_run_that_skips_counts_and_resumes_exactly(tmp_path, caplog):
+    s = log_with_an_absurd_reward(tmp_path / "run", learner__non_finite="skip")
+    state = train(s, until=8, abandon=False)
+    told = [record.message for record in caplog.records if "the update is left out" in record.message]
+    assert 0 < len(told) < 8 and all("rows: planted-1:2;" in sentence for sentence in told)
+    assert (int(state.step), int(state.skipped)) == (8, len(told))
+    assert len(journal.read_lineage(s.run.journal)) == 8 and run_dir.read_json(s.run.finished)["balanced"]
+    initial = policy_store.load_step(
+        s.run.policies, 0, s.experiment.policy.trained_specs, decoder.param_shardings(s.experiment.policy.model, roles_mesh())
+    )
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))
+    assert any(np.any(a != b) for a, b in zip(jax.tree.leaves(initial), jax.tree.leaves(state.params), strict=True))
+    shutil.rmtree(s.run.checkpoints)  # every step again from the reference
+    again, lease = roles._make_trainer(s, publish_every_steps=2)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(again.state), state)
+    again.close()
     lease.release()
 
 

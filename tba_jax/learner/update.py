@@ -133,6 +133,8 @@ def train_step(
         "grad_norm": grad_norm,
         "finite": finite.astype(jnp.float32),
         "beta": coefficients.beta,
+        "ref_temperature": coefficients.ref_temperature,
+        "reward_temperature": coefficients.reward_temperature,
         "row_finite": _row_finite(policy_logprobs, inputs),
         **diagnostics(policy_logprobs, entropy, inputs),
     }
