@@ -136,7 +136,9 @@ def get_config() -> config_dict.ConfigDict:
     c.learner.reference.reset_optimizer = False  # of reset: Adam's moments begin anew, too
     c.learner.reference.ema_decay = 0.95  # α of ema and surrogate
     c.learner.reference.offload = False  # of reset and ema: the reference rests in host memory between uses
-    c.learner.non_finite = "stop"  # stop | skip (and count): what happens where a loss or a gradient is not finite
+    # Where a loss or a gradient is not finite: stop | skip (the update is left out and counted; where all rows are at fault, or
+    # 10 such steps come in a row, the run stops nevertheless).
+    c.learner.non_finite = "stop"
     c.learner.adam_beta1 = 0.9
     c.learner.adam_beta2 = 0.95
     c.learner.adam_epsilon = 1e-8

@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 
+from tba_jax import run_config
 from tba_jax.experiment import Experiment
 from tba_jax.models import parameters, quantize
 
@@ -90,13 +91,17 @@ def memory(experiment: Experiment) -> dict[str, dict[str, int]]:
     micro = config.learner.micro_batch_rows or config.learner.queries * config.learner.completions
     parts, rows, tensor = on_device("learner", micro)
     layers_kept = L * {"full": 1, "dots": 8, "none": 12}[config.learner.remat]
+    reference = config.learner.reference
+    holds_reference = reference.kind in run_config.HELD_REFERENCES
     within_layer = rows * (model.heads * T * T * 4 + T * model.ffn * compute * 3) // tensor
     return {
         "trainer": {
             "weights, gradient, update, AdamW": 5 * 4 * trained // parts,
             "frozen weights": 0 if policy.lora is None else compute * params // parts,
             "copies to publish and to checkpoint": 4 * 4 * trained // parts,
-            "moving reference": 4 * trained // parts if config.learner.reference.kind in ("reset", "ema") else 0,
+            # One, and a copy to checkpoint it; in host memory, but for the time of its use.
+            "moving reference": 0 if reference.offload or not holds_reference else 2 * 4 * trained // parts,
+            "moving reference (host)": 4 * trained // parts if reference.offload else 0,
             "activations": rows * T * model.width * compute * layers_kept + within_layer,
             "logits": 2 * logits(rows, tensor, config.learner.logit_megabytes),
             "replay (host)": config.replay.capacity * row_bytes,

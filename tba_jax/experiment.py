@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from tba_jax import fine_tuning, other_runs, policy_store, run_config, run_dir, storage
+from tba_jax import config_checks, fine_tuning, other_runs, policy_store, run_config, run_dir, storage
 from tba_jax import mesh as mesh_lib
 from tba_jax.decoding import embeddings
 from tba_jax.models import decoder, hugging_face, parameters
@@ -57,7 +57,7 @@ def build(config: Any) -> Experiment:
     Raises:
       ValueError: one sentence about the first thing that is wrong.
     """
-    run_config.check(config)
+    config_checks.check(config)
     config = _with_absolute_mounts(config)
     leaves = run_config.flatten(config.to_dict())
     for name, known in _NAMES.items():
@@ -295,7 +295,7 @@ def check_devices(experiment: Experiment, *, role: str, devices: int) -> None:
     }[role]
     shape = mesh_lib.mesh_shape(tuple(config[section].mesh.values()), devices, setting=f"{section}.mesh")
     for what, rows in settings.items():
-        run_config.check_ways(rows, shape[0] * shape[1], what=what)
+        config_checks.check_ways(rows, shape[0] * shape[1], what=what)
     sizes = dict(zip(mesh_lib.MESH_AXES, shape, strict=True))
     parameters.check_divides(sizes, experiment.policy.model_specs)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -34,6 +35,8 @@ class MetricWriter:
     def write(self, step: int, scalars: Mapping[str, Any], histograms: Mapping[str, np.ndarray] | None = None) -> None:
         """Records one point. Scalars may be Python or NumPy numbers, or strings (JSON lines only).
 
+        Numbers that are not finite are left out: JSON has none.
+
         Raises:
           OSError: the storage refused.
         """
@@ -41,6 +44,7 @@ class MetricWriter:
         from tensorboardX.proto.event_pb2 import Event
 
         values = {name: value if isinstance(value, str) else float(value) for name, value in scalars.items()}
+        values = {name: value for name, value in values.items() if isinstance(value, str) or math.isfinite(value)}
         line: dict[str, Any] = {"step": int(step), "time": time.time(), **values}
         points = [summary.scalar(name, value) for name, value in values.items() if not isinstance(value, str)]
         for name, array in (histograms or {}).items():

@@ -14,7 +14,8 @@ from jax.sharding import Mesh
 
 from tba_jax import policy_store, run_config, run_dir, storage
 from tba_jax.checkpoint import Checkpoints
-from tba_jax.learner.state import state_shapes
+from tba_jax.learner.state import init_state, state_shapes
+from tba_jax.models.heads import initial_log_z
 from tba_jax.models.lora import LoraConfig, merge
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
@@ -218,8 +219,9 @@ def take_optimizer(
     finally:
         source.close()
     params = policy_store.load(reference, policy.trained_specs, policy.trained_shardings(mesh))
-    zero = jnp.zeros_like(state.step)
-    begun = dataclasses.replace(state, step=zero, skipped=zero, params=params, opt_state=_restart_schedules(state.opt_state))
+    # The reference is another now, and log Z with it: that head begins anew.
+    head = initial_log_z(policy.model) if optimizers.log_z is not None else None
+    begun = dataclasses.replace(init_state(params, optimizers, log_z=head), opt_state=_restart_schedules(state.opt_state))
     begun = jax.device_put(begun, jax.tree.map(lambda x: x.sharding, shapes))
     shutil.rmtree(run.checkpoints, ignore_errors=True)  # of an attempt that ended before the run had a reference
     index = make_index(config, contract)

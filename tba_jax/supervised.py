@@ -123,7 +123,7 @@ def prepare(config: Any, run: run_dir.RunDir, output: Path) -> "Plan":
     Raises:
       ValueError: one sentence about the first thing that is wrong.
     """
-    from tba_jax import examples, run_config, tuning
+    from tba_jax import config_checks, examples, tuning
     from tba_jax import mesh as mesh_lib
     from tba_jax.models import decoder, hugging_face
     from tba_jax.tokenizer import HuggingFaceTokenizer
@@ -160,7 +160,7 @@ def prepare(config: Any, run: run_dir.RunDir, output: Path) -> "Plan":
     mesh = mesh_lib.make_mesh(tuple(t.mesh.values()), setting="training.mesh")
     micro_rows = t.micro_batch_rows or t.batch_size
     ways = mesh.shape["data"] * mesh.shape["fsdp"]
-    run_config.check_ways(micro_rows, ways, what="training.micro_batch_rows or training.batch_size")
+    config_checks.check_ways(micro_rows, ways, what="training.micro_batch_rows or training.batch_size")
     decoder.param_shardings(model, mesh)
     if not config.model.random_init:
         hugging_face.check_weights(folder, model, new_heads=config.kind == "reward")

@@ -132,14 +132,16 @@ def frozen_log(workdir, batches=6, **changes):
 def train(s, *, until, abandon):
     """Steps a trainer to `until`; `abandon` drops it as a kill would: nothing is saved at the end."""
     trainer, lease = roles._make_trainer(s, publish_every_steps=2)
-    trainer.poll()
-    while trainer.step_number < until:
-        assert trainer.step() is not None
-    state = jax.device_get(trainer.state)
-    if not abandon:
-        trainer.finish()
-    trainer.close()
-    lease.release()
+    try:
+        trainer.poll()
+        while trainer.step_number < until:
+            assert trainer.step() is not None
+        state = jax.device_get(trainer.state)
+        if not abandon:
+            trainer.finish()
+        trainer.close()
+    finally:
+        lease.release()
     return state
 
 
@@ -251,12 +253,25 @@ def log_with_an_absurd_reward(workdir, **changes):
     return s
 
 
-def test_a_run_that_stops_names_the_row(tmp_path):
+def test_a_run_that_stops_names_the_row_and_goes_on_when_told_to_skip(tmp_path):
     s = log_with_an_absurd_reward(tmp_path / "run")
-    with pytest.raises(
-        FloatingPointError, match=r"because of 1 of its 12 rows: planted-1:2; its .*learner.non_finite=skip would"
-    ):
+    names_it = r"because of 1 of its 12 rows: planted-1:2; .*--config.learner.non_finite=skip --allow_change=learner.non_finite"
+    with pytest.raises(FloatingPointError, match=names_it):
         train(s, until=8, abandon=True)
+    with pytest.raises(FloatingPointError, match=names_it):  # the journal ends with that step
+        train(s, until=8, abandon=True)
+    skipping = tiny_run.settings(tmp_path / "run", frozen_config(replay__merge_duplicates=False, learner__non_finite="skip"))
+    state = train(skipping, until=8, abandon=True)
+    # A journal that ends with a refused step would stop a run again that does not skip.
+    while ("planted-1", 2) in journal.line_ids(journal.read_lineage(s.run.journal)[-1]):
+        state = train(skipping, until=int(state.step) + 1, abandon=True)
+    assert 0 < int(state.skipped) < int(state.step)
+    # What was passed is passed again, whatever the setting says now.
+    shutil.rmtree(s.run.checkpoints)
+    again, lease = roles._make_trainer(s, publish_every_steps=2)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(again.state), state)
+    again.close()
+    lease.release()
 
 
 def test_a_run_that_skips_counts_and_resumes_exactly(tmp_path, caplog):
@@ -266,15 +281,38 @@ def test_a_run_that_skips_counts_and_resumes_exactly(tmp_path, caplog):
     assert 0 < len(told) < 8 and all("rows: planted-1:2;" in sentence for sentence in told)
     assert (int(state.step), int(state.skipped)) == (8, len(told))
     assert len(journal.read_lineage(s.run.journal)) == 8 and run_dir.read_json(s.run.finished)["balanced"]
-    initial = policy_store.load_step(
-        s.run.policies, 0, s.experiment.policy.trained_specs, decoder.param_shardings(s.experiment.policy.model, roles_mesh())
-    )
+    policy = s.experiment.policy
+    initial = policy_store.load_step(s.run.policies, 0, policy.trained_specs, policy.trained_shardings(roles_mesh()))
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))
     assert any(np.any(a != b) for a, b in zip(jax.tree.leaves(initial), jax.tree.leaves(state.params), strict=True))
     shutil.rmtree(s.run.checkpoints)  # every step again from the reference
     again, lease = roles._make_trainer(s, publish_every_steps=2)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(again.state), state)
     again.close()
+    lease.release()
+
+
+@pytest.mark.parametrize(
+    "broken, sentence", [("every row", "because of 12 of its 12 rows"), ("no row", "it is the 10. in a row")]
+)
+def test_weights_that_are_broken_stop_a_run_that_skips(tmp_path, broken, sentence):
+    s = frozen_log(tmp_path / "run", batches=2, learner__non_finite="skip")
+    trainer, lease = roles._make_trainer(s, publish_every_steps=100)
+    trainer.poll()
+    update = trainer._update
+
+    def broken_update(state, frozen, batch):
+        state, measurements = update(state, frozen, batch)
+        return state, measurements | {"finite": np.float32(0), "row_finite": np.full(12, broken == "no row")}
+
+    trainer._update = broken_update
+    steps = []
+    with pytest.raises(FloatingPointError, match=f"{sentence}.*the weights are at fault"):
+        while True:
+            assert trainer.step() is not None
+            steps.append(trainer.step_number)
+    assert len(steps) == (9 if broken == "no row" else 0)
+    trainer.close()
     lease.release()
 
 

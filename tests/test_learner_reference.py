@@ -1,6 +1,7 @@
 """References that move: what they become, where they rest, and what a run with one measures."""
 
 import functools
+from typing import Any
 
 import jax
 import numpy as np
@@ -8,10 +9,14 @@ import optax
 import pytest
 
 from tba_jax import mesh as mesh_lib
-from tba_jax import metrics
+from tba_jax import metrics, policy_store
+from tba_jax.checkpoint import Checkpoints
+from tba_jax.learner import state as state_lib
 from tba_jax.learner import update as update_lib
 from tba_jax.learner.reference import MovingReference, moved
+from tba_jax.models import parameters
 from tba_jax.optimizer import adamw, restart_moments
+from tests import tiny_run
 from tests.test_interleave import one_device, run  # noqa: F401 (a fixture)
 from tests.test_learner import POLICY, random_batch, random_params, settings
 
@@ -117,11 +122,69 @@ def test_after_a_reset_the_reference_is_the_policy(tmp_path, objective):
         assert (abs(line["kl_to_initial"]) < 1e-6) == (line["step"] == 1)
 
 
-def test_the_average_trails_the_policy(tmp_path):
+def reference_in_checkpoint(workdir, **changes) -> tuple[Any, list[Any]]:
+    """The reference that the last checkpoint of a run holds, and the run's snapshots of every step."""
+    s = tiny_run.settings(workdir, tiny_run.config(**changes))
+    policy, mesh = s.experiment.policy, mesh_lib.make_mesh((1, 1, 1), setting="learner.mesh", devices=DEVICES[:1])
+    shardings = policy.trained_shardings(mesh)
+    shapes = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        parameters.shapes(policy.trained_specs),
+        shardings,
+    )
+    checkpoints = Checkpoints(s.run.checkpoints, keep=0, read_only=True)
+    trees, _ = checkpoints.restore(checkpoints.latest_step(), {"reference": shapes})
+    steps = policy_store.committed_steps(s.run.policies)
+    return trees["reference"], [policy_store.load_step(s.run.policies, n, policy.trained_specs, shardings) for n in steps]
+
+
+def test_the_average_is_that_of_the_published_policies(tmp_path):
     lines = lines_of(tmp_path, reference_kind="ema", reference_ema_decay=0.5)
-    assert abs(lines[0]["kl_to_ref"]) < 1e-6
-    assert all(0 < abs(line["kl_to_ref_k3"]) < line["kl_to_initial"] ** 2 + 1 for line in lines[1:])
-    assert lines[-1]["kl_to_ref_k3"] < 0.5 * abs(lines[-1]["kl_to_initial"])
+    assert abs(lines[0]["kl_to_ref"]) < 1e-6 < abs(lines[-1]["kl_to_ref"])
+    reference, snapshots = reference_in_checkpoint(tmp_path)
+    assert len(snapshots) == 10
+    expected = snapshots[0]
+    for snapshot in snapshots[1:]:
+        expected = jax.tree.map(lambda ref, x: 0.5 * ref + 0.5 * x, expected, snapshot)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), reference, expected)
+    assert any(np.any(a != b) for a, b in zip(jax.tree.leaves(reference), jax.tree.leaves(snapshots[-1]), strict=True))
+
+
+def test_the_reset_reference_is_a_published_policy(tmp_path):
+    lines_of(tmp_path, reference_kind="reset", reference_reset_steps=4)
+    reference, snapshots = reference_in_checkpoint(tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, reference, snapshots[8])
+
+
+def test_restarted_moments_stay_where_they_are():
+    """Zeros depend on no input: without the shardings written down they would be whole on every device."""
+    mesh = mesh_lib.make_mesh((2, 2, 2), setting="learner.mesh", devices=DEVICES)
+    schedule = optax.linear_schedule(1e-3, 0.0, 10)
+    optimizer = adamw(schedule, beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.0, clip_norm=1.0)
+    shapes = state_lib.state_shapes(POLICY, state_lib.Optimizers(policy=optimizer), mesh).opt_state
+    shardings = jax.tree.map(lambda x: x.sharding, shapes)
+    state = jax.device_put(optimizer.init(random_params()), shardings)
+    restarted = jax.jit(restart_moments, donate_argnums=0, out_shardings=shardings)(state)
+    assert jax.tree.map(lambda x: x.sharding, restarted) == shardings
+    assert not all(sharding.is_fully_replicated for sharding in jax.tree.leaves(shardings))
+
+
+@pytest.mark.gpu
+def test_an_offloaded_reference_leaves_the_device():
+    """On a GPU host memory is another place; on CPUs only its name is."""
+    reference, mesh = reference_on((1, 1, 1), offload=True)
+    params = jax.device_put(random_params(), POLICY.trained_shardings(mesh))
+    reference.start(params)
+    for step in (1, 2):
+        reference.advance(shifted(params, 0.1 * step), step)
+    batch = reference.rescore({}, mesh_lib.put_rows(mesh, random_batch()))
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(reference.params)} == {mesh_lib.PINNED_HOST}
+    plain, _ = reference_on((1, 1, 1))
+    plain.start(params)
+    for step in (1, 2):
+        plain.advance(shifted(params, 0.1 * step), step)
+    expected = plain.rescore({}, mesh_lib.put_rows(mesh, random_batch()))
+    np.testing.assert_array_equal(batch.moving_ref_logprobs, expected.moving_ref_logprobs)
 
 
 def test_the_surrogate_holds_no_reference_and_is_zero_on_policy(tmp_path):
@@ -129,4 +192,5 @@ def test_the_surrogate_holds_no_reference_and_is_zero_on_policy(tmp_path):
     assert all(abs(line["kl_to_ref"]) < 1e-5 for line in fresh)
     stale = lines_of(tmp_path / "stale", reference_kind="surrogate", schedule__lag=2)
     assert all(abs(line["kl_to_ref"]) > 1e-4 for line in stale[2:])
-    assert not list((tmp_path / "stale" / "checkpoints").rglob("reference"))
+    with pytest.raises(KeyError, match="reference"):
+        reference_in_checkpoint(tmp_path / "stale")

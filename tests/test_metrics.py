@@ -35,6 +35,15 @@ def test_points_come_back(folder):
     assert report.last_line(folder) == lines[-1]
 
 
+def test_numbers_that_are_not_finite_are_left_out(tmp_path):
+    writer = MetricWriter(tmp_path)
+    writer.write(7, {"loss": np.float32("nan"), "grad_norm": float("inf"), "reward": 0.5, "note": "text"})
+    writer.close()
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    found = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert set(found) == {"step", "time", "reward", "note"}
+
+
 def test_a_line_is_on_disk_as_soon_as_it_is_written(tmp_path):
     writer = MetricWriter(tmp_path)
     writer.write(7, {"loss": 1.0})

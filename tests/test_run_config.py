@@ -1,4 +1,4 @@
-"""Every refusal of a config, one bad value each; the contract that roles share; and changes of a resumed run's schedule."""
+"""The contract that roles share, what a config is built into, and changes of a resumed run's schedule."""
 
 import json
 import re
@@ -10,7 +10,6 @@ import pytest
 from configs import base, story_sentiment
 from tba_jax import experiment as experiment_lib
 from tba_jax import run_config, run_dir
-from tba_jax.replay.selection import STRATEGIES
 from tba_jax.run_dir import RunDir
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -20,234 +19,6 @@ def config_with(overrides: dict[str, object], source=base):
     config = source.get_config()
     config.update_from_flattened_dict(overrides)
     return config
-
-
-# Setting -> values just outside of what is allowed, and how the limit is put.
-LIMITS: dict[str, dict[str, list[object]]] = {
-    "must be at least 1": {
-        "task.prompt_length": [0],
-        "task.response_length": [0],
-        "task.arithmetic.digits": [0],
-        "task.arithmetic.train_queries": [0],
-        "task.arithmetic.heldout_queries": [0],
-        "task.story_sentiment.opening_words": [0],
-        "task.story_sentiment.heldout_queries": [0],
-        "model.layers": [0],
-        "model.width": [0],
-        "model.heads": [0],
-        "model.kv_heads": [0],
-        "model.head_size": [0],
-        "model.ffn": [0],
-        "searchers.queries_per_batch": [0],
-        "searchers.samples_per_query": [0],
-        "learner.queries": [0],
-        "learner.completions": [0],
-        "learner.steps": [0, -3],
-        "learner.reference.reset_steps": [0],
-        "replay.capacity": [0],
-        "replay.segment_appends": [0],
-        "publish.every_steps": [0],
-        "checkpoint.every_steps": [0],
-        "checkpoint.keep": [0],
-        "evaluation.every_steps": [0],
-        "evaluation.queries": [0],
-        "evaluation.batch_size": [0],
-        "metrics.every_steps": [0],
-        "warm_start.batch_size": [0],
-        "warm_start.report_every_steps": [0],
-        "sampling.explore_temperature_factor": [0.9],
-        "learner.logit_megabytes": [0],
-        "searchers.logit_megabytes": [0],
-        "evaluation.logit_megabytes": [0],
-    },
-    "must not be negative": {
-        "seed": [-1],
-        "task.arithmetic.seed": [-1],
-        "warm_start.steps": [-1],
-        "warm_start.warmup_steps": [-1],
-        "searchers.count": [-1],
-        "searchers.max_rows_per_snapshot": [-1],
-        "searchers.stop_seconds": [-0.5],
-        "replay.recent_window": [-1],
-        "replay.max_draws_per_row": [-1],
-        "replay.max_staleness": [-1],
-        "replay.min_rows": [-1],
-        "learner.micro_batch_rows": [-1],
-        "lora.rank": [-1],
-        "learner.warmup_steps": [-1],
-        "learner.decay_steps": [-1],
-        "learner.beta_steps": [-1],
-        "learner.ref_temperature_steps": [-1],
-        "learner.reward_temperature_steps": [-1],
-        "learner.weight_decay": [-0.1],
-        "learner.clip_norm": [-0.5],
-        "learner.logprob_gap_every_steps": [-1],
-        "learner.logprob_gap_limit": [-1e-3],
-        "schedule.lag": [-1],
-        "publish.keep": [-1],
-        "supervisor.max_restarts": [-1],
-        "evaluation.samples": [-1],
-        "sampling.top_k": [-1],
-    },
-    "must be above 0": {
-        "lora.alpha": [0.0],
-        "learner.beta_start": [0.0, float("nan")],
-        "learner.beta_end": [0.0, -0.1],
-        "learner.ref_temperature_start": [0.0],
-        "learner.ref_temperature_end": [-1.0],
-        "learner.reward_temperature_start": [0.0],
-        "learner.reward_temperature_end": [float("inf")],
-        "learner.log_ratio_clip": [0.0],
-        "learner.learning_rate": [0.0, float("inf")],
-        "learner.log_z_learning_rate": [0.0],
-        "sampling.scoring_temperature": [0.0],
-        "sampling.temperature": [0.0],
-        "searchers.poll_seconds": [0.0],
-        "replay.poll_seconds": [0.0],
-        "replay.inverse_temperature": [0.0],
-        "supervisor.stop_seconds": [0.0],
-        "warm_start.learning_rate": [0.0],
-    },
-    "must be within [0, 1]": {
-        "replay.recent_probability": [-0.1, 1.5, float("nan")],
-        "sampling.explore_temperature_probability": [1.1],
-        "sampling.explore_top_p_probability": [-0.1, 1.1],
-        "searchers.memory_fraction": [1.1],
-        "learner.memory_fraction": [-0.1],
-        "evaluation.memory_fraction": [1.1],
-    },
-    "must be within (0, 1]": {"sampling.top_p": [0.0, 1.2], "sampling.explore_top_p_low": [0.0, 1.2]},
-    "must be within [0, 1)": {"sampling.min_p": [-0.1, 1.0]},
-    "must be within (0, 1)": {"learner.reference.ema_decay": [0.0, 1.0, 1.5, float("nan")]},
-    "must be 0 (no importance weights) or above 1": {"learner.importance_clip": [-1.0, 0.5, 1.0, float("inf")]},
-    "is not one of": {
-        "task.long_prompts": ["drop"],
-        "model.compute_dtype": ["float16"],
-        "publish.dtype": ["int8"],
-        "schedule.mode": ["synchronous"],
-        "task.name": ["sudoku"],
-        "learner.objective": ["ppo"],
-        "learner.schedule": ["cosine"],
-        "replay.strategy": ["newest"],
-        "model.preset": ["gpt5"],
-        "learner.remat": ["all"],
-        "replay.drop": ["newest"],
-        "replay.retention": ["newest"],
-        "searchers.weights": ["int4"],
-        "model.attention": ["flash"],
-        "learner.reference.kind": ["moving"],
-        "learner.non_finite": ["ignore"],
-    },
-}
-ONE_SETTING = [(name, value, limit) for limit, table in LIMITS.items() for name, values in table.items() for value in values]
-
-
-@pytest.mark.parametrize("name, value, limit", ONE_SETTING, ids=lambda x: str(x))
-def test_a_value_outside_of_its_limits_is_refused(name, value, limit):
-    with pytest.raises(ValueError, match=re.escape(f"{name}={value!r} {limit}")):
-        experiment_lib.build(config_with({name: value}))
-
-
-def test_every_rule_on_one_setting_is_tried_above():
-    tables = (run_config._AT_LEAST_ONE, run_config._AT_LEAST_ZERO, run_config._POSITIVE, run_config._PROBABILITIES)
-    rules = {name for table in (*tables, run_config._CHOICES, experiment_lib._NAMES) for name in table}
-    assert rules <= {name for name, _, _ in ONE_SETTING}
-
-
-@pytest.mark.parametrize(
-    "overrides, sentence",
-    [
-        ({"learner.objective": "trajectory_balanse"}, "(did you mean 'trajectory_balance'?)"),
-        ({"replay.strategy": "sofmax"}, f"is not one of {list(STRATEGIES)} (did you mean 'softmax'?)"),
-        (
-            {"task.name": "aritmetic"},
-            "task.name='aritmetic' is not one of ['arithmetic', 'story_sentiment'] (did you mean 'arithm",
-        ),
-        ({"learner.schedule": "wds"}, "(did you mean 'wsd'?)"),
-        (
-            {"learner.completions": 1},
-            "learner.completions=1 must be at least 2: learner.objective=trajectory_balance compares the completions",
-        ),
-        ({"learner.completions": 1, "learner.objective": "tba_prime"}, "learner.objective=tba_prime compares the completions"),
-        ({"learner.objective": "learned_log_y"}, "(did you mean 'learned_log_z'?)"),
-        ({"learner.reference.reset_optimizer": True}, "needs learner.reference.kind=reset, not initial"),
-        (
-            {"learner.reference.offload": True, "learner.reference.kind": "surrogate"},
-            "learner.reference.offload=True needs a reference that the learner holds: learner.reference.kind=reset or ema",
-        ),
-        (
-            {"learner.reference.kind": "surrogate", "replay.mount": ("runs/other",)},
-            "which rows of replay.mount=('runs/other',) do not come from",
-        ),
-        ({"searchers.samples_per_query": 19}, "searchers.samples_per_query=19 is less than learner.completions=20"),
-        (
-            {"learner.micro_batch_rows": 3},
-            "learner.micro_batch_rows=3 does not divide the batch of learner.queries × learner.completions = 140",
-        ),
-        ({"model.path": "/x", "model.preset": "gpt2"}, "model.path='/x' and model.preset='gpt2' exclude each other"),
-        ({"model.preset": "pythia-410"}, "(did you mean 'pythia-410m'?)"),
-        ({"replay.merge_edit_distance": 1.0}, "replay.merge_edit_distance=1.0 must be within [0, 1)"),
-        (
-            {"replay.merge_edit_distance": 0.1, "replay.merge_duplicates": False},
-            "merge near-duplicates, which replay.merge_duplicates=False forbids",
-        ),
-        ({"seed": 2**32}, "seed=4294967296 must be below 2**32"),
-        ({"lora.rank": 129}, "lora.rank=129 is more than layers.query can have, which maps 128 to 128 numbers"),
-        ({"lora.rank": 4, "lora.targets": ("layers.query,layers.value",)}, """'("layers.query", "layers.value")')"""),
-        ({"model.attention": "cudnn"}, "model.attention=cudnn needs model.compute_dtype=bfloat16, not float32"),
-        (
-            {"model.attention": "cudnn", "model.compute_dtype": "bfloat16", "model.preset": "pythia-1b"},
-            "model.attention=cudnn takes heads of a multiple of 8 up to 128, the model's are 256",
-        ),
-        ({"lora.rank": 4, "lora.targets": ()}, "lora.rank=4 needs lora.targets, names or patterns of linear maps"),
-        (
-            {"lora.rank": 4, "lora.targets": ("layers.query", "layers.gat")},
-            "lora.targets: 'layers.gat' matches no linear map of the model; there are ['layers.down', 'layers.gate',",
-        ),
-        (
-            {"learner.schedule": "wsd", "learner.decay_steps": 491},
-            "learner.warmup_steps=10 + learner.decay_steps=491 exceed learner.steps=500",
-        ),
-        ({"replay.capacity": 139}, "replay.capacity=139 cannot hold the 168 responses to learner.queries=7 queries"),
-        ({"replay.min_rows": 50_001}, "replay.min_rows=50001 is more than replay.capacity=50000"),
-        (
-            {"searchers.count": 1, "searchers.queries_per_batch": 2, "searchers.max_rows_per_snapshot": 167},
-            "searchers.max_rows_per_snapshot=167 lets 1 searchers generate 167 rows before the first update, which needs 168",
-        ),
-        ({"task.arithmetic.train_queries": 6}, "learner.queries=7 is more than the 6 train queries of the task"),
-        ({"replay.capacity_per_query": 19}, "replay.capacity_per_query=19 is less than learner.completions=20"),
-        ({"sampling.top_p": 0.9}, "sampling.top_p=0.9 would truncate every row; trajectory balance needs full support"),
-        ({"sampling.top_k": 5}, "sampling.top_k=5 would truncate every row"),
-        ({"sampling.min_p": 0.1}, "sampling.min_p=0.1 would truncate every row"),
-        ({"sampling.explore_top_p_probability": 1.0}, "sampling.explore_top_p_probability=1 would truncate every row"),
-        ({"searchers.count": 0}, "searchers.count=0 needs replay.mount, whose rows are trained on"),
-        ({"searchers.count": 0, "replay.mount": ("a",), "schedule.mode": "interleaved"}, "and schedule.mode=asynchronous"),
-        ({"replay.mount": ("a", 3)}, "replay.mount=('a', 3) must hold folders of runs, such as '(\"runs/first\","),
-        ({"publish.keep": 1}, "publish.keep=1 must be 0 (all) or at least 3"),
-        (
-            {"publish.keep": 4, "schedule.mode": "interleaved", "schedule.lag": 4},
-            "publish.keep=4 must be 0 (all) or more than schedule.lag=4",
-        ),
-        ({"model.path": "x", "warm_start.steps": 5}, "model.path='x' and warm_start.steps=5 exclude each other"),
-        ({"learner.mesh.data": 3}, "the batch of 140 rows does not divide by learner.mesh data=3 × fsdp=1 = 3"),
-        ({"model.kv_heads": 3}, "model.heads=4 is not divisible by model.kv_heads=3"),
-        ({"model.head_size": 5}, "model.head_size=5 must be even"),
-        ({"task.prompt_length": 7}, "4000 of 4000 train prompts are longer than task.prompt_length=7 tokens (longest: 9)"),
-        (
-            {"task.prompt_length": 7, "task.long_prompts": "skip"},
-            "4000 of 4000 train prompts are longer than task.prompt_length=7 tokens",
-        ),
-        (
-            {"task.arithmetic.digits": 1},
-            "task.arithmetic.train_queries=4000 + heldout_queries=256 exceed half of the 81 sums that task.arithmetic.digits=1",
-        ),
-        ({"task.name": "story_sentiment"}, "task.name='story_sentiment' needs a pretrained model: set model.path"),
-    ],
-    ids=lambda x: " ".join(x) if isinstance(x, dict) else "",
-)
-def test_values_that_do_not_go_together_are_refused(overrides, sentence):
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        experiment_lib.build(config_with(overrides))
 
 
 @pytest.fixture
@@ -472,6 +243,27 @@ def test_a_role_that_joins_writes_nothing(tmp_path, monkeypatch):
     join(tmp_path)
     with pytest.raises(ValueError, match="cannot be written: No space left on device"):
         join(tmp_path / "elsewhere")
+
+
+@pytest.mark.parametrize(
+    "name, there, here, refused",
+    [
+        ("learner.reference.kind", "initial", "ema", True),
+        ("learner.reference.kind", "reset", "surrogate", True),
+        ("learner.reference.kind", "reset", "ema", False),
+        ("learner.objective", "trajectory_balance", "learned_log_z", True),
+        ("learner.objective", "learned_log_z", "tba_prime", True),
+        ("learner.objective", "trajectory_balance", "tba_prime", False),
+    ],
+)
+def test_what_checkpoints_hold_cannot_change(tmp_path, name, there, here, refused):
+    join(tmp_path, {name: there})
+    run, changed = RunDir(tmp_path / "run"), config_with({name: here})
+    if refused:
+        with pytest.raises(ValueError, match=f"{name} of a run cannot change from '{there}' to '{here}': its checkpoints hold"):
+            run_config.change_schedule(run, changed, allowed=[name], step=3)
+    else:
+        assert run_config.change_schedule(run, changed, allowed=[name], step=3) == {name: (there, here)}
 
 
 def test_what_the_index_was_built_with_cannot_change(tmp_path):

@@ -53,17 +53,16 @@ def test_static_settings_of_an_update():
         "learner__importance_clip": 3.0,
         "learner__log_ratio_clip": 7.0,
         "learner__reference__ema_decay": 0.8,
-        "learner__non_finite": "skip",
         "learner__micro_batch_rows": 6,
         "learner__logit_megabytes": 2,
     }
     made = settings.make_learner_config(tiny_run.config(**changes), Contract(), POLICY, devices=3)
-    assert made.objective is OBJECTIVES["tba_prime"] and made.skip_non_finite and made.surrogate_decay == 0
+    assert made.objective is OBJECTIVES["tba_prime"] and made.surrogate_decay == 0
     assert (made.settings.completions, made.settings.importance_clip, made.settings.log_ratio_clip) == (4, 3.0, 7.0)
     assert (made.micro_batch_rows, made.logit_bytes, made.temperature, made.banned_tokens) == (6, 3 * (2 << 20), 0.7, (3,))
     changes = {"learner__reference__kind": "surrogate", "learner__reference__ema_decay": 0.8}
     made = settings.make_learner_config(tiny_run.config(**changes), Contract(), POLICY, devices=1)
-    assert made.surrogate_decay == 0.8 and made.micro_batch_rows == 12 and not made.skip_non_finite
+    assert made.surrogate_decay == 0.8 and made.micro_batch_rows == 12
 
 
 @pytest.mark.parametrize(

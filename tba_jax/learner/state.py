@@ -23,7 +23,8 @@ from tba_jax.models.policy import Policy
 class TrainState:
     """What an update changes.
 
-    step: int32[], updates done, refused ones included; skipped: int32[], updates refused because they were not finite;
+    step: int32[], updates done, refused ones included; skipped: int32[], updates refused because they were not finite, for
+    which neither the optimiser nor its learning rate goes on;
     params: what is trained of the policy, float32 master weights (Policy), and its optimiser's state; log_z: the head that
     learns log Z(x) (heads.log_partition) and its optimiser's state, {} and () where the objective needs none.
     """
@@ -76,10 +77,9 @@ def init_state(params: Params, optimizers: Optimizers, *, log_z: Params | None =
     Args:
       params: what is trained of the policy. log_z: parameters of the head (heads.log_z_specs), where there is one.
     """
-    zero = jnp.zeros((), jnp.int32)
     return TrainState(
-        step=zero,
-        skipped=zero,
+        step=jnp.zeros((), jnp.int32),
+        skipped=jnp.zeros((), jnp.int32),
         params=params,
         opt_state=optimizers.policy.init(params),
         log_z=log_z or {},

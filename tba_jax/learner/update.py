@@ -8,10 +8,9 @@ An objective couples the K rows of a query, a micro-batch need not hold them all
 """
 
 import dataclasses
+import math
 from typing import Any
 
-import chex
-import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
@@ -32,8 +31,7 @@ class LearnerConfig:
 
     micro_batch_rows: rows per forward and backward pass, a divisor of B; logit_bytes: what logits may take at a time, over
     all devices, see scoring.token_logprobs; temperature: the run's scoring temperature; remat: a name of layers.REMAT;
-    surrogate_decay: α of the moving average that `surrogate_ref_logprobs` stands for, 0 = the log-probs of the batch;
-    skip_non_finite: whether a refused update counts as a step.
+    surrogate_decay: α of the moving average that `surrogate_ref_logprobs` stands for, 0 = the log-probs of the batch.
     """
 
     policy: Policy
@@ -45,7 +43,6 @@ class LearnerConfig:
     banned_tokens: tuple[int, ...]
     remat: str
     surrogate_decay: float = 0.0
-    skip_non_finite: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,16 +52,6 @@ class Schedules:
     beta: Schedule
     ref_temperature: Schedule
     reward_temperature: Schedule
-
-
-@flax.struct.dataclass
-class Coefficients:
-    """What the schedules say at `step` (int32[], updates done so far): float32[] each, see ObjectiveInputs."""
-
-    step: chex.Array
-    beta: chex.Array
-    ref_temperature: chex.Array
-    reward_temperature: chex.Array
 
 
 def score(params: Params, batch: Batch, *, config: LearnerConfig) -> tuple[jax.Array, jax.Array]:
@@ -109,41 +96,36 @@ def train_step(
       frozen: the part of the policy that is not trained (Policy.initial).
 
     Returns:
-      the new state and float32[] measurements. `finite` is 0 where loss or gradient is not: the state is then left as it
-      was, but counts the step where config.skip_non_finite says so. `row_finite`, bool[B], says which rows are. Others: see
-      diagnostics; kl_to_initial, nats per response, where the reference moves.
+      the new state and float32[] measurements. `finite` is 0 where loss, gradient or a row is not: the state is then left as it
+      was, but counts the step. `row_finite`, bool[B], says which rows are. Others: see diagnostics; kl_to_initial, nats per
+      response, where the reference moves.
     """
-    coefficients = Coefficients(
-        step=state.step, **{field.name: getattr(schedules, field.name)(state.step) for field in dataclasses.fields(schedules)}
-    )
     log_z, pull_back_log_z = _log_z(state, frozen, batch, config)
     accumulate = _whole_groups if config.micro_batch_rows % config.settings.completions == 0 else _any_split
     loss, grads, log_z_cotangent, policy_logprobs, entropy = accumulate(
-        state.params, frozen, batch, log_z, coefficients=coefficients, config=config
+        state.params, frozen, batch, log_z, step=state.step, schedules=schedules, config=config
     )
     log_z_grads = pull_back_log_z(log_z_cotangent)
     grad_norm = optax.tree.norm(grads)
-    finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & jnp.isfinite(optax.tree.norm(log_z_grads))
+    inputs = _inputs(batch, policy_logprobs, state.step, schedules, config)
+    row_finite = _row_finite(PolicyOutputs(logprobs=policy_logprobs, log_z=log_z), inputs)
+    finite = jnp.all(row_finite) & jnp.isfinite(loss) & jnp.isfinite(grad_norm) & jnp.isfinite(optax.tree.norm(log_z_grads))
     new = _descend(state, grads, log_z_grads, optimizers)
-    refused = dataclasses.replace(state, step=state.step + 1, skipped=state.skipped + 1) if config.skip_non_finite else state
+    refused = dataclasses.replace(state, step=state.step + 1, skipped=state.skipped + 1)
     new = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, refused)
-    inputs = _inputs(batch, policy_logprobs, coefficients, config)
     measurements = {
         "loss": loss,
         "grad_norm": grad_norm,
         "finite": finite.astype(jnp.float32),
-        "beta": coefficients.beta,
-        "ref_temperature": coefficients.ref_temperature,
-        "reward_temperature": coefficients.reward_temperature,
-        "row_finite": _row_finite(policy_logprobs, inputs),
+        "row_finite": row_finite,
+        "skipped_steps": new.skipped.astype(jnp.float32),
+        **{field.name: getattr(inputs, field.name) for field in dataclasses.fields(schedules)},
         **diagnostics(policy_logprobs, entropy, inputs),
     }
     if config.surrogate_decay or batch.moving_ref_logprobs is not None:
         measurements["kl_to_initial"] = jnp.mean(jnp.sum(policy_logprobs - batch.ref_logprobs, axis=1))
     if state.log_z:
         measurements["learned_log_z"] = jnp.mean(log_z)
-    if config.skip_non_finite:
-        measurements["skipped_steps"] = new.skipped.astype(jnp.float32)
     return new, measurements
 
 
@@ -154,7 +136,13 @@ def _log_z(state: TrainState, frozen: Params, batch: Batch, config: LearnerConfi
         return jnp.zeros(batch.reward.shape, jnp.float32), lambda cotangent: {}
     params = config.policy.for_training(state.params, frozen)
     prompts = batch.prompt_tokens[::K], batch.prompt_length[::K]
-    states = heads.mean_prompt_states(params, *prompts, config=config.policy.model)
+    at_a_time = math.gcd(len(prompts[0]), max(1, config.micro_batch_rows // K))
+    states = _join(
+        jax.lax.map(
+            lambda micro: heads.mean_prompt_states(params, *micro, config=config.policy.model), _split(prompts, at_a_time, 1)
+        ),
+        1,
+    )
     log_z, pull_back = jax.vjp(lambda head: jnp.repeat(heads.log_partition(head, states), K), state.log_z)
     return log_z, lambda cotangent: pull_back(cotangent)[0]
 
@@ -169,10 +157,11 @@ def _descend(state: TrainState, grads: Params, log_z_grads: Params, optimizers: 
 
 
 def surrogate_ref_logprobs(policy_logprobs: jax.Array, batch: Batch, *, step: jax.Array, decay: float) -> jax.Array:
-    """log π_ema ≈ log π_θ − α / (Δ (1 − α)) · (log π_θ − log π_{n−Δ}), to first order (PAPER §2, "TBA′").
+    """log π_ema ≈ log π_θ − (1 − αⁿ) · α / (Δ (1 − α)) · (log π_θ − log π_{n−Δ}), to first order (PAPER §2, "TBA′").
 
-    The moving average ref ← α·ref + (1 − α)·θ trails the policy by α/(1 − α) updates; the policy's own change since a token
-    was sampled, Δ updates ago, stands for its speed. No reference is held.
+    The moving average ref ← α·ref + (1 − α)·θ trails a policy of constant speed by α/(1 − α) updates, and by 1 − αⁿ of that
+    after n updates, since it begins at θ_0. The policy's own change since a token was sampled, Δ updates ago, stands for its
+    speed. No reference is held.
 
     Args:
       policy_logprobs: float32[B, R], of π_θ; batch.policy_logprobs are those of the sampler's weights, π_{n−Δ}.
@@ -184,31 +173,34 @@ def surrogate_ref_logprobs(policy_logprobs: jax.Array, batch: Batch, *, step: ja
     policy_logprobs = jax.lax.stop_gradient(policy_logprobs)
     staleness = step - batch.policy_step
     speed = (policy_logprobs - batch.policy_logprobs) / jnp.maximum(staleness, 1)
-    return policy_logprobs - jnp.where(staleness > 0, decay / (1 - decay) * speed, 0.0)
+    lag = (1 - decay**step) * decay / (1 - decay)
+    return policy_logprobs - jnp.where(staleness > 0, lag * speed, 0.0)
 
 
-def _inputs(batch: Batch, policy_logprobs: jax.Array, coefficients: Coefficients, config: LearnerConfig) -> ObjectiveInputs:
+def _inputs(
+    batch: Batch, policy_logprobs: jax.Array, step: jax.Array, schedules: Schedules, config: LearnerConfig
+) -> ObjectiveInputs:
     R = batch.response_tokens.shape[1]
     mask = jnp.arange(R)[None, :] < batch.response_length[:, None]
     ref_logprobs = batch.ref_logprobs if batch.moving_ref_logprobs is None else batch.moving_ref_logprobs
     if config.surrogate_decay:
-        moving = surrogate_ref_logprobs(policy_logprobs, batch, step=coefficients.step, decay=config.surrogate_decay)
+        moving = surrogate_ref_logprobs(policy_logprobs, batch, step=step, decay=config.surrogate_decay)
         ref_logprobs = jnp.where(mask, moving, 0.0)
     return ObjectiveInputs(
         ref_logprobs=ref_logprobs,
         behavior_logprobs=batch.behavior_logprobs,
         mask=mask,
         reward=batch.reward,
-        beta=coefficients.beta,
-        ref_temperature=coefficients.ref_temperature,
-        reward_temperature=coefficients.reward_temperature,
+        beta=jnp.asarray(schedules.beta(step), jnp.float32),
+        ref_temperature=jnp.asarray(schedules.ref_temperature(step), jnp.float32),
+        reward_temperature=jnp.asarray(schedules.reward_temperature(step), jnp.float32),
         settings=config.settings,
     )
 
 
-def _row_finite(policy_logprobs: jax.Array, inputs: ObjectiveInputs) -> jax.Array:
-    """bool[B]: whether a row's log-probs and reward, and the square of their difference, are finite."""
-    difference = inputs.log_target() - jnp.sum(policy_logprobs, axis=1)
+def _row_finite(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
+    """bool[B]: whether a row's log-probs, log Z and reward, and the square of their difference, are finite."""
+    difference = inputs.log_target() - jnp.sum(outputs.logprobs, axis=1) - outputs.log_z
     return jnp.isfinite(difference**2) & jnp.isfinite(jnp.sum(inputs.behavior_logprobs, axis=1))
 
 
@@ -232,13 +224,20 @@ def _join(x: jax.Array, unit: int) -> jax.Array:
 
 
 def _whole_groups(
-    params: Params, frozen: Params, batch: Batch, log_z: jax.Array, *, coefficients: Coefficients, config: LearnerConfig
+    params: Params,
+    frozen: Params,
+    batch: Batch,
+    log_z: jax.Array,
+    *,
+    step: jax.Array,
+    schedules: Schedules,
+    config: LearnerConfig,
 ) -> tuple[Any, ...]:
     """One pass: the objective is a mean over groups, so the batch's is the mean over micro-batches of whole groups."""
 
     def micro_loss(params: Params, log_z: jax.Array, micro: Batch) -> tuple[jax.Array, Any]:
         policy_logprobs, entropy = score(config.policy.for_training(params, frozen), micro, config=config)
-        inputs = _inputs(micro, policy_logprobs, coefficients, config)
+        inputs = _inputs(micro, policy_logprobs, step, schedules, config)
         return config.objective(PolicyOutputs(logprobs=policy_logprobs, log_z=log_z), inputs), (policy_logprobs, entropy)
 
     def add(grads: Params, micro: tuple[Batch, jax.Array]) -> tuple[Params, Any]:
@@ -257,12 +256,19 @@ def _whole_groups(
 
 
 def _any_split(
-    params: Params, frozen: Params, batch: Batch, log_z: jax.Array, *, coefficients: Coefficients, config: LearnerConfig
+    params: Params,
+    frozen: Params,
+    batch: Batch,
+    log_z: jax.Array,
+    *,
+    step: jax.Array,
+    schedules: Schedules,
+    config: LearnerConfig,
 ) -> tuple[Any, ...]:
     """Two passes: ∇_θ L = Σ_micro (∂ log π / ∂θ)ᵀ ∂L / ∂ log π, with the inner gradient taken on the whole batch."""
     policy_logprobs, entropy = score_in_micro_batches(config.policy.for_training(params, frozen), batch, config=config)
     outputs = PolicyOutputs(logprobs=policy_logprobs, log_z=log_z)
-    inputs = _inputs(batch, policy_logprobs, coefficients, config)
+    inputs = _inputs(batch, policy_logprobs, step, schedules, config)
     loss, cotangent = jax.value_and_grad(config.objective)(outputs, inputs)
 
     def add(grads: Params, micro: tuple[Batch, jax.Array]) -> tuple[Params, None]:

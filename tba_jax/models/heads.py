@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from tba_jax.models import decoder
-from tba_jax.models.parameters import Params, ParamSpec, Specs
+from tba_jax.models.parameters import Params, ParamSpec, Specs, map_specs
 
 
 def sequence_scores(
@@ -41,9 +41,14 @@ def state_values(params: Params, hidden: jax.Array) -> jax.Array:
 
 
 def log_z_specs(config: decoder.DecoderConfig) -> Specs:
-    """Of the head of `log_partition`; it is not a part of the policy. Both are 0 at first."""
+    """Of the head of `log_partition`; it is not a part of the policy."""
     weight = ParamSpec(shape=(config.width, 1), axes=("embed", "labels"), inputs=1)
     return {"weight": weight, "bias": ParamSpec(shape=(1,), axes=("labels",))}
+
+
+def initial_log_z(config: decoder.DecoderConfig) -> Params:
+    """The head that says log Z = 0 of every prompt."""
+    return map_specs(lambda _, spec: jnp.zeros(spec.shape, jnp.float32), log_z_specs(config))
 
 
 def mean_prompt_states(
@@ -53,17 +58,17 @@ def mean_prompt_states(
 
     Args:
       params: of the policy.
-      prompt_tokens: int32[Q, P], left-padded; prompt_length: int32[Q], at least 1.
+      prompt_tokens: int32[Q, P], left-padded; prompt_length: int32[Q].
 
     Returns:
-      float32[Q, D], no gradient flows through it.
+      float32[Q, D], no gradient flows through it; 0 where a prompt has no tokens.
     """
     P = prompt_tokens.shape[1]
     # Moved to the left end of the row, so that causal attention needs no mask.
     tokens = jnp.take_along_axis(prompt_tokens, (jnp.arange(P)[None, :] + (P - prompt_length)[:, None]) % P, axis=1)
     hidden = decoder.hidden_states(jax.lax.stop_gradient(params), tokens, None, config=config, remat="none")
     real = (jnp.arange(P)[None, :] < prompt_length[:, None])[..., None]
-    return jnp.sum(jnp.where(real, hidden.astype(jnp.float32), 0.0), axis=1) / prompt_length[:, None]
+    return jnp.sum(jnp.where(real, hidden.astype(jnp.float32), 0.0), axis=1) / jnp.maximum(prompt_length, 1)[:, None]
 
 
 def log_partition(head: Params, prompt_states: jax.Array) -> jax.Array:

@@ -28,7 +28,7 @@ def diagnostics(policy_logprobs: jax.Array, entropy: jax.Array, inputs: Objectiv
       log_z, log_z_std: nats, mean and spread over queries of VarGrad's log Ẑ(x); log_weight_std: nats, the spread of
         log p̃ − log π_θ within a query, 0 at the optimum.
       advantage_std: in units of reward / τ, of A = β (log p̃ − log π_θ − log Ẑ), which is tba_prime_advantage without its clip.
-      equal_reward_groups: share of queries whose K rewards are all the same.
+      equal_reward_groups: share of queries whose K rewards are all the same. These three only where K > 1.
 
     Raises:
       AssertionError: shapes disagree.
@@ -45,10 +45,9 @@ def diagnostics(policy_logprobs: jax.Array, entropy: jax.Array, inputs: Objectiv
     weight = jnp.exp(log_weight - jnp.max(log_weight))
     clip = inputs.settings.importance_clip
     policy, target = inputs.grouped(jnp.sum(inputs.masked(policy_logprobs), axis=1)), inputs.grouped(inputs.log_target())
-    log_z, residual_std = vargrad_log_z(policy, target), jnp.sqrt(jnp.mean(jnp.var(target - policy, axis=1)))
-    rewards = inputs.grouped(inputs.reward)
-    return {
-        "reward": jnp.mean(rewards),
+    log_z = vargrad_log_z(policy, target)
+    found = {
+        "reward": jnp.mean(inputs.reward),
         "response_length": jnp.mean(tokens.astype(jnp.float32)),
         "entropy": jnp.sum(inputs.masked(entropy)) / all_tokens,
         "kl_to_ref": jnp.mean(jnp.sum(log_kl, axis=1)),
@@ -59,7 +58,10 @@ def diagnostics(policy_logprobs: jax.Array, entropy: jax.Array, inputs: Objectiv
         "effective_sample_share": jnp.sum(weight) ** 2 / (weight.size * jnp.sum(weight**2)),
         "log_z": jnp.mean(log_z),
         "log_z_std": jnp.std(log_z),
-        "log_weight_std": residual_std,
-        "advantage_std": inputs.beta * residual_std,
-        "equal_reward_groups": jnp.mean((jnp.max(rewards, axis=1) == jnp.min(rewards, axis=1)).astype(jnp.float32)),
     }
+    if inputs.settings.completions > 1:
+        rewards = inputs.grouped(inputs.reward)
+        found["log_weight_std"] = jnp.sqrt(jnp.mean(jnp.var(target - policy, axis=1)))
+        found["advantage_std"] = inputs.beta * found["log_weight_std"]
+        found["equal_reward_groups"] = jnp.mean((jnp.max(rewards, axis=1) == jnp.min(rewards, axis=1)).astype(jnp.float32))
+    return found

@@ -43,6 +43,9 @@ from tba_jax.trainer.logprob_gap import LogprobGap
 
 log = logging.getLogger(__name__)
 
+# Updates that learner.non_finite=skip leaves out one after the other before the run stops.
+_MOST_REFUSED_IN_A_ROW = 10
+
 
 class Trainer:
     """One trainer over one mesh. Constructing it takes the lease and resumes; `step` does one update."""
@@ -74,7 +77,7 @@ class Trainer:
         )
         out_shardings = (jax.tree.map(lambda x: x.sharding, self._state_shapes), mesh_lib.replicated(self._mesh))
         self._update = mesh_lib.on_mesh(self._mesh, jax.jit(update, donate_argnums=0, out_shardings=out_shardings))
-        self._restart_moments = jax.jit(optimizer_lib.restart_moments, donate_argnums=0)
+        self._restart_moments = jax.jit(optimizer_lib.restart_moments, donate_argnums=0, out_shardings=out_shardings[0].opt_state)
         self._reference = settings.make_moving_reference(config, self._learner_config, self._mesh)
         self._gap = LogprobGap(
             self._learner_config,
@@ -95,6 +98,7 @@ class Trainer:
         self.account = TimeAccount()
         self._last_gap: dict[str, float] = {}
         self._saved_step = -1
+        self._refused_in_a_row = 0
         self._resume()
 
     # Resume
@@ -191,11 +195,12 @@ class Trainer:
 
     def _initial_state(self, base: parameters.Params) -> state_lib.TrainState:
         key = jax.random.key(self._config.seed)
-        head = parameters.init(key, heads_lib.log_z_specs(self._policy.model)) if self._optimizers.log_z is not None else None
+        head = heads_lib.initial_log_z(self._policy.model) if self._optimizers.log_z is not None else None
         return state_lib.init_state(self._policy.initial(base, key), self._optimizers, log_z=head)
 
     def _replay_journal(self, lines: list[dict[str, Any]]) -> None:
         for line in lines:
+            was_passed = line is not lines[-1]
             for heads in line["visible"]:
                 replay_visible(self.index, self._reader, heads, step=self.step_number)
             slots = self.index.slots_of(journal_lib.line_ids(line))
@@ -205,7 +210,7 @@ class Trainer:
             if journal_lib.batch_hash(rows) != line["batch"]:
                 raise ValueError(f"journalled step {line['step']}: the rows in the log are not those that were drawn")
             self.index.mark_drawn(slots)
-            self._apply(rows, journal_lib.line_ids(line))
+            self._apply(rows, journal_lib.line_ids(line), was_passed=was_passed)
             if self._publish_is_due():
                 self._publish_unless_there()
                 self._publisher.wait()  # so that every step that may have been published is there again
@@ -291,15 +296,15 @@ class Trainer:
             )
 
     def _check_reference(self, rows: trajectory.Rows) -> None:
-        """With a reference that moves, the log-probs of the rows' own are not trained with."""
         foreign = rows["reference_id"] != self._reference_number
-        if foreign.any() and self._config.learner.reference.kind == "initial":
+        if foreign.any():
             raise ValueError(
                 f"{foreign.sum()} drawn rows have log-probs of reference {rows['reference_id'][foreign.argmax()]:016x}, "
                 f"the run's reference is {self._reference_number:016x}"
             )
 
-    def _apply(self, rows: trajectory.Rows, ids: Sequence[tuple[str, int]]) -> dict[str, Any]:
+    def _apply(self, rows: trajectory.Rows, ids: Sequence[tuple[str, int]], *, was_passed: bool = False) -> dict[str, Any]:
+        """One update. was_passed: whether the journal shows that the run went on after it."""
         batch = mesh_lib.put_rows(self._mesh, state_lib.batch_from_rows(rows))
         if self._reference:
             batch = self._reference.rescore(self._frozen, batch)
@@ -307,24 +312,34 @@ class Trainer:
         measurements = jax.device_get(measurements)
         self.step_number += 1
         row_finite = measurements.pop("row_finite")
-        if not measurements["finite"]:
-            self._refuse(measurements, [f"{writer}:{row}" for (writer, row), ok in zip(ids, row_finite, strict=True) if not ok])
+        self._refused_in_a_row = 0 if measurements["finite"] else self._refused_in_a_row + 1
+        if self._refused_in_a_row:
+            rows_to_blame = [f"{writer}:{row}" for (writer, row), ok in zip(ids, row_finite, strict=True) if not ok]
+            self._refuse(measurements, rows_to_blame, was_passed=was_passed)
         moved = self._reference is not None and self._reference.advance(self.state.params, self.step_number)
         if moved and self._config.learner.reference.reset_optimizer:
             self.state = dataclasses.replace(self.state, opt_state=self._restart_moments(self.state.opt_state))
         return measurements
 
-    def _refuse(self, measurements: dict[str, Any], rows: Sequence[str]) -> None:
-        """Says which step and rows an update was refused for; raises unless such steps are skipped."""
+    def _refuse(self, measurements: dict[str, Any], rows: Sequence[str], *, was_passed: bool) -> None:
+        """Says which step and rows an update was refused for; raises unless such steps are skipped.
+
+        Where every row is at fault, or step after step, it is the weights that are broken, which skipping does not mend.
+        """
         listed = ", ".join(rows[:8]) + (" …" if len(rows) > 8 else "")
         sentence = (
             f"step {self.step_number}: loss {measurements['loss']} or gradient norm {measurements['grad_norm']} is not finite; "
             + (f"because of {len(rows)} of its {self.rows} rows: {listed}" if rows else "each of its rows is, by itself")
             + f"; its batch is the line of that step in {self._run.journal}"
         )
-        if self._config.learner.non_finite == "stop":
-            raise FloatingPointError(f"{sentence}; learner.non_finite=skip would leave such updates out")
-        log.warning("%s; the update is left out (learner.non_finite=skip)", sentence)
+        skips = self._config.learner.non_finite == "skip"
+        if was_passed or (skips and len(rows) < self.rows and self._refused_in_a_row < _MOST_REFUSED_IN_A_ROW):
+            log.warning("%s; the update is left out (learner.non_finite=skip)", sentence)
+        elif skips:
+            raise FloatingPointError(f"{sentence}; it is the {self._refused_in_a_row}. in a row: the weights are at fault")
+        else:
+            advice = "learner.non_finite=skip --allow_change=learner.non_finite would leave such updates out"
+            raise FloatingPointError(f"{sentence}; --config.{advice}")
 
     def _publish_is_due(self) -> bool:
         """At every k-th step, at steps that are evaluated, and at the last."""

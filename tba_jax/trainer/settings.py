@@ -77,7 +77,6 @@ def make_learner_config(config: Any, contract: run_config.Contract, policy: Poli
         banned_tokens=tuple(contract.banned_tokens),
         remat=c.remat,
         surrogate_decay=c.reference.ema_decay if c.reference.kind == "surrogate" else 0.0,
-        skip_non_finite=c.non_finite == "skip",
     )
 
 
