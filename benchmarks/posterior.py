@@ -1,0 +1,345 @@
+"""Does training reach p* ∝ π_ref·exp(r/β), whoever produced the rows? A space small enough to add up says so exactly.
+
+    python -m benchmarks.objectives --workdir=DIR --only=posterior
+
+Four symbols and an end, at most four tokens: 341 responses to each of 8 prompts. The transformer, the sampler and the update
+are those of training. Prints the total variation between π_θ and p* by behaviour and seed, and draws posterior.png.
+"""
+
+import concurrent.futures
+import functools
+import itertools
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import chex
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from tba_jax.decoding import generate as generate_lib
+from tba_jax.decoding.sampling import Sampling
+from tba_jax.learner import state as state_lib
+from tba_jax.learner import update
+from tba_jax.models import decoder, heads, parameters, scoring
+from tba_jax.models.policy import Policy
+from tba_jax.objectives import OBJECTIVES
+from tba_jax.objectives.inputs import ObjectiveSettings
+
+# Tokens: symbols, end, padding, and for each query the token that is its prompt.
+SYMBOLS, EOS, PAD, QUERIES = 4, 4, 5, 8
+BANNED = tuple(range(PAD, PAD + 1 + QUERIES))
+K, R = 20, 4
+BETA, PEAK, LOG_Z_PEAK = 0.5, 1e-3, 1e-2
+# Standard deviations of r/β and, about, of the logits of π_ref.
+REWARD_SPREAD, LOGIT_SPREAD = 1.4, 0.7
+BOUND = 0.03
+POINTS = 40
+MAX_DELAY = 50
+
+MODEL = decoder.DecoderConfig(
+    layers=2,
+    width=64,
+    heads=4,
+    kv_heads=4,
+    head_size=16,
+    ffn=128,
+    vocab=PAD + 1 + QUERIES,
+    max_positions=8,
+    positions="learned",
+    tied_embedding=False,
+)
+
+
+# All fields are traced, so that one program serves all.
+@flax.struct.dataclass
+class Behavior:
+    """Who produces the rows. Even rows are drawn at the first of each pair, odd rows at the second, by the policy of `delay`
+    updates ago, at most MAX_DELAY (π_ref before)."""
+
+    temperature: tuple[float, float] = (1.0, 1.0)
+    top_p: tuple[float, float] = (1.0, 1.0)
+    delay: int = 0
+
+
+# At this temperature what is left of logits is below float32's rounding: uniform over symbols and end.
+_UNIFORM = 1e9
+
+BEHAVIORS = {
+    "on-policy": Behavior(),
+    "uniform": Behavior(temperature=(_UNIFORM, _UNIFORM)),
+    "50 updates old": Behavior(delay=MAX_DELAY),
+    "half temperature 2, half top-p 0.8": Behavior(temperature=(2.0, 1.0), top_p=(1.0, 0.8)),
+    "top-p 0.8 alone": Behavior(top_p=(0.8, 0.8)),
+}
+
+
+def all_responses() -> tuple[np.ndarray, np.ndarray]:
+    """Every response: tokens int32[N, R], right-padded, and length int32[N], the end included."""
+    endless = list(itertools.product(range(SYMBOLS), repeat=R))
+    ended = [(*t, EOS) for n in range(R) for t in itertools.product(range(SYMBOLS), repeat=n)]
+    length = np.array([len(t) for t in ended + endless], np.int32)
+    return np.array([t + (PAD,) * (R - len(t)) for t in ended + endless], np.int32), length
+
+
+RESPONSES, LENGTHS = all_responses()
+N = len(RESPONSES)
+
+
+def code(tokens: Any) -> Any:
+    """Base-5 code of padded responses [..., R], padding counted as end: int[...]."""
+    return (tokens.clip(max=EOS) * 5 ** np.arange(R - 1, -1, -1)).sum(-1)
+
+
+# The number of the response with a code; N, out of bounds, where there is none.
+NUMBER_OF_CODE = np.full(5**R, N, np.int32)
+NUMBER_OF_CODE[code(RESPONSES)] = np.arange(N)
+
+
+@flax.struct.dataclass
+class Problem:
+    """ref_params: π_ref; ref_logprobs: float32[Q, N, R], its teacher-forced log-probs, nats; rewards: float32[Q, N];
+    target: float32[Q, N], p*; log_z: float32[Q], nats."""
+
+    ref_params: Any
+    ref_logprobs: chex.Array
+    rewards: chex.Array
+    target: chex.Array
+    log_z: chex.Array
+
+
+def prompts(queries: int, copies: int) -> tuple[jax.Array, jax.Array]:
+    """int32[queries·copies, 1] and the length of each, 1; those of one query are consecutive."""
+    return jnp.repeat(PAD + 1 + jnp.arange(queries), copies)[:, None], jnp.ones(queries * copies, jnp.int32)
+
+
+def enumerate_logprobs(params: Any, queries: int) -> jax.Array:
+    """log π(y_t|x, y_<t) of every response to every prompt: float32[Q, N, R], nats, 0 where masked."""
+    logprobs, _ = scoring.response_logprobs(
+        params,
+        *prompts(queries, N),
+        jnp.tile(RESPONSES, (queries, 1)),
+        jnp.tile(LENGTHS, queries),
+        config=MODEL,
+        temperature=1.0,
+        banned_tokens=BANNED,
+        logit_bytes=1 << 30,
+        remat="none",
+    )
+    return logprobs.reshape(queries, N, R)
+
+
+@functools.partial(jax.jit, static_argnames="queries")
+def make_problem(seed: jax.Array, *, queries: int = QUERIES) -> Problem:
+    """A random network, far from uniform, as π_ref; normal rewards; p* by brute force."""
+    params_key, rewards_key = jax.random.split(jax.random.key(seed))
+    # Weights of order 1/√D, so that what a position predicts depends on all before it.
+    params = jax.tree.map(lambda p: jnp.where(p == 1, p, 6 * p), decoder.init_params(params_key, MODEL))
+    head = params["lm_head"]["weight"]
+    params["lm_head"]["weight"] = head / jnp.std(head) * LOGIT_SPREAD / MODEL.width**0.5
+    ref_logprobs = enumerate_logprobs(params, queries)
+    rewards = BETA * REWARD_SPREAD * jax.random.normal(rewards_key, (queries, N))
+    log_target = jnp.sum(ref_logprobs, axis=-1) + rewards / BETA
+    log_z = jax.nn.logsumexp(log_target, axis=1)
+    return Problem(
+        ref_params=params,
+        ref_logprobs=ref_logprobs,
+        rewards=rewards,
+        target=jnp.exp(log_target - log_z[:, None]),
+        log_z=log_z,
+    )
+
+
+def total_variation(params: Any, problem: Problem) -> jax.Array:
+    """TV(π_θ, p*) = ½ Σ_y |π_θ(y|x) − p*(y|x)|: float32[Q]."""
+    policy = jnp.exp(jnp.sum(enumerate_logprobs(params, len(problem.rewards)), axis=-1))
+    return 0.5 * jnp.sum(jnp.abs(policy - problem.target), axis=1)
+
+
+def sample(params: Any, key: jax.Array, behavior: Behavior, *, queries: int, completions: int) -> generate_lib.Generation:
+    """K rows for each prompt, or, with completions = 1, one row for each of K copies of a prompt; the same rows."""
+    rows = queries * K
+
+    def alternating(pair: Any, dtype: Any) -> jax.Array:
+        return jnp.tile(jnp.asarray(pair, dtype), rows // 2)
+
+    return generate_lib.generate(
+        params,
+        *prompts(queries, K // completions),
+        jax.random.key_data(jax.random.split(key, rows)),
+        Sampling(
+            temperature=alternating(behavior.temperature, jnp.float32),
+            top_k=alternating((0, 0), jnp.int32),
+            top_p=alternating(behavior.top_p, jnp.float32),
+            min_p=alternating((0.0, 0.0), jnp.float32),
+        ),
+        config=MODEL,
+        samples_per_query=completions,
+        response_length=R,
+        eos_id=EOS,
+        pad_id=PAD,
+        banned_tokens=BANNED,
+        scoring_temperature=1.0,
+        truncating=True,
+    )
+
+
+def as_batch(rows: generate_lib.Generation, problem: Problem, policy_step: jax.Array) -> state_lib.Batch:
+    """The rows with their rewards and reference log-probs, which are looked up."""
+    queries = len(problem.rewards)
+    query, number = jnp.repeat(jnp.arange(queries), K), jnp.asarray(NUMBER_OF_CODE)[code(rows.tokens)]
+    prompt_tokens, prompt_length = prompts(queries, K)
+    return state_lib.Batch(
+        prompt_tokens=prompt_tokens,
+        prompt_length=prompt_length,
+        response_tokens=rows.tokens,
+        response_length=rows.length,
+        ref_logprobs=problem.ref_logprobs[query, number],
+        policy_logprobs=rows.policy_logprobs,
+        behavior_logprobs=rows.behavior_logprobs,
+        policy_step=jnp.full(rows.tokens.shape, policy_step),
+        reward=problem.rewards[query, number],
+    )
+
+
+def learner_config(objective: str, *, completions: int, rows: int) -> update.LearnerConfig:
+    """The whole batch is one micro-batch."""
+    return update.LearnerConfig(
+        policy=Policy(model=MODEL),
+        objective=OBJECTIVES[objective],
+        settings=ObjectiveSettings(completions=completions),
+        micro_batch_rows=rows,
+        logit_bytes=1 << 30,
+        temperature=1.0,
+        banned_tokens=BANNED,
+        remat="none",
+    )
+
+
+# Of an update, see update.train_step.
+MEASURED = ("loss", "grad_norm", "finite", "ratio_max")
+
+
+@functools.partial(jax.jit, static_argnames=("objective", "completions", "steps", "every"))
+def train(
+    problem: Problem,
+    seed: jax.Array,
+    *,
+    behavior: Behavior,
+    steps: int,
+    every: int,
+    objective: str = "trajectory_balance",
+    completions: int = K,
+) -> tuple[state_lib.TrainState, jax.Array, dict[str, jax.Array]]:
+    """Trains from π_ref. Key of an update's rows: fold_in(seed's key, number of the update).
+
+    Returns:
+      the last state; TV float32[steps/every + 1, Q], at the start and after every `every` updates; the measurements of
+      updates, float32[steps/every, every] each.
+    """
+    learned = objective == "learned_log_z"
+    cosine = functools.partial(optax.cosine_decay_schedule, decay_steps=steps)
+    optimizers = state_lib.Optimizers(policy=optax.adam(cosine(PEAK)), log_z=optax.adam(cosine(LOG_Z_PEAK)) if learned else None)
+    one = optax.constant_schedule(1.0)
+    config = learner_config(objective, completions=completions, rows=len(problem.rewards) * K)
+    schedules = update.Schedules(beta=optax.constant_schedule(BETA), ref_temperature=one, reward_temperature=one)
+    head = parameters.init(jax.random.key(0), heads.log_z_specs(MODEL)) if learned else None
+    state = state_lib.init_state(problem.ref_params, optimizers, log_z=head)
+    key, delay = jax.random.fold_in(jax.random.key(seed), 1), behavior.delay
+
+    def rows_for(params: Any, number: jax.Array) -> generate_lib.Generation:
+        return sample(params, jax.random.fold_in(key, number), behavior, queries=len(problem.rewards), completions=completions)
+
+    def one_update(carry: Any, _: None) -> tuple[Any, Any]:
+        state, waiting = carry
+        # The newest rows go to the slot from which they are taken `delay` updates later: at once where that is 0.
+        rows, slots = rows_for(state.params, state.step + delay), MAX_DELAY + 1
+        waiting = jax.tree.map(lambda w, r: w.at[(state.step + delay) % slots].set(r), waiting, rows)
+        rows = jax.tree.map(lambda w: w[state.step % slots], waiting)
+        batch = as_batch(rows, problem, jnp.maximum(state.step - delay, 0))
+        state, measured = update.train_step(state, {}, batch, optimizers=optimizers, schedules=schedules, config=config)
+        return (state, waiting), {name: measured[name] for name in MEASURED}
+
+    def some_updates(carry: Any, _: None) -> tuple[Any, Any]:
+        carry, measured = jax.lax.scan(one_update, carry, length=every)
+        return carry, (total_variation(carry[0].params, problem), measured)
+
+    waiting = jax.lax.map(lambda number: rows_for(problem.ref_params, number), jnp.arange(MAX_DELAY + 1))
+    (state, _), (distances, measured) = jax.lax.scan(some_updates, (state, waiting), length=steps // every)
+    start = total_variation(problem.ref_params, problem)
+    return state, jnp.concatenate([start[None], distances]), measured
+
+
+def predicted_log_z(state: state_lib.TrainState, *, queries: int = QUERIES) -> jax.Array:
+    """log Z_φ(x) of a run with learned log Z: float32[Q], nats."""
+    return heads.log_partition(state.log_z, heads.mean_prompt_states(state.params, *prompts(queries, 1), config=MODEL))
+
+
+def compile_train(*, queries: int = QUERIES, **static: Any) -> Any:
+    """`train` for any seed and behaviour, called as f(problem, seed, behavior=…). static: its other arguments."""
+    return train.lower(make_problem(0, queries=queries), 0, behavior=Behavior(), **static).compile()
+
+
+def plot(curves: dict[str, np.ndarray], *, steps: int, path: Path) -> None:
+    """curves: behaviour -> TV, means over queries, float32[seeds, points + 1]."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    for (name, curve), color in zip(
+        curves.items(), ("tab:blue", "tab:green", "tab:orange", "tab:purple", "tab:red"), strict=True
+    ):
+        updates = np.linspace(0, steps, curve.shape[1])
+        axes.plot(updates, np.median(curve, axis=0), color=color, label=name)
+        axes.fill_between(updates, curve.min(axis=0), curve.max(axis=0), color=color, alpha=0.15, linewidth=0)
+    axes.axhline(BOUND, color="black", linestyle="--", linewidth=1, label=f"bound {BOUND}")
+    axes.set_yscale("log")
+    ticks = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
+    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+    axes.set_xlim(0, steps)
+    axes.set_xlabel("updates")
+    axes.set_ylabel(r"total variation between $\pi_\theta$ and $p^*$")
+    axes.set_title(
+        f"Distance from the exact posterior, by where rows come from\n(median and range of {len(curve)} seeds)", fontsize=10
+    )
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=3, fontsize=9)
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
+def compare(root: Path, *, steps: int = 4000, seeds: int = 3) -> None:
+    """Prints a table of every behaviour and seed (other networks, rewards and samples); the figure and the curves go to
+    root/posterior."""
+    output = root / "posterior"
+    output.mkdir(parents=True, exist_ok=True)
+    begin = time.monotonic()
+    compiled = compile_train(steps=steps, every=max(1, steps // POINTS))
+    print(f"compiled in {time.monotonic() - begin:.0f} s\n")
+
+    def run(cell: tuple[int, str]) -> tuple[np.ndarray, float]:
+        begin = time.monotonic()
+        seed, name = cell
+        distance = np.asarray(compiled(make_problem(seed), seed, behavior=BEHAVIORS[name])[1])
+        return distance, time.monotonic() - begin
+
+    print("| seed | rows from | TV to p*, before | after, mean of queries | largest | seconds |")
+    print("|---|---|---|---|---|---|", flush=True)
+    cells = list(itertools.product(range(seeds), BEHAVIORS))
+    curves: dict[str, list[np.ndarray]] = {name: [] for name in BEHAVIORS}
+    # One operation of so small a network does not use several cores: as many runs at a time as there are.
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        for (seed, name), (distance, seconds) in zip(cells, pool.map(run, cells), strict=True):
+            before, after, largest = distance[0].mean(), distance[-1].mean(), distance[-1].max()
+            print(f"| {seed} | {name} | {before:.3f} | {after:.4f} | {largest:.4f} | {seconds:.0f} |", flush=True)
+            curves[name].append(distance)
+    stacked = {name: np.stack(curve) for name, curve in curves.items()}
+    np.savez(output / "posterior.npz", allow_pickle=False, **stacked)
+    plot({name: curve.mean(axis=-1) for name, curve in stacked.items()}, steps=steps, path=output / "posterior.png")

@@ -1,0 +1,65 @@
+"""Runs of one recipe that begin from the same warm start, so that they differ in nothing else."""
+
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tba_jax import experiment, report, roles, run_dir
+
+RECIPE = "configs/demo_tba_prime.py"
+
+
+def call(workdir: Path, *arguments: str) -> float:
+    """Runs tba_jax.main on the recipe and returns the seconds it took. Its output goes to workdir.out."""
+    begin = time.monotonic()
+    command = [sys.executable, "-m", "tba_jax.main", f"--config={RECIPE}", f"--workdir={workdir}", *arguments]
+    workdir.parent.mkdir(parents=True, exist_ok=True)
+    with open(f"{workdir}.out", "w") as output:
+        subprocess.run(command, check=True, stdout=output, stderr=subprocess.STDOUT)
+    return time.monotonic() - begin
+
+
+def ensure(root: Path) -> None:
+    """Makes root/warm/reference, unless it is there."""
+    if not (root / "warm" / "reference" / "initial.json").exists():
+        print(f"warm start: {call(root / 'warm', '--role=reference'):.0f} s\n", file=sys.stderr)
+
+
+def begin(root: Path, name: str) -> Path:
+    """A fresh workdir root/name that holds the warm start and nothing else."""
+    workdir = root / name
+    shutil.rmtree(workdir, ignore_errors=True)
+    shutil.copytree(root / "warm" / "reference", workdir / "reference")
+    return workdir
+
+
+def settings(workdir: Path, config: Any) -> roles.Settings:
+    """What main would hand to a role of this process."""
+    return roles.Settings(
+        experiment=experiment.build(config),
+        run=run_dir.RunDir(workdir),
+        name="",
+        label=workdir.name,
+        allow_change=(),
+        arguments=(),
+    )
+
+
+def accuracy(run: run_dir.RunDir) -> str:
+    """Held-out greedy accuracy at the first and the last step."""
+    reports = report.evaluations(run)
+    return f"{reports[0]['greedy_reward']:.2f} -> {reports[-1]['greedy_reward']:.2f}"
+
+
+def table(*columns: str) -> None:
+    """Prints the head of a markdown table."""
+    row(*columns)
+    row(*["---"] * len(columns))
+
+
+def row(*cells: str) -> None:
+    """Prints a row of a markdown table."""
+    print(f"| {' | '.join(cells)} |", flush=True)
