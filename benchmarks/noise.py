@@ -30,9 +30,14 @@ FLIPPED = 0.1
 # Of 196 rows a batch: 2 %. The best honest reward is 1.
 PLANTED_ROWS, PLANTED_REWARD = 4, 5.0
 
+_SOFTMAX = {"replay.strategy": "softmax", "replay.inverse_temperature": 2.0, "replay.recent_probability": 0.5}
+# Where 20 of a query's 24 rows are drawn there is little to choose; where 10 of them, more. 140 rows a batch either way.
+_FEWER_ROWS = {"learner.queries": 14, "learner.completions": 10}
 SAMPLING: dict[str, dict[str, Any]] = {
-    "uniform, recent 0.95": {},
-    "softmax of 2 r, recent 0.5": {"strategy": "softmax", "inverse_temperature": 2.0, "recent_probability": 0.5},
+    "7 × 20, uniform, recent 0.95": {},
+    "7 × 20, softmax of 2 r, recent 0.5": _SOFTMAX,
+    "14 × 10, uniform, recent 0.5": {**_FEWER_ROWS, "replay.recent_probability": 0.5},
+    "14 × 10, softmax of 2 r, recent 0.5": {**_FEWER_ROWS, **_SOFTMAX},
 }
 DISTURBANCES = ("none", "10 % of rewards flipped", "2 % planted, reward 5")
 
@@ -95,7 +100,7 @@ def train(workdir: Path, *, steps: int, disturbance: str, sampling: dict[str, An
     c.learner.steps = steps
     c.schedule.mode = "interleaved"
     c.evaluation.every_steps = steps
-    c.replay.update(sampling)
+    c.update_from_flattened_dict(sampling)
     s = warm_start.settings(workdir, c)
     e, run = s.experiment, s.run
     roles.reference(s)()
@@ -121,7 +126,7 @@ def disturbed(rows: trajectory.Rows) -> float:
 def compare(root: Path, *, steps: int = STEPS) -> None:
     """Prints a table of runs under root/noise."""
     warm_start.ensure(root)
-    warm_start.table("rewards", "sampling", "accuracy", "steps", "disturbed share of rows written", "of rows drawn")
+    warm_start.table("rewards", "Q × K and sampling", "accuracy", "steps", "disturbed share of rows written", "of rows drawn")
     for i, disturbance in enumerate(DISTURBANCES):
         for j, (name, sampling) in enumerate(SAMPLING.items()):
             workdir = warm_start.begin(root, f"noise/{i}-{j}")
