@@ -130,7 +130,8 @@ def get_config() -> config_dict.ConfigDict:
     c.learner.log_ratio_clip = 10.0  # of tba_prime: nats, a token's log π_θ − log π_ref counts up to this
     c.learner.reference = config_dict.ConfigDict()
     # initial: that of step 0 | reset: the policy of the last multiple of reset_steps | ema: ref ← α·ref + (1 − α)·θ each step |
-    # surrogate: that average to first order, from the log-probs that searchers stored; no reference is held
+    # surrogate: that average to first order, from the log-probs that searchers stored; no reference is held. For fresh rows it is
+    # the policy itself, and what separates samplers from the learner (bfloat16, int8) counts up to α/(1 − α) times.
     c.learner.reference.kind = "initial"
     c.learner.reference.reset_steps = 50  # ρ
     c.learner.reference.reset_optimizer = False  # of reset: Adam's moments begin anew, too

@@ -102,6 +102,7 @@ _POSITIVE = (
     "learner.reward_temperature_start",
     "learner.reward_temperature_end",
     "learner.log_ratio_clip",
+    "learner.adam_epsilon",
     "learner.learning_rate",
     "learner.log_z_learning_rate",
     "sampling.scoring_temperature",
@@ -159,6 +160,8 @@ def _check_learner(config: Any) -> None:
             steps > 0 or start == end,
             f"learner.{name}_start={start} would not be used: learner.{name}_steps=0 means {end}, its end, at every step",
         )
+    for name in ("adam_beta1", "adam_beta2"):
+        _require(0 <= learner[name] < 1, f"learner.{name}={learner[name]} must be within [0, 1)")
     clip = learner.importance_clip
     _require(
         clip == 0 or 1 < clip < math.inf,
@@ -220,11 +223,6 @@ def _check_reference(config: Any) -> None:
         f"{reference.kind}",
     )
     _require(
-        reference.kind != "surrogate" or config.searchers.weights == "full",
-        f"learner.reference.kind=surrogate multiplies what separates the samplers' log-probs from the learner's: it needs "
-        f"searchers.weights=full, not {config.searchers.weights}",
-    )
-    _require(
         reference.kind != "surrogate" or not config.replay.mount,
         "learner.reference.kind=surrogate compares with the policy of an earlier step of this run, which rows of "
         f"replay.mount={tuple(config.replay.mount)} do not come from",
@@ -249,6 +247,8 @@ def _check_sampling(sampling: Any) -> None:
 
 
 def _check_run(config: Any) -> None:
+    missing = config.task.missing_eos_reward
+    _require(missing is None or math.isfinite(missing), f"task.missing_eos_reward={missing} must be finite")
     keep = config.publish.keep
     _require(keep == 0 or keep >= 3, f"publish.keep={keep} must be 0 (all) or at least 3")
     if config.schedule.mode == "interleaved":

@@ -38,11 +38,12 @@ def describe(experiment: Experiment) -> str:
             for split, queries in experiment.queries.items()
         ),
         "",
-        "memory on one device of each role's mesh (data=-1 counts as 1), estimated from shapes (GiB):",
+        "memory on one device of each role's mesh (data=-1 counts as 1), from shapes (GiB; sums are without (host)):",
     ]
     for role, parts in memory(experiment).items():
         listed = ", ".join(f"{name} {size / _GIB:.3f}" for name, size in parts.items())
-        lines.append(f"  {role:10} {sum(parts.values()) / _GIB:8.3f}  ({listed})")
+        on_device = sum(size for name, size in parts.items() if not name.endswith("(host)"))
+        lines.append(f"  {role:10} {on_device / _GIB:8.3f}  ({listed})")
     return "\n".join(lines)
 
 

@@ -54,7 +54,11 @@ def run_interleaved(
         searcher.load_step(max(0, trainer.step_number - config.schedule.lag))
         report = searcher.search()
         trainer.poll()
-        measurements = trainer.step()
+        try:
+            measurements = trainer.step()
+        except FloatingPointError:
+            trainer.close()  # a checkpoint may be on its way
+            raise
         if measurements is None:
             continue
         trainer.flush_snapshot()

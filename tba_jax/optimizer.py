@@ -31,7 +31,10 @@ SCHEDULES = {"constant": constant, "linear": linear, "wsd": wsd}
 
 def linear_then_constant(*, start: float, end: float, steps: int) -> Schedule:
     """Linear from start to end over `steps` trainer steps, then end (β: PAPER §2; γ and τ: §3). steps = 0: always `end`."""
-    return optax.linear_schedule(start, end, steps) if steps else optax.constant_schedule(end)
+    if not steps:
+        return optax.constant_schedule(end)
+    ramp = optax.linear_schedule(start, end, steps)
+    return lambda step: jax.numpy.where(step >= steps, end, ramp(step))  # rounding would leave the ramp beside its end
 
 
 def adamw(

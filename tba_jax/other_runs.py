@@ -214,7 +214,10 @@ def take_optimizer(
             return False
         state = source.restore(step, {"state": shapes})[0]["state"]
     except ValueError as error:
-        log.warning("the optimiser of %s is not taken: its state is of another shape (%s)", init_from, error)
+        log.warning(
+            "the optimiser of %s is not taken: its state is of another shape (objective, optimiser or adapters)", init_from
+        )
+        log.debug("%s", error)
         return False
     finally:
         source.close()

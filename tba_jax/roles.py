@@ -88,6 +88,20 @@ def reference(s: Settings) -> Job:
 
 
 def _make_trainer(s: Settings, *, publish_every_steps: int) -> tuple[Any, EpochLease]:
+    """The trainer, resumed: journalled steps after its checkpoint are done again under the schedule that they were done with."""
+    newest = max(run_dir.steps_in(s.run.checkpoints), default=0)
+    for step, values in run_config.past_schedules(s.run, after=newest):
+        config = s.config.copy_and_resolve_references()
+        config.update_from_flattened_dict(values)
+        every_steps = 1 if config.schedule.mode == "interleaved" else config.publish.every_steps
+        past = dataclasses.replace(s, experiment=dataclasses.replace(s.experiment, config=config))
+        trainer, lease = _begin_trainer(past, publish_every_steps=every_steps, replay_until=step)
+        trainer.close()
+        lease.release()
+    return _begin_trainer(s, publish_every_steps=publish_every_steps)
+
+
+def _begin_trainer(s: Settings, *, publish_every_steps: int, replay_until: int | None = None) -> tuple[Any, EpochLease]:
     from tba_jax.trainer.role import Trainer
 
     run_dir.claim_shared(s.run)
@@ -101,6 +115,7 @@ def _make_trainer(s: Settings, *, publish_every_steps: int) -> tuple[Any, EpochL
             policy=s.experiment.policy,
             lease=lease,
             publish_every_steps=publish_every_steps,
+            replay_until=replay_until,
         )
     except BaseException:
         lease.release()
@@ -183,10 +198,12 @@ def _progress(s: Settings, *, searchers: int) -> report.Progress:
     return report.Progress(s.run, steps=s.config.learner.steps, searchers=searchers, warm_start_steps=s.config.warm_start.steps)
 
 
-def _conclude(s: Settings, progress: report.Progress, finished: bool) -> None:
+def _conclude(s: Settings, progress: report.Progress, code: int) -> None:
     seconds = progress.done()
-    if finished:
+    if code == 0:
         report.finish(s.run, label=s.label, score_name=s.experiment.task.score_name, seconds=seconds)
+    elif code in lifeline.FINAL_CODES:
+        print(f"stopped after {seconds:.0f} s; the run is in {s.run.root}", file=sys.stderr)
     else:
         print(f"stopped after {seconds:.0f} s; the same command resumes the run in {s.run.root}", file=sys.stderr)
 
@@ -212,8 +229,9 @@ def _interleaved(s: Settings) -> Job:
         evaluate = _make_evaluator(s) if s.config.evaluation.enabled else None
         finished = run_interleaved(made, search, evaluate, s.config, s.run, stop=stop, progress=progress)
         lease.release()
-        _conclude(s, progress, finished)
-        return 0 if finished else lifeline.STOPPED
+        code = 0 if finished else lifeline.STOPPED
+        _conclude(s, progress, code)
+        return code
 
     return job
 
@@ -260,7 +278,7 @@ def _supervised(s: Settings) -> Job:
             code = code or processes.run(commands, until=until, progress=progress, stop=stop)
         finally:
             processes.close()
-        _conclude(s, progress, finished=code == 0)
+        _conclude(s, progress, code)
         return code
 
     return job

@@ -159,6 +159,25 @@ def changed_schedule(run: run_dir.RunDir, config: Any) -> dict[str, tuple[Any, A
     return {name: (theirs.get(name), ours[name]) for name in names if theirs.get(name) != ours[name]}
 
 
+def past_schedules(run: run_dir.RunDir, *, after: int) -> list[tuple[int, dict[str, Any]]]:
+    """Schedule settings of steps after `after` that have changed since: (last step, name -> value then), in order.
+
+    Steps after the last of these have the settings of config.json. learner.non_finite is left out: whether a run went on after a
+    step is in its journal.
+    """
+    changes = read(run)["changes"]
+    past = []
+    for step in sorted({entry["step"] for entry in changes if entry["step"] > after}):
+        values: dict[str, Any] = {}
+        for entry in reversed([entry for entry in changes if entry["step"] >= step]):
+            values |= {name: there for name, (there, _) in entry["settings"].items()}
+        # A setting without a value then is younger than those steps.
+        known = {name: value for name, value in values.items() if value is not None and name != "learner.non_finite"}
+        if known:
+            past.append((step, {name: tuple(value) if isinstance(value, list) else value for name, value in known.items()}))
+    return past
+
+
 # What the replay index of a checkpoint was built with.
 _FIXED = (
     "replay.capacity",
@@ -176,8 +195,10 @@ def change_schedule(run: run_dir.RunDir, config: Any, *, allowed: Sequence[str],
     At step 0 it needs no leave: nothing was trained yet, and a searcher that came first stored a schedule that is not its own.
 
     Raises:
-      ValueError: a setting differs that is not in `allowed`.
+      ValueError: a setting differs that is not in `allowed`, or cannot change, or `allowed` names none.
     """
+    if unknown := sorted(set(allowed) - flatten(config.to_dict()).keys()):
+        raise ValueError(f"--allow_change={','.join(allowed)}: there is no setting {unknown[0]}")
     changes = changed_schedule(run, config)
     if step or (run.checkpoints.is_dir() and any(run.checkpoints.iterdir())):
         _check_checkpointed(changes)

@@ -160,13 +160,16 @@ class _Role:
             self._output = None
         return code
 
-    def last_words(self) -> str:
-        """The last line of its log."""
+    def last_words(self, code: int) -> str:
+        """The last line of its log; of a role that ended with a code of its own, the last that begins with "error: "."""
         try:
             lines = self._run.log(self.name).read_text(errors="replace").strip().splitlines()
         except OSError as error:
             return f"(no log: {error})"
-        return lines[-1] if lines else "(no output)"
+        # Threads of libraries may have something to say after it.
+        said = code in (*lifeline.FINAL_CODES, lifeline.STORAGE_FAILED)
+        errors = [line for line in lines if said and line.startswith("error: ")]
+        return (errors or lines or ["(no output)"])[-1]
 
 
 class Supervisor:
@@ -190,7 +193,7 @@ class Supervisor:
             time.sleep(_POLL_SECONDS)
         self._roles.remove(role)
         if code:
-            print(f"{name}: {role.last_words()}", file=sys.stderr)
+            print(f"{name}: {role.last_words(code)}", file=sys.stderr)
         return code
 
     def _add(self, name: str, arguments: Sequence[str], placement: Placement) -> _Role:
@@ -246,7 +249,7 @@ class Supervisor:
 
     def _died(self, role: _Role, code: int) -> int | None:
         """Schedules a restart, or returns the code that ends the run."""
-        words = f"{role.name} (exit code {code}): {role.last_words()}"
+        words = f"{role.name} (exit code {code}): {role.last_words(code)}"
         if code in lifeline.FINAL_CODES:
             print(words, file=sys.stderr)
             return code

@@ -85,6 +85,7 @@ LIMITS: dict[str, dict[str, list[object]]] = {
         "learner.reward_temperature_start": [0.0],
         "learner.reward_temperature_end": [float("inf")],
         "learner.log_ratio_clip": [0.0],
+        "learner.adam_epsilon": [0.0, -1.0],
         "learner.learning_rate": [0.0, float("inf")],
         "learner.log_z_learning_rate": [0.0],
         "sampling.scoring_temperature": [0.0],
@@ -104,7 +105,12 @@ LIMITS: dict[str, dict[str, list[object]]] = {
         "evaluation.memory_fraction": [1.1],
     },
     "must be within (0, 1]": {"sampling.top_p": [0.0, 1.2], "sampling.explore_top_p_low": [0.0, 1.2]},
-    "must be within [0, 1)": {"sampling.min_p": [-0.1, 1.0]},
+    "must be within [0, 1)": {
+        "sampling.min_p": [-0.1, 1.0],
+        "learner.adam_beta1": [-0.1, 1.0, float("nan")],
+        "learner.adam_beta2": [2.0],
+    },
+    "must be finite": {"task.missing_eos_reward": [float("inf"), float("nan")]},
     "must be within (0, 1)": {"learner.reference.ema_decay": [0.0, 1.0, 1.5, float("nan")]},
     "must be 0 (no importance weights) or above 1": {"learner.importance_clip": [-1.0, 0.5, 1.0, float("inf")]},
     "is not one of": {
@@ -161,11 +167,6 @@ def test_every_rule_on_one_setting_is_tried_above():
         (
             {"learner.reference.offload": True, "learner.reference.kind": "surrogate"},
             "learner.reference.offload=True needs a reference that the learner holds: learner.reference.kind=reset or ema",
-        ),
-        (
-            {"learner.reference.kind": "surrogate", "searchers.weights": "int8"},
-            "learner.reference.kind=surrogate multiplies what separates the samplers' log-probs from the learner's: it needs "
-            "searchers.weights=full, not int8",
         ),
         (
             {"learner.ref_temperature_end": 1.2},

@@ -189,6 +189,41 @@ def test_resume_on_a_frozen_log_is_bit_for_bit(tmp_path, changes):
     assert [line["batch"] for line in lines[0]] == [line["batch"] for line in lines[1]]
 
 
+def test_journalled_steps_are_done_again_under_the_schedule_they_were_done_with(tmp_path):
+    """8 steps, the last 3 after the checkpoint, then another objective, batch size and rate: the change counts from step 9 on."""
+    s = frozen_log(tmp_path / "run")
+    train(s, until=8, abandon=True)
+    policy = s.experiment.policy
+    published = policy_store.load_step(s.run.policies, 8, policy.trained_specs, policy.trained_shardings(roles_mesh()))
+    changes = {
+        "learner__objective": "tba_prime",
+        "learner__queries": 2,
+        "learner__completions": 3,
+        "learner__learning_rate": 0.1,
+    }
+    changed = tiny_run.settings(tmp_path / "run", frozen_config(**changes))
+    names = tuple(name.replace("__", ".") for name in changes)
+    with pytest.raises(ValueError, match="to change it, add --allow_change="):
+        roles._join(changed, may_change_schedule=True)
+    roles._join(dataclasses.replace(changed, allow_change=names), may_change_schedule=True)
+    trainer, lease = roles._make_trainer(changed, publish_every_steps=2)
+    assert trainer.step_number == 8
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(trainer.state.params), jax.device_get(published))
+    trainer.poll()
+    assert trainer.step() is not None and trainer.rows == 6
+    trainer.close()
+    lease.release()
+    lines = journal.read_lineage(s.run.journal)
+    assert [(line["step"], len(line["rows"])) for line in lines[-2:]] == [(8, 12), (9, 6)]
+    # From the reference again, across the change.
+    expected = jax.device_get(trainer.state)
+    shutil.rmtree(s.run.checkpoints)
+    again, lease = roles._make_trainer(changed, publish_every_steps=2)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(again.state), expected)
+    again.close()
+    lease.release()
+
+
 @pytest.mark.parametrize("broken", [False, True])
 def test_the_alarm_sees_a_learner_whose_adapters_differ_from_what_searchers_merge(tmp_path, monkeypatch, broken):
     if broken:
@@ -234,7 +269,7 @@ def test_a_non_finite_update_stops_the_run(tmp_path):
     assert trainer.step() is not None
     trainer.index._columns["ref_logprobs"][:] = np.inf
     before = jax.device_get(trainer.state.params)
-    with pytest.raises(FloatingPointError, match=r"step 2: .* because of 12 of its 12 rows: frozen-\w{8}:\d+, .* …; its batch"):
+    with pytest.raises(FloatingPointError, match=r"step 2: .* rows that are not, 12 of 12: frozen-\w{8}:\d+, .* …; its batch"):
         trainer.step()
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(trainer.state.params), before)
     trainer.close()
@@ -255,7 +290,7 @@ def log_with_an_absurd_reward(workdir, **changes):
 
 def test_a_run_that_stops_names_the_row_and_goes_on_when_told_to_skip(tmp_path):
     s = log_with_an_absurd_reward(tmp_path / "run")
-    names_it = r"because of 1 of its 12 rows: planted-1:2; .*--config.learner.non_finite=skip --allow_change=learner.non_finite"
+    names_it = r"rows that are not, 1 of 12: planted-1:2; .*--config.learner.non_finite=skip --allow_change=learner.non_finite"
     with pytest.raises(FloatingPointError, match=names_it):
         train(s, until=8, abandon=True)
     with pytest.raises(FloatingPointError, match=names_it):  # the journal ends with that step
@@ -278,7 +313,7 @@ def test_a_run_that_skips_counts_and_resumes_exactly(tmp_path, caplog):
     s = log_with_an_absurd_reward(tmp_path / "run", learner__non_finite="skip")
     state = train(s, until=8, abandon=False)
     told = [record.message for record in caplog.records if "the update is left out" in record.message]
-    assert 0 < len(told) < 8 and all("rows: planted-1:2;" in sentence for sentence in told)
+    assert 0 < len(told) < 8 and all("rows that are not, 1 of 12: planted-1:2;" in sentence for sentence in told)
     assert (int(state.step), int(state.skipped)) == (8, len(told))
     assert len(journal.read_lineage(s.run.journal)) == 8 and run_dir.read_json(s.run.finished)["balanced"]
     policy = s.experiment.policy
@@ -293,7 +328,7 @@ def test_a_run_that_skips_counts_and_resumes_exactly(tmp_path, caplog):
 
 
 @pytest.mark.parametrize(
-    "broken, sentence", [("every row", "because of 12 of its 12 rows"), ("no row", "it is the 10. in a row")]
+    "broken, sentence", [("every row", "all rows are at fault"), ("no row", "it is step 10 of such in a row")]
 )
 def test_weights_that_are_broken_stop_a_run_that_skips(tmp_path, broken, sentence):
     s = frozen_log(tmp_path / "run", batches=2, learner__non_finite="skip")
@@ -307,7 +342,7 @@ def test_weights_that_are_broken_stop_a_run_that_skips(tmp_path, broken, sentenc
 
     trainer._update = broken_update
     steps = []
-    with pytest.raises(FloatingPointError, match=f"{sentence}.*the weights are at fault"):
+    with pytest.raises(FloatingPointError, match=f"{sentence}, so the run stops in spite of learner.non_finite=skip"):
         while True:
             assert trainer.step() is not None
             steps.append(trainer.step_number)

@@ -32,6 +32,12 @@ def test_learning_rates(name, settings, expected):
     np.testing.assert_allclose(found, list(expected.values()), atol=1e-6)
 
 
+def test_the_end_is_exactly_the_end():
+    """A ramp alone would leave 1e-9 as a negative number."""
+    schedule = linear_then_constant(start=1.0, end=1e-9, steps=5)
+    assert [float(schedule(jnp.int32(step))) for step in (5, 6, 100)] == [pytest.approx(1e-9)] * 3
+
+
 def test_beta_goes_linearly_from_start_to_end_and_stays():
     schedule = linear_then_constant(start=0.012, end=0.004, steps=500)
     found = [float(schedule(jnp.int32(step))) for step in (0, 125, 250, 500, 900)]

@@ -245,6 +245,21 @@ def test_a_role_that_joins_writes_nothing(tmp_path, monkeypatch):
         join(tmp_path / "elsewhere")
 
 
+def test_past_schedules_of_steps_after_a_checkpoint(tmp_path):
+    """Three changes, at steps 10, 30 and 50."""
+    join(tmp_path)
+    run = RunDir(tmp_path / "run")
+    rate, steps = "learner.learning_rate", "learner.steps"
+    for step, values in ((10, {rate: 2e-5}), (30, {rate: 3e-5, steps: 600}), (50, {rate: 3e-5, steps: 700})):
+        assert run_config.change_schedule(run, config_with(values), allowed=[rate, steps], step=step)
+    first, second = {rate: 1e-5, steps: 500}, {rate: 2e-5, steps: 500}
+    assert run_config.past_schedules(run, after=0) == [(10, first), (30, second), (50, {steps: 600})]
+    assert run_config.past_schedules(run, after=30) == [(50, {steps: 600})]
+    assert run_config.past_schedules(run, after=50) == []
+    with pytest.raises(ValueError, match=r"--allow_change=learner\.step: there is no setting learner\.step"):
+        run_config.change_schedule(run, config_with({}), allowed=["learner.step"], step=60)
+
+
 @pytest.mark.parametrize(
     "name, there, here, refused",
     [

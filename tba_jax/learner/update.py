@@ -109,8 +109,10 @@ def train_step(
     grad_norm = optax.tree.norm(grads)
     inputs = _inputs(batch, policy_logprobs, state.step, schedules, config)
     row_finite = _row_finite(PolicyOutputs(logprobs=policy_logprobs, log_z=log_z), inputs)
-    finite = jnp.all(row_finite) & jnp.isfinite(loss) & jnp.isfinite(grad_norm) & jnp.isfinite(optax.tree.norm(log_z_grads))
     new = _descend(state, grads, log_z_grads, optimizers)
+    # Of the new weights too: an optimiser may overflow where its gradient did not.
+    norms = jnp.stack([loss, grad_norm, *(optax.tree.norm(tree) for tree in (log_z_grads, new.params, new.log_z))])
+    finite = jnp.all(row_finite) & jnp.all(jnp.isfinite(norms))
     refused = dataclasses.replace(state, step=state.step + 1, skipped=state.skipped + 1)
     new = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, refused)
     measurements = {

@@ -59,9 +59,11 @@ class Trainer:
         policy: Policy,
         lease: EpochLease,
         publish_every_steps: int,
+        replay_until: int | None = None,
     ):
+        """Args: replay_until: the last journalled step that is done again under this config; default: all of them."""
         self._config, self._contract, self._run, self._policy, self._lease = config, contract, run, policy, lease
-        self._publish_every = publish_every_steps
+        self._publish_every, self._replay_until = publish_every_steps, replay_until
         c = config.learner
         self.rows = c.queries * c.completions
         self._mesh = mesh_lib.make_mesh(tuple(c.mesh.values()), setting="learner.mesh")
@@ -106,7 +108,7 @@ class Trainer:
     def _resume(self) -> None:
         run = self._run
         policy_store.sweep(run.policies)
-        lineage = journal_lib.read_lineage(run.journal)
+        lineage = journal_lib.read_lineage(run.journal)[: self._replay_until]
         leaves = run_config.flatten(self._config.to_dict())
         self._mounts = run_config.mounted_logs(leaves, reward_version=self._contract.reward_version)
         self._reader = LogReader(run.replay, self._shape, mounts=self._mounts)
@@ -324,19 +326,25 @@ class Trainer:
     def _refuse(self, measurements: dict[str, Any], rows: Sequence[str], *, was_passed: bool) -> None:
         """Says which step and rows an update was refused for; raises unless such steps are skipped.
 
-        Where every row is at fault, or step after step, it is the weights that are broken, which skipping does not mend.
+        Where every row is at fault, or step after step, skipping would lead nowhere.
         """
         listed = ", ".join(rows[:8]) + (" …" if len(rows) > 8 else "")
         sentence = (
             f"step {self.step_number}: loss {measurements['loss']} or gradient norm {measurements['grad_norm']} is not finite; "
-            + (f"because of {len(rows)} of its {self.rows} rows: {listed}" if rows else "each of its rows is, by itself")
+            + (f"rows that are not, {len(rows)} of {self.rows}: {listed}" if rows else "each of its rows is, by itself")
             + f"; its batch is the line of that step in {self._run.journal}"
         )
         skips = self._config.learner.non_finite == "skip"
         if was_passed or (skips and len(rows) < self.rows and self._refused_in_a_row < _MOST_REFUSED_IN_A_ROW):
             log.warning("%s; the update is left out (learner.non_finite=skip)", sentence)
         elif skips:
-            raise FloatingPointError(f"{sentence}; it is the {self._refused_in_a_row}. in a row: the weights are at fault")
+            reason = (
+                "all rows are at fault" if len(rows) == self.rows else f"it is step {self._refused_in_a_row} of such in a row"
+            )
+            raise FloatingPointError(
+                f"{sentence}; {reason}, so the run stops in spite of learner.non_finite=skip: another run may begin from an "
+                "earlier snapshot (--init_from=RUN@STEP)"
+            )
         else:
             advice = "learner.non_finite=skip --allow_change=learner.non_finite would leave such updates out"
             raise FloatingPointError(f"{sentence}; --config.{advice}")
@@ -490,7 +498,11 @@ def run_trainer(trainer: Trainer, config: Any, run: run_dir.RunDir, *, stop: Cal
     trainer.start()
     begin, first = 0.0, trainer.step_number
     while trainer.step_number < config.learner.steps and not stop():
-        measurements = trainer.step()
+        try:
+            measurements = trainer.step()
+        except FloatingPointError:
+            trainer.close()  # a checkpoint may be on its way
+            raise
         if measurements is None:
             trainer.wait(config.replay.poll_seconds)
             continue
