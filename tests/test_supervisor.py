@@ -195,7 +195,8 @@ if kind == "always-full":
     print("error: storage failed", flush=True)
     sys.exit(3)
 if kind == "bad-input":
-    print("error: bad value", "RuntimeError: a thread that was left alone", sep="\n", flush=True)
+    print("error: bad value")
+    print("RuntimeError: a thread that was left alone", flush=True)
     sys.exit(2)
 if kind.startswith("ends-now"):
     (folder / "finished.json").write_text('{"step": 1}')
