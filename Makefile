@@ -3,6 +3,7 @@
 #   PYTHON=…       the Python (3.11 or newer) that makes .venv; default: the first of python3, python3.13 … that works
 #   VENV=…         another environment than .venv
 #   ACCELERATOR=…  cuda12, cuda13 or tpu: also installs JAX' support for it
+#   WORKERS=…      processes that run the tests; default 2
 #   ARGS=…         further flags of tba_jax.main, or further arguments of pytest
 
 ifeq ($(filter output-sync,$(.FEATURES)),)
@@ -14,6 +15,7 @@ SHELL := /bin/sh
 .DEFAULT_GOAL := help
 
 VENV ?= .venv
+WORKERS ?= 2
 ARGS ?=
 # Relative, so that the path of the checkout may hold spaces; `python -m` everywhere, so that no script's first line matters.
 PY := $(VENV)/bin/python
@@ -56,7 +58,7 @@ stories: $(READY) ## happy endings with a pretrained model: MODEL=<folder or hub
 
 .PHONY: test
 test: $(TESTED_WITH) ## the fast tests; PARITY=1: also those against PyTorch, which it installs
-	@exec $(PY) -m pytest $(ARGS)
+	@exec $(PY) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 .PHONY: test-slow
 test-slow: $(TESTED_WITH) ## the tests that take minutes
