@@ -108,7 +108,8 @@ class Trainer:
     def _resume(self) -> None:
         run = self._run
         policy_store.sweep(run.policies)
-        lineage = journal_lib.read_lineage(run.journal)[: self._replay_until]
+        recorded = journal_lib.read_lineage(run.journal)
+        lineage = recorded[: self._replay_until]
         leaves = run_config.flatten(self._config.to_dict())
         self._mounts = run_config.mounted_logs(leaves, reward_version=self._contract.reward_version)
         self._reader = LogReader(run.replay, self._shape, mounts=self._mounts)
@@ -130,7 +131,7 @@ class Trainer:
         self._publish_unless_there()
         if lines := lineage[self.step_number :]:
             self._visible = []  # they are in the first of these lines
-            self._replay_journal(lines)
+            self._replay_journal(lines, end=recorded[-1]["step"])
             # A trainer that is killed again and again must get further than before.
             self.save_checkpoint()
         self._reference_number = int(run_dir.read_json(run.initial_reference)["id"], 16)
@@ -200,9 +201,9 @@ class Trainer:
         head = heads_lib.initial_log_z(self._policy.model) if self._optimizers.log_z is not None else None
         return state_lib.init_state(self._policy.initial(base, key), self._optimizers, log_z=head)
 
-    def _replay_journal(self, lines: list[dict[str, Any]]) -> None:
+    def _replay_journal(self, lines: list[dict[str, Any]], *, end: int) -> None:
+        """end: the last step that is journalled."""
         for line in lines:
-            was_passed = line is not lines[-1]
             for heads in line["visible"]:
                 replay_visible(self.index, self._reader, heads, step=self.step_number)
             slots = self.index.slots_of(journal_lib.line_ids(line))
@@ -212,7 +213,7 @@ class Trainer:
             if journal_lib.batch_hash(rows) != line["batch"]:
                 raise ValueError(f"journalled step {line['step']}: the rows in the log are not those that were drawn")
             self.index.mark_drawn(slots)
-            self._apply(rows, journal_lib.line_ids(line), was_passed=was_passed)
+            self._apply(rows, journal_lib.line_ids(line), was_passed=line["step"] < end)
             if self._publish_is_due():
                 self._publish_unless_there()
                 self._publisher.wait()  # so that every step that may have been published is there again
