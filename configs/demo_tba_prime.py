@@ -2,8 +2,8 @@
 
 Paper:     β, ρ and the clips of its TBA′ row (MATH, Qwen2.5-7B); task, K, learning rate and its schedule are the demo's.
 Command:   python -m tba_jax.main --config=configs/demo_tba_prime.py --workdir=runs/demo_tba_prime
-Hardware:  2 CPU cores. Time: 271 s after the warm start, machine in heavy shared use. Score: accuracy 0.49 -> 0.84 (measured,
-           python -m benchmarks.objectives --only=references). The row's own task, model and score: not measured.
+Hardware:  2 CPU cores. Time: 158 s, warm start included. Score: accuracy 0.49 -> 0.83 (measured; other references: python -m
+           benchmarks.objectives --workdir=DIR --only=references). The row's own task, model and score: not measured.
 """
 
 from configs import demo
