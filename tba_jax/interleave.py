@@ -54,11 +54,7 @@ def run_interleaved(
         searcher.load_step(max(0, trainer.step_number - config.schedule.lag))
         report = searcher.search()
         trainer.poll()
-        try:
-            measurements = trainer.step()
-        except FloatingPointError:
-            trainer.close()  # a checkpoint may be on its way
-            raise
+        measurements = trainer.step()
         if measurements is None:
             continue
         trainer.flush_snapshot()

@@ -269,7 +269,9 @@ def test_a_non_finite_update_stops_the_run(tmp_path):
     assert trainer.step() is not None
     trainer.index._columns["ref_logprobs"][:] = np.inf
     before = jax.device_get(trainer.state.params)
-    with pytest.raises(FloatingPointError, match=r"step 2: .* rows that are not, 12 of 12: frozen-\w{8}:\d+, .* …; its batch"):
+    with pytest.raises(
+        FloatingPointError, match=r"step 2 is not finite .* 12 of 12 rows are not, frozen-\w{8}:\d+, .* …; its batch"
+    ):
         trainer.step()
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(trainer.state.params), before)
     trainer.close()
@@ -290,7 +292,7 @@ def log_with_an_absurd_reward(workdir, **changes):
 
 def test_a_run_that_stops_names_the_row_and_goes_on_when_told_to_skip(tmp_path):
     s = log_with_an_absurd_reward(tmp_path / "run")
-    names_it = r"rows that are not, 1 of 12: planted-1:2; .*--config.learner.non_finite=skip --allow_change=learner.non_finite"
+    names_it = r"1 of 12 rows are not, planted-1:2; .*--config.learner.non_finite=skip --allow_change=learner.non_finite"
     with pytest.raises(FloatingPointError, match=names_it):
         train(s, until=8, abandon=True)
     with pytest.raises(FloatingPointError, match=names_it):  # the journal ends with that step
@@ -313,7 +315,7 @@ def test_a_run_that_skips_counts_and_resumes_exactly(tmp_path, caplog):
     s = log_with_an_absurd_reward(tmp_path / "run", learner__non_finite="skip")
     state = train(s, until=8, abandon=False)
     told = [record.message for record in caplog.records if "the update is left out" in record.message]
-    assert 0 < len(told) < 8 and all("rows that are not, 1 of 12: planted-1:2;" in sentence for sentence in told)
+    assert 0 < len(told) < 8 and all("1 of 12 rows are not, planted-1:2;" in sentence for sentence in told)
     assert (int(state.step), int(state.skipped)) == (8, len(told))
     assert len(journal.read_lineage(s.run.journal)) == 8 and run_dir.read_json(s.run.finished)["balanced"]
     policy = s.experiment.policy

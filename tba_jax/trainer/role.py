@@ -331,14 +331,20 @@ class Trainer:
         """
         listed = ", ".join(rows[:8]) + (" …" if len(rows) > 8 else "")
         sentence = (
-            f"step {self.step_number}: loss {measurements['loss']} or gradient norm {measurements['grad_norm']} is not finite; "
-            + (f"rows that are not, {len(rows)} of {self.rows}: {listed}" if rows else "each of its rows is, by itself")
+            f"step {self.step_number} is not finite (loss {measurements['loss']}, gradient norm {measurements['grad_norm']}): "
+            + (
+                f"{len(rows)} of {self.rows} rows are not, {listed}"
+                if rows
+                else "its rows are, its gradient or new weights are not"
+            )
             + f"; its batch is the line of that step in {self._run.journal}"
         )
         skips = self._config.learner.non_finite == "skip"
         if was_passed or (skips and len(rows) < self.rows and self._refused_in_a_row < _MOST_REFUSED_IN_A_ROW):
             log.warning("%s; the update is left out (learner.non_finite=skip)", sentence)
-        elif skips:
+            return
+        self._checkpoints.wait()  # the process may end now, one that is on its way should not be torn
+        if skips:
             reason = (
                 "all rows are at fault" if len(rows) == self.rows else f"it is step {self._refused_in_a_row} of such in a row"
             )
@@ -346,9 +352,8 @@ class Trainer:
                 f"{sentence}; {reason}, so the run stops in spite of learner.non_finite=skip: another run may begin from an "
                 "earlier snapshot (--init_from=RUN@STEP)"
             )
-        else:
-            advice = "learner.non_finite=skip --allow_change=learner.non_finite would leave such updates out"
-            raise FloatingPointError(f"{sentence}; --config.{advice}")
+        advice = "learner.non_finite=skip --allow_change=learner.non_finite would leave such updates out"
+        raise FloatingPointError(f"{sentence}; --config.{advice}")
 
     def _publish_is_due(self) -> bool:
         """At every k-th step, at steps that are evaluated, and at the last."""
@@ -499,11 +504,7 @@ def run_trainer(trainer: Trainer, config: Any, run: run_dir.RunDir, *, stop: Cal
     trainer.start()
     begin, first = 0.0, trainer.step_number
     while trainer.step_number < config.learner.steps and not stop():
-        try:
-            measurements = trainer.step()
-        except FloatingPointError:
-            trainer.close()  # a checkpoint may be on its way
-            raise
+        measurements = trainer.step()
         if measurements is None:
             trainer.wait(config.replay.poll_seconds)
             continue
