@@ -12,20 +12,20 @@ from tba_jax import experiment, report, roles, run_dir
 RECIPE = "configs/demo_tba_prime.py"
 
 
-def call(workdir: Path, *arguments: str) -> float:
+def call(workdir: Path, *arguments: str, recipe: str = RECIPE) -> float:
     """Runs tba_jax.main on the recipe and returns the seconds it took. Its output goes to workdir.out."""
     begin = time.monotonic()
-    command = [sys.executable, "-m", "tba_jax.main", f"--config={RECIPE}", f"--workdir={workdir}", *arguments]
+    command = [sys.executable, "-m", "tba_jax.main", f"--config={recipe}", f"--workdir={workdir}", *arguments]
     workdir.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{workdir}.out", "w") as output:
         subprocess.run(command, check=True, stdout=output, stderr=subprocess.STDOUT)
     return time.monotonic() - begin
 
 
-def ensure(root: Path) -> None:
+def ensure(root: Path, *, recipe: str = RECIPE) -> None:
     """Makes root/warm/reference, unless it is there."""
     if not (root / "warm" / "reference" / "initial.json").exists():
-        print(f"warm start: {call(root / 'warm', '--role=reference'):.0f} s\n", file=sys.stderr)
+        print(f"warm start: {call(root / 'warm', '--role=reference', recipe=recipe):.0f} s\n", file=sys.stderr)
 
 
 def begin(root: Path, name: str) -> Path:
