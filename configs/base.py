@@ -16,6 +16,11 @@ def get_config() -> config_dict.ConfigDict:
     c.task.name = "arithmetic"
     c.task.prompt_length = 16  # P, tokens; a longer prompt is handled as long_prompts says
     c.task.response_length = 32  # R, tokens, end-of-sequence included
+    c.task.min_response_length = 0  # tokens, end-of-sequence included: it has probability 0 before. 0: any length
+    c.task.banned_tokens = ()  # ids of tokens that no response holds, besides special ones: they have probability 0
+    # Texts that end a response, such as ("\n\n", "Question:"): it ends with the token that completes one, whatever its length,
+    # and keeps that token and its text. "<|im_end|>" or another special token's text lets responses hold that token.
+    c.task.stop_strings = ()
     c.task.long_prompts = "refuse"  # refuse | skip (left out and counted)
     c.task.missing_eos_reward = config_dict.placeholder(float)  # reward of a response cut at R; unset: the task's reward
     c.task.embedding_path = ""  # a sentence encoder (BERT, RoBERTa) that embeds each response; the embedding is stored in its row
@@ -73,6 +78,12 @@ def get_config() -> config_dict.ConfigDict:
     c.searchers.count = 2  # processes that --role=all starts; any number more may join; 0: rows of replay.mount alone
     c.searchers.queries_per_batch = 8
     c.searchers.samples_per_query = 24  # S, at least learner.completions
+    c.searchers.slots = 0  # sequences decoded side by side; 0: queries_per_batch * samples_per_query
+    c.searchers.decode_steps = 32  # between looks at the host: new weights and queries wait as many steps at most
+    # How a new snapshot is taken up: at_once (by all sequences, between two decode steps) | new_sequences (those that run keep
+    # their weights, and no other begins before they have ended).
+    c.searchers.swap = "at_once"
+    c.searchers.cpu_devices = 1  # without accelerators, of a role of its own: data-parallel decoders, best one for each core
     c.searchers.max_rows_per_snapshot = 0  # backpressure: a searcher pauses after this many rows until a newer snapshot; 0: never
     c.searchers.poll_seconds = 0.2  # of a local folder; an object store is asked every 2 s at most
     c.searchers.stop_seconds = 10.0  # that the batch in flight may take after SIGTERM; then it is abandoned. 0: at once

@@ -24,6 +24,7 @@ def check(config: Any) -> None:
     for name in _POSITIVE:
         _require(0 < leaves[name] < math.inf, f"{name}={leaves[name]} must be above 0 and finite")
     _require(leaves["seed"] < 2**32, f"seed={leaves['seed']} must be below 2**32")
+    _check_responses(config.task)
     _check_learner(config)
     _check_reference(config)
     _check_sampling(config.sampling)
@@ -46,6 +47,8 @@ _AT_LEAST_ONE = (
     "model.ffn",
     "searchers.queries_per_batch",
     "searchers.samples_per_query",
+    "searchers.decode_steps",
+    "searchers.cpu_devices",
     "learner.queries",
     "learner.completions",
     "learner.steps",
@@ -67,11 +70,13 @@ _AT_LEAST_ONE = (
 )
 _AT_LEAST_ZERO = (
     "seed",
+    "task.min_response_length",
     "task.arithmetic.seed",
     "lora.rank",
     "warm_start.steps",
     "warm_start.warmup_steps",
     "searchers.count",
+    "searchers.slots",
     "searchers.max_rows_per_snapshot",
     "searchers.stop_seconds",
     "replay.recent_window",
@@ -126,6 +131,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "model.compute_dtype": ("float32", "bfloat16"),
     "model.attention": ("auto", "xla", "cudnn"),
     "searchers.weights": ("full", "int8"),
+    "searchers.swap": ("at_once", "new_sequences"),
     "learner.remat": ("none", "dots", "full"),
     "learner.reference.kind": ("initial", "reset", "ema", "surrogate"),
     "learner.non_finite": ("stop", "skip"),
@@ -139,6 +145,23 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 def _require(condition: bool, sentence: str) -> None:
     if not condition:
         raise ValueError(sentence)
+
+
+def _check_responses(task: Any) -> None:
+    _require(
+        task.min_response_length <= task.response_length,
+        f"task.min_response_length={task.min_response_length} is more than task.response_length={task.response_length}",
+    )
+    for token in task.banned_tokens:
+        _require(
+            isinstance(token, int) and not isinstance(token, bool) and token >= 0,
+            f"task.banned_tokens={tuple(task.banned_tokens)} must hold token ids, whole numbers from 0, not {token!r}",
+        )
+    for text in task.stop_strings:
+        _require(
+            isinstance(text, str) and text != "",
+            f"task.stop_strings={tuple(task.stop_strings)} must hold texts of at least one character, not {text!r}",
+        )
 
 
 def _check_learner(config: Any) -> None:

@@ -1,12 +1,13 @@
 """From a config to what roles work with: tokenizer, task, queries, contract, and the initial reference policy."""
 
+import contextlib
 import dataclasses
 import difflib
 import functools
 import logging
 import shutil
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import jax
 
 from tba_jax import config_checks, fine_tuning, other_runs, policy_store, run_config, run_dir, storage
 from tba_jax import mesh as mesh_lib
-from tba_jax.decoding import embeddings
+from tba_jax.decoding import embeddings, engine
+from tba_jax.decoding import stop_strings as stop_strings_lib
 from tba_jax.models import decoder, hugging_face, parameters
 from tba_jax.models.lora import LoraConfig
 from tba_jax.models.policy import Policy
@@ -57,6 +59,7 @@ def build(config: Any) -> Experiment:
     Raises:
       ValueError: one sentence about the first thing that is wrong.
     """
+    config = _with_later_settings(config)
     config_checks.check(config)
     config = _with_absolute_mounts(config)
     leaves = run_config.flatten(config.to_dict())
@@ -69,6 +72,7 @@ def build(config: Any) -> Experiment:
     model = policy.model
     _check_kernel(model)
     _check_mesh_sizes(config, policy)
+    _check_stop_strings(config.task.stop_strings, tokenizer, model.vocab)
     total = config.task.prompt_length + config.task.response_length
     if total > model.max_positions:
         raise ValueError(
@@ -88,7 +92,7 @@ def build(config: Any) -> Experiment:
         tokenizer=tokenizer.fingerprint,
         eos_id=tokenizer.eos_id,
         pad_id=tokenizer.pad_id,
-        banned_tokens=_banned(tokenizer, model.vocab),
+        banned_tokens=_banned(config.task, tokenizer, model.vocab),
         prompt_length=config.task.prompt_length,
         response_length=config.task.response_length,
         scoring_temperature=config.sampling.scoring_temperature,
@@ -99,6 +103,8 @@ def build(config: Any) -> Experiment:
         reward_version=task.reward_version,
         warm_start=config.warm_start.to_dict(),
         embedding=embeddings.describe(config.task.embedding_path) if config.task.embedding_path else {},
+        min_response_length=config.task.min_response_length,
+        stop_strings=tuple(sorted(set(config.task.stop_strings))),
     )
     return Experiment(
         config=config,
@@ -109,6 +115,20 @@ def build(config: Any) -> Experiment:
         queries={split: queries for split, (queries, _) in encoded.items()},
         skipped={split: skipped for split, (_, skipped) in encoded.items()},
     )
+
+
+# Settings of the task that configs of earlier versions, as runs store them, lack, and what those versions did.
+_LATER: dict[str, Any] = {"embedding_path": "", "min_response_length": 0, "banned_tokens": (), "stop_strings": ()}
+
+
+def _with_later_settings(config: Any) -> Any:
+    """The config, or a copy where it is one of an earlier version that lacks settings of the task."""
+    missing = {name: value for name, value in _LATER.items() if name not in config.task}
+    if not missing:
+        return config
+    config = config.copy_and_resolve_references()
+    config.task.update(missing)
+    return config
 
 
 def _with_absolute_mounts(config: Any) -> Any:
@@ -191,10 +211,50 @@ def _model_from_shape(config: Any, vocab: int) -> decoder.DecoderConfig:
     )
 
 
-def _banned(tokenizer: Tokenizer, vocab: int) -> tuple[int, ...]:
-    """Ids that no response holds: special ids other than the end, and rows of the embedding without a token."""
-    special = set(tokenizer.special_ids) | set(range(tokenizer.vocab_size, vocab))
-    return tuple(sorted(special - {tokenizer.eos_id}))
+def _banned(task: Any, tokenizer: Tokenizer, vocab: int) -> tuple[int, ...]:
+    """Ids that no response holds: those of config.task.banned_tokens, special ids other than the end and those whose text is a
+    stop string, and rows of the embedding without a token."""
+    given = set(task.banned_tokens)
+    if beyond := sorted(token for token in given if token >= vocab):
+        raise ValueError(f"task.banned_tokens holds {beyond[0]}, which is not below the vocabulary of {vocab} ids")
+    if tokenizer.eos_id in given:
+        raise ValueError(f"task.banned_tokens holds {tokenizer.eos_id}, the end-of-sequence, without which no response could end")
+    special = set(tokenizer.special_ids) - _stopping_ids(task.stop_strings, tokenizer)
+    banned = (given | special | set(range(tokenizer.vocab_size, vocab))) - {tokenizer.eos_id}
+    if len(banned) >= vocab - 1:
+        raise ValueError(f"task.banned_tokens holds {len(given)} ids and leaves no token that a response could be made of")
+    return tuple(sorted(banned))
+
+
+def _stopping_ids(stop_strings: Sequence[str], tokenizer: Tokenizer) -> set[int]:
+    """Special ids whose whole text is a stop string."""
+    if not stop_strings:
+        return set()
+    texts, wanted = tokenizer.token_bytes(), {text.encode() for text in stop_strings}
+    return {token for token in tokenizer.special_ids if texts[token] in wanted}
+
+
+def _check_stop_strings(stop_strings: Sequence[str], tokenizer: Tokenizer, vocab: int) -> None:
+    """Raises ValueError where a stop string is no text that the tokenizer's ids can spell."""
+    if not stop_strings:
+        return
+    texts = tokenizer.token_bytes()
+    for text in stop_strings:
+        automaton = stop_strings_lib.build(texts, [text], vocab=vocab)
+        assert automaton is not None
+        if not any(automaton.run(ids) == automaton.accept for ids in _encodings(text, tokenizer)):
+            raise ValueError(
+                f"task.stop_strings holds {text!r}, which no response can: encoded by the tokenizer ({type(tokenizer).__name__}) "
+                "it is another text"
+            )
+
+
+def _encodings(text: str, tokenizer: Tokenizer) -> Iterator[list[int]]:
+    """Ids of a text alone and, since some tokenizers strip white space from the ends of a text, within others; none where its
+    characters have no ids."""
+    for whole in (text, f".{text}."):
+        with contextlib.suppress(ValueError):  # of an alphabet that lacks a character
+            yield tokenizer.encode(whole)
 
 
 def _encode(queries: Sequence[Query], tokenizer: Tokenizer, config: Any, split: str) -> tuple[list[EncodedQuery], int]:
@@ -288,16 +348,30 @@ def check_devices(experiment: Experiment, *, role: str, devices: int) -> None:
     batch = config.learner.micro_batch_rows or config.learner.queries * config.learner.completions
     warm = config.warm_start.batch_size if config.warm_start.steps else batch
     rows_of_learner = "learner.micro_batch_rows or learner.queries × learner.completions"
+    rows_of_searcher = "searchers.queries_per_batch × searchers.samples_per_query"
     section, settings = {
         "trainer": ("learner", {rows_of_learner: batch, "warm_start.batch_size": warm}),
-        "searcher": ("searchers", {"searchers.queries_per_batch": config.searchers.queries_per_batch}),
+        "searcher": ("searchers", {rows_of_searcher: config.searchers.queries_per_batch * config.searchers.samples_per_query}),
         "evaluator": ("evaluation", {"evaluation.batch_size": config.evaluation.batch_size}),
     }[role]
     shape = mesh_lib.mesh_shape(tuple(config[section].mesh.values()), devices, setting=f"{section}.mesh")
     for what, rows in settings.items():
         config_checks.check_ways(rows, shape[0] * shape[1], what=what)
+    _check_slots(config, role, ways=shape[0])
     sizes = dict(zip(mesh_lib.MESH_AXES, shape, strict=True))
     parameters.check_divides(sizes, experiment.policy.model_specs)
+
+
+def _check_slots(config: Any, role: str, *, ways: int) -> None:
+    """Raises ValueError where the slots of a role that decodes cannot be divided over the data ways of its mesh."""
+    s = config.searchers
+    batch = s.queries_per_batch * s.samples_per_query
+    if role == "searcher":
+        what = f"searchers.slots={s.slots}" if s.slots else f"searchers.slots=0 (queries_per_batch × samples_per_query = {batch})"
+        engine.arrange(s.slots or batch, s.samples_per_query, ways, what=what)
+    elif role == "evaluator":
+        size = config.evaluation.batch_size
+        engine.arrange(size, 1, ways, what=f"evaluation.batch_size={size}")
 
 
 def heldout_queries(experiment: Experiment) -> list[EncodedQuery]:

@@ -86,6 +86,9 @@ class StepConfig:
     remat: str
 
 
+# Examples are learned as they are, whatever responses a run allows.
+_WHOLE_VOCABULARY = scoring.ResponseSpace(temperature=1.0, banned_tokens=(), eos_id=-1)
+
 # (params, batch, config) -> sums float32[] over the batch; `loss` is the one to descend, all of them are to be divided by `size`.
 Objective = Callable[[decoder.Params, Any, StepConfig], dict[str, jax.Array]]
 
@@ -99,8 +102,7 @@ def likelihood(params: decoder.Params, examples: Examples, config: StepConfig) -
         examples.response_tokens,
         examples.response_length,
         config=config.model,
-        temperature=1.0,
-        banned_tokens=(),
+        space=_WHOLE_VOCABULARY,
         logit_bytes=config.logit_bytes,
         remat=config.remat,
     )

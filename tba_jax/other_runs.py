@@ -63,7 +63,7 @@ def check_mounts(run: run_dir.RunDir, config: Any, contract: run_config.Contract
         other, stored = _read(folder, setting="replay.mount")
         places.add(_identity(other))
         ours: dict[str, Any] = {k: v for k, v in contract.to_json().items() if k not in _FREE_OF_ROWS}
-        theirs: dict[str, Any] = {k: v for k, v in stored["contract"].items() if k not in _FREE_OF_ROWS}
+        theirs: dict[str, Any] = {k: v for k, v in run_config.complete(stored["contract"]).items() if k not in _FREE_OF_ROWS}
         rescored = other.rescored_commit(contract.reward_version)
         if storage.exists(rescored):
             parts = run_dir.read_json(rescored)["reward_parts"]

@@ -35,7 +35,9 @@ class Contract:
 
     model: shape of the policy (DecoderConfig without its free fields); lora: the adapters' settings, {} without; tokenizer:
     fingerprint; task: its settings that define queries and reward, paths excepted; reward_parts, reward_version: as in
-    trajectory.RowShape; embedding: width and weights (a digest) of the encoder of responses, {} without.
+    trajectory.RowShape; embedding: width and weights (a digest) of the encoder of responses, {} without;
+    banned_tokens: ids that no response holds; min_response_length: tokens, below which no end-of-sequence comes;
+    stop_strings: texts that end a response, sorted. Fields with a default are younger than some runs: see `complete`.
     """
 
     model: dict[str, Any]
@@ -54,6 +56,8 @@ class Contract:
     reward_version: int
     warm_start: dict[str, Any]
     embedding: dict[str, Any] = dataclasses.field(default_factory=dict)
+    min_response_length: int = 0
+    stop_strings: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """As it looks in config.json."""
@@ -67,6 +71,22 @@ class Contract:
             reward_parts=tuple(self.reward_parts),
             embedding_size=self.embedding.get("width", 0),
         )
+
+
+def _defaults() -> dict[str, Any]:
+    """Fields of the contract that runs of earlier versions did not store, each with what those runs did."""
+    made: dict[str, Any] = {}
+    for field in dataclasses.fields(Contract):
+        if field.default is not dataclasses.MISSING:
+            made[field.name] = field.default
+        elif field.default_factory is not dataclasses.MISSING:
+            made[field.name] = field.default_factory()
+    return _plain(made)
+
+
+def complete(contract: Mapping[str, Any]) -> dict[str, Any]:
+    """A contract of config.json with the fields that its version did not have yet, as `Contract.to_json` gives them."""
+    return {**_defaults(), **contract}
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -110,7 +130,7 @@ def join(run: run_dir.RunDir, config: Any, contract: Contract, *, init_from: str
     if not (storage.exists(run.config) and (run.elsewhere is None or storage.exists(run.shared_name))):
         _make(run, mine)
     stored = read(run)
-    if different := differences(stored["contract"], mine["contract"]):
+    if different := differences(complete(stored["contract"]), mine["contract"]):
         raise ValueError(f"workdir {str(run.shared)!r} belongs to a run of another contract; " + "; ".join(different))
     there = stored.get("init_from", "")
     if init_from and init_from != there:
@@ -140,7 +160,7 @@ def read_run(run: run_dir.RunDir, *, called: str = "") -> dict[str, Any]:
     stored = read(run)
     whole = isinstance(stored, dict) and all(isinstance(stored.get(name), dict) for name in ("config", "contract"))
     fields = {field.name for field in dataclasses.fields(Contract)}
-    if not whole or stored["contract"].keys() | {"embedding"} != fields:
+    if not whole or complete(stored["contract"]).keys() != fields:
         raise ValueError(
             f"{called or run.root}: {run.config} is not that of a run of this version (supervised training has none)"
         )

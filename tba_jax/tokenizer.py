@@ -2,9 +2,10 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 # A folder that holds none of these has no tokenizer; without this check transformers may invent an empty one from config.json.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -45,6 +46,16 @@ class Tokenizer(Protocol):
         Use this for responses, not decode: a fragment decoded alone loses its first space in Llama-style tokenizers.
         """
 
+    def token_bytes(self) -> list[bytes | None]:
+        """Of each id below vocab_size, the UTF-8 bytes that it adds to the text of a continuation; None: it has no text.
+
+        A special id, which decode skips, has its literal text, such as b"<|im_end|>". Where a tokenizer spells characters by
+        tokens of a byte, decode writes U+FFFD for a whole run of these that is no UTF-8; here each is its byte.
+
+        Raises:
+          ValueError: what a token adds depends on more than the token.
+        """
+
 
 class CharacterTokenizer:
     """One id a character: pad 0, beginning 1, end 2, then `characters` in order. encode begins with 1."""
@@ -80,6 +91,9 @@ class CharacterTokenizer:
 
     def decode_continuation(self, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> str:
         return self.decode(response_ids)
+
+    def token_bytes(self) -> list[bytes | None]:
+        return [*(None for _ in self.special_ids), *(character.encode() for character in self.characters)]
 
 
 class HuggingFaceTokenizer:
@@ -127,6 +141,7 @@ class HuggingFaceTokenizer:
             (folder / "tokenizer.json").read_text(encoding="utf-8") if serialized else self._tokenizer.backend_tokenizer.to_str()
         )
         definition = {key: value for key, value in json.loads(text).items() if key not in ("truncation", "padding")}
+        self._decoders = _flat_decoders(definition.get("decoder"))
         self.fingerprint = _digest([definition, self.encode(""), self.eos_id, self.pad_id, self.special_ids, self.vocab_size])
 
     def encode(self, text: str) -> list[int]:
@@ -143,6 +158,88 @@ class HuggingFaceTokenizer:
             return whole[len(prompt) :]
         # The prompt ends inside a character, which the response completes: the text begins at that character.
         return whole[len(prompt.rstrip("�")) :]
+
+    def token_bytes(self) -> list[bytes | None]:
+        bytes_of = _token_bytes_by(self._decoders)
+        pieces: list[str | None] = self._tokenizer.convert_ids_to_tokens(list(range(self.vocab_size)))
+        texts = [None if piece is None else bytes_of(piece) for piece in pieces]
+        # Pieces of special tokens may be normalised, as "▁<s>"; these are as tokenizer.json spells them.
+        for i, token in self._tokenizer.added_tokens_decoder.items():
+            if i in self._special:
+                texts[i] = token.content.encode()
+        return texts
+
+
+def _flat_decoders(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """The decoders of tokenizer.json in their order, [] without."""
+    if decoder is None:
+        return []
+    if decoder["type"] == "Sequence":
+        return [inner for each in decoder["decoders"] for inner in _flat_decoders(each)]
+    return [decoder]
+
+
+def _token_bytes_by(decoders: Sequence[dict[str, Any]]) -> Callable[[str], bytes]:
+    """What makes a piece of the vocabulary its bytes, by the decoders of tokenizer.json.
+
+    Raises:
+      ValueError: they are neither byte-level nor of SentencePiece's kind, where each piece stands for bytes of its own.
+    """
+    kinds = [decoder["type"] for decoder in decoders]
+    if "ByteLevel" in kinds and set(kinds) <= {"ByteLevel", "Fuse"}:
+        return _byte_level
+    space = next((mark for decoder in decoders if (mark := _mark_of_space(decoder))), "")
+    fused = kinds.index("Fuse") if "Fuse" in kinds else len(kinds)
+    of_pieces = all(_mark_of_space(d) == space or d["type"] == "ByteFallback" for d in decoders[:fused])
+    if space and of_pieces and all(d["type"] == "Fuse" or _strips_start(d) for d in decoders[fused:]):
+        fallback = "ByteFallback" in kinds
+        return lambda piece: (
+            _byte_token(piece) if fallback and _BYTE_TOKEN.fullmatch(piece) else piece.replace(space, " ").encode()
+        )
+    raise ValueError(
+        f"the tokenizer's decoder is {' + '.join(kinds) or 'none'}, by which the text of a token depends on others: "
+        "task.stop_strings needs a byte-level tokenizer, or one of SentencePiece's kind"
+    )
+
+
+# How SentencePiece's vocabularies name a byte.
+_BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
+
+
+def _byte_token(piece: str) -> bytes:
+    return bytes([int(piece[3:5], 16)])
+
+
+def _mark_of_space(decoder: dict[str, Any]) -> str:
+    """The character that a decoder makes a space, "" where it is not such a decoder."""
+    if decoder["type"] == "Metaspace":
+        return decoder["replacement"]
+    if decoder["type"] == "Replace" and decoder["content"] == " ":
+        return decoder["pattern"].get("String", "")
+    return ""
+
+
+def _strips_start(decoder: dict[str, Any]) -> bool:
+    """Whether a decoder takes something off the start alone: of a whole text that is the prompt's."""
+    return decoder["type"] == "Strip" and decoder["stop"] == 0
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Character -> byte of byte-level BPE (Radford et al. 2019): a byte that is a visible character of Latin-1 stands for itself,
+    the others are the characters from 256 on, in order."""
+    visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+
+
+_BYTE_ALPHABET = _byte_alphabet()
+
+
+def _byte_level(piece: str) -> bytes:
+    """As the decoder does it: a piece with other characters, an added token's, is text as it is."""
+    if all(character in _BYTE_ALPHABET for character in piece):
+        return bytes(_BYTE_ALPHABET[character] for character in piece)
+    return piece.encode()
 
 
 def _digest(definition: object) -> str:

@@ -50,6 +50,7 @@ LIMITS: dict[str, dict[str, list[object]]] = {
     "must not be negative": {
         "seed": [-1],
         "task.arithmetic.seed": [-1],
+        "task.min_response_length": [-1],
         "warm_start.steps": [-1],
         "warm_start.warmup_steps": [-1],
         "searchers.count": [-1],
@@ -239,6 +240,19 @@ def test_every_rule_on_one_setting_is_tried_above():
         (
             {"task.arithmetic.digits": 1},
             "task.arithmetic.train_queries=4000 + heldout_queries=256 exceed half of the 81 sums that task.arithmetic.digits=1",
+        ),
+        ({"task.min_response_length": 33}, "task.min_response_length=33 is more than task.response_length=32"),
+        ({"task.banned_tokens": (4, "5")}, "task.banned_tokens=(4, '5') must hold token ids, whole numbers from 0, not '5'"),
+        ({"task.banned_tokens": (4, True)}, "must hold token ids, whole numbers from 0, not True"),
+        ({"task.banned_tokens": (-1,)}, "must hold token ids, whole numbers from 0, not -1"),
+        ({"task.banned_tokens": (4, 17)}, "task.banned_tokens holds 17, which is not below the vocabulary of 17 ids"),
+        ({"task.banned_tokens": (2,)}, "task.banned_tokens holds 2, the end-of-sequence, without which no response could end"),
+        ({"task.banned_tokens": tuple(range(3, 17))}, "task.banned_tokens holds 14 ids and leaves no token that a response"),
+        ({"task.stop_strings": ("=", "")}, "task.stop_strings=('=', '') must hold texts of at least one character, not ''"),
+        ({"task.stop_strings": (3,)}, "task.stop_strings=(3,) must hold texts of at least one character, not 3"),
+        (
+            {"task.stop_strings": ("=", "so")},
+            "task.stop_strings holds 'so', which no response can: encoded by the tokenizer (CharacterTokenizer)",
         ),
         ({"task.name": "story_sentiment"}, "task.name='story_sentiment' needs a pretrained model: set model.path"),
     ],

@@ -241,8 +241,7 @@ def test_searchers_may_sample_from_int8_weights(tmp_path):
         weights_of_step(s, 0),
         *batch,
         config=s.experiment.policy.model,
-        temperature=1.0,
-        banned_tokens=tuple(s.experiment.contract.banned_tokens),
+        space=scoring.ResponseSpace.of(s.experiment.contract),
         logit_bytes=1 << 20,
         remat="none",
     )

@@ -15,7 +15,7 @@ from tba_jax import mesh as mesh_lib
 from tba_jax import trajectory
 from tba_jax.learner import state as state_lib
 from tba_jax.learner import update as update_lib
-from tba_jax.models import decoder, heads, parameters
+from tba_jax.models import decoder, heads, parameters, scoring
 from tba_jax.models.lora import LoraConfig
 from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
@@ -27,6 +27,8 @@ POLICY = Policy(model=MODEL)
 Q, K, P, R = 6, 4, 5, 6
 B = Q * K
 BETA = 0.5
+EOS = 1
+SPACE = scoring.ResponseSpace(temperature=0.8, banned_tokens=(0,), eos_id=EOS)
 # Gradients are read off the parameters after a step of plain descent by 1.
 DESCENT = state_lib.Optimizers(policy=optax.sgd(1.0))
 WITH_LOG_Z = state_lib.Optimizers(policy=optax.sgd(1.0), log_z=optax.sgd(1.0))
@@ -41,8 +43,7 @@ def settings(**changes: Any) -> update_lib.LearnerConfig:
         settings=ObjectiveSettings(completions=K),
         micro_batch_rows=B,
         logit_bytes=1 << 20,
-        temperature=0.8,
-        banned_tokens=(0,),
+        space=SPACE,
         remat="none",
     )
     return dataclasses.replace(config, **changes)
@@ -156,6 +157,31 @@ def gradient_of(cotangent: np.ndarray) -> Any:
     """What a cotangent of the log-probs gives for the parameters; that way is JAX's."""
     score = functools.partial(update_lib.score, batch=random_batch(), config=settings())
     return jit(jax.grad(lambda p: jnp.sum(cotangent.astype(np.float32) * score(p)[0])))(random_params())
+
+
+# At once; in micro-batches, as a moving reference is scored, and logits of one step at a time.
+@pytest.mark.parametrize("rows, logit_bytes", [(B, 1 << 20), (6, 1)])
+def test_a_minimal_length_shares_out_the_probability_of_an_early_end(rows, logit_bytes):
+    """log π(y_t) − log(1 − π(end)) before it, log π(y_t) from then on; log-probs without it are those of `scores`."""
+    minimum = dataclasses.replace(SPACE, min_length=4)
+    batch = random_batch()
+    tokens = np.where(batch.response_tokens == EOS, 2, batch.response_tokens)  # no row ends by itself
+    batch = dataclasses.replace(batch, response_tokens=tokens)
+    ends = dataclasses.replace(batch, response_tokens=np.full_like(tokens, EOS))
+
+    def log_probs(batch: state_lib.Batch, **changes: Any) -> np.ndarray:
+        config = settings(micro_batch_rows=rows, logit_bytes=logit_bytes, **changes)
+        return np.asarray(jit(functools.partial(update_lib.score_in_micro_batches, config=config))(random_params(), batch)[0])
+
+    # One response token at a time: an end in the place of token t must not change what comes before it.
+    mask, early = trajectory.response_mask(batch.response_length, R), np.arange(R) < minimum.min_length - 1
+    expected = log_probs(batch).copy()
+    for t in np.flatnonzero(early):
+        swapped = dataclasses.replace(batch, response_tokens=np.where(np.arange(R) == t, ends.response_tokens, tokens))
+        expected[:, t] -= np.where(mask[:, t], np.log1p(-np.exp(np.where(mask[:, t], log_probs(swapped)[:, t], -1.0))), 0.0)
+    np.testing.assert_allclose(log_probs(batch, space=minimum), expected, atol=1e-5)
+    assert np.isneginf(log_probs(ends, space=minimum)[mask & early]).all()
+    assert np.isfinite(log_probs(ends, space=minimum)[mask & ~early]).all()
 
 
 def test_one_pass_equals_the_loss_by_hand():

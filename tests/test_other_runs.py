@@ -219,3 +219,21 @@ def test_the_command_refuses_with_one_sentence(source, tmp_path):
     assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1, done.stderr
     assert "--init_from=" in done.stderr and "there are 0, 1, 2, 3, 4, 5, 6" in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_of_an_earlier_version_is_mounted_by_what_it_did(source, tmp_path):
+    """It stored no fields about the length and the end of responses: they were any."""
+    shutil.copytree(source.run.root, tmp_path / "old")
+    old = run_dir.RunDir(tmp_path / "old")
+    stored = run_config.read(old)
+    for name in ("min_response_length", "stop_strings"):
+        del stored["contract"][name]
+    run_dir.write_json(old.config, stored)
+
+    def check(**changes) -> None:
+        s = tiny_run.settings(tmp_path / "new", frozen_config(replay__mount=(str(old.root),), **changes))
+        other_runs.check_mounts(s.run, s.config, s.experiment.contract, init_from="")
+
+    check()
+    with pytest.raises(ValueError, match=r"to a run of another contract; min_response_length: 0 there, 2 here$"):
+        check(task__min_response_length=2)

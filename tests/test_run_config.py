@@ -6,11 +6,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+from ml_collections import config_dict
 
 from configs import base, story_sentiment
 from tba_jax import experiment as experiment_lib
 from tba_jax import run_config, run_dir
 from tba_jax.run_dir import RunDir
+from tba_jax.tokenizer import HuggingFaceTokenizer
+from tests.test_tokenizer import write_byte_bpe
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -147,6 +150,84 @@ def test_the_first_role_writes_the_config_and_others_join(tmp_path):
     )
     assert (tmp_path / "run" / "config.json").read_bytes() == stored
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.json"]
+
+
+RESPONSE_SETTINGS = ("min_response_length", "banned_tokens", "stop_strings")
+
+
+def test_a_run_of_an_earlier_version_is_joined_by_what_it_did(tmp_path):
+    """It stored neither the settings of responses nor their fields of the contract, and allowed all responses."""
+    join(tmp_path)
+    run = RunDir(tmp_path / "run")
+    stored = run_config.read(run)
+    for name in ("embedding", "min_response_length", "stop_strings"):
+        del stored["contract"][name]
+    for name in ("embedding_path", *RESPONSE_SETTINGS):
+        del stored["config"]["task"][name]
+    run_dir.write_json(run.config, stored)
+    join(tmp_path)
+    assert run_config.read_run(run)["contract"] == stored["contract"]
+    rebuilt = experiment_lib.build(config_dict.ConfigDict(stored["config"]))
+    assert rebuilt.contract == experiment_lib.build(base.get_config()).contract
+    assert "min_response_length" not in stored["config"]["task"]
+    for name, value, sentence in (
+        ("min_response_length", 2, "min_response_length: 0 there, 2 here"),
+        ("stop_strings", ("=",), "stop_strings: [] there, ['='] here"),
+        ("banned_tokens", (5,), "banned_tokens: [0, 1] there, [0, 1, 5] here"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(sentence)):
+            join(tmp_path, {f"task.{name}": value})
+    del stored["contract"]["banned_tokens"]  # which all runs have stored
+    run_dir.write_json(run.config, stored)
+    with pytest.raises(ValueError, match="is not that of a run of this version"):
+        run_config.read_run(run)
+
+
+def test_what_ends_and_bounds_responses_is_in_the_contract():
+    changes = {"task.min_response_length": 32, "task.banned_tokens": (7, 4, 7), "task.stop_strings": ("=", "1+", "=")}
+    contract = experiment_lib.build(config_with(changes)).contract
+    assert (contract.min_response_length, contract.stop_strings) == (32, ("1+", "="))
+    assert contract.banned_tokens == (0, 1, 4, 7)
+
+
+def test_a_special_token_whose_text_is_a_stop_string_is_allowed(model_folder, tmp_path):
+    """The tokenizer is a byte-level one with a special token beside the end."""
+    folder = write_byte_bpe(tmp_path / "tokenizer")
+    definition = json.loads((folder / "tokenizer.json").read_text())
+    special = [{**definition["added_tokens"][0], "id": 258 + i, "content": f"<|{name}|>"} for i, name in enumerate(("turn", "x"))]
+    (folder / "tokenizer.json").write_text(json.dumps(definition | {"added_tokens": [*definition["added_tokens"], *special]}))
+    tokenizer = HuggingFaceTokenizer(folder)
+    assert tokenizer.special_ids == (256, 258, 259)
+
+    def banned(*stop_strings: str) -> tuple[int, ...]:
+        task = config_with({"task.stop_strings": stop_strings}).task
+        experiment_lib._check_stop_strings(task.stop_strings, tokenizer, 262)
+        return experiment_lib._banned(task, tokenizer, 262)
+
+    assert banned() == banned("turn") == (258, 259, 260, 261)
+    assert banned("<|turn|>") == (259, 260, 261)
+
+
+def test_stop_strings_need_a_tokenizer_whose_tokens_have_bytes(model_folder):
+    with pytest.raises(ValueError, match=r"the tokenizer's decoder is none, .* task\.stop_strings needs a byte-level tokenizer"):
+        experiment_lib.build(story_config(model_folder, task__stop_strings=("w3",)))
+
+
+def test_a_stop_string_is_one_that_the_tokenizer_can_spell(data_dir):
+    """stories260K strips white space from the ends of a text, TinyStories-656K has no token for 漢."""
+    for name, text, spelled in (
+        ("stories260K-hf", "\n", True),
+        ("stories260K-hf", "漢", True),
+        ("stories260K-hf", "  ", False),  # it makes one space of many
+        ("TinyStories-656K", "\n\n", True),
+        ("TinyStories-656K", "a 漢", False),
+    ):
+        tokenizer = HuggingFaceTokenizer(data_dir / "models" / name)
+        if spelled:
+            experiment_lib._check_stop_strings([text], tokenizer, tokenizer.vocab_size)
+            continue
+        with pytest.raises(ValueError, match=re.escape(f"task.stop_strings holds {text!r}, which no response can")):
+            experiment_lib._check_stop_strings([text], tokenizer, tokenizer.vocab_size)
 
 
 def test_another_contract_is_refused_by_field(tmp_path):

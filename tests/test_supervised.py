@@ -208,7 +208,8 @@ def test_sft_lowers_the_loss_and_its_folder_computes_the_same(folder, tmp_path, 
 
     def logprobs(params: decoder.Params) -> np.ndarray:
         columns = (rows.prompt_tokens, rows.prompt_length, rows.response_tokens, rows.response_length)
-        settings: dict[str, Any] = dict(config=model, temperature=1.0, banned_tokens=(), logit_bytes=1 << 20, remat="none")
+        space = scoring.ResponseSpace(temperature=1.0, banned_tokens=(), eos_id=-1)
+        settings: dict[str, Any] = dict(config=model, space=space, logit_bytes=1 << 20, remat="none")
         return np.asarray(jax.jit(lambda p: scoring.response_logprobs(p, *columns, **settings)[0])(params))
 
     found = logprobs(params)

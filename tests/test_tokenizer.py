@@ -59,6 +59,69 @@ def test_byte_level_tokenizer(tmp_path, caplog):
     assert tokenizer.decode_continuation(ids[:3], [*ids[6:], 256]) == " x"
 
 
+def test_bytes_of_each_id(tmp_path):
+    assert CharacterTokenizer("0é").token_bytes() == [None, None, None, b"0", "é".encode()]
+    tokenizer: Tokenizer = HuggingFaceTokenizer(write_byte_bpe(tmp_path))
+    texts = tokenizer.token_bytes()
+    assert (
+        len(texts) == 258 and texts[256:] == [b"<|end|>", b"<tool>"] and sorted(texts[:256]) == [bytes([b]) for b in range(256)]
+    )
+    text = "é 漢\n\tx<tool>�"
+    assert b"".join(texts[i] for i in tokenizer.encode(text)) == text.encode()
+
+
+def decoder_of(folder, *decoders: dict):
+    """A folder whose tokenizer.json has these decoders."""
+    definition = json.loads((write_byte_bpe(folder) / "tokenizer.json").read_text())
+    definition["decoder"] = {"type": "Sequence", "decoders": list(decoders)} if decoders else None
+    (folder / "tokenizer.json").write_text(json.dumps(definition))
+    return folder
+
+
+MARK = {"type": "Replace", "pattern": {"String": "!"}, "content": " "}
+STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+METASPACE = {"type": "Metaspace", "replacement": "!", "prepend_scheme": "always", "split": True}
+
+
+@pytest.mark.parametrize("decoders", [(MARK, {"type": "ByteFallback"}, {"type": "Fuse"}, STRIP), (METASPACE,)])
+def test_bytes_of_pieces_with_a_mark_for_spaces(tmp_path, decoders):
+    tokenizer = HuggingFaceTokenizer(decoder_of(tmp_path, *decoders))
+    texts = tokenizer.token_bytes()
+    assert texts[tokenizer.encode("!")[0]] == b" " and texts[tokenizer.encode("a")[0]] == b"a"
+    assert texts[256:] == [b"<|end|>", b"<tool>"]
+
+
+@pytest.mark.parametrize(
+    "decoders, named",
+    [
+        ((), "none"),
+        (({"type": "WordPiece", "prefix": "##", "cleanup": True},), "WordPiece"),
+        (({"type": "BPEDecoder", "suffix": "</w>"},), "BPEDecoder"),
+        ((MARK, STRIP), r"Replace \+ Strip"),  # of each piece, not of the whole text
+        ((MARK, {"type": "Fuse"}, STRIP | {"stop": 1}), r"Replace \+ Fuse \+ Strip"),
+        (({"type": "ByteFallback"}, {"type": "Fuse"}), r"ByteFallback \+ Fuse"),
+        ((MARK, MARK | {"pattern": {"String": "?"}}), r"Replace \+ Replace"),
+    ],
+)
+def test_bytes_that_depend_on_other_tokens_are_refused(tmp_path, decoders, named):
+    with pytest.raises(
+        ValueError, match=f"decoder is {named}, by which the text of a token depends on others: task.stop_strings"
+    ):
+        HuggingFaceTokenizer(decoder_of(tmp_path, *decoders)).token_bytes()
+
+
+@pytest.mark.parametrize("name", ["models/TinyStories-656K", "models/stories260K-hf", "tokenizers/qwen2.5"])
+def test_bytes_of_real_vocabularies_join_to_the_text(data_dir, name):
+    tokenizer = HuggingFaceTokenizer(data_dir / name)
+    texts, begins = tokenizer.token_bytes(), tokenizer.encode("")
+    assert all(texts)
+    for story in json.loads((data_dir / "tinystories/tinystories_1000.json").read_text())[:50]:
+        joined = b"".join(texts[i] for i in tokenizer.encode(story)[len(begins) :])
+        assert joined.decode().removeprefix(" ") == tokenizer.decode(tokenizer.encode(story)).removeprefix(" ")
+    special = texts[tokenizer.eos_id].decode()
+    assert special.startswith("<") and special.endswith(">")
+
+
 def test_fingerprint_follows_what_defines_ids(tmp_path):
     first = HuggingFaceTokenizer(write_byte_bpe(tmp_path / "a"))
     assert HuggingFaceTokenizer(write_byte_bpe(tmp_path / "b")).fingerprint == first.fingerprint

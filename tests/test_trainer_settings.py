@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tba_jax import mesh as mesh_lib
-from tba_jax.models import decoder
+from tba_jax.models import decoder, scoring
 from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.trainer import settings
@@ -20,6 +20,8 @@ POLICY = Policy(
 class Contract:
     scoring_temperature = 0.7
     banned_tokens = (3,)
+    eos_id = 2
+    min_response_length = 5
 
 
 def test_schedules_of_the_coefficients():
@@ -59,7 +61,8 @@ def test_static_settings_of_an_update():
     made = settings.make_learner_config(tiny_run.config(**changes), Contract(), POLICY, devices=3)
     assert made.objective is OBJECTIVES["tba_prime"] and made.surrogate_decay == 0
     assert (made.settings.completions, made.settings.importance_clip, made.settings.log_ratio_clip) == (4, 3.0, 7.0)
-    assert (made.micro_batch_rows, made.logit_bytes, made.temperature, made.banned_tokens) == (6, 3 * (2 << 20), 0.7, (3,))
+    assert (made.micro_batch_rows, made.logit_bytes) == (6, 3 * (2 << 20))
+    assert made.space == scoring.ResponseSpace(temperature=0.7, banned_tokens=(3,), eos_id=2, min_length=5)
     changes = {"learner__reference__kind": "surrogate", "learner__reference__ema_decay": 0.8}
     made = settings.make_learner_config(tiny_run.config(**changes), Contract(), POLICY, devices=1)
     assert made.surrogate_decay == 0.8 and made.micro_batch_rows == 12

@@ -30,7 +30,7 @@ class LearnerConfig:
     """Static settings of an update.
 
     micro_batch_rows: rows per forward and backward pass, a divisor of B; logit_bytes: what logits may take at a time, over
-    all devices, see scoring.token_logprobs; temperature: the run's scoring temperature; remat: a name of layers.REMAT;
+    all devices, see scoring.token_logprobs; space: the run's response space; remat: a name of layers.REMAT;
     surrogate_decay: α of the moving average that `surrogate_ref_logprobs` stands for, 0 = the log-probs of the batch.
     """
 
@@ -39,8 +39,7 @@ class LearnerConfig:
     settings: ObjectiveSettings
     micro_batch_rows: int
     logit_bytes: int
-    temperature: float
-    banned_tokens: tuple[int, ...]
+    space: scoring.ResponseSpace
     remat: str
     surrogate_decay: float = 0.0
 
@@ -55,7 +54,7 @@ class Schedules:
 
 
 def score(params: Params, batch: Batch, *, config: LearnerConfig) -> tuple[jax.Array, jax.Array]:
-    """policy_logprobs float32[B, R] and entropy float32[B, R] of the batch at the scoring temperature.
+    """policy_logprobs float32[B, R] and entropy float32[B, R] of the batch within the response space.
 
     Args:
       params: all that the decoder computes with (Policy.for_training or for_sampling).
@@ -67,8 +66,7 @@ def score(params: Params, batch: Batch, *, config: LearnerConfig) -> tuple[jax.A
         batch.response_tokens,
         batch.response_length,
         config=config.policy.model,
-        temperature=config.temperature,
-        banned_tokens=config.banned_tokens,
+        space=config.space,
         logit_bytes=config.logit_bytes,
         remat=config.remat,
     )

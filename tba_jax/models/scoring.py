@@ -1,12 +1,46 @@
 """Teacher-forced log-probabilities: the one function by which trainer and searcher score a given response."""
 
-from typing import Any
+import dataclasses
+from typing import Any, Self
 
 import chex
 import jax
 import jax.numpy as jnp
 
+from tba_jax import run_config
 from tba_jax.models import decoder
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResponseSpace:
+    """Which responses there are, and at which temperature they are scored: the same for the policy and the reference.
+
+    π(y_t|x, y_<t) = softmax(logits / temperature) over all tokens but the banned ones and, where t + 1 < min_length, the
+    end of sequence. t counts response tokens from 0, so every response has at least min_length of them, its end included.
+
+    temperature: the run's scoring temperature T (PAPER §1: one constant that defines the policy and the reference alike);
+    banned_tokens: ids below V that no response holds; eos_id: the end of sequence, -1: there is none; min_length: tokens,
+    0 and 1: any.
+    """
+
+    temperature: float
+    banned_tokens: tuple[int, ...]
+    eos_id: int
+    min_length: int = 0
+
+    def __post_init__(self) -> None:
+        if self.min_length > 1 and self.eos_id < 0:
+            raise ValueError(f"min_length={self.min_length} holds back the end of sequence, and eos_id={self.eos_id} names none")
+
+    @classmethod
+    def of(cls, contract: run_config.Contract) -> Self:
+        """That of a run."""
+        return cls(
+            temperature=contract.scoring_temperature,
+            banned_tokens=tuple(contract.banned_tokens),
+            eos_id=contract.eos_id,
+            min_length=contract.min_response_length,
+        )
 
 
 def response_hidden_states(
@@ -39,19 +73,16 @@ def response_logprobs(
     response_length: jax.Array,
     *,
     config: decoder.DecoderConfig,
-    temperature: float,
-    banned_tokens: tuple[int, ...],
+    space: ResponseSpace,
     logit_bytes: int,
     remat: str,
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-probabilities and entropies of response tokens under softmax(logits / temperature).
+    """Log-probabilities and entropies of response tokens within the response space.
 
     Args:
       params: decoder parameters (float32 master weights; cast inside).
       prompt_tokens: int32[B, P], left-padded; prompt_length: int32[B].
       response_tokens: int32[B, R], right-padded; response_length: int32[B], end-of-sequence included.
-      temperature: the run's scoring temperature T (PAPER §1: one constant that defines the policy and the reference alike).
-      banned_tokens: token ids that are not part of the response space; their logits are -inf before normalisation.
       logit_bytes: what logits [B, time, V] may take at a time, over all devices; at least one time step, see token_logprobs.
       remat: what the backward pass recomputes of the layers, a name of layers.REMAT.
 
@@ -66,8 +97,7 @@ def response_logprobs(
         hidden,
         response_tokens,
         config=config,
-        temperature=temperature,
-        banned_tokens=banned_tokens,
+        space=space,
         logit_bytes=logit_bytes,
     )
     mask = jnp.arange(response_tokens.shape[1])[None, :] < response_length[:, None]
@@ -80,8 +110,7 @@ def token_logprobs(
     tokens: jax.Array,
     *,
     config: decoder.DecoderConfig,
-    temperature: float,
-    banned_tokens: tuple[int, ...],
+    space: ResponseSpace,
     logit_bytes: int,
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability of each token given its hidden state, and the entropy of its distribution; never logits [B, R, V].
@@ -91,7 +120,7 @@ def token_logprobs(
 
     Args:
       params: parameters of the head, see decoder.logits_of.
-      hidden: [B, R, D]; tokens: int32[B, R].
+      hidden: [B, R, D]; tokens: int32[B, R], the response from its first token on.
       logit_bytes: of float32[B, time, V], the largest array that is made.
 
     Returns:
@@ -102,9 +131,11 @@ def token_logprobs(
     B, R, D = hidden.shape
     head: decoder.Params = {name: params[name] for name in ("embedding", "lm_head") if name in params}
 
-    def score_block(head: decoder.Params, hidden: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def score_block(head: decoder.Params, hidden: jax.Array, tokens: jax.Array, first: Any) -> tuple[jax.Array, jax.Array]:
+        """Args: first: int32[], the response index of the block's first token."""
         logits = decoder.logits_of(head, hidden.reshape(-1, D), config=config)
-        distribution = log_softmax(logits, temperature, banned_tokens)
+        position = jnp.broadcast_to(first + jnp.arange(tokens.shape[1]), tokens.shape)
+        distribution = log_softmax(logits, position.reshape(-1), space)
         chosen = jnp.take_along_axis(distribution, tokens.reshape(-1, 1), axis=-1)
         detached = jax.lax.stop_gradient(distribution)
         entropy = -jnp.sum(jnp.where(jnp.isfinite(detached), jnp.exp(detached) * detached, 0.0), axis=-1)
@@ -112,7 +143,7 @@ def token_logprobs(
 
     steps = max(1, min(R, logit_bytes // (4 * B * config.vocab)))
     if steps == R:
-        return score_block(head, hidden, tokens)
+        return score_block(head, hidden, tokens, 0)
     blocks = -(-R // steps)
 
     def split(x: jax.Array) -> jax.Array:
@@ -123,15 +154,28 @@ def token_logprobs(
     def one(block: Any) -> Any:
         return jax.checkpoint(score_block)(head, *block)
 
-    found = jax.lax.map(one, (split(hidden), split(tokens)))
+    found = jax.lax.map(one, (split(hidden), split(tokens), steps * jnp.arange(blocks)))
     logprobs, entropy = (x.swapaxes(0, 1).reshape(B, blocks * steps)[:, :R] for x in found)
     return logprobs, entropy
 
 
-def log_softmax(logits: jax.Array, temperature: jax.Array | float, banned_tokens: tuple[int, ...]) -> jax.Array:
-    """log softmax(logits / temperature) over the response space: float32[..., V], -inf on banned tokens."""
+def restrict(logits: jax.Array, position: jax.Array, space: ResponseSpace) -> jax.Array:
+    """The logits, float32[..., V], -inf outside of the response space.
+
+    Args:
+      logits: [..., V], any float dtype.
+      position: int32[...], the response index t of the token that the logits predict, from 0.
+    """
     logits = logits.astype(jnp.float32)
-    if banned_tokens:
-        banned = jnp.zeros(logits.shape[-1], bool).at[jnp.array(banned_tokens)].set(True)
-        logits = jnp.where(banned, -jnp.inf, logits)
-    return jax.nn.log_softmax(logits / temperature, axis=-1)
+    V = logits.shape[-1]
+    if space.banned_tokens:
+        logits = jnp.where(jnp.zeros(V, bool).at[jnp.array(space.banned_tokens)].set(True), -jnp.inf, logits)
+    if space.min_length > 1:
+        too_early = (position + 1 < space.min_length)[..., None] & (jnp.arange(V) == space.eos_id)
+        logits = jnp.where(too_early, -jnp.inf, logits)
+    return logits
+
+
+def log_softmax(logits: jax.Array, position: jax.Array, space: ResponseSpace) -> jax.Array:
+    """log softmax(logits / temperature) over the response space: float32[..., V], nats, -inf outside. Args: see restrict."""
+    return jax.nn.log_softmax(restrict(logits, position, space) / space.temperature, axis=-1)

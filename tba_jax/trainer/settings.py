@@ -9,6 +9,7 @@ from tba_jax import run_config
 from tba_jax.learner import state as state_lib
 from tba_jax.learner import update as update_lib
 from tba_jax.learner.reference import MovingReference
+from tba_jax.models import scoring
 from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.objectives.inputs import ObjectiveSettings
@@ -73,8 +74,7 @@ def make_learner_config(config: Any, contract: run_config.Contract, policy: Poli
         settings=ObjectiveSettings(completions=c.completions, importance_clip=c.importance_clip, log_ratio_clip=c.log_ratio_clip),
         micro_batch_rows=c.micro_batch_rows or c.queries * c.completions,
         logit_bytes=(c.logit_megabytes << 20) * devices,
-        temperature=contract.scoring_temperature,
-        banned_tokens=tuple(contract.banned_tokens),
+        space=scoring.ResponseSpace.of(contract),
         remat=c.remat,
         surrogate_decay=c.reference.ema_decay if c.reference.kind == "surrogate" else 0.0,
     )
