@@ -18,8 +18,9 @@ import optax
 from absl import app, flags, logging
 
 from tba_jax import mesh as mesh_lib
-from tba_jax.decoding import generate as generate_lib
 from tba_jax.decoding import sampling as sampling_lib
+from tba_jax.decoding.rollout import rollout
+from tba_jax.decoding.slots import row_keys
 from tba_jax.learner import state as state_lib
 from tba_jax.learner import update as update_lib
 from tba_jax.models import decoder, hugging_face, scoring
@@ -33,6 +34,8 @@ _MODEL = flags.DEFINE_string("model", "", "A Hugging Face folder for int8; defau
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Of each time.", lower_bound=1)
 
 _MIB = 1 << 20
+# All tokens, at temperature 1.
+_SPACE = scoring.ResponseSpace(temperature=1.0, banned_tokens=(), eos_id=-1)
 
 
 def medians(functions: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
@@ -63,7 +66,7 @@ def logprob_gradients(megabytes: int | None, *, B: int, R: int, D: int, V: int) 
         if megabytes is None:
             return jnp.sum(weights * naive_logprobs(weight, hidden, tokens))
         params = {"embedding": {"weight": weight}}
-        settings = dict(config=config, temperature=1.0, banned_tokens=(), logit_bytes=megabytes * _MIB)
+        settings = dict(config=config, space=_SPACE, logit_bytes=megabytes * _MIB)
         return jnp.sum(weights * scoring.token_logprobs(params, hidden, tokens, **settings)[0])  # type: ignore[arg-type]
 
     return jax.jit(jax.grad(loss, argnums=(0, 1)))
@@ -104,8 +107,7 @@ def lowered_train_step(layers: int) -> Any:
         settings=ObjectiveSettings(completions=4),
         micro_batch_rows=8,
         logit_bytes=_MIB,
-        temperature=1.0,
-        banned_tokens=(),
+        space=_SPACE,
         remat="full",
     )
     always_one = linear_then_constant(start=1.0, end=1.0, steps=0)
@@ -151,25 +153,11 @@ def int8(repeats: int, folder: str) -> None:
     B, P, R = 64, 16, 64
     rng = np.random.default_rng(0)
     prompts, lengths = rng.integers(3, model.vocab, (B, P)).astype(np.int32), np.full(B, P, np.int32)
-    keys = np.asarray(generate_lib.row_keys(0, 0, np.arange(B, dtype=np.uint32)))
-    generate = jax.jit(
-        functools.partial(
-            generate_lib.generate,
-            config=model,
-            samples_per_query=1,
-            response_length=R,
-            eos_id=model.vocab,
-            pad_id=0,
-            banned_tokens=(),
-            scoring_temperature=1.0,
-            truncating=False,
-        )
-    )
+    keys = np.asarray(row_keys(0, 0, np.arange(B, dtype=np.uint32)))
+    generate = jax.jit(functools.partial(rollout, config=model, space=_SPACE, response_length=R, pad_id=0))
     sampling = sampling_lib.constant(B, temperature=1.0)
     score = jax.jit(
-        functools.partial(
-            scoring.response_logprobs, config=model, temperature=1.0, banned_tokens=(), logit_bytes=128 * _MIB, remat="none"
-        )
+        functools.partial(scoring.response_logprobs, config=model, space=_SPACE, logit_bytes=128 * _MIB, remat="none")
     )
     sampled = generate(params["int8"], prompts, lengths, keys, sampling)
     logprobs = {name: np.asarray(score(p, prompts, lengths, sampled.tokens, sampled.length)[0]) for name, p in params.items()}

@@ -6,7 +6,7 @@ a disturbed row `reward` differs from `reward_parts`, which stay true.
 
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +78,8 @@ class PlantingSearcher(Searcher):
         self._chosen = np.random.default_rng(config.seed)
         self._reader = LogReader(run.replay, self._shape)
 
-    def search(self) -> SearchReport:
-        report = super().search()
+    def search(self, *, ahead: Callable[[], bool] = lambda: False) -> SearchReport:
+        report = super().search(ahead=ahead)
         stop = self._reader.heads()[self.writer]
         rows = self._reader.read(self.writer, stop - report.rows, stop)
         if len(wrong := np.flatnonzero(rows["reward"] == 0)):

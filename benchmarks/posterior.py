@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from tba_jax.decoding import generate as generate_lib
+from tba_jax.decoding.rollout import Rollout, rollout
 from tba_jax.decoding.sampling import Sampling
 from tba_jax.learner import state as state_lib
 from tba_jax.learner import update
@@ -33,6 +33,7 @@ from tba_jax.objectives.inputs import ObjectiveSettings
 # Tokens: symbols, end, padding, and for each query the token that is its prompt.
 SYMBOLS, EOS, PAD, QUERIES = 4, 4, 5, 8
 BANNED = tuple(range(PAD, PAD + 1 + QUERIES))
+SPACE = scoring.ResponseSpace(temperature=1.0, banned_tokens=BANNED, eos_id=EOS)
 K, R = 20, 4
 BETA, PEAK, LOG_Z_PEAK = 0.5, 1e-3, 1e-2
 # Standard deviations of r/β and, about, of the logits of π_ref.
@@ -125,8 +126,7 @@ def enumerate_logprobs(params: Any, queries: int) -> jax.Array:
         jnp.tile(RESPONSES, (queries, 1)),
         jnp.tile(LENGTHS, queries),
         config=MODEL,
-        temperature=1.0,
-        banned_tokens=BANNED,
+        space=SPACE,
         logit_bytes=1 << 30,
         remat="none",
     )
@@ -160,14 +160,14 @@ def total_variation(params: Any, problem: Problem) -> jax.Array:
     return 0.5 * jnp.sum(jnp.abs(policy - problem.target), axis=1)
 
 
-def sample(params: Any, key: jax.Array, behavior: Behavior, *, queries: int, completions: int) -> generate_lib.Generation:
+def sample(params: Any, key: jax.Array, behavior: Behavior, *, queries: int, completions: int) -> Rollout:
     """K rows for each prompt, or, with completions = 1, one row for each of K copies of a prompt; the same rows."""
     rows = queries * K
 
     def alternating(pair: Any, dtype: Any) -> jax.Array:
         return jnp.tile(jnp.asarray(pair, dtype), rows // 2)
 
-    return generate_lib.generate(
+    return rollout(
         params,
         *prompts(queries, K // completions),
         jax.random.key_data(jax.random.split(key, rows)),
@@ -178,17 +178,13 @@ def sample(params: Any, key: jax.Array, behavior: Behavior, *, queries: int, com
             min_p=alternating((0.0, 0.0), jnp.float32),
         ),
         config=MODEL,
-        samples_per_query=completions,
+        space=SPACE,
         response_length=R,
-        eos_id=EOS,
         pad_id=PAD,
-        banned_tokens=BANNED,
-        scoring_temperature=1.0,
-        truncating=True,
     )
 
 
-def as_batch(rows: generate_lib.Generation, problem: Problem, policy_step: jax.Array) -> state_lib.Batch:
+def as_batch(rows: Rollout, problem: Problem, policy_step: jax.Array) -> state_lib.Batch:
     """The rows with their rewards and reference log-probs, which are looked up."""
     queries = len(problem.rewards)
     query, number = jnp.repeat(jnp.arange(queries), K), jnp.asarray(NUMBER_OF_CODE)[code(rows.tokens)]
@@ -214,8 +210,7 @@ def learner_config(objective: str, *, completions: int, rows: int) -> update.Lea
         settings=ObjectiveSettings(completions=completions),
         micro_batch_rows=rows,
         logit_bytes=1 << 30,
-        temperature=1.0,
-        banned_tokens=BANNED,
+        space=SPACE,
         remat="none",
     )
 
@@ -251,7 +246,7 @@ def train(
     state = state_lib.init_state(problem.ref_params, optimizers, log_z=head)
     key, delay = jax.random.fold_in(jax.random.key(seed), 1), behavior.delay
 
-    def rows_for(params: Any, number: jax.Array) -> generate_lib.Generation:
+    def rows_for(params: Any, number: jax.Array) -> Rollout:
         return sample(params, jax.random.fold_in(key, number), behavior, queries=len(problem.rewards), completions=completions)
 
     def one_update(carry: Any, _: None) -> tuple[Any, Any]:

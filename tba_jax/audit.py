@@ -6,7 +6,6 @@ python -m tba_jax.audit --workdir=DIR [--step=N | --regenerate=WRITER:ROW]
 import argparse
 import collections
 import dataclasses
-import functools
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -174,8 +173,11 @@ def regenerate(run: Run, name: str) -> tuple[str, bool]:
     from ml_collections import config_dict
 
     from tba_jax import experiment, mesh, policy_store
-    from tba_jax.decoding import generate as generate_lib
-    from tba_jax.decoding import sampling as sampling_lib
+    from tba_jax.decoding import stop_strings
+    from tba_jax.decoding.engine import Engine
+    from tba_jax.decoding.requests import Request
+    from tba_jax.decoding.sampling import Sampling
+    from tba_jax.models.scoring import ResponseSpace
 
     writer, _, number = name.rpartition(":")
     if not writer or not number.isdigit():
@@ -187,7 +189,7 @@ def regenerate(run: Run, name: str) -> tuple[str, bool]:
     steps = sorted(set(row["policy_step"][:length].tolist()))
     if len(steps) != 1:
         raise ValueError(f"{name} cannot be generated again: its weights were swapped midway (policy steps {steps})")
-    policy, _ = experiment.policy_and_tokenizer(config_dict.ConfigDict(run_config.read(run.layout)["config"]))
+    policy, tokenizer = experiment.policy_and_tokenizer(config_dict.ConfigDict(run_config.read(run.layout)["config"]))
     if steps[0] not in policy_store.committed_steps(run.layout.policies):
         raise ValueError(f"{name} cannot be generated again: the snapshot of its policy step {steps[0]} has been removed")
     one = mesh.make_mesh((1, 1, 1), setting="audit", devices=jax.devices()[:1])
@@ -200,22 +202,22 @@ def regenerate(run: Run, name: str) -> tuple[str, bool]:
     snapshot = policy_store.load_step(
         run.layout.policies, steps[0], policy.trained_specs, policy.trained_shardings(one), dtype=policy.snapshot_dtype
     )
-    sampling = sampling_lib.Sampling(**{field.name: row[field.name][None] for field in dataclasses.fields(sampling_lib.Sampling)})
-    generate = functools.partial(
-        generate_lib.generate,
-        config=policy.model,
-        samples_per_query=1,
+    prompt = row["prompt_tokens"][-int(row["prompt_length"]) :].tolist()
+    stops = run.contract.stop_strings
+    engine = Engine(
+        policy.model,
+        ResponseSpace.of(run.contract),
+        one,
+        slots=1,
+        samples=1,
+        prompt_length=len(prompt),
         response_length=run.contract.response_length,
-        eos_id=run.contract.eos_id,
         pad_id=run.contract.pad_id,
-        banned_tokens=tuple(run.contract.banned_tokens),
-        scoring_temperature=run.contract.scoring_temperature,
-        truncating=sampling_lib.is_truncating(sampling),
+        stop_strings=stop_strings.build(tokenizer.token_bytes(), stops, vocab=policy.model.vocab) if stops else None,
     )
-    params = policy.for_sampling(snapshot, base, run.config["searchers.weights"])
-    again = jax.device_get(
-        jax.jit(generate)(params, row["prompt_tokens"][None], row["prompt_length"][None], row["key"][None], sampling)
-    )
+    engine.set_policy(policy.for_sampling(snapshot, base, run.config["searchers.weights"]), steps[0])
+    sampling = Sampling(**{field.name: row[field.name][None] for field in dataclasses.fields(Sampling)})
+    (again,) = engine.generate([Request(name=name, prompt=prompt, keys=row["key"][None], sampling=sampling)])
     return _compared(name, row, again, length)
 
 

@@ -11,12 +11,14 @@ import numpy as np
 
 from tba_jax import mesh as mesh_lib
 from tba_jax import policy_store, run_config, run_dir, storage, trajectory
-from tba_jax.decoding import generate as generate_lib
 from tba_jax.decoding import sampling as sampling_lib
+from tba_jax.decoding import stop_strings
+from tba_jax.decoding.engine import Engine
+from tba_jax.decoding.requests import Generation, Request, concatenate
 from tba_jax.decoding.rewards import reward_generation
+from tba_jax.decoding.slots import row_keys
 from tba_jax.metrics import MetricWriter, TimeAccount
 from tba_jax.models import scoring
-from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
 from tba_jax.tasks.interface import EncodedQuery, Task
 from tba_jax.tokenizer import Tokenizer
@@ -48,29 +50,29 @@ class Evaluator:
         self._snapshot: dict[str, Any] = dict(
             specs=policy.trained_specs, shardings=policy.trained_shardings(self._mesh), dtype=policy.snapshot_dtype
         )
-        generate = functools.partial(
-            generate_lib.generate,
-            config=policy.model,
-            samples_per_query=1,
+        space = scoring.ResponseSpace.of(contract)
+        self._engine = Engine(
+            policy.model,
+            space,
+            self._mesh,
+            slots=config.evaluation.batch_size,
+            samples=1,
+            prompt_length=max(len(query.prompt) for query in queries),
             response_length=contract.response_length,
-            eos_id=contract.eos_id,
             pad_id=contract.pad_id,
-            scoring_temperature=contract.scoring_temperature,
-            banned_tokens=tuple(contract.banned_tokens),
-            truncating=False,
+            stop_strings=stop_strings.build(tokenizer.token_bytes(), contract.stop_strings, vocab=policy.model.vocab)
+            if contract.stop_strings
+            else None,
         )
         score = functools.partial(
             scoring.response_logprobs,
             config=policy.model,
-            temperature=contract.scoring_temperature,
-            banned_tokens=tuple(contract.banned_tokens),
+            space=space,
             logit_bytes=(config.evaluation.logit_megabytes << 20) * self._mesh.size,
             remat="none",
         )
         for_sampling = functools.partial(policy.for_sampling, weights="full")
-        self._generate, self._score, self._for_sampling = (
-            mesh_lib.on_mesh(self._mesh, jax.jit(function)) for function in (generate, score, for_sampling)
-        )
+        self._score, self._for_sampling = (mesh_lib.on_mesh(self._mesh, jax.jit(function)) for function in (score, for_sampling))
 
     def evaluate(self, step: int) -> dict[str, Any]:
         """Evaluates the snapshot of `step`, writes `evaluations/<step>.json` and returns its content.
@@ -80,8 +82,9 @@ class Evaluator:
         """
         begin = time.time()
         params = self._for_sampling(policy_store.load_step(self._run.policies, step, **self._snapshot), self._reference)
-        greedy = self._respond(params, temperature=0.0)
-        sampled = self._respond(params, temperature=self._contract.scoring_temperature)
+        self._engine.set_policy(params, step)
+        greedy = self._respond(temperature=0.0)
+        sampled = self._respond(temperature=self._contract.scoring_temperature)
         tokens = max(sum(response["tokens"] for response in sampled), 1)
         report = {
             "step": step,
@@ -103,26 +106,29 @@ class Evaluator:
         run_dir.write_json(self._run.evaluations / f"{run_dir.step_name(step)}.json", report)
         return report
 
-    def _respond(self, params: Params, *, temperature: float) -> list[dict[str, Any]]:
+    def _respond(self, *, temperature: float) -> list[dict[str, Any]]:
+        # The same keys at every step: two evaluations differ by the weights alone.
+        keys = np.asarray(row_keys(self._config.seed, 0, np.arange(len(self._queries), dtype=np.uint32)))
+        sampling = sampling_lib.constant(1, temperature=temperature)
+        generations = self._engine.generate(
+            [
+                Request(name=repr(query.query.prompt[:60]), prompt=query.prompt, keys=key[None], sampling=sampling)
+                for query, key in zip(self._queries, keys, strict=True)
+            ]
+        )
         size = self._config.evaluation.batch_size
         responses: list[dict[str, Any]] = []
         for begin in range(0, len(self._queries), size):
-            batch = list(self._queries[begin : begin + size])
-            padded = batch + [batch[0]] * (size - len(batch))
-            responses += self._respond_batch(params, padded, begin, temperature)[: len(batch)]
+            batch, made = self._queries[begin : begin + size], generations[begin : begin + size]
+            # The last batch is filled up: scoring has one shape.
+            filled = concatenate([*made, *[made[0]] * (size - len(made))])
+            responses += self._scored([*batch, *[batch[0]] * (size - len(batch))], filled)[: len(batch)]
         return responses
 
-    def _respond_batch(
-        self, params: Params, batch: Sequence[EncodedQuery], first: int, temperature: float
-    ) -> list[dict[str, Any]]:
+    def _scored(self, batch: Sequence[EncodedQuery], generation: Generation) -> list[dict[str, Any]]:
         prompts, lengths = trajectory.left_pad([q.prompt for q in batch], self._contract.prompt_length, self._contract.pad_id)
-        # The same keys at every step: two evaluations differ by the weights alone.
-        keys = generate_lib.row_keys(self._config.seed, 0, np.arange(first, first + len(batch), dtype=np.uint32))
-        sampling = sampling_lib.constant(len(batch), temperature=temperature)
-        on_device = mesh_lib.put_rows(self._mesh, (prompts, lengths, np.asarray(keys), sampling))
-        generation = self._generate(params, *on_device)
-        ref_logprobs, _ = self._score(self._reference, *on_device[:2], generation.tokens, generation.length)
-        generation, ref_logprobs = jax.device_get((generation, ref_logprobs))
+        per_row = mesh_lib.put_rows(self._mesh, (prompts, lengths, generation.tokens, generation.length))
+        ref_logprobs = np.asarray(self._score(self._reference, *per_row)[0])
         texts, scores = reward_generation(
             generation,
             batch,

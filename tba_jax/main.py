@@ -52,6 +52,8 @@ def _prepare(config: Any) -> Job:
     try:
         if "learner" not in config:
             raise ValueError("--config is not made from configs/base.py; supervised training is python -m tba_jax.supervised")
+        if _ROLE.value == "searcher":
+            _split_cpu(config.searchers.cpu_devices)
         init_from = other_runs.parse_init_from(_INIT_FROM.value)
         experiment = experiment_lib.build(config)
         if _DRY_RUN.value:
@@ -77,6 +79,14 @@ def _prepare(config: Any) -> Job:
         if lifeline.is_storage_failure(error):
             raise
         command.refuse(error)
+
+
+def _split_cpu(devices: int) -> None:
+    """Makes JAX see so many CPU devices. Before it sees any; without effect on what runs on accelerators."""
+    import jax
+
+    if devices > 1:  # one is what there is, or as many as XLA_FLAGS says
+        jax.config.update("jax_num_cpu_devices", devices)
 
 
 def _check_shared(run: run_dir.RunDir) -> None:

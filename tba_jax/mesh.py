@@ -110,11 +110,25 @@ def constrain(x: jax.Array, axes: str) -> jax.Array:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return x
+    return jax.lax.with_sharding_constraint(x, _computed_partition(dict(mesh.shape), axes, x.shape))
+
+
+def computed_sharding(mesh: Mesh, axes: str, shape: Sequence[int]) -> NamedSharding:
+    """How `constrain` splits a value of this shape over a mesh: for what a program keeps between its calls."""
+    return NamedSharding(mesh, _computed_partition(dict(mesh.shape), axes, shape))
+
+
+def _computed_partition(sizes: Mapping[str, int], axes: str, shape: Sequence[int]) -> PartitionSpec:
     parts = []
-    for letter, size in zip(axes, x.shape, strict=True):
+    for letter, size in zip(axes, shape, strict=True):
         mesh_axes = RULES[_COMPUTED[letter]] if letter in _COMPUTED else ()
-        parts.append(mesh_axes if mesh_axes and size % math.prod(mesh.shape[axis] for axis in mesh_axes) == 0 else None)
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(*parts))
+        parts.append(mesh_axes if mesh_axes and size % math.prod(sizes[axis] for axis in mesh_axes) == 0 else None)
+    return PartitionSpec(*parts)
+
+
+def data_ways(mesh: Mesh) -> list[Mesh]:
+    """The mesh cut along "data": meshes of which each holds a whole copy of what is split over fsdp and tensor alone."""
+    return [Mesh(mesh.devices[i : i + 1], mesh.axis_names, axis_types=mesh.axis_types) for i in range(mesh.shape["data"])]
 
 
 def on_mesh(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -124,7 +124,7 @@ def _scored_again(
     rows: "Rows", experiment: "Experiment", queries: Mapping[int, "EncodedQuery"], writer: str
 ) -> dict[str, np.ndarray]:
     """Rows with reward, parts and version of the task as it is now. Rows that cannot be decoded get NaN, and stay invalid."""
-    from tba_jax.decoding.generate import Generation
+    from tba_jax.decoding.requests import Generation
     from tba_jax.decoding.rewards import reward_generation
     from tba_jax.replay.validation import REJECTIONS, validate_rows
 
@@ -145,6 +145,7 @@ def _scored_again(
             finished=rows["finished"][valid],
             policy_logprobs=rows["policy_logprobs"][valid],
             behavior_logprobs=rows["behavior_logprobs"][valid],
+            policy_step=rows["policy_step"][valid],
         )
         _, scores = reward_generation(
             generation,

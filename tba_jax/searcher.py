@@ -1,13 +1,16 @@
 """The searcher: generates responses with the newest policy it can get, scores them, and appends them to the replay log."""
 
+import concurrent.futures
 import dataclasses
 import functools
 import hashlib
 import logging
 import os
 import platform
+import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,10 +19,13 @@ import numpy as np
 
 from tba_jax import mesh as mesh_lib
 from tba_jax import policy_store, run_config, run_dir, storage, trajectory
-from tba_jax.decoding import generate as generate_lib
 from tba_jax.decoding import sampling as sampling_lib
+from tba_jax.decoding import stop_strings
 from tba_jax.decoding.embeddings import ResponseEmbedder
+from tba_jax.decoding.engine import Answer, Engine, Usage
+from tba_jax.decoding.requests import Request, concatenate
 from tba_jax.decoding.rewards import reward_generation
+from tba_jax.decoding.slots import row_keys
 from tba_jax.metrics import MetricWriter, TimeAccount
 from tba_jax.models import scoring
 from tba_jax.models.parameters import Params
@@ -43,18 +49,36 @@ def writer_number(writer: str) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SearchReport:
-    """One batch: rows written, response tokens in them, mean reward, share that ended by itself, seconds it took."""
+    """One batch: rows written, response tokens in them, mean reward, share that ended by itself, seconds it took.
+
+    policy_step: of the weights in use at its end; slot_idle: share of the decoder's slot-steps that gave no token.
+    """
 
     rows: int
     tokens: int
     reward: float
     finished: float
     policy_step: int
+    slot_idle: float
     seconds: float
 
 
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """A query that is being answered: the decoder's ticket, and what its rows will say of how they were drawn."""
+
+    query: EncodedQuery
+    answer: Answer
+    keys: np.ndarray
+    sampling: sampling_lib.Sampling
+
+
 class Searcher:
-    """One searcher: a mesh, a policy snapshot, the reference policy, a stream of queries and a log of its own."""
+    """One searcher: a mesh, a decoder, policy snapshots, the reference policy, a stream of queries and a log of its own.
+
+    The decoder goes on with the next queries while the last ones of a batch end. Rows are numbered, and appended, in the order
+    in which their queries were asked: rows that end early do not overtake long ones, which would bias what the trainer sees.
+    """
 
     def __init__(
         self,
@@ -77,7 +101,8 @@ class Searcher:
         self.writer = f"{name}-{uuid.uuid4().hex[:8]}"
         self._writer_number = writer_number(self.writer)
         self._rng = np.random.default_rng([config.seed, self._writer_number])
-        self.rows_per_batch = config.searchers.queries_per_batch * config.searchers.samples_per_query
+        s = config.searchers
+        self.rows_per_batch = s.queries_per_batch * s.samples_per_query
         self._log = LogWriter(
             run.replay,
             self.writer,
@@ -86,40 +111,40 @@ class Searcher:
             segment_appends=config.replay.segment_appends,
             info={"host": platform.node(), "pid": os.getpid(), "started": time.time(), "devices": str(self._mesh.devices.size)},
         )
-        generate = functools.partial(
-            generate_lib.generate,
-            config=policy.model,
-            samples_per_query=config.searchers.samples_per_query,
+        space = scoring.ResponseSpace.of(contract)
+        self._engine = Engine(
+            policy.model,
+            space,
+            self._mesh,
+            slots=s.slots or self.rows_per_batch,
+            samples=s.samples_per_query,
+            prompt_length=max(len(query.prompt) for query in queries),
             response_length=contract.response_length,
-            eos_id=contract.eos_id,
             pad_id=contract.pad_id,
-            banned_tokens=tuple(contract.banned_tokens),
-            scoring_temperature=contract.scoring_temperature,
+            stop_strings=stop_strings.build(tokenizer.token_bytes(), contract.stop_strings, vocab=policy.model.vocab)
+            if contract.stop_strings
+            else None,
+            swap=s.swap,
+            chunk=s.decode_steps,
         )
-        # One program for all searchers: what tells them apart is an argument, so a compilation cache serves them all.
-        self._jit_generate = mesh_lib.on_mesh(
-            self._mesh, jax.jit(generate, static_argnames="truncating", out_shardings=mesh_lib.rows_sharding(self._mesh))
-        )
-        self._jit_keys = jax.jit(generate_lib.row_keys)
+        self._jit_keys = jax.jit(row_keys)
         score = functools.partial(
             scoring.response_logprobs,
             config=policy.model,
-            temperature=contract.scoring_temperature,
-            banned_tokens=tuple(contract.banned_tokens),
-            logit_bytes=(config.searchers.logit_megabytes << 20) * self._mesh.size,
+            space=space,
+            logit_bytes=(s.logit_megabytes << 20) * self._mesh.size,
             remat="none",
         )
         self._jit_score = mesh_lib.on_mesh(self._mesh, jax.jit(score))
-        self._for_sampling = mesh_lib.on_mesh(
-            self._mesh, jax.jit(functools.partial(policy.for_sampling, weights=config.searchers.weights))
-        )
+        self._for_sampling = mesh_lib.on_mesh(self._mesh, jax.jit(functools.partial(policy.for_sampling, weights=s.weights)))
         self._snapshot: dict[str, Any] = dict(
             specs=policy.trained_specs, shardings=policy.trained_shardings(self._mesh), dtype=policy.snapshot_dtype
         )
         self._taken = 0
         self._order = np.zeros(0, np.int64)
-        self.policy_step = -1
-        self._weights: Params = {}
+        self._asked: deque[_Asked] = deque()
+        self._newest_step = -1
+        self._queries_on_snapshot = 0
         self.reference_id = run_dir.read_json(run.initial_reference)["id"]
         self._reference = policy_store.load(
             run.reference(self.reference_id),
@@ -129,51 +154,87 @@ class Searcher:
         )
 
     def refresh(self) -> bool:
-        """Takes up the newest snapshot if it is newer than the one in use. Returns whether there was one."""
-        newest = policy_store.load_latest(self._run.policies, **self._snapshot, newer_than=self.policy_step)
+        """Loads the newest snapshot if it is newer than the last and hands it to the decoder. Returns whether there was one.
+
+        May be called from a thread beside the one that searches: the decoder takes the weights up while it runs.
+        """
+        newest = policy_store.load_latest(self._run.policies, **self._snapshot, newer_than=self._newest_step)
         if newest is not None:
             self._take(*newest)
         return newest is not None
 
     def load_step(self, step: int) -> None:
         """Takes up the snapshot of exactly this trainer step."""
-        if step != self.policy_step:
+        if step != self._newest_step:
             self._take(step, policy_store.load_step(self._run.policies, step, **self._snapshot))
 
     def _take(self, step: int, snapshot: Params) -> None:
-        self.policy_step, self._weights = step, self._for_sampling(snapshot, self._reference)
+        self._engine.swap(self._engine.prepare(self._for_sampling(snapshot, self._reference)), step)
+        self._newest_step, self._queries_on_snapshot = step, 0
 
-    def _next_queries(self) -> list[EncodedQuery]:
-        """The next queries of this searcher's stream: every query once before any comes again."""
-        chosen: list[EncodedQuery] = []
-        while len(chosen) < self._config.searchers.queries_per_batch:
-            epoch, position = divmod(self._taken, len(self._queries))
-            if position == 0:
-                self._order = query_order(len(self._queries), seed=self._config.seed, writer=self._writer_number, epoch=epoch)
-            chosen.append(self._queries[self._order[position]])
-            self._taken += 1
-        return chosen
+    @property
+    def may_search(self) -> bool:
+        """Whether there are weights, and queries that are being answered or may be asked (searchers.max_rows_per_snapshot)."""
+        return self._newest_step >= 0 and (len(self._asked) > 0 or self._may_ask())
 
-    def search(self) -> SearchReport:
+    def _may_ask(self) -> bool:
+        """Whether a snapshot may be asked another query. The limit counts in whole batches."""
+        limit = self._config.searchers.max_rows_per_snapshot
+        return (
+            not limit or self._queries_on_snapshot < -(-limit // self.rows_per_batch) * self._config.searchers.queries_per_batch
+        )
+
+    def _next_query(self) -> EncodedQuery:
+        """The next query of this searcher's stream: every query once before any comes again."""
+        epoch, position = divmod(self._taken, len(self._queries))
+        if position == 0:
+            self._order = query_order(len(self._queries), seed=self._config.seed, writer=self._writer_number, epoch=epoch)
+        self._taken += 1
+        return self._queries[self._order[position]]
+
+    def _ask(self) -> None:
+        """Hands the next query to the decoder. Its rows are numbered on."""
+        samples = self._config.searchers.samples_per_query
+        rows = np.arange(self._taken * samples, (self._taken + 1) * samples, dtype=np.uint32)
+        query = self._next_query()
+        keys = np.asarray(self._jit_keys(self._config.seed, np.uint32(self._writer_number), rows))
+        sampling = self._sampling()
+        request = Request(name=_described(query), prompt=query.prompt, keys=keys, sampling=sampling)
+        self._asked.append(_Asked(query, self._engine.submit(request), keys, sampling))
+        self._queries_on_snapshot += 1
+
+    def search(self, *, ahead: Callable[[], bool] = lambda: False) -> SearchReport:
         """One batch: queries, responses, rewards, reference log-probs, append.
+
+        Args:
+          ahead: whether the decoder may go on with queries of the next batches where it has room.
 
         Raises:
           OSError: the replay log refused the rows (disk full, say).
-          FloatingPointError: the policy produced non-finite log-probs; names the first query.
+          FloatingPointError: the policy or the reference gave log-probs that are not finite; names the query.
         """
         begin = time.monotonic()
-        samples = self._config.searchers.samples_per_query
-        queries = self._next_queries()
+        samples, size = self._config.searchers.samples_per_query, self._config.searchers.queries_per_batch
+
+        def feed() -> bool:
+            if not (self._may_ask() and ahead()):
+                return False
+            self._ask()
+            return True
+
+        before = self._engine.usage
+        with self._account.measure("decode"):
+            while len(self._asked) < size:
+                self._ask()
+            batch = [self._asked[i] for i in range(size)]
+            generation = concatenate(self._engine.collect([asked.answer for asked in batch], feed=feed))
+            for _ in batch:
+                self._asked.popleft()
+        usage = self._engine.usage
+        queries = [asked.query for asked in batch]
         prompts, prompt_length = trajectory.left_pad(
             [query.prompt for query in queries], self._contract.prompt_length, self._contract.pad_id
         )
-        row_numbers = np.arange(self._log.next_row, self._log.next_row + self.rows_per_batch)
-        sampling = self._sampling()
-        with self._account.measure("decode"):
-            keys = np.asarray(self._jit_keys(self._config.seed, np.uint32(self._writer_number), row_numbers.astype(np.uint32)))
-            on_device = mesh_lib.put_rows(self._mesh, (prompts, prompt_length, keys, sampling))
-            generation = self._jit_generate(self._weights, *on_device, truncating=sampling_lib.is_truncating(sampling))
-            generation = jax.device_get(generation)
         with self._account.measure("reference"):
             per_row = (
                 np.repeat(prompts, samples, axis=0),
@@ -183,7 +244,7 @@ class Searcher:
             )
             ref_logprobs, _ = self._jit_score(self._reference, *mesh_lib.put_rows(self._mesh, per_row))
             ref_logprobs = np.asarray(ref_logprobs)
-        self._check_finite(generation.policy_logprobs, ref_logprobs, queries)
+        self._check_finite(ref_logprobs, queries)
         with self._account.measure("reward"):
             texts, scores = reward_generation(
                 generation,
@@ -192,10 +253,10 @@ class Searcher:
                 tokenizer=self._tokenizer,
                 missing_eos_reward=self._contract.missing_eos_reward,
             )
-        mask = trajectory.response_mask(generation.length, self._contract.response_length)
         count = self.rows_per_batch
+        sampling = jax.tree.map(lambda *rows: np.concatenate(rows), *[asked.sampling for asked in batch])
         rows = {
-            "row": row_numbers,
+            "row": np.arange(self._log.next_row, self._log.next_row + count),
             "query_id": np.repeat(np.array([trajectory.query_id(query.prompt) for query in queries], np.uint64), samples),
             "prompt_tokens": per_row[0],
             "prompt_length": per_row[1],
@@ -209,8 +270,8 @@ class Searcher:
             "reference_id": np.full(count, int(self.reference_id, 16), np.uint64),
             "policy_logprobs": generation.policy_logprobs,
             "behavior_logprobs": generation.behavior_logprobs,
-            "policy_step": np.where(mask, self.policy_step, -1).astype(np.int32),
-            "key": keys,
+            "policy_step": generation.policy_step,
+            "key": np.concatenate([asked.keys for asked in batch]),
             **{field.name: getattr(sampling, field.name) for field in dataclasses.fields(sampling)},
         }
         if self._embedder is not None:
@@ -218,18 +279,23 @@ class Searcher:
                 rows["embedding"] = self._embedder(texts)
         with self._account.measure("append"):
             self._log.append(rows)
+        slot_steps, useful = usage.slot_steps - before.slot_steps, usage.useful - before.useful
         return SearchReport(
             rows=count,
             tokens=int(generation.length.sum()),
             reward=float(scores.reward.mean()),
             finished=float(generation.finished.mean()),
-            policy_step=self.policy_step,
+            policy_step=self._engine.policy_step,
+            slot_idle=Usage(slot_steps, useful).idle,
             seconds=time.monotonic() - begin,
         )
 
     def _sampling(self) -> sampling_lib.Sampling:
+        """Of the samples of one query."""
         s = self._config.sampling
-        plain = sampling_lib.constant(self.rows_per_batch, temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p)
+        plain = sampling_lib.constant(
+            self._config.searchers.samples_per_query, temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p
+        )
         return sampling_lib.explore(
             plain,
             self._rng,
@@ -239,14 +305,42 @@ class Searcher:
             top_p_low=s.explore_top_p_low,
         )
 
-    def _check_finite(self, policy_logprobs: np.ndarray, ref_logprobs: np.ndarray, queries: Sequence[EncodedQuery]) -> None:
-        broken = ~(np.isfinite(policy_logprobs).all(1) & np.isfinite(ref_logprobs).all(1))
+    def _check_finite(self, ref_logprobs: np.ndarray, queries: Sequence[EncodedQuery]) -> None:
+        broken = ~np.isfinite(ref_logprobs).all(1)
         if broken.any():
             first = queries[int(broken.argmax()) // self._config.searchers.samples_per_query]
             raise FloatingPointError(
-                f"{broken.sum()} responses of policy step {self.policy_step} have log-probs that are not finite; "
-                f"the first to query {trajectory.query_id(first.prompt):016x} ({first.query.prompt[:60]!r})"
+                f"{broken.sum()} responses have reference log-probs that are not finite; the first to query {_described(first)}"
             )
+
+
+def _described(query: EncodedQuery) -> str:
+    """How messages call a query: its id and how its prompt begins."""
+    return f"{trajectory.query_id(query.prompt):016x} ({query.query.prompt[:60]!r})"
+
+
+class _Refresher:
+    """Loads snapshots in a thread while the searcher decodes: it asks storage every `poll_seconds`."""
+
+    def __init__(self, searcher: Searcher, *, poll_seconds: float):
+        self._searcher, self._poll_seconds = searcher, poll_seconds
+        self._stopping = threading.Event()
+        self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="refresher")
+        self._running = self._pool.submit(self._run)
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            self._searcher.refresh()
+            self._stopping.wait(self._poll_seconds)
+
+    def check(self) -> None:
+        """Raises what loading raised."""
+        if self._running.done():
+            self._running.result()
+
+    def close(self) -> None:
+        self._stopping.set()
+        self._pool.shutdown(wait=False)
 
 
 def run_searcher(
@@ -254,37 +348,42 @@ def run_searcher(
 ) -> None:
     """Searches until the run has finished or `stop` says so. The batch in flight is completed first."""
     writer = MetricWriter(run.metrics(name))
-    begin, batches, rows_on_snapshot = time.monotonic(), 0, 0
+    poll_seconds = storage.poll_seconds([run.shared], config.searchers.poll_seconds)
+    begin, batches = time.monotonic(), 0
     rows = tokens = 0
-    while not stop() and not run_dir.is_finished(run, config.learner.steps):
-        with account.measure("load_policy"):
-            rows_on_snapshot = 0 if searcher.refresh() else rows_on_snapshot
-        limit = config.searchers.max_rows_per_snapshot
-        if searcher.policy_step < 0 or (limit and rows_on_snapshot >= limit):
-            with account.measure("wait_policy"):
-                time.sleep(storage.poll_seconds([run.shared], config.searchers.poll_seconds))
-            continue
-        report = searcher.search()
-        batches += 1
-        rows_on_snapshot += report.rows
-        if batches == 1:
-            # The first batch holds the compilation.
-            account.restart()
-            begin = time.monotonic()
-            log.info("%s writes replay/%s", name, searcher.writer)
-            continue
-        rows, tokens = rows + report.rows, tokens + report.tokens
-        elapsed = time.monotonic() - begin
-        scalars = {
-            "rows_per_second": rows / elapsed,
-            "tokens_per_second": tokens / elapsed,
-            "reward": report.reward,
-            "finished": report.finished,
-            "policy_step": report.policy_step,
-            "rows": report.rows,
-            "tokens": report.tokens,
-        }
-        writer.write(batches, scalars | account.shares())
+    with account.measure("load_policy"):
+        searcher.refresh()
+    refresher = _Refresher(searcher, poll_seconds=poll_seconds)
+    try:
+        while not stop() and not run_dir.is_finished(run, config.learner.steps):
+            refresher.check()
+            if not searcher.may_search:
+                with account.measure("wait_policy"):
+                    time.sleep(poll_seconds)
+                continue
+            report = searcher.search(ahead=lambda: not stop())
+            batches += 1
+            if batches == 1:
+                # The first batch holds the compilation.
+                account.restart()
+                begin = time.monotonic()
+                log.info("%s writes replay/%s", name, searcher.writer)
+                continue
+            rows, tokens = rows + report.rows, tokens + report.tokens
+            elapsed = time.monotonic() - begin
+            scalars = {
+                "rows_per_second": rows / elapsed,
+                "tokens_per_second": tokens / elapsed,
+                "reward": report.reward,
+                "finished": report.finished,
+                "policy_step": report.policy_step,
+                "slot_idle": report.slot_idle,
+                "rows": report.rows,
+                "tokens": report.tokens,
+            }
+            writer.write(batches, scalars | account.shares())
+    finally:
+        refresher.close()
     writer.close()
 
 

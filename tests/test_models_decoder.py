@@ -1,6 +1,6 @@
-"""The decoder against itself on other paths (cache, padding, meshes), and the scoring against a NumPy loop over its logits.
+"""The decoder against itself on other paths (padding, meshes), and the scoring against a NumPy loop over its logits.
 
-Parity with other implementations is in test_models_hugging_face.py.
+Its cached path is in test_models_cached.py, parity with other implementations in test_models_hugging_face.py.
 """
 
 import dataclasses
@@ -43,6 +43,7 @@ CONFIGS = {
     ),
 }
 PAD = 0
+EVERYTHING = scoring.ResponseSpace(temperature=1.0, banned_tokens=(), eos_id=-1)
 
 
 def random_params(config: decoder.DecoderConfig) -> decoder.Params:
@@ -69,51 +70,6 @@ def random_rows(B: int, P: int, R: int, vocab: int, seed: int = 0) -> tuple[np.n
     prompts, _ = trajectory.left_pad([rng.integers(1, vocab, n).tolist() for n in prompt_length], P, PAD)
     responses = np.where(trajectory.response_mask(response_length, R), rng.integers(1, vocab, (B, R)), PAD)
     return prompts, prompt_length.astype(np.int32), responses.astype(np.int32), response_length.astype(np.int32)
-
-
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_prefill_and_decode_steps_equal_whole_sequences(config):
-    P, R = 5, 6
-    rng = np.random.default_rng(0)
-    lengths = np.array([3, 5, 1], np.int32)
-    prompts, _ = trajectory.left_pad([rng.integers(1, 40, n).tolist() for n in lengths], P, PAD)
-    responses = rng.integers(1, 40, (3, R)).astype(np.int32)
-    prompt_mask = np.arange(P)[None, :] >= P - lengths[:, None]
-    params = random_params(config)
-    whole = logits_of_whole(
-        params, np.concatenate([prompts, responses], 1), np.concatenate([prompt_mask, np.ones((3, R), bool)], 1), config
-    )
-
-    logits, cache = jax.jit(decoder.prefill, static_argnames=("cache_length", "config"))(
-        params, prompts, prompt_mask, cache_length=P + R + 2, config=config
-    )
-    np.testing.assert_allclose(logits, whole[:, P - 1], atol=1e-5)
-    step = jax.jit(decoder.decode_step, static_argnames="config")
-    for t in range(R):
-        cache_mask = np.zeros((3, P + R + 2), bool)
-        cache_mask[:, :P], cache_mask[:, P : P + t + 1] = prompt_mask, True
-        logits, cache = step(params, responses[:, t], lengths + t, np.int32(P + t), cache, cache_mask, config=config)
-        np.testing.assert_allclose(logits, whole[:, P + t], atol=1e-5)
-
-
-def test_bfloat16_computes_in_bfloat16_and_gives_float32_logits():
-    config = dataclasses.replace(GROUPED, compute_dtype="bfloat16")
-    params = random_params(config)
-    tokens, mask = jnp.asarray([[5, 9, 31, 7]]), jnp.ones((1, 4), bool)
-
-    @jax.jit
-    def both_paths(params):
-        hidden = decoder.hidden_states(params, tokens, mask, config=config, remat="none")
-        logits, cache = decoder.prefill(decoder.cast(params, config), tokens, mask, cache_length=6, config=config)
-        return hidden, decoder.logits_of(params, hidden[0], config=config), logits, cache
-
-    hidden, scored, logits, cache = both_paths(params)
-    assert hidden.dtype == cache[0][0].dtype == jnp.bfloat16
-    assert scored.dtype == logits.dtype == jnp.float32
-    # The same rounding on both paths is what keeps the sampler's log-probs equal to the learner's.
-    np.testing.assert_allclose(logits[0], scored[-1], atol=0.05)
-    exact = logits_of_whole(params, tokens, mask, GROUPED)[:, -1]
-    assert 1e-4 < np.abs(logits - exact).max() < 0.3
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -156,8 +112,7 @@ def test_response_logprobs_equal_a_numpy_loop(temperature, banned):
     score = functools.partial(
         scoring.response_logprobs,
         config=GROUPED,
-        temperature=temperature,
-        banned_tokens=banned,
+        space=scoring.ResponseSpace(temperature=temperature, banned_tokens=banned, eos_id=-1),
         logit_bytes=2 * BYTES_PER_STEP,
         remat="none",
     )
@@ -167,10 +122,10 @@ def test_response_logprobs_equal_a_numpy_loop(temperature, banned):
 
 
 def score_and_gradient(params, rows, *, logit_bytes: int, remat: str, config=GROUPED, banned: tuple[int, ...] = (PAD,)):
+    space = scoring.ResponseSpace(temperature=0.9, banned_tokens=banned, eos_id=-1)
+
     def loss(p, *rows):
-        logprobs, entropy = scoring.response_logprobs(
-            p, *rows, config=config, temperature=0.9, banned_tokens=banned, logit_bytes=logit_bytes, remat=remat
-        )
+        logprobs, entropy = scoring.response_logprobs(p, *rows, config=config, space=space, logit_bytes=logit_bytes, remat=remat)
         weights = jnp.sin(jnp.arange(logprobs.size, dtype=jnp.float32)).reshape(logprobs.shape)
         return (weights * logprobs).mean(), (logprobs, entropy)
 
@@ -208,7 +163,7 @@ def test_logits_are_never_there_all_at_once():
         return jnp.take_along_axis(logprobs, tokens[..., None], axis=-1).sum()
 
     def blocked(weight, hidden, tokens):
-        settings = dict(config=config, temperature=1.0, banned_tokens=(), logit_bytes=128 << 20)
+        settings = dict(config=config, space=EVERYTHING, logit_bytes=128 << 20)
         return scoring.token_logprobs({"embedding": {"weight": weight}}, hidden, tokens, **settings)[0].sum()
 
     temporary = [
@@ -223,9 +178,7 @@ def test_entropy_carries_no_gradient():
     params, rows = random_params(GROUPED), random_rows(2, 5, 7, 40)
 
     def entropy_sum(p):
-        return scoring.response_logprobs(
-            p, *rows, config=GROUPED, temperature=1.0, banned_tokens=(), logit_bytes=1, remat="full"
-        )[1].sum()
+        return scoring.response_logprobs(p, *rows, config=GROUPED, space=EVERYTHING, logit_bytes=1, remat="full")[1].sum()
 
     assert all((leaf == 0).all() for leaf in jax.tree.leaves(jax.jit(jax.grad(entropy_sum))(params)))
 
@@ -236,8 +189,8 @@ def test_no_room_for_logits_names_the_value():
 
 
 def test_banned_tokens_are_outside_the_distribution():
-    logits = jnp.asarray([[1.0, 5.0, 2.0, 0.0]])
-    found = np.asarray(scoring.log_softmax(logits, 2.0, (1, 3)))[0]
+    logits, space = jnp.asarray([[1.0, 5.0, 2.0, 0.0]]), scoring.ResponseSpace(temperature=2.0, banned_tokens=(1, 3), eos_id=-1)
+    found = np.asarray(scoring.log_softmax(logits, jnp.zeros(1, jnp.int32), space))[0]
     assert found[1] == found[3] == -np.inf
     np.testing.assert_allclose(found[[0, 2]], np.log([1 / (1 + np.exp(0.5)), 1 / (1 + np.exp(-0.5))]), rtol=1e-6)
 
@@ -279,9 +232,9 @@ def test_sharded_layers_gather_weights_and_never_rows(sizes):
     rows = mesh_lib.put_rows(mesh, random_rows(B, P, R, 40))
 
     def loss(p, *rows):
-        return scoring.response_logprobs(
-            p, *rows, config=config, temperature=1.0, banned_tokens=(), logit_bytes=2 * BYTES_PER_STEP, remat="full"
-        )[0].sum()
+        return scoring.response_logprobs(p, *rows, config=config, space=EVERYTHING, logit_bytes=2 * BYTES_PER_STEP, remat="full")[
+            0
+        ].sum()
 
     with jax.set_mesh(mesh):
         program = jax.jit(jax.grad(loss)).lower(params, *rows).compile().as_text()
@@ -323,9 +276,7 @@ def test_data_parallel_scoring_gathers_nothing():
     rows = mesh_lib.put_rows(mesh, random_rows(32, 5, 7, 40))
 
     def score(p, *rows):
-        return scoring.response_logprobs(
-            p, *rows, config=GROUPED, temperature=1.0, banned_tokens=(), logit_bytes=4 * BYTES_PER_STEP, remat="full"
-        )
+        return scoring.response_logprobs(p, *rows, config=GROUPED, space=EVERYTHING, logit_bytes=4 * BYTES_PER_STEP, remat="full")
 
     with jax.set_mesh(mesh):
         assert "all-gather" not in jax.jit(score).lower(params, *rows).compile().as_text()
@@ -359,9 +310,7 @@ def test_presets_have_the_published_sizes_and_run_abstractly_on_a_mesh(name):
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), decoder.param_shapes(config), shardings
     )
     row = jax.ShapeDtypeStruct((8, 16), jnp.int32), jax.ShapeDtypeStruct((8,), jnp.int32)
-    score = functools.partial(
-        scoring.response_logprobs, config=config, temperature=1.0, banned_tokens=(), logit_bytes=1 << 20, remat="full"
-    )
+    score = functools.partial(scoring.response_logprobs, config=config, space=EVERYTHING, logit_bytes=1 << 20, remat="full")
     with jax.set_mesh(mesh):
         logprobs, _ = jax.eval_shape(score, shapes, *row, *row)
     assert logprobs.shape == (8, 16) and logprobs.dtype == jnp.float32

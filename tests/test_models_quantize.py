@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tba_jax.models import decoder, parameters, quantize, scoring
+from tba_jax.models import cached, decoder, parameters, quantize, scoring
 
 MODEL = decoder.DecoderConfig(
     layers=2, width=32, heads=4, kv_heads=2, head_size=8, ffn=48, vocab=40, max_positions=32, tied_embedding=False
 )
 SPECS = decoder.param_specs(MODEL)
+EVERYTHING = scoring.ResponseSpace(temperature=1.0, banned_tokens=(), eos_id=-1)
 
 
 def random_params() -> parameters.Params:
@@ -50,15 +51,13 @@ def test_quantised_policies_stay_close_and_agree_on_both_paths(dtype, limit):
     prompts, responses = rng.integers(0, 40, (4, 6)).astype(np.int32), rng.integers(0, 40, (4, 8)).astype(np.int32)
     lengths = np.full(4, 6, np.int32), np.full(4, 8, np.int32)
     score = jax.jit(
-        functools.partial(
-            scoring.response_logprobs, config=config, temperature=1.0, banned_tokens=(), logit_bytes=1 << 20, remat="none"
-        )
+        functools.partial(scoring.response_logprobs, config=config, space=EVERYTHING, logit_bytes=1 << 20, remat="none")
     )
     exact, _ = score(params, prompts, lengths[0], responses, lengths[1])
     found, _ = score(quantized, prompts, lengths[0], responses, lengths[1])
     assert 1e-4 < np.abs(found - exact).max() < limit
-    logits, _ = jax.jit(functools.partial(decoder.prefill, cache_length=8, config=config))(
-        decoder.cast(quantized, config), prompts, np.ones((4, 6), bool)
+    logits, _ = jax.jit(lambda params: cached.prefill(cached.unstack(params, config), prompts, lengths[0], config=config))(
+        quantized
     )
     first = jax.nn.log_softmax(logits)[np.arange(4), responses[:, 0]]
     np.testing.assert_allclose(first, found[:, 0], atol=1e-5 if dtype == "float32" else 0.05)

@@ -10,7 +10,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from tba_jax import mesh as mesh_lib
-from tba_jax.models import decoder, heads, hugging_face
+from tba_jax.models import cached, decoder, heads, hugging_face
 
 FIXTURES = Path(__file__).resolve().parent / "fixtures"
 LANGUAGE_MODELS = ("llama_untied", "llama_tied", "llama_biased", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neox")
@@ -76,20 +76,23 @@ def scores(params: Any, tokens: jax.Array, mask: jax.Array, config: decoder.Deco
     return heads.sequence_scores(params, tokens, mask, config=config, remat="none")
 
 
-_prefill = _jit(decoder.prefill, static_argnames=("cache_length", "config"))
-_step = _jit(decoder.decode_step, static_argnames="config")
+_unstack = _jit(cached.unstack, static_argnames="config")
+_prefill = _jit(cached.prefill, static_argnames="config")
+_step = _jit(cached.decode_step, static_argnames="config")
 
 
 def greedy(params: Any, config: decoder.DecoderConfig, prompt: np.ndarray, count: int) -> list[int]:
     """The greedy continuation by prefill and cached steps."""
     P = len(prompt)
-    logits, cache = _prefill(params, prompt[None], np.ones((1, P), bool), cache_length=P + count, config=config)
+    params = _unstack(params, config=config)
+    logits, shared = _prefill(params, prompt[None], np.array([P], np.int32), config=config)
+    own = jax.tree.map(lambda x: np.zeros((1, x.shape[1], count, x.shape[3]), x.dtype), shared)
     tokens = []
     for t in range(count):
         tokens.append(int(np.argmax(logits)))
-        cache_mask = np.arange(P + count)[None] <= P + t
+        masks = cached.Masks(prompt=np.ones((1, 1, P), bool), own=np.arange(count)[None] <= t)
         token, position = np.array([tokens[-1]], np.int32), np.array([P + t], np.int32)
-        logits, cache = _step(params, token, position, np.int32(P + t), cache, cache_mask, config=config)
+        logits, own = _step(params, token, position, np.int32(t), shared, own, masks, config=config)
     return tokens
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tba_jax.decoding.generate import Generation
+from tba_jax.decoding.requests import Generation
 from tba_jax.tasks.interface import EncodedQuery, Scores, Task
 from tba_jax.tokenizer import Tokenizer
 

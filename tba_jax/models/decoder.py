@@ -1,7 +1,7 @@
 """One decoder-only transformer, by configuration: GPT-2, GPT-NeoX, Llama, Mistral, Qwen2 and Qwen3 are settings of it.
 
 Parameters are a nested dict of arrays (parameters.py), stacked over layers. Training scans over the stack with
-rematerialisation; decoding unrolls it with static slices.
+rematerialisation; decoding (cached.py) unrolls it.
 """
 
 import dataclasses
@@ -160,7 +160,7 @@ def cast(params: Params, config: DecoderConfig) -> Params:
     return parameters.cast(params, config.compute_dtype)
 
 
-def _embed(params: Params, tokens: jax.Array, positions: jax.Array, config: DecoderConfig) -> jax.Array:
+def embed(params: Params, tokens: jax.Array, positions: jax.Array, config: DecoderConfig) -> jax.Array:
     """[t, D] of flat int32[t] tokens and positions."""
     x = mesh_lib.constrain(params["embedding"]["weight"], "VD")[tokens]
     if config.positions == "learned":
@@ -189,7 +189,7 @@ def _ffn(x: jax.Array, layer: Params, config: DecoderConfig) -> jax.Array:
     return layers.linear("tF,FD->tD", inner, layer["down"])
 
 
-def _layer(x: jax.Array, layer: Params, positions: jax.Array, attend: Any, config: DecoderConfig) -> tuple[jax.Array, Any]:
+def apply_layer(x: jax.Array, layer: Params, positions: jax.Array, attend: Any, config: DecoderConfig) -> tuple[jax.Array, Any]:
     """One layer on flat tokens x [t, D]. attend(query, key, value) -> ([t, N, H], what is to be kept)."""
     norm = functools.partial(layers.norm, epsilon=config.norm_epsilon, kind=config.norm)
     attended, kept = attend(*_qkv(norm(x, layer["attention_norm"]), layer, positions, config))
@@ -200,7 +200,7 @@ def _layer(x: jax.Array, layer: Params, positions: jax.Array, attend: Any, confi
     return x + _ffn(norm(x, layer["ffn_norm"]), layer, config), kept
 
 
-def _final_norm(x: jax.Array, params: Params, config: DecoderConfig) -> jax.Array:
+def final_norm(x: jax.Array, params: Params, config: DecoderConfig) -> jax.Array:
     return layers.norm(x, params["final_norm"], config.norm_epsilon, config.norm)
 
 
@@ -221,8 +221,8 @@ def positions_and_mask(token_mask: jax.Array) -> tuple[jax.Array, jax.Array]:
     return positions, mask[:, None]
 
 
-def _whole_rows(B: int, T: int, mask: jax.Array | None, config: DecoderConfig) -> Any:
-    """The `attend` of `_layer` for B whole sequences; keeps key and value [B, T, G, H]."""
+def whole_rows(B: int, T: int, mask: jax.Array | None, config: DecoderConfig) -> Any:
+    """The `attend` of `apply_layer` for B whole sequences; keeps key and value [B, T, G, H]."""
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, Any]:
         query, key, value = (x.reshape(B, T, *x.shape[1:]) for x in (query, key, value))
@@ -255,14 +255,14 @@ def hidden_states(
         chex.assert_equal_shape([tokens, token_mask])
         positions, mask = positions_and_mask(token_mask)
     positions = positions.reshape(-1)
-    attend = _whole_rows(B, T, mask, config)
+    attend = whole_rows(B, T, mask, config)
 
     def layer_step(x: jax.Array, layer: Params) -> tuple[jax.Array, None]:
-        return _layer(x, layer, positions, lambda *qkv: (attend(*qkv)[0], None), config)
+        return apply_layer(x, layer, positions, lambda *qkv: (attend(*qkv)[0], None), config)
 
-    x = _embed(params, tokens.reshape(-1), positions, config)
+    x = embed(params, tokens.reshape(-1), positions, config)
     x, _ = jax.lax.scan(layers.remat(layer_step, remat), x, params["layers"])
-    return _final_norm(x, params, config).reshape(B, T, -1)
+    return final_norm(x, params, config).reshape(B, T, -1)
 
 
 @layers.full_precision
@@ -275,73 +275,3 @@ def logits_of(params: Params, hidden: jax.Array, *, config: DecoderConfig) -> ja
     else:
         equation, weights = "tD,DV->tV", params["lm_head"]
     return layers.linear(equation, hidden, weights, dtype=jnp.float32)
-
-
-def _layer_of(params: Params, i: int) -> Params:
-    """Layer i of the stack, by a static slice."""
-    return jax.tree.map(lambda p: p[i], params["layers"])
-
-
-@layers.full_precision
-def prefill(
-    params: Params, tokens: jax.Array, token_mask: jax.Array, *, cache_length: int, config: DecoderConfig
-) -> tuple[jax.Array, Any]:
-    """Runs the prompts and fills the cache.
-
-    Args:
-      params: parameters already in the compute dtype.
-      tokens: int32[Q, P], left-padded; token_mask: bool[Q, P].
-
-    Returns:
-      logits float32[Q, V] at the last prompt token, and the cache: per layer (key, value) compute_dtype[Q, G, S, H],
-      heads before time because the decode step reads time-contiguous blocks of one head.
-    """
-    Q, P = tokens.shape
-    positions, mask = positions_and_mask(token_mask)
-    positions = positions.reshape(-1)
-    attend = _whole_rows(Q, P, mask, config)
-    x = _embed(params, tokens.reshape(-1), positions, config)
-    cache = []
-    for i in range(config.layers):
-        x, kept = _layer(x, _layer_of(params, i), positions, attend, config)
-        room = ((0, 0), (0, 0), (0, cache_length - P), (0, 0))
-        cache.append(tuple(mesh_lib.constrain(jnp.pad(kv.swapaxes(1, 2), room), "QGSH") for kv in kept))
-    last = _final_norm(x.reshape(Q, P, -1)[:, -1], params, config)
-    return logits_of(params, last, config=config), tuple(cache)
-
-
-@layers.full_precision
-def decode_step(
-    params: Params,
-    token: jax.Array,
-    position: jax.Array,
-    slot: jax.Array,
-    cache: Any,
-    cache_mask: jax.Array,
-    *,
-    config: DecoderConfig,
-) -> tuple[jax.Array, Any]:
-    """One token for every row.
-
-    Args:
-      params: parameters already in the compute dtype.
-      token: int32[B]; position: int32[B], its position in the row; slot: int32[], where its key and value go in the cache.
-      cache: per layer (key, value) [B, G, S, H]; cache_mask: bool[B, S], true on the slots to attend to, `slot` included.
-
-    Returns:
-      logits float32[B, V] for the next token, and the new cache.
-    """
-    x = _embed(params, token, position, config)
-    new_cache = []
-    for i in range(config.layers):
-
-        def attend(query: jax.Array, key: jax.Array, value: jax.Array, old: Any = cache[i]) -> tuple[jax.Array, Any]:
-            keys, values = (
-                jax.lax.dynamic_update_slice_in_dim(before, new[:, :, None], slot, axis=2)
-                for before, new in zip(old, (key, value), strict=True)
-            )
-            return layers.attend_to_cache(query, keys, values, cache_mask), (keys, values)
-
-        x, kept = _layer(x, _layer_of(params, i), position, attend, config)
-        new_cache.append(kept)
-    return logits_of(params, _final_norm(x, params, config), config=config), tuple(new_cache)

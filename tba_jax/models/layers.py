@@ -142,12 +142,54 @@ def attend(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array |
     return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=causal, implementation=implementation)
 
 
-def attend_to_cache(query: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array) -> jax.Array:
-    """Attention of one new token a row. query: [B, N, H]; keys, values: [B, G, S, H]; mask: bool[B, S]. Returns [B, N, H]."""
+# Stands for -inf in scores: a row without anything to attend to, as an idle slot is, must not become NaN.
+_MASKED = -1e30
+
+
+def attend_in_two_parts(
+    query: jax.Array,
+    prompt: tuple[jax.Array, ...],
+    own: tuple[jax.Array, ...],
+    prompt_mask: jax.Array,
+    own_mask: jax.Array,
+) -> jax.Array:
+    """Attention of one new token a row: to the prompt that its group shares and to its own continuation, one softmax over both.
+
+    Each part is one batch of matrix products, [W·N/G, H] × [H, S] a head and group, [N/G, H] × [H, R] a head and row.
+
+    Args:
+      query: [B, N, H] with B = J·W; prompt: keys and values [J, G, S, H]; own: keys and values [B, G, R, H].
+      prompt_mask: bool[J, W, S]; own_mask: bool[B, R].
+
+    Returns:
+      [B, N, H]; softmax in float32. Rows that attend to nothing are finite.
+    """
+    (prompt_keys, prompt_values), (own_keys, own_values) = prompt, own
     B, N, H = query.shape
-    G = keys.shape[1]
-    bias = jnp.where(mask, 0.0, -jnp.inf)[:, None, None, :]
-    grouped = query.reshape(B, G, N // G, H)
-    scores = jnp.einsum("BGnH,BGSH->BGnS", grouped, keys, preferred_element_type=jnp.float32) / math.sqrt(H)
-    weights = jax.nn.softmax(scores + bias, axis=-1).astype(query.dtype)
-    return jnp.einsum("BGnS,BGSH->BGnH", weights, values).reshape(B, N, H)
+    J, G, S, _ = prompt_keys.shape
+    W, n, dtype = B // J, N // G, query.dtype
+    scale = 1 / math.sqrt(H)
+
+    def by_group(x: jax.Array) -> jax.Array:
+        """[B, G, n, ...] -> [J, G, W, n, ...]."""
+        return x.reshape(J, W, *x.shape[1:]).swapaxes(1, 2)
+
+    def by_row(x: jax.Array) -> jax.Array:
+        """The inverse of by_group."""
+        return x.swapaxes(1, 2).reshape(B, G, *x.shape[3:])
+
+    own_query = query.reshape(B, G, n, H)
+    prompt_query = by_group(own_query).reshape(J, G, W * n, H)
+    prompt_scores = jnp.einsum("JGxH,JGSH->JGxS", prompt_query, prompt_keys, preferred_element_type=jnp.float32)
+    prompt_scores = prompt_scores.reshape(J, G, W, n, S) * scale
+    prompt_scores = jnp.where(prompt_mask[:, None, :, None, :], prompt_scores, _MASKED)
+    own_scores = jnp.einsum("BGnH,BGRH->BGnR", own_query, own_keys, preferred_element_type=jnp.float32) * scale
+    own_scores = jnp.where(own_mask[:, None, None, :], own_scores, _MASKED)
+    largest = jnp.maximum(by_row(jnp.max(prompt_scores, axis=-1)), jnp.max(own_scores, axis=-1))
+    prompt_weights = jnp.exp(prompt_scores - by_group(largest)[..., None])
+    own_weights = jnp.exp(own_scores - largest[..., None])
+    total = by_row(jnp.sum(prompt_weights, axis=-1)) + jnp.sum(own_weights, axis=-1)
+    of_prompt = jnp.einsum("JGxS,JGSH->JGxH", prompt_weights.reshape(J, G, W * n, S).astype(dtype), prompt_values)
+    of_own = jnp.einsum("BGnR,BGRH->BGnH", own_weights.astype(dtype), own_values)
+    attended = (by_row(of_prompt.reshape(J, G, W, n, H)) + of_own) / total[..., None]
+    return attended.astype(dtype).reshape(B, N, H)

@@ -1,0 +1,87 @@
+"""One batch of responses as a pure function, for programs that generate and learn in one: the slots, without refill."""
+
+import chex
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from tba_jax.decoding import slots as slots_lib
+from tba_jax.decoding.sampling import Sampling
+from tba_jax.models import cached
+from tba_jax.models.decoder import DecoderConfig
+from tba_jax.models.parameters import Params
+from tba_jax.models.scoring import ResponseSpace
+
+
+@flax.struct.dataclass
+class Rollout:
+    """As requests.Generation, on the device. tokens: int32[B, R]; length: int32[B]; finished: bool[B]; policy_logprobs,
+    behavior_logprobs: float32[B, R], nats, 0 where masked."""
+
+    tokens: chex.Array
+    length: chex.Array
+    finished: chex.Array
+    policy_logprobs: chex.Array
+    behavior_logprobs: chex.Array
+
+
+def rollout(
+    params: Params,
+    prompt_tokens: jax.Array,
+    prompt_length: jax.Array,
+    keys: jax.Array,
+    sampling: Sampling,
+    *,
+    config: DecoderConfig,
+    space: ResponseSpace,
+    response_length: int,
+    pad_id: int,
+) -> Rollout:
+    """The same rows as an Engine gives, all at once.
+
+    Args:
+      params: plain decoder parameters, any float dtype.
+      prompt_tokens: int32[Q, P], right-padded; prompt_length: int32[Q].
+      keys: uint32[B, 2] with B = Q·S, rows of a query consecutive; sampling: leaves [B].
+    """
+    Q, P = prompt_tokens.shape
+    B, R = keys.shape[0], response_length
+    W = B // Q
+    chex.assert_shape([keys, sampling.temperature], [(Q * W, 2), (B,)])
+    static = slots_lib.SlotsConfig(
+        model=config, space=space, groups=Q, width=W, buffers=1, prompt_length=P, response_length=R, chunk=max(R - 1, 1)
+    )
+    params = cached.unstack(params, config)
+    by_query = jax.tree.map(lambda x: jnp.asarray(x).reshape(Q, W, *x.shape[1:]), (keys, sampling))
+    zeros = jnp.zeros(Q, jnp.int32)
+    arrivals = slots_lib.Arrivals(
+        group=jnp.arange(Q),
+        buffer=zeros,
+        valid=jnp.ones(Q, bool),
+        tokens=prompt_tokens,
+        length=prompt_length,
+        given=zeros,
+        stop_state=zeros,
+        samples=slots_lib.Samples(key=by_query[0], sampling=by_query[1], limit=jnp.full((Q, W), R)),
+    )
+    prompts, slots, first = slots_lib.prefill(params, *slots_lib.init(static), zeros[:, None], arrivals, None, config=static)
+    _, log = slots_lib.decode(params, prompts, slots, zeros[:, None], jnp.int32(Q + 1), None, config=static)
+    first = jax.tree.map(lambda x: x.reshape(B), first)
+    # Each place is continued by one slot, whichever; idle steps and slots are written nowhere.
+    row = jnp.where(log.place >= 0, jnp.arange(Q)[:, None] * W + log.place, B)
+
+    def whole(start: jax.Array, steps: jax.Array, fill: float) -> jax.Array:
+        empty = jnp.full((B, R), fill, start.dtype).at[:, 0].set(start)
+        return empty.at[row, log.count].set(steps, mode="drop")
+
+    def sums(start: jax.Array, steps: jax.Array) -> jax.Array:
+        return start.astype(jnp.int32).at[row].add(steps.astype(jnp.int32), mode="drop")
+
+    t = log.tokens
+    return Rollout(
+        tokens=whole(first.token, t.token, pad_id),
+        length=sums(jnp.ones(B), jnp.ones_like(row)),
+        finished=sums(first.status == slots_lib.FINISHED, t.status == slots_lib.FINISHED) > 0,
+        policy_logprobs=whole(first.policy_logprob, t.policy_logprob, 0.0),
+        behavior_logprobs=whole(first.behavior_logprob, t.behavior_logprob, 0.0),
+    )
