@@ -126,6 +126,7 @@ class Searcher:
             else None,
             swap=s.swap,
             chunk=s.decode_steps,
+            batches=config.schedule.mode == "interleaved",
         )
         self._jit_keys = jax.jit(row_keys)
         score = functools.partial(

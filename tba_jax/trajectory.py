@@ -25,7 +25,7 @@ _SCALAR_COLUMNS: dict[str, tuple[str, str]] = {
     "query_id": ("uint64", "hash of the prompt tokens, see `query_id`"),
     "prompt_length": ("int32", "real tokens in prompt_tokens"),
     "response_length": ("int32", "real tokens in response_tokens, end-of-sequence included"),
-    "finished": ("bool", "whether the response ended by an end-of-sequence token"),
+    "finished": ("bool", "whether the response ended by an end-of-sequence token or a stop string"),
     "reward": ("float32", "the reward the objective sees"),
     "reward_version": ("int32", "version of the reward that scored the row"),
     "reference_id": ("uint64", "which reference policy ref_logprobs come from"),

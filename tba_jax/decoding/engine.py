@@ -31,30 +31,28 @@ SWAPS = ("at_once", "new_sequences")
 # A prompt is prefilled at the first of these lengths, relative to the longest, that holds it; not shorter than _SHORTEST.
 _BUCKETS = (4, 2, 1)
 _SHORTEST = 32
-# Slots that are done with a prompt go on with the next ones while its longest sample runs. The more slots a group has, the
-# longer is that one compared with the rest: 1, 2, 3, 4 buffers for groups of 1, 2, 4, 8 or more keep log-normal lengths of
-# sigma 0.8 busy. With one sample of each prompt there is nobody to wait for: the next prompt takes its place.
-_MOST_BUFFERS = 4
+# Slots of a group per sample of a query, up to so many samples and beyond. A group has two prompts at a time, so that slots that
+# are done with one go on with the next while its longest sample runs; the more samples run side by side, the longer is that one
+# compared with the rest. With these shares log-normal lengths of sigma 0.8 keep slots busy; more, smaller groups would have more
+# prompts to read in each step.
+_HALF_UP_TO = 24
 
 
 def arrange(slots: int, samples: int, ways: int, *, what: str = "") -> tuple[int, int]:
-    """Groups and width of each lane: the samples of a query stand in one group as far as there is room.
+    """Groups and width of each lane.
 
     Args: what: how messages call the slots.
 
     Raises:
-      ValueError: the slots cannot be divided so; names the numbers.
+      ValueError: the slots cannot be divided by the ways; names the numbers.
     """
-    what = what or f"slots={slots}"
+    if samples < 1:
+        raise ValueError(f"samples={samples} of a query must be at least 1")
     if slots < ways or slots % ways:
-        raise ValueError(f"{what} slots are not divisible by the {ways} ways of the mesh's data axis")
+        raise ValueError(f"{what or f'slots={slots}'} cannot be divided by the {ways} ways of the mesh's data axis")
     lane = slots // ways
-    width = min(samples, lane)
-    if lane % width:
-        raise ValueError(
-            f"{what} slots over {ways} data ways of the mesh are {lane} each, which is no multiple of the {samples} samples of a "
-            "query, which share a prompt"
-        )
+    most = max(1, samples // (2 if samples <= _HALF_UP_TO else 4))
+    width = max(width for width in range(1, most + 1) if lane % width == 0)
     return lane // width, width
 
 
@@ -62,6 +60,12 @@ def buckets(prompt_length: int) -> tuple[int, ...]:
     """Lengths at which prompts are prefilled, ascending; the last is prompt_length."""
     shorter = {-(-prompt_length // part) for part in _BUCKETS[:-1]}
     return (*sorted(length for length in shorter if _SHORTEST <= length < prompt_length), prompt_length)
+
+
+def windows(entries: int, chunk: int) -> tuple[int, ...]:
+    """Parts of the own caches that are read while responses are short: quarters, of at least a chunk each. The last is all."""
+    quarter = max(-(-entries // 4), chunk)
+    return (*range(quarter, entries, quarter), entries)
 
 
 @dataclasses.dataclass
@@ -112,6 +116,7 @@ class Engine:
         stop_strings: StopStrings | None = None,
         swap: str = "at_once",
         chunk: int = 32,
+        batches: bool = False,
     ):
         """
         Args:
@@ -121,12 +126,17 @@ class Engine:
           response_length: R, tokens at most, the given ones included.
           swap: one of SWAPS.
           chunk: decode steps between looks at the host: new weights and free buffers wait as long at most.
+          batches: requests come in batches, all slots begin at once: as long as no response is longer than a window, attention
+            reads that window of the caches only. One more program to compile for each window, so not worth it for a stream.
 
         Raises:
           ValueError: slots do not divide, lengths beyond the model's positions, or an unknown swap; says the limit.
         """
         if swap not in SWAPS:
             raise ValueError(f"swap={swap!r} is not one of {list(SWAPS)}")
+        for name, value in (("prompt_length", prompt_length), ("response_length", response_length), ("chunk", chunk)):
+            if value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
         if model.positions == "learned" and prompt_length + response_length - 1 > model.max_positions:
             raise ValueError(
                 f"prompt_length={prompt_length} and response_length={response_length} need more than the model's "
@@ -139,7 +149,9 @@ class Engine:
             space=space,
             groups=groups,
             width=width,
-            buffers=min(width.bit_length(), _MOST_BUFFERS),
+            # One slot has nobody to wait for: the next prompt takes its place.
+            buffers=1 if width == 1 else 2,
+            places=samples,
             prompt_length=prompt_length,
             response_length=response_length,
             chunk=chunk,
@@ -148,7 +160,15 @@ class Engine:
         self._pad_id, self._stop_strings = pad_id, stop_strings
         self._lock = threading.Lock()
         self._lanes = [
-            _Lane(self.config, way, stop_strings=stop_strings, drains=swap == "new_sequences", pad_id=pad_id, lock=self._lock)
+            _Lane(
+                self.config,
+                way,
+                stop_strings=stop_strings,
+                drains=swap == "new_sequences",
+                pad_id=pad_id,
+                lock=self._lock,
+                batches=batches,
+            )
             for way in ways
         ]
         self._threads = concurrent.futures.ThreadPoolExecutor(len(ways), thread_name_prefix="decoder") if len(ways) > 1 else None
@@ -207,8 +227,8 @@ class Engine:
             left=S,
         )
         with self._lock:
-            for first in range(0, S, c.width):
-                self._queue.append(_Part(answer, first, min(c.width, S - first)))
+            for first in range(0, S, c.places):
+                self._queue.append(_Part(answer, first, min(c.places, S - first)))
         return answer
 
     def collect(self, answers: Sequence[Answer], *, feed: Callable[[], bool] = lambda: False) -> list[Generation]:
@@ -223,18 +243,28 @@ class Engine:
         """
         if self._failed:
             raise RuntimeError("the decoder stopped on an error before; its slots are in no known state")
+        if any(lane.policy_step < 0 and lane.incoming is None for lane in self._lanes):
+            raise RuntimeError("the decoder has no weights yet: `swap` or `set_policy` comes first")
         waiting = functools.partial(_any_left, answers)
         feeding = threading.Lock()
 
         def take(ahead: bool) -> _Part | None:
             """The next prompt. ahead: for a group that has one already, which other lanes' groups without any come before."""
             with feeding:
-                if ahead and any(lane.has_empty_group for lane in self._lanes):
+                if ahead and any(lane.empty_groups for lane in self._lanes):
                     return None
                 if not self._queue and not feed():
                     return None
                 with self._lock:
-                    return self._queue.popleft() if self._queue else None
+                    if not self._queue:
+                        return None
+                    part = self._queue.popleft()
+                    # Where groups would stay empty, they share the samples of a query.
+                    empty = sum(lane.empty_groups for lane in self._lanes)
+                    if part.count > self.config.width and empty > 1 + len(self._queue):
+                        self._queue.appendleft(_Part(part.answer, part.first + self.config.width, part.count - self.config.width))
+                        part = _Part(part.answer, part.first, self.config.width)
+                    return part
 
         def work(lane: _Lane) -> None:
             while waiting() and not self._failed:
@@ -263,7 +293,7 @@ def _any_left(answers: Sequence[Answer]) -> bool:
 
 def _check_request(request: Request, config: SlotsConfig) -> None:
     tokens, given, S = len(request.prompt) + len(request.beginning), len(request.beginning), request.samples
-    if not request.prompt or tokens > config.prompt_length:
+    if not len(request.prompt) or tokens > config.prompt_length:
         raise ValueError(
             f"query {request.name}: {tokens} tokens of prompt (with {given} of the response) do not fit the cache, which holds 1 "
             f"to {config.prompt_length}"
@@ -274,6 +304,14 @@ def _check_request(request: Request, config: SlotsConfig) -> None:
         )
     if S < 1:
         raise ValueError(f"query {request.name}: no samples are asked for")
+    for token in (*request.prompt, *request.beginning):
+        if not 0 <= token < config.model.vocab:
+            raise ValueError(f"query {request.name}: token {token} is not within the vocabulary of {config.model.vocab}")
+    if request.keys.shape != (S, 2) or (request.limit is not None and request.limit.shape != (S,)):
+        raise ValueError(
+            f"query {request.name}: keys of shape {request.keys.shape} and limits of shape "
+            f"{None if request.limit is None else request.limit.shape} must be of one number of samples"
+        )
     s = request.sampling
     for name, good, limit in (
         ("temperature", np.isfinite(s.temperature) & (s.temperature >= 0), "at least 0"),
@@ -305,6 +343,7 @@ class _Lane:
         drains: bool,
         pad_id: int,
         lock: threading.Lock,
+        batches: bool,
     ):
         self._config, self._mesh, self._pad_id, self._lock = config, mesh, pad_id, lock
         self._stop_strings, self._drains = stop_strings, drains
@@ -312,6 +351,10 @@ class _Lane:
         self.policy_step = -1
         self.incoming: tuple[Params, int] | None = None
         self._weights: Params = {}
+        self._windows = windows(slots_lib.own_entries(config), config.chunk) if batches else (slots_lib.own_entries(config),)
+        self._batches = batches
+        # Decode steps since all slots were idle.
+        self._step = 0
         self._arrivals = max(1, config.groups * config.buffers // 16)
         self._buckets = buckets(config.prompt_length)
         whole = mesh_lib.replicated(mesh)
@@ -327,7 +370,13 @@ class _Lane:
             ),
         )
         self._decode = mesh_lib.on_mesh(
-            mesh, jax.jit(functools.partial(slots_lib.decode, config=config), donate_argnums=2, out_shardings=(slots, whole))
+            mesh,
+            jax.jit(
+                functools.partial(slots_lib.decode, config=config),
+                donate_argnums=2,
+                static_argnames=("buffers", "window"),
+                out_shardings=(slots, whole),
+            ),
         )
         self._unstack = mesh_lib.on_mesh(mesh, jax.jit(functools.partial(cached.unstack, config=config.model)))
         # (group, buffer) -> what it holds; a free one is not there.
@@ -337,7 +386,7 @@ class _Lane:
         # Prefilled into which buffers, and the first tokens, which are on their way.
         self._first: list[tuple[tuple[tuple[int, int], ...], Tokens]] = []
         # What places hold so far.
-        places = (config.groups, config.buffers * config.width)
+        places = (config.groups, config.buffers * config.places)
         self._status, self._length = np.full(places, slots_lib.CUT, np.int32), np.zeros(places, np.int32)
         self._tokens, self._steps = (np.zeros((*places, config.response_length), np.int32) for _ in range(2))
         self._policy, self._behavior = (np.zeros((*places, config.response_length), np.float32) for _ in range(2))
@@ -364,13 +413,22 @@ class _Lane:
         # Where nothing more is to come, free buffers are no reason to stop.
         enough = self._arrivals if filled else self._config.groups * self._config.buffers + 1
         self._slots, log = self._decode(
-            self._weights, self._prompts, self._slots, self._oldest_first(), np.int32(enough), self._stop_table
+            self._weights,
+            self._prompts,
+            self._slots,
+            self._oldest_first(),
+            np.int32(enough),
+            self._stop_table,
+            buffers=self._buffers_in_use(),
+            window=self._window(),
         )
         for buffers, tokens in self._first:
             self._note_first(buffers, jax.device_get(tokens))
         self._first = []
         self._note(jax.device_get(log))
         self._release()
+        if not self._parts:
+            self._step = 0
         return True
 
     def _fill(self, take: Callable[[bool], _Part | None]) -> bool:
@@ -392,6 +450,14 @@ class _Lane:
                 return False
         return True
 
+    def _buffers_in_use(self) -> int:
+        """The first of each group, or as many as any group has something in."""
+        return 1 + max(u for _, u in self._parts) if self._batches else self._config.buffers
+
+    def _window(self) -> int:
+        """The shortest that the next steps stay within, or the whole ring."""
+        return next((window for window in self._windows if window >= self._step + self._config.chunk), self._windows[-1])
+
     def _in_use(self, group: int) -> int:
         """Buffers of a group that hold a part."""
         return sum((group, u) in self._parts for u in range(self._config.buffers))
@@ -401,8 +467,8 @@ class _Lane:
         return np.argsort(self._filled_at, axis=1).astype(np.int32)
 
     @property
-    def has_empty_group(self) -> bool:
-        return any(not self._in_use(group) for group in range(self._config.groups))
+    def empty_groups(self) -> int:
+        return sum(not self._in_use(group) for group in range(self._config.groups))
 
     def _prefill_into(self, buffers: Sequence[tuple[int, int]]) -> None:
         """One prefill call; what it drew is fetched when the decode call after it has been sent."""
@@ -413,14 +479,14 @@ class _Lane:
         tokens = np.full((I, P), self._pad_id, np.int32)
         length, given, stop_state = np.ones(I, np.int32), np.zeros(I, np.int32), np.zeros(I, np.int32)
         samples = Samples(
-            key=np.zeros((I, c.width, 2), np.uint32),
+            key=np.zeros((I, c.places, 2), np.uint32),
             sampling=Sampling(
-                temperature=np.ones((I, c.width), np.float32),
-                top_k=np.zeros((I, c.width), np.int32),
-                top_p=np.ones((I, c.width), np.float32),
-                min_p=np.zeros((I, c.width), np.float32),
+                temperature=np.ones((I, c.places), np.float32),
+                top_k=np.zeros((I, c.places), np.int32),
+                top_p=np.ones((I, c.places), np.float32),
+                min_p=np.zeros((I, c.places), np.float32),
             ),
-            limit=np.zeros((I, c.width), np.int32),
+            limit=np.zeros((I, c.places), np.int32),
         )
         for i, (part, context) in enumerate(zip(parts, contexts, strict=True)):
             request, rows = part.answer.request, slice(part.first, part.first + part.count)
@@ -443,24 +509,26 @@ class _Lane:
             samples=samples,
         )
         self._prompts, self._slots, first = self._prefill(
-            self._weights, self._prompts, self._slots, self._oldest_first(), arrivals, self._stop_table
+            self._weights, self._prompts, self._slots, self._oldest_first(), arrivals, np.bool_(self._step == 0), self._stop_table
         )
         for (j, u), part in zip(buffers, parts, strict=True):
-            places = slice(u * c.width, (u + 1) * c.width)
-            self._status[j, places] = np.where(np.arange(c.width) < part.count, slots_lib.RUNNING, slots_lib.CUT)
+            places = slice(u * c.places, (u + 1) * c.places)
+            self._status[j, places] = np.where(np.arange(c.places) < part.count, slots_lib.RUNNING, slots_lib.CUT)
         self._first.append((tuple(buffers), first))
 
     def _note_first(self, buffers: Sequence[tuple[int, int]], tokens: Tokens) -> None:
-        W = self._config.width
+        M = self._config.places
         for i, (j, u) in enumerate(buffers):
             part = self._parts[j, u]
-            place = u * W + np.arange(part.count)
+            place = u * M + np.arange(part.count)
             count = np.full(part.count, len(part.answer.request.beginning))
             self._write(np.full(part.count, j), place, count, jax.tree.map(lambda x, i=i, n=part.count: x[i, :n], tokens))
 
     def _note(self, log: slots_lib.Log) -> None:
         steps, j, w = np.nonzero(log.place >= 0)
-        self.usage.slot_steps += log.place[0].size * len(np.unique(steps))
+        taken = len(np.unique(steps))
+        self._step += taken
+        self.usage.slot_steps += log.place[0].size * taken
         self.usage.useful += len(steps)
         at = (steps, j, w)
         self._write(j, log.place[at], log.count[at], jax.tree.map(lambda x: x[at], log.tokens))
@@ -470,7 +538,7 @@ class _Lane:
         broken = ~np.isfinite(tokens.policy_logprob)
         if broken.any():
             first = int(broken.argmax())
-            part = self._parts[int(group[first]), int(place[first]) // self._config.width]
+            part = self._parts[int(group[first]), int(place[first]) // self._config.places]
             raise FloatingPointError(
                 f"the logits of policy step {self.policy_step} are not finite at response token {count[first]} of query "
                 f"{part.answer.request.name}"
@@ -484,10 +552,10 @@ class _Lane:
 
     def _release(self) -> None:
         """Hands out the parts of which all samples have ended, and frees their buffers."""
-        W = self._config.width
-        ended = (self._status != slots_lib.RUNNING).reshape(self._config.groups, self._config.buffers, W).all(axis=2)
+        M = self._config.places
+        ended = (self._status != slots_lib.RUNNING).reshape(self._config.groups, self._config.buffers, M).all(axis=2)
         for (j, u), part in [item for item in self._parts.items() if ended[item[0]]]:
-            places = slice(u * W, u * W + part.count)
+            places = slice(u * M, u * M + part.count)
             rows = slice(part.first, part.first + part.count)
             made, given = part.answer.generation, len(part.answer.request.beginning)
             length = self._length[j, places]

@@ -49,7 +49,7 @@ def rollout(
     W = B // Q
     chex.assert_shape([keys, sampling.temperature], [(Q * W, 2), (B,)])
     static = slots_lib.SlotsConfig(
-        model=config, space=space, groups=Q, width=W, buffers=1, prompt_length=P, response_length=R, chunk=max(R - 1, 1)
+        model=config, space=space, groups=Q, width=W, buffers=1, places=W, prompt_length=P, response_length=R, chunk=max(R - 1, 1)
     )
     params = cached.unstack(params, config)
     by_query = jax.tree.map(lambda x: jnp.asarray(x).reshape(Q, W, *x.shape[1:]), (keys, sampling))
@@ -64,8 +64,21 @@ def rollout(
         stop_state=zeros,
         samples=slots_lib.Samples(key=by_query[0], sampling=by_query[1], limit=jnp.full((Q, W), R)),
     )
-    prompts, slots, first = slots_lib.prefill(params, *slots_lib.init(static), zeros[:, None], arrivals, None, config=static)
-    _, log = slots_lib.decode(params, prompts, slots, zeros[:, None], jnp.int32(Q + 1), None, config=static)
+    oldest_first, restart = zeros[:, None], jnp.array(True)
+    prompts, slots = slots_lib.init(static)
+    prompts, slots, first = slots_lib.prefill(params, prompts, slots, oldest_first, arrivals, restart, None, config=static)
+    enough = jnp.int32(Q + 1)
+    _, log = slots_lib.decode(
+        params,
+        prompts,
+        slots,
+        oldest_first,
+        enough,
+        None,
+        config=static,
+        buffers=1,
+        window=slots_lib.own_entries(static),
+    )
     first = jax.tree.map(lambda x: x.reshape(B), first)
     # Each place is continued by one slot, whichever; idle steps and slots are written nowhere.
     row = jnp.where(log.place >= 0, jnp.arange(Q)[:, None] * W + log.place, B)

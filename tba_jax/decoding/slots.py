@@ -1,12 +1,12 @@
 """The decode loop on the device: slots that are refilled while they run.
 
 Slots stand in J groups of W. A group has `buffers` prompts at a time: the slots of a group may continue any of them, so that
-those that finish early begin the next prompt's samples while the others finish. Each buffer has W places, one for a sample of
+those that finish early begin the next prompt's samples while the others finish. Each buffer has M places, one for a sample of
 its prompt; a slot continues the sample of one place, and when that has ended takes the next that waits. The own caches are
 rings with one position for all slots: entry `step mod R` belongs to this step whatever a slot has generated so far, and a slot
 attends to as many of the last entries as it has made. So a step writes each cache in one place, and nothing is ever moved.
 
-Axes beside those of the axis table: J groups, W slots of a group, U buffers of a group, X = U·W places of a group, B = J·W.
+Axes beside those of the axis table: J groups, W slots of a group, U buffers of a group, M places of a buffer, X = U·M, B = J·W.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ RUNNING, FINISHED, CUT = 0, 1, 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlotsConfig:
-    """Static sizes: groups J, width W, buffers U, prompts S (cache entries of one prompt), responses R; and what ends a sample.
+    """Static sizes: groups J, width W, buffers U, places M of a buffer, prompts S (cache entries of one), responses R.
 
     chunk: most decode steps of one call; stop_accept: the accepting state of the stop strings' table, -1 without any.
     """
@@ -43,6 +43,7 @@ class SlotsConfig:
     groups: int
     width: int
     buffers: int
+    places: int
     prompt_length: int
     response_length: int
     chunk: int
@@ -51,9 +52,9 @@ class SlotsConfig:
 
 @flax.struct.dataclass
 class Samples:
-    """What places hold, as it was asked for. Leaves [..., W] with the places of a buffer last.
+    """What places hold, as it was asked for. Leaves [..., M] with the places of a buffer last.
 
-    key: uint32[..., W, 2]; sampling: leaves [..., W]; limit: int32[..., W], response tokens at most, those given with the
+    key: uint32[..., M, 2]; sampling: leaves [..., M]; limit: int32[..., M], response tokens at most, those given with the
     prompt included; 0 where a place holds nothing.
     """
 
@@ -64,10 +65,10 @@ class Samples:
 
 @flax.struct.dataclass
 class Prompts:
-    """What decoding reads and prefill writes. cache: per layer (keys, values) [J, G, U·S, H]; samples: leaves [J, U, W].
+    """What decoding reads and prefill writes. cache: per layer (keys, values) [J, G, U·S, H]; samples: leaves [J, U, M].
 
     length: int32[J, U], tokens in the cache; given: int32[J, U], how many of them, the last ones, are the response's beginning;
-    token, stop_state: int32[J, U, W], the first generated token of each sample, and the stop strings' state after it.
+    token, stop_state: int32[J, U, M], the first generated token of each sample, and the stop strings' state after it.
     """
 
     cache: cached.Cache
@@ -123,7 +124,7 @@ class Arrivals:
     """Prompts to be prefilled, I at a time, each into one buffer. group, buffer: int32[I]; valid: bool[I], false on padding.
 
     tokens: int32[I, P], right-padded, P at most S; length, given: int32[I]; stop_state: int32[I], after the given tokens;
-    samples: leaves [I, W].
+    samples: leaves [I, M].
     """
 
     group: chex.Array
@@ -136,10 +137,15 @@ class Arrivals:
     samples: Samples
 
 
+def own_entries(config: SlotsConfig) -> int:
+    """Of the ring of a slot. The last response token needs none: nothing is predicted from it."""
+    return max(config.response_length - 1, 1)
+
+
 def init(config: SlotsConfig) -> tuple[Prompts, Slots]:
     """Empty buffers and idle slots."""
     c, m = config, config.model
-    J, U, W, G, H = c.groups, c.buffers, c.width, m.kv_heads, m.head_size
+    J, U, M, W, G, H = c.groups, c.buffers, c.places, c.width, m.kv_heads, m.head_size
 
     def cache(rows: int, entries: int) -> cached.Cache:
         def zeros() -> jax.Array:
@@ -151,28 +157,28 @@ def init(config: SlotsConfig) -> tuple[Prompts, Slots]:
         return jnp.zeros(shape, jnp.int32)
 
     samples = Samples(
-        key=jnp.zeros((J, U, W, 2), jnp.uint32),
+        key=jnp.zeros((J, U, M, 2), jnp.uint32),
         sampling=sampling_lib.Sampling(
-            temperature=jnp.ones((J, U, W)), top_k=whole(J, U, W), top_p=jnp.ones((J, U, W)), min_p=jnp.zeros((J, U, W))
+            temperature=jnp.ones((J, U, M)), top_k=whole(J, U, M), top_p=jnp.ones((J, U, M)), min_p=jnp.zeros((J, U, M))
         ),
-        limit=whole(J, U, W),
+        limit=whole(J, U, M),
     )
     prompts = Prompts(
         cache=cache(J, U * c.prompt_length),
         samples=samples,
         length=whole(J, U),
         given=whole(J, U),
-        token=whole(J, U, W),
-        stop_state=whole(J, U, W),
+        token=whole(J, U, M),
+        stop_state=whole(J, U, M),
     )
     slots = Slots(
-        own=cache(J * W, max(c.response_length - 1, 1)),
+        own=cache(J * W, own_entries(c)),
         step=whole(),
         place=jnp.full((J, W), -1, jnp.int32),
         count=whole(J, W),
         token=whole(J, W),
         stop_state=whole(J, W),
-        waiting=jnp.zeros((J, U * W), bool),
+        waiting=jnp.zeros((J, U * M), bool),
     )
     return prompts, slots
 
@@ -188,7 +194,7 @@ def shardings(config: SlotsConfig, mesh: Mesh) -> tuple[Prompts, Slots]:
     prompts, slots = jax.tree.map(lambda _: mesh_lib.replicated(mesh), jax.eval_shape(functools.partial(init, config)))
     return (
         dataclasses.replace(prompts, cache=cache(c.groups, c.buffers * c.prompt_length)),
-        dataclasses.replace(slots, own=cache(c.groups * c.width, max(c.response_length - 1, 1))),
+        dataclasses.replace(slots, own=cache(c.groups * c.width, own_entries(c))),
     )
 
 
@@ -222,6 +228,7 @@ def prefill(
     slots: Slots,
     oldest_first: jax.Array,
     arrivals: Arrivals,
+    restart: jax.Array,
     stop_table: jax.Array | None,
     *,
     config: SlotsConfig,
@@ -231,27 +238,28 @@ def prefill(
     Args:
       params: see cached.unstack; the caller donates prompts and slots.
       oldest_first: int32[J, U], the buffers of each group in the order in which they were filled.
+      restart: bool[]; all slots are idle, and the rings begin anew at entry 0.
       stop_table: int32[states, V], see StopStrings; None without stop strings.
 
     Returns:
-      the new state, and the first tokens: leaves [I, W].
+      the new state, and the first tokens: leaves [I, M].
     """
     a, c = arrivals, config
-    I, W = a.tokens.shape[0], c.width
+    I, M = a.tokens.shape[0], c.places
     logits, cache = cached.prefill(params, a.tokens, a.length, config=c.model)
 
     def per_sample(x: jax.Array) -> jax.Array:
-        return jnp.repeat(x, W, axis=0)
+        return jnp.repeat(x, M, axis=0)
 
     first, stop_state = _draw(
         per_sample(logits),
-        jax.tree.map(lambda x: x.reshape(I * W, *x.shape[2:]), a.samples),
+        jax.tree.map(lambda x: x.reshape(I * M, *x.shape[2:]), a.samples),
         per_sample(a.given),
         per_sample(a.stop_state),
         stop_table,
         c,
     )
-    first, stop_state = jax.tree.map(lambda x: x.reshape(I, W), (first, stop_state))
+    first, stop_state = jax.tree.map(lambda x: x.reshape(I, M), (first, stop_state))
     # Padding is put nowhere.
     group = jnp.where(a.valid, a.group, c.groups)
 
@@ -275,18 +283,18 @@ def prefill(
         stop_state=put(prompts.stop_state, stop_state),
     )
     begins = (a.samples.limit > 0) & (first.status == RUNNING)
-    waiting = put(slots.waiting.reshape(c.groups, c.buffers, W), begins).reshape(slots.waiting.shape)
-    slots = dataclasses.replace(slots, waiting=waiting)
+    waiting = put(slots.waiting.reshape(c.groups, c.buffers, M), begins).reshape(slots.waiting.shape)
+    slots = dataclasses.replace(slots, waiting=waiting, step=jnp.where(restart, 0, slots.step))
     return new_prompts, _fill_idle(slots, new_prompts, oldest_first, c), first
 
 
 def _fill_idle(slots: Slots, prompts: Prompts, oldest_first: jax.Array, config: SlotsConfig) -> Slots:
     """Idle slots begin samples that wait, those of each group's oldest buffer first."""
     c = config
-    X = c.buffers * c.width
+    X = c.buffers * c.places
     idle = slots.place < 0
     # Waiting places in the order in which they are to begin.
-    order = (oldest_first[:, :, None] * c.width + jnp.arange(c.width)).reshape(c.groups, X)
+    order = (oldest_first[:, :, None] * c.places + jnp.arange(c.places)).reshape(c.groups, X)
     waits = jnp.take_along_axis(slots.waiting, order, axis=1)
     takes = idle[:, :, None] & waits[:, None, :] & (jnp.cumsum(idle, axis=1)[:, :, None] == jnp.cumsum(waits, axis=1)[:, None, :])
     begins = jnp.any(takes, axis=2)
@@ -295,7 +303,7 @@ def _fill_idle(slots: Slots, prompts: Prompts, oldest_first: jax.Array, config: 
     def begun(first: jax.Array, now: jax.Array) -> jax.Array:
         return jnp.where(begins, jnp.take_along_axis(first, jnp.maximum(place, 0), axis=1), now)
 
-    given = jnp.repeat(prompts.given, c.width, axis=1)
+    given = jnp.repeat(prompts.given, c.places, axis=1)
     taken = jnp.zeros((c.groups, X), bool).at[jnp.arange(c.groups)[:, None], jnp.where(begins, place, X)].set(True, mode="drop")
     return dataclasses.replace(
         slots,
@@ -310,8 +318,8 @@ def _fill_idle(slots: Slots, prompts: Prompts, oldest_first: jax.Array, config: 
 def _free_buffers(slots: Slots, config: SlotsConfig) -> jax.Array:
     """int32[]: buffers without a sample that waits or runs."""
     c = config
-    waits = jnp.any(slots.waiting.reshape(c.groups, c.buffers, c.width), axis=2)
-    runs = jnp.any(slots.place[:, :, None] // c.width == jnp.arange(c.buffers), axis=1)
+    waits = jnp.any(slots.waiting.reshape(c.groups, c.buffers, c.places), axis=2)
+    runs = jnp.any(slots.place[:, :, None] // c.places == jnp.arange(c.buffers), axis=1)
     return jnp.sum(~(waits | runs), dtype=jnp.int32)
 
 
@@ -324,6 +332,8 @@ def decode(
     stop_table: jax.Array | None,
     *,
     config: SlotsConfig,
+    buffers: int,
+    window: int,
 ) -> tuple[Slots, Log]:
     """At most `chunk` decode steps; ends sooner when all slots are idle, or when `enough` buffers are free for new prompts.
 
@@ -331,13 +341,18 @@ def decode(
       params: see cached.unstack; the caller donates slots.
       oldest_first: see prefill.
       enough: int32[]; more than there are: goes on until the slots are idle.
+      buffers: static, 1 to U: those before are in use, and read. window: static, of the own caches: entries before are in use
+        and read; the steps of this call stay within it, or it is the whole ring.
     """
     c = config
     J, W = c.groups, c.width
-    X, R = c.buffers * W, max(c.response_length - 1, 1)
+    X, R = c.buffers * c.places, own_entries(c)
     samples = jax.tree.map(lambda x: x.reshape(J, X, *x.shape[3:]), prompts.samples)
-    prompt_length = jnp.repeat(prompts.length - prompts.given, W, axis=1)
-    in_prompt = jnp.arange(c.prompt_length) < prompts.length[:, :, None]
+    prompt_length = jnp.repeat(prompts.length - prompts.given, c.places, axis=1)
+    in_prompt = jnp.arange(c.prompt_length) < prompts.length[:, :buffers, None]
+    # Cut once a call: a slice that the loop read would be copied at every step.
+    prompt_cache = _cut(prompts.cache, buffers * c.prompt_length)
+    whole, slots = slots.own, dataclasses.replace(slots, own=_cut(slots.own, window))
 
     def at(place: jax.Array, x: jax.Array) -> jax.Array:
         """[J, X, ...] -> [B, ...], of the place of each slot."""
@@ -349,13 +364,13 @@ def decode(
         place, active = jnp.maximum(slots.place, 0), slots.place >= 0
         count = slots.count.reshape(-1)
         entry = slots.step % R
-        given = at(place, jnp.repeat(prompts.given, W, axis=1))
-        age = (entry - jnp.arange(R)) % R
-        reads = (place // W)[:, :, None, None] == jnp.arange(c.buffers)[:, None]
+        given = at(place, jnp.repeat(prompts.given, c.places, axis=1))
+        age = (entry - jnp.arange(window)) % R
+        reads = (place // c.places)[:, :, None, None] == jnp.arange(buffers)[:, None]
         masks = cached.Masks(prompt=(reads & in_prompt[:, None]).reshape(J, W, -1), own=age[None, :] < (count - given)[:, None])
         position = at(place, prompt_length) + count - 1
         logits, own = cached.decode_step(
-            params, slots.token.reshape(-1), position, entry, prompts.cache, slots.own, masks, config=c.model
+            params, slots.token.reshape(-1), position, entry, prompt_cache, slots.own, masks, config=c.model
         )
         tokens, stop_state = _draw(
             logits, jax.tree.map(lambda x: at(place, x), samples), count, slots.stop_state.reshape(-1), stop_table, c
@@ -392,7 +407,15 @@ def decode(
         ),
     )
     slots, log, _, _ = jax.lax.while_loop(goes_on, step, (slots, log, jnp.zeros((), jnp.int32), _free_buffers(slots, c)))
+    if window < R:
+        own = jax.tree.map(lambda old, new: jax.lax.dynamic_update_slice(old, new, (0, 0, 0, 0)), whole, slots.own)
+        slots = dataclasses.replace(slots, own=own)
     return slots, log
+
+
+def _cut(cache: cached.Cache, entries: int) -> cached.Cache:
+    """The first entries of each cache [., G, S, H]."""
+    return jax.tree.map(lambda x: x[:, :, :entries], cache)
 
 
 def row_keys(seed: int, writer: int, rows: jax.Array | np.ndarray) -> jax.Array:

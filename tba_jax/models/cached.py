@@ -44,15 +44,33 @@ def prefill(params: Params, tokens: jax.Array, length: jax.Array, *, config: Dec
     """
     Q, P = tokens.shape
     chex.assert_shape(length, (Q,))
-    positions = jnp.broadcast_to(jnp.arange(P), (Q, P)).reshape(-1)
+    positions = jnp.broadcast_to(jnp.arange(P), (Q, P))
+    tables = _rotary(positions.reshape(-1), config)
     attend = decoder.whole_rows(Q, P, None, config)
-    x = decoder.embed(params, tokens.reshape(-1), positions, config)
+    x = decoder.embed(params, tokens.reshape(-1), positions.reshape(-1), config)
     cache = []
-    for layer in params["layers"]:
-        x, kept = decoder.apply_layer(x, layer, positions, attend, config)
+    for layer in params["layers"][:-1]:
+        x, kept = decoder.apply_layer(x, layer, tables, attend, config)
         cache.append(tuple(mesh_lib.constrain(kv.swapaxes(1, 2), "QGSH") for kv in kept))
+    # Of the last layer, all positions have keys and values, and the last one alone what follows from them.
+    layer = params["layers"][-1]
+    _, *kept = decoder.project(x, layer, tables, config)
+    cache.append(tuple(mesh_lib.constrain(kv.reshape(Q, P, *kv.shape[1:]).swapaxes(1, 2), "QGSH") for kv in kept))
     last = jnp.take_along_axis(x.reshape(Q, P, -1), (length - 1)[:, None, None], axis=1)[:, 0]
+    attend_last = functools.partial(_attend_last, cache=cache[-1], before=positions < (length - 1)[:, None])
+    last, _ = decoder.apply_layer(last, layer, _rotary(length - 1, config), attend_last, config)
     return decoder.logits_of(params, decoder.final_norm(last, params, config), config=config), tuple(cache)
+
+
+def _rotary(positions: jax.Array, config: DecoderConfig) -> decoder.Rotary:
+    """Tables that are computed once: XLA would compute sines again in each layer that reads them."""
+    return jax.lax.optimization_barrier(decoder.rotary(positions, config))
+
+
+def _attend_last(query: jax.Array, key: jax.Array, value: jax.Array, *, cache: Any, before: jax.Array) -> tuple[jax.Array, None]:
+    """The `attend` of a prompt's last token [Q], to those before, bool[Q, P], and to itself."""
+    itself = (key[:, :, None], value[:, :, None])
+    return layers.attend_in_two_parts(query, cache, itself, before[:, None], jnp.ones((len(query), 1), bool)), None
 
 
 @flax.struct.dataclass
@@ -87,10 +105,11 @@ def decode_step(
       logits float32[B, V] that the next token is drawn from, and the new own cache.
     """
     x = decoder.embed(params, token, position, config)
+    tables = _rotary(position, config)
     new_own = []
     for layer, shared, mine in zip(params["layers"], prompt, own, strict=True):
         attend = functools.partial(_attend, entry=entry, shared=shared, mine=mine, masks=masks)
-        x, kept = decoder.apply_layer(x, layer, position, attend, config)
+        x, kept = decoder.apply_layer(x, layer, tables, attend, config)
         new_own.append(kept)
     return decoder.logits_of(params, decoder.final_norm(x, params, config), config=config), tuple(new_own)
 

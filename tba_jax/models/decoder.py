@@ -168,17 +168,26 @@ def embed(params: Params, tokens: jax.Array, positions: jax.Array, config: Decod
     return mesh_lib.constrain(x, "tD")
 
 
-def _qkv(x: jax.Array, layer: Params, positions: jax.Array, config: DecoderConfig) -> tuple[jax.Array, ...]:
-    """Query [t, N, H], key and value [t, G, H] of x [t, D], the layer's normed input."""
+# cos and sin of the positions [t], or None where positions are not rotary.
+Rotary = tuple[jax.Array, jax.Array] | None
+
+
+def rotary(positions: jax.Array, config: DecoderConfig) -> Rotary:
+    """The tables that all layers share: int32[t] positions."""
+    return layers.rotary_tables(positions, config.frequencies) if config.positions == "rotary" else None
+
+
+def project(x: jax.Array, layer: Params, rotary: Rotary, config: DecoderConfig) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Query [t, N, H], key and value [t, G, H] of a layer's input x [t, D]."""
+    x = layers.norm(x, layer["attention_norm"], config.norm_epsilon, config.norm)
     query = layers.linear("tD,DNH->tNH", x, layer["query"])
     key = layers.linear("tD,DGH->tGH", x, layer["key"])
     value = layers.linear("tD,DGH->tGH", x, layer["value"])
     if config.qk_norm:
         query = layers.norm(query, layer["query_norm"], config.norm_epsilon, "rms")
         key = layers.norm(key, layer["key_norm"], config.norm_epsilon, "rms")
-    if config.positions == "rotary":
-        tables = layers.rotary_tables(positions, config.frequencies)
-        query, key = layers.rotate(query, *tables), layers.rotate(key, *tables)
+    if rotary is not None:
+        query, key = layers.rotate(query, *rotary), layers.rotate(key, *rotary)
     return query, key, value
 
 
@@ -189,10 +198,10 @@ def _ffn(x: jax.Array, layer: Params, config: DecoderConfig) -> jax.Array:
     return layers.linear("tF,FD->tD", inner, layer["down"])
 
 
-def apply_layer(x: jax.Array, layer: Params, positions: jax.Array, attend: Any, config: DecoderConfig) -> tuple[jax.Array, Any]:
+def apply_layer(x: jax.Array, layer: Params, rotary: Rotary, attend: Any, config: DecoderConfig) -> tuple[jax.Array, Any]:
     """One layer on flat tokens x [t, D]. attend(query, key, value) -> ([t, N, H], what is to be kept)."""
     norm = functools.partial(layers.norm, epsilon=config.norm_epsilon, kind=config.norm)
-    attended, kept = attend(*_qkv(norm(x, layer["attention_norm"]), layer, positions, config))
+    attended, kept = attend(*project(x, layer, rotary, config))
     attention_out = layers.linear("tNH,NHD->tD", attended, layer["out"])
     if config.parallel_residual:
         return x + attention_out + _ffn(norm(x, layer["ffn_norm"]), layer, config), kept
@@ -258,8 +267,9 @@ def hidden_states(
     attend = whole_rows(B, T, mask, config)
 
     def layer_step(x: jax.Array, layer: Params) -> tuple[jax.Array, None]:
-        return apply_layer(x, layer, positions, lambda *qkv: (attend(*qkv)[0], None), config)
+        return apply_layer(x, layer, tables, lambda *qkv: (attend(*qkv)[0], None), config)
 
+    tables = rotary(positions, config)
     x = embed(params, tokens.reshape(-1), positions, config)
     x, _ = jax.lax.scan(layers.remat(layer_step, remat), x, params["layers"])
     return final_norm(x, params, config).reshape(B, T, -1)

@@ -18,6 +18,8 @@ from tba_jax.storage import Place
 
 log = logging.getLogger(__name__)
 
+# Policy steps, the newest first, that are looked at for rows whose weights were not swapped midway.
+_STEPS_TRIED = 16
 # Nats per token that sampler and learner may differ by, by compute dtype.
 _LIMITS = {"float32": 1e-3, "bfloat16": 0.1}
 
@@ -41,14 +43,27 @@ class LogprobGap:
             params = policy.for_sampling(snapshot, frozen, self._sampler_weights)
         return update_lib.score(params, batch, config=self._config)[0]
 
-    def _load(self, step: int) -> tuple[int, parameters.Params] | None:
-        """The published parameters of a step; None where there are none, or not any more."""
+    def _rows_of(
+        self, step: int, index: ReplayIndex, usable: np.ndarray
+    ) -> tuple[int, parameters.Params, trajectory.Rows] | None:
+        """The published parameters of a step and a micro-batch of rows that they produced from the first token to the last.
+
+        None where the snapshot is gone, or weights were swapped in all rows: those attend to keys and values of other weights,
+        which scoring does not make.
+        """
+        slots = usable[index.row_step[usable] == step][-self._config.micro_batch_rows :]
+        rows = index.gather(slots)
+        mask = trajectory.response_mask(rows["response_length"], rows["policy_step"].shape[1])
+        whole = (np.where(mask, rows["policy_step"], step) == step).all(axis=1)
+        if not whole.any():
+            return None
         policy = self._config.policy
         specs, shardings = policy.trained_specs, policy.trained_shardings(self._mesh)
         try:
-            return step, policy_store.load_step(self._policies, step, specs, shardings, dtype=policy.snapshot_dtype)
+            snapshot = policy_store.load_step(self._policies, step, specs, shardings, dtype=policy.snapshot_dtype)
         except FileNotFoundError:
             return None
+        return step, snapshot, index.gather(np.resize(slots[whole], self._config.micro_batch_rows))
 
     def measure(self, index: ReplayIndex, usable: np.ndarray, frozen: parameters.Params) -> dict[str, float]:
         """Largest and mean gap in nats per token, and whether it is an alarm; {} where there is nothing to compare.
@@ -56,16 +71,14 @@ class LogprobGap:
         Args:
           usable: int64[n], slots of resident rows that name snapshots of this run.
         """
-        newest_first = np.unique(index.row_step[usable])[::-1].tolist()
-        step, snapshot = next(filter(None, map(self._load, newest_first)), (-1, {}))
-        if not snapshot:
+        steps = np.unique(index.row_step[usable])[::-1].tolist()
+        found = next(filter(None, (self._rows_of(step, index, usable) for step in steps[:_STEPS_TRIED])), None)
+        if found is None:
             return {}
-        slots = np.resize(usable[index.row_step[usable] == step], self._config.micro_batch_rows)
-        rows = index.gather(slots)
+        step, snapshot, rows = found
         mask = trajectory.response_mask(rows["response_length"], rows["policy_step"].shape[1])
-        whole = (np.where(mask, rows["policy_step"], step) == step).all(axis=1)
         logprobs = np.asarray(self._score(snapshot, frozen, mesh_lib.put_rows(self._mesh, batch_from_rows(rows))))
-        gap = np.abs(logprobs - rows["policy_logprobs"])[mask & whole[:, None]]
+        gap = np.abs(logprobs - rows["policy_logprobs"])[mask]
         if not gap.size:
             return {}
         worst = float(gap.max())
