@@ -6,6 +6,7 @@ import math
 import numpy as np
 
 from tba_jax import run_config
+from tba_jax.decoding import engine
 from tba_jax.experiment import Experiment
 from tba_jax.models import parameters, quantize
 
@@ -77,18 +78,28 @@ def memory(experiment: Experiment) -> dict[str, dict[str, int]]:
         step = rows * model.vocab * 4 // tensor
         return max(min(megabytes << 20, R * step), step)
 
-    def decoding(section: str, batch: int, weights: str) -> dict[str, int]:
+    def decoding(section: str, slots: int, samples: int, batch: int, weights: str) -> dict[str, int]:
         parts, rows, tensor = on_device(section, batch)
+        lane = engine.lane_sizes(slots, samples, abs(config[section].mesh.data))
+        fsdp = max(config[section].mesh.fsdp, 1)
+
+        def share(rows: int) -> int:
+            return rows // fsdp if rows % fsdp == 0 else rows
+
+        entries = share(lane.groups) * lane.buffers * P + share(lane.groups * lane.width) * max(R - 1, 1)
+        drawn = max(lane.groups * lane.width, lane.arrivals * samples)  # by a decode step, by a prefill
         sampled = compute * params if weights == "full" else compute * (params - rounded) + rounded
         return {
             "reference": compute * params // parts,
-            # The policy in use, and the next one while it is loaded.
-            "policies": (sampled + compute * params) // parts,
-            "KV cache": 2 * L * rows * model.kv_heads * T * model.head_size * compute // tensor,
-            "logits": 3 * rows * model.vocab * 4 // tensor,
+            # The policy in use; and the next one while it is loaded, as it was published and as it is decoded with.
+            "policies": (2 * sampled + compute * params) // parts,
+            "KV cache": 2 * L * entries * model.kv_heads * model.head_size * compute // tensor,
+            "logits": 3 * drawn * model.vocab * 4 // tensor,
             "scoring": rows * T * model.width * compute * 4 + 2 * logits(rows, tensor, config[section].logit_megabytes),
         }
 
+    s = config.searchers
+    batch = s.queries_per_batch * s.samples_per_query
     micro = config.learner.micro_batch_rows or config.learner.queries * config.learner.completions
     parts, rows, tensor = on_device("learner", micro)
     layers_kept = L * {"full": 1, "dots": 8, "none": 12}[config.learner.remat]
@@ -107,8 +118,6 @@ def memory(experiment: Experiment) -> dict[str, dict[str, int]]:
             "logits": 2 * logits(rows, tensor, config.learner.logit_megabytes),
             "replay (host)": config.replay.capacity * row_bytes,
         },
-        "searcher": decoding(
-            "searchers", config.searchers.queries_per_batch * config.searchers.samples_per_query, config.searchers.weights
-        ),
-        "evaluator": decoding("evaluation", config.evaluation.batch_size, "full"),
+        "searcher": decoding("searchers", s.slots or batch, s.samples_per_query, batch, s.weights),
+        "evaluator": decoding("evaluation", config.evaluation.batch_size, 1, config.evaluation.batch_size, "full"),
     }

@@ -137,7 +137,14 @@ class Searcher:
             remat="none",
         )
         self._jit_score = mesh_lib.on_mesh(self._mesh, jax.jit(score))
-        self._for_sampling = mesh_lib.on_mesh(self._mesh, jax.jit(functools.partial(policy.for_sampling, weights=s.weights)))
+        # What is sampled may take the snapshot's memory where it is the snapshot.
+        self._for_sampling = mesh_lib.on_mesh(
+            self._mesh,
+            jax.jit(
+                functools.partial(policy.for_sampling, weights=s.weights),
+                donate_argnums=(0,) if policy.lora is None and s.weights == "full" else (),
+            ),
+        )
         self._snapshot: dict[str, Any] = dict(
             specs=policy.trained_specs, shardings=policy.trained_shardings(self._mesh), dtype=policy.snapshot_dtype
         )

@@ -14,10 +14,11 @@ def test_weights_are_counted_as_they_are_held():
     params, trained = 8_030_261_248, 41_943_040
     found = estimate()
     assert found["trainer"]["weights, gradient, update, AdamW"] == 5 * 4 * params
-    assert found["searcher"]["reference"] == 4 * params and found["searcher"]["policies"] == 8 * params
+    # In use, loaded, and to be used.
+    assert found["searcher"]["reference"] == 4 * params and found["searcher"]["policies"] == 3 * 4 * params
     embedding_and_norms = 128256 * 4096 + 65 * 4096
     found = estimate(searchers__weights="int8", model__compute_dtype="bfloat16")
-    assert found["searcher"]["policies"] == 2 * params + (params - embedding_and_norms) + 2 * embedding_and_norms
+    assert found["searcher"]["policies"] == 2 * params + 2 * ((params - embedding_and_norms) + 2 * embedding_and_norms)
     found = estimate(lora__rank=16, model__compute_dtype="bfloat16")
     assert found["trainer"]["weights, gradient, update, AdamW"] == 5 * 4 * trained
     assert found["trainer"]["frozen weights"] == 2 * params

@@ -56,6 +56,24 @@ def arrange(slots: int, samples: int, ways: int, *, what: str = "") -> tuple[int
     return lane // width, width
 
 
+@dataclasses.dataclass(frozen=True)
+class LaneSizes:
+    """Of the slots on one way of a mesh: groups, slots of a group, prompts of a group, prompts of one prefill call."""
+
+    groups: int
+    width: int
+    buffers: int
+    arrivals: int
+
+
+def lane_sizes(slots: int, samples: int, ways: int) -> LaneSizes:
+    """Raises ValueError: see `arrange`."""
+    groups, width = arrange(slots, samples, ways)
+    # One slot has nobody to wait for: the next prompt takes its place.
+    buffers = 1 if width == 1 else 2
+    return LaneSizes(groups, width, buffers, max(1, groups * buffers // 16))
+
+
 def buckets(prompt_length: int) -> tuple[int, ...]:
     """Lengths at which prompts are prefilled, ascending; the last is prompt_length."""
     shorter = {-(-prompt_length // part) for part in _BUCKETS[:-1]}
@@ -143,14 +161,13 @@ class Engine:
                 f"{model.max_positions} positions"
             )
         ways = mesh_lib.data_ways(mesh)
-        groups, width = arrange(slots, samples, len(ways))
+        lane = lane_sizes(slots, samples, len(ways))
         self.config = SlotsConfig(
             model=model,
             space=space,
-            groups=groups,
-            width=width,
-            # One slot has nobody to wait for: the next prompt takes its place.
-            buffers=1 if width == 1 else 2,
+            groups=lane.groups,
+            width=lane.width,
+            buffers=lane.buffers,
             places=samples,
             prompt_length=prompt_length,
             response_length=response_length,
@@ -168,6 +185,7 @@ class Engine:
                 pad_id=pad_id,
                 lock=self._lock,
                 batches=batches,
+                arrivals=lane.arrivals,
             )
             for way in ways
         ]
@@ -344,6 +362,7 @@ class _Lane:
         pad_id: int,
         lock: threading.Lock,
         batches: bool,
+        arrivals: int,
     ):
         self._config, self._mesh, self._pad_id, self._lock = config, mesh, pad_id, lock
         self._stop_strings, self._drains = stop_strings, drains
@@ -355,7 +374,7 @@ class _Lane:
         self._batches = batches
         # Decode steps since all slots were idle.
         self._step = 0
-        self._arrivals = max(1, config.groups * config.buffers // 16)
+        self._arrivals = arrivals
         self._buckets = buckets(config.prompt_length)
         whole = mesh_lib.replicated(mesh)
         prompts, slots = slots_lib.shardings(config, mesh)
