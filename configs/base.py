@@ -80,8 +80,8 @@ def get_config() -> config_dict.ConfigDict:
     c.searchers.samples_per_query = 24  # S, at least learner.completions
     c.searchers.slots = 0  # sequences decoded side by side; 0: queries_per_batch * samples_per_query
     c.searchers.decode_steps = 32  # between looks at the host: new weights and queries wait as many steps at most
-    # How a new snapshot is taken up: at_once (by all sequences, between two decode steps) | new_sequences (those that run keep
-    # their weights, and no other begins before they have ended).
+    # How a new snapshot is taken up: at_once (by all sequences, between two decode steps) | new_sequences (samples whose prompt
+    # the old weights have computed end with them, up to two prompts a group; slots idle until the last of them has ended).
     c.searchers.swap = "at_once"
     c.searchers.cpu_devices = 1  # without accelerators, of a role of its own: data-parallel decoders, best one for each core
     c.searchers.max_rows_per_snapshot = 0  # backpressure: a searcher pauses after this many rows until a newer snapshot; 0: never

@@ -80,7 +80,8 @@ def memory(experiment: Experiment) -> dict[str, dict[str, int]]:
 
     def decoding(section: str, slots: int, samples: int, batch: int, weights: str) -> dict[str, int]:
         parts, rows, tensor = on_device(section, batch)
-        lane = engine.lane_sizes(slots, samples, abs(config[section].mesh.data))
+        ways = max(abs(config[section].mesh.data), 1)
+        lane = engine.lane_sizes(slots, samples, ways, what=f"the {slots} slots of {section}")
         fsdp = max(config[section].mesh.fsdp, 1)
 
         def share(rows: int) -> int:

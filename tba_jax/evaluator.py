@@ -81,8 +81,9 @@ class Evaluator:
           FileNotFoundError: the snapshot was pruned.
         """
         begin = time.time()
-        params = self._for_sampling(policy_store.load_step(self._run.policies, step, **self._snapshot), self._reference)
-        self._engine.set_policy(params, step)
+        snapshot = policy_store.load_step(self._run.policies, step, **self._snapshot)
+        self._engine.set_policy(self._for_sampling(snapshot, self._reference), step)
+        del snapshot
         greedy = self._respond(temperature=0.0)
         sampled = self._respond(temperature=self._contract.scoring_temperature)
         tokens = max(sum(response["tokens"] for response in sampled), 1)
@@ -108,7 +109,7 @@ class Evaluator:
 
     def _respond(self, *, temperature: float) -> list[dict[str, Any]]:
         # The same keys at every step: two evaluations differ by the weights alone.
-        keys = np.asarray(row_keys(self._config.seed, 0, np.arange(len(self._queries), dtype=np.uint32)))
+        keys = np.asarray(row_keys(np.uint32(self._config.seed), 0, np.arange(len(self._queries), dtype=np.uint32)))
         sampling = sampling_lib.constant(1, temperature=temperature)
         generations = self._engine.generate(
             [

@@ -117,17 +117,24 @@ def build(config: Any) -> Experiment:
     )
 
 
-# Settings of the task that configs of earlier versions, as runs store them, lack, and what those versions did.
-_LATER: dict[str, Any] = {"embedding_path": "", "min_response_length": 0, "banned_tokens": (), "stop_strings": ()}
+# Settings that configs of earlier versions, as runs store them, lack, and what those versions did.
+_LATER: dict[str, dict[str, Any]] = {
+    "task": {"embedding_path": "", "min_response_length": 0, "banned_tokens": (), "stop_strings": ()},
+    "searchers": {"slots": 0, "decode_steps": 32, "swap": "at_once", "cpu_devices": 1},
+}
 
 
 def _with_later_settings(config: Any) -> Any:
-    """The config, or a copy where it is one of an earlier version that lacks settings of the task."""
-    missing = {name: value for name, value in _LATER.items() if name not in config.task}
-    if not missing:
+    """The config, or a copy where it is one of an earlier version that lacks settings."""
+    missing = {
+        section: {name: value for name, value in settings.items() if name not in config[section]}
+        for section, settings in _LATER.items()
+    }
+    if not any(missing.values()):
         return config
     config = config.copy_and_resolve_references()
-    config.task.update(missing)
+    for section, settings in missing.items():
+        config[section].update(settings)
     return config
 
 
@@ -234,12 +241,20 @@ def _stopping_ids(stop_strings: Sequence[str], tokenizer: Tokenizer) -> set[int]
     return {token for token in tokenizer.special_ids if texts[token] in wanted}
 
 
+# Each byte is a state, which has an entry for each token.
+_LONGEST_STOP_STRING = 64
+
+
 def _check_stop_strings(stop_strings: Sequence[str], tokenizer: Tokenizer, vocab: int) -> None:
     """Raises ValueError where a stop string is no text that the tokenizer's ids can spell."""
     if not stop_strings:
         return
     texts = tokenizer.token_bytes()
     for text in stop_strings:
+        if len(text) > _LONGEST_STOP_STRING:
+            raise ValueError(
+                f"task.stop_strings holds a text of {len(text)} characters, {text[:40]!r}…; allowed are {_LONGEST_STOP_STRING}"
+            )
         automaton = stop_strings_lib.build(texts, [text], vocab=vocab)
         assert automaton is not None
         if not any(automaton.run(ids) == automaton.accept for ids in _encodings(text, tokenizer)):

@@ -47,6 +47,13 @@ def _check_devices(experiment: experiment_lib.Experiment, *roles: str) -> None:
         experiment_lib.check_devices(experiment, role=role, devices=len(jax.devices()))
 
 
+def _devices_of_searcher(config: Any) -> int:
+    """JAX devices of a searcher's process where there are no GPUs to share."""
+    import jax
+
+    return max(config.searchers.cpu_devices, len(jax.devices()))
+
+
 def _join(s: Settings, *, may_change_schedule: bool) -> None:
     experiment_lib.check_initial_policy(s.experiment, s.run, init_from=s.init_from)
     if may_change_schedule or not storage.exists(s.run.config):
@@ -254,7 +261,10 @@ def _supervised(s: Settings) -> Job:
             experiment_lib.check_devices(s.experiment, role=name.split("-")[0], devices=len(placement.gpus))
     if not gpus:
         _refuse_one_tpu_for_all()
-        _check_devices(s.experiment, *{name.split("-")[0] for name in placements})
+        _check_devices(s.experiment, *{name.split("-")[0] for name in placements} - {"searcher"})
+        if s.config.searchers.count:
+            # A searcher that is a process of its own splits the CPU as its setting says.
+            experiment_lib.check_devices(s.experiment, role="searcher", devices=_devices_of_searcher(s.config))
     EpochLease.refuse_if_held(s.run.journal)
     _join(s, may_change_schedule=True)
 

@@ -1,6 +1,5 @@
 """The searcher: generates responses with the newest policy it can get, scores them, and appends them to the replay log."""
 
-import concurrent.futures
 import dataclasses
 import functools
 import hashlib
@@ -22,7 +21,7 @@ from tba_jax import policy_store, run_config, run_dir, storage, trajectory
 from tba_jax.decoding import sampling as sampling_lib
 from tba_jax.decoding import stop_strings
 from tba_jax.decoding.embeddings import ResponseEmbedder
-from tba_jax.decoding.engine import Answer, Engine, Usage
+from tba_jax.decoding.engine import Answer, Engine
 from tba_jax.decoding.requests import Request, concatenate
 from tba_jax.decoding.rewards import reward_generation
 from tba_jax.decoding.slots import row_keys
@@ -51,7 +50,7 @@ def writer_number(writer: str) -> int:
 class SearchReport:
     """One batch: rows written, response tokens in them, mean reward, share that ended by itself, seconds it took.
 
-    policy_step: of the weights in use at its end; slot_idle: share of the decoder's slot-steps that gave no token.
+    policy_step: of the weights in use at its end; slot_idle: share of the decoder's slot-steps so far that gave no token.
     """
 
     rows: int
@@ -166,6 +165,8 @@ class Searcher:
 
         May be called from a thread beside the one that searches: the decoder takes the weights up while it runs.
         """
+        if not self._engine.swapped:  # one that waits to be taken up is as much as there is memory for
+            return False
         newest = policy_store.load_latest(self._run.policies, **self._snapshot, newer_than=self._newest_step)
         if newest is not None:
             self._take(*newest)
@@ -205,7 +206,7 @@ class Searcher:
         samples = self._config.searchers.samples_per_query
         rows = np.arange(self._taken * samples, (self._taken + 1) * samples, dtype=np.uint32)
         query = self._next_query()
-        keys = np.asarray(self._jit_keys(self._config.seed, np.uint32(self._writer_number), rows))
+        keys = np.asarray(self._jit_keys(np.uint32(self._config.seed), np.uint32(self._writer_number), rows))
         sampling = self._sampling()
         request = Request(name=_described(query), prompt=query.prompt, keys=keys, sampling=sampling)
         self._asked.append(_Asked(query, self._engine.submit(request), keys, sampling))
@@ -230,7 +231,6 @@ class Searcher:
             self._ask()
             return True
 
-        before = self._engine.usage
         with self._account.measure("decode"):
             while len(self._asked) < size:
                 self._ask()
@@ -238,7 +238,6 @@ class Searcher:
             generation = concatenate(self._engine.collect([asked.answer for asked in batch], feed=feed))
             for _ in batch:
                 self._asked.popleft()
-        usage = self._engine.usage
         queries = [asked.query for asked in batch]
         prompts, prompt_length = trajectory.left_pad(
             [query.prompt for query in queries], self._contract.prompt_length, self._contract.pad_id
@@ -287,14 +286,13 @@ class Searcher:
                 rows["embedding"] = self._embedder(texts)
         with self._account.measure("append"):
             self._log.append(rows)
-        slot_steps, useful = usage.slot_steps - before.slot_steps, usage.useful - before.useful
         return SearchReport(
             rows=count,
             tokens=int(generation.length.sum()),
             reward=float(scores.reward.mean()),
             finished=float(generation.finished.mean()),
             policy_step=self._engine.policy_step,
-            slot_idle=Usage(slot_steps, useful).idle,
+            slot_idle=self._engine.usage.idle,
             seconds=time.monotonic() - begin,
         )
 
@@ -333,22 +331,25 @@ class _Refresher:
     def __init__(self, searcher: Searcher, *, poll_seconds: float):
         self._searcher, self._poll_seconds = searcher, poll_seconds
         self._stopping = threading.Event()
-        self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="refresher")
-        self._running = self._pool.submit(self._run)
+        self._failure: BaseException | None = None
+        # A daemon: the end of the process does not wait for a load.
+        threading.Thread(target=self._run, name="refresher", daemon=True).start()
 
     def _run(self) -> None:
-        while not self._stopping.is_set():
-            self._searcher.refresh()
-            self._stopping.wait(self._poll_seconds)
+        try:
+            while not self._stopping.is_set():
+                self._searcher.refresh()
+                self._stopping.wait(self._poll_seconds)
+        except BaseException as failure:  # raised again where the searcher looks
+            self._failure = failure
 
     def check(self) -> None:
         """Raises what loading raised."""
-        if self._running.done():
-            self._running.result()
+        if self._failure is not None:
+            raise self._failure
 
     def close(self) -> None:
         self._stopping.set()
-        self._pool.shutdown(wait=False)
 
 
 def run_searcher(

@@ -8,6 +8,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -28,6 +29,7 @@ from tba_jax.models.scoring import ResponseSpace
 
 # How new weights are taken up: by all sequences at the next decode step, or by new sequences alone.
 SWAPS = ("at_once", "new_sequences")
+_IDLE_SECONDS = 1e-3
 # A prompt is prefilled at the first of these lengths, relative to the longest, that holds it; not shorter than _SHORTEST.
 _BUCKETS = (4, 2, 1)
 _SHORTEST = 32
@@ -44,7 +46,7 @@ def arrange(slots: int, samples: int, ways: int, *, what: str = "") -> tuple[int
     Args: what: how messages call the slots.
 
     Raises:
-      ValueError: the slots cannot be divided by the ways; names the numbers.
+      ValueError: the slots cannot be divided by the ways, or only into far smaller groups than wanted; names the numbers.
     """
     if samples < 1:
         raise ValueError(f"samples={samples} of a query must be at least 1")
@@ -53,6 +55,11 @@ def arrange(slots: int, samples: int, ways: int, *, what: str = "") -> tuple[int
     lane = slots // ways
     most = max(1, samples // (2 if samples <= _HALF_UP_TO else 4))
     width = max(width for width in range(1, most + 1) if lane % width == 0)
+    if lane > most and 2 * width <= most and most > 2:
+        raise ValueError(
+            f"{what or f'slots={slots}'} over {ways} ways of the mesh are {lane} each, which divide into groups of {width} only; "
+            f"a multiple of {most} lets the {samples} samples of a query share its prompt"
+        )
     return lane // width, width
 
 
@@ -66,9 +73,9 @@ class LaneSizes:
     arrivals: int
 
 
-def lane_sizes(slots: int, samples: int, ways: int) -> LaneSizes:
-    """Raises ValueError: see `arrange`."""
-    groups, width = arrange(slots, samples, ways)
+def lane_sizes(slots: int, samples: int, ways: int, *, what: str = "") -> LaneSizes:
+    """Args and errors as those of `arrange`."""
+    groups, width = arrange(slots, samples, ways, what=what)
     # One slot has nobody to wait for: the next prompt takes its place.
     buffers = 1 if width == 1 else 2
     return LaneSizes(groups, width, buffers, max(1, groups * buffers // 16))
@@ -143,7 +150,7 @@ class Engine:
           prompt_length: tokens at most of a prompt with what is given of the response.
           response_length: R, tokens at most, the given ones included.
           swap: one of SWAPS.
-          chunk: decode steps between looks at the host: new weights and free buffers wait as long at most.
+          chunk: decode steps between looks at the host, response_length at most: new weights and free buffers wait as long.
           batches: requests come in batches, all slots begin at once: as long as no response is longer than a window, attention
             reads that window of the caches only. One more program to compile for each window, so not worth it for a stream.
 
@@ -171,7 +178,7 @@ class Engine:
             places=samples,
             prompt_length=prompt_length,
             response_length=response_length,
-            chunk=chunk,
+            chunk=min(chunk, response_length),
             stop_accept=stop_strings.accept if stop_strings is not None else -1,
         )
         self._pad_id, self._stop_strings = pad_id, stop_strings
@@ -195,12 +202,18 @@ class Engine:
 
     @property
     def usage(self) -> Usage:
+        """Of all lanes since the start."""
         return Usage(sum(lane.usage.slot_steps for lane in self._lanes), sum(lane.usage.useful for lane in self._lanes))
 
     @property
     def policy_step(self) -> int:
         """Step of the oldest weights in use; -1 before the first."""
         return min(lane.policy_step for lane in self._lanes)
+
+    @property
+    def swapped(self) -> bool:
+        """Whether all lanes have taken up the weights that they were handed last."""
+        return all(lane.incoming is None for lane in self._lanes)
 
     def prepare(self, params: Params) -> list[Params]:
         """Plain weights of the policy (Policy.for_sampling, on any mesh) as `swap` takes them: one copy for each lane.
@@ -228,6 +241,8 @@ class Engine:
         """
         c = self.config
         _check_request(request, c)
+        if self._stop_strings is not None and self._stop_strings.run(request.beginning) == self._stop_strings.accept:
+            raise ValueError(f"query {request.name}: the given response tokens hold a stop string, which ends a response")
         S, R, given = request.samples, c.response_length, len(request.beginning)
         tokens = np.full((S, R), self._pad_id, np.int32)
         tokens[:, :given] = request.beginning
@@ -288,7 +303,8 @@ class Engine:
             while waiting() and not self._failed:
                 try:
                     if not lane.advance(take):
-                        return
+                        # Other lanes have what is left; they may be fed again, and this one with them.
+                        time.sleep(_IDLE_SECONDS)
                 except BaseException:
                     self._failed = True
                     raise
@@ -323,13 +339,15 @@ def _check_request(request: Request, config: SlotsConfig) -> None:
     if S < 1:
         raise ValueError(f"query {request.name}: no samples are asked for")
     for token in (*request.prompt, *request.beginning):
-        if not 0 <= token < config.model.vocab:
-            raise ValueError(f"query {request.name}: token {token} is not within the vocabulary of {config.model.vocab}")
-    if request.keys.shape != (S, 2) or (request.limit is not None and request.limit.shape != (S,)):
-        raise ValueError(
-            f"query {request.name}: keys of shape {request.keys.shape} and limits of shape "
-            f"{None if request.limit is None else request.limit.shape} must be of one number of samples"
-        )
+        if not isinstance(token, int | np.integer) or not 0 <= token < config.model.vocab:
+            raise ValueError(f"query {request.name}: token {token!r} is not an id of the vocabulary of {config.model.vocab}")
+    barred = {*config.space.banned_tokens, config.space.eos_id}
+    if ended := [token for token in request.beginning if token in barred]:
+        raise ValueError(f"query {request.name}: the given response tokens hold {ended[0]}, which ends a response or is banned")
+    if request.keys.dtype != np.uint32 or request.keys.shape != (S, 2):
+        raise ValueError(f"query {request.name}: keys are {request.keys.dtype}{list(request.keys.shape)}, not uint32[{S}, 2]")
+    if request.limit is not None and request.limit.shape != (S,):
+        raise ValueError(f"query {request.name}: limits have shape {list(request.limit.shape)}, the samples are {S}")
     s = request.sampling
     for name, good, limit in (
         ("temperature", np.isfinite(s.temperature) & (s.temperature >= 0), "at least 0"),

@@ -418,7 +418,7 @@ def _cut(cache: cached.Cache, entries: int) -> cached.Cache:
     return jax.tree.map(lambda x: x[:, :, :entries], cache)
 
 
-def row_keys(seed: int, writer: int, rows: jax.Array | np.ndarray) -> jax.Array:
+def row_keys(seed: int | np.integer, writer: int | np.integer, rows: jax.Array | np.ndarray) -> jax.Array:
     """uint32[B, 2]: the random key of each row, from (run seed, writer hash uint32, row sequence number uint32[B])."""
     key = jax.random.fold_in(jax.random.key(seed), writer)
     return jax.random.key_data(jax.vmap(lambda row: jax.random.fold_in(key, row))(rows))

@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 # Policy steps, the newest first, that are looked at for rows whose weights were not swapped midway.
 _STEPS_TRIED = 16
+_ROWS_LOOKED_AT = 1024  # of each
 # Nats per token that sampler and learner may differ by, by compute dtype.
 _LIMITS = {"float32": 1e-3, "bfloat16": 0.1}
 
@@ -51,7 +52,7 @@ class LogprobGap:
         None where the snapshot is gone, or weights were swapped in all rows: those attend to keys and values of other weights,
         which scoring does not make.
         """
-        slots = usable[index.row_step[usable] == step][-self._config.micro_batch_rows :]
+        slots = usable[index.row_step[usable] == step][:_ROWS_LOOKED_AT]
         rows = index.gather(slots)
         mask = trajectory.response_mask(rows["response_length"], rows["policy_step"].shape[1])
         whole = (np.where(mask, rows["policy_step"], step) == step).all(axis=1)
@@ -74,6 +75,8 @@ class LogprobGap:
         steps = np.unique(index.row_step[usable])[::-1].tolist()
         found = next(filter(None, (self._rows_of(step, index, usable) for step in steps[:_STEPS_TRIED])), None)
         if found is None:
+            if steps:
+                log.warning("no resident row was made by one snapshot alone that is still there: log-probs are not compared")
             return {}
         step, snapshot, rows = found
         mask = trajectory.response_mask(rows["response_length"], rows["policy_step"].shape[1])
