@@ -546,7 +546,7 @@ def stopping() -> Engine:
 def test_rows_end_by_stop_strings_and_by_ends_that_are_not_too_early(stopping):
     """Against the joined text: a row ends with the first token that completes a stop string, or by an end from the third on."""
     stopping.set_policy(PARAMS, 5)
-    beginnings: Iterator[list[int]] = itertools.cycle([[], [5], [6], [3, 4], [10, 10, 3], [7, 7, 7, 4]])
+    beginnings: Iterator[list[int]] = itertools.cycle([[], [5], [6], [3, 4], [10, 10, 3], [10, 4, 10, 3]])
     requests = [
         # Prompts end with what a stop string could begin with: that does not count.
         make_request([5, 3 + i % 4], 6, i, beginning=next(beginnings), sampling=sampling_lib.constant(6, temperature=1.5))
@@ -571,6 +571,8 @@ def test_rows_end_by_stop_strings_and_by_ends_that_are_not_too_early(stopping):
             own = "".join(texts[given:length])
             why["begun before"] += first in stops and not any(stop in own for stop in STOPS)
     assert min(why.values()) > 0, why
+    with pytest.raises(ValueError, match="query q: the given response tokens hold a stop string"):
+        stopping.submit(make_request([5], 2, name="q", beginning=[7, 7]))
 
 
 @pytest.mark.parametrize(
@@ -580,6 +582,11 @@ def test_rows_end_by_stop_strings_and_by_ends_that_are_not_too_early(stopping):
         (dict(prompt=[3] * 65), r"query q: 65 tokens of prompt .* holds 1 to 64"),
         (dict(prompt=[3] * 60, beginning=[3] * 5), r"query q: 65 tokens of prompt \(with 5 of the response\) .* 1 to 64"),
         (dict(beginning=[3] * 12), "query q: 12 given response tokens leave none of response_length=12"),
+        (dict(beginning=[3, EOS]), f"query q: the given response tokens hold {EOS}, which ends a response or is banned"),
+        (dict(prompt=[3, 11]), "query q: token 11 is not an id of the vocabulary of 11"),
+        (dict(prompt="12"), "query q: token '1' is not an id"),
+        (dict(keys=np.zeros((2, 2))), r"query q: keys are float64\[2, 2\], not uint32\[2, 2\]"),
+        (dict(limit=np.array([3])), r"query q: limits have shape \[1\], the samples are 2"),
         (dict(limit=np.array([3, 13])), "query q: limits 3 to 13 must be within 1 to 12 response tokens"),
         (dict(limit=np.array([0, 3])), "query q: limits 0 to 3 must be within 1 to 12 response tokens"),
         (dict(limit=np.array([2, 3]), beginning=[3, 4]), "limits 2 to 3 must be within 3 to 12"),

@@ -260,8 +260,14 @@ def big_index(rows: int, rows_per_query: int) -> ReplayIndex:
 
 @pytest.mark.parametrize(("rows", "rows_per_query", "Q", "K"), [(1_000_000, 16, 32, 16), (100_000, 100_000, 1, 128)])
 def test_a_batch_is_drawn_from_a_large_window_in_milliseconds(rows, rows_per_query, Q, K):
-    """Less than 3 ms on a quiet machine; going through every resident row several times takes more than 5."""
+    """About as long as sorting 62,500 numbers, one for each query; going through every row several times takes longer."""
     index, rng = big_index(rows, rows_per_query), np.random.default_rng(12)
+    numbers, sorting = rng.permutation(62_500), []
+    for _ in range(15):
+        begin = time.perf_counter()
+        np.argsort(numbers)
+        sorting.append(time.perf_counter() - begin)
+    limit = max(0.005, 3 * min(sorting))
     for recent_probability in (0.0, 0.95):
         for strategy in STRATEGIES:
             seconds = []
@@ -272,4 +278,4 @@ def test_a_batch_is_drawn_from_a_large_window_in_milliseconds(rows, rows_per_que
                 seconds.append(time.perf_counter() - begin)
                 assert len(set(slots.tolist())) == len(queries_of(index, slots, K)) * K == Q * K
                 index.mark_drawn(slots)
-            assert min(seconds) < 0.005 and np.median(seconds) < 0.01, (recent_probability, strategy, seconds)
+            assert min(seconds) < limit and np.median(seconds) < 2 * limit, (recent_probability, strategy, limit, seconds)

@@ -100,9 +100,16 @@ def test_long_prompts_may_be_left_out(model_folder):
         ),
         (
             "searcher",
-            {"searchers.queries_per_batch": 6},
+            {"searchers.queries_per_batch": 3, "searchers.samples_per_query": 25, "searchers.slots": 100},
             4,
-            "searchers.queries_per_batch = 6 rows are not divisible by the 4 ways",
+            "searchers.queries_per_batch × searchers.samples_per_query = 75 rows are not divisible by the 4 ways",
+        ),
+        ("searcher", {"searchers.slots": 30}, 4, "searchers.slots=30 cannot be divided by the 4 ways of the mesh's data axis"),
+        (
+            "searcher",
+            {"searchers.slots": 212},
+            4,
+            "searchers.slots=212 over 4 ways of the mesh are 53 each, which divide into groups of 1 only; a multiple of 12 lets",
         ),
         (
             "trainer",
