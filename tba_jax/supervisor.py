@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.1
 # Between two looks whether the run has finished, where storage did not say.
 _LOOK_AGAIN_SECONDS = 2.0
+# A role that has written no metrics for so long since its start is taken to be working, not compiling.
+_STARTING_SECONDS = 60.0
 # Deaths before a life this long are forgotten: only a role that does not get anywhere uses up its restarts.
 _HEALTHY_SECONDS = 600.0
 
@@ -115,12 +117,31 @@ class _Role:
         self.name, self._arguments, self._placement, self._run, self._lifeline = name, list(arguments), placement, run, line
         self.restarts = 0
         self.started = self.next_start = self.next_look = 0.0
+        # Roles that are to be at work before this one starts.
+        self.after: list[_Role] = []
+        self._metrics_before = 0
         self.done = False
         self.process: subprocess.Popen[bytes] | None = None
         self._output: IO[bytes] | None = None
 
+    def shares_cores(self, other: "_Role") -> bool:
+        return not set(self._placement.cpus).isdisjoint(other._placement.cpus)
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether it has compiled what it runs: it writes its first metrics then, or has had its time."""
+        if self.process is None:
+            return self.started > 0
+        return time.monotonic() > self.started + _STARTING_SECONDS or self._metrics_size() != self._metrics_before
+
+    def _metrics_size(self) -> int:
+        try:
+            return (self._run.metrics(self.name) / "metrics.jsonl").stat().st_size
+        except OSError:
+            return 0
+
     def start(self) -> None:
-        self._output, self.started = self._open_log(), time.monotonic()
+        self._output, self.started, self._metrics_before = self._open_log(), time.monotonic(), self._metrics_size()
         environment = os.environ | self._lifeline.child_environment(self._placement.cpus)
         # Transparent huge pages for large buffers; a measurable gain for every role on a CPU.
         environment.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
@@ -211,29 +232,35 @@ class Supervisor:
     ) -> int:
         """Supervises `roles` (name -> arguments, placement) until all roles named in `until` have ended with code 0.
 
+        Searchers and evaluators that share cores start one after the other: the next one finds most programs compiled, where all
+        at once would compile the same ones beside each other.
+
         Returns:
           0, the code of the role that ended the run (1 where it died too often by no failure with a code of its own), or 130
           where `stop` did.
         """
         for name, (arguments, placement) in roles.items():
-            self._add(name, arguments, placement).start()
+            role = self._add(name, arguments, placement)
+            if name != "trainer":  # which others wait for, and which waits for the first rows
+                role.after = [other for other in self._roles[:-1] if other.name != "trainer" and role.shares_cores(other)]
         waiting = set(until)
         while waiting:
             if stop():
                 return lifeline.STOPPED
             progress()
-            time.sleep(_POLL_SECONDS)
             for role in self._roles:
                 if (final := self._look_after(role)) is not None:
                     return final
                 if role.done:
                     waiting.discard(role.name)
+            time.sleep(_POLL_SECONDS)
         return 0
 
     def _look_after(self, role: _Role) -> int | None:
         """Starts a role again when it is time, notes that it is done, or returns the code that ends the run."""
         if role.process is None:
-            if time.monotonic() >= role.next_start:
+            if time.monotonic() >= role.next_start and all(other.is_at_work for other in role.after):
+                role.after = []
                 role.start()
             return None
         if role.done or (code := role.poll()) is None or time.monotonic() < role.next_look:

@@ -78,7 +78,9 @@ class Trainer:
             config=self._learner_config,
         )
         out_shardings = (jax.tree.map(lambda x: x.sharding, self._state_shapes), mesh_lib.replicated(self._mesh))
-        self._update = mesh_lib.on_mesh(self._mesh, jax.jit(update, donate_argnums=0, out_shardings=out_shardings))
+        jit_update = jax.jit(update, donate_argnums=0, out_shardings=out_shardings)
+        self._update = mesh_lib.on_mesh(self._mesh, jit_update)
+        self._lower_update = mesh_lib.on_mesh(self._mesh, jit_update.lower)
         self._restart_moments = jax.jit(optimizer_lib.restart_moments, donate_argnums=0, out_shardings=out_shardings[0].opt_state)
         self._reference = settings.make_moving_reference(config, self._learner_config, self._mesh)
         self._gap = LogprobGap(
@@ -221,8 +223,11 @@ class Trainer:
     # Live
 
     def start(self) -> None:
-        """Starts to follow the log in the background."""
+        """Starts to follow the log in the background, and compiles the update while the first rows are on their way."""
         self._tail.start()
+        rows = {name: np.zeros((self.rows, *shape), dtype) for name, (dtype, shape) in self._shape.columns().items()}
+        with self.account.measure("update"):
+            self._lower_update(self.state, self._frozen, self._batch(rows)).compile()
 
     def poll(self) -> None:
         """Reads the log once, in a one-process run."""
@@ -306,12 +311,14 @@ class Trainer:
                 f"the run's reference is {self._reference_number:016x}"
             )
 
+    def _batch(self, rows: trajectory.Rows) -> state_lib.Batch:
+        """What the update takes: on the mesh, scored by the moving reference where there is one."""
+        batch = mesh_lib.put_rows(self._mesh, state_lib.batch_from_rows(rows))
+        return self._reference.rescore(self._frozen, batch) if self._reference else batch
+
     def _apply(self, rows: trajectory.Rows, ids: Sequence[tuple[str, int]], *, was_passed: bool = False) -> dict[str, Any]:
         """One update. was_passed: whether the journal shows that the run went on after it."""
-        batch = mesh_lib.put_rows(self._mesh, state_lib.batch_from_rows(rows))
-        if self._reference:
-            batch = self._reference.rescore(self._frozen, batch)
-        self.state, measurements = self._update(self.state, self._frozen, batch)
+        self.state, measurements = self._update(self.state, self._frozen, self._batch(rows))
         measurements = jax.device_get(measurements)
         self.step_number += 1
         row_finite = measurements.pop("row_finite")
