@@ -6,7 +6,7 @@ import math
 import numpy as np
 
 from tba_jax import run_config
-from tba_jax.decoding import engine
+from tba_jax.decoding import sizes
 from tba_jax.experiment import Experiment
 from tba_jax.models import parameters, quantize
 
@@ -81,7 +81,7 @@ def memory(experiment: Experiment) -> dict[str, dict[str, int]]:
     def decoding(section: str, slots: int, samples: int, batch: int, weights: str) -> dict[str, int]:
         parts, rows, tensor = on_device(section, batch)
         ways = max(abs(config[section].mesh.data), 1)
-        lane = engine.lane_sizes(slots, samples, ways, what=f"the {slots} slots of {section}")
+        lane = sizes.lane_sizes(slots, samples, ways, what=f"the {slots} slots of {section}")
         fsdp = max(config[section].mesh.fsdp, 1)
 
         def share(rows: int) -> int:

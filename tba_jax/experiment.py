@@ -15,7 +15,7 @@ import jax
 
 from tba_jax import config_checks, fine_tuning, other_runs, policy_store, run_config, run_dir, storage
 from tba_jax import mesh as mesh_lib
-from tba_jax.decoding import embeddings, engine
+from tba_jax.decoding import embeddings, sizes
 from tba_jax.decoding import stop_strings as stop_strings_lib
 from tba_jax.models import decoder, hugging_face, parameters
 from tba_jax.models.lora import LoraConfig
@@ -373,8 +373,8 @@ def check_devices(experiment: Experiment, *, role: str, devices: int) -> None:
     for what, rows in settings.items():
         config_checks.check_ways(rows, shape[0] * shape[1], what=what)
     _check_slots(config, role, ways=shape[0])
-    sizes = dict(zip(mesh_lib.MESH_AXES, shape, strict=True))
-    parameters.check_divides(sizes, experiment.policy.model_specs)
+    mesh_sizes = dict(zip(mesh_lib.MESH_AXES, shape, strict=True))
+    parameters.check_divides(mesh_sizes, experiment.policy.model_specs)
 
 
 def _check_slots(config: Any, role: str, *, ways: int) -> None:
@@ -383,10 +383,10 @@ def _check_slots(config: Any, role: str, *, ways: int) -> None:
     batch = s.queries_per_batch * s.samples_per_query
     if role == "searcher":
         what = f"searchers.slots={s.slots}" if s.slots else f"searchers.slots=0 (queries_per_batch × samples_per_query = {batch})"
-        engine.arrange(s.slots or batch, s.samples_per_query, ways, what=what)
+        sizes.arrange(s.slots or batch, s.samples_per_query, ways, what=what)
     elif role == "evaluator":
         size = config.evaluation.batch_size
-        engine.arrange(size, 1, ways, what=f"evaluation.batch_size={size}")
+        sizes.arrange(size, 1, ways, what=f"evaluation.batch_size={size}")
 
 
 def heldout_queries(experiment: Experiment) -> list[EncodedQuery]:

@@ -14,9 +14,10 @@ import pytest
 
 from tba_jax import mesh as mesh_lib
 from tba_jax import trajectory
-from tba_jax.decoding import engine as engine_lib
+from tba_jax.decoding import lane as lane_lib
 from tba_jax.decoding import requests as requests_lib
 from tba_jax.decoding import sampling as sampling_lib
+from tba_jax.decoding import sizes as sizes_lib
 from tba_jax.decoding import slots as slots_lib
 from tba_jax.decoding import stop_strings as stop_strings_lib
 from tba_jax.decoding.engine import Engine
@@ -209,7 +210,7 @@ def numpy_distribution(logits: np.ndarray, temperature: float, top_k: int, top_p
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_a_stream_through_few_slots_gives_the_rows_of_requests_decoded_alone(request, sizes, stream, alone):
     engine = request.getfixturevalue("grouped") if sizes == SIZES["groups of four"] else make_engine(*sizes)
-    assert engine_lib.buckets(P) == (32, 64)
+    assert sizes_lib.buckets(P) == (32, 64)
     found = decoded_together(engine, stream)
     assert_same_rows(found, alone)
     # Of every kind: rows of all lengths, ended and cut.
@@ -323,7 +324,7 @@ def test_usage_counts_slots_without_a_token(grouped):
     grouped.generate([make_request([6, 6, 3], 1, limit=np.array([4]), sampling=sampling_lib.constant(1, temperature=1.0))])
     steps = (grouped.usage.slot_steps - before.slot_steps) / 8
     assert steps == grouped.usage.useful - before.useful and 0 <= steps <= 3
-    assert engine_lib.Usage().idle == 0.0 and engine_lib.Usage(slot_steps=8, useful=2).idle == 0.75
+    assert lane_lib.Usage().idle == 0.0 and lane_lib.Usage(slot_steps=8, useful=2).idle == 0.75
 
 
 def compiled(engine: Engine) -> list[int]:
@@ -336,7 +337,7 @@ def test_nothing_is_compiled_again_after_a_request_of_each_bucket(grouped):
     grouped.generate([make_request([3], 1), make_request([3] * P, 1)])
     before = compiled(grouped)
     assert before == [2, 1, 1]
-    answers: list[engine_lib.Answer] = []
+    answers: list[lane_lib.Answer] = []
     for i, request in enumerate(make_stream(LENGTHS * 3, counts=(1, 4, 2, 9, 3), seed=1)):
         answers.append(grouped.submit(request))
         if i % 7 == 0:
@@ -389,7 +390,7 @@ def swapping_stream(engine: Engine) -> tuple[list[Request], list[Generation]]:
     stream = make_stream([1, 24, 3, 17, 9, 2, 20, 11] * 4, counts=(4, 2), limits=False)
     prepared = {step: engine.prepare(random_params(step)) for step in range(len(stream) // every + 1)}
     engine.swap(prepared[0], 0)
-    answers: list[engine_lib.Answer] = []
+    answers: list[lane_lib.Answer] = []
 
     def feed() -> bool:
         if len(answers) == len(stream):
@@ -640,13 +641,13 @@ def test_engines_that_cannot_be_made_are_refused():
 
 def test_arrangements_and_buckets_by_hand():
     # (groups, width): half of a query's samples side by side, a quarter of many; a width that divides what a way has.
-    assert engine_lib.arrange(8, 4, 1) == (4, 2) and engine_lib.arrange(8, 4, 2) == (2, 2)
-    assert engine_lib.arrange(64, 16, 1) == (8, 8) and engine_lib.arrange(192, 24, 2) == (8, 12)
-    assert engine_lib.arrange(4, 6, 1) == (2, 2) and engine_lib.arrange(64, 1, 4) == (16, 1)
-    assert engine_lib.arrange(128, 128, 1) == (4, 32) and engine_lib.arrange(7, 4, 1) == (7, 1)
-    assert engine_lib.windows(127, 32) == (32, 64, 96, 127) and engine_lib.windows(20, 32) == (20,)
-    assert engine_lib.buckets(256) == (64, 128, 256) and engine_lib.buckets(100) == (50, 100)
-    assert engine_lib.buckets(64) == (32, 64) and engine_lib.buckets(63) == (32, 63) and engine_lib.buckets(1) == (1,)
+    assert sizes_lib.arrange(8, 4, 1) == (4, 2) and sizes_lib.arrange(8, 4, 2) == (2, 2)
+    assert sizes_lib.arrange(64, 16, 1) == (8, 8) and sizes_lib.arrange(192, 24, 2) == (8, 12)
+    assert sizes_lib.arrange(4, 6, 1) == (2, 2) and sizes_lib.arrange(64, 1, 4) == (16, 1)
+    assert sizes_lib.arrange(128, 128, 1) == (4, 32) and sizes_lib.arrange(7, 4, 1) == (7, 1)
+    assert sizes_lib.windows(127, 32) == (32, 64, 96, 127) and sizes_lib.windows(20, 32) == (20,)
+    assert sizes_lib.buckets(256) == (64, 128, 256) and sizes_lib.buckets(100) == (50, 100)
+    assert sizes_lib.buckets(64) == (32, 64) and sizes_lib.buckets(63) == (32, 63) and sizes_lib.buckets(1) == (1,)
 
 
 def test_logits_that_are_no_numbers_name_the_query_and_stop_the_engine():

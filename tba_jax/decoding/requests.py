@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tba_jax.decoding.sampling import Sampling
+from tba_jax.decoding.slots import SlotsConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,3 +55,51 @@ def concatenate(parts: Sequence[Generation]) -> Generation:
     """The rows of all parts, in their order."""
     fields = [field.name for field in dataclasses.fields(Generation)]
     return Generation(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in fields})
+
+
+def check(request: Request, config: SlotsConfig) -> None:
+    """Whether slots of this config can answer it.
+
+    Raises:
+      ValueError: a prompt that is empty or longer than the cache, a beginning that leaves no room, or bad sampling settings;
+        names the query, the value and the limit.
+    """
+    tokens, given, S = len(request.prompt) + len(request.beginning), len(request.beginning), request.samples
+    if not len(request.prompt) or tokens > config.prompt_length:
+        raise ValueError(
+            f"query {request.name}: {tokens} tokens of prompt (with {given} of the response) do not fit the cache, which holds 1 "
+            f"to {config.prompt_length}"
+        )
+    if given >= config.response_length:
+        raise ValueError(
+            f"query {request.name}: {given} given response tokens leave none of response_length={config.response_length}"
+        )
+    if S < 1:
+        raise ValueError(f"query {request.name}: no samples are asked for")
+    for token in (*request.prompt, *request.beginning):
+        if not isinstance(token, int | np.integer) or not 0 <= token < config.model.vocab:
+            raise ValueError(f"query {request.name}: token {token!r} is not an id of the vocabulary of {config.model.vocab}")
+    barred = {*config.space.banned_tokens, config.space.eos_id}
+    if ended := [token for token in request.beginning if token in barred]:
+        raise ValueError(f"query {request.name}: the given response tokens hold {ended[0]}, which ends a response or is banned")
+    if request.keys.dtype != np.uint32 or request.keys.shape != (S, 2):
+        raise ValueError(f"query {request.name}: keys are {request.keys.dtype}{list(request.keys.shape)}, not uint32[{S}, 2]")
+    if request.limit is not None and request.limit.shape != (S,):
+        raise ValueError(f"query {request.name}: limits have shape {list(request.limit.shape)}, the samples are {S}")
+    s = request.sampling
+    for name, good, limit in (
+        ("temperature", np.isfinite(s.temperature) & (s.temperature >= 0), "at least 0"),
+        ("top_k", s.top_k >= 0, "at least 0"),
+        ("top_p", (s.top_p > 0) & (s.top_p <= 1), "within (0, 1]"),
+        ("min_p", (s.min_p >= 0) & (s.min_p < 1), "within [0, 1)"),
+    ):
+        values = np.asarray(getattr(s, name))
+        if values.shape != (S,):
+            raise ValueError(f"query {request.name}: sampling.{name} has shape {values.shape}, the samples are {S}")
+        if not np.all(good):
+            raise ValueError(f"query {request.name}: {name}={values[int(np.argmin(good))]} must be {limit}")
+    if request.limit is not None and not (np.all(request.limit > given) and np.all(request.limit <= config.response_length)):
+        raise ValueError(
+            f"query {request.name}: limits {request.limit.min()} to {request.limit.max()} must be within {given + 1} to "
+            f"{config.response_length} response tokens"
+        )

@@ -365,8 +365,9 @@ def decode(
         count = slots.count.reshape(-1)
         entry = slots.step % R
         given = at(place, jnp.repeat(prompts.given, c.places, axis=1))
-        age = (entry - jnp.arange(window)) % R
+        # A slot reads the buffer of its place, and as many of the last entries of its ring as it has made.
         reads = (place // c.places)[:, :, None, None] == jnp.arange(buffers)[:, None]
+        age = (entry - jnp.arange(window)) % R
         masks = cached.Masks(prompt=(reads & in_prompt[:, None]).reshape(J, W, -1), own=age[None, :] < (count - given)[:, None])
         position = at(place, prompt_length) + count - 1
         logits, own = cached.decode_step(
@@ -395,22 +396,19 @@ def decode(
         slots, _, t, free = state
         return (t < c.chunk) & (free < enough) & jnp.any(slots.place >= 0)
 
-    shape = (c.chunk, J, W)
-    log = Log(
-        place=jnp.full(shape, -1, jnp.int32),
-        count=jnp.zeros(shape, jnp.int32),
-        tokens=Tokens(
-            token=jnp.zeros(shape, jnp.int32),
-            status=jnp.zeros(shape, jnp.int32),
-            policy_logprob=jnp.zeros(shape, jnp.float32),
-            behavior_logprob=jnp.zeros(shape, jnp.float32),
-        ),
-    )
-    slots, log, _, _ = jax.lax.while_loop(goes_on, step, (slots, log, jnp.zeros((), jnp.int32), _free_buffers(slots, c)))
+    start = slots, _empty_log(c), jnp.zeros((), jnp.int32), _free_buffers(slots, c)
+    slots, log, _, _ = jax.lax.while_loop(goes_on, step, start)
     if window < R:
         own = jax.tree.map(lambda old, new: jax.lax.dynamic_update_slice(old, new, (0, 0, 0, 0)), whole, slots.own)
         slots = dataclasses.replace(slots, own=own)
     return slots, log
+
+
+def _empty_log(config: SlotsConfig) -> Log:
+    shape = (config.chunk, config.groups, config.width)
+    zeros, logprobs = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
+    tokens = Tokens(token=zeros, status=zeros, policy_logprob=logprobs, behavior_logprob=logprobs)
+    return Log(place=jnp.full(shape, -1, jnp.int32), count=zeros, tokens=tokens)
 
 
 def _cut(cache: cached.Cache, entries: int) -> cached.Cache:

@@ -1,0 +1,300 @@
+"""The slots on one way of a mesh, and what the host knows of them: which samples they hold, and what those have generated."""
+
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tba_jax import mesh as mesh_lib
+from tba_jax.decoding import sizes
+from tba_jax.decoding import slots as slots_lib
+from tba_jax.decoding.requests import Generation, Request
+from tba_jax.decoding.sampling import Sampling
+from tba_jax.decoding.slots import Arrivals, Samples, SlotsConfig, Tokens
+from tba_jax.decoding.stop_strings import StopStrings
+from tba_jax.models import cached
+from tba_jax.models.parameters import Params
+
+
+@dataclasses.dataclass
+class Answer:
+    """A request's generation while it is made; left: how many of its samples have not ended."""
+
+    request: Request
+    generation: Generation
+    left: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Samples first..first+count of a request, which share a buffer."""
+
+    answer: Answer
+    first: int
+    count: int
+
+
+@dataclasses.dataclass
+class Usage:
+    """slot_steps: slots × decode steps; useful: those that gave a token of a sample."""
+
+    slot_steps: int = 0
+    useful: int = 0
+
+    @property
+    def idle(self) -> float:
+        """Share of slot-steps that gave no token."""
+        return 1 - self.useful / self.slot_steps if self.slot_steps else 0.0
+
+
+class Lane:
+    """Slots on one way of the mesh, and what the host knows of them. One thread uses it; `incoming` may be set by another."""
+
+    def __init__(
+        self,
+        config: SlotsConfig,
+        mesh: Mesh,
+        *,
+        stop_strings: StopStrings | None,
+        drains: bool,
+        pad_id: int,
+        lock: threading.Lock,
+        batches: bool,
+        arrivals: int,
+    ):
+        self._config, self._mesh, self._pad_id, self._lock = config, mesh, pad_id, lock
+        self._stop_strings, self._drains = stop_strings, drains
+        self.usage = Usage()
+        self.policy_step = -1
+        self.incoming: tuple[Params, int] | None = None
+        self._weights: Params = {}
+        entries = slots_lib.own_entries(config)
+        self._windows = sizes.windows(entries, config.chunk) if batches else (entries,)
+        self._batches = batches
+        # Decode steps since all slots were idle.
+        self._step = 0
+        self._arrivals = arrivals
+        self._buckets = sizes.buckets(config.prompt_length)
+        whole = mesh_lib.replicated(mesh)
+        prompts, slots = slots_lib.shardings(config, mesh)
+        self._prompts, self._slots = mesh_lib.on_mesh(
+            mesh, jax.jit(functools.partial(slots_lib.init, config), out_shardings=(prompts, slots))
+        )()
+        self._stop_table = None if stop_strings is None else jax.device_put(stop_strings.next_state, whole)
+        self._prefill = mesh_lib.on_mesh(
+            mesh,
+            jax.jit(
+                functools.partial(slots_lib.prefill, config=config), donate_argnums=(1, 2), out_shardings=(prompts, slots, whole)
+            ),
+        )
+        self._decode = mesh_lib.on_mesh(
+            mesh,
+            jax.jit(
+                functools.partial(slots_lib.decode, config=config),
+                donate_argnums=2,
+                static_argnames=("buffers", "window"),
+                out_shardings=(slots, whole),
+            ),
+        )
+        self._unstack = mesh_lib.on_mesh(mesh, jax.jit(functools.partial(cached.unstack, config=config.model)))
+        # (group, buffer) -> what it holds; a free one is not there.
+        self._parts: dict[tuple[int, int], Part] = {}
+        # When each buffer was filled, as a count of fills.
+        self._filled_at = np.zeros((config.groups, config.buffers), np.int64)
+        # Prefilled into which buffers, and the first tokens, which are on their way.
+        self._first: list[tuple[tuple[tuple[int, int], ...], Tokens]] = []
+        # What places hold so far.
+        places = (config.groups, config.buffers * config.places)
+        self._status, self._length = np.full(places, slots_lib.CUT, np.int32), np.zeros(places, np.int32)
+        self._tokens, self._steps = (np.zeros((*places, config.response_length), np.int32) for _ in range(2))
+        self._policy, self._behavior = (np.zeros((*places, config.response_length), np.float32) for _ in range(2))
+
+    def prepare(self, params: Params) -> Params:
+        """`params` on this lane's devices, unstacked."""
+
+        def place(leaf: jax.Array | np.ndarray) -> jax.Array:
+            sharding = getattr(leaf, "sharding", None)
+            split = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+            return jax.device_put(leaf, NamedSharding(self._mesh, split))
+
+        return self._unstack(jax.tree.map(place, params))
+
+    def advance(self, take: Callable[[bool], Part | None]) -> bool:
+        """Fills free buffers, decodes for a while and hands out what was generated. Returns whether there was anything to do."""
+        with self._lock:
+            if self.incoming is not None and not (self._drains and self._parts):
+                (self._weights, self.policy_step), self.incoming = self.incoming, None
+        may_fill = self.incoming is None
+        filled = may_fill and self._fill(take)
+        if not self._parts:
+            return False
+        # Where nothing more is to come, free buffers are no reason to stop.
+        enough = self._arrivals if filled else self._config.groups * self._config.buffers + 1
+        self._slots, log = self._decode(
+            self._weights,
+            self._prompts,
+            self._slots,
+            self._oldest_first(),
+            np.int32(enough),
+            self._stop_table,
+            buffers=self._buffers_in_use(),
+            window=self._window(),
+        )
+        for buffers, tokens in self._first:
+            self._note_first(buffers, jax.device_get(tokens))
+        self._first = []
+        self._note(jax.device_get(log))
+        self._release()
+        if not self._parts:
+            self._step = 0
+        return True
+
+    def _fill(self, take: Callable[[bool], Part | None]) -> bool:
+        """Prefills parts into free buffers. Returns whether there was one for each of them."""
+        c = self._config
+        free = [(j, u) for u in range(c.buffers) for j in range(c.groups) if (j, u) not in self._parts]
+        # Groups with nothing to do come first.
+        free.sort(key=lambda buffer: self._in_use(buffer[0]))
+        while free:
+            arrived: list[tuple[int, int]] = []
+            while free and len(arrived) < self._arrivals and (part := take(self._in_use(free[0][0]) > 0)) is not None:
+                j, u = buffer = free.pop(0)
+                self._filled_at[j, u] = self._filled_at.max() + 1
+                self._parts[buffer] = part
+                arrived.append(buffer)
+            if arrived:
+                self._prefill_into(arrived)
+            if len(arrived) < self._arrivals and free:
+                return False
+        return True
+
+    def _buffers_in_use(self) -> int:
+        """The first of each group, or as many as any group has something in."""
+        return 1 + max(u for _, u in self._parts) if self._batches else self._config.buffers
+
+    def _window(self) -> int:
+        """The shortest that the next steps stay within, or the whole ring."""
+        return next((window for window in self._windows if window >= self._step + self._config.chunk), self._windows[-1])
+
+    def _in_use(self, group: int) -> int:
+        """Buffers of a group that hold a part."""
+        return sum((group, u) in self._parts for u in range(self._config.buffers))
+
+    def _oldest_first(self) -> np.ndarray:
+        """int32[J, U]: see slots.prefill."""
+        return np.argsort(self._filled_at, axis=1).astype(np.int32)
+
+    @property
+    def empty_groups(self) -> int:
+        return sum(not self._in_use(group) for group in range(self._config.groups))
+
+    def _prefill_into(self, buffers: Sequence[tuple[int, int]]) -> None:
+        """One prefill call; what it drew is fetched when the decode call after it has been sent."""
+        parts = [self._parts[buffer] for buffer in buffers]
+        arrivals = self._arrivals_of(buffers, parts)
+        self._prompts, self._slots, first = self._prefill(
+            self._weights, self._prompts, self._slots, self._oldest_first(), arrivals, np.bool_(self._step == 0), self._stop_table
+        )
+        M = self._config.places
+        for (j, u), part in zip(buffers, parts, strict=True):
+            self._status[j, u * M : (u + 1) * M] = np.where(np.arange(M) < part.count, slots_lib.RUNNING, slots_lib.CUT)
+        self._first.append((tuple(buffers), first))
+
+    def _arrivals_of(self, buffers: Sequence[tuple[int, int]], parts: Sequence[Part]) -> Arrivals:
+        """The prompts of parts as `prefill` takes them, padded to the number of one call and to the length of a bucket."""
+        c, I = self._config, self._arrivals
+        contexts = [[*part.answer.request.prompt, *part.answer.request.beginning] for part in parts]
+        P = next(length for length in self._buckets if length >= max(map(len, contexts)))
+        tokens = np.full((I, P), self._pad_id, np.int32)
+        length, given, stop_state = np.ones(I, np.int32), np.zeros(I, np.int32), np.zeros(I, np.int32)
+        samples = Samples(
+            key=np.zeros((I, c.places, 2), np.uint32),
+            sampling=Sampling(
+                temperature=np.ones((I, c.places), np.float32),
+                top_k=np.zeros((I, c.places), np.int32),
+                top_p=np.ones((I, c.places), np.float32),
+                min_p=np.zeros((I, c.places), np.float32),
+            ),
+            limit=np.zeros((I, c.places), np.int32),
+        )
+        for i, (part, context) in enumerate(zip(parts, contexts, strict=True)):
+            request, rows = part.answer.request, slice(part.first, part.first + part.count)
+            tokens[i, : len(context)], length[i], given[i] = context, len(context), len(request.beginning)
+            stop_state[i] = self._stop_strings.run(request.beginning) if self._stop_strings is not None else 0
+            samples.key[i, : part.count] = request.keys[rows]
+            for field in dataclasses.fields(Sampling):
+                getattr(samples.sampling, field.name)[i, : part.count] = getattr(request.sampling, field.name)[rows]
+            samples.limit[i, : part.count] = c.response_length if request.limit is None else request.limit[rows]
+        index = np.zeros((I, 2), np.int32)
+        index[: len(buffers)] = buffers
+        return Arrivals(
+            group=index[:, 0],
+            buffer=index[:, 1],
+            valid=np.arange(I) < len(buffers),
+            tokens=tokens,
+            length=length,
+            given=given,
+            stop_state=stop_state,
+            samples=samples,
+        )
+
+    def _note_first(self, buffers: Sequence[tuple[int, int]], tokens: Tokens) -> None:
+        M = self._config.places
+        for i, (j, u) in enumerate(buffers):
+            part = self._parts[j, u]
+            place = u * M + np.arange(part.count)
+            count = np.full(part.count, len(part.answer.request.beginning))
+            self._write(np.full(part.count, j), place, count, jax.tree.map(lambda x, i=i, n=part.count: x[i, :n], tokens))
+
+    def _note(self, log: slots_lib.Log) -> None:
+        steps, j, w = np.nonzero(log.place >= 0)
+        taken = len(np.unique(steps))
+        self._step += taken
+        self.usage.slot_steps += log.place[0].size * taken
+        self.usage.useful += len(steps)
+        at = (steps, j, w)
+        self._write(j, log.place[at], log.count[at], jax.tree.map(lambda x: x[at], log.tokens))
+
+    def _write(self, group: np.ndarray, place: np.ndarray, count: np.ndarray, tokens: Tokens) -> None:
+        """Notes tokens that are response tokens `count` of their places. A place's tokens stand in their order."""
+        broken = ~np.isfinite(tokens.policy_logprob)
+        if broken.any():
+            first = int(broken.argmax())
+            part = self._parts[int(group[first]), int(place[first]) // self._config.places]
+            raise FloatingPointError(
+                f"the logits of policy step {self.policy_step} are not finite at response token {count[first]} of query "
+                f"{part.answer.request.name}"
+            )
+        self._tokens[group, place, count] = tokens.token
+        self._policy[group, place, count] = tokens.policy_logprob
+        self._behavior[group, place, count] = tokens.behavior_logprob
+        self._steps[group, place, count] = self.policy_step
+        self._length[group, place] = count + 1
+        self._status[group, place] = tokens.status
+
+    def _release(self) -> None:
+        """Hands out the parts of which all samples have ended, and frees their buffers."""
+        M = self._config.places
+        ended = (self._status != slots_lib.RUNNING).reshape(self._config.groups, self._config.buffers, M).all(axis=2)
+        for (j, u), part in [item for item in self._parts.items() if ended[item[0]]]:
+            places = slice(u * M, u * M + part.count)
+            rows = slice(part.first, part.first + part.count)
+            made, given = part.answer.generation, len(part.answer.request.beginning)
+            length = self._length[j, places]
+            new = (np.arange(self._config.response_length) < length[:, None]) & (np.arange(self._config.response_length) >= given)
+            for whole, lane in (
+                (made.tokens, self._tokens),
+                (made.policy_logprobs, self._policy),
+                (made.behavior_logprobs, self._behavior),
+                (made.policy_step, self._steps),
+            ):
+                whole[rows] = np.where(new, lane[j, places], whole[rows])
+            made.length[rows] = length
+            made.finished[rows] = self._status[j, places] == slots_lib.FINISHED
+            del self._parts[j, u]
+            with self._lock:
+                part.answer.left -= part.count
