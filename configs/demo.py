@@ -13,11 +13,14 @@ def get_config():
     c.task.name = "arithmetic"
     c.task.prompt_length = 9
     c.task.response_length = 32
-    c.warm_start.steps = 600
+    # So many that whatever the machine rounds, the working is learned and the sum in the head is not.
+    c.warm_start.steps = 700
     c.warm_start.batch_size = 64
     c.warm_start.learning_rate = 3e-3
     c.sampling.scoring_temperature = 0.7
     c.sampling.temperature = 0.7
+    # Half a batch: as much again waits its turn, and rows are the fresher the less is under way.
+    c.searchers.slots = 96
     # Answers are short and often the same; how often is what tells a habit from an accident.
     c.replay.merge_duplicates = False
     c.learner.learning_rate = 3e-5

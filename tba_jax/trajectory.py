@@ -7,7 +7,8 @@ Axis table (nobody invents letters):
     S  cache length               L  layers                     N  query heads
     G  key/value heads            H  head size                  D  model width
     F  feed-forward width         V  vocabulary                 M  reward parts
-    E  sentence embedding
+    E  sentence embedding         J  groups of slots            W  slots of a group          U  prompt buffers of a group
+    X  places of a group          I  prompts that arrive together
 
 Layout of a row on every device: `[left-padded prompt | right-padded response]`, so that position P is the first
 response token of every row and the response region is a static slice.

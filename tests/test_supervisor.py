@@ -198,6 +198,12 @@ if kind == "bad-input":
     print("error: bad value")
     print("RuntimeError: a thread that was left alone", flush=True)
     sys.exit(2)
+if kind == "compiles":
+    time.sleep(1.0)
+    metrics = folder / "metrics" / kind
+    metrics.mkdir(parents=True)
+    (metrics / "metrics.jsonl").write_text('{"step": 2}')
+    time.sleep(600)
 if kind.startswith("ends-now"):
     (folder / "finished.json").write_text('{"step": 1}')
     time.sleep(2.0 if kind == "ends-later" else 0.0)
@@ -218,9 +224,9 @@ def roles(tmp_path, monkeypatch):
 
     monkeypatch.setattr(subprocess, "Popen", instead_of_main)
 
-    def run(kinds, *, until, max_restarts=2, stop=lambda: False):
+    def run(kinds, *, until, max_restarts=2, stop=lambda: False, share_cores=False):
         processes = Supervisor(RunDir(tmp_path), max_restarts=max_restarts, stop_seconds=5.0)
-        placement = Placement(cpus=tuple(os.sched_getaffinity(0)))
+        placement = Placement(cpus=tuple(os.sched_getaffinity(0)) if share_cores else ())
         commands = {kind: ((kind, str(tmp_path)), placement) for kind in kinds}
         try:
             code = processes.run(commands, until=until, progress=lambda: None, stop=stop)
@@ -235,6 +241,23 @@ def roles(tmp_path, monkeypatch):
 def test_a_role_that_dies_is_started_again_and_the_others_are_stopped_at_the_end(roles, tmp_path):
     assert roles(["dies-once", "stays"], until=["dies-once"]) == (0, {"dies-once": 2, "stays": 1})
     assert RunDir(tmp_path).log("dies-once").read_text() == "dies-once was here\n" * 2
+
+
+@pytest.mark.parametrize("share_cores, patience, waits", [(True, 60.0, True), (True, 0.2, False), (False, 60.0, False)])
+def test_a_role_starts_when_the_one_before_on_its_cores_is_at_work(roles, tmp_path, monkeypatch, share_cores, patience, waits):
+    monkeypatch.setattr(supervisor, "_STARTING_SECONDS", patience)
+    kinds = ["compiles", "ends-now"]
+    begin = time.time()
+    assert roles(kinds, until=["ends-now"], share_cores=share_cores) == (0, {"compiles": 1, "ends-now": 1})
+    started = (tmp_path / "ends-now-0").stat().st_mtime
+    assert (started - begin > 1.0) == waits == (tmp_path / "metrics" / "compiles" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("kinds", [["stays", "trainer"], ["trainer", "stays"]], ids=" ".join)
+def test_the_trainer_waits_for_nobody_and_nobody_for_it(roles, kinds):
+    ends = iter([False] * 5)
+    code, starts = roles(kinds, until=kinds, share_cores=True, stop=lambda: next(ends, True))
+    assert code == lifeline.STOPPED and starts == {"stays": 1, "trainer": 1}
 
 
 def test_a_role_that_stops_before_the_run_has_finished_is_started_again(roles):

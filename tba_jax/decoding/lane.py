@@ -199,9 +199,9 @@ class Lane:
         self._prompts, self._slots, first = self._prefill(
             self._weights, self._prompts, self._slots, self._oldest_first(), arrivals, np.bool_(self._step == 0), self._stop_table
         )
-        M = self._config.places
+        K = self._config.places
         for (j, u), part in zip(buffers, parts, strict=True):
-            self._status[j, u * M : (u + 1) * M] = np.where(np.arange(M) < part.count, slots_lib.RUNNING, slots_lib.CUT)
+            self._status[j, u * K : (u + 1) * K] = np.where(np.arange(K) < part.count, slots_lib.RUNNING, slots_lib.CUT)
         self._first.append((tuple(buffers), first))
 
     def _arrivals_of(self, buffers: Sequence[tuple[int, int]], parts: Sequence[Part]) -> Arrivals:
@@ -243,10 +243,10 @@ class Lane:
         )
 
     def _note_first(self, buffers: Sequence[tuple[int, int]], tokens: Tokens) -> None:
-        M = self._config.places
+        K = self._config.places
         for i, (j, u) in enumerate(buffers):
             part = self._parts[j, u]
-            place = u * M + np.arange(part.count)
+            place = u * K + np.arange(part.count)
             count = np.full(part.count, len(part.answer.request.beginning))
             self._write(np.full(part.count, j), place, count, jax.tree.map(lambda x, i=i, n=part.count: x[i, :n], tokens))
 
@@ -278,10 +278,10 @@ class Lane:
 
     def _release(self) -> None:
         """Hands out the parts of which all samples have ended, and frees their buffers."""
-        M = self._config.places
-        ended = (self._status != slots_lib.RUNNING).reshape(self._config.groups, self._config.buffers, M).all(axis=2)
+        K = self._config.places
+        ended = (self._status != slots_lib.RUNNING).reshape(self._config.groups, self._config.buffers, K).all(axis=2)
         for (j, u), part in [item for item in self._parts.items() if ended[item[0]]]:
-            places = slice(u * M, u * M + part.count)
+            places = slice(u * K, u * K + part.count)
             rows = slice(part.first, part.first + part.count)
             made, given = part.answer.generation, len(part.answer.request.beginning)
             length = self._length[j, places]

@@ -1,12 +1,12 @@
 """The decode loop on the device: slots that are refilled while they run.
 
 Slots stand in J groups of W. A group has `buffers` prompts at a time: the slots of a group may continue any of them, so that
-those that finish early begin the next prompt's samples while the others finish. Each buffer has M places, one for a sample of
+those that finish early begin the next prompt's samples while the others finish. Each buffer has K places, one for a sample of
 its prompt; a slot continues the sample of one place, and when that has ended takes the next that waits. The own caches are
 rings with one position for all slots: entry `step mod R` belongs to this step whatever a slot has generated so far, and a slot
 attends to as many of the last entries as it has made. So a step writes each cache in one place, and nothing is ever moved.
 
-Axes beside those of the axis table: J groups, W slots of a group, U buffers of a group, M places of a buffer, X = U·M, B = J·W.
+B = J·W; K places of a buffer, one for each completion of its prompt; X = U·K places of a group.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ RUNNING, FINISHED, CUT = 0, 1, 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlotsConfig:
-    """Static sizes: groups J, width W, buffers U, places M of a buffer, prompts S (cache entries of one), responses R.
+    """Static sizes: groups J, width W, buffers U, places K of a buffer, prompts S (cache entries of one), responses R.
 
     chunk: most decode steps of one call; stop_accept: the accepting state of the stop strings' table, -1 without any.
     """
@@ -52,9 +52,9 @@ class SlotsConfig:
 
 @flax.struct.dataclass
 class Samples:
-    """What places hold, as it was asked for. Leaves [..., M] with the places of a buffer last.
+    """What places hold, as it was asked for. Leaves [..., K] with the places of a buffer last.
 
-    key: uint32[..., M, 2]; sampling: leaves [..., M]; limit: int32[..., M], response tokens at most, those given with the
+    key: uint32[..., K, 2]; sampling: leaves [..., K]; limit: int32[..., K], response tokens at most, those given with the
     prompt included; 0 where a place holds nothing.
     """
 
@@ -65,10 +65,10 @@ class Samples:
 
 @flax.struct.dataclass
 class Prompts:
-    """What decoding reads and prefill writes. cache: per layer (keys, values) [J, G, U·S, H]; samples: leaves [J, U, M].
+    """What decoding reads and prefill writes. cache: per layer (keys, values) [J, G, U·S, H]; samples: leaves [J, U, K].
 
     length: int32[J, U], tokens in the cache; given: int32[J, U], how many of them, the last ones, are the response's beginning;
-    token, stop_state: int32[J, U, M], the first generated token of each sample, and the stop strings' state after it.
+    token, stop_state: int32[J, U, K], the first generated token of each sample, and the stop strings' state after it.
     """
 
     cache: cached.Cache
@@ -124,7 +124,7 @@ class Arrivals:
     """Prompts to be prefilled, I at a time, each into one buffer. group, buffer: int32[I]; valid: bool[I], false on padding.
 
     tokens: int32[I, P], right-padded, P at most S; length, given: int32[I]; stop_state: int32[I], after the given tokens;
-    samples: leaves [I, M].
+    samples: leaves [I, K].
     """
 
     group: chex.Array
@@ -145,7 +145,7 @@ def own_entries(config: SlotsConfig) -> int:
 def init(config: SlotsConfig) -> tuple[Prompts, Slots]:
     """Empty buffers and idle slots."""
     c, m = config, config.model
-    J, U, M, W, G, H = c.groups, c.buffers, c.places, c.width, m.kv_heads, m.head_size
+    J, U, K, W, G, H = c.groups, c.buffers, c.places, c.width, m.kv_heads, m.head_size
 
     def cache(rows: int, entries: int) -> cached.Cache:
         def zeros() -> jax.Array:
@@ -157,19 +157,19 @@ def init(config: SlotsConfig) -> tuple[Prompts, Slots]:
         return jnp.zeros(shape, jnp.int32)
 
     samples = Samples(
-        key=jnp.zeros((J, U, M, 2), jnp.uint32),
+        key=jnp.zeros((J, U, K, 2), jnp.uint32),
         sampling=sampling_lib.Sampling(
-            temperature=jnp.ones((J, U, M)), top_k=whole(J, U, M), top_p=jnp.ones((J, U, M)), min_p=jnp.zeros((J, U, M))
+            temperature=jnp.ones((J, U, K)), top_k=whole(J, U, K), top_p=jnp.ones((J, U, K)), min_p=jnp.zeros((J, U, K))
         ),
-        limit=whole(J, U, M),
+        limit=whole(J, U, K),
     )
     prompts = Prompts(
         cache=cache(J, U * c.prompt_length),
         samples=samples,
         length=whole(J, U),
         given=whole(J, U),
-        token=whole(J, U, M),
-        stop_state=whole(J, U, M),
+        token=whole(J, U, K),
+        stop_state=whole(J, U, K),
     )
     slots = Slots(
         own=cache(J * W, own_entries(c)),
@@ -178,7 +178,7 @@ def init(config: SlotsConfig) -> tuple[Prompts, Slots]:
         count=whole(J, W),
         token=whole(J, W),
         stop_state=whole(J, W),
-        waiting=jnp.zeros((J, U * M), bool),
+        waiting=jnp.zeros((J, U * K), bool),
     )
     return prompts, slots
 
@@ -242,24 +242,24 @@ def prefill(
       stop_table: int32[states, V], see StopStrings; None without stop strings.
 
     Returns:
-      the new state, and the first tokens: leaves [I, M].
+      the new state, and the first tokens: leaves [I, K].
     """
     a, c = arrivals, config
-    I, M = a.tokens.shape[0], c.places
+    I, K = a.tokens.shape[0], c.places
     logits, cache = cached.prefill(params, a.tokens, a.length, config=c.model)
 
     def per_sample(x: jax.Array) -> jax.Array:
-        return jnp.repeat(x, M, axis=0)
+        return jnp.repeat(x, K, axis=0)
 
     first, stop_state = _draw(
         per_sample(logits),
-        jax.tree.map(lambda x: x.reshape(I * M, *x.shape[2:]), a.samples),
+        jax.tree.map(lambda x: x.reshape(I * K, *x.shape[2:]), a.samples),
         per_sample(a.given),
         per_sample(a.stop_state),
         stop_table,
         c,
     )
-    first, stop_state = jax.tree.map(lambda x: x.reshape(I, M), (first, stop_state))
+    first, stop_state = jax.tree.map(lambda x: x.reshape(I, K), (first, stop_state))
     # Padding is put nowhere.
     group = jnp.where(a.valid, a.group, c.groups)
 
@@ -283,7 +283,7 @@ def prefill(
         stop_state=put(prompts.stop_state, stop_state),
     )
     begins = (a.samples.limit > 0) & (first.status == RUNNING)
-    waiting = put(slots.waiting.reshape(c.groups, c.buffers, M), begins).reshape(slots.waiting.shape)
+    waiting = put(slots.waiting.reshape(c.groups, c.buffers, K), begins).reshape(slots.waiting.shape)
     slots = dataclasses.replace(slots, waiting=waiting, step=jnp.where(restart, 0, slots.step))
     return new_prompts, _fill_idle(slots, new_prompts, oldest_first, c), first
 

@@ -1,7 +1,7 @@
 """Decoding with key/value caches: a prompt's cache is computed once and read by all the rows that continue it.
 
 Attention of a new token has two parts under one softmax: the cache of the prompt, which the W rows of a group share, and the
-row's own continuation. Axes beside those of the axis table: J groups, W rows of a group; B = J·W rows in decoding.
+row's own continuation. B = J·W rows in decoding.
 """
 
 import functools
