@@ -11,10 +11,10 @@ runs; the repeats are interleaved, one of ours and one of each mode in turn, and
 end-of-sequence token. Before anything is timed, the greedy continuation of a prompt must be the same in both.
 
 Cases: v<vocabulary>_s<responses a query> are uniform, 64 rows of 128 new tokens, on prompts of 64 tokens (s1) or 512 (s16: 4
-queries); *_tail is 256 rows of log-normal lengths (median 32, sigma 0.8, clipped to 4 … 128): ours streams them through 64 slots,
-torch takes 64 at a time until the longest of them is done, and only what was asked for counts as tokens. stories_* is
-TinyStories-656K. Modes are explained at decode_torch.MODES; "compile" is by default in v4096_s1 only, its warm-up takes half a
-minute a case.
+queries); *_tail and *_s16tail are 256 rows of log-normal lengths (median 32, sigma 0.8, clipped to 4 … 128): ours streams them
+through 64 slots, torch takes 64 at a time until the longest of them is done, and only what was asked for counts as tokens.
+stories_* is TinyStories-656K. Modes are explained at decode_torch.MODES; "compile" is by default in v4096_s1 only, its warm-up
+takes half a minute a case.
 
 The bound is what no decoder of the dtype can beat on this machine: the larger of the bytes that a decode step must read
 (weights, caches; the cache of a prompt once for all its rows) over the measured read bandwidth and its FLOPs over the
@@ -54,9 +54,7 @@ from tba_jax.models.scoring import ResponseSpace
 _DEVICE = flags.DEFINE_enum(
     "device", "cpu", ["cpu", "gpu"], "cpu: float32, small models; gpu: bfloat16, shapes of published ones."
 )
-_CASES = flags.DEFINE_list(
-    "cases", [], "Which cases; default: v4096_s1, v32000_s1, v4096_s16, v4096_tail and stories_*, or all of a GPU."
-)
+_CASES = flags.DEFINE_list("cases", [], "Which cases; default: v4096_*, v32000_s1, stories_s1 and stories_tail, or all of a GPU.")
 _MODES = flags.DEFINE_list("modes", [], "Which modes of torch; default: those of the case.")
 _ONLY = flags.DEFINE_list("only", ["ours", "torch"], "Whose decoder.")
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Of each time.", lower_bound=1)
@@ -75,13 +73,14 @@ MATMUL_SIZES = {"cpu": {"float32": 2048, "bfloat16": 2048}, "gpu": {"bfloat16": 
 
 _SMALL: dict[str, Any] = dict(layers=6, width=384, heads=6, kv_heads=6, head_size=64, ffn=1024, max_positions=1024)
 _GPU_MODELS = {"pythia": "pythia-410m", "qwen": "qwen2.5-1.5b"}
+_KINDS = ("s1", "s16", "tail", "s16tail")
 DEFAULT_CASES = {
-    "cpu": ("v4096_s1", "v32000_s1", "v4096_s16", "v4096_tail", "stories_s1", "stories_tail"),
+    "cpu": ("v4096_s1", "v32000_s1", "v4096_s16", "v4096_tail", "v4096_s16tail", "stories_s1", "stories_tail"),
     "gpu": tuple(f"{name}_s{samples}" for name in _GPU_MODELS for samples in (1, 16)),
 }
 CASES = {
-    "cpu": tuple(f"{name}_{kind}" for name in ("v4096", "v32000", "stories") for kind in ("s1", "s16", "tail")),
-    "gpu": tuple(f"{name}_{kind}" for name in _GPU_MODELS for kind in ("s1", "s16", "tail")),
+    "cpu": tuple(f"{name}_{kind}" for name in ("v4096", "v32000", "stories") for kind in _KINDS),
+    "gpu": tuple(f"{name}_{kind}" for name in _GPU_MODELS for kind in _KINDS),
 }
 
 
@@ -204,11 +203,11 @@ def tail_lengths(rows: int) -> np.ndarray:
 
 
 def make_case(name: str, *, folder: Path, model: DecoderConfig, batch: int) -> Case:
-    """The case of this name: <model>_s<responses a query> or <model>_tail."""
+    """The case of this name: <model>_<one of _KINDS>."""
     kind = name.rsplit("_", 1)[1]
-    samples = 16 if kind == "s16" else 1
-    P = min(512 if kind == "s16" else 64, model.max_positions - RESPONSE)
-    lengths = tail_lengths(TAIL_BATCHES * batch) if kind == "tail" else np.full(batch, RESPONSE, np.int32)
+    samples, P = (16, 512) if kind.startswith("s16") else (1, 64)
+    P = min(P, model.max_positions - RESPONSE)
+    lengths = tail_lengths(TAIL_BATCHES * batch) if kind.endswith("tail") else np.full(batch, RESPONSE, np.int32)
     prompts = np.random.default_rng(1).integers(3, model.vocab, (len(lengths) // samples, P)).astype(np.int32)
     return Case(name=name, folder=folder, model=model, prompts=prompts, samples=samples, lengths=lengths, slots=batch)
 
@@ -217,6 +216,8 @@ def default_modes(name: str, device: str) -> tuple[str, ...]:
     """A default run takes a quarter of an hour on two cores: slow modes where they say something new."""
     if device == "gpu":
         modes: tuple[str, ...] = ("dynamic", "static", "compile")
+    elif name.endswith("_s16tail"):
+        modes = ("static",)
     elif name.endswith("_tail"):
         modes = ("dynamic", "static")
     else:
