@@ -25,6 +25,6 @@ def get_config():
     c.replay.merge_duplicates = False
     c.learner.learning_rate = 3e-5
     c.learner.schedule = "linear"
-    c.learner.steps = 500
+    c.learner.steps = 400
     c.publish.keep = 5
     return c

@@ -317,13 +317,16 @@ def test_slots_are_seldom_idle_while_requests_wait(slots, samples, queries):
     assert not any(generation.finished.any() for generation in found)
 
 
-def test_usage_counts_slots_without_a_token(grouped):
-    grouped.set_policy(PARAMS, 5)
-    before = grouped.usage
-    # One row of four tokens: the first comes from prefill, three from as many steps of eight slots.
-    grouped.generate([make_request([6, 6, 3], 1, limit=np.array([4]), sampling=sampling_lib.constant(1, temperature=1.0))])
-    steps = (grouped.usage.slot_steps - before.slot_steps) / 8
-    assert steps == grouped.usage.useful - before.useful and 0 <= steps <= 3
+def test_usage_counts_slots_without_a_token():
+    space = dataclasses.replace(SPACE, banned_tokens=(*BANNED, EOS))
+    engine = make_engine(8, 4, space=space)
+    engine.set_policy(PARAMS, 5)
+    # Rows of four tokens, without an end: the first comes from prefill, three from as many steps of eight slots.
+    engine.generate([make_request([6, 6, 3], 1, limit=np.array([4]))])
+    assert engine.usage == lane_lib.Usage(slot_steps=3 * 8, useful=3)
+    # The others idle while the longest goes on, for eight steps in two calls.
+    engine.generate([make_request([6, 6, 3], 3, limit=np.array([4, 1, 9]))])
+    assert engine.usage == lane_lib.Usage(slot_steps=(3 + 8) * 8, useful=3 + 3 + 0 + 8)
     assert lane_lib.Usage().idle == 0.0 and lane_lib.Usage(slot_steps=8, useful=2).idle == 0.75
 
 
@@ -682,7 +685,7 @@ def test_batches_read_windows_of_the_caches_and_share_queries_among_groups(singl
     decode = lane._decode
 
     def noted(*args, **static):
-        calls.append((static["buffers"], static["window"], np.asarray(args[2].place).copy()))
+        calls.append((static["buffers"], static["window"], np.asarray(args[2].place).copy(), int(args[2].step)))
         return decode(*args, **static)
 
     lane._decode = noted
@@ -690,11 +693,11 @@ def test_batches_read_windows_of_the_caches_and_share_queries_among_groups(singl
         calls.clear()
         stream = make_stream(lengths, counts=(4,), limits=False, seed=len(lengths))
         assert_same_rows(decoded_together(engine, stream), decoded_alone(single, stream))
-        _, first_window, places = calls[0]
-        assert first_window == 3 and (places >= 0).sum() > 4  # half of the slots would do without sharing
-        assert max(window for _, window, _ in calls) <= R - 1
-        assert max(buffers for buffers, _, _ in calls) == (1 if len(lengths) == 2 else 2)
-    assert {window for _, window, _ in calls} == {3, 6, 9, 11}
+        assert (calls[0][2] >= 0).sum() > 4  # half of the slots would do without sharing
+        # The shortest that holds what is decoded and the three steps of a call; once the ring wraps, all of it.
+        assert [window for _, window, _, _ in calls] == [min(-(-(step + 3) // 3) * 3, R - 1) for _, _, _, step in calls]
+        assert max(buffers for buffers, _, _, _ in calls) == (1 if len(lengths) == 2 else 2)
+    assert {window for _, window, _, _ in calls} == {3, 6, 9, 11} and calls[-1][3] > R
 
 
 def test_row_keys_differ_by_run_writer_and_row():
