@@ -226,7 +226,8 @@ class Searcher:
         samples, size = self._config.searchers.samples_per_query, self._config.searchers.queries_per_batch
 
         def feed() -> bool:
-            if not (self._may_ask() and ahead()):
+            # A lane that is slow does not let the others run ahead without end.
+            if len(self._asked) >= size + self._engine.prompts or not (self._may_ask() and ahead()):
                 return False
             self._ask()
             return True
@@ -393,7 +394,7 @@ def run_searcher(
             writer.write(batches, scalars | account.shares())
     finally:
         refresher.close()
-    writer.close()
+        writer.close()
 
 
 def wait_for_run(run: run_dir.RunDir, *, poll_seconds: float, stop: Callable[[], bool]) -> bool:

@@ -118,6 +118,11 @@ class Engine:
         return min(lane.policy_step for lane in self._lanes)
 
     @property
+    def prompts(self) -> int:
+        """How many there is room for, over all lanes."""
+        return len(self._lanes) * self.config.groups * self.config.buffers
+
+    @property
     def swapped(self) -> bool:
         """Whether all lanes have taken up the weights that they were handed last."""
         return all(lane.incoming is None for lane in self._lanes)
@@ -221,6 +226,8 @@ class Engine:
         else:
             for future in [self._threads.submit(work, lane) for lane in self._lanes]:
                 future.result()
+        for lane in self._lanes:  # those of which no more is asked would never
+            lane.take_up()
         return [answer.generation for answer in answers]
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]:

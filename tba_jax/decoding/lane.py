@@ -123,11 +123,15 @@ class Lane:
 
         return self._unstack(jax.tree.map(place, params))
 
-    def advance(self, take: Callable[[bool], Part | None]) -> bool:
-        """Fills free buffers, decodes for a while and hands out what was generated. Returns whether there was anything to do."""
+    def take_up(self) -> None:
+        """Decodes with the weights that were handed over last from now on; those that drain wait for the running samples."""
         with self._lock:
             if self.incoming is not None and not (self._drains and self._parts):
                 (self._weights, self.policy_step), self.incoming = self.incoming, None
+
+    def advance(self, take: Callable[[bool], Part | None]) -> bool:
+        """Fills free buffers, decodes for a while and hands out what was generated. Returns whether there was anything to do."""
+        self.take_up()
         may_fill = self.incoming is None
         filled = may_fill and self._fill(take)
         if not self._parts:
