@@ -1,8 +1,12 @@
 """Rules that one config can break by itself, each refused with one sentence."""
 
+import dataclasses
 import math
 from typing import Any
 
+from tba_jax.objectives import OBJECTIVES
+from tba_jax.objectives.inputs import ObjectiveSettings
+from tba_jax.objectives.objective import TEMPERATURES, Objective
 from tba_jax.run_config import HELD_REFERENCES, flatten
 
 
@@ -28,6 +32,9 @@ def check(config: Any) -> None:
     _check_learner(config)
     _check_reference(config)
     _check_sampling(config.sampling)
+    _check_ratios(config.learner)
+    if config.learner.objective in OBJECTIVES:  # an unknown name is refused where names are, with the closest one
+        _check_objective(config, OBJECTIVES[config.learner.objective])
     _check_run(config)
 
 
@@ -110,6 +117,10 @@ _POSITIVE = (
     "learner.adam_epsilon",
     "learner.learning_rate",
     "learner.log_z_learning_rate",
+    "learner.value_learning_rate",
+    "learner.value_coefficient",
+    "learner.clip_high",
+    "learner.sequence_clip_high",
     "sampling.scoring_temperature",
     "sampling.temperature",
     "searchers.poll_seconds",
@@ -120,6 +131,7 @@ _POSITIVE = (
 )
 _PROBABILITIES = (
     "replay.recent_probability",
+    "learner.gae_lambda",
     "sampling.explore_temperature_probability",
     "sampling.explore_top_p_probability",
     "searchers.memory_fraction",
@@ -167,11 +179,6 @@ def _check_responses(task: Any) -> None:
 def _check_learner(config: Any) -> None:
     learner = config.learner
     rows = learner.queries * learner.completions
-    _require(
-        learner.completions >= 2 or learner.objective == "learned_log_z",
-        f"learner.completions={learner.completions} must be at least 2: learner.objective={learner.objective} compares the "
-        "completions of a query with each other",
-    )
     _require(
         config.searchers.samples_per_query >= learner.completions,
         f"searchers.samples_per_query={config.searchers.samples_per_query} is less than "
@@ -263,7 +270,47 @@ def _check_sampling(sampling: Any) -> None:
         sampling.explore_temperature_factor >= 1,
         f"sampling.explore_temperature_factor={sampling.explore_temperature_factor} must be at least 1",
     )
-    advice = "trajectory balance needs full support: truncate a share of the rows by sampling.explore_top_p_probability below 1"
+
+
+def _check_ratios(learner: Any) -> None:
+    for name in ("clip_low", "sequence_clip_low"):
+        _require(0 < learner[name] <= 1, f"learner.{name}={learner[name]} must be within (0, 1]")
+    low, high = learner.icepop_low, learner.icepop_high
+    _require(0 <= low < 1, f"learner.icepop_low={low} must be within [0, 1): on-policy every ratio is 1")
+    _require(1 < high < math.inf, f"learner.icepop_high={high} must be above 1 and finite: on-policy every ratio is 1")
+
+
+def _check_objective(config: Any, objective: Objective) -> None:
+    """What the objective needs, and what it does not read."""
+    learner, named = config.learner, f"learner.objective={config.learner.objective}"
+    _require(
+        learner.completions >= objective.min_completions,
+        f"learner.completions={learner.completions} must be at least {objective.min_completions}: {named} compares the "
+        "completions of a query with each other",
+    )
+    if objective.full_support:
+        _check_full_support(config.sampling, named)
+    _require(
+        objective.moving_reference or learner.reference.kind == "initial",
+        f"learner.reference.kind={learner.reference.kind} moves a reference that {named} does not read: leave it at initial",
+    )
+    _require(
+        not objective.state_values,
+        f"{named} needs rows with Monte-Carlo values of states (column state_values), which no searcher stores",
+    )
+    # Not of β, with which every run is measured.
+    defaults = {f.name: f.default for f in dataclasses.fields(ObjectiveSettings) if f.default is not dataclasses.MISSING}
+    defaults |= {f"{name}_{part}": 1.0 for name in TEMPERATURES for part in ("start", "end")}
+    for name, default in defaults.items():
+        read = name.removesuffix("_start").removesuffix("_end") in objective.settings
+        _require(
+            read or learner[name] == default,
+            f"learner.{name}={learner[name]} would not be used: {named} does not read it; leave it at {default}",
+        )
+
+
+def _check_full_support(sampling: Any, named: str) -> None:
+    advice = f"{named} needs full support: truncate a share of the rows by sampling.explore_top_p_probability below 1"
     for name, on in (("top_k", sampling.top_k > 0), ("top_p", sampling.top_p < 1), ("min_p", sampling.min_p > 0)):
         _require(not on, f"sampling.{name}={sampling[name]} would truncate every row; {advice}")
     _require(sampling.explore_top_p_probability < 1, f"sampling.explore_top_p_probability=1 would truncate every row; {advice}")

@@ -232,15 +232,19 @@ def change_schedule(run: run_dir.RunDir, config: Any, *, allowed: Sequence[str],
     return changes
 
 
-# Settings by which a checkpoint has more state, and the values where it has.
-_STATEFUL = {"learner.objective": ("learned_log_z",), "learner.reference.kind": HELD_REFERENCES}
+# Settings by which a checkpoint has more state: value -> what it has. Of objectives it is what tba_jax.objectives declares, which
+# a test holds against this: that layer is above.
+STATEFUL: dict[str, dict[str, str]] = {
+    "learner.objective": {"learned_log_z": "log_z", "ppo": "value_head"},
+    "learner.reference.kind": dict.fromkeys(HELD_REFERENCES, "reference"),
+}
 
 
 def _check_checkpointed(changes: Mapping[str, tuple[Any, Any]]) -> None:
     """Refuses what the state or the index of a checkpoint does not go with."""
-    for name, values in _STATEFUL.items():
+    for name, state in STATEFUL.items():
         there, here = changes.get(name, ("", ""))
-        if (there in values) != (here in values):
+        if state.get(there) != state.get(here):
             raise ValueError(
                 f"{name} of a run cannot change from {there!r} to {here!r}: its checkpoints hold another state; "
                 "begin a new run from this one's policy with --init_from"

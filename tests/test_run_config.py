@@ -357,6 +357,9 @@ def test_past_schedules_of_steps_after_a_checkpoint(tmp_path):
         ("learner.objective", "trajectory_balance", "learned_log_z", True),
         ("learner.objective", "learned_log_z", "tba_prime", True),
         ("learner.objective", "trajectory_balance", "tba_prime", False),
+        ("learner.objective", "grpo", "ppo", True),
+        ("learner.objective", "learned_log_z", "ppo", True),
+        ("learner.objective", "rloo", "grpo", False),
     ],
 )
 def test_what_checkpoints_hold_cannot_change(tmp_path, name, there, here, refused):
