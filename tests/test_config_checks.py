@@ -3,7 +3,9 @@
 import re
 
 import pytest
+from ml_collections import config_dict
 
+from configs import base
 from tba_jax import config_checks
 from tba_jax import experiment as experiment_lib
 from tba_jax.objectives import OBJECTIVES
@@ -353,6 +355,15 @@ def test_what_an_objective_needs_is_refused_where_it_is_missing(name):
             assert not allowed and f"learner.objective={name}" in str(error), what
         else:
             assert allowed, what
+
+
+def test_a_config_of_an_earlier_version_gets_the_defaults_of_what_it_lacks():
+    stored = base.get_config().to_dict()
+    for name in (*NOT_READ_BY_ALL, "value_learning_rate"):
+        if name not in ("importance_clip", "log_ratio_clip") and "temperature" not in name:
+            del stored["learner"][name]
+    built = experiment_lib.build(config_dict.ConfigDict(stored)).config
+    assert built.learner.to_dict() == base.get_config().learner.to_dict()
 
 
 def test_values_of_states_that_no_row_carries_are_refused():
