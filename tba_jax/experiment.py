@@ -117,29 +117,11 @@ def build(config: Any) -> Experiment:
     )
 
 
-# Settings that configs of earlier versions, as runs store them, lack, and what those versions did.
-_LATER: dict[str, dict[str, Any]] = {
-    "task": {"embedding_path": "", "min_response_length": 0, "banned_tokens": (), "stop_strings": ()},
-    "searchers": {"slots": 0, "decode_steps": 32, "swap": "at_once", "cpu_devices": 1},
-    "learner": {
-        "clip_low": 0.2,
-        "clip_high": 0.2,
-        "sequence_clip_low": 3e-4,
-        "sequence_clip_high": 4e-4,
-        "icepop_low": 0.5,
-        "icepop_high": 5.0,
-        "gae_lambda": 0.95,
-        "value_coefficient": 0.1,
-        "value_learning_rate": 1e-4,
-    },
-}
-
-
 def _with_later_settings(config: Any) -> Any:
     """The config, or a copy where it is one of an earlier version that lacks settings."""
     missing = {
         section: {name: value for name, value in settings.items() if name not in config[section]}
-        for section, settings in _LATER.items()
+        for section, settings in run_config.LATER.items()
     }
     if not any(missing.values()):
         return config

@@ -25,6 +25,22 @@ _FREE = (
     "replay.segment_appends",
     "publish.keep",
 )
+# Settings that configs of earlier versions, as runs store them, lack, and what those versions did.
+LATER: dict[str, dict[str, Any]] = {
+    "task": {"embedding_path": "", "min_response_length": 0, "banned_tokens": (), "stop_strings": ()},
+    "searchers": {"slots": 0, "decode_steps": 32, "swap": "at_once", "cpu_devices": 1},
+    "learner": {
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "sequence_clip_low": 3e-4,
+        "sequence_clip_high": 4e-4,
+        "icepop_low": 0.5,
+        "icepop_high": 5.0,
+        "gae_lambda": 0.95,
+        "value_coefficient": 0.1,
+        "value_learning_rate": 1e-4,
+    },
+}
 # Values of learner.reference.kind with a reference that the trainer holds, and checkpoints.
 HELD_REFERENCES = ("reset", "ema")
 
@@ -174,7 +190,8 @@ def read(run: run_dir.RunDir) -> dict[str, Any]:
 
 def changed_schedule(run: run_dir.RunDir, config: Any) -> dict[str, tuple[Any, Any]]:
     """Schedule settings that differ from the run's: name -> (there, here)."""
-    theirs, ours = flatten(read(run)["config"]), flatten(_plain(config.to_dict()))
+    # What the run's version did where it had no setting is no other schedule.
+    theirs, ours = flatten(_plain(LATER)) | flatten(read(run)["config"]), flatten(_plain(config.to_dict()))
     names = [name for name in ours if name.split(".")[0] in SCHEDULE_SECTIONS and not name.startswith(_FREE)]
     return {name: (theirs.get(name), ours[name]) for name in names if theirs.get(name) != ours[name]}
 

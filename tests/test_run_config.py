@@ -300,6 +300,25 @@ def test_a_changed_schedule_needs_leave_and_is_recorded(tmp_path):
         run_config.change_schedule(run, config_with({}), allowed=[], step=130)
 
 
+def test_a_setting_that_is_younger_than_the_run_is_no_change_of_its_schedule(tmp_path):
+    """Unless it is given another value than that of what the run's version did."""
+    join(tmp_path)
+    run = RunDir(tmp_path / "run")
+    stored = run_config.read(run)
+    for name in ("clip_low", "clip_high", "gae_lambda"):
+        del stored["config"]["learner"][name]
+    run_dir.write_json(run.config, stored)
+    before = run.config.read_bytes()
+    assert run_config.change_schedule(run, config_with({}), allowed=[], step=3) == {}
+    assert run.config.read_bytes() == before
+    moved = config_with({"learner.clip_low": 0.3})
+    with pytest.raises(ValueError, match=r"learner.clip_low: 0.2 there, 0.3 here; to change it, add --allow_change=learner.clip_"):
+        run_config.change_schedule(run, moved, allowed=[], step=3)
+    changes = run_config.change_schedule(run, moved, allowed=["learner.clip_low"], step=3)
+    assert changes == {"learner.clip_low": (0.2, 0.3)}
+    assert run_config.past_schedules(run, after=0) == [(3, {"learner.clip_low": 0.2})]
+
+
 def test_before_the_first_step_the_trainer_sets_the_schedule(tmp_path):
     """Whoever came first: a searcher's own flags about the trainer bind nobody."""
     join(tmp_path)
