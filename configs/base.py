@@ -21,6 +21,9 @@ def get_config() -> config_dict.ConfigDict:
     # Texts that end a response, such as ("\n\n", "Question:"): it ends with the token that completes one, whatever its length,
     # and keeps that token and its text. "<|im_end|>" or another special token's text lets responses hold that token.
     c.task.stop_strings = ()
+    # Texts that end a step of a response, such as ("\n",). Where given, searchers also sample on from the states between steps,
+    # and rows hold these states' values, the mean rewards of that: vine_ppo learns from them.
+    c.task.step_ends = ()
     c.task.long_prompts = "refuse"  # refuse | skip (left out and counted)
     c.task.missing_eos_reward = config_dict.placeholder(float)  # reward of a response cut at R; unset: the task's reward
     c.task.embedding_path = ""  # a sentence encoder (BERT, RoBERTa) that embeds each response; the embedding is stored in its row
@@ -78,6 +81,8 @@ def get_config() -> config_dict.ConfigDict:
     c.searchers.count = 2  # processes that --role=all starts; any number more may join; 0: rows of replay.mount alone
     c.searchers.queries_per_batch = 8
     c.searchers.samples_per_query = 24  # S, at least learner.completions
+    c.searchers.value_samples = 9  # responses that are continued from each state between steps (task.step_ends)
+    c.searchers.value_states = 0  # states of a response that are valued so at most, evenly chosen; 0: all
     c.searchers.slots = 0  # sequences decoded side by side; 0: queries_per_batch * samples_per_query
     c.searchers.decode_steps = 32  # between looks at the host: new weights and queries wait as many steps at most
     # How a new snapshot is taken up: at_once (by all sequences, between two decode steps) | new_sequences (samples whose prompt

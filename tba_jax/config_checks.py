@@ -1,6 +1,7 @@
 """Rules that one config can break by itself, each refused with one sentence."""
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -54,6 +55,7 @@ _AT_LEAST_ONE = (
     "model.ffn",
     "searchers.queries_per_batch",
     "searchers.samples_per_query",
+    "searchers.value_samples",
     "searchers.decode_steps",
     "searchers.cpu_devices",
     "learner.queries",
@@ -83,6 +85,7 @@ _AT_LEAST_ZERO = (
     "warm_start.steps",
     "warm_start.warmup_steps",
     "searchers.count",
+    "searchers.value_states",
     "searchers.slots",
     "searchers.max_rows_per_snapshot",
     "searchers.stop_seconds",
@@ -169,10 +172,17 @@ def _check_responses(task: Any) -> None:
             isinstance(token, int) and not isinstance(token, bool) and token >= 0,
             f"task.banned_tokens={tuple(task.banned_tokens)} must hold token ids, whole numbers from 0, not {token!r}",
         )
-    for text in task.stop_strings:
+    for name in ("stop_strings", "step_ends"):
+        for text in task[name]:
+            _require(
+                isinstance(text, str) and text != "",
+                f"task.{name}={tuple(task[name])} must hold texts of at least one character, not {text!r}",
+            )
+    for stop, step in itertools.product(task.stop_strings, task.step_ends):
         _require(
-            isinstance(text, str) and text != "",
-            f"task.stop_strings={tuple(task.stop_strings)} must hold texts of at least one character, not {text!r}",
+            stop not in step,
+            f"task.step_ends={tuple(task.step_ends)} holds {step!r}, which ends no step: by then {stop!r} of task.stop_strings "
+            "has ended the response",
         )
 
 
@@ -295,8 +305,8 @@ def _check_objective(config: Any, objective: Objective) -> None:
         f"learner.reference.kind={learner.reference.kind} moves a reference that {named} does not read: leave it at initial",
     )
     _require(
-        not objective.state_values,
-        f"{named} needs rows with Monte-Carlo values of states (column state_values), which no searcher stores",
+        not objective.state_values or bool(config.task.step_ends),
+        f"{named} needs rows with the values of the states between steps: say by task.step_ends what ends a step",
     )
     # Not of β, with which every run is measured.
     defaults = {f.name: f.default for f in dataclasses.fields(ObjectiveSettings) if f.default is not dataclasses.MISSING}
@@ -340,6 +350,11 @@ def _check_run(config: Any) -> None:
         f"lora.rank={config.lora.rank} needs lora.targets, names or patterns of linear maps",
     )
     searchers = config.searchers
+    _require(
+        searchers.samples_per_query >= 2 or not config.task.step_ends,
+        f"searchers.samples_per_query={searchers.samples_per_query} must be at least 2 with task.step_ends: the value of the "
+        "state before a response is the mean reward of the query's other samples",
+    )
     mount = tuple(config.replay.mount)
     _require(
         all(isinstance(folder, str) and folder for folder in mount),

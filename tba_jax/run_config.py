@@ -27,8 +27,8 @@ _FREE = (
 )
 # Settings that configs of earlier versions, as runs store them, lack, and what those versions did.
 LATER: dict[str, dict[str, Any]] = {
-    "task": {"embedding_path": "", "min_response_length": 0, "banned_tokens": (), "stop_strings": ()},
-    "searchers": {"slots": 0, "decode_steps": 32, "swap": "at_once", "cpu_devices": 1},
+    "task": {"embedding_path": "", "min_response_length": 0, "banned_tokens": (), "stop_strings": (), "step_ends": ()},
+    "searchers": {"slots": 0, "decode_steps": 32, "swap": "at_once", "cpu_devices": 1, "value_samples": 9, "value_states": 0},
     "learner": {
         "clip_low": 0.2,
         "clip_high": 0.2,
@@ -53,7 +53,8 @@ class Contract:
     fingerprint; task: its settings that define queries and reward, paths excepted; reward_parts, reward_version: as in
     trajectory.RowShape; embedding: width and weights (a digest) of the encoder of responses, {} without;
     banned_tokens: ids that no response holds; min_response_length: tokens, below which no end-of-sequence comes;
-    stop_strings: texts that end a response, sorted. Fields with a default are younger than some runs: see `complete`.
+    stop_strings: texts that end a response, sorted; step_ends: those that end a step of one, sorted, () where rows hold no values
+    of states. Fields with a default are younger than some runs: see `complete`.
     """
 
     model: dict[str, Any]
@@ -74,6 +75,7 @@ class Contract:
     embedding: dict[str, Any] = dataclasses.field(default_factory=dict)
     min_response_length: int = 0
     stop_strings: tuple[str, ...] = ()
+    step_ends: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """As it looks in config.json."""
@@ -86,6 +88,7 @@ class Contract:
             response_length=self.response_length,
             reward_parts=tuple(self.reward_parts),
             embedding_size=self.embedding.get("width", 0),
+            state_values=bool(self.step_ends),
         )
 
 
