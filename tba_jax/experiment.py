@@ -262,7 +262,7 @@ def _check_stop_strings(
             )
         automaton = stop_strings_lib.build(texts, [text], vocab=vocab)
         assert automaton is not None
-        spelt = [ids for ids in _encodings(text, tokenizer) if not barred.intersection(ids)]
+        spelt = [[token for token in ids if token not in barred] for ids in _encodings(text, tokenizer)]
         if not any(automaton.run(ids) == automaton.accept for ids in spelt):
             raise ValueError(
                 f"{setting} holds {text!r}, which no response can: encoded by the tokenizer ({type(tokenizer).__name__}) "
