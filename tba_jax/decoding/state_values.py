@@ -43,7 +43,11 @@ def mean_of_others(reward: np.ndarray, samples: int) -> np.ndarray:
 
 
 class StateValues:
-    """Values states with the decoder that makes the responses, beside whatever else it decodes."""
+    """Values states with the decoder that makes the responses, beside whatever else it decodes.
+
+    By its weights as they are then, and without exploration; but the state before a response by the query's other samples, as
+    they were drawn.
+    """
 
     def __init__(
         self,
