@@ -21,6 +21,9 @@ def get_config() -> config_dict.ConfigDict:
     # Texts that end a response, such as ("\n\n", "Question:"): it ends with the token that completes one, whatever its length,
     # and keeps that token and its text. "<|im_end|>" or another special token's text lets responses hold that token.
     c.task.stop_strings = ()
+    # Texts that end a step of a response, such as ("\n",). Where given, searchers also sample on from the states between steps,
+    # and rows hold these states' values, the mean rewards of that: vine_ppo learns from them.
+    c.task.step_ends = ()
     c.task.long_prompts = "refuse"  # refuse | skip (left out and counted)
     c.task.missing_eos_reward = config_dict.placeholder(float)  # reward of a response cut at R; unset: the task's reward
     c.task.embedding_path = ""  # a sentence encoder (BERT, RoBERTa) that embeds each response; the embedding is stored in its row
@@ -78,6 +81,8 @@ def get_config() -> config_dict.ConfigDict:
     c.searchers.count = 2  # processes that --role=all starts; any number more may join; 0: rows of replay.mount alone
     c.searchers.queries_per_batch = 8
     c.searchers.samples_per_query = 24  # S, at least learner.completions
+    c.searchers.value_samples = 9  # responses that are continued from each state between steps (task.step_ends)
+    c.searchers.value_states = 0  # states of a response that are valued so at most, evenly chosen; 0: all
     c.searchers.slots = 0  # sequences decoded side by side; 0: queries_per_batch * samples_per_query
     c.searchers.decode_steps = 32  # between looks at the host: new weights and queries wait as many steps at most
     # How a new snapshot is taken up: at_once (by all sequences, between two decode steps) | new_sequences (samples whose prompt
@@ -114,11 +119,13 @@ def get_config() -> config_dict.ConfigDict:
     c.replay.mount = ()
 
     c.learner = config_dict.ConfigDict()
-    # trajectory_balance (VarGrad) | learned_log_z (a head predicts log Z from the prompt) | tba_prime (token level, PAPER's TBA′)
+    # trajectory_balance (VarGrad) | learned_log_z (a head predicts log Z from the prompt) | tba_prime (token level, TBA′) |
+    # reinforce | rloo | proximal_rloo | ppo (a head predicts values) | vine_ppo (Monte-Carlo values in rows) | grpo | dr_grpo |
+    # online_dpo | raft | icepop | gspo | cispo. What each needs: tba_jax/objectives/__init__.py
     c.learner.objective = "trajectory_balance"
     c.learner.steps = 500
     c.learner.queries = 7  # Q
-    c.learner.completions = 20  # K; 1 is enough for learned_log_z
+    c.learner.completions = 20  # K; 1 is enough for learned_log_z, ppo and vine_ppo
     c.learner.micro_batch_rows = 0  # 0: the whole batch in one pass
     c.learner.logit_megabytes = 128  # of each device: the most that logits take at a time
     c.learner.remat = "full"  # none | dots | full: what of a layer the backward pass computes again
@@ -126,8 +133,9 @@ def get_config() -> config_dict.ConfigDict:
     c.learner.schedule = "constant"  # constant | linear | wsd
     c.learner.warmup_steps = 10
     c.learner.decay_steps = 0  # of wsd
-    # The optimum is ∝ exp((log π_ref / γ + r / β) / τ). Each: linear from start to end over so many steps, then end.
-    c.learner.beta_start = 0.012  # β, the KL coefficient
+    # The optimum is ∝ exp((log π_ref / γ + r / β) / τ), γ and τ of trajectory balance and TBA′ alone. Each: linear from start to
+    # end over so many steps, then end.
+    c.learner.beta_start = 0.012  # β, the KL coefficient; raft, gspo and cispo have none, it is only measured with
     c.learner.beta_end = 0.004
     c.learner.beta_steps = 500
     c.learner.ref_temperature_start = 1.0  # γ
@@ -139,6 +147,15 @@ def get_config() -> config_dict.ConfigDict:
     c.learner.log_z_learning_rate = 1e-2  # of the head of learned_log_z; its schedule is the policy's
     c.learner.importance_clip = 8.0  # of tba_prime: π_θ/π_behaviour up to this; 0: log π_θ, without importance weights
     c.learner.log_ratio_clip = 10.0  # of tba_prime: nats, a token's log π_θ − log π_ref counts up to this
+    c.learner.clip_low = 0.2  # of proximal_rloo, ppo, vine_ppo, grpo, dr_grpo: π_θ/π_behaviour counts from 1 − this
+    c.learner.clip_high = 0.2  # ... up to 1 + this; of cispo, too
+    c.learner.sequence_clip_low = 3e-4  # of gspo: likewise of the whole response's ratio, its length taken out
+    c.learner.sequence_clip_high = 4e-4
+    c.learner.icepop_low = 0.5  # of icepop: tokens with π_θ/π_behaviour below this, or above icepop_high, do not count
+    c.learner.icepop_high = 5.0
+    c.learner.gae_lambda = 0.95  # of ppo: λ
+    c.learner.value_coefficient = 0.1  # of ppo: of the value's loss beside the policy's
+    c.learner.value_learning_rate = 1e-4  # of the head of ppo; its schedule is the policy's
     c.learner.reference = config_dict.ConfigDict()
     # initial: that of step 0 | reset: the policy of the last multiple of reset_steps | ema: ref ← α·ref + (1 − α)·θ each step |
     # surrogate: that average to first order, from the log-probs that searchers stored; no reference is held. For fresh rows it is

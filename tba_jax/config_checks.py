@@ -1,8 +1,13 @@
 """Rules that one config can break by itself, each refused with one sentence."""
 
+import dataclasses
+import itertools
 import math
 from typing import Any
 
+from tba_jax.objectives import OBJECTIVES
+from tba_jax.objectives.inputs import ObjectiveSettings
+from tba_jax.objectives.objective import TEMPERATURES, Objective
 from tba_jax.run_config import HELD_REFERENCES, flatten
 
 
@@ -28,6 +33,9 @@ def check(config: Any) -> None:
     _check_learner(config)
     _check_reference(config)
     _check_sampling(config.sampling)
+    _check_ratios(config.learner)
+    if config.learner.objective in OBJECTIVES:  # an unknown name is refused where names are, with the closest one
+        _check_objective(config, OBJECTIVES[config.learner.objective])
     _check_run(config)
 
 
@@ -47,6 +55,7 @@ _AT_LEAST_ONE = (
     "model.ffn",
     "searchers.queries_per_batch",
     "searchers.samples_per_query",
+    "searchers.value_samples",
     "searchers.decode_steps",
     "searchers.cpu_devices",
     "learner.queries",
@@ -76,6 +85,7 @@ _AT_LEAST_ZERO = (
     "warm_start.steps",
     "warm_start.warmup_steps",
     "searchers.count",
+    "searchers.value_states",
     "searchers.slots",
     "searchers.max_rows_per_snapshot",
     "searchers.stop_seconds",
@@ -110,6 +120,10 @@ _POSITIVE = (
     "learner.adam_epsilon",
     "learner.learning_rate",
     "learner.log_z_learning_rate",
+    "learner.value_learning_rate",
+    "learner.value_coefficient",
+    "learner.clip_high",
+    "learner.sequence_clip_high",
     "sampling.scoring_temperature",
     "sampling.temperature",
     "searchers.poll_seconds",
@@ -120,6 +134,7 @@ _POSITIVE = (
 )
 _PROBABILITIES = (
     "replay.recent_probability",
+    "learner.gae_lambda",
     "sampling.explore_temperature_probability",
     "sampling.explore_top_p_probability",
     "searchers.memory_fraction",
@@ -157,21 +172,23 @@ def _check_responses(task: Any) -> None:
             isinstance(token, int) and not isinstance(token, bool) and token >= 0,
             f"task.banned_tokens={tuple(task.banned_tokens)} must hold token ids, whole numbers from 0, not {token!r}",
         )
-    for text in task.stop_strings:
+    for name in ("stop_strings", "step_ends"):
+        for text in task[name]:
+            _require(
+                isinstance(text, str) and text != "",
+                f"task.{name}={tuple(task[name])} must hold texts of at least one character, not {text!r}",
+            )
+    for stop, step in itertools.product(task.stop_strings, task.step_ends):
         _require(
-            isinstance(text, str) and text != "",
-            f"task.stop_strings={tuple(task.stop_strings)} must hold texts of at least one character, not {text!r}",
+            stop not in step,
+            f"task.step_ends={tuple(task.step_ends)} holds {step!r}, which ends no step: by then {stop!r} of task.stop_strings "
+            "has ended the response",
         )
 
 
 def _check_learner(config: Any) -> None:
     learner = config.learner
     rows = learner.queries * learner.completions
-    _require(
-        learner.completions >= 2 or learner.objective == "learned_log_z",
-        f"learner.completions={learner.completions} must be at least 2: learner.objective={learner.objective} compares the "
-        "completions of a query with each other",
-    )
     _require(
         config.searchers.samples_per_query >= learner.completions,
         f"searchers.samples_per_query={config.searchers.samples_per_query} is less than "
@@ -263,7 +280,47 @@ def _check_sampling(sampling: Any) -> None:
         sampling.explore_temperature_factor >= 1,
         f"sampling.explore_temperature_factor={sampling.explore_temperature_factor} must be at least 1",
     )
-    advice = "trajectory balance needs full support: truncate a share of the rows by sampling.explore_top_p_probability below 1"
+
+
+def _check_ratios(learner: Any) -> None:
+    for name in ("clip_low", "sequence_clip_low"):
+        _require(0 < learner[name] <= 1, f"learner.{name}={learner[name]} must be within (0, 1]")
+    low, high = learner.icepop_low, learner.icepop_high
+    _require(0 <= low < 1, f"learner.icepop_low={low} must be within [0, 1): on-policy every ratio is 1")
+    _require(1 < high < math.inf, f"learner.icepop_high={high} must be above 1 and finite: on-policy every ratio is 1")
+
+
+def _check_objective(config: Any, objective: Objective) -> None:
+    """What the objective needs, and what it does not read."""
+    learner, named = config.learner, f"learner.objective={config.learner.objective}"
+    _require(
+        learner.completions >= objective.min_completions,
+        f"learner.completions={learner.completions} must be at least {objective.min_completions}: {named} compares the "
+        "completions of a query with each other",
+    )
+    if objective.full_support:
+        _check_full_support(config.sampling, named)
+    _require(
+        objective.moving_reference or learner.reference.kind == "initial",
+        f"learner.reference.kind={learner.reference.kind} moves a reference that {named} does not read: leave it at initial",
+    )
+    _require(
+        not objective.state_values or bool(config.task.step_ends),
+        f"{named} needs rows with the values of the states between steps: say by task.step_ends what ends a step",
+    )
+    # Not of β, with which every run is measured.
+    defaults = {f.name: f.default for f in dataclasses.fields(ObjectiveSettings) if f.default is not dataclasses.MISSING}
+    defaults |= {f"{name}_{part}": 1.0 for name in TEMPERATURES for part in ("start", "end")}
+    for name, default in defaults.items():
+        read = name.removesuffix("_start").removesuffix("_end") in objective.settings
+        _require(
+            read or learner[name] == default,
+            f"learner.{name}={learner[name]} would not be used: {named} does not read it; leave it at {default}",
+        )
+
+
+def _check_full_support(sampling: Any, named: str) -> None:
+    advice = f"{named} needs full support: truncate a share of the rows by sampling.explore_top_p_probability below 1"
     for name, on in (("top_k", sampling.top_k > 0), ("top_p", sampling.top_p < 1), ("min_p", sampling.min_p > 0)):
         _require(not on, f"sampling.{name}={sampling[name]} would truncate every row; {advice}")
     _require(sampling.explore_top_p_probability < 1, f"sampling.explore_top_p_probability=1 would truncate every row; {advice}")
@@ -293,6 +350,11 @@ def _check_run(config: Any) -> None:
         f"lora.rank={config.lora.rank} needs lora.targets, names or patterns of linear maps",
     )
     searchers = config.searchers
+    _require(
+        searchers.samples_per_query >= 2 or not config.task.step_ends,
+        f"searchers.samples_per_query={searchers.samples_per_query} must be at least 2 with task.step_ends: the value of the "
+        "state before a response is the mean reward of the query's other samples",
+    )
     mount = tuple(config.replay.mount)
     _require(
         all(isinstance(folder, str) and folder for folder in mount),

@@ -30,7 +30,8 @@ def describe(experiment: Experiment) -> str:
         "",
         "batches:",
         f"  trainer    Q={c.queries} × K={c.completions} rows of {P} + {R} tokens, {micro} at a time",
-        f"  searcher   {s.queries_per_batch} queries × {s.samples_per_query} samples: rows of {P} + {R} tokens",
+        f"  searcher   {s.queries_per_batch} queries × {s.samples_per_query} samples: rows of {P} + {R} tokens"
+        + (f", {s.value_samples} more from each state between steps" if experiment.contract.step_ends else ""),
         f"  evaluator  {config.evaluation.batch_size} rows of {P} + {R} tokens",
         "",
         "queries:",
@@ -78,7 +79,8 @@ def memory(experiment: Experiment) -> dict[str, dict[str, int]]:
         step = rows * model.vocab * 4 // tensor
         return max(min(megabytes << 20, R * step), step)
 
-    def decoding(section: str, slots: int, samples: int, batch: int, weights: str) -> dict[str, int]:
+    def decoding(section: str, slots: int, samples: int, batch: int, weights: str, *, given: int = 0) -> dict[str, int]:
+        """given: response tokens that a prompt's cache also holds, at most."""
         parts, rows, tensor = on_device(section, batch)
         ways = max(abs(config[section].mesh.data), 1)
         lane = sizes.lane_sizes(slots, samples, ways, what=f"the {slots} slots of {section}")
@@ -87,7 +89,7 @@ def memory(experiment: Experiment) -> dict[str, dict[str, int]]:
         def share(rows: int) -> int:
             return rows // fsdp if rows % fsdp == 0 else rows
 
-        entries = share(lane.groups) * lane.buffers * P + share(lane.groups * lane.width) * max(R - 1, 1)
+        entries = share(lane.groups) * lane.buffers * (P + given) + share(lane.groups * lane.width) * max(R - 1, 1)
         drawn = max(lane.groups * lane.width, lane.arrivals * samples)  # by a decode step, by a prefill
         sampled = compute * params if weights == "full" else compute * (params - rounded) + rounded
         return {
@@ -106,6 +108,7 @@ def memory(experiment: Experiment) -> dict[str, dict[str, int]]:
     layers_kept = L * {"full": 1, "dots": 8, "none": 12}[config.learner.remat]
     reference = config.learner.reference
     holds_reference = reference.kind in run_config.HELD_REFERENCES
+    given = R - 1 if experiment.contract.step_ends else 0  # of responses that go on from states
     within_layer = rows * (model.heads * T * T * 4 + T * model.ffn * compute * 3) // tensor
     return {
         "trainer": {
@@ -119,6 +122,6 @@ def memory(experiment: Experiment) -> dict[str, dict[str, int]]:
             "logits": 2 * logits(rows, tensor, config.learner.logit_megabytes),
             "replay (host)": config.replay.capacity * row_bytes,
         },
-        "searcher": decoding("searchers", s.slots or batch, s.samples_per_query, batch, s.weights),
+        "searcher": decoding("searchers", s.slots or batch, s.samples_per_query, batch, s.weights, given=given),
         "evaluator": decoding("evaluation", config.evaluation.batch_size, 1, config.evaluation.batch_size, "full"),
     }

@@ -73,6 +73,7 @@ def build(config: Any) -> Experiment:
     _check_kernel(model)
     _check_mesh_sizes(config, policy)
     _check_stop_strings(config.task.stop_strings, tokenizer, model.vocab)
+    _check_stop_strings(config.task.step_ends, tokenizer, model.vocab, setting="task.step_ends", special=False)
     total = config.task.prompt_length + config.task.response_length
     if total > model.max_positions:
         raise ValueError(
@@ -105,6 +106,7 @@ def build(config: Any) -> Experiment:
         embedding=embeddings.describe(config.task.embedding_path) if config.task.embedding_path else {},
         min_response_length=config.task.min_response_length,
         stop_strings=tuple(sorted(set(config.task.stop_strings))),
+        step_ends=tuple(sorted(set(config.task.step_ends))),
     )
     return Experiment(
         config=config,
@@ -117,18 +119,11 @@ def build(config: Any) -> Experiment:
     )
 
 
-# Settings that configs of earlier versions, as runs store them, lack, and what those versions did.
-_LATER: dict[str, dict[str, Any]] = {
-    "task": {"embedding_path": "", "min_response_length": 0, "banned_tokens": (), "stop_strings": ()},
-    "searchers": {"slots": 0, "decode_steps": 32, "swap": "at_once", "cpu_devices": 1},
-}
-
-
 def _with_later_settings(config: Any) -> Any:
     """The config, or a copy where it is one of an earlier version that lacks settings."""
     missing = {
         section: {name: value for name, value in settings.items() if name not in config[section]}
-        for section, settings in _LATER.items()
+        for section, settings in run_config.LATER.items()
     }
     if not any(missing.values()):
         return config
@@ -245,21 +240,32 @@ def _stopping_ids(stop_strings: Sequence[str], tokenizer: Tokenizer) -> set[int]
 _LONGEST_STOP_STRING = 64
 
 
-def _check_stop_strings(stop_strings: Sequence[str], tokenizer: Tokenizer, vocab: int) -> None:
-    """Raises ValueError where a stop string is no text that the tokenizer's ids can spell."""
+def _check_stop_strings(
+    stop_strings: Sequence[str],
+    tokenizer: Tokenizer,
+    vocab: int,
+    *,
+    setting: str = "task.stop_strings",
+    special: bool = True,
+) -> None:
+    """Raises ValueError where a text of a setting is none that the tokenizer's ids can spell.
+
+    Args: special: whether special ids may help, which a response holds at its end at most.
+    """
     if not stop_strings:
         return
-    texts = tokenizer.token_bytes()
+    texts, barred = tokenizer.token_bytes(), set() if special else {*tokenizer.special_ids, tokenizer.eos_id}
     for text in stop_strings:
         if len(text) > _LONGEST_STOP_STRING:
             raise ValueError(
-                f"task.stop_strings holds a text of {len(text)} characters, {text[:40]!r}…; allowed are {_LONGEST_STOP_STRING}"
+                f"{setting} holds a text of {len(text)} characters, {text[:40]!r}…; allowed are {_LONGEST_STOP_STRING}"
             )
         automaton = stop_strings_lib.build(texts, [text], vocab=vocab)
         assert automaton is not None
-        if not any(automaton.run(ids) == automaton.accept for ids in _encodings(text, tokenizer)):
+        spelt = [[token for token in ids if token not in barred] for ids in _encodings(text, tokenizer)]
+        if not any(automaton.run(ids) == automaton.accept for ids in spelt):
             raise ValueError(
-                f"task.stop_strings holds {text!r}, which no response can: encoded by the tokenizer ({type(tokenizer).__name__}) "
+                f"{setting} holds {text!r}, which no response can: encoded by the tokenizer ({type(tokenizer).__name__}) "
                 "it is another text"
             )
 

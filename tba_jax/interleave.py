@@ -63,8 +63,15 @@ def run_interleaved(
             begin = time.monotonic()
         if trainer.step_number % config.metrics.every_steps == 0 or trainer.step_number == config.learner.steps:
             record(trainer_writer, trainer, measurements, begin=begin, steps=trainer.step_number - first - 1)
-            scalars = {"rows_per_second": report.rows / report.seconds, "tokens_per_second": report.tokens / report.seconds}
-            searcher_writer.write(trainer.step_number, {**scalars, "reward": report.reward, "policy_step": report.policy_step})
+            scalars = {
+                "rows_per_second": report.rows / report.seconds,
+                "tokens_per_second": report.tokens / report.seconds,
+                "reward": report.reward,
+                "policy_step": report.policy_step,
+            }
+            if report.value_tokens:
+                scalars["value_tokens_per_second"] = report.value_tokens / report.seconds
+            searcher_writer.write(trainer.step_number, scalars)
         evaluate()
         progress()
     finished = trainer.step_number >= config.learner.steps

@@ -14,8 +14,7 @@ from jax.sharding import Mesh
 
 from tba_jax import policy_store, run_config, run_dir, storage
 from tba_jax.checkpoint import Checkpoints
-from tba_jax.learner.state import init_state, state_shapes
-from tba_jax.models.heads import initial_log_z
+from tba_jax.learner.state import init_state, initial_heads, state_shapes
 from tba_jax.models.lora import LoraConfig, merge
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
@@ -222,9 +221,9 @@ def take_optimizer(
     finally:
         source.close()
     params = policy_store.load(reference, policy.trained_specs, policy.trained_shardings(mesh))
-    # The reference is another now, and log Z with it: that head begins anew.
-    head = initial_log_z(policy.model) if optimizers.log_z is not None else None
-    begun = dataclasses.replace(init_state(params, optimizers, log_z=head), opt_state=_restart_schedules(state.opt_state))
+    # The reference is another now, and log Z and the values of states with it: these heads begin anew.
+    begun = init_state(params, optimizers, **initial_heads(policy, optimizers))
+    begun = dataclasses.replace(begun, opt_state=_restart_schedules(state.opt_state))
     begun = jax.device_put(begun, jax.tree.map(lambda x: x.sharding, shapes))
     shutil.rmtree(run.checkpoints, ignore_errors=True)  # of an attempt that ended before the run had a reference
     index = make_index(config, contract)

@@ -35,7 +35,7 @@ def rescore(workdir: Path) -> str:
 
     Raises:
       ValueError: there is no run, the task differs by more than its reward, retention has removed rows, a row cannot be read
-        or its query is not the task's any more. LeaseHeld: the run's trainer is at work.
+        its query is not the task's any more, or rows hold values of states. LeaseHeld: the run's trainer is at work.
     """
     from ml_collections import config_dict
 
@@ -56,6 +56,11 @@ def rescore(workdir: Path) -> str:
     version = experiment.contract.reward_version
     if version == theirs.reward_version:
         return f"the rows of {workdir} have reward version {version}, that of task.name={theirs.task_name}: nothing to do"
+    if theirs.step_ends:
+        raise ValueError(
+            f"the rows of {workdir} hold values of states (task.step_ends={tuple(theirs.step_ends)}), which are mean rewards of "
+            f"version {theirs.reward_version} of responses that were not kept: they cannot be scored again"
+        )
     EpochLease.refuse_if_held(run.journal)
     reader = LogReader(run.replay, theirs.row_shape())
     heads = {writer: head for writer, head in sorted(reader.heads().items()) if head}

@@ -25,6 +25,22 @@ _FREE = (
     "replay.segment_appends",
     "publish.keep",
 )
+# Settings that configs of earlier versions, as runs store them, lack, and what those versions did.
+LATER: dict[str, dict[str, Any]] = {
+    "task": {"embedding_path": "", "min_response_length": 0, "banned_tokens": (), "stop_strings": (), "step_ends": ()},
+    "searchers": {"slots": 0, "decode_steps": 32, "swap": "at_once", "cpu_devices": 1, "value_samples": 9, "value_states": 0},
+    "learner": {
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "sequence_clip_low": 3e-4,
+        "sequence_clip_high": 4e-4,
+        "icepop_low": 0.5,
+        "icepop_high": 5.0,
+        "gae_lambda": 0.95,
+        "value_coefficient": 0.1,
+        "value_learning_rate": 1e-4,
+    },
+}
 # Values of learner.reference.kind with a reference that the trainer holds, and checkpoints.
 HELD_REFERENCES = ("reset", "ema")
 
@@ -37,7 +53,8 @@ class Contract:
     fingerprint; task: its settings that define queries and reward, paths excepted; reward_parts, reward_version: as in
     trajectory.RowShape; embedding: width and weights (a digest) of the encoder of responses, {} without;
     banned_tokens: ids that no response holds; min_response_length: tokens, below which no end-of-sequence comes;
-    stop_strings: texts that end a response, sorted. Fields with a default are younger than some runs: see `complete`.
+    stop_strings: texts that end a response, sorted; step_ends: those that end a step of one, sorted, () where rows hold no values
+    of states. Fields with a default are younger than some runs: see `complete`.
     """
 
     model: dict[str, Any]
@@ -58,6 +75,7 @@ class Contract:
     embedding: dict[str, Any] = dataclasses.field(default_factory=dict)
     min_response_length: int = 0
     stop_strings: tuple[str, ...] = ()
+    step_ends: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """As it looks in config.json."""
@@ -70,6 +88,7 @@ class Contract:
             response_length=self.response_length,
             reward_parts=tuple(self.reward_parts),
             embedding_size=self.embedding.get("width", 0),
+            state_values=bool(self.step_ends),
         )
 
 
@@ -174,7 +193,8 @@ def read(run: run_dir.RunDir) -> dict[str, Any]:
 
 def changed_schedule(run: run_dir.RunDir, config: Any) -> dict[str, tuple[Any, Any]]:
     """Schedule settings that differ from the run's: name -> (there, here)."""
-    theirs, ours = flatten(read(run)["config"]), flatten(_plain(config.to_dict()))
+    # What the run's version did where it had no setting is no other schedule.
+    theirs, ours = flatten(_plain(LATER)) | flatten(read(run)["config"]), flatten(_plain(config.to_dict()))
     names = [name for name in ours if name.split(".")[0] in SCHEDULE_SECTIONS and not name.startswith(_FREE)]
     return {name: (theirs.get(name), ours[name]) for name in names if theirs.get(name) != ours[name]}
 
@@ -232,15 +252,19 @@ def change_schedule(run: run_dir.RunDir, config: Any, *, allowed: Sequence[str],
     return changes
 
 
-# Settings by which a checkpoint has more state, and the values where it has.
-_STATEFUL = {"learner.objective": ("learned_log_z",), "learner.reference.kind": HELD_REFERENCES}
+# Settings by which a checkpoint has more state: value -> what it has. Of objectives it is what tba_jax.objectives declares, which
+# a test holds against this: that layer is above.
+STATEFUL: dict[str, dict[str, str]] = {
+    "learner.objective": {"learned_log_z": "log_z", "ppo": "value_head"},
+    "learner.reference.kind": dict.fromkeys(HELD_REFERENCES, "reference"),
+}
 
 
 def _check_checkpointed(changes: Mapping[str, tuple[Any, Any]]) -> None:
     """Refuses what the state or the index of a checkpoint does not go with."""
-    for name, values in _STATEFUL.items():
+    for name, state in STATEFUL.items():
         there, here = changes.get(name, ("", ""))
-        if (there in values) != (here in values):
+        if state.get(there) != state.get(here):
             raise ValueError(
                 f"{name} of a run cannot change from {there!r} to {here!r}: its checkpoints hold another state; "
                 "begin a new run from this one's policy with --init_from"

@@ -25,6 +25,8 @@ from tba_jax.decoding.engine import Answer, Engine
 from tba_jax.decoding.requests import Request, concatenate
 from tba_jax.decoding.rewards import reward_generation
 from tba_jax.decoding.slots import row_keys
+from tba_jax.decoding.state_values import StateValues
+from tba_jax.decoding.stop_strings import StopStrings
 from tba_jax.metrics import MetricWriter, TimeAccount
 from tba_jax.models import scoring
 from tba_jax.models.parameters import Params
@@ -50,7 +52,8 @@ def writer_number(writer: str) -> int:
 class SearchReport:
     """One batch: rows written, response tokens in them, mean reward, share that ended by itself, seconds it took.
 
-    policy_step: of the weights in use at its end; slot_idle: share of the decoder's slot-steps so far that gave no token.
+    policy_step: of the weights in use at its end; slot_idle: share of the decoder's slot-steps so far that gave no token;
+    value_tokens: generated besides the rows to value their states.
     """
 
     rows: int
@@ -60,6 +63,7 @@ class SearchReport:
     policy_step: int
     slot_idle: float
     seconds: float
+    value_tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,22 +115,25 @@ class Searcher:
             info={"host": platform.node(), "pid": os.getpid(), "started": time.time(), "devices": str(self._mesh.devices.size)},
         )
         space = scoring.ResponseSpace.of(contract)
+        slots = s.slots or self.rows_per_batch
+        # Of a response that goes on from one of its states, all tokens but the last may be given.
+        given_length = contract.response_length - 1 if contract.step_ends else 0
         self._engine = Engine(
             policy.model,
             space,
             self._mesh,
-            slots=s.slots or self.rows_per_batch,
+            slots=slots,
             samples=s.samples_per_query,
-            prompt_length=max(len(query.prompt) for query in queries),
+            prompt_length=max(len(query.prompt) for query in queries) + given_length,
+            given_length=given_length,
             response_length=contract.response_length,
             pad_id=contract.pad_id,
-            stop_strings=stop_strings.build(tokenizer.token_bytes(), contract.stop_strings, vocab=policy.model.vocab)
-            if contract.stop_strings
-            else None,
+            stop_strings=self._automaton(contract.stop_strings),
             swap=s.swap,
             chunk=s.decode_steps,
             batches=config.schedule.mode == "interleaved",
         )
+        self._value_states = self._make_state_values(slots)
         self._jit_keys = jax.jit(row_keys)
         score = functools.partial(
             scoring.response_logprobs,
@@ -158,6 +165,25 @@ class Searcher:
             policy.model_specs,
             policy.model_shardings(self._mesh),
             dtype=policy.model.compute_dtype,
+        )
+
+    def _automaton(self, texts: Sequence[str]) -> StopStrings | None:
+        return stop_strings.build(self._tokenizer.token_bytes(), texts, vocab=self._policy.model.vocab) if texts else None
+
+    def _make_state_values(self, slots: int) -> StateValues | None:
+        s, step_ends = self._config.searchers, self._automaton(self._contract.step_ends)
+        if step_ends is None:
+            return None
+        return StateValues(
+            self._engine,
+            step_ends=step_ends,
+            sampling=self._plain_sampling(s.value_samples),
+            most_states=s.value_states,
+            samples_per_query=s.samples_per_query,
+            states_at_a_time=2 * slots // s.value_samples,
+            task=self._task,
+            tokenizer=self._tokenizer,
+            missing_eos_reward=self._contract.missing_eos_reward,
         )
 
     def refresh(self) -> bool:
@@ -208,7 +234,7 @@ class Searcher:
         query = self._next_query()
         keys = np.asarray(self._jit_keys(np.uint32(self._config.seed), np.uint32(self._writer_number), rows))
         sampling = self._sampling()
-        request = Request(name=_described(query), prompt=query.prompt, keys=keys, sampling=sampling)
+        request = Request(name=query.name, prompt=query.prompt, keys=keys, sampling=sampling)
         self._asked.append(_Asked(query, self._engine.submit(request), keys, sampling))
         self._queries_on_snapshot += 1
 
@@ -224,6 +250,7 @@ class Searcher:
         """
         begin = time.monotonic()
         samples, size = self._config.searchers.samples_per_query, self._config.searchers.queries_per_batch
+        value_tokens = 0
 
         def feed() -> bool:
             # A lane that is slow does not let the others run ahead without end.
@@ -261,7 +288,7 @@ class Searcher:
                 tokenizer=self._tokenizer,
                 missing_eos_reward=self._contract.missing_eos_reward,
             )
-        count = self.rows_per_batch
+        count, keys = self.rows_per_batch, np.concatenate([asked.keys for asked in batch])
         sampling = jax.tree.map(lambda *rows: np.concatenate(rows), *[asked.sampling for asked in batch])
         rows = {
             "row": np.arange(self._log.next_row, self._log.next_row + count),
@@ -279,12 +306,16 @@ class Searcher:
             "policy_logprobs": generation.policy_logprobs,
             "behavior_logprobs": generation.behavior_logprobs,
             "policy_step": generation.policy_step,
-            "key": np.concatenate([asked.keys for asked in batch]),
+            "key": keys,
             **{field.name: getattr(sampling, field.name) for field in dataclasses.fields(sampling)},
         }
         if self._embedder is not None:
             with self._account.measure("embedding"):
                 rows["embedding"] = self._embedder(texts)
+        if self._value_states is not None:
+            of_rows = [query for query in queries for _ in range(samples)]
+            with self._account.measure("values"):
+                rows["state_values"], value_tokens = self._value_states(generation, scores.reward, keys, of_rows, feed=feed)
         with self._account.measure("append"):
             self._log.append(rows)
         return SearchReport(
@@ -295,16 +326,18 @@ class Searcher:
             policy_step=self._engine.policy_step,
             slot_idle=self._engine.usage.idle,
             seconds=time.monotonic() - begin,
+            value_tokens=value_tokens,
         )
+
+    def _plain_sampling(self, rows: int) -> sampling_lib.Sampling:
+        s = self._config.sampling
+        return sampling_lib.constant(rows, temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p)
 
     def _sampling(self) -> sampling_lib.Sampling:
         """Of the samples of one query."""
         s = self._config.sampling
-        plain = sampling_lib.constant(
-            self._config.searchers.samples_per_query, temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p
-        )
         return sampling_lib.explore(
-            plain,
+            self._plain_sampling(self._config.searchers.samples_per_query),
             self._rng,
             temperature_probability=s.explore_temperature_probability,
             temperature_factor=s.explore_temperature_factor,
@@ -317,13 +350,8 @@ class Searcher:
         if broken.any():
             first = queries[int(broken.argmax()) // self._config.searchers.samples_per_query]
             raise FloatingPointError(
-                f"{broken.sum()} responses have reference log-probs that are not finite; the first to query {_described(first)}"
+                f"{broken.sum()} responses have reference log-probs that are not finite; the first to query {first.name}"
             )
-
-
-def _described(query: EncodedQuery) -> str:
-    """How messages call a query: its id and how its prompt begins."""
-    return f"{trajectory.query_id(query.prompt):016x} ({query.query.prompt[:60]!r})"
 
 
 class _Refresher:
@@ -360,7 +388,7 @@ def run_searcher(
     writer = MetricWriter(run.metrics(name))
     poll_seconds = storage.poll_seconds([run.shared], config.searchers.poll_seconds)
     begin, batches = time.monotonic(), 0
-    rows = tokens = 0
+    rows = tokens = value_tokens = 0
     with account.measure("load_policy"):
         searcher.refresh()
     refresher = _Refresher(searcher, poll_seconds=poll_seconds)
@@ -379,7 +407,7 @@ def run_searcher(
                 begin = time.monotonic()
                 log.info("%s writes replay/%s", name, searcher.writer)
                 continue
-            rows, tokens = rows + report.rows, tokens + report.tokens
+            rows, tokens, value_tokens = rows + report.rows, tokens + report.tokens, value_tokens + report.value_tokens
             elapsed = time.monotonic() - begin
             scalars = {
                 "rows_per_second": rows / elapsed,
@@ -391,6 +419,8 @@ def run_searcher(
                 "rows": report.rows,
                 "tokens": report.tokens,
             }
+            if value_tokens:
+                scalars["value_tokens_per_second"] = value_tokens / elapsed
             writer.write(batches, scalars | account.shares())
     finally:
         refresher.close()

@@ -198,7 +198,7 @@ def _token_bytes_by(decoders: Sequence[dict[str, Any]]) -> Callable[[str], bytes
         )
     raise ValueError(
         f"the tokenizer's decoder is {' + '.join(kinds) or 'none'}, by which the text of a token depends on others: "
-        "task.stop_strings needs a byte-level tokenizer, or one of SentencePiece's kind"
+        "task.stop_strings and task.step_ends need a byte-level tokenizer, or one of SentencePiece's kind"
     )
 
 

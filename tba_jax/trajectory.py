@@ -39,12 +39,14 @@ _SCALAR_COLUMNS: dict[str, tuple[str, str]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowShape:
-    """Sizes that fix the schema of a run's rows: P, R, the names of the M reward parts, E (0: no embedding)."""
+    """Sizes that fix the schema of a run's rows: P, R, the names of the M reward parts, E (0: no embedding), and whether rows
+    hold values of states."""
 
     prompt_length: int
     response_length: int
     reward_parts: tuple[str, ...]
     embedding_size: int = 0
+    state_values: bool = False
 
     def columns(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Column name -> (dtype, shape of one row)."""
@@ -60,7 +62,11 @@ class RowShape:
             "behavior_logprobs": ("float32", (R,)),
             "policy_step": ("int32", (R,)),
         }
-        return columns | ({"embedding": ("float32", (self.embedding_size,))} if self.embedding_size else {})
+        if self.embedding_size:
+            columns["embedding"] = ("float32", (self.embedding_size,))
+        if self.state_values:
+            columns["state_values"] = ("float32", (R,))
+        return columns
 
 
 # Rows on the host: column name -> array [rows, ...]. Shapes and dtypes are RowShape.columns(); besides the scalars:
@@ -73,6 +79,8 @@ class RowShape:
 #   behavior_logprobs: float32[B, R]    nats, the distribution that was sampled, 0 where masked
 #   policy_step: int32[B, R]            trainer step of the weights that produced each token, -1 where masked
 #   embedding: float32[B, E]            of the response's text, of length 1; only where E > 0
+#   state_values: float32[B, R]         mean reward of what was sampled from the state before each token, NaN where that was not
+#                                       valued, the first state always is; only where RowShape.state_values
 Rows = Mapping[str, np.ndarray]
 
 

@@ -3,9 +3,12 @@
 import re
 
 import pytest
+from ml_collections import config_dict
 
+from configs import base
 from tba_jax import config_checks
 from tba_jax import experiment as experiment_lib
+from tba_jax.objectives import OBJECTIVES
 from tba_jax.replay.selection import STRATEGIES
 from tests.test_run_config import config_with
 
@@ -27,6 +30,7 @@ LIMITS: dict[str, dict[str, list[object]]] = {
         "model.ffn": [0],
         "searchers.queries_per_batch": [0],
         "searchers.samples_per_query": [0],
+        "searchers.value_samples": [0],
         "searchers.decode_steps": [0],
         "searchers.cpu_devices": [0],
         "learner.queries": [0],
@@ -56,6 +60,7 @@ LIMITS: dict[str, dict[str, list[object]]] = {
         "warm_start.steps": [-1],
         "warm_start.warmup_steps": [-1],
         "searchers.count": [-1],
+        "searchers.value_states": [-1],
         "searchers.slots": [-1],
         "searchers.max_rows_per_snapshot": [-1],
         "searchers.stop_seconds": [-0.5],
@@ -92,6 +97,10 @@ LIMITS: dict[str, dict[str, list[object]]] = {
         "learner.adam_epsilon": [0.0, -1.0],
         "learner.learning_rate": [0.0, float("inf")],
         "learner.log_z_learning_rate": [0.0],
+        "learner.value_learning_rate": [0.0],
+        "learner.value_coefficient": [0.0, float("inf")],
+        "learner.clip_high": [0.0, float("nan")],
+        "learner.sequence_clip_high": [-1e-4],
         "sampling.scoring_temperature": [0.0],
         "sampling.temperature": [0.0],
         "searchers.poll_seconds": [0.0],
@@ -102,14 +111,22 @@ LIMITS: dict[str, dict[str, list[object]]] = {
     },
     "must be within [0, 1]": {
         "replay.recent_probability": [-0.1, 1.5, float("nan")],
+        "learner.gae_lambda": [-0.1, 1.1],
         "sampling.explore_temperature_probability": [1.1],
         "sampling.explore_top_p_probability": [-0.1, 1.1],
         "searchers.memory_fraction": [1.1],
         "learner.memory_fraction": [-0.1],
         "evaluation.memory_fraction": [1.1],
     },
-    "must be within (0, 1]": {"sampling.top_p": [0.0, 1.2], "sampling.explore_top_p_low": [0.0, 1.2]},
+    "must be within (0, 1]": {
+        "sampling.top_p": [0.0, 1.2],
+        "sampling.explore_top_p_low": [0.0, 1.2],
+        "learner.clip_low": [0.0, 1.1],
+        "learner.sequence_clip_low": [0.0, float("nan")],
+    },
+    "must be above 1 and finite": {"learner.icepop_high": [1.0, 0.5, float("inf")]},
     "must be within [0, 1)": {
+        "learner.icepop_low": [-0.1, 1.0],
         "sampling.min_p": [-0.1, 1.0],
         "learner.adam_beta1": [-0.1, 1.0, float("nan")],
         "learner.adam_beta2": [2.0],
@@ -123,7 +140,7 @@ LIMITS: dict[str, dict[str, list[object]]] = {
         "publish.dtype": ["int8"],
         "schedule.mode": ["synchronous"],
         "task.name": ["sudoku"],
-        "learner.objective": ["ppo"],
+        "learner.objective": ["sarsa"],
         "learner.schedule": ["cosine"],
         "replay.strategy": ["newest"],
         "model.preset": ["gpt5"],
@@ -220,7 +237,7 @@ def test_every_rule_on_one_setting_is_tried_above():
         ),
         ({"task.arithmetic.train_queries": 6}, "learner.queries=7 is more than the 6 train queries of the task"),
         ({"replay.capacity_per_query": 19}, "replay.capacity_per_query=19 is less than learner.completions=20"),
-        ({"sampling.top_p": 0.9}, "sampling.top_p=0.9 would truncate every row; trajectory balance needs full support"),
+        ({"sampling.top_p": 0.9}, "sampling.top_p=0.9 would truncate every row; learner.objective=trajectory_balance needs full"),
         ({"sampling.top_k": 5}, "sampling.top_k=5 would truncate every row"),
         ({"sampling.min_p": 0.1}, "sampling.min_p=0.1 would truncate every row"),
         ({"sampling.explore_top_p_probability": 1.0}, "sampling.explore_top_p_probability=1 would truncate every row"),
@@ -254,6 +271,28 @@ def test_every_rule_on_one_setting_is_tried_above():
         ({"task.banned_tokens": tuple(range(3, 17))}, "task.banned_tokens holds 14 ids and leaves no token that a response"),
         ({"task.stop_strings": ("=", "")}, "task.stop_strings=('=', '') must hold texts of at least one character, not ''"),
         ({"task.stop_strings": (3,)}, "task.stop_strings=(3,) must hold texts of at least one character, not 3"),
+        ({"task.step_ends": ("=", "")}, "task.step_ends=('=', '') must hold texts of at least one character, not ''"),
+        (
+            {"task.step_ends": ("=", "so")},
+            "task.step_ends holds 'so', which no response can: encoded by the tokenizer (CharacterTokenizer)",
+        ),
+        (
+            {"task.step_ends": (",", "1#2"), "task.stop_strings": ("#",)},
+            "task.step_ends=(',', '1#2') holds '1#2', which ends no step: by then '#' of task.stop_strings has ended the",
+        ),
+        (
+            {
+                "task.step_ends": (",",),
+                "learner.objective": "learned_log_z",
+                "learner.completions": 1,
+                "searchers.samples_per_query": 1,
+            },
+            "searchers.samples_per_query=1 must be at least 2 with task.step_ends: the value of the state before a response is",
+        ),
+        (
+            {"learner.objective": "vine_ppo"},
+            "learner.objective=vine_ppo needs rows with the values of the states between steps: say by task.step_ends what ends",
+        ),
         (
             {"task.stop_strings": ("=", "so")},
             "task.stop_strings holds 'so', which no response can: encoded by the tokenizer (CharacterTokenizer)",
@@ -270,6 +309,94 @@ def test_values_that_do_not_go_together_are_refused(overrides, sentence):
 def test_one_completion_is_enough_where_log_z_is_learned():
     one = {"learner.completions": 1, "searchers.samples_per_query": 1}
     config_checks.check(config_with(one | {"learner.objective": "learned_log_z", "learner.queries": 128}))
+
+
+# What the base config lacks.
+NEEDED: dict[str, dict[str, object]] = {"vine_ppo": {"task.step_ends": (",",)}}
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_what_the_base_config_says_goes_with_every_objective(name):
+    config_checks.check(config_with({"learner.objective": name, **NEEDED.get(name, {})}))
+
+
+# Setting -> a value that no objective's rules are broken by but those of objectives that do not read it.
+NOT_READ_BY_ALL = {
+    "importance_clip": 3.0,
+    "log_ratio_clip": 7.0,
+    "clip_low": 0.1,
+    "clip_high": 0.3,
+    "sequence_clip_low": 1e-3,
+    "sequence_clip_high": 1e-3,
+    "icepop_low": 0.2,
+    "icepop_high": 2.0,
+    "gae_lambda": 1.0,
+    "value_coefficient": 0.5,
+    "ref_temperature_end": 1.2,
+    "reward_temperature_start": 2.0,
+}
+READ = {
+    "trajectory_balance": {"ref_temperature_end", "reward_temperature_start"},
+    "learned_log_z": {"ref_temperature_end", "reward_temperature_start"},
+    "tba_prime": {"ref_temperature_end", "reward_temperature_start", "importance_clip", "log_ratio_clip"},
+    **dict.fromkeys(("proximal_rloo", "vine_ppo", "grpo", "dr_grpo"), frozenset({"clip_low", "clip_high"})),
+    "ppo": {"clip_low", "clip_high", "gae_lambda", "value_coefficient"},
+    "gspo": {"sequence_clip_low", "sequence_clip_high"},
+    "cispo": {"clip_high"},
+    "icepop": {"icepop_low", "icepop_high"},
+    **dict.fromkeys(("reinforce", "rloo", "online_dpo", "raft"), frozenset()),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_settings_that_an_objective_does_not_read_are_refused(name):
+    assert set(READ) == set(OBJECTIVES)
+    for setting, value in NOT_READ_BY_ALL.items():
+        steps = {f"learner.{setting.rpartition('_')[0]}_steps": 5} if "temperature" in setting else {}
+        config = config_with({"learner.objective": name, f"learner.{setting}": value, **steps, **NEEDED.get(name, {})})
+        if setting in READ[name]:
+            config_checks.check(config)
+            continue
+        sentence = f"learner.{setting}={value} would not be used: learner.objective={name} does not read it; leave it at "
+        with pytest.raises(ValueError, match=re.escape(sentence)):
+            config_checks.check(config)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_what_an_objective_needs_is_refused_where_it_is_missing(name):
+    """Completions to compare with, full support, and a reference that it reads, where it has need of them."""
+    cases = {
+        "one completion": ({"learner.completions": 1}, name in ("learned_log_z", "ppo", "vine_ppo")),
+        "two completions": ({"learner.completions": 2}, True),
+        "all rows truncated": ({"sampling.top_p": 0.9}, name not in ("trajectory_balance", "learned_log_z", "tba_prime")),
+        "all rows explored": (
+            {"sampling.explore_top_p_probability": 1.0},
+            name not in ("trajectory_balance", "learned_log_z", "tba_prime"),
+        ),
+        "a moving reference": ({"learner.reference.kind": "ema"}, name not in ("raft", "gspo", "cispo")),
+    }
+    for what, (settings, allowed) in cases.items():
+        config = config_with({"learner.objective": name, **NEEDED.get(name, {}), **settings})
+        try:
+            config_checks.check(config)
+        except ValueError as error:
+            assert not allowed and f"learner.objective={name}" in str(error), what
+        else:
+            assert allowed, what
+
+
+def test_a_config_of_an_earlier_version_gets_the_defaults_of_what_it_lacks():
+    stored = base.get_config().to_dict()
+    for name in (*NOT_READ_BY_ALL, "value_learning_rate"):
+        if name not in ("importance_clip", "log_ratio_clip") and "temperature" not in name:
+            del stored["learner"][name]
+    built = experiment_lib.build(config_dict.ConfigDict(stored)).config
+    assert built.learner.to_dict() == base.get_config().learner.to_dict()
+
+
+def test_rows_may_hold_values_that_the_objective_does_not_read():
+    """Other runs may."""
+    config_checks.check(config_with(NEEDED["vine_ppo"]))
 
 
 def test_a_share_of_truncated_rows_is_exploration():

@@ -34,3 +34,15 @@ def test_meshes_divide(role, section):
         assert split[other] == whole[other]
     if role != "trainer":  # 16 and 4 rows over 4 ways, heads over 2
         assert split[role]["KV cache"] == whole[role]["KV cache"] // 8
+
+
+def test_caches_of_prompts_have_room_for_responses_that_go_on():
+    """16 slots in groups of 2, each with two prompts: of 7 tokens, or of 7 and 5 of the response's 6."""
+    plain, valued = estimate(), estimate(task__step_ends=("=",))
+    layers, heads, size, entries = 32, 8, 128, {"prompts": 8 * 2, "own": 16 * 5}
+    for found, length in ((plain, 7), (valued, 7 + 5)):
+        expected = 2 * layers * heads * size * 4 * (entries["prompts"] * length + entries["own"])
+        assert found["searcher"]["KV cache"] == expected
+    assert valued["evaluator"] == plain["evaluator"]
+    assert valued["trainer"].pop("replay (host)") - plain["trainer"].pop("replay (host)") == 50_000 * 6 * 4
+    assert valued["trainer"] == plain["trainer"]

@@ -152,6 +152,7 @@ RESUMED = {
     "whole policy": {},
     "adapters in bfloat16": ADAPTERS,
     "learned log Z": {"learner__objective": "learned_log_z"},
+    "value head": {"learner__objective": "ppo"},
     # 5, the checkpoint, is between two resets.
     "reset reference and optimizer": {
         "learner__objective": "tba_prime",

@@ -10,11 +10,12 @@ import pytest
 ROOT = Path(__file__).parent.parent
 # A unit is a module of tba_jax/ or a room (a folder); imports go strictly down, or stay within the room.
 LAYERS = (
-    {"trajectory", "mesh", "storage", "run_dir", "metrics", "run_config", "config_checks", "lifeline"},
+    {"trajectory", "mesh", "storage", "run_dir", "metrics", "run_config", "lifeline"},
     {"tokenizer", "models", "tasks", "objectives", "optimizer"},
     {"fine_tuning", "decoding", "learner", "replay", "policy_store", "checkpoint"},
     {"searcher", "trainer", "evaluator"},
     {
+        "config_checks",
         "experiment",
         "other_runs",
         "interleave",

@@ -20,6 +20,7 @@ from tba_jax.models.lora import LoraConfig
 from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.objectives.inputs import ObjectiveSettings
+from tba_jax.objectives.objective import Objective
 from tba_jax.optimizer import adamw, linear_then_constant
 
 MODEL = decoder.DecoderConfig(layers=2, width=16, heads=4, kv_heads=2, head_size=4, ffn=24, vocab=12, max_positions=16)
@@ -31,7 +32,7 @@ EOS = 1
 SPACE = scoring.ResponseSpace(temperature=0.8, banned_tokens=(0,), eos_id=EOS)
 # Gradients are read off the parameters after a step of plain descent by 1.
 DESCENT = state_lib.Optimizers(policy=optax.sgd(1.0))
-WITH_LOG_Z = state_lib.Optimizers(policy=optax.sgd(1.0), log_z=optax.sgd(1.0))
+HEADS = {"log_z": heads.log_z_specs(MODEL), "value_head": heads.value_head_specs(MODEL)}
 # Compiling is most of the time here, and the arithmetic is the same without LLVM's optimisation.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": "0"})
 
@@ -92,28 +93,36 @@ def make_step(
     return functools.partial(train_step, optimizers=optimizers, schedules=schedules(**changes or {}), config=config)
 
 
-# What an update may be: settings, whether a head learns log Z, whether the batch has log-probs of a moving reference.
-FORMS: dict[str, tuple[dict[str, Any], bool, bool]] = {
-    "trajectory_balance": ({}, False, False),
-    "learned_log_z": ({"objective": OBJECTIVES["learned_log_z"]}, True, False),
-    "tba_prime": ({"objective": OBJECTIVES["tba_prime"]}, False, False),
-    "moving reference": ({"objective": OBJECTIVES["tba_prime"]}, False, True),
-    "surrogate": ({"surrogate_decay": 0.8}, False, False),
+# What an update may be: settings, the head that it trains, what the batch has besides.
+FORMS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "trajectory_balance": ({}, "", ""),
+    "learned_log_z": ({"objective": OBJECTIVES["learned_log_z"]}, "log_z", ""),
+    "tba_prime": ({"objective": OBJECTIVES["tba_prime"]}, "", ""),
+    "moving reference": ({"objective": OBJECTIVES["tba_prime"]}, "", "moving_ref_logprobs"),
+    "surrogate": ({"surrogate_decay": 0.8}, "", ""),
+    "ppo": ({"objective": OBJECTIVES["ppo"]}, "value_head", ""),
+    "vine_ppo": ({"objective": OBJECTIVES["vine_ppo"]}, "", "state_values"),
+    "grpo": ({"objective": OBJECTIVES["grpo"]}, "", ""),
 }
 
 
 def state_of(form: str, optimizers: state_lib.Optimizers | None = None) -> tuple[state_lib.TrainState, state_lib.Optimizers]:
-    learns_log_z = FORMS[form][1]
-    optimizers = optimizers or (WITH_LOG_Z if learns_log_z else DESCENT)
+    name = FORMS[form][1]
+    optimizers = optimizers or dataclasses.replace(DESCENT, **{name: optax.sgd(1.0)} if name else {})
     rng = np.random.default_rng(3)
-    head = parameters.map_specs(lambda _, spec: rng.standard_normal(spec.shape).astype(np.float32), heads.log_z_specs(MODEL))
-    return state_lib.init_state(random_params(), optimizers, log_z=head if learns_log_z else None), optimizers
+    head = parameters.map_specs(lambda _, spec: rng.standard_normal(spec.shape).astype(np.float32), HEADS.get(name, {}))
+    return state_lib.init_state(random_params(), optimizers, **{name: head} if name else {}), optimizers
 
 
 def batch_of(form: str) -> state_lib.Batch:
-    batch = random_batch()
-    if FORMS[form][2]:
-        batch = dataclasses.replace(batch, moving_ref_logprobs=(0.7 * batch.ref_logprobs).astype(np.float32))
+    batch, column = random_batch(), FORMS[form][2]
+    if column == "moving_ref_logprobs":
+        return dataclasses.replace(batch, moving_ref_logprobs=(0.7 * batch.ref_logprobs).astype(np.float32))
+    if column == "state_values":
+        rng = np.random.default_rng(4)
+        values = np.where(rng.random((B, R)) < 0.6, rng.normal(size=(B, R)), np.nan).astype(np.float32)
+        values[:, 0] = 0.5
+        return dataclasses.replace(batch, state_values=values)
     return batch
 
 
@@ -125,7 +134,7 @@ def measured(step: Any, state: Any, batch: Any) -> Found:
     after, measurements = step(state, {}, batch)
     assert measurements.pop("row_finite").all()
     assert float(measurements["finite"]) == 1 and int(after.step) == 1 and int(after.skipped) == 0
-    before, now = ({"policy": s.params, "log_z": s.log_z} for s in (state, after))
+    before, now = ({"policy": s.params, "head": s.log_z or state_lib.value_head_of(s)} for s in (state, after))
     gradient = jax.tree.map(lambda new, old: np.asarray(old) - np.asarray(new), now, before)
     return float(measurements["loss"]), gradient, {name: float(value) for name, value in measurements.items()}
 
@@ -207,7 +216,7 @@ def test_one_pass_equals_the_loss_by_hand():
     for name, value in expected.items():
         np.testing.assert_allclose(found[name], value, rtol=1e-5, err_msg=name)
     by_hand = gradient_of(np.where(mask, 2 / B * residual.reshape(B, 1), 0.0))
-    assert_same((loss, gradient, {}), (expected["loss"], {"policy": by_hand, "log_z": {}}, {}))
+    assert_same((loss, gradient, {}), (expected["loss"], {"policy": by_hand, "head": {}}, {}))
     np.testing.assert_allclose(found["grad_norm"], optax.tree.norm(by_hand), rtol=1e-5)
 
 
@@ -227,8 +236,44 @@ def test_the_learned_log_z_is_that_of_the_mean_prompt_state():
     mask = trajectory.response_mask(batch.response_length, R)
     policy = gradient_of(np.where(mask, cotangent[:, None], 0.0))
     loss, gradient, found = one_pass("learned_log_z")
-    assert_same((loss, gradient, {}), (np.mean(residual**2), {"policy": policy, "log_z": head}, {}))
+    assert_same((loss, gradient, {}), (np.mean(residual**2), {"policy": policy, "head": head}, {}))
     np.testing.assert_allclose(found["learned_log_z"], log_z.mean(), rtol=1e-5)
+
+
+def test_values_are_learned_beside_the_policy_from_the_states_they_share():
+    """PPO's loss and gradients in NumPy from the scores and the states of a forward pass of their own."""
+    batch, state = random_batch(), state_of("ppo")[0]
+
+    def values_of(params: Any, head: Any) -> jax.Array:
+        hidden = scoring.response_hidden_states(
+            params, batch.prompt_tokens, batch.prompt_length, batch.response_tokens, config=MODEL, remat="none"
+        )
+        return (hidden @ head["weight"] + head["bias"])[..., 0]
+
+    policy, values = scores()[0], np.asarray(values_of(random_params(), state.value_head))
+    by_logprobs, by_values, loss = np.zeros((B, R)), np.zeros((B, R)), 0.0
+    for row in range(B):
+        advantage = following = 0.0
+        last = batch.response_length[row] - 1
+        for t in range(last, -1, -1):
+            reward = -BETA * (policy[row, t] - batch.ref_logprobs[row, t]) + (batch.reward[row] if t == last else 0.0)
+            advantage = reward + following - values[row, t] + 0.95 * advantage
+            following = values[row, t]
+            ratio = np.exp(policy[row, t] - batch.behavior_logprobs[row, t])
+            bounded = min(max(ratio, 0.8), 1.2)
+            loss += (0.1 * advantage**2 / 2 - min(ratio * advantage, bounded * advantage)) / (B * R)
+            by_logprobs[row, t] = -ratio * advantage / (B * R) * (ratio * advantage <= bounded * advantage)
+            by_values[row, t] = -0.1 * advantage / (B * R)
+    cotangent = by_values.astype(np.float32)
+    through_values = jax.grad(lambda p, h: jnp.sum(cotangent * values_of(p, h)), argnums=(0, 1))
+    of_policy, of_head = through_values(random_params(), state.value_head)
+    of_policy = jax.tree.map(jnp.add, of_policy, gradient_of(by_logprobs))
+    found = one_pass("ppo")
+    assert_same((*found[:2], {}), (loss, {"policy": of_policy, "head": of_head}, {}))
+    mask = trajectory.response_mask(batch.response_length, R)
+    error = np.sqrt(np.mean((values - batch.reward[:, None])[mask] ** 2))
+    np.testing.assert_allclose(found[2]["value_error"], error, rtol=1e-5)
+    assert not (set(one_pass("grpo")[2]) - set(one_pass("trajectory_balance")[2]))
 
 
 def test_the_surrogate_reference_trails_by_each_rows_own_staleness():
@@ -407,18 +452,35 @@ def test_a_batch_that_is_not_finite_is_counted_and_changes_nothing_else(adam, co
     assert float(measurements["finite"]) == 1 and (int(again.step), int(again.skipped)) == (3, 1)
 
 
-@pytest.mark.parametrize("form", ["learned_log_z", "tba_prime"])
+@pytest.mark.parametrize("form", ["learned_log_z", "tba_prime", "ppo"])
 def test_every_form_refuses_what_is_not_finite_and_says_which_row(form):
     state, optimizers = state_of(form)
     before = jax.device_get(state)
     update = jit(make_step(settings(**FORMS[form][0]), optimizers=optimizers))
-    for column, value in NOT_FINITE if form == "tba_prime" else NOT_FINITE[:4]:
+    for column, value in NOT_FINITE[:4] if form == "learned_log_z" else NOT_FINITE:
         batch = batch_of(form)
         getattr(batch, column)[3] = value
         after, measurements = update(state, {}, batch)
         assert float(measurements["finite"]) == 0
         assert np.flatnonzero(~measurements["row_finite"]).tolist() == [3]
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(after), dataclasses.replace(before, step=1, skipped=1))
+
+
+@pytest.mark.parametrize("place, value", [(0, np.nan), (0, np.inf), (1, np.inf)])
+def test_a_row_whose_first_state_has_no_value_is_refused(place, value):
+    state, optimizers = state_of("vine_ppo")
+    update = jit(make_step(settings(**FORMS["vine_ppo"][0]), optimizers=optimizers))
+    batch = batch_of("vine_ppo")
+    row = int(np.argmax(batch.response_length > 1))
+    batch.state_values[row, place] = value
+    measurements = update(state, {}, batch)[1]
+    assert float(measurements["finite"]) == 0 and np.flatnonzero(~measurements["row_finite"]).tolist() == [row]
+
+
+def test_values_of_states_are_nothing_to_objectives_that_do_not_read_them():
+    batch = dataclasses.replace(random_batch(), state_values=np.full((B, R), np.nan, np.float32))
+    found = measured(jit(make_step(settings(**FORMS["grpo"][0]))), state_of("grpo")[0], batch)
+    assert_same(found, one_pass("grpo"))
 
 
 def test_a_log_z_that_is_not_finite_is_that_of_its_querys_rows():
@@ -451,7 +513,8 @@ def test_coefficients_follow_the_step():
         "ref_temperature": linear_then_constant(start=1.0, end=1.2, steps=2),
         "reward_temperature": linear_then_constant(start=2.0, end=1.0, steps=5),
     }
-    config = settings(objective=lambda _, x: x.beta + 10 * x.ref_temperature + 100 * x.reward_temperature)
+    shown = Objective(loss=lambda _, x: x.beta + 10 * x.ref_temperature + 100 * x.reward_temperature)
+    config = settings(objective=shown)
     update, state, found = jit(make_step(config, changes=given)), state_of("trajectory_balance")[0], []
     for _ in range(6):
         state, measurements = update(state, {}, random_batch())
@@ -461,6 +524,9 @@ def test_coefficients_follow_the_step():
 
 def test_a_batch_takes_its_columns_from_rows():
     batch = random_batch()
-    columns = [name for name in batch.__dataclass_fields__ if name != "moving_ref_logprobs"]
+    columns = [name for name in batch.__dataclass_fields__ if name not in ("moving_ref_logprobs", "state_values")]
     rows = {name: getattr(batch, name) for name in columns} | {"row": np.arange(B)}
     jax.tree.map(np.testing.assert_array_equal, state_lib.batch_from_rows(rows), batch)
+    valued = batch_of("vine_ppo")
+    rows["state_values"] = valued.state_values
+    jax.tree.map(np.testing.assert_array_equal, state_lib.batch_from_rows(rows), valued)

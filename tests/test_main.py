@@ -30,7 +30,8 @@ def test_recipe_dry_runs(recipe, tmp_path, request):
     done = tiny_run.call(tiny_run.command(tmp_path / "run", *flags, "--dry_run", recipe=f"configs/{recipe}", tiny=False))
     assert done.returncode == 0, done.stderr
     printed = json.loads(done.stdout[done.stdout.index("{") : done.stdout.index("\nparameters:")])
-    assert printed["learner"]["objective"] == ("tba_prime" if recipe == "demo_tba_prime.py" else "trajectory_balance")
+    other = {"demo_tba_prime.py": "tba_prime", "demo_vine_ppo.py": "vine_ppo"}
+    assert printed["learner"]["objective"] == other.get(recipe, "trajectory_balance")
     assert re.search(r"total +[\d,]+", done.stdout)
     for role in ("trainer", "searcher", "evaluator"):
         assert re.search(rf"{role} +\d+\.\d{{3}}  \(", done.stdout), f"no memory estimate of the {role}"

@@ -1,4 +1,4 @@
-"""What PAPER §1 says of trajectory balance and TBA′: gradients, expectations by enumeration, optima. In float64."""
+"""What PAPER §1 says of trajectory balance, TBA′ and policy gradients: expectations by enumeration, optima. In float64."""
 
 import dataclasses
 import functools
@@ -26,7 +26,12 @@ EXPECTED_SCALE = {
     "learned_log_z": lambda K: -(2 / BETA),
     "tba_prime": lambda K: -(1 - 1 / K),
     "tba_prime, unweighted": lambda K: -(1 - 1 / K),
+    "reinforce": lambda K: -(1 - 1 / K),
+    "rloo": lambda K: -1.0,
+    "proximal_rloo": lambda K: -1.0,
+    "ppo": lambda K: -1.0,
 }
+UNCLIPPED = {"clip_low": 1.0, "clip_high": 1e6}
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +61,7 @@ def test_the_gradient_is_reinforce_with_a_mean_baseline(sizes, beta, dtype):
 
 def group_gradient(theta: jax.Array, group: jax.Array, behavior: jax.Array, form: str, log_z: float) -> jax.Array:
     """∇_θ L of the policy softmax(θ) on one group, int[K], of responses that `behavior` drew: float64[n]."""
-    name, clip = FORMS[form]
+    name, settings = FORMS[form]
     K = group.shape[0]
     inputs = ObjectiveInputs(
         ref_logprobs=jnp.asarray(REF_LOGPROBS)[group][:, None],
@@ -66,12 +71,14 @@ def group_gradient(theta: jax.Array, group: jax.Array, behavior: jax.Array, form
         beta=jnp.asarray(BETA),
         ref_temperature=jnp.ones(()),
         reward_temperature=jnp.ones(()),
-        settings=ObjectiveSettings(completions=K, importance_clip=clip),
+        settings=ObjectiveSettings(completions=K, **settings | UNCLIPPED),
+        state_values=jnp.full((K, 1), log_z),
     )
 
     def loss(theta: jax.Array) -> jax.Array:
         logprobs = jax.nn.log_softmax(theta)[group][:, None]
-        return OBJECTIVES[name](PolicyOutputs(logprobs=logprobs, log_z=jnp.full(K, log_z)), inputs)
+        outputs = PolicyOutputs(logprobs=logprobs, log_z=jnp.full(K, log_z), values=jnp.full((K, 1), log_z))
+        return OBJECTIVES[name].loss(outputs, inputs)
 
     return jax.grad(loss)(theta)
 
@@ -93,7 +100,7 @@ def regularised_reward(theta: jax.Array) -> jax.Array:
 
 
 @pytest.mark.parametrize("K", [2, 3])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", EXPECTED_SCALE)
 def test_on_policy_the_expected_gradient_is_that_of_the_regularised_reward(form, K):
     found = np.asarray(expected_gradient(jnp.asarray(THETA), jax.nn.softmax(THETA), K=K, form=form))
     ascent = np.asarray(jax.grad(regularised_reward)(jnp.asarray(THETA)))
@@ -102,11 +109,20 @@ def test_on_policy_the_expected_gradient_is_that_of_the_regularised_reward(form,
 
 
 @pytest.mark.parametrize("form", FORMS)
+def test_from_the_reference_every_objective_raises_the_reward(form):
+    """On-policy, in expectation, where the KL is at its least: descent goes the way of ∇E[r], of raft and online_dpo about so."""
+    found = np.asarray(expected_gradient(jnp.asarray(REF_LOGPROBS), jnp.exp(REF_LOGPROBS), K=3, form=form))
+    ascent = np.asarray(jax.grad(lambda theta: jax.nn.softmax(theta) @ REWARD)(jnp.asarray(REF_LOGPROBS)))
+    cosine = -found @ ascent / np.linalg.norm(found) / np.linalg.norm(ascent)
+    assert cosine > (1 - 1e-9 if form in (*EXPECTED_SCALE, "vine_ppo", "dr_grpo") else 0.8)
+
+
+@pytest.mark.parametrize("form", EXPECTED_SCALE)
 def test_off_policy_only_importance_weights_keep_it(form):
     """Of responses of one token, where no weight is clipped."""
     found = np.asarray(expected_gradient(jnp.asarray(THETA), jnp.asarray(SKEWED), K=2, form=form))
     expected = EXPECTED_SCALE[form](2) * np.asarray(jax.grad(regularised_reward)(jnp.asarray(THETA)))
-    if form == "tba_prime":
+    if form in ("tba_prime", "proximal_rloo", "ppo"):
         np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
     else:
         assert np.abs(found - expected).max() > 0.1 * np.abs(expected).max()
@@ -143,7 +159,7 @@ def optimal_batch() -> tuple[PolicyOutputs, ObjectiveInputs]:
     missing = np.array(log_targets(inputs)) - log_z - np.array(row_sums(outputs.logprobs, inputs.mask))
     logprobs = outputs.logprobs.copy()
     logprobs[:, 0] += missing
-    return PolicyOutputs(logprobs=logprobs, log_z=log_z), inputs
+    return dataclasses.replace(outputs, logprobs=logprobs, log_z=log_z), inputs
 
 
 @pytest.mark.parametrize("name", ["trajectory_balance", "learned_log_z"])

@@ -159,7 +159,7 @@ def test_the_first_role_writes_the_config_and_others_join(tmp_path):
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.json"]
 
 
-RESPONSE_SETTINGS = ("min_response_length", "banned_tokens", "stop_strings")
+RESPONSE_SETTINGS = ("min_response_length", "banned_tokens", "stop_strings", "step_ends")
 
 
 def test_a_run_of_an_earlier_version_is_joined_by_what_it_did(tmp_path):
@@ -167,19 +167,23 @@ def test_a_run_of_an_earlier_version_is_joined_by_what_it_did(tmp_path):
     join(tmp_path)
     run = RunDir(tmp_path / "run")
     stored = run_config.read(run)
-    for name in ("embedding", "min_response_length", "stop_strings"):
+    for name in ("embedding", "min_response_length", "stop_strings", "step_ends"):
         del stored["contract"][name]
     for name in ("embedding_path", *RESPONSE_SETTINGS):
         del stored["config"]["task"][name]
+    for name in ("value_samples", "value_states"):
+        del stored["config"]["searchers"][name]
     run_dir.write_json(run.config, stored)
     join(tmp_path)
     assert run_config.read_run(run)["contract"] == stored["contract"]
     rebuilt = experiment_lib.build(config_dict.ConfigDict(stored["config"]))
     assert rebuilt.contract == experiment_lib.build(base.get_config()).contract
+    assert rebuilt.config.searchers.to_dict() == base.get_config().searchers.to_dict()
     assert "min_response_length" not in stored["config"]["task"]
     for name, value, sentence in (
         ("min_response_length", 2, "min_response_length: 0 there, 2 here"),
         ("stop_strings", ("=",), "stop_strings: [] there, ['='] here"),
+        ("step_ends", ("=",), "step_ends: [] there, ['='] here"),
         ("banned_tokens", (5,), "banned_tokens: [0, 1] there, [0, 1, 5] here"),
     ):
         with pytest.raises(ValueError, match=re.escape(sentence)):
@@ -192,8 +196,10 @@ def test_a_run_of_an_earlier_version_is_joined_by_what_it_did(tmp_path):
 
 def test_what_ends_and_bounds_responses_is_in_the_contract():
     changes = {"task.min_response_length": 32, "task.banned_tokens": (7, 4, 7), "task.stop_strings": ("=", "1+", "=")}
+    changes |= {"task.step_ends": (",", "#", ",")}
     contract = experiment_lib.build(config_with(changes)).contract
     assert (contract.min_response_length, contract.stop_strings) == (32, ("1+", "="))
+    assert contract.step_ends == ("#", ",") and contract.row_shape().state_values
     assert contract.banned_tokens == (0, 1, 4, 7)
 
 
@@ -211,12 +217,18 @@ def test_a_special_token_whose_text_is_a_stop_string_is_allowed(model_folder, tm
         experiment_lib._check_stop_strings(task.stop_strings, tokenizer, 262)
         return experiment_lib._banned(task, tokenizer, 262)
 
+    for text in ("<|turn|>", "<|end|>"):
+        with pytest.raises(ValueError, match=re.escape(f"task.step_ends holds {text!r}, which no response can")):
+            experiment_lib._check_stop_strings([text], tokenizer, 262, setting="task.step_ends", special=False)
+    experiment_lib._check_stop_strings(["turn"], tokenizer, 262, setting="task.step_ends", special=False)
     assert banned() == banned("turn") == (258, 259, 260, 261)
     assert banned("<|turn|>") == (259, 260, 261)
 
 
 def test_stop_strings_need_a_tokenizer_whose_tokens_have_bytes(model_folder):
-    with pytest.raises(ValueError, match=r"the tokenizer's decoder is none, .* task\.stop_strings needs a byte-level tokenizer"):
+    with pytest.raises(
+        ValueError, match=r"the tokenizer's decoder is none, .* task\.stop_strings and task\.step_ends need a byte-level"
+    ):
         experiment_lib.build(story_config(model_folder, task__stop_strings=("w3",)))
 
 
@@ -300,6 +312,25 @@ def test_a_changed_schedule_needs_leave_and_is_recorded(tmp_path):
         run_config.change_schedule(run, config_with({}), allowed=[], step=130)
 
 
+def test_a_setting_that_is_younger_than_the_run_is_no_change_of_its_schedule(tmp_path):
+    """Unless it is given another value than that of what the run's version did."""
+    join(tmp_path)
+    run = RunDir(tmp_path / "run")
+    stored = run_config.read(run)
+    for name in ("clip_low", "clip_high", "gae_lambda"):
+        del stored["config"]["learner"][name]
+    run_dir.write_json(run.config, stored)
+    before = run.config.read_bytes()
+    assert run_config.change_schedule(run, config_with({}), allowed=[], step=3) == {}
+    assert run.config.read_bytes() == before
+    moved = config_with({"learner.clip_low": 0.3})
+    with pytest.raises(ValueError, match=r"learner.clip_low: 0.2 there, 0.3 here; to change it, add --allow_change="):
+        run_config.change_schedule(run, moved, allowed=[], step=3)
+    changes = run_config.change_schedule(run, moved, allowed=["learner.clip_low"], step=3)
+    assert changes == {"learner.clip_low": (0.2, 0.3)}
+    assert run_config.past_schedules(run, after=0) == [(3, {"learner.clip_low": 0.2})]
+
+
 def test_before_the_first_step_the_trainer_sets_the_schedule(tmp_path):
     """Whoever came first: a searcher's own flags about the trainer bind nobody."""
     join(tmp_path)
@@ -357,6 +388,9 @@ def test_past_schedules_of_steps_after_a_checkpoint(tmp_path):
         ("learner.objective", "trajectory_balance", "learned_log_z", True),
         ("learner.objective", "learned_log_z", "tba_prime", True),
         ("learner.objective", "trajectory_balance", "tba_prime", False),
+        ("learner.objective", "grpo", "ppo", True),
+        ("learner.objective", "learned_log_z", "ppo", True),
+        ("learner.objective", "rloo", "grpo", False),
     ],
 )
 def test_what_checkpoints_hold_cannot_change(tmp_path, name, there, here, refused):

@@ -5,10 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from configs import base
 from tba_jax import mesh as mesh_lib
 from tba_jax.models import decoder, scoring
 from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
+from tba_jax.objectives.inputs import ObjectiveSettings
+from tba_jax.run_config import STATEFUL
 from tba_jax.trainer import settings
 from tests import tiny_run
 
@@ -38,15 +41,38 @@ def test_schedules_of_the_coefficients():
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_only_a_learned_log_z_has_an_optimizer_with_a_rate_of_its_own(name):
-    c = tiny_run.config(learner__objective=name, learner__log_z_learning_rate=0.25, learner__warmup_steps=0)
-    optimizers = settings.make_optimizers(c)
+def test_only_heads_that_are_learned_have_an_optimizer_and_each_has_a_rate_of_its_own(name):
+    rates = {"learner__log_z_learning_rate": 0.25, "learner__value_learning_rate": 0.125}
+    optimizers = settings.make_optimizers(tiny_run.config(learner__objective=name, learner__warmup_steps=0, **rates))
     assert (optimizers.log_z is not None) == (name == "learned_log_z")
-    for optimizer, rate in ((optimizers.policy, 1e-3), (optimizers.log_z, 0.25)):
+    assert (optimizers.value_head is not None) == (name == "ppo")
+    for optimizer, rate in ((optimizers.policy, 1e-3), (optimizers.log_z, 0.25), (optimizers.value_head, 0.125)):
         if optimizer is not None:
             params = {"weight": jnp.ones(3)}
             updates, _ = optimizer.update({"weight": jnp.ones(3)}, optimizer.init(params), params)
             np.testing.assert_allclose(updates["weight"], -rate, rtol=1e-4)
+
+
+def test_the_defaults_of_objectives_are_those_of_the_base_config():
+    made = settings.make_learner_config(base.get_config(), Contract(), POLICY, devices=1)
+    assert made.settings == ObjectiveSettings(completions=20)
+
+
+def test_checkpoints_of_which_objectives_hold_a_head_is_what_the_objectives_declare():
+    declared = {name: objective for name, objective in OBJECTIVES.items() if objective.log_z_head or objective.value_head}
+    assert {name: "log_z" if o.log_z_head else "value_head" for name, o in declared.items()} == STATEFUL["learner.objective"]
+
+
+OTHER_SETTINGS = {
+    "clip_low": 0.1,
+    "clip_high": 0.3,
+    "sequence_clip_low": 0.01,
+    "sequence_clip_high": 0.02,
+    "icepop_low": 0.4,
+    "icepop_high": 4.0,
+    "gae_lambda": 0.9,
+    "value_coefficient": 0.2,
+}
 
 
 def test_static_settings_of_an_update():
@@ -54,13 +80,14 @@ def test_static_settings_of_an_update():
         "learner__objective": "tba_prime",
         "learner__importance_clip": 3.0,
         "learner__log_ratio_clip": 7.0,
+        **{f"learner__{name}": value for name, value in OTHER_SETTINGS.items()},
         "learner__reference__ema_decay": 0.8,
         "learner__micro_batch_rows": 6,
         "learner__logit_megabytes": 2,
     }
     made = settings.make_learner_config(tiny_run.config(**changes), Contract(), POLICY, devices=3)
     assert made.objective is OBJECTIVES["tba_prime"] and made.surrogate_decay == 0
-    assert (made.settings.completions, made.settings.importance_clip, made.settings.log_ratio_clip) == (4, 3.0, 7.0)
+    assert made.settings == ObjectiveSettings(completions=4, importance_clip=3.0, log_ratio_clip=7.0, **OTHER_SETTINGS)
     assert (made.micro_batch_rows, made.logit_bytes) == (6, 3 * (2 << 20))
     assert made.space == scoring.ResponseSpace(temperature=0.7, banned_tokens=(3,), eos_id=2, min_length=5)
     changes = {"learner__reference__kind": "surrogate", "learner__reference__ema_decay": 0.8}

@@ -49,6 +49,7 @@ class Engine:
         swap: str = "at_once",
         chunk: int = 32,
         batches: bool = False,
+        given_length: int = 0,
     ):
         """
         Args:
@@ -60,6 +61,7 @@ class Engine:
           chunk: decode steps between looks at the host, response_length at most: new weights and free buffers wait as long.
           batches: requests come in batches, all slots begin at once: as long as no response is longer than a window, attention
             reads that window of the caches only. One more program to compile for each window, so not worth it for a stream.
+          given_length: of prompt_length, tokens that only given ones of the response take: a prompt is shorter by these.
 
         Raises:
           ValueError: slots do not divide, lengths beyond the model's positions, or an unknown swap; says the limit.
@@ -69,9 +71,10 @@ class Engine:
         for name, value in (("prompt_length", prompt_length), ("response_length", response_length), ("chunk", chunk)):
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
-        if model.positions == "learned" and prompt_length + response_length - 1 > model.max_positions:
+        longest = prompt_length - given_length
+        if model.positions == "learned" and longest + response_length - 1 > model.max_positions:
             raise ValueError(
-                f"prompt_length={prompt_length} and response_length={response_length} need more than the model's "
+                f"prompt_length={longest} and response_length={response_length} need more than the model's "
                 f"{model.max_positions} positions"
             )
         ways = mesh_lib.data_ways(mesh)
@@ -88,7 +91,7 @@ class Engine:
             chunk=min(chunk, response_length),
             stop_accept=stop_strings.accept if stop_strings is not None else -1,
         )
-        self._pad_id, self._stop_strings = pad_id, stop_strings
+        self._pad_id, self._stop_strings, self._longest_prompt = pad_id, stop_strings, longest
         self._lock = threading.Lock()
         self._lanes = [
             Lane(
@@ -152,7 +155,7 @@ class Engine:
             names the value and the limit.
         """
         c = self.config
-        requests_lib.check(request, c)
+        requests_lib.check(request, c, longest_prompt=self._longest_prompt)
         if self._stop_strings is not None and self._stop_strings.run(request.beginning) == self._stop_strings.accept:
             raise ValueError(f"query {request.name}: the given response tokens hold a stop string, which ends a response")
         S, R, given = request.samples, c.response_length, len(request.beginning)

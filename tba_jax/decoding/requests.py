@@ -57,7 +57,7 @@ def concatenate(parts: Sequence[Generation]) -> Generation:
     return Generation(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in fields})
 
 
-def check(request: Request, config: SlotsConfig) -> None:
+def check(request: Request, config: SlotsConfig, *, longest_prompt: int) -> None:
     """Whether slots of this config can answer it.
 
     Raises:
@@ -69,6 +69,11 @@ def check(request: Request, config: SlotsConfig) -> None:
         raise ValueError(
             f"query {request.name}: {tokens} tokens of prompt (with {given} of the response) do not fit the cache, which holds 1 "
             f"to {config.prompt_length}"
+        )
+    if len(request.prompt) > longest_prompt:
+        raise ValueError(
+            f"query {request.name}: a prompt of {len(request.prompt)} tokens is longer than {longest_prompt}, the rest of the "
+            "cache is for given response tokens"
         )
     if given >= config.response_length:
         raise ValueError(

@@ -4,7 +4,8 @@ An objective couples the K rows of a query, a micro-batch need not hold them all
 
 - whole groups: a micro-batch of a multiple of K rows evaluates the objective on its own groups; gradients are averaged;
 - any split: a first pass scores all rows, the objective's gradient with respect to the log-probs [B, R] is taken on the
-  whole batch, and a second pass pulls it back through the model one micro-batch at a time.
+  whole batch, and a second pass pulls it back through the model one micro-batch at a time. So it is for the values [B, R] of
+  a value head, which shares the policy's states: its loss has a gradient for the policy, too.
 """
 
 import dataclasses
@@ -15,13 +16,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from tba_jax.learner.state import Batch, Optimizers, TrainState
+from tba_jax.learner.state import Batch, Optimizers, TrainState, ValuedTrainState, value_head_of
 from tba_jax.models import heads, scoring
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
-from tba_jax.objectives import Objective
+from tba_jax.objectives.advantages import step_advantages
 from tba_jax.objectives.diagnostics import diagnostics
 from tba_jax.objectives.inputs import ObjectiveInputs, ObjectiveSettings, PolicyOutputs
+from tba_jax.objectives.objective import Objective
 from tba_jax.optimizer import Schedule
 
 
@@ -79,6 +81,40 @@ def score_in_micro_batches(params: Params, batch: Batch, *, config: LearnerConfi
     return logprobs, entropy
 
 
+def _score_and_value(
+    trained: Params, frozen: Params, batch: Batch, *, config: LearnerConfig
+) -> tuple[tuple[jax.Array, jax.Array | None], jax.Array]:
+    """As `score`, with the values of states float32[B, R] beside the log-probs, from one forward pass; None without a head.
+
+    Args:
+      trained: {"policy": what is trained of it, "value_head": parameters of the head, {} where there is none}.
+    """
+    params = config.policy.for_training(trained["policy"], frozen)
+    if not trained["value_head"]:
+        logprobs, entropy = score(params, batch, config=config)
+        return (logprobs, None), entropy
+    hidden = scoring.response_hidden_states(
+        params,
+        batch.prompt_tokens,
+        batch.prompt_length,
+        batch.response_tokens,
+        config=config.policy.model,
+        remat=config.remat,
+    )
+    logprobs, entropy = scoring.token_logprobs(
+        params,
+        hidden,
+        batch.response_tokens,
+        config=config.policy.model,
+        space=config.space,
+        logit_bytes=config.logit_bytes,
+    )
+    values = heads.state_values({"value_head": trained["value_head"]}, hidden)
+    mask = _mask(batch)
+    logprobs, entropy, values = (jnp.where(mask, x, 0.0) for x in (logprobs, entropy, values))
+    return (logprobs, values), entropy
+
+
 def train_step(
     state: TrainState,
     frozen: Params,
@@ -96,20 +132,22 @@ def train_step(
     Returns:
       the new state and float32[] measurements. `finite` is 0 where loss, gradient or a row is not: the state is then left as it
       was, but counts the step. `row_finite`, bool[B], says which rows are. Others: see diagnostics; kl_to_initial, nats per
-      response, where the reference moves.
+      response, where the reference moves; value_error, the root of the mean over tokens of (V − r)², where values are learned.
     """
     log_z, pull_back_log_z = _log_z(state, frozen, batch, config)
+    trained = {"policy": state.params, "value_head": value_head_of(state)}
     accumulate = _whole_groups if config.micro_batch_rows % config.settings.completions == 0 else _any_split
-    loss, grads, log_z_cotangent, policy_logprobs, entropy = accumulate(
-        state.params, frozen, batch, log_z, step=state.step, schedules=schedules, config=config
+    loss, grads, log_z_cotangent, outputs, entropy = accumulate(
+        trained, frozen, batch, log_z, step=state.step, schedules=schedules, config=config
     )
-    log_z_grads = pull_back_log_z(log_z_cotangent)
-    grad_norm = optax.tree.norm(grads)
+    grads |= {"log_z": pull_back_log_z(log_z_cotangent)}
+    grad_norm, policy_logprobs = optax.tree.norm(grads["policy"]), outputs.logprobs
     inputs = _inputs(batch, policy_logprobs, state.step, schedules, config)
-    row_finite = _row_finite(PolicyOutputs(logprobs=policy_logprobs, log_z=log_z), inputs)
-    new = _descend(state, grads, log_z_grads, optimizers)
+    row_finite = _row_finite(outputs, inputs)
+    new = _descend(state, grads, optimizers)
     # Of the new weights too: an optimiser may overflow where its gradient did not.
-    norms = jnp.stack([loss, grad_norm, *(optax.tree.norm(tree) for tree in (log_z_grads, new.params, new.log_z))])
+    checked = (grads["log_z"], grads["value_head"], new.params, new.log_z, value_head_of(new))
+    norms = jnp.stack([loss, grad_norm, *(optax.tree.norm(tree) for tree in checked)])
     finite = jnp.all(row_finite) & jnp.all(jnp.isfinite(norms))
     refused = dataclasses.replace(state, step=state.step + 1, skipped=state.skipped + 1)
     new = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, refused)
@@ -126,6 +164,9 @@ def train_step(
         measurements["kl_to_initial"] = jnp.mean(jnp.sum(policy_logprobs - batch.ref_logprobs, axis=1))
     if state.log_z:
         measurements["learned_log_z"] = jnp.mean(log_z)
+    if outputs.values is not None:
+        squares = inputs.masked((outputs.values - inputs.reward[:, None]) ** 2)
+        measurements["value_error"] = jnp.sqrt(jnp.sum(squares) / jnp.maximum(jnp.sum(inputs.mask), 1))
     return new, measurements
 
 
@@ -147,13 +188,22 @@ def _log_z(state: TrainState, frozen: Params, batch: Batch, config: LearnerConfi
     return log_z, lambda cotangent: pull_back(cotangent)[0]
 
 
-def _descend(state: TrainState, grads: Params, log_z_grads: Params, optimizers: Optimizers) -> TrainState:
-    updates, opt_state = optimizers.policy.update(grads, state.opt_state, state.params)
-    new = dataclasses.replace(state, step=state.step + 1, params=optax.apply_updates(state.params, updates), opt_state=opt_state)
-    if optimizers.log_z is None:
-        return new
-    updates, opt_state = optimizers.log_z.update(log_z_grads, state.log_z_opt_state, state.log_z)
-    return dataclasses.replace(new, log_z=optax.apply_updates(state.log_z, updates), log_z_opt_state=opt_state)
+def _descend(state: TrainState, grads: dict[str, Params], optimizers: Optimizers) -> TrainState:
+    """Args: grads: of "policy", "log_z" and "value_head", {} where there is no such head."""
+
+    def moved(optimizer: optax.GradientTransformation, grads: Params, opt_state: Any, params: Params) -> tuple[Params, Any]:
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    params, opt_state = moved(optimizers.policy, grads["policy"], state.opt_state, state.params)
+    new = dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state)
+    if optimizers.log_z is not None:
+        params, opt_state = moved(optimizers.log_z, grads["log_z"], state.log_z_opt_state, state.log_z)
+        new = dataclasses.replace(new, log_z=params, log_z_opt_state=opt_state)
+    if isinstance(new, ValuedTrainState):
+        params, opt_state = moved(optimizers.value_head, grads["value_head"], new.value_head_opt_state, new.value_head)
+        new = dataclasses.replace(new, value_head=params, value_head_opt_state=opt_state)
+    return new
 
 
 def surrogate_ref_logprobs(policy_logprobs: jax.Array, batch: Batch, *, step: jax.Array, decay: float) -> jax.Array:
@@ -180,8 +230,7 @@ def surrogate_ref_logprobs(policy_logprobs: jax.Array, batch: Batch, *, step: ja
 def _inputs(
     batch: Batch, policy_logprobs: jax.Array, step: jax.Array, schedules: Schedules, config: LearnerConfig
 ) -> ObjectiveInputs:
-    R = batch.response_tokens.shape[1]
-    mask = jnp.arange(R)[None, :] < batch.response_length[:, None]
+    mask = _mask(batch)
     ref_logprobs = batch.ref_logprobs if batch.moving_ref_logprobs is None else batch.moving_ref_logprobs
     if config.surrogate_decay:
         moving = surrogate_ref_logprobs(policy_logprobs, batch, step=step, decay=config.surrogate_decay)
@@ -195,13 +244,25 @@ def _inputs(
         ref_temperature=jnp.asarray(schedules.ref_temperature(step), jnp.float32),
         reward_temperature=jnp.asarray(schedules.reward_temperature(step), jnp.float32),
         settings=config.settings,
+        state_values=batch.state_values if config.objective.state_values else None,
     )
 
 
+def _mask(batch: Batch) -> jax.Array:
+    """bool[B, R], true on response tokens."""
+    return jnp.arange(batch.response_tokens.shape[1])[None, :] < batch.response_length[:, None]
+
+
 def _row_finite(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
-    """bool[B]: whether a row's log-probs, log Z and reward, and the square of their difference, are finite."""
+    """bool[B]: whether a row's log-probs, log Z, values and reward, and the squares of differences, are finite."""
     difference = inputs.log_target() - jnp.sum(outputs.logprobs, axis=1) - outputs.log_z
-    return jnp.isfinite(difference**2) & jnp.isfinite(jnp.sum(inputs.behavior_logprobs, axis=1))
+    finite = jnp.isfinite(difference**2) & jnp.isfinite(jnp.sum(inputs.behavior_logprobs, axis=1))
+    if outputs.values is not None:
+        finite &= jnp.isfinite(jnp.sum((outputs.values - inputs.reward[:, None]) ** 2, axis=1))
+    if inputs.state_values is not None:
+        advantage = step_advantages(inputs.state_values, inputs.reward, inputs.mask)
+        finite &= jnp.isfinite(jnp.sum(advantage**2, axis=1))
+    return finite
 
 
 def _split(tree: Any, rows: int, unit: int) -> Any:
@@ -224,7 +285,7 @@ def _join(x: jax.Array, unit: int) -> jax.Array:
 
 
 def _whole_groups(
-    params: Params,
+    trained: Params,
     frozen: Params,
     batch: Batch,
     log_z: jax.Array,
@@ -233,30 +294,39 @@ def _whole_groups(
     schedules: Schedules,
     config: LearnerConfig,
 ) -> tuple[Any, ...]:
-    """One pass: the objective is a mean over groups, so the batch's is the mean over micro-batches of whole groups."""
+    """One pass: the objective is a mean over groups, so the batch's is the mean over micro-batches of whole groups.
 
-    def micro_loss(params: Params, log_z: jax.Array, micro: Batch) -> tuple[jax.Array, Any]:
-        policy_logprobs, entropy = score(config.policy.for_training(params, frozen), micro, config=config)
+    Args:
+      trained: see _score_and_value.
+
+    Returns:
+      loss, gradient of `trained`, cotangent of log_z, PolicyOutputs and entropy of the batch.
+    """
+
+    def micro_loss(trained: Params, log_z: jax.Array, micro: Batch) -> tuple[jax.Array, Any]:
+        (policy_logprobs, values), entropy = _score_and_value(trained, frozen, micro, config=config)
         inputs = _inputs(micro, policy_logprobs, step, schedules, config)
-        return config.objective(PolicyOutputs(logprobs=policy_logprobs, log_z=log_z), inputs), (policy_logprobs, entropy)
+        outputs = PolicyOutputs(logprobs=policy_logprobs, log_z=log_z, values=values)
+        return config.objective.loss(outputs, inputs), (outputs, entropy)
 
     def add(grads: Params, micro: tuple[Batch, jax.Array]) -> tuple[Params, Any]:
         rows, row_log_z = micro
-        (loss, per_token), (micro_grads, log_z_cotangent) = jax.value_and_grad(micro_loss, argnums=(0, 1), has_aux=True)(
-            params, row_log_z, rows
+        (loss, of_rows), (micro_grads, log_z_cotangent) = jax.value_and_grad(micro_loss, argnums=(0, 1), has_aux=True)(
+            trained, row_log_z, rows
         )
-        return jax.tree.map(jnp.add, grads, micro_grads), (loss, log_z_cotangent, *per_token)
+        return jax.tree.map(jnp.add, grads, micro_grads), (loss, log_z_cotangent, of_rows)
 
     K = config.settings.completions
     micros = _split((batch, log_z), config.micro_batch_rows, K)
     count = micros[1].shape[0]
-    grads, (losses, log_z_cotangent, *per_token) = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), micros)
+    grads, (losses, *of_rows) = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, trained), micros)
+    log_z_cotangent, (outputs, entropy) = jax.tree.map(lambda x: _join(x, K), of_rows)
     grads = jax.tree.map(lambda g: g / count, grads)
-    return jnp.mean(losses), grads, _join(log_z_cotangent, K) / count, *(_join(x, K) for x in per_token)
+    return jnp.mean(losses), grads, log_z_cotangent / count, outputs, entropy
 
 
 def _any_split(
-    params: Params,
+    trained: Params,
     frozen: Params,
     batch: Batch,
     log_z: jax.Array,
@@ -265,17 +335,22 @@ def _any_split(
     schedules: Schedules,
     config: LearnerConfig,
 ) -> tuple[Any, ...]:
-    """Two passes: ∇_θ L = Σ_micro (∂ log π / ∂θ)ᵀ ∂L / ∂ log π, with the inner gradient taken on the whole batch."""
-    policy_logprobs, entropy = score_in_micro_batches(config.policy.for_training(params, frozen), batch, config=config)
-    outputs = PolicyOutputs(logprobs=policy_logprobs, log_z=log_z)
-    inputs = _inputs(batch, policy_logprobs, step, schedules, config)
-    loss, cotangent = jax.value_and_grad(config.objective)(outputs, inputs)
+    """Two passes: ∇_θ L = Σ_micro (∂ outputs / ∂θ)ᵀ ∂L / ∂ outputs, with the inner gradient taken on the whole batch.
 
-    def add(grads: Params, micro: tuple[Batch, jax.Array]) -> tuple[Params, None]:
+    Args and returns: as _whole_groups.
+    """
+    rows = config.micro_batch_rows
+    scored = jax.lax.map(lambda micro: _score_and_value(trained, frozen, micro, config=config), _split(batch, rows, 1))
+    (policy_logprobs, values), entropy = jax.tree.map(lambda x: _join(x, 1), scored)
+    outputs = PolicyOutputs(logprobs=policy_logprobs, log_z=log_z, values=values)
+    inputs = _inputs(batch, policy_logprobs, step, schedules, config)
+    loss, cotangent = jax.value_and_grad(config.objective.loss)(outputs, inputs)
+
+    def add(grads: Params, micro: tuple[Batch, Any]) -> tuple[Params, None]:
         rows, row_cotangent = micro
-        pull_back = jax.vjp(lambda p: score(config.policy.for_training(p, frozen), rows, config=config)[0], params)[1]
+        pull_back = jax.vjp(lambda t: _score_and_value(t, frozen, rows, config=config)[0], trained)[1]
         return jax.tree.map(jnp.add, grads, pull_back(row_cotangent)[0]), None
 
-    micros = _split((batch, cotangent.logprobs), config.micro_batch_rows, 1)
-    grads, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), micros)
-    return loss, grads, cotangent.log_z, policy_logprobs, entropy
+    micros = _split((batch, (cotangent.logprobs, cotangent.values)), rows, 1)
+    grads, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, trained), micros)
+    return loss, grads, cotangent.log_z, outputs, entropy

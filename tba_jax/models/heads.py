@@ -33,7 +33,7 @@ def state_values(params: Params, hidden: jax.Array) -> jax.Array:
     """float32[B, R]: the value of the state before each response token.
 
     Args:
-      params: of a config with value_head=True.
+      params: of a config with value_head=True, or {"value_head": parameters of value_head_specs}.
       hidden: [B, R, D], see scoring.response_hidden_states; one forward pass serves log-probs and values.
     """
     head = params["value_head"]
@@ -46,9 +46,19 @@ def log_z_specs(config: decoder.DecoderConfig) -> Specs:
     return {"weight": weight, "bias": ParamSpec(shape=(1,), axes=("labels",))}
 
 
+def value_head_specs(config: decoder.DecoderConfig) -> Specs:
+    """Of a head of `state_values` that is not a part of the policy."""
+    return log_z_specs(config)
+
+
 def initial_log_z(config: decoder.DecoderConfig) -> Params:
     """The head that says log Z = 0 of every prompt."""
     return map_specs(lambda _, spec: jnp.zeros(spec.shape, jnp.float32), log_z_specs(config))
+
+
+def initial_value_head(config: decoder.DecoderConfig) -> Params:
+    """The head that says V = 0 of every state."""
+    return map_specs(lambda _, spec: jnp.zeros(spec.shape, jnp.float32), value_head_specs(config))
 
 
 def mean_prompt_states(

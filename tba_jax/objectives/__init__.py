@@ -1,17 +1,50 @@
-"""The objectives by name. Each is a pure function (PolicyOutputs, ObjectiveInputs) -> float32[] loss of one batch."""
+"""The objectives by name, each with what it needs."""
 
-from collections.abc import Callable
-
-import jax
-
-from tba_jax.objectives.inputs import ObjectiveInputs, PolicyOutputs
+from tba_jax.objectives.cispo import cispo
+from tba_jax.objectives.grpo import dr_grpo, grpo
+from tba_jax.objectives.gspo import gspo
+from tba_jax.objectives.icepop import icepop
+from tba_jax.objectives.objective import TEMPERATURES, Objective
+from tba_jax.objectives.online_dpo import online_dpo
+from tba_jax.objectives.ppo import ppo
+from tba_jax.objectives.proximal_rloo import proximal_rloo
+from tba_jax.objectives.raft import raft
+from tba_jax.objectives.reinforce import reinforce, rloo
 from tba_jax.objectives.tba_prime import tba_prime
 from tba_jax.objectives.trajectory_balance import learned_log_z, trajectory_balance
+from tba_jax.objectives.vine_ppo import vine_ppo
 
-Objective = Callable[[PolicyOutputs, ObjectiveInputs], jax.Array]
+_CLIP = ("clip_low", "clip_high")
 
 OBJECTIVES: dict[str, Objective] = {
-    "trajectory_balance": trajectory_balance,
-    "learned_log_z": learned_log_z,
-    "tba_prime": tba_prime,
+    "trajectory_balance": Objective(loss=trajectory_balance, full_support=True, settings=("beta", *TEMPERATURES)),
+    "learned_log_z": Objective(
+        loss=learned_log_z, min_completions=1, full_support=True, log_z_head=True, settings=("beta", *TEMPERATURES)
+    ),
+    "tba_prime": Objective(
+        loss=tba_prime,
+        behavior_logprobs=True,
+        full_support=True,
+        settings=("beta", *TEMPERATURES, "importance_clip", "log_ratio_clip"),
+    ),
+    "reinforce": Objective(loss=reinforce, settings=("beta",)),
+    "rloo": Objective(loss=rloo, settings=("beta",)),
+    "proximal_rloo": Objective(loss=proximal_rloo, behavior_logprobs=True, settings=("beta", *_CLIP)),
+    "ppo": Objective(
+        loss=ppo,
+        min_completions=1,
+        behavior_logprobs=True,
+        value_head=True,
+        settings=("beta", *_CLIP, "gae_lambda", "value_coefficient"),
+    ),
+    "vine_ppo": Objective(loss=vine_ppo, min_completions=1, behavior_logprobs=True, state_values=True, settings=("beta", *_CLIP)),
+    "grpo": Objective(loss=grpo, behavior_logprobs=True, settings=("beta", *_CLIP)),
+    "dr_grpo": Objective(loss=dr_grpo, behavior_logprobs=True, settings=("beta", *_CLIP)),
+    "online_dpo": Objective(loss=online_dpo, settings=("beta",)),
+    "raft": Objective(loss=raft, moving_reference=False),
+    "icepop": Objective(loss=icepop, behavior_logprobs=True, settings=("beta", "icepop_low", "icepop_high")),
+    "gspo": Objective(
+        loss=gspo, behavior_logprobs=True, moving_reference=False, settings=("sequence_clip_low", "sequence_clip_high")
+    ),
+    "cispo": Objective(loss=cispo, behavior_logprobs=True, moving_reference=False, settings=("clip_high",)),
 }

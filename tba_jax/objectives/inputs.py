@@ -12,13 +12,25 @@ import jax.numpy as jnp
 class ObjectiveSettings:
     """Static settings of objectives.
 
-    completions: K; importance_clip: the upper bound of π_θ/π_behaviour, 0 = without importance weights; log_ratio_clip:
-    nats, the bound of a token's log π_θ − log π_ref in TBA′.
+    completions: K. Of TBA′: importance_clip, the upper bound of π_θ/π_behaviour, 0 = without importance weights, and
+    log_ratio_clip, nats, the bound of a token's log π_θ − log π_ref. clip_low, clip_high: a ratio counts within [1 − low,
+    1 + high]; sequence_clip_low, sequence_clip_high: likewise of GSPO; icepop_low, icepop_high: the ratios whose tokens count;
+    gae_lambda: λ; value_coefficient: of the value's loss beside the policy's.
+
+    The defaults are those of configs/base.py.
     """
 
     completions: int
     importance_clip: float = 8.0
     log_ratio_clip: float = 10.0
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    sequence_clip_low: float = 3e-4
+    sequence_clip_high: float = 4e-4
+    icepop_low: float = 0.5
+    icepop_high: float = 5.0
+    gae_lambda: float = 0.95
+    value_coefficient: float = 0.1
 
 
 @flax.struct.dataclass
@@ -26,11 +38,13 @@ class PolicyOutputs:
     """What gradients flow through.
 
     logprobs: float32[B, R], nats at the scoring temperature, 0 where masked; log_z: float32[B], nats, the learned log Z(x) of
-    each row's query, 0 where none is learned.
+    each row's query, 0 where none is learned; values: float32[B, R], in units of the reward, of the state before each token,
+    anything where masked; None where none are learned.
     """
 
     logprobs: chex.Array
     log_z: chex.Array
+    values: chex.Array | None = None
 
 
 @flax.struct.dataclass
@@ -39,7 +53,9 @@ class ObjectiveInputs:
 
     ref_logprobs: float32[B, R], nats at the scoring temperature, 0 where masked; behavior_logprobs: float32[B, R], nats
     of the sampling distribution, 0 where masked; mask: bool[B, R]; reward: float32[B]; beta: float32[], the KL
-    coefficient β; ref_temperature: float32[], γ; reward_temperature: float32[], τ.
+    coefficient β; ref_temperature: float32[], γ; reward_temperature: float32[], τ; state_values: float32[B, R], Monte-Carlo
+    values of the state before each token, in units of the reward, NaN where it was not valued (see step_advantages), anything
+    where masked; None where rows have none.
     """
 
     ref_logprobs: chex.Array
@@ -50,6 +66,7 @@ class ObjectiveInputs:
     ref_temperature: chex.Array
     reward_temperature: chex.Array
     settings: ObjectiveSettings = flax.struct.field(pytree_node=False)
+    state_values: chex.Array | None = None
 
     def masked(self, per_token: jax.Array) -> jax.Array:
         """[B, R], 0 where masked.
@@ -69,6 +86,18 @@ class ObjectiveInputs:
         chex.assert_equal_shape([per_row, self.reward])
         chex.assert_is_divisible(per_row.shape[0], self.settings.completions)
         return per_row.reshape(-1, self.settings.completions)
+
+    def lengths(self) -> jax.Array:
+        """|y|, tokens: int32[B], 1 where a row has none, so that it divides."""
+        return jnp.maximum(jnp.sum(self.mask, axis=1), 1)
+
+    def mean_per_token(self, per_token: jax.Array) -> jax.Array:
+        """mean_{i,j} 1/|y_ij| Σ_t x_t: [B, R] -> []."""
+        return jnp.mean(jnp.sum(self.masked(per_token), axis=1) / self.lengths())
+
+    def mean_per_budget(self, per_token: jax.Array) -> jax.Array:
+        """mean_{i,j} Σ_t x_t / R: [B, R] -> []. R, the most tokens a response may have, is the same for all rows."""
+        return jnp.mean(jnp.sum(self.masked(per_token), axis=1)) / self.mask.shape[1]
 
     def log_target(self) -> jax.Array:
         """log p̃(y|x) = ( log π_ref(y|x) / γ + r(y;x) / β ) / τ: float32[B], nats (PAPER §1; γ and τ: §3).

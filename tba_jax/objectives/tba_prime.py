@@ -36,5 +36,4 @@ def tba_prime(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
         # Bounded before the exponential: of a ratio beyond the clip neither value nor gradient is infinite.
         bound = jnp.log(inputs.settings.importance_clip)
         weight = jnp.exp(jnp.minimum(outputs.logprobs - inputs.behavior_logprobs, bound))
-    R = inputs.mask.shape[1]
-    return -jnp.mean(jnp.sum(inputs.masked(weight * advantage), axis=1)) / R
+    return -inputs.mean_per_budget(weight * advantage)

@@ -5,7 +5,17 @@ import numpy as np
 from tba_jax.trajectory import Rows
 
 # Why a row is not trained on; `validate_rows` returns indices into this tuple, 0 = valid.
-REJECTIONS = ("valid", "prompt_length", "response_length", "prompt_tokens", "response_tokens", "reward", "logprobs", "embedding")
+REJECTIONS = (
+    "valid",
+    "prompt_length",
+    "response_length",
+    "prompt_tokens",
+    "response_tokens",
+    "reward",
+    "logprobs",
+    "embedding",
+    "state_values",
+)
 
 
 def validate_rows(rows: Rows, *, vocab_size: int) -> np.ndarray:
@@ -20,6 +30,7 @@ def validate_rows(rows: Rows, *, vocab_size: int) -> np.ndarray:
     """
     finite = {name: np.isfinite(rows[name]) for name in ("ref_logprobs", "policy_logprobs", "behavior_logprobs")}
     P, R = rows["prompt_tokens"].shape[1], rows["response_tokens"].shape[1]
+    nothing = np.zeros(len(rows["row"]), bool)
     failed = np.stack(
         [
             (rows["prompt_length"] < 0) | (rows["prompt_length"] > P),
@@ -28,7 +39,9 @@ def validate_rows(rows: Rows, *, vocab_size: int) -> np.ndarray:
             ((rows["response_tokens"] < 0) | (rows["response_tokens"] >= vocab_size)).any(1),
             ~np.isfinite(rows["reward"]) | ~np.isfinite(rows["reward_parts"]).all(1),
             ~np.logical_and.reduce([column.all(1) for column in finite.values()]),
-            ~np.isfinite(rows["embedding"]).all(1) if "embedding" in rows else np.zeros(len(rows["row"]), bool),
+            ~np.isfinite(rows["embedding"]).all(1) if "embedding" in rows else nothing,
+            # NaN elsewhere says that a state was not valued.
+            np.isinf(rows["state_values"]).any(1) | np.isnan(rows["state_values"][:, 0]) if "state_values" in rows else nothing,
         ],
         axis=1,
     )

@@ -6,6 +6,8 @@ from typing import Protocol
 
 import numpy as np
 
+from tba_jax import trajectory
+
 SPLITS = ("train", "heldout")
 
 
@@ -23,6 +25,11 @@ class EncodedQuery:
 
     query: Query
     prompt: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """How messages call the query: its id and how its prompt begins."""
+        return f"{trajectory.query_id(self.prompt):016x} ({self.query.prompt[:60]!r})"
 
 
 @dataclasses.dataclass(frozen=True)

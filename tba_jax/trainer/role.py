@@ -27,7 +27,6 @@ from tba_jax.checkpoint import Checkpoints
 from tba_jax.learner import state as state_lib
 from tba_jax.learner import update as update_lib
 from tba_jax.metrics import MetricWriter, TimeAccount
-from tba_jax.models import heads as heads_lib
 from tba_jax.models import parameters
 from tba_jax.models.policy import Policy
 from tba_jax.replay import journal as journal_lib
@@ -200,8 +199,8 @@ class Trainer:
 
     def _initial_state(self, base: parameters.Params) -> state_lib.TrainState:
         key = jax.random.key(self._config.seed)
-        head = heads_lib.initial_log_z(self._policy.model) if self._optimizers.log_z is not None else None
-        return state_lib.init_state(self._policy.initial(base, key), self._optimizers, log_z=head)
+        heads = state_lib.initial_heads(self._policy, self._optimizers)
+        return state_lib.init_state(self._policy.initial(base, key), self._optimizers, **heads)
 
     def _replay_journal(self, lines: list[dict[str, Any]], *, end: int) -> None:
         """end: the last step that is journalled."""

@@ -1,5 +1,6 @@
 """What a config says of the trainer's parts: index, optimisers, schedules, the learner's static settings, the reference."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -13,7 +14,6 @@ from tba_jax.models import scoring
 from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.objectives.inputs import ObjectiveSettings
-from tba_jax.objectives.trajectory_balance import learned_log_z
 from tba_jax.replay.index import ReplayIndex
 
 
@@ -47,9 +47,11 @@ def make_optimizers(config: Any) -> state_lib.Optimizers:
             clip_norm=c.clip_norm,
         )
 
-    learns_log_z = OBJECTIVES[c.objective] is learned_log_z
+    objective = OBJECTIVES[c.objective]
     return state_lib.Optimizers(
-        policy=adamw(c.learning_rate, c.weight_decay), log_z=adamw(c.log_z_learning_rate, 0.0) if learns_log_z else None
+        policy=adamw(c.learning_rate, c.weight_decay),
+        log_z=adamw(c.log_z_learning_rate, 0.0) if objective.log_z_head else None,
+        value_head=adamw(c.value_learning_rate, 0.0) if objective.value_head else None,
     )
 
 
@@ -71,7 +73,7 @@ def make_learner_config(config: Any, contract: run_config.Contract, policy: Poli
     return update_lib.LearnerConfig(
         policy=policy,
         objective=OBJECTIVES[c.objective],
-        settings=ObjectiveSettings(completions=c.completions, importance_clip=c.importance_clip, log_ratio_clip=c.log_ratio_clip),
+        settings=ObjectiveSettings(**{field.name: c[field.name] for field in dataclasses.fields(ObjectiveSettings)}),
         micro_batch_rows=c.micro_batch_rows or c.queries * c.completions,
         logit_bytes=(c.logit_megabytes << 20) * devices,
         space=scoring.ResponseSpace.of(contract),

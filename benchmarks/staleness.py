@@ -1,0 +1,183 @@
+"""What staleness does to each objective: equal updates on rows of a fixed age, the demo's sums, all from one warm start.
+
+    python -m benchmarks.staleness --workdir=runs/staleness [--objectives=…] [--lags=1,16,64] [--seeds=3] [--steps=200] [--jobs=2]
+
+Search and training take turns in one process (schedule.mode=interleaved): the rows of an update were drawn with the weights of
+`lag` updates before, all of them, and none is drawn twice. Every objective has the same learning rate, β, rows and number of
+updates; nothing is tuned for any of them. A run that is done is not made again, so the command resumes where it was stopped. It
+prints a markdown table of held-out greedy accuracy, mean and standard deviation over seeds, and draws workdir/staleness.png.
+"""
+
+import concurrent.futures
+import json
+import os
+import queue
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from absl import app, flags
+
+from benchmarks import warm_start
+from tba_jax import report, run_dir
+from tba_jax.objectives import OBJECTIVES
+
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder for the runs.", required=True)
+_OBJECTIVES = flags.DEFINE_list(
+    "objectives",
+    ["trajectory_balance", "tba_prime", "rloo", "proximal_rloo", "grpo", "dr_grpo", "online_dpo"],
+    f"Of {', '.join(OBJECTIVES)}.",
+)
+_LAGS = flags.DEFINE_list("lags", ["1", "16", "64"], "Ages of the rows, in updates.")
+_SEEDS = flags.DEFINE_integer(
+    "seeds", 3, "Runs of each kind; they differ in queries and draws, not in their start.", lower_bound=1
+)
+_STEPS = flags.DEFINE_integer("steps", 200, "Updates of each run.", lower_bound=1)
+_JOBS = flags.DEFINE_integer("jobs", 0, "Runs side by side, each on its share of the cores; 0: one a core.", lower_bound=0)
+
+RECIPE = "configs/demo.py"
+# 64 rows an update, all of them from the batch that the searcher has just appended.
+ROWS = {
+    "learner.queries": 4,
+    "learner.completions": 16,
+    "searchers.queries_per_batch": 4,
+    "searchers.samples_per_query": 16,
+    "searchers.slots": 64,
+    "replay.recent_probability": 1.0,
+    "replay.recent_window": 1,
+    "replay.merge_duplicates": False,
+}
+
+
+def name_of(objective: str, lag: int, seed: int) -> str:
+    return f"runs/{objective}-lag{lag}-seed{seed}"
+
+
+def train(root: Path, objective: str, lag: int, seed: int, cores: Sequence[int]) -> None:
+    """One run on these cores, unless it is done; why it ended early, if it did, goes to <run>.stopped."""
+    workdir = root / name_of(objective, lag, seed)
+    stopped = Path(f"{workdir}.stopped")
+    if (workdir / "finished.json").exists() or stopped.exists():
+        return
+    warm_start.begin(root, name_of(objective, lag, seed))
+    settings = {
+        **ROWS,
+        "seed": seed,
+        "learner.objective": objective,
+        "learner.steps": _STEPS.value,
+        "learner.beta_steps": _STEPS.value,
+        "schedule.mode": "interleaved",
+        "schedule.lag": lag,
+        "evaluation.every_steps": max(1, _STEPS.value // 4),
+        "evaluation.batch_size": 64,
+        "checkpoint.every_steps": _STEPS.value,
+    }
+    command = ["taskset", "--cpu-list", ",".join(map(str, cores))] if len(cores) < len(os.sched_getaffinity(0)) else []
+    command += [sys.executable, "-m", "tba_jax.main", f"--config={RECIPE}", f"--workdir={workdir}"]
+    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(root / "compilation_cache")}
+    with open(f"{workdir}.out", "w") as output:
+        ended = subprocess.run(
+            command + [f"--config.{leaf}={value}" for leaf, value in settings.items()],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            check=False,
+        )
+    if ended.returncode == 1:  # numbers that are not finite end a run so; a figure of the study, not an error of it
+        stopped.write_text(Path(f"{workdir}.out").read_text()[-500:])
+    elif ended.returncode:
+        raise RuntimeError(f"{workdir} ended with code {ended.returncode}; see {workdir}.out")
+
+
+def train_all(root: Path, kinds: Sequence[tuple[str, int, int]]) -> None:
+    """Runs them side by side, one on each share of the cores."""
+    cores = sorted(os.sched_getaffinity(0))
+    jobs = min(_JOBS.value or len(cores), len(cores))
+    shares: queue.Queue[list[int]] = queue.Queue()
+    for i in range(jobs):
+        shares.put(cores[i::jobs])
+
+    def work(kind: tuple[str, int, int]) -> None:
+        share = shares.get()
+        begin = time.monotonic()
+        try:
+            train(root, *kind, cores=share)
+        finally:
+            shares.put(share)
+        print(f"{name_of(*kind)}: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+
+    with concurrent.futures.ThreadPoolExecutor(jobs) as threads:
+        for done in concurrent.futures.as_completed([threads.submit(work, kind) for kind in kinds]):
+            done.result()
+
+
+def accuracies(root: Path, objective: str, lag: int, seed: int) -> list[tuple[int, float]]:
+    """(step, held-out greedy accuracy) of a run, as far as it went."""
+    return [(r["step"], r["greedy_reward"]) for r in report.evaluations(run_dir.RunDir(root / name_of(objective, lag, seed)))]
+
+
+# Of an objective at a lag: (step, accuracy) of each seed's evaluations.
+Curves = dict[tuple[str, int], list[list[tuple[int, float]]]]
+
+
+def plot(path: Path, curves: Curves, objectives: Sequence[str], lags: Sequence[int]) -> None:
+    """Accuracy over updates, a panel for each lag; lines are means over seeds, bands from the least to the largest."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(lags), figsize=(4.2 * len(lags), 3.8), sharey=True, squeeze=False)
+    for axis, lag in zip(axes[0], lags, strict=True):
+        for i, objective in enumerate(objectives):
+            runs = [dict(curve) for curve in curves[objective, lag]]
+            steps = sorted(set.intersection(*(set(run) for run in runs)))
+            values = np.array([[run[step] for step in steps] for run in runs])
+            axis.plot(steps, values.mean(axis=0), marker="o", markersize=3, color=f"C{i}", label=objective)
+            axis.fill_between(steps, values.min(axis=0), values.max(axis=0), color=f"C{i}", alpha=0.12, linewidth=0)
+        axis.set_title(f"rows {lag} update{'s' if lag > 1 else ''} old")
+        axis.set_xlabel("updates")
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("held-out greedy accuracy")
+    axes[0][0].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def main(argv: Sequence[str]) -> None:
+    del argv
+    objectives, lags = _OBJECTIVES.value, [int(lag) for lag in _LAGS.value]
+    if unknown := [name for name in objectives if name not in OBJECTIVES]:
+        raise app.UsageError(f"--objectives={','.join(unknown)} is not among {', '.join(OBJECTIVES)}")
+    root = Path(_WORKDIR.value).absolute()
+    begin = time.monotonic()
+    warm_start.ensure(root, recipe=RECIPE)
+    seeds = range(_SEEDS.value)
+    # Seed by seed, so that a study that is stopped is one of fewer seeds.
+    kinds = [(objective, lag, seed) for seed in seeds for objective in objectives for lag in lags]
+    train_all(root, kinds)
+    curves: Curves = {
+        (objective, lag): [accuracies(root, objective, lag, seed) for seed in seeds] for objective in objectives for lag in lags
+    }
+    warm_start.table("objective", *(f"rows {lag} updates old" for lag in lags))
+    figures = {}
+    for objective in objectives:
+        cells = []
+        for lag in lags:
+            last = np.array([curve[-1][1] for curve in curves[objective, lag]])
+            early = sum(curve[-1][0] < _STEPS.value for curve in curves[objective, lag])
+            figures[f"{objective}, {lag}"] = last.tolist()
+            cells.append(f"{last.mean():.3f} ± {last.std(ddof=len(last) > 1):.3f}" + (f" ({early} ended early)" if early else ""))
+        warm_start.row(objective, *cells)
+    first = np.mean([curve[0][1] for runs in curves.values() for curve in runs])
+    print(f"\nbefore: {first:.3f}; {_STEPS.value} updates, {_SEEDS.value} seeds; this call took {time.monotonic() - begin:.0f} s")
+    (root / "staleness.json").write_text(json.dumps(figures, indent=1))
+    plot(root / "staleness.png", curves, objectives, lags)
+
+
+if __name__ == "__main__":
+    app.run(main)

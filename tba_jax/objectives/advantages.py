@@ -1,0 +1,97 @@
+"""Advantages: a response against the others of its group, and a token by values of states. None carries a gradient."""
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from tba_jax.objectives.inputs import ObjectiveInputs
+
+# Added to the standard deviation of a group's rewards. Shao et al. 2024 name none; public implementations have 1e-8 to 1e-4.
+STD_EPSILON = 1e-6
+
+
+def regularised_rewards(policy_logprobs: jax.Array, inputs: ObjectiveInputs) -> jax.Array:
+    """r − β Σ_t log π_θ/π_ref, of the policy as it is now: float32[Q, K]."""
+    return inputs.grouped(inputs.reward - inputs.beta * jnp.sum(log_kl(policy_logprobs, inputs), axis=1))
+
+
+def log_kl(policy_logprobs: jax.Array, inputs: ObjectiveInputs) -> jax.Array:
+    """log π_θ − log π_ref, detached: float32[B, R], nats, 0 where masked."""
+    chex.assert_equal_shape([policy_logprobs, inputs.mask])
+    return inputs.masked(jax.lax.stop_gradient(policy_logprobs) - inputs.ref_logprobs)
+
+
+def centred(rewards: jax.Array) -> jax.Array:
+    """r − r̄, the mean over the K rows of a query: [Q, K] -> [Q, K]. Exactly 0 where the K are equal."""
+    chex.assert_rank(rewards, 2)
+    # From the first on: the mean of equal numbers is else not always that number.
+    shifted = rewards - rewards[:, :1]
+    return shifted - jnp.mean(shifted, axis=1, keepdims=True)
+
+
+def leave_one_out(rewards: jax.Array) -> jax.Array:
+    """r_i − mean_{j≠i} r_j = K/(K−1) (r_i − r̄): [Q, K] -> [Q, K], K at least 2."""
+    K = rewards.shape[1]
+    return centred(rewards) * (K / (K - 1))
+
+
+def standardised(rewards: jax.Array) -> jax.Array:
+    """(r − r̄) / (std + STD_EPSILON), std over the K rows of a query (divided by K): [Q, K] -> [Q, K]. 0 where they are equal."""
+    difference = centred(rewards)
+    return difference / (jnp.sqrt(jnp.mean(difference**2, axis=1, keepdims=True)) + STD_EPSILON)
+
+
+def token_rewards(policy_logprobs: jax.Array, inputs: ObjectiveInputs) -> jax.Array:
+    """−β log π_θ/π_ref of each token, the last of a response + r (Ziegler et al. 2019): float32[B, R], 0 where masked."""
+    chex.assert_equal_shape_prefix([inputs.mask, inputs.reward], 1)
+    tokens_left = jnp.cumsum(inputs.mask[:, ::-1], axis=1)[:, ::-1]
+    is_last = inputs.mask & (tokens_left == 1)
+    return jnp.where(is_last, inputs.reward[:, None], 0.0) - inputs.beta * log_kl(policy_logprobs, inputs)
+
+
+def gae(rewards: jax.Array, values: jax.Array, mask: jax.Array, *, decay: float) -> jax.Array:
+    """A_t = Σ_l λ^l δ_{t+l},  δ_t = r_t + V_{t+1} − V_t,  V = 0 after the last token (Schulman et al. 2016, eq. 16, γ = 1).
+
+    Args:
+      rewards: float32[B, R]; values: float32[B, R], of the state before each token; mask: bool[B, R]; decay: λ.
+
+    Returns:
+      float32[B, R], 0 where masked.
+    """
+    chex.assert_rank([rewards, values, mask], 2)
+    chex.assert_equal_shape([rewards, values, mask])
+
+    def back(after: tuple[jax.Array, jax.Array], token: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+        next_value, next_advantage = after
+        reward, value, real = token
+        advantage = reward + next_value - value + decay * next_advantage
+        here = jnp.where(real, value, next_value), jnp.where(real, advantage, next_advantage)
+        return here, jnp.where(real, advantage, 0.0)
+
+    nothing = jnp.zeros_like(values[:, 0])
+    by_time = jax.lax.stop_gradient((rewards.T, values.T, mask.T))
+    return jax.lax.scan(back, (nothing, nothing), by_time, reverse=True)[1].T
+
+
+def step_advantages(state_values: jax.Array, reward: jax.Array, mask: jax.Array) -> jax.Array:
+    """A_t = V(state after the step of token t) − V(state before that step): float32[B, R], 0 where masked.
+
+    A step goes from one valued state to the next one, the last to the end of the response, whose value is its reward. All
+    tokens of a step share its advantage; where every state is valued, A_t = V_{t+1} − V_t.
+
+    Args:
+      state_values: float32[B, R], of the state before each token, NaN where it was not valued. That before the first token
+        must be. mask: bool[B, R]; reward: float32[B].
+    """
+    chex.assert_equal_shape([state_values, mask])
+    chex.assert_shape(reward, mask.shape[:1])
+    R = mask.shape[1]
+    t = jnp.arange(R)
+    valued = mask & ~jnp.isnan(state_values)
+    first = jnp.argmax(mask, axis=1, keepdims=True)
+    begin = jnp.maximum(jax.lax.cummax(jnp.where(valued, t, 0), axis=1), first)
+    later = jax.lax.cummin(jnp.where(valued, t, R), axis=1, reverse=True)
+    end = jnp.concatenate([later[:, 1:], jnp.full_like(later[:, :1], R)], axis=1)
+    values = jnp.concatenate([state_values, reward[:, None]], axis=1)
+    advantage = jnp.take_along_axis(values, end, axis=1) - jnp.take_along_axis(values, begin, axis=1)
+    return jax.lax.stop_gradient(jnp.where(mask, advantage, 0.0))

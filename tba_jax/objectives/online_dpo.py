@@ -1,0 +1,23 @@
+"""Online DPO: preferences between responses of the policy (Guo et al. 2024; best against worst: Noukhovitch et al. 2024)."""
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from tba_jax.objectives.inputs import ObjectiveInputs, PolicyOutputs
+
+
+def online_dpo(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
+    """L = −mean_i log σ( β (Δ_best − Δ_worst) ),  Δ = Σ_t log π_θ/π_ref (Rafailov et al. 2023, eq. 7).
+
+    Best and worst are by reward, the first of equals. A query whose rewards are all equal prefers nothing and counts as 0.
+
+    Returns:
+      float32[] loss in nats.
+    """
+    chex.assert_equal_shape([outputs.logprobs, inputs.mask])
+    delta = inputs.grouped(jnp.sum(inputs.masked(outputs.logprobs - inputs.ref_logprobs), axis=1))
+    rewards = inputs.grouped(inputs.reward)
+    best, worst = jnp.argmax(rewards, axis=1, keepdims=True), jnp.argmin(rewards, axis=1, keepdims=True)
+    margin = jnp.take_along_axis(delta, best, axis=1) - jnp.take_along_axis(delta, worst, axis=1)
+    return -jnp.mean(jnp.where(best == worst, 0.0, jax.nn.log_sigmoid(inputs.beta * margin)))

@@ -1,0 +1,32 @@
+"""REINFORCE with the mean of the group as baseline, and RLOO, with the mean of the others."""
+
+import jax
+import jax.numpy as jnp
+
+from tba_jax.objectives.advantages import centred, leave_one_out, regularised_rewards
+from tba_jax.objectives.inputs import ObjectiveInputs, PolicyOutputs
+
+
+def reinforce(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
+    """L = −mean_{i,j} A_ij log π_θ(y_ij|x_i),  A = R − R̄,  R = r − β Σ_t log π_θ/π_ref detached (Williams 1992).
+
+    Derived for on-policy rows; others are not weighted. On any batch its gradient is that of trajectory balance at γ = τ = 1
+    times β/2 (PAPER §1).
+
+    Returns:
+      float32[] loss.
+    """
+    policy = inputs.grouped(jnp.sum(inputs.masked(outputs.logprobs), axis=1))
+    return -jnp.mean(centred(regularised_rewards(outputs.logprobs, inputs)) * policy)
+
+
+def rloo(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
+    """L = −mean_{i,j} A_ij log π_θ(y_ij|x_i),  A_ij = R_ij − mean_{k≠j} R_ik (Kool et al. 2019; Ahmadian et al. 2024).
+
+    Its gradient is K/(K−1) times that of `reinforce`. R is as there; rows are not weighted either.
+
+    Returns:
+      float32[] loss.
+    """
+    policy = inputs.grouped(jnp.sum(inputs.masked(outputs.logprobs), axis=1))
+    return -jnp.mean(leave_one_out(regularised_rewards(outputs.logprobs, inputs)) * policy)
