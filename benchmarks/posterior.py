@@ -1,9 +1,10 @@
 """Does training reach p* ∝ π_ref·exp(r/β), whoever produced the rows? A space small enough to add up says so exactly.
 
-    python -m benchmarks.objectives --workdir=DIR --only=posterior
+    python -m benchmarks.objectives --workdir=DIR --only=posterior,baselines
 
 Four symbols and an end, at most four tokens: 341 responses to each of 8 prompts. The transformer, the sampler and the update
-are those of training. Prints the total variation between π_θ and p* by behaviour and seed, and draws posterior.png.
+are those of training. posterior: prints the total variation between π_θ and p* by behaviour and seed, and draws posterior.png.
+baselines: the same for each objective with a KL term, on rows of one age; draws baselines.png.
 """
 
 import concurrent.futures
@@ -25,7 +26,7 @@ from tba_jax.decoding.rollout import Rollout, rollout
 from tba_jax.decoding.sampling import Sampling
 from tba_jax.learner import state as state_lib
 from tba_jax.learner import update
-from tba_jax.models import decoder, heads, parameters, scoring
+from tba_jax.models import decoder, heads, scoring
 from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.objectives.inputs import ObjectiveSettings
@@ -236,14 +237,16 @@ def train(
       the last state; TV float32[steps/every + 1, Q], at the start and after every `every` updates; the measurements of
       updates, float32[steps/every, every] each.
     """
-    learned = objective == "learned_log_z"
+    learned, valued = OBJECTIVES[objective].log_z_head, OBJECTIVES[objective].value_head
     cosine = functools.partial(optax.cosine_decay_schedule, decay_steps=steps)
-    optimizers = state_lib.Optimizers(policy=optax.adam(cosine(PEAK)), log_z=optax.adam(cosine(LOG_Z_PEAK)) if learned else None)
+    of_head = optax.adam(cosine(LOG_Z_PEAK))
+    optimizers = state_lib.Optimizers(
+        policy=optax.adam(cosine(PEAK)), log_z=of_head if learned else None, value_head=of_head if valued else None
+    )
     one = optax.constant_schedule(1.0)
     config = learner_config(objective, completions=completions, rows=len(problem.rewards) * K)
     schedules = update.Schedules(beta=optax.constant_schedule(BETA), ref_temperature=one, reward_temperature=one)
-    head = parameters.init(jax.random.key(0), heads.log_z_specs(MODEL)) if learned else None
-    state = state_lib.init_state(problem.ref_params, optimizers, log_z=head)
+    state = state_lib.init_state(problem.ref_params, optimizers, **state_lib.initial_heads(config.policy, optimizers))
     key, delay = jax.random.fold_in(jax.random.key(seed), 1), behavior.delay
 
     def rows_for(params: Any, number: jax.Array) -> Rollout:
@@ -279,17 +282,16 @@ def compile_train(*, queries: int = QUERIES, **static: Any) -> Any:
     return train.lower(make_problem(0, queries=queries), 0, behavior=Behavior(), **static).compile()
 
 
-def plot(curves: dict[str, np.ndarray], *, steps: int, path: Path) -> None:
-    """curves: behaviour -> TV, means over queries, float32[seeds, points + 1]."""
+def plot(curves: dict[str, np.ndarray], *, title: str, steps: int, path: Path) -> None:
+    """curves: name -> TV, means over queries, float32[seeds, points + 1]."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    for (name, curve), color in zip(
-        curves.items(), ("tab:blue", "tab:green", "tab:orange", "tab:purple", "tab:red"), strict=True
-    ):
+    for i, (name, curve) in enumerate(curves.items()):
+        color = f"C{i}"
         updates = np.linspace(0, steps, curve.shape[1])
         axes.plot(updates, np.median(curve, axis=0), color=color, label=name)
         axes.fill_between(updates, curve.min(axis=0), curve.max(axis=0), color=color, alpha=0.15, linewidth=0)
@@ -301,9 +303,7 @@ def plot(curves: dict[str, np.ndarray], *, steps: int, path: Path) -> None:
     axes.set_xlim(0, steps)
     axes.set_xlabel("updates")
     axes.set_ylabel(r"total variation between $\pi_\theta$ and $p^*$")
-    axes.set_title(
-        f"Distance from the exact posterior, by where rows come from\n(median and range of {len(curve)} seeds)", fontsize=10
-    )
+    axes.set_title(f"Distance from the exact posterior, {title}\n(median and range of {len(curve)} seeds)", fontsize=10)
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=3, fontsize=9)
     figure.savefig(path, dpi=100)
@@ -318,23 +318,63 @@ def compare(root: Path, *, steps: int = 4000, seeds: int = 3) -> None:
     begin = time.monotonic()
     compiled = compile_train(steps=steps, every=max(1, steps // POINTS))
     print(f"compiled in {time.monotonic() - begin:.0f} s\n")
+    stacked = _run_all(
+        {name: functools.partial(compiled, behavior=behavior) for name, behavior in BEHAVIORS.items()}, "rows from", seeds=seeds
+    )
+    np.savez(output / "posterior.npz", allow_pickle=False, **stacked)
+    means = {name: curve.mean(axis=-1) for name, curve in stacked.items()}
+    plot(means, title="by where rows come from", steps=steps, path=output / "posterior.png")
+
+
+# Objectives with a KL term. On-policy their optimum is p*; but online DPO's, whose pairs are the best and the worst of K.
+WITH_KL = (
+    "trajectory_balance",
+    "tba_prime",
+    "reinforce",
+    "rloo",
+    "proximal_rloo",
+    "ppo",
+    "grpo",
+    "dr_grpo",
+    "icepop",
+    "online_dpo",
+)
+STALE = "50 updates old"
+
+
+def compare_objectives(root: Path, *, steps: int = 2000, seeds: int = 2) -> None:
+    """Prints a table of every objective and seed on the same stale data; the figure and the curves go to root/baselines."""
+    output = root / "baselines"
+    output.mkdir(parents=True, exist_ok=True)
+    runs = {
+        name: functools.partial(
+            compile_train(steps=steps, every=max(1, steps // POINTS), objective=name), behavior=BEHAVIORS[STALE]
+        )
+        for name in WITH_KL
+    }
+    stacked = _run_all(runs, f"objective, rows {STALE}", seeds=seeds)
+    np.savez(output / "baselines.npz", allow_pickle=False, **stacked)
+    means = {name: curve.mean(axis=-1) for name, curve in stacked.items()}
+    plot(means, title=f"rows {STALE}", steps=steps, path=output / "baselines.png")
+
+
+def _run_all(runs: dict[str, Any], column: str, *, seeds: int) -> dict[str, np.ndarray]:
+    """Prints the table of runs, called as f(problem, seed). Returns name -> TV, float32[seeds, points + 1, Q]."""
 
     def run(cell: tuple[int, str]) -> tuple[np.ndarray, float]:
         begin = time.monotonic()
         seed, name = cell
-        distance = np.asarray(compiled(make_problem(seed), seed, behavior=BEHAVIORS[name])[1])
+        distance = np.asarray(runs[name](make_problem(seed), seed)[1])
         return distance, time.monotonic() - begin
 
-    print("| seed | rows from | TV to p*, before | after, mean of queries | largest | seconds |")
+    print(f"| seed | {column} | TV to p*, before | after, mean of queries | largest | seconds |")
     print("|---|---|---|---|---|---|", flush=True)
-    cells = list(itertools.product(range(seeds), BEHAVIORS))
-    curves: dict[str, list[np.ndarray]] = {name: [] for name in BEHAVIORS}
+    cells = list(itertools.product(range(seeds), runs))
+    curves: dict[str, list[np.ndarray]] = {name: [] for name in runs}
     # One operation of so small a network does not use several cores: as many runs at a time as there are.
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         for (seed, name), (distance, seconds) in zip(cells, pool.map(run, cells), strict=True):
             before, after, largest = distance[0].mean(), distance[-1].mean(), distance[-1].max()
             print(f"| {seed} | {name} | {before:.3f} | {after:.4f} | {largest:.4f} | {seconds:.0f} |", flush=True)
             curves[name].append(distance)
-    stacked = {name: np.stack(curve) for name, curve in curves.items()}
-    np.savez(output / "posterior.npz", allow_pickle=False, **stacked)
-    plot({name: curve.mean(axis=-1) for name, curve in stacked.items()}, steps=steps, path=output / "posterior.png")
+    return {name: np.stack(curve) for name, curve in curves.items()}

@@ -74,6 +74,7 @@ def train(root: Path, objective: str, lag: int, seed: int, cores: Sequence[int])
         "evaluation.every_steps": max(1, _STEPS.value // 4),
         "evaluation.batch_size": 64,
         "checkpoint.every_steps": _STEPS.value,
+        "publish.keep": lag + 3,
     }
     command = ["taskset", "--cpu-list", ",".join(map(str, cores))] if len(cores) < len(os.sched_getaffinity(0)) else []
     command += [sys.executable, "-m", "tba_jax.main", f"--config={RECIPE}", f"--workdir={workdir}"]
@@ -110,8 +111,12 @@ def train_all(root: Path, kinds: Sequence[tuple[str, int, int]]) -> None:
         print(f"{name_of(*kind)}: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
 
     with concurrent.futures.ThreadPoolExecutor(jobs) as threads:
-        for done in concurrent.futures.as_completed([threads.submit(work, kind) for kind in kinds]):
-            done.result()
+        try:
+            for done in concurrent.futures.as_completed([threads.submit(work, kind) for kind in kinds]):
+                done.result()
+        except BaseException:
+            threads.shutdown(cancel_futures=True)
+            raise
 
 
 def accuracies(root: Path, objective: str, lag: int, seed: int) -> list[tuple[int, float]]:
