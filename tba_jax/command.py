@@ -19,6 +19,8 @@ WORKDIR = flags.DEFINE_string("workdir", None, "The run's folder: checkpoints, m
 
 # How ml_collections says that a key does not exist.
 _UNKNOWN_KEY = re.compile(r'Did you mean "(.+?)" instead of "(.+?)"')
+# What ml_collections says before the sentence of a recipe that raised: its traceback, in text.
+_RECIPE_RAISED = re.compile(r"Error whilst parsing config file:\s+Traceback.*\n(?:ValueError: |(?=\w+Error: ))", re.DOTALL)
 
 
 def parse_flags(argv: Sequence[str], needed: Mapping[str, Any]) -> list[str]:
@@ -44,6 +46,7 @@ def parse_flags(argv: Sequence[str], needed: Mapping[str, Any]) -> list[str]:
 def refuse(error: BaseException) -> NoReturn:
     """Ends the process by one sentence about the user's mistake."""
     text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+    text = _RECIPE_RAISED.sub("", text)
     if unknown := _UNKNOWN_KEY.search(text):
         text = f"the config has no setting {unknown[2]!r}; did you mean {unknown[1]!r}?"
     elif (name := text.strip("'\"")).isidentifier():

@@ -37,6 +37,20 @@ def test_failures_end_by_code_and_sentence(error, code, words, capsys, monkeypat
             AttributeError('Did you mean "steps" instead of "stepz"?'),
             "error: the config has no setting 'stepz'; did you mean 'steps'?",
         ),
+        (
+            ValueError(
+                "flag --config=x.py:b: Error whilst parsing config file:\n\nTraceback (most recent call last):\n"
+                '  File "x.py", line 1, in get_config\n    raise ValueError("ValueError: b")\nValueError: b is not\none of a\n'
+            ),
+            "error: flag --config=x.py:b: b is not one of a",
+        ),
+        (
+            TypeError(
+                "flag --config=x.py:b: Error whilst parsing config file:\n\nTraceback (most recent call last):\n"
+                '  File "y.py", line 1, in parse\n    f("b")\nTypeError: f() takes 0 arguments\n'
+            ),
+            "error: flag --config=x.py:b: TypeError: f() takes 0 arguments",
+        ),
     ],
 )
 def test_a_users_mistake_is_one_sentence(error, sentence, capsys):

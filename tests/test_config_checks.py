@@ -5,7 +5,7 @@ import re
 import pytest
 from ml_collections import config_dict
 
-from configs import base
+from configs import base, demo_baselines
 from tba_jax import config_checks
 from tba_jax import experiment as experiment_lib
 from tba_jax.objectives import OBJECTIVES
@@ -360,6 +360,19 @@ def test_settings_that_an_objective_does_not_read_are_refused(name):
         sentence = f"learner.{setting}={value} would not be used: learner.objective={name} does not read it; leave it at "
         with pytest.raises(ValueError, match=re.escape(sentence)):
             config_checks.check(config)
+
+
+@pytest.mark.parametrize("name", demo_baselines.BASELINES)
+def test_the_recipe_of_every_baseline_is_allowed(name):
+    config = demo_baselines.get_config(name)
+    config_checks.check(config)
+    assert config.learner.objective == name
+    published = {setting for setting in demo_baselines.BASELINES[name] if not setting.startswith("beta_")}
+    assert published == READ[name], "a number for each setting that it reads"
+
+
+def test_every_objective_but_those_of_trajectory_balance_has_a_recipe():
+    assert set(demo_baselines.BASELINES) == {name for name, objective in OBJECTIVES.items() if not objective.full_support}
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
