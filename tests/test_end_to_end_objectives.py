@@ -24,6 +24,9 @@ def test_an_objective_trains_with_real_processes(name, tmp_path):
         f"--config.learner.objective={name}",
         f"--config.learner.steps={STEPS}",
         "--config.task.missing_eos_reward=-1.0",
+        # As few processes as an asynchronous run has: none of the others knows of objectives.
+        "--config.searchers.count=1",
+        "--config.evaluation.enabled=False",
         *NEEDED.get(name, ()),
     )
     done = tiny_run.call(tiny_run.command(tmp_path / "run", *flags), timeout=300)
@@ -37,5 +40,5 @@ def test_an_objective_trains_with_real_processes(name, tmp_path):
     assert all(math.isfinite(line["loss"]) and math.isfinite(line["grad_norm"]) for line in lines)
     assert max(line["grad_norm"] for line in lines) > 0, "nothing was learned"
     if OBJECTIVES[name].state_values:
-        searching = [line for i in range(2) for line in metrics.read_lines(run.metrics(f"searcher-{i}"))]
+        searching = metrics.read_lines(run.metrics("searcher-0"))
         assert max(line["value_tokens_per_second"] for line in searching) > 0, "no state was valued"
