@@ -129,8 +129,8 @@ class _Role:
 
     @property
     def is_at_work(self) -> bool:
-        """Whether it has compiled what it runs: it writes its first metrics then, or has had its time."""
-        if self.process is None:
+        """Whether it has compiled what it runs: it writes its first metrics then, or has had its time, or has ended."""
+        if self.process is None or self.done:
             return self.started > 0
         return time.monotonic() > self.started + _STARTING_SECONDS or self._metrics_size() != self._metrics_before
 

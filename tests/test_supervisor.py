@@ -253,6 +253,13 @@ def test_a_role_starts_when_the_one_before_on_its_cores_is_at_work(roles, tmp_pa
     assert (started - begin > 1.0) == waits == (tmp_path / "metrics" / "compiles" / "metrics.jsonl").exists()
 
 
+def test_a_role_starts_when_the_one_before_on_its_cores_has_ended(roles):
+    kinds = ["ends-now-a", "ends-now-b"]
+    begin = time.monotonic()
+    assert roles(kinds, until=kinds, share_cores=True) == (0, {"ends-now-a": 1, "ends-now-b": 1})
+    assert time.monotonic() - begin < 30.0
+
+
 @pytest.mark.parametrize("kinds", [["stays", "trainer"], ["trainer", "stays"]], ids=" ".join)
 def test_the_trainer_waits_for_nobody_and_nobody_for_it(roles, kinds):
     ends = iter([False] * 5)
