@@ -326,7 +326,9 @@ def compare(root: Path, *, steps: int = 4000, seeds: int = 3) -> None:
     plot(means, title="by where rows come from", steps=steps, path=output / "posterior.png")
 
 
-# Objectives with a KL term. On-policy their optimum is p*; but online DPO's, whose pairs are the best and the worst of K.
+# Objectives with a KL term, of those that need no log Z head and no values of states. On-policy p* is the optimum of those up to
+# ppo (there but for the error of its values). k3's mean gradient is that of KL(π_ref‖π_θ), GRPO and IcePop divide the reward by
+# its spread, online DPO's pairs are the best and the worst of K: these have other optima.
 WITH_KL = (
     "trajectory_balance",
     "tba_prime",

@@ -3,9 +3,10 @@
     python -m benchmarks.staleness --workdir=runs/staleness [--objectives=…] [--lags=1,16,64] [--seeds=3] [--steps=200] [--jobs=2]
 
 Search and training take turns in one process (schedule.mode=interleaved): the rows of an update were drawn with the weights of
-`lag` updates before, all of them, and none is drawn twice. Every objective has the same learning rate, β, rows and number of
-updates; nothing is tuned for any of them. A run that is done is not made again, so the command resumes where it was stopped. It
-prints a markdown table of held-out greedy accuracy, mean and standard deviation over seeds, and draws workdir/staleness.png.
+`lag` updates before (the first ones: with those of the start), all of them, and none is drawn twice. Every objective has the same
+learning rate, β, rows and number of updates; nothing is tuned for any of them. A run that is done is not made again, so the
+command resumes where it was stopped. It prints a markdown table of held-out greedy accuracy, mean and standard deviation over
+seeds, and draws workdir/staleness.png.
 """
 
 import concurrent.futures
@@ -22,7 +23,7 @@ import numpy as np
 from absl import app, flags
 
 from benchmarks import warm_start
-from tba_jax import report, run_dir
+from tba_jax import lifeline, report, run_dir
 from tba_jax.objectives import OBJECTIVES
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for the runs.", required=True)
@@ -53,7 +54,7 @@ ROWS = {
 
 
 def name_of(objective: str, lag: int, seed: int) -> str:
-    return f"runs/{objective}-lag{lag}-seed{seed}"
+    return f"{_STEPS.value}-updates/{objective}-lag{lag}-seed{seed}"
 
 
 def train(root: Path, objective: str, lag: int, seed: int, cores: Sequence[int]) -> None:
@@ -87,7 +88,7 @@ def train(root: Path, objective: str, lag: int, seed: int, cores: Sequence[int])
             env=environment,
             check=False,
         )
-    if ended.returncode == 1:  # numbers that are not finite end a run so; a figure of the study, not an error of it
+    if ended.returncode == lifeline.NOT_FINITE:  # a figure of the study, not an error of it
         stopped.write_text(Path(f"{workdir}.out").read_text()[-500:])
     elif ended.returncode:
         raise RuntimeError(f"{workdir} ended with code {ended.returncode}; see {workdir}.out")
@@ -121,7 +122,11 @@ def train_all(root: Path, kinds: Sequence[tuple[str, int, int]]) -> None:
 
 def accuracies(root: Path, objective: str, lag: int, seed: int) -> list[tuple[int, float]]:
     """(step, held-out greedy accuracy) of a run, as far as it went."""
-    return [(r["step"], r["greedy_reward"]) for r in report.evaluations(run_dir.RunDir(root / name_of(objective, lag, seed)))]
+    name = name_of(objective, lag, seed)
+    found = [(r["step"], r["greedy_reward"]) for r in report.evaluations(run_dir.RunDir(root / name))]
+    if not found:
+        raise RuntimeError(f"{root / name} ended before its first evaluation; see {root / name}.out")
+    return found
 
 
 # Of an objective at a lag: (step, accuracy) of each seed's evaluations.

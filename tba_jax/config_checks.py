@@ -308,14 +308,25 @@ def _check_objective(config: Any, objective: Objective) -> None:
         not objective.state_values or bool(config.task.step_ends),
         f"{named} needs rows with the values of the states between steps: say by task.step_ends what ends a step",
     )
-    # Not of β, with which every run is measured.
+
+
+def check_all_are_read(config: Any) -> None:
+    """Refuses settings of objectives that the config's own does not read. Not β, with which every run is measured.
+
+    Of a new run alone: a run that has begun with one goes on.
+
+    Raises:
+      ValueError: one sentence about the first such setting.
+    """
+    learner, objective = config.learner, OBJECTIVES[config.learner.objective]
     defaults = {f.name: f.default for f in dataclasses.fields(ObjectiveSettings) if f.default is not dataclasses.MISSING}
     defaults |= {f"{name}_{part}": 1.0 for name in TEMPERATURES for part in ("start", "end")}
     for name, default in defaults.items():
         read = name.removesuffix("_start").removesuffix("_end") in objective.settings
         _require(
             read or learner[name] == default,
-            f"learner.{name}={learner[name]} would not be used: {named} does not read it; leave it at {default}",
+            f"learner.{name}={learner[name]} would not be used: learner.objective={learner.objective} does not read it; leave it "
+            f"at {default}",
         )
 
 

@@ -45,8 +45,8 @@ def main(argv: Sequence[str]) -> None:
 
 def _prepare(config: Any) -> Job:
     """Everything that a user's mistake can stop, and then the job itself, which returns an exit code."""
+    from tba_jax import config_checks, other_runs
     from tba_jax import experiment as experiment_lib
-    from tba_jax import other_runs
     from tba_jax.replay.lease import LeaseHeld
 
     try:
@@ -59,12 +59,15 @@ def _prepare(config: Any) -> Job:
         if _DRY_RUN.value:
             from tba_jax import dry_run
 
+            config_checks.check_all_are_read(config)
             print(dry_run.describe(experiment))
             return lambda: 0
         from tba_jax import roles
 
         run = run_dir.open_run_dir(Path(command.WORKDIR.value).absolute(), _SHARED.value)
         _check_shared(run)
+        if not storage.exists(run.config):
+            config_checks.check_all_are_read(config)
         settings = roles.Settings(
             experiment=experiment,
             run=run,

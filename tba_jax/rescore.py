@@ -34,7 +34,7 @@ def rescore(workdir: Path) -> str:
       a sentence that says what was written.
 
     Raises:
-      ValueError: there is no run, the task differs by more than its reward, retention has removed rows, a row cannot be read
+      ValueError: there is no run, the task differs by more than its reward, retention has removed rows, a row cannot be read,
         its query is not the task's any more, or rows hold values of states. LeaseHeld: the run's trainer is at work.
     """
     from ml_collections import config_dict

@@ -280,10 +280,11 @@ class Searcher:
             ref_logprobs, _ = self._jit_score(self._reference, *mesh_lib.put_rows(self._mesh, per_row))
             ref_logprobs = np.asarray(ref_logprobs)
         self._check_finite(ref_logprobs, queries)
+        of_rows = [query for query in queries for _ in range(samples)]
         with self._account.measure("reward"):
             texts, scores = reward_generation(
                 generation,
-                [query for query in queries for _ in range(samples)],
+                of_rows,
                 task=self._task,
                 tokenizer=self._tokenizer,
                 missing_eos_reward=self._contract.missing_eos_reward,
@@ -313,7 +314,6 @@ class Searcher:
             with self._account.measure("embedding"):
                 rows["embedding"] = self._embedder(texts)
         if self._value_states is not None:
-            of_rows = [query for query in queries for _ in range(samples)]
             with self._account.measure("values"):
                 rows["state_values"], value_tokens = self._value_states(generation, scores.reward, keys, of_rows, feed=feed)
         with self._account.measure("append"):

@@ -59,6 +59,7 @@ REFUSALS = {
     "mesh and devices": (["--config.searchers.mesh.data=4"], ["searchers.mesh data=4", "1 devices"]),
     "prompt length": (["--config.task.prompt_length=5"], ["40 of 40 train prompts", "task.prompt_length=5", "longest: 7"]),
     "model path": (["--config.model.path=/nowhere"], ["/nowhere", "does not exist"]),
+    "setting that the objective does not read": (["--config.learner.clip_low=0.1"], ["learner.clip_low=0.1", "does not read it"]),
     "role": (["--role=nobody"], ["nobody", "trainer"]),
 }
 

@@ -199,7 +199,7 @@ if kind == "bad-input":
     print("RuntimeError: a thread that was left alone", flush=True)
     sys.exit(2)
 if kind == "compiles":
-    time.sleep(1.0)
+    time.sleep(3.0)
     metrics = folder / "metrics" / kind
     metrics.mkdir(parents=True)
     (metrics / "metrics.jsonl").write_text('{"step": 2}')
@@ -247,10 +247,8 @@ def test_a_role_that_dies_is_started_again_and_the_others_are_stopped_at_the_end
 def test_a_role_starts_when_the_one_before_on_its_cores_is_at_work(roles, tmp_path, monkeypatch, share_cores, patience, waits):
     monkeypatch.setattr(supervisor, "_STARTING_SECONDS", patience)
     kinds = ["compiles", "ends-now"]
-    begin = time.time()
     assert roles(kinds, until=["ends-now"], share_cores=share_cores) == (0, {"compiles": 1, "ends-now": 1})
-    started = (tmp_path / "ends-now-0").stat().st_mtime
-    assert (started - begin > 1.0) == waits == (tmp_path / "metrics" / "compiles" / "metrics.jsonl").exists()
+    assert (tmp_path / "metrics" / "compiles" / "metrics.jsonl").exists() == waits
 
 
 def test_a_role_starts_when_the_one_before_on_its_cores_has_ended(roles):

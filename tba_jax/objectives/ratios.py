@@ -42,7 +42,8 @@ def clipped_surrogate(ratio: jax.Array, advantage: jax.Array, *, low: float, hig
 def k3(policy_logprobs: jax.Array, inputs: ObjectiveInputs) -> jax.Array:
     """π_ref/π_θ − log π_ref/π_θ − 1 of each token: float32[B, R], nats, never negative, 0 where masked.
 
-    The estimate of KL(π_θ‖π_ref) that GRPO and VinePPO have in the loss (Schulman 2020; Shao et al. 2024, eq. 4).
+    The estimate of KL(π_θ‖π_ref) that GRPO and VinePPO have in the loss (Schulman 2020; Shao et al. 2024, eq. 4). Its value is
+    unbiased on-policy; its gradient there, 1 − π_ref/π_θ times ∇ log π_θ, is on average that of KL(π_ref‖π_θ).
     """
     chex.assert_equal_shape([policy_logprobs, inputs.mask])
     log_ratio = inputs.masked(inputs.ref_logprobs - policy_logprobs)

@@ -224,6 +224,8 @@ class Trainer:
     def start(self) -> None:
         """Starts to follow the log in the background, and compiles the update while the first rows are on their way."""
         self._tail.start()
+        if self.step_number >= self._config.learner.steps:
+            return
         rows = {name: np.zeros((self.rows, *shape), dtype) for name, (dtype, shape) in self._shape.columns().items()}
         with self.account.measure("update"):
             self._lower_update(self.state, self._frozen, self._batch(rows)).compile()
