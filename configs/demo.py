@@ -2,8 +2,7 @@
 
 Paper:     the shape of its GSM8K row (start near 40 %, K 20, m 0.95, k 2, T 0.7), at a size that runs on a laptop.
 Command:   make demo, or python -m tba_jax.main --config=configs/demo.py --workdir=runs/demo
-Hardware:  2 CPU cores. Time: 360 s on shared ones, warm start included. Score: accuracy 0.50 -> 0.95 (measured,
-           benchmarks/RESULTS.md).
+Hardware:  2 CPU cores. Time: 227 s, warm start included. Score: accuracy 0.50 -> 0.94 (measured, benchmarks/RESULTS.md).
 """
 
 from configs import base
