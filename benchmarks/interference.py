@@ -150,7 +150,7 @@ def make_trainer(workdir: Path) -> tuple[Any, Source]:
     from tba_jax.metrics import TimeAccount
     from tba_jax.replay.lease import EpochLease
     from tba_jax.replay.reader import LogReader
-    from tba_jax.searcher import Searcher
+    from tba_jax.searcher.search import Searcher
     from tba_jax.trainer.role import Trainer
 
     e = experiment_lib.build(demo_config())

@@ -21,7 +21,8 @@ from tba_jax.replay.journal import line_ids
 from tba_jax.replay.lease import EpochLease
 from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
-from tba_jax.searcher import Searcher, SearchReport
+from tba_jax.searcher.appender import SearchReport
+from tba_jax.searcher.search import Searcher
 from tba_jax.tasks.interface import Query, Scores, Task
 from tba_jax.trainer.role import Trainer
 

@@ -56,6 +56,7 @@ _AT_LEAST_ONE = (
     "searchers.queries_per_batch",
     "searchers.samples_per_query",
     "searchers.value_samples",
+    "searchers.reward_batches",
     "searchers.decode_steps",
     "searchers.cpu_devices",
     "learner.queries",

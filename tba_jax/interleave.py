@@ -11,7 +11,7 @@ from typing import Any
 from tba_jax import run_dir
 from tba_jax.evaluator import Evaluator, PendingSteps
 from tba_jax.metrics import MetricWriter
-from tba_jax.searcher import Searcher
+from tba_jax.searcher.search import Searcher
 from tba_jax.trainer.role import Trainer, record
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,8 @@ from tba_jax import lifeline, other_runs, report, run_config, run_dir, storage, 
 from tba_jax.metrics import MetricWriter, TimeAccount
 from tba_jax.replay.journal import read_lineage
 from tba_jax.replay.lease import EpochLease
-from tba_jax.searcher import Searcher, run_searcher, wait_for_run
+from tba_jax.searcher.role import run_searcher, wait_for_run
+from tba_jax.searcher.search import Searcher
 
 log = logging.getLogger(__name__)
 

@@ -28,7 +28,15 @@ _FREE = (
 # Settings that configs of earlier versions, as runs store them, lack, and what those versions did.
 LATER: dict[str, dict[str, Any]] = {
     "task": {"embedding_path": "", "min_response_length": 0, "banned_tokens": (), "stop_strings": (), "step_ends": ()},
-    "searchers": {"slots": 0, "decode_steps": 32, "swap": "at_once", "cpu_devices": 1, "value_samples": 9, "value_states": 0},
+    "searchers": {
+        "slots": 0,
+        "decode_steps": 32,
+        "swap": "at_once",
+        "cpu_devices": 1,
+        "value_samples": 9,
+        "value_states": 0,
+        "reward_batches": 8,
+    },
     "learner": {
         "clip_low": 0.2,
         "clip_high": 0.2,

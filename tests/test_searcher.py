@@ -1,5 +1,6 @@
 """What a searcher appends, in which order, and on which weights, whatever its decoder is ahead with; and how it ends."""
 
+import dataclasses
 import functools
 import os
 import threading
@@ -13,12 +14,16 @@ import jax
 import numpy as np
 import pytest
 
-from tba_jax import metrics, policy_store, roles, run_dir, searcher, trajectory
+from tba_jax import metrics, policy_store, roles, run_dir, trajectory
 from tba_jax.decoding import slots
 from tba_jax.metrics import TimeAccount
 from tba_jax.models import parameters, scoring
 from tba_jax.replay.reader import LogReader
-from tba_jax.searcher import Searcher
+from tba_jax.replay.validation import REJECTIONS, validate_rows
+from tba_jax.searcher import role, search
+from tba_jax.searcher.search import Searcher
+from tba_jax.searcher.stream import query_order, writer_number
+from tba_jax.tasks.interface import Query, Scores, Task
 from tests import tiny_run
 
 Q, S, R = 3, 4, 12  # queries of a batch, samples of a query, response tokens
@@ -33,19 +38,21 @@ DECODER = dict(searchers__slots=4, searchers__decode_steps=2, searchers__poll_se
 def _one_writer_on_one_device(monkeypatch) -> Iterator[None]:
     """Searchers take all devices of their process, and half of their name by chance. Their programs are tiny here."""
     monkeypatch.setattr(jax, "devices", lambda *_: jax.local_devices()[:1])
-    monkeypatch.setattr(searcher, "uuid", types.SimpleNamespace(uuid4=lambda: types.SimpleNamespace(hex="0" * 32)))
+    monkeypatch.setattr(search, "uuid", types.SimpleNamespace(uuid4=lambda: types.SimpleNamespace(hex="0" * 32)))
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
 
 
-def make(folder: Path, **changes: Any) -> tuple[roles.Settings, Searcher]:
-    """A run with its reference and snapshot 0, and a searcher that has not looked for it yet."""
+def make(folder: Path, task: Callable[[Task], Task] | None = None, **changes: Any) -> tuple[roles.Settings, Searcher]:
+    """A run with its reference and snapshot 0, and a searcher that has not looked for it yet. task: makes another of the task."""
     s = tiny_run.settings(folder, tiny_run.config(**{**STREAM, **BATCHES, **DECODER, **changes}))
     roles.reference(s)()
     s.run.root.joinpath("policy").mkdir()
     publish(s, 0)
+    if task is not None:
+        s = dataclasses.replace(s, experiment=dataclasses.replace(s.experiment, task=task(s.experiment.task)))
     return s, roles._make_searcher(s, name="tested", account=TimeAccount())
 
 
@@ -72,8 +79,8 @@ def rows_of_the_stream(s: roles.Settings, made: Searcher, queries: int) -> dict[
     """All rows of the log, which must be those of the first queries of the stream, in their order, S each."""
     reader = LogReader(s.run.replay, s.experiment.contract.row_shape())
     rows = dict(reader.read(made.writer, 0, reader.heads()[made.writer]))
-    prompts, number = [query.prompt for query in s.experiment.queries["train"]], searcher.writer_number(made.writer)
-    orders = [searcher.query_order(10, seed=s.config.seed, writer=number, epoch=epoch) for epoch in range(-(-queries // 10))]
+    prompts, number = [query.prompt for query in s.experiment.queries["train"]], writer_number(made.writer)
+    orders = [query_order(10, seed=s.config.seed, writer=number, epoch=epoch) for epoch in range(-(-queries // 10))]
     assert all(sorted(order.tolist()) == list(range(10)) for order in orders)
     asked = [prompts[i] for i in np.concatenate(orders)[:queries] for _ in range(S)]
     assert rows["query_id"].tolist() == [trajectory.query_id(prompt) for prompt in asked]
@@ -233,7 +240,7 @@ def run_searcher(s: roles.Settings, made: Searcher, look: Callable[[], None]) ->
         return time.monotonic() > end
 
     try:
-        searcher.run_searcher(made, s.config, s.run, name="tested", account=TimeAccount(), stop=stop)
+        role.run_searcher(made, s.config, s.run, name="tested", account=TimeAccount(), stop=stop)
     finally:
         (refresher,) = threads
         refresher.join(timeout=10)
@@ -290,3 +297,89 @@ def test_a_searcher_takes_up_snapshots_until_the_run_is_finished(tmp_path):
     # The first batch, which holds the compilation, is not measured.
     assert [(line["step"], line["policy_step"]) for line in lines] == [(2, 0), (3, 1), (4, 1), (5, 2), (6, 2)]
     assert [(line["rows"], line["tokens"]) for line in lines] == [(ROWS, count) for count in tokens[1:]]
+
+
+class Held:
+    """A task whose n-th call for rewards does what `calls` say for it, before or instead of the task's own."""
+
+    def __init__(self, task: Task, *calls: Callable[[Scores], Scores]):
+        self._task, self._calls, self._taken, self._lock = task, calls, 0, threading.Lock()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._task, name)
+
+    def rewards(self, queries: list[Query], responses: list[str], finished: np.ndarray) -> Scores:
+        with self._lock:
+            call, self._taken = self._taken, self._taken + 1
+        scores = self._task.rewards(queries, responses, finished)
+        return self._calls[call](scores) if call < len(self._calls) else scores
+
+
+def test_the_next_batches_are_decoded_while_one_waits_for_its_rewards(tmp_path):
+    decoded, reached = threading.Event(), list[int]()
+
+    def late(scores: Scores) -> Scores:
+        assert decoded.wait(60)
+        return scores
+
+    s, made = make(tmp_path, task=lambda task: Held(task, late), searchers__reward_batches=3)
+    made.refresh()
+    for _ in range(3):
+        made.advance()
+        reached.append(committed(s))
+    assert reached == [0, 0, 0] and made.appended() == [], "the later ones have their rewards, and wait for the first"
+    decoded.set()
+    assert [report.rows for report in made.appended(wait=True)] == [ROWS] * 3 and made.appended(wait=True) == []
+    rows_of_the_stream(s, made, 3 * Q)
+    made.close()
+
+
+def test_so_many_batches_wait_for_rewards_at_most(tmp_path):
+    begun, released = threading.Event(), threading.Event()
+
+    def late(scores: Scores) -> Scores:
+        begun.set()
+        assert released.wait(60)
+        return scores
+
+    s, made = make(tmp_path, task=lambda task: Held(task, late), searchers__reward_batches=1)
+    made.refresh()
+    made.advance()
+    second = threading.Thread(target=made.advance)
+    second.start()
+    assert begun.wait(60)
+    second.join(timeout=2)
+    assert second.is_alive() and committed(s) == 0
+    released.set()
+    second.join(timeout=60)
+    assert not second.is_alive() and len(made.appended(wait=True)) == 2
+    rows_of_the_stream(s, made, 2 * Q)
+    made.close()
+
+
+def test_rows_without_a_reward_are_kept_and_counted(tmp_path):
+    def some(scores: Scores) -> Scores:
+        failed = np.arange(ROWS) % 3 == 1
+        parts = np.where(failed[:, None], np.nan, scores.parts)
+        return Scores(np.where(failed, np.nan, scores.reward).astype(np.float32), parts.astype(np.float32))
+
+    s, made = make(tmp_path, task=lambda task: Held(task, some, some), task__missing_eos_reward=-1.0)
+    made.refresh()
+    report = made.search()
+    rows = rows_of_the_stream(s, made, Q)
+    failed = np.arange(ROWS) % 3 == 1
+    np.testing.assert_array_equal(np.isnan(rows["reward"]), failed)
+    assert report.unscored == failed.sum() and report.reward == pytest.approx(rows["reward"][~failed].mean())
+    reasons = validate_rows(rows, vocab_size=s.experiment.policy.model.vocab)
+    assert [REJECTIONS[reason] for reason in reasons] == ["reward" if each else "valid" for each in failed]
+
+
+def test_a_task_that_fails_stops_the_searcher_and_nothing_is_appended_after(tmp_path):
+    def fails(scores: Scores) -> Scores:
+        raise KeyError("the task's own mistake")
+
+    s, made = make(tmp_path, task=lambda task: Held(task, lambda scores: scores, fails), searchers__reward_batches=2)
+    with pytest.raises(KeyError, match="own mistake"):
+        run_searcher(s, made, lambda: None)
+    assert committed(s) == ROWS
+    rows_of_the_stream(s, made, Q)

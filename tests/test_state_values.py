@@ -4,16 +4,18 @@ import dataclasses
 import shutil
 import types
 from collections.abc import Iterator
+from concurrent.futures import Future
 
 import jax
 import numpy as np
 import pytest
 
-from tba_jax import audit, metrics, policy_store, rescore, roles, searcher
+from tba_jax import audit, metrics, policy_store, rescore, roles
 from tba_jax.decoding import requests as requests_lib
 from tba_jax.decoding import sampling as sampling_lib
 from tba_jax.decoding import state_values, stop_strings
 from tba_jax.decoding.requests import Request
+from tba_jax.decoding.rewards import reward_generation
 from tba_jax.decoding.state_values import StateValues
 from tba_jax.learner.state import batch_from_rows
 from tba_jax.metrics import TimeAccount
@@ -21,6 +23,7 @@ from tba_jax.replay.index import ReplayIndex
 from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
 from tba_jax.replay.validation import REJECTIONS, validate_rows
+from tba_jax.searcher import search as search_lib
 from tba_jax.tasks.arithmetic import Arithmetic
 from tba_jax.tasks.interface import EncodedQuery, Query, Scores
 from tba_jax.trajectory import RowShape, response_mask
@@ -74,15 +77,16 @@ def ask(engine, *, plain=True):
 
 def value_states(engine, **settings):
     step_ends = stop_strings.build([TEXTS.get(i, "|").encode() for i in range(MODEL.vocab)], STEP_ENDS, vocab=MODEL.vocab)
-    defaults = dict(most_states=0, samples_per_query=S, states_at_a_time=2, missing_eos_reward=MISSING)
-    return StateValues(
-        engine,
-        step_ends=step_ends,
-        sampling=sampling_lib.constant(SAMPLES, temperature=1.3),
-        task=Letters,
-        tokenizer=Letters,
-        **defaults | settings,
-    )
+    sampling = sampling_lib.constant(SAMPLES, temperature=1.3)
+    defaults = dict(most_states=0, samples_per_query=S, states_at_a_time=2)
+    return StateValues(engine, step_ends=step_ends, sampling=sampling, reward=reward, **defaults | settings)
+
+
+def reward(generation, queries):
+    scored: Future = Future()
+    texts, scores = reward_generation(generation, queries, task=Letters, tokenizer=Letters, missing_eos_reward=MISSING)
+    scored.set_result(scores)
+    return texts, scored
 
 
 QUERIES = [EncodedQuery(query=Query(prompt=str(q)), prompt=prompt) for q, prompt in enumerate(PROMPTS) for _ in range(S)]
@@ -98,8 +102,8 @@ def test_values_are_mean_rewards_of_continuations_decoded_alone():
     engine.set_policy(PARAMS, 0)
     generation, keys = ask(engine, plain=False)
     made = zip(QUERIES, generation.tokens, generation.length, generation.finished, strict=True)
-    reward = np.array([reward_by_hand(*each) for each in made])
-    assert len(set(reward)) > 3 and MISSING in reward
+    own = np.array([reward_by_hand(*each) for each in made])
+    assert len(set(own)) > 3 and MISSING in own
     beside = [Request(name="next", prompt=[3, 3], keys=row_keys(5, 9), sampling=sampling_lib.constant(5, temperature=1.0))]
     submitted = []
 
@@ -109,14 +113,15 @@ def test_values_are_mean_rewards_of_continuations_decoded_alone():
         submitted.append(engine.submit(beside.pop()))
         return True
 
-    found, tokens = value_states(engine)(generation, reward.astype(np.float32), keys, QUERIES, feed=feed)
+    valued = value_states(engine)(generation, keys, QUERIES, feed=feed)
+    found, tokens = valued.finish(own.astype(np.float32)), valued.tokens
     assert found.shape == (len(QUERIES), R) and found.dtype == np.float32
     alone = make_engine(1, 1, prompt_length=5 + R - 1, given_length=R - 1)
     alone.set_policy(PARAMS, 0)
     expected, expected_tokens = np.full(found.shape, np.nan), 0
     for row, query in enumerate(QUERIES):
         others = [other for other in range(len(QUERIES)) if other // S == row // S and other != row]
-        expected[row, 0] = sum(reward[other] for other in others) / (S - 1)
+        expected[row, 0] = sum(own[other] for other in others) / (S - 1)
         for t in range(1, generation.length[row]):
             text = "".join(TEXTS.get(int(token), "|") for token in generation.tokens[row, :t])
             last = TEXTS.get(int(generation.tokens[row, t - 1]), "|")
@@ -147,7 +152,8 @@ def test_values_are_mean_rewards_of_continuations_decoded_alone():
     (lonely,) = alone.generate([dataclasses.replace(submitted[0].request)])
     np.testing.assert_array_equal(answer.tokens, lonely.tokens)
 
-    fewer, _ = value_states(engine, most_states=1, states_at_a_time=100)(generation, reward.astype(np.float32), keys, QUERIES)
+    valued = value_states(engine, most_states=1, states_at_a_time=100)(generation, keys, QUERIES)
+    fewer = valued.finish(own.astype(np.float32))
     chosen = np.isfinite(fewer)
     np.testing.assert_array_equal(chosen[:, 1:].sum(axis=1), np.minimum(np.isfinite(found[:, 1:]).sum(axis=1), 1))
     np.testing.assert_array_equal(fewer[chosen], found[chosen])
@@ -184,7 +190,7 @@ VALUED = {"task__step_ends": ("1", "2+", "=", "3", "44"), "searchers__value_samp
 def numbered(monkeypatch):
     """Writers of two runs have the same name, and so their rows the same keys."""
     fixed = types.SimpleNamespace(uuid4=lambda: types.SimpleNamespace(hex="5" * 32))
-    monkeypatch.setattr(searcher, "uuid", fixed)
+    monkeypatch.setattr(search_lib, "uuid", fixed)
 
 
 def rows_of(s):

@@ -2,68 +2,36 @@
 
 import dataclasses
 import functools
-import hashlib
-import logging
 import os
 import platform
-import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from tba_jax import mesh as mesh_lib
-from tba_jax import policy_store, run_config, run_dir, storage, trajectory
+from tba_jax import policy_store, run_config, run_dir, trajectory
 from tba_jax.decoding import sampling as sampling_lib
 from tba_jax.decoding import stop_strings
 from tba_jax.decoding.embeddings import ResponseEmbedder
 from tba_jax.decoding.engine import Answer, Engine
-from tba_jax.decoding.requests import Request, concatenate
-from tba_jax.decoding.rewards import reward_generation
+from tba_jax.decoding.requests import Generation, Request, concatenate
 from tba_jax.decoding.slots import row_keys
 from tba_jax.decoding.state_values import StateValues
 from tba_jax.decoding.stop_strings import StopStrings
-from tba_jax.metrics import MetricWriter, TimeAccount
+from tba_jax.metrics import TimeAccount
 from tba_jax.models import scoring
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
 from tba_jax.replay.log import LogWriter
+from tba_jax.searcher.appender import Appender, DecodedBatch, SearchReport
+from tba_jax.searcher.stream import QueryStream, writer_number
 from tba_jax.tasks.interface import EncodedQuery, Task
 from tba_jax.tokenizer import Tokenizer
-
-log = logging.getLogger(__name__)
-
-
-def query_order(count: int, *, seed: int, writer: int, epoch: int) -> np.ndarray:
-    """int64[count]: the order in which a searcher takes the queries in pass `epoch`, a permutation of its own."""
-    return np.random.Generator(np.random.Philox(key=[seed, (writer << 32) | epoch])).permutation(count)
-
-
-def writer_number(writer: str) -> int:
-    """uint32 that stands for a writer id in random keys."""
-    return int.from_bytes(hashlib.blake2b(writer.encode(), digest_size=4).digest(), "little")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SearchReport:
-    """One batch: rows written, response tokens in them, mean reward, share that ended by itself, seconds it took.
-
-    policy_step: of the weights in use at its end; slot_idle: share of the decoder's slot-steps so far that gave no token;
-    value_tokens: generated besides the rows to value their states.
-    """
-
-    rows: int
-    tokens: int
-    reward: float
-    finished: float
-    policy_step: int
-    slot_idle: float
-    seconds: float
-    value_tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,22 +65,30 @@ class Searcher:
         account: TimeAccount,
     ):
         self._config, self._contract, self._run = config, contract, run
-        self._policy, self._tokenizer, self._task, self._queries = policy, tokenizer, task, queries
+        self._policy, self._tokenizer = policy, tokenizer
         self._account = account
         self._mesh = mesh_lib.make_mesh(tuple(config.searchers.mesh.values()), setting="searchers.mesh")
         self._embedder = ResponseEmbedder(config.task.embedding_path, self._mesh) if contract.embedding else None
         self.writer = f"{name}-{uuid.uuid4().hex[:8]}"
         self._writer_number = writer_number(self.writer)
+        self._stream = QueryStream(queries, seed=config.seed, writer=self._writer_number)
         self._rng = np.random.default_rng([config.seed, self._writer_number])
         s = config.searchers
         self.rows_per_batch = s.queries_per_batch * s.samples_per_query
-        self._log = LogWriter(
+        log = LogWriter(
             run.replay,
             self.writer,
             contract.row_shape(),
             rows_per_append=self.rows_per_batch,
             segment_appends=config.replay.segment_appends,
             info={"host": platform.node(), "pid": os.getpid(), "started": time.time(), "devices": str(self._mesh.devices.size)},
+        )
+        self._appender = Appender(
+            log,
+            task=task,
+            tokenizer=tokenizer,
+            missing_eos_reward=contract.missing_eos_reward,
+            batches=1 if config.schedule.mode == "interleaved" else s.reward_batches,
         )
         space = scoring.ResponseSpace.of(contract)
         slots = s.slots or self.rows_per_batch
@@ -154,8 +130,6 @@ class Searcher:
         self._snapshot: dict[str, Any] = dict(
             specs=policy.trained_specs, shardings=policy.trained_shardings(self._mesh), dtype=policy.snapshot_dtype
         )
-        self._taken = 0
-        self._order = np.zeros(0, np.int64)
         self._asked: deque[_Asked] = deque()
         self._newest_step = -1
         self._queries_on_snapshot = 0
@@ -181,9 +155,7 @@ class Searcher:
             most_states=s.value_states,
             samples_per_query=s.samples_per_query,
             states_at_a_time=2 * slots // s.value_samples,
-            task=self._task,
-            tokenizer=self._tokenizer,
-            missing_eos_reward=self._contract.missing_eos_reward,
+            reward=self._appender.reward,
         )
 
     def refresh(self) -> bool:
@@ -219,19 +191,11 @@ class Searcher:
             not limit or self._queries_on_snapshot < -(-limit // self.rows_per_batch) * self._config.searchers.queries_per_batch
         )
 
-    def _next_query(self) -> EncodedQuery:
-        """The next query of this searcher's stream: every query once before any comes again."""
-        epoch, position = divmod(self._taken, len(self._queries))
-        if position == 0:
-            self._order = query_order(len(self._queries), seed=self._config.seed, writer=self._writer_number, epoch=epoch)
-        self._taken += 1
-        return self._queries[self._order[position]]
-
     def _ask(self) -> None:
         """Hands the next query to the decoder. Its rows are numbered on."""
         samples = self._config.searchers.samples_per_query
-        rows = np.arange(self._taken * samples, (self._taken + 1) * samples, dtype=np.uint32)
-        query = self._next_query()
+        rows = np.arange(self._stream.taken * samples, (self._stream.taken + 1) * samples, dtype=np.uint32)
+        query = next(self._stream)
         keys = np.asarray(self._jit_keys(np.uint32(self._config.seed), np.uint32(self._writer_number), rows))
         sampling = self._sampling()
         request = Request(name=query.name, prompt=query.prompt, keys=keys, sampling=sampling)
@@ -239,26 +203,68 @@ class Searcher:
         self._queries_on_snapshot += 1
 
     def search(self, *, ahead: Callable[[], bool] = lambda: False) -> SearchReport:
-        """One batch: queries, responses, rewards, reference log-probs, append.
+        """One batch, which is in the log when this returns. See advance."""
+        self.advance(ahead=ahead)
+        return self.appended(wait=True)[-1]
+
+    def advance(self, *, ahead: Callable[[], bool] = lambda: False) -> None:
+        """Decodes one batch, has the reference score it, and hands it on to be rewarded and appended.
+
+        Waits where searchers.reward_batches wait for their rewards already.
 
         Args:
           ahead: whether the decoder may go on with queries of the next batches where it has room.
 
         Raises:
-          OSError: the replay log refused the rows (disk full, say).
           FloatingPointError: the policy or the reference gave log-probs that are not finite; names the query.
+          Exception: what appended() raises.
         """
         begin = time.monotonic()
-        samples, size = self._config.searchers.samples_per_query, self._config.searchers.queries_per_batch
-        value_tokens = 0
 
         def feed() -> bool:
             # A lane that is slow does not let the others run ahead without end.
-            if len(self._asked) >= size + self._engine.prompts or not (self._may_ask() and ahead()):
+            most = self._config.searchers.queries_per_batch + self._engine.prompts
+            if len(self._asked) >= most or not (self._may_ask() and ahead()):
                 return False
             self._ask()
             return True
 
+        batch, generation = self._decode(feed)
+        queries = [asked.query for asked in batch for _ in range(asked.answer.request.samples)]
+        rows = self._rows(batch, generation)
+        with self._account.measure("reference"):
+            rows["ref_logprobs"] = self._reference_logprobs(rows, queries)
+        texts, scores = self._appender.reward(generation, queries)
+        if self._embedder is not None:
+            with self._account.measure("embedding"):
+                rows["embedding"] = self._embedder(texts)
+        values = None
+        if self._value_states is not None:
+            with self._account.measure("values"):
+                values = self._value_states(generation, rows["key"], queries, feed=feed)
+        policy_step, slot_idle = self._engine.policy_step, self._engine.usage.idle
+        with self._account.measure("reward"):
+            self._appender.put(
+                DecodedBatch(rows=rows, scores=scores, values=values, policy_step=policy_step, slot_idle=slot_idle, begin=begin)
+            )
+
+    def appended(self, *, wait: bool = False) -> list[SearchReport]:
+        """Of the batches that were appended since the last call; wait: once all are that were decoded.
+
+        Raises:
+          OSError: the replay log refused the rows (disk full, say).
+          Exception: whatever the task's rewards raised.
+        """
+        with self._account.measure("reward"):
+            return self._appender.appended(wait=wait)
+
+    def close(self) -> None:
+        """Ends the threads that reward and append."""
+        self._appender.close()
+
+    def _decode(self, feed: Callable[[], bool]) -> tuple[list[_Asked], Generation]:
+        """The next queries_per_batch queries, and the responses to them."""
+        size = self._config.searchers.queries_per_batch
         with self._account.measure("decode"):
             while len(self._asked) < size:
                 self._ask()
@@ -266,68 +272,44 @@ class Searcher:
             generation = concatenate(self._engine.collect([asked.answer for asked in batch], feed=feed))
             for _ in batch:
                 self._asked.popleft()
-        queries = [asked.query for asked in batch]
+        return batch, generation
+
+    def _rows(self, batch: Sequence[_Asked], generation: Generation) -> dict[str, np.ndarray]:
+        """The columns that decoding gives."""
+        samples = self._config.searchers.samples_per_query
         prompts, prompt_length = trajectory.left_pad(
-            [query.prompt for query in queries], self._contract.prompt_length, self._contract.pad_id
+            [asked.query.prompt for asked in batch], self._contract.prompt_length, self._contract.pad_id
         )
-        with self._account.measure("reference"):
-            per_row = (
-                np.repeat(prompts, samples, axis=0),
-                np.repeat(prompt_length, samples),
-                generation.tokens,
-                generation.length,
-            )
-            ref_logprobs, _ = self._jit_score(self._reference, *mesh_lib.put_rows(self._mesh, per_row))
-            ref_logprobs = np.asarray(ref_logprobs)
-        self._check_finite(ref_logprobs, queries)
-        of_rows = [query for query in queries for _ in range(samples)]
-        with self._account.measure("reward"):
-            texts, scores = reward_generation(
-                generation,
-                of_rows,
-                task=self._task,
-                tokenizer=self._tokenizer,
-                missing_eos_reward=self._contract.missing_eos_reward,
-            )
-        count, keys = self.rows_per_batch, np.concatenate([asked.keys for asked in batch])
+        query_id = np.array([trajectory.query_id(asked.query.prompt) for asked in batch], np.uint64)
         sampling = jax.tree.map(lambda *rows: np.concatenate(rows), *[asked.sampling for asked in batch])
-        rows = {
-            "row": np.arange(self._log.next_row, self._log.next_row + count),
-            "query_id": np.repeat(np.array([trajectory.query_id(query.prompt) for query in queries], np.uint64), samples),
-            "prompt_tokens": per_row[0],
-            "prompt_length": per_row[1],
+        count = self.rows_per_batch
+        return {
+            "query_id": np.repeat(query_id, samples),
+            "prompt_tokens": np.repeat(prompts, samples, axis=0),
+            "prompt_length": np.repeat(prompt_length, samples),
             "response_tokens": generation.tokens,
             "response_length": generation.length,
             "finished": generation.finished,
-            "reward": scores.reward,
-            "reward_parts": scores.parts,
             "reward_version": np.full(count, self._contract.reward_version, np.int32),
-            "ref_logprobs": ref_logprobs,
             "reference_id": np.full(count, int(self.reference_id, 16), np.uint64),
             "policy_logprobs": generation.policy_logprobs,
             "behavior_logprobs": generation.behavior_logprobs,
             "policy_step": generation.policy_step,
-            "key": keys,
+            "key": np.concatenate([asked.keys for asked in batch]),
             **{field.name: getattr(sampling, field.name) for field in dataclasses.fields(sampling)},
         }
-        if self._embedder is not None:
-            with self._account.measure("embedding"):
-                rows["embedding"] = self._embedder(texts)
-        if self._value_states is not None:
-            with self._account.measure("values"):
-                rows["state_values"], value_tokens = self._value_states(generation, scores.reward, keys, of_rows, feed=feed)
-        with self._account.measure("append"):
-            self._log.append(rows)
-        return SearchReport(
-            rows=count,
-            tokens=int(generation.length.sum()),
-            reward=float(scores.reward.mean()),
-            finished=float(generation.finished.mean()),
-            policy_step=self._engine.policy_step,
-            slot_idle=self._engine.usage.idle,
-            seconds=time.monotonic() - begin,
-            value_tokens=value_tokens,
-        )
+
+    def _reference_logprobs(self, rows: Mapping[str, np.ndarray], queries: Sequence[EncodedQuery]) -> np.ndarray:
+        """float32[B, R], nats, 0 where masked. Raises FloatingPointError naming the query where one is not finite."""
+        inputs = tuple(rows[name] for name in ("prompt_tokens", "prompt_length", "response_tokens", "response_length"))
+        logprobs = np.asarray(self._jit_score(self._reference, *mesh_lib.put_rows(self._mesh, inputs))[0])
+        broken = ~np.isfinite(logprobs).all(1)
+        if broken.any():
+            raise FloatingPointError(
+                f"{broken.sum()} responses have reference log-probs that are not finite; the first to query "
+                f"{queries[int(broken.argmax())].name}"
+            )
+        return logprobs
 
     def _plain_sampling(self, rows: int) -> sampling_lib.Sampling:
         s = self._config.sampling
@@ -344,97 +326,3 @@ class Searcher:
             top_p_probability=s.explore_top_p_probability,
             top_p_low=s.explore_top_p_low,
         )
-
-    def _check_finite(self, ref_logprobs: np.ndarray, queries: Sequence[EncodedQuery]) -> None:
-        broken = ~np.isfinite(ref_logprobs).all(1)
-        if broken.any():
-            first = queries[int(broken.argmax()) // self._config.searchers.samples_per_query]
-            raise FloatingPointError(
-                f"{broken.sum()} responses have reference log-probs that are not finite; the first to query {first.name}"
-            )
-
-
-class _Refresher:
-    """Loads snapshots in a thread while the searcher decodes: it asks storage every `poll_seconds`."""
-
-    def __init__(self, searcher: Searcher, *, poll_seconds: float):
-        self._searcher, self._poll_seconds = searcher, poll_seconds
-        self._stopping = threading.Event()
-        self._failure: BaseException | None = None
-        # A daemon: the end of the process does not wait for a load.
-        threading.Thread(target=self._run, name="refresher", daemon=True).start()
-
-    def _run(self) -> None:
-        try:
-            while not self._stopping.is_set():
-                self._searcher.refresh()
-                self._stopping.wait(self._poll_seconds)
-        except BaseException as failure:  # raised again where the searcher looks
-            self._failure = failure
-
-    def check(self) -> None:
-        """Raises what loading raised."""
-        if self._failure is not None:
-            raise self._failure
-
-    def close(self) -> None:
-        self._stopping.set()
-
-
-def run_searcher(
-    searcher: Searcher, config: Any, run: run_dir.RunDir, *, name: str, account: TimeAccount, stop: Callable[[], bool]
-) -> None:
-    """Searches until the run has finished or `stop` says so. The batch in flight is completed first."""
-    writer = MetricWriter(run.metrics(name))
-    poll_seconds = storage.poll_seconds([run.shared], config.searchers.poll_seconds)
-    begin, batches = time.monotonic(), 0
-    rows = tokens = value_tokens = 0
-    with account.measure("load_policy"):
-        searcher.refresh()
-    refresher = _Refresher(searcher, poll_seconds=poll_seconds)
-    try:
-        while not stop() and not run_dir.is_finished(run, config.learner.steps):
-            refresher.check()
-            if not searcher.may_search:
-                with account.measure("wait_policy"):
-                    time.sleep(poll_seconds)
-                continue
-            report = searcher.search(ahead=lambda: not stop())
-            batches += 1
-            if batches == 1:
-                # The first batch holds the compilation.
-                account.restart()
-                begin = time.monotonic()
-                log.info("%s writes replay/%s", name, searcher.writer)
-                continue
-            rows, tokens, value_tokens = rows + report.rows, tokens + report.tokens, value_tokens + report.value_tokens
-            elapsed = time.monotonic() - begin
-            scalars = {
-                "rows_per_second": rows / elapsed,
-                "tokens_per_second": tokens / elapsed,
-                "reward": report.reward,
-                "finished": report.finished,
-                "policy_step": report.policy_step,
-                "slot_idle": report.slot_idle,
-                "rows": report.rows,
-                "tokens": report.tokens,
-            }
-            if value_tokens:
-                scalars["value_tokens_per_second"] = value_tokens / elapsed
-            writer.write(batches, scalars | account.shares())
-    finally:
-        refresher.close()
-        writer.close()
-
-
-def wait_for_run(run: run_dir.RunDir, *, poll_seconds: float, stop: Callable[[], bool]) -> bool:
-    """Waits until the run has its initial reference. Returns False if `stop` came first."""
-    told = False
-    while not storage.exists(run.initial_reference):
-        if stop():
-            return False
-        if not told:
-            log.info("waiting for the trainer to write %s", run.initial_reference)
-            told = True
-        time.sleep(storage.poll_seconds([run.shared], poll_seconds))
-    return True

@@ -1,0 +1,34 @@
+"""The queries of one searcher: every one once before any comes again, in an order of its own."""
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from tba_jax.tasks.interface import EncodedQuery
+
+
+def query_order(count: int, *, seed: int, writer: int, epoch: int) -> np.ndarray:
+    """int64[count]: the order in which a searcher takes the queries in pass `epoch`, a permutation of its own."""
+    return np.random.Generator(np.random.Philox(key=[seed, (writer << 32) | epoch])).permutation(count)
+
+
+def writer_number(writer: str) -> int:
+    """uint32 that stands for a writer id in random keys."""
+    return int.from_bytes(hashlib.blake2b(writer.encode(), digest_size=4).digest(), "little")
+
+
+class QueryStream:
+    """Pass after pass over the queries. taken: how many it gave so far."""
+
+    def __init__(self, queries: Sequence[EncodedQuery], *, seed: int, writer: int):
+        self._queries, self._seed, self._writer = queries, seed, writer
+        self._order = np.zeros(0, np.int64)
+        self.taken = 0
+
+    def __next__(self) -> EncodedQuery:
+        epoch, position = divmod(self.taken, len(self._queries))
+        if position == 0:
+            self._order = query_order(len(self._queries), seed=self._seed, writer=self._writer, epoch=epoch)
+        self.taken += 1
+        return self._queries[self._order[position]]
