@@ -13,7 +13,7 @@ def get_config() -> config_dict.ConfigDict:
 
     # What is learned. (contract)
     c.task = config_dict.ConfigDict()
-    c.task.name = "arithmetic"
+    c.task.name = "arithmetic"  # a task of tba_jax/tasks, or one's own: FILE.py:CLASS
     c.task.prompt_length = 16  # P, tokens; a longer prompt is handled as long_prompts says
     c.task.response_length = 32  # R, tokens, end-of-sequence included
     c.task.min_response_length = 0  # tokens, end-of-sequence included: it has probability 0 before. 0: any length
@@ -25,8 +25,11 @@ def get_config() -> config_dict.ConfigDict:
     # and rows hold these states' values, the mean rewards of that: vine_ppo learns from them.
     c.task.step_ends = ()
     c.task.long_prompts = "refuse"  # refuse | skip (left out and counted)
+    c.task.chat_template = False  # prompts are a user's message in the chat template of the tokenizer
+    c.task.system_prompt = ""  # with chat_template: a message before it
     c.task.missing_eos_reward = config_dict.placeholder(float)  # reward of a response cut at R; unset: the task's reward
     c.task.embedding_path = ""  # a sentence encoder (BERT, RoBERTa) that embeds each response; the embedding is stored in its row
+    c.task.custom = config_dict.ConfigDict()  # of a task of one's own: whatever its class takes
     c.task.arithmetic = config_dict.ConfigDict()
     c.task.arithmetic.digits = 3
     c.task.arithmetic.train_queries = 4000
@@ -192,6 +195,7 @@ def get_config() -> config_dict.ConfigDict:
     c.evaluation.enabled = True  # --role=all starts an evaluator
     c.evaluation.every_steps = 100  # besides the first and the last step
     c.evaluation.queries = 256
+    c.evaluation.samples_per_query = 1  # besides the greedy response; above 1: pass@k and majority@k
     c.evaluation.batch_size = 128
     c.evaluation.logit_megabytes = 128  # as searchers.logit_megabytes
     c.evaluation.samples = 8  # decoded responses in each report
@@ -208,4 +212,6 @@ def get_config() -> config_dict.ConfigDict:
 
     c.metrics = config_dict.ConfigDict()
     c.metrics.every_steps = 5
-    return c.lock()
+    c.lock()
+    c.task.custom.unlock()
+    return c

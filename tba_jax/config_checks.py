@@ -57,6 +57,7 @@ _AT_LEAST_ONE = (
     "searchers.samples_per_query",
     "searchers.value_samples",
     "searchers.reward_batches",
+    "evaluation.samples_per_query",
     "searchers.decode_steps",
     "searchers.cpu_devices",
     "learner.queries",

@@ -1,7 +1,9 @@
 """The evaluator: greedy decoding of held-out queries on chosen snapshots, one JSON report each."""
 
+import collections
 import functools
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +22,7 @@ from tba_jax.decoding.slots import row_keys
 from tba_jax.metrics import MetricWriter, TimeAccount
 from tba_jax.models import scoring
 from tba_jax.models.policy import Policy
-from tba_jax.tasks.interface import EncodedQuery, Task
+from tba_jax.tasks.interface import EncodedQuery, HasFinalAnswer, Task
 from tba_jax.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -41,7 +43,8 @@ class Evaluator:
         queries: Sequence[EncodedQuery],
     ):
         self._config, self._contract, self._run = config, contract, run
-        self._tokenizer, self._task, self._queries = tokenizer, task, queries
+        self._tokenizer, self._task, self._queries = tokenizer, task, list(queries)
+        self._samples_per_query = config.evaluation.samples_per_query
         self._mesh = mesh_lib.make_mesh(tuple(config.evaluation.mesh.values()), setting="evaluation.mesh")
         reference_id = run_dir.read_json(run.initial_reference)["id"]
         self._reference = policy_store.load(
@@ -84,8 +87,8 @@ class Evaluator:
         snapshot = policy_store.load_step(self._run.policies, step, **self._snapshot)
         self._engine.set_policy(self._for_sampling(snapshot, self._reference), step)
         del snapshot
-        greedy = self._respond(temperature=0.0)
-        sampled = self._respond(temperature=self._contract.scoring_temperature)
+        greedy = self._respond(temperature=0.0, samples=1)
+        sampled = self._respond(temperature=self._contract.scoring_temperature, samples=self._samples_per_query)
         tokens = max(sum(response["tokens"] for response in sampled), 1)
         report = {
             "step": step,
@@ -95,32 +98,55 @@ class Evaluator:
             "greedy_reward": _mean(greedy, "reward"),
             "sampled_reward": _mean(sampled, "reward"),
             "finished": _mean(greedy, "finished"),
+            # Responses whose reward could not be found; the means are of the others.
+            "unscored": sum(math.isnan(response["reward"]) for response in (*greedy, *sampled)),
+            **self._of_samples(sampled),
             # Of samples, in nats: how far the policy has moved from the reference.
             "ref_nll_per_token": -sum(response["ref_logprob_sum"] for response in sampled) / tokens,
             "kl_to_ref": sum(r["policy_logprob_sum"] - r["ref_logprob_sum"] for r in sampled) / len(sampled),
             "seconds": time.time() - begin,
             "samples": {
-                "greedy": greedy[: self._config.evaluation.samples],
-                "sampled": sampled[: self._config.evaluation.samples],
+                "greedy": [_plain(response) for response in greedy[: self._config.evaluation.samples]],
+                "sampled": [_plain(response) for response in sampled[: self._config.evaluation.samples]],
             },
         }
         run_dir.write_json(self._run.evaluations / f"{run_dir.step_name(step)}.json", report)
         return report
 
-    def _respond(self, *, temperature: float) -> list[dict[str, Any]]:
+    def _of_samples(self, sampled: Sequence[dict[str, Any]]) -> dict[str, float]:
+        """pass@k and majority@k of the queries all of whose samples were scored, where the reward says right or wrong."""
+        samples = self._samples_per_query
+        rewards = np.array([response["reward"] for response in sampled]).reshape(samples, -1).T
+        scored = ~np.isnan(rewards).any(axis=1)
+        right = rewards[scored] == 1
+        if samples == 1 or not scored.any() or not np.isin(rewards[scored], (0, 1)).all():
+            return {}
+        powers = [2**i for i in range(samples.bit_length()) if 2**i <= samples]
+        found = {f"pass@{k}": float(pass_at(right.sum(axis=1), samples, k).mean()) for k in sorted({*powers, samples})}
+        if isinstance(self._task, HasFinalAnswer):
+            answers = [self._task.final_answer(response["response"]) for response in sampled]
+            of_queries = np.array(answers, dtype=object).reshape(samples, -1).T[scored]
+            found[f"majority@{samples}"] = float(
+                np.mean([majority(given, correct) for given, correct in zip(of_queries.tolist(), right, strict=True)])
+            )
+        return found
+
+    def _respond(self, *, temperature: float, samples: int) -> list[dict[str, Any]]:
+        """Of all queries the first sample, then of all the second."""
         # The same keys at every step: two evaluations differ by the weights alone.
-        keys = np.asarray(row_keys(np.uint32(self._config.seed), 0, np.arange(len(self._queries), dtype=np.uint32)))
+        queries = self._queries * samples
+        keys = np.asarray(row_keys(np.uint32(self._config.seed), 0, np.arange(len(queries), dtype=np.uint32)))
         sampling = sampling_lib.constant(1, temperature=temperature)
         generations = self._engine.generate(
             [
                 Request(name=repr(query.query.prompt[:60]), prompt=query.prompt, keys=key[None], sampling=sampling)
-                for query, key in zip(self._queries, keys, strict=True)
+                for query, key in zip(queries, keys, strict=True)
             ]
         )
         size = self._config.evaluation.batch_size
         responses: list[dict[str, Any]] = []
-        for begin in range(0, len(self._queries), size):
-            batch, made = self._queries[begin : begin + size], generations[begin : begin + size]
+        for begin in range(0, len(queries), size):
+            batch, made = queries[begin : begin + size], generations[begin : begin + size]
             # The last batch is filled up: scoring has one shape.
             filled = concatenate([*made, *[made[0]] * (size - len(made))])
             responses += self._scored([*batch, *[batch[0]] * (size - len(batch))], filled)[: len(batch)]
@@ -153,7 +179,41 @@ class Evaluator:
 
 
 def _mean(responses: Sequence[dict[str, Any]], name: str) -> float:
-    return float(np.mean([response[name] for response in responses]))
+    """Of the responses that have it; NaN where none has."""
+    values = [response[name] for response in responses if not math.isnan(response[name])]
+    return float(np.mean(values)) if values else math.nan
+
+
+def _plain(response: dict[str, Any]) -> dict[str, Any]:
+    """As JSON takes it, which has no NaN."""
+    return response | ({"reward": None} if math.isnan(response["reward"]) else {})
+
+
+def pass_at(right: np.ndarray, samples: int, k: int) -> np.ndarray:
+    """float64[n]: the chance that k of a query's samples, drawn without replacement, hold a right one (Chen et al. 2021, eq. 1).
+
+    Args: right: int[n], right ones among the `samples` of each query.
+    """
+    # 1 − C(n − c, k) / C(n, k), as a product that does not overflow.
+    factors = 1 - k / np.arange(1, samples + 1)[None]
+    return 1 - np.where(np.arange(samples)[None] >= samples - right[:, None], factors, 1.0).prod(axis=1)
+
+
+def majority(answers: Sequence[str], right: Sequence[bool]) -> float:
+    """The share of right ones among the samples that give the most frequent final answer; a mean over answers as frequent.
+
+    Args: answers: final answers in a canonical form; "" is none, and no vote.
+    """
+    counts = collections.Counter(answer for answer in answers if answer)
+    if not counts:
+        return 0.0
+    most = max(counts.values())
+    voted = [
+        np.mean([correct for given, correct in zip(answers, right, strict=True) if given == answer])
+        for answer, count in counts.items()
+        if count == most
+    ]
+    return float(np.mean(voted))
 
 
 class PendingSteps:

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from tba_jax import config_checks, fine_tuning, other_runs, policy_store, run_config, run_dir, storage
+from tba_jax import config_checks, fine_tuning, other_runs, policy_store, prompts, run_config, run_dir, storage
 from tba_jax import mesh as mesh_lib
 from tba_jax.decoding import embeddings, sizes
 from tba_jax.decoding import stop_strings as stop_strings_lib
@@ -24,9 +24,9 @@ from tba_jax.models.presets import PRESETS
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.optimizer import SCHEDULES
 from tba_jax.replay.selection import STRATEGIES
-from tba_jax.tasks import TASKS
+from tba_jax.tasks import TASKS, own
 from tba_jax.tasks.arithmetic import CHARACTERS
-from tba_jax.tasks.interface import SPLITS, EncodedQuery, Query, Task
+from tba_jax.tasks.interface import SPLITS, EncodedQuery, Task
 from tba_jax.tokenizer import CharacterTokenizer, HuggingFaceTokenizer, Tokenizer
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class Experiment:
     tokenizer: Tokenizer
     task: Task
     policy: Policy
-    queries: dict[str, list[EncodedQuery]]
+    queries: dict[str, prompts.EncodedQueries]
     skipped: dict[str, int]
 
 
@@ -61,10 +61,10 @@ def build(config: Any) -> Experiment:
     """
     config = _with_later_settings(config)
     config_checks.check(config)
-    config = _with_absolute_mounts(config)
+    config = _with_absolute_paths(config)
     leaves = run_config.flatten(config.to_dict())
     for name, known in _NAMES.items():
-        if leaves[name] not in known:
+        if leaves[name] not in known and not (name == "task.name" and own.is_named(leaves[name])):
             close = difflib.get_close_matches(leaves[name], known, n=1)
             hint = f" (did you mean {close[0]!r}?)" if close else ""
             raise ValueError(f"{name}={leaves[name]!r} is not one of {known}{hint}")
@@ -80,9 +80,19 @@ def build(config: Any) -> Experiment:
             f"task.prompt_length={config.task.prompt_length} + task.response_length={config.task.response_length} = {total} "
             f"exceed the model's {model.max_positions} positions"
         )
-    settings = config.task[config.task.name].to_dict() if config.task.name in config.task else {}
-    task = TASKS[config.task.name](**settings)
-    encoded = {split: _encode(task.queries(split), tokenizer, config, split) for split in SPLITS}
+    task, settings = _make_task(config.task)
+    template = prompts.template(tokenizer, chat_template=config.task.chat_template, system_prompt=config.task.system_prompt)
+    encoded = {
+        split: prompts.encode(
+            task.queries(split),
+            tokenizer,
+            template=template,
+            limit=config.task.prompt_length,
+            long_prompts=config.task.long_prompts,
+            split=split,
+        )
+        for split in SPLITS
+    }
     if config.learner.queries > len(encoded["train"][0]):
         raise ValueError(
             f"learner.queries={config.learner.queries} is more than the {len(encoded['train'][0])} train queries of the task"
@@ -97,7 +107,7 @@ def build(config: Any) -> Experiment:
         prompt_length=config.task.prompt_length,
         response_length=config.task.response_length,
         scoring_temperature=config.sampling.scoring_temperature,
-        task_name=config.task.name,
+        task_name=own.short(config.task.name) if own.is_named(config.task.name) else config.task.name,
         task={name: value for name, value in settings.items() if not name.endswith("path")},
         missing_eos_reward=config.task.missing_eos_reward,
         reward_parts=task.reward_parts,
@@ -107,6 +117,7 @@ def build(config: Any) -> Experiment:
         min_response_length=config.task.min_response_length,
         stop_strings=tuple(sorted(set(config.task.stop_strings))),
         step_ends=tuple(sorted(set(config.task.step_ends))),
+        chat_template=template,
     )
     return Experiment(
         config=config,
@@ -133,14 +144,28 @@ def _with_later_settings(config: Any) -> Any:
     return config
 
 
-def _with_absolute_mounts(config: Any) -> Any:
-    """The config, or a copy where a folder of replay.mount depends on the working directory."""
-    absolute = tuple(storage.absolute(folder) for folder in config.replay.mount)
-    if absolute == tuple(config.replay.mount):
+def _with_absolute_paths(config: Any) -> Any:
+    """The config, or a copy where a folder of replay.mount or the file of the task depends on the working directory."""
+    mounts = tuple(storage.absolute(folder) for folder in config.replay.mount)
+    task = own.absolute(config.task.name) if own.is_named(config.task.name) else config.task.name
+    if (mounts, task) == (tuple(config.replay.mount), config.task.name):
         return config
     config = config.copy_and_resolve_references()
-    config.replay.mount = absolute
+    config.replay.mount, config.task.name = mounts, task
     return config
+
+
+def _make_task(config: Any) -> tuple[Task, dict[str, Any]]:
+    """The task that config.task names, and its settings."""
+    custom = config.custom.to_dict()
+    if own.is_named(config.name):
+        return own.make(own.load(config.name), custom, section="task.custom"), custom
+    if custom:
+        raise ValueError(
+            f"task.custom.{min(custom)} is of a task of one's own, FILE.py:CLASS, and task.name={config.name!r} is none"
+        )
+    settings = config[config.name].to_dict() if config.name in config else {}
+    return TASKS[config.name](**settings), settings
 
 
 def _check_kernel(model: decoder.DecoderConfig) -> None:
@@ -276,20 +301,6 @@ def _encodings(text: str, tokenizer: Tokenizer) -> Iterator[list[int]]:
     for whole in (text, f".{text}."):
         with contextlib.suppress(ValueError):  # of an alphabet that lacks a character
             yield tokenizer.encode(whole)
-
-
-def _encode(queries: Sequence[Query], tokenizer: Tokenizer, config: Any, split: str) -> tuple[list[EncodedQuery], int]:
-    limit = config.task.prompt_length
-    encoded = [EncodedQuery(query=query, prompt=tuple(tokenizer.encode(query.prompt))) for query in queries]
-    fitting = [query for query in encoded if len(query.prompt) <= limit]
-    skipped = len(encoded) - len(fitting)
-    longest = max((len(query.prompt) for query in encoded), default=0)
-    if skipped and (config.task.long_prompts == "refuse" or not fitting):
-        raise ValueError(
-            f"{skipped} of {len(encoded)} {split} prompts are longer than task.prompt_length={limit} tokens "
-            f"(longest: {longest}); raise it, or set task.long_prompts=skip to leave them out"
-        )
-    return fitting, skipped
 
 
 def check_initial_policy(experiment: Experiment, run: run_dir.RunDir, *, init_from: str = "") -> None:

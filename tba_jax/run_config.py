@@ -27,7 +27,16 @@ _FREE = (
 )
 # Settings that configs of earlier versions, as runs store them, lack, and what those versions did.
 LATER: dict[str, dict[str, Any]] = {
-    "task": {"embedding_path": "", "min_response_length": 0, "banned_tokens": (), "stop_strings": (), "step_ends": ()},
+    "task": {
+        "embedding_path": "",
+        "min_response_length": 0,
+        "banned_tokens": (),
+        "stop_strings": (),
+        "step_ends": (),
+        "chat_template": False,
+        "system_prompt": "",
+        "custom": {},
+    },
     "searchers": {
         "slots": 0,
         "decode_steps": 32,
@@ -37,6 +46,7 @@ LATER: dict[str, dict[str, Any]] = {
         "value_states": 0,
         "reward_batches": 8,
     },
+    "evaluation": {"samples_per_query": 1},
     "learner": {
         "clip_low": 0.2,
         "clip_high": 0.2,
@@ -62,7 +72,8 @@ class Contract:
     trajectory.RowShape; embedding: width and weights (a digest) of the encoder of responses, {} without;
     banned_tokens: ids that no response holds; min_response_length: tokens, below which no end-of-sequence comes;
     stop_strings: texts that end a response, sorted; step_ends: those that end a step of one, sorted, () where rows hold no values
-    of states. Fields with a default are younger than some runs: see `complete`.
+    of states; chat_template: what stands around a prompt, "" for nothing. Fields with a default are younger than some runs: see
+    `complete`.
     """
 
     model: dict[str, Any]
@@ -84,6 +95,7 @@ class Contract:
     min_response_length: int = 0
     stop_strings: tuple[str, ...] = ()
     step_ends: tuple[str, ...] = ()
+    chat_template: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """As it looks in config.json."""

@@ -37,6 +37,16 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """The ids of a prompt, with a beginning-of-sequence id where the tokenizer adds one, without an end."""
 
+    def encode_all(self, texts: Sequence[str], *, begin: bool) -> list[list[int]]:
+        """The ids of many prompts; begin: as encode gives them, else without what it adds: the texts say how they begin."""
+
+    def chat(self, prompt: str, system: str) -> str:
+        """The chat template's text of a user's message, up to where the answer begins. system: the system's message, "" for none.
+
+        Raises:
+          ValueError: there is no template, or it does not take these messages.
+        """
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of a whole sequence, without special ids. Ids beyond vocab_size give nothing either."""
 
@@ -85,6 +95,12 @@ class CharacterTokenizer:
             raise ValueError(f"character {unknown!r} of {text[:60]!r} is not in the tokenizer's alphabet {self.characters!r}")
         return [self.bos_id, *(self._ids[c] for c in text)]
 
+    def encode_all(self, texts: Sequence[str], *, begin: bool) -> list[list[int]]:
+        return [self.encode(text)[0 if begin else 1 :] for text in texts]
+
+    def chat(self, prompt: str, system: str) -> str:
+        raise ValueError("task.chat_template=True needs a pretrained model: an alphabet of characters has no chat template")
+
     def decode(self, ids: Sequence[int]) -> str:
         first = len(self.special_ids)
         return "".join(self.characters[i - first] for i in ids if first <= i < self.vocab_size)
@@ -109,7 +125,7 @@ class HuggingFaceTokenizer:
         Raises:
           ValueError: the folder has no tokenizer, or one that cannot be loaded or has no end-of-sequence token.
         """
-        folder = Path(folder)
+        folder = self._folder = Path(folder)
         if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
             raise ValueError(f"{folder} holds no tokenizer: none of {', '.join(_TOKENIZER_FILES)}")
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -146,6 +162,25 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, verbose=False)
+
+    def encode_all(self, texts: Sequence[str], *, begin: bool) -> list[list[int]]:
+        return self._tokenizer(list(texts), add_special_tokens=begin, verbose=False)["input_ids"] if texts else []
+
+    def chat(self, prompt: str, system: str) -> str:
+        if not self._tokenizer.chat_template:
+            raise ValueError(
+                f"task.chat_template=True: the tokenizer of {self._folder} has no chat template (neither chat_template.jinja nor "
+                "chat_template in its tokenizer_config.json)"
+            )
+        messages = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": prompt})
+        try:
+            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # a template raises what it likes
+            raise ValueError(
+                f"task.chat_template=True: the chat template of {self._folder} refuses "
+                f"{'a system and ' if system else ''}a user message: {' '.join(str(error).split())[:200]}"
+            ) from error
 
     def decode(self, ids: Sequence[int]) -> str:
         # skip_special_tokens misses special tokens that tokenizer.json marks as normalized.

@@ -32,6 +32,7 @@ LIMITS: dict[str, dict[str, list[object]]] = {
         "searchers.samples_per_query": [0],
         "searchers.value_samples": [0],
         "searchers.reward_batches": [0],
+        "evaluation.samples_per_query": [0],
         "searchers.decode_steps": [0],
         "searchers.cpu_devices": [0],
         "learner.queries": [0],

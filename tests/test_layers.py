@@ -17,6 +17,7 @@ LAYERS = (
     {
         "config_checks",
         "experiment",
+        "prompts",
         "other_runs",
         "interleave",
         "supervisor",

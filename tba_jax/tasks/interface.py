@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -34,7 +34,8 @@ class EncodedQuery:
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """reward: float32[n], what the objective sees; parts: float32[n, M], what it was made of, in reward_parts' order."""
+    """reward: float32[n], what the objective sees, NaN where a response could not be scored; parts: float32[n, M], what it was
+    made of, in reward_parts' order."""
 
     reward: np.ndarray
     parts: np.ndarray
@@ -61,9 +62,21 @@ class Task(Protocol):
         ...
 
     def rewards(self, queries: Sequence[Query], responses: Sequence[str], finished: np.ndarray) -> Scores:
-        """Scores response i, the decoded text without special tokens, for query i; finished: bool[n], it ended by itself."""
+        """Scores response i, the decoded text without special tokens, for query i; finished: bool[n], it ended by itself.
+
+        Several threads may call it at a time, beside the decoder (searchers.reward_batches).
+        """
         ...
 
     def worked_examples(self, rng: np.random.Generator, count: int) -> list[tuple[str, str]]:
         """(prompt, response) pairs for a supervised warm start. Raises ValueError where the task has none."""
+        ...
+
+
+@runtime_checkable
+class HasFinalAnswer(Protocol):
+    """What a task may offer besides: the answer that a response comes to, by which responses are put to the vote."""
+
+    def final_answer(self, response: str) -> str:
+        """The answer of a response in a form that is equal for equal answers, as far as the task can tell; "" if it has none."""
         ...

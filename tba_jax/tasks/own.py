@@ -1,0 +1,77 @@
+"""A task of one's own: a class in a Python file, named FILE.py:CLASS."""
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from tba_jax.tasks.interface import Task
+
+_NEEDED = ("score_name", "reward_parts", "reward_version", "queries", "rewards", "worked_examples")
+
+
+def is_named(name: str) -> bool:
+    """Whether a task's name is that of a class in a file."""
+    return ".py:" in name
+
+
+def absolute(name: str) -> str:
+    """The same with the file's whole path: a role that is started elsewhere finds it."""
+    file, _, attribute = name.rpartition(":")
+    return f"{Path(file).expanduser().absolute()}:{attribute}"
+
+
+def short(name: str) -> str:
+    """The same without folders, which may differ between the machines of a run."""
+    return Path(name).name
+
+
+def load(name: str) -> Callable[..., Task]:
+    """The class of FILE.py:CLASS.
+
+    Raises:
+      ValueError: no such file, it cannot be imported, or has no such class, or one that is no task.
+    """
+    file, _, attribute = name.rpartition(":")
+    path = Path(file)
+    if not path.is_file():
+        raise ValueError(f"task.name={name!r}: there is no file {file}")
+    module_name = f"tba_jax_task_{path.stem}"
+    specification = importlib.util.spec_from_file_location(module_name, path)
+    if specification is None or specification.loader is None:
+        raise ValueError(f"task.name={name!r}: {file} is not a Python file")
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[module_name] = module  # where dataclasses and pickle look for what it defines
+    try:
+        specification.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[module_name]
+        where = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        raise ValueError(f"task.name={name!r}: importing {file}{where} raised {type(error).__name__}: {error}") from error
+    found = vars(module).get(attribute)
+    if not inspect.isclass(found):
+        own = sorted(key for key, value in vars(module).items() if inspect.isclass(value) and value.__module__ == module_name)
+        raise ValueError(f"task.name={name!r}: {file} has no class {attribute!r}; it has {', '.join(own) or 'none'}")
+    if missing := [needed for needed in _NEEDED if not hasattr(found, needed)]:
+        raise ValueError(f"task.name={name!r}: {attribute} lacks {', '.join(missing)} (tba_jax/tasks/interface.py, Task)")
+    return cast(Callable[..., Task], found)
+
+
+def make(factory: Callable[..., Task], settings: Mapping[str, Any], *, section: str) -> Task:
+    """The task with its settings, which messages call `section`.SETTING.
+
+    Raises:
+      ValueError: it takes no such setting, or needs one that is not given; and what its constructor raises.
+    """
+    parameters = inspect.signature(factory).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    named = [name for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_KEYWORD]
+    takes = f"it takes {', '.join(named) or 'none'}"
+    if not takes_any and (unknown := sorted(set(settings) - set(named))):
+        raise ValueError(f"{section}.{unknown[0]} is no setting of the task; {takes}")
+    required = [name for name in named if parameters[name].default is inspect.Parameter.empty]
+    if missing := [name for name in required if name not in settings]:
+        raise ValueError(f"{section}.{missing[0]} is not set, and the task needs it; {takes}")
+    return factory(**settings)
