@@ -27,7 +27,16 @@ _FREE = (
 )
 # Settings that configs of earlier versions, as runs store them, lack, and what those versions did.
 LATER: dict[str, dict[str, Any]] = {
-    "task": {"embedding_path": "", "min_response_length": 0, "banned_tokens": (), "stop_strings": (), "step_ends": ()},
+    "task": {
+        "embedding_path": "",
+        "min_response_length": 0,
+        "banned_tokens": (),
+        "stop_strings": (),
+        "step_ends": (),
+        # Tasks that there were none of: what they are set to means nothing to such a run.
+        "gsm8k": {"train_path": "", "heldout_path": ""},
+        "math": {"train_path": "", "heldout_path": "", "time_limit": 10.0, "retries": 1, "concurrency": 2},
+    },
     "searchers": {"slots": 0, "decode_steps": 32, "swap": "at_once", "cpu_devices": 1, "value_samples": 9, "value_states": 0},
     "learner": {
         "clip_low": 0.2,

@@ -34,7 +34,8 @@ class EncodedQuery:
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """reward: float32[n], what the objective sees; parts: float32[n, M], what it was made of, in reward_parts' order."""
+    """reward: float32[n], what the objective sees, NaN where a response could not be scored; parts: float32[n, M], what it was
+    made of, in reward_parts' order."""
 
     reward: np.ndarray
     parts: np.ndarray
@@ -66,4 +67,12 @@ class Task(Protocol):
 
     def worked_examples(self, rng: np.random.Generator, count: int) -> list[tuple[str, str]]:
         """(prompt, response) pairs for a supervised warm start. Raises ValueError where the task has none."""
+        ...
+
+
+class HasFinalAnswer(Protocol):
+    """What a task may offer besides: the answer that a response comes to, by which responses are put to the vote."""
+
+    def final_answer(self, response: str) -> str:
+        """The answer of a response in a form that is equal for equal answers, as far as the task can tell; "" if it has none."""
         ...
