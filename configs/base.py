@@ -39,6 +39,16 @@ def get_config() -> config_dict.ConfigDict:
     c.task.story_sentiment.data_path = ""  # a JSON list of stories
     c.task.story_sentiment.opening_words = 12
     c.task.story_sentiment.heldout_queries = 128
+    # Each path: a .jsonl, .json or .parquet file, or a data set of the hub as owner/name or owner/name:config.
+    c.task.gsm8k = config_dict.ConfigDict()
+    c.task.gsm8k.train_path = "openai/gsm8k:main"  # rows {"question", "answer"}; of the hub, the split train
+    c.task.gsm8k.heldout_path = "openai/gsm8k:main"  # ... the split test
+    c.task.math = config_dict.ConfigDict()
+    c.task.math.train_path = ""  # rows {"problem", "answer"}, or {"problem", "solution"} with a \\boxed{} answer
+    c.task.math.heldout_path = "HuggingFaceH4/MATH-500"
+    c.task.math.time_limit = 10.0  # seconds that comparing an answer may take; then its reward is 0
+    c.task.math.retries = 1  # of a comparison that failed otherwise; after them its reward is NaN
+    c.task.math.concurrency = 2  # processes that compare answers, in each role that scores responses
 
     # The policy. (contract, but for compute_dtype and attention)
     c.model = config_dict.ConfigDict()

@@ -83,7 +83,12 @@ def hold() -> None:
         os.sched_setaffinity(0, {int(cpu) for cpu in cpus.split(",")})
     read = os.environ.pop(_LIFELINE, "")
     if read:
-        threading.Thread(target=_die_with_parent, args=(int(read),), name="lifeline", daemon=True).start()
+        die_with(int(read))
+
+
+def die_with(read: int) -> None:
+    """In a child: it dies by SIGKILL once the last write end of the pipe that `read` reads from is closed."""
+    threading.Thread(target=_die_with_parent, args=(read,), name="lifeline", daemon=True).start()
 
 
 def _die_with_parent(read: int) -> None:

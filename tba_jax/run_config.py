@@ -36,6 +36,9 @@ LATER: dict[str, dict[str, Any]] = {
         "chat_template": False,
         "system_prompt": "",
         "custom": {},
+        # Tasks that there were none of: what they are set to means nothing to such a run.
+        "gsm8k": {"train_path": "", "heldout_path": ""},
+        "math": {"train_path": "", "heldout_path": "", "time_limit": 10.0, "retries": 1, "concurrency": 2},
     },
     "searchers": {
         "slots": 0,

@@ -10,6 +10,7 @@ from tba_jax import config_checks
 from tba_jax import experiment as experiment_lib
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.replay.selection import STRATEGIES
+from tba_jax.tasks import TASKS
 from tests.test_run_config import config_with
 
 # Setting -> values just outside of what is allowed, and how the limit is put.
@@ -178,7 +179,7 @@ def test_every_rule_on_one_setting_is_tried_above():
         ({"replay.strategy": "sofmax"}, f"is not one of {list(STRATEGIES)} (did you mean 'softmax'?)"),
         (
             {"task.name": "aritmetic"},
-            "task.name='aritmetic' is not one of ['arithmetic', 'story_sentiment'] (did you mean 'arithm",
+            f"task.name='aritmetic' is not one of {list(TASKS)} (did you mean 'arithmetic'?)",
         ),
         ({"learner.schedule": "wds"}, "(did you mean 'wsd'?)"),
         (

@@ -1,0 +1,343 @@
+"""Rewards by a Python function that may be slow, hang or die: it runs in worker processes, each call under a time limit.
+
+Workers are new interpreters (spawned, never forked: the parent runs JAX' threads), import the function themselves, stand in a
+session of their own, so that a Ctrl-C reaches the parent alone, and end with it however it ends.
+"""
+
+import abc
+import concurrent.futures
+import functools
+import importlib
+import importlib.util
+import logging
+import math
+import multiprocessing.connection
+import multiprocessing.context
+import operator
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tba_jax import lifeline
+from tba_jax.tasks.interface import Query, Scores
+
+log = logging.getLogger(__name__)
+
+Grade = Callable[[Query, str], float]
+# How a worker finds a function: module, file of the module, qualified name.
+Reference = tuple[str, str, str]
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds before a retry; doubled each time
+_GRACE = 5.0  # seconds beyond the time limit after which a worker whose parent is gone ends by itself
+_STALLED = 300.0  # seconds beyond the time limit without any result, after which the workers are given up
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+
+class Graders:
+    """Calls `function(query, response)` in up to `concurrency` processes. Several threads may call at once.
+
+    Workers start with the first call; one that ran past the limit or died is replaced.
+    """
+
+    def __init__(
+        self,
+        function: Grade,
+        *,
+        time_limit: float,
+        retries: int,
+        concurrency: int,
+        over_limit: float = math.nan,
+        memory_megabytes: int = 0,
+        setting: str = "",
+    ):
+        """Args:
+          function: stands at the top of a module or a class of it, in a file; returns a finite number.
+          time_limit: seconds that a call may take; then its worker is killed.
+          retries: how often a call is repeated that failed, after pauses of 0.5 s, 1 s, 2 s …
+          over_limit: the reward of a response whose call ran past the limit; NaN: that is a failure like others.
+          memory_megabytes: data that a worker may allocate, beyond which a call gets a MemoryError; 0: no limit. Linux alone.
+          setting: what stands before the settings' names in messages, such as "task.math.".
+
+        Raises:
+          ValueError: a limit is out of range, or workers could not find the function.
+        """
+        if not 0 < time_limit < math.inf:
+            raise ValueError(f"{setting}time_limit={time_limit} must be above 0 seconds and finite")
+        if retries < 0:
+            raise ValueError(f"{setting}retries={retries} must not be negative")
+        if concurrency < 1:
+            raise ValueError(f"{setting}concurrency={concurrency} must be at least 1 process")
+        self._reference = _refer(function)
+        self._time_limit, self._retries, self._concurrency = time_limit, retries, concurrency
+        self._over_limit, self._memory_megabytes, self._setting = over_limit, memory_megabytes, setting
+        self._lock = threading.Lock()
+        self._pool: _Pool | None = None
+
+    def __call__(self, queries: Sequence[Query], responses: Sequence[str]) -> np.ndarray:
+        """Grades response i for query i.
+
+        Returns:
+          float32[n]; NaN where a call failed as often as it was tried: an exception, the time limit, a worker that died, or a
+          result that is not a finite number. One warning says how many, and what the first was.
+        """
+        result = np.full(len(queries), np.nan, np.float32)
+        late: list[int] = []
+        failed = dict.fromkeys(range(len(queries)), "")
+        for attempt in range(self._retries + 1):
+            if not failed:
+                break
+            if attempt:
+                time.sleep(min(_FIRST_PAUSE * 2 ** (attempt - 1), _LONGEST_PAUSE))
+            calls = {i: (queries[i], responses[i]) for i in failed}
+            failed = {}
+            for i, outcome in zip(calls, self._running_pool().outcomes(list(calls.values())), strict=True):
+                if isinstance(outcome, float):
+                    result[i] = outcome
+                elif outcome is None and not math.isnan(self._over_limit):
+                    result[i] = self._over_limit
+                    late.append(i)
+                else:
+                    failed[i] = outcome or f"it took more than {self._setting}time_limit={self._time_limit:g} s"
+        self._warn(queries, late, failed)
+        return result
+
+    def _warn(self, queries: Sequence[Query], late: Sequence[int], failed: Mapping[int, str]) -> None:
+        n, limit = len(queries), f"{self._setting}time_limit={self._time_limit:g} s"
+        if late:
+            log.warning(
+                "%d of %d responses took more than %s to grade: reward %g; the first of them is to %r",
+                *(len(late), n, limit, self._over_limit, queries[late[0]].prompt[:60]),
+            )
+        if failed:
+            i, reason = next(iter(failed.items()))
+            log.warning(
+                "%d of %d responses could not be graded: reward NaN; the first of them is to %r: %s",
+                *(len(failed), n, queries[i].prompt[:60], reason),
+            )
+
+    def close(self) -> None:
+        """Ends the workers. Calls under way fail; a later call starts new workers."""
+        with self._lock:
+            pool, self._pool = self._pool, None
+        if pool:
+            pool.close()
+
+    def _running_pool(self) -> "_Pool":
+        with self._lock:
+            if self._pool is not None and not self._pool.usable:
+                self._pool.close()
+                self._pool = None
+            if self._pool is None:
+                self._pool = _Pool(
+                    self._reference,
+                    concurrency=self._concurrency,
+                    time_limit=self._time_limit,
+                    memory_megabytes=self._memory_megabytes,
+                )
+            return self._pool
+
+
+class GradedTask(abc.ABC):
+    """A task whose reward is a function of one query and one response, `grade`, called in worker processes.
+
+    A subclass sets `grade = staticmethod(function)`, where the function stands at the top of its file, calls this constructor
+    and implements `queries`. `score_name`, `reward_parts` (one name) and `reward_version`: see Task.
+    """
+
+    score_name: str = "reward"
+    reward_parts: tuple[str, ...] = ("reward",)
+    reward_version: int = 1
+    grade: Grade
+
+    _graders: Graders | None = None
+
+    def __init__(self, *, time_limit: float = 10.0, retries: int = 1, concurrency: int = 2):
+        """Args: see Graders. Raises ValueError likewise."""
+        if not hasattr(type(self), "grade"):
+            raise ValueError(f"{type(self).__name__} must set grade = staticmethod(function), what grades a response")
+        self._graders = Graders(type(self).grade, time_limit=time_limit, retries=retries, concurrency=concurrency)
+
+    @abc.abstractmethod
+    def queries(self, split: str) -> Sequence[Query]:
+        """All queries of "train" or "heldout", in a fixed order."""
+
+    def rewards(self, queries: Sequence[Query], responses: Sequence[str], finished: np.ndarray) -> Scores:
+        """What `grade` returns, NaN where it failed. finished: bool[n], not looked at."""
+        if self._graders is None:
+            raise ValueError(f"{type(self).__name__}.__init__ must call super().__init__(time_limit=…, retries=…, concurrency=…)")
+        reward = self._graders(queries, responses)
+        return Scores(reward=reward, parts=reward[:, None])
+
+    def worked_examples(self, rng: np.random.Generator, count: int) -> list[tuple[str, str]]:
+        raise ValueError(
+            f"task {type(self).__name__} has no worked examples: set model.path to a pretrained model and warm_start.steps=0"
+        )
+
+    def close(self) -> None:
+        """Ends the worker processes."""
+        if self._graders is not None:
+            self._graders.close()
+
+
+class _Pool:
+    """Worker processes that share a queue of calls."""
+
+    def __init__(self, reference: Reference, *, concurrency: int, time_limit: float, memory_megabytes: int):
+        import pebble
+
+        self._reference, self._time_limit = reference, time_limit
+        self._progress = time.monotonic()
+        self._stalled = False
+        context = _Context()
+        # Workers read from the pipe and die when the parent, which alone could write to it, is gone.
+        self._lifeline, self._alive = context.Pipe(duplex=False)
+        self._processes = pebble.ProcessPool(
+            max_workers=concurrency,
+            initializer=_begin,
+            initargs=(self._lifeline, reference, memory_megabytes),
+            context=context,
+        )
+        _ = self.usable  # starts the workers
+
+    @property
+    def usable(self) -> bool:
+        return self._processes.active and not self._stalled
+
+    def outcomes(self, calls: Sequence[tuple[Query, str]]) -> list[float | str | None]:
+        """For each call its result, None if it ran past the time limit, or a sentence of what went wrong."""
+        futures: list[concurrent.futures.Future[float | str]] = []
+        lost = "the worker processes ended, see what they wrote"
+        self._progress = time.monotonic()
+        try:
+            for query, response in calls:
+                arguments = (self._reference, query, response, self._time_limit)
+                futures.append(self._processes.schedule(_call, args=arguments, timeout=self._time_limit))
+                futures[-1].add_done_callback(self._note_progress)
+        except RuntimeError as error:  # closed, or all workers died
+            lost = str(error)
+        waiting = set(futures)
+        # A pool that broke leaves calls unanswered for ever, and so does a worker that dies between taking a call and saying so.
+        while waiting and self.usable:
+            _, waiting = concurrent.futures.wait(waiting, timeout=1.0)
+            self._stalled |= time.monotonic() - self._progress > self._time_limit + _STALLED
+        outcomes = [_outcome(future) if future.done() else lost for future in futures]
+        return outcomes + [lost] * (len(calls) - len(futures))
+
+    def _note_progress(self, _: object) -> None:
+        self._progress = time.monotonic()
+
+    def close(self) -> None:
+        self._processes.stop()
+        self._processes.join()
+        self._alive.close()
+        self._lifeline.close()
+
+
+def _outcome(future: "concurrent.futures.Future[float | str]") -> float | str | None:
+    if future.cancelled():
+        return "its worker process was ended"
+    error = future.exception()
+    if error is None:
+        return future.result()
+    if isinstance(error, TimeoutError):
+        return None
+    code = getattr(error, "exitcode", None)
+    return f"its worker process died with code {code}" if code is not None else f"{type(error).__name__}: {error}"
+
+
+class _Process(multiprocessing.context.SpawnProcess):
+    """A spawned process that does not run the parent's main module again, as multiprocessing would have it."""
+
+    def start(self) -> None:
+        with _WITHOUT_MAIN:
+            main = sys.modules["__main__"]
+            # A worker inherits what is blocked: it is deaf to its parent's signals from the first instant.
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS_SIGNALS)
+            sys.modules["__main__"] = types.ModuleType("__main__")
+            try:
+                super().start()
+            finally:
+                sys.modules["__main__"] = main
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+_WITHOUT_MAIN = threading.Lock()
+_PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class _Context(multiprocessing.context.SpawnContext):
+    Process = _Process
+
+
+def _refer(function: Grade) -> Reference:
+    """How workers find a function. Raises ValueError where they could not."""
+    name, module = getattr(function, "__qualname__", ""), sys.modules.get(getattr(function, "__module__", ""))
+    file = getattr(module, "__file__", None)
+    if not name or "<" in name or module is None or file is None:
+        raise ValueError(f"the grading function {name or function!r} must stand at the top of a file: worker processes import it")
+    return module.__name__, str(Path(file).resolve()), name
+
+
+def _begin(parent: multiprocessing.connection.Connection, reference: Reference, memory_megabytes: int) -> None:
+    """In a worker, before its first call."""
+    os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # forgets one that came before
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _PARENTS_SIGNALS)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ends the process at once, even inside of one long call into C
+    lifeline.die_with(os.dup(parent.fileno()))
+    if memory_megabytes and sys.platform == "linux":
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_megabytes * 2**20,) * 2)
+    try:
+        _find(reference)  # outside of any call's time limit
+    except BaseException:
+        log.debug("grading function", exc_info=True)  # the calls raise it again, and the parent tells it
+
+
+@functools.cache
+def _find(reference: Reference) -> Grade:
+    """Imports a function: its module by name where that leads to the same file, else from the file."""
+    name, file, qualified = reference
+    return operator.attrgetter(qualified)(_module(name, file))
+
+
+def _module(name: str, file: str) -> Any:
+    try:
+        module = importlib.import_module(name)
+        if str(Path(module.__file__ or "").resolve()) == file:
+            return module
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+    except AttributeError:  # the worker's own __main__ has no file
+        pass
+    spec = importlib.util.spec_from_file_location(f"graded_{Path(file).stem}", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _call(reference: Reference, query: Query, response: str, time_limit: float) -> float | str:
+    """In a worker: the result, or what went wrong (as text: the parent need not know the exception's class)."""
+    # Where the parent is gone and C code holds the interpreter's lock, the kernel alone can end this process.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, time_limit + _GRACE)
+    try:
+        value = _find(reference)(query, response)
+        if not isinstance(value, int | float | np.number | np.bool_) or not abs(value) <= _FLOAT32_MAX:
+            return f"{reference[2]} returned {repr(value)[:60]}, not a finite number"
+        return float(value)
+    except BaseException as error:
+        return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)

@@ -1,0 +1,111 @@
+r"""Grade-school mathematics (GSM8K, Cobbe et al. 2021) as in the paper: the last number of a response is its answer.
+
+A prompt is `[MATH TASK] Problem:\n{question}\n\nSolution:\n`. The reward is 1 if the last number in the response equals the
+number after `####` of the gold answer, else 0. Numbers are compared by their decimal digits, exactly.
+"""
+
+import collections
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from tba_jax.tasks import data
+from tba_jax.tasks.interface import SPLITS, Query, Scores
+
+FIELDS = {"question": str, "answer": str}
+HUB_SPLITS = {"train": "train", "heldout": "test"}
+_CALCULATOR = re.compile(r"<<[^<>]*>>")
+_MINUS = "-−"
+_CURRENCY = r"(?:\\?\$|[£€])"
+# A sign counts unless something stands before it that it would be subtracted from: 48-24 ends in 24.
+_NUMBER = re.compile(
+    rf"(?:(?<![\w.,)\]}}%$])(?P<sign>[-+−]))?{_CURRENCY}?(?P<inner_sign>(?<=[$£€])[-−])?"
+    r"(?P<whole>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+|(?<![\w.])(?=\.[0-9]))"
+    r"(?:\.(?P<fraction>[0-9]+))?(?:[eE](?P<exponent>[-+]?[0-9]{1,9})(?![0-9]))?"
+)
+_PLAIN_DIGITS = 40  # zeros up to which a number is written out
+
+
+class GSM8K:
+    """The rows of train_path train, those of heldout_path are held out; equal questions count once."""
+
+    score_name = "accuracy"
+    reward_parts = ("correct",)
+    reward_version = 1
+
+    def __init__(self, *, train_path: str, heldout_path: str):
+        """Args: files, or hub data sets, of {"question", "answer"}; of the hub's, the splits train and test.
+
+        Raises ValueError naming file, line and field (or the answer) where one is missing or malformed.
+        """
+        self._queries: dict[str, list[Query]] = {}
+        self._solutions: list[tuple[str, str]] = []
+        for split, source in zip(SPLITS, (train_path, heldout_path), strict=True):
+            rows = data.read(source, fields=FIELDS, setting=f"task.gsm8k.{split}_path", split=HUB_SPLITS[split])
+            queries = [Query(prompt=make_prompt(row["question"]), answer=_gold(row)) for row in rows]
+            self._queries[split] = list(dict.fromkeys(queries))
+            if split == "train":
+                solutions = (_CALCULATOR.sub("", row["answer"]) for row in rows)
+                self._solutions = [(query.prompt, text) for query, text in zip(queries, solutions, strict=True)]
+
+    def queries(self, split: str) -> Sequence[Query]:
+        if split not in SPLITS:
+            raise ValueError(f"split {split!r} is not one of {SPLITS}")
+        return self._queries[split]
+
+    def rewards(self, queries: Sequence[Query], responses: Sequence[str], finished: np.ndarray) -> Scores:
+        """1 where the response's last number is the gold one, however it is written and whether or not the response ended."""
+        correct = [self.final_answer(response) == query.answer for query, response in zip(queries, responses, strict=True)]
+        reward = np.array(correct, np.float32)
+        return Scores(reward=reward, parts=reward[:, None])
+
+    def worked_examples(self, rng: np.random.Generator, count: int) -> list[tuple[str, str]]:
+        """Train prompts with their human solutions, without the marks of the calculator (<<48/2=24>>), in random rounds."""
+        rounds = -(-count // len(self._solutions))
+        chosen = np.concatenate([np.zeros(0, int), *(rng.permutation(len(self._solutions)) for _ in range(rounds))])
+        return [self._solutions[i] for i in chosen[:count]]
+
+    def final_answer(self, response: str) -> str:
+        """The last number of a response, written in one way; "" if it has none."""
+        return last_number(response)
+
+
+def make_prompt(question: str) -> str:
+    return f"[MATH TASK] Problem:\n{question}\n\nSolution:\n"
+
+
+def _gold(row: data.Row) -> str:
+    """The gold number. Raises ValueError where what follows the last `####` is not one number."""
+    _, mark, text = row["answer"].rpartition("####")
+    number = _NUMBER.fullmatch(text.strip().removesuffix("%"))
+    if not mark or number is None:
+        raise ValueError(f"{row.where}: the answer must end in #### and a number, not in {row['answer'][-40:]!r}")
+    return canonical(number)
+
+
+def last_number(text: str) -> str:
+    """The last number of a text, as `canonical` writes it; "" if it has none."""
+    last = collections.deque(_NUMBER.finditer(text), maxlen=1)
+    return canonical(last[0]) if last else ""
+
+
+def canonical(number: re.Match[str]) -> str:
+    """A match of a number as text that is equal for equal numbers: 1,234.50 and +1234.5 are both 1234.5; no zero has a sign.
+
+    Works on digits, so that a number of any size costs what it is long. From 41 zeros on an exponent stands for them.
+    """
+    whole, fraction = number["whole"].replace(",", ""), number["fraction"] or ""
+    digits = (whole + fraction).lstrip("0")
+    exponent = int(number["exponent"] or 0) - len(fraction) + len(digits)
+    digits = digits.rstrip("0")
+    exponent -= len(digits)
+    if not digits:
+        return "0"
+    sign = "-" if (number["sign"] or number["inner_sign"] or "+") in _MINUS else ""
+    if 0 <= exponent <= _PLAIN_DIGITS:
+        return f"{sign}{digits}{'0' * exponent}"
+    if -_PLAIN_DIGITS <= exponent < 0:
+        digits = digits.rjust(1 - exponent, "0")
+        return f"{sign}{digits[:exponent]}.{digits[exponent:]}"
+    return f"{sign}{digits}e{exponent}"
