@@ -255,8 +255,8 @@ def _mask(batch: Batch) -> jax.Array:
 
 def _row_finite(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
     """bool[B]: whether a row's log-probs, log Z, values and reward, and the squares of differences, are finite."""
-    ref = jnp.sum(inputs.masked(inputs.ref_logprobs), axis=1)
-    target = jnp.where(inputs.beta > 0, inputs.log_target(), ref + inputs.reward)  # β = 0 has no p̃
+    ref_and_reward = inputs.token_sum(inputs.ref_logprobs) + inputs.reward
+    target = jnp.where(inputs.beta > 0, inputs.log_target(), ref_and_reward)  # β = 0 has no p̃
     difference = target - jnp.sum(outputs.logprobs, axis=1) - outputs.log_z
     finite = jnp.isfinite(difference**2) & jnp.isfinite(jnp.sum(inputs.behavior_logprobs, axis=1))
     if outputs.values is not None:

@@ -45,7 +45,7 @@ def diagnostics(policy_logprobs: jax.Array, entropy: jax.Array, inputs: Objectiv
     log_weight = jnp.sum(log_ratio, axis=1)
     weight = jnp.exp(log_weight - jnp.max(log_weight))
     clip = inputs.settings.importance_clip
-    policy, target = inputs.grouped(jnp.sum(inputs.masked(policy_logprobs), axis=1)), inputs.grouped(inputs.log_target())
+    policy, target = inputs.grouped(inputs.token_sum(policy_logprobs)), inputs.grouped(inputs.log_target())
     log_z = vargrad_log_z(policy, target)
     found = {
         "reward": jnp.mean(inputs.reward),
