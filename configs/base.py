@@ -148,7 +148,7 @@ def get_config() -> config_dict.ConfigDict:
     c.learner.warmup_steps = 10
     c.learner.decay_steps = 0  # of wsd
     # The optimum is ∝ exp((log π_ref / γ + r / β) / τ), γ and τ of trajectory balance and TBA′ alone. Each: linear from start to
-    # end over so many steps, then end.
+    # end over so many steps, then end. β = 0 leaves the KL term out, where the objective can be without it.
     c.learner.beta_start = 0.012  # β, the KL coefficient; raft, gspo and cispo have none, it is only measured with
     c.learner.beta_end = 0.004
     c.learner.beta_steps = 500

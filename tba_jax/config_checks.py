@@ -112,8 +112,6 @@ _AT_LEAST_ZERO = (
 )
 _POSITIVE = (
     "lora.alpha",
-    "learner.beta_start",
-    "learner.beta_end",
     "learner.ref_temperature_start",
     "learner.ref_temperature_end",
     "learner.reward_temperature_start",
@@ -202,6 +200,8 @@ def _check_learner(config: Any) -> None:
             steps > 0 or start == end,
             f"learner.{name}_start={start} would not be used: learner.{name}_steps=0 means {end}, its end, at every step",
         )
+    for name in ("beta_start", "beta_end"):
+        _require(0 <= learner[name] < math.inf, f"learner.{name}={learner[name]} must be at least 0 and finite")
     for name in ("adam_beta1", "adam_beta2"):
         _require(0 <= learner[name] < 1, f"learner.{name}={learner[name]} must be within [0, 1)")
     clip = learner.importance_clip
@@ -300,6 +300,11 @@ def _check_objective(config: Any, objective: Objective) -> None:
         f"learner.completions={learner.completions} must be at least {objective.min_completions}: {named} compares the "
         "completions of a query with each other",
     )
+    for name in ("beta_start", "beta_end"):
+        _require(
+            learner[name] > 0 or not objective.positive_beta,
+            f"learner.{name}={learner[name]} must be above 0: {named} has no optimum, or nothing to learn from, without β",
+        )
     if objective.full_support:
         _check_full_support(config.sampling, named)
     _require(

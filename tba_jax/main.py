@@ -72,7 +72,7 @@ def _prepare(config: Any) -> Job:
             experiment=experiment,
             run=run,
             name=_NAME.value,
-            label=Path(config_flags.get_config_filename(flags.FLAGS["config"])).stem,
+            label=label_of(config_flags.get_config_filename(flags.FLAGS["config"])),
             allow_change=tuple(_ALLOW_CHANGE.value),
             arguments=tuple(sys.argv[1:]),
             init_from=init_from,
@@ -82,6 +82,11 @@ def _prepare(config: Any) -> Job:
         if lifeline.is_storage_failure(error):
             raise
         command.refuse(error)
+
+
+def label_of(recipe: str) -> str:
+    """What the run's last line calls it: configs/demo.py -> demo, configs/demo_baselines.py:grpo -> demo_baselines:grpo."""
+    return Path(recipe).name.replace(".py", "")
 
 
 def _split_cpu(devices: int) -> None:

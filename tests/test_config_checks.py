@@ -5,7 +5,7 @@ import re
 import pytest
 from ml_collections import config_dict
 
-from configs import base, demo_baselines
+from configs import base, baselines, demo_baselines
 from tba_jax import config_checks
 from tba_jax import experiment as experiment_lib
 from tba_jax.objectives import OBJECTIVES
@@ -90,8 +90,8 @@ LIMITS: dict[str, dict[str, list[object]]] = {
     },
     "must be above 0": {
         "lora.alpha": [0.0],
-        "learner.beta_start": [0.0, float("nan")],
-        "learner.beta_end": [0.0, -0.1],
+        "learner.beta_start": [0.0],
+        "learner.beta_end": [0.0],
         "learner.ref_temperature_start": [0.0],
         "learner.ref_temperature_end": [-1.0],
         "learner.reward_temperature_start": [0.0],
@@ -126,6 +126,10 @@ LIMITS: dict[str, dict[str, list[object]]] = {
         "sampling.explore_top_p_low": [0.0, 1.2],
         "learner.clip_low": [0.0, 1.1],
         "learner.sequence_clip_low": [0.0, float("nan")],
+    },
+    "must be at least 0 and finite": {
+        "learner.beta_start": [-0.1, float("nan")],
+        "learner.beta_end": [-0.1, float("inf")],
     },
     "must be above 1 and finite": {"learner.icepop_high": [1.0, 0.5, float("inf")]},
     "must be within [0, 1)": {
@@ -366,18 +370,18 @@ def test_settings_that_an_objective_does_not_read_are_refused(name):
             config_checks.check_all_are_read(config)
 
 
-@pytest.mark.parametrize("name", demo_baselines.BASELINES)
+@pytest.mark.parametrize("name", baselines.BASELINES)
 def test_the_recipe_of_every_baseline_is_allowed(name):
     config = demo_baselines.get_config(name)
     config_checks.check(config)
     config_checks.check_all_are_read(config)
     assert config.learner.objective == name
-    published = {setting for setting in demo_baselines.BASELINES[name] if not setting.startswith("beta_")}
+    published = {setting for setting in baselines.BASELINES[name] if not setting.startswith("beta_")}
     assert published == READ[name], "a number for each setting that it reads"
 
 
 def test_every_objective_but_those_of_trajectory_balance_has_a_recipe():
-    assert set(demo_baselines.BASELINES) == {name for name, objective in OBJECTIVES.items() if not objective.full_support}
+    assert set(baselines.BASELINES) == {name for name, objective in OBJECTIVES.items() if not objective.full_support}
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -390,6 +394,10 @@ def test_what_an_objective_needs_is_refused_where_it_is_missing(name):
         "all rows explored": (
             {"sampling.explore_top_p_probability": 1.0},
             name not in ("trajectory_balance", "learned_log_z", "tba_prime"),
+        ),
+        "no β": (
+            {"learner.beta_start": 0.0, "learner.beta_end": 0.0},
+            name not in ("trajectory_balance", "learned_log_z", "tba_prime", "online_dpo"),
         ),
         "a moving reference": ({"learner.reference.kind": "ema"}, name not in ("raft", "gspo", "cispo")),
     }

@@ -354,6 +354,23 @@ def test_weights_that_are_broken_stop_a_run_that_skips(tmp_path, broken, sentenc
     lease.release()
 
 
+def test_the_update_is_compiled_while_rows_are_awaited_and_not_again(tmp_path, caplog):
+    s = frozen_log(tmp_path / "run", batches=1)
+    trainer, lease = roles._make_trainer(s, publish_every_steps=2)
+
+    def updates_compiled():
+        return sum("Finished XLA compilation of jit(train_step)" in record.getMessage() for record in caplog.records)
+
+    with jax.log_compiles():
+        trainer.start()
+        assert updates_compiled() == 1
+        trainer.poll()
+        assert trainer.step() is not None
+    assert updates_compiled() == 1
+    trainer.close()
+    lease.release()
+
+
 def test_nothing_shows_an_update_whose_line_was_refused(tmp_path, monkeypatch):
     """The line is written while the devices compute: the update must not be seen before it is durable."""
     s = frozen_log(tmp_path / "run", batches=2)

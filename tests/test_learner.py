@@ -477,6 +477,22 @@ def test_a_row_whose_first_state_has_no_value_is_refused(place, value):
     assert float(measurements["finite"]) == 0 and np.flatnonzero(~measurements["row_finite"]).tolist() == [row]
 
 
+def test_without_beta_a_row_is_finite_as_its_numbers_are():
+    """There is no target then, by which rows are looked at elsewhere."""
+    config, zero = settings(objective=OBJECTIVES["dr_grpo"]), linear_then_constant(start=0.0, end=0.0, steps=0)
+    update = jit(make_step(config, changes={"beta": zero}))
+    state, batch = state_of("grpo")[0], random_batch()
+    _, gradient, _ = measured(update, state, batch)
+    assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(gradient)) > 0
+    other_reference = dataclasses.replace(batch, ref_logprobs=(0.5 * batch.ref_logprobs).astype(np.float32))
+    jax.tree.map(np.testing.assert_array_equal, measured(update, state, other_reference)[1], gradient)
+    for column, value in NOT_FINITE:
+        broken = random_batch()
+        getattr(broken, column)[3] = value
+        measurements = update(state, {}, broken)[1]
+        assert float(measurements["finite"]) == 0 and np.flatnonzero(~measurements["row_finite"]).tolist() == [3]
+
+
 def test_values_of_states_are_nothing_to_objectives_that_do_not_read_them():
     batch = dataclasses.replace(random_batch(), state_values=np.full((B, R), np.nan, np.float32))
     found = measured(jit(make_step(settings(**FORMS["grpo"][0]))), state_of("grpo")[0], batch)

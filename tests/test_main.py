@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from tba_jax import main
 from tests import tiny_run
 
-# configs/supervised.py is the schema of another command; configs/demo_baselines.py needs the name of a baseline.
+# Not recipes: the schema of another command, and a table that recipes share. configs/demo_baselines.py needs a name.
 RECIPES = sorted(
     path.name.replace("demo_baselines.py", "demo_baselines.py:online_dpo")
     for path in (tiny_run.ROOT / "configs").glob("*.py")
-    if path.name not in ("__init__.py", "supervised.py")
+    if path.name not in ("__init__.py", "supervised.py", "baselines.py")
 )
 
 
@@ -38,6 +39,13 @@ def test_recipe_dry_runs(recipe, tmp_path, request):
     for role in ("trainer", "searcher", "evaluator"):
         assert re.search(rf"{role} +\d+\.\d{{3}}  \(", done.stdout), f"no memory estimate of the {role}"
     assert not (tmp_path / "run").exists(), "a dry run must not write"
+
+
+@pytest.mark.parametrize(
+    "recipe, label", [("configs/demo.py", "demo"), ("/a/configs/demo_baselines.py:grpo", "demo_baselines:grpo")]
+)
+def test_a_run_is_called_by_its_recipe_and_the_name_that_the_recipe_takes(recipe, label):
+    assert main.label_of(recipe) == label
 
 
 REFUSALS = {

@@ -193,6 +193,17 @@ def test_a_ratio_beyond_its_clip_moves_no_further_and_may_come_back(name):
     np.testing.assert_array_equal(gradient_of(name, outputs, inputs)[:, 0] == 0, stopped)
 
 
+@pytest.mark.parametrize("name", [name for name, objective in OBJECTIVES.items() if not objective.positive_beta])
+def test_beta_0_leaves_the_kl_term_out(name):
+    """There is a gradient, and in it no reference."""
+    outputs, inputs = random_batch(*SIZES)
+    without = dataclasses.replace(inputs, beta=np.float64(0.0))
+    found = gradient_of(name, outputs, without)
+    assert np.isfinite(found).all() and found.any()
+    other = dataclasses.replace(without, ref_logprobs=inputs.ref_logprobs * 0.5)
+    np.testing.assert_array_equal(gradient_of(name, outputs, other), found)
+
+
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_batch_without_tokens_has_a_finite_loss_and_no_gradient(name):
     outputs, inputs = random_batch(*SIZES, dtype=np.float32)

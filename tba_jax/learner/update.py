@@ -255,7 +255,9 @@ def _mask(batch: Batch) -> jax.Array:
 
 def _row_finite(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
     """bool[B]: whether a row's log-probs, log Z, values and reward, and the squares of differences, are finite."""
-    difference = inputs.log_target() - jnp.sum(outputs.logprobs, axis=1) - outputs.log_z
+    ref_and_reward = inputs.token_sum(inputs.ref_logprobs) + inputs.reward
+    target = jnp.where(inputs.beta > 0, inputs.log_target(), ref_and_reward)  # β = 0 has no p̃
+    difference = target - jnp.sum(outputs.logprobs, axis=1) - outputs.log_z
     finite = jnp.isfinite(difference**2) & jnp.isfinite(jnp.sum(inputs.behavior_logprobs, axis=1))
     if outputs.values is not None:
         finite &= jnp.isfinite(jnp.sum((outputs.values - inputs.reward[:, None]) ** 2, axis=1))

@@ -17,13 +17,21 @@ from tba_jax.objectives.vine_ppo import vine_ppo
 _CLIP = ("clip_low", "clip_high")
 
 OBJECTIVES: dict[str, Objective] = {
-    "trajectory_balance": Objective(loss=trajectory_balance, full_support=True, settings=("beta", *TEMPERATURES)),
+    "trajectory_balance": Objective(
+        loss=trajectory_balance, positive_beta=True, full_support=True, settings=("beta", *TEMPERATURES)
+    ),
     "learned_log_z": Objective(
-        loss=learned_log_z, min_completions=1, full_support=True, log_z_head=True, settings=("beta", *TEMPERATURES)
+        loss=learned_log_z,
+        min_completions=1,
+        positive_beta=True,
+        full_support=True,
+        log_z_head=True,
+        settings=("beta", *TEMPERATURES),
     ),
     "tba_prime": Objective(
         loss=tba_prime,
         behavior_logprobs=True,
+        positive_beta=True,
         full_support=True,
         settings=("beta", *TEMPERATURES, "importance_clip", "log_ratio_clip"),
     ),
@@ -40,7 +48,7 @@ OBJECTIVES: dict[str, Objective] = {
     "vine_ppo": Objective(loss=vine_ppo, min_completions=1, behavior_logprobs=True, state_values=True, settings=("beta", *_CLIP)),
     "grpo": Objective(loss=grpo, behavior_logprobs=True, settings=("beta", *_CLIP)),
     "dr_grpo": Objective(loss=dr_grpo, behavior_logprobs=True, settings=("beta", *_CLIP)),
-    "online_dpo": Objective(loss=online_dpo, settings=("beta",)),
+    "online_dpo": Objective(loss=online_dpo, positive_beta=True, settings=("beta",)),
     "raft": Objective(loss=raft, moving_reference=False),
     "icepop": Objective(loss=icepop, behavior_logprobs=True, settings=("beta", "icepop_low", "icepop_high")),
     "gspo": Objective(

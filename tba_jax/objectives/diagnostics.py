@@ -28,6 +28,7 @@ def diagnostics(policy_logprobs: jax.Array, entropy: jax.Array, inputs: Objectiv
       log_z, log_z_std: nats, mean and spread over queries of VarGrad's log Ẑ(x); log_weight_std: nats, the spread of
         log p̃ − log π_θ within a query, 0 at the optimum.
       advantage_std: in units of reward / τ, of A = β (log p̃ − log π_θ − log Ẑ), which is tba_prime_advantage without its clip.
+      These four are not finite where β = 0, which has no p̃.
       equal_reward_groups: share of queries whose K rewards are all the same. These three only where K > 1.
 
     Raises:
@@ -44,7 +45,7 @@ def diagnostics(policy_logprobs: jax.Array, entropy: jax.Array, inputs: Objectiv
     log_weight = jnp.sum(log_ratio, axis=1)
     weight = jnp.exp(log_weight - jnp.max(log_weight))
     clip = inputs.settings.importance_clip
-    policy, target = inputs.grouped(jnp.sum(inputs.masked(policy_logprobs), axis=1)), inputs.grouped(inputs.log_target())
+    policy, target = inputs.grouped(inputs.token_sum(policy_logprobs)), inputs.grouped(inputs.log_target())
     log_z = vargrad_log_z(policy, target)
     found = {
         "reward": jnp.mean(inputs.reward),

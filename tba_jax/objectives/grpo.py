@@ -21,7 +21,7 @@ def grpo(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
 def dr_grpo(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
     """As `grpo` with A = r − r̄, and R, the most tokens a response may have, in the place of |y|.
 
-    The paper drops the KL term as well, which is β → 0.
+    The paper drops the KL term as well, which is β = 0.
 
     Returns:
       float32[] loss.

@@ -87,17 +87,21 @@ class ObjectiveInputs:
         chex.assert_is_divisible(per_row.shape[0], self.settings.completions)
         return per_row.reshape(-1, self.settings.completions)
 
+    def token_sum(self, per_token: jax.Array) -> jax.Array:
+        """Σ_t x_t of each response: [B, R] -> [B]."""
+        return jnp.sum(self.masked(per_token), axis=1)
+
     def lengths(self) -> jax.Array:
         """|y|, tokens: int32[B], 1 where a row has none, so that it divides."""
         return jnp.maximum(jnp.sum(self.mask, axis=1), 1)
 
     def mean_per_token(self, per_token: jax.Array) -> jax.Array:
         """mean_{i,j} 1/|y_ij| Σ_t x_t: [B, R] -> []."""
-        return jnp.mean(jnp.sum(self.masked(per_token), axis=1) / self.lengths())
+        return jnp.mean(self.token_sum(per_token) / self.lengths())
 
     def mean_per_budget(self, per_token: jax.Array) -> jax.Array:
         """mean_{i,j} Σ_t x_t / R: [B, R] -> []. R, the most tokens a response may have, is the same for all rows."""
-        return jnp.mean(jnp.sum(self.masked(per_token), axis=1)) / self.mask.shape[1]
+        return jnp.mean(self.token_sum(per_token)) / self.mask.shape[1]
 
     def log_target(self) -> jax.Array:
         """log p̃(y|x) = ( log π_ref(y|x) / γ + r(y;x) / β ) / τ: float32[B], nats (PAPER §1; γ and τ: §3).
@@ -105,5 +109,5 @@ class ObjectiveInputs:
         The optimum p* is p̃ / Z. At γ = τ = 1 it is π_ref·exp(r/β) / Z.
         """
         chex.assert_rank([self.beta, self.ref_temperature, self.reward_temperature], 0)
-        ref = jnp.sum(self.masked(self.ref_logprobs), axis=1)
+        ref = self.token_sum(self.ref_logprobs)
         return (ref / self.ref_temperature + self.reward / self.beta) / self.reward_temperature

@@ -19,7 +19,8 @@ class Objective:
     """An objective, and what config_checks, the trainer's settings and the learner ask of it.
 
     loss: see Loss; min_completions: the fewest K that it can compare; behavior_logprobs: whether it weighs by
-    π_θ/π_behaviour; full_support: whether its optimum is only reached from rows of a sampler that can draw every response;
+    π_θ/π_behaviour; positive_beta: whether β = 0 leaves it without an optimum or a gradient, elsewhere that leaves the KL term
+    out; full_support: whether its optimum is only reached from rows of a sampler that can draw every response;
     log_z_head, value_head: whether PolicyOutputs has log_z and values that are learned with the policy; state_values: whether
     it needs the values of states that rows carry; moving_reference: whether a reference that moves makes sense, which is where
     it reads ref_logprobs; settings: names of the settings learner.* that it reads (fields of ObjectiveSettings, and the
@@ -29,6 +30,7 @@ class Objective:
     loss: Loss
     min_completions: int = 2
     behavior_logprobs: bool = False
+    positive_beta: bool = False
     full_support: bool = False
     log_z_head: bool = False
     value_head: bool = False

@@ -16,7 +16,7 @@ def online_dpo(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
       float32[] loss in nats.
     """
     chex.assert_equal_shape([outputs.logprobs, inputs.mask])
-    delta = inputs.grouped(jnp.sum(inputs.masked(outputs.logprobs - inputs.ref_logprobs), axis=1))
+    delta = inputs.grouped(inputs.token_sum(outputs.logprobs - inputs.ref_logprobs))
     rewards = inputs.grouped(inputs.reward)
     best, worst = jnp.argmax(rewards, axis=1, keepdims=True), jnp.argmin(rewards, axis=1, keepdims=True)
     margin = jnp.take_along_axis(delta, best, axis=1) - jnp.take_along_axis(delta, worst, axis=1)

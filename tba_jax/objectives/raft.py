@@ -14,6 +14,6 @@ def raft(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
     Returns:
       float32[] loss in nats.
     """
-    policy = inputs.grouped(jnp.sum(inputs.masked(outputs.logprobs), axis=1))
+    policy = inputs.grouped(inputs.token_sum(outputs.logprobs))
     best = jnp.argmax(inputs.grouped(inputs.reward), axis=1, keepdims=True)
     return -jnp.mean(jnp.take_along_axis(policy, best, axis=1))

@@ -16,7 +16,7 @@ def reinforce(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
     Returns:
       float32[] loss.
     """
-    policy = inputs.grouped(jnp.sum(inputs.masked(outputs.logprobs), axis=1))
+    policy = inputs.grouped(inputs.token_sum(outputs.logprobs))
     return -jnp.mean(centred(regularised_rewards(outputs.logprobs, inputs)) * policy)
 
 
@@ -28,5 +28,5 @@ def rloo(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
     Returns:
       float32[] loss.
     """
-    policy = inputs.grouped(jnp.sum(inputs.masked(outputs.logprobs), axis=1))
+    policy = inputs.grouped(inputs.token_sum(outputs.logprobs))
     return -jnp.mean(leave_one_out(regularised_rewards(outputs.logprobs, inputs)) * policy)

@@ -16,7 +16,7 @@ def tba_prime_advantage(policy_logprobs: jax.Array, inputs: ObjectiveInputs) -> 
     clip = inputs.settings.log_ratio_clip
     scale = inputs.ref_temperature * inputs.reward_temperature
     log_ratio = jax.lax.stop_gradient(policy_logprobs) - inputs.ref_logprobs / scale
-    kl = inputs.grouped(jnp.sum(inputs.masked(jnp.clip(log_ratio, -clip, clip)), axis=1))
+    kl = inputs.grouped(inputs.token_sum(jnp.clip(log_ratio, -clip, clip)))
     reward = inputs.grouped(inputs.reward) / inputs.reward_temperature
     return reward - jnp.mean(reward, axis=1, keepdims=True) - inputs.beta * (kl - jnp.mean(kl, axis=1, keepdims=True))
 

@@ -29,7 +29,7 @@ def trajectory_balance(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.A
     Returns:
       float32[] loss in nats². Its gradient is −(2/β) mean A ∇ log π_θ with A of tba_prime_advantage, without its clip.
     """
-    policy = inputs.grouped(jnp.sum(inputs.masked(outputs.logprobs), axis=1))
+    policy = inputs.grouped(inputs.token_sum(outputs.logprobs))
     target = inputs.grouped(inputs.log_target())
     residual = vargrad_log_z(policy, target)[:, None] + policy - target
     return jnp.mean(residual**2)
@@ -41,7 +41,7 @@ def learned_log_z(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
     Returns:
       float32[] loss in nats².
     """
-    policy = jnp.sum(inputs.masked(outputs.logprobs), axis=1)
+    policy = inputs.token_sum(outputs.logprobs)
     chex.assert_equal_shape([outputs.log_z, policy, inputs.reward])
     residual = outputs.log_z + policy - inputs.log_target()
     return jnp.mean(residual**2)

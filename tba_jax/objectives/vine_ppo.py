@@ -12,7 +12,7 @@ def vine_ppo(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
 
     A_t: of `step_advantages`, from the values that rows carry: means of rewards of responses that were sampled from the states
     at the boundaries of steps. ρ_t = π_θ/π_behaviour; k3_t estimates KL(π_θ‖π_ref). As in `ppo`, R stands in the place of the
-    number of the batch's tokens.
+    number of the batch's tokens, and advantages are not whitened.
 
     Returns:
       float32[] loss.

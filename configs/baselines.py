@@ -1,0 +1,52 @@
+"""What the papers of the baselines give for them: one row of settings a name, for every recipe that takes a name.
+
+`apply(c, NAME)` sets an objective and its numbers in a recipe; task, model, batch, learning rate and replay stay the recipe's.
+A β belongs to its paper's rewards: those of RLOO and Proximal RLOO are of TL;DR, those of VinePPO, PPO and Online DPO of GSM8K,
+where a right answer is worth 1. A baseline without a β of its own learns with the recipe's. Trajectory balance and TBA′ have
+recipes of their own.
+"""
+
+import difflib
+from typing import Any
+
+_CLIP = {"clip_low": 0.2, "clip_high": 0.2}  # Schulman et al. 2017; taken over by the others
+
+
+def _beta(beta: float) -> dict[str, float]:
+    return {"beta_start": beta, "beta_end": beta}
+
+
+# Settings learner.*
+BASELINES: dict[str, dict[str, float]] = {
+    "reinforce": {},
+    "rloo": _beta(0.03),  # Ahmadian et al. 2024, appendix C
+    "proximal_rloo": {**_CLIP, **_beta(0.05)},  # Noukhovitch et al. 2024
+    # β: Noukhovitch et al. 2024; λ: Schulman et al. 2017; the coefficient: the code of Ziegler et al. 2019.
+    "ppo": {**_CLIP, **_beta(0.05), "gae_lambda": 0.95, "value_coefficient": 0.1},
+    # Kazemnejad et al. 2024. What ends a step is the task's: task.step_ends
+    "vine_ppo": {**_CLIP, **_beta(1e-4)},
+    "grpo": {**_CLIP, **_beta(0.04)},  # Shao et al. 2024, section 4.2
+    "dr_grpo": {**_CLIP, **_beta(0.0)},  # Liu et al. 2025: no KL term
+    "online_dpo": _beta(0.1),  # Rafailov et al. 2023, appendix B; Noukhovitch et al. 2024
+    "raft": {},
+    "icepop": {"icepop_low": 0.5, "icepop_high": 5.0},  # Ling team 2025
+    "gspo": {"sequence_clip_low": 3e-4, "sequence_clip_high": 4e-4},  # Zheng et al. 2025, section 5.1
+    "cispo": {"clip_high": 0.2},  # the paper gives no number; public implementations have 0.2 to 4
+}
+
+
+def apply(c: Any, name: str) -> None:
+    """Sets learner.objective to `name`, and the row's settings.
+
+    Args:
+      c: a config of configs/base.py; name: what stands behind a colon in --config, "" where nothing does.
+
+    Raises:
+      ValueError: there is no such baseline; the sentence names the closest one.
+    """
+    if name not in BASELINES:
+        close = difflib.get_close_matches(name, BASELINES, n=1)
+        given = f"no baseline {name!r}" + (f" (did you mean {close[0]!r}?)" if close else "") if name else "no baseline is named"
+        raise ValueError(f"{given}: --config=RECIPE:NAME takes one of {', '.join(BASELINES)}")
+    c.learner.objective = name
+    c.learner.update(BASELINES[name])
