@@ -7,6 +7,7 @@ recipes of their own.
 """
 
 import difflib
+from collections.abc import Sequence
 from typing import Any
 
 _CLIP = {"clip_low": 0.2, "clip_high": 0.2}  # Schulman et al. 2017; taken over by the others
@@ -35,18 +36,20 @@ BASELINES: dict[str, dict[str, float]] = {
 }
 
 
-def apply(c: Any, name: str) -> None:
+def apply(c: Any, name: str, *, besides: Sequence[str] = ()) -> None:
     """Sets learner.objective to `name`, and the row's settings.
 
     Args:
-      c: a config of configs/base.py; name: what stands behind a colon in --config, "" where nothing does.
+      c: a config of configs/base.py; name: what stands behind a colon in --config, "" where nothing does; besides: further names
+        that the recipe takes, for the sentence.
 
     Raises:
       ValueError: there is no such baseline; the sentence names the closest one.
     """
     if name not in BASELINES:
-        close = difflib.get_close_matches(name, BASELINES, n=1)
+        names = [*besides, *BASELINES]
+        close = difflib.get_close_matches(name, names, n=1)
         given = f"no baseline {name!r}" + (f" (did you mean {close[0]!r}?)" if close else "") if name else "no baseline is named"
-        raise ValueError(f"{given}: --config=RECIPE:NAME takes one of {', '.join(BASELINES)}")
+        raise ValueError(f"{given}: --config=RECIPE:NAME takes one of {', '.join(names)}")
     c.learner.objective = name
     c.learner.update(BASELINES[name])

@@ -1,0 +1,67 @@
+"""MATH with Qwen2.5-7B (base) and TBA′, evaluated on MATH-500: --config=configs/math_qwen2_5_7b.py[:VARIANT].
+
+VARIANT: async2 (the default: rows of an update are up to 2 updates old) | async10 | a name of configs/baselines.py: its objective
+at async10, such as dr_grpo, which the paper compares with.
+
+Paper:     TBA′ on MATH: β 0.005, reference reset every ρ = 50 steps, K 16, 32 × 16 rows, 400 steps; MATH-500 pass@1 above that of
+           Dr. GRPO, most clearly at async 10.
+Command:   python -m tba_jax.main --config=configs/math_qwen2_5_7b.py --workdir=runs/math --config.task.math.train_path=MATH.jsonl
+           The file: rows {"problem", "solution"} of the MATH training set. MATH-500 comes from the hub, or
+           --config.task.math.heldout_path=FILE. --config.learner.mesh.fsdp=N splits the trainer's state over its N devices.
+Hardware:  the paper had a trainer of several GPUs and searchers beside it. Memory of each role on its mesh: --dry_run.
+Score:     not measured here.
+"""
+
+from configs import base, baselines
+
+_LEVELS = {"": 2, "async2": 2, "async10": 10}
+
+
+def get_config(variant: str = ""):
+    c = base.get_config()
+    c.task.name = "math"
+    c.task.math.concurrency = 8
+    c.task.prompt_length = 1024
+    c.task.response_length = 3072
+    c.task.long_prompts = "skip"
+    c.task.chat_template = True
+    c.task.system_prompt = "Please reason step by step, and put your final answer within \\boxed{}."
+    # A base model ends a turn with either.
+    c.task.stop_strings = ("<|im_end|>",)
+    c.model.path = "Qwen/Qwen2.5-7B"
+    c.model.compute_dtype = "bfloat16"
+    c.sampling.scoring_temperature = 1.0
+    c.sampling.temperature = 1.0
+    c.searchers.count = 1
+    c.searchers.samples_per_query = 16
+    c.searchers.queries_per_batch = 32
+    c.searchers.slots = 256
+    # Each row is trained on once, and none is older than the level: searchers wait for the trainer, never it for a barrier.
+    level = _LEVELS.get(variant, 10)
+    c.searchers.max_rows_per_snapshot = 512
+    c.replay.recent_probability = 1.0
+    c.replay.recent_window = level
+    c.replay.max_staleness = level
+    c.replay.max_draws_per_row = 1
+    c.replay.merge_duplicates = False
+    c.learner.objective = "tba_prime"
+    c.learner.steps = 400
+    c.learner.queries = 32
+    c.learner.completions = 16
+    c.learner.micro_batch_rows = 16
+    c.learner.learning_rate = 1e-6
+    c.learner.weight_decay = 0.0
+    c.learner.beta_start = 0.005
+    c.learner.beta_end = 0.005
+    c.learner.reference.kind = "reset"
+    c.learner.reference.reset_steps = 50
+    c.learner.reference.offload = True
+    c.publish.every_steps = 1
+    c.publish.dtype = "bfloat16"
+    c.publish.keep = 16
+    c.evaluation.queries = 500
+    c.evaluation.every_steps = 50
+    if variant not in _LEVELS:
+        baselines.apply(c, variant, besides=[name for name in _LEVELS if name])
+        c.learner.reference.kind, c.learner.reference.offload = "initial", False
+    return c

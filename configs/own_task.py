@@ -1,0 +1,38 @@
+"""A task of one's own and its recipe, in one file: continue stories so that they mention given words.
+
+Command:   python -m tba_jax.main --config=configs/own_task.py --config.model.path=FOLDER --workdir=runs/own_task
+             --config.task.custom.train_path=train.jsonl --config.task.custom.heldout_path=heldout.jsonl
+"""
+
+from configs import base
+from tba_jax.tasks import data
+from tba_jax.tasks.graders import GradedTask
+from tba_jax.tasks.interface import Query
+
+
+def mentioned(query: Query, response: str) -> float:
+    """The share of the wanted words that the response holds. May be slow, fail or call a service: see GradedTask."""
+    wanted = query.answer.split()
+    return sum(word in response for word in wanted) / len(wanted)
+
+
+class Mention(GradedTask):
+    score_name = "mentioned"
+    grade = staticmethod(mentioned)
+
+    def __init__(self, *, train_path: str, heldout_path: str):
+        super().__init__(time_limit=5.0, retries=2, concurrency=1)
+        self._paths = {"train": train_path, "heldout": heldout_path}
+
+    def queries(self, split: str) -> list[Query]:
+        fields = {"opening": str, "words": str}
+        rows = data.read(self._paths[split], fields=fields, setting=f"task.custom.{split}_path", split=split)
+        return [Query(prompt=row["opening"], answer=row["words"]) for row in rows]
+
+
+def get_config():
+    c = base.get_config()
+    c.task.name = f"{__file__}:Mention"
+    c.task.custom.train_path = c.task.custom.heldout_path = ""
+    c.learner.learning_rate = 2e-4
+    return c

@@ -1,0 +1,41 @@
+"""Checkpoints with random weights, made on the spot: the architecture of a preset, tiny, with a real tokenizer."""
+
+import dataclasses
+import functools
+import json
+import shutil
+from pathlib import Path
+
+import jax
+
+from tba_jax.models import decoder, hugging_face_export
+from tba_jax.models.presets import PRESETS
+from tba_jax.tokenizer import HuggingFaceTokenizer
+
+END = "<|endoftext|>"
+
+
+def write(folder: Path, preset: str, tokenizer: Path) -> Path:
+    """A Hugging Face folder: two layers of the preset's kind, and the tokenizer's files. Returns the folder."""
+    own = folder.parent / f"{folder.name}-tokenizer"
+    shutil.copytree(tokenizer, own, ignore=shutil.ignore_patterns("model_config.json"))
+    if not (own / "tokenizer_config.json").exists():
+        own.joinpath("tokenizer_config.json").write_text(
+            json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END})
+        )
+    read = HuggingFaceTokenizer(own)
+    shape = PRESETS[preset]
+    groups = 2 if shape.kv_heads < shape.heads else 1
+    model = dataclasses.replace(
+        shape, layers=2, width=32, heads=2, kv_heads=2 // groups, head_size=16, ffn=48, vocab=read.vocab_size, max_positions=2048
+    )
+    params = jax.jit(functools.partial(decoder.init_params, config=model))(jax.random.key(0))
+    hugging_face_export.save(
+        folder,
+        model,
+        params,
+        dtype="float32",
+        token_ids={"eos_token_id": read.eos_id, "pad_token_id": read.pad_id},
+        tokenizer=functools.partial(hugging_face_export.copy_tokenizer, own),
+    )
+    return folder

@@ -1,0 +1,116 @@
+"""Recipes of pretrained models, from end to end with tiny random ones: they search, train, publish, evaluate and export."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from configs import gsm8k_rho1b, math_qwen2_5_7b, own_task
+from tba_jax import export, metrics, roles, run_dir
+from tba_jax.models import hugging_face
+from tests import random_checkpoints, tiny_checkpoints, tiny_run
+
+STEPS = 2
+# What makes a recipe small; everything else is its own.
+SMALL: dict[str, Any] = {
+    "learner.steps": STEPS,
+    "learner.queries": 2,
+    "learner.completions": 4,
+    "learner.micro_batch_rows": 4,
+    "learner.warmup_steps": 0,
+    "learner.decay_steps": 0,
+    "searchers.count": 1,
+    "searchers.queries_per_batch": 2,
+    "searchers.samples_per_query": 4,
+    "searchers.slots": 8,
+    "searchers.max_rows_per_snapshot": 8,
+    "replay.min_rows": 0,
+    "evaluation.queries": 4,
+    "evaluation.batch_size": 4,
+    "evaluation.every_steps": STEPS,
+    "evaluation.samples_per_query": 2,
+    "task.response_length": 8,
+    # Random weights are never right: rewards that differ come from which responses end.
+    "task.missing_eos_reward": -1.0,
+}
+
+
+@pytest.fixture
+def one_device(monkeypatch):
+    first = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda *_: first)
+
+
+def problems(folder: Path) -> dict[str, str]:
+    """MATH's rows, written by hand."""
+    rows = [{"problem": f"What is ${i} + {i}$?", "solution": f"It is $\\boxed{{{2 * i}}}$."} for i in range(12)]
+    for name in ("train", "heldout"):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        rows = [{"problem": row["problem"], "answer": str(i)} for i, row in enumerate(rows)]
+    return {f"task.math.{name}_path": str(folder / f"{name}.jsonl") for name in ("train", "heldout")}
+
+
+def stories(folder: Path) -> dict[str, str]:
+    for name in ("train", "heldout"):
+        rows = [{"opening": f"Once upon a {name} {i}", "words": "a e"} for i in range(8)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {f"task.custom.{name}_path": str(folder / f"{name}.jsonl") for name in ("train", "heldout")}
+
+
+def gsm8k(data: Path) -> dict[str, str]:
+    return {"task.gsm8k.train_path": str(data / "gsm8k/train.jsonl"), "task.gsm8k.heldout_path": str(data / "gsm8k/test.jsonl")}
+
+
+def check_run(run: run_dir.RunDir, score_name: str, folder: Path, model: str) -> None:
+    """What a finished run left, and that its export is loaded."""
+    lines = metrics.read_lines(run.metrics("trainer"))
+    assert [line["step"] for line in lines if line.get("finite") == 1][-1] == STEPS
+    for step in (0, STEPS):
+        report = run_dir.read_json(run.evaluations / f"{run_dir.step_name(step)}.json")
+        assert report[score_name] == report["greedy_reward"] and np.isfinite(report["sampled_reward"]) and report["unscored"] == 0
+    export.export(run.root, folder, step=STEPS, dtype=None)
+    exported, params = tiny_checkpoints.load(folder)
+    original, before = tiny_checkpoints.load(Path(model))
+    assert exported == original
+    moved = jax.tree.map(lambda new, old: float(np.abs(np.asarray(new, np.float32) - old).max()), params, before)
+    assert max(jax.tree.leaves(moved)) > 0, "nothing was learned"
+    assert hugging_face.read_config(folder, compute_dtype="float32").architecture == original.architecture
+
+
+CASES = {
+    "gsm8k": (gsm8k_rho1b.get_config, "llama-3.2-1b", "pythia", "accuracy"),
+    "gsm8k, vine_ppo": (lambda: gsm8k_rho1b.get_config("vine_ppo"), "llama-3.2-1b", "gpt2", "accuracy"),
+    "math": (math_qwen2_5_7b.get_config, "qwen2.5-7b", "qwen2.5", "accuracy"),
+    "own task": (own_task.get_config, "pythia-410m", "pythia", "mentioned"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_recipe_runs_in_turn(name, tmp_path, data_dir, one_device):
+    recipe, preset, tokenizer, score_name = CASES[name]
+    model = random_checkpoints.write(tmp_path / "model", preset, data_dir / "tokenizers" / tokenizer)
+    c = recipe()
+    c.update_from_flattened_dict(SMALL | {"model.path": str(model), "schedule.mode": "interleaved"})
+    if c.learner.reference.kind == "reset":
+        c.learner.reference.reset_steps = 1  # so that it happens
+    inputs = {"gsm8k": gsm8k, "math": lambda _: problems(tmp_path), "own task": lambda _: stories(tmp_path)}
+    c.update_from_flattened_dict(inputs[name.split(",")[0]](data_dir))
+    s = tiny_run.settings(tmp_path / "run", c)
+    assert roles.everything(s)() == 0
+    check_run(s.run, score_name, tmp_path / "exported", str(model))
+
+
+def test_a_recipe_runs_with_real_processes(tmp_path, data_dir):
+    model = random_checkpoints.write(tmp_path / "model", "llama-3.2-1b", data_dir / "tokenizers/pythia")
+    settings = SMALL | gsm8k(data_dir) | {"model.path": str(model), "metrics.every_steps": 1, "supervisor.max_restarts": 0}
+    flags = [f"--config.{name}={value}" for name, value in settings.items()]
+    done = tiny_run.call(
+        tiny_run.command(tmp_path / "run", *flags, recipe="configs/gsm8k_rho1b.py:700_steps", tiny=False), timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    check_run(run_dir.RunDir(tmp_path / "run"), "accuracy", tmp_path / "exported", str(model))
+    shutil.rmtree(tmp_path / "run")
