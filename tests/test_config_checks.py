@@ -176,7 +176,7 @@ def test_every_rule_on_one_setting_is_tried_above():
         ({"replay.strategy": "sofmax"}, f"is not one of {list(STRATEGIES)} (did you mean 'softmax'?)"),
         (
             {"task.name": "aritmetic"},
-            "task.name='aritmetic' is not one of ['arithmetic', 'story_sentiment'] (did you mean 'arithm",
+            "task.name='aritmetic' is not one of ['arithmetic', 'story_sentiment', 'gsm8k', 'math'] (did you mean 'arithm",
         ),
         ({"learner.schedule": "wds"}, "(did you mean 'wsd'?)"),
         (
