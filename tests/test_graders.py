@@ -332,7 +332,7 @@ def test_workers_die_with_a_parent_that_is_killed(tmp_path):
     process.communicate()
 
 
-def test_a_ctrl_c_reaches_the_parent_alone(tmp_path):
+def test_a_signal_to_the_group_reaches_the_parent_alone(tmp_path):
     rest = (
         "from tba_jax import lifeline\n"
         "stop = lifeline.StopSignal()\n"
@@ -343,13 +343,13 @@ def test_a_ctrl_c_reaches_the_parent_alone(tmp_path):
     process, pids = start(tmp_path, rest, limit=30.0)
     assert process.stdout.readline() == "ready\n"
     time.sleep(0.5)
-    os.killpg(process.pid, signal.SIGINT)
+    os.killpg(process.pid, signal.SIGTERM)
     output, errors = process.communicate(timeout=30)
     assert output == "[1.0, 2.0, 1.0] True\n" and errors == "" and process.returncode == 0
     wait_until_dead(pids, 5)
 
 
-def test_a_signal_while_workers_start_makes_no_noise(tmp_path):
+def test_a_ctrl_c_while_workers_start_makes_no_noise(tmp_path):
     rest = (
         "from tba_jax import lifeline\n"
         "stop = lifeline.StopSignal()\n"
@@ -360,7 +360,7 @@ def test_a_signal_while_workers_start_makes_no_noise(tmp_path):
     process, _ = start(tmp_path, rest, limit=30.0)
     assert process.stdout.readline() == "ready\n"
     time.sleep(0.1)
-    os.killpg(process.pid, signal.SIGTERM)
+    os.killpg(process.pid, signal.SIGINT)
     output, errors = process.communicate(timeout=30)
     assert output == "[2.0] True\n" and errors == "" and process.returncode == 0
 
