@@ -61,7 +61,8 @@ class Graders:
         setting: str = "",
     ):
         """Args:
-          function: stands at the top of a module or a class of it, in a file; returns a finite number.
+          function: stands at the top of a module or a class of it, in a file; returns a finite number. Processes that it starts
+            are its own to end: where it is killed, they are not.
           time_limit: seconds that a call may take; then its worker is killed.
           retries: how often a call is repeated that failed, after pauses of 0.5 s, 1 s, 2 s …
           over_limit: the reward of a response whose call ran past the limit; NaN: that is a failure like others.
