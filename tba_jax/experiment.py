@@ -39,6 +39,10 @@ _NAMES: dict[str, Sequence[str]] = {
     "model.preset": ["", *PRESETS],
 }
 
+# How a task's settings end that say where its data is and how its rewards are computed here, not which: the roles of a run need
+# not agree on them.
+_OF_A_PLACE = ("path", "time_limit", "retries", "concurrency")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experiment:
@@ -108,7 +112,7 @@ def build(config: Any) -> Experiment:
         response_length=config.task.response_length,
         scoring_temperature=config.sampling.scoring_temperature,
         task_name=own.short(config.task.name) if own.is_named(config.task.name) else config.task.name,
-        task={name: value for name, value in settings.items() if not name.endswith("path")},
+        task={name: value for name, value in settings.items() if not name.endswith(_OF_A_PLACE)},
         missing_eos_reward=config.task.missing_eos_reward,
         reward_parts=task.reward_parts,
         reward_version=task.reward_version,

@@ -27,7 +27,16 @@ def write(folder: Path, preset: str, tokenizer: Path) -> Path:
     shape = PRESETS[preset]
     groups = 2 if shape.kv_heads < shape.heads else 1
     model = dataclasses.replace(
-        shape, layers=2, width=32, heads=2, kv_heads=2 // groups, head_size=16, ffn=48, vocab=read.vocab_size, max_positions=2048
+        shape,
+        layers=2,
+        width=32,
+        heads=2,
+        kv_heads=2 // groups,
+        head_size=16,
+        rotary_size=16 if shape.rotary_size else 0,
+        ffn=48,
+        vocab=read.vocab_size,
+        max_positions=2048,
     )
     params = jax.jit(functools.partial(decoder.init_params, config=model))(jax.random.key(0))
     hugging_face_export.save(

@@ -34,6 +34,7 @@ SMALL: dict[str, Any] = {
     "evaluation.every_steps": STEPS,
     "evaluation.samples_per_query": 2,
     "task.response_length": 8,
+    "model.compute_dtype": "float32",  # bfloat16 is slow on CPUs
     # Random weights are never right: rewards that differ come from which responses end.
     "task.missing_eos_reward": -1.0,
 }
@@ -41,8 +42,13 @@ SMALL: dict[str, Any] = {
 
 @pytest.fixture
 def one_device(monkeypatch):
+    """And programs without optimisation: the models are tiny."""
     first = jax.devices()[:1]
     monkeypatch.setattr(jax, "devices", lambda *_: first)
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def problems(folder: Path) -> dict[str, str]:

@@ -169,7 +169,7 @@ def test_a_run_of_an_earlier_version_is_joined_by_what_it_did(tmp_path):
     stored = run_config.read(run)
     for name in ("embedding", "min_response_length", "stop_strings", "step_ends"):
         del stored["contract"][name]
-    for name in ("embedding_path", *RESPONSE_SETTINGS):
+    for name in ("embedding_path", *RESPONSE_SETTINGS, "gsm8k", "math"):
         del stored["config"]["task"][name]
     for name in ("value_samples", "value_states"):
         del stored["config"]["searchers"][name]
@@ -179,6 +179,8 @@ def test_a_run_of_an_earlier_version_is_joined_by_what_it_did(tmp_path):
     rebuilt = experiment_lib.build(config_dict.ConfigDict(stored["config"]))
     assert rebuilt.contract == experiment_lib.build(base.get_config()).contract
     assert rebuilt.config.searchers.to_dict() == base.get_config().searchers.to_dict()
+    assert rebuilt.config.task.math.keys() == base.get_config().task.math.keys()
+    assert rebuilt.config.task.gsm8k.keys() == base.get_config().task.gsm8k.keys()
     assert "min_response_length" not in stored["config"]["task"]
     for name, value, sentence in (
         ("min_response_length", 2, "min_response_length: 0 there, 2 here"),

@@ -2,10 +2,13 @@
 
 import json
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
+from configs import base
 from tba_jax.tasks import TASKS
 from tba_jax.tasks.arithmetic import CHARACTERS, Arithmetic, work_out
 from tba_jax.tasks.interface import SPLITS, Query
@@ -153,16 +156,30 @@ def test_bad_story_files_are_refused(tmp_path, content, sentence):
         StorySentiment(data_path=str(path), opening_words=4, heldout_queries=2)
 
 
-def test_every_task_names_its_splits(story_file):
+def test_every_task_names_its_splits(story_file, tmp_path):
+    sums, problems = tmp_path / "sums.jsonl", tmp_path / "problems.jsonl"
+    sums.write_text("".join(json.dumps({"question": f"{i}?", "answer": f"#### {i}"}) + "\n" for i in range(2)))
+    problems.write_text("".join(json.dumps({"problem": f"{i}?", "answer": f"{i}"}) + "\n" for i in range(2)))
     settings = {
         "arithmetic": dict(digits=2, train_queries=4, heldout_queries=2, seed=0),
         "story_sentiment": dict(data_path=str(story_file), opening_words=4, heldout_queries=2),
+        "gsm8k": dict(train_path=str(sums), heldout_path=str(sums)),
+        "math": dict(train_path=str(problems), heldout_path=str(problems), time_limit=10.0, retries=0, concurrency=1),
     }
     assert settings.keys() == TASKS.keys()
     for name, make in TASKS.items():
+        assert settings[name].keys() == base.get_config().task[name].to_dict().keys()
         task = make(**settings[name])
         assert len(task.queries("heldout")) == 2 and task.reward_version >= 1 and task.score_name
         scores = task.rewards(task.queries("heldout"), ["", ""], np.zeros(2, bool))
         assert scores.reward.shape == (2,) and scores.parts.shape == (2, len(task.reward_parts))
         with pytest.raises(ValueError, match=r"split 'test' is not one of \('train', 'heldout'\)"):
             task.queries("test")
+
+
+def test_tasks_are_imported_without_what_is_slow_to_import():
+    """Worker processes import them, and so does a mistyped flag's answer."""
+    program = "import sys, tba_jax.tasks; print(*{name.split('.')[0] for name in sys.modules})"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    slow = {"jax", "datasets", "pyarrow", "pandas", "sympy", "math_verify", "pebble", "huggingface_hub", "vaderSentiment"}
+    assert not slow & set(done.stdout.split())

@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 import types
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ Grade = Callable[[Query, str], float]
 Reference = tuple[str, str, str]
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds before a retry; doubled each time
-_GRACE = 5.0  # seconds beyond the time limit after which a worker whose parent is gone ends by itself
+_GRACE = 3.0  # seconds beyond the time limit after which a worker whose parent is gone ends by itself
 _STALLED = 300.0  # seconds beyond the time limit without any result, after which the workers are given up
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
@@ -60,7 +61,8 @@ class Graders:
         setting: str = "",
     ):
         """Args:
-          function: stands at the top of a module or a class of it, in a file; returns a finite number.
+          function: stands at the top of a module or a class of it, in a file; returns a finite number. Processes that it starts
+            are its own to end: where it is killed, they are not.
           time_limit: seconds that a call may take; then its worker is killed.
           retries: how often a call is repeated that failed, after pauses of 0.5 s, 1 s, 2 s …
           over_limit: the reward of a response whose call ran past the limit; NaN: that is a failure like others.
@@ -197,14 +199,14 @@ class _Pool:
         self._reference, self._time_limit = reference, time_limit
         self._progress = time.monotonic()
         self._stalled = False
-        context = _Context()
+        self._context = _Context()
         # Workers read from the pipe and die when the parent, which alone could write to it, is gone.
-        self._lifeline, self._alive = context.Pipe(duplex=False)
+        self._lifeline, self._alive = self._context.Pipe(duplex=False)
         self._processes = pebble.ProcessPool(
             max_workers=concurrency,
             initializer=_begin,
             initargs=(self._lifeline, reference, memory_megabytes),
-            context=context,
+            context=self._context,
         )
         _ = self.usable  # starts the workers
 
@@ -237,6 +239,7 @@ class _Pool:
 
     def close(self) -> None:
         self._processes.stop()
+        self._context.end()
         self._processes.join()
         self._alive.close()
         self._lifeline.close()
@@ -257,8 +260,12 @@ def _outcome(future: "concurrent.futures.Future[float | str]") -> float | str | 
 class _Process(multiprocessing.context.SpawnProcess):
     """A spawned process that does not run the parent's main module again, as multiprocessing would have it."""
 
+    context: "_Context"
+
     def start(self) -> None:
-        with _WITHOUT_MAIN:
+        with _STARTING:
+            if self.context.ended:
+                raise OSError("the workers are being ended")
             main = sys.modules["__main__"]
             # A worker inherits what is blocked: it is deaf to its parent's signals from the first instant.
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS_SIGNALS)
@@ -268,14 +275,35 @@ class _Process(multiprocessing.context.SpawnProcess):
             finally:
                 sys.modules["__main__"] = main
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            self.context.started.add(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What the worker gets: the context is the parent's."""
+        return {name: value for name, value in self.__dict__.items() if name != "context"}
 
 
-_WITHOUT_MAIN = threading.Lock()
+_STARTING = threading.Lock()
 _PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class _Context(multiprocessing.context.SpawnContext):
-    Process = _Process
+    """Knows the processes that it made, so that they can be ended at any moment, while they start, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.started: weakref.WeakSet[_Process] = weakref.WeakSet()
+        self.ended = False
+
+    def Process(self, *args: Any, **kwargs: Any) -> _Process:  # type: ignore[override]
+        process = _Process(*args, **kwargs)
+        process.context = self
+        return process
+
+    def end(self) -> None:
+        with _STARTING:
+            self.ended = True
+            for process in self.started:
+                process.kill()
 
 
 def _refer(function: Grade) -> Reference:
@@ -283,7 +311,9 @@ def _refer(function: Grade) -> Reference:
     name, module = getattr(function, "__qualname__", ""), sys.modules.get(getattr(function, "__module__", ""))
     file = getattr(module, "__file__", None)
     if not name or "<" in name or module is None or file is None:
-        raise ValueError(f"the grading function {name or function!r} must stand at the top of a file: worker processes import it")
+        raise ValueError(
+            f"the grading function {name or str(function)!r} must stand at the top of a file: worker processes import it"
+        )
     return module.__name__, str(Path(file).resolve()), name
 
 

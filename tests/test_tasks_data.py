@@ -1,0 +1,159 @@
+"""Reading a task's data: every kind of source, and every way in which one is wrong."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tba_jax.tasks import data
+
+ROWS = [{"q": "one", "n": 1, "extra": [1]}, {"q": "zwei 二", "n": 2, "extra": None}]
+FIELDS = {"q": str, "n": int}
+
+
+def read(source, fields=FIELDS, **settings):
+    return data.read(str(source), fields=fields, setting="task.x.path", split="train", **settings)
+
+
+def write(path, rows=ROWS):
+    """Writes rows as the file's name says."""
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        import pyarrow
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return path
+
+
+@pytest.mark.parametrize("suffix", data.SUFFIXES)
+def test_only_the_named_fields_are_read(tmp_path, suffix):
+    path = write(tmp_path / f"rows{suffix}")
+    rows = read(path)
+    assert rows == [{"q": "one", "n": 1}, {"q": "zwei 二", "n": 2}]
+    place = "line" if suffix == ".jsonl" else "row"
+    assert [row.where for row in rows] == [f"task.x.path={str(path)!r} {place} {number}" for number in (1, 2)]
+    assert read(path, {"q": str}, optional={"n": int, "m": str, "extra": list}) == [
+        {"q": "one", "n": 1, "extra": [1]},
+        {"q": "zwei 二", "n": 2},
+    ]
+
+
+def test_blank_lines_and_a_byte_order_mark_are_passed_over(tmp_path, monkeypatch):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"q": "a", "n": 1}\n\n  \n{"q": "b", "n": 2}')
+    assert [(row["q"], row.where[-6:]) for row in read(path)] == [("a", "line 1"), ("b", "line 4")]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert len(read("~/rows.jsonl")) == 2
+
+
+@pytest.mark.parametrize(
+    "kind, value, named",
+    [
+        (str, 3, "a string, found 3"),
+        (str, None, "a string, found null"),
+        (int, 1.5, "a whole number, found 1.5"),
+        (int, True, "a whole number, found true"),
+        (float, "1", 'a number, found "1"'),
+        (float, float("nan"), "a number, found NaN"),
+        (bool, 1, "true or false, found 1"),
+        (list, {"a": 1}, 'a list, found {"a": 1}'),
+        (dict, [1], "an object, found [1]"),
+    ],
+)
+def test_a_wrong_type_is_named(tmp_path, kind, value, named):
+    path = write(tmp_path / "rows.jsonl", [{"v": value}])
+    with pytest.raises(ValueError, match=re.escape(f"task.x.path={str(path)!r} line 1: field 'v' must be {named}")):
+        read(path, {"v": kind})
+
+
+def test_whole_numbers_are_numbers(tmp_path):
+    assert read(write(tmp_path / "rows.jsonl", [{"v": 2}, {"v": 2.5}]), {"v": float}) == [{"v": 2}, {"v": 2.5}]
+
+
+@pytest.mark.parametrize(
+    "name, content, sentence",
+    [
+        ("a.jsonl", b'{"q": "a", "n": 1}\n{"q": "b"\n', " line 2: not valid JSON in UTF-8: Expecting ',' delimiter"),
+        ("a.jsonl", b'{"q": "caf\xe9", "n": 1}\n', " line 1: not valid JSON in UTF-8: 'utf-8' codec can't decode"),
+        ("a.jsonl", b"[" * 100_000, " line 1: not valid JSON in UTF-8: "),
+        ("a.jsonl", b'\n["q"]\n', ' line 2: expected an object, found ["q"]'),
+        ("a.jsonl", b'{"n": 1, "m": 2}', " line 1: field 'q' is missing (it has n, m)"),
+        ("a.jsonl", b'{"q": "\\ud800", "n": 1}', " line 1: field 'q' holds half of a UTF-16 pair"),
+        ("a.jsonl", b"\n\n", " holds no rows"),
+        ("a.json", b"[]", " holds no rows"),
+        ("a.json", b'{"q": "a", "n": 1}', " must be a JSON list of objects, not {"),
+        ("a.json", b'[{"q": "a", "n": 1}, 3]', " row 2: expected an object, found 3"),
+        ("a.json", b'{"q": "a"}\n{"q": "b"}\n', ": not valid JSON in UTF-8: Extra data"),
+        ("a.parquet", b"PAR1", " cannot be read as Parquet: "),
+        ("a.csv", b"q,n\n", " ends in none of .jsonl, .json, .parquet, which say how a file is read"),
+    ],
+)
+def test_bad_files_are_refused_in_one_sentence(tmp_path, name, content, sentence):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="^" + re.escape(f"task.x.path={str(path)!r}{sentence}")) as caught:
+        read(path)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+
+
+def test_columns_of_parquet(tmp_path):
+    path = write(tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=re.escape(f"{str(path)!r}: field 'z' is missing (it has q, n, extra)")):
+        read(path, {"z": str})
+    path = write(path, [{"q": "a", "n": 1}, {"q": None, "n": 2}])
+    with pytest.raises(ValueError, match=re.escape(f"{str(path)!r} row 2: field 'q' must be a string, found null")):
+        read(path)
+
+
+@pytest.mark.parametrize("source", ["nowhere.jsonl", "/no/where", "a/b/c", "owner/name.parquet", "https://x/y", "nowhere"])
+def test_what_is_neither_a_file_nor_a_name_says_both(source):
+    sentence = "there is no such file, and it was not fetched from the hub: it is not the name of a data set, owner/name or"
+    with pytest.raises(ValueError, match="^" + re.escape(f"task.x.path={source!r}: {sentence}")):
+        read(source)
+    with pytest.raises(ValueError, match=re.escape("task.x.path='' must name a .jsonl, .json, .parquet file")):
+        read("")
+
+
+# Where nothing is listening, and where the hub is not to be asked.
+@pytest.mark.parametrize("settings", [{"HF_ENDPOINT": "http://127.0.0.1:9"}, {"HF_HUB_OFFLINE": "1"}])
+def test_a_hub_that_does_not_answer_is_told_soon(tmp_path, settings):
+    program = (
+        "from tba_jax.tasks import data\n"
+        "try:\n"
+        "    data.read('owner/name:main', fields={'q': str}, setting='task.x.path', split='train')\n"
+        "except ValueError as error:\n"
+        "    print(error)\n"
+    )
+    begin = time.monotonic()
+    environment = os.environ | {"HF_HOME": str(tmp_path), "PYTHONPATH": os.getcwd()} | settings
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
+    (line,) = done.stdout.splitlines()
+    assert line.startswith(
+        "task.x.path='owner/name:main': there is no such file, and it was not fetched from the hub (split 'train'): "
+    )
+    assert time.monotonic() - begin < 20
+
+
+def test_a_folder_that_holds_a_data_set(tmp_path, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "set"
+    folder.mkdir()
+    write(folder / "train.jsonl")
+    write(folder / "test.jsonl", ROWS[1:])
+    rows = read(folder)
+    assert rows == [{"q": "one", "n": 1}, {"q": "zwei 二", "n": 2}]
+    assert rows[1].where == f"task.x.path={str(folder)!r} (split 'train') row 2"
+    with pytest.raises(ValueError, match=re.escape("(split 'train'): field 'z' is missing (it has q, n, extra)")):
+        read(folder, {"z": str})
+    with pytest.raises(ValueError, match=r"\(split 'dev'\) cannot be read as a data set: ValueError: Unknown split"):
+        data.read(str(folder), fields=FIELDS, setting="task.x.path", split="dev")

@@ -1,0 +1,191 @@
+"""GSM8K: numbers written by hand in many ways, every gold answer of the real data, and bad rows."""
+
+import json
+import re
+from decimal import Decimal
+
+import numpy as np
+import pytest
+
+from tba_jax.tasks.gsm8k import GSM8K
+from tba_jax.tasks.interface import Query
+
+ROWS = [
+    {
+        "question": "How many?",
+        "answer": "Half of 48 is <<48/2=24>>24.\nSo 1,200 + 34.5 = <<1200+34.5=1234.5>>1,234.5\n#### 1,234.5",
+    },
+    {"question": "And now?", "answer": "None is left.\n#### 0"},
+    {
+        "question": "How many?",
+        "answer": "Half of 48 is <<48/2=24>>24.\nSo 1,200 + 34.5 = <<1200+34.5=1234.5>>1,234.5\n#### 1,234.5",
+    },
+]
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def task(tmp_path) -> GSM8K:
+    return GSM8K(train_path=write(tmp_path / "a.jsonl", ROWS), heldout_path=write(tmp_path / "b.jsonl", ROWS[1:2]))
+
+
+def test_prompts_and_splits(task):
+    train, heldout = task.queries("train"), task.queries("heldout")
+    assert train == [
+        Query(prompt="[MATH TASK] Problem:\nHow many?\n\nSolution:\n", answer="1234.5"),
+        Query(prompt="[MATH TASK] Problem:\nAnd now?\n\nSolution:\n", answer="0"),
+    ]
+    assert heldout == train[1:]
+
+
+def test_worked_examples_are_the_human_solutions(task):
+    examples = task.worked_examples(np.random.default_rng(0), 7)
+    plain = "Half of 48 is 24.\nSo 1,200 + 34.5 = 1,234.5\n#### 1,234.5"
+    assert set(examples) == {
+        ("[MATH TASK] Problem:\nHow many?\n\nSolution:\n", plain),
+        ("[MATH TASK] Problem:\nAnd now?\n\nSolution:\n", "None is left.\n#### 0"),
+    }
+    assert len(examples) == 7 and sum(text == plain for _, text in examples[:6]) == 4  # two whole rounds
+    assert task.worked_examples(np.random.default_rng(0), 0) == []
+
+
+# What the last number of a text is, by hand.
+LAST: dict[str, str] = {
+    "": "",
+    "no number": "",
+    "5": "5",
+    "first 3, then 4": "4",
+    "The answer is 72.": "72",
+    "#### 72\n": "72",
+    "72.00": "72",
+    "1,234.50": "1234.5",
+    "$1,234.5": "1234.5",
+    r"\$12": "12",
+    "£7 or €8": "8",
+    "50%": "50",
+    "0.50": "0.5",
+    ".5": "0.5",
+    "-.5": "-0.5",
+    "no.5": "5",
+    "wait...5": "5",
+    "-3": "-3",
+    "−3": "-3",
+    "-$3": "-3",
+    "$-3": "-3",
+    "+3": "3",
+    "(-3)": "-3",
+    "x = -3": "-3",
+    "48-24": "24",
+    "x-24": "24",
+    "(2)-24": "24",
+    "50%-20": "20",
+    "48 - 24": "24",
+    "= -0": "0",
+    "-0.00": "0",
+    "007": "7",
+    "100": "100",
+    "1,2,3": "3",
+    "1,234,567": "1234567",
+    "12,34": "34",
+    "1234,567": "567",
+    "3/4": "4",
+    "2.5.": "2.5",
+    "1e3": "1000",
+    "1.5E-3": "0.0015",
+    "12 eggs": "12",
+    "3even": "3",
+    "1e999999": "1e999999",
+    "10e999998": "1e999999",
+    "1e-999999": "1e-999999",
+    "1e9999999999": "9999999999",
+    "٣": "",
+    "9" * 41: "9" * 41,
+    "1" + "0" * 40: "1" + "0" * 40,
+    "1" + "0" * 41: "1e41",
+    "0." + "0" * 39 + "1": "0." + "0" * 39 + "1",
+    "0." + "0" * 40 + "1": "1e-41",
+}
+
+
+@pytest.mark.parametrize("text, number", LAST.items(), ids=[text[:20] for text in LAST])
+def test_the_last_number(task, text, number):
+    assert task.final_answer(text) == number
+
+
+def test_numbers_against_decimals(task):
+    rng = np.random.default_rng(0)
+    values = [
+        Decimal(int(n)).scaleb(-int(s)) for n, s in zip(rng.integers(-(10**6), 10**6, 300), rng.integers(0, 7, 300), strict=True)
+    ]
+    values += [Decimal(i) / 100 for i in range(-12, 12)]
+    for a in values:
+        for text in (f"{a:f}", f"{a:,f}", f"so {a:+f}.", f"{a:f}{'' if a == a.to_integral() and '.' not in f'{a:f}' else '00'}"):
+            assert Decimal(task.final_answer(text)) == a, text
+    answers = {task.final_answer(f"{a:f}") for a in values}
+    assert len(answers) == len(set(values))  # equal texts for equal numbers alone
+
+
+@pytest.mark.parametrize(
+    "text", ["1" * 20_000, "1,111" + ",111" * 2500 + "1", "-" * 20_000 + "1", "1." * 10_000, "1e" * 10_000 + "5", "$" * 20_000]
+)
+def test_monsters_are_read_in_time(task, text):
+    import time
+
+    begin = time.monotonic()
+    task.final_answer(text)
+    assert time.monotonic() - begin < 5
+
+
+def test_rewards(task):
+    query = task.queries("train")[0]
+    responses = ["It is 1,234.50.", "1234.5 of 2", "", "#### 1234.5", "1234.49"]
+    scores = task.rewards([query] * 5, responses, np.array([True, True, True, False, True]))
+    assert scores.reward.tolist() == [1, 0, 0, 1, 0] and scores.parts.tolist() == [[1], [0], [0], [1], [0]]
+    assert scores.reward.dtype == scores.parts.dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    "row, sentence",
+    [
+        ({"question": "q", "answer": "no mark 5"}, "the answer must end in #### and a number, not in 'no mark 5'"),
+        ({"question": "q", "answer": "#### five"}, "the answer must end in #### and a number, not in '#### five'"),
+        ({"question": "q", "answer": "#### "}, "the answer must end in #### and a number, not in '#### '"),
+        ({"question": "q", "answer": "#### 5 eggs"}, "the answer must end in #### and a number, not in '#### 5 eggs'"),
+        ({"question": "q", "answer": "#### 1 2"}, "the answer must end in #### and a number, not in '#### 1 2'"),
+        ({"question": "q"}, "field 'answer' is missing (it has question)"),
+        ({"question": 3, "answer": "#### 1"}, "field 'question' must be a string, found 3"),
+    ],
+)
+def test_bad_rows_are_refused(tmp_path, row, sentence):
+    good, bad = write(tmp_path / "good.jsonl", ROWS), write(tmp_path / "bad.jsonl", [*ROWS, row])
+    for paths in ({"train_path": bad, "heldout_path": good}, {"train_path": good, "heldout_path": bad}):
+        setting = next(name for name, path in paths.items() if path == bad)
+        with pytest.raises(ValueError, match="^" + re.escape(f"task.gsm8k.{setting}={bad!r} line 4: {sentence}")):
+            GSM8K(**paths)
+
+
+def test_all_of_the_real_gold_answers(data_dir):
+    """Each gold text scores 1 as a response, 0 with the number changed by 1, and 1 however the number is written."""
+    folder = data_dir / "gsm8k"
+    task = GSM8K(train_path=str(folder / "train.jsonl"), heldout_path=str(folder / "test.jsonl"))
+    assert (len(task.queries("train")), len(task.queries("heldout"))) == (7473, 1319)
+    for split, name in (("train", "train.jsonl"), ("heldout", "test.jsonl")):
+        answers = [json.loads(line)["answer"] for line in (folder / name).read_text().splitlines()]
+        queries = task.queries(split)
+        texts = [answer.split("#### ")[0] for answer in answers]
+        golds = [Decimal(answer.split("#### ")[1].replace(",", "")) for answer in answers]
+        done = np.ones(len(queries), bool)
+
+        def share(responses, queries=queries, done=done) -> float:
+            return task.rewards(queries, responses, done).reward.mean()
+
+        assert share(answers) == 1
+        for change in (-1, 1):
+            assert share([f"{text[-40:]}#### {gold + change}" for text, gold in zip(texts, golds, strict=True)]) == 0
+        for form in ("{:f}", "{:,f}.", "${:,f}", "{:.2f}", "{:,.2f}", "the answer is {:.0f}%.", "{:+.1f} eggs"):
+            assert share([text[-40:] + form.format(gold) for text, gold in zip(texts, golds, strict=True)]) == 1, form
+    assert not any("<<" in text for _, text in task.worked_examples(np.random.default_rng(0), 7473))

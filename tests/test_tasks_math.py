@@ -1,0 +1,240 @@
+r"""MATH: boxes, equal forms, answers that take for ever, and bad rows."""
+
+import json
+import logging
+import math
+import re
+import time
+
+import numpy as np
+import pytest
+
+from tba_jax.tasks.competition_math import Math, last_boxed, normalise
+from tba_jax.tasks.interface import Query
+
+ROWS = [
+    {"problem": "What is half of $1$?", "answer": r"\frac{1}{2}", "subject": "Algebra"},
+    {"problem": "Solve.", "solution": r"First \boxed{3}, but no: \[x = \boxed{\left\{1,\frac{1}{2}\right\}}.\]"},
+    {"problem": "Solve.", "solution": r"First \boxed{3}, but no: \[x = \boxed{\left\{1,\frac{1}{2}\right\}}.\]"},
+]
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def make(folder, **changes) -> Math:
+    paths = {"train_path": write(folder / "a.jsonl", ROWS), "heldout_path": write(folder / "b.jsonl", ROWS[:1])}
+    return Math(**paths | dict(time_limit=30.0, retries=1, concurrency=2) | changes)
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    made = make(tmp_path_factory.mktemp("math"))
+    yield made
+    made.close()
+
+
+def rewards(task: Math, pairs: list[tuple[str, str]]) -> list[float]:
+    """Of (gold answer, response)."""
+    scores = task.rewards([Query("", gold) for gold, _ in pairs], [text for _, text in pairs], np.ones(len(pairs), bool))
+    assert scores.reward.dtype == np.float32 and scores.parts.shape == (len(pairs), 1)
+    np.testing.assert_array_equal(scores.parts[:, 0], scores.reward)
+    return scores.reward.tolist()
+
+
+def test_prompts_gold_answers_and_solutions(task, tmp_path):
+    first, second = task.queries("train")
+    ask = "\n\nReason step by step, and put the final answer within \\boxed{}.\n\nSolution:\n"
+    assert first == Query(prompt=f"Problem:\nWhat is half of $1$?{ask}", answer=r"\frac{1}{2}")
+    assert second == Query(prompt=f"Problem:\nSolve.{ask}", answer=r"\left\{1,\frac{1}{2}\right\}")
+    assert task.queries("heldout") == [first]
+    assert task.worked_examples(np.random.default_rng(0), 3) == [(second.prompt, ROWS[1]["solution"])] * 3
+    path = write(tmp_path / "answers.jsonl", ROWS[:1])
+    with pytest.raises(ValueError, match=r"no worked examples: no row of task.math.train_path has a field 'solution'"):
+        make(tmp_path, train_path=path).worked_examples(np.random.default_rng(0), 1)
+
+
+BOXES: dict[str, str] = {
+    "": "",
+    "5": "",
+    r"\boxed{5}": "5",
+    r"\boxed{3} no \boxed{5}.": "5",
+    r"\boxed {5}": "5",
+    r"\fbox{5}": "5",
+    r"$\boxed 5$": "5",
+    r"so \boxed 12. Done": "12",
+    r"\boxed{\frac{1}{2}}": r"\frac{1}{2}",
+    r"\boxed{\{1,2\}}": r"\{1,2\}",
+    r"\boxed{\boxed{5}}": r"\boxed{5}",
+    r"\boxed{x+\boxed{5}}": r"x+\boxed{5}",
+    r"\boxed{5": "",
+    r"\boxed{5} and \boxed{6": "5",
+    r"\boxed{\boxed{5}": "5",
+    r"} { \boxed{5} {": "5",
+    r"\boxed{5}}": "5",
+    r"\boxed{}": "",
+    r"\\boxed{5}": "",  # a line break, and a word
+    r"\boxed{a\}b}": r"a\}b",
+}
+
+
+@pytest.mark.parametrize("text, answer", BOXES.items())
+def test_the_last_box(text, answer):
+    assert last_boxed(text) == answer
+
+
+def test_monsters_are_read_in_time():
+    begin = time.monotonic()
+    for text in (r"\boxed{" * 30_000, "{" * 200_000, r"\frac" * 40_000, r"\text{" * 30_000, "\\" * 200_000, "1," * 100_000):
+        last_boxed(text)
+        normalise(text)
+    assert time.monotonic() - begin < 5
+
+
+@pytest.mark.parametrize(
+    "forms",
+    [
+        (
+            r"\frac{1}{2}",
+            r"\dfrac12",
+            r"\tfrac{1}2",
+            r"\frac1{2}",
+            "1/2",
+            r" \frac { 1 } { 2 } ",
+            r"$\frac12$",
+            r"\boxed{\frac12}",
+        ),
+        ("1234", "1,234", "1234.0", "+1234", r"1,\!234", r"\$1234", "1234."),
+        ("0.5", ".5", "0.50"),
+        ("-3/4", r"-\frac{3}{4}"),
+        ("(0,1]", r"\left( 0, 1 \right]", r"(0,\,1]"),
+        ("east", r"\text{east}", r"\textbf{east}", r"\mathrm{ east }"),
+        ("90", r"90^\circ", r"90^{\circ}"),
+        ("50", r"50\%", "50%"),
+        (r"\leftarrow",),  # not \left and arrow
+        ("12/34/56",),
+        ("(1,234)",),  # a pair, or one number: as it is
+        ("",),
+    ],
+)
+def test_final_answers_are_equal_for_equal_forms_alone(task, forms):
+    assert len({task.final_answer(rf"so \boxed{{{form}}}") for form in forms}) == 1
+    assert normalise(forms[0]) == normalise(normalise(forms[0]))
+
+
+def test_different_answers_stay_apart(task):
+    answers = [
+        "1",
+        "2",
+        "-1",
+        r"\frac{1}{2}",
+        r"\frac{2}{1}",
+        r"\frac{1}{12}",
+        "(0,1)",
+        "(0,1]",
+        "12",
+        "1.2",
+        "x",
+        "2x",
+        r"\leftarrow",
+        "(1,2)",
+    ]
+    assert len({task.final_answer(rf"\boxed{{{answer}}}") for answer in answers}) == len(answers)
+
+
+EQUAL = [
+    (r"\frac{1}{2}", "0.5"),
+    (r"\frac{1}{2}", r"\frac{2}{4}"),
+    (r"\frac{1}{2}", "2^{-1}"),
+    (r"\frac12", "1/2"),
+    (r"2\sqrt{2}", r"\sqrt{8}"),
+    ("(0,1]", r"\left(0,\frac{2}{2}\right]"),
+    (r"(-\infty,2)\cup(3,\infty)", r"(3,\infty)\cup(-\infty,2)"),
+    (r"\{1,2\}", r"\{2,1\}"),
+    ("1,2", "2, 1"),
+    ("5", r"5\text{ cm}"),
+    (r"5\text{ cm}", "5"),
+    ("5", "x=5"),
+    ("x+1", "1+x"),
+    (r"\text{(C)}", "C"),
+    ("1000", r"10^3"),
+    (r"\text{Evelyn}", r"\text{Evelyn}"),
+]
+DIFFERENT = [
+    (r"\frac{1}{2}", "0.51"),
+    ("(0,1]", "[0,1]"),
+    ("(1,2)", "(2,1)"),
+    (r"\{1,2\}", r"\{1,2,3\}"),
+    ("5", "-5"),
+    ("5", "5 or 6"),
+    (r"\text{Evelyn}", r"\text{Bob}"),
+    (r"\text{(C)}", "D"),
+    ("x+1", "x-1"),
+    ("2", r"\frac{"),
+    ("2", r"\notacommand{2"),
+    ("2", "}{"),
+    ("2", "?"),
+]
+
+
+def test_equal_and_different_answers(task):
+    pairs = [(gold, rf"So it is $\boxed{{{answer}}}$.") for gold, answer in EQUAL + DIFFERENT]
+    result = dict(zip(EQUAL + DIFFERENT, rewards(task, pairs), strict=True))
+    assert {pair for pair in EQUAL if result[pair] != 1} == set()
+    assert {pair for pair in DIFFERENT if result[pair] != 0} == set()
+
+
+def test_without_a_box_there_is_no_reward_and_no_worker(tmp_path):
+    task = make(tmp_path)
+    pairs = [("5", "5"), ("5", ""), ("5", r"\boxed{5"), ("5", r"\boxed{ }"), ("5", r"\boxed{5}"), (r"\frac12", r"\boxed{1/2}")]
+    assert rewards(task, pairs) == [0, 0, 0, 0, 1, 1]
+    assert task._graders._pool is None
+
+
+def test_an_answer_that_takes_for_ever_has_no_reward(tmp_path, caplog):
+    task = make(tmp_path, time_limit=2.0, concurrency=1)
+    pairs = [("5", r"\boxed{2+3}"), ("5", r"\boxed{9^{9^{9^{9}}}}"), ("7", r"\boxed{3+4}"), ("7", r"\boxed{3+5}")]
+    begin = time.monotonic()
+    with caplog.at_level(logging.WARNING):
+        assert rewards(task, pairs) == [1, 0, 1, 0]
+    assert time.monotonic() - begin < 30
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith("1 of 4 responses took more than task.math.time_limit=2 s to grade: reward 0; ")
+    task.close()
+
+
+def test_what_the_grader_fails_at_is_nan(tmp_path):
+    """Its workers cannot start: no address space is left for them."""
+    task = make(tmp_path, retries=0, concurrency=1)
+    task._graders._memory_megabytes = 1
+    assert [math.isnan(value) for value in rewards(task, [("5", r"\boxed{2+3}"), ("5", "none")])] == [True, False]
+    task.close()
+
+
+@pytest.mark.parametrize(
+    "row, sentence",
+    [
+        ({"problem": "p"}, "fields 'answer' and 'solution' are both missing"),
+        ({"problem": "p", "answer": None, "solution": None}, "fields 'answer' and 'solution' are both missing"),
+        ({"problem": "p", "answer": " "}, "field 'answer' must be an answer with closed braces, not ' '"),
+        ({"problem": "p", "answer": r"\frac{1}{2"}, r"field 'answer' must be an answer with closed braces, not '\\frac{1}{2'"),
+        ({"problem": "p", "answer": "}{"}, "field 'answer' must be an answer with closed braces, not '}{'"),
+        ({"problem": "p", "answer": 5}, "field 'answer' must be a string, found 5"),
+        ({"problem": "p", "solution": "It is 5."}, r"field 'solution' has no \boxed{answer}; it ends in 'It is 5.'"),
+        ({"problem": "p", "solution": r"\boxed{5"}, r"field 'solution' has no \boxed{answer}; it ends in '\\boxed{5'"),
+        ({"answer": "5"}, "field 'problem' is missing (it has answer)"),
+    ],
+)
+def test_bad_rows_are_refused(tmp_path, row, sentence):
+    bad = write(tmp_path / "bad.jsonl", [*ROWS, row])
+    for setting in ("train_path", "heldout_path"):
+        with pytest.raises(ValueError, match="^" + re.escape(f"task.math.{setting}={bad!r} line 4: {sentence}")):
+            make(tmp_path, **{setting: bad})
+
+
+def test_limits_of_settings(tmp_path):
+    for setting, value in (("time_limit", 0.0), ("retries", -1), ("concurrency", 0)):
+        with pytest.raises(ValueError, match=re.escape(f"task.math.{setting}={value} must ")):
+            make(tmp_path, **{setting: value})
