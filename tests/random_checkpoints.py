@@ -33,7 +33,7 @@ def write(folder: Path, preset: str, tokenizer: Path) -> Path:
         heads=2,
         kv_heads=2 // groups,
         head_size=16,
-        rotary_size=16 if shape.rotary_size else 0,
+        rotary_size=4 if shape.rotary_size else 0,
         ffn=48,
         vocab=read.vocab_size,
         max_positions=2048,

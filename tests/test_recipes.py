@@ -95,7 +95,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+# GSM8K runs with real processes below.
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] if "gsm8k" in name else []) for name in CASES])
 def test_a_recipe_runs_in_turn(name, tmp_path, data_dir, one_device):
     recipe, preset, tokenizer, score_name = CASES[name]
     model = random_checkpoints.write(tmp_path / "model", preset, data_dir / "tokenizers" / tokenizer)
