@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from configs import gsm8k_rho1b, math_qwen2_5_7b, own_task
 from tba_jax import export, metrics, roles, run_dir
 from tba_jax.models import hugging_face
 from tests import random_checkpoints, tiny_checkpoints, tiny_run
+from tests.test_main import PRETRAINED
 
 STEPS = 2
 # What makes a recipe small; everything else is its own.
@@ -38,6 +40,11 @@ SMALL: dict[str, Any] = {
     # Random weights are never right: rewards that differ come from which responses end.
     "task.missing_eos_reward": -1.0,
 }
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture
@@ -71,6 +78,10 @@ def gsm8k(data: Path) -> dict[str, str]:
     return {"task.gsm8k.train_path": str(data / "gsm8k/train.jsonl"), "task.gsm8k.heldout_path": str(data / "gsm8k/test.jsonl")}
 
 
+def test_every_recipe_of_a_pretrained_model_runs_here():
+    assert {Path(sys.modules[recipe.__module__].__file__ or "").name for recipe in RECIPES} == set(PRETRAINED)
+
+
 def check_run(run: run_dir.RunDir, score_name: str, folder: Path, model: str) -> None:
     """What a finished run left, and that its export is loaded."""
     lines = metrics.read_lines(run.metrics("trainer"))
@@ -93,6 +104,9 @@ CASES = {
     "math": (math_qwen2_5_7b.get_config, "qwen2.5-7b", "qwen2.5", "accuracy"),
     "own task": (own_task.get_config, "pythia-410m", "pythia", "mentioned"),
 }
+
+
+RECIPES = (gsm8k_rho1b.get_config, math_qwen2_5_7b.get_config, own_task.get_config)
 
 
 # GSM8K runs with real processes below.
