@@ -18,6 +18,8 @@ from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
 from tests import tiny_run
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 
 def run(workdir, **changes):
     c = tiny_run.config(schedule__mode="interleaved", replay__recent_probability=1.0, **changes)

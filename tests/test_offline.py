@@ -13,6 +13,8 @@ from tba_jax.replay import journal
 from tests import tiny_run
 from tests.test_interleave import frozen_config, frozen_log, train
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 
 @pytest.fixture(autouse=True)
 def one_device(monkeypatch):

@@ -16,6 +16,8 @@ from tba_jax.trainer.settings import make_optimizers
 from tests import tiny_run
 from tests.test_interleave import frozen_config, train
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 
 @pytest.fixture(autouse=True)
 def one_device(monkeypatch):
