@@ -29,9 +29,9 @@ def data_dir() -> Path:
 
 @pytest.fixture(scope="module")
 def compiled_quickly() -> Iterator[None]:
-    """No LLVM optimisation, which is half of the time to compile: for tests of runs, whose models are tiny and programs many.
+    """No LLVM optimisation, which is half of the time to compile: for files whose models are tiny and programs many.
 
-    Tests of models, decoding, losses and updates by themselves compile as users do.
+    Not for those that ask what the compiler made: its memory, its collectives.
     """
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)

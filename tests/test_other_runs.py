@@ -42,6 +42,12 @@ def source(tmp_path_factory):
         return source_run(tmp_path_factory.mktemp("source"))
 
 
+def copy_of(source: roles.Settings, workdir) -> roles.Settings:
+    """The source for a test that takes it away."""
+    shutil.copytree(source.run.root, workdir)
+    return tiny_run.settings(workdir, source.config)
+
+
 def begin(workdir, origin: str, **changes) -> roles.Settings:
     """A run that has its reference policy, made from `origin`."""
     s = tiny_run.settings(workdir, frozen_config(**changes), init_from=other_runs.parse_init_from(origin))
@@ -114,9 +120,9 @@ def test_a_step_without_a_checkpoint_gives_its_weights_alone(source, tmp_path):
     assert not s.run.checkpoints.exists()
 
 
-def test_a_run_that_began_with_an_optimiser_resumes_bit_for_bit_without_the_other_run(tmp_path):
+def test_a_run_that_began_with_an_optimiser_resumes_bit_for_bit_without_the_other_run(source, tmp_path):
     """Killed before its first checkpoint of its own, after the other run has gone."""
-    other = source_run(tmp_path / "source")
+    other = copy_of(source, tmp_path / "source")
     once, twice = (begin(tmp_path / name, f"{other.run.root}@6", checkpoint__every_steps=50) for name in ("once", "twice"))
     fill(once)
     shutil.copytree(once.run.replay, twice.run.replay)
@@ -179,8 +185,8 @@ def test_adapters_of_the_other_run_are_merged_and_ours_begin_anew(tmp_path):
     assert not fresh["layers.query.lora_b"].any()
 
 
-def test_the_other_run_is_needed_once(tmp_path):
-    other = source_run(tmp_path / "source")
+def test_the_other_run_is_needed_once(source, tmp_path):
+    other = copy_of(source, tmp_path / "source")
     s = begin(tmp_path / "run", f"{other.run.root}@3")
     reference = reference_of(s)
     shutil.rmtree(other.run.root)
