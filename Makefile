@@ -58,7 +58,7 @@ stories: $(READY) ## happy endings with a pretrained model: MODEL=<folder or hub
 
 .PHONY: test
 test: $(TESTED_WITH) ## the fast tests; PARITY=1: also those against PyTorch, which it installs
-	@exec $(PY) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	@exec $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 .PHONY: test-slow
 test-slow: $(TESTED_WITH) ## the tests that take minutes

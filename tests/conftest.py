@@ -1,6 +1,7 @@
 """Settings of the test process: eight fake CPU devices, and the folder of real data."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before jax starts. GPU tests: JAX_PLATFORMS=cuda pytest -m gpu.
@@ -13,7 +14,8 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(REPOSITORY / ".pytest_cac
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
-import pytest  # noqa: E402 (the settings above must come first)
+import jax  # noqa: E402 (the settings above must come first)
+import pytest  # noqa: E402
 
 
 @pytest.fixture
@@ -23,3 +25,17 @@ def data_dir() -> Path:
     if not folder.is_dir():
         pytest.skip(f"the real test data is not at {folder}: set TBA_JAX_TEST_DATA to its folder")
     return folder
+
+
+@pytest.fixture(scope="module")
+def compiled_quickly() -> Iterator[None]:
+    """No LLVM optimisation, which is half of the time to compile: for files whose models are tiny and programs many.
+
+    Not for those that ask what the compiler made: its memory, its collectives.
+    """
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    jax.clear_caches()  # programs of both kinds may differ in the last bit
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+    jax.clear_caches()

@@ -13,6 +13,8 @@ from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
 from tests import tiny_run
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 
 @pytest.fixture(autouse=True)
 def one_device(monkeypatch):

@@ -15,6 +15,8 @@ from tba_jax.replay.reader import LogReader
 from tests import tiny_run
 from tests.tiny_checkpoints import path_of
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 
 def mesh(devices: int):
     return mesh_lib.make_mesh((devices, 1, 1), setting="test", devices=jax.devices()[:devices])

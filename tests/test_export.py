@@ -16,6 +16,8 @@ from tba_jax.replay.reader import LogReader
 from tba_jax.tokenizer import HuggingFaceTokenizer
 from tests import tiny_run
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 LORA = {"lora__rank": 2, "lora__targets": ("layers.query", "layers.down"), "lora__alpha": 4.0}
 
 

@@ -18,6 +18,8 @@ from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
 from tests import tiny_run
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 
 def run(workdir, **changes):
     c = tiny_run.config(schedule__mode="interleaved", replay__recent_probability=1.0, **changes)
@@ -129,6 +131,25 @@ def frozen_log(workdir, batches=6, **changes):
     return s
 
 
+def frozen_copies(tmp_path_factory):
+    """As `frozen_log`, but a log is made once for the same settings and then copied."""
+    made = {}
+
+    def copy(workdir, batches=6, **changes):
+        key = (batches, *sorted(changes.items()))
+        if key not in made:
+            made[key] = frozen_log(tmp_path_factory.mktemp("frozen") / "run", batches, **changes).run.root
+        shutil.copytree(made[key], workdir)
+        return tiny_run.settings(workdir, frozen_config(**changes))
+
+    return copy
+
+
+@pytest.fixture(scope="module")
+def frozen(tmp_path_factory):
+    return frozen_copies(tmp_path_factory)
+
+
 def train(s, *, until, abandon):
     """Steps a trainer to `until`; `abandon` drops it as a kill would: nothing is saved at the end."""
     trainer, lease = roles._make_trainer(s, publish_every_steps=2)
@@ -171,9 +192,9 @@ RESUMED = {
 
 
 @pytest.mark.parametrize("changes", RESUMED.values(), ids=RESUMED)
-def test_resume_on_a_frozen_log_is_bit_for_bit(tmp_path, changes):
+def test_resume_on_a_frozen_log_is_bit_for_bit(tmp_path, changes, frozen):
     """12 steps at once = 8 steps with a checkpoint at 5, dropped, replayed from 5 to 8, and on to 12."""
-    once = frozen_log(tmp_path / "once", **changes)
+    once = frozen(tmp_path / "once", **changes)
     shutil.copytree(tmp_path / "once", tmp_path / "twice")
     twice = tiny_run.settings(tmp_path / "twice", frozen_config(**changes))
     expected = train(once, until=12, abandon=False)
@@ -190,9 +211,9 @@ def test_resume_on_a_frozen_log_is_bit_for_bit(tmp_path, changes):
     assert [line["batch"] for line in lines[0]] == [line["batch"] for line in lines[1]]
 
 
-def test_journalled_steps_are_done_again_under_the_schedule_they_were_done_with(tmp_path):
+def test_journalled_steps_are_done_again_under_the_schedule_they_were_done_with(tmp_path, frozen):
     """8 steps, the last 3 after the checkpoint, then another objective, batch size and rate: the change counts from step 9 on."""
-    s = frozen_log(tmp_path / "run")
+    s = frozen(tmp_path / "run")
     train(s, until=8, abandon=True)
     policy = s.experiment.policy
     published = policy_store.load_step(s.run.policies, 8, policy.trained_specs, policy.trained_shardings(roles_mesh()))
@@ -241,9 +262,9 @@ def test_the_alarm_sees_a_learner_whose_adapters_differ_from_what_searchers_merg
     assert any(alarms) == broken and (max(gaps) > 1e-3) == broken
 
 
-def test_a_changed_row_stops_the_replay(tmp_path):
+def test_a_changed_row_stops_the_replay(tmp_path, frozen):
     """The journal's hash is checked: rows that are not those that were drawn are never trained on again in silence."""
-    s = frozen_log(tmp_path / "run")
+    s = frozen(tmp_path / "run")
     train(s, until=8, abandon=True)
     path = max(s.run.journal.glob("*.jsonl"))
     lines = path.read_text().splitlines()
@@ -254,8 +275,8 @@ def test_a_changed_row_stops_the_replay(tmp_path):
         train(s, until=9, abandon=True)
 
 
-def test_a_second_trainer_is_refused(tmp_path):
-    s = frozen_log(tmp_path / "run", batches=1)
+def test_a_second_trainer_is_refused(tmp_path, frozen):
+    s = frozen(tmp_path / "run", batches=2)
     trainer, lease = roles._make_trainer(s, publish_every_steps=2)
     with pytest.raises(LeaseHeld, match="held by the trainer"):
         roles.trainer(s)
@@ -263,8 +284,8 @@ def test_a_second_trainer_is_refused(tmp_path):
     lease.release()
 
 
-def test_a_non_finite_update_stops_the_run(tmp_path):
-    s = frozen_log(tmp_path / "run", batches=2)
+def test_a_non_finite_update_stops_the_run(tmp_path, frozen):
+    s = frozen(tmp_path / "run", batches=2)
     trainer, lease = roles._make_trainer(s, publish_every_steps=2)
     trainer.poll()
     assert trainer.step() is not None
@@ -333,8 +354,8 @@ def test_a_run_that_skips_counts_and_resumes_exactly(tmp_path, caplog):
 @pytest.mark.parametrize(
     "broken, sentence", [("every row", "all rows are at fault"), ("no row", "it is step 10 of such in a row")]
 )
-def test_weights_that_are_broken_stop_a_run_that_skips(tmp_path, broken, sentence):
-    s = frozen_log(tmp_path / "run", batches=2, learner__non_finite="skip")
+def test_weights_that_are_broken_stop_a_run_that_skips(tmp_path, broken, sentence, frozen):
+    s = frozen(tmp_path / "run", batches=2, learner__non_finite="skip")
     trainer, lease = roles._make_trainer(s, publish_every_steps=100)
     trainer.poll()
     update = trainer._update
@@ -354,8 +375,8 @@ def test_weights_that_are_broken_stop_a_run_that_skips(tmp_path, broken, sentenc
     lease.release()
 
 
-def test_the_update_is_compiled_while_rows_are_awaited_and_not_again(tmp_path, caplog):
-    s = frozen_log(tmp_path / "run", batches=1)
+def test_the_update_is_compiled_while_rows_are_awaited_and_not_again(tmp_path, caplog, frozen):
+    s = frozen(tmp_path / "run", batches=1)
     trainer, lease = roles._make_trainer(s, publish_every_steps=2)
 
     def updates_compiled():
@@ -371,9 +392,9 @@ def test_the_update_is_compiled_while_rows_are_awaited_and_not_again(tmp_path, c
     lease.release()
 
 
-def test_nothing_shows_an_update_whose_line_was_refused(tmp_path, monkeypatch):
+def test_nothing_shows_an_update_whose_line_was_refused(tmp_path, monkeypatch, frozen):
     """The line is written while the devices compute: the update must not be seen before it is durable."""
-    s = frozen_log(tmp_path / "run", batches=2)
+    s = frozen(tmp_path / "run", batches=2)
     trainer, lease = roles._make_trainer(s, publish_every_steps=1)
     trainer.poll()
     assert trainer.step() is not None
@@ -402,9 +423,9 @@ def test_nothing_shows_an_update_whose_line_was_refused(tmp_path, monkeypatch):
     lease.release()
 
 
-def test_rows_that_came_before_a_stop_are_journalled_after_it(tmp_path):
+def test_rows_that_came_before_a_stop_are_journalled_after_it(tmp_path, frozen):
     """Seen by a trainer that was stopped before it had enough of them: the next one's first line must tell of them."""
-    s = frozen_log(tmp_path / "run", batches=1, replay__min_rows=40)
+    s = frozen(tmp_path / "run", batches=1, replay__min_rows=40)
     trainer, lease = roles._make_trainer(s, publish_every_steps=2)
     trainer.poll()
     assert trainer.step() is None and len(trainer.index)
@@ -425,9 +446,9 @@ def test_rows_that_came_before_a_stop_are_journalled_after_it(tmp_path):
     lease.release()
 
 
-def test_a_replaced_trainer_publishes_nothing_more(tmp_path):
+def test_a_replaced_trainer_publishes_nothing_more(tmp_path, frozen):
     """It checks its lease when it hands a snapshot over, and again when the snapshot is about to become visible."""
-    s = frozen_log(tmp_path / "run", batches=2)
+    s = frozen(tmp_path / "run", batches=2)
     trainer, lease = roles._make_trainer(s, publish_every_steps=100)
     trainer.poll()
     assert trainer.step() is not None
@@ -449,8 +470,8 @@ def test_a_replaced_trainer_publishes_nothing_more(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of orbax, whose read failed
-def test_a_trainer_without_its_state_does_not_begin_again(tmp_path):
-    s = frozen_log(tmp_path / "run", batches=2)
+def test_a_trainer_without_its_state_does_not_begin_again(tmp_path, frozen):
+    s = frozen(tmp_path / "run", batches=2)
     train(s, until=5, abandon=False)
     damaged = max((s.run.checkpoints / run_dir.step_name(5) / "state").rglob("d/*"), key=lambda path: path.stat().st_size)
     damaged.write_bytes(damaged.read_bytes()[:100])
@@ -470,8 +491,8 @@ def test_a_trainer_without_its_state_does_not_begin_again(tmp_path):
     lease.release()
 
 
-def test_rows_that_are_not_valid_are_reported_by_writer_and_row(tmp_path, caplog):
-    s = frozen_log(tmp_path / "run", batches=2)
+def test_rows_that_are_not_valid_are_reported_by_writer_and_row(tmp_path, caplog, frozen):
+    s = frozen(tmp_path / "run", batches=2)
     reader = LogReader(s.run.replay, s.experiment.contract.row_shape())
     ((writer, _),) = reader.heads().items()
     rows = {name: column.copy() for name, column in reader.read(writer, 0, 4).items()}

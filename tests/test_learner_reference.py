@@ -20,6 +20,8 @@ from tests import tiny_run
 from tests.test_interleave import one_device, run  # noqa: F401 (a fixture)
 from tests.test_learner import POLICY, random_batch, random_params, settings
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 DEVICES = jax.devices()  # of these tests; runs take one
 
 

@@ -24,6 +24,8 @@ from tests import moto_server, tiny_run
 from tests.test_policy_store import SPECS, assert_same_bits, random_params, shardings
 from tests.test_replay_log import SHAPE, assert_rows, make_rows, start_appender, writer
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 
 @pytest.fixture(scope="module")
 def s3():

@@ -11,7 +11,9 @@ from tba_jax import audit, metrics, other_runs, roles, run_dir
 from tba_jax.metrics import TimeAccount
 from tba_jax.replay import journal
 from tests import tiny_run
-from tests.test_interleave import frozen_config, frozen_log, train
+from tests.test_interleave import frozen_config, frozen_copies, train
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 
 @pytest.fixture(autouse=True)
@@ -19,6 +21,11 @@ def one_device(monkeypatch):
     """Roles take all devices of their process; these tests have eight, the roles of a small run one."""
     first = jax.devices()[:1]
     monkeypatch.setattr(jax, "devices", lambda *arguments: first)
+
+
+@pytest.fixture(scope="module")
+def frozen(tmp_path_factory):
+    return frozen_copies(tmp_path_factory)
 
 
 def offline(workdir: Path, source: Path, **changes):
@@ -30,8 +37,8 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def test_a_trainer_learns_from_a_log_alone_and_leaves_it_as_it_was(tmp_path):
-    source = frozen_log(tmp_path / "source")
+def test_a_trainer_learns_from_a_log_alone_and_leaves_it_as_it_was(tmp_path, frozen):
+    source = frozen(tmp_path / "source")
     before = contents(source.run.root)
     s = offline(tmp_path / "run", source.run.root, learner__logprob_gap_every_steps=2)
     assert roles.trainer(s)() == 0
@@ -52,9 +59,9 @@ def test_a_trainer_learns_from_a_log_alone_and_leaves_it_as_it_was(tmp_path):
     assert same and f"{writer}:" in text
 
 
-def test_resume_on_a_mounted_log_is_bit_for_bit(tmp_path):
+def test_resume_on_a_mounted_log_is_bit_for_bit(tmp_path, frozen):
     """12 steps at once = 8 steps with a checkpoint at 5, dropped, replayed from 5 to 8, and on to 12."""
-    source = frozen_log(tmp_path / "source").run.root
+    source = frozen(tmp_path / "source").run.root
     once, twice = (offline(tmp_path / name, source) for name in ("once", "twice"))
     for s in (once, twice):
         roles.reference(s)()
@@ -105,8 +112,8 @@ def test_rows_of_another_run_count_as_of_step_0_after_a_resume_too(tmp_path):
         lease.release()
 
 
-def test_a_mounted_run_may_still_be_running(tmp_path):
-    source = frozen_log(tmp_path / "source", batches=2)
+def test_a_mounted_run_may_still_be_running(tmp_path, frozen):
+    source = frozen(tmp_path / "source", batches=2)
     s = offline(tmp_path / "run", source.run.root)
     roles.reference(s)()
     trainer, lease = roles._make_trainer(s, publish_every_steps=2)
@@ -121,8 +128,8 @@ def test_a_mounted_run_may_still_be_running(tmp_path):
     lease.release()
 
 
-def test_without_searchers_the_supervisor_starts_a_trainer_alone(tmp_path):
-    source = frozen_log(tmp_path / "source")
+def test_without_searchers_the_supervisor_starts_a_trainer_alone(tmp_path, frozen):
+    source = frozen(tmp_path / "source")
     flags = ["--config.searchers.count=0", f"--config.replay.mount={source.run.root}", "--config.task.missing_eos_reward=-1.0"]
     done = tiny_run.call(tiny_run.command(tmp_path / "run", *flags, "--config.evaluation.enabled=False"))
     assert done.returncode == 0, done.stderr
@@ -146,10 +153,10 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_rows_that_mean_something_else_are_refused_before_anything_is_written(case, tmp_path):
+def test_rows_that_mean_something_else_are_refused_before_anything_is_written(case, tmp_path, frozen):
     changes, sentence = REFUSALS[case]
     kept = {"replay__retention": "checkpoints"} if case == "not kept" else {}
-    source = frozen_log(tmp_path / "source", batches=1, **kept)
+    source = frozen(tmp_path / "source", batches=1, **kept)
     workdir, init_from = tmp_path / "run", ""
     mounts = {
         "no run": [tmp_path / "nothing"],
@@ -187,15 +194,15 @@ def test_the_command_refuses_with_one_sentence(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_what_does_not_change_rows_may_differ(tmp_path):
+def test_what_does_not_change_rows_may_differ(tmp_path, frozen):
     """Adapters instead of the whole policy, another batch, seed and learning rate."""
-    source = frozen_log(tmp_path / "source", batches=2)
+    source = frozen(tmp_path / "source", batches=2)
     s = offline(tmp_path / "run", source.run.root, lora__rank=2, seed=9, learner__queries=2, learner__steps=3)
     assert roles.trainer(s)() == 0
 
 
-def test_a_mount_is_stored_as_an_absolute_path(tmp_path, monkeypatch):
-    source = frozen_log(tmp_path / "source", batches=2)
+def test_a_mount_is_stored_as_an_absolute_path(tmp_path, monkeypatch, frozen):
+    source = frozen(tmp_path / "source", batches=2)
     monkeypatch.chdir(tmp_path)
     s = offline(tmp_path / "run", Path("source"), learner__steps=1)
     assert roles.trainer(s)() == 0

@@ -16,6 +16,8 @@ from tba_jax.trainer.settings import make_optimizers
 from tests import tiny_run
 from tests.test_interleave import frozen_config, train
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 
 @pytest.fixture(autouse=True)
 def one_device(monkeypatch):
@@ -38,6 +40,12 @@ def source(tmp_path_factory):
         first = jax.devices()[:1]
         patch.setattr(jax, "devices", lambda *arguments: first)
         return source_run(tmp_path_factory.mktemp("source"))
+
+
+def copy_of(source: roles.Settings, workdir) -> roles.Settings:
+    """The source for a test that takes it away."""
+    shutil.copytree(source.run.root, workdir)
+    return tiny_run.settings(workdir, source.config)
 
 
 def begin(workdir, origin: str, **changes) -> roles.Settings:
@@ -112,9 +120,9 @@ def test_a_step_without_a_checkpoint_gives_its_weights_alone(source, tmp_path):
     assert not s.run.checkpoints.exists()
 
 
-def test_a_run_that_began_with_an_optimiser_resumes_bit_for_bit_without_the_other_run(tmp_path):
+def test_a_run_that_began_with_an_optimiser_resumes_bit_for_bit_without_the_other_run(source, tmp_path):
     """Killed before its first checkpoint of its own, after the other run has gone."""
-    other = source_run(tmp_path / "source")
+    other = copy_of(source, tmp_path / "source")
     once, twice = (begin(tmp_path / name, f"{other.run.root}@6", checkpoint__every_steps=50) for name in ("once", "twice"))
     fill(once)
     shutil.copytree(once.run.replay, twice.run.replay)
@@ -177,8 +185,8 @@ def test_adapters_of_the_other_run_are_merged_and_ours_begin_anew(tmp_path):
     assert not fresh["layers.query.lora_b"].any()
 
 
-def test_the_other_run_is_needed_once(tmp_path):
-    other = source_run(tmp_path / "source")
+def test_the_other_run_is_needed_once(source, tmp_path):
+    other = copy_of(source, tmp_path / "source")
     s = begin(tmp_path / "run", f"{other.run.root}@3")
     reference = reference_of(s)
     shutil.rmtree(other.run.root)

@@ -18,6 +18,8 @@ from tests import tiny_run
 from tests.test_interleave import frozen_log
 from tests.test_offline import contents, offline
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 
 @pytest.fixture(autouse=True)
 def one_device(monkeypatch):

@@ -11,6 +11,8 @@ from tba_jax.replay import retention
 from tba_jax.replay.retention import Need
 from tests import tiny_run
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 
 def test_only_what_every_checkpoint_is_past_expires():
     kept = {

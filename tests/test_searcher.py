@@ -6,7 +6,7 @@ import os
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ from tba_jax.searcher.stream import query_order, writer_number
 from tba_jax.tasks.interface import Query, Scores, Task
 from tests import tiny_run
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 Q, S, R = 3, 4, 12  # queries of a batch, samples of a query, response tokens
 ROWS = Q * S
 # Ten queries, so that a batch holds queries of two passes; four slots, so that a batch does not fit at once.
@@ -35,14 +37,10 @@ DECODER = dict(searchers__slots=4, searchers__decode_steps=2, searchers__poll_se
 
 
 @pytest.fixture(autouse=True)
-def _one_writer_on_one_device(monkeypatch) -> Iterator[None]:
-    """Searchers take all devices of their process, and half of their name by chance. Their programs are tiny here."""
+def _one_writer_on_one_device(monkeypatch) -> None:
+    """Searchers take all devices of their process, and half of their name by chance."""
     monkeypatch.setattr(jax, "devices", lambda *_: jax.local_devices()[:1])
     monkeypatch.setattr(search, "uuid", types.SimpleNamespace(uuid4=lambda: types.SimpleNamespace(hex="0" * 32)))
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def make(folder: Path, task: Callable[[Task], Task] | None = None, **changes: Any) -> tuple[roles.Settings, Searcher]:

@@ -12,6 +12,8 @@ from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
 from tests.test_interleave import frozen_log
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 WRITERS, APPENDS = ("w0", "w1", "w2"), 9
 
 

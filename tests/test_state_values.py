@@ -3,7 +3,6 @@
 import dataclasses
 import shutil
 import types
-from collections.abc import Iterator
 from concurrent.futures import Future
 
 import jax
@@ -31,6 +30,8 @@ from tests import tiny_run
 from tests.test_engine import EOS, MODEL, PARAMS, TEXTS, R, make_engine, row_keys
 from tests.test_interleave import frozen_log
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 S, SAMPLES, MISSING = 4, 3, -3.0
 PROMPTS = ((3, 4, 5), (6,), (7, 3, 8, 5, 10))
 STEP_ENDS = ("a", "cd")
@@ -41,15 +42,6 @@ def one_device(monkeypatch):
     """Roles take all devices of their process; these tests have eight, the roles of a small run one."""
     first = jax.devices()[:1]
     monkeypatch.setattr(jax, "devices", lambda *arguments: first)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled_without_optimisation() -> Iterator[None]:
-    """The models are tiny, and the programs many."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 class Letters:

@@ -21,6 +21,8 @@ from tba_jax.models import decoder, heads, hugging_face, hugging_face_export, pa
 from tba_jax.tokenizer import HuggingFaceTokenizer
 from tests import tiny_run
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 VOWELS, LETTERS = "aeiou", "abcdefghijklmnopqrstuvwxyz"
 CHARACTERS = LETTERS + ":#"
 # The embedding has a row that no token uses, so that a mesh can split it.

@@ -95,10 +95,10 @@ class Appender:
         return reports
 
     def close(self) -> None:
-        """Ends the threads; what still waits is not appended."""
+        """Ends the threads, once the call and the append under way have; what still waits is not appended."""
         self._failed = True
         for pool in (self._calls, self._appends):
-            pool.shutdown(wait=False, cancel_futures=True)
+            pool.shutdown(cancel_futures=True)
 
     def _append(self, batch: DecodedBatch) -> SearchReport:
         if self._failed:
