@@ -24,8 +24,7 @@ from tba_jax.models.presets import PRESETS
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.optimizer import SCHEDULES
 from tba_jax.replay.selection import STRATEGIES
-from tba_jax.tasks import TASKS
-from tba_jax.tasks.arithmetic import CHARACTERS
+from tba_jax.tasks import ALPHABETS, TASKS
 from tba_jax.tasks.interface import SPLITS, EncodedQuery, Query, Task
 from tba_jax.tokenizer import CharacterTokenizer, HuggingFaceTokenizer, Tokenizer
 
@@ -176,9 +175,9 @@ def policy_and_tokenizer(config: Any) -> tuple[Policy, Tokenizer]:
         )
         tokenizer: Tokenizer = HuggingFaceTokenizer(folder)
     else:
-        if config.task.name != "arithmetic":
+        if config.task.name not in ALPHABETS:
             raise ValueError(f"task.name={config.task.name!r} needs a pretrained model: set model.path to its folder")
-        tokenizer = CharacterTokenizer(CHARACTERS)
+        tokenizer = CharacterTokenizer(ALPHABETS[config.task.name])
         model = _model_from_shape(config, tokenizer.vocab_size)
     if tokenizer.vocab_size > model.vocab:
         raise ValueError(

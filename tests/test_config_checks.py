@@ -20,6 +20,10 @@ LIMITS: dict[str, dict[str, list[object]]] = {
         "task.arithmetic.digits": [0],
         "task.arithmetic.train_queries": [0],
         "task.arithmetic.heldout_queries": [0],
+        "task.countdown.largest": [0],
+        "task.countdown.largest_target": [0],
+        "task.countdown.train_queries": [0],
+        "task.countdown.heldout_queries": [0],
         "task.story_sentiment.opening_words": [0],
         "task.story_sentiment.heldout_queries": [0],
         "model.layers": [0],
@@ -56,6 +60,7 @@ LIMITS: dict[str, dict[str, list[object]]] = {
     "must not be negative": {
         "seed": [-1],
         "task.arithmetic.seed": [-1],
+        "task.countdown.seed": [-1],
         "task.min_response_length": [-1],
         "warm_start.steps": [-1],
         "warm_start.warmup_steps": [-1],
@@ -136,6 +141,7 @@ LIMITS: dict[str, dict[str, list[object]]] = {
     "must be 0 (no importance weights) or above 1": {"learner.importance_clip": [-1.0, 0.5, 1.0, float("inf")]},
     "is not one of": {
         "task.long_prompts": ["drop"],
+        "task.countdown.style": ["prose"],
         "model.compute_dtype": ["float16"],
         "publish.dtype": ["int8"],
         "schedule.mode": ["synchronous"],
@@ -176,7 +182,7 @@ def test_every_rule_on_one_setting_is_tried_above():
         ({"replay.strategy": "sofmax"}, f"is not one of {list(STRATEGIES)} (did you mean 'softmax'?)"),
         (
             {"task.name": "aritmetic"},
-            "task.name='aritmetic' is not one of ['arithmetic', 'story_sentiment'] (did you mean 'arithm",
+            "task.name='aritmetic' is not one of ['arithmetic', 'countdown', 'story_sentiment'] (did you mean 'arithm",
         ),
         ({"learner.schedule": "wds"}, "(did you mean 'wsd'?)"),
         (

@@ -156,6 +156,9 @@ def test_bad_story_files_are_refused(tmp_path, content, sentence):
 def test_every_task_names_its_splits(story_file):
     settings = {
         "arithmetic": dict(digits=2, train_queries=4, heldout_queries=2, seed=0),
+        "countdown": dict(
+            style="characters", numbers=2, largest=9, largest_target=99, train_queries=4, heldout_queries=2, seed=0
+        ),
         "story_sentiment": dict(data_path=str(story_file), opening_words=4, heldout_queries=2),
     }
     assert settings.keys() == TASKS.keys()
