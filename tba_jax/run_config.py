@@ -27,7 +27,22 @@ _FREE = (
 )
 # Settings that configs of earlier versions, as runs store them, lack, and what those versions did.
 LATER: dict[str, dict[str, Any]] = {
-    "task": {"embedding_path": "", "min_response_length": 0, "banned_tokens": (), "stop_strings": (), "step_ends": ()},
+    "task": {
+        "embedding_path": "",
+        "min_response_length": 0,
+        "banned_tokens": (),
+        "stop_strings": (),
+        "step_ends": (),
+        "countdown": {
+            "style": "characters",
+            "numbers": 3,
+            "largest": 9,
+            "largest_target": 99,
+            "train_queries": 1500,
+            "heldout_queries": 256,
+            "seed": 0,
+        },
+    },
     "searchers": {"slots": 0, "decode_steps": 32, "swap": "at_once", "cpu_devices": 1, "value_samples": 9, "value_states": 0},
     "learner": {
         "clip_low": 0.2,
