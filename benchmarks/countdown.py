@@ -9,6 +9,7 @@ table of held-out accuracy, greedy and of samples, mean and standard deviation o
 """
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,7 +39,8 @@ def name_of(completions: int, seed: int) -> str:
 def train(root: Path, completions: int, seed: int) -> None:
     """One run, unless it is done. Its seconds go to <run>.seconds."""
     workdir = root / name_of(completions, seed)
-    if (workdir / "finished.json").exists():
+    done = Path(f"{workdir}.seconds")
+    if done.exists():
         return
     warm_start.begin(root, name_of(completions, seed))
     settings = {
@@ -52,7 +54,7 @@ def train(root: Path, completions: int, seed: int) -> None:
         "evaluation.every_steps": _STEPS.value // 4,
     }
     seconds = warm_start.call(workdir, *(f"--config.{leaf}={value}" for leaf, value in settings.items()), recipe=RECIPE)
-    Path(f"{workdir}.seconds").write_text(f"{seconds:.1f}\n")
+    done.write_text(f"{seconds:.0f}\n")
     print(f"{name_of(completions, seed)}: {seconds:.0f} s", file=sys.stderr, flush=True)
 
 
@@ -94,6 +96,8 @@ def main(argv: Sequence[str]) -> None:
     if bad := [completions for completions in kinds if completions < 5 or completions % 5 or _ROWS.value % completions]:
         raise app.UsageError(f"--completions={bad[0]} is not a multiple of 5 that divides --rows={_ROWS.value}")
     root = Path(_WORKDIR.value).absolute()
+    # Runs of the same K compile the same programs.
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(root / "compilation_cache")
     warm_start.ensure(root, recipe=RECIPE)
     # Seed by seed, so that a study that is stopped is one of fewer seeds.
     for seed in range(_SEEDS.value):

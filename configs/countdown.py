@@ -8,7 +8,7 @@ def get_config():
     c.task.name = "countdown"
     c.task.prompt_length = 10
     c.task.response_length = 44
-    c.warm_start.steps = 700
+    c.warm_start.steps = 500
     c.warm_start.batch_size = 64
     c.warm_start.learning_rate = 3e-3
     c.sampling.scoring_temperature = 0.7
@@ -16,7 +16,7 @@ def get_config():
     c.searchers.slots = 96
     c.replay.merge_duplicates = False
     c.learner.queries = 8
-    c.learner.learning_rate = 5e-5
+    c.learner.learning_rate = 1e-4
     c.learner.schedule = "linear"
     c.learner.steps = 200
     c.publish.keep = 5

@@ -11,10 +11,11 @@ text: an instruction for a pretrained model; the final expression stands in the 
 experiments with this task (TinyZero, Pan et al. 2025).
 
 characters: `9,4,2=34:`, for a policy with the built-in tokenizer; the final expression stands after the last `#`. The worked
-examples come from a teacher who searches in the open, total by total: `9+2=11*4=44;9*4=36-2=34#(9*4)-2`. Three tries in ten are
-the solution at once, the others are at random. Half of the time the teacher gives up after the first try, else after the third,
-and answers whether or not the target was hit. A small policy learns the form and the sums, but neither how the teacher sees
-solutions nor that patience pays.
+examples come from a teacher who searches in the open, total by total, up to three times: `9+2=11*4=44;9*4=36-2=34#(9*4)-2`.
+Every second try is the solution at once, the others are at random. But the teacher skips the search, four times in five where the
+target is small, one time in ten elsewhere: what would have been the first try is the answer, `#(9*4)-2`. A small policy imitates
+all that, but does not see solutions as the teacher does: after the warm start it fails more often than not, and reinforcement
+learning can find out that searching pays.
 """
 
 import dataclasses
@@ -29,7 +30,9 @@ from tba_jax.tasks.interface import SPLITS, Query, Scores
 
 CHARACTERS = "0123456789+-*/=(),;:#"
 STYLES = ("text", "characters")
-_TRIES, _INSIGHT, _IMPATIENCE = 3, 0.3, 0.5
+# Of the teacher: tries of a search at most, and the share of them that are the solution.
+_TRIES, _INSIGHT = 3, 0.5
+_SMALL_TARGET, _SKIP_OFTEN, _SKIP_RARELY = 15, 0.8, 0.1
 # More draws than so many for each distinct query (100 more at the start), and there are taken to be no others.
 _DRAWS = 20
 _MOST_NUMBERS, _LARGEST = 10, 10**6
@@ -50,7 +53,7 @@ class Total:
 class Countdown:
     """Queries are distinct problems of `numbers` numbers from 1 to `largest`, with targets from 1 to `largest_target`.
 
-    The two splits share none, in whatever order the numbers stand.
+    Numbers stand in descending order; the two splits share no problem.
     """
 
     score_name = "accuracy"
@@ -102,9 +105,9 @@ class Countdown:
         ]
 
     def _prompt(self, numbers: Sequence[int], target: int) -> str:
-        return (
-            _INSTRUCTION.format(numbers=_text(numbers, ", "), target=target) if self._style == "text" else _short(numbers, target)
-        )
+        if self._style == "characters":
+            return _short(numbers, target)
+        return _INSTRUCTION.format(numbers=_text(numbers, ", "), target=target)
 
     def rewards(self, queries: Sequence[Query], responses: Sequence[str], finished: np.ndarray) -> Scores:
         """1 where the final expression is the target by the query's numbers, each used once, and the response ended by itself."""
@@ -197,21 +200,22 @@ def add_up(numbers: Sequence[int], luck: Iterator[float]) -> Total:
 
 
 def search(numbers: Sequence[int], solution: Total, luck: Iterator[float], *, largest_target: int) -> str:
-    """The teacher's response: tries, `;` between them, until one hits the target or its patience is at an end; `#`, the last.
+    """The teacher's response: tries, `;` between them, until one hits the target or there were enough; `#` and the last of them.
 
-    No try is above `largest_target`.
+    Where the search is skipped there is one try, of which only the answer is written. No try is above `largest_target`.
     """
     tries: list[Total] = []
-    patience = 1 if next(luck) < _IMPATIENCE else _TRIES
-    while len(tries) < patience and solution.value not in [total.value for total in tries]:
+    skips = next(luck) < (_SKIP_OFTEN if solution.value < _SMALL_TARGET else _SKIP_RARELY)
+    while not tries or (tries[-1].value != solution.value and len(tries) < _TRIES and not skips):
         total = solution if next(luck) < _INSIGHT else add_up(numbers, luck)
         if total.value <= largest_target:
             tries.append(total)
-    return f"{';'.join(total.steps for total in tries)}#{tries[-1].expression}"
+    written = "" if skips else ";".join(total.steps for total in tries)
+    return f"{written}#{tries[-1].expression}"
 
 
 def _final_expression(response: str, style: str) -> str:
-    """ "" where there is none."""
+    """The empty text where there is none."""
     if style == "characters":
         return response.rpartition("#")[2] if "#" in response else ""
     before, closed, _ = response.rpartition("</answer>")
