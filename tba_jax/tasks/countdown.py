@@ -32,7 +32,7 @@ CHARACTERS = "0123456789+-*/=(),;:#"
 STYLES = ("text", "characters")
 # Of the teacher: tries of a search at most, and the share of them that are the solution.
 _TRIES, _INSIGHT = 3, 0.5
-_SMALL_TARGET, _SKIP_OFTEN, _SKIP_RARELY = 15, 0.8, 0.1
+_SMALL_TARGET, _SKIP_OFTEN, _SKIP_RARELY = 10, 0.8, 0.1
 # More draws than so many for each distinct query (100 more at the start), and there are taken to be no others.
 _DRAWS = 20
 _MOST_NUMBERS, _LARGEST = 10, 10**6
