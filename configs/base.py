@@ -35,6 +35,14 @@ def get_config() -> config_dict.ConfigDict:
     c.task.arithmetic.train_queries = 4000
     c.task.arithmetic.heldout_queries = 256
     c.task.arithmetic.seed = 0
+    c.task.countdown = config_dict.ConfigDict()
+    c.task.countdown.style = "characters"  # characters (short, of the built-in tokenizer) | text (for a pretrained model)
+    c.task.countdown.numbers = 3  # of a query
+    c.task.countdown.largest = 9  # of them
+    c.task.countdown.largest_target = 99
+    c.task.countdown.train_queries = 1500
+    c.task.countdown.heldout_queries = 256
+    c.task.countdown.seed = 0
     c.task.story_sentiment = config_dict.ConfigDict()
     c.task.story_sentiment.data_path = ""  # a JSON list of stories
     c.task.story_sentiment.opening_words = 12

@@ -45,6 +45,10 @@ _AT_LEAST_ONE = (
     "task.arithmetic.digits",
     "task.arithmetic.train_queries",
     "task.arithmetic.heldout_queries",
+    "task.countdown.largest",
+    "task.countdown.largest_target",
+    "task.countdown.train_queries",
+    "task.countdown.heldout_queries",
     "task.story_sentiment.opening_words",
     "task.story_sentiment.heldout_queries",
     "model.layers",
@@ -83,6 +87,7 @@ _AT_LEAST_ZERO = (
     "seed",
     "task.min_response_length",
     "task.arithmetic.seed",
+    "task.countdown.seed",
     "lora.rank",
     "warm_start.steps",
     "warm_start.warmup_steps",
@@ -143,6 +148,7 @@ _PROBABILITIES = (
 )
 _CHOICES: dict[str, tuple[str, ...]] = {
     "task.long_prompts": ("refuse", "skip"),
+    "task.countdown.style": ("text", "characters"),
     "model.compute_dtype": ("float32", "bfloat16"),
     "model.attention": ("auto", "xla", "cudnn"),
     "searchers.weights": ("full", "int8"),
@@ -358,6 +364,10 @@ def _check_run(config: Any) -> None:
         not (config.model.path and config.warm_start.steps),
         f"model.path={config.model.path!r} and warm_start.steps={config.warm_start.steps} exclude each other: "
         "a pretrained policy needs no warm start",
+    )
+    _require(
+        bool(config.model.path) or config.task.name != "countdown" or config.task.countdown.style == "characters",
+        f"task.countdown.style={config.task.countdown.style} needs a pretrained model: set model.path to its folder",
     )
     _require(
         not (config.model.path and config.model.preset),

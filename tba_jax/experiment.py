@@ -25,7 +25,6 @@ from tba_jax.objectives import OBJECTIVES
 from tba_jax.optimizer import SCHEDULES
 from tba_jax.replay.selection import STRATEGIES
 from tba_jax.tasks import TASKS, own
-from tba_jax.tasks.arithmetic import CHARACTERS
 from tba_jax.tasks.interface import SPLITS, EncodedQuery, Task
 from tba_jax.tokenizer import CharacterTokenizer, HuggingFaceTokenizer, Tokenizer
 
@@ -159,11 +158,15 @@ def _with_absolute_paths(config: Any) -> Any:
     return config
 
 
+def _task_class(name: str) -> Callable[..., Task]:
+    return own.load(name) if own.is_named(name) else TASKS[name]
+
+
 def _make_task(config: Any) -> tuple[Task, dict[str, Any]]:
     """The task that config.task names, and its settings."""
     custom = config.custom.to_dict()
     if own.is_named(config.name):
-        return own.make(own.load(config.name), custom, section="task.custom"), custom
+        return own.make(_task_class(config.name), custom, section="task.custom"), custom
     if custom:
         raise ValueError(
             f"task.custom.{min(custom)} is of a task of one's own, FILE.py:CLASS, and task.name={config.name!r} is none"
@@ -205,9 +208,10 @@ def policy_and_tokenizer(config: Any) -> tuple[Policy, Tokenizer]:
         )
         tokenizer: Tokenizer = HuggingFaceTokenizer(folder)
     else:
-        if config.task.name != "arithmetic":
+        alphabet = getattr(_task_class(config.task.name), "alphabet", "")
+        if not alphabet:
             raise ValueError(f"task.name={config.task.name!r} needs a pretrained model: set model.path to its folder")
-        tokenizer = CharacterTokenizer(CHARACTERS)
+        tokenizer = CharacterTokenizer(alphabet)
         model = _model_from_shape(config, tokenizer.vocab_size)
     if tokenizer.vocab_size > model.vocab:
         raise ValueError(

@@ -38,6 +38,15 @@ LATER: dict[str, dict[str, Any]] = {
         "custom": {},
         # Tasks that there were none of: what they are set to means nothing to such a run.
         "gsm8k": {"train_path": "", "heldout_path": ""},
+        "countdown": {
+            "style": "characters",
+            "numbers": 3,
+            "largest": 9,
+            "largest_target": 99,
+            "train_queries": 1500,
+            "heldout_queries": 256,
+            "seed": 0,
+        },
         "math": {"train_path": "", "heldout_path": "", "time_limit": 10.0, "retries": 1, "concurrency": 2},
     },
     "searchers": {

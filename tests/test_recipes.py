@@ -16,6 +16,8 @@ from tba_jax.models import hugging_face
 from tests import random_checkpoints, tiny_checkpoints, tiny_run
 from tests.test_main import PRETRAINED
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 STEPS = 2
 # What makes a recipe small; everything else is its own.
 SMALL: dict[str, Any] = {
@@ -49,13 +51,8 @@ def cache(monkeypatch, tmp_path):
 
 @pytest.fixture
 def one_device(monkeypatch):
-    """And programs without optimisation: the models are tiny."""
     first = jax.devices()[:1]
     monkeypatch.setattr(jax, "devices", lambda *_: first)
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def problems(folder: Path) -> dict[str, str]:

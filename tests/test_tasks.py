@@ -162,6 +162,9 @@ def test_every_task_names_its_splits(story_file, tmp_path):
     problems.write_text("".join(json.dumps({"problem": f"{i}?", "answer": f"{i}"}) + "\n" for i in range(2)))
     settings = {
         "arithmetic": dict(digits=2, train_queries=4, heldout_queries=2, seed=0),
+        "countdown": dict(
+            style="characters", numbers=2, largest=9, largest_target=99, train_queries=4, heldout_queries=2, seed=0
+        ),
         "story_sentiment": dict(data_path=str(story_file), opening_words=4, heldout_queries=2),
         "gsm8k": dict(train_path=str(sums), heldout_path=str(sums)),
         "math": dict(train_path=str(problems), heldout_path=str(problems), time_limit=10.0, retries=0, concurrency=1),

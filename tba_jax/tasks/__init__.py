@@ -4,12 +4,14 @@ from collections.abc import Callable
 
 from tba_jax.tasks.arithmetic import Arithmetic
 from tba_jax.tasks.competition_math import Math
+from tba_jax.tasks.countdown import Countdown
 from tba_jax.tasks.gsm8k import GSM8K
 from tba_jax.tasks.interface import Task
 from tba_jax.tasks.story_sentiment import StorySentiment
 
 TASKS: dict[str, Callable[..., Task]] = {
     "arithmetic": Arithmetic,
+    "countdown": Countdown,
     "story_sentiment": StorySentiment,
     "gsm8k": GSM8K,
     "math": Math,

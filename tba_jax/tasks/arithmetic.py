@@ -22,6 +22,7 @@ _SMALL_SHARE, _SKIP_OFTEN, _SKIP_RARELY = 0.6, 0.8, 0.1
 class Arithmetic:
     """Queries are distinct sums of two numbers of `digits` digits; the two splits share none."""
 
+    alphabet = CHARACTERS
     score_name = "accuracy"
     reward_parts = ("correct",)
     reward_version = 1

@@ -46,6 +46,7 @@ class Task(Protocol):
 
     score_name: what the mean held-out greedy reward is called ("accuracy" for a 0/1 reward).
     reward_parts: names of the M parts. reward_version: counts up when the reward's definition changes.
+    A class whose prompts and responses are made of few characters may do without a pretrained model: `alphabet` holds them.
     """
 
     @property

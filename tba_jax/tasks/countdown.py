@@ -1,0 +1,288 @@
+"""Countdown: combine a few numbers, each exactly once, by + - * / and parentheses into an expression that equals a target.
+
+Queries are generated: numbers are drawn and taken into a running total, one after another at random, by operations whose result
+is a positive whole number (the rule of the television game); the total is the target, so that every query has a solution. The
+reward is 1 where the response's final expression is one, by whatever exact arithmetic, fractions and negative numbers included,
+else 0. How the response gets there is the policy's own business.
+
+There are two styles of prompts and answers:
+
+text: an instruction for a pretrained model; the final expression stands in the last `<answer> </answer>`, as in the public
+experiments with this task (TinyZero, Pan et al. 2025).
+
+characters: `9,4,2=34:`, for a policy with the built-in tokenizer; the final expression stands after the last `#`. The worked
+examples come from a teacher who searches in the open, total by total, up to three times: `9+2=11*4=44;9*4=36-2=34#(9*4)-2`.
+Every second try is the solution at once, the others are at random. But the teacher skips the search, four times in five where the
+target is small, one time in ten elsewhere: what would have been the first try is the answer, `#(9*4)-2`. A small policy imitates
+all that, but does not see solutions as the teacher does: after the warm start it fails more often than not, and reinforcement
+learning can find out that searching pays.
+"""
+
+import dataclasses
+import operator
+import re
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
+
+import numpy as np
+
+from tba_jax.tasks.interface import SPLITS, Query, Scores
+
+CHARACTERS = "0123456789+-*/=(),;:#"
+STYLES = ("text", "characters")
+# Of the teacher: tries of a search at most, and the share of them that are the solution.
+_TRIES, _INSIGHT = 3, 0.5
+_SMALL_TARGET, _SKIP_OFTEN, _SKIP_RARELY = 10, 0.8, 0.1
+# More draws than so many for each distinct query (100 more at the start), and there are taken to be no others.
+_DRAWS = 20
+_MOST_NUMBERS, _LARGEST = 10, 10**6
+
+# Numbers in descending order, and the target.
+Problem = tuple[tuple[int, ...], int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Total:
+    """A try: its result, its steps `9*4=36-2=34`, and the expression `(9*4)-2`."""
+
+    value: int
+    steps: str
+    expression: str
+
+
+class Countdown:
+    """Queries are distinct problems of `numbers` numbers from 1 to `largest`, with targets from 1 to `largest_target`.
+
+    Numbers stand in descending order; the two splits share no problem.
+    """
+
+    alphabet = CHARACTERS
+    score_name = "accuracy"
+    reward_parts = ("correct",)
+    reward_version = 1
+
+    def __init__(
+        self, *, style: str, numbers: int, largest: int, largest_target: int, train_queries: int, heldout_queries: int, seed: int
+    ):
+        """Raises ValueError where a setting is out of its limits, or draws hardly give new queries before there are enough."""
+        if style not in STYLES:
+            raise ValueError(f"task.countdown.style={style!r} is not one of {list(STYLES)}")
+        if not 2 <= numbers <= _MOST_NUMBERS:
+            raise ValueError(f"task.countdown.numbers={numbers} must be from 2 to {_MOST_NUMBERS}")
+        if not 1 <= largest <= _LARGEST:
+            raise ValueError(f"task.countdown.largest={largest} must be from 1 to {_LARGEST}")
+        self._style, self._numbers, self._largest, self._largest_target = style, numbers, largest, largest_target
+        wanted = train_queries + heldout_queries
+        luck = _uniform(np.random.default_rng([seed, 0]))
+        problems: dict[Problem, None] = {}
+        draws = 0
+        while len(problems) < wanted:
+            if draws == _DRAWS * (100 + len(problems)):
+                raise ValueError(
+                    f"task.countdown.train_queries={train_queries} + heldout_queries={heldout_queries} are more than the "
+                    f"{len(problems)} distinct queries that {draws} draws gave: raise task.countdown.numbers={numbers}, "
+                    f"largest={largest} or largest_target={largest_target}"
+                )
+            draws += 1
+            drawn, total = self._draw(luck)
+            if total.value <= largest_target:
+                problems[drawn, total.value] = None
+        chosen = list(problems)
+        self._heldout = frozenset(chosen[:heldout_queries])
+        self._splits = {"heldout": chosen[:heldout_queries], "train": chosen[heldout_queries:]}
+
+    def _draw(self, luck: Iterator[float]) -> tuple[tuple[int, ...], Total]:
+        """Numbers in descending order, and a total that they reach, which may be above the largest target."""
+        drawn = (1 + int(next(luck) * self._largest) for _ in range(self._numbers))
+        numbers = tuple(sorted(drawn, reverse=True))
+        return numbers, add_up(numbers, luck)
+
+    def queries(self, split: str) -> Sequence[Query]:
+        if split not in SPLITS:
+            raise ValueError(f"split {split!r} is not one of {SPLITS}")
+        return [
+            Query(prompt=self._prompt(numbers, target), answer=f"{_text(numbers)}={target}")
+            for numbers, target in self._splits[split]
+        ]
+
+    def _prompt(self, numbers: Sequence[int], target: int) -> str:
+        if self._style == "characters":
+            return _short(numbers, target)
+        return _INSTRUCTION.format(numbers=_text(numbers, ", "), target=target)
+
+    def rewards(self, queries: Sequence[Query], responses: Sequence[str], finished: np.ndarray) -> Scores:
+        """1 where the final expression is the target by the query's numbers, each used once, and the response ended by itself."""
+        correct = [
+            bool(done) and self.final_answer(response) == query.answer
+            for query, response, done in zip(queries, responses, finished, strict=True)
+        ]
+        reward = np.array(correct, np.float32)
+        return Scores(reward=reward, parts=reward[:, None])
+
+    def final_answer(self, response: str) -> str:
+        """What the response claims, `9,4,2=34`: the numbers of its final expression in descending order, and its value.
+
+        "" where there is no such expression, or it has more numbers than queries have, or larger ones. Two answers to a query
+        that say the same have the same reward.
+        """
+        evaluated = evaluate(_final_expression(response, self._style), most=self._numbers, largest=self._largest)
+        if evaluated is None:
+            return ""
+        numbers, value = evaluated
+        return f"{_text(sorted(numbers, reverse=True))}={value}"
+
+    def worked_examples(self, rng: np.random.Generator, count: int) -> list[tuple[str, str]]:
+        """Fresh problems outside of the held-out split, by the teacher described above.
+
+        Raises:
+          ValueError: the style is text.
+        """
+        if self._style == "text":
+            raise ValueError(
+                "task countdown has no worked examples with task.countdown.style=text: set model.path to a pretrained model and "
+                "warm_start.steps=0"
+            )
+        examples: list[tuple[str, str]] = []
+        luck = _uniform(rng)
+        while len(examples) < count:
+            numbers, solution = self._draw(luck)
+            if solution.value <= self._largest_target and (numbers, solution.value) not in self._heldout:
+                response = search(numbers, solution, luck, largest_target=self._largest_target)
+                examples.append((_short(numbers, solution.value), response))
+        return examples
+
+
+# As the public experiments put it, in other words.
+_INSTRUCTION = (
+    "Make an expression that equals {target} out of the numbers {numbers}. Use every number exactly once, and only the "
+    "operations +, -, *, / and parentheses. First think step by step. Then write the expression alone, without an equals sign, "
+    "within <answer> and </answer>, like this: <answer>(1 + 2) * 3</answer>.\n\nThinking:"
+)
+
+
+def _text(numbers: Sequence[int], separator: str = ",") -> str:
+    return separator.join(map(str, numbers))
+
+
+def _short(numbers: Sequence[int], target: int) -> str:
+    return f"{_text(numbers)}={target}:"
+
+
+def _uniform(rng: np.random.Generator) -> Iterator[float]:
+    """Numbers from [0, 1), one by one: a call of NumPy for each would take most of the time."""
+    while True:
+        yield from rng.random(4096).tolist()
+
+
+def add_up(numbers: Sequence[int], luck: Iterator[float]) -> Total:
+    """Takes the numbers into a running total in random order, by random operations whose result is a positive whole number.
+
+    Args:
+      numbers: descending; the two that a total begins with stand in this order, too.
+      luck: uniform on [0, 1).
+    """
+    rest = list(numbers)
+    first = rest.pop(int(next(luck) * len(rest)))
+    value, steps, expression = first, str(first), str(first)
+    while rest:
+        number = rest.pop(int(next(luck) * len(rest)))
+        if len(rest) == len(numbers) - 2 and number > value:
+            value, number = number, value
+            steps = expression = str(value)
+        results = {"+": value + number, "*": value * number}
+        if value > number:
+            results["-"] = value - number
+        if value % number == 0:
+            results["/"] = value // number
+        sign = list(results)[int(next(luck) * len(results))]
+        value = results[sign]
+        steps, expression = f"{steps}{sign}{number}={value}", f"({expression}{sign}{number})"
+    return Total(value, steps, expression[1:-1])
+
+
+def search(numbers: Sequence[int], solution: Total, luck: Iterator[float], *, largest_target: int) -> str:
+    """The teacher's response: tries, `;` between them, until one hits the target or there were enough; `#` and the last of them.
+
+    Where the search is skipped there is one try, of which only the answer is written. No try is above `largest_target`.
+    """
+    tries: list[Total] = []
+    skips = next(luck) < (_SKIP_OFTEN if solution.value < _SMALL_TARGET else _SKIP_RARELY)
+    while not tries or (tries[-1].value != solution.value and len(tries) < _TRIES and not skips):
+        total = solution if next(luck) < _INSIGHT else add_up(numbers, luck)
+        if total.value <= largest_target:
+            tries.append(total)
+    written = "" if skips else ";".join(total.steps for total in tries)
+    return f"{written}#{tries[-1].expression}"
+
+
+def _final_expression(response: str, style: str) -> str:
+    """The empty text where there is none."""
+    if style == "characters":
+        return response.rpartition("#")[2] if "#" in response else ""
+    before, closed, _ = response.rpartition("</answer>")
+    return before.rpartition("<answer>")[2] if closed and "<answer>" in before else ""
+
+
+_TOKEN = re.compile(r"\s*([0-9]+|[-+*/()])", re.ASCII)
+_OPERATIONS: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": operator.truediv,
+}
+_RANK = {"(": 0, "+": 1, "-": 1, "*": 2, "/": 2}
+
+
+def evaluate(text: str, *, most: int, largest: int) -> tuple[list[int], Fraction] | None:
+    """The numbers of an expression in their order, and its exact value.
+
+    The grammar: whole numbers without leading zeros or signs, + - * / between two operands, of the usual ranks and from the left,
+    and parentheses. Takes time linear in the text, whatever it is: it keeps two stacks (Dijkstra's shunting yard) in the place of
+    recursion, and reads no more than `most` numbers, none above `largest`.
+
+    Returns:
+      None where the text is not such an expression, divides by zero, or has too many or too large numbers.
+    """
+    numbers: list[int] = []
+    values: list[Fraction] = []
+    signs: list[str] = []
+    position, text, operand_next = 0, text.rstrip(), True
+    while position < len(text):
+        token = _TOKEN.match(text, position)
+        if token is None:
+            return None
+        position, sign = token.end(), token[1]
+        if sign[0].isdigit() or sign == "(":
+            if not operand_next:
+                return None
+            if sign == "(":
+                signs.append(sign)
+                continue
+            if len(numbers) == most or sign[0] == "0" or len(sign) > len(str(largest)) or int(sign) > largest:
+                return None
+            numbers.append(int(sign))
+            values.append(Fraction(int(sign)))
+            operand_next = False
+            continue
+        if operand_next or not _apply(values, signs, rank=_RANK.get(sign, 1)):
+            return None
+        if sign != ")":
+            signs.append(sign)
+        elif signs:
+            signs.pop()
+        else:
+            return None
+        operand_next = sign != ")"
+    if operand_next or not _apply(values, signs, rank=1) or signs:
+        return None
+    return numbers, values[0]
+
+
+def _apply(values: list[Fraction], signs: list[str], *, rank: int) -> bool:
+    """Applies what stands on the stack from this rank on, up to the last parenthesis; False where that divides by zero."""
+    while signs and _RANK[signs[-1]] >= rank:
+        right, left, sign = values.pop(), values.pop(), signs.pop()
+        if sign == "/" and not right:
+            return False
+        values.append(_OPERATIONS[sign](left, right))
+    return True
