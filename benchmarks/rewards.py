@@ -77,9 +77,9 @@ def rate(searcher: Searcher, task: Late, way: str, batches: int) -> float:
     for _ in range(batches):
         searcher.advance(ahead=lambda: True)
         if way == WAYS[2]:
-            searcher.appended(wait=True)
+            searcher.appended(wait_seconds=None)
         decoded.append(time.monotonic())
-    searcher.appended(wait=True)
+    searcher.appended(wait_seconds=None)
     return (batches - 1) * searcher.rows_per_batch / (decoded[-1] - decoded[0])
 
 

@@ -54,6 +54,7 @@ def get_config() -> config_dict.ConfigDict:
     c.task.math = config_dict.ConfigDict()
     c.task.math.train_path = ""  # rows {"problem", "answer"}, or {"problem", "solution"} with a \\boxed{} answer
     c.task.math.heldout_path = "HuggingFaceH4/MATH-500"
+    c.task.math.prompt = "Problem:\n{problem}\n\nReason step by step, and put the final answer within \\boxed{}.\n\nSolution:\n"
     c.task.math.time_limit = 10.0  # seconds that comparing an answer may take; then its reward is 0
     c.task.math.retries = 1  # of a comparison that failed otherwise; after them its reward is NaN
     c.task.math.concurrency = 2  # processes that compare answers, in each role that scores responses

@@ -1,7 +1,7 @@
 """MATH with Qwen2.5-7B (base) and TBA′, evaluated on MATH-500: --config=configs/math_qwen2_5_7b.py[:VARIANT].
 
-VARIANT: async2 (the default: rows of an update are up to 2 updates old) | async10 | a name of configs/baselines.py: its objective
-at async10, such as dr_grpo, which the paper compares with.
+VARIANT: async2 (the default: no row of an update is more than 2 updates old) | async10 | a name of configs/baselines.py: its
+objective at async10, such as dr_grpo, which the paper compares with.
 
 Paper:     TBA′ on MATH: β 0.005, reference reset every ρ = 50 steps, K 16, 32 × 16 rows, 400 steps; MATH-500 pass@1 above that of
            Dr. GRPO, most clearly at async 10.
@@ -21,6 +21,7 @@ def get_config(variant: str = ""):
     c = base.get_config()
     c.task.name = "math"
     c.task.math.concurrency = 8
+    c.task.math.prompt = "{problem}"
     c.task.prompt_length = 1024
     c.task.response_length = 3072
     c.task.long_prompts = "skip"
@@ -35,10 +36,11 @@ def get_config(variant: str = ""):
     c.searchers.count = 1
     c.searchers.samples_per_query = 16
     c.searchers.queries_per_batch = 32
-    c.searchers.slots = 256
-    # Each row is trained on once, and none is older than the level: searchers wait for the trainer, never it for a barrier.
+    c.searchers.slots = 96  # 22 GB of caches at these lengths
+    # Each row is trained on once. A searcher is so many batches ahead of the trainer at most, and what is older is left out: with
+    # more searchers, each takes its share of max_rows_per_snapshot.
     level = _LEVELS.get(variant, 10)
-    c.searchers.max_rows_per_snapshot = 512
+    c.searchers.max_rows_per_snapshot = level * 512
     c.replay.recent_probability = 1.0
     c.replay.recent_window = level
     c.replay.max_staleness = level
@@ -64,4 +66,5 @@ def get_config(variant: str = ""):
     if variant not in _LEVELS:
         baselines.apply(c, variant, besides=[name for name in _LEVELS if name])
         c.learner.reference.kind, c.learner.reference.offload = "initial", False
+        c.task.step_ends = ("\n",) if variant == "vine_ppo" else ()
     return c

@@ -2,6 +2,7 @@
 
 Command:   python -m tba_jax.main --config=configs/own_task.py --config.model.path=FOLDER --workdir=runs/own_task
              --config.task.custom.train_path=train.jsonl --config.task.custom.heldout_path=heldout.jsonl
+Hardware:  whatever the model needs. Time and score: not measured here.
 """
 
 from configs import base
@@ -13,7 +14,7 @@ from tba_jax.tasks.interface import Query
 def mentioned(query: Query, response: str) -> float:
     """The share of the wanted words that the response holds. May be slow, fail or call a service: see GradedTask."""
     wanted = query.answer.split()
-    return sum(word in response for word in wanted) / len(wanted)
+    return sum(word in response for word in wanted) / max(len(wanted), 1)
 
 
 class Mention(GradedTask):
@@ -34,5 +35,6 @@ def get_config():
     c = base.get_config()
     c.task.name = f"{__file__}:Mention"
     c.task.custom.train_path = c.task.custom.heldout_path = ""
+    c.task.prompt_length, c.task.response_length = 48, 48
     c.learner.learning_rate = 2e-4
     return c

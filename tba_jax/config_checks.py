@@ -400,6 +400,13 @@ def _check_run(config: Any) -> None:
         f"searchers.max_rows_per_snapshot={searchers.max_rows_per_snapshot} lets {searchers.count} searchers "
         f"generate {allowed} rows before the first update, which needs {first}",
     )
+    spare = config.replay.max_draws_per_row == 0 or allowed > first
+    _require(
+        not searchers.max_rows_per_snapshot or bool(mount) or spare,
+        f"searchers.max_rows_per_snapshot={searchers.max_rows_per_snapshot} lets {searchers.count} searchers generate just the "
+        f"{first} rows of an update, of which replay.max_draws_per_row={config.replay.max_draws_per_row} can spare none: where "
+        "one is left out, the trainer waits for ever; raise searchers.max_rows_per_snapshot",
+    )
     mesh = config.learner.mesh
     rows, ways = config.learner.queries * config.learner.completions, mesh.data * mesh.fsdp
     _require(

@@ -28,6 +28,13 @@ from tba_jax.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 
+# What every report holds besides the task's score.
+REPORTED = (
+    *("step", "time", "queries", "greedy_reward", "sampled_reward", "finished", "unscored"),
+    *("ref_nll_per_token", "kl_to_ref", "seconds", "samples"),
+)
+
+
 class Evaluator:
     """Evaluates snapshots on held-out queries: greedy score, and mean reward and reference likelihood of samples."""
 
@@ -110,7 +117,8 @@ class Evaluator:
                 "sampled": [_plain(response) for response in sampled[: self._config.evaluation.samples]],
             },
         }
-        run_dir.write_json(self._run.evaluations / f"{run_dir.step_name(step)}.json", report)
+        plain = {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in report.items()}
+        run_dir.write_json(self._run.evaluations / f"{run_dir.step_name(step)}.json", plain)
         return report
 
     def _of_samples(self, sampled: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -147,14 +155,16 @@ class Evaluator:
         responses: list[dict[str, Any]] = []
         for begin in range(0, len(queries), size):
             batch, made = queries[begin : begin + size], generations[begin : begin + size]
-            # The last batch is filled up: scoring has one shape.
-            filled = concatenate([*made, *[made[0]] * (size - len(made))])
-            responses += self._scored([*batch, *[batch[0]] * (size - len(batch))], filled)[: len(batch)]
+            responses += self._scored(batch, made)
         return responses
 
-    def _scored(self, batch: Sequence[EncodedQuery], generation: Generation) -> list[dict[str, Any]]:
-        prompts, lengths = trajectory.left_pad([q.prompt for q in batch], self._contract.prompt_length, self._contract.pad_id)
-        per_row = mesh_lib.put_rows(self._mesh, (prompts, lengths, generation.tokens, generation.length))
+    def _scored(self, batch: Sequence[EncodedQuery], made: Sequence[Generation]) -> list[dict[str, Any]]:
+        # The last batch is filled up: scoring has one shape.
+        missing = self._config.evaluation.batch_size - len(batch)
+        whole = [query.prompt for query in (*batch, *[batch[0]] * missing)]
+        prompts, lengths = trajectory.left_pad(whole, self._contract.prompt_length, self._contract.pad_id)
+        filled, generation = concatenate([*made, *[made[0]] * missing]), concatenate(made)
+        per_row = mesh_lib.put_rows(self._mesh, (prompts, lengths, filled.tokens, filled.length))
         ref_logprobs = np.asarray(self._score(self._reference, *per_row)[0])
         texts, scores = reward_generation(
             generation,

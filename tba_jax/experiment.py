@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from tba_jax import config_checks, fine_tuning, other_runs, policy_store, prompts, run_config, run_dir, storage
+from tba_jax import config_checks, evaluator, fine_tuning, other_runs, policy_store, prompts, run_config, run_dir, storage
 from tba_jax import mesh as mesh_lib
 from tba_jax.decoding import embeddings, sizes
 from tba_jax.decoding import stop_strings as stop_strings_lib
@@ -84,6 +84,10 @@ def build(config: Any) -> Experiment:
             f"exceed the model's {model.max_positions} positions"
         )
     task, settings = _make_task(config.task)
+    if task.score_name in evaluator.REPORTED:
+        raise ValueError(
+            f"the task's score_name={task.score_name!r} is that of another figure of evaluation reports; call it otherwise"
+        )
     template = prompts.template(tokenizer, chat_template=config.task.chat_template, system_prompt=config.task.system_prompt)
     encoded = {
         split: prompts.encode(

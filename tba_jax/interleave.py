@@ -80,6 +80,7 @@ def run_interleaved(
     else:
         trainer.save_checkpoint()
     trainer.close()
+    searcher.close()
     for writer in (trainer_writer, evaluator_writer, searcher_writer):
         writer.close()
     return finished

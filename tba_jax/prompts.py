@@ -1,5 +1,6 @@
 """Queries as token ids: put into the chat template, encoded once and kept for the next process, the too long ones counted."""
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -82,6 +83,7 @@ def encode(
     Raises:
       ValueError: prompts are too long and may not be left out, or none is left.
     """
+    queries = _distinct(queries, split)
     around = template or PROMPT
     texts = [around.replace(PROMPT, query.prompt) for query in queries]
     tokens, ends = _encoded(texts, tokenizer, begin=not template)
@@ -96,6 +98,21 @@ def encode(
     return (encoded.select(fits) if skipped else encoded), skipped
 
 
+def _distinct(queries: Sequence[Query], split: str) -> Sequence[Query]:
+    """The first query of each prompt: rows know their query by the prompt alone, so two answers to one would be mixed."""
+    first: dict[str, Query] = {}
+    for query in queries:
+        first.setdefault(query.prompt, query)
+    if len(first) == len(queries):
+        return queries
+    others = sum(first[query.prompt].answer != query.answer for query in queries)
+    log.warning(
+        "%d of %d %s queries repeat the prompt of an earlier one, %d of them with another answer, and are left out",
+        *(len(queries) - len(first), len(queries), split, others),
+    )
+    return list(first.values())
+
+
 def _encoded(texts: Sequence[str], tokenizer: Tokenizer, *, begin: bool) -> tuple[np.ndarray, np.ndarray]:
     """(tokens, ends) as of EncodedQueries, from the cache where they are in it."""
     if sum(map(len, texts)) < CACHED_CHARACTERS:
@@ -107,7 +124,7 @@ def _encoded(texts: Sequence[str], tokenizer: Tokenizer, *, begin: bool) -> tupl
             return stored["tokens"], stored["ends"]
     except FileNotFoundError:
         pass
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:  # cut short, or not ours to read
+    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:  # cut short, or not ours to read
         log.warning("%s cannot be read (%s): the prompts are encoded again", path, error)
     tokens, ends = _joined(tokenizer.encode_all(texts, begin=begin))
     draft = path.with_name(f".{uuid.uuid4().hex[:8]}.npz")
@@ -116,13 +133,15 @@ def _encoded(texts: Sequence[str], tokenizer: Tokenizer, *, begin: bool) -> tupl
         np.savez(draft, tokens=tokens, ends=ends)
         draft.replace(path)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            draft.unlink()
         log.warning("%s cannot be written (%s): every process encodes the prompts", path, error)
     return tokens, ends
 
 
 def cache_folder() -> Path:
     """Where encoded prompts are kept, for all runs of this user; may be deleted."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tba_jax" / "prompts"
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "tba_jax" / "prompts"
 
 
 def _joined(ids: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:

@@ -1,5 +1,6 @@
 """What a person sees of a run: a line of progress, and at the end a table, a plot and one line."""
 
+import math
 import sys
 import time
 from pathlib import Path
@@ -60,7 +61,7 @@ class Progress:
         if any(speeds):
             parts.append("searchers " + " + ".join("–" if speed is None else f"{speed:.0f}" for speed in speeds) + " tokens/s")
         evaluation = last_line(self._run.metrics("evaluator"))
-        if evaluation:
+        if "greedy_reward" in evaluation:
             parts.append(f"held-out {evaluation['greedy_reward']:.3f} at step {evaluation['step']}")
         return "  ".join(parts)
 
@@ -72,8 +73,9 @@ class Progress:
 
 
 def evaluations(run: run_dir.RunDir) -> list[dict[str, Any]]:
-    """All evaluation reports, by step."""
-    return [run_dir.read_json(run.evaluations / f"{run_dir.step_name(step)}.json") for step in run_dir.steps_in(run.evaluations)]
+    """All evaluation reports, by step; a score that could not be found is NaN."""
+    files = [run.evaluations / f"{run_dir.step_name(step)}.json" for step in run_dir.steps_in(run.evaluations)]
+    return [{k: math.nan if v is None else v for k, v in run_dir.read_json(file).items()} for file in files]
 
 
 def summary(run: run_dir.RunDir) -> dict[str, float]:

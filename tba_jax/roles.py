@@ -13,6 +13,7 @@ from tba_jax.replay.journal import read_lineage
 from tba_jax.replay.lease import EpochLease
 from tba_jax.searcher.role import run_searcher, wait_for_run
 from tba_jax.searcher.search import Searcher
+from tba_jax.tasks.interface import Closable
 
 log = logging.getLogger(__name__)
 
@@ -174,9 +175,15 @@ def searcher(s: Settings) -> Job:
         account = TimeAccount()
         made = _make_searcher(s, name=s.name or "searcher", account=account)
         run_searcher(made, s.config, s.run, name=s.name or made.writer, account=account, stop=stop)
+        _close_task(s)
         return 0
 
     return job
+
+
+def _close_task(s: Settings) -> None:
+    if isinstance(s.experiment.task, Closable):
+        s.experiment.task.close()
 
 
 def _make_evaluator(s: Settings) -> Any:
@@ -197,6 +204,7 @@ def evaluator(s: Settings) -> Job:
     def job() -> int:
         if wait_for_run(s.run, poll_seconds=s.config.searchers.poll_seconds, stop=stop):
             run_evaluator(_make_evaluator(s), s.config, s.run, account=TimeAccount(), stop=stop)
+            _close_task(s)
         return 0
 
     return job
@@ -237,6 +245,7 @@ def _interleaved(s: Settings) -> Job:
         evaluate = _make_evaluator(s) if s.config.evaluation.enabled else None
         finished = run_interleaved(made, search, evaluate, s.config, s.run, stop=stop, progress=progress)
         lease.release()
+        _close_task(s)
         code = 0 if finished else lifeline.STOPPED
         _conclude(s, progress, code)
         return code

@@ -47,7 +47,7 @@ LATER: dict[str, dict[str, Any]] = {
             "heldout_queries": 256,
             "seed": 0,
         },
-        "math": {"train_path": "", "heldout_path": "", "time_limit": 10.0, "retries": 1, "concurrency": 2},
+        "math": {"train_path": "", "heldout_path": "", "prompt": "{problem}", "time_limit": 10.0, "retries": 1, "concurrency": 2},
     },
     "searchers": {
         "slots": 0,

@@ -248,6 +248,11 @@ def test_every_rule_on_one_setting_is_tried_above():
             {"searchers.count": 1, "searchers.queries_per_batch": 2, "searchers.max_rows_per_snapshot": 167},
             "searchers.max_rows_per_snapshot=167 lets 1 searchers generate 167 rows before the first update, which needs 168",
         ),
+        (
+            {"searchers.count": 1, "searchers.max_rows_per_snapshot": 168, "replay.max_draws_per_row": 1}
+            | {"searchers.queries_per_batch": 7},
+            "searchers.max_rows_per_snapshot=168 lets 1 searchers generate just the 168 rows of an update, of which replay.max_draw",
+        ),
         ({"task.arithmetic.train_queries": 6}, "learner.queries=7 is more than the 6 train queries of the task"),
         ({"replay.capacity_per_query": 19}, "replay.capacity_per_query=19 is less than learner.completions=20"),
         ({"sampling.top_p": 0.9}, "sampling.top_p=0.9 would truncate every row; learner.objective=trajectory_balance needs full"),

@@ -148,6 +148,23 @@ def test_many_prompts_are_encoded_once(tokenizer, cache, monkeypatch, caplog):
         assert len(whole["ends"]) == 800
 
 
+def test_an_empty_file_of_the_cache_is_made_again(tokenizer, cache):
+    queries = [Query(prompt=f"{i} " + "word " * 300) for i in range(800)]
+    first, _ = encode(queries, tokenizer)
+    (kept,) = cache.iterdir()
+    kept.write_bytes(b"")
+    again, _ = encode(queries, tokenizer)
+    assert [*again] == [*first] and kept.stat().st_size > 1000
+
+
+def test_a_prompt_is_asked_once(tokenizer, caplog):
+    """Rows know their query by its prompt."""
+    queries = [Query(prompt="1/2?", answer=answer) for answer in ("0.5", "1/2", "0.5")]
+    encoded, skipped = encode([*queries, Query(prompt="more")], tokenizer)
+    assert [query.query for query in encoded] == [queries[0], Query(prompt="more")] and skipped == 0
+    assert "2 of 4 train queries repeat the prompt of an earlier one, 1 of them with another answer" in caplog.text
+
+
 def test_a_cache_that_cannot_be_written_stops_nothing(tokenizer, cache, caplog):
     cache.parent.mkdir(parents=True)
     cache.write_text("not a folder")

@@ -327,7 +327,7 @@ def test_the_next_batches_are_decoded_while_one_waits_for_its_rewards(tmp_path):
         reached.append(committed(s))
     assert reached == [0, 0, 0] and made.appended() == [], "the later ones have their rewards, and wait for the first"
     decoded.set()
-    assert [report.rows for report in made.appended(wait=True)] == [ROWS] * 3 and made.appended(wait=True) == []
+    assert [report.rows for report in made.appended(wait_seconds=None)] == [ROWS] * 3 and made.appended(wait_seconds=None) == []
     rows_of_the_stream(s, made, 3 * Q)
     made.close()
 
@@ -350,7 +350,7 @@ def test_so_many_batches_wait_for_rewards_at_most(tmp_path):
     assert second.is_alive() and committed(s) == 0
     released.set()
     second.join(timeout=60)
-    assert not second.is_alive() and len(made.appended(wait=True)) == 2
+    assert not second.is_alive() and len(made.appended(wait_seconds=None)) == 2
     rows_of_the_stream(s, made, 2 * Q)
     made.close()
 
@@ -381,3 +381,58 @@ def test_a_task_that_fails_stops_the_searcher_and_nothing_is_appended_after(tmp_
         run_searcher(s, made, lambda: None)
     assert committed(s) == ROWS
     rows_of_the_stream(s, made, Q)
+
+
+def test_a_reward_that_hangs_keeps_nobody_from_the_end(tmp_path):
+    """Of a run that has finished, and of one whose snapshot is broken: rows that have no reward yet are not waited for longer."""
+    for broken in (False, True):
+        hanging = threading.Event()
+
+        def hangs(scores: Scores, hanging: threading.Event = hanging) -> Scores:
+            hanging.wait()
+            return scores
+
+        settings = dict(searchers__reward_batches=2, searchers__stop_seconds=1.0)
+        s, made = make(tmp_path / str(broken), task=lambda task: Held(task, lambda scores: scores, hangs), **settings)
+
+        def look(s: roles.Settings = s, broken: bool = broken) -> None:
+            if committed(s) == ROWS and not s.run.finished.exists() and not policy_store.is_committed(s.run.policies, 1):
+                if broken:
+                    publish(s, 1, cut_short)
+                else:
+                    run_dir.write_json(s.run.finished, {"step": s.config.learner.steps})
+
+        begin = time.monotonic()
+        if broken:
+            with pytest.raises(ValueError, match="damaged"):
+                run_searcher(s, made, look)
+        else:
+            run_searcher(s, made, look)
+        assert time.monotonic() - begin < 30 and committed(s) == ROWS
+        hanging.set()
+        time.sleep(0.2)
+        assert committed(s) == ROWS, "nothing is appended after the end"
+
+
+def test_rates_are_those_of_appends(tmp_path):
+    """Reports that are read together, since the first of them was late, tell the same as if they were not."""
+    late, writer = threading.Event(), MetricLines()
+    s, made = make(tmp_path, task=lambda task: Held(task, lambda scores: (late.wait(60), scores)[1]), searchers__reward_batches=4)
+    made.refresh()
+    for _ in range(3):
+        made.advance()
+    late.set()
+    reports = made.appended(wait_seconds=None)
+    role._Rates(writer, TimeAccount()).write(reports)
+    for line, report in zip(writer.lines, reports[1:], strict=True):
+        elapsed = report.time - reports[0].time
+        assert elapsed > 0 and line["rows_per_second"] == pytest.approx((reports.index(report)) * ROWS / elapsed)
+    made.close()
+
+
+class MetricLines:
+    def __init__(self) -> None:
+        self.lines: list[dict[str, Any]] = []
+
+    def write(self, step: int, scalars: dict[str, Any]) -> None:
+        self.lines.append({"step": step, **scalars})

@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 
+from configs import base
 from tba_jax.tasks.competition_math import Math, last_boxed, normalise
 from tba_jax.tasks.interface import Query
 
@@ -19,6 +20,9 @@ ROWS = [
 ]
 
 
+PROMPT = base.get_config().task.math.prompt
+
+
 def write(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
@@ -26,7 +30,7 @@ def write(path, rows):
 
 def make(folder, **changes) -> Math:
     paths = {"train_path": write(folder / "a.jsonl", ROWS), "heldout_path": write(folder / "b.jsonl", ROWS[:1])}
-    return Math(**paths | dict(time_limit=30.0, retries=1, concurrency=2) | changes)
+    return Math(**paths | dict(prompt=PROMPT, time_limit=30.0, retries=1, concurrency=2) | changes)
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +58,12 @@ def test_prompts_gold_answers_and_solutions(task, tmp_path):
     path = write(tmp_path / "answers.jsonl", ROWS[:1])
     with pytest.raises(ValueError, match=r"no worked examples: no row of task.math.train_path has a field 'solution'"):
         make(tmp_path, train_path=path).worked_examples(np.random.default_rng(0), 1)
+
+
+@pytest.mark.parametrize("prompt", ["", "problem", "{problem} {problem}"])
+def test_a_prompt_holds_the_problem_once(tmp_path, prompt):
+    with pytest.raises(ValueError, match=rf"^task.math.prompt='{prompt}' must hold {{problem}} once, where the problem stands$"):
+        make(tmp_path, prompt=prompt)
 
 
 BOXES: dict[str, str] = {

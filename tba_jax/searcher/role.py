@@ -46,7 +46,7 @@ class _Rates:
 
     def __init__(self, writer: MetricWriter, account: TimeAccount):
         self._writer, self._account = writer, account
-        self._batches, self._begin = 0, time.monotonic()
+        self._batches, self._begin = 0, 0.0
         self._rows = self._tokens = self._value_tokens = self._unscored = 0
 
     def write(self, reports: Sequence[SearchReport]) -> None:
@@ -55,12 +55,12 @@ class _Rates:
             self._unscored += report.unscored
             if self._batches == 1:
                 self._account.restart()
-                self._begin = time.monotonic()
+                self._begin = report.time
                 continue
             self._rows += report.rows
             self._tokens += report.tokens
             self._value_tokens += report.value_tokens
-            elapsed = max(time.monotonic() - self._begin, 1e-9)
+            elapsed = max(report.time - self._begin, 1e-9)
             scalars = {
                 "rows_per_second": self._rows / elapsed,
                 "tokens_per_second": self._tokens / elapsed,
@@ -80,7 +80,10 @@ class _Rates:
 def run_searcher(
     searcher: Searcher, config: Any, run: run_dir.RunDir, *, name: str, account: TimeAccount, stop: Callable[[], bool]
 ) -> None:
-    """Searches until the run has finished or `stop` says so. Batches in flight are completed first."""
+    """Searches until the run has finished or `stop` says so.
+
+    The batch that is being decoded is completed; those that wait for their rewards have searchers.stop_seconds.
+    """
     writer = MetricWriter(run.metrics(name))
     poll_seconds = storage.poll_seconds([run.shared], config.searchers.poll_seconds)
     with account.measure("load_policy"):
@@ -96,7 +99,7 @@ def run_searcher(
                 with account.measure("wait_policy"):
                     time.sleep(poll_seconds)
             rates.write(searcher.appended())
-        rates.write(searcher.appended(wait=True))
+        rates.write(searcher.appended(wait_seconds=config.searchers.stop_seconds))
     finally:
         refresher.close()
         searcher.close()

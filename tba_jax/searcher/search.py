@@ -205,7 +205,7 @@ class Searcher:
     def search(self, *, ahead: Callable[[], bool] = lambda: False) -> SearchReport:
         """One batch, which is in the log when this returns. See advance."""
         self.advance(ahead=ahead)
-        return self.appended(wait=True)[-1]
+        return self.appended(wait_seconds=None)[-1]
 
     def advance(self, *, ahead: Callable[[], bool] = lambda: False) -> None:
         """Decodes one batch, has the reference score it, and hands it on to be rewarded and appended.
@@ -248,15 +248,17 @@ class Searcher:
                 DecodedBatch(rows=rows, scores=scores, values=values, policy_step=policy_step, slot_idle=slot_idle, begin=begin)
             )
 
-    def appended(self, *, wait: bool = False) -> list[SearchReport]:
-        """Of the batches that were appended since the last call; wait: once all are that were decoded.
+    def appended(self, *, wait_seconds: float | None = 0.0) -> list[SearchReport]:
+        """Of the batches that were appended since the last call.
+
+        Args: wait_seconds: so long for those that were decoded; None: for as long as it takes.
 
         Raises:
           OSError: the replay log refused the rows (disk full, say).
           Exception: whatever the task's rewards raised.
         """
         with self._account.measure("reward"):
-            return self._appender.appended(wait=wait)
+            return self._appender.appended(wait_seconds=wait_seconds)
 
     def close(self) -> None:
         """Ends the threads that reward and append."""

@@ -17,6 +17,7 @@ from tba_jax.tasks import data, gsm8k
 from tba_jax.tasks.graders import Graders
 from tba_jax.tasks.interface import SPLITS, Query, Scores
 
+_PROBLEM = "{problem}"
 HUB_SPLITS = {"train": "train", "heldout": "test"}
 _MEMORY_MEGABYTES = 2048  # of a worker: a response may name a number that fills any machine
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?P<open>\{)|\\(?:boxed|fbox)\s+(?P<token>[^\s{}$\\]+)|\\.|(?P<brace>[{}])", re.DOTALL)
@@ -37,11 +38,14 @@ class Math:
     reward_parts = ("correct",)
     reward_version = 1
 
-    def __init__(self, *, train_path: str, heldout_path: str, time_limit: float, retries: int, concurrency: int):
-        """Args: files, or hub data sets (splits train and test); time_limit, retries, concurrency: see Graders.
+    def __init__(self, *, train_path: str, heldout_path: str, prompt: str, time_limit: float, retries: int, concurrency: int):
+        """Args: files, or hub data sets (splits train and test); prompt: what is asked, with {problem} where the problem stands;
+          time_limit, retries, concurrency: see Graders.
 
         Raises ValueError naming file, line and field (or the answer) where one is missing or malformed.
         """
+        if prompt.count(_PROBLEM) != 1:
+            raise ValueError(f"task.math.prompt={prompt[:60]!r} must hold {_PROBLEM} once, where the problem stands")
         from tba_jax.tasks import math_verdict
 
         self._queries: dict[str, list[Query]] = {}
@@ -63,7 +67,7 @@ class Math:
                 setting=f"task.math.{split}_path",
                 split=HUB_SPLITS[split],
             )
-            queries = [Query(prompt=make_prompt(row["problem"]), answer=_gold(row)) for row in rows]
+            queries = [Query(prompt=prompt.replace(_PROBLEM, row["problem"]), answer=_gold(row)) for row in rows]
             self._queries[split] = list(dict.fromkeys(queries))
             if split == "train":
                 self._solutions = [(q.prompt, row["solution"]) for q, row in zip(queries, rows, strict=True) if "solution" in row]
@@ -102,10 +106,6 @@ class Math:
     def close(self) -> None:
         """Ends the worker processes."""
         self._graders.close()
-
-
-def make_prompt(problem: str) -> str:
-    return f"Problem:\n{problem}\n\nReason step by step, and put the final answer within \\boxed{{}}.\n\nSolution:\n"
 
 
 def _gold(row: data.Row) -> str:

@@ -75,6 +75,15 @@ class Task(Protocol):
 
 
 @runtime_checkable
+class Closable(Protocol):
+    """What a task may offer besides: an end to processes or connections of its own."""
+
+    def close(self) -> None:
+        """Called once, when its role ends in good order."""
+        ...
+
+
+@runtime_checkable
 class HasFinalAnswer(Protocol):
     """What a task may offer besides: the answer that a response comes to, by which responses are put to the vote."""
 

@@ -67,7 +67,8 @@ def make(factory: Callable[..., Task], settings: Mapping[str, Any], *, section: 
     """
     parameters = inspect.signature(factory).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    named = [name for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_KEYWORD]
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    named = [name for name, parameter in parameters.items() if parameter.kind not in variable]
     takes = f"it takes {', '.join(named) or 'none'}"
     if not takes_any and (unknown := sorted(set(settings) - set(named))):
         raise ValueError(f"{section}.{unknown[0]} is no setting of the task; {takes}")
