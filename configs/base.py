@@ -37,8 +37,9 @@ def get_config() -> config_dict.ConfigDict:
     c.task.arithmetic.seed = 0
     c.task.countdown = config_dict.ConfigDict()
     c.task.countdown.style = "characters"  # characters (short, of the built-in tokenizer) | text (for a pretrained model)
-    c.task.countdown.numbers = 3  # of a query
+    c.task.countdown.numbers = 4  # of a query
     c.task.countdown.largest = 9  # of them
+    c.task.countdown.operations = "+-"  # by which targets are made; answers may use + - * / and parentheses
     c.task.countdown.largest_target = 99
     c.task.countdown.train_queries = 1500
     c.task.countdown.heldout_queries = 256

@@ -16,6 +16,7 @@ def get_config():
     c.task.countdown.style = "text"
     c.task.countdown.numbers = 4
     c.task.countdown.largest = 99
+    c.task.countdown.operations = "+-*/"
     c.task.countdown.train_queries = 10_000
     c.task.countdown.heldout_queries = 512
     c.task.prompt_length = 128

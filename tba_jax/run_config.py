@@ -40,8 +40,9 @@ LATER: dict[str, dict[str, Any]] = {
         "gsm8k": {"train_path": "", "heldout_path": ""},
         "countdown": {
             "style": "characters",
-            "numbers": 3,
+            "numbers": 4,
             "largest": 9,
+            "operations": "+-",
             "largest_target": 99,
             "train_queries": 1500,
             "heldout_queries": 256,

@@ -251,7 +251,7 @@ def test_every_rule_on_one_setting_is_tried_above():
         (
             {"searchers.count": 1, "searchers.max_rows_per_snapshot": 168, "replay.max_draws_per_row": 1}
             | {"searchers.queries_per_batch": 7},
-            "searchers.max_rows_per_snapshot=168 lets 1 searchers generate just the 168 rows of an update, of which replay.max_draw",
+            "searchers.max_rows_per_snapshot=168 lets 1 searchers generate just the 168 rows of an update, of which replay",
         ),
         ({"task.arithmetic.train_queries": 6}, "learner.queries=7 is more than the 6 train queries of the task"),
         ({"replay.capacity_per_query": 19}, "replay.capacity_per_query=19 is less than learner.completions=20"),

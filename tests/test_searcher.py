@@ -417,7 +417,7 @@ def test_a_reward_that_hangs_keeps_nobody_from_the_end(tmp_path):
 def test_rates_are_those_of_appends(tmp_path):
     """Reports that are read together, since the first of them was late, tell the same as if they were not."""
     late, writer = threading.Event(), MetricLines()
-    s, made = make(tmp_path, task=lambda task: Held(task, lambda scores: (late.wait(60), scores)[1]), searchers__reward_batches=4)
+    _, made = make(tmp_path, task=lambda task: Held(task, lambda scores: (late.wait(60), scores)[1]), searchers__reward_batches=4)
     made.refresh()
     for _ in range(3):
         made.advance()

@@ -59,7 +59,7 @@ class DecodedBatch:
 
 
 class _Threads:
-    """A few threads that do calls in their order. The end of the process does not wait for them, as it would for an executor's."""
+    """Threads that do calls in their order; the end of the process does not wait for them, as it would for an executor's."""
 
     def __init__(self, count: int, name: str):
         self._count = count

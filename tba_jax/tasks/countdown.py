@@ -1,21 +1,21 @@
 """Countdown: combine a few numbers, each exactly once, by + - * / and parentheses into an expression that equals a target.
 
-Queries are generated: numbers are drawn and taken into a running total, one after another at random, by operations whose result
-is a positive whole number (the rule of the television game); the total is the target, so that every query has a solution. The
-reward is 1 where the response's final expression is one, by whatever exact arithmetic, fractions and negative numbers included,
-else 0. How the response gets there is the policy's own business.
+Queries are generated: numbers are drawn and taken into a running total, one after another, by operations whose result is a
+positive whole number (the rule of the television game); the total is the target, so that every query has a solution. The reward
+is 1 where the response's final expression is one, by whatever exact arithmetic, fractions and negative numbers included, else 0.
+How the response gets there is the policy's own business.
 
 There are two styles of prompts and answers:
 
 text: an instruction for a pretrained model; the final expression stands in the last `<answer> </answer>`, as in the public
-experiments with this task (TinyZero, Pan et al. 2025).
+experiments with this task (TinyZero, Pan et al. 2025). Targets are made of the numbers in any order.
 
-characters: `9,4,2=34:`, for a policy with the built-in tokenizer; the final expression stands after the last `#`. The worked
-examples come from a teacher who searches in the open, total by total, up to three times: `9+2=11*4=44;9*4=36-2=34#(9*4)-2`.
-Every second try is the solution at once, the others are at random. But the teacher skips the search, four times in five where the
-target is small, one time in ten elsewhere: what would have been the first try is the answer, `#(9*4)-2`. A small policy imitates
-all that, but does not see solutions as the teacher does: after the warm start it fails more often than not, and reinforcement
-learning can find out that searching pays.
+characters: `9,4,4,2=15:`, for a policy with the built-in tokenizer; the final expression stands after the last `#`. Targets are
+made of the numbers from left to right. The worked examples come from a teacher who tries all operations in the open, one after
+another, until the target is hit: `9+4=13+4=17+2=19;9+4=13+4=17-2=15#9+4+4-2`. But the teacher skips the search, nine times in ten
+where the target is small, one time in ten elsewhere, and answers with a total at random: `#9+4-4-2`. A small policy imitates
+both, and guesses no better than that: after the warm start it fails more often than not, and reinforcement learning finds out that
+searching pays.
 """
 
 import dataclasses
@@ -30,12 +30,12 @@ from tba_jax.tasks.interface import SPLITS, Query, Scores
 
 CHARACTERS = "0123456789+-*/=(),;:#"
 STYLES = ("text", "characters")
-# Of the teacher: tries of a search at most, and the share of them that are the solution.
-_TRIES, _INSIGHT = 3, 0.5
-_SMALL_TARGET, _SKIP_OFTEN, _SKIP_RARELY = 10, 0.8, 0.1
+# Of the teacher.
+_SMALL_TARGET, _SKIP_OFTEN, _SKIP_RARELY = 14, 0.9, 0.1
 # More draws than so many for each distinct query (100 more at the start), and there are taken to be no others.
 _DRAWS = 20
 _MOST_NUMBERS, _LARGEST = 10, 10**6
+_MOST_SEARCHED = 4
 
 # Numbers in descending order, and the target.
 Problem = tuple[tuple[int, ...], int]
@@ -43,11 +43,28 @@ Problem = tuple[tuple[int, ...], int]
 
 @dataclasses.dataclass(frozen=True)
 class Total:
-    """A try: its result, its steps `9*4=36-2=34`, and the expression `(9*4)-2`."""
+    """A try: its result, its steps `9*4=36-2=34`, and the expression `9*4-2`, whose last operation is `sign` ("" without one)."""
 
     value: int
     steps: str
     expression: str
+    sign: str = ""
+
+    def take(self, sign: str, number: int) -> "Total":
+        """With one number more. Raises KeyError where the result is not a positive whole number."""
+        value = _results(self.value, number)[sign]
+        closed = f"({self.expression})" if self.sign and _RANK[self.sign] < _RANK[sign] else self.expression
+        return Total(value, f"{self.steps}{sign}{number}={value}", f"{closed}{sign}{number}", sign)
+
+
+def _results(value: int, number: int) -> dict[str, int]:
+    """Operation -> result, of those whose result is a positive whole number."""
+    results = {"+": value + number, "*": value * number}
+    if value > number:
+        results["-"] = value - number
+    if value % number == 0:
+        results["/"] = value // number
+    return results
 
 
 class Countdown:
@@ -62,16 +79,32 @@ class Countdown:
     reward_version = 1
 
     def __init__(
-        self, *, style: str, numbers: int, largest: int, largest_target: int, train_queries: int, heldout_queries: int, seed: int
+        self,
+        *,
+        style: str,
+        numbers: int,
+        largest: int,
+        operations: str,
+        largest_target: int,
+        train_queries: int,
+        heldout_queries: int,
+        seed: int,
     ):
-        """Raises ValueError where a setting is out of its limits, or draws hardly give new queries before there are enough."""
+        """Args: operations: those that targets are made by; answers may use all four.
+
+        Raises ValueError where a setting is out of its limits, or draws hardly give new queries before there are enough."""
         if style not in STYLES:
             raise ValueError(f"task.countdown.style={style!r} is not one of {list(STYLES)}")
         if not 2 <= numbers <= _MOST_NUMBERS:
             raise ValueError(f"task.countdown.numbers={numbers} must be from 2 to {_MOST_NUMBERS}")
+        if style == "characters" and numbers > _MOST_SEARCHED:
+            raise ValueError(f"task.countdown.numbers={numbers} must be at most {_MOST_SEARCHED} with style=characters")
+        if not operations or len(set(operations)) < len(operations) or not set(operations) <= set(_OPERATIONS):
+            raise ValueError(f"task.countdown.operations={operations!r} must be some of {''.join(_OPERATIONS)}, each once")
         if not 1 <= largest <= _LARGEST:
             raise ValueError(f"task.countdown.largest={largest} must be from 1 to {_LARGEST}")
         self._style, self._numbers, self._largest, self._largest_target = style, numbers, largest, largest_target
+        self._operations = operations
         wanted = train_queries + heldout_queries
         luck = _uniform(np.random.default_rng([seed, 0]))
         problems: dict[Problem, None] = {}
@@ -85,17 +118,25 @@ class Countdown:
                 )
             draws += 1
             drawn, total = self._draw(luck)
-            if total.value <= largest_target:
+            if total is not None:
                 problems[drawn, total.value] = None
         chosen = list(problems)
         self._heldout = frozenset(chosen[:heldout_queries])
         self._splits = {"heldout": chosen[:heldout_queries], "train": chosen[heldout_queries:]}
 
-    def _draw(self, luck: Iterator[float]) -> tuple[tuple[int, ...], Total]:
-        """Numbers in descending order, and a total that they reach, which may be above the largest target."""
-        drawn = (1 + int(next(luck) * self._largest) for _ in range(self._numbers))
-        numbers = tuple(sorted(drawn, reverse=True))
-        return numbers, add_up(numbers, luck)
+    def _draw(self, luck: Iterator[float]) -> tuple[tuple[int, ...], Total | None]:
+        """Numbers in descending order, and a total that they reach; None where the one that was drawn is too large."""
+        numbers = tuple(sorted((1 + int(next(luck) * self._largest) for _ in range(self._numbers)), reverse=True))
+        if self._style == "text":
+            total = add_up(numbers, luck, operations=self._operations)
+            return numbers, total if total is not None and total.value <= self._largest_target else None
+        possible = self._totals(numbers)
+        return numbers, possible[int(next(luck) * len(possible))] if possible else None
+
+    def _totals(self, numbers: Sequence[int]) -> list[Total]:
+        """All that the numbers come to from left to right, up to the largest target."""
+        found = totals(numbers, self._operations)
+        return [total for total in found if total.value <= self._largest_target]
 
     def queries(self, split: str) -> Sequence[Query]:
         if split not in SPLITS:
@@ -146,8 +187,8 @@ class Countdown:
         luck = _uniform(rng)
         while len(examples) < count:
             numbers, solution = self._draw(luck)
-            if solution.value <= self._largest_target and (numbers, solution.value) not in self._heldout:
-                response = search(numbers, solution, luck, largest_target=self._largest_target)
+            if solution is not None and (numbers, solution.value) not in self._heldout:
+                response = search(self._totals(numbers), solution.value, luck)
                 examples.append((_short(numbers, solution.value), response))
         return examples
 
@@ -174,45 +215,48 @@ def _uniform(rng: np.random.Generator) -> Iterator[float]:
         yield from rng.random(4096).tolist()
 
 
-def add_up(numbers: Sequence[int], luck: Iterator[float]) -> Total:
+def add_up(numbers: Sequence[int], luck: Iterator[float], *, operations: str) -> Total | None:
     """Takes the numbers into a running total in random order, by random operations whose result is a positive whole number.
 
     Args:
       numbers: descending; the two that a total begins with stand in this order, too.
       luck: uniform on [0, 1).
+
+    Returns:
+      None where none of the operations gives such a result.
     """
     rest = list(numbers)
-    first = rest.pop(int(next(luck) * len(rest)))
-    value, steps, expression = first, str(first), str(first)
-    while rest:
-        number = rest.pop(int(next(luck) * len(rest)))
-        if len(rest) == len(numbers) - 2 and number > value:
-            value, number = number, value
-            steps = expression = str(value)
-        results = {"+": value + number, "*": value * number}
-        if value > number:
-            results["-"] = value - number
-        if value % number == 0:
-            results["/"] = value // number
-        sign = list(results)[int(next(luck) * len(results))]
-        value = results[sign]
-        steps, expression = f"{steps}{sign}{number}={value}", f"({expression}{sign}{number})"
-    return Total(value, steps, expression[1:-1])
+    order = [rest.pop(int(next(luck) * len(rest))) for _ in numbers]
+    order[:2] = sorted(order[:2], reverse=True)
+    total = Total(order[0], str(order[0]), str(order[0]))
+    for number in order[1:]:
+        signs = [sign for sign in _results(total.value, number) if sign in operations]
+        if not signs:
+            return None
+        total = total.take(signs[int(next(luck) * len(signs))], number)
+    return total
 
 
-def search(numbers: Sequence[int], solution: Total, luck: Iterator[float], *, largest_target: int) -> str:
-    """The teacher's response: tries, `;` between them, until one hits the target or there were enough; `#` and the last of them.
+def totals(numbers: Sequence[int], operations: str) -> list[Total]:
+    """All that the numbers come to from left to right, by operations whose result is a positive whole number.
 
-    Where the search is skipped there is one try, of which only the answer is written. No try is above `largest_target`.
+    Ordered as counting is, the last operation changing first, each in the order of `operations`.
     """
-    tries: list[Total] = []
-    skips = next(luck) < (_SKIP_OFTEN if solution.value < _SMALL_TARGET else _SKIP_RARELY)
-    while not tries or (tries[-1].value != solution.value and len(tries) < _TRIES and not skips):
-        total = solution if next(luck) < _INSIGHT else add_up(numbers, luck)
-        if total.value <= largest_target:
-            tries.append(total)
-    written = "" if skips else ";".join(total.steps for total in tries)
-    return f"{written}#{tries[-1].expression}"
+    found = [Total(numbers[0], str(numbers[0]), str(numbers[0]))]
+    for number in numbers[1:]:
+        found = [total.take(sign, number) for total in found for sign in operations if sign in _results(total.value, number)]
+    return found
+
+
+def search(possible: Sequence[Total], target: int, luck: Iterator[float]) -> str:
+    """The teacher's response: the totals, `;` between them, up to the first that is the target, `#` and its expression.
+
+    Where the search is skipped: `#` and the expression of any.
+    """
+    if next(luck) < (_SKIP_OFTEN if target < _SMALL_TARGET else _SKIP_RARELY):
+        return f"#{possible[int(next(luck) * len(possible))].expression}"
+    tried = [total.value for total in possible].index(target) + 1
+    return f"{';'.join(total.steps for total in possible[:tried])}#{possible[tried - 1].expression}"
 
 
 def _final_expression(response: str, style: str) -> str:
