@@ -25,7 +25,7 @@ from tba_jax.objectives import OBJECTIVES
 from tba_jax.optimizer import SCHEDULES
 from tba_jax.replay.selection import STRATEGIES
 from tba_jax.tasks import TASKS, own
-from tba_jax.tasks.interface import SPLITS, EncodedQuery, Task
+from tba_jax.tasks.interface import SPLITS, EncodedQuery, Query, Task
 from tba_jax.tokenizer import CharacterTokenizer, HuggingFaceTokenizer, Tokenizer
 
 log = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ def build(config: Any) -> Experiment:
     template = prompts.template(tokenizer, chat_template=config.task.chat_template, system_prompt=config.task.system_prompt)
     encoded = {
         split: prompts.encode(
-            task.queries(split),
+            _queries(config.task.name, task, split),
             tokenizer,
             template=template,
             limit=config.task.prompt_length,
@@ -162,6 +162,21 @@ def _with_absolute_paths(config: Any) -> Any:
     return config
 
 
+def _queries(name: str, task: Task, split: str) -> Sequence[Query]:
+    """Raises ValueError where a task of one's own gives none, or something else."""
+    with own.blamed(name, f"queries({split!r})") if own.is_named(name) else contextlib.nullcontext():
+        queries = list(task.queries(split))
+    if not queries:
+        raise ValueError(f"task.name={name!r}: queries({split!r}) gave none")
+    for query in queries:
+        if not (isinstance(query, Query) and isinstance(query.prompt, str) and isinstance(query.answer, str) and query.prompt):
+            raise ValueError(
+                f"task.name={name!r}: queries({split!r}) must give Query(prompt, answer) of two texts, the first not empty; it gave "
+                f"{repr(query)[:100]}"
+            )
+    return queries
+
+
 def _task_class(name: str) -> Callable[..., Task]:
     return own.load(name) if own.is_named(name) else TASKS[name]
 
@@ -170,7 +185,8 @@ def _make_task(config: Any) -> tuple[Task, dict[str, Any]]:
     """The task that config.task names, and its settings."""
     custom = config.custom.to_dict()
     if own.is_named(config.name):
-        return own.make(_task_class(config.name), custom, section="task.custom"), custom
+        with own.blamed(config.name, "its constructor"):
+            return own.make(_task_class(config.name), custom, section="task.custom"), custom
     if custom:
         raise ValueError(
             f"task.custom.{min(custom)} is of a task of one's own, FILE.py:CLASS, and task.name={config.name!r} is none"

@@ -4,12 +4,15 @@ import json
 import re
 
 import jax
+import numpy as np
 import pytest
 
 from configs import base
 from tba_jax import experiment as experiment_lib
 from tba_jax import rescore, roles
+from tba_jax.decoding.rewards import reward_texts
 from tba_jax.tasks import own
+from tba_jax.tasks.interface import EncodedQuery, Query, Scores
 from tests import tiny_run
 
 TASK = """
@@ -65,13 +68,19 @@ def config(file, **custom):
         ("my_task.py:Number", "has no class 'Number'; it has Half, Ones"),
         ("my_task.py:", "has no class ''; it has Half, Ones"),
         ("my_task.py:Half", "Half lacks reward_parts, reward_version, queries, rewards, worked_examples"),
-        ("broken.py:Ones", "importing {folder}/broken.py, line 2 raised SyntaxError: "),
-        ("failing.py:Ones", "importing {folder}/failing.py raised ModuleNotFoundError: No module named 'no_such_module'"),
+        ("broken.py:Ones", "'{name}': importing it raised SyntaxError: "),
+        ("broken.py:Ones", "(line 2 of {folder}/broken.py)"),
+        ("failing.py:Ones", "ModuleNotFoundError: No module named 'no_such_module' (line 3 of {folder}/failing.py)"),
+        ("leaving.py:Ones", "importing it raised SystemExit: 0 (line 1 of {folder}/leaving.py)"),
+        ("graded.py:Ones", "task.name='{name}': Ones lacks queries (tba_jax/tasks/interface.py, Task)"),
     ],
 )
 def test_a_name_that_names_no_task_is_refused(file, name, sentence):
     (file.parent / "broken.py").write_text("x = 1\nclass Ones(:\n")
-    (file.parent / "failing.py").write_text("import no_such_module\n")
+    (file.parent / "failing.py").write_text("x = 1\n\nimport no_such_module\n")
+    (file.parent / "leaving.py").write_text("raise SystemExit(0)\n")
+    graded = "from tba_jax.tasks.graders import GradedTask\n\nclass Ones(GradedTask):\n    grade = len\n"
+    (file.parent / "graded.py").write_text(graded)
     name = f"{file.parent}/{name}"
     with pytest.raises(ValueError, match=re.escape(sentence.format(name=name, folder=file.parent))):
         own.load(name)
@@ -88,6 +97,63 @@ def test_a_name_that_names_no_task_is_refused(file, name, sentence):
 def test_settings_that_the_class_does_not_take_are_refused(file, settings, sentence):
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}"):
         own.make(own.load(f"{file}:Ones"), settings, section="task.custom")
+
+
+@pytest.mark.parametrize(
+    "code, sentence",
+    [
+        (
+            "def queries(self, split): return 3 / 0",
+            "queries('train') raised ZeroDivisionError: division by zero (line 34 of {file})",
+        ),
+        ("def queries(self, split): raise SystemExit(0)", "queries('train') raised SystemExit: 0 (line 34 of {file})"),
+        ("def queries(self, split): return None", "queries('train') raised TypeError: 'NoneType' object is not iterable"),
+        ("def queries(self, split): return []", "queries('train') gave none"),
+        (
+            "def queries(self, split): return ['a']",
+            "must give Query(prompt, answer) of two texts, the first not empty; it gave 'a'",
+        ),
+        ("def queries(self, split): return [Query(prompt=5)]", "it gave Query(prompt=5, answer='')"),
+        ("def queries(self, split): return [Query(prompt='')]", "it gave Query(prompt='', answer='')"),
+        ("def __init__(self): raise KeyError('oops')", "its constructor raised KeyError: 'oops' (line 34 of {file})"),
+    ],
+    ids=lambda text: text[:50],
+)
+def test_what_a_class_does_wrong_is_one_sentence(file, code, sentence):
+    file.write_text(f"{TASK.rstrip()}\n\nclass Wrong(Ones):\n    def __init__(self): super().__init__(count=24)\n    {code}\n")
+    c = base.get_config()
+    c.task.name = f"{file}:Wrong"
+    with pytest.raises(ValueError, match=re.escape(sentence.format(file=file))) as raised:
+        experiment_lib.build(c)
+    assert str(raised.value).startswith(f"task.name='{file}:Wrong': ")
+
+
+@pytest.mark.parametrize(
+    "rewards, error, sentence",
+    [
+        ([0.5] * 3, TypeError, "rewards() of task Given must give Scores, and gave list"),
+        (
+            Scores(np.zeros(4), np.zeros((4, 1))),
+            ValueError,
+            "gave reward of shape (4,) and parts of shape (4, 1); for 3 responses",
+        ),
+        (Scores(np.zeros(3), np.zeros(3)), ValueError, "parts of shape (3,); for 3 responses they must be (3,) and (3, 1)"),
+        (SystemExit(3), RuntimeError, "rewards() of task Given left by SystemExit: 3"),
+    ],
+    ids=str,
+)
+def test_rewards_that_are_none_are_refused_by_the_tasks_name(rewards, error, sentence):
+    class Given:
+        reward_parts = ("share",)
+
+        def rewards(self, queries, responses, finished):
+            if isinstance(rewards, SystemExit):
+                raise rewards
+            return rewards
+
+    queries = [EncodedQuery(query=Query(prompt="a"), prompt=(1,))] * 3
+    with pytest.raises(error, match=re.escape(sentence)):
+        reward_texts(["x"] * 3, np.ones(3, bool), queries, task=Given(), missing_eos_reward=None)
 
 
 def test_settings_of_ones_own_go_with_a_task_of_ones_own():

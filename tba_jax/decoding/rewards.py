@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tba_jax.decoding.requests import Generation
-from tba_jax.tasks.interface import EncodedQuery, Scores, Task
+from tba_jax.tasks.interface import EncodedQuery, Query, Scores, Task
 from tba_jax.tokenizer import Tokenizer
 
 
@@ -31,12 +31,33 @@ def reward_texts(
       finished: bool[B], ended by themselves.
       missing_eos_reward: the reward of a response that was cut at the length limit; None: what the task gives it. The parts stay
         the task's. A response that the task could not score has no reward for that either: NaN stays NaN.
+
+    Raises:
+      TypeError, ValueError: the task gave something else than Scores of these responses.
     """
-    scores = task.rewards([query.query for query in queries], texts, finished)
+    scores = _checked(task, [query.query for query in queries], texts, finished)
     if missing_eos_reward is None:
         return scores
     penalised = ~finished & ~np.isnan(scores.reward)
     return Scores(np.where(penalised, np.float32(missing_eos_reward), scores.reward), scores.parts)
+
+
+def _checked(task: Task, queries: Sequence[Query], texts: Sequence[str], finished: np.ndarray) -> Scores:
+    """What the task's rewards give, which may be of one's own."""
+    what = f"rewards() of task {type(task).__name__}"
+    try:
+        scores = task.rewards(queries, texts, finished)
+    except SystemExit as error:
+        raise RuntimeError(f"{what} left by SystemExit: {error}") from error
+    shapes = (len(texts),), (len(texts), len(task.reward_parts))
+    if not isinstance(scores, Scores):
+        raise TypeError(f"{what} must give Scores, and gave {type(scores).__name__}")
+    if (np.shape(scores.reward), np.shape(scores.parts)) != shapes:
+        raise ValueError(
+            f"{what} gave reward of shape {np.shape(scores.reward)} and parts of shape {np.shape(scores.parts)}; "
+            f"for {len(texts)} responses they must be {shapes[0]} and {shapes[1]}"
+        )
+    return Scores(np.asarray(scores.reward, np.float32), np.asarray(scores.parts, np.float32))
 
 
 def reward_generation(

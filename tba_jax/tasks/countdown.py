@@ -14,8 +14,8 @@ characters: `9,4,4,2=15:`, for a policy with the built-in tokenizer; the final e
 made of the numbers from left to right. The worked examples come from a teacher who tries all operations in the open, one after
 another, until the target is hit: `9+4=13+4=17+2=19;9+4=13+4=17-2=15#9+4+4-2`. But the teacher skips the search, nine times in ten
 where the target is small, one time in ten elsewhere, and answers with a total at random: `#9+4-4-2`. A small policy imitates
-both, and guesses no better than that: after the warm start it fails more often than not, and reinforcement learning finds out that
-searching pays.
+both, and guesses no better than that: after the warm start it fails more often than not, and reinforcement learning finds out
+that searching pays.
 """
 
 import dataclasses

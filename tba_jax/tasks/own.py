@@ -1,13 +1,18 @@
 """A task of one's own: a class in a Python file, named FILE.py:CLASS."""
 
+import contextlib
 import importlib.util
 import inspect
+import logging
 import sys
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 from tba_jax.tasks.interface import Task
+
+log = logging.getLogger(__name__)
 
 _NEEDED = ("score_name", "reward_parts", "reward_version", "queries", "rewards", "worked_examples")
 
@@ -46,15 +51,15 @@ def load(name: str) -> Callable[..., Task]:
     sys.modules[module_name] = module  # where dataclasses and pickle look for what it defines
     try:
         specification.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[module_name]
-        where = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
-        raise ValueError(f"task.name={name!r}: importing {file}{where} raised {type(error).__name__}: {error}") from error
+        raise ValueError(f"task.name={name!r}: importing it raised {_told(error, path)}") from error
     found = vars(module).get(attribute)
     if not inspect.isclass(found):
         own = sorted(key for key, value in vars(module).items() if inspect.isclass(value) and value.__module__ == module_name)
         raise ValueError(f"task.name={name!r}: {file} has no class {attribute!r}; it has {', '.join(own) or 'none'}")
-    if missing := [needed for needed in _NEEDED if not hasattr(found, needed)]:
+    abstract = found.__dict__.get("__abstractmethods__", frozenset())
+    if missing := [needed for needed in _NEEDED if needed in abstract or not hasattr(found, needed)]:
         raise ValueError(f"task.name={name!r}: {attribute} lacks {', '.join(missing)} (tba_jax/tasks/interface.py, Task)")
     return cast(Callable[..., Task], found)
 
@@ -76,3 +81,28 @@ def make(factory: Callable[..., Task], settings: Mapping[str, Any], *, section: 
     if missing := [name for name in required if name not in settings]:
         raise ValueError(f"{section}.{missing[0]} is not set, and the task needs it; {takes}")
     return factory(**settings)
+
+
+@contextlib.contextmanager
+def blamed(name: str, what: str) -> Iterator[None]:
+    """Makes what a class of one's own raises one sentence, and no other process' business; the traceback goes to the log.
+
+    Raises:
+      ValueError: in the place of any other error and of an exit. A ValueError passes as it is.
+    """
+    try:
+        yield
+    except ValueError:
+        raise
+    except (Exception, SystemExit) as error:
+        log.info("%s of task.name=%r", what, name, exc_info=True)
+        raise ValueError(f"task.name={name!r}: {what} raised {_told(error, Path(name.rpartition(':')[0]))}") from error
+
+
+def _told(error: BaseException, path: Path) -> str:
+    """The error, and the last line of the file that it came by."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path]
+    if isinstance(error, SyntaxError):
+        lines = [error.lineno]
+    where = f" (line {lines[-1]} of {path})" if lines else ""
+    return f"{type(error).__name__}: {error}{where}"
