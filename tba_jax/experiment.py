@@ -171,7 +171,7 @@ def _queries(name: str, task: Task, split: str) -> Sequence[Query]:
     for query in queries:
         if not (isinstance(query, Query) and isinstance(query.prompt, str) and isinstance(query.answer, str) and query.prompt):
             raise ValueError(
-                f"task.name={name!r}: queries({split!r}) must give Query(prompt, answer) of two texts, the first not empty; it gave "
+                f"task.name={name!r}: queries({split!r}) must give Query(prompt, answer), texts, the first not empty; it gave "
                 f"{repr(query)[:100]}"
             )
     return queries

@@ -104,18 +104,18 @@ def test_settings_that_the_class_does_not_take_are_refused(file, settings, sente
     [
         (
             "def queries(self, split): return 3 / 0",
-            "queries('train') raised ZeroDivisionError: division by zero (line 34 of {file})",
+            "queries('train') raised ZeroDivisionError: division by zero (line 31 of {file})",
         ),
-        ("def queries(self, split): raise SystemExit(0)", "queries('train') raised SystemExit: 0 (line 34 of {file})"),
+        ("def queries(self, split): raise SystemExit(0)", "queries('train') raised SystemExit: 0 (line 31 of {file})"),
         ("def queries(self, split): return None", "queries('train') raised TypeError: 'NoneType' object is not iterable"),
         ("def queries(self, split): return []", "queries('train') gave none"),
         (
             "def queries(self, split): return ['a']",
-            "must give Query(prompt, answer) of two texts, the first not empty; it gave 'a'",
+            "must give Query(prompt, answer), texts, the first not empty; it gave 'a'",
         ),
         ("def queries(self, split): return [Query(prompt=5)]", "it gave Query(prompt=5, answer='')"),
         ("def queries(self, split): return [Query(prompt='')]", "it gave Query(prompt='', answer='')"),
-        ("def __init__(self): raise KeyError('oops')", "its constructor raised KeyError: 'oops' (line 34 of {file})"),
+        ("def __init__(self): raise KeyError('oops')", "its constructor raised KeyError: 'oops' (line 31 of {file})"),
     ],
     ids=lambda text: text[:50],
 )
