@@ -12,7 +12,7 @@ import pytest
 from configs import countdown as recipe
 from tba_jax import config_checks
 from tba_jax import experiment as experiment_lib
-from tba_jax.tasks.countdown import CHARACTERS, Countdown, add_up, evaluate
+from tba_jax.tasks.countdown import CHARACTERS, Countdown, add_up, evaluate, totals
 from tba_jax.tasks.interface import SPLITS, Query
 from tba_jax.tokenizer import CharacterTokenizer
 from tests.test_run_config import config_with
@@ -26,8 +26,8 @@ OPERATIONS = {
 
 
 def countdown(**changes) -> Countdown:
-    small = dict(style="characters", numbers=3, largest=9, largest_target=99, train_queries=300, heldout_queries=50, seed=0)
-    return Countdown(**small | changes)
+    small = dict(style="characters", numbers=3, largest=9, operations="+-*/", largest_target=99)
+    return Countdown(**small | dict(train_queries=300, heldout_queries=50, seed=0) | changes)
 
 
 def by_python(text: str) -> Fraction | None:
@@ -233,33 +233,46 @@ def test_the_instruction_shows_an_answer_in_the_form_that_is_graded():
         task.worked_examples(np.random.default_rng(0), 1)
 
 
-def test_worked_examples_are_right_in_every_step_and_often_wrong_in_the_end():
-    task = countdown(train_queries=100, heldout_queries=400)
+def from_left_to_right(numbers: list[str]) -> list[tuple[int, list[str]]]:
+    """Value and operations of all totals that the rule allows, the last operation changing first."""
+    found = []
+    for signs in itertools.product("+-", repeat=len(numbers) - 1):
+        parts = [numbers[0]]
+        for sign, number in zip(signs, numbers[1:], strict=True):
+            parts.append(f"{parts[-1]}{sign}{number}")
+        values = [by_python(part) for part in parts]
+        if min(values) > 0:
+            found.append((int(values[-1]), list(signs)))
+    return found
+
+
+def test_worked_examples_try_all_totals_in_turn_or_answer_with_one_of_them():
+    task = countdown(numbers=4, operations="+-", train_queries=100, heldout_queries=400)
     examples = task.worked_examples(np.random.default_rng(0), 4000)
     heldout = {query.answer for query in task.queries("heldout")}
     skipped: dict[bool, list[bool]] = {True: [], False: []}
-    correct: dict[bool, list[bool]] = {True: [], False: []}
+    guesses: list[float] = []
     for prompt, response in examples:
         answer = prompt.removesuffix(":")
         numbers, target = answer.split("=")
         assert answer not in heldout
+        possible = from_left_to_right(numbers.split(","))
         search, expression = response.split("#")
-        assert sorted(re.findall(r"\d+", expression)) == sorted(numbers.split(",")) and 0 < by_python(expression) <= 99
-        right = by_python(expression) == int(target)
-        assert (task.final_answer(response) == answer) == right
-        skipped[int(target) < 10].append(not search)
-        correct[not search].append(right)
+        assert re.findall(r"\d+", expression) == numbers.split(",")
+        skipped[int(target) < 14].append(not search)
         if search:
+            first = [value for value, _ in possible].index(int(target))
             tries = search.split(";")
-            values = [value_of_steps(steps) for steps in tries]
-            # It ends where the target is hit; the last try without its results is the answer.
-            assert int(target) not in values[:-1] and max(values) <= 99
-            assert len(tries) == 3 or (right and len(tries) < 3)
-            assert re.sub(r"=\d+", "", tries[-1]) == re.sub(r"[()]", "", expression)
-            assert values[-1] == by_python(expression)
-    assert np.mean(skipped[True]) == pytest.approx(0.8, abs=0.03) and np.mean(skipped[False]) == pytest.approx(0.1, abs=0.03)
-    # Every second try is the solution, the others hit it one time in eight or so.
-    assert np.mean(correct[True]) == pytest.approx(0.56, abs=0.05) and np.mean(correct[False]) == pytest.approx(0.91, abs=0.03)
+            assert [value_of_steps(steps) for steps in tries] == [value for value, _ in possible[: first + 1]]
+            for steps, (_, signs) in zip(tries, possible, strict=False):
+                assert re.findall(r"[+-]", steps) == signs
+            assert re.sub(r"=\d+", "", tries[-1]) == expression
+        else:
+            assert re.findall(r"[+-]", expression) in [signs for _, signs in possible]
+            guesses.append((task.final_answer(response) == answer) - sum(v == int(target) for v, _ in possible) / len(possible))
+        assert (task.final_answer(response) == answer) == (by_python(expression) == int(target)) >= bool(search)
+    assert np.mean(skipped[True]) == pytest.approx(0.9, abs=0.03) and np.mean(skipped[False]) == pytest.approx(0.1, abs=0.03)
+    assert np.mean(guesses) == pytest.approx(0, abs=0.03), "an answer at once is any of the totals"
 
 
 def value_of_steps(steps: str) -> int:
@@ -280,22 +293,41 @@ def test_worked_examples_fit_the_alphabet_and_the_recipe():
     for prompt, response in task.worked_examples(np.random.default_rng(1), 2000):
         assert tokenizer.decode(tokenizer.encode(prompt + response)) == prompt + response
         assert len(tokenizer.encode(prompt)) <= config.prompt_length and len(response) + 1 <= config.response_length
-    # The longest tries there are.
-    longest = ";".join(["9*9=81+9=90"] * 3) + "#(9*9)+9"
-    assert len(longest) + 1 <= config.response_length
+    # Searches of all problems there are, to their last total.
+    longest = 0
+    for numbers in itertools.combinations_with_replacement(range(9, 0, -1), config.countdown.numbers):
+        tries = totals(numbers, config.countdown.operations)
+        longest = max(longest, len(";".join(total.steps for total in tries)) + len(f"#{tries[-1].expression}") + 1)
+    assert 100 < longest <= config.response_length
 
 
-def test_totals_are_of_all_orders_and_operations_that_the_rule_allows():
+def allowed(a: int, first: str, b: int, second: str, c: int) -> str | None:
+    """The expression without needless parentheses, where the rule allows it."""
+    begun = f"({a}{first}{b})" if first in "+-" and second in "*/" else f"{a}{first}{b}"
+    values = [by_python(part) for part in (f"{a}{first}{b}", f"{begun}{second}{c}")]
+    return f"{begun}{second}{c}" if all(v is not None and v > 0 and v.denominator == 1 for v in values) else None
+
+
+def test_totals_are_all_from_left_to_right_that_the_rule_allows():
+    found = totals((6, 3, 2), "+-*/")
+    signs = itertools.product("+-*/", repeat=2)
+    expected = [text for first, second in signs if (text := allowed(6, first, 3, second, 2))]
+    assert [total.expression for total in found] == expected
+    for total in found:
+        assert by_python(total.expression) == total.value == value_of_steps(total.steps)
+    assert [total.value for total in totals((2, 2), "+-")] == [4], "a total of zero is none"
+    assert [total.value for total in totals((5, 3), "*-")] == [15, 2]
+
+
+def test_random_totals_are_of_all_orders_and_operations_that_the_rule_allows():
     luck = iter(np.random.default_rng(0).random(10_000).tolist())
-    found = {add_up((6, 3, 2), luck).expression for _ in range(1000)}
+    made = [add_up((6, 3, 2), luck, operations="+-*/") for _ in range(1000)]
     pairs = {(6, 3): 2, (6, 2): 3, (3, 2): 6}
-    possible = {f"({a}{first}{b}){second}{c}" for (a, b), c in pairs.items() for first in "+-*/" for second in "+-*/"}
-
-    def allowed(text: str) -> bool:
-        values = [by_python(part) for part in (text[1:4], text)]
-        return all(value is not None and value > 0 and value.denominator == 1 for value in values)
-
-    assert found == {text for text in possible if allowed(text)}
+    signs = list(itertools.product("+-*/", repeat=2))
+    expected = {text for (a, b), c in pairs.items() for first, second in signs if (text := allowed(a, first, b, second, c))}
+    assert {total.expression for total in made if total} == expected
+    assert all(by_python(total.expression) == total.value == value_of_steps(total.steps) for total in made if total)
+    assert {add_up((2, 2), luck, operations="-") for _ in range(9)} == {None}
 
 
 @pytest.mark.parametrize(
@@ -303,12 +335,16 @@ def test_totals_are_of_all_orders_and_operations_that_the_rule_allows():
     [
         ({"numbers": 1}, "task.countdown.numbers=1 must be from 2 to 10"),
         ({"numbers": 11}, "task.countdown.numbers=11 must be from 2 to 10"),
+        ({"numbers": 5}, "task.countdown.numbers=5 must be at most 4 with style=characters"),
+        ({"operations": ""}, "task.countdown.operations='' must be some of +-*/, each once"),
+        ({"operations": "++"}, "task.countdown.operations='++' must be some of +-*/, each once"),
+        ({"operations": "+^"}, "task.countdown.operations='+^' must be some of +-*/, each once"),
         ({"largest": 0}, "task.countdown.largest=0 must be at least 1"),
         ({"largest": 10**7}, "task.countdown.largest=10000000 must be from 1 to 1000000"),
         ({"style": "prose"}, "task.countdown.style='prose' is not one of ['text', 'characters']"),
         (
             {"numbers": 2, "largest": 2, "train_queries": 10, "heldout_queries": 3},
-            "task.countdown.train_queries=10 + heldout_queries=3 are more than the 7 distinct queries that 2140 draws gave: "
+            "task.countdown.train_queries=10 + heldout_queries=3 are more than the 4 distinct queries that 2080 draws gave: "
             "raise task.countdown.numbers=2, largest=2 or largest_target=99",
         ),
         ({"largest_target": 1, "train_queries": 10**9}, "distinct queries that"),
