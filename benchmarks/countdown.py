@@ -25,7 +25,7 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for the runs.", required
 _COMPLETIONS = flags.DEFINE_list("completions", ["10", "20", "40"], "K: completions of a query; multiple of 5, divisor of rows.")
 _ROWS = flags.DEFINE_integer("rows", 120, "Rows of an update.", lower_bound=5)
 _SEEDS = flags.DEFINE_integer("seeds", 2, "Runs of each kind; they differ in draws, not in their start.", lower_bound=1)
-_STEPS = flags.DEFINE_integer("steps", 300, "Updates of each run.", lower_bound=8)
+_STEPS = flags.DEFINE_integer("steps", 200, "Updates of each run.", lower_bound=8)
 
 RECIPE = "configs/countdown.py"
 # What is measured of a policy -> its title.

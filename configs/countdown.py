@@ -25,7 +25,7 @@ def get_config():
     c.searchers.queries_per_batch = 6
     c.replay.merge_duplicates = False
     c.learner.queries = 6
-    c.learner.learning_rate = 3e-5
+    c.learner.learning_rate = 1e-4
     c.learner.schedule = "linear"
     c.learner.steps = 200
     c.learner.beta_steps = 200
