@@ -13,6 +13,8 @@ from tba_jax.models.decoder import DecoderConfig
 from tba_jax.models.presets import PRESETS
 from tba_jax.models.stored import Settings, Stored
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 # As the models' pages show them, without keys that only training and sampling read.
 PUBLISHED = {
     "gpt2": {

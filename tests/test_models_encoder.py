@@ -18,6 +18,8 @@ from safetensors.numpy import load_file, save_file
 from tba_jax import mesh as mesh_lib
 from tba_jax.models import encoder, hugging_face, hugging_face_export, parameters
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 FIXTURES = Path(__file__).resolve().parent / "fixtures"
 CLASSIFIERS = ("tiny_bert_classifier", "tiny_roberta_classifier")
 TINY_ENCODERS = ("tiny_bert_embedding", "tiny_roberta_embedding", *CLASSIFIERS)

@@ -18,6 +18,8 @@ from tiny_checkpoints import LANGUAGE_MODELS, REAL_MODELS, assert_same_params, l
 
 from tba_jax.models import decoder, hugging_face, layers, parameters, stored
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 REAL_GOLDEN = tiny.FIXTURES / "real_models.npz"
 # Those of make_fixtures.MODELS, which cannot be imported without torch.
 VARIANTS = (

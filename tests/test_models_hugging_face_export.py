@@ -18,6 +18,8 @@ from tiny_checkpoints import LANGUAGE_MODELS, assert_same_params, load, path_of
 from tba_jax.models import decoder, hugging_face, hugging_face_export, parameters
 from tba_jax.tokenizer import CharacterTokenizer, HuggingFaceTokenizer
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 MODELS = (*LANGUAGE_MODELS, "gpt_neox_reward")
 SHAPE = {"layers": 2, "width": 16, "heads": 4, "kv_heads": 4, "head_size": 4, "ffn": 24, "vocab": 48, "max_positions": 64}
 

@@ -13,6 +13,8 @@ from tba_jax.models import decoder, parameters
 from tba_jax.models import lora as lora_lib
 from tba_jax.models.policy import Policy
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 MODEL = decoder.DecoderConfig(
     layers=2, width=16, heads=4, kv_heads=2, head_size=4, ffn=24, vocab=12, max_positions=16, tied_embedding=False, qkv_bias=True
 )

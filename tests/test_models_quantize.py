@@ -10,6 +10,8 @@ import pytest
 
 from tba_jax.models import cached, decoder, parameters, quantize, scoring
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 MODEL = decoder.DecoderConfig(
     layers=2, width=32, heads=4, kv_heads=2, head_size=8, ffn=48, vocab=40, max_positions=32, tied_embedding=False
 )

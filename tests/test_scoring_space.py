@@ -11,6 +11,8 @@ import pytest
 
 from tba_jax.models import decoder, parameters, scoring
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 B, R, V, EOS = 4, 7, 11, 2
 MODEL = decoder.DecoderConfig(layers=1, width=8, heads=2, kv_heads=1, head_size=4, ffn=8, vocab=V, max_positions=16)
 
