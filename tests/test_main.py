@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from tba_jax import main
 from tests import tiny_run
 
-PRETRAINED = ("gsm8k_rho1b.py", "math_qwen2_5_7b.py", "own_task.py")
+PRETRAINED = ("countdown_qwen2_5.py", "gsm8k_rho1b.py", "math_qwen2_5_7b.py", "own_task.py")
 # Not recipes: the schema of another command, and a table that recipes share. configs/demo_baselines.py needs a name. Those of
 # pretrained models run from end to end in test_recipes.
 RECIPES = sorted(
@@ -20,17 +19,8 @@ RECIPES = sorted(
 )
 
 
-NEEDS_FILES = ("story_sentiment.py", "countdown_qwen2_5.py")
-
-
-def inputs(recipe: str, data_dir: Path, folder: Path) -> list[str]:
-    """The files that a recipe of NEEDS_FILES asks for; some are made in `folder`."""
-    if recipe == "countdown_qwen2_5.py":
-        # Qwen2.5-7B but for its weights, which a dry run does not read.
-        model = folder / "model"
-        shutil.copytree(data_dir / "tokenizers" / "qwen2.5", model)
-        shutil.copyfile(model / "model_config.json", model / "config.json")
-        return [f"--config.model.path={model}"]
+def stories(data_dir: Path) -> list[str]:
+    """The files that story_sentiment.py asks for."""
     return [
         f"--config.model.path={data_dir}/models/TinyStories-656K",
         f"--config.task.story_sentiment.data_path={data_dir}/tinystories/tinystories_1000.json",
@@ -39,13 +29,12 @@ def inputs(recipe: str, data_dir: Path, folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipe_dry_runs(recipe, tmp_path, request):
-    flags = inputs(recipe, request.getfixturevalue("data_dir"), tmp_path) if recipe in NEEDS_FILES else []
+    flags = stories(request.getfixturevalue("data_dir")) if recipe == "story_sentiment.py" else []
     done = tiny_run.call(tiny_run.command(tmp_path / "run", *flags, "--dry_run", recipe=f"configs/{recipe}", tiny=False))
     assert done.returncode == 0, done.stderr
     printed = json.loads(done.stdout[done.stdout.index("{") : done.stdout.index("\nparameters:")])
     other = {
         "demo_tba_prime.py": "tba_prime",
-        "countdown_qwen2_5.py": "tba_prime",
         "demo_vine_ppo.py": "vine_ppo",
         "demo_baselines.py:online_dpo": "online_dpo",
     }
@@ -103,7 +92,7 @@ def test_incomplete_checkpoint_is_refused_before_anything_is_written(tmp_path, d
     folder.mkdir()
     for path in (data_dir / "models" / "TinyStories-656K").glob("*.json"):
         (folder / path.name).write_bytes(path.read_bytes())
-    flags = [*inputs("story_sentiment.py", data_dir, tmp_path), f"--config.model.path={folder}"]
+    flags = [*stories(data_dir), f"--config.model.path={folder}"]
     done = tiny_run.call(tiny_run.command(tmp_path / "run", *flags, recipe="configs/story_sentiment.py", tiny=False))
     assert done.returncode == 2
     assert f"{folder} holds no weights" in done.stderr and "model.safetensors" in done.stderr

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from configs import gsm8k_rho1b, math_qwen2_5_7b, own_task
+from configs import countdown_qwen2_5, gsm8k_rho1b, math_qwen2_5_7b, own_task
 from tba_jax import export, metrics, roles, run_dir
 from tba_jax.models import hugging_face
 from tests import random_checkpoints, tiny_checkpoints, tiny_run
@@ -99,6 +99,7 @@ CASES = {
     "gsm8k": (gsm8k_rho1b.get_config, "llama-3.2-1b", "pythia", "accuracy"),
     "gsm8k, vine_ppo": (lambda: gsm8k_rho1b.get_config("vine_ppo"), "llama-3.2-1b", "gpt2", "accuracy"),
     "math": (math_qwen2_5_7b.get_config, "qwen2.5-7b", "qwen2.5", "accuracy"),
+    "countdown": (countdown_qwen2_5.get_config, "qwen2.5-0.5b", "gpt2", "accuracy"),
     "own task": (own_task.get_config, "pythia-410m", "pythia", "mentioned"),
 }
 
@@ -108,7 +109,7 @@ def test_the_readme_shows_the_whole_of_ones_own_task():
     assert f"```python\n{text}```\n" in (tiny_run.ROOT / "README.md").read_text() and len(text.splitlines()) <= 40
 
 
-RECIPES = (gsm8k_rho1b.get_config, math_qwen2_5_7b.get_config, own_task.get_config)
+RECIPES = (countdown_qwen2_5.get_config, gsm8k_rho1b.get_config, math_qwen2_5_7b.get_config, own_task.get_config)
 
 
 # GSM8K runs with real processes below.
@@ -121,7 +122,7 @@ def test_a_recipe_runs_in_turn(name, tmp_path, data_dir, one_device):
     if c.learner.reference.kind == "reset":
         c.learner.reference.reset_steps = 1  # so that it happens
     inputs = {"gsm8k": gsm8k, "math": lambda _: problems(tmp_path), "own task": lambda _: stories(tmp_path)}
-    c.update_from_flattened_dict(inputs[name.split(",")[0]](data_dir))
+    c.update_from_flattened_dict(inputs.get(name.split(",")[0], lambda _: {})(data_dir))
     s = tiny_run.settings(tmp_path / "run", c)
     assert roles.everything(s)() == 0
     check_run(s.run, score_name, tmp_path / "exported", str(model))
