@@ -18,6 +18,7 @@ LAYERS = (
         "config_checks",
         "experiment",
         "prompts",
+        "vocabulary",
         "other_runs",
         "interleave",
         "supervisor",

@@ -10,7 +10,7 @@ from ml_collections import config_dict
 
 from configs import base, story_sentiment
 from tba_jax import experiment as experiment_lib
-from tba_jax import run_config, run_dir
+from tba_jax import run_config, run_dir, vocabulary
 from tba_jax.run_dir import RunDir
 from tba_jax.tokenizer import HuggingFaceTokenizer
 from tests.test_tokenizer import write_byte_bpe
@@ -216,13 +216,13 @@ def test_a_special_token_whose_text_is_a_stop_string_is_allowed(model_folder, tm
 
     def banned(*stop_strings: str) -> tuple[int, ...]:
         task = config_with({"task.stop_strings": stop_strings}).task
-        experiment_lib._check_stop_strings(task.stop_strings, tokenizer, 262)
-        return experiment_lib._banned(task, tokenizer, 262)
+        vocabulary.check_stop_strings(task.stop_strings, tokenizer, 262)
+        return vocabulary.banned_tokens(task, tokenizer, 262)
 
     for text in ("<|turn|>", "<|end|>"):
         with pytest.raises(ValueError, match=re.escape(f"task.step_ends holds {text!r}, which no response can")):
-            experiment_lib._check_stop_strings([text], tokenizer, 262, setting="task.step_ends", special=False)
-    experiment_lib._check_stop_strings(["turn"], tokenizer, 262, setting="task.step_ends", special=False)
+            vocabulary.check_stop_strings([text], tokenizer, 262, setting="task.step_ends", special=False)
+    vocabulary.check_stop_strings(["turn"], tokenizer, 262, setting="task.step_ends", special=False)
     assert banned() == banned("turn") == (258, 259, 260, 261)
     assert banned("<|turn|>") == (259, 260, 261)
 
@@ -245,10 +245,10 @@ def test_a_stop_string_is_one_that_the_tokenizer_can_spell(data_dir):
     ):
         tokenizer = HuggingFaceTokenizer(data_dir / "models" / name)
         if spelled:
-            experiment_lib._check_stop_strings([text], tokenizer, tokenizer.vocab_size)
+            vocabulary.check_stop_strings([text], tokenizer, tokenizer.vocab_size)
             continue
         with pytest.raises(ValueError, match=re.escape(f"task.stop_strings holds {text!r}, which no response can")):
-            experiment_lib._check_stop_strings([text], tokenizer, tokenizer.vocab_size)
+            vocabulary.check_stop_strings([text], tokenizer, tokenizer.vocab_size)
 
 
 def test_another_contract_is_refused_by_field(tmp_path):
