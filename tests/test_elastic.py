@@ -127,9 +127,9 @@ def test_a_searcher_of_two_devices_joins_a_running_trainer_of_one(run):
     opened = audit.open_run(run.root)
     first = opened.reader.read(writer, 0, 16)
     mask = trajectory.response_mask(first["response_length"], first["response_tokens"].shape[1])
-    (used,) = set(first["policy_step"][mask].tolist())
-    # The log is claimed just before weights are loaded: snapshots that were committed by then are not passed over.
-    assert 0 < newest_snapshot(run, before=description.stat().st_mtime) <= used
+    # The log is claimed just before weights are loaded: snapshots that were committed by then are not passed over. A newer
+    # one may be taken up within the batch.
+    assert 0 < newest_snapshot(run, before=description.stat().st_mtime) <= first["policy_step"][mask].min()
     step = next(line["step"] for line in opened.lines if writer in line["writers"])
     text, same = audit.rebuild_batch(opened, step)
     assert same and f"{writer}:" in text
@@ -137,13 +137,13 @@ def test_a_searcher_of_two_devices_joins_a_running_trainer_of_one(run):
     assert joined.process.wait(PATIENCE_SECONDS) == 0
 
 
-ROWS = 64 * 256  # of a batch that takes a while
+ROWS = 64 * 64  # of a batch that takes a while
 
 
 @pytest.mark.parametrize("stop_seconds", [100.0, 0.0], ids=["finishes", "abandons"])
 def test_a_searcher_that_is_asked_to_stop_leaves_whole_appends(run, stop_seconds):
     name = f"stopped-{stop_seconds:.0f}"
-    batch = ("--config.searchers.queries_per_batch=64", "--config.searchers.samples_per_query=256")
+    batch = ("--config.searchers.queries_per_batch=64", "--config.searchers.samples_per_query=64")
     role = run.start(
         "searcher", name, *batch, "--config.replay.segment_appends=2", f"--config.searchers.stop_seconds={stop_seconds}"
     )
