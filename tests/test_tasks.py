@@ -163,11 +163,25 @@ def test_every_task_names_its_splits(story_file, tmp_path):
     settings = {
         "arithmetic": dict(digits=2, train_queries=4, heldout_queries=2, seed=0),
         "countdown": dict(
-            style="characters", numbers=2, largest=9, largest_target=99, train_queries=4, heldout_queries=2, seed=0
+            style="characters",
+            numbers=2,
+            largest=9,
+            operations="+-",
+            largest_target=99,
+            train_queries=4,
+            heldout_queries=2,
+            seed=0,
         ),
         "story_sentiment": dict(data_path=str(story_file), opening_words=4, heldout_queries=2),
         "gsm8k": dict(train_path=str(sums), heldout_path=str(sums)),
-        "math": dict(train_path=str(problems), heldout_path=str(problems), time_limit=10.0, retries=0, concurrency=1),
+        "math": dict(
+            train_path=str(problems),
+            heldout_path=str(problems),
+            prompt="{problem}",
+            time_limit=10.0,
+            retries=0,
+            concurrency=1,
+        ),
     }
     assert settings.keys() == TASKS.keys()
     for name, make in TASKS.items():
