@@ -400,7 +400,8 @@ def _check_run(config: Any) -> None:
         f"searchers.max_rows_per_snapshot={searchers.max_rows_per_snapshot} lets {searchers.count} searchers "
         f"generate {allowed} rows before the first update, which needs {first}",
     )
-    spare = config.replay.max_draws_per_row == 0 or allowed > first
+    # In turn, each update has a batch of rows of its own, whatever was lost before.
+    spare = config.replay.max_draws_per_row == 0 or allowed > first or config.schedule.mode == "interleaved"
     _require(
         not searchers.max_rows_per_snapshot or bool(mount) or spare,
         f"searchers.max_rows_per_snapshot={searchers.max_rows_per_snapshot} lets {searchers.count} searchers generate just the "

@@ -166,4 +166,4 @@ def check_what_is_left(run: run_dir.RunDir) -> None:
     assert gaps and max(gaps) < 1e-3, "sampler and learner disagree on the same weights"
     searching = [line for i in range(2) for line in metrics.read_lines(run.metrics(f"searcher-{i}"))]
     assert searching and all(line["tokens_per_second"] > 0 for line in searching)
-    assert {"time_decode", "time_reference", "time_append"} <= set(searching[0])
+    assert {"time_decode", "time_reference", "time_wait_rewards"} <= set(searching[0])

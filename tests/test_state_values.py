@@ -47,6 +47,8 @@ def one_device(monkeypatch):
 class Letters:
     """Texts of tokens as in test_engine; the reward counts letters b, and what the query's prompt begins with."""
 
+    reward_parts = ("letters",)
+
     @staticmethod
     def decode_continuation(prompt, tokens):
         return "".join(TEXTS.get(token, "|" if token != EOS else "") for token in tokens)

@@ -243,7 +243,7 @@ class Searcher:
             with self._account.measure("values"):
                 values = self._value_states(generation, rows["key"], queries, feed=feed)
         policy_step, slot_idle = self._engine.policy_step, self._engine.usage.idle
-        with self._account.measure("reward"):
+        with self._account.measure("wait_rewards"):
             self._appender.put(
                 DecodedBatch(rows=rows, scores=scores, values=values, policy_step=policy_step, slot_idle=slot_idle, begin=begin)
             )
@@ -257,7 +257,7 @@ class Searcher:
           OSError: the replay log refused the rows (disk full, say).
           Exception: whatever the task's rewards raised.
         """
-        with self._account.measure("reward"):
+        with self._account.measure("wait_rewards"):
             return self._appender.appended(wait_seconds=wait_seconds)
 
     def close(self) -> None:
