@@ -3,7 +3,7 @@
 Paper:     the shape of its GSM8K row (m 0.95, k 2, T 0.7, β 0.012 to 0.004), at a size that runs on a laptop. For K at equal
            batches, which its Table 5 asks about: python -m benchmarks.countdown --workdir=DIR.
 Command:   python -m tba_jax.main --config=configs/countdown.py --workdir=runs/countdown
-Hardware:  2 CPU cores. Time: about 340 s of warm start and 395 s. Score: accuracy 0.45 -> 0.67 (measured, one seed,
+Hardware:  2 CPU cores. Time: about 355 s of warm start and 395 s. Score: accuracy 0.45 -> 0.67 (measured, one seed,
            benchmarks/RESULTS.md).
 """
 

@@ -26,8 +26,7 @@ class Mention(GradedTask):
         self._paths = {"train": train_path, "heldout": heldout_path}
 
     def queries(self, split: str) -> list[Query]:
-        fields = {"opening": str, "words": str}
-        rows = data.read(self._paths[split], fields=fields, setting=f"task.custom.{split}_path", split=split)
+        rows = data.read(self._paths[split], fields={"opening": str, "words": str}, setting=f"task.custom.{split}_path", split=split)
         return [Query(prompt=row["opening"], answer=row["words"]) for row in rows]
 
 
