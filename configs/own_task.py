@@ -26,7 +26,8 @@ class Mention(GradedTask):
         self._paths = {"train": train_path, "heldout": heldout_path}
 
     def queries(self, split: str) -> list[Query]:
-        rows = data.read(self._paths[split], fields={"opening": str, "words": str}, setting=f"task.custom.{split}_path", split=split)
+        path, setting = self._paths[split], f"task.custom.{split}_path"
+        rows = data.read(path, fields={"opening": str, "words": str}, setting=setting, split=split)
         return [Query(prompt=row["opening"], answer=row["words"]) for row in rows]
 
 
@@ -34,6 +35,5 @@ def get_config():
     c = base.get_config()
     c.task.name = f"{__file__}:Mention"
     c.task.custom.train_path = c.task.custom.heldout_path = ""
-    c.task.prompt_length, c.task.response_length = 48, 48
-    c.learner.learning_rate = 2e-4
+    c.task.prompt_length, c.task.response_length, c.learner.learning_rate = 48, 48, 2e-4
     return c
