@@ -1,6 +1,6 @@
 """What a slow reward costs a searcher: rows per second with and without a latency of each batch's rewards.
 
-python -m benchmarks.rewards [--latency=2] [--batches=24] [--repeats=5]
+python -m benchmarks.rewards [--latency=2] [--batches=48] [--repeats=5]
 
 One searcher of the demo, with random weights, on whatever devices JAX finds. Three ways take turns: rewards without latency; with
 it, beside the decoder as searchers do; and with it in turn, each batch rewarded before the next is decoded. A block is so many
@@ -26,7 +26,7 @@ from tba_jax.searcher.search import Searcher
 from tba_jax.tasks.interface import Query, Scores, Task
 
 _LATENCY = flags.DEFINE_float("latency", 2.0, "Seconds that the rewards of a batch take besides.", lower_bound=0.0)
-_BATCHES = flags.DEFINE_integer("batches", 24, "Of a block.", lower_bound=2)
+_BATCHES = flags.DEFINE_integer("batches", 48, "Of a block.", lower_bound=2)
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Blocks of each way.", lower_bound=1)
 
 WAYS = ("no latency", "beside the decoder", "in turn")

@@ -111,7 +111,7 @@ def get_config() -> config_dict.ConfigDict:
     # How a new snapshot is taken up: at_once (by all sequences, between two decode steps) | new_sequences (samples whose prompt
     # the old weights have computed end with them, up to two prompts a group; slots idle until the last of them has ended).
     c.searchers.swap = "at_once"
-    c.searchers.reward_batches = 8  # that wait for their rewards, each asked for in a thread, while the next are decoded
+    c.searchers.reward_batches = 32  # that wait for their rewards, each asked for in a thread, while the next are decoded
     c.searchers.cpu_devices = 1  # without accelerators, of a role of its own: data-parallel decoders, best one for each core
     c.searchers.max_rows_per_snapshot = 0  # backpressure: a searcher pauses after this many rows until a newer snapshot; 0: never
     c.searchers.poll_seconds = 0.2  # of a local folder; an object store is asked every 2 s at most

@@ -57,7 +57,7 @@ LATER: dict[str, dict[str, Any]] = {
         "cpu_devices": 1,
         "value_samples": 9,
         "value_states": 0,
-        "reward_batches": 8,
+        "reward_batches": 32,
     },
     "evaluation": {"samples_per_query": 1},
     "learner": {
