@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -167,19 +167,28 @@ class HuggingFaceTokenizer:
         return self._tokenizer(list(texts), add_special_tokens=begin, verbose=False)["input_ids"] if texts else []
 
     def chat(self, prompt: str, system: str) -> str:
+        messages = [{"role": "system", "content": system}] if system else []
+        return self.conversation([*messages, {"role": "user", "content": prompt}], setting="task.chat_template=True")
+
+    def conversation(self, messages: Sequence[Mapping[str, str]], *, setting: str) -> str:
+        """The chat template's text of messages {"role", "content"}, up to where the next one begins.
+
+        Args: setting: what asks for the template; it begins messages.
+
+        Raises:
+          ValueError: there is no template, or it does not take these messages.
+        """
         if not self._tokenizer.chat_template:
             raise ValueError(
-                f"task.chat_template=True: the tokenizer of {self._folder} has no chat template (neither chat_template.jinja nor "
+                f"{setting}: the tokenizer of {self._folder} has no chat template (neither chat_template.jinja nor "
                 "chat_template in its tokenizer_config.json)"
             )
-        messages = [{"role": "system", "content": system}] if system else []
-        messages.append({"role": "user", "content": prompt})
         try:
-            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            return self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         except Exception as error:  # a template raises what it likes
             raise ValueError(
-                f"task.chat_template=True: the chat template of {self._folder} refuses "
-                f"{'a system and ' if system else ''}a user message: {' '.join(str(error).split())[:200]}"
+                f"{setting}: the chat template of {self._folder} refuses "
+                f"{' and '.join('a ' + message['role'] for message in messages)} message: {' '.join(str(error).split())[:200]}"
             ) from error
 
     def decode(self, ids: Sequence[int]) -> str:
