@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = (
     {"trajectory", "mesh", "storage", "run_dir", "metrics", "run_config", "lifeline"},
     {"tokenizer", "models", "tasks", "objectives", "optimizer"},
-    {"fine_tuning", "decoding", "learner", "replay", "policy_store", "checkpoint"},
+    {"fine_tuning", "decoding", "scorers", "learner", "replay", "policy_store", "checkpoint"},
     {"searcher", "trainer", "evaluator"},
     {
         "config_checks",
