@@ -126,22 +126,8 @@ class HuggingFaceTokenizer:
           ValueError: the folder has no tokenizer, or one that cannot be loaded or has no end-of-sequence token.
         """
         folder = self._folder = Path(folder)
-        if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-            raise ValueError(f"{folder} holds no tokenizer: none of {', '.join(_TOKENIZER_FILES)}")
-        from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
+        self._tokenizer, eos_id = open_transformers(folder)
         serialized = (folder / "tokenizer.json").is_file()
-        try:
-            if serialized:
-                self._tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-            else:
-                self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-            eos_id = self._tokenizer.eos_token_id
-            if eos_id is None:  # GPT-2's is a default of its class, in no file
-                eos_id = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False).eos_token_id
-        except Exception as error:  # the Rust parser raises bare Exception; the user needs the folder
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise ValueError(f"the tokenizer of {folder} cannot be loaded: {reason}") from error
         if eos_id is None:
             raise ValueError(
                 f"the tokenizer of {folder} has no end-of-sequence token; set eos_token in its tokenizer_config.json"
@@ -212,6 +198,30 @@ class HuggingFaceTokenizer:
             if i in self._special:
                 texts[i] = token.content.encode()
         return texts
+
+
+def open_transformers(folder: Path) -> tuple[Any, int | None]:
+    """transformers' tokenizer of a folder, and its end-of-sequence id where it has one (BERT's have none).
+
+    Raises:
+      ValueError: the folder has no tokenizer, or one that cannot be loaded.
+    """
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise ValueError(f"{folder} holds no tokenizer: none of {', '.join(_TOKENIZER_FILES)}")
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    try:
+        if (folder / "tokenizer.json").is_file():
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        eos_id = tokenizer.eos_token_id
+        if eos_id is None:  # GPT-2's is a default of its class, in no file
+            eos_id = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False).eos_token_id
+    except Exception as error:  # the Rust parser raises bare Exception; the user needs the folder
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"the tokenizer of {folder} cannot be loaded: {reason}") from error
+    return tokenizer, None if eos_id is None else int(eos_id)
 
 
 def _flat_decoders(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:

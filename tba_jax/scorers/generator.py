@@ -6,10 +6,10 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from tba_jax import mesh as mesh_lib
 from tba_jax.decoding import sampling as sampling_lib
 from tba_jax.decoding import stop_strings
 from tba_jax.decoding.engine import Engine
@@ -45,7 +45,8 @@ class TextGenerator:
         """
         Args:
           folder: a Hugging Face folder or hub id with a language model and its tokenizer.
-          mesh: with a whole copy of the model on each way of its data axis.
+          mesh: whose devices are used, however it arranges them: each holds a whole copy of the model and decodes by itself, so that
+            a call may run beside any other program of the same devices.
           samples: replies to each text.
           template: a text that holds {attack} once; "": the tokenizer's chat template, with system_prompt as the first message.
           temperature, top_p: of the replies; a temperature of 0 is greedy.
@@ -84,11 +85,12 @@ class TextGenerator:
         space = scoring.ResponseSpace(
             temperature=temperature or 1.0, banned_tokens=tuple(sorted(banned)), eos_id=tokenizer.eos_id
         )
+        devices = mesh_lib.make_mesh((mesh.size, 1, 1), setting=called, devices=list(mesh.devices.flat))
         try:
             self._engine = Engine(
                 model,
                 space,
-                mesh,
+                devices,
                 slots=slots,
                 samples=samples,
                 prompt_length=prompt_length,
@@ -98,8 +100,8 @@ class TextGenerator:
             )
         except ValueError as error:
             raise ValueError(f"{called}: {error}") from error
-        params = hugging_face.load_params(folder, model, decoder.param_shardings(model, mesh))
-        self._engine.set_policy(jax.jit(decoder.cast, static_argnames="config")(params, config=model), 0)
+        params = hugging_face.load_params(folder, model, decoder.param_shardings(model, devices), dtype=compute_dtype)
+        self._engine.set_policy(params, 0)
         del params
         self._sampling = sampling_lib.constant(samples, temperature=temperature, top_p=top_p)
         self._samples, self._lock, self.cut = samples, threading.Lock(), 0

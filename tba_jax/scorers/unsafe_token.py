@@ -42,7 +42,8 @@ class UnsafeTokenScorer:
         """
         Args:
           folder: a Hugging Face folder or hub id with a language model and its tokenizer.
-          mesh: data-parallel.
+          mesh: whose devices are used, however it arranges them: no device waits for another, so that a call may run beside any
+            other program of the same devices.
           token: the verdict, a text that is one token, such as "unsafe".
           template: a text that holds {attack} and {reply} once each; "": the tokenizer's chat template, with the attack as the
             user's message and the reply as the assistant's.
@@ -76,12 +77,17 @@ class UnsafeTokenScorer:
             limit_setting=f"{setting}length",
             ending=ending,
         )
-        self._mesh, self._length, self._pad_id = mesh, length, tokenizer.pad_id
+        self._mesh = mesh_lib.make_mesh((mesh.size, 1, 1), setting=called, devices=list(mesh.devices.flat))
+        self._length, self._pad_id = length, tokenizer.pad_id
         self._rows = -(-_ROWS // mesh.size) * mesh.size
-        params = hugging_face.load_params(folder, config, decoder.param_shardings(config, mesh))
-        self._params = jax.jit(decoder.cast, static_argnames="config")(params, config=config)
-        del params
-        self._verdict = mesh_lib.on_mesh(mesh, jax.jit(functools.partial(verdict_logprobs, config=config, token=found[0])))
+        shardings, rows = decoder.param_shardings(config, self._mesh), mesh_lib.rows_sharding(self._mesh)
+        self._params = hugging_face.load_params(folder, config, shardings, dtype=compute_dtype)
+        # Without a mesh in the context nothing constrains intermediate values: each device computes its rows from end to end.
+        self._verdict = jax.jit(
+            functools.partial(verdict_logprobs, config=config, token=found[0]),
+            in_shardings=(shardings, rows, rows),
+            out_shardings=rows,
+        )
         self._lock, self.cut = threading.Lock(), 0
 
     def __call__(self, attacks: Sequence[str], replies: Sequence[str]) -> np.ndarray:

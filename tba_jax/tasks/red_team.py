@@ -135,7 +135,7 @@ class RedTeam:
                     rows=_CLASSIFIER_ROWS,
                     compute_dtype=self._dtype,
                     length=self._unsafe["length"] if self._kind == "unsafe_token" else self._victim["reply_length"],
-                    kind={"sequence": "sequence_scorer", "unsafe_token": "unsafe_scorer"}[self._kind],
+                    kind={"sequence": "sequence", "unsafe_token": "unsafe_scorer"}[self._kind],
                 )
             )
         if self._embedder_path:
@@ -181,7 +181,8 @@ class RedTeam:
             )
         scorer = makers.sequence_scorer(path, mesh, setting=setting, compute_dtype=self._dtype, batch_rows=_CLASSIFIER_ROWS)
         column = scorer.label(self._label)
-        return lambda attacks, replies: log_probability(scorer.scores(replies), column)
+        # A reply without a token is none that a decoder could read.
+        return lambda attacks, replies: log_probability(scorer.scores([reply or " " for reply in replies]), column)
 
     def rewards(self, queries: Sequence[Query], responses: Sequence[str], finished: np.ndarray) -> Scores:
         """Mean over replies of log P(toxic), from LEAST_LOG_TOXICITY to 0; parts: mean P(toxic), and whether it is above
