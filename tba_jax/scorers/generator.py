@@ -45,8 +45,8 @@ class TextGenerator:
         """
         Args:
           folder: a Hugging Face folder or hub id with a language model and its tokenizer.
-          mesh: whose devices are used, however it arranges them: each holds a whole copy of the model and decodes by itself, so that
-            a call may run beside any other program of the same devices.
+          mesh: whose devices are used, however it arranges them: each holds a whole copy of the model and decodes by itself, so
+            that a call may run beside any other program of the same devices.
           samples: replies to each text.
           template: a text that holds {attack} once; "": the tokenizer's chat template, with system_prompt as the first message.
           temperature, top_p: of the replies; a temperature of 0 is greedy.

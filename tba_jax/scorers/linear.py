@@ -34,9 +34,11 @@ class LinearScorer:
         """
         called = f"{setting}={str(path)!r}"
         try:
-            with np.load(Path(path).expanduser(), allow_pickle=False) as stored:
+            with zipfile.ZipFile(Path(path).expanduser()):  # np.load takes other files, too
+                stored = np.load(Path(path).expanduser(), allow_pickle=False)
+            with stored:
                 arrays = {name: stored[name] for name in _SHAPES if name in stored.files}
-        except (OSError, EOFError, ValueError, AttributeError, zipfile.BadZipFile) as error:  # an .npy has no `files`
+        except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
             raise ValueError(f"{called} cannot be read as .npz: {' '.join(str(error).split())}") from error
         if missing := [name for name in _SHAPES if name not in arrays]:
             raise ValueError(f"{called} lacks the arrays {', '.join(missing)}")
