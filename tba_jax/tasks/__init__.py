@@ -8,6 +8,7 @@ from tba_jax.tasks.countdown import Countdown
 from tba_jax.tasks.gsm8k import GSM8K
 from tba_jax.tasks.interface import Task
 from tba_jax.tasks.story_sentiment import StorySentiment
+from tba_jax.tasks.tldr import TLDR
 
 TASKS: dict[str, Callable[..., Task]] = {
     "arithmetic": Arithmetic,
@@ -15,4 +16,5 @@ TASKS: dict[str, Callable[..., Task]] = {
     "story_sentiment": StorySentiment,
     "gsm8k": GSM8K,
     "math": Math,
+    "tldr": TLDR,
 }
