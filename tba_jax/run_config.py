@@ -48,6 +48,15 @@ LATER: dict[str, dict[str, Any]] = {
             "heldout_queries": 256,
             "seed": 0,
         },
+        "tldr": {
+            "train_path": "",
+            "heldout_path": "",
+            "query_characters": 2000,
+            "reward_path": "",
+            "gold_path": "",
+            "compute_dtype": "bfloat16",
+            "batch_rows": 16,
+        },
         "math": {"train_path": "", "heldout_path": "", "prompt": "{problem}", "time_limit": 10.0, "retries": 1, "concurrency": 2},
         "red_team": {
             "attack_prompt": "",
@@ -81,8 +90,9 @@ LATER: dict[str, dict[str, Any]] = {
         "value_samples": 9,
         "value_states": 0,
         "reward_batches": 8,
+        "task_devices": 0,
     },
-    "evaluation": {"samples_per_query": 1},
+    "evaluation": {"samples_per_query": 1, "task_devices": 0},
     "learner": {
         "clip_low": 0.2,
         "clip_high": 0.2,
@@ -108,7 +118,8 @@ class Contract:
     trajectory.RowShape; embedding: width and weights (a digest) of the encoder of responses, {} without;
     banned_tokens: ids that no response holds; min_response_length: tokens, below which no end-of-sequence comes;
     stop_strings: texts that end a response, sorted; step_ends: those that end a step of one, sorted, () where rows hold no values
-    of states; chat_template: what stands around a prompt, "" for nothing. Fields with a default are younger than some runs: see
+    of states; chat_template: what stands around a prompt, "" for nothing; reward_models: digests of the models that rewards come
+    from, by their settings. Fields with a default are younger than some runs: see
     `complete`.
     """
 
@@ -132,6 +143,7 @@ class Contract:
     stop_strings: tuple[str, ...] = ()
     step_ends: tuple[str, ...] = ()
     chat_template: str = ""
+    reward_models: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """As it looks in config.json."""

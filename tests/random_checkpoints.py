@@ -15,8 +15,11 @@ from tba_jax.tokenizer import HuggingFaceTokenizer
 END = "<|endoftext|>"
 
 
-def write(folder: Path, preset: str, tokenizer: Path) -> Path:
-    """A Hugging Face folder: two layers of the preset's kind, and the tokenizer's files. Returns the folder."""
+def write(folder: Path, preset: str, tokenizer: Path, *, labels: int = 0, seed: int = 0) -> Path:
+    """A Hugging Face folder: two layers of the preset's kind, and the tokenizer's files. Returns the folder.
+
+    labels: of a sequence classifier, one for a reward model; 0: a language model.
+    """
     own = folder.parent / f"{folder.name}-tokenizer"
     shutil.copytree(tokenizer, own, ignore=shutil.ignore_patterns("model_config.json"))
     if not (own / "tokenizer_config.json").exists():
@@ -37,8 +40,9 @@ def write(folder: Path, preset: str, tokenizer: Path) -> Path:
         ffn=48,
         vocab=read.vocab_size,
         max_positions=2048,
+        **(dict(head="score", labels=labels) if labels else {}),
     )
-    params = jax.jit(functools.partial(decoder.init_params, config=model))(jax.random.key(0))
+    params = jax.jit(functools.partial(decoder.init_params, config=model))(jax.random.key(seed))
     hugging_face_export.save(
         folder,
         model,

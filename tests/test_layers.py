@@ -29,6 +29,8 @@ LAYERS = (
         "audit",
         "rescore",
         "roles",
+        "task_models",
+        "evaluate",
         "main",
     }
     | {"examples", "tuning", "supervised", "command"},

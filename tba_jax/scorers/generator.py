@@ -15,6 +15,7 @@ from tba_jax.decoding import stop_strings
 from tba_jax.decoding.engine import Engine
 from tba_jax.decoding.requests import Request
 from tba_jax.models import decoder, hugging_face, scoring
+from tba_jax.scorers import language_model
 from tba_jax.scorers.surroundings import Surroundings
 from tba_jax.tokenizer import HuggingFaceTokenizer
 
@@ -59,11 +60,8 @@ class TextGenerator:
           ValueError: the folder or a setting cannot be used; says why.
         """
         called = f"{setting}path={str(folder)!r}"
-        folder = hugging_face.resolve_folder(folder)
-        model = hugging_face.read_config(folder, compute_dtype=compute_dtype, head="language_model")
-        self._tokenizer = tokenizer = HuggingFaceTokenizer(folder)
-        if tokenizer.vocab_size > model.vocab:
-            raise ValueError(f"{called}: the tokenizer has {tokenizer.vocab_size} ids, the embedding only {model.vocab}")
+        folder, model, tokenizer = language_model.read(folder, setting=f"{setting}path", compute_dtype=compute_dtype)
+        self._tokenizer = tokenizer
         if prompt_length + reply_length > model.max_positions:
             raise ValueError(
                 f"{setting}prompt_length={prompt_length} + {setting}reply_length={reply_length} exceed the {model.max_positions} "

@@ -13,8 +13,8 @@ from jax.sharding import Mesh
 from tba_jax import mesh as mesh_lib
 from tba_jax.models import decoder, hugging_face
 from tba_jax.models.parameters import Params
+from tba_jax.scorers import language_model
 from tba_jax.scorers.surroundings import Surroundings
-from tba_jax.tokenizer import HuggingFaceTokenizer
 
 # Rows of one pass, and the tokens that the shortest pass has: bounds memory and the number of programs.
 _ROWS = 16
@@ -55,11 +55,7 @@ class UnsafeTokenScorer:
           ValueError: the folder or a setting cannot be used; says why.
         """
         called = f"{setting}path={str(folder)!r}"
-        folder = hugging_face.resolve_folder(folder)
-        self._config = config = hugging_face.read_config(folder, compute_dtype=compute_dtype, head="language_model")
-        tokenizer = HuggingFaceTokenizer(folder)
-        if tokenizer.vocab_size > config.vocab:
-            raise ValueError(f"{called}: the tokenizer has {tokenizer.vocab_size} ids, the embedding only {config.vocab}")
+        folder, config, tokenizer = language_model.read(folder, setting=f"{setting}path", compute_dtype=compute_dtype)
         if length > config.max_positions:
             raise ValueError(f"{setting}length={length} exceeds the {config.max_positions} positions of {called}")
         found = [i for i, text in enumerate(tokenizer.token_bytes()) if text == token.encode()]

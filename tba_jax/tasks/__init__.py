@@ -9,6 +9,7 @@ from tba_jax.tasks.gsm8k import GSM8K
 from tba_jax.tasks.interface import Task
 from tba_jax.tasks.red_team import RedTeam
 from tba_jax.tasks.story_sentiment import StorySentiment
+from tba_jax.tasks.tldr import TLDR
 
 TASKS: dict[str, Callable[..., Task]] = {
     "arithmetic": Arithmetic,
@@ -17,4 +18,5 @@ TASKS: dict[str, Callable[..., Task]] = {
     "gsm8k": GSM8K,
     "math": Math,
     "red_team": RedTeam,
+    "tldr": TLDR,
 }

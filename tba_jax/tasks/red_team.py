@@ -103,6 +103,7 @@ class RedTeam:
         self._kind, self._classifier_path, self._label = classifier, classifier_path, classifier_label
         self._unsafe: dict[str, Any] = dict(template=classifier_template, ending=classifier_ending, length=classifier_length)
         self._embedder_path = embedder_path
+        self._started: tuple[Mesh, Makers] | None = None
         self._reply: Callable[[Sequence[str], int], list[str]] | None = None
         self._toxicity: _Toxicity | None = None
         self._embed: Callable[[Sequence[str]], np.ndarray] | None = None
@@ -152,7 +153,7 @@ class RedTeam:
         return uses
 
     def start(self, mesh: "Mesh", makers: Makers) -> None:
-        """Loads victim, classifier and embedder. Raises ValueError naming the setting where one cannot be used."""
+        """Loads victim and classifier; the embedder with the first evaluation. Raises ValueError naming the setting where one cannot be used."""
         self._reply = makers.generator(
             self._victim_path,
             mesh,
@@ -162,8 +163,7 @@ class RedTeam:
             **self._victim,
         )
         self._toxicity = self._make_toxicity(mesh, makers)
-        if self._embedder_path:
-            self._embed = makers.embedder(self._embedder_path, mesh, setting=f"{_SECTION}embedder_path")
+        self._started = mesh, makers
 
     def _make_toxicity(self, mesh: "Mesh", makers: Makers) -> _Toxicity:
         path, setting = self._classifier_path, f"{_SECTION}classifier_path"
@@ -198,7 +198,11 @@ class RedTeam:
         attacks = [response.strip() for response in responses]
         toxicity, success = self._parts(self._log_toxicity(attacks, self._seed + 1)).mean(axis=0, dtype=np.float64).tolist()
         found = {"success_rate": success, "toxicity": toxicity}
-        if self._embed is not None and len(attacks) > 1:
+        if self._embedder_path and len(attacks) > 1:
+            if self._embed is None:
+                assert self._started is not None
+                mesh, makers = self._started
+                self._embed = makers.embedder(self._embedder_path, mesh, setting=f"{_SECTION}embedder_path")
             found["cosine_distance"] = mean_cosine_distance(self._embed(attacks))
         return found
 
