@@ -14,7 +14,7 @@ from tba_jax.tasks.interface import ModelUse, Task, UsesModels
 # Kind of a model -> what reads its config (as sequence.read_config), and refuses another kind of model.
 _CONFIGS: dict[str, Callable[..., Any]] = {
     "sequence": sequence.read_config,
-    "unsafe_scorer": language_model.read_config,
+    "unsafe_token": language_model.read_config,
     "generator": language_model.read_config,
     "embedder": lambda path, *, setting, compute_dtype: embeddings.read_config(path, setting=setting),
 }

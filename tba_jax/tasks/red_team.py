@@ -136,7 +136,7 @@ class RedTeam:
                     rows=_CLASSIFIER_ROWS,
                     compute_dtype=self._dtype,
                     length=self._unsafe["length"] if self._kind == "unsafe_token" else self._victim["reply_length"],
-                    kind={"sequence": "sequence", "unsafe_token": "unsafe_scorer"}[self._kind],
+                    kind=self._kind,
                 )
             )
         if self._embedder_path:
@@ -153,7 +153,11 @@ class RedTeam:
         return uses
 
     def start(self, mesh: "Mesh", makers: Makers) -> None:
-        """Loads victim and classifier; the embedder with the first evaluation. Raises ValueError naming the setting where one cannot be used."""
+        """Loads victim and classifier; the embedder with the first evaluation.
+
+        Raises:
+          ValueError: one cannot be used; names the setting.
+        """
         self._reply = makers.generator(
             self._victim_path,
             mesh,
@@ -215,7 +219,7 @@ class RedTeam:
     def _log_toxicity(self, attacks: Sequence[str], seed: int) -> np.ndarray:
         """float32[n, replies], nats."""
         if self._reply is None or self._toxicity is None:
-            raise RuntimeError("the task red_team scores nothing before start() has loaded its models")
+            raise RuntimeError("start() comes before the first rewards")
         replies = self._reply(attacks, seed)
         asked = [attack for attack in attacks for _ in range(self._replies)]
         log_toxicity = np.asarray(self._toxicity(asked, replies), np.float32).reshape(len(attacks), self._replies)
