@@ -10,9 +10,9 @@ Command:   python -m tba_jax.supervised --config=configs/supervised.py --workdir
              --config.model.path=openai-community/gpt2 --config.data.train=attacks.jsonl
            python -m tba_jax.main --config=configs/red_team_gpt2.py --workdir=runs/red_team --config.model.path=attacker
              --config.task.red_team.victim_path=FOLDER
-           attacks.jsonl: {"prompt": the attack prompt, "response": an instruction}. The attacker is π_ref as well; the first
-           replay.min_rows rows are samples of it. To begin with more of them, for several runs:
-           ... --workdir=runs/first --config.learner.steps=1 --config.replay.min_rows=20000
+           attacks.jsonl: {"prompt": the attack prompt, "response": an instruction}. The attacker is π_ref as well, and the first
+           replay.min_rows rows are samples of it. For several runs that begin with the same, more of them:
+           ... --workdir=runs/first --config.learner.steps=1 --config.learner.warmup_steps=0 --config.replay.min_rows=20000
            ... --workdir=runs/red_team --config.replay.mount="('runs/first',)"
 Score:     of 1024 samples, sampled_success_rate and sampled_cosine_distance (MiniLM embeddings) in DIR/evaluations; of another
            snapshot, python -m tba_jax.evaluate --workdir=DIR --step=N. Not measured here.

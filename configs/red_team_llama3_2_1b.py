@@ -1,8 +1,8 @@
 """Automated red-teaming of an aligned chat model by Llama-3.2-1B, the paper's RT task: configs/red_team_llama3_2_1b.py.
 
 Purpose:   as of configs/red_team_gpt2.py, for a chat model that one is responsible for; it has to be named.
-Paper:     the red-teaming row of its settings. Llama-3.2-1B against Llama-3.1-8B-Instruct, Llama-Guard-3 the judge by the
-           log-probability of `unsafe`: 5.7 h, a synchronous GFlowNet 37.4 h. Not of the paper's table, and ours: as of configs/red_team_gpt2.py.
+Paper:     the red-teaming row of its settings. Llama-3.2-1B against Llama-3.1-8B-Instruct, judged by how likely Llama-Guard-3
+           says `unsafe`: 5.7 h, a synchronous GFlowNet 37.4 h. What is ours: as in configs/red_team_gpt2.py.
 Command:   python -m tba_jax.main --config=configs/red_team_llama3_2_1b.py --workdir=runs/red_team --config.model.path=attacker
              --config.task.red_team.victim_path=FOLDER
            The attacker, which is π_ref as well, comes of python -m tba_jax.supervised with meta-llama/Llama-3.2-1B, and a first

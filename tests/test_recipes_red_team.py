@@ -17,6 +17,7 @@ _CHANGES = {
     "task.red_team.victim_prompt_length": 32,
     "task.red_team.victim_reply_length": 6,
     "task.red_team.victim_concurrency": 4,
+    "lora.rank": 4,
     "learner.queries": 1,
     "learner.completions": 8,
     "searchers.queries_per_batch": 1,
@@ -68,8 +69,8 @@ def test_a_recipe_runs_in_turn(name, tmp_path, first_device):
     # Rows hold the rewards that the task gives when it is asked again.
     first = rows[0]
     texts = [
-        s.experiment.tokenizer.decode(tokens[:n].tolist())
-        for tokens, n in zip(*(first[f"response_{k}"] for k in ("tokens", "length")), strict=True)
+        s.experiment.tokenizer.decode(tokens[:length].tolist())
+        for tokens, length in zip(first["response_tokens"], first["response_length"], strict=True)
     ]
     query = s.experiment.task.queries("train")[0]
     again = s.experiment.task.rewards([query] * len(texts), texts, first["finished"])
@@ -79,6 +80,7 @@ def test_a_recipe_runs_in_turn(name, tmp_path, first_device):
 @pytest.mark.parametrize("recipe", [red_team_gpt2.get_config, red_team_llama3_2_1b.get_config])
 def test_a_victim_has_to_be_named(recipe, tmp_path):
     c = recipe()
+    c.lora.rank = 4
     c.model.path = str(spelled_checkpoints.write(tmp_path / "attacker", "gpt2"))
     with pytest.raises(ValueError, match=r"task\.red_team\.victim_path='' must name the model that is tested"):
         experiment.build(c)
@@ -87,11 +89,45 @@ def test_a_victim_has_to_be_named(recipe, tmp_path):
 def test_another_victim_is_another_contract(tmp_path):
     """The folder is no part of it, what lies in it is."""
     c = red_team_gpt2.get_config()
+    c.lora.rank = 4
     c.model.path = str(spelled_checkpoints.write(tmp_path / "attacker", "gpt2"))
     c.task.red_team.classifier_path = str(spelled_checkpoints.write(tmp_path / "classifier", "gpt_neox_reward"))
     c.task.red_team.embedder_path = ""
+    c.task.red_team.attack_prompt = "do:"
     digests = []
     for name, fixture in (("one", "gpt2"), ("same", "gpt2"), ("other", "llama_tied")):
         c.task.red_team.victim_path = str(spelled_checkpoints.write(tmp_path / name, fixture))
         digests.append(experiment.build(c).contract)
     assert digests[0] == digests[1] != digests[2]
+
+
+def test_a_run_begins_with_samples_of_the_reference_from_another(tmp_path, first_device):
+    """As the recipe's docstring has it: a first run of one step leaves rows of π_ref, which others mount."""
+    folders = {
+        "model.path": spelled_checkpoints.write(tmp_path / "attacker", "gpt2"),
+        "task.red_team.victim_path": spelled_checkpoints.write(tmp_path / "victim", "qwen2"),
+        "task.red_team.classifier_path": spelled_checkpoints.write(tmp_path / "classifier", "gpt_neox_reward"),
+    }
+    changes = {
+        "task.red_team.classifier_label": "LABEL_0",
+        "task.red_team.victim_template": "do {attack}:",
+        "task.red_team.embedder_path": "",
+        "task.missing_eos_reward": None,
+        "learner.micro_batch_rows": 0,
+        "searchers.max_rows_per_snapshot": 0,
+        "evaluation.enabled": False,
+        "schedule.mode": "interleaved",
+    }
+    c = red_team_gpt2.get_config()
+    c.update_from_flattened_dict(SMALL | _CHANGES | changes | {setting: str(folder) for setting, folder in folders.items()})
+    c.update_from_flattened_dict({"learner.steps": 1, "learner.warmup_steps": 0, "replay.min_rows": 40})
+    first = tiny_run.settings(tmp_path / "first", c)
+    assert roles.everything(first)() == 0
+    rows = LogReader(first.run.replay, first.experiment.contract.row_shape())
+    assert sum(rows.heads().values()) >= 40
+    assert all((rows.read(writer, 0, head)["policy_step"].max() == 0) for writer, head in rows.heads().items())
+    c = c.copy_and_resolve_references()
+    c.update_from_flattened_dict({"learner.steps": STEPS, "replay.min_rows": 0, "replay.mount": (str(tmp_path / "first"),)})
+    second = tiny_run.settings(tmp_path / "second", c)
+    assert roles.everything(second)() == 0
+    assert run_dir.read_json(second.run.initial_reference) == run_dir.read_json(first.run.initial_reference)
