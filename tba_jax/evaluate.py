@@ -7,9 +7,13 @@ the run's rows mean cannot differ from the run's.
 """
 
 import argparse
+import ast
+import difflib
+import functools
 import json
+import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +74,9 @@ def evaluate(workdir: Path, *, step: int | None, overrides: Sequence[str] = ()) 
             task.close()
 
 
-def _overridden(config: dict[str, Any], overrides: Sequence[str]) -> Any:
+def _overridden(config: Mapping[str, Any], overrides: Sequence[str]) -> Any:
     """A run's config with the settings that flags change. Raises ValueError for one that there is not, or of another type."""
-    from absl import flags
-    from ml_collections import config_dict, config_flags
+    from ml_collections import config_dict
 
     from tba_jax import run_config
 
@@ -82,15 +85,35 @@ def _overridden(config: dict[str, Any], overrides: Sequence[str]) -> Any:
         for name, value in settings.items():
             if name not in made[section]:
                 made[section][name] = config_dict.ConfigDict(value) if isinstance(value, dict) else value
-    values = flags.FlagValues()
-    holder = config_flags.DEFINE_config_dict("config", made.lock(), lock_config=True, flag_values=values)
+    leaves = run_config.flatten(made.to_dict())
+    for flag in overrides:
+        name, assigned, text = flag.removeprefix("--config.").partition("=")
+        if not (flag.startswith("--config.") and assigned):
+            raise ValueError(f"{flag!r} is not a flag: settings are given as --config.SETTING=VALUE")
+        if name not in leaves:
+            close = difflib.get_close_matches(name, leaves, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ValueError(f"the run's config has no setting {name!r}{hint}")
+        *path, last = name.split(".")
+        functools.reduce(operator.getitem, path, made)[last] = _value(flag, text, leaves[name])
+    return made
+
+
+def _value(flag: str, text: str, before: Any) -> Any:
+    """A setting's new value, of the type that it has."""
+    if isinstance(before, str):
+        return text
     try:
-        remaining = values(["evaluate", *overrides])
-    except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
-        command.refuse(error)
-    if len(remaining) > 1:
-        raise ValueError(f"{remaining[1]!r} is not a flag")
-    return holder.value
+        value = ast.literal_eval(text.capitalize() if isinstance(before, bool) else text)
+    except (ValueError, SyntaxError) as error:
+        raise ValueError(f"{flag}: {text!r} is not a value") from error
+    if isinstance(before, list | tuple) and isinstance(value, list | tuple):
+        return type(before)(value)
+    if isinstance(before, float) and type(value) is int:
+        return float(value)
+    if before is not None and type(value) is not type(before):
+        raise ValueError(f"{flag} must be of type {type(before).__name__}, as {before!r} is")
+    return value
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -7,12 +7,24 @@ import shutil
 from pathlib import Path
 
 import jax
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tba_jax.models import decoder, hugging_face_export
 from tba_jax.models.presets import PRESETS
 from tba_jax.tokenizer import HuggingFaceTokenizer
 
 END = "<|endoftext|>"
+
+
+def byte_tokenizer(folder: Path) -> Path:
+    """A tokenizer of one id a byte, and END. Returns the folder."""
+    folder.mkdir()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({character: i for i, character in enumerate([END, *alphabet])}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.add_special_tokens([END])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
 
 
 def write(folder: Path, preset: str, tokenizer: Path, *, labels: int = 0, seed: int = 0) -> Path:

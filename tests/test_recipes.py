@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from configs import countdown_qwen2_5, gsm8k_rho1b, math_qwen2_5_7b, own_task
+from configs import countdown_qwen2_5, gsm8k_rho1b, math_qwen2_5_7b, own_task, tldr_pythia
 from tba_jax import export, metrics, roles, run_dir
 from tba_jax.models import hugging_face
 from tests import random_checkpoints, tiny_checkpoints, tiny_run
@@ -71,6 +71,20 @@ def stories(folder: Path) -> dict[str, str]:
     return {f"task.custom.{name}_path": str(folder / f"{name}.jsonl") for name in ("train", "heldout")}
 
 
+def posts(folder: Path) -> dict[str, str]:
+    """TL;DR's rows; and reward models with the policy's tokenizer, random ones."""
+    rows = [{"subreddit": "cats", "title": f"Cat {i}", "post": "It sleeps.\n" * i, "summary": f"Sleeps {i}h."} for i in range(8)]
+    paths = {}
+    for name in ("train", "heldout"):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        paths[f"task.tldr.{name}_path"] = str(folder / f"{name}.jsonl")
+    for seed, name in enumerate(("reward", "gold"), start=1):
+        tokenizer = folder / "model-tokenizer"
+        made = random_checkpoints.write(folder / name, "pythia-410m", tokenizer, labels=1, seed=seed)
+        paths[f"task.tldr.{name}_path"] = str(made)
+    return paths
+
+
 def gsm8k(data: Path) -> dict[str, str]:
     return {"task.gsm8k.train_path": str(data / "gsm8k/train.jsonl"), "task.gsm8k.heldout_path": str(data / "gsm8k/test.jsonl")}
 
@@ -100,6 +114,7 @@ CASES = {
     "gsm8k, vine_ppo": (lambda: gsm8k_rho1b.get_config("vine_ppo"), "llama-3.2-1b", "gpt2", "accuracy"),
     "math": (math_qwen2_5_7b.get_config, "qwen2.5-7b", "qwen2.5", "accuracy"),
     "countdown": (countdown_qwen2_5.get_config, "qwen2.5-0.5b", "gpt2", "accuracy"),
+    "tldr": (tldr_pythia.get_config, "pythia-410m", "pythia", "reward"),
     "own task": (own_task.get_config, "pythia-410m", "pythia", "mentioned"),
 }
 
@@ -109,7 +124,13 @@ def test_the_readme_shows_the_whole_of_ones_own_task():
     assert f"```python\n{text}```\n" in (tiny_run.ROOT / "README.md").read_text() and len(text.splitlines()) <= 40
 
 
-RECIPES = (countdown_qwen2_5.get_config, gsm8k_rho1b.get_config, math_qwen2_5_7b.get_config, own_task.get_config)
+RECIPES = (
+    countdown_qwen2_5.get_config,
+    gsm8k_rho1b.get_config,
+    math_qwen2_5_7b.get_config,
+    own_task.get_config,
+    tldr_pythia.get_config,
+)
 
 
 # GSM8K runs with real processes below.
@@ -121,11 +142,20 @@ def test_a_recipe_runs_in_turn(name, tmp_path, data_dir, one_device):
     c.update_from_flattened_dict(SMALL | {"model.path": str(model), "schedule.mode": "interleaved"})
     if c.learner.reference.kind == "reset":
         c.learner.reference.reset_steps = 1  # so that it happens
-    inputs = {"gsm8k": gsm8k, "math": lambda _: problems(tmp_path), "own task": lambda _: stories(tmp_path)}
+    inputs = {
+        "gsm8k": gsm8k,
+        "math": lambda _: problems(tmp_path),
+        "tldr": lambda _: posts(tmp_path),
+        "own task": lambda _: stories(tmp_path),
+    }
     c.update_from_flattened_dict(inputs.get(name.split(",")[0], lambda _: {})(data_dir))
     s = tiny_run.settings(tmp_path / "run", c)
     assert roles.everything(s)() == 0
     check_run(s.run, score_name, tmp_path / "exported", str(model))
+    if name == "tldr":
+        report = run_dir.read_json(s.run.evaluations / f"{run_dir.step_name(STEPS)}.json")
+        assert 0 <= report["greedy_win_rate"] <= 1
+        assert report["ref_perplexity"] == pytest.approx(np.exp(report["ref_nll_per_token"]))
 
 
 def test_a_recipe_runs_with_real_processes(tmp_path, data_dir):

@@ -11,7 +11,7 @@ import pytest
 from configs import base
 from tba_jax.tasks import TASKS
 from tba_jax.tasks.arithmetic import CHARACTERS, Arithmetic, work_out
-from tba_jax.tasks.interface import SPLITS, Query
+from tba_jax.tasks.interface import SPLITS, Query, UsesModels
 from tba_jax.tasks.story_sentiment import StorySentiment
 from tba_jax.tokenizer import CharacterTokenizer
 
@@ -160,20 +160,49 @@ def test_every_task_names_its_splits(story_file, tmp_path):
     sums, problems = tmp_path / "sums.jsonl", tmp_path / "problems.jsonl"
     sums.write_text("".join(json.dumps({"question": f"{i}?", "answer": f"#### {i}"}) + "\n" for i in range(2)))
     problems.write_text("".join(json.dumps({"problem": f"{i}?", "answer": f"{i}"}) + "\n" for i in range(2)))
+    posts = tmp_path / "posts.jsonl"
+    posts.write_text("".join(json.dumps({"query": f"POST: {i}\n\nTL;DR:", "summary": f"{i}"}) + "\n" for i in range(2)))
     settings = {
         "arithmetic": dict(digits=2, train_queries=4, heldout_queries=2, seed=0),
         "countdown": dict(
-            style="characters", numbers=2, largest=9, largest_target=99, train_queries=4, heldout_queries=2, seed=0
+            style="characters",
+            numbers=2,
+            largest=9,
+            operations="+-",
+            largest_target=99,
+            train_queries=4,
+            heldout_queries=2,
+            seed=0,
         ),
         "story_sentiment": dict(data_path=str(story_file), opening_words=4, heldout_queries=2),
         "gsm8k": dict(train_path=str(sums), heldout_path=str(sums)),
-        "math": dict(train_path=str(problems), heldout_path=str(problems), time_limit=10.0, retries=0, concurrency=1),
+        "tldr": dict(
+            train_path=str(posts),
+            heldout_path=str(posts),
+            query_characters=200,
+            reward_path="not loaded",
+            gold_path="",
+            compute_dtype="float32",
+            batch_rows=2,
+        ),
+        "math": dict(
+            train_path=str(problems),
+            heldout_path=str(problems),
+            prompt="{problem}",
+            time_limit=10.0,
+            retries=0,
+            concurrency=1,
+        ),
     }
     assert settings.keys() == TASKS.keys()
     for name, make in TASKS.items():
         assert settings[name].keys() == base.get_config().task[name].to_dict().keys()
         task = make(**settings[name])
         assert len(task.queries("heldout")) == 2 and task.reward_version >= 1 and task.score_name
+        if isinstance(task, UsesModels):  # tests of its own score with them
+            with pytest.raises(RuntimeError, match=r"start\(\) comes before the first rewards"):
+                task.rewards(task.queries("heldout"), ["", ""], np.zeros(2, bool))
+            continue
         scores = task.rewards(task.queries("heldout"), ["", ""], np.zeros(2, bool))
         assert scores.reward.shape == (2,) and scores.parts.shape == (2, len(task.reward_parts))
         with pytest.raises(ValueError, match=r"split 'test' is not one of \('train', 'heldout'\)"):
