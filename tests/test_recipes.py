@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from configs import countdown_qwen2_5, gsm8k_rho1b, math_qwen2_5_7b, own_task, tldr_pythia
+from configs import countdown_qwen2_5, gsm8k_rho1b, math_qwen2_5_7b, own_task, red_team_gpt2, red_team_llama3_2_1b, tldr_pythia
 from tba_jax import export, metrics, roles, run_dir
 from tba_jax.models import hugging_face
 from tests import random_checkpoints, tiny_checkpoints, tiny_run
@@ -129,6 +129,8 @@ RECIPES = (
     gsm8k_rho1b.get_config,
     math_qwen2_5_7b.get_config,
     own_task.get_config,
+    red_team_gpt2.get_config,  # these two: test_recipes_red_team
+    red_team_llama3_2_1b.get_config,
     tldr_pythia.get_config,
 )
 

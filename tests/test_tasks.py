@@ -160,7 +160,8 @@ def test_every_task_names_its_splits(story_file, tmp_path):
     sums, problems = tmp_path / "sums.jsonl", tmp_path / "problems.jsonl"
     sums.write_text("".join(json.dumps({"question": f"{i}?", "answer": f"#### {i}"}) + "\n" for i in range(2)))
     problems.write_text("".join(json.dumps({"problem": f"{i}?", "answer": f"{i}"}) + "\n" for i in range(2)))
-    posts = tmp_path / "posts.jsonl"
+    attacks, posts = tmp_path / "attacks.jsonl", tmp_path / "posts.jsonl"
+    attacks.write_text("".join(json.dumps({"attacker_prompt": f"{i}."}) + "\n" for i in range(2)))
     posts.write_text("".join(json.dumps({"query": f"POST: {i}\n\nTL;DR:", "summary": f"{i}"}) + "\n" for i in range(2)))
     settings = {
         "arithmetic": dict(digits=2, train_queries=4, heldout_queries=2, seed=0),
@@ -176,6 +177,9 @@ def test_every_task_names_its_splits(story_file, tmp_path):
         ),
         "story_sentiment": dict(data_path=str(story_file), opening_words=4, heldout_queries=2),
         "gsm8k": dict(train_path=str(sums), heldout_path=str(sums)),
+        # Its tests are in test_tasks_red_team; the victim and the classifier have no default.
+        "red_team": base.get_config().task.red_team.to_dict()
+        | dict(attack_prompt_path=str(attacks), victim_path="not loaded", classifier_path="not loaded", classifier_label="hate"),
         "tldr": dict(
             train_path=str(posts),
             heldout_path=str(posts),
