@@ -9,10 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from configs import countdown_qwen2_5, gsm8k_rho1b, math_qwen2_5_7b, own_task, red_team_gpt2, red_team_llama3_2_1b, tldr_pythia
-from tba_jax import export, metrics, roles, run_dir
+from tba_jax import export, metrics, roles, run_config, run_dir
 from tba_jax.models import hugging_face
+from tba_jax.replay.reader import LogReader
 from tests import random_checkpoints, tiny_checkpoints, tiny_run
 from tests.test_main import PRETRAINED
 
@@ -170,3 +172,46 @@ def test_a_recipe_runs_with_real_processes(tmp_path, data_dir):
     assert done.returncode == 0, done.stdout + done.stderr
     check_run(run_dir.RunDir(tmp_path / "run"), "accuracy", tmp_path / "exported", str(model))
     shutil.rmtree(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_models_of_a_task_are_loaded_by_real_processes(tmp_path):
+    """A searcher and an evaluator that score summaries, and rows whose rewards a loop over them finds again."""
+    tokenizer = random_checkpoints.byte_tokenizer(tmp_path / "model-tokenizer")
+    for seed, (name, labels) in enumerate([("policy", 0), ("reward", 1), ("gold", 1)]):
+        random_checkpoints.write(tmp_path / name, "pythia-410m", tokenizer, labels=labels, seed=seed)
+    rows = [{"query": f"POST: Cat {i}\n\nTL;DR:", "summary": f"Cat {i}."} for i in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = SMALL | {f"task.tldr.{name}_path": str(tmp_path / "rows.jsonl") for name in ("train", "heldout")}
+    settings |= {f"task.tldr.{name}_path": str(tmp_path / name) for name in ("reward", "gold")}
+    settings |= {"model.path": str(tmp_path / "policy"), "task.tldr.compute_dtype": "float32", "supervisor.max_restarts": 0}
+    flags = [f"--config.{name}={value}" for name, value in settings.items()]
+    recipe = "configs/tldr_pythia.py:410m-rloo"
+    done = tiny_run.call(tiny_run.command(tmp_path / "run", *flags, recipe=recipe, tiny=False), timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = run_dir.RunDir(tmp_path / "run")
+    for step in (0, STEPS):
+        report = run_dir.read_json(run.evaluations / f"{run_dir.step_name(step)}.json")
+        assert 0 <= report["greedy_win_rate"] <= 1 and report["unscored"] == 0
+    check_rewards(run, tmp_path / "reward", tokenizer)
+
+
+def check_rewards(run: run_dir.RunDir, folder: Path, tokenizer: Path) -> None:
+    """Rewards and scores of rows against the reward model, one row at a time."""
+    config, params = tiny_checkpoints.load(folder)
+    shape = run_config.Contract(**run_config.read(run)["contract"]).row_shape()
+    reader = LogReader(run.replay, shape)
+    ((writer, head),) = reader.heads().items()
+    rows = reader.read(writer, 0, head)
+    text = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+    for i in range(head):
+        prompt = rows["prompt_tokens"][i][shape.prompt_length - rows["prompt_length"][i] :].tolist()
+        response = rows["response_tokens"][i][: rows["response_length"][i]].tolist()
+        end, finished = text.token_to_id(random_checkpoints.END), bool(rows["finished"][i])
+        words = [token for token in response if token != end]
+        # A reward model reads text: bytes that are none are replaced.
+        read = text.encode(text.decode(prompt + words)).ids + [end] * finished
+        row = np.array([read], np.int32)
+        score = float(tiny_checkpoints.scores(params, row, np.ones_like(row, bool), config)[0, 0])
+        np.testing.assert_allclose(rows["reward_parts"][i], [score], atol=1e-5)
+        np.testing.assert_allclose(rows["reward"][i], score if finished else -1.0, atol=1e-5)
