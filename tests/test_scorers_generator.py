@@ -1,5 +1,6 @@
 """Replies of a victim: against a loop over whole sequences, whatever else is asked, cut texts, ends and refusals."""
 
+import concurrent.futures
 import functools
 import json
 
@@ -86,12 +87,18 @@ def test_replies_depend_on_seed_and_text_alone(folder, generator):
     assert generator([], 5) == []
 
 
+def test_several_threads_may_ask_at_a_time(generator):
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda text: generator([text], 5), TEXTS))
+    assert [reply for replies in found for reply in replies] == generator(TEXTS, 5)
+
+
 def test_every_device_replies_by_itself(folder, generator):
     """Whatever the mesh would split."""
     assert make(folder, (1, 2, 1))(TEXTS, 5) == generator(TEXTS, 5)
 
 
-def test_a_text_that_is_too_long_loses_its_end_and_is_counted(folder):
+def test_a_text_that_is_too_long_loses_its_end_and_is_counted(folder, caplog):
     generator = make(folder, samples=1, temperature=0.0)
     room = P - len("tell: :")
     long = "abcdefghijklmnopqrstuvwxyz"
@@ -100,6 +107,7 @@ def test_a_text_that_is_too_long_loses_its_end_and_is_counted(folder):
     expected = [long[:room], long[:room], "x" * (room - 1) + "unsafe", "x"]
     replies = generator(texts, 0)
     assert generator.cut == 2
+    assert "2 of 4 texts are cut to what task.red_team.victim_prompt_length leaves room for" in caplog.text
     assert replies == generator(expected, 0) and generator.cut == 2
 
 

@@ -74,11 +74,12 @@ def test_a_text_may_spell_the_name_of_a_place(folder):
     np.testing.assert_allclose(found, expected(folder, [spelled("asked reply told attack:\n")]), atol=2e-5)
 
 
-def test_a_reply_that_is_too_long_loses_its_end_and_is_counted(folder):
+def test_a_reply_that_is_too_long_loses_its_end_and_is_counted(folder, caplog):
     scorer = make(folder)
     room = LENGTH - len("asked do it told :\n")
     found = scorer(["do it", "do it"], ["x" * 99, "no"])
     assert scorer.cut == 1
+    assert "1 of 2 replies are cut to what task.red_team.classifier_length leaves room for" in caplog.text
     np.testing.assert_allclose(found, scorer(["do it", "do it"], ["x" * room, "no"]), atol=1e-6)
     assert scorer.cut == 1
     with pytest.raises(ValueError, match="tokens stand before the reply, which are 48 with it at most: 'aaaa"):

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,12 +20,15 @@ from tba_jax.scorers import language_model
 from tba_jax.scorers.surroundings import Surroundings
 from tba_jax.tokenizer import HuggingFaceTokenizer
 
+log = logging.getLogger(__name__)
+
 
 class TextGenerator:
     """Answers texts. Several threads may call it, one after the other is answered.
 
     What it replies to a text depends on the seed, the text and the number of the reply alone: neither on the other texts of a
-    call nor on what was asked before. `cut`: texts so far that were too long and were asked without their end.
+    call nor on what was asked before. `cut`: texts so far that were too long and were asked without their end; the first are told
+    in the log.
     """
 
     def __init__(
@@ -59,7 +63,7 @@ class TextGenerator:
         Raises:
           ValueError: the folder or a setting cannot be used; says why.
         """
-        called = f"{setting}path={str(folder)!r}"
+        called, self._setting = f"{setting}path={str(folder)!r}", setting
         folder, model, tokenizer = language_model.read(folder, setting=f"{setting}path", compute_dtype=compute_dtype)
         self._tokenizer = tokenizer
         if prompt_length + reply_length > model.max_positions:
@@ -113,6 +117,8 @@ class TextGenerator:
             for text, prompt in zip(asked, prompts, strict=True)
         ]
         with self._lock:
+            if cut and not self.cut:
+                log.warning("%d of %d texts are cut to what %sprompt_length leaves room for", cut, len(asked), self._setting)
             self.cut += cut
             generations = self._engine.generate(requests)
         replies = {

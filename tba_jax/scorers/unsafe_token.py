@@ -1,6 +1,7 @@
 """A causal language model as a classifier (Llama Guard, Inan et al. 2023): how likely it is to call an exchange unsafe."""
 
 import functools
+import logging
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,8 @@ from tba_jax.models import decoder, hugging_face
 from tba_jax.models.parameters import Params
 from tba_jax.scorers import language_model
 from tba_jax.scorers.surroundings import Surroundings
+
+log = logging.getLogger(__name__)
 
 # Rows of one pass, and the tokens that the shortest pass has: bounds memory and the number of programs.
 _ROWS = 16
@@ -54,7 +57,7 @@ class UnsafeTokenScorer:
         Raises:
           ValueError: the folder or a setting cannot be used; says why.
         """
-        called = f"{setting}path={str(folder)!r}"
+        called, self._setting = f"{setting}path={str(folder)!r}", setting
         folder, config, tokenizer = language_model.read(folder, setting=f"{setting}path", compute_dtype=compute_dtype)
         if length > config.max_positions:
             raise ValueError(f"{setting}length={length} exceeds the {config.max_positions} positions of {called}")
@@ -93,6 +96,8 @@ class UnsafeTokenScorer:
         # Texts of similar length share a pass.
         order = np.argsort([len(ids) for ids in encoded], kind="stable")
         with self._lock:
+            if cut and not self.cut:
+                log.warning("%d of %d replies are cut to what %slength leaves room for", cut, len(encoded), self._setting)
             self.cut += cut
             for start in range(0, len(order), self._rows):
                 part = order[start : start + self._rows]
