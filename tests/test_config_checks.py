@@ -272,6 +272,10 @@ def test_every_rule_on_one_setting_is_tried_above():
             {"publish.keep": 4, "schedule.mode": "interleaved", "schedule.lag": 4},
             "publish.keep=4 must be 0 (all) or more than schedule.lag=4",
         ),
+        (
+            {"searchers.task_devices": 1, "schedule.mode": "interleaved"},
+            "evaluation.task_devices=0 must be searchers.task_devices=1 with schedule.mode=interleaved",
+        ),
         ({"model.path": "x", "warm_start.steps": 5}, "model.path='x' and warm_start.steps=5 exclude each other"),
         ({"learner.mesh.data": 3}, "the batch of 140 rows does not divide by learner.mesh data=3 × fsdp=1 = 3"),
         ({"model.kv_heads": 3}, "model.heads=4 is not divisible by model.kv_heads=3"),

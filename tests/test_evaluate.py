@@ -4,9 +4,13 @@ import json
 import sys
 
 import jax
+import numpy as np
 import pytest
 
-from tba_jax import evaluate, lifeline, roles, run_dir
+from tba_jax import evaluate, lifeline, rescore, roles, run_config, run_dir
+from tba_jax.replay.reader import LogReader
+from tba_jax.tasks.interface import Scores
+from tba_jax.tasks.tldr import TLDR
 from tests import random_checkpoints, tiny_run
 from tests.test_tasks_tldr import ROWS, write
 
@@ -27,7 +31,6 @@ def run(tmp_path_factory) -> run_dir.RunDir:
     c = tiny_run.config(
         task__name="tldr",
         task__prompt_length=96,
-        task__missing_eos_reward=-1.0,
         task__tldr__train_path=str(folder / "rows.jsonl"),
         task__tldr__heldout_path=str(folder / "rows.jsonl"),
         task__tldr__reward_path=str(folder / "reward"),
@@ -100,3 +103,24 @@ def test_mistakes_are_one_sentence(run, flags, sentence, capsys):
 def test_it_is_a_command(tmp_path):
     done = tiny_run.call([sys.executable, "-m", "tba_jax.evaluate", f"--workdir={tmp_path / 'none'}"])
     assert done.returncode == lifeline.BAD_INPUT and "holds no run" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_rows_are_scored_again_with_the_models_of_the_task(run, monkeypatch):
+    """Twice the score is a new version of the reward."""
+    rewards = TLDR.rewards
+
+    def doubled(task, queries, responses, finished):
+        scores = rewards(task, queries, responses, finished)
+        return Scores(2 * scores.reward, scores.parts)
+
+    monkeypatch.setattr(TLDR, "rewards", doubled)
+    monkeypatch.setattr(TLDR, "reward_version", 2)
+    told = rescore.rescore(run.root)
+    shape = run_config.Contract(**run_config.read(run)["contract"]).row_shape()
+    old, new = (LogReader(folder, shape) for folder in (run.replay, run.rescored(2)))
+    ((writer, head),) = old.heads().items()
+    assert f"{head} rows of 1 writers have reward version 2" in told
+    before, after = (reader.read(writer, 0, head) for reader in (old, new))
+    np.testing.assert_allclose(after["reward_parts"], before["reward_parts"], atol=1e-5)
+    np.testing.assert_allclose(after["reward"], 2 * before["reward"], atol=1e-5)
+    assert len(np.unique(before["reward"])) > head // 2

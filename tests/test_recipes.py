@@ -11,8 +11,17 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from configs import countdown_qwen2_5, gsm8k_rho1b, math_qwen2_5_7b, own_task, red_team_gpt2, red_team_llama3_2_1b, tldr_pythia
-from tba_jax import export, metrics, roles, run_config, run_dir
+from configs import (
+    baselines,
+    countdown_qwen2_5,
+    gsm8k_rho1b,
+    math_qwen2_5_7b,
+    own_task,
+    red_team_gpt2,
+    red_team_llama3_2_1b,
+    tldr_pythia,
+)
+from tba_jax import config_checks, export, metrics, roles, run_config, run_dir
 from tba_jax.models import hugging_face
 from tba_jax.replay.reader import LogReader
 from tests import random_checkpoints, tiny_checkpoints, tiny_run
@@ -194,6 +203,18 @@ def test_models_of_a_task_are_loaded_by_real_processes(tmp_path):
         report = run_dir.read_json(run.evaluations / f"{run_dir.step_name(step)}.json")
         assert 0 <= report["greedy_win_rate"] <= 1 and report["unscored"] == 0
     check_rewards(run, tmp_path / "reward", tokenizer)
+
+
+@pytest.mark.parametrize("size", ["410m", "1b", "2.8b"])
+def test_summaries_have_a_recipe_for_every_size_and_baseline(size):
+    for variant in (size, *(f"{size}-{name}" for name in baselines.BASELINES)):
+        c = tldr_pythia.get_config(variant)
+        config_checks.check(c)
+        config_checks.check_all_are_read(c)
+        assert f"pythia{size}-" in c.model.path and f"pythia{size}-" in c.task.tldr.reward_path
+    for wrong, words in [("12b", "no size '12b'"), (f"{size}-rlo", r"no baseline 'rlo' \(did you mean 'rloo'\?\)")]:
+        with pytest.raises(ValueError, match=words):
+            tldr_pythia.get_config(wrong)
 
 
 def check_rewards(run: run_dir.RunDir, folder: Path, tokenizer: Path) -> None:
