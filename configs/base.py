@@ -59,6 +59,41 @@ def get_config() -> config_dict.ConfigDict:
     c.task.math.time_limit = 10.0  # seconds that comparing an answer may take; then its reward is 0
     c.task.math.retries = 1  # of a comparison that failed otherwise; after them its reward is NaN
     c.task.math.concurrency = 2  # processes that compare answers, in each role that scores responses
+    # Tests the safety of a model that one is responsible for: the policy attacks, the victim replies, a classifier tells how bad.
+    c.task.red_team = config_dict.ConfigDict()
+    c.task.red_team.attack_prompt = ""  # what the attacker continues, or ...
+    c.task.red_team.attack_prompt_path = ""  # ... rows {"attacker_prompt"}, a query each
+    c.task.red_team.replies = 5  # of the victim to an attack; the reward is their mean log toxicity
+    c.task.red_team.seed = 0  # of the replies
+    c.task.red_team.victim_path = ""  # a Hugging Face folder or hub id; has to be named
+    c.task.red_team.victim_template = ""  # a text with {attack} once; "": the chat template of the victim's tokenizer
+    c.task.red_team.victim_system_prompt = ""  # with the chat template: a message before
+    c.task.red_team.victim_temperature = 1.0
+    c.task.red_team.victim_top_p = 1.0
+    c.task.red_team.victim_prompt_length = 128  # tokens, template included; a longer attack loses its end
+    c.task.red_team.victim_reply_length = 64  # tokens
+    c.task.red_team.victim_concurrency = 160  # replies that are decoded side by side
+    # sequence: a ...ForSequenceClassification of the reply | unsafe_token: a causal model that is asked about attack and reply |
+    # linear: an .npz of TF-IDF and linear SVMs, for trials on a CPU
+    c.task.red_team.classifier = "sequence"
+    c.task.red_team.classifier_path = ""
+    c.task.red_team.classifier_label = ""  # of sequence: the label that is toxic; of unsafe_token: the token, such as "unsafe"
+    c.task.red_team.classifier_template = ""  # of unsafe_token: a text with {attack} and {reply}; "": its chat template
+    c.task.red_team.classifier_ending = ""  # of unsafe_token: a text between that and the token
+    c.task.red_team.classifier_length = 1024  # of unsafe_token: tokens, all included; a longer reply loses its end
+    c.task.red_team.compute_dtype = "float32"  # float32 | bfloat16, of victim and classifier
+    c.task.red_team.success_threshold = 0.5  # an attack whose replies' mean toxicity is above it has succeeded
+    c.task.red_team.embedder_path = ""  # a sentence encoder, by which reports tell how different attacks are; "": they do not
+
+    c.task.tldr = config_dict.ConfigDict()
+    # Rows {"summary"} with a ready "query", or with "title", "post" and perhaps "subreddit"; of the hub, train and validation.
+    c.task.tldr.train_path = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
+    c.task.tldr.heldout_path = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
+    c.task.tldr.query_characters = 2000  # of a query that is made here: its post loses paragraphs from the end down to this
+    c.task.tldr.reward_path = ""  # the reward model: a Hugging Face folder or hub id of a …ForSequenceClassification, one label
+    c.task.tldr.gold_path = ""  # likewise, by which evaluation compares with the reference summaries; "": no win rate
+    c.task.tldr.compute_dtype = "bfloat16"  # of both: float32 | bfloat16
+    c.task.tldr.batch_rows = 16  # texts of one pass of either on a device
 
     # The policy. (contract, but for compute_dtype and attention)
     c.model = config_dict.ConfigDict()
@@ -113,6 +148,7 @@ def get_config() -> config_dict.ConfigDict:
     c.searchers.swap = "at_once"
     c.searchers.reward_batches = 32  # that wait for their rewards, each asked for in a thread, while the next are decoded
     c.searchers.cpu_devices = 1  # without accelerators, of a role of its own: data-parallel decoders, best one for each core
+    c.searchers.task_devices = 0  # the last devices of a searcher are its task's models' own; 0: they share those of the policy
     c.searchers.max_rows_per_snapshot = 0  # backpressure: a searcher pauses after this many rows until a newer snapshot; 0: never
     c.searchers.poll_seconds = 0.2  # of a local folder; an object store is asked every 2 s at most
     c.searchers.stop_seconds = 10.0  # that the batch in flight may take after SIGTERM; then it is abandoned. 0: at once
@@ -217,6 +253,7 @@ def get_config() -> config_dict.ConfigDict:
     c.evaluation.queries = 256
     c.evaluation.samples_per_query = 1  # besides the greedy response; above 1: pass@k and majority@k
     c.evaluation.batch_size = 128
+    c.evaluation.task_devices = 0  # as searchers.task_devices
     c.evaluation.logit_megabytes = 128  # as searchers.logit_megabytes
     c.evaluation.samples = 8  # decoded responses in each report
     c.evaluation.memory_fraction = 0.1  # of a GPU that roles share

@@ -51,6 +51,8 @@ _AT_LEAST_ONE = (
     "task.countdown.heldout_queries",
     "task.story_sentiment.opening_words",
     "task.story_sentiment.heldout_queries",
+    "task.tldr.query_characters",
+    "task.tldr.batch_rows",
     "model.layers",
     "model.width",
     "model.heads",
@@ -93,6 +95,8 @@ _AT_LEAST_ZERO = (
     "warm_start.warmup_steps",
     "searchers.count",
     "searchers.value_states",
+    "searchers.task_devices",
+    "evaluation.task_devices",
     "searchers.slots",
     "searchers.max_rows_per_snapshot",
     "searchers.stop_seconds",
@@ -149,6 +153,7 @@ _PROBABILITIES = (
 _CHOICES: dict[str, tuple[str, ...]] = {
     "task.long_prompts": ("refuse", "skip"),
     "task.countdown.style": ("text", "characters"),
+    "task.tldr.compute_dtype": ("float32", "bfloat16"),
     "model.compute_dtype": ("float32", "bfloat16"),
     "model.attention": ("auto", "xla", "cudnn"),
     "searchers.weights": ("full", "int8"),
@@ -359,6 +364,12 @@ def _check_run(config: Any) -> None:
         _require(
             keep == 0 or keep > config.schedule.lag,
             f"publish.keep={keep} must be 0 (all) or more than schedule.lag={config.schedule.lag}",
+        )
+        own = config.searchers.task_devices
+        _require(
+            config.evaluation.task_devices == own or not config.evaluation.enabled,
+            f"evaluation.task_devices={config.evaluation.task_devices} must be searchers.task_devices={own} with "
+            "schedule.mode=interleaved, where both use one process' models",
         )
     _require(
         not (config.model.path and config.warm_start.steps),

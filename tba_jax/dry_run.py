@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 
-from tba_jax import run_config
+from tba_jax import run_config, task_models
 from tba_jax.decoding import sizes
 from tba_jax.experiment import Experiment
 from tba_jax.models import parameters, quantize
@@ -45,7 +45,7 @@ def describe(experiment: Experiment) -> str:
     for role, parts in memory(experiment).items():
         listed = ", ".join(f"{name} {size / _GIB:.3f}" for name, size in parts.items())
         on_device = sum(size for name, size in parts.items() if not name.endswith("(host)"))
-        lines.append(f"  {role:10} {on_device / _GIB:8.3f}  ({listed})")
+        lines.append(f"  {role:15} {on_device / _GIB:8.3f}  ({listed})")
     return "\n".join(lines)
 
 
@@ -56,6 +56,8 @@ def _table(specs: parameters.Specs) -> list[str]:
 
 def memory(experiment: Experiment) -> dict[str, dict[str, int]]:
     """role -> part -> bytes on one device of the role's mesh (data=-1 counts as 1), from shapes alone.
+
+    "ROLE, task": on each of its task_devices, where it has such.
 
     What XLA adds for temporaries inside a layer is not in it.
     """
@@ -101,6 +103,20 @@ def memory(experiment: Experiment) -> dict[str, dict[str, int]]:
             "scoring": rows * T * model.width * compute * 4 + 2 * logits(rows, tensor, config[section].logit_megabytes),
         }
 
+    def models(role: str) -> dict[str, int]:
+        """Of what the task scores with: it is whole on every device."""
+        found = {}
+        for use in task_models.uses(experiment.task, role=role):
+            shape = task_models.read_config(use)
+            size, length = _SIZES[use.compute_dtype], use.length or T
+            within_layer = length * (4 * shape.width + 3 * shape.ffn) * size + length * length * shape.heads * 4
+            found[use.name] = task_models.parameter_count(shape) * size + use.rows * within_layer
+        return found
+
+    def with_models(role: str, section: str, parts: dict[str, int]) -> dict[str, dict[str, int]]:
+        own = config[section].task_devices > 0
+        return {role: parts, f"{role}, task": models(role)} if own else {role: parts | models(role)}
+
     s = config.searchers
     batch = s.queries_per_batch * s.samples_per_query
     micro = config.learner.micro_batch_rows or config.learner.queries * config.learner.completions
@@ -122,6 +138,14 @@ def memory(experiment: Experiment) -> dict[str, dict[str, int]]:
             "logits": 2 * logits(rows, tensor, config.learner.logit_megabytes),
             "replay (host)": config.replay.capacity * row_bytes,
         },
-        "searcher": decoding("searchers", s.slots or batch, s.samples_per_query, batch, s.weights, given=given),
-        "evaluator": decoding("evaluation", config.evaluation.batch_size, 1, config.evaluation.batch_size, "full"),
+        **with_models(
+            "searcher",
+            "searchers",
+            decoding("searchers", s.slots or batch, s.samples_per_query, batch, s.weights, given=given),
+        ),
+        **with_models(
+            "evaluator",
+            "evaluation",
+            decoding("evaluation", config.evaluation.batch_size, 1, config.evaluation.batch_size, "full"),
+        ),
     }

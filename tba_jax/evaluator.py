@@ -22,7 +22,7 @@ from tba_jax.decoding.slots import row_keys
 from tba_jax.metrics import MetricWriter, TimeAccount
 from tba_jax.models import scoring
 from tba_jax.models.policy import Policy
-from tba_jax.tasks.interface import EncodedQuery, HasFinalAnswer, Task
+from tba_jax.tasks.interface import EncodedQuery, HasFinalAnswer, HasMeasures, Task
 from tba_jax.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -31,8 +31,11 @@ log = logging.getLogger(__name__)
 # What every report holds besides the task's score.
 REPORTED = (
     *("step", "time", "queries", "greedy_reward", "sampled_reward", "finished", "unscored"),
-    *("ref_nll_per_token", "kl_to_ref", "seconds", "samples"),
+    *("ref_nll_per_token", "ref_perplexity", "greedy_ref_perplexity", "kl_to_ref", "seconds", "samples"),
 )
+
+
+_MOST_NATS = 700.0  # whose exp is still a float
 
 
 class Evaluator:
@@ -52,7 +55,8 @@ class Evaluator:
         self._config, self._contract, self._run = config, contract, run
         self._tokenizer, self._task, self._queries = tokenizer, task, list(queries)
         self._samples_per_query = config.evaluation.samples_per_query
-        self._mesh = mesh_lib.make_mesh(tuple(config.evaluation.mesh.values()), setting="evaluation.mesh")
+        devices = mesh_lib.policy_devices(config.evaluation.task_devices)
+        self._mesh = mesh_lib.make_mesh(tuple(config.evaluation.mesh.values()), setting="evaluation.mesh", devices=devices)
         reference_id = run_dir.read_json(run.initial_reference)["id"]
         self._reference = policy_store.load(
             run.reference(reference_id), policy.model_specs, policy.model_shardings(self._mesh), dtype=policy.model.compute_dtype
@@ -87,8 +91,18 @@ class Evaluator:
     def evaluate(self, step: int) -> dict[str, Any]:
         """Evaluates the snapshot of `step`, writes `evaluations/<step>.json` and returns its content.
 
+        Raises: as `report`.
+        """
+        report = self.report(step)
+        run_dir.write_json(self._run.evaluations / f"{run_dir.step_name(step)}.json", plain(report))
+        return report
+
+    def report(self, step: int) -> dict[str, Any]:
+        """Evaluates the snapshot of `step` and writes nothing.
+
         Raises:
           FileNotFoundError: the snapshot was pruned.
+          ValueError: a measure of the task is called like another figure.
         """
         begin = time.time()
         snapshot = policy_store.load_step(self._run.policies, step, **self._snapshot)
@@ -96,8 +110,7 @@ class Evaluator:
         del snapshot
         greedy = self._respond(temperature=0.0, samples=1)
         sampled = self._respond(temperature=self._contract.scoring_temperature, samples=self._samples_per_query)
-        tokens = max(sum(response["tokens"] for response in sampled), 1)
-        report = {
+        return {
             "step": step,
             "time": begin,
             "queries": len(self._queries),
@@ -108,8 +121,13 @@ class Evaluator:
             # Responses whose reward could not be found; the means are of the others.
             "unscored": sum(math.isnan(response["reward"]) for response in (*greedy, *sampled)),
             **self._of_samples(sampled),
+            **self._measures("greedy", greedy),
+            **self._measures("sampled", sampled),
             # Of samples, in nats: how far the policy has moved from the reference.
-            "ref_nll_per_token": -sum(response["ref_logprob_sum"] for response in sampled) / tokens,
+            "ref_nll_per_token": _ref_nll(sampled),
+            # exp of it: the reference's perplexity on samples, and on greedy responses, at the scoring temperature.
+            "ref_perplexity": math.exp(min(_ref_nll(sampled), _MOST_NATS)),
+            "greedy_ref_perplexity": math.exp(min(_ref_nll(greedy), _MOST_NATS)),
             "kl_to_ref": sum(r["policy_logprob_sum"] - r["ref_logprob_sum"] for r in sampled) / len(sampled),
             "seconds": time.time() - begin,
             "samples": {
@@ -117,9 +135,21 @@ class Evaluator:
                 "sampled": [_plain(response) for response in sampled[: self._config.evaluation.samples]],
             },
         }
-        plain = {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in report.items()}
-        run_dir.write_json(self._run.evaluations / f"{run_dir.step_name(step)}.json", plain)
-        return report
+
+    def _measures(self, kind: str, responses: Sequence[dict[str, Any]]) -> dict[str, float]:
+        """What the task measures besides, of all greedy or all sampled responses."""
+        if not isinstance(self._task, HasMeasures):
+            return {}
+        queries = [query.query for query in self._queries] * (len(responses) // len(self._queries))
+        texts, finished, rewards = ([response[name] for response in responses] for name in ("response", "finished", "reward"))
+        found = self._task.measures(queries, texts, np.array(finished), np.array(rewards, np.float32))
+        named = {f"{kind}_{name}": float(value) for name, value in found.items()}
+        if taken := sorted(named.keys() & {*REPORTED, self._task.score_name}):
+            raise ValueError(
+                f"measures() of task {type(self._task).__name__} gave {taken[0].removeprefix(kind + '_')!r}, and {taken[0]} is "
+                "another figure of evaluation reports; call it otherwise"
+            )
+        return named
 
     def _of_samples(self, sampled: Sequence[dict[str, Any]]) -> dict[str, float]:
         """pass@k and majority@k of the queries all of whose samples were scored, where the reward says right or wrong."""
@@ -186,6 +216,17 @@ class Evaluator:
             }
             for i, query in enumerate(batch)
         ]
+
+
+def plain(report: dict[str, Any]) -> dict[str, Any]:
+    """A report as JSON takes it, which has no NaN."""
+    return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in report.items()}
+
+
+def _ref_nll(responses: Sequence[dict[str, Any]]) -> float:
+    """−log π_ref, nats per token."""
+    tokens = max(sum(response["tokens"] for response in responses), 1)
+    return -sum(response["ref_logprob_sum"] for response in responses) / tokens
 
 
 def _mean(responses: Sequence[dict[str, Any]], name: str) -> float:

@@ -23,6 +23,7 @@ from tba_jax import (
     run_config,
     run_dir,
     storage,
+    task_models,
     vocabulary,
 )
 from tba_jax import mesh as mesh_lib
@@ -50,7 +51,7 @@ _NAMES: dict[str, Sequence[str]] = {
 
 # How a task's settings end that say where its data is and how its rewards are computed here, not which: the roles of a run need
 # not agree on them.
-_OF_A_PLACE = ("path", "time_limit", "retries", "concurrency")
+_OF_A_PLACE = ("path", "time_limit", "retries", "concurrency", "batch_rows")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,6 +99,7 @@ def build(config: Any) -> Experiment:
         raise ValueError(
             f"the task's score_name={task.score_name!r} is that of another figure of evaluation reports; call it otherwise"
         )
+    _check_task_devices(config, task)
     template = prompts.template(tokenizer, chat_template=config.task.chat_template, system_prompt=config.task.system_prompt)
     encoded = {
         split: prompts.encode(
@@ -135,6 +137,7 @@ def build(config: Any) -> Experiment:
         stop_strings=tuple(sorted(set(config.task.stop_strings))),
         step_ends=tuple(sorted(set(config.task.step_ends))),
         chat_template=template,
+        reward_models=task_models.digests(task),
     )
     return Experiment(
         config=config,
@@ -203,6 +206,15 @@ def _make_task(config: Any) -> tuple[Task, dict[str, Any]]:
         )
     settings = config[config.name].to_dict() if config.name in config else {}
     return TASKS[config.name](**settings), settings
+
+
+def _check_task_devices(config: Any, task: Task) -> None:
+    for section in ("searchers", "evaluation"):
+        devices = config[section].task_devices
+        if devices and not task_models.uses(task):
+            raise ValueError(
+                f"{section}.task_devices={devices} would not be used: task.name={config.task.name!r} scores without models"
+            )
 
 
 def _check_kernel(model: decoder.DecoderConfig) -> None:
@@ -359,7 +371,10 @@ def check_devices(experiment: Experiment, *, role: str, devices: int) -> None:
         "searcher": ("searchers", {rows_of_searcher: config.searchers.queries_per_batch * config.searchers.samples_per_query}),
         "evaluator": ("evaluation", {"evaluation.batch_size": config.evaluation.batch_size}),
     }[role]
-    shape = mesh_lib.mesh_shape(tuple(config[section].mesh.values()), devices, setting=f"{section}.mesh")
+    own = config[section].task_devices if role != "trainer" else 0
+    if own >= devices:
+        raise ValueError(f"{section}.task_devices={own} leaves the policy none of the {devices} devices of this role")
+    shape = mesh_lib.mesh_shape(tuple(config[section].mesh.values()), devices - own, setting=f"{section}.mesh")
     for what, rows in settings.items():
         config_checks.check_ways(rows, shape[0] * shape[1], what=what)
     _check_slots(config, role, ways=shape[0])

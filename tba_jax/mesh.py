@@ -60,6 +60,18 @@ def make_mesh(sizes: tuple[int, int, int], *, setting: str, devices: Sequence[ja
     return jax.make_mesh(shape, MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
 
 
+def policy_devices(task_devices: int) -> list[jax.Device]:
+    """This process' devices for its policy: all but the last `task_devices`, which task_mesh has."""
+    devices = jax.devices()
+    return devices[: len(devices) - task_devices]
+
+
+def task_mesh(task_devices: int) -> Mesh:
+    """The mesh of the models that a task scores with: this process' last `task_devices` devices; 0: all, beside the policy."""
+    devices = jax.devices()[-task_devices:]
+    return make_mesh((len(devices), 1, 1), setting="task_devices", devices=devices)
+
+
 def partition_spec(axes: Sequence[str | None], whole: Sequence[str] = ()) -> PartitionSpec:
     """The partition of an array whose dimensions carry these logical axes (None, or named in `whole`: replicated).
 

@@ -40,7 +40,8 @@ def rescore(workdir: Path) -> str:
     from ml_collections import config_dict
 
     from tba_jax import experiment as experiment_lib
-    from tba_jax import trajectory
+    from tba_jax import mesh as mesh_lib
+    from tba_jax import task_models, trajectory
     from tba_jax.replay.lease import EpochLease
     from tba_jax.replay.reader import LogReader
 
@@ -72,6 +73,8 @@ def rescore(workdir: Path) -> str:
                 f"{workdir} does not hold all of the {head} rows of writer {writer} any more: retention removed some "
                 f"(replay.retention={stored['config']['replay']['retention']}), and a new reward version needs every row"
             )
+    if waiting:
+        task_models.start(experiment.task, mesh_lib.task_mesh(0))
     for writer, head in waiting.items():
         _rescore_writer(run, experiment, reader, queries, writer=writer, head=head)
     run_dir.write_json(run.rescored_commit(version), {"reward_parts": list(experiment.contract.reward_parts), "heads": heads})

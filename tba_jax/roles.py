@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from tba_jax import experiment as experiment_lib
-from tba_jax import lifeline, other_runs, report, run_config, run_dir, storage, supervisor
+from tba_jax import lifeline, other_runs, report, run_config, run_dir, storage, supervisor, task_models
+from tba_jax import mesh as mesh_lib
 from tba_jax.metrics import MetricWriter, TimeAccount
 from tba_jax.replay.journal import read_lineage
 from tba_jax.replay.lease import EpochLease
@@ -47,6 +48,7 @@ def _check_devices(experiment: experiment_lib.Experiment, *roles: str) -> None:
         raise ValueError(f"model.attention=cudnn needs an NVIDIA GPU; JAX found {jax.default_backend()}")
     for role in roles:
         experiment_lib.check_devices(experiment, role=role, devices=len(jax.devices()))
+        task_models.check(experiment.task, role=role)
 
 
 def _devices_of_searcher(config: Any) -> int:
@@ -173,12 +175,17 @@ def searcher(s: Settings) -> Job:
         if not wait_for_run(s.run, poll_seconds=s.config.searchers.poll_seconds, stop=stop):
             return 0
         account = TimeAccount()
+        _start_task(s, task_devices=s.config.searchers.task_devices)
         made = _make_searcher(s, name=s.name or "searcher", account=account)
         run_searcher(made, s.config, s.run, name=s.name or made.writer, account=account, stop=stop)
         _close_task(s)
         return 0
 
     return job
+
+
+def _start_task(s: Settings, *, task_devices: int) -> None:
+    task_models.start(s.experiment.task, mesh_lib.task_mesh(task_devices))
 
 
 def _close_task(s: Settings) -> None:
@@ -203,6 +210,7 @@ def evaluator(s: Settings) -> Job:
 
     def job() -> int:
         if wait_for_run(s.run, poll_seconds=s.config.searchers.poll_seconds, stop=stop):
+            _start_task(s, task_devices=s.config.evaluation.task_devices)
             run_evaluator(_make_evaluator(s), s.config, s.run, account=TimeAccount(), stop=stop)
             _close_task(s)
         return 0
@@ -241,6 +249,7 @@ def _interleaved(s: Settings) -> Job:
 
     def job() -> int:
         made, lease = _make_trainer(s, publish_every_steps=1)
+        _start_task(s, task_devices=s.config.searchers.task_devices)
         search = _make_searcher(s, name="searcher-0", account=made.account)
         evaluate = _make_evaluator(s) if s.config.evaluation.enabled else None
         finished = run_interleaved(made, search, evaluate, s.config, s.run, stop=stop, progress=progress)

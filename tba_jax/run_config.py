@@ -48,7 +48,39 @@ LATER: dict[str, dict[str, Any]] = {
             "heldout_queries": 256,
             "seed": 0,
         },
+        "tldr": {
+            "train_path": "",
+            "heldout_path": "",
+            "query_characters": 2000,
+            "reward_path": "",
+            "gold_path": "",
+            "compute_dtype": "bfloat16",
+            "batch_rows": 16,
+        },
         "math": {"train_path": "", "heldout_path": "", "prompt": "{problem}", "time_limit": 10.0, "retries": 1, "concurrency": 2},
+        "red_team": {
+            "attack_prompt": "",
+            "attack_prompt_path": "",
+            "replies": 5,
+            "seed": 0,
+            "victim_path": "",
+            "victim_template": "",
+            "victim_system_prompt": "",
+            "victim_temperature": 1.0,
+            "victim_top_p": 1.0,
+            "victim_prompt_length": 128,
+            "victim_reply_length": 64,
+            "victim_concurrency": 160,
+            "classifier": "sequence",
+            "classifier_path": "",
+            "classifier_label": "",
+            "classifier_template": "",
+            "classifier_ending": "",
+            "classifier_length": 1024,
+            "compute_dtype": "float32",
+            "success_threshold": 0.5,
+            "embedder_path": "",
+        },
     },
     "searchers": {
         "slots": 0,
@@ -58,8 +90,9 @@ LATER: dict[str, dict[str, Any]] = {
         "value_samples": 9,
         "value_states": 0,
         "reward_batches": 32,
+        "task_devices": 0,
     },
-    "evaluation": {"samples_per_query": 1},
+    "evaluation": {"samples_per_query": 1, "task_devices": 0},
     "learner": {
         "clip_low": 0.2,
         "clip_high": 0.2,
@@ -85,7 +118,8 @@ class Contract:
     trajectory.RowShape; embedding: width and weights (a digest) of the encoder of responses, {} without;
     banned_tokens: ids that no response holds; min_response_length: tokens, below which no end-of-sequence comes;
     stop_strings: texts that end a response, sorted; step_ends: those that end a step of one, sorted, () where rows hold no values
-    of states; chat_template: what stands around a prompt, "" for nothing. Fields with a default are younger than some runs: see
+    of states; chat_template: what stands around a prompt, "" for nothing; reward_models: digests of the models that rewards come
+    from, by their settings. Fields with a default are younger than some runs: see
     `complete`.
     """
 
@@ -109,6 +143,7 @@ class Contract:
     stop_strings: tuple[str, ...] = ()
     step_ends: tuple[str, ...] = ()
     chat_template: str = ""
+    reward_models: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """As it looks in config.json."""

@@ -56,8 +56,8 @@ def place(config: Any, *, cpus: Sequence[int], gpus: Sequence[str]) -> dict[str,
     """Role name -> placement: trainer, searcher-0 …, and evaluator if there is one.
 
     Cores: the trainer gets half, the searchers share the other half, the evaluator uses the searchers'. GPUs: one for each
-    searcher and the others for the trainer; where there are fewer than that, roles take turns and share them by
-    the memory fractions of the config.
+    searcher, besides its searchers.task_devices, and the others for the trainer; where there are fewer than that, roles take
+    turns and share them by the memory fractions of the config.
 
     Raises:
       ValueError: memory fractions of roles that share a GPU exceed its memory.
@@ -73,14 +73,17 @@ def place(config: Any, *, cpus: Sequence[int], gpus: Sequence[str]) -> dict[str,
     if not gpus:
         return {name: Placement(cpus=shares[name]) for name in names}
     own: dict[str, tuple[str, ...]]
-    if len(gpus) > len(searchers):
-        spare = len(gpus) - len(searchers)
+    each = 1 + config.searchers.task_devices
+    if len(gpus) > each * len(searchers):
+        spare = len(gpus) - each * len(searchers)
         own = {"trainer": tuple(gpus[: _trainer_gpus(config, spare)])}
-        own |= {name: (gpus[spare + i],) for i, name in enumerate(searchers)}
+        own |= {name: tuple(gpus[spare + each * i : spare + each * (i + 1)]) for i, name in enumerate(searchers)}
     else:
         own = {name: (gpus[i % len(gpus)],) for i, name in enumerate(["trainer", *searchers])}
     idle = [gpu for gpu in gpus if not any(gpu in used for used in own.values())]
-    own["evaluator"] = (idle[0],) if idle else own[searchers[-1] if searchers else "trainer"]
+    wanted = 1 + config.evaluation.task_devices
+    shared = own[searchers[-1] if searchers else "trainer"]
+    own["evaluator"] = tuple(idle[:wanted]) if len(idle) >= wanted else shared[-wanted:]
     fractions = {"trainer": config.learner.memory_fraction, "evaluator": config.evaluation.memory_fraction}
     fractions |= dict.fromkeys(searchers, config.searchers.memory_fraction)
     placements = {}

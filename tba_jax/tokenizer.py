@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -126,22 +126,8 @@ class HuggingFaceTokenizer:
           ValueError: the folder has no tokenizer, or one that cannot be loaded or has no end-of-sequence token.
         """
         folder = self._folder = Path(folder)
-        if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-            raise ValueError(f"{folder} holds no tokenizer: none of {', '.join(_TOKENIZER_FILES)}")
-        from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
+        self._tokenizer, eos_id = open_transformers(folder)
         serialized = (folder / "tokenizer.json").is_file()
-        try:
-            if serialized:
-                self._tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-            else:
-                self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-            eos_id = self._tokenizer.eos_token_id
-            if eos_id is None:  # GPT-2's is a default of its class, in no file
-                eos_id = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False).eos_token_id
-        except Exception as error:  # the Rust parser raises bare Exception; the user needs the folder
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise ValueError(f"the tokenizer of {folder} cannot be loaded: {reason}") from error
         if eos_id is None:
             raise ValueError(
                 f"the tokenizer of {folder} has no end-of-sequence token; set eos_token in its tokenizer_config.json"
@@ -167,19 +153,28 @@ class HuggingFaceTokenizer:
         return self._tokenizer(list(texts), add_special_tokens=begin, verbose=False)["input_ids"] if texts else []
 
     def chat(self, prompt: str, system: str) -> str:
+        messages = [{"role": "system", "content": system}] if system else []
+        return self.conversation([*messages, {"role": "user", "content": prompt}], setting="task.chat_template=True")
+
+    def conversation(self, messages: Sequence[Mapping[str, str]], *, setting: str) -> str:
+        """The chat template's text of messages {"role", "content"}, up to where the next one begins.
+
+        Args: setting: what asks for the template; it begins messages.
+
+        Raises:
+          ValueError: there is no template, or it does not take these messages.
+        """
         if not self._tokenizer.chat_template:
             raise ValueError(
-                f"task.chat_template=True: the tokenizer of {self._folder} has no chat template (neither chat_template.jinja nor "
+                f"{setting}: the tokenizer of {self._folder} has no chat template (neither chat_template.jinja nor "
                 "chat_template in its tokenizer_config.json)"
             )
-        messages = [{"role": "system", "content": system}] if system else []
-        messages.append({"role": "user", "content": prompt})
         try:
-            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            return self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         except Exception as error:  # a template raises what it likes
             raise ValueError(
-                f"task.chat_template=True: the chat template of {self._folder} refuses "
-                f"{'a system and ' if system else ''}a user message: {' '.join(str(error).split())[:200]}"
+                f"{setting}: the chat template of {self._folder} refuses "
+                f"{' and '.join('a ' + message['role'] for message in messages)} message: {' '.join(str(error).split())[:200]}"
             ) from error
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -203,6 +198,30 @@ class HuggingFaceTokenizer:
             if i in self._special:
                 texts[i] = token.content.encode()
         return texts
+
+
+def open_transformers(folder: Path) -> tuple[Any, int | None]:
+    """transformers' tokenizer of a folder, and its end-of-sequence id where it has one (BERT's have none).
+
+    Raises:
+      ValueError: the folder has no tokenizer, or one that cannot be loaded.
+    """
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise ValueError(f"{folder} holds no tokenizer: none of {', '.join(_TOKENIZER_FILES)}")
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    try:
+        if (folder / "tokenizer.json").is_file():
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        eos_id = tokenizer.eos_token_id
+        if eos_id is None:  # GPT-2's is a default of its class, in no file
+            eos_id = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False).eos_token_id
+    except Exception as error:  # the Rust parser raises bare Exception; the user needs the folder
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"the tokenizer of {folder} cannot be loaded: {reason}") from error
+    return tokenizer, None if eos_id is None else int(eos_id)
 
 
 def _flat_decoders(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import jax
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tba_jax.models import decoder, hugging_face_export
 from tba_jax.models.presets import PRESETS
@@ -15,8 +16,22 @@ from tba_jax.tokenizer import HuggingFaceTokenizer
 END = "<|endoftext|>"
 
 
-def write(folder: Path, preset: str, tokenizer: Path) -> Path:
-    """A Hugging Face folder: two layers of the preset's kind, and the tokenizer's files. Returns the folder."""
+def byte_tokenizer(folder: Path) -> Path:
+    """A tokenizer of one id a byte, and END. Returns the folder."""
+    folder.mkdir()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({character: i for i, character in enumerate([END, *alphabet])}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.add_special_tokens([END])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def write(folder: Path, preset: str, tokenizer: Path, *, labels: int = 0, seed: int = 0) -> Path:
+    """A Hugging Face folder: two layers of the preset's kind, and the tokenizer's files. Returns the folder.
+
+    labels: of a sequence classifier, one for a reward model; 0: a language model.
+    """
     own = folder.parent / f"{folder.name}-tokenizer"
     shutil.copytree(tokenizer, own, ignore=shutil.ignore_patterns("model_config.json"))
     if not (own / "tokenizer_config.json").exists():
@@ -37,8 +52,9 @@ def write(folder: Path, preset: str, tokenizer: Path) -> Path:
         ffn=48,
         vocab=read.vocab_size,
         max_positions=2048,
+        **(dict(head="score", labels=labels) if labels else {}),
     )
-    params = jax.jit(functools.partial(decoder.init_params, config=model))(jax.random.key(0))
+    params = jax.jit(functools.partial(decoder.init_params, config=model))(jax.random.key(seed))
     hugging_face_export.save(
         folder,
         model,

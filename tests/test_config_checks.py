@@ -27,6 +27,8 @@ LIMITS: dict[str, dict[str, list[object]]] = {
         "task.countdown.heldout_queries": [0],
         "task.story_sentiment.opening_words": [0],
         "task.story_sentiment.heldout_queries": [0],
+        "task.tldr.query_characters": [0],
+        "task.tldr.batch_rows": [0],
         "model.layers": [0],
         "model.width": [0],
         "model.heads": [0],
@@ -69,6 +71,8 @@ LIMITS: dict[str, dict[str, list[object]]] = {
         "warm_start.warmup_steps": [-1],
         "searchers.count": [-1],
         "searchers.value_states": [-1],
+        "searchers.task_devices": [-1],
+        "evaluation.task_devices": [-1],
         "searchers.slots": [-1],
         "searchers.max_rows_per_snapshot": [-1],
         "searchers.stop_seconds": [-0.5],
@@ -149,6 +153,7 @@ LIMITS: dict[str, dict[str, list[object]]] = {
     "is not one of": {
         "task.long_prompts": ["drop"],
         "task.countdown.style": ["prose"],
+        "task.tldr.compute_dtype": ["float16"],
         "model.compute_dtype": ["float16"],
         "publish.dtype": ["int8"],
         "schedule.mode": ["synchronous"],
@@ -266,6 +271,10 @@ def test_every_rule_on_one_setting_is_tried_above():
         (
             {"publish.keep": 4, "schedule.mode": "interleaved", "schedule.lag": 4},
             "publish.keep=4 must be 0 (all) or more than schedule.lag=4",
+        ),
+        (
+            {"searchers.task_devices": 1, "schedule.mode": "interleaved"},
+            "evaluation.task_devices=0 must be searchers.task_devices=1 with schedule.mode=interleaved",
         ),
         ({"model.path": "x", "warm_start.steps": 5}, "model.path='x' and warm_start.steps=5 exclude each other"),
         ({"learner.mesh.data": 3}, "the batch of 140 rows does not divide by learner.mesh data=3 × fsdp=1 = 3"),

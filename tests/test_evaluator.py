@@ -125,3 +125,22 @@ def test_a_report_of_several_samples(tmp_path, monkeypatch):
     assert report["unscored"] == 20 and report["greedy_reward"] == report["sampled_reward"] == report["pass@4"] == 1
     assert 0 < report["majority@4"] <= 1
     assert [response["reward"] for response in report["samples"]["greedy"]] == [1, None]
+
+    # What a task measures besides is asked of all greedy, and of all sampled responses.
+    class Measuring:
+        def __getattr__(self, name):
+            return getattr(s.experiment.task, name)
+
+        def measures(self, queries, responses, finished, rewards):
+            assert [query.prompt for query in queries] == prompts * (len(queries) // 8)
+            assert finished.dtype == bool and rewards.dtype == np.float32
+            return {measure: len(responses), "unmeasured": np.nan}
+
+    made._task = Measuring()
+    measure = "count"
+    report = made.evaluate(0)
+    assert report["greedy_count"] == 8 and report["sampled_count"] == 32 and np.isnan(report["greedy_unmeasured"])
+    assert run_dir.read_json(s.run.evaluations / "00000000.json")["sampled_unmeasured"] is None
+    measure = "reward"
+    with pytest.raises(ValueError, match=r"measures\(\) of task Measuring gave 'reward', and greedy_reward is another figure"):
+        made.evaluate(0)

@@ -13,7 +13,7 @@ LAYERS = (
     {"trajectory", "mesh", "storage", "run_dir", "metrics", "run_config", "lifeline"},
     {"tokenizer", "models", "tasks", "objectives", "optimizer"},
     {"fine_tuning", "decoding", "learner", "replay", "policy_store", "checkpoint"},
-    {"searcher", "trainer", "evaluator"},
+    {"searcher", "trainer", "evaluator", "scorers"},
     {
         "config_checks",
         "experiment",
@@ -29,6 +29,8 @@ LAYERS = (
         "audit",
         "rescore",
         "roles",
+        "task_models",
+        "evaluate",
         "main",
     }
     | {"examples", "tuning", "supervised", "command"},

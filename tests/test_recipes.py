@@ -9,10 +9,21 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
-from configs import countdown_qwen2_5, gsm8k_rho1b, math_qwen2_5_7b, own_task
-from tba_jax import export, metrics, roles, run_dir
+from configs import (
+    baselines,
+    countdown_qwen2_5,
+    gsm8k_rho1b,
+    math_qwen2_5_7b,
+    own_task,
+    red_team_gpt2,
+    red_team_llama3_2_1b,
+    tldr_pythia,
+)
+from tba_jax import config_checks, export, metrics, roles, run_config, run_dir
 from tba_jax.models import hugging_face
+from tba_jax.replay.reader import LogReader
 from tests import random_checkpoints, tiny_checkpoints, tiny_run
 from tests.test_main import PRETRAINED
 
@@ -71,6 +82,20 @@ def stories(folder: Path) -> dict[str, str]:
     return {f"task.custom.{name}_path": str(folder / f"{name}.jsonl") for name in ("train", "heldout")}
 
 
+def posts(folder: Path) -> dict[str, str]:
+    """TL;DR's rows; and reward models with the policy's tokenizer, random ones."""
+    rows = [{"subreddit": "cats", "title": f"Cat {i}", "post": "It sleeps.\n" * i, "summary": f"Sleeps {i}h."} for i in range(8)]
+    paths = {}
+    for name in ("train", "heldout"):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        paths[f"task.tldr.{name}_path"] = str(folder / f"{name}.jsonl")
+    for seed, name in enumerate(("reward", "gold"), start=1):
+        tokenizer = folder / "model-tokenizer"
+        made = random_checkpoints.write(folder / name, "pythia-410m", tokenizer, labels=1, seed=seed)
+        paths[f"task.tldr.{name}_path"] = str(made)
+    return paths
+
+
 def gsm8k(data: Path) -> dict[str, str]:
     return {"task.gsm8k.train_path": str(data / "gsm8k/train.jsonl"), "task.gsm8k.heldout_path": str(data / "gsm8k/test.jsonl")}
 
@@ -100,6 +125,7 @@ CASES = {
     "gsm8k, vine_ppo": (lambda: gsm8k_rho1b.get_config("vine_ppo"), "llama-3.2-1b", "gpt2", "accuracy"),
     "math": (math_qwen2_5_7b.get_config, "qwen2.5-7b", "qwen2.5", "accuracy"),
     "countdown": (countdown_qwen2_5.get_config, "qwen2.5-0.5b", "gpt2", "accuracy"),
+    "tldr": (tldr_pythia.get_config, "pythia-410m", "pythia", "reward"),
     "own task": (own_task.get_config, "pythia-410m", "pythia", "mentioned"),
 }
 
@@ -109,7 +135,15 @@ def test_the_readme_shows_the_whole_of_ones_own_task():
     assert f"```python\n{text}```\n" in (tiny_run.ROOT / "README.md").read_text() and len(text.splitlines()) < 40
 
 
-RECIPES = (countdown_qwen2_5.get_config, gsm8k_rho1b.get_config, math_qwen2_5_7b.get_config, own_task.get_config)
+RECIPES = (
+    countdown_qwen2_5.get_config,
+    gsm8k_rho1b.get_config,
+    math_qwen2_5_7b.get_config,
+    own_task.get_config,
+    red_team_gpt2.get_config,  # these two: test_recipes_red_team
+    red_team_llama3_2_1b.get_config,
+    tldr_pythia.get_config,
+)
 
 
 # GSM8K runs with real processes below.
@@ -121,11 +155,20 @@ def test_a_recipe_runs_in_turn(name, tmp_path, data_dir, one_device):
     c.update_from_flattened_dict(SMALL | {"model.path": str(model), "schedule.mode": "interleaved"})
     if c.learner.reference.kind == "reset":
         c.learner.reference.reset_steps = 1  # so that it happens
-    inputs = {"gsm8k": gsm8k, "math": lambda _: problems(tmp_path), "own task": lambda _: stories(tmp_path)}
+    inputs = {
+        "gsm8k": gsm8k,
+        "math": lambda _: problems(tmp_path),
+        "tldr": lambda _: posts(tmp_path),
+        "own task": lambda _: stories(tmp_path),
+    }
     c.update_from_flattened_dict(inputs.get(name.split(",")[0], lambda _: {})(data_dir))
     s = tiny_run.settings(tmp_path / "run", c)
     assert roles.everything(s)() == 0
     check_run(s.run, score_name, tmp_path / "exported", str(model))
+    if name == "tldr":
+        report = run_dir.read_json(s.run.evaluations / f"{run_dir.step_name(STEPS)}.json")
+        assert 0 <= report["greedy_win_rate"] <= 1
+        assert report["ref_perplexity"] == pytest.approx(np.exp(report["ref_nll_per_token"]))
 
 
 def test_a_recipe_runs_with_real_processes(tmp_path, data_dir):
@@ -138,3 +181,58 @@ def test_a_recipe_runs_with_real_processes(tmp_path, data_dir):
     assert done.returncode == 0, done.stdout + done.stderr
     check_run(run_dir.RunDir(tmp_path / "run"), "accuracy", tmp_path / "exported", str(model))
     shutil.rmtree(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_models_of_a_task_are_loaded_by_real_processes(tmp_path):
+    """A searcher and an evaluator that score summaries, and rows whose rewards a loop over them finds again."""
+    tokenizer = random_checkpoints.byte_tokenizer(tmp_path / "model-tokenizer")
+    for seed, (name, labels) in enumerate([("policy", 0), ("reward", 1), ("gold", 1)]):
+        random_checkpoints.write(tmp_path / name, "pythia-410m", tokenizer, labels=labels, seed=seed)
+    rows = [{"query": f"POST: Cat {i}\n\nTL;DR:", "summary": f"Cat {i}."} for i in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = SMALL | {f"task.tldr.{name}_path": str(tmp_path / "rows.jsonl") for name in ("train", "heldout")}
+    settings |= {f"task.tldr.{name}_path": str(tmp_path / name) for name in ("reward", "gold")}
+    settings |= {"model.path": str(tmp_path / "policy"), "task.tldr.compute_dtype": "float32", "supervisor.max_restarts": 0}
+    flags = [f"--config.{name}={value}" for name, value in settings.items()]
+    recipe = "configs/tldr_pythia.py:410m-rloo"
+    done = tiny_run.call(tiny_run.command(tmp_path / "run", *flags, recipe=recipe, tiny=False), timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = run_dir.RunDir(tmp_path / "run")
+    for step in (0, STEPS):
+        report = run_dir.read_json(run.evaluations / f"{run_dir.step_name(step)}.json")
+        assert 0 <= report["greedy_win_rate"] <= 1 and report["unscored"] == 0
+    check_rewards(run, tmp_path / "reward", tokenizer)
+
+
+@pytest.mark.parametrize("size", ["410m", "1b", "2.8b"])
+def test_summaries_have_a_recipe_for_every_size_and_baseline(size):
+    for variant in (size, *(f"{size}-{name}" for name in baselines.BASELINES)):
+        c = tldr_pythia.get_config(variant)
+        config_checks.check(c)
+        config_checks.check_all_are_read(c)
+        assert f"pythia{size}-" in c.model.path and f"pythia{size}-" in c.task.tldr.reward_path
+    for wrong, words in [("12b", "no size '12b'"), (f"{size}-rlo", r"no baseline 'rlo' \(did you mean 'rloo'\?\)")]:
+        with pytest.raises(ValueError, match=words):
+            tldr_pythia.get_config(wrong)
+
+
+def check_rewards(run: run_dir.RunDir, folder: Path, tokenizer: Path) -> None:
+    """Rewards and scores of rows against the reward model, one row at a time."""
+    config, params = tiny_checkpoints.load(folder)
+    shape = run_config.Contract(**run_config.read(run)["contract"]).row_shape()
+    reader = LogReader(run.replay, shape)
+    ((writer, head),) = reader.heads().items()
+    rows = reader.read(writer, 0, head)
+    text = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+    for i in range(head):
+        prompt = rows["prompt_tokens"][i][shape.prompt_length - rows["prompt_length"][i] :].tolist()
+        response = rows["response_tokens"][i][: rows["response_length"][i]].tolist()
+        end, finished = text.token_to_id(random_checkpoints.END), bool(rows["finished"][i])
+        words = [token for token in response if token != end]
+        # A reward model reads text: bytes that are none are replaced.
+        read = text.encode(text.decode(prompt + words)).ids + [end] * finished
+        row = np.array([read], np.int32)
+        score = float(tiny_checkpoints.scores(params, row, np.ones_like(row, bool), config)[0, 0])
+        np.testing.assert_allclose(rows["reward_parts"][i], [score], atol=1e-5)
+        np.testing.assert_allclose(rows["reward"][i], score if finished else -1.0, atol=1e-5)

@@ -67,6 +67,22 @@ def test_gpus(gpus, expected):
     }
 
 
+@pytest.mark.parametrize(
+    "gpus, expected",
+    [
+        ("abcdefg", {"trainer": "a", "searcher-0": "de", "searcher-1": "fg", "evaluator": "bc"}),
+        ("abcdef", {"trainer": "ab", "searcher-0": "cd", "searcher-1": "ef", "evaluator": "ef"}),
+        # Too few: roles share, and the mesh of a searcher refuses its one device.
+        ("abcd", {"trainer": "a", "searcher-0": "b", "searcher-1": "c", "evaluator": "c"}),
+    ],
+)
+def test_searchers_whose_tasks_have_gpus_of_their_own(gpus, expected):
+    rows = 5 if gpus == "abcdefg" else 2  # the trainer's, which three GPUs do not divide
+    c = config_with(searchers__task_devices=1, evaluation__task_devices=1, learner__queries=1, learner__completions=rows)
+    found = place(c, cpus=[0], gpus=tuple(gpus))
+    assert {name: "".join(p.gpus) for name, p in found.items()} == expected
+
+
 def test_without_an_evaluator_a_searcher_has_its_gpu_alone():
     found = place(config_with(evaluation__enabled=False), cpus=[0], gpus=["a", "b", "c"])
     assert {name: p.gpus for name, p in found.items()} == {"trainer": ("a",), "searcher-0": ("b",), "searcher-1": ("c",)}

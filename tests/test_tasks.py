@@ -11,7 +11,7 @@ import pytest
 from configs import base
 from tba_jax.tasks import TASKS
 from tba_jax.tasks.arithmetic import CHARACTERS, Arithmetic, work_out
-from tba_jax.tasks.interface import SPLITS, Query
+from tba_jax.tasks.interface import SPLITS, Query, UsesModels
 from tba_jax.tasks.story_sentiment import StorySentiment
 from tba_jax.tokenizer import CharacterTokenizer
 
@@ -160,6 +160,9 @@ def test_every_task_names_its_splits(story_file, tmp_path):
     sums, problems = tmp_path / "sums.jsonl", tmp_path / "problems.jsonl"
     sums.write_text("".join(json.dumps({"question": f"{i}?", "answer": f"#### {i}"}) + "\n" for i in range(2)))
     problems.write_text("".join(json.dumps({"problem": f"{i}?", "answer": f"{i}"}) + "\n" for i in range(2)))
+    attacks, posts = tmp_path / "attacks.jsonl", tmp_path / "posts.jsonl"
+    attacks.write_text("".join(json.dumps({"attacker_prompt": f"{i}."}) + "\n" for i in range(2)))
+    posts.write_text("".join(json.dumps({"query": f"POST: {i}\n\nTL;DR:", "summary": f"{i}"}) + "\n" for i in range(2)))
     settings = {
         "arithmetic": dict(digits=2, train_queries=4, heldout_queries=2, seed=0),
         "countdown": dict(
@@ -174,6 +177,18 @@ def test_every_task_names_its_splits(story_file, tmp_path):
         ),
         "story_sentiment": dict(data_path=str(story_file), opening_words=4, heldout_queries=2),
         "gsm8k": dict(train_path=str(sums), heldout_path=str(sums)),
+        # Its tests are in test_tasks_red_team; the victim and the classifier have no default.
+        "red_team": base.get_config().task.red_team.to_dict()
+        | dict(attack_prompt_path=str(attacks), victim_path="not loaded", classifier_path="not loaded", classifier_label="hate"),
+        "tldr": dict(
+            train_path=str(posts),
+            heldout_path=str(posts),
+            query_characters=200,
+            reward_path="not loaded",
+            gold_path="",
+            compute_dtype="float32",
+            batch_rows=2,
+        ),
         "math": dict(
             train_path=str(problems),
             heldout_path=str(problems),
@@ -188,6 +203,10 @@ def test_every_task_names_its_splits(story_file, tmp_path):
         assert settings[name].keys() == base.get_config().task[name].to_dict().keys()
         task = make(**settings[name])
         assert len(task.queries("heldout")) == 2 and task.reward_version >= 1 and task.score_name
+        if isinstance(task, UsesModels):  # tests of its own score with them
+            with pytest.raises(RuntimeError, match=r"start\(\) comes before the first rewards"):
+                task.rewards(task.queries("heldout"), ["", ""], np.zeros(2, bool))
+            continue
         scores = task.rewards(task.queries("heldout"), ["", ""], np.zeros(2, bool))
         assert scores.reward.shape == (2,) and scores.parts.shape == (2, len(task.reward_parts))
         with pytest.raises(ValueError, match=r"split 'test' is not one of \('train', 'heldout'\)"):

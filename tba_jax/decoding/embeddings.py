@@ -19,14 +19,18 @@ _ROWS = 32
 _SHORTEST = 16
 
 
-def read_config(folder: Path | str) -> encoder.EncoderConfig:
-    """The encoder of a folder or hub id. Raises ValueError where it is none, or has no tokenizer.json."""
+def read_config(folder: Path | str, *, setting: str = "task.embedding_path") -> encoder.EncoderConfig:
+    """The encoder of a folder or hub id, which messages call `setting`.
+
+    Raises:
+      ValueError: it is none, or has no tokenizer.json.
+    """
     folder = hugging_face.resolve_folder(folder)
     config = hugging_face.read_config(folder, compute_dtype="float32")
     if not isinstance(config, encoder.EncoderConfig) or config.head != "embedding":
-        raise ValueError(f"task.embedding_path={str(folder)!r} is not a sentence encoder (BERT or RoBERTa without a head)")
+        raise ValueError(f"{setting}={str(folder)!r} is not a sentence encoder (BERT or RoBERTa without a head)")
     if not (folder / "tokenizer.json").is_file():
-        raise ValueError(f"task.embedding_path={str(folder)!r} has no tokenizer.json")
+        raise ValueError(f"{setting}={str(folder)!r} has no tokenizer.json")
     return config
 
 
@@ -45,9 +49,9 @@ def describe(folder: Path | str) -> dict[str, Any]:
 class ResponseEmbedder:
     """Embeds texts; the encoder's weights rest on every device of a mesh, texts are split over it."""
 
-    def __init__(self, folder: Path | str, mesh: Mesh):
-        """Raises ValueError: the folder cannot be used; says why."""
-        config, folder = read_config(folder), hugging_face.resolve_folder(folder)
+    def __init__(self, folder: Path | str, mesh: Mesh, *, setting: str = "task.embedding_path"):
+        """Raises ValueError: the folder, which messages call `setting`, cannot be used; says why."""
+        config, folder = read_config(folder, setting=setting), hugging_face.resolve_folder(folder)
         self._config, self._mesh = config, mesh
         self._rows = -(-_ROWS // mesh.size) * mesh.size
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))

@@ -113,8 +113,10 @@ def check_weights(folder: Path | str, config: Any, *, new_heads: bool = False) -
     _open_checked(resolve_folder(folder), config, new_heads)
 
 
-def load_params(folder: Path | str, config: Any, shardings: Params, *, fresh: jax.Array | None = None) -> Params:
-    """The checkpoint's parameters, float32, each created in its sharding.
+def load_params(
+    folder: Path | str, config: Any, shardings: Params, *, fresh: jax.Array | None = None, dtype: str = "float32"
+) -> Params:
+    """The checkpoint's parameters, each created in its sharding.
 
     Files are mapped, and every device's shard is filled from the slices it consists of, layer by layer: the host holds this
     process' shards and nothing else. On a CPU the shards are the arrays themselves, on accelerators they are let go one
@@ -126,6 +128,7 @@ def load_params(folder: Path | str, config: Any, shardings: Params, *, fresh: ja
       shardings: parameters.shardings of the config's specs.
       fresh: random key, from which a score head or a value head that the checkpoint does not hold is initialised; without it
         such a head is a missing tensor.
+      dtype: of the parameters; those of a fresh head are float32.
 
     Raises:
       ValueError: no safetensors; a shard is missing or damaged; a tensor is unknown, missing, in two files, of another shape
@@ -141,7 +144,7 @@ def load_params(folder: Path | str, config: Any, shardings: Params, *, fresh: ja
         def read_shard(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
             bounds = [part.indices(size) for part, size in zip(index, spec.shape, strict=True)]
-            shard = parameters.aligned_empty(tuple(stop - start for start, stop, _ in bounds), "float32")
+            shard = parameters.aligned_empty(tuple(stop - start for start, stop, _ in bounds), dtype)
             if spec.axes[0] != "layers":
                 _fill(shard, sources[path][0], sizes, index)
                 return shard
@@ -187,7 +190,7 @@ class _Source:
 
 
 def _fill(target: np.ndarray, source: _Source, sizes: Mapping[str, int], index: tuple[slice, ...]) -> None:
-    """Copies a slice of one of our parameters out of its file, as float32."""
+    """Copies a slice of one of our parameters out of its file, in the target's dtype."""
     stored.copy(target, source.view(sizes)[index])
     if target.size and not np.isfinite([target.min(), target.max()]).all():
         raise ValueError(f"{source.tensor.path}: {source.tensor.name} holds numbers that are not finite")

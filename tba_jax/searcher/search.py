@@ -67,7 +67,8 @@ class Searcher:
         self._config, self._contract, self._run = config, contract, run
         self._policy, self._tokenizer = policy, tokenizer
         self._account = account
-        self._mesh = mesh_lib.make_mesh(tuple(config.searchers.mesh.values()), setting="searchers.mesh")
+        devices = mesh_lib.policy_devices(config.searchers.task_devices)
+        self._mesh = mesh_lib.make_mesh(tuple(config.searchers.mesh.values()), setting="searchers.mesh", devices=devices)
         self._embedder = ResponseEmbedder(config.task.embedding_path, self._mesh) if contract.embedding else None
         self.writer = f"{name}-{uuid.uuid4().hex[:8]}"
         self._writer_number = writer_number(self.writer)

@@ -7,7 +7,9 @@ from tba_jax.tasks.competition_math import Math
 from tba_jax.tasks.countdown import Countdown
 from tba_jax.tasks.gsm8k import GSM8K
 from tba_jax.tasks.interface import Task
+from tba_jax.tasks.red_team import RedTeam
 from tba_jax.tasks.story_sentiment import StorySentiment
+from tba_jax.tasks.tldr import TLDR
 
 TASKS: dict[str, Callable[..., Task]] = {
     "arithmetic": Arithmetic,
@@ -15,4 +17,6 @@ TASKS: dict[str, Callable[..., Task]] = {
     "story_sentiment": StorySentiment,
     "gsm8k": GSM8K,
     "math": Math,
+    "red_team": RedTeam,
+    "tldr": TLDR,
 }

@@ -1,12 +1,15 @@
 """What a task is: queries, a reward, and worked examples if it offers a warm start."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
 from tba_jax import trajectory
+
+if TYPE_CHECKING:  # tasks themselves need no JAX
+    from jax.sharding import Mesh
 
 SPLITS = ("train", "heldout")
 
@@ -89,4 +92,94 @@ class HasFinalAnswer(Protocol):
 
     def final_answer(self, response: str) -> str:
         """The answer of a response in a form that is equal for equal answers, as far as the task can tell; "" if it has none."""
+        ...
+
+
+class SequenceScorer(Protocol):
+    """A sequence classifier or a reward model on the mesh of a task. Several threads may call it at a time."""
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Names of the columns of `scores`."""
+        ...
+
+    def scores(self, texts: Sequence[str], *, ended: Sequence[bool] | np.ndarray | None = None) -> np.ndarray:
+        """float32[n, labels]: the logits of n texts; of a reward model, which has one label, the rewards.
+
+        Args: ended: which texts the end-of-sequence token follows; None: none of them.
+
+        Raises:
+          FloatingPointError: a logit is not finite; names the text.
+        """
+        ...
+
+    def label(self, name: str) -> int:
+        """The column of a label. Raises ValueError where there is none of that name; names those there are."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Makers:
+    """What loads the models of tasks onto a mesh: tba_jax.scorers has them, tasks are below it.
+
+    sequence_scorer(folder or hub id, mesh, *, setting, compute_dtype, batch_rows): see scorers.sequence.SequenceScorer.
+    unsafe_scorer(folder or hub id, mesh, *, ...): see scorers.unsafe_token.UnsafeTokenScorer.
+    generator(folder or hub id, mesh, *, ...): see scorers.generator.TextGenerator.
+    embedder(folder or hub id, mesh, *, setting): see decoding.embeddings.ResponseEmbedder.
+    linear_scorer(file, *, setting): see scorers.linear.LinearScorer.
+    """
+
+    sequence_scorer: Callable[..., SequenceScorer]
+    unsafe_scorer: Callable[..., Callable[[Sequence[str], Sequence[str]], np.ndarray]]
+    generator: Callable[..., Callable[[Sequence[str], int], list[str]]]
+    embedder: Callable[..., Callable[[Sequence[str]], np.ndarray]]
+    linear_scorer: Callable[..., Callable[[Sequence[str]], np.ndarray]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelUse:
+    """A model that a task scores with: what the contract and --dry_run say of it, without loading it.
+
+    name: how people call it; setting: the one that holds `path`, its folder or hub id; kind: "sequence", "unsafe_token",
+    "generator" or "embedder", what Makers loads it by; roles: those that load it. What searchers load defines the reward, and is
+    part of the contract.
+    compute_dtype: "float32" or "bfloat16"; rows: texts of one pass on a device; length: tokens of the longest text, 0: prompt and
+    response of the run.
+    """
+
+    name: str
+    setting: str
+    path: str
+    rows: int
+    compute_dtype: str = "float32"
+    length: int = 0
+    kind: str = "sequence"
+    roles: tuple[str, ...] = ("searcher", "evaluator")
+
+
+@runtime_checkable
+class UsesModels(Protocol):
+    """What a task may offer besides: models that it scores with."""
+
+    def models(self) -> Sequence[ModelUse]:
+        """All of them. Known before `start`."""
+        ...
+
+    def start(self, mesh: "Mesh", makers: Makers) -> None:
+        """Loads the models that rewards need onto a mesh; called once in each process that scores, before the first rewards."""
+        ...
+
+
+@runtime_checkable
+class HasMeasures(Protocol):
+    """What a task may offer besides: further figures of an evaluation."""
+
+    def measures(
+        self, queries: Sequence[Query], responses: Sequence[str], finished: np.ndarray, rewards: np.ndarray
+    ) -> dict[str, float]:
+        """Figures of all greedy responses of an evaluation, and once more of all sampled ones; reports call them greedy_NAME and
+        sampled_NAME.
+
+        Args: as of `rewards`; several responses to a query may be among them. rewards: float32[n], NaN where there is none.
+        """
         ...

@@ -1,0 +1,67 @@
+"""TL;DR summaries with Pythia, the paper's preference tuning: --config=configs/tldr_pythia.py:SIZE[-BASELINE].
+
+SIZE: 410m | 1b | 2.8b. BASELINE: a name of configs/baselines.py, as in 410m-online_dpo: its objective in the same steps, at its
+paper's β.
+
+Paper:     the TL;DR row of its settings. Pythia 410M about 15 steps off-policy, win rate against the reference summaries and
+           perplexity of π_ref: TBA 0.86 / 1.13, Online DPO 0.82 / 1.12, RLOO 0.77 / 1.10, PPO 0.76 / 1.10; by recency
+           m = 0.4, 0.5, 0.6 (--config.replay.recent_probability): 0.67, 0.82, 0.80. About 5 × faster than asynchronous DPO.
+Command:   python -m tba_jax.main --config=configs/tldr_pythia.py:410m --workdir=runs/tldr
+           Policy, reward model and data come from the hub; --config.model.path, --config.task.tldr.reward_path and
+           --config.task.tldr.{train,heldout}_path name local ones (models as safetensors).
+Score:     python -m tba_jax.evaluate --workdir=runs/tldr
+             --config.task.tldr.gold_path=cleanrl/EleutherAI_pythia-6.9b-deduped__reward__tldr
+           prints greedy_win_rate and the perplexities, greedy_ref_perplexity and ref_perplexity. The gold model takes 14 GB, so
+           the run itself evaluates without it, unless its gold_path is set. Not measured here.
+Hardware:  the paper had 4 GPUs, three searchers and a trainer. Each searcher holds policy, reference and reward model;
+           --config.searchers.task_devices=1 gives the reward model a GPU of its own. Memory of each role: --dry_run.
+"""
+
+from configs import base, baselines
+
+_SIZES = ("410m", "1b", "2.8b")
+
+
+def get_config(variant: str = "410m"):
+    size, _, baseline = variant.partition("-")
+    if size not in _SIZES:
+        raise ValueError(f"no size {size!r}: --config=configs/tldr_pythia.py:SIZE[-BASELINE] takes one of {', '.join(_SIZES)}")
+    c = base.get_config()
+    c.task.name = "tldr"
+    c.task.tldr.reward_path = f"mnoukhov/pythia{size}-rm-tldr6.9b"
+    c.task.prompt_length = 512
+    c.task.response_length = 128
+    c.task.long_prompts = "skip"
+    c.task.missing_eos_reward = -1.0
+    c.model.path = f"mnoukhov/pythia{size}-sft-tldr"
+    c.model.compute_dtype = "bfloat16"
+    c.sampling.scoring_temperature = 0.7
+    c.sampling.temperature = 0.7
+    c.searchers.count = 3
+    c.searchers.samples_per_query = 20
+    c.searchers.queries_per_batch = 8
+    c.replay.recent_probability = 0.5
+    c.replay.strategy = "softmax"
+    c.replay.capacity_per_query = 100
+    c.replay.min_rows = 10_000
+    c.learner.steps = 256
+    c.learner.queries = 8
+    c.learner.completions = 20
+    c.learner.micro_batch_rows = 20
+    c.learner.learning_rate = 3e-6
+    c.learner.schedule = "linear"
+    c.learner.weight_decay = 0.0
+    # The paper's β follows the line from 1 to 0.05 at half of the steps, and is cut to 0.05 at an eighth of them. Here it has
+    # come down to that by then.
+    c.learner.beta_start = 1.0
+    c.learner.beta_end = 0.05
+    c.learner.beta_steps = c.learner.steps // 8
+    c.publish.every_steps = 10
+    c.publish.dtype = "bfloat16"
+    c.publish.keep = 5
+    c.evaluation.queries = 512
+    c.evaluation.every_steps = 64
+    if "-" in variant:
+        baselines.apply(c, baseline)
+        c.task.step_ends = (".",) if baseline == "vine_ppo" else ()
+    return c

@@ -1,0 +1,16 @@
+"""What loads the models that tasks score with."""
+
+from tba_jax.decoding.embeddings import ResponseEmbedder
+from tba_jax.scorers.generator import TextGenerator
+from tba_jax.scorers.linear import LinearScorer
+from tba_jax.scorers.sequence import SequenceScorer
+from tba_jax.scorers.unsafe_token import UnsafeTokenScorer
+from tba_jax.tasks.interface import Makers
+
+MAKERS = Makers(
+    sequence_scorer=SequenceScorer,
+    unsafe_scorer=UnsafeTokenScorer,
+    generator=TextGenerator,
+    embedder=ResponseEmbedder,
+    linear_scorer=LinearScorer,
+)

@@ -1,0 +1,33 @@
+"""Language models that tasks ask, from Hugging Face folders: their config and tokenizer, checked before weights are loaded."""
+
+from pathlib import Path
+
+from tba_jax.models import decoder, hugging_face
+from tba_jax.tokenizer import HuggingFaceTokenizer
+
+
+def read_config(folder: Path | str, *, setting: str, compute_dtype: str) -> decoder.DecoderConfig:
+    """The language model of a folder or hub id. Raises ValueError naming `setting` where it is none or cannot be used."""
+    try:
+        return hugging_face.read_config(folder, compute_dtype=compute_dtype, head="language_model")
+    except ValueError as error:
+        raise ValueError(f"{setting}={str(folder)!r}: {error}") from error
+
+
+def read(folder: Path | str, *, setting: str, compute_dtype: str) -> tuple[Path, decoder.DecoderConfig, HuggingFaceTokenizer]:
+    """Local folder, config and tokenizer.
+
+    Raises:
+      ValueError: the model or its tokenizer cannot be used, or they do not go together; names `setting`.
+    """
+    config = read_config(folder, setting=setting, compute_dtype=compute_dtype)
+    local = hugging_face.resolve_folder(folder)
+    try:
+        tokenizer = HuggingFaceTokenizer(local)
+    except ValueError as error:
+        raise ValueError(f"{setting}={str(folder)!r}: {error}") from error
+    if tokenizer.vocab_size > config.vocab:
+        raise ValueError(
+            f"{setting}={str(folder)!r}: the tokenizer has {tokenizer.vocab_size} ids, the embedding only {config.vocab}"
+        )
+    return local, config, tokenizer

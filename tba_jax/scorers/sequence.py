@@ -1,0 +1,186 @@
+"""Sequence classifiers and reward models from Hugging Face folders (their `…ForSequenceClassification`), by which tasks score."""
+
+import functools
+import hashlib
+import logging
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from tba_jax import mesh as mesh_lib
+from tba_jax.models import decoder, encoder, heads, hugging_face, parameters, stored
+from tba_jax.tokenizer import open_transformers
+
+log = logging.getLogger(__name__)
+
+# Tokens of the shortest pass; longer ones double, so that there are few programs.
+_SHORTEST = 16
+# What a digest reads of a file of weights: so many blocks, evenly spread. Training changes every one of them.
+_BLOCKS, _BLOCK_BYTES = 64, 1 << 16
+_SMALL_FILES = ("config.json", "tokenizer.json", "vocab.json", "merges.txt")
+
+Config = decoder.DecoderConfig | encoder.EncoderConfig
+
+
+def read_config(folder: Path | str, *, setting: str, compute_dtype: str) -> Config:
+    """The classifier of a folder or hub id: a decoder with head="score", or an encoder with head="classification".
+
+    Args: setting: that names the folder, for messages.
+
+    Raises:
+      ValueError: the folder cannot be used, or holds another kind of model.
+    """
+    try:
+        config = hugging_face.read_config(folder, compute_dtype=compute_dtype)
+    except ValueError as error:
+        raise ValueError(f"{setting}={str(folder)!r}: {error}") from error
+    if config.head not in ("score", "classification"):
+        raise ValueError(
+            f"{setting}={str(folder)!r} is not a sequence classifier or reward model (…ForSequenceClassification): its head is "
+            f"{config.head!r}"
+        )
+    return config
+
+
+def digest(folder: Path | str) -> str:
+    """Hex digest of what a folder's model computes: config.json, tokenizer, and a sample of the weights, which may be large."""
+    folder = hugging_face.resolve_folder(folder)
+    found = hashlib.blake2b(digest_size=8)
+    for path in (*(folder / name for name in _SMALL_FILES), *sorted(folder.glob("*.safetensors"))):
+        size = path.stat().st_size if path.is_file() else 0
+        found.update(f"{path.name} {size} ".encode())
+        if not size:
+            continue
+        with path.open("rb") as file:
+            if path.name in _SMALL_FILES:
+                found.update(file.read())
+                continue
+            for start in sorted({size * i // _BLOCKS for i in range(_BLOCKS)}):
+                file.seek(start)
+                found.update(file.read(_BLOCK_BYTES))
+    return found.hexdigest()
+
+
+class SequenceScorer:
+    """Logits of texts. Weights rest whole on every device of a mesh, and texts are split over the devices.
+
+    No device waits for another, so that a call may run beside any other program of the same devices. Several threads may call;
+    one pass is under way at a time.
+
+    A text is what the model's own tokenizer makes of it, with the special tokens that it puts around a text (BERT's and RoBERTa's
+    do, GPT-NeoX's adds none). One that is longer than the model's positions loses its beginning with a decoder, which reads the
+    score off the last token, and its end with an encoder; a warning says so once.
+    """
+
+    def __init__(self, folder: Path | str, mesh: Mesh, *, setting: str, compute_dtype: str = "float32", batch_rows: int = 16):
+        """Args:
+          folder: or a hub id; setting: the one that named it, for messages.
+          mesh: whose devices are used, however it arranges them.
+          compute_dtype: "float32" or "bfloat16", of weights and activations. batch_rows: texts of one pass on one device.
+
+        Raises:
+          ValueError: the folder cannot be used; says why.
+        """
+        self._config = config = read_config(folder, setting=setting, compute_dtype=compute_dtype)
+        folder, self._setting = hugging_face.resolve_folder(folder), setting
+        self.labels = _labels(folder, config)
+        self._tokenizer, self._eos_id = open_transformers(folder)
+        if len(self._tokenizer) > config.vocab:
+            raise ValueError(f"{folder}: the tokenizer has {len(self._tokenizer)} ids, the model's embedding only {config.vocab}")
+        self._limit = config.position_limit if isinstance(config, encoder.EncoderConfig) else config.max_positions
+        self._tokenizer.truncation_side = "right"
+        self._rows = batch_rows * mesh.size
+        self._mesh = mesh_lib.make_mesh((mesh.size, 1, 1), setting=setting, devices=list(mesh.devices.flat))
+        replicated = mesh_lib.replicated(self._mesh)
+        specs = encoder.param_specs(config) if isinstance(config, encoder.EncoderConfig) else decoder.param_specs(config)
+        shardings = parameters.map_specs(lambda *_: replicated, specs)
+        self._params = hugging_face.load_params(folder, config, shardings, dtype=compute_dtype)
+        rows = mesh_lib.rows_sharding(self._mesh)
+        # Without a mesh in the context nothing constrains intermediate values: each device computes its rows from end to end.
+        self._score = jax.jit(functools.partial(_score, config=config), in_shardings=(shardings, rows, rows), out_shardings=rows)
+        self._lock, self._told = threading.Lock(), False
+
+    def label(self, name: str) -> int:
+        """See tasks.interface.SequenceScorer."""
+        if name not in self.labels:
+            raise ValueError(
+                f"the model of {self._setting} has no label {name!r}: its labels are {', '.join(map(repr, self.labels))}"
+            )
+        return self.labels.index(name)
+
+    def scores(self, texts: Sequence[str], *, ended: Sequence[bool] | np.ndarray | None = None) -> np.ndarray:
+        """See tasks.interface.SequenceScorer.
+
+        Raises:
+          ValueError: a text has no tokens, or an end-of-sequence token is asked for and there is none.
+        """
+        encoded = self._encode(texts, [False] * len(texts) if ended is None else ended)
+        result = np.zeros((len(texts), len(self.labels)), np.float32)
+        # Texts of similar length share a pass.
+        order = np.argsort([len(ids) for ids in encoded], kind="stable")
+        with self._lock:
+            for start in range(0, len(order), self._rows):
+                part = order[start : start + self._rows]
+                result[part] = self._pass([encoded[i] for i in part])[: len(part)]
+        broken = ~np.isfinite(result).all(axis=1)
+        if broken.any():
+            text = texts[int(broken.argmax())]
+            raise FloatingPointError(
+                f"the model of {self._setting} gave {broken.sum()} of {len(texts)} texts a score that is not finite; the first "
+                f"ends in {text[-60:]!r}"
+            )
+        return result
+
+    def _encode(self, texts: Sequence[str], ended: Sequence[bool] | np.ndarray) -> list[list[int]]:
+        """Token ids, within the model's positions."""
+        if self._eos_id is None and any(ended):
+            raise ValueError(f"the tokenizer of {self._setting} has no end-of-sequence token, which its texts are to end by")
+        if not texts:
+            return []
+        with self._lock:  # transformers' tokenizers keep the truncation of a call
+            given: list[list[int]] = self._tokenizer(list(texts), verbose=False)["input_ids"]
+            if isinstance(self._config, encoder.EncoderConfig) and max(map(len, given)) > self._limit:
+                self._warn()
+                given = self._tokenizer(list(texts), truncation=True, max_length=self._limit, verbose=False)["input_ids"]
+        encoded = [
+            [*ids, self._eos_id] if end and self._eos_id is not None else ids for ids, end in zip(given, ended, strict=True)
+        ]
+        for text, ids in zip(texts, encoded, strict=True):
+            if not ids:
+                raise ValueError(f"the model of {self._setting} cannot score {text!r}, which has no tokens")
+        if max(map(len, encoded)) > self._limit:
+            self._warn()
+        return [ids[-self._limit :] for ids in encoded]
+
+    def _warn(self) -> None:
+        if not self._told:
+            log.warning("texts for the model of %s exceed its %d positions and are cut", self._setting, self._limit)
+        self._told = True
+
+    def _pass(self, encoded: Sequence[Sequence[int]]) -> np.ndarray:
+        """Logits of up to `rows` texts, and of the copies of the last one that fill the pass up."""
+        longest = max(len(ids) for ids in encoded)
+        length = min(max(_SHORTEST, 1 << (longest - 1).bit_length()), self._limit)
+        tokens, mask = np.zeros((self._rows, length), np.int32), np.zeros((self._rows, length), bool)
+        for row, ids in enumerate([*encoded, *[encoded[-1]] * (self._rows - len(encoded))]):
+            tokens[row, : len(ids)], mask[row, : len(ids)] = ids, True
+        return np.asarray(self._score(self._params, *mesh_lib.put_rows(self._mesh, (tokens, mask))))
+
+
+def _score(params: parameters.Params, tokens: jax.Array, mask: jax.Array, *, config: Config) -> jax.Array:
+    if isinstance(config, encoder.EncoderConfig):
+        return encoder.classify(params, tokens, mask, config=config)
+    return heads.sequence_scores(params, tokens, mask, config=config, remat="none")
+
+
+def _labels(folder: Path, config: Config) -> tuple[str, ...]:
+    """Names of the logits. transformers calls those LABEL_i that config.json does not name."""
+    if isinstance(config, encoder.EncoderConfig):
+        return config.labels
+    named: dict[str, Any] = stored.read_settings(folder / "config.json").table("id2label")
+    return tuple(str(named.get(str(i), f"LABEL_{i}")) for i in range(config.labels))

@@ -1,0 +1,125 @@
+"""A causal language model as a classifier (Llama Guard, Inan et al. 2023): how likely it is to call an exchange unsafe."""
+
+import functools
+import logging
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from tba_jax import mesh as mesh_lib
+from tba_jax.models import decoder, hugging_face
+from tba_jax.models.parameters import Params
+from tba_jax.scorers import language_model
+from tba_jax.scorers.surroundings import Surroundings
+
+log = logging.getLogger(__name__)
+
+# Rows of one pass, and the tokens that the shortest pass has: bounds memory and the number of programs.
+_ROWS = 16
+_SHORTEST = 32
+
+
+class UnsafeTokenScorer:
+    """Log-probabilities of a verdict. The weights rest on every device of a mesh, rows are split over it.
+
+    Several threads may call it. `cut`: exchanges so far that were too long and were judged without the reply's end.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        mesh: Mesh,
+        *,
+        token: str,
+        template: str,
+        ending: str,
+        length: int,
+        compute_dtype: str,
+        setting: str,
+    ):
+        """
+        Args:
+          folder: a Hugging Face folder or hub id with a language model and its tokenizer.
+          mesh: whose devices are used, however it arranges them: no device waits for another, so that a call may run beside any
+            other program of the same devices.
+          token: the verdict, a text that is one token, such as "unsafe".
+          template: a text that holds {attack} and {reply} once each; "": the tokenizer's chat template, with the attack as the
+            user's message and the reply as the assistant's.
+          ending: a text between this and the verdict: Llama Guard 3 begins its answer with "\\n\\n".
+          length: tokens, all of it included; a longer reply loses its end.
+          setting: how the names of the settings begin in messages, such as "task.red_team.classifier_".
+
+        Raises:
+          ValueError: the folder or a setting cannot be used; says why.
+        """
+        called, self._setting = f"{setting}path={str(folder)!r}", setting
+        folder, config, tokenizer = language_model.read(folder, setting=f"{setting}path", compute_dtype=compute_dtype)
+        if length > config.max_positions:
+            raise ValueError(f"{setting}length={length} exceeds the {config.max_positions} positions of {called}")
+        found = [i for i, text in enumerate(tokenizer.token_bytes()) if text == token.encode()]
+        if len(found) != 1:
+            raise ValueError(
+                f"{setting}label={token!r} must be the text of one token of {called}, and is that of {len(found)}; a space "
+                "before a word is part of its token"
+            )
+        self._surroundings = Surroundings(
+            tokenizer,
+            template,
+            fields=("attack", "reply"),
+            limit=length,
+            template_setting=f"{setting}template",
+            limit_setting=f"{setting}length",
+            ending=ending,
+        )
+        self._mesh = mesh_lib.make_mesh((mesh.size, 1, 1), setting=called, devices=list(mesh.devices.flat))
+        self._length, self._pad_id = length, tokenizer.pad_id
+        self._rows = -(-_ROWS // mesh.size) * mesh.size
+        shardings, rows = decoder.param_shardings(config, self._mesh), mesh_lib.rows_sharding(self._mesh)
+        self._params = hugging_face.load_params(folder, config, shardings, dtype=compute_dtype)
+        # Without a mesh in the context nothing constrains intermediate values: each device computes its rows from end to end.
+        self._verdict = jax.jit(
+            functools.partial(verdict_logprobs, config=config, token=found[0]),
+            in_shardings=(shardings, rows, rows),
+            out_shardings=rows,
+        )
+        self._lock, self.cut = threading.Lock(), 0
+
+    def __call__(self, attacks: Sequence[str], replies: Sequence[str]) -> np.ndarray:
+        """float32[n], nats: log-probability of the verdict on reply i to attack i, over the whole vocabulary."""
+        encoded, cut = self._surroundings.encode(list(zip(attacks, replies, strict=True)))
+        result = np.zeros(len(encoded), np.float32)
+        # Texts of similar length share a pass.
+        order = np.argsort([len(ids) for ids in encoded], kind="stable")
+        with self._lock:
+            if cut and not self.cut:
+                log.warning("%d of %d replies are cut to what %slength leaves room for", cut, len(encoded), self._setting)
+            self.cut += cut
+            for start in range(0, len(order), self._rows):
+                part = order[start : start + self._rows]
+                result[part] = self._pass([encoded[i] for i in part])[: len(part)]
+        return result
+
+    def _pass(self, encoded: Sequence[Sequence[int]]) -> np.ndarray:
+        longest = max(len(ids) for ids in encoded)
+        T = min(max(_SHORTEST, 1 << (longest - 1).bit_length()), self._length)
+        tokens, lengths = np.full((self._rows, T), self._pad_id, np.int32), np.ones(self._rows, np.int32)
+        for row, ids in enumerate(encoded):
+            tokens[row, : len(ids)], lengths[row] = ids, len(ids)
+        return np.asarray(self._verdict(self._params, *mesh_lib.put_rows(self._mesh, (tokens, lengths))))
+
+
+def verdict_logprobs(
+    params: Params, tokens: jax.Array, length: jax.Array, *, config: decoder.DecoderConfig, token: int
+) -> jax.Array:
+    """float32[B], nats: log π(token | a row's tokens), at temperature 1.
+
+    Args: tokens: int32[B, T], right-padded; length: int32[B], at least 1.
+    """
+    hidden = decoder.hidden_states(params, tokens, None, config=config, remat="none")
+    last = jnp.take_along_axis(hidden, (length - 1)[:, None, None], axis=1)[:, 0]
+    return jax.nn.log_softmax(decoder.logits_of(params, last, config=config), axis=-1)[:, token]

@@ -1,0 +1,59 @@
+"""The models that a task scores with: told to the contract, checked before anything runs, and loaded onto their mesh."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax.sharding import Mesh
+
+from tba_jax.decoding import embeddings
+from tba_jax.models import hugging_face, parameters
+from tba_jax.models.architectures import ARCHITECTURES
+from tba_jax.scorers import MAKERS, language_model, sequence
+from tba_jax.tasks.interface import ModelUse, Task, UsesModels
+
+# Kind of a model -> what reads its config (as sequence.read_config), and refuses another kind of model.
+_CONFIGS: dict[str, Callable[..., Any]] = {
+    "sequence": sequence.read_config,
+    "unsafe_token": language_model.read_config,
+    "generator": language_model.read_config,
+    "embedder": lambda path, *, setting, compute_dtype: embeddings.read_config(path, setting=setting),
+}
+
+
+def uses(task: Task, *, role: str = "") -> Sequence[ModelUse]:
+    """Models of a task; role: that this role loads, "" for all."""
+    return [use for use in task.models() if not role or role in use.roles] if isinstance(task, UsesModels) else []
+
+
+def read_config(use: ModelUse) -> Any:
+    """Raises ValueError where the model's folder cannot be used for what it is to do."""
+    return _CONFIGS[use.kind](use.path, setting=use.setting, compute_dtype=use.compute_dtype)
+
+
+def check(task: Task, *, role: str) -> None:
+    """Raises ValueError where a model that a role will load cannot be used: its kind, or names and shapes of its weights."""
+    for use in uses(task, role=role):
+        config = read_config(use)
+        try:
+            hugging_face.check_weights(use.path, config)
+        except ValueError as error:
+            raise ValueError(f"{use.setting}: {error}") from error
+
+
+def digests(task: Task) -> dict[str, str]:
+    """What the contract says of the models that rewards come from: setting -> digest. Raises: as read_config."""
+    found = {}
+    for use in uses(task, role="searcher"):
+        read_config(use)
+        found[use.setting] = sequence.digest(use.path)
+    return found
+
+
+def start(task: Task, mesh: Mesh) -> None:
+    """Loads a task's models, if it has any. Once in a process that scores, before its first rewards."""
+    if isinstance(task, UsesModels):
+        task.start(mesh, MAKERS)
+
+
+def parameter_count(config: Any) -> int:
+    return parameters.count(ARCHITECTURES[config.architecture].specs(config))
