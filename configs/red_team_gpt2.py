@@ -11,7 +11,10 @@ Command:   python -m tba_jax.supervised --config=configs/supervised.py --workdir
            python -m tba_jax.main --config=configs/red_team_gpt2.py --workdir=runs/red_team --config.model.path=attacker
              --config.task.red_team.victim_path=FOLDER
            attacks.jsonl: {"prompt": the attack prompt, "response": an instruction}. The attacker is π_ref as well, and the first
-           replay.min_rows rows are samples of it. For several runs that begin with the same, more of them:
+           replay.min_rows rows are samples of it. Before training the same attacks become rows, too:
+           ... --workdir=runs/red_team --role=reference
+           python -m tba_jax.append --workdir=runs/red_team --responses=attacks.jsonl --unfit=skip
+           For several runs that begin with the same samples, more of them:
            ... --workdir=runs/first --config.learner.steps=1 --config.learner.warmup_steps=0 --config.replay.min_rows=20000
            ... --workdir=runs/red_team --config.replay.mount="('runs/first',)"
 Score:     of 1024 samples, sampled_success_rate and sampled_cosine_distance (MiniLM embeddings) in DIR/evaluations; of another

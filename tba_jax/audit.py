@@ -185,6 +185,8 @@ def regenerate(run: Run, name: str) -> tuple[str, bool]:
     row = {column: value[0] for column, value in run.reader.read_ids([(writer, int(number))]).items()}
     if not run.reader.is_own(writer):  # its weights are those of the run that it is mounted from
         return regenerate(open_run(_home(run, writer)), name)
+    if source := run.reader.info(writer).get("responses"):
+        raise ValueError(f"{name} was not generated: its response is from {source}")
     length = int(row["response_length"])
     steps = sorted(set(row["policy_step"][:length].tolist()))
     if len(steps) != 1:

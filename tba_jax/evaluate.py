@@ -40,10 +40,7 @@ def evaluate(workdir: Path, *, step: int | None, overrides: Sequence[str] = ()) 
 
     run = run_dir.open_run_dir(workdir)
     stored = run_config.read_run(run, called=str(workdir))
-    experiment = experiment_lib.build(_overridden(stored["config"], overrides))
-    there, here = run_config.complete(stored["contract"]), experiment.contract.to_json()
-    if different := run_config.differences(there, here):
-        raise ValueError(f"{workdir} is a run of another contract; " + "; ".join(different))
+    experiment = experiment_lib.rebuild(stored, called=str(workdir), config=_overridden(stored["config"], overrides))
     steps = policy_store.committed_steps(run.policies)
     if not steps:
         raise ValueError(f"{run.policies} holds no snapshot yet")

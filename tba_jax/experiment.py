@@ -7,11 +7,12 @@ import functools
 import logging
 import shutil
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+from ml_collections import config_dict
 
 from tba_jax import (
     config_checks,
@@ -148,6 +149,22 @@ def build(config: Any) -> Experiment:
         queries={split: queries for split, (queries, _) in encoded.items()},
         skipped={split: skipped for split, (_, skipped) in encoded.items()},
     )
+
+
+def rebuild(stored: Mapping[str, Any], *, called: str, config: Any = None) -> Experiment:
+    """What the config of a run means.
+
+    Args:
+      stored: see run_config.read_run; called: what messages call the run; config: its config with other settings, if any.
+
+    Raises:
+      ValueError: as `build`, or that is a run of another contract now.
+    """
+    experiment = build(config_dict.ConfigDict(stored["config"]) if config is None else config)
+    there, here = run_config.complete(stored["contract"]), experiment.contract.to_json()
+    if different := run_config.differences(there, here):
+        raise ValueError(f"{called} is a run of another contract; " + "; ".join(different))
+    return experiment
 
 
 def _with_later_settings(config: Any) -> Any:

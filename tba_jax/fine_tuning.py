@@ -201,13 +201,15 @@ def _split(tree: Any, rows: int) -> Any:
     return jax.tree.map(lambda x: x.reshape(rows, x.shape[0] // rows, *x.shape[1:]).swapaxes(0, 1), tree)
 
 
-def encode_pair(prompt: str, response: str, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+def encode_pair(prompt: str, response: str, tokenizer: Tokenizer, *, begin: bool = True) -> tuple[list[int], list[int]]:
     """Token ids of a prompt, as generation begins with it, and of what is to follow, the end of sequence last.
+
+    Args: begin: see Tokenizer.encode_all.
 
     Raises:
       ValueError: no tokens after the prompt's spell the response, since the tokenizer joins the two texts where they meet.
     """
-    prompt_ids, whole = tokenizer.encode(prompt), tokenizer.encode(prompt + response)
+    prompt_ids, whole = tokenizer.encode_all([prompt, prompt + response], begin=begin)
     if whole[: len(prompt_ids)] == prompt_ids:
         return prompt_ids, [*whole[len(prompt_ids) :], tokenizer.eos_id]
     text = tokenizer.decode(whole)  # without what the tokenizer has no token for

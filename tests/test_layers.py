@@ -31,6 +31,7 @@ LAYERS = (
         "roles",
         "task_models",
         "evaluate",
+        "append",
         "main",
     }
     | {"examples", "tuning", "supervised", "command"},
