@@ -104,14 +104,7 @@ def memory(experiment: Experiment) -> dict[str, dict[str, int]]:
         }
 
     def models(role: str) -> dict[str, int]:
-        """Of what the task scores with: it is whole on every device."""
-        found = {}
-        for use in task_models.uses(experiment.task, role=role):
-            shape = task_models.read_config(use)
-            size, length = _SIZES[use.compute_dtype], use.length or T
-            within_layer = length * (4 * shape.width + 3 * shape.ffn) * size + length * length * shape.heads * 4
-            found[use.name] = task_models.parameter_count(shape) * size + use.rows * within_layer
-        return found
+        return {use.name: task_models.memory(use, length=T) for use in task_models.uses(experiment.task, role=role)}
 
     def with_models(role: str, section: str, parts: dict[str, int]) -> dict[str, dict[str, int]]:
         own = config[section].task_devices > 0

@@ -8,9 +8,10 @@ from jax.sharding import Mesh
 from tba_jax.decoding import embeddings
 from tba_jax.models import hugging_face, parameters
 from tba_jax.models.architectures import ARCHITECTURES
-from tba_jax.scorers import MAKERS, language_model, sequence
+from tba_jax.scorers import MAKERS, language_model, linear, sequence
 from tba_jax.tasks.interface import ModelUse, Task, UsesModels
 
+_BYTES = {"float32": 4, "bfloat16": 2}
 # Kind of a model -> what reads its config (as sequence.read_config), and refuses another kind of model.
 _CONFIGS: dict[str, Callable[..., Any]] = {
     "sequence": sequence.read_config,
@@ -25,15 +26,12 @@ def uses(task: Task, *, role: str = "") -> Sequence[ModelUse]:
     return [use for use in task.models() if not role or role in use.roles] if isinstance(task, UsesModels) else []
 
 
-def read_config(use: ModelUse) -> Any:
-    """Raises ValueError where the model's folder cannot be used for what it is to do."""
-    return _CONFIGS[use.kind](use.path, setting=use.setting, compute_dtype=use.compute_dtype)
-
-
 def check(task: Task, *, role: str) -> None:
     """Raises ValueError where a model that a role will load cannot be used: its kind, or names and shapes of its weights."""
     for use in uses(task, role=role):
-        config = read_config(use)
+        config = _read_config(use)
+        if config is None:
+            continue
         try:
             hugging_face.check_weights(use.path, config)
         except ValueError as error:
@@ -44,9 +42,18 @@ def digests(task: Task) -> dict[str, str]:
     """What the contract says of the models that rewards come from: setting -> digest. Raises: as read_config."""
     found = {}
     for use in uses(task, role="searcher"):
-        read_config(use)
-        found[use.setting] = sequence.digest(use.path)
+        config = _read_config(use)
+        found[use.setting] = linear.digest(use.path) if config is None else sequence.digest(use.path)
     return found
+
+
+def _read_config(use: ModelUse) -> Any:
+    """A model's shape; None of a linear classifier, which is a file and was read. Raises ValueError where it cannot be used for
+    what it is to do."""
+    if use.kind == "linear":
+        linear.LinearScorer(use.path, setting=use.setting)
+        return None
+    return _CONFIGS[use.kind](use.path, setting=use.setting, compute_dtype=use.compute_dtype)
 
 
 def start(task: Task, mesh: Mesh) -> None:
@@ -55,5 +62,17 @@ def start(task: Task, mesh: Mesh) -> None:
         task.start(mesh, MAKERS)
 
 
-def parameter_count(config: Any) -> int:
-    return parameters.count(ARCHITECTURES[config.architecture].specs(config))
+def memory(use: ModelUse, *, length: int) -> int:
+    """Bytes that a model takes on each device, whole, with one pass or with the caches of its slots.
+
+    Args: length: tokens of prompt and response of the run, see ModelUse.length.
+    """
+    shape = _read_config(use)
+    if shape is None:
+        return 0  # in host memory, and small
+    size, length = _BYTES[use.compute_dtype], use.length or length
+    if use.kind == "generator":
+        row = 2 * shape.layers * length * shape.kv_heads * shape.head_size * size + 4 * shape.vocab
+    else:
+        row = length * (4 * shape.width + 3 * shape.ffn) * size + length * length * shape.heads * 4
+    return parameters.count(ARCHITECTURES[shape.architecture].specs(shape)) * size + use.rows * row

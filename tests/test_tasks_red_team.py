@@ -1,8 +1,10 @@
 """Red-teaming with real tiny models: rewards against the models asked one by one, figures of reports, and refusals."""
 
+import dataclasses
 import json
 import math
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from configs import base
 from tba_jax import task_models
+from tba_jax.models import hugging_face
 from tba_jax.scorers import MAKERS
 from tba_jax.scorers.generator import TextGenerator
 from tba_jax.scorers.sequence import SequenceScorer
@@ -142,7 +145,11 @@ def test_a_linear_classifier_that_is_sure_gives_finite_rewards(folders, tmp_path
     path = tmp_path / "linear.npz"
     one = np.ones(1)
     np.savez(path, terms=np.array(["zz"]), idf=one, coef=one[None], intercept=one * intercept, platt_a=-one, platt_b=0 * one)
-    found = score(started(folders, classifier="linear", classifier_path=str(path)), ["do it"])
+    task = started(folders, classifier="linear", classifier_path=str(path))
+    found = score(task, ["do it"])
+    digest = task_models.digests(task)["task.red_team.classifier_path"]
+    path.write_bytes(path.read_bytes() + b" ")
+    assert task_models.digests(task)["task.red_team.classifier_path"] != digest
     assert found.reward.tolist() == [reward] and found.parts[0].tolist() == pytest.approx([math.exp(reward), float(reward == 0)])
 
 
@@ -166,13 +173,23 @@ def test_models_are_told_without_loading_them(folders):
         ("embedder", ("evaluator",)),
     ]
     for use in uses:
-        assert task_models.read_config(use).layers and use.setting.endswith("_path")
+        weights = sum(path.stat().st_size for path in Path(use.path).glob("*.safetensors"))
+        assert 0.9 * weights < task_models.memory(use, length=20) and use.setting.endswith("_path")
     task_models.check(make(folders), role="evaluator")
     assert task_models.digests(make(folders)).keys() == {"task.red_team.victim_path", "task.red_team.classifier_path"}
     with pytest.raises(ValueError, match=r"task.red_team.victim_path='.*': .*head='language_model' is asked for"):
         task_models.check(make(folders, victim_path=str(folders["gpt_neox_reward"])), role="searcher")
     with pytest.raises(ValueError, match=r"task.red_team.embedder_path='.*' is not a sentence encoder"):
         task_models.check(make(folders, embedder_path=str(folders["gpt2"])), role="evaluator")
+
+
+def test_the_memory_of_a_victim_is_weights_caches_and_logits(folders):
+    victim = make(folders, victim_concurrency=1).models()[0]
+    shape = hugging_face.read_config(victim.path, compute_dtype="float32")
+    one, two = (task_models.memory(dataclasses.replace(victim, rows=rows), length=20) for rows in (1, 2))
+    of_a_slot = 2 * shape.layers * (16 + 6) * shape.kv_heads * shape.head_size * 4 + 4 * shape.vocab
+    assert two - one == of_a_slot
+    assert task_models.memory(dataclasses.replace(victim, rows=1, compute_dtype="bfloat16"), length=20) < one
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """A linear classifier of texts on the CPU: TF-IDF and calibrated linear SVMs, as scikit-learn has them, from plain arrays."""
 
+import hashlib
 import re
 import zipfile
 from collections import Counter
@@ -11,6 +12,11 @@ import numpy as np
 # scikit-learn's words: two word characters at least.
 _WORD = re.compile(r"\b\w\w+\b")
 _SHAPES = {"terms": ("V",), "idf": ("V",), "coef": ("E", "V"), "intercept": ("E",), "platt_a": ("E",), "platt_b": ("E",)}
+
+
+def digest(path: Path | str) -> str:
+    """Hex digest of a file."""
+    return hashlib.blake2b(Path(path).expanduser().read_bytes(), digest_size=8).hexdigest()
 
 
 class LinearScorer:

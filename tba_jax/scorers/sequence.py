@@ -22,7 +22,15 @@ log = logging.getLogger(__name__)
 _SHORTEST = 16
 # What a digest reads of a file of weights: so many blocks, evenly spread. Training changes every one of them.
 _BLOCKS, _BLOCK_BYTES = 64, 1 << 16
-_SMALL_FILES = ("config.json", "tokenizer.json", "vocab.json", "merges.txt")
+_SMALL_FILES = (
+    "config.json",
+    "generation_config.json",  # ends of a victim's replies
+    "tokenizer.json",
+    "tokenizer_config.json",  # may hold the chat template
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+)
 
 Config = decoder.DecoderConfig | encoder.EncoderConfig
 
@@ -48,7 +56,8 @@ def read_config(folder: Path | str, *, setting: str, compute_dtype: str) -> Conf
 
 
 def digest(folder: Path | str) -> str:
-    """Hex digest of what a folder's model computes: config.json, tokenizer, and a sample of the weights, which may be large."""
+    """Hex digest of what a folder's model computes: its settings, tokenizer, template, and a sample of the weights, which may be
+    large."""
     folder = hugging_face.resolve_folder(folder)
     found = hashlib.blake2b(digest_size=8)
     for path in (*(folder / name for name in _SMALL_FILES), *sorted(folder.glob("*.safetensors"))):

@@ -141,8 +141,8 @@ class ModelUse:
     """A model that a task scores with: what the contract and --dry_run say of it, without loading it.
 
     name: how people call it; setting: the one that holds `path`, its folder or hub id; kind: "sequence", "unsafe_token",
-    "generator" or "embedder", what Makers loads it by; roles: those that load it. What searchers load defines the reward, and is
-    part of the contract.
+    "generator", "embedder" or "linear" (a file), what Makers loads it by; roles: those that load it. What searchers load defines
+    the reward, and is part of the contract.
     compute_dtype: "float32" or "bfloat16"; rows: texts of one pass on a device; length: tokens of the longest text, 0: prompt and
     response of the run.
     """

@@ -114,7 +114,7 @@ class RedTeam:
         return self._queries
 
     def models(self) -> Sequence[ModelUse]:
-        """The victim, the classifier unless it is linear, and the encoder of reports where there is one."""
+        """The victim, the classifier, and the encoder of reports where there is one."""
         length = self._victim["prompt_length"] + self._victim["reply_length"]
         uses = [
             ModelUse(
@@ -125,20 +125,17 @@ class RedTeam:
                 compute_dtype=self._dtype,
                 length=length,
                 kind="generator",
-            )
+            ),
+            ModelUse(
+                name="classifier",
+                setting=f"{_SECTION}classifier_path",
+                path=self._classifier_path,
+                rows=_CLASSIFIER_ROWS,
+                compute_dtype=self._dtype,
+                length=self._unsafe["length"] if self._kind == "unsafe_token" else self._victim["reply_length"],
+                kind=self._kind,
+            ),
         ]
-        if self._kind != "linear":
-            uses.append(
-                ModelUse(
-                    name="classifier",
-                    setting=f"{_SECTION}classifier_path",
-                    path=self._classifier_path,
-                    rows=_CLASSIFIER_ROWS,
-                    compute_dtype=self._dtype,
-                    length=self._unsafe["length"] if self._kind == "unsafe_token" else self._victim["reply_length"],
-                    kind=self._kind,
-                )
-            )
         if self._embedder_path:
             uses.append(
                 ModelUse(
