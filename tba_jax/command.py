@@ -47,7 +47,10 @@ def refuse(error: BaseException) -> NoReturn:
     """Ends the process by one sentence about the user's mistake."""
     text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
     text = _RECIPE_RAISED.sub("", text)
-    if unknown := _UNKNOWN_KEY.search(text):
+    if "get_config() takes 0 positional arguments" in text:
+        name = text.partition(": TypeError")[0].removeprefix("flag ")
+        text = f"{name}: this recipe takes no name after a colon"
+    elif unknown := _UNKNOWN_KEY.search(text):
         text = f"the config has no setting {unknown[2]!r}; did you mean {unknown[1]!r}?"
     elif (name := text.strip("'\"")).isidentifier():
         text = f"the config has no setting {name!r}"

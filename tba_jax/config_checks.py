@@ -329,7 +329,8 @@ def _check_objective(config: Any, objective: Objective) -> None:
 
 
 def check_all_are_read(config: Any) -> None:
-    """Refuses settings of objectives that the config's own does not read. Not β, with which every run is measured.
+    """Refuses settings of objectives that the config's own does not read, and of values of states that no row is to hold. Not β,
+    with which every run is measured.
 
     Of a new run alone: a run that has begun with one goes on.
 
@@ -339,12 +340,19 @@ def check_all_are_read(config: Any) -> None:
     learner, objective = config.learner, OBJECTIVES[config.learner.objective]
     defaults = {f.name: f.default for f in dataclasses.fields(ObjectiveSettings) if f.default is not dataclasses.MISSING}
     defaults |= {f"{name}_{part}": 1.0 for name in TEMPERATURES for part in ("start", "end")}
+    defaults |= {"log_z_learning_rate": 1e-2, "value_learning_rate": 1e-4}
+    heads = {"log_z_learning_rate": objective.log_z_head, "value_learning_rate": objective.value_head}
+    read = {*objective.settings, *(name for name, learned in heads.items() if learned)}
     for name, default in defaults.items():
-        read = name.removesuffix("_start").removesuffix("_end") in objective.settings
         _require(
-            read or learner[name] == default,
+            name.removesuffix("_start").removesuffix("_end") in read or learner[name] == default,
             f"learner.{name}={learner[name]} would not be used: learner.objective={learner.objective} does not read it; leave it "
             f"at {default}",
+        )
+    for name, default in (("value_samples", 9), ("value_states", 0)):
+        _require(
+            bool(config.task.step_ends) or config.searchers[name] == default,
+            f"searchers.{name}={config.searchers[name]} would not be used without task.step_ends; leave it at {default}",
         )
 
 

@@ -8,7 +8,8 @@ import numpy as np
 from tba_jax import run_config, task_models
 from tba_jax.decoding import sizes
 from tba_jax.experiment import Experiment
-from tba_jax.models import parameters, quantize
+from tba_jax.models import heads, parameters, quantize
+from tba_jax.objectives import OBJECTIVES
 
 _GIB = 1 << 30
 _SIZES = {"float32": 4, "bfloat16": 2}
@@ -21,6 +22,10 @@ def describe(experiment: Experiment) -> str:
     lines += _table(experiment.policy.model_specs)
     if experiment.policy.lora is not None:
         lines += ["", "trained and published (adapters):", *_table(experiment.policy.trained_specs)]
+    objective = OBJECTIVES[config.learner.objective]
+    if objective.log_z_head or objective.value_head:  # heads of one shape
+        lines += ["", f"head of {config.learner.objective}, trained beside the policy:"]
+        lines += _table(heads.value_head_specs(experiment.policy.model))
     lines += ["", "rows (one column each, per row):"]
     lines += [f"  {name:24} {dtype}{list(shape)}" for name, (dtype, shape) in experiment.contract.row_shape().columns().items()]
     c, s = config.learner, config.searchers

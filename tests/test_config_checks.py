@@ -361,13 +361,15 @@ NOT_READ_BY_ALL = {
     "value_coefficient": 0.5,
     "ref_temperature_end": 1.2,
     "reward_temperature_start": 2.0,
+    "log_z_learning_rate": 0.5,
+    "value_learning_rate": 0.5,
 }
 READ = {
     "trajectory_balance": {"ref_temperature_end", "reward_temperature_start"},
-    "learned_log_z": {"ref_temperature_end", "reward_temperature_start"},
+    "learned_log_z": {"ref_temperature_end", "reward_temperature_start", "log_z_learning_rate"},
     "tba_prime": {"ref_temperature_end", "reward_temperature_start", "importance_clip", "log_ratio_clip"},
     **dict.fromkeys(("proximal_rloo", "vine_ppo", "grpo", "dr_grpo"), frozenset({"clip_low", "clip_high"})),
-    "ppo": {"clip_low", "clip_high", "gae_lambda", "value_coefficient"},
+    "ppo": {"clip_low", "clip_high", "gae_lambda", "value_coefficient", "value_learning_rate"},
     "gspo": {"sequence_clip_low", "sequence_clip_high"},
     "cispo": {"clip_high"},
     "icepop": {"icepop_low", "icepop_high"},
@@ -390,6 +392,15 @@ def test_settings_that_an_objective_does_not_read_are_refused(name):
             config_checks.check_all_are_read(config)
 
 
+@pytest.mark.parametrize("setting, value", [("value_samples", 3), ("value_states", 1)])
+def test_settings_of_values_that_no_row_holds_are_refused(setting, value):
+    config = config_with({f"searchers.{setting}": value})
+    with pytest.raises(ValueError, match=rf"searchers\.{setting}={value} would not be used without task\.step_ends"):
+        config_checks.check_all_are_read(config)
+    config.task.step_ends = (",",)
+    config_checks.check_all_are_read(config)
+
+
 @pytest.mark.parametrize("name", baselines.BASELINES)
 def test_the_recipe_of_every_baseline_is_allowed(name):
     config = demo_baselines.get_config(name)
@@ -397,7 +408,7 @@ def test_the_recipe_of_every_baseline_is_allowed(name):
     config_checks.check_all_are_read(config)
     assert config.learner.objective == name
     published = {setting for setting in baselines.BASELINES[name] if not setting.startswith("beta_")}
-    assert published == READ[name], "a number for each setting that it reads"
+    assert published == READ[name] - {"value_learning_rate"}, "a number for each setting that it reads but the pace of heads"
 
 
 def test_every_objective_but_those_of_trajectory_balance_has_a_recipe():
@@ -433,8 +444,8 @@ def test_what_an_objective_needs_is_refused_where_it_is_missing(name):
 
 def test_a_config_of_an_earlier_version_gets_the_defaults_of_what_it_lacks():
     stored = base.get_config().to_dict()
-    for name in (*NOT_READ_BY_ALL, "value_learning_rate"):
-        if name not in ("importance_clip", "log_ratio_clip") and "temperature" not in name:
+    for name in NOT_READ_BY_ALL:
+        if name not in ("log_z_learning_rate", "importance_clip", "log_ratio_clip") and "temperature" not in name:
             del stored["learner"][name]
     del stored["task"]["countdown"]
     built = experiment_lib.build(config_dict.ConfigDict(stored)).config

@@ -46,3 +46,9 @@ def test_caches_of_prompts_have_room_for_responses_that_go_on():
     assert valued["evaluator"] == plain["evaluator"]
     assert valued["trainer"].pop("replay (host)") - plain["trainer"].pop("replay (host)") == 50_000 * 6 * 4
     assert valued["trainer"] == plain["trainer"]
+
+
+@pytest.mark.parametrize("objective, told", [("ppo", True), ("learned_log_z", True), ("trajectory_balance", False)])
+def test_the_head_of_an_objective_is_told(objective, told):
+    text = dry_run.describe(experiment.build(tiny_run.config(learner__objective=objective)))
+    assert (f"head of {objective}, trained beside the policy:" in text) == told

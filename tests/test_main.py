@@ -68,7 +68,10 @@ REFUSALS = {
         ["--config=configs/demo_baselines.py:grppo"],
         ["demo_baselines.py:grppo", "no baseline 'grppo' (did you mean 'grpo'?)", "takes one of reinforce, rloo"],
     ),
-    "recipe that takes no name": (["--config=configs/demo.py:grpo"], ["configs/demo.py:grpo", "takes 0 positional arguments"]),
+    "recipe that takes no name": (
+        ["--config=configs/demo.py:grpo"],
+        ["configs/demo.py:grpo: this recipe takes no name after a colon"],
+    ),
     "micro-batch": (["--config.learner.micro_batch_rows=5"], ["5", "12 rows"]),
     "batch and mesh": (["--config.learner.mesh.data=5"], ["12 rows", "= 5"]),
     "mesh and devices": (["--config.searchers.mesh.data=4"], ["searchers.mesh data=4", "1 devices"]),
