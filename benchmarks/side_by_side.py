@@ -7,12 +7,14 @@ import queue
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks import warm_start
 from tba_jax import lifeline
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,28 +49,43 @@ def run_all(jobs: Sequence[Job], *, at_a_time: int = 0) -> None:
     Raises:
       RuntimeError: a run failed, other than by numbers that are not finite; runs that have begun are finished before.
     """
+
+    def timed(job: Job, cores: Sequence[int]) -> None:
+        begin = time.monotonic()
+        run(job, cores=cores)
+        print(f"{job.name}: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+
+    share_cores(timed, jobs, at_a_time=at_a_time)
+
+
+def share_cores(work: Callable[[T, Sequence[int]], object], items: Sequence[T], *, at_a_time: int = 0) -> None:
+    """Calls work(item, cores) for each item, side by side in threads, each with a share of the cores. Raises what a call raises,
+    once those that have begun have ended."""
     cores = sorted(os.sched_getaffinity(0))
     at_a_time = min(at_a_time or len(cores), len(cores))
     shares: queue.Queue[list[int]] = queue.Queue()
     for i in range(at_a_time):
         shares.put(cores[i::at_a_time])
 
-    def work(job: Job) -> None:
+    def one(item: T) -> None:
         share = shares.get()
-        begin = time.monotonic()
         try:
-            run(job, cores=share)
+            work(item, share)
         finally:
             shares.put(share)
-        print(f"{job.name}: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
 
     with concurrent.futures.ThreadPoolExecutor(at_a_time) as threads:
         try:
-            for done in concurrent.futures.as_completed([threads.submit(work, job) for job in jobs]):
+            for done in concurrent.futures.as_completed([threads.submit(one, item) for item in items]):
                 done.result()
         except BaseException:
             threads.shutdown(cancel_futures=True)
             raise
+
+
+def on_cores(cores: Sequence[int]) -> list[str]:
+    """What a command begins with that is to run on these cores."""
+    return ["taskset", "--cpu-list", ",".join(map(str, cores))] if len(cores) < len(os.sched_getaffinity(0)) else []
 
 
 def run(job: Job, *, cores: Sequence[int]) -> None:
@@ -79,8 +96,7 @@ def run(job: Job, *, cores: Sequence[int]) -> None:
         warm_start.begin(job.root, job.name)
     else:
         warm_start.clear(job.root, job.name)
-    command = ["taskset", "--cpu-list", ",".join(map(str, cores))] if len(cores) < len(os.sched_getaffinity(0)) else []
-    command += [sys.executable, "-m", "tba_jax.main", f"--config={job.recipe}", f"--workdir={job.workdir}"]
+    command = [*on_cores(cores), sys.executable, "-m", "tba_jax.main", f"--config={job.recipe}", f"--workdir={job.workdir}"]
     environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(job.root / "compilation_cache")}
     output = Path(f"{job.workdir}.out")
     with open(output, "w") as file:
