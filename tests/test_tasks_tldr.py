@@ -102,6 +102,18 @@ def test_the_win_rate_counts_responses_above_the_reference_summary(folders):
         assert found["gold_reward_of_summaries"] == pytest.approx(theirs.mean(), abs=1e-5)
 
 
+def test_a_query_that_ends_in_white_space_is_followed_by_the_summary_itself(folders, tmp_path):
+    rows = [{"query": "One day. ", "summary": "Cat sleeps."}, {"query": "One day.\n", "summary": "Cat eats."}]
+    path = write(tmp_path / "rows.jsonl", rows)
+    task = make(folders, train_path=path, heldout_path=path, gold="gold")
+    assert set(task.worked_examples(np.random.default_rng(0), 2)) == {("One day. ", "Cat sleeps."), ("One day.\n", "Cat eats.")}
+    task.start(one_device(), MAKERS)
+    found = task.measures(task.queries("heldout"), ["Cat sleeps.", "Cat eats."], np.ones(2, bool), np.zeros(2, np.float32))
+    texts = ["One day. Cat sleeps.", "One day.\nCat eats."]
+    assert found["gold_reward_of_summaries"] == pytest.approx(scored(folders / "gold", texts, [True] * 2).mean(), abs=1e-5)
+    assert found["win_rate"] == 0.5
+
+
 POST = "One line.\nA second line.\n\nA last one."
 
 

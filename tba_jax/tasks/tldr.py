@@ -1,6 +1,7 @@
 r"""Summaries of posts (TL;DR; Stiennon et al. 2020), rewarded by a reward model: the paper's preference tuning.
 
-A query is `SUBREDDIT: r/{subreddit}\n\nTITLE: {title}\n\nPOST: {post}\n\nTL;DR:`, or the data set's own `query`. The reward is
+A query is `SUBREDDIT: r/{subreddit}\n\nTITLE: {title}\n\nPOST: {post}\n\nTL;DR:`, or the data set's own `query`; a space stands
+between it and a summary, unless it ends in white space itself. The reward is
 the score that a reward model gives query and response, read at the end-of-sequence token where the response has one (what a
 response without one gets is task.missing_eos_reward). Evaluation compares with the reference summaries under a second, larger
 reward model, the gold one.
@@ -138,7 +139,7 @@ class TLDR:
             self._gold = self._load("gold")
         # Every evaluation asks the same queries.
         new = [query for query in dict.fromkeys(queries) if query not in self._gold_of_summary]
-        summaries = [f" {query.answer}" for query in new]
+        summaries = [_summary(query) for query in new]
         found = _scores(self._gold, new, summaries, np.ones(len(new), bool)).tolist()
         self._gold_of_summary.update(zip(new, found, strict=True))
         ours = _scores(self._gold, queries, responses, finished)
@@ -154,13 +155,18 @@ class TLDR:
         train = self._queries["train"]
         rounds = -(-count // len(train))
         chosen = np.concatenate([np.zeros(0, int), *(rng.permutation(len(train)) for _ in range(rounds))])
-        return [(train[i].prompt, f" {train[i].answer}") for i in chosen[:count]]
+        return [(train[i].prompt, _summary(train[i])) for i in chosen[:count]]
 
 
 def _scores(scorer: SequenceScorer, queries: Sequence[Query], responses: Sequence[str], ended: np.ndarray) -> np.ndarray:
-    """float32[n]. Responses begin with the space that follows `TL;DR:`."""
+    """float32[n], of query and response as one text."""
     texts = [query.prompt + response for query, response in zip(queries, responses, strict=True)]
     return scorer.scores(texts, ended=ended)[:, 0]
+
+
+def _summary(query: Query) -> str:
+    """The reference summary as a response: after the space that follows `TL;DR:`, which a query of the data set may end with."""
+    return query.answer if query.prompt[-1:].isspace() else f" {query.answer}"
 
 
 def _query(row: data.Row, characters: int) -> str:

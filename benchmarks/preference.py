@@ -1,0 +1,198 @@
+"""Preference tuning in small: win rate against perplexity of π_ref by objective and β, on rows that are 15 updates old.
+
+    python -m benchmarks.preference --workdir=runs/preference --data=../shared/data [--objectives=…] [--betas=…] [--lag=15] \\
+        [--seeds=2] [--steps=150] [--jobs=0]
+
+The shape of the paper's TL;DR study (its Table 1 and Figure 4) at a size for two cores: TinyStories-656K continues openings of
+stories, a proxy reward model trains it, a gold one says how often it prefers a continuation to the story's own, and perplexity of
+π_ref what that costs. Both models learn preferences by sentiment (benchmarks/preference_data.py). The recipe is
+configs/tldr_pythia.py:410m but for sizes; objectives share learning rate, β, rows and number of updates, and nothing is tuned for
+any of them. What is done is not made again, so the command resumes where it was stopped. It prints a markdown table, mean and
+standard deviation over seeds, and leaves workdir/preference.json and workdir/preference.png.
+"""
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from absl import app, flags
+
+from benchmarks import preference_data, side_by_side, warm_start
+from tba_jax import report, run_dir
+from tba_jax.objectives import OBJECTIVES
+
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder for the results.", required=True)
+_DATA = flags.DEFINE_string(
+    "data",
+    os.environ.get("TBA_JAX_TEST_DATA", "../shared/data"),
+    "Folder with models/TinyStories-656K and tinystories/tinystories_1000.json, a JSON list of texts.",
+)
+_OBJECTIVES = flags.DEFINE_list("objectives", ["trajectory_balance", "online_dpo", "rloo"], f"Of {', '.join(OBJECTIVES)}.")
+_BETAS = flags.DEFINE_list("betas", ["0.1", "0.3", "1"], "KL coefficients, constant in a run.")
+_LAG = flags.DEFINE_integer("lag", 15, "Age of the rows, in updates.", lower_bound=0)
+_SEEDS = flags.DEFINE_integer("seeds", 2, "Runs of each kind; they differ in queries and draws.", lower_bound=1)
+_STEPS = flags.DEFINE_integer("steps", 150, "Updates of each run.", lower_bound=20)
+_JOBS = flags.DEFINE_integer("jobs", 0, "Runs side by side, each on its share of the cores; 0: one a core.", lower_bound=0)
+
+RECIPE = "configs/tldr_pythia.py:410m"
+# The recipe's sizes and precision are a GPU's. 64 rows an update, all of them from the batch that the searcher has just appended.
+SIZES = {
+    "task.prompt_length": preference_data.PROMPT_LENGTH,
+    "task.response_length": preference_data.RESPONSE_LENGTH,
+    "task.stop_strings": preference_data.STOP_STRINGS,
+    "task.tldr.compute_dtype": "float32",
+    "task.tldr.batch_rows": 64,
+    "model.compute_dtype": "float32",
+    "searchers.queries_per_batch": 8,
+    "searchers.samples_per_query": 8,
+    "replay.recent_probability": 1.0,
+    "replay.recent_window": 1,
+    "replay.min_rows": 0,
+    "replay.merge_duplicates": False,
+    "learner.queries": 8,
+    "learner.completions": 8,
+    "learner.micro_batch_rows": 0,
+    "learner.remat": "none",
+    "learner.learning_rate": 1e-3,
+    "publish.dtype": "float32",
+    "evaluation.queries": preference_data.HELDOUT_QUERIES,
+    "evaluation.batch_size": preference_data.HELDOUT_QUERIES,
+    "evaluation.samples_per_query": 4,
+}
+# What is measured of a policy -> its title and format.
+FIGURES = {
+    "greedy_win_rate": ("greedy win rate", ".3f"),
+    "sampled_win_rate": ("win rate of samples", ".3f"),
+    "greedy_ref_perplexity": ("perplexity, greedy", ".3f"),
+    "ref_perplexity": ("perplexity, samples", ".3f"),
+    "kl_to_ref": ("KL, nats", ".1f"),
+    "sampled_gold_reward": ("gold reward", ".2f"),
+    "sampled_reward": ("proxy reward", ".2f"),
+}
+
+# Of an objective at a β: the evaluations of each seed's run, by step.
+Runs = dict[tuple[str, float], list[list[dict[str, Any]]]]
+
+
+def job(root: Path, objective: str, beta: float, seed: int, *, model: Path, made: preference_data.Made) -> side_by_side.Job:
+    settings = {
+        **SIZES,
+        "seed": seed,
+        "model.path": model,
+        "task.tldr.train_path": made.queries["train"],
+        "task.tldr.heldout_path": made.queries["heldout"],
+        "task.tldr.reward_path": made.models["proxy"],
+        "task.tldr.gold_path": made.models["gold"],
+        "task.missing_eos_reward": made.missing_eos_reward,
+        "learner.objective": objective,
+        "learner.steps": _STEPS.value,
+        "learner.beta_start": beta,
+        "learner.beta_end": beta,
+        "schedule.mode": "interleaved",
+        "schedule.lag": _LAG.value,
+        "evaluation.every_steps": _STEPS.value // 5,
+        "checkpoint.every_steps": _STEPS.value,
+        "publish.keep": _LAG.value + 3,
+    }
+    return side_by_side.Job(root=root, name=name_of(objective, beta, seed), recipe=RECIPE, settings=settings)
+
+
+def name_of(objective: str, beta: float, seed: int) -> str:
+    return f"{_STEPS.value}-updates-lag{_LAG.value}/{objective}-beta{beta:g}-seed{seed}"
+
+
+def evaluations(workdir: Path) -> list[dict[str, Any]]:
+    """Of a run, as far as it went."""
+    found = report.evaluations(run_dir.RunDir(workdir))
+    if not found:
+        raise RuntimeError(f"{workdir} ended before its first evaluation; see {workdir}.out")
+    return found
+
+
+def plot(path: Path, runs: Runs) -> None:
+    """Win rate over perplexity of π_ref, a panel for greedy responses and one for samples.
+
+    A colour for each objective, the larger the mark the larger β; faint lines are the paths of single runs over their steps.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    objectives, betas = list(dict.fromkeys(name for name, _ in runs)), sorted({beta for _, beta in runs})
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4.4))
+    for axis, kind, title in zip(axes, ("greedy_", ""), ("greedy continuations", "samples"), strict=True):
+        across, up = f"{kind}ref_perplexity", f"{kind or 'sampled_'}win_rate"
+        before = [np.mean([run[0][name] for seeds in runs.values() for run in seeds]) for name in (across, up)]
+        axis.plot(*before, "k*", markersize=11, label="before", linestyle="none")
+        for i, objective in enumerate(objectives):
+            ends = []
+            for j, beta in enumerate(betas):
+                for run in runs[objective, beta]:
+                    axis.plot([r[across] for r in run], [r[up] for r in run], color=f"C{i}", alpha=0.15, linewidth=1)
+                ends.append([np.mean([run[-1][name] for run in runs[objective, beta]]) for name in (across, up)])
+                axis.plot(*ends[-1], "o", color=f"C{i}", markersize=5 + 4 * j)
+            axis.plot(*zip(*ends, strict=True), color=f"C{i}", linewidth=1.5, label=objective)
+        axis.set_title(title)
+        axis.set_xlabel(r"perplexity of $\pi_{ref}$")
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("win rate under the gold model")
+    for j, beta in enumerate(betas):
+        axes[0].plot([], [], "o", color="grey", markersize=5 + 4 * j, linestyle="none", label=f"β {beta:g}")
+    axes[0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _spread(values: Sequence[float], spec: str) -> str:
+    return f"{np.mean(values):{spec}} ± {np.std(values, ddof=len(values) > 1):{spec}}"
+
+
+def main(argv: Sequence[str]) -> None:
+    del argv
+    objectives, betas = _OBJECTIVES.value, [float(beta) for beta in _BETAS.value]
+    if unknown := [name for name in objectives if name not in OBJECTIVES]:
+        raise app.UsageError(f"--objectives={','.join(unknown)} is not among {', '.join(OBJECTIVES)}")
+    data = Path(_DATA.value).absolute()
+    model, stories = data / "models" / "TinyStories-656K", data / "tinystories" / "tinystories_1000.json"
+    if missing := [str(path) for path in (model, stories) if not path.exists()]:
+        raise app.UsageError(f"--data={_DATA.value} lacks {', '.join(missing)}")
+    root = Path(_WORKDIR.value).absolute()
+    begin = time.monotonic()
+    made = preference_data.make(root / "data", model=model, stories=stories)
+    seeds = range(_SEEDS.value)
+    # Seed by seed, so that a study that is stopped is one of fewer seeds.
+    kinds = [(objective, beta) for objective in objectives for beta in betas]
+    jobs = [job(root, objective, beta, seed, model=model, made=made) for seed in seeds for objective, beta in kinds]
+    side_by_side.run_all(jobs, at_a_time=_JOBS.value)
+    runs: Runs = {(name, beta): [evaluations(root / name_of(name, beta, seed)) for seed in seeds] for name, beta in kinds}
+    warm_start.table("objective", "β", *(title for title, _ in FIGURES.values()))
+    every = [run for of_kind in runs.values() for run in of_kind]
+    warm_start.row("before", "", *(f"{np.mean([run[0][name] for run in every]):{spec}}" for name, (_, spec) in FIGURES.items()))
+    for (objective, beta), of_kind in runs.items():
+        early = sum(run[-1]["step"] < _STEPS.value for run in of_kind)
+        warm_start.row(
+            objective + (f" ({early} ended early)" if early else ""),
+            f"{beta:g}",
+            *(_spread([run[-1][name] for run in of_kind], spec) for name, (_, spec) in FIGURES.items()),
+        )
+    rows = f"rows {_LAG.value} updates old"
+    print(f"\n{_STEPS.value} updates, {_SEEDS.value} seeds, {rows}; this call took {time.monotonic() - begin:.0f} s")
+    for name in made.models:
+        print(f"{name} reward model: {made.pairs[name]} pairs, held-out pair accuracy {made.pair_accuracy[name]:.3f}")
+    figures = {
+        f"{objective}, {beta:g}": [[{"step": r["step"], **{name: r[name] for name in FIGURES}} for r in run] for run in of_kind]
+        for (objective, beta), of_kind in runs.items()
+    }
+    about = {"pairs": made.pairs, "pair_accuracy": made.pair_accuracy, "missing_eos_reward": made.missing_eos_reward}
+    (root / "preference.json").write_text(json.dumps({"reward_models": about, "runs": figures}, indent=1))
+    plot(root / "preference.png", runs)
+
+
+if __name__ == "__main__":
+    app.run(main)
