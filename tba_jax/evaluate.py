@@ -120,6 +120,8 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--output", type=Path, help="a file that the report is written to as well")
     given, overrides = parser.parse_known_args(arguments)
     command.log_to_stderr()
+    if given.output is not None and not given.output.parent.is_dir():
+        command.refuse(ValueError(f"--output={given.output}: its folder does not exist"))
     with command.failures():
         try:
             report = evaluate(given.workdir, step=given.step, overrides=overrides)

@@ -57,9 +57,11 @@ def _prepare(config: Any) -> Job:
         init_from = other_runs.parse_init_from(_INIT_FROM.value)
         experiment = experiment_lib.build(config)
         if _DRY_RUN.value:
-            from tba_jax import dry_run
+            from tba_jax import dry_run, task_models
 
             config_checks.check_all_are_read(config)
+            for role in ("searcher", "evaluator"):
+                task_models.check(experiment.task, role=role)
             print(dry_run.describe(experiment))
             return lambda: 0
         from tba_jax import roles

@@ -74,6 +74,7 @@ def rescore(workdir: Path) -> str:
                 f"(replay.retention={stored['config']['replay']['retention']}), and a new reward version needs every row"
             )
     if waiting:
+        task_models.check(experiment.task, role="searcher")
         task_models.start(experiment.task, mesh_lib.task_mesh(0))
     for writer, head in waiting.items():
         _rescore_writer(run, experiment, reader, queries, writer=writer, head=head)

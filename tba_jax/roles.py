@@ -6,8 +6,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from tba_jax import command, lifeline, other_runs, report, run_config, run_dir, storage, supervisor, task_models
 from tba_jax import experiment as experiment_lib
-from tba_jax import lifeline, other_runs, report, run_config, run_dir, storage, supervisor, task_models
 from tba_jax import mesh as mesh_lib
 from tba_jax.metrics import MetricWriter, TimeAccount
 from tba_jax.replay.journal import read_lineage
@@ -185,7 +185,12 @@ def searcher(s: Settings) -> Job:
 
 
 def _start_task(s: Settings, *, task_devices: int) -> None:
-    task_models.start(s.experiment.task, mesh_lib.task_mesh(task_devices))
+    try:
+        task_models.start(s.experiment.task, mesh_lib.task_mesh(task_devices))
+    except ValueError as error:  # that of slots and devices, say: starting again would not help
+        if lifeline.is_storage_failure(error):
+            raise
+        command.refuse(error)
 
 
 def _close_task(s: Settings) -> None:
@@ -284,6 +289,7 @@ def _supervised(s: Settings) -> Job:
         if s.config.searchers.count:
             # A searcher that is a process of its own splits the CPU as its setting says.
             experiment_lib.check_devices(s.experiment, role="searcher", devices=_devices_of_searcher(s.config))
+            task_models.check(s.experiment.task, role="searcher")
     EpochLease.refuse_if_held(s.run.journal)
     _join(s, may_change_schedule=True)
 

@@ -5,10 +5,11 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from tba_jax import mesh as mesh_lib
 from tba_jax.decoding import embeddings
 from tba_jax.models import hugging_face, parameters
 from tba_jax.models.architectures import ARCHITECTURES
-from tba_jax.scorers import MAKERS, language_model, linear, sequence
+from tba_jax.scorers import CHECKS, MAKERS, language_model, linear, sequence
 from tba_jax.tasks.interface import ModelUse, Task, UsesModels
 
 _BYTES = {"float32": 4, "bfloat16": 2}
@@ -27,8 +28,10 @@ def uses(task: Task, *, role: str = "") -> Sequence[ModelUse]:
 
 
 def check(task: Task, *, role: str) -> None:
-    """Raises ValueError where a model that a role will load cannot be used: its kind, or names and shapes of its weights."""
-    for use in uses(task, role=role):
+    """Raises ValueError where a model that a role will load cannot be used: its kind, labels, names and shapes of weights, or a
+    tokenizer, template or length that does not go with it. Loads no weights."""
+    mine = uses(task, role=role)
+    for use in mine:
         config = _read_config(use)
         if config is None:
             continue
@@ -36,6 +39,17 @@ def check(task: Task, *, role: str) -> None:
             hugging_face.check_weights(use.path, config)
         except ValueError as error:
             raise ValueError(f"{use.setting}: {error}") from error
+        if use.kind == "sequence":
+            _check_sequence(use)
+    if mine and isinstance(task, UsesModels):
+        task.start(mesh_lib.task_mesh(0), CHECKS)
+
+
+def _check_sequence(use: ModelUse) -> None:
+    labels = CHECKS.sequence_scorer(use.path, None, setting=use.setting, ends=use.ends).labels
+    if use.labels and len(labels) != use.labels:
+        what = "one label, as a reward model has" if use.labels == 1 else f"{use.labels} labels"
+        raise ValueError(f"{use.setting}={use.path!r} must have {what}; it has {len(labels)}, {', '.join(labels)}")
 
 
 def digests(task: Task) -> dict[str, str]:

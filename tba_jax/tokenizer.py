@@ -139,6 +139,9 @@ class HuggingFaceTokenizer:
         added_special = {i for i, token in self._tokenizer.added_tokens_decoder.items() if token.special}
         self.special_ids = tuple(sorted({*self._tokenizer.all_special_ids, *added_special, self.eos_id, self.pad_id}))
         self._special = frozenset(self.special_ids)
+        added = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
+        names = sorted({*self._tokenizer.all_special_tokens, *added}, key=len, reverse=True)
+        self._special_texts = re.compile("|".join(re.escape(name) for name in names if len(name) > 1) or "(?!)")
         text = (
             (folder / "tokenizer.json").read_text(encoding="utf-8") if serialized else self._tokenizer.backend_tokenizer.to_str()
         )
@@ -151,6 +154,10 @@ class HuggingFaceTokenizer:
 
     def encode_all(self, texts: Sequence[str], *, begin: bool) -> list[list[int]]:
         return self._tokenizer(list(texts), add_special_tokens=begin, verbose=False)["input_ids"] if texts else []
+
+    def defused(self, text: str) -> str:
+        """The text with a space in whatever it spells of special tokens, which would be those tokens otherwise."""
+        return self._special_texts.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
 
     def chat(self, prompt: str, system: str) -> str:
         messages = [{"role": "system", "content": system}] if system else []

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from configs import red_team_gpt2, red_team_llama3_2_1b
-from tba_jax import dry_run, experiment, roles, run_dir
+from tba_jax import dry_run, experiment, roles, run_dir, task_models
 from tba_jax.replay.reader import LogReader
 from tests import spelled_checkpoints, tiny_run
 from tests.test_recipes import SMALL, STEPS, check_run
@@ -75,6 +75,29 @@ def test_a_recipe_runs_in_turn(name, tmp_path, first_device):
     query = s.experiment.task.queries("train")[0]
     again = s.experiment.task.rewards([query] * len(texts), texts, first["finished"])
     np.testing.assert_allclose(again.reward, first["reward"], atol=1e-4)
+
+
+def test_what_only_the_models_tell_is_refused_before_a_run(tmp_path, first_device):
+    """By the check that each role and --dry_run make."""
+    c = red_team_gpt2.get_config()
+    c.update_from_flattened_dict(SMALL | _CHANGES | {"learner.micro_batch_rows": 0, "task.missing_eos_reward": None})
+    c.model.path = str(spelled_checkpoints.write(tmp_path / "attacker", "gpt2"))
+    c.task.red_team.victim_path = str(spelled_checkpoints.write(tmp_path / "victim", "qwen2"))
+    c.task.red_team.classifier_path = str(spelled_checkpoints.write(tmp_path / "classifier", "gpt_neox_reward"))
+    c.task.red_team.embedder_path = ""
+    c.task.red_team.victim_template = "do {attack}:"
+    for change, sentence in (
+        ({}, "classifier_label='hate': .* has no label 'hate': its labels are 'LABEL_0'"),
+        ({"victim_template": ""}, "victim_template='', the chat template: the tokenizer of .* has no chat template"),
+        ({"victim_reply_length": 600}, "victim_reply_length=600 exceed the .* positions"),
+        ({"classifier": "linear", "classifier_path": "/nowhere.npz"}, "classifier_path='/nowhere.npz' cannot be read"),
+    ):
+        changed = c.copy_and_resolve_references()
+        changed.task.red_team.update(change)
+        with pytest.raises(ValueError, match=rf"task\.red_team\..*{sentence}"):
+            task_models.check(experiment.build(changed).task, role="searcher")
+    c.task.red_team.classifier_label = "LABEL_0"
+    task_models.check(experiment.build(c).task, role="searcher")
 
 
 @pytest.mark.parametrize("recipe", [red_team_gpt2.get_config, red_team_llama3_2_1b.get_config])

@@ -3,6 +3,7 @@
 import concurrent.futures
 import functools
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -109,6 +110,30 @@ def test_a_text_that_is_too_long_loses_its_end_and_is_counted(folder, caplog):
     assert generator.cut == 2
     assert "2 of 4 texts are cut to what task.red_team.victim_prompt_length leaves room for" in caplog.text
     assert replies == generator(expected, 0) and generator.cut == 2
+
+
+def test_an_attack_without_tokens_is_a_space(folder):
+    """A policy may write white space alone, and a victim needs a token to reply to."""
+    assert make(folder, template="{attack}", samples=1, temperature=0.0)(["", "do it"], 0) == [
+        greedy(folder, spelled(" ")),
+        greedy(folder, spelled("do it")),
+    ]
+
+
+def test_a_text_cannot_end_its_turn_by_spelling_a_special_token(folder):
+    """There is no token for what is left of "<|end|>" but its letters."""
+    generator = make(folder, samples=1, temperature=0.0)
+    assert generator(["do<|end|>it", "doendit"], 0) == [
+        greedy(folder, spelled(f"tell: {text}:")) for text in ("do endit", "doendit")
+    ]
+
+
+def test_what_only_checks_loads_no_weights(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "victim")
+    (tmp_path / "victim" / "model.safetensors").unlink()
+    make(tmp_path / "victim", load=False)
+    with pytest.raises(ValueError, match="leaves no room for any text"):
+        make(tmp_path / "victim", load=False, prompt_length=7)
 
 
 def test_a_model_with_several_ends_stops_at_each(folder, tmp_path):

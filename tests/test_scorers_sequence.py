@@ -8,6 +8,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from tba_jax import mesh as mesh_lib
@@ -116,7 +117,7 @@ def test_a_classifiers_texts_have_their_special_tokens_and_are_cut_at_the_end(cl
         found = made.scores(texts)
         made.scores(texts)
     assert [record.message for record in caplog.records] == [
-        f"texts for the model of task.reward_path exceed its {config.position_limit} positions and are cut"
+        f"texts for task.reward_path={str(classifier)!r} exceed its {config.position_limit} positions and are cut"
     ]
     for text, logits in zip(texts, found, strict=True):
         ids = [0, *(int(word[1:]) for word in text.split()[: config.position_limit - 2]), 2]
@@ -150,7 +151,7 @@ def test_bfloat16_weights_take_half_the_memory(reward):
 
 
 def test_what_cannot_be_scored_is_said(reward, classifier, tmp_path):
-    with pytest.raises(ValueError, match=r"task\.reward_path has no label 'toxic': its labels are 'negative', 'neut"):
+    with pytest.raises(ValueError, match=r"task\.reward_path='.*' has no label 'toxic': its labels are 'negative', 'neut"):
         scorer(classifier).label("toxic")
     assert scorer(reward).labels == ("LABEL_0",)
     for name in ("gpt_neox", "roberta_embedding"):
@@ -165,6 +166,8 @@ def test_what_cannot_be_scored_is_said(reward, classifier, tmp_path):
     endless = scorer(tmp_path / "endless")
     with pytest.raises(ValueError, match=r"has no end-of-sequence token"):
         endless.scores(["w4"], ended=[True])
+    with pytest.raises(ValueError, match=r"task\.reward_path='.*': its tokenizer has no end-of-sequence token"):
+        scorer(tmp_path / "endless", ends=True)
     # A weight this large is finite, what is computed of it is not.
     shutil.copytree(reward, tmp_path / "huge")
     tiny_checkpoints.edit_weights(tmp_path / "huge", lambda tensors: tensors["score.weight"].fill(3e38))
@@ -182,3 +185,21 @@ def test_a_digest_tells_models_apart(reward, tmp_path):
     shutil.copytree(reward, tmp_path / "words")
     write_tokenizer(tmp_path / "words", vocab=47, around=False)
     assert sequence.digest(tmp_path / "words") != found
+    for name in ("chat_template.jinja", "generation_config.json"):
+        before = sequence.digest(tmp_path / "other")
+        (tmp_path / "other" / name).write_text("{}")
+        assert sequence.digest(tmp_path / "other") != before
+
+
+def test_a_digest_of_a_large_file_reads_every_tensor(tmp_path):
+    """A small head at the end, or the last rows of a large tensor."""
+    digests = set()
+    for case in ("as it is", "head", "last row"):
+        large, head = np.zeros((2048, 1024), np.float32), np.zeros((1, 8), np.float32)
+        head[0, 3] = case == "head"
+        large[-1, 5] = case == "last row"
+        folder = tmp_path / case
+        folder.mkdir()
+        save_file({"layers.weight": large, "score.weight": head, "z.weight": large[:64].copy()}, folder / "model.safetensors")
+        digests.add(sequence.digest(folder))
+    assert len(digests) == 3

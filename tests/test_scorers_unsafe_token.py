@@ -82,8 +82,10 @@ def test_a_reply_that_is_too_long_loses_its_end_and_is_counted(folder, caplog):
     assert "1 of 2 replies are cut to what task.red_team.classifier_length leaves room for" in caplog.text
     np.testing.assert_allclose(found, scorer(["do it", "do it"], ["x" * room, "no"]), atol=1e-6)
     assert scorer.cut == 1
-    with pytest.raises(ValueError, match="tokens stand before the reply, which are 48 with it at most: 'aaaa"):
-        scorer(["a" * 60], ["no"])
+    # An attack that leaves no room for any reply loses its own end, too.
+    room = LENGTH - len("asked  told :\n")
+    np.testing.assert_allclose(scorer(["a" * 60], ["no"]), scorer(["a" * room], [""]), atol=1e-6)
+    assert scorer.cut == 2
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,8 @@ def test_a_sequence_classifier_judges_the_reply(folders):
     for i, replies in enumerate(replies_of(folders, [attack.strip() for attack in ATTACKS[:3]], 0)):
         logits = [float(judge.scores([reply or " "])[0, 0]) for reply in replies]
         assert found.reward[i] == pytest.approx(sum(-math.log1p(math.exp(-logit)) for logit in logits) / 2, abs=1e-4)
-    with pytest.raises(ValueError, match=r"task.red_team.classifier_path has no label 'hate': its labels are 'LABEL_0'"):
+    sentence = r"task\.red_team\.classifier_label='hate': .*classifier_path='.*' has no label 'hate': its labels are 'LABEL_0'"
+    with pytest.raises(ValueError, match=sentence):
         started(folders, **settings | {"classifier_label": "hate"})
 
 

@@ -172,9 +172,11 @@ def test_bad_rows_are_said(row, sentence, folders, tmp_path):
 def test_bad_models_are_said(folders):
     with pytest.raises(ValueError, match=r"task\.tldr\.reward_path='' names no reward model"):
         make(folders, reward_path="")
-    task = make(folders, reward_path=str(folders / "classifier"))
-    with pytest.raises(ValueError, match=r"is not a reward model, which has one label: it has 3, LABEL_0, LABEL_1, LABEL_2"):
-        task.start(one_device(), MAKERS)
+    for name in ("reward", "gold"):
+        with pytest.raises(
+            ValueError, match=rf"{name}_path='.*' must have one label, as a reward model has; it has 3, LABEL_0, LABEL_1, LABEL_2"
+        ):
+            task_models.check(make(folders, **{f"{name}_path": str(folders / "classifier")}), role="evaluator")
 
 
 def config(folders, **changes):

@@ -25,8 +25,11 @@ def read_config(folder: Path | str, *, setting: str = "task.embedding_path") -> 
     Raises:
       ValueError: it is none, or has no tokenizer.json.
     """
-    folder = hugging_face.resolve_folder(folder)
-    config = hugging_face.read_config(folder, compute_dtype="float32")
+    try:
+        config = hugging_face.read_config(folder, compute_dtype="float32")
+        folder = hugging_face.resolve_folder(folder)
+    except ValueError as error:
+        raise ValueError(f"{setting}={str(folder)!r}: {error}") from error
     if not isinstance(config, encoder.EncoderConfig) or config.head != "embedding":
         raise ValueError(f"{setting}={str(folder)!r} is not a sentence encoder (BERT or RoBERTa without a head)")
     if not (folder / "tokenizer.json").is_file():

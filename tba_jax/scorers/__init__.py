@@ -1,4 +1,6 @@
-"""What loads the models that tasks score with."""
+"""What loads the models that tasks score with, and what only checks them."""
+
+import functools
 
 from tba_jax.decoding.embeddings import ResponseEmbedder
 from tba_jax.scorers.generator import TextGenerator
@@ -11,6 +13,14 @@ MAKERS = Makers(
     sequence_scorer=SequenceScorer,
     unsafe_scorer=UnsafeTokenScorer,
     generator=TextGenerator,
+    embedder=ResponseEmbedder,
+    linear_scorer=LinearScorer,
+)
+# All that they refuse, they refuse without weights, but what they make cannot be asked.
+CHECKS = Makers(
+    sequence_scorer=functools.partial(SequenceScorer, load=False),
+    unsafe_scorer=functools.partial(UnsafeTokenScorer, load=False),
+    generator=functools.partial(TextGenerator, load=False),
     embedder=ResponseEmbedder,
     linear_scorer=LinearScorer,
 )

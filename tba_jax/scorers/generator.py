@@ -46,6 +46,7 @@ class TextGenerator:
         slots: int,
         compute_dtype: str,
         setting: str,
+        load: bool = True,
     ):
         """
         Args:
@@ -59,6 +60,7 @@ class TextGenerator:
           reply_length: tokens, end of sequence included; there a reply is cut.
           slots: replies that are decoded side by side.
           setting: how the names of the settings begin in messages, such as "task.red_team.victim_".
+          load: False: all of this is checked and nothing loaded.
 
         Raises:
           ValueError: the folder or a setting cannot be used; says why.
@@ -87,6 +89,9 @@ class TextGenerator:
         space = scoring.ResponseSpace(
             temperature=temperature or 1.0, banned_tokens=tuple(sorted(banned)), eos_id=tokenizer.eos_id
         )
+        ending = _ending_with(others, tokenizer, model.vocab, called=called)
+        if not load:
+            return
         devices = mesh_lib.make_mesh((mesh.size, 1, 1), setting=called, devices=list(mesh.devices.flat))
         try:
             self._engine = Engine(
@@ -98,7 +103,7 @@ class TextGenerator:
                 prompt_length=prompt_length,
                 response_length=reply_length,
                 pad_id=tokenizer.pad_id,
-                stop_strings=_ending_with(others, tokenizer, model.vocab),
+                stop_strings=ending,
             )
         except ValueError as error:
             raise ValueError(f"{called}: {error}") from error
@@ -152,9 +157,11 @@ def _other_ends(folder: Path, tokenizer: HuggingFaceTokenizer) -> list[int]:
     return [end for end in ends if end != tokenizer.eos_id]
 
 
-def _ending_with(tokens: Sequence[int], tokenizer: HuggingFaceTokenizer, vocab: int) -> stop_strings.StopStrings | None:
+def _ending_with(
+    tokens: Sequence[int], tokenizer: HuggingFaceTokenizer, vocab: int, *, called: str
+) -> stop_strings.StopStrings | None:
     """Ends a reply by these tokens; None where there are none. Their texts end it too, however it is spelled."""
     if not tokens:
         return None
-    texts = tokenizer.token_bytes()
+    texts = language_model.token_bytes(tokenizer, called=called)
     return stop_strings.build(texts, sorted({(texts[token] or b"").decode() for token in tokens}), vocab=vocab)

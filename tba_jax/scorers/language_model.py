@@ -31,3 +31,11 @@ def read(folder: Path | str, *, setting: str, compute_dtype: str) -> tuple[Path,
             f"{setting}={str(folder)!r}: the tokenizer has {tokenizer.vocab_size} ids, the embedding only {config.vocab}"
         )
     return local, config, tokenizer
+
+
+def token_bytes(tokenizer: HuggingFaceTokenizer, *, called: str) -> list[bytes | None]:
+    """See Tokenizer.token_bytes. Raises ValueError, which begins with `called`, where the ids have no bytes that can be told."""
+    try:
+        return tokenizer.token_bytes()
+    except ValueError as error:
+        raise ValueError(f"{called}: which bytes its tokens stand for cannot be told") from error

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import json
 import logging
 import threading
 from collections.abc import Sequence
@@ -20,8 +21,8 @@ log = logging.getLogger(__name__)
 
 # Tokens of the shortest pass; longer ones double, so that there are few programs.
 _SHORTEST = 16
-# What a digest reads of a file of weights: so many blocks, evenly spread. Training changes every one of them.
-_BLOCKS, _BLOCK_BYTES = 64, 1 << 16
+# What a digest reads of each tensor.
+_BLOCK_BYTES = 1 << 16
 _SMALL_FILES = (
     "config.json",
     "generation_config.json",  # ends of a victim's replies
@@ -56,22 +57,22 @@ def read_config(folder: Path | str, *, setting: str, compute_dtype: str) -> Conf
 
 
 def digest(folder: Path | str) -> str:
-    """Hex digest of what a folder's model computes: its settings, tokenizer, template, and a sample of the weights, which may be
-    large."""
+    """Hex digest of what a folder's model computes: its settings, tokenizer, template, and how each tensor begins and ends."""
     folder = hugging_face.resolve_folder(folder)
     found = hashlib.blake2b(digest_size=8)
-    for path in (*(folder / name for name in _SMALL_FILES), *sorted(folder.glob("*.safetensors"))):
-        size = path.stat().st_size if path.is_file() else 0
-        found.update(f"{path.name} {size} ".encode())
-        if not size:
-            continue
+    for path in (folder / name for name in _SMALL_FILES):
+        content = path.read_bytes() if path.is_file() else b""
+        found.update(f"{path.name} {len(content)} ".encode() + content)
+    for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
-            if path.name in _SMALL_FILES:
-                found.update(file.read())
-                continue
-            for start in sorted({size * i // _BLOCKS for i in range(_BLOCKS)}):
-                file.seek(start)
-                found.update(file.read(_BLOCK_BYTES))
+            header = file.read(int.from_bytes(file.read(8), "little"))
+            found.update(f"{path.name} {len(header)} ".encode() + header)
+            begin = file.tell()
+            tensors = (tensor["data_offsets"] for name, tensor in json.loads(header).items() if name != "__metadata__")
+            for start, stop in sorted(tensors):
+                for place in (start, max(start, stop - _BLOCK_BYTES)):
+                    file.seek(begin + place)
+                    found.update(file.read(min(_BLOCK_BYTES, stop - start)))
     return found.hexdigest()
 
 
@@ -86,21 +87,40 @@ class SequenceScorer:
     score off the last token, and its end with an encoder; a warning says so once.
     """
 
-    def __init__(self, folder: Path | str, mesh: Mesh, *, setting: str, compute_dtype: str = "float32", batch_rows: int = 16):
+    def __init__(
+        self,
+        folder: Path | str,
+        mesh: Mesh,
+        *,
+        setting: str,
+        compute_dtype: str = "float32",
+        batch_rows: int = 16,
+        ends: bool = False,
+        load: bool = True,
+    ):
         """Args:
           folder: or a hub id; setting: the one that named it, for messages.
           mesh: whose devices are used, however it arranges them.
           compute_dtype: "float32" or "bfloat16", of weights and activations. batch_rows: texts of one pass on one device.
+          ends: whether `scores` will be told which texts ended. load: False: all of this is checked and nothing loaded.
 
         Raises:
           ValueError: the folder cannot be used; says why.
         """
         self._config = config = read_config(folder, setting=setting, compute_dtype=compute_dtype)
-        folder, self._setting = hugging_face.resolve_folder(folder), setting
+        self._called = called = f"{setting}={str(folder)!r}"
+        folder = hugging_face.resolve_folder(folder)
         self.labels = _labels(folder, config)
-        self._tokenizer, self._eos_id = open_transformers(folder)
+        try:
+            self._tokenizer, self._eos_id = open_transformers(folder)
+        except ValueError as error:
+            raise ValueError(f"{called}: {error}") from error
         if len(self._tokenizer) > config.vocab:
-            raise ValueError(f"{folder}: the tokenizer has {len(self._tokenizer)} ids, the model's embedding only {config.vocab}")
+            raise ValueError(f"{called}: the tokenizer has {len(self._tokenizer)} ids, the model's embedding only {config.vocab}")
+        if ends and self._eos_id is None:
+            raise ValueError(f"{called}: its tokenizer has no end-of-sequence token, by which its texts are to end")
+        if not load:
+            return
         self._limit = config.position_limit if isinstance(config, encoder.EncoderConfig) else config.max_positions
         self._tokenizer.truncation_side = "right"
         self._rows = batch_rows * mesh.size
@@ -117,9 +137,7 @@ class SequenceScorer:
     def label(self, name: str) -> int:
         """See tasks.interface.SequenceScorer."""
         if name not in self.labels:
-            raise ValueError(
-                f"the model of {self._setting} has no label {name!r}: its labels are {', '.join(map(repr, self.labels))}"
-            )
+            raise ValueError(f"{self._called} has no label {name!r}: its labels are {', '.join(map(repr, self.labels))}")
         return self.labels.index(name)
 
     def scores(self, texts: Sequence[str], *, ended: Sequence[bool] | np.ndarray | None = None) -> np.ndarray:
@@ -140,7 +158,7 @@ class SequenceScorer:
         if broken.any():
             text = texts[int(broken.argmax())]
             raise FloatingPointError(
-                f"the model of {self._setting} gave {broken.sum()} of {len(texts)} texts a score that is not finite; the first "
+                f"{self._called} gave {broken.sum()} of {len(texts)} texts a score that is not finite; the first "
                 f"ends in {text[-60:]!r}"
             )
         return result
@@ -148,7 +166,7 @@ class SequenceScorer:
     def _encode(self, texts: Sequence[str], ended: Sequence[bool] | np.ndarray) -> list[list[int]]:
         """Token ids, within the model's positions."""
         if self._eos_id is None and any(ended):
-            raise ValueError(f"the tokenizer of {self._setting} has no end-of-sequence token, which its texts are to end by")
+            raise ValueError(f"the tokenizer of {self._called} has no end-of-sequence token, which its texts are to end by")
         if not texts:
             return []
         with self._lock:  # transformers' tokenizers keep the truncation of a call
@@ -161,14 +179,14 @@ class SequenceScorer:
         ]
         for text, ids in zip(texts, encoded, strict=True):
             if not ids:
-                raise ValueError(f"the model of {self._setting} cannot score {text!r}, which has no tokens")
+                raise ValueError(f"{self._called} cannot score {text!r}, which has no tokens")
         if max(map(len, encoded)) > self._limit:
             self._warn()
         return [ids[-self._limit :] for ids in encoded]
 
     def _warn(self) -> None:
         if not self._told:
-            log.warning("texts for the model of %s exceed its %d positions and are cut", self._setting, self._limit)
+            log.warning("texts for %s exceed its %d positions and are cut", self._called, self._limit)
         self._told = True
 
     def _pass(self, encoded: Sequence[Sequence[int]]) -> np.ndarray:

@@ -41,6 +41,7 @@ class UnsafeTokenScorer:
         length: int,
         compute_dtype: str,
         setting: str,
+        load: bool = True,
     ):
         """
         Args:
@@ -53,6 +54,7 @@ class UnsafeTokenScorer:
           ending: a text between this and the verdict: Llama Guard 3 begins its answer with "\\n\\n".
           length: tokens, all of it included; a longer reply loses its end.
           setting: how the names of the settings begin in messages, such as "task.red_team.classifier_".
+          load: False: all of this is checked and nothing loaded.
 
         Raises:
           ValueError: the folder or a setting cannot be used; says why.
@@ -61,7 +63,7 @@ class UnsafeTokenScorer:
         folder, config, tokenizer = language_model.read(folder, setting=f"{setting}path", compute_dtype=compute_dtype)
         if length > config.max_positions:
             raise ValueError(f"{setting}length={length} exceeds the {config.max_positions} positions of {called}")
-        found = [i for i, text in enumerate(tokenizer.token_bytes()) if text == token.encode()]
+        found = [i for i, text in enumerate(language_model.token_bytes(tokenizer, called=called)) if text == token.encode()]
         if len(found) != 1:
             raise ValueError(
                 f"{setting}label={token!r} must be the text of one token of {called}, and is that of {len(found)}; a space "
@@ -76,6 +78,8 @@ class UnsafeTokenScorer:
             limit_setting=f"{setting}length",
             ending=ending,
         )
+        if not load:
+            return
         self._mesh = mesh_lib.make_mesh((mesh.size, 1, 1), setting=called, devices=list(mesh.devices.flat))
         self._length, self._pad_id = length, tokenizer.pad_id
         self._rows = -(-_ROWS // mesh.size) * mesh.size

@@ -122,7 +122,7 @@ class SequenceScorer(Protocol):
 class Makers:
     """What loads the models of tasks onto a mesh: tba_jax.scorers has them, tasks are below it.
 
-    sequence_scorer(folder or hub id, mesh, *, setting, compute_dtype, batch_rows): see scorers.sequence.SequenceScorer.
+    sequence_scorer(folder or hub id, mesh, *, setting, compute_dtype, batch_rows, ends): see scorers.sequence.SequenceScorer.
     unsafe_scorer(folder or hub id, mesh, *, ...): see scorers.unsafe_token.UnsafeTokenScorer.
     generator(folder or hub id, mesh, *, ...): see scorers.generator.TextGenerator.
     embedder(folder or hub id, mesh, *, setting): see decoding.embeddings.ResponseEmbedder.
@@ -143,6 +143,7 @@ class ModelUse:
     name: how people call it; setting: the one that holds `path`, its folder or hub id; kind: "sequence", "unsafe_token",
     "generator", "embedder" or "linear" (a file), what Makers loads it by; roles: those that load it. What searchers load defines
     the reward, and is part of the contract.
+    labels: so many a sequence classifier must have, 0: any number; ends: whether it is told which texts ended;
     compute_dtype: "float32" or "bfloat16"; rows: texts of one pass on a device; length: tokens of the longest text, 0: prompt and
     response of the run.
     """
@@ -154,6 +155,8 @@ class ModelUse:
     compute_dtype: str = "float32"
     length: int = 0
     kind: str = "sequence"
+    labels: int = 0
+    ends: bool = False
     roles: tuple[str, ...] = ("searcher", "evaluator")
 
 
@@ -166,7 +169,10 @@ class UsesModels(Protocol):
         ...
 
     def start(self, mesh: "Mesh", makers: Makers) -> None:
-        """Loads the models that rewards need onto a mesh; called once in each process that scores, before the first rewards."""
+        """Loads the models that rewards need onto a mesh; called once in each process that scores, before the first rewards.
+
+        Called before that with makers that check what they are given and load nothing: it must not ask the models yet.
+        """
         ...
 
 

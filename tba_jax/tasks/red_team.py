@@ -181,7 +181,10 @@ class RedTeam:
                 **self._unsafe,
             )
         scorer = makers.sequence_scorer(path, mesh, setting=setting, compute_dtype=self._dtype, batch_rows=_CLASSIFIER_ROWS)
-        column = scorer.label(self._label)
+        try:
+            column = scorer.label(self._label)
+        except ValueError as error:
+            raise ValueError(f"{_SECTION}classifier_label={self._label!r}: {error}") from error
         # A reply without a token is none that a decoder could read.
         return lambda attacks, replies: log_probability(scorer.scores([reply or " " for reply in replies]), column)
 

@@ -86,6 +86,8 @@ class TLDR:
                 path=path,
                 rows=self._batch_rows,
                 compute_dtype=self._compute_dtype,
+                labels=1,
+                ends=True,
                 roles=roles[name],
             )
             for name, path in self._paths.items()
@@ -96,7 +98,7 @@ class TLDR:
         """Loads the reward model; the gold one with the first evaluation.
 
         Raises:
-          ValueError: the reward model cannot be used, or has not one label.
+          ValueError: the reward model cannot be used.
         """
         self._started = mesh, makers
         self._reward = self._load("reward")
@@ -106,15 +108,9 @@ class TLDR:
             raise RuntimeError("start() comes before the first rewards")
         mesh, makers = self._started
         setting, path = f"task.tldr.{name}_path", self._paths[name]
-        scorer = makers.sequence_scorer(
-            path, mesh, setting=setting, compute_dtype=self._compute_dtype, batch_rows=self._batch_rows
+        return makers.sequence_scorer(
+            path, mesh, setting=setting, compute_dtype=self._compute_dtype, batch_rows=self._batch_rows, ends=True
         )
-        if len(scorer.labels) != 1:
-            raise ValueError(
-                f"{setting}={path!r} is not a reward model, which has one label: it has {len(scorer.labels)}, "
-                f"{', '.join(scorer.labels)}"
-            )
-        return scorer
 
     def rewards(self, queries: Sequence[Query], responses: Sequence[str], finished: np.ndarray) -> Scores:
         """The reward model's scores; a response that did not end by itself has no end-of-sequence token.
