@@ -29,6 +29,7 @@ def make(folder, devices: int = 1, **changes) -> UnsafeTokenScorer:
         ending="\n",
         length=LENGTH,
         compute_dtype="float32",
+        batch_rows=4,
         setting="task.red_team.classifier_",
     )
     return UnsafeTokenScorer(folder, tiny_checkpoints.make_mesh((devices, 1, 1)), **settings | changes)

@@ -101,7 +101,7 @@ def task(folders) -> RedTeam:
 
 def test_the_reward_is_the_mean_log_probability_of_the_verdict_on_the_replies(folders, task):
     settings = dict(token="unsafe", template=VERDICT, ending="", length=40, compute_dtype="float32", setting="test")
-    judge = UnsafeTokenScorer(folders["gpt2"], mesh(), **settings)
+    judge = UnsafeTokenScorer(folders["gpt2"], mesh(), batch_rows=4, **settings)
     attacks = [attack.strip() for attack in ATTACKS]
     found = score(task, ATTACKS)
     assert found.reward.dtype == found.parts.dtype == np.float32 and found.parts.shape == (5, 2)

@@ -218,8 +218,8 @@ def test_the_contract_names_the_reward_model_by_its_weights(folders, tmp_path):
 def test_memory_of_the_models_is_told(folders):
     plain, apart = (dry_run.memory(experiment_lib.build(config(folders, searchers__task_devices=devices))) for devices in (0, 1))
     params = sum(leaf.size for leaf in jax.tree.leaves(tiny_checkpoints.load(folders / "reward")[1]))
-    # bfloat16; of 16 rows of 136 tokens, width 32, feed-forward 48, 2 heads.
-    expected = 2 * params + 16 * (136 * (4 * 32 + 3 * 48) * 2 + 136 * 136 * 2 * 4)
+    # bfloat16; of 16 rows of 136 tokens, computed as 160, width 32, feed-forward 48, 2 heads.
+    expected = 2 * params + 16 * (160 * (4 * 32 + 3 * 48) * 2 + 160 * 160 * 2 * 4)
     assert plain["searcher"]["reward model"] == expected == apart["searcher, task"]["reward model"]
     assert "gold model" not in plain["searcher"] and plain["evaluator"]["gold model"] == expected
     assert "reward model" not in apart["searcher"] and apart["evaluator"] == plain["evaluator"]

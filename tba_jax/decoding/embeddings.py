@@ -12,11 +12,11 @@ from jax.sharding import Mesh
 from tokenizers import Tokenizer
 
 from tba_jax import mesh as mesh_lib
+from tba_jax.decoding import passes
 from tba_jax.models import encoder, hugging_face
 
-# Texts in one pass of the encoder, and the tokens that the shortest pass has: bounds memory and the number of programs.
+# Texts in one pass of the encoder: bounds memory.
 _ROWS = 32
-_SHORTEST = 16
 
 
 def read_config(folder: Path | str, *, setting: str = "task.embedding_path") -> encoder.EncoderConfig:
@@ -68,20 +68,10 @@ class ResponseEmbedder:
     def __call__(self, texts: Sequence[str]) -> np.ndarray:
         """float32[len(texts), E], of length 1; 0 for a text without tokens. Texts beyond the encoder's positions are cut."""
         encoded = [encoding.ids for encoding in self._tokenizer.encode_batch(list(texts))]
-        result = np.zeros((len(texts), self._config.width), np.float32)
-        # Texts of similar length share a pass.
-        order = np.argsort([len(ids) for ids in encoded], kind="stable")
-        for start in range(0, len(order), self._rows):
-            part = order[start : start + self._rows]
-            result[part] = self._pass([encoded[i] for i in part])[: len(part)]
-        return result
+        if not encoded:
+            return np.zeros((0, self._config.width), np.float32)
+        return passes.in_passes(encoded, self._pass, rows=self._rows, limit=self._config.position_limit)
 
-    def _pass(self, encoded: Sequence[Sequence[int]]) -> np.ndarray:
-        longest = max(len(ids) for ids in encoded)
-        length = min(max(_SHORTEST, 1 << (longest - 1).bit_length()) if longest else _SHORTEST, self._config.position_limit)
-        tokens = np.zeros((self._rows, length), np.int32)
-        mask = np.zeros((self._rows, length), bool)
-        for row, ids in enumerate(encoded):
-            tokens[row, : len(ids)], mask[row, : len(ids)] = ids, True
-        on_device = mesh_lib.put_rows(self._mesh, (tokens, mask))
-        return np.asarray(self._embed(self._params, *on_device))
+    def _pass(self, tokens: np.ndarray, length: np.ndarray) -> np.ndarray:
+        mask = np.arange(tokens.shape[1])[None] < length[:, None]
+        return np.asarray(self._embed(self._params, *mesh_lib.put_rows(self._mesh, (tokens, mask))))

@@ -14,13 +14,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tba_jax import mesh as mesh_lib
+from tba_jax.decoding import passes
 from tba_jax.models import decoder, encoder, heads, hugging_face, parameters, stored
 from tba_jax.tokenizer import open_transformers
 
 log = logging.getLogger(__name__)
 
-# Tokens of the shortest pass; longer ones double, so that there are few programs.
-_SHORTEST = 16
 # What a digest reads of each tensor.
 _BLOCK_BYTES = 1 << 16
 _SMALL_FILES = (
@@ -147,13 +146,10 @@ class SequenceScorer:
           ValueError: a text has no tokens, or an end-of-sequence token is asked for and there is none.
         """
         encoded = self._encode(texts, [False] * len(texts) if ended is None else ended)
-        result = np.zeros((len(texts), len(self.labels)), np.float32)
-        # Texts of similar length share a pass.
-        order = np.argsort([len(ids) for ids in encoded], kind="stable")
+        if not encoded:
+            return np.zeros((0, len(self.labels)), np.float32)
         with self._lock:
-            for start in range(0, len(order), self._rows):
-                part = order[start : start + self._rows]
-                result[part] = self._pass([encoded[i] for i in part])[: len(part)]
+            result = passes.in_passes(encoded, self._pass, rows=self._rows, limit=self._limit)
         broken = ~np.isfinite(result).all(axis=1)
         if broken.any():
             text = texts[int(broken.argmax())]
@@ -189,13 +185,8 @@ class SequenceScorer:
             log.warning("texts for %s exceed its %d positions and are cut", self._called, self._limit)
         self._told = True
 
-    def _pass(self, encoded: Sequence[Sequence[int]]) -> np.ndarray:
-        """Logits of up to `rows` texts, and of the copies of the last one that fill the pass up."""
-        longest = max(len(ids) for ids in encoded)
-        length = min(max(_SHORTEST, 1 << (longest - 1).bit_length()), self._limit)
-        tokens, mask = np.zeros((self._rows, length), np.int32), np.zeros((self._rows, length), bool)
-        for row, ids in enumerate([*encoded, *[encoded[-1]] * (self._rows - len(encoded))]):
-            tokens[row, : len(ids)], mask[row, : len(ids)] = ids, True
+    def _pass(self, tokens: np.ndarray, length: np.ndarray) -> np.ndarray:
+        mask = np.arange(tokens.shape[1])[None] < length[:, None]
         return np.asarray(self._score(self._params, *mesh_lib.put_rows(self._mesh, (tokens, mask))))
 
 

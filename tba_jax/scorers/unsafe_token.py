@@ -12,16 +12,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tba_jax import mesh as mesh_lib
+from tba_jax.decoding import passes
 from tba_jax.models import decoder, hugging_face
 from tba_jax.models.parameters import Params
 from tba_jax.scorers import language_model
 from tba_jax.scorers.surroundings import Surroundings
 
 log = logging.getLogger(__name__)
-
-# Rows of one pass, and the tokens that the shortest pass has: bounds memory and the number of programs.
-_ROWS = 16
-_SHORTEST = 32
 
 
 class UnsafeTokenScorer:
@@ -40,6 +37,7 @@ class UnsafeTokenScorer:
         ending: str,
         length: int,
         compute_dtype: str,
+        batch_rows: int,
         setting: str,
         load: bool = True,
     ):
@@ -52,7 +50,7 @@ class UnsafeTokenScorer:
           template: a text that holds {attack} and {reply} once each; "": the tokenizer's chat template, with the attack as the
             user's message and the reply as the assistant's.
           ending: a text between this and the verdict: Llama Guard 3 begins its answer with "\\n\\n".
-          length: tokens, all of it included; a longer reply loses its end.
+          length: tokens, all of it included; a longer reply loses its end. batch_rows: exchanges of one pass on one device.
           setting: how the names of the settings begin in messages, such as "task.red_team.classifier_".
           load: False: all of this is checked and nothing loaded.
 
@@ -82,7 +80,7 @@ class UnsafeTokenScorer:
             return
         self._mesh = mesh_lib.make_mesh((mesh.size, 1, 1), setting=called, devices=list(mesh.devices.flat))
         self._length, self._pad_id = length, tokenizer.pad_id
-        self._rows = -(-_ROWS // mesh.size) * mesh.size
+        self._rows = batch_rows * mesh.size
         shardings, rows = decoder.param_shardings(config, self._mesh), mesh_lib.rows_sharding(self._mesh)
         self._params = hugging_face.load_params(folder, config, shardings, dtype=compute_dtype)
         # Without a mesh in the context nothing constrains intermediate values: each device computes its rows from end to end.
@@ -96,25 +94,16 @@ class UnsafeTokenScorer:
     def __call__(self, attacks: Sequence[str], replies: Sequence[str]) -> np.ndarray:
         """float32[n], nats: log-probability of the verdict on reply i to attack i, over the whole vocabulary."""
         encoded, cut = self._surroundings.encode(list(zip(attacks, replies, strict=True)))
-        result = np.zeros(len(encoded), np.float32)
-        # Texts of similar length share a pass.
-        order = np.argsort([len(ids) for ids in encoded], kind="stable")
+        if not encoded:
+            return np.zeros(0, np.float32)
         with self._lock:
             if cut and not self.cut:
                 log.warning("%d of %d replies are cut to what %slength leaves room for", cut, len(encoded), self._setting)
             self.cut += cut
-            for start in range(0, len(order), self._rows):
-                part = order[start : start + self._rows]
-                result[part] = self._pass([encoded[i] for i in part])[: len(part)]
-        return result
+            return passes.in_passes(encoded, self._pass, rows=self._rows, limit=self._length, pad_id=self._pad_id)
 
-    def _pass(self, encoded: Sequence[Sequence[int]]) -> np.ndarray:
-        longest = max(len(ids) for ids in encoded)
-        T = min(max(_SHORTEST, 1 << (longest - 1).bit_length()), self._length)
-        tokens, lengths = np.full((self._rows, T), self._pad_id, np.int32), np.ones(self._rows, np.int32)
-        for row, ids in enumerate(encoded):
-            tokens[row, : len(ids)], lengths[row] = ids, len(ids)
-        return np.asarray(self._verdict(self._params, *mesh_lib.put_rows(self._mesh, (tokens, lengths))))
+    def _pass(self, tokens: np.ndarray, length: np.ndarray) -> np.ndarray:
+        return np.asarray(self._verdict(self._params, *mesh_lib.put_rows(self._mesh, (tokens, length))))
 
 
 def verdict_logprobs(

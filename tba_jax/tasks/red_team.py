@@ -22,7 +22,7 @@ FIELDS = {"attacker_prompt": str}
 CLASSIFIERS = ("sequence", "unsafe_token", "linear")
 # Nats, e^-20 = 2·10^-9: what a reply counts at least, so that rewards are finite where a classifier is sure.
 LEAST_LOG_TOXICITY = -20.0
-_CLASSIFIER_ROWS = 32
+_CLASSIFIER_ROWS = 16
 _SECTION = "task.red_team."
 
 # (attacks, replies) -> float32[n], nats: log P(toxic).
@@ -177,6 +177,7 @@ class RedTeam:
                 mesh,
                 token=self._label,
                 compute_dtype=self._dtype,
+                batch_rows=_CLASSIFIER_ROWS,
                 setting=f"{_SECTION}classifier_",
                 **self._unsafe,
             )
