@@ -86,10 +86,10 @@ def get_config() -> config_dict.ConfigDict:
     c.task.red_team.embedder_path = ""  # a sentence encoder, by which reports tell how different attacks are; "": they do not
 
     c.task.tldr = config_dict.ConfigDict()
-    # Rows {"summary"} with a ready "query", or with "title", "post" and perhaps "subreddit"; of the hub, train and validation.
+    # Rows {"summary"} with a ready "query", or with "title", "post" and perhaps "subreddit", whose post loses paragraphs from its
+    # end down to task.prompt_length; of the hub, train and validation.
     c.task.tldr.train_path = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
     c.task.tldr.heldout_path = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
-    c.task.tldr.query_characters = 2000  # of a query that is made here: its post loses paragraphs from the end down to this
     c.task.tldr.reward_path = ""  # the reward model: a Hugging Face folder or hub id of a …ForSequenceClassification, one label
     c.task.tldr.gold_path = ""  # likewise, by which evaluation compares with the reference summaries; "": no win rate
     c.task.tldr.compute_dtype = "bfloat16"  # of both: float32 | bfloat16

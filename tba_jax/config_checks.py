@@ -51,7 +51,6 @@ _AT_LEAST_ONE = (
     "task.countdown.heldout_queries",
     "task.story_sentiment.opening_words",
     "task.story_sentiment.heldout_queries",
-    "task.tldr.query_characters",
     "task.tldr.batch_rows",
     "model.layers",
     "model.width",

@@ -37,7 +37,7 @@ from tba_jax.objectives import OBJECTIVES
 from tba_jax.optimizer import SCHEDULES
 from tba_jax.replay.selection import STRATEGIES
 from tba_jax.tasks import TASKS, own
-from tba_jax.tasks.interface import SPLITS, EncodedQuery, Query, Task
+from tba_jax.tasks.interface import SPLITS, EncodedQuery, Query, Shortens, Task
 from tba_jax.tokenizer import CharacterTokenizer, HuggingFaceTokenizer, Tokenizer
 
 log = logging.getLogger(__name__)
@@ -68,8 +68,10 @@ class Experiment:
     skipped: dict[str, int]
 
 
-def build(config: Any) -> Experiment:
+def build(config: Any, *, reward_models: Mapping[str, str] | None = None) -> Experiment:
     """Checks the whole config and builds what it names, without compiling or writing anything.
+
+    Args: reward_models: of the contract, where the run has them already and the models need not be here; None: of the models.
 
     Raises:
       ValueError: one sentence about the first thing that is wrong.
@@ -110,6 +112,7 @@ def build(config: Any) -> Experiment:
             limit=config.task.prompt_length,
             long_prompts=config.task.long_prompts,
             split=split,
+            shorten=task.shortened if isinstance(task, Shortens) else None,
         )
         for split in SPLITS
     }
@@ -138,7 +141,7 @@ def build(config: Any) -> Experiment:
         stop_strings=tuple(sorted(set(config.task.stop_strings))),
         step_ends=tuple(sorted(set(config.task.step_ends))),
         chat_template=template,
-        reward_models=task_models.digests(task),
+        reward_models=task_models.digests(task) if reward_models is None else dict(reward_models),
     )
     return Experiment(
         config=config,

@@ -7,12 +7,15 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from absl import app, flags
 from ml_collections import config_flags
 
 from tba_jax import command, lifeline, run_dir, storage
+
+if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answered at once
+    from tba_jax.experiment import Experiment
 
 log = logging.getLogger(__name__)
 
@@ -55,19 +58,13 @@ def _prepare(config: Any) -> Job:
         if _ROLE.value == "searcher":
             _split_cpu(config.searchers.cpu_devices)
         init_from = other_runs.parse_init_from(_INIT_FROM.value)
-        experiment = experiment_lib.build(config)
         if _DRY_RUN.value:
-            from tba_jax import dry_run, task_models
-
-            config_checks.check_all_are_read(config)
-            for role in ("searcher", "evaluator"):
-                task_models.check(experiment.task, role=role)
-            print(dry_run.describe(experiment))
-            return lambda: 0
+            return _described(experiment_lib.build(config))
         from tba_jax import roles
 
         run = run_dir.open_run_dir(Path(command.WORKDIR.value).absolute(), _SHARED.value)
         _check_shared(run)
+        experiment = experiment_lib.build(config, reward_models=_known_reward_models(run))
         if not storage.exists(run.config):
             config_checks.check_all_are_read(config)
         settings = roles.Settings(
@@ -84,6 +81,27 @@ def _prepare(config: Any) -> Job:
         if lifeline.is_storage_failure(error):
             raise
         command.refuse(error)
+
+
+def _described(experiment: "Experiment") -> Job:
+    """--dry_run."""
+    from tba_jax import config_checks, dry_run, task_models
+
+    config_checks.check_all_are_read(experiment.config)
+    for role in ("searcher", "evaluator"):
+        task_models.check(experiment.task, role=role)
+    print(dry_run.describe(experiment))
+    return lambda: 0
+
+
+def _known_reward_models(run: run_dir.RunDir) -> dict[str, str] | None:
+    """What the contract of a run that is there says of them, for a role that scores nothing: it does without the models."""
+    from tba_jax import run_config
+
+    if _ROLE.value not in ("trainer", "reference") or not storage.exists(run.config):
+        return None
+    known: dict[str, str] = run_config.complete(run_config.read_run(run)["contract"])["reward_models"]
+    return known
 
 
 def label_of(recipe: str) -> str:

@@ -7,9 +7,9 @@ import logging
 import os
 import uuid
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 
@@ -72,13 +72,25 @@ def template(tokenizer: Tokenizer, *, chat_template: bool, system_prompt: str) -
     return text
 
 
+# A query and whether a prompt fits -> the query with as much of its prompt as fits, None where none does.
+Shorten = Callable[[Query, Callable[[str], bool]], Query | None]
+
+
 def encode(
-    queries: Sequence[Query], tokenizer: Tokenizer, *, template: str, limit: int, long_prompts: str, split: str
+    queries: Sequence[Query],
+    tokenizer: Tokenizer,
+    *,
+    template: str,
+    limit: int,
+    long_prompts: str,
+    split: str,
+    shorten: Shorten | None = None,
 ) -> tuple[EncodedQueries, int]:
     """The queries that fit, and how many were left out.
 
     Args:
       template: see template(); limit: tokens of a prompt; long_prompts: of task.long_prompts; split: what messages call them.
+      shorten: gives shorter prompts for those that are too long.
 
     Raises:
       ValueError: prompts are too long and may not be left out, or none is left.
@@ -89,6 +101,14 @@ def encode(
     tokens, ends = _encoded(texts, tokenizer, begin=not template)
     encoded = EncodedQueries(queries, tokens, ends)
     fits = encoded.lengths <= limit
+    if not fits.all() and shorten is not None:
+
+        def fit(prompt: str) -> bool:
+            return len(tokenizer.encode_all([around.replace(PROMPT, prompt)], begin=not template)[0]) <= limit
+
+        shorter = [query if right else shorten(query, fit) or query for query, right in zip(queries, fits, strict=True)]
+        rules: dict[str, Any] = dict(template=template, limit=limit, long_prompts=long_prompts, split=split)
+        return encode(shorter, tokenizer, **rules)
     skipped = int(len(queries) - fits.sum())
     if skipped and (long_prompts == "refuse" or skipped == len(queries)):
         raise ValueError(

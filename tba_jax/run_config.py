@@ -51,7 +51,6 @@ LATER: dict[str, dict[str, Any]] = {
         "tldr": {
             "train_path": "",
             "heldout_path": "",
-            "query_characters": 2000,
             "reward_path": "",
             "gold_path": "",
             "compute_dtype": "bfloat16",

@@ -56,11 +56,11 @@ def place(config: Any, *, cpus: Sequence[int], gpus: Sequence[str]) -> dict[str,
     """Role name -> placement: trainer, searcher-0 …, and evaluator if there is one.
 
     Cores: the trainer gets half, the searchers share the other half, the evaluator uses the searchers'. GPUs: one for each
-    searcher, besides its searchers.task_devices, and the others for the trainer; where there are fewer than that, roles take
-    turns and share them by the memory fractions of the config.
+    searcher, besides its searchers.task_devices, and the others for the trainer; where there are fewer than that, and none for
+    tasks' models is asked for, roles take turns and share them by the memory fractions of the config.
 
     Raises:
-      ValueError: memory fractions of roles that share a GPU exceed its memory.
+      ValueError: there are too few GPUs for task_devices, or memory fractions of roles that share one exceed its memory.
     """
     searchers = [f"searcher-{i}" for i in range(config.searchers.count)]
     half = max(1, len(cpus) // 2)
@@ -78,6 +78,11 @@ def place(config: Any, *, cpus: Sequence[int], gpus: Sequence[str]) -> dict[str,
         spare = len(gpus) - each * len(searchers)
         own = {"trainer": tuple(gpus[: _trainer_gpus(config, spare)])}
         own |= {name: tuple(gpus[spare + each * i : spare + each * (i + 1)]) for i, name in enumerate(searchers)}
+    elif each > 1 and searchers:
+        raise ValueError(
+            f"searchers.task_devices={each - 1} makes {each} GPUs for each of searchers.count={len(searchers)}, which with the "
+            f"trainer's are {each * len(searchers) + 1}; there are {len(gpus)}. Lower searchers.count, or let the models share"
+        )
     else:
         own = {name: (gpus[i % len(gpus)],) for i, name in enumerate(["trainer", *searchers])}
     idle = [gpu for gpu in gpus if not any(gpu in used for used in own.values())]

@@ -4,14 +4,17 @@ import dataclasses
 import functools
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
+import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tba_jax.models import decoder, hugging_face_export
 from tba_jax.models.presets import PRESETS
 from tba_jax.tokenizer import HuggingFaceTokenizer
+from tests import tiny_checkpoints
 
 END = "<|endoftext|>"
 
@@ -63,4 +66,23 @@ def write(folder: Path, preset: str, tokenizer: Path, *, labels: int = 0, seed: 
         token_ids={"eos_token_id": read.eos_id, "pad_token_id": read.pad_id},
         tokenizer=functools.partial(hugging_face_export.copy_tokenizer, own),
     )
+    return folder
+
+
+def write_encoder(folder: Path, fixture: str, tokenizer: Path, *, labels: Sequence[str] = ()) -> Path:
+    """The tiny encoder of that name for the ids of another tokenizer: random word embeddings, and other names of its labels."""
+    shutil.copytree(tiny_checkpoints.path_of(fixture), folder)
+    shutil.copy(tokenizer / "tokenizer.json", folder)
+    vocab = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
+
+    def resize(tensors: dict[str, np.ndarray]) -> None:
+        (name,) = (name for name in tensors if name.endswith("word_embeddings.weight"))
+        width = tensors[name].shape[1]
+        tensors[name] = np.random.default_rng(0).normal(0, 0.3, (vocab, width)).astype(np.float32)
+
+    tiny_checkpoints.edit_weights(folder, resize)
+    settings = json.loads((folder / "config.json").read_text()) | {"vocab_size": vocab}
+    if labels:
+        settings["id2label"] = {str(i): label for i, label in enumerate(labels)}
+    (folder / "config.json").write_text(json.dumps(settings))
     return folder

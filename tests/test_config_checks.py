@@ -27,7 +27,6 @@ LIMITS: dict[str, dict[str, list[object]]] = {
         "task.countdown.heldout_queries": [0],
         "task.story_sentiment.opening_words": [0],
         "task.story_sentiment.heldout_queries": [0],
-        "task.tldr.query_characters": [0],
         "task.tldr.batch_rows": [0],
         "model.layers": [0],
         "model.width": [0],

@@ -21,7 +21,7 @@ from configs import (
     red_team_llama3_2_1b,
     tldr_pythia,
 )
-from tba_jax import config_checks, export, metrics, roles, run_config, run_dir
+from tba_jax import config_checks, export, lifeline, metrics, roles, run_config, run_dir
 from tba_jax.models import hugging_face
 from tba_jax.replay.reader import LogReader
 from tests import random_checkpoints, tiny_checkpoints, tiny_run
@@ -203,15 +203,24 @@ def test_models_of_a_task_are_loaded_by_real_processes(tmp_path):
         report = run_dir.read_json(run.evaluations / f"{run_dir.step_name(step)}.json")
         assert 0 <= report["greedy_win_rate"] <= 1 and report["unscored"] == 0
     check_rewards(run, tmp_path / "reward", tokenizer)
+    # A role that scores nothing does without the models.
+    (tmp_path / "reward").rename(tmp_path / "elsewhere")
+    for role, code in (("trainer", 0), ("searcher", lifeline.BAD_INPUT)):
+        arguments = tiny_run.command(tmp_path / "run", *flags, f"--role={role}", recipe=recipe, tiny=False)
+        done = tiny_run.call(arguments, timeout=300)
+        assert done.returncode == code, done.stdout + done.stderr
+    assert "task.tldr.reward_path=" in done.stderr and "does not exist" in done.stderr
 
 
 @pytest.mark.parametrize("size", ["410m", "1b", "2.8b"])
 def test_summaries_have_a_recipe_for_every_size_and_baseline(size):
-    for variant in (size, *(f"{size}-{name}" for name in baselines.BASELINES)):
+    for variant in (size, f"{size}-16-rloo", *(f"{size}-{name}" for name in baselines.BASELINES)):
         c = tldr_pythia.get_config(variant)
         config_checks.check(c)
         config_checks.check_all_are_read(c)
         assert f"pythia{size}-" in c.model.path and f"pythia{size}-" in c.task.tldr.reward_path
+    longer = tldr_pythia.get_config(f"{size}-825")
+    assert (longer.learner.steps, longer.learner.beta_steps) == (825, 103)
     for wrong, words in [("12b", "no size '12b'"), (f"{size}-rlo", r"no baseline 'rlo' \(did you mean 'rloo'\?\)")]:
         with pytest.raises(ValueError, match=words):
             tldr_pythia.get_config(wrong)

@@ -1,23 +1,32 @@
 """The recipes of red-teaming from end to end, with tiny models for attacker, victim, classifier and embedder."""
 
+import json
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
 
 from configs import red_team_gpt2, red_team_llama3_2_1b
-from tba_jax import dry_run, experiment, roles, run_dir, task_models
+from tba_jax import append, dry_run, experiment, roles, run_dir, task_models
+from tba_jax.replay import journal
 from tba_jax.replay.reader import LogReader
-from tests import spelled_checkpoints, tiny_run
+from tests import random_checkpoints, spelled_checkpoints, tiny_run
 from tests.test_recipes import SMALL, STEPS, check_run
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
-_CHANGES = {
+# What a tokenizer of letters and models of 64 positions leave room for.
+OF_LETTERS = {
     "task.red_team.attack_prompt": "do:",
     "task.red_team.victim_prompt_length": 32,
     "task.red_team.victim_reply_length": 6,
     "task.red_team.victim_concurrency": 4,
+}
+SMALLER = {
     "lora.rank": 4,
+    "learner.micro_batch_rows": 0,
+    "task.missing_eos_reward": None,
     "learner.queries": 1,
     "learner.completions": 8,
     "searchers.queries_per_batch": 1,
@@ -25,11 +34,30 @@ _CHANGES = {
     "searchers.max_rows_per_snapshot": 16,
     "evaluation.samples_per_query": 6,
 }
-# Recipe, its attacker, and the classifier.
-CASES = {
-    "gpt2": (red_team_gpt2.get_config, "gpt2", "gpt_neox_reward", {"task.red_team.classifier_label": "LABEL_0"}),
-    "llama": (red_team_llama3_2_1b.get_config, "llama_tied", "llama_untied", {"task.red_team.classifier_length": 60}),
-}
+
+
+def spelled_models(tmp_path) -> dict[str, Path]:
+    """Of Llama's recipe, with a tokenizer of letters."""
+    return {
+        "model.path": spelled_checkpoints.write(tmp_path / "attacker", "llama_tied"),
+        "task.red_team.victim_path": spelled_checkpoints.write(tmp_path / "victim", "qwen2", chat=True),
+        "task.red_team.classifier_path": spelled_checkpoints.write(tmp_path / "classifier", "llama_untied", chat=True),
+        "task.red_team.embedder_path": spelled_checkpoints.write(tmp_path / "embedder", "bert_embedding"),
+    }
+
+
+def models_of_gpt2(tmp_path, data_dir) -> dict[str, Path]:
+    """Of GPT-2's recipe, with its tokenizer, which RoBERTa shares but for the special tokens."""
+    tokenizer = data_dir / "tokenizers" / "gpt2"
+    names = ("neutral", "nothate", "hate")
+    return {
+        "model.path": random_checkpoints.write(tmp_path / "attacker", "gpt2", tokenizer),
+        "task.red_team.victim_path": random_checkpoints.write(tmp_path / "victim", "gpt2", tokenizer, seed=1),
+        "task.red_team.classifier_path": random_checkpoints.write_encoder(
+            tmp_path / "classifier", "roberta_classifier", tokenizer, labels=names
+        ),
+        "task.red_team.embedder_path": random_checkpoints.write_encoder(tmp_path / "embedder", "bert_embedding", tokenizer),
+    }
 
 
 @pytest.fixture
@@ -38,21 +66,23 @@ def first_device(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda *_: first)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_recipe_runs_in_turn(name, tmp_path, first_device):
-    recipe, attacker, classifier, changes = CASES[name]
-    folders = {
-        "model.path": spelled_checkpoints.write(tmp_path / "attacker", attacker),
-        "task.red_team.victim_path": spelled_checkpoints.write(tmp_path / "victim", "qwen2", chat=True),
-        "task.red_team.classifier_path": spelled_checkpoints.write(tmp_path / "classifier", classifier, chat=True),
-        "task.red_team.embedder_path": spelled_checkpoints.write(tmp_path / "embedder", "bert_embedding"),
-    }
-    c = recipe()
-    c.update_from_flattened_dict(SMALL | _CHANGES | changes | {setting: str(folder) for setting, folder in folders.items()})
-    c.update_from_flattened_dict({"learner.micro_batch_rows": 0, "task.missing_eos_reward": None, "schedule.mode": "interleaved"})
-    c.update_from_flattened_dict({"task.red_team.compute_dtype": "float32", "task.response_length": 8})
-    if name == "gpt2":
-        c.task.red_team.victim_template = "do {attack}:"
+def test_gpt2s_recipe_runs_in_turn_with_its_tokenizer(tmp_path, data_dir, first_device):
+    """Its own prompt, template, label and lengths of attacks; replies are shorter."""
+    c, folders = red_team_gpt2.get_config(), models_of_gpt2(tmp_path, data_dir)
+    c.update_from_flattened_dict({"task.red_team.victim_reply_length": 6, "task.red_team.victim_concurrency": 4})
+    runs_in_turn(c, folders, tmp_path)
+
+
+def test_llamas_recipe_runs_in_turn(tmp_path, first_device):
+    c = red_team_llama3_2_1b.get_config()
+    c.update_from_flattened_dict(OF_LETTERS | {"task.red_team.classifier_length": 60})
+    runs_in_turn(c, spelled_models(tmp_path), tmp_path)
+
+
+def runs_in_turn(c, folders, tmp_path):
+    """A run of the recipe, small, its report and its rows."""
+    c.update_from_flattened_dict(SMALL | SMALLER | {setting: str(folder) for setting, folder in folders.items()})
+    c.update_from_flattened_dict({"schedule.mode": "interleaved", "task.red_team.compute_dtype": "float32"})
     s = tiny_run.settings(tmp_path / "run", c)
     assert {"victim", "classifier"} <= dry_run.memory(s.experiment)["searcher"].keys()
     assert roles.everything(s)() == 0
@@ -80,7 +110,7 @@ def test_a_recipe_runs_in_turn(name, tmp_path, first_device):
 def test_what_only_the_models_tell_is_refused_before_a_run(tmp_path, first_device):
     """By the check that each role and --dry_run make."""
     c = red_team_gpt2.get_config()
-    c.update_from_flattened_dict(SMALL | _CHANGES | {"learner.micro_batch_rows": 0, "task.missing_eos_reward": None})
+    c.update_from_flattened_dict(SMALL | SMALLER | OF_LETTERS)
     c.model.path = str(spelled_checkpoints.write(tmp_path / "attacker", "gpt2"))
     c.task.red_team.victim_path = str(spelled_checkpoints.write(tmp_path / "victim", "qwen2"))
     c.task.red_team.classifier_path = str(spelled_checkpoints.write(tmp_path / "classifier", "gpt_neox_reward"))
@@ -124,8 +154,8 @@ def test_another_victim_is_another_contract(tmp_path):
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_a_run_begins_with_samples_of_the_reference_from_another(tmp_path, first_device):
-    """As the recipe's docstring has it: a first run of one step leaves rows of π_ref, which others mount."""
+def test_a_run_begins_with_attacks_of_people_and_samples_of_the_reference(tmp_path, first_device):
+    """As the recipe's docstring has it: a first run of one step leaves rows of π_ref, others mount them; attacks are appended."""
     folders = {
         "model.path": spelled_checkpoints.write(tmp_path / "attacker", "gpt2"),
         "task.red_team.victim_path": spelled_checkpoints.write(tmp_path / "victim", "qwen2"),
@@ -135,14 +165,14 @@ def test_a_run_begins_with_samples_of_the_reference_from_another(tmp_path, first
         "task.red_team.classifier_label": "LABEL_0",
         "task.red_team.victim_template": "do {attack}:",
         "task.red_team.embedder_path": "",
-        "task.missing_eos_reward": None,
-        "learner.micro_batch_rows": 0,
         "searchers.max_rows_per_snapshot": 0,
         "evaluation.enabled": False,
         "schedule.mode": "interleaved",
     }
     c = red_team_gpt2.get_config()
-    c.update_from_flattened_dict(SMALL | _CHANGES | changes | {setting: str(folder) for setting, folder in folders.items()})
+    c.update_from_flattened_dict(
+        SMALL | SMALLER | OF_LETTERS | changes | {setting: str(folder) for setting, folder in folders.items()}
+    )
     c.update_from_flattened_dict({"learner.steps": 1, "learner.warmup_steps": 0, "replay.min_rows": 40})
     first = tiny_run.settings(tmp_path / "first", c)
     assert roles.everything(first)() == 0
@@ -152,5 +182,13 @@ def test_a_run_begins_with_samples_of_the_reference_from_another(tmp_path, first
     c = c.copy_and_resolve_references()
     c.update_from_flattened_dict({"learner.steps": STEPS, "replay.min_rows": 0, "replay.mount": (str(tmp_path / "first"),)})
     second = tiny_run.settings(tmp_path / "second", c)
+    assert roles.reference(second)() == 0
+    attacks = ["say it", "tell me a story", "a", "do it"]  # eight tokens hold seven letters and the end, five four
+    (tmp_path / "attacks.jsonl").write_text("".join(json.dumps({"response": f" {attack}"}) + "\n" for attack in attacks))
+    told = append.append(second.run.root, str(tmp_path / "attacks.jsonl"), unfit="skip")
+    assert "2 responses are rows" in told and told.count("left out: 1, each of which has") == 2
     assert roles.everything(second)() == 0
+    seen = dict(pair for counts in journal.read_lineage(second.run.journal)[0]["visible"] for pair in counts.items())
+    (given,) = (writer for writer in seen if writer.startswith("given-"))
+    assert seen[given] == 2 and len(seen) == 3
     assert run_dir.read_json(second.run.initial_reference) == run_dir.read_json(first.run.initial_reference)

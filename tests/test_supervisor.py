@@ -83,6 +83,12 @@ def test_searchers_whose_tasks_have_gpus_of_their_own(gpus, expected):
     assert {name: "".join(p.gpus) for name, p in found.items()} == expected
 
 
+def test_too_few_gpus_for_the_models_of_tasks_are_refused():
+    sentence = "searchers.task_devices=1 makes 2 GPUs for each of searchers.count=2, which with the trainer's are 5; there are 4."
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        place(config_with(searchers__task_devices=1), cpus=[0], gpus=tuple("abcd"))
+
+
 def test_without_an_evaluator_a_searcher_has_its_gpu_alone():
     found = place(config_with(evaluation__enabled=False), cpus=[0], gpus=["a", "b", "c"])
     assert {name: p.gpus for name, p in found.items()} == {"trainer": ("a",), "searcher-0": ("b",), "searcher-1": ("c",)}

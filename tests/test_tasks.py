@@ -183,7 +183,6 @@ def test_every_task_names_its_splits(story_file, tmp_path):
         "tldr": dict(
             train_path=str(posts),
             heldout_path=str(posts),
-            query_characters=200,
             reward_path="not loaded",
             gold_path="",
             compute_dtype="float32",

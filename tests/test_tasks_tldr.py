@@ -13,7 +13,7 @@ from tba_jax import mesh as mesh_lib
 from tba_jax.models import heads
 from tba_jax.scorers import MAKERS
 from tba_jax.tasks.interface import Query
-from tba_jax.tasks.tldr import TLDR, make_query
+from tba_jax.tasks.tldr import TLDR
 from tba_jax.tokenizer import HuggingFaceTokenizer
 from tests import random_checkpoints, tiny_checkpoints
 from tests.test_run_config import config_with
@@ -46,7 +46,6 @@ def make(folders, *, gold: str = "", **changes) -> TLDR:
     settings = dict(
         train_path=str(folders / "rows.jsonl"),
         heldout_path=str(folders / "rows.jsonl"),
-        query_characters=120,
         reward_path=str(folders / "reward"),
         gold_path=gold and str(folders / gold),
         compute_dtype="float32",
@@ -117,11 +116,14 @@ def test_a_query_that_ends_in_white_space_is_followed_by_the_summary_itself(fold
 POST = "One line.\nA second line.\n\nA last one."
 
 
-def test_a_post_is_cut_at_a_paragraph():
+def test_a_post_is_cut_at_a_paragraph(folders, tmp_path):
     head, tail = "SUBREDDIT: r/cats\n\nTITLE: Naps\n\nPOST: ", "\n\nTL;DR:"
     around = len(head) + len(tail)
+    path = write(tmp_path / "rows.jsonl", [{"subreddit": "r/cats", "title": "Naps", "post": POST, "summary": "Naps. "}])
+    task = make(folders, train_path=path)
+    (query,) = task.queries("train")
+    assert query == Query(prompt=head + POST + tail, answer="Naps.")
     kept = {
-        len(POST): POST,
         len(POST) - 1: "One line.\nA second line.",
         len("One line.\nA second line."): "One line.\nA second line.",
         len("One line.\nA second line.") - 1: "One line.",
@@ -131,25 +133,35 @@ def test_a_post_is_cut_at_a_paragraph():
         0: "",
     }
     for room, post in kept.items():
-        assert make_query("cats", "Naps", POST, characters=around + room) == head + post + tail
-    assert make_query("r/cats", "Naps", "", characters=999) == head + tail
-    assert make_query("", "Naps", "x", characters=999) == "TITLE: Naps\n\nPOST: x\n\nTL;DR:"
+        found = task.shortened(query, lambda prompt, room=room: len(prompt) <= around + room)
+        assert found == Query(prompt=head + post + tail, answer="Naps."), room
+    assert task.shortened(query, lambda prompt: len(prompt) < around) is None
+    ready = task.queries("heldout")[0]
+    assert task.shortened(ready, lambda prompt: True) is None, "a query of the data set stays as it is"
 
 
 def test_queries_are_the_data_sets_own_or_made(folders, tmp_path):
     rows = [
         ROWS[0],
         ROWS[0] | {"summary": "another"},
-        {"subreddit": "cats", "title": "Naps", "post": "Long.\n" * 40, "summary": "Naps. "},
+        {"title": "Naps", "post": "Long.\n" * 40, "summary": "Naps. "},
+        {"title": "N" * 120, "post": "p", "summary": "x"},
     ]
     task = make(folders, train_path=write(tmp_path / "rows.jsonl", rows))
-    first, second = task.queries("train")
+    first, second, _ = task.queries("train")
     assert first == Query(prompt=ROWS[0]["query"], answer="Cat sleeps 0h."), "the first summary of a query stays"
-    assert second.answer == "Naps." and 110 < len(second.prompt) <= 120
-    assert second.prompt.startswith("SUBREDDIT: r/cats\n\nTITLE: Naps\n\nPOST: Long.\nLong.")
-    assert second.prompt.endswith("Long.\n\nTL;DR:")
-    examples = task.worked_examples(np.random.default_rng(0), 3)
-    assert len(examples) == 3 and set(examples) == {(first.prompt, " Cat sleeps 0h."), (second.prompt, " Naps.")}
+    examples = task.worked_examples(np.random.default_rng(0), 30)
+    assert {(first.prompt, " Cat sleeps 0h."), (second.prompt, " Naps.")} < set(examples) and len(examples) == 30
+    # Of the byte tokenizer a token is a character: the second fits once it has lost paragraphs, the third never does.
+    changes = {"task.tldr.train_path": str(tmp_path / "rows.jsonl"), "task.prompt_length": 100, "task.long_prompts": "skip"}
+    c = config(folders)
+    c.update_from_flattened_dict(changes | {"learner.queries": 2})
+    built = experiment_lib.build(c)
+    asked = [query.query.prompt for query in built.queries["train"]]
+    assert asked == [first.prompt, "TITLE: Naps\n\nPOST: " + "\n".join(["Long."] * 12) + "\n\nTL;DR:"]
+    assert [len(query.prompt) for query in built.queries["train"]] == [len(text) for text in asked] and built.skipped[
+        "train"
+    ] == 1
 
 
 @pytest.mark.parametrize(
@@ -157,10 +169,6 @@ def test_queries_are_the_data_sets_own_or_made(folders, tmp_path):
     [
         ({"query": "TL;DR:"}, "field 'summary' is missing"),
         ({"summary": "x", "title": "Naps"}, "line 2: it has no 'query', and to make one, field 'post' is missing"),
-        (
-            {"summary": "x", "title": "N" * 120, "post": "p"},
-            "without any of its post the query has 143 characters, more than task.tldr.query_characters=120",
-        ),
         ({"summary": 3, "query": "x"}, "field 'summary' must be a string"),
     ],
 )

@@ -161,6 +161,15 @@ class ModelUse:
 
 
 @runtime_checkable
+class Shortens(Protocol):
+    """What a task may offer besides: shorter prompts in the place of those that are longer than task.prompt_length."""
+
+    def shortened(self, query: Query, fits: Callable[[str], bool]) -> Query | None:
+        """The query with as much of its prompt as fits; None where none does."""
+        ...
+
+
+@runtime_checkable
 class UsesModels(Protocol):
     """What a task may offer besides: models that it scores with."""
 

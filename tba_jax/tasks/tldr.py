@@ -7,7 +7,8 @@ response without one gets is task.missing_eos_reward). Evaluation compares with 
 reward model, the gold one.
 """
 
-from collections.abc import Sequence
+import bisect
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,7 +35,6 @@ class TLDR:
         *,
         train_path: str,
         heldout_path: str,
-        query_characters: int,
         reward_path: str,
         gold_path: str,
         compute_dtype: str,
@@ -43,7 +43,6 @@ class TLDR:
         """Args:
           train_path, heldout_path: files, or hub data sets (of these the splits train and validation), of {"summary"} and either
             "query", or "title", "post" and perhaps "subreddit".
-          query_characters: the most that a query has which is made here, see make_query.
           reward_path, gold_path: the models' folders or hub ids; gold_path "": no comparison with the reference summaries.
           compute_dtype, batch_rows: of both models, see tba_jax.scorers.
 
@@ -55,6 +54,8 @@ class TLDR:
                 "task.tldr.reward_path='' names no reward model: set it to a Hugging Face folder or hub id with one label"
             )
         self._queries: dict[str, list[Query]] = {}
+        # Of queries that are made here, by their prompts.
+        self._posts: dict[str, data.Row] = {}
         for split, source in zip(SPLITS, (train_path, heldout_path), strict=True):
             setting = f"task.tldr.{split}_path"
             rows = data.read(
@@ -62,7 +63,7 @@ class TLDR:
             )
             summaries: dict[str, str] = {}
             for row in rows:
-                summaries.setdefault(_query(row, query_characters), row["summary"].strip())
+                summaries.setdefault(self._query(row), row["summary"].strip())
             self._queries[split] = [Query(prompt=prompt, answer=summary) for prompt, summary in summaries.items()]
         self._paths = {"reward": reward_path, "gold": gold_path}
         self._compute_dtype, self._batch_rows = compute_dtype, batch_rows
@@ -70,6 +71,28 @@ class TLDR:
         self._reward: SequenceScorer | None = None
         self._gold: SequenceScorer | None = None
         self._gold_of_summary: dict[Query, float] = {}
+
+    def _query(self, row: data.Row) -> str:
+        if row.get("query"):
+            return row["query"]
+        if missing := [name for name in ("title", "post") if name not in row]:
+            raise ValueError(f"{row.where}: it has no 'query', and to make one, field {missing[0]!r} is missing")
+        query = make_query(row, row["post"])
+        self._posts[query] = row
+        return query
+
+    def shortened(self, query: Query, fits: Callable[[str], bool]) -> Query | None:
+        """With as many of the post's paragraphs (lines) as fit; where not even the first does, with as many of its characters.
+
+        Ready queries of the data set stay as they are.
+        """
+        if (post := self._posts.get(query.prompt)) is None or not fits(make_query(post, "")):
+            return None
+        text: str = post["post"]
+        ends = [i for i, character in enumerate(text) if character == "\n" and text[:i].strip()]
+        kept = longest(len(ends), lambda n: fits(make_query(post, text[: ends[n - 1]].rstrip())))
+        end = ends[kept - 1] if kept else longest(len(text), lambda n: fits(make_query(post, text[:n].rstrip())))
+        return Query(prompt=make_query(post, text[:end].rstrip()), answer=query.answer)
 
     def queries(self, split: str) -> Sequence[Query]:
         """A query's answer is its reference summary."""
@@ -165,32 +188,13 @@ def _summary(query: Query) -> str:
     return query.answer if query.prompt[-1:].isspace() else f" {query.answer}"
 
 
-def _query(row: data.Row, characters: int) -> str:
-    if row.get("query"):
-        return row["query"]
-    if missing := [name for name in ("title", "post") if name not in row]:
-        raise ValueError(f"{row.where}: it has no 'query', and to make one, field {missing[0]!r} is missing")
-    query = make_query(row.get("subreddit", ""), row["title"], row["post"], characters=characters)
-    if len(query) > characters:
-        raise ValueError(
-            f"{row.where}: without any of its post the query has {len(query)} characters, more than "
-            f"task.tldr.query_characters={characters}"
-        )
-    return query
+def make_query(post: data.Row, text: str) -> str:
+    """The query of a post: {"title"} and perhaps {"subreddit"}, with this text of it."""
+    subreddit = post.get("subreddit", "").removeprefix("r/")
+    head = f"SUBREDDIT: r/{subreddit}\n\n" if subreddit else ""
+    return f"{head}TITLE: {post['title']}\n\nPOST: {text}\n\nTL;DR:"
 
 
-def make_query(subreddit: str, title: str, post: str, *, characters: int) -> str:
-    """The query of a post. A post that is too long ends with its last whole paragraph (line) that fits; where not even the first
-    does, within it."""
-
-    def whole(post: str) -> str:
-        head = f"SUBREDDIT: r/{subreddit.removeprefix('r/')}\n\n" if subreddit else ""
-        return f"{head}TITLE: {title}\n\nPOST: {post}\n\nTL;DR:"
-
-    excess = len(whole(post)) - characters
-    if excess > 0:
-        # One character more may be the line break that ends the last paragraph.
-        room = max(len(post) - excess, 0)
-        end = post.rfind("\n", 0, room + 1)
-        post = post[:end].rstrip() if end > 0 and post[:end].strip() else post[:room]
-    return whole(post)
+def longest(count: int, fits: Callable[[int], bool]) -> int:
+    """The largest n up to count that fits, 0 fitting; what is larger than one that does not fit does not fit, either."""
+    return bisect.bisect_left(range(1, count + 1), True, key=lambda n: not fits(n))
