@@ -146,8 +146,7 @@ RECIPES = (
 )
 
 
-# GSM8K runs with real processes below.
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] if "gsm8k" in name else []) for name in CASES])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] if "vine" in name else []) for name in CASES])
 def test_a_recipe_runs_in_turn(name, tmp_path, data_dir, one_device):
     recipe, preset, tokenizer, score_name = CASES[name]
     model = random_checkpoints.write(tmp_path / "model", preset, data_dir / "tokenizers" / tokenizer)
@@ -171,6 +170,7 @@ def test_a_recipe_runs_in_turn(name, tmp_path, data_dir, one_device):
         assert report["ref_perplexity"] == pytest.approx(np.exp(report["ref_nll_per_token"]))
 
 
+@pytest.mark.slow
 def test_a_recipe_runs_with_real_processes(tmp_path, data_dir):
     model = random_checkpoints.write(tmp_path / "model", "llama-3.2-1b", data_dir / "tokenizers/pythia")
     settings = SMALL | gsm8k(data_dir) | {"model.path": str(model), "metrics.every_steps": 1, "supervisor.max_restarts": 0}
@@ -183,7 +183,6 @@ def test_a_recipe_runs_with_real_processes(tmp_path, data_dir):
     shutil.rmtree(tmp_path / "run")
 
 
-@pytest.mark.slow
 def test_models_of_a_task_are_loaded_by_real_processes(tmp_path):
     """A searcher and an evaluator that score summaries, and rows whose rewards a loop over them finds again."""
     tokenizer = random_checkpoints.byte_tokenizer(tmp_path / "model-tokenizer")
