@@ -75,13 +75,11 @@ def _overridden(config: Mapping[str, Any], overrides: Sequence[str]) -> Any:
     """A run's config with the settings that flags change. Raises ValueError for one that there is not, or of another type."""
     from ml_collections import config_dict
 
+    from tba_jax import experiment as experiment_lib
     from tba_jax import run_config
 
-    made = config_dict.ConfigDict(config)
-    for section, settings in run_config.LATER.items():  # so that flags may name settings younger than the run
-        for name, value in settings.items():
-            if name not in made[section]:
-                made[section][name] = config_dict.ConfigDict(value) if isinstance(value, dict) else value
+    # So that flags may name settings younger than the run.
+    made = experiment_lib.with_later_settings(config_dict.ConfigDict(config))
     leaves = run_config.flatten(made.to_dict())
     for flag in overrides:
         name, assigned, text = flag.removeprefix("--config.").partition("=")

@@ -76,7 +76,7 @@ def build(config: Any, *, reward_models: Mapping[str, str] | None = None) -> Exp
     Raises:
       ValueError: one sentence about the first thing that is wrong.
     """
-    config = _with_later_settings(config)
+    config = with_later_settings(config)
     config_checks.check(config)
     config = _with_absolute_paths(config)
     leaves = run_config.flatten(config.to_dict())
@@ -170,7 +170,7 @@ def rebuild(stored: Mapping[str, Any], *, called: str, config: Any = None) -> Ex
     return experiment
 
 
-def _with_later_settings(config: Any) -> Any:
+def with_later_settings(config: Any) -> Any:
     """The config, or a copy where it is one of an earlier version that lacks settings."""
     missing = {
         section: {name: value for name, value in settings.items() if name not in config[section]}
