@@ -9,7 +9,6 @@ policy and behaviour are the reference's. Objectives that weigh by π_θ/π_beha
 """
 
 import argparse
-import functools
 import hashlib
 import os
 import platform
@@ -227,18 +226,8 @@ def _reference_logprobs(
     reference = policy_store.load(
         run.reference(reference_id), policy.model_specs, policy.model_shardings(mesh), dtype=policy.model.compute_dtype
     )
-    score = mesh_lib.on_mesh(
-        mesh,
-        jax.jit(
-            functools.partial(
-                scoring.response_logprobs,
-                config=policy.model,
-                space=scoring.ResponseSpace.of(experiment.contract),
-                logit_bytes=(searchers.logit_megabytes << 20) * mesh.size,
-                remat="none",
-            )
-        ),
-    )
+    space = scoring.ResponseSpace.of(experiment.contract)
+    score = scoring.scorer(mesh, config=policy.model, space=space, logit_megabytes=searchers.logit_megabytes)
     size = _rows_at_a_time(experiment)
     found = []
     for start in range(0, len(rows["row"]), size):

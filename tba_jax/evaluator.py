@@ -78,15 +78,10 @@ class Evaluator:
             if contract.stop_strings
             else None,
         )
-        score = functools.partial(
-            scoring.response_logprobs,
-            config=policy.model,
-            space=space,
-            logit_bytes=(config.evaluation.logit_megabytes << 20) * self._mesh.size,
-            remat="none",
+        self._score = scoring.scorer(
+            self._mesh, config=policy.model, space=space, logit_megabytes=config.evaluation.logit_megabytes
         )
-        for_sampling = functools.partial(policy.for_sampling, weights="full")
-        self._score, self._for_sampling = (mesh_lib.on_mesh(self._mesh, jax.jit(function)) for function in (score, for_sampling))
+        self._for_sampling = mesh_lib.on_mesh(self._mesh, jax.jit(functools.partial(policy.for_sampling, weights="full")))
 
     def evaluate(self, step: int) -> dict[str, Any]:
         """Evaluates the snapshot of `step`, writes `evaluations/<step>.json` and returns its content.

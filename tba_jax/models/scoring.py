@@ -1,12 +1,16 @@
 """Teacher-forced log-probabilities: the one function by which trainer and searcher score a given response."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any, Self
 
 import chex
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
+from tba_jax import mesh as mesh_lib
 from tba_jax import run_config
 from tba_jax.models import decoder
 
@@ -102,6 +106,19 @@ def response_logprobs(
     )
     mask = jnp.arange(response_tokens.shape[1])[None, :] < response_length[:, None]
     return jnp.where(mask, logprobs, 0.0), jnp.where(mask, entropy, 0.0)
+
+
+def scorer(
+    mesh: Mesh, *, config: decoder.DecoderConfig, space: ResponseSpace, logit_megabytes: int
+) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """response_logprobs as a program of a mesh, without a backward pass; its arguments are those up to response_length.
+
+    Args: logit_megabytes: what logits take at a time on each device.
+    """
+    score = functools.partial(
+        response_logprobs, config=config, space=space, logit_bytes=(logit_megabytes << 20) * mesh.size, remat="none"
+    )
+    return mesh_lib.on_mesh(mesh, jax.jit(score))
 
 
 def token_logprobs(

@@ -112,14 +112,7 @@ class Searcher:
         )
         self._value_states = self._make_state_values(slots)
         self._jit_keys = jax.jit(row_keys)
-        score = functools.partial(
-            scoring.response_logprobs,
-            config=policy.model,
-            space=space,
-            logit_bytes=(s.logit_megabytes << 20) * self._mesh.size,
-            remat="none",
-        )
-        self._jit_score = mesh_lib.on_mesh(self._mesh, jax.jit(score))
+        self._jit_score = scoring.scorer(self._mesh, config=policy.model, space=space, logit_megabytes=s.logit_megabytes)
         # What is sampled may take the snapshot's memory where it is the snapshot.
         self._for_sampling = mesh_lib.on_mesh(
             self._mesh,
