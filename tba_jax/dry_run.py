@@ -38,6 +38,11 @@ def describe(experiment: Experiment) -> str:
         f"  searcher   {s.queries_per_batch} queries × {s.samples_per_query} samples: rows of {P} + {R} tokens"
         + (f", {s.value_samples} more from each state between steps" if experiment.contract.step_ends else ""),
         f"  evaluator  {config.evaluation.batch_size} rows of {P} + {R} tokens",
+        *(
+            f"  {use.name:10} {use.rows} texts at a time of up to {use.length or P + R} tokens, on each device ({', '.join(use.roles)})"
+            for use in task_models.uses(experiment.task)
+            if use.kind != "linear"
+        ),
         "",
         "queries:",
         *(

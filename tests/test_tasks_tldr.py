@@ -232,3 +232,6 @@ def test_memory_of_the_models_is_told(folders):
     assert "gold model" not in plain["searcher"] and plain["evaluator"]["gold model"] == expected
     assert "reward model" not in apart["searcher"] and apart["evaluator"] == plain["evaluator"]
     assert list(plain) == ["trainer", "searcher", "evaluator"]
+    text = dry_run.describe(experiment_lib.build(config(folders)))
+    assert "reward model 16 texts at a time of up to 136 tokens, on each device (searcher, evaluator)" in text
+    assert "gold model 16 texts at a time of up to 136 tokens, on each device (evaluator)" in text
