@@ -39,7 +39,8 @@ def describe(experiment: Experiment) -> str:
         + (f", {s.value_samples} more from each state between steps" if experiment.contract.step_ends else ""),
         f"  evaluator  {config.evaluation.batch_size} rows of {P} + {R} tokens",
         *(
-            f"  {use.name:10} {use.rows} texts at a time of up to {use.length or P + R} tokens, on each device ({', '.join(use.roles)})"
+            f"  {use.name:10} {use.rows} texts at a time of up to {use.length or P + R} tokens, on each device "
+            f"({', '.join(use.roles)})"
             for use in task_models.uses(experiment.task)
             if use.kind != "linear"
         ),
