@@ -1,7 +1,7 @@
 """Preference tuning in small: win rate against perplexity of π_ref by objective and β, on rows that are 15 updates old.
 
     python -m benchmarks.preference --workdir=runs/preference --data=../shared/data [--objectives=…] [--betas=…] [--lag=15] \\
-        [--seeds=2] [--steps=150] [--jobs=0]
+        [--seeds=2] [--steps=100] [--jobs=0]
 
 The shape of the paper's TL;DR study (its Table 1 and Figure 4) at a size for two cores: TinyStories-656K continues openings of
 stories, a proxy reward model trains it, a gold one says how often it prefers a continuation to the story's own, and perplexity of
@@ -32,10 +32,10 @@ _DATA = flags.DEFINE_string(
     "Folder with models/TinyStories-656K and tinystories/tinystories_1000.json, a JSON list of texts.",
 )
 _OBJECTIVES = flags.DEFINE_list("objectives", ["trajectory_balance", "online_dpo", "rloo"], f"Of {', '.join(OBJECTIVES)}.")
-_BETAS = flags.DEFINE_list("betas", ["0.1", "0.3", "1"], "KL coefficients, constant in a run.")
+_BETAS = flags.DEFINE_list("betas", ["0.1", "0.4", "1.6"], "KL coefficients, constant in a run.")
 _LAG = flags.DEFINE_integer("lag", 15, "Age of the rows, in updates.", lower_bound=0)
 _SEEDS = flags.DEFINE_integer("seeds", 2, "Runs of each kind; they differ in queries and draws.", lower_bound=1)
-_STEPS = flags.DEFINE_integer("steps", 150, "Updates of each run.", lower_bound=20)
+_STEPS = flags.DEFINE_integer("steps", 100, "Updates of each run.", lower_bound=20)
 _JOBS = flags.DEFINE_integer("jobs", 0, "Runs side by side, each on its share of the cores; 0: one a core.", lower_bound=0)
 
 RECIPE = "configs/tldr_pythia.py:410m"
@@ -94,7 +94,7 @@ def job(root: Path, objective: str, beta: float, seed: int, *, model: Path, made
         "learner.beta_end": beta,
         "schedule.mode": "interleaved",
         "schedule.lag": _LAG.value,
-        "evaluation.every_steps": _STEPS.value // 5,
+        "evaluation.every_steps": _STEPS.value // 4,
         "checkpoint.every_steps": _STEPS.value,
         "publish.keep": _LAG.value + 3,
     }
@@ -150,7 +150,8 @@ def plot(path: Path, runs: Runs) -> None:
 
 
 def _spread(values: Sequence[float], spec: str) -> str:
-    return f"{np.mean(values):{spec}} ± {np.std(values, ddof=len(values) > 1):{spec}}"
+    """Mean and standard deviation, of one value that alone."""
+    return f"{np.mean(values):{spec}}" + (f" ± {np.std(values, ddof=1):{spec}}" if len(values) > 1 else "")
 
 
 def main(argv: Sequence[str]) -> None:
