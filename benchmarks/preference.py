@@ -69,9 +69,9 @@ FIGURES = {
     "sampled_win_rate": ("win rate of samples", ".3f"),
     "greedy_ref_perplexity": ("perplexity, greedy", ".3f"),
     "ref_perplexity": ("perplexity, samples", ".3f"),
-    "kl_to_ref": ("KL, nats", ".1f"),
-    "sampled_gold_reward": ("gold reward", ".2f"),
-    "sampled_reward": ("proxy reward", ".2f"),
+    "kl_to_ref": ("KL, nats", ".2f"),
+    "sampled_gold_reward": ("gold reward, samples", ".2f"),
+    "sampled_reward": ("proxy reward, samples", ".2f"),
 }
 
 # Of an objective at a β: the evaluations of each seed's run, by step.
@@ -151,7 +151,8 @@ def plot(path: Path, runs: Runs) -> None:
 
 def _spread(values: Sequence[float], spec: str) -> str:
     """Mean and standard deviation, of one value that alone."""
-    return f"{np.mean(values):{spec}}" + (f" ± {np.std(values, ddof=1):{spec}}" if len(values) > 1 else "")
+    # A mean that rounds to 0 from below is 0.
+    return f"{round(float(np.mean(values)), 6) + 0.0:{spec}}" + (f" ± {np.std(values, ddof=1):{spec}}" if len(values) > 1 else "")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -173,8 +174,9 @@ def main(argv: Sequence[str]) -> None:
     side_by_side.run_all(jobs, at_a_time=_JOBS.value)
     runs: Runs = {(name, beta): [evaluations(root / name_of(name, beta, seed)) for seed in seeds] for name, beta in kinds}
     warm_start.table("objective", "β", *(title for title, _ in FIGURES.values()))
-    every = [run for of_kind in runs.values() for run in of_kind]
-    warm_start.row("before", "", *(f"{np.mean([run[0][name] for run in every]):{spec}}" for name, (_, spec) in FIGURES.items()))
+    first = [run[0] for of_kind in runs.values() for run in of_kind]
+    means = {name: float(np.mean([r[name] for r in first])) for name in FIGURES}
+    warm_start.row("before", "", *(_spread([means[name]], spec) for name, (_, spec) in FIGURES.items()))
     for (objective, beta), of_kind in runs.items():
         early = sum(run[-1]["step"] < _STEPS.value for run in of_kind)
         warm_start.row(
@@ -182,8 +184,8 @@ def main(argv: Sequence[str]) -> None:
             f"{beta:g}",
             *(_spread([run[-1][name] for run in of_kind], spec) for name, (_, spec) in FIGURES.items()),
         )
-    rows = f"rows {_LAG.value} updates old"
-    print(f"\n{_STEPS.value} updates, {_SEEDS.value} seeds, {rows}; this call took {time.monotonic() - begin:.0f} s")
+    made_of = f"{_STEPS.value} updates of rows that are {_LAG.value} updates old, seeds: {_SEEDS.value}"
+    print(f"\n{made_of}; this call took {time.monotonic() - begin:.0f} s")
     for name in made.models:
         print(f"{name} reward model: {made.pairs[name]} pairs, held-out pair accuracy {made.pair_accuracy[name]:.3f}")
     figures = {
