@@ -151,8 +151,7 @@ def plot(path: Path, runs: Runs) -> None:
 
 def _spread(values: Sequence[float], spec: str) -> str:
     """Mean and standard deviation, of one value that alone."""
-    # A mean that rounds to 0 from below is 0.
-    return f"{round(float(np.mean(values)), 6) + 0.0:{spec}}" + (f" ± {np.std(values, ddof=1):{spec}}" if len(values) > 1 else "")
+    return f"{np.mean(values):z{spec}}" + (f" ± {np.std(values, ddof=1):{spec}}" if len(values) > 1 else "")
 
 
 def main(argv: Sequence[str]) -> None:
