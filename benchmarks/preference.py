@@ -1,13 +1,13 @@
 """Preference tuning in small: win rate against perplexity of π_ref by objective and β, on rows that are 15 updates old.
 
     python -m benchmarks.preference --workdir=runs/preference --data=../shared/data [--objectives=…] [--betas=…] [--lag=15] \\
-        [--seeds=2] [--steps=150] [--jobs=0]
+        [--seeds=2] [--steps=100] [--jobs=0]
 
 The shape of the paper's TL;DR study (its Table 1 and Figure 4) at a size for two cores: TinyStories-656K continues openings of
 stories, a proxy reward model trains it, a gold one says how often it prefers a continuation to the story's own, and perplexity of
 π_ref what that costs. Both models learn preferences by sentiment (benchmarks/preference_data.py). The recipe is
-configs/tldr_pythia.py:410m but for sizes; objectives share learning rate, β, rows and number of updates, and nothing is tuned for
-any of them. What is done is not made again, so the command resumes where it was stopped. It prints a markdown table, mean and
+configs/tldr_pythia.py:410m but for SIZES and β; objectives share learning rate, β, rows and updates, nothing is tuned for one
+of them. What is done is not made again, so the command resumes where it was stopped. It prints a markdown table, mean and
 standard deviation over seeds, and leaves workdir/preference.json and workdir/preference.png.
 """
 
@@ -32,10 +32,10 @@ _DATA = flags.DEFINE_string(
     "Folder with models/TinyStories-656K and tinystories/tinystories_1000.json, a JSON list of texts.",
 )
 _OBJECTIVES = flags.DEFINE_list("objectives", ["trajectory_balance", "online_dpo", "rloo"], f"Of {', '.join(OBJECTIVES)}.")
-_BETAS = flags.DEFINE_list("betas", ["0.1", "0.3", "1"], "KL coefficients, constant in a run.")
+_BETAS = flags.DEFINE_list("betas", ["0.1", "0.4", "1.6"], "KL coefficients, constant in a run.")
 _LAG = flags.DEFINE_integer("lag", 15, "Age of the rows, in updates.", lower_bound=0)
 _SEEDS = flags.DEFINE_integer("seeds", 2, "Runs of each kind; they differ in queries and draws.", lower_bound=1)
-_STEPS = flags.DEFINE_integer("steps", 150, "Updates of each run.", lower_bound=20)
+_STEPS = flags.DEFINE_integer("steps", 100, "Updates of each run.", lower_bound=20)
 _JOBS = flags.DEFINE_integer("jobs", 0, "Runs side by side, each on its share of the cores; 0: one a core.", lower_bound=0)
 
 RECIPE = "configs/tldr_pythia.py:410m"
@@ -69,9 +69,9 @@ FIGURES = {
     "sampled_win_rate": ("win rate of samples", ".3f"),
     "greedy_ref_perplexity": ("perplexity, greedy", ".3f"),
     "ref_perplexity": ("perplexity, samples", ".3f"),
-    "kl_to_ref": ("KL, nats", ".1f"),
-    "sampled_gold_reward": ("gold reward", ".2f"),
-    "sampled_reward": ("proxy reward", ".2f"),
+    "kl_to_ref": ("KL, nats", ".2f"),
+    "sampled_gold_reward": ("gold reward, samples", ".2f"),
+    "sampled_reward": ("proxy reward, samples", ".2f"),
 }
 
 # Of an objective at a β: the evaluations of each seed's run, by step.
@@ -94,7 +94,7 @@ def job(root: Path, objective: str, beta: float, seed: int, *, model: Path, made
         "learner.beta_end": beta,
         "schedule.mode": "interleaved",
         "schedule.lag": _LAG.value,
-        "evaluation.every_steps": _STEPS.value // 5,
+        "evaluation.every_steps": _STEPS.value // 4,
         "checkpoint.every_steps": _STEPS.value,
         "publish.keep": _LAG.value + 3,
     }
@@ -150,7 +150,8 @@ def plot(path: Path, runs: Runs) -> None:
 
 
 def _spread(values: Sequence[float], spec: str) -> str:
-    return f"{np.mean(values):{spec}} ± {np.std(values, ddof=len(values) > 1):{spec}}"
+    """Mean and standard deviation, of one value that alone."""
+    return f"{np.mean(values):z{spec}}" + (f" ± {np.std(values, ddof=1):{spec}}" if len(values) > 1 else "")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -172,8 +173,9 @@ def main(argv: Sequence[str]) -> None:
     side_by_side.run_all(jobs, at_a_time=_JOBS.value)
     runs: Runs = {(name, beta): [evaluations(root / name_of(name, beta, seed)) for seed in seeds] for name, beta in kinds}
     warm_start.table("objective", "β", *(title for title, _ in FIGURES.values()))
-    every = [run for of_kind in runs.values() for run in of_kind]
-    warm_start.row("before", "", *(f"{np.mean([run[0][name] for run in every]):{spec}}" for name, (_, spec) in FIGURES.items()))
+    first = [run[0] for of_kind in runs.values() for run in of_kind]
+    means = {name: float(np.mean([r[name] for r in first])) for name in FIGURES}
+    warm_start.row("before", "", *(_spread([means[name]], spec) for name, (_, spec) in FIGURES.items()))
     for (objective, beta), of_kind in runs.items():
         early = sum(run[-1]["step"] < _STEPS.value for run in of_kind)
         warm_start.row(
@@ -181,8 +183,8 @@ def main(argv: Sequence[str]) -> None:
             f"{beta:g}",
             *(_spread([run[-1][name] for run in of_kind], spec) for name, (_, spec) in FIGURES.items()),
         )
-    rows = f"rows {_LAG.value} updates old"
-    print(f"\n{_STEPS.value} updates, {_SEEDS.value} seeds, {rows}; this call took {time.monotonic() - begin:.0f} s")
+    made_of = f"{_STEPS.value} updates of rows that are {_LAG.value} updates old, seeds: {_SEEDS.value}"
+    print(f"\n{made_of}; this call took {time.monotonic() - begin:.0f} s")
     for name in made.models:
         print(f"{name} reward model: {made.pairs[name]} pairs, held-out pair accuracy {made.pair_accuracy[name]:.3f}")
     figures = {

@@ -15,11 +15,20 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
+from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
 from benchmarks import side_by_side
 from tba_jax import mesh as mesh_lib
 from tba_jax import metrics, run_dir
+from tba_jax.decoding import sampling, slots, stop_strings
+from tba_jax.decoding.engine import Engine
+from tba_jax.decoding.requests import Request
+from tba_jax.models import decoder, hugging_face, scoring
+from tba_jax.scorers import language_model
+from tba_jax.scorers.sequence import SequenceScorer
+from tba_jax.tokenizer import HuggingFaceTokenizer
 
 PROMPT_LENGTH, RESPONSE_LENGTH = 24, 64  # tokens; stories beyond them are left out
 STOP_STRINGS = ("\n",)  # a response ends where its paragraph does
@@ -30,7 +39,7 @@ _PROXY_STORIES = 200
 _CONTINUATIONS, _PAIRS_EACH = 16, 2  # of an opening; pairs that a continuation is the first of
 _MARGIN = 0.3  # of VADER's score, which is within [-1, 1]: pairs that are nearer are nobody's preference
 _HELDOUT_PAIRS = 0.1  # share of a model's openings
-# A response that is cut at its limit is none of a paragraph, whatever it says: it gets less than this share of the others.
+# A response that is cut at its limit is no paragraph, whatever it says: it gets a reward that all but this share of texts exceed.
 _WORST_SHARE = 0.01
 
 _FIRST_SENTENCE = re.compile(r"(.+?[.!?][\"”']?\s)\s*(.+)")
@@ -84,8 +93,6 @@ def openings(stories: Sequence[str], model: Path) -> list[dict[str, str]]:
     The space belongs to the query: to this model's tokenizer it is part of the token before it, and a text that ends without one
     is at its end.
     """
-    from tba_jax.tokenizer import HuggingFaceTokenizer
-
     tokenizer = HuggingFaceTokenizer(model)
     rows: dict[str, dict[str, str]] = {}
     for story in stories:
@@ -93,7 +100,7 @@ def openings(stories: Sequence[str], model: Path) -> list[dict[str, str]]:
         if found is None:
             continue
         query, summary = found.groups()
-        # Besides its text a response holds what ends it.
+        # A paragraph has no more tokens, opening included, than a response may have: room is left for what ends one.
         if len(tokenizer.encode(query)) <= PROMPT_LENGTH and len(tokenizer.encode(query + summary)) <= RESPONSE_LENGTH:
             rows.setdefault(query, {"query": query, "summary": summary})
     return list(rows.values())
@@ -101,14 +108,6 @@ def openings(stories: Sequence[str], model: Path) -> list[dict[str, str]]:
 
 def continuations(prompts: Sequence[str], model: Path) -> list[list[str]]:
     """Of each prompt the paragraphs that the model goes on with at temperature 1, without those that are cut at their limit."""
-    import jax
-
-    from tba_jax.decoding import sampling, slots, stop_strings
-    from tba_jax.decoding.engine import Engine
-    from tba_jax.decoding.requests import Request
-    from tba_jax.models import decoder, hugging_face, scoring
-    from tba_jax.scorers import language_model
-
     folder, config, tokenizer = language_model.read(model, setting="--data=", compute_dtype="float32")
     mesh = mesh_lib.make_mesh((len(jax.devices()), 1, 1), setting="devices")
     banned = {*tokenizer.special_ids, *range(tokenizer.vocab_size, config.vocab)} - {tokenizer.eos_id}
@@ -148,8 +147,6 @@ def preferences(continued: Iterable[tuple[str, Sequence[str]]], *, seed: int) ->
     will be given, which are of both as one text. Half of the texts lose what ends their paragraph, for references have no such
     end, and it must not tell them from responses.
     """
-    from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
-
     score, rng = SentimentIntensityAnalyzer().polarity_scores, np.random.default_rng(seed)
 
     def text(prompt: str, response: str) -> str:
@@ -209,9 +206,7 @@ def _accuracy(folder: Path, name: str) -> float:
 
 
 def _worst(folder: Path) -> float:
-    """What all but the worst of the proxy model's held-out texts are above."""
-    from tba_jax.scorers.sequence import SequenceScorer
-
+    """The proxy model's reward that all but _WORST_SHARE of the texts of its held-out pairs exceed."""
     path = folder / "missing_eos_reward.json"
     if not path.exists():
         scorer = SequenceScorer(
