@@ -9,12 +9,7 @@ command resumes where it was stopped. It prints a markdown table of held-out gre
 seeds, and draws workdir/staleness.png.
 """
 
-import concurrent.futures
 import json
-import os
-import queue
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,8 +17,8 @@ from pathlib import Path
 import numpy as np
 from absl import app, flags
 
-from benchmarks import warm_start
-from tba_jax import lifeline, report, run_dir
+from benchmarks import side_by_side, warm_start
+from tba_jax import report, run_dir
 from tba_jax.objectives import OBJECTIVES
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for the runs.", required=True)
@@ -57,13 +52,7 @@ def name_of(objective: str, lag: int, seed: int) -> str:
     return f"{_STEPS.value}-updates/{objective}-lag{lag}-seed{seed}"
 
 
-def train(root: Path, objective: str, lag: int, seed: int, cores: Sequence[int]) -> None:
-    """One run on these cores, unless it is done; why it ended early, if it did, goes to <run>.stopped."""
-    workdir = root / name_of(objective, lag, seed)
-    stopped = Path(f"{workdir}.stopped")
-    if (workdir / "finished.json").exists() or stopped.exists():
-        return
-    warm_start.begin(root, name_of(objective, lag, seed))
+def job(root: Path, objective: str, lag: int, seed: int) -> side_by_side.Job:
     settings = {
         **ROWS,
         "seed": seed,
@@ -77,47 +66,7 @@ def train(root: Path, objective: str, lag: int, seed: int, cores: Sequence[int])
         "checkpoint.every_steps": _STEPS.value,
         "publish.keep": lag + 3,
     }
-    command = ["taskset", "--cpu-list", ",".join(map(str, cores))] if len(cores) < len(os.sched_getaffinity(0)) else []
-    command += [sys.executable, "-m", "tba_jax.main", f"--config={RECIPE}", f"--workdir={workdir}"]
-    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(root / "compilation_cache")}
-    with open(f"{workdir}.out", "w") as output:
-        ended = subprocess.run(
-            command + [f"--config.{leaf}={value}" for leaf, value in settings.items()],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            check=False,
-        )
-    if ended.returncode == lifeline.NOT_FINITE:  # a figure of the study, not an error of it
-        stopped.write_text(Path(f"{workdir}.out").read_text()[-500:])
-    elif ended.returncode:
-        raise RuntimeError(f"{workdir} ended with code {ended.returncode}; see {workdir}.out")
-
-
-def train_all(root: Path, kinds: Sequence[tuple[str, int, int]]) -> None:
-    """Runs them side by side, one on each share of the cores."""
-    cores = sorted(os.sched_getaffinity(0))
-    jobs = min(_JOBS.value or len(cores), len(cores))
-    shares: queue.Queue[list[int]] = queue.Queue()
-    for i in range(jobs):
-        shares.put(cores[i::jobs])
-
-    def work(kind: tuple[str, int, int]) -> None:
-        share = shares.get()
-        begin = time.monotonic()
-        try:
-            train(root, *kind, cores=share)
-        finally:
-            shares.put(share)
-        print(f"{name_of(*kind)}: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
-
-    with concurrent.futures.ThreadPoolExecutor(jobs) as threads:
-        try:
-            for done in concurrent.futures.as_completed([threads.submit(work, kind) for kind in kinds]):
-                done.result()
-        except BaseException:
-            threads.shutdown(cancel_futures=True)
-            raise
+    return side_by_side.Job(root=root, name=name_of(objective, lag, seed), recipe=RECIPE, settings=settings, warm=True)
 
 
 def accuracies(root: Path, objective: str, lag: int, seed: int) -> list[tuple[int, float]]:
@@ -168,8 +117,8 @@ def main(argv: Sequence[str]) -> None:
     warm_start.ensure(root, recipe=RECIPE)
     seeds = range(_SEEDS.value)
     # Seed by seed, so that a study that is stopped is one of fewer seeds.
-    kinds = [(objective, lag, seed) for seed in seeds for objective in objectives for lag in lags]
-    train_all(root, kinds)
+    jobs = [job(root, objective, lag, seed) for seed in seeds for objective in objectives for lag in lags]
+    side_by_side.run_all(jobs, at_a_time=_JOBS.value)
     curves: Curves = {
         (objective, lag): [accuracies(root, objective, lag, seed) for seed in seeds] for objective in objectives for lag in lags
     }

@@ -30,9 +30,16 @@ def ensure(root: Path, *, recipe: str = RECIPE) -> None:
 
 def begin(root: Path, name: str) -> Path:
     """A fresh workdir root/name that holds the warm start and nothing else."""
+    workdir = clear(root, name)
+    shutil.copytree(root / "warm" / "reference", workdir / "reference")
+    return workdir
+
+
+def clear(root: Path, name: str) -> Path:
+    """The workdir root/name, which does not exist; the folder that it will be in does."""
     workdir = root / name
     shutil.rmtree(workdir, ignore_errors=True)
-    shutil.copytree(root / "warm" / "reference", workdir / "reference")
+    workdir.parent.mkdir(parents=True, exist_ok=True)
     return workdir
 
 

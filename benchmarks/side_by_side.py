@@ -1,0 +1,97 @@
+"""The runs of a study, several at a time, each on its own share of the machine's cores. What is done is not made again."""
+
+import concurrent.futures
+import dataclasses
+import os
+import queue
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import warm_start
+from tba_jax import lifeline
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """One run of tba_jax.main.
+
+    root: the study's folder; name: the run's, below root; recipe: a file under configs/, with its variant; settings: leaf of the
+    config -> value; warm: the run begins from root's warm start (warm_start.ensure makes it), else as its recipe says.
+    """
+
+    root: Path
+    name: str
+    recipe: str
+    settings: Mapping[str, Any]
+    warm: bool = False
+
+    @property
+    def workdir(self) -> Path:
+        return self.root / self.name
+
+    @property
+    def stopped(self) -> Path:
+        """Says why the run ended early, where it met numbers that are not finite: a figure of the study, not an error of it."""
+        return Path(f"{self.workdir}.stopped")
+
+
+def run_all(jobs: Sequence[Job], *, at_a_time: int = 0) -> None:
+    """Makes the runs that are not done, in their order. Output goes to <run>.out, programs that runs share are compiled once.
+
+    Args: at_a_time: runs side by side, at most one a core; 0: one a core.
+
+    Raises:
+      RuntimeError: a run failed, other than by numbers that are not finite; runs that have begun are finished before.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    at_a_time = min(at_a_time or len(cores), len(cores))
+    shares: queue.Queue[list[int]] = queue.Queue()
+    for i in range(at_a_time):
+        shares.put(cores[i::at_a_time])
+
+    def work(job: Job) -> None:
+        share = shares.get()
+        begin = time.monotonic()
+        try:
+            run(job, cores=share)
+        finally:
+            shares.put(share)
+        print(f"{job.name}: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+
+    with concurrent.futures.ThreadPoolExecutor(at_a_time) as threads:
+        try:
+            for done in concurrent.futures.as_completed([threads.submit(work, job) for job in jobs]):
+                done.result()
+        except BaseException:
+            threads.shutdown(cancel_futures=True)
+            raise
+
+
+def run(job: Job, *, cores: Sequence[int]) -> None:
+    """One run on these cores, from its beginning, unless it is done. Raises RuntimeError as run_all."""
+    if (job.workdir / "finished.json").exists() or job.stopped.exists():
+        return
+    if job.warm:
+        warm_start.begin(job.root, job.name)
+    else:
+        warm_start.clear(job.root, job.name)
+    command = ["taskset", "--cpu-list", ",".join(map(str, cores))] if len(cores) < len(os.sched_getaffinity(0)) else []
+    command += [sys.executable, "-m", "tba_jax.main", f"--config={job.recipe}", f"--workdir={job.workdir}"]
+    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(job.root / "compilation_cache")}
+    output = Path(f"{job.workdir}.out")
+    with open(output, "w") as file:
+        ended = subprocess.run(
+            command + [f"--config.{leaf}={value}" for leaf, value in job.settings.items()],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            check=False,
+        )
+    if ended.returncode == lifeline.NOT_FINITE:
+        job.stopped.write_text(output.read_text()[-500:])
+    elif ended.returncode:
+        raise RuntimeError(f"{job.workdir} ended with code {ended.returncode}; see {output}")
