@@ -148,7 +148,7 @@ def evaluations(root: Path, objective: str, searchers: int, seed: int) -> dict[i
 
 def plot(path: Path, curves: Curves) -> None:
     """Success and cosine distance over updates, means over seeds with bands from the least to the largest; one against the other,
-    where large points are the ends of the seeds' runs."""
+    a line for each seed, with a large point at its end."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -156,7 +156,8 @@ def plot(path: Path, curves: Curves) -> None:
 
     figure, axes = plt.subplots(1, 3, figsize=(13.5, 4.0))
     numbers = sorted({searchers for _, searchers in curves})
-    styles = dict(zip(dict.fromkeys(objective for objective, _ in curves), itertools.cycle(["-", "--", ":", "-."])))
+    names = list(dict.fromkeys(objective for objective, _ in curves))
+    styles, ends = dict(zip(names, itertools.cycle(["-", "--", ":", "-."]))), dict(zip(names, itertools.cycle("oxs^")))
     for (objective, searchers), runs in curves.items():
         steps = sorted(set.intersection(*(set(run) for run in runs)))
         success, distance = (
@@ -165,16 +166,17 @@ def plot(path: Path, curves: Curves) -> None:
         )
         look: dict[str, Any] = dict(color=f"C{numbers.index(searchers)}", linestyle=styles[objective], marker="o", markersize=3)
         for axis, values in zip(axes, (success, distance), strict=False):
-            axis.plot(steps, values.mean(axis=0), **look)
+            axis.plot(steps, values.mean(axis=0), label=f"{objective}, {searchers} x {ROWS} rows", **look)
             axis.fill_between(steps, values.min(axis=0), values.max(axis=0), color=look["color"], alpha=0.1, linewidth=0)
-        axes[2].plot(success.mean(axis=0), distance.mean(axis=0), label=f"{objective}, {searchers} x {ROWS} rows", **look)
-        axes[2].scatter(success[:, -1], distance[:, -1], color=look["color"], alpha=0.5)
+        for x, y in zip(success, distance, strict=True):
+            axes[2].plot(x, y, color=look["color"], linestyle=look["linestyle"], linewidth=1, alpha=0.6)
+        axes[2].scatter(success[:, -1], distance[:, -1], color=look["color"], marker=ends[objective])
     for axis, label in zip(axes, ("success rate", "cosine distance", "cosine distance"), strict=True):
         axis.set_xlabel(f"updates of {ROWS} rows")
         axis.set_ylabel(label)
         axis.grid(alpha=0.3)
     axes[2].set_xlabel("success rate")
-    axes[2].legend(fontsize=7)
+    axes[0].legend(fontsize=7, handlelength=3)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)
