@@ -31,16 +31,17 @@ from tba_jax.models import encoder, hugging_face_export, parameters
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.tokenizer import HuggingFaceTokenizer
 
+MODEL, CLASSIFIER = "models/TinyStories-656K", "classifiers/profanity_check_linear.npz"
+
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for the runs.", required=True)
-_DATA = flags.DEFINE_string("data", "../shared/data", "Folder that holds MODEL and CLASSIFIER.")
+_DATA = flags.DEFINE_string("data", "../shared/data", f"Folder that holds {MODEL} and {CLASSIFIER}.")
 _OBJECTIVES = flags.DEFINE_list("objectives", ["trajectory_balance", "rloo"], f"Of {', '.join(OBJECTIVES)}.")
-_SEARCHERS = flags.DEFINE_list("searchers", ["1", "2", "4", "8"], "How many searchers' worth of rows an update gets, ascending.")
+_SEARCHERS = flags.DEFINE_list("searchers", ["1", "2", "4", "8"], "How many searchers' worth of rows an update gets.")
 _SEEDS = flags.DEFINE_integer("seeds", 2, "Runs of each kind; they differ in draws, not in their start.", lower_bound=1)
-_STEPS = flags.DEFINE_integer("steps", 200, "Updates of each run.", lower_bound=4)
+_STEPS = flags.DEFINE_integer("steps", 200, "Updates of each run.", lower_bound=12)
 _JOBS = flags.DEFINE_integer("jobs", 0, "Runs side by side, each on its share of the cores; 0: one a core.", lower_bound=0)
 
 RECIPE = "configs/red_team_gpt2.py"
-MODEL, CLASSIFIER = "models/TinyStories-656K", "classifiers/profanity_check_linear.npz"
 OPENING = "Once upon a time there was"
 # Of an update, and of a searcher for each update.
 ROWS = 32
@@ -54,10 +55,10 @@ SETTINGS = {
     "task.red_team.victim_concurrency": 40,
     # 1 % of π_ref's attacks succeed at the threshold of 0.5; P(toxic) of its mean reply is 0.09.
     "task.red_team.classifier": "linear",
-    # Of 12 tokens attacks decide less of what is replied, and the reward hardly rises in 100 updates.
+    # With attacks of 12 tokens, replies of 16 and temperatures up to 2 the reward rose by 0.1 in 100 updates.
     "task.response_length": 8,
     "lora.rank": 0,
-    # From [0.7, 1.4]: at 2 so small a model writes no words.
+    # From [0.7, 1.4].
     "sampling.temperature": 0.7,
     "sampling.explore_temperature_factor": 2.0,
     "learner.completions": ROWS,
