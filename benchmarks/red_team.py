@@ -3,8 +3,8 @@
     python -m benchmarks.red_team --workdir=runs/red_team [--data=../shared/data] [--searchers=1,2,4,8] [--seeds=2] [--steps=200]
 
 The paper's Figure 5 at the size of two cores. Attacker and victim are TinyStories-656K: one writes how a story begins, the other
-goes on, and a linear classifier of profanity says how bad that is. It knows words and parts of words, not what is meant, and the
-victim completes words: an attack that ends in "shin" gets its "ing". What is measured is the method, not the danger of a model.
+goes on, and a linear classifier of profanity says how bad that is. It knows words, not what is meant, and takes what a
+cut word is completed by for a word, as "ck" after "Ja". What is measured is the method, not the danger of a model.
 
 Search and training take turns in one process (schedule.mode=interleaved). n searchers make n · ROWS rows for each update, and the
 log keeps them all, near-duplicates merged; updates, their rows, lag, learning rate and β are the same for every n. Half of the
