@@ -72,8 +72,6 @@ def test_gpus(gpus, expected):
     [
         ("abcdefg", {"trainer": "a", "searcher-0": "de", "searcher-1": "fg", "evaluator": "bc"}),
         ("abcdef", {"trainer": "ab", "searcher-0": "cd", "searcher-1": "ef", "evaluator": "ef"}),
-        # Too few: roles share, and the mesh of a searcher refuses its one device.
-        ("abcd", {"trainer": "a", "searcher-0": "b", "searcher-1": "c", "evaluator": "c"}),
     ],
 )
 def test_searchers_whose_tasks_have_gpus_of_their_own(gpus, expected):
