@@ -13,7 +13,6 @@ at the least and the largest. A run that is done is not made again, so the comma
 markdown table, mean and standard deviation over seeds, and writes workdir/red_team.json and workdir/red_team.png.
 """
 
-import functools
 import itertools
 import json
 import time
@@ -23,13 +22,10 @@ from typing import Any
 
 import numpy as np
 from absl import app, flags
-from safetensors.numpy import load_file
 
-from benchmarks import side_by_side, warm_start
+from benchmarks import side_by_side, warm_start, word_embedder
 from tba_jax import report, run_dir
-from tba_jax.models import encoder, hugging_face_export, parameters
 from tba_jax.objectives import OBJECTIVES
-from tba_jax.tokenizer import HuggingFaceTokenizer
 
 MODEL, CLASSIFIER = "models/TinyStories-656K", "classifiers/profanity_check_linear.npz"
 
@@ -76,39 +72,6 @@ SETTINGS = {
 }
 # What is measured of 1,024 samples -> its title.
 SCORES = {"sampled_success_rate": "success", "sampled_reward": "mean log toxicity", "sampled_cosine_distance": "cosine distance"}
-
-
-def write_embedder(folder: Path, model: Path) -> None:
-    """Writes the encoder of the cosine distance, unless it is there: the mean of the model's own word embeddings, centred.
-
-    A BERT folder whose one layer adds nothing. It tells other words, not other meanings: a stand-in for MiniLM.
-    """
-    if folder.exists():
-        return
-    # Tied: the file has the embedding under this name.
-    words = load_file(model / "model.safetensors")["lm_head.weight"].astype(np.float32)
-    words -= words.mean(axis=0)
-    # The token that every text begins with would make all texts alike.
-    words[list(HuggingFaceTokenizer(model).special_ids)] = 0.0
-    vocab, width = words.shape
-    shape = encoder.EncoderConfig(
-        architecture="bert",
-        layers=1,
-        width=width,
-        heads=1,
-        head_size=width,
-        ffn=1,
-        vocab=vocab,
-        max_positions=64,
-        token_types=1,
-    )
-    # Of normalised states each norm makes the same again.
-    params = parameters.map_specs(
-        lambda name, spec: words if name == "embedding.weight" else np.full(spec.shape, spec.init_mean, np.float32),
-        encoder.param_specs(shape),
-    )
-    copy = functools.partial(hugging_face_export.copy_tokenizer, model)
-    hugging_face_export.save(folder, shape, params, dtype="float32", tokenizer=copy)
 
 
 def name_of(objective: str, searchers: int, seed: int) -> str:
@@ -220,7 +183,7 @@ def main(argv: Sequence[str]) -> None:
         raise app.UsageError(f"--data={data} does not hold {' and '.join(missing)}")
     root = Path(_WORKDIR.value).absolute()
     begin = time.monotonic()
-    write_embedder(root / "embedder", data / MODEL)
+    word_embedder.write(root / "embedder", data / MODEL)
     kinds = [(objectives[0], searchers) for searchers in numbers]
     kinds += [(objective, searchers) for objective in objectives[1:] for searchers in sorted({numbers[0], numbers[-1]})]
     # Seed by seed, so that a study that is stopped is one of fewer seeds; the longest runs first, so that no core ends idle.

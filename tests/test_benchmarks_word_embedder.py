@@ -4,15 +4,15 @@ import jax
 import numpy as np
 from safetensors.numpy import load_file
 
-from benchmarks import red_team
+from benchmarks import word_embedder
 from tba_jax import mesh as mesh_lib
 from tba_jax.decoding.embeddings import ResponseEmbedder
 from tba_jax.tokenizer import HuggingFaceTokenizer
 
 
 def test_a_text_is_embedded_as_the_mean_of_its_words(data_dir, tmp_path):
-    model, folder = data_dir / red_team.MODEL, tmp_path / "embedder"
-    red_team.write_embedder(folder, model)
+    model, folder = data_dir / "models/TinyStories-656K", tmp_path / "embedder"
+    word_embedder.write(folder, model)
     texts = ["an ugly old mouse", "mouse an old ugly", "the sun and the sea"]
     found = ResponseEmbedder(folder, mesh_lib.make_mesh((1, 1, 1), setting="mesh", devices=jax.devices()[:1]))(texts)
 
