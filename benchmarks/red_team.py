@@ -168,7 +168,7 @@ def print_table(root: Path, curves: Curves) -> None:
 
 
 def rows_made(root: Path, objective: str, searchers: int, seed: int) -> float:
-    return report.summary(run_dir.RunDir(root / name_of(objective, searchers, seed)))["rows generated"]
+    return report.summary(run_dir.RunDir(root / name_of(objective, searchers, seed)))["rows seen by the trainer"]
 
 
 def main(argv: Sequence[str]) -> None:

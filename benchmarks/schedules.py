@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> None:
             f"{metrics.read_lines(run.metrics('trainer'))[-1]['steps_per_second']:.2f}",
             warm_start.accuracy(run),
             f"{figures['mean staleness (steps)']:.1f}",
-            f"{figures['rows generated']:.0f}",
+            f"{figures['rows seen by the trainer']:.0f}",
             f"{figures['draws per row']:.2f}",
         )
 

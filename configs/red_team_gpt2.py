@@ -10,8 +10,8 @@ Command:   python -m tba_jax.supervised --config=configs/supervised.py --workdir
              --config.model.path=openai-community/gpt2 --config.data.train=attacks.jsonl
            python -m tba_jax.main --config=configs/red_team_gpt2.py --workdir=runs/red_team --config.model.path=attacker
              --config.task.red_team.victim_path=FOLDER
-           attacks.jsonl: {"prompt": the attack prompt, "response": an instruction}. The attacker is π_ref as well, and the first
-           replay.min_rows rows are samples of it. Before training the same attacks become rows, too:
+           attacks.jsonl: {"prompt": the attack prompt, "response": " an instruction"}, an attack a line. The attacker is π_ref as
+           well, and the first replay.min_rows rows are samples of it. Before training the same attacks become rows, too:
            ... --workdir=runs/red_team --role=reference
            python -m tba_jax.append --workdir=runs/red_team --responses=attacks.jsonl --unfit=skip
            For several runs that begin with the same samples, more of them:

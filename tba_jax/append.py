@@ -55,6 +55,7 @@ def append(workdir: Path, source: str, *, unfit: str) -> str:
     """
     from tba_jax import experiment as experiment_lib
     from tba_jax import run_config
+    from tba_jax.other_runs import GIVEN
     from tba_jax.replay.log import LogWriter, registration
 
     run = run_dir.open_run_dir(workdir)
@@ -65,7 +66,7 @@ def append(workdir: Path, source: str, *, unfit: str) -> str:
     given, left_out = _read(source, experiment, unfit)
     told = "".join(f"; left out: {count}, each of which {reason}" for reason, count in sorted(left_out.items()))
     digest = hashlib.blake2b(repr([(each.query.prompt, each.tokens) for each in given]).encode(), digest_size=8).hexdigest()
-    writer = f"given-{digest}"
+    writer = f"{GIVEN}{digest}"
     if storage.exists(registration(run.replay, writer)):
         raise ValueError(f"--responses={source!r}: these {len(given)} responses are in {workdir} already, as writer {writer}")
     rows = _rows(run, experiment, given)

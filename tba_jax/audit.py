@@ -182,6 +182,8 @@ def regenerate(run: Run, name: str) -> tuple[str, bool]:
     writer, _, number = name.rpartition(":")
     if not writer or not number.isdigit():
         raise ValueError(f"--regenerate={name!r} must be WRITER:ROW, as the other reports name rows")
+    if writer not in run.reader.heads():
+        raise ValueError(f"--regenerate={name!r}: the run has no writer {writer!r}")
     row = {column: value[0] for column, value in run.reader.read_ids([(writer, int(number))]).items()}
     if not run.reader.is_own(writer):  # its weights are those of the run that it is mounted from
         return regenerate(open_run(_home(run, writer)), name)

@@ -70,6 +70,8 @@ def failures() -> Iterator[None]:
                 print(f"error: storage failed; what was committed stays readable: {sentence}", file=sys.stderr, flush=True)
             # At once: threads that wait for that storage (a checkpoint's, say) would keep the process from its end.
             os._exit(lifeline.STORAGE_FAILED)
+        if isinstance(error, lifeline.BadInput):
+            refuse(error)
         if isinstance(error, FloatingPointError):
             print(f"error: {sentence}", file=sys.stderr)
             sys.exit(lifeline.NOT_FINITE)

@@ -120,6 +120,8 @@ def main(arguments: Sequence[str]) -> None:
     command.log_to_stderr()
     if given.output is not None and not given.output.parent.is_dir():
         command.refuse(ValueError(f"--output={given.output}: its folder does not exist"))
+    if given.output is not None and given.output.resolve().is_relative_to(given.workdir.resolve()):
+        command.refuse(ValueError(f"--output={given.output} lies in --workdir={given.workdir}, which stays as it is"))
     with command.failures():
         try:
             report = evaluate(given.workdir, step=given.step, overrides=overrides)

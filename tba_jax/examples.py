@@ -50,7 +50,9 @@ def load(config: Any, kind: str, tokenizer: Tokenizer) -> Data:
     if config.heldout:
         heldout = _encode(Path(config.heldout), "data.heldout", fields, config, tokenizer, skipped)
     else:
-        chosen = [_hashed_share(example[0]) < config.heldout_share for example in train]
+        # Examples of one prompt stand on one side, unless there is no other (attacks of red-teaming, say).
+        several = any(not np.array_equal(example[0], train[0][0]) for example in train)
+        chosen = [_hashed_share(example[0] if several else np.concatenate(example)) < config.heldout_share for example in train]
         heldout = [example for example, held in zip(train, chosen, strict=True) if held]
         train = [example for example, held in zip(train, chosen, strict=True) if not held]
         if not heldout or not train:
@@ -72,9 +74,9 @@ def make_batch(examples: Sequence[Encoded], *, rows: int, prompt_length: int, re
     return Preferences(prompts, lengths, *(np.stack(columns, axis=1) for columns in zip(*padded, strict=True)))
 
 
-def _hashed_share(prompt: np.ndarray) -> float:
-    """A number in [0, 1), of the prompt alone: examples of one prompt are on one side of the split, and stay there."""
-    return trajectory.query_id(prompt.tolist()) / 2**64
+def _hashed_share(tokens: np.ndarray) -> float:
+    """A number in [0, 1), of the tokens alone: what is on one side of the split stays there."""
+    return trajectory.query_id(tokens.tolist()) / 2**64
 
 
 def _read(path: Path, setting: str, fields: Sequence[str]) -> Iterator[tuple[int, list[str]]]:

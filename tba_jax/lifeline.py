@@ -20,6 +20,11 @@ NOT_FINITE = 4
 STOPPED = 130
 FINAL_CODES = (BAD_INPUT, NOT_FINITE)
 
+
+class BadInput(ValueError):
+    """A user's mistake that only shows while a role runs: it ends the process by its sentence and BAD_INPUT."""
+
+
 # Full, over a quota, over a size limit, read-only, not permitted any more, broken, gone from its server.
 _STORAGE_ERRORS = (
     errno.ENOSPC,

@@ -18,7 +18,8 @@ from tba_jax.learner.state import init_state, initial_heads, state_shapes
 from tba_jax.models.lora import LoraConfig, merge
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
-from tba_jax.replay.log import REGISTER
+from tba_jax.objectives import OBJECTIVES
+from tba_jax.replay.log import REGISTER, registration
 from tba_jax.storage import Place
 from tba_jax.trainer.settings import make_index, make_optimizers
 
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 
 # Fields of the contract that change neither what rows mean nor what scored them.
 _FREE_OF_ROWS = ("lora",)
+# How the names of writers begin whose rows are of a file (the command append).
+GIVEN = "given-"
 # Fields of the contract that weights depend on.
 _OF_WEIGHTS = ("model", "tokenizer", "eos_id", "pad_id")
 
@@ -98,6 +101,22 @@ def check_mounts(run: run_dir.RunDir, config: Any, contract: run_config.Contract
             "replay.recent_probability=%g draws the newest queries of finished runs again and again; 0 draws all evenly",
             config.replay.recent_probability,
         )
+
+
+def check_behavior_is_known(run: run_dir.RunDir, config: Any) -> None:
+    """Raises ValueError where the objective weighs by π_θ/π_behaviour, and rows that were appended from a file have no known
+    behaviour."""
+    if not OBJECTIVES[config.learner.objective].behavior_logprobs:
+        return
+    for place in (run, *map(run_dir.open_run_dir, config.replay.mount)):
+        for writer in _writers(place):
+            if not writer.startswith(GIVEN):
+                continue
+            if source := run_dir.read_json(registration(place.replay, writer))["info"].get("responses"):
+                raise ValueError(
+                    f"learner.objective={config.learner.objective} weighs rows by π_θ/π_behaviour, and nobody knows that of "
+                    f"writer {writer} in {place.replay}, which are of {source}; trajectory_balance and others need none"
+                )
 
 
 def _identity(run: run_dir.RunDir) -> Place:

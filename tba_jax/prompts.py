@@ -111,9 +111,10 @@ def encode(
         return encode(shorter, tokenizer, **rules)
     skipped = int(len(queries) - fits.sum())
     if skipped and (long_prompts == "refuse" or skipped == len(queries)):
+        advice = "raise it" if long_prompts == "skip" else "raise it, or set task.long_prompts=skip to leave them out"
         raise ValueError(
             f"{skipped} of {len(queries)} {split} prompts are longer than task.prompt_length={limit} tokens "
-            f"(longest: {encoded.lengths.max()}); raise it, or set task.long_prompts=skip to leave them out"
+            f"(longest: {encoded.lengths.max()}, shortest: {encoded.lengths.min()}); {advice}"
         )
     return (encoded.select(fits) if skipped else encoded), skipped
 

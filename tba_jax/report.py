@@ -89,7 +89,7 @@ def summary(run: run_dir.RunDir) -> dict[str, float]:
         "mean staleness (steps)": sum(line["staleness_mean"] for line in lines) / len(lines),
         "largest staleness (steps)": max(line["staleness_max"] for line in lines),
         "draws per row": last["draws_per_row"],
-        "rows generated": last["rows_seen"],
+        "rows seen by the trainer": last["rows_seen"],
         "trainer waits for rows (% of its time)": 100 * last.get("time_wait_rows", 0.0),
         "trainer steps per second": last["steps_per_second"],
     } | ({"largest gap sampler – learner (nats)": max(gaps)} if gaps else {})
@@ -112,7 +112,7 @@ def finish(run: run_dir.RunDir, *, label: str, score_name: str, seconds: float) 
         rows = {
             f"greedy {score_name}": "greedy_reward",
             "mean reward of samples": "sampled_reward",
-            "responses that end by themselves": "finished",
+            "greedy responses that end by themselves": "finished",
             "−log π_ref of samples (nats per token)": "ref_nll_per_token",
             "KL to π_ref (nats per response)": "kl_to_ref",
         }

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from tba_jax import command, lifeline, other_runs, report, run_config, run_dir, storage, supervisor, task_models
 from tba_jax import experiment as experiment_lib
+from tba_jax import lifeline, other_runs, report, run_config, run_dir, storage, supervisor, task_models
 from tba_jax import mesh as mesh_lib
 from tba_jax.metrics import MetricWriter, TimeAccount
 from tba_jax.replay.journal import read_lineage
@@ -60,6 +60,8 @@ def _devices_of_searcher(config: Any) -> int:
 
 def _join(s: Settings, *, may_change_schedule: bool) -> None:
     experiment_lib.check_initial_policy(s.experiment, s.run, init_from=s.init_from)
+    if may_change_schedule:
+        other_runs.check_behavior_is_known(s.run, s.config)
     if may_change_schedule or not storage.exists(s.run.config):
         contract = s.experiment.contract
         other_runs.check_init_from(s.run, s.config, contract, init_from=s.init_from)
@@ -190,7 +192,7 @@ def _start_task(s: Settings, *, task_devices: int) -> None:
     except ValueError as error:  # that of slots and devices, say: starting again would not help
         if lifeline.is_storage_failure(error):
             raise
-        command.refuse(error)
+        raise lifeline.BadInput(str(error)) from error
 
 
 def _close_task(s: Settings) -> None:

@@ -199,7 +199,13 @@ def mounted_logs(leaves: Mapping[str, Any], *, reward_version: int) -> tuple[Pla
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     """Fields of two trees that differ, each with both values."""
     theirs, ours = flatten(there), flatten(here)
-    return [f"{k}: {theirs.get(k)!r} there, {ours.get(k)!r} here" for k in sorted(theirs | ours) if theirs.get(k) != ours.get(k)]
+    # A contract has the settings of its task alone.
+    section = "custom" if ".py:" in (task := str(ours.get("task_name", ""))) else task
+    return [
+        f"{f'task.{section}.{k[5:]}' if section and k.startswith('task.') else k}: {theirs.get(k)!r} there, {ours.get(k)!r} here"
+        for k in sorted(theirs | ours)
+        if theirs.get(k) != ours.get(k)
+    ]
 
 
 def join(run: run_dir.RunDir, config: Any, contract: Contract, *, init_from: str = "") -> None:
@@ -215,9 +221,12 @@ def join(run: run_dir.RunDir, config: Any, contract: Contract, *, init_from: str
     # A role that is started again while storage is full or read-only must not take that for the user's mistake.
     if not (storage.exists(run.config) and (run.elsewhere is None or storage.exists(run.shared_name))):
         _make(run, mine)
-    stored = read(run)
+    stored = read_run(run, called=f"workdir {str(run.shared)!r}")
     if different := differences(complete(stored["contract"]), mine["contract"]):
-        raise ValueError(f"workdir {str(run.shared)!r} belongs to a run of another contract; " + "; ".join(different))
+        raise ValueError(
+            f"workdir {str(run.shared)!r} belongs to a run of another contract; {'; '.join(different)}. A run keeps its "
+            "contract: take its settings, or begin another run in a new --workdir"
+        )
     there = stored.get("init_from", "")
     if init_from and init_from != there:
         began = f"the policy {there}" if there else "what its config says"

@@ -201,6 +201,18 @@ def test_objectives_that_weigh_by_the_behaviour_refuse(tmp_path):
         append.append(s.run.root, path, unfit="refuse")
 
 
+def test_no_objective_that_weighs_by_the_behaviour_trains_on_them_later(s, tmp_path):
+    """Neither the run itself, with another objective, nor one that mounts it."""
+    path = written(tmp_path / "given.jsonl", [{"prompt": queries_of(s)[0], "response": "1"}])
+    append.append(s.run.root, path, unfit="refuse")
+    sentence = r"learner\.objective=grpo weighs rows by π_θ/π_behaviour, and nobody knows that of writer given-.*given\.jsonl"
+    own = tiny_run.settings(s.run.root, frozen_config(learner__objective="grpo"))
+    mounted = frozen_config(learner__objective="grpo", replay__mount=(str(s.run.root),), searchers__count=0)
+    for settings in (own, tiny_run.settings(tmp_path / "offline", mounted)):
+        with pytest.raises(ValueError, match=sentence):
+            roles.trainer(settings)
+
+
 def test_a_folder_without_a_run_or_a_reference(tmp_path):
     with pytest.raises(ValueError, match="holds no run"):
         append.append(tmp_path / "none", "given.jsonl", unfit="refuse")

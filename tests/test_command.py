@@ -15,6 +15,7 @@ from tba_jax import command, lifeline
         (OSError(errno.ENOSPC, "No space left on device"), lifeline.STORAGE_FAILED, "storage failed"),
         (OSError(errno.EROFS, "Read-only file system"), lifeline.STORAGE_FAILED, "Read-only file system"),
         (RuntimeError("write: No space left on device"), lifeline.STORAGE_FAILED, "what was committed stays readable"),
+        (lifeline.BadInput("slots=3\ncannot be divided"), lifeline.BAD_INPUT, "error: slots=3 cannot be divided"),
         (FloatingPointError("step 3: loss nan"), lifeline.NOT_FINITE, "error: step 3: loss nan"),
         (RuntimeError("of another kind\nin two lines"), 1, "error: RuntimeError: of another kind in two lines"),
     ],

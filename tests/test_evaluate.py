@@ -100,6 +100,16 @@ def test_mistakes_are_one_sentence(run, flags, sentence, capsys):
     assert ended.value.code == lifeline.BAD_INPUT and told.startswith("error: ") and sentence in told
 
 
+def test_a_report_is_not_written_into_the_run(run, tmp_path, capsys):
+    for output, sentence in (
+        (run.root / "config.json", f"lies in --workdir={run.root}, which stays as it is"),
+        (tmp_path / "none" / "report.json", "its folder does not exist"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            evaluate.main([f"--workdir={run.root}", f"--output={output}"])
+        assert ended.value.code == lifeline.BAD_INPUT and sentence in capsys.readouterr().err
+
+
 def test_it_is_a_command(tmp_path):
     done = tiny_run.call([sys.executable, "-m", "tba_jax.evaluate", f"--workdir={tmp_path / 'none'}"])
     assert done.returncode == lifeline.BAD_INPUT and "holds no run" in done.stderr and "Traceback" not in done.stderr

@@ -46,6 +46,15 @@ def test_a_line_becomes_token_ids(tmp_path):
     assert load(train, heldout=heldout).fingerprint == data.fingerprint
 
 
+def test_examples_of_one_prompt_are_split_by_their_answers(tmp_path):
+    """Attacks of red-teaming, say. A line that stands twice stays on one side."""
+    lines = [{"prompt": "a:", "response": word} for word in words(60, 3)]
+    data = load(write(tmp_path / "train.jsonl", [*lines, *lines]))
+    assert 60 < len(data.train) < 110 and len(data.train) + len(data.heldout) == 120
+    of_train, of_heldout = ({tuple(example[1].tolist()) for example in split} for split in (data.train, data.heldout))
+    assert not of_train & of_heldout
+
+
 def test_batches_are_padded_and_filled():
     ids = [tuple(np.array(part, np.int32) for part in row) for row in ([[1, 3], [4, 2], [2]], [[1, 3, 11], [2], [5, 5, 2]])]
     pairs = examples.make_batch(ids, rows=3, prompt_length=4, response_length=3, pad_id=0)

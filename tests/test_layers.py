@@ -1,6 +1,8 @@
 """The layers of DESIGN.md, held against every import of the package, those inside functions included."""
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -114,3 +116,10 @@ def test_an_import_that_goes_up_is_told_in_one_sentence(tmp_path):
         "tba_jax.learner (L2) imports tba_jax.replay (L2): imports go strictly down (DESIGN.md)",
         "tba_jax.learner (L2) imports tba_jax.trainer (L3): imports go strictly down (DESIGN.md)",
     ]
+
+
+def test_what_studies_import_defines_no_flags():
+    """Those of benchmarks/ have a --workdir of their own, as main has."""
+    code = "import tba_jax.roles, tba_jax.report, tba_jax.interleave; from absl import flags; print('workdir' in flags.FLAGS)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

@@ -128,8 +128,9 @@ def test_a_post_is_cut_at_a_paragraph(folders, tmp_path):
         len("One line.\nA second line."): "One line.\nA second line.",
         len("One line.\nA second line.") - 1: "One line.",
         len("One line."): "One line.",
-        len("One line.") - 1: "One line",  # no paragraph is whole
+        len("One line.") - 1: "One",  # no paragraph is whole
         3: "One",
+        2: "",
         0: "",
     }
     for room, post in kept.items():
@@ -170,6 +171,7 @@ def test_queries_are_the_data_sets_own_or_made(folders, tmp_path):
         ({"query": "TL;DR:"}, "field 'summary' is missing"),
         ({"summary": "x", "title": "Naps"}, "line 2: it has no 'query', and to make one, field 'post' is missing"),
         ({"summary": 3, "query": "x"}, "field 'summary' must be a string"),
+        ({"summary": " ", "query": "x"}, "line 2: field 'summary' is empty, with which nothing can be compared"),
     ],
 )
 def test_bad_rows_are_said(row, sentence, folders, tmp_path):

@@ -8,6 +8,7 @@ reward model, the gold one.
 """
 
 import bisect
+import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -63,6 +64,8 @@ class TLDR:
             )
             summaries: dict[str, str] = {}
             for row in rows:
+                if not row["summary"].strip():
+                    raise ValueError(f"{row.where}: field 'summary' is empty, with which nothing can be compared")
                 summaries.setdefault(self._query(row), row["summary"].strip())
             self._queries[split] = [Query(prompt=prompt, answer=summary) for prompt, summary in summaries.items()]
         self._paths = {"reward": reward_path, "gold": gold_path}
@@ -82,17 +85,23 @@ class TLDR:
         return query
 
     def shortened(self, query: Query, fits: Callable[[str], bool]) -> Query | None:
-        """With as many of the post's paragraphs (lines) as fit; where not even the first does, with as many of its characters.
+        """With as many of the post's paragraphs (lines) as fit; where not even the first does, with as many of its words.
 
         Ready queries of the data set stay as they are.
         """
         if (post := self._posts.get(query.prompt)) is None or not fits(make_query(post, "")):
             return None
         text: str = post["post"]
-        ends = [i for i, character in enumerate(text) if character == "\n" and text[:i].strip()]
-        kept = longest(len(ends), lambda n: fits(make_query(post, text[: ends[n - 1]].rstrip())))
-        end = ends[kept - 1] if kept else longest(len(text), lambda n: fits(make_query(post, text[:n].rstrip())))
+        paragraphs = [i for i, character in enumerate(text) if character == "\n" and text[:i].strip()]
+        words = [word.end() for word in re.finditer(r"\S+", text)]
+        end = next((ends[kept - 1] for ends in (paragraphs, words) if (kept := self._that_fit(post, ends, fits))), 0)
         return Query(prompt=make_query(post, text[:end].rstrip()), answer=query.answer)
+
+    @staticmethod
+    def _that_fit(post: data.Row, ends: Sequence[int], fits: Callable[[str], bool]) -> int:
+        """How many of the parts of a post, which end there, fit: a part more is never shorter."""
+        numbers = range(1, len(ends) + 1)
+        return bisect.bisect_left(numbers, True, key=lambda n: not fits(make_query(post, post["post"][: ends[n - 1]].rstrip())))
 
     def queries(self, split: str) -> Sequence[Query]:
         """A query's answer is its reference summary."""
@@ -193,8 +202,3 @@ def make_query(post: data.Row, text: str) -> str:
     subreddit = post.get("subreddit", "").removeprefix("r/")
     head = f"SUBREDDIT: r/{subreddit}\n\n" if subreddit else ""
     return f"{head}TITLE: {post['title']}\n\nPOST: {text}\n\nTL;DR:"
-
-
-def longest(count: int, fits: Callable[[int], bool]) -> int:
-    """The largest n up to count that fits, 0 fitting; what is larger than one that does not fit does not fit, either."""
-    return bisect.bisect_left(range(1, count + 1), True, key=lambda n: not fits(n))

@@ -44,6 +44,8 @@ log = logging.getLogger(__name__)
 
 # Updates that learner.non_finite=skip leaves out one after the other before the run stops.
 _MOST_REFUSED_IN_A_ROW = 10
+# So often a trainer that waits says so.
+_SAY_WAITING_SECONDS = 20.0
 
 
 class Trainer:
@@ -431,6 +433,16 @@ class Trainer:
             if len(known) == len(sizes):
                 self._needs[step] = retention.needs(self.index, known)
 
+    def say_waiting(self) -> None:
+        """Says what a step needs, and what there is."""
+        c = self._config
+        log.warning(
+            "waiting for rows: a step needs those of learner.queries=%d queries, at least replay.min_rows=%d; %d are resident",
+            c.learner.queries,
+            c.replay.min_rows,
+            len(self.index),
+        )
+
     def wait(self, seconds: float) -> None:
         """Waits for rows, at the latest until `seconds` have passed; counted as the trainer's waiting time."""
         with self.account.measure("wait_rows"):
@@ -511,11 +523,16 @@ def run_trainer(trainer: Trainer, config: Any, run: run_dir.RunDir, *, stop: Cal
     log.info("trainer on %s, pid %d, %d resident rows", platform.node(), os.getpid(), len(trainer.index))
     trainer.start()
     begin, first = 0.0, trainer.step_number
+    waiting_since = time.monotonic()
     while trainer.step_number < config.learner.steps and not stop():
         measurements = trainer.step()
         if measurements is None:
             trainer.wait(config.replay.poll_seconds)
+            if time.monotonic() - waiting_since > _SAY_WAITING_SECONDS:
+                trainer.say_waiting()
+                waiting_since = time.monotonic()
             continue
+        waiting_since = time.monotonic()
         if trainer.step_number == first + 1:
             # The first step holds the compilation, and the wait for the first rows.
             trainer.account.restart()
