@@ -10,6 +10,7 @@ import pytest
 from tba_jax import audit, metrics, other_runs, roles, run_dir
 from tba_jax.metrics import TimeAccount
 from tba_jax.replay import journal
+from tba_jax.trainer import role
 from tests import tiny_run
 from tests.test_interleave import frozen_config, frozen_copies, train
 
@@ -207,3 +208,16 @@ def test_a_mount_is_stored_as_an_absolute_path(tmp_path, monkeypatch, frozen):
     s = offline(tmp_path / "run", Path("source"), learner__steps=1)
     assert roles.trainer(s)() == 0
     assert run_dir.read_json(s.run.config)["config"]["replay"]["mount"] == [str(source.run.root)]
+
+
+def test_a_trainer_that_waits_says_what_for(tmp_path, frozen, monkeypatch, caplog):
+    source = frozen(tmp_path / "source")
+    s = offline(tmp_path / "run", source.run.root, replay__min_rows=1000)
+    monkeypatch.setattr(role, "_SAY_WAITING_SECONDS", 0.0)
+    roles.reference(s)()
+    trainer, lease = roles._make_trainer(s, publish_every_steps=2)
+    stops = iter([False, False, True])
+    assert not role.run_trainer(trainer, s.config, s.run, stop=lambda: next(stops))
+    lease.release()
+    sentence = "waiting for rows: a step needs those of learner.queries=3 queries, at least replay.min_rows=1000; 96 are resident"
+    assert sentence in caplog.text
