@@ -114,7 +114,7 @@ def encode(
         advice = "raise it" if long_prompts == "skip" else "raise it, or set task.long_prompts=skip to leave them out"
         raise ValueError(
             f"{skipped} of {len(queries)} {split} prompts are longer than task.prompt_length={limit} tokens "
-            f"(longest: {encoded.lengths.max()}, shortest: {encoded.lengths.min()}); {advice}"
+            f"(longest: {encoded.lengths.max()}); {advice}"
         )
     return (encoded.select(fits) if skipped else encoded), skipped
 

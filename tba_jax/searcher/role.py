@@ -21,8 +21,9 @@ class _Refresher:
         self._searcher, self._poll_seconds = searcher, poll_seconds
         self._stopping = threading.Event()
         self._failure: BaseException | None = None
-        # A daemon: the end of the process does not wait for a load.
-        threading.Thread(target=self._run, name="refresher", daemon=True).start()
+        # A daemon: the end of the process does not wait for a storage that hangs.
+        self._thread = threading.Thread(target=self._run, name="refresher", daemon=True)
+        self._thread.start()
 
     def _run(self) -> None:
         try:
@@ -37,8 +38,10 @@ class _Refresher:
         if self._failure is not None:
             raise self._failure
 
-    def close(self) -> None:
+    def close(self, *, patience_seconds: float) -> None:
+        """Waits so long for a load under way: one that the end of the process surprises within JAX aborts it."""
         self._stopping.set()
+        self._thread.join(patience_seconds)
 
 
 class _Rates:
@@ -101,7 +104,7 @@ def run_searcher(
             rates.write(searcher.appended())
         rates.write(searcher.appended(wait_seconds=config.searchers.stop_seconds))
     finally:
-        refresher.close()
+        refresher.close(patience_seconds=config.searchers.stop_seconds)
         searcher.close()
         writer.close()
 
