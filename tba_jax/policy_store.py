@@ -95,7 +95,7 @@ def save(
         run_dir.write_json(draft / COMMIT, dataclasses.asdict(info) | {"dtype": dtype})
         if isinstance(draft, Path) and isinstance(folder, Path):
             if folder.exists():
-                shutil.rmtree(folder)
+                _remove(folder)
             draft.rename(folder)
             storage.sync_folder(folder.parent)
     except BaseException:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import threading
 
 import jax
 import numpy as np
@@ -443,6 +444,29 @@ def test_rows_that_came_before_a_stop_are_journalled_after_it(tmp_path, frozen):
     again, lease = roles._make_trainer(s, publish_every_steps=2)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(again.state), state)
     again.close()
+    lease.release()
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_trainer_that_begins_publishes_once_however_slow_the_storage(steps, tmp_path, frozen, monkeypatch):
+    """A second snapshot of the same step would take the first one away from whoever reads it."""
+    s = frozen(tmp_path / "run", batches=2)
+    if steps:
+        train(s, until=steps, abandon=True)
+    shutil.rmtree(s.run.policies)
+    saved, goes_on, save = [], threading.Event(), policy_store.save
+
+    def slow(folder, params, info, **settings):
+        saved.append(info.step)
+        assert goes_on.wait(30)
+        save(folder, params, info, **settings)
+
+    monkeypatch.setattr(policy_store, "save", slow)
+    trainer, lease = roles._make_trainer(s, publish_every_steps=100)
+    goes_on.set()
+    trainer.flush_snapshot()
+    assert saved == sorted({0, steps}) == policy_store.committed_steps(s.run.policies)
+    trainer.close()
     lease.release()
 
 

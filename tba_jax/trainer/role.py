@@ -137,6 +137,7 @@ class Trainer:
             self._replay_journal(lines, end=recorded[-1]["step"])
             # A trainer that is killed again and again must get further than before.
             self.save_checkpoint()
+            self._publish_unless_there()
         self._reference_number = int(run_dir.read_json(run.initial_reference)["id"], 16)
         self._journal = journal_lib.Journal(run.journal, self._lease.epoch)
         poll_seconds = self._config.replay.poll_seconds
@@ -147,7 +148,6 @@ class Trainer:
             self._reader.segment_rows(writer) is not None and not self._reader.is_own(writer) for writer in self.index.writers
         ]
         storage.remove(run.finished)
-        self._publish_unless_there()
         if step is not None or lineage:
             log.info("resumed at step %d with %d resident rows (epoch %d)", self.step_number, len(self.index), self._lease.epoch)
 
