@@ -1,12 +1,22 @@
 """Settings of the test process: eight fake CPU devices, and the folder of real data."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 # Before jax starts. GPU tests: JAX_PLATFORMS=cuda pytest -m gpu.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+# Half of the time to compile. Processes that tests start inherit it (tiny_run.environment).
+QUICK = "--xla_cpu_use_fusion_emitters=false"
+if QUICK not in os.environ["XLA_FLAGS"]:
+    # XLA ends a process whose flags it does not know, and flags come and go.
+    asked = [sys.executable, "-c", "import jax; jax.devices()"]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICK}
+    if subprocess.run(asked, env=environment, capture_output=True, check=False).returncode == 0:
+        os.environ["XLA_FLAGS"] += f" {QUICK}"
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 # The same small programs are compiled by many tests, and by the processes they start.

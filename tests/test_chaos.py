@@ -85,15 +85,18 @@ class Chaos:
     def _note_epoch(self) -> None:
         self.epochs |= {self.journalled()[0]} - {0}
 
-    def kill(self, name: str) -> None:
-        """SIGKILL to a role; nothing where it is not there at the moment."""
+    def kill(self, name: str) -> bool:
+        """SIGKILL to a role; False where it is not there at the moment."""
+        killed = 0
         for pid in self.pids(name)[:1]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-                self.killed[name.split("-")[0]] += 1
+                killed += 1
             if name == "trainer":
                 self.wait_until(lambda gone=pid: gone not in self.pids(name), f"the killed {name} to be gone")
                 self._note_epoch()
+        self.killed[name.split("-")[0]] += killed
+        return killed > 0
 
     def kill_supervisor(self) -> None:
         """SIGKILL to the supervisor: the kernel ends all others by that."""
@@ -207,13 +210,14 @@ def test_kills_and_storage_that_refuses(tmp_path):
     chaos.start(ENDLESS)
     chaos.wait_until(lambda: has_got_over(0, set(), 2), "the first steps")
     epoch, writers = chaos.journalled()[0], chaos.writers()
-    chaos.kill("searcher-0")
-    chaos.kill("trainer")
+    for name in ("searcher-0", "trainer"):
+        assert chaos.kill(name), chaos.words()
     chaos.fill_disk("searcher-1")
     chaos.wait_until(lambda: has_got_over(epoch, writers, 2), "all roles to come back")
     epoch, writers = chaos.journalled()[0], chaos.writers()
     with chaos.read_only():
-        chaos.kill("searcher-0")
+        # The storage may end it first, and it is started again then.
+        chaos.wait_until(lambda: chaos.kill("searcher-0"), "searcher-0 to be there")
     chaos.wait_until(lambda: has_got_over(epoch, writers, 1), "steps after the folders could be written again")
     chaos.kill_supervisor()
     assert chaos.killed == dict(searcher=2, trainer=1, supervisor=1) and chaos.refused == dict(full=1, read_only=1)

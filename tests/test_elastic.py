@@ -51,7 +51,8 @@ class Run:
     roles: dict[str, Role] = dataclasses.field(default_factory=dict)
 
     def start(self, role: str, name: str, *flags: str, devices: int = 1) -> Role:
-        environment = tiny_run.environment() | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+        environment = tiny_run.environment()
+        environment["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={devices}"
         command = tiny_run.command(self.root, *SETTINGS, f"--role={role}", f"--name={name}", *flags)
         path = self.root.parent / f"{name}.log"
         with open(path, "wb") as log:
