@@ -6,6 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tba_jax import metrics, run_dir, storage
 
 _TAIL_BYTES = 1 << 16
@@ -129,15 +131,25 @@ def finish(run: run_dir.RunDir, *, label: str, score_name: str, seconds: float) 
         print(f"{label}: {scores} in {seconds:.0f} s, mean staleness {staleness:.1f} steps, results in {run.root}", flush=True)
 
 
+def trained_at(lines: list[dict[str, Any]], steps: list[int]) -> np.ndarray:
+    """When the policies of `steps` were there, in seconds since 1970, (N,) float64: an evaluator may be far behind.
+
+    Between the trainer's lines in proportion; before the first and after the last, at those. Of a step done twice, the later.
+    """
+    times = {line["step"]: line["time"] for line in lines}
+    known = sorted(times)
+    return np.interp(steps, known, [times[step] for step in known])
+
+
 def plot(run: run_dir.RunDir, *, score_name: str, path: Path) -> None:
-    """Draws reward of training batches, held-out score and staleness over time."""
+    """Draws reward of training batches, held-out score and staleness over time: a score where its policy was trained."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     lines, reports = metrics.read_lines(run.metrics("trainer")), evaluations(run)
-    origin = min(lines[0]["time"], reports[0]["time"])
+    origin = lines[0]["time"]
     figure, (top, bottom) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, height_ratios=[3, 1], layout="constrained")
     top.plot(
         [x["time"] - origin for x in lines],
@@ -146,7 +158,7 @@ def plot(run: run_dir.RunDir, *, score_name: str, path: Path) -> None:
         alpha=0.5,
         label="reward of training batches",
     )
-    when = [x["time"] + x["seconds"] - origin for x in reports]
+    when = trained_at(lines, [x["step"] for x in reports]) - origin
     top.plot(when, [x["greedy_reward"] for x in reports], "o-", color="tab:red", label=f"held-out greedy {score_name}")
     top.plot(when, [x["sampled_reward"] for x in reports], "s--", color="tab:orange", label="held-out reward of samples")
     top.set_ylabel(score_name)
@@ -161,7 +173,7 @@ def plot(run: run_dir.RunDir, *, score_name: str, path: Path) -> None:
         [x["time"] - origin for x in lines], [x["staleness_max"] for x in lines], color="tab:green", alpha=0.3, label="largest"
     )
     bottom.set_ylabel("staleness (steps)")
-    bottom.set_xlabel("seconds since the first evaluation or logged step")
+    bottom.set_xlabel("seconds since the first logged step")
     bottom.legend(loc="upper left")
     bottom.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
