@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -30,10 +31,20 @@ def byte_tokenizer(folder: Path) -> Path:
     return folder
 
 
-def write(folder: Path, preset: str, tokenizer: Path, *, labels: int = 0, seed: int = 0) -> Path:
+def write(
+    folder: Path,
+    preset: str,
+    tokenizer: Path,
+    *,
+    labels: int = 0,
+    seed: int = 0,
+    p_end: float = 0.0,
+    temperature: float = 1.0,
+) -> Path:
     """A Hugging Face folder: two layers of the preset's kind, and the tokenizer's files. Returns the folder.
 
     labels: of a sequence classifier, one for a reward model; 0: a language model.
+    p_end: about how likely a language model ends its response at any token, at that temperature; 0: as likely as any other.
     """
     own = folder.parent / f"{folder.name}-tokenizer"
     shutil.copytree(tokenizer, own, ignore=shutil.ignore_patterns("model_config.json"))
@@ -58,6 +69,8 @@ def write(folder: Path, preset: str, tokenizer: Path, *, labels: int = 0, seed: 
         **(dict(head="score", labels=labels) if labels else {}),
     )
     params = jax.jit(functools.partial(decoder.init_params, config=model))(jax.random.key(seed))
+    if p_end:
+        end_often(params, read.eos_id, temperature * np.log(read.vocab_size * p_end / (1 - p_end)))
     hugging_face_export.save(
         folder,
         model,
@@ -67,6 +80,16 @@ def write(folder: Path, preset: str, tokenizer: Path, *, labels: int = 0, seed: 
         tokenizer=functools.partial(hugging_face_export.copy_tokenizer, own),
     )
     return folder
+
+
+def end_often(params: decoder.Params, eos_id: int, logit: float) -> None:
+    """Changes params: the logits of random weights are about the same, the end's is now higher by about that much."""
+    width = params["embedding"]["weight"].shape[1]
+    # What all tokens share is left of a position by the last norm; of mean zero, as LayerNorm subtracts means.
+    shared = jnp.tile(jnp.array([1.0, -1.0]), width // 2)
+    params["embedding"]["weight"] += 0.1 * shared
+    name, ids = ("lm_head", (slice(None), eos_id)) if "lm_head" in params else ("embedding", (eos_id,))
+    params[name]["weight"] = params[name]["weight"].at[ids].add(shared * logit / width)
 
 
 def write_encoder(folder: Path, fixture: str, tokenizer: Path, *, labels: Sequence[str] = ()) -> Path:

@@ -48,11 +48,14 @@ SMALL: dict[str, Any] = {
     "evaluation.batch_size": 4,
     "evaluation.every_steps": STEPS,
     "evaluation.samples_per_query": 2,
+    "metrics.every_steps": 1,
     "task.response_length": 8,
     "model.compute_dtype": "float32",  # bfloat16 is slow on CPUs
-    # Random weights are never right: rewards that differ come from which responses end.
+    # Random weights are never right: rewards that differ come from which responses end, about half of them (P_END).
     "task.missing_eos_reward": -1.0,
 }
+
+P_END = 1 / 12
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +110,8 @@ def test_every_recipe_of_a_pretrained_model_runs_here():
 def check_run(run: run_dir.RunDir, score_name: str, folder: Path, model: str) -> None:
     """What a finished run left, and that its export is loaded."""
     lines = metrics.read_lines(run.metrics("trainer"))
-    assert [line["step"] for line in lines if line.get("finite") == 1][-1] == STEPS
+    assert [line["step"] for line in lines if line.get("finite") == 1] == list(range(1, STEPS + 1))
+    assert max(line["advantage_std"] for line in lines if "advantage_std" in line) > 1e-3, "rewards did not differ"
     for step in (0, STEPS):
         report = run_dir.read_json(run.evaluations / f"{run_dir.step_name(step)}.json")
         assert report[score_name] == report["greedy_reward"] and np.isfinite(report["sampled_reward"]) and report["unscored"] == 0
@@ -149,8 +153,9 @@ RECIPES = (
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] if "vine" in name else []) for name in CASES])
 def test_a_recipe_runs_in_turn(name, tmp_path, data_dir, one_device):
     recipe, preset, tokenizer, score_name = CASES[name]
-    model = random_checkpoints.write(tmp_path / "model", preset, data_dir / "tokenizers" / tokenizer)
     c = recipe()
+    ends = dict(p_end=P_END, temperature=c.sampling.temperature)
+    model = random_checkpoints.write(tmp_path / "model", preset, data_dir / "tokenizers" / tokenizer, **ends)
     c.update_from_flattened_dict(SMALL | {"model.path": str(model), "schedule.mode": "interleaved"})
     if c.learner.reference.kind == "reset":
         c.learner.reference.reset_steps = 1  # so that it happens
@@ -172,8 +177,10 @@ def test_a_recipe_runs_in_turn(name, tmp_path, data_dir, one_device):
 
 @pytest.mark.slow
 def test_a_recipe_runs_with_real_processes(tmp_path, data_dir):
-    model = random_checkpoints.write(tmp_path / "model", "llama-3.2-1b", data_dir / "tokenizers/pythia")
-    settings = SMALL | gsm8k(data_dir) | {"model.path": str(model), "metrics.every_steps": 1, "supervisor.max_restarts": 0}
+    model = random_checkpoints.write(
+        tmp_path / "model", "llama-3.2-1b", data_dir / "tokenizers/pythia", p_end=P_END, temperature=0.7
+    )
+    settings = SMALL | gsm8k(data_dir) | {"model.path": str(model), "supervisor.max_restarts": 0}
     flags = [f"--config.{name}={value}" for name, value in settings.items()]
     done = tiny_run.call(
         tiny_run.command(tmp_path / "run", *flags, recipe="configs/gsm8k_rho1b.py:700_steps", tiny=False), timeout=300
@@ -187,7 +194,8 @@ def test_models_of_a_task_are_loaded_by_real_processes(tmp_path):
     """A searcher and an evaluator that score summaries, and rows whose rewards a loop over them finds again."""
     tokenizer = random_checkpoints.byte_tokenizer(tmp_path / "model-tokenizer")
     for seed, (name, labels) in enumerate([("policy", 0), ("reward", 1), ("gold", 1)]):
-        random_checkpoints.write(tmp_path / name, "pythia-410m", tokenizer, labels=labels, seed=seed)
+        ends = {} if labels else dict(p_end=P_END, temperature=0.7)
+        random_checkpoints.write(tmp_path / name, "pythia-410m", tokenizer, labels=labels, seed=seed, **ends)
     rows = [{"query": f"POST: Cat {i}\n\nTL;DR:", "summary": f"Cat {i}."} for i in range(8)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = SMALL | {f"task.tldr.{name}_path": str(tmp_path / "rows.jsonl") for name in ("train", "heldout")}
