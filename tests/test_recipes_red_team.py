@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from configs import red_team_gpt2, red_team_llama3_2_1b
-from tba_jax import append, dry_run, experiment, roles, run_dir, task_models
+from tba_jax import append, dry_run, experiment, roles, run_config, run_dir, task_models
 from tba_jax.replay import journal
 from tba_jax.replay.reader import LogReader
 from tests import random_checkpoints, spelled_checkpoints, tiny_run
@@ -77,6 +77,25 @@ def test_llamas_recipe_runs_in_turn(tmp_path, first_device):
     c = red_team_llama3_2_1b.get_config()
     c.update_from_flattened_dict(OF_LETTERS | {"task.red_team.classifier_length": 60})
     runs_in_turn(c, spelled_models(tmp_path), tmp_path)
+
+
+@pytest.mark.slow
+def test_gpt2s_recipe_runs_with_real_processes(tmp_path, data_dir):
+    folders = models_of_gpt2(tmp_path, data_dir)
+    settings = SMALL | SMALLER | {"task.red_team.victim_reply_length": 6, "task.red_team.victim_concurrency": 4}
+    settings |= {setting: str(folder) for setting, folder in folders.items()}
+    settings |= {"task.red_team.compute_dtype": "float32", "supervisor.max_restarts": 0}
+    flags = [f"--config.{name}={value}" for name, value in settings.items() if value is not None]
+    arguments = tiny_run.command(tmp_path / "run", *flags, recipe="configs/red_team_gpt2.py", tiny=False)
+    done = tiny_run.call(arguments, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = run_dir.RunDir(tmp_path / "run")
+    check_run(run, "log_toxicity", tmp_path / "exported", str(folders["model.path"]))
+    shape = run_config.Contract(**run_config.read(run)["contract"]).row_shape()
+    reader = LogReader(run.replay, shape)
+    ((writer, head),) = reader.heads().items()
+    rows = reader.read(writer, 0, head)
+    assert (rows["response_length"] >= 5).all() and (rows["reward_parts"][:, 0] >= np.exp(rows["reward"]) - 1e-6).all()
 
 
 def runs_in_turn(c, folders, tmp_path):
