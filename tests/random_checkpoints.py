@@ -85,7 +85,7 @@ def write(
 def end_often(params: decoder.Params, eos_id: int, logit: float) -> None:
     """Changes params: the logits of random weights are about the same, the end's is now higher by about that much."""
     width = params["embedding"]["weight"].shape[1]
-    # What all tokens share is left of a position by the last norm; of mean zero, as LayerNorm subtracts means.
+    # What all embeddings share is what the last norm leaves of every position; of mean zero, as LayerNorm subtracts means.
     shared = jnp.tile(jnp.array([1.0, -1.0]), width // 2)
     params["embedding"]["weight"] += 0.1 * shared
     name, ids = ("lm_head", (slice(None), eos_id)) if "lm_head" in params else ("embedding", (eos_id,))

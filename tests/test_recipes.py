@@ -177,9 +177,8 @@ def test_a_recipe_runs_in_turn(name, tmp_path, data_dir, one_device):
 
 @pytest.mark.slow
 def test_a_recipe_runs_with_real_processes(tmp_path, data_dir):
-    model = random_checkpoints.write(
-        tmp_path / "model", "llama-3.2-1b", data_dir / "tokenizers/pythia", p_end=P_END, temperature=0.7
-    )
+    ends = dict(p_end=P_END, temperature=gsm8k_rho1b.get_config().sampling.temperature)
+    model = random_checkpoints.write(tmp_path / "model", "llama-3.2-1b", data_dir / "tokenizers/pythia", **ends)
     settings = SMALL | gsm8k(data_dir) | {"model.path": str(model), "supervisor.max_restarts": 0}
     flags = [f"--config.{name}={value}" for name, value in settings.items()]
     done = tiny_run.call(
@@ -194,7 +193,7 @@ def test_models_of_a_task_are_loaded_by_real_processes(tmp_path):
     """A searcher and an evaluator that score summaries, and rows whose rewards a loop over them finds again."""
     tokenizer = random_checkpoints.byte_tokenizer(tmp_path / "model-tokenizer")
     for seed, (name, labels) in enumerate([("policy", 0), ("reward", 1), ("gold", 1)]):
-        ends = {} if labels else dict(p_end=P_END, temperature=0.7)
+        ends = {} if labels else dict(p_end=P_END, temperature=tldr_pythia.get_config().sampling.temperature)
         random_checkpoints.write(tmp_path / name, "pythia-410m", tokenizer, labels=labels, seed=seed, **ends)
     rows = [{"query": f"POST: Cat {i}\n\nTL;DR:", "summary": f"Cat {i}."} for i in range(8)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
