@@ -86,10 +86,6 @@ def plot(path: Path, runs: Runs) -> None:
     plt.close(figure)
 
 
-def _spread(values: Sequence[float]) -> str:
-    return f"{np.mean(values):.3f} ± {np.std(values, ddof=len(values) > 1):.3f}"
-
-
 def main(argv: Sequence[str]) -> None:
     del argv
     kinds = [int(completions) for completions in _COMPLETIONS.value]
@@ -113,7 +109,7 @@ def main(argv: Sequence[str]) -> None:
         warm_start.row(
             f"{completions}",
             f"{_ROWS.value // completions}",
-            *(_spread([run[when][score] for run in runs[completions]]) for score in SCORES for when in (0, -1)),
+            *(warm_start.spread([run[when][score] for run in runs[completions]]) for score in SCORES for when in (0, -1)),
             f"{np.mean([figure['mean staleness (steps)'] for figure in figures]):.1f}",
             ", ".join(Path(f"{folder}.seconds").read_text().strip() for folder in folders),
         )

@@ -149,11 +149,6 @@ def plot(path: Path, runs: Runs) -> None:
     plt.close(figure)
 
 
-def _spread(values: Sequence[float], spec: str) -> str:
-    """Mean and standard deviation, of one value that alone."""
-    return f"{np.mean(values):z{spec}}" + (f" ± {np.std(values, ddof=1):{spec}}" if len(values) > 1 else "")
-
-
 def main(argv: Sequence[str]) -> None:
     del argv
     objectives, betas = _OBJECTIVES.value, [float(beta) for beta in _BETAS.value]
@@ -175,13 +170,13 @@ def main(argv: Sequence[str]) -> None:
     warm_start.table("objective", "β", *(title for title, _ in FIGURES.values()))
     first = [run[0] for of_kind in runs.values() for run in of_kind]
     means = {name: float(np.mean([r[name] for r in first])) for name in FIGURES}
-    warm_start.row("before", "", *(_spread([means[name]], spec) for name, (_, spec) in FIGURES.items()))
+    warm_start.row("before", "", *(warm_start.spread([means[name]], spec) for name, (_, spec) in FIGURES.items()))
     for (objective, beta), of_kind in runs.items():
         early = sum(run[-1]["step"] < _STEPS.value for run in of_kind)
         warm_start.row(
             objective + (f" ({early} ended early)" if early else ""),
             f"{beta:g}",
-            *(_spread([run[-1][name] for run in of_kind], spec) for name, (_, spec) in FIGURES.items()),
+            *(warm_start.spread([run[-1][name] for run in of_kind], spec) for name, (_, spec) in FIGURES.items()),
         )
     made_of = f"{_STEPS.value} updates of rows that are {_LAG.value} updates old, seeds: {_SEEDS.value}"
     print(f"\n{made_of}; this call took {time.monotonic() - begin:.0f} s")

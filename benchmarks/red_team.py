@@ -146,10 +146,6 @@ def plot(path: Path, curves: Curves) -> None:
     plt.close(figure)
 
 
-def _spread(values: Sequence[float]) -> str:
-    return f"{np.mean(values):.3f} ± {np.std(values, ddof=len(values) > 1):.3f}"
-
-
 def print_table(root: Path, curves: Curves) -> None:
     """The scores before, and at the end of every kind of run; rows made."""
     warm_start.table("objective", "searchers", *SCORES.values(), "rows made")
@@ -162,7 +158,7 @@ def print_table(root: Path, curves: Curves) -> None:
         warm_start.row(
             objective,
             f"{searchers}",
-            *(_spread([scores[score] for scores in last]) for score in SCORES),
+            *(warm_start.spread([scores[score] for scores in last]) for score in SCORES),
             f"{np.mean(made):,.0f}" + (f" ({early} ended early)" if early else ""),
         )
 

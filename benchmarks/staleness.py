@@ -127,10 +127,10 @@ def main(argv: Sequence[str]) -> None:
     for objective in objectives:
         cells = []
         for lag in lags:
-            last = np.array([curve[-1][1] for curve in curves[objective, lag]])
+            last = [curve[-1][1] for curve in curves[objective, lag]]
             early = sum(curve[-1][0] < _STEPS.value for curve in curves[objective, lag])
-            figures[f"{objective}, {lag}"] = last.tolist()
-            cells.append(f"{last.mean():.3f} ± {last.std(ddof=len(last) > 1):.3f}" + (f" ({early} ended early)" if early else ""))
+            figures[f"{objective}, {lag}"] = last
+            cells.append(warm_start.spread(last) + (f" ({early} ended early)" if early else ""))
         warm_start.row(objective, *cells)
     first = np.mean([curve[0][1] for runs in curves.values() for curve in runs])
     print(f"\nbefore: {first:.3f}; {_STEPS.value} updates, {_SEEDS.value} seeds; this call took {time.monotonic() - begin:.0f} s")

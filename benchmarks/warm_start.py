@@ -4,8 +4,11 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from tba_jax import experiment, report, roles, run_dir
 
@@ -70,3 +73,8 @@ def table(*columns: str) -> None:
 def row(*cells: str) -> None:
     """Prints a row of a markdown table."""
     print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def spread(values: Sequence[float], spec: str = ".3f") -> str:
+    """Mean and standard deviation, of one value that alone."""
+    return f"{np.mean(values):z{spec}}" + (f" ± {np.std(values, ddof=1):{spec}}" if len(values) > 1 else "")
