@@ -1,0 +1,228 @@
+"""Is this checkout as fast, and as small in memory, as another one? Interleaved measurements of both, piece by piece.
+
+git worktree add --detach ../before <commit>
+python -m benchmarks.against --other=../before [--pairs=9] [--only=update_demo,…] [--limit=1.03] [--cores=2]
+git worktree remove ../before
+
+Both checkouts need benchmarks/pieces.py, which measures the code beside it: where their APIs differ, each has its own version of
+that file, with the same names of pieces and figures. A worker runs in each checkout, with the same Python, environment and cores.
+They are measured on CPUs and strictly in turn: a pair is one measurement of each, and the worker that goes first alternates.
+Preparation (inputs, compilation, a first run) is not timed, and both workers do it at once.
+
+The table has the medians of both checkouts, and the quartiles over the pairs of the ratio this / other. A figure that one
+measurement settles, such as the memory that the compiler assigns, has one ratio. The command fails, with exit status 1, where the
+lower quartile or the one ratio is above --limit: three pairs of four then agree that this checkout is worse by more than that.
+Nine pairs of all pieces take about ten minutes; fewer than nine are for trying out.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
+
+from absl import app, flags
+
+_OTHER = flags.DEFINE_string("other", "", "Folder of the checkout that this one is compared with.")
+_PAIRS = flags.DEFINE_integer("pairs", 9, "Measurements of each checkout.", lower_bound=2)
+_ONLY = flags.DEFINE_list("only", [], "Names of pieces; default: all.")
+_LIMIT = flags.DEFINE_float("limit", 1.03, "The lower quartile of this / other may be so much.", lower_bound=0.0)
+_CORES = flags.DEFINE_integer("cores", 2, "Of this process' cores, how many the workers get: the first ones.", lower_bound=1)
+
+_THIS = Path(__file__).resolve().parents[1]
+# Threads of one worker spin for a while after their work; they are to sleep when the other's begins.
+_QUIET_SECONDS = 0.2
+_ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+# Would let a worker import other code than that of its checkout.
+_CLEARED = ("PYTHONPATH", "PYTHONSAFEPATH")
+
+
+@dataclasses.dataclass(frozen=True)
+class Ratios:
+    """Of this / other over the pairs: quartiles, which are one number where one measurement settles it."""
+
+    lower: float
+    median: float
+    upper: float
+
+
+def ratios(this: Sequence[float], other: Sequence[float]) -> Ratios:
+    """Measurement i of `this` and of `other` are a pair. Quartiles lie on the line between the two nearest ratios."""
+    found = [mine / theirs for mine, theirs in zip(this, other, strict=True)]
+    return Ratios(*(statistics.quantiles(found, n=4, method="inclusive") if len(found) > 1 else found * 3))
+
+
+def worse(found: Mapping[str, Mapping[str, Ratios]], limit: float) -> list[str]:
+    """A sentence about each figure whose lower quartile is above the limit. found: piece -> figure -> ratios."""
+    return [
+        f"{piece}: {figure}: the lower quartile of this / other is {ratio.lower:.3f}, above --limit={limit:g}"
+        for piece, figures in found.items()
+        for figure, ratio in figures.items()
+        if ratio.lower > limit
+    ]
+
+
+class Worker:
+    """The process of benchmarks.pieces in a checkout. Raises RuntimeError: it ended; with all of `errors`, its stderr."""
+
+    def __init__(self, folder: Path, errors: TextIO):
+        self.folder, self._errors = folder, errors
+        environment = {name: value for name, value in os.environ.items() if name not in _CLEARED} | _ENVIRONMENT
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.pieces"],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+
+    def send(self, do: str, **arguments: str) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            self._fail()
+
+    def answer(self) -> dict[str, Any]:
+        """The answer to the oldest request that has none."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self._fail()
+        return json.loads(line)
+
+    def ask(self, do: str, **arguments: str) -> dict[str, Any]:
+        self.send(do, **arguments)
+        return self.answer()
+
+    def _fail(self) -> NoReturn:
+        code = self._process.wait()
+        self._errors.seek(0)
+        raise RuntimeError(f"the worker in {self.folder} ended with code {code}:\n{self._errors.read()}")
+
+    def close(self) -> None:
+        self._process.terminate()  # it may be in the middle of a long request
+        self._process.wait()
+
+
+@contextlib.contextmanager
+def started(folder: Path) -> Iterator[Worker]:
+    """A worker, which ends with the context."""
+    with tempfile.TemporaryFile("w+", errors="replace") as errors:
+        worker = Worker(folder, errors)
+        try:
+            yield worker
+        finally:
+            worker.close()
+
+
+def pieces_of(worker: Worker) -> list[str]:
+    """Raises ValueError: the worker imported the code of another checkout than its own."""
+    listed = worker.ask("list")
+    if Path(listed["code"]) != worker.folder:
+        raise ValueError(f"the worker in {worker.folder} imports the code in {listed['code']}: uninstall tba_jax")
+    return listed["pieces"]
+
+
+def measure(piece: str, this: Worker, other: Worker, pairs: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Figure -> values of a piece, in this checkout and in the other: one for each pair, or one alone."""
+    workers = (this, other)
+    found: tuple[dict[str, list[float]], dict[str, list[float]]] = ({}, {})
+    for worker in workers:
+        worker.send("prepare", piece=piece)
+    for worker, values in zip(workers, found, strict=True):
+        values.update({figure: [value] for figure, value in worker.answer()["figures"].items()})
+    for pair in range(pairs):
+        for i in (0, 1) if pair % 2 == 0 else (1, 0):
+            time.sleep(_QUIET_SECONDS)
+            for figure, value in workers[i].ask("run")["figures"].items():
+                found[i].setdefault(figure, []).append(value)
+    return found
+
+
+def compare(piece: str, this: Worker, other: Worker, pairs: int) -> dict[str, Ratios]:
+    """Measures a piece, prints its lines of the table and returns the ratios of figures that both checkouts have."""
+    begin = time.perf_counter()
+    mine, theirs = measure(piece, this, other, pairs)
+    seconds, found = time.perf_counter() - begin, {}
+    print(f"{piece} ({seconds:.0f} s)")
+    for figure in mine | theirs:
+        if figure not in mine or figure not in theirs:
+            print(f"  {figure}: {'the other' if figure in theirs else 'this'} checkout alone has it, so it is not compared")
+            continue
+        found[figure] = ratio = ratios(mine[figure], theirs[figure])
+        spread = f"{ratio.lower:7.3f} {ratio.median:7.3f} {ratio.upper:7.3f}"
+        if len(mine[figure]) == 1:
+            spread = f"{'':7} {ratio.median:7.3f} {'':7}"
+        print(f"  {figure:26} {statistics.median(mine[figure]):10.4g} {statistics.median(theirs[figure]):10.4g}   {spread}")
+    sys.stdout.flush()
+    return found
+
+
+def run(this: Worker, other: Worker, only: Sequence[str], *, pairs: int, limit: float) -> bool:
+    """Compares and prints. Returns whether nothing is worse.
+
+    Raises:
+      ValueError: `only` names a piece that neither checkout has, or there is none that both have.
+    """
+    mine, theirs = pieces_of(this), pieces_of(other)
+    everything = list(dict.fromkeys(mine + theirs))
+    if unknown := [name for name in only if name not in everything]:
+        raise ValueError(f"--only={unknown[0]} is none of {', '.join(everything)}")
+    wanted = list(only) or everything
+    lacking = [name for name in wanted if name not in mine or name not in theirs]
+    if len(lacking) == len(wanted):
+        raise ValueError(f"no piece is in both checkouts: this has {', '.join(mine)}; the other has {', '.join(theirs)}")
+    print(f"this: {this.folder}, other: {other.folder}; {pairs} pairs, {len(os.sched_getaffinity(0))} cores")
+    print("  {:26} {:>10} {:>10}   {:>7} {:>7} {:>7}".format("", "this", "other", "lower", "median", "upper"), flush=True)
+    begin = time.perf_counter()
+    found = {name: compare(name, this, other, pairs) for name in wanted if name not in lacking}
+    for name in lacking:
+        print(f"{name} is not compared: {'the other' if name in mine else 'this'} checkout has no such piece")
+    sentences = worse(found, limit)
+    for sentence in sentences:
+        print(sentence)
+    if not sentences:
+        print(f"nothing is worse: no lower quartile of {len(found)} pieces is above {limit:g}")
+    print(f"{time.perf_counter() - begin:.0f} s; load average of the last minute {os.getloadavg()[0]:.1f}")
+    return not sentences
+
+
+def check_flags() -> Path:
+    """The other checkout. Raises ValueError: a flag names what there is not."""
+    if not _OTHER.value:
+        raise ValueError("--other is needed: the folder of another checkout, see `git worktree add`")
+    other = Path(_OTHER.value).resolve()
+    if not (other / "benchmarks" / "pieces.py").is_file():
+        raise ValueError(f"--other={_OTHER.value} is no checkout with benchmarks/pieces.py, by which it would be measured")
+    if _CORES.value > (cores := len(os.sched_getaffinity(0))):
+        raise ValueError(f"--cores={_CORES.value} is more than the {cores} cores that this process may use")
+    return other
+
+
+def main(argv: Sequence[str]) -> None:
+    del argv
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the workers end as well
+    try:
+        folder = check_flags()
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: _CORES.value])  # workers inherit it
+        with started(_THIS) as this, started(folder) as other:
+            fine = run(this, other, _ONLY.value, pairs=_PAIRS.value, limit=_LIMIT.value)
+    except (ValueError, RuntimeError) as error:
+        sys.exit(f"error: {error}")
+    sys.exit(0 if fine else 1)
+
+
+if __name__ == "__main__":
+    app.run(main)

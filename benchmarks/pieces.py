@@ -1,0 +1,383 @@
+"""What benchmarks.against measures: a process that prepares one piece of the project at a time and times it when asked.
+
+python -m benchmarks.pieces
+
+Reads one JSON request a line from stdin and answers each by one JSON line on stdout; everything else goes to stderr:
+
+  {"do": "list"}                                 {"pieces": [names], "code": the folder that holds the imported tba_jax}
+  {"do": "prepare", "piece": "update_demo"}      {"figures": {"temporary memory, MiB": 12.3}}, which one measurement settles
+  {"do": "run"}                                  {"figures": {"seconds": 0.4}} of the piece that was prepared last
+
+`prepare` makes inputs, compiles and runs the piece once. A piece keeps its state between runs: an update goes on from the state
+of the update before. On CPUs there is one device for each core, as searchers.cpu_devices makes them; the decoder uses all of
+them, and everything else uses the first. The persistent compilation cache is off.
+
+The functions between model_of and logprobs_of are the only ones that call tba_jax.
+"""
+
+import dataclasses
+import functools
+import gc
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import tba_jax
+from configs import base, demo
+from tba_jax import experiment, run_config
+from tba_jax import mesh as mesh_lib
+from tba_jax.decoding import sampling as sampling_lib
+from tba_jax.decoding.engine import Engine
+from tba_jax.decoding.requests import Request
+from tba_jax.decoding.rollout import rollout
+from tba_jax.decoding.slots import row_keys
+from tba_jax.learner import state as state_lib
+from tba_jax.learner import update as update_lib
+from tba_jax.models import decoder, parameters, scoring
+from tba_jax.trainer import settings
+
+_MIB = 1 << 20
+_MEMORY, _SECONDS, _LOWER, _COMPILE = "temporary memory, MiB", "seconds", "trace and lower, seconds", "compile, seconds"
+
+# Settings of the base recipe: 32 rows of 4 queries. The model's vocabulary is not a setting, it comes beside them.
+_SMALL: dict[str, Any] = {
+    "task.prompt_length": 64,
+    "task.response_length": 64,
+    "learner.queries": 4,
+    "learner.completions": 8,
+    "model.layers": 6,
+    "model.width": 384,
+    "model.heads": 6,
+    "model.kv_heads": 6,
+    "model.head_size": 64,
+    "model.ffn": 1024,
+}
+# The depth of Qwen2.5-1.5B at a small width.
+_DEEP: dict[str, Any] = _SMALL | {
+    "model.layers": 28,
+    "model.width": 256,
+    "model.heads": 8,
+    "model.kv_heads": 2,
+    "model.head_size": 32,
+    "model.ffn": 512,
+    "model.compute_dtype": "bfloat16",
+}
+# Of the decoder: rows, tokens of a prompt.
+_ROWS, _PROMPT = 64, 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A piece that is ready. run: one measurement, figure -> value; figures: those that one measurement settles."""
+
+    run: Callable[[], dict[str, float]]
+    figures: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """A learner's update. step: (state, batch) -> (state, measurements), not jitted; init: the state of step 0, not jitted."""
+
+    step: Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]
+    init: Callable[[], Any]
+    batch: Any
+
+
+def recipe(changes: Mapping[str, Any]) -> Any:
+    """The base config with these settings."""
+    config = base.get_config()
+    config.update_from_flattened_dict(dict(changes))
+    return config
+
+
+def model_of(config: Any, vocab: int) -> decoder.DecoderConfig:
+    """The policy's shape of a config, with so many tokens."""
+    return dataclasses.replace(experiment.build(config).policy.model, vocab=vocab)
+
+
+def space_of_all_tokens() -> scoring.ResponseSpace:
+    """All responses at temperature 1, without an end of sequence."""
+    return scoring.ResponseSpace(temperature=1.0, banned_tokens=(), eos_id=-1)
+
+
+def update_of(config: Any, vocab: int = 0) -> Update:
+    """The update of a config. vocab: of the policy, 0: that of the config's tokenizer."""
+    built = experiment.build(config)
+    model = model_of(config, vocab) if vocab else built.policy.model
+    policy = dataclasses.replace(built.policy, model=model)
+    optimizers, schedules = settings.make_optimizers(config), settings.make_schedules(config)
+    learner = settings.make_learner_config(config, built.contract, policy, devices=1)
+
+    def step(state: Any, batch: Any) -> tuple[Any, dict[str, jax.Array]]:
+        return update_lib.train_step(state, {}, batch, optimizers=optimizers, schedules=schedules, config=learner)
+
+    def init() -> Any:
+        return state_lib.init_state(decoder.init_params(jax.random.key(0), model), optimizers)
+
+    return Update(step, init, random_batch(config, built.contract, model.vocab))
+
+
+def random_batch(config: Any, contract: run_config.Contract, vocab: int) -> state_lib.Batch:
+    """A learner's batch of responses whose lengths are between a half and the whole of the longest."""
+    B, P, R = config.learner.queries * config.learner.completions, contract.prompt_length, contract.response_length
+    rng = np.random.default_rng(0)
+    allowed = np.setdiff1d(np.arange(vocab), [*contract.banned_tokens, contract.eos_id])
+    length = rng.integers(R // 2, R, B, endpoint=True).astype(np.int32)
+    masked = np.arange(R)[None, :] >= length[:, None]
+
+    def logprobs() -> np.ndarray:
+        return np.where(masked, 0, -rng.exponential(np.log(vocab), (B, R))).astype(np.float32)
+
+    return jax.device_put(
+        state_lib.Batch(
+            prompt_tokens=rng.choice(allowed, (B, P)).astype(np.int32),
+            prompt_length=np.full(B, P, np.int32),
+            response_tokens=np.where(masked, contract.pad_id, rng.choice(allowed, (B, R))).astype(np.int32),
+            response_length=length,
+            ref_logprobs=logprobs(),
+            policy_logprobs=logprobs(),
+            behavior_logprobs=logprobs(),
+            policy_step=np.where(masked, -1, 0).astype(np.int32),
+            reward=rng.integers(0, 2, B).astype(np.float32),
+        ),
+        jax.devices()[0],
+    )
+
+
+def generator_of(config: Any, vocab: int, *, response_length: int) -> Callable[[int], None]:
+    """A function that generates _ROWS responses as a searcher does; its argument numbers the random keys."""
+    model, mesh = model_of(config, vocab), mesh_lib.make_mesh((-1, 1, 1), setting="benchmark")
+    engine = Engine(
+        model,
+        space_of_all_tokens(),
+        mesh,
+        slots=_ROWS,
+        samples=1,
+        prompt_length=_PROMPT,
+        response_length=response_length,
+        pad_id=0,
+        batches=True,
+    )
+    params = jax.jit(decoder.init_params, static_argnums=1)(jax.random.key(0), model)
+    engine.set_policy(parameters.cast(params, model.compute_dtype), 0)
+    prompts = np.random.default_rng(1).integers(3, vocab, (_ROWS, _PROMPT)).tolist()
+    sampling = sampling_lib.constant(1, temperature=1.0)
+
+    def generate(number: int) -> None:
+        keys = np.asarray(row_keys(number, 0, np.arange(_ROWS, dtype=np.uint32)))
+        requests = [Request(name=str(q), prompt=prompts[q], keys=keys[q : q + 1], sampling=sampling) for q in range(_ROWS)]
+        lengths = [int(made.length[0]) for made in engine.generate(requests)]
+        if min(lengths) < response_length:
+            raise ValueError(
+                f"a response ended after {min(lengths)} of {response_length} tokens, so there was less work than meant"
+            )
+
+    return generate
+
+
+def rollout_of(config: Any, vocab: int, *, response_length: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A whole generation as one function of arrays, not jitted, and the shapes of its arguments."""
+    model = model_of(config, vocab)
+    params = jax.eval_shape(functools.partial(decoder.init_params, config=model), jax.random.key(0))
+    keys = jax.ShapeDtypeStruct((_ROWS, 2), np.uint32)
+    prompts, lengths = jax.ShapeDtypeStruct((_ROWS, _PROMPT), np.int32), jax.ShapeDtypeStruct((_ROWS,), np.int32)
+    function = functools.partial(rollout, config=model, space=space_of_all_tokens(), response_length=response_length, pad_id=0)
+    return function, (params, prompts, lengths, keys, sampling_lib.constant(_ROWS, temperature=1.0))
+
+
+def logprobs_of(config: Any, vocab: int, megabytes: int) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
+    """(head float32[V, D], hidden [B, R, D], tokens int32[B, R]) -> the tokens' log-probs float32[B, R].
+
+    Args: config: of a model with a tied embedding; megabytes: what logits may take at a time.
+    """
+    model, space = model_of(config, vocab), space_of_all_tokens()
+
+    def logprobs(head: jax.Array, hidden: jax.Array, tokens: jax.Array) -> jax.Array:
+        params = {"embedding": {"weight": head}}
+        return scoring.token_logprobs(params, hidden, tokens, config=model, space=space, logit_bytes=megabytes * _MIB)[0]
+
+    return logprobs
+
+
+def timed(function: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
+    """Seconds until the result is computed, and the result."""
+    begin = time.perf_counter()
+    result = jax.block_until_ready(function(*arguments))
+    return time.perf_counter() - begin, result
+
+
+def memory_of(program: jax.stages.Compiled) -> dict[str, float]:
+    """What a program takes besides its arguments and results."""
+    analysis = program.memory_analysis()
+    assert analysis is not None
+    return {_MEMORY: analysis.temp_size_in_bytes / _MIB}
+
+
+def update_piece(config: Any, vocab: int = 0, *, updates: int = 1) -> Piece:
+    """Seconds of one update, the mean of `updates` in a row, each on the state that the one before left."""
+    update = update_of(config, vocab)
+    state = jax.jit(update.init)()
+    program = jax.jit(update.step, donate_argnums=0).lower(state, update.batch).compile()
+    held = [state]
+
+    def several() -> dict[str, jax.Array]:
+        state = held.pop()
+        for _ in range(updates):
+            state, measurements = program(state, update.batch)
+        held.append(jax.block_until_ready(state))
+        return measurements
+
+    def run() -> dict[str, float]:
+        seconds, measurements = timed(several)
+        if not measurements["finite"]:
+            raise FloatingPointError(f"update {int(held[0].step)} was refused: loss {float(measurements['loss'])}")
+        return {_SECONDS: seconds / updates}
+
+    run()
+    return Piece(run, memory_of(program))
+
+
+def decode_piece(config: Any, vocab: int, *, response_length: int) -> Piece:
+    """Seconds of one generation, from host arrays to host arrays."""
+    generate, numbers = generator_of(config, vocab, response_length=response_length), itertools.count()
+
+    def run() -> dict[str, float]:
+        return {_SECONDS: timed(generate, next(numbers))[0]}
+
+    run()
+    return Piece(run)
+
+
+def compile_piece(function: Callable[..., Any], arguments: tuple[Any, ...], *, donate: tuple[int, ...] = ()) -> Piece:
+    """Seconds until a function is traced and lowered, and from then until it is compiled, as if the process were new.
+
+    Args: function: not jitted; arguments: its arguments or their shapes.
+    """
+
+    def compiled() -> tuple[dict[str, float], jax.stages.Compiled]:
+        lower, lowered = timed_lowering(function, arguments, donate)
+        seconds, program = timed(lowered.compile)
+        return {_LOWER: lower, _COMPILE: seconds}, program
+
+    _, program = compiled()
+    return Piece(lambda: compiled()[0], memory_of(program))
+
+
+def lower_piece(function: Callable[..., Any], arguments: tuple[Any, ...], *, donate: tuple[int, ...] = ()) -> Piece:
+    """As compile_piece, without compilation. The seconds are the median of three."""
+
+    def run() -> dict[str, float]:
+        return {_LOWER: float(np.median([timed_lowering(function, arguments, donate)[0] for _ in range(3)]))}
+
+    run()
+    return Piece(run)
+
+
+def timed_lowering(
+    function: Callable[..., Any], arguments: tuple[Any, ...], donate: tuple[int, ...]
+) -> tuple[float, jax.stages.Lowered]:
+    """Seconds until a function is traced and lowered, with none of JAX's caches filled, and what it is lowered to."""
+    jax.clear_caches()
+    return timed(lambda: jax.jit(function, donate_argnums=donate).lower(*arguments))
+
+
+def update_to_compile(config: Any, vocab: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    update = update_of(config, vocab)
+    return update.step, (jax.eval_shape(update.init), update.batch)
+
+
+def logprobs_piece(*, B: int, R: int, D: int, V: int, timed_R: int = 0, dtype: str = "float32", megabytes: int = 128) -> Piece:
+    """Memory and seconds of the gradients of a weighted sum of log-probs with respect to the head and the hidden states.
+
+    Args: timed_R: response length for the seconds, 0: R; dtype: of the hidden states and of the model's computation.
+    """
+    config = recipe({"model.width": D, "model.compute_dtype": dtype})
+    logprobs = logprobs_of(config, V, megabytes)
+
+    def loss(head: jax.Array, hidden: jax.Array, tokens: jax.Array, weights: jax.Array) -> jax.Array:
+        return jnp.sum(weights * logprobs(head, hidden, tokens))
+
+    shapes = (
+        jax.ShapeDtypeStruct((V, D), jnp.float32),
+        jax.ShapeDtypeStruct((B, R, D), dtype),
+        jax.ShapeDtypeStruct((B, R), jnp.int32),
+        jax.ShapeDtypeStruct((B, R), jnp.float32),
+    )
+    gradients = jax.jit(jax.grad(loss, argnums=(0, 1)))
+    memory = memory_of(gradients.lower(*shapes).compile())
+    rng, R = np.random.default_rng(0), timed_R or R
+    inputs = (
+        jnp.asarray(0.05 * rng.standard_normal((V, D)), jnp.float32),
+        jnp.asarray(rng.standard_normal((B, R, D)), dtype),
+        jnp.asarray(rng.integers(0, V, (B, R)), jnp.int32),
+        jnp.asarray(rng.standard_normal((B, R)), jnp.float32),
+    )
+
+    def run() -> dict[str, float]:
+        return {_SECONDS: timed(gradients, *inputs)[0]}
+
+    run()
+    return Piece(run, memory)
+
+
+# Sizes are such that nine pairs of all pieces take less than ten minutes on two cores.
+PIECES: dict[str, Callable[[], Piece]] = {
+    "update_demo": lambda: update_piece(demo.get_config(), updates=4),
+    "update_v4096": lambda: update_piece(recipe(_SMALL), 4096),
+    "update_v32000": lambda: update_piece(recipe(_SMALL), 32_000),
+    "decode_v4096": lambda: decode_piece(recipe(_SMALL), 4096, response_length=128),
+    "decode_v32000": lambda: decode_piece(recipe(_SMALL), 32_000, response_length=64),
+    "compile_update": lambda: compile_piece(*update_to_compile(recipe(_SMALL), 4096), donate=(0,)),
+    # The layers of the decoder are unrolled: two are a third of the time.
+    "compile_decode": lambda: compile_piece(*rollout_of(recipe(_SMALL | {"model.layers": 2}), 4096, response_length=128)),
+    "lower_28_layers": lambda: lower_piece(*update_to_compile(recipe(_DEEP), 4096), donate=(0,)),
+    # The budget takes 41 steps at a time: seconds are those of four whole blocks.
+    "logprobs_v50000": lambda: logprobs_piece(B=16, R=1024, D=256, V=50_000, timed_R=164),
+    "logprobs_v8192": lambda: logprobs_piece(B=32, R=64, D=384, V=8192),
+    # Four blocks of 64 steps; the budget of the others would take all steps at once.
+    "logprobs_bfloat16": lambda: logprobs_piece(B=4, R=256, D=256, V=8192, dtype="bfloat16", megabytes=8),
+}
+
+
+def serve(requests: TextIO, answers: TextIO) -> None:
+    """Answers requests until there are no more."""
+    piece: Piece | None = None
+    for line in requests:
+        request = json.loads(line)
+        gc.collect()
+        if request["do"] == "list":
+            answer: dict[str, Any] = {"pieces": list(PIECES), "code": str(Path(tba_jax.__file__).resolve().parents[1])}
+        elif request["do"] == "prepare":
+            piece = None  # its arrays and programs go before those of the next are made
+            gc.collect()
+            jax.clear_caches()
+            piece = PIECES[request["piece"]]()
+            answer = {"figures": piece.figures}
+        elif request["do"] == "run" and piece is not None:
+            answer = {"figures": piece.run()}
+        else:
+            raise ValueError(f"{request} is no request, or comes before anything is prepared")
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+def main() -> None:
+    jax.config.update("jax_enable_compilation_cache", False)
+    jax.config.update("jax_num_cpu_devices", len(os.sched_getaffinity(0)))
+    # What a library prints must not come between the answers.
+    with os.fdopen(os.dup(sys.stdout.fileno()), "w") as answers:
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        serve(sys.stdin, answers)
+
+
+if __name__ == "__main__":
+    main()
