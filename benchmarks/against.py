@@ -12,7 +12,10 @@ Preparation (inputs, compilation, a first run) is not timed, and both workers do
 The table has the medians of both checkouts, and the quartiles over the pairs of the ratio this / other. A figure that one
 measurement settles, such as the memory that the compiler assigns, has one ratio. The command fails, with exit status 1, where the
 lower quartile or the one ratio is above --limit: three pairs of four then agree that this checkout is worse by more than that.
-Nine pairs of all pieces take about ten minutes; fewer than nine are for trying out.
+Nine pairs of all pieces take less than ten minutes on a quiet machine; fewer than nine are for trying out.
+
+Each piece says how much of the cores' time other processes took during its measurements. Where that is much, even two checkouts
+of one commit can differ by more than the limit: repeat the piece (--only) on a quiet machine.
 """
 
 import contextlib
@@ -37,9 +40,10 @@ _ONLY = flags.DEFINE_list("only", [], "Names of pieces; default: all.")
 _LIMIT = flags.DEFINE_float("limit", 1.03, "The lower quartile of this / other may be so much.", lower_bound=0.0)
 _CORES = flags.DEFINE_integer("cores", 2, "Of this process' cores, how many the workers get: the first ones.", lower_bound=1)
 
+_TICKS = os.sysconf("SC_CLK_TCK")
 _THIS = Path(__file__).resolve().parents[1]
 # Threads of one worker spin for a while after their work; they are to sleep when the other's begins.
-_QUIET_SECONDS = 0.2
+_QUIET_SECONDS = 0.05
 _ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 # Would let a worker import other code than that of its checkout.
 _CLEARED = ("PYTHONPATH", "PYTHONSAFEPATH")
@@ -106,6 +110,11 @@ class Worker:
         self.send(do, **arguments)
         return self.answer()
 
+    def cpu_seconds(self) -> float:
+        """CPU time that the process has used so far."""
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / _TICKS  # user and system time
+
     def _fail(self) -> NoReturn:
         code = self._process.wait()
         self._errors.seek(0)
@@ -135,28 +144,51 @@ def pieces_of(worker: Worker) -> list[str]:
     return listed["pieces"]
 
 
-def measure(piece: str, this: Worker, other: Worker, pairs: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Figure -> values of a piece, in this checkout and in the other: one for each pair, or one alone."""
-    workers = (this, other)
-    found: tuple[dict[str, list[float]], dict[str, list[float]]] = ({}, {})
+def cpu_seconds_of_others(workers: Sequence[Worker]) -> float:
+    """CPU time that this process' cores have given to other processes than the workers so far, or that a host withheld."""
+    cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    ticks = 0
+    for line in Path("/proc/stat").read_text().splitlines():
+        name, *fields = line.split()
+        if name in cores:
+            user, nice, system, _idle, _iowait, *interrupts_and_steal = map(int, fields[:8])
+            ticks += user + nice + system + sum(interrupts_and_steal)
+    return ticks / _TICKS - sum(worker.cpu_seconds() for worker in workers)
+
+
+def prepare(piece: str, workers: Sequence[Worker]) -> list[dict[str, list[float]]]:
+    """Prepares a piece in all workers at once. Returns of each the figures that one measurement settles: figure -> [value]."""
     for worker in workers:
         worker.send("prepare", piece=piece)
-    for worker, values in zip(workers, found, strict=True):
-        values.update({figure: [value] for figure, value in worker.answer()["figures"].items()})
+    answers = [worker.answer()["figures"] for worker in workers]
+    return [{figure: [value] for figure, value in answer.items()} for answer in answers]
+
+
+def measure(workers: Sequence[Worker], pairs: int) -> tuple[list[dict[str, list[float]]], float]:
+    """Measures the prepared piece.
+
+    Returns:
+      of each worker, figure -> values, one a pair; and the share of the cores' time that other processes took meanwhile.
+    """
+    found: list[dict[str, list[float]]] = [{} for _ in workers]
+    begin, others = time.perf_counter(), cpu_seconds_of_others(workers)
     for pair in range(pairs):
         for i in (0, 1) if pair % 2 == 0 else (1, 0):
             time.sleep(_QUIET_SECONDS)
             for figure, value in workers[i].ask("run")["figures"].items():
                 found[i].setdefault(figure, []).append(value)
-    return found
+    others = cpu_seconds_of_others(workers) - others
+    return found, others / (time.perf_counter() - begin) / len(os.sched_getaffinity(0))
 
 
 def compare(piece: str, this: Worker, other: Worker, pairs: int) -> dict[str, Ratios]:
     """Measures a piece, prints its lines of the table and returns the ratios of figures that both checkouts have."""
     begin = time.perf_counter()
-    mine, theirs = measure(piece, this, other, pairs)
-    seconds, found = time.perf_counter() - begin, {}
-    print(f"{piece} ({seconds:.0f} s)")
+    settled = prepare(piece, (this, other))
+    measured, share = measure((this, other), pairs)
+    mine, theirs = (once | repeated for once, repeated in zip(settled, measured, strict=True))
+    print(f"{piece} ({time.perf_counter() - begin:.0f} s; other processes took {share:.0%} of the cores' time)")
+    found = {}
     for figure in mine | theirs:
         if figure not in mine or figure not in theirs:
             print(f"  {figure}: {'the other' if figure in theirs else 'this'} checkout alone has it, so it is not compared")
