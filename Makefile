@@ -114,8 +114,9 @@ $(DEV): pyproject.toml $(BASE)
 # the packages of the other: what is compared with PyTorch is what `make test` tests.
 $(PARITY): pyproject.toml $(DEV)
 	@$(PY) -m venv --clear "$(PARITY_VENV)"
-	@$(PY) -c 'import sys, sysconfig; open(sys.argv[1] + "/other.pth", "w").write(sysconfig.get_path("purelib") + "\n")' \
-	  "$$($(PARITY_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+	@$(PARITY_VENV)/bin/python -c 'import os, sys, sysconfig; here = sysconfig.get_path("purelib"); \
+	  open(here + "/other.pth", "w").write(os.path.relpath(sys.argv[1], here) + "\n")' \
+	  "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 	@$(call install_extra,parity,$(PARITY_VENV))
 	@touch $@
 
