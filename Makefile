@@ -1,7 +1,8 @@
-# One gate for people and CI: `make check` and `make test`. Everything runs in .venv, which is made on first use.
+# One gate for people and CI: `make check`, `make test` and `make parity`. Everything runs in .venv, which is made on first use;
+# what needs PyTorch runs in .venv-parity.
 #
 #   PYTHON=…       the Python (3.11 or newer) that makes .venv; default: the first of python3, python3.13 … that works
-#   VENV=…         another environment than .venv
+#   VENV=…         another environment than .venv; PARITY_VENV=… than .venv-parity
 #   ACCELERATOR=…  cuda12, cuda13 or tpu: also installs JAX' support for it
 #   WORKERS=…      processes that run the tests; default 2
 #   ARGS=…         further flags of tba_jax.main, or further arguments of pytest
@@ -15,19 +16,20 @@ SHELL := /bin/sh
 .DEFAULT_GOAL := help
 
 VENV ?= .venv
+PARITY_VENV ?= .venv-parity
 WORKERS ?= 2
 ARGS ?=
 # Relative, so that the path of the checkout may hold spaces; `python -m` everywhere, so that no script's first line matters.
 PY := $(VENV)/bin/python
 CANDIDATES := python3 python3.13 python3.12 python3.11
-PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(PY) -m pip install --quiet
+PIP := -m pip --disable-pip-version-check install --quiet
 
 # Stamps lie inside the environment, so they go when it goes.
 BASE := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
-PARITY_STAMP := $(VENV)/.installed-parity
+STORIES := $(VENV)/.installed-stories
+PARITY := $(PARITY_VENV)/.installed
 READY := $(if $(ACCELERATOR),$(VENV)/.installed-$(ACCELERATOR),$(BASE))
-TESTED_WITH := $(if $(filter-out 0,$(PARITY)),$(PARITY_STAMP),$(DEV))
 
 VERSION_OF = $(shell { "$(1)" -c 'import sys; print(*sys.version_info[:3])'; } 2>/dev/null)
 ifneq ($(PYTHON),)
@@ -50,18 +52,22 @@ demo: $(READY) ## the embedded demo: warm start, then TBA with two searchers, in
 	@exec $(PY) -m tba_jax.main --config=configs/demo.py --workdir="runs/demo-$$(date +%Y%m%d-%H%M%S)" $(ARGS)
 
 .PHONY: stories
-stories: $(READY) ## happy endings with a pretrained model: MODEL=<folder or hub id> DATA=<JSON list of stories>
+stories: $(READY) $(STORIES) ## happy endings with a pretrained model: MODEL=<folder or hub id> DATA=<JSON list of stories>
 	@test -n "$(MODEL)" && test -n "$(DATA)" || { \
 	  echo "error: name the model and the stories: make stories MODEL=<folder or hub id> DATA=<stories.json>" >&2; exit 2; }
 	@exec $(PY) -m tba_jax.main --config=configs/story_sentiment.py --workdir="runs/stories-$$(date +%Y%m%d-%H%M%S)" \
 	  --config.model.path="$(MODEL)" --config.task.story_sentiment.data_path="$(DATA)" $(ARGS)
 
 .PHONY: test
-test: $(TESTED_WITH) ## the fast tests; PARITY=1: also those against PyTorch, which it installs
+test: $(DEV) ## the fast tests
 	@exec $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
+.PHONY: parity
+parity: $(PARITY) ## the tests that compare with PyTorch, in .venv-parity
+	@exec $(PARITY_VENV)/bin/python -m pytest --parity -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
 .PHONY: test-slow
-test-slow: $(TESTED_WITH) ## the tests that take minutes
+test-slow: $(DEV) ## the tests that take minutes
 	@exec $(PY) -m pytest -m 'slow and not gpu' $(ARGS)
 
 .PHONY: check
@@ -71,8 +77,8 @@ check: $(DEV) ## linter, formatter and type check, changing nothing
 	$(PY) -m mypy
 
 .PHONY: clean
-clean: ## removes the environment and caches, never runs/
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build *.egg-info
+clean: ## removes the environments and caches, never runs/
+	rm -rf $(VENV) $(PARITY_VENV) .pytest_cache .mypy_cache .ruff_cache build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A Python counts as working once it has run: version managers leave commands on the PATH that cannot, and Debian's python3
@@ -92,21 +98,28 @@ $(BASE): requirements.txt
 	  echo "Making $(VENV) with $$("$$found" -c 'import sys; print(sys.executable, sys.version.split()[0])')"; \
 	  "$$found" -m venv --clear "$(VENV)"; fi
 	@echo "Installing requirements.txt into $(VENV) (a minute or two)"
-	@$(PIP) -r requirements.txt
+	@$(PY) $(PIP) -r requirements.txt
 	@touch $@
 
 # What an extra of pyproject.toml lists, exactly as it is spelt there: another spelling of torch is another, far larger build.
+# $(call install_extra,the extra,the environment)
 install_extra = $(PY) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["$(1)"], sep="\n")' \
-	> $(VENV)/$(1).txt && echo "Installing $$(tr '\n' ' ' < $(VENV)/$(1).txt)" && $(PIP) -r $(VENV)/$(1).txt
+	> $(2)/$(1).txt && echo "Installing $$(tr '\n' ' ' < $(2)/$(1).txt)into $(2)" && $(2)/bin/python $(PIP) -r $(2)/$(1).txt
 
 $(DEV): pyproject.toml $(BASE)
-	@$(call install_extra,dev)
+	@$(call install_extra,dev,$(VENV))
 	@touch $@
 
-$(PARITY_STAMP): pyproject.toml $(DEV)
-	@$(call install_extra,parity)
+# With PyTorch beside it, transformers behaves otherwise than it does for users, so PyTorch has an environment of its own, which sees
+# the packages of the other: what is compared with PyTorch is what `make test` tests.
+$(PARITY): pyproject.toml $(DEV)
+	@$(PY) -m venv --clear "$(PARITY_VENV)"
+	@$(PARITY_VENV)/bin/python -c 'import os, sys, sysconfig; here = sysconfig.get_path("purelib"); \
+	  open(here + "/other.pth", "w").write(os.path.relpath(sys.argv[1], here) + "\n")' \
+	  "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+	@$(call install_extra,parity,$(PARITY_VENV))
 	@touch $@
 
-$(VENV)/.installed-cuda12 $(VENV)/.installed-cuda13 $(VENV)/.installed-tpu: $(VENV)/.installed-%: pyproject.toml $(BASE)
-	@$(call install_extra,$*)
+$(STORIES) $(VENV)/.installed-cuda12 $(VENV)/.installed-cuda13 $(VENV)/.installed-tpu: $(VENV)/.installed-%: pyproject.toml $(BASE)
+	@$(call install_extra,$*,$(VENV))
 	@touch $@

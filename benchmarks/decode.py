@@ -505,7 +505,7 @@ def main(argv: Sequence[str]) -> None:
     logging.set_verbosity(logging.WARNING)
     with_torch, device = "torch" in _ONLY.value, _DEVICE.value
     if with_torch and not (importlib.util.find_spec("torch") and importlib.util.find_spec("transformers")):
-        sys.exit("error: torch is not installed: `make test PARITY=1` installs it; --only=ours goes without")
+        sys.exit("error: torch is not installed: `make parity` makes .venv-parity, which has it; --only=ours goes without")
     try:
         check_flags()
         restart_as_wanted()

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import difflib
 import functools
+import importlib.util
 import logging
 import shutil
 import uuid
@@ -36,7 +37,7 @@ from tba_jax.models.presets import PRESETS
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.optimizer import SCHEDULES
 from tba_jax.replay.selection import STRATEGIES
-from tba_jax.tasks import TASKS, own
+from tba_jax.tasks import EXTRAS, TASKS, own
 from tba_jax.tasks.interface import SPLITS, EncodedQuery, Query, Shortens, Task
 from tba_jax.tokenizer import CharacterTokenizer, HuggingFaceTokenizer, Tokenizer
 
@@ -85,6 +86,12 @@ def build(config: Any, *, reward_models: Mapping[str, str] | None = None) -> Exp
             close = difflib.get_close_matches(leaves[name], known, n=1)
             hint = f" (did you mean {close[0]!r}?)" if close else ""
             raise ValueError(f"{name}={leaves[name]!r} is not one of {known}{hint}")
+    package, extra = EXTRAS.get(config.task.name, ("", ""))
+    if package and importlib.util.find_spec(package) is None:
+        raise ValueError(
+            f"task.name={config.task.name!r} needs the package {package}, which is not installed; it is the extra `{extra}`: "
+            f"`make {extra}` installs it, and so does pip install -e '.[{extra}]'"
+        )
     policy, tokenizer = policy_and_tokenizer(config)
     model = policy.model
     _check_kernel(model)

@@ -1,6 +1,7 @@
 """Tokenizers: text to token ids and back, behind one small protocol."""
 
 import hashlib
+import importlib.util
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -215,6 +216,11 @@ def open_transformers(folder: Path) -> tuple[Any, int | None]:
     """
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise ValueError(f"{folder} holds no tokenizer: none of {', '.join(_TOKENIZER_FILES)}")
+    if _is_sentencepiece(folder) and importlib.util.find_spec("sentencepiece") is None:
+        raise ValueError(
+            f"the tokenizer of {folder} is a tokenizer.model without a tokenizer.json, which needs the package sentencepiece; it "
+            "is the extra `sentencepiece`: pip install -e '.[sentencepiece]' installs it"
+        )
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
@@ -229,6 +235,14 @@ def open_transformers(folder: Path) -> tuple[Any, int | None]:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"the tokenizer of {folder} cannot be loaded: {reason}") from error
     return tokenizer, None if eos_id is None else int(eos_id)
+
+
+def _is_sentencepiece(folder: Path) -> bool:
+    """Whether the folder has SentencePiece's file alone. It begins with the tag of its first field; tiktoken's file is text."""
+    if (folder / "tokenizer.json").is_file() or not (folder / "tokenizer.model").is_file():
+        return False
+    with open(folder / "tokenizer.model", "rb") as file:
+        return file.read(1) == b"\n"
 
 
 def _flat_decoders(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:

@@ -1,10 +1,12 @@
-"""Settings of the test process: eight fake CPU devices, and the folder of real data."""
+"""Settings of the test process: eight fake CPU devices, PyTorch where it is installed, and the folder of real data."""
 
+import importlib.util
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # Before jax starts. GPU tests: JAX_PLATFORMS=cuda pytest -m gpu.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -26,6 +28,40 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import jax  # noqa: E402 (the settings above must come first)
 import pytest  # noqa: E402
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--parity", action="store_true", help="run the tests that compare with PyTorch, and no others")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.parity and importlib.util.find_spec("torch") is None:
+        raise pytest.UsageError("--parity needs torch, which this environment lacks: make parity runs it in one that has it")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A test compares with PyTorch where it asks for the fixture `torch`: there is no other way, and no mark to forget."""
+    if config.option.parity:
+        kept = [item for item in items if "torch" in getattr(item, "fixturenames", ())]
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = kept
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")  # None in a worker of xdist
+    if session.config.option.parity and reporter and exitstatus == 0 and not reporter.stats.get("passed"):
+        session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED  # all were skipped
+
+
+@pytest.fixture
+def torch() -> Iterator[Any]:
+    """PyTorch, without gradients."""
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("torch is not installed: make parity runs the tests that compare with PyTorch")
+    import torch
+
+    with torch.no_grad():
+        yield torch
 
 
 @pytest.fixture

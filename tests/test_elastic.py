@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -17,7 +18,7 @@ from tba_jax.replay import journal
 from tba_jax.replay.log import REGISTER
 from tests import tiny_run
 
-PATIENCE_SECONDS = 240  # for anything: only a hang takes that long
+PATIENCE_SECONDS = 120  # for anything: only a hang takes that long
 FIXTURES = Path(__file__).parent / "fixtures"
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc, which this system lacks")
@@ -27,6 +28,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="re
 class Role:
     """A process of the run with its log."""
 
+    name: str
     process: subprocess.Popen[bytes]
     log: Path
 
@@ -35,20 +37,38 @@ class Role:
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
+    def fail(self, sentence: str) -> NoReturn:
+        words = self.log.read_text(errors="replace").splitlines()[-8:]
+        pytest.fail("\n".join([f"{self.name}: {sentence}; its last words:", *words]), pytrace=False)
+
     def wait_until(self, condition: Callable[[], object], what: str) -> None:
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not condition():
-            assert self.process.poll() is None, f"it ended before {what}: {self.log.read_text(errors='replace')}"
-            assert time.monotonic() < deadline, f"waited {PATIENCE_SECONDS} s for {what}"
+            if self.process.poll() is not None:
+                self.fail(f"it ended with {self.process.returncode} before {what}")
+            if time.monotonic() > deadline:
+                self.fail(f"{PATIENCE_SECONDS} s went by without {what}")
             time.sleep(0.1)
+
+    def wait_for_end(self) -> int:
+        """Its exit code."""
+        try:
+            return self.process.wait(PATIENCE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.fail(f"it was asked to stop {PATIENCE_SECONDS} s ago and runs on")
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
 
 
 @dataclasses.dataclass
 class Run:
-    """A trainer of one device, and whoever joins it."""
+    """A trainer of one device, and whoever joins it. stuck: why no test can use it any more, "" while they can."""
 
     root: Path
     roles: dict[str, Role] = dataclasses.field(default_factory=dict)
+    stuck: str = ""
 
     def start(self, role: str, name: str, *flags: str, devices: int = 1) -> Role:
         environment = tiny_run.environment()
@@ -57,7 +77,7 @@ class Run:
         path = self.root.parent / f"{name}.log"
         with open(path, "wb") as log:
             process = subprocess.Popen(command, cwd=tiny_run.ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
-        self.roles[name] = Role(process, path)
+        self.roles[name] = Role(name, process, path)
         return self.roles[name]
 
     def lineage(self) -> list[dict]:
@@ -78,20 +98,30 @@ class Run:
     def wait_for_steps(self, count: int = 3) -> None:
         """Until the trainer has done some more steps."""
         done = len(self.lineage())
-        self.roles["trainer"].wait_until(lambda: len(self.lineage()) >= done + count, "further steps")
+        try:
+            self.roles["trainer"].wait_until(lambda: len(self.lineage()) >= done + count, "further steps")
+        except pytest.fail.Exception:
+            self.stuck = f"the run of this file got stuck after {done} steps, in a test before this one"
+            raise
 
 
+# The trainer waits for fresh rows, and searchers pause where they are far ahead, yet no two can wait for each other for ever: a
+# searcher samples 16 queries of each snapshot, 8 different ones or more as its passes over the 40 are permutations, and the two
+# updates until the next snapshot take 3 each, all of whose rows are there because none is merged with another.
 SETTINGS = (
     "--config.learner.steps=1000000",
-    "--config.publish.every_steps=5",
+    "--config.publish.every_steps=2",
     "--config.evaluation.every_steps=1000000",
     "--config.replay.max_draws_per_row=1",
+    "--config.replay.merge_duplicates=False",
+    "--config.searchers.max_rows_per_snapshot=64",
     "--config.task.missing_eos_reward=-1.0",
 )
+PERMANENT = {"first": 0, "trainer": 130}  # the roles that all tests share -> exit code of each once it is asked to stop
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Iterator[Run]:
+def shared_run(tmp_path_factory) -> Iterator[Run]:
     """A trainer and a searcher at work. At the end both stop when asked to, and every row is accounted for."""
     run = Run(tmp_path_factory.mktemp("elastic") / "run")
     try:
@@ -100,15 +130,27 @@ def run(tmp_path_factory) -> Iterator[Run]:
         run.start("searcher", "first")
         run.wait_for_steps()
         yield run
-        for name, code in (("first", 0), ("trainer", 130)):
+        for name, code in PERMANENT.items():
             run.roles[name].process.send_signal(signal.SIGTERM)
-            assert run.roles[name].process.wait(PATIENCE_SECONDS) == code, run.roles[name].log.read_text(errors="replace")
+            assert run.roles[name].wait_for_end() == code, run.roles[name].log.read_text(errors="replace")
         text, balanced = audit.describe_ledger(audit.open_run(run.root))
         assert balanced, text
     finally:
         for role in run.roles.values():
-            role.process.kill()
-            role.process.wait()
+            role.kill()
+
+
+@pytest.fixture
+def run(shared_run) -> Iterator[Run]:
+    """The run, if it is still at work. Whoever joined it for a test is gone after it, also where the test failed."""
+    if shared_run.stuck:
+        pytest.fail(shared_run.stuck, pytrace=False)
+    for name in PERMANENT:
+        if shared_run.roles[name].process.poll() is not None:
+            shared_run.roles[name].fail("it ended in a test before this one")
+    yield shared_run
+    for name in shared_run.roles.keys() - PERMANENT.keys():
+        shared_run.roles.pop(name).kill()
 
 
 def newest_snapshot(run: Run, *, before: float) -> int:
@@ -124,7 +166,7 @@ def test_a_searcher_of_two_devices_joins_a_running_trainer_of_one(run):
     writer = run.writer("second")
     description = run.root / "replay" / REGISTER / f"{writer}.json"
     assert run_dir.read_json(description)["info"]["devices"] == "2"
-    run.roles["trainer"].wait_until(lambda: any(writer in line["writers"] for line in run.lineage()), "its rows to be drawn")
+    joined.wait_until(lambda: any(writer in line["writers"] for line in run.lineage()), "a draw of its rows")
     opened = audit.open_run(run.root)
     first = opened.reader.read(writer, 0, 16)
     mask = trajectory.response_mask(first["response_length"], first["response_tokens"].shape[1])
@@ -135,7 +177,7 @@ def test_a_searcher_of_two_devices_joins_a_running_trainer_of_one(run):
     text, same = audit.rebuild_batch(opened, step)
     assert same and f"{writer}:" in text
     joined.process.send_signal(signal.SIGTERM)
-    assert joined.process.wait(PATIENCE_SECONDS) == 0
+    assert joined.wait_for_end() == 0
 
 
 ROWS = 64 * 64  # of a batch that takes a while
@@ -153,7 +195,7 @@ def test_a_searcher_that_is_asked_to_stop_leaves_whole_appends(run, stop_seconds
     begin = time.monotonic()
     role.process.send_signal(signal.SIGTERM)
     role.process.send_signal(signal.SIGCONT)
-    assert role.process.wait(PATIENCE_SECONDS) == 0, role.log.read_text(errors="replace")
+    assert role.wait_for_end() == 0, role.log.read_text(errors="replace")
     assert time.monotonic() - begin < stop_seconds + 30
     head = run.head(name)
     # A batch that is abandoned may just have been done: then it is there as a whole.
@@ -170,6 +212,7 @@ def freeze_in_a_batch(run: Run, name: str) -> int:
       the rows committed by then.
     """
     role, before = run.roles[name], -1
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
         role.process.send_signal(signal.SIGSTOP)
         head = run.head(name)
@@ -177,9 +220,9 @@ def freeze_in_a_batch(run: Run, name: str) -> int:
             return head
         before, since = head, role.cpu_seconds()
         role.process.send_signal(signal.SIGCONT)
-        deadline = time.monotonic() + PATIENCE_SECONDS
         while role.cpu_seconds() < since + 0.03:
-            assert time.monotonic() < deadline and role.process.poll() is None, role.log.read_text(errors="replace")
+            if time.monotonic() > deadline or role.process.poll() is not None:
+                role.fail(f"in {PATIENCE_SECONDS} s it was not found in the middle of a batch")
 
 
 @pytest.fixture(scope="module")
@@ -216,4 +259,4 @@ def test_a_searcher_of_another_contract_is_refused_and_disturbs_nobody(run, othe
         assert word in refused.stderr
     assert (run.root / "config.json").read_bytes() == config and run.writers() == writers
     run.wait_for_steps()
-    assert all(run.roles[name].process.poll() is None for name in ("trainer", "first"))
+    assert all(run.roles[name].process.poll() is None for name in PERMANENT)

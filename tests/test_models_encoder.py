@@ -5,7 +5,6 @@ tests/fixtures holds torch's results in float64 (tests/make_encoder_fixtures.py)
 
 import dataclasses
 import functools
-import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -36,15 +35,6 @@ def hidden_and_head(params, tokens, token_mask, config, token_types=None):
     kwargs = {"config": config, "token_types": token_types}
     hidden = encoder.hidden_states(params, tokens, token_mask, **kwargs)
     return hidden, head_of(config)(params, tokens, token_mask, **kwargs)
-
-
-@pytest.fixture
-def torch():
-    if importlib.util.find_spec("torch") is None:
-        pytest.skip("torch is not installed: run make test PARITY=1")
-    import torch
-
-    return torch
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ tests/fixtures holds torch's results in float64 (make_fixtures.py), so parity is
 test_models_hugging_face_refusals.py.
 """
 
-import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -33,16 +32,6 @@ VARIANTS = (
     "gpt2_classifier",
     "gpt_neox_reward",
 )
-
-
-@pytest.fixture
-def torch():
-    if importlib.util.find_spec("torch") is None:
-        pytest.skip("torch is not installed: run make test PARITY=1")
-    import torch
-
-    with torch.no_grad():
-        yield torch
 
 
 def copy_of(name: str, tmp_path: Path) -> Path:

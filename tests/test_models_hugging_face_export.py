@@ -1,7 +1,6 @@
 """Export to Hugging Face folders: transformers computes the same with them, and so do we once they are read again."""
 
 import dataclasses
-import importlib.util
 import json
 import shutil
 import string
@@ -55,20 +54,16 @@ def test_export_gives_the_imported_files_back(tmp_path, name, source):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_transformers_computes_the_same_with_an_exported_folder(tmp_path, name):
-    if importlib.util.find_spec("torch") is None:
-        pytest.skip("torch is not installed: run make test PARITY=1")
+def test_transformers_computes_the_same_with_an_exported_folder(torch, tmp_path, name):
     import make_fixtures
-    import torch
     import transformers
 
     config, params = load(path_of(name))
     save(tmp_path / "model", config, params, token_ids={"pad_token_id": 0} if config.head == "score" else None)
     model_class = getattr(transformers, json.loads((path_of(name) / "config.json").read_text())["architectures"][0])
     golden = np.load(path_of(name) / "golden.npz")
-    with torch.no_grad():
-        model, report = model_class.from_pretrained(tmp_path / "model", output_loading_info=True)
-        found = make_fixtures.outputs(model.double().eval(), golden["tokens"], golden["mask"])
+    model, report = model_class.from_pretrained(tmp_path / "model", output_loading_info=True)
+    found = make_fixtures.outputs(model.double().eval(), golden["tokens"], golden["mask"])
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     np.testing.assert_allclose(found, golden["scores" if config.head == "score" else "logits"], atol=1e-6)
 

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,14 @@ def test_a_pretrained_model_and_its_limits(model_folder):
     with pytest.raises(ValueError, match=f"{model_folder} holds no tokenizer"):
         experiment_lib.build(story_config(model_folder))
     with pytest.raises(ValueError, match="nowhere"):
+        experiment_lib.build(story_config(model_folder, model__path=str(model_folder / "nowhere")))
+
+
+def test_the_extra_of_a_task_is_named_before_a_model_is_looked_for(model_folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vaderSentiment", None)
+    with pytest.raises(
+        ValueError, match=r"task.name='story_sentiment' needs .*vaderSentiment.*`stories`: `make stories`.*\.\[stories\]'"
+    ):
         experiment_lib.build(story_config(model_folder, model__path=str(model_folder / "nowhere")))
 
 

@@ -152,7 +152,6 @@ def test_a_reward_model_learns_what_the_prompt_asks_for(folder, tmp_path, capsys
     assert len(values["id2label"]) == 1
     margins = score_folder(tmp_path / "reward", preferences(100, seed=3))
     assert np.mean(margins > 0) >= 0.85, "pairs that no run has seen"
-    agree_with_transformers(tmp_path / "reward", preferences(12, seed=4))
 
 
 def score_folder(folder: Path, pairs: list[dict[str, str]]) -> np.ndarray:
@@ -171,23 +170,23 @@ def score_folder(folder: Path, pairs: list[dict[str, str]]) -> np.ndarray:
     return np.asarray(score(*rows("chosen")) - score(*rows("rejected")))
 
 
-def agree_with_transformers(folder: Path, pairs: list[dict[str, str]]) -> None:
-    """Only where torch is installed."""
-    try:
-        import torch
-    except ImportError:
-        return
+def test_transformers_scores_the_same_with_a_reward_model(torch, folder, tmp_path):
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    train = write_lines(tmp_path / "train.jsonl", preferences(100, seed=1))
+    assert run(config(folder, train, kind="reward", training__steps=4), tmp_path / "run", tmp_path / "reward") == 0
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward").eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "reward")
     assert model.config.num_labels == 1
+    pairs = preferences(12, seed=4)
 
     def scores(side: str) -> np.ndarray:
         texts = [pair["prompt"] + pair[side] + tokenizer.eos_token for pair in pairs]
-        with torch.no_grad():
-            return model(**tokenizer(texts, padding=True, return_tensors="pt")).logits[:, 0].numpy()
+        return model(**tokenizer(texts, padding=True, return_tensors="pt")).logits[:, 0].numpy()
 
-    np.testing.assert_allclose(scores("chosen") - scores("rejected"), score_folder(folder, pairs), atol=1e-4)
+    margins = scores("chosen") - scores("rejected")
+    assert np.abs(margins).min() > 1e-3
+    np.testing.assert_allclose(margins, score_folder(tmp_path / "reward", pairs), atol=1e-4)
 
 
 def test_sft_lowers_the_loss_and_its_folder_computes_the_same(folder, tmp_path, capsys):

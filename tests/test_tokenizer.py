@@ -1,7 +1,10 @@
 """Tokenizers: round trips, beginnings, continuations, contracts and refusals."""
 
+import io
 import json
 import shutil
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -187,3 +190,30 @@ def test_tokenizer_json_alone_defines_the_ids(data_dir, tmp_path):
     assert ids == AutoTokenizer.from_pretrained(folder, local_files_only=True).encode(text)
     assert tokenizer.decode(ids) == "user\nWhat is 3 × 4?\n"
     assert 151_656 in tokenizer.special_ids and 151_657 not in tokenizer.special_ids
+
+
+@pytest.fixture
+def sentencepiece_folder(tmp_path) -> Path:
+    """A tokenizer.model of a few letters and all bytes, without a tokenizer.json."""
+    import sentencepiece
+
+    written, texts = io.BytesIO(), iter(["the cat sat", "a cat ate the hat", "that cat"])
+    settings = dict(model_type="bpe", vocab_size=280, byte_fallback=True, normalization_rule_name="identity", minloglevel=2)
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=texts, model_writer=written, **settings)
+    (tmp_path / "tokenizer.model").write_bytes(written.getvalue())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
+    return tmp_path
+
+
+def test_a_tokenizer_model_alone_is_read(sentencepiece_folder):
+    tokenizer = HuggingFaceTokenizer(sentencepiece_folder)
+    assert tokenizer.vocab_size == 280 and tokenizer.token_bytes()[3:259] == [bytes([i]) for i in range(256)]
+    assert tokenizer.decode(tokenizer.encode("that hat is 猫")) == "that hat is 猫"
+
+
+def test_the_package_of_the_extra_is_named_where_it_is_missing(sentencepiece_folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    with pytest.raises(
+        ValueError, match=r"needs the package sentencepiece; .* extra `sentencepiece`: pip install .*sentencepiece\]'"
+    ):
+        HuggingFaceTokenizer(sentencepiece_folder)

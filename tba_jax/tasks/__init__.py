@@ -20,3 +20,6 @@ TASKS: dict[str, Callable[..., Task]] = {
     "red_team": RedTeam,
     "tldr": TLDR,
 }
+
+# Tasks whose package requirements.txt leaves out: name -> (what they import, the extra of pyproject.toml that has it).
+EXTRAS = {"story_sentiment": ("vaderSentiment", "stories")}
