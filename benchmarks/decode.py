@@ -26,6 +26,7 @@ import dataclasses
 import functools
 import importlib.util
 import json
+import math
 import os
 import signal
 import subprocess
@@ -40,6 +41,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import app, flags, logging
+from flax import nnx
 
 from tba_jax import mesh as mesh_lib
 from tba_jax.decoding import sampling as sampling_lib
@@ -47,7 +49,7 @@ from tba_jax.decoding.engine import Engine
 from tba_jax.decoding.requests import Request
 from tba_jax.decoding.slots import row_keys
 from tba_jax.models import decoder, hugging_face, hugging_face_export, parameters
-from tba_jax.models.decoder import DecoderConfig
+from tba_jax.models.config import DecoderConfig
 from tba_jax.models.presets import PRESETS
 from tba_jax.models.scoring import ResponseSpace
 
@@ -147,7 +149,7 @@ def measure_ours(case: Case, *, repeats: int, between: Callable[[], None]) -> li
         pad_id=0,
         batches=len(case.lengths) == case.slots,
     )
-    params = hugging_face.load_params(case.folder, case.model, decoder.param_shardings(case.model, mesh))
+    params = hugging_face.load_params(case.folder, case.model, decoder.define(case.model).shardings(mesh))
     engine.set_policy(parameters.cast(params, case.model.compute_dtype), 0)
     S = case.samples
     limits = case.lengths.reshape(Q, S)
@@ -231,7 +233,7 @@ def mode_dtype(mode: str, model: DecoderConfig) -> str:
 
 def write_random_checkpoint(folder: Path, model: DecoderConfig) -> None:
     """A Hugging Face folder with weights as they are before training, in the dtype that the model computes in."""
-    params = jax.jit(decoder.init_params, static_argnums=1)(jax.random.key(0), model)
+    params = jax.jit(decoder.define(model).init)(jax.random.key(0))
     hugging_face_export.save(folder, model, params, dtype=model.compute_dtype)
 
 
@@ -243,7 +245,7 @@ def phases(case: Case, dtype: str) -> list[Work]:
     of its query, of which `samples` run together. Token 0 comes from prefill. Multiplications and additions count as two.
     """
     c, item = case.model, jnp.dtype(dtype).itemsize
-    sizes = {name: int(np.prod(leaf.shape)) for name, leaf in _flat(decoder.param_shapes(c)).items()}
+    sizes = {name: math.prod(spec.shape) for name, spec in parameters.flatten(decoder.define(c).specs).items()}
     head = c.vocab * c.width
     layers = sum(size for name, size in sizes.items() if name.startswith("layers."))
     weight_bytes = item * (layers + head)  # an embedding that is not the head as well is read for a few rows only
@@ -325,11 +327,12 @@ def check_greedy(case: Case, peer: Torch) -> None:
     P = case.prompts.shape[1]
     row = np.concatenate([case.prompts[0], np.asarray(tokens[:-1], np.int32)])[None]
     mesh = mesh_lib.make_mesh((1, 1, 1), setting="benchmark", devices=jax.devices()[:1])
-    params = hugging_face.load_params(case.folder, case.model, decoder.param_shardings(case.model, mesh))
+    definition = decoder.define(case.model)
+    params = hugging_face.load_params(case.folder, case.model, definition.shardings(mesh))
 
     def logits_after(params: Any, row: jax.Array) -> jax.Array:
-        hidden = decoder.hidden_states(params, row, None, config=case.model, remat="none")
-        return decoder.logits_of(decoder.cast(params, case.model), hidden[0, P - 1 :], config=case.model)
+        model = nnx.merge(definition.graphdef, params)
+        return model.head()(model(row)[0, P - 1 :])
 
     logits = np.asarray(jax.jit(logits_after)(params, row))
     chosen = logits[np.arange(len(tokens)), tokens]

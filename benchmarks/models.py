@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import app, flags, logging
+from flax import nnx
 
 from tba_jax import mesh as mesh_lib
 from tba_jax.decoding import sampling as sampling_lib
@@ -23,7 +24,8 @@ from tba_jax.decoding.rollout import rollout
 from tba_jax.decoding.slots import row_keys
 from tba_jax.learner import state as state_lib
 from tba_jax.learner import update as update_lib
-from tba_jax.models import decoder, hugging_face, scoring
+from tba_jax.models import cached, decoder, hugging_face, parameters, scoring
+from tba_jax.models.config import DecoderConfig
 from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.objectives.inputs import ObjectiveSettings
@@ -59,15 +61,16 @@ def naive_logprobs(weight: jax.Array, hidden: jax.Array, tokens: jax.Array) -> j
 
 def logprob_gradients(megabytes: int | None, *, B: int, R: int, D: int, V: int) -> Any:
     """Gradients of a weighted sum of log-probs with respect to (weight, hidden); None: the naive form."""
-    shape = dict(width=D, heads=1, kv_heads=1, head_size=D, ffn=D, vocab=V, max_positions=R)
-    config = decoder.DecoderConfig(layers=1, **shape)  # type: ignore[arg-type]
+    config = DecoderConfig(layers=1, width=D, heads=1, kv_heads=1, head_size=D, ffn=D, vocab=V, max_positions=R)
+    definition = decoder.define(config)
+    rest = {name: spec for name, spec in definition.specs.items() if name != "embedding"}  # not read by the head
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), parameters.shapes(rest))
 
     def loss(weight: jax.Array, hidden: jax.Array, tokens: jax.Array, weights: jax.Array) -> jax.Array:
         if megabytes is None:
             return jnp.sum(weights * naive_logprobs(weight, hidden, tokens))
-        params = {"embedding": {"weight": weight}}
-        settings = dict(config=config, space=_SPACE, logit_bytes=megabytes * _MIB)
-        return jnp.sum(weights * scoring.token_logprobs(params, hidden, tokens, **settings)[0])  # type: ignore[arg-type]
+        model = nnx.merge(definition.graphdef, zeros | {"embedding": {"weight": weight}})
+        return jnp.sum(weights * scoring.token_logprobs(model, hidden, tokens, space=_SPACE, logit_bytes=megabytes * _MIB)[0])
 
     return jax.jit(jax.grad(loss, argnums=(0, 1)))
 
@@ -97,10 +100,8 @@ def logprobs(repeats: int) -> None:
 
 def lowered_train_step(layers: int) -> Any:
     """The learner's whole update on a small Llama of this depth, lowered."""
-    model = decoder.DecoderConfig(
-        layers=layers, width=128, heads=4, kv_heads=4, head_size=32, ffn=256, vocab=512, max_positions=64
-    )
-    policy, optimizers = Policy(model=model), state_lib.Optimizers(optax.adamw(1e-4))
+    model = DecoderConfig(layers=layers, width=128, heads=4, kv_heads=4, head_size=32, ffn=256, vocab=512, max_positions=64)
+    policy, optimizers = Policy(model=model), {"policy": optax.adamw(1e-4)}
     config = update_lib.LearnerConfig(
         policy=policy,
         objective=OBJECTIVES["trajectory_balance"],
@@ -113,7 +114,7 @@ def lowered_train_step(layers: int) -> Any:
     always_one = linear_then_constant(start=1.0, end=1.0, steps=0)
     schedules = update_lib.Schedules(beta=always_one, ref_temperature=always_one, reward_temperature=always_one)
     step = functools.partial(update_lib.train_step, optimizers=optimizers, schedules=schedules, config=config)
-    state = jax.eval_shape(lambda: state_lib.init_state(decoder.init_params(jax.random.key(0), model), optimizers))
+    state = jax.eval_shape(lambda: state_lib.init_state(policy, policy.base.init(jax.random.key(0)), optimizers))
     rows = {name: jax.ShapeDtypeStruct((16, 16), np.int32) for name in ("prompt_tokens", "response_tokens", "policy_step")}
     rows |= {name: jax.ShapeDtypeStruct((16,), np.int32) for name in ("prompt_length", "response_length")}
     rows |= {
@@ -140,12 +141,12 @@ def int8(repeats: int, folder: str) -> None:
     if folder:
         model = hugging_face.read_config(folder, compute_dtype=dtype)
         mesh = mesh_lib.make_mesh((1, 1, 1), setting="benchmark", devices=jax.devices()[:1])
-        base = hugging_face.load_params(folder, model, decoder.param_shardings(model, mesh))
+        base = hugging_face.load_params(folder, model, decoder.define(model).shardings(mesh))
     else:
-        model = decoder.DecoderConfig(
+        model = DecoderConfig(
             layers=6, width=384, heads=6, kv_heads=6, head_size=64, ffn=1024, vocab=4096, max_positions=192, compute_dtype=dtype
         )
-        base = jax.jit(decoder.init_params, static_argnums=1)(jax.random.key(0), model)
+        base = jax.jit(decoder.define(model).init)(jax.random.key(0))
     policy = Policy(model=model)
     params = {
         weights: jax.jit(functools.partial(policy.for_sampling, weights=weights))(base, base) for weights in ("full", "int8")
@@ -154,16 +155,23 @@ def int8(repeats: int, folder: str) -> None:
     rng = np.random.default_rng(0)
     prompts, lengths = rng.integers(3, model.vocab, (B, P)).astype(np.int32), np.full(B, P, np.int32)
     keys = np.asarray(row_keys(0, 0, np.arange(B, dtype=np.uint32)))
-    generate = jax.jit(functools.partial(rollout, config=model, space=_SPACE, response_length=R, pad_id=0))
+    rows = dict(config=model, space=_SPACE, response_length=R, pad_id=0)
+    generate = {name: jax.jit(functools.partial(rollout, weights=name, **rows)) for name in params}
     sampling = sampling_lib.constant(B, temperature=1.0)
-    score = jax.jit(
-        functools.partial(scoring.response_logprobs, config=model, space=_SPACE, logit_bytes=128 * _MIB, remat="none")
-    )
-    sampled = generate(params["int8"], prompts, lengths, keys, sampling)
-    logprobs = {name: np.asarray(score(p, prompts, lengths, sampled.tokens, sampled.length)[0]) for name, p in params.items()}
+    one = mesh_lib.make_mesh((1, 1, 1), setting="benchmark", devices=jax.devices()[:1])
+    score = {
+        name: scoring.scorer(
+            one, graphdef=cached.define(model, name, unstacked=False).graphdef, space=_SPACE, logit_megabytes=128
+        )
+        for name in params
+    }
+    sampled = generate["int8"](params["int8"], prompts, lengths, keys, sampling)
+    logprobs = {
+        name: np.asarray(score[name](p, prompts, lengths, sampled.tokens, sampled.length)[0]) for name, p in params.items()
+    }
     error = np.abs(logprobs["int8"] - logprobs["full"])
     seconds = medians(
-        {name: functools.partial(generate, p, prompts, lengths, keys, sampling) for name, p in params.items()}, repeats
+        {name: functools.partial(generate[name], p, prompts, lengths, keys, sampling) for name, p in params.items()}, repeats
     )
     size = {name: sum(leaf.nbytes for leaf in jax.tree.leaves(p)) / _MIB for name, p in params.items()}
     print(f"int8 weights, {folder or 'random weights'}, {dtype}, {jax.devices()[0].device_kind}: {B} rows of {R} new tokens")

@@ -30,6 +30,7 @@ from typing import Any, TextIO
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 import tba_jax
 from configs import base, demo
@@ -43,6 +44,7 @@ from tba_jax.decoding.slots import row_keys
 from tba_jax.learner import state as state_lib
 from tba_jax.learner import update as update_lib
 from tba_jax.models import decoder, parameters, scoring
+from tba_jax.models.config import DecoderConfig
 from tba_jax.trainer import settings
 
 _MIB = 1 << 20
@@ -99,7 +101,7 @@ def recipe(changes: Mapping[str, Any]) -> Any:
     return config
 
 
-def model_of(config: Any, vocab: int) -> decoder.DecoderConfig:
+def model_of(config: Any, vocab: int) -> DecoderConfig:
     """The policy's shape of a config, with so many tokens."""
     return dataclasses.replace(experiment.build(config).policy.model, vocab=vocab)
 
@@ -121,7 +123,7 @@ def update_of(config: Any, vocab: int = 0) -> Update:
         return update_lib.train_step(state, {}, batch, optimizers=optimizers, schedules=schedules, config=learner)
 
     def init() -> Any:
-        return state_lib.init_state(decoder.init_params(jax.random.key(0), model), optimizers)
+        return state_lib.init_state(policy, policy.base.init(jax.random.key(0)), optimizers)
 
     return Update(step, init, random_batch(config, built.contract, model.vocab))
 
@@ -170,7 +172,7 @@ def generator_of(config: Any, vocab: int, *, rows: int, response_length: int) ->
         pad_id=0,
         batches=True,
     )
-    params = jax.jit(decoder.init_params, static_argnums=1)(jax.random.key(0), model)
+    params = jax.jit(decoder.define(model).init)(jax.random.key(0))
     engine.set_policy(parameters.cast(params, model.compute_dtype), 0)
     prompts = np.random.default_rng(1).integers(3, vocab, (rows, _PROMPT)).tolist()
     sampling = sampling_lib.constant(1, temperature=1.0)
@@ -190,7 +192,7 @@ def generator_of(config: Any, vocab: int, *, rows: int, response_length: int) ->
 def rollout_of(config: Any, vocab: int, *, rows: int, response_length: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """A whole generation as one function of arrays, not jitted, and the shapes of its arguments."""
     model = model_of(config, vocab)
-    params = jax.eval_shape(functools.partial(decoder.init_params, config=model), jax.random.key(0))
+    params = parameters.shapes(decoder.define(model).specs)
     keys = jax.ShapeDtypeStruct((rows, 2), np.uint32)
     prompts, lengths = jax.ShapeDtypeStruct((rows, _PROMPT), np.int32), jax.ShapeDtypeStruct((rows,), np.int32)
     function = functools.partial(rollout, config=model, space=space_of_all_tokens(), response_length=response_length, pad_id=0)
@@ -202,11 +204,13 @@ def logprobs_of(config: Any, vocab: int, megabytes: int) -> Callable[[jax.Array,
 
     Args: config: of a model with a tied embedding; megabytes: what logits may take at a time.
     """
-    model, space = model_of(config, vocab), space_of_all_tokens()
+    definition, space = decoder.define(model_of(config, vocab)), space_of_all_tokens()
+    rest = {name: spec for name, spec in definition.specs.items() if name != "embedding"}  # not read
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), parameters.shapes(rest))
 
     def logprobs(head: jax.Array, hidden: jax.Array, tokens: jax.Array) -> jax.Array:
-        params = {"embedding": {"weight": head}}
-        return scoring.token_logprobs(params, hidden, tokens, config=model, space=space, logit_bytes=megabytes * _MIB)[0]
+        model = nnx.merge(definition.graphdef, zeros | {"embedding": {"weight": head}})
+        return scoring.token_logprobs(model, hidden, tokens, space=space, logit_bytes=megabytes * _MIB)[0]
 
     return logprobs
 

@@ -21,12 +21,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 
 from tba_jax.decoding.rollout import Rollout, rollout
 from tba_jax.decoding.sampling import Sampling
 from tba_jax.learner import state as state_lib
 from tba_jax.learner import update
 from tba_jax.models import decoder, heads, scoring
+from tba_jax.models.config import DecoderConfig
 from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.objectives.inputs import ObjectiveSettings
@@ -43,7 +45,7 @@ BOUND = 0.03
 POINTS = 40
 MAX_DELAY = 50
 
-MODEL = decoder.DecoderConfig(
+MODEL = DecoderConfig(
     layers=2,
     width=64,
     heads=4,
@@ -55,6 +57,7 @@ MODEL = decoder.DecoderConfig(
     positions="learned",
     tied_embedding=False,
 )
+DECODER = decoder.define(MODEL)
 
 
 # All fields are traced, so that one program serves all.
@@ -122,11 +125,10 @@ def prompts(queries: int, copies: int) -> tuple[jax.Array, jax.Array]:
 def enumerate_logprobs(params: Any, queries: int) -> jax.Array:
     """log π(y_t|x, y_<t) of every response to every prompt: float32[Q, N, R], nats, 0 where masked."""
     logprobs, _ = scoring.response_logprobs(
-        params,
+        nnx.merge(DECODER.graphdef, params),
         *prompts(queries, N),
         jnp.tile(RESPONSES, (queries, 1)),
         jnp.tile(LENGTHS, queries),
-        config=MODEL,
         space=SPACE,
         logit_bytes=1 << 30,
         remat="none",
@@ -139,7 +141,7 @@ def make_problem(seed: jax.Array, *, queries: int = QUERIES) -> Problem:
     """A random network, far from uniform, as π_ref; normal rewards; p* by brute force."""
     params_key, rewards_key = jax.random.split(jax.random.key(seed))
     # Weights of order 1/√D, so that what a position predicts depends on all before it.
-    params = jax.tree.map(lambda p: jnp.where(p == 1, p, 6 * p), decoder.init_params(params_key, MODEL))
+    params = jax.tree.map(lambda p: jnp.where(p == 1, p, 6 * p), DECODER.init(params_key))
     head = params["lm_head"]["weight"]
     params["lm_head"]["weight"] = head / jnp.std(head) * LOGIT_SPREAD / MODEL.width**0.5
     ref_logprobs = enumerate_logprobs(params, queries)
@@ -240,13 +242,13 @@ def train(
     learned, valued = OBJECTIVES[objective].log_z_head, OBJECTIVES[objective].value_head
     cosine = functools.partial(optax.cosine_decay_schedule, decay_steps=steps)
     of_head = optax.adam(cosine(LOG_Z_PEAK))
-    optimizers = state_lib.Optimizers(
-        policy=optax.adam(cosine(PEAK)), log_z=of_head if learned else None, value_head=of_head if valued else None
-    )
+    optimizers: dict[str, Any] = {"policy": optax.adam(cosine(PEAK))}
+    optimizers |= {"log_z": of_head} if learned else {}
+    optimizers |= {"value_head": of_head} if valued else {}
     one = optax.constant_schedule(1.0)
     config = learner_config(objective, completions=completions, rows=len(problem.rewards) * K)
     schedules = update.Schedules(beta=optax.constant_schedule(BETA), ref_temperature=one, reward_temperature=one)
-    state = state_lib.init_state(problem.ref_params, optimizers, **state_lib.initial_heads(config.policy, optimizers))
+    state = state_lib.init_state(config.policy, problem.ref_params, optimizers)
     key, delay = jax.random.fold_in(jax.random.key(seed), 1), behavior.delay
 
     def rows_for(params: Any, number: jax.Array) -> Rollout:
@@ -255,7 +257,7 @@ def train(
     def one_update(carry: Any, _: None) -> tuple[Any, Any]:
         state, waiting = carry
         # The newest rows go to the slot from which they are taken `delay` updates later: at once where that is 0.
-        rows, slots = rows_for(state.params, state.step + delay), MAX_DELAY + 1
+        rows, slots = rows_for(state.params["policy"], state.step + delay), MAX_DELAY + 1
         waiting = jax.tree.map(lambda w, r: w.at[(state.step + delay) % slots].set(r), waiting, rows)
         rows = jax.tree.map(lambda w: w[state.step % slots], waiting)
         batch = as_batch(rows, problem, jnp.maximum(state.step - delay, 0))
@@ -264,7 +266,7 @@ def train(
 
     def some_updates(carry: Any, _: None) -> tuple[Any, Any]:
         carry, measured = jax.lax.scan(one_update, carry, length=every)
-        return carry, (total_variation(carry[0].params, problem), measured)
+        return carry, (total_variation(carry[0].params["policy"], problem), measured)
 
     waiting = jax.lax.map(lambda number: rows_for(problem.ref_params, number), jnp.arange(MAX_DELAY + 1))
     (state, _), (distances, measured) = jax.lax.scan(some_updates, (state, waiting), length=steps // every)
@@ -274,7 +276,8 @@ def train(
 
 def predicted_log_z(state: state_lib.TrainState, *, queries: int = QUERIES) -> jax.Array:
     """log Z_φ(x) of a run with learned log Z: float32[Q], nats."""
-    return heads.log_partition(state.log_z, heads.mean_prompt_states(state.params, *prompts(queries, 1), config=MODEL))
+    model = state.model(state.params, {})
+    return heads.log_partition(model.log_z, heads.mean_prompt_states(model.policy, *prompts(queries, 1)))
 
 
 def compile_train(*, queries: int = QUERIES, **static: Any) -> Any:

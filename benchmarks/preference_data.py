@@ -122,7 +122,7 @@ def continuations(prompts: Sequence[str], model: Path) -> list[list[str]]:
         pad_id=tokenizer.pad_id,
         stop_strings=stop_strings.build(tokenizer.token_bytes(), STOP_STRINGS, vocab=config.vocab),
     )
-    engine.set_policy(hugging_face.load_params(folder, config, decoder.param_shardings(config, mesh), dtype="float32"), 0)
+    engine.set_policy(hugging_face.load_params(folder, config, decoder.define(config).shardings(mesh), dtype="float32"), 0)
     rows = np.arange(len(prompts) * _CONTINUATIONS, dtype=np.uint32)
     keys = np.asarray(slots.row_keys(np.uint32(0), 0, rows)).reshape(len(prompts), _CONTINUATIONS, 2)
     encoded = [tokenizer.encode(prompt) for prompt in prompts]

@@ -317,13 +317,15 @@ def policy(folder: Path, parameter_count: int, repeats: int) -> None:
 
     width = 2048
     blocks = -(-parameter_count // width**2)
-    spec = parameters.ParamSpec(shape=(width, width), axes=("ffn", "embed"), init_std=0.02)
+    spec = parameters.ParamSpec(shape=(width, width), axes=("ffn", "embed"))
     specs = {f"block_{number}": {"weight": spec} for number in range(blocks)}
     mesh = mesh_lib.make_mesh((1, 1, 1), setting="benchmark", devices=jax.devices()[:1])
     shardings = parameters.shardings(specs, mesh)
-    params = parameters.cast(
-        jax.jit(lambda key: parameters.init(key, specs), out_shardings=shardings)(jax.random.key(0)), "bfloat16"
-    )
+
+    def random() -> parameters.Params:
+        return parameters.map_specs(lambda name, spec: jax.random.normal(jax.random.key(0), spec.shape, jnp.bfloat16), specs)
+
+    params = jax.jit(random, out_shardings=shardings)()
     target = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), params, shardings)
     checkpointer, number = ocp.StandardCheckpointer(), 0
 

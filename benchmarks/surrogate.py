@@ -62,7 +62,10 @@ class Snapshots:
         self._policies, self._policy = settings.run.policies, settings.experiment.policy
         self._mesh = mesh_lib.make_mesh((1, 1, 1), setting="learner.mesh", devices=jax.devices()[:1])
         self.config = make_learner_config(settings.config, settings.experiment.contract, self._policy, devices=1)
-        self._score = mesh_lib.on_mesh(self._mesh, jax.jit(functools.partial(update.score, config=self.config)))
+        self._score = mesh_lib.on_mesh(self._mesh, jax.jit(self._score_with))
+
+    def _score_with(self, params: Params, batch: state_lib.Batch) -> jax.Array:
+        return update.score(self._policy.for_training(params, {}), batch, config=self.config)[0]
 
     def policy(self, step: int) -> Params:
         shardings = self._policy.trained_shardings(self._mesh)
@@ -80,7 +83,7 @@ class Snapshots:
 
     def logprobs(self, params: Params, batch: state_lib.Batch) -> jax.Array:
         """float32[B, R], nats, 0 where masked."""
-        return self._score(params, batch)[0]
+        return self._score(params, batch)
 
     def checkpointed_average(self, settings: roles.Settings, step: int) -> Params:
         """The reference that the run itself held after so many steps."""

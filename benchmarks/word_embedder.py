@@ -7,6 +7,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from tba_jax.models import encoder, hugging_face_export, parameters
+from tba_jax.models.config import EncoderConfig
 from tba_jax.tokenizer import HuggingFaceTokenizer
 
 
@@ -23,7 +24,7 @@ def write(folder: Path, model: Path) -> None:
     # The token that every text begins with would make all texts alike.
     words[list(HuggingFaceTokenizer(model).special_ids)] = 0.0
     vocab, width = words.shape
-    shape = encoder.EncoderConfig(
+    shape = EncoderConfig(
         architecture="bert",
         layers=1,
         width=width,
@@ -36,8 +37,10 @@ def write(folder: Path, model: Path) -> None:
     )
     # Of normalised states each norm makes the same again.
     params = parameters.map_specs(
-        lambda name, spec: words if name == "embedding.weight" else np.full(spec.shape, spec.init_mean, np.float32),
-        encoder.param_specs(shape),
+        lambda name, spec: (
+            words if name == "embedding.weight" else np.full(spec.shape, float(name.endswith(".scale")), np.float32)
+        ),
+        encoder.define(shape).specs,
     )
     copy = functools.partial(hugging_face_export.copy_tokenizer, model)
     hugging_face_export.save(folder, shape, params, dtype="float32", tokenizer=copy)

@@ -228,7 +228,7 @@ def _reference_logprobs(
         run.reference(reference_id), policy.model_specs, policy.model_shardings(mesh), dtype=policy.model.compute_dtype
     )
     space = scoring.ResponseSpace.of(experiment.contract)
-    score = scoring.scorer(mesh, config=policy.model, space=space, logit_megabytes=searchers.logit_megabytes)
+    score = scoring.scorer(mesh, graphdef=policy.base.graphdef, space=space, logit_megabytes=searchers.logit_megabytes)
     size = _rows_at_a_time(experiment)
     found = []
     for start in range(0, len(rows["row"]), size):

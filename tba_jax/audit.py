@@ -218,6 +218,7 @@ def regenerate(run: Run, name: str) -> tuple[str, bool]:
         response_length=run.contract.response_length,
         pad_id=run.contract.pad_id,
         stop_strings=stop_strings.build(tokenizer.token_bytes(), stops, vocab=policy.model.vocab) if stops else None,
+        weights=run.config["searchers.weights"],
     )
     engine.set_policy(policy.for_sampling(snapshot, base, run.config["searchers.weights"]), steps[0])
     sampling = Sampling(**{field.name: row[field.name][None] for field in dataclasses.fields(Sampling)})

@@ -8,7 +8,7 @@ import numpy as np
 from tba_jax import run_config, task_models
 from tba_jax.decoding import sizes
 from tba_jax.experiment import Experiment
-from tba_jax.models import heads, parameters, quantize
+from tba_jax.models import cached, heads, parameters
 from tba_jax.objectives import OBJECTIVES
 
 _GIB = 1 << 30
@@ -25,7 +25,7 @@ def describe(experiment: Experiment) -> str:
     objective = OBJECTIVES[config.learner.objective]
     if objective.log_z_head or objective.value_head:  # heads of one shape
         lines += ["", f"head of {config.learner.objective}, trained beside the policy:"]
-        lines += _table(heads.value_head_specs(experiment.policy.model))
+        lines += _table(heads.specs(experiment.policy.model))
     lines += ["", "rows (one column each, per row):"]
     lines += [f"  {name:24} {dtype}{list(shape)}" for name, (dtype, shape) in experiment.contract.row_shape().columns().items()]
     c, s = config.learner, config.searchers
@@ -77,8 +77,7 @@ def memory(experiment: Experiment) -> dict[str, dict[str, int]]:
     P, R = experiment.contract.prompt_length, experiment.contract.response_length
     T, compute = P + R, _SIZES[model.compute_dtype]
     params, trained = parameters.count(policy.model_specs), parameters.count(policy.trained_specs)
-    flat = parameters.flatten(policy.model_specs)
-    rounded = sum(math.prod(spec.shape) for name, spec in flat.items() if quantize.is_quantized(name, spec))
+    rounded = parameters.count(parameters.select(lambda spec: spec.dtype == "int8", cached.define(model, "int8").specs))
     row_bytes = sum(
         np.dtype(dtype).itemsize * max(1, math.prod(shape)) for dtype, shape in experiment.contract.row_shape().columns().values()
     )

@@ -79,7 +79,7 @@ class Evaluator:
             else None,
         )
         self._score = scoring.scorer(
-            self._mesh, config=policy.model, space=space, logit_megabytes=config.evaluation.logit_megabytes
+            self._mesh, graphdef=policy.base.graphdef, space=space, logit_megabytes=config.evaluation.logit_megabytes
         )
         self._for_sampling = mesh_lib.on_mesh(self._mesh, jax.jit(functools.partial(policy.for_sampling, weights="full")))
 

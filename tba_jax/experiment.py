@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import difflib
-import functools
 import importlib.util
 import logging
 import shutil
@@ -30,8 +29,10 @@ from tba_jax import (
 )
 from tba_jax import mesh as mesh_lib
 from tba_jax.decoding import embeddings, sizes
-from tba_jax.models import decoder, hugging_face, parameters
+from tba_jax.models import hugging_face, parameters
+from tba_jax.models.config import FREE_FIELDS, DecoderConfig
 from tba_jax.models.lora import LoraConfig
+from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
 from tba_jax.models.presets import PRESETS
 from tba_jax.objectives import OBJECTIVES
@@ -128,7 +129,7 @@ def build(config: Any, *, reward_models: Mapping[str, str] | None = None) -> Exp
             f"learner.queries={config.learner.queries} is more than the {len(encoded['train'][0])} train queries of the task"
         )
     contract = run_config.Contract(
-        model={k: v for k, v in dataclasses.asdict(model).items() if k not in decoder.FREE_FIELDS},
+        model={k: v for k, v in dataclasses.asdict(model).items() if k not in FREE_FIELDS},
         lora={} if policy.lora is None else dataclasses.asdict(policy.lora),
         tokenizer=tokenizer.fingerprint,
         eos_id=tokenizer.eos_id,
@@ -244,7 +245,7 @@ def _check_task_devices(config: Any, task: Task) -> None:
             )
 
 
-def _check_kernel(model: decoder.DecoderConfig) -> None:
+def _check_kernel(model: DecoderConfig) -> None:
     """What cuDNN's flash attention takes."""
     if model.attention != "cudnn":
         return
@@ -296,11 +297,11 @@ def _lora(config: Any) -> LoraConfig | None:
     return LoraConfig(rank=c.rank, alpha=c.alpha, targets=tuple(c.targets)) if c.rank else None
 
 
-def _model_from_shape(config: Any, vocab: int) -> decoder.DecoderConfig:
+def _model_from_shape(config: Any, vocab: int) -> DecoderConfig:
     m = config.model
     if m.preset:
         return dataclasses.replace(PRESETS[m.preset], compute_dtype=m.compute_dtype, attention=m.attention)
-    return decoder.DecoderConfig(
+    return DecoderConfig(
         layers=m.layers,
         width=m.width,
         heads=m.heads,
@@ -357,17 +358,17 @@ def ensure_reference(experiment: Experiment, run: run_dir.RunDir, *, report: Cal
         reference = run.reference(reference_id)
         other_runs.take_optimizer(init_from, run, config, experiment.contract, policy=policy, reference=reference, mesh=mesh)
     run_dir.write_json(run.initial_reference, {"id": reference_id})
-    log.info("reference policy %s: %d parameters", reference_id, decoder.param_count(policy.model))
+    log.info("reference policy %s: %d parameters", reference_id, parameters.count(policy.model_specs))
     return reference_id
 
 
-def _initial_params(experiment: Experiment, mesh: Any, report: Callable[[int, float], None]) -> decoder.Params:
+def _initial_params(experiment: Experiment, mesh: Any, report: Callable[[int, float], None]) -> Params:
     config, model = experiment.config, experiment.policy.model
-    shardings = decoder.param_shardings(model, mesh)
+    shardings = experiment.policy.model_shardings(mesh)
     if config.model.path:
         return hugging_face.load_params(hugging_face.resolve_folder(config.model.path), model, shardings)
     if not config.warm_start.steps:
-        return jax.jit(functools.partial(decoder.init_params, config=model), out_shardings=shardings)(jax.random.key(config.seed))
+        return jax.jit(experiment.policy.base.init, out_shardings=shardings)(jax.random.key(config.seed))
     w = config.warm_start
     return fine_tuning.warm_start(
         experiment.task,

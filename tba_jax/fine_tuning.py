@@ -15,12 +15,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 from jax.sharding import Mesh
 
 from tba_jax import mesh as mesh_lib
 from tba_jax import optimizer as optimizer_lib
 from tba_jax import trajectory
-from tba_jax.models import decoder, heads, scoring
+from tba_jax.models import decoder, heads, parameters, scoring
+from tba_jax.models.config import DecoderConfig
+from tba_jax.models.decoder import Decoder
+from tba_jax.models.parameters import Definition, Params
 from tba_jax.tasks.interface import Task
 from tba_jax.tokenizer import Tokenizer
 
@@ -65,11 +69,12 @@ Batch = Examples | Preferences
 
 @flax.struct.dataclass
 class TuningState:
-    """step: int32[], updates done; params: float32 master weights; opt_state: the optimiser's."""
+    """step: int32[], updates done; params: float32 master weights; opt_state: the optimiser's; graphdef: of the decoder."""
 
     step: chex.Array
-    params: decoder.Params
+    params: Params
     opt_state: Any
+    graphdef: nnx.GraphDef = flax.struct.field(pytree_node=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,7 +85,6 @@ class StepConfig:
     scoring.response_logprobs; remat: a name of layers.REMAT.
     """
 
-    model: decoder.DecoderConfig
     micro_batch_rows: int
     logit_bytes: int
     remat: str
@@ -89,19 +93,18 @@ class StepConfig:
 # Examples are learned as they are, whatever responses a run allows.
 _WHOLE_VOCABULARY = scoring.ResponseSpace(temperature=1.0, banned_tokens=(), eos_id=-1)
 
-# (params, batch, config) -> sums float32[] over the batch; `loss` is the one to descend, all of them are to be divided by `size`.
-Objective = Callable[[decoder.Params, Any, StepConfig], dict[str, jax.Array]]
+# (model, batch, config) -> sums float32[] over the batch; `loss` is the one to descend, all of them are to be divided by `size`.
+Objective = Callable[[Decoder, Any, StepConfig], dict[str, jax.Array]]
 
 
-def likelihood(params: decoder.Params, examples: Examples, config: StepConfig) -> dict[str, jax.Array]:
+def likelihood(model: Decoder, examples: Examples, config: StepConfig) -> dict[str, jax.Array]:
     """−Σ log π(response | prompt), nats, over response tokens, end of sequence included. Prompts are not learned."""
     logprobs, _ = scoring.response_logprobs(
-        params,
+        model,
         examples.prompt_tokens,
         examples.prompt_length,
         examples.response_tokens,
         examples.response_length,
-        config=config.model,
         space=_WHOLE_VOCABULARY,
         logit_bytes=config.logit_bytes,
         remat=config.remat,
@@ -109,12 +112,12 @@ def likelihood(params: decoder.Params, examples: Examples, config: StepConfig) -
     return {"loss": -jnp.sum(logprobs)}
 
 
-def preference(params: decoder.Params, pairs: Preferences, config: StepConfig) -> dict[str, jax.Array]:
+def preference(model: Decoder, pairs: Preferences, config: StepConfig) -> dict[str, jax.Array]:
     """−Σ log σ(s_chosen − s_rejected) (Bradley & Terry 1952; Ouyang et al. 2022, eq. 1), s the model's score of a whole row.
 
     Both responses to a prompt go through the model in one pass. pair_accuracy: pairs with s_chosen > s_rejected.
     """
-    scores = pair_scores(params, pairs, config)
+    scores = pair_scores(model, pairs, config)
     margin = scores[:, 0] - scores[:, 1]
     real = pairs.response_length[:, 0] > 0
     terms = {"loss": -jax.nn.log_sigmoid(margin), "pair_accuracy": (margin > 0).astype(jnp.float32), "margin": margin}
@@ -124,7 +127,7 @@ def preference(params: decoder.Params, pairs: Preferences, config: StepConfig) -
 OBJECTIVES: dict[str, Objective] = {"sft": likelihood, "reward": preference}
 
 
-def pair_scores(params: decoder.Params, pairs: Preferences, config: StepConfig) -> jax.Array:
+def pair_scores(model: Decoder, pairs: Preferences, config: StepConfig) -> jax.Array:
     """float32[B, 2]: scores of prompt + response + end of sequence, chosen and rejected."""
     chex.assert_rank([pairs.prompt_tokens, pairs.response_tokens], [2, 3])
     P, (B, _, R) = pairs.prompt_tokens.shape[1], pairs.response_tokens.shape
@@ -133,22 +136,23 @@ def pair_scores(params: decoder.Params, pairs: Preferences, config: StepConfig) 
     begin, end = P - jnp.repeat(pairs.prompt_length, 2), P + pairs.response_length.reshape(2 * B)
     slots = jnp.arange(P + R)[None, :]
     token_mask = (slots >= begin[:, None]) & (slots < end[:, None])
-    return heads.sequence_scores(params, tokens, token_mask, config=config.model, remat=config.remat).reshape(B, 2)
+    return heads.sequence_scores(model, tokens, token_mask, remat=config.remat).reshape(B, 2)
 
 
-def init_state(params: decoder.Params, optimizer: optax.GradientTransformation) -> TuningState:
-    return TuningState(step=jnp.zeros((), jnp.int32), params=params, opt_state=optimizer.init(params))
+def init_state(params: Params, *, graphdef: nnx.GraphDef, optimizer: optax.GradientTransformation) -> TuningState:
+    return TuningState(step=jnp.zeros((), jnp.int32), params=params, opt_state=optimizer.init(params), graphdef=graphdef)
 
 
-def state_shapes(model: decoder.DecoderConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> TuningState:
+def state_shapes(model: Definition[Decoder], optimizer: optax.GradientTransformation, mesh: Mesh) -> TuningState:
     """The state as jax.ShapeDtypeStruct with shardings: the optimiser's moments are sharded as their parameters."""
-    shapes = jax.eval_shape(functools.partial(init_state, optimizer=optimizer), decoder.param_shapes(model))
-    shardings = decoder.param_shardings(model, mesh)
+    init = functools.partial(init_state, graphdef=model.graphdef, optimizer=optimizer)
+    shapes = jax.eval_shape(init, parameters.shapes(model.specs))
+    shardings = model.shardings(mesh)
     everywhere = mesh_lib.replicated(mesh)
     opt_shardings = optax.tree_map_params(
         optimizer, lambda _, sharding: sharding, shapes.opt_state, shardings, transform_non_params=lambda _: everywhere
     )
-    all_shardings = TuningState(step=everywhere, params=shardings, opt_state=opt_shardings)
+    all_shardings = dataclasses.replace(shapes, step=everywhere, params=shardings, opt_state=opt_shardings)
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, all_shardings)
 
 
@@ -168,8 +172,9 @@ def train_step(
     """
     size = batch.size
 
-    def micro_loss(params: decoder.Params, micro: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
-        shares = {name: total / size for name, total in objective(params, micro, config).items()}
+    def micro_loss(params: Params, micro: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
+        model = nnx.merge(state.graphdef, params)
+        shares = {name: total / size for name, total in objective(model, micro, config).items()}
         return shares["loss"], shares
 
     def gradient(micro: Batch) -> Any:
@@ -186,14 +191,15 @@ def train_step(
     grad_norm = optax.tree.norm(grads)
     finite = jnp.isfinite(shares["loss"]) & jnp.isfinite(grad_norm)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-    new = TuningState(step=state.step + 1, params=optax.apply_updates(state.params, updates), opt_state=opt_state)
+    params = optax.apply_updates(state.params, updates)
+    new = dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state)
     new = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, state)
     return new, shares | {"grad_norm": grad_norm, "finite": finite.astype(jnp.float32)}
 
 
-def totals(params: decoder.Params, batch: Batch, *, objective: Objective, config: StepConfig) -> dict[str, jax.Array]:
+def totals(state: TuningState, batch: Batch, *, objective: Objective, config: StepConfig) -> dict[str, jax.Array]:
     """The objective's sums over one micro-batch, and `size`: for means over more rows than go through the model at a time."""
-    return objective(params, batch, config) | {"size": batch.size}
+    return objective(nnx.merge(state.graphdef, state.params), batch, config) | {"size": batch.size}
 
 
 def _split(tree: Any, rows: int) -> Any:
@@ -264,7 +270,7 @@ def warm_start(
     task: Task,
     tokenizer: Tokenizer,
     *,
-    config: decoder.DecoderConfig,
+    config: DecoderConfig,
     mesh: Mesh,
     seed: int,
     prompt_length: int,
@@ -275,7 +281,7 @@ def warm_start(
     warmup_steps: int,
     report_every_steps: int,
     report: Callable[[int, float], None],
-) -> decoder.Params:
+) -> Params:
     """Trains random parameters on fresh worked examples of a task and returns them.
 
     Args:
@@ -284,11 +290,12 @@ def warm_start(
     """
     schedule = optimizer_lib.linear(peak=learning_rate, steps=steps, warmup_steps=warmup_steps, decay_steps=0)
     optimizer = optimizer_lib.adamw(schedule, beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.01, clip_norm=1.0)
-    step_config = StepConfig(model=config, micro_batch_rows=batch_size, logit_bytes=1 << 30, remat="none")
-    shardings = jax.tree.map(lambda x: x.sharding, state_shapes(config, optimizer, mesh))
+    step_config = StepConfig(micro_batch_rows=batch_size, logit_bytes=1 << 30, remat="none")
+    model = decoder.define(config)
+    shardings = jax.tree.map(lambda x: x.sharding, state_shapes(model, optimizer, mesh))
 
     def init(key: jax.Array) -> TuningState:
-        return init_state(decoder.init_params(key, config), optimizer)
+        return init_state(model.init(key), graphdef=model.graphdef, optimizer=optimizer)
 
     state = mesh_lib.on_mesh(mesh, jax.jit(init, out_shardings=shardings))(jax.random.key(seed))
     step_fn = functools.partial(train_step, objective=likelihood, optimizer=optimizer, config=step_config)

@@ -29,6 +29,22 @@ RULES: dict[str, tuple[str, ...]] = {
 # Axes that stay whole where their mesh axes do not divide them, instead of being refused: GPT-2's vocabulary of 50257 is odd.
 _MAY_STAY_WHOLE = ("vocab",)
 
+# Letter of the axis table -> logical axis of a parameter's dimension, where the parameter rests.
+_AT_REST = {
+    "L": "layers",
+    "D": "embed",
+    "N": "heads",
+    "G": "kv_heads",
+    "H": "head",
+    "F": "ffn",
+    "E": "ffn",
+    "V": "vocab",
+    "S": "positions",
+    "A": "token_types",
+    "C": "labels",
+    "r": "rank",
+}
+
 # Letter of the axis table -> logical axis, where a value is computed. Width is whole there: parameters, which are split over
 # fsdp where they rest, are gathered for their use, and activations are split by rows. Letters that are not named are whole.
 _COMPUTED = {"B": "rows", "Q": "rows", "t": "rows", "N": "heads", "G": "kv_heads", "F": "ffn", "V": "vocab"}
@@ -70,6 +86,11 @@ def task_mesh(task_devices: int) -> Mesh:
     """The mesh of the models that a task scores with: this process' last `task_devices` devices; 0: all, beside the policy."""
     devices = jax.devices()[-task_devices:]
     return make_mesh((len(devices), 1, 1), setting="task_devices", devices=devices)
+
+
+def logical_axes(letters: str) -> tuple[str, ...]:
+    """The logical axes of a parameter whose dimensions are these letters of the axis table: "DNH" -> embed, heads, head."""
+    return tuple(_AT_REST[letter] for letter in letters)
 
 
 def partition_spec(axes: Sequence[str | None], whole: Sequence[str] = ()) -> PartitionSpec:

@@ -1,7 +1,6 @@
 """What a run takes from other runs: their rows (replay.mount), and a policy to begin with (--init_from=RUN@STEP)."""
 
 import dataclasses
-import functools
 import logging
 import shutil
 from pathlib import Path
@@ -14,8 +13,8 @@ from jax.sharding import Mesh
 
 from tba_jax import policy_store, run_config, run_dir, storage
 from tba_jax.checkpoint import Checkpoints
-from tba_jax.learner.state import init_state, initial_heads, state_shapes
-from tba_jax.models.lora import LoraConfig, merge
+from tba_jax.learner.state import init_state, state_shapes
+from tba_jax.models.lora import LoraConfig
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
@@ -202,7 +201,7 @@ def load_policy(init_from: str, policy: Policy, mesh: Mesh) -> Params:
     assert reference is not None, "check_init_from comes first"
     base = policy_store.load(other.reference(reference), policy.model_specs, policy.model_shardings(mesh))
     shardings = policy.model_shardings(mesh)
-    return jax.jit(functools.partial(merge, lora=theirs.lora), out_shardings=shardings)(base, trained)
+    return jax.jit(theirs.merged, out_shardings=shardings)(trained, base)
 
 
 def take_optimizer(
@@ -241,7 +240,7 @@ def take_optimizer(
         source.close()
     params = policy_store.load(reference, policy.trained_specs, policy.trained_shardings(mesh))
     # The reference is another now, and log Z and the values of states with it: these heads begin anew.
-    begun = init_state(params, optimizers, **initial_heads(policy, optimizers))
+    begun = init_state(policy, params, optimizers)
     begun = dataclasses.replace(begun, opt_state=_restart_schedules(state.opt_state))
     begun = jax.device_put(begun, jax.tree.map(lambda x: x.sharding, shapes))
     shutil.rmtree(run.checkpoints, ignore_errors=True)  # of an attempt that ended before the run had a reference

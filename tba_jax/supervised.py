@@ -126,6 +126,7 @@ def prepare(config: Any, run: run_dir.RunDir, output: Path) -> "Plan":
     from tba_jax import config_checks, examples, tuning
     from tba_jax import mesh as mesh_lib
     from tba_jax.models import decoder, hugging_face
+    from tba_jax.models.config import DecoderConfig
     from tba_jax.tokenizer import HuggingFaceTokenizer
 
     check(config)
@@ -139,7 +140,7 @@ def prepare(config: Any, run: run_dir.RunDir, output: Path) -> "Plan":
         head="score" if config.kind == "reward" else "language_model",
     )
     _require(
-        isinstance(model, decoder.DecoderConfig),
+        isinstance(model, DecoderConfig),
         f"model.path={config.model.path!r} is no decoder, which supervised training needs",
     )
     _require(
@@ -161,7 +162,7 @@ def prepare(config: Any, run: run_dir.RunDir, output: Path) -> "Plan":
     micro_rows = t.micro_batch_rows or t.batch_size
     ways = mesh.shape["data"] * mesh.shape["fsdp"]
     config_checks.check_ways(micro_rows, ways, what="training.micro_batch_rows or training.batch_size")
-    decoder.param_shardings(model, mesh)
+    decoder.define(model).shardings(mesh)  # refuses a mesh that does not divide the parameters
     if not config.model.random_init:
         hugging_face.check_weights(folder, model, new_heads=config.kind == "reward")
     data = examples.load(config.data, config.kind, tokenizer)

@@ -7,8 +7,9 @@ from jax.sharding import Mesh
 
 from tba_jax import mesh as mesh_lib
 from tba_jax.decoding import embeddings, passes
-from tba_jax.models import encoder, hugging_face, parameters
+from tba_jax.models import hugging_face, parameters
 from tba_jax.models.architectures import ARCHITECTURES
+from tba_jax.models.config import EncoderConfig
 from tba_jax.scorers import CHECKS, MAKERS, language_model, linear, sequence
 from tba_jax.tasks.interface import ModelUse, Task, UsesModels
 
@@ -85,11 +86,9 @@ def memory(use: ModelUse, *, length: int) -> int:
     if shape is None:
         return 0  # in host memory, and small
     size, length = _BYTES[use.compute_dtype], use.length or length
-    padded = passes.padded_length(
-        length, shape.position_limit if isinstance(shape, encoder.EncoderConfig) else shape.max_positions
-    )
+    padded = passes.padded_length(length, shape.position_limit if isinstance(shape, EncoderConfig) else shape.max_positions)
     if use.kind == "generator":
         row = 2 * shape.layers * length * shape.kv_heads * shape.head_size * size + 4 * shape.vocab
     else:
         row = padded * (4 * shape.width + 3 * shape.ffn) * size + padded * padded * shape.heads * 4
-    return parameters.count(ARCHITECTURES[shape.architecture].specs(shape)) * size + use.rows * row
+    return parameters.count(ARCHITECTURES[shape.architecture].define(shape).specs) * size + use.rows * row

@@ -21,6 +21,7 @@ from tba_jax import mesh as mesh_lib
 from tba_jax.checkpoint import Checkpoints
 from tba_jax.metrics import MetricWriter
 from tba_jax.models import decoder, hugging_face, hugging_face_export
+from tba_jax.models.config import DecoderConfig
 from tba_jax.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ class Plan:
     run: run_dir.RunDir
     output: Path
     folder: Path
-    model: decoder.DecoderConfig
+    model: DecoderConfig
     tokenizer: Tokenizer
     data: examples.Data
     mesh: Mesh
@@ -60,14 +61,14 @@ class Tuning:
         )
         objective = fine_tuning.OBJECTIVES[plan.config.kind]
         step_config = fine_tuning.StepConfig(
-            model=plan.model,
             micro_batch_rows=plan.micro_rows,
             logit_bytes=(t.logit_megabytes << 20) * plan.mesh.size,
             remat=t.remat,
         )
         update = functools.partial(fine_tuning.train_step, objective=objective, optimizer=self._optimizer, config=step_config)
         totals = functools.partial(fine_tuning.totals, objective=objective, config=step_config)
-        shapes = fine_tuning.state_shapes(plan.model, self._optimizer, plan.mesh)
+        self._model = decoder.define(plan.model)
+        shapes = fine_tuning.state_shapes(self._model, self._optimizer, plan.mesh)
         self._shardings = jax.tree.map(lambda x: x.sharding, shapes)
         everywhere = mesh_lib.replicated(plan.mesh)
         self._update = mesh_lib.on_mesh(plan.mesh, jax.jit(update, donate_argnums=0, out_shardings=(self._shardings, everywhere)))
@@ -92,11 +93,10 @@ class Tuning:
     def _initial_state(self) -> Any:
         plan, key = self._plan, jax.random.key(self._plan.config.seed)
         if plan.config.model.random_init:
-            init = functools.partial(decoder.init_params, config=plan.model)
-            params = jax.jit(init, out_shardings=self._shardings.params)(key)
+            params = jax.jit(self._model.init, out_shardings=self._shardings.params)(key)
         else:
             params = hugging_face.load_params(plan.folder, plan.model, self._shardings.params, fresh=key)
-        init_state = functools.partial(fine_tuning.init_state, optimizer=self._optimizer)
+        init_state = functools.partial(fine_tuning.init_state, graphdef=self._model.graphdef, optimizer=self._optimizer)
         return mesh_lib.on_mesh(plan.mesh, jax.jit(init_state, out_shardings=self._shardings))(params)
 
     @property
@@ -181,7 +181,7 @@ class Tuning:
         rows, sums = self._plan.micro_rows, dict[str, float]()
         for begin in range(0, len(heldout), rows):
             batch = mesh_lib.put_rows(self._plan.mesh, self._padded(heldout[begin : begin + rows], rows))
-            for name, value in jax.device_get(self._totals(self.state.params, batch)).items():
+            for name, value in jax.device_get(self._totals(self.state, batch)).items():
                 sums[name] = sums.get(name, 0.0) + float(value)
         size = sums.pop("size")
         self.newest = {name: total / size for name, total in sums.items()}

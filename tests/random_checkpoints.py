@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from tba_jax.models import decoder, hugging_face_export
+from tba_jax.models import hugging_face_export
+from tba_jax.models.parameters import Params
 from tba_jax.models.presets import PRESETS
 from tba_jax.tokenizer import HuggingFaceTokenizer
-from tests import tiny_checkpoints
+from tests import applied, tiny_checkpoints
 
 END = "<|endoftext|>"
 
@@ -68,7 +69,7 @@ def write(
         max_positions=2048,
         **(dict(head="score", labels=labels) if labels else {}),
     )
-    params = jax.jit(functools.partial(decoder.init_params, config=model))(jax.random.key(seed))
+    params = jax.jit(functools.partial(applied.init, config=model))(jax.random.key(seed))
     if p_end:
         end_often(params, read.eos_id, temperature * np.log(read.vocab_size * p_end / (1 - p_end)))
     hugging_face_export.save(
@@ -82,7 +83,7 @@ def write(
     return folder
 
 
-def end_often(params: decoder.Params, eos_id: int, logit: float) -> None:
+def end_often(params: Params, eos_id: int, logit: float) -> None:
     """Changes params: the logits of random weights are about the same, the end's is now higher by about that much."""
     width = params["embedding"]["weight"].shape[1]
     # What all embeddings share is what the last norm leaves of every position; of mean zero, as LayerNorm subtracts means.

@@ -230,8 +230,11 @@ def test_every_rule_on_one_setting_is_tried_above():
             "merge near-duplicates, which replay.merge_duplicates=False forbids",
         ),
         ({"seed": 2**32}, "seed=4294967296 must be below 2**32"),
-        ({"lora.rank": 129}, "lora.rank=129 is more than layers.query can have, which maps 128 to 128 numbers"),
-        ({"lora.rank": 4, "lora.targets": ("layers.query,layers.value",)}, """'("layers.query", "layers.value")')"""),
+        ({"lora.rank": 129}, "lora.rank=129 is more than layers.attention.key can have, which maps 128 to 128 numbers"),
+        (
+            {"lora.rank": 4, "lora.targets": ("layers.attention.query,layers.attention.value",)},
+            """'("layers.attention.query", "layers.attention.value")')""",
+        ),
         ({"model.attention": "cudnn"}, "model.attention=cudnn needs model.compute_dtype=bfloat16, not float32"),
         (
             {"model.attention": "cudnn", "model.compute_dtype": "bfloat16", "model.preset": "pythia-1b"},
@@ -239,8 +242,8 @@ def test_every_rule_on_one_setting_is_tried_above():
         ),
         ({"lora.rank": 4, "lora.targets": ()}, "lora.rank=4 needs lora.targets, names or patterns of linear maps"),
         (
-            {"lora.rank": 4, "lora.targets": ("layers.query", "layers.gat")},
-            "lora.targets: 'layers.gat' matches no linear map of the model; there are ['layers.down', 'layers.gate',",
+            {"lora.rank": 4, "lora.targets": ("layers.attention.query", "layers.feed_forward.gat")},
+            "lora.targets: 'layers.feed_forward.gat' matches no linear map of the model; there are ['layers.attention.key', ",
         ),
         (
             {"learner.schedule": "wsd", "learner.decay_steps": 491},

@@ -10,9 +10,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from tba_jax import mesh as mesh_lib
 from tba_jax import roles, run_dir
 from tba_jax.decoding import embeddings
-from tba_jax.models import encoder, hugging_face
+from tba_jax.models import hugging_face
 from tba_jax.replay.reader import LogReader
-from tests import tiny_run
+from tests import applied, tiny_run
 from tests.tiny_checkpoints import path_of
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -41,11 +41,11 @@ def test_every_text_has_the_embedding_it_has_alone(folder):
     texts = [" ".join(f"w{i}" for i in rng.integers(3, 40, rng.choice([0, 3, 9, 29]))) for _ in range(70)]
     found = embeddings.ResponseEmbedder(folder, mesh(1))(texts)
     config = embeddings.read_config(folder)
-    params = hugging_face.load_params(folder, config, encoder.param_shardings(config, mesh(1)))
+    params = hugging_face.load_params(folder, config, applied.shardings(config, mesh(1)))
     assert found.shape == (70, config.width) and found.dtype == np.float32
     for text, embedding in zip(texts, found, strict=True):
         ids = [1, *(int(word[1:]) for word in text.split()[: config.position_limit - 2]), 2]
-        alone = encoder.embed(params, np.array([ids], np.int32), np.ones((1, len(ids)), bool), config=config)
+        alone = applied.merge(params, config).embed(np.array([ids], np.int32), np.ones((1, len(ids)), bool))
         np.testing.assert_allclose(embedding, np.asarray(alone)[0], atol=1e-5)
     np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1.0, atol=1e-5)
     np.testing.assert_allclose(embeddings.ResponseEmbedder(folder, mesh(4))(texts), found, atol=1e-5)

@@ -22,11 +22,14 @@ from tba_jax.decoding import slots as slots_lib
 from tba_jax.decoding import stop_strings as stop_strings_lib
 from tba_jax.decoding.engine import Engine
 from tba_jax.decoding.requests import Generation, Request
-from tba_jax.models import cached, decoder, parameters, scoring
+from tba_jax.models import cached, scoring
+from tba_jax.models.config import DecoderConfig
 from tba_jax.models.lora import LoraConfig
+from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
+from tests import applied
 
-MODEL = decoder.DecoderConfig(layers=2, width=16, heads=4, kv_heads=2, head_size=4, ffn=24, vocab=11, max_positions=16)
+MODEL = DecoderConfig(layers=2, width=16, heads=4, kv_heads=2, head_size=4, ffn=24, vocab=11, max_positions=16)
 PAD, EOS, BANNED = 0, 2, (0, 1, 9)
 TEMPERATURE = 0.7  # the scoring temperature
 SPACE = scoring.ResponseSpace(temperature=TEMPERATURE, banned_tokens=BANNED, eos_id=EOS)
@@ -36,12 +39,9 @@ COUNTS = (4, 3, 9, 1)
 SIZES = {"groups of four": (8, 4), "one group, fewer slots than samples": (4, 6), "no groups": (3, 1)}  # slots, samples
 
 
-def random_params(seed: int = 0) -> decoder.Params:
+def random_params(seed: int = 0) -> Params:
     """Large enough that attention is far from uniform, and the end not too likely."""
-    rng = np.random.default_rng(seed)
-    return parameters.map_specs(
-        lambda _, spec: (spec.init_mean + 0.4 * rng.standard_normal(spec.shape)).astype(np.float32), decoder.param_specs(MODEL)
-    )
+    return applied.random(applied.specs(MODEL), scale=0.4, seed=10 + seed)
 
 
 PARAMS = random_params()
@@ -133,13 +133,13 @@ def row_of(request: Request, i: int, **changes) -> Request:
     return dataclasses.replace(request, keys=request.keys[i : i + 1], sampling=sampling, limit=limit, **changes)
 
 
-def decoded_alone(single: Engine, stream: Sequence[Request], params: decoder.Params = PARAMS) -> Generation:
+def decoded_alone(single: Engine, stream: Sequence[Request], params: Params = PARAMS) -> Generation:
     single.set_policy(params, 5)
     rows = [row_of(request, i) for request in stream for i in range(request.samples)]
     return requests_lib.concatenate([single.generate([row])[0] for row in rows])
 
 
-def decoded_together(engine: Engine, stream: Sequence[Request], params: decoder.Params = PARAMS) -> Generation:
+def decoded_together(engine: Engine, stream: Sequence[Request], params: Params = PARAMS) -> Generation:
     engine.set_policy(params, 5)
     return requests_lib.concatenate(engine.generate(stream))
 
@@ -162,21 +162,21 @@ def alone(single: Engine, stream: list[Request]) -> Generation:
 
 
 jit_scores = jax.jit(
-    functools.partial(scoring.response_logprobs, config=MODEL, space=SPACE, logit_bytes=1 << 20, remat="none"),
+    functools.partial(applied.response_logprobs, config=MODEL, space=SPACE, logit_bytes=1 << 20, remat="none"),
     compiler_options={"xla_backend_optimization_level": "0"},
 )
 
 
-def scores(params: decoder.Params, stream: Sequence[Request], found: Generation) -> np.ndarray:
+def scores(params: Params, stream: Sequence[Request], found: Generation) -> np.ndarray:
     """float32[B, R]: policy log-probs of whole rows in one pass."""
     prompts = [request.prompt for request in stream for _ in range(request.samples)]
     return np.asarray(jit_scores(params, *trajectory.left_pad(prompts, P, PAD), found.tokens, found.length)[0])
 
 
 @jax.jit
-def all_logits(params: decoder.Params, tokens: jax.Array) -> jax.Array:
-    hidden = decoder.hidden_states(params, tokens, None, config=MODEL, remat="none")
-    return decoder.logits_of(params, hidden.reshape(-1, MODEL.width), config=MODEL).reshape(*tokens.shape, -1)
+def all_logits(params: Params, tokens: jax.Array) -> jax.Array:
+    hidden = applied.hidden_states(params, tokens, None, config=MODEL, remat="none")
+    return applied.logits_of(params, hidden.reshape(-1, MODEL.width), config=MODEL).reshape(*tokens.shape, -1)
 
 
 def teacher_forced_logits(stream: Sequence[Request], tokens: np.ndarray) -> np.ndarray:
@@ -266,7 +266,7 @@ def test_meshes_give_the_rows_of_one_device(single, sizes):
     stream = make_stream([1, 24, 3, 17, 9, 2, 20, 11, 5, 8, 24, 6], counts=(4, 3, 9))
     mesh = make_mesh(*sizes)
     engine = make_engine(4 * sizes[0], 4, mesh=mesh, prompt_length=24)
-    sharded = jax.device_put(PARAMS, decoder.param_shardings(MODEL, mesh))
+    sharded = jax.device_put(PARAMS, applied.shardings(MODEL, mesh))
     assert_same_rows(decoded_together(engine, stream, sharded), decoded_alone(single, stream))
 
 
@@ -274,18 +274,15 @@ def test_meshes_give_the_rows_of_one_device(single, sizes):
 def test_merged_and_rounded_weights_draw_what_they_score(request, weights):
     """Adapters merged and weights rounded on eight devices; scored by the same weights on one."""
     policy = Policy(model=MODEL, lora=LoraConfig(rank=2, alpha=4.0, targets=("layers.*",)))
-    rng = np.random.default_rng(3)
-    adapters = parameters.map_specs(
-        lambda _, spec: 0.3 * rng.standard_normal(spec.shape).astype(np.float32), policy.trained_specs
-    )
+    adapters = applied.random(policy.trained_specs, scale=0.3, seed=3)
     sample = jax.jit(functools.partial(policy.for_sampling, weights=weights))
     mesh = make_mesh(2, 2, 2)
     sharded = jax.device_put(adapters, policy.trained_shardings(mesh)), jax.device_put(PARAMS, policy.model_shardings(mesh))
     params = mesh_lib.on_mesh(mesh, sample)(*sharded)
-    assert (params["layers"]["up"]["weight"].dtype == np.int8) == (weights == "int8")
+    assert (params["layers"]["feed_forward"]["up"]["weight"].dtype == np.int8) == (weights == "int8")
     stream = make_stream([1, 20, 7, 13, 5, 2], counts=(4,), limits=False)
     rounds = weights == "int8"
-    engine = make_engine(8, 4, mesh=mesh, prompt_length=24) if rounds else request.getfixturevalue("grouped")
+    engine = make_engine(8, 4, mesh=mesh, prompt_length=24, weights="int8") if rounds else request.getfixturevalue("grouped")
     found = decoded_together(engine, stream, params if rounds else jax.device_get(params))
     mask = trajectory.response_mask(found.length, R)
     np.testing.assert_allclose(found.policy_logprobs, scores(sample(adapters, PARAMS), stream, found), rtol=0, atol=1e-5)
@@ -352,8 +349,8 @@ def test_nothing_is_compiled_again_after_a_request_of_each_bucket(grouped):
     assert compiled(grouped) == before
 
 
-jit_prefill = jax.jit(functools.partial(cached.prefill, config=MODEL))
-jit_decode_step = jax.jit(functools.partial(cached.decode_step, config=MODEL))
+jit_prefill = jax.jit(functools.partial(applied.prefill, config=MODEL))
+jit_decode_step = jax.jit(functools.partial(applied.decode_step, config=MODEL))
 unstacked = functools.lru_cache(lambda step: jax.jit(functools.partial(cached.unstack, config=MODEL))(random_params(step)))
 
 
@@ -660,7 +657,7 @@ def test_logits_that_are_no_numbers_name_the_query_and_stop_the_engine():
     good = make_request([3, 4], 2)
     engine.generate([good])
     broken = jax.tree.map(np.copy, PARAMS)
-    broken["layers"]["up"]["weight"][1, 0, 0] = np.nan
+    broken["layers"]["feed_forward"]["up"]["weight"][1, 0, 0] = np.nan
     engine.set_policy(broken, 6)
     with pytest.raises(FloatingPointError, match="policy step 6 are not finite at response token 0 of query the broken one"):
         engine.generate([dataclasses.replace(good, name="the broken one")])

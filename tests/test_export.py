@@ -10,14 +10,14 @@ import pytest
 
 from tba_jax import export, policy_store, roles, run_config, run_dir
 from tba_jax import mesh as mesh_lib
-from tba_jax.models import decoder, hugging_face, hugging_face_export, parameters, scoring
+from tba_jax.models import hugging_face, hugging_face_export, parameters, scoring
 from tba_jax.replay.reader import LogReader
 from tba_jax.tokenizer import HuggingFaceTokenizer
-from tests import tiny_run
+from tests import applied, tiny_run
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
-LORA = {"lora__rank": 2, "lora__targets": ("layers.query", "layers.down"), "lora__alpha": 4.0}
+LORA = {"lora__rank": 2, "lora__targets": ("layers.attention.query", "layers.feed_forward.down"), "lora__alpha": 4.0}
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ def written_run(workdir, **changes):
     s = tiny_run.settings(workdir, tiny_run.config(**changes))
     run_config.join(s.run, s.experiment.config, s.experiment.contract)
     policy, info = s.experiment.policy, policy_store.SnapshotInfo(step=0, epoch=0)
-    base = parameters.init(jax.random.key(0), policy.model_specs)
+    base = policy.base.init(jax.random.key(0))
     trained = policy.initial(base, jax.random.key(1))
     policy_store.save(s.run.policies / "00000000", trained, info, dtype="float32")
     policy_store.save(s.run.reference("f00"), base, info, dtype="float32")
@@ -72,8 +72,8 @@ def weights_of_step(s, step: int) -> parameters.Params:
 
 
 def logits(params, tokens, config) -> np.ndarray:
-    hidden = decoder.hidden_states(params, tokens, None, config=config, remat="none")
-    return np.asarray(decoder.logits_of(params, hidden[0], config=config))
+    hidden = applied.hidden_states(params, tokens, None, config=config, remat="none")
+    return np.asarray(applied.logits_of(params, hidden[0], config=config))
 
 
 @pytest.mark.parametrize("changes", [{}, {"publish__dtype": "bfloat16"}, LORA], ids=["full", "bfloat16", "lora"])
@@ -83,7 +83,7 @@ def test_an_exported_step_is_the_snapshot(tmp_path, changes):
     assert said == f"step 2 of {tmp_path / 'run'} is in {tmp_path / 'model'} (llama, float32)"
     config = hugging_face.read_config(tmp_path / "model", compute_dtype="float32")
     assert config == s.experiment.policy.model
-    params = hugging_face.load_params(tmp_path / "model", config, decoder.param_shardings(config, one_device()))
+    params = hugging_face.load_params(tmp_path / "model", config, applied.shardings(config, one_device()))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), params, weights_of_step(s, 2))
     assert any(jax.tree.leaves(jax.tree.map(lambda a, b: np.any(a != b), params, weights_of_step(s, 0))))
     ours, theirs = s.experiment.tokenizer, HuggingFaceTokenizer(tmp_path / "model")
@@ -97,7 +97,7 @@ def test_transformers_computes_the_same_with_an_exported_run(torch, tmp_path, ch
 
     _, policy = written_run(tmp_path / "run", **changes)
     export.export(tmp_path / "run", tmp_path / "model", step=0, dtype=None)
-    params = hugging_face.load_params(tmp_path / "model", policy.model, decoder.param_shardings(policy.model, one_device()))
+    params = hugging_face.load_params(tmp_path / "model", policy.model, applied.shardings(policy.model, one_device()))
     ids = AutoTokenizer.from_pretrained(tmp_path / "model").encode("12+34=")
     assert ids == HuggingFaceTokenizer(tmp_path / "model").encode("12+34=")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
@@ -107,7 +107,12 @@ def test_transformers_computes_the_same_with_an_exported_run(torch, tmp_path, ch
 
 def test_adapters_alone_are_published_and_optimised(tmp_path):
     s = finished_run(tmp_path, **LORA)
-    names = {"layers.query.lora_a", "layers.query.lora_b", "layers.down.lora_a", "layers.down.lora_b"}
+    names = {
+        "layers.attention.query.lora_a",
+        "layers.attention.query.lora_b",
+        "layers.feed_forward.down.lora_a",
+        "layers.feed_forward.down.lora_b",
+    }
     assert {path.name for path in (s.run.policies / "00000003").iterdir() if path.is_dir()} == names
     held = sum(path.stat().st_size for path in s.run.policies.joinpath("00000003").rglob("*") if path.is_file())
     whole = sum(path.stat().st_size for path in s.run.references.rglob("*") if path.is_file())
@@ -117,7 +122,7 @@ def test_adapters_alone_are_published_and_optimised(tmp_path):
     assert stored and all("lora_" in key for key in stored), stored
     before, after = (weights_of_step(s, step) for step in (0, 3))
     changed = {name for name, leaf in parameters.flatten(after).items() if (leaf != parameters.flatten(before)[name]).any()}
-    assert changed == {"layers.query.weight", "layers.down.weight"}
+    assert changed == {"layers.attention.query.weight", "layers.feed_forward.down.weight"}
 
 
 def test_the_newest_step_and_its_dtype_are_the_default(tmp_path, capsys):
@@ -234,7 +239,7 @@ def test_searchers_may_sample_from_int8_weights(tmp_path):
     rows = reader.read(writer, 0, head)
     first = rows["policy_step"][:, 0] == 0
     batch = [rows[name][first] for name in ("prompt_tokens", "prompt_length", "response_tokens", "response_length")]
-    exact, _ = scoring.response_logprobs(
+    exact, _ = applied.response_logprobs(
         weights_of_step(s, 0),
         *batch,
         config=s.experiment.policy.model,

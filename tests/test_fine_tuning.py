@@ -11,12 +11,14 @@ import pytest
 from tba_jax import fine_tuning, trajectory
 from tba_jax import mesh as mesh_lib
 from tba_jax import optimizer as optimizer_lib
-from tba_jax.models import decoder, parameters
+from tba_jax.models.config import DecoderConfig
+from tba_jax.models.parameters import Params
 from tba_jax.tasks.arithmetic import CHARACTERS, Arithmetic
 from tba_jax.tokenizer import CharacterTokenizer
+from tests import applied
 
 SHAPE: dict[str, Any] = dict(layers=2, width=16, heads=4, kv_heads=2, head_size=4, ffn=24, vocab=12, max_positions=16)
-MODELS = {"sft": decoder.DecoderConfig(**SHAPE), "reward": decoder.DecoderConfig(**SHAPE, head="score")}
+MODELS = {"sft": DecoderConfig(**SHAPE), "reward": DecoderConfig(**SHAPE, head="score")}
 B, P, R = 8, 5, 6
 KINDS = tuple(fine_tuning.OBJECTIVES)
 # Gradients are read off the parameters after a step of plain descent by 1.
@@ -25,17 +27,12 @@ DESCENT = optax.sgd(1.0)
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": "0"})
 
 
-def settings(kind: str, *, micro_batch_rows: int = B, logit_bytes: int = 1 << 20, remat: str = "none") -> fine_tuning.StepConfig:
-    return fine_tuning.StepConfig(model=MODELS[kind], micro_batch_rows=micro_batch_rows, logit_bytes=logit_bytes, remat=remat)
+def settings(*, micro_batch_rows: int = B, logit_bytes: int = 1 << 20, remat: str = "none") -> fine_tuning.StepConfig:
+    return fine_tuning.StepConfig(micro_batch_rows=micro_batch_rows, logit_bytes=logit_bytes, remat=remat)
 
 
-def random_params(kind: str) -> decoder.Params:
-    rng = np.random.default_rng(0)
-
-    def draw(_: str, spec: parameters.ParamSpec) -> np.ndarray:
-        return (spec.init_mean + 0.3 * rng.standard_normal(spec.shape)).astype(np.float32)
-
-    return parameters.map_specs(draw, decoder.param_specs(MODELS[kind]))
+def random_params(kind: str) -> Params:
+    return applied.random(applied.specs(MODELS[kind]), scale=0.3, seed=1)
 
 
 def random_batch(kind: str, *, filling: int = 0) -> fine_tuning.Batch:
@@ -56,13 +53,18 @@ def unpadded(prompt: np.ndarray, prompt_length: int, response: np.ndarray, respo
 
 
 def hidden_of(kind: str, tokens: np.ndarray) -> jax.Array:
-    hidden_states = functools.partial(decoder.hidden_states, token_mask=None, config=MODELS[kind], remat="none")
+    hidden_states = functools.partial(applied.hidden_states, token_mask=None, config=MODELS[kind], remat="none")
     return jit(hidden_states)(random_params(kind), tokens)
 
 
 @functools.cache
 def totals(kind: str) -> Any:
-    return jit(functools.partial(fine_tuning.totals, objective=fine_tuning.OBJECTIVES[kind], config=settings(kind)))
+    total = functools.partial(fine_tuning.totals, objective=fine_tuning.OBJECTIVES[kind], config=settings())
+    return jit(lambda params, batch: total(state_of(kind, params), batch))
+
+
+def state_of(kind: str, params: Params) -> fine_tuning.TuningState:
+    return fine_tuning.init_state(params, graphdef=applied.define(MODELS[kind]).graphdef, optimizer=DESCENT)
 
 
 @pytest.mark.parametrize("filling", [0, 3])
@@ -100,12 +102,12 @@ def test_preference_reads_scores_at_the_last_tokens_of_unpadded_rows(filling):
 def one_step(kind: str, config: fine_tuning.StepConfig, mesh_sizes: tuple[int, int, int] | None = None) -> tuple[dict, Any]:
     """Measurements, and the gradient read off the parameters."""
     step = functools.partial(fine_tuning.train_step, objective=fine_tuning.OBJECTIVES[kind], optimizer=DESCENT, config=config)
-    state, batch = fine_tuning.init_state(random_params(kind), DESCENT), random_batch(kind, filling=1)
+    state, batch = state_of(kind, random_params(kind)), random_batch(kind, filling=1)
     if mesh_sizes is None:
         after, measurements = jit(step)(state, batch)
     else:
         mesh = mesh_lib.make_mesh(mesh_sizes, setting="training.mesh")
-        shardings = jax.tree.map(lambda x: x.sharding, fine_tuning.state_shapes(MODELS[kind], DESCENT, mesh))
+        shardings = jax.tree.map(lambda x: x.sharding, fine_tuning.state_shapes(applied.define(MODELS[kind]), DESCENT, mesh))
         update = mesh_lib.on_mesh(mesh, jit(step, donate_argnums=0, out_shardings=(shardings, mesh_lib.replicated(mesh))))
         after, measurements = update(jax.device_put(state, shardings), mesh_lib.put_rows(mesh, batch))
     assert int(after.step) == 1 and float(measurements["finite"]) == 1
@@ -115,7 +117,7 @@ def one_step(kind: str, config: fine_tuning.StepConfig, mesh_sizes: tuple[int, i
 
 @pytest.fixture(scope="module", params=KINDS)
 def one_pass(request) -> tuple[str, dict, Any]:
-    return request.param, *one_step(request.param, settings(request.param))
+    return request.param, *one_step(request.param, settings())
 
 
 @pytest.mark.parametrize(
@@ -130,7 +132,7 @@ def one_pass(request) -> tuple[str, dict, Any]:
 def test_micro_batches_remat_and_meshes_change_nothing(one_pass, changed, mesh_sizes):
     """Filling and responses of different lengths lie unevenly in the micro-batches: a mean of means would differ."""
     kind, measured, gradient = one_pass
-    found, found_gradient = one_step(kind, settings(kind, **changed), mesh_sizes)
+    found, found_gradient = one_step(kind, settings(**changed), mesh_sizes)
     assert found.keys() == measured.keys()
     for name in measured:
         np.testing.assert_allclose(found[name], measured[name], rtol=1e-5, atol=1e-6, err_msg=name)
@@ -158,10 +160,8 @@ def test_the_gradient_is_that_of_the_mean_loss(one_pass):
 def test_a_step_that_is_not_finite_leaves_the_state_as_it_was():
     params = random_params("reward")
     params["score"]["weight"][0] = np.inf
-    state = fine_tuning.init_state(params, DESCENT)
-    step = functools.partial(
-        fine_tuning.train_step, objective=fine_tuning.preference, optimizer=DESCENT, config=settings("reward")
-    )
+    state = state_of("reward", params)
+    step = functools.partial(fine_tuning.train_step, objective=fine_tuning.preference, optimizer=DESCENT, config=settings())
     after, measurements = jit(step)(state, random_batch("reward"))
     assert float(measurements["finite"]) == 0 and int(after.step) == 0
     jax.tree.map(np.testing.assert_array_equal, after.params, params)
@@ -219,7 +219,7 @@ def test_examples_are_padded_and_end():
 def test_the_warm_start_is_a_plain_loop_over_its_random_stream():
     task = Arithmetic(digits=1, train_queries=10, heldout_queries=4, seed=0)
     tokenizer = CharacterTokenizer(CHARACTERS)
-    model = decoder.DecoderConfig(**SHAPE | dict(layers=1, vocab=tokenizer.vocab_size, max_positions=24))
+    model = DecoderConfig(**SHAPE | dict(layers=1, vocab=tokenizer.vocab_size, max_positions=24))
     lengths: dict[str, int] = dict(prompt_length=5, response_length=12)
     reports: list[tuple[int, float]] = []
     mesh = mesh_lib.make_mesh((-1, 1, 1), setting="learner.mesh", devices=jax.devices()[:1])
@@ -237,16 +237,16 @@ def test_the_warm_start_is_a_plain_loop_over_its_random_stream():
         report=lambda *point: reports.append(point),
         **lengths,
     )
-    config = fine_tuning.StepConfig(model=model, micro_batch_rows=8, logit_bytes=1 << 30, remat="none")
+    config = fine_tuning.StepConfig(micro_batch_rows=8, logit_bytes=1 << 30, remat="none")
     schedule = optimizer_lib.linear(peak=1e-2, steps=4, warmup_steps=1, decay_steps=0)
     optimizer = optimizer_lib.adamw(schedule, beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.01, clip_norm=1.0)
-    params = jit(functools.partial(decoder.init_params, config=model))(jax.random.key(3))
+    params = jit(functools.partial(applied.init, config=model))(jax.random.key(3))
     opt_state, rng, losses = jit(optimizer.init)(params), np.random.default_rng([3, 1]), []
 
     @jit
-    def step(params: decoder.Params, opt_state: Any, examples: fine_tuning.Examples) -> Any:
-        def mean(params: decoder.Params) -> jax.Array:
-            return fine_tuning.likelihood(params, examples, config)["loss"] / examples.response_length.sum()
+    def step(params: Params, opt_state: Any, examples: fine_tuning.Examples) -> Any:
+        def mean(params: Params) -> jax.Array:
+            return fine_tuning.likelihood(applied.merge(params, model), examples, config)["loss"] / examples.response_length.sum()
 
         loss, grads = jax.value_and_grad(mean)(params)
         updates, opt_state = optimizer.update(grads, opt_state, params)

@@ -12,12 +12,12 @@ import pytest
 from tba_jax import audit, metrics, policy_store, roles, run_dir, trajectory
 from tba_jax import mesh as mesh_lib
 from tba_jax.metrics import TimeAccount
-from tba_jax.models import decoder, lora
+from tba_jax.models.layers import Einsum
 from tba_jax.replay import journal
 from tba_jax.replay.lease import LeaseHeld, StaleEpoch
 from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
-from tests import tiny_run
+from tests import applied, tiny_run
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -73,7 +73,7 @@ def test_rows_in_the_log_are_whole_and_true(tmp_path):
     reader = LogReader(s.run.replay, shape)
     ((writer, head),) = reader.heads().items()
     rows = reader.read(writer, 0, head)
-    shardings = decoder.param_shardings(model, roles_mesh())
+    shardings = applied.shardings(model, roles_mesh())
     mask = trajectory.response_mask(rows["response_length"], 6)
     assert set(np.unique(rows["policy_step"][mask])) == {0, 1, 2} and (rows["policy_step"][~mask] == -1).all()
     reference = policy_store.load(s.run.reference(f"{rows['reference_id'][0]:016x}"), specs, shardings)
@@ -103,8 +103,8 @@ def logprobs_by_prefix(params, row, model, contract):
     response = row["response_tokens"][: row["response_length"]].tolist()
     result = np.zeros(6, np.float32)
     tokens = np.array([prompt + response], np.int32)
-    hidden = decoder.hidden_states(params, tokens, np.ones_like(tokens, bool), config=model, remat="none")
-    logits = np.array(decoder.logits_of(params, hidden[0], config=model)).astype(np.float64)
+    hidden = applied.hidden_states(params, tokens, np.ones_like(tokens, bool), config=model, remat="none")
+    logits = np.array(applied.logits_of(params, hidden[0], config=model)).astype(np.float64)
     logits[:, list(contract.banned_tokens)] = -np.inf
     logits /= contract.scoring_temperature
     for t, token in enumerate(response):
@@ -201,7 +201,7 @@ def test_resume_on_a_frozen_log_is_bit_for_bit(tmp_path, changes, frozen):
     expected = train(once, until=12, abandon=False)
     policy = once.experiment.policy
     initial = policy_store.load_step(once.run.policies, 0, policy.trained_specs, policy.trained_shardings(roles_mesh()))
-    assert all(np.any(a != b) for a, b in zip(jax.tree.leaves(initial), jax.tree.leaves(expected.params), strict=True))
+    assert all(np.any(a != b) for a, b in zip(jax.tree.leaves(initial), jax.tree.leaves(expected.params["policy"]), strict=True))
     train(twice, until=8, abandon=True)
     lineage = journal.read_lineage(twice.run.journal)
     assert [line["step"] for line in lineage] == list(range(1, 9))
@@ -231,7 +231,7 @@ def test_journalled_steps_are_done_again_under_the_schedule_they_were_done_with(
     roles._join(dataclasses.replace(changed, allow_change=names), may_change_schedule=True)
     trainer, lease = roles._make_trainer(changed, publish_every_steps=2)
     assert trainer.step_number == 8
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(trainer.state.params), jax.device_get(published))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(trainer.state.params["policy"]), jax.device_get(published))
     trainer.poll()
     assert trainer.step() is not None and trainer.rows == 6
     trainer.close()
@@ -250,10 +250,13 @@ def test_journalled_steps_are_done_again_under_the_schedule_they_were_done_with(
 @pytest.mark.parametrize("broken", [False, True])
 def test_the_alarm_sees_a_learner_whose_adapters_differ_from_what_searchers_merge(tmp_path, monkeypatch, broken):
     if broken:
-        attach = lora.attach
-        monkeypatch.setattr(
-            lora, "attach", lambda base, adapters, c: attach(base, adapters, dataclasses.replace(c, alpha=5 * c.alpha))
-        )
+        merge = Einsum.merge
+
+        def scaled(linear: Einsum) -> None:
+            linear.lora_scale *= 5
+            merge(linear)
+
+        monkeypatch.setattr(Einsum, "merge", scaled)
     settings = {"learner__logprob_gap_every_steps": 2, "task__missing_eos_reward": -1.0, "learner__learning_rate": 0.1}
     assert run(tmp_path, lora__rank=2, learner__steps=6, **settings) == 0
     gaps = [line["logprob_gap_max"] for line in metrics.read_lines(tmp_path / "metrics" / "trainer") if "logprob_gap_max" in line]
@@ -344,7 +347,7 @@ def test_a_run_that_skips_counts_and_resumes_exactly(tmp_path, caplog):
     policy = s.experiment.policy
     initial = policy_store.load_step(s.run.policies, 0, policy.trained_specs, policy.trained_shardings(roles_mesh()))
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))
-    assert any(np.any(a != b) for a, b in zip(jax.tree.leaves(initial), jax.tree.leaves(state.params), strict=True))
+    assert any(np.any(a != b) for a, b in zip(jax.tree.leaves(initial), jax.tree.leaves(state.params["policy"]), strict=True))
     shutil.rmtree(s.run.checkpoints)  # every step again from the reference
     again, lease = roles._make_trainer(s, publish_every_steps=2)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(again.state), state)
@@ -483,7 +486,7 @@ def test_a_replaced_trainer_publishes_nothing_more(tmp_path, frozen):
     with pytest.raises(StaleEpoch, match=f"epoch {later} has been taken"):
         trainer.publish()
     info = policy_store.SnapshotInfo(step=7, epoch=lease.epoch)
-    trainer._publisher.publish(trainer.state.params, info)  # as if the lease was lost after that first look
+    trainer._publisher.publish(trainer.state.params["policy"], info)  # as if the lease was lost after that first look
     with pytest.raises(StaleEpoch):
         trainer._publisher.wait()
     assert policy_store.committed_steps(s.run.policies) == [0, 1]

@@ -15,15 +15,18 @@ from tba_jax import mesh as mesh_lib
 from tba_jax import trajectory
 from tba_jax.learner import state as state_lib
 from tba_jax.learner import update as update_lib
-from tba_jax.models import decoder, heads, parameters, scoring
+from tba_jax.models import heads, parameters, scoring
+from tba_jax.models.config import DecoderConfig
 from tba_jax.models.lora import LoraConfig
+from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.objectives.inputs import ObjectiveSettings
 from tba_jax.objectives.objective import Objective
 from tba_jax.optimizer import adamw, linear_then_constant
+from tests import applied
 
-MODEL = decoder.DecoderConfig(layers=2, width=16, heads=4, kv_heads=2, head_size=4, ffn=24, vocab=12, max_positions=16)
+MODEL = DecoderConfig(layers=2, width=16, heads=4, kv_heads=2, head_size=4, ffn=24, vocab=12, max_positions=16)
 POLICY = Policy(model=MODEL)
 Q, K, P, R = 6, 4, 5, 6
 B = Q * K
@@ -31,8 +34,7 @@ BETA = 0.5
 EOS = 1
 SPACE = scoring.ResponseSpace(temperature=0.8, banned_tokens=(0,), eos_id=EOS)
 # Gradients are read off the parameters after a step of plain descent by 1.
-DESCENT = state_lib.Optimizers(policy=optax.sgd(1.0))
-HEADS = {"log_z": heads.log_z_specs(MODEL), "value_head": heads.value_head_specs(MODEL)}
+DESCENT: state_lib.Optimizers = {"policy": optax.sgd(1.0)}
 # Compiling is most of the time here, and the arithmetic is the same without LLVM's optimisation.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": "0"})
 
@@ -57,11 +59,8 @@ def schedules(**changes: Any) -> update_lib.Schedules:
     return update_lib.Schedules(**constants | changes)
 
 
-def random_params() -> decoder.Params:
-    rng = np.random.default_rng(0)
-    return parameters.map_specs(
-        lambda _, spec: (spec.init_mean + 0.2 * rng.standard_normal(spec.shape)).astype(np.float32), POLICY.model_specs
-    )
+def random_params() -> Params:
+    return applied.random(POLICY.model_specs, scale=0.2, seed=0)
 
 
 def random_batch(seed: int = 0) -> state_lib.Batch:
@@ -108,10 +107,10 @@ FORMS: dict[str, tuple[dict[str, Any], str, str]] = {
 
 def state_of(form: str, optimizers: state_lib.Optimizers | None = None) -> tuple[state_lib.TrainState, state_lib.Optimizers]:
     name = FORMS[form][1]
-    optimizers = optimizers or dataclasses.replace(DESCENT, **{name: optax.sgd(1.0)} if name else {})
-    rng = np.random.default_rng(3)
-    head = parameters.map_specs(lambda _, spec: rng.standard_normal(spec.shape).astype(np.float32), HEADS.get(name, {}))
-    return state_lib.init_state(random_params(), optimizers, **{name: head} if name else {}), optimizers
+    optimizers = optimizers or DESCENT | ({name: optax.sgd(1.0)} if name else {})
+    state = state_lib.init_state(POLICY, random_params(), optimizers)
+    head = {name: applied.random(heads.specs(MODEL), scale=1.0, seed=3)} if name else {}
+    return dataclasses.replace(state, params=state.params | head), optimizers
 
 
 def batch_of(form: str) -> state_lib.Batch:
@@ -134,9 +133,14 @@ def measured(step: Any, state: Any, batch: Any) -> Found:
     after, measurements = step(state, {}, batch)
     assert measurements.pop("row_finite").all()
     assert float(measurements["finite"]) == 1 and int(after.step) == 1 and int(after.skipped) == 0
-    before, now = ({"policy": s.params, "head": s.log_z or state_lib.value_head_of(s)} for s in (state, after))
-    gradient = jax.tree.map(lambda new, old: np.asarray(old) - np.asarray(new), now, before)
-    return float(measurements["loss"]), gradient, {name: float(value) for name, value in measurements.items()}
+    gradient = jax.tree.map(lambda new, old: np.asarray(old) - np.asarray(new), after.params, state.params)
+    policy = gradient.pop("policy")
+    (head,) = gradient.values() or ({},)
+    return (
+        float(measurements["loss"]),
+        {"policy": policy, "head": head},
+        {name: float(value) for name, value in measurements.items()},
+    )
 
 
 @functools.cache
@@ -158,14 +162,16 @@ def assert_same(found: Found, expected: Found) -> None:
 @functools.cache
 def scores() -> tuple[np.ndarray, np.ndarray]:
     """policy_logprobs and entropy of the fixed batch."""
-    score = functools.partial(update_lib.score, batch=random_batch(), config=settings())
-    return jax.device_get(jit(score)(random_params()))
+    return jax.device_get(jit(score_fixed_batch)(random_params()))
+
+
+def score_fixed_batch(params: Params) -> tuple[jax.Array, jax.Array]:
+    return update_lib.score(POLICY.for_training(params, {}), random_batch(), config=settings())
 
 
 def gradient_of(cotangent: np.ndarray) -> Any:
     """What a cotangent of the log-probs gives for the parameters; that way is JAX's."""
-    score = functools.partial(update_lib.score, batch=random_batch(), config=settings())
-    return jit(jax.grad(lambda p: jnp.sum(cotangent.astype(np.float32) * score(p)[0])))(random_params())
+    return jit(jax.grad(lambda p: jnp.sum(cotangent.astype(np.float32) * score_fixed_batch(p)[0])))(random_params())
 
 
 # At once; in micro-batches, as a moving reference is scored, and logits of one step at a time.
@@ -180,7 +186,11 @@ def test_a_minimal_length_shares_out_the_probability_of_an_early_end(rows, logit
 
     def log_probs(batch: state_lib.Batch, **changes: Any) -> np.ndarray:
         config = settings(micro_batch_rows=rows, logit_bytes=logit_bytes, **changes)
-        return np.asarray(jit(functools.partial(update_lib.score_in_micro_batches, config=config))(random_params(), batch)[0])
+
+        def score(params: Params, batch: state_lib.Batch) -> jax.Array:
+            return update_lib.score_in_micro_batches(POLICY.for_training(params, {}), batch, config=config)[0]
+
+        return np.asarray(jit(score)(random_params(), batch))
 
     # One response token at a time: an end in the place of token t must not change what comes before it.
     mask, early = trajectory.response_mask(batch.response_length, R), np.arange(R) < minimum.min_length - 1
@@ -226,8 +236,8 @@ def test_the_learned_log_z_is_that_of_the_mean_prompt_state():
     means = []
     for row in range(0, B, K):
         tokens = batch.prompt_tokens[row : row + 1, P - batch.prompt_length[row] :]
-        means.append(np.asarray(decoder.hidden_states(random_params(), tokens, None, config=MODEL, remat="none"))[0].mean(0))
-    log_z = np.repeat(np.stack(means) @ state.log_z["weight"] + state.log_z["bias"], K)
+        means.append(np.asarray(applied.hidden_states(random_params(), tokens, None, config=MODEL, remat="none"))[0].mean(0))
+    log_z = np.repeat(np.stack(means) @ state.params["log_z"]["weight"] + state.params["log_z"]["bias"], K)
     target = batch.ref_logprobs.sum(1) + batch.reward / BETA
     residual = log_z + scores()[0].sum(1) - target
     cotangent = 2 / B * residual
@@ -245,12 +255,12 @@ def test_values_are_learned_beside_the_policy_from_the_states_they_share():
     batch, state = random_batch(), state_of("ppo")[0]
 
     def values_of(params: Any, head: Any) -> jax.Array:
-        hidden = scoring.response_hidden_states(
+        hidden = applied.response_hidden_states(
             params, batch.prompt_tokens, batch.prompt_length, batch.response_tokens, config=MODEL, remat="none"
         )
         return (hidden @ head["weight"] + head["bias"])[..., 0]
 
-    policy, values = scores()[0], np.asarray(values_of(random_params(), state.value_head))
+    policy, values = scores()[0], np.asarray(values_of(random_params(), state.params["value_head"]))
     by_logprobs, by_values, loss = np.zeros((B, R)), np.zeros((B, R)), 0.0
     for row in range(B):
         advantage = following = 0.0
@@ -266,7 +276,7 @@ def test_values_are_learned_beside_the_policy_from_the_states_they_share():
             by_values[row, t] = -0.1 * advantage / (B * R)
     cotangent = by_values.astype(np.float32)
     through_values = jax.grad(lambda p, h: jnp.sum(cotangent * values_of(p, h)), argnums=(0, 1))
-    of_policy, of_head = through_values(random_params(), state.value_head)
+    of_policy, of_head = through_values(random_params(), state.params["value_head"])
     of_policy = jax.tree.map(jnp.add, of_policy, gradient_of(by_logprobs))
     found = one_pass("ppo")
     assert_same((*found[:2], {}), (loss, {"policy": of_policy, "head": of_head}, {}))
@@ -355,7 +365,7 @@ def test_meshes_give_what_one_device_gives(form, sizes, micro_batch_rows):
     step = jit(make_step(config, optimizers=optimizers), out_shardings=(shardings, mesh_lib.replicated(mesh)))
     state = jax.device_put(on_host, shardings)
     if sizes == (2, 2, 2):
-        shard = state.params["layers"]["gate"]["weight"].addressable_shards[0].data
+        shard = state.params["policy"]["layers"]["feed_forward"]["gate"]["weight"].addressable_shards[0].data
         assert shard.size == MODEL.layers * MODEL.width * MODEL.ffn // 4
     assert_same(measured(mesh_lib.on_mesh(mesh, step), state, mesh_lib.put_rows(mesh, batch_of(form))), one_pass(form))
 
@@ -366,16 +376,15 @@ LORA = Policy(model=MODEL, lora=LoraConfig(rank=2, alpha=4.0, targets=("layers.*
 def lora_step(micro_batch_rows: int, mesh: Any = None) -> tuple[float, Any]:
     """Loss and gradient of the adapters alone, on one device or on a mesh."""
     config = dataclasses.replace(settings(micro_batch_rows=micro_batch_rows), policy=LORA)
-    rng = np.random.default_rng(1)
-    adapters = parameters.map_specs(lambda _, spec: 0.3 * rng.standard_normal(spec.shape).astype(np.float32), LORA.trained_specs)
-    state, frozen, batch = state_lib.init_state(adapters, DESCENT), random_params(), random_batch()
+    adapters = applied.random(LORA.trained_specs, scale=0.3, seed=1)
+    state, frozen, batch = state_lib.init_state(LORA, adapters, DESCENT), random_params(), random_batch()
     step = jit(make_step(config))
     if mesh is not None:
         shardings = jax.tree.map(lambda x: x.sharding, state_lib.state_shapes(LORA, DESCENT, mesh))
         state, frozen = jax.device_put(state, shardings), jax.device_put(frozen, LORA.model_shardings(mesh))
         batch, step = mesh_lib.put_rows(mesh, batch), mesh_lib.on_mesh(mesh, step)
     after, measurements = step(state, frozen, batch)
-    return float(measurements["loss"]), jax.tree.map(lambda new, old: old - np.asarray(new), after.params, adapters)
+    return float(measurements["loss"]), jax.tree.map(lambda new, old: old - np.asarray(new), after.params["policy"], adapters)
 
 
 def test_adapters_get_the_gradient_of_the_whole_policy_and_nothing_else_does():
@@ -395,7 +404,7 @@ def test_the_program_of_a_step_does_not_grow_with_depth():
     def size(layers: int) -> int:
         policy = Policy(model=dataclasses.replace(MODEL, layers=layers))
         config = dataclasses.replace(settings(micro_batch_rows=K, remat="full"), policy=policy)
-        state = jax.eval_shape(lambda p: state_lib.init_state(p, DESCENT), parameters.shapes(policy.model_specs))
+        state = jax.eval_shape(lambda p: state_lib.init_state(policy, p, DESCENT), parameters.shapes(policy.model_specs))
         return len(jax.jit(make_step(config)).lower(state, {}, random_batch()).as_text().splitlines())
 
     assert size(24) == size(6)
@@ -405,13 +414,13 @@ def test_the_program_of_a_step_does_not_grow_with_depth():
 def adam() -> tuple[state_lib.Optimizers, Any]:
     """An optimiser, and a jitted step of it with donated state that may be traced once."""
     optimizer = adamw(lambda step: jnp.float32(1e-2), beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.0, clip_norm=1.0)
-    optimizers = state_lib.Optimizers(policy=optimizer)
+    optimizers = {"policy": optimizer}
     once = chex.assert_max_traces(update_lib.train_step, n=1)
     return optimizers, jit(make_step(settings(), optimizers=optimizers, train_step=once), donate_argnums=0)
 
 
 def initial(optimizers: state_lib.Optimizers) -> state_lib.TrainState:
-    return jit(functools.partial(state_lib.init_state, optimizers=optimizers))(random_params())
+    return jit(lambda params: state_lib.init_state(POLICY, params, optimizers))(random_params())
 
 
 def test_the_loss_goes_down_in_one_trace(adam):
@@ -501,11 +510,11 @@ def test_values_of_states_are_nothing_to_objectives_that_do_not_read_them():
 
 def test_a_log_z_that_is_not_finite_is_that_of_its_querys_rows():
     state, optimizers = state_of("learned_log_z")
-    params = random_params()
+    policy = random_params()
     token = int(random_batch().prompt_tokens[K, -1])  # of the second query
-    params["embedding"]["weight"][token] = np.nan
+    policy["embedding"]["weight"][token] = np.nan
     update = jit(make_step(settings(**FORMS["learned_log_z"][0]), optimizers=optimizers))
-    measurements = update(dataclasses.replace(state, params=params), {}, random_batch())[1]
+    measurements = update(dataclasses.replace(state, params=state.params | {"policy": policy}), {}, random_batch())[1]
     assert float(measurements["finite"]) == 0 and not measurements["row_finite"][K : 2 * K].any()
 
 

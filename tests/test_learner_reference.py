@@ -80,8 +80,8 @@ def test_rows_are_scored_by_the_reference_of_the_step_wherever_it_rests(sizes, o
     assert (kinds == {mesh_lib.PINNED_HOST}) == offload and len(kinds) == 1
     assert jax.tree.map(lambda x: x.sharding, reference.params) == jax.tree.map(lambda x: x.sharding, reference.shapes)
     batch = reference.rescore({}, mesh_lib.put_rows(mesh, random_batch()))
-    score = functools.partial(update_lib.score, config=settings())
-    expected, _ = score(moved(random_params(), shifted(random_params(), 0.1), decay=0.9), random_batch())
+    average = moved(random_params(), shifted(random_params(), 0.1), decay=0.9)
+    expected, _ = update_lib.score(POLICY.for_training(average, {}), random_batch(), config=settings())
     np.testing.assert_allclose(batch.moving_ref_logprobs, expected, rtol=1e-4, atol=2e-5)
     np.testing.assert_array_equal(batch.ref_logprobs, random_batch().ref_logprobs)
 
@@ -163,7 +163,7 @@ def test_restarted_moments_stay_where_they_are():
     mesh = mesh_lib.make_mesh((2, 2, 2), setting="learner.mesh", devices=DEVICES)
     schedule = optax.linear_schedule(1e-3, 0.0, 10)
     optimizer = adamw(schedule, beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.0, clip_norm=1.0)
-    shapes = state_lib.state_shapes(POLICY, state_lib.Optimizers(policy=optimizer), mesh).opt_state
+    shapes = state_lib.state_shapes(POLICY, {"policy": optimizer}, mesh).opt_state["policy"]
     shardings = jax.tree.map(lambda x: x.sharding, shapes)
     state = jax.device_put(optimizer.init(random_params()), shardings)
     restarted = jax.jit(restart_moments, donate_argnums=0, out_shardings=shardings)(state)

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 from tiny_checkpoints import LANGUAGE_MODELS, path_of
 
-from tba_jax.models import decoder, hugging_face, parameters
+from tba_jax.models import hugging_face, parameters
 from tba_jax.models.architectures import ARCHITECTURES
-from tba_jax.models.decoder import DecoderConfig
+from tba_jax.models.config import DecoderConfig
 from tba_jax.models.presets import PRESETS
 from tba_jax.models.stored import Settings, Stored
+from tests import applied
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -166,7 +167,7 @@ def test_every_parameter_has_one_name(name):
     config = hugging_face.read_config(path_of(name), compute_dtype="float32")
     tensors = ARCHITECTURES[config.architecture].tensors(config)
     paths = [part.path for parts in tensors.values() for part in parts]
-    assert sorted(paths) == sorted(parameters.flatten(decoder.param_specs(config)))
+    assert sorted(paths) == sorted(parameters.flatten(applied.specs(config)))
 
 
 def test_written_configs_are_what_transformers_reads():
@@ -185,7 +186,7 @@ def test_a_fused_tensor_is_seen_in_our_axes():
     """(N 3 H) D against slices by hand; writing the view writes the tensor."""
     N, H, D = 2, 5, 4
     tensor = np.arange(N * 3 * H * D).reshape(N * 3 * H, D)
-    stored = Stored("layers.key.weight", "(N 3 H) D", "D N H", 1)
+    stored = Stored("layers.attention.key.weight", "(N 3 H) D", "D N H", 1)
     sizes = {"N": N, "H": H, "D": D}
     assert stored.shape(sizes) == tensor.shape
     expected = np.stack([tensor[5:10].T, tensor[20:25].T], axis=1)

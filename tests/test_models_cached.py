@@ -8,15 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tba_jax.models import cached, decoder, layers
+from tba_jax.models import attention, cached, parameters
+from tba_jax.models.config import DecoderConfig
+from tba_jax.models.parameters import Params
+from tests import applied
 from tests.test_models_decoder import CONFIGS, GROUPED, logits_of_whole, random_params
 
 J, W, P, R = 2, 3, 5, 6
 B = J * W
+# Logits are as large as 5: float32 rounds their sums by some 1e-6 of that.
+ROUNDING = {"atol": 1e-5, "rtol": 5e-6}
 PROMPT_LENGTH = np.array([3, 5], np.int32)
 # Compiled without optimisation: the models are tiny, and the programs many.
 jit = functools.partial(jax.jit, static_argnames="config", compiler_options={"xla_backend_optimization_level": "0"})
-unstack, prefill, decode_step = jit(cached.unstack), jit(cached.prefill), jit(cached.decode_step)
+unstack, prefill, decode_step = jit(cached.unstack), jit(applied.prefill), jit(applied.decode_step)
 
 
 def random_rows() -> tuple[np.ndarray, np.ndarray]:
@@ -25,7 +30,7 @@ def random_rows() -> tuple[np.ndarray, np.ndarray]:
     return rng.integers(1, 40, (J, P)).astype(np.int32), rng.integers(1, 40, (B, R)).astype(np.int32)
 
 
-def whole_logits(params: decoder.Params, config: decoder.DecoderConfig, prompts: np.ndarray, responses: np.ndarray) -> np.ndarray:
+def whole_logits(params: Params, config: DecoderConfig, prompts: np.ndarray, responses: np.ndarray) -> np.ndarray:
     """float32[B, R + 1, V]: what follows the prompt and each response token, of rows without padding between the two."""
     lengths = np.repeat(PROMPT_LENGTH, W)
     rows = [[*prompts[b // W, : lengths[b]], *responses[b]] for b in range(B)]
@@ -34,7 +39,7 @@ def whole_logits(params: decoder.Params, config: decoder.DecoderConfig, prompts:
     return np.stack([logits[b, n - 1 : n + R] for b, n in enumerate(lengths)])
 
 
-def empty_own(config: decoder.DecoderConfig, entries: int) -> cached.Cache:
+def empty_own(config: DecoderConfig, entries: int) -> cached.Cache:
     """Own caches of B rows full of what must not be read."""
     shape = (B, config.kv_heads, entries, config.head_size)
     return tuple((np.full(shape, 50.0, np.float32),) * 2 for _ in range(config.layers))
@@ -49,7 +54,7 @@ def test_prefill_and_decode_steps_equal_whole_sequences(config):
     params = unstack(plain, config=config)
     logits, cache = prefill(params, prompts, PROMPT_LENGTH, config=config)
     assert logits.dtype == jnp.float32 and cache[0][0].shape == (J, config.kv_heads, P, config.head_size)
-    np.testing.assert_allclose(np.repeat(logits, W, axis=0), expected[:, 0], atol=1e-5)
+    np.testing.assert_allclose(np.repeat(logits, W, axis=0), expected[:, 0], **ROUNDING)
 
     shared = jax.tree.map(lambda x: np.concatenate([np.full(x.shape, -50.0, np.float32), x], axis=2), cache)
     own, order = empty_own(config, R + 1), np.random.default_rng(1).permutation(R + 1)
@@ -60,7 +65,7 @@ def test_prefill_and_decode_steps_equal_whole_sequences(config):
         )
         position = np.repeat(PROMPT_LENGTH, W) + t
         logits, own = decode_step(params, responses[:, t], position, np.int32(order[t]), shared, own, masks, config=config)
-        np.testing.assert_allclose(logits, expected[:, t + 1], atol=1e-5)
+        np.testing.assert_allclose(logits, expected[:, t + 1], **ROUNDING)
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -117,7 +122,7 @@ def test_attention_in_two_parts_equals_one_softmax_in_numpy(reads):
         prompt_mask[:] = False
     if reads == "prompt only":
         own_mask[:] = False
-    found = layers.attend_in_two_parts(query, (prompt_keys, prompt_values), (own_keys, own_values), prompt_mask, own_mask)
+    found = attention.attend_in_two_parts(query, (prompt_keys, prompt_values), (own_keys, own_values), prompt_mask, own_mask)
     for b in range(B):
         j, w = divmod(b, W)
         for head in range(G * n):
@@ -135,15 +140,15 @@ def test_bfloat16_computes_in_bfloat16_and_gives_float32_logits():
     @jax.jit
     def both_paths(params):
         tokens = np.concatenate([prompts[1:], responses[W : W + 1, :1]], axis=1)  # a prompt without padding, and a token
-        hidden = decoder.hidden_states(params, tokens, None, config=config, remat="none")
+        hidden = applied.hidden_states(params, tokens, None, config=config, remat="none")
         unstacked = cached.unstack(params, config)
-        _, cache = cached.prefill(unstacked, prompts, PROMPT_LENGTH, config=config)
+        _, cache = applied.prefill(unstacked, prompts, PROMPT_LENGTH, config=config)
         own = jax.tree.map(lambda x: jnp.zeros((B, *x.shape[1:]), x.dtype), cache)
         masks = cached.Masks(prompt=jnp.ones((J, W, P), bool), own=jnp.zeros((B, P), bool).at[:, 0].set(True))
-        logits, own = cached.decode_step(
+        logits, own = applied.decode_step(
             unstacked, responses[:, 0], jnp.full(B, P), jnp.int32(0), cache, own, masks, config=config
         )
-        return hidden, decoder.logits_of(params, hidden[0, -1:], config=config), logits[W], (cache, own)
+        return hidden, applied.logits_of(params, hidden[0, -1:], config=config), logits[W], (cache, own)
 
     hidden, scored, logits, caches = both_paths(params)
     assert hidden.dtype == jnp.bfloat16 and all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(caches))
@@ -157,13 +162,13 @@ def test_bfloat16_computes_in_bfloat16_and_gives_float32_logits():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_cached_products_of_float32_are_float32_on_devices_that_would_round(dtype):
     config = dataclasses.replace(GROUPED, compute_dtype=dtype)
-    params = jax.eval_shape(functools.partial(cached.unstack, config=config), decoder.param_shapes(config))
+    params = jax.eval_shape(functools.partial(cached.unstack, config=config), parameters.shapes(applied.specs(config)))
     tokens, index = jax.ShapeDtypeStruct((J, P), jnp.int32), jax.ShapeDtypeStruct((J,), jnp.int32)
-    _, cache = jax.eval_shape(functools.partial(cached.prefill, config=config), params, tokens, index)
+    _, cache = jax.eval_shape(functools.partial(applied.prefill, config=config), params, tokens, index)
     masks = cached.Masks(prompt=np.ones((J, 1, P), bool), own=np.ones((J, P), bool))
     programs = (
-        jax.make_jaxpr(functools.partial(cached.prefill, config=config))(params, tokens, index),
-        jax.make_jaxpr(functools.partial(cached.decode_step, config=config))(params, index, index, 0, cache, cache, masks),
+        jax.make_jaxpr(functools.partial(applied.prefill, config=config))(params, tokens, index),
+        jax.make_jaxpr(functools.partial(applied.decode_step, config=config))(params, index, index, 0, cache, cache, masks),
     )
     for program in map(str, programs):
         products, exact = program.count("dot_general["), program.count("precision=(Precision.HIGHEST, Precision.HIGHEST)")

@@ -14,10 +14,13 @@ import pytest
 
 from tba_jax import mesh as mesh_lib
 from tba_jax import trajectory
-from tba_jax.models import decoder, layers, parameters, scoring
+from tba_jax.models import parameters, scoring
+from tba_jax.models.config import DecoderConfig, RopeScaling
+from tba_jax.models.parameters import Params
 from tba_jax.models.presets import PRESETS
+from tests import applied
 
-GROUPED = decoder.DecoderConfig(layers=2, width=32, heads=4, kv_heads=2, head_size=8, ffn=48, vocab=40, max_positions=64)
+GROUPED = DecoderConfig(layers=2, width=32, heads=4, kv_heads=2, head_size=8, ffn=48, vocab=40, max_positions=64)
 CONFIGS = {
     "grouped, tied": GROUPED,
     "multi-head, untied": dataclasses.replace(GROUPED, kv_heads=4, tied_embedding=False, rope_theta=500.0),
@@ -39,27 +42,22 @@ CONFIGS = {
     "query and key norms": dataclasses.replace(GROUPED, qk_norm=True),
     "scaled rotary": dataclasses.replace(
         GROUPED,
-        rope_scaling=layers.RopeScaling(factor=4.0, low_frequency=1.0, high_frequency=4.0, original_positions=16),
+        rope_scaling=RopeScaling(factor=4.0, low_frequency=1.0, high_frequency=4.0, original_positions=16),
     ),
 }
 PAD = 0
 EVERYTHING = scoring.ResponseSpace(temperature=1.0, banned_tokens=(), eos_id=-1)
 
 
-def random_params(config: decoder.DecoderConfig) -> decoder.Params:
+def random_params(config: DecoderConfig) -> Params:
     """Parameters large enough that attention is far from uniform, norms away from 1, biases from 0."""
-    rng = np.random.default_rng(0)
-
-    def random(_: str, spec: decoder.ParamSpec) -> np.ndarray:
-        return (spec.init_mean + 0.25 * rng.standard_normal(spec.shape)).astype(np.float32)
-
-    return parameters.map_specs(random, decoder.param_specs(config))
+    return applied.random(applied.specs(config), scale=0.25, seed=0)
 
 
 @functools.partial(jax.jit, static_argnames="config")
-def logits_of_whole(params: decoder.Params, tokens: jax.Array, token_mask: jax.Array, config: decoder.DecoderConfig) -> jax.Array:
-    hidden = decoder.hidden_states(params, tokens, token_mask, config=config, remat="none")
-    return decoder.logits_of(params, hidden.reshape(-1, config.width), config=config).reshape(*tokens.shape, -1)
+def logits_of_whole(params: Params, tokens: jax.Array, token_mask: jax.Array, config: DecoderConfig) -> jax.Array:
+    hidden = applied.hidden_states(params, tokens, token_mask, config=config, remat="none")
+    return applied.logits_of(params, hidden.reshape(-1, config.width), config=config).reshape(*tokens.shape, -1)
 
 
 def random_rows(B: int, P: int, R: int, vocab: int, seed: int = 0) -> tuple[np.ndarray, ...]:
@@ -110,7 +108,7 @@ def test_response_logprobs_equal_a_numpy_loop(temperature, banned):
     params, rows = random_params(GROUPED), random_rows(16, 5, 7, 40)
     expected_logprobs, expected_entropy = numpy_scores(params, rows, GROUPED, temperature, banned)
     score = functools.partial(
-        scoring.response_logprobs,
+        applied.response_logprobs,
         config=GROUPED,
         space=scoring.ResponseSpace(temperature=temperature, banned_tokens=banned, eos_id=-1),
         logit_bytes=2 * BYTES_PER_STEP,
@@ -125,7 +123,7 @@ def score_and_gradient(params, rows, *, logit_bytes: int, remat: str, config=GRO
     space = scoring.ResponseSpace(temperature=0.9, banned_tokens=banned, eos_id=-1)
 
     def loss(p, *rows):
-        logprobs, entropy = scoring.response_logprobs(p, *rows, config=config, space=space, logit_bytes=logit_bytes, remat=remat)
+        logprobs, entropy = applied.response_logprobs(p, *rows, config=config, space=space, logit_bytes=logit_bytes, remat=remat)
         weights = jnp.sin(jnp.arange(logprobs.size, dtype=jnp.float32)).reshape(logprobs.shape)
         return (weights * logprobs).mean(), (logprobs, entropy)
 
@@ -151,7 +149,7 @@ def test_blocks_and_rematerialisation_change_neither_scores_nor_gradients(one_de
 def test_logits_are_never_there_all_at_once():
     """Temporary memory of log-probs with gradients at B = 16, T = 1024, V = 50,000, as the compiler plans it."""
     B, R, D, V = 16, 1024, 64, 50_000
-    config = decoder.DecoderConfig(layers=1, width=D, heads=1, kv_heads=1, head_size=D, ffn=D, vocab=V, max_positions=R)
+    config = DecoderConfig(layers=1, width=D, heads=1, kv_heads=1, head_size=D, ffn=D, vocab=V, max_positions=R)
     shapes = (
         jax.ShapeDtypeStruct((V, D), jnp.float32),
         jax.ShapeDtypeStruct((B, R, D), jnp.float32),
@@ -164,7 +162,7 @@ def test_logits_are_never_there_all_at_once():
 
     def blocked(weight, hidden, tokens):
         settings = dict(config=config, space=EVERYTHING, logit_bytes=128 << 20)
-        return scoring.token_logprobs({"embedding": {"weight": weight}}, hidden, tokens, **settings)[0].sum()
+        return applied.token_logprobs(applied.with_table(weight, config), hidden, tokens, **settings)[0].sum()
 
     temporary = [
         jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
@@ -178,7 +176,7 @@ def test_entropy_carries_no_gradient():
     params, rows = random_params(GROUPED), random_rows(2, 5, 7, 40)
 
     def entropy_sum(p):
-        return scoring.response_logprobs(p, *rows, config=GROUPED, space=EVERYTHING, logit_bytes=1, remat="full")[1].sum()
+        return applied.response_logprobs(p, *rows, config=GROUPED, space=EVERYTHING, logit_bytes=1, remat="full")[1].sum()
 
     assert all((leaf == 0).all() for leaf in jax.tree.leaves(jax.jit(jax.grad(entropy_sum))(params)))
 
@@ -202,7 +200,7 @@ MESHES = [(8, 1, 1), (2, 4, 1), (4, 2, 1), (4, 1, 2), (1, 4, 2), (2, 2, 2)]  # d
 def test_meshes_give_the_loss_and_gradients_of_one_device(one_device, sizes):
     params, rows, expected = one_device
     mesh = mesh_lib.make_mesh(sizes, setting="trainer.mesh")
-    shardings = decoder.param_shardings(GROUPED, mesh)
+    shardings = applied.shardings(GROUPED, mesh)
     with jax.set_mesh(mesh):
         found = score_and_gradient(
             jax.device_put(params, shardings), mesh_lib.put_rows(mesh, rows), logit_bytes=3 * BYTES_PER_STEP, remat="full"
@@ -216,7 +214,7 @@ def test_every_architecture_runs_sharded(name):
     params, rows = random_params(config), random_rows(16, 5, 7, 40)
     mesh = mesh_lib.make_mesh((2, 2, 2), setting="trainer.mesh")
     expected = score_and_gradient(params, rows, logit_bytes=3 * BYTES_PER_STEP, remat="full", config=config)
-    sharded = jax.device_put(params, decoder.param_shardings(config, mesh)), mesh_lib.put_rows(mesh, rows)
+    sharded = jax.device_put(params, applied.shardings(config, mesh)), mesh_lib.put_rows(mesh, rows)
     with jax.set_mesh(mesh):
         found = score_and_gradient(*sharded, logit_bytes=3 * BYTES_PER_STEP, remat="full", config=config)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5), found, expected)
@@ -228,11 +226,11 @@ def test_sharded_layers_gather_weights_and_never_rows(sizes):
     config = dataclasses.replace(GROUPED, layers=2)
     mesh = mesh_lib.make_mesh(sizes, setting="trainer.mesh")
     B, P, R = 16, 5, 7
-    params = jax.device_put(random_params(config), decoder.param_shardings(config, mesh))
+    params = jax.device_put(random_params(config), applied.shardings(config, mesh))
     rows = mesh_lib.put_rows(mesh, random_rows(B, P, R, 40))
 
     def loss(p, *rows):
-        return scoring.response_logprobs(p, *rows, config=config, space=EVERYTHING, logit_bytes=2 * BYTES_PER_STEP, remat="full")[
+        return applied.response_logprobs(p, *rows, config=config, space=EVERYTHING, logit_bytes=2 * BYTES_PER_STEP, remat="full")[
             0
         ].sum()
 
@@ -247,16 +245,16 @@ def test_sharded_layers_gather_weights_and_never_rows(sizes):
 
 def test_a_mesh_that_does_not_divide_names_both_numbers():
     mesh = mesh_lib.make_mesh((2, 1, 4), setting="trainer.mesh")
-    with pytest.raises(ValueError, match=r"layers\.key\.weight: axis 'kv_heads' of size 2 is not divisible by 4"):
-        decoder.param_shardings(GROUPED, mesh)
+    with pytest.raises(ValueError, match=r"layers\.attention\.key\.weight: axis 'kv_heads' of size 2 is not divisible by 4"):
+        applied.shardings(GROUPED, mesh)
 
 
 def test_a_vocabulary_that_does_not_divide_stays_whole():
     config = dataclasses.replace(GROUPED, vocab=41, tied_embedding=False)
     mesh = mesh_lib.make_mesh((2, 2, 2), setting="trainer.mesh")
-    shardings = decoder.param_shardings(config, mesh)
+    shardings = applied.shardings(config, mesh)
     assert shardings["lm_head"]["weight"].spec == jax.sharding.PartitionSpec(("fsdp",), None)
-    assert decoder.param_shardings(GROUPED, mesh)["embedding"]["weight"].spec[0] == "tensor"
+    assert applied.shardings(GROUPED, mesh)["embedding"]["weight"].spec[0] == "tensor"
     params, rows = random_params(config), random_rows(16, 5, 7, 40)
     expected = score_and_gradient(params, rows, logit_bytes=3 * BYTES_PER_STEP, remat="full", config=config)
     with jax.set_mesh(mesh):
@@ -276,7 +274,7 @@ def test_data_parallel_scoring_gathers_nothing():
     rows = mesh_lib.put_rows(mesh, random_rows(32, 5, 7, 40))
 
     def score(p, *rows):
-        return scoring.response_logprobs(p, *rows, config=GROUPED, space=EVERYTHING, logit_bytes=4 * BYTES_PER_STEP, remat="full")
+        return applied.response_logprobs(p, *rows, config=GROUPED, space=EVERYTHING, logit_bytes=4 * BYTES_PER_STEP, remat="full")
 
     with jax.set_mesh(mesh):
         assert "all-gather" not in jax.jit(score).lower(params, *rows).compile().as_text()
@@ -303,41 +301,40 @@ PUBLISHED = {
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_have_the_published_sizes_and_run_abstractly_on_a_mesh(name):
     config = PRESETS[name]
-    assert decoder.param_count(config) == PUBLISHED[name]
+    assert applied.count(config) == PUBLISHED[name]
     mesh = mesh_lib.make_mesh((1, 4, 2), setting="trainer.mesh")
-    shardings = decoder.param_shardings(config, mesh)
+    shardings = applied.shardings(config, mesh)
     shapes = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), decoder.param_shapes(config), shardings
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), parameters.shapes(applied.specs(config)), shardings
     )
     row = jax.ShapeDtypeStruct((8, 16), jnp.int32), jax.ShapeDtypeStruct((8,), jnp.int32)
-    score = functools.partial(scoring.response_logprobs, config=config, space=EVERYTHING, logit_bytes=1 << 20, remat="full")
+    score = functools.partial(applied.response_logprobs, config=config, space=EVERYTHING, logit_bytes=1 << 20, remat="full")
     with jax.set_mesh(mesh):
         logprobs, _ = jax.eval_shape(score, shapes, *row, *row)
     assert logprobs.shape == (8, 16) and logprobs.dtype == jnp.float32
-    created = jax.eval_shape(lambda key: decoder.init_params(key, config), jax.random.key(0))
-    assert jax.tree.map(lambda x: x.shape, created) == jax.tree.map(lambda x: x.shape, decoder.param_shapes(config))
+    created = jax.eval_shape(lambda key: applied.init(key, config), jax.random.key(0))
+    assert jax.tree.map(lambda x: x.shape, created) == jax.tree.map(lambda x: x.shape, parameters.shapes(applied.specs(config)))
 
 
 def test_the_small_real_model_has_its_published_size():
-    tinystories = decoder.DecoderConfig(
-        layers=2, width=128, heads=8, kv_heads=4, head_size=16, ffn=384, vocab=2048, max_positions=512
-    )
-    assert decoder.param_count(tinystories) == 656_000
+    tinystories = DecoderConfig(layers=2, width=128, heads=8, kv_heads=4, head_size=16, ffn=384, vocab=2048, max_positions=512)
+    assert applied.count(tinystories) == 656_000
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_init_has_the_abstract_shapes(config):
-    created = jax.eval_shape(lambda key: decoder.init_params(key, config), jax.random.key(0))
+    created = jax.eval_shape(lambda key: applied.init(key, config), jax.random.key(0))
     assert jax.tree.map(lambda x: (x.shape, x.dtype), created) == jax.tree.map(
-        lambda x: (x.shape, x.dtype), decoder.param_shapes(config)
+        lambda x: (x.shape, x.dtype), parameters.shapes(applied.specs(config))
     )
     assert ("lm_head" in created) == (not config.tied_embedding)
 
 
-def test_init_depends_on_the_name_alone():
+def test_init_of_the_layers_does_not_depend_on_the_head():
     def init(config):
-        params = decoder.init_params(jax.random.key(3), config)
-        return {name: params["layers"][name]["weight"] for name in ("up", "gate", "down")} | params["final_norm"]
+        params = applied.init(jax.random.key(3), config)
+        ffn = params["layers"]["feed_forward"]
+        return {name: ffn[name]["weight"] for name in ("up", "gate", "down")} | params["final_norm"]
 
     tied = jax.jit(init, static_argnums=0)(GROUPED)
     untied = jax.jit(init, static_argnums=0)(dataclasses.replace(GROUPED, tied_embedding=False, vocab=41))
@@ -360,10 +357,10 @@ def test_products_of_float32_are_float32_on_devices_that_would_round(dtype):
     config = dataclasses.replace(GROUPED, compute_dtype=dtype)
 
     def loss(params, tokens):
-        hidden = decoder.hidden_states(params, tokens, None, config=config, remat="full")
-        return decoder.logits_of(params, hidden[0], config=config).sum()
+        hidden = applied.hidden_states(params, tokens, None, config=config, remat="full")
+        return applied.logits_of(params, hidden[0], config=config).sum()
 
-    program = str(jax.make_jaxpr(jax.grad(loss))(decoder.param_shapes(config), jnp.zeros((1, 4), jnp.int32)))
+    program = str(jax.make_jaxpr(jax.grad(loss))(parameters.shapes(applied.specs(config)), jnp.zeros((1, 4), jnp.int32)))
     products, exact = program.count("dot_general["), program.count("precision=(Precision.HIGHEST, Precision.HIGHEST)")
     assert products > 24  # nine a layer, forward, again and backward
     assert exact == (products if dtype == "float32" else 0)

@@ -16,6 +16,8 @@ from safetensors.numpy import load_file, save_file
 
 from tba_jax import mesh as mesh_lib
 from tba_jax.models import encoder, hugging_face, hugging_face_export, parameters
+from tba_jax.models.config import EncoderConfig
+from tests import applied
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -25,16 +27,12 @@ TINY_ENCODERS = ("tiny_bert_embedding", "tiny_roberta_embedding", *CLASSIFIERS)
 LABELS = ("negative", "neutral", "positive")
 
 
-def head_of(config: encoder.EncoderConfig):
-    return encoder.classify if config.head == "classification" else encoder.embed
-
-
 @functools.partial(jax.jit, static_argnames="config")
 def hidden_and_head(params, tokens, token_mask, config, token_types=None):
     """Hidden states, and logits or embeddings: in one program, which most tests share."""
-    kwargs = {"config": config, "token_types": token_types}
-    hidden = encoder.hidden_states(params, tokens, token_mask, **kwargs)
-    return hidden, head_of(config)(params, tokens, token_mask, **kwargs)
+    model = applied.merge(params, config)
+    head = model.classify if config.head == "classification" else model.embed
+    return model(tokens, token_mask, token_types), head(tokens, token_mask, token_types)
 
 
 @pytest.fixture
@@ -47,13 +45,13 @@ def one_device() -> jax.sharding.Mesh:
     return mesh_lib.make_mesh((1, 1, 1), setting="mesh", devices=jax.devices()[:1])
 
 
-def load(folder: Path, mesh: jax.sharding.Mesh | None = None) -> tuple[encoder.EncoderConfig, parameters.Params]:
+def load(folder: Path, mesh: jax.sharding.Mesh | None = None) -> tuple[EncoderConfig, parameters.Params]:
     config = hugging_face.read_config(folder, compute_dtype="float32")
-    return config, hugging_face.load_params(folder, config, encoder.param_shardings(config, mesh or one_device()))
+    return config, hugging_face.load_params(folder, config, applied.shardings(config, mesh or one_device()))
 
 
 @functools.cache
-def loaded(name: str) -> tuple[encoder.EncoderConfig, parameters.Params]:
+def loaded(name: str) -> tuple[EncoderConfig, parameters.Params]:
     return load(FIXTURES / name)
 
 
@@ -153,7 +151,7 @@ def test_rows_without_real_tokens_give_zeros_and_finite_gradients():
     @jax.jit
     @functools.partial(jax.grad, has_aux=True)
     def gradients_and_embedding(params):
-        embedding = encoder.embed(params, tokens, token_mask, config=config)
+        embedding = applied.merge(params, config).embed(tokens, token_mask)
         return embedding.sum(), embedding
 
     gradients, embedding = gradients_and_embedding(params)
@@ -169,7 +167,7 @@ def test_a_mesh_of_eight_devices_gives_the_same(name):
     expected = hidden_and_head(params, *rows, config)[1]
     mesh = mesh_lib.make_mesh((2, 2, 2), setting="mesh")
     _, sharded = load(FIXTURES / name, mesh)
-    assert sharded["layers"]["up"]["weight"].sharding.shard_shape((2, 16, 24)) == (2, 8, 12)
+    assert sharded["layers"]["feed_forward"]["up"]["weight"].sharding.shard_shape((2, 16, 24)) == (2, 8, 12)
     found = mesh_lib.on_mesh(mesh, hidden_and_head)(sharded, *mesh_lib.put_rows(mesh, rows), config)[1]
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
@@ -183,7 +181,7 @@ def test_bfloat16_computes_in_bfloat16_and_gives_float32():
     assert 1e-4 < np.abs(logits - golden["logits"]).max() < 0.3
 
 
-MINILM = encoder.EncoderConfig(
+MINILM = EncoderConfig(
     architecture="bert",
     layers=6,
     width=384,
@@ -194,7 +192,7 @@ MINILM = encoder.EncoderConfig(
     max_positions=512,
     token_types=2,
 )
-ROBERTA = encoder.EncoderConfig(
+ROBERTA = EncoderConfig(
     architecture="roberta",
     layers=12,
     width=768,
@@ -212,21 +210,23 @@ ROBERTA = encoder.EncoderConfig(
 def test_parameter_counts_are_those_of_the_published_models():
     # sentence-transformers/all-MiniLM-L6-v2, with the pooler that its file holds, and without; FacebookAI/roberta-base likewise,
     # and a RobertaForSequenceClassification of two labels on it.
-    assert encoder.param_count(dataclasses.replace(MINILM, pooler=True)) == 22_713_216
-    assert encoder.param_count(MINILM) == 22_565_376
-    assert encoder.param_count(dataclasses.replace(ROBERTA, pooler=True)) == 124_645_632
+    assert applied.count(dataclasses.replace(MINILM, pooler=True)) == 22_713_216
+    assert applied.count(MINILM) == 22_565_376
+    assert applied.count(dataclasses.replace(ROBERTA, pooler=True)) == 124_645_632
     classifier = dataclasses.replace(ROBERTA, pooler=True, head="classification", labels=("no", "yes"))
-    assert encoder.param_count(classifier) == 124_647_170
+    assert applied.count(classifier) == 124_647_170
 
 
 def test_initialisation_has_the_shapes_of_the_checkpoint():
     for name in TINY_ENCODERS:
         config, params = loaded(name)
-        drawn = jax.eval_shape(functools.partial(encoder.init_params, config=config), jax.random.key(0))
+        drawn = jax.eval_shape(functools.partial(applied.init, config=config), jax.random.key(0))
         assert jax.tree.map(lambda p: (p.shape, p.dtype), drawn) == jax.tree.map(lambda p: (p.shape, p.dtype), params)
-    specs = parameters.flatten(encoder.param_specs(config))
-    assert {spec.init_mean for path, spec in specs.items() if path.endswith(".scale")} == {1.0}
-    assert {(spec.init_mean, spec.init_std) for path, spec in specs.items() if path.endswith(".weight")} == {(0.0, 0.02)}
+    for path, leaf in parameters.flatten(applied.init(jax.random.key(0), config)).items():
+        if path.endswith(".weight"):
+            assert abs(leaf.mean()) < 4 * 0.02 / leaf.size**0.5 and 0.8 * 0.02 < leaf.std() < 1.2 * 0.02, path
+        else:
+            np.testing.assert_array_equal(leaf, float(path.endswith(".scale")))
 
 
 def test_labels_are_found_by_name():
@@ -268,7 +268,7 @@ def test_rows_longer_than_the_positions_are_refused(name, limit):
     sentence = rf"rows of {limit + 1} tokens are longer than the {limit} positions of the encoder"
     encoder.check_rows(tokens[:, 1:], tokens[:, 1:] > 0, config=config)
     with pytest.raises(ValueError, match=sentence):
-        encoder.embed(params, tokens, tokens > 0, config=config)
+        applied.merge(params, config).embed(tokens, tokens > 0)
     with pytest.raises(ValueError, match=sentence):
         encoder.check_rows(tokens, tokens > 0, config=config)
 
@@ -293,14 +293,14 @@ def test_configurations_without_a_meaning_are_refused(settings, sentence):
 def test_an_embedding_encoder_does_not_classify():
     config, params = loaded("tiny_bert_embedding")
     with pytest.raises(ValueError, match="head='embedding' does not classify"):
-        encoder.classify(params, np.ones((1, 2), np.int32), np.ones((1, 2), bool), config=config)
+        applied.merge(params, config).classify(np.ones((1, 2), np.int32), np.ones((1, 2), bool))
 
 
 @pytest.mark.parametrize("name", TINY_ENCODERS)
 def test_config_json_is_read(name):
     config, _ = loaded(name)
     bert, classifier = "bert" in name.split("_"), name in CLASSIFIERS
-    assert config == encoder.EncoderConfig(
+    assert config == EncoderConfig(
         architecture="bert" if bert else "roberta",
         layers=2,
         width=16,
@@ -477,7 +477,6 @@ def test_export_and_import_give_the_same(tmp_path, name):
 def test_heads_that_encoders_do_not_have_are_refused():
     folder = FIXTURES / "tiny_bert_embedding"
     for settings, sentence in (
-        ({"value_head": True}, "value_head=True is for decoders"),
         ({"head": "score"}, "head='score' is not computed for model_type='bert'"),
         ({"head": "classification"}, "head='classification' needs labels"),
     ):

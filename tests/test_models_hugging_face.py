@@ -15,7 +15,9 @@ import tiny_checkpoints as tiny
 from safetensors.numpy import load_file
 from tiny_checkpoints import LANGUAGE_MODELS, REAL_MODELS, assert_same_params, load, path_of
 
-from tba_jax.models import decoder, hugging_face, layers, parameters, stored
+from tba_jax.models import hugging_face, parameters, stored
+from tba_jax.models.config import DecoderConfig, RopeScaling
+from tests import applied
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -48,7 +50,7 @@ def assert_logprobs_close(found: np.ndarray, expected: np.ndarray) -> None:
     np.testing.assert_allclose(found, expected, atol=1e-5, rtol=1e-5)
 
 
-def assert_same_outputs(config: decoder.DecoderConfig, params: dict, tokens: np.ndarray, mask: np.ndarray, expected) -> None:
+def assert_same_outputs(config: DecoderConfig, params: dict, tokens: np.ndarray, mask: np.ndarray, expected) -> None:
     """expected: logits [B, T, V], or scores [B, labels]."""
     if config.head == "score":
         assert expected.shape == (3, config.labels)
@@ -121,7 +123,7 @@ def test_every_mesh_reads_the_same_parameters(name, sizes):
     config, expected = load(path_of(name))
     _, found = load(path_of(name), sizes)
     assert_same_params(found, expected)
-    assert jax.tree.map(lambda p: p.sharding, found) == decoder.param_shardings(config, tiny.make_mesh(sizes))
+    assert jax.tree.map(lambda p: p.sharding, found) == applied.shardings(config, tiny.make_mesh(sizes))
     assert {p.dtype for p in jax.tree.leaves(found)} == {np.dtype("float32")}
 
 
@@ -181,13 +183,13 @@ def test_half_precision_and_shards(tmp_path):
     tiny.edit_weights(folder, edit)
     tiny.shard_weights(folder)
     _, found = load(folder)
-    query, norm = found["layers"]["query"]["weight"], found["final_norm"]["scale"]
+    query, norm = found["layers"]["attention"]["query"]["weight"], found["final_norm"]["scale"]
     assert query.dtype == norm.dtype == np.float32
-    rounded = np.asarray(expected["layers"]["query"]["weight"][1]).astype(ml_dtypes.bfloat16).astype(np.float32)
+    rounded = np.asarray(expected["layers"]["attention"]["query"]["weight"][1]).astype(ml_dtypes.bfloat16).astype(np.float32)
     np.testing.assert_array_equal(query[1], rounded)
-    np.testing.assert_array_equal(query[0], expected["layers"]["query"]["weight"][0])
+    np.testing.assert_array_equal(query[0], expected["layers"]["attention"]["query"]["weight"][0])
     np.testing.assert_array_equal(norm, np.asarray(expected["final_norm"]["scale"]).astype(np.float16).astype(np.float32))
-    np.testing.assert_array_equal(found["layers"]["key"]["weight"], expected["layers"]["key"]["weight"])
+    np.testing.assert_array_equal(found["layers"]["attention"]["key"]["weight"], expected["layers"]["attention"]["key"]["weight"])
 
 
 @pytest.mark.parametrize(
@@ -235,17 +237,16 @@ def test_tied_embeddings_under_either_name_or_both(tmp_path, monkeypatch):
         load(folder)
 
 
-def test_new_heads_on_a_language_model():
+def test_a_new_head_on_a_language_model():
     _, expected = load(path_of("gpt_neox"))
-    asked = {"head": "score", "value_head": True, "sizes": (1, 2, 1)}
+    asked = {"head": "score", "sizes": (1, 2, 1)}
     config, params = load(path_of("gpt_neox"), fresh=jax.random.key(3), **asked)
-    assert (config.head, config.labels, config.value_head) == ("score", 1, True)
-    score, value_head = params.pop("score")["weight"], params.pop("value_head")
+    assert (config.head, config.labels) == ("score", 1)
+    score = params.pop("score")["weight"]
     del expected["lm_head"]
     assert_same_params(params, expected)
     assert score.shape == (16, 1) and 0.005 < np.std(score) < 0.05
-    assert score.sharding == decoder.param_shardings(config, tiny.make_mesh((1, 2, 1)))["score"]["weight"]
-    assert not value_head["weight"].any() and not value_head["bias"].any()
+    assert score.sharding == applied.shardings(config, tiny.make_mesh((1, 2, 1)))["score"]["weight"]
     other = load(path_of("gpt_neox"), fresh=jax.random.key(4), **asked)[1]["score"]["weight"]
     assert not np.array_equal(score, other)
 
@@ -261,7 +262,7 @@ def test_configs_of_both_generations():
     untied = hugging_face.read_config(path_of("llama_untied"), compute_dtype="bfloat16", attention="xla")
     tied = hugging_face.read_config(path_of("llama_tied"), compute_dtype="float32")
     sizes = {"layers": 2, "width": 16, "heads": 4, "ffn": 24, "vocab": 48, "max_positions": 64}
-    assert untied == decoder.DecoderConfig(
+    assert untied == DecoderConfig(
         **sizes,
         kv_heads=2,
         head_size=8,
@@ -270,14 +271,14 @@ def test_configs_of_both_generations():
         compute_dtype="bfloat16",
         attention="xla",
     )
-    assert tied == decoder.DecoderConfig(**sizes, kv_heads=1, head_size=4, rope_theta=10_000.0, tied_embedding=True)
+    assert tied == DecoderConfig(**sizes, kv_heads=1, head_size=4, rope_theta=10_000.0, tied_embedding=True)
 
 
 def test_rotary_settings_of_transformers_4(tmp_path):
     """rope_scaling beside rope_theta gives what rope_parameters gives; so do rotary_pct and rotary_emb_base."""
     llama = copy_of("llama_biased", tmp_path)
     expected = hugging_face.read_config(llama, compute_dtype="float32")
-    scaling = layers.RopeScaling(factor=4.0, low_frequency=1.0, high_frequency=4.0, original_positions=32)
+    scaling = RopeScaling(factor=4.0, low_frequency=1.0, high_frequency=4.0, original_positions=32)
     assert (expected.rope_theta, expected.rope_scaling) == (50.0, scaling)
     rope = json.loads((llama / "config.json").read_text())["rope_parameters"]
     tiny.edit_config(llama, rope_parameters=None, rope_theta=rope.pop("rope_theta"), rope_scaling=rope)

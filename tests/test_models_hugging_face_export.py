@@ -14,8 +14,10 @@ import tiny_checkpoints as tiny
 from safetensors.numpy import load_file
 from tiny_checkpoints import LANGUAGE_MODELS, assert_same_params, load, path_of
 
-from tba_jax.models import decoder, hugging_face, hugging_face_export, parameters
+from tba_jax.models import hugging_face, hugging_face_export, parameters
+from tba_jax.models.config import DecoderConfig
 from tba_jax.tokenizer import CharacterTokenizer, HuggingFaceTokenizer
+from tests import applied
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -105,19 +107,15 @@ def test_half_precision(tmp_path, dtype):
 
 
 def test_a_reward_model_made_of_a_language_model(tmp_path):
-    asked = {"head": "score", "value_head": True}
     source = Path(shutil.copytree(path_of("qwen3"), tmp_path / "source"))
     tiny.edit_config(source, num_labels=5)
-    config, params = load(source, fresh=jax.random.key(0), **asked)
-    with pytest.raises(ValueError, match=r"value_head\.weight: checkpoints of model_type='qwen3' have no name for a value head"):
-        save(tmp_path / "model", config, params, source=source)
-    save(tmp_path / "model", config, params, source=source, drop_value_head=True)
+    config, params = load(source, fresh=jax.random.key(0), head="score")
+    save(tmp_path / "model", config, params, source=source)
     values = json.loads((tmp_path / "model/config.json").read_text())
     assert values["architectures"] == ["Qwen3ForSequenceClassification"]
     assert values["id2label"] == {"0": "LABEL_0"} and "num_labels" not in values
-    del params["value_head"]
     found_config, found = load(tmp_path / "model")
-    assert found_config == dataclasses.replace(config, value_head=False)
+    assert found_config == config
     assert_same_params(found, params)
 
 
@@ -129,7 +127,13 @@ def test_what_cannot_be_exported(tmp_path):
     cases = [
         ("full", config, {}, {}, "full exists and is not an empty folder"),
         ("new", config, {}, {"dtype": "int8"}, "dtype='int8' of the export is not one of float32, float16, bfloat16"),
-        ("new", config, {"layers.query.lora_a": leaves["final_norm.scale"]}, {}, r"no name for: layers\.query\.lora_a"),
+        (
+            "new",
+            config,
+            {"layers.attention.query.lora_a": leaves["final_norm.scale"]},
+            {},
+            r"no name for: layers\.attention\.query\.lora_a",
+        ),
         ("new", config, {"final_norm.scale": np.ones(8)}, {}, r"final_norm\.scale has shape \[8\], the config makes it \[16\]"),
         ("new", config, {"final_norm.scale": np.ones(16, np.int8)}, {}, r"final_norm\.scale is int8"),
         ("new", config, {"final_norm.scale": np.full(16, np.nan)}, {}, r"final_norm\.scale .*not finite in float32"),
@@ -224,9 +228,11 @@ def test_tokenizers_are_copied(tmp_path, data_dir):
 
 def test_random_parameters_of_our_own_config(tmp_path):
     """A config that was never imported, as that of a warm start."""
-    config = decoder.DecoderConfig(**SHAPE, tied_embedding=False)
+    config = DecoderConfig(**SHAPE, tied_embedding=False)
     random = np.random.default_rng(0)
-    params = jax.tree.map(lambda leaf: random.normal(size=leaf.shape).astype(np.float32), decoder.param_shapes(config))
+    params = jax.tree.map(
+        lambda leaf: random.normal(size=leaf.shape).astype(np.float32), parameters.shapes(applied.specs(config))
+    )
     save(tmp_path / "model", config, params, token_ids={"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2})
     found_config, found = load(tmp_path / "model")
     assert found_config == config

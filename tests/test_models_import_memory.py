@@ -31,7 +31,7 @@ from tba_jax import mesh as mesh_lib
 from tba_jax.models import decoder, hugging_face
 
 config = hugging_face.read_config(sys.argv[1], compute_dtype="float32")
-shardings = decoder.param_shardings(config, mesh_lib.make_mesh((1, 1, 1), setting="trainer.mesh"))
+shardings = applied.shardings(config, mesh_lib.make_mesh((1, 1, 1), setting="trainer.mesh"))
 jax.block_until_ready(jax.jit(lambda x: x + 1)(1.0))
 print("ready", flush=True)
 sys.stdin.readline()

@@ -9,13 +9,16 @@ import numpy as np
 import pytest
 
 from tba_jax import mesh as mesh_lib
-from tba_jax.models import decoder, parameters
 from tba_jax.models import lora as lora_lib
+from tba_jax.models import parameters
+from tba_jax.models.config import DecoderConfig
+from tba_jax.models.decoder import Decoder
 from tba_jax.models.policy import Policy
+from tests import applied
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
-MODEL = decoder.DecoderConfig(
+MODEL = DecoderConfig(
     layers=2, width=16, heads=4, kv_heads=2, head_size=4, ffn=24, vocab=12, max_positions=16, tied_embedding=False, qkv_bias=True
 )
 ALL = lora_lib.LoraConfig(rank=3, alpha=6.0, targets=("layers.*", "lm_head"))
@@ -23,16 +26,16 @@ TOKENS = np.random.default_rng(5).integers(0, 12, (2, 9)).astype(np.int32)
 
 
 def random_tree(specs: parameters.Specs, seed: int) -> parameters.Params:
-    rng = np.random.default_rng(seed)
-    return parameters.map_specs(
-        lambda _, spec: (spec.init_mean + 0.3 * rng.standard_normal(spec.shape)).astype(np.float32), specs
-    )
+    return applied.random(specs, scale=0.3, seed=seed)
 
 
-@functools.partial(jax.jit, static_argnames="config")
-def logits(params: parameters.Params, config: decoder.DecoderConfig = MODEL) -> jax.Array:
-    hidden = decoder.hidden_states(params, TOKENS, None, config=config, remat="full")
-    return decoder.logits_of(params, hidden.reshape(-1, config.width), config=config)
+def logits_of(model: Decoder) -> jax.Array:
+    return model.head()(model(TOKENS, remat="full").reshape(-1, MODEL.width))
+
+
+@jax.jit
+def logits(params: parameters.Params) -> jax.Array:
+    return logits_of(applied.merge(params, MODEL))
 
 
 def update_by_hand(base: parameters.Params, adapters: parameters.Params, lora: lora_lib.LoraConfig) -> parameters.Params:
@@ -49,7 +52,9 @@ def update_by_hand(base: parameters.Params, adapters: parameters.Params, lora: l
     return parameters.unflatten(flat)
 
 
-@pytest.mark.parametrize("targets", [("layers.*", "lm_head"), ("layers.query", "layers.v*"), ("layers.out",)], ids=str)
+@pytest.mark.parametrize(
+    "targets", [("layers.*", "lm_head"), ("layers.attention.query", "layers.attention.v*"), ("layers.attention.out",)], ids=str
+)
 def test_attached_and_merged_adapters_equal_the_update_by_hand(targets):
     policy = Policy(model=MODEL, lora=dataclasses.replace(ALL, targets=targets))
     base, adapters = random_tree(policy.model_specs, 0), random_tree(policy.trained_specs, 1)
@@ -59,12 +64,13 @@ def test_attached_and_merged_adapters_equal_the_update_by_hand(targets):
     expected = logits(expected_params)
     assert np.abs(expected - logits(base)).max() > 0.1
     np.testing.assert_allclose(logits(merged), expected, atol=2e-5)
-    np.testing.assert_allclose(logits(policy.for_training(adapters, base)), expected, atol=2e-5)
+    np.testing.assert_allclose(logits_of(policy.for_training(adapters, base)), expected, atol=2e-5)
     names = {name.rpartition(".")[0] for name in parameters.flatten(policy.trained_specs)}
     assert names == {name for name in LINEARS if any(name.startswith(t.rstrip("*")) for t in targets)}
 
 
-LINEARS = {f"layers.{name}" for name in ("query", "key", "value", "out", "gate", "up", "down")} | {"lm_head"}
+LINEARS = {f"layers.attention.{name}" for name in ("query", "key", "value", "out")} | {"lm_head"}
+LINEARS |= {f"layers.feed_forward.{name}" for name in ("gate", "up", "down")}
 
 
 def test_a_run_starts_from_its_base():
@@ -72,9 +78,10 @@ def test_a_run_starts_from_its_base():
     base = random_tree(policy.model_specs, 0)
     adapters = policy.initial(base, jax.random.key(0))
     assert all(np.abs(leaf).max() > 0 for name, leaf in parameters.flatten(adapters).items() if name.endswith("lora_a"))
-    np.testing.assert_array_equal(logits(policy.for_training(adapters, base)), logits(base))
+    np.testing.assert_array_equal(logits_of(policy.for_training(adapters, base)), logits_of(applied.merge(base, MODEL)))
     full = Policy(model=MODEL)
-    assert full.initial(base, jax.random.key(0)) is base and full.for_training(base, {}) is base
+    assert full.initial(base, jax.random.key(0)) is base
+    jax.tree.map(np.testing.assert_array_equal, parameters.pure(full.for_training(base, {})), base)
 
 
 def test_small_updates_are_not_lost_in_a_merge_with_bfloat16_weights():
@@ -89,18 +96,18 @@ def test_small_updates_are_not_lost_in_a_merge_with_bfloat16_weights():
         assert leaf.dtype == jnp.bfloat16
         same = np.mean(np.asarray(leaf) == np.asarray(parameters.flatten(nearest)[name]))
         assert same > 0.99, (name, same)  # float32 and float64 sums may round to neighbours
-    assert (found["layers"]["up"]["weight"] != rounded["layers"]["up"]["weight"]).mean() > 0.1
+    assert (found["layers"]["feed_forward"]["up"]["weight"] != rounded["layers"]["feed_forward"]["up"]["weight"]).mean() > 0.1
 
 
 def test_gradients_are_those_of_the_merged_weights():
     policy = Policy(model=MODEL, lora=ALL)
     base, adapters = random_tree(policy.model_specs, 0), random_tree(policy.trained_specs, 1)
 
-    def loss_of(params):
-        return jnp.mean(jnp.sin(logits(params)))
+    def loss_of(model):
+        return jnp.mean(jnp.sin(logits_of(model)))
 
     found = jax.jit(jax.grad(lambda a: loss_of(policy.for_training(a, base))))(adapters)
-    expected = jax.jit(jax.grad(lambda a: loss_of(policy.for_sampling(a, base, "full"))))(adapters)
+    expected = jax.jit(jax.grad(lambda a: loss_of(applied.merge(policy.for_sampling(a, base, "full"), MODEL))))(adapters)
     assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, adapters)
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), found, expected)
 
@@ -110,8 +117,8 @@ def test_meshes_give_what_one_device_gives():
     base, adapters = random_tree(policy.model_specs, 0), random_tree(policy.trained_specs, 1)
     mesh = mesh_lib.make_mesh((2, 2, 2), setting="learner.mesh")
     sharded = jax.device_put(adapters, policy.trained_shardings(mesh)), jax.device_put(base, policy.model_shardings(mesh))
-    found = mesh_lib.on_mesh(mesh, jax.jit(lambda a, b: logits(policy.for_training(a, b))))(*sharded)
-    np.testing.assert_allclose(found, logits(policy.for_training(adapters, base)), atol=1e-5)
+    found = mesh_lib.on_mesh(mesh, jax.jit(lambda a, b: logits_of(policy.for_training(a, b))))(*sharded)
+    np.testing.assert_allclose(found, logits_of(policy.for_training(adapters, base)), atol=1e-5)
 
 
 def test_weights_merge_one_layer_at_a_time():
@@ -119,12 +126,13 @@ def test_weights_merge_one_layer_at_a_time():
     base, adapters = random_tree(policy.model_specs, 0), random_tree(policy.trained_specs, 1)
     expected = update_by_hand(base, adapters, ALL)
     lazy = lora_lib.merge_lazily(base, adapters, ALL)
-    for name in ("query", "out", "down"):
-        np.testing.assert_allclose(lazy["layers"][name]["weight"][1], expected["layers"][name]["weight"][1], atol=1e-5)
+    found, wanted = (parameters.flatten(tree) for tree in (lazy, expected))
+    for name in ("attention.query", "attention.out", "feed_forward.down"):
+        np.testing.assert_allclose(found[f"layers.{name}.weight"][1], wanted[f"layers.{name}.weight"][1], atol=1e-5)
     np.testing.assert_allclose(np.asarray(lazy["lm_head"]["weight"]), expected["lm_head"]["weight"], atol=1e-5)
 
 
 def test_a_target_that_the_model_does_not_have_is_named():
-    policy = Policy(model=MODEL, lora=dataclasses.replace(ALL, targets=("layers.query", "layers.embedding")))
-    with pytest.raises(ValueError, match=r"lora.targets: 'layers.embedding' matches no linear map .*'layers.down'"):
+    policy = Policy(model=MODEL, lora=dataclasses.replace(ALL, targets=("layers.attention.query", "layers.embedding")))
+    with pytest.raises(ValueError, match=r"lora.targets: 'layers.embedding' matches no linear map .*'layers.feed_forward.down'"):
         _ = policy.trained_specs

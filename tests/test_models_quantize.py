@@ -8,30 +8,31 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tba_jax.models import cached, decoder, parameters, quantize, scoring
+from tba_jax.models import cached, parameters, scoring
+from tba_jax.models.config import DecoderConfig
+from tests import applied
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
-MODEL = decoder.DecoderConfig(
+MODEL = DecoderConfig(
     layers=2, width=32, heads=4, kv_heads=2, head_size=8, ffn=48, vocab=40, max_positions=32, tied_embedding=False
 )
-SPECS = decoder.param_specs(MODEL)
+SPECS = applied.specs(MODEL)
 EVERYTHING = scoring.ResponseSpace(temperature=1.0, banned_tokens=(), eos_id=-1)
 
 
 def random_params() -> parameters.Params:
-    rng = np.random.default_rng(0)
-    return parameters.map_specs(
-        lambda _, spec: (spec.init_mean + 0.15 * rng.standard_normal(spec.shape)).astype(np.float32), SPECS
-    )
+    return applied.random(SPECS, scale=0.15, seed=0)
 
 
 def test_weights_are_rounded_per_output_channel():
     params = random_params()
-    params["layers"]["gate"]["weight"][1, :, 3] = 0.0  # a channel without weights has no largest one
-    quantized = jax.jit(functools.partial(quantize.quantize, specs=SPECS))(params)
+    params["layers"]["feed_forward"]["gate"]["weight"][1, :, 3] = 0.0  # a channel without weights has no largest one
+    quantized = jax.jit(functools.partial(applied.quantize, config=MODEL))(params)
+    attention, feed_forward = quantized["layers"]["attention"], quantized["layers"]["feed_forward"]
     for name, inputs in {"query": (1,), "out": (1, 2), "gate": (1,), "down": (1,)}.items():
-        weight, found = params["layers"][name]["weight"], quantized["layers"][name]
+        found = (attention | feed_forward)[name]
+        weight = (params["layers"]["attention"] | params["layers"]["feed_forward"])[name]["weight"]
         largest = np.abs(weight).max(axis=inputs, keepdims=True)
         scale = np.where(largest > 0, largest, 1) / 127
         assert found["weight"].dtype == jnp.int8 and found["weight"].shape == weight.shape
@@ -48,17 +49,17 @@ def test_weights_are_rounded_per_output_channel():
 def test_quantised_policies_stay_close_and_agree_on_both_paths(dtype, limit):
     config = dataclasses.replace(MODEL, compute_dtype=dtype)
     params = random_params()
-    quantized = quantize.quantize(params, SPECS)
+    quantized = applied.quantize(params, config)
     rng = np.random.default_rng(1)
     prompts, responses = rng.integers(0, 40, (4, 6)).astype(np.int32), rng.integers(0, 40, (4, 8)).astype(np.int32)
     lengths = np.full(4, 6, np.int32), np.full(4, 8, np.int32)
     score = jax.jit(
-        functools.partial(scoring.response_logprobs, config=config, space=EVERYTHING, logit_bytes=1 << 20, remat="none")
+        functools.partial(applied.response_logprobs, config=config, space=EVERYTHING, logit_bytes=1 << 20, remat="none")
     )
     exact, _ = score(params, prompts, lengths[0], responses, lengths[1])
     found, _ = score(quantized, prompts, lengths[0], responses, lengths[1])
     assert 1e-4 < np.abs(found - exact).max() < limit
-    logits, _ = jax.jit(lambda params: cached.prefill(cached.unstack(params, config), prompts, lengths[0], config=config))(
+    logits, _ = jax.jit(lambda params: applied.prefill(cached.unstack(params, config), prompts, lengths[0], config=config))(
         quantized
     )
     first = jax.nn.log_softmax(logits)[np.arange(4), responses[:, 0]]

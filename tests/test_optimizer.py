@@ -7,8 +7,10 @@ import optax
 import pytest
 
 from tba_jax import optimizer as optimizer_lib
-from tba_jax.models import decoder, parameters
+from tba_jax.models import parameters
+from tba_jax.models.config import DecoderConfig
 from tba_jax.optimizer import SCHEDULES, adamw, linear_then_constant
+from tests import applied
 
 
 @pytest.mark.parametrize(
@@ -60,10 +62,10 @@ def update_of(params, grads, **settings) -> dict:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_weights_decay_and_norms_do_not(tied):
-    config = decoder.DecoderConfig(
+    config = DecoderConfig(
         layers=2, width=8, heads=2, kv_heads=1, head_size=4, ffn=6, vocab=5, max_positions=8, tied_embedding=tied, qkv_bias=True
     )
-    specs = decoder.param_specs(config)
+    specs = applied.specs(config)
     params = parameters.map_specs(lambda _, spec: np.ones(spec.shape, np.float32), specs)
     zeros = parameters.map_specs(lambda _, spec: np.zeros(spec.shape, np.float32), specs)
     after = update_of(params, zeros, weight_decay=0.5)

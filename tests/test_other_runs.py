@@ -162,12 +162,12 @@ def state_of_policy_0(s: roles.Settings) -> dict[str, np.ndarray]:
 
 
 def test_adapters_of_the_other_run_are_merged_and_ours_begin_anew(tmp_path):
-    lora = {"lora__rank": 2, "lora__alpha": 6.0, "lora__targets": ("layers.query",)}
+    lora = {"lora__rank": 2, "lora__alpha": 6.0, "lora__targets": ("layers.attention.query",)}
     other = source_run(tmp_path / "source", **lora)
     policy = other.experiment.policy
     base, adapters = stored(reference_of(other), policy.model_specs), stored(snapshot_of(other, 6), policy.trained_specs)
-    a, b = adapters["layers.query.lora_a"], adapters["layers.query.lora_b"]
-    weight = base["layers.query.weight"].astype(np.float64)
+    a, b = adapters["layers.attention.query.lora_a"], adapters["layers.attention.query.lora_b"]
+    weight = base["layers.attention.query.weight"].astype(np.float64)
     update = np.zeros_like(weight)
     for layer in range(weight.shape[0]):
         for rank in range(2):
@@ -177,12 +177,12 @@ def test_adapters_of_the_other_run_are_merged_and_ours_begin_anew(tmp_path):
     for name, changes in {"whole": {}, "adapters": lora}.items():
         s = begin(tmp_path / name, f"{other.run.root}@6", **changes)
         got = stored(reference_of(s), policy.model_specs)
-        np.testing.assert_allclose(got.pop("layers.query.weight"), weight + update, atol=1e-6)
-        assert_same(got, {name: array for name, array in base.items() if name != "layers.query.weight"})
+        np.testing.assert_allclose(got.pop("layers.attention.query.weight"), weight + update, atol=1e-6)
+        assert_same(got, {name: array for name, array in base.items() if name != "layers.attention.query.weight"})
         assert not s.run.checkpoints.exists(), "moments of adapters say nothing of merged weights"
     fill(s)
     fresh = stored(snapshot_of(s, 0), policy.trained_specs)
-    assert not fresh["layers.query.lora_b"].any()
+    assert not fresh["layers.attention.query.lora_b"].any()
 
 
 def test_the_other_run_is_needed_once(source, tmp_path):

@@ -16,19 +16,22 @@ import pytest
 
 from tba_jax import lifeline, policy_store, run_dir, storage
 from tba_jax import mesh as mesh_lib
-from tba_jax.models import decoder, parameters
+from tba_jax.models import parameters
+from tba_jax.models.config import DecoderConfig
+from tba_jax.models.parameters import Params
 from tba_jax.policy_store import Publisher, SnapshotInfo
+from tests import applied
 
-MODEL = decoder.DecoderConfig(layers=2, width=16, heads=4, kv_heads=2, head_size=4, ffn=24, vocab=12, max_positions=16)
-SPECS = decoder.param_specs(MODEL)
+MODEL = DecoderConfig(layers=2, width=16, heads=4, kv_heads=2, head_size=4, ffn=24, vocab=12, max_positions=16)
+SPECS = applied.specs(MODEL)
 
 
 @functools.cache
-def shardings(sizes: tuple[int, int, int] = (8, 1, 1)) -> decoder.Params:
-    return decoder.param_shardings(MODEL, mesh_lib.make_mesh(sizes, setting="learner.mesh"))
+def shardings(sizes: tuple[int, int, int] = (8, 1, 1)) -> Params:
+    return applied.shardings(MODEL, mesh_lib.make_mesh(sizes, setting="learner.mesh"))
 
 
-def random_params(seed: int = 0) -> decoder.Params:
+def random_params(seed: int = 0) -> Params:
     rng = np.random.default_rng(seed)
     params = parameters.map_specs(lambda _, spec: rng.standard_normal(spec.shape).astype(np.float32), SPECS)
     # Values that lossy writes lose: zeros (a chunk of fill values), subnormals, the largest numbers.
@@ -37,13 +40,13 @@ def random_params(seed: int = 0) -> decoder.Params:
     return params
 
 
-def save(policies: Path, step: int, params: decoder.Params | None = None, dtype: str = "float32") -> Path:
+def save(policies: Path, step: int, params: Params | None = None, dtype: str = "float32") -> Path:
     folder = policies / run_dir.step_name(step)
     policy_store.save(folder, random_params(step) if params is None else params, SnapshotInfo(step=step, epoch=3), dtype=dtype)
     return folder
 
 
-def assert_same_bits(found: decoder.Params, expected: decoder.Params) -> None:
+def assert_same_bits(found: Params, expected: Params) -> None:
     jax.tree.map(
         lambda a, b: np.testing.assert_array_equal(np.asarray(a).view(np.uint32), np.asarray(b).view(np.uint32)), found, expected
     )
@@ -81,9 +84,7 @@ def test_bfloat16_snapshots_hold_the_rounded_parameters(tmp_path):
     found = policy_store.load(folder, SPECS, shardings())
     assert_same_bits(found, rounded)
     assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(found))
-    assert sum(p.stat().st_size for p in folder.rglob("*") if p.is_file() and p.suffix != ".json") < 3 * decoder.param_count(
-        MODEL
-    )
+    assert sum(p.stat().st_size for p in folder.rglob("*") if p.is_file() and p.suffix != ".json") < 3 * applied.count(MODEL)
 
 
 def test_storage_that_refuses_is_no_mistake_of_the_user(tmp_path):
@@ -119,7 +120,7 @@ def test_only_committed_snapshots_are_visible(tmp_path):
 def test_a_write_that_fails_half_way_leaves_nothing(tmp_path, monkeypatch, where):
     params = random_params()
     if where == "the last parameter":
-        params["layers"]["value"] = np.full((2, 2), "text")
+        params["layers"]["attention"]["value"] = np.full((2, 2), "text")
     elif where == "the commit":
         monkeypatch.setattr(run_dir, "write_json", refuse)
     else:
@@ -141,7 +142,9 @@ def largest_file(folder: Path) -> Path:
 
 def test_a_damaged_byte_is_an_error_that_names_the_parameter(tmp_path):
     folder = save(tmp_path, 5)
-    for name, path in {name: largest_file(folder / name) for name in ("embedding.weight", "layers.up.weight")}.items():
+    for name, path in {
+        name: largest_file(folder / name) for name in ("embedding.weight", "layers.feed_forward.up.weight")
+    }.items():
         whole = path.read_bytes()
         damaged = bytearray(whole)
         damaged[len(whole) // 2] ^= 1
@@ -176,15 +179,17 @@ def test_storage_that_does_not_answer_is_no_damage(tmp_path, monkeypatch, moment
 
 def test_parameters_of_another_model_are_named(tmp_path):
     params = random_params()
-    up = params["layers"]["up"]
-    params["layers"]["up"] = {"weight": up["weight"][..., :12]}
+    up = params["layers"]["feed_forward"]["up"]
+    params["layers"]["feed_forward"]["up"] = {"weight": up["weight"][..., :12]}
     folder = save(tmp_path, 5, params)
-    with pytest.raises(ValueError, match=r"parameter layers.up.weight has shape \(2, 16, 12\), the model needs \(2, 16, 24\)"):
+    with pytest.raises(
+        ValueError, match=r"parameter layers.feed_forward.up.weight has shape \(2, 16, 12\), the model needs \(2, 16, 24\)"
+    ):
         policy_store.load(folder, SPECS, shardings())
     shutil.rmtree(folder)
-    params["layers"]["up"] = up
-    del params["layers"]["value"]
-    with pytest.raises(ValueError, match=r"parameter layers.value.weight is missing or unreadable"):
+    params["layers"]["feed_forward"]["up"] = up
+    del params["layers"]["attention"]["value"]
+    with pytest.raises(ValueError, match=r"parameter layers.attention.value.weight is missing or unreadable"):
         policy_store.load(save(tmp_path, 5, params), SPECS, shardings())
 
 
@@ -222,7 +227,7 @@ def test_a_snapshot_that_is_pruned_while_it_is_read_gives_the_next_newest(tmp_pa
         if opened is not None:
             opened.result()
         if (
-            "00000004/layers.query" if moment == "before opening" else "00000004/final_norm"
+            "00000004/layers.attention.query" if moment == "before opening" else "00000004/layers.feed_forward_norm"
         ) in path:  # the last one to be opened
             (tmp_path / "00000004" / policy_store.COMMIT).unlink()
             shutil.rmtree(tmp_path / "00000004")

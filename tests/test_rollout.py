@@ -16,7 +16,7 @@ from tba_jax.decoding import sampling as sampling_lib
 from tba_jax.decoding.engine import Engine
 from tba_jax.decoding.requests import Request
 from tba_jax.decoding.rollout import Rollout
-from tba_jax.models import decoder, scoring
+from tests import applied
 from tests.test_engine import BANNED, EOS, MODEL, PAD, PARAMS, SPACE, mixed_sampling, row_keys
 
 Q, W, P, R = 3, 4, 5, 7
@@ -69,7 +69,7 @@ def test_the_rows_are_those_of_an_engine(engine, seed):
 def test_policy_logprobs_equal_teacher_forced_ones():
     found = run(mixed_sampling(B), seed=9)
     prompts = trajectory.left_pad([prompt for prompt in PROMPTS for _ in range(W)], P, PAD)
-    score = jit(functools.partial(scoring.response_logprobs, config=MODEL, space=SPACE, logit_bytes=1 << 20, remat="none"))
+    score = jit(functools.partial(applied.response_logprobs, config=MODEL, space=SPACE, logit_bytes=1 << 20, remat="none"))
     expected, _ = score(PARAMS, *prompts, found.tokens, found.length)
     np.testing.assert_allclose(found.policy_logprobs, expected, rtol=0, atol=1e-5)
     mask = trajectory.response_mask(found.length, R)
@@ -116,7 +116,7 @@ def test_rows_split_over_a_mesh_are_those_of_one_device():
     function = functools.partial(rollout_lib.rollout, **STATIC)
     arguments = PROMPT_TOKENS[order], PROMPT_LENGTH[order], keys, sampling
     expected = jit(function)(PARAMS, *arguments)
-    sharded = jax.device_put(PARAMS, decoder.param_shardings(MODEL, mesh)), *mesh_lib.put_rows(mesh, arguments)
+    sharded = jax.device_put(PARAMS, applied.shardings(MODEL, mesh)), *mesh_lib.put_rows(mesh, arguments)
     found = mesh_lib.on_mesh(mesh, jit(function, out_shardings=mesh_lib.rows_sharding(mesh)))(*sharded)
     np.testing.assert_array_equal(found.tokens, expected.tokens)
     np.testing.assert_array_equal(found.length, expected.length)

@@ -130,7 +130,7 @@ def test_long_prompts_may_be_left_out(model_folder):
             "evaluator",
             {"evaluation.mesh.tensor": 3},
             3,
-            "evaluation.mesh: layers.query.weight: axis 'heads' of size 4 is not divisible by 3 (mesh axes ('tensor',))",
+            "evaluation.mesh: layers.attention.key.weight: axis 'kv_heads' of size 4 is not divisible by 3 (mesh axes",
         ),
         ("searcher", {"searchers.mesh.data": 3}, 4, "searchers.mesh data=3"),
         ("evaluator", {"evaluation.batch_size": 9}, 2, "evaluation.batch_size = 9 rows are not divisible by the 2 ways"),

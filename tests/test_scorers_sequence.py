@@ -12,9 +12,9 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from tba_jax import mesh as mesh_lib
-from tba_jax.models import encoder
+from tba_jax.models.config import EncoderConfig
 from tba_jax.scorers import sequence
-from tests import tiny_checkpoints
+from tests import applied, tiny_checkpoints
 from tests.tiny_checkpoints import path_of
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -110,7 +110,7 @@ def test_every_text_has_the_score_it_has_alone(reward):
 
 def test_a_classifiers_texts_have_their_special_tokens_and_are_cut_at_the_end(classifier, caplog):
     config = sequence.read_config(classifier, setting="test", compute_dtype="float32")
-    assert isinstance(config, encoder.EncoderConfig)
+    assert isinstance(config, EncoderConfig)
     made = scorer(classifier)
     texts = random_texts(40, [5, config.position_limit + 9, 0])
     with caplog.at_level(logging.WARNING):
@@ -122,7 +122,7 @@ def test_a_classifiers_texts_have_their_special_tokens_and_are_cut_at_the_end(cl
     for text, logits in zip(texts, found, strict=True):
         ids = [0, *(int(word[1:]) for word in text.split()[: config.position_limit - 2]), 2]
         row = np.array([ids], np.int32)
-        alone = encoder.classify(made._params, row, np.ones_like(row, bool), config=config)
+        alone = applied.merge(made._params, config).classify(row, np.ones_like(row, bool))
         np.testing.assert_allclose(logits, np.asarray(alone)[0], atol=1e-5)
     assert made.labels == ("negative", "neutral", "positive") and made.label("positive") == 2
 

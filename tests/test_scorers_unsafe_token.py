@@ -9,7 +9,7 @@ import pytest
 from tba_jax import trajectory
 from tba_jax.models import scoring
 from tba_jax.scorers.unsafe_token import UnsafeTokenScorer
-from tests import spelled_checkpoints, tiny_checkpoints
+from tests import applied, spelled_checkpoints, tiny_checkpoints
 from tests.spelled_checkpoints import BEGIN, PAD, UNSAFE, spelled
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -40,7 +40,7 @@ def expected(folder, prompts: list[list[int]]) -> np.ndarray:
     config, params = tiny_checkpoints.load(folder)
     tokens, lengths = trajectory.left_pad(prompts, LENGTH, PAD)
     space = scoring.ResponseSpace(temperature=1.0, banned_tokens=(), eos_id=-1)
-    score = functools.partial(scoring.response_logprobs, config=config, space=space, logit_bytes=1 << 20, remat="none")
+    score = functools.partial(applied.response_logprobs, config=config, space=space, logit_bytes=1 << 20, remat="none")
     answers = np.full((len(prompts), 1), UNSAFE, np.int32)
     logprobs, _ = jax.jit(score)(params, tokens, lengths, answers, np.ones(len(prompts), np.int32))
     return np.asarray(logprobs)[:, 0]

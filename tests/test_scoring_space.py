@@ -9,12 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tba_jax.models import decoder, parameters, scoring
+from tba_jax.models import scoring
+from tba_jax.models.config import DecoderConfig
+from tests import applied
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 B, R, V, EOS = 4, 7, 11, 2
-MODEL = decoder.DecoderConfig(layers=1, width=8, heads=2, kv_heads=1, head_size=4, ffn=8, vocab=V, max_positions=16)
+MODEL = DecoderConfig(layers=1, width=8, heads=2, kv_heads=1, head_size=4, ffn=8, vocab=V, max_positions=16)
 
 
 def space(**changes) -> scoring.ResponseSpace:
@@ -71,22 +73,19 @@ def test_token_logprobs_in_blocks_equal_a_numpy_loop(min_length, steps):
     allowed = [v for v in range(V) if v not in (0, 5, EOS)]
     tokens = rng.choice(allowed, (B, R)).astype(np.int32)
     tokens[:, min_length - 1 :: 2] = EOS  # where it may come
-    score = functools.partial(scoring.token_logprobs, config=MODEL, space=wanted, logit_bytes=4 * B * V * steps)
-    logprobs, entropy = jax.jit(lambda w: score({"embedding": {"weight": w}}, hidden, tokens))(weight)
+    score = functools.partial(applied.token_logprobs, config=MODEL, space=wanted, logit_bytes=4 * B * V * steps)
+    logprobs, entropy = jax.jit(lambda w: score(applied.with_table(w, MODEL), hidden, tokens))(weight)
     for b, t in itertools.product(range(B), range(R)):
         p = numpy_distribution(weight.astype(np.float64) @ hidden[b, t], t, wanted)
         np.testing.assert_allclose(logprobs[b, t], np.log(p[tokens[b, t]]), atol=2e-5, err_msg=f"{b}, {t}")
         np.testing.assert_allclose(entropy[b, t], -sum(x * np.log(x) for x in p if x), atol=2e-5, err_msg=f"{b}, {t}")
-    gradient = jax.jit(jax.grad(lambda w: score({"embedding": {"weight": w}}, hidden, tokens)[0].sum()))(weight)
+    gradient = jax.jit(jax.grad(lambda w: score(applied.with_table(w, MODEL), hidden, tokens)[0].sum()))(weight)
     assert np.isfinite(gradient).all() and np.abs(gradient).max() > 0
 
 
 @functools.cache
 def random_params():
-    rng = np.random.default_rng(2)
-    return parameters.map_specs(
-        lambda _, spec: (spec.init_mean + 0.5 * rng.standard_normal(spec.shape)).astype(np.float32), decoder.param_specs(MODEL)
-    )
+    return applied.random(applied.specs(MODEL), scale=0.5, seed=2)
 
 
 @pytest.mark.parametrize("min_length", [0, 2, 3])
@@ -99,7 +98,7 @@ def test_the_probabilities_of_all_allowed_responses_sum_to_one(min_length):
     lengths = np.array([len(response) for response in responses], np.int32)
     padded = np.array([response + (0,) * (length - len(response)) for response in responses], np.int32)
     prompts, prompt_length = np.tile(np.array([0, 4, 6], np.int32), (len(padded), 1)), np.full(len(padded), 2, np.int32)
-    score = functools.partial(scoring.response_logprobs, config=MODEL, space=wanted, logit_bytes=1 << 20, remat="none")
+    score = functools.partial(applied.response_logprobs, config=MODEL, space=wanted, logit_bytes=1 << 20, remat="none")
     logprobs, entropy = jax.jit(score)(random_params(), prompts, prompt_length, padded, lengths)
     probabilities = np.exp(np.asarray(logprobs, np.float64).sum(axis=1))
     assert (probabilities[lengths < min_length] == 0).all() and (probabilities[lengths >= min_length] > 0).all()

@@ -17,14 +17,14 @@ import pytest
 from tba_jax import metrics, policy_store, roles, run_dir, trajectory
 from tba_jax.decoding import slots
 from tba_jax.metrics import TimeAccount
-from tba_jax.models import parameters, scoring
+from tba_jax.models import scoring
 from tba_jax.replay.reader import LogReader
 from tba_jax.replay.validation import REJECTIONS, validate_rows
 from tba_jax.searcher import role, search
 from tba_jax.searcher.search import Searcher
 from tba_jax.searcher.stream import query_order, writer_number
 from tba_jax.tasks.interface import Query, Scores, Task
-from tests import tiny_run
+from tests import applied, tiny_run
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -56,8 +56,7 @@ def make(folder: Path, task: Callable[[Task], Task] | None = None, **changes: An
 
 def weights(s: roles.Settings, step: int) -> dict[str, Any]:
     """Large enough that responses of all lengths are drawn, and that those of two steps are told apart."""
-    specs, normal = s.experiment.policy.trained_specs, np.random.default_rng(step).standard_normal
-    return parameters.map_specs(lambda _, spec: (spec.init_mean + 0.3 * normal(spec.shape)).astype(np.float32), specs)
+    return applied.random(s.experiment.policy.trained_specs, scale=0.3, seed=step)
 
 
 def publish(s: roles.Settings, step: int, damage: Callable[[Path], None] = lambda folder: None, scale: float = 1.0) -> None:
@@ -197,7 +196,7 @@ def test_tokens_are_drawn_by_the_weights_of_their_step_when_a_snapshot_arrives_i
     assert set(first.tolist()) == {0, 1, 2} and (first[-ROWS:] == 2).all()
     whole = [rows[name] for name in ("prompt_tokens", "prompt_length", "response_tokens", "response_length")]
     model, space = s.experiment.policy.model, scoring.ResponseSpace.of(s.experiment.contract)
-    score = jax.jit(functools.partial(scoring.response_logprobs, config=model, space=space, logit_bytes=1 << 20, remat="none"))
+    score = jax.jit(functools.partial(applied.response_logprobs, config=model, space=space, logit_bytes=1 << 20, remat="none"))
     for step in range(3):
         difference = np.abs(rows["policy_logprobs"] - score(weights(s, step), *whole)[0]).max(axis=1)
         assert (difference[(first == step) & ~mixed] < 2e-5).all() and (difference[(first != step) & (last != step)] > 0.05).all()

@@ -17,16 +17,18 @@ import safetensors.numpy
 from configs import supervised as recipe
 from tba_jax import examples, lifeline, metrics, run_dir, supervised, tuning
 from tba_jax import mesh as mesh_lib
-from tba_jax.models import decoder, heads, hugging_face, hugging_face_export, parameters, scoring
+from tba_jax.models import hugging_face, hugging_face_export, parameters, scoring
+from tba_jax.models.config import DecoderConfig
+from tba_jax.models.parameters import Params
 from tba_jax.tokenizer import HuggingFaceTokenizer
-from tests import tiny_run
+from tests import applied, tiny_run
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 VOWELS, LETTERS = "aeiou", "abcdefghijklmnopqrstuvwxyz"
 CHARACTERS = LETTERS + ":#"
 # The embedding has a row that no token uses, so that a mesh can split it.
-MODEL = decoder.DecoderConfig(layers=2, width=32, heads=4, kv_heads=2, head_size=8, ffn=64, vocab=32, max_positions=64)
+MODEL = DecoderConfig(layers=2, width=32, heads=4, kv_heads=2, head_size=8, ffn=64, vocab=32, max_positions=64)
 SETTINGS: dict[str, Any] = {
     "data.prompt_length": 8,
     "data.response_length": 16,
@@ -41,14 +43,10 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def random_params() -> decoder.Params:
+def random_params() -> Params:
     """Four times as large as fresh ones: attention that is not uniform to begin with learns in fewer steps."""
-    rng = np.random.default_rng(7)
-
-    def draw(_: str, spec: parameters.ParamSpec) -> np.ndarray:
-        return (spec.init_mean + 4 * spec.init_std * rng.standard_normal(spec.shape)).astype(np.float32)
-
-    return parameters.map_specs(draw, decoder.param_specs(MODEL))
+    fresh = parameters.flatten(applied.init(jax.random.key(7), MODEL))
+    return parameters.unflatten({name: leaf if name.endswith(".scale") else 4 * leaf for name, leaf in fresh.items()})
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +156,7 @@ def score_folder(folder: Path, pairs: list[dict[str, str]]) -> np.ndarray:
     """float[pairs]: score of the chosen minus that of the rejected, by the reward model in `folder` on unpadded rows."""
     model = hugging_face.read_config(folder, compute_dtype="float32")
     mesh = mesh_lib.make_mesh((1, 1, 1), setting="test")
-    params = hugging_face.load_params(folder, model, decoder.param_shardings(model, mesh))
+    params = hugging_face.load_params(folder, model, applied.shardings(model, mesh))
     tokenizer = HuggingFaceTokenizer(folder)
 
     def rows(side: str) -> tuple[np.ndarray, np.ndarray]:
@@ -166,7 +164,7 @@ def score_folder(folder: Path, pairs: list[dict[str, str]]) -> np.ndarray:
         tokens = np.array([row + [0] * (32 - len(row)) for row in ids], np.int32)
         return tokens, np.arange(32) < np.array([len(row) for row in ids])[:, None]
 
-    score = jax.jit(lambda tokens, mask: heads.sequence_scores(params, tokens, mask, config=model, remat="none")[:, 0])
+    score = jax.jit(lambda tokens, mask: applied.sequence_scores(params, tokens, mask, config=model, remat="none")[:, 0])
     return np.asarray(score(*rows("chosen")) - score(*rows("rejected")))
 
 
@@ -202,16 +200,16 @@ def test_sft_lowers_the_loss_and_its_folder_computes_the_same(folder, tmp_path, 
         np.testing.assert_allclose(point["heldout_perplexity"], np.exp(point["heldout_loss"]), rtol=1e-6)
 
     model = hugging_face.read_config(tmp_path / "sft", compute_dtype="float32")
-    params = hugging_face.load_params(tmp_path / "sft", model, decoder.param_shardings(model, plan.mesh))
+    params = hugging_face.load_params(tmp_path / "sft", model, applied.shardings(model, plan.mesh))
     jax.tree.map(np.testing.assert_array_equal, params, tuned.state.params)
     assert model == plan.model and HuggingFaceTokenizer(tmp_path / "sft").fingerprint == plan.tokenizer.fingerprint
     rows = examples.make_batch(plan.data.heldout, rows=64, prompt_length=8, response_length=16, pad_id=0)
 
-    def logprobs(params: decoder.Params) -> np.ndarray:
+    def logprobs(params: Params) -> np.ndarray:
         columns = (rows.prompt_tokens, rows.prompt_length, rows.response_tokens, rows.response_length)
         space = scoring.ResponseSpace(temperature=1.0, banned_tokens=(), eos_id=-1)
         settings: dict[str, Any] = dict(config=model, space=space, logit_bytes=1 << 20, remat="none")
-        return np.asarray(jax.jit(lambda p: scoring.response_logprobs(p, *columns, **settings)[0])(params))
+        return np.asarray(jax.jit(lambda p: applied.response_logprobs(p, *columns, **settings)[0])(params))
 
     found = logprobs(params)
     np.testing.assert_array_equal(found, logprobs(tuned.state.params))

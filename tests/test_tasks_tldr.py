@@ -10,12 +10,11 @@ import pytest
 from tba_jax import dry_run, task_models
 from tba_jax import experiment as experiment_lib
 from tba_jax import mesh as mesh_lib
-from tba_jax.models import heads
 from tba_jax.scorers import MAKERS
 from tba_jax.tasks.interface import Query
 from tba_jax.tasks.tldr import TLDR
 from tba_jax.tokenizer import HuggingFaceTokenizer
-from tests import random_checkpoints, tiny_checkpoints
+from tests import applied, random_checkpoints, tiny_checkpoints
 from tests.test_run_config import config_with
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -65,7 +64,7 @@ def scored(folder, texts, ended) -> np.ndarray:
     found = []
     for text, end in zip(texts, ended, strict=True):
         row = np.array([tokenizer.encode(text) + [tokenizer.eos_id] * bool(end)], np.int32)
-        found.append(heads.sequence_scores(params, row, np.ones_like(row, bool), config=config, remat="none")[0, 0])
+        found.append(applied.sequence_scores(params, row, np.ones_like(row, bool), config=config, remat="none")[0, 0])
     return np.array(found)
 
 

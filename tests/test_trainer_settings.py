@@ -7,17 +7,16 @@ import pytest
 
 from configs import base
 from tba_jax import mesh as mesh_lib
-from tba_jax.models import decoder, scoring
+from tba_jax.models import scoring
+from tba_jax.models.config import DecoderConfig
 from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.objectives.inputs import ObjectiveSettings
 from tba_jax.run_config import STATEFUL
 from tba_jax.trainer import settings
-from tests import tiny_run
+from tests import applied, tiny_run
 
-POLICY = Policy(
-    model=decoder.DecoderConfig(layers=1, width=16, heads=2, kv_heads=1, head_size=8, ffn=16, vocab=16, max_positions=16)
-)
+POLICY = Policy(model=DecoderConfig(layers=1, width=16, heads=2, kv_heads=1, head_size=8, ffn=16, vocab=16, max_positions=16))
 
 
 class Contract:
@@ -44,13 +43,12 @@ def test_schedules_of_the_coefficients():
 def test_only_heads_that_are_learned_have_an_optimizer_and_each_has_a_rate_of_its_own(name):
     rates = {"learner__log_z_learning_rate": 0.25, "learner__value_learning_rate": 0.125}
     optimizers = settings.make_optimizers(tiny_run.config(learner__objective=name, learner__warmup_steps=0, **rates))
-    assert (optimizers.log_z is not None) == (name == "learned_log_z")
-    assert (optimizers.value_head is not None) == (name == "ppo")
-    for optimizer, rate in ((optimizers.policy, 1e-3), (optimizers.log_z, 0.25), (optimizers.value_head, 0.125)):
-        if optimizer is not None:
-            params = {"weight": jnp.ones(3)}
-            updates, _ = optimizer.update({"weight": jnp.ones(3)}, optimizer.init(params), params)
-            np.testing.assert_allclose(updates["weight"], -rate, rtol=1e-4)
+    assert ("log_z" in optimizers) == (name == "learned_log_z")
+    assert ("value_head" in optimizers) == (name == "ppo")
+    for part, optimizer in optimizers.items():
+        params = {"weight": jnp.ones(3)}
+        updates, _ = optimizer.update({"weight": jnp.ones(3)}, optimizer.init(params), params)
+        np.testing.assert_allclose(updates["weight"], -{"policy": 1e-3, "log_z": 0.25, "value_head": 0.125}[part], rtol=1e-4)
 
 
 def test_the_defaults_of_objectives_are_those_of_the_base_config():
@@ -105,7 +103,7 @@ def test_which_references_are_held_and_when_they_move(kind, moves_at):
     if moves_at is None:
         assert reference is None
         return
-    params = jax.device_put(decoder.init_params(jax.random.key(0), POLICY.model), POLICY.trained_shardings(mesh))
+    params = jax.device_put(applied.init(jax.random.key(0), POLICY.model), POLICY.trained_shardings(mesh))
     reference.start(params)
     assert [step for step in range(1, 7) if reference.advance(params, step)] == moves_at
     # From θ to 3 θ: half of the way for the average, all of it for a reset.

@@ -10,7 +10,9 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from tba_jax import mesh as mesh_lib
-from tba_jax.models import cached, decoder, heads, hugging_face
+from tba_jax.models import cached, hugging_face
+from tba_jax.models.config import DecoderConfig
+from tests import applied
 
 FIXTURES = Path(__file__).resolve().parent / "fixtures"
 LANGUAGE_MODELS = ("llama_untied", "llama_tied", "llama_biased", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neox")
@@ -28,7 +30,7 @@ def make_mesh(sizes: tuple[int, int, int]) -> jax.sharding.Mesh:
 def load(folder: Path, sizes: tuple[int, int, int] = (1, 1, 1), fresh: jax.Array | None = None, **asked: Any) -> tuple[Any, Any]:
     """config and params. asked: further arguments of read_config."""
     config = hugging_face.read_config(folder, compute_dtype="float32", **asked)
-    shardings = decoder.param_shardings(config, make_mesh(sizes))
+    shardings = applied.shardings(config, make_mesh(sizes))
     return config, hugging_face.load_params(folder, config, shardings, fresh=fresh)
 
 
@@ -64,24 +66,24 @@ _jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_le
 
 
 @functools.partial(_jit, static_argnames="config")
-def logits(params: Any, tokens: jax.Array, mask: jax.Array, config: decoder.DecoderConfig) -> jax.Array:
+def logits(params: Any, tokens: jax.Array, mask: jax.Array, config: DecoderConfig) -> jax.Array:
     """float32[B, T, V]."""
-    hidden = decoder.hidden_states(params, tokens, mask, config=config, remat="none")
-    return decoder.logits_of(params, hidden.reshape(-1, config.width), config=config).reshape(*tokens.shape, -1)
+    hidden = applied.hidden_states(params, tokens, mask, config=config, remat="none")
+    return applied.logits_of(params, hidden.reshape(-1, config.width), config=config).reshape(*tokens.shape, -1)
 
 
 @functools.partial(_jit, static_argnames="config")
-def scores(params: Any, tokens: jax.Array, mask: jax.Array, config: decoder.DecoderConfig) -> jax.Array:
+def scores(params: Any, tokens: jax.Array, mask: jax.Array, config: DecoderConfig) -> jax.Array:
     """float32[B, labels]."""
-    return heads.sequence_scores(params, tokens, mask, config=config, remat="none")
+    return applied.sequence_scores(params, tokens, mask, config=config, remat="none")
 
 
 _unstack = _jit(cached.unstack, static_argnames="config")
-_prefill = _jit(cached.prefill, static_argnames="config")
-_step = _jit(cached.decode_step, static_argnames="config")
+_prefill = _jit(applied.prefill, static_argnames="config")
+_step = _jit(applied.decode_step, static_argnames="config")
 
 
-def greedy(params: Any, config: decoder.DecoderConfig, prompt: np.ndarray, count: int) -> list[int]:
+def greedy(params: Any, config: DecoderConfig, prompt: np.ndarray, count: int) -> list[int]:
     """The greedy continuation by prefill and cached steps."""
     P = len(prompt)
     params = _unstack(params, config=config)

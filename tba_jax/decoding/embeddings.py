@@ -1,6 +1,5 @@
 """Sentence embeddings of responses, by an encoder from a Hugging Face folder."""
 
-import functools
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,18 +7,21 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh
 from tokenizers import Tokenizer
 
 from tba_jax import mesh as mesh_lib
 from tba_jax.decoding import passes
 from tba_jax.models import encoder, hugging_face
+from tba_jax.models.config import EncoderConfig
+from tba_jax.models.parameters import Params
 
 # Texts in one pass of the encoder: bounds memory.
 _ROWS = 32
 
 
-def read_config(folder: Path | str, *, setting: str = "task.embedding_path") -> encoder.EncoderConfig:
+def read_config(folder: Path | str, *, setting: str = "task.embedding_path") -> EncoderConfig:
     """The encoder of a folder or hub id, which messages call `setting`.
 
     Raises:
@@ -30,7 +32,7 @@ def read_config(folder: Path | str, *, setting: str = "task.embedding_path") -> 
         folder = hugging_face.resolve_folder(folder)
     except ValueError as error:
         raise ValueError(f"{setting}={str(folder)!r}: {error}") from error
-    if not isinstance(config, encoder.EncoderConfig) or config.head != "embedding":
+    if not isinstance(config, EncoderConfig) or config.head != "embedding":
         raise ValueError(f"{setting}={str(folder)!r} is not a sentence encoder (BERT or RoBERTa without a head)")
     if not (folder / "tokenizer.json").is_file():
         raise ValueError(f"{setting}={str(folder)!r} has no tokenizer.json")
@@ -62,8 +64,13 @@ class ResponseEmbedder:
         self._tokenizer.enable_truncation(config.position_limit)
         if self._tokenizer.get_vocab_size() > config.vocab:
             raise ValueError(f"{folder}: the tokenizer has {self._tokenizer.get_vocab_size()} ids, the encoder {config.vocab}")
-        self._params = hugging_face.load_params(folder, config, encoder.param_shardings(config, mesh))
-        self._embed = mesh_lib.on_mesh(mesh, jax.jit(functools.partial(encoder.embed, config=config)))
+        definition = encoder.define(config)
+        self._params = hugging_face.load_params(folder, config, definition.shardings(mesh))
+
+        def embed(params: Params, tokens: jax.Array, mask: jax.Array) -> jax.Array:
+            return nnx.merge(definition.graphdef, params).embed(tokens, mask)
+
+        self._embed = mesh_lib.on_mesh(mesh, jax.jit(embed))
 
     def __call__(self, texts: Sequence[str]) -> np.ndarray:
         """float32[len(texts), E], of length 1; 0 for a text without tokens. Texts beyond the encoder's positions are cut."""

@@ -22,7 +22,8 @@ from tba_jax.decoding.lane import Answer, Lane, Part, Usage
 from tba_jax.decoding.requests import Generation, Request
 from tba_jax.decoding.slots import SlotsConfig
 from tba_jax.decoding.stop_strings import StopStrings
-from tba_jax.models.decoder import DecoderConfig
+from tba_jax.models import cached
+from tba_jax.models.config import DecoderConfig
 from tba_jax.models.parameters import Params
 from tba_jax.models.scoring import ResponseSpace
 
@@ -50,6 +51,7 @@ class Engine:
         chunk: int = 32,
         batches: bool = False,
         given_length: int = 0,
+        weights: str = "full",
     ):
         """
         Args:
@@ -61,6 +63,7 @@ class Engine:
           chunk: decode steps between looks at the host, response_length at most: new weights and free buffers wait as long.
           batches: requests come in batches, all slots begin at once: as long as no response is longer than a window, attention
             reads that window of the caches only. One more program to compile for each window, so not worth it for a stream.
+          weights: how those that `prepare` takes are rounded, one of cached.WEIGHTS.
           given_length: of prompt_length, tokens that only given ones of the response take: a prompt is shorter by these.
 
         Raises:
@@ -81,6 +84,7 @@ class Engine:
         lane = sizes.lane_sizes(slots, samples, len(ways))
         self.config = SlotsConfig(
             model=model,
+            graphdef=cached.define(model, weights).graphdef,
             space=space,
             groups=lane.groups,
             width=lane.width,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from tba_jax.decoding import slots as slots_lib
 from tba_jax.decoding.sampling import Sampling
 from tba_jax.models import cached
-from tba_jax.models.decoder import DecoderConfig
+from tba_jax.models.config import DecoderConfig
 from tba_jax.models.parameters import Params
 from tba_jax.models.scoring import ResponseSpace
 
@@ -36,11 +36,12 @@ def rollout(
     space: ResponseSpace,
     response_length: int,
     pad_id: int,
+    weights: str = "full",
 ) -> Rollout:
     """The same rows as an Engine gives, all at once.
 
     Args:
-      params: plain decoder parameters, any float dtype.
+      params: plain weights of the policy (Policy.for_sampling), rounded as `weights` says, or float32.
       prompt_tokens: int32[Q, P], right-padded; prompt_length: int32[Q].
       keys: uint32[B, 2] with B = Q·S, rows of a query consecutive; sampling: leaves [B].
     """
@@ -49,7 +50,16 @@ def rollout(
     W = B // Q
     chex.assert_shape([keys, sampling.temperature], [(Q * W, 2), (B,)])
     static = slots_lib.SlotsConfig(
-        model=config, space=space, groups=Q, width=W, buffers=1, places=W, prompt_length=P, response_length=R, chunk=max(R - 1, 1)
+        model=config,
+        graphdef=cached.define(config, weights).graphdef,
+        space=space,
+        groups=Q,
+        width=W,
+        buffers=1,
+        places=W,
+        prompt_length=P,
+        response_length=R,
+        chunk=max(R - 1, 1),
     )
     params = cached.unstack(params, config)
     by_query = jax.tree.map(lambda x: jnp.asarray(x).reshape(Q, W, *x.shape[1:]), (keys, sampling))

@@ -18,12 +18,13 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh
 
 from tba_jax import mesh as mesh_lib
 from tba_jax.decoding import sampling as sampling_lib
 from tba_jax.models import cached, scoring
-from tba_jax.models.decoder import DecoderConfig
+from tba_jax.models.config import DecoderConfig
 from tba_jax.models.parameters import Params
 from tba_jax.models.scoring import ResponseSpace
 
@@ -35,10 +36,12 @@ RUNNING, FINISHED, CUT = 0, 1, 2
 class SlotsConfig:
     """Static sizes: groups J, width W, buffers U, places K of a buffer, prompts S (cache entries of one), responses R.
 
+    graphdef: of the decoder, see cached.define;
     chunk: most decode steps of one call; stop_accept: the accepting state of the stop strings' table, -1 without any.
     """
 
     model: DecoderConfig
+    graphdef: nnx.GraphDef
     space: ResponseSpace
     groups: int
     width: int
@@ -246,7 +249,7 @@ def prefill(
     """
     a, c = arrivals, config
     I, K = a.tokens.shape[0], c.places
-    logits, cache = cached.prefill(params, a.tokens, a.length, config=c.model)
+    logits, cache = cached.prefill(nnx.merge(c.graphdef, params), a.tokens, a.length)
 
     def per_sample(x: jax.Array) -> jax.Array:
         return jnp.repeat(x, K, axis=0)
@@ -371,7 +374,7 @@ def decode(
         masks = cached.Masks(prompt=(reads & in_prompt[:, None]).reshape(J, W, -1), own=age[None, :] < (count - given)[:, None])
         position = at(place, prompt_length) + count - 1
         logits, own = cached.decode_step(
-            params, slots.token.reshape(-1), position, entry, prompt_cache, slots.own, masks, config=c.model
+            nnx.merge(c.graphdef, params), slots.token.reshape(-1), position, entry, prompt_cache, slots.own, masks
         )
         tokens, stop_state = _draw(
             logits, jax.tree.map(lambda x: at(place, x), samples), count, slots.stop_state.reshape(-1), stop_table, c

@@ -1,7 +1,6 @@
 """What training holds on its devices: the state, and a batch of rows."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import chex
@@ -10,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 from jax.sharding import Mesh
 
 from tba_jax import mesh as mesh_lib
@@ -18,39 +18,33 @@ from tba_jax.models import heads, parameters
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
 
+# Parts of what is trained (PolicyWithHeads) -> the optimiser of each: "policy", and the heads that the objective has.
+Optimizers = dict[str, optax.GradientTransformation]
+
 
 @flax.struct.dataclass
 class TrainState:
     """What an update changes.
 
     step: int32[], updates done, refused ones included; skipped: int32[], updates refused because they were not finite, for
-    which neither the optimiser nor its learning rate goes on;
-    params: what is trained of the policy, float32 master weights (Policy), and its optimiser's state; log_z: the head that
-    learns log Z(x) (heads.log_partition) and its optimiser's state, {} and () where the objective needs none.
+    which neither the optimisers nor their learning rates go on;
+    params: float32 master weights by part, {"policy": what is trained of it (Policy), "log_z": …, "value_head": …}; opt_state:
+    of each part's optimiser;
+    graphdef: of the module that they belong to, heads.PolicyWithHeads; static.
     """
 
     step: chex.Array
     skipped: chex.Array
     params: Params
-    opt_state: Any
-    log_z: Params
-    log_z_opt_state: Any
+    opt_state: dict[str, Any]
+    graphdef: nnx.GraphDef = flax.struct.field(pytree_node=False)
 
+    def model(self, params: Params, frozen: Params) -> heads.PolicyWithHeads:
+        """The module in a traced function, differentiable in `params`, which are like those of the state.
 
-@flax.struct.dataclass
-class ValuedTrainState(TrainState):
-    """Of an objective with a value head: value_head, the head that learns V (heads.state_values), and its optimiser's state.
-
-    A class of its own, so that checkpoints of the other objectives hold what they always held.
-    """
-
-    value_head: Params
-    value_head_opt_state: Any
-
-
-def value_head_of(state: TrainState) -> Params:
-    """{} where there is none."""
-    return state.value_head if isinstance(state, ValuedTrainState) else {}
+        Args: frozen: the part of the policy that is not trained, see Policy.for_training.
+        """
+        return nnx.merge(self.graphdef, parameters.merge({"policy": frozen}, params))
 
 
 @flax.struct.dataclass
@@ -82,76 +76,34 @@ def batch_from_rows(rows: trajectory.Rows) -> Batch:
     return Batch(**{name: np.asarray(rows[name]) for name in columns})
 
 
-@dataclasses.dataclass(frozen=True)
-class Optimizers:
-    """Of the policy, and of the log Z head and the value head (None: there is none)."""
-
-    policy: optax.GradientTransformation
-    log_z: optax.GradientTransformation | None = None
-    value_head: optax.GradientTransformation | None = None
-
-
-def init_state(
-    params: Params, optimizers: Optimizers, *, log_z: Params | None = None, value_head: Params | None = None
-) -> TrainState:
-    """The state of step 0.
-
-    Args:
-      params: what is trained of the policy. log_z, value_head: parameters of the heads (heads.log_z_specs,
-        heads.value_head_specs), where there is one.
-    """
-    fields = dict(
+def init_state(policy: Policy, params: Params, optimizers: Optimizers) -> TrainState:
+    """The state of step 0. Args: params: what is trained of the policy."""
+    learned = heads.define(policy, log_z="log_z" in optimizers, value_head="value_head" in optimizers)
+    parts = {name: heads.initial(policy.model) for name in optimizers if name != "policy"} | {"policy": params}
+    return TrainState(
         step=jnp.zeros((), jnp.int32),
         skipped=jnp.zeros((), jnp.int32),
-        params=params,
-        opt_state=optimizers.policy.init(params),
-        log_z=log_z or {},
-        log_z_opt_state=optimizers.log_z.init(log_z) if optimizers.log_z is not None else (),
+        params=parts,
+        opt_state={name: optimizer.init(parts[name]) for name, optimizer in optimizers.items()},
+        graphdef=learned.graphdef,
     )
-    if optimizers.value_head is None:
-        return TrainState(**fields)
-    return ValuedTrainState(**fields, value_head=value_head or {}, value_head_opt_state=optimizers.value_head.init(value_head))
-
-
-def initial_heads(policy: Policy, optimizers: Optimizers) -> dict[str, Params]:
-    """What the heads that have an optimiser begin with, as init_state takes them."""
-    found = {}
-    if optimizers.log_z is not None:
-        found["log_z"] = heads.initial_log_z(policy.model)
-    if optimizers.value_head is not None:
-        found["value_head"] = heads.initial_value_head(policy.model)
-    return found
 
 
 def state_shapes(policy: Policy, optimizers: Optimizers, mesh: Mesh) -> TrainState:
     """The train state as jax.ShapeDtypeStruct with shardings: the moments of a parameter are sharded as it is."""
-    of_heads = jax.eval_shape(functools.partial(initial_heads, policy, optimizers))
-    shapes = jax.eval_shape(
-        functools.partial(init_state, optimizers=optimizers), parameters.shapes(policy.trained_specs), **of_heads
-    )
+    shapes = jax.eval_shape(lambda params: init_state(policy, params, optimizers), parameters.shapes(policy.trained_specs))
     everywhere = mesh_lib.replicated(mesh)
-
-    def moments(optimizer: optax.GradientTransformation, opt_state: Any, shardings: Params) -> Any:
-        return optax.tree_map_params(
-            optimizer, lambda _, sharding: sharding, opt_state, shardings, transform_non_params=lambda _: everywhere
+    specs = {name: heads.specs(policy.model) for name in optimizers} | {"policy": policy.trained_specs}
+    sharding_of = parameters.shardings(specs, mesh)
+    moments = {
+        name: optax.tree_map_params(
+            optimizer,
+            lambda _, sharding: sharding,
+            shapes.opt_state[name],
+            sharding_of[name],
+            transform_non_params=lambda _: everywhere,
         )
-
-    trained = policy.trained_shardings(mesh)
-    shardings = dataclasses.replace(
-        shapes,
-        step=everywhere,
-        skipped=everywhere,
-        params=trained,
-        opt_state=moments(optimizers.policy, shapes.opt_state, trained),
-    )
-    if optimizers.log_z is not None:
-        head = parameters.shardings(heads.log_z_specs(policy.model), mesh)
-        shardings = dataclasses.replace(
-            shardings, log_z=head, log_z_opt_state=moments(optimizers.log_z, shapes.log_z_opt_state, head)
-        )
-    if isinstance(shapes, ValuedTrainState):
-        head = parameters.shardings(heads.value_head_specs(policy.model), mesh)
-        shardings = dataclasses.replace(
-            shardings, value_head=head, value_head_opt_state=moments(optimizers.value_head, shapes.value_head_opt_state, head)
-        )
+        for name, optimizer in optimizers.items()
+    }
+    shardings = dataclasses.replace(shapes, step=everywhere, skipped=everywhere, params=sharding_of, opt_state=moments)
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)

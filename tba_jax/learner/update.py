@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from tba_jax.learner.state import Batch, Optimizers, TrainState, ValuedTrainState, value_head_of
+from tba_jax.learner.state import Batch, Optimizers, TrainState
 from tba_jax.models import heads, scoring
+from tba_jax.models.decoder import Decoder
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
 from tba_jax.objectives.advantages import step_advantages
@@ -55,61 +56,41 @@ class Schedules:
     reward_temperature: Schedule
 
 
-def score(params: Params, batch: Batch, *, config: LearnerConfig) -> tuple[jax.Array, jax.Array]:
-    """policy_logprobs float32[B, R] and entropy float32[B, R] of the batch within the response space.
-
-    Args:
-      params: all that the decoder computes with (Policy.for_training or for_sampling).
-    """
+def score(policy: Decoder, batch: Batch, *, config: LearnerConfig) -> tuple[jax.Array, jax.Array]:
+    """policy_logprobs float32[B, R] and entropy float32[B, R] of the batch within the response space."""
     return scoring.response_logprobs(
-        params,
+        policy,
         batch.prompt_tokens,
         batch.prompt_length,
         batch.response_tokens,
         batch.response_length,
-        config=config.policy.model,
         space=config.space,
         logit_bytes=config.logit_bytes,
         remat=config.remat,
     )
 
 
-def score_in_micro_batches(params: Params, batch: Batch, *, config: LearnerConfig) -> tuple[jax.Array, jax.Array]:
+def score_in_micro_batches(policy: Decoder, batch: Batch, *, config: LearnerConfig) -> tuple[jax.Array, jax.Array]:
     """As `score`, micro_batch_rows at a time."""
-    per_token = jax.lax.map(lambda micro: score(params, micro, config=config), _split(batch, config.micro_batch_rows, 1))
+    per_token = jax.lax.map(lambda micro: score(policy, micro, config=config), _split(batch, config.micro_batch_rows, 1))
     logprobs, entropy = (_join(x, 1) for x in per_token)
     return logprobs, entropy
 
 
 def _score_and_value(
-    trained: Params, frozen: Params, batch: Batch, *, config: LearnerConfig
+    model: heads.PolicyWithHeads, batch: Batch, *, config: LearnerConfig
 ) -> tuple[tuple[jax.Array, jax.Array | None], jax.Array]:
-    """As `score`, with the values of states float32[B, R] beside the log-probs, from one forward pass; None without a head.
-
-    Args:
-      trained: {"policy": what is trained of it, "value_head": parameters of the head, {} where there is none}.
-    """
-    params = config.policy.for_training(trained["policy"], frozen)
-    if not trained["value_head"]:
-        logprobs, entropy = score(params, batch, config=config)
+    """As `score`, with the values of states float32[B, R] beside the log-probs, from one forward pass; None without a head."""
+    if model.value_head is None:
+        logprobs, entropy = score(model.policy, batch, config=config)
         return (logprobs, None), entropy
     hidden = scoring.response_hidden_states(
-        params,
-        batch.prompt_tokens,
-        batch.prompt_length,
-        batch.response_tokens,
-        config=config.policy.model,
-        remat=config.remat,
+        model.policy, batch.prompt_tokens, batch.prompt_length, batch.response_tokens, remat=config.remat
     )
     logprobs, entropy = scoring.token_logprobs(
-        params,
-        hidden,
-        batch.response_tokens,
-        config=config.policy.model,
-        space=config.space,
-        logit_bytes=config.logit_bytes,
+        model.policy, hidden, batch.response_tokens, space=config.space, logit_bytes=config.logit_bytes
     )
-    values = heads.state_values({"value_head": trained["value_head"]}, hidden)
+    values = heads.state_values(model.value_head, hidden)
     mask = _mask(batch)
     logprobs, entropy, values = (jnp.where(mask, x, 0.0) for x in (logprobs, entropy, values))
     return (logprobs, values), entropy
@@ -135,19 +116,16 @@ def train_step(
       response, where the reference moves; value_error, the root of the mean over tokens of (V − r)², where values are learned.
     """
     log_z, pull_back_log_z = _log_z(state, frozen, batch, config)
-    trained = {"policy": state.params, "value_head": value_head_of(state)}
     accumulate = _whole_groups if config.micro_batch_rows % config.settings.completions == 0 else _any_split
-    loss, grads, log_z_cotangent, outputs, entropy = accumulate(
-        trained, frozen, batch, log_z, step=state.step, schedules=schedules, config=config
-    )
-    grads |= {"log_z": pull_back_log_z(log_z_cotangent)}
+    loss, grads, log_z_cotangent, outputs, entropy = accumulate(state, frozen, batch, log_z, schedules=schedules, config=config)
+    grads |= pull_back_log_z(log_z_cotangent)
     grad_norm, policy_logprobs = optax.tree.norm(grads["policy"]), outputs.logprobs
     inputs = _inputs(batch, policy_logprobs, state.step, schedules, config)
     row_finite = _row_finite(outputs, inputs)
     new = _descend(state, grads, optimizers)
     # Of the new weights too: an optimiser may overflow where its gradient did not.
-    checked = (grads["log_z"], grads["value_head"], new.params, new.log_z, value_head_of(new))
-    norms = jnp.stack([loss, grad_norm, *(optax.tree.norm(tree) for tree in checked)])
+    of_heads = [tree for name, tree in grads.items() if name != "policy"]
+    norms = jnp.stack([loss, grad_norm, *(optax.tree.norm(tree) for tree in (*of_heads, *new.params.values()))])
     finite = jnp.all(row_finite) & jnp.all(jnp.isfinite(norms))
     refused = dataclasses.replace(state, step=state.step + 1, skipped=state.skipped + 1)
     new = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, refused)
@@ -162,7 +140,7 @@ def train_step(
     }
     if config.surrogate_decay or batch.moving_ref_logprobs is not None:
         measurements["kl_to_initial"] = jnp.mean(jnp.sum(policy_logprobs - batch.ref_logprobs, axis=1))
-    if state.log_z:
+    if "log_z" in state.params:
         measurements["learned_log_z"] = jnp.mean(log_z)
     if outputs.values is not None:
         squares = inputs.masked((outputs.values - inputs.reward[:, None]) ** 2)
@@ -171,39 +149,36 @@ def train_step(
 
 
 def _log_z(state: TrainState, frozen: Params, batch: Batch, config: LearnerConfig) -> tuple[jax.Array, Any]:
-    """log Z(x) of each row's query, float32[B], and what takes its cotangent to the head's gradient; zeros without a head."""
+    """log Z(x) of each row's query, float32[B], and what takes its cotangent to the head's gradient, {"log_z": …}.
+
+    Without a head, zeros and {}.
+    """
     K = config.settings.completions
-    if not state.log_z:
+    model = state.model(state.params, frozen)
+    if model.log_z is None:
         return jnp.zeros(batch.reward.shape, jnp.float32), lambda cotangent: {}
-    params = config.policy.for_training(state.params, frozen)
     prompts = batch.prompt_tokens[::K], batch.prompt_length[::K]
     at_a_time = math.gcd(len(prompts[0]), max(1, config.micro_batch_rows // K))
     states = _join(
-        jax.lax.map(
-            lambda micro: heads.mean_prompt_states(params, *micro, config=config.policy.model), _split(prompts, at_a_time, 1)
-        ),
+        jax.lax.map(lambda micro: heads.mean_prompt_states(model.policy, *micro), _split(prompts, at_a_time, 1)),
         1,
     )
-    log_z, pull_back = jax.vjp(lambda head: jnp.repeat(heads.log_partition(head, states), K), state.log_z)
+
+    def of_rows(head: Params) -> jax.Array:
+        model = state.model(state.params | head, frozen)
+        return jnp.repeat(heads.log_partition(model.log_z, states), K)
+
+    log_z, pull_back = jax.vjp(of_rows, {"log_z": state.params["log_z"]})
     return log_z, lambda cotangent: pull_back(cotangent)[0]
 
 
-def _descend(state: TrainState, grads: dict[str, Params], optimizers: Optimizers) -> TrainState:
-    """Args: grads: of "policy", "log_z" and "value_head", {} where there is no such head."""
-
-    def moved(optimizer: optax.GradientTransformation, grads: Params, opt_state: Any, params: Params) -> tuple[Params, Any]:
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    params, opt_state = moved(optimizers.policy, grads["policy"], state.opt_state, state.params)
-    new = dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state)
-    if optimizers.log_z is not None:
-        params, opt_state = moved(optimizers.log_z, grads["log_z"], state.log_z_opt_state, state.log_z)
-        new = dataclasses.replace(new, log_z=params, log_z_opt_state=opt_state)
-    if isinstance(new, ValuedTrainState):
-        params, opt_state = moved(optimizers.value_head, grads["value_head"], new.value_head_opt_state, new.value_head)
-        new = dataclasses.replace(new, value_head=params, value_head_opt_state=opt_state)
-    return new
+def _descend(state: TrainState, grads: Params, optimizers: Optimizers) -> TrainState:
+    """Each part of what is trained, moved by its own optimiser. Args: grads: as state.params."""
+    params, opt_state = {}, {}
+    for part, optimizer in optimizers.items():
+        updates, opt_state[part] = optimizer.update(grads[part], state.opt_state[part], state.params[part])
+        params[part] = optax.apply_updates(state.params[part], updates)
+    return dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state)
 
 
 def surrogate_ref_logprobs(policy_logprobs: jax.Array, batch: Batch, *, step: jax.Array, decay: float) -> jax.Array:
@@ -286,71 +261,64 @@ def _join(x: jax.Array, unit: int) -> jax.Array:
     return x.reshape(count, rows // unit, unit, *x.shape[2:]).swapaxes(0, 1).reshape(count * rows, *x.shape[2:])
 
 
+def _trained(state: TrainState) -> Params:
+    """The parts that a pass through the policy differentiates by: all but the head of log Z, which reads prompts alone."""
+    return {part: params for part, params in state.params.items() if part != "log_z"}
+
+
 def _whole_groups(
-    trained: Params,
-    frozen: Params,
-    batch: Batch,
-    log_z: jax.Array,
-    *,
-    step: jax.Array,
-    schedules: Schedules,
-    config: LearnerConfig,
+    state: TrainState, frozen: Params, batch: Batch, log_z: jax.Array, *, schedules: Schedules, config: LearnerConfig
 ) -> tuple[Any, ...]:
     """One pass: the objective is a mean over groups, so the batch's is the mean over micro-batches of whole groups.
 
-    Args:
-      trained: see _score_and_value.
-
     Returns:
-      loss, gradient of `trained`, cotangent of log_z, PolicyOutputs and entropy of the batch.
+      loss, gradient by part (see _trained), cotangent of log_z, PolicyOutputs and entropy of the batch.
     """
 
     def micro_loss(trained: Params, log_z: jax.Array, micro: Batch) -> tuple[jax.Array, Any]:
-        (policy_logprobs, values), entropy = _score_and_value(trained, frozen, micro, config=config)
-        inputs = _inputs(micro, policy_logprobs, step, schedules, config)
+        model = state.model(state.params | trained, frozen)
+        (policy_logprobs, values), entropy = _score_and_value(model, micro, config=config)
+        inputs = _inputs(micro, policy_logprobs, state.step, schedules, config)
         outputs = PolicyOutputs(logprobs=policy_logprobs, log_z=log_z, values=values)
         return config.objective.loss(outputs, inputs), (outputs, entropy)
 
     def add(grads: Params, micro: tuple[Batch, jax.Array]) -> tuple[Params, Any]:
         rows, row_log_z = micro
         (loss, of_rows), (micro_grads, log_z_cotangent) = jax.value_and_grad(micro_loss, argnums=(0, 1), has_aux=True)(
-            trained, row_log_z, rows
+            _trained(state), row_log_z, rows
         )
         return jax.tree.map(jnp.add, grads, micro_grads), (loss, log_z_cotangent, of_rows)
 
     K = config.settings.completions
     micros = _split((batch, log_z), config.micro_batch_rows, K)
     count = micros[1].shape[0]
-    grads, (losses, *of_rows) = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, trained), micros)
+    grads, (losses, *of_rows) = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, _trained(state)), micros)
     log_z_cotangent, (outputs, entropy) = jax.tree.map(lambda x: _join(x, K), of_rows)
     grads = jax.tree.map(lambda g: g / count, grads)
     return jnp.mean(losses), grads, log_z_cotangent / count, outputs, entropy
 
 
 def _any_split(
-    trained: Params,
-    frozen: Params,
-    batch: Batch,
-    log_z: jax.Array,
-    *,
-    step: jax.Array,
-    schedules: Schedules,
-    config: LearnerConfig,
+    state: TrainState, frozen: Params, batch: Batch, log_z: jax.Array, *, schedules: Schedules, config: LearnerConfig
 ) -> tuple[Any, ...]:
     """Two passes: ∇_θ L = Σ_micro (∂ outputs / ∂θ)ᵀ ∂L / ∂ outputs, with the inner gradient taken on the whole batch.
 
     Args and returns: as _whole_groups.
     """
-    rows = config.micro_batch_rows
-    scored = jax.lax.map(lambda micro: _score_and_value(trained, frozen, micro, config=config), _split(batch, rows, 1))
+
+    def outputs_of(trained: Params, micro: Batch) -> tuple[tuple[jax.Array, jax.Array | None], jax.Array]:
+        return _score_and_value(state.model(state.params | trained, frozen), micro, config=config)
+
+    rows, trained = config.micro_batch_rows, _trained(state)
+    scored = jax.lax.map(lambda micro: outputs_of(trained, micro), _split(batch, rows, 1))
     (policy_logprobs, values), entropy = jax.tree.map(lambda x: _join(x, 1), scored)
     outputs = PolicyOutputs(logprobs=policy_logprobs, log_z=log_z, values=values)
-    inputs = _inputs(batch, policy_logprobs, step, schedules, config)
+    inputs = _inputs(batch, policy_logprobs, state.step, schedules, config)
     loss, cotangent = jax.value_and_grad(config.objective.loss)(outputs, inputs)
 
     def add(grads: Params, micro: tuple[Batch, Any]) -> tuple[Params, None]:
         rows, row_cotangent = micro
-        pull_back = jax.vjp(lambda t: _score_and_value(t, frozen, rows, config=config)[0], trained)[1]
+        pull_back = jax.vjp(lambda t: outputs_of(t, rows)[0], trained)[1]
         return jax.tree.map(jnp.add, grads, pull_back(row_cotangent)[0]), None
 
     micros = _split((batch, (cotangent.logprobs, cotangent.values)), rows, 1)

@@ -6,17 +6,10 @@ Each is described once, for import and export. A new one is an entry here; types
 from typing import Any
 
 from tba_jax.models import decoder, encoder_architectures, gpt_family, llama_family
-from tba_jax.models.decoder import DecoderConfig
+from tba_jax.models.config import DecoderConfig
 from tba_jax.models.stored import Architecture
 
-
-def _axis_sizes(config: DecoderConfig) -> dict[str, int]:
-    c = config
-    sizes = {"V": c.vocab, "D": c.width, "N": c.heads, "G": c.kv_heads, "H": c.head_size, "F": c.ffn}
-    return sizes | {"S": c.max_positions, "C": c.labels}
-
-
-_DECODER: dict[str, Any] = {"config": DecoderConfig, "specs": decoder.param_specs, "axis_sizes": _axis_sizes}
+_DECODER: dict[str, Any] = {"config": DecoderConfig, "define": decoder.define}
 _GATED: dict[str, Any] = _DECODER | {
     "tensors": llama_family.tensors,
     "prefix": "model.",

@@ -1,41 +1,68 @@
 """Decoding with key/value caches: a prompt's cache is computed once and read by all the rows that continue it.
 
 Attention of a new token has two parts under one softmax: the cache of the prompt, which the W rows of a group share, and the
-row's own continuation. B = J·W rows in decoding.
+row's own continuation. B = J·W rows in decoding. Models here are unstacked (see `define`).
 """
-
-import functools
-from typing import Any
 
 import chex
 import flax.struct
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from tba_jax import mesh as mesh_lib
-from tba_jax.models import decoder, layers
-from tba_jax.models.decoder import DecoderConfig
-from tba_jax.models.parameters import Params
+from tba_jax.models import attention, parameters
+from tba_jax.models.attention import Rotary
+from tba_jax.models.config import DecoderConfig
+from tba_jax.models.decoder import Decoder
+from tba_jax.models.layers import full_precision, linear_maps
+from tba_jax.models.parameters import Definition, Params
 
 # Per layer (keys, values).
 Cache = tuple[tuple[jax.Array, ...], ...]
 
+# How samplers hold the weights of linear maps: as the compute dtype, or rounded to integers (Einsum.quantize).
+WEIGHTS = ("full", "int8")
+
+
+def check_weights(weights: str) -> None:
+    if weights not in WEIGHTS:
+        raise ValueError(f"weights={weights!r} is neither 'full' nor 'int8'")
+
+
+def define(config: DecoderConfig, weights: str = "full", *, unstacked: bool = True) -> Definition[Decoder]:
+    """The definition of a decoder as samplers hold it. Args: weights: one of WEIGHTS; unstacked: see `unstack`."""
+    check_weights(weights)
+
+    def make(rngs: nnx.Rngs) -> Decoder:
+        model = Decoder(config, unstacked=unstacked, rngs=rngs)
+        if weights == "int8":
+            quantize(model)
+        return model
+
+    return parameters.define(make)
+
+
+def quantize(model: Decoder) -> None:
+    """Makes all linear maps of the model int8; embeddings, norms and biases stay as they are."""
+    for _, linear in linear_maps(model):
+        linear.quantize()
+
 
 def unstack(params: Params, config: DecoderConfig) -> Params:
-    """The parameters as prefill and decode_step take them: in the compute dtype, `layers` a tuple of one tree for each layer.
+    """The parameters of a stacked decoder as those of an unstacked one, in the compute dtype.
 
     A slice of the stack inside a jitted decode loop would be copied at every call of the loop.
     """
-    params = decoder.cast(params, config)
-    return params | {"layers": tuple(jax.tree.map(lambda p, i=i: p[i], params["layers"]) for i in range(config.layers))}
+    params = parameters.cast(params, config.compute_dtype)
+    return params | {"layers": {i: jax.tree.map(lambda p, i=i: p[i], params["layers"]) for i in range(config.layers)}}
 
 
-@layers.full_precision
-def prefill(params: Params, tokens: jax.Array, length: jax.Array, *, config: DecoderConfig) -> tuple[jax.Array, Cache]:
+@full_precision
+def prefill(model: Decoder, tokens: jax.Array, length: jax.Array) -> tuple[jax.Array, Cache]:
     """Runs prompts.
 
     Args:
-      params: see `unstack`.
       tokens: int32[Q, P], right-padded; length: int32[Q], at least 1. Causality alone keeps padding from what is real.
 
     Returns:
@@ -45,32 +72,26 @@ def prefill(params: Params, tokens: jax.Array, length: jax.Array, *, config: Dec
     Q, P = tokens.shape
     chex.assert_shape(length, (Q,))
     positions = jnp.broadcast_to(jnp.arange(P), (Q, P))
-    tables = _rotary(positions.reshape(-1), config)
-    attend = decoder.whole_rows(Q, P, None, config)
-    x = decoder.embed(params, tokens.reshape(-1), positions.reshape(-1), config)
+    tables = _rotary(positions.reshape(-1), model.config)
+    attend = attention.whole_rows(Q, P, None, causal=True, kernel=model.config.attention)
+    x = model.embed(tokens.reshape(-1), positions.reshape(-1))
     cache = []
-    for layer in params["layers"][:-1]:
-        x, kept = decoder.apply_layer(x, layer, tables, attend, config)
+    *blocks, last_block = model.layers
+    for block in blocks:
+        x, kept = block(x, tables, attend)
         cache.append(tuple(mesh_lib.constrain(kv.swapaxes(1, 2), "QGSH") for kv in kept))
     # Of the last layer, all positions have keys and values, and the last one alone what follows from them.
-    layer = params["layers"][-1]
-    _, *kept = decoder.project(x, layer, tables, config)
+    _, *kept = last_block.project(x, tables)
     cache.append(tuple(mesh_lib.constrain(kv.reshape(Q, P, *kv.shape[1:]).swapaxes(1, 2), "QGSH") for kv in kept))
     last = jnp.take_along_axis(x.reshape(Q, P, -1), (length - 1)[:, None, None], axis=1)[:, 0]
-    attend_last = functools.partial(_attend_last, cache=cache[-1], before=positions < (length - 1)[:, None])
-    last, _ = decoder.apply_layer(last, layer, _rotary(length - 1, config), attend_last, config)
-    return decoder.logits_of(params, decoder.final_norm(last, params, config), config=config), tuple(cache)
+    attend_last = attention.last_of_prompt(cache[-1], positions < (length - 1)[:, None])
+    last, _ = last_block(last, _rotary(length - 1, model.config), attend_last)
+    return model.head()(model.final_norm(last)), tuple(cache)
 
 
-def _rotary(positions: jax.Array, config: DecoderConfig) -> decoder.Rotary:
+def _rotary(positions: jax.Array, config: DecoderConfig) -> Rotary:
     """Tables that are computed once: XLA would compute sines again in each layer that reads them."""
-    return jax.lax.optimization_barrier(decoder.rotary(positions, config))
-
-
-def _attend_last(query: jax.Array, key: jax.Array, value: jax.Array, *, cache: Any, before: jax.Array) -> tuple[jax.Array, None]:
-    """The `attend` of a prompt's last token [Q], to those before, bool[Q, P], and to itself."""
-    itself = (key[:, :, None], value[:, :, None])
-    return layers.attend_in_two_parts(query, cache, itself, before[:, None], jnp.ones((len(query), 1), bool)), None
+    return jax.lax.optimization_barrier(attention.rotary(positions, config))
 
 
 @flax.struct.dataclass
@@ -81,22 +102,13 @@ class Masks:
     own: chex.Array
 
 
-@layers.full_precision
+@full_precision
 def decode_step(
-    params: Params,
-    token: jax.Array,
-    position: jax.Array,
-    entry: jax.Array,
-    prompt: Cache,
-    own: Cache,
-    masks: Masks,
-    *,
-    config: DecoderConfig,
+    model: Decoder, token: jax.Array, position: jax.Array, entry: jax.Array, prompt: Cache, own: Cache, masks: Masks
 ) -> tuple[jax.Array, Cache]:
     """One token for every row.
 
     Args:
-      params: see `unstack`.
       token: int32[B]; position: int32[B], its position in the row, from 0 at the first prompt token.
       entry: int32[], where its key and value go in every row's own cache. Keys carry their positions, so any order will do.
       prompt: per layer (keys, values) [J, G, S, H]; own: likewise [B, G, R, H].
@@ -104,20 +116,10 @@ def decode_step(
     Returns:
       logits float32[B, V] that the next token is drawn from, and the new own cache.
     """
-    x = decoder.embed(params, token, position, config)
-    tables = _rotary(position, config)
+    x = model.embed(token, position)
+    tables = _rotary(position, model.config)
     new_own = []
-    for layer, shared, mine in zip(params["layers"], prompt, own, strict=True):
-        attend = functools.partial(_attend, entry=entry, shared=shared, mine=mine, masks=masks)
-        x, kept = decoder.apply_layer(x, layer, tables, attend, config)
+    for block, shared, mine in zip(model.layers, prompt, own, strict=True):
+        x, kept = block(x, tables, attention.one_token(shared, mine, entry, masks.prompt, masks.own))
         new_own.append(kept)
-    return decoder.logits_of(params, decoder.final_norm(x, params, config), config=config), tuple(new_own)
-
-
-def _attend(query: jax.Array, key: jax.Array, value: jax.Array, *, entry: Any, shared: Any, mine: Any, masks: Masks) -> Any:
-    """The `attend` of decoder.apply_layer. Returns [B, N, H], and the own (keys, values) with the new token's."""
-    keys, values = (
-        jax.lax.dynamic_update_slice_in_dim(before, new[:, :, None], entry, axis=2)
-        for before, new in zip(mine, (key, value), strict=True)
-    )
-    return layers.attend_in_two_parts(query, shared, (keys, values), masks.prompt, masks.own), (keys, values)
+    return model.head()(model.final_norm(x)), tuple(new_own)

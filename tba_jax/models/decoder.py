@@ -1,216 +1,168 @@
 """One decoder-only transformer, by configuration: GPT-2, GPT-NeoX, Llama, Mistral, Qwen2 and Qwen3 are settings of it.
 
-Parameters are a nested dict of arrays (parameters.py), stacked over layers. Training scans over the stack with
-rematerialisation; decoding (cached.py) unrolls it.
+Training scans over the stack of blocks with rematerialisation; decoding (cached.py) has them one by one.
 """
 
-import dataclasses
 import functools
-import math
+from collections.abc import Callable
 from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh
+from flax import nnx
 
 from tba_jax import mesh as mesh_lib
-from tba_jax.models import layers, parameters
-from tba_jax.models.layers import RopeScaling
-from tba_jax.models.parameters import Params, ParamSpec, Specs
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DecoderConfig:
-    """Shape of a decoder. Letters of the axis table: L layers, N heads, G kv_heads, H head_size, D width, F ffn, V vocab.
-
-    architecture: the Hugging Face model_type whose names and config keys its checkpoints use; what is computed is said by the
-      other fields alone.
-    norm: "rms" or "layer" (layer norm with bias). positions: "rotary" or "learned" (an embedding of max_positions).
-    rotary_size: elements of each head that are rotated, the first ones; 0: all. parallel_residual: attention and feed-forward
-      both read the layer's input (GPT-NeoX). gated: feed-forward down(act(gate(x)) * up(x)), otherwise down(act(up(x))).
-    qkv_bias, out_bias, ffn_bias: biases of those linear maps. qk_norm: RMS norm of each query and key head (Qwen3).
-    head: "language_model", or "score": a linear map of `labels` outputs without bias in its place (reward models, labels 1).
-    value_head: adds a scalar head with bias for state values (PPO).
-    attention: kernel of whole sequences, see layers.attend.
-    """
-
-    layers: int
-    width: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    ffn: int
-    vocab: int
-    max_positions: int
-    architecture: str = "llama"
-    norm: str = "rms"
-    norm_epsilon: float = 1e-6
-    positions: str = "rotary"
-    rope_theta: float = 10_000.0
-    rope_scaling: RopeScaling | None = None
-    rotary_size: int = 0
-    parallel_residual: bool = False
-    activation: str = "silu"
-    gated: bool = True
-    qkv_bias: bool = False
-    out_bias: bool = False
-    ffn_bias: bool = False
-    qk_norm: bool = False
-    tied_embedding: bool = True
-    head: str = "language_model"
-    labels: int = 1
-    value_head: bool = False
-    compute_dtype: str = "float32"
-    attention: str = "auto"
-
-    def __post_init__(self):
-        if self.heads % self.kv_heads:
-            raise ValueError(f"model.heads={self.heads} is not divisible by model.kv_heads={self.kv_heads}")
-        if self.positions == "rotary" and not self.rotary_size and self.head_size % 2:
-            raise ValueError(f"model.head_size={self.head_size} must be even for rotary positions")
-        if self.rotary_size % 2 or self.rotary_size > self.head_size:
-            raise ValueError(f"rotary_size={self.rotary_size} must be even and at most head_size={self.head_size}")
-
-    @property
-    def frequencies(self) -> np.ndarray:
-        return layers.rotary_frequencies(self.rotary_size or self.head_size, self.rope_theta, self.rope_scaling)
-
-
-# Fields of DecoderConfig that say how something is computed, not what: they may differ between the roles of a run.
-FREE_FIELDS = ("compute_dtype", "attention")
+from tba_jax.models import attention, parameters
+from tba_jax.models.attention import Attend, Attention, Rotary
+from tba_jax.models.config import DecoderConfig, ModelConfig
+from tba_jax.models.layers import (
+    ACTIVATIONS,
+    REMAT_POLICIES,
+    Einsum,
+    Embedding,
+    Norm,
+    ScalarHead,
+    float32_sums,
+    full_precision,
+    over_rows,
+)
+from tba_jax.models.parameters import Definition
 
 _STD = 0.02
 
 
-def param_specs(config: DecoderConfig) -> Specs:
-    """The table of all parameters. Weights of linear maps are [layers, inputs, outputs]."""
-    c = config
-    L, D, N, G, H, F, V = c.layers, c.width, c.heads, c.kv_heads, c.head_size, c.ffn, c.vocab
-    residual_std = _STD / math.sqrt(2 * L)  # GPT-2's scaling: the residual stream's variance does not grow with depth
+class FeedForward(nnx.Module):
+    """down(act(gate(x)) · up(x)), or down(act(up(x))) without a gate."""
 
-    def linear(sizes: dict[str, int], *, inputs: int = 1, bias: bool, std: float = _STD) -> Specs:
-        shape, axes = (L, *sizes.values()), ("layers", *sizes)
-        specs = {"weight": ParamSpec(shape=shape, axes=axes, init_std=std, inputs=inputs)}
-        if bias:
-            specs["bias"] = ParamSpec(shape=(L, *shape[1 + inputs :]), axes=("layers", *axes[1 + inputs :]))
-        return specs
+    gate: Any = None
 
-    def norm(shape: tuple[int, ...], axes: tuple[str, ...]) -> Specs:
-        specs = {"scale": ParamSpec(shape=shape, axes=axes, init_mean=1.0)}
-        return specs | ({"bias": ParamSpec(shape=shape, axes=axes)} if c.norm == "layer" else {})
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        c, sizes = config, config.sizes
+        self.activation = c.activation
+        if c.gated:
+            self.gate = Einsum("tD,DF->tF", sizes, bias=c.ffn_bias, rngs=rngs)
+        self.up = Einsum("tD,DF->tF", sizes, bias=c.ffn_bias, rngs=rngs)
+        self.down = Einsum("tF,FD->tD", sizes, bias=c.ffn_bias, std=c.residual_std, rngs=rngs)
 
-    stacked: Specs = {
-        "attention_norm": norm((L, D), ("layers", "embed")),
-        "query": linear({"embed": D, "heads": N, "head": H}, bias=c.qkv_bias),
-        "key": linear({"embed": D, "kv_heads": G, "head": H}, bias=c.qkv_bias),
-        "value": linear({"embed": D, "kv_heads": G, "head": H}, bias=c.qkv_bias),
-        "out": linear({"heads": N, "head": H, "embed": D}, inputs=2, bias=c.out_bias, std=residual_std),
-        "ffn_norm": norm((L, D), ("layers", "embed")),
-        "up": linear({"embed": D, "ffn": F}, bias=c.ffn_bias),
-        "down": linear({"ffn": F, "embed": D}, bias=c.ffn_bias, std=residual_std),
-    }
-    if c.gated:
-        stacked["gate"] = linear({"embed": D, "ffn": F}, bias=c.ffn_bias)
-    if c.qk_norm:
-        stacked |= {name: {"scale": ParamSpec(shape=(L, H), axes=("layers", "head"), init_mean=1.0)} for name in _QK_NORMS}
-    specs: Specs = {
-        "embedding": {"weight": ParamSpec(shape=(V, D), axes=("vocab", "embed"), init_std=_STD)},
-        "layers": stacked,
-        "final_norm": norm((D,), ("embed",)),
-    }
-    if c.positions == "learned":
-        table = ParamSpec(shape=(c.max_positions, D), axes=("positions", "embed"), init_std=_STD)
-        specs["position_embedding"] = {"weight": table}
-    if c.head == "score":
-        specs["score"] = {"weight": ParamSpec(shape=(D, c.labels), axes=("embed", "labels"), init_std=_STD, inputs=1)}
-    elif not c.tied_embedding:
-        specs["lm_head"] = {"weight": ParamSpec(shape=(D, V), axes=("embed", "vocab"), init_std=_STD, inputs=1)}
-    if c.value_head:
-        weight = ParamSpec(shape=(D, 1), axes=("embed", "labels"), inputs=1)
-        specs["value_head"] = {"weight": weight, "bias": ParamSpec(shape=(1,), axes=("labels",))}
-    return specs
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[t, D] of [t, D]."""
+        activation = ACTIVATIONS[self.activation]
+        up = self.up(x)
+        return self.down(activation(up) if self.gate is None else activation(self.gate(x)) * up)
 
 
-_QK_NORMS = ("query_norm", "key_norm")
+class Block(nnx.Module):
+    """A layer of the decoder: attention and feed-forward, each behind a norm and added to the residual stream."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        c = config
+        norm = functools.partial(Norm, c.norm, "D", c.sizes, epsilon=c.norm_epsilon, rngs=rngs)
+        self.parallel_residual = c.parallel_residual
+        self.attention_norm = norm()
+        self.attention = Attention(c, rngs=rngs)
+        self.feed_forward_norm = norm()
+        self.feed_forward = FeedForward(c, rngs=rngs)
+
+    def project(self, x: jax.Array, rotary: Rotary) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Query [t, N, H], key and value [t, G, H] of the block's input x [t, D]."""
+        return self.attention.project(self.attention_norm(x), rotary)
+
+    def __call__(self, x: jax.Array, rotary: Rotary, attend: Attend) -> tuple[jax.Array, Any]:
+        """x [t, D] after the block, and what `attend` keeps."""
+        attended, kept = self.attention(self.attention_norm(x), rotary, attend)
+        if self.parallel_residual:
+            return x + attended + self.feed_forward(self.feed_forward_norm(x)), kept
+        x = x + attended
+        return x + self.feed_forward(self.feed_forward_norm(x)), kept
 
 
-def param_shapes(config: DecoderConfig, dtype: str = "float32") -> Params:
-    """See parameters.shapes."""
-    return parameters.shapes(param_specs(config), dtype)
+class Decoder(nnx.Module):
+    """Embedding, L blocks, a norm, and a head: the map to logits of the vocabulary, or to scores (config.head)."""
+
+    position_embedding: Any = None
+    lm_head: Any = None
+    score: Any = None
+
+    def __init__(self, config: DecoderConfig, *, unstacked: bool = False, rngs: nnx.Rngs):
+        """Args: unstacked: `layers` is a list of blocks, as cached.py takes them, not one stack of all."""
+        c = config
+        self.config = c
+        self.embedding = Embedding("VD", c.sizes, rngs=rngs)
+        if c.positions == "learned":
+            self.position_embedding = Embedding("SD", c.sizes, rngs=rngs)
+        layers = parameters.stack(lambda rngs: Block(c, rngs=rngs), c.layers, rngs)
+        self.layers: Any = parameters.unstack(layers, c.layers) if unstacked else layers
+        self.final_norm = Norm(c.norm, "D", c.sizes, epsilon=c.norm_epsilon, rngs=rngs)
+        if c.head == "score":
+            self.score = ScalarHead(c.width, outputs=c.labels, bias=False, std=_STD, rngs=rngs)
+        elif not c.tied_embedding:
+            self.lm_head = Einsum("tD,DV->tV", c.sizes, rngs=rngs)
+
+    def embed(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+        """compute_dtype[t, D] of flat int32[t] tokens and positions."""
+        x = self.embedding(tokens, dtype=self.config.compute_dtype)
+        if self.position_embedding is not None:
+            x = x + self.position_embedding(positions, dtype=self.config.compute_dtype)
+        return mesh_lib.constrain(x, "tD")
+
+    @full_precision
+    def __call__(self, tokens: jax.Array, token_mask: jax.Array | None = None, *, remat: str = "none") -> jax.Array:
+        """Final hidden states of whole sequences, for teacher-forced scoring.
+
+        Args:
+          tokens: int32[B, T].
+          token_mask: bool[B, T], true on real tokens, padding on either side; or None, if rows are padded on the right or not
+            at all: then causality alone keeps padding from what is real, and no mask is made.
+          remat: what the backward pass recomputes, a name of layers.REMAT.
+
+        Returns:
+          compute_dtype[B, T, D], after the final norm.
+        """
+        c = self.config
+        B, T = tokens.shape
+        positions, mask = jnp.broadcast_to(jnp.arange(T), (B, T)), None
+        if token_mask is not None:
+            chex.assert_equal_shape([tokens, token_mask])
+            positions, mask = positions_and_mask(token_mask)
+        positions = positions.reshape(-1)
+        attend = attention.whole_rows(B, T, mask, causal=mask is None, kernel=c.attention)
+        tables = attention.rotary(positions, c)
+        x = parameters.scan(
+            lambda block, x: block(x, tables, lambda *qkv: (attend(*qkv)[0], None))[0],
+            self.layers,
+            self.embed(tokens.reshape(-1), positions),
+            dtype=c.compute_dtype,
+            policy=REMAT_POLICIES[remat],
+        )
+        return self.final_norm(x).reshape(B, T, -1)
+
+    def head(self, *, vmapped: bool = False) -> Callable[[jax.Array], jax.Array]:
+        """The map of hidden states [t, D] to logits float32[t, V]: float32 because log-prob sums over long rows need it.
+
+        Its weight is cast to the compute dtype and gathered now, so make it once, outside of a loop that calls it; gradients of
+        the weight are float32 (layers.float32_sums).
+
+        Args: vmapped: it will be vmapped over rows (layers.over_rows).
+        """
+        c = self.config
+        if c.head != "language_model":
+            raise ValueError(f"a model with head={c.head!r} has no language-model head")
+        table, equation = (self.embedding, "tD,VD->tV") if self.lm_head is None else (self.lm_head, self.lm_head.equation)
+        master = table.weight[...]
+        weight = jax.lax.stop_gradient(mesh_lib.constrain(master.astype(c.compute_dtype), table.axes))
+        product = over_rows(float32_sums(equation)) if vmapped else float32_sums(equation)
+
+        def logits(hidden: jax.Array) -> jax.Array:
+            found = product(hidden, weight, master)
+            return found if self.lm_head is None else self.lm_head.complete(hidden, found)
+
+        return logits
 
 
-def param_shardings(config: DecoderConfig, mesh: Mesh) -> Params:
-    """See parameters.shardings."""
-    return parameters.shardings(param_specs(config), mesh)
-
-
-def param_count(config: DecoderConfig) -> int:
-    return parameters.count(param_specs(config))
-
-
-def init_params(key: jax.Array, config: DecoderConfig) -> Params:
-    """See parameters.init."""
-    return parameters.init(key, param_specs(config))
-
-
-def cast(params: Params, config: DecoderConfig) -> Params:
-    """See parameters.cast."""
-    return parameters.cast(params, config.compute_dtype)
-
-
-def embed(params: Params, tokens: jax.Array, positions: jax.Array, config: DecoderConfig) -> jax.Array:
-    """[t, D] of flat int32[t] tokens and positions."""
-    x = mesh_lib.constrain(params["embedding"]["weight"], "VD")[tokens]
-    if config.positions == "learned":
-        x = x + params["position_embedding"]["weight"][positions]
-    return mesh_lib.constrain(x, "tD")
-
-
-# cos and sin of the positions [t], or None where positions are not rotary.
-Rotary = tuple[jax.Array, jax.Array] | None
-
-
-def rotary(positions: jax.Array, config: DecoderConfig) -> Rotary:
-    """The tables that all layers share: int32[t] positions."""
-    return layers.rotary_tables(positions, config.frequencies) if config.positions == "rotary" else None
-
-
-def project(x: jax.Array, layer: Params, rotary: Rotary, config: DecoderConfig) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Query [t, N, H], key and value [t, G, H] of a layer's input x [t, D]."""
-    x = layers.norm(x, layer["attention_norm"], config.norm_epsilon, config.norm)
-    query = layers.linear("tD,DNH->tNH", x, layer["query"])
-    key = layers.linear("tD,DGH->tGH", x, layer["key"])
-    value = layers.linear("tD,DGH->tGH", x, layer["value"])
-    if config.qk_norm:
-        query = layers.norm(query, layer["query_norm"], config.norm_epsilon, "rms")
-        key = layers.norm(key, layer["key_norm"], config.norm_epsilon, "rms")
-    if rotary is not None:
-        query, key = layers.rotate(query, *rotary), layers.rotate(key, *rotary)
-    return query, key, value
-
-
-def _ffn(x: jax.Array, layer: Params, config: DecoderConfig) -> jax.Array:
-    activation = layers.ACTIVATIONS[config.activation]
-    up = layers.linear("tD,DF->tF", x, layer["up"])
-    inner = activation(layers.linear("tD,DF->tF", x, layer["gate"])) * up if config.gated else activation(up)
-    return layers.linear("tF,FD->tD", inner, layer["down"])
-
-
-def apply_layer(x: jax.Array, layer: Params, rotary: Rotary, attend: Any, config: DecoderConfig) -> tuple[jax.Array, Any]:
-    """One layer on flat tokens x [t, D]. attend(query, key, value) -> ([t, N, H], what is to be kept)."""
-    norm = functools.partial(layers.norm, epsilon=config.norm_epsilon, kind=config.norm)
-    attended, kept = attend(*project(x, layer, rotary, config))
-    attention_out = layers.linear("tNH,NHD->tD", attended, layer["out"])
-    if config.parallel_residual:
-        return x + attention_out + _ffn(norm(x, layer["ffn_norm"]), layer, config), kept
-    x = x + attention_out
-    return x + _ffn(norm(x, layer["ffn_norm"]), layer, config), kept
-
-
-def final_norm(x: jax.Array, params: Params, config: DecoderConfig) -> jax.Array:
-    return layers.norm(x, params["final_norm"], config.norm_epsilon, config.norm)
+def define(config: DecoderConfig) -> Definition[Decoder]:
+    """The definition of a decoder, its blocks in one stack."""
+    return parameters.define(lambda rngs: Decoder(config, rngs=rngs))
 
 
 def positions_and_mask(token_mask: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -228,60 +180,3 @@ def positions_and_mask(token_mask: jax.Array) -> tuple[jax.Array, jax.Array]:
     causal = jnp.tril(jnp.ones((T, T), bool))
     mask = (causal & token_mask[:, None, :]) | jnp.eye(T, dtype=bool)
     return positions, mask[:, None]
-
-
-def whole_rows(B: int, T: int, mask: jax.Array | None, config: DecoderConfig) -> Any:
-    """The `attend` of `apply_layer` for B whole sequences; keeps key and value [B, T, G, H]."""
-
-    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, Any]:
-        query, key, value = (x.reshape(B, T, *x.shape[1:]) for x in (query, key, value))
-        attended = layers.attend(query, key, value, mask, causal=mask is None, kernel=config.attention)
-        return attended.reshape(B * T, *attended.shape[2:]), (key, value)
-
-    return attend
-
-
-@layers.full_precision
-def hidden_states(
-    params: Params, tokens: jax.Array, token_mask: jax.Array | None, *, config: DecoderConfig, remat: str
-) -> jax.Array:
-    """Final hidden states of whole sequences, for teacher-forced scoring.
-
-    Args:
-      params: float32 parameters, see param_specs.
-      tokens: int32[B, T].
-      token_mask: bool[B, T], true on real tokens, padding on either side; or None, if rows are padded on the right or not at
-        all: then causality alone keeps padding from what is real, and no mask is made.
-      remat: what the backward pass recomputes, a name of layers.REMAT.
-
-    Returns:
-      compute_dtype[B, T, D], after the final norm.
-    """
-    B, T = tokens.shape
-    params = cast(params, config)
-    positions, mask = jnp.broadcast_to(jnp.arange(T), (B, T)), None
-    if token_mask is not None:
-        chex.assert_equal_shape([tokens, token_mask])
-        positions, mask = positions_and_mask(token_mask)
-    positions = positions.reshape(-1)
-    attend = whole_rows(B, T, mask, config)
-
-    def layer_step(x: jax.Array, layer: Params) -> tuple[jax.Array, None]:
-        return apply_layer(x, layer, tables, lambda *qkv: (attend(*qkv)[0], None), config)
-
-    tables = rotary(positions, config)
-    x = embed(params, tokens.reshape(-1), positions, config)
-    x, _ = jax.lax.scan(layers.remat(layer_step, remat), x, params["layers"])
-    return final_norm(x, params, config).reshape(B, T, -1)
-
-
-@layers.full_precision
-def logits_of(params: Params, hidden: jax.Array, *, config: DecoderConfig) -> jax.Array:
-    """float32[t, V] logits of hidden states [t, D]: float32 because log-prob sums over long rows need it."""
-    if config.head != "language_model":
-        raise ValueError(f"a model with head={config.head!r} has no language-model head")
-    if config.tied_embedding:
-        equation, weights = "tD,VD->tV", {"weight": params["embedding"]["weight"]}
-    else:
-        equation, weights = "tD,DV->tV", params["lm_head"]
-    return layers.linear(equation, hidden, weights, dtype=jnp.float32)

@@ -8,26 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from tba_jax.models import encoder, stored
-from tba_jax.models.encoder import EncoderConfig
+from tba_jax.models.config import EncoderConfig
 from tba_jax.models.stored import Architecture, Settings, Stored, Tensors
 
-# Modules of a sentence-transformers folder that encoder.embed computes.
+# Modules of a sentence-transformers folder that Encoder.embed computes.
 _MODULES = ("Transformer", "Pooling", "Normalize")
 
 
-def _config(*, head: str, labels: tuple[str, ...], value_head: bool = False, **fields: Any) -> EncoderConfig:
+def _config(*, head: str, labels: tuple[str, ...], **fields: Any) -> EncoderConfig:
     """Labels and the pooler belong to classification alone: the embedding does not read them."""
-    if value_head:
-        raise ValueError("value_head=True is for decoders; an encoder has no states to value")
     classification = head == "classification"
     return EncoderConfig(head=head, labels=labels if classification else (), pooler=classification, **fields)
-
-
-def _axis_sizes(config: EncoderConfig) -> dict[str, int]:
-    """Letters of the axis table, with C labels, S positions, A token types, and E the width of the pooled token, D."""
-    c = config
-    sizes = {"V": c.vocab, "D": c.width, "N": c.heads, "H": c.head_size, "F": c.ffn}
-    return sizes | {"S": c.max_positions, "A": c.token_types, "E": c.width, "C": len(c.labels)}
 
 
 def _read(settings: Settings, *, token_types: int) -> dict[str, Any]:
@@ -154,12 +145,14 @@ def _body_tensors(prefix: str) -> Tensors:
     }
     tensors |= _norm(f"{embeddings}.LayerNorm", "embedding_norm")
     for name in ("query", "key", "value"):
-        tensors |= stored.linear(f"{layer}.attention.self.{name}", f"layers.{name}", ("(N H) D", "D N H", "(N H)"), True)
-    tensors |= stored.linear(f"{layer}.attention.output.dense", "layers.out", ("D (N H)", "N H D", "D"), True)
+        tensors |= stored.linear(
+            f"{layer}.attention.self.{name}", f"layers.attention.{name}", ("(N H) D", "D N H", "(N H)"), True
+        )
+    tensors |= stored.linear(f"{layer}.attention.output.dense", "layers.attention.out", ("D (N H)", "N H D", "D"), True)
     tensors |= _norm(f"{layer}.attention.output.LayerNorm", "layers.attention_norm")
-    tensors |= stored.linear(f"{layer}.intermediate.dense", "layers.up", ("F D", "D F", "F"), True)
-    tensors |= stored.linear(f"{layer}.output.dense", "layers.down", ("D F", "F D", "D"), True)
-    return tensors | _norm(f"{layer}.output.LayerNorm", "layers.ffn_norm")
+    tensors |= stored.linear(f"{layer}.intermediate.dense", "layers.feed_forward.up", ("F D", "D F", "F"), True)
+    tensors |= stored.linear(f"{layer}.output.dense", "layers.feed_forward.down", ("D F", "F D", "D"), True)
+    return tensors | _norm(f"{layer}.output.LayerNorm", "layers.feed_forward_norm")
 
 
 def _head_tensors(config: EncoderConfig, pooler: str, classifier: str) -> Tensors:
@@ -185,8 +178,7 @@ _LEFT_OUT = r"pooler\.dense\.(weight|bias)|embeddings\.position_ids"
 _ENCODER: dict[str, Any] = {
     "config": _config,
     "write": _write,
-    "specs": encoder.param_specs,
-    "axis_sizes": _axis_sizes,
+    "define": encoder.define,
 }
 
 ENCODERS: dict[str, Architecture] = {

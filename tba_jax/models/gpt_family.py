@@ -6,7 +6,7 @@ A linear weight is [out, in] in GPT-NeoX, and [in, out] in GPT-2 (its Conv1D).
 from typing import Any
 
 from tba_jax.models import rotary_settings, stored
-from tba_jax.models.decoder import DecoderConfig
+from tba_jax.models.config import DecoderConfig
 from tba_jax.models.stored import Settings, Stored, Tensors
 
 
@@ -85,10 +85,10 @@ def gpt_neox_tensors(config: DecoderConfig) -> Tensors:
     tensors |= stored.fused(f"{layer}.attention.query_key_value.weight", "(N 3 H) D", "D N H", "weight")
     if c.qkv_bias:
         tensors |= stored.fused(f"{layer}.attention.query_key_value.bias", "(N 3 H)", "N H", "bias")
-    tensors |= stored.linear(f"{layer}.attention.dense", "layers.out", ("D (N H)", "N H D", "D"), c.out_bias)
-    tensors |= stored.norm(f"{layer}.post_attention_layernorm", "layers.ffn_norm", bias=True)
-    tensors |= stored.linear(f"{layer}.mlp.dense_h_to_4h", "layers.up", ("F D", "D F", "F"), c.ffn_bias)
-    tensors |= stored.linear(f"{layer}.mlp.dense_4h_to_h", "layers.down", ("D F", "F D", "D"), c.ffn_bias)
+    tensors |= stored.linear(f"{layer}.attention.dense", "layers.attention.out", ("D (N H)", "N H D", "D"), c.out_bias)
+    tensors |= stored.norm(f"{layer}.post_attention_layernorm", "layers.feed_forward_norm", bias=True)
+    tensors |= stored.linear(f"{layer}.mlp.dense_h_to_4h", "layers.feed_forward.up", ("F D", "D F", "F"), c.ffn_bias)
+    tensors |= stored.linear(f"{layer}.mlp.dense_4h_to_h", "layers.feed_forward.down", ("D F", "F D", "D"), c.ffn_bias)
     tensors |= stored.norm("gpt_neox.final_layer_norm", "final_norm", bias=True)
     return tensors | stored.head(c.head, c.tied_embedding, "embed_out.weight")
 
@@ -137,9 +137,9 @@ def gpt2_tensors(config: DecoderConfig) -> Tensors:
     tensors |= stored.norm(f"{layer}.ln_1", "layers.attention_norm", bias=True)
     tensors |= stored.fused(f"{layer}.attn.c_attn.weight", "D (3 N H)", "D N H", "weight")
     tensors |= stored.fused(f"{layer}.attn.c_attn.bias", "(3 N H)", "N H", "bias")
-    tensors |= stored.linear(f"{layer}.attn.c_proj", "layers.out", ("(N H) D", "N H D", "D"), True)
-    tensors |= stored.norm(f"{layer}.ln_2", "layers.ffn_norm", bias=True)
-    tensors |= stored.linear(f"{layer}.mlp.c_fc", "layers.up", ("D F", "D F", "F"), True)
-    tensors |= stored.linear(f"{layer}.mlp.c_proj", "layers.down", ("F D", "F D", "D"), True)
+    tensors |= stored.linear(f"{layer}.attn.c_proj", "layers.attention.out", ("(N H) D", "N H D", "D"), True)
+    tensors |= stored.norm(f"{layer}.ln_2", "layers.feed_forward_norm", bias=True)
+    tensors |= stored.linear(f"{layer}.mlp.c_fc", "layers.feed_forward.up", ("D F", "D F", "F"), True)
+    tensors |= stored.linear(f"{layer}.mlp.c_proj", "layers.feed_forward.down", ("F D", "F D", "D"), True)
     tensors |= stored.norm("transformer.ln_f", "final_norm", bias=True)
     return tensors | stored.head(config.head, config.tied_embedding, "lm_head.weight")

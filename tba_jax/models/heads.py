@@ -1,19 +1,70 @@
-"""Scalar heads on the decoder: scores of whole sequences (reward models, classifiers), values of states, log Z of prompts."""
+"""What scalar heads (layers.ScalarHead) read: the last state of a sequence, the states of a response, the mean of a prompt."""
+
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
-from tba_jax.models import decoder
-from tba_jax.models.parameters import Params, ParamSpec, Specs, map_specs
+from tba_jax.models import parameters
+from tba_jax.models.config import DecoderConfig
+from tba_jax.models.decoder import Decoder
+from tba_jax.models.layers import ScalarHead
+from tba_jax.models.parameters import Definition, Params, Specs
+from tba_jax.models.policy import Policy
 
 
-def sequence_scores(
-    params: Params, tokens: jax.Array, token_mask: jax.Array, *, config: decoder.DecoderConfig, remat: str
-) -> jax.Array:
+class PolicyWithHeads(nnx.Module):
+    """All that a trainer learns: the policy and the scalar heads that its objective asks for.
+
+    log_z: log Z(x) of a prompt, see log_partition; value_head: V of a state, see state_values. Both begin at 0.
+    """
+
+    log_z: Any = None
+    value_head: Any = None
+
+    def __init__(self, policy: Decoder, *, log_z: bool, value_head: bool, rngs: nnx.Rngs):
+        """Args: log_z, value_head: whether there is such a head."""
+        self.policy = policy
+        if log_z:
+            self.log_z = _scalar(policy.config, rngs)
+        if value_head:
+            self.value_head = _scalar(policy.config, rngs)
+
+
+def define(policy: Policy, *, log_z: bool, value_head: bool) -> Definition[PolicyWithHeads]:
+    """The definition of a policy, adapters included, with the heads that are asked for."""
+    return parameters.define(
+        lambda rngs: PolicyWithHeads(policy.adapted.make(rngs), log_z=log_z, value_head=value_head, rngs=rngs)
+    )
+
+
+def _scalar(model: DecoderConfig, rngs: nnx.Rngs) -> ScalarHead:
+    """One of the heads beside a policy; it says 0 of everything."""
+    return ScalarHead(model.width, bias=True, std=0.0, rngs=rngs)
+
+
+def scalar(model: DecoderConfig) -> Definition[ScalarHead]:
+    """The definition of each head beside a policy."""
+    return parameters.define(functools.partial(_scalar, model))
+
+
+def specs(model: DecoderConfig) -> Specs:
+    """Of the parameters of each head beside a policy."""
+    return scalar(model).specs
+
+
+def initial(model: DecoderConfig) -> Params:
+    """The parameters that each head beside a policy begins with."""
+    return parameters.pure(_scalar(model, nnx.Rngs(0)))
+
+
+def sequence_scores(model: Decoder, tokens: jax.Array, token_mask: jax.Array, *, remat: str) -> jax.Array:
     """Scores of whole sequences, read at the last real token (the `ForSequenceClassification` models of transformers).
 
     Args:
-      params: of a config with head="score".
+      model: of a config with head="score".
       tokens: int32[B, T]; token_mask: bool[B, T], true on real tokens, consecutive in a row; padding on either side.
       remat: a name of layers.REMAT.
 
@@ -24,50 +75,24 @@ def sequence_scores(
     first, length = jnp.argmax(token_mask, axis=1), jnp.sum(token_mask, axis=1)
     # Moved to the left end of the row, so that causal attention needs no mask.
     tokens = jnp.take_along_axis(tokens, (jnp.arange(T)[None, :] + first[:, None]) % T, axis=1)
-    hidden = decoder.hidden_states(params, tokens, None, config=config, remat=remat)
+    hidden = model(tokens, remat=remat)
     last = jax.vmap(lambda row, n: jax.lax.dynamic_index_in_dim(row, n - 1, keepdims=False))(hidden, length)
-    return _float32_product(last, params["score"]["weight"])
+    return model.score(last)
 
 
-def state_values(params: Params, hidden: jax.Array) -> jax.Array:
-    """float32[B, R]: the value of the state before each response token.
+def state_values(head: ScalarHead, hidden: jax.Array) -> jax.Array:
+    """V = w · state + b: float32[B, R], the value of the state before each response token.
 
     Args:
-      params: of a config with value_head=True, or {"value_head": parameters of value_head_specs}.
       hidden: [B, R, D], see scoring.response_hidden_states; one forward pass serves log-probs and values.
     """
-    head = params["value_head"]
-    return (_float32_product(hidden, head["weight"]) + head["bias"].astype(jnp.float32))[..., 0]
+    return head(hidden)[..., 0]
 
 
-def log_z_specs(config: decoder.DecoderConfig) -> Specs:
-    """Of the head of `log_partition`; it is not a part of the policy."""
-    weight = ParamSpec(shape=(config.width, 1), axes=("embed", "labels"), inputs=1)
-    return {"weight": weight, "bias": ParamSpec(shape=(1,), axes=("labels",))}
-
-
-def value_head_specs(config: decoder.DecoderConfig) -> Specs:
-    """Of a head of `state_values` that is not a part of the policy."""
-    return log_z_specs(config)
-
-
-def initial_log_z(config: decoder.DecoderConfig) -> Params:
-    """The head that says log Z = 0 of every prompt."""
-    return map_specs(lambda _, spec: jnp.zeros(spec.shape, jnp.float32), log_z_specs(config))
-
-
-def initial_value_head(config: decoder.DecoderConfig) -> Params:
-    """The head that says V = 0 of every state."""
-    return map_specs(lambda _, spec: jnp.zeros(spec.shape, jnp.float32), value_head_specs(config))
-
-
-def mean_prompt_states(
-    params: Params, prompt_tokens: jax.Array, prompt_length: jax.Array, *, config: decoder.DecoderConfig
-) -> jax.Array:
+def mean_prompt_states(model: Decoder, prompt_tokens: jax.Array, prompt_length: jax.Array) -> jax.Array:
     """Means of the last hidden states over the tokens of each prompt.
 
     Args:
-      params: of the policy.
       prompt_tokens: int32[Q, P], left-padded; prompt_length: int32[Q].
 
     Returns:
@@ -76,15 +101,11 @@ def mean_prompt_states(
     P = prompt_tokens.shape[1]
     # Moved to the left end of the row, so that causal attention needs no mask.
     tokens = jnp.take_along_axis(prompt_tokens, (jnp.arange(P)[None, :] + (P - prompt_length)[:, None]) % P, axis=1)
-    hidden = decoder.hidden_states(jax.lax.stop_gradient(params), tokens, None, config=config, remat="none")
+    hidden = jax.lax.stop_gradient(model(tokens))
     real = (jnp.arange(P)[None, :] < prompt_length[:, None])[..., None]
     return jnp.sum(jnp.where(real, hidden.astype(jnp.float32), 0.0), axis=1) / jnp.maximum(prompt_length, 1)[:, None]
 
 
-def log_partition(head: Params, prompt_states: jax.Array) -> jax.Array:
+def log_partition(head: ScalarHead, prompt_states: jax.Array) -> jax.Array:
     """log Z_φ(x) = w · mean prompt state + b: float32[Q], nats. prompt_states: float32[Q, D], see mean_prompt_states."""
-    return (_float32_product(prompt_states, head["weight"]) + head["bias"])[:, 0]
-
-
-def _float32_product(x: jax.Array, weight: jax.Array) -> jax.Array:
-    return jnp.matmul(x.astype(jnp.float32), weight.astype(jnp.float32), precision="highest")
+    return head(prompt_states)[:, 0]

@@ -25,7 +25,7 @@ from tba_jax.models.stored import Architecture, Stored
 DTYPES: dict[str, np.dtype[Any]] = {"F32": jnp.dtype("float32"), "F16": jnp.dtype("float16"), "BF16": jnp.dtype("bfloat16")}
 
 _COMPARED_ROWS = 4096  # rows of the vocabulary that are on the host at a time while two embeddings are compared
-_NEW_HEADS = ("score.", "value_head.")  # parameters that may be initialised where the checkpoint does not hold them
+_NEW_HEAD = "score."  # a parameter that may be initialised where the checkpoint does not hold it
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -55,26 +55,21 @@ def resolve_folder(name: Path | str) -> Path:
         raise ValueError(f"model {name} is not a local folder and could not be fetched from the hub: {reason}") from error
 
 
-def read_config(
-    folder: Path | str, *, compute_dtype: str, attention: str = "auto", head: str | None = None, value_head: bool = False
-) -> Any:
+def read_config(folder: Path | str, *, compute_dtype: str, attention: str = "auto", head: str | None = None) -> Any:
     """Our config (DecoderConfig, EncoderConfig) of `folder`/config.json (a local folder or a hub id, see resolve_folder).
 
     Args:
       head: "language_model" or "score"; None: the one that the checkpoint's class has. A checkpoint of a language model may be
         asked for head="score" (one label), whose weights load_params then initialises.
-      value_head: adds a value head, which no checkpoint holds.
 
     Raises:
       ValueError: no such folder or file, or a setting that is not computed; names the file, the key and the value.
     """
     settings = stored.read_settings(resolve_folder(folder) / "config.json")
-    return config_of(settings, compute_dtype=compute_dtype, attention=attention, head=head, value_head=value_head)
+    return config_of(settings, compute_dtype=compute_dtype, attention=attention, head=head)
 
 
-def config_of(
-    settings: stored.Settings, *, compute_dtype: str, attention: str = "auto", head: str | None = None, value_head: bool = False
-) -> Any:
+def config_of(settings: stored.Settings, *, compute_dtype: str, attention: str = "auto", head: str | None = None) -> Any:
     """See read_config."""
     model_type, classes = settings.values.get("model_type"), settings.names("architectures")
     architecture = ARCHITECTURES.get(str(model_type))
@@ -96,8 +91,6 @@ def config_of(
     fields = architecture.read(settings)
     if head == "score":
         fields["labels"] = settings.labels() if stored_head == "score" else 1
-    if value_head:
-        fields["value_head"] = True
     fields |= {"architecture": model_type, "head": head, "compute_dtype": compute_dtype, "attention": attention}
     try:
         return architecture.config(**fields)
@@ -125,9 +118,9 @@ def load_params(
     Args:
       folder: a local folder or a hub id, see resolve_folder.
       config: the shape the tensors must have, see read_config.
-      shardings: parameters.shardings of the config's specs.
-      fresh: random key, from which a score head or a value head that the checkpoint does not hold is initialised; without it
-        such a head is a missing tensor.
+      shardings: of the config's parameters, see Definition.shardings.
+      fresh: random key, from which a score head that the checkpoint does not hold is initialised; without it such a head is a
+        missing tensor.
       dtype: of the parameters; those of a fresh head are float32.
 
     Raises:
@@ -137,8 +130,8 @@ def load_params(
     """
     sources = _open_checked(resolve_folder(folder), config, fresh is not None)
     architecture = ARCHITECTURES[config.architecture]
-    sizes = architecture.axis_sizes(config)
-    specs, sharding_of = parameters.flatten(architecture.specs(config)), parameters.flatten(shardings)
+    definition, sizes = architecture.define(config), config.sizes
+    specs, sharding_of = parameters.flatten(definition.specs), parameters.flatten(shardings)
 
     def load(path: str, spec: ParamSpec) -> jax.Array:
         def read_shard(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -155,11 +148,13 @@ def load_params(
         return jax.make_array_from_callback(spec.shape, sharding_of[path], read_shard)
 
     loaded = {path: load(path, spec) for path, spec in specs.items() if path in sources}
-    new = {path: spec for path, spec in specs.items() if path not in sources}
-    if new:
-        out_shardings = parameters.unflatten({path: sharding_of[path] for path in new})
-        init = jax.jit(lambda key: parameters.init(key, parameters.unflatten(new)), out_shardings=out_shardings)
-        loaded |= parameters.flatten(init(fresh))
+    if new := [path for path in specs if path not in sources]:
+
+        def init(key: jax.Array) -> dict[str, jax.Array]:
+            drawn = parameters.flatten(definition.init(key))
+            return {path: drawn[path] for path in new}
+
+        loaded |= jax.jit(init, out_shardings={path: sharding_of[path] for path in new})(fresh)
     return parameters.unflatten({path: loaded[path] for path in specs})
 
 
@@ -253,15 +248,15 @@ def _open_checked(folder: Path, config: Any, new_heads: bool) -> dict[str, list[
     """Our parameter -> where it is, by layer, once every check has passed. New heads that are absent are left out."""
     tensors = _open_folder(folder)
     architecture = ARCHITECTURES[config.architecture]
-    sizes = architecture.axis_sizes(config)
+    sizes = config.sizes
     sources: dict[str, list[_Source]] = {}
     for name, parts in _expected(folder, tensors, config, architecture, new_heads).items():
         _check_tensor(tensors[name], parts[0].shape(sizes))
         for part in parts:
             sources.setdefault(part.path, []).append(_Source(tensors[name], part))
-    specs = parameters.flatten(architecture.specs(config))
+    specs = parameters.flatten(architecture.define(config).specs)
     absent = [path for path in specs if path not in sources]
-    if unnamed := [path for path in absent if not (new_heads and path.startswith(_NEW_HEADS))]:
+    if unnamed := [path for path in absent if not (new_heads and path.startswith(_NEW_HEAD))]:
         raise ValueError(
             f"{folder}: parameters that no checkpoint of model_type={config.architecture!r} holds: {_some(unnamed)}; "
             "they must be initialised"
@@ -310,7 +305,7 @@ def _expected(
 
 
 def _is_new_head(parts: tuple[Stored, ...]) -> bool:
-    return all(part.path.startswith(_NEW_HEADS) for part in parts)
+    return all(part.path.startswith(_NEW_HEAD) for part in parts)
 
 
 def _some(names: list[str], files: Mapping[str, str] | None = None) -> str:

@@ -24,7 +24,7 @@ from tba_jax.models.stored import Settings, Stored
 DTYPES = {str(dtype): name for name, dtype in hugging_face.DTYPES.items()}
 
 # Fields of our configs that config.json does not say.
-_UNWRITTEN = ("compute_dtype", "attention", "value_head")
+_UNWRITTEN = ("compute_dtype", "attention")
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -61,7 +61,6 @@ def save(
     source: Path | None = None,
     token_ids: Mapping[str, int | None] | None = None,
     tokenizer: Callable[[Path], None] | None = None,
-    drop_value_head: bool = False,
     max_shard_bytes: int = 2 << 30,
 ) -> None:
     """Writes a folder that transformers loads and computes the same with. One tensor at a time is on the host.
@@ -69,14 +68,13 @@ def save(
     Args:
       folder: created, with its parents; it must not exist, or be empty. Where anything fails it is not there.
       config: of the model. Where the architecture cannot express it, it is refused.
-      params: nested as `specs` of the architecture; leaves are anything whose leaf[layer] and whose whole gives a NumPy array
-        by np.asarray: jax.Array, np.ndarray, tensorstore.TensorStore. Adapters must be merged, integer weights restored.
+      params: nested as those of the model; leaves are anything whose leaf[layer] and whose whole gives a NumPy array by
+        np.asarray: jax.Array, np.ndarray, tensorstore.TensorStore. Adapters must be merged, integer weights restored.
       dtype: of the weights in the file, "float32", "float16" or "bfloat16".
       source: the folder that the model came from. Its config.json is kept but for the class and the dtype, and its
         generation_config.json is copied.
       token_ids: further keys of config.json, as {"pad_token_id": 0}: a class with a score head needs one for padded batches.
       tokenizer: writes the tokenizer's files into the folder that it is called with, before that has its final name.
-      drop_value_head: leaves out a value head, for which checkpoints have no name.
       max_shard_bytes: of the weights in one file; more are written as shards with an index.
 
     Raises:
@@ -88,7 +86,7 @@ def save(
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r} of the export is not one of {', '.join(DTYPES)}")
     values = _config_values(folder, config, dtype, source) | dict(token_ids or {})
-    leaves = _checked_leaves(config, params, drop_value_head)
+    leaves = _checked_leaves(config, params)
     whole = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
     whole.mkdir(parents=True)
     try:
@@ -125,18 +123,9 @@ def _config_values(folder: Path, config: Any, dtype: str, source: Path | None) -
     return values
 
 
-def _checked_leaves(config: Any, params: Params, drop_value_head: bool) -> dict[str, Any]:
+def _checked_leaves(config: Any, params: Params) -> dict[str, Any]:
     """The parameters by dotted name, which are those of the config and have names in a checkpoint."""
-    architecture = ARCHITECTURES[config.architecture]
-    leaves, specs = parameters.flatten(params), parameters.flatten(architecture.specs(config))
-    value_head = [name for name in leaves if name.startswith("value_head.")]
-    if value_head and not drop_value_head:
-        raise ValueError(
-            f"{value_head[0]}: checkpoints of model_type={config.architecture!r} have no name for a value head; "
-            "export without it (drop_value_head)"
-        )
-    leaves = {name: leaf for name, leaf in leaves.items() if name not in value_head}
-    specs = {name: spec for name, spec in specs.items() if not name.startswith("value_head.")}
+    leaves, specs = parameters.flatten(params), parameters.flatten(ARCHITECTURES[config.architecture].define(config).specs)
     if unknown := sorted(set(leaves) - set(specs)):
         raise ValueError(f"parameters that a checkpoint has no name for: {', '.join(unknown[:6])}; merge or restore them first")
     if missing := [name for name in specs if name not in leaves]:
@@ -149,7 +138,7 @@ def _checked_leaves(config: Any, params: Params, drop_value_head: bool) -> dict[
 
 def _write_weights(folder: Path, config: Any, leaves: Mapping[str, Any], dtype: str, max_shard_bytes: int) -> None:
     architecture = ARCHITECTURES[config.architecture]
-    sizes = architecture.axis_sizes(config)
+    sizes = config.sizes
     tensors = [
         _Tensor(pattern.format(layer=layer), parts[0].shape(sizes), parts, layer)
         for pattern, parts in architecture.tensors(config).items()

@@ -1,21 +1,20 @@
-"""What decoder and encoder are built from: linear maps, norms, rotary positions, attention.
+"""What decoder and encoder are built from: linear maps (with LoRA and int8 as variants), norms, embeddings, scalar heads.
 
-Equations use the letters of the axis table (trajectory.py), with `t` for flat tokens B·T: XLA's CPU backend is several times
-slower on the gradients of a matrix product with two leading axes than on the same product with one.
+A module states shape, axes, initialiser and equation of its parameters in one place. Equations use the letters of the axis table
+(trajectory.py), with `t` for flat tokens B·T: XLA's CPU backend is several times slower on the gradients of a matrix product with
+two leading axes than on the same product with one.
 """
 
-import dataclasses
 import functools
-import math
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from flax import nnx
 
 from tba_jax import mesh as mesh_lib
-from tba_jax.models.parameters import Params
+from tba_jax.models.parameters import parameter
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -24,172 +23,244 @@ ACTIVATIONS = {
     "relu": jax.nn.relu,
 }
 
-# How much a rematerialised layer keeps for its backward pass -> policy of jax.checkpoint.
+# How much a rematerialised layer keeps for its backward pass -> policy of jax.checkpoint; None: all, nothing is computed again.
 REMAT_POLICIES = {
+    "none": None,
     "full": jax.checkpoint_policies.nothing_saveable,  # the layer's input alone
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,  # also results of linear maps, not attention scores
 }
-REMAT = ("none", *REMAT_POLICIES)
+REMAT = tuple(REMAT_POLICIES)
+
+_STD = 0.02
+_LEVELS = 127  # of int8 on either side of 0
 
 
 def full_precision(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes matrix products of a function of `config` float32 where config.compute_dtype says so.
+    """Makes matrix products of a function float32 where config.compute_dtype of its first argument, a model, says so.
 
     By default GPUs round the inputs of such products to 10 bits (TF32) and TPUs to 7, so that sampler and learner would
     disagree by a thousandth of a nat.
     """
 
     @functools.wraps(function)
-    def call(*args: Any, config: Any, **kwargs: Any) -> Any:
-        with jax.default_matmul_precision("highest" if config.compute_dtype == "float32" else None):
-            return function(*args, config=config, **kwargs)
+    def call(model: Any, *args: Any, **kwargs: Any) -> Any:
+        with jax.default_matmul_precision("highest" if model.config.compute_dtype == "float32" else None):
+            return function(model, *args, **kwargs)
 
     return call
 
 
-def remat(function: Any, policy: str) -> Any:
-    """`function` with the named rematerialisation policy ("none": as it is)."""
-    return function if policy == "none" else jax.checkpoint(function, policy=REMAT_POLICIES[policy])
+class Einsum(nnx.Module):
+    """A linear map: y = einsum(equation, x, weight) + bias.
+
+    The letters of the equation are the dimensions of `weight`, inputs first, and those of `bias`. Two variants of the map hold
+    more parameters: one with a low-rank adapter (`adapt`) and one whose weight is int8 (`quantize`).
+    """
+
+    bias: Any = None
+    lora_a: Any = None
+    lora_b: Any = None
+    quant_scale: Any = None
+
+    def __init__(self, equation: str, sizes: Mapping[str, int], *, bias: bool = False, std: float = _STD, rngs: nnx.Rngs):
+        """
+        Args:
+          equation: as "tD,DNH->tNH", letters of the axis table: x, weight, result.
+          sizes: letter -> size.
+          bias: whether there is one; it begins at 0.
+          std: of the weight's normal initialisation.
+        """
+        self.equation, self.lora_scale = equation, 0.0
+        operands, self.result = equation.split("->")
+        self.x_axes, self.axes = operands.split(",")
+        self.inputs = "".join(axis for axis in self.axes if axis in self.x_axes)
+        self.outputs = self.axes.removeprefix(self.inputs)
+        self.weight = parameter(self.axes, sizes, nnx.initializers.normal(std), rngs)
+        if bias:
+            self.bias = parameter(self.outputs, sizes, nnx.initializers.zeros_init(), rngs)
+
+    def __call__(self, x: jax.Array, *, dtype: Any = None) -> jax.Array:
+        """The map of x, in `dtype` (default: that of x), which is also that of its sums.
+
+        On a mesh, the weight is gathered over the fsdp axis where it is used, and the result is split as its letters say.
+        """
+        weight = mesh_lib.constrain(self.weight[...], self.axes).astype(x.dtype)
+        return self.complete(x, jnp.einsum(self.equation, x, weight, preferred_element_type=dtype))
+
+    def complete(self, x: jax.Array, product: jax.Array) -> jax.Array:
+        """The map of x, given einsum(equation, x, weight)."""
+        y = product
+        if self.quant_scale is not None:
+            y = (y.astype(jnp.float32) * self.quant_scale[...]).astype(y.dtype)
+        if self.lora_a is not None:
+            batch = self.x_axes.removesuffix(self.inputs)
+            lora_a = mesh_lib.constrain(self.lora_a[...], f"{self.inputs}r").astype(x.dtype)
+            lora_b = mesh_lib.constrain(self.lora_b[...], f"r{self.outputs}").astype(x.dtype)
+            low = self.lora_scale * jnp.einsum(f"{self.x_axes},{self.inputs}r->{batch}r", x, lora_a)
+            y = y + jnp.einsum(f"{batch}r,r{self.outputs}->{self.result}", low, lora_b)
+        if self.bias is not None:
+            y = y + mesh_lib.constrain(self.bias[...], self.outputs).astype(y.dtype)
+        return mesh_lib.constrain(y, self.result)
+
+    def sizes(self) -> dict[str, int]:
+        """Letter -> size, with "L" where the map is one of a stack."""
+        letters = self._stacked() + self.axes
+        return dict(zip(letters, self.weight.shape, strict=True))
+
+    def adapt(self, rank: int, scale: float, rngs: nnx.Rngs) -> None:
+        """Adds a low-rank adapter (LoRA, Hu et al., 2021): y = einsum(x, weight) + scale · (x A) B; A is random, B is 0."""
+        sizes, stacked = self.sizes() | {"r": rank}, self._stacked()
+        fan_in = functools.reduce(lambda product, letter: product * sizes[letter], self.inputs, 1)
+        self.lora_scale = scale
+        random, zeros = nnx.initializers.normal(fan_in**-0.5), nnx.initializers.zeros_init()
+        self.lora_a = parameter(f"{stacked}{self.inputs}r", sizes, random, rngs, nnx.LoRAParam)
+        self.lora_b = parameter(f"{stacked}r{self.outputs}", sizes, zeros, rngs, nnx.LoRAParam)
+
+    def merge(self) -> None:
+        """Puts weight + scale · A B, float32, in the weight's place and drops the adapter; without one, changes nothing."""
+        if self.lora_a is None:
+            return
+        equation = f"...{self.inputs}r,...r{self.outputs}->...{self.axes}"
+        update = jnp.einsum(equation, self.lora_a[...], self.lora_b[...], precision="highest")
+        merged = self.weight[...].astype(jnp.float32) + self.lora_scale * update
+        self.weight = nnx.Param(merged, axes=self.weight.get_metadata("axes"))
+        del self.lora_a, self.lora_b
+
+    def quantize(self) -> None:
+        """Makes the weight int8 with one symmetric scale, float32, for each output: weight ≈ int8 · quant_scale, off by at most
+        half a scale. Activations stay as they are. A sampler may decode so: trajectory balance needs no more of it than full
+        support (PAPER §1)."""
+        stacked = self._stacked()
+        inputs = tuple(range(len(stacked), len(stacked) + len(self.inputs)))
+        weight = self.weight[...].astype(jnp.float32)
+        largest = jnp.max(jnp.abs(weight), axis=inputs, keepdims=True)
+        scale = jnp.where(largest > 0, largest, 1.0) / _LEVELS
+        self.weight = nnx.Param(jnp.round(weight / scale).astype(jnp.int8), axes=mesh_lib.logical_axes(stacked + self.axes))
+        self.quant_scale = nnx.Param(jnp.squeeze(scale, inputs), axes=mesh_lib.logical_axes(stacked + self.outputs))
+
+    def _stacked(self) -> str:
+        """ "L" where the map is one of a stack."""
+        return "L" * (len(self.weight.shape) - len(self.axes))
 
 
-def linear(equation: str, x: jax.Array, weights: Params, *, dtype: Any = None) -> jax.Array:
-    """A linear map: einsum(equation, x, weight) and what else `weights` holds.
+def linear_maps(model: nnx.Module) -> Iterator[tuple[str, Einsum]]:
+    """(dotted name, map) of every linear map of a model."""
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, Einsum):
+            yield ".".join(map(str, path)), module
+
+
+def float32_sums(equation: str) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
+    """einsum(equation, x, weight) for weights that a loop reads again and again: product(x, weight, master) -> float32.
 
     Args:
-      equation: as "tD,DNH->tNH", letters of the axis table; x, the weight, the result.
-      weights: `weight`, in a float dtype, or int8 with `quant_scale` float32[outputs] (models/quantize.py); optionally `bias`
-        [outputs]; optionally `lora_a` [inputs, rank] and `lora_b` [rank, outputs], B already scaled (models/lora.py).
-      dtype: of the result and of the sums in it; default: x.dtype.
+      equation: as "tD,DV->tV".
 
-    Returns:
-      `dtype`. On a mesh, weights are gathered over the fsdp axis where they are used, and the result is split as its letters say.
+    The arguments of the function that is returned: x, in the compute dtype; weight, in that dtype, gathered once by the caller;
+    master, the float32 parameter that `weight` was made from, which is not read. Products, also those of the backward pass, are
+    made in the compute dtype with float32 sums. The gradient goes to `master` alone, in float32, and so do its sums over the
+    steps of a loop.
     """
     operands, result = equation.split("->")
-    x_axes, weight_axes = operands.split(",")
-    weight = mesh_lib.constrain(weights["weight"], weight_axes).astype(x.dtype)
-    y = jnp.einsum(equation, x, weight, preferred_element_type=dtype)
-    outputs = "".join(axis for axis in weight_axes if axis not in x_axes)
-    if "quant_scale" in weights:
-        y = (y.astype(jnp.float32) * weights["quant_scale"]).astype(y.dtype)
-    if "lora_a" in weights:
-        inputs = "".join(axis for axis in weight_axes if axis in x_axes)
-        batch = "".join(axis for axis in x_axes if axis not in inputs)
-        low = jnp.einsum(f"{x_axes},{inputs}r->{batch}r", x, mesh_lib.constrain(weights["lora_a"], f"{inputs}r"))
-        y = y + jnp.einsum(f"{batch}r,r{outputs}->{result}", low, mesh_lib.constrain(weights["lora_b"], f"r{outputs}"))
-    if "bias" in weights:
-        y = y + mesh_lib.constrain(weights["bias"], outputs)
-    return mesh_lib.constrain(y, result)
+    x_axes, axes = operands.split(",")
+
+    def einsum(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
+        # The backward pass is traced outside of `full_precision`.
+        precision = "highest" if x.dtype == jnp.float32 else None
+        return jnp.einsum(equation, x, y, precision=precision, preferred_element_type=jnp.float32)
+
+    @jax.custom_vjp
+    def product(x: jax.Array, weight: jax.Array, master: jax.Array) -> jax.Array:
+        return mesh_lib.constrain(einsum(equation, x, weight), result)
+
+    def forward(x: jax.Array, weight: jax.Array, master: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        return product(x, weight, master), (x, weight, master)
+
+    def backward(kept: tuple[jax.Array, ...], cotangent: jax.Array) -> tuple[jax.Array, None, jax.Array]:
+        x, weight, master = kept
+        cotangent = cotangent.astype(x.dtype)
+        of_x = einsum(f"{result},{axes}->{x_axes}", cotangent, weight).astype(x.dtype)
+        return of_x, None, einsum(f"{x_axes},{result}->{axes}", x, cotangent).astype(master.dtype)
+
+    product.defvjp(forward, backward)
+    return product
 
 
-def norm(x: jax.Array, weights: Params, epsilon: float, kind: str) -> jax.Array:
-    """RMS norm or layer norm (kind "rms", "layer") over the last axis, in float32: bfloat16 loses digits of mean and variance."""
-    x32 = x.astype(jnp.float32)
-    if kind == "layer":
-        x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
-    normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + epsilon)
-    y = normed * weights["scale"].astype(jnp.float32)
-    return (y + weights["bias"].astype(jnp.float32) if "bias" in weights else y).astype(x.dtype)
+def over_rows(product: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """product(x, weight, master) for a function that is vmapped over rows: all rows go through one product, flattened into `t`.
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """Llama 3's scaling of rotary frequencies: wavelengths beyond original_positions / low_frequency are stretched by `factor`,
-    those below original_positions / high_frequency kept, those between interpolated."""
-
-    factor: float
-    low_frequency: float
-    high_frequency: float
-    original_positions: int
-
-
-def rotary_frequencies(size: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
-    """float32[size / 2], radians per position."""
-    frequency = theta ** (-np.arange(0, size, 2, dtype=np.float64) / size)
-    if scaling is not None:
-        turns = scaling.original_positions * frequency / (2 * np.pi)
-        kept = np.clip((turns - scaling.low_frequency) / (scaling.high_frequency - scaling.low_frequency), 0.0, 1.0)
-        frequency = frequency * (kept + (1 - kept) / scaling.factor)
-    return frequency.astype(np.float32)
-
-
-def rotary_tables(positions: jax.Array, frequencies: np.ndarray) -> tuple[jax.Array, jax.Array]:
-    """cos, sin: float32[..., 1, size / 2] for int32[...] positions; the 1 broadcasts over heads."""
-    angle = positions.astype(jnp.float32)[..., None, None] * frequencies
-    return jnp.cos(angle), jnp.sin(angle)
-
-
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates the first elements of x [..., heads, H], as many as the tables cover, pairing i with i + size/2 (rotate-half)."""
-    half = cos.shape[-1]
-    x32 = x.astype(jnp.float32)
-    first, second, rest = x32[..., :half], x32[..., half : 2 * half], x32[..., 2 * half :]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1).astype(x.dtype)
-
-
-def attend(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None, *, causal: bool, kernel: str) -> jax.Array:
-    """Attention over whole sequences.
-
-    Args:
-      query: [B, T, N, H]; key, value: [B, T, G, H]. mask: bool[B, 1, T, T] (query, key), or None.
-      kernel: "xla", "cudnn" (flash attention on NVIDIA GPUs), or "auto": cudnn where it can be used.
-
-    Returns:
-      [B, T, N, H]; softmax in float32.
+    It is differentiated with its vmap only: jax.grad of a function that vmaps it.
     """
-    fits = query.dtype in (jnp.bfloat16, jnp.float16) and query.shape[-1] % 8 == 0 and query.shape[-1] <= 128
-    usable = kernel == "auto" and jax.default_backend() == "gpu" and fits
-    implementation: Literal["xla", "cudnn"] = "cudnn" if kernel == "cudnn" or usable else "xla"
-    return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=causal, implementation=implementation)
+    vmapped = jax.custom_batching.custom_vmap(product)
+
+    @vmapped.def_vmap
+    def flattened(size: int, batched: Any, x: jax.Array, weight: jax.Array, master: jax.Array) -> tuple[jax.Array, bool]:
+        assert batched == [True, False, False], "the weight is the same for all rows"
+        y = product(x.reshape(size * x.shape[1], *x.shape[2:]), weight, master)
+        return y.reshape(size, x.shape[1], *y.shape[1:]), True
+
+    return vmapped
 
 
-# Stands for -inf in scores: a row without anything to attend to, as an idle slot is, must not become NaN.
-_MASKED = -1e30
+class Norm(nnx.Module):
+    """RMS norm, y = scale · x / rms(x), or layer norm, which subtracts the mean before and adds a bias (kind "rms", "layer").
 
-
-def attend_in_two_parts(
-    query: jax.Array,
-    prompt: tuple[jax.Array, ...],
-    own: tuple[jax.Array, ...],
-    prompt_mask: jax.Array,
-    own_mask: jax.Array,
-) -> jax.Array:
-    """Attention of one new token a row: to the prompt that its group shares and to its own continuation, one softmax over both.
-
-    Each part is one batch of matrix products, [W·N/G, H] × [H, S] a head and group, [N/G, H] × [H, R] a head and row.
-
-    Args:
-      query: [B, N, H] with B = J·W; prompt: keys and values [J, G, S, H]; own: keys and values [B, G, R, H].
-      prompt_mask: bool[J, W, S]; own_mask: bool[B, R].
-
-    Returns:
-      [B, N, H]; softmax in float32. Rows that attend to nothing are finite.
+    Over the last axis and in float32: bfloat16 loses digits of mean and variance.
     """
-    (prompt_keys, prompt_values), (own_keys, own_values) = prompt, own
-    B, N, H = query.shape
-    J, G, S, _ = prompt_keys.shape
-    W, n, dtype = B // J, N // G, query.dtype
-    scale = 1 / math.sqrt(H)
 
-    def by_group(x: jax.Array) -> jax.Array:
-        """[B, G, n, ...] -> [J, G, W, n, ...]."""
-        return x.reshape(J, W, *x.shape[1:]).swapaxes(1, 2)
+    bias: Any = None
 
-    def by_row(x: jax.Array) -> jax.Array:
-        """The inverse of by_group."""
-        return x.swapaxes(1, 2).reshape(B, G, *x.shape[3:])
+    def __init__(self, kind: str, axis: str, sizes: Mapping[str, int], *, epsilon: float, rngs: nnx.Rngs):
+        """Args: axis: letter of what is normalised, "D" or "H"; sizes: letter -> size."""
+        self.kind, self.epsilon = kind, epsilon
+        self.scale = parameter(axis, sizes, nnx.initializers.ones_init(), rngs)
+        if kind == "layer":
+            self.bias = parameter(axis, sizes, nnx.initializers.zeros_init(), rngs)
 
-    own_query = query.reshape(B, G, n, H)
-    prompt_query = by_group(own_query).reshape(J, G, W * n, H)
-    prompt_scores = jnp.einsum("JGxH,JGSH->JGxS", prompt_query, prompt_keys, preferred_element_type=jnp.float32)
-    prompt_scores = prompt_scores.reshape(J, G, W, n, S) * scale
-    prompt_scores = jnp.where(prompt_mask[:, None, :, None, :], prompt_scores, _MASKED)
-    own_scores = jnp.einsum("BGnH,BGRH->BGnR", own_query, own_keys, preferred_element_type=jnp.float32) * scale
-    own_scores = jnp.where(own_mask[:, None, None, :], own_scores, _MASKED)
-    largest = jnp.maximum(by_row(jnp.max(prompt_scores, axis=-1)), jnp.max(own_scores, axis=-1))
-    prompt_weights = jnp.exp(prompt_scores - by_group(largest)[..., None])
-    own_weights = jnp.exp(own_scores - largest[..., None])
-    total = by_row(jnp.sum(prompt_weights, axis=-1)) + jnp.sum(own_weights, axis=-1)
-    of_prompt = jnp.einsum("JGxS,JGSH->JGxH", prompt_weights.reshape(J, G, W * n, S).astype(dtype), prompt_values)
-    of_own = jnp.einsum("BGnR,BGRH->BGnH", own_weights.astype(dtype), own_values)
-    attended = (by_row(of_prompt.reshape(J, G, W, n, H)) + of_own) / total[..., None]
-    return attended.astype(dtype).reshape(B, N, H)
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x32 = x.astype(jnp.float32)
+        if self.kind == "layer":
+            x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+        normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.epsilon)
+
+        def weight(parameter: Any) -> jax.Array:
+            """As samplers hold it, rounded to the compute dtype."""
+            return parameter[...].astype(x.dtype).astype(jnp.float32)
+
+        y = normed * weight(self.scale)
+        return (y if self.bias is None else y + weight(self.bias)).astype(x.dtype)
+
+
+class Embedding(nnx.Module):
+    """A table of vectors: y = weight[index]."""
+
+    def __init__(self, axes: str, sizes: Mapping[str, int], *, rngs: nnx.Rngs):
+        """Args: axes: letters of the table's dimensions, "VD" for tokens; sizes: letter -> size."""
+        self.axes = axes
+        self.weight = parameter(axes, sizes, nnx.initializers.normal(_STD), rngs)
+
+    def __call__(self, index: jax.Array, *, dtype: str) -> jax.Array:
+        """dtype[t, D] of int32[t] indices."""
+        return mesh_lib.constrain(self.weight[...].astype(dtype), self.axes)[index]
+
+
+class ScalarHead(nnx.Module):
+    """A linear map of hidden states to C numbers, in float32: scores of sequences, values of states, log Z of prompts.
+
+    y = x W + b. There is one small product a row, and rewards or losses read it.
+    """
+
+    bias: Any = None
+
+    def __init__(self, width: int, *, outputs: int = 1, bias: bool, std: float, rngs: nnx.Rngs):
+        """Args: width: D; outputs: C; std: of the weight's normal initialisation, 0 for a head that says 0 of everything."""
+        sizes = {"D": width, "C": outputs}
+        initializer = nnx.initializers.normal(std) if std else nnx.initializers.zeros_init()
+        self.weight = parameter("DC", sizes, initializer, rngs)
+        if bias:
+            self.bias = parameter("C", sizes, nnx.initializers.zeros_init(), rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """float32[..., C] of x [..., D]."""
+        y = jnp.matmul(x.astype(jnp.float32), self.weight[...].astype(jnp.float32), precision="highest")
+        return y if self.bias is None else y + self.bias[...].astype(jnp.float32)

@@ -6,7 +6,7 @@ A linear weight is [out, in].
 from typing import Any
 
 from tba_jax.models import rotary_settings, stored
-from tba_jax.models.decoder import DecoderConfig
+from tba_jax.models.config import DecoderConfig
 from tba_jax.models.stored import Settings, Stored, Tensors
 
 
@@ -114,16 +114,16 @@ def tensors(config: DecoderConfig) -> Tensors:
     layer = "model.layers.{layer}"
     tensors: Tensors = {"model.embed_tokens.weight": (Stored("embedding.weight", "V D", "V D"),)}
     tensors |= stored.norm(f"{layer}.input_layernorm", "layers.attention_norm")
-    tensors |= stored.linear(f"{layer}.self_attn.q_proj", "layers.query", ("(N H) D", "D N H", "(N H)"), c.qkv_bias)
-    tensors |= stored.linear(f"{layer}.self_attn.k_proj", "layers.key", ("(G H) D", "D G H", "(G H)"), c.qkv_bias)
-    tensors |= stored.linear(f"{layer}.self_attn.v_proj", "layers.value", ("(G H) D", "D G H", "(G H)"), c.qkv_bias)
-    tensors |= stored.linear(f"{layer}.self_attn.o_proj", "layers.out", ("D (N H)", "N H D", "D"), c.out_bias)
+    tensors |= stored.linear(f"{layer}.self_attn.q_proj", "layers.attention.query", ("(N H) D", "D N H", "(N H)"), c.qkv_bias)
+    tensors |= stored.linear(f"{layer}.self_attn.k_proj", "layers.attention.key", ("(G H) D", "D G H", "(G H)"), c.qkv_bias)
+    tensors |= stored.linear(f"{layer}.self_attn.v_proj", "layers.attention.value", ("(G H) D", "D G H", "(G H)"), c.qkv_bias)
+    tensors |= stored.linear(f"{layer}.self_attn.o_proj", "layers.attention.out", ("D (N H)", "N H D", "D"), c.out_bias)
     if c.qk_norm:
-        tensors |= stored.norm(f"{layer}.self_attn.q_norm", "layers.query_norm", "H")
-        tensors |= stored.norm(f"{layer}.self_attn.k_norm", "layers.key_norm", "H")
-    tensors |= stored.norm(f"{layer}.post_attention_layernorm", "layers.ffn_norm")
-    tensors |= stored.linear(f"{layer}.mlp.gate_proj", "layers.gate", ("F D", "D F", "F"), c.ffn_bias)
-    tensors |= stored.linear(f"{layer}.mlp.up_proj", "layers.up", ("F D", "D F", "F"), c.ffn_bias)
-    tensors |= stored.linear(f"{layer}.mlp.down_proj", "layers.down", ("D F", "F D", "D"), c.ffn_bias)
+        tensors |= stored.norm(f"{layer}.self_attn.q_norm", "layers.attention.query_norm", "H")
+        tensors |= stored.norm(f"{layer}.self_attn.k_norm", "layers.attention.key_norm", "H")
+    tensors |= stored.norm(f"{layer}.post_attention_layernorm", "layers.feed_forward_norm")
+    tensors |= stored.linear(f"{layer}.mlp.gate_proj", "layers.feed_forward.gate", ("F D", "D F", "F"), c.ffn_bias)
+    tensors |= stored.linear(f"{layer}.mlp.up_proj", "layers.feed_forward.up", ("F D", "D F", "F"), c.ffn_bias)
+    tensors |= stored.linear(f"{layer}.mlp.down_proj", "layers.feed_forward.down", ("D F", "F D", "D"), c.ffn_bias)
     tensors |= stored.norm("model.norm", "final_norm")
     return tensors | stored.head(c.head, c.tied_embedding, "lm_head.weight")

@@ -1,18 +1,25 @@
-"""Parameters as a nested dict of arrays, and the table that describes each of them once: shape, logical axes, init."""
+"""Parameters on every wire: a plain nested dict of arrays whose dotted names are the paths of the module that they belong to.
+
+Modules live where code is read and traced. `define` takes from a module, once and without weights, what the rest of the project
+needs of it: the graph definition, from which a traced function rebuilds the module, and every parameter's shape, dtype and axes.
+"""
 
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh
 
 from tba_jax import mesh as mesh_lib
 
 _ALIGNMENT = 64  # bytes: JAX takes over a host buffer that is aligned so, and copies any other
+
+M = TypeVar("M", bound=nnx.Module)
 
 Params = dict[str, Any]
 # The same nesting as Params, with a ParamSpec at every leaf.
@@ -21,17 +28,107 @@ Specs = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParamSpec:
-    """One parameter.
-
-    shape; axes: logical axes of its dimensions (mesh.RULES); init_mean, init_std: of its normal initialisation; inputs: for
-    the weight of a linear map, how many dimensions (after "layers") it contracts with its input, else 0.
-    """
+    """One parameter, as its module states it. axes: logical axes of its dimensions (mesh.RULES); adapter: belongs to LoRA."""
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]
-    init_mean: float = 0.0
-    init_std: float = 0.0
-    inputs: int = 0
+    dtype: str = "float32"
+    adapter: bool = False
+
+
+def parameter(
+    letters: str,
+    sizes: Mapping[str, int],
+    initializer: nnx.Initializer,
+    rngs: nnx.Rngs,
+    kind: type[nnx.Variable] = nnx.Param,
+) -> Any:
+    """A float32 parameter of a module whose dimensions are these letters of the axis table.
+
+    Args: sizes: letter -> size; kind: nnx.Param, or nnx.LoRAParam for adapters.
+    """
+    shape = tuple(sizes[letter] for letter in letters)
+    return kind(initializer(rngs.params(), shape, jnp.float32), axes=mesh_lib.logical_axes(letters))
+
+
+def stack(make: Callable[[nnx.Rngs], M], count: int, rngs: nnx.Rngs) -> M:
+    """`count` modules in the form of one: each of its parameters has a first axis "layers". See `scan`."""
+    graphdef, _ = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
+    state = jax.vmap(lambda key: nnx.state(make(nnx.Rngs(key))))(jax.random.split(rngs.params(), count))
+
+    return nnx.merge(graphdef, _map_variables(lambda v: v.replace(axes=("layers", *v.get_metadata("axes"))), state))
+
+
+def unstack(stacked: M, count: int) -> nnx.List:
+    """The modules of a stack, one by one."""
+    graphdef, state = nnx.split(stacked)
+
+    def module(layer: int) -> M:
+        return nnx.merge(graphdef, _map_variables(lambda v: v.replace(v[...][layer], axes=v.get_metadata("axes")[1:]), state))
+
+    return nnx.List([module(layer) for layer in range(count)])
+
+
+def _map_variables(function: Callable[[nnx.Variable], nnx.Variable], state: nnx.State) -> nnx.State:
+    return jax.tree.map(function, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+
+
+def scan(
+    function: Callable[[M, jax.Array], jax.Array], stacked: M, x: jax.Array, *, dtype: str, policy: Callable[..., Any] | None
+) -> jax.Array:
+    """x after function(module, x) for each module of a stack in turn.
+
+    Args:
+      dtype: the stack is cast to it once, so that what is gathered in the loop is already small.
+      policy: of jax.checkpoint, what the backward pass keeps of each module; None: everything.
+    """
+    graphdef, state = nnx.split(stacked)
+
+    def step(x: jax.Array, params: Params) -> tuple[jax.Array, None]:
+        return function(nnx.merge(graphdef, params), x), None
+
+    body = step if policy is None else jax.checkpoint(step, policy=policy)
+    return jax.lax.scan(body, x, cast(nnx.to_pure_dict(state), dtype))[0]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Definition(Generic[M]):
+    """A module without its weights: `nnx.merge(definition.graphdef, params)` is the module.
+
+    make: the module with random weights; graphdef: hashable, so it may be static under jit; specs: of its parameters.
+    """
+
+    make: Callable[[nnx.Rngs], M]
+    graphdef: nnx.GraphDef
+    specs: Specs
+
+    def init(self, key: jax.Array) -> Params:
+        """Random float32 parameters. Jit with out_shardings=shardings(specs, mesh) to create them sharded."""
+        return pure(self.make(nnx.Rngs(key)))
+
+    def shardings(self, mesh: Mesh) -> Params:
+        """See `shardings`."""
+        return shardings(self.specs, mesh)
+
+
+def define(make: Callable[[nnx.Rngs], M]) -> Definition[M]:
+    """The definition of the module that `make` makes; nothing is allocated."""
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
+    specs = {
+        ".".join(map(str, path)): ParamSpec(
+            shape=variable.shape,
+            axes=variable.get_metadata("axes"),
+            dtype=str(variable.dtype),
+            adapter=isinstance(variable, nnx.LoRAParam),
+        )
+        for path, variable in nnx.to_flat_state(state)
+    }
+    return Definition(make=make, graphdef=graphdef, specs=unflatten(specs))
+
+
+def pure(module: nnx.Module) -> Params:
+    """The parameters of a module as a plain nested dict."""
+    return nnx.to_pure_dict(nnx.state(module))
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -59,14 +156,19 @@ def map_specs(function: Callable[[str, ParamSpec], Any], specs: Specs) -> Params
     return unflatten({name: function(name, spec) for name, spec in flatten(specs).items()})
 
 
+def select(keep: Callable[[ParamSpec], bool], specs: Specs) -> Specs:
+    """The specs of the parameters that `keep` says."""
+    return unflatten({name: spec for name, spec in flatten(specs).items() if keep(spec)})
+
+
 def merge(first: Mapping[str, Any], second: Mapping[str, Any]) -> Params:
     """Both trees in one; a leaf that both have is taken from `second`."""
     return unflatten(flatten(first) | flatten(second))
 
 
-def shapes(specs: Specs, dtype: str = "float32") -> Params:
+def shapes(specs: Specs) -> Params:
     """The parameters as jax.ShapeDtypeStruct, without allocating anything."""
-    return map_specs(lambda _, spec: jax.ShapeDtypeStruct(spec.shape, jnp.dtype(dtype)), specs)
+    return map_specs(lambda _, spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), specs)
 
 
 def shardings(specs: Specs, mesh: Mesh) -> Params:
@@ -81,27 +183,6 @@ def check_divides(sizes: Mapping[str, int], specs: Specs) -> None:
 
 def count(specs: Specs) -> int:
     return sum(math.prod(spec.shape) for spec in flatten(specs).values())
-
-
-def init(key: jax.Array, specs: Specs) -> Params:
-    """Random float32 parameters. Jit with out_shardings=shardings(specs, mesh) to create them sharded."""
-
-    def draw(name: str, spec: ParamSpec) -> jax.Array:
-        mean = jnp.full(spec.shape, spec.init_mean, jnp.float32)
-        if spec.init_std == 0.0:
-            return mean
-        name_key = jax.random.fold_in(key, np.uint32(hash_name(name)))
-        return mean + spec.init_std * jax.random.normal(name_key, spec.shape, jnp.float32)
-
-    return map_specs(draw, specs)
-
-
-def hash_name(name: str) -> int:
-    """A 32-bit FNV-1a hash: a parameter's init depends on its name alone, not on what else the model has."""
-    value = 2166136261
-    for byte in name.encode():
-        value = ((value ^ byte) * 16777619) & 0xFFFFFFFF
-    return value
 
 
 def cast(params: Params, dtype: str) -> Params:

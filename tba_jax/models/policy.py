@@ -1,30 +1,54 @@
 """What of a policy is trained and published, and what stays frozen: everything and nothing, or adapters and the model."""
 
 import dataclasses
+import functools
 
 import jax
+from flax import nnx
 from jax.sharding import Mesh
 
-from tba_jax.models import decoder, parameters, quantize
+from tba_jax.models import cached, decoder, parameters
 from tba_jax.models import lora as lora_lib
-from tba_jax.models.parameters import Params, Specs
+from tba_jax.models.config import DecoderConfig
+from tba_jax.models.decoder import Decoder
+from tba_jax.models.layers import linear_maps
+from tba_jax.models.parameters import Definition, Params, Specs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Policy:
-    """A decoder, and LoRA adapters on it or None. `base` below is the reference policy that a run starts from."""
+    """A decoder, and LoRA adapters on it or None. An argument `base` is the reference policy that a run starts from."""
 
-    model: decoder.DecoderConfig
+    model: DecoderConfig
     lora: lora_lib.LoraConfig | None = None
+
+    @functools.cached_property
+    def base(self) -> Definition[Decoder]:
+        """Of the decoder without adapters: of `base`, and of plain weights of the policy."""
+        return decoder.define(self.model)
+
+    @functools.cached_property
+    def adapted(self) -> Definition[Decoder]:
+        """Of the decoder, adapters included."""
+        lora = self.lora
+        if lora is None:
+            return self.base
+
+        def make(rngs: nnx.Rngs) -> Decoder:
+            model = Decoder(self.model, rngs=rngs)
+            lora_lib.adapt(model, lora, rngs)
+            return model
+
+        return parameters.define(make)
 
     @property
     def model_specs(self) -> Specs:
-        return decoder.param_specs(self.model)
+        return self.base.specs
 
     @property
     def trained_specs(self) -> Specs:
         """Of what the optimiser, the gradients and published snapshots hold."""
-        return self.model_specs if self.lora is None else lora_lib.adapter_specs(self.model_specs, self.lora)
+        return self.model_specs if self.lora is None else parameters.select(lambda spec: spec.adapter, self.adapted.specs)
 
     @property
     def snapshot_dtype(self) -> str:
@@ -39,17 +63,26 @@ class Policy:
 
     def initial(self, base: Params, key: jax.Array) -> Params:
         """The trained part of a run that starts from `base`: the policy is then what `base` is."""
-        return base if self.lora is None else parameters.init(key, self.trained_specs)
+        if self.lora is None:
+            return base
+        drawn = parameters.flatten(self.adapted.init(key))
+        return parameters.unflatten({name: drawn[name] for name in parameters.flatten(self.trained_specs)})
 
-    def for_training(self, trained: Params, frozen: Params) -> Params:
-        """What the decoder is called with, differentiable in `trained`. frozen: base, in the compute dtype; {} without LoRA."""
-        return trained if self.lora is None else lora_lib.attach(frozen, trained, self.lora)
+    def for_training(self, trained: Params, frozen: Params) -> Decoder:
+        """The policy in a traced function, differentiable in `trained`. frozen: base, in the compute dtype; {} without LoRA."""
+        return nnx.merge(self.adapted.graphdef, parameters.merge(frozen, trained))
+
+    def merged(self, trained: Params, base: Params) -> Params:
+        """Plain weights of the policy: adapters merged in float32, the others as they are."""
+        model = self.for_training(trained, base if self.lora is not None else {})
+        for _, linear in linear_maps(model):
+            linear.merge()
+        return parameters.pure(model)
 
     def for_sampling(self, trained: Params, base: Params, weights: str) -> Params:
-        """Plain weights of the policy in the compute dtype: adapters merged, then quantised if `weights` is "int8"."""
-        merged = trained if self.lora is None else lora_lib.merge(base, trained, self.lora)
-        if weights not in ("full", "int8"):
-            raise ValueError(f"weights={weights!r} is neither 'full' nor 'int8'")
+        """Plain weights of the policy in the compute dtype: adapters merged, then rounded if `weights` is "int8"."""
+        cached.check_weights(weights)
+        model = nnx.merge(self.base.graphdef, self.merged(trained, base))
         if weights == "int8":
-            merged = quantize.quantize(merged, self.model_specs)
-        return decoder.cast(merged, self.model)
+            cached.quantize(model)
+        return parameters.cast(parameters.pure(model), self.model.compute_dtype)

@@ -2,8 +2,7 @@
 
 import dataclasses
 
-from tba_jax.models.decoder import DecoderConfig
-from tba_jax.models.layers import RopeScaling
+from tba_jax.models.config import DecoderConfig, RopeScaling
 
 
 def _pythia(*, layers: int, width: int, heads: int, vocab: int) -> DecoderConfig:

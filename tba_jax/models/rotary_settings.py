@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from tba_jax.models.decoder import DecoderConfig
-from tba_jax.models.layers import RopeScaling
+from tba_jax.models.config import DecoderConfig, RopeScaling
 from tba_jax.models.stored import Settings
 
 

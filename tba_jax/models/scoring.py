@@ -1,18 +1,20 @@
 """Teacher-forced log-probabilities: the one function by which trainer and searcher score a given response."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Self
 
 import chex
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import Mesh
 
 from tba_jax import mesh as mesh_lib
 from tba_jax import run_config
-from tba_jax.models import decoder
+from tba_jax.models.decoder import Decoder
+from tba_jax.models.layers import full_precision
+from tba_jax.models.parameters import Params
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,13 +50,7 @@ class ResponseSpace:
 
 
 def response_hidden_states(
-    params: decoder.Params,
-    prompt_tokens: jax.Array,
-    prompt_length: jax.Array,
-    response_tokens: jax.Array,
-    *,
-    config: decoder.DecoderConfig,
-    remat: str,
+    model: Decoder, prompt_tokens: jax.Array, prompt_length: jax.Array, response_tokens: jax.Array, *, remat: str
 ) -> jax.Array:
     """compute_dtype[B, R, D]: the hidden states that responses are predicted from, that of the last prompt token first.
 
@@ -65,18 +61,17 @@ def response_hidden_states(
     # Rows are moved to the left end: without padding on the left, causal attention needs no mask. The last response token
     # predicts nothing that is scored, so it is left out of the forward pass.
     tokens = jnp.take_along_axis(tokens, (jnp.arange(P + R)[None, :] + (P - prompt_length)[:, None]) % (P + R), axis=1)[:, :-1]
-    hidden = decoder.hidden_states(params, tokens, None, config=config, remat=remat)
+    hidden = model(tokens, remat=remat)
     return jax.vmap(lambda row, length: jax.lax.dynamic_slice_in_dim(row, length - 1, R))(hidden, prompt_length)
 
 
 def response_logprobs(
-    params: decoder.Params,
+    model: Decoder,
     prompt_tokens: jax.Array,
     prompt_length: jax.Array,
     response_tokens: jax.Array,
     response_length: jax.Array,
     *,
-    config: decoder.DecoderConfig,
     space: ResponseSpace,
     logit_bytes: int,
     remat: str,
@@ -84,7 +79,7 @@ def response_logprobs(
     """Log-probabilities and entropies of response tokens within the response space.
 
     Args:
-      params: decoder parameters (float32 master weights; cast inside).
+      model: with float32 master weights, which it casts, or weights in its compute dtype.
       prompt_tokens: int32[B, P], left-padded; prompt_length: int32[B].
       response_tokens: int32[B, R], right-padded; response_length: int32[B], end-of-sequence included.
       logit_bytes: what logits [B, time, V] may take at a time, over all devices; at least one time step, see token_logprobs.
@@ -95,84 +90,89 @@ def response_logprobs(
     """
     chex.assert_rank([prompt_tokens, response_tokens], 2)
     chex.assert_rank([prompt_length, response_length], 1)
-    hidden = response_hidden_states(params, prompt_tokens, prompt_length, response_tokens, config=config, remat=remat)
-    logprobs, entropy = token_logprobs(
-        params,
-        hidden,
-        response_tokens,
-        config=config,
-        space=space,
-        logit_bytes=logit_bytes,
-    )
+    hidden = response_hidden_states(model, prompt_tokens, prompt_length, response_tokens, remat=remat)
+    logprobs, entropy = token_logprobs(model, hidden, response_tokens, space=space, logit_bytes=logit_bytes)
     mask = jnp.arange(response_tokens.shape[1])[None, :] < response_length[:, None]
     return jnp.where(mask, logprobs, 0.0), jnp.where(mask, entropy, 0.0)
 
 
 def scorer(
-    mesh: Mesh, *, config: decoder.DecoderConfig, space: ResponseSpace, logit_megabytes: int
+    mesh: Mesh, *, graphdef: nnx.GraphDef, space: ResponseSpace, logit_megabytes: int
 ) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """response_logprobs as a program of a mesh, without a backward pass; its arguments are those up to response_length.
+    """response_logprobs as a program of a mesh, without a backward pass: (parameters, prompt_tokens … response_length).
 
-    Args: logit_megabytes: what logits take at a time on each device.
+    Args: graphdef: of the decoder; logit_megabytes: what logits take at a time on each device.
     """
-    score = functools.partial(
-        response_logprobs, config=config, space=space, logit_bytes=(logit_megabytes << 20) * mesh.size, remat="none"
-    )
+
+    def score(params: Params, *rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+        model = nnx.merge(graphdef, params)
+        return response_logprobs(model, *rows, space=space, logit_bytes=(logit_megabytes << 20) * mesh.size, remat="none")
+
     return mesh_lib.on_mesh(mesh, jax.jit(score))
 
 
+@full_precision
 def token_logprobs(
-    params: decoder.Params,
-    hidden: jax.Array,
-    tokens: jax.Array,
-    *,
-    config: decoder.DecoderConfig,
-    space: ResponseSpace,
-    logit_bytes: int,
+    model: Decoder, hidden: jax.Array, tokens: jax.Array, *, space: ResponseSpace, logit_bytes: int
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability of each token given its hidden state, and the entropy of its distribution; never logits [B, R, V].
 
-    The response is cut along time into blocks [B, time] of as many steps as the budget allows, at least one, so that on a
-    mesh every device has its rows in every block. One block's logits exist at a time; the backward pass computes them again.
-
     Args:
-      params: parameters of the head, see decoder.logits_of.
       hidden: [B, R, D]; tokens: int32[B, R], the response from its first token on.
-      logit_bytes: of float32[B, time, V], the largest array that is made.
+      logit_bytes: of float32[B, time, V], the largest array that is made; at least one time step. All rows take part in every
+        block of time, so that on a mesh every device has its rows in each.
 
     Returns:
       float32[B, R] and float32[B, R], nats. Entropy carries no gradient.
     """
     if logit_bytes < 1:
         raise ValueError(f"logit_bytes={logit_bytes} must be at least 1")
-    B, R, D = hidden.shape
-    head: decoder.Params = {name: params[name] for name in ("embedding", "lm_head") if name in params}
+    B, R, _ = hidden.shape
+    steps = max(1, min(R, logit_bytes // (4 * B * model.config.vocab)))
+    head = model.head(vmapped=True)
+    return jax.vmap(lambda states, row: row_logprobs(head, states, row, space=space, steps=steps))(hidden, tokens)
 
-    def score_block(head: decoder.Params, hidden: jax.Array, tokens: jax.Array, first: Any) -> tuple[jax.Array, jax.Array]:
-        """Args: first: int32[], the response index of the block's first token."""
-        logits = decoder.logits_of(head, hidden.reshape(-1, D), config=config)
-        position = jnp.broadcast_to(first + jnp.arange(tokens.shape[1]), tokens.shape)
-        distribution = log_softmax(logits, position.reshape(-1), space)
-        chosen = jnp.take_along_axis(distribution, tokens.reshape(-1, 1), axis=-1)
+
+def row_logprobs(
+    head: Callable[[jax.Array], jax.Array], hidden: jax.Array, tokens: jax.Array, *, space: ResponseSpace, steps: int
+) -> tuple[jax.Array, jax.Array]:
+    """The log-prob kernel, of one row; to be vmapped over rows.
+
+        z_t = head(h_t) / temperature over the response space
+        log π(y_t | x, y_<t) = z_t[y_t] − log Σ_v exp z_t[v]
+        entropy_t = −Σ_v π(v | x, y_<t) log π(v | x, y_<t)
+
+    The row is cut along time into blocks. One block's logits exist at a time; the backward pass computes them again.
+
+    Args:
+      head: of hidden states [t, D] to logits float32[t, V], see Decoder.head.
+      hidden: [R, D]; tokens: int32[R].
+      steps: of a block.
+
+    Returns:
+      float32[R] and float32[R], nats. Entropy carries no gradient.
+    """
+    (R,) = tokens.shape
+
+    def block(hidden: jax.Array, tokens: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array]:
+        distribution = log_softmax(head(hidden), position, space)
+        # A sum over the vocabulary, not a gather: its gradient needs no array of its own, and shards of the vocabulary add up.
+        chosen = jnp.sum(jnp.where(jnp.arange(distribution.shape[-1]) == tokens[:, None], distribution, 0.0), axis=-1)
         detached = jax.lax.stop_gradient(distribution)
         entropy = -jnp.sum(jnp.where(jnp.isfinite(detached), jnp.exp(detached) * detached, 0.0), axis=-1)
-        return chosen.reshape(tokens.shape), entropy.reshape(tokens.shape)
+        return chosen, entropy
 
-    steps = max(1, min(R, logit_bytes // (4 * B * config.vocab)))
     if steps == R:
-        return score_block(head, hidden, tokens, 0)
+        return block(hidden, tokens, jnp.arange(R))
     blocks = -(-R // steps)
 
-    def split(x: jax.Array) -> jax.Array:
-        """[B, R, ...] -> [blocks, B, steps, ...], padded with zeros."""
-        padded = jnp.pad(x, ((0, 0), (0, blocks * steps - R)) + ((0, 0),) * (x.ndim - 2))
-        return padded.reshape(B, blocks, steps, *x.shape[2:]).swapaxes(0, 1)
+    def cut(x: jax.Array) -> jax.Array:
+        """[R, ...] -> [blocks, steps, ...], padded with zeros."""
+        padded = jnp.pad(x, ((0, blocks * steps - R),) + ((0, 0),) * (x.ndim - 1))
+        return padded.reshape(blocks, steps, *x.shape[1:])
 
-    def one(block: Any) -> Any:
-        return jax.checkpoint(score_block)(head, *block)
-
-    found = jax.lax.map(one, (split(hidden), split(tokens), steps * jnp.arange(blocks)))
-    logprobs, entropy = (x.swapaxes(0, 1).reshape(B, blocks * steps)[:, :R] for x in found)
+    found = jax.lax.map(lambda xs: jax.checkpoint(block)(*xs), (cut(hidden), cut(tokens), cut(jnp.arange(R))))
+    logprobs, entropy = (x.reshape(-1)[:R] for x in found)
     return logprobs, entropy
 
 

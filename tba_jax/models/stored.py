@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from tba_jax.models.parameters import Specs
+from tba_jax.models.parameters import Definition
 
 _COPIED_BYTES = 512 << 10  # of a tensor that are copied at a time: a transposed copy of this much stays in the processor's cache
 
@@ -20,7 +20,7 @@ _COPIED_BYTES = 512 << 10  # of a tensor that are copied at a time: a transposed
 class Stored:
     """How one of our parameters lies in a tensor of the checkpoint. Letters of the axis table, with C labels and S positions.
 
-    path: ours, "layers.query.weight".
+    path: ours, "layers.attention.query.weight".
     stored_axes: "(N 3 H) D": the checkpoint's dimensions; "(...)" is one dimension, slowest first; a number is a fixed axis.
     our_axes: "D N H": ours, without the layer axis.
     part: index of our parameter on the fixed axis.
@@ -189,7 +189,9 @@ def head(kind: str, tied: bool, lm_head: str) -> Tensors:
 def fused(name: str, stored_axes: str, our_axes: str, kind: str) -> Tensors:
     """Query, key and value in one tensor, in this order on its axis of 3."""
     parts = ("query", "key", "value")
-    return {name: tuple(Stored(f"layers.{path}.{kind}", stored_axes, our_axes, part) for part, path in enumerate(parts))}
+    return {
+        name: tuple(Stored(f"layers.attention.{path}.{kind}", stored_axes, our_axes, part) for part, path in enumerate(parts))
+    }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -199,13 +201,12 @@ class Architecture:
     heads: class names that config.json's `architectures` may hold -> the head of our config ("language_model", "score"). The
       first one of each head is the name that export writes.
     config: makes our config of what `read` returns and architecture, head, compute_dtype, attention; labels where the head is
-      "score", value_head=True where one is asked for.
+      "score".
     read: config.json -> the other fields of our config. Refuses every setting that changes what the model computes and that
       our code does not compute.
     write: our config -> keys of config.json; those of the head and of the dtype are added by the exporter.
-    specs: our config -> its parameter table.
+    define: our config -> the definition of its module.
     tensors: our config -> tensor name, with "{layer}" where there is one for each layer -> what it holds.
-    axis_sizes: our config -> letter -> size.
     prefix: of the names of the base model; files of the base model alone come without it.
     lm_head: the tensor that is redundant where embeddings are tied, and left out where head="score" is asked for.
     ignored: regular expression of tensors that are not read (without the prefix), as buffers that old versions saved.
@@ -215,9 +216,8 @@ class Architecture:
     config: Callable[..., Any]
     read: Callable[[Settings], dict[str, Any]]
     write: Callable[[Any], dict[str, Any]]
-    specs: Callable[[Any], Specs]
+    define: Callable[[Any], Definition[Any]]
     tensors: Callable[[Any], Tensors]
-    axis_sizes: Callable[[Any], dict[str, int]]
     prefix: str
     lm_head: str = ""
     ignored: str = ""

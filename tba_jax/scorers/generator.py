@@ -107,7 +107,7 @@ class TextGenerator:
             )
         except ValueError as error:
             raise ValueError(f"{called}: {error}") from error
-        params = hugging_face.load_params(folder, model, decoder.param_shardings(model, devices), dtype=compute_dtype)
+        params = hugging_face.load_params(folder, model, decoder.define(model).shardings(devices), dtype=compute_dtype)
         self._engine.set_policy(params, 0)
         del params
         self._sampling = sampling_lib.constant(samples, temperature=temperature, top_p=top_p)

@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
-from tba_jax.models import decoder, hugging_face
+from tba_jax.models import hugging_face
+from tba_jax.models.config import DecoderConfig
 from tba_jax.tokenizer import HuggingFaceTokenizer
 
 
-def read_config(folder: Path | str, *, setting: str, compute_dtype: str) -> decoder.DecoderConfig:
+def read_config(folder: Path | str, *, setting: str, compute_dtype: str) -> DecoderConfig:
     """The language model of a folder or hub id. Raises ValueError naming `setting` where it is none or cannot be used."""
     try:
         return hugging_face.read_config(folder, compute_dtype=compute_dtype, head="language_model")
@@ -14,7 +15,7 @@ def read_config(folder: Path | str, *, setting: str, compute_dtype: str) -> deco
         raise ValueError(f"{setting}={str(folder)!r}: {error}") from error
 
 
-def read(folder: Path | str, *, setting: str, compute_dtype: str) -> tuple[Path, decoder.DecoderConfig, HuggingFaceTokenizer]:
+def read(folder: Path | str, *, setting: str, compute_dtype: str) -> tuple[Path, DecoderConfig, HuggingFaceTokenizer]:
     """Local folder, config and tokenizer.
 
     Raises:

@@ -11,11 +11,14 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh
 
 from tba_jax import mesh as mesh_lib
 from tba_jax.decoding import passes
 from tba_jax.models import decoder, encoder, heads, hugging_face, parameters, stored
+from tba_jax.models.config import DecoderConfig, EncoderConfig
+from tba_jax.models.parameters import Params
 from tba_jax.tokenizer import open_transformers
 
 log = logging.getLogger(__name__)
@@ -32,7 +35,7 @@ _SMALL_FILES = (
     "merges.txt",
 )
 
-Config = decoder.DecoderConfig | encoder.EncoderConfig
+Config = DecoderConfig | EncoderConfig
 
 
 def read_config(folder: Path | str, *, setting: str, compute_dtype: str) -> Config:
@@ -120,17 +123,19 @@ class SequenceScorer:
             raise ValueError(f"{called}: its tokenizer has no end-of-sequence token, by which its texts are to end")
         if not load:
             return
-        self._limit = config.position_limit if isinstance(config, encoder.EncoderConfig) else config.max_positions
+        self._limit = config.position_limit if isinstance(config, EncoderConfig) else config.max_positions
         self._tokenizer.truncation_side = "right"
         self._rows = batch_rows * mesh.size
         self._mesh = mesh_lib.make_mesh((mesh.size, 1, 1), setting=setting, devices=list(mesh.devices.flat))
         replicated = mesh_lib.replicated(self._mesh)
-        specs = encoder.param_specs(config) if isinstance(config, encoder.EncoderConfig) else decoder.param_specs(config)
-        shardings = parameters.map_specs(lambda *_: replicated, specs)
+        definition: Any = encoder.define(config) if isinstance(config, EncoderConfig) else decoder.define(config)
+        shardings = parameters.map_specs(lambda *_: replicated, definition.specs)
         self._params = hugging_face.load_params(folder, config, shardings, dtype=compute_dtype)
         rows = mesh_lib.rows_sharding(self._mesh)
         # Without a mesh in the context nothing constrains intermediate values: each device computes its rows from end to end.
-        self._score = jax.jit(functools.partial(_score, config=config), in_shardings=(shardings, rows, rows), out_shardings=rows)
+        self._score = jax.jit(
+            functools.partial(_score, graphdef=definition.graphdef), in_shardings=(shardings, rows, rows), out_shardings=rows
+        )
         self._lock, self._told = threading.Lock(), False
 
     def label(self, name: str) -> int:
@@ -167,7 +172,7 @@ class SequenceScorer:
             return []
         with self._lock:  # transformers' tokenizers keep the truncation of a call
             given: list[list[int]] = self._tokenizer(list(texts), verbose=False)["input_ids"]
-            if isinstance(self._config, encoder.EncoderConfig) and max(map(len, given)) > self._limit:
+            if isinstance(self._config, EncoderConfig) and max(map(len, given)) > self._limit:
                 self._warn()
                 given = self._tokenizer(list(texts), truncation=True, max_length=self._limit, verbose=False)["input_ids"]
         encoded = [
@@ -190,15 +195,16 @@ class SequenceScorer:
         return np.asarray(self._score(self._params, *mesh_lib.put_rows(self._mesh, (tokens, mask))))
 
 
-def _score(params: parameters.Params, tokens: jax.Array, mask: jax.Array, *, config: Config) -> jax.Array:
-    if isinstance(config, encoder.EncoderConfig):
-        return encoder.classify(params, tokens, mask, config=config)
-    return heads.sequence_scores(params, tokens, mask, config=config, remat="none")
+def _score(params: Params, tokens: jax.Array, mask: jax.Array, *, graphdef: nnx.GraphDef) -> jax.Array:
+    model = nnx.merge(graphdef, params)
+    if isinstance(model, encoder.Encoder):
+        return model.classify(tokens, mask)
+    return heads.sequence_scores(model, tokens, mask, remat="none")
 
 
 def _labels(folder: Path, config: Config) -> tuple[str, ...]:
     """Names of the logits. transformers calls those LABEL_i that config.json does not name."""
-    if isinstance(config, encoder.EncoderConfig):
+    if isinstance(config, EncoderConfig):
         return config.labels
     named: dict[str, Any] = stored.read_settings(folder / "config.json").table("id2label")
     return tuple(str(named.get(str(i), f"LABEL_{i}")) for i in range(config.labels))

@@ -1,6 +1,5 @@
 """A causal language model as a classifier (Llama Guard, Inan et al. 2023): how likely it is to call an exchange unsafe."""
 
-import functools
 import logging
 import threading
 from collections.abc import Sequence
@@ -9,12 +8,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh
 
 from tba_jax import mesh as mesh_lib
 from tba_jax.decoding import passes
 from tba_jax.models import decoder, hugging_face
-from tba_jax.models.parameters import Params
+from tba_jax.models.decoder import Decoder
 from tba_jax.scorers import language_model
 from tba_jax.scorers.surroundings import Surroundings
 
@@ -81,11 +81,12 @@ class UnsafeTokenScorer:
         self._mesh = mesh_lib.make_mesh((mesh.size, 1, 1), setting=called, devices=list(mesh.devices.flat))
         self._length, self._pad_id = length, tokenizer.pad_id
         self._rows = batch_rows * mesh.size
-        shardings, rows = decoder.param_shardings(config, self._mesh), mesh_lib.rows_sharding(self._mesh)
+        definition, rows = decoder.define(config), mesh_lib.rows_sharding(self._mesh)
+        shardings = definition.shardings(self._mesh)
         self._params = hugging_face.load_params(folder, config, shardings, dtype=compute_dtype)
         # Without a mesh in the context nothing constrains intermediate values: each device computes its rows from end to end.
         self._verdict = jax.jit(
-            functools.partial(verdict_logprobs, config=config, token=found[0]),
+            lambda params, *rows: verdict_logprobs(nnx.merge(definition.graphdef, params), *rows, token=found[0]),
             in_shardings=(shardings, rows, rows),
             out_shardings=rows,
         )
@@ -106,13 +107,10 @@ class UnsafeTokenScorer:
         return np.asarray(self._verdict(self._params, *mesh_lib.put_rows(self._mesh, (tokens, length))))
 
 
-def verdict_logprobs(
-    params: Params, tokens: jax.Array, length: jax.Array, *, config: decoder.DecoderConfig, token: int
-) -> jax.Array:
+def verdict_logprobs(model: Decoder, tokens: jax.Array, length: jax.Array, *, token: int) -> jax.Array:
     """float32[B], nats: log π(token | a row's tokens), at temperature 1.
 
     Args: tokens: int32[B, T], right-padded; length: int32[B], at least 1.
     """
-    hidden = decoder.hidden_states(params, tokens, None, config=config, remat="none")
-    last = jnp.take_along_axis(hidden, (length - 1)[:, None, None], axis=1)[:, 0]
-    return jax.nn.log_softmax(decoder.logits_of(params, last, config=config), axis=-1)[:, token]
+    last = jnp.take_along_axis(model(tokens), (length - 1)[:, None, None], axis=1)[:, 0]
+    return jax.nn.log_softmax(model.head()(last), axis=-1)[:, token]

@@ -109,10 +109,13 @@ class Searcher:
             swap=s.swap,
             chunk=s.decode_steps,
             batches=config.schedule.mode == "interleaved",
+            weights=s.weights,
         )
         self._value_states = self._make_state_values(slots)
         self._jit_keys = jax.jit(row_keys)
-        self._jit_score = scoring.scorer(self._mesh, config=policy.model, space=space, logit_megabytes=s.logit_megabytes)
+        self._jit_score = scoring.scorer(
+            self._mesh, graphdef=policy.base.graphdef, space=space, logit_megabytes=s.logit_megabytes
+        )
         # What is sampled may take the snapshot's memory where it is the snapshot.
         self._for_sampling = mesh_lib.on_mesh(
             self._mesh,

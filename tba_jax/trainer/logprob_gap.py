@@ -7,12 +7,13 @@ import logging
 
 import jax
 import numpy as np
+from flax import nnx
 
 from tba_jax import mesh as mesh_lib
 from tba_jax import policy_store, trajectory
 from tba_jax.learner import update as update_lib
 from tba_jax.learner.state import Batch, batch_from_rows
-from tba_jax.models import parameters
+from tba_jax.models import cached, parameters
 from tba_jax.replay.index import ReplayIndex
 from tba_jax.storage import Place
 
@@ -39,10 +40,11 @@ class LogprobGap:
     def _score_snapshot(self, snapshot: parameters.Params, frozen: parameters.Params, batch: Batch) -> jax.Array:
         """float32[B, R]: log-probs by a snapshot; rounded as searchers round it, if they do."""
         policy = self._config.policy
-        params = policy.for_training(snapshot, frozen)
+        model = policy.for_training(snapshot, frozen)
         if self._sampler_weights != "full":
-            params = policy.for_sampling(snapshot, frozen, self._sampler_weights)
-        return update_lib.score(params, batch, config=self._config)[0]
+            rounded = cached.define(policy.model, self._sampler_weights, unstacked=False)
+            model = nnx.merge(rounded.graphdef, policy.for_sampling(snapshot, frozen, self._sampler_weights))
+        return update_lib.score(model, batch, config=self._config)[0]
 
     def _rows_of(
         self, step: int, index: ReplayIndex, usable: np.ndarray

@@ -82,7 +82,9 @@ class Trainer:
         jit_update = jax.jit(update, donate_argnums=0, out_shardings=out_shardings)
         self._update = mesh_lib.on_mesh(self._mesh, jit_update)
         self._lower_update = mesh_lib.on_mesh(self._mesh, jit_update.lower)
-        self._restart_moments = jax.jit(optimizer_lib.restart_moments, donate_argnums=0, out_shardings=out_shardings[0].opt_state)
+        self._restart_moments = jax.jit(
+            optimizer_lib.restart_moments, donate_argnums=0, out_shardings=out_shardings[0].opt_state["policy"]
+        )
         self._reference = settings.make_moving_reference(config, self._learner_config, self._mesh)
         self._gap = LogprobGap(
             self._learner_config,
@@ -168,7 +170,7 @@ class Trainer:
             initial_state = jax.jit(self._initial_state, out_shardings=out_shardings, donate_argnums=0)
             self.state = initial_state(base if self._policy.lora is None else {})
             if self._reference:
-                self._reference.start(self.state.params)
+                self._reference.start(self.state.params["policy"])
             self.index = settings.make_index(self._config, self._contract)
             self.step_number = 0
             return
@@ -192,7 +194,7 @@ class Trainer:
         if self._reference and step:
             self._reference.params = trees["reference"]
         elif self._reference:
-            self._reference.start(self.state.params)
+            self._reference.start(self.state.params["policy"])
         self._reader.heads()
         self.index = ReplayIndex.restore(host["index"], self._reader)
         self._visible = host["visible"]
@@ -201,8 +203,7 @@ class Trainer:
 
     def _initial_state(self, base: parameters.Params) -> state_lib.TrainState:
         key = jax.random.key(self._config.seed)
-        heads = state_lib.initial_heads(self._policy, self._optimizers)
-        return state_lib.init_state(self._policy.initial(base, key), self._optimizers, **heads)
+        return state_lib.init_state(self._policy, self._policy.initial(base, key), self._optimizers)
 
     def _replay_journal(self, lines: list[dict[str, Any]], *, end: int) -> None:
         """end: the last step that is journalled."""
@@ -329,9 +330,10 @@ class Trainer:
         if self._refused_in_a_row:
             rows_to_blame = [f"{writer}:{row}" for (writer, row), ok in zip(ids, row_finite, strict=True) if not ok]
             self._refuse(measurements, rows_to_blame, was_passed=was_passed)
-        moved = self._reference is not None and self._reference.advance(self.state.params, self.step_number)
+        moved = self._reference is not None and self._reference.advance(self.state.params["policy"], self.step_number)
         if moved and self._config.learner.reference.reset_optimizer:
-            self.state = dataclasses.replace(self.state, opt_state=self._restart_moments(self.state.opt_state))
+            of_policy = self._restart_moments(self.state.opt_state["policy"])
+            self.state = dataclasses.replace(self.state, opt_state=self.state.opt_state | {"policy": of_policy})
         return measurements
 
     def _refuse(self, measurements: dict[str, Any], rows: Sequence[str], *, was_passed: bool) -> None:
@@ -393,7 +395,9 @@ class Trainer:
     def publish(self) -> None:
         """Hands the current weights to the publishing thread."""
         self._lease.check()
-        self._publisher.publish(self.state.params, policy_store.SnapshotInfo(step=self.step_number, epoch=self._lease.epoch))
+        self._publisher.publish(
+            self.state.params["policy"], policy_store.SnapshotInfo(step=self.step_number, epoch=self._lease.epoch)
+        )
 
     def flush_snapshot(self) -> None:
         """Returns when the last published snapshot is visible: a one-process run reads it next."""

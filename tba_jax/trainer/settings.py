@@ -48,11 +48,12 @@ def make_optimizers(config: Any) -> state_lib.Optimizers:
         )
 
     objective = OBJECTIVES[c.objective]
-    return state_lib.Optimizers(
-        policy=adamw(c.learning_rate, c.weight_decay),
-        log_z=adamw(c.log_z_learning_rate, 0.0) if objective.log_z_head else None,
-        value_head=adamw(c.value_learning_rate, 0.0) if objective.value_head else None,
-    )
+    optimizers = {"policy": adamw(c.learning_rate, c.weight_decay)}
+    if objective.log_z_head:
+        optimizers["log_z"] = adamw(c.log_z_learning_rate, 0.0)
+    if objective.value_head:
+        optimizers["value_head"] = adamw(c.value_learning_rate, 0.0)
+    return optimizers
 
 
 def make_schedules(config: Any) -> update_lib.Schedules:

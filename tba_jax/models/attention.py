@@ -1,0 +1,194 @@
+"""Attention: the module with its projections, rotary positions, and the kernels that attend with what it projects.
+
+A kernel is a function attend(query, key, value) -> (attended, kept): of whole rows (training, prefill), of a prompt's last token,
+or of one new token a row with caches (decoding). All of them use one set of projections.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from tba_jax.models.config import DecoderConfig, ModelConfig, RopeScaling
+from tba_jax.models.layers import Einsum, Norm
+
+# cos and sin of positions [t], or None where positions are not rotary.
+Rotary = tuple[jax.Array, jax.Array] | None
+# attend(query [t, N, H], key [t, G, H], value [t, G, H]) -> ([t, N, H], what is to be kept of it).
+Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+
+# Stands for -inf in scores: a row without anything to attend to, as an idle slot is, must not become NaN.
+_MASKED = -1e30
+
+
+class Attention(nnx.Module):
+    """Projections of a multi-head attention with N query heads that share G key and value heads."""
+
+    query_norm: Any = None
+    key_norm: Any = None
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        c, sizes = config, config.sizes
+        self.query = Einsum("tD,DNH->tNH", sizes, bias=c.qkv_bias, rngs=rngs)
+        self.key = Einsum("tD,DGH->tGH", sizes, bias=c.qkv_bias, rngs=rngs)
+        self.value = Einsum("tD,DGH->tGH", sizes, bias=c.qkv_bias, rngs=rngs)
+        self.out = Einsum("tNH,NHD->tD", sizes, bias=c.out_bias, std=c.residual_std, rngs=rngs)
+        if c.qk_norm:
+            self.query_norm = Norm("rms", "H", sizes, epsilon=c.norm_epsilon, rngs=rngs)
+            self.key_norm = Norm("rms", "H", sizes, epsilon=c.norm_epsilon, rngs=rngs)
+
+    def project(self, x: jax.Array, rotary: Rotary) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Query [t, N, H], key and value [t, G, H] of x [t, D]."""
+        query, key, value = self.query(x), self.key(x), self.value(x)
+        if self.query_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        if rotary is not None:
+            query, key = rotate(query, *rotary), rotate(key, *rotary)
+        return query, key, value
+
+    def __call__(self, x: jax.Array, rotary: Rotary, attend: Attend) -> tuple[jax.Array, Any]:
+        """[t, D], and what `attend` keeps."""
+        attended, kept = attend(*self.project(x, rotary))
+        return self.out(attended), kept
+
+
+def rotary_frequencies(size: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
+    """float32[size / 2], radians per position."""
+    frequency = theta ** (-np.arange(0, size, 2, dtype=np.float64) / size)
+    if scaling is not None:
+        turns = scaling.original_positions * frequency / (2 * np.pi)
+        kept = np.clip((turns - scaling.low_frequency) / (scaling.high_frequency - scaling.low_frequency), 0.0, 1.0)
+        frequency = frequency * (kept + (1 - kept) / scaling.factor)
+    return frequency.astype(np.float32)
+
+
+def rotary_tables(positions: jax.Array, frequencies: np.ndarray) -> tuple[jax.Array, jax.Array]:
+    """cos, sin: float32[..., 1, size / 2] for int32[...] positions; the 1 broadcasts over heads."""
+    angle = positions.astype(jnp.float32)[..., None, None] * frequencies
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotary(positions: jax.Array, config: DecoderConfig) -> Rotary:
+    """The tables that all layers share: int32[t] positions."""
+    if config.positions != "rotary":
+        return None
+    size = config.rotary_size or config.head_size
+    return rotary_tables(positions, rotary_frequencies(size, config.rope_theta, config.rope_scaling))
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotates the first elements of x [..., heads, H], as many as the tables cover, pairing i with i + size/2 (rotate-half)."""
+    half = cos.shape[-1]
+    x32 = x.astype(jnp.float32)
+    first, second, rest = x32[..., :half], x32[..., half : 2 * half], x32[..., 2 * half :]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1).astype(x.dtype)
+
+
+def attend(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None, *, causal: bool, kernel: str) -> jax.Array:
+    """Attention over whole sequences.
+
+    Args:
+      query: [B, T, N, H]; key, value: [B, T, G, H]. mask: bool[B, 1, T, T] (query, key), or None.
+      kernel: "xla", "cudnn" (flash attention on NVIDIA GPUs), or "auto": cudnn where it can be used.
+
+    Returns:
+      [B, T, N, H]; softmax in float32.
+    """
+    fits = query.dtype in (jnp.bfloat16, jnp.float16) and query.shape[-1] % 8 == 0 and query.shape[-1] <= 128
+    usable = kernel == "auto" and jax.default_backend() == "gpu" and fits
+    implementation: Literal["xla", "cudnn"] = "cudnn" if kernel == "cudnn" or usable else "xla"
+    return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=causal, implementation=implementation)
+
+
+def whole_rows(B: int, T: int, mask: jax.Array | None, *, causal: bool, kernel: str) -> Attend:
+    """The `attend` of B whole sequences of T tokens; keeps key and value [B, T, G, H]. Args: see attend."""
+
+    def attend_rows(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, Any]:
+        query, key, value = (x.reshape(B, T, *x.shape[1:]) for x in (query, key, value))
+        attended = attend(query, key, value, mask, causal=causal, kernel=kernel)
+        return attended.reshape(B * T, *attended.shape[2:]), (key, value)
+
+    return attend_rows
+
+
+def last_of_prompt(cache: tuple[jax.Array, ...], before: jax.Array) -> Attend:
+    """The `attend` of the last token of Q prompts, to those before and to itself; keeps nothing.
+
+    Args: cache: keys, values [Q, G, P, H]; before: bool[Q, P], the tokens before the last one.
+    """
+
+    def attend_last(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, None]:
+        itself = (key[:, :, None], value[:, :, None])
+        return attend_in_two_parts(query, cache, itself, before[:, None], jnp.ones((len(query), 1), bool)), None
+
+    return attend_last
+
+
+def one_token(
+    prompt: tuple[jax.Array, ...], own: tuple[jax.Array, ...], entry: jax.Array, prompt_mask: jax.Array, own_mask: jax.Array
+) -> Attend:
+    """The `attend` of one new token a row; keeps the row's own keys and values with those of the token at `entry`.
+
+    Args: entry: int32[]; others: see attend_in_two_parts.
+    """
+
+    def attend_cached(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, Any]:
+        write = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=entry, axis=2)
+        kept = tuple(write(cached, new[:, :, None]) for cached, new in zip(own, (key, value), strict=True))
+        return attend_in_two_parts(query, prompt, kept, prompt_mask, own_mask), kept
+
+    return attend_cached
+
+
+def attend_in_two_parts(
+    query: jax.Array,
+    prompt: tuple[jax.Array, ...],
+    own: tuple[jax.Array, ...],
+    prompt_mask: jax.Array,
+    own_mask: jax.Array,
+) -> jax.Array:
+    """Attention of one new token a row: to the prompt that its group shares and to its own continuation, one softmax over both.
+
+    Each part is one batch of matrix products, [W·N/G, H] × [H, S] a head and group, [N/G, H] × [H, R] a head and row.
+
+    Args:
+      query: [B, N, H] with B = J·W; prompt: keys and values [J, G, S, H]; own: keys and values [B, G, R, H].
+      prompt_mask: bool[J, W, S]; own_mask: bool[B, R].
+
+    Returns:
+      [B, N, H]; softmax in float32. Rows that attend to nothing are finite.
+    """
+    (prompt_keys, prompt_values), (own_keys, own_values) = prompt, own
+    B, N, H = query.shape
+    J, G, S, _ = prompt_keys.shape
+    W, n, dtype = B // J, N // G, query.dtype
+    scale = 1 / math.sqrt(H)
+
+    def by_group(x: jax.Array) -> jax.Array:
+        """[B, G, n, ...] -> [J, G, W, n, ...]."""
+        return x.reshape(J, W, *x.shape[1:]).swapaxes(1, 2)
+
+    def by_row(x: jax.Array) -> jax.Array:
+        """The inverse of by_group."""
+        return x.swapaxes(1, 2).reshape(B, G, *x.shape[3:])
+
+    own_query = query.reshape(B, G, n, H)
+    prompt_query = by_group(own_query).reshape(J, G, W * n, H)
+    prompt_scores = jnp.einsum("JGxH,JGSH->JGxS", prompt_query, prompt_keys, preferred_element_type=jnp.float32)
+    prompt_scores = prompt_scores.reshape(J, G, W, n, S) * scale
+    prompt_scores = jnp.where(prompt_mask[:, None, :, None, :], prompt_scores, _MASKED)
+    own_scores = jnp.einsum("BGnH,BGRH->BGnR", own_query, own_keys, preferred_element_type=jnp.float32) * scale
+    own_scores = jnp.where(own_mask[:, None, None, :], own_scores, _MASKED)
+    largest = jnp.maximum(by_row(jnp.max(prompt_scores, axis=-1)), jnp.max(own_scores, axis=-1))
+    prompt_weights = jnp.exp(prompt_scores - by_group(largest)[..., None])
+    own_weights = jnp.exp(own_scores - largest[..., None])
+    total = by_row(jnp.sum(prompt_weights, axis=-1)) + jnp.sum(own_weights, axis=-1)
+    of_prompt = jnp.einsum("JGxS,JGSH->JGxH", prompt_weights.reshape(J, G, W * n, S).astype(dtype), prompt_values)
+    of_own = jnp.einsum("BGnR,BGRH->BGnH", own_weights.astype(dtype), own_values)
+    attended = (by_row(of_prompt.reshape(J, G, W, n, H)) + of_own) / total[..., None]
+    return attended.astype(dtype).reshape(B, N, H)

@@ -1,0 +1,162 @@
+"""Shapes of the models: one decoder and one encoder, by configuration. What is computed from them: decoder.py, encoder.py."""
+
+import dataclasses
+import math
+from typing import ClassVar
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+ENCODER_HEADS = ("embedding", "classification")
+
+_STD = 0.02
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Llama 3's scaling of rotary frequencies: wavelengths beyond original_positions / low_frequency are stretched by `factor`,
+    those below original_positions / high_frequency kept, those between interpolated."""
+
+    factor: float
+    low_frequency: float
+    high_frequency: float
+    original_positions: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """Shape of a decoder. Letters of the axis table: L layers, N heads, G kv_heads, H head_size, D width, F ffn, V vocab.
+
+    architecture: the Hugging Face model_type whose names and config keys its checkpoints use; what is computed is said by the
+      other fields alone.
+    norm: "rms" or "layer" (layer norm with bias). positions: "rotary" or "learned" (an embedding of max_positions).
+    rotary_size: elements of each head that are rotated, the first ones; 0: all. parallel_residual: attention and feed-forward
+      both read the layer's input (GPT-NeoX). gated: feed-forward down(act(gate(x)) * up(x)), otherwise down(act(up(x))).
+    qkv_bias, out_bias, ffn_bias: biases of those linear maps. qk_norm: RMS norm of each query and key head (Qwen3).
+    head: "language_model", or "score": a linear map of `labels` outputs without bias in its place (reward models, labels 1).
+    attention: kernel of whole sequences, see attention.attend.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    ffn: int
+    vocab: int
+    max_positions: int
+    architecture: str = "llama"
+    norm: str = "rms"
+    norm_epsilon: float = 1e-6
+    positions: str = "rotary"
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    rotary_size: int = 0
+    parallel_residual: bool = False
+    activation: str = "silu"
+    gated: bool = True
+    qkv_bias: bool = False
+    out_bias: bool = False
+    ffn_bias: bool = False
+    qk_norm: bool = False
+    tied_embedding: bool = True
+    head: str = "language_model"
+    labels: int = 1
+    compute_dtype: str = "float32"
+    attention: str = "auto"
+
+    def __post_init__(self):
+        if self.heads % self.kv_heads:
+            raise ValueError(f"model.heads={self.heads} is not divisible by model.kv_heads={self.kv_heads}")
+        if self.positions == "rotary" and not self.rotary_size and self.head_size % 2:
+            raise ValueError(f"model.head_size={self.head_size} must be even for rotary positions")
+        if self.rotary_size % 2 or self.rotary_size > self.head_size:
+            raise ValueError(f"rotary_size={self.rotary_size} must be even and at most head_size={self.head_size}")
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Letter of the axis table -> size, with S positions and C labels."""
+        sizes = {"L": self.layers, "D": self.width, "N": self.heads, "G": self.kv_heads, "H": self.head_size, "F": self.ffn}
+        return sizes | {"V": self.vocab, "S": self.max_positions, "C": self.labels}
+
+    @property
+    def residual_std(self) -> float:
+        """Initial spread of what is added to the residual stream: as GPT-2's, its variance does not grow with depth."""
+        return _STD / math.sqrt(2 * self.layers)
+
+
+# Fields of DecoderConfig that say how something is computed, not what: they may differ between the roles of a run.
+FREE_FIELDS = ("compute_dtype", "attention")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncoderConfig:
+    """Shape of an encoder. Letters of the axis table: L layers, N heads, H head_size, D width, F ffn, V vocab.
+
+    architecture: the Hugging Face model_type whose names and config keys its checkpoints use, "bert" or "roberta"; what is
+      computed is said by the other fields alone.
+    max_positions: rows of the position table. position_offset: 0: a token's position is its index in the row (BERT); n > 0: the
+      first real token has position n, the next n + 1, and padding n - 1 (RoBERTa: n is the padding token's id + 1).
+    token_types: rows of the token-type table (BERT's segments).
+    activation: one of ACTIVATIONS.
+    head: "embedding": none, see Encoder.embed; "classification": a linear map to `labels` of the pooled first token, see
+      Encoder.classify.
+    labels: names of the classes, in the order of the logits; empty with an embedding head.
+    pooler: a square linear map and tanh on the first token: BERT's pooler, the `classifier.dense` of RoBERTa. Classification
+      needs it; the embedding does not read it.
+    attention: kernel, see attention.attend.
+    """
+
+    # What every encoder has, by the names under which decoders choose it.
+    norm: ClassVar[str] = "layer"
+    gated: ClassVar[bool] = False
+    qkv_bias: ClassVar[bool] = True
+    out_bias: ClassVar[bool] = True
+    ffn_bias: ClassVar[bool] = True
+    qk_norm: ClassVar[bool] = False
+    residual_std: ClassVar[float] = _STD
+
+    architecture: str
+    layers: int
+    width: int
+    heads: int
+    head_size: int
+    ffn: int
+    vocab: int
+    max_positions: int
+    token_types: int
+    norm_epsilon: float = 1e-12
+    activation: str = "gelu"
+    position_offset: int = 0
+    head: str = "embedding"
+    labels: tuple[str, ...] = ()
+    pooler: bool = False
+    compute_dtype: str = "float32"
+    attention: str = "auto"
+
+    def __post_init__(self):
+        if self.head not in ENCODER_HEADS:
+            raise ValueError(f"head={self.head!r} is not a head of an encoder; choose one of {', '.join(ENCODER_HEADS)}")
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"activation={self.activation!r} is unknown; choose one of {', '.join(ACTIVATIONS)}")
+        if self.head == "embedding" and self.labels:
+            raise ValueError(f"labels={self.labels} need head='classification', not 'embedding'")
+        if self.head == "classification" and not (self.labels and self.pooler):
+            raise ValueError(f"head='classification' needs labels and pooler=True, got {self.labels} and {self.pooler}")
+        if repeated := sorted({name for name in self.labels if self.labels.count(name) > 1}):
+            raise ValueError(f"labels={self.labels} name {repeated} more than once")
+        if self.position_limit < 1:
+            raise ValueError(f"max_positions={self.max_positions} leaves no position at position_offset={self.position_offset}")
+
+    @property
+    def position_limit(self) -> int:
+        """The most tokens a row can have."""
+        return self.max_positions - self.position_offset
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Letter -> size, with S positions, A token types, C labels, E the pooled token's width; every head has its own keys."""
+        sizes = {"L": self.layers, "D": self.width, "N": self.heads, "G": self.heads, "H": self.head_size, "F": self.ffn}
+        return sizes | {"V": self.vocab, "S": self.max_positions, "A": self.token_types, "C": len(self.labels), "E": self.width}
+
+
+# What attention and feed-forward are built from.
+ModelConfig = DecoderConfig | EncoderConfig
