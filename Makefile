@@ -4,7 +4,7 @@
 #   PYTHON=…       the Python (3.11 or newer) that makes .venv; default: the first of python3, python3.13 … that works
 #   VENV=…         another environment than .venv; PARITY_VENV=… than .venv-parity
 #   ACCELERATOR=…  cuda12, cuda13 or tpu: also installs JAX' support for it
-#   WORKERS=…      processes that run the tests; default 2
+#   WORKERS=…      processes that run the tests; default: one a core, 8 at most
 #   ARGS=…         further flags of tba_jax.main, or further arguments of pytest
 
 ifeq ($(filter output-sync,$(.FEATURES)),)
@@ -17,7 +17,8 @@ SHELL := /bin/sh
 
 VENV ?= .venv
 PARITY_VENV ?= .venv-parity
-WORKERS ?= 2
+# Never more than the machine's cores, and no more than its memory is likely to hold.
+WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); [ $$n -le 8 ] || n=8; echo $$n)
 ARGS ?=
 # Relative, so that the path of the checkout may hold spaces; `python -m` everywhere, so that no script's first line matters.
 PY := $(VENV)/bin/python
