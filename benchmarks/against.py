@@ -12,7 +12,7 @@ Preparation (inputs, compilation, a first run) is not timed, and both workers do
 The table has the medians of both checkouts, and the quartiles over the pairs of the ratio this / other. A figure that one
 measurement settles, such as the memory that the compiler assigns, has one ratio. The command fails, with exit status 1, where the
 lower quartile or the one ratio is above --limit: three pairs of four then agree that this checkout is worse by more than that.
-Nine pairs of all pieces take less than ten minutes on a quiet machine; fewer than nine are for trying out.
+Sizes are meant for ten minutes of nine pairs on a quiet machine; a busy one takes longer. Fewer than nine are for trying out.
 
 Each piece says how much of the cores' time other processes took during its measurements. Where that is much, even two checkouts
 of one commit can differ by more than the limit: repeat the piece (--only) on a quiet machine.
