@@ -41,7 +41,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import app, flags, logging
-from flax import nnx
 
 from tba_jax import mesh as mesh_lib
 from tba_jax.decoding import sampling as sampling_lib
@@ -331,7 +330,7 @@ def check_greedy(case: Case, peer: Torch) -> None:
     params = hugging_face.load_params(case.folder, case.model, definition.shardings(mesh))
 
     def logits_after(params: Any, row: jax.Array) -> jax.Array:
-        model = nnx.merge(definition.graphdef, params)
+        model = parameters.module(definition.graphdef, params)
         return model.head()(model(row)[0, P - 1 :])
 
     logits = np.asarray(jax.jit(logits_after)(params, row))

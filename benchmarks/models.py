@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import app, flags, logging
-from flax import nnx
 
 from tba_jax import mesh as mesh_lib
 from tba_jax.decoding import sampling as sampling_lib
@@ -69,7 +68,7 @@ def logprob_gradients(megabytes: int | None, *, B: int, R: int, D: int, V: int) 
     def loss(weight: jax.Array, hidden: jax.Array, tokens: jax.Array, weights: jax.Array) -> jax.Array:
         if megabytes is None:
             return jnp.sum(weights * naive_logprobs(weight, hidden, tokens))
-        model = nnx.merge(definition.graphdef, zeros | {"embedding": {"weight": weight}})
+        model = parameters.module(definition.graphdef, zeros | {"embedding": {"weight": weight}})
         return jnp.sum(weights * scoring.token_logprobs(model, hidden, tokens, space=_SPACE, logit_bytes=megabytes * _MIB)[0])
 
     return jax.jit(jax.grad(loss, argnums=(0, 1)))
@@ -155,8 +154,10 @@ def int8(repeats: int, folder: str) -> None:
     rng = np.random.default_rng(0)
     prompts, lengths = rng.integers(3, model.vocab, (B, P)).astype(np.int32), np.full(B, P, np.int32)
     keys = np.asarray(row_keys(0, 0, np.arange(B, dtype=np.uint32)))
-    rows = dict(config=model, space=_SPACE, response_length=R, pad_id=0)
-    generate = {name: jax.jit(functools.partial(rollout, weights=name, **rows)) for name in params}
+    rows: dict[str, Any] = dict(config=model, space=_SPACE, response_length=R, pad_id=0)
+    generate = {
+        name: jax.jit(functools.partial(rollout, graphdef=cached.define(model, name).graphdef, **rows)) for name in params
+    }
     sampling = sampling_lib.constant(B, temperature=1.0)
     one = mesh_lib.make_mesh((1, 1, 1), setting="benchmark", devices=jax.devices()[:1])
     score = {

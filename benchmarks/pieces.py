@@ -30,7 +30,6 @@ from typing import Any, TextIO
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 import tba_jax
 from configs import base, demo
@@ -43,7 +42,7 @@ from tba_jax.decoding.rollout import rollout
 from tba_jax.decoding.slots import row_keys
 from tba_jax.learner import state as state_lib
 from tba_jax.learner import update as update_lib
-from tba_jax.models import decoder, parameters, scoring
+from tba_jax.models import cached, decoder, parameters, scoring
 from tba_jax.models.config import DecoderConfig
 from tba_jax.trainer import settings
 
@@ -195,7 +194,8 @@ def rollout_of(config: Any, vocab: int, *, rows: int, response_length: int) -> t
     params = parameters.shapes(decoder.define(model).specs)
     keys = jax.ShapeDtypeStruct((rows, 2), np.uint32)
     prompts, lengths = jax.ShapeDtypeStruct((rows, _PROMPT), np.int32), jax.ShapeDtypeStruct((rows,), np.int32)
-    function = functools.partial(rollout, config=model, space=space_of_all_tokens(), response_length=response_length, pad_id=0)
+    static: dict[str, Any] = {"config": model, "graphdef": cached.define(model).graphdef, "space": space_of_all_tokens()}
+    function = functools.partial(rollout, **static, response_length=response_length, pad_id=0)
     return function, (params, prompts, lengths, keys, sampling_lib.constant(rows, temperature=1.0))
 
 
@@ -209,7 +209,7 @@ def logprobs_of(config: Any, vocab: int, megabytes: int) -> Callable[[jax.Array,
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), parameters.shapes(rest))
 
     def logprobs(head: jax.Array, hidden: jax.Array, tokens: jax.Array) -> jax.Array:
-        model = nnx.merge(definition.graphdef, zeros | {"embedding": {"weight": head}})
+        model = parameters.module(definition.graphdef, zeros | {"embedding": {"weight": head}})
         return scoring.token_logprobs(model, hidden, tokens, space=space, logit_bytes=megabytes * _MIB)[0]
 
     return logprobs

@@ -21,13 +21,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 
 from tba_jax.decoding.rollout import Rollout, rollout
 from tba_jax.decoding.sampling import Sampling
 from tba_jax.learner import state as state_lib
 from tba_jax.learner import update
-from tba_jax.models import decoder, heads, scoring
+from tba_jax.models import cached, decoder, heads, parameters, scoring
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
@@ -57,7 +56,7 @@ MODEL = DecoderConfig(
     positions="learned",
     tied_embedding=False,
 )
-DECODER = decoder.define(MODEL)
+DECODER, SAMPLER = decoder.define(MODEL), cached.define(MODEL)
 
 
 # All fields are traced, so that one program serves all.
@@ -125,7 +124,7 @@ def prompts(queries: int, copies: int) -> tuple[jax.Array, jax.Array]:
 def enumerate_logprobs(params: Any, queries: int) -> jax.Array:
     """log π(y_t|x, y_<t) of every response to every prompt: float32[Q, N, R], nats, 0 where masked."""
     logprobs, _ = scoring.response_logprobs(
-        nnx.merge(DECODER.graphdef, params),
+        parameters.module(DECODER.graphdef, params),
         *prompts(queries, N),
         jnp.tile(RESPONSES, (queries, 1)),
         jnp.tile(LENGTHS, queries),
@@ -181,6 +180,7 @@ def sample(params: Any, key: jax.Array, behavior: Behavior, *, queries: int, com
             min_p=alternating((0.0, 0.0), jnp.float32),
         ),
         config=MODEL,
+        graphdef=SAMPLER.graphdef,
         space=SPACE,
         response_length=R,
         pad_id=PAD,

@@ -173,7 +173,7 @@ def train_step(
     size = batch.size
 
     def micro_loss(params: Params, micro: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
-        model = nnx.merge(state.graphdef, params)
+        model = parameters.module(state.graphdef, params)
         shares = {name: total / size for name, total in objective(model, micro, config).items()}
         return shares["loss"], shares
 
@@ -199,7 +199,7 @@ def train_step(
 
 def totals(state: TuningState, batch: Batch, *, objective: Objective, config: StepConfig) -> dict[str, jax.Array]:
     """The objective's sums over one micro-batch, and `size`: for means over more rows than go through the model at a time."""
-    return objective(nnx.merge(state.graphdef, state.params), batch, config) | {"size": batch.size}
+    return objective(parameters.module(state.graphdef, state.params), batch, config) | {"size": batch.size}
 
 
 def _split(tree: Any, rows: int) -> Any:

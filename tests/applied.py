@@ -20,7 +20,7 @@ def define(config: DecoderConfig | EncoderConfig) -> parameters.Definition[Any]:
 def merge(params: Params, config: DecoderConfig | EncoderConfig) -> Any:
     """The module; its linear maps are int8 where the parameters are."""
     rounded = _weights(params) == "int8"
-    return nnx.merge(_sampling(config, "int8", False) if rounded else define(config).graphdef, params)
+    return parameters.module(_sampling(config, "int8", False) if rounded else define(config).graphdef, params)
 
 
 @functools.cache
@@ -34,7 +34,7 @@ def _weights(params: Params) -> str:
 
 
 def unstacked(params: Params, config: DecoderConfig) -> decoder.Decoder:
-    return nnx.merge(_sampling(config, _weights(params), True), params)
+    return parameters.module(_sampling(config, _weights(params), True), params)
 
 
 def specs(config: DecoderConfig | EncoderConfig) -> Specs:

@@ -5,7 +5,6 @@ import functools
 
 import jax
 import numpy as np
-from flax import nnx
 
 from tba_jax.models import heads, parameters
 from tba_jax.models.config import DecoderConfig
@@ -60,7 +59,7 @@ def test_values_are_those_of_the_states_before_each_token():
 
     @jax.jit
     def values(parts):
-        head = nnx.merge(heads.scalar(MODEL).graphdef, parts["value_head"])
+        head = parameters.module(heads.scalar(MODEL).graphdef, parts["value_head"])
         hidden = applied.response_hidden_states(parts["policy"], padded, lengths, responses, config=MODEL, remat="full")
         return heads.state_values(head, hidden)
 

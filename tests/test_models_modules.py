@@ -76,12 +76,12 @@ def test_a_definition_holds_no_weights_and_rebuilds_the_module(config):
     specs = parameters.flatten(definition.specs)
     assert all(spec.axes[0] == "layers" and spec.shape[0] == config.layers for name, spec in specs.items() if "layers." in name)
     params = applied.random(definition.specs, scale=0.3)
-    jax.tree.map(np.testing.assert_array_equal, parameters.pure(nnx.merge(definition.graphdef, params)), params)
+    jax.tree.map(np.testing.assert_array_equal, parameters.pure(parameters.module(definition.graphdef, params)), params)
 
 
 def test_unstacked_layers_are_those_of_the_stack():
     params = applied.random(applied.specs(GROUPED), scale=0.3)
-    model = nnx.merge(cached.define(GROUPED).graphdef, cached.unstack(params, GROUPED))
+    model = parameters.module(cached.define(GROUPED).graphdef, cached.unstack(params, GROUPED))
     assert len(model.layers) == GROUPED.layers
     for layer, block in enumerate(model.layers):
         expected = jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["layers"])

@@ -16,6 +16,7 @@ from tba_jax.decoding import sampling as sampling_lib
 from tba_jax.decoding.engine import Engine
 from tba_jax.decoding.requests import Request
 from tba_jax.decoding.rollout import Rollout
+from tba_jax.models import cached
 from tests import applied
 from tests.test_engine import BANNED, EOS, MODEL, PAD, PARAMS, SPACE, mixed_sampling, row_keys
 
@@ -25,7 +26,7 @@ PROMPTS = ([3, 4, 5], [6], [7, 3, 8, 5, 10])
 PROMPT_LENGTH = np.array([len(prompt) for prompt in PROMPTS], np.int32)
 # Padded on the right with a token like any other.
 PROMPT_TOKENS = np.array([prompt + [6] * (P - len(prompt)) for prompt in PROMPTS], np.int32)
-STATIC = dict(config=MODEL, space=SPACE, response_length=R, pad_id=PAD)
+STATIC = dict(config=MODEL, graphdef=cached.define(MODEL).graphdef, space=SPACE, response_length=R, pad_id=PAD)
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": "0"})
 # One program for most tests of this file: sampling settings are traced.
 jit_rollout = jit(functools.partial(chex.assert_max_traces(rollout_lib.rollout, n=1), **STATIC))

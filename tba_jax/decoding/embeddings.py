@@ -7,13 +7,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 from tokenizers import Tokenizer
 
 from tba_jax import mesh as mesh_lib
 from tba_jax.decoding import passes
-from tba_jax.models import encoder, hugging_face
+from tba_jax.models import encoder, hugging_face, parameters
 from tba_jax.models.config import EncoderConfig
 from tba_jax.models.parameters import Params
 
@@ -68,7 +67,7 @@ class ResponseEmbedder:
         self._params = hugging_face.load_params(folder, config, definition.shardings(mesh))
 
         def embed(params: Params, tokens: jax.Array, mask: jax.Array) -> jax.Array:
-            return nnx.merge(definition.graphdef, params).embed(tokens, mask)
+            return parameters.module(definition.graphdef, params).embed(tokens, mask)
 
         self._embed = mesh_lib.on_mesh(mesh, jax.jit(embed))
 

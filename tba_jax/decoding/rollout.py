@@ -4,6 +4,7 @@ import chex
 import flax.struct
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from tba_jax.decoding import slots as slots_lib
 from tba_jax.decoding.sampling import Sampling
@@ -33,16 +34,17 @@ def rollout(
     sampling: Sampling,
     *,
     config: DecoderConfig,
+    graphdef: nnx.GraphDef,
     space: ResponseSpace,
     response_length: int,
     pad_id: int,
-    weights: str = "full",
 ) -> Rollout:
     """The same rows as an Engine gives, all at once.
 
     Args:
-      params: plain weights of the policy (Policy.for_sampling), rounded as `weights` says, or float32.
+      params: plain weights of the policy (Policy.for_sampling), or float32.
       prompt_tokens: int32[Q, P], right-padded; prompt_length: int32[Q].
+      graphdef: of the decoder, see cached.define.
       keys: uint32[B, 2] with B = Q·S, rows of a query consecutive; sampling: leaves [B].
     """
     Q, P = prompt_tokens.shape
@@ -51,7 +53,7 @@ def rollout(
     chex.assert_shape([keys, sampling.temperature], [(Q * W, 2), (B,)])
     static = slots_lib.SlotsConfig(
         model=config,
-        graphdef=cached.define(config, weights).graphdef,
+        graphdef=graphdef,
         space=space,
         groups=Q,
         width=W,

@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 
 from tba_jax import mesh as mesh_lib
 from tba_jax.decoding import sampling as sampling_lib
-from tba_jax.models import cached, scoring
+from tba_jax.models import cached, parameters, scoring
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.parameters import Params
 from tba_jax.models.scoring import ResponseSpace
@@ -249,7 +249,7 @@ def prefill(
     """
     a, c = arrivals, config
     I, K = a.tokens.shape[0], c.places
-    logits, cache = cached.prefill(nnx.merge(c.graphdef, params), a.tokens, a.length)
+    logits, cache = cached.prefill(parameters.module(c.graphdef, params), a.tokens, a.length)
 
     def per_sample(x: jax.Array) -> jax.Array:
         return jnp.repeat(x, K, axis=0)
@@ -374,7 +374,7 @@ def decode(
         masks = cached.Masks(prompt=(reads & in_prompt[:, None]).reshape(J, W, -1), own=age[None, :] < (count - given)[:, None])
         position = at(place, prompt_length) + count - 1
         logits, own = cached.decode_step(
-            nnx.merge(c.graphdef, params), slots.token.reshape(-1), position, entry, prompt_cache, slots.own, masks
+            parameters.module(c.graphdef, params), slots.token.reshape(-1), position, entry, prompt_cache, slots.own, masks
         )
         tokens, stop_state = _draw(
             logits, jax.tree.map(lambda x: at(place, x), samples), count, slots.stop_state.reshape(-1), stop_table, c

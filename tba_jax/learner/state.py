@@ -44,7 +44,7 @@ class TrainState:
 
         Args: frozen: the part of the policy that is not trained, see Policy.for_training.
         """
-        return nnx.merge(self.graphdef, parameters.merge({"policy": frozen}, params))
+        return parameters.module(self.graphdef, parameters.merge({"policy": frozen}, params))
 
 
 @flax.struct.dataclass

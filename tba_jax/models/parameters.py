@@ -53,9 +53,15 @@ def parameter(
 
 def stack(make: Callable[[nnx.Rngs], M], count: int, rngs: nnx.Rngs) -> M:
     """`count` modules in the form of one: each of its parameters has a first axis "layers". See `scan`."""
-    graphdef, _ = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
-    state = jax.vmap(lambda key: nnx.state(make(nnx.Rngs(key))))(jax.random.split(rngs.params(), count))
+    graphdefs = []
 
+    def one(key: jax.Array) -> nnx.State:
+        graphdef, state = nnx.split(make(nnx.Rngs(key)))
+        graphdefs.append(graphdef)
+        return state
+
+    state = jax.vmap(one)(jax.random.split(rngs.params(), count))  # traces `one` once
+    (graphdef,) = graphdefs
     return nnx.merge(graphdef, _map_variables(lambda v: v.replace(axes=("layers", *v.get_metadata("axes"))), state))
 
 
@@ -63,10 +69,10 @@ def unstack(stacked: M, count: int) -> nnx.List:
     """The modules of a stack, one by one."""
     graphdef, state = nnx.split(stacked)
 
-    def module(layer: int) -> M:
+    def one(layer: int) -> M:
         return nnx.merge(graphdef, _map_variables(lambda v: v.replace(v[...][layer], axes=v.get_metadata("axes")[1:]), state))
 
-    return nnx.List([module(layer) for layer in range(count)])
+    return nnx.List([one(layer) for layer in range(count)])
 
 
 def _map_variables(function: Callable[[nnx.Variable], nnx.Variable], state: nnx.State) -> nnx.State:
@@ -93,7 +99,7 @@ def scan(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Definition(Generic[M]):
-    """A module without its weights: `nnx.merge(definition.graphdef, params)` is the module.
+    """A module without its weights: `module(definition.graphdef, params)` is the module with them.
 
     make: the module with random weights; graphdef: hashable, so it may be static under jit; specs: of its parameters.
     """
@@ -124,6 +130,18 @@ def define(make: Callable[[nnx.Rngs], M]) -> Definition[M]:
         for path, variable in nnx.to_flat_state(state)
     }
     return Definition(make=make, graphdef=graphdef, specs=unflatten(specs))
+
+
+def module(graphdef: nnx.GraphDef[M], params: Params) -> M:
+    """The module that has these parameters, in a traced function: nnx.merge, which counts leaves, with a look at their names.
+
+    Raises:
+      ValueError: the parameters are not those of the module; names one that differs.
+    """
+    made = nnx.merge(graphdef, params)
+    if different := set(flatten(pure(made))) ^ set(flatten(params)):
+        raise ValueError(f"the parameters are not those of the {type(made).__name__}: {min(different)} is missing or unknown")
+    return made
 
 
 def pure(module: nnx.Module) -> Params:

@@ -70,7 +70,7 @@ class Policy:
 
     def for_training(self, trained: Params, frozen: Params) -> Decoder:
         """The policy in a traced function, differentiable in `trained`. frozen: base, in the compute dtype; {} without LoRA."""
-        return nnx.merge(self.adapted.graphdef, parameters.merge(frozen, trained))
+        return parameters.module(self.adapted.graphdef, parameters.merge(frozen, trained))
 
     def merged(self, trained: Params, base: Params) -> Params:
         """Plain weights of the policy: adapters merged in float32, the others as they are."""
@@ -82,7 +82,7 @@ class Policy:
     def for_sampling(self, trained: Params, base: Params, weights: str) -> Params:
         """Plain weights of the policy in the compute dtype: adapters merged, then rounded if `weights` is "int8"."""
         cached.check_weights(weights)
-        model = nnx.merge(self.base.graphdef, self.merged(trained, base))
+        model = parameters.module(self.base.graphdef, self.merged(trained, base))
         if weights == "int8":
             cached.quantize(model)
         return parameters.cast(parameters.pure(model), self.model.compute_dtype)

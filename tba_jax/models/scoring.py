@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from tba_jax import mesh as mesh_lib
 from tba_jax import run_config
+from tba_jax.models import parameters
 from tba_jax.models.decoder import Decoder
 from tba_jax.models.layers import full_precision
 from tba_jax.models.parameters import Params
@@ -105,7 +106,7 @@ def scorer(
     """
 
     def score(params: Params, *rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-        model = nnx.merge(graphdef, params)
+        model = parameters.module(graphdef, params)
         return response_logprobs(model, *rows, space=space, logit_bytes=(logit_megabytes << 20) * mesh.size, remat="none")
 
     return mesh_lib.on_mesh(mesh, jax.jit(score))

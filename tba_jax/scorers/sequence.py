@@ -196,7 +196,7 @@ class SequenceScorer:
 
 
 def _score(params: Params, tokens: jax.Array, mask: jax.Array, *, graphdef: nnx.GraphDef) -> jax.Array:
-    model = nnx.merge(graphdef, params)
+    model = parameters.module(graphdef, params)
     if isinstance(model, encoder.Encoder):
         return model.classify(tokens, mask)
     return heads.sequence_scores(model, tokens, mask, remat="none")

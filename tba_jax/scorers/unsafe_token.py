@@ -8,12 +8,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 
 from tba_jax import mesh as mesh_lib
 from tba_jax.decoding import passes
-from tba_jax.models import decoder, hugging_face
+from tba_jax.models import decoder, hugging_face, parameters
 from tba_jax.models.decoder import Decoder
 from tba_jax.scorers import language_model
 from tba_jax.scorers.surroundings import Surroundings
@@ -86,7 +85,7 @@ class UnsafeTokenScorer:
         self._params = hugging_face.load_params(folder, config, shardings, dtype=compute_dtype)
         # Without a mesh in the context nothing constrains intermediate values: each device computes its rows from end to end.
         self._verdict = jax.jit(
-            lambda params, *rows: verdict_logprobs(nnx.merge(definition.graphdef, params), *rows, token=found[0]),
+            lambda params, *rows: verdict_logprobs(parameters.module(definition.graphdef, params), *rows, token=found[0]),
             in_shardings=(shardings, rows, rows),
             out_shardings=rows,
         )

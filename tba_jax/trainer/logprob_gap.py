@@ -7,7 +7,6 @@ import logging
 
 import jax
 import numpy as np
-from flax import nnx
 
 from tba_jax import mesh as mesh_lib
 from tba_jax import policy_store, trajectory
@@ -43,7 +42,7 @@ class LogprobGap:
         model = policy.for_training(snapshot, frozen)
         if self._sampler_weights != "full":
             rounded = cached.define(policy.model, self._sampler_weights, unstacked=False)
-            model = nnx.merge(rounded.graphdef, policy.for_sampling(snapshot, frozen, self._sampler_weights))
+            model = parameters.module(rounded.graphdef, policy.for_sampling(snapshot, frozen, self._sampler_weights))
         return update_lib.score(model, batch, config=self._config)[0]
 
     def _rows_of(
