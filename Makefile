@@ -18,7 +18,7 @@ SHELL := /bin/sh
 VENV ?= .venv
 PARITY_VENV ?= .venv-parity
 # Never more than the machine's cores, and no more than its memory is likely to hold.
-WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); [ $$n -le 8 ] || n=8; echo $$n)
+WORKERS ?= $(shell n=$$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); [ $$n -le 8 ] || n=8; echo $$n)
 ARGS ?=
 # Relative, so that the path of the checkout may hold spaces; `python -m` everywhere, so that no script's first line matters.
 PY := $(VENV)/bin/python

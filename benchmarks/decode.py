@@ -267,10 +267,6 @@ def phases(case: Case, dtype: str) -> list[Work]:
     return [prefill, decode]
 
 
-def _flat(tree: Any) -> dict[str, Any]:
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
-
-
 def measure_jax(device: str) -> dict[str, Any]:
     """What decode_torch.Peer.roofline measures, by JAX."""
     read = jax.jit(jnp.sum) if device == "cpu" else jax.jit(lambda x: x + 1)

@@ -335,8 +335,8 @@ def logprobs_piece(
     return Piece(run, memory)
 
 
-# Sizes are meant for nine pairs of all pieces in ten minutes on two quiet cores. What takes a fraction
-# of a second is repeated within a measurement: what disturbs it only adds to its time, so that the least time is measured.
+# Sizes are meant for nine pairs of all pieces in ten minutes on two quiet cores. What takes a fraction of a second is repeated
+# within a measurement: what disturbs it only adds to its time, so that the least time is measured.
 PIECES: dict[str, Callable[[], Piece]] = {
     "update_demo": lambda: update_piece(demo.get_config(), updates=4),
     "update_v4096": lambda: update_piece(recipe(_SMALL), 4096),

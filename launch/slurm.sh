@@ -1,7 +1,7 @@
 #!/bin/bash
 # The trainer and the evaluator of a run on one node, and an array of searchers on others. Submit from the checkout:
 #
-#   export WORKDIR=/shared/runs/stories RUN='--config=configs/story_sentiment.py --config.seed=1'
+#   export WORKDIR=/shared/runs/stories RUN='--config=configs/story_sentiment.py --config.seed=1'   # needs the extra `stories`
 #   sbatch launch/slurm.sh
 #   sbatch --array=0-15 launch/slurm_searchers.sh        # more searchers, whenever there is room
 #

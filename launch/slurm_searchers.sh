@@ -2,7 +2,7 @@
 # Searchers of a run, one for each element of the array. They may start at any time, in any number, and be killed at any time,
 # so cheap preemptible partitions suit them: a death costs the batch in flight. Submit from the checkout:
 #
-#   export WORKDIR=/shared/runs/stories RUN='--config=configs/story_sentiment.py --config.seed=1'
+#   export WORKDIR=/shared/runs/stories RUN='--config=configs/story_sentiment.py --config.seed=1'   # needs the extra `stories`
 #   sbatch --array=0-15 launch/slurm_searchers.sh
 #
 # WORKDIR, RUN and PYTHON as in launch/slurm.sh.

@@ -25,7 +25,7 @@ def describe(experiment: Experiment) -> str:
     objective = OBJECTIVES[config.learner.objective]
     if objective.log_z_head or objective.value_head:  # heads of one shape
         lines += ["", f"head of {config.learner.objective}, trained beside the policy:"]
-        lines += _table(heads.specs(experiment.policy.model))
+        lines += _table(heads.define(experiment.policy, log_z=True, value_head=True).specs["value_head"])
     lines += ["", "rows (one column each, per row):"]
     lines += [f"  {name:24} {dtype}{list(shape)}" for name, (dtype, shape) in experiment.contract.row_shape().columns().items()]
     c, s = config.learner, config.searchers
@@ -77,7 +77,9 @@ def memory(experiment: Experiment) -> dict[str, dict[str, int]]:
     P, R = experiment.contract.prompt_length, experiment.contract.response_length
     T, compute = P + R, _SIZES[model.compute_dtype]
     params, trained = parameters.count(policy.model_specs), parameters.count(policy.trained_specs)
-    rounded = parameters.count(parameters.select(lambda spec: spec.dtype == "int8", cached.define(model, "int8").specs))
+    rounded = parameters.count(
+        parameters.select(lambda spec: spec.dtype == "int8", cached.define(model, "int8", unstacked=False).specs)
+    )
     row_bytes = sum(
         np.dtype(dtype).itemsize * max(1, math.prod(shape)) for dtype, shape in experiment.contract.row_shape().columns().values()
     )

@@ -87,12 +87,7 @@ def build(config: Any, *, reward_models: Mapping[str, str] | None = None) -> Exp
             close = difflib.get_close_matches(leaves[name], known, n=1)
             hint = f" (did you mean {close[0]!r}?)" if close else ""
             raise ValueError(f"{name}={leaves[name]!r} is not one of {known}{hint}")
-    package, extra = EXTRAS.get(config.task.name, ("", ""))
-    if package and importlib.util.find_spec(package) is None:
-        raise ValueError(
-            f"task.name={config.task.name!r} needs the package {package}, which is not installed; it is the extra `{extra}`: "
-            f"`make {extra}` installs it, and so does pip install -e '.[{extra}]'"
-        )
+    _check_package(config.task.name)
     policy, tokenizer = policy_and_tokenizer(config)
     model = policy.model
     _check_kernel(model)
@@ -234,6 +229,18 @@ def _make_task(config: Any) -> tuple[Task, dict[str, Any]]:
         )
     settings = config[config.name].to_dict() if config.name in config else {}
     return TASKS[config.name](**settings), settings
+
+
+def _check_package(task: str) -> None:
+    """Raises ValueError where the task's package is an extra that is not installed."""
+    if task not in EXTRAS:
+        return
+    package, extra = EXTRAS[task]
+    if importlib.util.find_spec(package) is None:
+        raise ValueError(
+            f"task.name={task!r} needs the package {package}, which is not installed; it is the extra `{extra}`: "
+            f"`make {extra}` installs it, and so does pip install -e '.[{extra}]'"
+        )
 
 
 def _check_task_devices(config: Any, task: Task) -> None:

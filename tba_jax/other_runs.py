@@ -241,7 +241,8 @@ def take_optimizer(
     params = policy_store.load(reference, policy.trained_specs, policy.trained_shardings(mesh))
     # The reference is another now, and log Z and the values of states with it: these heads begin anew.
     begun = init_state(policy, params, optimizers)
-    begun = dataclasses.replace(begun, opt_state=_restart_schedules(state.opt_state))
+    of_policy = _restart_schedules(state.opt_state["policy"])
+    begun = dataclasses.replace(begun, opt_state=begun.opt_state | {"policy": of_policy})
     begun = jax.device_put(begun, jax.tree.map(lambda x: x.sharding, shapes))
     shutil.rmtree(run.checkpoints, ignore_errors=True)  # of an attempt that ended before the run had a reference
     index = make_index(config, contract)

@@ -10,6 +10,9 @@ Axis table (nobody invents letters):
     E  sentence embedding         J  groups of slots            W  slots of a group          U  prompt buffers of a group
     X  places of a group          I  prompts that arrive together
 
+Models besides: t  flat tokens B·T, r  rank of an adapter, C  outputs of a scalar head, A  token types of an encoder; S counts
+positions there, and E is the width of an encoder's pooled token.
+
 Layout of a row on every device: `[left-padded prompt | right-padded response]`, so that position P is the first
 response token of every row and the response region is a static slice.
 """

@@ -109,7 +109,9 @@ def state_of(form: str, optimizers: state_lib.Optimizers | None = None) -> tuple
     name = FORMS[form][1]
     optimizers = optimizers or DESCENT | ({name: optax.sgd(1.0)} if name else {})
     state = state_lib.init_state(POLICY, random_params(), optimizers)
-    head = {name: applied.random(heads.specs(MODEL), scale=1.0, seed=3)} if name else {}
+    head = (
+        {name: applied.random(heads.define(POLICY, log_z=True, value_head=True).specs[name], scale=1.0, seed=3)} if name else {}
+    )
     return dataclasses.replace(state, params=state.params | head), optimizers
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from tba_jax.models import heads, parameters
 from tba_jax.models.config import DecoderConfig
+from tba_jax.models.layers import ScalarHead
 from tests import applied
 
 MODEL = DecoderConfig(
@@ -22,6 +23,7 @@ MODEL = DecoderConfig(
     head="score",
     labels=3,
 )
+HEAD = parameters.define(lambda rngs: ScalarHead(MODEL.width, bias=True, std=0.0, rngs=rngs))
 P, R = 5, 4
 
 
@@ -55,11 +57,11 @@ def test_values_are_those_of_the_states_before_each_token():
     padded = np.array([[0] * (P - len(prompt)) + prompt for prompt in prompts], np.int32)
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
 
-    parts = {"policy": params, "value_head": applied.random(heads.specs(MODEL), scale=0.3, seed=3)}
+    parts = {"policy": params, "value_head": applied.random(HEAD.specs, scale=0.3, seed=3)}
 
     @jax.jit
     def values(parts):
-        head = parameters.module(heads.scalar(MODEL).graphdef, parts["value_head"])
+        head = parameters.module(HEAD.graphdef, parts["value_head"])
         hidden = applied.response_hidden_states(parts["policy"], padded, lengths, responses, config=MODEL, remat="full")
         return heads.state_values(head, hidden)
 

@@ -14,8 +14,10 @@ from flax import nnx
 import tba_jax
 from tba_jax import mesh as mesh_lib
 from tba_jax.learner import state as state_lib
-from tba_jax.models import cached, decoder, parameters, scoring
+from tba_jax.models import cached, decoder, layers, parameters, scoring
+from tba_jax.models import config as config_lib
 from tba_jax.models.layers import Einsum, Embedding, Norm, ScalarHead
+from tba_jax.models.lora import LoraConfig
 from tba_jax.models.policy import Policy
 from tests import applied
 from tests.test_models_decoder import CONFIGS, EVERYTHING, GROUPED
@@ -170,6 +172,74 @@ def equations(jaxpr):
                 inner = inner.jaxpr
             if hasattr(inner, "eqns"):
                 yield from equations(inner)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_on_the_head_go_through_the_kernel(dtype):
+    """In blocks, with gradients of the adapters, against the head with the adapters merged."""
+    config = dataclasses.replace(GROUPED, tied_embedding=False, compute_dtype=dtype)
+    policy = Policy(model=config, lora=LoraConfig(rank=2, alpha=4.0, targets=("lm_head",)))
+    base = applied.random(policy.model_specs, scale=0.3)
+    adapters = applied.random(policy.trained_specs, scale=0.3, seed=1)
+    rng = np.random.default_rng(2)
+    hidden = rng.standard_normal((2, 6, config.width)).astype(dtype)
+    tokens = rng.integers(0, config.vocab, (2, 6)).astype(np.int32)
+
+    def logprobs(model):
+        return scoring.token_logprobs(model, hidden, tokens, space=EVERYTHING, logit_bytes=4 * 2 * config.vocab * 2)[0]
+
+    def both(adapters):
+        merged = parameters.module(policy.base.graphdef, policy.merged(adapters, base))
+        return logprobs(policy.for_training(adapters, base)), logprobs(merged)
+
+    exact = dtype == "float32"
+    found, expected = jax.jit(both)(adapters)
+    np.testing.assert_allclose(found, expected, atol=1e-4 if exact else 0.1)
+    of_found, of_expected = (jax.jit(jax.grad(lambda a, i=i: both(a)[i].sum()))(adapters) for i in (0, 1))
+    for name, leaf in parameters.flatten(of_found).items():
+        other = np.asarray(parameters.flatten(of_expected)[name])
+        assert leaf.dtype == jnp.float32 and np.abs(other).max() > 0.1
+        np.testing.assert_allclose(leaf, other, atol=(1e-4 if exact else 0.05) * np.abs(other).max())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_rows_of_a_mesh_stay_on_their_devices_in_the_kernel(tied):
+    """In one block of a time that the devices divide: nothing of the rows, nor of their logits, is moved."""
+    config = dataclasses.replace(GROUPED, tied_embedding=tied)
+    mesh = mesh_lib.make_mesh((8, 1, 1), setting="test")
+    definition = decoder.define(config)
+    params = jax.device_put(applied.random(definition.specs, scale=0.3), definition.shardings(mesh))
+    rng = np.random.default_rng(0)
+    hidden = rng.standard_normal((8, 8, config.width)).astype(np.float32)
+    tokens = rng.integers(0, config.vocab, (8, 8)).astype(np.int32)
+
+    def logprobs(params, hidden, tokens):
+        model = parameters.module(definition.graphdef, params)
+        return scoring.token_logprobs(model, hidden, tokens, space=EVERYTHING, logit_bytes=1 << 20)[0]
+
+    rows = mesh_lib.put_rows(mesh, (hidden, tokens))
+    program = mesh_lib.on_mesh(mesh, jax.jit(logprobs).lower)(params, *rows).compile().as_text()
+    assert "f32[1,8,40]" in program or "f32[8,40]" in program  # logits of a device's own row
+    assert not re.findall(r"(?:all-to-all|all-gather|collective-permute)\(", program)
+
+
+def test_parameters_of_other_keys_are_refused():
+    """nnx.merge counts leaves, and takes them in the order of their keys."""
+    config = dataclasses.replace(GROUPED, layers=12)
+    definition, unstacked = decoder.define(config), cached.define(config)
+    params = applied.random(definition.specs, scale=0.3)
+    renamed = params | {"last_norm": params["final_norm"]}
+    del renamed["final_norm"]
+    with pytest.raises(ValueError, match=r"not those of the Decoder: \['final_norm'\]\['scale'\] is missing or unknown"):
+        parameters.module(definition.graphdef, renamed)
+    # Texts in the place of numbers: "10" comes before "2".
+    texts = parameters.cast(cached.unstack(params, config), "float32")
+    with pytest.raises(ValueError, match="not those of the Decoder"):
+        parameters.module(unstacked.graphdef, texts)
+
+
+def test_activations_have_one_list_of_names():
+    assert tuple(layers.ACTIVATIONS) == config_lib.ACTIVATIONS
 
 
 def test_the_kernel_of_one_row_is_that_of_rows_together():

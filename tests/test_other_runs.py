@@ -1,5 +1,6 @@
 """A run that begins from another run's policy: its weights, its optimiser, and what is refused."""
 
+import dataclasses
 import shutil
 from typing import Any
 
@@ -111,6 +112,20 @@ def test_reference_policy_and_optimiser_are_those_of_the_step(source, tmp_path):
     assert counts(ours, optax.ScaleByScheduleState) == [0] and counts(theirs, optax.ScaleByScheduleState) == [6]
     assert run_config.read(s.run)["init_from"] == f"{source.run.root}@6"
     assert {path: path.stat().st_mtime_ns for path in source.run.root.rglob("*") if path.is_file()} == before
+
+
+def test_heads_of_values_and_of_log_z_begin_anew_with_their_optimisers(tmp_path, monkeypatch):
+    """They belong to the other run's reference, unlike the policy and its moments."""
+    first = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda *arguments: first)
+    changes = {"learner__objective": "learned_log_z"}
+    theirs = source_run(tmp_path / "source", **changes)
+    ours = begin(tmp_path / "run", f"{theirs.run.root}@6", **changes)
+    taken, given = state_of(ours, 0), state_of(theirs, 6)
+    for of_head in (taken.params["log_z"], taken.opt_state["log_z"]):
+        assert not any(np.any(leaf) for leaf in jax.tree.leaves(of_head))
+    assert any(np.any(leaf) for leaf in jax.tree.leaves(given.params["log_z"]))
+    assert counts(dataclasses.replace(taken, opt_state=taken.opt_state["policy"]), optax.ScaleByAdamState) == [6]
 
 
 def test_a_step_without_a_checkpoint_gives_its_weights_alone(source, tmp_path):

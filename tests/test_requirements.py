@@ -1,6 +1,7 @@
 """requirements.txt alone is enough for what the README shows: in an environment of it, and of nothing else."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -40,7 +41,7 @@ def python(tmp_path_factory) -> str:
     python = str(folder / "bin" / "python")
     install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     probe = call([*install, "--retries=1", "--timeout=15", "absl-py"])
-    if probe.returncode:
+    if probe.returncode and not os.environ.get("REQUIRE_PACKAGES"):  # the gate sets it: it must not pass by skipping
         pytest.skip(f"packages cannot be fetched here: {' '.join(probe.stderr.split())[-200:]}")
     # Half the time of an installation is compilation, and little of what is compiled is ever imported.
     done = call([*install, "--no-compile", "-r", "requirements.txt"], timeout=600)

@@ -356,6 +356,7 @@ def decode(
     # Cut once a call: a slice that the loop read would be copied at every step.
     prompt_cache = _cut(prompts.cache, buffers * c.prompt_length)
     whole, slots = slots.own, dataclasses.replace(slots, own=_cut(slots.own, window))
+    model = parameters.module(c.graphdef, params)
 
     def at(place: jax.Array, x: jax.Array) -> jax.Array:
         """[J, X, ...] -> [B, ...], of the place of each slot."""
@@ -373,9 +374,7 @@ def decode(
         age = (entry - jnp.arange(window)) % R
         masks = cached.Masks(prompt=(reads & in_prompt[:, None]).reshape(J, W, -1), own=age[None, :] < (count - given)[:, None])
         position = at(place, prompt_length) + count - 1
-        logits, own = cached.decode_step(
-            parameters.module(c.graphdef, params), slots.token.reshape(-1), position, entry, prompt_cache, slots.own, masks
-        )
+        logits, own = cached.decode_step(model, slots.token.reshape(-1), position, entry, prompt_cache, slots.own, masks)
         tokens, stop_state = _draw(
             logits, jax.tree.map(lambda x: at(place, x), samples), count, slots.stop_state.reshape(-1), stop_table, c
         )

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from tba_jax import mesh as mesh_lib
 from tba_jax import trajectory
 from tba_jax.models import heads, parameters
-from tba_jax.models.parameters import Params
+from tba_jax.models.parameters import Definition, Params
 from tba_jax.models.policy import Policy
 
 # Parts of what is trained (PolicyWithHeads) -> the optimiser of each: "policy", and the heads that the objective has.
@@ -76,24 +76,30 @@ def batch_from_rows(rows: trajectory.Rows) -> Batch:
     return Batch(**{name: np.asarray(rows[name]) for name in columns})
 
 
+def _definition(policy: Policy, optimizers: Optimizers) -> Definition[heads.PolicyWithHeads]:
+    return heads.define(policy, log_z="log_z" in optimizers, value_head="value_head" in optimizers)
+
+
 def init_state(policy: Policy, params: Params, optimizers: Optimizers) -> TrainState:
-    """The state of step 0. Args: params: what is trained of the policy."""
-    learned = heads.define(policy, log_z="log_z" in optimizers, value_head="value_head" in optimizers)
-    parts = {name: heads.initial(policy.model) for name in optimizers if name != "policy"} | {"policy": params}
+    """The state of step 0, with heads of zeros. Args: params: what is trained of the policy."""
+    definition = _definition(policy, optimizers)
+    parts = {"policy": params}
+    for head in [part for part in optimizers if part != "policy"]:
+        parts[head] = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), parameters.shapes(definition.specs[head]))
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         skipped=jnp.zeros((), jnp.int32),
         params=parts,
-        opt_state={name: optimizer.init(parts[name]) for name, optimizer in optimizers.items()},
-        graphdef=learned.graphdef,
+        opt_state={part: optimizer.init(parts[part]) for part, optimizer in optimizers.items()},
+        graphdef=definition.graphdef,
     )
 
 
 def state_shapes(policy: Policy, optimizers: Optimizers, mesh: Mesh) -> TrainState:
     """The train state as jax.ShapeDtypeStruct with shardings: the moments of a parameter are sharded as it is."""
     shapes = jax.eval_shape(lambda params: init_state(policy, params, optimizers), parameters.shapes(policy.trained_specs))
+    specs = _definition(policy, optimizers).specs | {"policy": policy.trained_specs}
     everywhere = mesh_lib.replicated(mesh)
-    specs = {name: heads.specs(policy.model) for name in optimizers} | {"policy": policy.trained_specs}
     sharding_of = parameters.shardings(specs, mesh)
     moments = {
         name: optax.tree_map_params(

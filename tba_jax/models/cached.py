@@ -21,7 +21,7 @@ from tba_jax.models.parameters import Definition, Params
 # Per layer (keys, values).
 Cache = tuple[tuple[jax.Array, ...], ...]
 
-# How samplers hold the weights of linear maps: as the compute dtype, or rounded to integers (Einsum.quantize).
+# How samplers hold the weights of linear maps: in the compute dtype, or rounded to integers (Einsum.quantize).
 WEIGHTS = ("full", "int8")
 
 

@@ -15,12 +15,13 @@ from flax import nnx
 from tba_jax import mesh as mesh_lib
 from tba_jax.models import attention, parameters
 from tba_jax.models.attention import Attend, Attention, Rotary
-from tba_jax.models.config import DecoderConfig, ModelConfig
+from tba_jax.models.config import DecoderConfig
 from tba_jax.models.layers import (
-    ACTIVATIONS,
     REMAT_POLICIES,
+    STD,
     Einsum,
     Embedding,
+    FeedForward,
     Norm,
     ScalarHead,
     float32_sums,
@@ -28,28 +29,6 @@ from tba_jax.models.layers import (
     over_rows,
 )
 from tba_jax.models.parameters import Definition
-
-_STD = 0.02
-
-
-class FeedForward(nnx.Module):
-    """down(act(gate(x)) · up(x)), or down(act(up(x))) without a gate."""
-
-    gate: Any = None
-
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        c, sizes = config, config.sizes
-        self.activation = c.activation
-        if c.gated:
-            self.gate = Einsum("tD,DF->tF", sizes, bias=c.ffn_bias, rngs=rngs)
-        self.up = Einsum("tD,DF->tF", sizes, bias=c.ffn_bias, rngs=rngs)
-        self.down = Einsum("tF,FD->tD", sizes, bias=c.ffn_bias, std=c.residual_std, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[t, D] of [t, D]."""
-        activation = ACTIVATIONS[self.activation]
-        up = self.up(x)
-        return self.down(activation(up) if self.gate is None else activation(self.gate(x)) * up)
 
 
 class Block(nnx.Module):
@@ -95,7 +74,7 @@ class Decoder(nnx.Module):
         self.layers: Any = parameters.unstack(layers, c.layers) if unstacked else layers
         self.final_norm = Norm(c.norm, "D", c.sizes, epsilon=c.norm_epsilon, rngs=rngs)
         if c.head == "score":
-            self.score = ScalarHead(c.width, outputs=c.labels, bias=False, std=_STD, rngs=rngs)
+            self.score = ScalarHead(c.width, outputs=c.labels, bias=False, std=STD, rngs=rngs)
         elif not c.tied_embedding:
             self.lm_head = Einsum("tD,DV->tV", c.sizes, rngs=rngs)
 
@@ -148,16 +127,24 @@ class Decoder(nnx.Module):
         c = self.config
         if c.head != "language_model":
             raise ValueError(f"a model with head={c.head!r} has no language-model head")
-        table, equation = (self.embedding, "tD,VD->tV") if self.lm_head is None else (self.lm_head, self.lm_head.equation)
-        master = table.weight[...]
-        weight = jax.lax.stop_gradient(mesh_lib.constrain(master.astype(c.compute_dtype), table.axes))
+        table: Any = self.embedding if self.lm_head is None else self.lm_head
+        product = self._ready("tD,VD->tV" if self.lm_head is None else self.lm_head.equation, table.weight, table.axes, vmapped)
+        if self.lm_head is None or (self.lm_head.lora_a is None and self.lm_head.quant_scale is None):
+            return product
+        if self.lm_head.quant_scale is not None:
+            return lambda hidden: product(hidden) * self.lm_head.quant_scale[...]
+        into, out_of = self.lm_head.adapter_equations()
+        down = self._ready(into, self.lm_head.lora_a, "Dr", vmapped)
+        up = self._ready(out_of, self.lm_head.lora_b, "rV", vmapped)
+        scale = self.lm_head.lora_scale
+        return lambda hidden: product(hidden) + up((scale * down(hidden)).astype(hidden.dtype))
+
+    def _ready(self, equation: str, parameter: Any, axes: str, vmapped: bool) -> Callable[[jax.Array], jax.Array]:
+        """einsum(equation, x, parameter) of x, with the parameter cast and gathered now. Args: see head."""
         product = over_rows(float32_sums(equation)) if vmapped else float32_sums(equation)
-
-        def logits(hidden: jax.Array) -> jax.Array:
-            found = product(hidden, weight, master)
-            return found if self.lm_head is None else self.lm_head.complete(hidden, found)
-
-        return logits
+        master = parameter[...]
+        weight = jax.lax.stop_gradient(mesh_lib.constrain(master.astype(self.config.compute_dtype), axes))
+        return lambda x: product(x, weight, master)
 
 
 def define(config: DecoderConfig) -> Definition[Decoder]:

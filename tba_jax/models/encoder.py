@@ -18,11 +18,8 @@ from tba_jax import mesh as mesh_lib
 from tba_jax.models import attention, parameters
 from tba_jax.models.attention import Attend, Attention
 from tba_jax.models.config import EncoderConfig
-from tba_jax.models.decoder import FeedForward
-from tba_jax.models.layers import Einsum, Embedding, Norm, ScalarHead, full_precision
+from tba_jax.models.layers import STD, Einsum, Embedding, FeedForward, Norm, ScalarHead, full_precision
 from tba_jax.models.parameters import Definition
-
-_STD = 0.02
 
 
 class EncoderBlock(nnx.Module):
@@ -59,7 +56,7 @@ class Encoder(nnx.Module):
         if c.pooler:
             self.pooler = Einsum("BD,DE->BE", c.sizes, bias=True, rngs=rngs)
         if c.head == "classification":
-            self.classifier = ScalarHead(c.width, outputs=len(c.labels), bias=True, std=_STD, rngs=rngs)
+            self.classifier = ScalarHead(c.width, outputs=len(c.labels), bias=True, std=STD, rngs=rngs)
 
     @full_precision
     def __call__(self, tokens: jax.Array, token_mask: jax.Array, token_types: jax.Array | None = None) -> jax.Array:
@@ -104,7 +101,8 @@ class Encoder(nnx.Module):
             raise ValueError(f"an encoder with head={self.config.head!r} does not classify")
         hidden = self(tokens, token_mask, token_types)
         # logits = W₂ tanh(W₁ h₀ + b₁) + b₂, in float32: one small product a row, and the reward reads it.
-        return self.classifier(jnp.tanh(self.pooler(hidden[:, 0].astype(jnp.float32))))
+        with jax.default_matmul_precision("highest"):
+            return self.classifier(jnp.tanh(self.pooler(hidden[:, 0].astype(jnp.float32))))
 
     def embed(self, tokens: jax.Array, token_mask: jax.Array, token_types: jax.Array | None = None) -> jax.Array:
         """float32[B, D]: sentence embeddings of length 1, so that their dot products are cosine similarities.

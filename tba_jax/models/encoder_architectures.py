@@ -158,7 +158,7 @@ def _body_tensors(prefix: str) -> Tensors:
 def _head_tensors(config: EncoderConfig, pooler: str, classifier: str) -> Tensors:
     tensors = stored.linear(pooler, "pooler", ("E D", "D E", "E"), True) if config.pooler else {}
     if config.head == "classification":
-        tensors |= stored.linear(classifier, "classifier", ("C E", "E C", "C"), True)
+        tensors |= stored.linear(classifier, "classifier", ("C D", "D C", "C"), True)
     return tensors
 
 

@@ -1,6 +1,5 @@
 """What scalar heads (layers.ScalarHead) read: the last state of a sequence, the states of a response, the mean of a prompt."""
 
-import functools
 from typing import Any
 
 import jax
@@ -8,15 +7,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from tba_jax.models import parameters
-from tba_jax.models.config import DecoderConfig
 from tba_jax.models.decoder import Decoder
 from tba_jax.models.layers import ScalarHead
-from tba_jax.models.parameters import Definition, Params, Specs
+from tba_jax.models.parameters import Definition
 from tba_jax.models.policy import Policy
 
 
 class PolicyWithHeads(nnx.Module):
-    """All that a trainer learns: the policy and the scalar heads that its objective asks for.
+    """The policy, adapters included, and the scalar heads that a trainer's objective asks for.
 
     log_z: log Z(x) of a prompt, see log_partition; value_head: V of a state, see state_values. Both begin at 0.
     """
@@ -28,9 +26,9 @@ class PolicyWithHeads(nnx.Module):
         """Args: log_z, value_head: whether there is such a head."""
         self.policy = policy
         if log_z:
-            self.log_z = _scalar(policy.config, rngs)
+            self.log_z = ScalarHead(policy.config.width, bias=True, std=0.0, rngs=rngs)
         if value_head:
-            self.value_head = _scalar(policy.config, rngs)
+            self.value_head = ScalarHead(policy.config.width, bias=True, std=0.0, rngs=rngs)
 
 
 def define(policy: Policy, *, log_z: bool, value_head: bool) -> Definition[PolicyWithHeads]:
@@ -38,26 +36,6 @@ def define(policy: Policy, *, log_z: bool, value_head: bool) -> Definition[Polic
     return parameters.define(
         lambda rngs: PolicyWithHeads(policy.adapted.make(rngs), log_z=log_z, value_head=value_head, rngs=rngs)
     )
-
-
-def _scalar(model: DecoderConfig, rngs: nnx.Rngs) -> ScalarHead:
-    """One of the heads beside a policy; it says 0 of everything."""
-    return ScalarHead(model.width, bias=True, std=0.0, rngs=rngs)
-
-
-def scalar(model: DecoderConfig) -> Definition[ScalarHead]:
-    """The definition of each head beside a policy."""
-    return parameters.define(functools.partial(_scalar, model))
-
-
-def specs(model: DecoderConfig) -> Specs:
-    """Of the parameters of each head beside a policy."""
-    return scalar(model).specs
-
-
-def initial(model: DecoderConfig) -> Params:
-    """The parameters that each head beside a policy begins with."""
-    return parameters.pure(_scalar(model, nnx.Rngs(0)))
 
 
 def sequence_scores(model: Decoder, tokens: jax.Array, token_mask: jax.Array, *, remat: str) -> jax.Array:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from tba_jax import mesh as mesh_lib
+from tba_jax.models.config import ModelConfig
 from tba_jax.models.parameters import parameter
 
 ACTIVATIONS = {
@@ -31,7 +32,7 @@ REMAT_POLICIES = {
 }
 REMAT = tuple(REMAT_POLICIES)
 
-_STD = 0.02
+STD = 0.02  # of the normal initialisation of weights, where nothing else is said
 _LEVELS = 127  # of int8 on either side of 0
 
 
@@ -62,7 +63,7 @@ class Einsum(nnx.Module):
     lora_b: Any = None
     quant_scale: Any = None
 
-    def __init__(self, equation: str, sizes: Mapping[str, int], *, bias: bool = False, std: float = _STD, rngs: nnx.Rngs):
+    def __init__(self, equation: str, sizes: Mapping[str, int], *, bias: bool = False, std: float = STD, rngs: nnx.Rngs):
         """
         Args:
           equation: as "tD,DNH->tNH", letters of the axis table: x, weight, result.
@@ -71,13 +72,25 @@ class Einsum(nnx.Module):
           std: of the weight's normal initialisation.
         """
         self.equation, self.lora_scale = equation, 0.0
-        operands, self.result = equation.split("->")
-        self.x_axes, self.axes = operands.split(",")
-        self.inputs = "".join(axis for axis in self.axes if axis in self.x_axes)
-        self.outputs = self.axes.removeprefix(self.inputs)
         self.weight = parameter(self.axes, sizes, nnx.initializers.normal(std), rngs)
         if bias:
             self.bias = parameter(self.outputs, sizes, nnx.initializers.zeros_init(), rngs)
+
+    @property
+    def axes(self) -> str:
+        """Letters of the weight's dimensions, as in the equation."""
+        return self.equation.split("->")[0].split(",")[1]
+
+    @property
+    def inputs(self) -> str:
+        """The letters of the weight that it has in common with x: the map sums over them."""
+        x_axes = self.equation.split(",")[0]
+        return "".join(axis for axis in self.axes if axis in x_axes)
+
+    @property
+    def outputs(self) -> str:
+        """The other letters of the weight."""
+        return self.axes.removeprefix(self.inputs)
 
     def __call__(self, x: jax.Array, *, dtype: Any = None) -> jax.Array:
         """The map of x, in `dtype` (default: that of x), which is also that of its sums.
@@ -85,22 +98,23 @@ class Einsum(nnx.Module):
         On a mesh, the weight is gathered over the fsdp axis where it is used, and the result is split as its letters say.
         """
         weight = mesh_lib.constrain(self.weight[...], self.axes).astype(x.dtype)
-        return self.complete(x, jnp.einsum(self.equation, x, weight, preferred_element_type=dtype))
-
-    def complete(self, x: jax.Array, product: jax.Array) -> jax.Array:
-        """The map of x, given einsum(equation, x, weight)."""
-        y = product
+        y = jnp.einsum(self.equation, x, weight, preferred_element_type=dtype)
         if self.quant_scale is not None:
             y = (y.astype(jnp.float32) * self.quant_scale[...]).astype(y.dtype)
         if self.lora_a is not None:
-            batch = self.x_axes.removesuffix(self.inputs)
+            into, out_of = self.adapter_equations()
             lora_a = mesh_lib.constrain(self.lora_a[...], f"{self.inputs}r").astype(x.dtype)
             lora_b = mesh_lib.constrain(self.lora_b[...], f"r{self.outputs}").astype(x.dtype)
-            low = self.lora_scale * jnp.einsum(f"{self.x_axes},{self.inputs}r->{batch}r", x, lora_a)
-            y = y + jnp.einsum(f"{batch}r,r{self.outputs}->{self.result}", low, lora_b)
+            y = y + jnp.einsum(out_of, self.lora_scale * jnp.einsum(into, x, lora_a), lora_b)
         if self.bias is not None:
             y = y + mesh_lib.constrain(self.bias[...], self.outputs).astype(y.dtype)
-        return mesh_lib.constrain(y, self.result)
+        return mesh_lib.constrain(y, self.equation.split("->")[1])
+
+    def adapter_equations(self) -> tuple[str, str]:
+        """Of x A and of (x A) B."""
+        x_axes, result = self.equation.split(",")[0], self.equation.split("->")[1]
+        low = f"{x_axes.removesuffix(self.inputs)}r"
+        return f"{x_axes},{self.inputs}r->{low}", f"{low},r{self.outputs}->{result}"
 
     def sizes(self) -> dict[str, int]:
         """Letter -> size, with "L" where the map is one of a stack."""
@@ -145,9 +159,9 @@ class Einsum(nnx.Module):
 
 def linear_maps(model: nnx.Module) -> Iterator[tuple[str, Einsum]]:
     """(dotted name, map) of every linear map of a model."""
-    for path, module in nnx.iter_modules(model):
-        if isinstance(module, Einsum):
-            yield ".".join(map(str, path)), module
+    for path, part in nnx.iter_modules(model):
+        if isinstance(part, Einsum):
+            yield ".".join(map(str, path)), part
 
 
 def float32_sums(equation: str) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
@@ -157,9 +171,9 @@ def float32_sums(equation: str) -> Callable[[jax.Array, jax.Array, jax.Array], j
       equation: as "tD,DV->tV".
 
     The arguments of the function that is returned: x, in the compute dtype; weight, in that dtype, gathered once by the caller;
-    master, the float32 parameter that `weight` was made from, which is not read. Products, also those of the backward pass, are
-    made in the compute dtype with float32 sums. The gradient goes to `master` alone, in float32, and so do its sums over the
-    steps of a loop.
+    master, the parameter that `weight` was made from, which is not read. Products, also those of the backward pass, are
+    made in the compute dtype with float32 sums. The gradient goes to `master` alone, in its dtype, float32 where it is
+    trained, and so do its sums over the steps of a loop.
     """
     operands, result = equation.split("->")
     x_axes, axes = operands.split(",")
@@ -231,13 +245,33 @@ class Norm(nnx.Module):
         return (y if self.bias is None else y + weight(self.bias)).astype(x.dtype)
 
 
+class FeedForward(nnx.Module):
+    """down(act(gate(x)) · up(x)), or down(act(up(x))) without a gate."""
+
+    gate: Any = None
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        c, sizes = config, config.sizes
+        self.activation = c.activation
+        if c.gated:
+            self.gate = Einsum("tD,DF->tF", sizes, bias=c.ffn_bias, rngs=rngs)
+        self.up = Einsum("tD,DF->tF", sizes, bias=c.ffn_bias, rngs=rngs)
+        self.down = Einsum("tF,FD->tD", sizes, bias=c.ffn_bias, std=c.residual_std, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[t, D] of [t, D]."""
+        activation = ACTIVATIONS[self.activation]
+        up = self.up(x)
+        return self.down(activation(up) if self.gate is None else activation(self.gate(x)) * up)
+
+
 class Embedding(nnx.Module):
     """A table of vectors: y = weight[index]."""
 
     def __init__(self, axes: str, sizes: Mapping[str, int], *, rngs: nnx.Rngs):
         """Args: axes: letters of the table's dimensions, "VD" for tokens; sizes: letter -> size."""
         self.axes = axes
-        self.weight = parameter(axes, sizes, nnx.initializers.normal(_STD), rngs)
+        self.weight = parameter(axes, sizes, nnx.initializers.normal(STD), rngs)
 
     def __call__(self, index: jax.Array, *, dtype: str) -> jax.Array:
         """dtype[t, D] of int32[t] indices."""

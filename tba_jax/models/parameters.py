@@ -136,21 +136,22 @@ def module(graphdef: nnx.GraphDef[M], params: Params) -> M:
     """The module that has these parameters, in a traced function: nnx.merge, which counts leaves, with a look at their names.
 
     Raises:
-      ValueError: the parameters are not those of the module; names one that differs.
+      ValueError: the parameters are not those of the module, by their keys; names one that differs.
     """
     made = nnx.merge(graphdef, params)
-    if different := set(flatten(pure(made))) ^ set(flatten(params)):
-        raise ValueError(f"the parameters are not those of the {type(made).__name__}: {min(different)} is missing or unknown")
+    wanted, given = ({path for path, _ in jax.tree.leaves_with_path(tree)} for tree in (pure(made), params))
+    if different := sorted(map(jax.tree_util.keystr, wanted ^ given)):
+        raise ValueError(f"the parameters are not those of the {type(made).__name__}: {different[0]} is missing or unknown")
     return made
 
 
-def pure(module: nnx.Module) -> Params:
+def pure(model: nnx.Module) -> Params:
     """The parameters of a module as a plain nested dict."""
-    return nnx.to_pure_dict(nnx.state(module))
+    return nnx.to_pure_dict(nnx.state(model))
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"layers": {"up": {"weight": x}}} -> {"layers.up.weight": x}. Works for parameters, specs and shardings alike."""
+    """{"final_norm": {"scale": x}} -> {"final_norm.scale": x}. Works for parameters, specs and shardings alike."""
     leaves: dict[str, Any] = {}
     for name, value in tree.items():
         leaves |= flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}

@@ -24,12 +24,12 @@ class Policy:
 
     @functools.cached_property
     def base(self) -> Definition[Decoder]:
-        """Of the decoder without adapters: of `base`, and of plain weights of the policy."""
+        """The definition of the decoder without adapters; `base` and plain weights of the policy are parameters of it."""
         return decoder.define(self.model)
 
     @functools.cached_property
     def adapted(self) -> Definition[Decoder]:
-        """Of the decoder, adapters included."""
+        """The definition of the decoder with its adapters."""
         lora = self.lora
         if lora is None:
             return self.base
@@ -47,7 +47,7 @@ class Policy:
 
     @property
     def trained_specs(self) -> Specs:
-        """Of what the optimiser, the gradients and published snapshots hold."""
+        """The parameters that the optimiser, the gradients and published snapshots hold."""
         return self.model_specs if self.lora is None else parameters.select(lambda spec: spec.adapter, self.adapted.specs)
 
     @property

@@ -39,8 +39,9 @@ class LogprobGap:
     def _score_snapshot(self, snapshot: parameters.Params, frozen: parameters.Params, batch: Batch) -> jax.Array:
         """float32[B, R]: log-probs by a snapshot; rounded as searchers round it, if they do."""
         policy = self._config.policy
-        model = policy.for_training(snapshot, frozen)
-        if self._sampler_weights != "full":
+        if self._sampler_weights == "full":
+            model = policy.for_training(snapshot, frozen)
+        else:
             rounded = cached.define(policy.model, self._sampler_weights, unstacked=False)
             model = parameters.module(rounded.graphdef, policy.for_sampling(snapshot, frozen, self._sampler_weights))
         return update_lib.score(model, batch, config=self._config)[0]
