@@ -113,7 +113,7 @@ def get_config() -> config_dict.ConfigDict:
     c.lora = config_dict.ConfigDict()
     c.lora.rank = 0  # 0: the whole policy is trained
     c.lora.alpha = 16.0  # the update is scaled by alpha / rank
-    c.lora.targets = ("layers.*",)  # linear maps, by patterns: layers.attention.query, layers.feed_forward.*, lm_head, …
+    c.lora.targets = ("layers.*",)  # linear maps, by patterns: layers.attention.query, layers.feed_forward.*, lm_head (if untied)
 
     # Supervised warm start on the task's worked examples; its result is the reference policy. (contract)
     c.warm_start = config_dict.ConfigDict()
