@@ -15,7 +15,7 @@ OUR_LOG = re.compile(r"\d\d:\d\d:\d\d ")  # command.log_to_stderr
 
 @pytest.fixture
 def environment(tmp_path) -> dict[str, str]:
-    """That of a user who asked no library for anything; pytest has imported tba_jax, which did."""
+    """The environment of a user who set none of these variables; pytest has imported tba_jax, which set them in its own."""
     ours = tiny_run.environment() | {"HF_HOME": str(tmp_path / "hub")}
     return {name: value for name, value in ours.items() if name not in ASKED}
 

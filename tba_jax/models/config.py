@@ -1,4 +1,4 @@
-"""Shapes of the models: one decoder and one encoder, by configuration. What is computed from them: decoder.py, encoder.py."""
+"""Shapes of the models: one decoder and one encoder, by configuration. decoder.py and encoder.py compute with them."""
 
 import dataclasses
 import math
