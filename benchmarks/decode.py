@@ -42,13 +42,14 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags, logging
 
-from tba_jax import mesh as mesh_lib
+from tba_jax import sharding
 from tba_jax.decoding import sampling as sampling_lib
 from tba_jax.decoding.engine import Engine
 from tba_jax.decoding.requests import Request
 from tba_jax.decoding.slots import row_keys
-from tba_jax.models import decoder, hugging_face, hugging_face_export, parameters
+from tba_jax.models import decoder, parameters
 from tba_jax.models.config import DecoderConfig
+from tba_jax.models.hugging_face import export, load
 from tba_jax.models.presets import PRESETS
 from tba_jax.models.scoring import ResponseSpace
 
@@ -135,7 +136,7 @@ def measure_ours(case: Case, *, repeats: int, between: Callable[[], None]) -> li
     `between`, which measures torch once in each mode, and times one generation of all rows of the case at temperature 1, from
     host arrays to host arrays; case.slots rows at a time, each row to its case.lengths, no end-of-sequence token.
     """
-    mesh = mesh_lib.make_mesh((-1, 1, 1), setting="benchmark")
+    mesh = sharding.make_mesh((-1, 1, 1), setting="benchmark")
     Q, P = case.prompts.shape
     engine = Engine(
         case.model,
@@ -148,7 +149,7 @@ def measure_ours(case: Case, *, repeats: int, between: Callable[[], None]) -> li
         pad_id=0,
         batches=len(case.lengths) == case.slots,
     )
-    params = hugging_face.load_params(case.folder, case.model, decoder.define(case.model).shardings(mesh))
+    params = load.load_params(case.folder, case.model, decoder.define(case.model).shardings(mesh))
     engine.set_policy(parameters.cast(params, case.model.compute_dtype), 0)
     S = case.samples
     limits = case.lengths.reshape(Q, S)
@@ -233,7 +234,7 @@ def mode_dtype(mode: str, model: DecoderConfig) -> str:
 def write_random_checkpoint(folder: Path, model: DecoderConfig) -> None:
     """A Hugging Face folder with weights as they are before training, in the dtype that the model computes in."""
     params = jax.jit(decoder.define(model).init)(jax.random.key(0))
-    hugging_face_export.save(folder, model, params, dtype=model.compute_dtype)
+    export.save(folder, model, params, dtype=model.compute_dtype)
 
 
 def phases(case: Case, dtype: str) -> list[Work]:
@@ -321,9 +322,9 @@ def check_greedy(case: Case, peer: Torch) -> None:
     tokens = peer.ask("greedy", prompt=0, new_tokens=GREEDY_TOKENS)["tokens"]
     P = case.prompts.shape[1]
     row = np.concatenate([case.prompts[0], np.asarray(tokens[:-1], np.int32)])[None]
-    mesh = mesh_lib.make_mesh((1, 1, 1), setting="benchmark", devices=jax.devices()[:1])
+    mesh = sharding.make_mesh((1, 1, 1), setting="benchmark", devices=jax.devices()[:1])
     definition = decoder.define(case.model)
-    params = hugging_face.load_params(case.folder, case.model, definition.shardings(mesh))
+    params = load.load_params(case.folder, case.model, definition.shardings(mesh))
 
     def logits_after(params: Any, row: jax.Array) -> jax.Array:
         model = parameters.module(definition.graphdef, params)
@@ -419,7 +420,7 @@ def cases(names: Sequence[str], *, device: str, batch: int, tiny_stories: Path, 
                     f"\n{name} is skipped: {folder} holds no config.json; name the folder of TinyStories-656K by --tiny_stories"
                 )
                 continue
-            model = hugging_face.read_config(folder, compute_dtype="float32")
+            model = load.read_config(folder, compute_dtype="float32")
         elif device == "gpu":
             model = dataclasses.replace(PRESETS[_GPU_MODELS[family]], compute_dtype="bfloat16")
         else:

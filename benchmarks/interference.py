@@ -29,8 +29,8 @@ from typing import Any
 import numpy as np
 from absl import app, flags, logging
 
-from tba_jax import metrics, run_dir
 from tba_jax.replay.log import LogWriter
+from tba_jax.run import layout, metrics
 from tba_jax.trajectory import RowShape
 
 _FOLDER = flags.DEFINE_string("folder", None, "Where runs are made and removed again.", required=True)
@@ -145,22 +145,23 @@ def demo_config() -> Any:
 
 def make_trainer(workdir: Path) -> tuple[Any, Source]:
     """A trainer with an empty log, and the rows of a searcher, which wrote them elsewhere."""
-    from tba_jax import experiment as experiment_lib
-    from tba_jax import run_config, trajectory
-    from tba_jax.metrics import TimeAccount
-    from tba_jax.replay.lease import EpochLease
+    from tba_jax import trajectory
+    from tba_jax.experiment import composition
     from tba_jax.replay.reader import LogReader
-    from tba_jax.searcher.search import Searcher
-    from tba_jax.trainer.role import Trainer
+    from tba_jax.roles.searcher.searcher import Searcher
+    from tba_jax.roles.trainer.trainer import Trainer
+    from tba_jax.run import contract
+    from tba_jax.run.lease import EpochLease
+    from tba_jax.run.metrics import TimeAccount
 
-    e = experiment_lib.build(demo_config())
-    run, c = run_dir.RunDir(workdir), e.config
-    run_config.join(run, c, e.contract)
+    e = composition.build(demo_config())
+    run, c = layout.RunDir(workdir), e.config
+    contract.join(run, c, e.contract)
     lease = EpochLease.acquire(run.journal)
-    experiment_lib.ensure_reference(e, run, report=lambda step, loss: None)
+    composition.ensure_reference(e, run, report=lambda step, loss: None)
     trainer = Trainer(c, e.contract, run, policy=e.policy, lease=lease, publish_every_steps=c.publish.every_steps)
     trainer.flush_snapshot()
-    recorded, queries = run_dir.RunDir(workdir / "recorded"), e.queries["train"]
+    recorded, queries = layout.RunDir(workdir / "recorded"), e.queries["train"]
     for name in ("reference", "policy"):
         shutil.copytree(workdir / name, recorded.root / name)
     searcher = Searcher(
@@ -297,7 +298,7 @@ def share_part(folder: Path, steps: int) -> None:
     recipe = ("--config=configs/demo.py", f"--workdir={folder}", f"--config.learner.steps={steps}")
     begin, load = time.monotonic(), os.getloadavg()
     subprocess.run([sys.executable, "-m", "tba_jax.main", *recipe], check=True, stdout=subprocess.DEVNULL)
-    last = metrics.read_lines(run_dir.RunDir(folder).metrics("trainer"))[-1]
+    last = metrics.read_lines(layout.RunDir(folder).metrics("trainer"))[-1]
     print(
         f"{last['step']} steps at {last['steps_per_second']:.2f} a second, {last['rows_seen']:.0f} rows, in "
         f"{time.monotonic() - begin:.0f} s with the warm start; load average {load[0]:.1f} before, {os.getloadavg()[0]:.1f} after"

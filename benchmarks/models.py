@@ -17,18 +17,19 @@ import numpy as np
 import optax
 from absl import app, flags, logging
 
-from tba_jax import mesh as mesh_lib
+from tba_jax import sharding
 from tba_jax.decoding import sampling as sampling_lib
 from tba_jax.decoding.rollout import rollout
 from tba_jax.decoding.slots import row_keys
 from tba_jax.learner import state as state_lib
-from tba_jax.learner import update as update_lib
-from tba_jax.models import cached, decoder, hugging_face, parameters, scoring
+from tba_jax.learner import update
+from tba_jax.learner.optimizer import linear_then_constant
+from tba_jax.models import decoder, kv_cache, parameters, scoring
 from tba_jax.models.config import DecoderConfig
+from tba_jax.models.hugging_face import load
 from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.objectives.inputs import ObjectiveSettings
-from tba_jax.optimizer import linear_then_constant
 
 _ONLY = flags.DEFINE_list("only", ["logprobs", "compile", "int8"], "Which parts to run.")
 _MODEL = flags.DEFINE_string("model", "", "A Hugging Face folder for int8; default: random weights.")
@@ -101,7 +102,7 @@ def lowered_train_step(layers: int) -> Any:
     """The learner's whole update on a small Llama of this depth, lowered."""
     model = DecoderConfig(layers=layers, width=128, heads=4, kv_heads=4, head_size=32, ffn=256, vocab=512, max_positions=64)
     policy, optimizers = Policy(model=model), {"policy": optax.adamw(1e-4)}
-    config = update_lib.LearnerConfig(
+    config = update.LearnerConfig(
         policy=policy,
         objective=OBJECTIVES["trajectory_balance"],
         settings=ObjectiveSettings(completions=4),
@@ -111,8 +112,8 @@ def lowered_train_step(layers: int) -> Any:
         remat="full",
     )
     always_one = linear_then_constant(start=1.0, end=1.0, steps=0)
-    schedules = update_lib.Schedules(beta=always_one, ref_temperature=always_one, reward_temperature=always_one)
-    step = functools.partial(update_lib.train_step, optimizers=optimizers, schedules=schedules, config=config)
+    schedules = update.Schedules(beta=always_one, ref_temperature=always_one, reward_temperature=always_one)
+    step = functools.partial(update.train_step, optimizers=optimizers, schedules=schedules, config=config)
     state = jax.eval_shape(lambda: state_lib.init_state(policy, policy.base.init(jax.random.key(0)), optimizers))
     rows = {name: jax.ShapeDtypeStruct((16, 16), np.int32) for name in ("prompt_tokens", "response_tokens", "policy_step")}
     rows |= {name: jax.ShapeDtypeStruct((16,), np.int32) for name in ("prompt_length", "response_length")}
@@ -138,9 +139,9 @@ def compile_times(repeats: int) -> None:
 def int8(repeats: int, folder: str) -> None:
     dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     if folder:
-        model = hugging_face.read_config(folder, compute_dtype=dtype)
-        mesh = mesh_lib.make_mesh((1, 1, 1), setting="benchmark", devices=jax.devices()[:1])
-        base = hugging_face.load_params(folder, model, decoder.define(model).shardings(mesh))
+        model = load.read_config(folder, compute_dtype=dtype)
+        mesh = sharding.make_mesh((1, 1, 1), setting="benchmark", devices=jax.devices()[:1])
+        base = load.load_params(folder, model, decoder.define(model).shardings(mesh))
     else:
         model = DecoderConfig(
             layers=6, width=384, heads=6, kv_heads=6, head_size=64, ffn=1024, vocab=4096, max_positions=192, compute_dtype=dtype
@@ -156,13 +157,13 @@ def int8(repeats: int, folder: str) -> None:
     keys = np.asarray(row_keys(0, 0, np.arange(B, dtype=np.uint32)))
     rows: dict[str, Any] = dict(config=model, space=_SPACE, response_length=R, pad_id=0)
     generate = {
-        name: jax.jit(functools.partial(rollout, graphdef=cached.define(model, name).graphdef, **rows)) for name in params
+        name: jax.jit(functools.partial(rollout, graphdef=kv_cache.define(model, name).graphdef, **rows)) for name in params
     }
     sampling = sampling_lib.constant(B, temperature=1.0)
-    one = mesh_lib.make_mesh((1, 1, 1), setting="benchmark", devices=jax.devices()[:1])
+    one = sharding.make_mesh((1, 1, 1), setting="benchmark", devices=jax.devices()[:1])
     score = {
         name: scoring.scorer(
-            one, graphdef=cached.define(model, name, unstacked=False).graphdef, space=_SPACE, logit_megabytes=128
+            one, graphdef=kv_cache.define(model, name, unstacked=False).graphdef, space=_SPACE, logit_megabytes=128
         )
         for name in params
     }

@@ -13,18 +13,20 @@ from typing import Any
 import numpy as np
 
 from benchmarks import warm_start
-from tba_jax import experiment, roles, run_dir, trajectory
-from tba_jax.audit import open_run
-from tba_jax.evaluator import Evaluator
-from tba_jax.interleave import run_interleaved
+from tba_jax import trajectory
+from tba_jax.commands.audit import open_run
+from tba_jax.experiment import composition, jobs
 from tba_jax.replay.journal import line_ids
-from tba_jax.replay.lease import EpochLease
 from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
-from tba_jax.searcher.appender import SearchReport
-from tba_jax.searcher.search import Searcher
+from tba_jax.roles.evaluator import Evaluator
+from tba_jax.roles.interleaved import run_interleaved
+from tba_jax.roles.searcher.appender import SearchReport
+from tba_jax.roles.searcher.searcher import Searcher
+from tba_jax.roles.trainer.trainer import Trainer
+from tba_jax.run import layout
+from tba_jax.run.lease import EpochLease
 from tba_jax.tasks.interface import Query, Scores, Task
-from tba_jax.trainer.role import Trainer
 
 STEPS = 200
 FLIPPED = 0.1
@@ -65,7 +67,7 @@ class FlippedRewards:
 class PlantingSearcher(Searcher):
     """A searcher beside which somebody writes copies of its wrong responses, with a reward that no honest row gets."""
 
-    def __init__(self, config: Any, contract: Any, run: run_dir.RunDir, **arguments: Any):
+    def __init__(self, config: Any, contract: Any, run: layout.RunDir, **arguments: Any):
         super().__init__(config, contract, run, **arguments)
         self._shape = contract.row_shape()
         self._plants = LogWriter(
@@ -93,7 +95,7 @@ class PlantingSearcher(Searcher):
         return report
 
 
-def train(workdir: Path, *, steps: int, disturbance: str, sampling: dict[str, Any]) -> run_dir.RunDir:
+def train(workdir: Path, *, steps: int, disturbance: str, sampling: dict[str, Any]) -> layout.RunDir:
     """One run, whose searcher alone is disturbed."""
     from configs import demo
 
@@ -104,7 +106,7 @@ def train(workdir: Path, *, steps: int, disturbance: str, sampling: dict[str, An
     c.update_from_flattened_dict(sampling)
     s = warm_start.settings(workdir, c)
     e, run = s.experiment, s.run
-    roles.reference(s)()
+    jobs.reference(s)()
     lease = EpochLease.acquire(run.journal)
     trainer = Trainer(c, e.contract, run, policy=e.policy, lease=lease, publish_every_steps=1)
     task = FlippedRewards(e.task, share=FLIPPED, seed=c.seed) if disturbance == DISTURBANCES[1] else e.task
@@ -113,7 +115,7 @@ def train(workdir: Path, *, steps: int, disturbance: str, sampling: dict[str, An
     searcher = make(
         c, e.contract, run, **world, task=task, queries=e.queries["train"], name="searcher-0", account=trainer.account
     )
-    evaluator = Evaluator(c, e.contract, run, **world, task=e.task, queries=experiment.heldout_queries(e))
+    evaluator = Evaluator(c, e.contract, run, **world, task=e.task, queries=composition.heldout_queries(e))
     run_interleaved(trainer, searcher, evaluator, c, run, stop=lambda: False, progress=lambda: None)
     lease.release()
     return run

@@ -33,18 +33,19 @@ import numpy as np
 
 import tba_jax
 from configs import base, demo
-from tba_jax import experiment, run_config
-from tba_jax import mesh as mesh_lib
+from tba_jax import sharding
 from tba_jax.decoding import sampling as sampling_lib
 from tba_jax.decoding.engine import Engine
 from tba_jax.decoding.requests import Request
 from tba_jax.decoding.rollout import rollout
 from tba_jax.decoding.slots import row_keys
+from tba_jax.experiment import composition
+from tba_jax.learner import settings
 from tba_jax.learner import state as state_lib
 from tba_jax.learner import update as update_lib
-from tba_jax.models import cached, decoder, parameters, scoring
+from tba_jax.models import decoder, kv_cache, parameters, scoring
 from tba_jax.models.config import DecoderConfig
-from tba_jax.trainer import settings
+from tba_jax.run import contract as contract_lib
 
 _MIB = 1 << 20
 _MEMORY, _SECONDS, _LOWER, _COMPILE = "temporary memory, MiB", "seconds", "trace and lower, seconds", "compile, seconds"
@@ -102,7 +103,7 @@ def recipe(changes: Mapping[str, Any]) -> Any:
 
 def model_of(config: Any, vocab: int) -> DecoderConfig:
     """The policy's shape of a config, with so many tokens."""
-    return dataclasses.replace(experiment.build(config).policy.model, vocab=vocab)
+    return dataclasses.replace(composition.build(config).policy.model, vocab=vocab)
 
 
 def space_of_all_tokens() -> scoring.ResponseSpace:
@@ -112,7 +113,7 @@ def space_of_all_tokens() -> scoring.ResponseSpace:
 
 def update_of(config: Any, vocab: int = 0) -> Update:
     """The update of a config. vocab: of the policy, 0: that of the config's tokenizer."""
-    built = experiment.build(config)
+    built = composition.build(config)
     model = model_of(config, vocab) if vocab else built.policy.model
     policy = dataclasses.replace(built.policy, model=model)
     optimizers, schedules = settings.make_optimizers(config), settings.make_schedules(config)
@@ -127,7 +128,7 @@ def update_of(config: Any, vocab: int = 0) -> Update:
     return Update(step, init, random_batch(config, built.contract, model.vocab))
 
 
-def random_batch(config: Any, contract: run_config.Contract, vocab: int) -> state_lib.Batch:
+def random_batch(config: Any, contract: contract_lib.Contract, vocab: int) -> state_lib.Batch:
     """A learner's batch of responses whose lengths are between a half and the whole of the longest."""
     B, P, R = config.learner.queries * config.learner.completions, contract.prompt_length, contract.response_length
     rng = np.random.default_rng(0)
@@ -159,7 +160,7 @@ def generator_of(config: Any, vocab: int, *, rows: int, response_length: int) ->
 
     The function's argument numbers the random keys.
     """
-    model, mesh = model_of(config, vocab), mesh_lib.make_mesh((-1, 1, 1), setting="benchmark")
+    model, mesh = model_of(config, vocab), sharding.make_mesh((-1, 1, 1), setting="benchmark")
     engine = Engine(
         model,
         space_of_all_tokens(),
@@ -194,7 +195,7 @@ def rollout_of(config: Any, vocab: int, *, rows: int, response_length: int) -> t
     params = parameters.shapes(decoder.define(model).specs)
     keys = jax.ShapeDtypeStruct((rows, 2), np.uint32)
     prompts, lengths = jax.ShapeDtypeStruct((rows, _PROMPT), np.int32), jax.ShapeDtypeStruct((rows,), np.int32)
-    static: dict[str, Any] = {"config": model, "graphdef": cached.define(model).graphdef, "space": space_of_all_tokens()}
+    static: dict[str, Any] = {"config": model, "graphdef": kv_cache.define(model).graphdef, "space": space_of_all_tokens()}
     function = functools.partial(rollout, **static, response_length=response_length, pad_id=0)
     return function, (params, prompts, lengths, keys, sampling_lib.constant(rows, temperature=1.0))
 

@@ -26,7 +26,7 @@ from tba_jax.decoding.rollout import Rollout, rollout
 from tba_jax.decoding.sampling import Sampling
 from tba_jax.learner import state as state_lib
 from tba_jax.learner import update
-from tba_jax.models import cached, decoder, heads, parameters, scoring
+from tba_jax.models import decoder, heads, kv_cache, parameters, scoring
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
@@ -56,7 +56,7 @@ MODEL = DecoderConfig(
     positions="learned",
     tied_embedding=False,
 )
-DECODER, SAMPLER = decoder.define(MODEL), cached.define(MODEL)
+DECODER, SAMPLER = decoder.define(MODEL), kv_cache.define(MODEL)
 
 
 # All fields are traced, so that one program serves all.

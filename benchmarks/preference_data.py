@@ -20,15 +20,17 @@ import numpy as np
 from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
 from benchmarks import side_by_side
-from tba_jax import mesh as mesh_lib
-from tba_jax import metrics, run_dir
-from tba_jax.decoding import sampling, slots, stop_strings
+from tba_jax import sharding
+from tba_jax.decoding import sampling, slots
 from tba_jax.decoding.engine import Engine
 from tba_jax.decoding.requests import Request
-from tba_jax.models import decoder, hugging_face, scoring
-from tba_jax.scorers import language_model
-from tba_jax.scorers.sequence import SequenceScorer
-from tba_jax.tokenizer import HuggingFaceTokenizer
+from tba_jax.models import decoder, scoring
+from tba_jax.models.hugging_face import load
+from tba_jax.rewards import language_model
+from tba_jax.rewards.sequence import SequenceScorer
+from tba_jax.run import layout, metrics
+from tba_jax.text import stop_strings
+from tba_jax.text.tokenizers import HuggingFaceTokenizer
 
 PROMPT_LENGTH, RESPONSE_LENGTH = 24, 64  # tokens; stories beyond them are left out
 STOP_STRINGS = ("\n",)  # a response ends where its paragraph does
@@ -109,7 +111,7 @@ def openings(stories: Sequence[str], model: Path) -> list[dict[str, str]]:
 def continuations(prompts: Sequence[str], model: Path) -> list[list[str]]:
     """Of each prompt the paragraphs that the model goes on with at temperature 1, without those that are cut at their limit."""
     folder, config, tokenizer = language_model.read(model, setting="--data=", compute_dtype="float32")
-    mesh = mesh_lib.make_mesh((len(jax.devices()), 1, 1), setting="devices")
+    mesh = sharding.make_mesh((len(jax.devices()), 1, 1), setting="devices")
     banned = {*tokenizer.special_ids, *range(tokenizer.vocab_size, config.vocab)} - {tokenizer.eos_id}
     engine = Engine(
         config,
@@ -122,7 +124,7 @@ def continuations(prompts: Sequence[str], model: Path) -> list[list[str]]:
         pad_id=tokenizer.pad_id,
         stop_strings=stop_strings.build(tokenizer.token_bytes(), STOP_STRINGS, vocab=config.vocab),
     )
-    engine.set_policy(hugging_face.load_params(folder, config, decoder.define(config).shardings(mesh), dtype="float32"), 0)
+    engine.set_policy(load.load_params(folder, config, decoder.define(config).shardings(mesh), dtype="float32"), 0)
     rows = np.arange(len(prompts) * _CONTINUATIONS, dtype=np.uint32)
     keys = np.asarray(slots.row_keys(np.uint32(0), 0, rows)).reshape(len(prompts), _CONTINUATIONS, 2)
     encoded = [tokenizer.encode(prompt) for prompt in prompts]
@@ -181,7 +183,7 @@ def _train(folder: Path, name: str, model: Path, cores: Sequence[int]) -> None:
         "training.learning_rate": 1e-3,
         "training.remat": "none",
     }
-    command = [*side_by_side.on_cores(cores), sys.executable, "-m", "tba_jax.supervised", "--config=configs/supervised.py"]
+    command = [*side_by_side.on_cores(cores), sys.executable, "-m", "tba_jax", "supervised", "--config=configs/supervised.py"]
     command += [f"--workdir={_training(folder, name)}", f"--output={folder / name}"]
     output = folder / f"{name}.out"
     with open(output, "w") as file:
@@ -201,7 +203,7 @@ def _training(folder: Path, name: str) -> Path:
 
 def _accuracy(folder: Path, name: str) -> float:
     """Of held-out pairs, at the end of training."""
-    lines = metrics.read_lines(run_dir.RunDir(_training(folder, name)).metrics("supervised"))
+    lines = metrics.read_lines(layout.RunDir(_training(folder, name)).metrics("supervised"))
     return [line["heldout_pair_accuracy"] for line in lines if "heldout_pair_accuracy" in line][-1]
 
 
@@ -210,12 +212,12 @@ def _worst(folder: Path) -> float:
     path = folder / "missing_eos_reward.json"
     if not path.exists():
         scorer = SequenceScorer(
-            folder / "proxy", mesh_lib.make_mesh((1, 1, 1), setting="devices"), setting="--workdir=", batch_rows=64
+            folder / "proxy", sharding.make_mesh((1, 1, 1), setting="devices"), setting="--workdir=", batch_rows=64
         )
         texts = sorted({row[field] for row in _read(_pairs(folder, "proxy", "heldout")) for field in ("chosen", "rejected")})
         scores = scorer.scores(texts, ended=[True] * len(texts))[:, 0]
-        run_dir.write_json(path, {"reward": round(float(np.quantile(scores, _WORST_SHARE)), 2), "spread": float(scores.std())})
-    return run_dir.read_json(path)["reward"]
+        layout.write_json(path, {"reward": round(float(np.quantile(scores, _WORST_SHARE)), 2), "spread": float(scores.std())})
+    return layout.read_json(path)["reward"]
 
 
 def _write(path: Path, rows: Sequence[dict[str, str]]) -> None:

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from benchmarks import warm_start
-from tba_jax import metrics, report, run_dir
+from tba_jax.roles import progress
+from tba_jax.run import layout, metrics
 
 STEPS = 300
 
@@ -28,7 +29,7 @@ def compare(root: Path, *, steps: int = STEPS) -> None:
         flags = [f"--config.learner.{leaf}={value}" for leaf, value in changes.items()]
         timing = f"--config.learner.steps={steps}", f"--config.evaluation.every_steps={max(1, steps // 3)}"
         seconds = warm_start.call(workdir, *timing, *flags)
-        run = run_dir.RunDir(workdir)
+        run = layout.RunDir(workdir)
         lines = metrics.read_lines(run.metrics("trainer"))
         kl = [line.get("kl_to_initial", line["kl_to_ref"]) for line in lines[-LAST_LINES:]]
         warm_start.row(
@@ -36,7 +37,7 @@ def compare(root: Path, *, steps: int = STEPS) -> None:
             warm_start.accuracy(run),
             f"{steps}",
             f"{seconds:.0f}",
-            f"{report.summary(run)['mean staleness (steps)']:.1f}",
+            f"{progress.summary(run)['mean staleness (steps)']:.1f}",
             f"{sum(kl) / len(kl):.2f}",
             f"{sum(line['ratio_clipped'] for line in lines) / len(lines):.1e}",
             f"{sum(line['effective_sample_share'] for line in lines) / len(lines):.2f}",

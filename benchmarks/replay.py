@@ -311,15 +311,15 @@ def policy(folder: Path, parameter_count: int, repeats: int) -> None:
     import jax.numpy as jnp
     import orbax.checkpoint as ocp
 
-    from tba_jax import mesh as mesh_lib
-    from tba_jax import policy_store
+    from tba_jax import sharding
     from tba_jax.models import parameters
+    from tba_jax.run import snapshots
 
     width = 2048
     blocks = -(-parameter_count // width**2)
     spec = parameters.ParamSpec(shape=(width, width), axes=("ffn", "embed"))
     specs = {f"block_{number}": {"weight": spec} for number in range(blocks)}
-    mesh = mesh_lib.make_mesh((1, 1, 1), setting="benchmark", devices=jax.devices()[:1])
+    mesh = sharding.make_mesh((1, 1, 1), setting="benchmark", devices=jax.devices()[:1])
     shardings = parameters.shardings(specs, mesh)
 
     def random() -> parameters.Params:
@@ -330,9 +330,9 @@ def policy(folder: Path, parameter_count: int, repeats: int) -> None:
     checkpointer, number = ocp.StandardCheckpointer(), 0
 
     def ours(path: Path) -> tuple[Callable[[], Any], Callable[[], Any]]:
-        info = policy_store.SnapshotInfo(step=1, epoch=1)
-        save = functools.partial(policy_store.save, path, params, info, dtype="bfloat16", durable=False)
-        return save, functools.partial(policy_store.load, path, specs, shardings, dtype="bfloat16")
+        info = snapshots.SnapshotInfo(step=1, epoch=1)
+        save = functools.partial(snapshots.save, path, params, info, dtype="bfloat16", durable=False)
+        return save, functools.partial(snapshots.load, path, specs, shardings, dtype="bfloat16")
 
     def orbax(path: Path) -> tuple[Callable[[], Any], Callable[[], Any]]:
         def save() -> None:

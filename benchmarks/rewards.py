@@ -20,9 +20,10 @@ from absl import app, flags
 
 from benchmarks import warm_start
 from configs import demo
-from tba_jax import roles, run_dir
-from tba_jax.metrics import TimeAccount
-from tba_jax.searcher.search import Searcher
+from tba_jax.experiment import jobs
+from tba_jax.roles.searcher.searcher import Searcher
+from tba_jax.run import layout
+from tba_jax.run.metrics import TimeAccount
 from tba_jax.tasks.interface import Query, Scores, Task
 
 _LATENCY = flags.DEFINE_float("latency", 2.0, "Seconds that the rewards of a batch take besides.", lower_bound=0.0)
@@ -51,9 +52,9 @@ def make_searcher(workdir: Path) -> tuple[Searcher, Late]:
     c.warm_start.steps = 0
     s = warm_start.settings(workdir, c)
     e = s.experiment
-    roles.reference(s)()
-    initial = run_dir.read_json(s.run.initial_reference)["id"]
-    shutil.copytree(workdir / "reference" / initial, workdir / "policy" / run_dir.step_name(0))
+    jobs.reference(s)()
+    initial = layout.read_json(s.run.initial_reference)["id"]
+    shutil.copytree(workdir / "reference" / initial, workdir / "policy" / layout.step_name(0))
     task = Late(e.task)
     made = Searcher(
         c,

@@ -11,7 +11,8 @@ from pathlib import Path
 from absl import app, flags
 
 from benchmarks import warm_start
-from tba_jax import metrics, report, run_dir
+from tba_jax.roles import progress
+from tba_jax.run import layout, metrics
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for the runs.", required=True)
 _STEPS = flags.DEFINE_integer("steps", 400, "Trainer steps of each run.", lower_bound=20)
@@ -33,8 +34,8 @@ def main(argv: Sequence[str]) -> None:
     for name, arguments in SCHEDULES.items():
         workdir = warm_start.begin(root, name)
         seconds = warm_start.call(workdir, *steps, *arguments, recipe=recipe)
-        run = run_dir.RunDir(workdir)
-        figures = report.summary(run)
+        run = layout.RunDir(workdir)
+        figures = progress.summary(run)
         warm_start.row(
             name,
             f"{seconds:.0f}",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from benchmarks import warm_start
-from tba_jax import lifeline
+from tba_jax.run import processes
 
 T = TypeVar("T")
 
@@ -107,7 +107,7 @@ def run(job: Job, *, cores: Sequence[int]) -> None:
             env=environment,
             check=False,
         )
-    if ended.returncode == lifeline.NOT_FINITE:
+    if ended.returncode == processes.NOT_FINITE:
         job.stopped.write_text(output.read_text()[-500:])
     elif ended.returncode:
         raise RuntimeError(f"{job.workdir} ended with code {ended.returncode}; see {output}")

@@ -16,22 +16,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import warm_start
-from tba_jax import mesh as mesh_lib
-from tba_jax import policy_store, roles, trajectory
-from tba_jax.audit import open_run
-from tba_jax.checkpoint import Checkpoints
-from tba_jax.learner import state as state_lib
-from tba_jax.learner import update
+from tba_jax import sharding, trajectory
+from tba_jax.commands.audit import open_run
+from tba_jax.experiment import jobs
+from tba_jax.learner import state, update
 from tba_jax.learner.reference import moved
+from tba_jax.learner.settings import make_learner_config, make_moving_reference
 from tba_jax.models.parameters import Params
-from tba_jax.trainer.settings import make_learner_config, make_moving_reference
+from tba_jax.run import snapshots as snapshots_lib
+from tba_jax.run.checkpoints import Checkpoints
 
 STEPS = 200
 STALENESS = (1, 2, 5, 10, 20, 50)
 DECAYS = (0.95, 0.9)
 
 
-def settings_of(workdir: Path, *, steps: int) -> roles.Settings:
+def settings_of(workdir: Path, *, steps: int) -> jobs.Settings:
     """Of a run with the first of DECAYS."""
     from configs import demo_tba_prime
 
@@ -46,11 +46,11 @@ def settings_of(workdir: Path, *, steps: int) -> roles.Settings:
     return warm_start.settings(workdir, c)
 
 
-def train(workdir: Path, *, steps: int) -> roles.Settings:
+def train(workdir: Path, *, steps: int) -> jobs.Settings:
     """Makes the run."""
     settings = settings_of(workdir, steps=steps)
     with contextlib.redirect_stdout(sys.stderr):
-        if roles.everything(settings)():
+        if jobs.everything(settings)():
             raise RuntimeError(f"the run in {workdir} was stopped")
     return settings
 
@@ -58,18 +58,18 @@ def train(workdir: Path, *, steps: int) -> roles.Settings:
 class Snapshots:
     """The policies of a run, and the moving averages of them."""
 
-    def __init__(self, settings: roles.Settings):
+    def __init__(self, settings: jobs.Settings):
         self._policies, self._policy = settings.run.policies, settings.experiment.policy
-        self._mesh = mesh_lib.make_mesh((1, 1, 1), setting="learner.mesh", devices=jax.devices()[:1])
+        self._mesh = sharding.make_mesh((1, 1, 1), setting="learner.mesh", devices=jax.devices()[:1])
         self.config = make_learner_config(settings.config, settings.experiment.contract, self._policy, devices=1)
-        self._score = mesh_lib.on_mesh(self._mesh, jax.jit(self._score_with))
+        self._score = sharding.on_mesh(self._mesh, jax.jit(self._score_with))
 
-    def _score_with(self, params: Params, batch: state_lib.Batch) -> jax.Array:
+    def _score_with(self, params: Params, batch: state.Batch) -> jax.Array:
         return update.score(self._policy.for_training(params, {}), batch, config=self.config)[0]
 
     def policy(self, step: int) -> Params:
         shardings = self._policy.trained_shardings(self._mesh)
-        return policy_store.load_step(self._policies, step, self._policy.trained_specs, shardings)
+        return snapshots_lib.load_step(self._policies, step, self._policy.trained_specs, shardings)
 
     def averages(self, steps: Sequence[int], *, decay: float) -> dict[int, Params]:
         """step n -> ref_n, where ref_0 = θ_0 and ref_n = α ref_{n−1} + (1 − α) θ_n."""
@@ -81,11 +81,11 @@ class Snapshots:
                 found[step] = average
         return found
 
-    def logprobs(self, params: Params, batch: state_lib.Batch) -> jax.Array:
+    def logprobs(self, params: Params, batch: state.Batch) -> jax.Array:
         """float32[B, R], nats, 0 where masked."""
         return self._score(params, batch)
 
-    def checkpointed_average(self, settings: roles.Settings, step: int) -> Params:
+    def checkpointed_average(self, settings: jobs.Settings, step: int) -> Params:
         """The reference that the run itself held after so many steps."""
         held = make_moving_reference(settings.config, self.config, self._mesh)
         assert held is not None
@@ -115,7 +115,7 @@ def log_ratios(
     """
     found = []
     for step, average in averages.items():
-        batch = jax.tree.map(jnp.asarray, state_lib.batch_from_rows(rows[step - staleness]))
+        batch = jax.tree.map(jnp.asarray, state.batch_from_rows(rows[step - staleness]))
         mask = trajectory.response_mask(np.asarray(batch.response_length), batch.response_tokens.shape[1])
         policy_logprobs = snapshots.logprobs(snapshots.policy(step), batch)
         stands_for = update.surrogate_ref_logprobs(policy_logprobs, batch, step=jnp.int32(step), decay=decay)
@@ -135,7 +135,7 @@ def compare(root: Path, *, steps: int = STEPS) -> None:
     measure(train(workdir, steps=steps), steps=steps)
 
 
-def measure(settings: roles.Settings, *, steps: int) -> None:
+def measure(settings: jobs.Settings, *, steps: int) -> None:
     """Prints a table over rows at 11 steps of a run's second half.
 
     The surrogate is α/(Δ (1 − α)) times log π_n − log π_{n−Δ}. The last column is the factor that comes nearest to k by least

@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from tba_jax import experiment, report, roles, run_dir
+from tba_jax.experiment import composition, jobs
+from tba_jax.roles import progress
+from tba_jax.run import layout
 
 RECIPE = "configs/demo_tba_prime.py"
 
@@ -46,11 +48,11 @@ def clear(root: Path, name: str) -> Path:
     return workdir
 
 
-def settings(workdir: Path, config: Any) -> roles.Settings:
+def settings(workdir: Path, config: Any) -> jobs.Settings:
     """What main would hand to a role of this process."""
-    return roles.Settings(
-        experiment=experiment.build(config),
-        run=run_dir.RunDir(workdir),
+    return jobs.Settings(
+        experiment=composition.build(config),
+        run=layout.RunDir(workdir),
         name="",
         label=workdir.name,
         allow_change=(),
@@ -58,9 +60,9 @@ def settings(workdir: Path, config: Any) -> roles.Settings:
     )
 
 
-def accuracy(run: run_dir.RunDir) -> str:
+def accuracy(run: layout.RunDir) -> str:
     """Held-out greedy accuracy at the first and the last step."""
-    reports = report.evaluations(run)
+    reports = progress.evaluations(run)
     return f"{reports[0]['greedy_reward']:.2f} -> {reports[-1]['greedy_reward']:.2f}"
 
 

@@ -6,9 +6,10 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file
 
-from tba_jax.models import encoder, hugging_face_export, parameters
+from tba_jax.models import encoder, parameters
 from tba_jax.models.config import EncoderConfig
-from tba_jax.tokenizer import HuggingFaceTokenizer
+from tba_jax.models.hugging_face import export
+from tba_jax.text.tokenizers import HuggingFaceTokenizer
 
 
 def write(folder: Path, model: Path) -> None:
@@ -42,5 +43,5 @@ def write(folder: Path, model: Path) -> None:
         ),
         encoder.define(shape).specs,
     )
-    copy = functools.partial(hugging_face_export.copy_tokenizer, model)
-    hugging_face_export.save(folder, shape, params, dtype="float32", tokenizer=copy)
+    copy = functools.partial(export.copy_tokenizer, model)
+    export.save(folder, shape, params, dtype="float32", tokenizer=copy)

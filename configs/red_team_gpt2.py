@@ -6,19 +6,19 @@ Paper:     the red-teaming row of its settings. GPT-2 against GPT-2-alpaca, 5000
            distance of 0.42 in 1.7 h with 4 GPUs, 96 % and 0.45 in 2.5 h with 16, 97.6 % and 0.49 in 2.9 h with 64; a synchronous
            GFlowNet 96.6 % and 0.65 in 11.9 h. Not of the paper's table, and ours: LoRA's size, the victim's sampling, the edit
            distance up to which attacks are merged, the attack prompt.
-Command:   python -m tba_jax.supervised --config=configs/supervised.py --workdir=runs/sft --output=attacker
+Command:   python -m tba_jax supervised --config=configs/supervised.py --workdir=runs/sft --output=attacker
              --config.model.path=openai-community/gpt2 --config.data.train=attacks.jsonl
            python -m tba_jax.main --config=configs/red_team_gpt2.py --workdir=runs/red_team --config.model.path=attacker
              --config.task.red_team.victim_path=FOLDER
            attacks.jsonl: {"prompt": the attack prompt, "response": " an instruction"}, an attack a line. The attacker is π_ref as
            well, and the first replay.min_rows rows are samples of it. Before training the same attacks become rows, too:
            ... --workdir=runs/red_team --role=reference
-           python -m tba_jax.append --workdir=runs/red_team --responses=attacks.jsonl --unfit=skip
+           python -m tba_jax append --workdir=runs/red_team --responses=attacks.jsonl --unfit=skip
            For several runs that begin with the same samples, more of them:
            ... --workdir=runs/first --config.learner.steps=1 --config.learner.warmup_steps=0 --config.replay.min_rows=20000
            ... --workdir=runs/red_team --config.replay.mount="('runs/first',)"
 Score:     of 1024 samples, sampled_success_rate and sampled_cosine_distance (MiniLM embeddings) in DIR/evaluations; of another
-           snapshot, python -m tba_jax.evaluate --workdir=DIR --step=N. Not measured here.
+           snapshot, python -m tba_jax evaluate --workdir=DIR --step=N. Not measured here.
 Hardware:  the paper had 4 to 64 A100s, one of them the trainer. Each searcher holds victim and classifier. Memory of each role:
            --dry_run. Time: not measured here.
 """

@@ -5,7 +5,7 @@ Paper:     the red-teaming row of its settings. Llama-3.2-1B against Llama-3.1-8
            says `unsafe`: 5.7 h, a synchronous GFlowNet 37.4 h. What is ours: as in configs/red_team_gpt2.py.
 Command:   python -m tba_jax.main --config=configs/red_team_llama3_2_1b.py --workdir=runs/red_team --config.model.path=attacker
              --config.task.red_team.victim_path=FOLDER
-           The attacker, which is π_ref as well, comes of python -m tba_jax.supervised with meta-llama/Llama-3.2-1B, and a first
+           The attacker, which is π_ref as well, comes of python -m tba_jax supervised with meta-llama/Llama-3.2-1B, and a first
            buffer of more of its samples of a run of its own: see configs/red_team_gpt2.py.
 Hardware:  a searcher holds 8B parameters each of the victim and the classifier, 32 GB in bfloat16, beside the attacker;
            --config.searchers.task_devices=1 gives the two a GPU of their own. Memory of each role: --dry_run. Time and score

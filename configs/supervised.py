@@ -1,6 +1,6 @@
 """The complete schema of supervised training: SFT policies and reward models. Locked: a misspelt key fails.
 
-    python -m tba_jax.supervised --config=configs/supervised.py --workdir=DIR --output=DIR --config.model.path=FOLDER \\
+    python -m tba_jax supervised --config=configs/supervised.py --workdir=DIR --output=DIR --config.model.path=FOLDER \\
         --config.data.train=pairs.jsonl --config.kind=reward
 
 A recipe is a file beside this one: `c = supervised.get_config()`, then it sets leaves. Settings marked (free) may differ when a

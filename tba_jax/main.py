@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 from absl import app, flags
 from ml_collections import config_flags
 
-from tba_jax import command, lifeline, run_dir, storage
+from tba_jax.commands import command_line
+from tba_jax.run import layout, places, processes
 
 if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answered at once
-    from tba_jax.experiment import Experiment
+    from tba_jax.experiment.composition import Experiment
 
 log = logging.getLogger(__name__)
 
@@ -35,39 +36,38 @@ _ALLOW_CHANGE = flags.DEFINE_list("allow_change", [], "Schedule settings that a 
 
 
 def parse_flags(argv: Sequence[str]) -> list[str]:
-    return command.parse_flags(argv, {"--config=configs/X.py": command.CONFIG, "--workdir=DIR": command.WORKDIR})
+    return command_line.parse_flags(argv, {"--config=configs/X.py": command_line.CONFIG, "--workdir=DIR": command_line.WORKDIR})
 
 
 def main(argv: Sequence[str]) -> None:
     del argv
-    command.log_to_stderr()
-    with command.failures():
-        job = _prepare(command.CONFIG.value)
+    command_line.log_to_stderr()
+    with command_line.failures():
+        job = _prepare(command_line.CONFIG.value)
         sys.exit(job())
 
 
 def _prepare(config: Any) -> Job:
     """Everything that a user's mistake can stop, and then the job itself, which returns an exit code."""
-    from tba_jax import config_checks, other_runs
-    from tba_jax import experiment as experiment_lib
-    from tba_jax.replay.lease import LeaseHeld
+    from tba_jax.experiment import checks, composition, other_runs
+    from tba_jax.run.lease import LeaseHeld
 
     try:
         if "learner" not in config:
-            raise ValueError("--config is not made from configs/base.py; supervised training is python -m tba_jax.supervised")
+            raise ValueError("--config is not made from configs/base.py; supervised training is python -m tba_jax supervised")
         if _ROLE.value == "searcher":
             _split_cpu(config.searchers.cpu_devices)
         init_from = other_runs.parse_init_from(_INIT_FROM.value)
         if _DRY_RUN.value:
-            return _described(experiment_lib.build(config))
-        from tba_jax import roles
+            return _described(composition.build(config))
+        from tba_jax.experiment import jobs
 
-        run = run_dir.open_run_dir(Path(command.WORKDIR.value).absolute(), _SHARED.value)
+        run = layout.open_run_dir(Path(command_line.WORKDIR.value).absolute(), _SHARED.value)
         _check_shared(run)
-        experiment = experiment_lib.build(config, reward_models=_known_reward_models(run))
-        if not storage.exists(run.config):
-            config_checks.check_all_are_read(config)
-        settings = roles.Settings(
+        experiment = composition.build(config, reward_models=_known_reward_models(run))
+        if not places.exists(run.config):
+            checks.check_all_are_read(config)
+        settings = jobs.Settings(
             experiment=experiment,
             run=run,
             name=_NAME.value,
@@ -76,31 +76,32 @@ def _prepare(config: Any) -> Job:
             arguments=tuple(sys.argv[1:]),
             init_from=init_from,
         )
-        return roles.ROLES[_ROLE.value](settings)
+        return jobs.ROLES[_ROLE.value](settings)
     except (ValueError, LeaseHeld) as error:
-        if lifeline.is_storage_failure(error):
+        if processes.is_storage_failure(error):
             raise
-        command.refuse(error)
+        command_line.refuse(error)
 
 
 def _described(experiment: "Experiment") -> Job:
     """--dry_run."""
-    from tba_jax import config_checks, dry_run, task_models
+    from tba_jax.experiment import checks, plan
+    from tba_jax.rewards import models
 
-    config_checks.check_all_are_read(experiment.config)
+    checks.check_all_are_read(experiment.config)
     for role in ("searcher", "evaluator"):
-        task_models.check(experiment.task, role=role)
-    print(dry_run.describe(experiment))
+        models.check(experiment.task, role=role)
+    print(plan.describe(experiment))
     return lambda: 0
 
 
-def _known_reward_models(run: run_dir.RunDir) -> dict[str, str] | None:
+def _known_reward_models(run: layout.RunDir) -> dict[str, str] | None:
     """What the contract of a run that is there says of them, for a role that scores nothing: it does without the models."""
-    from tba_jax import run_config
+    from tba_jax.run import contract
 
-    if _ROLE.value not in ("trainer", "reference") or not storage.exists(run.config):
+    if _ROLE.value not in ("trainer", "reference") or not places.exists(run.config):
         return None
-    known: dict[str, str] = run_config.complete(run_config.read_run(run)["contract"])["reward_models"]
+    known: dict[str, str] = contract.complete(contract.read_run(run)["contract"])["reward_models"]
     return known
 
 
@@ -117,16 +118,16 @@ def _split_cpu(devices: int) -> None:
         jax.config.update("jax_num_cpu_devices", devices)
 
 
-def _check_shared(run: run_dir.RunDir) -> None:
-    if not isinstance(run.shared, storage.Bucket):
+def _check_shared(run: layout.RunDir) -> None:
+    if not isinstance(run.shared, places.Bucket):
         return
     if run.shared.root.startswith("memory:"):
         raise ValueError(f"--shared={run.shared} ends with its process; it must be a folder, or one of gs://… and s3://…")
-    storage.check_answers(
+    places.check_answers(
         run.shared, report=lambda seconds: log.warning("%s has not answered for %d s; still trying", run.shared, seconds)
     )
 
 
 if __name__ == "__main__":
-    lifeline.hold()
+    processes.hold()
     app.run(main, flags_parser=parse_flags)

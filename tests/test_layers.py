@@ -1,4 +1,4 @@
-"""The layers of DESIGN.md, held against every import of the package, those inside functions included."""
+"""The house: its rooms and layers, read from every import of the package, and the sizes of files and functions."""
 
 import ast
 import subprocess
@@ -10,39 +10,24 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-# A unit is a module of tba_jax/ or a room (a folder); imports go strictly down, or stay within the room.
+PACKAGE = ROOT / "tba_jax"
+# Rooms (folders of tba_jax/) and modules beside them, from the lowest layer up. Imports go strictly down, or stay within a room.
 LAYERS = (
-    {"trajectory", "mesh", "storage", "run_dir", "metrics", "run_config", "lifeline"},
-    {"tokenizer", "models", "tasks", "objectives", "optimizer"},
-    {"fine_tuning", "decoding", "learner", "replay", "policy_store", "checkpoint"},
-    {"searcher", "trainer", "evaluator", "scorers"},
-    {
-        "config_checks",
-        "experiment",
-        "prompts",
-        "vocabulary",
-        "other_runs",
-        "interleave",
-        "supervisor",
-        "report",
-        "dry_run",
-        "show",
-        "export",
-        "audit",
-        "rescore",
-        "roles",
-        "task_models",
-        "evaluate",
-        "append",
-        "main",
-    }
-    | {"examples", "tuning", "supervised", "command"},
+    {"trajectory", "sharding"},
+    {"models", "objectives"},
+    {"run"},
+    {"tasks", "replay", "learner"},
+    {"text"},
+    {"decoding", "supervised"},
+    {"rewards"},
+    {"roles"},
+    {"experiment"},
+    {"commands"},
+    {"main", "__main__"},
 )
 LAYER = {unit: number for number, units in enumerate(LAYERS) for unit in units}
-# The lowest layer and the composition may import their own kind, without cycles.
-SAME_LAYER_ALLOWED = {0, len(LAYERS) - 1}
-# What a unit never reaches, by any chain of imports.
-NEVER = {"trainer": {"decoding", "tasks"}, "searcher": {"objectives", "optimizer", "learner", "checkpoint"}}
+# What the modules of a folder never reach, by any chain of imports.
+NEVER = {"roles.trainer": {"decoding", "tasks"}, "roles.searcher": {"objectives", "learner"}}
 
 
 def imported_names(path: Path) -> Iterator[str]:
@@ -51,55 +36,77 @@ def imported_names(path: Path) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert not node.level, f"{path.relative_to(ROOT)}:{node.lineno} imports relatively: write the whole name"
+            assert not node.level, f"{path.name}:{node.lineno} imports relatively: write the whole name"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def import_graph(folder: Path = ROOT / "tba_jax") -> dict[str, set[str]]:
-    """Unit -> other units that it imports."""
+def import_graph(package: Path = PACKAGE) -> dict[str, set[str]]:
+    """Module -> modules of the package that it imports, as dotted names below tba_jax."""
+    paths = {".".join(path.relative_to(package).with_suffix("").parts): path for path in sorted(package.rglob("*.py"))}
     graph: dict[str, set[str]] = {}
-    for path in sorted(folder.rglob("*.py")):
-        unit = path.relative_to(folder).with_suffix("").parts[0]
-        if unit == "__init__":
-            assert not any(name.startswith("tba_jax") for name in imported_names(path)), (
-                f"{path} must import nothing of the package"
-            )
-            continue
-        names = (name.split(".") for name in imported_names(path))
-        graph.setdefault(unit, set()).update(name[1] for name in names if name[0] == "tba_jax")
-    return {unit: used - {unit} for unit, used in graph.items()}
+    for module, path in paths.items():
+        parts = [name.split(".")[1:] for name in imported_names(path) if name.split(".")[0] == "tba_jax"]
+        prefixes = {".".join(name[:n]) for name in parts for n in range(1, len(name) + 1)}
+        # To import a module is to run the __init__.py of its folder, which may be a registry of the modules beside it.
+        inits = {f"{prefix}.__init__" for prefix in prefixes if not module.startswith(f"{prefix}.")}
+        graph[module] = ((prefixes | inits) & paths.keys()) - {module}
+    return graph
 
 
 def violations(graph: dict[str, set[str]]) -> list[str]:
     """One sentence for each import that does not go down."""
-    return [
-        f"tba_jax.{unit} (L{LAYER[unit]}) imports tba_jax.{used} (L{LAYER[used]}): imports go strictly down (DESIGN.md)"
-        for unit in graph
-        for used in sorted(graph[unit])
-        if LAYER[used] > LAYER[unit] or (LAYER[used] == LAYER[unit] and LAYER[unit] not in SAME_LAYER_ALLOWED)
-    ]
+    sentences = []
+    for module, used in graph.items():
+        room = module.split(".")[0]
+        for name in sorted(used):
+            other = name.split(".")[0]
+            if other != room and LAYER[other] >= LAYER[room]:
+                sentences.append(f"{module} (layer {LAYER[room]}) imports {name} (layer {LAYER[other]}): imports go down")
+    return sentences
 
 
-def reach(graph: dict[str, set[str]], unit: str) -> set[str]:
-    """All units that `unit` imports, directly or through others."""
-    return graph[unit].union(*(reach(graph, used) for used in graph[unit]))
+def reach(graph: dict[str, set[str]], folder: str) -> set[str]:
+    """All rooms whose modules the modules of `folder` import, directly or through others."""
+    found = {module for module in graph if module.startswith(f"{folder}.")}
+    while more := set().union(*(graph[module] for module in found)) - found:
+        found |= more
+    return {module.split(".")[0] for module in found}
 
 
-def test_every_module_has_a_layer_and_imports_only_lower_ones():
+def test_imports_go_strictly_down():
     graph = import_graph()
-    unknown, gone = set(graph) - set(LAYER), set(LAYER) - set(graph)
-    assert not unknown, (
-        f"tba_jax/ has {sorted(unknown)}, which stand in no layer: decide on one and enter it here and in DESIGN.md"
-    )
-    assert not gone, f"the layer table names {sorted(gone)}, which tba_jax/ does not have"
+    rooms = {module.split(".")[0] for module in graph} - {"__init__"}
+    assert rooms == set(LAYER), f"rooms and the table of layers differ by {sorted(rooms ^ set(LAYER))}"
     assert not violations(graph), "\n".join(violations(graph))
-    list(TopologicalSorter(graph).static_order())  # raises CycleError with the cycle
 
 
-@pytest.mark.parametrize("unit", NEVER)
-def test_roles_do_not_reach_what_they_must_not(unit):
-    reached = reach(import_graph(), unit) & NEVER[unit]
-    assert not reached, f"tba_jax.{unit} imports {sorted(reached)}, directly or through another module; it never may"
+def test_no_import_cycles():
+    list(TopologicalSorter(import_graph()).static_order())  # raises CycleError with the cycle
+
+
+@pytest.mark.parametrize("folder", NEVER)
+def test_never_reached(folder):
+    reached = reach(import_graph(), folder) & NEVER[folder]
+    assert not reached, f"tba_jax.{folder} imports {sorted(reached)}, directly or through another module; it never may"
+
+
+def test_few_modules_stand_beside_the_rooms():
+    assert len(list(PACKAGE.glob("*.py"))) <= 8
+
+
+def test_no_file_is_long():
+    long = {str(path.relative_to(ROOT)): n for path in PACKAGE.rglob("*.py") if (n := path.read_text().count("\n")) > 400}
+    assert not long, f"files of over 400 lines: {long}"
+
+
+def test_few_functions_are_long():
+    long = {
+        f"{path.relative_to(PACKAGE)}:{node.name}"
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (node.end_lineno or 0) - node.lineno >= 50
+    }
+    assert len(long) <= 5, f"functions of over 50 lines: {sorted(long)}"
 
 
 def test_nothing_pickles():
@@ -111,17 +118,18 @@ def test_nothing_pickles():
 
 
 def test_an_import_that_goes_up_is_told_in_one_sentence(tmp_path):
-    (tmp_path / "learner.py").write_text("def f():\n    from tba_jax.replay import log\n    import tba_jax.trainer\n")
-    (tmp_path / "models").mkdir()
-    (tmp_path / "models" / "decoder.py").write_text("from tba_jax import mesh\nfrom tba_jax.models import scoring\n")
-    assert violations(import_graph(tmp_path)) == [
-        "tba_jax.learner (L2) imports tba_jax.replay (L2): imports go strictly down (DESIGN.md)",
-        "tba_jax.learner (L2) imports tba_jax.trainer (L3): imports go strictly down (DESIGN.md)",
-    ]
+    for room in ("learner", "replay", "models"):
+        (tmp_path / room).mkdir()
+    (tmp_path / "replay" / "log.py").write_text("")
+    (tmp_path / "sharding.py").write_text("")
+    (tmp_path / "learner" / "update.py").write_text("def f():\n    from tba_jax.replay import log\n")
+    (tmp_path / "models" / "decoder.py").write_text("from tba_jax import sharding\n")
+    sentence = "learner.update (layer 3) imports replay.log (layer 3): imports go down"
+    assert violations(import_graph(tmp_path)) == [sentence]
 
 
-def test_what_studies_import_defines_no_flags():
-    """Those of benchmarks/ have a --workdir of their own, as main has."""
-    code = "import tba_jax.roles, tba_jax.report, tba_jax.interleave; from absl import flags; print('workdir' in flags.FLAGS)"
+def test_studies_define_their_own_workdir():
+    modules = "tba_jax.experiment.jobs, tba_jax.roles.progress, tba_jax.roles.interleaved"
+    code = f"import {modules}; from absl import flags; print('workdir' in flags.FLAGS)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tba_jax import main
-from tests import tiny_run
+from tests.support import tiny_run
 
 PRETRAINED = (
     *("countdown_qwen2_5.py", "gsm8k_rho1b.py", "math_qwen2_5_7b.py", "own_task.py", "tldr_pythia.py"),

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests import random_checkpoints, tiny_run
+from tests.support import random_checkpoints, tiny_run
 
 ASKED = ("TRANSFORMERS_VERBOSITY", "TRANSFORMERS_NO_ADVISORY_WARNINGS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
 OUR_LOG = re.compile(r"\d\d:\d\d:\d\d ")  # command.log_to_stderr
@@ -64,4 +64,4 @@ def test_no_command_lets_a_library_speak(without_torch, tmp_path):
     assert words_of(tiny_run.command(run, *flags, "--dry_run"), without_torch) == ""
     words = words_of(tiny_run.command(run, *flags), without_torch).splitlines()
     assert words and all(OUR_LOG.match(line) for line in words), words
-    assert words_of([sys.executable, "-m", "tba_jax.show", f"--workdir={run}"], without_torch) == ""
+    assert words_of([sys.executable, "-m", "tba_jax", "show", f"--workdir={run}"], without_torch) == ""

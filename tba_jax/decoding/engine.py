@@ -15,17 +15,17 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from tba_jax import mesh as mesh_lib
+from tba_jax import sharding
 from tba_jax.decoding import requests as requests_lib
 from tba_jax.decoding import sizes
 from tba_jax.decoding.lane import Answer, Lane, Part, Usage
 from tba_jax.decoding.requests import Generation, Request
 from tba_jax.decoding.slots import SlotsConfig
-from tba_jax.decoding.stop_strings import StopStrings
-from tba_jax.models import cached
+from tba_jax.models import kv_cache
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.parameters import Params
 from tba_jax.models.scoring import ResponseSpace
+from tba_jax.text.stop_strings import StopStrings
 
 # How new weights are taken up: by all sequences at the next decode step, or by new sequences alone.
 SWAPS = ("at_once", "new_sequences")
@@ -80,11 +80,11 @@ class Engine:
                 f"prompt_length={longest} and response_length={response_length} need more than the model's "
                 f"{model.max_positions} positions"
             )
-        ways = mesh_lib.data_ways(mesh)
+        ways = sharding.data_ways(mesh)
         lane = sizes.lane_sizes(slots, samples, len(ways))
         self.config = SlotsConfig(
             model=model,
-            graphdef=cached.define(model, weights).graphdef,
+            graphdef=kv_cache.define(model, weights).graphdef,
             space=space,
             groups=lane.groups,
             width=lane.width,

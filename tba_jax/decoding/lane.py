@@ -9,15 +9,15 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tba_jax import mesh as mesh_lib
+from tba_jax import sharding as sharding_lib
 from tba_jax.decoding import sizes
 from tba_jax.decoding import slots as slots_lib
 from tba_jax.decoding.requests import Generation, Request
 from tba_jax.decoding.sampling import Sampling
 from tba_jax.decoding.slots import Arrivals, Samples, SlotsConfig, Tokens
-from tba_jax.decoding.stop_strings import StopStrings
-from tba_jax.models import cached
+from tba_jax.models import kv_cache
 from tba_jax.models.parameters import Params
+from tba_jax.text.stop_strings import StopStrings
 
 
 @dataclasses.dataclass
@@ -79,19 +79,19 @@ class Lane:
         self._step = 0
         self._arrivals = arrivals
         self._buckets = sizes.buckets(config.prompt_length)
-        whole = mesh_lib.replicated(mesh)
+        whole = sharding_lib.replicated(mesh)
         prompts, slots = slots_lib.shardings(config, mesh)
-        self._prompts, self._slots = mesh_lib.on_mesh(
+        self._prompts, self._slots = sharding_lib.on_mesh(
             mesh, jax.jit(functools.partial(slots_lib.init, config), out_shardings=(prompts, slots))
         )()
         self._stop_table = None if stop_strings is None else jax.device_put(stop_strings.next_state, whole)
-        self._prefill = mesh_lib.on_mesh(
+        self._prefill = sharding_lib.on_mesh(
             mesh,
             jax.jit(
                 functools.partial(slots_lib.prefill, config=config), donate_argnums=(1, 2), out_shardings=(prompts, slots, whole)
             ),
         )
-        self._decode = mesh_lib.on_mesh(
+        self._decode = sharding_lib.on_mesh(
             mesh,
             jax.jit(
                 functools.partial(slots_lib.decode, config=config),
@@ -100,7 +100,7 @@ class Lane:
                 out_shardings=(slots, whole),
             ),
         )
-        self._unstack = mesh_lib.on_mesh(mesh, jax.jit(functools.partial(cached.unstack, config=config.model)))
+        self._unstack = sharding_lib.on_mesh(mesh, jax.jit(functools.partial(kv_cache.unstack, config=config.model)))
         # (group, buffer) -> what it holds; a free one is not there.
         self._parts: dict[tuple[int, int], Part] = {}
         # When each buffer was filled, as a count of fills.

@@ -8,7 +8,7 @@ from flax import nnx
 
 from tba_jax.decoding import slots as slots_lib
 from tba_jax.decoding.sampling import Sampling
-from tba_jax.models import cached
+from tba_jax.models import kv_cache
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.parameters import Params
 from tba_jax.models.scoring import ResponseSpace
@@ -63,7 +63,7 @@ def rollout(
         response_length=R,
         chunk=max(R - 1, 1),
     )
-    params = cached.unstack(params, config)
+    params = kv_cache.unstack(params, config)
     by_query = jax.tree.map(lambda x: jnp.asarray(x).reshape(Q, W, *x.shape[1:]), (keys, sampling))
     zeros = jnp.zeros(Q, jnp.int32)
     arrivals = slots_lib.Arrivals(

@@ -21,9 +21,9 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from tba_jax import mesh as mesh_lib
+from tba_jax import sharding
 from tba_jax.decoding import sampling as sampling_lib
-from tba_jax.models import cached, parameters, scoring
+from tba_jax.models import kv_cache, parameters, scoring
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.parameters import Params
 from tba_jax.models.scoring import ResponseSpace
@@ -74,7 +74,7 @@ class Prompts:
     token, stop_state: int32[J, U, K], the first generated token of each sample, and the stop strings' state after it.
     """
 
-    cache: cached.Cache
+    cache: kv_cache.Cache
     samples: Samples
     length: chex.Array
     given: chex.Array
@@ -90,7 +90,7 @@ class Slots:
     far, `token` the last of them; stop_state: int32[J, W]; waiting: bool[J, X], places whose samples have not begun.
     """
 
-    own: cached.Cache
+    own: kv_cache.Cache
     step: chex.Array
     place: chex.Array
     count: chex.Array
@@ -150,9 +150,9 @@ def init(config: SlotsConfig) -> tuple[Prompts, Slots]:
     c, m = config, config.model
     J, U, K, W, G, H = c.groups, c.buffers, c.places, c.width, m.kv_heads, m.head_size
 
-    def cache(rows: int, entries: int) -> cached.Cache:
+    def cache(rows: int, entries: int) -> kv_cache.Cache:
         def zeros() -> jax.Array:
-            return mesh_lib.constrain(jnp.zeros((rows, G, entries, H), m.compute_dtype), "QGSH")
+            return sharding.constrain(jnp.zeros((rows, G, entries, H), m.compute_dtype), "QGSH")
 
         return tuple((zeros(), zeros()) for _ in range(m.layers))
 
@@ -191,10 +191,10 @@ def shardings(config: SlotsConfig, mesh: Mesh) -> tuple[Prompts, Slots]:
     c, m = config, config.model
 
     def cache(rows: int, entries: int) -> Any:
-        one = mesh_lib.computed_sharding(mesh, "QGSH", (rows, m.kv_heads, entries, m.head_size))
+        one = sharding.computed_sharding(mesh, "QGSH", (rows, m.kv_heads, entries, m.head_size))
         return ((one, one),) * m.layers
 
-    prompts, slots = jax.tree.map(lambda _: mesh_lib.replicated(mesh), jax.eval_shape(functools.partial(init, config)))
+    prompts, slots = jax.tree.map(lambda _: sharding.replicated(mesh), jax.eval_shape(functools.partial(init, config)))
     return (
         dataclasses.replace(prompts, cache=cache(c.groups, c.buffers * c.prompt_length)),
         dataclasses.replace(slots, own=cache(c.groups * c.width, own_entries(c))),
@@ -249,7 +249,7 @@ def prefill(
     """
     a, c = arrivals, config
     I, K = a.tokens.shape[0], c.places
-    logits, cache = cached.prefill(parameters.module(c.graphdef, params), a.tokens, a.length)
+    logits, cache = kv_cache.prefill(parameters.module(c.graphdef, params), a.tokens, a.length)
 
     def per_sample(x: jax.Array) -> jax.Array:
         return jnp.repeat(x, K, axis=0)
@@ -372,9 +372,9 @@ def decode(
         # A slot reads the buffer of its place, and as many of the last entries of its ring as it has made.
         reads = (place // c.places)[:, :, None, None] == jnp.arange(buffers)[:, None]
         age = (entry - jnp.arange(window)) % R
-        masks = cached.Masks(prompt=(reads & in_prompt[:, None]).reshape(J, W, -1), own=age[None, :] < (count - given)[:, None])
+        masks = kv_cache.Masks(prompt=(reads & in_prompt[:, None]).reshape(J, W, -1), own=age[None, :] < (count - given)[:, None])
         position = at(place, prompt_length) + count - 1
-        logits, own = cached.decode_step(model, slots.token.reshape(-1), position, entry, prompt_cache, slots.own, masks)
+        logits, own = kv_cache.decode_step(model, slots.token.reshape(-1), position, entry, prompt_cache, slots.own, masks)
         tokens, stop_state = _draw(
             logits, jax.tree.map(lambda x: at(place, x), samples), count, slots.stop_state.reshape(-1), stop_table, c
         )
@@ -413,7 +413,7 @@ def _empty_log(config: SlotsConfig) -> Log:
     return Log(place=jnp.full(shape, -1, jnp.int32), count=zeros, tokens=tokens)
 
 
-def _cut(cache: cached.Cache, entries: int) -> cached.Cache:
+def _cut(cache: kv_cache.Cache, entries: int) -> kv_cache.Cache:
     """The first entries of each cache [., G, S, H]."""
     return jax.tree.map(lambda x: x[:, :, :entries], cache)
 

@@ -10,11 +10,11 @@ import jax
 import numpy as np
 
 from tba_jax.decoding.engine import Answer, Engine
+from tba_jax.decoding.reasoning_steps import between_steps, evenly
 from tba_jax.decoding.requests import Generation, Request, concatenate
 from tba_jax.decoding.sampling import Sampling
-from tba_jax.decoding.steps import between_steps, evenly
-from tba_jax.decoding.stop_strings import StopStrings
 from tba_jax.tasks.interface import EncodedQuery, Scores
+from tba_jax.text.stop_strings import StopStrings
 
 # Token t of a row is drawn with fold_in(its key, t): this is no t.
 _CONTINUATIONS = 2**32 - 1

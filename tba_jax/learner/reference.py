@@ -9,7 +9,7 @@ import functools
 import jax
 from jax.sharding import Mesh
 
-from tba_jax import mesh as mesh_lib
+from tba_jax import sharding as sharding_lib
 from tba_jax.learner.state import Batch
 from tba_jax.learner.update import LearnerConfig, score_in_micro_batches
 from tba_jax.models import parameters
@@ -34,7 +34,7 @@ class MovingReference:
         specs = config.policy.trained_specs
         self._every_steps = every_steps
         self._in_use = config.policy.trained_shardings(mesh)
-        in_host_memory = jax.tree.map(lambda sharding: sharding.with_memory_kind(mesh_lib.PINNED_HOST), self._in_use)
+        in_host_memory = jax.tree.map(lambda sharding: sharding.with_memory_kind(sharding_lib.PINNED_HOST), self._in_use)
         self._at_rest = in_host_memory if offload else self._in_use
         self.shapes = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), parameters.shapes(specs), self._at_rest
@@ -42,7 +42,7 @@ class MovingReference:
         self.params: Params = {}
         self._copy = jax.jit(functools.partial(jax.tree.map, jax.numpy.copy), out_shardings=self._in_use)
         self._move = jax.jit(functools.partial(moved, decay=decay), out_shardings=self._in_use, donate_argnums=0)
-        self._score = mesh_lib.on_mesh(mesh, jax.jit(functools.partial(ref_logprobs, config=config)))
+        self._score = sharding_lib.on_mesh(mesh, jax.jit(functools.partial(ref_logprobs, config=config)))
 
     def start(self, params: Params) -> None:
         """The reference of step 0: the policy that the run begins with."""

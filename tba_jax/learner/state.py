@@ -12,7 +12,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from tba_jax import mesh as mesh_lib
+from tba_jax import sharding as sharding_lib
 from tba_jax import trajectory
 from tba_jax.models import heads, parameters
 from tba_jax.models.parameters import Definition, Params
@@ -99,7 +99,7 @@ def state_shapes(policy: Policy, optimizers: Optimizers, mesh: Mesh) -> TrainSta
     """The train state as jax.ShapeDtypeStruct with shardings: the moments of a parameter are sharded as it is."""
     shapes = jax.eval_shape(lambda params: init_state(policy, params, optimizers), parameters.shapes(policy.trained_specs))
     specs = _definition(policy, optimizers).specs | {"policy": policy.trained_specs}
-    everywhere = mesh_lib.replicated(mesh)
+    everywhere = sharding_lib.replicated(mesh)
     sharding_of = parameters.shardings(specs, mesh)
     moments = {
         name: optax.tree_map_params(

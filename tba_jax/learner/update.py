@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from tba_jax.learner.optimizer import Schedule
 from tba_jax.learner.state import Batch, Optimizers, TrainState
 from tba_jax.models import heads, scoring
 from tba_jax.models.decoder import Decoder
@@ -25,7 +26,6 @@ from tba_jax.objectives.advantages import step_advantages
 from tba_jax.objectives.diagnostics import diagnostics
 from tba_jax.objectives.inputs import ObjectiveInputs, ObjectiveSettings, PolicyOutputs
 from tba_jax.objectives.objective import Objective
-from tba_jax.optimizer import Schedule
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

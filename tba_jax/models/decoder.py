@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from tba_jax import mesh as mesh_lib
+from tba_jax import sharding
 from tba_jax.models import attention, parameters
 from tba_jax.models.attention import Attend, Attention, Rotary
 from tba_jax.models.config import DecoderConfig
@@ -83,7 +83,7 @@ class Decoder(nnx.Module):
         x = self.embedding(tokens, dtype=self.config.compute_dtype)
         if self.position_embedding is not None:
             x = x + self.position_embedding(positions, dtype=self.config.compute_dtype)
-        return mesh_lib.constrain(x, "tD")
+        return sharding.constrain(x, "tD")
 
     @full_precision
     def __call__(self, tokens: jax.Array, token_mask: jax.Array | None = None, *, remat: str = "none") -> jax.Array:
@@ -143,7 +143,7 @@ class Decoder(nnx.Module):
         """einsum(equation, x, parameter) of x, with the parameter cast and gathered now. Args: see head."""
         product = over_rows(float32_sums(equation)) if vmapped else float32_sums(equation)
         master = parameter[...]
-        weight = jax.lax.stop_gradient(mesh_lib.constrain(master.astype(self.config.compute_dtype), axes))
+        weight = jax.lax.stop_gradient(sharding.constrain(master.astype(self.config.compute_dtype), axes))
         return lambda x: product(x, weight, master)
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from tba_jax import mesh as mesh_lib
+from tba_jax import sharding
 from tba_jax.models import attention, parameters
 from tba_jax.models.attention import Attend, Attention
 from tba_jax.models.config import EncoderConfig
@@ -84,7 +84,7 @@ class Encoder(nnx.Module):
         x = self.embedding(tokens.reshape(-1), dtype=c.compute_dtype)
         x = x + self.position_embedding(positions.reshape(-1), dtype=c.compute_dtype)
         x = x + self.token_type_embedding(segments.reshape(-1), dtype=c.compute_dtype)
-        x = self.embedding_norm(mesh_lib.constrain(x, "tD"))
+        x = self.embedding_norm(sharding.constrain(x, "tD"))
         x = parameters.scan(lambda block, x: block(x, attend), self.layers, x, dtype=c.compute_dtype, policy=None)
         return x.reshape(B, T, -1)
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from tba_jax import mesh as mesh_lib
+from tba_jax import sharding
 from tba_jax.models.config import ModelConfig
 from tba_jax.models.parameters import parameter
 
@@ -97,18 +97,18 @@ class Einsum(nnx.Module):
 
         On a mesh, the weight is gathered over the fsdp axis where it is used, and the result is split as its letters say.
         """
-        weight = mesh_lib.constrain(self.weight[...], self.axes).astype(x.dtype)
+        weight = sharding.constrain(self.weight[...], self.axes).astype(x.dtype)
         y = jnp.einsum(self.equation, x, weight, preferred_element_type=dtype)
         if self.quant_scale is not None:
             y = (y.astype(jnp.float32) * self.quant_scale[...]).astype(y.dtype)
         if self.lora_a is not None:
             into, out_of = self.adapter_equations()
-            lora_a = mesh_lib.constrain(self.lora_a[...], f"{self.inputs}r").astype(x.dtype)
-            lora_b = mesh_lib.constrain(self.lora_b[...], f"r{self.outputs}").astype(x.dtype)
+            lora_a = sharding.constrain(self.lora_a[...], f"{self.inputs}r").astype(x.dtype)
+            lora_b = sharding.constrain(self.lora_b[...], f"r{self.outputs}").astype(x.dtype)
             y = y + jnp.einsum(out_of, self.lora_scale * jnp.einsum(into, x, lora_a), lora_b)
         if self.bias is not None:
-            y = y + mesh_lib.constrain(self.bias[...], self.outputs).astype(y.dtype)
-        return mesh_lib.constrain(y, self.equation.split("->")[1])
+            y = y + sharding.constrain(self.bias[...], self.outputs).astype(y.dtype)
+        return sharding.constrain(y, self.equation.split("->")[1])
 
     def adapter_equations(self) -> tuple[str, str]:
         """Of x A and of (x A) B."""
@@ -149,8 +149,8 @@ class Einsum(nnx.Module):
         weight = self.weight[...].astype(jnp.float32)
         largest = jnp.max(jnp.abs(weight), axis=inputs, keepdims=True)
         scale = jnp.where(largest > 0, largest, 1.0) / _LEVELS
-        self.weight = nnx.Param(jnp.round(weight / scale).astype(jnp.int8), axes=mesh_lib.logical_axes(stacked + self.axes))
-        self.quant_scale = nnx.Param(jnp.squeeze(scale, inputs), axes=mesh_lib.logical_axes(stacked + self.outputs))
+        self.weight = nnx.Param(jnp.round(weight / scale).astype(jnp.int8), axes=sharding.logical_axes(stacked + self.axes))
+        self.quant_scale = nnx.Param(jnp.squeeze(scale, inputs), axes=sharding.logical_axes(stacked + self.outputs))
 
     def _stacked(self) -> str:
         """ "L" where the map is one of a stack."""
@@ -185,7 +185,7 @@ def float32_sums(equation: str) -> Callable[[jax.Array, jax.Array, jax.Array], j
 
     @jax.custom_vjp
     def product(x: jax.Array, weight: jax.Array, master: jax.Array) -> jax.Array:
-        return mesh_lib.constrain(einsum(equation, x, weight), result)
+        return sharding.constrain(einsum(equation, x, weight), result)
 
     def forward(x: jax.Array, weight: jax.Array, master: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         return product(x, weight, master), (x, weight, master)
@@ -275,7 +275,7 @@ class Embedding(nnx.Module):
 
     def __call__(self, index: jax.Array, *, dtype: str) -> jax.Array:
         """dtype[t, D] of int32[t] indices."""
-        return mesh_lib.constrain(self.weight[...].astype(dtype), self.axes)[index]
+        return sharding.constrain(self.weight[...].astype(dtype), self.axes)[index]
 
 
 class ScalarHead(nnx.Module):

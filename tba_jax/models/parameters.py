@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from tba_jax import mesh as mesh_lib
+from tba_jax import sharding
 
 _ALIGNMENT = 64  # bytes: JAX takes over a host buffer that is aligned so, and copies any other
 
@@ -48,7 +48,7 @@ def parameter(
     Args: sizes: letter -> size; kind: nnx.Param, or nnx.LoRAParam for adapters.
     """
     shape = tuple(sizes[letter] for letter in letters)
-    return kind(initializer(rngs.params(), shape, jnp.float32), axes=mesh_lib.logical_axes(letters))
+    return kind(initializer(rngs.params(), shape, jnp.float32), axes=sharding.logical_axes(letters))
 
 
 def stack(make: Callable[[nnx.Rngs], M], count: int, rngs: nnx.Rngs) -> M:
@@ -192,12 +192,12 @@ def shapes(specs: Specs) -> Params:
 
 def shardings(specs: Specs, mesh: Mesh) -> Params:
     """NamedSharding of every parameter. Raises ValueError where a mesh axis does not divide a dimension."""
-    return map_specs(lambda name, spec: mesh_lib.sharding(mesh, spec.axes, spec.shape, name=name), specs)
+    return map_specs(lambda name, spec: sharding.sharding(mesh, spec.axes, spec.shape, name=name), specs)
 
 
 def check_divides(sizes: Mapping[str, int], specs: Specs) -> None:
     """Raises ValueError where `shardings` would, without devices. sizes: mesh axis -> size."""
-    map_specs(lambda name, spec: mesh_lib.check_divides(sizes, spec.axes, spec.shape, name=name), specs)
+    map_specs(lambda name, spec: sharding.check_divides(sizes, spec.axes, spec.shape, name=name), specs)
 
 
 def count(specs: Specs) -> int:

@@ -7,7 +7,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from tba_jax.models import cached, decoder, parameters
+from tba_jax.models import decoder, kv_cache, parameters
 from tba_jax.models import lora as lora_lib
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.decoder import Decoder
@@ -81,8 +81,8 @@ class Policy:
 
     def for_sampling(self, trained: Params, base: Params, weights: str) -> Params:
         """Plain weights of the policy in the compute dtype: adapters merged, then rounded if `weights` is "int8"."""
-        cached.check_weights(weights)
+        kv_cache.check_weights(weights)
         model = parameters.module(self.base.graphdef, self.merged(trained, base))
         if weights == "int8":
-            cached.quantize(model)
+            kv_cache.quantize(model)
         return parameters.cast(parameters.pure(model), self.model.compute_dtype)

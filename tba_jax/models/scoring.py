@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Self
 
 import chex
 import jax
@@ -10,8 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from tba_jax import mesh as mesh_lib
-from tba_jax import run_config
+from tba_jax import sharding
 from tba_jax.models import parameters
 from tba_jax.models.decoder import Decoder
 from tba_jax.models.layers import full_precision
@@ -38,16 +36,6 @@ class ResponseSpace:
     def __post_init__(self) -> None:
         if self.min_length > 1 and self.eos_id < 0:
             raise ValueError(f"min_length={self.min_length} holds back the end of sequence, and eos_id={self.eos_id} names none")
-
-    @classmethod
-    def of(cls, contract: run_config.Contract) -> Self:
-        """That of a run."""
-        return cls(
-            temperature=contract.scoring_temperature,
-            banned_tokens=tuple(contract.banned_tokens),
-            eos_id=contract.eos_id,
-            min_length=contract.min_response_length,
-        )
 
 
 def response_hidden_states(
@@ -109,7 +97,7 @@ def scorer(
         model = parameters.module(graphdef, params)
         return response_logprobs(model, *rows, space=space, logit_bytes=(logit_megabytes << 20) * mesh.size, remat="none")
 
-    return mesh_lib.on_mesh(mesh, jax.jit(score))
+    return sharding.on_mesh(mesh, jax.jit(score))
 
 
 @full_precision

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 
-from tba_jax import run_dir, storage
 from tba_jax.replay.segment import segment_name
-from tba_jax.storage import Place
+from tba_jax.run import layout, places
+from tba_jax.run.places import Place
 
 EXPIRED = "expired.json"
 
@@ -24,7 +24,7 @@ def expired_segments(root: Place) -> dict[str, frozenset[int]]:
 
 def _read(root: Place) -> dict[str, dict[str, list[int]]]:
     try:
-        return run_dir.read_json(root / EXPIRED)
+        return layout.read_json(root / EXPIRED)
     except FileNotFoundError:
         return {"expired": {}, "removing": {}}
 
@@ -45,12 +45,12 @@ def remove_segments(root: Place, segments: Mapping[str, Sequence[int]]) -> None:
     if not removing:
         return
     expired = _merged(found["expired"], new)
-    run_dir.write_json(root / EXPIRED, {"expired": expired, "removing": removing})
+    layout.write_json(root / EXPIRED, {"expired": expired, "removing": removing})
     left = {
-        writer: [number for number in numbers if not storage.remove_tree(root / writer / segment_name(number))]
+        writer: [number for number in numbers if not places.remove_tree(root / writer / segment_name(number))]
         for writer, numbers in removing.items()
     }
-    run_dir.write_json(root / EXPIRED, {"expired": expired, "removing": _merged(left, {})})
+    layout.write_json(root / EXPIRED, {"expired": expired, "removing": _merged(left, {})})
 
 
 def _merged(one: Mapping[str, Sequence[int]], other: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tba_jax import storage
+from tba_jax.run import places
 from tba_jax.trajectory import Rows
 
 _JOURNAL_NAME = re.compile(r"epoch-(\d{6})\.jsonl")
@@ -89,7 +89,7 @@ class Journal:
                 written += os.write(self._file, content[written:])
             os.fsync(self._file)
             if self._length == 0:
-                storage.sync_folder(self.path.parent)
+                places.sync_folder(self.path.parent)
         except OSError:
             # What was written of the line would make the next one unreadable.
             os.ftruncate(self._file, self._length)

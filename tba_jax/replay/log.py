@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from tba_jax import run_dir, storage
 from tba_jax.replay.segment import LogSchema, Segment, segment_name
-from tba_jax.storage import STORAGE_ERRORS, Place
+from tba_jax.run import layout, places
+from tba_jax.run.places import STORAGE_ERRORS, Place
 from tba_jax.trajectory import Rows, RowShape, check_rows
 
 REGISTER = "writers"
@@ -76,7 +76,7 @@ class LogWriter:
         self._next_row = 0
         self._segment: Segment | None = None
         self._segment_number = -1
-        if storage.names_in(self._folder):
+        if places.names_in(self._folder):
             raise ValueError(self._used())
         if claim:
             self.claim()
@@ -87,7 +87,7 @@ class LogWriter:
     def claim(self) -> None:
         """Takes the writer id, and shows the log to readers. Raises ValueError where another process has it."""
         described = {"schema": self._schema.to_json(), "info": self._info, "claim": uuid.uuid4().hex}
-        if not run_dir.create_json(registration(self._root, self.writer), described):
+        if not layout.create_json(registration(self._root, self.writer), described):
             raise ValueError(self._used())
 
     @property
@@ -138,7 +138,7 @@ class LogWriter:
             self._segment_number = number
             if isinstance(self._folder, Path):
                 for folder in (self._folder, self._folder.parent):
-                    storage.sync_folder(folder)
+                    places.sync_folder(folder)
             head = self._segment.finish_head(self._segment.start_head())
             if head is not None and head["rows"] >= numbers.stop:
                 stored = self._segment.finish_read(self._segment.start_read(position))

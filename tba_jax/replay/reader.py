@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from tba_jax import run_dir, storage
 from tba_jax.replay.expiry import EXPIRED, RowsExpired, expired_segments
 from tba_jax.replay.log import REGISTER, WRITER_NAME, registration
 from tba_jax.replay.segment import LogSchema, Segment, manifest, segment_name
-from tba_jax.storage import STORAGE_ERRORS, Place
+from tba_jax.run import layout
+from tba_jax.run import places as places_lib
+from tba_jax.run.places import STORAGE_ERRORS, Place
 from tba_jax.trajectory import Rows, RowShape
 
 _SEGMENT_NAME = re.compile(r"\d{6}")
@@ -120,7 +121,7 @@ class LogReader:
     def info(self, writer: str) -> dict[str, Any]:
         """What the process that writes a followed log says of itself."""
         followed = self._followed[writer]
-        return run_dir.read_json(registration(followed.root, writer))["info"]
+        return layout.read_json(registration(followed.root, writer))["info"]
 
     def schema(self, writer: str) -> LogSchema:
         """Of a followed writer's log."""
@@ -143,7 +144,7 @@ class LogReader:
 
     def _refresh_expired(self) -> None:
         watched = {root: (root / EXPIRED, version) for root, (version, _) in self._expired.items()}
-        for root, version in storage.changed(watched).items():
+        for root, version in places_lib.changed(watched).items():
             if isinstance(version, bytes):
                 self._expired[root] = version, expired_segments(root)
 
@@ -155,9 +156,9 @@ class LogReader:
         """Follows the writers that are new under a root. Returns what else is there, and why it is not followed."""
         problems: dict[str, str] = {}
         # The folder is listed before the register, so that a claim in between is no false alarm.
-        entries = storage.names_in(root) if isinstance(root, Path) else []
+        entries = places_lib.names_in(root) if isinstance(root, Path) else []
         known = {REGISTER, EXPIRED}
-        for name in storage.names_in(root / REGISTER):
+        for name in places_lib.names_in(root / REGISTER):
             writer = name.removesuffix(".json")
             known.add(writer)
             if name.startswith(".") or (writer in self._followed and self._followed[writer].root == root):
@@ -179,7 +180,7 @@ class LogReader:
                 raise ValueError("it is not the registration of a writer")
             if writer in self._followed:
                 raise ValueError(f"the rows of a writer of this name are read from {self._followed[writer].folder}")
-            schema = LogSchema.from_json(run_dir.read_json(file)["schema"])
+            schema = LogSchema.from_json(layout.read_json(file)["schema"])
             if difference := schema.difference(self.shape):
                 raise ValueError(f"its rows have another schema: {difference}")
             first = max(self._expired[root][1].get(writer, ()), default=-1) + 1
@@ -197,7 +198,7 @@ class LogReader:
         """Brings these writers up to date; all that have news are asked at once. Returns the problems."""
         problems: dict[str, str] = {}
         while asking:
-            versions, reads = storage.changed(self._manifests(asking)), {}
+            versions, reads = places_lib.changed(self._manifests(asking)), {}
             for writer, version in versions.items():
                 try:
                     if isinstance(version, OSError):
@@ -228,7 +229,7 @@ class LogReader:
                 followed.go_to(first)
             if followed.rows < followed.stop:
                 found[writer] = manifest(followed.folder, followed.segment), followed.version
-            elif isinstance(followed.folder, storage.Bucket) or followed.segment + 1 in _segments_in(followed.folder):
+            elif isinstance(followed.folder, places_lib.Bucket) or followed.segment + 1 in _segments_in(followed.folder):
                 found[writer] = manifest(followed.folder, followed.segment + 1), b""
         return found
 
@@ -372,14 +373,14 @@ class LogReader:
 
 def _segments_in(folder: Path) -> set[int]:
     """Numbers of the segments in a writer's local folder. Lists the folder: never trusts a negative lookup of one name."""
-    return {int(name) for name in storage.names_in(folder) if _SEGMENT_NAME.fullmatch(name)}
+    return {int(name) for name in places_lib.names_in(folder) if _SEGMENT_NAME.fullmatch(name)}
 
 
 def _last_segment(folder: Place, first: int) -> int:
     """The last segment of a log, or `first` if there is none. All segments from `first` on are there."""
     if isinstance(folder, Path):
         return max(_segments_in(folder), default=first)
-    return _last(lambda number: storage.exists(manifest(folder, number)), first)
+    return _last(lambda number: places_lib.exists(manifest(folder, number)), first)
 
 
 def _last(exists: Callable[[int], bool], first: int) -> int:

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from tba_jax import storage
-from tba_jax.storage import Place
+from tba_jax.run import places
+from tba_jax.run.places import Place
 from tba_jax.trajectory import Rows, RowShape
 
 LAYOUT = "packed-columns-1"
@@ -142,10 +142,10 @@ class Segment:
         """Args: create: commits the empty array first; that of an earlier, interrupted creation is reused."""
         self.folder = folder
         self._schema = schema
-        self._context = storage.context(folder)
+        self._context = places.context(folder)
         database = {
             "driver": "ocdbt",
-            "base": storage.kvstore(folder),
+            "base": places.kvstore(folder),
             "config": {"max_decoded_node_bytes": _MAX_NODE_BYTES},
         }
         if not create:

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from tba_jax import storage
 from tba_jax.replay import journal
 from tba_jax.replay.expiry import RowsExpired
 from tba_jax.replay.index import ReplayIndex
 from tba_jax.replay.reader import LogCorruption, LogReader
-from tba_jax.storage import Place
+from tba_jax.run import places
+from tba_jax.run.places import Place
 from tba_jax.trajectory import Rows, RowShape, concatenate
 
 _ROWS_PER_READ = 4096
@@ -72,7 +72,7 @@ class Tail:
         self._read_to = dict(heads)
         # (writer, head after it, runs of rows, what is missing between them)
         self._arrivals: collections.deque[tuple[str, int, list[Rows], list[Missing]]] = collections.deque()
-        self._poll_seconds = storage.poll_seconds((root, *mounts), poll_seconds)
+        self._poll_seconds = places.poll_seconds((root, *mounts), poll_seconds)
         self._stop = threading.Event()
         self._news = threading.Event()
         self._failure: BaseException | None = None

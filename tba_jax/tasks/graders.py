@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from tba_jax import lifeline
+from tba_jax.run import processes
 from tba_jax.tasks.interface import Query, Scores
 
 log = logging.getLogger(__name__)
@@ -323,7 +323,7 @@ def _begin(parent: multiprocessing.connection.Connection, reference: Reference, 
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # forgets one that came before
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _PARENTS_SIGNALS)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ends the process at once, even inside of one long call into C
-    lifeline.die_with(os.dup(parent.fileno()))
+    processes.die_with(os.dup(parent.fileno()))
     if memory_megabytes and sys.platform == "linux":
         resource.setrlimit(resource.RLIMIT_DATA, (memory_megabytes * 2**20,) * 2)
     try:

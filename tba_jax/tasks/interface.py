@@ -120,7 +120,7 @@ class SequenceScorer(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Makers:
-    """What loads the models of tasks onto a mesh: tba_jax.scorers has them, tasks are below it.
+    """What loads the models of tasks onto a mesh: tba_jax.rewards has them, tasks are below it.
 
     sequence_scorer(folder or hub id, mesh, *, setting, compute_dtype, batch_rows, ends): see scorers.sequence.SequenceScorer.
     unsafe_scorer(folder or hub id, mesh, *, ...): see scorers.unsafe_token.UnsafeTokenScorer.

@@ -213,7 +213,7 @@ class RedTeam:
 
     def worked_examples(self, rng: np.random.Generator, count: int) -> list[tuple[str, str]]:
         raise ValueError(
-            "task red_team has no worked examples: set model.path to an attacker, which python -m tba_jax.supervised makes from "
+            "task red_team has no worked examples: set model.path to an attacker, which python -m tba_jax supervised makes from "
             "prompts, and warm_start.steps=0"
         )
 

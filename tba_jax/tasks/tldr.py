@@ -45,7 +45,7 @@ class TLDR:
           train_path, heldout_path: files, or hub data sets (of these the splits train and validation), of {"summary"} and either
             "query", or "title", "post" and perhaps "subreddit".
           reward_path, gold_path: the models' folders or hub ids; gold_path "": no comparison with the reference summaries.
-          compute_dtype, batch_rows: of both models, see tba_jax.scorers.
+          compute_dtype, batch_rows: of both models, see tba_jax.rewards.
 
         Raises:
           ValueError: no reward model is named; a row is malformed (names file, line and field).

@@ -1,0 +1,302 @@
+"""Appends responses from a file to a run's replay log: attacks that people wrote, demonstrations, another model's answers.
+
+python -m tba_jax append --workdir=DIR --responses=FILE [--unfit=skip]
+
+FILE has rows {"prompt", "response"} as .jsonl, .json or .parquet, or is a data set of the hub; where the task has one query,
+"prompt" may be missing. The run has to be there (`main --role=reference` makes it), and may be at work. Nobody knows with which
+probability such a response was written, and trajectory balance need not know: a row stands as one of step 0, its log-probs of
+policy and behaviour are the reference's. Objectives that weigh by π_θ/π_behaviour refuse it. All rows appear at once, or none.
+"""
+
+import argparse
+import hashlib
+import os
+import platform
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from tba_jax.commands import command_line
+from tba_jax.run import layout, places, processes
+
+if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answered at once
+    from tba_jax.experiment.composition import Experiment
+    from tba_jax.tasks.data import Row
+    from tba_jax.tasks.interface import EncodedQuery
+    from tba_jax.text.stop_strings import StopStrings
+
+UNFIT = ("refuse", "skip")
+
+
+class Given(NamedTuple):
+    """A response of the file to a query. tokens: with the end of sequence, or up to what ends it otherwise."""
+
+    query: "EncodedQuery"
+    tokens: list[int]
+
+
+def append(workdir: Path, source: str, *, unfit: str) -> str:
+    """Scores the responses of a file by task and reference, and commits them as rows of a writer of their own.
+
+    Args:
+      source: see tasks.data.read; unfit: what becomes of responses that no policy of the run can give, one of UNFIT.
+
+    Returns:
+      a sentence that says what was appended.
+
+    Raises:
+      ValueError: there is no run or no reference, its objective needs behaviour log-probs or values of states, a row of the file
+        is malformed or unfit, or the same responses were appended before.
+      FloatingPointError: the reference gave log-probs that are not finite.
+    """
+    from tba_jax.experiment import composition
+    from tba_jax.experiment.other_runs import GIVEN
+    from tba_jax.replay.log import LogWriter, registration
+    from tba_jax.run import contract as contract_lib
+
+    run = layout.open_run_dir(workdir)
+    experiment = composition.rebuild(contract_lib.read_run(run, called=str(workdir)), called=str(workdir))
+    _check_objective(experiment)
+    if not places.exists(run.initial_reference):
+        raise ValueError(f"{workdir} has no reference policy yet: python -m tba_jax.main --role=reference makes it")
+    given, left_out = _read(source, experiment, unfit)
+    told = "".join(f"; left out: {count}, each of which {reason}" for reason, count in sorted(left_out.items()))
+    digest = hashlib.blake2b(repr([(each.query.prompt, each.tokens) for each in given]).encode(), digest_size=8).hexdigest()
+    writer = f"{GIVEN}{digest}"
+    if places.exists(registration(run.replay, writer)):
+        raise ValueError(f"--responses={source!r}: these {len(given)} responses are in {workdir} already, as writer {writer}")
+    rows = _rows(run, experiment, given)
+    places.remove_tree(run.replay / writer)  # of an attempt that was interrupted
+    size = _largest_divisor(len(given), _rows_at_a_time(experiment))
+    log = LogWriter(
+        run.replay,
+        writer,
+        experiment.contract.row_shape(),
+        rows_per_append=size,
+        segment_appends=experiment.config.replay.segment_appends,
+        info={"host": platform.node(), "pid": os.getpid(), "started": time.time(), "responses": source},
+        claim=False,
+    )
+    for start in range(0, len(given), size):
+        log.append({name: column[start : start + size] for name, column in rows.items()})
+    log.claim()
+    scored = rows["reward"][~np.isnan(rows["reward"])]
+    mean = f"{len(scored)} of them have a reward" + (f", {scored.mean():.4g} on average" if len(scored) else "")
+    return f"{len(given)} responses are rows of {workdir} now, as writer {writer}; {mean}{told}"
+
+
+def _check_objective(experiment: "Experiment") -> None:
+    from tba_jax.objectives import OBJECTIVES
+
+    name = experiment.config.learner.objective
+    if OBJECTIVES[name].behavior_logprobs:
+        raise ValueError(
+            f"learner.objective={name} weighs rows by π_θ/π_behaviour, and responses of a file have no known behaviour; "
+            "trajectory_balance and others need none"
+        )
+    if experiment.contract.step_ends:
+        raise ValueError(
+            f"rows of this run hold values of states (task.step_ends={experiment.contract.step_ends}), which searchers alone make"
+        )
+
+
+def _read(source: str, experiment: "Experiment", unfit: str) -> tuple[list[Given], Counter[str]]:
+    """The responses that fit, and how many do not: why -> number."""
+    from tba_jax.tasks import data
+    from tba_jax.text import stop_strings
+
+    contract, tokenizer = experiment.contract, experiment.tokenizer
+    stops = stop_strings.build(tokenizer.token_bytes(), contract.stop_strings, vocab=experiment.policy.model.vocab)
+    queries = {encoded.query.prompt: encoded for encoded in experiment.queries["train"]}
+    kept: list[Given] = []
+    left_out: Counter[str] = Counter()
+    for row in data.read(source, fields={"response": str}, optional={"prompt": str}, setting="--responses", split="train"):
+        query = _query(row, queries, experiment.config.task.name)
+        tokens, reason = _encoded(row, query, experiment, stops)
+        if not reason:
+            kept.append(Given(query, tokens))
+        elif unfit == "skip":
+            left_out[reason] += 1
+        else:
+            raise ValueError(f"{row.where}: the response {reason}; --unfit=skip leaves such ones out")
+    if not kept:
+        raise ValueError(f"--responses={source!r}: none of its {left_out.total()} responses is one that this run can have")
+    return kept, left_out
+
+
+def _query(row: "Row", queries: dict[str, "EncodedQuery"], task: str) -> "EncodedQuery":
+    if "prompt" not in row and len(queries) == 1:
+        return next(iter(queries.values()))
+    if "prompt" not in row:
+        raise ValueError(f"{row.where}: field 'prompt' is missing, and task.name={task!r} has {len(queries)} train queries")
+    if row["prompt"] not in queries:
+        raise ValueError(f"{row.where}: prompt {row['prompt'][:60]!r} is none of the {len(queries)} train queries of the task")
+    return queries[row["prompt"]]
+
+
+def _encoded(row: "Row", query: "EncodedQuery", experiment: "Experiment", stops: "StopStrings | None") -> tuple[list[int], str]:
+    """The tokens of a response, and why no policy of the run can give it; "" where one can."""
+    from tba_jax.text.encoding import encode_pair
+    from tba_jax.text.prompts import PROMPT
+
+    contract = experiment.contract
+    prompt = contract.chat_template.replace(PROMPT, query.query.prompt) or query.query.prompt
+    try:
+        _, tokens = encode_pair(prompt, row["response"], experiment.tokenizer, begin=not contract.chat_template)
+    except ValueError as error:
+        raise ValueError(f"{row.where}: {error}") from error
+    if tokens[-2:-1] == [contract.eos_id]:  # the text has spelled it out
+        del tokens[-1]
+    if contract.eos_id in tokens[:-1]:
+        return tokens, "goes on after the end of sequence"
+    ended_by_text = False
+    if stops is not None:
+        states = [stops.run(tokens[: end + 1]) for end in range(len(tokens) - 1)]
+        ended_by_text = bool(states) and states[-1] == stops.accept
+        if stops.accept in states[:-1]:
+            return tokens, f"goes on after one of task.stop_strings={contract.stop_strings}"
+    if ended_by_text:
+        tokens = tokens[:-1]
+    if banned := set(tokens) & set(contract.banned_tokens):
+        return tokens, f"holds token {min(banned)}, which is special or one of task.banned_tokens"
+    if len(tokens) > contract.response_length:
+        return tokens, f"has more than task.response_length={contract.response_length} tokens, end of sequence included"
+    if len(tokens) < contract.min_response_length and not ended_by_text:
+        return tokens, f"has fewer than task.min_response_length={contract.min_response_length} tokens"
+    return tokens, ""
+
+
+def _rows_at_a_time(experiment: "Experiment") -> int:
+    """Rows that a searcher of the run has in one append, for which there is memory."""
+    s = experiment.config.searchers
+    return s.queries_per_batch * s.samples_per_query
+
+
+def _largest_divisor(count: int, most: int) -> int:
+    return next(size for size in range(min(count, most), 0, -1) if count % size == 0)
+
+
+def _rows(run: layout.RunDir, experiment: "Experiment", given: Sequence[Given]) -> dict[str, np.ndarray]:
+    """All columns of the rows."""
+    from tba_jax import trajectory
+    from tba_jax.decoding import sampling
+    from tba_jax.text.encoding import pad_responses
+
+    contract, count = experiment.contract, len(given)
+    reference_id = layout.read_json(run.initial_reference)["id"]
+    prompts, prompt_length = trajectory.left_pad([each.query.prompt for each in given], contract.prompt_length, contract.pad_id)
+    tokens, length = pad_responses([each.tokens for each in given], contract.response_length, contract.pad_id)
+    drawn = sampling.constant(count, temperature=contract.scoring_temperature)
+    rows: dict[str, np.ndarray] = {
+        "row": np.arange(count, dtype=np.int64),
+        "query_id": np.array([trajectory.query_id(each.query.prompt) for each in given], np.uint64),
+        "prompt_tokens": prompts,
+        "prompt_length": prompt_length,
+        "response_tokens": tokens,
+        "response_length": length,
+        "finished": np.ones(count, bool),
+        "reward_version": np.full(count, contract.reward_version, np.int32),
+        "reference_id": np.full(count, int(reference_id, 16), np.uint64),
+        "policy_step": np.where(trajectory.response_mask(length, contract.response_length), 0, -1).astype(np.int32),
+        "key": np.zeros((count, 2), np.uint32),
+        **vars(drawn),
+    }
+    logprobs = _reference_logprobs(run, experiment, rows, reference_id)
+    rows |= dict.fromkeys(("ref_logprobs", "policy_logprobs", "behavior_logprobs"), logprobs)
+    return rows | _scored(experiment, given, rows)
+
+
+def _reference_logprobs(
+    run: layout.RunDir, experiment: "Experiment", rows: dict[str, np.ndarray], reference_id: str
+) -> np.ndarray:
+    """float32[n, R], nats, 0 where masked, made as searchers make it."""
+    import jax
+
+    from tba_jax import sharding
+    from tba_jax.experiment import composition
+    from tba_jax.models import scoring
+    from tba_jax.run import snapshots
+
+    searchers, policy = experiment.config.searchers, experiment.policy
+    composition.check_devices(experiment, role="searcher", devices=len(jax.devices()))
+    devices = sharding.policy_devices(searchers.task_devices)
+    mesh = sharding.make_mesh(tuple(searchers.mesh.values()), setting="searchers.mesh", devices=devices)
+    reference = snapshots.load(
+        run.reference(reference_id), policy.model_specs, policy.model_shardings(mesh), dtype=policy.model.compute_dtype
+    )
+    space = experiment.contract.response_space()
+    score = scoring.scorer(mesh, graphdef=policy.base.graphdef, space=space, logit_megabytes=searchers.logit_megabytes)
+    size = _rows_at_a_time(experiment)
+    found = []
+    for start in range(0, len(rows["row"]), size):
+        # The last ones are filled up: scoring has one shape.
+        chosen = np.minimum(np.arange(start, start + size), len(rows["row"]) - 1)
+        inputs = tuple(rows[name][chosen] for name in ("prompt_tokens", "prompt_length", "response_tokens", "response_length"))
+        found.append(np.asarray(score(reference, *sharding.put_rows(mesh, inputs))[0]))
+    logprobs = np.concatenate(found)[: len(rows["row"])]
+    if broken := int((~np.isfinite(logprobs).all(axis=1)).sum()):
+        raise FloatingPointError(f"{broken} responses have reference log-probs that are not finite")
+    return logprobs
+
+
+def _scored(experiment: "Experiment", given: Sequence[Given], rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What the task and the encoder of responses give: reward, its parts, the embedding where rows have one."""
+    from tba_jax import sharding
+    from tba_jax.rewards import models, responses
+    from tba_jax.rewards.embeddings import ResponseEmbedder
+    from tba_jax.tasks.interface import Closable
+
+    config, contract, task = experiment.config, experiment.contract, experiment.task
+    texts = [experiment.tokenizer.decode_continuation(each.query.prompt, each.tokens) for each in given]
+    queries = [each.query for each in given]
+    models.check(task, role="searcher")
+    models.start(task, sharding.task_mesh(config.searchers.task_devices))
+    size = _rows_at_a_time(experiment)
+    try:
+        scores = [
+            responses.reward_texts(
+                texts[start : start + size],
+                rows["finished"][start : start + size],
+                queries[start : start + size],
+                task=task,
+                missing_eos_reward=contract.missing_eos_reward,
+            )
+            for start in range(0, len(given), size)
+        ]
+    finally:
+        if isinstance(task, Closable):
+            task.close()
+    found = {
+        "reward": np.concatenate([each.reward for each in scores]),
+        "reward_parts": np.concatenate([each.parts for each in scores]),
+    }
+    if contract.embedding:
+        found["embedding"] = ResponseEmbedder(config.task.embedding_path, sharding.task_mesh(0))(texts)
+    return found
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m tba_jax append", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--workdir", type=Path, required=True, help="the run's folder")
+    parser.add_argument("--responses", required=True, help='a file of {"prompt", "response"}')
+    parser.add_argument(
+        "--unfit", choices=UNFIT, default="refuse", help="responses that no policy of the run can give: too long, say"
+    )
+    given = parser.parse_args(arguments)
+    command_line.log_to_stderr()
+    with command_line.failures():
+        try:
+            print(append(given.workdir, given.responses, unfit=given.unfit))
+        except ValueError as error:
+            if processes.is_storage_failure(error):
+                raise
+            command_line.refuse(error)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

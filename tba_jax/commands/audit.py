@@ -1,0 +1,275 @@
+"""What became of every row of a run, which rows trained a step, and whether a row can be made again.
+
+python -m tba_jax audit --workdir=DIR [--step=N | --regenerate=WRITER:ROW]
+"""
+
+import argparse
+import collections
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tba_jax import trajectory
+from tba_jax.replay import journal, ledger
+from tba_jax.replay.expiry import expired_segments
+from tba_jax.replay.index import ReplayIndex
+from tba_jax.replay.reader import LogCorruption, LogReader
+from tba_jax.replay.tail import not_resident, replay_visible
+from tba_jax.run import contract as contract_lib
+from tba_jax.run import layout as layout_lib
+from tba_jax.run import processes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run opened for reading. config: as stored, plain; lines: the journal's lineage, line of step n at n - 1."""
+
+    layout: layout_lib.RunDir
+    config: dict[str, Any]
+    contract: contract_lib.Contract
+    reader: LogReader
+    lines: list[dict[str, Any]]
+
+
+def open_run(workdir: Path | str) -> Run:
+    """Raises ValueError where `workdir` holds no run."""
+    layout = layout_lib.open_run_dir(workdir)
+    stored = contract_lib.read_run(layout)
+    contract = contract_lib.Contract(**stored["contract"])
+    config = contract_lib.flatten(stored["config"])
+    mounts = contract_lib.mounted_logs(config, reward_version=contract.reward_version)
+    reader = LogReader(layout.replay, contract.row_shape(), mounts=mounts, patience_seconds=1.0)
+    lines = journal.read_lineage(layout.journal)
+    return Run(layout=layout, config=config, contract=contract, reader=reader, lines=lines)
+
+
+def rebuild_index(run: Run) -> ReplayIndex:
+    """The trainer's index after the last journalled step: from log and journal, or from the newest checkpoint where retention
+    has removed rows."""
+    index = ReplayIndex(
+        shape=run.reader.shape,
+        capacity=run.config["replay.capacity"],
+        capacity_per_query=run.config["replay.capacity_per_query"],
+        merge_duplicates=run.config["replay.merge_duplicates"],
+        merge_edit_distance=run.config["replay.merge_edit_distance"],
+        merge_cosine_distance=run.config["replay.merge_cosine_distance"],
+        drop=run.config["replay.drop"],
+        vocab_size=run.contract.model["vocab"],
+    )
+    heads, start = run.reader.heads(), 0
+    if any(expired_segments(run.layout.replay).get(writer) for writer in heads):
+        index, start = _checkpointed_index(run)
+    for line in run.lines[start:]:
+        for heads in line["visible"]:
+            replay_visible(index, run.reader, heads, step=line["step"] - 1)
+        slots = index.slots_of(journal.line_ids(line))
+        if (slots < 0).any():
+            raise not_resident(run.reader, line, slots)
+        index.mark_drawn(slots)
+    return index
+
+
+def _checkpointed_index(run: Run) -> tuple[ReplayIndex, int]:
+    """The index of the newest checkpoint, and its step."""
+    from tba_jax.run.checkpoints import Checkpoints
+
+    while True:
+        checkpoints = Checkpoints(run.layout.checkpoints, keep=1, read_only=True)
+        steps = checkpoints.steps()
+        if not steps:
+            raise ValueError(f"retention has removed rows of {run.layout.root}, and there is no checkpoint to account from")
+        try:
+            # The newest: a trainer at work removes the oldest, and each of them holds the whole history of counts.
+            return ReplayIndex.restore(checkpoints.restore_host(steps[-1])["index"], run.reader), steps[-1]
+        except (OSError, ValueError):
+            if (run.layout.checkpoints / layout_lib.step_name(steps[-1])).exists():
+                raise
+        finally:
+            checkpoints.close()
+
+
+def accounts(run: Run) -> dict[str, ledger.Account]:
+    """Writer -> what became of its rows, as of the last journalled step."""
+    return ledger.accounts(rebuild_index(run), run.reader.heads())
+
+
+def trained_rows(run: Run) -> collections.Counter[str]:
+    """Writer -> how many of its rows at least one step drew."""
+    drawn = {row for line in run.lines for row in journal.line_ids(line)}
+    return collections.Counter(writer for writer, _ in drawn)
+
+
+def describe_ledger(run: Run) -> tuple[str, bool]:
+    """The table that is printed, and whether every writer's account balances."""
+    found, trained = accounts(run), trained_rows(run)
+    names = ("committed", "resident", "evicted", "rejected", "damaged", "expired", "unseen", "trained")
+    lines = [f"{'writer':32}" + "".join(f" {name:>9}" for name in names)]
+    for writer, a in found.items():
+        counts = (
+            *(a.committed, a.resident, sum(a.evicted.values()), sum(a.rejected.values()), a.damaged, a.expired, a.unseen),
+            trained[writer],
+        )
+        lines.append(f"{writer:32}" + "".join(f" {n:9}" for n in counts) + ("" if a.balances else "   DOES NOT BALANCE"))
+    for what in ("evicted", "rejected"):
+        total: dict[str, int] = {}
+        for account in found.values():
+            for rule, count in getattr(account, what).items():
+                total[rule] = total.get(rule, 0) + count
+        lines.append(f"{what}: " + (", ".join(f"{rule} {count}" for rule, count in total.items() if count) or "none"))
+    lines.append(f"evicted by a capacity without ever being trained on: {sum(a.evicted_untrained for a in found.values())}")
+    lines += _describe_expired(run, list(found))
+    epochs = sorted({line["epoch"] for line in run.lines})
+    lines.append(f"{len(run.lines)} journalled steps, each once, by {len(epochs)} trainer epochs {epochs}")
+    lines += sorted(run.reader.problems.values())
+    balanced = all(account.balances for account in found.values())
+    lines.append("the ledger balances" if balanced else "THE LEDGER DOES NOT BALANCE")
+    return "\n".join(lines), balanced
+
+
+def _describe_expired(run: Run, writers: Sequence[str]) -> list[str]:
+    """A line for every writer of which retention has removed segments."""
+    expired = expired_segments(run.layout.replay)
+    return [
+        f"removed by retention: {len(expired[writer])} segments of {writer}, the last of them {max(expired[writer]):06d}"
+        for writer in writers
+        if expired.get(writer)
+    ]
+
+
+def rebuild_batch(run: Run, step: int) -> tuple[str, bool]:
+    """The rows that trained a step, and whether they are what was journalled.
+
+    Raises:
+      ValueError: there was no such step, or some of its rows are not in the log any more; names them.
+    """
+    if not 1 <= step <= len(run.lines):
+        raise ValueError(f"--step={step} is not a journalled step of {run.layout.root}; there are 1 to {len(run.lines)}")
+    line = run.lines[step - 1]
+    ids = journal.line_ids(line)
+    try:
+        rows = run.reader.read_ids(ids)
+    except (LogCorruption, ValueError) as error:
+        raise ValueError(f"the batch of step {step} cannot be rebuilt: {error}") from error
+    same = journal.batch_hash(rows) == line["batch"]
+    listed = [
+        f"{writer}:{row:<8} query {int(rows['query_id'][i]):016x}  reward {rows['reward'][i]:8.4f}  "
+        f"policy step {rows['policy_step'][i].max():6}  {rows['response_length'][i]:5} tokens"
+        for i, (writer, row) in enumerate(ids)
+    ]
+    verdict = "is the one journalled" if same else f"IS NOT THE ONE JOURNALLED ({line['batch'][:16]}…)"
+    end = f"step {step} (epoch {line['epoch']}): {len(ids)} rows; the hash of the batch {verdict}"
+    return "\n".join([*listed, end]), same
+
+
+def regenerate(run: Run, name: str) -> tuple[str, bool]:
+    """Generates a row again from its key, settings and snapshot. Returns a sentence, and whether the tokens are the same.
+
+    Raises:
+      ValueError: the name is malformed, there is no such row, its weights were swapped midway, or its snapshot is gone.
+    """
+    import jax
+    from ml_collections import config_dict
+
+    from tba_jax import sharding
+    from tba_jax.decoding.engine import Engine
+    from tba_jax.decoding.requests import Request
+    from tba_jax.decoding.sampling import Sampling
+    from tba_jax.experiment import composition
+    from tba_jax.run import snapshots
+    from tba_jax.text import stop_strings
+
+    writer, _, number = name.rpartition(":")
+    if not writer or not number.isdigit():
+        raise ValueError(f"--regenerate={name!r} must be WRITER:ROW, as the other reports name rows")
+    if writer not in run.reader.heads():
+        raise ValueError(f"--regenerate={name!r}: the run has no writer {writer!r}")
+    row = {column: value[0] for column, value in run.reader.read_ids([(writer, int(number))]).items()}
+    if not run.reader.is_own(writer):  # its weights are those of the run that it is mounted from
+        return regenerate(open_run(_home(run, writer)), name)
+    if source := run.reader.info(writer).get("responses"):
+        raise ValueError(f"{name} was not generated: its response is from {source}")
+    length = int(row["response_length"])
+    steps = sorted(set(row["policy_step"][:length].tolist()))
+    if len(steps) != 1:
+        raise ValueError(f"{name} cannot be generated again: its weights were swapped midway (policy steps {steps})")
+    policy, tokenizer = composition.policy_and_tokenizer(config_dict.ConfigDict(contract_lib.read(run.layout)["config"]))
+    if steps[0] not in snapshots.committed_steps(run.layout.policies):
+        raise ValueError(f"{name} cannot be generated again: the snapshot of its policy step {steps[0]} has been removed")
+    one = sharding.make_mesh((1, 1, 1), setting="audit", devices=jax.devices()[:1])
+    base = snapshots.load(
+        run.layout.reference(f"{int(row['reference_id']):016x}"),
+        policy.model_specs,
+        policy.model_shardings(one),
+        dtype=policy.model.compute_dtype,
+    )
+    snapshot = snapshots.load_step(
+        run.layout.policies, steps[0], policy.trained_specs, policy.trained_shardings(one), dtype=policy.snapshot_dtype
+    )
+    prompt = row["prompt_tokens"][-int(row["prompt_length"]) :].tolist()
+    stops = run.contract.stop_strings
+    engine = Engine(
+        policy.model,
+        run.contract.response_space(),
+        one,
+        slots=1,
+        samples=1,
+        prompt_length=len(prompt),
+        response_length=run.contract.response_length,
+        pad_id=run.contract.pad_id,
+        stop_strings=stop_strings.build(tokenizer.token_bytes(), stops, vocab=policy.model.vocab) if stops else None,
+        weights=run.config["searchers.weights"],
+    )
+    engine.set_policy(policy.for_sampling(snapshot, base, run.config["searchers.weights"]), steps[0])
+    sampling = Sampling(**{field.name: row[field.name][None] for field in dataclasses.fields(Sampling)})
+    (again,) = engine.generate([Request(name=name, prompt=prompt, keys=row["key"][None], sampling=sampling)])
+    return _compared(name, row, again, length)
+
+
+def _home(run: Run, writer: str) -> str:
+    """The mounted run that a followed writer's rows are of."""
+    shared = {mount: str(layout_lib.open_run_dir(mount).shared) for mount in run.config["replay.mount"]}
+    return next(mount for mount, place in shared.items() if str(run.reader.folder(writer)).startswith(f"{place}/"))
+
+
+def _compared(name: str, row: Mapping[str, np.ndarray], again: Any, length: int) -> tuple[str, bool]:
+    """The verdict on one row made again."""
+    mask = trajectory.response_mask(np.array([length]), row["response_tokens"].shape[0])[0]
+    same = int(again.length[0]) == length and np.array_equal(again.tokens[0][mask], row["response_tokens"][mask])
+    if not same:
+        first = int((again.tokens[0] != row["response_tokens"]).argmax())
+        return (
+            f"{name} differs from token {first} on: {row['response_tokens'][first]} there, {again.tokens[0][first]} here",
+            False,
+        )
+    gap = float(np.abs(again.policy_logprobs[0] - row["policy_logprobs"])[mask].max(initial=0.0))
+    return f"{name} is identical: {length} tokens; its log-probs differ by {gap:.2g} nats at most", True
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m tba_jax audit", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--workdir", type=Path, required=True, help="the run's folder")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--step", type=int, help="the rows that trained this step")
+    what.add_argument("--regenerate", metavar="WRITER:ROW", help="generate this row again and compare")
+    given = parser.parse_args(arguments)
+    try:
+        run = open_run(given.workdir)
+        if given.step is not None:
+            text, good = rebuild_batch(run, given.step)
+        elif given.regenerate is not None:
+            text, good = regenerate(run, given.regenerate)
+        else:
+            text, good = describe_ledger(run)
+    except ValueError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(processes.BAD_INPUT)
+    print(text)
+    sys.exit(0 if good else 1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

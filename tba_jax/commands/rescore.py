@@ -1,0 +1,189 @@
+"""Scores a run's rows again by its task as it is now, as a new reward version beside the old one.
+
+python -m tba_jax rescore --workdir=DIR
+
+`DIR/rewards/<version>/` becomes a replay log of the same writers and row numbers with the new rewards: whole rows, so that
+nothing that reads or journals rows need know of it. Runs of the new version train on it by replay.mount. A writer's rows
+appear when all are scored, and count once `DIR/rewards/<version>.json` is there; what is interrupted is taken up again.
+"""
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tba_jax.run import contract as contract_lib
+from tba_jax.run import layout, places, processes
+
+if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answered at once
+    from tba_jax.experiment.composition import Experiment
+    from tba_jax.replay.reader import LogReader
+    from tba_jax.tasks.interface import EncodedQuery
+    from tba_jax.trajectory import Rows
+
+# What of the contract a new version of the reward changes.
+_OF_REWARD = ("reward_version", "reward_parts")
+
+
+def rescore(workdir: Path) -> str:
+    """Writes the rewards of the task's present version for all committed rows of a run that is not being trained.
+
+    Returns:
+      a sentence that says what was written.
+
+    Raises:
+      ValueError: there is no run, the task differs by more than its reward, retention has removed rows, a row cannot be read,
+        its query is not the task's any more, or rows hold values of states. LeaseHeld: the run's trainer is at work.
+    """
+    from ml_collections import config_dict
+
+    from tba_jax import sharding, trajectory
+    from tba_jax.experiment import composition
+    from tba_jax.replay.reader import LogReader
+    from tba_jax.rewards import models
+    from tba_jax.run.lease import EpochLease
+
+    run = layout.open_run_dir(workdir)
+    if not places.exists(run.config):
+        raise ValueError(f"{workdir} holds no run: there is no {run.config}")
+    stored = contract_lib.read(run)
+    experiment = composition.build(config_dict.ConfigDict(stored["config"]))
+    theirs = contract_lib.Contract(**stored["contract"])
+    here, there = ({k: v for k, v in c.to_json().items() if k not in _OF_REWARD} for c in (experiment.contract, theirs))
+    if different := contract_lib.differences(there, here):
+        raise ValueError(f"the task of {workdir} is not what it was in more than its reward; " + "; ".join(different))
+    version = experiment.contract.reward_version
+    if version == theirs.reward_version:
+        return f"the rows of {workdir} have reward version {version}, that of task.name={theirs.task_name}: nothing to do"
+    if theirs.step_ends:
+        raise ValueError(
+            f"the rows of {workdir} hold values of states (task.step_ends={tuple(theirs.step_ends)}), which are mean rewards of "
+            f"version {theirs.reward_version} of responses that were not kept: they cannot be scored again"
+        )
+    EpochLease.refuse_if_held(run.journal)
+    reader = LogReader(run.replay, theirs.row_shape())
+    heads = {writer: head for writer, head in sorted(reader.heads().items()) if head}
+    queries = {trajectory.query_id(query.prompt): query for split in experiment.queries.values() for query in split}
+    waiting = {writer: head for writer, head in heads.items() if not _is_done(run, experiment, writer, head)}
+    for writer, head in waiting.items():
+        if reader.kept(writer) != [range(head)]:
+            raise ValueError(
+                f"{workdir} does not hold all of the {head} rows of writer {writer} any more: retention removed some "
+                f"(replay.retention={stored['config']['replay']['retention']}), and a new reward version needs every row"
+            )
+    if waiting:
+        models.check(experiment.task, role="searcher")
+        models.start(experiment.task, sharding.task_mesh(0))
+    for writer, head in waiting.items():
+        _rescore_writer(run, experiment, reader, queries, writer=writer, head=head)
+    layout.write_json(run.rescored_commit(version), {"reward_parts": list(experiment.contract.reward_parts), "heads": heads})
+    total = f"{sum(heads.values())} rows of {len(heads)} writers have reward version {version} in {run.rescored(version)}"
+    return "; ".join([f"{total}, {sum(waiting.values())} of them scored now", *sorted(reader.problems.values())])
+
+
+def _is_done(run: layout.RunDir, experiment: "Experiment", writer: str, head: int) -> bool:
+    """Whether a writer's rows are scored. A process never writes to the log of another, so that of an ended one stays."""
+    from tba_jax.replay.log import registration
+    from tba_jax.replay.reader import LogReader
+
+    folder = run.rescored(experiment.contract.reward_version)
+    if not places.exists(registration(folder, writer)):
+        return False
+    done = LogReader(folder, experiment.contract.row_shape()).heads().get(writer, 0)
+    if done != head:
+        raise ValueError(
+            f"{folder / writer} has {done} of the {head} rows of writer {writer}, which was still at work then; "
+            f"remove it and {registration(folder, writer)} to score them all, where no run mounts them"
+        )
+    return True
+
+
+def _rescore_writer(
+    run: layout.RunDir,
+    experiment: "Experiment",
+    reader: "LogReader",
+    queries: Mapping[int, "EncodedQuery"],
+    *,
+    writer: str,
+    head: int,
+) -> None:
+    """Writes one writer's rows; the writer is registered once all are there, so that nobody reads them before."""
+    from tba_jax.replay.log import LogWriter
+
+    contract = experiment.contract
+    folder, schema = run.rescored(contract.reward_version), reader.schema(writer)
+    places.remove_tree(folder / writer)  # of an attempt that was interrupted
+    log = LogWriter(
+        folder,
+        writer,
+        contract.row_shape(),
+        rows_per_append=schema.rows_per_append,
+        segment_appends=schema.segment_appends,
+        info={**reader.info(writer), "rescored": contract.reward_version},
+        claim=False,
+    )
+    for start in range(0, head, schema.rows_per_append):
+        log.append(_scored_again(reader.read(writer, start, start + schema.rows_per_append), experiment, queries, writer))
+    log.claim()
+
+
+def _scored_again(
+    rows: "Rows", experiment: "Experiment", queries: Mapping[int, "EncodedQuery"], writer: str
+) -> dict[str, np.ndarray]:
+    """Rows with reward, parts and version of the task as it is now. Rows that cannot be decoded get NaN, and stay invalid."""
+    from tba_jax.decoding.requests import Generation
+    from tba_jax.replay.validation import REJECTIONS, validate_rows
+    from tba_jax.rewards.responses import reward_generation
+
+    contract = experiment.contract
+    ids = rows["query_id"].tolist()
+    reasons = validate_rows(rows, vocab_size=experiment.policy.model.vocab)
+    valid = np.isin(reasons, (0, REJECTIONS.index("reward")))  # a reward that was not finite may be now
+    known = np.array([query in queries for query in ids])
+    if (valid & ~known).any():
+        row = int((valid & ~known).argmax())
+        raise ValueError(f"row {writer}:{rows['row'][row]} answers query {ids[row]:016x}, which is not the task's any more")
+    reward = np.full(len(ids), np.nan, np.float32)
+    parts = np.full((len(ids), len(contract.reward_parts)), np.nan, np.float32)
+    if valid.any():
+        generation = Generation(
+            tokens=rows["response_tokens"][valid],
+            length=rows["response_length"][valid],
+            finished=rows["finished"][valid],
+            policy_logprobs=rows["policy_logprobs"][valid],
+            behavior_logprobs=rows["behavior_logprobs"][valid],
+            policy_step=rows["policy_step"][valid],
+        )
+        _, scores = reward_generation(
+            generation,
+            [queries[ids[i]] for i in np.flatnonzero(valid)],
+            task=experiment.task,
+            tokenizer=experiment.tokenizer,
+            missing_eos_reward=contract.missing_eos_reward,
+        )
+        reward[valid], parts[valid] = scores.reward, scores.parts
+    version = np.full(len(ids), contract.reward_version, np.int32)
+    return {**rows, "reward": reward, "reward_parts": parts, "reward_version": version}
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m tba_jax rescore", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--workdir", type=Path, required=True, help="the run's folder")
+    given = parser.parse_args(arguments)
+    from tba_jax.run.lease import LeaseHeld
+
+    try:
+        print(rescore(given.workdir))
+    except (ValueError, LeaseHeld) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(processes.BAD_INPUT)
+    except OSError as error:
+        print(f"error: storage failed: {error}", file=sys.stderr)
+        sys.exit(processes.STORAGE_FAILED)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

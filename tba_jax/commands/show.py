@@ -1,0 +1,126 @@
+"""Prints rows of a run's replay log as text.
+
+python -m tba_jax show --workdir=DIR [--order=newest|best|worst] [--count=10]
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:  # imported late: a mistyped flag is answered at once
+    from tba_jax.replay.reader import LogReader
+    from tba_jax.trajectory import Rows
+
+_ROWS_PER_READ = 4096
+# Columns that decide the order: best and worst are by reward, among equals the newest.
+_SIGNS = {"newest": 0.0, "best": -1.0, "worst": 1.0}
+
+
+def rank(reward: np.ndarray, policy_step: np.ndarray, order: str) -> np.ndarray:
+    """Indices of rows, first to show first. reward float32[n]; policy_step int[n], of the newest token of each row."""
+    return np.lexsort((-np.arange(len(reward)), -policy_step, _SIGNS[order] * reward))
+
+
+def show(workdir: Path, order: str, count: int) -> str:
+    """The text that is printed.
+
+    Raises:
+      ValueError: there is no run, or no row, in `workdir`.
+    """
+    from ml_collections import config_dict
+
+    from tba_jax.experiment import composition
+    from tba_jax.replay.reader import LogReader
+    from tba_jax.run import contract, layout, places
+
+    run = layout.open_run_dir(workdir)
+    if not places.exists(run.config):
+        raise ValueError(f"{workdir} holds no run: there is no {run.config}")
+    config = config_dict.ConfigDict(contract.read(run)["config"])
+    experiment = composition.build(config)
+    reader = LogReader(run.replay, experiment.contract.row_shape())
+    kept = {writer: reader.kept(writer) for writer, head in sorted(reader.heads().items()) if head}
+    if not kept:
+        raise ValueError(f"{run.replay} holds no committed row yet")
+    if order == "newest":
+        spans = {writer: newest(ranges, count, reader.schema(writer).rows_per_append) for writer, ranges in kept.items()}
+    else:
+        spans = kept
+    writers, rows = _first(reader, spans, order, count)
+    newest_step = rows["policy_step"].max(axis=1)
+    sections = []
+    for i in rank(rows["reward"], newest_step, order):
+        prompt = rows["prompt_tokens"][i, len(rows["prompt_tokens"][i]) - rows["prompt_length"][i] :].tolist()
+        response = rows["response_tokens"][i, : rows["response_length"][i]].tolist()
+        sections.append(
+            f"── {writers[i]}:{rows['row'][i]}  reward {rows['reward'][i]:.3f}  policy step {newest_step[i]}"
+            f"{'' if rows['finished'][i] else '  (cut at the length limit)'}\n"
+            f"query:    {experiment.tokenizer.decode(prompt)}\n"
+            f"response: {experiment.tokenizer.decode_continuation(prompt, response)}"
+        )
+    total = sum(len(each) for ranges in kept.values() for each in ranges)
+    gone = sum(ranges[-1].stop for ranges in kept.values()) - total
+    removed = f" ({gone} more were removed by retention)" if gone else ""
+    return "\n\n".join([f"{total} rows of {len(kept)} writers{removed}, {order} first", *sections])
+
+
+def newest(ranges: Sequence[range], count: int, rows_per_append: int) -> list[range]:
+    """The last whole appends of a writer with at least `count` rows, or all: a later append is of no older weights."""
+    found: list[range] = []
+    for each in reversed(ranges):
+        if count > 0:
+            start = max(each.start, (each.stop - count) // rows_per_append * rows_per_append)
+            found.insert(0, range(start, each.stop))
+            count -= len(found[0])
+    return found
+
+
+def _first(reader: "LogReader", spans: Mapping[str, Sequence[range]], order: str, count: int) -> "tuple[list[str], Rows]":
+    """The first `count` rows of all in `spans` and their writers, as they are stored; holds few more than those in memory."""
+    from tba_jax.trajectory import concatenate
+
+    writers: list[str] = []
+    rows: Rows = {}
+    for writer, read in _blocks(reader, spans):
+        writers += [writer] * len(read["row"])
+        rows = concatenate([rows, read]) if rows else read
+        kept = np.sort(rank(rows["reward"], rows["policy_step"].max(axis=1), order)[:count])
+        writers, rows = [writers[i] for i in kept], {name: column[kept] for name, column in rows.items()}
+    return writers, rows
+
+
+def _blocks(reader: "LogReader", spans: Mapping[str, Sequence[range]]) -> "Iterator[tuple[str, Rows]]":
+    from tba_jax.replay.expiry import RowsExpired
+
+    for writer, span in ((writer, span) for writer, of_writer in spans.items() for span in of_writer):
+        start = span.start
+        while start < span.stop:
+            stop = min(start + _ROWS_PER_READ, span.stop)
+            try:
+                yield writer, reader.read(writer, start, stop)
+            except RowsExpired as error:  # a trainer at work has just removed them
+                stop = error.stop
+            start = stop
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m tba_jax show", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--workdir", type=Path, required=True, help="the run's folder")
+    parser.add_argument("--order", choices=tuple(_SIGNS), default="newest", help="which rows come first")
+    parser.add_argument("--count", type=int, default=10, help="how many rows")
+    given = parser.parse_args(arguments)
+    try:
+        if given.count < 1:
+            raise ValueError(f"--count={given.count} must be at least 1")
+        print(show(given.workdir, given.order, given.count))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,337 @@
+"""Composition: what each `--role` builds from an experiment, and the job it then runs."""
+
+import dataclasses
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from tba_jax import sharding
+from tba_jax.experiment import composition, other_runs
+from tba_jax.replay.journal import read_lineage
+from tba_jax.rewards import models
+from tba_jax.roles import progress as progress_lib
+from tba_jax.roles import supervisor
+from tba_jax.roles.searcher.loop import run_searcher, wait_for_run
+from tba_jax.roles.searcher.searcher import Searcher
+from tba_jax.run import contract as contract_lib
+from tba_jax.run import layout, places
+from tba_jax.run import processes as processes_lib
+from tba_jax.run.lease import EpochLease
+from tba_jax.run.metrics import MetricWriter, TimeAccount
+from tba_jax.tasks.interface import Closable
+
+log = logging.getLogger(__name__)
+
+Job = Callable[[], int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What main was called with. name: of the role's metrics, "" = default; label: begins the last line;
+    allow_change: schedule settings that a resume may change; arguments: main's own, for child processes;
+    init_from: RUN@STEP that a new run begins from, "" = what its config says."""
+
+    experiment: composition.Experiment
+    run: layout.RunDir
+    name: str
+    label: str
+    allow_change: tuple[str, ...]
+    arguments: tuple[str, ...]
+    init_from: str = ""
+
+    @property
+    def config(self) -> Any:
+        return self.experiment.config
+
+
+def _check_devices(experiment: composition.Experiment, *roles: str) -> None:
+    """The meshes of roles that run in this process, against its devices."""
+    import jax
+
+    if experiment.config.model.attention == "cudnn" and jax.default_backend() != "gpu":
+        raise ValueError(f"model.attention=cudnn needs an NVIDIA GPU; JAX found {jax.default_backend()}")
+    for role in roles:
+        composition.check_devices(experiment, role=role, devices=len(jax.devices()))
+        models.check(experiment.task, role=role)
+
+
+def _devices_of_searcher(config: Any) -> int:
+    """JAX devices of a searcher's process where there are no GPUs to share."""
+    import jax
+
+    return max(config.searchers.cpu_devices, len(jax.devices()))
+
+
+def _join(s: Settings, *, may_change_schedule: bool) -> None:
+    composition.check_initial_policy(s.experiment, s.run, init_from=s.init_from)
+    if may_change_schedule:
+        other_runs.check_behavior_is_known(s.run, s.config)
+    if may_change_schedule or not places.exists(s.run.config):
+        contract = s.experiment.contract
+        other_runs.check_init_from(s.run, s.config, contract, init_from=s.init_from)
+        other_runs.check_mounts(s.run, s.config, contract, init_from=s.init_from)
+    for split, count in s.experiment.skipped.items():
+        if count:
+            log.warning("%d %s prompts are longer than task.prompt_length and left out", count, split)
+    contract_lib.join(s.run, s.config, s.experiment.contract, init_from=s.init_from)
+    if may_change_schedule:
+        changes = contract_lib.change_schedule(s.run, s.config, allowed=s.allow_change, step=len(read_lineage(s.run.journal)))
+        for name, (there, here) in changes.items():
+            log.warning("changed %s from %r to %r", name, there, here)
+
+
+def _make_reference(s: Settings) -> None:
+    if places.exists(s.run.initial_reference):
+        return
+    writer = MetricWriter(s.run.metrics("reference"))
+
+    def record(step: int, loss: float) -> None:
+        log.info("warm start: step %d, loss %.3f", step, loss)
+        writer.write(step, {"loss": loss})
+
+    composition.ensure_reference(s.experiment, s.run, report=record)
+    writer.close()
+
+
+def reference(s: Settings) -> Job:
+    _check_devices(s.experiment, "trainer")
+    _join(s, may_change_schedule=False)
+
+    def job() -> int:
+        _make_reference(s)
+        return 0
+
+    return job
+
+
+def _make_trainer(s: Settings, *, publish_every_steps: int) -> tuple[Any, EpochLease]:
+    """The trainer, resumed: journalled steps after its checkpoint are done again under the schedule that they were done with."""
+    newest = max(layout.steps_in(s.run.checkpoints), default=0)
+    for step, values in contract_lib.past_schedules(s.run, after=newest):
+        config = s.config.copy_and_resolve_references()
+        config.update_from_flattened_dict(values)
+        every_steps = 1 if config.schedule.mode == "interleaved" else config.publish.every_steps
+        past = dataclasses.replace(s, experiment=dataclasses.replace(s.experiment, config=config))
+        trainer, lease = _begin_trainer(past, publish_every_steps=every_steps, replay_until=step)
+        trainer.close()
+        lease.release()
+    return _begin_trainer(s, publish_every_steps=publish_every_steps)
+
+
+def _begin_trainer(s: Settings, *, publish_every_steps: int, replay_until: int | None = None) -> tuple[Any, EpochLease]:
+    from tba_jax.roles.trainer.trainer import Trainer
+
+    layout.claim_shared(s.run)
+    lease = EpochLease.acquire(s.run.journal)
+    try:
+        _make_reference(s)
+        trainer = Trainer(
+            s.config,
+            s.experiment.contract,
+            s.run,
+            policy=s.experiment.policy,
+            lease=lease,
+            publish_every_steps=publish_every_steps,
+            replay_until=replay_until,
+        )
+    except BaseException:
+        lease.release()
+        raise
+    return trainer, lease
+
+
+def trainer(s: Settings) -> Job:
+    from tba_jax.roles.trainer.trainer import run_trainer
+
+    _check_devices(s.experiment, "trainer")
+    EpochLease.refuse_if_held(s.run.journal)
+    _join(s, may_change_schedule=True)
+    made, lease = _make_trainer(s, publish_every_steps=s.config.publish.every_steps)
+    stop = processes_lib.StopSignal()
+
+    def job() -> int:
+        finished = run_trainer(made, s.config, s.run, stop=stop)
+        lease.release()
+        return 0 if finished else processes_lib.STOPPED
+
+    return job
+
+
+def _make_searcher(s: Settings, *, name: str, account: TimeAccount) -> Searcher:
+    e = s.experiment
+    return Searcher(
+        s.config,
+        e.contract,
+        s.run,
+        policy=e.policy,
+        tokenizer=e.tokenizer,
+        task=e.task,
+        queries=e.queries["train"],
+        name=name,
+        account=account,
+    )
+
+
+def searcher(s: Settings) -> Job:
+    _check_devices(s.experiment, "searcher")
+    _join(s, may_change_schedule=False)
+    stop = processes_lib.StopSignal(patience_seconds=s.config.searchers.stop_seconds)
+
+    def job() -> int:
+        if not wait_for_run(s.run, poll_seconds=s.config.searchers.poll_seconds, stop=stop):
+            return 0
+        account = TimeAccount()
+        _start_task(s, task_devices=s.config.searchers.task_devices)
+        made = _make_searcher(s, name=s.name or "searcher", account=account)
+        run_searcher(made, s.config, s.run, name=s.name or made.writer, account=account, stop=stop)
+        _close_task(s)
+        return 0
+
+    return job
+
+
+def _start_task(s: Settings, *, task_devices: int) -> None:
+    try:
+        models.start(s.experiment.task, sharding.task_mesh(task_devices))
+    except ValueError as error:  # that of slots and devices, say: starting again would not help
+        if processes_lib.is_storage_failure(error):
+            raise
+        raise processes_lib.BadInput(str(error)) from error
+
+
+def _close_task(s: Settings) -> None:
+    if isinstance(s.experiment.task, Closable):
+        s.experiment.task.close()
+
+
+def _make_evaluator(s: Settings) -> Any:
+    from tba_jax.roles.evaluator import Evaluator
+
+    e = s.experiment
+    queries = composition.heldout_queries(e)
+    return Evaluator(s.config, e.contract, s.run, policy=e.policy, tokenizer=e.tokenizer, task=e.task, queries=queries)
+
+
+def evaluator(s: Settings) -> Job:
+    from tba_jax.roles.evaluator import run_evaluator
+
+    _check_devices(s.experiment, "evaluator")
+    _join(s, may_change_schedule=False)
+    stop = processes_lib.StopSignal()
+
+    def job() -> int:
+        if wait_for_run(s.run, poll_seconds=s.config.searchers.poll_seconds, stop=stop):
+            _start_task(s, task_devices=s.config.evaluation.task_devices)
+            run_evaluator(_make_evaluator(s), s.config, s.run, account=TimeAccount(), stop=stop)
+            _close_task(s)
+        return 0
+
+    return job
+
+
+def _progress(s: Settings, *, searchers: int) -> progress_lib.Progress:
+    return progress_lib.Progress(
+        s.run, steps=s.config.learner.steps, searchers=searchers, warm_start_steps=s.config.warm_start.steps
+    )
+
+
+def _conclude(s: Settings, progress: progress_lib.Progress, code: int) -> None:
+    seconds = progress.done()
+    if code == 0:
+        progress_lib.finish(s.run, label=s.label, score_name=s.experiment.task.score_name, seconds=seconds)
+    elif code in processes_lib.FINAL_CODES:
+        print(f"stopped after {seconds:.0f} s; the run is in {s.run.root}", file=sys.stderr)
+    else:
+        print(f"stopped after {seconds:.0f} s; the same command resumes the run in {s.run.root}", file=sys.stderr)
+
+
+def everything(s: Settings) -> Job:
+    """`--role=all`: processes under a supervisor, or everything in turn in this process, as schedule.mode says."""
+    return _interleaved(s) if s.config.schedule.mode == "interleaved" else _supervised(s)
+
+
+def _interleaved(s: Settings) -> Job:
+    from tba_jax.roles.interleaved import run_interleaved
+
+    roles = ("trainer", "searcher", *(("evaluator",) if s.config.evaluation.enabled else ()))
+    _check_devices(s.experiment, *roles)
+    EpochLease.refuse_if_held(s.run.journal)
+    _join(s, may_change_schedule=True)
+    progress = _progress(s, searchers=1)
+    stop = processes_lib.StopSignal()
+
+    def job() -> int:
+        made, lease = _make_trainer(s, publish_every_steps=1)
+        _start_task(s, task_devices=s.config.searchers.task_devices)
+        search = _make_searcher(s, name="searcher-0", account=made.account)
+        evaluate = _make_evaluator(s) if s.config.evaluation.enabled else None
+        finished = run_interleaved(made, search, evaluate, s.config, s.run, stop=stop, progress=progress)
+        lease.release()
+        _close_task(s)
+        code = 0 if finished else processes_lib.STOPPED
+        _conclude(s, progress, code)
+        return code
+
+    return job
+
+
+def _refuse_one_tpu_for_all() -> None:
+    import jax
+
+    if jax.devices()[0].platform == "tpu":
+        raise ValueError(
+            "--role=all cannot divide a host's TPU between processes: start each role on a host of its own, "
+            "or set schedule.mode=interleaved"
+        )
+
+
+def _supervised(s: Settings) -> Job:
+    cpus, gpus = supervisor.available_cpus(), supervisor.visible_gpus()
+    placements = supervisor.place(s.config, cpus=cpus, gpus=gpus)
+    for name, placement in placements.items():
+        if placement.gpus:
+            composition.check_devices(s.experiment, role=name.split("-")[0], devices=len(placement.gpus))
+    if not gpus:
+        _refuse_one_tpu_for_all()
+        _check_devices(s.experiment, *{name.split("-")[0] for name in placements} - {"searcher"})
+        if s.config.searchers.count:
+            # A searcher that is a process of its own splits the CPU as its setting says.
+            composition.check_devices(s.experiment, role="searcher", devices=_devices_of_searcher(s.config))
+            models.check(s.experiment.task, role="searcher")
+    EpochLease.refuse_if_held(s.run.journal)
+    _join(s, may_change_schedule=True)
+
+    def arguments(role: str, name: str) -> tuple[str, ...]:
+        return (*s.arguments, f"--role={role}", f"--name={name}")
+
+    commands = {name: (arguments(name.split("-")[0], name), placement) for name, placement in placements.items()}
+    until = [name for name in ("trainer", "evaluator") if name in commands]
+    stop = processes_lib.StopSignal()
+
+    def job() -> int:
+        progress = _progress(s, searchers=s.config.searchers.count)
+        processes = supervisor.Supervisor(
+            s.run, max_restarts=s.config.supervisor.max_restarts, stop_seconds=s.config.supervisor.stop_seconds
+        )
+        try:
+            code = 0
+            if not places.exists(s.run.initial_reference):
+                whole = supervisor.Placement(cpus=cpus, gpus=placements["trainer"].gpus)
+                code = processes.call("reference", arguments("reference", "reference"), whole, progress=progress, stop=stop)
+            code = code or processes.run(commands, until=until, progress=progress, stop=stop)
+        finally:
+            processes.close()
+        _conclude(s, progress, code)
+        return code
+
+    return job
+
+
+ROLES: dict[str, Callable[[Settings], Job]] = {
+    "all": everything,
+    "reference": reference,
+    "trainer": trainer,
+    "searcher": searcher,
+    "evaluator": evaluator,
+}

@@ -1,0 +1,269 @@
+"""What a run takes from other runs: their rows (replay.mount), and a policy to begin with (--init_from=RUN@STEP)."""
+
+import dataclasses
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from tba_jax.learner.settings import make_optimizers
+from tba_jax.learner.state import init_state, state_shapes
+from tba_jax.models.lora import LoraConfig
+from tba_jax.models.parameters import Params
+from tba_jax.models.policy import Policy
+from tba_jax.objectives import OBJECTIVES
+from tba_jax.replay.log import REGISTER, registration
+from tba_jax.roles.trainer.trainer import make_index
+from tba_jax.run import contract as contract_lib
+from tba_jax.run import layout, snapshots
+from tba_jax.run import places as places_lib
+from tba_jax.run.checkpoints import Checkpoints
+from tba_jax.run.places import Place
+
+log = logging.getLogger(__name__)
+
+# Fields of the contract that change neither what rows mean nor what scored them.
+_FREE_OF_ROWS = ("lora",)
+# How the names of writers begin whose rows are of a file (the command append).
+GIVEN = "given-"
+# Fields of the contract that weights depend on.
+_OF_WEIGHTS = ("model", "tokenizer", "eos_id", "pad_id")
+
+
+def _read(workdir: str, *, setting: str) -> tuple[layout.RunDir, dict[str, Any]]:
+    """Another run and its config.json. Raises ValueError where there is none, or none of this version."""
+    run = layout.open_run_dir(workdir)
+    return run, contract_lib.read_run(run, called=f"{setting}: {workdir}")
+
+
+def _reference_id(run: layout.RunDir) -> str | None:
+    return layout.read_json(run.initial_reference)["id"] if places_lib.exists(run.initial_reference) else None
+
+
+# Mounts
+
+
+def check_mounts(run: layout.RunDir, config: Any, contract: contract_lib.Contract, *, init_from: str) -> None:
+    """Checks every run of replay.mount against this one, by its contract, its reference policy and its writers.
+
+    Args:
+      init_from: RUN@STEP that this run begins from, "" where its config says from what.
+
+    Raises:
+      ValueError: a mounted run's rows may not be trained on; names the fields or the reference policies that differ.
+    """
+    own = _reference_id(run)
+    expected, of = own, f"this run's is {own}"
+    writers = dict.fromkeys(_writers(run), run.replay)
+    places = {_identity(run)}
+    for folder in config.replay.mount:
+        if _identity(layout.open_run_dir(folder)) in places:
+            raise ValueError(f"replay.mount: {folder} is this run itself, or mounted twice")
+        other, stored = _read(folder, setting="replay.mount")
+        places.add(_identity(other))
+        ours: dict[str, Any] = {k: v for k, v in contract.to_json().items() if k not in _FREE_OF_ROWS}
+        theirs: dict[str, Any] = {k: v for k, v in contract_lib.complete(stored["contract"]).items() if k not in _FREE_OF_ROWS}
+        rescored = other.rescored_commit(contract.reward_version)
+        if places_lib.exists(rescored):
+            parts = layout.read_json(rescored)["reward_parts"]
+            theirs |= {"reward_version": contract.reward_version, "reward_parts": parts}
+        elif (kept := stored["config"]["replay"].get("retention", "all")) != "all":
+            raise ValueError(
+                f"replay.mount: {folder} has replay.retention={kept}: its trainer may remove rows that this run still needs; "
+                "only runs with replay.retention=all can be mounted"
+            )
+        if own is None:  # this run will begin from the mounted run's reference policy
+            ours |= {"model.path": config.model.path, "init_from": init_from}
+            theirs |= {"model.path": stored["config"]["model"]["path"], "init_from": stored.get("init_from", "")}
+        if different := contract_lib.differences(theirs, ours):
+            if any(name.startswith("reward_version:") for name in different):
+                different.append(f"python -m tba_jax rescore --workdir={folder} scores its rows again by the task as it is now")
+            raise ValueError(f"replay.mount: the rows of {folder} belong to a run of another contract; " + "; ".join(different))
+        reference = _reference_id(other)
+        if reference is None:
+            raise ValueError(f"replay.mount: {folder} has no reference policy yet: start its trainer first")
+        if expected not in (None, reference):
+            raise ValueError(f"replay.mount: rows of {folder} have log-probs of reference {reference}, {of}")
+        if expected is None:
+            expected, of = reference, f"those of {folder} of {reference}"
+        for writer in _writers(other):
+            if writer in writers:
+                raise ValueError(f"replay.mount: writer {writer} has a log in {other.replay} and in {writers[writer]}")
+            writers[writer] = other.replay
+    ended = bool(config.replay.mount) and all(
+        places_lib.exists(layout.open_run_dir(folder).finished) for folder in config.replay.mount
+    )
+    if ended and not config.searchers.count and config.replay.recent_probability:
+        log.warning(
+            "replay.recent_probability=%g draws the newest queries of finished runs again and again; 0 draws all evenly",
+            config.replay.recent_probability,
+        )
+
+
+def check_behavior_is_known(run: layout.RunDir, config: Any) -> None:
+    """Raises ValueError where the objective weighs by π_θ/π_behaviour, and rows that were appended from a file have no known
+    behaviour."""
+    if not OBJECTIVES[config.learner.objective].behavior_logprobs:
+        return
+    for place in (run, *map(layout.open_run_dir, config.replay.mount)):
+        for writer in _writers(place):
+            if not writer.startswith(GIVEN):
+                continue
+            if source := layout.read_json(registration(place.replay, writer))["info"].get("responses"):
+                raise ValueError(
+                    f"learner.objective={config.learner.objective} weighs rows by π_θ/π_behaviour, and nobody knows that of "
+                    f"writer {writer} in {place.replay}, which are of {source}; trajectory_balance and others need none"
+                )
+
+
+def _identity(run: layout.RunDir) -> Place:
+    """What two runs that are the same have in common."""
+    return run.shared.resolve() if isinstance(run.shared, Path) else run.shared
+
+
+def _writers(run: layout.RunDir) -> list[str]:
+    names = places_lib.names_in(run.replay / REGISTER)
+    return [name.removesuffix(".json") for name in names if not name.startswith(".")]
+
+
+def copy_reference(mount: str, folder: Path) -> None:
+    """Copies the reference policy of a mounted run to `folder`.
+
+    Raises:
+      ValueError: the copy is not what the mounted run calls it.
+    """
+    run, _ = _read(mount, setting="replay.mount")
+    reference = _reference_id(run)
+    assert reference is not None, "check_mounts comes first"
+    places_lib.copy_tree(run.reference(reference), folder, last=snapshots.COMMIT)
+    if (found := snapshots.fingerprint(folder)) != reference:
+        shutil.rmtree(folder)
+        raise ValueError(f"replay.mount: {run.reference(reference)} is damaged: its content is {found}")
+    log.info("the run begins from the reference policy %s of %s", reference, mount)
+
+
+# A policy to begin with
+
+
+def parse_init_from(value: str) -> str:
+    """RUN@STEP with an absolute path or a URL. Raises ValueError where it is not of that form; "" stays ""."""
+    folder, _, step = value.rpartition("@")
+    if value and (not folder or not step.isdecimal()):
+        raise ValueError(f"--init_from={value!r} must be RUN@STEP: the workdir of a run and the step of a snapshot")
+    return f"{places_lib.absolute(folder)}@{int(step)}" if value else ""
+
+
+def _open_init_from(init_from: str) -> tuple[layout.RunDir, dict[str, Any], int]:
+    folder, _, step = init_from.rpartition("@")
+    return *_read(folder, setting="--init_from"), int(step)
+
+
+def check_init_from(run: layout.RunDir, config: Any, contract: contract_lib.Contract, *, init_from: str) -> None:
+    """Checks that the policy is there and fits, unless this run has begun.
+
+    Raises:
+      ValueError: one sentence, with the steps there are, or with the fields that differ.
+    """
+    if not init_from or places_lib.exists(run.initial_reference):
+        return
+    if config.warm_start.steps:
+        raise ValueError(
+            f"--init_from={init_from} and warm_start.steps={config.warm_start.steps} exclude each other: set warm_start.steps=0"
+        )
+    other, stored, step = _open_init_from(init_from)
+    mine, theirs = contract.to_json(), stored["contract"]
+    if different := contract_lib.differences({k: theirs.get(k) for k in _OF_WEIGHTS}, {k: mine[k] for k in _OF_WEIGHTS}):
+        raise ValueError(f"--init_from={init_from} is of another model or tokenizer; " + "; ".join(different))
+    steps = snapshots.committed_steps(other.policies)
+    if step not in steps:
+        raise ValueError(f"--init_from={init_from}: step {step} is not a snapshot of {other.shared}; {_listed(steps)}")
+    if theirs.get("lora") and _reference_id(other) is None:
+        raise ValueError(f"--init_from={init_from}: {other.initial_reference} is gone, which the adapters belong to")
+
+
+def _listed(steps: list[int]) -> str:
+    if not steps:
+        return "it holds none"
+    return "there are " + (", ".join(map(str, steps)) if len(steps) <= 8 else f"{', '.join(map(str, steps[:4]))} … {steps[-1]}")
+
+
+def load_policy(init_from: str, policy: Policy, mesh: Mesh) -> Params:
+    """Float32 weights of another run's policy at a step, adapters merged, in this run's sharding."""
+    other, stored, step = _open_init_from(init_from)
+    lora = stored["contract"].get("lora") or {}
+    theirs = Policy(model=policy.model, lora=LoraConfig(**(lora | {"targets": tuple(lora["targets"])})) if lora else None)
+    trained = snapshots.load_step(other.policies, step, theirs.trained_specs, theirs.trained_shardings(mesh))
+    if theirs.lora is None:
+        return trained
+    reference = _reference_id(other)
+    assert reference is not None, "check_init_from comes first"
+    base = snapshots.load(other.reference(reference), policy.model_specs, policy.model_shardings(mesh))
+    shardings = policy.model_shardings(mesh)
+    return jax.jit(theirs.merged, out_shardings=shardings)(trained, base)
+
+
+def take_optimizer(
+    init_from: str,
+    run: layout.RunDir,
+    config: Any,
+    contract: contract_lib.Contract,
+    *,
+    policy: Policy,
+    reference: Place,
+    mesh: Mesh,
+) -> bool:
+    """Writes a checkpoint of step 0 with the weights of `reference` and the optimiser of the other run at that step.
+
+    Returns:
+      whether there was one to take: a checkpoint of exactly that step, of whole policies on both sides and of an
+      optimiser of the same shape. Its moments and their count are taken; schedules begin anew.
+    """
+    other, stored, step = _open_init_from(init_from)
+    if policy.lora is not None or stored["contract"].get("lora") or not other.checkpoints.is_dir():
+        return False
+    optimizers = make_optimizers(config)
+    shapes = state_shapes(policy, optimizers, mesh)
+    source = Checkpoints(other.checkpoints, keep=0, read_only=True)
+    try:
+        if step not in source.steps():
+            return False
+        state = source.restore(step, {"state": shapes})[0]["state"]
+    except ValueError as error:
+        log.warning(
+            "the optimiser of %s is not taken: its state is of another shape (objective, optimiser or adapters)", init_from
+        )
+        log.debug("%s", error)
+        return False
+    finally:
+        source.close()
+    params = snapshots.load(reference, policy.trained_specs, policy.trained_shardings(mesh))
+    # The reference is another now, and log Z and the values of states with it: these heads begin anew.
+    begun = init_state(policy, params, optimizers)
+    of_policy = _restart_schedules(state.opt_state["policy"])
+    begun = dataclasses.replace(begun, opt_state=begun.opt_state | {"policy": of_policy})
+    begun = jax.device_put(begun, jax.tree.map(lambda x: x.sharding, shapes))
+    shutil.rmtree(run.checkpoints, ignore_errors=True)  # of an attempt that ended before the run had a reference
+    index = make_index(config, contract)
+    target = Checkpoints(run.checkpoints, keep=config.checkpoint.keep)
+    target.save({"state": begun}, {"epoch": 0, "index": index.state(), "visible": []}, step=0)
+    target.close()
+    log.info("the run begins with the optimiser of %s", init_from)
+    return True
+
+
+def _restart_schedules(opt_state: Any) -> Any:
+    """The optimiser's state with the counters of its schedules at 0; Adam's count belongs to its moments and stays."""
+
+    def is_schedule(node: Any) -> bool:
+        return isinstance(node, optax.ScaleByScheduleState)
+
+    return jax.tree.map(
+        lambda node: node._replace(count=jnp.zeros_like(node.count)) if is_schedule(node) else node,
+        opt_state,
+        is_leaf=is_schedule,
+    )

@@ -1,0 +1,68 @@
+"""The Hugging Face architectures that are computed: their classes, config.json in both directions, and their tensors.
+
+Each is described once, for import and export. A new one is an entry here; types and vocabulary: stored.py.
+"""
+
+from typing import Any
+
+from tba_jax.models import decoder
+from tba_jax.models.config import DecoderConfig
+from tba_jax.models.hugging_face import encoders, gpt_family, llama_family
+from tba_jax.models.hugging_face.files import Architecture
+
+_DECODER: dict[str, Any] = {"config": DecoderConfig, "define": decoder.define}
+_GATED: dict[str, Any] = _DECODER | {
+    "tensors": llama_family.tensors,
+    "prefix": "model.",
+    "lm_head": "lm_head.weight",
+    "ignored": r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
+}
+
+# model_type of config.json -> what we know of it.
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture(
+        heads={"LlamaForCausalLM": "language_model", "LlamaForSequenceClassification": "score"},
+        read=llama_family.read_llama,
+        write=llama_family.write_llama,
+        **_GATED,
+    ),
+    "mistral": Architecture(
+        heads={"MistralForCausalLM": "language_model", "MistralForSequenceClassification": "score"},
+        read=llama_family.read_mistral,
+        write=llama_family.write_mistral,
+        **_GATED,
+    ),
+    "qwen2": Architecture(
+        heads={"Qwen2ForCausalLM": "language_model", "Qwen2ForSequenceClassification": "score"},
+        read=llama_family.read_qwen2,
+        write=llama_family.write_qwen2,
+        **_GATED,
+    ),
+    "qwen3": Architecture(
+        heads={"Qwen3ForCausalLM": "language_model", "Qwen3ForSequenceClassification": "score"},
+        read=llama_family.read_qwen3,
+        write=llama_family.write_qwen3,
+        **_GATED,
+    ),
+    "gpt2": Architecture(
+        heads={"GPT2LMHeadModel": "language_model", "GPT2ForSequenceClassification": "score"},
+        read=gpt_family.read_gpt2,
+        write=gpt_family.write_gpt2,
+        tensors=gpt_family.gpt2_tensors,
+        prefix="transformer.",
+        lm_head="lm_head.weight",
+        ignored=r"h\.\d+\.attn\.(bias|masked_bias)",
+        **_DECODER,
+    ),
+    "gpt_neox": Architecture(
+        heads={"GPTNeoXForCausalLM": "language_model", "GPTNeoXForSequenceClassification": "score"},
+        read=gpt_family.read_gpt_neox,
+        write=gpt_family.write_gpt_neox,
+        tensors=gpt_family.gpt_neox_tensors,
+        prefix="gpt_neox.",
+        lm_head="embed_out.weight",
+        ignored=r"layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",
+        **_DECODER,
+    ),
+    **encoders.ENCODERS,
+}

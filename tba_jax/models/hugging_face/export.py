@@ -1,0 +1,237 @@
+"""Export to Hugging Face folders: weights, config.json and tokenizer, as transformers reads them.
+
+The folder appears at its name once it is whole. architectures.py says what the tensors are called and how they lie.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from tba_jax.models import parameters
+from tba_jax.models.hugging_face import files, load
+from tba_jax.models.hugging_face.architectures import ARCHITECTURES
+from tba_jax.models.hugging_face.files import Settings, Stored
+from tba_jax.models.parameters import Params
+
+DTYPES = {str(dtype): name for name, dtype in load.DTYPES.items()}
+
+# Fields of our configs that config.json does not say.
+_UNWRITTEN = ("compute_dtype", "attention")
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tensor:
+    """A tensor to write: its name and shape, what it holds, and of which layer."""
+
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[Stored, ...]
+    layer: int | None
+
+
+def save(
+    folder: Path | str,
+    config: Any,
+    params: Params,
+    *,
+    dtype: str,
+    source: Path | None = None,
+    token_ids: Mapping[str, int | None] | None = None,
+    tokenizer: Callable[[Path], None] | None = None,
+    max_shard_bytes: int = 2 << 30,
+) -> None:
+    """Writes a folder that transformers loads and computes the same with. One tensor at a time is on the host.
+
+    Args:
+      folder: created, with its parents; it must not exist, or be empty. Where anything fails it is not there.
+      config: of the model. Where the architecture cannot express it, it is refused.
+      params: nested as those of the model; leaves are anything whose leaf[layer] and whose whole gives a NumPy array by
+        np.asarray: jax.Array, np.ndarray, tensorstore.TensorStore. Adapters must be merged, integer weights restored.
+      dtype: of the weights in the file, "float32", "float16" or "bfloat16".
+      source: the folder that the model came from. Its config.json is kept but for the class and the dtype, and its
+        generation_config.json is copied.
+      token_ids: further keys of config.json, as {"pad_token_id": 0}: a class with a score head needs one for padded batches.
+      tokenizer: writes the tokenizer's files into the folder that it is called with, before that has its final name.
+      max_shard_bytes: of the weights in one file; more are written as shards with an index.
+
+    Raises:
+      ValueError: names the folder, the parameter or the field of the config that cannot be written.
+    """
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} exists and is not an empty folder; export to another name")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r} of the export is not one of {', '.join(DTYPES)}")
+    values = _config_values(folder, config, dtype, source) | dict(token_ids or {})
+    leaves = _checked_leaves(config, params)
+    whole = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
+    whole.mkdir(parents=True)
+    try:
+        _write_weights(whole, config, leaves, dtype, max_shard_bytes)
+        (whole / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        if source is not None and (Path(source) / "generation_config.json").is_file():
+            shutil.copyfile(Path(source) / "generation_config.json", whole / "generation_config.json")
+        if tokenizer is not None:
+            tokenizer(whole)
+        os.replace(whole, folder)
+    finally:
+        shutil.rmtree(whole, ignore_errors=True)
+
+
+def _config_values(folder: Path, config: Any, dtype: str, source: Path | None) -> dict[str, Any]:
+    """The content of config.json, once reading it is known to give `config` again."""
+    architecture = ARCHITECTURES[config.architecture]
+    path = (folder if source is None else Path(source)) / "config.json"
+    values = architecture.write(config) if source is None else files.read_json(path)
+    classes = [name for name, head in architecture.heads.items() if head == config.head]
+    if not set(Settings(path, values).names("architectures")) & set(classes):
+        values["architectures"] = classes[:1]
+    values["torch_dtype" if "torch_dtype" in values else "dtype"] = dtype
+    if config.head == "score" and Settings(path, values).labels() != config.labels:
+        values.pop("num_labels", None)
+        values["id2label"] = {str(i): f"LABEL_{i}" for i in range(config.labels)}
+        values["label2id"] = {f"LABEL_{i}": i for i in range(config.labels)}
+    read = load.config_of(Settings(path, values), compute_dtype=config.compute_dtype)
+    expected, found = dataclasses.asdict(config), dataclasses.asdict(read)
+    if differing := [key for key in expected if key not in _UNWRITTEN and expected[key] != found[key]]:
+        what = "cannot be said in a config.json of" if source is None else f"differ from {path} of"
+        shown = ", ".join(f"{key}={expected[key]!r} (it gives {found[key]!r})" for key in differing)
+        raise ValueError(f"{folder}: settings of the model that {what} model_type={config.architecture!r}: {shown}")
+    return values
+
+
+def _checked_leaves(config: Any, params: Params) -> dict[str, Any]:
+    """The parameters by dotted name, which are those of the config and have names in a checkpoint."""
+    leaves, specs = parameters.flatten(params), parameters.flatten(ARCHITECTURES[config.architecture].define(config).specs)
+    if unknown := sorted(set(leaves) - set(specs)):
+        raise ValueError(f"parameters that a checkpoint has no name for: {', '.join(unknown[:6])}; merge or restore them first")
+    if missing := [name for name in specs if name not in leaves]:
+        raise ValueError(f"parameters of the model that are not given: {', '.join(missing[:6])}")
+    for name, spec in specs.items():
+        if tuple(leaves[name].shape) != spec.shape:
+            raise ValueError(f"{name} has shape {list(leaves[name].shape)}, the config makes it {list(spec.shape)}")
+    return leaves
+
+
+def _write_weights(folder: Path, config: Any, leaves: Mapping[str, Any], dtype: str, max_shard_bytes: int) -> None:
+    architecture = ARCHITECTURES[config.architecture]
+    sizes = config.sizes
+    tensors = [
+        _Tensor(pattern.format(layer=layer), parts[0].shape(sizes), parts, layer)
+        for pattern, parts in architecture.tensors(config).items()
+        for layer in (range(config.layers) if "{layer}" in pattern else (None,))
+    ]
+    item = jnp.dtype(dtype).itemsize
+    shards: list[list[_Tensor]] = [[]]
+    for tensor in tensors:
+        if shards[-1] and item * sum(math.prod(t.shape) for t in (*shards[-1], tensor)) > max_shard_bytes:
+            shards.append([])
+        shards[-1].append(tensor)
+    names = [load.SINGLE]
+    if len(shards) > 1:
+        names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+        total = item * sum(math.prod(tensor.shape) for tensor in tensors)
+        weight_map = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / load.INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    for name, shard in zip(names, shards, strict=True):
+        _write_file(folder / name, shard, leaves, sizes, dtype)
+
+
+def _write_file(path: Path, tensors: Sequence[_Tensor], leaves: Mapping[str, Any], sizes: Mapping[str, int], dtype: str) -> None:
+    """A safetensors file: length of the header, header (padded to 8 bytes), the tensors one after the other."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in tensors:
+        begin, end = end, end + jnp.dtype(dtype).itemsize * math.prod(tensor.shape)
+        header[tensor.name] = {"dtype": DTYPES[dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with path.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little"))
+        file.write(encoded)
+        for tensor in tensors:
+            file.write(_content(tensor, leaves, sizes, dtype).view(np.uint8).data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _content(tensor: _Tensor, leaves: Mapping[str, Any], sizes: Mapping[str, int], dtype: str) -> np.ndarray:
+    """The tensor, flat. Raises ValueError on an integer parameter, and on numbers that are not finite (in `dtype`)."""
+    content = np.empty(tensor.shape, jnp.dtype(dtype))
+    for part in tensor.parts:
+        leaf = leaves[part.path]
+        ours = np.asarray(leaf if tensor.layer is None else leaf[tensor.layer])
+        if not jnp.issubdtype(ours.dtype, jnp.floating):
+            raise ValueError(f"{part.path} is {ours.dtype}; integer weights must be restored before they are exported")
+        with np.errstate(over="ignore"):  # what becomes infinite is refused below
+            files.copy(part.view(content, sizes), ours)
+    if not np.isfinite(content).all():
+        raise ValueError(f"{tensor.parts[0].path} (tensor {tensor.name}) holds numbers that are not finite in {dtype}")
+    return content.reshape(-1)
+
+
+def copy_tokenizer(source: Path | str, folder: Path | str) -> None:
+    """Copies the files of a tokenizer. Raises ValueError where there are none."""
+    found = [name for name in _TOKENIZER_FILES if (Path(source) / name).is_file()]
+    if not found:
+        raise ValueError(f"{source} holds no tokenizer: none of {', '.join(_TOKENIZER_FILES)}")
+    for name in found:
+        shutil.copyfile(Path(source) / name, Path(folder) / name)
+
+
+def write_character_tokenizer(folder: Path | str, characters: str, *, pad_id: int, bos_id: int, eos_id: int) -> None:
+    """Writes a tokenizer of one id a character, which begins every text with bos_id.
+
+    Args:
+      characters: the characters whose ids follow the special ones, in order; the special ids are 0, 1 and 2 in some order.
+    """
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+
+    if sorted((pad_id, bos_id, eos_id)) != [0, 1, 2]:
+        raise ValueError(f"pad_id={pad_id}, bos_id={bos_id}, eos_id={eos_id} must be 0, 1 and 2 in some order")
+    # The name of a special token must not be a text: one of its characters is outside the alphabet.
+    form = next(form for form in ("<{}>", "<|{}|>", "⟨{}⟩", "\ue000{}\ue001") if set(form) - set("{}") - set(characters))
+    names = {form.format(name): i for name, i in (("pad", pad_id), ("bos", bos_id), ("eos", eos_id))}
+    pad, bos, eos = names
+    vocab = names | {character: i for i, character in enumerate(characters, start=len(names))}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=""))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{bos} $A", pair=None, special_tokens=[(bos, bos_id)])
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
+    tokenizer.save(str(Path(folder) / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": pad,
+        "bos_token": bos,
+        "eos_token": eos,
+        "clean_up_tokenization_spaces": False,
+    }
+    (Path(folder) / "tokenizer_config.json").write_text(
+        json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+    )

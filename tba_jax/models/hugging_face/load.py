@@ -1,0 +1,335 @@
+"""Strict import of Hugging Face checkpoints: config.json to our config, safetensors to sharded parameters.
+
+What our models would compute differently, and every tensor that architectures.py does not name, is refused by name.
+Only safetensors are read: a pickled checkpoint runs code when it is loaded.
+"""
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+from safetensors import SafetensorError
+
+from tba_jax.models import parameters
+from tba_jax.models.hugging_face import files
+from tba_jax.models.hugging_face.architectures import ARCHITECTURES
+from tba_jax.models.hugging_face.files import Architecture, Stored
+from tba_jax.models.parameters import Params, ParamSpec
+
+DTYPES: dict[str, np.dtype[Any]] = {"F32": jnp.dtype("float32"), "F16": jnp.dtype("float16"), "BF16": jnp.dtype("bfloat16")}
+
+_COMPARED_ROWS = 4096  # rows of the vocabulary that are on the host at a time while two embeddings are compared
+_NEW_HEAD = "score."  # a parameter that may be initialised where the checkpoint does not hold it
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+def resolve_folder(name: Path | str) -> Path:
+    """The local folder of a checkpoint: `name` itself, or the snapshot of the hub id `org/name` where no such path exists.
+
+    Raises:
+      ValueError: neither a local folder nor a hub id that could be fetched.
+    """
+    folder = Path(name)
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ValueError(f"model folder {name} is a file; give the folder that holds config.json and {SINGLE}")
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(name)):
+        raise ValueError(f"model folder {name} does not exist, and is not a hub id of the form org/name either")
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.snapshot_download(str(name), allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt"]))
+    except (
+        OSError,
+        ValueError,
+    ) as error:  # every failure of the hub's client is one of the two; the user needs the name they gave
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(f"model {name} is not a local folder and could not be fetched from the hub: {reason}") from error
+
+
+def read_config(folder: Path | str, *, compute_dtype: str, attention: str = "auto", head: str | None = None) -> Any:
+    """Our config (DecoderConfig, EncoderConfig) of `folder`/config.json (a local folder or a hub id, see resolve_folder).
+
+    Args:
+      head: "language_model" or "score"; None: the one that the checkpoint's class has. A checkpoint of a language model may be
+        asked for head="score" (one label), whose weights load_params then initialises.
+
+    Raises:
+      ValueError: no such folder or file, or a setting that is not computed; names the file, the key and the value.
+    """
+    settings = files.read_settings(resolve_folder(folder) / "config.json")
+    return config_of(settings, compute_dtype=compute_dtype, attention=attention, head=head)
+
+
+def config_of(settings: files.Settings, *, compute_dtype: str, attention: str = "auto", head: str | None = None) -> Any:
+    """See read_config."""
+    model_type, classes = settings.values.get("model_type"), settings.names("architectures")
+    architecture = ARCHITECTURES.get(str(model_type))
+    if architecture is None:
+        known = ", ".join(ARCHITECTURES)
+        raise ValueError(
+            f"{settings.path}: model_type={model_type!r} with architectures={classes} is not supported; supported: {known}"
+        )
+    if unsupported := [name for name in classes if name not in architecture.heads]:
+        raise ValueError(
+            f"{settings.path}: architectures={unsupported} is not supported; of {model_type}: {', '.join(architecture.heads)}"
+        )
+    stored_head = architecture.heads[classes[0] if classes else next(iter(architecture.heads))]
+    head = stored_head if head is None else head
+    if head not in architecture.heads.values():
+        raise ValueError(f"{settings.path}: head={head!r} is not computed for model_type={model_type!r}")
+    if head == "language_model" and stored_head != "language_model":
+        raise ValueError(f"{settings.path}: head='language_model' is asked for, but architectures={classes} has none")
+    fields = architecture.read(settings)
+    if head == "score":
+        fields["labels"] = settings.labels() if stored_head == "score" else 1
+    fields |= {"architecture": model_type, "head": head, "compute_dtype": compute_dtype, "attention": attention}
+    try:
+        return architecture.config(**fields)
+    except ValueError as error:
+        raise ValueError(f"{settings.path}: {error}") from error
+
+
+def check_weights(folder: Path | str, config: Any, *, new_heads: bool = False) -> None:
+    """Raises ValueError where load_params would, by names, shapes and dtypes in the files' headers; loads no tensor.
+
+    new_heads: whether load_params will be given `fresh`.
+    """
+    _open_checked(resolve_folder(folder), config, new_heads)
+
+
+def load_params(
+    folder: Path | str, config: Any, shardings: Params, *, fresh: jax.Array | None = None, dtype: str = "float32"
+) -> Params:
+    """The checkpoint's parameters, each created in its sharding.
+
+    Files are mapped, and every device's shard is filled from the slices it consists of, layer by layer: the host holds this
+    process' shards and nothing else. On a CPU the shards are the arrays themselves, on accelerators they are let go one
+    parameter after the other.
+
+    Args:
+      folder: a local folder or a hub id, see resolve_folder.
+      config: the shape the tensors must have, see read_config.
+      shardings: of the config's parameters, see Definition.shardings.
+      fresh: random key, from which a score head that the checkpoint does not hold is initialised; without it such a head is a
+        missing tensor.
+      dtype: of the parameters; those of a fresh head are float32.
+
+    Raises:
+      ValueError: no safetensors; a shard is missing or damaged; a tensor is unknown, missing, in two files, of another shape
+        or of a dtype other than float32, float16 and bfloat16, or holds a number that is not finite; tied embeddings that
+        differ. Names the tensor and the file.
+    """
+    sources = _open_checked(resolve_folder(folder), config, fresh is not None)
+    architecture = ARCHITECTURES[config.architecture]
+    definition, sizes = architecture.define(config), config.sizes
+    specs, sharding_of = parameters.flatten(definition.specs), parameters.flatten(shardings)
+
+    def load(path: str, spec: ParamSpec) -> jax.Array:
+        def read_shard(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None
+            bounds = [part.indices(size) for part, size in zip(index, spec.shape, strict=True)]
+            shard = parameters.aligned_empty(tuple(stop - start for start, stop, _ in bounds), dtype)
+            if spec.axes[0] != "layers":
+                _fill(shard, sources[path][0], sizes, index)
+                return shard
+            for target, source in zip(shard, sources[path][index[0]], strict=True):
+                _fill(target, source, sizes, index[1:])
+            return shard
+
+        return jax.make_array_from_callback(spec.shape, sharding_of[path], read_shard)
+
+    loaded = {path: load(path, spec) for path, spec in specs.items() if path in sources}
+    if new := [path for path in specs if path not in sources]:
+
+        def init(key: jax.Array) -> dict[str, jax.Array]:
+            drawn = parameters.flatten(definition.init(key))
+            return {path: drawn[path] for path in new}
+
+        loaded |= jax.jit(init, out_shardings={path: sharding_of[path] for path in new})(fresh)
+    return parameters.unflatten({path: loaded[path] for path in specs})
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tensor:
+    """A tensor in a file."""
+
+    name: str
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int  # bytes from the beginning of the file
+
+    def map(self) -> np.ndarray:
+        """Its content, mapped: pages are read when they are touched, and belong to the system's file cache."""
+        return np.asarray(np.memmap(self.path, DTYPES[self.dtype], mode="r", offset=self.offset, shape=self.shape))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """One of our parameters (of one layer) in a tensor."""
+
+    tensor: _Tensor
+    stored: Stored
+
+    def view(self, sizes: Mapping[str, int]) -> np.ndarray:
+        return self.stored.view(self.tensor.map(), sizes)
+
+
+def _fill(target: np.ndarray, source: _Source, sizes: Mapping[str, int], index: tuple[slice, ...]) -> None:
+    """Copies a slice of one of our parameters out of its file, in the target's dtype."""
+    files.copy(target, source.view(sizes)[index])
+    if target.size and not np.isfinite([target.min(), target.max()]).all():
+        raise ValueError(f"{source.tensor.path}: {source.tensor.name} holds numbers that are not finite")
+
+
+def _open_file(path: Path) -> list[_Tensor]:
+    """All tensors of a safetensors file, from its header."""
+    try:
+        with safetensors.safe_open(path, framework="numpy"):  # checks the header against the file's size
+            pass
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged or not whole ({error}); fetch it again") from error
+    with path.open("rb") as file:
+        header_size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(header_size))
+    begin = 8 + header_size
+    return [
+        _Tensor(name, path, entry["dtype"], tuple(entry["shape"]), begin + entry["data_offsets"][0])
+        for name, entry in header.items()
+        if name != "__metadata__"
+    ]
+
+
+def _open_folder(folder: Path) -> dict[str, _Tensor]:
+    """All tensors of the checkpoint by name. Nothing is read but the headers."""
+    indexed: dict[str, str] = {}
+    if (folder / SINGLE).is_file():
+        paths = [folder / SINGLE]
+    elif (folder / INDEX).is_file():
+        indexed = files.read_settings(folder / INDEX).table("weight_map")
+        if not indexed:
+            raise ValueError(f"{folder / INDEX}: weight_map names no file")
+        if unnamed := [name for name, shard in indexed.items() if not isinstance(shard, str)]:
+            name = unnamed[0]
+            raise ValueError(f"{folder / INDEX}: weight_map gives {name!r} the file {indexed[name]!r}, which must be a name")
+        paths = [folder / shard for shard in sorted(set(indexed.values()))]
+        if missing := [path.name for path in paths if not path.is_file()]:
+            raise ValueError(f"{folder / INDEX} names {missing}, which {folder} does not hold")
+    else:
+        pickled = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth"))
+        if pickled:
+            raise ValueError(
+                f"{folder} holds only pickled weights ({pickled[0]}), which run code when loaded; convert them once, where you "
+                "trust them: load the folder with transformers and call save_pretrained(folder, safe_serialization=True)"
+            )
+        raise ValueError(f"{folder} holds no weights: neither {SINGLE} nor {INDEX}")
+
+    tensors: dict[str, _Tensor] = {}
+    for path in paths:
+        for tensor in _open_file(path):
+            if tensor.name in tensors:
+                raise ValueError(f"tensor {tensor.name} is in two files: {tensors[tensor.name].path} and {path}")
+            tensors[tensor.name] = tensor
+    if misplaced := sorted(name for name, shard in indexed.items() if name not in tensors or tensors[name].path.name != shard):
+        raise ValueError(f"{folder / INDEX} names tensors that are not in their files: {_some(misplaced, indexed)}")
+    return tensors
+
+
+def _open_checked(folder: Path, config: Any, new_heads: bool) -> dict[str, list[_Source]]:
+    """Our parameter -> where it is, by layer, once every check has passed. New heads that are absent are left out."""
+    tensors = _open_folder(folder)
+    architecture = ARCHITECTURES[config.architecture]
+    sizes = config.sizes
+    sources: dict[str, list[_Source]] = {}
+    for name, parts in _expected(folder, tensors, config, architecture, new_heads).items():
+        _check_tensor(tensors[name], parts[0].shape(sizes))
+        for part in parts:
+            sources.setdefault(part.path, []).append(_Source(tensors[name], part))
+    specs = parameters.flatten(architecture.define(config).specs)
+    absent = [path for path in specs if path not in sources]
+    if unnamed := [path for path in absent if not (new_heads and path.startswith(_NEW_HEAD))]:
+        raise ValueError(
+            f"{folder}: parameters that no checkpoint of model_type={config.architecture!r} holds: {_some(unnamed)}; "
+            "they must be initialised"
+        )
+    return sources
+
+
+def _expected(
+    folder: Path, present: Mapping[str, _Tensor], config: Any, architecture: Architecture, new_heads: bool
+) -> dict[str, tuple[Stored, ...]]:
+    """The tensors to read, in the order of their layers -> what they hold.
+
+    Raises:
+      ValueError: names the tensors that are missing or unknown; tied embeddings that differ.
+    """
+    table = architecture.tensors(config)
+    prefix = architecture.prefix if any(name.startswith(architecture.prefix) for name in present) else ""
+
+    def file_name(name: str) -> str:
+        return name if prefix else name.removeprefix(architecture.prefix)
+
+    if config.layers > len(present):
+        raise ValueError(f"{folder}: config.json says {config.layers} layers, the weights hold {len(present)} tensors in all")
+    embedding = next((file_name(name) for name, parts in table.items() if parts[0].path == "embedding.weight"), "")
+    expected: dict[str, tuple[Stored, ...]] = {}
+    for pattern, parts in table.items():
+        for layer in range(config.layers if "{layer}" in pattern else 1):
+            expected[file_name(pattern.format(layer=layer))] = parts
+    left_out = set() if architecture.lm_head in expected else {architecture.lm_head}
+    if left_out & set(present) and config.tied_embedding:  # savers keep either name of a tied tensor, or both
+        if embedding in present:
+            _check_tied(present[embedding], present[architecture.lm_head])
+        else:
+            expected = {(architecture.lm_head if name == embedding else name): parts for name, parts in expected.items()}
+    if new_heads:
+        expected = {name: parts for name, parts in expected.items() if name in present or not _is_new_head(parts)}
+    if missing := [name for name in expected if name not in present]:
+        raise ValueError(f"{folder}: {len(missing)} of {len(expected)} tensors are missing from the weights: {_some(missing)}")
+    ignored = re.compile(architecture.ignored)
+    unknown = sorted(
+        name for name in set(present) - set(expected) - left_out if not ignored.fullmatch(name.removeprefix(architecture.prefix))
+    )
+    if unknown:
+        raise ValueError(f"{folder}: {len(unknown)} tensors of the weights are unknown to the model: {_some(unknown)}")
+    return expected
+
+
+def _is_new_head(parts: tuple[Stored, ...]) -> bool:
+    return all(part.path.startswith(_NEW_HEAD) for part in parts)
+
+
+def _some(names: list[str], files: Mapping[str, str] | None = None) -> str:
+    shown = [f"{name} ({files[name]})" if files else name for name in names[:6]]
+    return ", ".join(shown) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+
+
+def _check_tensor(tensor: _Tensor, shape: tuple[int, ...]) -> None:
+    if tensor.shape != shape:
+        raise ValueError(f"{tensor.path}: {tensor.name} has shape {list(tensor.shape)}, config.json makes it {list(shape)}")
+    if tensor.dtype not in DTYPES:
+        raise ValueError(f"{tensor.path}: {tensor.name} is stored as {tensor.dtype}; supported: {', '.join(DTYPES)}")
+
+
+def _check_tied(embedding: _Tensor, lm_head: _Tensor) -> None:
+    """A redundant lm_head must equal the embedding: the file says one thing, tie_word_embeddings the other."""
+    _check_tensor(lm_head, embedding.shape)
+    _check_tensor(embedding, embedding.shape)
+    first, second = embedding.map(), lm_head.map()
+    for start in range(0, len(first), _COMPARED_ROWS):
+        rows = slice(start, start + _COMPARED_ROWS)
+        if not np.array_equal(first[rows].astype(np.float32), second[rows].astype(np.float32)):
+            raise ValueError(
+                f"{lm_head.path}: {lm_head.name} differs from {embedding.name}, but config.json says tie_word_embeddings=true; "
+                "set it to false to load both"
+            )

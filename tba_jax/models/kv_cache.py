@@ -1,0 +1,125 @@
+"""Decoding with key/value caches: a prompt's cache is computed once and read by all the rows that continue it.
+
+Attention of a new token has two parts under one softmax: the cache of the prompt, which the W rows of a group share, and the
+row's own continuation. B = J·W rows in decoding. Models here are unstacked (see `define`).
+"""
+
+import chex
+import flax.struct
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from tba_jax import sharding
+from tba_jax.models import attention, parameters
+from tba_jax.models.attention import Rotary
+from tba_jax.models.config import DecoderConfig
+from tba_jax.models.decoder import Decoder
+from tba_jax.models.layers import full_precision, linear_maps
+from tba_jax.models.parameters import Definition, Params
+
+# Per layer (keys, values).
+Cache = tuple[tuple[jax.Array, ...], ...]
+
+# How samplers hold the weights of linear maps: in the compute dtype, or rounded to integers (Einsum.quantize).
+WEIGHTS = ("full", "int8")
+
+
+def check_weights(weights: str) -> None:
+    if weights not in WEIGHTS:
+        raise ValueError(f"weights={weights!r} is neither 'full' nor 'int8'")
+
+
+def define(config: DecoderConfig, weights: str = "full", *, unstacked: bool = True) -> Definition[Decoder]:
+    """The definition of a decoder as samplers hold it. Args: weights: one of WEIGHTS; unstacked: see `unstack`."""
+    check_weights(weights)
+
+    def make(rngs: nnx.Rngs) -> Decoder:
+        model = Decoder(config, unstacked=unstacked, rngs=rngs)
+        if weights == "int8":
+            quantize(model)
+        return model
+
+    return parameters.define(make)
+
+
+def quantize(model: Decoder) -> None:
+    """Makes all linear maps of the model int8; embeddings, norms and biases stay as they are."""
+    for _, linear in linear_maps(model):
+        linear.quantize()
+
+
+def unstack(params: Params, config: DecoderConfig) -> Params:
+    """The parameters of a stacked decoder as those of an unstacked one, in the compute dtype.
+
+    A slice of the stack inside a jitted decode loop would be copied at every call of the loop.
+    """
+    params = parameters.cast(params, config.compute_dtype)
+    return params | {"layers": {i: jax.tree.map(lambda p, i=i: p[i], params["layers"]) for i in range(config.layers)}}
+
+
+@full_precision
+def prefill(model: Decoder, tokens: jax.Array, length: jax.Array) -> tuple[jax.Array, Cache]:
+    """Runs prompts.
+
+    Args:
+      tokens: int32[Q, P], right-padded; length: int32[Q], at least 1. Causality alone keeps padding from what is real.
+
+    Returns:
+      logits float32[Q, V] that the first token after each prompt is drawn from, and the cache: per layer (keys, values)
+      compute_dtype[Q, G, P, H], heads before time because the decode step reads time-contiguous blocks of one head.
+    """
+    Q, P = tokens.shape
+    chex.assert_shape(length, (Q,))
+    positions = jnp.broadcast_to(jnp.arange(P), (Q, P))
+    tables = _rotary(positions.reshape(-1), model.config)
+    attend = attention.whole_rows(Q, P, None, causal=True, kernel=model.config.attention)
+    x = model.embed(tokens.reshape(-1), positions.reshape(-1))
+    cache = []
+    *blocks, last_block = model.layers
+    for block in blocks:
+        x, kept = block(x, tables, attend)
+        cache.append(tuple(sharding.constrain(kv.swapaxes(1, 2), "QGSH") for kv in kept))
+    # Of the last layer, all positions have keys and values, and the last one alone what follows from them.
+    _, *kept = last_block.project(x, tables)
+    cache.append(tuple(sharding.constrain(kv.reshape(Q, P, *kv.shape[1:]).swapaxes(1, 2), "QGSH") for kv in kept))
+    last = jnp.take_along_axis(x.reshape(Q, P, -1), (length - 1)[:, None, None], axis=1)[:, 0]
+    attend_last = attention.last_of_prompt(cache[-1], positions < (length - 1)[:, None])
+    last, _ = last_block(last, _rotary(length - 1, model.config), attend_last)
+    return model.head()(model.final_norm(last)), tuple(cache)
+
+
+def _rotary(positions: jax.Array, config: DecoderConfig) -> Rotary:
+    """Tables that are computed once: XLA would compute sines again in each layer that reads them."""
+    return jax.lax.optimization_barrier(attention.rotary(positions, config))
+
+
+@flax.struct.dataclass
+class Masks:
+    """What the rows of a decode step attend to. prompt: bool[J, W, S]; own: bool[B, R], the new token's entry included."""
+
+    prompt: chex.Array
+    own: chex.Array
+
+
+@full_precision
+def decode_step(
+    model: Decoder, token: jax.Array, position: jax.Array, entry: jax.Array, prompt: Cache, own: Cache, masks: Masks
+) -> tuple[jax.Array, Cache]:
+    """One token for every row.
+
+    Args:
+      token: int32[B]; position: int32[B], its position in the row, from 0 at the first prompt token.
+      entry: int32[], where its key and value go in every row's own cache. Keys carry their positions, so any order will do.
+      prompt: per layer (keys, values) [J, G, S, H]; own: likewise [B, G, R, H].
+
+    Returns:
+      logits float32[B, V] that the next token is drawn from, and the new own cache.
+    """
+    x = model.embed(token, position)
+    tables = _rotary(position, model.config)
+    new_own = []
+    for block, shared, mine in zip(model.layers, prompt, own, strict=True):
+        x, kept = block(x, tables, attention.one_token(shared, mine, entry, masks.prompt, masks.own))
+        new_own.append(kept)
+    return model.head()(model.final_norm(x)), tuple(new_own)

@@ -1,0 +1,84 @@
+"""Sentence embeddings of responses, by an encoder from a Hugging Face folder."""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from tokenizers import Tokenizer
+
+from tba_jax import sharding
+from tba_jax.models import encoder, parameters
+from tba_jax.models.config import EncoderConfig
+from tba_jax.models.hugging_face import load
+from tba_jax.models.parameters import Params
+from tba_jax.rewards import passes
+
+# Texts in one pass of the encoder: bounds memory.
+_ROWS = 32
+
+
+def read_config(folder: Path | str, *, setting: str = "task.embedding_path") -> EncoderConfig:
+    """The encoder of a folder or hub id, which messages call `setting`.
+
+    Raises:
+      ValueError: it is none, or has no tokenizer.json.
+    """
+    try:
+        config = load.read_config(folder, compute_dtype="float32")
+        folder = load.resolve_folder(folder)
+    except ValueError as error:
+        raise ValueError(f"{setting}={str(folder)!r}: {error}") from error
+    if not isinstance(config, EncoderConfig) or config.head != "embedding":
+        raise ValueError(f"{setting}={str(folder)!r} is not a sentence encoder (BERT or RoBERTa without a head)")
+    if not (folder / "tokenizer.json").is_file():
+        raise ValueError(f"{setting}={str(folder)!r} has no tokenizer.json")
+    return config
+
+
+def describe(folder: Path | str) -> dict[str, Any]:
+    """What the contract says of an encoder: the size of its embeddings, and a digest of weights and tokenizer.
+
+    Raises: as `read_config`.
+    """
+    config, folder = read_config(folder), load.resolve_folder(folder)
+    digest = hashlib.blake2b(digest_size=8)
+    for path in (folder / "tokenizer.json", *sorted(folder.glob("*.safetensors"))):
+        digest.update(path.read_bytes())
+    return {"width": config.width, "weights": digest.hexdigest()}
+
+
+class ResponseEmbedder:
+    """Embeds texts; the encoder's weights rest on every device of a mesh, texts are split over it."""
+
+    def __init__(self, folder: Path | str, mesh: Mesh, *, setting: str = "task.embedding_path"):
+        """Raises ValueError: the folder, which messages call `setting`, cannot be used; says why."""
+        config, folder = read_config(folder, setting=setting), load.resolve_folder(folder)
+        self._config, self._mesh = config, mesh
+        self._rows = -(-_ROWS // mesh.size) * mesh.size
+        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self._tokenizer.no_padding()
+        self._tokenizer.enable_truncation(config.position_limit)
+        if self._tokenizer.get_vocab_size() > config.vocab:
+            raise ValueError(f"{folder}: the tokenizer has {self._tokenizer.get_vocab_size()} ids, the encoder {config.vocab}")
+        definition = encoder.define(config)
+        self._params = load.load_params(folder, config, definition.shardings(mesh))
+
+        def embed(params: Params, tokens: jax.Array, mask: jax.Array) -> jax.Array:
+            return parameters.module(definition.graphdef, params).embed(tokens, mask)
+
+        self._embed = sharding.on_mesh(mesh, jax.jit(embed))
+
+    def __call__(self, texts: Sequence[str]) -> np.ndarray:
+        """float32[len(texts), E], of length 1; 0 for a text without tokens. Texts beyond the encoder's positions are cut."""
+        encoded = [encoding.ids for encoding in self._tokenizer.encode_batch(list(texts))]
+        if not encoded:
+            return np.zeros((0, self._config.width), np.float32)
+        return passes.in_passes(encoded, self._pass, rows=self._rows, limit=self._config.position_limit)
+
+    def _pass(self, tokens: np.ndarray, length: np.ndarray) -> np.ndarray:
+        mask = np.arange(tokens.shape[1])[None] < length[:, None]
+        return np.asarray(self._embed(self._params, *sharding.put_rows(self._mesh, (tokens, mask))))

@@ -1,0 +1,212 @@
+"""Sequence classifiers and reward models from Hugging Face folders (their `…ForSequenceClassification`), by which tasks score."""
+
+import functools
+import hashlib
+import json
+import logging
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from tba_jax import sharding
+from tba_jax.models import decoder, encoder, heads, parameters
+from tba_jax.models.config import DecoderConfig, EncoderConfig
+from tba_jax.models.hugging_face import files
+from tba_jax.models.hugging_face import load as load_lib
+from tba_jax.models.parameters import Params
+from tba_jax.rewards import passes
+from tba_jax.text.tokenizers import open_transformers
+
+log = logging.getLogger(__name__)
+
+# What a digest reads of each tensor.
+_BLOCK_BYTES = 1 << 16
+_SMALL_FILES = (
+    "config.json",
+    "generation_config.json",  # ends of a victim's replies
+    "tokenizer.json",
+    "tokenizer_config.json",  # may hold the chat template
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+)
+
+Config = DecoderConfig | EncoderConfig
+
+
+def read_config(folder: Path | str, *, setting: str, compute_dtype: str) -> Config:
+    """The classifier of a folder or hub id: a decoder with head="score", or an encoder with head="classification".
+
+    Args: setting: that names the folder, for messages.
+
+    Raises:
+      ValueError: the folder cannot be used, or holds another kind of model.
+    """
+    try:
+        config = load_lib.read_config(folder, compute_dtype=compute_dtype)
+    except ValueError as error:
+        raise ValueError(f"{setting}={str(folder)!r}: {error}") from error
+    if config.head not in ("score", "classification"):
+        raise ValueError(
+            f"{setting}={str(folder)!r} is not a sequence classifier or reward model (…ForSequenceClassification): its head is "
+            f"{config.head!r}"
+        )
+    return config
+
+
+def digest(folder: Path | str) -> str:
+    """Hex digest of what a folder's model computes: its settings, tokenizer, template, and how each tensor begins and ends."""
+    folder = load_lib.resolve_folder(folder)
+    found = hashlib.blake2b(digest_size=8)
+    for path in (folder / name for name in _SMALL_FILES):
+        content = path.read_bytes() if path.is_file() else b""
+        found.update(f"{path.name} {len(content)} ".encode() + content)
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            header = file.read(int.from_bytes(file.read(8), "little"))
+            found.update(f"{path.name} {len(header)} ".encode() + header)
+            begin = file.tell()
+            tensors = (tensor["data_offsets"] for name, tensor in json.loads(header).items() if name != "__metadata__")
+            for start, stop in sorted(tensors):
+                for place in (start, max(start, stop - _BLOCK_BYTES)):
+                    file.seek(begin + place)
+                    found.update(file.read(min(_BLOCK_BYTES, stop - start)))
+    return found.hexdigest()
+
+
+class SequenceScorer:
+    """Logits of texts. Weights rest whole on every device of a mesh, and texts are split over the devices.
+
+    No device waits for another, so that a call may run beside any other program of the same devices. Several threads may call;
+    one pass is under way at a time.
+
+    A text is what the model's own tokenizer makes of it, with the special tokens that it puts around a text (BERT's and RoBERTa's
+    do, GPT-NeoX's adds none). One that is longer than the model's positions loses its beginning with a decoder, which reads the
+    score off the last token, and its end with an encoder; a warning says so once.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        mesh: Mesh,
+        *,
+        setting: str,
+        compute_dtype: str = "float32",
+        batch_rows: int = 16,
+        ends: bool = False,
+        load: bool = True,
+    ):
+        """Args:
+          folder: or a hub id; setting: the one that named it, for messages.
+          mesh: whose devices are used, however it arranges them.
+          compute_dtype: "float32" or "bfloat16", of weights and activations. batch_rows: texts of one pass on one device.
+          ends: whether `scores` will be told which texts ended. load: False: all of this is checked and nothing loaded.
+
+        Raises:
+          ValueError: the folder cannot be used; says why.
+        """
+        self._config = config = read_config(folder, setting=setting, compute_dtype=compute_dtype)
+        self._called = called = f"{setting}={str(folder)!r}"
+        folder = load_lib.resolve_folder(folder)
+        self.labels = _labels(folder, config)
+        try:
+            self._tokenizer, self._eos_id = open_transformers(folder)
+        except ValueError as error:
+            raise ValueError(f"{called}: {error}") from error
+        if len(self._tokenizer) > config.vocab:
+            raise ValueError(f"{called}: the tokenizer has {len(self._tokenizer)} ids, the model's embedding only {config.vocab}")
+        if ends and self._eos_id is None:
+            raise ValueError(f"{called}: its tokenizer has no end-of-sequence token, by which its texts are to end")
+        if not load:
+            return
+        self._limit = config.position_limit if isinstance(config, EncoderConfig) else config.max_positions
+        self._tokenizer.truncation_side = "right"
+        self._rows = batch_rows * mesh.size
+        self._mesh = sharding.make_mesh((mesh.size, 1, 1), setting=setting, devices=list(mesh.devices.flat))
+        replicated = sharding.replicated(self._mesh)
+        definition: Any = encoder.define(config) if isinstance(config, EncoderConfig) else decoder.define(config)
+        shardings = parameters.map_specs(lambda *_: replicated, definition.specs)
+        self._params = load_lib.load_params(folder, config, shardings, dtype=compute_dtype)
+        rows = sharding.rows_sharding(self._mesh)
+        # Without a mesh in the context nothing constrains intermediate values: each device computes its rows from end to end.
+        self._score = jax.jit(
+            functools.partial(_score, graphdef=definition.graphdef), in_shardings=(shardings, rows, rows), out_shardings=rows
+        )
+        self._lock, self._told = threading.Lock(), False
+
+    def label(self, name: str) -> int:
+        """See tasks.interface.SequenceScorer."""
+        if name not in self.labels:
+            raise ValueError(f"{self._called} has no label {name!r}: its labels are {', '.join(map(repr, self.labels))}")
+        return self.labels.index(name)
+
+    def scores(self, texts: Sequence[str], *, ended: Sequence[bool] | np.ndarray | None = None) -> np.ndarray:
+        """See tasks.interface.SequenceScorer.
+
+        Raises:
+          ValueError: a text has no tokens, or an end-of-sequence token is asked for and there is none.
+        """
+        encoded = self._encode(texts, [False] * len(texts) if ended is None else ended)
+        if not encoded:
+            return np.zeros((0, len(self.labels)), np.float32)
+        with self._lock:
+            result = passes.in_passes(encoded, self._pass, rows=self._rows, limit=self._limit)
+        broken = ~np.isfinite(result).all(axis=1)
+        if broken.any():
+            text = texts[int(broken.argmax())]
+            raise FloatingPointError(
+                f"{self._called} gave {broken.sum()} of {len(texts)} texts a score that is not finite; the first "
+                f"ends in {text[-60:]!r}"
+            )
+        return result
+
+    def _encode(self, texts: Sequence[str], ended: Sequence[bool] | np.ndarray) -> list[list[int]]:
+        """Token ids, within the model's positions."""
+        if self._eos_id is None and any(ended):
+            raise ValueError(f"the tokenizer of {self._called} has no end-of-sequence token, which its texts are to end by")
+        if not texts:
+            return []
+        with self._lock:  # transformers' tokenizers keep the truncation of a call
+            given: list[list[int]] = self._tokenizer(list(texts), verbose=False)["input_ids"]
+            if isinstance(self._config, EncoderConfig) and max(map(len, given)) > self._limit:
+                self._warn()
+                given = self._tokenizer(list(texts), truncation=True, max_length=self._limit, verbose=False)["input_ids"]
+        encoded = [
+            [*ids, self._eos_id] if end and self._eos_id is not None else ids for ids, end in zip(given, ended, strict=True)
+        ]
+        for text, ids in zip(texts, encoded, strict=True):
+            if not ids:
+                raise ValueError(f"{self._called} cannot score {text!r}, which has no tokens")
+        if max(map(len, encoded)) > self._limit:
+            self._warn()
+        return [ids[-self._limit :] for ids in encoded]
+
+    def _warn(self) -> None:
+        if not self._told:
+            log.warning("texts for %s exceed its %d positions and are cut", self._called, self._limit)
+        self._told = True
+
+    def _pass(self, tokens: np.ndarray, length: np.ndarray) -> np.ndarray:
+        mask = np.arange(tokens.shape[1])[None] < length[:, None]
+        return np.asarray(self._score(self._params, *sharding.put_rows(self._mesh, (tokens, mask))))
+
+
+def _score(params: Params, tokens: jax.Array, mask: jax.Array, *, graphdef: nnx.GraphDef) -> jax.Array:
+    model = parameters.module(graphdef, params)
+    if isinstance(model, encoder.Encoder):
+        return model.classify(tokens, mask)
+    return heads.sequence_scores(model, tokens, mask, remat="none")
+
+
+def _labels(folder: Path, config: Config) -> tuple[str, ...]:
+    """Names of the logits. transformers calls those LABEL_i that config.json does not name."""
+    if isinstance(config, EncoderConfig):
+        return config.labels
+    named: dict[str, Any] = files.read_settings(folder / "config.json").table("id2label")
+    return tuple(str(named.get(str(i), f"LABEL_{i}")) for i in range(config.labels))

@@ -1,0 +1,180 @@
+"""What a person sees of a run: a line of progress, and at the end a table, a plot and one line."""
+
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tba_jax.run import layout, metrics, places
+
+_TAIL_BYTES = 1 << 16
+
+
+def last_line(folder: Path) -> dict[str, Any]:
+    """The newest whole line of a role's metrics, {} where there is none; reads the end of the file only."""
+    try:
+        with open(folder / "metrics.jsonl", "rb") as file:
+            file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
+            lines = file.read().split(b"\n")
+    except FileNotFoundError:
+        return {}
+    # The part after the last newline is a line that is still being written.
+    return next((line for line in map(metrics.parse_line, map(bytes.decode, reversed(lines[:-1]))) if line), {})
+
+
+class Progress:
+    """Prints where the run stands: in place on a terminal, otherwise a line every `plain_seconds`."""
+
+    def __init__(self, run: layout.RunDir, *, steps: int, searchers: int, warm_start_steps: int, plain_seconds: float = 10.0):
+        self._run, self._steps, self._searchers, self._warm_start_steps = run, steps, searchers, warm_start_steps
+        self._terminal = sys.stdout.isatty()
+        self._seconds = 0.5 if self._terminal else plain_seconds
+        self.begin = time.monotonic()
+        self._next = 0.0
+
+    def __call__(self) -> None:
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + self._seconds
+        try:
+            told = self._text()
+        except OSError as error:  # the run goes on without its line
+            told = " ".join(f"storage does not answer: {error}".split())
+        text = f"{time.monotonic() - self.begin:5.0f} s  {told}"
+        print(f"\r\x1b[2K{text}" if self._terminal else text, end="" if self._terminal else "\n", flush=True)
+
+    def _text(self) -> str:
+        trainer = last_line(self._run.metrics("trainer"))
+        if not trainer:
+            warm = last_line(self._run.metrics("reference"))
+            if warm and not places.exists(self._run.initial_reference):
+                return f"warm start {warm['step']}/{self._warm_start_steps}  loss {warm['loss']:.3f}"
+            return "starting" if places.exists(self._run.initial_reference) else "preparing the reference policy"
+        parts = [
+            f"step {trainer['step']}/{self._steps}",
+            f"reward {trainer['reward']:.3f}",
+            f"staleness {trainer['staleness_mean']:.1f}",
+            f"{trainer['steps_per_second']:.1f} steps/s",
+        ]
+        speeds = [last_line(self._run.metrics(f"searcher-{i}")).get("tokens_per_second") for i in range(self._searchers)]
+        if any(speeds):
+            parts.append("searchers " + " + ".join("–" if speed is None else f"{speed:.0f}" for speed in speeds) + " tokens/s")
+        evaluation = last_line(self._run.metrics("evaluator"))
+        if "greedy_reward" in evaluation:
+            parts.append(f"held-out {evaluation['greedy_reward']:.3f} at step {evaluation['step']}")
+        return "  ".join(parts)
+
+    def done(self) -> float:
+        """Ends the line. Returns the seconds since the start."""
+        if self._terminal:
+            print()
+        return time.monotonic() - self.begin
+
+
+def evaluations(run: layout.RunDir) -> list[dict[str, Any]]:
+    """All evaluation reports, by step; a score that could not be found is NaN."""
+    files = [run.evaluations / f"{layout.step_name(step)}.json" for step in layout.steps_in(run.evaluations)]
+    return [{k: math.nan if v is None else v for k, v in layout.read_json(file).items()} for file in files]
+
+
+def summary(run: layout.RunDir) -> dict[str, float]:
+    """Figures of the whole run: staleness, draws per row, waiting share, rows and speeds."""
+    lines = metrics.read_lines(run.metrics("trainer"))
+    if not lines:
+        return {}
+    last = lines[-1]
+    gaps = [line["logprob_gap_max"] for line in lines if "logprob_gap_max" in line]
+    return {
+        "mean staleness (steps)": sum(line["staleness_mean"] for line in lines) / len(lines),
+        "largest staleness (steps)": max(line["staleness_max"] for line in lines),
+        "draws per row": last["draws_per_row"],
+        "rows seen by the trainer": last["rows_seen"],
+        "trainer waits for rows (% of its time)": 100 * last.get("time_wait_rows", 0.0),
+        "trainer steps per second": last["steps_per_second"],
+    } | ({"largest gap sampler – learner (nats)": max(gaps)} if gaps else {})
+
+
+def finish(run: layout.RunDir, *, label: str, score_name: str, seconds: float) -> None:
+    """Prints the table before/after and the run's last line; draws `progress.png`."""
+    from rich.console import Console
+    from rich.table import Table
+
+    reports = evaluations(run)
+    figures = summary(run)
+    console = Console()
+    staleness = figures.get("mean staleness (steps)", 0.0)
+    if reports:
+        before, after = reports[0], reports[-1]
+        table = Table(title="held-out queries")
+        for column in ("", f"step {before['step']}", f"step {after['step']}"):
+            table.add_column(column, justify="left" if not column else "right")
+        rows = {
+            f"greedy {score_name}": "greedy_reward",
+            "mean reward of samples": "sampled_reward",
+            "greedy responses that end by themselves": "finished",
+            "−log π_ref of samples (nats per token)": "ref_nll_per_token",
+            "KL to π_ref (nats per response)": "kl_to_ref",
+        }
+        for title, name in rows.items():
+            table.add_row(title, *(f"{round(report[name], 3) + 0.0:.3f}" for report in (before, after)))
+        console.print(table)
+    table = Table(title="run", show_header=False)
+    for title, value in figures.items():
+        table.add_row(title, f"{value:.3g}" if value < 100 else f"{value:.0f}")
+    console.print(table)
+    if reports and figures:
+        plot(run, score_name=score_name, path=run.root / "progress.png")
+        scores = f"{score_name} {before['greedy_reward']:.2f} -> {after['greedy_reward']:.2f}"
+        print(f"{label}: {scores} in {seconds:.0f} s, mean staleness {staleness:.1f} steps, results in {run.root}", flush=True)
+
+
+def trained_at(lines: list[dict[str, Any]], steps: list[int]) -> np.ndarray:
+    """When the policies of `steps` were there, in seconds since 1970, (N,) float64: an evaluator may be far behind.
+
+    Between the trainer's lines in proportion; before the first and after the last, at those. Of a step done twice, the later.
+    """
+    times = {line["step"]: line["time"] for line in lines}
+    known = sorted(times)
+    return np.interp(steps, known, [times[step] for step in known])
+
+
+def plot(run: layout.RunDir, *, score_name: str, path: Path) -> None:
+    """Draws reward of training batches, held-out score and staleness over time: a score where its policy was trained."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    lines, reports = metrics.read_lines(run.metrics("trainer")), evaluations(run)
+    origin = lines[0]["time"]
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, height_ratios=[3, 1], layout="constrained")
+    top.plot(
+        [x["time"] - origin for x in lines],
+        [x["reward"] for x in lines],
+        color="tab:blue",
+        alpha=0.5,
+        label="reward of training batches",
+    )
+    when = trained_at(lines, [x["step"] for x in reports]) - origin
+    top.plot(when, [x["greedy_reward"] for x in reports], "o-", color="tab:red", label=f"held-out greedy {score_name}")
+    top.plot(when, [x["sampled_reward"] for x in reports], "s--", color="tab:orange", label="held-out reward of samples")
+    top.set_ylabel(score_name)
+    top.legend(loc="lower right")
+    top.grid(alpha=0.3)
+    for report, at in zip(reports, when, strict=True):
+        top.annotate(
+            f"step {report['step']}", (at, report["greedy_reward"]), textcoords="offset points", xytext=(4, 6), fontsize=7
+        )
+    bottom.plot([x["time"] - origin for x in lines], [x["staleness_mean"] for x in lines], color="tab:green", label="mean")
+    bottom.plot(
+        [x["time"] - origin for x in lines], [x["staleness_max"] for x in lines], color="tab:green", alpha=0.3, label="largest"
+    )
+    bottom.set_ylabel("staleness (steps)")
+    bottom.set_xlabel("seconds since the first logged step")
+    bottom.legend(loc="upper left")
+    bottom.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

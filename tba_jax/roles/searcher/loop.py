@@ -1,0 +1,122 @@
+"""The loop of a searcher's process: snapshots are loaded beside it, batches are searched until the run has finished."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tba_jax.roles.searcher.appender import SearchReport
+from tba_jax.roles.searcher.searcher import Searcher
+from tba_jax.run import layout, places
+from tba_jax.run.metrics import MetricWriter, TimeAccount
+
+log = logging.getLogger(__name__)
+
+
+class _Refresher:
+    """Loads snapshots in a thread while the searcher decodes: it asks storage every `poll_seconds`."""
+
+    def __init__(self, searcher: Searcher, *, poll_seconds: float):
+        self._searcher, self._poll_seconds = searcher, poll_seconds
+        self._stopping = threading.Event()
+        self._failure: BaseException | None = None
+        # A daemon: the end of the process does not wait for a storage that hangs.
+        self._thread = threading.Thread(target=self._run, name="refresher", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                self._searcher.refresh()
+                self._stopping.wait(self._poll_seconds)
+        except BaseException as failure:  # raised again where the searcher looks
+            self._failure = failure
+
+    def check(self) -> None:
+        """Raises what loading raised."""
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self, *, patience_seconds: float) -> None:
+        """Waits so long for a load under way: one that the end of the process surprises within JAX aborts it."""
+        self._stopping.set()
+        self._thread.join(patience_seconds)
+
+
+class _Rates:
+    """Writes a searcher's metrics, a line for each batch that was appended but the first, which holds the compilation."""
+
+    def __init__(self, writer: MetricWriter, account: TimeAccount):
+        self._writer, self._account = writer, account
+        self._batches, self._begin = 0, 0.0
+        self._rows = self._tokens = self._value_tokens = self._unscored = 0
+
+    def write(self, reports: Sequence[SearchReport]) -> None:
+        for report in reports:
+            self._batches += 1
+            self._unscored += report.unscored
+            if self._batches == 1:
+                self._account.restart()
+                self._begin = report.time
+                continue
+            self._rows += report.rows
+            self._tokens += report.tokens
+            self._value_tokens += report.value_tokens
+            elapsed = max(report.time - self._begin, 1e-9)
+            scalars = {
+                "rows_per_second": self._rows / elapsed,
+                "tokens_per_second": self._tokens / elapsed,
+                "reward": report.reward,
+                "finished": report.finished,
+                "policy_step": report.policy_step,
+                "slot_idle": report.slot_idle,
+                "rows": report.rows,
+                "tokens": report.tokens,
+                "unscored": self._unscored,
+            }
+            if self._value_tokens:
+                scalars["value_tokens_per_second"] = self._value_tokens / elapsed
+            self._writer.write(self._batches, scalars | self._account.shares())
+
+
+def run_searcher(
+    searcher: Searcher, config: Any, run: layout.RunDir, *, name: str, account: TimeAccount, stop: Callable[[], bool]
+) -> None:
+    """Searches until the run has finished or `stop` says so.
+
+    The batch that is being decoded is completed; those that wait for their rewards have searchers.stop_seconds.
+    """
+    writer = MetricWriter(run.metrics(name))
+    poll_seconds = places.poll_seconds([run.shared], config.searchers.poll_seconds)
+    with account.measure("load_policy"):
+        searcher.refresh()
+    log.info("%s writes replay/%s", name, searcher.writer)
+    refresher, rates = _Refresher(searcher, poll_seconds=poll_seconds), _Rates(writer, account)
+    try:
+        while not stop() and not layout.is_finished(run, config.learner.steps):
+            refresher.check()
+            if searcher.may_search:
+                searcher.advance(ahead=lambda: not stop())
+            else:
+                with account.measure("wait_policy"):
+                    time.sleep(poll_seconds)
+            rates.write(searcher.appended())
+        rates.write(searcher.appended(wait_seconds=config.searchers.stop_seconds))
+    finally:
+        refresher.close(patience_seconds=config.searchers.stop_seconds)
+        searcher.close()
+        writer.close()
+
+
+def wait_for_run(run: layout.RunDir, *, poll_seconds: float, stop: Callable[[], bool]) -> bool:
+    """Waits until the run has its initial reference. Returns False if `stop` came first."""
+    told = False
+    while not places.exists(run.initial_reference):
+        if stop():
+            return False
+        if not told:
+            log.info("waiting for the trainer to write %s", run.initial_reference)
+            told = True
+        time.sleep(places.poll_seconds([run.shared], poll_seconds))
+    return True

@@ -1,0 +1,317 @@
+"""The local supervisor: one trainer, some searchers and an evaluator as processes of this machine, each with its devices.
+
+A role that dies, or whose storage fails, is started again; one that ends by bad input or numbers that are not finite ends the
+run. No process outlives the supervisor, however it ends.
+"""
+
+import dataclasses
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, Any
+
+from tba_jax.run import layout, places, processes
+
+log = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.1
+# Between two looks whether the run has finished, where storage did not say.
+_LOOK_AGAIN_SECONDS = 2.0
+# A role that has written no metrics for so long since its start is taken to be working, not compiling.
+_STARTING_SECONDS = 60.0
+# Deaths before a life this long are forgotten: only a role that does not get anywhere uses up its restarts.
+_HEALTHY_SECONDS = 600.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where a role runs. gpus: CUDA device names, () on a machine without; memory_fraction: of each, 0 = JAX' default."""
+
+    cpus: tuple[int, ...]
+    gpus: tuple[str, ...] = ()
+    memory_fraction: float = 0.0
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """CUDA devices that this process may hand out, without touching them."""
+    if os.environ.get("JAX_PLATFORMS", "").startswith(("cpu", "tpu")):
+        return ()
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        return tuple(name for name in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if name.strip() not in ("", "-1"))
+    if shutil.which("nvidia-smi") is None:
+        return ()
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+    return tuple(str(i) for i, line in enumerate(listed.stdout.splitlines()) if line.startswith("GPU"))
+
+
+def available_cpus() -> tuple[int, ...]:
+    return tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else tuple(range(os.cpu_count() or 1))
+
+
+def place(config: Any, *, cpus: Sequence[int], gpus: Sequence[str]) -> dict[str, Placement]:
+    """Role name -> placement: trainer, searcher-0 …, and evaluator if there is one.
+
+    Cores: the trainer gets half, the searchers share the other half, the evaluator uses the searchers'. GPUs: one for each
+    searcher, besides its searchers.task_devices, and the others for the trainer; where there are fewer than that, and none for
+    tasks' models is asked for, roles take turns and share them by the memory fractions of the config.
+
+    Raises:
+      ValueError: there are too few GPUs for task_devices, or memory fractions of roles that share one exceed its memory.
+    """
+    searchers = [f"searcher-{i}" for i in range(config.searchers.count)]
+    half = max(1, len(cpus) // 2)
+    trainer_cpus = tuple(cpus[:half])
+    search_cpus = tuple(cpus[half:]) or trainer_cpus
+    shares = {"trainer": trainer_cpus, "evaluator": search_cpus}
+    for i, name in enumerate(searchers):
+        shares[name] = search_cpus[i :: len(searchers)] or (search_cpus[i % len(search_cpus)],)
+    names = ["trainer", *searchers, *(["evaluator"] if config.evaluation.enabled else [])]
+    if not gpus:
+        return {name: Placement(cpus=shares[name]) for name in names}
+    own: dict[str, tuple[str, ...]]
+    each = 1 + config.searchers.task_devices
+    if len(gpus) > each * len(searchers):
+        spare = len(gpus) - each * len(searchers)
+        own = {"trainer": tuple(gpus[: _trainer_gpus(config, spare)])}
+        own |= {name: tuple(gpus[spare + each * i : spare + each * (i + 1)]) for i, name in enumerate(searchers)}
+    elif each > 1 and searchers:
+        raise ValueError(
+            f"searchers.task_devices={each - 1} makes {each} GPUs for each of searchers.count={len(searchers)}, which with the "
+            f"trainer's are {each * len(searchers) + 1}; there are {len(gpus)}. Lower searchers.count, or let the models share"
+        )
+    else:
+        own = {name: (gpus[i % len(gpus)],) for i, name in enumerate(["trainer", *searchers])}
+    idle = [gpu for gpu in gpus if not any(gpu in used for used in own.values())]
+    wanted = 1 + config.evaluation.task_devices
+    shared = own[searchers[-1] if searchers else "trainer"]
+    own["evaluator"] = tuple(idle[:wanted]) if len(idle) >= wanted else shared[-wanted:]
+    fractions = {"trainer": config.learner.memory_fraction, "evaluator": config.evaluation.memory_fraction}
+    fractions |= dict.fromkeys(searchers, config.searchers.memory_fraction)
+    placements = {}
+    for name in names:
+        sharing = [other for other in names if set(own[other]) & set(own[name])]
+        total = sum(fractions[other] for other in sharing)
+        if len(sharing) > 1 and round(total, 6) > 0.95:
+            raise ValueError(
+                f"{', '.join(sharing)} share GPU {own[name][0]} and would take {total:.2f} of its memory, at most 0.95 is "
+                "allowed; lower learner.memory_fraction, searchers.memory_fraction or evaluation.memory_fraction"
+            )
+        alone = len(sharing) == 1
+        placements[name] = Placement(cpus=shares[name], gpus=own[name], memory_fraction=0.0 if alone else fractions[name])
+    return placements
+
+
+def _trainer_gpus(config: Any, spare: int) -> int:
+    """The most of `spare` GPUs that the trainer's mesh can use and that divide its rows; all where the mesh says how many."""
+    mesh, learner = config.learner.mesh, config.learner
+    rows = learner.micro_batch_rows or learner.queries * learner.completions
+    batches = [rows, config.warm_start.batch_size] if config.warm_start.steps else [rows]
+    fitting = [
+        n
+        for n in range(1, spare + 1)
+        if n % (mesh.fsdp * mesh.tensor) == 0 and all(batch % (n // mesh.tensor) == 0 for batch in batches)
+    ]
+    return fitting[-1] if mesh.data == -1 and fitting else spare
+
+
+class _Role:
+    """One supervised process."""
+
+    def __init__(self, name: str, arguments: Sequence[str], placement: Placement, run: layout.RunDir, line: processes.Lifeline):
+        self.name, self._arguments, self._placement, self._run, self._lifeline = name, list(arguments), placement, run, line
+        self.restarts = 0
+        self.started = self.next_start = self.next_look = 0.0
+        # Roles that are to be at work before this one starts.
+        self.after: list[_Role] = []
+        self._metrics_before = 0
+        self.done = False
+        self.process: subprocess.Popen[bytes] | None = None
+        self._output: IO[bytes] | None = None
+
+    def shares_cores(self, other: "_Role") -> bool:
+        return not set(self._placement.cpus).isdisjoint(other._placement.cpus)
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether it has compiled what it runs: it writes its first metrics then, or has had its time, or has ended."""
+        if self.process is None or self.done:
+            return self.started > 0
+        return time.monotonic() > self.started + _STARTING_SECONDS or self._metrics_size() != self._metrics_before
+
+    def _metrics_size(self) -> int:
+        try:
+            return (self._run.metrics(self.name) / "metrics.jsonl").stat().st_size
+        except OSError:
+            return 0
+
+    def start(self) -> None:
+        self._output, self.started, self._metrics_before = self._open_log(), time.monotonic(), self._metrics_size()
+        environment = os.environ | self._lifeline.child_environment(self._placement.cpus)
+        # Transparent huge pages for large buffers; a measurable gain for every role on a CPU.
+        environment.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
+        # A role that is started again, and the second of two searchers, finds its programs compiled.
+        environment.setdefault("JAX_COMPILATION_CACHE_DIR", str(self._run.compilation_cache))
+        environment.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+        if self._placement.gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._placement.gpus)
+        if self._placement.memory_fraction:
+            environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(self._placement.memory_fraction)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tba_jax.main", *self._arguments],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            pass_fds=self._lifeline.child_fds,
+            start_new_session=True,  # a Ctrl-C reaches the supervisor alone, which then ends the others in order
+        )
+
+    def _open_log(self) -> IO[bytes] | None:
+        """The child's for its whole life; None where storage refuses: it then speaks where the supervisor does."""
+        path = self._run.log(self.name)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return open(path, "ab")
+        except OSError as error:
+            log.warning("%s has no log: %s", self.name, error)
+            return None
+
+    def poll(self) -> int | None:
+        """The exit code, or None while it runs."""
+        assert self.process is not None
+        code = self.process.poll()
+        if code is not None and self._output is not None:
+            self._output.close()
+            self._output = None
+        return code
+
+    def last_words(self, code: int) -> str:
+        """The last line of its log; of a role that ended with a code of its own, the last that begins with "error: "."""
+        try:
+            lines = self._run.log(self.name).read_text(errors="replace").strip().splitlines()
+        except OSError as error:
+            return f"(no log: {error})"
+        # Threads of libraries may have something to say after it.
+        said = code in (*processes.FINAL_CODES, processes.STORAGE_FAILED)
+        errors = [line for line in lines if said and line.startswith("error: ")]
+        return (errors or lines or ["(no output)"])[-1]
+
+
+class Supervisor:
+    """Runs roles until the run is finished."""
+
+    def __init__(self, run: layout.RunDir, *, max_restarts: int, stop_seconds: float):
+        self._run, self._max_restarts, self._stop_seconds = run, max_restarts, stop_seconds
+        self._lifeline = processes.Lifeline()
+        self._roles: list[_Role] = []
+
+    def call(
+        self, name: str, arguments: Sequence[str], placement: Placement, *, progress: Callable[[], None], stop: Callable[[], bool]
+    ) -> int:
+        """Runs one role to its end and returns its exit code, 130 where `stop` came first."""
+        role = self._add(name, arguments, placement)
+        role.start()
+        while (code := role.poll()) is None:
+            if stop():
+                return processes.STOPPED
+            progress()
+            time.sleep(_POLL_SECONDS)
+        self._roles.remove(role)
+        if code:
+            print(f"{name}: {role.last_words(code)}", file=sys.stderr)
+        return code
+
+    def _add(self, name: str, arguments: Sequence[str], placement: Placement) -> _Role:
+        role = _Role(name, arguments, placement, self._run, self._lifeline)
+        self._roles.append(role)
+        return role
+
+    def run(
+        self,
+        roles: Mapping[str, tuple[Sequence[str], Placement]],
+        *,
+        until: Sequence[str],
+        progress: Callable[[], None],
+        stop: Callable[[], bool],
+    ) -> int:
+        """Supervises `roles` (name -> arguments, placement) until all roles named in `until` have ended with code 0.
+
+        Searchers and evaluators that share cores start one after the other: the next one finds most programs compiled, where all
+        at once would compile the same ones beside each other.
+
+        Returns:
+          0, the code of the role that ended the run (1 where it died too often by no failure with a code of its own), or 130
+          where `stop` did.
+        """
+        for name, (arguments, placement) in roles.items():
+            role = self._add(name, arguments, placement)
+            if name != "trainer":  # which others wait for, and which waits for the first rows
+                role.after = [other for other in self._roles[:-1] if other.name != "trainer" and role.shares_cores(other)]
+        waiting = set(until)
+        while waiting:
+            if stop():
+                return processes.STOPPED
+            progress()
+            for role in self._roles:
+                if (final := self._look_after(role)) is not None:
+                    return final
+                if role.done:
+                    waiting.discard(role.name)
+            time.sleep(_POLL_SECONDS)
+        return 0
+
+    def _look_after(self, role: _Role) -> int | None:
+        """Starts a role again when it is time, notes that it is done, or returns the code that ends the run."""
+        if role.process is None:
+            if time.monotonic() >= role.next_start and all(other.is_at_work for other in role.after):
+                role.after = []
+                role.start()
+            return None
+        if role.done or (code := role.poll()) is None or time.monotonic() < role.next_look:
+            return None
+        try:
+            # Ended because the run has, not because somebody stopped it?
+            role.done = code == 0 and places.exists(self._run.finished)
+        except OSError as error:
+            log.warning("%s has ended; whether the run has, storage does not say: %s", role.name, error)
+            role.next_look = time.monotonic() + _LOOK_AGAIN_SECONDS
+            return None
+        return None if role.done else self._died(role, code)
+
+    def _died(self, role: _Role, code: int) -> int | None:
+        """Schedules a restart, or returns the code that ends the run."""
+        words = f"{role.name} (exit code {code}): {role.last_words(code)}"
+        if code in processes.FINAL_CODES:
+            print(words, file=sys.stderr)
+            return code
+        role.restarts = 1 if time.monotonic() - role.started > _HEALTHY_SECONDS else role.restarts + 1
+        if role.restarts > self._max_restarts:
+            print(
+                f"{words}; it died {role.restarts} times, more than supervisor.max_restarts={self._max_restarts}", file=sys.stderr
+            )
+            return code if code == processes.STORAGE_FAILED else 1
+        pause = min(0.5 * 2 ** (role.restarts - 1), 10.0)
+        log.warning("%s; starting it again in %.1f s (see %s)", words, pause, self._run.log(role.name))
+        role.process, role.next_start = None, time.monotonic() + pause
+        return None
+
+    def close(self) -> None:
+        """Asks all roles to stop, kills those that do not within stop_seconds, and waits until none is left."""
+        running = [role for role in self._roles if role.process is not None and role.poll() is None]
+        for role in running:
+            assert role.process is not None
+            role.process.terminate()
+        deadline = time.monotonic() + self._stop_seconds
+        for role in running:
+            assert role.process is not None
+            try:
+                role.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                role.process.kill()
+                role.process.wait()
+        self._roles.clear()
+        self._lifeline.close()

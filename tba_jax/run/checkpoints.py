@@ -1,0 +1,66 @@
+"""Checkpoints of training (orbax): the state on the devices, and what goes with it on the host, committed together."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from tba_jax.sharding import PINNED_HOST
+
+
+class Checkpoints:
+    """Checkpoints of one run, by step. Saving is asynchronous and atomic: a killed save is not visible."""
+
+    def __init__(self, folder: Path, *, keep: int, read_only: bool = False):
+        """Args: keep: newest checkpoints that stay; read_only: the folder is of another run, and is left as it is."""
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=None if read_only else keep, step_format_fixed_length=8, read_only=read_only
+        )
+        self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
+
+    def latest_step(self) -> int | None:
+        return self._manager.latest_step()
+
+    def steps(self) -> list[int]:
+        """Steps with a whole checkpoint."""
+        return sorted(self._manager.all_steps())
+
+    def save(self, trees: Mapping[str, Any], host: dict[str, Any], *, step: int) -> None:
+        """Starts a save after `step` updates.
+
+        Args:
+          trees: name -> a tree of arrays. host: JSON.
+        """
+        items = {name: ocp.args.StandardSave(jax.tree.map(_copy, tree)) for name, tree in trees.items()}
+        self._manager.save(step, args=ocp.args.Composite(**items, host=ocp.args.JsonSave(host)), force=True)
+
+    def restore(self, step: int, trees: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Restores trees by name into the given shapes and shardings (trees of jax.ShapeDtypeStruct with shardings).
+
+        Returns:
+          what `save` was given.
+
+        Raises:
+          ValueError: the checkpoint does not fit a tree, by orbax's account of the difference.
+        """
+        items = {name: ocp.args.StandardRestore(tree) for name, tree in trees.items()}
+        restored = self._manager.restore(step, args=ocp.args.Composite(**items, host=ocp.args.JsonRestore()))
+        return {name: restored[name] for name in trees}, restored["host"]
+
+    def restore_host(self, step: int) -> dict[str, Any]:
+        """What `save` was given for the host."""
+        return self._manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
+
+    def wait(self) -> None:
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        self._manager.wait_until_finished()
+        self._manager.close()
+
+
+def _copy(x: jax.Array) -> jax.Array:
+    """A copy, because the caller donates the state to the next update; what rests in host memory is not donated."""
+    return x if x.sharding.memory_kind == PINNED_HOST else jax.numpy.copy(x)

@@ -1,0 +1,206 @@
+"""Every path of a run: what its roles share, and what is the trainer's or a process's own.
+
+A folder counts as committed once the marker file that its owner writes last is there.
+"""
+
+import dataclasses
+import json
+import os
+import platform
+import re
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tba_jax.run import places
+from tba_jax.run.places import Place
+
+_STEP = re.compile(r"\d{8}")
+_SHARED = "shared.json"
+_TRAINER = "trainer.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class RunDir:
+    """Paths of one run. Making the object touches nothing on disk.
+
+    root: the workdir, local to this machine, or to those that see the folder. elsewhere: where searchers and trainer meet, if
+    not in `root`.
+    """
+
+    root: Path
+    elsewhere: Place | None = None
+
+    @property
+    def shared(self) -> Place:
+        """Where config, policies and replay are."""
+        return self.root if self.elsewhere is None else self.elsewhere
+
+    @property
+    def shared_name(self) -> Path:
+        """{"shared": …}, of a run that meets elsewhere."""
+        return self.root / _SHARED
+
+    @property
+    def config(self) -> Place:
+        return self.shared / "config.json"
+
+    @property
+    def references(self) -> Place:
+        return self.shared / "reference"
+
+    @property
+    def policies(self) -> Place:
+        return self.shared / "policy"
+
+    @property
+    def replay(self) -> Place:
+        return self.shared / "replay"
+
+    def rescored(self, reward_version: int) -> Place:
+        """The rows of `replay` with the rewards of another version, in the same format (rescore.py)."""
+        return self.shared / "rewards" / str(reward_version)
+
+    def rescored_commit(self, reward_version: int) -> Place:
+        """Written once `rescored` is complete: {"reward_parts", "heads"}."""
+        return self.shared / "rewards" / f"{reward_version}.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def journal(self) -> Path:
+        return self.root / "journal"
+
+    @property
+    def compilation_cache(self) -> Path:
+        return self.root / "compilation_cache"
+
+    @property
+    def evaluations(self) -> Path:
+        return self.root / "evaluations"
+
+    @property
+    def finished(self) -> Place:
+        """Written by the trainer when all steps are done; searchers and evaluators stop by it."""
+        return self.shared / "finished.json"
+
+    @property
+    def initial_reference(self) -> Place:
+        """{"id": hex}: the reference policy that step 0 starts from. Its folder is `reference(id)`."""
+        return self.references / "initial.json"
+
+    def reference(self, reference_id: str) -> Place:
+        return self.references / reference_id
+
+    def metrics(self, role: str) -> Path:
+        return self.root / "metrics" / role
+
+    def log(self, role: str) -> Path:
+        return self.root / "logs" / f"{role}.log"
+
+
+def open_run_dir(workdir: Path | str, shared: str = "") -> RunDir:
+    """The run in a workdir, wherever its roles meet.
+
+    Args:
+      workdir: a folder, or the URL where the roles of a run meet; such a run has nothing local.
+      shared: the folder or URL where its roles meet; "": what the workdir says, else the workdir itself.
+
+    Raises:
+      ValueError: the run meets elsewhere than in `shared`; names both.
+    """
+    if isinstance(workdir, str) and isinstance(found := places.place(workdir), places.Bucket):
+        return RunDir(Path(os.devnull), found)  # below a file there is nothing, and nothing can be made
+    root = Path(workdir)
+    if any(f"{scheme}:" in root.parts for scheme in places.SCHEMES):
+        raise ValueError(f"workdir {workdir} must be a local folder: the trainer's, which remembers the place of its --shared")
+    asked = places.absolute(shared) if shared else ""
+    try:
+        there = str(read_json(root / _SHARED)["shared"])
+    except (FileNotFoundError, NotADirectoryError):
+        there = str(root.absolute()) if (root / "config.json").exists() else ""
+    except OSError as error:
+        raise ValueError(f"workdir {workdir} cannot be read: {error.strerror}") from error
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{root / _SHARED} does not say where the run's roles meet") from error
+    if asked and there and asked != there:
+        raise ValueError(f"--shared={shared}: the roles of the run in {root} meet in {there}")
+    meeting = asked or there
+    return RunDir(root) if meeting in ("", str(root.absolute())) else RunDir(root, places.place(meeting))
+
+
+def note_shared(run: RunDir) -> None:
+    """Writes down in the workdir where the run's roles meet, so that later commands need not be told."""
+    if run.elsewhere is not None:
+        create_json(run.shared_name, {"shared": str(run.elsewhere)})
+
+
+def claim_shared(run: RunDir) -> None:
+    """Binds the place of --shared to the trainer of this workdir, where its lease, journal and checkpoints are.
+
+    Raises:
+      ValueError: it is another workdir's; names that.
+    """
+    if run.elsewhere is None:
+        return
+    create_json(run.root / _TRAINER, {"id": uuid.uuid4().hex, "host": platform.node(), "workdir": str(run.root)})
+    mine = read_json(run.root / _TRAINER)
+    create_json(run.shared / _TRAINER, mine)
+    there = read_json(run.shared / _TRAINER)
+    if there["id"] != mine["id"]:
+        raise ValueError(
+            f"--shared={run.shared} has a trainer, whose journal and checkpoints are in {there['workdir']} on host "
+            f"{there['host']}: {run.root} cannot go on with it; start it there, or a new run by --init_from={run.shared}@STEP"
+        )
+
+
+def is_finished(run: RunDir, steps: int) -> bool:
+    """Whether the run's trainer has done `steps` updates and said so. A run that is extended is not finished any more."""
+    try:
+        return read_json(run.finished)["step"] >= steps
+    except FileNotFoundError:
+        return False
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{run.finished} does not say at which step the run was finished") from error
+
+
+def step_name(step: int) -> str:
+    """Folder or file stem of a step: eight digits, so that names sort as numbers."""
+    return f"{step:08d}"
+
+
+def steps_in(folder: Place, *, newer_than: int = -1) -> list[int]:
+    """Steps above `newer_than` that have an entry in `folder`, ascending."""
+    return as_steps(places.names_in(folder, after=step_name(newer_than) if newer_than >= 0 else ""))
+
+
+def as_steps(names: Iterable[str]) -> list[int]:
+    """The steps among names of folders and files, ascending."""
+    stems = (name.split(".")[0] for name in names)
+    return sorted({int(stem) for stem in stems if _STEP.fullmatch(stem)})
+
+
+def write_json(file: Place, value: Any) -> None:
+    """`storage.write_bytes` of indented JSON."""
+    places.write_bytes(file, _json(value))
+
+
+def create_json(file: Place, value: Any) -> bool:
+    """`storage.create` of indented JSON."""
+    return places.create(file, _json(value))
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
+
+
+def read_json(file: Place) -> Any:
+    """Reads a committed JSON file. Raises FileNotFoundError or ValueError (with the path) where there is none."""
+    content = places.read_bytes(file)
+    try:
+        return json.loads(content)
+    except ValueError as error:
+        raise ValueError(f"{file} is not valid JSON: {error}") from error

@@ -1,0 +1,394 @@
+"""Policy snapshots on shared storage: the wire from the trainer to searchers and evaluators, and the reference store.
+
+A snapshot is a folder of tensorstore arrays, one per parameter; a writer's shard is made of whole chunks. `commit.json`, written
+last, makes it visible; a local folder also appears as a whole, by being renamed. A reader restores straight into its own
+sharding, whatever mesh wrote it.
+"""
+
+import concurrent.futures
+import dataclasses
+import functools
+import hashlib
+import math
+import shutil
+import threading
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tensorstore as ts
+
+from tba_jax.models import parameters
+from tba_jax.models.parameters import Params, Specs
+from tba_jax.run import layout, places, processes
+from tba_jax.run.places import Place
+
+COMMIT = "commit.json"
+_READ_AHEAD_BYTES = 1 << 28
+# Chunks are read and checked side by side, and a reader of another mesh reads no more of them than it must.
+_CHUNK_BYTES = 1 << 22
+
+
+@dataclasses.dataclass(frozen=True)
+class SnapshotInfo:
+    """What commit.json says. step: trainer step of the weights; epoch: lease epoch of the trainer that wrote them."""
+
+    step: int
+    epoch: int
+
+
+def _spec(folder: Place, name: str) -> dict[str, Any]:
+    return {
+        "driver": "zarr3",
+        "kvstore": places.kvstore(folder / name),
+        # A missing chunk must not read as zeros, so a chunk of zeros must be written.
+        "fill_missing_data_reads": False,
+        "store_data_equal_to_fill_value": True,
+    }
+
+
+def _pass() -> None:
+    """Nothing stands against a snapshot."""
+
+
+def save(
+    folder: Place,
+    params: Params,
+    info: SnapshotInfo,
+    *,
+    dtype: str,
+    durable: bool = True,
+    check: Callable[[], None] = _pass,
+) -> None:
+    """Writes one snapshot; it becomes visible as a whole at the end.
+
+    Args:
+      folder: the snapshot's final place; what a trainer of the same or an earlier epoch left there is replaced.
+      params: arrays on device or host. A device array is written shard by shard.
+      dtype: dtype on disk.
+      durable: waits until a local device has the bytes. Without, a snapshot may be damaged after a loss of power (a reader then
+        says so); journal and log derive it again.
+      check: called right before the snapshot becomes visible; what it raises is raised, and nothing is visible then.
+
+    Raises:
+      OSError: the storage refused (full, read-only). ValueError: a trainer of a later epoch has written this step. Nothing is
+        visible then.
+    """
+    _refuse_later_epoch(folder, info)
+    draft = folder
+    if isinstance(folder, Path):
+        draft = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}"
+        draft.mkdir(parents=True)
+    else:
+        _remove(folder)
+    try:
+        try:
+            _write_arrays(draft, params, dtype=dtype, durable=durable)
+        except places.STORAGE_ERRORS as error:  # tensorstore's are mostly ValueError, which else is a user's mistake
+            raise OSError(f"snapshot {folder} could not be written: {error}") from error
+        check()
+        _refuse_later_epoch(folder, info)
+        layout.write_json(draft / COMMIT, dataclasses.asdict(info) | {"dtype": dtype})
+        if isinstance(draft, Path) and isinstance(folder, Path):
+            if folder.exists():
+                _remove(folder)
+            draft.rename(folder)
+            places.sync_folder(folder.parent)
+    except BaseException:
+        if isinstance(draft, Path):  # in an object store the place may be another trainer's by now
+            shutil.rmtree(draft, ignore_errors=True)
+        raise
+
+
+def _refuse_later_epoch(folder: Place, info: SnapshotInfo) -> None:
+    try:
+        there = layout.read_json(folder / COMMIT)["epoch"]
+    except (FileNotFoundError, ValueError, KeyError):
+        return
+    if there > info.epoch:
+        raise ValueError(f"{folder} was published under epoch {there}, this trainer's is {info.epoch}: it has been replaced")
+
+
+def _write_arrays(folder: Place, params: Params, *, dtype: str, durable: bool) -> None:
+    context = places.context(folder)
+    opened: list[tuple[list[tuple[Any, np.ndarray]], Any]] = []
+    for name, array in parameters.flatten(params).items():
+        shards = _host_shards(array)
+        chunk = _chunk(array.shape, shards[0][1].shape, dtype)
+        spec = _spec(folder, name) | {
+            "metadata": {
+                "shape": list(array.shape),
+                "data_type": dtype,
+                "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
+                "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
+            },
+        }
+        if isinstance(folder, Path):
+            spec["context"] = {"file_io_sync": durable}
+        opened.append((shards, ts.open(spec, create=True, context=context)))
+    started: list[Any] = [store for _, store in opened]
+    try:
+        for shards, store in opened:
+            for index, block in shards:
+                array = ts.cast(store.result(), block.dtype)[index]
+                started.append(array.write(block, can_reference_source_data_indefinitely=True))
+    finally:
+        # What has begun must end, so that a draft that failed can be removed.
+        for future in started:
+            future.exception()
+    for future in started:
+        future.result()
+
+
+def _chunk(whole: tuple[int, ...], shard: tuple[int, ...], dtype: str) -> list[int]:
+    """The shape of the chunks of an array, cut along its first axes; a shard is made of whole chunks."""
+    chunk = list(shard)
+    for axis, size in enumerate(shard):
+        pieces = -(-math.prod(chunk) * jnp.dtype(dtype).itemsize // _CHUNK_BYTES)
+        length = -(-size // max(pieces, 1))
+        while size != whole[axis] and size % length:
+            length += 1
+        chunk[axis] = length
+    return chunk
+
+
+def _host_shards(array: Any) -> list[tuple[Any, np.ndarray]]:
+    """(index, host block) of the shards this process owns, each block once."""
+    if isinstance(array, jax.Array):
+        return [(shard.index, np.asarray(shard.data)) for shard in array.addressable_shards if shard.replica_id == 0]
+    return [((slice(None),) * array.ndim, np.asarray(array))]
+
+
+def open_arrays(folder: Place, specs: Specs) -> Params:
+    """The parameters of a snapshot as tensorstore arrays, which read what is asked of them.
+
+    Raises:
+      FileNotFoundError: there is no committed snapshot in `folder` (it may have been pruned).
+      ValueError: a parameter is not there or has another shape than the model; names it. OSError: the storage failed.
+    """
+    layout.read_json(folder / COMMIT)
+
+    context = places.reading_context(folder)
+    opened = {name: ts.open(_spec(folder, name), open=True, context=context) for name in parameters.flatten(specs)}
+
+    def open_one(name: str, spec: parameters.ParamSpec) -> ts.TensorStore:
+        try:
+            store = opened[name].result()
+        except places.STORAGE_ERRORS as error:
+            raise _refusal(folder, f"parameter {name} is missing or unreadable", error) from error
+        if store.shape != spec.shape:
+            raise ValueError(f"{folder}: parameter {name} has shape {store.shape}, the model needs {spec.shape}")
+        return store
+
+    return parameters.map_specs(open_one, specs)
+
+
+def _refusal(folder: Place, sentence: str, error: Exception) -> Exception:
+    """What to raise where a snapshot cannot be read: who tries again may succeed, unless it is damaged (ValueError)."""
+    said = OSError(f"{folder}: {sentence}: {error}")
+    if processes.is_storage_failure(said):
+        return said
+    if not places.exists(folder / COMMIT):
+        return FileNotFoundError(f"snapshot {folder} was removed while it was read")
+    return ValueError(str(said))
+
+
+def load(folder: Place, specs: Specs, shardings: Params, *, dtype: str = "float32") -> Params:
+    """Restores a snapshot in `shardings`; every device reads its own shard only.
+
+    Args:
+      specs: what the snapshot holds; shardings: of the same tree, parameters.shardings(specs, mesh).
+      dtype: of the parameters returned, whatever it is on disk.
+
+    Raises:
+      FileNotFoundError: there is no committed snapshot in `folder` (it may have been pruned).
+      ValueError: a parameter on disk has another shape than the model, or its bytes are damaged; names it.
+      OSError: the storage failed, so that they could not be read.
+    """
+    stores = {name: ts.cast(store, dtype) for name, store in parameters.flatten(open_arrays(folder, specs)).items()}
+    sharding_of, flat = parameters.flatten(shardings), parameters.flatten(specs)
+    # Reads run ahead of the parameter that is being put on the devices, by so many bytes.
+    reads: dict[str, dict[str, tuple[np.ndarray, ts.WriteFutures]]] = {}
+    waiting = list(flat)
+
+    def start_read(store: ts.TensorStore) -> tuple[np.ndarray, ts.WriteFutures]:
+        block = parameters.aligned_empty(store.shape, dtype)
+        return block, ts.array(block).write(store)
+
+    def finish_read(name: str, index: Any) -> np.ndarray:
+        block, done = reads[name][str(index)]
+        done.result()
+        return block
+
+    def start_reads() -> None:
+        ahead = sum(stores[name].size * stores[name].dtype.numpy_dtype.itemsize for name in reads)
+        while waiting and (not reads or ahead < _READ_AHEAD_BYTES):
+            name = waiting.pop(0)
+            indices = {
+                str(index): index for index in sharding_of[name].addressable_devices_indices_map(flat[name].shape).values()
+            }
+            reads[name] = {key: start_read(stores[name][index]) for key, index in indices.items()}
+            ahead += stores[name].size * stores[name].dtype.numpy_dtype.itemsize
+
+    def read(name: str, spec: parameters.ParamSpec) -> jax.Array:
+        start_reads()
+        try:
+            loaded = jax.make_array_from_callback(spec.shape, sharding_of[name], functools.partial(finish_read, name))
+        except places.STORAGE_ERRORS as error:
+            raise _refusal(folder, f"parameter {name} is damaged", error) from error
+        del reads[name]
+        return loaded
+
+    return parameters.map_specs(read, specs)
+
+
+def committed_steps(policies: Place) -> list[int]:
+    """Steps with a visible snapshot, ascending."""
+    return layout.as_steps(places.folders_with(policies, COMMIT))
+
+
+def is_committed(policies: Place, step: int) -> bool:
+    """Whether a step's snapshot is visible."""
+    return places.exists(policies / layout.step_name(step) / COMMIT)
+
+
+def latest_step(policies: Place, *, newer_than: int = -1) -> int | None:
+    """The newest step above `newer_than` with a visible snapshot; looks at no more folders than it must."""
+    newest_first = reversed(layout.steps_in(policies, newer_than=newer_than))
+    return next((step for step in newest_first if is_committed(policies, step)), None)
+
+
+def load_step(policies: Place, step: int, specs: Specs, shardings: Params, *, dtype: str = "float32") -> Params:
+    return load(policies / layout.step_name(step), specs, shardings, dtype=dtype)
+
+
+def load_latest(
+    policies: Place, specs: Specs, shardings: Params, *, newer_than: int, dtype: str = "float32"
+) -> tuple[int, Params] | None:
+    """The newest snapshot if it is newer than `newer_than`, else None. One that vanishes meanwhile: the next newest."""
+    while (step := latest_step(policies, newer_than=newer_than)) is not None:
+        try:
+            return step, load_step(policies, step, specs, shardings, dtype=dtype)
+        except FileNotFoundError:
+            continue
+    return None
+
+
+def prune(policies: Place, *, keep: int, keep_every: int, final_step: int) -> list[int]:
+    """Removes old snapshots: all but the newest `keep` (0: keeps all), step 0, multiples of keep_every, final_step."""
+    if not keep:
+        return []
+    old = committed_steps(policies)[:-keep]
+    removed = [step for step in old if step % keep_every and step != final_step]
+    for step in removed:
+        _remove(policies / layout.step_name(step))
+    return removed
+
+
+def _remove(folder: Place) -> None:
+    places.remove(folder / COMMIT)  # first the commit: no reader takes up a half-removed snapshot
+    places.remove_tree(folder)
+
+
+def sweep(policies: Place) -> None:
+    """Removes what killed writers and prunings left: drafts, and folders without a commit. Only the trainer may call it."""
+    committed = set(places.folders_with(policies, COMMIT))
+    for name in places.names_in(policies):
+        if name.startswith(".") or name not in committed:
+            places.remove_tree(policies / name)
+
+
+def fingerprint(folder: Place) -> str:
+    """16 hex digits over every parameter's name, shape and bytes on disk: the id of a reference policy."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name in places.files_in(folder):
+        if name != COMMIT:
+            digest.update(name.encode())
+            digest.update(places.read_bytes(folder / name))
+    return digest.hexdigest()
+
+
+def adopt(draft: Path, folder: Place) -> None:
+    """Moves a committed snapshot from a local draft to where there is none yet."""
+    if isinstance(folder, Path) and draft.parent == folder.parent:
+        draft.rename(folder)
+    else:
+        places.copy_tree(draft, folder, last=COMMIT)
+        shutil.rmtree(draft)
+
+
+class Publisher:
+    """Publishes snapshots from a background thread; the trainer waits for a copy on the device only.
+
+    Where storage is slower than the trainer, a snapshot that waits for the one before gives way to the next: readers want the
+    newest. Those that retention keeps for good give way to none, and are durable; the others are soon superseded, and waiting
+    for the disk would delay them by as long as it takes to write and read them.
+    """
+
+    def __init__(
+        self,
+        policies: Place,
+        *,
+        dtype: str,
+        keep: int,
+        keep_every: int,
+        final_step: int,
+        check: Callable[[], None] = _pass,
+    ):
+        """Args: check: called right before a snapshot becomes visible; what it raises stops it, and is raised by `wait`."""
+        self._policies, self._check = policies, check
+        self._dtype = dtype
+        self._retention = dict(keep=keep, keep_every=keep_every, final_step=final_step)
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="publisher")
+        self._lock = threading.Lock()
+        # Handed over and not begun: at most one that may give way, the last. Under the lock.
+        self._waiting: list[tuple[Params, SnapshotInfo]] = []
+        self._writing: concurrent.futures.Future[None] | None = None
+
+    def publish(self, params: Params, info: SnapshotInfo) -> None:
+        """Hands a snapshot over. What an earlier write raised is raised here. Waits only where two that stay wait already."""
+        if self._writing is not None and (self._writing.done() or len(self._waiting) > 2):
+            self.wait()
+        # A copy on the device: the caller donates its buffers to the next update while the thread reads this one.
+        snapshot = jax.block_until_ready(jax.tree.map(jnp.copy, params))
+        with self._lock:
+            if self._waiting and not self._stays(self._waiting[-1][1].step):
+                self._waiting.pop()
+            self._waiting.append((snapshot, info))
+            if self._writing is None:
+                self._writing = self._thread.submit(self._write_waiting)
+
+    def _stays(self, step: int) -> bool:
+        """Whether retention keeps the snapshot of a step for good."""
+        return step % self._retention["keep_every"] == 0 or step == self._retention["final_step"]
+
+    def _write_waiting(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._writing = None
+                    return
+                params, info = self._waiting.pop(0)
+            folder = self._policies / layout.step_name(info.step)
+            save(folder, params, info, dtype=self._dtype, durable=self._stays(info.step), check=self._check)
+            prune(self._policies, **self._retention)
+
+    def wait(self) -> None:
+        """Returns when everything handed over is visible. Raises what the background write raised; what waited is dropped."""
+        with self._lock:
+            writing = self._writing
+        if writing is None:
+            return
+        try:
+            writing.result()
+        except BaseException:
+            self._waiting, self._writing = [], None
+            raise
+
+    def close(self) -> None:
+        self.wait()
+        self._thread.shutdown()

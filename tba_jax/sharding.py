@@ -1,0 +1,195 @@
+"""Device meshes, and the table that maps logical axes of arrays to mesh axes."""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+MESH_AXES = ("data", "fsdp", "tensor")
+
+# Logical axis -> mesh axes it is split over. Every array in the project is sharded by this table alone.
+RULES: dict[str, tuple[str, ...]] = {
+    "rows": ("data", "fsdp"),
+    "vocab": ("tensor",),
+    "embed": ("fsdp",),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "ffn": ("tensor",),
+    "layers": (),
+    "head": (),
+    "positions": (),
+    "token_types": (),
+    "labels": (),
+    "rank": (),
+}
+
+# Axes that stay whole where their mesh axes do not divide them, instead of being refused: GPT-2's vocabulary of 50257 is odd.
+_MAY_STAY_WHOLE = ("vocab",)
+
+# Letter of the axis table -> logical axis of a parameter's dimension, where the parameter rests.
+_AT_REST = {
+    "L": "layers",
+    "D": "embed",
+    "N": "heads",
+    "G": "kv_heads",
+    "H": "head",
+    "F": "ffn",
+    "E": "ffn",
+    "V": "vocab",
+    "S": "positions",
+    "A": "token_types",
+    "C": "labels",
+    "r": "rank",
+}
+
+# Letter of the axis table -> logical axis, where a value is computed. Width is whole there: parameters, which are split over
+# fsdp where they rest, are gathered for their use, and activations are split by rows. Letters that are not named are whole.
+_COMPUTED = {"B": "rows", "Q": "rows", "t": "rows", "N": "heads", "G": "kv_heads", "F": "ffn", "V": "vocab"}
+
+# JAX' name of host memory that devices copy from and to.
+PINNED_HOST = "pinned_host"
+
+
+def mesh_shape(sizes: tuple[int, int, int], devices: int, *, setting: str) -> tuple[int, int, int]:
+    """Resolves (data, fsdp, tensor), where one data size of -1 means "all the devices that are left".
+
+    Raises:
+      ValueError: the sizes do not make up the number of devices; names both numbers and the setting.
+    """
+    data, fsdp, tensor = sizes
+    if data == -1 and fsdp * tensor > 0 and devices % (fsdp * tensor) == 0:
+        data = devices // (fsdp * tensor)
+    if min(data, fsdp, tensor) < 1 or data * fsdp * tensor != devices:
+        raise ValueError(
+            f"{setting} data={sizes[0]} × fsdp={fsdp} × tensor={tensor} does not make up the {devices} devices of this role"
+        )
+    return data, fsdp, tensor
+
+
+def make_mesh(sizes: tuple[int, int, int], *, setting: str, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A mesh over `devices` (default: all of this process' world) with axes MESH_AXES."""
+    devices = jax.devices() if devices is None else devices
+    shape = mesh_shape(sizes, len(devices), setting=setting)
+    return jax.make_mesh(shape, MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+
+
+def policy_devices(task_devices: int) -> list[jax.Device]:
+    """This process' devices for its policy: all but the last `task_devices`, which task_mesh has."""
+    devices = jax.devices()
+    return devices[: len(devices) - task_devices]
+
+
+def task_mesh(task_devices: int) -> Mesh:
+    """The mesh of the models that a task scores with: this process' last `task_devices` devices; 0: all, beside the policy."""
+    devices = jax.devices()[-task_devices:]
+    return make_mesh((len(devices), 1, 1), setting="task_devices", devices=devices)
+
+
+def logical_axes(letters: str) -> tuple[str, ...]:
+    """The logical axes of a parameter whose dimensions are these letters of the axis table: "DNH" -> embed, heads, head."""
+    return tuple(_AT_REST[letter] for letter in letters)
+
+
+def partition_spec(axes: Sequence[str | None], whole: Sequence[str] = ()) -> PartitionSpec:
+    """The partition of an array whose dimensions carry these logical axes (None, or named in `whole`: replicated).
+
+    Raises:
+      ValueError: an axis is not in RULES, or two dimensions claim the same mesh axis.
+    """
+    parts: list[tuple[str, ...] | None] = []
+    for axis in axes:
+        if axis is not None and axis not in RULES:
+            raise ValueError(f"unknown logical axis {axis!r}; known: {sorted(RULES)}")
+        parts.append(RULES[axis] or None if axis is not None and axis not in whole else None)
+    used = [name for part in parts if part for name in part]
+    if len(used) != len(set(used)):
+        raise ValueError(f"logical axes {list(axes)} map two dimensions to the same mesh axis: {used}")
+    return PartitionSpec(*parts)
+
+
+def sharding(mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int], *, name: str) -> NamedSharding:
+    """The sharding of the array called `name`.
+
+    Raises:
+      ValueError: a dimension is not divisible by the mesh axes it is split over; names both numbers.
+    """
+    check_divides(dict(mesh.shape), axes, shape, name=name)
+    sizes = zip(axes, shape, strict=True)
+    whole = [axis for axis, size in sizes if axis in _MAY_STAY_WHOLE and size % _ways(dict(mesh.shape), axis)]
+    return NamedSharding(mesh, partition_spec(axes, whole))
+
+
+def _ways(sizes: Mapping[str, int], axis: str | None) -> int:
+    """Parts that the mesh splits a logical axis into. sizes: mesh axis -> size."""
+    return math.prod(sizes[mesh_axis] for mesh_axis in RULES[axis]) if axis is not None else 1
+
+
+def check_divides(sizes: Mapping[str, int], axes: Sequence[str | None], shape: Sequence[int], *, name: str) -> None:
+    """Raises ValueError where a dimension is not divisible by the mesh axes it is split over. sizes: mesh axis -> size."""
+    for size, axis in zip(shape, axes, strict=True):
+        if axis not in _MAY_STAY_WHOLE and size % (ways := _ways(sizes, axis)):
+            raise ValueError(f"{name}: axis {axis!r} of size {size} is not divisible by {ways} (mesh axes {RULES[axis or '']})")
+
+
+def constrain(x: jax.Array, axes: str) -> jax.Array:
+    """Splits an intermediate value over the mesh of the context (`on_mesh`) as its letters say; without a mesh, x as it is.
+
+    Args:
+      axes: one letter of the axis table for each dimension of x. A dimension that its mesh axes do not divide stays whole.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return x
+    return jax.lax.with_sharding_constraint(x, _computed_partition(dict(mesh.shape), axes, x.shape))
+
+
+def computed_sharding(mesh: Mesh, axes: str, shape: Sequence[int]) -> NamedSharding:
+    """How `constrain` splits a value of this shape over a mesh: for what a program keeps between its calls."""
+    return NamedSharding(mesh, _computed_partition(dict(mesh.shape), axes, shape))
+
+
+def _computed_partition(sizes: Mapping[str, int], axes: str, shape: Sequence[int]) -> PartitionSpec:
+    parts = []
+    for letter, size in zip(axes, shape, strict=True):
+        mesh_axes = RULES[_COMPUTED[letter]] if letter in _COMPUTED else ()
+        parts.append(mesh_axes if mesh_axes and size % math.prod(sizes[axis] for axis in mesh_axes) == 0 else None)
+    return PartitionSpec(*parts)
+
+
+def data_ways(mesh: Mesh) -> list[Mesh]:
+    """The mesh cut along "data": meshes of which each holds a whole copy of what is split over fsdp and tensor alone."""
+    return [Mesh(mesh.devices[i : i + 1], mesh.axis_names, axis_types=mesh.axis_types) for i in range(mesh.shape["data"])]
+
+
+def on_mesh(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` (a jitted one), called and traced with `mesh` as the context that `constrain` looks up."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with jax.set_mesh(mesh):
+            return function(*args, **kwargs)
+
+    return call
+
+
+def rows_sharding(mesh: Mesh) -> NamedSharding:
+    """Arrays whose first axis is rows (or queries); the other axes are replicated."""
+    return NamedSharding(mesh, PartitionSpec(RULES["rows"]))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def put_rows(mesh: Mesh, tree: Any) -> Any:
+    """Host arrays [B, ...] onto the mesh, split over rows."""
+    return jax.device_put(tree, rows_sharding(mesh))
+
+
+def check_ways(rows: int, ways: int, *, what: str) -> None:
+    """Raises ValueError where `rows` do not divide by the `ways` of a mesh that the devices of the role made up."""
+    if rows % ways:
+        raise ValueError(f"{what} = {rows} rows are not divisible by the {ways} ways of the mesh")

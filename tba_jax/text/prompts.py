@@ -1,0 +1,173 @@
+"""Queries as token ids: put into the chat template, encoded once and kept for the next process, the too long ones counted."""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import uuid
+import zipfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+
+from tba_jax.tasks.interface import EncodedQuery, Query
+from tba_jax.text.tokenizers import Tokenizer
+
+log = logging.getLogger(__name__)
+
+# Fewer characters are encoded faster than a file is looked up and read.
+CACHED_CHARACTERS = 1 << 20
+PROMPT = "{prompt}"
+
+
+class EncodedQueries(Sequence[EncodedQuery]):
+    """Queries whose prompts' ids lie in one array, so that hundreds of thousands take little memory; a slice is a list."""
+
+    def __init__(self, queries: Sequence[Query], tokens: np.ndarray, ends: np.ndarray):
+        """Args: tokens: int32[n], of all prompts, one after the other; ends: int64[len(queries)], where each ends in `tokens`."""
+        self._queries, self._tokens, self._ends = queries, tokens, ends
+
+    def __len__(self) -> int:
+        return len(self._queries)
+
+    @overload
+    def __getitem__(self, index: int) -> EncodedQuery: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[EncodedQuery]: ...
+    def __getitem__(self, index: int | slice) -> EncodedQuery | list[EncodedQuery]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        query, i = self._queries[index], int(index) % len(self)
+        begin = int(self._ends[i - 1]) if i else 0
+        return EncodedQuery(query=query, prompt=tuple(self._tokens[begin : int(self._ends[i])].tolist()))
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64[len(self)]: tokens of each prompt."""
+        return np.diff(self._ends, prepend=0)
+
+    def select(self, chosen: np.ndarray) -> "EncodedQueries":
+        """Those where `chosen`, bool[len(self)], holds."""
+        lengths = self.lengths
+        queries = [query for query, keep in zip(self._queries, chosen, strict=True) if keep]
+        return EncodedQueries(queries, self._tokens[np.repeat(chosen, lengths)], np.cumsum(lengths[chosen]))
+
+
+def template(tokenizer: Tokenizer, *, chat_template: bool, system_prompt: str) -> str:
+    """What stands around a prompt, which is PROMPT in it; "" without a chat template.
+
+    Raises:
+      ValueError: the tokenizer has no chat template, or one that does not take such a conversation or changes the prompt.
+    """
+    if not chat_template:
+        if system_prompt:
+            raise ValueError(f"task.system_prompt={system_prompt[:60]!r} is part of a chat template: set task.chat_template=True")
+        return ""
+    text = tokenizer.chat(PROMPT, system_prompt)
+    if text.count(PROMPT) != 1:
+        raise ValueError(f"task.chat_template: the tokenizer's template gives the prompt {text.count(PROMPT)} times, not once")
+    return text
+
+
+# A query and whether a prompt fits -> the query with as much of its prompt as fits, None where none does.
+Shorten = Callable[[Query, Callable[[str], bool]], Query | None]
+
+
+def encode(
+    queries: Sequence[Query],
+    tokenizer: Tokenizer,
+    *,
+    template: str,
+    limit: int,
+    long_prompts: str,
+    split: str,
+    shorten: Shorten | None = None,
+) -> tuple[EncodedQueries, int]:
+    """The queries that fit, and how many were left out.
+
+    Args:
+      template: see template(); limit: tokens of a prompt; long_prompts: of task.long_prompts; split: what messages call them.
+      shorten: gives shorter prompts for those that are too long.
+
+    Raises:
+      ValueError: prompts are too long and may not be left out, or none is left.
+    """
+    queries = _distinct(queries, split)
+    around = template or PROMPT
+    texts = [around.replace(PROMPT, query.prompt) for query in queries]
+    tokens, ends = _encoded(texts, tokenizer, begin=not template)
+    encoded = EncodedQueries(queries, tokens, ends)
+    fits = encoded.lengths <= limit
+    if not fits.all() and shorten is not None:
+
+        def fit(prompt: str) -> bool:
+            return len(tokenizer.encode_all([around.replace(PROMPT, prompt)], begin=not template)[0]) <= limit
+
+        shorter = [query if right else shorten(query, fit) or query for query, right in zip(queries, fits, strict=True)]
+        rules: dict[str, Any] = dict(template=template, limit=limit, long_prompts=long_prompts, split=split)
+        return encode(shorter, tokenizer, **rules)
+    skipped = int(len(queries) - fits.sum())
+    if skipped and (long_prompts == "refuse" or skipped == len(queries)):
+        advice = "raise it" if long_prompts == "skip" else "raise it, or set task.long_prompts=skip to leave them out"
+        raise ValueError(
+            f"{skipped} of {len(queries)} {split} prompts are longer than task.prompt_length={limit} tokens "
+            f"(longest: {encoded.lengths.max()}); {advice}"
+        )
+    return (encoded.select(fits) if skipped else encoded), skipped
+
+
+def _distinct(queries: Sequence[Query], split: str) -> Sequence[Query]:
+    """The first query of each prompt: rows know their query by the prompt alone, so two answers to one would be mixed."""
+    first: dict[str, Query] = {}
+    for query in queries:
+        first.setdefault(query.prompt, query)
+    if len(first) == len(queries):
+        return queries
+    others = sum(first[query.prompt].answer != query.answer for query in queries)
+    log.warning(
+        "%d of %d %s queries repeat the prompt of an earlier one, %d of them with another answer, and are left out",
+        *(len(queries) - len(first), len(queries), split, others),
+    )
+    return list(first.values())
+
+
+def _encoded(texts: Sequence[str], tokenizer: Tokenizer, *, begin: bool) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens, ends) as of EncodedQueries, from the cache where they are in it."""
+    if sum(map(len, texts)) < CACHED_CHARACTERS:
+        return _joined(tokenizer.encode_all(texts, begin=begin))
+    name = hashlib.blake2b(json.dumps([tokenizer.fingerprint, begin, *texts]).encode(), digest_size=16).hexdigest()
+    path = cache_folder() / f"{name}.npz"
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            return stored["tokens"], stored["ends"]
+    except FileNotFoundError:
+        pass
+    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:  # cut short, or not ours to read
+        log.warning("%s cannot be read (%s): the prompts are encoded again", path, error)
+    tokens, ends = _joined(tokenizer.encode_all(texts, begin=begin))
+    draft = path.with_name(f".{uuid.uuid4().hex[:8]}.npz")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        np.savez(draft, tokens=tokens, ends=ends)
+        draft.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        log.warning("%s cannot be written (%s): every process encodes the prompts", path, error)
+    return tokens, ends
+
+
+def cache_folder() -> Path:
+    """Where encoded prompts are kept, for all runs of this user; may be deleted."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "tba_jax" / "prompts"
+
+
+def _joined(ids: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    ends = np.cumsum([len(each) for each in ids], dtype=np.int64)
+    tokens = np.empty(int(ends[-1]) if len(ids) else 0, np.int32)
+    for each, end in zip(ids, ends, strict=True):
+        tokens[end - len(each) : end] = each
+    return tokens, ends

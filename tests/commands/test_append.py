@@ -1,0 +1,228 @@
+"""Responses of a file as rows: what a searcher would have written for them, all at once or not at all, and what is refused."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from tba_jax import sharding, trajectory
+from tba_jax.commands import append, audit
+from tba_jax.experiment import jobs
+from tba_jax.replay import journal
+from tba_jax.replay.log import LogWriter
+from tba_jax.replay.reader import LogReader
+from tba_jax.rewards import models
+from tba_jax.run import layout, processes
+from tests.roles.test_interleaved import frozen_config, frozen_log
+from tests.support import random_checkpoints, tiny_run
+from tests.tasks.test_tldr import ROWS, write
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch):
+    first = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda *_: first)
+
+
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory) -> jobs.Settings:
+    """A run with 48 rows of one searcher, none of which is penalised for its length."""
+    with pytest.MonkeyPatch.context() as patch:
+        first = jax.devices()[:1]
+        patch.setattr(jax, "devices", lambda *_: first)
+        return frozen_log(tmp_path_factory.mktemp("searched"), batches=3)
+
+
+@pytest.fixture
+def s(searched, tmp_path) -> jobs.Settings:
+    shutil.copytree(searched.run.root, tmp_path / "run")
+    return tiny_run.settings(tmp_path / "run", searched.config)
+
+
+def rows_by_writer(s: jobs.Settings) -> dict[str, dict[str, np.ndarray]]:
+    reader = LogReader(s.run.replay, s.experiment.contract.row_shape())
+    return {writer: reader.read(writer, 0, head) for writer, head in reader.heads().items()}
+
+
+def written(path, rows) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def queries_of(s: jobs.Settings) -> list[str]:
+    return [query.query.prompt for query in s.experiment.queries["train"]]
+
+
+def test_rows_are_those_that_a_searcher_writes_for_the_same_responses(s, tmp_path, capsys):
+    (searched,) = rows_by_writer(s).values()
+    chosen = np.flatnonzero(searched["finished"] & (searched["response_length"] > 1))
+    decode = s.experiment.tokenizer.decode
+    texts = [
+        {
+            "prompt": decode(searched["prompt_tokens"][i][-searched["prompt_length"][i] :].tolist()),
+            "response": decode(searched["response_tokens"][i][: searched["response_length"][i]].tolist()),
+        }
+        for i in chosen
+    ]
+    append.main([f"--workdir={s.run.root}", f"--responses={written(tmp_path / 'given.jsonl', texts)}"])
+    assert f"{len(chosen)} responses are rows of" in capsys.readouterr().out and len(chosen) > 5
+    (given,) = (rows for writer, rows in rows_by_writer(s).items() if writer.startswith("given-"))
+    for name in ("query_id", "prompt_tokens", "prompt_length", "response_tokens", "response_length", "finished", "reward"):
+        np.testing.assert_array_equal(given[name], searched[name][chosen], err_msg=name)
+    for name in ("reward_parts", "reward_version", "reference_id", "policy_step"):
+        np.testing.assert_array_equal(given[name], searched[name][chosen], err_msg=name)
+    # The searcher drew them with the weights of step 0, which are the reference's.
+    for name in ("ref_logprobs", "policy_logprobs", "behavior_logprobs"):
+        np.testing.assert_allclose(given[name], searched["ref_logprobs"][chosen], atol=1e-6, err_msg=name)
+
+
+def test_they_train_and_are_accounted_for(s, tmp_path):
+    prompts = queries_of(s)
+    texts = [{"prompt": prompt, "response": str(number)} for prompt in prompts[:10] for number in range(10, 18)]
+    append.append(s.run.root, written(tmp_path / "given.jsonl", texts), unfit="refuse")
+    offline = tiny_run.settings(tmp_path / "offline", frozen_config(replay__mount=(str(s.run.root),), searchers__count=0))
+    assert jobs.trainer(offline)() == 0
+    (given,) = (writer for writer in rows_by_writer(s) if writer.startswith("given-"))
+    drawn = [writer for line in journal.read_lineage(offline.run.journal) for writer in line["writers"]]
+    assert given in drawn
+    assert audit.accounts(audit.open_run(offline.run.root))[given].committed == 80
+    with pytest.raises(ValueError, match=f"{given}:0 was not generated: its response is from .*given.jsonl"):
+        audit.regenerate(audit.open_run(s.run.root), f"{given}:0")
+
+
+def test_what_fits_is_kept_and_the_rest_counted(s, tmp_path):
+    prompt = queries_of(s)[0]
+    texts = [{"prompt": prompt, "response": text} for text in ("12", "1234567", "34", "7654321")]
+    path = written(tmp_path / "given.jsonl", texts)
+    with pytest.raises(ValueError, match=r"line 2: the response has more than task\.response_length=6 tokens"):
+        append.append(s.run.root, path, unfit="refuse")
+    assert len(rows_by_writer(s)) == 1, "nothing was appended"
+    told = append.append(s.run.root, path, unfit="skip")
+    assert "2 responses are rows" in told and "left out: 2, each of which has more than task.response_length=6" in told
+    with pytest.raises(ValueError, match=r"these 2 responses are in .* already, as writer given-"):
+        append.append(s.run.root, path, unfit="skip")
+
+
+def test_what_is_interrupted_is_not_seen_and_may_be_repeated(s, tmp_path, monkeypatch):
+    texts = [{"prompt": prompt, "response": str(number)} for prompt in queries_of(s)[:8] for number in range(3)]
+    path, appended = written(tmp_path / "given.jsonl", texts), []
+    commit = LogWriter.append
+
+    def failing(self, rows):
+        if len(appended) == 1:
+            raise OSError("the disk is full")
+        appended.append(commit(self, rows))
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="the disk is full"):
+        patch.setattr(LogWriter, "append", failing)
+        append.append(s.run.root, path, unfit="refuse")
+    assert appended and len(rows_by_writer(s)) == 1
+    append.append(s.run.root, path, unfit="refuse")
+    assert sorted(len(rows["row"]) for rows in rows_by_writer(s).values()) == [24, 48]
+
+
+@pytest.fixture
+def summaries(tmp_path):
+    """A run on summaries that end with a line, have at least 4 tokens, and are answers in a chat."""
+    tokens = random_checkpoints.byte_tokenizer(tmp_path / "tokens")
+    (tokens / "chat_template.jinja").write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<answer>")
+    for seed, (name, labels) in enumerate([("policy", 0), ("reward", 1)]):
+        random_checkpoints.write(tmp_path / name, "pythia-410m", tokens, labels=labels, seed=seed)
+    write(tmp_path / "rows.jsonl", ROWS)
+    paths = {f"task__tldr__{split}_path": str(tmp_path / "rows.jsonl") for split in ("train", "heldout")}
+    c = tiny_run.config(
+        task__name="tldr",
+        task__prompt_length=110,
+        task__response_length=12,
+        task__min_response_length=4,
+        task__stop_strings=("\n",),
+        task__chat_template=True,
+        task__banned_tokens=(7,),
+        task__tldr__reward_path=str(tmp_path / "reward"),
+        task__tldr__compute_dtype="float32",
+        model__path=str(tmp_path / "policy"),
+        **paths,
+    )
+    made = tiny_run.settings(tmp_path / "run", c)
+    assert jobs.reference(made)() == 0
+    return made
+
+
+def test_stop_strings_templates_and_models_of_the_task(summaries, tmp_path):
+    s = summaries
+    prompt = queries_of(s)[0]
+    banned = s.experiment.tokenizer.decode([7])
+    texts = {
+        " one<|endoftext|>": "",  # 5 tokens, the end of sequence once
+        "a\n": "",  # ended by the stop string, whatever its length
+        "a\nb": "goes on after one of task.stop_strings=('\\n',)",
+        "ab": "has fewer than task.min_response_length=4 tokens",
+        f"abc{banned}": "holds token 7, which is special or one of task.banned_tokens",
+        "abcd<|endoftext|>e": "goes on after the end of sequence",
+    }
+    path = written(tmp_path / "given.jsonl", [{"prompt": prompt, "response": text} for text in texts])
+    told = append.append(s.run.root, path, unfit="skip")
+    for reason in filter(None, texts.values()):
+        assert reason in told
+    ((_, rows),) = rows_by_writer(s).items()
+    assert rows["response_length"].tolist() == [5, 2] and rows["finished"].all()
+    eos = s.experiment.contract.eos_id
+    assert (rows["response_tokens"][0, 4], rows["response_tokens"][1, 1]) == (eos, s.experiment.tokenizer.encode("\n")[0])
+    assert set(rows["query_id"].tolist()) == {trajectory.query_id(s.experiment.queries["train"][0].prompt)}
+    assert np.isfinite(rows["ref_logprobs"]).all() and (rows["ref_logprobs"][0, :5] < 0).all()
+    task = s.experiment.task
+    models.start(task, sharding.task_mesh(0))
+    query = s.experiment.queries["train"][0].query
+    np.testing.assert_allclose(rows["reward"], task.rewards([query] * 2, [" one", "a\n"], np.ones(2, bool)).reward, atol=1e-5)
+    assert len(set(rows["reward"].tolist())) == 2
+
+
+@pytest.mark.parametrize(
+    "rows, sentence",
+    [
+        ([{"prompt": "9+9=", "response": "18"}], "prompt '9+9=' is none of the 40 train queries"),
+        ([{"response": "18"}], "field 'prompt' is missing, and task.name='arithmetic' has 40 train queries"),
+        ([{"prompt": "9+9="}], "field 'response'"),
+        ([], "holds no rows"),
+    ],
+)
+def test_mistakes_are_one_sentence(s, tmp_path, rows, sentence, capsys):
+    with pytest.raises(SystemExit) as ended:
+        append.main([f"--workdir={s.run.root}", f"--responses={written(tmp_path / 'given.jsonl', rows)}"])
+    told = capsys.readouterr().err.strip().splitlines()[-1]
+    assert ended.value.code == processes.BAD_INPUT and told.startswith("error: ") and sentence in told
+
+
+def test_objectives_that_weigh_by_the_behaviour_refuse(tmp_path):
+    s = tiny_run.settings(tmp_path / "run", tiny_run.config(learner__objective="grpo"))
+    jobs.reference(s)()
+    path = written(tmp_path / "given.jsonl", [{"prompt": queries_of(s)[0], "response": "1"}])
+    with pytest.raises(ValueError, match=r"learner\.objective=grpo weighs rows by π_θ/π_behaviour"):
+        append.append(s.run.root, path, unfit="refuse")
+
+
+def test_no_objective_that_weighs_by_the_behaviour_trains_on_them_later(s, tmp_path):
+    """Neither the run itself, with another objective, nor one that mounts it."""
+    path = written(tmp_path / "given.jsonl", [{"prompt": queries_of(s)[0], "response": "1"}])
+    append.append(s.run.root, path, unfit="refuse")
+    sentence = r"learner\.objective=grpo weighs rows by π_θ/π_behaviour, and nobody knows that of writer given-.*given\.jsonl"
+    own = tiny_run.settings(s.run.root, frozen_config(learner__objective="grpo"))
+    mounted = frozen_config(learner__objective="grpo", replay__mount=(str(s.run.root),), searchers__count=0)
+    for settings in (own, tiny_run.settings(tmp_path / "offline", mounted)):
+        with pytest.raises(ValueError, match=sentence):
+            jobs.trainer(settings)
+
+
+def test_a_folder_without_a_run_or_a_reference(tmp_path):
+    with pytest.raises(ValueError, match="holds no run"):
+        append.append(tmp_path / "none", "given.jsonl", unfit="refuse")
+    s = tiny_run.settings(tmp_path / "run", tiny_run.config())
+    jobs.reference(s)()
+    s.run.initial_reference.unlink()
+    with pytest.raises(ValueError, match=r"has no reference policy yet: python -m tba_jax\.main --role=reference makes it"):
+        append.append(s.run.root, "given.jsonl", unfit="refuse")
+    assert layout.read_json(s.run.config)["config"]["task"]["name"] == "arithmetic"

@@ -1,0 +1,182 @@
+"""The account of rows, the batch of a step and a row made again, on runs that were interrupted, damaged and shortened."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from tba_jax.commands import audit
+from tba_jax.experiment import jobs
+from tba_jax.replay.log import LogWriter
+from tba_jax.replay.reader import LogReader
+from tba_jax.run import layout
+from tests.support import tiny_run
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch):
+    """Roles take all devices of their process; these tests have eight, the roles of a small run one."""
+    first = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda *arguments: first)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of 6 steps whose window is too small for its rows, and what it was made from."""
+    workdir = tmp_path_factory.mktemp("audited")
+    with pytest.MonkeyPatch.context() as patch:
+        first = jax.devices()[:1]
+        patch.setattr(jax, "devices", lambda *arguments: first)
+        settings = {"schedule__mode": "interleaved", "evaluation__enabled": False, "task__missing_eos_reward": -1.0}
+        s = tiny_run.settings(
+            workdir,
+            tiny_run.config(learner__steps=6, replay__capacity=40, sampling__explore_top_p_probability=0.5, **settings),
+        )
+        assert jobs.everything(s)() == 0
+    return s
+
+
+@pytest.fixture
+def copied(finished, tmp_path):
+    """A copy of the run that a test may damage."""
+    shutil.copytree(finished.run.root, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def rows_of(s, root):
+    reader = LogReader(root / "replay", s.experiment.contract.row_shape())
+    ((writer, head),) = reader.heads().items()
+    return writer, reader.read(writer, 0, head)
+
+
+def test_every_row_is_accounted_for(finished):
+    run = audit.open_run(finished.run.root)
+    writer, rows = rows_of(finished, finished.run.root)
+    account = audit.accounts(run)[writer]
+    told = layout.read_json(finished.run.finished)["ledger"][writer]
+    assert account.committed == len(rows["row"]) == 96 and account.unseen == account.damaged == 0
+    assert (account.resident, account.evicted, account.rejected) == (told["resident"], told["evicted"], told["rejected"])
+    assert account.resident == 40 and account.evicted["capacity"] > 0 and account.balances
+    drawn = {tuple(row) for line in run.lines for row in line["rows"]}
+    assert audit.trained_rows(run) == {writer: len(drawn)}
+    text, balanced = audit.describe_ledger(run)
+    assert balanced and "the ledger balances" in text and "6 journalled steps, each once, by 1 trainer epochs [1]" in text
+
+
+def test_rows_that_no_step_saw_or_that_are_not_valid_are_told_apart(finished, copied):
+    """A second writer: valid rows, a row of a token that does not exist, and rows after the last step."""
+    _, rows = rows_of(finished, copied)
+    four = {name: column[:4].copy() for name, column in rows.items()}
+    four["response_tokens"][1, 0] = 9999
+    four["row"] = np.arange(4)
+    shape = finished.experiment.contract.row_shape()
+    log = LogWriter(copied / "replay", "late-1", shape, rows_per_append=4, segment_appends=4, info={})
+    log.append(four)
+    journal = max((copied / "journal").glob("*.jsonl"))
+    *before, last = journal.read_text().splitlines()
+    line = json.loads(last)
+    line["visible"].append({"late-1": 4})
+    journal.write_text("\n".join([*before, json.dumps(line)]) + "\n")
+    log.append({**four, "row": np.arange(4, 8)})
+    account = audit.accounts(audit.open_run(copied))["late-1"]
+    assert account.committed == 8 and account.unseen == 4 and account.balances
+    assert account.rejected["response_tokens"] == 1 and sum(account.rejected.values()) == 1
+
+
+def test_a_damaged_append_is_counted_where_a_step_saw_it(finished, copied):
+    writer, _ = rows_of(finished, copied)
+    biggest = max((p for p in (copied / "replay" / writer).rglob("d/*") if p.is_file()), key=lambda p: p.stat().st_size)
+    content = bytearray(biggest.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    biggest.write_bytes(bytes(content))
+    run = audit.open_run(copied)
+    try:
+        account = audit.accounts(run)[writer]
+    except ValueError as error:  # the damaged rows were drawn by a step
+        assert f"drew row {writer}:" in str(error) and "cannot be read any more: replay log of writer" in str(error)
+    else:
+        assert account.damaged > 0 and account.balances
+
+
+def test_the_batch_of_a_step_is_rebuilt_and_checked(finished, copied, capsys):
+    text, same = audit.rebuild_batch(audit.open_run(copied), 4)
+    assert same and text.endswith("step 4 (epoch 1): 12 rows; the hash of the batch is the one journalled")
+    writer, rows = rows_of(finished, copied)
+    line = audit.open_run(copied).lines[3]
+    for number, row in line["rows"]:
+        assert f"{line['writers'][number]}:{row:<8} query {int(rows['query_id'][row]):016x}" in text
+    journal = max((copied / "journal").glob("*.jsonl"))
+    lines = [json.loads(content) for content in journal.read_text().splitlines()]
+    lines[3]["rows"][0][1] = (lines[3]["rows"][0][1] + 1) % 16
+    journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text, same = audit.rebuild_batch(audit.open_run(copied), 4)
+    assert not same and "IS NOT THE ONE JOURNALLED" in text
+    with pytest.raises(SystemExit, match="1"):
+        audit.main([f"--workdir={copied}", "--step=4"])
+    with pytest.raises(SystemExit, match="2"):
+        audit.main([f"--workdir={copied}", "--step=7"])
+    assert "--step=7 is not a journalled step" in capsys.readouterr().err
+    shutil.rmtree(copied / "replay" / writer)
+    with pytest.raises(ValueError, match=r"the batch of step 4 cannot be rebuilt: rows .* of writer"):
+        audit.rebuild_batch(audit.open_run(copied), 4)
+
+
+def test_rows_are_generated_again_bit_for_bit(finished, copied):
+    writer, rows = rows_of(finished, copied)
+    run = audit.open_run(copied)
+    truncated, plain = int((rows["top_p"] < 1).argmax()), int((rows["top_p"] == 1).argmax())
+    for row in (truncated, plain):
+        text, same = audit.regenerate(run, f"{writer}:{row}")
+        assert same and f"{writer}:{row} is identical: {rows['response_length'][row]} tokens" in text
+    changed = {name: column[:4].copy() for name, column in rows.items()}
+    changed["response_tokens"][0, 0] = (changed["response_tokens"][0, 0] + 1) % 17
+    long = int((rows["response_length"][:4] > 1).argmax())
+    changed["policy_step"][long, 1] += 1
+    shape = finished.experiment.contract.row_shape()
+    log = LogWriter(copied / "replay", "forged-1", shape, rows_per_append=4, segment_appends=4, info={})
+    log.append(changed | {"row": np.arange(4)})
+    run = audit.open_run(copied)
+    if long != 0:
+        text, same = audit.regenerate(run, "forged-1:0")
+        assert not same and "forged-1:0 differs from token 0 on" in text
+    with pytest.raises(ValueError, match=rf"forged-1:{long} cannot be generated again: its weights were swapped midway"):
+        audit.regenerate(run, f"forged-1:{long}")
+    step = int(rows["policy_step"][plain].max())
+    shutil.rmtree(copied / "policy" / layout.step_name(step))
+    with pytest.raises(ValueError, match=f"the snapshot of its policy step {step} has been removed"):
+        audit.regenerate(run, f"{writer}:{plain}")
+    with pytest.raises(ValueError, match="must be WRITER:ROW"):
+        audit.regenerate(run, "12")
+
+
+def test_a_folder_without_a_run_is_told(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        audit.main([f"--workdir={tmp_path}"])
+    assert "holds no run" in capsys.readouterr().err
+
+
+def test_folders_that_are_not_whole_runs_are_told(copied):
+    journal = max((copied / "journal").glob("*.jsonl"))
+    before = journal.read_text()
+    journal.write_text(before.replace('"rows":[[0,', '"rows":[[1,', 1))
+    with pytest.raises(ValueError, match=r"epoch-000001.jsonl line 1 is not a journal line"):
+        audit.open_run(copied)
+    journal.write_text(before)
+    config = json.loads((copied / "config.json").read_text())
+    without = config | {"contract": {"examples": 3}}
+    for content in ([], {"config": {}}, without):
+        (copied / "config.json").write_text(json.dumps(content))
+        with pytest.raises(ValueError, match=r"config.json is not that of a run of this version"):
+            audit.open_run(copied)
+    (copied / "shared.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"shared.json does not say where the run's roles meet"):
+        audit.open_run(copied)
+    with pytest.raises(ValueError, match="must be a local folder"):
+        audit.open_run(Path("s3://bucket/x"))
+    with pytest.raises(ValueError, match="cannot be read: File name too long"):
+        audit.open_run(copied / ("x" * 300))

@@ -1,0 +1,138 @@
+"""Evaluation of a snapshot by one command: the figures of the run's own evaluator, other settings, and what is refused."""
+
+import json
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from tba_jax.commands import evaluate, rescore
+from tba_jax.experiment import jobs
+from tba_jax.replay.reader import LogReader
+from tba_jax.run import contract, layout, processes
+from tba_jax.tasks.interface import Scores
+from tba_jax.tasks.tldr import TLDR
+from tests.support import random_checkpoints, tiny_run
+from tests.tasks.test_tldr import ROWS, write
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
+# What depends on when and for how long, and not on the snapshot.
+_OF_THE_CLOCK = ("time", "seconds")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> layout.RunDir:
+    """A run of two steps on summaries, on two devices, the second of which is the reward model's."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    tokens = random_checkpoints.byte_tokenizer(folder / "tokens")
+    for seed, (name, labels) in enumerate([("policy", 0), ("reward", 1), ("gold", 1)]):
+        random_checkpoints.write(folder / name, "pythia-410m", tokens, labels=labels, seed=seed)
+    write(folder / "rows.jsonl", ROWS)
+    c = tiny_run.config(
+        task__name="tldr",
+        task__prompt_length=96,
+        task__tldr__train_path=str(folder / "rows.jsonl"),
+        task__tldr__heldout_path=str(folder / "rows.jsonl"),
+        task__tldr__reward_path=str(folder / "reward"),
+        task__tldr__compute_dtype="float32",
+        model__path=str(folder / "policy"),
+        searchers__task_devices=1,
+        evaluation__task_devices=1,
+        learner__steps=2,
+        schedule__mode="interleaved",
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        first = jax.devices()[:2]
+        patch.setattr(jax, "devices", lambda *_: first)
+        s = tiny_run.settings(folder / "run", c)
+        assert jobs.everything(s)() == 0
+    return s.run
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch):
+    first = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda *_: first)
+
+
+ON_ONE_DEVICE = ("--config.evaluation.task_devices=0", "--config.searchers.task_devices=0")
+
+
+def test_the_report_is_that_of_the_runs_evaluator(run):
+    for step in (0, 2):
+        path = run.evaluations / f"{layout.step_name(step)}.json"
+        before = path.read_bytes()
+        found = evaluate.evaluate(run.root, step=step, overrides=ON_ONE_DEVICE)
+        theirs = json.loads(before)
+        assert found.keys() == theirs.keys() and "greedy_win_rate" not in found
+        for name in theirs.keys() - {*_OF_THE_CLOCK, "samples"}:
+            assert found[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-5), name
+        assert path.read_bytes() == before, "the run's own report stays"
+
+
+def test_other_settings_and_a_gold_model(run, capsys, tmp_path):
+    gold = f"--config.task.tldr.gold_path={run.root.parent / 'gold'}"
+    flags = [gold, "--config.evaluation.queries=3", *ON_ONE_DEVICE]
+    evaluate.main([f"--workdir={run.root}", f"--output={tmp_path / 'report.json'}", *flags])
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == json.loads((tmp_path / "report.json").read_text())
+    assert printed["step"] == 2 and printed["queries"] == 3
+    assert 0 <= printed["greedy_win_rate"] <= 1 and 0 <= printed["sampled_win_rate"] <= 1
+
+
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        (["--step=1000"], "--step=1000 is not a snapshot of"),
+        (["--config.evaluation.querys=3"], "no setting 'evaluation.querys'; did you mean 'evaluation.queries'?"),
+        (["--config.task.response_length=5"], "is a run of another contract; response_length: 6 there, 5 here"),
+        (["--config.evaluation.queries=0"], "evaluation.queries=0 must be at least 1"),
+        (["--config.evaluation.queries=some"], "'some' is not a value"),
+        (["--config.evaluation.queries=1.5"], "--config.evaluation.queries=1.5 must be of type int, as 8 is"),
+        (["--sep=3"], "'--sep=3' is not a flag"),
+        (["--config.task.tldr.gold_path=nowhere"], "task.tldr.gold_path='nowhere': model folder nowhere does not exist"),
+    ],
+)
+def test_mistakes_are_one_sentence(run, flags, sentence, capsys):
+    with pytest.raises(SystemExit) as ended:
+        evaluate.main([f"--workdir={run.root}", *ON_ONE_DEVICE, *flags])
+    told = capsys.readouterr().err.strip().splitlines()[-1]
+    assert ended.value.code == processes.BAD_INPUT and told.startswith("error: ") and sentence in told
+
+
+def test_a_report_is_not_written_into_the_run(run, tmp_path, capsys):
+    for output, sentence in (
+        (run.root / "config.json", f"lies in --workdir={run.root}, which stays as it is"),
+        (tmp_path / "none" / "report.json", "its folder does not exist"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            evaluate.main([f"--workdir={run.root}", f"--output={output}"])
+        assert ended.value.code == processes.BAD_INPUT and sentence in capsys.readouterr().err
+
+
+def test_it_is_a_command(tmp_path):
+    done = tiny_run.call([sys.executable, "-m", "tba_jax", "evaluate", f"--workdir={tmp_path / 'none'}"])
+    assert done.returncode == processes.BAD_INPUT and "holds no run" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_rows_are_scored_again_with_the_models_of_the_task(run, monkeypatch):
+    """Twice the score is a new version of the reward."""
+    rewards = TLDR.rewards
+
+    def doubled(task, queries, responses, finished):
+        scores = rewards(task, queries, responses, finished)
+        return Scores(2 * scores.reward, scores.parts)
+
+    monkeypatch.setattr(TLDR, "rewards", doubled)
+    monkeypatch.setattr(TLDR, "reward_version", 2)
+    told = rescore.rescore(run.root)
+    shape = contract.Contract(**contract.read(run)["contract"]).row_shape()
+    old, new = (LogReader(folder, shape) for folder in (run.replay, run.rescored(2)))
+    ((writer, head),) = old.heads().items()
+    assert f"{head} rows of 1 writers have reward version 2" in told
+    before, after = (reader.read(writer, 0, head) for reader in (old, new))
+    np.testing.assert_allclose(after["reward_parts"], before["reward_parts"], atol=1e-5)
+    np.testing.assert_allclose(after["reward"], 2 * before["reward"], atol=1e-5)
+    assert len(np.unique(before["reward"])) > head // 2

@@ -1,0 +1,255 @@
+"""Runs exported by the command: the folder holds the weights of the snapshot, and whoever loads it computes the same."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from tba_jax import sharding
+from tba_jax.commands import export
+from tba_jax.experiment import jobs
+from tba_jax.models import parameters
+from tba_jax.models.hugging_face import export as export_lib
+from tba_jax.models.hugging_face import load
+from tba_jax.replay.reader import LogReader
+from tba_jax.run import contract, layout, snapshots
+from tba_jax.text.tokenizers import HuggingFaceTokenizer
+from tests.support import applied, tiny_run
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
+LORA = {"lora__rank": 2, "lora__targets": ("layers.attention.query", "layers.feed_forward.down"), "lora__alpha": 4.0}
+
+
+@pytest.fixture(autouse=True)
+def one_device_only(monkeypatch):
+    """Roles take all devices of their process; these tests have eight, the roles of a small run one."""
+    first = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda *arguments: first)
+
+
+def finished_run(workdir, **changes):
+    """Three interleaved steps on rewards that differ between rows; returns what roles are made from."""
+    settings = {"schedule__mode": "interleaved", "evaluation__enabled": False, "task__missing_eos_reward": -1.0}
+    c = tiny_run.config(learner__steps=3, **settings, **changes)
+    s = tiny_run.settings(workdir, c)
+    assert jobs.everything(s)() == 0
+    return s
+
+
+def written_run(workdir, **changes):
+    """What a run of random weights leaves before its first step; nothing is computed. Returns its paths and its policy."""
+    s = tiny_run.settings(workdir, tiny_run.config(**changes))
+    contract.join(s.run, s.experiment.config, s.experiment.contract)
+    policy, info = s.experiment.policy, snapshots.SnapshotInfo(step=0, epoch=0)
+    base = policy.base.init(jax.random.key(0))
+    trained = policy.initial(base, jax.random.key(1))
+    snapshots.save(s.run.policies / "00000000", trained, info, dtype="float32")
+    snapshots.save(s.run.reference("f00"), base, info, dtype="float32")
+    layout.write_json(s.run.initial_reference, {"id": "f00"})
+    return s.run, policy
+
+
+def refusal(capsys, workdir, output) -> str:
+    """The one line that the command says before it exits with 2."""
+    with pytest.raises(SystemExit, match=r"^2$"):
+        export.main([f"--workdir={workdir}", f"--output={output}"])
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1
+    return said
+
+
+def one_device():
+    return sharding.make_mesh((1, 1, 1), setting="test", devices=jax.devices()[:1])
+
+
+def weights_of_step(s, step: int) -> parameters.Params:
+    """What searchers sample from at `step`."""
+    policy, run = s.experiment.policy, s.run
+    snapshot = snapshots.load_step(run.policies, step, policy.trained_specs, policy.trained_shardings(one_device()))
+    reference = run.reference(layout.read_json(run.initial_reference)["id"])
+    base = snapshots.load(reference, policy.model_specs, policy.model_shardings(one_device()))
+    return policy.for_sampling(snapshot, base, "full")
+
+
+def logits(params, tokens, config) -> np.ndarray:
+    hidden = applied.hidden_states(params, tokens, None, config=config, remat="none")
+    return np.asarray(applied.logits_of(params, hidden[0], config=config))
+
+
+@pytest.mark.parametrize("changes", [{}, {"publish__dtype": "bfloat16"}, LORA], ids=["full", "bfloat16", "lora"])
+def test_an_exported_step_is_the_snapshot(tmp_path, changes):
+    s = finished_run(tmp_path / "run", **changes)
+    said = export.export(tmp_path / "run", tmp_path / "model", step=2, dtype="float32")
+    assert said == f"step 2 of {tmp_path / 'run'} is in {tmp_path / 'model'} (llama, float32)"
+    config = load.read_config(tmp_path / "model", compute_dtype="float32")
+    assert config == s.experiment.policy.model
+    params = load.load_params(tmp_path / "model", config, applied.shardings(config, one_device()))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), params, weights_of_step(s, 2))
+    assert any(jax.tree.leaves(jax.tree.map(lambda a, b: np.any(a != b), params, weights_of_step(s, 0))))
+    ours, theirs = s.experiment.tokenizer, HuggingFaceTokenizer(tmp_path / "model")
+    assert theirs.encode("12+34=") == ours.encode("12+34=")
+    assert (theirs.eos_id, theirs.pad_id, theirs.vocab_size) == (ours.eos_id, ours.pad_id, ours.vocab_size)
+
+
+@pytest.mark.parametrize("changes", [{}, LORA], ids=["full", "lora"])
+def test_transformers_computes_the_same_with_an_exported_run(torch, tmp_path, changes):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    _, policy = written_run(tmp_path / "run", **changes)
+    export.export(tmp_path / "run", tmp_path / "model", step=0, dtype=None)
+    params = load.load_params(tmp_path / "model", policy.model, applied.shardings(policy.model, one_device()))
+    ids = AutoTokenizer.from_pretrained(tmp_path / "model").encode("12+34=")
+    assert ids == HuggingFaceTokenizer(tmp_path / "model").encode("12+34=")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    expected = model(torch.tensor([ids])).logits[0].numpy()
+    np.testing.assert_allclose(logits(params, np.array([ids], np.int32), policy.model), expected, atol=1e-5)
+
+
+def test_adapters_alone_are_published_and_optimised(tmp_path):
+    s = finished_run(tmp_path, **LORA)
+    names = {
+        "layers.attention.query.lora_a",
+        "layers.attention.query.lora_b",
+        "layers.feed_forward.down.lora_a",
+        "layers.feed_forward.down.lora_b",
+    }
+    assert {path.name for path in (s.run.policies / "00000003").iterdir() if path.is_dir()} == names
+    held = sum(path.stat().st_size for path in s.run.policies.joinpath("00000003").rglob("*") if path.is_file())
+    whole = sum(path.stat().st_size for path in s.run.references.rglob("*") if path.is_file())
+    assert held < whole / 2
+    checkpoint = json.loads((s.run.checkpoints / "00000003" / "state" / "_METADATA").read_text())
+    stored = {key for key in checkpoint["tree_metadata"] if "params" in key or "'mu'" in key}
+    assert stored and all("lora_" in key for key in stored), stored
+    before, after = (weights_of_step(s, step) for step in (0, 3))
+    changed = {name for name, leaf in parameters.flatten(after).items() if (leaf != parameters.flatten(before)[name]).any()}
+    assert changed == {"layers.attention.query.weight", "layers.feed_forward.down.weight"}
+
+
+def test_the_newest_step_and_its_dtype_are_the_default(tmp_path, capsys):
+    finished_run(tmp_path / "run", publish__dtype="bfloat16")
+    flags = [f"--workdir={tmp_path / 'run'}", f"--output={tmp_path / 'model'}"]
+    export.main(flags)
+    assert "step 3 of" in capsys.readouterr().out
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["dtype"] == "bfloat16"
+    with pytest.raises(SystemExit, match="2"):
+        export.main(flags)
+    assert f"{tmp_path / 'model'} exists and is not an empty folder" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"--step=7 is not a snapshot of .*; there are 0, 1, 2, 3"):
+        export.export(tmp_path / "run", tmp_path / "other", step=7, dtype=None)
+    with pytest.raises(ValueError, match="holds no run"):
+        export.export(tmp_path, tmp_path / "other", step=None, dtype=None)
+    assert not (tmp_path / "other").exists()
+
+
+def test_nothing_is_written_into_the_run(tmp_path, capsys):
+    run, _ = written_run(tmp_path / "run")
+    before = set(run.root.rglob("*"))
+    (tmp_path / "link").symlink_to(run.policies)
+    for output in (run.policies / "model", tmp_path / "link/model", run.root / "deep/er/model"):
+        assert f"--output={output} is in the run's folder {run.root}" in refusal(capsys, run.root, output)
+    assert set(run.root.rglob("*")) == before
+
+
+def test_references_and_snapshots_that_are_gone_are_named(tmp_path, capsys, monkeypatch):
+    run, _ = written_run(tmp_path / "run", **LORA)
+    output, snapshot, names = tmp_path / "model", run.policies / "00000000", run.initial_reference.read_text()
+
+    run.initial_reference.unlink()
+    assert f"{run.initial_reference} is gone" in refusal(capsys, run.root, output)
+    run.initial_reference.write_text("{}")
+    assert f"{run.initial_reference} names no reference policy: {{}} has no id" in refusal(capsys, run.root, output)
+    run.initial_reference.write_text(names)
+    run.reference("f00").rename(tmp_path / "kept")
+    assert f"is gone: {run.reference('f00')} holds no commit.json" in refusal(capsys, run.root, output)
+    (tmp_path / "kept").rename(run.reference("f00"))
+
+    open_arrays = snapshots.open_arrays
+
+    def open_before_pruning(folder, specs):
+        arrays = open_arrays(folder, specs)
+        shutil.rmtree(snapshot)
+        return arrays
+
+    with monkeypatch.context() as patch:
+        patch.setattr(snapshots, "committed_steps", lambda policies: [0, 1])
+        assert f"snapshot 1 is gone: {run.policies / '00000001'}" in refusal(capsys, run.root, output)
+        patch.setattr(snapshots, "open_arrays", open_before_pruning)
+        with pytest.raises(ValueError, match=f"^snapshot 0 is gone: {snapshot} holds no commit.json$"):
+            export.export(run.root, output, step=0, dtype="float32")
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+def test_snapshots_pruned_while_their_weights_are_read_are_named(tmp_path, capsys, monkeypatch):
+    run, _ = written_run(tmp_path / "run")
+    write_weights = export_lib._write_weights
+
+    def prune_and_write(*arguments):
+        shutil.rmtree(run.policies / "00000000")
+        write_weights(*arguments)
+
+    monkeypatch.setattr(export_lib, "_write_weights", prune_and_write)
+    assert f"snapshot 0 is gone: {run.policies / '00000000'}" in refusal(capsys, run.root, tmp_path / "model")
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+def test_configs_of_other_versions_are_refused(tmp_path, capsys):
+    run, _ = written_run(tmp_path / "run")
+    written = contract.read(run)
+    older, stranger = json.loads(json.dumps(written)), json.loads(json.dumps(written))
+    del older["config"]["lora"]
+    stranger["config"]["model"] = 3
+    for values, sentence in (
+        ({"contract": {}}, "it holds no config"),
+        ([], "it holds no config"),
+        (older, "a setting is missing or of another type ('lora')"),
+        (stranger, "a setting is missing or of another type ("),
+    ):
+        run.config.write_text(json.dumps(values))
+        said = refusal(capsys, run.root, tmp_path / "model")
+        assert f"{run.config} is not that of a run of this version: {sentence}" in said
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_folder_without_its_tokenizer_is_not_left(tmp_path, capsys, monkeypatch):
+    run, _ = written_run(tmp_path / "run")
+    flags = [f"--workdir={run.root}", f"--output={tmp_path / 'deep/model'}"]
+
+    def full(folder: Path, *_, **__):
+        (folder / "tokenizer.json").write_text("{")
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(export_lib, "write_character_tokenizer", full)
+        with pytest.raises(SystemExit, match=r"^3$"):
+            export.main(flags)
+    assert "storage failed: [Errno 28]" in capsys.readouterr().err
+    assert not list((tmp_path / "deep").iterdir())
+    export.main(flags)
+    assert HuggingFaceTokenizer(tmp_path / "deep/model").encode("1+2=")
+
+
+def test_searchers_may_sample_from_int8_weights(tmp_path):
+    """The rows come from a policy that is a little off, and the trainer compares them with that policy."""
+    s = finished_run(tmp_path, searchers__weights="int8", learner__logprob_gap_every_steps=2)
+    lines = [json.loads(line) for line in (s.run.metrics("trainer") / "metrics.jsonl").read_text().splitlines()]
+    gaps = [line["logprob_gap_max"] for line in lines if "logprob_gap_max" in line]
+    assert gaps and max(gaps) < 1e-4
+    reader = LogReader(s.run.replay, s.experiment.contract.row_shape())
+    ((writer, head),) = reader.heads().items()
+    rows = reader.read(writer, 0, head)
+    first = rows["policy_step"][:, 0] == 0
+    batch = [rows[name][first] for name in ("prompt_tokens", "prompt_length", "response_tokens", "response_length")]
+    exact, _ = applied.response_logprobs(
+        weights_of_step(s, 0),
+        *batch,
+        config=s.experiment.policy.model,
+        space=s.experiment.contract.response_space(),
+        logit_bytes=1 << 20,
+        remat="none",
+    )
+    assert 1e-6 < np.abs(exact - rows["policy_logprobs"][first]).max() < 0.05
+    np.testing.assert_allclose(rows["ref_logprobs"][first], exact, atol=1e-5)  # step 0 is the reference, which is never rounded

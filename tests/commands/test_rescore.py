@@ -1,0 +1,201 @@
+"""Rows scored again by a new version of the reward: beside the old ones, whole or absent, and what trains on them."""
+
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from tba_jax.commands import audit, rescore
+from tba_jax.experiment import jobs
+from tba_jax.replay import journal
+from tba_jax.replay.expiry import remove_segments
+from tba_jax.replay.log import LogWriter
+from tba_jax.replay.reader import LogReader
+from tba_jax.run import layout, metrics
+from tba_jax.run.lease import EpochLease
+from tba_jax.tasks.arithmetic import Arithmetic
+from tba_jax.tasks.interface import Query, Scores
+from tests.roles.test_interleaved import frozen_log
+from tests.support import tiny_run
+from tests.whole_runs.test_offline import contents, offline
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch):
+    """Roles take all devices of their process; these tests have eight, the roles of a small run one."""
+    first = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda *arguments: first)
+
+
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory):
+    """A run with 48 rows of one writer, scored by version 1."""
+    with pytest.MonkeyPatch.context() as patch:
+        first = jax.devices()[:1]
+        patch.setattr(jax, "devices", lambda *arguments: first)
+        return frozen_log(tmp_path_factory.mktemp("logged"), batches=3)
+
+
+@pytest.fixture
+def source(logged, tmp_path):
+    shutil.copytree(logged.run.root, tmp_path / "source")
+    return tiny_run.settings(tmp_path / "source", logged.config)
+
+
+@pytest.fixture
+def version_2(monkeypatch):
+    """The reward becomes the number of sevens, and its parts those and the length."""
+
+    def rewards(self, queries, responses, finished):
+        parts = np.array([[response.count("7"), len(response)] for response in responses], np.float32)
+        return Scores(reward=parts[:, 0] + 0.25 * parts[:, 1], parts=parts)
+
+    monkeypatch.setattr(Arithmetic, "reward_version", 2)
+    monkeypatch.setattr(Arithmetic, "reward_parts", ("sevens", "length"))
+    monkeypatch.setattr(Arithmetic, "rewards", rewards)
+
+
+def rows_in(folder, shape) -> tuple[str, dict[str, np.ndarray]]:
+    reader = LogReader(folder, shape)
+    ((writer, head),) = reader.heads().items()
+    assert not reader.problems
+    return writer, reader.read(writer, 0, head)
+
+
+def test_rewards_are_new_and_everything_else_is_as_it_was(source, version_2, capsys):
+    before = contents(source.run.root)
+    rescore.main([f"--workdir={source.run.root}"])
+    assert "48 rows of 1 writers have reward version 2" in capsys.readouterr().out
+    after = contents(source.run.root)
+    assert {name: after[name] for name in before} == before, "what the run holds is never overwritten"
+    assert all(name.startswith("rewards/") for name in set(after) - set(before))
+    contract = tiny_run.settings(source.run.root, source.config).experiment.contract
+    writer, old = rows_in(source.run.replay, source.experiment.contract.row_shape())
+    again, new = rows_in(source.run.rescored(2), contract.row_shape())
+    assert again == writer and set(new["reward_version"]) == {2} and set(old["reward_version"]) == {1}
+    for name in set(old) - {"reward", "reward_parts", "reward_version"}:
+        np.testing.assert_array_equal(new[name], old[name], err_msg=name)
+    characters = source.experiment.tokenizer
+    for i, (tokens, length) in enumerate(zip(new["response_tokens"], new["response_length"], strict=True)):
+        text = characters.decode(tokens[:length].tolist())
+        assert new["reward_parts"][i].tolist() == [text.count("7"), len(text)]
+        # A response that was cut keeps the reward that the config gives such responses.
+        assert new["reward"][i] == (text.count("7") + 0.25 * len(text) if new["finished"][i] else -1.0)
+    assert new["finished"].any() and not new["finished"].all()
+    assert "48 rows of 1 writers have reward version 2" in rescore.rescore(source.run.root)
+    assert contents(source.run.root) == after, "a second time changes nothing"
+
+
+def test_what_is_interrupted_is_not_seen_and_taken_up_again(source, version_2, tmp_path, monkeypatch):
+    """Two writers; the second is interrupted midway."""
+    shape = source.experiment.contract.row_shape()
+    _, rows = rows_in(source.run.replay, shape)
+    second = LogWriter(source.run.replay, "second-1", shape, rows_per_append=4, segment_appends=2, info={})
+    for start in range(0, 24, 4):
+        second.append({name: column[start : start + 4] for name, column in rows.items()})
+    append, appended = LogWriter.append, []
+
+    def failing(self, rows):
+        if self.writer == "second-1" and len(appended) == 3:
+            raise OSError("the disk is full")
+        if self.writer == "second-1":
+            appended.append(len(rows["row"]))
+        return append(self, rows)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LogWriter, "append", failing)
+        with pytest.raises(OSError, match="the disk is full"):
+            rescore.rescore(source.run.root)
+    shape_2 = tiny_run.settings(source.run.root, source.config).experiment.contract.row_shape()
+    assert "second-1" not in LogReader(source.run.rescored(2), shape_2).heads()
+    s = offline(tmp_path / "run", source.run.root)
+    with pytest.raises(ValueError, match=r"reward_version: 1 there, 2 here; python -m tba_jax rescore --workdir=.*source"):
+        jobs.trainer(s)
+    assert not s.run.root.exists()
+    assert "72 rows of 2 writers have reward version 2" in (text := rescore.rescore(source.run.root))
+    assert "24 of them scored now" in text
+    heads = LogReader(source.run.rescored(2), s.experiment.contract.row_shape()).heads()
+    assert heads["second-1"] == 24
+
+
+def test_a_new_run_trains_on_them_and_its_batches_can_be_audited(source, version_2, tmp_path):
+    rescore.rescore(source.run.root)
+    s = offline(tmp_path / "run", source.run.root, learner__steps=4)
+    assert jobs.trainer(s)() == 0
+    lines = journal.read_lineage(s.run.journal)
+    assert [line["reward_version"] for line in lines] == [2] * 4
+    writer, new = rows_in(source.run.rescored(2), s.experiment.contract.row_shape())
+    points = metrics.read_lines(s.run.metrics("trainer"))
+    for line, point in zip(lines, points, strict=True):
+        drawn = [row for _, row in line["rows"]]
+        np.testing.assert_allclose(point["reward"], new["reward"][drawn].mean(), rtol=1e-5)
+    run = audit.open_run(s.run.root)
+    assert audit.rebuild_batch(run, 3)[1]
+    assert all(account.balances for account in audit.accounts(run).values())
+    assert audit.regenerate(run, f"{writer}:3")[1]
+
+
+def test_rows_that_cannot_be_decoded_stay_invalid_and_a_reward_that_was_not_finite_is_made(source, version_2):
+    shape = source.experiment.contract.row_shape()
+    _, rows = rows_in(source.run.replay, shape)
+    four = {name: column[:4].copy() for name, column in rows.items()}
+    four["response_tokens"][1, 0] = 9999
+    four["query_id"][1] = 1
+    four["reward"][2] = np.nan
+    LogWriter(source.run.replay, "odd-1", shape, rows_per_append=4, segment_appends=2, info={}).append(four)
+    rescore.rescore(source.run.root)
+    contract = tiny_run.settings(source.run.root, source.config).experiment.contract
+    got = LogReader(source.run.rescored(2), contract.row_shape()).read("odd-1", 0, 4)
+    assert np.isfinite(got["reward"]).tolist() == [True, False, True, True]
+
+
+def test_what_cannot_be_rescored_is_refused(source, tmp_path, capsys, monkeypatch):
+    def refusal() -> str:
+        before = contents(source.run.root)
+        with pytest.raises(SystemExit, match="2"):
+            rescore.main([f"--workdir={source.run.root}"])
+        assert contents(source.run.root) == before
+        return capsys.readouterr().err
+
+    with pytest.raises(SystemExit, match="2"):
+        rescore.main([f"--workdir={tmp_path / 'nothing'}"])
+    assert "holds no run" in capsys.readouterr().err
+    assert "nothing to do" in rescore.rescore(source.run.root)
+    monkeypatch.setattr(Arithmetic, "reward_version", 2)
+    lease = EpochLease.acquire(source.run.journal)
+    assert "held by the trainer" in refusal()
+    lease.release()
+    stored = layout.read_json(source.run.config)
+    layout.write_json(source.run.config, stored | {"contract": stored["contract"] | {"tokenizer": "another"}})
+    assert "is not what it was in more than its reward; tokenizer: 'another' there" in refusal()
+    layout.write_json(source.run.config, stored)
+    monkeypatch.setattr(Arithmetic, "queries", lambda self, split: [Query(f"1{n}+1=") for n in range(40)])
+    with pytest.raises(ValueError, match=r"row frozen-.*:0 answers query .* which is not the task's any more"):
+        rescore.rescore(source.run.root)
+    assert not source.run.rescored_commit(2).exists() and not source.run.rescored(2).exists()
+
+
+def test_a_log_of_which_retention_removed_rows_is_refused_before_anything_is_scored(source, version_2):
+    shape = source.experiment.contract.row_shape()
+    _, rows = rows_in(source.run.replay, shape)
+    log = LogWriter(source.run.replay, "long-1", shape, rows_per_append=4, segment_appends=2, info={})
+    for start in range(0, 24, 4):
+        log.append({name: column[start : start + 4] for name, column in rows.items()})
+    remove_segments(source.run.replay, {"long-1": [1]})
+    with pytest.raises(ValueError, match=r"all of the 24 rows of writer long-1 any more: .*replay.retention=all"):
+        rescore.rescore(source.run.root)
+    assert not source.run.rescored(2).exists()
+
+
+def test_a_writer_that_was_still_at_work_is_told(source, version_2):
+    shape = source.experiment.contract.row_shape()
+    _, rows = rows_in(source.run.replay, shape)
+    log = LogWriter(source.run.replay, "late-1", shape, rows_per_append=4, segment_appends=2, info={})
+    log.append({name: column[:4] for name, column in rows.items()})
+    rescore.rescore(source.run.root)
+    log.append({name: column[4:8] for name, column in rows.items()})
+    with pytest.raises(ValueError, match=r"late-1 has 4 of the 8 rows of writer late-1, which was still at work then"):
+        rescore.rescore(source.run.root)

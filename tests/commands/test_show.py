@@ -1,0 +1,74 @@
+"""Rows as text: which come first, what is read for them, and logs of which retention has removed segments."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from tba_jax.commands import show
+from tba_jax.replay.expiry import remove_segments
+from tba_jax.replay.log import LogWriter
+from tba_jax.replay.reader import LogReader
+from tests.roles.test_interleaved import frozen_log
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
+WRITERS, APPENDS = ("w0", "w1", "w2"), 9
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A run whose log has three more writers of 9 appends of 4 rows, two appends a segment, the first of w1 removed."""
+    with pytest.MonkeyPatch.context() as patch:
+        first = jax.devices()[:1]
+        patch.setattr(jax, "devices", lambda *arguments: first)
+        s = frozen_log(tmp_path_factory.mktemp("shown"), batches=1)
+    reader, shape = LogReader(s.run.replay, s.experiment.contract.row_shape()), s.experiment.contract.row_shape()
+    ((frozen, head),) = reader.heads().items()
+    rows, rng = reader.read(frozen, 0, 4), np.random.default_rng(0)
+    for number, name in enumerate(WRITERS):
+        log = LogWriter(s.run.replay, name, shape, rows_per_append=4, segment_appends=2, info={})
+        for append in range(APPENDS):
+            rows["row"][:] = np.arange(4 * append, 4 * append + 4)
+            rows["policy_step"][:] = 1 + append // 2 * (number + 1) + rng.integers(0, 2, (4, 1)) * (append % 2)
+            rows["reward"][:] = rng.integers(0, 9, 4)
+            log.append(rows)
+    remove_segments(s.run.replay, {"w1": [0, 1], "w2": [2]})
+    return s, head
+
+
+def expected(s, order: str, count: int) -> list[str]:
+    """By sorting all rows that are there."""
+    reader = LogReader(s.run.replay, s.experiment.contract.row_shape())
+    ids = [(writer, row) for writer, head in sorted(reader.heads().items()) for row in range(head)]
+    gone = {("w1", row) for row in range(16)} | {("w2", row) for row in range(16, 24)}
+    ids = [each for each in ids if each not in gone]
+    rows = reader.read_ids(ids)
+    best = show.rank(rows["reward"], rows["policy_step"].max(axis=1), order)[:count]
+    return [f"{ids[i][0]}:{ids[i][1]}" for i in best]
+
+
+@pytest.mark.parametrize("order", ["newest", "best", "worst"])
+@pytest.mark.parametrize("count", [1, 5, 30, 1000])
+def test_the_rows_that_are_there_are_shown_in_order(source, order, count, monkeypatch):
+    s, head = source
+    monkeypatch.setattr(show, "_ROWS_PER_READ", 8)
+    text = show.show(s.run.root, order, count)
+    assert re.findall(r"^── (\S+)", text, re.MULTILINE) == expected(s, order, count)
+    total = head + 3 * 4 * APPENDS - 24
+    assert text.startswith(f"{total} rows of 4 writers (24 more were removed by retention), {order} first")
+
+
+def test_the_newest_rows_are_read_from_the_ends(source, monkeypatch):
+    read, asked = LogReader.read, []
+    monkeypatch.setattr(LogReader, "read", lambda self, *span: (asked.append(span), read(self, *span))[1])
+    show.show(source[0].run.root, "newest", 5)
+    assert [span for span in asked if span[0] in WRITERS] == [(name, 28, 36) for name in WRITERS]
+
+
+def test_the_last_rows_of_a_writer_are_whole_appends():
+    ranges = [range(8), range(24, 36)]
+    assert show.newest(ranges, 1, 4) == [range(32, 36)] and show.newest(ranges, 5, 4) == [range(28, 36)]
+    assert show.newest(ranges, 13, 4) == [range(4, 8), range(24, 36)]
+    assert show.newest(ranges, 99, 4) == ranges and show.newest([], 3, 4) == []

@@ -1,0 +1,420 @@
+"""The supervised command: what it learns, what it writes, how it resumes, and what it refuses."""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from configs import supervised as recipe
+from tba_jax import sharding
+from tba_jax.commands import supervised
+from tba_jax.models import parameters, scoring
+from tba_jax.models.config import DecoderConfig
+from tba_jax.models.hugging_face import export, load
+from tba_jax.models.parameters import Params
+from tba_jax.run import layout, metrics, processes
+from tba_jax.supervised import examples, tuning
+from tba_jax.text.tokenizers import HuggingFaceTokenizer
+from tests.support import applied, tiny_run
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
+VOWELS, LETTERS = "aeiou", "abcdefghijklmnopqrstuvwxyz"
+CHARACTERS = LETTERS + ":#"
+# The embedding has a row that no token uses, so that a mesh can split it.
+MODEL = DecoderConfig(layers=2, width=32, heads=4, kv_heads=2, head_size=8, ffn=64, vocab=32, max_positions=64)
+SETTINGS: dict[str, Any] = {
+    "data.prompt_length": 8,
+    "data.response_length": 16,
+    "data.heldout_share": 0.3,
+    "training.batch_size": 8,
+    "training.steps": 4,
+    "training.warmup_steps": 1,
+    "training.learning_rate": 3e-3,
+    "training.remat": "none",
+    "training.mesh.data": 1,
+    "metrics.every_steps": 1,
+}
+
+
+def random_params() -> Params:
+    """Four times as large as fresh ones: attention that is not uniform to begin with learns in fewer steps."""
+    fresh = parameters.flatten(applied.init(jax.random.key(7), MODEL))
+    return parameters.unflatten({name: leaf if name.endswith(".scale") else 4 * leaf for name, leaf in fresh.items()})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A random language model with a tokenizer of one id a character."""
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    export.save(folder, MODEL, random_params(), dtype="float32", token_ids={"eos_token_id": 2})
+    export.write_character_tokenizer(folder, CHARACTERS, pad_id=0, bos_id=1, eos_id=2)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch):
+    """The tests' own process has eight fake devices; a run of these has one, unless its mesh says more."""
+    make_mesh = sharding.make_mesh
+    first = lambda sizes, *, setting: make_mesh(sizes, setting=setting, devices=jax.devices()[: int(np.prod(sizes))])  # noqa: E731
+    monkeypatch.setattr(sharding, "make_mesh", first)
+
+
+def word(rng: np.random.Generator, length: int, letters: str = LETTERS) -> str:
+    return "".join(rng.choice(list(letters), length))
+
+
+def preferences(count: int, seed: int) -> list[dict[str, str]]:
+    """The prompt says what is better: `v` more vowels, `c` more consonants. Both words are as long as each other."""
+    rng, lines = np.random.default_rng(seed), list[dict[str, str]]()
+    while len(lines) < count:
+        mark, length = str(rng.choice(["v", "c"])), int(rng.integers(3, 13))
+        a, b = (word(rng, length, VOWELS * 4 + LETTERS) for _ in range(2))
+        counts = [sum((letter in VOWELS) == (mark == "v") for letter in text) for text in (a, b)]
+        if counts[0] != counts[1]:
+            best, worst = (a, b) if counts[0] > counts[1] else (b, a)
+            lines.append({"prompt": f"{mark}{word(rng, 3)}:", "chosen": best, "rejected": worst})
+    return lines
+
+
+def sentences(count: int, seed: int) -> list[dict[str, str]]:
+    """The response is the prompt's word again, backwards."""
+    rng = np.random.default_rng(seed)
+    words = (word(rng, int(rng.integers(2, 7)), "abcd") for _ in range(count))
+    return [{"prompt": f"{text}:", "response": text[::-1]} for text in words]
+
+
+def write_lines(path: Path, lines: list[dict[str, str]]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def config(folder: Path, train: Path, **changes: Any) -> Any:
+    """The schema with SETTINGS and then `changes` (dots in a name are written as double underscores)."""
+    c = recipe.get_config()
+    changed = {name.replace("__", "."): value for name, value in changes.items()}
+    c.update_from_flattened_dict({**SETTINGS, "model.path": str(folder), "data.train": str(train), **changed})
+    return c
+
+
+def never() -> bool:
+    return False
+
+
+def after(count: int) -> Callable[[], bool]:
+    """A stop signal that comes before step `count` + 1."""
+    asked = iter(range(10**6))
+    return lambda: next(asked) >= count
+
+
+def run(c: Any, workdir: Path, output: Path, stop: Callable[[], bool] = never) -> int:
+    """The command's own path, from the config on."""
+    return supervised.execute(supervised.prepare(c, layout.RunDir(workdir), output), stop)
+
+
+def heldout_points(workdir: Path) -> list[dict[str, Any]]:
+    return [line for line in metrics.read_lines(layout.RunDir(workdir).metrics("supervised")) if "heldout_loss" in line]
+
+
+def test_a_reward_model_learns_what_the_prompt_asks_for(folder, tmp_path, capsys):
+    train = write_lines(tmp_path / "train.jsonl", preferences(2000, seed=1))
+    heldout = write_lines(tmp_path / "heldout.jsonl", preferences(500, seed=2))
+    c = config(
+        folder,
+        train,
+        kind="reward",
+        data__heldout=str(heldout),
+        training__steps=150,
+        training__batch_size=32,
+        training__warmup_steps=10,
+        evaluation__every_steps=50,
+        metrics__every_steps=50,
+    )
+    assert run(c, tmp_path / "run", tmp_path / "reward") == 0
+    points = heldout_points(tmp_path / "run")
+    assert [point["step"] for point in points] == [0, 50, 100, 150]
+    assert points[0]["heldout_pair_accuracy"] < 0.65, "random weights do not know"
+    assert points[-1]["heldout_pair_accuracy"] >= 0.85
+    told = capsys.readouterr().out.strip().splitlines()[-1]
+    first, last = (f"{points[i]['heldout_pair_accuracy']:.3g}" for i in (0, -1))
+    assert told.startswith(f"reward: held-out pair accuracy {first} -> {last} (") and told.endswith(f"model in {tmp_path}/reward")
+
+    values = json.loads((tmp_path / "reward" / "config.json").read_text())
+    assert values["architectures"] == ["LlamaForSequenceClassification"] and values["pad_token_id"] == 0
+    assert len(values["id2label"]) == 1
+    margins = score_folder(tmp_path / "reward", preferences(100, seed=3))
+    assert np.mean(margins > 0) >= 0.85, "pairs that no run has seen"
+
+
+def score_folder(folder: Path, pairs: list[dict[str, str]]) -> np.ndarray:
+    """float[pairs]: score of the chosen minus that of the rejected, by the reward model in `folder` on unpadded rows."""
+    model = load.read_config(folder, compute_dtype="float32")
+    mesh = sharding.make_mesh((1, 1, 1), setting="test")
+    params = load.load_params(folder, model, applied.shardings(model, mesh))
+    tokenizer = HuggingFaceTokenizer(folder)
+
+    def rows(side: str) -> tuple[np.ndarray, np.ndarray]:
+        ids = [[*tokenizer.encode(pair["prompt"] + pair[side]), tokenizer.eos_id] for pair in pairs]
+        tokens = np.array([row + [0] * (32 - len(row)) for row in ids], np.int32)
+        return tokens, np.arange(32) < np.array([len(row) for row in ids])[:, None]
+
+    score = jax.jit(lambda tokens, mask: applied.sequence_scores(params, tokens, mask, config=model, remat="none")[:, 0])
+    return np.asarray(score(*rows("chosen")) - score(*rows("rejected")))
+
+
+def test_transformers_scores_the_same_with_a_reward_model(torch, folder, tmp_path):
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    train = write_lines(tmp_path / "train.jsonl", preferences(100, seed=1))
+    assert run(config(folder, train, kind="reward", training__steps=4), tmp_path / "run", tmp_path / "reward") == 0
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward").eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "reward")
+    assert model.config.num_labels == 1
+    pairs = preferences(12, seed=4)
+
+    def scores(side: str) -> np.ndarray:
+        texts = [pair["prompt"] + pair[side] + tokenizer.eos_token for pair in pairs]
+        return model(**tokenizer(texts, padding=True, return_tensors="pt")).logits[:, 0].numpy()
+
+    margins = scores("chosen") - scores("rejected")
+    assert np.abs(margins).min() > 1e-3
+    np.testing.assert_allclose(margins, score_folder(tmp_path / "reward", pairs), atol=1e-4)
+
+
+def test_sft_lowers_the_loss_and_its_folder_computes_the_same(folder, tmp_path, capsys):
+    train = write_lines(tmp_path / "train.jsonl", sentences(300, seed=1))
+    c = config(folder, train, training__steps=30, training__batch_size=16, evaluation__every_steps=10)
+    plan = supervised.prepare(c, layout.RunDir(tmp_path / "run"), tmp_path / "sft")
+    tuned = tuning.Tuning(plan)
+    assert tuned.train(never)
+    tuned.export()
+    points = heldout_points(tmp_path / "run")
+    assert points[-1]["heldout_loss"] < 0.7 * points[0]["heldout_loss"], points
+    for point in points:
+        np.testing.assert_allclose(point["heldout_perplexity"], np.exp(point["heldout_loss"]), rtol=1e-6)
+
+    model = load.read_config(tmp_path / "sft", compute_dtype="float32")
+    params = load.load_params(tmp_path / "sft", model, applied.shardings(model, plan.mesh))
+    jax.tree.map(np.testing.assert_array_equal, params, tuned.state.params)
+    assert model == plan.model and HuggingFaceTokenizer(tmp_path / "sft").fingerprint == plan.tokenizer.fingerprint
+    rows = examples.make_batch(plan.data.heldout, rows=64, prompt_length=8, response_length=16, pad_id=0)
+
+    def logprobs(params: Params) -> np.ndarray:
+        columns = (rows.prompt_tokens, rows.prompt_length, rows.response_tokens, rows.response_length)
+        space = scoring.ResponseSpace(temperature=1.0, banned_tokens=(), eos_id=-1)
+        settings: dict[str, Any] = dict(config=model, space=space, logit_bytes=1 << 20, remat="none")
+        return np.asarray(jax.jit(lambda p: applied.response_logprobs(p, *columns, **settings)[0])(params))
+
+    found = logprobs(params)
+    np.testing.assert_array_equal(found, logprobs(tuned.state.params))
+    loss = -found.sum() / sum(len(response) for _, response in plan.data.heldout)
+    np.testing.assert_allclose(loss, points[-1]["heldout_loss"], rtol=1e-5)
+    tuned.close()
+
+
+def weights(folder: Path) -> dict[str, np.ndarray]:
+    return safetensors.numpy.load_file(folder / "model.safetensors")
+
+
+def trained(workdir: Path) -> list[dict[str, Any]]:
+    """The training points without what the clock says."""
+    lines = metrics.read_lines(layout.RunDir(workdir).metrics("supervised"))
+    return [{k: v for k, v in line.items() if k not in ("time", "seconds")} for line in lines if "loss" in line]
+
+
+@pytest.mark.parametrize("kind", ["sft", "reward"])
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(folder, tmp_path, kind):
+    """Four steps of 8 examples out of 12: the third and the fourth cross from one epoch to the next."""
+    lines = sentences(16, seed=1) if kind == "sft" else preferences(16, seed=1)
+    train, heldout = write_lines(tmp_path / "train.jsonl", lines[:12]), write_lines(tmp_path / "heldout.jsonl", lines[12:])
+    c = config(folder, train, kind=kind, data__heldout=str(heldout))
+    assert run(c, tmp_path / "whole", tmp_path / "whole-model") == 0
+    assert run(c, tmp_path / "parts", tmp_path / "parts-model", stop=after(2)) == processes.STOPPED
+    assert not (tmp_path / "parts-model").exists()
+    moved = write_lines(tmp_path / "moved.jsonl", lines[:12])
+    c = config(folder, moved, kind=kind, data__heldout=str(heldout), evaluation__every_steps=1, checkpoint__keep=3)
+    assert run(c, tmp_path / "parts", tmp_path / "parts-model") == 0
+    jax.tree.map(np.testing.assert_array_equal, weights(tmp_path / "parts-model"), weights(tmp_path / "whole-model"))
+    assert trained(tmp_path / "parts") == trained(tmp_path / "whole") and len(trained(tmp_path / "whole")) == 4
+    initial = random_params()["embedding"]["weight"]
+    assert not np.array_equal(weights(tmp_path / "whole-model")["model.embed_tokens.weight"], initial)
+
+    assert run(c, tmp_path / "parts", tmp_path / "again") == 0, "a finished run only writes its model"
+    jax.tree.map(np.testing.assert_array_equal, weights(tmp_path / "again"), weights(tmp_path / "whole-model"))
+
+
+def test_a_run_resumes_on_another_mesh(folder, tmp_path):
+    train = write_lines(tmp_path / "train.jsonl", preferences(60, seed=1))
+    one = config(folder, train, kind="reward")
+    assert run(one, tmp_path / "whole", tmp_path / "whole-model") == 0
+    assert run(one, tmp_path / "parts", tmp_path / "parts-model", stop=after(2)) == processes.STOPPED
+    sizes = {f"training__mesh__{axis}": 2 for axis in sharding.MESH_AXES}
+    eight = config(folder, train, kind="reward", training__micro_batch_rows=4, training__remat="full", **sizes)
+    assert run(eight, tmp_path / "parts", tmp_path / "parts-model") == 0
+    whole, parts = weights(tmp_path / "whole-model"), weights(tmp_path / "parts-model")
+    for name, expected in whole.items():
+        np.testing.assert_allclose(parts[name], expected, rtol=0, atol=1e-5, err_msg=name)
+
+
+def test_every_epoch_takes_every_example_once_in_another_order(folder, tmp_path):
+    train = write_lines(tmp_path / "train.jsonl", sentences(12, seed=1))
+    heldout = write_lines(tmp_path / "heldout.jsonl", sentences(4, seed=2))
+    c = config(folder, train, data__heldout=str(heldout), training__steps=0, training__epochs=2.5)
+    plan = supervised.prepare(c, layout.RunDir(tmp_path / "run"), tmp_path / "model")
+    assert plan.steps == 4  # 30 examples, 8 a step
+    tuned = tuning.Tuning(plan)
+    seen = [tuple(row) for step in range(3) for row in np.asarray(tuned._batch(step).prompt_tokens)]
+    assert sorted(seen[:12]) == sorted(seen[12:]) and seen[:12] != seen[12:]
+    tuned.close()
+
+
+def test_random_weights_need_none_in_the_folder(folder, tmp_path):
+    shape = tmp_path / "shape"
+    shape.mkdir()
+    for path in folder.glob("*.json"):
+        (shape / path.name).write_bytes(path.read_bytes())
+    train = write_lines(tmp_path / "train.jsonl", preferences(60, seed=1))
+    c = config(shape, train, kind="reward")
+    with pytest.raises(ValueError, match="holds no weights"):
+        supervised.prepare(c, layout.RunDir(tmp_path / "run"), tmp_path / "model")
+    c.model.random_init = True
+    assert run(c, tmp_path / "run", tmp_path / "model") == 0
+    assert weights(tmp_path / "model")["score.weight"].shape == (1, 32)
+
+
+def message(c: Any, tmp_path: Path, output: str = "model") -> str:
+    """What `prepare` refuses `c` with; nothing may have been written."""
+    with pytest.raises(ValueError) as refused:
+        supervised.prepare(c, layout.RunDir(tmp_path / "run"), tmp_path / output)
+    assert not (tmp_path / "run").exists()
+    return str(refused.value)
+
+
+BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
+    "kind": ({"kind": "dpo"}, "kind='dpo' is not one of sft, reward"),
+    "no model": ({"model__path": ""}, "model.path is not given"),
+    "model": ({"model__path": "/nowhere"}, "/nowhere does not exist"),
+    "no data": ({"data__train": ""}, "data.train is not given"),
+    "no file": ({"data__train": "/nowhere.jsonl"}, "data.train /nowhere.jsonl cannot be read: No such file"),
+    "schedule": ({"training__schedule": "cosine"}, "training.schedule='cosine' is not one of constant, linear, wsd"),
+    "remat": ({"training__remat": "all"}, "training.remat='all' is not one of none, full, dots"),
+    "positions": ({"data__prompt_length": 60}, "= 76 exceed the model's 64 positions"),
+    "micro-batch": ({"training__micro_batch_rows": 3}, "training.micro_batch_rows=3 does not divide training.batch_size=8"),
+    "mesh": ({"training__micro_batch_rows": 1, "training__mesh__data": 2}, "= 1 rows are not divisible by the 2 ways"),
+    "warm-up": ({"training__warmup_steps": 5}, "training.decay_steps=0 exceed the 4 steps of training"),
+    "rate": ({"training__learning_rate": 0.0}, "training.learning_rate=0.0 must be above 0"),
+    "infinite rate": ({"training__learning_rate": float("inf")}, "training.learning_rate=inf must be above 0 and finite"),
+    "epochs": ({"training__epochs": float("inf")}, "training.epochs=inf must be above 0 and finite"),
+    "seed": ({"seed": 2**40}, "seed=1099511627776 must be below 2**32"),
+    "batch": ({"training__batch_size": 64}, "training.batch_size=64 is more than the "),
+    "fields": ({"data__response_field": "prompt"}, "the fields of an example must differ: data.*_field are prompt, prompt"),
+    "share": ({"data__heldout_share": 1.0}, "data.heldout_share=1.0 must be within [0, 1)"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_SETTINGS)
+def test_bad_settings_are_named(folder, tmp_path, case):
+    changes, words = BAD_SETTINGS[case]
+    train = write_lines(tmp_path / "train.jsonl", sentences(50, seed=1))
+    assert words in message(config(folder, train, **changes), tmp_path)
+
+
+def test_an_output_that_exists_is_refused_at_the_start(folder, tmp_path):
+    train = write_lines(tmp_path / "train.jsonl", sentences(50, seed=1))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "kept.txt").write_text("")
+    assert "model exists already" in message(config(folder, train), tmp_path)
+    assert "is inside of --workdir" in message(config(folder, train), tmp_path, output="run/model")
+    assert "is inside of --workdir" in message(config(folder, train), tmp_path, output="run")
+    assert "data.heldout" in message(config(folder, train, data__heldout=str(train)), tmp_path, output="other")
+    assert "no writable folder" in message(config(folder, train), tmp_path, output="train.jsonl/model")
+
+
+def test_a_resumed_run_keeps_its_settings_and_examples(folder, tmp_path):
+    train = write_lines(tmp_path / "train.jsonl", sentences(50, seed=1))
+    run_folder = layout.RunDir(tmp_path / "run")
+
+    def prepared(**changes: Any) -> Any:
+        return supervised.prepare(config(folder, train, **changes), run_folder, tmp_path / "model")
+
+    prepared()
+    free = {"training__micro_batch_rows": 4, "training__remat": "full", "training__logit_megabytes": 7, "metrics__every_steps": 9}
+    prepared(**free, training__mesh__data=2, evaluation__every_steps=3, evaluation__examples=5)
+    with pytest.raises(ValueError, match=r"training\.learning_rate: 0\.003 there, 1\.0 here; training\.steps: 4 there, 5 here"):
+        prepared(training__learning_rate=1.0, training__steps=5)
+    with pytest.raises(ValueError, match=r"kind: 'sft' there, 'reward' here|field 'chosen' is missing"):
+        prepared(kind="reward")
+    write_lines(train, sentences(50, seed=2))
+    with pytest.raises(ValueError, match=r"the examples of data\.train .* are not those"):
+        prepared()
+    layout.write_json(run_folder.config, {"config": {}, "contract": {"task_name": "arithmetic"}, "changes": []})
+    with pytest.raises(ValueError, match="belongs to an RL run"):
+        prepared()
+
+
+def test_numbers_that_are_not_finite_stop_the_run_by_step(folder, tmp_path):
+    train = write_lines(tmp_path / "train.jsonl", sentences(50, seed=1))
+    plan = supervised.prepare(config(folder, train), layout.RunDir(tmp_path / "run"), tmp_path / "model")
+    tuned = tuning.Tuning(plan)
+    tuned.train(after(2))
+    tuned.state.params["final_norm"]["scale"] = jax.numpy.full(32, np.nan)
+    with pytest.raises(FloatingPointError, match="step 3: loss nan"):
+        tuned.train(never)
+    tuned.close()
+    assert layout.steps_in(plan.run.checkpoints) == [2]
+
+
+def test_the_command_stops_at_a_signal_resumes_and_writes_a_model(folder, tmp_path):
+    train = write_lines(tmp_path / "train.jsonl", preferences(200, seed=1))
+    changed = SETTINGS | {"kind": "reward", "training.steps": 500, "model.path": folder, "data.train": train}
+    arguments = [sys.executable, "-m", "tba_jax", "supervised", "--config=configs/supervised.py", f"--workdir={tmp_path}/run"]
+    arguments += [f"--output={tmp_path}/model", *(f"--config.{name}={value}" for name, value in changed.items())]
+    workdir = layout.RunDir(tmp_path / "run")
+    process = tiny_run.start(arguments)
+    try:
+        while not trained(workdir.root) and process.poll() is None:
+            time.sleep(0.02)
+        os.kill(process.pid, signal.SIGTERM)
+        told, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == processes.STOPPED, told
+    assert f"of 500; the same command resumes {tmp_path}/run" in told and "Traceback" not in told
+    (stopped,) = layout.steps_in(workdir.checkpoints)
+    assert 0 < stopped < 500 and not (tmp_path / "model").exists()
+
+    done = tiny_run.call(arguments)
+    assert done.returncode == 0 and f"resumed at step {stopped} of 500" in done.stderr, done.stderr
+    assert done.stdout.startswith("reward: held-out pair accuracy ") and len(done.stdout.splitlines()) == 1
+    assert [line["step"] for line in trained(workdir.root)] == list(range(1, 501))
+    found = {path.name for path in (tmp_path / "model").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= found
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "run", "train.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--config.training.learning_rat=1"], ["learning_rat", "did you mean 'learning_rate'"]),
+        (["--config=configs/base.py"], ["not made from configs/supervised.py"]),
+        (["--output="], ["--workdir=DIR and --output=DIR are needed"]),
+    ],
+    ids=str,
+)
+def test_bad_flags_are_one_sentence(tmp_path, flags, words):
+    arguments = [sys.executable, "-m", "tba_jax", "supervised", "--config=configs/supervised.py"]
+    done = tiny_run.call([*arguments, f"--workdir={tmp_path}/run", f"--output={tmp_path}/model", *flags])
+    assert done.returncode == processes.BAD_INPUT
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    for word in words:
+        assert word in done.stderr
+    assert not any(tmp_path.iterdir())

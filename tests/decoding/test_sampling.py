@@ -1,0 +1,329 @@
+"""Drawing tokens against a NumPy distribution in float64: every token's stretch of [0, 1), log-probs, frequencies, edges."""
+
+import dataclasses
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tba_jax import sharding
+from tba_jax.decoding import sampling as sampling_lib
+
+SCORING_TEMPERATURE = 0.7
+draw = jax.jit(functools.partial(sampling_lib.draw, scoring_temperature=SCORING_TEMPERATURE))
+first_above = jax.jit(sampling_lib._first_above)
+OFF = dict(top_k=0, top_p=1.0, min_p=0.0)
+SETTINGS = [
+    dict(temperature=0.0),
+    dict(temperature=SCORING_TEMPERATURE),
+    dict(temperature=1.0),
+    dict(temperature=1.7),
+    dict(temperature=1.0, top_k=1),
+    dict(temperature=SCORING_TEMPERATURE, top_k=9),
+    dict(temperature=1.0, top_k=1_000_000),
+    dict(temperature=1.0, top_p=0.6),
+    dict(temperature=SCORING_TEMPERATURE, top_p=0.97),
+    dict(temperature=1.0, top_p=1e-6),
+    dict(temperature=1.0, min_p=0.15),
+    dict(temperature=2.0, top_k=20, top_p=0.8),
+    dict(temperature=1.5, top_k=20, top_p=0.9, min_p=0.05),
+    dict(temperature=0.0, top_k=3, top_p=0.5, min_p=0.5),
+]
+
+
+def numpy_distribution(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> np.ndarray:
+    """float64[V]: temperature, top-k, top-p of exactly k tokens' mass, min-p; whatever ties with the last that stays, stays."""
+    logits = logits.astype(np.float64)
+    if temperature == 0:
+        return np.eye(len(logits))[logits.argmax()]
+    probs = np.exp((logits - logits.max()) / float(np.float32(temperature)))
+    order = np.argsort(-logits, kind="stable")[: top_k or len(logits)]
+    total, mass, least = probs[order].sum(), 0.0, logits.max()
+    for i in order:
+        if mass < float(np.float32(top_p)) * total and probs[i] >= float(np.float32(min_p)) * probs[order[0]]:
+            least = logits[i]
+        mass += probs[i]
+    probs = np.where(logits >= least, probs, 0.0)
+    return probs / probs.sum()
+
+
+def sampling_of(settings: list[dict]) -> sampling_lib.Sampling:
+    """One row for each of the settings."""
+    rows = [OFF | row for row in settings]
+    dtypes = dict(temperature=np.float32, top_k=np.int32, top_p=np.float32, min_p=np.float32)
+    return sampling_lib.Sampling(**{name: np.array([row[name] for row in rows], dtype) for name, dtype in dtypes.items()})
+
+
+def policy_logprobs(logits: np.ndarray) -> np.ndarray:
+    """float64[V] of log softmax(logits / scoring temperature)."""
+    with np.errstate(divide="ignore"):
+        return np.log(numpy_distribution(logits, SCORING_TEMPERATURE, **OFF))
+
+
+def random_logits(rng: np.random.Generator, V: int) -> np.ndarray:
+    """float32[V] with a tenth of the tokens banned, a whole block of 128 among them where there are three."""
+    logits = (2 * rng.standard_normal(V)).astype(np.float32)
+    logits[rng.permutation(V)[: V // 10]] = -np.inf
+    logits[128 : 256 if V > 384 else 128] = -np.inf
+    return logits
+
+
+def stretches(probs: np.ndarray, points: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """`points` tokens, all that are likely where those are fewer, and a uniform float32 from the middle of each one's stretch."""
+    tokens = np.resize(rng.permutation(np.flatnonzero(probs > 1e-4))[:points], points)
+    return tokens, (np.cumsum(probs) - probs / 2)[tokens].astype(np.float32)
+
+
+@pytest.mark.parametrize("V", [1, 2, 17, 59, 300, 2000, 4096])
+def test_every_token_owns_its_stretch_and_has_its_logprobs(V):
+    """Rows of all settings in one batch, each with logits of its own."""
+    rng = np.random.default_rng(V)
+    rows = [random_logits(rng, V) for _ in SETTINGS]
+    probs = [numpy_distribution(logits, **OFF | settings) for logits, settings in zip(rows, SETTINGS, strict=True)]
+    points = 60 if V <= 300 else 20
+    tokens, uniform = (np.concatenate(x) for x in zip(*(stretches(p, points, rng) for p in probs), strict=True))
+    which = np.repeat(np.arange(len(SETTINGS)), points)
+    found = jax.device_get(draw(np.stack(rows)[which], uniform, sampling_of([SETTINGS[i] for i in which])))
+    np.testing.assert_array_equal(found.token, tokens)
+    behavior = np.log([probs[i][token] for i, token in zip(which, tokens, strict=True)])
+    policy = [policy_logprobs(rows[i])[token] for i, token in zip(which, tokens, strict=True)]
+    np.testing.assert_allclose(found.behavior_logprob, behavior, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(found.policy_logprob, policy, rtol=0, atol=1e-5)
+    assert {x.dtype.name for x in jax.tree.leaves(found)} == {"int32", "float32"}
+
+
+@pytest.mark.parametrize("V", [17, 300])
+def test_the_support_is_exact_and_ties_at_a_threshold_all_stay(V):
+    """Few distinct logits, zeros of both signs among them, so that every rule cuts through ties: all tokens that stay appear."""
+    rng = np.random.default_rng(1)
+    for logits in (rng.integers(-2, 3, V).astype(np.float32), np.zeros(V, np.float32), rng.integers(-1, 1, V) * np.float32(0.5)):
+        logits[logits == 0] *= rng.choice([-1.0, 1.0], (logits == 0).sum())
+        for settings in SETTINGS[1:-1]:
+            probs = numpy_distribution(logits, **OFF | settings)
+            uniform = np.linspace(0, 1, 1600, endpoint=False, dtype=np.float32)
+            found = draw(np.tile(logits, (1600, 1)), uniform, sampling_of([settings] * 1600))
+            likely = np.flatnonzero(probs > 1 / 800)
+            assert set(likely.tolist()) <= set(np.asarray(found.token).tolist()) <= set(np.flatnonzero(probs).tolist()), settings
+            np.testing.assert_allclose(found.behavior_logprob, np.log(probs[found.token]), rtol=0, atol=1e-5)
+
+
+def test_top_p_after_top_k_counts_the_mass_of_k_tokens_in_spite_of_ties():
+    """Weights 3, 1, 1, 1 with top-k 2: the first has 3/4 of what is left, not 1/2."""
+    logits = np.log(np.array([[3, 1, 1, 1]] * 2, np.float32))
+    found = draw(logits, np.full(2, 0.9, np.float32), sampling_of([dict(temperature=1.0, top_k=2, top_p=p) for p in (0.7, 0.8)]))
+    np.testing.assert_array_equal(found.token, [0, 3])
+    np.testing.assert_allclose(found.behavior_logprob, np.log([1, 1 / 6]), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("V", [3, 59, 300])
+def test_the_top_k_threshold_over_the_whole_range_of_floats(V):
+    rng = np.random.default_rng(2)
+    logits = (rng.choice([-1, 1], (64, V)) * 10 ** rng.uniform(-36, 38, (64, V))).astype(np.float32)
+    logits[:8] = 0.0
+    logits[8:16, 1:] = -np.inf
+    top_k = rng.integers(1, V + 1, 64).astype(np.int32)
+    threshold, ties = jax.jit(sampling_lib._top_k_threshold)(logits, logits.max(axis=1), top_k)
+    for row in range(64):
+        expected = logits[row] >= np.sort(logits[row])[::-1][top_k[row] - 1]
+        np.testing.assert_array_equal(logits[row] >= threshold[row], expected)
+        assert ties[row] == expected.sum() - top_k[row]
+
+
+def chi_square_limit(degrees: int) -> float:
+    """The 99.99 % point, by Wilson and Hilferty's cube."""
+    return degrees * (1 - 2 / (9 * degrees) + 3.719 * (2 / (9 * degrees)) ** 0.5) ** 3
+
+
+DRAWS, CHUNK, EOS = 100_000, 20_000, 2
+
+
+# One program for all settings: they are traced.
+@jax.jit
+@chex.assert_max_traces(n=1)
+def draw_many(logits: jax.Array, uniform: jax.Array, sampling: sampling_lib.Sampling) -> sampling_lib.Draw:
+    logits = jnp.broadcast_to(logits, (CHUNK, *logits.shape))
+    return sampling_lib.draw(logits, uniform, sampling, scoring_temperature=SCORING_TEMPERATURE)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("eos_may_come", [True, False], ids=["eos", "no-eos"])
+def test_frequencies_are_those_of_the_distribution(eos_may_come, settings):
+    """V = 300: blocks of 128, the last one ragged; banned tokens lie in all of them."""
+    V = 300
+    rng = np.random.default_rng(3)
+    logits = (1.5 * rng.standard_normal(V)).astype(np.float32)
+    logits[[0, 1, *range(120, 200), 299]] = -np.inf
+    logits[EOS] = logits.max() - 0.5 if eos_may_come else -np.inf
+    sampling = sampling_lib.constant(CHUNK, **settings)
+    uniforms = rng.random((DRAWS // CHUNK, CHUNK), np.float32)
+    tokens = np.concatenate([draw_many(logits, uniform, sampling).token for uniform in uniforms])
+    expected = numpy_distribution(logits, **OFF | settings)
+    counts = np.bincount(tokens, minlength=V)
+    assert not counts[expected == 0].any(), np.flatnonzero((expected == 0) & (counts > 0))
+    # Tokens too rare for the approximation count as one.
+    rare = DRAWS * expected < 10
+    counts, expected = (np.append(x[~rare], x[rare].sum()) for x in (counts, expected))
+    counts, expected = counts[expected > 0], expected[expected > 0]
+    if len(expected) > 1:
+        statistic = np.sum((counts - DRAWS * expected) ** 2 / (DRAWS * expected))
+        assert statistic < chi_square_limit(len(expected) - 1)
+    assert (len(expected) == 1) == (settings["temperature"] == 0 or settings.get("top_k") == 1 or settings.get("top_p") == 1e-6)
+
+
+@pytest.mark.parametrize("V", [1, 2, 17, 59, 300, 2000])
+def test_the_inverse_cdf_at_its_edges_never_draws_an_impossible_token(V):
+    """Uniforms at and around every step of the distribution, at 0 and at the largest float32 below 1."""
+    rng = np.random.default_rng(5)
+    few = rng.permutation(V)[: max(1, V // 8)] if V < 1000 else np.arange(45)
+    for where in (few, np.arange(0, V, max(1, min(128, V // 4)))):
+        probs = np.zeros(V)
+        probs[where] = np.exp(2 * rng.standard_normal(len(where))) * (rng.random(len(where)) < 0.5)
+        probs[where[0]] += 0.01
+        probs /= probs.sum()
+        with np.errstate(divide="ignore"):
+            log_probs = np.log(probs).astype(np.float32)
+        steps = np.cumsum(probs)[probs > 0]
+        near = np.concatenate([steps + k * 2.0**-25 for k in range(-2, 3)] + [[0.0, 1 - 2.0**-24]]).astype(np.float32)
+        near = np.unique(near[(near >= 0) & (near < 1)])
+        for first in range(0, len(near), 256):
+            uniform = np.resize(near[first : first + 256], 256)
+            tokens = np.asarray(draw(np.tile(log_probs, (256, 1)), uniform, sampling_lib.constant(256, temperature=1.0)).token)
+            assert (probs[tokens] > 0).all()
+            # Each token owns its stretch of [0, 1), up to rounding.
+            upper = np.cumsum(probs)[tokens]
+            assert (uniform < upper + 1e-5).all() and (uniform > upper - probs[tokens] - 1e-5).all()
+
+
+def test_rounded_cumulative_masses_draw_no_impossible_token():
+    """XLA sums a few hundred numbers as a tree, so cumulative masses may rise without mass, fall, or miss the target."""
+    mass = np.array([[0.5, 0.0, 0.5], [0.0, 0.5, 0.0], [0.25, 0.75, 0.0]], np.float32)
+    cumulative = np.array([[0.5, 0.6, 1.0], [0.1, 0.5, 0.4], [0.25, 0.9, 0.9]], np.float32)
+    target = np.array([0.55, 0.05, 0.95], np.float32)
+    assert first_above(mass, cumulative, target).tolist() == [2, 1, 1]
+
+
+@pytest.mark.parametrize("V", [2, 59, 300, 4096])
+def test_where_all_tokens_but_one_are_banned_that_one_comes(V):
+    for token in {0, V // 2, V - 1}:
+        logits = np.full((2 * len(SETTINGS), V), -np.inf, np.float32)
+        logits[:, token] = -3.0
+        uniform = np.tile(np.array([0.0, 1 - 2.0**-24], np.float32), len(SETTINGS))
+        found = draw(logits, uniform, sampling_of([row for row in SETTINGS for _ in range(2)]))
+        assert (np.asarray(found.token) == token).all()
+        assert not found.policy_logprob.any() and not found.behavior_logprob.any()
+
+
+@pytest.mark.parametrize("V", [17, 300, 4096])
+def test_a_greedy_row_draws_the_first_of_the_most_likely_whatever_the_uniform(V):
+    rng = np.random.default_rng(6)
+    logits = rng.integers(-1, 2, (64, V)).astype(np.float32)
+    logits[:, : V // 2] -= 1
+    logits[32:] = rng.standard_normal((32, V))
+    logits[32:, V // 2] = np.nextafter(logits[32:].max(axis=1), np.float32(np.inf))  # by the last bit
+    found = draw(logits, rng.random(64, np.float32), sampling_lib.constant(64, temperature=0.0))
+    np.testing.assert_array_equal(found.token, logits.argmax(axis=1))
+    assert not found.behavior_logprob.any()
+    expected = [policy_logprobs(row).max() for row in logits]
+    np.testing.assert_allclose(found.policy_logprob, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("V", [59, 300, 4096])
+def test_plain_rows_are_the_policy_to_the_bit_and_no_row_depends_on_its_neighbours(V):
+    """40 rows, more than are truncated at a time; in one batch every other row is plain, in the other batch every row."""
+    rng = np.random.default_rng(7)
+    logits = np.stack([random_logits(rng, V) for _ in range(40)])
+    uniform = rng.random(40, np.float32)
+    plain = dict(temperature=SCORING_TEMPERATURE)
+    mixed = sampling_of([SETTINGS[i // 2 % len(SETTINGS)] if i % 2 else plain for i in range(40)])
+    among_others, alike = draw(logits, uniform, mixed), draw(logits, uniform, sampling_of([plain] * 40))
+    for found, rows in ((among_others, slice(0, None, 2)), (alike, slice(None))):
+        np.testing.assert_array_equal(found.policy_logprob[rows], found.behavior_logprob[rows])
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[::2], y[::2]), among_others, alike)
+    # The same rows backwards: others are worked on together.
+    backwards = draw(logits[::-1], uniform[::-1], jax.tree.map(lambda x: x[::-1], mixed))
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[::-1], y), backwards, among_others)
+
+
+def test_settings_are_traced():
+    counted = jax.jit(chex.assert_max_traces(sampling_lib.draw, n=1), static_argnames="scoring_temperature")
+    rng = np.random.default_rng(8)
+    logits, uniform = rng.standard_normal((5, 33)).astype(np.float32), rng.random(5, np.float32)
+    for settings in SETTINGS:
+        counted(logits, uniform, sampling_lib.constant(5, **settings), scoring_temperature=SCORING_TEMPERATURE)
+    counted(logits, uniform, sampling_of(SETTINGS[:5]), scoring_temperature=SCORING_TEMPERATURE)
+
+
+@pytest.mark.parametrize("V", [59, 300])
+@pytest.mark.parametrize("bad", ["one nan", "all nan", "infinite", "all banned"])
+def test_logits_that_are_no_distribution_surface_in_the_policys_logprob(V, bad):
+    rng = np.random.default_rng(9)
+    good = np.stack([random_logits(rng, V) for _ in SETTINGS])
+    logits = np.concatenate([good, good])
+    broken = logits[len(SETTINGS) :]
+    if bad == "one nan":
+        broken[:, V - 2] = np.nan
+    else:
+        broken[:, slice(3, 4) if bad == "infinite" else slice(None)] = {"all nan": np.nan, "infinite": np.inf}.get(bad, -np.inf)
+    uniform = np.tile(rng.random(len(SETTINGS), np.float32), 2)
+    found = draw(logits, uniform, sampling_of(SETTINGS * 2))
+    assert np.isnan(found.policy_logprob[len(SETTINGS) :]).all()
+    assert (found.token >= 0).all() and (found.token < V).all()
+    expected = draw(np.concatenate([good, good]), uniform, sampling_of(SETTINGS * 2))
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[: len(SETTINGS)], y[: len(SETTINGS)]), found, expected)
+
+
+def test_extreme_temperatures():
+    """Next to none is greedy but for ties, a huge one uniform; top-k goes by the logits even then."""
+    logits = np.array([[1.0, 3.0, 2.0, 3.0, -np.inf]] * 3, np.float32)
+    settings = [dict(temperature=1e-30), dict(temperature=1e9), dict(temperature=1e9, top_k=3)]
+    found = draw(logits, np.full(3, 0.3, np.float32), sampling_of(settings))
+    np.testing.assert_array_equal(found.token, [1, 1, 1])
+    np.testing.assert_allclose(found.behavior_logprob, -np.log([2, 4, 3]), rtol=0, atol=1e-6)
+
+
+def test_rows_split_over_devices_draw_what_one_device_draws():
+    rng = np.random.default_rng(10)
+    logits = np.stack([random_logits(rng, 300) for _ in range(40)])
+    inputs = logits, rng.random(40, np.float32), sampling_of([SETTINGS[i % len(SETTINGS)] for i in range(40)])
+    mesh = sharding.make_mesh((8, 1, 1), setting="searchers.mesh")
+    found, expected = sharding.on_mesh(mesh, draw)(*sharding.put_rows(mesh, inputs)), draw(*inputs)
+    np.testing.assert_array_equal(found.token, expected.token)
+    np.testing.assert_allclose(found.policy_logprob, expected.policy_logprob, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(found.behavior_logprob, expected.behavior_logprob, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
+def test_a_scoring_temperature_that_is_not_above_0_is_refused(temperature):
+    with pytest.raises(ValueError, match=rf"scoring_temperature={temperature} must be above 0: set sampling.scoring_temperature"):
+        sampling_lib.draw(
+            np.zeros((1, 3), np.float32),
+            np.zeros(1, np.float32),
+            sampling_lib.constant(1, temperature=1.0),
+            scoring_temperature=temperature,
+        )
+
+
+def test_exploration_has_the_asked_shares_and_leaves_rows_untruncated():
+    rows = 20_000
+    plain = sampling_lib.constant(rows, temperature=0.7)
+    found = sampling_lib.explore(
+        plain,
+        np.random.default_rng(0),
+        temperature_probability=0.3,
+        temperature_factor=1.1 / 0.7,
+        top_p_probability=0.2,
+        top_p_low=0.6,
+    )
+    hotter, truncated = found.temperature != np.float32(0.7), found.top_p < 1
+    assert hotter.mean() == pytest.approx(0.3, abs=0.015) and truncated.mean() == pytest.approx(0.2, abs=0.015)
+    assert (hotter & truncated).mean() == pytest.approx(0.06, abs=0.01)
+    assert 0.7 < found.temperature[hotter].min() < 0.71 and 1.09 < found.temperature[hotter].max() <= np.float32(1.1)
+    assert found.temperature[hotter].mean() == pytest.approx(0.9, abs=0.01)
+    assert 0.6 <= found.top_p[truncated].min() < 0.61 and found.top_p[truncated].mean() == pytest.approx(0.8, abs=0.01)
+    for field in dataclasses.fields(found):
+        assert getattr(found, field.name).dtype == getattr(plain, field.name).dtype
+    off = dict(temperature_probability=0.0, temperature_factor=2.0, top_p_probability=0.0, top_p_low=0.5)
+    jax.tree.map(np.testing.assert_array_equal, sampling_lib.explore(plain, np.random.default_rng(0), **off), plain)

@@ -1,0 +1,309 @@
+"""Values of states: against continuations that are decoded alone, and on their way from a searcher to an update."""
+
+import dataclasses
+import shutil
+import types
+from concurrent.futures import Future
+
+import jax
+import numpy as np
+import pytest
+
+from tba_jax.commands import audit, rescore
+from tba_jax.decoding import requests as requests_lib
+from tba_jax.decoding import sampling as sampling_lib
+from tba_jax.decoding import state_values
+from tba_jax.decoding.requests import Request
+from tba_jax.decoding.state_values import StateValues
+from tba_jax.experiment import jobs
+from tba_jax.learner.state import batch_from_rows
+from tba_jax.replay.index import ReplayIndex
+from tba_jax.replay.log import LogWriter
+from tba_jax.replay.reader import LogReader
+from tba_jax.replay.validation import REJECTIONS, validate_rows
+from tba_jax.rewards.responses import reward_generation
+from tba_jax.roles.searcher import searcher
+from tba_jax.run import metrics, snapshots
+from tba_jax.run.metrics import TimeAccount
+from tba_jax.tasks.arithmetic import Arithmetic
+from tba_jax.tasks.interface import EncodedQuery, Query, Scores
+from tba_jax.text import stop_strings
+from tba_jax.trajectory import RowShape, response_mask
+from tests.decoding.test_engine import EOS, MODEL, PARAMS, TEXTS, R, make_engine, row_keys
+from tests.roles.test_interleaved import frozen_log
+from tests.support import tiny_run
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
+S, SAMPLES, MISSING = 4, 3, -3.0
+PROMPTS = ((3, 4, 5), (6,), (7, 3, 8, 5, 10))
+STEP_ENDS = ("a", "cd")
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch):
+    """Roles take all devices of their process; these tests have eight, the roles of a small run one."""
+    first = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda *arguments: first)
+
+
+class Letters:
+    """Texts of tokens as in test_engine; the reward counts letters b, and what the query's prompt begins with."""
+
+    reward_parts = ("letters",)
+
+    @staticmethod
+    def decode_continuation(prompt, tokens):
+        return "".join(TEXTS.get(token, "|" if token != EOS else "") for token in tokens)
+
+    @staticmethod
+    def rewards(queries, responses, finished):
+        reward = np.array([text.count("b") + 10 * int(query.prompt) for query, text in zip(queries, responses, strict=True)])
+        return Scores(reward=reward.astype(np.float32), parts=reward[:, None])
+
+
+def ask(engine, *, plain=True):
+    """B rows of the three prompts, the other samples' settings or not."""
+    keys = row_keys(len(PROMPTS) * S)
+    settings = sampling_lib.constant(S, temperature=1.0 if plain else 1.7)
+    requests = [
+        Request(name="q", prompt=prompt, keys=keys[q * S : (q + 1) * S], sampling=settings) for q, prompt in enumerate(PROMPTS)
+    ]
+    return requests_lib.concatenate(engine.generate(requests)), keys
+
+
+def value_states(engine, **settings):
+    step_ends = stop_strings.build([TEXTS.get(i, "|").encode() for i in range(MODEL.vocab)], STEP_ENDS, vocab=MODEL.vocab)
+    sampling = sampling_lib.constant(SAMPLES, temperature=1.3)
+    defaults = dict(most_states=0, samples_per_query=S, states_at_a_time=2)
+    return StateValues(engine, step_ends=step_ends, sampling=sampling, reward=reward, **defaults | settings)
+
+
+def reward(generation, queries):
+    scored: Future = Future()
+    texts, scores = reward_generation(generation, queries, task=Letters, tokenizer=Letters, missing_eos_reward=MISSING)
+    scored.set_result(scores)
+    return texts, scored
+
+
+QUERIES = [EncodedQuery(query=Query(prompt=str(q)), prompt=prompt) for q, prompt in enumerate(PROMPTS) for _ in range(S)]
+
+
+def reward_by_hand(query, tokens, length, finished):
+    text = Letters.decode_continuation((), tokens[:length].tolist())
+    return text.count("b") + 10 * int(query.query.prompt) if finished else MISSING
+
+
+def test_values_are_mean_rewards_of_continuations_decoded_alone():
+    engine = make_engine(8, S, prompt_length=5 + R - 1, given_length=R - 1, batches=True)
+    engine.set_policy(PARAMS, 0)
+    generation, keys = ask(engine, plain=False)
+    made = zip(QUERIES, generation.tokens, generation.length, generation.finished, strict=True)
+    own = np.array([reward_by_hand(*each) for each in made])
+    assert len(set(own)) > 3 and MISSING in own
+    beside = [Request(name="next", prompt=[3, 3], keys=row_keys(5, 9), sampling=sampling_lib.constant(5, temperature=1.0))]
+    submitted = []
+
+    def feed():
+        if not beside:
+            return False
+        submitted.append(engine.submit(beside.pop()))
+        return True
+
+    valued = value_states(engine)(generation, keys, QUERIES, feed=feed)
+    found, tokens = valued.finish(own.astype(np.float32)), valued.tokens
+    assert found.shape == (len(QUERIES), R) and found.dtype == np.float32
+    alone = make_engine(1, 1, prompt_length=5 + R - 1, given_length=R - 1)
+    alone.set_policy(PARAMS, 0)
+    expected, expected_tokens = np.full(found.shape, np.nan), 0
+    for row, query in enumerate(QUERIES):
+        others = [other for other in range(len(QUERIES)) if other // S == row // S and other != row]
+        expected[row, 0] = sum(own[other] for other in others) / (S - 1)
+        for t in range(1, generation.length[row]):
+            text = "".join(TEXTS.get(int(token), "|") for token in generation.tokens[row, :t])
+            last = TEXTS.get(int(generation.tokens[row, t - 1]), "|")
+            # No text of a step end begins with how it ends, so where the last one ended does not matter.
+            if not any(text.rfind(end) >= 0 and text.rfind(end) + len(end) > len(text) - len(last) for end in STEP_ENDS):
+                continue
+            rewards = []
+            for sample in range(SAMPLES):
+                key = jax.random.wrap_key_data(keys[row])
+                for number in (2**32 - 1, t, sample):
+                    key = jax.random.fold_in(key, number)
+                request = Request(
+                    name="alone",
+                    prompt=query.prompt,
+                    keys=np.asarray(jax.random.key_data(key))[None],
+                    sampling=sampling_lib.constant(1, temperature=1.3),
+                    beginning=generation.tokens[row, :t].tolist(),
+                )
+                (made,) = alone.generate([request])
+                rewards.append(reward_by_hand(query, made.tokens[0], made.length[0], made.finished[0]))
+                expected_tokens += int(made.length[0]) - t
+            expected[row, t] = sum(rewards) / SAMPLES
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert tokens == expected_tokens and np.isfinite(found[:, 1:]).sum() > 20
+    assert np.isfinite(found[:, 1:]).any(axis=1).sum() < len(QUERIES), "no row without a step"
+    # What was asked beside goes on, and is what it is alone.
+    (answer,) = engine.collect(submitted)
+    (lonely,) = alone.generate([dataclasses.replace(submitted[0].request)])
+    np.testing.assert_array_equal(answer.tokens, lonely.tokens)
+
+    valued = value_states(engine, most_states=1, states_at_a_time=100)(generation, keys, QUERIES)
+    fewer = valued.finish(own.astype(np.float32))
+    chosen = np.isfinite(fewer)
+    np.testing.assert_array_equal(chosen[:, 1:].sum(axis=1), np.minimum(np.isfinite(found[:, 1:]).sum(axis=1), 1))
+    np.testing.assert_array_equal(fewer[chosen], found[chosen])
+
+
+def test_keys_of_continuations_are_none_that_a_row_draws_with():
+    keys = row_keys(6)
+    states = np.array([1, 2, 3, 1, 2, 3], np.uint32)
+    found = np.asarray(state_values.continuation_keys(keys[[0, 0, 0, 1, 1, 1]], states, samples=9))
+    assert found.shape == (6, 9, 2) and found.dtype == np.uint32
+    drawn_with = [
+        np.asarray(jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(key), t))) for key in keys for t in range(R)
+    ]
+    everything = np.concatenate([found.reshape(-1, 2), np.stack(drawn_with), keys])
+    assert len(np.unique(everything, axis=0)) == len(everything)
+
+
+def test_a_prompt_leaves_room_for_what_is_given():
+    learned = dataclasses.replace(MODEL, positions="learned")  # 16 positions
+    engine = make_engine(1, 1, model=learned, prompt_length=5 + R - 1, given_length=R - 1)
+    with pytest.raises(ValueError, match="query q: a prompt of 6 tokens is longer than 5, the rest of the cache is for given"):
+        engine.submit(Request(name="q", prompt=[3] * 6, keys=row_keys(1), sampling=sampling_lib.constant(1, temperature=1.0)))
+    with pytest.raises(ValueError, match="prompt_length=6 and response_length=12 need more than the model's 16 positions"):
+        make_engine(1, 1, model=learned, prompt_length=6 + R - 1, given_length=R - 1)
+
+
+# Of a run
+
+
+VALUED = {"task__step_ends": ("1", "2+", "=", "3", "44"), "searchers__value_samples": 5}
+
+
+@pytest.fixture
+def numbered(monkeypatch):
+    """Writers of two runs have the same name, and so their rows the same keys."""
+    fixed = types.SimpleNamespace(uuid4=lambda: types.SimpleNamespace(hex="5" * 32))
+    monkeypatch.setattr(searcher, "uuid", fixed)
+
+
+def rows_of(s):
+    reader = LogReader(s.run.replay, s.experiment.contract.row_shape())
+    ((writer, head),) = reader.heads().items()
+    return writer, reader.read(writer, 0, head)
+
+
+def test_values_change_nothing_else_of_a_row(tmp_path, numbered, monkeypatch):
+    """Nor does the order of rows change where the next queries are decoded beside the values."""
+    explored = {"sampling__explore_temperature_probability": 0.5, "sampling__explore_top_p_probability": 0.3}
+    plain = frozen_log(tmp_path / "plain", batches=3, **explored)
+    valued = frozen_log(tmp_path / "valued", batches=3, **explored, **VALUED)
+    shutil.copytree(valued.run.root, tmp_path / "ahead", ignore=shutil.ignore_patterns("replay"))
+    ahead = tiny_run.settings(tmp_path / "ahead", valued.config)
+    search = jobs._make_searcher(ahead, name="frozen", account=(account := TimeAccount()))
+    search.refresh()
+    reports = [search.search(ahead=lambda: True) for _ in range(3)]
+    assert all(report.value_tokens > 0 for report in reports) and account.shares()["time_values"] > 0
+    (writer, expected), (_, rows), (_, third) = map(rows_of, (plain, valued, ahead))
+    assert set(rows) - set(expected) == {"state_values"} and rows.keys() == third.keys()
+    for name, column in expected.items():
+        for found in (rows[name], third[name]):
+            if column.dtype == np.float32:
+                np.testing.assert_allclose(found, column, rtol=1e-4, atol=1e-5, err_msg=name)
+            else:
+                np.testing.assert_array_equal(found, column, err_msg=name)
+    np.testing.assert_allclose(third["state_values"], rows["state_values"], rtol=1e-6)
+    of_query = rows["reward"].reshape(-1, 4)
+    np.testing.assert_allclose(rows["state_values"][:, 0].reshape(-1, 4), (of_query.sum(1, keepdims=True) - of_query) / 3)
+    mask = response_mask(rows["response_length"], 6)
+    later = np.isfinite(rows["state_values"][:, 1:])
+    assert later.sum() > 10 and not (later & ~mask[:, 1:]).any()
+    values = rows["state_values"][:, 1:][later]
+    assert ((values >= -1) & (values <= 1)).all() and len(np.unique(values)) > 2
+    assert audit.regenerate(audit.open_run(valued.run.root), f"{writer}:7")[1]
+    # A new reward would need continuations that were not kept.
+    monkeypatch.setattr(Arithmetic, "reward_version", 2)
+    with pytest.raises(ValueError, match=r"hold values of states \(task.step_ends=\('1', .*: they cannot be scored again"):
+        rescore.rescore(valued.run.root)
+    assert not valued.run.rescored(2).exists() and "48 rows" in rescore.rescore(plain.run.root)
+
+
+@pytest.mark.parametrize("micro_batch_rows", [0, 2])
+def test_a_run_learns_from_them(tmp_path, micro_batch_rows):
+    c = tiny_run.config(
+        schedule__mode="interleaved",
+        task__missing_eos_reward=-1.0,
+        learner__objective="vine_ppo",
+        learner__steps=3,
+        learner__micro_batch_rows=micro_batch_rows,
+        **VALUED,
+    )
+    s = tiny_run.settings(tmp_path, c)
+    assert jobs.everything(s)() == 0
+    lines = metrics.read_lines(s.run.metrics("trainer"))
+    assert [line["finite"] for line in lines] == [1] * 3
+    assert all(np.isfinite(line["loss"]) and line["grad_norm"] > 0 for line in lines)
+    assert all(line["value_tokens_per_second"] > 0 for line in metrics.read_lines(s.run.metrics("searcher-0")))
+    assert snapshots.committed_steps(s.run.policies) == [0, 1, 2, 3]
+    run = audit.open_run(tmp_path)
+    assert audit.rebuild_batch(run, 3)[1] and all(account.balances for account in audit.accounts(run).values())
+
+
+SHAPE = RowShape(prompt_length=2, response_length=6, reward_parts=("a",), embedding_size=3, state_values=True)
+
+
+def made_rows(count, seed=0):
+    """Valid rows of three queries, whose first two response tokens and the embedding may be alike."""
+    rng = np.random.default_rng(seed)
+    rows = {name: np.zeros((count, *row), dtype) for name, (dtype, row) in SHAPE.columns().items()}
+    rows |= {"row": np.arange(count), "query_id": rng.integers(0, 3, count).astype(np.uint64)}
+    rows["prompt_length"][:], rows["response_length"][:] = 1, 6
+    rows["response_tokens"][:, :2] = rng.integers(0, 3, (count, 2))
+    rows["embedding"][np.arange(count), rng.integers(0, 3, count)] = 1
+    values = np.where(rng.random((count, 6)) < 0.5, np.nan, rng.normal(size=(count, 6)))
+    rows["state_values"] = values.astype(np.float32)
+    rows["state_values"][:, 0] = rng.normal(size=count)
+    return rows
+
+
+@pytest.mark.parametrize(
+    "merging",
+    [
+        {"merge_duplicates": False},
+        {"merge_duplicates": True},
+        {"merge_duplicates": True, "merge_edit_distance": 0.2},
+        {"merge_duplicates": True, "merge_cosine_distance": 0.5},
+        {"merge_duplicates": False, "drop": "lowest_reward", "capacity_per_query": 4},
+    ],
+    ids=str,
+)
+def test_the_column_stays_with_its_row_from_log_to_batch(tmp_path, merging):
+    rows = made_rows(32)
+    rows["reward"] = np.random.default_rng(1).normal(size=32).astype(np.float32)
+    log = LogWriter(tmp_path, "w-1", SHAPE, rows_per_append=8, segment_appends=2, info={})
+    for start in range(0, 32, 8):
+        log.append({name: column[start : start + 8] for name, column in rows.items()})
+    reader = LogReader(tmp_path, SHAPE)
+    assert reader.heads() == {"w-1": 32}
+    index = ReplayIndex(shape=SHAPE, vocab_size=4, **{"capacity": 30, "capacity_per_query": 12} | merging)
+    for start in range(0, 32, 16):
+        index.add("w-1", reader.read("w-1", start, start + 16), step=1)
+    for each in (index, ReplayIndex.restore(index.state(), reader)):
+        slots = np.flatnonzero(each.slot_query >= 0)
+        numbers = [row for _, row in each.ids(slots)]
+        assert 0 < len(numbers) < 32
+        batch = batch_from_rows(each.gather(slots))
+        np.testing.assert_array_equal(batch.state_values, rows["state_values"][numbers])
+        assert batch.state_values.tobytes() == rows["state_values"][numbers].tobytes()
+
+
+def test_rows_with_values_that_cannot_be_are_not_valid():
+    rows = made_rows(5)
+    rows["state_values"][1, 0] = np.nan
+    rows["state_values"][2, 3] = np.inf
+    rows["state_values"][3, 1:] = np.nan
+    reasons = [REJECTIONS[reason] for reason in validate_rows(rows, vocab_size=4)]
+    assert reasons == ["valid", "state_values", "state_values", "valid", "valid"]

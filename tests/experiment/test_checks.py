@@ -1,0 +1,462 @@
+"""Every rule of a config: what breaks it is refused with one sentence that names value, limit and setting."""
+
+import re
+
+import pytest
+from ml_collections import config_dict
+
+from configs import base, baselines, demo_baselines
+from tba_jax.experiment import checks, composition
+from tba_jax.objectives import OBJECTIVES
+from tba_jax.replay.selection import STRATEGIES
+from tba_jax.tasks import TASKS
+from tests.run.test_contract import config_with
+
+# Setting -> values just outside of what is allowed, and how the limit is put.
+LIMITS: dict[str, dict[str, list[object]]] = {
+    "must be at least 1": {
+        "task.prompt_length": [0],
+        "task.response_length": [0],
+        "task.arithmetic.digits": [0],
+        "task.arithmetic.train_queries": [0],
+        "task.arithmetic.heldout_queries": [0],
+        "task.countdown.largest": [0],
+        "task.countdown.largest_target": [0],
+        "task.countdown.train_queries": [0],
+        "task.countdown.heldout_queries": [0],
+        "task.story_sentiment.opening_words": [0],
+        "task.story_sentiment.heldout_queries": [0],
+        "task.tldr.batch_rows": [0],
+        "model.layers": [0],
+        "model.width": [0],
+        "model.heads": [0],
+        "model.kv_heads": [0],
+        "model.head_size": [0],
+        "model.ffn": [0],
+        "searchers.queries_per_batch": [0],
+        "searchers.samples_per_query": [0],
+        "searchers.value_samples": [0],
+        "searchers.reward_batches": [0],
+        "evaluation.samples_per_query": [0],
+        "searchers.decode_steps": [0],
+        "searchers.cpu_devices": [0],
+        "learner.queries": [0],
+        "learner.completions": [0],
+        "learner.steps": [0, -3],
+        "learner.reference.reset_steps": [0],
+        "replay.capacity": [0],
+        "replay.segment_appends": [0],
+        "publish.every_steps": [0],
+        "checkpoint.every_steps": [0],
+        "checkpoint.keep": [0],
+        "evaluation.every_steps": [0],
+        "evaluation.queries": [0],
+        "evaluation.batch_size": [0],
+        "metrics.every_steps": [0],
+        "warm_start.batch_size": [0],
+        "warm_start.report_every_steps": [0],
+        "sampling.explore_temperature_factor": [0.9],
+        "learner.logit_megabytes": [0],
+        "searchers.logit_megabytes": [0],
+        "evaluation.logit_megabytes": [0],
+    },
+    "must not be negative": {
+        "seed": [-1],
+        "task.arithmetic.seed": [-1],
+        "task.countdown.seed": [-1],
+        "task.min_response_length": [-1],
+        "warm_start.steps": [-1],
+        "warm_start.warmup_steps": [-1],
+        "searchers.count": [-1],
+        "searchers.value_states": [-1],
+        "searchers.task_devices": [-1],
+        "evaluation.task_devices": [-1],
+        "searchers.slots": [-1],
+        "searchers.max_rows_per_snapshot": [-1],
+        "searchers.stop_seconds": [-0.5],
+        "replay.recent_window": [-1],
+        "replay.max_draws_per_row": [-1],
+        "replay.max_staleness": [-1],
+        "replay.min_rows": [-1],
+        "learner.micro_batch_rows": [-1],
+        "lora.rank": [-1],
+        "learner.warmup_steps": [-1],
+        "learner.decay_steps": [-1],
+        "learner.beta_steps": [-1],
+        "learner.ref_temperature_steps": [-1],
+        "learner.reward_temperature_steps": [-1],
+        "learner.weight_decay": [-0.1],
+        "learner.clip_norm": [-0.5],
+        "learner.logprob_gap_every_steps": [-1],
+        "learner.logprob_gap_limit": [-1e-3],
+        "schedule.lag": [-1],
+        "publish.keep": [-1],
+        "supervisor.max_restarts": [-1],
+        "evaluation.samples": [-1],
+        "sampling.top_k": [-1],
+    },
+    "must be above 0": {
+        "lora.alpha": [0.0],
+        "learner.beta_start": [0.0],
+        "learner.beta_end": [0.0],
+        "learner.ref_temperature_start": [0.0],
+        "learner.ref_temperature_end": [-1.0],
+        "learner.reward_temperature_start": [0.0],
+        "learner.reward_temperature_end": [float("inf")],
+        "learner.log_ratio_clip": [0.0],
+        "learner.adam_epsilon": [0.0, -1.0],
+        "learner.learning_rate": [0.0, float("inf")],
+        "learner.log_z_learning_rate": [0.0],
+        "learner.value_learning_rate": [0.0],
+        "learner.value_coefficient": [0.0, float("inf")],
+        "learner.clip_high": [0.0, float("nan")],
+        "learner.sequence_clip_high": [-1e-4],
+        "sampling.scoring_temperature": [0.0],
+        "sampling.temperature": [0.0],
+        "searchers.poll_seconds": [0.0],
+        "replay.poll_seconds": [0.0],
+        "replay.inverse_temperature": [0.0],
+        "supervisor.stop_seconds": [0.0],
+        "warm_start.learning_rate": [0.0],
+    },
+    "must be within [0, 1]": {
+        "replay.recent_probability": [-0.1, 1.5, float("nan")],
+        "learner.gae_lambda": [-0.1, 1.1],
+        "sampling.explore_temperature_probability": [1.1],
+        "sampling.explore_top_p_probability": [-0.1, 1.1],
+        "searchers.memory_fraction": [1.1],
+        "learner.memory_fraction": [-0.1],
+        "evaluation.memory_fraction": [1.1],
+    },
+    "must be within (0, 1]": {
+        "sampling.top_p": [0.0, 1.2],
+        "sampling.explore_top_p_low": [0.0, 1.2],
+        "learner.clip_low": [0.0, 1.1],
+        "learner.sequence_clip_low": [0.0, float("nan")],
+    },
+    "must be at least 0 and finite": {
+        "learner.beta_start": [-0.1, float("nan")],
+        "learner.beta_end": [-0.1, float("inf")],
+    },
+    "must be above 1 and finite": {"learner.icepop_high": [1.0, 0.5, float("inf")]},
+    "must be within [0, 1)": {
+        "learner.icepop_low": [-0.1, 1.0],
+        "sampling.min_p": [-0.1, 1.0],
+        "learner.adam_beta1": [-0.1, 1.0, float("nan")],
+        "learner.adam_beta2": [2.0],
+    },
+    "must be finite": {"task.missing_eos_reward": [float("inf"), float("nan")]},
+    "must be within (0, 1)": {"learner.reference.ema_decay": [0.0, 1.0, 1.5, float("nan")]},
+    "must be 0 (no importance weights) or above 1": {"learner.importance_clip": [-1.0, 0.5, 1.0, float("inf")]},
+    "is not one of": {
+        "task.long_prompts": ["drop"],
+        "task.countdown.style": ["prose"],
+        "task.tldr.compute_dtype": ["float16"],
+        "model.compute_dtype": ["float16"],
+        "publish.dtype": ["int8"],
+        "schedule.mode": ["synchronous"],
+        "task.name": ["sudoku"],
+        "learner.objective": ["sarsa"],
+        "learner.schedule": ["cosine"],
+        "replay.strategy": ["newest"],
+        "model.preset": ["gpt5"],
+        "learner.remat": ["all"],
+        "replay.drop": ["newest"],
+        "replay.retention": ["newest"],
+        "searchers.weights": ["int4"],
+        "searchers.swap": ["later"],
+        "model.attention": ["flash"],
+        "learner.reference.kind": ["moving"],
+        "learner.non_finite": ["ignore"],
+    },
+}
+ONE_SETTING = [(name, value, limit) for limit, table in LIMITS.items() for name, values in table.items() for value in values]
+
+
+@pytest.mark.parametrize("name, value, limit", ONE_SETTING, ids=lambda x: str(x))
+def test_a_value_outside_of_its_limits_is_refused(name, value, limit):
+    with pytest.raises(ValueError, match=re.escape(f"{name}={value!r} {limit}")):
+        composition.build(config_with({name: value}))
+
+
+def test_every_rule_on_one_setting_is_tried_above():
+    tables = (checks._AT_LEAST_ONE, checks._AT_LEAST_ZERO, checks._POSITIVE, checks._PROBABILITIES)
+    rules = {name for table in (*tables, checks._CHOICES, composition._NAMES) for name in table}
+    assert rules <= {name for name, _, _ in ONE_SETTING}
+
+
+@pytest.mark.parametrize(
+    "overrides, sentence",
+    [
+        ({"learner.objective": "trajectory_balanse"}, "(did you mean 'trajectory_balance'?)"),
+        ({"replay.strategy": "sofmax"}, f"is not one of {list(STRATEGIES)} (did you mean 'softmax'?)"),
+        (
+            {"task.name": "aritmetic"},
+            f"task.name='aritmetic' is not one of {list(TASKS)} (did you mean 'arithmetic'?)",
+        ),
+        ({"learner.schedule": "wds"}, "(did you mean 'wsd'?)"),
+        (
+            {"learner.completions": 1},
+            "learner.completions=1 must be at least 2: learner.objective=trajectory_balance compares the completions",
+        ),
+        ({"learner.completions": 1, "learner.objective": "tba_prime"}, "learner.objective=tba_prime compares the completions"),
+        ({"learner.objective": "learned_log_y"}, "(did you mean 'learned_log_z'?)"),
+        ({"learner.reference.reset_optimizer": True}, "needs learner.reference.kind=reset, not initial"),
+        (
+            {"learner.reference.offload": True, "learner.reference.kind": "surrogate"},
+            "learner.reference.offload=True needs a reference that the learner holds: learner.reference.kind=reset or ema",
+        ),
+        (
+            {"learner.ref_temperature_end": 1.2},
+            "learner.ref_temperature_start=1.0 would not be used: learner.ref_temperature_steps=0 means 1.2",
+        ),
+        ({"learner.beta_steps": 0}, "learner.beta_start=0.012 would not be used: learner.beta_steps=0 means 0.004"),
+        ({"learner.reward_temperature_start": 2.0}, "learner.reward_temperature_start=2.0 would not be used"),
+        (
+            {"learner.reference.kind": "surrogate", "replay.mount": ("runs/other",)},
+            "which rows of replay.mount=('runs/other',) do not come from",
+        ),
+        ({"searchers.samples_per_query": 19}, "searchers.samples_per_query=19 is less than learner.completions=20"),
+        (
+            {"learner.micro_batch_rows": 3},
+            "learner.micro_batch_rows=3 does not divide the batch of learner.queries × learner.completions = 140",
+        ),
+        ({"model.path": "/x", "model.preset": "gpt2"}, "model.path='/x' and model.preset='gpt2' exclude each other"),
+        ({"model.preset": "pythia-410"}, "(did you mean 'pythia-410m'?)"),
+        ({"replay.merge_edit_distance": 1.0}, "replay.merge_edit_distance=1.0 must be within [0, 1)"),
+        (
+            {"replay.merge_edit_distance": 0.1, "replay.merge_duplicates": False},
+            "merge near-duplicates, which replay.merge_duplicates=False forbids",
+        ),
+        ({"seed": 2**32}, "seed=4294967296 must be below 2**32"),
+        ({"lora.rank": 129}, "lora.rank=129 is more than layers.attention.key can have, which maps 128 to 128 numbers"),
+        (
+            {"lora.rank": 4, "lora.targets": ("layers.attention.query,layers.attention.value",)},
+            """'("layers.attention.query", "layers.attention.value")')""",
+        ),
+        ({"model.attention": "cudnn"}, "model.attention=cudnn needs model.compute_dtype=bfloat16, not float32"),
+        (
+            {"model.attention": "cudnn", "model.compute_dtype": "bfloat16", "model.preset": "pythia-1b"},
+            "model.attention=cudnn takes heads of a multiple of 8 up to 128, the model's are 256",
+        ),
+        ({"lora.rank": 4, "lora.targets": ()}, "lora.rank=4 needs lora.targets, names or patterns of linear maps"),
+        (
+            {"lora.rank": 4, "lora.targets": ("layers.attention.query", "layers.feed_forward.gat")},
+            "lora.targets: 'layers.feed_forward.gat' matches no linear map of the model; there are ['layers.attention.key', ",
+        ),
+        (
+            {"learner.schedule": "wsd", "learner.decay_steps": 491},
+            "learner.warmup_steps=10 + learner.decay_steps=491 exceed learner.steps=500",
+        ),
+        ({"replay.capacity": 139}, "replay.capacity=139 cannot hold the 168 responses to learner.queries=7 queries"),
+        ({"replay.min_rows": 50_001}, "replay.min_rows=50001 is more than replay.capacity=50000"),
+        (
+            {"searchers.count": 1, "searchers.queries_per_batch": 2, "searchers.max_rows_per_snapshot": 167},
+            "searchers.max_rows_per_snapshot=167 lets 1 searchers generate 167 rows before the first update, which needs 168",
+        ),
+        (
+            {"searchers.count": 1, "searchers.max_rows_per_snapshot": 168, "replay.max_draws_per_row": 1}
+            | {"searchers.queries_per_batch": 7},
+            "searchers.max_rows_per_snapshot=168 lets 1 searchers generate just the 168 rows of an update, of which replay",
+        ),
+        ({"task.arithmetic.train_queries": 6}, "learner.queries=7 is more than the 6 train queries of the task"),
+        ({"replay.capacity_per_query": 19}, "replay.capacity_per_query=19 is less than learner.completions=20"),
+        ({"sampling.top_p": 0.9}, "sampling.top_p=0.9 would truncate every row; learner.objective=trajectory_balance needs full"),
+        ({"sampling.top_k": 5}, "sampling.top_k=5 would truncate every row"),
+        ({"sampling.min_p": 0.1}, "sampling.min_p=0.1 would truncate every row"),
+        ({"sampling.explore_top_p_probability": 1.0}, "sampling.explore_top_p_probability=1 would truncate every row"),
+        ({"searchers.count": 0}, "searchers.count=0 needs replay.mount, whose rows are trained on"),
+        ({"searchers.count": 0, "replay.mount": ("a",), "schedule.mode": "interleaved"}, "and schedule.mode=asynchronous"),
+        ({"replay.mount": ("a", 3)}, "replay.mount=('a', 3) must hold folders of runs, such as '(\"runs/first\","),
+        ({"publish.keep": 1}, "publish.keep=1 must be 0 (all) or at least 3"),
+        (
+            {"publish.keep": 4, "schedule.mode": "interleaved", "schedule.lag": 4},
+            "publish.keep=4 must be 0 (all) or more than schedule.lag=4",
+        ),
+        (
+            {"searchers.task_devices": 1, "schedule.mode": "interleaved"},
+            "evaluation.task_devices=0 must be searchers.task_devices=1 with schedule.mode=interleaved",
+        ),
+        ({"model.path": "x", "warm_start.steps": 5}, "model.path='x' and warm_start.steps=5 exclude each other"),
+        ({"learner.mesh.data": 3}, "the batch of 140 rows does not divide by learner.mesh data=3 × fsdp=1 = 3"),
+        ({"model.kv_heads": 3}, "model.heads=4 is not divisible by model.kv_heads=3"),
+        ({"model.head_size": 5}, "model.head_size=5 must be even"),
+        ({"task.prompt_length": 7}, "4000 of 4000 train prompts are longer than task.prompt_length=7 tokens (longest: 9)"),
+        (
+            {"task.prompt_length": 7, "task.long_prompts": "skip"},
+            "4000 of 4000 train prompts are longer than task.prompt_length=7 tokens",
+        ),
+        (
+            {"task.arithmetic.digits": 1},
+            "task.arithmetic.train_queries=4000 + heldout_queries=256 exceed half of the 81 sums that task.arithmetic.digits=1",
+        ),
+        ({"task.min_response_length": 33}, "task.min_response_length=33 is more than task.response_length=32"),
+        ({"task.banned_tokens": (4, "5")}, "task.banned_tokens=(4, '5') must hold token ids, whole numbers from 0, not '5'"),
+        ({"task.banned_tokens": (4, True)}, "must hold token ids, whole numbers from 0, not True"),
+        ({"task.banned_tokens": (-1,)}, "must hold token ids, whole numbers from 0, not -1"),
+        ({"task.banned_tokens": (4, 17)}, "task.banned_tokens holds 17, which is not below the vocabulary of 17 ids"),
+        ({"task.banned_tokens": (2,)}, "task.banned_tokens holds 2, the end-of-sequence, without which no response could end"),
+        ({"task.banned_tokens": tuple(range(3, 17))}, "task.banned_tokens holds 14 ids and leaves no token that a response"),
+        ({"task.stop_strings": ("=", "")}, "task.stop_strings=('=', '') must hold texts of at least one character, not ''"),
+        ({"task.stop_strings": (3,)}, "task.stop_strings=(3,) must hold texts of at least one character, not 3"),
+        ({"task.step_ends": ("=", "")}, "task.step_ends=('=', '') must hold texts of at least one character, not ''"),
+        (
+            {"task.step_ends": ("=", "so")},
+            "task.step_ends holds 'so', which no response can: encoded by the tokenizer (CharacterTokenizer)",
+        ),
+        (
+            {"task.step_ends": (",", "1#2"), "task.stop_strings": ("#",)},
+            "task.step_ends=(',', '1#2') holds '1#2', which ends no step: by then '#' of task.stop_strings has ended the",
+        ),
+        (
+            {
+                "task.step_ends": (",",),
+                "learner.objective": "learned_log_z",
+                "learner.completions": 1,
+                "searchers.samples_per_query": 1,
+            },
+            "searchers.samples_per_query=1 must be at least 2 with task.step_ends: the value of the state before a response is",
+        ),
+        (
+            {"learner.objective": "vine_ppo"},
+            "learner.objective=vine_ppo needs rows with the values of the states between steps: say by task.step_ends what ends",
+        ),
+        (
+            {"task.stop_strings": ("=", "so")},
+            "task.stop_strings holds 'so', which no response can: encoded by the tokenizer (CharacterTokenizer)",
+        ),
+        ({"task.name": "story_sentiment"}, "task.name='story_sentiment' needs a pretrained model: set model.path"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, dict) else "",
+)
+def test_values_that_do_not_go_together_are_refused(overrides, sentence):
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        composition.build(config_with(overrides))
+
+
+def test_one_completion_is_enough_where_log_z_is_learned():
+    one = {"learner.completions": 1, "searchers.samples_per_query": 1}
+    checks.check(config_with(one | {"learner.objective": "learned_log_z", "learner.queries": 128}))
+
+
+# What the base config lacks.
+NEEDED: dict[str, dict[str, object]] = {"vine_ppo": {"task.step_ends": (",",)}}
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_what_the_base_config_says_goes_with_every_objective(name):
+    checks.check(config_with({"learner.objective": name, **NEEDED.get(name, {})}))
+
+
+# Setting -> a value that no objective's rules are broken by but those of objectives that do not read it.
+NOT_READ_BY_ALL = {
+    "importance_clip": 3.0,
+    "log_ratio_clip": 7.0,
+    "clip_low": 0.1,
+    "clip_high": 0.3,
+    "sequence_clip_low": 1e-3,
+    "sequence_clip_high": 1e-3,
+    "icepop_low": 0.2,
+    "icepop_high": 2.0,
+    "gae_lambda": 1.0,
+    "value_coefficient": 0.5,
+    "ref_temperature_end": 1.2,
+    "reward_temperature_start": 2.0,
+    "log_z_learning_rate": 0.5,
+    "value_learning_rate": 0.5,
+}
+READ = {
+    "trajectory_balance": {"ref_temperature_end", "reward_temperature_start"},
+    "learned_log_z": {"ref_temperature_end", "reward_temperature_start", "log_z_learning_rate"},
+    "tba_prime": {"ref_temperature_end", "reward_temperature_start", "importance_clip", "log_ratio_clip"},
+    **dict.fromkeys(("proximal_rloo", "vine_ppo", "grpo", "dr_grpo"), frozenset({"clip_low", "clip_high"})),
+    "ppo": {"clip_low", "clip_high", "gae_lambda", "value_coefficient", "value_learning_rate"},
+    "gspo": {"sequence_clip_low", "sequence_clip_high"},
+    "cispo": {"clip_high"},
+    "icepop": {"icepop_low", "icepop_high"},
+    **dict.fromkeys(("reinforce", "rloo", "online_dpo", "raft"), frozenset()),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_settings_that_an_objective_does_not_read_are_refused(name):
+    assert set(READ) == set(OBJECTIVES)
+    for setting, value in NOT_READ_BY_ALL.items():
+        steps = {f"learner.{setting.rpartition('_')[0]}_steps": 5} if "temperature" in setting else {}
+        config = config_with({"learner.objective": name, f"learner.{setting}": value, **steps, **NEEDED.get(name, {})})
+        checks.check(config)
+        if setting in READ[name]:
+            checks.check_all_are_read(config)
+            continue
+        sentence = f"learner.{setting}={value} would not be used: learner.objective={name} does not read it; leave it at "
+        with pytest.raises(ValueError, match=re.escape(sentence)):
+            checks.check_all_are_read(config)
+
+
+@pytest.mark.parametrize("setting, value", [("value_samples", 3), ("value_states", 1)])
+def test_settings_of_values_that_no_row_holds_are_refused(setting, value):
+    config = config_with({f"searchers.{setting}": value})
+    with pytest.raises(ValueError, match=rf"searchers\.{setting}={value} would not be used without task\.step_ends"):
+        checks.check_all_are_read(config)
+    config.task.step_ends = (",",)
+    checks.check_all_are_read(config)
+
+
+@pytest.mark.parametrize("name", baselines.BASELINES)
+def test_the_recipe_of_every_baseline_is_allowed(name):
+    config = demo_baselines.get_config(name)
+    checks.check(config)
+    checks.check_all_are_read(config)
+    assert config.learner.objective == name
+    published = {setting for setting in baselines.BASELINES[name] if not setting.startswith("beta_")}
+    assert published == READ[name] - {"value_learning_rate"}, "a number for each setting that it reads but the pace of heads"
+
+
+def test_every_objective_but_those_of_trajectory_balance_has_a_recipe():
+    assert set(baselines.BASELINES) == {name for name, objective in OBJECTIVES.items() if not objective.full_support}
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_what_an_objective_needs_is_refused_where_it_is_missing(name):
+    """Completions to compare with, full support, and a reference that it reads, where it has need of them."""
+    cases = {
+        "one completion": ({"learner.completions": 1}, name in ("learned_log_z", "ppo", "vine_ppo")),
+        "two completions": ({"learner.completions": 2}, True),
+        "all rows truncated": ({"sampling.top_p": 0.9}, name not in ("trajectory_balance", "learned_log_z", "tba_prime")),
+        "all rows explored": (
+            {"sampling.explore_top_p_probability": 1.0},
+            name not in ("trajectory_balance", "learned_log_z", "tba_prime"),
+        ),
+        "no β": (
+            {"learner.beta_start": 0.0, "learner.beta_end": 0.0},
+            name not in ("trajectory_balance", "learned_log_z", "tba_prime", "online_dpo"),
+        ),
+        "a moving reference": ({"learner.reference.kind": "ema"}, name not in ("raft", "gspo", "cispo")),
+    }
+    for what, (settings, allowed) in cases.items():
+        config = config_with({"learner.objective": name, **NEEDED.get(name, {}), **settings})
+        try:
+            checks.check(config)
+        except ValueError as error:
+            assert not allowed and f"learner.objective={name}" in str(error), what
+        else:
+            assert allowed, what
+
+
+def test_a_config_of_an_earlier_version_gets_the_defaults_of_what_it_lacks():
+    stored = base.get_config().to_dict()
+    for name in NOT_READ_BY_ALL:
+        if name not in ("log_z_learning_rate", "importance_clip", "log_ratio_clip") and "temperature" not in name:
+            del stored["learner"][name]
+    del stored["task"]["countdown"]
+    built = composition.build(config_dict.ConfigDict(stored)).config
+    assert built.to_dict() == base.get_config().to_dict()
+
+
+def test_rows_may_hold_values_that_the_objective_does_not_read():
+    """Other runs may."""
+    checks.check(config_with(NEEDED["vine_ppo"]))
+
+
+def test_a_share_of_truncated_rows_is_exploration():
+    checks.check(config_with({"sampling.explore_top_p_probability": 0.5, "sampling.explore_top_p_low": 0.8}))

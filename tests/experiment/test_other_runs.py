@@ -1,0 +1,263 @@
+"""A run that begins from another run's policy: its weights, its optimiser, and what is refused."""
+
+import dataclasses
+import shutil
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from tba_jax import sharding
+from tba_jax.experiment import jobs, other_runs
+from tba_jax.learner.settings import make_optimizers
+from tba_jax.learner.state import state_shapes
+from tba_jax.models import parameters
+from tba_jax.run import checkpoints, contract, layout, snapshots
+from tests.roles.test_interleaved import frozen_config, train
+from tests.support import tiny_run
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch):
+    """Roles take all devices of their process; these tests have eight, the roles of a small run one."""
+    first = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda *arguments: first)
+
+
+def source_run(workdir, **changes) -> jobs.Settings:
+    """6 steps, checkpoints at 5 and 6."""
+    settings = {"schedule__mode": "interleaved", "evaluation__enabled": False, "learner__learning_rate": 0.05}
+    s = tiny_run.settings(workdir, frozen_config(learner__steps=6, **settings, **changes))
+    assert jobs.everything(s)() == 0
+    return s
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        first = jax.devices()[:1]
+        patch.setattr(jax, "devices", lambda *arguments: first)
+        return source_run(tmp_path_factory.mktemp("source"))
+
+
+def copy_of(source: jobs.Settings, workdir) -> jobs.Settings:
+    """The source for a test that takes it away."""
+    shutil.copytree(source.run.root, workdir)
+    return tiny_run.settings(workdir, source.config)
+
+
+def begin(workdir, origin: str, **changes) -> jobs.Settings:
+    """A run that has its reference policy, made from `origin`."""
+    s = tiny_run.settings(workdir, frozen_config(**changes), init_from=other_runs.parse_init_from(origin))
+    assert jobs.reference(s)() == 0
+    return s
+
+
+def stored(folder, specs) -> dict[str, np.ndarray]:
+    """The parameters of a snapshot, by name."""
+    arrays = parameters.flatten(snapshots.open_arrays(folder, specs))
+    return {name: np.asarray(array.read().result()) for name, array in arrays.items()}
+
+
+def reference_of(s: jobs.Settings):
+    return s.run.reference(layout.read_json(s.run.initial_reference)["id"])
+
+
+def snapshot_of(s: jobs.Settings, step: int):
+    return s.run.policies / layout.step_name(step)
+
+
+def state_of(s: jobs.Settings, step: int) -> Any:
+    """The trainer's state in a checkpoint."""
+    mesh = sharding.make_mesh((1, 1, 1), setting="test", devices=jax.devices()[:1])
+    shapes = state_shapes(s.experiment.policy, make_optimizers(s.config), mesh)
+    opened = checkpoints.Checkpoints(s.run.checkpoints, keep=0, read_only=True)
+    state = opened.restore(step, {"state": shapes})[0]["state"]
+    opened.close()
+    return jax.device_get(state)
+
+
+def counts(state: Any, kind: type) -> list[int]:
+    nodes = jax.tree.leaves(state.opt_state, is_leaf=lambda node: isinstance(node, kind))
+    return [int(node.count) for node in nodes if isinstance(node, kind)]
+
+
+def assert_same(got: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert got.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(got[name], array, err_msg=name)
+
+
+def test_reference_policy_and_optimiser_are_those_of_the_step(source, tmp_path):
+    before = {path: path.stat().st_mtime_ns for path in source.run.root.rglob("*") if path.is_file()}
+    s = begin(tmp_path / "run", f"{source.run.root}@6")
+    specs = s.experiment.policy.model_specs
+    assert_same(stored(reference_of(s), specs), stored(snapshot_of(source, 6), specs))
+    assert any((a != b).any() for a, b in zip(*(stored(snapshot_of(source, n), specs).values() for n in (0, 6)), strict=True))
+    ours, theirs = state_of(s, 0), state_of(source, 6)
+    jax.tree.map(np.testing.assert_array_equal, ours.params, theirs.params)
+    for moment in ("mu", "nu"):
+        found = [
+            getattr(node, moment)
+            for state in (ours, theirs)
+            for node in jax.tree.leaves(state.opt_state, is_leaf=lambda node: isinstance(node, optax.ScaleByAdamState))
+            if isinstance(node, optax.ScaleByAdamState)
+        ]
+        jax.tree.map(np.testing.assert_array_equal, *found)
+        assert any(np.any(leaf) for leaf in jax.tree.leaves(found[0]))
+    assert int(ours.step) == 0 and counts(ours, optax.ScaleByAdamState) == [6]
+    assert counts(ours, optax.ScaleByScheduleState) == [0] and counts(theirs, optax.ScaleByScheduleState) == [6]
+    assert contract.read(s.run)["init_from"] == f"{source.run.root}@6"
+    assert {path: path.stat().st_mtime_ns for path in source.run.root.rglob("*") if path.is_file()} == before
+
+
+def test_heads_of_values_and_of_log_z_begin_anew_with_their_optimisers(tmp_path, monkeypatch):
+    """They belong to the other run's reference, unlike the policy and its moments."""
+    first = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda *arguments: first)
+    changes = {"learner__objective": "learned_log_z"}
+    theirs = source_run(tmp_path / "source", **changes)
+    ours = begin(tmp_path / "run", f"{theirs.run.root}@6", **changes)
+    taken, given = state_of(ours, 0), state_of(theirs, 6)
+    for of_head in (taken.params["log_z"], taken.opt_state["log_z"]):
+        assert not any(np.any(leaf) for leaf in jax.tree.leaves(of_head))
+    assert any(np.any(leaf) for leaf in jax.tree.leaves(given.params["log_z"]))
+    assert counts(dataclasses.replace(taken, opt_state=taken.opt_state["policy"]), optax.ScaleByAdamState) == [6]
+
+
+def test_a_step_without_a_checkpoint_gives_its_weights_alone(source, tmp_path):
+    s = begin(tmp_path / "run", f"{source.run.root}@3")
+    specs = s.experiment.policy.model_specs
+    assert_same(stored(reference_of(s), specs), stored(snapshot_of(source, 3), specs))
+    assert not s.run.checkpoints.exists()
+
+
+def test_a_run_that_began_with_an_optimiser_resumes_bit_for_bit_without_the_other_run(source, tmp_path):
+    """Killed before its first checkpoint of its own, after the other run has gone."""
+    other = copy_of(source, tmp_path / "source")
+    once, twice = (begin(tmp_path / name, f"{other.run.root}@6", checkpoint__every_steps=50) for name in ("once", "twice"))
+    fill(once)
+    shutil.copytree(once.run.replay, twice.run.replay)
+    expected = train(once, until=6, abandon=True)
+    shutil.rmtree(other.run.root)
+    train(twice, until=3, abandon=True)
+    got = train(twice, until=6, abandon=True)
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+    assert counts(got, optax.ScaleByAdamState) == [12] and int(got.step) == 6
+    cold = begin_cold(tmp_path / "cold", once)
+    jax.tree.map(np.testing.assert_array_equal, state_of_policy_0(cold), state_of_policy_0(once))
+    differs = jax.tree.map(lambda a, b: bool(np.any(a != b)), train(cold, until=6, abandon=True).params, expected.params)
+    assert any(jax.tree.leaves(differs)), "the optimiser that was taken makes no difference"
+
+
+def fill(s: jobs.Settings) -> None:
+    """Publishes step 0 and searches it, so that there are rows."""
+    made, lease = jobs._make_trainer(s, publish_every_steps=2)
+    made.close()
+    lease.release()
+    searcher = jobs._make_searcher(s, name="frozen", account=jobs.TimeAccount())
+    searcher.refresh()
+    for _ in range(6):
+        searcher.search()
+
+
+def begin_cold(workdir, s: jobs.Settings) -> jobs.Settings:
+    """The same run with the same rows, but without the checkpoint that holds the optimiser."""
+    for folder in ("reference", "replay"):
+        shutil.copytree(s.run.root / folder, workdir / folder)
+    shutil.copy(s.run.config, workdir / "config.json")
+    return tiny_run.settings(workdir, s.config)
+
+
+def state_of_policy_0(s: jobs.Settings) -> dict[str, np.ndarray]:
+    return stored(reference_of(s), s.experiment.policy.model_specs)
+
+
+def test_adapters_of_the_other_run_are_merged_and_ours_begin_anew(tmp_path):
+    lora = {"lora__rank": 2, "lora__alpha": 6.0, "lora__targets": ("layers.attention.query",)}
+    other = source_run(tmp_path / "source", **lora)
+    policy = other.experiment.policy
+    base, adapters = stored(reference_of(other), policy.model_specs), stored(snapshot_of(other, 6), policy.trained_specs)
+    a, b = adapters["layers.attention.query.lora_a"], adapters["layers.attention.query.lora_b"]
+    weight = base["layers.attention.query.weight"].astype(np.float64)
+    update = np.zeros_like(weight)
+    for layer in range(weight.shape[0]):
+        for rank in range(2):
+            column, row = a[layer, :, rank].astype(np.float64), b[layer, rank].astype(np.float64)
+            update[layer] += 6.0 / 2 * np.tensordot(column, row, axes=0)
+    assert np.abs(update).max() > 1e-4
+    for name, changes in {"whole": {}, "adapters": lora}.items():
+        s = begin(tmp_path / name, f"{other.run.root}@6", **changes)
+        got = stored(reference_of(s), policy.model_specs)
+        np.testing.assert_allclose(got.pop("layers.attention.query.weight"), weight + update, atol=1e-6)
+        assert_same(got, {name: array for name, array in base.items() if name != "layers.attention.query.weight"})
+        assert not s.run.checkpoints.exists(), "moments of adapters say nothing of merged weights"
+    fill(s)
+    fresh = stored(snapshot_of(s, 0), policy.trained_specs)
+    assert not fresh["layers.attention.query.lora_b"].any()
+
+
+def test_the_other_run_is_needed_once(source, tmp_path):
+    other = copy_of(source, tmp_path / "source")
+    s = begin(tmp_path / "run", f"{other.run.root}@3")
+    reference = reference_of(s)
+    shutil.rmtree(other.run.root)
+    for origin in (f"{other.run.root}@3", ""):
+        assert reference_of(begin(tmp_path / "run", origin)) == reference
+    with pytest.raises(ValueError, match=rf"--init_from={other.run.root}@5: .* began from the policy {other.run.root}@3"):
+        begin(tmp_path / "run", f"{other.run.root}@5")
+
+
+REFUSALS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "no step": ({}, "{source}", r"--init_from='{source}' must be RUN@STEP"),
+    "ill step": ({}, "{source}@last", r"must be RUN@STEP"),
+    "no folder": ({}, "@3", r"--init_from='@3' must be RUN@STEP"),
+    "no run": ({}, "{source}/nothing@3", r"--init_from: {source}/nothing holds no run: there is no"),
+    "missing step": ({}, "{source}@7", r"step 7 is not a snapshot of {source}; there are 0, 1, 2, 3, 4, 5, 6$"),
+    "model": ({"model__width": 32}, "{source}@6", r"another model or tokenizer; model.width: 16 there, 32 here"),
+    "warm start": ({"warm_start__steps": 5}, "{source}@6", r"warm_start.steps=5 exclude each other"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_cannot_be_begun_from_is_refused_before_anything_is_written(case, source, tmp_path):
+    changes, origin, sentence = REFUSALS[case]
+    with pytest.raises(ValueError, match=sentence.format(source=source.run.root)):
+        begin(tmp_path / "run", origin.format(source=source.run.root), **changes)
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_optimiser_is_not_taken(source, tmp_path, caplog):
+    """Without clipping the optimiser's state has another shape."""
+    s = begin(tmp_path / "run", f"{source.run.root}@6", learner__clip_norm=0.0)
+    assert "the optimiser of" in caplog.text and "is not taken" in caplog.text
+    assert not s.run.checkpoints.exists() and reference_of(s).exists()
+
+
+def test_the_command_refuses_with_one_sentence(source, tmp_path):
+    done = tiny_run.call(tiny_run.command(tmp_path / "run", f"--init_from={source.run.root}@99"))
+    assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert "--init_from=" in done.stderr and "there are 0, 1, 2, 3, 4, 5, 6" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_of_an_earlier_version_is_mounted_by_what_it_did(source, tmp_path):
+    """It stored no fields about the length and the end of responses: they were any."""
+    shutil.copytree(source.run.root, tmp_path / "old")
+    old = layout.RunDir(tmp_path / "old")
+    stored = contract.read(old)
+    for name in ("min_response_length", "stop_strings"):
+        del stored["contract"][name]
+    layout.write_json(old.config, stored)
+
+    def check(**changes) -> None:
+        s = tiny_run.settings(tmp_path / "new", frozen_config(replay__mount=(str(old.root),), **changes))
+        other_runs.check_mounts(s.run, s.config, s.experiment.contract, init_from="")
+
+    check()
+    with pytest.raises(ValueError, match=r"to a run of another contract; min_response_length: 0 there, 2 here$"):
+        check(task__min_response_length=2)

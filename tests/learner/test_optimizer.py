@@ -1,0 +1,104 @@
+"""Schedules at steps computed by hand, which parameters decay, and clipping."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tba_jax.learner import optimizer as optimizer_lib
+from tba_jax.learner.optimizer import SCHEDULES, adamw, linear_then_constant
+from tba_jax.models import parameters
+from tba_jax.models.config import DecoderConfig
+from tests.support import applied
+
+
+@pytest.mark.parametrize(
+    "name, settings, expected",
+    [
+        ("constant", dict(steps=100, warmup_steps=4, decay_steps=0), {0: 0.0, 1: 0.5, 3: 1.5, 4: 2.0, 99: 2.0}),
+        ("constant", dict(steps=100, warmup_steps=0, decay_steps=0), {0: 2.0, 50: 2.0}),
+        ("linear", dict(steps=12, warmup_steps=4, decay_steps=0), {0: 0.0, 2: 1.0, 4: 2.0, 5: 1.75, 8: 1.0, 11: 0.25, 12: 0.0}),
+        ("linear", dict(steps=10, warmup_steps=0, decay_steps=0), {0: 2.0, 5: 1.0, 9: 0.2, 10: 0.0, 15: 0.0}),
+        ("linear", dict(steps=4, warmup_steps=4, decay_steps=0), {0: 0.0, 3: 1.5, 4: 2.0, 5: 0.0}),
+        ("wsd", dict(steps=20, warmup_steps=4, decay_steps=5), {0: 0, 2: 1, 4: 2, 14: 2, 15: 2, 16: 1.6, 19: 0.4, 20: 0, 25: 0}),
+        ("wsd", dict(steps=20, warmup_steps=0, decay_steps=5), {0: 2.0, 15: 2.0, 17: 1.2, 20: 0.0}),
+        ("wsd", dict(steps=20, warmup_steps=4, decay_steps=0), {1: 0.5, 4: 2.0, 19: 2.0}),
+        ("wsd", dict(steps=20, warmup_steps=0, decay_steps=0), {0: 2.0, 19: 2.0}),
+        ("wsd", dict(steps=9, warmup_steps=4, decay_steps=5), {2: 1.0, 4: 2.0, 5: 1.6, 9: 0.0}),
+    ],
+)
+def test_learning_rates(name, settings, expected):
+    schedule = SCHEDULES[name](peak=2.0, **settings)
+    found = jax.jit(jax.vmap(schedule))(jnp.array(list(expected)))
+    np.testing.assert_allclose(found, list(expected.values()), atol=1e-6)
+
+
+def test_the_end_is_exactly_the_end():
+    """A ramp alone would leave 1e-9 as a negative number."""
+    schedule = linear_then_constant(start=1.0, end=1e-9, steps=5)
+    assert [float(schedule(jnp.int32(step))) for step in (5, 6, 100)] == [pytest.approx(1e-9)] * 3
+
+
+def test_beta_goes_linearly_from_start_to_end_and_stays():
+    schedule = linear_then_constant(start=0.012, end=0.004, steps=500)
+    found = [float(schedule(jnp.int32(step))) for step in (0, 125, 250, 500, 900)]
+    assert found == pytest.approx([0.012, 0.010, 0.008, 0.004, 0.004])
+    assert float(linear_then_constant(start=0.012, end=0.004, steps=0)(jnp.int32(0))) == pytest.approx(0.004)
+
+
+def update_of(params, grads, **settings) -> dict:
+    """Parameters after one step with learning rate 0.1."""
+    settings = dict(beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.0, clip_norm=0.0) | settings
+    optimizer = adamw(optimizer_lib.constant(peak=0.1, steps=1, warmup_steps=0, decay_steps=0), **settings)
+
+    @jax.jit
+    def step(params, grads):
+        updates, _ = optimizer.update(grads, optimizer.init(params), params)
+        return optax.apply_updates(params, updates)
+
+    return step(params, grads)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_decay_and_norms_do_not(tied):
+    config = DecoderConfig(
+        layers=2, width=8, heads=2, kv_heads=1, head_size=4, ffn=6, vocab=5, max_positions=8, tied_embedding=tied, qkv_bias=True
+    )
+    specs = applied.specs(config)
+    params = parameters.map_specs(lambda _, spec: np.ones(spec.shape, np.float32), specs)
+    zeros = parameters.map_specs(lambda _, spec: np.zeros(spec.shape, np.float32), specs)
+    after = update_of(params, zeros, weight_decay=0.5)
+    for path, found in jax.tree_util.tree_flatten_with_path(after)[0]:
+        expected = 1.0 if path[-1].key in ("scale", "bias") else 1 - 0.1 * 0.5  # learning rate × weight decay
+        np.testing.assert_allclose(found, expected, rtol=1e-6, err_msg=str(path))
+
+
+def test_two_steps_equal_adamw_by_hand():
+    """Without clipping: m and v with bias correction, decoupled decay, one matrix."""
+    b1, b2, epsilon, decay, rate = 0.8, 0.9, 1e-3, 0.2, 0.1
+    rng = np.random.default_rng(0)
+    weight, grads = rng.normal(size=(3, 2)), rng.normal(size=(2, 3, 2))
+    schedule = optimizer_lib.constant(peak=rate, steps=2, warmup_steps=0, decay_steps=0)
+    optimizer = adamw(schedule, beta1=b1, beta2=b2, epsilon=epsilon, weight_decay=decay, clip_norm=0.0)
+    params = {"weight": jnp.asarray(weight, jnp.float32)}
+    state = optimizer.init(params)
+    m = v = np.zeros((3, 2))
+    for t, grad in enumerate(grads, start=1):
+        updates, state = optimizer.update({"weight": jnp.asarray(grad, jnp.float32)}, state, params)
+        params = optax.apply_updates(params, updates)
+        m, v = b1 * m + (1 - b1) * grad, b2 * v + (1 - b2) * grad**2
+        step = (m / (1 - b1**t)) / (np.sqrt(v / (1 - b2**t)) + epsilon)
+        weight = weight - rate * (step + decay * weight)
+        np.testing.assert_allclose(params["weight"], weight, rtol=1e-5)
+
+
+def test_gradients_are_clipped_by_their_global_norm():
+    """The epsilon is so large that the step is linear in the gradient: clipping from norm 10 to 2 divides it by 5."""
+    params = {"a": jnp.zeros((2, 2)), "b": jnp.zeros((2, 2))}
+    grads = {"a": jnp.full((2, 2), 3.0), "b": jnp.full((2, 2), 4.0)}  # norm sqrt(4 * 9 + 4 * 16) = 10
+    free, clipped, untouched = (update_of(params, grads, epsilon=1e6, clip_norm=limit) for limit in (0.0, 2.0, 11.0))
+    for name in params:
+        np.testing.assert_allclose(clipped[name], free[name] / 5, rtol=1e-5)
+        np.testing.assert_allclose(untouched[name], free[name], rtol=1e-6)
+        assert np.abs(free[name]).min() > 0

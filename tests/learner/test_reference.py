@@ -1,0 +1,200 @@
+"""References that move: what they become, where they rest, and what a run with one measures."""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from tba_jax import sharding as sharding_lib
+from tba_jax.learner import state as state_lib
+from tba_jax.learner import update
+from tba_jax.learner.optimizer import adamw, restart_moments
+from tba_jax.learner.reference import MovingReference, moved
+from tba_jax.models import parameters
+from tba_jax.run import metrics
+from tba_jax.run import snapshots as snapshots_lib
+from tba_jax.run.checkpoints import Checkpoints
+from tests.learner.test_update import POLICY, random_batch, random_params, settings
+from tests.roles.test_interleaved import one_device, run  # noqa: F401 (a fixture)
+from tests.support import tiny_run
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
+DEVICES = jax.devices()  # of these tests; runs take one
+
+
+def reference_on(sizes: tuple[int, int, int], **changes) -> tuple[MovingReference, jax.sharding.Mesh]:
+    mesh = sharding_lib.make_mesh(sizes, setting="learner.mesh", devices=DEVICES[: np.prod(sizes)])
+    reference = MovingReference(settings(micro_batch_rows=8), mesh, **dict(every_steps=1, decay=0.9, offload=False) | changes)
+    return reference, mesh
+
+
+def shifted(params, by: float):
+    return jax.tree.map(lambda x: x + np.float32(by), params)
+
+
+def test_the_moving_average_by_hand():
+    """ref ← α·ref + (1 − α)·θ, from θ_0."""
+    reference, mesh = reference_on((1, 1, 1))
+    on_device = jax.device_put(random_params(), POLICY.trained_shardings(mesh))
+    reference.start(on_device)
+    expected = random_params()
+    for step in range(1, 4):
+        assert reference.advance(shifted(on_device, step), step)
+        expected = jax.tree.map(lambda ref, x, by=step: 0.9 * ref + 0.1 * (x + by), expected, random_params())
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), reference.params, expected)
+
+
+def test_a_reset_comes_every_so_many_steps():
+    reference, mesh = reference_on((1, 1, 1), every_steps=3, decay=0.0)
+    on_device = jax.device_put(random_params(), POLICY.trained_shardings(mesh))
+    reference.start(on_device)
+    for step in range(1, 8):
+        assert reference.advance(shifted(on_device, step), step) == (step in (3, 6))
+        expected = shifted(random_params(), step // 3 * 3)
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(reference.params), expected)
+
+
+def test_the_reference_is_its_own_copy():
+    """The policy's buffers are donated to the next update."""
+    reference, mesh = reference_on((1, 1, 1), every_steps=2, decay=0.0)
+    params = jax.device_put(random_params(), POLICY.trained_shardings(mesh))
+    reference.start(params)
+    jax.tree.map(lambda x: x.delete(), params)
+    params = jax.device_put(random_params(), POLICY.trained_shardings(mesh))
+    reference.advance(params, 2)
+    jax.tree.map(lambda x: x.delete(), params)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(reference.params), random_params())
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 2)], ids=str)
+def test_rows_are_scored_by_the_reference_of_the_step_wherever_it_rests(sizes, offload):
+    reference, mesh = reference_on(sizes, offload=offload)
+    params = jax.device_put(random_params(), POLICY.trained_shardings(mesh))
+    reference.start(params)
+    reference.advance(shifted(params, 0.1), 1)
+    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(reference.params)}
+    assert (kinds == {sharding_lib.PINNED_HOST}) == offload and len(kinds) == 1
+    assert jax.tree.map(lambda x: x.sharding, reference.params) == jax.tree.map(lambda x: x.sharding, reference.shapes)
+    batch = reference.rescore({}, sharding_lib.put_rows(mesh, random_batch()))
+    average = moved(random_params(), shifted(random_params(), 0.1), decay=0.9)
+    expected, _ = update.score(POLICY.for_training(average, {}), random_batch(), config=settings())
+    np.testing.assert_allclose(batch.moving_ref_logprobs, expected, rtol=1e-4, atol=2e-5)
+    np.testing.assert_array_equal(batch.ref_logprobs, random_batch().ref_logprobs)
+
+
+def test_moments_begin_anew_and_schedules_go_on():
+    optimizer = adamw(optax.linear_schedule(1.0, 0.0, 10), beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.0, clip_norm=1.0)
+    params = random_params()
+    state = optimizer.init(params)
+    for _ in range(3):
+        _, state = optimizer.update(params, state, params)
+    again = restart_moments(state)
+    adam, schedule = (optax.tree.get_all_with_path(again, name) for name in ("mu", "count"))
+    assert all(not np.any(leaf) for leaf in jax.tree.leaves([value for _, value in adam]))
+    assert sorted(int(value) for _, value in schedule) == [0, 3]
+    fresh, _ = optimizer.update(params, optimizer.init(params), params)
+    restarted, _ = optimizer.update(params, again, params)
+    # Adam's first step, at the learning rate of the fourth: 0.7.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, 0.7 * b, rtol=1e-5), restarted, fresh)
+
+
+MOVES = {
+    "task__missing_eos_reward": -1.0,
+    "learner__learning_rate": 3e-3,
+    "learner__warmup_steps": 0,
+    "learner__steps": 9,
+    "schedule__lag": 2,
+}
+
+
+def lines_of(workdir, **changes) -> list[dict]:
+    assert run(workdir, **MOVES | {name.replace("reference_", "learner__reference__"): x for name, x in changes.items()}) == 0
+    return metrics.read_lines(workdir / "metrics" / "trainer")
+
+
+@pytest.mark.parametrize("objective", ["tba_prime", "trajectory_balance", "learned_log_z"])
+def test_after_a_reset_the_reference_is_the_policy(tmp_path, objective):
+    lines = lines_of(tmp_path, learner__objective=objective, reference_kind="reset", reference_reset_steps=3)
+    for line in lines:
+        assert (abs(line["kl_to_ref"]) < 1e-6) == (line["step"] in (1, 4, 7)), line
+        assert (abs(line["kl_to_initial"]) < 1e-6) == (line["step"] == 1)
+
+
+def reference_in_checkpoint(workdir, **changes) -> tuple[Any, list[Any]]:
+    """The reference that the last checkpoint of a run holds, and the run's snapshots of every step."""
+    s = tiny_run.settings(workdir, tiny_run.config(**changes))
+    policy, mesh = s.experiment.policy, sharding_lib.make_mesh((1, 1, 1), setting="learner.mesh", devices=DEVICES[:1])
+    shardings = policy.trained_shardings(mesh)
+    shapes = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        parameters.shapes(policy.trained_specs),
+        shardings,
+    )
+    checkpoints = Checkpoints(s.run.checkpoints, keep=0, read_only=True)
+    trees, _ = checkpoints.restore(checkpoints.latest_step(), {"reference": shapes})
+    steps = snapshots_lib.committed_steps(s.run.policies)
+    return trees["reference"], [snapshots_lib.load_step(s.run.policies, n, policy.trained_specs, shardings) for n in steps]
+
+
+def test_the_average_is_that_of_the_published_policies(tmp_path):
+    lines = lines_of(tmp_path, reference_kind="ema", reference_ema_decay=0.5)
+    assert abs(lines[0]["kl_to_ref"]) < 1e-6 < abs(lines[-1]["kl_to_ref"])
+    reference, snapshots = reference_in_checkpoint(tmp_path)
+    assert len(snapshots) == 10
+    expected = snapshots[0]
+    for snapshot in snapshots[1:]:
+        expected = jax.tree.map(lambda ref, x: 0.5 * ref + 0.5 * x, expected, snapshot)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), reference, expected)
+    assert any(np.any(a != b) for a, b in zip(jax.tree.leaves(reference), jax.tree.leaves(snapshots[-1]), strict=True))
+
+
+def test_the_reset_reference_is_a_published_policy(tmp_path):
+    lines_of(tmp_path, reference_kind="reset", reference_reset_steps=4)
+    reference, snapshots = reference_in_checkpoint(tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, reference, snapshots[8])
+
+
+def test_restarted_moments_stay_where_they_are():
+    """Zeros depend on no input: without the shardings written down they would be whole on every device."""
+    mesh = sharding_lib.make_mesh((2, 2, 2), setting="learner.mesh", devices=DEVICES)
+    schedule = optax.linear_schedule(1e-3, 0.0, 10)
+    optimizer = adamw(schedule, beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.0, clip_norm=1.0)
+    shapes = state_lib.state_shapes(POLICY, {"policy": optimizer}, mesh).opt_state["policy"]
+    shardings = jax.tree.map(lambda x: x.sharding, shapes)
+    state = jax.device_put(optimizer.init(random_params()), shardings)
+    restarted = jax.jit(restart_moments, donate_argnums=0, out_shardings=shardings)(state)
+    assert jax.tree.map(lambda x: x.sharding, restarted) == shardings
+    assert not all(sharding.is_fully_replicated for sharding in jax.tree.leaves(shardings))
+
+
+@pytest.mark.gpu
+def test_an_offloaded_reference_leaves_the_device():
+    """On a GPU host memory is another place; on CPUs only its name is."""
+    reference, mesh = reference_on((1, 1, 1), offload=True)
+    params = jax.device_put(random_params(), POLICY.trained_shardings(mesh))
+    reference.start(params)
+    for step in (1, 2):
+        reference.advance(shifted(params, 0.1 * step), step)
+    batch = reference.rescore({}, sharding_lib.put_rows(mesh, random_batch()))
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(reference.params)} == {sharding_lib.PINNED_HOST}
+    plain, _ = reference_on((1, 1, 1))
+    plain.start(params)
+    for step in (1, 2):
+        plain.advance(shifted(params, 0.1 * step), step)
+    expected = plain.rescore({}, sharding_lib.put_rows(mesh, random_batch()))
+    np.testing.assert_array_equal(batch.moving_ref_logprobs, expected.moving_ref_logprobs)
+
+
+def test_the_surrogate_holds_no_reference_and_is_zero_on_policy(tmp_path):
+    fresh = lines_of(tmp_path / "fresh", reference_kind="surrogate", schedule__lag=0)
+    assert all(abs(line["kl_to_ref"]) < 1e-5 for line in fresh)
+    stale = lines_of(tmp_path / "stale", reference_kind="surrogate", schedule__lag=2)
+    # Of rows that are drawn anew each time, a step's mean may happen to be near zero.
+    assert max(abs(line["kl_to_ref"]) for line in stale[2:]) > 1e-4
+    with pytest.raises(KeyError, match="reference"):
+        reference_in_checkpoint(tmp_path / "stale")

@@ -1,0 +1,112 @@
+"""What the trainer makes of a config: each setting reaches the part that it is for."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs import base
+from tba_jax import sharding
+from tba_jax.learner import settings
+from tba_jax.models import scoring
+from tba_jax.models.config import DecoderConfig
+from tba_jax.models.policy import Policy
+from tba_jax.objectives import OBJECTIVES
+from tba_jax.objectives.inputs import ObjectiveSettings
+from tba_jax.run.contract import STATEFUL
+from tests.support import applied, tiny_run
+
+POLICY = Policy(model=DecoderConfig(layers=1, width=16, heads=2, kv_heads=1, head_size=8, ffn=16, vocab=16, max_positions=16))
+
+
+class Contract:
+    scoring_temperature = 0.7
+    banned_tokens = (3,)
+    eos_id = 2
+    min_response_length = 5
+
+
+def test_schedules_of_the_coefficients():
+    ranges = {"beta": (0.05, 0.01, 4), "ref_temperature": (1.0, 1.2, 2), "reward_temperature": (2.0, 1.0, 5)}
+    changes = {
+        f"learner__{name}_{part}": value
+        for name, values in ranges.items()
+        for part, value in zip(("start", "end", "steps"), values, strict=True)
+    }
+    made = settings.make_schedules(tiny_run.config(**changes))
+    for name, (start, end, steps) in ranges.items():
+        found = [float(getattr(made, name)(jnp.int32(step))) for step in range(7)]
+        np.testing.assert_allclose(found, np.interp(range(7), [0, steps], [start, end]), rtol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_only_heads_that_are_learned_have_an_optimizer_and_each_has_a_rate_of_its_own(name):
+    rates = {"learner__log_z_learning_rate": 0.25, "learner__value_learning_rate": 0.125}
+    optimizers = settings.make_optimizers(tiny_run.config(learner__objective=name, learner__warmup_steps=0, **rates))
+    assert ("log_z" in optimizers) == (name == "learned_log_z")
+    assert ("value_head" in optimizers) == (name == "ppo")
+    for part, optimizer in optimizers.items():
+        params = {"weight": jnp.ones(3)}
+        updates, _ = optimizer.update({"weight": jnp.ones(3)}, optimizer.init(params), params)
+        np.testing.assert_allclose(updates["weight"], -{"policy": 1e-3, "log_z": 0.25, "value_head": 0.125}[part], rtol=1e-4)
+
+
+def test_the_defaults_of_objectives_are_those_of_the_base_config():
+    made = settings.make_learner_config(base.get_config(), Contract(), POLICY, devices=1)
+    assert made.settings == ObjectiveSettings(completions=20)
+
+
+def test_checkpoints_of_which_objectives_hold_a_head_is_what_the_objectives_declare():
+    declared = {name: objective for name, objective in OBJECTIVES.items() if objective.log_z_head or objective.value_head}
+    assert {name: "log_z" if o.log_z_head else "value_head" for name, o in declared.items()} == STATEFUL["learner.objective"]
+
+
+OTHER_SETTINGS = {
+    "clip_low": 0.1,
+    "clip_high": 0.3,
+    "sequence_clip_low": 0.01,
+    "sequence_clip_high": 0.02,
+    "icepop_low": 0.4,
+    "icepop_high": 4.0,
+    "gae_lambda": 0.9,
+    "value_coefficient": 0.2,
+}
+
+
+def test_static_settings_of_an_update():
+    changes = {
+        "learner__objective": "tba_prime",
+        "learner__importance_clip": 3.0,
+        "learner__log_ratio_clip": 7.0,
+        **{f"learner__{name}": value for name, value in OTHER_SETTINGS.items()},
+        "learner__reference__ema_decay": 0.8,
+        "learner__micro_batch_rows": 6,
+        "learner__logit_megabytes": 2,
+    }
+    made = settings.make_learner_config(tiny_run.config(**changes), Contract(), POLICY, devices=3)
+    assert made.objective is OBJECTIVES["tba_prime"] and made.surrogate_decay == 0
+    assert made.settings == ObjectiveSettings(completions=4, importance_clip=3.0, log_ratio_clip=7.0, **OTHER_SETTINGS)
+    assert (made.micro_batch_rows, made.logit_bytes) == (6, 3 * (2 << 20))
+    assert made.space == scoring.ResponseSpace(temperature=0.7, banned_tokens=(3,), eos_id=2, min_length=5)
+    changes = {"learner__reference__kind": "surrogate", "learner__reference__ema_decay": 0.8}
+    made = settings.make_learner_config(tiny_run.config(**changes), Contract(), POLICY, devices=1)
+    assert made.surrogate_decay == 0.8 and made.micro_batch_rows == 12
+
+
+@pytest.mark.parametrize(
+    "kind, moves_at", [("initial", None), ("surrogate", None), ("reset", [3, 6]), ("ema", [1, 2, 3, 4, 5, 6])]
+)
+def test_which_references_are_held_and_when_they_move(kind, moves_at):
+    c = tiny_run.config(learner__reference__kind=kind, learner__reference__reset_steps=3, learner__reference__ema_decay=0.5)
+    mesh = sharding.make_mesh((1, 1, 1), setting="learner.mesh", devices=jax.devices()[:1])
+    reference = settings.make_moving_reference(c, settings.make_learner_config(c, Contract(), POLICY, devices=1), mesh)
+    if moves_at is None:
+        assert reference is None
+        return
+    params = jax.device_put(applied.init(jax.random.key(0), POLICY.model), POLICY.trained_shardings(mesh))
+    reference.start(params)
+    assert [step for step in range(1, 7) if reference.advance(params, step)] == moves_at
+    # From θ to 3 θ: half of the way for the average, all of it for a reset.
+    reference.advance(jax.tree.map(lambda x: 3 * x, params), 9)
+    expected = 2 if kind == "ema" else 3
+    np.testing.assert_allclose(reference.params["embedding"]["weight"], expected * params["embedding"]["weight"], rtol=1e-5)

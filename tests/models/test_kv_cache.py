@@ -1,0 +1,176 @@
+"""The cached path against whole sequences: shared prompts, entries in any order, precision; its attention against NumPy."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tba_jax.models import attention, kv_cache, parameters
+from tba_jax.models.config import DecoderConfig
+from tba_jax.models.parameters import Params
+from tests.models.test_decoder import CONFIGS, GROUPED, logits_of_whole, random_params
+from tests.support import applied
+
+J, W, P, R = 2, 3, 5, 6
+B = J * W
+# Logits are as large as 5: float32 rounds their sums by some 1e-6 of that.
+ROUNDING = {"atol": 1e-5, "rtol": 5e-6}
+PROMPT_LENGTH = np.array([3, 5], np.int32)
+# Compiled without optimisation: the models are tiny, and the programs many.
+jit = functools.partial(jax.jit, static_argnames="config", compiler_options={"xla_backend_optimization_level": "0"})
+unstack, prefill, decode_step = jit(kv_cache.unstack), jit(applied.prefill), jit(applied.decode_step)
+
+
+def random_rows() -> tuple[np.ndarray, np.ndarray]:
+    """int32[J, P], right-padded with tokens that are in no way special, and int32[B, R]."""
+    rng = np.random.default_rng(0)
+    return rng.integers(1, 40, (J, P)).astype(np.int32), rng.integers(1, 40, (B, R)).astype(np.int32)
+
+
+def whole_logits(params: Params, config: DecoderConfig, prompts: np.ndarray, responses: np.ndarray) -> np.ndarray:
+    """float32[B, R + 1, V]: what follows the prompt and each response token, of rows without padding between the two."""
+    lengths = np.repeat(PROMPT_LENGTH, W)
+    rows = [[*prompts[b // W, : lengths[b]], *responses[b]] for b in range(B)]
+    tokens = np.array([row + [0] * (P + R - len(row)) for row in rows], np.int32)
+    logits = np.asarray(logits_of_whole(params, tokens, np.arange(P + R) < lengths[:, None] + R, config))
+    return np.stack([logits[b, n - 1 : n + R] for b, n in enumerate(lengths)])
+
+
+def empty_own(config: DecoderConfig, entries: int) -> kv_cache.Cache:
+    """Own caches of B rows full of what must not be read."""
+    shape = (B, config.kv_heads, entries, config.head_size)
+    return tuple((np.full(shape, 50.0, np.float32),) * 2 for _ in range(config.layers))
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_prefill_and_decode_steps_equal_whole_sequences(config):
+    """Three rows share each prompt; entries are written in a shuffled order, prompts lie behind another buffer's."""
+    prompts, responses = random_rows()
+    plain = random_params(config)
+    expected = whole_logits(plain, config, prompts, responses)
+    params = unstack(plain, config=config)
+    logits, cache = prefill(params, prompts, PROMPT_LENGTH, config=config)
+    assert logits.dtype == jnp.float32 and cache[0][0].shape == (J, config.kv_heads, P, config.head_size)
+    np.testing.assert_allclose(np.repeat(logits, W, axis=0), expected[:, 0], **ROUNDING)
+
+    shared = jax.tree.map(lambda x: np.concatenate([np.full(x.shape, -50.0, np.float32), x], axis=2), cache)
+    own, order = empty_own(config, R + 1), np.random.default_rng(1).permutation(R + 1)
+    readable = np.concatenate([np.zeros((J, P), bool), np.arange(P) < PROMPT_LENGTH[:, None]], axis=1)
+    for t in range(R):
+        masks = kv_cache.Masks(
+            prompt=np.repeat(readable[:, None], W, axis=1), own=np.tile(np.isin(np.arange(R + 1), order[: t + 1]), (B, 1))
+        )
+        position = np.repeat(PROMPT_LENGTH, W) + t
+        logits, own = decode_step(params, responses[:, t], position, np.int32(order[t]), shared, own, masks, config=config)
+        np.testing.assert_allclose(logits, expected[:, t + 1], **ROUNDING)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_padding_behind_a_prompt_changes_nothing(config):
+    params, prompt = unstack(random_params(config), config=config), np.array([7, 3, 22], np.int32)
+    expected, kept = prefill(params, prompt[None], np.array([3], np.int32), config=config)
+    for filler in (0, 17):
+        padded = np.pad(prompt, (0, 4), constant_values=filler)[None]
+        logits, cache = prefill(params, padded, np.array([3], np.int32), config=config)
+        np.testing.assert_allclose(logits, expected, atol=1e-5)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a[:, :, :3], b, atol=1e-5), cache, kept)
+
+
+def test_rows_start_at_different_times_and_an_idle_row_is_finite():
+    """Row 1 joins two steps after the others, row 4 never: what they do not attend to changes nothing for anyone."""
+    prompts, responses = random_rows()
+    plain = random_params(GROUPED)
+    expected, params = whole_logits(plain, GROUPED, prompts, responses), unstack(plain, config=GROUPED)
+    _, shared = prefill(params, prompts, PROMPT_LENGTH, config=GROUPED)
+    starts = np.array([0, 2, 0, 0, R, 0])
+    own = empty_own(GROUPED, R)
+    for step in range(R):
+        made = step - starts
+        active = made >= 0
+        token = responses[np.arange(B), np.maximum(made, 0)]
+        masks = kv_cache.Masks(
+            prompt=(active.reshape(J, W, 1)) & (np.arange(P) < PROMPT_LENGTH[:, None])[:, None],
+            own=(np.arange(R) >= starts[:, None]) & (np.arange(R) <= step),
+        )
+        position = np.repeat(PROMPT_LENGTH, W) + np.maximum(made, 0)
+        logits, own = decode_step(params, token, position, np.int32(step), shared, own, masks, config=GROUPED)
+        assert np.isfinite(logits).all()
+        np.testing.assert_allclose(logits[active], expected[np.flatnonzero(active), made[active] + 1], atol=1e-5)
+
+
+def numpy_attention(query: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """float64[H]: one softmax over all keys [n, H] for one query [H]."""
+    scores = keys @ query / np.sqrt(len(query))
+    weights = np.exp(scores - scores.max())
+    return weights @ values / weights.sum()
+
+
+@pytest.mark.parametrize("reads", ["both", "own only", "prompt only"])
+def test_attention_in_two_parts_equals_one_softmax_in_numpy(reads):
+    """Scores of 30 and more: without the common largest one, exp would overflow or lose a whole part."""
+    G, n, H = 2, 3, 8
+    rng = np.random.default_rng(2)
+    query = (10 * rng.standard_normal((B, G * n, H))).astype(np.float32)
+    prompt_keys, prompt_values = rng.standard_normal((2, J, G, P, H)).astype(np.float32)
+    own_keys, own_values = (3 * rng.standard_normal((2, B, G, R, H))).astype(np.float32)
+    prompt_mask, own_mask = rng.random((J, W, P)) < 0.6, rng.random((B, R)) < 0.6
+    prompt_mask[..., 0], own_mask[:, 0] = reads != "own only", reads != "prompt only"
+    if reads == "own only":
+        prompt_mask[:] = False
+    if reads == "prompt only":
+        own_mask[:] = False
+    found = attention.attend_in_two_parts(query, (prompt_keys, prompt_values), (own_keys, own_values), prompt_mask, own_mask)
+    for b in range(B):
+        j, w = divmod(b, W)
+        for head in range(G * n):
+            g = head // n
+            keys = np.concatenate([prompt_keys[j, g, prompt_mask[j, w]], own_keys[b, g, own_mask[b]]]).astype(np.float64)
+            values = np.concatenate([prompt_values[j, g, prompt_mask[j, w]], own_values[b, g, own_mask[b]]])
+            np.testing.assert_allclose(found[b, head], numpy_attention(query[b, head], keys, values), atol=1e-5)
+
+
+def test_bfloat16_computes_in_bfloat16_and_gives_float32_logits():
+    config = dataclasses.replace(GROUPED, compute_dtype="bfloat16")
+    prompts, responses = random_rows()
+    params = random_params(config)
+
+    @jax.jit
+    def both_paths(params):
+        tokens = np.concatenate([prompts[1:], responses[W : W + 1, :1]], axis=1)  # a prompt without padding, and a token
+        hidden = applied.hidden_states(params, tokens, None, config=config, remat="none")
+        unstacked = kv_cache.unstack(params, config)
+        _, cache = applied.prefill(unstacked, prompts, PROMPT_LENGTH, config=config)
+        own = jax.tree.map(lambda x: jnp.zeros((B, *x.shape[1:]), x.dtype), cache)
+        masks = kv_cache.Masks(prompt=jnp.ones((J, W, P), bool), own=jnp.zeros((B, P), bool).at[:, 0].set(True))
+        logits, own = applied.decode_step(
+            unstacked, responses[:, 0], jnp.full(B, P), jnp.int32(0), cache, own, masks, config=config
+        )
+        return hidden, applied.logits_of(params, hidden[0, -1:], config=config), logits[W], (cache, own)
+
+    hidden, scored, logits, caches = both_paths(params)
+    assert hidden.dtype == jnp.bfloat16 and all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(caches))
+    assert scored.dtype == logits.dtype == jnp.float32
+    # The same rounding on both paths is what keeps the sampler's log-probs equal to the learner's.
+    np.testing.assert_allclose(logits, scored[0], atol=0.05)
+    exact = whole_logits(params, GROUPED, prompts, responses)[W, 1]
+    assert 1e-4 < np.abs(logits - exact).max() < 0.3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_cached_products_of_float32_are_float32_on_devices_that_would_round(dtype):
+    config = dataclasses.replace(GROUPED, compute_dtype=dtype)
+    params = jax.eval_shape(functools.partial(kv_cache.unstack, config=config), parameters.shapes(applied.specs(config)))
+    tokens, index = jax.ShapeDtypeStruct((J, P), jnp.int32), jax.ShapeDtypeStruct((J,), jnp.int32)
+    _, cache = jax.eval_shape(functools.partial(applied.prefill, config=config), params, tokens, index)
+    masks = kv_cache.Masks(prompt=np.ones((J, 1, P), bool), own=np.ones((J, P), bool))
+    programs = (
+        jax.make_jaxpr(functools.partial(applied.prefill, config=config))(params, tokens, index),
+        jax.make_jaxpr(functools.partial(applied.decode_step, config=config))(params, index, index, 0, cache, cache, masks),
+    )
+    for program in map(str, programs):
+        products, exact = program.count("dot_general["), program.count("precision=(Precision.HIGHEST, Precision.HIGHEST)")
+        assert products > 18  # nine a layer, and the logits
+        assert exact == (products if dtype == "float32" else 0)

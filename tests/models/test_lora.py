@@ -1,0 +1,138 @@
+"""Low-rank adapters against the same update written into the weights, in NumPy, and what of a policy is then trained."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tba_jax import sharding
+from tba_jax.models import lora as lora_lib
+from tba_jax.models import parameters
+from tba_jax.models.config import DecoderConfig
+from tba_jax.models.decoder import Decoder
+from tba_jax.models.policy import Policy
+from tests.support import applied
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
+MODEL = DecoderConfig(
+    layers=2, width=16, heads=4, kv_heads=2, head_size=4, ffn=24, vocab=12, max_positions=16, tied_embedding=False, qkv_bias=True
+)
+ALL = lora_lib.LoraConfig(rank=3, alpha=6.0, targets=("layers.*", "lm_head"))
+TOKENS = np.random.default_rng(5).integers(0, 12, (2, 9)).astype(np.int32)
+
+
+def random_tree(specs: parameters.Specs, seed: int) -> parameters.Params:
+    return applied.random(specs, scale=0.3, seed=seed)
+
+
+def logits_of(model: Decoder) -> jax.Array:
+    return model.head()(model(TOKENS, remat="full").reshape(-1, MODEL.width))
+
+
+@jax.jit
+def logits(params: parameters.Params) -> jax.Array:
+    return logits_of(applied.merge(params, MODEL))
+
+
+def update_by_hand(base: parameters.Params, adapters: parameters.Params, lora: lora_lib.LoraConfig) -> parameters.Params:
+    """W + (alpha / rank) A B by loops over layers, float64."""
+    flat, low = parameters.flatten(base), parameters.flatten(adapters)
+    for name in [name for name in low if name.endswith("lora_a")]:
+        a, b = low[name].astype(np.float64), low[name.replace("lora_a", "lora_b")].astype(np.float64)
+        weight = name.replace("lora_a", "weight")
+        if not name.startswith("layers."):
+            a, b = a[None], b[None]
+        updates = [np.tensordot(one_a, one_b, axes=(-1, 0)) for one_a, one_b in zip(a, b, strict=True)]
+        update = np.stack(updates).reshape(flat[weight].shape)
+        flat[weight] = (flat[weight] + lora.alpha / lora.rank * update).astype(np.float32)
+    return parameters.unflatten(flat)
+
+
+@pytest.mark.parametrize(
+    "targets", [("layers.*", "lm_head"), ("layers.attention.query", "layers.attention.v*"), ("layers.attention.out",)], ids=str
+)
+def test_attached_and_merged_adapters_equal_the_update_by_hand(targets):
+    policy = Policy(model=MODEL, lora=dataclasses.replace(ALL, targets=targets))
+    base, adapters = random_tree(policy.model_specs, 0), random_tree(policy.trained_specs, 1)
+    expected_params = update_by_hand(base, adapters, policy.lora)
+    merged = jax.jit(functools.partial(policy.for_sampling, weights="full"))(adapters, base)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), merged, expected_params)
+    expected = logits(expected_params)
+    assert np.abs(expected - logits(base)).max() > 0.1
+    np.testing.assert_allclose(logits(merged), expected, atol=2e-5)
+    np.testing.assert_allclose(logits_of(policy.for_training(adapters, base)), expected, atol=2e-5)
+    names = {name.rpartition(".")[0] for name in parameters.flatten(policy.trained_specs)}
+    assert names == {name for name in LINEARS if any(name.startswith(t.rstrip("*")) for t in targets)}
+
+
+LINEARS = {f"layers.attention.{name}" for name in ("query", "key", "value", "out")} | {"lm_head"}
+LINEARS |= {f"layers.feed_forward.{name}" for name in ("gate", "up", "down")}
+
+
+def test_a_run_starts_from_its_base():
+    policy = Policy(model=MODEL, lora=ALL)
+    base = random_tree(policy.model_specs, 0)
+    adapters = policy.initial(base, jax.random.key(0))
+    assert all(np.abs(leaf).max() > 0 for name, leaf in parameters.flatten(adapters).items() if name.endswith("lora_a"))
+    np.testing.assert_array_equal(logits_of(policy.for_training(adapters, base)), logits_of(applied.merge(base, MODEL)))
+    full = Policy(model=MODEL)
+    assert full.initial(base, jax.random.key(0)) is base
+    jax.tree.map(np.testing.assert_array_equal, parameters.pure(full.for_training(base, {})), base)
+
+
+def test_small_updates_are_not_lost_in_a_merge_with_bfloat16_weights():
+    policy = Policy(model=dataclasses.replace(MODEL, compute_dtype="bfloat16"), lora=ALL)
+    base, adapters = random_tree(policy.model_specs, 0), random_tree(policy.trained_specs, 1)
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), base)
+    assert policy.snapshot_dtype == "float32" and Policy(model=policy.model).snapshot_dtype == "bfloat16"
+    found = policy.for_sampling(jax.tree.map(lambda x: x / 40, adapters), rounded, "full")
+    expected = update_by_hand(jax.tree.map(np.float32, rounded), jax.tree.map(lambda x: x / 40, adapters), ALL)
+    nearest = jax.tree.map(lambda x: x.astype(jnp.bfloat16), expected)
+    for name, leaf in parameters.flatten(found).items():
+        assert leaf.dtype == jnp.bfloat16
+        same = np.mean(np.asarray(leaf) == np.asarray(parameters.flatten(nearest)[name]))
+        assert same > 0.99, (name, same)  # float32 and float64 sums may round to neighbours
+    assert (found["layers"]["feed_forward"]["up"]["weight"] != rounded["layers"]["feed_forward"]["up"]["weight"]).mean() > 0.1
+
+
+def test_gradients_are_those_of_the_merged_weights():
+    policy = Policy(model=MODEL, lora=ALL)
+    base, adapters = random_tree(policy.model_specs, 0), random_tree(policy.trained_specs, 1)
+
+    def loss_of(model):
+        return jnp.mean(jnp.sin(logits_of(model)))
+
+    found = jax.jit(jax.grad(lambda a: loss_of(policy.for_training(a, base))))(adapters)
+    expected = jax.jit(jax.grad(lambda a: loss_of(applied.merge(policy.for_sampling(a, base, "full"), MODEL))))(adapters)
+    assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, adapters)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), found, expected)
+
+
+def test_meshes_give_what_one_device_gives():
+    policy = Policy(model=MODEL, lora=ALL)
+    base, adapters = random_tree(policy.model_specs, 0), random_tree(policy.trained_specs, 1)
+    mesh = sharding.make_mesh((2, 2, 2), setting="learner.mesh")
+    sharded = jax.device_put(adapters, policy.trained_shardings(mesh)), jax.device_put(base, policy.model_shardings(mesh))
+    found = sharding.on_mesh(mesh, jax.jit(lambda a, b: logits_of(policy.for_training(a, b))))(*sharded)
+    np.testing.assert_allclose(found, logits_of(policy.for_training(adapters, base)), atol=1e-5)
+
+
+def test_weights_merge_one_layer_at_a_time():
+    policy = Policy(model=MODEL, lora=ALL)
+    base, adapters = random_tree(policy.model_specs, 0), random_tree(policy.trained_specs, 1)
+    expected = update_by_hand(base, adapters, ALL)
+    lazy = lora_lib.merge_lazily(base, adapters, ALL)
+    found, wanted = (parameters.flatten(tree) for tree in (lazy, expected))
+    for name in ("attention.query", "attention.out", "feed_forward.down"):
+        np.testing.assert_allclose(found[f"layers.{name}.weight"][1], wanted[f"layers.{name}.weight"][1], atol=1e-5)
+    np.testing.assert_allclose(np.asarray(lazy["lm_head"]["weight"]), expected["lm_head"]["weight"], atol=1e-5)
+
+
+def test_a_target_that_the_model_does_not_have_is_named():
+    policy = Policy(model=MODEL, lora=dataclasses.replace(ALL, targets=("layers.attention.query", "layers.embedding")))
+    with pytest.raises(ValueError, match=r"lora.targets: 'layers.embedding' matches no linear map .*'layers.feed_forward.down'"):
+        _ = policy.trained_specs

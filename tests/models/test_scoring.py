@@ -1,0 +1,118 @@
+"""The response space: banned tokens and minimal lengths against NumPy loops, on blocks and through the whole model."""
+
+import functools
+import itertools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tba_jax.models import scoring
+from tba_jax.models.config import DecoderConfig
+from tests.support import applied
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
+B, R, V, EOS = 4, 7, 11, 2
+MODEL = DecoderConfig(layers=1, width=8, heads=2, kv_heads=1, head_size=4, ffn=8, vocab=V, max_positions=16)
+
+
+def space(**changes) -> scoring.ResponseSpace:
+    return scoring.ResponseSpace(**dict(temperature=0.7, banned_tokens=(0, 5), eos_id=EOS) | changes)
+
+
+def numpy_distribution(logits: np.ndarray, t: int, space: scoring.ResponseSpace) -> np.ndarray:
+    """float64[V]: the probabilities of token t."""
+    probabilities = np.zeros(V)
+    for v in range(V):
+        if v not in space.banned_tokens and (v != space.eos_id or t + 1 >= space.min_length):
+            probabilities[v] = np.exp(float(logits[v]) / space.temperature)
+    return probabilities / probabilities.sum()
+
+
+@pytest.mark.parametrize("banned", [(), (0, 5)], ids=str)
+@pytest.mark.parametrize("min_length", [0, 1, 2, 4, R])
+def test_restricted_distributions_equal_a_numpy_loop(min_length, banned):
+    wanted = space(min_length=min_length, banned_tokens=banned)
+    logits = np.random.default_rng(0).normal(size=(B, R, V)).astype(np.float32)
+    position = np.broadcast_to(np.arange(R, dtype=np.int32), (B, R))
+    found = np.asarray(jax.jit(functools.partial(scoring.log_softmax, space=wanted))(logits, position))
+    expected = np.array([[numpy_distribution(logits[b, t], t, wanted) for t in range(R)] for b in range(B)])
+    np.testing.assert_array_equal(np.isfinite(found), expected > 0)
+    np.testing.assert_allclose(np.exp(found), expected, atol=1e-6)
+    restricted = np.asarray(scoring.restrict(logits, position, wanted))
+    np.testing.assert_array_equal(restricted, np.where(expected > 0, logits, -np.inf))
+
+
+def test_each_row_may_be_at_a_position_of_its_own():
+    """As rows of a decode loop that began at different times."""
+    logits, position = np.zeros((3, V), np.float32), np.array([0, 2, 1], np.int32)
+    found = np.asarray(scoring.restrict(logits, position, space(min_length=3, banned_tokens=())))
+    assert np.argwhere(np.isinf(found)).tolist() == [[0, EOS], [2, EOS]]
+
+
+def test_nothing_is_computed_where_nothing_is_left_out():
+    def operations(**changes):
+        wanted = space(**changes)
+        restrict = functools.partial(scoring.restrict, space=wanted)
+        return len(jax.make_jaxpr(restrict)(jnp.zeros((3, V)), jnp.zeros(3, jnp.int32)).eqns)
+
+    assert operations(banned_tokens=(), min_length=1) == 0
+    assert operations(banned_tokens=(0,), min_length=1) > 0 and operations(banned_tokens=(), min_length=2) > 0
+
+
+@pytest.mark.parametrize("steps", [1, 3, R])  # 3 does not divide 7: the last block is padded
+@pytest.mark.parametrize("min_length", [1, 2, 5])
+def test_token_logprobs_in_blocks_equal_a_numpy_loop(min_length, steps):
+    rng = np.random.default_rng(1)
+    wanted = space(min_length=min_length)
+    weight = rng.normal(size=(V, MODEL.width)).astype(np.float32)
+    hidden = rng.normal(size=(B, R, MODEL.width)).astype(np.float32)
+    allowed = [v for v in range(V) if v not in (0, 5, EOS)]
+    tokens = rng.choice(allowed, (B, R)).astype(np.int32)
+    tokens[:, min_length - 1 :: 2] = EOS  # where it may come
+    score = functools.partial(applied.token_logprobs, config=MODEL, space=wanted, logit_bytes=4 * B * V * steps)
+    logprobs, entropy = jax.jit(lambda w: score(applied.with_table(w, MODEL), hidden, tokens))(weight)
+    for b, t in itertools.product(range(B), range(R)):
+        p = numpy_distribution(weight.astype(np.float64) @ hidden[b, t], t, wanted)
+        np.testing.assert_allclose(logprobs[b, t], np.log(p[tokens[b, t]]), atol=2e-5, err_msg=f"{b}, {t}")
+        np.testing.assert_allclose(entropy[b, t], -sum(x * np.log(x) for x in p if x), atol=2e-5, err_msg=f"{b}, {t}")
+    gradient = jax.jit(jax.grad(lambda w: score(applied.with_table(w, MODEL), hidden, tokens)[0].sum()))(weight)
+    assert np.isfinite(gradient).all() and np.abs(gradient).max() > 0
+
+
+@functools.cache
+def random_params():
+    return applied.random(applied.specs(MODEL), scale=0.5, seed=2)
+
+
+@pytest.mark.parametrize("min_length", [0, 2, 3])
+def test_the_probabilities_of_all_allowed_responses_sum_to_one(min_length):
+    """Of up to 3 tokens of 3 symbols; shorter ones than min_length have none."""
+    length, symbols = 3, (1, 3, 7)
+    wanted = space(min_length=min_length, banned_tokens=tuple(v for v in range(V) if v not in (*symbols, EOS)))
+    ended = [(*t, EOS) for n in range(length) for t in itertools.product(symbols, repeat=n)]
+    responses = ended + list(itertools.product(symbols, repeat=length))
+    lengths = np.array([len(response) for response in responses], np.int32)
+    padded = np.array([response + (0,) * (length - len(response)) for response in responses], np.int32)
+    prompts, prompt_length = np.tile(np.array([0, 4, 6], np.int32), (len(padded), 1)), np.full(len(padded), 2, np.int32)
+    score = functools.partial(applied.response_logprobs, config=MODEL, space=wanted, logit_bytes=1 << 20, remat="none")
+    logprobs, entropy = jax.jit(score)(random_params(), prompts, prompt_length, padded, lengths)
+    probabilities = np.exp(np.asarray(logprobs, np.float64).sum(axis=1))
+    assert (probabilities[lengths < min_length] == 0).all() and (probabilities[lengths >= min_length] > 0).all()
+    np.testing.assert_allclose(probabilities.sum(), 1, rtol=1e-5)
+    assert np.isfinite(entropy).all()
+
+
+def test_spaces_are_static_and_checked():
+    assert hash(space()) == hash(space()) and space() == space() and space() != space(min_length=2)
+    with pytest.raises(ValueError, match="min_length=2 holds back the end of sequence, and eos_id=-1 names none"):
+        space(min_length=2, eos_id=-1)
+
+
+def test_the_space_of_a_contract():
+    values = dict(scoring_temperature=0.5, eos_id=9, min_response_length=6, banned_tokens=[3, 4])  # a list in config.json
+    found = scoring.ResponseSpace.of(types.SimpleNamespace(**values))
+    assert found == scoring.ResponseSpace(temperature=0.5, banned_tokens=(3, 4), eos_id=9, min_length=6)

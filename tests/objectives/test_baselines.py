@@ -1,0 +1,284 @@
+"""What the baselines are to each other and to the policy gradient, their advantages by hand, and what they declare."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tba_jax.objectives import OBJECTIVES, advantages
+from tba_jax.objectives.inputs import ObjectiveInputs, ObjectiveSettings, PolicyOutputs
+from tba_jax.objectives.objective import TEMPERATURES
+from tba_jax.objectives.ratios import LARGEST_LOG_RATIO
+from tests.support import objective_loops
+from tests.support.objective_loops import evaluate, gae_of_row, random_batch, real_tokens, row_sums
+
+SIZES = (3, 4, 7)
+B, R = 12, 7
+
+
+def on_policy(**settings: float) -> tuple[PolicyOutputs, ObjectiveInputs]:
+    """Every ratio is 1, and no KL term has a weight."""
+    outputs, inputs = random_batch(*SIZES, **settings)
+    return outputs, dataclasses.replace(inputs, behavior_logprobs=outputs.logprobs, beta=np.float64(0.0))
+
+
+def gradient_of(name: str, outputs: PolicyOutputs, inputs: ObjectiveInputs) -> np.ndarray:
+    return evaluate(name, outputs, inputs)[1].logprobs
+
+
+def with_settings(inputs: ObjectiveInputs, **settings: float) -> ObjectiveInputs:
+    return dataclasses.replace(inputs, settings=dataclasses.replace(inputs.settings, **settings))
+
+
+@pytest.mark.parametrize("beta", [0.02, 1.0])
+def test_reinforce_is_trajectory_balance_with_another_scale(beta):
+    outputs, inputs = random_batch(*SIZES, beta=beta)
+    expected = gradient_of("trajectory_balance", outputs, inputs) * beta / 2
+    np.testing.assert_allclose(gradient_of("reinforce", outputs, inputs), expected, rtol=1e-9, atol=1e-15)
+
+
+@pytest.mark.parametrize("sizes", [(3, 4, 7), (1, 2, 3), (2, 16, 12)], ids=str)
+def test_rloo_is_reinforce_with_another_scale(sizes):
+    outputs, inputs = random_batch(*sizes)
+    K = sizes[1]
+    expected = gradient_of("reinforce", outputs, inputs) * K / (K - 1)
+    np.testing.assert_allclose(gradient_of("rloo", outputs, inputs), expected, rtol=1e-9, atol=1e-15)
+
+
+def test_on_policy_the_clipped_ratio_of_proximal_rloo_is_rloo():
+    outputs, inputs = random_batch(*SIZES)
+    inputs = dataclasses.replace(inputs, behavior_logprobs=outputs.logprobs)
+    np.testing.assert_allclose(
+        gradient_of("proximal_rloo", outputs, inputs), gradient_of("rloo", outputs, inputs), rtol=1e-9, atol=1e-15
+    )
+
+
+def test_dr_grpo_is_grpo_without_its_two_normalisations():
+    """Where rewards have a spread of 1 and every response has R tokens there is nothing to normalise; else there is."""
+    outputs, inputs = random_batch(*SIZES)
+    reward = inputs.reward.reshape(3, 4)
+    reward = ((reward - reward.mean(1, keepdims=True)) / reward.std(1, keepdims=True) + [[2.0], [-1.0], [0.0]]).reshape(-1)
+    whole = dataclasses.replace(inputs, reward=reward, mask=np.ones((B, R), bool))
+    (loss, gradient), (expected_loss, expected) = (evaluate(name, outputs, whole) for name in ("grpo", "dr_grpo"))
+    np.testing.assert_allclose(loss, expected_loss, rtol=2e-6)  # the epsilon beside the spread
+    np.testing.assert_allclose(gradient.logprobs, expected.logprobs, rtol=2e-6, atol=1e-9)
+    for other in (dataclasses.replace(whole, mask=inputs.mask), dataclasses.replace(whole, reward=3 * reward)):
+        a, b = (gradient_of(name, outputs, other) for name in ("grpo", "dr_grpo"))
+        assert np.abs(a - b).max() > 0.1 * np.abs(b).max()
+
+
+def test_each_normalisation_of_grpo_is_a_divisor_of_its_rows():
+    """On-policy: the gradient of a token is −A/(B R) there, and −A/(std |y| B) here."""
+    outputs, inputs = on_policy()
+    lengths, spread = inputs.mask.sum(1), np.repeat(inputs.reward.reshape(3, 4).std(1), 4)
+    expected = gradient_of("dr_grpo", outputs, inputs) * (R / np.maximum(lengths, 1) / spread)[:, None]
+    np.testing.assert_allclose(gradient_of("grpo", outputs, inputs), expected, rtol=5e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["icepop", "gspo"])
+def test_on_policy_without_kl_the_group_objectives_are_grpo(name):
+    outputs, inputs = on_policy()
+    np.testing.assert_allclose(gradient_of(name, outputs, inputs), gradient_of("grpo", outputs, inputs), rtol=1e-9, atol=1e-15)
+
+
+def test_ppo_at_ratio_1_is_the_policy_gradient_of_its_advantages():
+    outputs, inputs = random_batch(*SIZES)
+    inputs = dataclasses.replace(inputs, behavior_logprobs=outputs.logprobs)
+    expected = -objective_loops.ppo_advantages(outputs, inputs) / (B * R)
+    assert np.abs(expected).max() > 1e-3
+    np.testing.assert_allclose(gradient_of("ppo", outputs, inputs), expected, rtol=1e-9, atol=1e-15)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.7, 1.0])
+def test_gae_equals_the_sum_as_it_is_written(decay):
+    rng, mask = np.random.default_rng(0), random_batch(*SIZES)[1].mask
+    rewards, values = rng.normal(size=(2, B, R))
+    with jax.enable_x64(True):
+        found = np.asarray(advantages.gae(*(jnp.asarray(x) for x in (rewards, values, mask)), decay=decay))
+    for row in range(B):
+        tokens = real_tokens(mask, row)
+        expected = gae_of_row(rewards[row, tokens].tolist(), values[row, tokens].tolist(), decay) if tokens else []
+        np.testing.assert_allclose(found[row, tokens], expected, rtol=1e-12, atol=1e-12)
+        if decay == 1:  # what is yet to come, less what was expected
+            np.testing.assert_allclose(expected, np.cumsum(rewards[row, tokens][::-1])[::-1] - values[row, tokens], atol=1e-12)
+    assert not found[~mask].any()
+
+
+N = np.nan
+STEPS = {
+    "one step": ([0.2, N, N, N], [1, 1, 1, 1], 1.0, [0.8, 0.8, 0.8, 0.8]),
+    "two steps": ([0.2, N, 0.7, N], [1, 1, 1, 1], 1.0, [0.5, 0.5, 0.3, 0.3]),
+    "two steps of one value": ([0.5, N, 0.5, N], [1, 1, 1, 1], 1.0, [0.0, 0.0, 0.5, 0.5]),
+    "every state": ([0.1, 0.3, 0.2, 0.9], [1, 1, 1, 1], 0.0, [0.2, -0.1, 0.7, -0.9]),
+    "padding": ([0.2, 0.6, 9.0, N], [1, 1, 0, 0], 1.0, [0.4, 0.4, 0.0, 0.0]),
+    "no tokens": ([N, 3.0, N, 4.0], [0, 0, 0, 0], 1.0, [0.0, 0.0, 0.0, 0.0]),
+    "no value of the first state": ([N, 0.3, N, N], [1, 1, 1, 1], 1.0, [N, 0.7, 0.7, 0.7]),
+    "only a later value": ([N, N, 0.4, N], [0, 0, 1, 1], 1.0, [0.0, 0.0, 0.6, 0.6]),
+}
+
+
+@pytest.mark.parametrize("case", STEPS)
+def test_tokens_of_a_step_share_its_advantage(case):
+    values, mask, reward, expected = STEPS[case]
+    found = advantages.step_advantages(jnp.array([values]), jnp.array([reward]), jnp.array([mask], bool))
+    np.testing.assert_allclose(found[0], expected, atol=1e-6)
+
+
+def test_vine_ppo_at_ratio_1_is_the_policy_gradient_of_its_advantages():
+    outputs, inputs = on_policy()
+    expected = -objective_loops.vine_advantages(inputs) / (B * R)
+    np.testing.assert_allclose(gradient_of("vine_ppo", outputs, inputs), expected, rtol=1e-9, atol=1e-15)
+
+
+@pytest.mark.parametrize("reward", [0.1, 1e3 / 3, -7.7e5, 0.0])
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "icepop", "gspo", "cispo", "online_dpo"])
+def test_a_group_of_equal_rewards_has_no_gradient(name, reward):
+    """Exactly, although the mean of K equal float32 is not always that number; the KL term is left out."""
+    outputs, inputs = random_batch(1, 7, 5, dtype=np.float32)
+    equal = dataclasses.replace(inputs, reward=np.full(7, reward, np.float32))
+    if name != "online_dpo":
+        equal = dataclasses.replace(equal, beta=np.float32(0.0))
+    loss, gradient = evaluate(name, outputs, equal)
+    assert loss == 0 and not gradient.logprobs.any()
+
+
+def test_online_dpo_moves_the_best_and_the_worst_only():
+    """∂L/∂ log π(y_best) = −β σ(−β m) / Q, and the opposite of the worst; the first of equals."""
+    outputs, inputs = random_batch(2, 4, 5)
+    inputs.mask[:] = True
+    reward = np.array([1.0, 3.0, 3.0, 1.0, 2.0, 2.0, 2.0, 2.0])
+    found = gradient_of("online_dpo", outputs, dataclasses.replace(inputs, reward=reward))
+    delta = row_sums(outputs.logprobs - inputs.ref_logprobs, inputs.mask)
+    beta, margin = float(inputs.beta), delta[1] - delta[0]
+    expected = np.zeros((8, 5))
+    expected[1], expected[0] = np.array([-1, 1]) * beta / (1 + np.exp(beta * margin)) / 2
+    np.testing.assert_allclose(found, expected, rtol=1e-9)
+
+
+def test_raft_is_the_likelihood_of_the_first_of_the_best():
+    outputs, inputs = random_batch(2, 4, 5)
+    inputs.mask[:] = True
+    reward = np.array([1.0, 3.0, 3.0, 1.0, 2.0, 2.0, 2.0, 2.0])
+    loss, gradient = evaluate("raft", outputs, dataclasses.replace(inputs, reward=reward))
+    expected = np.zeros((8, 5))
+    expected[[1, 4]] = -1 / 2
+    np.testing.assert_array_equal(gradient.logprobs, expected)
+    np.testing.assert_allclose(loss, -(outputs.logprobs[1].sum() + outputs.logprobs[4].sum()) / 2, rtol=1e-12)
+
+
+def test_icepop_leaves_out_tokens_on_both_sides_and_cispo_none():
+    outputs, inputs = random_batch(*SIZES)
+    inputs = dataclasses.replace(inputs, beta=np.float64(0.0))
+    ratio = np.exp(outputs.logprobs - inputs.behavior_logprobs)
+    outside = (ratio < 0.5) | (ratio > 5.0)
+    for side in (ratio < 0.5, ratio > 5.0, ~outside):
+        assert (side & inputs.mask).any()
+    np.testing.assert_array_equal(gradient_of("icepop", outputs, inputs) == 0, outside | ~inputs.mask)
+    np.testing.assert_array_equal(gradient_of("cispo", outputs, inputs) == 0, ~inputs.mask)
+
+
+@pytest.mark.parametrize("name", ["grpo", "proximal_rloo", "gspo"])
+def test_a_ratio_beyond_its_clip_moves_no_further_and_may_come_back(name):
+    """One token a response: no gradient where ρ is above with A > 0 or below with A < 0, some gradient elsewhere."""
+    outputs, inputs = random_batch(4, 6, 1)
+    behavior = outputs.logprobs - np.random.default_rng(0).uniform(-2, 2, (24, 1))
+    inputs = dataclasses.replace(inputs, beta=np.float64(0.0), behavior_logprobs=behavior, mask=np.ones((24, 1), bool))
+    inputs = with_settings(inputs, clip_low=0.5, clip_high=0.5, sequence_clip_low=0.5, sequence_clip_high=0.5)
+    ratio = np.exp(outputs.logprobs - inputs.behavior_logprobs)[:, 0]
+    rises = (inputs.reward.reshape(4, 6) > inputs.reward.reshape(4, 6).mean(1, keepdims=True)).reshape(-1)
+    stopped = ((ratio > 1.5) & rises) | ((ratio < 0.5) & ~rises)
+    assert stopped.any() and ((ratio > 1.5) & ~rises).any() and ((ratio < 0.5) & rises).any()
+    np.testing.assert_array_equal(gradient_of(name, outputs, inputs)[:, 0] == 0, stopped)
+
+
+@pytest.mark.parametrize("name", [name for name, objective in OBJECTIVES.items() if not objective.positive_beta])
+def test_beta_0_leaves_the_kl_term_out(name):
+    """There is a gradient, and in it no reference."""
+    outputs, inputs = random_batch(*SIZES)
+    without = dataclasses.replace(inputs, beta=np.float64(0.0))
+    found = gradient_of(name, outputs, without)
+    assert np.isfinite(found).all() and found.any()
+    other = dataclasses.replace(without, ref_logprobs=inputs.ref_logprobs * 0.5)
+    np.testing.assert_array_equal(gradient_of(name, outputs, other), found)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_batch_without_tokens_has_a_finite_loss_and_no_gradient(name):
+    outputs, inputs = random_batch(*SIZES, dtype=np.float32)
+    loss, gradient = evaluate(name, outputs, dataclasses.replace(inputs, mask=np.zeros((B, R), bool)))
+    assert np.isfinite(loss) and not gradient.logprobs.any() and not gradient.values.any()
+
+
+def test_the_bound_of_ratios_is_beyond_what_the_random_batches_hold_and_below_float32():
+    assert LARGEST_LOG_RATIO == objective_loops.LARGEST_LOG_RATIO
+    outputs, inputs = random_batch(*SIZES)
+    assert np.abs((outputs.logprobs - inputs.behavior_logprobs)[inputs.mask]).max() < LARGEST_LOG_RATIO
+    outputs, inputs = random_batch(*SIZES, outliers=0.1)
+    assert np.abs((outputs.logprobs - inputs.behavior_logprobs)[inputs.mask]).max() > LARGEST_LOG_RATIO
+    assert 1e6 * np.exp(np.float32(LARGEST_LOG_RATIO)) ** 2 < np.finfo(np.float32).max
+
+
+# Setting -> another value, which changes something wherever the setting is read.
+OTHER_VALUES = {
+    "importance_clip": 1.5,
+    "log_ratio_clip": 0.5,
+    "clip_low": 0.9,
+    "clip_high": 3.0,
+    "sequence_clip_low": 0.9,
+    "sequence_clip_high": 3.0,
+    "icepop_low": 0.05,
+    "icepop_high": 1.1,
+    "gae_lambda": 0.3,
+    "value_coefficient": 0.9,
+}
+COEFFICIENTS = ("beta", *TEMPERATURES)
+
+
+def test_every_setting_is_tried():
+    assert set(OTHER_VALUES) | {"completions"} == {field.name for field in dataclasses.fields(ObjectiveSettings)}
+    assert {name for objective in OBJECTIVES.values() for name in objective.settings} == {*OTHER_VALUES, *COEFFICIENTS}
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_an_objective_reads_the_settings_that_it_declares_and_no_other(name):
+    outputs, inputs = random_batch(*SIZES, dtype=np.float32)
+
+    def gradient(inputs: ObjectiveInputs) -> np.ndarray:
+        return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(evaluate(name, outputs, inputs)[1])])
+
+    usual = gradient(inputs)
+    changed = {setting: with_settings(inputs, **{setting: value}) for setting, value in OTHER_VALUES.items()}
+    changed |= {name: dataclasses.replace(inputs, **{name: np.float32(1.7)}) for name in COEFFICIENTS}
+    read = {setting for setting, other in changed.items() if (gradient(other) != usual).any()}
+    assert read == set(OBJECTIVES[name].settings)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_an_objective_needs_what_it_declares(name):
+    """Heads and values of states; ratios and references: test_extreme_ratios_give_finite_losses_and_gradients."""
+    objective, (outputs, inputs) = OBJECTIVES[name], random_batch(*SIZES)
+    loss, gradient = evaluate(name, outputs, inputs)
+    assert gradient.log_z.any() == objective.log_z_head and gradient.values.any() == objective.value_head
+    moved = dataclasses.replace(inputs, state_values=inputs.state_values * 2 + 1)
+    assert (evaluate(name, outputs, moved)[0] != loss) == objective.state_values
+    if objective.value_head:
+        with pytest.raises(AssertionError, match="needs a value head"):
+            objective.loss(dataclasses.replace(outputs, values=None), inputs)
+    if objective.state_values:
+        with pytest.raises(AssertionError, match="needs rows with state_values"):
+            objective.loss(outputs, dataclasses.replace(inputs, state_values=None))
+
+
+@pytest.mark.parametrize("wrong", ["narrow", "one column", "one row"])
+def test_values_of_another_shape_are_refused(wrong):
+    outputs, inputs = random_batch(*SIZES, dtype=np.float32)
+
+    def cut(x: np.ndarray) -> jax.Array:
+        return jnp.asarray({"narrow": x[:, :6], "one column": x[:, :1], "one row": x[:1]}[wrong])
+
+    with pytest.raises(AssertionError):
+        OBJECTIVES["ppo"].loss(dataclasses.replace(outputs, values=cut(outputs.values)), inputs)
+    with pytest.raises(AssertionError):
+        OBJECTIVES["vine_ppo"].loss(outputs, dataclasses.replace(inputs, state_values=cut(inputs.state_values)))

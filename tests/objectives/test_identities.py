@@ -1,0 +1,210 @@
+"""What PAPER §1 says of trajectory balance, TBA′ and policy gradients: expectations by enumeration, optima. In float64."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tba_jax.objectives import OBJECTIVES
+from tba_jax.objectives.inputs import ObjectiveInputs, ObjectiveSettings, PolicyOutputs
+from tests.support.objective_loops import FORMS, evaluate, group_means, log_targets, random_batch, row_sums
+
+BETA = 0.4
+# The choices of a policy over five responses: all on one query.
+REWARD = np.array([1.0, 0.0, 0.3, -0.5, 2.0])
+REF_LOGPROBS = np.log([0.1, 0.3, 0.25, 0.2, 0.15])
+OPTIMUM = REF_LOGPROBS + REWARD / BETA
+THETA = np.array([0.4, -0.7, 0.1, 0.9, -0.3])
+UNIFORM, SKEWED = [0.2] * 5, [0.6, 0.05, 0.05, 0.1, 0.2]
+# By form, the gradient expected over on-policy groups of K divided by ∇(E[r] − β KL).
+EXPECTED_SCALE = {
+    "trajectory_balance": lambda K: -(2 / BETA) * (1 - 1 / K),
+    "learned_log_z": lambda K: -(2 / BETA),
+    "tba_prime": lambda K: -(1 - 1 / K),
+    "tba_prime, unweighted": lambda K: -(1 - 1 / K),
+    "reinforce": lambda K: -(1 - 1 / K),
+    "rloo": lambda K: -1.0,
+    "proximal_rloo": lambda K: -1.0,
+    "ppo": lambda K: -1.0,
+}
+UNCLIPPED = {"clip_low": 1.0, "clip_high": 1e6}
+
+
+@pytest.fixture(autouse=True)
+def in_float64():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.mark.parametrize("beta", [0.004, 1.0])
+@pytest.mark.parametrize("sizes", [(1, 2, 3), (3, 4, 7), (2, 16, 12)], ids=str)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_the_gradient_is_reinforce_with_a_mean_baseline(sizes, beta, dtype):
+    """∇L = −(2/β) · mean_ij A_ij ∇ log π_θ(y_ij|x_i), A_ij = (r_ij − r̄_i) − β (k_ij − k̄_i), on any batch."""
+    outputs, inputs = random_batch(*sizes, beta=beta, dtype=dtype)
+    K, B, beta = sizes[1], sizes[0] * sizes[1], float(inputs.beta)
+    kls = [p - q for p, q in zip(*(row_sums(x, inputs.mask) for x in (outputs.logprobs, inputs.ref_logprobs)), strict=True)]
+    rewards = [float(reward) for reward in inputs.reward]
+    reward_means, kl_means = group_means(rewards, K), group_means(kls, K)
+    expected = np.zeros(outputs.logprobs.shape)
+    for row, t in np.argwhere(inputs.mask):
+        advantage = (rewards[row] - reward_means[row]) - beta * (kls[row] - kl_means[row])
+        expected[row, t] = -(2 / beta) * advantage / B
+    found = evaluate("trajectory_balance", outputs, inputs)[1].logprobs
+    tolerance = 1e-5 if dtype == np.float32 else 1e-12
+    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * np.abs(expected).max())
+
+
+def group_gradient(theta: jax.Array, group: jax.Array, behavior: jax.Array, form: str, log_z: float) -> jax.Array:
+    """∇_θ L of the policy softmax(θ) on one group, int[K], of responses that `behavior` drew: float64[n]."""
+    name, settings = FORMS[form]
+    K = group.shape[0]
+    inputs = ObjectiveInputs(
+        ref_logprobs=jnp.asarray(REF_LOGPROBS)[group][:, None],
+        behavior_logprobs=jnp.log(behavior)[group][:, None],
+        mask=jnp.ones((K, 1), bool),
+        reward=jnp.asarray(REWARD)[group],
+        beta=jnp.asarray(BETA),
+        ref_temperature=jnp.ones(()),
+        reward_temperature=jnp.ones(()),
+        settings=ObjectiveSettings(completions=K, **settings | UNCLIPPED),
+        state_values=jnp.full((K, 1), log_z),
+    )
+
+    def loss(theta: jax.Array) -> jax.Array:
+        logprobs = jax.nn.log_softmax(theta)[group][:, None]
+        outputs = PolicyOutputs(logprobs=logprobs, log_z=jnp.full(K, log_z), values=jnp.full((K, 1), log_z))
+        return OBJECTIVES[name].loss(outputs, inputs)
+
+    return jax.grad(loss)(theta)
+
+
+@functools.partial(jax.jit, static_argnames=("K", "form", "log_z"))
+def expected_gradient(
+    theta: jax.Array, behavior: jax.Array, *, K: int, form: str = "trajectory_balance", log_z: float = 0.7
+) -> jax.Array:
+    """E[∇_θ L] over all n^K groups that `behavior`, float64[n] probabilities, can draw."""
+    groups = jnp.asarray(list(itertools.product(range(theta.shape[0]), repeat=K)))
+    gradients = jax.vmap(lambda group: group_gradient(theta, group, behavior, form, log_z))(groups)
+    return jnp.prod(behavior[groups], axis=1) @ gradients
+
+
+def regularised_reward(theta: jax.Array) -> jax.Array:
+    """E[r] − β KL(π_θ‖π_ref), exactly."""
+    logprobs = jax.nn.log_softmax(theta)
+    return jnp.sum(jnp.exp(logprobs) * (REWARD - BETA * (logprobs - REF_LOGPROBS)))
+
+
+@pytest.mark.parametrize("K", [2, 3])
+@pytest.mark.parametrize("form", EXPECTED_SCALE)
+def test_on_policy_the_expected_gradient_is_that_of_the_regularised_reward(form, K):
+    found = np.asarray(expected_gradient(jnp.asarray(THETA), jax.nn.softmax(THETA), K=K, form=form))
+    ascent = np.asarray(jax.grad(regularised_reward)(jnp.asarray(THETA)))
+    assert np.abs(ascent).max() > 0.05
+    np.testing.assert_allclose(found, EXPECTED_SCALE[form](K) * ascent, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_from_the_reference_every_objective_raises_the_reward(form):
+    """On-policy, in expectation, where the KL is at its least: descent goes the way of ∇E[r], of raft and online_dpo about so."""
+    found = np.asarray(expected_gradient(jnp.asarray(REF_LOGPROBS), jnp.exp(REF_LOGPROBS), K=3, form=form))
+    ascent = np.asarray(jax.grad(lambda theta: jax.nn.softmax(theta) @ REWARD)(jnp.asarray(REF_LOGPROBS)))
+    cosine = -found @ ascent / np.linalg.norm(found) / np.linalg.norm(ascent)
+    assert cosine > (1 - 1e-9 if form in (*EXPECTED_SCALE, "vine_ppo", "dr_grpo") else 0.8)
+
+
+@pytest.mark.parametrize("form", EXPECTED_SCALE)
+def test_off_policy_only_importance_weights_keep_it(form):
+    """Of responses of one token, where no weight is clipped."""
+    found = np.asarray(expected_gradient(jnp.asarray(THETA), jnp.asarray(SKEWED), K=2, form=form))
+    expected = EXPECTED_SCALE[form](2) * np.asarray(jax.grad(regularised_reward)(jnp.asarray(THETA)))
+    if form in ("tba_prime", "proximal_rloo", "ppo"):
+        np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
+    else:
+        assert np.abs(found - expected).max() > 0.1 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("behavior", [UNIFORM, SKEWED], ids=["uniform", "skewed"])
+def test_whoever_samples_the_optimum_is_the_target(behavior):
+    """Of full support: no gradient at p*, some elsewhere, and its descent from anywhere ends at p*."""
+    behavior = jnp.asarray(behavior)
+    assert np.abs(expected_gradient(jnp.asarray(OPTIMUM), behavior, K=2)).max() < 1e-12
+    assert np.abs(expected_gradient(jnp.asarray(OPTIMUM).at[0].add(0.1), behavior, K=2)).max() > 1e-3
+
+    @jax.jit
+    def descend(theta: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, 2000, lambda _, theta: theta - 0.5 * expected_gradient(theta, behavior, K=2), theta)
+
+    for start in (THETA, -THETA):
+        reached = jax.nn.softmax(descend(jnp.asarray(start)))
+        np.testing.assert_allclose(reached, jax.nn.softmax(OPTIMUM), atol=1e-6)
+
+
+def test_a_truncated_sampler_alone_misses_the_target():
+    """What is never sampled is never corrected: any policy with p*'s ratios on the rest has no gradient."""
+    missed = jnp.asarray(OPTIMUM).at[4].add(1.5)
+    assert np.abs(expected_gradient(missed, jnp.asarray([0.4, 0.3, 0.2, 0.1, 0.0]), K=2)).max() < 1e-12
+    assert np.abs(expected_gradient(missed, jnp.asarray(UNIFORM), K=2)).max() > 1e-2
+
+
+def optimal_batch() -> tuple[PolicyOutputs, ObjectiveInputs]:
+    """log π_θ = log p̃ − log Z(x) on every row, on tokens of which some are masked."""
+    outputs, inputs = random_batch(3, 4, 6, ref_temperature=1.3, reward_temperature=0.6)
+    inputs.mask[:, 0] = True
+    log_z = np.repeat([-2.0, 0.5, 7.0], 4)
+    missing = np.array(log_targets(inputs)) - log_z - np.array(row_sums(outputs.logprobs, inputs.mask))
+    logprobs = outputs.logprobs.copy()
+    logprobs[:, 0] += missing
+    return dataclasses.replace(outputs, logprobs=logprobs, log_z=log_z), inputs
+
+
+@pytest.mark.parametrize("name", ["trajectory_balance", "learned_log_z"])
+def test_the_optimum_has_no_loss_and_no_gradient(name):
+    loss, gradient = evaluate(name, *optimal_batch())
+    assert loss < 1e-20
+    assert max(np.abs(gradient.logprobs).max(), np.abs(gradient.log_z).max()) < 1e-10
+
+
+def test_a_wrong_log_z_costs_its_square_where_it_is_learned():
+    outputs, inputs = optimal_batch()
+    outputs = dataclasses.replace(outputs, log_z=outputs.log_z + 0.5)
+    loss, gradient = evaluate("learned_log_z", outputs, inputs)
+    np.testing.assert_allclose(loss, 0.25)
+    np.testing.assert_allclose(gradient.log_z, 2 * 0.5 / 12)
+    assert evaluate("trajectory_balance", outputs, inputs)[0] < 1e-20
+
+
+@pytest.mark.parametrize("temperatures", [(1.0, 1.0), (1.7, 0.6)], ids=str)
+def test_tba_prime_without_weights_is_trajectory_balance(temperatures):
+    """Its gradient is β/(2R) of trajectory balance's where no log-ratio is clipped, and another where one is."""
+    R, (gamma, tau) = 7, temperatures
+    settings = dict(ref_temperature=gamma, reward_temperature=tau, importance_clip=0.0)
+    for outliers, same in ((0.0, True), (0.1, False)):
+        outputs, inputs = random_batch(3, 4, R, outliers=outliers, **settings)
+        clipped = np.abs(outputs.logprobs - inputs.ref_logprobs / (gamma * tau)) > inputs.settings.log_ratio_clip
+        assert clipped[inputs.mask].any() != same
+        found = evaluate("tba_prime", outputs, inputs)[1].logprobs
+        expected = evaluate("trajectory_balance", outputs, inputs)[1].logprobs * 0.3 / (2 * R)
+        assert np.allclose(found, expected, rtol=1e-10, atol=1e-14) == same
+
+
+def test_on_policy_weights_change_no_gradient():
+    outputs, inputs = random_batch(3, 4, 7, outliers=0.1)
+    inputs = dataclasses.replace(inputs, behavior_logprobs=outputs.logprobs)
+    unweighted = dataclasses.replace(inputs, settings=dataclasses.replace(inputs.settings, importance_clip=0.0))
+    loss, gradient = evaluate("tba_prime", outputs, inputs)
+    other_loss, expected = evaluate("tba_prime", outputs, unweighted)
+    np.testing.assert_allclose(gradient.logprobs, expected.logprobs, rtol=1e-12)
+    assert loss != other_loss
+
+
+def test_only_tokens_above_the_clip_have_no_gradient():
+    outputs, inputs = random_batch(3, 4, 7, outliers=0.1)
+    above = np.exp(outputs.logprobs - inputs.behavior_logprobs) > inputs.settings.importance_clip
+    gradient = evaluate("tba_prime", outputs, inputs)[1].logprobs
+    assert (above & inputs.mask).any() and (~above & inputs.mask).any()
+    np.testing.assert_array_equal(gradient == 0, above | ~inputs.mask)

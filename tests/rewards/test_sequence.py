@@ -1,0 +1,205 @@
+"""Scores of texts: against torch's values and the models one text at a time, in batches, on a mesh; models that are refused."""
+
+import concurrent.futures
+import json
+import logging
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from tba_jax import sharding
+from tba_jax.models.config import EncoderConfig
+from tba_jax.rewards import sequence
+from tests.support import applied, tiny_checkpoints
+from tests.support.tiny_checkpoints import path_of
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
+EOS = "<end>"
+
+
+def mesh(sizes: tuple[int, int, int] = (1, 1, 1)):
+    return sharding.make_mesh(sizes, setting="test", devices=jax.devices()[: int(np.prod(sizes))])
+
+
+def write_tokenizer(folder, *, vocab: int, around: bool) -> None:
+    """One id a word: w<id>. around: special tokens 0 and 2 stand around a text, as RoBERTa's do."""
+    tokenizer = Tokenizer(models.WordLevel({EOS: 2} | {f"w{i}": i for i in range(vocab) if i != 2}, unk_token="w3"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if around:
+        tokenizer.post_processor = processors.TemplateProcessing(single=f"w0 $A {EOS}", special_tokens=[("w0", 0), (EOS, 2)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    folder.joinpath("tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS})
+    )
+
+
+@pytest.fixture(scope="module")
+def reward(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("scorer") / "reward"
+    shutil.copytree(path_of("gpt_neox_reward"), folder)
+    write_tokenizer(folder, vocab=48, around=False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("scorer") / "classifier"
+    shutil.copytree(path_of("roberta_classifier"), folder)
+    write_tokenizer(folder, vocab=40, around=True)
+    return folder
+
+
+def scorer(folder, sizes=(1, 1, 1), **settings):
+    return sequence.SequenceScorer(folder, mesh(sizes), setting="task.reward_path", **settings)
+
+
+def words(ids) -> str:
+    return " ".join(EOS if i == 2 else f"w{i}" for i in ids)
+
+
+def test_a_reward_model_gives_the_scores_of_torch(reward):
+    golden = np.load(reward / "golden.npz")
+    rows = [tokens[mask] for tokens, mask in zip(golden["tokens"], golden["mask"], strict=True)]
+    found = scorer(reward).scores([words(row) for row in rows])
+    assert found.dtype == np.float32 and found.shape == (3, 1)
+    np.testing.assert_allclose(found, golden["scores"], atol=1e-5)
+
+
+def test_a_classifier_gives_the_logits_of_torch(classifier):
+    golden = np.load(classifier / "golden.npz")
+    rows = [tokens[mask] for tokens, mask in zip(golden["tokens"], golden["token_mask"], strict=True)]
+    folder = classifier.parent / "plain"  # golden rows are without the special tokens
+    shutil.copytree(classifier, folder)
+    write_tokenizer(folder, vocab=40, around=False)
+    np.testing.assert_allclose(scorer(folder).scores([words(row) for row in rows]), golden["logits"], atol=1e-5)
+
+
+def random_texts(vocab: int, lengths) -> list[str]:
+    rng = np.random.default_rng(0)
+    return [words(rng.integers(3, vocab, length)) for length in lengths]
+
+
+LENGTHS = [1, 40, 16, 3, 40, 16, 1, 3, 16]
+
+
+def test_every_text_has_the_score_it_has_alone(reward):
+    """In passes of one to four devices, padded to several lengths, and from several threads."""
+    config, params = tiny_checkpoints.load(reward)
+    texts = random_texts(48, LENGTHS)
+    ended = np.arange(len(texts)) % 3 > 0
+    expected = []
+    for text, end in zip(texts, ended, strict=True):
+        ids = [int(word[1:]) for word in text.split()] + [2] * bool(end)
+        row = np.array([ids], np.int32)
+        expected.append(np.asarray(tiny_checkpoints.scores(params, row, np.ones_like(row, bool), config))[0])
+    found = scorer(reward, batch_rows=3).scores(texts, ended=ended)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert np.abs(found - scorer(reward).scores(texts))[ended].min() > 1e-4, "the end is a token that is read"
+    split = scorer(reward, (2, 1, 2), batch_rows=2)
+    np.testing.assert_allclose(split.scores(texts, ended=ended), expected, atol=1e-5)
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        for again in threads.map(lambda _: split.scores(texts, ended=ended), range(8)):
+            np.testing.assert_allclose(again, expected, atol=1e-5)
+    assert scorer(reward).scores([]).shape == (0, 1)
+
+
+def test_a_classifiers_texts_have_their_special_tokens_and_are_cut_at_the_end(classifier, caplog):
+    config = sequence.read_config(classifier, setting="test", compute_dtype="float32")
+    assert isinstance(config, EncoderConfig)
+    made = scorer(classifier)
+    texts = random_texts(40, [5, config.position_limit + 9, 0])
+    with caplog.at_level(logging.WARNING):
+        found = made.scores(texts)
+        made.scores(texts)
+    assert [record.message for record in caplog.records] == [
+        f"texts for task.reward_path={str(classifier)!r} exceed its {config.position_limit} positions and are cut"
+    ]
+    for text, logits in zip(texts, found, strict=True):
+        ids = [0, *(int(word[1:]) for word in text.split()[: config.position_limit - 2]), 2]
+        row = np.array([ids], np.int32)
+        alone = applied.merge(made._params, config).classify(row, np.ones_like(row, bool))
+        np.testing.assert_allclose(logits, np.asarray(alone)[0], atol=1e-5)
+    assert made.labels == ("negative", "neutral", "positive") and made.label("positive") == 2
+
+
+def test_a_reward_models_text_is_cut_at_its_beginning(reward):
+    long, end = random_texts(48, [90, 5])
+    kept = " ".join(f"{long} {end}".split()[-64:])
+    np.testing.assert_allclose(scorer(reward).scores([f"{long} {end}"]), scorer(reward).scores([kept]), atol=1e-6)
+
+
+def test_devices_do_not_wait_for_each_other(reward, classifier):
+    for folder in (reward, classifier):
+        made = scorer(folder, (2, 2, 1), batch_rows=2)
+        tokens, mask = np.zeros((8, 16), np.int32), np.ones((8, 16), bool)
+        text = made._score.lower(made._params, *sharding.put_rows(made._mesh, (tokens, mask))).compile().as_text()
+        assert not [name for name in ("all-reduce", "all-gather", "all-to-all", "collective-permute") if name in text]
+        assert "num_partitions=4" in text
+
+
+def test_bfloat16_weights_take_half_the_memory(reward):
+    made = scorer(reward, compute_dtype="bfloat16")
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(made._params)} == {"bfloat16"}
+    texts = random_texts(48, LENGTHS)
+    whole = scorer(reward).scores(texts)
+    np.testing.assert_allclose(made.scores(texts), whole, atol=0.05 * np.abs(whole).max())
+
+
+def test_what_cannot_be_scored_is_said(reward, classifier, tmp_path):
+    with pytest.raises(ValueError, match=r"task\.reward_path='.*' has no label 'toxic': its labels are 'negative', 'neut"):
+        scorer(classifier).label("toxic")
+    assert scorer(reward).labels == ("LABEL_0",)
+    for name in ("gpt_neox", "roberta_embedding"):
+        with pytest.raises(ValueError, match=r"^task\.reward_path='.*' is not a sequence classifier or reward model"):
+            scorer(path_of(name))
+    with pytest.raises(ValueError, match="holds no tokenizer"):
+        scorer(path_of("gpt_neox_reward"))
+    with pytest.raises(ValueError, match=r"cannot score '', which has no tokens"):
+        scorer(reward).scores([""])
+    shutil.copytree(reward, tmp_path / "endless")
+    (tmp_path / "endless" / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    endless = scorer(tmp_path / "endless")
+    with pytest.raises(ValueError, match=r"has no end-of-sequence token"):
+        endless.scores(["w4"], ended=[True])
+    with pytest.raises(ValueError, match=r"task\.reward_path='.*': its tokenizer has no end-of-sequence token"):
+        scorer(tmp_path / "endless", ends=True)
+    # A weight this large is finite, what is computed of it is not.
+    shutil.copytree(reward, tmp_path / "huge")
+    tiny_checkpoints.edit_weights(tmp_path / "huge", lambda tensors: tensors["score.weight"].fill(3e38))
+    with pytest.raises(FloatingPointError, match=r"gave 2 of 2 texts a score that is not finite; the first ends in 'w4 w5'"):
+        scorer(tmp_path / "huge").scores(["w4 w5", "w6"])
+
+
+def test_a_digest_tells_models_apart(reward, tmp_path):
+    found = sequence.digest(reward)
+    assert found == sequence.digest(reward) and len(found) == 16
+    shutil.copytree(reward, tmp_path / "other")
+    assert sequence.digest(tmp_path / "other") == found
+    tiny_checkpoints.edit_weights(tmp_path / "other", lambda tensors: tensors["score.weight"].__imul__(2))
+    assert sequence.digest(tmp_path / "other") != found
+    shutil.copytree(reward, tmp_path / "words")
+    write_tokenizer(tmp_path / "words", vocab=47, around=False)
+    assert sequence.digest(tmp_path / "words") != found
+    for name in ("chat_template.jinja", "generation_config.json"):
+        before = sequence.digest(tmp_path / "other")
+        (tmp_path / "other" / name).write_text("{}")
+        assert sequence.digest(tmp_path / "other") != before
+
+
+def test_a_digest_of_a_large_file_reads_every_tensor(tmp_path):
+    """A small head at the end, or the last rows of a large tensor."""
+    digests = set()
+    for case in ("as it is", "head", "last row"):
+        large, head = np.zeros((2048, 1024), np.float32), np.zeros((1, 8), np.float32)
+        head[0, 3] = case == "head"
+        large[-1, 5] = case == "last row"
+        folder = tmp_path / case
+        folder.mkdir()
+        save_file({"layers.weight": large, "score.weight": head, "z.weight": large[:64].copy()}, folder / "model.safetensors")
+        digests.add(sequence.digest(folder))
+    assert len(digests) == 3

@@ -1,0 +1,148 @@
+"""Which snapshots wait for the evaluator, and what asking costs; what its reports hold."""
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from tba_jax import sharding
+from tba_jax.experiment import jobs
+from tba_jax.roles import evaluator
+from tba_jax.run import layout, places, snapshots
+from tba_jax.run.snapshots import COMMIT, SnapshotInfo
+from tba_jax.tasks.interface import Scores
+from tests.support import tiny_run
+
+
+@pytest.fixture(params=["folder", "memory"])
+def run(request, tmp_path):
+    shared = places.place("memory://store/shared") if request.param == "memory" else tmp_path / "shared"
+    return layout.RunDir(tmp_path / "own", shared)
+
+
+def publish(run, *steps):
+    for step in steps:
+        folder = run.policies / layout.step_name(step)
+        snapshots.save(folder, {"a": np.zeros(3, np.float32)}, SnapshotInfo(step=step, epoch=1), dtype="float32")
+
+
+def test_only_what_is_newer_is_looked_at(run, monkeypatch):
+    pending = evaluator.PendingSteps(run, every_steps=10, final_step=45)
+    assert pending() == []
+    publish(run, 0, 5, 10, 15, 20, 45)
+    assert pending() == [0, 10, 20, 45]
+    names_in, asked = places.names_in, []
+    monkeypatch.setattr(places, "names_in", lambda *a, **k: (asked.extend(names := names_in(*a, **k)), names)[1])
+    monkeypatch.setattr(places, "exists", None)
+    layout.write_json(run.evaluations / "00000010.json", {})
+    assert pending() == [0, 20, 45]
+    assert asked == ["00000010.json"], "what is known is not listed again"
+
+
+def test_a_snapshot_that_is_committed_later_is_not_missed(run):
+    """A killed trainer may leave one without a commit, which the next one writes again, behind others or not."""
+    pending = evaluator.PendingSteps(run, every_steps=10, final_step=99)
+    places.write_bytes(run.policies / "00000010" / "a" / "zarr.json", b"{")
+    publish(run, 0, 20)
+    assert pending() == [0, 20] == pending()
+    layout.write_json(run.policies / "00000010" / COMMIT, {})
+    publish(run, 30)
+    assert pending() == [0, 10, 20, 30]
+
+
+@pytest.mark.parametrize("samples, right", [(1, 1), (4, 0), (4, 1), (4, 3), (4, 4), (7, 2), (16, 5)])
+def test_pass_at_k_is_the_share_of_subsets_that_hold_a_right_one(samples, right):
+    given = [True] * right + [False] * (samples - right)
+    for k in range(1, samples + 1):
+        subsets = [any(subset) for subset in itertools.combinations(given, k)]
+        found = evaluator.pass_at(np.array([right, samples]), samples, k)
+        np.testing.assert_allclose(found, [np.mean(subsets), 1], rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "answers, right, share",
+    [
+        (["3", "4", "3"], [True, False, True], 1),
+        (["3", "4", "4"], [True, False, False], 0),
+        (["3", "4"], [True, False], 0.5),
+        (["", "", "3"], [False, False, True], 1),  # nothing is no answer
+        (["", ""], [False, False], 0),
+        (["3", "3"], [True, False], 0.5),  # one was cut at the limit, say
+    ],
+)
+def test_the_majority_is_right_as_often_as_the_most_frequent_answers(answers, right, share):
+    assert evaluator.majority(answers, right) == share
+
+
+def test_a_report_of_several_samples(tmp_path, monkeypatch):
+    first = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda *_: first)
+    c = tiny_run.config(evaluation__samples_per_query=4, evaluation__batch_size=8, task__arithmetic__digits=1)
+    c.task.arithmetic.train_queries, c.task.arithmetic.heldout_queries = 20, 8
+    s = tiny_run.settings(tmp_path, c)
+    jobs.reference(s)()
+    snapshots.save(
+        s.run.policies / "00000000",
+        snapshots.load(
+            s.run.reference(layout.read_json(s.run.initial_reference)["id"]),
+            s.experiment.policy.model_specs,
+            s.experiment.policy.model_shardings(sharding.make_mesh((-1, 1, 1), setting="evaluation.mesh")),
+            dtype="float32",
+        ),
+        SnapshotInfo(step=0, epoch=1),
+        dtype="float32",
+    )
+    made = jobs._make_evaluator(s)
+    seen: list[list[dict]] = []
+    respond = made._respond
+    made._respond = lambda **asked: seen.append(respond(**asked)) or seen[-1]
+    report = made.evaluate(0)
+    greedy, sampled = seen
+    assert (len(greedy), len(sampled)) == (8, 32)
+    prompts = [query.query.prompt for query in made._queries]
+    assert [response["query"] for response in sampled] == prompts * 4
+    assert len({response["response"] for response in sampled}) > 8
+    of_queries = [[response for response in sampled if response["query"] == prompt] for prompt in prompts]
+    assert report["sampled_reward"] == pytest.approx(np.mean([response["reward"] for response in sampled]))
+    for k in (1, 2, 4):
+        solved = [any(r["reward"] for r in some) for each in of_queries for some in itertools.combinations(each, k)]
+        assert report[f"pass@{k}"] == pytest.approx(np.mean(solved))
+    assert report["unscored"] == 0 and {name for name in report if "@" in name} == {"pass@1", "pass@2", "pass@4"}
+
+    # Rewards that could not be found count nowhere.
+    class Failing:
+        def __getattr__(self, name):
+            return getattr(s.experiment.task, name)
+
+        def rewards(self, queries, responses, finished):
+            reward = np.where(np.arange(len(queries)) % 2 == 0, 1, np.nan).astype(np.float32)
+            return Scores(reward, reward[:, None])
+
+        def final_answer(self, response):
+            return response[:1]
+
+    made._task = Failing()
+    report = made.evaluate(0)
+    assert report["unscored"] == 20 and report["greedy_reward"] == report["sampled_reward"] == report["pass@4"] == 1
+    assert 0 < report["majority@4"] <= 1
+    assert [response["reward"] for response in report["samples"]["greedy"]] == [1, None]
+
+    # What a task measures besides is asked of all greedy, and of all sampled responses.
+    class Measuring:
+        def __getattr__(self, name):
+            return getattr(s.experiment.task, name)
+
+        def measures(self, queries, responses, finished, rewards):
+            assert [query.prompt for query in queries] == prompts * (len(queries) // 8)
+            assert finished.dtype == bool and rewards.dtype == np.float32
+            return {measure: len(responses), "unmeasured": np.nan}
+
+    made._task = Measuring()
+    measure = "count"
+    report = made.evaluate(0)
+    assert report["greedy_count"] == 8 and report["sampled_count"] == 32 and np.isnan(report["greedy_unmeasured"])
+    assert layout.read_json(s.run.evaluations / "00000000.json")["sampled_unmeasured"] is None
+    measure = "reward"
+    with pytest.raises(ValueError, match=r"measures\(\) of task Measuring gave 'reward', and greedy_reward is another figure"):
+        made.evaluate(0)

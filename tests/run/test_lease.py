@@ -1,0 +1,185 @@
+"""The epoch lease: one trainer at a time, takeovers, and what a stale one is told."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tba_jax.run import layout
+from tba_jax.run.lease import EpochLease, LeaseHeld, StaleEpoch
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from tba_jax.run.lease import EpochLease
+print(EpochLease.acquire(Path(sys.argv[1])).epoch, flush=True)
+time.sleep(60)
+"""
+
+
+def start_holder(folder: Path) -> subprocess.Popen:
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent.parent)}
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(folder)], stdout=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout.readline().strip()
+    return process
+
+
+def lease_path(folder: Path, epoch: int) -> Path:
+    return folder / f"epoch-{epoch:06d}.lease"
+
+
+def edit(path: Path, **changes):
+    layout.write_json(path, layout.read_json(path) | changes)
+
+
+def test_a_running_trainer_is_not_disturbed_and_a_killed_one_is_replaced_at_once(tmp_path):
+    folder = tmp_path / "run" / "journal"
+    process = start_holder(folder)
+    try:
+        with pytest.raises(LeaseHeld, match=f"run is held .*process {process.pid} on host") as held:
+            EpochLease.acquire(folder)
+        assert "epoch 1" in str(held.value)
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+    # Not waited for yet: a zombie holds nothing.
+    deadline = time.monotonic() + 5
+    while Path(f"/proc/{process.pid}/stat").exists() and time.monotonic() < deadline:
+        if Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            break
+        time.sleep(0.01)
+    lease = EpochLease.acquire(folder)
+    process.wait()
+    assert lease.epoch == 2
+    with pytest.raises(LeaseHeld, match=str(os.getpid())):
+        EpochLease.acquire(folder)
+    lease.release()
+
+
+def test_a_reused_process_id_is_not_the_holder(tmp_path):
+    EpochLease.acquire(tmp_path).release()
+    edit(lease_path(tmp_path, 1), released=False, pid_start="1")
+    assert EpochLease.acquire(tmp_path).epoch == 2
+
+
+def test_a_released_lease_is_free_at_once(tmp_path):
+    first = EpochLease.acquire(tmp_path)
+    first.check()
+    first.release()
+    second = EpochLease.acquire(tmp_path)
+    assert (first.epoch, second.epoch) == (1, 2)
+    second.check()
+    with pytest.raises(StaleEpoch, match=r"holds epoch 1 .*epoch 2 has been taken"):
+        first.check()
+    second.release()
+
+
+ELSEWHERE = pytest.mark.parametrize(
+    "elsewhere", [{"host": "other"}, {"boot_id": "other"}, {"pid_namespace": "other"}], ids=lambda changes: next(iter(changes))
+)
+
+
+@ELSEWHERE
+def test_a_holder_elsewhere_is_waited_for_until_its_heartbeat_is_old(tmp_path, elsewhere):
+    EpochLease.acquire(tmp_path).release()
+    edit(lease_path(tmp_path, 1), released=False, heartbeat=time.time() - 0.2, **elsewhere)
+    begin = time.monotonic()
+    assert EpochLease.acquire(tmp_path, ttl_seconds=1.0).epoch == 2
+    assert time.monotonic() - begin > 0.7
+
+
+def test_an_old_heartbeat_elsewhere_is_not_waited_for(tmp_path):
+    EpochLease.acquire(tmp_path).release()
+    edit(lease_path(tmp_path, 1), released=False, heartbeat=time.time() - 3601, host="other")
+    begin = time.monotonic()
+    assert EpochLease.acquire(tmp_path, ttl_seconds=60).epoch == 2
+    assert time.monotonic() - begin < 20
+
+
+def test_a_clock_that_is_behind_is_given_half_the_time_to_live_to_renew(tmp_path):
+    EpochLease.acquire(tmp_path).release()
+    path, behind = lease_path(tmp_path, 1), 1800
+    edit(path, released=False, heartbeat=time.time() - behind, host="other")
+    renewal = threading.Timer(0.5, lambda: edit(path, heartbeat=time.time() - behind))
+    renewal.start()
+    with pytest.raises(LeaseHeld, match="which renews its lease"):
+        EpochLease.acquire(tmp_path, ttl_seconds=15)
+    renewal.join()
+    begin = time.monotonic()
+    assert EpochLease.acquire(tmp_path, ttl_seconds=1.0).epoch == 2
+    assert 0.4 < time.monotonic() - begin < 0.9
+
+
+def test_a_clock_that_is_ahead_holds_up_no_longer_than_the_time_to_live(tmp_path):
+    EpochLease.acquire(tmp_path).release()
+    edit(lease_path(tmp_path, 1), released=False, heartbeat=time.time() + 7200, host="other")
+    assert EpochLease.acquire(tmp_path, ttl_seconds=0.3).epoch == 2
+
+
+@pytest.mark.parametrize("take", [EpochLease.acquire, EpochLease.refuse_if_held])
+def test_a_holder_elsewhere_that_renews_its_lease_is_not_disturbed(tmp_path, take):
+    EpochLease.acquire(tmp_path).release()
+    path = lease_path(tmp_path, 1)
+    edit(path, released=False, heartbeat=time.time(), host="other")
+    renewal = threading.Timer(0.5, lambda: edit(path, heartbeat=time.time()))
+    renewal.start()
+    begin = time.monotonic()
+    with pytest.raises(LeaseHeld, match=r"on host other \(epoch 1\), which renews its lease; stop it first"):
+        take(tmp_path, ttl_seconds=15)
+    assert time.monotonic() - begin < 10
+    renewal.join()
+
+
+def test_the_heartbeat_is_renewed(tmp_path):
+    lease = EpochLease.acquire(tmp_path, ttl_seconds=0.15)
+    first = layout.read_json(lease_path(tmp_path, 1))
+    deadline = time.monotonic() + 5
+    while layout.read_json(lease_path(tmp_path, 1))["heartbeat"] <= first["heartbeat"] and time.monotonic() < deadline:
+        time.sleep(0.02)
+    later = layout.read_json(lease_path(tmp_path, 1))
+    assert later["heartbeat"] > first["heartbeat"]
+    assert later["pid"] == os.getpid() and not later["released"]
+    lease.release()
+    assert layout.read_json(lease_path(tmp_path, 1))["released"]
+
+
+def test_a_lease_without_content_counts_from_its_creation(tmp_path):
+    lease_path(tmp_path, 1).write_text("")
+    begin = time.monotonic()
+    assert EpochLease.acquire(tmp_path, ttl_seconds=0.5).epoch == 2
+    assert time.monotonic() - begin > 0.4
+
+
+def test_many_contenders_get_one_lease(tmp_path):
+    program = (
+        "import sys; from pathlib import Path; from tba_jax.run.lease import *\n"
+        "try:\n    print(EpochLease.acquire(Path(sys.argv[1])).epoch, flush=True)\n"
+        "except LeaseHeld:\n    print('held', flush=True)\nsys.stdin.read()"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent.parent)}
+    contenders = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(tmp_path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for _ in range(4)
+    ]
+    answers = sorted(process.stdout.readline().strip() for process in contenders)
+    for process in contenders:
+        process.communicate("")
+    assert answers == ["1", "held", "held", "held"]
+
+
+def test_bad_settings_and_damaged_leases(tmp_path):
+    with pytest.raises(ValueError, match="ttl_seconds=0"):
+        EpochLease.acquire(tmp_path, ttl_seconds=0)
+    lease_path(tmp_path, 1).write_text(json.dumps({"released": True}))
+    assert EpochLease.acquire(tmp_path).epoch == 2

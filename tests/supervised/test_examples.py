@@ -1,0 +1,147 @@
+"""JSON lines to examples: what is kept, what is refused and by which words, and the split into train and held-out ones."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from configs import supervised as recipe
+from tba_jax.supervised import examples
+from tba_jax.text.tokenizers import CharacterTokenizer
+
+TOKENIZER = CharacterTokenizer("abcdefgh:")  # encode begins with 1; 2 is the end of sequence, a is 3
+LIMITS = {"prompt_length": 8, "response_length": 16, "heldout_share": 0.3}
+
+
+def write(path: Path, lines: list[Any]) -> Path:
+    """Lines as bytes, as text, or as what is to be written as JSON."""
+    texts = [line if isinstance(line, (bytes, str)) else json.dumps(line) for line in lines]
+    path.write_bytes(b"".join((text if isinstance(text, bytes) else text.encode()) + b"\n" for text in texts))
+    return path
+
+
+def load(train: Path, kind: str = "sft", **changes: Any) -> examples.Data:
+    c = recipe.get_config().data
+    c.update({**LIMITS, "train": str(train), **changes})
+    return examples.load(c, kind, TOKENIZER)
+
+
+def words(count: int, seed: int) -> list[str]:
+    rng = np.random.default_rng(seed)
+    return ["".join(rng.choice(list("abcdefgh"), 6)) for _ in range(count)]
+
+
+def test_a_line_becomes_token_ids(tmp_path):
+    first = {"prompt": "a:", "response": "bc", "chosen": "bb", "rejected": "", "source": 7}
+    train = write(tmp_path / "train.jsonl", [b"\xef\xbb\xbf" + json.dumps(first).encode(), "", {**first, "prompt": "b:"}])
+    heldout = str(write(tmp_path / "heldout.jsonl", [first]))
+    data = load(train, heldout=heldout)
+    assert [[ids.tolist() for ids in example] for example in data.train] == [[[1, 3, 11], [4, 5, 2]], [[1, 4, 11], [4, 5, 2]]]
+    assert [[ids.tolist() for ids in example] for example in data.heldout] == [[[1, 3, 11], [4, 5, 2]]]
+    pairs = load(train, "reward", heldout=heldout, chosen_field="response")
+    assert [ids.tolist() for ids in pairs.train[1]] == [[1, 4, 11], [4, 5, 2], [2]]
+    assert len({data.fingerprint, pairs.fingerprint, load(train, heldout=str(train)).fingerprint}) == 3
+    assert load(train, heldout=heldout).fingerprint == data.fingerprint
+
+
+def test_examples_of_one_prompt_are_split_by_their_answers(tmp_path):
+    """Attacks of red-teaming, say. A line that stands twice stays on one side."""
+    lines = [{"prompt": "a:", "response": word} for word in words(60, 3)]
+    data = load(write(tmp_path / "train.jsonl", [*lines, *lines]))
+    assert 60 < len(data.train) < 110 and len(data.train) + len(data.heldout) == 120
+    of_train, of_heldout = ({tuple(example[1].tolist()) for example in split} for split in (data.train, data.heldout))
+    assert not of_train & of_heldout
+
+
+def test_batches_are_padded_and_filled():
+    ids = [tuple(np.array(part, np.int32) for part in row) for row in ([[1, 3], [4, 2], [2]], [[1, 3, 11], [2], [5, 5, 2]])]
+    pairs = examples.make_batch(ids, rows=3, prompt_length=4, response_length=3, pad_id=0)
+    np.testing.assert_array_equal(pairs.prompt_tokens, [[0, 0, 1, 3], [0, 1, 3, 11], [0, 0, 0, 0]])
+    np.testing.assert_array_equal(pairs.prompt_length, [2, 3, 1])
+    np.testing.assert_array_equal(pairs.response_tokens, [[[4, 2, 0], [2, 0, 0]], [[2, 0, 0], [5, 5, 2]], [[0] * 3] * 2])
+    np.testing.assert_array_equal(pairs.response_length, [[2, 1], [1, 3], [0, 0]])
+    assert float(pairs.size) == 2
+    single = examples.make_batch([row[:2] for row in ids], rows=2, prompt_length=4, response_length=3, pad_id=0)
+    np.testing.assert_array_equal(single.response_tokens, [[4, 2, 0], [2, 0, 0]])
+    assert single.response_length.tolist() == [2, 1] and float(single.size) == 3
+
+
+def test_the_split_by_hash_keeps_prompts_apart_and_stays(tmp_path):
+    lines = [{"prompt": word, "response": "a" * count} for word in words(100, seed=1) for count in (1, 2)]
+
+    def split(lines: list[Any]) -> tuple[set[bytes], set[bytes]]:
+        data = load(write(tmp_path / "lines.jsonl", lines))
+        assert len(data.train) + len(data.heldout) == len(lines)
+        return {prompt.tobytes() for prompt, _ in data.train}, {prompt.tobytes() for prompt, _ in data.heldout}
+
+    train, heldout = split(lines)
+    assert not train & heldout and 0.2 < len(heldout) / len(train | heldout) < 0.4
+    more_train, more_heldout = split([*({"prompt": word, "response": "b"} for word in words(50, seed=2)), *reversed(lines)])
+    assert train <= more_train and heldout <= more_heldout
+
+
+def test_long_and_identical_examples_are_left_out_and_counted(tmp_path):
+    lines = [
+        *({"prompt": word, "chosen": "a", "rejected": "b"} for word in words(40, seed=1)),
+        {"prompt": "a:", "chosen": "a" * 15, "rejected": "b"},
+        {"prompt": "a:", "chosen": "a", "rejected": "b" * 16},  # 17 tokens with the end
+        {"prompt": "a" * 8, "chosen": "a", "rejected": "b"},  # 9 with the beginning
+        {"prompt": "a:", "chosen": "a", "rejected": "a"},
+    ]
+    data = load(write(tmp_path / "train.jsonl", lines), "reward", long_examples="skip", identical_pairs="skip")
+    assert data.skipped == {"too long": 2, "identical": 1} and len(data.train) + len(data.heldout) == 41
+
+
+# Lines, kind, changed settings -> words of the sentence; {} is the file.
+GOOD = {"prompt": "ab:", "chosen": "ba", "rejected": "b", "response": "ba"}
+HAS = "(line has prompt, chosen, rejected, response)"
+BAD_LINES: dict[str, tuple[list[Any], str, dict[str, Any], str]] = {
+    "missing": (
+        [GOOD, {"prompt": "a", "rejected": "b"}],
+        "reward",
+        {},
+        "data.train {} line 2: field 'chosen' is missing (line has prompt, rejected)",
+    ),
+    "renamed": ([GOOD], "sft", {"response_field": "answer"}, f"data.train {{}} line 1: field 'answer' is missing {HAS}"),
+    "not JSON": ([GOOD, GOOD, "{'prompt'"], "sft", {}, "data.train {} line 3: not valid JSON"),
+    "not UTF-8": ([GOOD, b"\xff"], "sft", {}, "data.train {} line 2: not valid JSON in UTF-8"),
+    "not a string": ([{**GOOD, "chosen": [1]}], "reward", {}, "line 1: field 'chosen' must be a string, found [1]"),
+    "half a character": ([{**GOOD, "response": "\ud800"}], "sft", {}, "line 1: field 'response' holds half of a UTF-16 pair"),
+    "not an object": (["[1]"], "sft", {}, "line 1: expected an object, found '[1]'"),
+    "alphabet": ([GOOD, {**GOOD, "response": "z"}], "sft", {}, "line 2: field 'response': character 'z'"),
+    "empty": ([], "sft", {}, "data.train {} holds no examples"),
+    "blank": (["", "  "], "sft", {}, "data.train {} holds no examples"),
+    "long response": (
+        [GOOD, {**GOOD, "response": "a" * 20}],
+        "sft",
+        {},
+        "1 of the 2 examples of data.train {} are too long, first line 2: field 'response' has 21 tokens, end of sequence "
+        "included, data.response_length=16; raise it, or set data.long_examples=skip",
+    ),
+    "long prompt": ([{**GOOD, "prompt": "a" * 20}], "sft", {}, "field 'prompt' has 21 tokens, data.prompt_length=8; raise it"),
+    "all too long": (
+        [{**GOOD, "prompt": "a" * 20}],
+        "sft",
+        {"long_examples": "skip"},
+        "none of the 1 examples of data.train {} is left: 1 are too long, 0 pairs are identical",
+    ),
+    "identical": (
+        [GOOD, {**GOOD, "rejected": "ba"}],
+        "reward",
+        {},
+        "in 1 of the 2 examples of data.train {} fields 'chosen' and 'rejected' hold the same text, first in line 2",
+    ),
+    "one prompt": ([GOOD] * 9, "sft", {}, "data.heldout_share=0.3 splits the examples of data.train {} into"),
+    "held-out file": ([GOOD], "sft", {"heldout": "/nowhere.jsonl"}, "data.heldout /nowhere.jsonl cannot be read: No such file"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_LINES)
+def test_bad_lines_are_named(tmp_path, case):
+    lines, kind, changes, sentence = BAD_LINES[case]
+    train = write(tmp_path / "train.jsonl", lines)
+    with pytest.raises(ValueError) as refused:
+        load(train, kind, **changes)
+    assert sentence.format(train) in str(refused.value)

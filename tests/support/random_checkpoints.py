@@ -1,0 +1,112 @@
+"""Checkpoints with random weights, made on the spot: the architecture of a preset, tiny, with a real tokenizer."""
+
+import dataclasses
+import functools
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from tba_jax.models.hugging_face import export
+from tba_jax.models.parameters import Params
+from tba_jax.models.presets import PRESETS
+from tba_jax.text.tokenizers import HuggingFaceTokenizer
+from tests.support import applied, tiny_checkpoints
+
+END = "<|endoftext|>"
+
+
+def byte_tokenizer(folder: Path) -> Path:
+    """A tokenizer of one id a byte, and END. Returns the folder."""
+    folder.mkdir()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({character: i for i, character in enumerate([END, *alphabet])}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.add_special_tokens([END])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def write(
+    folder: Path,
+    preset: str,
+    tokenizer: Path,
+    *,
+    labels: int = 0,
+    seed: int = 0,
+    p_end: float = 0.0,
+    temperature: float = 1.0,
+) -> Path:
+    """A Hugging Face folder: two layers of the preset's kind, and the tokenizer's files. Returns the folder.
+
+    labels: of a sequence classifier, one for a reward model; 0: a language model.
+    p_end: about how likely a language model ends its response at any token, at that temperature; 0: as likely as any other.
+    """
+    own = folder.parent / f"{folder.name}-tokenizer"
+    shutil.copytree(tokenizer, own, ignore=shutil.ignore_patterns("model_config.json"))
+    if not (own / "tokenizer_config.json").exists():
+        own.joinpath("tokenizer_config.json").write_text(
+            json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END})
+        )
+    read = HuggingFaceTokenizer(own)
+    shape = PRESETS[preset]
+    groups = 2 if shape.kv_heads < shape.heads else 1
+    model = dataclasses.replace(
+        shape,
+        layers=2,
+        width=32,
+        heads=2,
+        kv_heads=2 // groups,
+        head_size=16,
+        rotary_size=4 if shape.rotary_size else 0,
+        ffn=48,
+        vocab=read.vocab_size,
+        max_positions=2048,
+        **(dict(head="score", labels=labels) if labels else {}),
+    )
+    params = jax.jit(functools.partial(applied.init, config=model))(jax.random.key(seed))
+    if p_end:
+        end_often(params, read.eos_id, temperature * np.log(read.vocab_size * p_end / (1 - p_end)))
+    export.save(
+        folder,
+        model,
+        params,
+        dtype="float32",
+        token_ids={"eos_token_id": read.eos_id, "pad_token_id": read.pad_id},
+        tokenizer=functools.partial(export.copy_tokenizer, own),
+    )
+    return folder
+
+
+def end_often(params: Params, eos_id: int, logit: float) -> None:
+    """Changes params: the logits of random weights are about the same, the end's is now higher by about that much."""
+    width = params["embedding"]["weight"].shape[1]
+    # What all embeddings share is what the last norm leaves of every position; of mean zero, as LayerNorm subtracts means.
+    shared = jnp.tile(jnp.array([1.0, -1.0]), width // 2)
+    params["embedding"]["weight"] += 0.1 * shared
+    name, ids = ("lm_head", (slice(None), eos_id)) if "lm_head" in params else ("embedding", (eos_id,))
+    params[name]["weight"] = params[name]["weight"].at[ids].add(shared * logit / width)
+
+
+def write_encoder(folder: Path, fixture: str, tokenizer: Path, *, labels: Sequence[str] = ()) -> Path:
+    """The tiny encoder of that name for the ids of another tokenizer: random word embeddings, and other names of its labels."""
+    shutil.copytree(tiny_checkpoints.path_of(fixture), folder)
+    shutil.copy(tokenizer / "tokenizer.json", folder)
+    vocab = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
+
+    def resize(tensors: dict[str, np.ndarray]) -> None:
+        (name,) = (name for name in tensors if name.endswith("word_embeddings.weight"))
+        width = tensors[name].shape[1]
+        tensors[name] = np.random.default_rng(0).normal(0, 0.3, (vocab, width)).astype(np.float32)
+
+    tiny_checkpoints.edit_weights(folder, resize)
+    settings = json.loads((folder / "config.json").read_text()) | {"vocab_size": vocab}
+    if labels:
+        settings["id2label"] = {str(i): label for i, label in enumerate(labels)}
+    (folder / "config.json").write_text(json.dumps(settings))
+    return folder

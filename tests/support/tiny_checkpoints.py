@@ -1,0 +1,107 @@
+"""The tiny checkpoints of tests/fixtures (make_fixtures.py): loading them, editing copies of them, and running them."""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from tba_jax import sharding
+from tba_jax.models import kv_cache
+from tba_jax.models.config import DecoderConfig
+from tba_jax.models.hugging_face import load as load_lib
+from tests.support import applied
+
+FIXTURES = Path(__file__).resolve().parent.parent / "fixtures"
+LANGUAGE_MODELS = ("llama_untied", "llama_tied", "llama_biased", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neox")
+REAL_MODELS = ("TinyStories-656K", "stories260K-hf")
+
+
+def path_of(name: str) -> Path:
+    return FIXTURES / f"tiny_{name}"
+
+
+def make_mesh(sizes: tuple[int, int, int]) -> jax.sharding.Mesh:
+    return sharding.make_mesh(sizes, setting="trainer.mesh", devices=jax.devices()[: int(np.prod(sizes))])
+
+
+def load(folder: Path, sizes: tuple[int, int, int] = (1, 1, 1), fresh: jax.Array | None = None, **asked: Any) -> tuple[Any, Any]:
+    """config and params. asked: further arguments of read_config."""
+    config = load_lib.read_config(folder, compute_dtype="float32", **asked)
+    shardings = applied.shardings(config, make_mesh(sizes))
+    return config, load_lib.load_params(folder, config, shardings, fresh=fresh)
+
+
+def edit_config(folder: Path, **settings: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+
+
+def edit_weights(folder: Path, edit: Any) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def shard_weights(folder: Path, count: int = 2) -> list[Path]:
+    """Rewrites model.safetensors as `count` shards with an index, tensors in turn."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    weight_map = {name: names[i % count] for i, name in enumerate(sorted(tensors))}
+    for shard in names:
+        save_file({name: tensors[name] for name in tensors if weight_map[name] == shard}, folder / shard)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return [folder / name for name in names]
+
+
+def assert_same_params(found: Any, expected: Any) -> None:
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+# Compiled without optimisation: the models are tiny, and the tests are many.
+_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+@functools.partial(_jit, static_argnames="config")
+def logits(params: Any, tokens: jax.Array, mask: jax.Array, config: DecoderConfig) -> jax.Array:
+    """float32[B, T, V]."""
+    hidden = applied.hidden_states(params, tokens, mask, config=config, remat="none")
+    return applied.logits_of(params, hidden.reshape(-1, config.width), config=config).reshape(*tokens.shape, -1)
+
+
+@functools.partial(_jit, static_argnames="config")
+def scores(params: Any, tokens: jax.Array, mask: jax.Array, config: DecoderConfig) -> jax.Array:
+    """float32[B, labels]."""
+    return applied.sequence_scores(params, tokens, mask, config=config, remat="none")
+
+
+_unstack = _jit(kv_cache.unstack, static_argnames="config")
+_prefill = _jit(applied.prefill, static_argnames="config")
+_step = _jit(applied.decode_step, static_argnames="config")
+
+
+def greedy(params: Any, config: DecoderConfig, prompt: np.ndarray, count: int) -> list[int]:
+    """The greedy continuation by prefill and cached steps."""
+    P = len(prompt)
+    params = _unstack(params, config=config)
+    logits, shared = _prefill(params, prompt[None], np.array([P], np.int32), config=config)
+    own = jax.tree.map(lambda x: np.zeros((1, x.shape[1], count, x.shape[3]), x.dtype), shared)
+    tokens = []
+    for t in range(count):
+        tokens.append(int(np.argmax(logits)))
+        masks = kv_cache.Masks(prompt=np.ones((1, 1, P), bool), own=np.arange(count)[None] <= t)
+        token, position = np.array([tokens[-1]], np.int32), np.array([P + t], np.int32)
+        logits, own = _step(params, token, position, np.int32(t), shared, own, masks, config=config)
+    return tokens
+
+
+def token_logprobs(logits: Any, tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """float64[pairs]: log-probs of real tokens that follow real tokens, the softmax in NumPy."""
+    logits = np.asarray(logits, np.float64)[:, :-1]
+    normalizer = np.log(np.exp(logits).sum(-1))
+    logprobs = np.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0] - normalizer
+    return logprobs[mask[:, 1:] & mask[:, :-1]]

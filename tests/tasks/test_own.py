@@ -1,0 +1,196 @@
+"""Tasks of one's own: loading a class of a file, its settings, and every mistake."""
+
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from configs import base
+from tba_jax.commands import rescore
+from tba_jax.experiment import composition, jobs
+from tba_jax.rewards.responses import reward_texts
+from tba_jax.tasks import own
+from tba_jax.tasks.interface import EncodedQuery, Query, Scores
+from tests.support import tiny_run
+
+TASK = """
+import numpy as np
+from tba_jax.tasks.interface import Query, Scores
+
+class Ones:
+    score_name, reward_parts, reward_version = "ones", ("share",), 1
+    alphabet = "01x="
+
+    def __init__(self, *, count: int, heldout: int = 8):
+        if count < 1:
+            raise ValueError(f"task.custom.count={count} must be at least 1")
+        self._splits = {"train": range(heldout, heldout + count), "heldout": range(heldout)}
+
+    def queries(self, split):
+        return [Query(prompt=f"{i:b}=") for i in self._splits[split]]
+
+    def rewards(self, queries, responses, finished):
+        reward = np.array([response.count("1") / max(len(response), 1) for response in responses], np.float32)
+        return Scores(reward, reward[:, None])
+
+    def worked_examples(self, rng, count):
+        raise ValueError("none")
+
+class Half:
+    score_name = "half"
+
+Number = 3
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "my_task.py"
+    path.write_text(TASK)
+    return path
+
+
+def config(file, **custom):
+    c = base.get_config()
+    c.task.name = f"{file}:Ones"
+    for name, value in custom.items():
+        c.task.custom[name] = value
+    return c
+
+
+@pytest.mark.parametrize(
+    "name, sentence",
+    [
+        ("nowhere.py:Ones", "task.name='{name}': there is no file {folder}/nowhere.py"),
+        ("my_task.py:One", "task.name='{name}': {folder}/my_task.py has no class 'One'; it has Half, Ones"),
+        ("my_task.py:Number", "has no class 'Number'; it has Half, Ones"),
+        ("my_task.py:", "has no class ''; it has Half, Ones"),
+        ("my_task.py:Half", "Half lacks reward_parts, reward_version, queries, rewards, worked_examples"),
+        ("broken.py:Ones", "'{name}': importing it raised SyntaxError: "),
+        ("broken.py:Ones", "(line 2 of {folder}/broken.py)"),
+        ("failing.py:Ones", "ModuleNotFoundError: No module named 'no_such_module' (line 3 of {folder}/failing.py)"),
+        ("leaving.py:Ones", "importing it raised SystemExit: 0 (line 1 of {folder}/leaving.py)"),
+        ("graded.py:Ones", "task.name='{name}': Ones lacks queries (tba_jax/tasks/interface.py, Task)"),
+    ],
+)
+def test_a_name_that_names_no_task_is_refused(file, name, sentence):
+    (file.parent / "broken.py").write_text("x = 1\nclass Ones(:\n")
+    (file.parent / "failing.py").write_text("x = 1\n\nimport no_such_module\n")
+    (file.parent / "leaving.py").write_text("raise SystemExit(0)\n")
+    graded = "from tba_jax.tasks.graders import GradedTask\n\nclass Ones(GradedTask):\n    grade = len\n"
+    (file.parent / "graded.py").write_text(graded)
+    name = f"{file.parent}/{name}"
+    with pytest.raises(ValueError, match=re.escape(sentence.format(name=name, folder=file.parent))):
+        own.load(name)
+
+
+@pytest.mark.parametrize(
+    "settings, sentence",
+    [
+        ({}, "task.custom.count is not set, and the task needs it; it takes count, heldout"),
+        ({"count": 3, "cout": 4}, "task.custom.cout is no setting of the task; it takes count, heldout"),
+        ({"count": 0}, "task.custom.count=0 must be at least 1"),
+    ],
+)
+def test_settings_that_the_class_does_not_take_are_refused(file, settings, sentence):
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}"):
+        own.make(own.load(f"{file}:Ones"), settings, section="task.custom")
+
+
+@pytest.mark.parametrize(
+    "code, sentence",
+    [
+        (
+            "def queries(self, split): return 3 / 0",
+            "queries('train') raised ZeroDivisionError: division by zero (line 31 of {file})",
+        ),
+        ("def queries(self, split): raise SystemExit(0)", "queries('train') raised SystemExit: 0 (line 31 of {file})"),
+        ("def queries(self, split): return None", "queries('train') raised TypeError: 'NoneType' object is not iterable"),
+        ("def queries(self, split): return []", "queries('train') gave none"),
+        (
+            "def queries(self, split): return ['a']",
+            "must give Query(prompt, answer), texts, the first not empty; it gave 'a'",
+        ),
+        ("def queries(self, split): return [Query(prompt=5)]", "it gave Query(prompt=5, answer='')"),
+        ("def queries(self, split): return [Query(prompt='')]", "it gave Query(prompt='', answer='')"),
+        ("def __init__(self): raise KeyError('oops')", "its constructor raised KeyError: 'oops' (line 31 of {file})"),
+    ],
+    ids=lambda text: text[:50],
+)
+def test_what_a_class_does_wrong_is_one_sentence(file, code, sentence):
+    file.write_text(f"{TASK.rstrip()}\n\nclass Wrong(Ones):\n    def __init__(self): super().__init__(count=24)\n    {code}\n")
+    c = base.get_config()
+    c.task.name = f"{file}:Wrong"
+    with pytest.raises(ValueError, match=re.escape(sentence.format(file=file))) as raised:
+        composition.build(c)
+    assert str(raised.value).startswith(f"task.name='{file}:Wrong': ")
+
+
+@pytest.mark.parametrize(
+    "rewards, error, sentence",
+    [
+        ([0.5] * 3, TypeError, "rewards() of task Given must give Scores, and gave list"),
+        (
+            Scores(np.zeros(4), np.zeros((4, 1))),
+            ValueError,
+            "gave reward of shape (4,) and parts of shape (4, 1); for 3 responses",
+        ),
+        (Scores(np.zeros(3), np.zeros(3)), ValueError, "parts of shape (3,); for 3 responses they must be (3,) and (3, 1)"),
+        (SystemExit(3), RuntimeError, "rewards() of task Given left by SystemExit: 3"),
+    ],
+    ids=str,
+)
+def test_rewards_that_are_none_are_refused_by_the_tasks_name(rewards, error, sentence):
+    class Given:
+        reward_parts = ("share",)
+
+        def rewards(self, queries, responses, finished):
+            if isinstance(rewards, SystemExit):
+                raise rewards
+            return rewards
+
+    queries = [EncodedQuery(query=Query(prompt="a"), prompt=(1,))] * 3
+    with pytest.raises(error, match=re.escape(sentence)):
+        reward_texts(["x"] * 3, np.ones(3, bool), queries, task=Given(), missing_eos_reward=None)
+
+
+def test_settings_of_ones_own_go_with_a_task_of_ones_own():
+    c = base.get_config()
+    c.task.custom.count = 3
+    with pytest.raises(ValueError, match=r"^task.custom.count is of a task of one's own, FILE.py:CLASS, and task"):
+        composition.build(c)
+
+
+def test_a_misspelt_setting_beside_them_is_still_refused():
+    with pytest.raises(AttributeError, match="nam"):
+        base.get_config().task.nam = "x"
+
+
+def test_the_run_is_one_wherever_the_file_lies(file, tmp_path, monkeypatch):
+    """The contract names the file and the class without folders; roles that are started elsewhere find the file."""
+    first = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda *_: first)
+    c = tiny_run.config(task__name=f"{file.name}:Ones", schedule__mode="interleaved", learner__steps=2)
+    c.task.custom.count = 24
+    monkeypatch.chdir(tmp_path)
+    s = tiny_run.settings(tmp_path / "run", c)
+    assert s.experiment.contract.task_name == "my_task.py:Ones" and s.experiment.contract.task == {"count": 24}
+    assert jobs.everything(s)() == 0
+    monkeypatch.chdir("/")
+    assert json.loads((tmp_path / "run/config.json").read_text())["config"]["task"]["name"] == str(file) + ":Ones"
+    assert "reward version 1" in rescore.rescore(tmp_path / "run")
+    moved = tmp_path / "elsewhere" / "my_task.py"
+    moved.parent.mkdir()
+    file.rename(moved)
+    assert composition.build(config_of(c, moved)).contract == s.experiment.contract
+    moved.write_text(TASK.replace('("share",), 1', '("share",), 2').replace('count("1")', 'count("0")'))
+    with pytest.raises(ValueError, match="there is no file"):
+        rescore.rescore(tmp_path / "run")
+
+
+def config_of(c, file):
+    c = c.copy_and_resolve_references()
+    c.task.name = f"{file}:Ones"
+    return c

@@ -1,0 +1,219 @@
+"""Tokenizers: round trips, beginnings, continuations, contracts and refusals."""
+
+import io
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from tba_jax.text.tokenizers import CharacterTokenizer, HuggingFaceTokenizer, Tokenizer
+
+
+def write_byte_bpe(folder, *, eos: str | None = "<|end|>", pad: str | None = None):
+    """A byte-level tokenizer without merges: one id a byte, then two added tokens (<|end|> special, <tool> not)."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers
+
+    backend = Backend(models.BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[]))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.add_special_tokens(["<|end|>"])
+    backend.add_tokens(["<tool>"])
+    folder.mkdir(parents=True, exist_ok=True)
+    backend.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "pad_token": pad, "model_max_length": 4}
+    (folder / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in settings.items() if v is not None}))
+    return folder
+
+
+def test_characters_round_trip():
+    tokenizer: Tokenizer = CharacterTokenizer("0123+= ")
+    assert tokenizer.encode("1+2=") == [1, 4, 7, 5, 8]
+    assert tokenizer.decode([0, 0, *tokenizer.encode(" 1+2= 3"), 2, 99]) == " 1+2= 3"
+    assert tokenizer.decode_continuation(tokenizer.encode("1+2="), [9, 6, 2, 0]) == " 3"
+    assert (tokenizer.vocab_size, tokenizer.pad_id, tokenizer.eos_id, tokenizer.special_ids) == (10, 0, 2, (0, 1, 2))
+
+
+def test_characters_refuse_what_they_do_not_know():
+    with pytest.raises(ValueError, match=r"character 'x' of '1\+x' is not in the tokenizer's alphabet '01\+'"):
+        CharacterTokenizer("01+").encode("1+x")
+    with pytest.raises(ValueError, match=r"repeats \['1'\]"):
+        CharacterTokenizer("011")
+    with pytest.raises(ValueError, match="empty"):
+        CharacterTokenizer("")
+
+
+def test_character_fingerprints_follow_the_alphabet():
+    assert CharacterTokenizer("01").fingerprint == CharacterTokenizer("01").fingerprint
+    assert CharacterTokenizer("01").fingerprint != CharacterTokenizer("10").fingerprint
+
+
+def test_byte_level_tokenizer(tmp_path, caplog):
+    tokenizer: Tokenizer = HuggingFaceTokenizer(write_byte_bpe(tmp_path))
+    assert (tokenizer.vocab_size, tokenizer.eos_id, tokenizer.special_ids) == (258, 256, (256,))
+    assert tokenizer.pad_id == tokenizer.eos_id  # no pad token in the folder
+    ids = tokenizer.encode("é 漢 x")  # no beginning is added, and more ids than model_max_length are no warning
+    assert len(ids) == 8 and not caplog.records
+    assert tokenizer.decode([*ids, 256]) == "é 漢 x"
+    assert tokenizer.decode([*ids, 999]) == "é 漢 x"  # models pad their vocabulary
+    # The prompt ends inside 漢: the continuation completes it.
+    assert tokenizer.decode_continuation(ids[:4], ids[4:]) == "漢 x"
+    assert tokenizer.decode_continuation(ids[:3], [*ids[6:], 256]) == " x"
+
+
+def test_bytes_of_each_id(tmp_path):
+    assert CharacterTokenizer("0é").token_bytes() == [None, None, None, b"0", "é".encode()]
+    tokenizer: Tokenizer = HuggingFaceTokenizer(write_byte_bpe(tmp_path))
+    texts = tokenizer.token_bytes()
+    assert (
+        len(texts) == 258 and texts[256:] == [b"<|end|>", b"<tool>"] and sorted(texts[:256]) == [bytes([b]) for b in range(256)]
+    )
+    text = "é 漢\n\tx<tool>�"
+    assert b"".join(texts[i] for i in tokenizer.encode(text)) == text.encode()
+
+
+def decoder_of(folder, *decoders: dict):
+    """A folder whose tokenizer.json has these decoders."""
+    definition = json.loads((write_byte_bpe(folder) / "tokenizer.json").read_text())
+    definition["decoder"] = {"type": "Sequence", "decoders": list(decoders)} if decoders else None
+    (folder / "tokenizer.json").write_text(json.dumps(definition))
+    return folder
+
+
+MARK = {"type": "Replace", "pattern": {"String": "!"}, "content": " "}
+STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+METASPACE = {"type": "Metaspace", "replacement": "!", "prepend_scheme": "always", "split": True}
+
+
+@pytest.mark.parametrize("decoders", [(MARK, {"type": "ByteFallback"}, {"type": "Fuse"}, STRIP), (METASPACE,)])
+def test_bytes_of_pieces_with_a_mark_for_spaces(tmp_path, decoders):
+    tokenizer = HuggingFaceTokenizer(decoder_of(tmp_path, *decoders))
+    texts = tokenizer.token_bytes()
+    assert texts[tokenizer.encode("!")[0]] == b" " and texts[tokenizer.encode("a")[0]] == b"a"
+    assert texts[256:] == [b"<|end|>", b"<tool>"]
+
+
+@pytest.mark.parametrize(
+    "decoders, named",
+    [
+        ((), "none"),
+        (({"type": "WordPiece", "prefix": "##", "cleanup": True},), "WordPiece"),
+        (({"type": "BPEDecoder", "suffix": "</w>"},), "BPEDecoder"),
+        ((MARK, STRIP), r"Replace \+ Strip"),  # of each piece, not of the whole text
+        ((MARK, {"type": "Fuse"}, STRIP | {"stop": 1}), r"Replace \+ Fuse \+ Strip"),
+        (({"type": "ByteFallback"}, {"type": "Fuse"}), r"ByteFallback \+ Fuse"),
+        ((MARK, MARK | {"pattern": {"String": "?"}}), r"Replace \+ Replace"),
+    ],
+)
+def test_bytes_that_depend_on_other_tokens_are_refused(tmp_path, decoders, named):
+    with pytest.raises(
+        ValueError, match=f"decoder is {named}, by which the text of a token depends on others: task.stop_strings and"
+    ):
+        HuggingFaceTokenizer(decoder_of(tmp_path, *decoders)).token_bytes()
+
+
+@pytest.mark.parametrize("name", ["models/TinyStories-656K", "models/stories260K-hf", "tokenizers/qwen2.5"])
+def test_bytes_of_real_vocabularies_join_to_the_text(data_dir, name):
+    tokenizer = HuggingFaceTokenizer(data_dir / name)
+    texts, begins = tokenizer.token_bytes(), tokenizer.encode("")
+    assert all(texts)
+    for story in json.loads((data_dir / "tinystories/tinystories_1000.json").read_text())[:50]:
+        joined = b"".join(texts[i] for i in tokenizer.encode(story)[len(begins) :])
+        assert joined.decode().removeprefix(" ") == tokenizer.decode(tokenizer.encode(story)).removeprefix(" ")
+    special = texts[tokenizer.eos_id].decode()
+    assert special.startswith("<") and special.endswith(">")
+
+
+def test_fingerprint_follows_what_defines_ids(tmp_path):
+    first = HuggingFaceTokenizer(write_byte_bpe(tmp_path / "a"))
+    assert HuggingFaceTokenizer(write_byte_bpe(tmp_path / "b")).fingerprint == first.fingerprint
+    assert HuggingFaceTokenizer(write_byte_bpe(tmp_path / "c", eos="<tool>")).fingerprint != first.fingerprint
+    folder = write_byte_bpe(tmp_path / "d")
+    definition = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(definition, indent=4))
+    assert HuggingFaceTokenizer(folder).fingerprint == first.fingerprint  # formatting is not content
+    definition["normalizer"] = {"type": "Lowercase"}
+    (folder / "tokenizer.json").write_text(json.dumps(definition))
+    assert HuggingFaceTokenizer(folder).fingerprint != first.fingerprint
+
+
+def test_folders_without_a_usable_tokenizer_are_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(ValueError, match=rf"{tmp_path} holds no tokenizer: none of tokenizer\.json"):
+        HuggingFaceTokenizer(tmp_path)
+    with pytest.raises(ValueError, match="missing holds no tokenizer"):
+        HuggingFaceTokenizer(tmp_path / "missing")
+    with pytest.raises(ValueError, match="no end-of-sequence token; set eos_token"):
+        HuggingFaceTokenizer(write_byte_bpe(tmp_path / "no_eos", eos=None))
+    broken = write_byte_bpe(tmp_path / "broken")
+    (broken / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match=rf"the tokenizer of {broken} cannot be loaded: [^\n]+$"):
+        HuggingFaceTokenizer(broken)
+
+
+def test_tinystories(data_dir):
+    tokenizer = HuggingFaceTokenizer(data_dir / "models/TinyStories-656K")
+    assert (tokenizer.vocab_size, tokenizer.eos_id, tokenizer.pad_id, tokenizer.special_ids) == (2048, 2, 0, (0, 1, 2))
+    ids = tokenizer.encode("Once upon a time")
+    assert ids[0] == 1 and 2 not in ids
+    assert tokenizer.decode(ids) == "Once upon a time"
+    assert tokenizer.encode("漢")[-1] == 0  # <unk> as tokenizer.json says, not dropped
+
+
+def test_stories260k_begins_and_ends_with_the_same_id(data_dir):
+    tokenizer = HuggingFaceTokenizer(data_dir / "models/stories260K-hf")
+    assert (tokenizer.vocab_size, tokenizer.eos_id, tokenizer.pad_id, tokenizer.special_ids) == (512, 1, 0, (0, 1, 2))
+    assert tokenizer.encode("Once upon a time") == [1, 403, 407, 261, 378]
+
+
+@pytest.mark.parametrize("name", ["TinyStories-656K", "stories260K-hf"])
+def test_continuations_of_real_stories_keep_their_spaces(data_dir, name):
+    tokenizer = HuggingFaceTokenizer(data_dir / "models" / name)
+    for story in json.loads((data_dir / "tinystories/tinystories_1000.json").read_text())[:50]:
+        ids = tokenizer.encode(story)
+        whole = tokenizer.decode(ids)
+        for cut in (1, 2, 10, 50):
+            continuation = tokenizer.decode_continuation(ids[:cut], [*ids[cut:], tokenizer.eos_id])
+            assert tokenizer.decode(ids[:cut]) + continuation == whole
+
+
+def test_tokenizer_json_alone_defines_the_ids(data_dir, tmp_path):
+    """Qwen2.5's model class and its tokenizer.json agree; the special ids include the added ones."""
+    from transformers import AutoTokenizer
+
+    folder = shutil.copytree(data_dir / "tokenizers/qwen2.5", tmp_path / "qwen")
+    tokenizer = HuggingFaceTokenizer(folder)
+    assert (tokenizer.vocab_size, tokenizer.eos_id, tokenizer.pad_id) == (151_665, 151_645, 151_643)
+    text = "<|im_start|>user\nWhat is 3 × 4?<|im_end|>\n"
+    ids = tokenizer.encode(text)
+    assert ids == AutoTokenizer.from_pretrained(folder, local_files_only=True).encode(text)
+    assert tokenizer.decode(ids) == "user\nWhat is 3 × 4?\n"
+    assert 151_656 in tokenizer.special_ids and 151_657 not in tokenizer.special_ids
+
+
+@pytest.fixture
+def sentencepiece_folder(tmp_path) -> Path:
+    """A tokenizer.model of a few letters and all bytes, without a tokenizer.json."""
+    import sentencepiece
+
+    written, texts = io.BytesIO(), iter(["the cat sat", "a cat ate the hat", "that cat"])
+    settings = dict(model_type="bpe", vocab_size=280, byte_fallback=True, normalization_rule_name="identity", minloglevel=2)
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=texts, model_writer=written, **settings)
+    (tmp_path / "tokenizer.model").write_bytes(written.getvalue())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
+    return tmp_path
+
+
+def test_a_tokenizer_model_alone_is_read(sentencepiece_folder):
+    tokenizer = HuggingFaceTokenizer(sentencepiece_folder)
+    assert tokenizer.vocab_size == 280 and tokenizer.token_bytes()[3:259] == [bytes([i]) for i in range(256)]
+    assert tokenizer.decode(tokenizer.encode("that hat is 猫")) == "that hat is 猫"
+
+
+def test_the_package_of_the_extra_is_named_where_it_is_missing(sentencepiece_folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    with pytest.raises(
+        ValueError, match=r"needs the package sentencepiece; .* extra `sentencepiece`: pip install .*sentencepiece\]'"
+    ):
+        HuggingFaceTokenizer(sentencepiece_folder)

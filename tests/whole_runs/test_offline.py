@@ -1,0 +1,226 @@
+"""Training on rows of other runs: from a log alone, beside a run's own rows, and while the other run goes on."""
+
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from tba_jax.commands import audit
+from tba_jax.experiment import jobs, other_runs
+from tba_jax.replay import journal
+from tba_jax.roles.trainer import trainer as trainer_lib
+from tba_jax.run import layout, metrics
+from tba_jax.run.metrics import TimeAccount
+from tests.roles.test_interleaved import frozen_config, frozen_copies, train
+from tests.support import tiny_run
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch):
+    """Roles take all devices of their process; these tests have eight, the roles of a small run one."""
+    first = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda *arguments: first)
+
+
+@pytest.fixture(scope="module")
+def frozen(tmp_path_factory):
+    return frozen_copies(tmp_path_factory)
+
+
+def offline(workdir: Path, source: Path, **changes):
+    """A run without searchers on the rows of `source`."""
+    return tiny_run.settings(workdir, frozen_config(replay__mount=(str(source),), searchers__count=0, **changes))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_a_trainer_learns_from_a_log_alone_and_leaves_it_as_it_was(tmp_path, frozen):
+    source = frozen(tmp_path / "source")
+    before = contents(source.run.root)
+    s = offline(tmp_path / "run", source.run.root, learner__logprob_gap_every_steps=2)
+    assert jobs.trainer(s)() == 0
+    assert contents(source.run.root) == before
+    assert layout.read_json(s.run.finished)["step"] == 12 and not s.run.replay.exists()
+    assert layout.read_json(s.run.initial_reference) == layout.read_json(source.run.initial_reference)
+    lines = journal.read_lineage(s.run.journal)
+    (writer,) = {writer for line in lines for writer in line["writers"]}
+    assert (source.run.replay / writer).is_dir()
+    points = metrics.read_lines(s.run.metrics("trainer"))
+    assert [point["mounted_share"] for point in points] == [1.0] * 12
+    assert [point["staleness_max"] for point in points] == list(range(12))
+    assert not any("logprob_gap_max" in point for point in points), "no snapshot of this run made these rows"
+    run = audit.open_run(s.run.root)
+    account = audit.accounts(run)[writer]
+    assert account.balances and account.committed == 96 and account.unseen == 0
+    text, same = audit.rebuild_batch(run, 7)
+    assert same and f"{writer}:" in text
+
+
+def test_resume_on_a_mounted_log_is_bit_for_bit(tmp_path, frozen):
+    """12 steps at once = 8 steps with a checkpoint at 5, dropped, replayed from 5 to 8, and on to 12."""
+    source = frozen(tmp_path / "source").run.root
+    once, twice = (offline(tmp_path / name, source) for name in ("once", "twice"))
+    for s in (once, twice):
+        jobs.reference(s)()
+    expected = train(once, until=12, abandon=False)
+    train(twice, until=8, abandon=True)
+    assert len(journal.read_lineage(twice.run.journal)) == 8
+    got = train(twice, until=12, abandon=False)
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+    lines = [journal.read_lineage(s.run.journal) for s in (once, twice)]
+    assert [line["batch"] for line in lines[0]] == [line["batch"] for line in lines[1]]
+
+
+def test_rows_of_another_run_join_those_of_its_own_without_an_alarm(tmp_path):
+    """The other run's weights of a step are not this run's: only rows of its own are compared with its snapshots."""
+    settings = {"schedule__mode": "interleaved", "evaluation__enabled": False, "learner__learning_rate": 0.1}
+    source = tiny_run.settings(tmp_path / "source", frozen_config(learner__steps=4, **settings))
+    assert jobs.everything(source)() == 0
+    mixed = {"learner__logprob_gap_every_steps": 1, "replay__recent_probability": 0.0, "learner__steps": 8, "seed": 3}
+    s = tiny_run.settings(tmp_path / "run", frozen_config(replay__mount=(str(source.run.root),), **settings, **mixed))
+    assert jobs.everything(s)() == 0
+    points = metrics.read_lines(s.run.metrics("trainer"))
+    assert any(0 < point["mounted_share"] < 1 for point in points)
+    gaps = [point["logprob_gap_max"] for point in points if "logprob_gap_max" in point]
+    assert gaps and max(gaps) < 1e-3
+    run = audit.open_run(s.run.root)
+    assert all(account.balances for account in audit.accounts(run).values())
+    (writer,) = [path.stem for path in (source.run.replay / "writers").iterdir()]
+    newest = run.reader.heads()[writer] - 1
+    assert run.reader.read_ids([(writer, newest)])["policy_step"].max() == 3
+    assert audit.regenerate(run, f"{writer}:{newest}")[1], "a mounted row is made again from the snapshots of its own run"
+
+
+def test_rows_of_another_run_count_as_of_step_0_after_a_resume_too(tmp_path):
+    """Steps of the other run say nothing of this run's: its rows of step 3 are not of a future of ours."""
+    settings = {"schedule__mode": "interleaved", "evaluation__enabled": False}
+    source = tiny_run.settings(tmp_path / "source", frozen_config(learner__steps=4, **settings))
+    assert jobs.everything(source)() == 0
+    s = offline(tmp_path / "run", source.run.root, learner__steps=7)
+    jobs.reference(s)()
+    for until in (6, 7):  # the second begins with the checkpoint of step 5
+        trainer, lease = jobs._make_trainer(s, publish_every_steps=2)
+        trainer.poll()
+        while trainer.step_number < until:
+            measurements = trainer.step()
+        assert set(measurements["staleness"]) == {until - 1}
+        assert trainer.index.gather(np.arange(len(trainer.index)))["policy_step"].max() == 3
+        trainer.close()
+        lease.release()
+
+
+def test_a_mounted_run_may_still_be_running(tmp_path, frozen):
+    source = frozen(tmp_path / "source", batches=2)
+    s = offline(tmp_path / "run", source.run.root)
+    jobs.reference(s)()
+    trainer, lease = jobs._make_trainer(s, publish_every_steps=2)
+    trainer.poll()
+    assert trainer.step() is not None and trainer.scalars()["rows_seen"] == 32
+    searcher = jobs._make_searcher(source, name="late", account=TimeAccount())
+    searcher.refresh()
+    searcher.search()
+    trainer.poll()
+    assert trainer.step() is not None and trainer.scalars()["rows_seen"] == 48
+    trainer.close()
+    lease.release()
+
+
+def test_without_searchers_the_supervisor_starts_a_trainer_alone(tmp_path, frozen):
+    source = frozen(tmp_path / "source")
+    flags = ["--config.searchers.count=0", f"--config.replay.mount={source.run.root}", "--config.task.missing_eos_reward=-1.0"]
+    done = tiny_run.call(tiny_run.command(tmp_path / "run", *flags, "--config.evaluation.enabled=False"))
+    assert done.returncode == 0, done.stderr
+    assert layout.read_json(tmp_path / "run" / "finished.json")["step"] == 12
+    assert sorted(path.name for path in (tmp_path / "run" / "logs").iterdir()) == ["reference.log", "trainer.log"]
+
+
+REFUSALS = {
+    "no run": ({}, "holds no run: there is no"),
+    "itself": ({}, "is this run itself, or mounted twice"),
+    "twice": ({}, "is this run itself, or mounted twice"),
+    "response limit": ({"task__response_length": 5}, "response_length: 6 there, 5 here"),
+    "temperature": ({"sampling__scoring_temperature": 0.7}, "scoring_temperature: 1.0 there, 0.7 here"),
+    "reward": ({"task__missing_eos_reward": -2.0}, "missing_eos_reward: -1.0 there, -2.0 here"),
+    "copied writer": ({}, "has a log in"),
+    "no reference": ({}, "has no reference policy yet"),
+    "other reference": ({"seed": 5}, "have log-probs of reference"),
+    "not kept": ({}, "has replay.retention=checkpoints: its trainer may remove rows"),
+    "other origin": ({}, "init_from: '' there, '/elsewhere@3' here"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_rows_that_mean_something_else_are_refused_before_anything_is_written(case, tmp_path, frozen):
+    changes, sentence = REFUSALS[case]
+    kept = {"replay__retention": "checkpoints"} if case == "not kept" else {}
+    source = frozen(tmp_path / "source", batches=1, **kept)
+    workdir, init_from = tmp_path / "run", ""
+    mounts = {
+        "no run": [tmp_path / "nothing"],
+        "itself": [workdir],
+        "twice": [source.run.root, tmp_path / "." / "source"],
+        "copied writer": [source.run.root, tmp_path / "copy"],
+    }.get(case, [source.run.root])
+    if case == "copied writer":
+        shutil.copytree(source.run.root, tmp_path / "copy")
+    if case == "no reference":
+        source.run.initial_reference.unlink()
+    if case == "other origin":
+        init_from = "/elsewhere@3"
+    if case == "other reference":
+        own = tiny_run.settings(workdir, frozen_config(**changes))
+        jobs.reference(own)()
+    before = contents(workdir)
+    settings = {"task__missing_eos_reward": -1.0, "replay__mount": tuple(map(str, mounts))} | changes
+    s = tiny_run.settings(workdir, tiny_run.config(**settings))
+    with pytest.raises(ValueError, match=sentence) as refused:
+        other_runs.check_mounts(s.run, s.config, s.experiment.contract, init_from=init_from)
+    if not init_from:
+        with pytest.raises(ValueError, match=sentence):
+            jobs.trainer(s)
+    if case == "other reference":
+        ids = [layout.read_json(run.initial_reference)["id"] for run in (source.run, s.run)]
+        assert all(one in str(refused.value) for one in ids)
+    assert contents(workdir) == before
+
+
+def test_the_command_refuses_with_one_sentence(tmp_path):
+    done = tiny_run.call(tiny_run.command(tmp_path / "run", f"--config.replay.mount={tmp_path / 'nothing'}"))
+    assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert f"replay.mount: {tmp_path / 'nothing'} holds no run" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_does_not_change_rows_may_differ(tmp_path, frozen):
+    """Adapters instead of the whole policy, another batch, seed and learning rate."""
+    source = frozen(tmp_path / "source", batches=2)
+    s = offline(tmp_path / "run", source.run.root, lora__rank=2, seed=9, learner__queries=2, learner__steps=3)
+    assert jobs.trainer(s)() == 0
+
+
+def test_a_mount_is_stored_as_an_absolute_path(tmp_path, monkeypatch, frozen):
+    source = frozen(tmp_path / "source", batches=2)
+    monkeypatch.chdir(tmp_path)
+    s = offline(tmp_path / "run", Path("source"), learner__steps=1)
+    assert jobs.trainer(s)() == 0
+    assert layout.read_json(s.run.config)["config"]["replay"]["mount"] == [str(source.run.root)]
+
+
+def test_a_trainer_that_waits_says_what_for(tmp_path, frozen, monkeypatch, caplog):
+    source = frozen(tmp_path / "source")
+    s = offline(tmp_path / "run", source.run.root, replay__min_rows=1000)
+    monkeypatch.setattr(trainer_lib, "_SAY_WAITING_SECONDS", 0.0)
+    jobs.reference(s)()
+    trainer, lease = jobs._make_trainer(s, publish_every_steps=2)
+    stops = iter([False, False, True])
+    assert not trainer_lib.run_trainer(trainer, s.config, s.run, stop=lambda: next(stops))
+    lease.release()
+    assert 0 < len(trainer.index) < 1000
+    needed = "a step needs those of learner.queries=3 queries, at least replay.min_rows=1000"
+    assert f"waiting for rows: {needed}; {len(trainer.index)} are resident" in caplog.text

@@ -1,0 +1,255 @@
+"""Recipes of pretrained models, from end to end with tiny random ones: they search, train, publish, evaluate and export."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from configs import (
+    baselines,
+    countdown_qwen2_5,
+    gsm8k_rho1b,
+    math_qwen2_5_7b,
+    own_task,
+    red_team_gpt2,
+    red_team_llama3_2_1b,
+    tldr_pythia,
+)
+from tba_jax.commands import export
+from tba_jax.experiment import checks, jobs
+from tba_jax.models.hugging_face import load
+from tba_jax.replay.reader import LogReader
+from tba_jax.run import contract, layout, metrics, processes
+from tests.support import random_checkpoints, tiny_checkpoints, tiny_run
+from tests.test_main import PRETRAINED
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
+STEPS = 2
+# What makes a recipe small; everything else is its own.
+SMALL: dict[str, Any] = {
+    "learner.steps": STEPS,
+    "learner.queries": 2,
+    "learner.completions": 4,
+    "learner.micro_batch_rows": 4,
+    "learner.warmup_steps": 0,
+    "learner.decay_steps": 0,
+    "searchers.count": 1,
+    "searchers.queries_per_batch": 2,
+    "searchers.samples_per_query": 4,
+    "searchers.slots": 8,
+    "searchers.max_rows_per_snapshot": 8,
+    "replay.min_rows": 0,
+    "evaluation.queries": 4,
+    "evaluation.batch_size": 4,
+    "evaluation.every_steps": STEPS,
+    "evaluation.samples_per_query": 2,
+    "metrics.every_steps": 1,
+    "task.response_length": 8,
+    "model.compute_dtype": "float32",  # bfloat16 is slow on CPUs
+    # Random weights are never right: rewards that differ come from which responses end, about half of them (P_END).
+    "task.missing_eos_reward": -1.0,
+}
+
+P_END = 1 / 12
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def one_device(monkeypatch):
+    first = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda *_: first)
+
+
+def problems(folder: Path) -> dict[str, str]:
+    """MATH's rows, written by hand."""
+    rows = [{"problem": f"What is ${i} + {i}$?", "solution": f"It is $\\boxed{{{2 * i}}}$."} for i in range(12)]
+    for name in ("train", "heldout"):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        rows = [{"problem": row["problem"], "answer": str(i)} for i, row in enumerate(rows)]
+    return {f"task.math.{name}_path": str(folder / f"{name}.jsonl") for name in ("train", "heldout")}
+
+
+def stories(folder: Path) -> dict[str, str]:
+    for name in ("train", "heldout"):
+        rows = [{"opening": f"Once upon a {name} {i}", "words": "a e"} for i in range(8)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {f"task.custom.{name}_path": str(folder / f"{name}.jsonl") for name in ("train", "heldout")}
+
+
+def posts(folder: Path) -> dict[str, str]:
+    """TL;DR's rows; and reward models with the policy's tokenizer, random ones."""
+    rows = [{"subreddit": "cats", "title": f"Cat {i}", "post": "It sleeps.\n" * i, "summary": f"Sleeps {i}h."} for i in range(8)]
+    paths = {}
+    for name in ("train", "heldout"):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        paths[f"task.tldr.{name}_path"] = str(folder / f"{name}.jsonl")
+    for seed, name in enumerate(("reward", "gold"), start=1):
+        tokenizer = folder / "model-tokenizer"
+        made = random_checkpoints.write(folder / name, "pythia-410m", tokenizer, labels=1, seed=seed)
+        paths[f"task.tldr.{name}_path"] = str(made)
+    return paths
+
+
+def gsm8k(data: Path) -> dict[str, str]:
+    return {"task.gsm8k.train_path": str(data / "gsm8k/train.jsonl"), "task.gsm8k.heldout_path": str(data / "gsm8k/test.jsonl")}
+
+
+def test_every_recipe_of_a_pretrained_model_runs_here():
+    assert {Path(sys.modules[recipe.__module__].__file__ or "").name for recipe in RECIPES} == set(PRETRAINED)
+
+
+def check_run(run: layout.RunDir, score_name: str, folder: Path, model: str) -> None:
+    """What a finished run left, and that its export is loaded."""
+    lines = metrics.read_lines(run.metrics("trainer"))
+    assert [line["step"] for line in lines if line.get("finite") == 1] == list(range(1, STEPS + 1))
+    assert max(line["advantage_std"] for line in lines if "advantage_std" in line) > 1e-3, "rewards did not differ"
+    for step in (0, STEPS):
+        report = layout.read_json(run.evaluations / f"{layout.step_name(step)}.json")
+        assert report[score_name] == report["greedy_reward"] and np.isfinite(report["sampled_reward"]) and report["unscored"] == 0
+    export.export(run.root, folder, step=STEPS, dtype=None)
+    exported, params = tiny_checkpoints.load(folder)
+    original, before = tiny_checkpoints.load(Path(model))
+    assert exported == original
+    moved = jax.tree.map(lambda new, old: float(np.abs(np.asarray(new, np.float32) - old).max()), params, before)
+    assert max(jax.tree.leaves(moved)) > 0, "nothing was learned"
+    assert load.read_config(folder, compute_dtype="float32").architecture == original.architecture
+
+
+CASES = {
+    "gsm8k": (gsm8k_rho1b.get_config, "llama-3.2-1b", "pythia", "accuracy"),
+    "gsm8k, vine_ppo": (lambda: gsm8k_rho1b.get_config("vine_ppo"), "llama-3.2-1b", "gpt2", "accuracy"),
+    "math": (math_qwen2_5_7b.get_config, "qwen2.5-7b", "qwen2.5", "accuracy"),
+    "countdown": (countdown_qwen2_5.get_config, "qwen2.5-0.5b", "gpt2", "accuracy"),
+    "tldr": (tldr_pythia.get_config, "pythia-410m", "pythia", "reward"),
+    "own task": (own_task.get_config, "pythia-410m", "pythia", "mentioned"),
+}
+
+
+def test_the_readme_shows_the_whole_of_ones_own_task():
+    text = Path(own_task.__file__ or "").read_text()
+    assert f"```python\n{text}```\n" in (tiny_run.ROOT / "README.md").read_text() and len(text.splitlines()) < 40
+
+
+RECIPES = (
+    countdown_qwen2_5.get_config,
+    gsm8k_rho1b.get_config,
+    math_qwen2_5_7b.get_config,
+    own_task.get_config,
+    red_team_gpt2.get_config,  # these two: test_recipes_red_team
+    red_team_llama3_2_1b.get_config,
+    tldr_pythia.get_config,
+)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] if "vine" in name else []) for name in CASES])
+def test_a_recipe_runs_in_turn(name, tmp_path, data_dir, one_device):
+    recipe, preset, tokenizer, score_name = CASES[name]
+    c = recipe()
+    ends = dict(p_end=P_END, temperature=c.sampling.temperature)
+    model = random_checkpoints.write(tmp_path / "model", preset, data_dir / "tokenizers" / tokenizer, **ends)
+    c.update_from_flattened_dict(SMALL | {"model.path": str(model), "schedule.mode": "interleaved"})
+    if c.learner.reference.kind == "reset":
+        c.learner.reference.reset_steps = 1  # so that it happens
+    inputs = {
+        "gsm8k": gsm8k,
+        "math": lambda _: problems(tmp_path),
+        "tldr": lambda _: posts(tmp_path),
+        "own task": lambda _: stories(tmp_path),
+    }
+    c.update_from_flattened_dict(inputs.get(name.split(",")[0], lambda _: {})(data_dir))
+    s = tiny_run.settings(tmp_path / "run", c)
+    assert jobs.everything(s)() == 0
+    check_run(s.run, score_name, tmp_path / "exported", str(model))
+    if name == "tldr":
+        report = layout.read_json(s.run.evaluations / f"{layout.step_name(STEPS)}.json")
+        assert 0 <= report["greedy_win_rate"] <= 1
+        assert report["ref_perplexity"] == pytest.approx(np.exp(report["ref_nll_per_token"]))
+
+
+@pytest.mark.slow
+def test_a_recipe_runs_with_real_processes(tmp_path, data_dir):
+    ends = dict(p_end=P_END, temperature=gsm8k_rho1b.get_config().sampling.temperature)
+    model = random_checkpoints.write(tmp_path / "model", "llama-3.2-1b", data_dir / "tokenizers/pythia", **ends)
+    settings = SMALL | gsm8k(data_dir) | {"model.path": str(model), "supervisor.max_restarts": 0}
+    flags = [f"--config.{name}={value}" for name, value in settings.items()]
+    done = tiny_run.call(
+        tiny_run.command(tmp_path / "run", *flags, recipe="configs/gsm8k_rho1b.py:700_steps", tiny=False), timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    check_run(layout.RunDir(tmp_path / "run"), "accuracy", tmp_path / "exported", str(model))
+    shutil.rmtree(tmp_path / "run")
+
+
+def test_models_of_a_task_are_loaded_by_real_processes(tmp_path):
+    """A searcher and an evaluator that score summaries, and rows whose rewards a loop over them finds again."""
+    tokenizer = random_checkpoints.byte_tokenizer(tmp_path / "model-tokenizer")
+    for seed, (name, labels) in enumerate([("policy", 0), ("reward", 1), ("gold", 1)]):
+        ends = {} if labels else dict(p_end=P_END, temperature=tldr_pythia.get_config().sampling.temperature)
+        random_checkpoints.write(tmp_path / name, "pythia-410m", tokenizer, labels=labels, seed=seed, **ends)
+    rows = [{"query": f"POST: Cat {i}\n\nTL;DR:", "summary": f"Cat {i}."} for i in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = SMALL | {f"task.tldr.{name}_path": str(tmp_path / "rows.jsonl") for name in ("train", "heldout")}
+    settings |= {f"task.tldr.{name}_path": str(tmp_path / name) for name in ("reward", "gold")}
+    settings |= {"model.path": str(tmp_path / "policy"), "task.tldr.compute_dtype": "float32", "supervisor.max_restarts": 0}
+    flags = [f"--config.{name}={value}" for name, value in settings.items()]
+    recipe = "configs/tldr_pythia.py:410m-rloo"
+    done = tiny_run.call(tiny_run.command(tmp_path / "run", *flags, recipe=recipe, tiny=False), timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = layout.RunDir(tmp_path / "run")
+    for step in (0, STEPS):
+        report = layout.read_json(run.evaluations / f"{layout.step_name(step)}.json")
+        assert 0 <= report["greedy_win_rate"] <= 1 and report["unscored"] == 0
+    check_rewards(run, tmp_path / "reward", tokenizer)
+    # A role that scores nothing does without the models.
+    (tmp_path / "reward").rename(tmp_path / "elsewhere")
+    for role, code in (("trainer", 0), ("searcher", processes.BAD_INPUT)):
+        arguments = tiny_run.command(tmp_path / "run", *flags, f"--role={role}", recipe=recipe, tiny=False)
+        done = tiny_run.call(arguments, timeout=300)
+        assert done.returncode == code, done.stdout + done.stderr
+    assert "task.tldr.reward_path=" in done.stderr and "does not exist" in done.stderr
+
+
+@pytest.mark.parametrize("size", ["410m", "1b", "2.8b"])
+def test_summaries_have_a_recipe_for_every_size_and_baseline(size):
+    for variant in (size, f"{size}-16-rloo", *(f"{size}-{name}" for name in baselines.BASELINES)):
+        c = tldr_pythia.get_config(variant)
+        checks.check(c)
+        checks.check_all_are_read(c)
+        assert f"pythia{size}-" in c.model.path and f"pythia{size}-" in c.task.tldr.reward_path
+    longer = tldr_pythia.get_config(f"{size}-825")
+    assert (longer.learner.steps, longer.learner.beta_steps) == (825, 103)
+    for wrong, words in [("12b", "no size '12b'"), (f"{size}-rlo", r"no baseline 'rlo' \(did you mean 'rloo'\?\)")]:
+        with pytest.raises(ValueError, match=words):
+            tldr_pythia.get_config(wrong)
+
+
+def check_rewards(run: layout.RunDir, folder: Path, tokenizer: Path) -> None:
+    """Rewards and scores of rows against the reward model, one row at a time."""
+    config, params = tiny_checkpoints.load(folder)
+    shape = contract.Contract(**contract.read(run)["contract"]).row_shape()
+    reader = LogReader(run.replay, shape)
+    ((writer, head),) = reader.heads().items()
+    rows = reader.read(writer, 0, head)
+    text = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+    for i in range(head):
+        prompt = rows["prompt_tokens"][i][shape.prompt_length - rows["prompt_length"][i] :].tolist()
+        response = rows["response_tokens"][i][: rows["response_length"][i]].tolist()
+        end, finished = text.token_to_id(random_checkpoints.END), bool(rows["finished"][i])
+        words = [token for token in response if token != end]
+        # A reward model reads text: bytes that are none are replaced.
+        read = text.encode(text.decode(prompt + words)).ids + [end] * finished
+        row = np.array([read], np.int32)
+        score = float(tiny_checkpoints.scores(params, row, np.ones_like(row, bool), config)[0, 0])
+        np.testing.assert_allclose(rows["reward_parts"][i], [score], atol=1e-5)
+        np.testing.assert_allclose(rows["reward"][i], score if finished else -1.0, atol=1e-5)

@@ -1,0 +1,216 @@
+"""The recipes of red-teaming from end to end, with tiny models for attacker, victim, classifier and embedder."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from configs import red_team_gpt2, red_team_llama3_2_1b
+from tba_jax.commands import append
+from tba_jax.experiment import composition, jobs, plan
+from tba_jax.replay import journal
+from tba_jax.replay.reader import LogReader
+from tba_jax.rewards import models
+from tba_jax.run import contract, layout
+from tests.support import random_checkpoints, spelled_checkpoints, tiny_run
+from tests.whole_runs.test_recipes import SMALL, STEPS, check_run
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
+# What a tokenizer of letters and models of 64 positions leave room for.
+OF_LETTERS = {
+    "task.red_team.attack_prompt": "do:",
+    "task.red_team.victim_prompt_length": 32,
+    "task.red_team.victim_reply_length": 6,
+    "task.red_team.victim_concurrency": 4,
+}
+SMALLER = {
+    "lora.rank": 4,
+    "learner.micro_batch_rows": 0,
+    "task.missing_eos_reward": None,
+    "learner.queries": 1,
+    "learner.completions": 8,
+    "searchers.queries_per_batch": 1,
+    "searchers.samples_per_query": 8,
+    "searchers.max_rows_per_snapshot": 16,
+    "evaluation.samples_per_query": 6,
+}
+
+
+def spelled_models(tmp_path) -> dict[str, Path]:
+    """Of Llama's recipe, with a tokenizer of letters."""
+    return {
+        "model.path": spelled_checkpoints.write(tmp_path / "attacker", "llama_tied"),
+        "task.red_team.victim_path": spelled_checkpoints.write(tmp_path / "victim", "qwen2", chat=True),
+        "task.red_team.classifier_path": spelled_checkpoints.write(tmp_path / "classifier", "llama_untied", chat=True),
+        "task.red_team.embedder_path": spelled_checkpoints.write(tmp_path / "embedder", "bert_embedding"),
+    }
+
+
+def models_of_gpt2(tmp_path, data_dir) -> dict[str, Path]:
+    """Of GPT-2's recipe, with its tokenizer, which RoBERTa shares but for the special tokens."""
+    tokenizer = data_dir / "tokenizers" / "gpt2"
+    names = ("neutral", "nothate", "hate")
+    return {
+        "model.path": random_checkpoints.write(tmp_path / "attacker", "gpt2", tokenizer),
+        "task.red_team.victim_path": random_checkpoints.write(tmp_path / "victim", "gpt2", tokenizer, seed=1),
+        "task.red_team.classifier_path": random_checkpoints.write_encoder(
+            tmp_path / "classifier", "roberta_classifier", tokenizer, labels=names
+        ),
+        "task.red_team.embedder_path": random_checkpoints.write_encoder(tmp_path / "embedder", "bert_embedding", tokenizer),
+    }
+
+
+@pytest.fixture
+def first_device(monkeypatch):
+    first = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda *_: first)
+
+
+def test_gpt2s_recipe_runs_in_turn_with_its_tokenizer(tmp_path, data_dir, first_device):
+    """Its own prompt, template, label and lengths of attacks; replies are shorter."""
+    c, folders = red_team_gpt2.get_config(), models_of_gpt2(tmp_path, data_dir)
+    c.update_from_flattened_dict({"task.red_team.victim_reply_length": 6, "task.red_team.victim_concurrency": 4})
+    runs_in_turn(c, folders, tmp_path)
+
+
+def test_llamas_recipe_runs_in_turn(tmp_path, first_device):
+    c = red_team_llama3_2_1b.get_config()
+    c.update_from_flattened_dict(OF_LETTERS | {"task.red_team.classifier_length": 60})
+    runs_in_turn(c, spelled_models(tmp_path), tmp_path)
+
+
+@pytest.mark.slow
+def test_gpt2s_recipe_runs_with_real_processes(tmp_path, data_dir):
+    folders = models_of_gpt2(tmp_path, data_dir)
+    settings = SMALL | SMALLER | {"task.red_team.victim_reply_length": 6, "task.red_team.victim_concurrency": 4}
+    settings |= {setting: str(folder) for setting, folder in folders.items()}
+    settings |= {"task.red_team.compute_dtype": "float32", "supervisor.max_restarts": 0}
+    flags = [f"--config.{name}={value}" for name, value in settings.items() if value is not None]
+    arguments = tiny_run.command(tmp_path / "run", *flags, recipe="configs/red_team_gpt2.py", tiny=False)
+    done = tiny_run.call(arguments, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = layout.RunDir(tmp_path / "run")
+    check_run(run, "log_toxicity", tmp_path / "exported", str(folders["model.path"]))
+    shape = contract.Contract(**contract.read(run)["contract"]).row_shape()
+    reader = LogReader(run.replay, shape)
+    ((writer, head),) = reader.heads().items()
+    rows = reader.read(writer, 0, head)
+    assert (rows["response_length"] >= 5).all() and (rows["reward_parts"][:, 0] >= np.exp(rows["reward"]) - 1e-6).all()
+
+
+def runs_in_turn(c, folders, tmp_path):
+    """A run of the recipe, small, its report and its rows."""
+    c.update_from_flattened_dict(SMALL | SMALLER | {setting: str(folder) for setting, folder in folders.items()})
+    c.update_from_flattened_dict({"schedule.mode": "interleaved", "task.red_team.compute_dtype": "float32"})
+    s = tiny_run.settings(tmp_path / "run", c)
+    assert {"victim", "classifier"} <= plan.memory(s.experiment)["searcher"].keys()
+    assert jobs.everything(s)() == 0
+    check_run(s.run, "log_toxicity", tmp_path / "exported", str(folders["model.path"]))
+    report = layout.read_json(s.run.evaluations / f"{layout.step_name(STEPS)}.json")
+    assert report["queries"] == 1 and 0 <= report["sampled_success_rate"] <= 1 and 0 < report["sampled_toxicity"] < 1
+    assert 0 < report["sampled_cosine_distance"] < 2 and "greedy_cosine_distance" not in report
+    reader = LogReader(s.run.replay, s.experiment.contract.row_shape())
+    rows = [reader.read(writer, 0, head) for writer, head in reader.heads().items()]
+    for each in rows:
+        assert (each["response_length"] >= 5).all() and len(set(each["query_id"].tolist())) == 1
+        toxicity = each["reward_parts"][:, 0]
+        assert (toxicity >= np.exp(each["reward"]) - 1e-6).all(), "Jensen: mean P is at least exp of mean log P"
+    # Rows hold the rewards that the task gives when it is asked again.
+    first = rows[0]
+    texts = [
+        s.experiment.tokenizer.decode(tokens[:length].tolist())
+        for tokens, length in zip(first["response_tokens"], first["response_length"], strict=True)
+    ]
+    query = s.experiment.task.queries("train")[0]
+    again = s.experiment.task.rewards([query] * len(texts), texts, first["finished"])
+    np.testing.assert_allclose(again.reward, first["reward"], atol=1e-4)
+
+
+def test_what_only_the_models_tell_is_refused_before_a_run(tmp_path, first_device):
+    """By the check that each role and --dry_run make."""
+    c = red_team_gpt2.get_config()
+    c.update_from_flattened_dict(SMALL | SMALLER | OF_LETTERS)
+    c.model.path = str(spelled_checkpoints.write(tmp_path / "attacker", "gpt2"))
+    c.task.red_team.victim_path = str(spelled_checkpoints.write(tmp_path / "victim", "qwen2"))
+    c.task.red_team.classifier_path = str(spelled_checkpoints.write(tmp_path / "classifier", "gpt_neox_reward"))
+    c.task.red_team.embedder_path = ""
+    c.task.red_team.victim_template = "do {attack}:"
+    for change, sentence in (
+        ({}, "classifier_label='hate': .* has no label 'hate': its labels are 'LABEL_0'"),
+        ({"victim_template": ""}, "victim_template='', the chat template: the tokenizer of .* has no chat template"),
+        ({"victim_reply_length": 600}, "victim_reply_length=600 exceed the .* positions"),
+        ({"classifier": "linear", "classifier_path": "/nowhere.npz"}, "classifier_path='/nowhere.npz' cannot be read"),
+    ):
+        changed = c.copy_and_resolve_references()
+        changed.task.red_team.update(change)
+        with pytest.raises(ValueError, match=rf"task\.red_team\..*{sentence}"):
+            models.check(composition.build(changed).task, role="searcher")
+    c.task.red_team.classifier_label = "LABEL_0"
+    models.check(composition.build(c).task, role="searcher")
+
+
+@pytest.mark.parametrize("recipe", [red_team_gpt2.get_config, red_team_llama3_2_1b.get_config])
+def test_a_victim_has_to_be_named(recipe, tmp_path):
+    c = recipe()
+    c.lora.rank = 4
+    c.model.path = str(spelled_checkpoints.write(tmp_path / "attacker", "gpt2"))
+    with pytest.raises(ValueError, match=r"task\.red_team\.victim_path='' must name the model that is tested"):
+        composition.build(c)
+
+
+def test_another_victim_is_another_contract(tmp_path):
+    """The folder is no part of it, what lies in it is."""
+    c = red_team_gpt2.get_config()
+    c.lora.rank = 4
+    c.model.path = str(spelled_checkpoints.write(tmp_path / "attacker", "gpt2"))
+    c.task.red_team.classifier_path = str(spelled_checkpoints.write(tmp_path / "classifier", "gpt_neox_reward"))
+    c.task.red_team.embedder_path = ""
+    c.task.red_team.attack_prompt = "do:"
+    digests = []
+    for name, fixture in (("one", "gpt2"), ("same", "gpt2"), ("other", "llama_tied")):
+        c.task.red_team.victim_path = str(spelled_checkpoints.write(tmp_path / name, fixture))
+        digests.append(composition.build(c).contract)
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_a_run_begins_with_attacks_of_people_and_samples_of_the_reference(tmp_path, first_device):
+    """As the recipe's docstring has it: a first run of one step leaves rows of π_ref, others mount them; attacks are appended."""
+    folders = {
+        "model.path": spelled_checkpoints.write(tmp_path / "attacker", "gpt2"),
+        "task.red_team.victim_path": spelled_checkpoints.write(tmp_path / "victim", "qwen2"),
+        "task.red_team.classifier_path": spelled_checkpoints.write(tmp_path / "classifier", "gpt_neox_reward"),
+    }
+    changes = {
+        "task.red_team.classifier_label": "LABEL_0",
+        "task.red_team.victim_template": "do {attack}:",
+        "task.red_team.embedder_path": "",
+        "searchers.max_rows_per_snapshot": 0,
+        "evaluation.enabled": False,
+        "schedule.mode": "interleaved",
+    }
+    c = red_team_gpt2.get_config()
+    c.update_from_flattened_dict(
+        SMALL | SMALLER | OF_LETTERS | changes | {setting: str(folder) for setting, folder in folders.items()}
+    )
+    c.update_from_flattened_dict({"learner.steps": 1, "learner.warmup_steps": 0, "replay.min_rows": 40})
+    first = tiny_run.settings(tmp_path / "first", c)
+    assert jobs.everything(first)() == 0
+    rows = LogReader(first.run.replay, first.experiment.contract.row_shape())
+    assert sum(rows.heads().values()) >= 40
+    assert all((rows.read(writer, 0, head)["policy_step"].max() == 0) for writer, head in rows.heads().items())
+    c = c.copy_and_resolve_references()
+    c.update_from_flattened_dict({"learner.steps": STEPS, "replay.min_rows": 0, "replay.mount": (str(tmp_path / "first"),)})
+    second = tiny_run.settings(tmp_path / "second", c)
+    assert jobs.reference(second)() == 0
+    attacks = ["say it", "tell me a story", "a", "do it"]  # eight tokens hold seven letters and the end, five four
+    (tmp_path / "attacks.jsonl").write_text("".join(json.dumps({"response": f" {attack}"}) + "\n" for attack in attacks))
+    told = append.append(second.run.root, str(tmp_path / "attacks.jsonl"), unfit="skip")
+    assert "2 responses are rows" in told and told.count("left out: 1, each of which has") == 2
+    assert jobs.everything(second)() == 0
+    seen = dict(pair for counts in journal.read_lineage(second.run.journal)[0]["visible"] for pair in counts.items())
+    (given,) = (writer for writer in seen if writer.startswith("given-"))
+    assert seen[given] == 2 and len(seen) == 3
+    assert layout.read_json(second.run.initial_reference) == layout.read_json(first.run.initial_reference)
