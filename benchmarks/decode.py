@@ -147,7 +147,7 @@ def measure_ours(case: Case, *, repeats: int, between: Callable[[], None]) -> li
         prompt_length=P,
         response_length=int(case.lengths.max()),
         pad_id=0,
-        batches=len(case.lengths) == case.slots,
+        lockstep=len(case.lengths) == case.slots,
     )
     params = load.load_params(case.folder, case.model, decoder.define(case.model).shardings(mesh))
     engine.set_policy(parameters.cast(params, case.model.compute_dtype), 0)

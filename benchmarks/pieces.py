@@ -170,7 +170,7 @@ def generator_of(config: Any, vocab: int, *, rows: int, response_length: int) ->
         prompt_length=_PROMPT,
         response_length=response_length,
         pad_id=0,
-        batches=True,
+        lockstep=True,
     )
     params = jax.jit(decoder.define(model).init)(jax.random.key(0))
     engine.set_policy(parameters.cast(params, model.compute_dtype), 0)

@@ -142,7 +142,7 @@ def get_config() -> config_dict.ConfigDict:
     c.searchers.value_samples = 9  # responses that are continued from each state between steps (task.step_ends)
     c.searchers.value_states = 0  # states of a response that are valued so at most, evenly chosen; 0: all
     c.searchers.slots = 0  # sequences decoded side by side; 0: queries_per_batch * samples_per_query
-    c.searchers.decode_steps = 32  # between looks at the host: new weights and queries wait as many steps at most
+    c.searchers.decode_chunk = 32  # between looks at the host: new weights and queries wait as many steps at most
     # How a new snapshot is taken up: at_once (by all sequences, between two decode steps) | new_sequences (samples whose prompt
     # the old weights have computed end with them, up to two prompts a group; slots idle until the last of them has ended).
     c.searchers.swap = "at_once"

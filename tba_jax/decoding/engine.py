@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from tba_jax import sharding
 from tba_jax.decoding import requests as requests_lib
 from tba_jax.decoding import sizes
-from tba_jax.decoding.lane import Answer, Lane, Part, Usage
+from tba_jax.decoding.lane import Lane, Part, Ticket, Usage
 from tba_jax.decoding.requests import Generation, Request
 from tba_jax.decoding.slots import SlotsConfig
 from tba_jax.models import kv_cache
@@ -49,7 +49,7 @@ class Engine:
         stop_strings: StopStrings | None = None,
         swap: str = "at_once",
         chunk: int = 32,
-        batches: bool = False,
+        lockstep: bool = False,
         given_length: int = 0,
         weights: str = "full",
     ):
@@ -61,9 +61,10 @@ class Engine:
           response_length: R, tokens at most, the given ones included.
           swap: one of SWAPS.
           chunk: decode steps between looks at the host, response_length at most: new weights and free buffers wait as long.
-          batches: requests come in batches, all slots begin at once: as long as no response is longer than a window, attention
-            reads that window of the caches only. One more program to compile for each window, so not worth it for a stream.
-          weights: how those that `prepare` takes are rounded, one of cached.WEIGHTS.
+          lockstep: requests come in batches and all slots begin at once. As long as no response is longer than a window,
+            attention reads that window of the caches only. Each window is one more program to compile, so this is not worth it
+            for a stream of requests.
+          weights: how those that `prepare` takes are rounded, one of kv_cache.WEIGHTS.
           given_length: of prompt_length, tokens that only given ones of the response take: a prompt is shorter by these.
 
         Raises:
@@ -105,7 +106,7 @@ class Engine:
                 drains=swap == "new_sequences",
                 pad_id=pad_id,
                 lock=self._lock,
-                batches=batches,
+                lockstep=lockstep,
                 arrivals=lane.arrivals,
             )
             for way in ways
@@ -151,7 +152,7 @@ class Engine:
         """`prepare` and `swap`, for a caller that has nothing running."""
         self.swap(self.prepare(params), step)
 
-    def submit(self, request: Request) -> Answer:
+    def submit(self, request: Request) -> Ticket:
         """Queues a request. Returns what `collect` takes.
 
         Raises:
@@ -166,7 +167,7 @@ class Engine:
         tokens = np.full((S, R), self._pad_id, np.int32)
         tokens[:, :given] = request.beginning
         zeros = functools.partial(np.zeros, (S, R), np.float32)
-        answer = Answer(
+        ticket = Ticket(
             request,
             Generation(
                 tokens=tokens,
@@ -180,10 +181,10 @@ class Engine:
         )
         with self._lock:
             for first in range(0, S, c.places):
-                self._queue.append(Part(answer, first, min(c.places, S - first)))
-        return answer
+                self._queue.append(Part(ticket, first, min(c.places, S - first)))
+        return ticket
 
-    def collect(self, answers: Sequence[Answer], *, feed: Callable[[], bool] = lambda: False) -> list[Generation]:
+    def collect(self, tickets: Sequence[Ticket], *, feed: Callable[[], bool] = lambda: False) -> list[Generation]:
         """Decodes until these requests are answered; others go on at the next call.
 
         Args:
@@ -197,7 +198,7 @@ class Engine:
             raise RuntimeError("the decoder stopped on an error before; its slots are in no known state")
         if any(lane.policy_step < 0 and lane.incoming is None for lane in self._lanes):
             raise RuntimeError("the decoder has no weights yet: `swap` or `set_policy` comes first")
-        waiting = functools.partial(_any_left, answers)
+        waiting = functools.partial(_any_left, tickets)
         feeding = threading.Lock()
 
         def take(ahead: bool) -> Part | None:
@@ -214,8 +215,8 @@ class Engine:
                     # Where groups would stay empty, they share the samples of a query.
                     empty = sum(lane.empty_groups for lane in self._lanes)
                     if part.count > self.config.width and empty > 1 + len(self._queue):
-                        self._queue.appendleft(Part(part.answer, part.first + self.config.width, part.count - self.config.width))
-                        part = Part(part.answer, part.first, self.config.width)
+                        self._queue.appendleft(Part(part.ticket, part.first + self.config.width, part.count - self.config.width))
+                        part = Part(part.ticket, part.first, self.config.width)
                     return part
 
         def work(lane: Lane) -> None:
@@ -235,12 +236,12 @@ class Engine:
                 future.result()
         for lane in self._lanes:  # those of which no more is asked would never
             lane.take_up()
-        return [answer.generation for answer in answers]
+        return [ticket.generation for ticket in tickets]
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
         """Answers these requests; nothing else may be running. Raises: as `submit` and `collect`."""
         return self.collect([self.submit(request) for request in requests])
 
 
-def _any_left(answers: Sequence[Answer]) -> bool:
-    return any(answer.left for answer in answers)
+def _any_left(tickets: Sequence[Ticket]) -> bool:
+    return any(ticket.left for ticket in tickets)

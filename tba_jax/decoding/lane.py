@@ -21,7 +21,7 @@ from tba_jax.text.stop_strings import StopStrings
 
 
 @dataclasses.dataclass
-class Answer:
+class Ticket:
     """A request's generation while it is made; left: how many of its samples have not ended."""
 
     request: Request
@@ -33,7 +33,7 @@ class Answer:
 class Part:
     """Samples first..first+count of a request, which share a buffer."""
 
-    answer: Answer
+    ticket: Ticket
     first: int
     count: int
 
@@ -63,7 +63,7 @@ class Lane:
         drains: bool,
         pad_id: int,
         lock: threading.Lock,
-        batches: bool,
+        lockstep: bool,
         arrivals: int,
     ):
         self._config, self._mesh, self._pad_id, self._lock = config, mesh, pad_id, lock
@@ -73,8 +73,8 @@ class Lane:
         self.incoming: tuple[Params, int] | None = None
         self._weights: Params = {}
         entries = slots_lib.own_entries(config)
-        self._windows = sizes.windows(entries, config.chunk) if batches else (entries,)
-        self._batches = batches
+        self._windows = sizes.windows(entries, config.chunk) if lockstep else (entries,)
+        self._lockstep = lockstep
         # Decode steps since all slots were idle.
         self._step = 0
         self._arrivals = arrivals
@@ -138,7 +138,7 @@ class Lane:
             return False
         # Where nothing more is to come, free buffers are no reason to stop.
         enough = self._arrivals if filled else self._config.groups * self._config.buffers + 1
-        self._slots, log = self._decode(
+        self._slots, trace = self._decode(
             self._weights,
             self._prompts,
             self._slots,
@@ -151,7 +151,7 @@ class Lane:
         for buffers, tokens in self._first:
             self._note_first(buffers, jax.device_get(tokens))
         self._first = []
-        self._note(jax.device_get(log))
+        self._note(jax.device_get(trace))
         self._release()
         if not self._parts:
             self._step = 0
@@ -178,7 +178,7 @@ class Lane:
 
     def _buffers_in_use(self) -> int:
         """The first of each group, or as many as any group has something in."""
-        return 1 + max(u for _, u in self._parts) if self._batches else self._config.buffers
+        return 1 + max(u for _, u in self._parts) if self._lockstep else self._config.buffers
 
     def _window(self) -> int:
         """The shortest that the next steps stay within, or the whole ring."""
@@ -211,7 +211,7 @@ class Lane:
     def _arrivals_of(self, buffers: Sequence[tuple[int, int]], parts: Sequence[Part]) -> Arrivals:
         """The prompts of parts as `prefill` takes them, padded to the number of one call and to the length of a bucket."""
         c, I = self._config, self._arrivals
-        contexts = [[*part.answer.request.prompt, *part.answer.request.beginning] for part in parts]
+        contexts = [[*part.ticket.request.prompt, *part.ticket.request.beginning] for part in parts]
         P = next(length for length in self._buckets if length >= max(map(len, contexts)))
         tokens = np.full((I, P), self._pad_id, np.int32)
         length, given, stop_state = np.ones(I, np.int32), np.zeros(I, np.int32), np.zeros(I, np.int32)
@@ -226,7 +226,7 @@ class Lane:
             limit=np.zeros((I, c.places), np.int32),
         )
         for i, (part, context) in enumerate(zip(parts, contexts, strict=True)):
-            request, rows = part.answer.request, slice(part.first, part.first + part.count)
+            request, rows = part.ticket.request, slice(part.first, part.first + part.count)
             tokens[i, : len(context)], length[i], given[i] = context, len(context), len(request.beginning)
             stop_state[i] = self._stop_strings.run(request.beginning) if self._stop_strings is not None else 0
             samples.key[i, : part.count] = request.keys[rows]
@@ -251,17 +251,17 @@ class Lane:
         for i, (j, u) in enumerate(buffers):
             part = self._parts[j, u]
             place = u * K + np.arange(part.count)
-            count = np.full(part.count, len(part.answer.request.beginning))
+            count = np.full(part.count, len(part.ticket.request.beginning))
             self._write(np.full(part.count, j), place, count, jax.tree.map(lambda x, i=i, n=part.count: x[i, :n], tokens))
 
-    def _note(self, log: slots_lib.Log) -> None:
-        steps, j, w = np.nonzero(log.place >= 0)
+    def _note(self, trace: slots_lib.Trace) -> None:
+        steps, j, w = np.nonzero(trace.place >= 0)
         taken = len(np.unique(steps))
         self._step += taken
-        self.usage.slot_steps += log.place[0].size * taken
+        self.usage.slot_steps += trace.place[0].size * taken
         self.usage.useful += len(steps)
         at = (steps, j, w)
-        self._write(j, log.place[at], log.count[at], jax.tree.map(lambda x: x[at], log.tokens))
+        self._write(j, trace.place[at], trace.count[at], jax.tree.map(lambda x: x[at], trace.tokens))
 
     def _write(self, group: np.ndarray, place: np.ndarray, count: np.ndarray, tokens: Tokens) -> None:
         """Notes tokens that are response tokens `count` of their places. A place's tokens stand in their order."""
@@ -271,7 +271,7 @@ class Lane:
             part = self._parts[int(group[first]), int(place[first]) // self._config.places]
             raise FloatingPointError(
                 f"the logits of policy step {self.policy_step} are not finite at response token {count[first]} of query "
-                f"{part.answer.request.name}"
+                f"{part.ticket.request.name}"
             )
         self._tokens[group, place, count] = tokens.token
         self._policy[group, place, count] = tokens.policy_logprob
@@ -287,7 +287,7 @@ class Lane:
         for (j, u), part in [item for item in self._parts.items() if ended[item[0]]]:
             places = slice(u * K, u * K + part.count)
             rows = slice(part.first, part.first + part.count)
-            made, given = part.answer.generation, len(part.answer.request.beginning)
+            made, given = part.ticket.generation, len(part.ticket.request.beginning)
             length = self._length[j, places]
             new = (np.arange(self._config.response_length) < length[:, None]) & (np.arange(self._config.response_length) >= given)
             for whole, lane in (
@@ -301,4 +301,4 @@ class Lane:
             made.finished[rows] = self._status[j, places] == slots_lib.FINISHED
             del self._parts[j, u]
             with self._lock:
-                part.answer.left -= part.count
+                part.ticket.left -= part.count

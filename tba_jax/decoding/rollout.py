@@ -44,7 +44,7 @@ def rollout(
     Args:
       params: plain weights of the policy (Policy.for_sampling), or float32.
       prompt_tokens: int32[Q, P], right-padded; prompt_length: int32[Q].
-      graphdef: of the decoder, see cached.define.
+      graphdef: of the decoder, see kv_cache.define.
       keys: uint32[B, 2] with B = Q·S, rows of a query consecutive; sampling: leaves [B].
     """
     Q, P = prompt_tokens.shape

@@ -36,7 +36,7 @@ RUNNING, FINISHED, CUT = 0, 1, 2
 class SlotsConfig:
     """Static sizes: groups J, width W, buffers U, places K of a buffer, prompts S (cache entries of one), responses R.
 
-    graphdef: of the decoder, see cached.define;
+    graphdef: of the decoder, see kv_cache.define;
     chunk: most decode steps of one call; stop_accept: the accepting state of the stop strings' table, -1 without any.
     """
 
@@ -113,7 +113,7 @@ class Tokens:
 
 
 @flax.struct.dataclass
-class Log:
+class Trace:
     """What each slot did in each step of a call. place: int32[chunk, J, W], -1 where it was idle; count: int32, likewise, the
     response index of its token; tokens: leaves [chunk, J, W]."""
 
@@ -239,7 +239,7 @@ def prefill(
     """Runs prompts, draws the first token of each of their samples, and puts them into buffers whose samples have all ended.
 
     Args:
-      params: see cached.unstack; the caller donates prompts and slots.
+      params: see kv_cache.unstack; the caller donates prompts and slots.
       oldest_first: int32[J, U], the buffers of each group in the order in which they were filled.
       restart: bool[]; all slots are idle, and the rings begin anew at entry 0.
       stop_table: int32[states, V], see StopStrings; None without stop strings.
@@ -337,11 +337,11 @@ def decode(
     config: SlotsConfig,
     buffers: int,
     window: int,
-) -> tuple[Slots, Log]:
+) -> tuple[Slots, Trace]:
     """At most `chunk` decode steps; ends sooner when all slots are idle, or when `enough` buffers are free for new prompts.
 
     Args:
-      params: see cached.unstack; the caller donates slots.
+      params: see kv_cache.unstack; the caller donates slots.
       oldest_first: see prefill.
       enough: int32[]; more than there are: goes on until the slots are idle.
       buffers: static, 1 to U: those before are in use, and read. window: static, of the own caches: entries before are in use
@@ -363,8 +363,8 @@ def decode(
         index = place.reshape(J, W, *([1] * (x.ndim - 2)))
         return jnp.take_along_axis(x, index, axis=1).reshape(J * W, *x.shape[2:])
 
-    def step(state: tuple[Slots, Log, jax.Array, jax.Array]) -> tuple[Slots, Log, jax.Array, jax.Array]:
-        slots, log, t, _ = state
+    def step(state: tuple[Slots, Trace, jax.Array, jax.Array]) -> tuple[Slots, Trace, jax.Array, jax.Array]:
+        slots, trace, t, _ = state
         place, active = jnp.maximum(slots.place, 0), slots.place >= 0
         count = slots.count.reshape(-1)
         entry = slots.step % R
@@ -379,8 +379,8 @@ def decode(
             logits, jax.tree.map(lambda x: at(place, x), samples), count, slots.stop_state.reshape(-1), stop_table, c
         )
         tokens, stop_state = jax.tree.map(lambda x: x.reshape(J, W), (tokens, stop_state))
-        entry_of_log = Log(place=slots.place, count=slots.count, tokens=tokens)
-        log = jax.tree.map(lambda whole, new: jax.lax.dynamic_update_index_in_dim(whole, new, t, 0), log, entry_of_log)
+        new_entry = Trace(place=slots.place, count=slots.count, tokens=tokens)
+        trace = jax.tree.map(lambda whole, new: jax.lax.dynamic_update_index_in_dim(whole, new, t, 0), trace, new_entry)
         ended = active & (tokens.status != RUNNING)
         slots = dataclasses.replace(
             slots,
@@ -392,25 +392,25 @@ def decode(
             stop_state=stop_state,
         )
         slots = jax.lax.cond(jnp.any(ended), lambda s: _fill_idle(s, prompts, oldest_first, c), lambda s: s, slots)
-        return slots, log, t + 1, _free_buffers(slots, c)
+        return slots, trace, t + 1, _free_buffers(slots, c)
 
-    def goes_on(state: tuple[Slots, Log, jax.Array, jax.Array]) -> jax.Array:
+    def goes_on(state: tuple[Slots, Trace, jax.Array, jax.Array]) -> jax.Array:
         slots, _, t, free = state
         return (t < c.chunk) & (free < enough) & jnp.any(slots.place >= 0)
 
-    start = slots, _empty_log(c), jnp.zeros((), jnp.int32), _free_buffers(slots, c)
-    slots, log, _, _ = jax.lax.while_loop(goes_on, step, start)
+    start = slots, _empty_trace(c), jnp.zeros((), jnp.int32), _free_buffers(slots, c)
+    slots, trace, _, _ = jax.lax.while_loop(goes_on, step, start)
     if window < R:
         own = jax.tree.map(lambda old, new: jax.lax.dynamic_update_slice(old, new, (0, 0, 0, 0)), whole, slots.own)
         slots = dataclasses.replace(slots, own=own)
-    return slots, log
+    return slots, trace
 
 
-def _empty_log(config: SlotsConfig) -> Log:
+def _empty_trace(config: SlotsConfig) -> Trace:
     shape = (config.chunk, config.groups, config.width)
     zeros, logprobs = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
     tokens = Tokens(token=zeros, status=zeros, policy_logprob=logprobs, behavior_logprob=logprobs)
-    return Log(place=jnp.full(shape, -1, jnp.int32), count=zeros, tokens=tokens)
+    return Trace(place=jnp.full(shape, -1, jnp.int32), count=zeros, tokens=tokens)
 
 
 def _cut(cache: kv_cache.Cache, entries: int) -> kv_cache.Cache:

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 import jax
 import numpy as np
 
-from tba_jax.decoding.engine import Answer, Engine
+from tba_jax.decoding.engine import Engine, Ticket
 from tba_jax.decoding.reasoning_steps import between_steps, evenly
 from tba_jax.decoding.requests import Generation, Request, concatenate
 from tba_jax.decoding.sampling import Sampling
@@ -139,7 +139,7 @@ class StateValues:
         between = between_steps(generation.tokens, generation.length, self._step_ends)
         chosen = [(row, t) for row, states in enumerate(between) for t in evenly(np.flatnonzero(states), self._most_states)]
         waiting = deque(zip(chosen, self._keys(keys, chosen), strict=True))
-        asked: deque[tuple[int, int, Answer]] = deque()
+        asked: deque[tuple[int, int, Ticket]] = deque()
 
         def ask() -> bool:
             if not waiting or len(asked) == 2 * self._at_a_time:

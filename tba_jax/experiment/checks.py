@@ -63,7 +63,7 @@ _AT_LEAST_ONE = (
     "searchers.value_samples",
     "searchers.reward_batches",
     "evaluation.samples_per_query",
-    "searchers.decode_steps",
+    "searchers.decode_chunk",
     "searchers.cpu_devices",
     "learner.queries",
     "learner.completions",

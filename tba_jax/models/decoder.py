@@ -1,6 +1,6 @@
 """One decoder-only transformer, by configuration: GPT-2, GPT-NeoX, Llama, Mistral, Qwen2 and Qwen3 are settings of it.
 
-Training scans over the stack of blocks with rematerialisation; decoding (cached.py) has them one by one.
+Training scans over the stack of blocks with rematerialisation; decoding (kv_cache.py) has them one by one.
 """
 
 import functools
@@ -64,7 +64,7 @@ class Decoder(nnx.Module):
     score: Any = None
 
     def __init__(self, config: DecoderConfig, *, unstacked: bool = False, rngs: nnx.Rngs):
-        """Args: unstacked: `layers` is a list of blocks, as cached.py takes them, not one stack of all."""
+        """Args: unstacked: `layers` is a list of blocks, as kv_cache.py takes them, not one stack of all."""
         c = config
         self.config = c
         self.embedding = Embedding("VD", c.sizes, rngs=rngs)

@@ -85,7 +85,7 @@ LATER: dict[str, dict[str, Any]] = {
     },
     "searchers": {
         "slots": 0,
-        "decode_steps": 32,
+        "decode_chunk": 32,
         "swap": "at_once",
         "cpu_devices": 1,
         "value_samples": 9,

@@ -302,9 +302,9 @@ def test_slots_are_seldom_idle_while_requests_wait(slots, samples, queries):
     rng = np.random.default_rng(0)
     limits = np.clip(np.round(32 * np.exp(0.8 * rng.standard_normal((queries, samples)))), 4, 128).astype(np.int32)
     keys = row_keys(samples)
-    answers = [engine.submit(make_request([3, 4, 5], samples, keys=keys, limit=limit)) for limit in limits]
-    found = engine.collect(answers[: 7 * queries // 10])
-    assert all(not answer.generation.length.any() for answer in answers[-queries // 10 :])  # requests still wait
+    tickets = [engine.submit(make_request([3, 4, 5], samples, keys=keys, limit=limit)) for limit in limits]
+    found = engine.collect(tickets[: 7 * queries // 10])
+    assert all(not answer.generation.length.any() for answer in tickets[-queries // 10 :])  # requests still wait
     print(f"idle share with {samples} samples: {engine.usage.idle:.4f} of {engine.usage.slot_steps} slot-steps")
     assert engine.usage.slot_steps > 30_000
     # A batch without refill waits for its longest: 1 - mean / largest of 16 is about a half.
@@ -336,13 +336,13 @@ def test_nothing_is_compiled_again_after_a_request_of_each_bucket(grouped):
     grouped.generate([make_request([3], 1), make_request([3] * P, 1)])
     before = compiled(grouped)
     assert before == [2, 1, 1]
-    answers: list[lane_lib.Answer] = []
+    tickets: list[lane_lib.Ticket] = []
     for i, request in enumerate(make_stream(LENGTHS * 3, counts=(1, 4, 2, 9, 3), seed=1)):
-        answers.append(grouped.submit(request))
+        tickets.append(grouped.submit(request))
         if i % 7 == 0:
             grouped.set_policy(random_params(i), i)
-            grouped.collect(answers[: i // 2])
-    grouped.collect(answers)
+            grouped.collect(tickets[: i // 2])
+    grouped.collect(tickets)
     beginning = [3, 4, 5]
     grouped.generate([make_request([7, 8], 2, beginning=beginning), make_request([7] * 50, 2, beginning=beginning)])
     assert compiled(grouped) == before
@@ -389,20 +389,20 @@ def swapping_stream(engine: Engine) -> tuple[list[Request], list[Generation]]:
     stream = make_stream([1, 24, 3, 17, 9, 2, 20, 11] * 4, counts=(4, 2), limits=False)
     prepared = {step: engine.prepare(random_params(step)) for step in range(len(stream) // every + 1)}
     engine.swap(prepared[0], 0)
-    answers: list[lane_lib.Answer] = []
+    tickets: list[lane_lib.Ticket] = []
 
     def feed() -> bool:
-        if len(answers) == len(stream):
+        if len(tickets) == len(stream):
             return False
-        answers.append(engine.submit(stream[len(answers)]))
-        if len(answers) % every == 0:
-            engine.swap(prepared[len(answers) // every], len(answers) // every)
+        tickets.append(engine.submit(stream[len(tickets)]))
+        if len(tickets) % every == 0:
+            engine.swap(prepared[len(tickets) // every], len(tickets) // every)
         return True
 
     # Where running sequences end before a swap, none is left for a while, so that `collect` comes back early.
     while feed():
-        engine.collect(answers, feed=feed)
-    return stream, [answer.generation for answer in answers]
+        engine.collect(tickets, feed=feed)
+    return stream, [answer.generation for answer in tickets]
 
 
 def test_weights_swapped_in_flight_draw_the_next_tokens(grouped):
@@ -676,7 +676,7 @@ def test_an_engine_without_weights_says_so_and_takes_them_later():
 
 def test_batches_read_windows_of_the_caches_and_share_queries_among_groups(single):
     """Two batches of two queries over four groups, then more than there are slots for, so that the rings wrap."""
-    engine = make_engine(8, 4, batches=True, chunk=6)
+    engine = make_engine(8, 4, lockstep=True, chunk=6)
     engine.set_policy(PARAMS, 5)
     lane, calls = engine._lanes[0], []
     decode = lane._decode

@@ -95,7 +95,7 @@ def reward_by_hand(query, tokens, length, finished):
 
 
 def test_values_are_mean_rewards_of_continuations_decoded_alone():
-    engine = make_engine(8, S, prompt_length=5 + R - 1, given_length=R - 1, batches=True)
+    engine = make_engine(8, S, prompt_length=5 + R - 1, given_length=R - 1, lockstep=True)
     engine.set_policy(PARAMS, 0)
     generation, keys = ask(engine, plain=False)
     made = zip(QUERIES, generation.tokens, generation.length, generation.finished, strict=True)

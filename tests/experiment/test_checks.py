@@ -38,7 +38,7 @@ LIMITS: dict[str, dict[str, list[object]]] = {
         "searchers.value_samples": [0],
         "searchers.reward_batches": [0],
         "evaluation.samples_per_query": [0],
-        "searchers.decode_steps": [0],
+        "searchers.decode_chunk": [0],
         "searchers.cpu_devices": [0],
         "learner.queries": [0],
         "learner.completions": [0],

@@ -93,11 +93,11 @@ class Appender:
     A batch is appended after the one before: rows are numbered in the order in which their queries were asked.
     """
 
-    def __init__(self, log: LogWriter, *, task: Task, tokenizer: Tokenizer, missing_eos_reward: float | None, batches: int):
-        """Args: batches: that may wait at a time; as many calls of the task's rewards are under way at most."""
+    def __init__(self, log: LogWriter, *, task: Task, tokenizer: Tokenizer, missing_eos_reward: float | None, most_waiting: int):
+        """Args: most_waiting: batches that may wait at a time; as many calls of the task's rewards are under way at most."""
         self._log, self._task, self._tokenizer, self._missing_eos_reward = log, task, tokenizer, missing_eos_reward
-        self._batches = batches
-        self._calls, self._appends = _Threads(batches, "reward"), _Threads(1, "append")
+        self._most_waiting = most_waiting
+        self._calls, self._appends = _Threads(most_waiting, "reward"), _Threads(1, "append")
         self._failed, self._appending = False, threading.Lock()
         self._waiting: deque[Future[SearchReport]] = deque()
 
@@ -112,7 +112,7 @@ class Appender:
 
         Raises: what appended() raises.
         """
-        while sum(not report.done() for report in self._waiting) >= self._batches:
+        while sum(not report.done() for report in self._waiting) >= self._most_waiting:
             next(report for report in self._waiting if not report.done()).result()
         self._waiting.append(self._appends.submit(self._append, batch))
 

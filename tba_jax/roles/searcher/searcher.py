@@ -15,7 +15,7 @@ import numpy as np
 
 from tba_jax import sharding, trajectory
 from tba_jax.decoding import sampling as sampling_lib
-from tba_jax.decoding.engine import Answer, Engine
+from tba_jax.decoding.engine import Engine, Ticket
 from tba_jax.decoding.requests import Generation, Request, concatenate
 from tba_jax.decoding.slots import row_keys
 from tba_jax.decoding.state_values import StateValues
@@ -40,7 +40,7 @@ class _Asked:
     """A query that is being answered: the decoder's ticket, and what its rows will say of how they were drawn."""
 
     query: EncodedQuery
-    answer: Answer
+    ticket: Ticket
     keys: np.ndarray
     sampling: sampling_lib.Sampling
 
@@ -90,7 +90,7 @@ class Searcher:
             task=task,
             tokenizer=tokenizer,
             missing_eos_reward=contract.missing_eos_reward,
-            batches=1 if config.schedule.mode == "interleaved" else s.reward_batches,
+            most_waiting=1 if config.schedule.mode == "interleaved" else s.reward_batches,
         )
         space = contract.response_space()
         slots = s.slots or self.rows_per_batch
@@ -108,8 +108,8 @@ class Searcher:
             pad_id=contract.pad_id,
             stop_strings=self._automaton(contract.stop_strings),
             swap=s.swap,
-            chunk=s.decode_steps,
-            batches=config.schedule.mode == "interleaved",
+            chunk=s.decode_chunk,
+            lockstep=config.schedule.mode == "interleaved",
             weights=s.weights,
         )
         self._value_states = self._make_state_values(slots)
@@ -228,7 +228,7 @@ class Searcher:
             return True
 
         batch, generation = self._decode(feed)
-        queries = [asked.query for asked in batch for _ in range(asked.answer.request.samples)]
+        queries = [asked.query for asked in batch for _ in range(asked.ticket.request.samples)]
         rows = self._rows(batch, generation)
         with self._account.measure("reference"):
             rows["ref_logprobs"] = self._reference_logprobs(rows, queries)
@@ -269,7 +269,7 @@ class Searcher:
             while len(self._asked) < size:
                 self._ask()
             batch = [self._asked[i] for i in range(size)]
-            generation = concatenate(self._engine.collect([asked.answer for asked in batch], feed=feed))
+            generation = concatenate(self._engine.collect([asked.ticket for asked in batch], feed=feed))
             for _ in batch:
                 self._asked.popleft()
         return batch, generation

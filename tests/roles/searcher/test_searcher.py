@@ -34,7 +34,7 @@ ROWS = Q * S
 # Ten queries, so that a batch holds queries of two passes; four slots, so that a batch does not fit at once.
 STREAM = dict(task__arithmetic__train_queries=10, task__response_length=R, sampling__explore_temperature_probability=0.5)
 BATCHES = dict(searchers__queries_per_batch=Q, searchers__samples_per_query=S, searchers__max_rows_per_snapshot=0)
-DECODER = dict(searchers__slots=4, searchers__decode_steps=2, searchers__poll_seconds=0.01)
+DECODER = dict(searchers__slots=4, searchers__decode_chunk=2, searchers__poll_seconds=0.01)
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +100,7 @@ def test_rows_are_appended_in_the_order_of_queries_whatever_ends_first(tmp_path)
         s, made = make(tmp_path / str(goes_ahead), searchers__slots=16)
         assert not made.may_search and made.refresh() and made.may_search and not made.refresh()
         for batch in range(1, 10):
-            left = [asked.answer.left for asked in made._asked]
+            left = [asked.ticket.left for asked in made._asked]
             overtaken += any(left[:Q]) and not all(left[Q:])  # a query of a later batch was answered before one of this
             report = made.search(ahead=lambda goes_ahead=goes_ahead: goes_ahead)
             assert committed(s) == batch * ROWS
@@ -160,7 +160,7 @@ def test_a_snapshot_that_arrives_in_a_batch_is_asked_as_many_besides(tmp_path, b
 
 def test_a_snapshot_whose_queries_the_one_before_has_answered_is_followed_by_the_next(tmp_path):
     """It arrives while slots are filled, of which there are enough for all that may be asked: all is decoded in one call."""
-    s, made = make(tmp_path, searchers__max_rows_per_snapshot=2 * ROWS, searchers__slots=4 * ROWS, searchers__decode_steps=R)
+    s, made = make(tmp_path, searchers__max_rows_per_snapshot=2 * ROWS, searchers__slots=4 * ROWS, searchers__decode_chunk=R)
     made.refresh()
 
     def ahead() -> bool:
