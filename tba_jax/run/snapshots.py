@@ -339,7 +339,7 @@ class Publisher:
         final_step: int,
         check: Callable[[], None] = _pass,
     ):
-        """Args: check: called right before a snapshot becomes visible. If it raises, the snapshot stays hidden and `wait` raises."""
+        """Args: check: called before a snapshot becomes visible; if it raises, the snapshot stays hidden and `wait` raises."""
         self._policies, self._check = policies, check
         self._dtype = dtype
         self._retention = dict(keep=keep, keep_every=keep_every, final_step=final_step)
