@@ -79,14 +79,14 @@ def check(config: Any) -> None:
     from tba_jax.learner.optimizer import SCHEDULES
     from tba_jax.models import layers
     from tba_jax.run import contract as contract_lib
-    from tba_jax.supervised import fine_tuning
+    from tba_jax.supervised import objectives
 
     leaves = contract_lib.flatten(config.to_dict())
     if "kind" not in leaves:
         raise ValueError("--config is not made from configs/supervised.py; RL runs are python -m tba_jax.main")
     choices: dict[str, Collection[str]] = {
         **_CHOICES,
-        "kind": fine_tuning.OBJECTIVES,
+        "kind": objectives.OBJECTIVES,
         "training.schedule": SCHEDULES,
         "training.remat": layers.REMAT,
     }

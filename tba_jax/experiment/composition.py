@@ -31,7 +31,7 @@ from tba_jax.rewards import embeddings, models
 from tba_jax.roles import evaluator
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout, places, snapshots
-from tba_jax.supervised import fine_tuning
+from tba_jax.supervised.warm_start import warm_start
 from tba_jax.tasks import EXTRAS, TASKS, own
 from tba_jax.tasks.interface import SPLITS, EncodedQuery, Query, Shortens, Task
 from tba_jax.text import prompts, vocabulary
@@ -333,7 +333,7 @@ def ensure_reference(experiment: Experiment, run: layout.RunDir, *, report: Call
     warm-started or random, as the config says.
 
     Args:
-      report: of the warm start, see fine_tuning.warm_start.
+      report: of the warm start, see supervised.warm_start.
 
     Returns:
       16 hex digits, a hash of the weights; `run.reference(id)` holds them as a snapshot.
@@ -372,7 +372,7 @@ def _initial_params(experiment: Experiment, mesh: Any, report: Callable[[int, fl
     if not config.warm_start.steps:
         return jax.jit(experiment.policy.base.init, out_shardings=shardings)(jax.random.key(config.seed))
     w = config.warm_start
-    return fine_tuning.warm_start(
+    return warm_start(
         experiment.task,
         experiment.tokenizer,
         config=model,

@@ -342,7 +342,7 @@ def change_schedule(run: layout.RunDir, config: Any, *, allowed: Sequence[str], 
 # Settings by which a checkpoint has more state: value -> what it has. Of objectives it is what tba_jax.objectives declares, which
 # a test holds against this: that layer is above.
 STATEFUL: dict[str, dict[str, str]] = {
-    "learner.objective": {"learned_log_z": "log_z", "ppo": "value_head"},
+    "learner.objective": {"learned_log_z": "log_z_head", "ppo": "value_head"},
     "learner.reference.kind": dict.fromkeys(HELD_REFERENCES, "reference"),
 }
 

@@ -204,7 +204,7 @@ def test_sft_lowers_the_loss_and_its_folder_computes_the_same(folder, tmp_path, 
 
     model = load.read_config(tmp_path / "sft", compute_dtype="float32")
     params = load.load_params(tmp_path / "sft", model, applied.shardings(model, plan.mesh))
-    jax.tree.map(np.testing.assert_array_equal, params, tuned.state.params)
+    jax.tree.map(np.testing.assert_array_equal, params, tuned.state.params["policy"])
     assert model == plan.model and HuggingFaceTokenizer(tmp_path / "sft").fingerprint == plan.tokenizer.fingerprint
     rows = examples.make_batch(plan.data.heldout, rows=64, prompt_length=8, response_length=16, pad_id=0)
 
@@ -215,7 +215,7 @@ def test_sft_lowers_the_loss_and_its_folder_computes_the_same(folder, tmp_path, 
         return np.asarray(jax.jit(lambda p: applied.response_logprobs(p, *columns, **settings)[0])(params))
 
     found = logprobs(params)
-    np.testing.assert_array_equal(found, logprobs(tuned.state.params))
+    np.testing.assert_array_equal(found, logprobs(tuned.state.params["policy"]))
     loss = -found.sum() / sum(len(response) for _, response in plan.data.heldout)
     np.testing.assert_allclose(loss, points[-1]["heldout_loss"], rtol=1e-5)
     tuned.close()

@@ -123,9 +123,9 @@ def test_heads_of_values_and_of_log_z_begin_anew_with_their_optimisers(tmp_path,
     theirs = source_run(tmp_path / "source", **changes)
     ours = begin(tmp_path / "run", f"{theirs.run.root}@6", **changes)
     taken, given = state_of(ours, 0), state_of(theirs, 6)
-    for of_head in (taken.params["log_z"], taken.opt_state["log_z"]):
+    for of_head in (taken.params["log_z_head"], taken.opt_state["log_z_head"]):
         assert not any(np.any(leaf) for leaf in jax.tree.leaves(of_head))
-    assert any(np.any(leaf) for leaf in jax.tree.leaves(given.params["log_z"]))
+    assert any(np.any(leaf) for leaf in jax.tree.leaves(given.params["log_z_head"]))
     assert counts(dataclasses.replace(taken, opt_state=taken.opt_state["policy"]), optax.ScaleByAdamState) == [6]
 
 

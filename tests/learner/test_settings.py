@@ -43,12 +43,12 @@ def test_schedules_of_the_coefficients():
 def test_only_heads_that_are_learned_have_an_optimizer_and_each_has_a_rate_of_its_own(name):
     rates = {"learner__log_z_learning_rate": 0.25, "learner__value_learning_rate": 0.125}
     optimizers = settings.make_optimizers(tiny_run.config(learner__objective=name, learner__warmup_steps=0, **rates))
-    assert ("log_z" in optimizers) == (name == "learned_log_z")
+    assert ("log_z_head" in optimizers) == (name == "learned_log_z")
     assert ("value_head" in optimizers) == (name == "ppo")
     for part, optimizer in optimizers.items():
         params = {"weight": jnp.ones(3)}
         updates, _ = optimizer.update({"weight": jnp.ones(3)}, optimizer.init(params), params)
-        np.testing.assert_allclose(updates["weight"], -{"policy": 1e-3, "log_z": 0.25, "value_head": 0.125}[part], rtol=1e-4)
+        np.testing.assert_allclose(updates["weight"], -{"policy": 1e-3, "log_z_head": 0.25, "value_head": 0.125}[part], rtol=1e-4)
 
 
 def test_the_defaults_of_objectives_are_those_of_the_base_config():
@@ -58,7 +58,7 @@ def test_the_defaults_of_objectives_are_those_of_the_base_config():
 
 def test_checkpoints_of_which_objectives_hold_a_head_is_what_the_objectives_declare():
     declared = {name: objective for name, objective in OBJECTIVES.items() if objective.log_z_head or objective.value_head}
-    assert {name: "log_z" if o.log_z_head else "value_head" for name, o in declared.items()} == STATEFUL["learner.objective"]
+    assert {name: "log_z_head" if o.log_z_head else "value_head" for name, o in declared.items()} == STATEFUL["learner.objective"]
 
 
 OTHER_SETTINGS = {

@@ -96,7 +96,7 @@ def make_step(
 # What an update may be: settings, the head that it trains, what the batch has besides.
 FORMS: dict[str, tuple[dict[str, Any], str, str]] = {
     "trajectory_balance": ({}, "", ""),
-    "learned_log_z": ({"objective": OBJECTIVES["learned_log_z"]}, "log_z", ""),
+    "learned_log_z": ({"objective": OBJECTIVES["learned_log_z"]}, "log_z_head", ""),
     "tba_prime": ({"objective": OBJECTIVES["tba_prime"]}, "", ""),
     "moving reference": ({"objective": OBJECTIVES["tba_prime"]}, "", "moving_ref_logprobs"),
     "surrogate": ({"surrogate_decay": 0.8}, "", ""),
@@ -110,9 +110,8 @@ def state_of(form: str, optimizers: state_lib.Optimizers | None = None) -> tuple
     name = FORMS[form][1]
     optimizers = optimizers or DESCENT | ({name: optax.sgd(1.0)} if name else {})
     state = state_lib.init_state(POLICY, random_params(), optimizers)
-    head = (
-        {name: applied.random(heads.define(POLICY, log_z=True, value_head=True).specs[name], scale=1.0, seed=3)} if name else {}
-    )
+    specs = heads.define(POLICY, log_z_head=True, value_head=True).specs
+    head = {name: applied.random(specs[name], scale=1.0, seed=3)} if name else {}
     return dataclasses.replace(state, params=state.params | head), optimizers
 
 
@@ -241,7 +240,7 @@ def test_the_learned_log_z_is_that_of_the_mean_prompt_state():
     for row in range(0, B, K):
         tokens = batch.tokens[row : row + 1, : batch.prompt_length[row]]
         means.append(np.asarray(applied.hidden_states(random_params(), tokens, config=MODEL, remat="none"))[0].mean(0))
-    log_z = np.repeat(np.stack(means) @ state.params["log_z"]["weight"] + state.params["log_z"]["bias"], K)
+    log_z = np.repeat(np.stack(means) @ state.params["log_z_head"]["weight"] + state.params["log_z_head"]["bias"], K)
     target = batch.ref_logprobs.sum(1) + batch.reward / BETA
     residual = log_z + scores()[0].sum(1) - target
     cotangent = 2 / B * residual
