@@ -1,4 +1,4 @@
-"""One step down the gradient of any objective: the optimiser of each part, and the check that all of it is finite."""
+"""One step down the gradient of a loss, whichever it is: the optimiser of each part, and the check that all of it is finite."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,10 +15,9 @@ from tba_jax.models.parameters import Params
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gradient:
-    """What an objective gives of a batch.
+    """The loss on a batch, float32[], and its gradient by part, like TrainState.params.
 
-    loss: float32[]; by_part: its gradient, like TrainState.params; finite: bool[], whether all else that the objective looked at
-    is finite; measurements: arrays by name.
+    finite: bool[], whether all else that the batch gave is finite; measurements: arrays by name.
     """
 
     loss: chex.Array
@@ -28,18 +27,19 @@ class Gradient:
 
 
 # (state, the frozen part of the policy, batch) -> Gradient
-Objective = Callable[[TrainState, Params, Any], Gradient]
+GradientOf = Callable[[TrainState, Params, Any], Gradient]
 
 
 def step(
-    state: TrainState, frozen: Params, batch: Any, *, objective: Objective, optimizers: Optimizers
+    state: TrainState, frozen: Params, batch: Any, *, gradient_of: GradientOf, optimizers: Optimizers
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """The state after one step, and measurements: those of the objective, loss, grad_norm (of the policy's part), finite.
+    """The state after one step, and measurements: loss, grad_norm (of the policy's part), finite, skipped_steps, and those of
+    the gradient.
 
-    `finite` is float32[], 0 where loss, gradient, new weights or what the objective looked at are not finite: the state is then
-    left as it was, but counts the step. skipped_steps counts such steps.
+    `finite` is float32[], 0 where loss, gradient, new weights or what else the batch gave are not finite: the state is then left
+    as it was, but counts the step, in skipped_steps too.
     """
-    gradient = objective(state, frozen, batch)
+    gradient = gradient_of(state, frozen, batch)
     grad_norm = optax.tree.norm(gradient.by_part["policy"])
     after = _descend(state, gradient.by_part, optimizers)
     # Of the new weights too: an optimiser may overflow where its gradient did not.

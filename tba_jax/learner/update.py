@@ -114,8 +114,8 @@ def train_step(
       is not refuses the step. Others: see diagnostics; kl_to_initial, nats per response, where the reference moves;
       value_error, the root of the mean over tokens of (V − r)², where values are learned.
     """
-    objective = functools.partial(_gradient, schedules=schedules, config=config)
-    return descent.step(state, frozen, batch, objective=objective, optimizers=optimizers)
+    gradient_of = functools.partial(_gradient, schedules=schedules, config=config)
+    return descent.step(state, frozen, batch, gradient_of=gradient_of, optimizers=optimizers)
 
 
 def _gradient(

@@ -126,8 +126,8 @@ def train_step(
     Returns:
       the new state and float32[] measurements: the objective's means and those of descent.step.
     """
-    gradient = functools.partial(_gradient, objective=objective, config=config)
-    return descent.step(state, {}, batch, objective=gradient, optimizers=optimizers)
+    gradient_of = functools.partial(_gradient, objective=objective, config=config)
+    return descent.step(state, {}, batch, gradient_of=gradient_of, optimizers=optimizers)
 
 
 def _gradient(state: TrainState, frozen: Params, batch: Batch, *, objective: Objective, config: StepConfig) -> descent.Gradient:
