@@ -73,11 +73,6 @@ CASES = {
 }
 
 
-def test_the_readme_shows_the_whole_of_ones_own_task():
-    text = Path(own_task.__file__ or "").read_text()
-    assert f"```python\n{text}```\n" in (tiny_run.ROOT / "README.md").read_text() and len(text.splitlines()) < 40
-
-
 RECIPES = (
     countdown_qwen2_5.get_config,
     gsm8k_rho1b.get_config,
