@@ -26,9 +26,7 @@ POLICY = Policy(model=DecoderConfig(layers=1, width=16, heads=2, kv_heads=1, hea
 
 @functools.cache
 def contract() -> Contract:
-    values: dict[str, Any] = dict(
-        scoring_temperature=0.7, banned_tokens=[3], eos_id=2, min_response_length=5
-    )  # lists, as in JSON
+    values: dict[str, Any] = dict(scoring_temperature=0.7, banned_tokens=[3], eos_id=2, min_response_length=5)  # as in JSON
     return dataclasses.replace(composition.build(tiny_run.config()).contract, **values)
 
 
