@@ -8,22 +8,19 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
-from tba_jax import sharding, trajectory
 from tba_jax.decoding import sampling as sampling_lib
-from tba_jax.decoding.engine import Engine
 from tba_jax.decoding.requests import Generation, Request, concatenate
 from tba_jax.decoding.slots import row_keys
-from tba_jax.models import scoring
 from tba_jax.models.policy import Policy
 from tba_jax.rewards.responses import reward_generation
+from tba_jax.roles.reference import ReferencePolicy, policy_mesh, text_columns
+from tba_jax.roles.sampler import Sampler
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout, places, snapshots
 from tba_jax.run.metrics import MetricWriter, TimeAccount
 from tba_jax.tasks.interface import EncodedQuery, HasFinalAnswer, HasMeasures, Task
-from tba_jax.text import stop_strings
 from tba_jax.text.tokenizers import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -56,33 +53,19 @@ class Evaluator:
         self._config, self._contract, self._run = config, contract, run
         self._tokenizer, self._task, self._queries = tokenizer, task, list(queries)
         self._samples_per_query = config.evaluation.samples_per_query
-        devices = sharding.policy_devices(config.evaluation.task_devices)
-        self._mesh = sharding.make_mesh(tuple(config.evaluation.mesh.values()), setting="evaluation.mesh", devices=devices)
-        reference_id = layout.read_json(run.initial_reference)["id"]
-        self._reference = snapshots.load(
-            run.reference(reference_id), policy.model_specs, policy.model_shardings(self._mesh), dtype=policy.model.compute_dtype
-        )
-        self._snapshot: dict[str, Any] = dict(
-            specs=policy.trained_specs, shardings=policy.trained_shardings(self._mesh), dtype=policy.snapshot_dtype
-        )
-        space = contract.response_space()
-        self._engine = Engine(
-            policy.model,
-            space,
-            self._mesh,
-            slots=config.evaluation.batch_size,
+        e = config.evaluation
+        mesh = policy_mesh(config, "evaluation")
+        self._sampler = Sampler(
+            contract,
+            run,
+            policy=policy,
+            tokenizer=tokenizer,
+            reference=ReferencePolicy(contract, run, policy=policy, mesh=mesh, logit_megabytes=e.logit_megabytes),
+            weights="full",
+            slots=e.batch_size,
             samples=1,
             prompt_length=max(len(query.prompt) for query in queries),
-            response_length=contract.response_length,
-            pad_id=contract.pad_id,
-            stop_strings=stop_strings.build(tokenizer.token_bytes(), contract.stop_strings, vocab=policy.model.vocab)
-            if contract.stop_strings
-            else None,
         )
-        self._score = scoring.scorer(
-            self._mesh, graphdef=policy.base.graphdef, space=space, logit_megabytes=config.evaluation.logit_megabytes
-        )
-        self._for_sampling = sharding.on_mesh(self._mesh, jax.jit(functools.partial(policy.for_sampling, weights="full")))
 
     def evaluate(self, step: int) -> dict[str, Any]:
         """Evaluates the snapshot of `step`, writes `evaluations/<step>.json` and returns its content.
@@ -101,9 +84,7 @@ class Evaluator:
           ValueError: a measure of the task is called like another figure.
         """
         begin = time.time()
-        snapshot = snapshots.load_step(self._run.policies, step, **self._snapshot)
-        self._engine.set_policy(self._for_sampling(snapshot, self._reference), step)
-        del snapshot
+        self._sampler.load_step(step)
         greedy = self._respond(temperature=0.0, samples=1)
         sampled = self._respond(temperature=self._contract.scoring_temperature, samples=self._samples_per_query)
         return {
@@ -171,7 +152,7 @@ class Evaluator:
         queries = self._queries * samples
         keys = np.asarray(row_keys(np.uint32(self._config.seed), 0, np.arange(len(queries), dtype=np.uint32)))
         sampling = sampling_lib.constant(1, temperature=temperature)
-        generations = self._engine.generate(
+        generations = self._sampler.engine.generate(
             [
                 Request(name=repr(query.query.prompt[:60]), prompt=query.prompt, keys=key[None], sampling=sampling)
                 for query, key in zip(queries, keys, strict=True)
@@ -187,11 +168,10 @@ class Evaluator:
     def _scored(self, batch: Sequence[EncodedQuery], made: Sequence[Generation]) -> list[dict[str, Any]]:
         # The last batch is filled up: scoring has one shape.
         missing = self._config.evaluation.batch_size - len(batch)
-        whole = [query.prompt for query in (*batch, *[batch[0]] * missing)]
-        prompts, lengths = trajectory.left_pad(whole, self._contract.prompt_length, self._contract.pad_id)
+        prompts = [query.prompt for query in (*batch, *[batch[0]] * missing)]
         filled, generation = concatenate([*made, *[made[0]] * missing]), concatenate(made)
-        per_row = sharding.put_rows(self._mesh, (prompts, lengths, filled.tokens, filled.length))
-        ref_logprobs = np.asarray(self._score(self._reference, *per_row)[0])
+        rows = text_columns(prompts, filled.tokens, filled.length, self._contract)
+        ref_logprobs = self._sampler.reference.logprobs(rows)
         texts, scores = reward_generation(
             generation,
             batch,
@@ -217,6 +197,11 @@ class Evaluator:
 def plain(report: dict[str, Any]) -> dict[str, Any]:
     """A report as JSON takes it, which has no NaN."""
     return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in report.items()}
+
+
+def report_scalars(report: dict[str, Any]) -> dict[str, float]:
+    """The figures of a report, as metrics take them."""
+    return {name: value for name, value in report.items() if isinstance(value, float) and name != "time"}
 
 
 def _ref_nll(responses: Sequence[dict[str, Any]]) -> float:
@@ -312,7 +297,6 @@ def run_evaluator(
             # Pruned meanwhile: the list is made anew.
             pending_steps = afresh()
             continue
-        scalars = {name: value for name, value in report.items() if isinstance(value, float) and name != "time"}
-        writer.write(report["step"], scalars | account.shares())
+        writer.write(report["step"], report_scalars(report) | account.shares())
         log.info("step %d: greedy reward %.3f, sampled %.3f", report["step"], report["greedy_reward"], report["sampled_reward"])
     writer.close()
