@@ -113,13 +113,14 @@ def _make_trainer(s: Settings, *, publish_every_steps: int) -> tuple[Any, EpochL
         config.update_from_flattened_dict(values)
         every_steps = 1 if config.schedule.mode == "interleaved" else config.publish.every_steps
         past = dataclasses.replace(s, experiment=dataclasses.replace(s.experiment, config=config))
-        trainer, lease = _begin_trainer(past, publish_every_steps=every_steps, replay_until=step)
+        trainer, lease = _begin_trainer(past, publish_every_steps=every_steps, until=step)
         trainer.close()
         lease.release()
     return _begin_trainer(s, publish_every_steps=publish_every_steps)
 
 
-def _begin_trainer(s: Settings, *, publish_every_steps: int, replay_until: int | None = None) -> tuple[Any, EpochLease]:
+def _begin_trainer(s: Settings, *, publish_every_steps: int, until: int | None = None) -> tuple[Any, EpochLease]:
+    from tba_jax.roles.trainer.resume import resume
     from tba_jax.roles.trainer.trainer import Trainer
 
     layout.claim_shared(s.run)
@@ -133,8 +134,8 @@ def _begin_trainer(s: Settings, *, publish_every_steps: int, replay_until: int |
             policy=s.experiment.policy,
             lease=lease,
             publish_every_steps=publish_every_steps,
-            replay_until=replay_until,
         )
+        resume(trainer, until=until)
     except BaseException:
         lease.release()
         raise
@@ -142,7 +143,7 @@ def _begin_trainer(s: Settings, *, publish_every_steps: int, replay_until: int |
 
 
 def trainer(s: Settings) -> Job:
-    from tba_jax.roles.trainer.trainer import run_trainer
+    from tba_jax.roles.trainer.loop import run_trainer
 
     _check_devices(s.experiment, "trainer")
     EpochLease.refuse_if_held(s.run.journal)
@@ -151,7 +152,7 @@ def trainer(s: Settings) -> Job:
     stop = processes_lib.StopSignal()
 
     def job() -> int:
-        finished = run_trainer(made, s.config, s.run, stop=stop)
+        finished = run_trainer(made, s.run, stop=stop)
         lease.release()
         return 0 if finished else processes_lib.STOPPED
 
@@ -266,7 +267,7 @@ def _interleaved(s: Settings) -> Job:
         _start_task(s, task_devices=s.config.searchers.task_devices)
         search = _make_searcher(s, name="searcher-0", account=made.account)
         evaluate = _make_evaluator(s) if s.config.evaluation.enabled else None
-        finished = run_interleaved(made, search, evaluate, s.config, s.run, stop=stop, progress=progress)
+        finished = run_interleaved(made, search, evaluate, s.run, stop=stop, progress=progress)
         lease.release()
         _close_task(s)
         code = 0 if finished else processes_lib.STOPPED

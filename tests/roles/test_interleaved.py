@@ -236,7 +236,7 @@ def test_journalled_steps_are_done_again_under_the_schedule_they_were_done_with(
     assert trainer.step_number == 8
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(trainer.state.params["policy"]), jax.device_get(published))
     trainer.poll()
-    assert trainer.step() is not None and trainer.rows == 6
+    assert trainer.step() is not None and trainer.program.rows == 6
     trainer.close()
     lease.release()
     lines = journal.read_lineage(s.run.journal)
@@ -365,13 +365,13 @@ def test_weights_that_are_broken_stop_a_run_that_skips(tmp_path, broken, sentenc
     s = frozen(tmp_path / "run", batches=2, learner__non_finite="skip")
     trainer, lease = jobs._make_trainer(s, publish_every_steps=100)
     trainer.poll()
-    update = trainer._update
+    update = trainer.program._update
 
     def broken_update(state, frozen, batch):
         state, measurements = update(state, frozen, batch)
         return state, measurements | {"finite": np.float32(0), "row_finite": np.full(12, broken == "no row")}
 
-    trainer._update = broken_update
+    trainer.program._update = broken_update
     steps = []
     with pytest.raises(FloatingPointError, match=f"{sentence}, so the run stops in spite of learner.non_finite=skip"):
         while True:
@@ -489,9 +489,9 @@ def test_a_replaced_trainer_publishes_nothing_more(tmp_path, frozen):
     with pytest.raises(StaleEpoch, match=f"epoch {later} has been taken"):
         trainer.publish()
     info = snapshots.SnapshotInfo(step=7, epoch=lease.epoch)
-    trainer._publisher.publish(trainer.state.params["policy"], info)  # as if the lease was lost after that first look
+    trainer.publishing._publisher.publish(trainer.state.params["policy"], info)  # as if the lease was lost after that first look
     with pytest.raises(StaleEpoch):
-        trainer._publisher.wait()
+        trainer.flush_snapshot()
     assert snapshots.committed_steps(s.run.policies) == [0, 1]
     with pytest.raises(StaleEpoch):
         trainer.step()
