@@ -55,40 +55,19 @@ def available_cpus() -> tuple[int, ...]:
 def place(config: Any, *, cpus: Sequence[int], gpus: Sequence[str]) -> dict[str, Placement]:
     """Role name -> placement: trainer, searcher-0 …, and evaluator if there is one.
 
-    Cores: the trainer gets half, the searchers share the other half, the evaluator uses the searchers'. GPUs: one for each
-    searcher, besides its searchers.task_devices, and the others for the trainer; where there are fewer than that, and none for
-    tasks' models is asked for, roles take turns and share them by the memory fractions of the config.
+    Cores: the trainer gets half, the searchers share the other half, and the evaluator uses the searchers'. GPUs: each searcher
+    gets one and its searchers.task_devices, the trainer gets the others. Where there are too few GPUs for that and
+    searchers.task_devices is 0, roles take turns on them, and share them by the memory fractions of the config.
 
     Raises:
       ValueError: there are too few GPUs for task_devices, or memory fractions of roles that share one exceed its memory.
     """
     searchers = [f"searcher-{i}" for i in range(config.searchers.count)]
-    half = max(1, len(cpus) // 2)
-    trainer_cpus = tuple(cpus[:half])
-    search_cpus = tuple(cpus[half:]) or trainer_cpus
-    shares = {"trainer": trainer_cpus, "evaluator": search_cpus}
-    for i, name in enumerate(searchers):
-        shares[name] = search_cpus[i :: len(searchers)] or (search_cpus[i % len(search_cpus)],)
     names = ["trainer", *searchers, *(["evaluator"] if config.evaluation.enabled else [])]
+    shares = _share_cpus(searchers, cpus)
     if not gpus:
         return {name: Placement(cpus=shares[name]) for name in names}
-    own: dict[str, tuple[str, ...]]
-    each = 1 + config.searchers.task_devices
-    if len(gpus) > each * len(searchers):
-        spare = len(gpus) - each * len(searchers)
-        own = {"trainer": tuple(gpus[: _trainer_gpus(config, spare)])}
-        own |= {name: tuple(gpus[spare + each * i : spare + each * (i + 1)]) for i, name in enumerate(searchers)}
-    elif each > 1 and searchers:
-        raise ValueError(
-            f"searchers.task_devices={each - 1} makes {each} GPUs for each of searchers.count={len(searchers)}, which with the "
-            f"trainer's are {each * len(searchers) + 1}; there are {len(gpus)}. Lower searchers.count, or let the models share"
-        )
-    else:
-        own = {name: (gpus[i % len(gpus)],) for i, name in enumerate(["trainer", *searchers])}
-    idle = [gpu for gpu in gpus if not any(gpu in used for used in own.values())]
-    wanted = 1 + config.evaluation.task_devices
-    shared = own[searchers[-1] if searchers else "trainer"]
-    own["evaluator"] = tuple(idle[:wanted]) if len(idle) >= wanted else shared[-wanted:]
+    own = _share_gpus(config, searchers, gpus)
     fractions = {"trainer": config.learner.memory_fraction, "evaluator": config.evaluation.memory_fraction}
     fractions |= dict.fromkeys(searchers, config.searchers.memory_fraction)
     placements = {}
@@ -103,6 +82,37 @@ def place(config: Any, *, cpus: Sequence[int], gpus: Sequence[str]) -> dict[str,
         alone = len(sharing) == 1
         placements[name] = Placement(cpus=shares[name], gpus=own[name], memory_fraction=0.0 if alone else fractions[name])
     return placements
+
+
+def _share_cpus(searchers: Sequence[str], cpus: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """Role name -> its cores; a role that would get none shares one."""
+    half = max(1, len(cpus) // 2)
+    of_trainer = tuple(cpus[:half])
+    of_search = tuple(cpus[half:]) or of_trainer
+    shares = {"trainer": of_trainer, "evaluator": of_search}
+    for i, name in enumerate(searchers):
+        shares[name] = of_search[i :: len(searchers)] or (of_search[i % len(of_search)],)
+    return shares
+
+
+def _share_gpus(config: Any, searchers: Sequence[str], gpus: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Role name -> its GPUs, the evaluator's included. Raises: see `place`."""
+    each = 1 + config.searchers.task_devices
+    spare = len(gpus) - each * len(searchers)
+    if spare > 0:
+        own = {"trainer": tuple(gpus[: _trainer_gpus(config, spare)])}
+        own |= {name: tuple(gpus[spare + each * i : spare + each * (i + 1)]) for i, name in enumerate(searchers)}
+    elif each > 1 and searchers:
+        raise ValueError(
+            f"searchers.task_devices={each - 1} makes {each} GPUs for each of searchers.count={len(searchers)}, which with the "
+            f"trainer's are {each * len(searchers) + 1}; there are {len(gpus)}. Lower searchers.count, or let the models share"
+        )
+    else:
+        own = {name: (gpus[i % len(gpus)],) for i, name in enumerate(["trainer", *searchers])}
+    idle = [gpu for gpu in gpus if not any(gpu in used for used in own.values())]
+    wanted = 1 + config.evaluation.task_devices
+    shared = own[searchers[-1] if searchers else "trainer"]
+    return own | {"evaluator": tuple(idle[:wanted]) if len(idle) >= wanted else shared[-wanted:]}
 
 
 def _trainer_gpus(config: Any, spare: int) -> int:
