@@ -9,7 +9,7 @@ from tba_jax import trajectory
 from tba_jax.replay import journal
 from tba_jax.replay.index import ReplayIndex
 from tba_jax.replay.reader import LogReader
-from tba_jax.replay.selection import draw_batch
+from tba_jax.replay.selection import Selection, draw_batch
 from tba_jax.replay.tail import Tail, not_resident, replay_visible
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout, places
@@ -29,6 +29,20 @@ def make_index(config: Any, contract: contract_lib.Contract) -> ReplayIndex:
     )
 
 
+def _selection(config: Any, recent_window: int) -> Selection:
+    c, replay = config.learner, config.replay
+    return Selection(
+        queries=c.queries,
+        completions=c.completions,
+        recent_probability=replay.recent_probability,
+        recent_window=replay.recent_window or recent_window,
+        strategy=replay.strategy,
+        inverse_temperature=replay.inverse_temperature,
+        max_draws_per_row=replay.max_draws_per_row,
+        max_staleness=replay.max_staleness,
+    )
+
+
 class ReplayBuffer:
     """The rows that a trainer may draw, kept up with the log.
 
@@ -38,7 +52,8 @@ class ReplayBuffer:
 
     def __init__(self, config: Any, contract: contract_lib.Contract, run: layout.RunDir, *, recent_window: int):
         """Args: recent_window: trainer steps that count as recent where replay.recent_window is 0."""
-        self._config, self._recent_window = config, config.replay.recent_window or recent_window
+        self._seed, self._min_rows = config.seed, config.replay.min_rows
+        self._selection = _selection(config, recent_window)
         leaves = contract_lib.flatten(config.to_dict())
         mounts = contract_lib.mounted_logs(leaves, reward_version=contract.reward_version)
         self._has_mounts = bool(mounts)
@@ -100,22 +115,10 @@ class ReplayBuffer:
 
         None where there are not enough rows.
         """
-        c, replay = self._config.learner, self._config.replay
-        if len(self.index) < max(replay.min_rows, 1):
+        if len(self.index) < max(self._min_rows, 1):
             return None
-        return draw_batch(
-            self.index,
-            rng=np.random.Generator(np.random.Philox(key=[self._config.seed, step])),
-            step=step,
-            queries=c.queries,
-            completions=c.completions,
-            recent_probability=replay.recent_probability,
-            recent_window=self._recent_window,
-            strategy=replay.strategy,
-            inverse_temperature=replay.inverse_temperature,
-            max_draws_per_row=replay.max_draws_per_row,
-            max_staleness=replay.max_staleness,
-        )
+        rng = np.random.Generator(np.random.Philox(key=[self._seed, step]))
+        return draw_batch(self.index, self._selection, rng=rng, step=step)
 
     def is_mounted(self, slots: np.ndarray) -> np.ndarray:
         """bool[n]: whether the rows in `slots` are of other runs."""
