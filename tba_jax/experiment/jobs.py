@@ -63,7 +63,7 @@ def _devices_of_searcher(config: Any) -> int:
     return max(config.searchers.cpu_devices, len(jax.devices()))
 
 
-def _join(s: Settings, *, may_change_schedule: bool) -> None:
+def join(s: Settings, *, may_change_schedule: bool) -> None:
     composition.check_initial_policy(s.experiment, s.run, init_from=s.init_from)
     if may_change_schedule:
         other_runs.check_behavior_is_known(s.run, s.config)
@@ -96,7 +96,7 @@ def _make_reference(s: Settings) -> None:
 
 def reference(s: Settings) -> Job:
     _check_devices(s.experiment, "trainer")
-    _join(s, may_change_schedule=False)
+    join(s, may_change_schedule=False)
 
     def job() -> int:
         _make_reference(s)
@@ -105,7 +105,7 @@ def reference(s: Settings) -> Job:
     return job
 
 
-def _make_trainer(s: Settings, *, publish_every_steps: int) -> tuple[Any, EpochLease]:
+def make_trainer(s: Settings, *, publish_every_steps: int) -> tuple[Any, EpochLease]:
     """The trainer, resumed: journalled steps after its checkpoint are done again under the schedule that they were done with."""
     newest = max(layout.steps_in(s.run.checkpoints), default=0)
     for step, values in contract_lib.past_schedules(s.run, after=newest):
@@ -147,8 +147,8 @@ def trainer(s: Settings) -> Job:
 
     _check_devices(s.experiment, "trainer")
     EpochLease.refuse_if_held(s.run.journal)
-    _join(s, may_change_schedule=True)
-    made, lease = _make_trainer(s, publish_every_steps=s.config.publish.every_steps)
+    join(s, may_change_schedule=True)
+    made, lease = make_trainer(s, publish_every_steps=s.config.publish.every_steps)
     stop = processes_lib.StopSignal()
 
     def job() -> int:
@@ -159,7 +159,7 @@ def trainer(s: Settings) -> Job:
     return job
 
 
-def _make_searcher(s: Settings, *, name: str, account: TimeAccount) -> Searcher:
+def make_searcher(s: Settings, *, name: str, account: TimeAccount) -> Searcher:
     e = s.experiment
     return Searcher(
         s.config,
@@ -176,7 +176,7 @@ def _make_searcher(s: Settings, *, name: str, account: TimeAccount) -> Searcher:
 
 def searcher(s: Settings) -> Job:
     _check_devices(s.experiment, "searcher")
-    _join(s, may_change_schedule=False)
+    join(s, may_change_schedule=False)
     stop = processes_lib.StopSignal(patience_seconds=s.config.searchers.stop_seconds)
 
     def job() -> int:
@@ -184,7 +184,7 @@ def searcher(s: Settings) -> Job:
             return 0
         account = TimeAccount()
         _start_task(s, task_devices=s.config.searchers.task_devices)
-        made = _make_searcher(s, name=s.name or "searcher", account=account)
+        made = make_searcher(s, name=s.name or "searcher", account=account)
         run_searcher(made, s.config, s.run, name=s.name or made.writer, account=account, stop=stop)
         _close_task(s)
         return 0
@@ -206,7 +206,7 @@ def _close_task(s: Settings) -> None:
         s.experiment.task.close()
 
 
-def _make_evaluator(s: Settings) -> Any:
+def make_evaluator(s: Settings) -> Any:
     from tba_jax.roles.evaluator import Evaluator
 
     e = s.experiment
@@ -218,13 +218,13 @@ def evaluator(s: Settings) -> Job:
     from tba_jax.roles.evaluator import run_evaluator
 
     _check_devices(s.experiment, "evaluator")
-    _join(s, may_change_schedule=False)
+    join(s, may_change_schedule=False)
     stop = processes_lib.StopSignal()
 
     def job() -> int:
         if wait_for_run(s.run, poll_seconds=s.config.searchers.poll_seconds, stop=stop):
             _start_task(s, task_devices=s.config.evaluation.task_devices)
-            run_evaluator(_make_evaluator(s), s.config, s.run, account=TimeAccount(), stop=stop)
+            run_evaluator(make_evaluator(s), s.config, s.run, account=TimeAccount(), stop=stop)
             _close_task(s)
         return 0
 
@@ -249,24 +249,24 @@ def _conclude(s: Settings, progress: progress_lib.Progress, code: int) -> None:
 
 def everything(s: Settings) -> Job:
     """`--role=all`: processes under a supervisor, or everything in turn in this process, as schedule.mode says."""
-    return _interleaved(s) if s.config.schedule.mode == "interleaved" else _supervised(s)
+    return _in_turn(s) if s.config.schedule.mode == "interleaved" else _as_processes(s)
 
 
-def _interleaved(s: Settings) -> Job:
+def _in_turn(s: Settings) -> Job:
     from tba_jax.roles.interleaved import run_interleaved
 
     roles = ("trainer", "searcher", *(("evaluator",) if s.config.evaluation.enabled else ()))
     _check_devices(s.experiment, *roles)
     EpochLease.refuse_if_held(s.run.journal)
-    _join(s, may_change_schedule=True)
+    join(s, may_change_schedule=True)
     progress = _progress(s, searchers=1)
     stop = processes_lib.StopSignal()
 
     def job() -> int:
-        made, lease = _make_trainer(s, publish_every_steps=1)
+        made, lease = make_trainer(s, publish_every_steps=1)
         _start_task(s, task_devices=s.config.searchers.task_devices)
-        search = _make_searcher(s, name="searcher-0", account=made.account)
-        evaluate = _make_evaluator(s) if s.config.evaluation.enabled else None
+        search = make_searcher(s, name="searcher-0", account=made.account)
+        evaluate = make_evaluator(s) if s.config.evaluation.enabled else None
         finished = run_interleaved(made, search, evaluate, s.run, stop=stop, progress=progress)
         lease.release()
         _close_task(s)
@@ -287,7 +287,7 @@ def _refuse_one_tpu_for_all() -> None:
         )
 
 
-def _supervised(s: Settings) -> Job:
+def _as_processes(s: Settings) -> Job:
     cpus, gpus = supervisor.available_cpus(), supervisor.visible_gpus()
     placements = supervisor.place(s.config, cpus=cpus, gpus=gpus)
     for name, placement in placements.items():
@@ -301,7 +301,7 @@ def _supervised(s: Settings) -> Job:
             composition.check_devices(s.experiment, role="searcher", devices=_devices_of_searcher(s.config))
             models.check(s.experiment.task, role="searcher")
     EpochLease.refuse_if_held(s.run.journal)
-    _join(s, may_change_schedule=True)
+    join(s, may_change_schedule=True)
 
     def arguments(role: str, name: str) -> tuple[str, ...]:
         return (*s.arguments, f"--role={role}", f"--name={name}")

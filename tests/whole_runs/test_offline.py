@@ -83,7 +83,7 @@ def test_rows_of_another_run_count_as_of_step_0_after_a_resume_too(tmp_path):
     s = frozen_runs.offline(tmp_path / "run", source.run.root, learner__steps=7)
     jobs.reference(s)()
     for until in (6, 7):  # the second begins with the checkpoint of step 5
-        trainer, lease = jobs._make_trainer(s, publish_every_steps=2)
+        trainer, lease = jobs.make_trainer(s, publish_every_steps=2)
         trainer.poll()
         while trainer.step_number < until:
             measurements = trainer.step()
@@ -97,10 +97,10 @@ def test_a_mounted_run_may_still_be_running(tmp_path, frozen):
     source = frozen(tmp_path / "source", batches=2)
     s = frozen_runs.offline(tmp_path / "run", source.run.root)
     jobs.reference(s)()
-    trainer, lease = jobs._make_trainer(s, publish_every_steps=2)
+    trainer, lease = jobs.make_trainer(s, publish_every_steps=2)
     trainer.poll()
     assert trainer.step() is not None and trainer.scalars()["rows_seen"] == 32
-    searcher = jobs._make_searcher(source, name="late", account=TimeAccount())
+    searcher = jobs.make_searcher(source, name="late", account=TimeAccount())
     searcher.refresh()
     searcher.search()
     trainer.poll()
@@ -195,7 +195,7 @@ def test_a_trainer_that_waits_says_what_for(tmp_path, frozen, monkeypatch, caplo
     s = frozen_runs.offline(tmp_path / "run", source.run.root, replay__min_rows=1000)
     monkeypatch.setattr(trainer_loop, "_SAY_WAITING_SECONDS", 0.0)
     jobs.reference(s)()
-    trainer, lease = jobs._make_trainer(s, publish_every_steps=2)
+    trainer, lease = jobs.make_trainer(s, publish_every_steps=2)
     stops = iter([False, False, True])
     assert not trainer_loop.run_trainer(trainer, s.run, stop=lambda: next(stops))
     lease.release()
