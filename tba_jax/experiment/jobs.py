@@ -1,4 +1,4 @@
-"""Composition: what each `--role` builds from an experiment, and the job it then runs."""
+"""The job of each `--role`: its checks, the objects it builds from an experiment, and the loop that it runs."""
 
 import dataclasses
 import logging
@@ -28,9 +28,13 @@ Job = Callable[[], int]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What main was called with. name: of the role's metrics, "" = default; label: begins the last line;
-    allow_change: schedule settings that a resume may change; arguments: main's own, for child processes;
-    init_from: RUN@STEP that a new run begins from, "" = what its config says."""
+    """What main was called with.
+
+    name: of the role's metrics, "" = the default. label: the first word of the run's last line.
+    allow_change: schedule settings that a resume may change.
+    arguments: the command line of main, which child processes get too.
+    init_from: RUN@STEP, the snapshot that a new run begins from; "" = as its config says.
+    """
 
     experiment: composition.Experiment
     run: layout.RunDir
@@ -46,7 +50,7 @@ class Settings:
 
 
 def _check_devices(experiment: composition.Experiment, *roles: str) -> None:
-    """The meshes of roles that run in this process, against its devices."""
+    """Raises ValueError where the meshes of roles that run in this process do not fit its devices."""
     import jax
 
     if experiment.config.model.attention == "cudnn" and jax.default_backend() != "gpu":
@@ -57,13 +61,17 @@ def _check_devices(experiment: composition.Experiment, *roles: str) -> None:
 
 
 def _devices_of_searcher(config: Any) -> int:
-    """JAX devices of a searcher's process where there are no GPUs to share."""
+    """How many JAX devices a searcher's process has where there are no GPUs to share."""
     import jax
 
     return max(config.searchers.cpu_devices, len(jax.devices()))
 
 
 def join(s: Settings, *, may_change_schedule: bool) -> None:
+    """Makes the run or joins the run that is there. Raises ValueError where it is a run of another config, and writes nothing.
+
+    Args: may_change_schedule: whether this role is the one that records a schedule of other settings (--allow_change).
+    """
     composition.check_initial_policy(s.experiment, s.run, init_from=s.init_from)
     if may_change_schedule:
         other_runs.check_behavior_is_known(s.run, s.config)
@@ -82,6 +90,7 @@ def join(s: Settings, *, may_change_schedule: bool) -> None:
 
 
 def _make_reference(s: Settings) -> None:
+    """Makes the policy that step 0 starts from, unless the run has one."""
     if places.exists(s.run.initial_reference):
         return
     writer = MetricWriter(s.run.metrics("reference"))
@@ -106,7 +115,11 @@ def reference(s: Settings) -> Job:
 
 
 def make_trainer(s: Settings, *, publish_every_steps: int) -> tuple[Any, EpochLease]:
-    """The trainer, resumed: journalled steps after its checkpoint are done again under the schedule that they were done with."""
+    """The trainer, resumed, and its lease.
+
+    Journalled steps after the checkpoint are done again under the schedule that they were done with: for each past schedule a
+    trainer of its config resumes, up to the last step of that schedule, and leaves a checkpoint.
+    """
     newest = max(layout.steps_in(s.run.checkpoints), default=0)
     for step, values in contract_lib.past_schedules(s.run, after=newest):
         config = s.config.copy_and_resolve_references()
@@ -195,7 +208,7 @@ def searcher(s: Settings) -> Job:
 def _start_task(s: Settings, *, task_devices: int) -> None:
     try:
         models.start(s.experiment.task, sharding.task_mesh(task_devices))
-    except ValueError as error:  # that of slots and devices, say: starting again would not help
+    except ValueError as error:  # slots that do not divide over the devices, say: starting again would not help
         if processes_lib.is_storage_failure(error):
             raise
         raise processes_lib.BadInput(str(error)) from error
@@ -248,11 +261,12 @@ def _conclude(s: Settings, progress: progress_lib.Progress, code: int) -> None:
 
 
 def everything(s: Settings) -> Job:
-    """`--role=all`: processes under a supervisor, or everything in turn in this process, as schedule.mode says."""
+    """`--role=all`: processes under a supervisor, or all roles in turn in this process, as schedule.mode says."""
     return _in_turn(s) if s.config.schedule.mode == "interleaved" else _as_processes(s)
 
 
 def _in_turn(s: Settings) -> Job:
+    """Search, training and evaluation in turn in this process."""
     from tba_jax.roles.interleaved import run_interleaved
 
     roles = ("trainer", "searcher", *(("evaluator",) if s.config.evaluation.enabled else ()))
@@ -288,6 +302,7 @@ def _refuse_one_tpu_for_all() -> None:
 
 
 def _as_processes(s: Settings) -> Job:
+    """Each role as a process of its own, under a supervisor in this process."""
     cpus, gpus = supervisor.available_cpus(), supervisor.visible_gpus()
     placements = supervisor.place(s.config, cpus=cpus, gpus=gpus)
     for name, placement in placements.items():
@@ -297,7 +312,7 @@ def _as_processes(s: Settings) -> Job:
         _refuse_one_tpu_for_all()
         _check_devices(s.experiment, *{name.split("-")[0] for name in placements} - {"searcher"})
         if s.config.searchers.count:
-            # A searcher that is a process of its own splits the CPU as its setting says.
+            # The process of a searcher splits the CPU into searchers.cpu_devices.
             composition.check_devices(s.experiment, role="searcher", devices=_devices_of_searcher(s.config))
             models.check(s.experiment.task, role="searcher")
     EpochLease.refuse_if_held(s.run.journal)

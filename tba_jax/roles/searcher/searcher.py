@@ -35,7 +35,7 @@ from tba_jax.text.tokenizers import Tokenizer
 
 @dataclasses.dataclass(frozen=True)
 class _Asked:
-    """A query that is being answered: the decoder's ticket, and what its rows will say of how they were drawn."""
+    """A query that is being answered: the decoder's ticket, and the keys and settings by which its rows are drawn."""
 
     query: EncodedQuery
     ticket: Ticket
@@ -44,10 +44,11 @@ class _Asked:
 
 
 class Searcher:
-    """One searcher: a mesh, a decoder, policy snapshots, the reference policy, a stream of queries and a log of its own.
+    """One searcher: a sampler, a stream of queries, and a replay log of its own.
 
-    The decoder goes on with the next queries while the last ones of a batch end. Rows are numbered, and appended, in the order
-    in which their queries were asked: rows that end early do not overtake long ones, which would bias what the trainer sees.
+    The decoder goes on with the next queries while the last responses of a batch end. Rows are numbered and appended in the
+    order in which their queries were asked: rows that end early do not overtake long ones, which would bias what the trainer
+    sees.
     """
 
     def __init__(
@@ -131,18 +132,18 @@ class Searcher:
 
     @property
     def may_search(self) -> bool:
-        """Whether there are weights, and queries that are being answered or may be asked (searchers.max_rows_per_snapshot)."""
+        """Whether there are weights, and a query that is being answered or may be asked."""
         return self._sampler.step >= 0 and (len(self._asked) > 0 or self._may_ask())
 
     def _may_ask(self) -> bool:
-        """Whether a snapshot may be asked another query. The limit counts in whole batches."""
+        """Whether searchers.max_rows_per_snapshot lets the newest snapshot be asked another query. It counts in whole batches."""
         limit = self._config.searchers.max_rows_per_snapshot
         return (
             not limit or self._queries_on_snapshot < -(-limit // self.rows_per_batch) * self._config.searchers.queries_per_batch
         )
 
     def _ask(self) -> None:
-        """Hands the next query to the decoder. Its rows are numbered on."""
+        """Hands the next query of the stream to the decoder."""
         samples = self._config.searchers.samples_per_query
         rows = np.arange(self._stream.taken * samples, (self._stream.taken + 1) * samples, dtype=np.uint32)
         query = next(self._stream)
@@ -153,26 +154,26 @@ class Searcher:
         self._queries_on_snapshot += 1
 
     def search(self, *, ahead: Callable[[], bool] = lambda: False) -> SearchReport:
-        """One batch, which is in the log when this returns. See advance."""
+        """Searches one batch, which is in the log when this returns. See `advance`."""
         self.advance(ahead=ahead)
         return self.appended(wait_seconds=None)[-1]
 
     def advance(self, *, ahead: Callable[[], bool] = lambda: False) -> None:
         """Decodes one batch, has the reference score it, and hands it on to be rewarded and appended.
 
-        Waits where searchers.reward_batches wait for their rewards already.
+        Waits while searchers.reward_batches batches wait for their rewards.
 
         Args:
           ahead: whether the decoder may go on with queries of the next batches where it has room.
 
         Raises:
           FloatingPointError: the policy or the reference gave log-probs that are not finite; names the query.
-          Exception: what appended() raises.
+          Exception: as `appended`.
         """
         begin = time.monotonic()
 
         def feed() -> bool:
-            # A lane that is slow does not let the others run ahead without end.
+            # The other lanes do not run ahead of a slow one without end.
             most = self._config.searchers.queries_per_batch + self._engine.prompts
             if len(self._asked) >= most or not (self._may_ask() and ahead()):
                 return False
@@ -200,13 +201,13 @@ class Searcher:
             )
 
     def appended(self, *, wait_seconds: float | None = 0.0) -> list[SearchReport]:
-        """Of the batches that were appended since the last call.
+        """Reports of the batches that were appended since the last call.
 
-        Args: wait_seconds: so long for those that were decoded; None: for as long as it takes.
+        Args: wait_seconds: how long to wait for batches that are decoded and not appended yet; None: as long as it takes.
 
         Raises:
           OSError: the replay log refused the rows (disk full, say).
-          Exception: whatever the task's rewards raised.
+          Exception: any error of the task's rewards.
         """
         with self._account.measure("wait_rewards"):
             return self._appender.appended(wait_seconds=wait_seconds)
@@ -249,7 +250,7 @@ class Searcher:
         return sampling_lib.constant(rows, temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p)
 
     def _sampling(self) -> sampling_lib.Sampling:
-        """Of the samples of one query."""
+        """Settings for the samples of one query, with exploration."""
         s = self._config.sampling
         return sampling_lib.explore(
             self._plain_sampling(self._config.searchers.samples_per_query),
