@@ -186,18 +186,18 @@ def _rows(run: layout.RunDir, experiment: "Experiment", given: Sequence[Given]) 
     from tba_jax import trajectory
     from tba_jax.decoding import sampling
     from tba_jax.roles.reference import text_columns
-    from tba_jax.text.encoding import pad_responses
 
     contract, count = experiment.contract, len(given)
-    tokens, length = pad_responses([each.tokens for each in given], contract.response_length, contract.pad_id)
+    columns = text_columns([each.query.prompt for each in given], [each.tokens for each in given], contract)
+    mask = trajectory.response_mask(columns["response_length"], contract.response_length)
     drawn = sampling.constant(count, temperature=contract.scoring_temperature)
     rows: dict[str, np.ndarray] = {
         "row": np.arange(count, dtype=np.int64),
         "query_id": np.array([trajectory.query_id(each.query.prompt) for each in given], np.uint64),
-        **text_columns([each.query.prompt for each in given], tokens, length, contract),
+        **columns,
         "finished": np.ones(count, bool),
         "reward_version": np.full(count, contract.reward_version, np.int32),
-        "policy_step": np.where(trajectory.response_mask(length, contract.response_length), 0, -1).astype(np.int32),
+        "policy_step": np.where(mask, 0, -1).astype(np.int32),
         "key": np.zeros((count, 2), np.uint32),
         **vars(drawn),
     }

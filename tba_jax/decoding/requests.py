@@ -52,6 +52,11 @@ class Generation:
     behavior_logprobs: np.ndarray
     policy_step: np.ndarray
 
+    @property
+    def responses(self) -> list[np.ndarray]:
+        """The B responses without padding, int32[length]."""
+        return [tokens[:length] for tokens, length in zip(self.tokens, self.length, strict=True)]
+
 
 def concatenate(parts: Sequence[Generation]) -> Generation:
     """The rows of all parts, in their order."""

@@ -170,7 +170,7 @@ class Evaluator:
         missing = self._config.evaluation.batch_size - len(batch)
         prompts = [query.prompt for query in (*batch, *[batch[0]] * missing)]
         filled, generation = concatenate([*made, *[made[0]] * missing]), concatenate(made)
-        rows = text_columns(prompts, filled.tokens, filled.length, self._contract)
+        rows = text_columns(prompts, filled.responses, self._contract)
         ref_logprobs = self._sampler.reference.logprobs(rows)
         texts, scores = reward_generation(
             generation,

@@ -12,7 +12,7 @@ from tba_jax.models.policy import Policy
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout, snapshots
 
-_SCORED = ("prompt_tokens", "prompt_length", "response_tokens", "response_length")
+_SCORED = ("tokens", "prompt_length", "response_length")
 
 
 def policy_mesh(config: Any, section: str) -> jax.sharding.Mesh:
@@ -26,14 +26,16 @@ def policy_mesh(config: Any, section: str) -> jax.sharding.Mesh:
 
 
 def text_columns(
-    prompts: Sequence[Sequence[int]], tokens: np.ndarray, length: np.ndarray, contract: contract_lib.Contract
+    prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int] | np.ndarray], contract: contract_lib.Contract
 ) -> dict[str, np.ndarray]:
-    """The columns of B rows that hold prompts and responses.
-
-    Args: prompts: token ids, one prompt a row; tokens: int32[B, R], responses, right-padded; length: int32[B].
-    """
-    padded, prompt_length = trajectory.left_pad(prompts, contract.prompt_length, contract.pad_id)
-    return {"prompt_tokens": padded, "prompt_length": prompt_length, "response_tokens": tokens, "response_length": length}
+    """The columns of rows that hold prompts and responses, see trajectory.token_columns. Args: token ids, one of each a row."""
+    return trajectory.token_columns(
+        prompts,
+        responses,
+        prompt_length=contract.prompt_length,
+        response_length=contract.response_length,
+        pad_id=contract.pad_id,
+    )
 
 
 class ReferencePolicy:
@@ -60,7 +62,11 @@ class ReferencePolicy:
             run.reference(self.id), policy.model_specs, policy.model_shardings(mesh), dtype=policy.model.compute_dtype
         )
         self._score = scoring.scorer(
-            mesh, graphdef=policy.base.graphdef, space=contract.response_space(), logit_megabytes=logit_megabytes
+            mesh,
+            graphdef=policy.base.graphdef,
+            R=contract.response_length,
+            space=contract.response_space(),
+            logit_megabytes=logit_megabytes,
         )
 
     def logprobs(self, rows: Mapping[str, np.ndarray]) -> np.ndarray:

@@ -18,7 +18,8 @@ from tba_jax.replay import journal
 from tba_jax.replay.expiry import RowsExpired, remove_segments
 from tba_jax.replay.index import ReplayIndex
 from tba_jax.replay.log import LogWriter, registration
-from tba_jax.replay.reader import LogCorruption, LogReader, _last
+from tba_jax.replay.reader import LogCorruption, LogReader
+from tba_jax.replay.segment import _last
 from tba_jax.replay.tail import Tail
 from tba_jax.run import layout, places, snapshots
 from tba_jax.run.snapshots import Publisher, SnapshotInfo

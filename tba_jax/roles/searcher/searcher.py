@@ -234,7 +234,7 @@ class Searcher:
         count = self.rows_per_batch
         return {
             "query_id": np.array([trajectory.query_id(query.prompt) for query in queries], np.uint64),
-            **text_columns([query.prompt for query in queries], generation.tokens, generation.length, self._contract),
+            **text_columns([query.prompt for query in queries], generation.responses, self._contract),
             "finished": generation.finished,
             "reward_version": np.full(count, self._contract.reward_version, np.int32),
             "reference_id": np.full(count, int(self._reference.id, 16), np.uint64),
