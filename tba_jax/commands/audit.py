@@ -175,12 +175,12 @@ def regenerate(run: Run, name: str) -> tuple[str, bool]:
     from ml_collections import config_dict
 
     from tba_jax import sharding
-    from tba_jax.decoding.engine import Engine
     from tba_jax.decoding.requests import Request
     from tba_jax.decoding.sampling import Sampling
     from tba_jax.experiment.policy import policy_and_tokenizer
+    from tba_jax.roles.reference import ReferencePolicy
+    from tba_jax.roles.sampler import Sampler
     from tba_jax.run import snapshots
-    from tba_jax.text import stop_strings
 
     writer, _, number = name.rpartition(":")
     if not writer or not number.isdigit():
@@ -201,32 +201,23 @@ def regenerate(run: Run, name: str) -> tuple[str, bool]:
     if steps[0] not in snapshots.committed_steps(run.layout.policies):
         raise ValueError(f"{name} cannot be generated again: the snapshot of its policy step {steps[0]} has been removed")
     one = sharding.make_mesh((1, 1, 1), setting="audit", devices=jax.devices()[:1])
-    base = snapshots.load(
-        run.layout.reference(f"{int(row['reference_id']):016x}"),
-        policy.model_specs,
-        policy.model_shardings(one),
-        dtype=policy.model.compute_dtype,
-    )
-    snapshot = snapshots.load_step(
-        run.layout.policies, steps[0], policy.trained_specs, policy.trained_shardings(one), dtype=policy.snapshot_dtype
-    )
-    prompt = row["tokens"][: row["prompt_length"]].tolist()
-    stops = run.contract.stop_strings
-    engine = Engine(
-        policy.model,
-        run.contract.response_space(),
-        one,
+    sampler = Sampler(
+        run.contract,
+        run.layout,
+        policy=policy,
+        tokenizer=tokenizer,
+        reference=ReferencePolicy(
+            run.contract, run.layout, policy=policy, mesh=one, logit_megabytes=1, reference_id=f"{int(row['reference_id']):016x}"
+        ),
+        weights=run.config["searchers.weights"],
         slots=1,
         samples=1,
-        prompt_length=len(prompt),
-        response_length=run.contract.response_length,
-        pad_id=run.contract.pad_id,
-        stop_strings=stop_strings.build(tokenizer.token_bytes(), stops, vocab=policy.model.vocab) if stops else None,
-        weights=run.config["searchers.weights"],
+        prompt_length=int(row["prompt_length"]),
     )
-    engine.set_policy(policy.for_sampling(snapshot, base, run.config["searchers.weights"]), steps[0])
+    sampler.load_step(steps[0])
+    prompt = row["tokens"][: row["prompt_length"]].tolist()
     sampling = Sampling(**{field.name: row[field.name][None] for field in dataclasses.fields(Sampling)})
-    (again,) = engine.generate([Request(name=name, prompt=prompt, keys=row["key"][None], sampling=sampling)])
+    (again,) = sampler.engine.generate([Request(name=name, prompt=prompt, keys=row["key"][None], sampling=sampling)])
     return _compared(name, rows, again)
 
 

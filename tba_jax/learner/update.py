@@ -1,4 +1,4 @@
-"""The trainer's mathematics: one update on Q queries × K completions, in micro-batches of any size.
+"""The learner's mathematics: one update on Q queries × K completions, in micro-batches of any size.
 
 An objective couples the K rows of a query, a micro-batch need not hold them all. Both ways are exact:
 

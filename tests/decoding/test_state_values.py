@@ -195,7 +195,7 @@ def test_values_change_nothing_else_of_a_row(tmp_path, numbered, monkeypatch):
     valued = frozen_runs.make(tmp_path / "valued", batches=3, **explored, **VALUED)
     shutil.copytree(valued.run.root, tmp_path / "ahead", ignore=shutil.ignore_patterns("replay"))
     ahead = tiny_run.settings(tmp_path / "ahead", valued.config)
-    search = jobs._make_searcher(ahead, name="frozen", account=(account := TimeAccount()))
+    search = jobs.make_searcher(ahead, name="frozen", account=(account := TimeAccount()))
     search.refresh()
     reports = [search.search(ahead=lambda: True) for _ in range(3)]
     assert all(report.value_tokens > 0 for report in reports) and account.shares()["time_values"] > 0

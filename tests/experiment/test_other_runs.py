@@ -145,10 +145,10 @@ def test_a_run_that_began_with_an_optimiser_resumes_bit_for_bit_without_the_othe
 
 def fill(s: jobs.Settings) -> None:
     """Publishes step 0 and searches it, so that there are rows."""
-    made, lease = jobs._make_trainer(s, publish_every_steps=2)
+    made, lease = jobs.make_trainer(s, publish_every_steps=2)
     made.close()
     lease.release()
-    searcher = jobs._make_searcher(s, name="frozen", account=jobs.TimeAccount())
+    searcher = jobs.make_searcher(s, name="frozen", account=jobs.TimeAccount())
     searcher.refresh()
     for _ in range(6):
         searcher.search()

@@ -52,7 +52,7 @@ def make(folder: Path, task: Callable[[Task], Task] | None = None, **changes: An
     publish(s, 0)
     if task is not None:
         s = dataclasses.replace(s, experiment=dataclasses.replace(s.experiment, task=task(s.experiment.task)))
-    return s, jobs._make_searcher(s, name="tested", account=TimeAccount())
+    return s, jobs.make_searcher(s, name="tested", account=TimeAccount())
 
 
 def weights(s: jobs.Settings, step: int) -> dict[str, Any]:
