@@ -229,7 +229,7 @@ def test_the_readme_lists_every_room():
     rooms, folders = ({path.parent.name for path in (ROOT / "tba_jax").glob(f"{depth}/__init__.py")} for depth in ("*", "**"))
     modules = {path.name for path in (ROOT / "tba_jax").glob("*.py")} - {"__init__.py"}
     assert rooms <= set(re.findall(r"(?:^|\s)(\w+)/(?=\s)", inside)) <= folders
-    assert set(re.findall(r"(?:^|\s)(\w+\.py)(?=\s)", inside)) == modules
+    assert set(re.findall(r"(?:^|\s)(\w+\.py)(?=[\s,])", inside)) == modules
 
 
 def test_the_layers_are_those_of_the_house():
