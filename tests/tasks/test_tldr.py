@@ -52,7 +52,7 @@ def scored(folder, texts, ended) -> np.ndarray:
     found = []
     for text, end in zip(texts, ended, strict=True):
         row = np.array([tokenizer.encode(text) + [tokenizer.eos_id] * bool(end)], np.int32)
-        found.append(applied.sequence_scores(params, row, np.ones_like(row, bool), config=config, remat="none")[0, 0])
+        found.append(applied.sequence_scores(params, row, np.array([row.size]), config=config, remat="none")[0, 0])
     return np.array(found)
 
 
