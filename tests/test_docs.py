@@ -1,8 +1,10 @@
 """README.md and docs/: links lead somewhere, and every command, setting, path and name that they show is there."""
 
 import ast
+import contextlib
 import functools
 import importlib
+import io
 import re
 import shlex
 import tomllib
@@ -14,7 +16,7 @@ import numpy as np
 import pytest
 
 from configs import base, supervised
-from tba_jax.__main__ import COMMANDS
+from tba_jax import __main__ as commands_main
 from tba_jax.tasks import own
 from tests import test_layers
 
@@ -94,6 +96,14 @@ def names_in(config: dict[str, Any], prefix: str = "") -> frozenset[str]:
     return frozenset(found)
 
 
+@functools.cache
+def listed_commands() -> frozenset[str]:
+    """What `python -m tba_jax` lists."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        commands_main.main([])
+    return frozenset(re.findall(r"^  (\w+)  ", printed.getvalue(), re.MULTILINE))
+
+
 def broken_command(words: list[str]) -> Iterator[str]:
     """What a command shows that is not there."""
     said = " ".join(words)
@@ -117,7 +127,7 @@ def broken_python(module: str, words: list[str], said: str) -> Iterator[str]:
     if module == "tba_jax":
         if not words or words[0] == "COMMAND":
             return
-        if words[0] not in COMMANDS:
+        if words[0] not in listed_commands():
             yield f"{said}: there is no command {words[0]}"
             return
         file = ROOT / "tba_jax" / "commands" / f"{words[0]}.py"
