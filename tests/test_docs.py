@@ -149,13 +149,17 @@ def broken_python(module: str, words: list[str], said: str) -> Iterator[str]:
             yield f"{said}: there is no flag {name}"
 
 
+@functools.cache
+def all_settings() -> frozenset[str]:
+    """Settings and sections of both schemas."""
+    return names_in(base.get_config().to_dict()) | names_in(supervised.get_config().to_dict())
+
+
 def broken_settings(text: str) -> Iterator[str]:
     """Settings in backticks, with or without --config., that neither schema has."""
-    schemas = [names_in(module.get_config().to_dict()) for module in (base, supervised)]
-    known = frozenset().union(*schemas)
     for code in CODE.findall(prose(text)):
         found = re.fullmatch(r"(--config\.)?([a-z_]+(?:\.[a-z_]+)+)(=.*)?", code)
-        if found and (found[1] or found[2].split(".")[0] in known) and found[2] not in known:
+        if found and (found[1] or found[2].split(".")[0] in all_settings()) and found[2] not in all_settings():
             yield f"{code}: there is no such setting"
 
 
@@ -165,7 +169,11 @@ def broken_names(text: str) -> Iterator[str]:
         if not (ROOT / path).exists():
             yield f"{path}: there is no such file"
     for name, path in NAME_IN_FILE.findall(prose(text)):
-        if (ROOT / path).is_file() and not defines(ast.parse((ROOT / path).read_text()), name.split(".")):
+        if (
+            name not in all_settings()
+            and (ROOT / path).is_file()
+            and not defines(ast.parse((ROOT / path).read_text()), name.split("."))
+        ):
             yield f"{path} does not define {name}"
 
 
