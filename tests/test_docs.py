@@ -169,11 +169,8 @@ def broken_names(text: str) -> Iterator[str]:
         if not (ROOT / path).exists():
             yield f"{path}: there is no such file"
     for name, path in NAME_IN_FILE.findall(prose(text)):
-        if (
-            name not in all_settings()
-            and (ROOT / path).is_file()
-            and not defines(ast.parse((ROOT / path).read_text()), name.split("."))
-        ):
+        file = ROOT / path
+        if name not in all_settings() and file.is_file() and not defines(ast.parse(file.read_text()), name.split(".")):
             yield f"{path} does not define {name}"
 
 
