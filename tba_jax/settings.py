@@ -21,7 +21,9 @@ class Rule:
     """The values that a setting may have. Every float must be finite, also without a limit.
 
     at_least, above, at_most, below: limits of a number. or_zero: 0 is allowed too. one_of: the choices of a text. registry: the
-    choices are the names in this registry (see Schema.check). given: a text must not be empty. free: a resumed run may change it.
+    choices are the names in this registry (see Schema.check). given: a text must not be empty.
+
+    free, fixed: a resumed run may always change the setting, or never.
     """
 
     at_least: float | None = None
@@ -33,6 +35,7 @@ class Rule:
     registry: str = ""
     given: bool = False
     free: bool = False
+    fixed: bool = False
 
     def check(self, name: str, value: Any, registries: Mapping[str, Collection[str]]) -> None:
         """Raises ValueError, which names setting, value and limit, where the setting may not have the value."""

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +53,16 @@ def check_mounts(run: layout.RunDir, config: Any, contract: contract_lib.Contrac
     """Checks every run of replay.mount against this one, by its contract, its reference policy and its writers.
 
     Args:
-      init_from: RUN@STEP that this run begins from, "" where its config says from what.
+      init_from: RUN@STEP that this run begins from, "" if it begins as its config says.
 
     Raises:
       ValueError: a mounted run's rows may not be trained on; names the fields or the reference policies that differ.
     """
-    own = _reference_id(run)
-    expected, of = own, f"this run's is {own}"
+    ours: dict[str, Any] = {k: v for k, v in contract.to_json().items() if k not in _FREE_OF_ROWS}
+    expected = _reference_id(run)
+    if expected is None:  # this run will begin from the reference policy of the runs that it mounts
+        ours |= {"model.path": config.model.path, "init_from": init_from}
+    owner = "this run's"
     writers = dict.fromkeys(_writers(run), run.replay)
     places = {_identity(run)}
     for folder in config.replay.mount:
@@ -66,42 +70,50 @@ def check_mounts(run: layout.RunDir, config: Any, contract: contract_lib.Contrac
             raise ValueError(f"replay.mount: {folder} is this run itself, or mounted twice")
         other, stored = _read(folder, setting="replay.mount")
         places.add(_identity(other))
-        ours: dict[str, Any] = {k: v for k, v in contract.to_json().items() if k not in _FREE_OF_ROWS}
-        theirs: dict[str, Any] = {k: v for k, v in stored["contract"].items() if k not in _FREE_OF_ROWS}
-        rescored = other.rescored_commit(contract.reward_version)
-        if places_lib.exists(rescored):
-            parts = layout.read_json(rescored)["reward_parts"]
-            theirs |= {"reward_version": contract.reward_version, "reward_parts": parts}
-        elif (kept := stored["config"]["replay"]["retention"]) != "all":
-            raise ValueError(
-                f"replay.mount: {folder} has replay.retention={kept}: its trainer may remove rows that this run still needs; "
-                "only runs with replay.retention=all can be mounted"
-            )
-        if own is None:  # this run will begin from the mounted run's reference policy
-            ours |= {"model.path": config.model.path, "init_from": init_from}
-            theirs |= {"model.path": stored["config"]["model"]["path"], "init_from": stored["init_from"]}
-        if different := contract_lib.differences(theirs, ours):
-            if any(name.startswith("reward_version:") for name in different):
-                different.append(f"python -m tba_jax rescore --workdir={folder} scores its rows again by the task as it is now")
-            raise ValueError(f"replay.mount: the rows of {folder} belong to a run of another contract; " + "; ".join(different))
+        _check_rows(folder, other, stored, ours)
         reference = _reference_id(other)
         if reference is None:
             raise ValueError(f"replay.mount: {folder} has no reference policy yet: start its trainer first")
         if expected not in (None, reference):
-            raise ValueError(f"replay.mount: rows of {folder} have log-probs of reference {reference}, {of}")
+            raise ValueError(f"replay.mount: rows of {folder} have log-probs of reference {reference}, {owner} is {expected}")
         if expected is None:
-            expected, of = reference, f"those of {folder} of {reference}"
+            expected, owner = reference, f"that of {folder}"
         for writer in _writers(other):
             if writer in writers:
                 raise ValueError(f"replay.mount: writer {writer} has a log in {other.replay} and in {writers[writer]}")
             writers[writer] = other.replay
-    ended = bool(config.replay.mount) and all(
-        places_lib.exists(layout.open_run_dir(folder).finished) for folder in config.replay.mount
-    )
-    if ended and not config.searchers.count and config.replay.recent_probability:
+    _warn_of_finished_mounts(config)
+
+
+def _check_rows(folder: str, other: layout.RunDir, stored: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Raises ValueError where rows of another run are of another contract, or may be removed while this run needs them.
+
+    Args: folder: as in replay.mount; stored: its config.json; ours: fields that must be equal there.
+    """
+    theirs: dict[str, Any] = {"model.path": stored["config"]["model"]["path"], "init_from": stored["init_from"]}
+    theirs = {name: value for name, value in (theirs | stored["contract"]).items() if name in ours}
+    rescored, kept = other.rescored_commit(ours["reward_version"]), stored["config"]["replay"]["retention"]
+    if places_lib.exists(rescored):
+        theirs |= {"reward_version": ours["reward_version"], "reward_parts": layout.read_json(rescored)["reward_parts"]}
+    elif kept != "all":
+        raise ValueError(
+            f"replay.mount: {folder} has replay.retention={kept}: its trainer may remove rows that this run still needs; "
+            "only runs with replay.retention=all can be mounted"
+        )
+    if different := contract_lib.differences(theirs, ours):
+        if any(name.startswith("reward_version:") for name in different):
+            different.append(f"python -m tba_jax rescore --workdir={folder} scores its rows again by the task as it is now")
+        raise ValueError(f"replay.mount: the rows of {folder} belong to a run of another contract; " + "; ".join(different))
+
+
+def _warn_of_finished_mounts(config: Any) -> None:
+    """Warns if all rows are of finished runs, and the newest of them count as recent for ever."""
+    mounted, share = map(layout.open_run_dir, config.replay.mount), config.replay.recent_probability
+    if config.searchers.count or not share or not config.replay.mount:
+        return
+    if all(places_lib.exists(run.finished) for run in mounted):
         log.warning(
-            "replay.recent_probability=%g draws the newest queries of finished runs again and again; 0 draws all evenly",
-            config.replay.recent_probability,
+            "replay.recent_probability=%g draws the newest queries of finished runs again and again; 0 draws all evenly", share
         )
 
 

@@ -1,9 +1,8 @@
-"""The contract that every role of a run must share, and the schedule that a resumed one may change."""
+"""config.json: the config of a run, and the contract that all its roles share."""
 
 import dataclasses
-import datetime
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from tba_jax import trajectory
@@ -12,28 +11,10 @@ from tba_jax.run import layout, places
 from tba_jax.run.places import Place
 from tba_jax.settings import flatten
 
-# Settings that a resumed trainer may change only when it is told to (--allow_change): they are the run's schedule.
-SCHEDULE_SECTIONS = ("seed", "learner", "replay", "publish", "schedule")
-# ... but not these: they say how the same numbers are computed, or how often storage is asked.
-_FREE = (
-    "learner.micro_batch_rows",
-    "learner.logit_megabytes",
-    "learner.remat",
-    "learner.memory_fraction",
-    "learner.logprob_gap_every_steps",
-    "learner.logprob_gap_limit",
-    "learner.mesh",
-    "learner.reference.offload",
-    "replay.poll_seconds",
-    "replay.segment_appends",
-    "publish.keep",
-)
 # Of config.json, and of what it describes. It is raised when either means something else from then on: versions of tba_jax with
 # another number refuse the run.
 FORMAT = 1
 _ANOTHER_VERSION = "go on with the version that made the run, or begin another run in a new --workdir"
-# Values of learner.reference.kind with a reference that the trainer holds, and checkpoints.
-HELD_REFERENCES = ("reset", "ema")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,7 +54,7 @@ class Contract:
 
     def to_json(self) -> dict[str, Any]:
         """As it looks in config.json."""
-        return _plain(dataclasses.asdict(self))
+        return plain(dataclasses.asdict(self))
 
     def response_space(self) -> ResponseSpace:
         """Which responses there are, and how they are scored."""
@@ -95,7 +76,7 @@ class Contract:
         )
 
 
-def _plain(tree: Any) -> Any:
+def plain(tree: Any) -> Any:
     """As it looks after a round trip through JSON (tuples become lists)."""
     return json.loads(json.dumps(tree))
 
@@ -131,7 +112,7 @@ def join(run: layout.RunDir, config: Any, contract: Contract, *, init_from: str 
     """
     mine = {
         "format": FORMAT,
-        "config": _plain(config.to_dict()),
+        "config": plain(config.to_dict()),
         "contract": contract.to_json(),
         "changes": [],
         "init_from": init_from,
@@ -192,94 +173,3 @@ def read(run: layout.RunDir) -> dict[str, Any]:
             f"{run.config} has format {there!r}, and this version of tba_jax reads format {FORMAT}: {_ANOTHER_VERSION}"
         )
     return stored
-
-
-def changed_schedule(run: layout.RunDir, config: Any) -> dict[str, tuple[Any, Any]]:
-    """Schedule settings that differ from the run's: name -> (there, here)."""
-    theirs, ours = flatten(read(run)["config"]), flatten(_plain(config.to_dict()))
-    names = [name for name in ours if name.split(".")[0] in SCHEDULE_SECTIONS and not name.startswith(_FREE)]
-    return {name: (theirs[name], ours[name]) for name in names if theirs[name] != ours[name]}
-
-
-def past_schedules(run: layout.RunDir, *, after: int) -> list[tuple[int, dict[str, Any]]]:
-    """Schedule settings of steps after `after` that have changed since: (last step, name -> value then), in order.
-
-    Steps after the last of these have the settings of config.json. learner.non_finite is left out: whether a run went on after a
-    step is in its journal.
-    """
-    changes = read(run)["changes"]
-    past = []
-    for step in sorted({entry["step"] for entry in changes if entry["step"] > after}):
-        values: dict[str, Any] = {}
-        for entry in reversed([entry for entry in changes if entry["step"] >= step]):
-            values |= {name: there for name, (there, _) in entry["settings"].items()}
-        values.pop("learner.non_finite", None)
-        if values:
-            past.append((step, {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}))
-    return past
-
-
-# What the replay index of a checkpoint was built with.
-_FIXED = (
-    "replay.capacity",
-    "replay.capacity_per_query",
-    "replay.merge_duplicates",
-    "replay.merge_edit_distance",
-    "replay.merge_cosine_distance",
-    "replay.drop",
-)
-
-
-def change_schedule(run: layout.RunDir, config: Any, *, allowed: Sequence[str], step: int) -> dict[str, tuple[Any, Any]]:
-    """Lets a resumed trainer change allowed schedule settings, recorded in config.json with the step.
-
-    At step 0 it needs no leave: nothing was trained yet, and a searcher that came first stored a schedule that is not its own.
-
-    Raises:
-      ValueError: a setting differs that is not in `allowed`, or cannot change, or `allowed` names none.
-    """
-    if unknown := sorted(set(allowed) - flatten(config.to_dict()).keys()):
-        raise ValueError(f"--allow_change={','.join(allowed)}: there is no setting {unknown[0]}")
-    changes = changed_schedule(run, config)
-    if step or (run.checkpoints.is_dir() and any(run.checkpoints.iterdir())):
-        _check_checkpointed(changes)
-    if step:
-        _check_allowed(changes, allowed)
-    if changes:
-        stored = read(run)
-        entry = {"step": step, "time": datetime.datetime.now(datetime.UTC).isoformat(), "settings": _plain(changes)}
-        stored |= {"config": _plain(config.to_dict()), "changes": [*stored["changes"], entry]}
-        layout.write_json(run.config, stored)
-    return changes
-
-
-# Settings by which a checkpoint has more state: value -> what it has. Of objectives it is what tba_jax.objectives declares, which
-# a test holds against this: that layer is above.
-STATEFUL: dict[str, dict[str, str]] = {
-    "learner.objective": {"learned_log_z": "log_z", "ppo": "value_head"},
-    "learner.reference.kind": dict.fromkeys(HELD_REFERENCES, "reference"),
-}
-
-
-def _check_checkpointed(changes: Mapping[str, tuple[Any, Any]]) -> None:
-    """Refuses what the state or the index of a checkpoint does not go with."""
-    for name, state in STATEFUL.items():
-        there, here = changes.get(name, ("", ""))
-        if state.get(there) != state.get(here):
-            raise ValueError(
-                f"{name} of a run cannot change from {there!r} to {here!r}: its checkpoints hold another state; "
-                "begin a new run from this one's policy with --init_from"
-            )
-    there, here = changes.get("replay.mount", ((), ()))
-    if gone := sorted(set(there) - set(here)):
-        raise ValueError(f"replay.mount of a run can only grow: its journal names rows of {gone[0]!r}, which is not among {here}")
-    if fixed := [name for name in _FIXED if name in changes]:
-        there, here = changes[fixed[0]]
-        raise ValueError(f"{fixed[0]} of a run cannot change: {there!r} there, {here!r} here")
-
-
-def _check_allowed(changes: Mapping[str, tuple[Any, Any]], allowed: Sequence[str]) -> None:
-    refused = {name: values for name, values in changes.items() if name not in allowed}
-    if refused:
-        listed = "; ".join(f"{name}: {there!r} there, {here!r} here" for name, (there, here) in refused.items())
-        raise ValueError(f"the run has another schedule; {listed}; to change it, add --allow_change={','.join(sorted(refused))}")

@@ -21,7 +21,7 @@ from tba_jax.models import parameters, scoring
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.hugging_face import export, load
 from tba_jax.models.parameters import Params
-from tba_jax.run import layout, metrics, processes
+from tba_jax.run import contract, layout, metrics, processes
 from tba_jax.supervised import examples, tuning
 from tba_jax.text.tokenizers import HuggingFaceTokenizer
 from tests.support import applied, tiny_run
@@ -356,7 +356,7 @@ def test_a_resumed_run_keeps_its_settings_and_examples(folder, tmp_path):
     write_lines(train, sentences(50, seed=2))
     with pytest.raises(ValueError, match=r"the examples of data\.train .* are not those"):
         prepared()
-    layout.write_json(run_folder.config, {"config": {}, "contract": {"task_name": "arithmetic"}, "changes": []})
+    layout.write_json(run_folder.config, {"format": contract.FORMAT, "config": {}, "contract": {"task_name": "arithmetic"}})
     with pytest.raises(ValueError, match="belongs to an RL run"):
         prepared()
 

@@ -16,7 +16,7 @@ from tba_jax.experiment import checks, composition
 from tba_jax.experiment.schema import SCHEMA
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.settings import Rule, flatten
-from tests.run.test_contract import config_with
+from tests.support import tiny_run
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -56,14 +56,14 @@ def test_a_value_outside_of_its_limits_is_refused(name):
     assert values
     for value in values:
         with pytest.raises(ValueError, match=f"^{re.escape(f'{name}={value!r} ')}"):
-            checks.check(config_with({name: value}))
+            checks.check(tiny_run.config_with({name: value}))
 
 
 def test_a_reward_of_responses_without_an_end_must_be_finite():
     for value in (math.inf, math.nan):
         with pytest.raises(ValueError, match=f"task.missing_eos_reward={value} must be finite"):
-            checks.check(config_with({"task.missing_eos_reward": value}))
-    checks.check(config_with({"task.missing_eos_reward": -1.0}))
+            checks.check(tiny_run.config_with({"task.missing_eos_reward": value}))
+    checks.check(tiny_run.config_with({"task.missing_eos_reward": -1.0}))
 
 
 def test_a_config_without_a_setting_is_refused():
@@ -71,6 +71,11 @@ def test_a_config_without_a_setting_is_refused():
     del stored["learner"]["steps"]
     with pytest.raises(ValueError, match=r"no setting learner\.steps: .* this version"):
         composition.build(config_dict.ConfigDict(stored))
+
+
+def test_a_misspelt_key_fails_with_a_suggestion():
+    with pytest.raises((AttributeError, KeyError), match="learning_rate"):
+        base.get_config().learner.learning_rat = 1.0
 
 
 def test_the_schema_loads_without_jax():
@@ -224,12 +229,12 @@ def test_the_schema_loads_without_jax():
 )
 def test_values_that_do_not_go_together_are_refused(overrides, sentence):
     with pytest.raises(ValueError, match=re.escape(sentence)):
-        composition.build(config_with(overrides))
+        composition.build(tiny_run.config_with(overrides))
 
 
 def test_one_completion_is_enough_where_log_z_is_learned():
     one = {"learner.completions": 1, "searchers.samples_per_query": 1}
-    checks.check(config_with(one | {"learner.objective": "learned_log_z", "learner.queries": 128}))
+    checks.check(tiny_run.config_with(one | {"learner.objective": "learned_log_z", "learner.queries": 128}))
 
 
 # What the base config lacks.
@@ -238,7 +243,7 @@ NEEDED: dict[str, dict[str, object]] = {"vine_ppo": {"task.step_ends": (",",)}}
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_what_the_base_config_says_goes_with_every_objective(name):
-    checks.check(config_with({"learner.objective": name, **NEEDED.get(name, {})}))
+    checks.check(tiny_run.config_with({"learner.objective": name, **NEEDED.get(name, {})}))
 
 
 # Setting -> a value that no objective's rules are broken by but those of objectives that do not read it.
@@ -276,7 +281,7 @@ def test_settings_that_an_objective_does_not_read_are_refused(name):
     assert set(READ) == set(OBJECTIVES)
     for setting, value in NOT_READ_BY_ALL.items():
         steps = {f"learner.{setting.rpartition('_')[0]}_steps": 5} if "temperature" in setting else {}
-        config = config_with({"learner.objective": name, f"learner.{setting}": value, **steps, **NEEDED.get(name, {})})
+        config = tiny_run.config_with({"learner.objective": name, f"learner.{setting}": value, **steps, **NEEDED.get(name, {})})
         checks.check(config)
         if setting in READ[name]:
             checks.check_all_are_read(config)
@@ -288,7 +293,7 @@ def test_settings_that_an_objective_does_not_read_are_refused(name):
 
 @pytest.mark.parametrize("setting, value", [("value_samples", 3), ("value_states", 1)])
 def test_settings_of_values_that_no_row_holds_are_refused(setting, value):
-    config = config_with({f"searchers.{setting}": value})
+    config = tiny_run.config_with({f"searchers.{setting}": value})
     with pytest.raises(ValueError, match=rf"searchers\.{setting}={value} would not be used without task\.step_ends"):
         checks.check_all_are_read(config)
     config.task.step_ends = (",",)
@@ -327,7 +332,7 @@ def test_what_an_objective_needs_is_refused_where_it_is_missing(name):
         "a moving reference": ({"learner.reference.kind": "ema"}, name not in ("raft", "gspo", "cispo")),
     }
     for what, (settings, allowed) in cases.items():
-        config = config_with({"learner.objective": name, **NEEDED.get(name, {}), **settings})
+        config = tiny_run.config_with({"learner.objective": name, **NEEDED.get(name, {}), **settings})
         try:
             checks.check(config)
         except ValueError as error:
@@ -338,8 +343,8 @@ def test_what_an_objective_needs_is_refused_where_it_is_missing(name):
 
 def test_rows_may_hold_values_that_the_objective_does_not_read():
     """Other runs may."""
-    checks.check(config_with(NEEDED["vine_ppo"]))
+    checks.check(tiny_run.config_with(NEEDED["vine_ppo"]))
 
 
 def test_a_share_of_truncated_rows_is_exploration():
-    checks.check(config_with({"sampling.explore_top_p_probability": 0.5, "sampling.explore_top_p_low": 0.8}))
+    checks.check(tiny_run.config_with({"sampling.explore_top_p_probability": 0.5, "sampling.explore_top_p_low": 0.8}))

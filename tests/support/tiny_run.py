@@ -53,6 +53,13 @@ def config(**changes: Any) -> Any:
     return c
 
 
+def config_with(overrides: dict[str, object], source: Any = base) -> Any:
+    """The config of a recipe (a module) with other values; dots in their names are written."""
+    config = source.get_config()
+    config.update_from_flattened_dict(overrides)
+    return config
+
+
 def settings(workdir: Path, c: Any, *, init_from: str = "") -> jobs.Settings:
     """What main would hand to a role."""
     built = composition.build(c)

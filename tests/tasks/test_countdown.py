@@ -14,7 +14,7 @@ from tba_jax.experiment import checks, composition
 from tba_jax.tasks.countdown import CHARACTERS, Countdown, add_up, evaluate, totals
 from tba_jax.tasks.interface import SPLITS, Query
 from tba_jax.text.tokenizers import CharacterTokenizer
-from tests.run.test_contract import config_with
+from tests.support.tiny_run import config_with
 
 OPERATIONS = {
     ast.Add: lambda a, b: a + b,

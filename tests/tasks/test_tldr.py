@@ -13,8 +13,8 @@ from tba_jax.rewards import MAKERS, models
 from tba_jax.tasks.interface import Query
 from tba_jax.tasks.tldr import TLDR
 from tba_jax.text.tokenizers import HuggingFaceTokenizer
-from tests.run.test_contract import config_with
 from tests.support import applied, random_checkpoints, tiny_checkpoints
+from tests.support.tiny_run import config_with
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
