@@ -12,8 +12,7 @@ from configs import story_sentiment
 from tba_jax.experiment import composition
 from tba_jax.text import vocabulary
 from tba_jax.text.tokenizers import HuggingFaceTokenizer
-from tests.support import tiny_run
-from tests.text.test_tokenizers import write_byte_bpe
+from tests.support import tiny_checkpoints, tiny_run
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 
@@ -100,7 +99,7 @@ def test_what_ends_and_bounds_responses_is_in_the_contract():
 
 def test_a_special_token_whose_text_is_a_stop_string_is_allowed(model_folder, tmp_path):
     """The tokenizer is a byte-level one with a special token beside the end."""
-    folder = write_byte_bpe(tmp_path / "tokenizer")
+    folder = tiny_checkpoints.write_byte_bpe(tmp_path / "tokenizer")
     definition = json.loads((folder / "tokenizer.json").read_text())
     special = [{**definition["added_tokens"][0], "id": 258 + i, "content": f"<|{name}|>"} for i, name in enumerate(("turn", "x"))]
     (folder / "tokenizer.json").write_text(json.dumps(definition | {"added_tokens": [*definition["added_tokens"], *special]}))

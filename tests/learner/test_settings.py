@@ -19,10 +19,8 @@ POLICY = Policy(model=DecoderConfig(layers=1, width=16, heads=2, kv_heads=1, hea
 
 
 class Contract:
-    scoring_temperature = 0.7
-    banned_tokens = (3,)
-    eos_id = 2
-    min_response_length = 5
+    def response_space(self) -> scoring.ResponseSpace:
+        return scoring.ResponseSpace(temperature=0.7, banned_tokens=(3,), eos_id=2, min_length=5)
 
 
 def test_schedules_of_the_coefficients():

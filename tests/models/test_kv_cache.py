@@ -11,8 +11,8 @@ import pytest
 from tba_jax.models import attention, kv_cache, parameters
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.parameters import Params
-from tests.models.test_decoder import CONFIGS, GROUPED, logits_of_whole, random_params
 from tests.support import applied
+from tests.support.tiny_decoders import CONFIGS, GROUPED, logits_of_whole, random_params
 
 J, W, P, R = 2, 3, 5, 6
 B = J * W
@@ -140,7 +140,7 @@ def test_bfloat16_computes_in_bfloat16_and_gives_float32_logits():
     @jax.jit
     def both_paths(params):
         tokens = np.concatenate([prompts[1:], responses[W : W + 1, :1]], axis=1)  # a prompt without padding, and a token
-        hidden = applied.hidden_states(params, tokens, None, config=config, remat="none")
+        hidden = applied.hidden_states(params, tokens, config=config, remat="none")
         unstacked = kv_cache.unstack(params, config)
         _, cache = applied.prefill(unstacked, prompts, PROMPT_LENGTH, config=config)
         own = jax.tree.map(lambda x: jnp.zeros((B, *x.shape[1:]), x.dtype), cache)
