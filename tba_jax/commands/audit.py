@@ -178,7 +178,7 @@ def regenerate(run: Run, name: str) -> tuple[str, bool]:
     from tba_jax.decoding.engine import Engine
     from tba_jax.decoding.requests import Request
     from tba_jax.decoding.sampling import Sampling
-    from tba_jax.experiment.policy import policy_and_tokenizer
+    from tba_jax.experiment.named_policy import policy_and_tokenizer
     from tba_jax.run import snapshots
     from tba_jax.text import stop_strings
 

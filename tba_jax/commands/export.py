@@ -84,7 +84,7 @@ def _read_run(run: layout.RunDir) -> "tuple[Any, Policy, Tokenizer]":
     """Config, policy and tokenizer of a run."""
     from ml_collections import config_dict
 
-    from tba_jax.experiment.policy import policy_and_tokenizer
+    from tba_jax.experiment.named_policy import policy_and_tokenizer
     from tba_jax.run import contract
 
     config = config_dict.ConfigDict(contract.read_run(run)["config"])

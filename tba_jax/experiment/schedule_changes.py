@@ -13,7 +13,7 @@ from tba_jax.learner.settings import HELD_REFERENCES
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout
-from tba_jax.settings import flatten
+from tba_jax.schemas import flatten
 
 Changes = dict[str, tuple[Any, Any]]  # setting -> (there, here): its value in config.json, and in the config of this process
 

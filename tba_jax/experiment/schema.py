@@ -1,4 +1,4 @@
-"""All settings of a run: one line each, with its default, the values that it may have (tba_jax/settings.py) and its meaning.
+"""All settings of a run: one line each, with its default, the values that it may have (tba_jax/schemas.py) and its meaning.
 
 Recipes get the defaults from configs/base.py. The schema stands in the package because commands that open a run by its folder
 (append, evaluate …) have no recipe and check its settings too. Every setting is also a flag: `--config.learner.steps=100`.
@@ -10,7 +10,7 @@ This file does not import JAX, so that recipes load at once.
 
 from ml_collections.config_dict import ConfigDict, placeholder
 
-from tba_jax.settings import Schema, setting
+from tba_jax.schemas import Schema, setting
 
 c = ConfigDict()
 c.seed = setting(0, at_least=0, below=2**32)

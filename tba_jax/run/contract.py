@@ -9,7 +9,7 @@ from tba_jax import trajectory
 from tba_jax.models.scoring import ResponseSpace
 from tba_jax.run import layout, places
 from tba_jax.run.places import Place
-from tba_jax.settings import flatten
+from tba_jax.schemas import flatten
 
 # Of config.json, and of what it describes. It is raised when either means something else from then on: versions of tba_jax with
 # another number refuse the run.

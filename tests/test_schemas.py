@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from ml_collections.config_dict import ConfigDict, placeholder
 
-from tba_jax.settings import Schema, flatten, setting
+from tba_jax.schemas import Schema, flatten, setting
 
 
 def schema(**leaves: Any) -> Schema:
