@@ -314,7 +314,7 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "rate": ({"training__learning_rate": 0.0}, "training.learning_rate=0.0 must be above 0"),
     "infinite rate": ({"training__learning_rate": float("inf")}, "training.learning_rate=inf must be above 0 and finite"),
     "epochs": ({"training__epochs": float("inf")}, "training.epochs=inf must be above 0 and finite"),
-    "seed": ({"seed": 2**40}, "seed=1099511627776 must be below 2**32"),
+    "seed": ({"seed": 2**40}, "seed=1099511627776 must be within [0, 4294967296)"),
     "batch": ({"training__batch_size": 64}, "training.batch_size=64 is more than the "),
     "fields": ({"data__response_field": "prompt"}, "the fields of an example must differ: data.*_field are prompt, prompt"),
     "share": ({"data__heldout_share": 1.0}, "data.heldout_share=1.0 must be within [0, 1)"),
