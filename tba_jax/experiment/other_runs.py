@@ -28,16 +28,16 @@ from tba_jax.run.places import Place
 
 log = logging.getLogger(__name__)
 
-# Fields of the contract that change neither what rows mean nor what scored them.
+# Fields of the contract that say nothing about rows.
 _FREE_OF_ROWS = ("lora",)
-# How the names of writers begin whose rows are of a file (the command append).
+# The beginning of a writer's name, if its rows come from a file (the command append).
 GIVEN = "given-"
-# Fields of the contract that weights depend on.
+# Fields of the contract that say what weights mean.
 _OF_WEIGHTS = ("model", "tokenizer", "eos_id", "pad_id")
 
 
 def _read(workdir: str, *, setting: str) -> tuple[layout.RunDir, dict[str, Any]]:
-    """Another run and its config.json. Raises ValueError where there is none, or one of another version."""
+    """Another run and its config.json. Raises ValueError where there is no run, or a run of another version."""
     run = layout.open_run_dir(workdir)
     return run, contract_lib.read_run(run, called=f"{setting}: {workdir}")
 
@@ -56,7 +56,7 @@ def check_mounts(run: layout.RunDir, config: Any, contract: contract_lib.Contrac
       init_from: RUN@STEP that this run begins from, "" if it begins as its config says.
 
     Raises:
-      ValueError: a mounted run's rows may not be trained on; names the fields or the reference policies that differ.
+      ValueError: the rows of a mounted run may not be trained on; names the fields or the reference policies that differ.
     """
     ours: dict[str, Any] = {k: v for k, v in contract.to_json().items() if k not in _FREE_OF_ROWS}
     expected = _reference_id(run)
@@ -118,8 +118,7 @@ def _warn_of_finished_mounts(config: Any) -> None:
 
 
 def check_behavior_is_known(run: layout.RunDir, config: Any) -> None:
-    """Raises ValueError where the objective weighs by π_θ/π_behaviour, and rows that were appended from a file have no known
-    behaviour."""
+    """Raises ValueError where the objective needs π_behaviour, and rows come from a file, which does not say it."""
     if not OBJECTIVES[config.learner.objective].behavior_logprobs:
         return
     for place in (run, *map(layout.open_run_dir, config.replay.mount)):
@@ -134,7 +133,7 @@ def check_behavior_is_known(run: layout.RunDir, config: Any) -> None:
 
 
 def _identity(run: layout.RunDir) -> Place:
-    """What two runs that are the same have in common."""
+    """The place that tells whether two folders are the same run."""
     return run.shared.resolve() if isinstance(run.shared, Path) else run.shared
 
 
@@ -147,7 +146,7 @@ def copy_reference(mount: str, folder: Path) -> None:
     """Copies the reference policy of a mounted run to `folder`.
 
     Raises:
-      ValueError: the copy is not what the mounted run calls it.
+      ValueError: the hash of the copy is not the id that the mounted run gives.
     """
     run, _ = _read(mount, setting="replay.mount")
     reference = _reference_id(run)
@@ -163,7 +162,7 @@ def copy_reference(mount: str, folder: Path) -> None:
 
 
 def parse_init_from(value: str) -> str:
-    """RUN@STEP with an absolute path or a URL. Raises ValueError where it is not of that form; "" stays ""."""
+    """RUN@STEP with an absolute path or a URL; "" stays "". Raises ValueError where `value` has another form."""
     folder, _, step = value.rpartition("@")
     if value and (not folder or not step.isdecimal()):
         raise ValueError(f"--init_from={value!r} must be RUN@STEP: the workdir of a run and the step of a snapshot")
@@ -176,10 +175,10 @@ def _open_init_from(init_from: str) -> tuple[layout.RunDir, dict[str, Any], int]
 
 
 def check_init_from(run: layout.RunDir, config: Any, contract: contract_lib.Contract, *, init_from: str) -> None:
-    """Checks that the policy is there and fits, unless this run has begun.
+    """Checks that the policy exists and fits, unless this run has begun.
 
     Raises:
-      ValueError: one sentence, with the steps there are, or with the fields that differ.
+      ValueError: the policy does not exist (names the steps that do), or does not fit (names the fields that differ).
     """
     if not init_from or places_lib.exists(run.initial_reference):
         return
@@ -232,7 +231,7 @@ def take_optimizer(
     """Writes a checkpoint of step 0 with the weights of `reference` and the optimiser of the other run at that step.
 
     Returns:
-      whether there was one to take: a checkpoint of exactly that step, of whole policies on both sides and of an
+      whether the other run has an optimiser to take: a checkpoint of exactly that step, with whole policies on both sides and an
       optimiser of the same shape. Its moments and their count are taken; schedules begin anew.
     """
     other, stored, step = _open_init_from(init_from)
@@ -254,7 +253,7 @@ def take_optimizer(
     finally:
         source.close()
     params = snapshots.load(reference, policy.trained_specs, policy.trained_shardings(mesh))
-    # The reference is another now, and log Z and the values of states with it: these heads begin anew.
+    # Log Z and the values of states belong to the reference, which is another one now: their heads begin anew.
     begun = init_state(policy, params, optimizers)
     of_policy = _restart_schedules(state.opt_state["policy"])
     begun = dataclasses.replace(begun, opt_state=begun.opt_state | {"policy": of_policy})

@@ -11,8 +11,8 @@ from tba_jax.run import layout, places
 from tba_jax.run.places import Place
 from tba_jax.schemas import flatten
 
-# Of config.json, and of what it describes. It is raised when either means something else from then on: versions of tba_jax with
-# another number refuse the run.
+# The format of a run's folder. Raise it with every change after which config.json, rows or weights mean something else: a version
+# of tba_jax with another number refuses the run.
 FORMAT = 1
 _ANOTHER_VERSION = "go on with the version that made the run, or begin another run in a new --workdir"
 
@@ -21,13 +21,12 @@ _ANOTHER_VERSION = "go on with the version that made the run, or begin another r
 class Contract:
     """What rows and weights of a run mean. A role whose contract differs may not join.
 
-    model: shape of the policy (DecoderConfig without its free fields); lora: the adapters' settings, {} without; tokenizer:
-    fingerprint; task: its settings that define queries and reward, paths excepted; reward_parts, reward_version: as in
-    trajectory.RowShape; embedding: width and weights (a digest) of the encoder of responses, {} without;
-    banned_tokens: ids that no response holds; min_response_length: tokens, below which no end-of-sequence comes;
-    stop_strings: texts that end a response, sorted; step_ends: those that end a step of one, sorted, () where rows hold no values
-    of states; chat_template: what stands around a prompt, "" for nothing; reward_models: digests of the models that rewards come
-    from, by their settings.
+    model: shape of the policy (DecoderConfig without its free fields). lora: settings of the adapters, {} without adapters.
+    tokenizer: fingerprint. task: the settings that define queries and reward, without paths. reward_parts, reward_version: as in
+    trajectory.RowShape. embedding: width and digest of the encoder that embeds responses, {} without an encoder. banned_tokens:
+    ids that no response holds. min_response_length: tokens before which end-of-sequence has probability 0. stop_strings: texts
+    that end a response, sorted. step_ends: texts that end a step of a response, sorted; () if rows hold no values of states.
+    chat_template: the text around a prompt, "" without one. reward_models: setting -> digest of the reward model that it names.
     """
 
     model: dict[str, Any]
@@ -53,11 +52,11 @@ class Contract:
     reward_models: dict[str, str]
 
     def to_json(self) -> dict[str, Any]:
-        """As it looks in config.json."""
+        """The contract as it stands in config.json."""
         return plain(dataclasses.asdict(self))
 
     def response_space(self) -> ResponseSpace:
-        """Which responses there are, and how they are scored."""
+        """The responses that the policy can give, and how they are scored."""
         return ResponseSpace(
             temperature=self.scoring_temperature,
             banned_tokens=tuple(self.banned_tokens),
@@ -77,22 +76,22 @@ class Contract:
 
 
 def plain(tree: Any) -> Any:
-    """As it looks after a round trip through JSON (tuples become lists)."""
+    """The tree as it returns from JSON: tuples are lists."""
     return json.loads(json.dumps(tree))
 
 
 def mounted_logs(leaves: Mapping[str, Any], *, reward_version: int) -> tuple[Place, ...]:
-    """Replay folders of the runs that a flattened config mounts: rescored ones, where rows were scored in another version."""
-    runs = [layout.open_run_dir(folder) for folder in leaves.get("replay.mount", ())]
+    """The replay folders of the runs that a flattened config mounts: the rescored rows of a run, if it has them, else its own."""
+    runs = [layout.open_run_dir(folder) for folder in leaves["replay.mount"]]
     return tuple(
         run.rescored(reward_version) if places.exists(run.rescored_commit(reward_version)) else run.replay for run in runs
     )
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """Fields of two trees that differ, each with both values."""
+    """The fields that differ between two trees, each with both values."""
     theirs, ours = flatten(there), flatten(here)
-    # A contract has the settings of its task alone.
+    # In a contract, `task` holds the settings of one task. Its section of the config is named, so that they can be set.
     section = "custom" if ".py:" in (task := str(ours.get("task_name", ""))) else task
     return [
         f"{f'task.{section}.{k[5:]}' if section and k.startswith('task.') else k}: {theirs.get(k)!r} there, {ours.get(k)!r} here"
@@ -102,13 +101,14 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
 
 
 def join(run: layout.RunDir, config: Any, contract: Contract, *, init_from: str = "") -> None:
-    """Makes the run's config.json if there is none; compares contracts, and writes nothing, if there is.
+    """Makes config.json, if the run has none; else compares the contracts, and writes nothing.
 
     Args:
-      init_from: RUN@STEP, the policy that the run starts from; "": the config's, or what the run was made with.
+      init_from: RUN@STEP, the policy that the run starts from; "": the policy of the config, or of config.json.
 
     Raises:
-      ValueError: the contract differs (every differing field with both values), or the workdir cannot be written.
+      ValueError: the contract differs (names every differing field with both values), another version of tba_jax made the run,
+        it began from another policy, or the workdir cannot be written.
     """
     mine = {
         "format": FORMAT,
@@ -117,7 +117,7 @@ def join(run: layout.RunDir, config: Any, contract: Contract, *, init_from: str 
         "changes": [],
         "init_from": init_from,
     }
-    # A role that is started again while storage is full or read-only must not take that for the user's mistake.
+    # A role that starts again does not write: a full or read-only storage would look like a mistake of the user.
     if not (places.exists(run.config) and (run.elsewhere is None or places.exists(run.shared_name))):
         _make(run, mine)
     stored = read_run(run, called=f"workdir {str(run.shared)!r}")
@@ -145,12 +145,12 @@ def _make(run: layout.RunDir, mine: Mapping[str, Any]) -> None:
 
 
 def read_run(run: layout.RunDir, *, called: str = "") -> dict[str, Any]:
-    """`read`, of an RL run that exists.
+    """config.json of an RL run, see `read`.
 
     Args: called: what the user calls the run; default: its workdir.
 
     Raises:
-      ValueError: there is no run, it is supervised training, or see `read`.
+      ValueError: there is no run, or it is supervised training, is damaged, or is of another version.
     """
     if not places.exists(run.config):
         raise ValueError(f"{called or run.root} holds no run: there is no {run.config}")
@@ -161,10 +161,10 @@ def read_run(run: layout.RunDir, *, called: str = "") -> dict[str, Any]:
 
 
 def read(run: layout.RunDir) -> dict[str, Any]:
-    """config.json: {"format", "config", "contract", "changes", "init_from"}; of supervised training the first three.
+    """config.json: {"format", "config", "contract", "changes", "init_from"}; supervised training has the first three.
 
     Raises:
-      FileNotFoundError: there is none. ValueError: it is damaged, or another version of tba_jax wrote it.
+      FileNotFoundError: there is no config.json. ValueError: it is damaged, or another version of tba_jax wrote it.
     """
     stored = layout.read_json(run.config)
     there = stored.get("format") if isinstance(stored, dict) else None
