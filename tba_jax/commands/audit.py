@@ -177,7 +177,7 @@ def regenerate(run: Run, name: str) -> tuple[str, bool]:
     from tba_jax import sharding
     from tba_jax.decoding.requests import Request
     from tba_jax.decoding.sampling import Sampling
-    from tba_jax.experiment.policy import policy_and_tokenizer
+    from tba_jax.experiment.named_policy import policy_and_tokenizer
     from tba_jax.roles.reference import ReferencePolicy
     from tba_jax.roles.sampler import Sampler
     from tba_jax.run import snapshots

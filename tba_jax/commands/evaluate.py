@@ -19,7 +19,7 @@ from typing import Any
 
 from tba_jax.commands import command_line
 from tba_jax.run import layout, places, processes
-from tba_jax.settings import flatten
+from tba_jax.schemas import flatten
 
 
 def evaluate(workdir: Path, *, step: int | None, overrides: Sequence[str] = ()) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from absl import app, flags
 
 from tba_jax.commands import command_line
 from tba_jax.run import layout, places, processes
-from tba_jax.settings import flatten
+from tba_jax.schemas import flatten
 from tba_jax.supervised.schema import SCHEMA
 
 if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answered at once

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tba_jax import sharding
-from tba_jax.experiment import composition, initial_policy, meshes, other_runs
+from tba_jax.experiment import composition, initial_policy, meshes, other_runs, schedule_changes
 from tba_jax.replay.journal import read_lineage
 from tba_jax.rewards import models
 from tba_jax.roles import progress as progress_lib
@@ -84,7 +84,7 @@ def join(s: Settings, *, may_change_schedule: bool) -> None:
             log.warning("%d %s prompts are longer than task.prompt_length and left out", count, split)
     contract_lib.join(s.run, s.config, s.experiment.contract, init_from=s.init_from)
     if may_change_schedule:
-        changes = contract_lib.change_schedule(s.run, s.config, allowed=s.allow_change, step=len(read_lineage(s.run.journal)))
+        changes = schedule_changes.change(s.run, s.config, allowed=s.allow_change, step=len(read_lineage(s.run.journal)))
         for name, (there, here) in changes.items():
             log.warning("changed %s from %r to %r", name, there, here)
 
@@ -121,7 +121,7 @@ def make_trainer(s: Settings, *, publish_every_steps: int) -> tuple[Any, EpochLe
     trainer of its config resumes, up to the last step of that schedule, and leaves a checkpoint.
     """
     newest = max(layout.steps_in(s.run.checkpoints), default=0)
-    for step, values in contract_lib.past_schedules(s.run, after=newest):
+    for step, values in schedule_changes.past(s.run, after=newest):
         config = s.config.copy_and_resolve_references()
         config.update_from_flattened_dict(values)
         every_steps = 1 if config.schedule.mode == "interleaved" else config.publish.every_steps

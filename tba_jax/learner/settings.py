@@ -12,6 +12,9 @@ from tba_jax.objectives import OBJECTIVES
 from tba_jax.objectives.inputs import ObjectiveSettings
 from tba_jax.run import contract as contract_lib
 
+# Values of learner.reference.kind with a reference that the trainer holds, and checkpoints.
+HELD_REFERENCES = ("reset", "ema")
+
 
 def make_optimizers(config: Any) -> state.Optimizers:
     c = config.learner

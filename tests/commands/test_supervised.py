@@ -21,7 +21,7 @@ from tba_jax.models import parameters, scoring
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.hugging_face import export, load
 from tba_jax.models.parameters import Params
-from tba_jax.run import layout, metrics, processes
+from tba_jax.run import contract, layout, metrics, processes
 from tba_jax.supervised import examples, tuning
 from tba_jax.text.tokenizers import HuggingFaceTokenizer
 from tests.support import applied, tiny_run
@@ -314,7 +314,7 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "rate": ({"training__learning_rate": 0.0}, "training.learning_rate=0.0 must be above 0"),
     "infinite rate": ({"training__learning_rate": float("inf")}, "training.learning_rate=inf must be above 0 and finite"),
     "epochs": ({"training__epochs": float("inf")}, "training.epochs=inf must be above 0 and finite"),
-    "seed": ({"seed": 2**40}, "seed=1099511627776 must be below 2**32"),
+    "seed": ({"seed": 2**40}, "seed=1099511627776 must be within [0, 4294967296)"),
     "batch": ({"training__batch_size": 64}, "training.batch_size=64 is more than the "),
     "fields": ({"data__response_field": "prompt"}, "the fields of an example must differ: data.*_field are prompt, prompt"),
     "share": ({"data__heldout_share": 1.0}, "data.heldout_share=1.0 must be within [0, 1)"),
@@ -356,7 +356,7 @@ def test_a_resumed_run_keeps_its_settings_and_examples(folder, tmp_path):
     write_lines(train, sentences(50, seed=2))
     with pytest.raises(ValueError, match=r"the examples of data\.train .* are not those"):
         prepared()
-    layout.write_json(run_folder.config, {"config": {}, "contract": {"task_name": "arithmetic"}, "changes": []})
+    layout.write_json(run_folder.config, {"format": contract.FORMAT, "config": {}, "contract": {"task_name": "arithmetic"}})
     with pytest.raises(ValueError, match="belongs to an RL run"):
         prepared()
 

@@ -234,19 +234,11 @@ def test_the_command_refuses_with_one_sentence(source, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_of_an_earlier_version_is_mounted_by_what_it_did(source, tmp_path):
-    """It stored no fields about the length and the end of responses: they were any."""
-    shutil.copytree(source.run.root, tmp_path / "old")
-    old = layout.RunDir(tmp_path / "old")
-    stored = contract.read(old)
-    for name in ("min_response_length", "stop_strings"):
-        del stored["contract"][name]
-    layout.write_json(old.config, stored)
-
-    def check(**changes) -> None:
-        s = tiny_run.settings(tmp_path / "new", frozen_runs.config(replay__mount=(str(old.root),), **changes))
+def test_a_run_of_another_version_is_neither_mounted_nor_begun_from(source, tmp_path):
+    other = copy_of(source, tmp_path / "other").run
+    layout.write_json(other.config, contract.read(other) | {"format": 0})
+    with pytest.raises(ValueError, match=rf"{other.config} has format 0, "):
+        begin(tmp_path / "run", f"{other.root}@6")
+    s = tiny_run.settings(tmp_path / "new", frozen_runs.config(replay__mount=(str(other.root),)))
+    with pytest.raises(ValueError, match=rf"{other.config} has format 0, "):
         other_runs.check_mounts(s.run, s.config, s.experiment.contract, init_from="")
-
-    check()
-    with pytest.raises(ValueError, match=r"to a run of another contract; min_response_length: 0 there, 2 here$"):
-        check(task__min_response_length=2)
