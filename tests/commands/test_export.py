@@ -19,7 +19,7 @@ from tba_jax.run import contract, layout, snapshots
 from tba_jax.text.tokenizers import HuggingFaceTokenizer
 from tests.support import applied, tiny_run
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly", "one_device_throughout")
+pytestmark = pytest.mark.usefixtures("one_device_throughout")
 
 LORA = {"lora__rank": 2, "lora__targets": ("layers.attention.query", "layers.feed_forward.down"), "lora__alpha": 4.0}
 

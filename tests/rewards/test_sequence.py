@@ -17,8 +17,6 @@ from tba_jax.rewards import sequence
 from tests.support import applied, tiny_checkpoints
 from tests.support.tiny_checkpoints import path_of
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 EOS = "<end>"
 
 

@@ -22,10 +22,10 @@ from tba_jax.run.lease import LeaseHeld, StaleEpoch
 from tba_jax.run.metrics import TimeAccount
 from tests.support import applied, frozen_runs, tiny_run
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly", "one_device_throughout")
+pytestmark = pytest.mark.usefixtures("one_device_throughout")
 
 
-@pytest.mark.parametrize("lag", [0, 3])
+@pytest.mark.parametrize("lag", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_rows_come_from_exactly_lag_steps_ago(tmp_path, lag):
     assert frozen_runs.run(tmp_path, schedule__lag=lag, learner__steps=8, replay__merge_duplicates=False) == 0
     lines = metrics.read_lines(tmp_path / "metrics" / "trainer")
@@ -129,9 +129,14 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize("changes", RESUMED.values(), ids=RESUMED)
-def test_resume_on_a_frozen_log_is_bit_for_bit(tmp_path, changes, frozen):
+# Whose states hold what no other's does; the others take their time in the slow tests.
+BY_DEFAULT = ("whole policy", "value head", "reset reference and optimizer", "moving average of adapters in host memory")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in BY_DEFAULT else [pytest.mark.slow]) for name in RESUMED])
+def test_resume_on_a_frozen_log_is_bit_for_bit(tmp_path, name, frozen):
     """12 steps at once = 8 steps with a checkpoint at 5, dropped, replayed from 5 to 8, and on to 12."""
+    changes = RESUMED[name]
     once = frozen(tmp_path / "once", **changes)
     shutil.copytree(tmp_path / "once", tmp_path / "twice")
     twice = tiny_run.settings(tmp_path / "twice", frozen_runs.config(**changes))

@@ -24,8 +24,6 @@ B, P, R = 8, 5, 6
 KINDS = tuple(fine_tuning.OBJECTIVES)
 # Gradients are read off the parameters after a step of plain descent by 1.
 DESCENT = optax.sgd(1.0)
-# Compiling is most of the time here, and the arithmetic is the same without LLVM's optimisation.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": "0"})
 
 
 def settings(*, micro_batch_rows: int = B, logit_bytes: int = 1 << 20, remat: str = "none") -> fine_tuning.StepConfig:
@@ -55,13 +53,13 @@ def unpadded(prompt: np.ndarray, prompt_length: int, response: np.ndarray, respo
 
 def hidden_of(kind: str, tokens: np.ndarray) -> jax.Array:
     hidden_states = functools.partial(applied.hidden_states, token_mask=None, config=MODELS[kind], remat="none")
-    return jit(hidden_states)(random_params(kind), tokens)
+    return jax.jit(hidden_states)(random_params(kind), tokens)
 
 
 @functools.cache
 def totals(kind: str) -> Any:
     total = functools.partial(fine_tuning.totals, objective=fine_tuning.OBJECTIVES[kind], config=settings())
-    return jit(lambda params, batch: total(state_of(kind, params), batch))
+    return jax.jit(lambda params, batch: total(state_of(kind, params), batch))
 
 
 def state_of(kind: str, params: Params) -> fine_tuning.TuningState:
@@ -105,11 +103,11 @@ def one_step(kind: str, config: fine_tuning.StepConfig, mesh_sizes: tuple[int, i
     step = functools.partial(fine_tuning.train_step, objective=fine_tuning.OBJECTIVES[kind], optimizer=DESCENT, config=config)
     state, batch = state_of(kind, random_params(kind)), random_batch(kind, filling=1)
     if mesh_sizes is None:
-        after, measurements = jit(step)(state, batch)
+        after, measurements = jax.jit(step)(state, batch)
     else:
         mesh = sharding.make_mesh(mesh_sizes, setting="training.mesh")
         shardings = jax.tree.map(lambda x: x.sharding, fine_tuning.state_shapes(applied.define(MODELS[kind]), DESCENT, mesh))
-        update = sharding.on_mesh(mesh, jit(step, donate_argnums=0, out_shardings=(shardings, sharding.replicated(mesh))))
+        update = sharding.on_mesh(mesh, jax.jit(step, donate_argnums=0, out_shardings=(shardings, sharding.replicated(mesh))))
         after, measurements = update(jax.device_put(state, shardings), sharding.put_rows(mesh, batch))
     assert int(after.step) == 1 and float(measurements["finite"]) == 1
     gradient = jax.tree.map(lambda new, old: old - np.asarray(new), after.params, random_params(kind))
@@ -163,7 +161,7 @@ def test_a_step_that_is_not_finite_leaves_the_state_as_it_was():
     params["score"]["weight"][0] = np.inf
     state = state_of("reward", params)
     step = functools.partial(fine_tuning.train_step, objective=fine_tuning.preference, optimizer=DESCENT, config=settings())
-    after, measurements = jit(step)(state, random_batch("reward"))
+    after, measurements = jax.jit(step)(state, random_batch("reward"))
     assert float(measurements["finite"]) == 0 and int(after.step) == 0
     jax.tree.map(np.testing.assert_array_equal, after.params, params)
 
@@ -241,10 +239,10 @@ def test_the_warm_start_is_a_plain_loop_over_its_random_stream():
     config = fine_tuning.StepConfig(micro_batch_rows=8, logit_bytes=1 << 30, remat="none")
     schedule = optimizer_lib.linear(peak=1e-2, steps=4, warmup_steps=1, decay_steps=0)
     optimizer = optimizer_lib.adamw(schedule, beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.01, clip_norm=1.0)
-    params = jit(functools.partial(applied.init, config=model))(jax.random.key(3))
-    opt_state, rng, losses = jit(optimizer.init)(params), np.random.default_rng([3, 1]), []
+    params = jax.jit(functools.partial(applied.init, config=model))(jax.random.key(3))
+    opt_state, rng, losses = jax.jit(optimizer.init)(params), np.random.default_rng([3, 1]), []
 
-    @jit
+    @jax.jit
     def step(params: Params, opt_state: Any, examples: fine_tuning.Examples) -> Any:
         def mean(params: Params) -> jax.Array:
             return fine_tuning.likelihood(applied.merge(params, model), examples, config)["loss"] / examples.response_length.sum()

@@ -62,26 +62,22 @@ def assert_same_params(found: Any, expected: Any) -> None:
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-# Compiled without optimisation: the models are tiny, and the tests are many.
-_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-
-
-@functools.partial(_jit, static_argnames="config")
+@functools.partial(jax.jit, static_argnames="config")
 def logits(params: Any, tokens: jax.Array, mask: jax.Array, config: DecoderConfig) -> jax.Array:
     """float32[B, T, V]."""
     hidden = applied.hidden_states(params, tokens, mask, config=config, remat="none")
     return applied.logits_of(params, hidden.reshape(-1, config.width), config=config).reshape(*tokens.shape, -1)
 
 
-@functools.partial(_jit, static_argnames="config")
+@functools.partial(jax.jit, static_argnames="config")
 def scores(params: Any, tokens: jax.Array, mask: jax.Array, config: DecoderConfig) -> jax.Array:
     """float32[B, labels]."""
     return applied.sequence_scores(params, tokens, mask, config=config, remat="none")
 
 
-_unstack = _jit(kv_cache.unstack, static_argnames="config")
-_prefill = _jit(applied.prefill, static_argnames="config")
-_step = _jit(applied.decode_step, static_argnames="config")
+_unstack = jax.jit(kv_cache.unstack, static_argnames="config")
+_prefill = jax.jit(applied.prefill, static_argnames="config")
+_step = jax.jit(applied.decode_step, static_argnames="config")
 
 
 def greedy(params: Any, config: DecoderConfig, prompt: np.ndarray, count: int) -> list[int]:
