@@ -1,5 +1,6 @@
 """Settings of the test process: eight fake CPU devices, PyTorch where it is installed, and the folder of real data."""
 
+import gc
 import importlib.util
 import os
 import subprocess
@@ -28,6 +29,9 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(REPOSITORY / ".pytest_cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+# Tracing makes many objects that stay: to look for garbage among them so often takes a tenth of the time.
+gc.set_threshold(100_000, 50, 50)
 
 import jax  # noqa: E402 (the settings above must come first)
 import pytest  # noqa: E402
