@@ -20,7 +20,7 @@ from tba_jax.run import layout as layout_lib
 from tba_jax.run import metrics, snapshots
 from tba_jax.run.lease import LeaseHeld, StaleEpoch
 from tba_jax.run.metrics import TimeAccount
-from tests.support import applied, frozen_runs, tiny_run
+from tests.support import applied, frozen_runs, tiny_checkpoints, tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
 
@@ -89,13 +89,13 @@ def roles_mesh():
 
 
 def logprobs_by_prefix(params, row, model, contract):
-    """Token log-probs one prefix at a time, without padding, cache or the scoring code."""
+    """Token log-probs one prefix at a time, without a padded prompt, cache or the scoring code."""
     prompt = row["prompt_tokens"][7 - row["prompt_length"] :].tolist()
     response = row["response_tokens"][: row["response_length"]].tolist()
     result = np.zeros(6, np.float32)
-    tokens = np.array([prompt + response], np.int32)
-    hidden = applied.hidden_states(params, tokens, np.ones_like(tokens, bool), config=model, remat="none")
-    logits = np.array(applied.logits_of(params, hidden[0], config=model)).astype(np.float64)
+    row = np.array([prompt + response + [0] * (13 - len(prompt) - len(response))], np.int32)
+    mask = np.arange(13)[None] < len(prompt) + len(response)  # nothing looks at what is behind it
+    logits = np.array(tiny_checkpoints.logits(params, row, mask, model))[0].astype(np.float64)
     logits[:, list(contract.banned_tokens)] = -np.inf
     logits /= contract.scoring_temperature
     for t, token in enumerate(response):
