@@ -139,7 +139,7 @@ def test_bfloat16_computes_in_bfloat16_and_gives_float32_logits():
     @jax.jit
     def both_paths(params):
         tokens = np.concatenate([prompts[1:], responses[W : W + 1, :1]], axis=1)  # a prompt without padding, and a token
-        hidden = applied.hidden_states(params, tokens, None, config=config, remat="none")
+        hidden = applied.hidden_states(params, tokens, config=config, remat="none")
         unstacked = kv_cache.unstack(params, config)
         _, cache = applied.prefill(unstacked, prompts, PROMPT_LENGTH, config=config)
         own = jax.tree.map(lambda x: jnp.zeros((B, *x.shape[1:]), x.dtype), cache)
