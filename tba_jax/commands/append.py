@@ -220,12 +220,12 @@ def _reference_logprobs(
     import jax
 
     from tba_jax import sharding
-    from tba_jax.experiment import composition
+    from tba_jax.experiment import meshes
     from tba_jax.models import scoring
     from tba_jax.run import snapshots
 
     searchers, policy = experiment.config.searchers, experiment.policy
-    composition.check_devices(experiment, role="searcher", devices=len(jax.devices()))
+    meshes.check(experiment, role="searcher", devices=len(jax.devices()))
     devices = sharding.policy_devices(searchers.task_devices)
     mesh = sharding.make_mesh(tuple(searchers.mesh.values()), setting="searchers.mesh", devices=devices)
     reference = snapshots.load(

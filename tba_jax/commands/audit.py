@@ -178,7 +178,7 @@ def regenerate(run: Run, name: str) -> tuple[str, bool]:
     from tba_jax.decoding.engine import Engine
     from tba_jax.decoding.requests import Request
     from tba_jax.decoding.sampling import Sampling
-    from tba_jax.experiment import composition
+    from tba_jax.experiment.policy import policy_and_tokenizer
     from tba_jax.run import snapshots
     from tba_jax.text import stop_strings
 
@@ -197,7 +197,7 @@ def regenerate(run: Run, name: str) -> tuple[str, bool]:
     steps = sorted(set(row["policy_step"][:length].tolist()))
     if len(steps) != 1:
         raise ValueError(f"{name} cannot be generated again: its weights were swapped midway (policy steps {steps})")
-    policy, tokenizer = composition.policy_and_tokenizer(config_dict.ConfigDict(contract_lib.read(run.layout)["config"]))
+    policy, tokenizer = policy_and_tokenizer(config_dict.ConfigDict(contract_lib.read(run.layout)["config"]))
     if steps[0] not in snapshots.committed_steps(run.layout.policies):
         raise ValueError(f"{name} cannot be generated again: the snapshot of its policy step {steps[0]} has been removed")
     one = sharding.make_mesh((1, 1, 1), setting="audit", devices=jax.devices()[:1])

@@ -34,7 +34,7 @@ def whole_logits(params: Params, config: DecoderConfig, prompts: np.ndarray, res
     lengths = np.repeat(PROMPT_LENGTH, W)
     rows = [[*prompts[b // W, : lengths[b]], *responses[b]] for b in range(B)]
     tokens = np.array([row + [0] * (P + R - len(row)) for row in rows], np.int32)
-    logits = np.asarray(logits_of_whole(params, tokens, np.arange(P + R) < lengths[:, None] + R, config))
+    logits = np.asarray(logits_of_whole(params, tokens, config))
     return np.stack([logits[b, n - 1 : n + R] for b, n in enumerate(lengths)])
 
 
