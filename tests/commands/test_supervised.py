@@ -26,8 +26,6 @@ from tba_jax.supervised import examples, tuning
 from tba_jax.text.tokenizers import HuggingFaceTokenizer
 from tests.support import applied, tiny_run
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 VOWELS, LETTERS = "aeiou", "abcdefghijklmnopqrstuvwxyz"
 CHARACTERS = LETTERS + ":#"
 # The embedding has a row that no token uses, so that a mesh can split it.
@@ -375,7 +373,7 @@ def test_numbers_that_are_not_finite_stop_the_run_by_step(folder, tmp_path):
 
 def test_the_command_stops_at_a_signal_resumes_and_writes_a_model(folder, tmp_path):
     train = write_lines(tmp_path / "train.jsonl", preferences(200, seed=1))
-    changed = SETTINGS | {"kind": "reward", "training.steps": 500, "model.path": folder, "data.train": train}
+    changed = SETTINGS | {"kind": "reward", "training.steps": 200, "model.path": folder, "data.train": train}
     arguments = [sys.executable, "-m", "tba_jax", "supervised", "--config=configs/supervised.py", f"--workdir={tmp_path}/run"]
     arguments += [f"--output={tmp_path}/model", *(f"--config.{name}={value}" for name, value in changed.items())]
     workdir = layout.RunDir(tmp_path / "run")
@@ -388,14 +386,14 @@ def test_the_command_stops_at_a_signal_resumes_and_writes_a_model(folder, tmp_pa
     finally:
         process.kill()
     assert process.returncode == processes.STOPPED, told
-    assert f"of 500; the same command resumes {tmp_path}/run" in told and "Traceback" not in told
+    assert f"of 200; the same command resumes {tmp_path}/run" in told and "Traceback" not in told
     (stopped,) = layout.steps_in(workdir.checkpoints)
-    assert 0 < stopped < 500 and not (tmp_path / "model").exists()
+    assert 0 < stopped < 200 and not (tmp_path / "model").exists()
 
     done = tiny_run.call(arguments)
-    assert done.returncode == 0 and f"resumed at step {stopped} of 500" in done.stderr, done.stderr
+    assert done.returncode == 0 and f"resumed at step {stopped} of 200" in done.stderr, done.stderr
     assert done.stdout.startswith("reward: held-out pair accuracy ") and len(done.stdout.splitlines()) == 1
-    assert [line["step"] for line in trained(workdir.root)] == list(range(1, 501))
+    assert [line["step"] for line in trained(workdir.root)] == list(range(1, 201))
     found = {path.name for path in (tmp_path / "model").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= found
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "run", "train.jsonl"]

@@ -17,7 +17,7 @@ from tba_jax.models import parameters
 from tba_jax.run import checkpoints, contract, layout, snapshots
 from tests.support import frozen_runs, tiny_run
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly", "one_device_throughout")
+pytestmark = pytest.mark.usefixtures("one_device_throughout")
 
 
 def source_run(workdir, **changes) -> jobs.Settings:

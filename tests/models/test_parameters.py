@@ -22,8 +22,6 @@ from tba_jax.models.policy import Policy
 from tests.support import applied
 from tests.support.tiny_decoders import CONFIGS, EVERYTHING, GROUPED
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 SIZES = {"D": 6, "N": 2, "H": 3, "F": 5, "V": 7}
 
 

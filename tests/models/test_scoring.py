@@ -12,8 +12,6 @@ from tba_jax.models import scoring
 from tba_jax.models.config import DecoderConfig
 from tests.support import applied
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 B, R, V, EOS = 4, 7, 11, 2
 MODEL = DecoderConfig(layers=1, width=8, heads=2, kv_heads=1, head_size=4, ffn=8, vocab=V, max_positions=16)
 

@@ -22,8 +22,6 @@ B, P, R = 8, 5, 6
 KINDS = tuple(objectives.OBJECTIVES)
 # Gradients are read off the parameters after a step of plain descent by 1.
 DESCENT: state_lib.Optimizers = {"policy": optax.sgd(1.0)}
-# Compiling is most of the time here, and the arithmetic is the same without LLVM's optimisation.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": "0"})
 
 
 def settings(*, micro_batch_rows: int = B, logit_bytes: int = 1 << 20, remat: str = "none") -> objectives.StepConfig:
@@ -51,14 +49,13 @@ def random_batch(kind: str, *, filling: int = 0) -> objectives.Batch:
 
 
 def hidden_of(kind: str, tokens: np.ndarray) -> jax.Array:
-    hidden_states = functools.partial(applied.hidden_states, config=MODELS[kind], remat="none")
-    return jit(hidden_states)(random_params(kind), tokens)
+    return jax.jit(functools.partial(applied.hidden_states, config=MODELS[kind], remat="none"))(random_params(kind), tokens)
 
 
 @functools.cache
 def totals(kind: str) -> Any:
     total = functools.partial(objectives.totals, objective=objectives.OBJECTIVES[kind], config=settings())
-    return jit(lambda params, batch: total(state_of(kind, params), batch))
+    return jax.jit(lambda params, batch: total(state_of(kind, params), batch))
 
 
 def state_of(kind: str, params: Params) -> state_lib.TrainState:
@@ -101,11 +98,11 @@ def one_step(kind: str, config: objectives.StepConfig, mesh_sizes: tuple[int, in
     step = functools.partial(objectives.train_step, objective=objectives.OBJECTIVES[kind], optimizers=DESCENT, config=config)
     state, batch = state_of(kind, random_params(kind)), random_batch(kind, filling=1)
     if mesh_sizes is None:
-        after, measurements = jit(step)(state, batch)
+        after, measurements = jax.jit(step)(state, batch)
     else:
         mesh = sharding.make_mesh(mesh_sizes, setting="training.mesh")
         shardings = jax.tree.map(lambda x: x.sharding, state_lib.state_shapes(Policy(model=MODELS[kind]), DESCENT, mesh))
-        update = sharding.on_mesh(mesh, jit(step, donate_argnums=0, out_shardings=(shardings, sharding.replicated(mesh))))
+        update = sharding.on_mesh(mesh, jax.jit(step, donate_argnums=0, out_shardings=(shardings, sharding.replicated(mesh))))
         after, measurements = update(jax.device_put(state, shardings), sharding.put_rows(mesh, batch))
     assert int(after.step) == 1 and float(measurements["finite"]) == 1
     gradient = jax.tree.map(lambda new, old: old - np.asarray(new), after.params["policy"], random_params(kind))
@@ -159,6 +156,6 @@ def test_a_step_that_is_not_finite_leaves_the_state_as_it_was():
     params["score"]["weight"][0] = np.inf
     state = state_of("reward", params)
     step = functools.partial(objectives.train_step, objective=objectives.preference, optimizers=DESCENT, config=settings())
-    after, measurements = jit(step)(state, random_batch("reward"))
+    after, measurements = jax.jit(step)(state, random_batch("reward"))
     assert float(measurements["finite"]) == 0 and (int(after.step), int(after.skipped)) == (1, 1)
     jax.tree.map(np.testing.assert_array_equal, after.params["policy"], params)
