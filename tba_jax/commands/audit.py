@@ -6,7 +6,6 @@ python -m tba_jax audit --workdir=DIR [--step=N | --regenerate=WRITER:ROW]
 import argparse
 import collections
 import dataclasses
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from tba_jax import trajectory
+from tba_jax.commands import command_line
 from tba_jax.replay import journal, ledger
 from tba_jax.replay.expiry import expired_segments
 from tba_jax.replay.index import ReplayIndex
@@ -21,7 +21,6 @@ from tba_jax.replay.reader import LogCorruption, LogReader
 from tba_jax.replay.tail import not_resident, replay_visible
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout as layout_lib
-from tba_jax.run import processes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -249,27 +248,21 @@ def _compared(name: str, row: Mapping[str, np.ndarray], again: Any, length: int)
     return f"{name} is identical: {length} tokens; its log-probs differ by {gap:.2g} nats at most", True
 
 
-def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m tba_jax audit", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--workdir", type=Path, required=True, help="the run's folder")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    command_line.add_workdir(parser)
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--step", type=int, help="the rows that trained this step")
+    what.add_argument("--step", type=int, metavar="N", help="the rows that trained this step")
     what.add_argument("--regenerate", metavar="WRITER:ROW", help="generate this row again and compare")
-    given = parser.parse_args(arguments)
-    try:
-        run = open_run(given.workdir)
-        if given.step is not None:
-            text, good = rebuild_batch(run, given.step)
-        elif given.regenerate is not None:
-            text, good = regenerate(run, given.regenerate)
-        else:
-            text, good = describe_ledger(run)
-    except ValueError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(processes.BAD_INPUT)
+
+
+def run(given: argparse.Namespace) -> int:
+    """Prints the report. Returns 1 where something does not balance or is not what it was."""
+    opened = open_run(given.workdir)
+    if given.step is not None:
+        text, good = rebuild_batch(opened, given.step)
+    elif given.regenerate is not None:
+        text, good = regenerate(opened, given.regenerate)
+    else:
+        text, good = describe_ledger(opened)
     print(text)
-    sys.exit(0 if good else 1)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+    return 0 if good else 1

@@ -5,12 +5,12 @@ python -m tba_jax export --workdir=DIR --output=DIR [--step=N] [--dtype=float32|
 
 import argparse
 import contextlib
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tba_jax.run import layout, places, processes
+from tba_jax.commands import command_line
+from tba_jax.run import layout, places
 from tba_jax.run.places import Place
 
 if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answered at once
@@ -127,22 +127,15 @@ def _listed(steps: Sequence[int]) -> str:
     return ", ".join(map(str, steps)) if len(steps) <= 8 else f"{', '.join(map(str, steps[:4]))} … {steps[-1]}"
 
 
-def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m tba_jax export", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--workdir", type=Path, required=True, help="the run's folder")
-    parser.add_argument("--output", type=Path, required=True, help="the folder to write; it must not exist, or be empty")
-    parser.add_argument("--step", type=int, help="trainer step of the snapshot; default: the newest")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    command_line.add_workdir(parser)
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="DIR", help="the folder to write; it must not exist, or be empty"
+    )
+    parser.add_argument("--step", type=int, metavar="N", help="trainer step of the snapshot; default: the newest")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights; default: the snapshot's")
-    given = parser.parse_args(arguments)
-    try:
-        print(export(given.workdir, given.output, step=given.step, dtype=given.dtype))
-    except ValueError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(processes.BAD_INPUT)
-    except OSError as error:
-        print(f"error: storage failed: {error}", file=sys.stderr)
-        sys.exit(processes.STORAGE_FAILED)
 
 
-if __name__ == "__main__":
-    main(sys.argv[1:])
+def run(given: argparse.Namespace) -> int:
+    print(export(given.workdir, given.output, step=given.step, dtype=given.dtype))
+    return 0

@@ -8,15 +8,15 @@ appear when all are scored, and count once `DIR/rewards/<version>.json` is there
 """
 
 import argparse
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tba_jax.commands import command_line
 from tba_jax.run import contract as contract_lib
-from tba_jax.run import layout, places, processes
+from tba_jax.run import layout, places
 
 if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answered at once
     from tba_jax.experiment.composition import Experiment
@@ -169,21 +169,10 @@ def _scored_again(
     return {**rows, "reward": reward, "reward_parts": parts, "reward_version": version}
 
 
-def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m tba_jax rescore", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--workdir", type=Path, required=True, help="the run's folder")
-    given = parser.parse_args(arguments)
-    from tba_jax.run.lease import LeaseHeld
-
-    try:
-        print(rescore(given.workdir))
-    except (ValueError, LeaseHeld) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(processes.BAD_INPUT)
-    except OSError as error:
-        print(f"error: storage failed: {error}", file=sys.stderr)
-        sys.exit(processes.STORAGE_FAILED)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    command_line.add_workdir(parser)
 
 
-if __name__ == "__main__":
-    main(sys.argv[1:])
+def run(given: argparse.Namespace) -> int:
+    print(rescore(given.workdir))
+    return 0

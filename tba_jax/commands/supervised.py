@@ -5,24 +5,21 @@ python -m tba_jax supervised --config=configs/supervised.py --workdir=DIR --outp
 The same command again resumes a run that was stopped or killed. Examples of a step are a function of seed and step alone.
 """
 
+import argparse
 import json
 import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from absl import app, flags
-
-from tba_jax.commands import command_line
+from tba_jax.commands import command_line, recipes, schema
 from tba_jax.run import layout, places, processes
 
 if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answered at once
     from tba_jax.supervised.tuning import Plan
-
-_OUTPUT = flags.DEFINE_string("output", None, "Where the trained model goes: a Hugging Face folder that does not exist yet.")
 
 log = logging.getLogger("tba_jax.supervised")
 
@@ -82,8 +79,6 @@ def check(config: Any) -> None:
     from tba_jax.supervised import fine_tuning
 
     leaves = contract_lib.flatten(config.to_dict())
-    if "kind" not in leaves:
-        raise ValueError("--config is not made from configs/supervised.py; RL runs are python -m tba_jax.main")
     choices: dict[str, Collection[str]] = {
         **_CHOICES,
         "kind": fine_tuning.OBJECTIVES,
@@ -252,36 +247,33 @@ def execute(plan: "Plan", stop: Callable[[], bool]) -> int:
     return 0
 
 
-def main(argv: Sequence[str]) -> None:
-    del argv
-    command_line.log_to_stderr()
-    run, output = layout.RunDir(Path(command_line.WORKDIR.value).absolute()), Path(_OUTPUT.value).absolute()
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(run.compilation_cache))
-    with command_line.failures():
-        from tba_jax.run.lease import EpochLease, LeaseHeld
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    recipes.add_arguments(parser, schema.SUPERVISED, example="configs/supervised.py")
+    command_line.add_workdir(parser)
+    parser.add_argument(
+        "--output",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="the trained model: a Hugging Face folder that does not exist yet",
+    )
 
+
+def run(given: argparse.Namespace) -> command_line.Job:
+    """Checks what a user's mistake can break; the job trains."""
+    config = recipes.load(given.config, given.overrides, path=schema.SUPERVISED)
+    folder = layout.RunDir(given.workdir.absolute())
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder.compilation_cache))
+    from tba_jax.run.lease import EpochLease
+
+    EpochLease.refuse_if_held(folder.journal)
+    plan = prepare(config, folder, given.output.absolute())
+    lease = EpochLease.acquire(folder.journal)
+
+    def job() -> int:
         try:
-            EpochLease.refuse_if_held(run.journal)
-            plan = prepare(command_line.CONFIG.value, run, output)
-            lease = EpochLease.acquire(run.journal)
-        except (ValueError, LeaseHeld) as error:
-            command_line.refuse(error)
-        try:
-            code = execute(plan, processes.StopSignal())
+            return execute(plan, processes.StopSignal())
         finally:
             lease.release()
-        sys.exit(code)
 
-
-def parse_flags(argv: Sequence[str]) -> list[str]:
-    needed = {
-        "--config=configs/supervised.py": command_line.CONFIG,
-        "--workdir=DIR": command_line.WORKDIR,
-        "--output=DIR": _OUTPUT,
-    }
-    return command_line.parse_flags(argv, needed)
-
-
-if __name__ == "__main__":
-    processes.hold()
-    app.run(main, flags_parser=parse_flags)
+    return job

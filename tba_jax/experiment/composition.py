@@ -5,6 +5,7 @@ import dataclasses
 import difflib
 import importlib.util
 import logging
+import math
 import shutil
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -261,8 +262,12 @@ def _check_mesh_sizes(config: Any, policy: Policy) -> None:
     """The sizes that parameters are split by, which need no devices to be known."""
     for section in ("learner", "searchers", "evaluation"):
         mesh = config[section].mesh
+        for name, size in mesh.items():
+            if size < 1 and (name, size) != ("data", -1):
+                also = ", or -1 for all devices that are left" if name == "data" else ""
+                raise ValueError(f"{section}.mesh.{name}={size} must be at least 1{also}")
         try:
-            parameters.check_divides({"data": 1, "fsdp": max(mesh.fsdp, 1), "tensor": max(mesh.tensor, 1)}, policy.model_specs)
+            parameters.check_divides({"data": 1, "fsdp": mesh.fsdp, "tensor": mesh.tensor}, policy.model_specs)
         except ValueError as error:
             raise ValueError(f"{section}.mesh: {error}") from error
 
@@ -274,11 +279,12 @@ def policy_and_tokenizer(config: Any) -> tuple[Policy, Tokenizer]:
       ValueError: the checkpoint cannot be used, or policy, adapters and tokenizer do not go together.
     """
     if config.model.path:
-        folder = load.resolve_folder(config.model.path)
-        model = load.read_config(
-            folder, compute_dtype=config.model.compute_dtype, attention=config.model.attention, head="language_model"
-        )
-        tokenizer: Tokenizer = HuggingFaceTokenizer(folder)
+        with load.named("model.path", config.model.path):
+            folder = load.resolve_folder(config.model.path)
+            model = load.read_config(
+                folder, compute_dtype=config.model.compute_dtype, attention=config.model.attention, head="language_model"
+            )
+            tokenizer: Tokenizer = HuggingFaceTokenizer(folder)
     else:
         alphabet = getattr(_task_class(config.task.name), "alphabet", "")
         if not alphabet:
@@ -323,7 +329,8 @@ def check_initial_policy(experiment: Experiment, run: layout.RunDir, *, init_fro
     from other runs (other_runs) does not go with this one."""
     config = experiment.config
     if config.model.path and not (init_from or config.replay.mount or places.exists(run.initial_reference)):
-        load.check_weights(config.model.path, experiment.policy.model)
+        with load.named("model.path", config.model.path):
+            load.check_weights(config.model.path, experiment.policy.model)
 
 
 def ensure_reference(experiment: Experiment, run: layout.RunDir, *, report: Callable[[int, float], None]) -> str:
@@ -389,8 +396,11 @@ def _initial_params(experiment: Experiment, mesh: Any, report: Callable[[int, fl
     )
 
 
-def check_devices(experiment: Experiment, *, role: str, devices: int) -> None:
-    """Raises ValueError where a role's mesh does not make up its devices, or does not divide its rows or parameters."""
+def check_devices(experiment: Experiment, *, role: str, devices: int | None) -> None:
+    """Raises ValueError where a role's mesh does not make up its devices, or does not divide its rows or parameters.
+
+    Args: devices: of the role; None where they are not known: as few as its mesh can make up.
+    """
     config = experiment.config
     batch = config.learner.micro_batch_rows or config.learner.queries * config.learner.completions
     warm = config.warm_start.batch_size if config.warm_start.steps else batch
@@ -402,9 +412,12 @@ def check_devices(experiment: Experiment, *, role: str, devices: int) -> None:
         "evaluator": ("evaluation", {"evaluation.batch_size": config.evaluation.batch_size}),
     }[role]
     own = config[section].task_devices if role != "trainer" else 0
+    mesh = tuple(config[section].mesh.values())
+    if devices is None:
+        devices = own + math.prod(max(size, 1) for size in mesh)
     if own >= devices:
         raise ValueError(f"{section}.task_devices={own} leaves the policy none of the {devices} devices of this role")
-    shape = sharding.mesh_shape(tuple(config[section].mesh.values()), devices - own, setting=f"{section}.mesh")
+    shape = sharding.mesh_shape(mesh, devices - own, setting=f"{section}.mesh")
     for what, rows in settings.items():
         sharding.check_ways(rows, shape[0] * shape[1], what=what)
     _check_slots(config, role, ways=shape[0])

@@ -232,8 +232,14 @@ def join(run: layout.RunDir, config: Any, contract: Contract, *, init_from: str 
     # A role that is started again while storage is full or read-only must not take that for the user's mistake.
     if not (places.exists(run.config) and (run.elsewhere is None or places.exists(run.shared_name))):
         _make(run, mine)
+    check_joins(run, contract, init_from=init_from)
+
+
+def check_joins(run: layout.RunDir, contract: Contract, *, init_from: str = "") -> None:
+    """Raises ValueError where the contract of a run that is there differs (see `join`), or it began from another policy."""
+    mine = contract.to_json()
     stored = read_run(run, called=f"workdir {str(run.shared)!r}")
-    if different := differences(complete(stored["contract"]), mine["contract"]):
+    if different := differences(complete(stored["contract"]), mine):
         raise ValueError(
             f"workdir {str(run.shared)!r} belongs to a run of another contract; {'; '.join(different)}. A run keeps its "
             "contract: take its settings, or begin another run in a new --workdir"
@@ -324,6 +330,17 @@ def change_schedule(run: layout.RunDir, config: Any, *, allowed: Sequence[str], 
     Raises:
       ValueError: a setting differs that is not in `allowed`, or cannot change, or `allowed` names none.
     """
+    changes = check_schedule(run, config, allowed=allowed, step=step)
+    if changes:
+        stored = read(run)
+        entry = {"step": step, "time": datetime.datetime.now(datetime.UTC).isoformat(), "settings": _plain(changes)}
+        stored |= {"config": _plain(config.to_dict()), "changes": [*stored["changes"], entry]}
+        layout.write_json(run.config, stored)
+    return changes
+
+
+def check_schedule(run: layout.RunDir, config: Any, *, allowed: Sequence[str], step: int) -> dict[str, tuple[Any, Any]]:
+    """The changes that `change_schedule` would make. Raises ValueError where it would."""
     if unknown := sorted(set(allowed) - flatten(config.to_dict()).keys()):
         raise ValueError(f"--allow_change={','.join(allowed)}: there is no setting {unknown[0]}")
     changes = changed_schedule(run, config)
@@ -331,11 +348,6 @@ def change_schedule(run: layout.RunDir, config: Any, *, allowed: Sequence[str], 
         _check_checkpointed(changes)
     if step:
         _check_allowed(changes, allowed)
-    if changes:
-        stored = read(run)
-        entry = {"step": step, "time": datetime.datetime.now(datetime.UTC).isoformat(), "settings": _plain(changes)}
-        stored |= {"config": _plain(config.to_dict()), "changes": [*stored["changes"], entry]}
-        layout.write_json(run.config, stored)
     return changes
 
 
