@@ -38,12 +38,7 @@ def evaluate(workdir: Path, *, step: int | None, overrides: Sequence[str] = ()) 
     run = layout.open_run_dir(workdir)
     stored = contract.read_run(run, called=str(workdir))
     experiment = composition.rebuild(stored, called=str(workdir), config=_overridden(stored["config"], overrides))
-    steps = snapshots.committed_steps(run.policies)
-    if not steps:
-        raise ValueError(f"{run.policies} holds no snapshot yet")
-    step = steps[-1] if step is None else step
-    if step not in steps:
-        raise ValueError(f"--step={step} is not a snapshot of {workdir}; there are {', '.join(map(str, steps))}")
+    step = snapshots.chosen_step(run.policies, step, called=str(workdir))
     if not places.exists(run.initial_reference):
         raise ValueError(f"{run.initial_reference} is gone: it names the reference policy, which reports compare with")
     config, task = experiment.config, experiment.task

@@ -5,7 +5,8 @@ python -m tba_jax export --workdir=DIR --output=DIR [--step=N] [--dtype=float32|
 
 import argparse
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,37 +37,15 @@ def export(workdir: Path, output: Path, *, step: int | None, dtype: str | None) 
     from tba_jax.models.hugging_face import export as export_lib
     from tba_jax.models.hugging_face import load
     from tba_jax.run import snapshots
-    from tba_jax.text.tokenizers import CharacterTokenizer
 
     run = layout.open_run_dir(workdir)
     if not places.exists(run.config):
         raise ValueError(f"{workdir} holds no run: there is no {run.config}")
-    inside = next(
-        (p for p in (run.root, run.shared) if isinstance(p, Path) and output.resolve().is_relative_to(p.resolve())), None
-    )
-    if inside is not None:
-        raise ValueError(f"--output={output} is in the run's folder {inside}, which the trainer sweeps; export to another place")
+    _check_output(output, run)
     config, policy, tokenizer = _read_run(run)
-    steps = snapshots.committed_steps(run.policies)
-    if not steps:
-        raise ValueError(f"{run.policies} holds no snapshot yet")
-    step = steps[-1] if step is None else step
-    if step not in steps:
-        raise ValueError(f"--step={step} is not a snapshot of {workdir}; there are {_listed(steps)}")
-
+    step = snapshots.chosen_step(run.policies, step, called=str(workdir))
     source = load.resolve_folder(config.model.path) if config.model.path else None
-    ids = {} if source else {"eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
-    if isinstance(tokenizer, CharacterTokenizer):
-        ids["bos_token_id"] = tokenizer.bos_id
-
-    def write_tokenizer(folder: Path) -> None:
-        if source is not None:
-            export_lib.copy_tokenizer(source, folder)
-        elif isinstance(tokenizer, CharacterTokenizer):
-            export_lib.write_character_tokenizer(
-                folder, tokenizer.characters, pad_id=tokenizer.pad_id, bos_id=tokenizer.bos_id, eos_id=tokenizer.eos_id
-            )
-
+    write_tokenizer, ids = _tokenizer_files(tokenizer, source)
     folder = run.policies / layout.step_name(step)
     with contextlib.ExitStack() as kept:
         kept.enter_context(_committed(folder, f"snapshot {step}"))
@@ -78,6 +57,31 @@ def export(workdir: Path, output: Path, *, step: int | None, dtype: str | None) 
             params = lora.merge_lazily(snapshots.open_arrays(reference, policy.model_specs), params, policy.lora)
         export_lib.save(output, policy.model, params, dtype=dtype, source=source, token_ids=ids, tokenizer=write_tokenizer)
     return f"step {step} of {workdir} is in {output} ({policy.model.architecture}, {dtype})"
+
+
+def _check_output(output: Path, run: layout.RunDir) -> None:
+    """Raises ValueError where the output lies in a folder of the run."""
+    for folder in (run.root, run.shared):
+        if isinstance(folder, Path) and output.resolve().is_relative_to(folder.resolve()):
+            raise ValueError(
+                f"--output={output} is in the run's folder {folder}, which the trainer sweeps; export to another place"
+            )
+
+
+def _tokenizer_files(tokenizer: "Tokenizer", source: Path | None) -> tuple[Callable[[Path], None], dict[str, int]]:
+    """What writes the tokenizer into a folder, and the ids that config.json names, {} where the files of `source` name them."""
+    from tba_jax.models.hugging_face import export as export_lib
+    from tba_jax.text.tokenizers import CharacterTokenizer
+
+    if source is not None:
+        return functools.partial(export_lib.copy_tokenizer, source), {}
+    assert isinstance(tokenizer, CharacterTokenizer)
+    ids = {"pad_id": tokenizer.pad_id, "bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id}
+
+    def write(folder: Path) -> None:
+        export_lib.write_character_tokenizer(folder, tokenizer.characters, **ids)
+
+    return write, {name.replace("_id", "_token_id"): token for name, token in ids.items()}
 
 
 def _read_run(run: layout.RunDir) -> "tuple[Any, Policy, Tokenizer]":
@@ -121,10 +125,6 @@ def _committed(folder: Place, what: str) -> Iterator[None]:
         if places.exists(folder / snapshots.COMMIT):
             raise
         raise ValueError(f"{what} is gone: {folder} holds no {snapshots.COMMIT}") from error
-
-
-def _listed(steps: Sequence[int]) -> str:
-    return ", ".join(map(str, steps)) if len(steps) <= 8 else f"{', '.join(map(str, steps[:4]))} … {steps[-1]}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,7 +1,9 @@
 """Runs exported by the command: the folder holds the weights of the snapshot, and whoever loads it computes the same."""
 
 import json
+import os
 import shutil
+import sys
 from pathlib import Path
 
 import jax
@@ -224,9 +226,10 @@ def test_a_folder_without_its_tokenizer_is_not_left(tmp_path, capsys, monkeypatc
 
     with monkeypatch.context() as patch:
         patch.setattr(export_lib, "write_character_tokenizer", full)
+        patch.setattr(os, "_exit", sys.exit)
         with pytest.raises(SystemExit, match=r"^3$"):
             command_line.execute(export, flags)
-    assert "storage failed: [Errno 28]" in capsys.readouterr().err
+    assert "storage failed" in capsys.readouterr().err
     assert not list((tmp_path / "deep").iterdir())
     command_line.execute(export, flags)
     assert HuggingFaceTokenizer(tmp_path / "deep/model").encode("1+2=")
