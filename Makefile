@@ -61,15 +61,15 @@ stories: $(READY) $(STORIES) ## happy endings with a pretrained model: MODEL=<fo
 
 .PHONY: test
 test: $(DEV) ## the fast tests
-	@exec $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	@exec $(PY) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 .PHONY: parity
 parity: $(PARITY) ## the tests that compare with PyTorch, in .venv-parity
-	@exec $(PARITY_VENV)/bin/python -m pytest --parity -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	@exec $(PARITY_VENV)/bin/python -m pytest --parity -n $(WORKERS) --dist worksteal $(ARGS)
 
 .PHONY: test-slow
 test-slow: $(DEV) ## the tests that take minutes
-	@exec $(PY) -m pytest -m 'slow and not gpu' $(ARGS)
+	@exec $(PY) -m pytest -m 'slow and not gpu' -o timeout=3600 -o faulthandler_timeout=3660 $(ARGS)
 
 .PHONY: check
 check: $(DEV) ## linter, formatter and type check, changing nothing

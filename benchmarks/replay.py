@@ -25,7 +25,7 @@ from tba_jax.replay.index import ReplayIndex
 from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
 from tba_jax.replay.segment import Segment
-from tba_jax.replay.selection import STRATEGIES, draw_batch
+from tba_jax.replay.selection import STRATEGIES, Selection, draw_batch
 from tba_jax.replay.tail import Tail
 from tba_jax.trajectory import Rows, RowShape, response_mask
 
@@ -257,9 +257,10 @@ def sampling(window: int, repeats: int) -> None:
             times = []
             for number in range(5 * repeats):
                 rng = np.random.default_rng(number)
-                fixed: dict[str, Any] = dict(step=100, queries=Q, completions=K, recent_window=3, inverse_temperature=1.0)
+                fixed: dict[str, Any] = dict(queries=Q, completions=K, recent_window=3, inverse_temperature=1.0)
+                selection = Selection(**fixed, **each)
                 began = time.perf_counter()
-                slots = draw_batch(index, rng=rng, **fixed, **each)
+                slots = draw_batch(index, selection, rng=rng, step=100)
                 drawn = time.perf_counter()
                 assert slots is not None
                 index.mark_drawn(slots)

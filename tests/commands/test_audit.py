@@ -4,7 +4,6 @@ import json
 import shutil
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
@@ -15,29 +14,17 @@ from tba_jax.replay.reader import LogReader
 from tba_jax.run import layout
 from tests.support import tiny_run
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
-
-@pytest.fixture(autouse=True)
-def one_device(monkeypatch):
-    """Roles take all devices of their process; these tests have eight, the roles of a small run one."""
-    first = jax.devices()[:1]
-    monkeypatch.setattr(jax, "devices", lambda *arguments: first)
+pytestmark = pytest.mark.usefixtures("compiled_quickly", "one_device_throughout")
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A run of 6 steps whose window is too small for its rows, and what it was made from."""
     workdir = tmp_path_factory.mktemp("audited")
-    with pytest.MonkeyPatch.context() as patch:
-        first = jax.devices()[:1]
-        patch.setattr(jax, "devices", lambda *arguments: first)
-        settings = {"schedule__mode": "interleaved", "evaluation__enabled": False, "task__missing_eos_reward": -1.0}
-        s = tiny_run.settings(
-            workdir,
-            tiny_run.config(learner__steps=6, replay__capacity=40, sampling__explore_top_p_probability=0.5, **settings),
-        )
-        assert jobs.everything(s)() == 0
+    settings = {"schedule__mode": "interleaved", "evaluation__enabled": False, "task__missing_eos_reward": -1.0}
+    c = tiny_run.config(learner__steps=6, replay__capacity=40, sampling__explore_top_p_probability=0.5, **settings)
+    s = tiny_run.settings(workdir, c)
+    assert jobs.everything(s)() == 0
     return s
 
 

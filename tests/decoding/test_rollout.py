@@ -16,8 +16,8 @@ from tba_jax.decoding.engine import Engine
 from tba_jax.decoding.requests import Request
 from tba_jax.decoding.rollout import Rollout
 from tba_jax.models import kv_cache
-from tests.decoding.test_engine import BANNED, EOS, MODEL, PAD, PARAMS, SPACE, mixed_sampling, row_keys
 from tests.support import applied
+from tests.support.tiny_engine import BANNED, EOS, MODEL, PAD, PARAMS, SPACE, mixed_sampling, row_keys
 
 Q, W, P, R = 3, 4, 5, 7
 B = Q * W

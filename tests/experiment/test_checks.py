@@ -10,7 +10,7 @@ from tba_jax.experiment import checks, composition
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.replay.selection import STRATEGIES
 from tba_jax.tasks import TASKS
-from tests.run.test_contract import config_with
+from tests.support import tiny_run
 
 # Setting -> values just outside of what is allowed, and how the limit is put.
 LIMITS: dict[str, dict[str, list[object]]] = {
@@ -176,7 +176,7 @@ ONE_SETTING = [(name, value, limit) for limit, table in LIMITS.items() for name,
 @pytest.mark.parametrize("name, value, limit", ONE_SETTING, ids=lambda x: str(x))
 def test_a_value_outside_of_its_limits_is_refused(name, value, limit):
     with pytest.raises(ValueError, match=re.escape(f"{name}={value!r} {limit}")):
-        composition.build(config_with({name: value}))
+        composition.build(tiny_run.config_with({name: value}))
 
 
 def test_every_rule_on_one_setting_is_tried_above():
@@ -331,12 +331,12 @@ def test_every_rule_on_one_setting_is_tried_above():
 )
 def test_values_that_do_not_go_together_are_refused(overrides, sentence):
     with pytest.raises(ValueError, match=re.escape(sentence)):
-        composition.build(config_with(overrides))
+        composition.build(tiny_run.config_with(overrides))
 
 
 def test_one_completion_is_enough_where_log_z_is_learned():
     one = {"learner.completions": 1, "searchers.samples_per_query": 1}
-    checks.check(config_with(one | {"learner.objective": "learned_log_z", "learner.queries": 128}))
+    checks.check(tiny_run.config_with(one | {"learner.objective": "learned_log_z", "learner.queries": 128}))
 
 
 # What the base config lacks.
@@ -345,7 +345,7 @@ NEEDED: dict[str, dict[str, object]] = {"vine_ppo": {"task.step_ends": (",",)}}
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_what_the_base_config_says_goes_with_every_objective(name):
-    checks.check(config_with({"learner.objective": name, **NEEDED.get(name, {})}))
+    checks.check(tiny_run.config_with({"learner.objective": name, **NEEDED.get(name, {})}))
 
 
 # Setting -> a value that no objective's rules are broken by but those of objectives that do not read it.
@@ -383,7 +383,7 @@ def test_settings_that_an_objective_does_not_read_are_refused(name):
     assert set(READ) == set(OBJECTIVES)
     for setting, value in NOT_READ_BY_ALL.items():
         steps = {f"learner.{setting.rpartition('_')[0]}_steps": 5} if "temperature" in setting else {}
-        config = config_with({"learner.objective": name, f"learner.{setting}": value, **steps, **NEEDED.get(name, {})})
+        config = tiny_run.config_with({"learner.objective": name, f"learner.{setting}": value, **steps, **NEEDED.get(name, {})})
         checks.check(config)
         if setting in READ[name]:
             checks.check_all_are_read(config)
@@ -395,7 +395,7 @@ def test_settings_that_an_objective_does_not_read_are_refused(name):
 
 @pytest.mark.parametrize("setting, value", [("value_samples", 3), ("value_states", 1)])
 def test_settings_of_values_that_no_row_holds_are_refused(setting, value):
-    config = config_with({f"searchers.{setting}": value})
+    config = tiny_run.config_with({f"searchers.{setting}": value})
     with pytest.raises(ValueError, match=rf"searchers\.{setting}={value} would not be used without task\.step_ends"):
         checks.check_all_are_read(config)
     config.task.step_ends = (",",)
@@ -434,7 +434,7 @@ def test_what_an_objective_needs_is_refused_where_it_is_missing(name):
         "a moving reference": ({"learner.reference.kind": "ema"}, name not in ("raft", "gspo", "cispo")),
     }
     for what, (settings, allowed) in cases.items():
-        config = config_with({"learner.objective": name, **NEEDED.get(name, {}), **settings})
+        config = tiny_run.config_with({"learner.objective": name, **NEEDED.get(name, {}), **settings})
         try:
             checks.check(config)
         except ValueError as error:
@@ -455,8 +455,8 @@ def test_a_config_of_an_earlier_version_gets_the_defaults_of_what_it_lacks():
 
 def test_rows_may_hold_values_that_the_objective_does_not_read():
     """Other runs may."""
-    checks.check(config_with(NEEDED["vine_ppo"]))
+    checks.check(tiny_run.config_with(NEEDED["vine_ppo"]))
 
 
 def test_a_share_of_truncated_rows_is_exploration():
-    checks.check(config_with({"sampling.explore_top_p_probability": 0.5, "sampling.explore_top_p_low": 0.8}))
+    checks.check(tiny_run.config_with({"sampling.explore_top_p_probability": 0.5, "sampling.explore_top_p_low": 0.8}))

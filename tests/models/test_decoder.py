@@ -14,49 +14,12 @@ import pytest
 
 from tba_jax import sharding, trajectory
 from tba_jax.models import parameters, scoring
-from tba_jax.models.config import DecoderConfig, RopeScaling
-from tba_jax.models.parameters import Params
+from tba_jax.models.config import DecoderConfig
 from tba_jax.models.presets import PRESETS
 from tests.support import applied
+from tests.support.tiny_decoders import CONFIGS, EVERYTHING, GROUPED, logits_of_whole, random_params
 
-GROUPED = DecoderConfig(layers=2, width=32, heads=4, kv_heads=2, head_size=8, ffn=48, vocab=40, max_positions=64)
-CONFIGS = {
-    "grouped, tied": GROUPED,
-    "multi-head, untied": dataclasses.replace(GROUPED, kv_heads=4, tied_embedding=False, rope_theta=500.0),
-    "parallel residual, partial rotary": dataclasses.replace(
-        GROUPED,
-        kv_heads=4,
-        norm="layer",
-        rotary_size=2,
-        parallel_residual=True,
-        activation="gelu",
-        gated=False,
-        qkv_bias=True,
-        out_bias=True,
-        ffn_bias=True,
-    ),
-    "learned positions": dataclasses.replace(
-        GROUPED, kv_heads=4, norm="layer", positions="learned", activation="gelu_tanh", gated=False, qkv_bias=True
-    ),
-    "query and key norms": dataclasses.replace(GROUPED, qk_norm=True),
-    "scaled rotary": dataclasses.replace(
-        GROUPED,
-        rope_scaling=RopeScaling(factor=4.0, low_frequency=1.0, high_frequency=4.0, original_positions=16),
-    ),
-}
 PAD = 0
-EVERYTHING = scoring.ResponseSpace(temperature=1.0, banned_tokens=(), eos_id=-1)
-
-
-def random_params(config: DecoderConfig) -> Params:
-    """Parameters large enough that attention is far from uniform, norms away from 1, biases from 0."""
-    return applied.random(applied.specs(config), scale=0.25, seed=0)
-
-
-@functools.partial(jax.jit, static_argnames="config")
-def logits_of_whole(params: Params, tokens: jax.Array, token_mask: jax.Array, config: DecoderConfig) -> jax.Array:
-    hidden = applied.hidden_states(params, tokens, token_mask, config=config, remat="none")
-    return applied.logits_of(params, hidden.reshape(-1, config.width), config=config).reshape(*tokens.shape, -1)
 
 
 def random_rows(B: int, P: int, R: int, vocab: int, seed: int = 0) -> tuple[np.ndarray, ...]:

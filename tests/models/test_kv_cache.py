@@ -11,8 +11,8 @@ import pytest
 from tba_jax.models import attention, kv_cache, parameters
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.parameters import Params
-from tests.models.test_decoder import CONFIGS, GROUPED, logits_of_whole, random_params
 from tests.support import applied
+from tests.support.tiny_decoders import CONFIGS, GROUPED, logits_of_whole, random_params
 
 J, W, P, R = 2, 3, 5, 6
 B = J * W

@@ -19,8 +19,8 @@ from tba_jax.models import decoder, kv_cache, layers, parameters, scoring
 from tba_jax.models.layers import Einsum, Embedding, Norm, ScalarHead
 from tba_jax.models.lora import LoraConfig
 from tba_jax.models.policy import Policy
-from tests.models.test_decoder import CONFIGS, EVERYTHING, GROUPED
 from tests.support import applied
+from tests.support.tiny_decoders import CONFIGS, EVERYTHING, GROUPED
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 

@@ -10,7 +10,7 @@ from tba_jax.replay.index import ReplayIndex
 from tba_jax.replay.log import LogWriter
 from tba_jax.replay.near_duplicates import NearByEdits, NearByEmbedding
 from tba_jax.replay.reader import LogReader
-from tba_jax.replay.selection import draw_batch
+from tba_jax.replay.selection import Selection, draw_batch
 from tba_jax.trajectory import RowShape
 
 SHAPE = RowShape(prompt_length=2, response_length=3, reward_parts=("a",))
@@ -411,10 +411,7 @@ def test_a_restored_index_goes_on_as_the_original(tmp_path, options):
             index.add(log.writer, rows, step=step)
 
     def draw(index, step):
-        slots = draw_batch(
-            index,
-            rng=np.random.default_rng(step),
-            step=step,
+        selection = Selection(
             queries=3,
             completions=4,
             recent_probability=0.5,
@@ -422,6 +419,7 @@ def test_a_restored_index_goes_on_as_the_original(tmp_path, options):
             strategy="softmax",
             inverse_temperature=1.0,
         )
+        slots = draw_batch(index, selection, rng=np.random.default_rng(step), step=step)
         index.mark_drawn(slots)
         return slots
 

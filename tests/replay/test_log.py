@@ -21,31 +21,7 @@ from tba_jax.replay.segment import LogSchema
 from tba_jax.replay.validation import REJECTIONS, validate_rows
 from tba_jax.run import layout, places
 from tba_jax.trajectory import RowShape
-
-SHAPE = RowShape(prompt_length=4, response_length=6, reward_parts=("a", "b"))
-
-
-def make_rows(start: int, count: int, shape: RowShape = SHAPE) -> dict[str, np.ndarray]:
-    """Rows whose every value follows from the row number; zeros included, since a fill value must survive as well."""
-    numbers = np.arange(start, start + count)
-    rows = {}
-    for name, (dtype, row) in shape.columns().items():
-        values = numbers.reshape(-1, *[1] * len(row)) + np.arange(int(np.prod(row))).reshape(row)
-        rows[name] = (values % 7).astype(dtype)
-    rows["row"] = numbers
-    rows["response_length"] = (numbers % 7).astype(np.int32)
-    rows["prompt_length"] = np.full(count, 4, np.int32)
-    return rows
-
-
-def writer(root: Path, name: str = "w0", shape: RowShape = SHAPE, segment_appends: int = 3) -> LogWriter:
-    return LogWriter(root, name, shape, rows_per_append=4, segment_appends=segment_appends, info={"pid": os.getpid()})
-
-
-def assert_rows(rows, expected):
-    for name, column in expected.items():
-        assert rows[name].dtype == column.dtype
-        np.testing.assert_array_equal(rows[name], column, err_msg=name)
+from tests.support.tiny_log import SHAPE, assert_rows, make_rows, start_appender, writer
 
 
 @pytest.mark.parametrize("parts", [(), ("a",), ("a", "b")])
@@ -97,24 +73,6 @@ def test_wrong_rows_are_refused_and_the_log_goes_on(tmp_path):
             log.append(bad)
     log.append(good)
     assert_rows(LogReader(tmp_path, SHAPE).read("w0", 0, 4), good)
-
-
-APPENDER = """
-import sys
-from tba_jax.run import places
-from tests_of_log import make_rows, writer
-log = writer(places.place(sys.argv[1]), sys.argv[2])
-while True:
-    log.append(make_rows(log.next_row, 4))
-    print(log.next_row, flush=True)
-"""
-
-
-def start_appender(root: places.Place, name: str) -> subprocess.Popen:
-    program = f"import importlib.util as u, sys\ns = u.spec_from_file_location('tests_of_log', {__file__!r})\n"
-    program += "m = u.module_from_spec(s)\nsys.modules['tests_of_log'] = m\ns.loader.exec_module(m)\n" + APPENDER
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent.parent)}
-    return subprocess.Popen([sys.executable, "-c", program, str(root), name], stdout=subprocess.PIPE, text=True, env=environment)
 
 
 @pytest.mark.parametrize("kills", [10, pytest.param(200, marks=pytest.mark.slow)])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tba_jax.replay.index import ReplayIndex
-from tba_jax.replay.selection import STRATEGIES, draw_batch, draw_within_groups, least_drawn, newest_rows, recent_pool
+from tba_jax.replay.selection import STRATEGIES, Selection, draw_batch, draw_within_groups, least_drawn, newest_rows, recent_pool
 from tba_jax.trajectory import RowShape
 
 SHAPE = RowShape(prompt_length=1, response_length=2, reward_parts=())
@@ -37,7 +37,9 @@ def draw(index: ReplayIndex, rng: np.random.Generator, **changes):
         "strategy": "uniform",
         "inverse_temperature": 1.0,
     }
-    return draw_batch(index, rng=rng, **(settings | changes))
+    settings |= changes
+    step = settings.pop("step")
+    return draw_batch(index, Selection(**settings), rng=rng, step=step)
 
 
 def queries_of(index: ReplayIndex, slots: np.ndarray, K: int) -> np.ndarray:

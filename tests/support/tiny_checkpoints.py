@@ -105,3 +105,19 @@ def token_logprobs(logits: Any, tokens: np.ndarray, mask: np.ndarray) -> np.ndar
     normalizer = np.log(np.exp(logits).sum(-1))
     logprobs = np.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0] - normalizer
     return logprobs[mask[:, 1:] & mask[:, :-1]]
+
+
+def write_byte_bpe(folder, *, eos: str | None = "<|end|>", pad: str | None = None):
+    """A byte-level tokenizer without merges: one id a byte, then two added tokens (<|end|> special, <tool> not)."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers
+
+    backend = Backend(models.BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[]))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.add_special_tokens(["<|end|>"])
+    backend.add_tokens(["<tool>"])
+    folder.mkdir(parents=True, exist_ok=True)
+    backend.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "pad_token": pad, "model_max_length": 4}
+    (folder / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in settings.items() if v is not None}))
+    return folder

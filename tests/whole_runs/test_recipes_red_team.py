@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
@@ -15,7 +14,7 @@ from tba_jax.replay.reader import LogReader
 from tba_jax.rewards import models
 from tba_jax.run import contract, layout
 from tests.support import random_checkpoints, spelled_checkpoints, tiny_run
-from tests.whole_runs.test_recipes import SMALL, STEPS, check_run
+from tests.support.small_recipes import SMALL, STEPS, check_run
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -63,20 +62,14 @@ def models_of_gpt2(tmp_path, data_dir) -> dict[str, Path]:
     }
 
 
-@pytest.fixture
-def first_device(monkeypatch):
-    first = jax.devices()[:1]
-    monkeypatch.setattr(jax, "devices", lambda *_: first)
-
-
-def test_gpt2s_recipe_runs_in_turn_with_its_tokenizer(tmp_path, data_dir, first_device):
+def test_gpt2s_recipe_runs_in_turn_with_its_tokenizer(tmp_path, data_dir, one_device):
     """Its own prompt, template, label and lengths of attacks; replies are shorter."""
     c, folders = red_team_gpt2.get_config(), models_of_gpt2(tmp_path, data_dir)
     c.update_from_flattened_dict({"task.red_team.victim_reply_length": 6, "task.red_team.victim_concurrency": 4})
     runs_in_turn(c, folders, tmp_path)
 
 
-def test_llamas_recipe_runs_in_turn(tmp_path, first_device):
+def test_llamas_recipe_runs_in_turn(tmp_path, one_device):
     c = red_team_llama3_2_1b.get_config()
     c.update_from_flattened_dict(OF_LETTERS | {"task.red_team.classifier_length": 60})
     runs_in_turn(c, spelled_models(tmp_path), tmp_path)
@@ -129,7 +122,7 @@ def runs_in_turn(c, folders, tmp_path):
     np.testing.assert_allclose(again.reward, first["reward"], atol=1e-4)
 
 
-def test_what_only_the_models_tell_is_refused_before_a_run(tmp_path, first_device):
+def test_what_only_the_models_tell_is_refused_before_a_run(tmp_path, one_device):
     """By the check that each role and --dry_run make."""
     c = red_team_gpt2.get_config()
     c.update_from_flattened_dict(SMALL | SMALLER | OF_LETTERS)
@@ -176,7 +169,7 @@ def test_another_victim_is_another_contract(tmp_path):
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_a_run_begins_with_attacks_of_people_and_samples_of_the_reference(tmp_path, first_device):
+def test_a_run_begins_with_attacks_of_people_and_samples_of_the_reference(tmp_path, one_device):
     """As the recipe's docstring has it: a first run of one step leaves rows of π_ref, others mount them; attacks are appended."""
     folders = {
         "model.path": spelled_checkpoints.write(tmp_path / "attacker", "gpt2"),

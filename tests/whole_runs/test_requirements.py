@@ -12,7 +12,7 @@ import pytest
 from tba_jax.run import processes
 from tba_jax.tasks import EXTRAS
 from tests.support import random_checkpoints, tiny_run
-from tests.whole_runs.test_recipes import SMALL, problems
+from tests.support.small_recipes import SMALL, problems
 
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 
