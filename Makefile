@@ -110,7 +110,8 @@ $(BASE): $(REQUIREMENTS)
 
 # What an extra of pyproject.toml lists, exactly as it is spelt there: another spelling of torch is another, far larger build.
 # $(call install_extra,the extra,the environment)
-install_extra = $(if $(OTHERS),echo "error: VENV=$(VENV) is that of another checkout and lacks the extra $(1): install it there or name another VENV" >&2; exit 2;) $(PY) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["$(1)"], sep="\n")' \
+install_extra = $(if $(OTHERS),[ "$(2)" != "$(VENV)" ] || { exec >&2; echo "error: VENV=$(VENV) is the environment of another" \
+  "checkout and lacks the extra $(1): install it there or name another VENV"; exit 2; };) $(PY) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["$(1)"], sep="\n")' \
 	> $(2)/$(1).txt && echo "Installing $$(tr '\n' ' ' < $(2)/$(1).txt)into $(2)" && $(2)/bin/python $(PIP) -r $(2)/$(1).txt
 
 $(DEV): $(EXTRAS) $(BASE)

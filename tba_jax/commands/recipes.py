@@ -18,8 +18,8 @@ from tba_jax.run import user_code
 
 # Schema -> the command whose recipes are made from it.
 _COMMANDS = {schema.BASE: "tba_jax.main", schema.SUPERVISED: "tba_jax supervised"}
-# How a locked config says that it has no such key.
-_NO_KEY = re.compile(r'Key "(\w+)" does not exist')
+# How a locked config says that it has no such key, when it is set and when it is read.
+_NO_KEY = re.compile(r"""Key "(\w+)" does not exist|^['"\\]+(\w+)['"\\]""")
 
 
 def add_arguments(parser: argparse.ArgumentParser, path: Path, *, example: str) -> None:
@@ -90,11 +90,13 @@ def _like(file: Path) -> str:
 def _misspelt(error: BaseException, file: Path, path: Path) -> str:
     """The sentence on a setting that a line of the recipe misspells, "" of any other error."""
     line, key = user_code.line_of(error, file), _NO_KEY.search(str(error))
-    if not (line and key):
+    if not (line and key and isinstance(error, AttributeError | KeyError)):
         return ""
-    written = re.search(rf"\w+\.((?:\w+\.)*{key[1]})\b", linecache.getline(str(file), line))
-    name = written[1] if written else key[1]
-    near = command_line.nearest(name, schema.names(path))
+    written = re.search(rf"\w+\.((?:\w+\.)*{key[1] or key[2]})\b", linecache.getline(str(file), line))
+    if written is None:
+        return ""
+    name = written[1]
+    near = command_line.nearest(name, [entry.name for entry in schema.entries(path)])
     return f"the config has no setting {name!r} (line {line} of {file}){command_line.hint(near)}"
 
 

@@ -16,11 +16,20 @@ BASE, SUPERVISED = CONFIGS / "base.py", CONFIGS / "supervised.py"
 
 
 class Entry(NamedTuple):
-    """A setting or a section of a schema. name: dotted; comments: the lines before it; line: the setting, "" of a section."""
+    """A setting or a section of a schema.
+
+    name: dotted; comments: the lines before it; default: as the file says it, "" of a section; behind: the comment in its line.
+    """
 
     name: str
-    comments: tuple[str, ...]
-    line: str
+    comments: tuple[str, ...] = ()
+    default: str = ""
+    behind: str = ""
+
+    def lines(self) -> list[str]:
+        """What help prints."""
+        line = f"{self.name} = {self.default}" + (f"  {self.behind}" if self.behind else "")
+        return [*self.comments, line] if self.default else ["", *self.comments, *([self.behind] if self.behind else [])]
 
 
 def entries(path: Path) -> list[Entry]:
@@ -50,17 +59,17 @@ def _dotted(target: ast.expr) -> str:
 def _assigned(name: str, value: ast.expr, comments: tuple[str, ...], behind: str) -> Iterator[Entry]:
     """The entries of one assignment: a setting, or a section and the settings that it is made with."""
     if not (isinstance(value, ast.Call) and ast.unparse(value.func).endswith("ConfigDict")):
-        yield Entry(name, comments, f"{name} = {ast.unparse(value)}{f'  {behind}' if behind else ''}")
+        yield Entry(name, comments, ast.unparse(value), behind)
         return
-    yield Entry(name, (*comments, *([behind] if behind else [])), "")
+    yield Entry(name, comments, behind=behind)
     for given in value.args:
         for leaf in given.keywords if isinstance(given, ast.Call) else ():
-            yield Entry(f"{name}.{leaf.arg}", (), f"{name}.{leaf.arg} = {ast.unparse(leaf.value)}")
+            yield Entry(f"{name}.{leaf.arg}", default=ast.unparse(leaf.value))
 
 
 def names(path: Path) -> list[str]:
     """Dotted names of all settings."""
-    return [entry.name for entry in entries(path) if entry.line]
+    return [entry.name for entry in entries(path) if entry.default]
 
 
 def describe(path: Path, asked: str) -> str:
@@ -76,7 +85,7 @@ def describe(path: Path, asked: str) -> str:
         raise ValueError(f"--help={asked}: there is no such section or setting{command_line.hint(near)}")
     told = [f"Settings of configs/{path.name} with their defaults. A flag changes one: --config.{chosen[-1].name}=VALUE", ""]
     for entry in chosen:
-        told += [*entry.comments, entry.line] if entry.line else ["", *entry.comments]
+        told += entry.lines()
     return "\n".join(told).replace("\n\n\n", "\n\n")
 
 
@@ -93,7 +102,7 @@ def recipes() -> dict[str, str]:
 
 def _overview(path: Path) -> str:
     """What --help tells after the arguments: recipes and sections."""
-    sections = dict.fromkeys(entry.name.partition(".")[0] for entry in entries(path) if not entry.line)
+    sections = dict.fromkeys(entry.name.partition(".")[0] for entry in entries(path) if not entry.default)
     told = [
         "",
         f"settings: configs/{path.name} has them all, each with its default and what it means. --help=SECTION prints one of",

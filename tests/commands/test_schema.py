@@ -1,0 +1,44 @@
+"""What --help tells of settings, read from the schemas as text."""
+
+import ast
+
+import pytest
+
+from configs import base, supervised
+from tba_jax.commands import schema
+from tba_jax.run.contract import flatten
+
+
+@pytest.mark.parametrize("path, config", [(schema.BASE, base), (schema.SUPERVISED, supervised)], ids=["base", "supervised"])
+def test_every_setting_is_told_with_its_default(path, config):
+    leaves = flatten(config.get_config().to_dict())
+    told = {entry.name: entry.default for entry in schema.entries(path) if entry.default}
+    assert set(told) == set(leaves)
+    for name in told.keys() - {"task.missing_eos_reward", "sampling.explore_temperature_factor"}:  # no literals
+        assert ast.literal_eval(told[name]) == leaves[name], name
+
+
+def test_a_section_is_told_with_its_comments():
+    told = schema.describe(schema.BASE, "learner.reference").splitlines()
+    assert "learner.reference.reset_steps = 50  # ρ" in told
+    kind = told.index("learner.reference.kind = 'initial'")
+    assert told[kind - 1].startswith("# ") and "surrogate" in " ".join(told[:kind])
+    assert not any(line.startswith("learner.steps") for line in told)
+
+
+def test_one_setting_is_told():
+    (line,) = (line for line in schema.describe(schema.BASE, "replay.capacity").splitlines() if line.startswith("replay"))
+    assert line.startswith("replay.capacity = 50000  # ")
+    assert "learner.mesh.data = -1" in schema.describe(schema.BASE, "learner.mesh")
+
+
+@pytest.mark.parametrize("asked, near", [("lerner", "learner"), ("learner.stepz", "learner.steps"), ("task.gsm", "task.gsm8k")])
+def test_an_unknown_section_names_the_nearest(asked, near):
+    with pytest.raises(ValueError, match=f"--help={asked}: .*did you mean '{near}'"):
+        schema.describe(schema.BASE, asked)
+
+
+def test_recipes_are_told_by_their_first_lines():
+    found = schema.recipes()
+    assert found["configs/demo.py"].startswith("The embedded demo")
+    assert all(found.values()) and not {"configs/base.py", "configs/baselines.py", "configs/supervised.py"} & set(found)
