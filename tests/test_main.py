@@ -4,7 +4,6 @@ import json
 import re
 from pathlib import Path
 
-import jax
 import pytest
 
 from tba_jax import main
@@ -81,13 +80,6 @@ def refusal(arguments: list[str], capsys) -> str:
     assert ended.value.code == 2 and not said.out
     assert said.err.startswith("error: ") and said.err.count("\n") == 1, said.err
     return said.err
-
-
-@pytest.fixture
-def one_device(monkeypatch):
-    """A role takes all devices of its process; this one has eight."""
-    first = jax.devices()[:1]
-    monkeypatch.setattr(jax, "devices", lambda *arguments: first)
 
 
 @pytest.mark.parametrize("dry", [[], ["--dry_run"]], ids=["run", "dry_run"])
