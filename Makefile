@@ -29,6 +29,7 @@ PIP := -m pip --disable-pip-version-check install --quiet
 BASE := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
 STORIES := $(VENV)/.installed-stories
+DOCS := $(VENV)/.installed-docs
 PARITY := $(PARITY_VENV)/.installed
 READY := $(if $(ACCELERATOR),$(VENV)/.installed-$(ACCELERATOR),$(BASE))
 
@@ -83,6 +84,11 @@ check: $(DEV) ## linter, formatter and type check, changing nothing
 	$(PY) -m ruff format --check
 	$(PY) -m mypy
 
+.PHONY: docs
+docs: $(DOCS) ## the guide and the API reference as a site, in build/site
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+	@echo "the site begins at build/site/index.html"
+
 .PHONY: clean
 clean: ## removes the environments and caches, never runs/
 	rm -rf $(VENV) $(PARITY_VENV) .pytest_cache .mypy_cache .ruff_cache build *.egg-info
@@ -128,6 +134,6 @@ $(PARITY): pyproject.toml $(DEV)
 	@$(call install_extra,parity,$(PARITY_VENV))
 	@touch $@
 
-$(STORIES) $(VENV)/.installed-cuda12 $(VENV)/.installed-cuda13 $(VENV)/.installed-tpu: $(VENV)/.installed-%: $(EXTRAS) $(BASE)
+$(STORIES) $(DOCS) $(VENV)/.installed-cuda12 $(VENV)/.installed-cuda13 $(VENV)/.installed-tpu: $(VENV)/.installed-%: $(EXTRAS) $(BASE)
 	@$(call install_extra,$*,$(VENV))
 	@touch $@

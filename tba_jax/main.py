@@ -8,7 +8,7 @@ import logging
 import sys
 from typing import TYPE_CHECKING
 
-from tba_jax.commands import command_line, recipes, schema
+from tba_jax.commands import command_line, recipes, settings_help
 from tba_jax.run import processes
 
 if TYPE_CHECKING:  # what is slow to import, JAX above all, is imported late: a mistake in the arguments is answered at once
@@ -20,7 +20,7 @@ ROLES = ("all", "reference", "trainer", "searcher", "evaluator")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    recipes.add_arguments(parser, schema.BASE, example="configs/X.py")
+    recipes.add_arguments(parser, settings_help.BASE, example="configs/X.py")
     command_line.add_workdir(parser)
     parser.add_argument(
         "--role",
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int | command_line.Job:
     """Checks everything that a user's mistake can break; the job is the role's."""
-    config = recipes.load(given.config, given.overrides, path=schema.BASE)
+    config = recipes.load(given.config, given.overrides, program=settings_help.BASE)
     if given.role == "searcher":
         _split_cpu(config.searchers.cpu_devices)
     from tba_jax.experiment import checks, composition, jobs, other_runs
@@ -77,7 +77,7 @@ def _known_reward_models(run: "layout.RunDir", role: str) -> dict[str, str] | No
 
     if role not in ("trainer", "reference") or not places.exists(run.config):
         return None
-    known: dict[str, str] = contract.complete(contract.read_run(run)["contract"])["reward_models"]
+    known: dict[str, str] = contract.read_run(run)["contract"]["reward_models"]
     return known
 
 

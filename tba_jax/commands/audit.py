@@ -180,7 +180,8 @@ def regenerate(run: Run, name: str) -> tuple[str, bool]:
         raise ValueError(f"--regenerate={name!r} must be WRITER:ROW, as the other reports name rows")
     if writer not in run.reader.heads():
         raise ValueError(f"--regenerate={name!r}: the run has no writer {writer!r}")
-    row = {column: value[0] for column, value in run.reader.read_ids([(writer, int(number))]).items()}
+    rows = run.reader.read_ids([(writer, int(number))])
+    row = {column: value[0] for column, value in rows.items()}
     if not run.reader.is_own(writer):  # its weights are those of the run that it is mounted from
         return regenerate(open_run(_home(run, writer)), name)
     if source := run.reader.info(writer).get("responses"):
@@ -189,7 +190,7 @@ def regenerate(run: Run, name: str) -> tuple[str, bool]:
     steps = sorted(set(row["policy_step"][:length].tolist()))
     if len(steps) != 1:
         raise ValueError(f"{name} cannot be generated again: its weights were swapped midway (policy steps {steps})")
-    return _compared(name, row, _generated(run, name, row, step=steps[0]), length)
+    return _compared(name, rows, _generated(run, name, row, step=steps[0]))
 
 
 def _generated(run: Run, name: str, row: Mapping[str, np.ndarray], *, step: int) -> Any:
@@ -201,15 +202,15 @@ def _generated(run: Run, name: str, row: Mapping[str, np.ndarray], *, step: int)
     from tba_jax.decoding.engine import Engine
     from tba_jax.decoding.requests import Request
     from tba_jax.decoding.sampling import Sampling
-    from tba_jax.experiment import composition
+    from tba_jax.experiment.policy import policy_and_tokenizer
     from tba_jax.run import snapshots
     from tba_jax.text import stop_strings
 
-    policy, tokenizer = composition.policy_and_tokenizer(config_dict.ConfigDict(contract_lib.read(run.layout)["config"]))
+    policy, tokenizer = policy_and_tokenizer(config_dict.ConfigDict(contract_lib.read(run.layout)["config"]))
     if step not in snapshots.committed_steps(run.layout.policies):
         raise ValueError(f"{name} cannot be generated again: the snapshot of its policy step {step} has been removed")
     one = sharding.make_mesh((1, 1, 1), setting="audit", devices=jax.devices()[:1])
-    prompt = row["prompt_tokens"][-int(row["prompt_length"]) :].tolist()
+    prompt = row["tokens"][: row["prompt_length"]].tolist()
     stops = run.contract.stop_strings
     engine = Engine(
         policy.model,
@@ -251,17 +252,13 @@ def _home(run: Run, writer: str) -> str:
     return next(mount for mount, place in shared.items() if str(run.reader.folder(writer)).startswith(f"{place}/"))
 
 
-def _compared(name: str, row: Mapping[str, np.ndarray], again: Any, length: int) -> tuple[str, bool]:
-    """The verdict on one row made again."""
-    mask = trajectory.response_mask(np.array([length]), row["response_tokens"].shape[0])[0]
-    same = int(again.length[0]) == length and np.array_equal(again.tokens[0][mask], row["response_tokens"][mask])
-    if not same:
-        first = int((again.tokens[0] != row["response_tokens"]).argmax())
-        return (
-            f"{name} differs from token {first} on: {row['response_tokens'][first]} there, {again.tokens[0][first]} here",
-            False,
-        )
-    gap = float(np.abs(again.policy_logprobs[0] - row["policy_logprobs"])[mask].max(initial=0.0))
+def _compared(name: str, rows: trajectory.Rows, again: Any) -> tuple[str, bool]:
+    """The verdict on one row made again. Args: rows: the row as it is in the log, alone."""
+    there, here, length = trajectory.response_tokens(rows)[0], again.tokens[0], int(rows["response_length"][0])
+    if int(again.length[0]) != length or not np.array_equal(here[:length], there[:length]):
+        first = int((here != there).argmax())
+        return f"{name} differs from token {first} on: {there[first]} there, {here[first]} here", False
+    gap = float(np.abs(again.policy_logprobs - rows["policy_logprobs"])[0, :length].max(initial=0.0))
     return f"{name} is identical: {length} tokens; its log-probs differ by {gap:.2g} nats at most", True
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tba_jax.commands import command_line, recipes, schema
+from tba_jax.commands import command_line, recipes, settings_help
 from tba_jax.run import layout, places
 
 
@@ -29,7 +29,7 @@ def evaluate(workdir: Path, *, step: int | None, overrides: Sequence[str] = ()) 
     import jax
 
     from tba_jax import sharding
-    from tba_jax.experiment import composition
+    from tba_jax.experiment import composition, meshes
     from tba_jax.rewards import models
     from tba_jax.roles.evaluator import Evaluator
     from tba_jax.run import contract, snapshots
@@ -42,7 +42,7 @@ def evaluate(workdir: Path, *, step: int | None, overrides: Sequence[str] = ()) 
     if not places.exists(run.initial_reference):
         raise ValueError(f"{run.initial_reference} is gone: it names the reference policy, which reports compare with")
     config, task = experiment.config, experiment.task
-    composition.check_devices(experiment, role="evaluator", devices=len(jax.devices()))
+    meshes.check(experiment, role="evaluator", devices=len(jax.devices()))
     models.check(task, role="evaluator")
     models.start(task, sharding.task_mesh(config.evaluation.task_devices))
     made = Evaluator(
@@ -67,11 +67,7 @@ def _overridden(config: Mapping[str, Any], overrides: Sequence[str]) -> Any:
     """A run's config with the settings that flags change. Raises ValueError for one that there is not, or of another type."""
     from ml_collections import config_dict
 
-    from tba_jax.experiment import composition
-
-    # So that flags may name settings younger than the run.
-    made = composition.with_later_settings(config_dict.ConfigDict(_with_tuples(config)))
-    return recipes.override(made, overrides)
+    return recipes.override(config_dict.ConfigDict(_with_tuples(config)), overrides)
 
 
 def _with_tuples(tree: Any) -> Any:
@@ -85,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     command_line.add_workdir(parser)
     parser.add_argument("--step", type=int, metavar="N", help="trainer step of the snapshot; default: the newest")
     parser.add_argument("--output", type=Path, metavar="FILE", help="a file that the report is written to as well")
-    schema.add_overrides(parser, schema.BASE)
+    settings_help.add_overrides(parser, settings_help.BASE)
 
 
 def run(given: argparse.Namespace) -> int:

@@ -13,30 +13,30 @@ from typing import Any
 from absl import flags
 from ml_collections import config_dict, config_flags
 
-from tba_jax.commands import command_line, schema
+from tba_jax.commands import command_line
+from tba_jax.commands.settings_help import PROGRAMS, Program, add_overrides, entries
 from tba_jax.run import user_code
+from tba_jax.settings import flatten
 
-# Schema -> the command whose recipes are made from it.
-_COMMANDS = {schema.BASE: "tba_jax.main", schema.SUPERVISED: "tba_jax supervised"}
 # How a locked config says that it has no such key, when it is set and when it is read.
 _NO_KEY = re.compile(r"""Key "(\w+)" does not exist|^['"\\]+(\w+)['"\\]""")
 
 
-def add_arguments(parser: argparse.ArgumentParser, path: Path, *, example: str) -> None:
-    """Lets a command take a recipe of the schema at `path`."""
-    schema.add_overrides(parser, path)
+def add_arguments(parser: argparse.ArgumentParser, program: Program, *, example: str) -> None:
+    """Lets a command take a recipe of the program, and flags that change its settings."""
+    add_overrides(parser, program)
     parser.add_argument("--config", required=True, metavar=example, help="the recipe, a file under configs/")
 
 
-def load(recipe: str, overrides: Sequence[str], *, path: Path) -> config_dict.ConfigDict:
+def load(recipe: str, overrides: Sequence[str], *, program: Program) -> config_dict.ConfigDict:
     """The config of a recipe FILE.py[:NAME], with the settings that flags change, locked.
 
-    Args: path: of the schema, whose settings a message may offer.
+    Args: program: whose settings the recipe must have.
 
     Raises:
       ValueError: one sentence about what is wrong with the file, the name or a flag.
     """
-    return override(_made(recipe, path), overrides)
+    return override(_made(recipe, program), overrides)
 
 
 def label_of(recipe: str) -> str:
@@ -44,7 +44,7 @@ def label_of(recipe: str) -> str:
     return Path(recipe).name.replace(".py", "")
 
 
-def _made(recipe: str, path: Path) -> config_dict.ConfigDict:
+def _made(recipe: str, program: Program) -> config_dict.ConfigDict:
     """What the recipe's get_config returns."""
     text, colon, name = recipe.partition(":")
     file, called = Path(text), f"--config={recipe}"
@@ -64,20 +64,20 @@ def _made(recipe: str, path: Path) -> config_dict.ConfigDict:
     except ValueError as error:
         raise ValueError(f"{called}: {error}") from error
     except (Exception, SystemExit) as error:
-        raise ValueError(f"{called}: {_misspelt(error, file, path) or user_code.told(error, file)}") from error
+        raise ValueError(f"{called}: {_misspelt(error, file, program) or user_code.told(error, file)}") from error
     if not isinstance(config, config_dict.ConfigDict):
         raise ValueError(f"{called}: get_config of {text} must return a ConfigDict, and returned {type(config).__name__}")
-    if not _is_of(config, path):
-        command = next((command for other, command in _COMMANDS.items() if _is_of(config, other)), "")
-        hint = f"; its command is python -m {command}" if command else ""
-        raise ValueError(f"{called} is not made from configs/{path.name}{hint}")
+    if not _is_of(config, program):
+        command = next((other.command for other in PROGRAMS if _is_of(config, other)), "")
+        told = f"; its command is python -m {command}" if command else ""
+        raise ValueError(f"{called} is not made from {program.defaults}{told}")
     config.lock()
     return config
 
 
-def _is_of(config: config_dict.ConfigDict, path: Path) -> bool:
-    """Whether the config has every section of the schema at `path`."""
-    return {name.partition(".")[0] for name in schema.names(path)} <= set(config)
+def _is_of(config: config_dict.ConfigDict, program: Program) -> bool:
+    """Whether the config has every section of the program."""
+    return {entry.name.partition(".")[0] for entry in entries(program.schema)} <= set(config)
 
 
 def _like(file: Path) -> str:
@@ -87,7 +87,7 @@ def _like(file: Path) -> str:
     return there.get(command_line.nearest(file.stem, there), "")
 
 
-def _misspelt(error: BaseException, file: Path, path: Path) -> str:
+def _misspelt(error: BaseException, file: Path, program: Program) -> str:
     """The sentence on a setting that a line of the recipe misspells, "" of any other error."""
     line, key = user_code.line_of(error, file), _NO_KEY.search(str(error))
     if not (line and key and isinstance(error, AttributeError | KeyError)):
@@ -96,7 +96,7 @@ def _misspelt(error: BaseException, file: Path, path: Path) -> str:
     if written is None:
         return ""
     name = written[1]
-    near = command_line.nearest(name, [entry.name for entry in schema.entries(path)])
+    near = command_line.nearest(name, [entry.name for entry in entries(program.schema)])
     return f"the config has no setting {name!r} (line {line} of {file}){command_line.hint(near)}"
 
 
@@ -106,7 +106,7 @@ def override(config: config_dict.ConfigDict, overrides: Sequence[str]) -> config
     Raises:
       ValueError: there is no such setting, or the value is of another type.
     """
-    leaves = _leaves(config.to_dict())
+    leaves = flatten(config.to_dict())
     for flag in overrides:
         _check_name(flag, leaves)
     # Flags of its own: who imports this module defines none in absl.flags.FLAGS.
@@ -119,14 +119,6 @@ def override(config: config_dict.ConfigDict, overrides: Sequence[str]) -> config
     except (flags.Error, config_flags.UnsupportedOperationError, AttributeError, KeyError, TypeError) as error:
         raise ValueError(str(error).partition(". ")[0]) from error
     return holder.value
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted name -> value."""
-    leaves: dict[str, Any] = {}
-    for name, value in tree.items():
-        leaves |= _leaves(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return leaves
 
 
 def _check_name(flag: str, leaves: Mapping[str, Any]) -> None:

@@ -55,9 +55,8 @@ class Batch:
     where the reference does not move. state_values: see ObjectiveInputs; None where rows have no column of that name.
     """
 
-    prompt_tokens: chex.Array
+    tokens: chex.Array
     prompt_length: chex.Array
-    response_tokens: chex.Array
     response_length: chex.Array
     ref_logprobs: chex.Array
     policy_logprobs: chex.Array
@@ -66,6 +65,10 @@ class Batch:
     reward: chex.Array
     moving_ref_logprobs: chex.Array | None = None
     state_values: chex.Array | None = None
+
+    @property
+    def R(self) -> int:
+        return self.ref_logprobs.shape[-1]
 
 
 def batch_from_rows(rows: trajectory.Rows) -> Batch:

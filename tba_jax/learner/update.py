@@ -60,10 +60,10 @@ def score(policy: Decoder, batch: Batch, *, config: LearnerConfig) -> tuple[jax.
     """policy_logprobs float32[B, R] and entropy float32[B, R] of the batch within the response space."""
     return scoring.response_logprobs(
         policy,
-        batch.prompt_tokens,
+        batch.tokens,
         batch.prompt_length,
-        batch.response_tokens,
         batch.response_length,
+        R=batch.R,
         space=config.space,
         logit_bytes=config.logit_bytes,
         remat=config.remat,
@@ -84,11 +84,10 @@ def _score_and_value(
     if model.value_head is None:
         logprobs, entropy = score(model.policy, batch, config=config)
         return (logprobs, None), entropy
-    hidden = scoring.response_hidden_states(
-        model.policy, batch.prompt_tokens, batch.prompt_length, batch.response_tokens, remat=config.remat
-    )
+    hidden = scoring.response_hidden_states(model.policy, batch.tokens, batch.prompt_length, R=batch.R, remat=config.remat)
+    responses = scoring.response_tokens(batch.tokens, batch.prompt_length, R=batch.R)
     logprobs, entropy = scoring.token_logprobs(
-        model.policy, hidden, batch.response_tokens, space=config.space, logit_bytes=config.logit_bytes
+        model.policy, hidden, responses, space=config.space, logit_bytes=config.logit_bytes
     )
     values = heads.state_values(model.value_head, hidden)
     mask = _mask(batch)
@@ -157,7 +156,8 @@ def _log_z(state: TrainState, frozen: Params, batch: Batch, config: LearnerConfi
     model = state.model(state.params, frozen)
     if model.log_z is None:
         return jnp.zeros(batch.reward.shape, jnp.float32), lambda cotangent: {}
-    prompts = batch.prompt_tokens[::K], batch.prompt_length[::K]
+    P = batch.tokens.shape[1] - batch.R
+    prompts = batch.tokens[::K, :P], batch.prompt_length[::K]
     at_a_time = math.gcd(len(prompts[0]), max(1, config.micro_batch_rows // K))
     states = _join(
         jax.lax.map(lambda micro: heads.mean_prompt_states(model.policy, *micro), _split(prompts, at_a_time, 1)),
@@ -225,7 +225,7 @@ def _inputs(
 
 def _mask(batch: Batch) -> jax.Array:
     """bool[B, R], true on response tokens."""
-    return jnp.arange(batch.response_tokens.shape[1])[None, :] < batch.response_length[:, None]
+    return jnp.arange(batch.R)[None, :] < batch.response_length[:, None]
 
 
 def _row_finite(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:

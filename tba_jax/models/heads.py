@@ -38,21 +38,17 @@ def define(policy: Policy, *, log_z: bool, value_head: bool) -> Definition[Polic
     )
 
 
-def sequence_scores(model: Decoder, tokens: jax.Array, token_mask: jax.Array, *, remat: str) -> jax.Array:
+def sequence_scores(model: Decoder, tokens: jax.Array, length: jax.Array, *, remat: str) -> jax.Array:
     """Scores of whole sequences, read at the last real token (the `ForSequenceClassification` models of transformers).
 
     Args:
       model: of a config with head="score".
-      tokens: int32[B, T]; token_mask: bool[B, T], true on real tokens, consecutive in a row; padding on either side.
+      tokens: int32[B, T], padded on the right; length: int32[B], real tokens.
       remat: a name of layers.REMAT.
 
     Returns:
       float32[B, labels]; a reward model has one label.
     """
-    T = tokens.shape[1]
-    first, length = jnp.argmax(token_mask, axis=1), jnp.sum(token_mask, axis=1)
-    # Moved to the left end of the row, so that causal attention needs no mask.
-    tokens = jnp.take_along_axis(tokens, (jnp.arange(T)[None, :] + first[:, None]) % T, axis=1)
     hidden = model(tokens, remat=remat)
     last = jax.vmap(lambda row, n: jax.lax.dynamic_index_in_dim(row, n - 1, keepdims=False))(hidden, length)
     return model.score(last)
@@ -67,20 +63,17 @@ def state_values(head: ScalarHead, hidden: jax.Array) -> jax.Array:
     return head(hidden)[..., 0]
 
 
-def mean_prompt_states(model: Decoder, prompt_tokens: jax.Array, prompt_length: jax.Array) -> jax.Array:
+def mean_prompt_states(model: Decoder, tokens: jax.Array, prompt_length: jax.Array) -> jax.Array:
     """Means of the last hidden states over the tokens of each prompt.
 
     Args:
-      prompt_tokens: int32[Q, P], left-padded; prompt_length: int32[Q].
+      tokens: int32[Q, n], rows that begin with a prompt, whatever follows it; prompt_length: int32[Q], at most n.
 
     Returns:
       float32[Q, D], no gradient flows through it; 0 where a prompt has no tokens.
     """
-    P = prompt_tokens.shape[1]
-    # Moved to the left end of the row, so that causal attention needs no mask.
-    tokens = jnp.take_along_axis(prompt_tokens, (jnp.arange(P)[None, :] + (P - prompt_length)[:, None]) % P, axis=1)
     hidden = jax.lax.stop_gradient(model(tokens))
-    real = (jnp.arange(P)[None, :] < prompt_length[:, None])[..., None]
+    real = (jnp.arange(tokens.shape[1])[None, :] < prompt_length[:, None])[..., None]
     return jnp.sum(jnp.where(real, hidden.astype(jnp.float32), 0.0), axis=1) / jnp.maximum(prompt_length, 1)[:, None]
 
 

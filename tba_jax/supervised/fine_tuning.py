@@ -26,21 +26,20 @@ from tba_jax.models.config import DecoderConfig
 from tba_jax.models.decoder import Decoder
 from tba_jax.models.parameters import Definition, Params
 from tba_jax.tasks.interface import Task
-from tba_jax.text.encoding import encode_pair, pad_responses
+from tba_jax.text.encoding import encode_pair
 from tba_jax.text.tokenizers import Tokenizer
 
 
 @flax.struct.dataclass
 class Examples:
-    """prompt_tokens int32[B, P] left-padded, prompt_length int32[B], response_tokens int32[B, R], response_length int32[B].
+    """tokens int32[B, T], prompt_length int32[B], response_length int32[B], as in trajectory.
 
     A row whose response_length is 0 fills a batch up and counts nothing; a response ends with the end of sequence, so no other
     row has length 0.
     """
 
-    prompt_tokens: Any
+    tokens: Any
     prompt_length: Any
-    response_tokens: Any
     response_length: Any
 
     @property
@@ -51,12 +50,11 @@ class Examples:
 
 @flax.struct.dataclass
 class Preferences:
-    """As Examples, with two responses to each prompt, the chosen and the rejected one: response_tokens int32[B, 2, R],
-    response_length int32[B, 2]."""
+    """As Examples, with two rows for each prompt, that of the chosen and that of the rejected response: tokens int32[B, 2, T],
+    prompt_length and response_length int32[B, 2]."""
 
-    prompt_tokens: Any
+    tokens: Any
     prompt_length: Any
-    response_tokens: Any
     response_length: Any
 
     @property
@@ -82,10 +80,11 @@ class TuningState:
 class StepConfig:
     """Static settings of an update.
 
-    micro_batch_rows: examples (pairs) per forward and backward pass, a divisor of B; logit_bytes: see
-    scoring.response_logprobs; remat: a name of layers.REMAT.
+    R: the most tokens of a response; micro_batch_rows: examples (pairs) per forward and backward pass, a divisor of B;
+    logit_bytes: see scoring.response_logprobs; remat: a name of layers.REMAT.
     """
 
+    R: int
     micro_batch_rows: int
     logit_bytes: int
     remat: str
@@ -102,10 +101,10 @@ def likelihood(model: Decoder, examples: Examples, config: StepConfig) -> dict[s
     """−Σ log π(response | prompt), nats, over response tokens, end of sequence included. Prompts are not learned."""
     logprobs, _ = scoring.response_logprobs(
         model,
-        examples.prompt_tokens,
+        examples.tokens,
         examples.prompt_length,
-        examples.response_tokens,
         examples.response_length,
+        R=config.R,
         space=_WHOLE_VOCABULARY,
         logit_bytes=config.logit_bytes,
         remat=config.remat,
@@ -130,14 +129,10 @@ OBJECTIVES: dict[str, Objective] = {"sft": likelihood, "reward": preference}
 
 def pair_scores(model: Decoder, pairs: Preferences, config: StepConfig) -> jax.Array:
     """float32[B, 2]: scores of prompt + response + end of sequence, chosen and rejected."""
-    chex.assert_rank([pairs.prompt_tokens, pairs.response_tokens], [2, 3])
-    P, (B, _, R) = pairs.prompt_tokens.shape[1], pairs.response_tokens.shape
-    prompts = jnp.repeat(pairs.prompt_tokens, 2, axis=0)
-    tokens = jnp.concatenate([prompts, pairs.response_tokens.reshape(2 * B, R)], axis=1)
-    begin, end = P - jnp.repeat(pairs.prompt_length, 2), P + pairs.response_length.reshape(2 * B)
-    slots = jnp.arange(P + R)[None, :]
-    token_mask = (slots >= begin[:, None]) & (slots < end[:, None])
-    return heads.sequence_scores(model, tokens, token_mask, remat=config.remat).reshape(B, 2)
+    chex.assert_rank([pairs.tokens, pairs.prompt_length, pairs.response_length], [3, 2, 2])
+    B, _, T = pairs.tokens.shape
+    length = (pairs.prompt_length + pairs.response_length).reshape(2 * B)
+    return heads.sequence_scores(model, pairs.tokens.reshape(2 * B, T), length, remat=config.remat).reshape(B, 2)
 
 
 def init_state(params: Params, *, graphdef: nnx.GraphDef, optimizer: optax.GradientTransformation) -> TuningState:
@@ -215,12 +210,14 @@ def encode_examples(pairs: list[tuple[str, str]], tokenizer: Tokenizer, *, promp
       ValueError: a prompt or a response with its end does not fit; names the setting.
     """
     encoded = [encode_pair(prompt, response, tokenizer) for prompt, response in pairs]
-    prompt_tokens, lengths = trajectory.left_pad([prompt for prompt, _ in encoded], prompt_length, tokenizer.pad_id)
-    longest = max(len(response) for _, response in encoded)
-    if longest > response_length:
-        raise ValueError(f"a worked example has {longest} response tokens, task.response_length={response_length} allows fewer")
-    responses = pad_responses([response for _, response in encoded], response_length, tokenizer.pad_id)
-    return Examples(prompt_tokens, lengths, *responses)
+    columns = trajectory.token_columns(
+        [prompt for prompt, _ in encoded],
+        [response for _, response in encoded],
+        prompt_length=prompt_length,
+        response_length=response_length,
+        pad_id=tokenizer.pad_id,
+    )
+    return Examples(**columns)
 
 
 def warm_start(
@@ -247,7 +244,7 @@ def warm_start(
     """
     schedule = optimizer_lib.linear(peak=learning_rate, steps=steps, warmup_steps=warmup_steps, decay_steps=0)
     optimizer = optimizer_lib.adamw(schedule, beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.01, clip_norm=1.0)
-    step_config = StepConfig(micro_batch_rows=batch_size, logit_bytes=1 << 30, remat="none")
+    step_config = StepConfig(R=response_length, micro_batch_rows=batch_size, logit_bytes=1 << 30, remat="none")
     model = decoder.define(config)
     shardings = jax.tree.map(lambda x: x.sharding, state_shapes(model, optimizer, mesh))
 

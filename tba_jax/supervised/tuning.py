@@ -65,6 +65,7 @@ class Tuning:
         )
         objective = fine_tuning.OBJECTIVES[plan.config.kind]
         step_config = fine_tuning.StepConfig(
+            R=plan.config.data.response_length,
             micro_batch_rows=plan.micro_rows,
             logit_bytes=(t.logit_megabytes << 20) * plan.mesh.size,
             remat=t.remat,

@@ -38,15 +38,15 @@ def test_rows_are_those_that_a_searcher_writes_for_the_same_responses(s, tmp_pat
     decode = s.experiment.tokenizer.decode
     texts = [
         {
-            "prompt": decode(searched["prompt_tokens"][i][-searched["prompt_length"][i] :].tolist()),
-            "response": decode(searched["response_tokens"][i][: searched["response_length"][i]].tolist()),
+            "prompt": decode(searched["tokens"][i, : searched["prompt_length"][i]].tolist()),
+            "response": decode(trajectory.response(searched, i).tolist()),
         }
         for i in chosen
     ]
     command_line.execute(append, [f"--workdir={s.run.root}", f"--responses={write_rows(tmp_path / 'given.jsonl', texts)}"])
     assert f"{len(chosen)} responses are rows of" in capsys.readouterr().out and len(chosen) > 5
     (given,) = (rows for writer, rows in rows_by_writer(s).items() if writer.startswith("given-"))
-    for name in ("query_id", "prompt_tokens", "prompt_length", "response_tokens", "response_length", "finished", "reward"):
+    for name in ("query_id", "tokens", "prompt_length", "response_length", "finished", "reward"):
         np.testing.assert_array_equal(given[name], searched[name][chosen], err_msg=name)
     for name in ("reward_parts", "reward_version", "reference_id", "policy_step"):
         np.testing.assert_array_equal(given[name], searched[name][chosen], err_msg=name)
@@ -146,7 +146,7 @@ def test_stop_strings_templates_and_models_of_the_task(summaries, tmp_path):
     ((_, rows),) = rows_by_writer(s).items()
     assert rows["response_length"].tolist() == [5, 2] and rows["finished"].all()
     eos = s.experiment.contract.eos_id
-    assert (rows["response_tokens"][0, 4], rows["response_tokens"][1, 1]) == (eos, s.experiment.tokenizer.encode("\n")[0])
+    assert (trajectory.response(rows, 0)[4], trajectory.response(rows, 1)[1]) == (eos, s.experiment.tokenizer.encode("\n")[0])
     assert set(rows["query_id"].tolist()) == {trajectory.query_id(s.experiment.queries["train"][0].prompt)}
     assert np.isfinite(rows["ref_logprobs"]).all() and (rows["ref_logprobs"][0, :5] < 0).all()
     task = s.experiment.task

@@ -71,7 +71,7 @@ def weights_of_step(s, step: int) -> parameters.Params:
 
 
 def logits(params, tokens, config) -> np.ndarray:
-    hidden = applied.hidden_states(params, tokens, None, config=config, remat="none")
+    hidden = applied.hidden_states(params, tokens, config=config, remat="none")
     return np.asarray(applied.logits_of(params, hidden[0], config=config))
 
 
@@ -238,10 +238,11 @@ def test_searchers_may_sample_from_int8_weights(tmp_path):
     ((writer, head),) = reader.heads().items()
     rows = reader.read(writer, 0, head)
     first = rows["policy_step"][:, 0] == 0
-    batch = [rows[name][first] for name in ("prompt_tokens", "prompt_length", "response_tokens", "response_length")]
+    batch = [rows[name][first] for name in ("tokens", "prompt_length", "response_length")]
     exact, _ = applied.response_logprobs(
         weights_of_step(s, 0),
         *batch,
+        R=rows["policy_step"].shape[1],
         config=s.experiment.policy.model,
         space=s.experiment.contract.response_space(),
         logit_bytes=1 << 20,

@@ -3,7 +3,7 @@
 import pytest
 from absl import flags
 
-from tba_jax.commands import recipes, schema
+from tba_jax.commands import recipes, settings_help
 
 RECIPE = """from configs import base
 
@@ -25,7 +25,7 @@ def write(tmp_path):
 
 
 def load(recipe: str, *overrides: str):
-    return recipes.load(recipe, overrides, path=schema.BASE)
+    return recipes.load(recipe, overrides, program=settings_help.BASE)
 
 
 def refusal(recipe: str, *overrides: str) -> str:

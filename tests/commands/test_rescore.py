@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from tba_jax import trajectory
 from tba_jax.commands import audit, command_line, rescore
 from tba_jax.experiment import jobs
 from tba_jax.replay import journal
@@ -58,8 +59,8 @@ def test_rewards_are_new_and_everything_else_is_as_it_was(source, version_2, cap
     for name in set(old) - {"reward", "reward_parts", "reward_version"}:
         np.testing.assert_array_equal(new[name], old[name], err_msg=name)
     characters = source.experiment.tokenizer
-    for i, (tokens, length) in enumerate(zip(new["response_tokens"], new["response_length"], strict=True)):
-        text = characters.decode(tokens[:length].tolist())
+    for i in range(len(new["row"])):
+        text = characters.decode(trajectory.response(new, i).tolist())
         assert new["reward_parts"][i].tolist() == [text.count("7"), len(text)]
         # A response that was cut keeps the reward that the config gives such responses.
         assert new["reward"][i] == (text.count("7") + 0.25 * len(text) if new["finished"][i] else -1.0)
@@ -121,7 +122,7 @@ def test_rows_that_cannot_be_decoded_stay_invalid_and_a_reward_that_was_not_fini
     shape = source.experiment.contract.row_shape()
     _, rows = rows_in(source.run.replay, shape)
     four = {name: column[:4].copy() for name, column in rows.items()}
-    four["response_tokens"][1, 0] = 9999
+    four["tokens"][1, 0] = 9999
     four["query_id"][1] = 1
     four["reward"][2] = np.nan
     LogWriter(source.run.replay, "odd-1", shape, rows_per_append=4, segment_appends=2, info={}).append(four)

@@ -105,7 +105,7 @@ def alone(single: Engine, stream: list[Request]) -> Generation:
 
 
 jit_scores = jax.jit(
-    functools.partial(applied.response_logprobs, config=MODEL, space=SPACE, logit_bytes=1 << 20, remat="none"),
+    functools.partial(applied.response_logprobs, R=R, config=MODEL, space=SPACE, logit_bytes=1 << 20, remat="none"),
     compiler_options={"xla_backend_optimization_level": "0"},
 )
 
@@ -113,12 +113,14 @@ jit_scores = jax.jit(
 def scores(params: Params, stream: Sequence[Request], found: Generation) -> np.ndarray:
     """float32[B, R]: policy log-probs of whole rows in one pass."""
     prompts = [request.prompt for request in stream for _ in range(request.samples)]
-    return np.asarray(jit_scores(params, *trajectory.left_pad(prompts, P, PAD), found.tokens, found.length)[0])
+    responses = [tokens[:length] for tokens, length in zip(found.tokens, found.length, strict=True)]
+    rows = trajectory.token_columns(prompts, responses, prompt_length=P, response_length=R, pad_id=PAD)
+    return np.asarray(jit_scores(params, *rows.values())[0])
 
 
 @jax.jit
 def all_logits(params: Params, tokens: jax.Array) -> jax.Array:
-    hidden = applied.hidden_states(params, tokens, None, config=MODEL, remat="none")
+    hidden = applied.hidden_states(params, tokens, config=MODEL, remat="none")
     return applied.logits_of(params, hidden.reshape(-1, MODEL.width), config=MODEL).reshape(*tokens.shape, -1)
 
 

@@ -253,7 +253,7 @@ def made_rows(count, seed=0):
     rows = {name: np.zeros((count, *row), dtype) for name, (dtype, row) in SHAPE.columns().items()}
     rows |= {"row": np.arange(count), "query_id": rng.integers(0, 3, count).astype(np.uint64)}
     rows["prompt_length"][:], rows["response_length"][:] = 1, 6
-    rows["response_tokens"][:, :2] = rng.integers(0, 3, (count, 2))
+    rows["tokens"][:, 1:3] = rng.integers(0, 3, (count, 2))
     rows["embedding"][np.arange(count), rng.integers(0, 3, count)] = 1
     values = np.where(rng.random((count, 6)) < 0.5, np.nan, rng.normal(size=(count, 6)))
     rows["state_values"] = values.astype(np.float32)

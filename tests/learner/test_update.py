@@ -145,9 +145,10 @@ def test_a_minimal_length_shares_out_the_probability_of_an_early_end(rows, logit
     """log π(y_t) − log(1 − π(end)) before it, log π(y_t) from then on; log-probs without it are those of `scores`."""
     minimum = dataclasses.replace(SPACE, min_length=4)
     batch = random_batch()
-    tokens = np.where(batch.response_tokens == EOS, 2, batch.response_tokens)  # no row ends by itself
-    batch = dataclasses.replace(batch, response_tokens=tokens)
-    ends = dataclasses.replace(batch, response_tokens=np.full_like(tokens, EOS))
+    place = np.arange(P + R) - batch.prompt_length[:, None]  # in the response
+    tokens = np.where((batch.tokens == EOS) & (place >= 0), 2, batch.tokens)  # no row ends by itself
+    batch = dataclasses.replace(batch, tokens=tokens)
+    ends = dataclasses.replace(batch, tokens=np.where(place >= 0, EOS, tokens))
 
     def log_probs(batch: state_lib.Batch, **changes: Any) -> np.ndarray:
         config = settings(micro_batch_rows=rows, logit_bytes=logit_bytes, **changes)
@@ -161,7 +162,7 @@ def test_a_minimal_length_shares_out_the_probability_of_an_early_end(rows, logit
     mask, early = trajectory.response_mask(batch.response_length, R), np.arange(R) < minimum.min_length - 1
     expected = log_probs(batch).copy()
     for t in np.flatnonzero(early):
-        swapped = dataclasses.replace(batch, response_tokens=np.where(np.arange(R) == t, ends.response_tokens, tokens))
+        swapped = dataclasses.replace(batch, tokens=np.where(place == t, EOS, tokens))
         expected[:, t] -= np.where(mask[:, t], np.log1p(-np.exp(np.where(mask[:, t], log_probs(swapped)[:, t], -1.0))), 0.0)
     np.testing.assert_allclose(log_probs(batch, space=minimum), expected, atol=1e-5)
     assert np.isneginf(log_probs(ends, space=minimum)[mask & early]).all()
@@ -200,8 +201,8 @@ def test_the_learned_log_z_is_that_of_the_mean_prompt_state():
     batch, state = random_batch(), state_of("learned_log_z")[0]
     means = []
     for row in range(0, B, K):
-        tokens = batch.prompt_tokens[row : row + 1, P - batch.prompt_length[row] :]
-        means.append(np.asarray(applied.hidden_states(random_params(), tokens, None, config=MODEL, remat="none"))[0].mean(0))
+        tokens = batch.tokens[row : row + 1, : batch.prompt_length[row]]
+        means.append(np.asarray(applied.hidden_states(random_params(), tokens, config=MODEL, remat="none"))[0].mean(0))
     log_z = np.repeat(np.stack(means) @ state.params["log_z"]["weight"] + state.params["log_z"]["bias"], K)
     target = batch.ref_logprobs.sum(1) + batch.reward / BETA
     residual = log_z + scores()[0].sum(1) - target
@@ -220,9 +221,7 @@ def test_values_are_learned_beside_the_policy_from_the_states_they_share():
     batch, state = random_batch(), state_of("ppo")[0]
 
     def values_of(params: Any, head: Any) -> jax.Array:
-        hidden = applied.response_hidden_states(
-            params, batch.prompt_tokens, batch.prompt_length, batch.response_tokens, config=MODEL, remat="none"
-        )
+        hidden = applied.response_hidden_states(params, batch.tokens, batch.prompt_length, R=R, config=MODEL, remat="none")
         return (hidden @ head["weight"] + head["bias"])[..., 0]
 
     policy, values = scores()[0], np.asarray(values_of(random_params(), state.params["value_head"]))
@@ -476,7 +475,7 @@ def test_values_of_states_are_nothing_to_objectives_that_do_not_read_them():
 def test_a_log_z_that_is_not_finite_is_that_of_its_querys_rows():
     state, optimizers = state_of("learned_log_z")
     policy = random_params()
-    token = int(random_batch().prompt_tokens[K, -1])  # of the second query
+    token = int(random_batch().tokens[K, 0])  # of the second query's prompt
     policy["embedding"]["weight"][token] = np.nan
     update = jit(make_step(settings(**FORMS["learned_log_z"][0]), optimizers=optimizers))
     measurements = update(dataclasses.replace(state, params=state.params | {"policy": policy}), {}, random_batch())[1]

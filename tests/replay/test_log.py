@@ -253,9 +253,9 @@ def test_foreign_content_and_other_schemas_are_problems(tmp_path):
         assert "no writer is registered under this name" in reader.problems["foreign"]
         assert "layout 'named-columns-0', this version reads 'packed-columns-1'" in reader.problems["old"]
         assert "'layout'" in reader.problems["older"] and "segment_appends" in reader.problems["bare"]
-        assert "response_tokens" in reader.problems["longer"] and "prompt_tokens" not in reader.problems["longer"]
+        assert "policy_step" in reader.problems["longer"] and "prompt_length" not in reader.problems["longer"]
         assert "['a', 'c']" in reader.problems["parts"]
-    with pytest.raises(ValueError, match="response_tokens"):
+    with pytest.raises(ValueError, match="policy_step"):
         reader.read("longer", 0, 4)
 
 
@@ -450,14 +450,14 @@ def test_invalid_values_are_told_apart():
     rows = make_rows(0, 10)
     rows["prompt_length"][1] = 5
     rows["response_length"][2] = -1
-    rows["prompt_tokens"][3, 2] = 50
-    rows["response_tokens"][4, 0] = -1
+    rows["tokens"][3, 2] = 50
+    rows["tokens"][4, 8] = -1
     rows["reward"][5] = np.nan
     rows["reward_parts"][6, 1] = np.inf
     rows["behavior_logprobs"][7, 3] = -np.inf
     rows["ref_logprobs"][8, 5] = np.nan
     reasons = [REJECTIONS[reason] for reason in validate_rows(rows, vocab_size=50)]
     assert reasons == [
-        *("valid", "prompt_length", "response_length", "prompt_tokens", "response_tokens"),
+        *("valid", "prompt_length", "response_length", "tokens", "tokens"),
         *("reward", "reward", "logprobs", "logprobs", "valid"),
     ]

@@ -77,8 +77,9 @@ def test_rows_in_the_log_are_whole_and_true(tmp_path):
     assert (rows["top_p"] < 1).any() and (rows["top_p"] == 1).any()
     answers = {query.prompt: query.query.answer for query in s.experiment.queries["train"]}
     for i in range(head):
-        prompt = tuple(rows["prompt_tokens"][i, 7 - rows["prompt_length"][i] :].tolist())
-        text = s.experiment.tokenizer.decode(rows["response_tokens"][i, : rows["response_length"][i]].tolist())
+        begin, end = rows["prompt_length"][i], rows["prompt_length"][i] + rows["response_length"][i]
+        prompt = tuple(rows["tokens"][i, :begin].tolist())
+        text = s.experiment.tokenizer.decode(rows["tokens"][i, begin:end].tolist())
         right = bool(rows["finished"][i]) and text.rpartition("#")[2] == answers[prompt] and "#" in text
         assert rows["reward"][i] == float(right)
         assert rows["query_id"][i] == trajectory.query_id(prompt)
@@ -90,16 +91,14 @@ def roles_mesh():
 
 def logprobs_by_prefix(params, row, model, contract):
     """Token log-probs one prefix at a time, without padding, cache or the scoring code."""
-    prompt = row["prompt_tokens"][7 - row["prompt_length"] :].tolist()
-    response = row["response_tokens"][: row["response_length"]].tolist()
-    result = np.zeros(6, np.float32)
-    tokens = np.array([prompt + response], np.int32)
-    hidden = applied.hidden_states(params, tokens, np.ones_like(tokens, bool), config=model, remat="none")
+    begin, end = row["prompt_length"], row["prompt_length"] + row["response_length"]
+    result, tokens = np.zeros(6, np.float32), row["tokens"][None, :end]
+    hidden = applied.hidden_states(params, tokens, config=model, remat="none")
     logits = np.array(applied.logits_of(params, hidden[0], config=model)).astype(np.float64)
     logits[:, list(contract.banned_tokens)] = -np.inf
     logits /= contract.scoring_temperature
-    for t, token in enumerate(response):
-        at = logits[len(prompt) + t - 1]
+    for t, token in enumerate(tokens[0, begin:]):
+        at = logits[begin + t - 1]
         result[t] = at[token] - np.log(np.exp(at - at.max()).sum()) - at.max()
     return result
 
@@ -458,7 +457,7 @@ def test_rows_that_are_not_valid_are_reported_by_writer_and_row(tmp_path, caplog
     reader = LogReader(s.run.replay, s.experiment.contract.row_shape())
     ((writer, _),) = reader.heads().items()
     rows = {name: column.copy() for name, column in reader.read(writer, 0, 4).items()}
-    rows["response_tokens"][2, 0] = 9999
+    rows["tokens"][2, 0] = 9999
     log = LogWriter(s.run.replay, "bad-1", reader.shape, rows_per_append=4, segment_appends=4, info={})
     log.append(rows | {"row": np.arange(4)})
     trainer, lease = jobs._make_trainer(s, publish_every_steps=2)
@@ -467,8 +466,6 @@ def test_rows_that_are_not_valid_are_reported_by_writer_and_row(tmp_path, caplog
     for _ in range(2):
         trainer.report_problems()
     told = [record.message for record in caplog.records if "bad-1" in record.message]
-    assert told == [
-        "replay log of writer bad-1: row 2 is not valid (response_tokens), it and others like it are left out and counted"
-    ]
+    assert told == ["replay log of writer bad-1: row 2 is not valid (tokens), it and others like it are left out and counted"]
     trainer.close()
     lease.release()

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from tba_jax import sharding, trajectory
+from tba_jax import sharding
 from tba_jax.learner import optimizer as optimizer_lib
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.parameters import Params
@@ -29,7 +29,7 @@ jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_lev
 
 
 def settings(*, micro_batch_rows: int = B, logit_bytes: int = 1 << 20, remat: str = "none") -> fine_tuning.StepConfig:
-    return fine_tuning.StepConfig(micro_batch_rows=micro_batch_rows, logit_bytes=logit_bytes, remat=remat)
+    return fine_tuning.StepConfig(R=R, micro_batch_rows=micro_batch_rows, logit_bytes=logit_bytes, remat=remat)
 
 
 def random_params(kind: str) -> Params:
@@ -39,22 +39,21 @@ def random_params(kind: str) -> Params:
 def random_batch(kind: str, *, filling: int = 0) -> fine_tuning.Batch:
     """The last `filling` rows are filling."""
     rng = np.random.default_rng(1)
-    prompts, prompt_length = trajectory.left_pad([rng.integers(1, 12, n).tolist() for n in rng.integers(1, P + 1, B)], P, 0)
     shape = (B,) if kind == "sft" else (B, 2)
+    prompt_length, prompts = rng.integers(1, P + 1, B).astype(np.int32), rng.integers(1, 12, (B, P + R))
+    if kind == "reward":
+        prompt_length, prompts = np.repeat(prompt_length[:, None], 2, axis=1), np.repeat(prompts[:, None], 2, axis=1)
     length = rng.integers(1, R + 1, shape).astype(np.int32)
     length[B - filling :] = 0
-    tokens = np.where(np.arange(R) < length[..., None], rng.integers(1, 12, (*shape, R)), 0).astype(np.int32)
+    place = np.arange(P + R)
+    tokens = np.where(place < prompt_length[..., None], prompts, rng.integers(1, 12, (*shape, P + R)))
+    tokens[place >= (prompt_length + length)[..., None]] = 0
     made = fine_tuning.Examples if kind == "sft" else fine_tuning.Preferences
-    return made(prompts, prompt_length, tokens, length)
-
-
-def unpadded(prompt: np.ndarray, prompt_length: int, response: np.ndarray, response_length: int) -> np.ndarray:
-    """int32[1, n]: one whole row without padding."""
-    return np.concatenate([prompt[P - prompt_length :], response[:response_length]])[None]
+    return made(tokens.astype(np.int32), prompt_length, length)
 
 
 def hidden_of(kind: str, tokens: np.ndarray) -> jax.Array:
-    hidden_states = functools.partial(applied.hidden_states, token_mask=None, config=MODELS[kind], remat="none")
+    hidden_states = functools.partial(applied.hidden_states, config=MODELS[kind], remat="none")
     return jit(hidden_states)(random_params(kind), tokens)
 
 
@@ -73,7 +72,7 @@ def test_likelihood_is_the_mean_over_response_tokens_of_unpadded_rows(filling):
     batch, terms = random_batch("sft", filling=filling), []
     for row in range(B - filling):
         prompt_length, response_length = batch.prompt_length[row], batch.response_length[row]
-        tokens = unpadded(batch.prompt_tokens[row], prompt_length, batch.response_tokens[row], response_length)
+        tokens = batch.tokens[row : row + 1, : prompt_length + response_length]
         hidden = np.asarray(hidden_of("sft", tokens), np.float64)[0]
         logits = hidden @ random_params("sft")["embedding"]["weight"].T
         distribution = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
@@ -88,8 +87,7 @@ def test_preference_reads_scores_at_the_last_tokens_of_unpadded_rows(filling):
     batch, scores = random_batch("reward", filling=filling), np.zeros((B - filling, 2))
     weight = random_params("reward")["score"]["weight"][:, 0]
     for row, side in np.ndindex(*scores.shape):
-        response, length = batch.response_tokens[row, side], batch.response_length[row, side]
-        tokens = unpadded(batch.prompt_tokens[row], batch.prompt_length[row], response, length)
+        tokens = batch.tokens[row, side, : batch.prompt_length[row, side] + batch.response_length[row, side]][None]
         scores[row, side] = np.asarray(hidden_of("reward", tokens))[0, -1] @ weight
     margin = scores[:, 0] - scores[:, 1]
     expected = {"loss": np.log1p(np.exp(-margin)), "pair_accuracy": margin > 0, "margin": margin}
@@ -209,11 +207,10 @@ def test_a_response_that_no_tokens_spell_is_refused(monkeypatch):
 def test_examples_are_padded_and_end():
     tokenizer = CharacterTokenizer("abc")
     found = fine_tuning.encode_examples([("a", "bc"), ("ab", "")], tokenizer, prompt_length=4, response_length=3)
-    np.testing.assert_array_equal(found.prompt_tokens, [[0, 0, 1, 3], [0, 1, 3, 4]])
+    np.testing.assert_array_equal(found.tokens, [[1, 3, 4, 5, 2, 0, 0], [1, 3, 4, 2, 0, 0, 0]])
     np.testing.assert_array_equal(found.prompt_length, [2, 3])
-    np.testing.assert_array_equal(found.response_tokens, [[4, 5, 2], [2, 0, 0]])
     np.testing.assert_array_equal(found.response_length, [3, 1])
-    with pytest.raises(ValueError, match=r"3 response tokens, task\.response_length=2"):
+    with pytest.raises(ValueError, match=r"3 tokens, allowed are 2 \(task\.response_length\)"):
         fine_tuning.encode_examples([("a", "bc")], tokenizer, prompt_length=4, response_length=2)
 
 
@@ -238,7 +235,7 @@ def test_the_warm_start_is_a_plain_loop_over_its_random_stream():
         report=lambda *point: reports.append(point),
         **lengths,
     )
-    config = fine_tuning.StepConfig(micro_batch_rows=8, logit_bytes=1 << 30, remat="none")
+    config = fine_tuning.StepConfig(R=12, micro_batch_rows=8, logit_bytes=1 << 30, remat="none")
     schedule = optimizer_lib.linear(peak=1e-2, steps=4, warmup_steps=1, decay_steps=0)
     optimizer = optimizer_lib.adamw(schedule, beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.01, clip_norm=1.0)
     params = jit(functools.partial(applied.init, config=model))(jax.random.key(3))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
@@ -68,15 +69,24 @@ _jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_le
 
 @functools.partial(_jit, static_argnames="config")
 def logits(params: Any, tokens: jax.Array, mask: jax.Array, config: DecoderConfig) -> jax.Array:
-    """float32[B, T, V]."""
-    hidden = applied.hidden_states(params, tokens, mask, config=config, remat="none")
-    return applied.logits_of(params, hidden.reshape(-1, config.width), config=config).reshape(*tokens.shape, -1)
+    """float32[B, T, V] of rows that are padded on either side; those of padding mean nothing."""
+    begin, T = jnp.argmax(mask, axis=1)[:, None], tokens.shape[1]
+    hidden = applied.hidden_states(params, _shifted(tokens, begin), config=config, remat="none")
+    found = applied.logits_of(params, hidden.reshape(-1, config.width), config=config).reshape(*tokens.shape, -1)
+    return jnp.take_along_axis(found, ((jnp.arange(T) - begin) % T)[..., None], axis=1)
 
 
 @functools.partial(_jit, static_argnames="config")
 def scores(params: Any, tokens: jax.Array, mask: jax.Array, config: DecoderConfig) -> jax.Array:
-    """float32[B, labels]."""
-    return applied.sequence_scores(params, tokens, mask, config=config, remat="none")
+    """float32[B, labels] of rows that are padded on either side."""
+    tokens = _shifted(tokens, jnp.argmax(mask, axis=1)[:, None])
+    return applied.sequence_scores(params, tokens, jnp.sum(mask, axis=1), config=config, remat="none")
+
+
+def _shifted(tokens: jax.Array, begin: jax.Array) -> jax.Array:
+    """Rows that begin with their first real token, which stood at `begin`, int32[B, 1]."""
+    T = tokens.shape[1]
+    return jnp.take_along_axis(tokens, (jnp.arange(T) + begin) % T, axis=1)
 
 
 _unstack = _jit(kv_cache.unstack, static_argnames="config")

@@ -46,6 +46,6 @@ def random_params(config: DecoderConfig) -> Params:
 
 
 @functools.partial(jax.jit, static_argnames="config")
-def logits_of_whole(params: Params, tokens: jax.Array, token_mask: jax.Array, config: DecoderConfig) -> jax.Array:
-    hidden = applied.hidden_states(params, tokens, token_mask, config=config, remat="none")
+def logits_of_whole(params: Params, tokens: jax.Array, config: DecoderConfig) -> jax.Array:
+    hidden = applied.hidden_states(params, tokens, config=config, remat="none")
     return applied.logits_of(params, hidden.reshape(-1, config.width), config=config).reshape(*tokens.shape, -1)

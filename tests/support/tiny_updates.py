@@ -56,13 +56,15 @@ def random_params() -> Params:
 def random_batch(seed: int = 0) -> state_lib.Batch:
     rng = np.random.default_rng([1, seed])
     lengths, response_length = rng.integers(1, P + 1, Q), rng.integers(1, R + 1, B).astype(np.int32)
-    prompts, prompt_length = trajectory.left_pad([rng.integers(1, MODEL.vocab, n).tolist() for n in lengths], P, 0)
+    prompt_length, place = np.repeat(lengths, K).astype(np.int32), np.arange(P + R)
+    prompts = np.repeat(rng.integers(1, MODEL.vocab, (Q, P + R)), K, axis=0)
+    tokens = np.where(place < prompt_length[:, None], prompts, rng.integers(1, MODEL.vocab, (B, P + R)))
+    tokens[place >= (prompt_length + response_length)[:, None]] = 0
     mask = trajectory.response_mask(response_length, R)
     ref, sampler, behavior = np.where(mask, -rng.exponential(1.0, (3, B, R)), 0.0).astype(np.float32)
     return state_lib.Batch(
-        prompt_tokens=np.repeat(prompts, K, axis=0),
-        prompt_length=np.repeat(prompt_length, K),
-        response_tokens=np.where(mask, rng.integers(1, MODEL.vocab, (B, R)), 0).astype(np.int32),
+        tokens=tokens.astype(np.int32),
+        prompt_length=prompt_length,
         response_length=response_length,
         ref_logprobs=ref,
         policy_logprobs=sampler,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tba_jax import sharding
-from tba_jax.experiment import composition, plan
+from tba_jax.experiment import composition, meshes, plan
 from tba_jax.rewards import MAKERS, models
 from tba_jax.tasks.interface import Query
 from tba_jax.tasks.tldr import TLDR
@@ -52,7 +52,7 @@ def scored(folder, texts, ended) -> np.ndarray:
     found = []
     for text, end in zip(texts, ended, strict=True):
         row = np.array([tokenizer.encode(text) + [tokenizer.eos_id] * bool(end)], np.int32)
-        found.append(applied.sequence_scores(params, row, np.ones_like(row, bool), config=config, remat="none")[0, 0])
+        found.append(applied.sequence_scores(params, row, np.array([row.size]), config=config, remat="none")[0, 0])
     return np.array(found)
 
 
@@ -200,7 +200,7 @@ def test_a_config_with_models_that_do_not_score_is_refused(folders):
     with pytest.raises(ValueError, match=r"searchers\.task_devices=1 would not be used: task\.name='arithmetic' scores without"):
         composition.build(tiny_run.config_with({"searchers.task_devices": 1}))
     with pytest.raises(ValueError, match=r"searchers\.task_devices=2 leaves the policy none of the 2 devices"):
-        composition.check_devices(composition.build(config(folders, searchers__task_devices=2)), role="searcher", devices=2)
+        meshes.check(composition.build(config(folders, searchers__task_devices=2)), role="searcher", devices=2)
 
 
 def test_the_contract_names_the_reward_model_by_its_weights(folders, tmp_path):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from configs import red_team_gpt2, red_team_llama3_2_1b
+from tba_jax import trajectory
 from tba_jax.commands import append
 from tba_jax.experiment import composition, jobs, plan
 from tba_jax.replay import journal
@@ -113,10 +114,7 @@ def runs_in_turn(c, folders, tmp_path):
         assert (toxicity >= np.exp(each["reward"]) - 1e-6).all(), "Jensen: mean P is at least exp of mean log P"
     # Rows hold the rewards that the task gives when it is asked again.
     first = rows[0]
-    texts = [
-        s.experiment.tokenizer.decode(tokens[:length].tolist())
-        for tokens, length in zip(first["response_tokens"], first["response_length"], strict=True)
-    ]
+    texts = [s.experiment.tokenizer.decode(trajectory.response(first, i).tolist()) for i in range(len(first["row"]))]
     query = s.experiment.task.queries("train")[0]
     again = s.experiment.task.rewards([query] * len(texts), texts, first["finished"])
     np.testing.assert_allclose(again.reward, first["reward"], atol=1e-4)
