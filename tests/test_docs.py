@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from configs import base, supervised
-from tba_jax.__main__ import COMMANDS
+from tba_jax import __main__ as command_list
 from tba_jax.tasks import own
 from tests import test_layers
 
@@ -117,7 +117,7 @@ def broken_python(module: str, words: list[str], said: str) -> Iterator[str]:
     if module == "tba_jax":
         if not words or words[0] == "COMMAND":
             return
-        if words[0] not in COMMANDS:
+        if words[0] not in command_list.commands():
             yield f"{said}: there is no command {words[0]}"
             return
         file = ROOT / "tba_jax" / "commands" / f"{words[0]}.py"

@@ -44,7 +44,7 @@ def run(tmp_path_factory) -> layout.RunDir:
         schedule__mode="interleaved",
     )
     with pytest.MonkeyPatch.context() as patch:
-        first = jax.devices()[:2]
+        first = jax.local_devices()[:2]  # jax.devices is that of one device here
         patch.setattr(jax, "devices", lambda *_: first)
         s = tiny_run.settings(folder / "run", c)
         assert jobs.everything(s)() == 0
