@@ -1,7 +1,7 @@
 """Attention: the module with its projections, rotary positions, and the kernels that attend with what it projects.
 
-A kernel is a function attend(query, key, value) -> (attended, kept): of whole rows (training, prefill), of a prompt's last token,
-or of one new token a row with caches (decoding). All of them use one set of projections.
+A kernel is a function attend(query, key, value) -> (attended, kept). There is one for whole rows (training, prefill), one for the
+last token of a prompt, and one for a new token in each row, which reads caches (decoding).
 """
 
 import functools
@@ -19,7 +19,7 @@ from tba_jax.models.layers import Einsum, Norm
 
 # cos and sin of positions [t], or None where positions are not rotary.
 Rotary = tuple[jax.Array, jax.Array] | None
-# attend(query [t, N, H], key [t, G, H], value [t, G, H]) -> ([t, N, H], what is to be kept of it).
+# attend(query [t, N, H], key [t, G, H], value [t, G, H]) -> ([t, N, H], keys and values to keep, or None).
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 
 # Stands for -inf in scores: a row without anything to attend to, as an idle slot is, must not become NaN.
@@ -52,7 +52,7 @@ class Attention(nnx.Module):
         return query, key, value
 
     def __call__(self, x: jax.Array, rotary: Rotary, attend: Attend) -> tuple[jax.Array, Any]:
-        """[t, D], and what `attend` keeps."""
+        """Returns [t, D], and the second result of `attend`."""
         attended, kept = attend(*self.project(x, rotary))
         return self.out(attended), kept
 
@@ -74,7 +74,7 @@ def rotary_tables(positions: jax.Array, frequencies: np.ndarray) -> tuple[jax.Ar
 
 
 def rotary(positions: jax.Array, config: DecoderConfig) -> Rotary:
-    """The tables that all layers share: int32[t] positions."""
+    """The rotary tables of positions int32[t], which all layers share."""
     if config.positions != "rotary":
         return None
     size = config.rotary_size or config.head_size
@@ -106,7 +106,7 @@ def attend(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array |
 
 
 def whole_rows(B: int, T: int, mask: jax.Array | None, *, causal: bool, kernel: str) -> Attend:
-    """The `attend` of B whole sequences of T tokens; keeps key and value [B, T, G, H]. Args: see attend."""
+    """The `attend` of B whole sequences of T tokens. It keeps key and value [B, T, G, H]. Args: see attend."""
 
     def attend_rows(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, Any]:
         query, key, value = (x.reshape(B, T, *x.shape[1:]) for x in (query, key, value))
@@ -117,9 +117,9 @@ def whole_rows(B: int, T: int, mask: jax.Array | None, *, causal: bool, kernel: 
 
 
 def last_of_prompt(cache: tuple[jax.Array, ...], before: jax.Array) -> Attend:
-    """The `attend` of the last token of Q prompts, to those before and to itself; keeps nothing.
+    """The `attend` of the last token of Q prompts, which reads itself and earlier tokens. It keeps nothing.
 
-    Args: cache: keys, values [Q, G, P, H]; before: bool[Q, P], the tokens before the last one.
+    Args: cache: keys, values [Q, G, P, H]; before: bool[Q, P], the earlier tokens that are read.
     """
 
     def attend_last(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, None]:
@@ -132,9 +132,9 @@ def last_of_prompt(cache: tuple[jax.Array, ...], before: jax.Array) -> Attend:
 def one_token(
     prompt: tuple[jax.Array, ...], own: tuple[jax.Array, ...], entry: jax.Array, prompt_mask: jax.Array, own_mask: jax.Array
 ) -> Attend:
-    """The `attend` of one new token a row; keeps the row's own keys and values with those of the token at `entry`.
+    """The `attend` of one new token in each row. It keeps the row's own keys and values, with the new token's at `entry`.
 
-    Args: entry: int32[]; others: see attend_in_two_parts.
+    Args: entry: int32[]; for the others see attend_in_two_parts.
     """
 
     def attend_cached(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, Any]:

@@ -48,7 +48,7 @@ class Block(nnx.Module):
         return self.attention.project(self.attention_norm(x), rotary)
 
     def __call__(self, x: jax.Array, rotary: Rotary, attend: Attend) -> tuple[jax.Array, Any]:
-        """x [t, D] after the block, and what `attend` keeps."""
+        """Returns x [t, D] after the block, and the second result of `attend`."""
         attended, kept = self.attention(self.attention_norm(x), rotary, attend)
         if self.parallel_residual:
             return x + attended + self.feed_forward(self.feed_forward_norm(x)), kept
@@ -64,7 +64,7 @@ class Decoder(nnx.Module):
     score: Any = None
 
     def __init__(self, config: DecoderConfig, *, unstacked: bool = False, rngs: nnx.Rngs):
-        """Args: unstacked: `layers` is a list of blocks, as kv_cache.py takes them, not one stack of all."""
+        """Args: unstacked: `layers` is a list of blocks, as kv_cache.py needs them, instead of one stack."""
         c = config
         self.config = c
         self.embedding = Embedding("VD", c.sizes, rngs=rngs)
@@ -78,8 +78,8 @@ class Decoder(nnx.Module):
         elif not c.tied_embedding:
             self.lm_head = Einsum("tD,DV->tV", c.sizes, rngs=rngs)
 
-    def embed(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
-        """compute_dtype[t, D] of flat int32[t] tokens and positions."""
+    def embed_tokens(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+        """Returns compute_dtype[t, D] for flat tokens and positions, int32[t]."""
         x = self.embedding(tokens, dtype=self.config.compute_dtype)
         if self.position_embedding is not None:
             x = x + self.position_embedding(positions, dtype=self.config.compute_dtype)
@@ -91,8 +91,8 @@ class Decoder(nnx.Module):
 
         Args:
           tokens: int32[B, T].
-          token_mask: bool[B, T], true on real tokens, padding on either side; or None, if rows are padded on the right or not
-            at all: then causality alone keeps padding from what is real, and no mask is made.
+          token_mask: bool[B, T], true on real tokens, padding on either side. None: no row is padded on the left, so causality
+            alone keeps real tokens from attending to padding, and no mask is made.
           remat: what the backward pass recomputes, a name of layers.REMAT.
 
         Returns:
@@ -110,7 +110,7 @@ class Decoder(nnx.Module):
         x = parameters.scan(
             lambda block, x: block(x, tables, lambda *qkv: (attend(*qkv)[0], None))[0],
             self.layers,
-            self.embed(tokens.reshape(-1), positions),
+            self.embed_tokens(tokens.reshape(-1), positions),
             dtype=c.compute_dtype,
             policy=REMAT_POLICIES[remat],
         )
@@ -119,10 +119,10 @@ class Decoder(nnx.Module):
     def head(self, *, vmapped: bool = False) -> Callable[[jax.Array], jax.Array]:
         """The map of hidden states [t, D] to logits float32[t, V]: float32 because log-prob sums over long rows need it.
 
-        Its weight is cast to the compute dtype and gathered now, so make it once, outside of a loop that calls it; gradients of
-        the weight are float32 (layers.float32_sums).
+        The weight is cast to the compute dtype and gathered now: call `head` once, outside of the loop that uses the map.
+        Gradients of the weight are float32 (layers.float32_sums).
 
-        Args: vmapped: it will be vmapped over rows (layers.over_rows).
+        Args: vmapped: whether the map will be vmapped over rows (layers.over_rows).
         """
         c = self.config
         if c.head != "language_model":
@@ -140,7 +140,7 @@ class Decoder(nnx.Module):
         return lambda hidden: product(hidden) + up((scale * down(hidden)).astype(hidden.dtype))
 
     def _ready(self, equation: str, parameter: Any, axes: str, vmapped: bool) -> Callable[[jax.Array], jax.Array]:
-        """einsum(equation, x, parameter) of x, with the parameter cast and gathered now. Args: see head."""
+        """The function x -> einsum(equation, x, parameter). The parameter is cast and gathered now. Args: see head."""
         product = over_rows(float32_sums(equation)) if vmapped else float32_sums(equation)
         master = parameter[...]
         weight = jax.lax.stop_gradient(sharding.constrain(master.astype(self.config.compute_dtype), axes))

@@ -1,6 +1,6 @@
-"""The Hugging Face architectures that are computed: their classes, config.json in both directions, and their tensors.
+"""The supported Hugging Face architectures: their classes, config.json in both directions, and their tensors.
 
-Each is described once, for import and export. A new one is an entry here; types and vocabulary: stored.py.
+Each architecture is described once, for import and export. A new one is an entry here, written in the language of files.py.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ _GATED: dict[str, Any] = _DECODER | {
     "ignored": r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
 }
 
-# model_type of config.json -> what we know of it.
+# model_type of config.json -> its description.
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(
         heads={"LlamaForCausalLM": "language_model", "LlamaForSequenceClassification": "score"},

@@ -5,13 +5,15 @@ A linear weight is [out, in].
 
 from typing import Any
 
+from tba_jax.models.activations import ACTIVATIONS, OURS
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.hugging_face import files, rotary_settings
 from tba_jax.models.hugging_face.files import Settings, Stored, Tensors
 
 
 def _read_gated(settings: Settings, *, kv_heads: int | None, head_size: int | None, max_positions: int) -> dict[str, Any]:
-    """What the four share. The arguments are what transformers takes for absent keys; None: computed from the others."""
+    """The fields that these families share. The arguments are the values of transformers for absent keys; None: the value
+    follows from other keys."""
     width, heads = settings.size("hidden_size"), settings.size("num_attention_heads")
     if settings.values.get("head_dim") is None and head_size is None and width % heads:
         raise ValueError(
@@ -32,7 +34,7 @@ def _read_gated(settings: Settings, *, kv_heads: int | None, head_size: int | No
         "vocab": settings.size("vocab_size"),
         "max_positions": settings.size("max_position_embeddings", max_positions),
         "norm_epsilon": settings.number("rms_norm_eps", 1e-6),
-        "activation": settings.choice("hidden_act", files.ACTIVATIONS, "silu"),
+        "activation": settings.choice("hidden_act", OURS, "silu"),
         "tied_embedding": settings.flag("tie_word_embeddings", False),
     }
 
@@ -88,7 +90,7 @@ def _write_gated(config: DecoderConfig) -> dict[str, Any]:
         "vocab_size": c.vocab,
         "max_position_embeddings": c.max_positions,
         "rms_norm_eps": c.norm_epsilon,
-        "hidden_act": files.activation_name(c.activation),
+        "hidden_act": ACTIVATIONS[c.activation].names[0],
         "tie_word_embeddings": c.tied_embedding,
     }
 

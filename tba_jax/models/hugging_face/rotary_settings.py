@@ -7,7 +7,7 @@ from tba_jax.models.hugging_face.files import Settings
 
 
 def read(settings: Settings, *, theta: float, theta_key: str = "rope_theta") -> tuple[dict[str, Any], float | None]:
-    """rope_theta and rope_scaling of our config, and the partial_rotary_factor where the dict of rotary settings holds one."""
+    """rope_theta and rope_scaling of our config, and the partial_rotary_factor of the rotary settings or None."""
     key = "rope_scaling" if settings.table("rope_scaling") else "rope_parameters"
     values = settings.table(key)
     kind = values.get("rope_type", values.get("type", "default"))
@@ -36,7 +36,7 @@ def _required(rope: Settings, key: str, name: str) -> float:
 
 
 def write(config: DecoderConfig) -> dict[str, Any]:
-    """Both generations of keys."""
+    """The keys of transformers 4 and of transformers 5."""
     if config.rope_scaling is None:
         return {
             "rope_theta": config.rope_theta,
