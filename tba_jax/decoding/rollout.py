@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from tba_jax.decoding import decode_loop
 from tba_jax.decoding import slots as slots_lib
 from tba_jax.decoding.sampling import Sampling
 from tba_jax.models import kv_cache
@@ -78,9 +79,9 @@ def rollout(
     )
     oldest_first, restart = zeros[:, None], jnp.array(True)
     prompts, slots = slots_lib.init(static)
-    prompts, slots, first = slots_lib.prefill(params, prompts, slots, oldest_first, arrivals, restart, None, config=static)
+    prompts, slots, first = decode_loop.prefill(params, prompts, slots, oldest_first, arrivals, restart, None, config=static)
     enough = jnp.int32(Q + 1)
-    _, log = slots_lib.decode(
+    _, log = decode_loop.decode(
         params,
         prompts,
         slots,
