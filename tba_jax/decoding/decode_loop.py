@@ -270,7 +270,12 @@ def _step(call: _Call, slots: Slots, stop_table: jax.Array | None) -> tuple[Slot
         prompt=(reads & call.in_prompt[:, None]).reshape(J, W, -1), own=age[None, :] < (count - given)[:, None]
     )
     position = call.of_place(place, call.prompt_length) + count - 1
-    logits, own = kv_cache.decode_step(call.model, slots.token.reshape(-1), position, entry, call.cache, slots.own, masks)
+    local_masks = None
+    if c.model.window:
+        prompt_age = position.reshape(J, W, 1) - jnp.tile(jnp.arange(c.prompt_length), call.buffers)
+        local_masks = kv_cache.within_window(masks, c.model.window, prompt_age=prompt_age, own_age=age)
+    token = slots.token.reshape(-1)
+    logits, own = kv_cache.decode_step(call.model, token, position, entry, call.cache, slots.own, masks, local_masks)
     samples = jax.tree.map(lambda x: call.of_place(place, x), call.samples)
     tokens, stop_state = _draw(logits, samples, count, slots.stop_state.reshape(-1), stop_table, c)
     tokens, stop_state = jax.tree.map(lambda x: x.reshape(J, W), (tokens, stop_state))

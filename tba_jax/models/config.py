@@ -13,16 +13,17 @@ _STD = 0.02
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Llama 3's scaling of rotary frequencies.
+    """Scaling of rotary frequencies: linear, or Llama 3's.
 
-    Wavelengths beyond original_positions / low_frequency are stretched by `factor`, wavelengths below
-    original_positions / high_frequency are kept, and wavelengths between the two are interpolated.
+    Linear (original_positions 0): all wavelengths are stretched by `factor`. Llama 3's: wavelengths beyond
+    original_positions / low_frequency are stretched by `factor`, wavelengths below original_positions / high_frequency are kept,
+    and wavelengths between the two are interpolated.
     """
 
     factor: float
-    low_frequency: float
-    high_frequency: float
-    original_positions: int
+    low_frequency: float = 0.0
+    high_frequency: float = 0.0
+    original_positions: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,12 +32,19 @@ class DecoderConfig:
 
     architecture: the Hugging Face model_type whose names and config keys the checkpoints use. The other fields alone say what is
       computed.
-    norm: "rms" or "layer" (layer norm with bias). positions: "rotary" or "learned" (an embedding of max_positions).
+    norm: "rms", "offset_rms" (RMS norm that multiplies by 1 + scale) or "layer" (layer norm with bias). post_norms: the results
+      of attention and feed-forward are normalised before they are added to the residual stream (Gemma 3).
+    positions: "rotary" or "learned" (an embedding of max_positions).
     rotary_size: how many elements of each head are rotated, counted from the first; 0: all. parallel_residual: attention and
       feed-forward both read the layer's input (GPT-NeoX).
     activation: a name of activations.ACTIVATIONS. gated: the feed-forward is down(act(gate(x)) * up(x)), otherwise
       down(act(up(x))).
     qkv_bias, out_bias, ffn_bias: whether these linear maps have a bias. qk_norm: each query and key head is normalised (Qwen3).
+    scaled_embedding: embeddings of tokens are multiplied by sqrt(width). query_scalar: attention scores are divided by its square
+      root; 0: by the square root of head_size.
+    layer_pattern: a letter for each layer, repeated over the layers. "g" (global): the layer attends to all earlier tokens; "l"
+      (local): to the last `window` tokens, itself included. "": all layers are global. local_rope_theta: rope_theta of local
+      layers, which then have no rope_scaling; 0: local layers rotate as global layers do.
     head: "language_model", or "score": a linear map to `labels` outputs without bias instead (a reward model has one label).
     attention: the kernel of whole sequences, see attention.attend.
     """
@@ -63,6 +71,12 @@ class DecoderConfig:
     out_bias: bool = False
     ffn_bias: bool = False
     qk_norm: bool = False
+    post_norms: bool = False
+    scaled_embedding: bool = False
+    query_scalar: int = 0
+    layer_pattern: str = ""
+    window: int = 0
+    local_rope_theta: float = 0.0
     tied_embedding: bool = True
     head: str = "language_model"
     labels: int = 1
@@ -76,6 +90,14 @@ class DecoderConfig:
             raise ValueError(f"model.head_size={self.head_size} must be even for rotary positions")
         if self.rotary_size % 2 or self.rotary_size > self.head_size:
             raise ValueError(f"rotary_size={self.rotary_size} must be even and at most head_size={self.head_size}")
+        if set(self.layer_pattern) - set("gl") or ("l" in self.layer_pattern) != (self.window > 0):
+            raise ValueError(f"layer_pattern={self.layer_pattern!r} does not go with window={self.window}: local layers need one")
+
+    @property
+    def local_layers(self) -> tuple[bool, ...]:
+        """Whether each layer attends to the last `window` tokens only."""
+        pattern = self.layer_pattern or "g"
+        return tuple(pattern[layer % len(pattern)] == "l" for layer in range(self.layers))
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -119,6 +141,7 @@ class EncoderConfig:
     out_bias: ClassVar[bool] = True
     ffn_bias: ClassVar[bool] = True
     qk_norm: ClassVar[bool] = False
+    query_scalar: ClassVar[int] = 0
     residual_std: ClassVar[float] = _STD
 
     architecture: str

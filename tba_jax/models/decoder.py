@@ -1,9 +1,10 @@
-"""One decoder-only transformer, by configuration: GPT-2, GPT-NeoX, Llama, Mistral, Qwen2 and Qwen3 are settings of it.
+"""One decoder-only transformer, by configuration: GPT-2, GPT-NeoX, Llama, Mistral, Qwen2, Qwen3 and Gemma 3 are settings of it.
 
 Training scans over the stack of blocks with rematerialisation; decoding (kv_cache.py) has them one by one.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,9 @@ from tba_jax.models.parameters import Definition
 class Block(nnx.Module):
     """A layer of the decoder: attention and feed-forward, each behind a norm and added to the residual stream."""
 
+    attention_post_norm: Any = None
+    feed_forward_post_norm: Any = None
+
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         c = config
         norm = functools.partial(Norm, c.norm, "D", c.sizes, epsilon=c.norm_epsilon, rngs=rngs)
@@ -42,6 +46,8 @@ class Block(nnx.Module):
         self.attention = Attention(c, rngs=rngs)
         self.feed_forward_norm = norm()
         self.feed_forward = FeedForward(c, rngs=rngs)
+        if c.post_norms:
+            self.attention_post_norm, self.feed_forward_post_norm = norm(), norm()
 
     def project(self, x: jax.Array, rotary: Rotary) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Query [t, N, H], key and value [t, G, H] of the block's input x [t, D]."""
@@ -52,8 +58,9 @@ class Block(nnx.Module):
         attended, kept = self.attention(self.attention_norm(x), rotary, attend)
         if self.parallel_residual:
             return x + attended + self.feed_forward(self.feed_forward_norm(x)), kept
-        x = x + attended
-        return x + self.feed_forward(self.feed_forward_norm(x)), kept
+        x = x + (attended if self.attention_post_norm is None else self.attention_post_norm(attended))
+        fed = self.feed_forward(self.feed_forward_norm(x))
+        return x + (fed if self.feed_forward_post_norm is None else self.feed_forward_post_norm(fed)), kept
 
 
 class Decoder(nnx.Module):
@@ -81,6 +88,8 @@ class Decoder(nnx.Module):
     def embed_tokens(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
         """Returns compute_dtype[t, D] for flat tokens and positions, int32[t]."""
         x = self.embedding(tokens, dtype=self.config.compute_dtype)
+        if self.config.scaled_embedding:
+            x = x * jnp.asarray(math.sqrt(self.config.width), x.dtype)  # rounded as the reference implementation rounds it
         if self.position_embedding is not None:
             x = x + self.position_embedding(positions, dtype=self.config.compute_dtype)
         return sharding.constrain(x, "tD")
@@ -105,12 +114,25 @@ class Decoder(nnx.Module):
             chex.assert_equal_shape([tokens, token_mask])
             positions, mask = positions_and_mask(token_mask)
         positions = positions.reshape(-1)
-        attend = attention.whole_rows(B, T, mask, causal=mask is None, kernel=c.attention)
-        tables = attention.rotary(positions, c)
+        kinds = sorted(set(c.local_layers))
+        tables = [attention.rotary(positions, c, local=local) for local in kinds]
+        attends = [
+            attention.whole_rows(B, T, mask, causal=mask is None, kernel=c.attention, window=c.window * local) for local in kinds
+        ]
+
+        def layer(block: Block, x: jax.Array, local: jax.Array | None) -> jax.Array:
+            """local: bool[]; None: the layers are all of one kind."""
+            if local is None:
+                return block(x, tables[0], lambda *qkv: (attends[0](*qkv)[0], None))[0]
+            rotary = jax.tree.map(lambda of_global, of_local: jnp.where(local, of_local, of_global), *tables)
+            whole, windowed = (lambda *qkv, attend=attend: attend(*qkv)[0] for attend in attends)
+            return block(x, rotary, lambda *qkv: (jax.lax.cond(local, windowed, whole, *qkv), None))[0]
+
         x = parameters.scan(
-            lambda block, x: block(x, tables, lambda *qkv: (attend(*qkv)[0], None))[0],
+            layer,
             self.layers,
             self.embed_tokens(tokens.reshape(-1), positions),
+            along=jnp.array(c.local_layers) if len(kinds) > 1 else None,
             dtype=c.compute_dtype,
             policy=REMAT_POLICIES[remat],
         )

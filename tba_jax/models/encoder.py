@@ -85,7 +85,7 @@ class Encoder(nnx.Module):
         x = x + self.position_embedding(positions.reshape(-1), dtype=c.compute_dtype)
         x = x + self.token_type_embedding(segments.reshape(-1), dtype=c.compute_dtype)
         x = self.embedding_norm(sharding.constrain(x, "tD"))
-        x = parameters.scan(lambda block, x: block(x, attend), self.layers, x, dtype=c.compute_dtype, policy=None)
+        x = parameters.scan(lambda block, x, _: block(x, attend), self.layers, x, dtype=c.compute_dtype, policy=None)
         return x.reshape(B, T, -1)
 
     @full_precision

@@ -73,26 +73,34 @@ def prefill(model: Decoder, tokens: jax.Array, length: jax.Array) -> tuple[jax.A
     Q, P = tokens.shape
     chex.assert_shape(length, (Q,))
     positions = jnp.broadcast_to(jnp.arange(P), (Q, P))
-    tables = _rotary(positions.reshape(-1), model.config)
-    attend = attention.whole_rows(Q, P, None, causal=True, kernel=model.config.attention)
+    c = model.config
+    tables = _rotary(positions.reshape(-1), c)
     x = model.embed_tokens(tokens.reshape(-1), positions.reshape(-1))
     cache = []
     *blocks, last_block = model.layers
-    for block in blocks:
-        x, kept = block(x, tables, attend)
+    *kinds, last_local = c.local_layers
+    for block, local in zip(blocks, kinds, strict=True):
+        attend = attention.whole_rows(Q, P, None, causal=True, kernel=c.attention, window=c.window * local)
+        x, kept = block(x, tables[local], attend)
         cache.append(tuple(sharding.constrain(kv.swapaxes(1, 2), "QGSH") for kv in kept))
     # The last layer computes keys and values at all positions, and everything after them at the last position alone.
-    _, *kept = last_block.project(x, tables)
+    _, *kept = last_block.project(x, tables[last_local])
     cache.append(tuple(sharding.constrain(kv.reshape(Q, P, *kv.shape[1:]).swapaxes(1, 2), "QGSH") for kv in kept))
     last = jnp.take_along_axis(x.reshape(Q, P, -1), (length - 1)[:, None, None], axis=1)[:, 0]
-    attend_last = attention.last_of_prompt(cache[-1], positions < (length - 1)[:, None])
-    last, _ = last_block(last, _rotary(length - 1, model.config), attend_last)
+    before = positions < (length - 1)[:, None]
+    if last_local:
+        before &= positions >= (length - c.window)[:, None]
+    last, _ = last_block(last, _rotary(length - 1, c)[last_local], attention.last_of_prompt(cache[-1], before))
     return model.head()(model.final_norm(last)), tuple(cache)
 
 
-def _rotary(positions: jax.Array, config: DecoderConfig) -> Rotary:
-    """The rotary tables behind a barrier. Without it, XLA would compute the sines again in each layer that reads them."""
-    return jax.lax.optimization_barrier(attention.rotary(positions, config))
+def _rotary(positions: jax.Array, config: DecoderConfig) -> dict[bool, Rotary]:
+    """The rotary tables of local (True) and global layers, as far as there are such layers.
+
+    They are behind a barrier. Without it, XLA would compute the sines again in each layer that reads them.
+    """
+    kinds = sorted(set(config.local_layers))
+    return {local: jax.lax.optimization_barrier(attention.rotary(positions, config, local=local)) for local in kinds}
 
 
 @flax.struct.dataclass
@@ -103,9 +111,26 @@ class Masks:
     own: chex.Array
 
 
+def within_window(masks: Masks, window: int, *, prompt_age: jax.Array, own_age: jax.Array) -> Masks:
+    """The masks of local layers, from the masks of global layers.
+
+    Args:
+      prompt_age: int32[J, W, S], how many positions each entry is behind the new token; own_age: int32[B, R] or what broadcasts
+        to it.
+    """
+    return Masks(prompt=masks.prompt & (prompt_age < window), own=masks.own & (own_age < window))
+
+
 @full_precision
 def decode_step(
-    model: Decoder, token: jax.Array, position: jax.Array, entry: jax.Array, prompt: Cache, own: Cache, masks: Masks
+    model: Decoder,
+    token: jax.Array,
+    position: jax.Array,
+    entry: jax.Array,
+    prompt: Cache,
+    own: Cache,
+    masks: Masks,
+    local_masks: Masks | None = None,
 ) -> tuple[jax.Array, Cache]:
     """One token for every row.
 
@@ -114,6 +139,7 @@ def decode_step(
       entry: int32[], the place of the new key and value in every row's own cache. Keys carry their positions, so the order of
         entries does not matter.
       prompt: per layer (keys, values) [J, G, S, H]; own: likewise [B, G, R, H].
+      masks: of global layers; local_masks: of local layers, without the entries before the window (see `within_window`).
 
     Returns:
       logits float32[B, V] of the next token, and the new own cache.
@@ -121,7 +147,9 @@ def decode_step(
     x = model.embed_tokens(token, position)
     tables = _rotary(position, model.config)
     new_own = []
-    for block, shared, mine in zip(model.layers, prompt, own, strict=True):
-        x, kept = block(x, tables, attention.one_token(shared, mine, entry, masks.prompt, masks.own))
+    for block, local, shared, mine in zip(model.layers, model.config.local_layers, prompt, own, strict=True):
+        reads = local_masks if local else masks
+        assert reads is not None, "a model with local layers needs their masks"
+        x, kept = block(x, tables[local], attention.one_token(shared, mine, entry, reads.prompt, reads.own))
         new_own.append(kept)
     return model.head()(model.final_norm(x)), tuple(new_own)

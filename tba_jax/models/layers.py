@@ -213,9 +213,9 @@ def over_rows(product: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
 
 class Norm(nnx.Module):
-    """RMS norm, y = scale · x / rms(x), or layer norm, which subtracts the mean before and adds a bias (kind "rms", "layer").
+    """A norm over the last axis, in float32, since bfloat16 loses digits of mean and variance.
 
-    Over the last axis and in float32: bfloat16 loses digits of mean and variance.
+    Kind "rms": y = scale · x / rms(x); "offset_rms": y = (1 + scale) · x / rms(x); "layer": y = scale · (x - mean) / std + bias.
     """
 
     bias: Any = None
@@ -223,7 +223,8 @@ class Norm(nnx.Module):
     def __init__(self, kind: str, axis: str, sizes: Mapping[str, int], *, epsilon: float, rngs: nnx.Rngs):
         """Args: axis: letter of the last axis, which is normalised, "D" or "H"; sizes: letter -> size."""
         self.kind, self.epsilon = kind, epsilon
-        self.scale = parameter(axis, sizes, nnx.initializers.ones_init(), rngs)
+        initializer = nnx.initializers.zeros_init() if kind == "offset_rms" else nnx.initializers.ones_init()
+        self.scale = parameter(axis, sizes, initializer, rngs)
         if kind == "layer":
             self.bias = parameter(axis, sizes, nnx.initializers.zeros_init(), rngs)
 
@@ -237,7 +238,8 @@ class Norm(nnx.Module):
             """The parameter rounded to the compute dtype, as samplers hold it."""
             return parameter[...].astype(x.dtype).astype(jnp.float32)
 
-        y = normed * weight(self.scale)
+        scale = weight(self.scale)
+        y = normed * (1 + scale if self.kind == "offset_rms" else scale)
         return (y if self.bias is None else y + weight(self.bias)).astype(x.dtype)
 
 

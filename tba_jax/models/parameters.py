@@ -83,21 +83,29 @@ def _map_variables(function: Callable[[nnx.Variable], nnx.Variable], state: nnx.
 
 
 def scan(
-    function: Callable[[M, jax.Array], jax.Array], stacked: M, x: jax.Array, *, dtype: str, policy: Callable[..., Any] | None
+    function: Callable[[M, jax.Array, Any], jax.Array],
+    stacked: M,
+    x: jax.Array,
+    *,
+    along: Any = None,
+    dtype: str,
+    policy: Callable[..., Any] | None,
 ) -> jax.Array:
-    """x after function(module, x) for each module of a stack in turn.
+    """x after function(module, x, y) for each module of a stack in turn.
 
     Args:
+      along: arrays whose first axis is the stack; y is the slice of one module. None: y is None.
       dtype: the stack is cast to it once, so that what is gathered in the loop is already small.
       policy: of jax.checkpoint: what each module keeps for the backward pass; None: everything.
     """
     graphdef, state = nnx.split(stacked)
 
-    def step(x: jax.Array, params: Params) -> tuple[jax.Array, None]:
-        return function(nnx.merge(graphdef, params), x), None
+    def step(x: jax.Array, layer: tuple[Params, Any]) -> tuple[jax.Array, None]:
+        params, y = layer
+        return function(nnx.merge(graphdef, params), x, y), None
 
     body = step if policy is None else jax.checkpoint(step, policy=policy)
-    return jax.lax.scan(body, x, cast(nnx.to_pure_dict(state), dtype))[0]
+    return jax.lax.scan(body, x, (cast(nnx.to_pure_dict(state), dtype), along))[0]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

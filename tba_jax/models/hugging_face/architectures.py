@@ -7,7 +7,7 @@ from typing import Any
 
 from tba_jax.models import decoder
 from tba_jax.models.config import DecoderConfig
-from tba_jax.models.hugging_face import encoders, gpt_family, llama_family
+from tba_jax.models.hugging_face import encoders, gemma, gpt_family, llama_family
 from tba_jax.models.hugging_face.files import Architecture
 
 _DECODER: dict[str, Any] = {"config": DecoderConfig, "define": decoder.define}
@@ -44,6 +44,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         write=llama_family.write_qwen3,
         **_GATED,
     ),
+    "gemma3_text": Architecture(
+        heads={"Gemma3ForCausalLM": "language_model", "Gemma3TextForSequenceClassification": "score"},
+        read=gemma.read_gemma3,
+        write=gemma.write_gemma3,
+        **_GATED,
+    ),
     "gpt2": Architecture(
         heads={"GPT2LMHeadModel": "language_model", "GPT2ForSequenceClassification": "score"},
         read=gpt_family.read_gpt2,
@@ -66,3 +72,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     **encoders.ENCODERS,
 }
+
+# model_type that is not supported -> what to load instead.
+INSTEAD = {"gemma3": "it also reads images; load a text-only checkpoint instead (model_type='gemma3_text', Gemma3ForCausalLM)"}

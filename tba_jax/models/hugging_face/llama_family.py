@@ -1,5 +1,6 @@
 """Checkpoints of Llama, Mistral, Qwen2 and Qwen3: gated feed-forward, RMS norms, rotary positions. See architectures.py.
 
+gemma.py uses the sizes and the tensors too.
 A linear weight is [out, in].
 """
 
@@ -11,20 +12,18 @@ from tba_jax.models.hugging_face import files, rotary_settings
 from tba_jax.models.hugging_face.files import Settings, Stored, Tensors
 
 
-def _read_gated(settings: Settings, *, kv_heads: int | None, head_size: int | None, max_positions: int) -> dict[str, Any]:
-    """The fields that these families share. The arguments are the values of transformers for absent keys; None: the value
-    follows from other keys."""
+def read_sizes(settings: Settings, *, kv_heads: int | None, head_size: int | None, max_positions: int) -> dict[str, Any]:
+    """The sizes and the epsilon of the norms.
+
+    The arguments are the values of transformers for absent keys. None: the value follows from other keys.
+    """
     width, heads = settings.size("hidden_size"), settings.size("num_attention_heads")
     if settings.values.get("head_dim") is None and head_size is None and width % heads:
         raise ValueError(
             f"{settings.path}: hidden_size={width} is not divisible by num_attention_heads={heads}, and head_dim is not given"
         )
     settings.only("quantization_config", None)
-    settings.only("partial_rotary_factor", 1.0, 1, None)
-    rope, rotated = rotary_settings.read(settings, theta=10_000.0)
-    if rotated not in (None, 1.0):
-        raise ValueError(f"{settings.path}: partial_rotary_factor={rotated!r} is not supported; whole heads are rotated (1.0)")
-    return rope | {
+    return {
         "layers": settings.size("num_hidden_layers"),
         "width": width,
         "heads": heads,
@@ -34,6 +33,19 @@ def _read_gated(settings: Settings, *, kv_heads: int | None, head_size: int | No
         "vocab": settings.size("vocab_size"),
         "max_positions": settings.size("max_position_embeddings", max_positions),
         "norm_epsilon": settings.number("rms_norm_eps", 1e-6),
+    }
+
+
+def _read_gated(settings: Settings, **absent: Any) -> dict[str, Any]:
+    """The fields that Llama, Mistral and Qwen share. Args: absent: see read_sizes."""
+    sizes = read_sizes(settings, **absent)
+    settings.only("partial_rotary_factor", 1.0, 1, None)
+    rope, rotated = rotary_settings.read(settings, theta=10_000.0)
+    if rotated not in (None, 1.0):
+        raise ValueError(f"{settings.path}: partial_rotary_factor={rotated!r} is not supported; whole heads are rotated (1.0)")
+    return {
+        **sizes,
+        **rope,
         "activation": settings.choice("hidden_act", OURS, "silu"),
         "tied_embedding": settings.flag("tie_word_embeddings", False),
     }
@@ -77,9 +89,10 @@ def read_qwen3(settings: Settings) -> dict[str, Any]:
     return fields | {"qkv_bias": bias, "out_bias": bias, "qk_norm": True}
 
 
-def _write_gated(config: DecoderConfig) -> dict[str, Any]:
+def write_sizes(config: DecoderConfig) -> dict[str, Any]:
+    """The keys that Gemma has as well."""
     c = config
-    return rotary_settings.write(c) | {
+    return {
         "model_type": c.architecture,
         "hidden_size": c.width,
         "intermediate_size": c.ffn,
@@ -90,9 +103,12 @@ def _write_gated(config: DecoderConfig) -> dict[str, Any]:
         "vocab_size": c.vocab,
         "max_position_embeddings": c.max_positions,
         "rms_norm_eps": c.norm_epsilon,
-        "hidden_act": ACTIVATIONS[c.activation].names[0],
         "tie_word_embeddings": c.tied_embedding,
     }
+
+
+def _write_gated(config: DecoderConfig) -> dict[str, Any]:
+    return write_sizes(config) | rotary_settings.write(config) | {"hidden_act": ACTIVATIONS[config.activation].names[0]}
 
 
 def write_llama(config: DecoderConfig) -> dict[str, Any]:
@@ -123,7 +139,12 @@ def tensors(config: DecoderConfig) -> Tensors:
     if c.qk_norm:
         tensors |= files.norm(f"{layer}.self_attn.q_norm", "layers.attention.query_norm", "H")
         tensors |= files.norm(f"{layer}.self_attn.k_norm", "layers.attention.key_norm", "H")
-    tensors |= files.norm(f"{layer}.post_attention_layernorm", "layers.feed_forward_norm")
+    if c.post_norms:
+        tensors |= files.norm(f"{layer}.post_attention_layernorm", "layers.attention_post_norm")
+        tensors |= files.norm(f"{layer}.pre_feedforward_layernorm", "layers.feed_forward_norm")
+        tensors |= files.norm(f"{layer}.post_feedforward_layernorm", "layers.feed_forward_post_norm")
+    else:
+        tensors |= files.norm(f"{layer}.post_attention_layernorm", "layers.feed_forward_norm")
     tensors |= files.linear(f"{layer}.mlp.gate_proj", "layers.feed_forward.gate", ("F D", "D F", "F"), c.ffn_bias)
     tensors |= files.linear(f"{layer}.mlp.up_proj", "layers.feed_forward.up", ("F D", "D F", "F"), c.ffn_bias)
     tensors |= files.linear(f"{layer}.mlp.down_proj", "layers.feed_forward.down", ("D F", "F D", "D"), c.ffn_bias)

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 
 from tba_jax.models import parameters
 from tba_jax.models.hugging_face import files
-from tba_jax.models.hugging_face.architectures import ARCHITECTURES
+from tba_jax.models.hugging_face.architectures import ARCHITECTURES, INSTEAD
 from tba_jax.models.hugging_face.files import Architecture, Stored
 from tba_jax.models.parameters import Params, ParamSpec, Specs
 
@@ -75,10 +75,8 @@ def config_of(settings: files.Settings, *, compute_dtype: str, attention: str = 
     model_type, classes = settings.values.get("model_type"), settings.names("architectures")
     architecture = ARCHITECTURES.get(str(model_type))
     if architecture is None:
-        known = ", ".join(ARCHITECTURES)
-        raise ValueError(
-            f"{settings.path}: model_type={model_type!r} with architectures={classes} is not supported; supported: {known}"
-        )
+        instead = INSTEAD.get(str(model_type), f"supported: {', '.join(ARCHITECTURES)}")
+        raise ValueError(f"{settings.path}: model_type={model_type!r} with architectures={classes} is not supported; {instead}")
     if unsupported := [name for name in classes if name not in architecture.heads]:
         raise ValueError(
             f"{settings.path}: architectures={unsupported} is not supported; of {model_type}: {', '.join(architecture.heads)}"

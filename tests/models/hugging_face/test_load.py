@@ -35,6 +35,8 @@ VARIANTS = (
     "qwen3_classifier",
     "gpt2_classifier",
     "gpt_neox_reward",
+    "gemma3_reward",
+    "llama_linear",
 )
 
 
