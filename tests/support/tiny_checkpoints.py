@@ -16,7 +16,10 @@ from tba_jax.models.hugging_face import load as load_lib
 from tests.support import applied
 
 FIXTURES = Path(__file__).resolve().parent.parent / "fixtures"
-LANGUAGE_MODELS = ("llama_untied", "llama_tied", "llama_biased", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neox", "gemma3")
+LANGUAGE_MODELS = (
+    *("llama_untied", "llama_tied", "llama_biased", "mistral", "mistral_window", "qwen2", "qwen2_window", "qwen3"),
+    *("gpt2", "gpt_neox", "gemma3"),
+)
 REAL_MODELS = ("TinyStories-656K", "stories260K-hf")
 
 

@@ -22,11 +22,10 @@ def read_gemma3(settings: Settings) -> dict[str, Any]:
     scalar = settings.size("query_pre_attn_scalar", _QUERY_SCALAR)
     every = settings.size("sliding_window_pattern", 6)
     pattern = "".join("l" if (layer + 1) % every else "g" for layer in range(layers))
-    window = settings.size("sliding_window", 4096) if settings.values.get("sliding_window", 4096) is not None else None
     return {
         **fields,
         **rotary_settings.read_two(settings),
-        **layer_types.read(settings, absent=pattern, window=window),
+        **layer_types.read(settings, absent=pattern, window=layer_types.window(settings)),
         "activation": OURS[_ACTIVATION],
         "norm": "offset_rms",
         "post_norms": True,

@@ -5,6 +5,7 @@ from typing import Any
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.hugging_face.files import Settings
 
+_WINDOW = 4096  # transformers' value of an absent sliding_window, whatever the architecture
 _LETTERS = {"full_attention": "g", "sliding_attention": "l"}
 
 
@@ -28,6 +29,11 @@ def read(settings: Settings, *, absent: str, window: int | None) -> dict[str, An
     # The shortest pattern that repeats to the letters, so that equal models have equal configs.
     period = next(n for n in range(1, len(letters) + 1) if (letters[:n] * len(letters))[: len(letters)] == letters)
     return {"layer_pattern": letters[:period], "window": window}
+
+
+def window(settings: Settings) -> int | None:
+    """sliding_window; None where the file says null."""
+    return None if settings.values.get("sliding_window", _WINDOW) is None else settings.size("sliding_window", _WINDOW)
 
 
 def write(config: DecoderConfig) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from tba_jax.models.activations import ACTIVATIONS, OURS
 from tba_jax.models.config import DecoderConfig
-from tba_jax.models.hugging_face import files, rotary_settings
+from tba_jax.models.hugging_face import files, layer_types, rotary_settings
 from tba_jax.models.hugging_face.files import Settings, Stored, Tensors
 
 
@@ -59,32 +59,33 @@ def read_llama(settings: Settings) -> dict[str, Any]:
 
 
 def read_mistral(settings: Settings) -> dict[str, Any]:
-    if settings.values.get("sliding_window", 4096) is not None:
-        raise ValueError(
-            f"{settings.path}: sliding_window={settings.values.get('sliding_window', 4096)!r} is not supported (where the key is "
-            "absent, transformers takes 4096); attention is over whole sequences, sliding_window=null"
-        )
     settings.only("attention_bias", False)
     settings.only("mlp_bias", False)
-    return _read_gated(settings, kv_heads=8, head_size=None, max_positions=131072)
+    settings.only("layer_types", None)
+    fields = _read_gated(settings, kv_heads=8, head_size=None, max_positions=131072)
+    window = layer_types.window(settings)
+    return fields | layer_types.read(settings, absent=("l" if window else "g") * fields["layers"], window=window)
 
 
-def _refuse_windows(settings: Settings) -> None:
-    settings.only("use_sliding_window", False, None)
+def _read_qwen(settings: Settings, *, head_size: int | None) -> dict[str, Any]:
+    """The fields that Qwen2 and Qwen3 share. With windows, the layers from max_window_layers on are local."""
     settings.only("use_mrope", False, None)
-    if other := sorted(set(settings.names("layer_types")) - {"full_attention"}):
-        raise ValueError(f"{settings.path}: layer_types holds {other}; all layers must be 'full_attention'")
+    fields = _read_gated(settings, kv_heads=32, head_size=head_size, max_positions=32768)
+    layers, window = fields["layers"], None
+    if settings.flag("use_sliding_window", False):
+        window = layer_types.window(settings)
+    whole = layers
+    if window is not None:
+        whole = 0 if settings.values.get("max_window_layers") == 0 else min(layers, settings.size("max_window_layers", 28))
+    return fields | layer_types.read(settings, absent="g" * whole + "l" * (layers - whole), window=window)
 
 
 def read_qwen2(settings: Settings) -> dict[str, Any]:
-    _refuse_windows(settings)
-    fields = _read_gated(settings, kv_heads=32, head_size=None, max_positions=32768)
-    return fields | {"qkv_bias": True}
+    return _read_qwen(settings, head_size=None) | {"qkv_bias": True}
 
 
 def read_qwen3(settings: Settings) -> dict[str, Any]:
-    _refuse_windows(settings)
-    fields = _read_gated(settings, kv_heads=32, head_size=128, max_positions=32768)
+    fields = _read_qwen(settings, head_size=128)
     bias = settings.flag("attention_bias", False)
     return fields | {"qkv_bias": bias, "out_bias": bias, "qk_norm": True}
 
@@ -116,15 +117,20 @@ def write_llama(config: DecoderConfig) -> dict[str, Any]:
 
 
 def write_mistral(config: DecoderConfig) -> dict[str, Any]:
-    return _write_gated(config) | {"sliding_window": None}
+    return _write_gated(config) | {"sliding_window": config.window or None}
 
 
 def write_qwen2(config: DecoderConfig) -> dict[str, Any]:
-    return _write_gated(config) | {"use_sliding_window": False}
+    c = config
+    if not c.window:
+        return _write_gated(c) | {"use_sliding_window": False}
+    # max_window_layers is for versions of transformers that do not know layer_types.
+    windows = {"use_sliding_window": True, "max_window_layers": c.local_layers.index(True)} | layer_types.write(c)
+    return _write_gated(c) | windows
 
 
 def write_qwen3(config: DecoderConfig) -> dict[str, Any]:
-    return _write_gated(config) | {"use_sliding_window": False, "attention_bias": config.qkv_bias}
+    return write_qwen2(config) | {"attention_bias": config.qkv_bias}
 
 
 def tensors(config: DecoderConfig) -> Tensors:
