@@ -25,7 +25,7 @@ from tba_jax.replay.index import ReplayIndex
 from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
 from tba_jax.replay.segment import Segment
-from tba_jax.replay.selection import STRATEGIES, draw_batch
+from tba_jax.replay.selection import STRATEGIES, Selection, draw_batch
 from tba_jax.replay.tail import Tail
 from tba_jax.trajectory import Rows, RowShape, response_mask
 
@@ -50,10 +50,10 @@ def make_rows(shape: RowShape, first: int, count: int, rng: np.random.Generator)
     rows["key"] = rng.integers(0, 1 << 32, rows["key"].shape, np.uint32)
     R = shape.response_length
     rows["prompt_length"][:] = shape.prompt_length
-    rows["prompt_tokens"] = rng.integers(0, VOCAB, rows["prompt_tokens"].shape, np.int32)
     rows["response_length"] = rng.integers(R // 2, R + 1, count, np.int32)
     mask = response_mask(rows["response_length"], R)
-    rows["response_tokens"] = np.where(mask, rng.integers(0, VOCAB, mask.shape, np.int32), 0)
+    rows["tokens"] = rng.integers(0, VOCAB, rows["tokens"].shape, np.int32)
+    rows["tokens"][:, shape.prompt_length :][~mask] = 0
     for name in ("ref_logprobs", "policy_logprobs", "behavior_logprobs"):
         rows[name] = np.where(mask, -rng.exponential(size=mask.shape), 0).astype(np.float32)
     rows["policy_step"] = np.where(mask, 7, -1).astype(np.int32)
@@ -257,9 +257,10 @@ def sampling(window: int, repeats: int) -> None:
             times = []
             for number in range(5 * repeats):
                 rng = np.random.default_rng(number)
-                fixed: dict[str, Any] = dict(step=100, queries=Q, completions=K, recent_window=3, inverse_temperature=1.0)
+                fixed: dict[str, Any] = dict(queries=Q, completions=K, recent_window=3, inverse_temperature=1.0)
+                selection = Selection(**fixed, **each)
                 began = time.perf_counter()
-                slots = draw_batch(index, rng=rng, **fixed, **each)
+                slots = draw_batch(index, selection, rng=rng, step=100)
                 drawn = time.perf_counter()
                 assert slots is not None
                 index.mark_drawn(slots)

@@ -85,3 +85,27 @@ def compiled_quickly() -> Iterator[None]:
     yield
     jax.config.update("jax_disable_most_optimizations", before)
     jax.clear_caches()
+
+
+@pytest.fixture
+def one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Roles take all devices of their process; the tests have eight, the roles of a small run one."""
+    first = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda *_: first)
+
+
+@pytest.fixture(scope="module")
+def one_device_throughout() -> Iterator[None]:
+    """The same for all tests of a file, and for what they share."""
+    first = jax.devices()[:1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "devices", lambda *_: first)
+        yield
+
+
+@pytest.fixture(scope="session")
+def frozen(tmp_path_factory) -> Any:
+    """A function that makes a workdir whose log nobody writes to any more; settings that it had before cost only a copy."""
+    from tests.support import frozen_runs
+
+    return frozen_runs.copies(tmp_path_factory)

@@ -185,24 +185,26 @@ def _rows(run: layout.RunDir, experiment: "Experiment", given: Sequence[Given]) 
     """All columns of the rows."""
     from tba_jax import trajectory
     from tba_jax.decoding import sampling
-    from tba_jax.text.encoding import pad_responses
 
     contract, count = experiment.contract, len(given)
     reference_id = layout.read_json(run.initial_reference)["id"]
-    prompts, prompt_length = trajectory.left_pad([each.query.prompt for each in given], contract.prompt_length, contract.pad_id)
-    tokens, length = pad_responses([each.tokens for each in given], contract.response_length, contract.pad_id)
+    columns = trajectory.token_columns(
+        [each.query.prompt for each in given],
+        [each.tokens for each in given],
+        prompt_length=contract.prompt_length,
+        response_length=contract.response_length,
+        pad_id=contract.pad_id,
+    )
+    mask = trajectory.response_mask(columns["response_length"], contract.response_length)
     drawn = sampling.constant(count, temperature=contract.scoring_temperature)
     rows: dict[str, np.ndarray] = {
         "row": np.arange(count, dtype=np.int64),
         "query_id": np.array([trajectory.query_id(each.query.prompt) for each in given], np.uint64),
-        "prompt_tokens": prompts,
-        "prompt_length": prompt_length,
-        "response_tokens": tokens,
-        "response_length": length,
+        **columns,
         "finished": np.ones(count, bool),
         "reward_version": np.full(count, contract.reward_version, np.int32),
         "reference_id": np.full(count, int(reference_id, 16), np.uint64),
-        "policy_step": np.where(trajectory.response_mask(length, contract.response_length), 0, -1).astype(np.int32),
+        "policy_step": np.where(mask, 0, -1).astype(np.int32),
         "key": np.zeros((count, 2), np.uint32),
         **vars(drawn),
     }
@@ -218,25 +220,31 @@ def _reference_logprobs(
     import jax
 
     from tba_jax import sharding
-    from tba_jax.experiment import composition
+    from tba_jax.experiment import meshes
     from tba_jax.models import scoring
     from tba_jax.run import snapshots
 
     searchers, policy = experiment.config.searchers, experiment.policy
-    composition.check_devices(experiment, role="searcher", devices=len(jax.devices()))
+    meshes.check(experiment, role="searcher", devices=len(jax.devices()))
     devices = sharding.policy_devices(searchers.task_devices)
     mesh = sharding.make_mesh(tuple(searchers.mesh.values()), setting="searchers.mesh", devices=devices)
     reference = snapshots.load(
         run.reference(reference_id), policy.model_specs, policy.model_shardings(mesh), dtype=policy.model.compute_dtype
     )
     space = experiment.contract.response_space()
-    score = scoring.scorer(mesh, graphdef=policy.base.graphdef, space=space, logit_megabytes=searchers.logit_megabytes)
+    score = scoring.scorer(
+        mesh,
+        graphdef=policy.base.graphdef,
+        R=experiment.contract.response_length,
+        space=space,
+        logit_megabytes=searchers.logit_megabytes,
+    )
     size = _rows_at_a_time(experiment)
     found = []
     for start in range(0, len(rows["row"]), size):
         # The last ones are filled up: scoring has one shape.
         chosen = np.minimum(np.arange(start, start + size), len(rows["row"]) - 1)
-        inputs = tuple(rows[name][chosen] for name in ("prompt_tokens", "prompt_length", "response_tokens", "response_length"))
+        inputs = tuple(rows[name][chosen] for name in ("tokens", "prompt_length", "response_length"))
         found.append(np.asarray(score(reference, *sharding.put_rows(mesh, inputs))[0]))
     logprobs = np.concatenate(found)[: len(rows["row"])]
     if broken := int((~np.isfinite(logprobs).all(axis=1)).sum()):

@@ -7,7 +7,7 @@ import argparse
 import collections
 import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +178,7 @@ def regenerate(run: Run, name: str) -> tuple[str, bool]:
     from tba_jax.decoding.engine import Engine
     from tba_jax.decoding.requests import Request
     from tba_jax.decoding.sampling import Sampling
-    from tba_jax.experiment import composition
+    from tba_jax.experiment.policy import policy_and_tokenizer
     from tba_jax.run import snapshots
     from tba_jax.text import stop_strings
 
@@ -187,7 +187,8 @@ def regenerate(run: Run, name: str) -> tuple[str, bool]:
         raise ValueError(f"--regenerate={name!r} must be WRITER:ROW, as the other reports name rows")
     if writer not in run.reader.heads():
         raise ValueError(f"--regenerate={name!r}: the run has no writer {writer!r}")
-    row = {column: value[0] for column, value in run.reader.read_ids([(writer, int(number))]).items()}
+    rows = run.reader.read_ids([(writer, int(number))])
+    row = {column: value[0] for column, value in rows.items()}
     if not run.reader.is_own(writer):  # its weights are those of the run that it is mounted from
         return regenerate(open_run(_home(run, writer)), name)
     if source := run.reader.info(writer).get("responses"):
@@ -196,7 +197,7 @@ def regenerate(run: Run, name: str) -> tuple[str, bool]:
     steps = sorted(set(row["policy_step"][:length].tolist()))
     if len(steps) != 1:
         raise ValueError(f"{name} cannot be generated again: its weights were swapped midway (policy steps {steps})")
-    policy, tokenizer = composition.policy_and_tokenizer(config_dict.ConfigDict(contract_lib.read(run.layout)["config"]))
+    policy, tokenizer = policy_and_tokenizer(config_dict.ConfigDict(contract_lib.read(run.layout)["config"]))
     if steps[0] not in snapshots.committed_steps(run.layout.policies):
         raise ValueError(f"{name} cannot be generated again: the snapshot of its policy step {steps[0]} has been removed")
     one = sharding.make_mesh((1, 1, 1), setting="audit", devices=jax.devices()[:1])
@@ -209,7 +210,7 @@ def regenerate(run: Run, name: str) -> tuple[str, bool]:
     snapshot = snapshots.load_step(
         run.layout.policies, steps[0], policy.trained_specs, policy.trained_shardings(one), dtype=policy.snapshot_dtype
     )
-    prompt = row["prompt_tokens"][-int(row["prompt_length"]) :].tolist()
+    prompt = row["tokens"][: row["prompt_length"]].tolist()
     stops = run.contract.stop_strings
     engine = Engine(
         policy.model,
@@ -226,7 +227,7 @@ def regenerate(run: Run, name: str) -> tuple[str, bool]:
     engine.set_policy(policy.for_sampling(snapshot, base, run.config["searchers.weights"]), steps[0])
     sampling = Sampling(**{field.name: row[field.name][None] for field in dataclasses.fields(Sampling)})
     (again,) = engine.generate([Request(name=name, prompt=prompt, keys=row["key"][None], sampling=sampling)])
-    return _compared(name, row, again, length)
+    return _compared(name, rows, again)
 
 
 def _home(run: Run, writer: str) -> str:
@@ -235,17 +236,13 @@ def _home(run: Run, writer: str) -> str:
     return next(mount for mount, place in shared.items() if str(run.reader.folder(writer)).startswith(f"{place}/"))
 
 
-def _compared(name: str, row: Mapping[str, np.ndarray], again: Any, length: int) -> tuple[str, bool]:
-    """The verdict on one row made again."""
-    mask = trajectory.response_mask(np.array([length]), row["response_tokens"].shape[0])[0]
-    same = int(again.length[0]) == length and np.array_equal(again.tokens[0][mask], row["response_tokens"][mask])
-    if not same:
-        first = int((again.tokens[0] != row["response_tokens"]).argmax())
-        return (
-            f"{name} differs from token {first} on: {row['response_tokens'][first]} there, {again.tokens[0][first]} here",
-            False,
-        )
-    gap = float(np.abs(again.policy_logprobs[0] - row["policy_logprobs"])[mask].max(initial=0.0))
+def _compared(name: str, rows: trajectory.Rows, again: Any) -> tuple[str, bool]:
+    """The verdict on one row made again. Args: rows: the row as it is in the log, alone."""
+    there, here, length = trajectory.response_tokens(rows)[0], again.tokens[0], int(rows["response_length"][0])
+    if int(again.length[0]) != length or not np.array_equal(here[:length], there[:length]):
+        first = int((here != there).argmax())
+        return f"{name} differs from token {first} on: {there[first]} there, {here[first]} here", False
+    gap = float(np.abs(again.policy_logprobs - rows["policy_logprobs"])[0, :length].max(initial=0.0))
     return f"{name} is identical: {length} tokens; its log-probs differ by {gap:.2g} nats at most", True
 
 

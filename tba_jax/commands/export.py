@@ -84,7 +84,7 @@ def _read_run(run: layout.RunDir) -> "tuple[Any, Policy, Tokenizer]":
     """Config, policy and tokenizer of a run. Raises ValueError: config.json lacks what runs of this version write there."""
     from ml_collections import config_dict
 
-    from tba_jax.experiment import composition
+    from tba_jax.experiment.policy import policy_and_tokenizer
     from tba_jax.run import contract
 
     stored = contract.read(run)
@@ -92,7 +92,7 @@ def _read_run(run: layout.RunDir) -> "tuple[Any, Policy, Tokenizer]":
         raise ValueError(f"{run.config} is not that of a run of this version: it holds no config")
     config = config_dict.ConfigDict(stored["config"])
     try:
-        return config, *composition.policy_and_tokenizer(config)
+        return config, *policy_and_tokenizer(config)
     except (AttributeError, KeyError, TypeError) as error:  # a setting that is absent, unknown, or of another type
         reason = str(error).strip('"')  # ConfigDict quotes the name twice
         raise ValueError(

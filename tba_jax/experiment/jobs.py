@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tba_jax import sharding
-from tba_jax.experiment import composition, other_runs
+from tba_jax.experiment import composition, initial_policy, meshes, other_runs
 from tba_jax.replay.journal import read_lineage
 from tba_jax.rewards import models
 from tba_jax.roles import progress as progress_lib
@@ -52,7 +52,7 @@ def _check_devices(experiment: composition.Experiment, *roles: str) -> None:
     if experiment.config.model.attention == "cudnn" and jax.default_backend() != "gpu":
         raise ValueError(f"model.attention=cudnn needs an NVIDIA GPU; JAX found {jax.default_backend()}")
     for role in roles:
-        composition.check_devices(experiment, role=role, devices=len(jax.devices()))
+        meshes.check(experiment, role=role, devices=len(jax.devices()))
         models.check(experiment.task, role=role)
 
 
@@ -64,7 +64,7 @@ def _devices_of_searcher(config: Any) -> int:
 
 
 def _join(s: Settings, *, may_change_schedule: bool) -> None:
-    composition.check_initial_policy(s.experiment, s.run, init_from=s.init_from)
+    initial_policy.check(s.experiment, s.run, init_from=s.init_from)
     if may_change_schedule:
         other_runs.check_behavior_is_known(s.run, s.config)
     if may_change_schedule or not places.exists(s.run.config):
@@ -90,7 +90,7 @@ def _make_reference(s: Settings) -> None:
         log.info("warm start: step %d, loss %.3f", step, loss)
         writer.write(step, {"loss": loss})
 
-    composition.ensure_reference(s.experiment, s.run, report=record)
+    initial_policy.ensure(s.experiment, s.run, report=record)
     writer.close()
 
 
@@ -291,13 +291,13 @@ def _supervised(s: Settings) -> Job:
     placements = supervisor.place(s.config, cpus=cpus, gpus=gpus)
     for name, placement in placements.items():
         if placement.gpus:
-            composition.check_devices(s.experiment, role=name.split("-")[0], devices=len(placement.gpus))
+            meshes.check(s.experiment, role=name.split("-")[0], devices=len(placement.gpus))
     if not gpus:
         _refuse_one_tpu_for_all()
         _check_devices(s.experiment, *{name.split("-")[0] for name in placements} - {"searcher"})
         if s.config.searchers.count:
             # A searcher that is a process of its own splits the CPU as its setting says.
-            composition.check_devices(s.experiment, role="searcher", devices=_devices_of_searcher(s.config))
+            meshes.check(s.experiment, role="searcher", devices=_devices_of_searcher(s.config))
             models.check(s.experiment.task, role="searcher")
     EpochLease.refuse_if_held(s.run.journal)
     _join(s, may_change_schedule=True)

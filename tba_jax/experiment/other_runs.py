@@ -36,7 +36,7 @@ _OF_WEIGHTS = ("model", "tokenizer", "eos_id", "pad_id")
 
 
 def _read(workdir: str, *, setting: str) -> tuple[layout.RunDir, dict[str, Any]]:
-    """Another run and its config.json. Raises ValueError where there is none, or none of this version."""
+    """Another run and its config.json. Raises ValueError where there is none, or one of another version."""
     run = layout.open_run_dir(workdir)
     return run, contract_lib.read_run(run, called=f"{setting}: {workdir}")
 
@@ -67,19 +67,19 @@ def check_mounts(run: layout.RunDir, config: Any, contract: contract_lib.Contrac
         other, stored = _read(folder, setting="replay.mount")
         places.add(_identity(other))
         ours: dict[str, Any] = {k: v for k, v in contract.to_json().items() if k not in _FREE_OF_ROWS}
-        theirs: dict[str, Any] = {k: v for k, v in contract_lib.complete(stored["contract"]).items() if k not in _FREE_OF_ROWS}
+        theirs: dict[str, Any] = {k: v for k, v in stored["contract"].items() if k not in _FREE_OF_ROWS}
         rescored = other.rescored_commit(contract.reward_version)
         if places_lib.exists(rescored):
             parts = layout.read_json(rescored)["reward_parts"]
             theirs |= {"reward_version": contract.reward_version, "reward_parts": parts}
-        elif (kept := stored["config"]["replay"].get("retention", "all")) != "all":
+        elif (kept := stored["config"]["replay"]["retention"]) != "all":
             raise ValueError(
                 f"replay.mount: {folder} has replay.retention={kept}: its trainer may remove rows that this run still needs; "
                 "only runs with replay.retention=all can be mounted"
             )
         if own is None:  # this run will begin from the mounted run's reference policy
             ours |= {"model.path": config.model.path, "init_from": init_from}
-            theirs |= {"model.path": stored["config"]["model"]["path"], "init_from": stored.get("init_from", "")}
+            theirs |= {"model.path": stored["config"]["model"]["path"], "init_from": stored["init_from"]}
         if different := contract_lib.differences(theirs, ours):
             if any(name.startswith("reward_version:") for name in different):
                 different.append(f"python -m tba_jax rescore --workdir={folder} scores its rows again by the task as it is now")
@@ -177,12 +177,12 @@ def check_init_from(run: layout.RunDir, config: Any, contract: contract_lib.Cont
         )
     other, stored, step = _open_init_from(init_from)
     mine, theirs = contract.to_json(), stored["contract"]
-    if different := contract_lib.differences({k: theirs.get(k) for k in _OF_WEIGHTS}, {k: mine[k] for k in _OF_WEIGHTS}):
+    if different := contract_lib.differences({k: theirs[k] for k in _OF_WEIGHTS}, {k: mine[k] for k in _OF_WEIGHTS}):
         raise ValueError(f"--init_from={init_from} is of another model or tokenizer; " + "; ".join(different))
     steps = snapshots.committed_steps(other.policies)
     if step not in steps:
         raise ValueError(f"--init_from={init_from}: step {step} is not a snapshot of {other.shared}; {_listed(steps)}")
-    if theirs.get("lora") and _reference_id(other) is None:
+    if theirs["lora"] and _reference_id(other) is None:
         raise ValueError(f"--init_from={init_from}: {other.initial_reference} is gone, which the adapters belong to")
 
 
@@ -195,7 +195,7 @@ def _listed(steps: list[int]) -> str:
 def load_policy(init_from: str, policy: Policy, mesh: Mesh) -> Params:
     """Float32 weights of another run's policy at a step, adapters merged, in this run's sharding."""
     other, stored, step = _open_init_from(init_from)
-    lora = stored["contract"].get("lora") or {}
+    lora = stored["contract"]["lora"]
     theirs = Policy(model=policy.model, lora=LoraConfig(**(lora | {"targets": tuple(lora["targets"])})) if lora else None)
     trained = snapshots.load_step(other.policies, step, theirs.trained_specs, theirs.trained_shardings(mesh))
     if theirs.lora is None:
@@ -224,7 +224,7 @@ def take_optimizer(
       optimiser of the same shape. Its moments and their count are taken; schedules begin anew.
     """
     other, stored, step = _open_init_from(init_from)
-    if policy.lora is not None or stored["contract"].get("lora") or not other.checkpoints.is_dir():
+    if policy.lora is not None or stored["contract"]["lora"] or not other.checkpoints.is_dir():
         return False
     optimizers = make_optimizers(config)
     shapes = state_shapes(policy, optimizers, mesh)

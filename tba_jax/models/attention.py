@@ -104,7 +104,7 @@ def attend(
     Args:
       query: [B, T, N, H]; key, value: [B, T, G, H]. mask: bool[B, 1, T, T] (query, key), or None.
       kernel: "xla", "cudnn" (flash attention on NVIDIA GPUs), or "auto": cudnn where it can be used.
-      window: a query attends to at most this many tokens, the last of which is itself; 0: to all that mask and causality allow.
+      window: with causal attention, a query attends to at most this many tokens, the last of which is itself; 0: to all.
 
     Returns:
       [B, T, N, H]; softmax in float32.
@@ -112,9 +112,6 @@ def attend(
     fits = query.dtype in (jnp.bfloat16, jnp.float16) and query.shape[-1] % 8 == 0 and query.shape[-1] <= 128
     usable = kernel == "auto" and jax.default_backend() == "gpu" and fits
     implementation: Literal["xla", "cudnn"] = "cudnn" if kernel == "cudnn" or usable else "xla"
-    if window and mask is not None:  # cudnn has windows of causal attention alone
-        index = jnp.arange(query.shape[1])
-        mask, window = mask & (index[:, None] - index < window), 0
     local = (window - 1, 0) if window else None
     return jax.nn.dot_product_attention(
         query, key, value, mask=mask, is_causal=causal, local_window_size=local, implementation=implementation

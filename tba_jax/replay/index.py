@@ -6,9 +6,10 @@ calls of its journal draws the same batches.
 
 import array
 import collections
+import dataclasses
 import hashlib
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,175 +18,79 @@ from tba_jax.replay.eviction import DROPS, LowestReward
 from tba_jax.replay.near_duplicates import NearByEdits, NearByEmbedding
 from tba_jax.replay.reader import LogReader
 from tba_jax.replay.validation import REJECTIONS, validate_rows
-from tba_jax.trajectory import Rows, RowShape, check_rows, response_mask
+from tba_jax.replay.window import Identity, Window
+from tba_jax.trajectory import Rows, RowShape, check_rows, response, response_mask
 
 # Why a resident row left: an identical (or near) response arrived, its query was full, the window was full.
 EVICTIONS = ("duplicate", "query_capacity", "capacity")
 
 _EVICTED = {rule: f"evicted/{rule}" for rule in EVICTIONS}
 
-# What makes a response the same as another of its query.
-_Identity = int | bytes
-
-# (writer number, row) packed in one int64: 2^23 writers, 2^40 rows each.
-_ROW_BITS = 40
 # Stands for the whole window where a query number would stand for a query.
 _WINDOW = -1
 
 
-class ReplayIndex:
-    """Resident rows in slots, and their queries under query numbers. Freed numbers are reused, the lowest first.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What stays in the window.
 
-    Arrays over slots (views that end at the highest slot in use so far; a free slot has slot_query −1):
-      slot_query: int32      query number
-      slot_writer: int32     index into `writers`
-      slot_row: int64        sequence number within the writer
-      arrival: int64         how many rows were added before; −1 where the slot is free
-      visible_step: int64    trainer step at which the row became visible
-      row_step: int64        trainer step of the oldest weights that produced a token of the response
-      row_draws: int64       times the row was drawn
-      reward: float32        the column of the same name
-
-    Arrays over query numbers (0 resident rows where the number is free):
-      query_ids: uint64, query_rows: int64     resident rows
-      newest_arrival, newest_visible_step, newest_row_step: int64, of the query's newest row
-      query_draws: int64     batches that drew the query, counted from the minimum of all queries at the last batch before
-                             it came: a late query joins the running round and does not catch up with the earlier ones
-      recent_draws: int64    batches that drew the query since the last row that came and stayed
+    capacity: resident rows in total (replay.capacity). capacity_per_query: of one query (a task setting).
+    merge_duplicates: an identical response to a query replaces the older one; otherwise both stay, and frequent responses weigh
+      more in what is drawn.
+    merge_edit_distance: a response replaces the nearest older one of its query also where the edit distance over tokens is at
+      most this share of the longer of the two; 0 = identical responses only.
+    merge_cosine_distance: likewise where the cosine distance of their embeddings is at most this; one of the two settings.
+    drop: one of DROPS, what leaves a full query and a full window. Under lowest_reward that may be the new row.
     """
 
-    def __init__(
-        self,
-        *,
-        shape: RowShape,
-        capacity: int,
-        capacity_per_query: int,
-        vocab_size: int,
-        merge_duplicates: bool = True,
-        merge_edit_distance: float = 0.0,
-        merge_cosine_distance: float = 0.0,
-        drop: str = "oldest",
-    ):
-        """
-        Args:
-          capacity: resident rows in total (replay.capacity). capacity_per_query: of one query (a task setting).
-          merge_duplicates: an identical response to a query replaces the older one; otherwise both stay, and frequent
-            responses weigh more in what is drawn.
-          merge_edit_distance: a response replaces the nearest older one of its query also where the edit distance over
-            tokens is at most this share of the longer of the two; 0 = identical responses only.
-          merge_cosine_distance: likewise where the cosine distance of their embeddings is at most this; one of the two settings.
-          drop: one of DROPS, what leaves a full query and a full window. Under lowest_reward that may be the new row.
-        """
-        for name, value in (("capacity", capacity), ("capacity_per_query", capacity_per_query), ("vocab_size", vocab_size)):
-            if value < 1:
+    capacity: int
+    capacity_per_query: int
+    merge_duplicates: bool = True
+    merge_edit_distance: float = 0.0
+    merge_cosine_distance: float = 0.0
+    drop: str = "oldest"
+
+    def __post_init__(self) -> None:
+        for name in ("capacity", "capacity_per_query"):
+            if (value := getattr(self, name)) < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
-        if drop not in DROPS:
-            raise ValueError(f"drop={drop!r} is not one of {DROPS}")
-        if (merge_edit_distance or merge_cosine_distance) and not merge_duplicates:
-            raise ValueError(f"{merge_edit_distance=} and {merge_cosine_distance=} need merge_duplicates=true")
-        if merge_edit_distance and merge_cosine_distance:
-            raise ValueError(f"{merge_edit_distance=} and {merge_cosine_distance=} exclude each other")
-        self.shape, self.capacity, self.capacity_per_query, self.vocab_size = shape, capacity, capacity_per_query, vocab_size
-        self.writers: list[str] = []
+        if self.drop not in DROPS:
+            raise ValueError(f"drop={self.drop!r} is not one of {DROPS}")
+        near = f"merge_edit_distance={self.merge_edit_distance} and merge_cosine_distance={self.merge_cosine_distance}"
+        if (self.merge_edit_distance or self.merge_cosine_distance) and not self.merge_duplicates:
+            raise ValueError(f"{near} need merge_duplicates=true")
+        if self.merge_edit_distance and self.merge_cosine_distance:
+            raise ValueError(f"{near} exclude each other")
+
+    def near(self, shape: RowShape, vocab_size: int) -> NearByEdits | NearByEmbedding | None:
+        """What finds the response nearest to another one; None where only identical responses are merged."""
+        slots = self.capacity + 1
+        if self.merge_edit_distance:
+            return NearByEdits(slots=slots, share=self.merge_edit_distance, vocab_size=vocab_size)
+        if self.merge_cosine_distance:
+            return NearByEmbedding(slots=slots, distance=self.merge_cosine_distance, embedding_size=shape.embedding_size)
+        return None
+
+
+class ReplayIndex(Window):
+    """A window that integrates rows: which response replaces which, and what leaves when a query or the window is full."""
+
+    def __init__(self, *, shape: RowShape, vocab_size: int, **rules: Any):
+        """Args: rules: fields of Rules."""
+        if vocab_size < 1:
+            raise ValueError(f"vocab_size={vocab_size} must be at least 1")
+        self.rules = Rules(**rules)
+        super().__init__(shape, self.rules.capacity)
+        self.shape, self.vocab_size = shape, vocab_size
         self.heads: dict[str, int] = {}
-        self.merge_duplicates, self.drop = merge_duplicates, drop
-        self.merge_edit_distance, self.merge_cosine_distance = merge_edit_distance, merge_cosine_distance
-        # One slot more than the capacity: a row goes in before the one it displaces goes out.
-        slots = capacity + 1
-        self._columns = {name: np.zeros((slots, *row), dtype) for name, (dtype, row) in shape.columns().items()}
-        self._slot_query = np.full(slots, -1, np.int32)
-        self._slot_writer = np.zeros(slots, np.int32)
-        self._arrival = np.full(slots, -1, np.int64)
-        self._visible_step, self._row_step, self._row_draws = (np.zeros(slots, np.int64) for _ in range(3))
-        self._query_ids = np.zeros(slots, np.uint64)
-        self._query_rows, self._query_draws, self._recent_draws = (np.zeros(slots, np.int64) for _ in range(3))
-        self._newest_slot = np.zeros(slots, np.int64)
-        self._free_slots, self._free_queries = list(range(slots)), list(range(slots))
-        self._slot_top = self._query_top = 0
         self._next_arrival = 0
-        # The fewest draws of any query as of the last batch: where a new query begins.
-        self._round = 0
-        # Both ordered by arrival. Resident slot -> (query id, identity, its writer's counts); query id -> identity -> slot.
-        self._order: collections.OrderedDict[int, tuple[int, _Identity, collections.Counter[str]]] = collections.OrderedDict()
-        self._groups: dict[int, collections.OrderedDict[_Identity, int]] = {}
-        self._query_number: dict[int, int] = {}
-        # Query number -> its slots in no order (int32); slot -> its place there.
-        self._members: dict[int, array.array[int]] = {}
-        self._place = array.array("i", bytes(4 * slots))
         # Only filled under drop=lowest_reward: by query number, and of the window.
         self._lowest: collections.defaultdict[int, LowestReward] = collections.defaultdict(LowestReward)
-        self._near: NearByEdits | NearByEmbedding | None = None
-        if merge_edit_distance:
-            self._near = NearByEdits(slots=slots, share=merge_edit_distance, vocab_size=vocab_size)
-        if merge_cosine_distance:
-            self._near = NearByEmbedding(slots=slots, distance=merge_cosine_distance, embedding_size=shape.embedding_size)
+        self._near = self.rules.near(shape, vocab_size)
         # Per writer, in the order of `writers`.
         self._counts: list[collections.Counter[str]] = []
         # (writer, reason) -> the first row that was rejected since this object was made: for reports, not part of the state.
         self.rejected_first: dict[tuple[str, str], int] = {}
-
-    def __len__(self) -> int:
-        return len(self._order)
-
-    @property
-    def slot_query(self) -> np.ndarray:
-        return self._slot_query[: self._slot_top]
-
-    @property
-    def slot_writer(self) -> np.ndarray:
-        return self._slot_writer[: self._slot_top]
-
-    @property
-    def slot_row(self) -> np.ndarray:
-        return self._columns["row"][: self._slot_top]
-
-    @property
-    def arrival(self) -> np.ndarray:
-        return self._arrival[: self._slot_top]
-
-    @property
-    def visible_step(self) -> np.ndarray:
-        return self._visible_step[: self._slot_top]
-
-    @property
-    def row_step(self) -> np.ndarray:
-        return self._row_step[: self._slot_top]
-
-    @property
-    def row_draws(self) -> np.ndarray:
-        return self._row_draws[: self._slot_top]
-
-    @property
-    def reward(self) -> np.ndarray:
-        return self._columns["reward"][: self._slot_top]
-
-    @property
-    def query_ids(self) -> np.ndarray:
-        return self._query_ids[: self._query_top]
-
-    @property
-    def query_rows(self) -> np.ndarray:
-        return self._query_rows[: self._query_top]
-
-    @property
-    def query_draws(self) -> np.ndarray:
-        return self._query_draws[: self._query_top]
-
-    @property
-    def recent_draws(self) -> np.ndarray:
-        return self._recent_draws[: self._query_top]
-
-    @property
-    def newest_arrival(self) -> np.ndarray:
-        return self._arrival[self._newest_slot[: self._query_top]]
-
-    @property
-    def newest_visible_step(self) -> np.ndarray:
-        return self._visible_step[self._newest_slot[: self._query_top]]
-
-    @property
-    def newest_row_step(self) -> np.ndarray:
-        return self._row_step[self._newest_slot[: self._query_top]]
 
     def add(self, writer: str, rows: Rows, *, step: int, own: bool = True) -> None:
         """Integrates rows of one writer's log, in order, as visible from trainer step `step` on.
@@ -212,20 +117,13 @@ class ReplayIndex:
         counts = self._counts[number]
         counts["seen"] += count
 
-        reasons = validate_rows(rows, vocab_size=self.vocab_size)
-        for reason, at in zip(*np.unique(reasons[reasons > 0], return_index=True), strict=True):
-            row = first + int(np.flatnonzero(reasons > 0)[at])
-            self.rejected_first.setdefault((writer, REJECTIONS[reason]), row)
-        for reason in reasons[reasons > 0].tolist():
-            counts[f"rejected/{REJECTIONS[reason]}"] += 1
-        valid = np.flatnonzero(reasons == 0)
+        valid = self._valid(writer, rows, counts)
         if not len(valid):
             return
         row_steps = _row_steps(rows) if own else np.zeros(count, np.int64)
         arrivals = range(self._next_arrival, self._next_arrival + len(valid))
         self._next_arrival = arrivals.stop
-        query_ids, lengths = rows["query_id"].tolist(), rows["response_length"].tolist()
-        rewards = rows["reward"].tolist()
+        query_ids, rewards = rows["query_id"].tolist(), rows["reward"].tolist()
         # The row that was put into a slot last; what a free slot holds does not matter.
         row_in: dict[int, int] = {}
         for arrival, row in zip(arrivals, valid.tolist(), strict=True):
@@ -234,13 +132,22 @@ class ReplayIndex:
             row_in[slot] = row
             if self._near is not None:
                 self._near.put(slot, rows, row)
-            identity = self._identity(rows["response_tokens"][row], lengths[row], arrival)
+            identity = self._identity(rows, row, arrival)
             self._insert(slot, query_ids[row], identity, rewards[row], counts)
         self._slot_top = max(self._slot_top, max(row_in) + 1)
         slots, put = np.fromiter(row_in.keys(), np.int64), np.fromiter(row_in.values(), np.int64)
         self._slot_writer[slots], self._visible_step[slots], self._row_step[slots] = number, step, row_steps[put]
         for name, column in self._columns.items():
             column[slots] = rows[name][put]
+
+    def _valid(self, writer: str, rows: Rows, counts: collections.Counter[str]) -> np.ndarray:
+        """int64[n], which rows are valid, ascending; the others are counted, by reason."""
+        reasons = validate_rows(rows, vocab_size=self.vocab_size)
+        for i in np.flatnonzero(reasons).tolist():
+            reason = REJECTIONS[reasons[i]]
+            self.rejected_first.setdefault((writer, reason), int(rows["row"][i]))
+            counts[f"rejected/{reason}"] += 1
+        return np.flatnonzero(reasons == 0)
 
     def skip(self, writer: str, start: int, stop: int, *, expired: bool) -> None:
         """Counts committed rows [start, stop) of a writer that cannot be read: removed by retention (expired), or damaged."""
@@ -254,11 +161,11 @@ class ReplayIndex:
             self._counts.append(collections.Counter())
             self.heads[writer] = 0
 
-    def _identity(self, response_tokens: np.ndarray, length: int, arrival: int) -> _Identity:
-        """Equal for responses to a query of which one is kept."""
-        return _digest(response_tokens[:length]) if self.merge_duplicates else arrival
+    def _identity(self, rows: Rows, i: int, arrival: int) -> Identity:
+        """Equal for responses to a query of which one is kept. Args: i: the row's place in `rows`."""
+        return _digest(response(rows, i)) if self.rules.merge_duplicates else arrival
 
-    def _insert(self, slot: int, query_id: int, identity: _Identity, reward: float, counts: collections.Counter[str]) -> None:
+    def _insert(self, slot: int, query_id: int, identity: Identity, reward: float, counts: collections.Counter[str]) -> None:
         number = self._query_number.get(query_id)
         if number is None:
             number = self._open_query(heapq.heappop(self._free_queries), query_id)
@@ -271,9 +178,9 @@ class ReplayIndex:
         self._enter(slot, query_id, identity, reward, counts)
         if replaced is not None:
             self._evict(replaced, "duplicate")
-        elif len(group) > self.capacity_per_query:
+        elif len(group) > self.rules.capacity_per_query:
             self._evict(self._leaving(group.values(), number), "query_capacity")
-        if len(self._order) > self.capacity:
+        if len(self._order) > self.rules.capacity:
             self._evict(self._leaving(self._order, _WINDOW), "capacity")
         if slot in self._order:
             self._recent_draws[number] = 0
@@ -288,7 +195,7 @@ class ReplayIndex:
         self._query_draws[number], self._recent_draws[number] = self._round, 0
         return number
 
-    def _enter(self, slot: int, query_id: int, identity: _Identity, reward: float, counts: collections.Counter[str]) -> None:
+    def _enter(self, slot: int, query_id: int, identity: Identity, reward: float, counts: collections.Counter[str]) -> None:
         """Makes the row in `slot` resident, the newest of its query."""
         number, group = self._query_number[query_id], self._groups[query_id]
         group[identity] = slot
@@ -299,13 +206,13 @@ class ReplayIndex:
         members = self._members[number]
         self._place[slot] = len(members)
         members.append(slot)
-        if self.drop == "lowest_reward":
+        if self.rules.drop == "lowest_reward":
             for key in (number, _WINDOW):
                 self._lowest[key].put(reward, slot, self._arrival)
 
     def _leaving(self, by_arrival: Iterable[int], key: int) -> int:
         """The slot that leaves next, of a query (key: its number) or the window, whose slots are given by arrival."""
-        return next(iter(by_arrival)) if self.drop == "oldest" else self._lowest[key].slot(self._arrival)
+        return next(iter(by_arrival)) if self.rules.drop == "oldest" else self._lowest[key].slot(self._arrival)
 
     def _evict(self, slot: int, rule: str) -> None:
         query_id, identity, counts = self._order.pop(slot)
@@ -330,56 +237,6 @@ class ReplayIndex:
             heapq.heappush(self._free_queries, number)
         elif self._newest_slot[number] == slot:
             self._newest_slot[number] = next(reversed(group.values()))
-
-    def rows_of(self, queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """All rows of some queries; the cost grows with their rows, not with the window.
-
-        Args: queries: int[Q], numbers of queries with rows, Q >= 1.
-
-        Returns:
-          slots int64[n], ascending within a query; group int64[n], the position in `queries` of each.
-        """
-        parts = [self._slots_of_query(number) for number in queries.tolist()]
-        return np.concatenate(parts).astype(np.int64), np.repeat(np.arange(len(parts)), [len(part) for part in parts])
-
-    def _slots_of_query(self, number: int) -> np.ndarray:
-        members = self._members[number]
-        # Where a query has much of the window, looking through the window is faster than sorting.
-        if 16 * len(members) > self._slot_top:
-            return np.flatnonzero(self.slot_query == number)
-        return np.sort(np.frombuffer(members, np.int32))
-
-    def mark_drawn(self, slots: np.ndarray) -> None:
-        """Counts one batch: every appearance of a row, and every query once. The same in live operation and replay.
-
-        Args: slots: int[B], of resident rows, B >= 1.
-        """
-        np.add.at(self._row_draws, slots, 1)
-        queries = np.unique(self._slot_query[slots])
-        self._query_draws[queries] += 1
-        self._recent_draws[queries] += 1
-        self._round = int(self.query_draws[self.query_rows > 0].min(initial=np.iinfo(np.int64).max))
-
-    def gather(self, slots: np.ndarray) -> Rows:
-        """Copies of the rows in `slots` (int[B]), in that order."""
-        return {name: column[slots] for name, column in self._columns.items()}
-
-    def ids(self, slots: np.ndarray) -> list[tuple[str, int]]:
-        """(writer, row) of the rows in `slots`."""
-        writers, rows = self._slot_writer[slots].tolist(), self._columns["row"][slots].tolist()
-        return [(self.writers[writer], row) for writer, row in zip(writers, rows, strict=True)]
-
-    def slots_of(self, ids: Sequence[tuple[str, int]]) -> np.ndarray:
-        """int64[len(ids)], the slot of each (writer, row); −1 where the row is not resident. Costs a sort of the window."""
-        numbers = {writer: number for number, writer in enumerate(self.writers)}
-        wanted = np.array([numbers.get(writer, -1) << _ROW_BITS | row for writer, row in ids], np.int64)
-        resident = np.flatnonzero(self.slot_query >= 0)
-        keys = self.slot_writer[resident].astype(np.int64) << _ROW_BITS | self.slot_row[resident]
-        if not len(resident):
-            return np.full(len(ids), -1, np.int64)
-        order = np.argsort(keys)
-        found = order[np.minimum(np.searchsorted(keys, wanted, sorter=order), len(order) - 1)]
-        return np.where(keys[found] == wanted, resident[found], -1)
 
     def ledger(self) -> dict[str, dict[str, Any]]:
         """Per writer: seen, resident, evicted by rule, rejected by reason, evicted_untrained (by a capacity, never drawn); not
@@ -406,12 +263,7 @@ class ReplayIndex:
         slots = np.array(list(self._order), np.int64)
         queries = np.unique(self._slot_query[slots])
         return {
-            "capacity": self.capacity,
-            "capacity_per_query": self.capacity_per_query,
-            "merge_duplicates": self.merge_duplicates,
-            "merge_edit_distance": self.merge_edit_distance,
-            "merge_cosine_distance": self.merge_cosine_distance,
-            "drop": self.drop,
+            "rules": dataclasses.asdict(self.rules),
             "vocab_size": self.vocab_size,
             "writers": self.writers.copy(),
             "heads": self.heads.copy(),
@@ -438,16 +290,7 @@ class ReplayIndex:
         Raises:
           LogCorruption: a resident row cannot be read back. ValueError: it is no longer in the log.
         """
-        index = cls(
-            shape=reader.shape,
-            capacity=state["capacity"],
-            capacity_per_query=state["capacity_per_query"],
-            merge_duplicates=state["merge_duplicates"],
-            merge_edit_distance=state["merge_edit_distance"],
-            merge_cosine_distance=state["merge_cosine_distance"],
-            drop=state["drop"],
-            vocab_size=state["vocab_size"],
-        )
+        index = cls(shape=reader.shape, vocab_size=state["vocab_size"], **state["rules"])
         index.writers, index.heads = list(state["writers"]), dict(state["heads"])
         index._counts = [collections.Counter(counts) for counts in state["counts"]]
         index._next_arrival, index._round = state["next_arrival"], state["round"]
@@ -461,7 +304,7 @@ class ReplayIndex:
         index._row_draws[slots] = state["row_draws"]
         own = {number: reader.is_own(index.writers[number]) for number in set(state["writer"])}
         index._row_step[slots] = np.where([own[number] for number in state["writer"]], _row_steps(rows), 0)
-        query_ids, lengths, rewards = (rows[name].tolist() for name in ("query_id", "response_length", "reward"))
+        query_ids, rewards = rows["query_id"].tolist(), rows["reward"].tolist()
         for query_id, number in dict(zip(query_ids, state["query"], strict=True)).items():
             index._open_query(number, query_id)
         index._query_draws[queries] = state["query_draws"]
@@ -469,11 +312,11 @@ class ReplayIndex:
         for i, slot in enumerate(state["slot"]):
             if index._near is not None:
                 index._near.put(slot, rows, i)
-            identity = index._identity(rows["response_tokens"][i], lengths[i], state["arrival"][i])
+            identity = index._identity(rows, i, state["arrival"][i])
             index._enter(slot, query_ids[i], identity, rewards[i], index._counts[state["writer"][i]])
         # Sorted lists are heaps, so the lowest free number comes first as before.
-        index._free_slots = np.setdiff1d(np.arange(index.capacity + 1), slots).tolist()
-        index._free_queries = np.setdiff1d(np.arange(index.capacity + 1), queries).tolist()
+        index._free_slots = np.setdiff1d(np.arange(index.rules.capacity + 1), slots).tolist()
+        index._free_queries = np.setdiff1d(np.arange(index.rules.capacity + 1), queries).tolist()
         index._slot_top = int(slots.max(initial=-1)) + 1
         return index
 
@@ -485,6 +328,6 @@ def _row_steps(rows: Rows) -> np.ndarray:
     return np.where(mask.any(axis=1), oldest, -1)
 
 
-def _digest(response_tokens: np.ndarray) -> bytes:
-    """128 bits that stand for a response's real tokens: equal digests are taken as equal responses."""
-    return hashlib.blake2b(response_tokens.tobytes(), digest_size=16).digest()
+def _digest(tokens: np.ndarray) -> bytes:
+    """128 bits that stand for a response's tokens: equal digests are taken as equal responses."""
+    return hashlib.blake2b(tokens.tobytes(), digest_size=16).digest()

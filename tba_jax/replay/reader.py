@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,12 @@ import numpy as np
 
 from tba_jax.replay.expiry import EXPIRED, RowsExpired, expired_segments
 from tba_jax.replay.log import REGISTER, WRITER_NAME, registration
-from tba_jax.replay.segment import LogSchema, Segment, manifest, segment_name
+from tba_jax.replay.segment import LogSchema, Segment, last_segment, manifest, segment_name, segments_in
 from tba_jax.run import layout
 from tba_jax.run import places as places_lib
 from tba_jax.run.places import STORAGE_ERRORS, Place
 from tba_jax.trajectory import Rows, RowShape
 
-_SEGMENT_NAME = re.compile(r"\d{6}")
 # Below a committed head these mean storage that lags, never the absence of rows; anything else is damage. The last two
 # are a data file that is not there yet: the database reads it as empty, and the checksum or the metadata parser refuses.
 _LAGGING = re.compile(
@@ -184,7 +183,7 @@ class LogReader:
             if difference := schema.difference(self.shape):
                 raise ValueError(f"its rows have another schema: {difference}")
             first = max(self._expired[root][1].get(writer, ()), default=-1) + 1
-            last = _last_segment(root / writer, first)
+            last = last_segment(root / writer, first)
         except OSError as error:  # storage may recover
             return f"{file} is ignored: {error}"
         except (ValueError, TypeError, KeyError) as error:
@@ -229,7 +228,7 @@ class LogReader:
                 followed.go_to(first)
             if followed.rows < followed.stop:
                 found[writer] = manifest(followed.folder, followed.segment), followed.version
-            elif isinstance(followed.folder, places_lib.Bucket) or followed.segment + 1 in _segments_in(followed.folder):
+            elif isinstance(followed.folder, places_lib.Bucket) or followed.segment + 1 in segments_in(followed.folder):
                 found[writer] = manifest(followed.folder, followed.segment + 1), b""
         return found
 
@@ -369,29 +368,6 @@ class LogReader:
         if not np.array_equal(rows["row"], np.arange(start, stop)):
             raise LogCorruption(writer, start, stop, f"the column row says {rows['row'].tolist()[:4]}…")
         return rows
-
-
-def _segments_in(folder: Path) -> set[int]:
-    """Numbers of the segments in a writer's local folder. Lists the folder: never trusts a negative lookup of one name."""
-    return {int(name) for name in places_lib.names_in(folder) if _SEGMENT_NAME.fullmatch(name)}
-
-
-def _last_segment(folder: Place, first: int) -> int:
-    """The last segment of a log, or `first` if there is none. All segments from `first` on are there."""
-    if isinstance(folder, Path):
-        return max(_segments_in(folder), default=first)
-    return _last(lambda number: places_lib.exists(manifest(folder, number)), first)
-
-
-def _last(exists: Callable[[int], bool], first: int) -> int:
-    """The last of the consecutive numbers from `first` on that exist, by a search that doubles and then halves its step."""
-    last, step = first, 1
-    while exists(last + step):
-        last, step = last + step, 2 * step
-    while step > 1:
-        step //= 2
-        last += step if exists(last + step) else 0
-    return last
 
 
 def _as_slice(numbers: np.ndarray) -> slice | np.ndarray:

@@ -9,7 +9,9 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -207,3 +209,29 @@ def segment_name(number: int) -> str:
 def manifest(log: Place, number: int) -> Place:
     """The file that every commit to a segment of this log rewrites; a segment exists once it is there."""
     return log / segment_name(number) / _MANIFEST
+
+
+_SEGMENT_NAME = re.compile(r"\d{6}")
+
+
+def segments_in(folder: Path) -> set[int]:
+    """Numbers of the segments in a writer's local folder. Lists the folder: never trusts a negative lookup of one name."""
+    return {int(name) for name in places.names_in(folder) if _SEGMENT_NAME.fullmatch(name)}
+
+
+def last_segment(folder: Place, first: int) -> int:
+    """The last segment of a log, or `first` if there is none. All segments from `first` on are there."""
+    if isinstance(folder, Path):
+        return max(segments_in(folder), default=first)
+    return _last(lambda number: places.exists(manifest(folder, number)), first)
+
+
+def _last(exists: Callable[[int], bool], first: int) -> int:
+    """The last of the consecutive numbers from `first` on that exist, by a search that doubles and then halves its step."""
+    last, step = first, 1
+    while exists(last + step):
+        last, step = last + step, 2 * step
+    while step > 1:
+        step //= 2
+        last += step if exists(last + step) else 0
+    return last

@@ -4,6 +4,7 @@ With probability m a position of the batch takes a query of the recent pool and 
 takes any query and weighs its responses by a strategy. Queries are drawn without replacement: the least drawn first.
 """
 
+import dataclasses
 from collections.abc import Callable
 
 import numpy as np
@@ -28,80 +29,88 @@ STRATEGIES: dict[str, Callable[[np.ndarray, float], np.ndarray]] = {"softmax": _
 _LARGE_GROUP = 2048
 
 
-def draw_batch(
-    index: ReplayIndex,
-    *,
-    rng: np.random.Generator,
-    step: int,
-    queries: int,
-    completions: int,
-    recent_probability: float,
-    recent_window: int,
-    strategy: str,
-    inverse_temperature: float,
-    max_draws_per_row: int = 0,
-    max_staleness: int = 0,
-) -> np.ndarray | None:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Selection:
+    """How a batch is drawn.
+
+    queries, completions: Q, K.
+    recent_probability: m, the probability that a position draws from the recent pool.
+    recent_window: trainer steps for which a row counts as recent after it became visible.
+    strategy: a key of STRATEGIES, for the responses of positions outside the recent pool.
+    inverse_temperature: of the softmax strategy.
+    max_draws_per_row: a row drawn as often is not eligible (0 = off).
+    max_staleness: a row whose oldest weights are more trainer steps old is not eligible (0 = off).
+    """
+
+    queries: int
+    completions: int
+    recent_probability: float
+    recent_window: int
+    strategy: str
+    inverse_temperature: float
+    max_draws_per_row: int = 0
+    max_staleness: int = 0
+
+    def __post_init__(self) -> None:
+        if self.strategy not in STRATEGIES:
+            raise ValueError(f"strategy={self.strategy!r} is not one of {sorted(STRATEGIES)}")
+        if not 0 <= self.recent_probability <= 1:
+            raise ValueError(f"recent_probability={self.recent_probability} must be within [0, 1]")
+        at_least = {"queries": 1, "completions": 1, "recent_window": 0, "max_draws_per_row": 0, "max_staleness": 0}
+        for name, least in at_least.items():
+            if (value := getattr(self, name)) < least:
+                raise ValueError(f"{name}={value} must be at least {least}")
+
+
+def draw_batch(index: ReplayIndex, selection: Selection, *, rng: np.random.Generator, step: int) -> np.ndarray | None:
     """Draws Q distinct queries with K responses each. Changes nothing but `rng`: see `ReplayIndex.mark_drawn`.
 
-    Args:
-      step: the trainer step that will train on the batch.
-      queries, completions: Q, K.
-      recent_probability: m, the probability that a position draws from the recent pool.
-      recent_window: trainer steps for which a row counts as recent after it became visible.
-      strategy: a key of STRATEGIES, for the responses of positions outside the recent pool.
-      inverse_temperature: of the softmax strategy.
-      max_draws_per_row: a row drawn as often is not eligible (0 = off).
-      max_staleness: a row whose oldest weights are more trainer steps old is not eligible (0 = off).
+    Args: step: the trainer step that will train on the batch.
 
     Returns:
       int64[Q·K] slots, the K of a query consecutive, or None while fewer than Q queries have an eligible row (K of
       them under max_draws_per_row). A query with fewer than K eligible rows repeats them evenly; no row repeats otherwise.
-
-    Raises:
-      ValueError: a setting outside its range, by name.
     """
-    Q, K = queries, completions
-    if strategy not in STRATEGIES:
-        raise ValueError(f"strategy={strategy!r} is not one of {sorted(STRATEGIES)}")
-    if not 0 <= recent_probability <= 1 or min(Q, K) < 1 or min(recent_window, max_draws_per_row, max_staleness) < 0:
-        raise ValueError(
-            f"queries={Q} and completions={K} must be at least 1, recent_probability={recent_probability} within [0, 1], "
-            f"recent_window={recent_window}, max_draws_per_row={max_draws_per_row}, max_staleness={max_staleness} at least 0"
-        )
-    spent = _spent(index, step, max_draws_per_row, max_staleness)
+    Q, K = selection.queries, selection.completions
+    spent = _spent(index, step, selection.max_draws_per_row, selection.max_staleness)
     rows_of = index.query_rows
     if spent is not None:
         rows_of = rows_of - np.bincount(index.slot_query[np.flatnonzero(spent)], minlength=len(rows_of))
     # Repeating a query's few rows would draw them past their limit: such a query waits for fresh ones.
-    live = np.flatnonzero(rows_of >= (K if max_draws_per_row else 1))
+    live = np.flatnonzero(rows_of >= (K if selection.max_draws_per_row else 1))
     if len(live) < Q:
         return None
+    from_recent, oldest = rng.random(Q) < selection.recent_probability, step - selection.recent_window + 1
+    slots, group = index.rows_of(_choose_queries(index, live, from_recent, rng, oldest=oldest))
+    if spent is not None:
+        fresh = ~spent[slots]
+        slots, group = slots[fresh], group[fresh]
+    recent = np.flatnonzero(from_recent[group])
+    inside = index.visible_step[slots[recent]] >= oldest
+    older = recent[~newest_rows(group[recent], index.arrival[slots[recent]], inside, Q=Q, minimum=K)]
+    slots, group = np.delete(slots, older), np.delete(group, older)
+    log_weights = STRATEGIES[selection.strategy](index.reward[slots].astype(np.float64), selection.inverse_temperature)
+    log_weights[from_recent[group]] = 0.0
+    return slots[draw_within_groups(group, log_weights, rng, Q=Q, K=K)].reshape(-1)
 
-    from_recent = rng.random(Q) < recent_probability
-    oldest_visible = step - recent_window + 1
-    chosen = np.empty(Q, np.int64)
-    others = np.ones(len(live), bool)
+
+def _choose_queries(
+    index: ReplayIndex, live: np.ndarray, from_recent: np.ndarray, rng: np.random.Generator, *, oldest: int
+) -> np.ndarray:
+    """int64[Q]: distinct queries among `live`, the least drawn first; of the recent pool where `from_recent` (bool[Q]) says so.
+
+    Args: oldest: the trainer step from which on a row that became visible counts as recent.
+    """
+    Q, chosen, others = len(from_recent), np.empty(len(from_recent), np.int64), np.ones(len(live), bool)
     if from_recent.any():
         newest = index.newest_visible_step[live], index.newest_row_step[live], index.newest_arrival[live]
-        pool = recent_pool(*newest, oldest=oldest_visible, minimum=Q)
+        pool = recent_pool(*newest, oldest=oldest, minimum=Q)
         recents = pool[least_drawn(index.recent_draws[live[pool]], int(from_recent.sum()), rng)]
         chosen[from_recent] = live[recents]
         others[recents] = False
     rest = live[others]
     chosen[~from_recent] = rest[least_drawn(index.query_draws[rest], Q - int(from_recent.sum()), rng)]
-
-    slots, group = index.rows_of(chosen)
-    if spent is not None:
-        fresh = ~spent[slots]
-        slots, group = slots[fresh], group[fresh]
-    recent = np.flatnonzero(from_recent[group])
-    inside = index.visible_step[slots[recent]] >= oldest_visible
-    older = recent[~newest_rows(group[recent], index.arrival[slots[recent]], inside, Q=Q, minimum=K)]
-    slots, group = np.delete(slots, older), np.delete(group, older)
-    log_weights = STRATEGIES[strategy](index.reward[slots].astype(np.float64), inverse_temperature)
-    log_weights[from_recent[group]] = 0.0
-    return slots[draw_within_groups(group, log_weights, rng, Q=Q, K=K)].reshape(-1)
+    return chosen
 
 
 def _spent(index: ReplayIndex, step: int, max_draws_per_row: int, max_staleness: int) -> np.ndarray | None:

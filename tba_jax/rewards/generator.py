@@ -18,7 +18,7 @@ from tba_jax.models import decoder, scoring
 from tba_jax.models.hugging_face import load as load_lib
 from tba_jax.rewards import language_model
 from tba_jax.text import stop_strings
-from tba_jax.text.templates import Surroundings
+from tba_jax.text.templates import PromptTemplate
 from tba_jax.text.tokenizers import HuggingFaceTokenizer
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class TextGenerator:
                 f"{setting}prompt_length={prompt_length} + {setting}reply_length={reply_length} exceed the {model.max_positions} "
                 f"positions of {called}"
             )
-        self._surroundings = Surroundings(
+        self._template = PromptTemplate(
             tokenizer,
             template,
             fields=("attack",),
@@ -117,7 +117,7 @@ class TextGenerator:
     def __call__(self, texts: Sequence[str], seed: int) -> list[str]:
         """`samples` replies to the first text, then those to the second: samples · len(texts) texts without special tokens."""
         asked = list(dict.fromkeys(texts))
-        prompts, cut = self._surroundings.encode([(text,) for text in asked])
+        prompts, cut = self._template.encode([(text,) for text in asked])
         requests = [
             Request(name=repr(text[:60]), prompt=prompt, keys=_keys(seed, text, self._samples), sampling=self._sampling)
             for text, prompt in zip(asked, prompts, strict=True)

@@ -15,7 +15,7 @@ from tba_jax.models import decoder, parameters
 from tba_jax.models.decoder import Decoder
 from tba_jax.models.hugging_face import load as load_lib
 from tba_jax.rewards import language_model, passes
-from tba_jax.text.templates import Surroundings
+from tba_jax.text.templates import PromptTemplate
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class UnsafeTokenScorer:
                 f"{setting}label={token!r} must be the text of one token of {called}, and is that of {len(found)}; a space "
                 "before a word is part of its token"
             )
-        self._surroundings = Surroundings(
+        self._template = PromptTemplate(
             tokenizer,
             template,
             fields=("attack", "reply"),
@@ -93,7 +93,7 @@ class UnsafeTokenScorer:
 
     def __call__(self, attacks: Sequence[str], replies: Sequence[str]) -> np.ndarray:
         """float32[n], nats: log-probability of the verdict on reply i to attack i, over the whole vocabulary."""
-        encoded, cut = self._surroundings.encode(list(zip(attacks, replies, strict=True)))
+        encoded, cut = self._template.encode(list(zip(attacks, replies, strict=True)))
         if not encoded:
             return np.zeros(0, np.float32)
         with self._lock:

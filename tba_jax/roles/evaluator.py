@@ -80,7 +80,11 @@ class Evaluator:
             else None,
         )
         self._score = scoring.scorer(
-            self._mesh, graphdef=policy.base.graphdef, space=space, logit_megabytes=config.evaluation.logit_megabytes
+            self._mesh,
+            graphdef=policy.base.graphdef,
+            R=contract.response_length,
+            space=space,
+            logit_megabytes=config.evaluation.logit_megabytes,
         )
         self._for_sampling = sharding.on_mesh(self._mesh, jax.jit(functools.partial(policy.for_sampling, weights="full")))
 
@@ -187,11 +191,15 @@ class Evaluator:
     def _scored(self, batch: Sequence[EncodedQuery], made: Sequence[Generation]) -> list[dict[str, Any]]:
         # The last batch is filled up: scoring has one shape.
         missing = self._config.evaluation.batch_size - len(batch)
-        whole = [query.prompt for query in (*batch, *[batch[0]] * missing)]
-        prompts, lengths = trajectory.left_pad(whole, self._contract.prompt_length, self._contract.pad_id)
         filled, generation = concatenate([*made, *[made[0]] * missing]), concatenate(made)
-        per_row = sharding.put_rows(self._mesh, (prompts, lengths, filled.tokens, filled.length))
-        ref_logprobs = np.asarray(self._score(self._reference, *per_row)[0])
+        columns = trajectory.token_columns(
+            [query.prompt for query in (*batch, *[batch[0]] * missing)],
+            [tokens[:length] for tokens, length in zip(filled.tokens, filled.length, strict=True)],
+            prompt_length=self._contract.prompt_length,
+            response_length=self._contract.response_length,
+            pad_id=self._contract.pad_id,
+        )
+        ref_logprobs = np.asarray(self._score(self._reference, *sharding.put_rows(self._mesh, tuple(columns.values())))[0])
         texts, scores = reward_generation(
             generation,
             batch,

@@ -10,6 +10,7 @@ from tba_jax import trajectory
 from tba_jax.models.scoring import ResponseSpace
 from tba_jax.run import layout, places
 from tba_jax.run.places import Place
+from tba_jax.settings import flatten
 
 # Settings that a resumed trainer may change only when it is told to (--allow_change): they are the run's schedule.
 SCHEDULE_SECTIONS = ("seed", "learner", "replay", "publish", "schedule")
@@ -27,85 +28,10 @@ _FREE = (
     "replay.segment_appends",
     "publish.keep",
 )
-# Settings that configs of earlier versions, as runs store them, lack, and what those versions did.
-LATER: dict[str, dict[str, Any]] = {
-    "task": {
-        "embedding_path": "",
-        "min_response_length": 0,
-        "banned_tokens": (),
-        "stop_strings": (),
-        "step_ends": (),
-        "chat_template": False,
-        "system_prompt": "",
-        "custom": {},
-        # Tasks that there were none of: what they are set to means nothing to such a run.
-        "gsm8k": {"train_path": "", "heldout_path": ""},
-        "countdown": {
-            "style": "characters",
-            "numbers": 4,
-            "largest": 9,
-            "operations": "+-",
-            "largest_target": 99,
-            "train_queries": 1500,
-            "heldout_queries": 256,
-            "seed": 0,
-        },
-        "tldr": {
-            "train_path": "",
-            "heldout_path": "",
-            "reward_path": "",
-            "gold_path": "",
-            "compute_dtype": "bfloat16",
-            "batch_rows": 16,
-        },
-        "math": {"train_path": "", "heldout_path": "", "prompt": "{problem}", "time_limit": 10.0, "retries": 1, "concurrency": 2},
-        "red_team": {
-            "attack_prompt": "",
-            "attack_prompt_path": "",
-            "replies": 5,
-            "seed": 0,
-            "victim_path": "",
-            "victim_template": "",
-            "victim_system_prompt": "",
-            "victim_temperature": 1.0,
-            "victim_top_p": 1.0,
-            "victim_prompt_length": 128,
-            "victim_reply_length": 64,
-            "victim_concurrency": 160,
-            "classifier": "sequence",
-            "classifier_path": "",
-            "classifier_label": "",
-            "classifier_template": "",
-            "classifier_ending": "",
-            "classifier_length": 1024,
-            "compute_dtype": "float32",
-            "success_threshold": 0.5,
-            "embedder_path": "",
-        },
-    },
-    "searchers": {
-        "slots": 0,
-        "decode_chunk": 32,
-        "swap": "at_once",
-        "cpu_devices": 1,
-        "value_samples": 9,
-        "value_states": 0,
-        "reward_batches": 32,
-        "task_devices": 0,
-    },
-    "evaluation": {"samples_per_query": 1, "task_devices": 0},
-    "learner": {
-        "clip_low": 0.2,
-        "clip_high": 0.2,
-        "sequence_clip_low": 3e-4,
-        "sequence_clip_high": 4e-4,
-        "icepop_low": 0.5,
-        "icepop_high": 5.0,
-        "gae_lambda": 0.95,
-        "value_coefficient": 0.1,
-        "value_learning_rate": 1e-4,
-    },
-}
+# Of config.json, and of what it describes. It is raised when either means something else from then on: versions of tba_jax with
+# another number refuse the run.
+FORMAT = 1
+_ANOTHER_VERSION = "go on with the version that made the run, or begin another run in a new --workdir"
 # Values of learner.reference.kind with a reference that the trainer holds, and checkpoints.
 HELD_REFERENCES = ("reset", "ema")
 
@@ -120,8 +46,7 @@ class Contract:
     banned_tokens: ids that no response holds; min_response_length: tokens, below which no end-of-sequence comes;
     stop_strings: texts that end a response, sorted; step_ends: those that end a step of one, sorted, () where rows hold no values
     of states; chat_template: what stands around a prompt, "" for nothing; reward_models: digests of the models that rewards come
-    from, by their settings. Fields with a default are younger than some runs: see
-    `complete`.
+    from, by their settings.
     """
 
     model: dict[str, Any]
@@ -139,12 +64,12 @@ class Contract:
     reward_parts: tuple[str, ...]
     reward_version: int
     warm_start: dict[str, Any]
-    embedding: dict[str, Any] = dataclasses.field(default_factory=dict)
-    min_response_length: int = 0
-    stop_strings: tuple[str, ...] = ()
-    step_ends: tuple[str, ...] = ()
-    chat_template: str = ""
-    reward_models: dict[str, str] = dataclasses.field(default_factory=dict)
+    embedding: dict[str, Any]
+    min_response_length: int
+    stop_strings: tuple[str, ...]
+    step_ends: tuple[str, ...]
+    chat_template: str
+    reward_models: dict[str, str]
 
     def to_json(self) -> dict[str, Any]:
         """As it looks in config.json."""
@@ -168,30 +93,6 @@ class Contract:
             embedding_size=self.embedding.get("width", 0),
             state_values=bool(self.step_ends),
         )
-
-
-def _defaults() -> dict[str, Any]:
-    """Fields of the contract that runs of earlier versions did not store, each with what those runs did."""
-    made: dict[str, Any] = {}
-    for field in dataclasses.fields(Contract):
-        if field.default is not dataclasses.MISSING:
-            made[field.name] = field.default
-        elif field.default_factory is not dataclasses.MISSING:
-            made[field.name] = field.default_factory()
-    return _plain(made)
-
-
-def complete(contract: Mapping[str, Any]) -> dict[str, Any]:
-    """A contract of config.json with the fields that its version did not have yet, as `Contract.to_json` gives them."""
-    return {**_defaults(), **contract}
-
-
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}."""
-    leaves: dict[str, Any] = {}
-    for name, value in tree.items():
-        leaves |= flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return leaves
 
 
 def _plain(tree: Any) -> Any:
@@ -228,17 +129,26 @@ def join(run: layout.RunDir, config: Any, contract: Contract, *, init_from: str 
     Raises:
       ValueError: the contract differs (every differing field with both values), or the workdir cannot be written.
     """
-    mine = {"config": _plain(config.to_dict()), "contract": contract.to_json(), "changes": [], "init_from": init_from}
+    mine = {
+        "format": FORMAT,
+        "config": _plain(config.to_dict()),
+        "contract": contract.to_json(),
+        "changes": [],
+        "init_from": init_from,
+    }
     # A role that is started again while storage is full or read-only must not take that for the user's mistake.
     if not (places.exists(run.config) and (run.elsewhere is None or places.exists(run.shared_name))):
         _make(run, mine)
     stored = read_run(run, called=f"workdir {str(run.shared)!r}")
-    if different := differences(complete(stored["contract"]), mine["contract"]):
+    if different := differences(stored["contract"], mine["contract"]):
         raise ValueError(
             f"workdir {str(run.shared)!r} belongs to a run of another contract; {'; '.join(different)}. A run keeps its "
             "contract: take its settings, or begin another run in a new --workdir"
         )
-    there = stored.get("init_from", "")
+    lacking = flatten(mine["config"]).keys() - flatten(stored["config"]).keys()
+    if lacking := {name for name in lacking if not name.startswith("task.custom.")}:
+        raise ValueError(f"{run.config} has no setting {min(lacking)}: {_ANOTHER_VERSION}")
+    there = stored["init_from"]
     if init_from and init_from != there:
         began = f"the policy {there}" if there else "what its config says"
         raise ValueError(f"--init_from={init_from}: the run in {str(run.shared)!r} exists and began from {began}")
@@ -254,36 +164,41 @@ def _make(run: layout.RunDir, mine: Mapping[str, Any]) -> None:
 
 
 def read_run(run: layout.RunDir, *, called: str = "") -> dict[str, Any]:
-    """`read`, of a run that is there and of this version.
+    """`read`, of an RL run that exists.
 
     Args: called: what the user calls the run; default: its workdir.
 
     Raises:
-      ValueError: there is none, or config.json is not that of a run.
+      ValueError: there is no run, it is supervised training, or see `read`.
     """
     if not places.exists(run.config):
         raise ValueError(f"{called or run.root} holds no run: there is no {run.config}")
     stored = read(run)
-    whole = isinstance(stored, dict) and all(isinstance(stored.get(name), dict) for name in ("config", "contract"))
-    fields = {field.name for field in dataclasses.fields(Contract)}
-    if not whole or complete(stored["contract"]).keys() != fields:
-        raise ValueError(
-            f"{called or run.root}: {run.config} is not that of a run of this version (supervised training has none)"
-        )
+    if "supervised" in stored["contract"]:
+        raise ValueError(f"{called or run.root} holds supervised training, and no RL run")
     return stored
 
 
 def read(run: layout.RunDir) -> dict[str, Any]:
-    """config.json: {"config", "contract", "changes"}. Raises FileNotFoundError or ValueError where there is none."""
-    return layout.read_json(run.config)
+    """config.json: {"format", "config", "contract", "changes", "init_from"}; of supervised training the first three.
+
+    Raises:
+      FileNotFoundError: there is none. ValueError: it is damaged, or another version of tba_jax wrote it.
+    """
+    stored = layout.read_json(run.config)
+    there = stored.get("format") if isinstance(stored, dict) else None
+    if there != FORMAT:
+        raise ValueError(
+            f"{run.config} has format {there!r}, and this version of tba_jax reads format {FORMAT}: {_ANOTHER_VERSION}"
+        )
+    return stored
 
 
 def changed_schedule(run: layout.RunDir, config: Any) -> dict[str, tuple[Any, Any]]:
     """Schedule settings that differ from the run's: name -> (there, here)."""
-    # What the run's version did where it had no setting is no other schedule.
-    theirs, ours = flatten(_plain(LATER)) | flatten(read(run)["config"]), flatten(_plain(config.to_dict()))
+    theirs, ours = flatten(read(run)["config"]), flatten(_plain(config.to_dict()))
     names = [name for name in ours if name.split(".")[0] in SCHEDULE_SECTIONS and not name.startswith(_FREE)]
-    return {name: (theirs.get(name), ours[name]) for name in names if theirs.get(name) != ours[name]}
+    return {name: (theirs[name], ours[name]) for name in names if theirs[name] != ours[name]}
 
 
 def past_schedules(run: layout.RunDir, *, after: int) -> list[tuple[int, dict[str, Any]]]:
@@ -298,10 +213,9 @@ def past_schedules(run: layout.RunDir, *, after: int) -> list[tuple[int, dict[st
         values: dict[str, Any] = {}
         for entry in reversed([entry for entry in changes if entry["step"] >= step]):
             values |= {name: there for name, (there, _) in entry["settings"].items()}
-        # A setting without a value then is younger than those steps.
-        known = {name: value for name, value in values.items() if value is not None and name != "learner.non_finite"}
-        if known:
-            past.append((step, {name: tuple(value) if isinstance(value, list) else value for name, value in known.items()}))
+        values.pop("learner.non_finite", None)
+        if values:
+            past.append((step, {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}))
     return past
 
 
@@ -342,7 +256,7 @@ def change_schedule(run: layout.RunDir, config: Any, *, allowed: Sequence[str], 
 # Settings by which a checkpoint has more state: value -> what it has. Of objectives it is what tba_jax.objectives declares, which
 # a test holds against this: that layer is above.
 STATEFUL: dict[str, dict[str, str]] = {
-    "learner.objective": {"learned_log_z": "log_z", "ppo": "value_head"},
+    "learner.objective": {"learned_log_z": "log_z_head", "ppo": "value_head"},
     "learner.reference.kind": dict.fromkeys(HELD_REFERENCES, "reference"),
 }
 
@@ -357,7 +271,7 @@ def _check_checkpointed(changes: Mapping[str, tuple[Any, Any]]) -> None:
                 "begin a new run from this one's policy with --init_from"
             )
     there, here = changes.get("replay.mount", ((), ()))
-    if gone := sorted(set(there or ()) - set(here)):
+    if gone := sorted(set(there) - set(here)):
         raise ValueError(f"replay.mount of a run can only grow: its journal names rows of {gone[0]!r}, which is not among {here}")
     if fixed := [name for name in _FIXED if name in changes]:
         there, here = changes[fixed[0]]

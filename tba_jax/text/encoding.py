@@ -1,8 +1,6 @@
-"""A prompt and the response to it as token ids, as generation sees them; responses padded into one array."""
+"""A prompt and the response to it as token ids, as generation sees them."""
 
-from collections.abc import Iterator, Sequence
-
-import numpy as np
+from collections.abc import Iterator
 
 from tba_jax.text.tokenizers import Tokenizer
 
@@ -41,11 +39,3 @@ def _spellings(response: str, tokenizer: Tokenizer) -> Iterator[list[int]]:
         before, whole = tokenizer.encode(anchor), tokenizer.encode(anchor + response)
         if whole[: len(before)] == before:
             yield whole[len(before) :]
-
-
-def pad_responses(responses: Sequence[Sequence[int]], length: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pads on the right: tokens int32[len(responses), length], lengths int32[len(responses)]. None may be longer."""
-    tokens = np.full((len(responses), length), pad_id, np.int32)
-    for i, ids in enumerate(responses):
-        tokens[i, : len(ids)] = ids
-    return tokens, np.array([len(ids) for ids in responses], np.int32)

@@ -9,7 +9,7 @@ from tba_jax.text.tokenizers import HuggingFaceTokenizer
 _TURNS = ("user", "assistant")
 
 
-class Surroundings:
+class PromptTemplate:
     """Puts texts into a template and encodes them; one text gives way where all are longer than the model takes.
 
     A text that spells a special token is given a space there: it cannot end its turn in a conversation, or begin another. Where

@@ -165,9 +165,9 @@ def score_folder(folder: Path, pairs: list[dict[str, str]]) -> np.ndarray:
     def rows(side: str) -> tuple[np.ndarray, np.ndarray]:
         ids = [[*tokenizer.encode(pair["prompt"] + pair[side]), tokenizer.eos_id] for pair in pairs]
         tokens = np.array([row + [0] * (32 - len(row)) for row in ids], np.int32)
-        return tokens, np.arange(32) < np.array([len(row) for row in ids])[:, None]
+        return tokens, np.array([len(row) for row in ids], np.int32)
 
-    score = jax.jit(lambda tokens, mask: applied.sequence_scores(params, tokens, mask, config=model, remat="none")[:, 0])
+    score = jax.jit(lambda tokens, length: applied.sequence_scores(params, tokens, length, config=model, remat="none")[:, 0])
     return np.asarray(score(*rows("chosen")) - score(*rows("rejected")))
 
 
@@ -204,18 +204,18 @@ def test_sft_lowers_the_loss_and_its_folder_computes_the_same(folder, tmp_path, 
 
     model = load.read_config(tmp_path / "sft", compute_dtype="float32")
     params = load.load_params(tmp_path / "sft", model, applied.shardings(model, plan.mesh))
-    jax.tree.map(np.testing.assert_array_equal, params, tuned.state.params)
+    jax.tree.map(np.testing.assert_array_equal, params, tuned.state.params["policy"])
     assert model == plan.model and HuggingFaceTokenizer(tmp_path / "sft").fingerprint == plan.tokenizer.fingerprint
     rows = examples.make_batch(plan.data.heldout, rows=64, prompt_length=8, response_length=16, pad_id=0)
 
     def logprobs(params: Params) -> np.ndarray:
-        columns = (rows.prompt_tokens, rows.prompt_length, rows.response_tokens, rows.response_length)
+        columns = (rows.tokens, rows.prompt_length, rows.response_length)
         space = scoring.ResponseSpace(temperature=1.0, banned_tokens=(), eos_id=-1)
-        settings: dict[str, Any] = dict(config=model, space=space, logit_bytes=1 << 20, remat="none")
+        settings: dict[str, Any] = dict(R=16, config=model, space=space, logit_bytes=1 << 20, remat="none")
         return np.asarray(jax.jit(lambda p: applied.response_logprobs(p, *columns, **settings)[0])(params))
 
     found = logprobs(params)
-    np.testing.assert_array_equal(found, logprobs(tuned.state.params))
+    np.testing.assert_array_equal(found, logprobs(tuned.state.params["policy"]))
     loss = -found.sum() / sum(len(response) for _, response in plan.data.heldout)
     np.testing.assert_allclose(loss, points[-1]["heldout_loss"], rtol=1e-5)
     tuned.close()
@@ -272,7 +272,7 @@ def test_every_epoch_takes_every_example_once_in_another_order(folder, tmp_path)
     plan = supervised.prepare(c, layout.RunDir(tmp_path / "run"), tmp_path / "model")
     assert plan.steps == 4  # 30 examples, 8 a step
     tuned = tuning.Tuning(plan)
-    seen = [tuple(row) for step in range(3) for row in np.asarray(tuned._batch(step).prompt_tokens)]
+    seen = [tuple(row) for step in range(3) for row in np.asarray(tuned._batch(step).tokens)]
     assert sorted(seen[:12]) == sorted(seen[12:]) and seen[:12] != seen[12:]
     tuned.close()
 

@@ -16,8 +16,8 @@ from tba_jax.decoding.engine import Engine
 from tba_jax.decoding.requests import Request
 from tba_jax.decoding.rollout import Rollout
 from tba_jax.models import kv_cache
-from tests.decoding.test_engine import BANNED, EOS, MODEL, PAD, PARAMS, SPACE, mixed_sampling, row_keys
 from tests.support import applied
+from tests.support.tiny_engine import BANNED, EOS, MODEL, PAD, PARAMS, SPACE, mixed_sampling, row_keys
 
 Q, W, P, R = 3, 4, 5, 7
 B = Q * W
@@ -68,9 +68,11 @@ def test_the_rows_are_those_of_an_engine(engine, seed):
 
 def test_policy_logprobs_equal_teacher_forced_ones():
     found = run(mixed_sampling(B), seed=9)
-    prompts = trajectory.left_pad([prompt for prompt in PROMPTS for _ in range(W)], P, PAD)
-    score = jit(functools.partial(applied.response_logprobs, config=MODEL, space=SPACE, logit_bytes=1 << 20, remat="none"))
-    expected, _ = score(PARAMS, *prompts, found.tokens, found.length)
+    responses = [tokens[:length] for tokens, length in zip(np.asarray(found.tokens), found.length, strict=True)]
+    prompts = [prompt for prompt in PROMPTS for _ in range(W)]
+    rows = trajectory.token_columns(prompts, responses, prompt_length=P, response_length=R, pad_id=PAD)
+    score = jit(functools.partial(applied.response_logprobs, R=R, config=MODEL, space=SPACE, logit_bytes=1 << 20, remat="none"))
+    expected, _ = score(PARAMS, *rows.values())
     np.testing.assert_allclose(found.policy_logprobs, expected, rtol=0, atol=1e-5)
     mask = trajectory.response_mask(found.length, R)
     assert not found.policy_logprobs[~mask].any() and not found.behavior_logprobs[~mask].any()

@@ -17,11 +17,10 @@ from tba_jax.models import parameters
 from tba_jax.run import metrics
 from tba_jax.run import snapshots as snapshots_lib
 from tba_jax.run.checkpoints import Checkpoints
-from tests.learner.test_update import POLICY, random_batch, random_params, settings
-from tests.roles.test_interleaved import one_device, run  # noqa: F401 (a fixture)
-from tests.support import tiny_run
+from tests.support import frozen_runs, tiny_run
+from tests.support.tiny_updates import POLICY, random_batch, random_params, settings
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
+pytestmark = pytest.mark.usefixtures("compiled_quickly", "one_device_throughout")
 
 DEVICES = jax.devices()  # of these tests; runs take one
 
@@ -113,7 +112,10 @@ MOVES = {
 
 
 def lines_of(workdir, **changes) -> list[dict]:
-    assert run(workdir, **MOVES | {name.replace("reference_", "learner__reference__"): x for name, x in changes.items()}) == 0
+    assert (
+        frozen_runs.run(workdir, **MOVES | {name.replace("reference_", "learner__reference__"): x for name, x in changes.items()})
+        == 0
+    )
     return metrics.read_lines(workdir / "metrics" / "trainer")
 
 

@@ -15,8 +15,7 @@ from tba_jax import sharding, trajectory
 from tba_jax.learner import state as state_lib
 from tba_jax.learner import update as update_lib
 from tba_jax.learner.optimizer import adamw, linear_then_constant
-from tba_jax.models import heads, parameters, scoring
-from tba_jax.models.config import DecoderConfig
+from tba_jax.models import heads, parameters
 from tba_jax.models.lora import LoraConfig
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
@@ -24,61 +23,26 @@ from tba_jax.objectives import OBJECTIVES
 from tba_jax.objectives.inputs import ObjectiveSettings
 from tba_jax.objectives.objective import Objective
 from tests.support import applied
+from tests.support.tiny_updates import (
+    BETA,
+    DESCENT,
+    EOS,
+    MODEL,
+    POLICY,
+    SPACE,
+    B,
+    K,
+    P,
+    Q,
+    R,
+    random_batch,
+    random_params,
+    schedules,
+    settings,
+)
 
-MODEL = DecoderConfig(layers=2, width=16, heads=4, kv_heads=2, head_size=4, ffn=24, vocab=12, max_positions=16)
-POLICY = Policy(model=MODEL)
-Q, K, P, R = 6, 4, 5, 6
-B = Q * K
-BETA = 0.5
-EOS = 1
-SPACE = scoring.ResponseSpace(temperature=0.8, banned_tokens=(0,), eos_id=EOS)
-# Gradients are read off the parameters after a step of plain descent by 1.
-DESCENT: state_lib.Optimizers = {"policy": optax.sgd(1.0)}
 # Compiling is most of the time here, and the arithmetic is the same without LLVM's optimisation.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": "0"})
-
-
-def settings(**changes: Any) -> update_lib.LearnerConfig:
-    config = update_lib.LearnerConfig(
-        policy=POLICY,
-        objective=OBJECTIVES["trajectory_balance"],
-        settings=ObjectiveSettings(completions=K),
-        micro_batch_rows=B,
-        logit_bytes=1 << 20,
-        space=SPACE,
-        remat="none",
-    )
-    return dataclasses.replace(config, **changes)
-
-
-def schedules(**changes: Any) -> update_lib.Schedules:
-    """β = BETA and γ = τ = 1, but for `changes`."""
-    values = {"beta": BETA, "ref_temperature": 1.0, "reward_temperature": 1.0}
-    constants = {name: linear_then_constant(start=value, end=value, steps=0) for name, value in values.items()}
-    return update_lib.Schedules(**constants | changes)
-
-
-def random_params() -> Params:
-    return applied.random(POLICY.model_specs, scale=0.2, seed=0)
-
-
-def random_batch(seed: int = 0) -> state_lib.Batch:
-    rng = np.random.default_rng([1, seed])
-    lengths, response_length = rng.integers(1, P + 1, Q), rng.integers(1, R + 1, B).astype(np.int32)
-    prompts, prompt_length = trajectory.left_pad([rng.integers(1, MODEL.vocab, n).tolist() for n in lengths], P, 0)
-    mask = trajectory.response_mask(response_length, R)
-    ref, sampler, behavior = np.where(mask, -rng.exponential(1.0, (3, B, R)), 0.0).astype(np.float32)
-    return state_lib.Batch(
-        prompt_tokens=np.repeat(prompts, K, axis=0),
-        prompt_length=np.repeat(prompt_length, K),
-        response_tokens=np.where(mask, rng.integers(1, MODEL.vocab, (B, R)), 0).astype(np.int32),
-        response_length=response_length,
-        ref_logprobs=ref,
-        policy_logprobs=sampler,
-        behavior_logprobs=behavior,
-        policy_step=np.where(mask, -rng.integers(0, 4, (B, 1)), -1).astype(np.int32),
-        reward=rng.normal(size=B).astype(np.float32),
-    )
 
 
 def make_step(
@@ -94,7 +58,7 @@ def make_step(
 # What an update may be: settings, the head that it trains, what the batch has besides.
 FORMS: dict[str, tuple[dict[str, Any], str, str]] = {
     "trajectory_balance": ({}, "", ""),
-    "learned_log_z": ({"objective": OBJECTIVES["learned_log_z"]}, "log_z", ""),
+    "learned_log_z": ({"objective": OBJECTIVES["learned_log_z"]}, "log_z_head", ""),
     "tba_prime": ({"objective": OBJECTIVES["tba_prime"]}, "", ""),
     "moving reference": ({"objective": OBJECTIVES["tba_prime"]}, "", "moving_ref_logprobs"),
     "surrogate": ({"surrogate_decay": 0.8}, "", ""),
@@ -108,9 +72,8 @@ def state_of(form: str, optimizers: state_lib.Optimizers | None = None) -> tuple
     name = FORMS[form][1]
     optimizers = optimizers or DESCENT | ({name: optax.sgd(1.0)} if name else {})
     state = state_lib.init_state(POLICY, random_params(), optimizers)
-    head = (
-        {name: applied.random(heads.define(POLICY, log_z=True, value_head=True).specs[name], scale=1.0, seed=3)} if name else {}
-    )
+    specs = heads.define(POLICY, log_z_head=True, value_head=True).specs
+    head = {name: applied.random(specs[name], scale=1.0, seed=3)} if name else {}
     return dataclasses.replace(state, params=state.params | head), optimizers
 
 
@@ -181,9 +144,10 @@ def test_a_minimal_length_shares_out_the_probability_of_an_early_end(rows, logit
     """log π(y_t) − log(1 − π(end)) before it, log π(y_t) from then on; log-probs without it are those of `scores`."""
     minimum = dataclasses.replace(SPACE, min_length=4)
     batch = random_batch()
-    tokens = np.where(batch.response_tokens == EOS, 2, batch.response_tokens)  # no row ends by itself
-    batch = dataclasses.replace(batch, response_tokens=tokens)
-    ends = dataclasses.replace(batch, response_tokens=np.full_like(tokens, EOS))
+    place = np.arange(P + R) - batch.prompt_length[:, None]  # in the response
+    tokens = np.where((batch.tokens == EOS) & (place >= 0), 2, batch.tokens)  # no row ends by itself
+    batch = dataclasses.replace(batch, tokens=tokens)
+    ends = dataclasses.replace(batch, tokens=np.where(place >= 0, EOS, tokens))
 
     def log_probs(batch: state_lib.Batch, **changes: Any) -> np.ndarray:
         config = settings(micro_batch_rows=rows, logit_bytes=logit_bytes, **changes)
@@ -197,7 +161,7 @@ def test_a_minimal_length_shares_out_the_probability_of_an_early_end(rows, logit
     mask, early = trajectory.response_mask(batch.response_length, R), np.arange(R) < minimum.min_length - 1
     expected = log_probs(batch).copy()
     for t in np.flatnonzero(early):
-        swapped = dataclasses.replace(batch, response_tokens=np.where(np.arange(R) == t, ends.response_tokens, tokens))
+        swapped = dataclasses.replace(batch, tokens=np.where(place == t, EOS, tokens))
         expected[:, t] -= np.where(mask[:, t], np.log1p(-np.exp(np.where(mask[:, t], log_probs(swapped)[:, t], -1.0))), 0.0)
     np.testing.assert_allclose(log_probs(batch, space=minimum), expected, atol=1e-5)
     assert np.isneginf(log_probs(ends, space=minimum)[mask & early]).all()
@@ -236,9 +200,9 @@ def test_the_learned_log_z_is_that_of_the_mean_prompt_state():
     batch, state = random_batch(), state_of("learned_log_z")[0]
     means = []
     for row in range(0, B, K):
-        tokens = batch.prompt_tokens[row : row + 1, P - batch.prompt_length[row] :]
-        means.append(np.asarray(applied.hidden_states(random_params(), tokens, None, config=MODEL, remat="none"))[0].mean(0))
-    log_z = np.repeat(np.stack(means) @ state.params["log_z"]["weight"] + state.params["log_z"]["bias"], K)
+        tokens = batch.tokens[row : row + 1, : batch.prompt_length[row]]
+        means.append(np.asarray(applied.hidden_states(random_params(), tokens, config=MODEL, remat="none"))[0].mean(0))
+    log_z = np.repeat(np.stack(means) @ state.params["log_z_head"]["weight"] + state.params["log_z_head"]["bias"], K)
     target = batch.ref_logprobs.sum(1) + batch.reward / BETA
     residual = log_z + scores()[0].sum(1) - target
     cotangent = 2 / B * residual
@@ -256,9 +220,7 @@ def test_values_are_learned_beside_the_policy_from_the_states_they_share():
     batch, state = random_batch(), state_of("ppo")[0]
 
     def values_of(params: Any, head: Any) -> jax.Array:
-        hidden = applied.response_hidden_states(
-            params, batch.prompt_tokens, batch.prompt_length, batch.response_tokens, config=MODEL, remat="none"
-        )
+        hidden = applied.response_hidden_states(params, batch.tokens, batch.prompt_length, R=R, config=MODEL, remat="none")
         return (hidden @ head["weight"] + head["bias"])[..., 0]
 
     policy, values = scores()[0], np.asarray(values_of(random_params(), state.params["value_head"]))
@@ -512,7 +474,7 @@ def test_values_of_states_are_nothing_to_objectives_that_do_not_read_them():
 def test_a_log_z_that_is_not_finite_is_that_of_its_querys_rows():
     state, optimizers = state_of("learned_log_z")
     policy = random_params()
-    token = int(random_batch().prompt_tokens[K, -1])  # of the second query
+    token = int(random_batch().tokens[K, 0])  # of the second query's prompt
     policy["embedding"]["weight"][token] = np.nan
     update = jit(make_step(settings(**FORMS["learned_log_z"][0]), optimizers=optimizers))
     measurements = update(dataclasses.replace(state, params=state.params | {"policy": policy}), {}, random_batch())[1]

@@ -14,8 +14,8 @@ from tba_jax.models import parameters
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.decoder import Decoder
 from tba_jax.models.policy import Policy
-from tests.models.test_decoder import GEMMA
 from tests.support import applied
+from tests.support.tiny_decoders import GEMMA
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 

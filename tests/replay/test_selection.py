@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tba_jax.replay.index import ReplayIndex
-from tba_jax.replay.selection import STRATEGIES, draw_batch, draw_within_groups, least_drawn, newest_rows, recent_pool
+from tba_jax.replay.selection import STRATEGIES, Selection, draw_batch, draw_within_groups, least_drawn, newest_rows, recent_pool
 from tba_jax.trajectory import RowShape
 
 SHAPE = RowShape(prompt_length=1, response_length=2, reward_parts=())
@@ -20,7 +20,7 @@ def index_of(groups: dict[int, int], *, step: int = 1, index: ReplayIndex | None
     rows["row"] = np.arange(first, first + count)
     rows["query_id"] = np.repeat(np.array(list(groups), np.uint64), list(groups.values()))
     rows["response_length"][:] = 2
-    rows["response_tokens"][:, 0] = rows["row"]
+    rows["tokens"][:, 0] = rows["row"]
     rows["policy_step"][:] = policy_step
     rows["reward"] = np.concatenate([np.arange(size) for size in groups.values()]).astype(np.float32)
     index.add("w", rows, step=step)
@@ -37,7 +37,9 @@ def draw(index: ReplayIndex, rng: np.random.Generator, **changes):
         "strategy": "uniform",
         "inverse_temperature": 1.0,
     }
-    return draw_batch(index, rng=rng, **(settings | changes))
+    settings |= changes
+    step = settings.pop("step")
+    return draw_batch(index, Selection(**settings), rng=rng, step=step)
 
 
 def queries_of(index: ReplayIndex, slots: np.ndarray, K: int) -> np.ndarray:
@@ -251,7 +253,7 @@ def big_index(rows: int, rows_per_query: int) -> ReplayIndex:
         part["row"] = numbers
         part["query_id"] = (numbers // rows_per_query).astype(np.uint64)
         part["response_length"][:] = 2
-        part["response_tokens"][:] = np.stack([numbers % 1000, numbers // 1000], axis=1)
+        part["tokens"][:, :2] = np.stack([numbers % 1000, numbers // 1000], axis=1)
         part["policy_step"][:] = step - 1
         part["reward"] = np.random.default_rng(step).normal(size=len(numbers)).astype(np.float32)
         index.add("w", part, step=step)

@@ -27,8 +27,8 @@ def make_rows(first: int) -> dict[str, np.ndarray]:
     rows["row"] = np.arange(first, first + ROWS)
     rows["query_id"] = (rows["row"] // 8).astype(np.uint64)
     rows["response_length"][:] = 2
-    rows["response_tokens"][:, 0] = rows["row"] % 100
-    rows["response_tokens"][:, 1] = rows["row"] // 100 % 100
+    rows["tokens"][:, 0] = rows["row"] % 100
+    rows["tokens"][:, 1] = rows["row"] // 100 % 100
     return rows
 
 

@@ -7,24 +7,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from ml_collections import config_dict
 
 from configs import base, story_sentiment
-from tba_jax.experiment import composition
+from tba_jax.experiment import composition, meshes
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout
 from tba_jax.run.layout import RunDir
 from tba_jax.text import vocabulary
 from tba_jax.text.tokenizers import HuggingFaceTokenizer
-from tests.text.test_tokenizers import write_byte_bpe
+from tests.support import tiny_checkpoints, tiny_run
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
-
-
-def config_with(overrides: dict[str, object], source=base):
-    config = source.get_config()
-    config.update_from_flattened_dict(overrides)
-    return config
 
 
 @pytest.fixture
@@ -56,7 +49,7 @@ def story_config(folder: Path, **overrides):
         "task.prompt_length": 16,
         "task.response_length": 48,
     }
-    return config_with(settings | named, story_sentiment)
+    return tiny_run.config_with(settings | named, story_sentiment)
 
 
 def test_a_pretrained_model_and_its_limits(model_folder):
@@ -140,8 +133,8 @@ def test_long_prompts_may_be_left_out(model_folder):
 )
 def test_meshes_that_do_not_fit_the_devices_are_refused(role, overrides, devices, sentence):
     with pytest.raises(ValueError, match=re.escape(sentence)):
-        composition.check_devices(composition.build(config_with(overrides)), role=role, devices=devices)
-    composition.check_devices(composition.build(base.get_config()), role=role, devices=4)
+        meshes.check(composition.build(tiny_run.config_with(overrides)), role=role, devices=devices)
+    meshes.check(composition.build(base.get_config()), role=role, devices=4)
 
 
 def test_a_misspelt_key_fails_with_a_suggestion():
@@ -150,7 +143,7 @@ def test_a_misspelt_key_fails_with_a_suggestion():
 
 
 def join(tmp_path, overrides: dict[str, object] | None = None):
-    config = config_with(overrides or {})
+    config = tiny_run.config_with(overrides or {})
     contract_lib.join(RunDir(tmp_path / "run"), config, composition.build(config).contract)
     return config
 
@@ -170,47 +163,37 @@ def test_the_first_role_writes_the_config_and_others_join(tmp_path):
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.json"]
 
 
-RESPONSE_SETTINGS = ("min_response_length", "banned_tokens", "stop_strings", "step_ends")
-
-
-def test_a_run_of_an_earlier_version_is_joined_by_what_it_did(tmp_path):
-    """It stored neither the settings of responses nor their fields of the contract, and allowed all responses."""
+def test_a_run_of_another_version_is_refused(tmp_path):
     join(tmp_path)
     run = RunDir(tmp_path / "run")
     stored = contract_lib.read(run)
-    for name in ("embedding", "min_response_length", "stop_strings", "step_ends"):
-        del stored["contract"][name]
-    for name in ("embedding_path", *RESPONSE_SETTINGS, "gsm8k", "math"):
-        del stored["config"]["task"][name]
-    for name in ("value_samples", "value_states"):
-        del stored["config"]["searchers"][name]
+    for there in (None, contract_lib.FORMAT + 1):
+        layout.write_json(run.config, stored | {"format": there})
+        for attempt in (
+            join,
+            lambda _: contract_lib.read_run(run),
+            lambda _: contract_lib.changed_schedule(run, tiny_run.config_with({})),
+        ):
+            with pytest.raises(ValueError, match=rf"config\.json has format {there}, .* {contract_lib.FORMAT}: .* new --workdir"):
+                attempt(tmp_path)
+    del stored["config"]["searchers"]["swap"]
     layout.write_json(run.config, stored)
-    join(tmp_path)
-    assert contract_lib.read_run(run)["contract"] == stored["contract"]
-    rebuilt = composition.build(config_dict.ConfigDict(stored["config"]))
-    assert rebuilt.contract == composition.build(base.get_config()).contract
-    assert rebuilt.config.searchers.to_dict() == base.get_config().searchers.to_dict()
-    assert rebuilt.config.task.math.keys() == base.get_config().task.math.keys()
-    assert rebuilt.config.task.gsm8k.keys() == base.get_config().task.gsm8k.keys()
-    assert "min_response_length" not in stored["config"]["task"]
-    for name, value, sentence in (
-        ("min_response_length", 2, "min_response_length: 0 there, 2 here"),
-        ("stop_strings", ("=",), "stop_strings: [] there, ['='] here"),
-        ("step_ends", ("=",), "step_ends: [] there, ['='] here"),
-        ("banned_tokens", (5,), "banned_tokens: [0, 1] there, [0, 1, 5] here"),
-    ):
-        with pytest.raises(ValueError, match=re.escape(sentence)):
-            join(tmp_path, {f"task.{name}": value})
-    del stored["contract"]["banned_tokens"]  # which all runs have stored
-    layout.write_json(run.config, stored)
-    with pytest.raises(ValueError, match="is not that of a run of this version"):
-        contract_lib.read_run(run)
+    with pytest.raises(ValueError, match=r"config\.json has no setting searchers\.swap: .* new --workdir"):
+        join(tmp_path)
+
+
+def test_supervised_training_is_no_run_to_join(tmp_path):
+    run = RunDir(tmp_path / "run")
+    run.root.mkdir()
+    layout.write_json(run.config, {"format": contract_lib.FORMAT, "config": {}, "contract": {"supervised": "sft"}})
+    with pytest.raises(ValueError, match="run' holds supervised training"):
+        join(tmp_path)
 
 
 def test_what_ends_and_bounds_responses_is_in_the_contract():
     changes = {"task.min_response_length": 32, "task.banned_tokens": (7, 4, 7), "task.stop_strings": ("=", "1+", "=")}
     changes |= {"task.step_ends": (",", "#", ",")}
-    contract = composition.build(config_with(changes)).contract
+    contract = composition.build(tiny_run.config_with(changes)).contract
     assert (contract.min_response_length, contract.stop_strings) == (32, ("1+", "="))
     assert contract.step_ends == ("#", ",") and contract.row_shape().state_values
     assert contract.banned_tokens == (0, 1, 4, 7)
@@ -218,7 +201,7 @@ def test_what_ends_and_bounds_responses_is_in_the_contract():
 
 def test_a_special_token_whose_text_is_a_stop_string_is_allowed(model_folder, tmp_path):
     """The tokenizer is a byte-level one with a special token beside the end."""
-    folder = write_byte_bpe(tmp_path / "tokenizer")
+    folder = tiny_checkpoints.write_byte_bpe(tmp_path / "tokenizer")
     definition = json.loads((folder / "tokenizer.json").read_text())
     special = [{**definition["added_tokens"][0], "id": 258 + i, "content": f"<|{name}|>"} for i, name in enumerate(("turn", "x"))]
     (folder / "tokenizer.json").write_text(json.dumps(definition | {"added_tokens": [*definition["added_tokens"], *special]}))
@@ -226,7 +209,7 @@ def test_a_special_token_whose_text_is_a_stop_string_is_allowed(model_folder, tm
     assert tokenizer.special_ids == (256, 258, 259)
 
     def banned(*stop_strings: str) -> tuple[int, ...]:
-        task = config_with({"task.stop_strings": stop_strings}).task
+        task = tiny_run.config_with({"task.stop_strings": stop_strings}).task
         vocabulary.check_stop_strings(task.stop_strings, tokenizer, 262)
         return vocabulary.banned_tokens(task, tokenizer, 262)
 
@@ -290,7 +273,7 @@ def test_another_contract_is_refused_by_field(tmp_path):
 def test_a_changed_schedule_needs_leave_and_is_recorded(tmp_path):
     run = RunDir(tmp_path / "run")
     join(tmp_path)
-    assert contract_lib.change_schedule(run, config_with({}), allowed=[], step=3) == {}
+    assert contract_lib.change_schedule(run, tiny_run.config_with({}), allowed=[], step=3) == {}
     free = {
         "learner.micro_batch_rows": 20,
         "learner.mesh.data": 1,
@@ -298,9 +281,9 @@ def test_a_changed_schedule_needs_leave_and_is_recorded(tmp_path):
         "searchers.count": 5,
         "evaluation.queries": 8,
     }
-    assert contract_lib.change_schedule(run, config_with(free), allowed=[], step=3) == {}
+    assert contract_lib.change_schedule(run, tiny_run.config_with(free), allowed=[], step=3) == {}
     before = run.config.read_bytes()
-    changed = config_with({"learner.steps": 400, "replay.recent_probability": 0.5, "seed": 4})
+    changed = tiny_run.config_with({"learner.steps": 400, "replay.recent_probability": 0.5, "seed": 4})
     with pytest.raises(ValueError, match="the run has another schedule") as refused:
         contract_lib.change_schedule(run, changed, allowed=["learner.steps"], step=3)
     for part in (
@@ -324,44 +307,25 @@ def test_a_changed_schedule_needs_leave_and_is_recorded(tmp_path):
     # From here on the changed schedule is the run's; the old one would be a change.
     assert contract_lib.change_schedule(run, changed, allowed=[], step=130) == {}
     with pytest.raises(ValueError, match=r"learner.steps: 400 there, 500 here"):
-        contract_lib.change_schedule(run, config_with({}), allowed=[], step=130)
-
-
-def test_a_setting_that_is_younger_than_the_run_is_no_change_of_its_schedule(tmp_path):
-    """Unless it is given another value than that of what the run's version did."""
-    join(tmp_path)
-    run = RunDir(tmp_path / "run")
-    stored = contract_lib.read(run)
-    for name in ("clip_low", "clip_high", "gae_lambda"):
-        del stored["config"]["learner"][name]
-    layout.write_json(run.config, stored)
-    before = run.config.read_bytes()
-    assert contract_lib.change_schedule(run, config_with({}), allowed=[], step=3) == {}
-    assert run.config.read_bytes() == before
-    moved = config_with({"learner.clip_low": 0.3})
-    with pytest.raises(ValueError, match=r"learner.clip_low: 0.2 there, 0.3 here; to change it, add --allow_change="):
-        contract_lib.change_schedule(run, moved, allowed=[], step=3)
-    changes = contract_lib.change_schedule(run, moved, allowed=["learner.clip_low"], step=3)
-    assert changes == {"learner.clip_low": (0.2, 0.3)}
-    assert contract_lib.past_schedules(run, after=0) == [(3, {"learner.clip_low": 0.2})]
+        contract_lib.change_schedule(run, tiny_run.config_with({}), allowed=[], step=130)
 
 
 def test_before_the_first_step_the_trainer_sets_the_schedule(tmp_path):
     """Whoever came first: a searcher's own flags about the trainer bind nobody."""
     join(tmp_path)
     run = RunDir(tmp_path / "run")
-    trainers = config_with({"learner.steps": 40, "replay.capacity": 60_000, "replay.mount": ("/a",), "seed": 4})
+    trainers = tiny_run.config_with({"learner.steps": 40, "replay.capacity": 60_000, "replay.mount": ("/a",), "seed": 4})
     join(tmp_path, {"learner.steps": 40})
     changes = contract_lib.change_schedule(run, trainers, allowed=[], step=0)
     assert changes["learner.steps"] == (500, 40) and changes["replay.capacity"] == (50_000, 60_000)
     assert contract_lib.changed_schedule(run, trainers) == {} and contract_lib.read(run)["changes"][0]["step"] == 0
     # Not what the index of a checkpoint was built with, which a stop before the first step leaves.
     (run.checkpoints / "00000000").mkdir(parents=True)
-    smaller = config_with({"learner.steps": 40, "seed": 4, "replay.mount": ("/a",)})
+    smaller = tiny_run.config_with({"learner.steps": 40, "seed": 4, "replay.mount": ("/a",)})
     with pytest.raises(ValueError, match=r"replay.capacity of a run cannot change: 60000 there, 50000 here"):
         contract_lib.change_schedule(run, smaller, allowed=[], step=0)
     # From the first step on it is the run's.
-    later = config_with({"seed": 4, "replay.mount": ("/a",), "replay.capacity": 60_000})
+    later = tiny_run.config_with({"seed": 4, "replay.mount": ("/a",), "replay.capacity": 60_000})
     with pytest.raises(ValueError, match=r"learner.steps: 40 there, 500 here"):
         contract_lib.change_schedule(run, later, allowed=[], step=1)
 
@@ -385,13 +349,13 @@ def test_past_schedules_of_steps_after_a_checkpoint(tmp_path):
     run = RunDir(tmp_path / "run")
     rate, steps = "learner.learning_rate", "learner.steps"
     for step, values in ((10, {rate: 2e-5}), (30, {rate: 3e-5, steps: 600}), (50, {rate: 3e-5, steps: 700})):
-        assert contract_lib.change_schedule(run, config_with(values), allowed=[rate, steps], step=step)
+        assert contract_lib.change_schedule(run, tiny_run.config_with(values), allowed=[rate, steps], step=step)
     first, second = {rate: 1e-5, steps: 500}, {rate: 2e-5, steps: 500}
     assert contract_lib.past_schedules(run, after=0) == [(10, first), (30, second), (50, {steps: 600})]
     assert contract_lib.past_schedules(run, after=30) == [(50, {steps: 600})]
     assert contract_lib.past_schedules(run, after=50) == []
     with pytest.raises(ValueError, match=r"--allow_change=learner\.step: there is no setting learner\.step"):
-        contract_lib.change_schedule(run, config_with({}), allowed=["learner.step"], step=60)
+        contract_lib.change_schedule(run, tiny_run.config_with({}), allowed=["learner.step"], step=60)
 
 
 @pytest.mark.parametrize(
@@ -410,7 +374,7 @@ def test_past_schedules_of_steps_after_a_checkpoint(tmp_path):
 )
 def test_what_checkpoints_hold_cannot_change(tmp_path, name, there, here, refused):
     join(tmp_path, {name: there})
-    run, changed = RunDir(tmp_path / "run"), config_with({name: here})
+    run, changed = RunDir(tmp_path / "run"), tiny_run.config_with({name: here})
     if refused:
         with pytest.raises(ValueError, match=f"{name} of a run cannot change from '{there}' to '{here}': its checkpoints hold"):
             contract_lib.change_schedule(run, changed, allowed=[name], step=3)
@@ -420,7 +384,7 @@ def test_what_checkpoints_hold_cannot_change(tmp_path, name, there, here, refuse
 
 def test_what_the_index_was_built_with_cannot_change(tmp_path):
     join(tmp_path)
-    changed = config_with({"replay.capacity": 60_000})
+    changed = tiny_run.config_with({"replay.capacity": 60_000})
     with pytest.raises(ValueError, match=r"replay.capacity of a run cannot change: 50000 there, 60000 here"):
         contract_lib.change_schedule(RunDir(tmp_path / "run"), changed, allowed=["replay.capacity"], step=3)
 
@@ -429,25 +393,25 @@ def test_mounts_can_only_grow(tmp_path):
     join(tmp_path, {"replay.mount": ("/a", "/b")})
     run = RunDir(tmp_path / "run")
     with pytest.raises(ValueError, match=r"replay.mount: \['/a', '/b'\] there, \['/a', '/b', '/c'\] here; .*allow_change"):
-        contract_lib.change_schedule(run, config_with({"replay.mount": ("/a", "/b", "/c")}), allowed=[], step=3)
+        contract_lib.change_schedule(run, tiny_run.config_with({"replay.mount": ("/a", "/b", "/c")}), allowed=[], step=3)
     allowed = ["replay.mount"]
     with pytest.raises(ValueError, match=r"replay.mount of a run can only grow: its journal names rows of '/a'"):
-        contract_lib.change_schedule(run, config_with({"replay.mount": ("/c", "/b")}), allowed=allowed, step=3)
-    contract_lib.change_schedule(run, config_with({"replay.mount": ("/a", "/b", "/c")}), allowed=allowed, step=3)
+        contract_lib.change_schedule(run, tiny_run.config_with({"replay.mount": ("/c", "/b")}), allowed=allowed, step=3)
+    contract_lib.change_schedule(run, tiny_run.config_with({"replay.mount": ("/a", "/b", "/c")}), allowed=allowed, step=3)
     assert contract_lib.read(run)["config"]["replay"]["mount"] == ["/a", "/b", "/c"]
 
 
 def test_where_a_run_began_cannot_change(tmp_path):
-    contract = composition.build(config_with({})).contract
+    contract = composition.build(tiny_run.config_with({})).contract
     run = RunDir(tmp_path / "run")
-    contract_lib.join(run, config_with({}), contract, init_from="/other@5")
+    contract_lib.join(run, tiny_run.config_with({}), contract, init_from="/other@5")
     for same in ("/other@5", ""):
-        contract_lib.join(run, config_with({}), contract, init_from=same)
+        contract_lib.join(run, tiny_run.config_with({}), contract, init_from=same)
     with pytest.raises(ValueError, match=r"--init_from=/other@6: .* exists and began from the policy /other@5"):
-        contract_lib.join(run, config_with({}), contract, init_from="/other@6")
+        contract_lib.join(run, tiny_run.config_with({}), contract, init_from="/other@6")
     join(tmp_path / "plain")
     with pytest.raises(ValueError, match=r"--init_from=/other@6: .* exists and began from what its config says"):
-        contract_lib.join(RunDir(tmp_path / "plain" / "run"), config_with({}), contract, init_from="/other@6")
+        contract_lib.join(RunDir(tmp_path / "plain" / "run"), tiny_run.config_with({}), contract, init_from="/other@6")
 
 
 @pytest.mark.parametrize("inside", ["", "below"])

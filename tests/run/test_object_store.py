@@ -22,9 +22,9 @@ from tba_jax.replay.reader import LogCorruption, LogReader, _last
 from tba_jax.replay.tail import Tail
 from tba_jax.run import layout, places, snapshots
 from tba_jax.run.snapshots import Publisher, SnapshotInfo
-from tests.replay.test_log import SHAPE, assert_rows, make_rows, start_appender, writer
-from tests.run.test_snapshots import SPECS, assert_same_bits, random_params, shardings
 from tests.support import moto_server, tiny_run
+from tests.support.tiny_log import SHAPE, assert_rows, make_rows, start_appender, writer
+from tests.support.tiny_snapshots import SPECS, assert_same_bits, random_params, shardings
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -33,13 +33,6 @@ pytestmark = pytest.mark.usefixtures("compiled_quickly")
 def s3():
     with moto_server.serving() as environment:
         yield environment
-
-
-@pytest.fixture
-def one_device(monkeypatch):
-    """Roles take all devices of their process; these tests have eight, the roles of a small run one."""
-    first = jax.devices()[:1]
-    monkeypatch.setattr(jax, "devices", lambda *arguments: first)
 
 
 @pytest.fixture(params=["memory", "s3"])

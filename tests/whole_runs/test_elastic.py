@@ -171,7 +171,7 @@ def test_a_searcher_of_two_devices_joins_a_running_trainer_of_one(run):
     joined.wait_until(lambda: any(writer in line["writers"] for line in run.lineage()), "a draw of its rows")
     opened = audit.open_run(run.root)
     first = opened.reader.read(writer, 0, 16)
-    mask = trajectory.response_mask(first["response_length"], first["response_tokens"].shape[1])
+    mask = trajectory.response_mask(first["response_length"], first["policy_step"].shape[1])
     # The log is claimed just before weights are loaded: snapshots that were committed by then are not passed over. A newer
     # one may be taken up within the batch.
     assert 0 < newest_snapshot(run, before=description.stat().st_mtime) <= first["policy_step"][mask].min()

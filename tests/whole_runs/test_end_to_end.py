@@ -1,6 +1,5 @@
 """One asynchronous run with real processes: killed in every way, resumed by the same command, and audited at the end."""
 
-import contextlib
 import os
 import re
 import shutil
@@ -15,20 +14,9 @@ from tba_jax.replay import journal
 from tba_jax.replay.log import REGISTER
 from tba_jax.run import layout, metrics, snapshots
 from tests.support import tiny_run
+from tests.support.tiny_run import everything_gone, processes
 
 PATIENCE_SECONDS = 120
-
-
-def processes(workdir: Path) -> dict[int, str]:
-    """pid -> command line of every process of the run (Linux)."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                if f"--workdir={workdir}" in line and (entry / "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
-                    found[int(entry.name)] = line
-    return found
 
 
 def pid_of(workdir: Path, name: str) -> int:
@@ -50,13 +38,6 @@ def trained(workdir: Path) -> int:
 
 def writers(workdir: Path) -> set[str]:
     return {path.stem for path in (workdir / "replay" / REGISTER).glob("[!.]*.json")}
-
-
-def everything_gone(workdir: Path, seconds: float = 5.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while processes(workdir) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not processes(workdir)
 
 
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finds processes through /proc, which this system lacks")

@@ -79,7 +79,8 @@ def test_rows_come_from_the_behaviour_and_carry_what_the_tables_say(problem, nam
     batch = jax.tree.map(np.asarray, posterior.as_batch(rows, problem, 0))
     mask = np.arange(posterior.R) < batch.response_length[:, None]
     np.testing.assert_allclose(batch.policy_logprobs, batch.ref_logprobs, atol=1e-5)
-    for row, (tokens, length, reward) in enumerate(zip(batch.response_tokens, batch.response_length, batch.reward, strict=True)):
+    responses = batch.tokens[:, 1:]
+    for row, (tokens, length, reward) in enumerate(zip(responses, batch.response_length, batch.reward, strict=True)):
         number = posterior.RESPONSES.tolist().index(tokens.tolist())
         assert posterior.LENGTHS[number] == length
         assert problem.rewards[row // posterior.K, number] == reward

@@ -115,7 +115,11 @@ class Searcher:
         self._value_states = self._make_state_values(slots)
         self._jit_keys = jax.jit(row_keys)
         self._jit_score = scoring.scorer(
-            self._mesh, graphdef=policy.base.graphdef, space=space, logit_megabytes=s.logit_megabytes
+            self._mesh,
+            graphdef=policy.base.graphdef,
+            R=contract.response_length,
+            space=space,
+            logit_megabytes=s.logit_megabytes,
         )
         # What is sampled may take the snapshot's memory where it is the snapshot.
         self._for_sampling = sharding.on_mesh(
@@ -277,18 +281,19 @@ class Searcher:
     def _rows(self, batch: Sequence[_Asked], generation: Generation) -> dict[str, np.ndarray]:
         """The columns that decoding gives."""
         samples = self._config.searchers.samples_per_query
-        prompts, prompt_length = trajectory.left_pad(
-            [asked.query.prompt for asked in batch], self._contract.prompt_length, self._contract.pad_id
+        columns = trajectory.token_columns(
+            [asked.query.prompt for asked in batch for _ in range(samples)],
+            [tokens[:length] for tokens, length in zip(generation.tokens, generation.length, strict=True)],
+            prompt_length=self._contract.prompt_length,
+            response_length=self._contract.response_length,
+            pad_id=self._contract.pad_id,
         )
         query_id = np.array([trajectory.query_id(asked.query.prompt) for asked in batch], np.uint64)
         sampling = jax.tree.map(lambda *rows: np.concatenate(rows), *[asked.sampling for asked in batch])
         count = self.rows_per_batch
         return {
             "query_id": np.repeat(query_id, samples),
-            "prompt_tokens": np.repeat(prompts, samples, axis=0),
-            "prompt_length": np.repeat(prompt_length, samples),
-            "response_tokens": generation.tokens,
-            "response_length": generation.length,
+            **columns,
             "finished": generation.finished,
             "reward_version": np.full(count, self._contract.reward_version, np.int32),
             "reference_id": np.full(count, int(self.reference_id, 16), np.uint64),
@@ -301,7 +306,7 @@ class Searcher:
 
     def _reference_logprobs(self, rows: Mapping[str, np.ndarray], queries: Sequence[EncodedQuery]) -> np.ndarray:
         """float32[B, R], nats, 0 where masked. Raises FloatingPointError naming the query where one is not finite."""
-        inputs = tuple(rows[name] for name in ("prompt_tokens", "prompt_length", "response_tokens", "response_length"))
+        inputs = tuple(rows[name] for name in ("tokens", "prompt_length", "response_length"))
         logprobs = np.asarray(self._jit_score(self._reference, *sharding.put_rows(self._mesh, inputs))[0])
         broken = ~np.isfinite(logprobs).all(1)
         if broken.any():

@@ -29,7 +29,7 @@ from tba_jax.replay import journal, ledger, retention
 from tba_jax.replay.expiry import remove_segments
 from tba_jax.replay.index import ReplayIndex
 from tba_jax.replay.reader import LogReader
-from tba_jax.replay.selection import draw_batch
+from tba_jax.replay.selection import Selection, draw_batch
 from tba_jax.replay.tail import Tail, not_resident, replay_visible
 from tba_jax.roles.trainer.logprob_gap import LogprobGap
 from tba_jax.run import contract as contract_lib
@@ -305,10 +305,7 @@ class Trainer:
         if len(self.index) < max(replay.min_rows, 1):
             return None
         with self.account.measure("draw"):
-            return draw_batch(
-                self.index,
-                rng=np.random.Generator(np.random.Philox(key=[self._config.seed, self.step_number])),
-                step=self.step_number,
+            selection = Selection(
                 queries=c.queries,
                 completions=c.completions,
                 recent_probability=replay.recent_probability,
@@ -318,6 +315,8 @@ class Trainer:
                 max_draws_per_row=replay.max_draws_per_row,
                 max_staleness=replay.max_staleness,
             )
+            rng = np.random.Generator(np.random.Philox(key=[self._config.seed, self.step_number]))
+            return draw_batch(self.index, selection, rng=rng, step=self.step_number)
 
     def _check_reference(self, rows: trajectory.Rows) -> None:
         foreign = rows["reference_id"] != self._reference_number

@@ -1,0 +1,174 @@
+"""The arrays of the resident rows and of their queries, and what is read from them."""
+
+import array
+import collections
+from collections.abc import Sequence
+
+import numpy as np
+
+from tba_jax.trajectory import Rows, RowShape
+
+# What makes a response the same as another of its query.
+Identity = int | bytes
+
+# (writer number, row) packed in one int64: 2^23 writers, 2^40 rows each.
+_ROW_BITS = 40
+
+
+class Window:
+    """Resident rows in slots, and their queries under query numbers. Freed numbers are reused, the lowest first.
+
+    Arrays over slots (views that end at the highest slot in use so far; a free slot has slot_query −1):
+      slot_query: int32      query number
+      slot_writer: int32     index into `writers`
+      slot_row: int64        sequence number within the writer
+      arrival: int64         how many rows were added before; −1 where the slot is free
+      visible_step: int64    trainer step at which the row became visible
+      row_step: int64        trainer step of the oldest weights that produced a token of the response
+      row_draws: int64       times the row was drawn
+      reward: float32        the column of the same name
+
+    Arrays over query numbers (0 resident rows where the number is free):
+      query_ids: uint64, query_rows: int64     resident rows
+      newest_arrival, newest_visible_step, newest_row_step: int64, of the query's newest row
+      query_draws: int64     batches that drew the query, counted from the minimum of all queries at the last batch before
+                             it came: a late query joins the running round and does not catch up with the earlier ones
+      recent_draws: int64    batches that drew the query since the last row that came and stayed
+    """
+
+    def __init__(self, shape: RowShape, capacity: int):
+        # One slot more than the capacity: a row goes in before the one it displaces goes out.
+        slots = capacity + 1
+        self.writers: list[str] = []
+        self._columns = {name: np.zeros((slots, *row), dtype) for name, (dtype, row) in shape.columns().items()}
+        self._slot_query = np.full(slots, -1, np.int32)
+        self._slot_writer = np.zeros(slots, np.int32)
+        self._arrival = np.full(slots, -1, np.int64)
+        self._visible_step, self._row_step, self._row_draws = (np.zeros(slots, np.int64) for _ in range(3))
+        self._query_ids = np.zeros(slots, np.uint64)
+        self._query_rows, self._query_draws, self._recent_draws = (np.zeros(slots, np.int64) for _ in range(3))
+        self._newest_slot = np.zeros(slots, np.int64)
+        self._free_slots, self._free_queries = list(range(slots)), list(range(slots))
+        self._slot_top = self._query_top = 0
+        # The fewest draws of any query as of the last batch: where a new query begins.
+        self._round = 0
+        # Both ordered by arrival. Resident slot -> (query id, identity, its writer's counts); query id -> identity -> slot.
+        self._order: collections.OrderedDict[int, tuple[int, Identity, collections.Counter[str]]] = collections.OrderedDict()
+        self._groups: dict[int, collections.OrderedDict[Identity, int]] = {}
+        self._query_number: dict[int, int] = {}
+        # Query number -> its slots in no order (int32); slot -> its place there.
+        self._members: dict[int, array.array[int]] = {}
+        self._place = array.array("i", bytes(4 * slots))
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    @property
+    def slot_query(self) -> np.ndarray:
+        return self._slot_query[: self._slot_top]
+
+    @property
+    def slot_writer(self) -> np.ndarray:
+        return self._slot_writer[: self._slot_top]
+
+    @property
+    def slot_row(self) -> np.ndarray:
+        return self._columns["row"][: self._slot_top]
+
+    @property
+    def arrival(self) -> np.ndarray:
+        return self._arrival[: self._slot_top]
+
+    @property
+    def visible_step(self) -> np.ndarray:
+        return self._visible_step[: self._slot_top]
+
+    @property
+    def row_step(self) -> np.ndarray:
+        return self._row_step[: self._slot_top]
+
+    @property
+    def row_draws(self) -> np.ndarray:
+        return self._row_draws[: self._slot_top]
+
+    @property
+    def reward(self) -> np.ndarray:
+        return self._columns["reward"][: self._slot_top]
+
+    @property
+    def query_ids(self) -> np.ndarray:
+        return self._query_ids[: self._query_top]
+
+    @property
+    def query_rows(self) -> np.ndarray:
+        return self._query_rows[: self._query_top]
+
+    @property
+    def query_draws(self) -> np.ndarray:
+        return self._query_draws[: self._query_top]
+
+    @property
+    def recent_draws(self) -> np.ndarray:
+        return self._recent_draws[: self._query_top]
+
+    @property
+    def newest_arrival(self) -> np.ndarray:
+        return self._arrival[self._newest_slot[: self._query_top]]
+
+    @property
+    def newest_visible_step(self) -> np.ndarray:
+        return self._visible_step[self._newest_slot[: self._query_top]]
+
+    @property
+    def newest_row_step(self) -> np.ndarray:
+        return self._row_step[self._newest_slot[: self._query_top]]
+
+    def rows_of(self, queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """All rows of some queries; the cost grows with their rows, not with the window.
+
+        Args: queries: int[Q], numbers of queries with rows, Q >= 1.
+
+        Returns:
+          slots int64[n], ascending within a query; group int64[n], the position in `queries` of each.
+        """
+        parts = [self._slots_of_query(number) for number in queries.tolist()]
+        return np.concatenate(parts).astype(np.int64), np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+
+    def _slots_of_query(self, number: int) -> np.ndarray:
+        members = self._members[number]
+        # Where a query has much of the window, looking through the window is faster than sorting.
+        if 16 * len(members) > self._slot_top:
+            return np.flatnonzero(self.slot_query == number)
+        return np.sort(np.frombuffer(members, np.int32))
+
+    def mark_drawn(self, slots: np.ndarray) -> None:
+        """Counts one batch: every appearance of a row, and every query once. The same in live operation and replay.
+
+        Args: slots: int[B], of resident rows, B >= 1.
+        """
+        np.add.at(self._row_draws, slots, 1)
+        queries = np.unique(self._slot_query[slots])
+        self._query_draws[queries] += 1
+        self._recent_draws[queries] += 1
+        self._round = int(self.query_draws[self.query_rows > 0].min(initial=np.iinfo(np.int64).max))
+
+    def gather(self, slots: np.ndarray) -> Rows:
+        """Copies of the rows in `slots` (int[B]), in that order."""
+        return {name: column[slots] for name, column in self._columns.items()}
+
+    def ids(self, slots: np.ndarray) -> list[tuple[str, int]]:
+        """(writer, row) of the rows in `slots`."""
+        writers, rows = self._slot_writer[slots].tolist(), self._columns["row"][slots].tolist()
+        return [(self.writers[writer], row) for writer, row in zip(writers, rows, strict=True)]
+
+    def slots_of(self, ids: Sequence[tuple[str, int]]) -> np.ndarray:
+        """int64[len(ids)], the slot of each (writer, row); −1 where the row is not resident. Costs a sort of the window."""
+        numbers = {writer: number for number, writer in enumerate(self.writers)}
+        wanted = np.array([numbers.get(writer, -1) << _ROW_BITS | row for writer, row in ids], np.int64)
+        resident = np.flatnonzero(self.slot_query >= 0)
+        keys = self.slot_writer[resident].astype(np.int64) << _ROW_BITS | self.slot_row[resident]
+        if not len(resident):
+            return np.full(len(ids), -1, np.int64)
+        order = np.argsort(keys)
+        found = order[np.minimum(np.searchsorted(keys, wanted, sorter=order), len(order) - 1)]
+        return np.where(keys[found] == wanted, resident[found], -1)
