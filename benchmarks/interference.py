@@ -151,7 +151,7 @@ def demo_config() -> Any:
 
 def make_trainer(workdir: Path) -> tuple[Any, Source]:
     """A trainer with an empty log, and the rows of a searcher, which wrote them elsewhere."""
-    from tba_jax.experiment import composition
+    from tba_jax.experiment import composition, initial_policy
     from tba_jax.replay.reader import LogReader
     from tba_jax.roles.searcher.searcher import Searcher
     from tba_jax.roles.trainer.resume import resume
@@ -164,7 +164,7 @@ def make_trainer(workdir: Path) -> tuple[Any, Source]:
     run, c = layout.RunDir(workdir), e.config
     contract.join(run, c, e.contract)
     lease = EpochLease.acquire(run.journal)
-    composition.ensure_reference(e, run, report=lambda step, loss: None)
+    initial_policy.ensure(e, run, report=lambda step, loss: None)
     trainer = Trainer(c, e.contract, run, policy=e.policy, lease=lease, publish_every_steps=c.publish.every_steps)
     resume(trainer)
     trainer.flush_snapshot()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tba_jax import sharding
-from tba_jax.experiment import composition, other_runs
+from tba_jax.experiment import composition, initial_policy, meshes, other_runs, plan, schedule_changes
 from tba_jax.replay.journal import read_lineage
 from tba_jax.rewards import models
 from tba_jax.roles import progress as progress_lib
@@ -56,7 +56,7 @@ def _check_devices(experiment: composition.Experiment, *roles: str) -> None:
     if experiment.config.model.attention == "cudnn" and jax.default_backend() != "gpu":
         raise ValueError(f"model.attention=cudnn needs an NVIDIA GPU; JAX found {jax.default_backend()}")
     for role in roles:
-        composition.check_devices(experiment, role=role, devices=len(jax.devices()))
+        meshes.check(experiment, role=role, devices=len(jax.devices()))
         models.check(experiment.task, role=role)
 
 
@@ -67,12 +67,9 @@ def _devices_of_searcher(config: Any) -> int:
     return max(config.searchers.cpu_devices, len(jax.devices()))
 
 
-def join(s: Settings, *, may_change_schedule: bool) -> None:
-    """Makes the run or joins the run that is there. Raises ValueError where it is a run of another config, and writes nothing.
-
-    Args: may_change_schedule: whether this role is the one that records a schedule of other settings (--allow_change).
-    """
-    composition.check_initial_policy(s.experiment, s.run, init_from=s.init_from)
+def _check_run(s: Settings, *, may_change_schedule: bool) -> None:
+    """Checks that a role may join the run that is there, or make one; writes nothing. Raises ValueError where it may not."""
+    initial_policy.check(s.experiment, s.run, init_from=s.init_from)
     if may_change_schedule:
         other_runs.check_behavior_is_known(s.run, s.config)
     if may_change_schedule or not places.exists(s.run.config):
@@ -82,11 +79,41 @@ def join(s: Settings, *, may_change_schedule: bool) -> None:
     for split, count in s.experiment.skipped.items():
         if count:
             log.warning("%d %s prompts are longer than task.prompt_length and left out", count, split)
+
+
+def join(s: Settings, *, may_change_schedule: bool) -> None:
+    """Makes the run or joins the run that is there. Raises ValueError where it is a run of another config, and writes nothing.
+
+    Args: may_change_schedule: whether this role is the one that records a schedule of other settings (--allow_change).
+    """
+    _check_run(s, may_change_schedule=may_change_schedule)
     contract_lib.join(s.run, s.config, s.experiment.contract, init_from=s.init_from)
     if may_change_schedule:
-        changes = contract_lib.change_schedule(s.run, s.config, allowed=s.allow_change, step=len(read_lineage(s.run.journal)))
+        changes = schedule_changes.change(s.run, s.config, allowed=s.allow_change, step=len(read_lineage(s.run.journal)))
         for name, (there, here) in changes.items():
             log.warning("changed %s from %r to %r", name, there, here)
+
+
+def dry_run(s: Settings) -> Job:
+    """Makes the checks of a start, but for those of devices, and writes nothing; the job prints what would run."""
+    roles = ["trainer"]
+    if s.config.searchers.count or s.config.schedule.mode == "interleaved":
+        roles.append("searcher")
+    if s.config.evaluation.enabled:
+        roles.append("evaluator")
+    for role in roles:
+        meshes.check(s.experiment, role=role, devices=None)
+        models.check(s.experiment.task, role=role)
+    _check_run(s, may_change_schedule=True)
+    if places.exists(s.run.config):
+        contract_lib.check_joins(s.run, s.experiment.contract, init_from=s.init_from)
+        schedule_changes.check(s.run, s.config, allowed=s.allow_change, step=len(read_lineage(s.run.journal)))
+
+    def job() -> int:
+        print(plan.describe(s.experiment))
+        return 0
+
+    return job
 
 
 def _make_reference(s: Settings) -> None:
@@ -99,7 +126,7 @@ def _make_reference(s: Settings) -> None:
         log.info("warm start: step %d, loss %.3f", step, loss)
         writer.write(step, {"loss": loss})
 
-    composition.ensure_reference(s.experiment, s.run, report=record)
+    initial_policy.ensure(s.experiment, s.run, report=record)
     writer.close()
 
 
@@ -121,7 +148,7 @@ def make_trainer(s: Settings, *, publish_every_steps: int) -> tuple[Any, EpochLe
     trainer of its config resumes, up to the last step of that schedule, and leaves a checkpoint.
     """
     newest = max(layout.steps_in(s.run.checkpoints), default=0)
-    for step, values in contract_lib.past_schedules(s.run, after=newest):
+    for step, values in schedule_changes.past(s.run, after=newest):
         config = s.config.copy_and_resolve_references()
         config.update_from_flattened_dict(values)
         every_steps = 1 if config.schedule.mode == "interleaved" else config.publish.every_steps
@@ -307,13 +334,13 @@ def _as_processes(s: Settings) -> Job:
     placements = supervisor.place(s.config, cpus=cpus, gpus=gpus)
     for name, placement in placements.items():
         if placement.gpus:
-            composition.check_devices(s.experiment, role=name.split("-")[0], devices=len(placement.gpus))
+            meshes.check(s.experiment, role=name.split("-")[0], devices=len(placement.gpus))
     if not gpus:
         _refuse_one_tpu_for_all()
         _check_devices(s.experiment, *{name.split("-")[0] for name in placements} - {"searcher"})
         if s.config.searchers.count:
             # The process of a searcher splits the CPU into searchers.cpu_devices.
-            composition.check_devices(s.experiment, role="searcher", devices=_devices_of_searcher(s.config))
+            meshes.check(s.experiment, role="searcher", devices=_devices_of_searcher(s.config))
             models.check(s.experiment.task, role="searcher")
     EpochLease.refuse_if_held(s.run.journal)
     join(s, may_change_schedule=True)

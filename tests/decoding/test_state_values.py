@@ -32,7 +32,7 @@ from tba_jax.trajectory import RowShape, response_mask
 from tests.support import frozen_runs, tiny_run
 from tests.support.tiny_engine import EOS, MODEL, PARAMS, TEXTS, R, make_engine, row_keys
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly", "one_device_throughout")
+pytestmark = pytest.mark.usefixtures("one_device_throughout")
 
 S, SAMPLES, MISSING = 4, 3, -3.0
 PROMPTS = ((3, 4, 5), (6,), (7, 3, 8, 5, 10))
@@ -223,7 +223,7 @@ def test_values_change_nothing_else_of_a_row(tmp_path, numbered, monkeypatch):
     assert not valued.run.rescored(2).exists() and "48 rows" in rescore.rescore(plain.run.root)
 
 
-@pytest.mark.parametrize("micro_batch_rows", [0, 2])
+@pytest.mark.parametrize("micro_batch_rows", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_run_learns_from_them(tmp_path, micro_batch_rows):
     c = tiny_run.config(
         schedule__mode="interleaved",

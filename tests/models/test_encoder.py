@@ -21,8 +21,6 @@ from tba_jax.models.hugging_face import export
 from tba_jax.models.hugging_face import load as load_lib
 from tests.support import applied
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 FIXTURES = Path(__file__).resolve().parent.parent / "fixtures"
 CLASSIFIERS = ("tiny_bert_classifier", "tiny_roberta_classifier")
 TINY_ENCODERS = ("tiny_bert_embedding", "tiny_roberta_embedding", *CLASSIFIERS)
@@ -480,7 +478,7 @@ def test_export_and_import_give_the_same(tmp_path, name):
 def test_heads_that_encoders_do_not_have_are_refused():
     folder = FIXTURES / "tiny_bert_embedding"
     for settings, sentence in (
-        ({"head": "score"}, "head='score' is not computed for model_type='bert'"),
+        ({"head": "score"}, "model_type='bert' cannot score texts"),
         ({"head": "classification"}, "head='classification' needs labels"),
     ):
         with pytest.raises(ValueError, match=sentence):

@@ -12,8 +12,6 @@ from tba_jax.rewards.generator import TextGenerator
 from tests.support import spelled_checkpoints, tiny_checkpoints
 from tests.support.spelled_checkpoints import BEGIN, EOS, IDS, spelled
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 P, R = 24, 8
 TEXTS = ["do it", "a much longer one", "x", "do it", "tell me"]
 
@@ -172,5 +170,5 @@ def test_folders_that_cannot_reply_are_refused(folder, tmp_path):
         make(model, template="")
     with pytest.raises(ValueError, match="holds no tokenizer"):
         make(tiny_checkpoints.path_of("llama_untied"))
-    with pytest.raises(ValueError, match="head='language_model' is asked for"):
+    with pytest.raises(ValueError, match="cannot generate text"):
         make(tiny_checkpoints.path_of("gpt_neox_reward"))

@@ -20,12 +20,12 @@ from tba_jax.run import layout as layout_lib
 from tba_jax.run import metrics, snapshots
 from tba_jax.run.lease import LeaseHeld, StaleEpoch
 from tba_jax.run.metrics import TimeAccount
-from tests.support import applied, frozen_runs, tiny_run
+from tests.support import applied, frozen_runs, tiny_checkpoints, tiny_run
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly", "one_device_throughout")
+pytestmark = pytest.mark.usefixtures("one_device_throughout")
 
 
-@pytest.mark.parametrize("lag", [0, 3])
+@pytest.mark.parametrize("lag", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_rows_come_from_exactly_lag_steps_ago(tmp_path, lag):
     assert frozen_runs.run(tmp_path, schedule__lag=lag, learner__steps=8, replay__merge_duplicates=False) == 0
     lines = metrics.read_lines(tmp_path / "metrics" / "trainer")
@@ -90,14 +90,13 @@ def roles_mesh():
 
 
 def logprobs_by_prefix(params, row, model, contract):
-    """Token log-probs one prefix at a time, without padding, cache or the scoring code."""
-    begin, end = row["prompt_length"], row["prompt_length"] + row["response_length"]
-    result, tokens = np.zeros(6, np.float32), row["tokens"][None, :end]
-    hidden = applied.hidden_states(params, tokens, config=model, remat="none")
-    logits = np.array(applied.logits_of(params, hidden[0], config=model)).astype(np.float64)
+    """Token log-probs from one whole row, without cache or the scoring code; its padding is behind what is looked at."""
+    begin, tokens = row["prompt_length"], row["tokens"][None]
+    result, response = np.zeros(6, np.float32), row["tokens"][begin : begin + row["response_length"]]
+    logits = np.array(tiny_checkpoints.logits(params, tokens, np.ones_like(tokens, bool), model))[0].astype(np.float64)
     logits[:, list(contract.banned_tokens)] = -np.inf
     logits /= contract.scoring_temperature
-    for t, token in enumerate(tokens[0, begin:]):
+    for t, token in enumerate(response):
         at = logits[begin + t - 1]
         result[t] = at[token] - np.log(np.exp(at - at.max()).sum()) - at.max()
     return result
@@ -128,9 +127,14 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize("changes", RESUMED.values(), ids=RESUMED)
-def test_resume_on_a_frozen_log_is_bit_for_bit(tmp_path, changes, frozen):
+# Whose states hold what no other's does; the others take their time in the slow tests.
+BY_DEFAULT = ("whole policy", "value head", "reset reference and optimizer", "moving average of adapters in host memory")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in BY_DEFAULT else [pytest.mark.slow]) for name in RESUMED])
+def test_resume_on_a_frozen_log_is_bit_for_bit(tmp_path, name, frozen):
     """12 steps at once = 8 steps with a checkpoint at 5, dropped, replayed from 5 to 8, and on to 12."""
+    changes = RESUMED[name]
     once = frozen(tmp_path / "once", **changes)
     shutil.copytree(tmp_path / "once", tmp_path / "twice")
     twice = tiny_run.settings(tmp_path / "twice", frozen_runs.config(**changes))

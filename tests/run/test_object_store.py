@@ -27,8 +27,6 @@ from tests.support import moto_server, tiny_run
 from tests.support.tiny_log import SHAPE, assert_rows, make_rows, start_appender, writer
 from tests.support.tiny_snapshots import SPECS, assert_same_bits, random_params, shardings
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 
 @pytest.fixture(scope="module")
 def s3():
@@ -229,7 +227,7 @@ def test_a_snapshot_is_the_same_reference_policy_wherever_it_is(root, tmp_path):
     assert_same_bits(snapshots.load(root / name, SPECS, shardings()), random_params())
 
 
-@pytest.mark.parametrize("kind", ["memory", "folder"])
+@pytest.mark.parametrize("kind", ["memory", pytest.param("folder", marks=pytest.mark.slow)])
 def test_a_run_in_one_process_meets_elsewhere_and_resumes(tmp_path, kind, one_device):
     shared = places.place("memory://store/shared") if kind == "memory" else tmp_path / "shared"
     run = layout.RunDir(tmp_path / "own", shared)

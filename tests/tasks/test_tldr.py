@@ -7,15 +7,13 @@ import numpy as np
 import pytest
 
 from tba_jax import sharding
-from tba_jax.experiment import composition, plan
+from tba_jax.experiment import composition, meshes, plan
 from tba_jax.rewards import MAKERS, models
 from tba_jax.tasks.interface import Query
 from tba_jax.tasks.tldr import TLDR
 from tba_jax.text.tokenizers import HuggingFaceTokenizer
-from tests.support import applied, random_checkpoints, tiny_checkpoints, tiny_run
+from tests.support import random_checkpoints, tiny_checkpoints, tiny_run
 from tests.support.summaries import ROWS, write_rows
-
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 
 @pytest.fixture(scope="module")
@@ -45,14 +43,18 @@ def one_device():
     return sharding.make_mesh((1, 1, 1), setting="test", devices=jax.devices()[:1])
 
 
+WIDTH = 160  # no row is longer
+
+
 def scored(folder, texts, ended) -> np.ndarray:
     """What a reward model says of texts one at a time, the end-of-sequence token appended by hand."""
     config, params = tiny_checkpoints.load(folder)
     tokenizer = HuggingFaceTokenizer(folder)
     found = []
     for text, end in zip(texts, ended, strict=True):
-        row = np.array([tokenizer.encode(text) + [tokenizer.eos_id] * bool(end)], np.int32)
-        found.append(applied.sequence_scores(params, row, np.array([row.size]), config=config, remat="none")[0, 0])
+        row = tokenizer.encode(text) + [tokenizer.eos_id] * bool(end)
+        tokens = np.array([row + [0] * (WIDTH - len(row))], np.int32)
+        found.append(tiny_checkpoints.scores(params, tokens, np.arange(WIDTH)[None] < len(row), config)[0, 0])
     return np.array(found)
 
 
@@ -200,7 +202,7 @@ def test_a_config_with_models_that_do_not_score_is_refused(folders):
     with pytest.raises(ValueError, match=r"searchers\.task_devices=1 would not be used: task\.name='arithmetic' scores without"):
         composition.build(tiny_run.config_with({"searchers.task_devices": 1}))
     with pytest.raises(ValueError, match=r"searchers\.task_devices=2 leaves the policy none of the 2 devices"):
-        composition.check_devices(composition.build(config(folders, searchers__task_devices=2)), role="searcher", devices=2)
+        meshes.check(composition.build(config(folders, searchers__task_devices=2)), role="searcher", devices=2)
 
 
 def test_the_contract_names_the_reward_model_by_its_weights(folders, tmp_path):

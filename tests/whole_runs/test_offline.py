@@ -15,7 +15,7 @@ from tba_jax.run import layout, metrics
 from tba_jax.run.metrics import TimeAccount
 from tests.support import frozen_runs, tiny_run
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly", "one_device_throughout")
+pytestmark = pytest.mark.usefixtures("one_device_throughout")
 
 
 def test_a_trainer_learns_from_a_log_alone_and_leaves_it_as_it_was(tmp_path, frozen):

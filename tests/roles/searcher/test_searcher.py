@@ -27,8 +27,6 @@ from tba_jax.run.metrics import TimeAccount
 from tba_jax.tasks.interface import Query, Scores, Task
 from tests.support import applied, tiny_run
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 Q, S, R = 3, 4, 12  # queries of a batch, samples of a query, response tokens
 ROWS = Q * S
 # Ten queries, so that a batch holds queries of two passes; four slots, so that a batch does not fit at once.
