@@ -23,7 +23,6 @@ from tba_jax.rewards.responses import response_texts, reward_texts
 from tba_jax.tasks.interface import EncodedQuery, Scores, Task
 from tba_jax.text.tokenizers import Tokenizer
 
-
 # A batch that waits for room looks this often whether it is still to wait.
 _LOOK_SECONDS = 0.5
 

@@ -95,8 +95,10 @@ def run_searcher(
     refresher, rates = _Refresher(searcher, poll_seconds=poll_seconds), _Rates(writer, account)
 
     def goes_on() -> bool:
+        if stop() or layout.is_finished(run, config.learner.steps):
+            return False
         refresher.check()
-        return not stop() and not layout.is_finished(run, config.learner.steps)
+        return True
 
     try:
         while goes_on():
