@@ -16,7 +16,7 @@ from ml_collections import config_dict, config_flags
 from tba_jax.commands import command_line
 from tba_jax.commands.settings_help import PROGRAMS, Program, add_overrides, entries
 from tba_jax.run import user_code
-from tba_jax.settings import flatten
+from tba_jax.schemas import flatten
 
 # How a locked config says that it has no such key, when it is set and when it is read.
 _NO_KEY = re.compile(r"""Key "(\w+)" does not exist|^['"\\]+(\w+)['"\\]""")

@@ -10,13 +10,13 @@ from typing import Any
 
 from tba_jax.experiment.schema import SCHEMA
 from tba_jax.learner.optimizer import SCHEDULES
+from tba_jax.learner.settings import HELD_REFERENCES
 from tba_jax.models import layers
 from tba_jax.models.presets import PRESETS
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.objectives.inputs import ObjectiveSettings
 from tba_jax.objectives.objective import TEMPERATURES, Objective
 from tba_jax.replay.selection import STRATEGIES
-from tba_jax.run.contract import HELD_REFERENCES
 from tba_jax.tasks import TASKS, own
 
 

@@ -6,9 +6,7 @@ from typing import Any
 
 from ml_collections import config_dict
 
-from tba_jax.experiment import checks
-from tba_jax.experiment import policy as policy_lib
-from tba_jax.experiment import task as task_lib
+from tba_jax.experiment import checks, named_policy, named_task
 from tba_jax.models.config import FREE_FIELDS
 from tba_jax.models.policy import Policy
 from tba_jax.rewards import embeddings, models
@@ -47,12 +45,12 @@ def build(config: Any, *, reward_models: Mapping[str, str] | None = None) -> Exp
     """
     checks.check(config)
     config = _with_absolute_paths(config)
-    task_lib.check_package(config.task.name)
-    policy, tokenizer = policy_lib.policy_and_tokenizer(config)
-    policy_lib.check(config, policy, tokenizer)
-    task, settings = task_lib.make(config)
+    named_task.check_package(config.task.name)
+    policy, tokenizer = named_policy.policy_and_tokenizer(config)
+    named_policy.check(config, policy, tokenizer)
+    task, settings = named_task.make(config)
     template = prompts.template(tokenizer, chat_template=config.task.chat_template, system_prompt=config.task.system_prompt)
-    queries, skipped = task_lib.encode_queries(config, task, tokenizer, template=template)
+    queries, skipped = named_task.encode_queries(config, task, tokenizer, template=template)
     contract = _contract(
         config,
         policy,

@@ -1,13 +1,16 @@
-"""All settings of a run: one line each, with its default, the values that it may have (tba_jax/settings.py) and its meaning.
+"""All settings of a run: one line each, with its default, the values that it may have (tba_jax/schemas.py) and its meaning.
 
 Recipes get the defaults from configs/base.py. The schema stands in the package because commands that open a run by its folder
 (append, evaluate …) have no recipe and check its settings too. Every setting is also a flag: `--config.learner.steps=100`.
-Settings marked (contract) must be equal for all roles that share a workdir. This file does not import JAX: recipes load at once.
+Settings marked (contract) must be equal for all roles that share a workdir. A resumed run changes seed, learner, replay, publish
+and schedule with --allow_change alone, except for what is marked free (always) or fixed (never); all other settings may change.
+
+This file does not import JAX, so that recipes load at once.
 """
 
 from ml_collections.config_dict import ConfigDict, placeholder
 
-from tba_jax.settings import Schema, setting
+from tba_jax.schemas import Schema, setting
 
 c = ConfigDict()
 c.seed = setting(0, at_least=0, below=2**32)
@@ -160,12 +163,13 @@ c.searchers.memory_fraction = setting(0.2, at_least=0, at_most=1)  # of each sea
 c.searchers.mesh = ConfigDict(dict(data=-1, fsdp=1, tensor=1))  # data=-1: all devices that are left
 
 c.replay = ConfigDict()
-c.replay.capacity = setting(50_000, at_least=1)  # resident rows; the oldest leave first
-c.replay.capacity_per_query = setting(100, at_least=1)
-c.replay.merge_duplicates = True  # identical responses to a query are kept once, the newest wins
-c.replay.merge_edit_distance = setting(0.0, at_least=0, below=1)  # share of tokens in which merged responses may differ; 0: off
-c.replay.merge_cosine_distance = setting(0.0, at_least=0, below=2)  # likewise, of embeddings (task.embedding_path); 0: off
-c.replay.drop = setting("oldest", one_of=("oldest", "lowest_reward"))  # the row that leaves a full query or window
+c.replay.capacity = setting(50_000, at_least=1, fixed=True)  # resident rows; the oldest leave first
+c.replay.capacity_per_query = setting(100, at_least=1, fixed=True)
+c.replay.merge_duplicates = setting(True, fixed=True)  # identical responses to a query are kept once, the newest wins
+# Responses to a query up to this distance count as the same: the share of tokens that differ, or of embeddings. 0: off.
+c.replay.merge_edit_distance = setting(0.0, at_least=0, below=1, fixed=True)
+c.replay.merge_cosine_distance = setting(0.0, at_least=0, below=2, fixed=True)  # needs task.embedding_path
+c.replay.drop = setting("oldest", one_of=("oldest", "lowest_reward"), fixed=True)  # the row that leaves a full query or window
 c.replay.recent_probability = setting(0.95, at_least=0, at_most=1)  # m: share of queries drawn from recent rows
 c.replay.recent_window = setting(0, at_least=0)  # trainer steps that count as recent; 0: publish.every_steps
 c.replay.strategy = setting("uniform", registry="strategies")  # how the rows of the other queries are drawn; softmax: of reward
@@ -173,10 +177,10 @@ c.replay.inverse_temperature = setting(1.0, above=0)  # of the softmax strategy
 c.replay.max_draws_per_row = setting(0, at_least=0)  # 0: no limit
 c.replay.max_staleness = setting(0, at_least=0)  # trainer steps; 0: no limit
 c.replay.min_rows = setting(0, at_least=0)  # rows that must be resident before a step; 0: as many as a batch needs
-c.replay.segment_appends = setting(256, at_least=1)
+c.replay.segment_appends = setting(256, at_least=1, free=True)
 # checkpoints: segments that no kept checkpoint needs are removed, and the audit names them.
 c.replay.retention = setting("all", one_of=("all", "checkpoints"))
-c.replay.poll_seconds = setting(0.2, above=0)  # as searchers.poll_seconds
+c.replay.poll_seconds = setting(0.2, above=0, free=True)  # as searchers.poll_seconds
 # Workdirs of other runs, finished or not, whose rows are trained on beside this run's own. Other runs are only read. Contract and
 # reference policy must be those of this run. The staleness of their rows is counted from step 0 of this run.
 c.replay.mount = ()
@@ -189,9 +193,9 @@ c.learner.objective = setting("trajectory_balance", registry="objectives")
 c.learner.steps = setting(500, at_least=1)
 c.learner.queries = setting(7, at_least=1)  # Q
 c.learner.completions = setting(20, at_least=1)  # K; 1 is enough for learned_log_z, ppo and vine_ppo
-c.learner.micro_batch_rows = setting(0, at_least=0)  # 0: the whole batch in one pass
-c.learner.logit_megabytes = setting(128, at_least=1)  # most memory of logits on a device
-c.learner.remat = setting("full", registry="remat")  # none | dots | full: what of a layer the backward pass computes again
+c.learner.micro_batch_rows = setting(0, at_least=0, free=True)  # 0: the whole batch in one pass
+c.learner.logit_megabytes = setting(128, at_least=1, free=True)  # most memory of logits on a device
+c.learner.remat = setting("full", registry="remat", free=True)  # none | dots | full: what the backward pass recomputes of a layer
 c.learner.learning_rate = setting(1e-5, above=0)
 c.learner.schedule = setting("constant", registry="schedules")  # constant | linear | wsd
 c.learner.warmup_steps = setting(10, at_least=0)
@@ -228,7 +232,7 @@ c.learner.reference.kind = setting("initial", one_of=("initial", "reset", "ema",
 c.learner.reference.reset_steps = setting(50, at_least=1)  # ρ
 c.learner.reference.reset_optimizer = False  # reset: Adam's moments begin anew, too
 c.learner.reference.ema_decay = setting(0.95, above=0, below=1)  # α of ema and surrogate
-c.learner.reference.offload = False  # reset and ema: the reference rests in host memory between uses
+c.learner.reference.offload = setting(False, free=True)  # reset and ema: the reference rests in host memory between uses
 # If a loss or a gradient is not finite. skip: the update is left out and counted; the run still stops if no row is usable, or
 # after 10 such steps in a row.
 c.learner.non_finite = setting("stop", one_of=("stop", "skip"))
@@ -237,14 +241,14 @@ c.learner.adam_beta2 = setting(0.95, at_least=0, below=1)
 c.learner.adam_epsilon = setting(1e-8, above=0)
 c.learner.weight_decay = setting(0.0, at_least=0)
 c.learner.clip_norm = setting(1.0, at_least=0)  # of the gradient; 0: off
-c.learner.logprob_gap_every_steps = setting(50, at_least=0)  # compare sampler's and learner's log-probs on the same weights
-c.learner.logprob_gap_limit = setting(0.0, at_least=0)  # nats per token that raise an alarm; 0: 1e-3 in float32, 0.1 in bfloat16
-c.learner.memory_fraction = setting(0.45, at_least=0, at_most=1)  # if roles share a GPU
-c.learner.mesh = ConfigDict(dict(data=-1, fsdp=1, tensor=1))
+c.learner.logprob_gap_every_steps = setting(50, at_least=0, free=True)  # compares searchers' log-probs with the learner's; 0: off
+c.learner.logprob_gap_limit = setting(0.0, at_least=0, free=True)  # nats a token; 0: 1e-3 in float32, 0.1 in bfloat16
+c.learner.memory_fraction = setting(0.45, at_least=0, at_most=1, free=True)  # if roles share a GPU
+c.learner.mesh = ConfigDict(dict(data=setting(-1, free=True), fsdp=setting(1, free=True), tensor=setting(1, free=True)))
 
 c.publish = ConfigDict()
 c.publish.every_steps = setting(2, at_least=1)  # k
-c.publish.keep = setting(0, at_least=3, or_zero=True)  # newest snapshots that are kept, besides evaluated ones; 0: all
+c.publish.keep = setting(0, at_least=3, or_zero=True, free=True)  # newest snapshots that are kept, besides evaluated ones; 0: all
 c.publish.dtype = setting("float32", one_of=("float32", "bfloat16"))
 
 c.checkpoint = ConfigDict()

@@ -17,7 +17,7 @@ class ObjectiveSettings:
     1 + high]; sequence_clip_low, sequence_clip_high: likewise of GSPO; icepop_low, icepop_high: the ratios whose tokens count;
     gae_lambda: λ; value_coefficient: of the value's loss beside the policy's.
 
-    The defaults are those of configs/base.py.
+    The defaults are those of experiment/schema.py.
     """
 
     completions: int

@@ -1,4 +1,4 @@
-"""All settings of supervised training: one line each, with its default, its limits (tba_jax/settings.py) and its meaning.
+"""All settings of supervised training: one line each, with its default, its limits (tba_jax/schemas.py) and its meaning.
 
 Recipes get the defaults from configs/supervised.py. A resumed run may change the settings with free=True, which say how the same
 numbers are computed, reported and stored; every other setting must be what the run began with.
@@ -6,7 +6,7 @@ numbers are computed, reported and stored; every other setting must be what the 
 
 from ml_collections.config_dict import ConfigDict
 
-from tba_jax.settings import Schema, setting
+from tba_jax.schemas import Schema, setting
 
 c = ConfigDict()
 c.seed = setting(0, at_least=0, below=2**32)  # of the order of examples, and of weights that are not loaded

@@ -67,7 +67,7 @@ class RedTeam:
         embedder_path: str,
     ):
         """
-        Args: see task.red_team in configs/base.py.
+        Args: see task.red_team in experiment/schema.py.
 
         Raises:
           ValueError: no victim, no attack prompt or two, or a setting out of its range; one sentence.

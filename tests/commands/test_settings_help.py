@@ -6,7 +6,7 @@ import pytest
 
 from configs import base, supervised
 from tba_jax.commands.settings_help import BASE, SUPERVISED, describe, entries, recipes
-from tba_jax.settings import flatten
+from tba_jax.schemas import flatten
 
 
 @pytest.mark.parametrize("program, config", [(BASE, base), (SUPERVISED, supervised)], ids=["base", "supervised"])

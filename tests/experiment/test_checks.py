@@ -1,5 +1,6 @@
 """Every rule of a config: what breaks it is refused with one sentence that names value, limit and setting."""
 
+import dataclasses
 import math
 import re
 import subprocess
@@ -15,7 +16,7 @@ from tba_jax import sharding
 from tba_jax.experiment import checks, composition
 from tba_jax.experiment.schema import SCHEMA
 from tba_jax.objectives import OBJECTIVES
-from tba_jax.settings import Rule, flatten
+from tba_jax.schemas import Rule, flatten
 from tests.support import tiny_run
 
 ROOT = Path(__file__).parent.parent.parent
@@ -28,7 +29,7 @@ FREE = {
 }
 # Tasks whose constructors check settings that have no rule.
 CHECKED_BY_TASKS = ("task.countdown.", "task.story_sentiment.", "task.gsm8k.", "task.math.", "task.red_team.", "task.tldr.")
-LIMITED = {name: rule for name, rule in SCHEMA.rules.items() if rule != Rule()}
+LIMITED = {name: rule for name, rule in SCHEMA.rules.items() if dataclasses.replace(rule, free=False, fixed=False) != Rule()}
 
 
 def test_every_setting_has_a_rule_or_needs_none():
@@ -71,6 +72,11 @@ def test_a_config_without_a_setting_is_refused():
     del stored["learner"]["steps"]
     with pytest.raises(ValueError, match=r"no setting learner\.steps: .* this version"):
         composition.build(config_dict.ConfigDict(stored))
+
+
+def test_a_misspelt_key_fails_with_a_suggestion():
+    with pytest.raises((AttributeError, KeyError), match="learning_rate"):
+        base.get_config().learner.learning_rat = 1.0
 
 
 def test_the_schema_loads_without_jax():

@@ -21,7 +21,9 @@ class Rule:
     """The values that a setting may have. Every float must be finite, also without a limit.
 
     at_least, above, at_most, below: limits of a number. or_zero: 0 is allowed too. one_of: the choices of a text. registry: the
-    choices are the names in this registry (see Schema.check). given: a text must not be empty. free: a resumed run may change it.
+    choices are the names in this registry (see Schema.check). given: a text must not be empty.
+
+    free, fixed: a resumed run may always change the setting, or never.
     """
 
     at_least: float | None = None
@@ -33,6 +35,7 @@ class Rule:
     registry: str = ""
     given: bool = False
     free: bool = False
+    fixed: bool = False
 
     def check(self, name: str, value: Any, registries: Mapping[str, Collection[str]]) -> None:
         """Raises ValueError, which names setting, value and limit, where the setting may not have the value."""
@@ -44,9 +47,19 @@ class Rule:
         if self.given and not value:
             raise ValueError(f"{name} is not given")
         if isinstance(value, int | float) and not isinstance(value, bool) and not self._allows(value):
-            limits = f"{'0 or ' * self.or_zero}{self._limits()}"
             finite = "finite" if isinstance(value, float) and self.at_most is None and self.below is None else ""
-            raise ValueError(f"{name}={value} must be {' and '.join(filter(None, (limits, finite)))}")
+            raise ValueError(f"{name}={value} must be {' and '.join(filter(None, (self.limits(), finite)))}")
+
+    def limits(self) -> str:
+        """The rule in words, such as "at least 1" or "one of full, int8"; "" if every value of the type is allowed."""
+        if self.one_of or self.registry:
+            return f"one of {', '.join(self.one_of)}" if self.one_of else f"one of the {self.registry}"
+        low = self.at_least if self.above is None else self.above
+        high = self.at_most if self.below is None else self.below
+        if low is not None and high is not None:
+            return f"within {'[' if self.above is None else '('}{low}, {high}{']' if self.below is None else ')'}"
+        words = {"at least": self.at_least, "above": self.above, "at most": self.at_most, "below": self.below}
+        return "0 or " * self.or_zero + "".join(f"{word} {limit}" for word, limit in words.items() if limit is not None)
 
     def _allows(self, number: float) -> bool:
         if self.or_zero and number == 0:
@@ -58,14 +71,6 @@ class Rule:
             and (self.at_most is None or number <= self.at_most)
             and (self.below is None or number < self.below)
         )
-
-    def _limits(self) -> str:
-        low = self.at_least if self.above is None else self.above
-        high = self.at_most if self.below is None else self.below
-        if low is not None and high is not None:
-            return f"within {'[' if self.above is None else '('}{low}, {high}{']' if self.below is None else ')'}"
-        limits = {"at least": self.at_least, "above": self.above, "at most": self.at_most, "below": self.below}
-        return "".join(f"{words} {limit}" for words, limit in limits.items() if limit is not None)
 
 
 @dataclasses.dataclass(frozen=True)

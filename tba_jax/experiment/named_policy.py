@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from tba_jax.experiment.task import task_class
+from tba_jax.experiment.named_task import task_class
 from tba_jax.models import parameters
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.hugging_face import load

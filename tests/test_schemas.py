@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from ml_collections.config_dict import ConfigDict, placeholder
 
-from tba_jax.settings import Schema, flatten, setting
+from tba_jax.schemas import Schema, flatten, setting
 
 
 def schema(**leaves: Any) -> Schema:
@@ -66,10 +66,12 @@ def test_numbers_are_held_to_their_limits(rule, allowed, refused, limit):
         with pytest.raises(ValueError) as error:
             made.check(config, {})
         assert str(error.value).startswith(f"part.a={float(value)} must be ") and limit in str(error.value)
+    assert made.rules["part.a"].limits() == ("" if limit == "finite" else limit)
 
 
 def test_a_choice_that_there_is_not_names_the_nearest():
     made = schema(a=setting("one", one_of=("one", "two")), b=setting("three", registry="numbers"))
+    assert [made.rules[f"part.{name}"].limits() for name in "ab"] == ["one of one, two", "one of the numbers"]
     config = made.defaults()
     made.check(config, {"numbers": {"three": 3, "four": 4}})
     config.part.b = "tree"
