@@ -1,10 +1,8 @@
 """README.md and docs/: links lead somewhere, and every command, setting, path and name that they show is there."""
 
 import ast
-import contextlib
 import functools
 import importlib
-import io
 import re
 import shlex
 import tomllib
@@ -16,7 +14,7 @@ import numpy as np
 import pytest
 
 from configs import base, supervised
-from tba_jax import __main__ as commands_main
+from tba_jax import __main__ as command_list
 from tba_jax.tasks import own
 from tests import test_layers
 
@@ -96,14 +94,6 @@ def names_in(config: dict[str, Any], prefix: str = "") -> frozenset[str]:
     return frozenset(found)
 
 
-@functools.cache
-def listed_commands() -> frozenset[str]:
-    """What `python -m tba_jax` lists."""
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        commands_main.main([])
-    return frozenset(re.findall(r"^  (\w+)  ", printed.getvalue(), re.MULTILINE))
-
-
 def broken_command(words: list[str]) -> Iterator[str]:
     """What a command shows that is not there."""
     said = " ".join(words)
@@ -127,7 +117,7 @@ def broken_python(module: str, words: list[str], said: str) -> Iterator[str]:
     if module == "tba_jax":
         if not words or words[0] == "COMMAND":
             return
-        if words[0] not in listed_commands():
+        if words[0] not in command_list.commands():
             yield f"{said}: there is no command {words[0]}"
             return
         file = ROOT / "tba_jax" / "commands" / f"{words[0]}.py"

@@ -68,7 +68,7 @@ def _devices_of_searcher(config: Any) -> int:
 
 
 def _check_run(s: Settings, *, may_change_schedule: bool) -> None:
-    """What a role asks of the run that it joins or makes, before anything is written."""
+    """Checks that a role may join the run that is there, or make one; writes nothing. Raises ValueError where it may not."""
     initial_policy.check(s.experiment, s.run, init_from=s.init_from)
     if may_change_schedule:
         other_runs.check_behavior_is_known(s.run, s.config)
@@ -106,7 +106,7 @@ def dry_run(s: Settings) -> Job:
         models.check(s.experiment.task, role=role)
     _check_run(s, may_change_schedule=True)
     if places.exists(s.run.config):
-        contract_lib.check_joins(s.run, s.config, s.experiment.contract, init_from=s.init_from)
+        contract_lib.check_joins(s.run, s.experiment.contract, init_from=s.init_from)
         schedule_changes.check(s.run, s.config, allowed=s.allow_change, step=len(read_lineage(s.run.journal)))
 
     def job() -> int:
