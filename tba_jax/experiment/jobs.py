@@ -106,7 +106,7 @@ def dry_run(s: Settings) -> Job:
         models.check(s.experiment.task, role=role)
     _check_run(s, may_change_schedule=True)
     if places.exists(s.run.config):
-        contract_lib.check_joins(s.run, s.experiment.contract, init_from=s.init_from)
+        contract_lib.check_joins(s.run, s.config, s.experiment.contract, init_from=s.init_from)
         schedule_changes.check(s.run, s.config, allowed=s.allow_change, step=len(read_lineage(s.run.journal)))
 
     def job() -> int:

@@ -132,19 +132,18 @@ def join(run: layout.RunDir, config: Any, contract: Contract, *, init_from: str 
     # A role that starts again does not write: a full or read-only storage would look like a mistake of the user.
     if not (places.exists(run.config) and (run.elsewhere is None or places.exists(run.shared_name))):
         _make(run, mine)
-    check_joins(run, contract, init_from=init_from)
+    check_joins(run, config, contract, init_from=init_from)
 
 
-def check_joins(run: layout.RunDir, contract: Contract, *, init_from: str = "") -> None:
-    """Raises ValueError where the contract of a run that is there differs (see `join`), or it began from another policy."""
-    mine = contract.to_json()
+def check_joins(run: layout.RunDir, config: Any, contract: Contract, *, init_from: str = "") -> None:
+    """Raises ValueError where the existing run has another contract or other settings, or began from another policy."""
     stored = read_run(run, called=f"workdir {str(run.shared)!r}")
-    if different := differences(stored["contract"], mine):
+    if different := differences(stored["contract"], contract.to_json()):
         raise ValueError(
             f"workdir {str(run.shared)!r} belongs to a run of another contract; {'; '.join(different)}. A run keeps its "
             "contract: take its settings, or begin another run in a new --workdir"
         )
-    lacking = flatten(mine["config"]).keys() - flatten(stored["config"]).keys()
+    lacking = flatten(config.to_dict()).keys() - flatten(stored["config"]).keys()
     if lacking := {name for name in lacking if not name.startswith("task.custom.")}:
         raise ValueError(f"{run.config} has no setting {min(lacking)}: {_ANOTHER_VERSION}")
     there = stored["init_from"]
