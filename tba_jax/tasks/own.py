@@ -1,4 +1,4 @@
-"""A task of one's own: a class in a Python file, named FILE.py:CLASS."""
+"""Custom tasks: a class in the user's Python file, named FILE.py:CLASS."""
 
 import contextlib
 import importlib.util
@@ -18,18 +18,18 @@ _NEEDED = ("score_name", "reward_parts", "reward_version", "queries", "rewards",
 
 
 def is_named(name: str) -> bool:
-    """Whether a task's name is that of a class in a file."""
+    """Whether a task's name has the form FILE.py:CLASS."""
     return ".py:" in name
 
 
 def absolute(name: str) -> str:
-    """The same with the file's whole path: a role that is started elsewhere finds it."""
+    """The name with the file's absolute path, which a role in another working directory finds."""
     file, _, attribute = name.rpartition(":")
     return f"{Path(file).expanduser().absolute()}:{attribute}"
 
 
 def short(name: str) -> str:
-    """The same without folders, which may differ between the machines of a run."""
+    """The name without folders, which may differ between the machines of a run."""
     return Path(name).name
 
 
@@ -37,7 +37,7 @@ def load(name: str) -> Callable[..., Task]:
     """The class of FILE.py:CLASS.
 
     Raises:
-      ValueError: no such file, it cannot be imported, or has no such class, or one that is no task.
+      ValueError: there is no such file, it cannot be imported, it has no such class, or the class is not a task.
     """
     file, _, attribute = name.rpartition(":")
     path = Path(file)
@@ -48,12 +48,12 @@ def load(name: str) -> Callable[..., Task]:
     if specification is None or specification.loader is None:
         raise ValueError(f"task.name={name!r}: {file} is not a Python file")
     module = importlib.util.module_from_spec(specification)
-    sys.modules[module_name] = module  # where dataclasses and pickle look for what it defines
+    sys.modules[module_name] = module  # dataclasses look up the module of a class there
     try:
         specification.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[module_name]
-        raise ValueError(f"task.name={name!r}: importing it raised {_told(error, path)}") from error
+        raise ValueError(f"task.name={name!r}: importing it raised {_describe(error, path)}") from error
     found = vars(module).get(attribute)
     if not inspect.isclass(found):
         own = sorted(key for key, value in vars(module).items() if inspect.isclass(value) and value.__module__ == module_name)
@@ -65,10 +65,10 @@ def load(name: str) -> Callable[..., Task]:
 
 
 def make(factory: Callable[..., Task], settings: Mapping[str, Any], *, section: str) -> Task:
-    """The task with its settings, which messages call `section`.SETTING.
+    """The task with these settings, called `section`.NAME in messages.
 
     Raises:
-      ValueError: it takes no such setting, or needs one that is not given; and what its constructor raises.
+      ValueError: the constructor takes no such setting, or a required setting is missing. Its own errors pass.
     """
     parameters = inspect.signature(factory).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -76,7 +76,7 @@ def make(factory: Callable[..., Task], settings: Mapping[str, Any], *, section: 
     named = [name for name, parameter in parameters.items() if parameter.kind not in variable]
     takes = f"it takes {', '.join(named) or 'none'}"
     if not takes_any and (unknown := sorted(set(settings) - set(named))):
-        raise ValueError(f"{section}.{unknown[0]} is no setting of the task; {takes}")
+        raise ValueError(f"{section}.{unknown[0]} is not a setting of the task; {takes}")
     required = [name for name in named if parameters[name].default is inspect.Parameter.empty]
     if missing := [name for name in required if name not in settings]:
         raise ValueError(f"{section}.{missing[0]} is not set, and the task needs it; {takes}")
@@ -85,10 +85,9 @@ def make(factory: Callable[..., Task], settings: Mapping[str, Any], *, section: 
 
 @contextlib.contextmanager
 def blamed(name: str, what: str) -> Iterator[None]:
-    """Makes what a class of one's own raises one sentence, and no other process' business; the traceback goes to the log.
+    """Turns any error or exit of a custom task into a ValueError of one sentence, and logs the traceback.
 
-    Raises:
-      ValueError: in the place of any other error and of an exit. A ValueError passes as it is.
+    A ValueError of the task passes unchanged. what: the code that runs, such as "its constructor".
     """
     try:
         yield
@@ -96,11 +95,11 @@ def blamed(name: str, what: str) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:
         log.info("%s of task.name=%r", what, name, exc_info=True)
-        raise ValueError(f"task.name={name!r}: {what} raised {_told(error, Path(name.rpartition(':')[0]))}") from error
+        raise ValueError(f"task.name={name!r}: {what} raised {_describe(error, Path(name.rpartition(':')[0]))}") from error
 
 
-def _told(error: BaseException, path: Path) -> str:
-    """The error, and the last line of the file that it came by."""
+def _describe(error: BaseException, path: Path) -> str:
+    """The error, and the innermost line of the file in its traceback."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path]
     if isinstance(error, SyntaxError):
         lines = [error.lineno]
