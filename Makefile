@@ -29,6 +29,7 @@ PIP := -m pip --disable-pip-version-check install --quiet
 BASE := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
 STORIES := $(VENV)/.installed-stories
+DOCS := $(VENV)/.installed-docs
 PARITY := $(PARITY_VENV)/.installed
 READY := $(if $(ACCELERATOR),$(VENV)/.installed-$(ACCELERATOR),$(BASE))
 
@@ -61,21 +62,26 @@ stories: $(READY) $(STORIES) ## happy endings with a pretrained model: MODEL=<fo
 
 .PHONY: test
 test: $(DEV) ## the fast tests
-	@exec $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	@exec $(PY) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 .PHONY: parity
 parity: $(PARITY) ## the tests that compare with PyTorch, in .venv-parity
-	@exec $(PARITY_VENV)/bin/python -m pytest --parity -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	@exec $(PARITY_VENV)/bin/python -m pytest --parity -n $(WORKERS) --dist worksteal $(ARGS)
 
 .PHONY: test-slow
 test-slow: $(DEV) ## the tests that take minutes
-	@exec $(PY) -m pytest -m 'slow and not gpu' $(ARGS)
+	@exec $(PY) -m pytest -m 'slow and not gpu' -o timeout=3600 -o faulthandler_timeout=3660 $(ARGS)
 
 .PHONY: check
 check: $(DEV) ## linter, formatter and type check, changing nothing
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
 	$(PY) -m mypy
+
+.PHONY: docs
+docs: $(DOCS) ## the guide and the API reference as a site, in build/site
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+	@echo "the site begins at build/site/index.html"
 
 .PHONY: clean
 clean: ## removes the environments and caches, never runs/
@@ -121,6 +127,6 @@ $(PARITY): pyproject.toml $(DEV)
 	@$(call install_extra,parity,$(PARITY_VENV))
 	@touch $@
 
-$(STORIES) $(VENV)/.installed-cuda12 $(VENV)/.installed-cuda13 $(VENV)/.installed-tpu: $(VENV)/.installed-%: pyproject.toml $(BASE)
+$(STORIES) $(DOCS) $(VENV)/.installed-cuda12 $(VENV)/.installed-cuda13 $(VENV)/.installed-tpu: $(VENV)/.installed-%: pyproject.toml $(BASE)
 	@$(call install_extra,$*,$(VENV))
 	@touch $@

@@ -31,7 +31,7 @@ from absl import app, flags, logging
 
 from tba_jax.replay.log import LogWriter
 from tba_jax.run import layout, metrics
-from tba_jax.trajectory import RowShape
+from tba_jax.trajectory import RowShape, query_id, response, token_columns
 
 _FOLDER = flags.DEFINE_string("folder", None, "Where runs are made and removed again.", required=True)
 _PART = flags.DEFINE_enum("part", "writers", ["writers", "share"], "What to measure.")
@@ -53,7 +53,7 @@ REPLAY_SHARES = ("draw", "journal", "integrate")
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """What rows are made of. rows: of whole batches, a query's side by side; prompts: int32[queries, P]."""
+    """What rows are made of. rows: of whole batches, a query's side by side; prompts: token ids of each query."""
 
     shape: RowShape
     rows: dict[str, np.ndarray]
@@ -61,8 +61,8 @@ class Source:
     samples_per_query: int
     segment_appends: int
     capacity: int
-    prompts: np.ndarray
-    prompt_lengths: np.ndarray
+    prompts: list[Sequence[int]]
+    pad_id: int
     query_ids: np.ndarray
 
 
@@ -93,11 +93,17 @@ class Writers:
         begin = size * int(self._rng.integers(len(source.rows["row"]) // size))
         rows = {name: column[begin : begin + size] for name, column in source.rows.items()}
         queries = np.repeat([next(self._queries) for _ in range(size // samples)], samples)
+        columns = token_columns(
+            [source.prompts[query] for query in queries],
+            [response(rows, i).tolist() for i in range(size)],
+            prompt_length=source.shape.prompt_length,
+            response_length=source.shape.response_length,
+            pad_id=source.pad_id,
+        )
         rows |= {
             "row": np.arange(log.next_row, log.next_row + size),
             "query_id": source.query_ids[queries],
-            "prompt_tokens": source.prompts[queries],
-            "prompt_length": source.prompt_lengths[queries],
+            **columns,
             "key": self._rng.integers(0, 1 << 32, rows["key"].shape, np.uint32),
             "policy_step": np.where(rows["policy_step"] >= 0, policy_step, -1).astype(np.int32),
         }
@@ -145,10 +151,10 @@ def demo_config() -> Any:
 
 def make_trainer(workdir: Path) -> tuple[Any, Source]:
     """A trainer with an empty log, and the rows of a searcher, which wrote them elsewhere."""
-    from tba_jax import trajectory
-    from tba_jax.experiment import composition
+    from tba_jax.experiment import composition, initial_policy
     from tba_jax.replay.reader import LogReader
     from tba_jax.roles.searcher.searcher import Searcher
+    from tba_jax.roles.trainer.resume import resume
     from tba_jax.roles.trainer.trainer import Trainer
     from tba_jax.run import contract
     from tba_jax.run.lease import EpochLease
@@ -158,8 +164,9 @@ def make_trainer(workdir: Path) -> tuple[Any, Source]:
     run, c = layout.RunDir(workdir), e.config
     contract.join(run, c, e.contract)
     lease = EpochLease.acquire(run.journal)
-    composition.ensure_reference(e, run, report=lambda step, loss: None)
+    initial_policy.ensure(e, run, report=lambda step, loss: None)
     trainer = Trainer(c, e.contract, run, policy=e.policy, lease=lease, publish_every_steps=c.publish.every_steps)
+    resume(trainer)
     trainer.flush_snapshot()
     recorded, queries = layout.RunDir(workdir / "recorded"), e.queries["train"]
     for name in ("reference", "policy"):
@@ -180,7 +187,6 @@ def make_trainer(workdir: Path) -> tuple[Any, Source]:
         searcher.search()
     reader = LogReader(recorded.replay, e.contract.row_shape())
     rows = reader.read(searcher.writer, 0, reader.heads()[searcher.writer])
-    prompts, lengths = trajectory.left_pad([query.prompt for query in queries], e.contract.prompt_length, e.contract.pad_id)
     return trainer, Source(
         shape=reader.shape,
         rows=dict(rows),
@@ -188,9 +194,9 @@ def make_trainer(workdir: Path) -> tuple[Any, Source]:
         samples_per_query=c.searchers.samples_per_query,
         segment_appends=c.replay.segment_appends,
         capacity=c.replay.capacity,
-        prompts=prompts,
-        prompt_lengths=lengths,
-        query_ids=np.array([trajectory.query_id(query.prompt) for query in queries], np.uint64),
+        prompts=[query.prompt for query in queries],
+        pad_id=e.contract.pad_id,
+        query_ids=np.array([query_id(query.prompt) for query in queries], np.uint64),
     )
 
 

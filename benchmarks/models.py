@@ -115,7 +115,7 @@ def lowered_train_step(layers: int) -> Any:
     schedules = update.Schedules(beta=always_one, ref_temperature=always_one, reward_temperature=always_one)
     step = functools.partial(update.train_step, optimizers=optimizers, schedules=schedules, config=config)
     state = jax.eval_shape(lambda: state_lib.init_state(policy, policy.base.init(jax.random.key(0)), optimizers))
-    rows = {name: jax.ShapeDtypeStruct((16, 16), np.int32) for name in ("prompt_tokens", "response_tokens", "policy_step")}
+    rows = {"tokens": jax.ShapeDtypeStruct((16, 32), np.int32), "policy_step": jax.ShapeDtypeStruct((16, 16), np.int32)}
     rows |= {name: jax.ShapeDtypeStruct((16,), np.int32) for name in ("prompt_length", "response_length")}
     rows |= {
         name: jax.ShapeDtypeStruct((16, 16), np.float32) for name in ("ref_logprobs", "policy_logprobs", "behavior_logprobs")
@@ -163,14 +163,13 @@ def int8(repeats: int, folder: str) -> None:
     one = sharding.make_mesh((1, 1, 1), setting="benchmark", devices=jax.devices()[:1])
     score = {
         name: scoring.scorer(
-            one, graphdef=kv_cache.define(model, name, unstacked=False).graphdef, space=_SPACE, logit_megabytes=128
+            one, graphdef=kv_cache.define(model, name, unstacked=False).graphdef, R=R, space=_SPACE, logit_megabytes=128
         )
         for name in params
     }
     sampled = generate["int8"](params["int8"], prompts, lengths, keys, sampling)
-    logprobs = {
-        name: np.asarray(score[name](p, prompts, lengths, sampled.tokens, sampled.length)[0]) for name, p in params.items()
-    }
+    rows_of = np.concatenate([prompts, sampled.tokens], axis=1), lengths, sampled.length
+    logprobs = {name: np.asarray(score[name](p, *rows_of)[0]) for name, p in params.items()}
     error = np.abs(logprobs["int8"] - logprobs["full"])
     seconds = medians(
         {name: functools.partial(generate[name], p, prompts, lengths, keys, sampling) for name, p in params.items()}, repeats

@@ -135,15 +135,15 @@ def random_batch(config: Any, contract: contract_lib.Contract, vocab: int) -> st
     allowed = np.setdiff1d(np.arange(vocab), [*contract.banned_tokens, contract.eos_id])
     length = rng.integers(R // 2, R, B, endpoint=True).astype(np.int32)
     masked = np.arange(R)[None, :] >= length[:, None]
+    prompts, responses = rng.choice(allowed, (B, P)), rng.choice(allowed, (B, R))
 
     def logprobs() -> np.ndarray:
         return np.where(masked, 0, -rng.exponential(np.log(vocab), (B, R))).astype(np.float32)
 
     return jax.device_put(
         state_lib.Batch(
-            prompt_tokens=rng.choice(allowed, (B, P)).astype(np.int32),
+            tokens=np.concatenate([prompts, np.where(masked, contract.pad_id, responses)], axis=1).astype(np.int32),
             prompt_length=np.full(B, P, np.int32),
-            response_tokens=np.where(masked, contract.pad_id, rng.choice(allowed, (B, R))).astype(np.int32),
             response_length=length,
             ref_logprobs=logprobs(),
             policy_logprobs=logprobs(),

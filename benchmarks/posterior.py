@@ -121,13 +121,19 @@ def prompts(queries: int, copies: int) -> tuple[jax.Array, jax.Array]:
     return jnp.repeat(PAD + 1 + jnp.arange(queries), copies)[:, None], jnp.ones(queries * copies, jnp.int32)
 
 
+def as_rows(queries: int, copies: int, responses: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """tokens int32[queries·copies, 1 + R] of prompts, each followed by its response, and the prompts' lengths."""
+    tokens, length = prompts(queries, copies)
+    return jnp.concatenate([tokens, responses], axis=1), length
+
+
 def enumerate_logprobs(params: Any, queries: int) -> jax.Array:
     """log π(y_t|x, y_<t) of every response to every prompt: float32[Q, N, R], nats, 0 where masked."""
     logprobs, _ = scoring.response_logprobs(
         parameters.module(DECODER.graphdef, params),
-        *prompts(queries, N),
-        jnp.tile(RESPONSES, (queries, 1)),
+        *as_rows(queries, N, jnp.tile(RESPONSES, (queries, 1))),
         jnp.tile(LENGTHS, queries),
+        R=R,
         space=SPACE,
         logit_bytes=1 << 30,
         remat="none",
@@ -191,11 +197,10 @@ def as_batch(rows: Rollout, problem: Problem, policy_step: jax.Array) -> state_l
     """The rows with their rewards and reference log-probs, which are looked up."""
     queries = len(problem.rewards)
     query, number = jnp.repeat(jnp.arange(queries), K), jnp.asarray(NUMBER_OF_CODE)[code(rows.tokens)]
-    prompt_tokens, prompt_length = prompts(queries, K)
+    tokens, prompt_length = as_rows(queries, K, rows.tokens)
     return state_lib.Batch(
-        prompt_tokens=prompt_tokens,
+        tokens=tokens,
         prompt_length=prompt_length,
-        response_tokens=rows.tokens,
         response_length=rows.length,
         ref_logprobs=problem.ref_logprobs[query, number],
         policy_logprobs=rows.policy_logprobs,
@@ -243,7 +248,7 @@ def train(
     cosine = functools.partial(optax.cosine_decay_schedule, decay_steps=steps)
     of_head = optax.adam(cosine(LOG_Z_PEAK))
     optimizers: dict[str, Any] = {"policy": optax.adam(cosine(PEAK))}
-    optimizers |= {"log_z": of_head} if learned else {}
+    optimizers |= {"log_z_head": of_head} if learned else {}
     optimizers |= {"value_head": of_head} if valued else {}
     one = optax.constant_schedule(1.0)
     config = learner_config(objective, completions=completions, rows=len(problem.rewards) * K)
@@ -277,7 +282,7 @@ def train(
 def predicted_log_z(state: state_lib.TrainState, *, queries: int = QUERIES) -> jax.Array:
     """log Z_φ(x) of a run with learned log Z: float32[Q], nats."""
     model = state.model(state.params, {})
-    return heads.log_partition(model.log_z, heads.mean_prompt_states(model.policy, *prompts(queries, 1)))
+    return heads.log_partition(model.log_z_head, heads.mean_prompt_states(model.policy, *prompts(queries, 1)))
 
 
 def compile_train(*, queries: int = QUERIES, **static: Any) -> Any:

@@ -50,10 +50,10 @@ def make_rows(shape: RowShape, first: int, count: int, rng: np.random.Generator)
     rows["key"] = rng.integers(0, 1 << 32, rows["key"].shape, np.uint32)
     R = shape.response_length
     rows["prompt_length"][:] = shape.prompt_length
-    rows["prompt_tokens"] = rng.integers(0, VOCAB, rows["prompt_tokens"].shape, np.int32)
     rows["response_length"] = rng.integers(R // 2, R + 1, count, np.int32)
     mask = response_mask(rows["response_length"], R)
-    rows["response_tokens"] = np.where(mask, rng.integers(0, VOCAB, mask.shape, np.int32), 0)
+    rows["tokens"] = rng.integers(0, VOCAB, rows["tokens"].shape, np.int32)
+    rows["tokens"][:, shape.prompt_length :][~mask] = 0
     for name in ("ref_logprobs", "policy_logprobs", "behavior_logprobs"):
         rows[name] = np.where(mask, -rng.exponential(size=mask.shape), 0).astype(np.float32)
     rows["policy_step"] = np.where(mask, 7, -1).astype(np.int32)
@@ -293,7 +293,7 @@ def tail(folder: Path, repeats: int) -> None:
         root = folder / "tail"
         logs = [long_log(root, f"w{number}", shape, full_segments=full_segments) for number in range(64)]
         past = LogReader(root, shape).heads()
-        follower = Tail(root, shape, past, poll_seconds=1.0)
+        follower = Tail(LogReader(root, shape), past, poll_seconds=1.0)
         print(f"a poll of 64 writers with {sum(past.values())} rows behind them (simulated past), medians")
         for writing in (0, 1, 8, 64):
             times = []

@@ -116,7 +116,7 @@ def log_ratios(
     found = []
     for step, average in averages.items():
         batch = jax.tree.map(jnp.asarray, state.batch_from_rows(rows[step - staleness]))
-        mask = trajectory.response_mask(np.asarray(batch.response_length), batch.response_tokens.shape[1])
+        mask = trajectory.response_mask(np.asarray(batch.response_length), batch.R)
         policy_logprobs = snapshots.logprobs(snapshots.policy(step), batch)
         stands_for = update.surrogate_ref_logprobs(policy_logprobs, batch, step=jnp.int32(step), decay=decay)
         references = snapshots.logprobs(average, batch), stands_for

@@ -1,16 +1,16 @@
-"""What the papers of the baselines give for them: one row of settings a name, for every recipe that takes a name.
+"""The settings that the papers of the baselines give: one row for each name that a recipe takes after a colon.
 
-`apply(c, NAME)` sets an objective and its numbers in a recipe; task, model, batch, learning rate and replay stay the recipe's.
-A β belongs to its paper's rewards: those of RLOO and Proximal RLOO are of TL;DR, those of VinePPO, PPO and Online DPO of GSM8K,
-where a right answer is worth 1. A baseline without a β of its own learns with the recipe's. Trajectory balance and TBA′ have
-recipes of their own.
+`apply(c, NAME)` sets the objective and its numbers in a recipe. Task, model, batch, learning rate and replay stay as the recipe
+has them. A β belongs to the rewards of its paper: the β of RLOO and Proximal RLOO to TL;DR, the β of VinePPO, PPO and Online DPO
+to GSM8K, where a right answer is worth 1. A baseline without a β in its row keeps the β of the recipe. Trajectory balance and
+TBA′ have their own recipes.
 """
 
 import difflib
 from collections.abc import Sequence
 from typing import Any
 
-_CLIP = {"clip_low": 0.2, "clip_high": 0.2}  # Schulman et al. 2017; taken over by the others
+_CLIP = {"clip_low": 0.2, "clip_high": 0.2}  # Schulman et al. 2017; the other papers take it over
 
 
 def _beta(beta: float) -> dict[str, float]:
@@ -24,7 +24,7 @@ BASELINES: dict[str, dict[str, float]] = {
     "proximal_rloo": {**_CLIP, **_beta(0.05)},  # Noukhovitch et al. 2024
     # β: Noukhovitch et al. 2024; λ: Schulman et al. 2017; the coefficient: the code of Ziegler et al. 2019.
     "ppo": {**_CLIP, **_beta(0.05), "gae_lambda": 0.95, "value_coefficient": 0.1},
-    # Kazemnejad et al. 2024. What ends a step is the task's: task.step_ends
+    # Kazemnejad et al. 2024. The recipe says by task.step_ends what ends a step.
     "vine_ppo": {**_CLIP, **_beta(1e-4)},
     "grpo": {**_CLIP, **_beta(0.04)},  # Shao et al. 2024, section 4.2
     "dr_grpo": {**_CLIP, **_beta(0.0)},  # Liu et al. 2025: no KL term
@@ -37,14 +37,14 @@ BASELINES: dict[str, dict[str, float]] = {
 
 
 def apply(c: Any, name: str, *, besides: Sequence[str] = ()) -> None:
-    """Sets learner.objective to `name`, and the row's settings.
+    """Sets learner.objective to `name`, and the settings of its row.
 
     Args:
-      c: a config of configs/base.py; name: what stands behind a colon in --config, "" where nothing does; besides: further names
-        that the recipe takes, for the sentence.
+      c: a config of configs/base.py; name: the text after the colon in --config, "" without one; besides: further names that the
+        recipe takes, which the error lists too.
 
     Raises:
-      ValueError: there is no such baseline; the sentence names the closest one.
+      ValueError: there is no such baseline; the sentence names the nearest one.
     """
     if name not in BASELINES:
         names = [*besides, *BASELINES]

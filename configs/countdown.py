@@ -1,7 +1,7 @@
 """Countdown: four numbers to a target, searched in the open, from a supervised warm start to TBA with two searchers.
 
-Paper:     the shape of its GSM8K row (m 0.95, k 2, T 0.7, β 0.012 to 0.004), at a size that runs on a laptop. For K at equal
-           batches, which its Table 5 asks about: python -m benchmarks.countdown --workdir=DIR.
+Paper:     the settings of its GSM8K row (m 0.95, k 2, T 0.7, β 0.012 to 0.004), at a size that runs on a laptop. The question of
+           its Table 5, K at equal batches: python -m benchmarks.countdown --workdir=DIR.
 Command:   python -m tba_jax.main --config=configs/countdown.py --workdir=runs/countdown
 Hardware:  2 CPU cores. Time: about 355 s of warm start and 395 s. Score: accuracy 0.45 -> 0.67 (measured, one seed,
            benchmarks/RESULTS.md).
@@ -20,12 +20,12 @@ def get_config():
     c.warm_start.learning_rate = 3e-3
     c.sampling.scoring_temperature = 0.7
     c.sampling.temperature = 0.7
-    # As in the demo: rows are the fresher the less is under way, and how often a short answer comes tells a habit.
+    # As in the demo: fewer slots make fresher rows, and the number of equal short answers tells a habit from an accident.
     c.searchers.slots = 96
     c.searchers.queries_per_batch = 12
     c.searchers.samples_per_query = 12
     c.replay.merge_duplicates = False
-    # At so few queries a batch, more of them are worth more than more completions: benchmarks/RESULTS.md.
+    # In a batch this small, more queries help more than more completions: benchmarks/RESULTS.md.
     c.learner.queries = 12
     c.learner.completions = 10
     c.learner.learning_rate = 1e-4

@@ -1,7 +1,7 @@
 """Countdown in words: four numbers up to 99, a pretrained base model that thinks aloud, TBA′.
 
-Paper:     TBA′'s row (MATH, Qwen2.5-7B): learning rate, β, T, Q × K, reset of the reference, steps, K of S and a high m. The task
-           and the model's size are those of the public experiments with Countdown, where models from 1.5B on learn to search.
+Paper:     the row of TBA′ (MATH, Qwen2.5-7B): learning rate, β, T, Q × K, reset of the reference, steps, K of S and a high m.
+           Task and model size come from public experiments with Countdown, in which models from 1.5B on learn to search.
 Command:   python -m tba_jax.main --config=configs/countdown_qwen2_5.py --workdir=runs/countdown_qwen2_5
            [--config.model.path=FOLDER]
 Hardware:  accelerators with the memory that --dry_run prints for each role. Time and score: not measured here.
@@ -21,7 +21,7 @@ def get_config():
     c.task.countdown.heldout_queries = 512
     c.task.prompt_length = 128
     c.task.response_length = 1024
-    # A base model goes on after its answer.
+    # A base model continues after its answer.
     c.task.stop_strings = ("</answer>",)
     c.model.path = "Qwen/Qwen2.5-3B"
     c.model.compute_dtype = "bfloat16"

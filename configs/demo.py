@@ -1,9 +1,9 @@
 """The embedded demo: sums worked out in steps, from a supervised warm start to TBA with two searchers.
 
-Paper:     the shape of its GSM8K row (start near 40 %, K 20, m 0.95, k 2, T 0.7), at a size that runs on a laptop.
+Paper:     the settings of its GSM8K row (start near 40 %, K 20, m 0.95, k 2, T 0.7), at a size that runs on a laptop.
 Command:   make demo, or python -m tba_jax.main --config=configs/demo.py --workdir=runs/demo
-Hardware:  4 CPU cores. Time: 202 s, warm start included. Score: accuracy 0.43 -> 1.00 (measured, benchmarks/RESULTS.md, also of
-           another seed and of 2 cores).
+Hardware:  4 CPU cores. Time: 202 s, warm start included. Score: accuracy 0.43 -> 1.00 (measured; benchmarks/RESULTS.md, also
+           with another seed and with 2 cores).
 """
 
 from configs import base
@@ -14,17 +14,17 @@ def get_config():
     c.task.name = "arithmetic"
     c.task.prompt_length = 9
     c.task.response_length = 32
-    # Some random starts keep a mistake in their working from the warm start to the end: seed 0 comes to 0.90.
+    # With some seeds the policy keeps a mistake of the warm start in its working: seed 0 reaches 0.90.
     c.seed = 1
-    # So many that whatever the machine rounds, the working is learned and the sum in the head is not.
+    # Enough steps to learn the working on every machine, whatever it rounds, and too few to learn the sum without working.
     c.warm_start.steps = 1000
     c.warm_start.batch_size = 64
     c.warm_start.learning_rate = 3e-3
     c.sampling.scoring_temperature = 0.7
     c.sampling.temperature = 0.7
-    # Half a batch: as much again waits its turn, and rows are the fresher the less is under way.
+    # Half a batch: fewer sequences at a time make fresher rows.
     c.searchers.slots = 96
-    # Answers are short and often the same; how often is what tells a habit from an accident.
+    # Answers are short and often equal. The number of equal ones tells a habit from an accident.
     c.replay.merge_duplicates = False
     c.learner.learning_rate = 3e-5
     c.learner.schedule = "linear"

@@ -1,14 +1,15 @@
 """GSM8K with RhoMath-1B, the paper's headline experiment: --config=configs/gsm8k_rho1b.py[:VARIANT].
 
-VARIANT: nothing (1000 steps) | 700_steps (those of the speed comparison) | a name of configs/baselines.py (its objective in the
-same 700 steps; what ends a step of vine_ppo is a line break).
+VARIANT: nothing (1000 steps) | 700_steps (as in the speed comparison) | a name of configs/baselines.py (its objective, in 700
+steps as well; a line break ends a step of vine_ppo).
 
 Paper:     the GSM8K row of its settings. 40.3 % before, 54.6 ± 0.9 % after 1000 steps; 54.9 ± 0.5 % with K = 40
            (--config.learner.completions=40 --config.searchers.samples_per_query=40). VinePPO 53.4 %, synchronous GRPO 49.05 %.
 Command:   python -m tba_jax.main --config=configs/gsm8k_rho1b.py --workdir=runs/gsm8k
-           Policy and data come from the hub; --config.model.path=FOLDER and --config.task.gsm8k.{train,heldout}_path=FILE.jsonl
-           name local ones. Searchers on other machines: the same with --role=searcher, and the same --workdir or --shared.
-Hardware:  the paper had 4 × A100, three searchers and a trainer, and took 82 minutes. Memory of each role: --dry_run.
+           Policy and data come from the hub. --config.model.path=FOLDER and --config.task.gsm8k.{train,heldout}_path=FILE.jsonl
+           name local files instead. A searcher on another machine: the same command with --role=searcher, on the same
+           --workdir or --shared.
+Hardware:  the paper used 4 × A100, three searchers and a trainer, for 82 minutes. Memory of each role: --dry_run.
 Score:     not measured here.
 """
 
@@ -52,6 +53,6 @@ def get_config(variant: str = ""):
         baselines.apply(c, variant, besides=[name for name in _STEPS if name])
         c.task.step_ends = ("\n",) if variant == "vine_ppo" else ()
     c.learner.steps = _STEPS.get(variant, 700)
-    # Warm-up 50, stable 450; what is left is decay.
+    # 50 steps of warm-up, 450 stable steps, then decay.
     c.learner.decay_steps = c.learner.steps - 500
     return c

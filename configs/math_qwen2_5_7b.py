@@ -1,14 +1,14 @@
 """MATH with Qwen2.5-7B (base) and TBA′, evaluated on MATH-500: --config=configs/math_qwen2_5_7b.py[:VARIANT].
 
-VARIANT: async2 (the default: no row of an update is more than 2 updates old) | async10 | a name of configs/baselines.py: its
-objective at async10, such as dr_grpo, which the paper compares with.
+VARIANT: async2 (the default: no row of an update is more than 2 updates old) | async10 | a name of configs/baselines.py, such as
+dr_grpo, with which the paper compares: its objective at async10.
 
 Paper:     TBA′ on MATH: β 0.005, reference reset every ρ = 50 steps, K 16, 32 × 16 rows, 400 steps; MATH-500 pass@1 above that of
            Dr. GRPO, most clearly at async 10.
 Command:   python -m tba_jax.main --config=configs/math_qwen2_5_7b.py --workdir=runs/math --config.task.math.train_path=MATH.jsonl
-           The file: rows {"problem", "solution"} of the MATH training set. MATH-500 comes from the hub, or
+           MATH.jsonl holds rows {"problem", "solution"} of the MATH training set. MATH-500 comes from the hub, or from
            --config.task.math.heldout_path=FILE. --config.learner.mesh.fsdp=N splits the trainer's state over its N devices.
-Hardware:  the paper had a trainer of several GPUs and searchers beside it. Memory of each role on its mesh: --dry_run.
+Hardware:  the paper used a trainer of several GPUs, and searchers. Memory of each role on its mesh: --dry_run.
 Score:     not measured here.
 """
 
@@ -27,7 +27,7 @@ def get_config(variant: str = ""):
     c.task.long_prompts = "skip"
     c.task.chat_template = True
     c.task.system_prompt = "Please reason step by step, and put your final answer within \\boxed{}."
-    # A base model ends a turn with either.
+    # A base model ends a turn with this token or with end-of-sequence.
     c.task.stop_strings = ("<|im_end|>",)
     c.model.path = "Qwen/Qwen2.5-7B"
     c.model.compute_dtype = "bfloat16"
@@ -37,8 +37,8 @@ def get_config(variant: str = ""):
     c.searchers.samples_per_query = 16
     c.searchers.queries_per_batch = 32
     c.searchers.slots = 96  # 22 GB of caches at these lengths
-    # Each row is trained on once. A searcher is so many batches ahead of the trainer at most, and what is older is left out: with
-    # more searchers, each takes its share of max_rows_per_snapshot.
+    # Each row is trained on once. A searcher is at most `level` batches ahead of the trainer, and older rows are left out. With
+    # more searchers, divide max_rows_per_snapshot by their number.
     level = _LEVELS.get(variant, 10)
     c.searchers.max_rows_per_snapshot = level * 512
     c.replay.recent_probability = 1.0

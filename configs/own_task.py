@@ -1,8 +1,8 @@
-"""A task of one's own and its recipe, in one file: continue stories so that they mention given words.
+"""Your own task and its recipe, in one file: continue stories so that they mention given words.
 
 Command:   python -m tba_jax.main --config=configs/own_task.py --config.model.path=FOLDER --workdir=runs/own_task
              --config.task.custom.train_path=train.jsonl --config.task.custom.heldout_path=heldout.jsonl
-Hardware:  whatever the model needs. Time and score: not measured here.
+Hardware:  as the model needs it. Time and score: not measured here.
 """
 
 from configs import base
@@ -12,7 +12,7 @@ from tba_jax.tasks.interface import Query
 
 
 def mentioned(query: Query, response: str) -> float:
-    """The share of the wanted words that the response holds. May be slow, fail or call a service: see GradedTask."""
+    """The share of the wanted words that the response holds. A grade may be slow, fail or call a service: see GradedTask."""
     wanted = query.answer.split()
     return sum(word in response for word in wanted) / max(len(wanted), 1)
 

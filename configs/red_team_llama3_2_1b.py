@@ -1,13 +1,13 @@
 """Automated red-teaming of an aligned chat model by Llama-3.2-1B, the paper's RT task: configs/red_team_llama3_2_1b.py.
 
-Purpose:   as of configs/red_team_gpt2.py, for a chat model that one is responsible for; it has to be named.
-Paper:     the red-teaming row of its settings. Llama-3.2-1B against Llama-3.1-8B-Instruct, judged by how likely Llama-Guard-3
-           says `unsafe`: 5.7 h, a synchronous GFlowNet 37.4 h. What is ours: as in configs/red_team_gpt2.py.
+Purpose:   that of configs/red_team_gpt2.py, for a chat model that you are responsible for. Name it by the flag below.
+Paper:     the red-teaming row of its settings. Llama-3.2-1B against Llama-3.1-8B-Instruct, rated by the probability that
+           Llama-Guard-3 says `unsafe`: 5.7 h; a synchronous GFlowNet: 37.4 h. Chosen here: as in configs/red_team_gpt2.py.
 Command:   python -m tba_jax.main --config=configs/red_team_llama3_2_1b.py --workdir=runs/red_team --config.model.path=attacker
              --config.task.red_team.victim_path=FOLDER
-           The attacker, which is π_ref as well, comes of python -m tba_jax supervised with meta-llama/Llama-3.2-1B, and a first
-           buffer of more of its samples of a run of its own: see configs/red_team_gpt2.py.
-Hardware:  a searcher holds 8B parameters each of the victim and the classifier, 32 GB in bfloat16, beside the attacker;
+           python -m tba_jax supervised makes the attacker, which is also π_ref, from meta-llama/Llama-3.2-1B. A larger first
+           buffer comes from a run of its own: configs/red_team_gpt2.py has both commands.
+Hardware:  a searcher holds victim and classifier beside the attacker, 8B parameters each, together 32 GB in bfloat16.
            --config.searchers.task_devices=1 gives the two a GPU of their own. Memory of each role: --dry_run. Time and score
            (sampled_success_rate, sampled_cosine_distance): not measured here.
 """
@@ -36,6 +36,6 @@ def get_config():
     c.learner.ref_temperature_steps = 2000
     c.learner.reward_temperature_steps = 1000
     c.publish.dtype = "bfloat16"
-    # An evaluator that shares a searcher's GPU, the two models twice: 80 GB are enough.
+    # An evaluator that shares the GPU of a searcher loads both models again: 80 GB are enough.
     c.searchers.memory_fraction = c.evaluation.memory_fraction = 0.47
     return c

@@ -1,20 +1,20 @@
 """TL;DR summaries with Pythia, the paper's preference tuning: --config=configs/tldr_pythia.py:SIZE[-STEPS][-BASELINE].
 
-SIZE: 410m | 1b | 2.8b. STEPS: as in 410m-825, in the place of 256; β has come down by an eighth of them. BASELINE: a name of
-configs/baselines.py, as in 410m-online_dpo: its objective in the same steps, at its paper's β.
+SIZE: 410m | 1b | 2.8b. STEPS: another number than 256, as in 410m-825; β comes down during the first eighth of them. BASELINE: a
+name of configs/baselines.py, as in 410m-online_dpo: its objective in the same steps, at the β of its paper.
 
 Paper:     the TL;DR row of its settings. Pythia 410M about 15 steps off-policy, win rate against the reference summaries and
            perplexity of π_ref: TBA 0.86 / 1.13, Online DPO 0.82 / 1.12, RLOO 0.77 / 1.10, PPO 0.76 / 1.10; by recency
            m = 0.4, 0.5, 0.6 (--config.replay.recent_probability): 0.67, 0.82, 0.80. About 5 × faster than asynchronous DPO.
-           Its frontier of win rate and perplexity is of runs of 425 to 825 steps: :410m-425 to :410m-825.
+           The runs of its frontier of win rate and perplexity have 425 to 825 steps: :410m-425 to :410m-825.
 Command:   python -m tba_jax.main --config=configs/tldr_pythia.py:410m --workdir=runs/tldr
-           Policy, reward model and data come from the hub; --config.model.path, --config.task.tldr.reward_path and
-           --config.task.tldr.{train,heldout}_path name local ones (models as safetensors).
+           Policy, reward model and data come from the hub. --config.model.path, --config.task.tldr.reward_path and
+           --config.task.tldr.{train,heldout}_path name local files instead (models as safetensors).
 Score:     python -m tba_jax evaluate --workdir=runs/tldr
              --config.task.tldr.gold_path=cleanrl/EleutherAI_pythia-6.9b-deduped__reward__tldr
-           prints greedy_win_rate and the perplexities, greedy_ref_perplexity and ref_perplexity. The gold model takes 14 GB, so
-           the run itself evaluates without it, unless its gold_path is set. Not measured here.
-Hardware:  the paper had 4 GPUs, three searchers and a trainer. Each searcher holds policy, reference and reward model;
+           prints greedy_win_rate and the perplexities, greedy_ref_perplexity and ref_perplexity. The gold model takes 14 GB.
+           The run itself evaluates without it, unless gold_path is set. Not measured here.
+Hardware:  the paper used 4 GPUs, for three searchers and a trainer. Each searcher holds policy, reference and reward model.
            --config.searchers.task_devices=1 gives the reward model a GPU of its own. Memory of each role: --dry_run.
 """
 
@@ -55,8 +55,8 @@ def get_config(variant: str = "410m"):
     c.learner.learning_rate = 3e-6
     c.learner.schedule = "linear"
     c.learner.weight_decay = 0.0
-    # The paper's β follows the line from 1 to 0.05 at half of the steps, and is cut to 0.05 at an eighth of them. Here it has
-    # come down to that by then.
+    # The paper's β falls linearly from 1 towards 0.05 at half of the steps, and jumps to 0.05 at an eighth of them. Here β falls
+    # linearly to 0.05 in that eighth.
     c.learner.beta_start = 1.0
     c.learner.beta_end = 0.05
     c.learner.beta_steps = max(1, c.learner.steps // 8)

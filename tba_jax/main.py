@@ -101,7 +101,7 @@ def _known_reward_models(run: layout.RunDir) -> dict[str, str] | None:
 
     if _ROLE.value not in ("trainer", "reference") or not places.exists(run.config):
         return None
-    known: dict[str, str] = contract.complete(contract.read_run(run)["contract"])["reward_models"]
+    known: dict[str, str] = contract.read_run(run)["contract"]["reward_models"]
     return known
 
 

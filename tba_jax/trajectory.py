@@ -13,8 +13,9 @@ Axis table (nobody invents letters):
 Models besides: t  flat tokens B·T, r  rank of an adapter, C  outputs of a scalar head, A  token types of an encoder; S counts
 positions there, and E is the width of an encoder's pooled token.
 
-Layout of a row on every device: `[left-padded prompt | right-padded response]`, so that position P is the first
-response token of every row and the response region is a static slice.
+Layout of a row, on disk and on every device: `tokens[T]` holds the prompt, then the response, then padding, from index 0 on.
+Token t of the response stands at index `prompt_length + t`; an array [R] has its entry at index t. A row's positions follow from
+the row alone: nothing depends on P, and causal attention keeps padding from all that is real.
 """
 
 import dataclasses
@@ -27,8 +28,8 @@ import numpy as np
 _SCALAR_COLUMNS: dict[str, tuple[str, str]] = {
     "row": ("int64", "sequence number within the writer; (writer, row) is the row's identity"),
     "query_id": ("uint64", "hash of the prompt tokens, see `query_id`"),
-    "prompt_length": ("int32", "real tokens in prompt_tokens"),
-    "response_length": ("int32", "real tokens in response_tokens, end-of-sequence included"),
+    "prompt_length": ("int32", "tokens of the prompt"),
+    "response_length": ("int32", "tokens of the response, end-of-sequence included"),
     "finished": ("bool", "whether the response ended by an end-of-sequence token or a stop string"),
     "reward": ("float32", "the reward the objective sees"),
     "reward_version": ("int32", "version of the reward that scored the row"),
@@ -58,8 +59,7 @@ class RowShape:
         columns |= {
             "key": ("uint32", (2,)),
             "reward_parts": ("float32", (M,)),
-            "prompt_tokens": ("int32", (P,)),
-            "response_tokens": ("int32", (R,)),
+            "tokens": ("int32", (P + R,)),
             "ref_logprobs": ("float32", (R,)),
             "policy_logprobs": ("float32", (R,)),
             "behavior_logprobs": ("float32", (R,)),
@@ -75,8 +75,7 @@ class RowShape:
 # Rows on the host: column name -> array [rows, ...]. Shapes and dtypes are RowShape.columns(); besides the scalars:
 #   key: uint32[B, 2]                   the row's random key, a fold of (run seed, writer, row)
 #   reward_parts: float32[B, M]         what the reward was made of
-#   prompt_tokens: int32[B, P]          left-padded
-#   response_tokens: int32[B, R]        right-padded
+#   tokens: int32[B, T]                 prompt, response, padding
 #   ref_logprobs: float32[B, R]         nats, scoring temperature, 0 where masked
 #   policy_logprobs: float32[B, R]      nats, scoring temperature, the sampler's weights, 0 where masked
 #   behavior_logprobs: float32[B, R]    nats, the distribution that was sampled, 0 where masked
@@ -115,22 +114,46 @@ def query_id(prompt_tokens: Sequence[int]) -> int:
     return int.from_bytes(digest, "little")
 
 
-def left_pad(sequences: Sequence[Sequence[int]], length: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pads prompts on the left.
+def token_columns(
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int] | np.ndarray],
+    *,
+    prompt_length: int,
+    response_length: int,
+    pad_id: int,
+) -> dict[str, np.ndarray]:
+    """Lays out prompts and the response to each as rows. This is the one place where rows get their tokens.
+
+    Args: prompt_length, response_length: P and R, the most tokens that a prompt and a response may have.
 
     Returns:
-      tokens int32[len(sequences), length], lengths int32[len(sequences)].
+      in this order: tokens int32[B, P + R], prompt_length int32[B], response_length int32[B].
 
     Raises:
-      ValueError: a sequence is longer than `length` or empty.
+      ValueError: a prompt is longer than P or empty, or a response is longer than R.
     """
-    tokens = np.full((len(sequences), length), pad_id, np.int32)
-    lengths = np.array([len(s) for s in sequences], np.int32)
-    for i, sequence in enumerate(sequences):
-        if not 0 < len(sequence) <= length:
-            raise ValueError(f"prompt {i} has {len(sequence)} tokens, allowed are 1 to {length} (task.prompt_length)")
-        tokens[i, length - len(sequence) :] = sequence
-    return tokens, lengths
+    tokens = np.full((len(prompts), prompt_length + response_length), pad_id, np.int32)
+    for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        begin, end = len(prompt), len(prompt) + len(response)
+        if not 0 < begin <= prompt_length:
+            raise ValueError(f"prompt {i} has {begin} tokens, allowed are 1 to {prompt_length} (task.prompt_length)")
+        if end - begin > response_length:
+            raise ValueError(f"response {i} has {end - begin} tokens, allowed are {response_length} (task.response_length)")
+        tokens[i, :begin], tokens[i, begin:end] = prompt, response
+    lengths = [np.array([len(sequence) for sequence in sequences], np.int32) for sequences in (prompts, responses)]
+    return {"tokens": tokens, "prompt_length": lengths[0], "response_length": lengths[1]}
+
+
+def response(rows: Rows, i: int) -> np.ndarray:
+    """int32[n]: the response of row i without padding."""
+    begin = rows["prompt_length"][i]
+    return rows["tokens"][i, begin : begin + rows["response_length"][i]]
+
+
+def response_tokens(rows: Rows) -> np.ndarray:
+    """int32[B, R]: the responses, padded on the right, each beside the row's arrays per response token."""
+    R = rows["policy_step"].shape[1]
+    return np.take_along_axis(rows["tokens"], rows["prompt_length"][:, None] + np.arange(R), axis=1)
 
 
 def response_mask(response_length: np.ndarray, R: int) -> np.ndarray:

@@ -8,11 +8,8 @@ import pytest
 
 from tba_jax import main
 from tests.support import tiny_run
+from tests.support.small_recipes import PRETRAINED
 
-PRETRAINED = (
-    *("countdown_qwen2_5.py", "gsm8k_rho1b.py", "math_qwen2_5_7b.py", "own_task.py", "tldr_pythia.py"),
-    *("red_team_gpt2.py", "red_team_llama3_2_1b.py"),
-)
 # Not recipes: the schema of another command, and a table that recipes share. configs/demo_baselines.py needs a name. Those of
 # pretrained models run from end to end in test_recipes.
 RECIPES = sorted(

@@ -7,7 +7,7 @@ import argparse
 import collections
 import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -175,19 +175,20 @@ def regenerate(run: Run, name: str) -> tuple[str, bool]:
     from ml_collections import config_dict
 
     from tba_jax import sharding
-    from tba_jax.decoding.engine import Engine
     from tba_jax.decoding.requests import Request
     from tba_jax.decoding.sampling import Sampling
-    from tba_jax.experiment import composition
+    from tba_jax.experiment.named_policy import policy_and_tokenizer
+    from tba_jax.roles.reference import ReferencePolicy
+    from tba_jax.roles.sampler import Sampler
     from tba_jax.run import snapshots
-    from tba_jax.text import stop_strings
 
     writer, _, number = name.rpartition(":")
     if not writer or not number.isdigit():
         raise ValueError(f"--regenerate={name!r} must be WRITER:ROW, as the other reports name rows")
     if writer not in run.reader.heads():
         raise ValueError(f"--regenerate={name!r}: the run has no writer {writer!r}")
-    row = {column: value[0] for column, value in run.reader.read_ids([(writer, int(number))]).items()}
+    rows = run.reader.read_ids([(writer, int(number))])
+    row = {column: value[0] for column, value in rows.items()}
     if not run.reader.is_own(writer):  # its weights are those of the run that it is mounted from
         return regenerate(open_run(_home(run, writer)), name)
     if source := run.reader.info(writer).get("responses"):
@@ -196,37 +197,28 @@ def regenerate(run: Run, name: str) -> tuple[str, bool]:
     steps = sorted(set(row["policy_step"][:length].tolist()))
     if len(steps) != 1:
         raise ValueError(f"{name} cannot be generated again: its weights were swapped midway (policy steps {steps})")
-    policy, tokenizer = composition.policy_and_tokenizer(config_dict.ConfigDict(contract_lib.read(run.layout)["config"]))
+    policy, tokenizer = policy_and_tokenizer(config_dict.ConfigDict(contract_lib.read(run.layout)["config"]))
     if steps[0] not in snapshots.committed_steps(run.layout.policies):
         raise ValueError(f"{name} cannot be generated again: the snapshot of its policy step {steps[0]} has been removed")
     one = sharding.make_mesh((1, 1, 1), setting="audit", devices=jax.devices()[:1])
-    base = snapshots.load(
-        run.layout.reference(f"{int(row['reference_id']):016x}"),
-        policy.model_specs,
-        policy.model_shardings(one),
-        dtype=policy.model.compute_dtype,
-    )
-    snapshot = snapshots.load_step(
-        run.layout.policies, steps[0], policy.trained_specs, policy.trained_shardings(one), dtype=policy.snapshot_dtype
-    )
-    prompt = row["prompt_tokens"][-int(row["prompt_length"]) :].tolist()
-    stops = run.contract.stop_strings
-    engine = Engine(
-        policy.model,
-        run.contract.response_space(),
-        one,
+    sampler = Sampler(
+        run.contract,
+        run.layout,
+        policy=policy,
+        tokenizer=tokenizer,
+        reference=ReferencePolicy(
+            run.contract, run.layout, policy=policy, mesh=one, logit_megabytes=1, reference_id=f"{int(row['reference_id']):016x}"
+        ),
+        weights=run.config["searchers.weights"],
         slots=1,
         samples=1,
-        prompt_length=len(prompt),
-        response_length=run.contract.response_length,
-        pad_id=run.contract.pad_id,
-        stop_strings=stop_strings.build(tokenizer.token_bytes(), stops, vocab=policy.model.vocab) if stops else None,
-        weights=run.config["searchers.weights"],
+        prompt_length=int(row["prompt_length"]),
     )
-    engine.set_policy(policy.for_sampling(snapshot, base, run.config["searchers.weights"]), steps[0])
+    sampler.load_step(steps[0])
+    prompt = row["tokens"][: row["prompt_length"]].tolist()
     sampling = Sampling(**{field.name: row[field.name][None] for field in dataclasses.fields(Sampling)})
-    (again,) = engine.generate([Request(name=name, prompt=prompt, keys=row["key"][None], sampling=sampling)])
-    return _compared(name, row, again, length)
+    (again,) = sampler.engine.generate([Request(name=name, prompt=prompt, keys=row["key"][None], sampling=sampling)])
+    return _compared(name, rows, again)
 
 
 def _home(run: Run, writer: str) -> str:
@@ -235,17 +227,13 @@ def _home(run: Run, writer: str) -> str:
     return next(mount for mount, place in shared.items() if str(run.reader.folder(writer)).startswith(f"{place}/"))
 
 
-def _compared(name: str, row: Mapping[str, np.ndarray], again: Any, length: int) -> tuple[str, bool]:
-    """The verdict on one row made again."""
-    mask = trajectory.response_mask(np.array([length]), row["response_tokens"].shape[0])[0]
-    same = int(again.length[0]) == length and np.array_equal(again.tokens[0][mask], row["response_tokens"][mask])
-    if not same:
-        first = int((again.tokens[0] != row["response_tokens"]).argmax())
-        return (
-            f"{name} differs from token {first} on: {row['response_tokens'][first]} there, {again.tokens[0][first]} here",
-            False,
-        )
-    gap = float(np.abs(again.policy_logprobs[0] - row["policy_logprobs"])[mask].max(initial=0.0))
+def _compared(name: str, rows: trajectory.Rows, again: Any) -> tuple[str, bool]:
+    """The verdict on one row made again. Args: rows: the row as it is in the log, alone."""
+    there, here, length = trajectory.response_tokens(rows)[0], again.tokens[0], int(rows["response_length"][0])
+    if int(again.length[0]) != length or not np.array_equal(here[:length], there[:length]):
+        first = int((here != there).argmax())
+        return f"{name} differs from token {first} on: {there[first]} there, {here[first]} here", False
+    gap = float(np.abs(again.policy_logprobs - rows["policy_logprobs"])[0, :length].max(initial=0.0))
     return f"{name} is identical: {length} tokens; its log-probs differ by {gap:.2g} nats at most", True
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from tba_jax.commands import command_line
 from tba_jax.run import layout, places, processes
+from tba_jax.schemas import flatten
 
 
 def evaluate(workdir: Path, *, step: int | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -34,7 +35,7 @@ def evaluate(workdir: Path, *, step: int | None, overrides: Sequence[str] = ()) 
     import jax
 
     from tba_jax import sharding
-    from tba_jax.experiment import composition
+    from tba_jax.experiment import composition, meshes
     from tba_jax.rewards import models
     from tba_jax.roles.evaluator import Evaluator
     from tba_jax.run import contract, snapshots
@@ -52,7 +53,7 @@ def evaluate(workdir: Path, *, step: int | None, overrides: Sequence[str] = ()) 
     if not places.exists(run.initial_reference):
         raise ValueError(f"{run.initial_reference} is gone: it names the reference policy, which reports compare with")
     config, task = experiment.config, experiment.task
-    composition.check_devices(experiment, role="evaluator", devices=len(jax.devices()))
+    meshes.check(experiment, role="evaluator", devices=len(jax.devices()))
     models.check(task, role="evaluator")
     models.start(task, sharding.task_mesh(config.evaluation.task_devices))
     made = Evaluator(
@@ -77,12 +78,8 @@ def _overridden(config: Mapping[str, Any], overrides: Sequence[str]) -> Any:
     """A run's config with the settings that flags change. Raises ValueError for one that there is not, or of another type."""
     from ml_collections import config_dict
 
-    from tba_jax.experiment import composition
-    from tba_jax.run import contract
-
-    # So that flags may name settings younger than the run.
-    made = composition.with_later_settings(config_dict.ConfigDict(config))
-    leaves = contract.flatten(made.to_dict())
+    made = config_dict.ConfigDict(config)
+    leaves = flatten(made.to_dict())
     for flag in overrides:
         name, assigned, text = flag.removeprefix("--config.").partition("=")
         if not (flag.startswith("--config.") and assigned):

@@ -81,23 +81,14 @@ def export(workdir: Path, output: Path, *, step: int | None, dtype: str | None) 
 
 
 def _read_run(run: layout.RunDir) -> "tuple[Any, Policy, Tokenizer]":
-    """Config, policy and tokenizer of a run. Raises ValueError: config.json lacks what runs of this version write there."""
+    """Config, policy and tokenizer of a run."""
     from ml_collections import config_dict
 
-    from tba_jax.experiment import composition
+    from tba_jax.experiment.named_policy import policy_and_tokenizer
     from tba_jax.run import contract
 
-    stored = contract.read(run)
-    if not isinstance(stored, dict) or not isinstance(stored.get("config"), dict):
-        raise ValueError(f"{run.config} is not that of a run of this version: it holds no config")
-    config = config_dict.ConfigDict(stored["config"])
-    try:
-        return config, *composition.policy_and_tokenizer(config)
-    except (AttributeError, KeyError, TypeError) as error:  # a setting that is absent, unknown, or of another type
-        reason = str(error).strip('"')  # ConfigDict quotes the name twice
-        raise ValueError(
-            f"{run.config} is not that of a run of this version: a setting is missing or of another type ({reason})"
-        ) from error
+    config = config_dict.ConfigDict(contract.read_run(run)["config"])
+    return config, *policy_and_tokenizer(config)
 
 
 def _reference(run: layout.RunDir) -> Place:

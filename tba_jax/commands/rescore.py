@@ -137,6 +137,7 @@ def _scored_again(
     from tba_jax.decoding.requests import Generation
     from tba_jax.replay.validation import REJECTIONS, validate_rows
     from tba_jax.rewards.responses import reward_generation
+    from tba_jax.trajectory import response_tokens
 
     contract = experiment.contract
     ids = rows["query_id"].tolist()
@@ -149,13 +150,14 @@ def _scored_again(
     reward = np.full(len(ids), np.nan, np.float32)
     parts = np.full((len(ids), len(contract.reward_parts)), np.nan, np.float32)
     if valid.any():
+        chosen = {name: column[valid] for name, column in rows.items()}
         generation = Generation(
-            tokens=rows["response_tokens"][valid],
-            length=rows["response_length"][valid],
-            finished=rows["finished"][valid],
-            policy_logprobs=rows["policy_logprobs"][valid],
-            behavior_logprobs=rows["behavior_logprobs"][valid],
-            policy_step=rows["policy_step"][valid],
+            tokens=response_tokens(chosen),
+            length=chosen["response_length"],
+            finished=chosen["finished"],
+            policy_logprobs=chosen["policy_logprobs"],
+            behavior_logprobs=chosen["behavior_logprobs"],
+            policy_step=chosen["policy_step"],
         )
         _, scores = reward_generation(
             generation,

@@ -33,6 +33,7 @@ def show(workdir: Path, order: str, count: int) -> str:
     """
     from ml_collections import config_dict
 
+    from tba_jax import trajectory
     from tba_jax.experiment import composition
     from tba_jax.replay.reader import LogReader
     from tba_jax.run import contract, layout, places
@@ -54,8 +55,7 @@ def show(workdir: Path, order: str, count: int) -> str:
     newest_step = rows["policy_step"].max(axis=1)
     sections = []
     for i in rank(rows["reward"], newest_step, order):
-        prompt = rows["prompt_tokens"][i, len(rows["prompt_tokens"][i]) - rows["prompt_length"][i] :].tolist()
-        response = rows["response_tokens"][i, : rows["response_length"][i]].tolist()
+        prompt, response = rows["tokens"][i, : rows["prompt_length"][i]].tolist(), trajectory.response(rows, i).tolist()
         sections.append(
             f"── {writers[i]}:{rows['row'][i]}  reward {rows['reward'][i]:.3f}  policy step {newest_step[i]}"
             f"{'' if rows['finished'][i] else '  (cut at the length limit)'}\n"

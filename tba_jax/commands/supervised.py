@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,8 @@ from absl import app, flags
 
 from tba_jax.commands import command_line
 from tba_jax.run import layout, places, processes
+from tba_jax.schemas import flatten
+from tba_jax.supervised.schema import SCHEMA
 
 if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answered at once
     from tba_jax.supervised.tuning import Plan
@@ -26,83 +28,15 @@ _OUTPUT = flags.DEFINE_string("output", None, "Where the trained model goes: a H
 
 log = logging.getLogger("tba_jax.supervised")
 
-# Settings that a resumed run may change: how the same numbers are computed, when they are told, how they are stored.
-# The files of examples may move: the run knows its examples by their fingerprint.
-_FREE = (
-    "model.attention",
-    "data.train",
-    "data.heldout",
-    "training.micro_batch_rows",
-    "training.remat",
-    "training.logit_megabytes",
-    "training.mesh.",
-    "checkpoint.",
-    "evaluation.",
-    "metrics.",
-    "output.",
-)
-
-_AT_LEAST_ONE = (
-    "data.prompt_length",
-    "data.response_length",
-    "training.batch_size",
-    "training.logit_megabytes",
-    "checkpoint.every_steps",
-    "checkpoint.keep",
-    "evaluation.every_steps",
-    "metrics.every_steps",
-)
-_AT_LEAST_ZERO = (
-    "seed",
-    "training.steps",
-    "training.micro_batch_rows",
-    "training.warmup_steps",
-    "training.decay_steps",
-    "training.weight_decay",
-    "training.clip_norm",
-    "evaluation.examples",
-)
-_POSITIVE = ("training.epochs", "training.learning_rate", "training.adam_epsilon")
-_BELOW_ONE = ("data.heldout_share", "training.adam_beta1", "training.adam_beta2")
-_NAMED = ("model.path", "data.train", "data.prompt_field", "data.response_field", "data.chosen_field", "data.rejected_field")
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "model.compute_dtype": ("float32", "bfloat16"),
-    "model.attention": ("auto", "xla", "cudnn"),
-    "data.long_examples": ("refuse", "skip"),
-    "data.identical_pairs": ("refuse", "skip"),
-    "output.dtype": ("float32", "bfloat16"),
-}
-
 
 def check(config: Any) -> None:
     """Checks every rule that the config can break by itself. Raises ValueError: one sentence with value, limit and setting."""
     from tba_jax.learner.optimizer import SCHEDULES
     from tba_jax.models import layers
-    from tba_jax.run import contract as contract_lib
-    from tba_jax.supervised import fine_tuning
+    from tba_jax.supervised import objectives
 
-    leaves = contract_lib.flatten(config.to_dict())
-    if "kind" not in leaves:
-        raise ValueError("--config is not made from configs/supervised.py; RL runs are python -m tba_jax.main")
-    choices: dict[str, Collection[str]] = {
-        **_CHOICES,
-        "kind": fine_tuning.OBJECTIVES,
-        "training.schedule": SCHEDULES,
-        "training.remat": layers.REMAT,
-    }
-    for name, known in choices.items():
-        _require(leaves[name] in known, f"{name}={leaves[name]!r} is not one of {', '.join(known)}")
-    for name in _NAMED:
-        _require(leaves[name], f"{name} is not given")
-    for name in _AT_LEAST_ONE:
-        _require(leaves[name] >= 1, f"{name}={leaves[name]} must be at least 1")
-    for name in _AT_LEAST_ZERO:
-        _require(leaves[name] >= 0, f"{name}={leaves[name]} must not be negative")
-    for name in _POSITIVE:
-        _require(0 < leaves[name] < math.inf, f"{name}={leaves[name]} must be above 0 and finite")
-    _require(leaves["seed"] < 2**32, f"seed={leaves['seed']} must be below 2**32")
-    for name in _BELOW_ONE:
-        _require(0 <= leaves[name] < 1, f"{name}={leaves[name]} must be within [0, 1)")
+    _require("kind" in config, "--config is not made from configs/supervised.py; RL runs are python -m tba_jax.main")
+    SCHEMA.check(config, {"kinds": objectives.OBJECTIVES, "schedules": SCHEDULES, "remat": layers.REMAT})
     d = config.data
     fields = (d.prompt_field, d.response_field) if config.kind == "sft" else (d.prompt_field, d.chosen_field, d.rejected_field)
     _require(len(set(fields)) == len(fields), f"the fields of an example must differ: data.*_field are {', '.join(fields)}")
@@ -212,17 +146,17 @@ def _join(run: layout.RunDir, config: Any, fingerprint: str) -> None:
     if not places.exists(run.config):
         try:
             contract = {"supervised": config.kind, "examples": fingerprint}
-            layout.write_json(run.config, {"config": plain, "contract": contract, "changes": []})
+            layout.write_json(run.config, {"format": contract_lib.FORMAT, "config": plain, "contract": contract})
         except OSError as error:
             raise ValueError(f"workdir {str(run.root)!r} cannot be written: {error.strerror}") from error
         return
     stored = contract_lib.read(run)
     if "supervised" not in stored["contract"]:
         raise ValueError(f"workdir {str(run.root)!r} belongs to an RL run")
-    theirs, ours = contract_lib.flatten(stored["config"]), contract_lib.flatten(plain)
-    changed = [name for name in sorted(theirs | ours) if theirs.get(name) != ours.get(name) and not name.startswith(_FREE)]
+    theirs, ours = flatten(stored["config"]), flatten(plain)
+    changed = [name for name, rule in SCHEMA.rules.items() if theirs.get(name) != ours[name] and not rule.free]
     if changed:
-        listed = "; ".join(f"{name}: {theirs.get(name)!r} there, {ours.get(name)!r} here" for name in changed)
+        listed = "; ".join(f"{name}: {theirs.get(name)!r} there, {ours[name]!r} here" for name in changed)
         raise ValueError(f"workdir {str(run.root)!r} belongs to a run of other settings; {listed}")
     if stored["contract"]["examples"] != fingerprint:
         raise ValueError(

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.replay.log import REGISTER, registration
-from tba_jax.roles.trainer.trainer import make_index
+from tba_jax.roles.trainer.buffer import make_index
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout, snapshots
 from tba_jax.run import places as places_lib
@@ -27,16 +28,16 @@ from tba_jax.run.places import Place
 
 log = logging.getLogger(__name__)
 
-# Fields of the contract that change neither what rows mean nor what scored them.
+# Fields of the contract that say nothing about rows.
 _FREE_OF_ROWS = ("lora",)
-# How the names of writers begin whose rows are of a file (the command append).
+# The beginning of a writer's name, if its rows come from a file (the command append).
 GIVEN = "given-"
-# Fields of the contract that weights depend on.
+# Fields of the contract that say what weights mean.
 _OF_WEIGHTS = ("model", "tokenizer", "eos_id", "pad_id")
 
 
 def _read(workdir: str, *, setting: str) -> tuple[layout.RunDir, dict[str, Any]]:
-    """Another run and its config.json. Raises ValueError where there is none, or none of this version."""
+    """Another run and its config.json. Raises ValueError where there is no run, or a run of another version."""
     run = layout.open_run_dir(workdir)
     return run, contract_lib.read_run(run, called=f"{setting}: {workdir}")
 
@@ -52,13 +53,16 @@ def check_mounts(run: layout.RunDir, config: Any, contract: contract_lib.Contrac
     """Checks every run of replay.mount against this one, by its contract, its reference policy and its writers.
 
     Args:
-      init_from: RUN@STEP that this run begins from, "" where its config says from what.
+      init_from: RUN@STEP that this run begins from, "" if it begins as its config says.
 
     Raises:
-      ValueError: a mounted run's rows may not be trained on; names the fields or the reference policies that differ.
+      ValueError: the rows of a mounted run may not be trained on; names the fields or the reference policies that differ.
     """
-    own = _reference_id(run)
-    expected, of = own, f"this run's is {own}"
+    ours: dict[str, Any] = {k: v for k, v in contract.to_json().items() if k not in _FREE_OF_ROWS}
+    expected = _reference_id(run)
+    if expected is None:  # this run will begin from the reference policy of the runs that it mounts
+        ours |= {"model.path": config.model.path, "init_from": init_from}
+    owner = "this run's"
     writers = dict.fromkeys(_writers(run), run.replay)
     places = {_identity(run)}
     for folder in config.replay.mount:
@@ -66,48 +70,55 @@ def check_mounts(run: layout.RunDir, config: Any, contract: contract_lib.Contrac
             raise ValueError(f"replay.mount: {folder} is this run itself, or mounted twice")
         other, stored = _read(folder, setting="replay.mount")
         places.add(_identity(other))
-        ours: dict[str, Any] = {k: v for k, v in contract.to_json().items() if k not in _FREE_OF_ROWS}
-        theirs: dict[str, Any] = {k: v for k, v in contract_lib.complete(stored["contract"]).items() if k not in _FREE_OF_ROWS}
-        rescored = other.rescored_commit(contract.reward_version)
-        if places_lib.exists(rescored):
-            parts = layout.read_json(rescored)["reward_parts"]
-            theirs |= {"reward_version": contract.reward_version, "reward_parts": parts}
-        elif (kept := stored["config"]["replay"].get("retention", "all")) != "all":
-            raise ValueError(
-                f"replay.mount: {folder} has replay.retention={kept}: its trainer may remove rows that this run still needs; "
-                "only runs with replay.retention=all can be mounted"
-            )
-        if own is None:  # this run will begin from the mounted run's reference policy
-            ours |= {"model.path": config.model.path, "init_from": init_from}
-            theirs |= {"model.path": stored["config"]["model"]["path"], "init_from": stored.get("init_from", "")}
-        if different := contract_lib.differences(theirs, ours):
-            if any(name.startswith("reward_version:") for name in different):
-                different.append(f"python -m tba_jax rescore --workdir={folder} scores its rows again by the task as it is now")
-            raise ValueError(f"replay.mount: the rows of {folder} belong to a run of another contract; " + "; ".join(different))
+        _check_rows(folder, other, stored, ours)
         reference = _reference_id(other)
         if reference is None:
             raise ValueError(f"replay.mount: {folder} has no reference policy yet: start its trainer first")
         if expected not in (None, reference):
-            raise ValueError(f"replay.mount: rows of {folder} have log-probs of reference {reference}, {of}")
+            raise ValueError(f"replay.mount: rows of {folder} have log-probs of reference {reference}, {owner} is {expected}")
         if expected is None:
-            expected, of = reference, f"those of {folder} of {reference}"
+            expected, owner = reference, f"that of {folder}"
         for writer in _writers(other):
             if writer in writers:
                 raise ValueError(f"replay.mount: writer {writer} has a log in {other.replay} and in {writers[writer]}")
             writers[writer] = other.replay
-    ended = bool(config.replay.mount) and all(
-        places_lib.exists(layout.open_run_dir(folder).finished) for folder in config.replay.mount
-    )
-    if ended and not config.searchers.count and config.replay.recent_probability:
+    _warn_of_finished_mounts(config)
+
+
+def _check_rows(folder: str, other: layout.RunDir, stored: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Raises ValueError where rows of another run are of another contract, or may be removed while this run needs them.
+
+    Args: folder: as in replay.mount; stored: its config.json; ours: fields that must be equal there.
+    """
+    theirs: dict[str, Any] = {"model.path": stored["config"]["model"]["path"], "init_from": stored["init_from"]}
+    theirs = {name: value for name, value in (theirs | stored["contract"]).items() if name in ours}
+    rescored, kept = other.rescored_commit(ours["reward_version"]), stored["config"]["replay"]["retention"]
+    if places_lib.exists(rescored):
+        theirs |= {"reward_version": ours["reward_version"], "reward_parts": layout.read_json(rescored)["reward_parts"]}
+    elif kept != "all":
+        raise ValueError(
+            f"replay.mount: {folder} has replay.retention={kept}: its trainer may remove rows that this run still needs; "
+            "only runs with replay.retention=all can be mounted"
+        )
+    if different := contract_lib.differences(theirs, ours):
+        if any(name.startswith("reward_version:") for name in different):
+            different.append(f"python -m tba_jax rescore --workdir={folder} scores its rows again by the task as it is now")
+        raise ValueError(f"replay.mount: the rows of {folder} belong to a run of another contract; " + "; ".join(different))
+
+
+def _warn_of_finished_mounts(config: Any) -> None:
+    """Warns if all rows are of finished runs, and the newest of them count as recent for ever."""
+    mounted, share = map(layout.open_run_dir, config.replay.mount), config.replay.recent_probability
+    if config.searchers.count or not share or not config.replay.mount:
+        return
+    if all(places_lib.exists(run.finished) for run in mounted):
         log.warning(
-            "replay.recent_probability=%g draws the newest queries of finished runs again and again; 0 draws all evenly",
-            config.replay.recent_probability,
+            "replay.recent_probability=%g draws the newest queries of finished runs again and again; 0 draws all evenly", share
         )
 
 
 def check_behavior_is_known(run: layout.RunDir, config: Any) -> None:
-    """Raises ValueError where the objective weighs by π_θ/π_behaviour, and rows that were appended from a file have no known
-    behaviour."""
+    """Raises ValueError where the objective needs π_behaviour, and rows come from a file, which does not say it."""
     if not OBJECTIVES[config.learner.objective].behavior_logprobs:
         return
     for place in (run, *map(layout.open_run_dir, config.replay.mount)):
@@ -122,7 +133,7 @@ def check_behavior_is_known(run: layout.RunDir, config: Any) -> None:
 
 
 def _identity(run: layout.RunDir) -> Place:
-    """What two runs that are the same have in common."""
+    """The place that tells whether two folders are the same run."""
     return run.shared.resolve() if isinstance(run.shared, Path) else run.shared
 
 
@@ -135,7 +146,7 @@ def copy_reference(mount: str, folder: Path) -> None:
     """Copies the reference policy of a mounted run to `folder`.
 
     Raises:
-      ValueError: the copy is not what the mounted run calls it.
+      ValueError: the hash of the copy is not the id that the mounted run gives.
     """
     run, _ = _read(mount, setting="replay.mount")
     reference = _reference_id(run)
@@ -151,7 +162,7 @@ def copy_reference(mount: str, folder: Path) -> None:
 
 
 def parse_init_from(value: str) -> str:
-    """RUN@STEP with an absolute path or a URL. Raises ValueError where it is not of that form; "" stays ""."""
+    """RUN@STEP with an absolute path or a URL; "" stays "". Raises ValueError where `value` has another form."""
     folder, _, step = value.rpartition("@")
     if value and (not folder or not step.isdecimal()):
         raise ValueError(f"--init_from={value!r} must be RUN@STEP: the workdir of a run and the step of a snapshot")
@@ -164,10 +175,10 @@ def _open_init_from(init_from: str) -> tuple[layout.RunDir, dict[str, Any], int]
 
 
 def check_init_from(run: layout.RunDir, config: Any, contract: contract_lib.Contract, *, init_from: str) -> None:
-    """Checks that the policy is there and fits, unless this run has begun.
+    """Checks that the policy exists and fits, unless this run has begun.
 
     Raises:
-      ValueError: one sentence, with the steps there are, or with the fields that differ.
+      ValueError: the policy does not exist (names the steps that do), or does not fit (names the fields that differ).
     """
     if not init_from or places_lib.exists(run.initial_reference):
         return
@@ -177,12 +188,12 @@ def check_init_from(run: layout.RunDir, config: Any, contract: contract_lib.Cont
         )
     other, stored, step = _open_init_from(init_from)
     mine, theirs = contract.to_json(), stored["contract"]
-    if different := contract_lib.differences({k: theirs.get(k) for k in _OF_WEIGHTS}, {k: mine[k] for k in _OF_WEIGHTS}):
+    if different := contract_lib.differences({k: theirs[k] for k in _OF_WEIGHTS}, {k: mine[k] for k in _OF_WEIGHTS}):
         raise ValueError(f"--init_from={init_from} is of another model or tokenizer; " + "; ".join(different))
     steps = snapshots.committed_steps(other.policies)
     if step not in steps:
         raise ValueError(f"--init_from={init_from}: step {step} is not a snapshot of {other.shared}; {_listed(steps)}")
-    if theirs.get("lora") and _reference_id(other) is None:
+    if theirs["lora"] and _reference_id(other) is None:
         raise ValueError(f"--init_from={init_from}: {other.initial_reference} is gone, which the adapters belong to")
 
 
@@ -195,7 +206,7 @@ def _listed(steps: list[int]) -> str:
 def load_policy(init_from: str, policy: Policy, mesh: Mesh) -> Params:
     """Float32 weights of another run's policy at a step, adapters merged, in this run's sharding."""
     other, stored, step = _open_init_from(init_from)
-    lora = stored["contract"].get("lora") or {}
+    lora = stored["contract"]["lora"]
     theirs = Policy(model=policy.model, lora=LoraConfig(**(lora | {"targets": tuple(lora["targets"])})) if lora else None)
     trained = snapshots.load_step(other.policies, step, theirs.trained_specs, theirs.trained_shardings(mesh))
     if theirs.lora is None:
@@ -220,11 +231,11 @@ def take_optimizer(
     """Writes a checkpoint of step 0 with the weights of `reference` and the optimiser of the other run at that step.
 
     Returns:
-      whether there was one to take: a checkpoint of exactly that step, of whole policies on both sides and of an
+      whether the other run has an optimiser to take: a checkpoint of exactly that step, with whole policies on both sides and an
       optimiser of the same shape. Its moments and their count are taken; schedules begin anew.
     """
     other, stored, step = _open_init_from(init_from)
-    if policy.lora is not None or stored["contract"].get("lora") or not other.checkpoints.is_dir():
+    if policy.lora is not None or stored["contract"]["lora"] or not other.checkpoints.is_dir():
         return False
     optimizers = make_optimizers(config)
     shapes = state_shapes(policy, optimizers, mesh)
@@ -242,7 +253,7 @@ def take_optimizer(
     finally:
         source.close()
     params = snapshots.load(reference, policy.trained_specs, policy.trained_shardings(mesh))
-    # The reference is another now, and log Z and the values of states with it: these heads begin anew.
+    # Log Z and the values of states belong to the reference, which is another one now: their heads begin anew.
     begun = init_state(policy, params, optimizers)
     of_policy = _restart_schedules(state.opt_state["policy"])
     begun = dataclasses.replace(begun, opt_state=begun.opt_state | {"policy": of_policy})

@@ -7,10 +7,10 @@ import numpy as np
 
 from tba_jax.decoding import sizes
 from tba_jax.experiment.composition import Experiment
+from tba_jax.learner.settings import HELD_REFERENCES
 from tba_jax.models import heads, kv_cache, parameters
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.rewards import models as models_lib
-from tba_jax.run import contract
 
 _GIB = 1 << 30
 _SIZES = {"float32": 4, "bfloat16": 2}
@@ -26,7 +26,7 @@ def describe(experiment: Experiment) -> str:
     objective = OBJECTIVES[config.learner.objective]
     if objective.log_z_head or objective.value_head:  # heads of one shape
         lines += ["", f"head of {config.learner.objective}, trained beside the policy:"]
-        lines += _table(heads.define(experiment.policy, log_z=True, value_head=True).specs["value_head"])
+        lines += _table(heads.define(experiment.policy, log_z_head=True, value_head=True).specs["value_head"])
     lines += ["", "rows (one column each, per row):"]
     lines += [f"  {name:24} {dtype}{list(shape)}" for name, (dtype, shape) in experiment.contract.row_shape().columns().items()]
     c, s = config.learner, config.searchers
@@ -69,89 +69,99 @@ def _table(specs: parameters.Specs) -> list[str]:
 def memory(experiment: Experiment) -> dict[str, dict[str, int]]:
     """role -> part -> bytes on one device of the role's mesh (data=-1 counts as 1), from shapes alone.
 
-    "ROLE, task": on each of its task_devices, where it has such.
-
-    What XLA adds for temporaries inside a layer is not in it.
+    "ROLE, task" is each of the role's task_devices, if it has them. Temporary arrays of XLA inside a layer are not counted.
     """
-    config, policy = experiment.config, experiment.policy
-    model, L = policy.model, policy.model.layers
-    P, R = experiment.contract.prompt_length, experiment.contract.response_length
-    T, compute = P + R, _SIZES[model.compute_dtype]
-    params, trained = parameters.count(policy.model_specs), parameters.count(policy.trained_specs)
-    rounded = parameters.count(
-        parameters.select(lambda spec: spec.dtype == "int8", kv_cache.define(model, "int8", unstacked=False).specs)
+    config, bytes_of = experiment.config, _Memory(experiment)
+    s, samples = config.searchers, config.evaluation.batch_size
+    batch = s.queries_per_batch * s.samples_per_query
+    # Prompts of continuations from a state hold part of a response.
+    given = experiment.contract.response_length - 1 if experiment.contract.step_ends else 0
+    searcher = bytes_of.decoding(
+        "searchers", slots=s.slots or batch, samples=s.samples_per_query, batch=batch, weights=s.weights, given=given
     )
-    row_bytes = sum(
-        np.dtype(dtype).itemsize * max(1, math.prod(shape)) for dtype, shape in experiment.contract.row_shape().columns().values()
-    )
+    evaluator = bytes_of.decoding("evaluation", slots=samples, samples=1, batch=samples, weights="full", given=0)
+    return {
+        "trainer": bytes_of.trainer(),
+        **bytes_of.with_task_models("searcher", "searchers", searcher),
+        **bytes_of.with_task_models("evaluator", "evaluation", evaluator),
+    }
 
-    def on_device(section: str, rows: int) -> tuple[int, int, int]:
-        """Parts that parameters are divided into, rows of one device, parts that heads and vocabulary are divided into."""
-        mesh = config[section].mesh
-        return max(mesh.fsdp * mesh.tensor, 1), -(-rows // max(abs(mesh.data) * mesh.fsdp, 1)), max(mesh.tensor, 1)
 
-    def logits(rows: int, tensor: int, megabytes: int) -> int:
-        step = rows * model.vocab * 4 // tensor
-        return max(min(megabytes << 20, R * step), step)
+class _Memory:
+    """Bytes on one device, from the shapes of an experiment."""
 
-    def decoding(section: str, slots: int, samples: int, batch: int, weights: str, *, given: int = 0) -> dict[str, int]:
-        """given: response tokens that a prompt's cache also holds, at most."""
-        parts, rows, tensor = on_device(section, batch)
-        ways = max(abs(config[section].mesh.data), 1)
-        lane = sizes.lane_sizes(slots, samples, ways, what=f"the {slots} slots of {section}")
-        fsdp = max(config[section].mesh.fsdp, 1)
+    def __init__(self, experiment: Experiment):
+        self._experiment, self._config, policy = experiment, experiment.config, experiment.policy
+        self._model, self._adapters = policy.model, policy.lora is not None
+        self._P, self._R = experiment.contract.prompt_length, experiment.contract.response_length
+        self._compute = _SIZES[policy.model.compute_dtype]  # bytes of a number
+        self._params, self._trained = parameters.count(policy.model_specs), parameters.count(policy.trained_specs)
+
+    def trainer(self) -> dict[str, int]:
+        learner, model, T = self._config.learner, self._model, self._P + self._R
+        parts, rows, tensor = self._on_device("learner", learner.micro_batch_rows or learner.queries * learner.completions)
+        layers_kept = model.layers * {"full": 1, "dots": 8, "none": 12}[learner.remat]
+        within_layer = rows * (model.heads * T * T * 4 + T * model.ffn * self._compute * 3) // tensor
+        held, offloaded = learner.reference.kind in HELD_REFERENCES, learner.reference.offload
+        columns = self._experiment.contract.row_shape().columns().values()
+        row_bytes = sum(np.dtype(dtype).itemsize * max(1, math.prod(shape)) for dtype, shape in columns)
+        return {
+            "weights, gradient, update, AdamW": 5 * 4 * self._trained // parts,
+            "frozen weights": self._compute * self._params // parts if self._adapters else 0,
+            "copies to publish and to checkpoint": 4 * 4 * self._trained // parts,
+            # The reference, and a copy while it is checkpointed. An offloaded one is on the device only while it is used.
+            "moving reference": 2 * 4 * self._trained // parts if held and not offloaded else 0,
+            "moving reference (host)": 4 * self._trained // parts if offloaded else 0,
+            "activations": rows * T * model.width * self._compute * layers_kept + within_layer,
+            "logits": 2 * self._logits(rows, tensor, learner.logit_megabytes),
+            "replay (host)": self._config.replay.capacity * row_bytes,
+        }
+
+    def decoding(self, section: str, *, slots: int, samples: int, batch: int, weights: str, given: int) -> dict[str, int]:
+        """Args: weights: as searchers.weights; given: most response tokens that the cache of a prompt holds as well."""
+        model, mesh = self._model, self._config[section].mesh
+        parts, rows, tensor = self._on_device(section, batch)
+        lane = sizes.lane_sizes(slots, samples, max(abs(mesh.data), 1), what=f"the {slots} slots of {section}")
+        fsdp = max(mesh.fsdp, 1)
 
         def share(rows: int) -> int:
             return rows // fsdp if rows % fsdp == 0 else rows
 
-        entries = share(lane.groups) * lane.buffers * (P + given) + share(lane.groups * lane.width) * max(R - 1, 1)
+        prompts = share(lane.groups) * lane.buffers * (self._P + given)
+        entries = prompts + share(lane.groups * lane.width) * max(self._R - 1, 1)
         drawn = max(lane.groups * lane.width, lane.arrivals * samples)  # by a decode step, by a prefill
-        sampled = compute * params if weights == "full" else compute * (params - rounded) + rounded
+        policy = self._compute * self._params
+        sampled = policy if weights == "full" else self._int8()
+        scored = rows * (self._P + self._R) * model.width * self._compute * 4
         return {
-            "reference": compute * params // parts,
-            # The policy in use; and the next one while it is loaded, as it was published and as it is decoded with.
-            "policies": (2 * sampled + compute * params) // parts,
-            "KV cache": 2 * L * entries * model.kv_heads * model.head_size * compute // tensor,
+            "reference": policy // parts,
+            # The policy in use, and the next one while it is loaded: as it was published and as it is decoded with.
+            "policies": (2 * sampled + policy) // parts,
+            "KV cache": 2 * model.layers * entries * model.kv_heads * model.head_size * self._compute // tensor,
             "logits": 3 * drawn * model.vocab * 4 // tensor,
-            "scoring": rows * T * model.width * compute * 4 + 2 * logits(rows, tensor, config[section].logit_megabytes),
+            "scoring": scored + 2 * self._logits(rows, tensor, self._config[section].logit_megabytes),
         }
 
-    def models(role: str) -> dict[str, int]:
-        return {use.name: models_lib.memory(use, length=T) for use in models_lib.uses(experiment.task, role=role)}
+    def with_task_models(self, role: str, section: str, parts: dict[str, int]) -> dict[str, dict[str, int]]:
+        """The role's parts, and the models of its task on the same devices or on devices of their own."""
+        length = self._P + self._R
+        models = {use.name: models_lib.memory(use, length=length) for use in models_lib.uses(self._experiment.task, role=role)}
+        if self._config[section].task_devices:
+            return {role: parts, f"{role}, task": models}
+        return {role: parts | models}
 
-    def with_models(role: str, section: str, parts: dict[str, int]) -> dict[str, dict[str, int]]:
-        own = config[section].task_devices > 0
-        return {role: parts, f"{role}, task": models(role)} if own else {role: parts | models(role)}
+    def _int8(self) -> int:
+        """Of the whole policy with int8 weights: one byte of each rounded weight."""
+        rounded = parameters.count(
+            parameters.select(lambda spec: spec.dtype == "int8", kv_cache.define(self._model, "int8", unstacked=False).specs)
+        )
+        return self._compute * (self._params - rounded) + rounded
 
-    s = config.searchers
-    batch = s.queries_per_batch * s.samples_per_query
-    micro = config.learner.micro_batch_rows or config.learner.queries * config.learner.completions
-    parts, rows, tensor = on_device("learner", micro)
-    layers_kept = L * {"full": 1, "dots": 8, "none": 12}[config.learner.remat]
-    reference = config.learner.reference
-    holds_reference = reference.kind in contract.HELD_REFERENCES
-    given = R - 1 if experiment.contract.step_ends else 0  # of responses that go on from states
-    within_layer = rows * (model.heads * T * T * 4 + T * model.ffn * compute * 3) // tensor
-    return {
-        "trainer": {
-            "weights, gradient, update, AdamW": 5 * 4 * trained // parts,
-            "frozen weights": 0 if policy.lora is None else compute * params // parts,
-            "copies to publish and to checkpoint": 4 * 4 * trained // parts,
-            # One, and a copy to checkpoint it; in host memory, but for the time of its use.
-            "moving reference": 0 if reference.offload or not holds_reference else 2 * 4 * trained // parts,
-            "moving reference (host)": 4 * trained // parts if reference.offload else 0,
-            "activations": rows * T * model.width * compute * layers_kept + within_layer,
-            "logits": 2 * logits(rows, tensor, config.learner.logit_megabytes),
-            "replay (host)": config.replay.capacity * row_bytes,
-        },
-        **with_models(
-            "searcher",
-            "searchers",
-            decoding("searchers", s.slots or batch, s.samples_per_query, batch, s.weights, given=given),
-        ),
-        **with_models(
-            "evaluator",
-            "evaluation",
-            decoding("evaluation", config.evaluation.batch_size, 1, config.evaluation.batch_size, "full"),
-        ),
-    }
+    def _on_device(self, section: str, rows: int) -> tuple[int, int, int]:
+        """Parts that parameters are divided into, rows of one device, parts that heads and vocabulary are divided into."""
+        mesh = self._config[section].mesh
+        return max(mesh.fsdp * mesh.tensor, 1), -(-rows // max(abs(mesh.data) * mesh.fsdp, 1)), max(mesh.tensor, 1)
+
+    def _logits(self, rows: int, tensor: int, megabytes: int) -> int:
+        step = rows * self._model.vocab * 4 // tensor
+        return max(min(megabytes << 20, self._R * step), step)

@@ -12,6 +12,9 @@ from tba_jax.objectives import OBJECTIVES
 from tba_jax.objectives.inputs import ObjectiveSettings
 from tba_jax.run import contract as contract_lib
 
+# Values of learner.reference.kind with a reference that the trainer holds, and checkpoints.
+HELD_REFERENCES = ("reset", "ema")
+
 
 def make_optimizers(config: Any) -> state.Optimizers:
     c = config.learner
@@ -32,7 +35,7 @@ def make_optimizers(config: Any) -> state.Optimizers:
     objective = OBJECTIVES[c.objective]
     optimizers = {"policy": adamw(c.learning_rate, c.weight_decay)}
     if objective.log_z_head:
-        optimizers["log_z"] = adamw(c.log_z_learning_rate, 0.0)
+        optimizers["log_z_head"] = adamw(c.log_z_learning_rate, 0.0)
     if objective.value_head:
         optimizers["value_head"] = adamw(c.value_learning_rate, 0.0)
     return optimizers

@@ -7,7 +7,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -86,13 +85,11 @@ class Decoder(nnx.Module):
         return sharding.constrain(x, "tD")
 
     @full_precision
-    def __call__(self, tokens: jax.Array, token_mask: jax.Array | None = None, *, remat: str = "none") -> jax.Array:
+    def __call__(self, tokens: jax.Array, *, remat: str = "none") -> jax.Array:
         """Final hidden states of whole sequences, for teacher-forced scoring.
 
         Args:
-          tokens: int32[B, T].
-          token_mask: bool[B, T], true on real tokens, padding on either side; or None, if rows are padded on the right or not
-            at all: then causality alone keeps padding from what is real, and no mask is made.
+          tokens: int32[B, T], padded on the right or not at all: causality alone keeps padding from what is real.
           remat: what the backward pass recomputes, a name of layers.REMAT.
 
         Returns:
@@ -100,12 +97,8 @@ class Decoder(nnx.Module):
         """
         c = self.config
         B, T = tokens.shape
-        positions, mask = jnp.broadcast_to(jnp.arange(T), (B, T)), None
-        if token_mask is not None:
-            chex.assert_equal_shape([tokens, token_mask])
-            positions, mask = positions_and_mask(token_mask)
-        positions = positions.reshape(-1)
-        attend = attention.whole_rows(B, T, mask, causal=mask is None, kernel=c.attention)
+        positions = jnp.broadcast_to(jnp.arange(T), (B, T)).reshape(-1)
+        attend = attention.whole_rows(B, T, None, causal=True, kernel=c.attention)
         tables = attention.rotary(positions, c)
         x = parameters.scan(
             lambda block, x: block(x, tables, lambda *qkv: (attend(*qkv)[0], None))[0],
@@ -150,20 +143,3 @@ class Decoder(nnx.Module):
 def define(config: DecoderConfig) -> Definition[Decoder]:
     """The definition of a decoder, its blocks in one stack."""
     return parameters.define(lambda rngs: Decoder(config, rngs=rngs))
-
-
-def positions_and_mask(token_mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Positions and causal mask of padded rows.
-
-    Args:
-      token_mask: bool[B, T], true on real tokens.
-
-    Returns:
-      positions int32[B, T], counted from the first real token; mask bool[B, 1, T, T] (query, key). Padding attends to
-      itself only, so that no row of the softmax is empty.
-    """
-    T = token_mask.shape[1]
-    positions = jnp.maximum(jnp.cumsum(token_mask, axis=1) - 1, 0)
-    causal = jnp.tril(jnp.ones((T, T), bool))
-    mask = (causal & token_mask[:, None, :]) | jnp.eye(T, dtype=bool)
-    return positions, mask[:, None]

@@ -38,29 +38,28 @@ class ResponseSpace:
             raise ValueError(f"min_length={self.min_length} holds back the end of sequence, and eos_id={self.eos_id} names none")
 
 
-def response_hidden_states(
-    model: Decoder, prompt_tokens: jax.Array, prompt_length: jax.Array, response_tokens: jax.Array, *, remat: str
-) -> jax.Array:
+def response_tokens(tokens: jax.Array, prompt_length: jax.Array, *, R: int) -> jax.Array:
+    """int32[B, R]: the responses of rows int32[B, T], padded on the right. prompt_length: int32[B]."""
+    return jax.vmap(lambda row, begin: jax.lax.dynamic_slice_in_dim(row, begin, R))(tokens, prompt_length)
+
+
+def response_hidden_states(model: Decoder, tokens: jax.Array, prompt_length: jax.Array, *, R: int, remat: str) -> jax.Array:
     """compute_dtype[B, R, D]: the hidden states that responses are predicted from, that of the last prompt token first.
 
     Args: see response_logprobs.
     """
-    P, R = prompt_tokens.shape[1], response_tokens.shape[1]
-    tokens = jnp.concatenate([prompt_tokens, response_tokens], axis=1)
-    # Rows are moved to the left end: without padding on the left, causal attention needs no mask. The last response token
-    # predicts nothing that is scored, so it is left out of the forward pass.
-    tokens = jnp.take_along_axis(tokens, (jnp.arange(P + R)[None, :] + (P - prompt_length)[:, None]) % (P + R), axis=1)[:, :-1]
-    hidden = model(tokens, remat=remat)
-    return jax.vmap(lambda row, length: jax.lax.dynamic_slice_in_dim(row, length - 1, R))(hidden, prompt_length)
+    # The last token of a row predicts nothing that is scored, so it is left out of the forward pass.
+    hidden = model(tokens[:, :-1], remat=remat)
+    return jax.vmap(lambda row, begin: jax.lax.dynamic_slice_in_dim(row, begin - 1, R))(hidden, prompt_length)
 
 
 def response_logprobs(
     model: Decoder,
-    prompt_tokens: jax.Array,
+    tokens: jax.Array,
     prompt_length: jax.Array,
-    response_tokens: jax.Array,
     response_length: jax.Array,
     *,
+    R: int,
     space: ResponseSpace,
     logit_bytes: int,
     remat: str,
@@ -69,33 +68,35 @@ def response_logprobs(
 
     Args:
       model: with float32 master weights, which it casts, or weights in its compute dtype.
-      prompt_tokens: int32[B, P], left-padded; prompt_length: int32[B].
-      response_tokens: int32[B, R], right-padded; response_length: int32[B], end-of-sequence included.
+      tokens: int32[B, T], rows as in trajectory; prompt_length: int32[B], at least 1 and at most T − R;
+      response_length: int32[B], end-of-sequence included.
+      R: the most tokens that a response may have.
       logit_bytes: what logits [B, time, V] may take at a time, over all devices; at least one time step, see token_logprobs.
       remat: what the backward pass recomputes of the layers, a name of layers.REMAT.
 
     Returns:
       logprobs float32[B, R] and entropy float32[B, R], nats, both 0 where masked. Entropy carries no gradient.
     """
-    chex.assert_rank([prompt_tokens, response_tokens], 2)
-    chex.assert_rank([prompt_length, response_length], 1)
-    hidden = response_hidden_states(model, prompt_tokens, prompt_length, response_tokens, remat=remat)
-    logprobs, entropy = token_logprobs(model, hidden, response_tokens, space=space, logit_bytes=logit_bytes)
-    mask = jnp.arange(response_tokens.shape[1])[None, :] < response_length[:, None]
+    chex.assert_rank([tokens, prompt_length, response_length], [2, 1, 1])
+    hidden = response_hidden_states(model, tokens, prompt_length, R=R, remat=remat)
+    responses = response_tokens(tokens, prompt_length, R=R)
+    logprobs, entropy = token_logprobs(model, hidden, responses, space=space, logit_bytes=logit_bytes)
+    mask = jnp.arange(R)[None, :] < response_length[:, None]
     return jnp.where(mask, logprobs, 0.0), jnp.where(mask, entropy, 0.0)
 
 
 def scorer(
-    mesh: Mesh, *, graphdef: nnx.GraphDef, space: ResponseSpace, logit_megabytes: int
+    mesh: Mesh, *, graphdef: nnx.GraphDef, R: int, space: ResponseSpace, logit_megabytes: int
 ) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """response_logprobs as a program of a mesh, without a backward pass: (parameters, prompt_tokens … response_length).
+    """response_logprobs as a program of a mesh, without a backward pass: (parameters, tokens, prompt_length, response_length).
 
-    Args: graphdef: of the decoder; logit_megabytes: what logits take at a time on each device.
+    Args: graphdef: of the decoder; R: see response_logprobs; logit_megabytes: what logits take at a time on each device.
     """
 
     def score(params: Params, *rows: jax.Array) -> tuple[jax.Array, jax.Array]:
         model = parameters.module(graphdef, params)
-        return response_logprobs(model, *rows, space=space, logit_bytes=(logit_megabytes << 20) * mesh.size, remat="none")
+        logit_bytes = (logit_megabytes << 20) * mesh.size
+        return response_logprobs(model, *rows, R=R, space=space, logit_bytes=logit_bytes, remat="none")
 
     return sharding.on_mesh(mesh, jax.jit(score))
 

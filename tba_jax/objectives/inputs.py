@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ObjectiveSettings:
-    """Static settings of objectives, with the defaults of configs/base.py.
+    """Static settings of objectives, with the defaults of experiment/schema.py.
 
     completions: K. importance_clip: upper bound of π_θ/π_behaviour in TBA′, 0 for no importance weights. log_ratio_clip: bound
     of a token's log π_θ − log π_ref in TBA′, nats. clip_low, clip_high: ratios are clipped to [1 − low, 1 + high].

@@ -19,7 +19,7 @@ from tba_jax.replay.near_duplicates import NearByEdits, NearByEmbedding
 from tba_jax.replay.reader import LogReader
 from tba_jax.replay.validation import REJECTIONS, validate_rows
 from tba_jax.replay.window import Identity, Window
-from tba_jax.trajectory import Rows, RowShape, check_rows, response_mask
+from tba_jax.trajectory import Rows, RowShape, check_rows, response, response_mask
 
 # Why a resident row left: an identical (or near) response arrived, its query was full, the window was full.
 EVICTIONS = ("duplicate", "query_capacity", "capacity")
@@ -123,8 +123,7 @@ class ReplayIndex(Window):
         row_steps = _row_steps(rows) if own else np.zeros(count, np.int64)
         arrivals = range(self._next_arrival, self._next_arrival + len(valid))
         self._next_arrival = arrivals.stop
-        query_ids, lengths = rows["query_id"].tolist(), rows["response_length"].tolist()
-        rewards = rows["reward"].tolist()
+        query_ids, rewards = rows["query_id"].tolist(), rows["reward"].tolist()
         # The row that was put into a slot last; what a free slot holds does not matter.
         row_in: dict[int, int] = {}
         for arrival, row in zip(arrivals, valid.tolist(), strict=True):
@@ -133,7 +132,7 @@ class ReplayIndex(Window):
             row_in[slot] = row
             if self._near is not None:
                 self._near.put(slot, rows, row)
-            identity = self._identity(rows["response_tokens"][row], lengths[row], arrival)
+            identity = self._identity(rows, row, arrival)
             self._insert(slot, query_ids[row], identity, rewards[row], counts)
         self._slot_top = max(self._slot_top, max(row_in) + 1)
         slots, put = np.fromiter(row_in.keys(), np.int64), np.fromiter(row_in.values(), np.int64)
@@ -162,9 +161,9 @@ class ReplayIndex(Window):
             self._counts.append(collections.Counter())
             self.heads[writer] = 0
 
-    def _identity(self, response_tokens: np.ndarray, length: int, arrival: int) -> Identity:
-        """Equal for responses to a query of which one is kept."""
-        return _digest(response_tokens[:length]) if self.rules.merge_duplicates else arrival
+    def _identity(self, rows: Rows, i: int, arrival: int) -> Identity:
+        """Equal for responses to a query of which one is kept. Args: i: the row's place in `rows`."""
+        return _digest(response(rows, i)) if self.rules.merge_duplicates else arrival
 
     def _insert(self, slot: int, query_id: int, identity: Identity, reward: float, counts: collections.Counter[str]) -> None:
         number = self._query_number.get(query_id)
@@ -305,7 +304,7 @@ class ReplayIndex(Window):
         index._row_draws[slots] = state["row_draws"]
         own = {number: reader.is_own(index.writers[number]) for number in set(state["writer"])}
         index._row_step[slots] = np.where([own[number] for number in state["writer"]], _row_steps(rows), 0)
-        query_ids, lengths, rewards = (rows[name].tolist() for name in ("query_id", "response_length", "reward"))
+        query_ids, rewards = rows["query_id"].tolist(), rows["reward"].tolist()
         for query_id, number in dict(zip(query_ids, state["query"], strict=True)).items():
             index._open_query(number, query_id)
         index._query_draws[queries] = state["query_draws"]
@@ -313,7 +312,7 @@ class ReplayIndex(Window):
         for i, slot in enumerate(state["slot"]):
             if index._near is not None:
                 index._near.put(slot, rows, i)
-            identity = index._identity(rows["response_tokens"][i], lengths[i], state["arrival"][i])
+            identity = index._identity(rows, i, state["arrival"][i])
             index._enter(slot, query_ids[i], identity, rewards[i], index._counts[state["writer"][i]])
         # Sorted lists are heaps, so the lowest free number comes first as before.
         index._free_slots = np.setdiff1d(np.arange(index.rules.capacity + 1), slots).tolist()
@@ -329,6 +328,6 @@ def _row_steps(rows: Rows) -> np.ndarray:
     return np.where(mask.any(axis=1), oldest, -1)
 
 
-def _digest(response_tokens: np.ndarray) -> bytes:
-    """128 bits that stand for a response's real tokens: equal digests are taken as equal responses."""
-    return hashlib.blake2b(response_tokens.tobytes(), digest_size=16).digest()
+def _digest(tokens: np.ndarray) -> bytes:
+    """128 bits that stand for a response's tokens: equal digests are taken as equal responses."""
+    return hashlib.blake2b(tokens.tobytes(), digest_size=16).digest()

@@ -9,7 +9,7 @@ whose distance has to be computed.
 import numpy as np
 from rapidfuzz.distance import Levenshtein
 
-from tba_jax.trajectory import Rows
+from tba_jax.trajectory import Rows, response
 
 _BUCKETS = 128
 # Tokens become the characters of a string, which compares fastest.
@@ -37,7 +37,7 @@ class NearByEdits:
 
     def put(self, slot: int, rows: Rows, i: int) -> None:
         """Takes the response of row i for a slot; whatever the slot held is forgotten."""
-        tokens = rows["response_tokens"][i, : rows["response_length"][i]]
+        tokens = response(rows, i)
         self._texts[slot] = "".join(map(chr, tokens.tolist()))
         self._counts[slot] = np.minimum(np.bincount(tokens % _BUCKETS, minlength=_BUCKETS), 255)
         self._present[:, slot] = np.packbits(self._counts[slot] > 0).view(np.uint64)

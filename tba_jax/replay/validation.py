@@ -9,8 +9,7 @@ REJECTIONS = (
     "valid",
     "prompt_length",
     "response_length",
-    "prompt_tokens",
-    "response_tokens",
+    "tokens",
     "reward",
     "logprobs",
     "embedding",
@@ -29,14 +28,14 @@ def validate_rows(rows: Rows, *, vocab_size: int) -> np.ndarray:
       int8[B], the first of REJECTIONS that holds; 0 where the row is valid.
     """
     finite = {name: np.isfinite(rows[name]) for name in ("ref_logprobs", "policy_logprobs", "behavior_logprobs")}
-    P, R = rows["prompt_tokens"].shape[1], rows["response_tokens"].shape[1]
+    R = rows["policy_step"].shape[1]
+    P = rows["tokens"].shape[1] - R
     nothing = np.zeros(len(rows["row"]), bool)
     failed = np.stack(
         [
             (rows["prompt_length"] < 0) | (rows["prompt_length"] > P),
             (rows["response_length"] < 0) | (rows["response_length"] > R),
-            ((rows["prompt_tokens"] < 0) | (rows["prompt_tokens"] >= vocab_size)).any(1),
-            ((rows["response_tokens"] < 0) | (rows["response_tokens"] >= vocab_size)).any(1),
+            ((rows["tokens"] < 0) | (rows["tokens"] >= vocab_size)).any(1),
             ~np.isfinite(rows["reward"]) | ~np.isfinite(rows["reward_parts"]).all(1),
             ~np.logical_and.reduce([column.all(1) for column in finite.values()]),
             ~np.isfinite(rows["embedding"]).all(1) if "embedding" in rows else nothing,

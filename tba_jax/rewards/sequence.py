@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
@@ -193,15 +194,14 @@ class SequenceClassifier:
         self._warned = True
 
     def _pass(self, tokens: np.ndarray, length: np.ndarray) -> np.ndarray:
-        mask = np.arange(tokens.shape[1])[None] < length[:, None]
-        return np.asarray(self._score(self._params, *sharding.put_rows(self._mesh, (tokens, mask))))
+        return np.asarray(self._score(self._params, *sharding.put_rows(self._mesh, (tokens, length))))
 
 
-def _score(params: Params, tokens: jax.Array, mask: jax.Array, *, graphdef: nnx.GraphDef) -> jax.Array:
+def _score(params: Params, tokens: jax.Array, length: jax.Array, *, graphdef: nnx.GraphDef) -> jax.Array:
     model = parameters.module(graphdef, params)
     if isinstance(model, encoder.Encoder):
-        return model.classify(tokens, mask)
-    return heads.sequence_scores(model, tokens, mask, remat="none")
+        return model.classify(tokens, jnp.arange(tokens.shape[1])[None, :] < length[:, None])
+    return heads.sequence_scores(model, tokens, length, remat="none")
 
 
 def _labels(folder: Path, config: Config) -> tuple[str, ...]:

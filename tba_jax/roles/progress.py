@@ -1,4 +1,4 @@
-"""What a person sees of a run: a line of progress, and at the end a table, a plot and one line."""
+"""What a person sees of a run: a line of progress while it runs, and at the end two tables, a plot and one line."""
 
 import math
 import sys
@@ -6,15 +6,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from tba_jax.run import layout, metrics, places
 
 _TAIL_BYTES = 1 << 16
 
 
 def last_line(folder: Path) -> dict[str, Any]:
-    """The newest whole line of a role's metrics, {} where there is none; reads the end of the file only."""
+    """The newest whole line of a role's metrics, {} where there is none. Reads only the end of the file."""
     try:
         with open(folder / "metrics.jsonl", "rb") as file:
             file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
@@ -26,7 +24,7 @@ def last_line(folder: Path) -> dict[str, Any]:
 
 
 class Progress:
-    """Prints where the run stands: in place on a terminal, otherwise a line every `plain_seconds`."""
+    """Prints where the run stands: on a terminal in place, elsewhere as a new line every `plain_seconds`."""
 
     def __init__(self, run: layout.RunDir, *, steps: int, searchers: int, warm_start_steps: int, plain_seconds: float = 10.0):
         self._run, self._steps, self._searchers, self._warm_start_steps = run, steps, searchers, warm_start_steps
@@ -75,13 +73,13 @@ class Progress:
 
 
 def evaluations(run: layout.RunDir) -> list[dict[str, Any]]:
-    """All evaluation reports, by step; a score that could not be found is NaN."""
+    """All evaluation reports in the order of steps. A figure that could not be found is NaN."""
     files = [run.evaluations / f"{layout.step_name(step)}.json" for step in layout.steps_in(run.evaluations)]
     return [{k: math.nan if v is None else v for k, v in layout.read_json(file).items()} for file in files]
 
 
 def summary(run: layout.RunDir) -> dict[str, float]:
-    """Figures of the whole run: staleness, draws per row, waiting share, rows and speeds."""
+    """Title -> figure of the whole run: staleness, draws per row, waiting share, rows and speeds."""
     lines = metrics.read_lines(run.metrics("trainer"))
     if not lines:
         return {}
@@ -131,49 +129,32 @@ def finish(run: layout.RunDir, *, label: str, score_name: str, seconds: float) -
         print(f"{label}: {scores} in {seconds:.0f} s, mean staleness {staleness:.1f} steps, results in {run.root}", flush=True)
 
 
-def trained_at(lines: list[dict[str, Any]], steps: list[int]) -> np.ndarray:
-    """When the policies of `steps` were there, in seconds since 1970, (N,) float64: an evaluator may be far behind.
-
-    Between the trainer's lines in proportion; before the first and after the last, at those. Of a step done twice, the later.
-    """
-    times = {line["step"]: line["time"] for line in lines}
-    known = sorted(times)
-    return np.interp(steps, known, [times[step] for step in known])
+def by_step(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The lines in the order of their steps; of a step that was done twice (a resume repeats some), the later line."""
+    newest = {line["step"]: line for line in lines}
+    return [newest[step] for step in sorted(newest)]
 
 
 def plot(run: layout.RunDir, *, score_name: str, path: Path) -> None:
-    """Draws reward of training batches, held-out score and staleness over time: a score where its policy was trained."""
+    """Draws held-out score, reward of training batches and staleness by trainer step."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    lines, reports = metrics.read_lines(run.metrics("trainer")), evaluations(run)
-    origin = lines[0]["time"]
+    lines, reports = by_step(metrics.read_lines(run.metrics("trainer"))), evaluations(run)
+    steps, evaluated = [x["step"] for x in lines], [x["step"] for x in reports]
     figure, (top, bottom) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, height_ratios=[3, 1], layout="constrained")
-    top.plot(
-        [x["time"] - origin for x in lines],
-        [x["reward"] for x in lines],
-        color="tab:blue",
-        alpha=0.5,
-        label="reward of training batches",
-    )
-    when = trained_at(lines, [x["step"] for x in reports]) - origin
-    top.plot(when, [x["greedy_reward"] for x in reports], "o-", color="tab:red", label=f"held-out greedy {score_name}")
-    top.plot(when, [x["sampled_reward"] for x in reports], "s--", color="tab:orange", label="held-out reward of samples")
+    top.plot(steps, [x["reward"] for x in lines], color="tab:blue", alpha=0.5, label="reward of training batches")
+    top.plot(evaluated, [x["greedy_reward"] for x in reports], "o-", color="tab:red", label=f"held-out greedy {score_name}")
+    top.plot(evaluated, [x["sampled_reward"] for x in reports], "s--", color="tab:orange", label="held-out reward of samples")
     top.set_ylabel(score_name)
     top.legend(loc="lower right")
     top.grid(alpha=0.3)
-    for report, at in zip(reports, when, strict=True):
-        top.annotate(
-            f"step {report['step']}", (at, report["greedy_reward"]), textcoords="offset points", xytext=(4, 6), fontsize=7
-        )
-    bottom.plot([x["time"] - origin for x in lines], [x["staleness_mean"] for x in lines], color="tab:green", label="mean")
-    bottom.plot(
-        [x["time"] - origin for x in lines], [x["staleness_max"] for x in lines], color="tab:green", alpha=0.3, label="largest"
-    )
+    bottom.plot(steps, [x["staleness_mean"] for x in lines], color="tab:green", label="mean")
+    bottom.plot(steps, [x["staleness_max"] for x in lines], color="tab:green", alpha=0.3, label="largest")
     bottom.set_ylabel("staleness (steps)")
-    bottom.set_xlabel("seconds since the first logged step")
+    bottom.set_xlabel("trainer step")
     bottom.legend(loc="upper left")
     bottom.grid(alpha=0.3)
     figure.savefig(path, dpi=120)

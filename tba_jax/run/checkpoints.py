@@ -1,4 +1,4 @@
-"""Checkpoints of training (orbax): the state on the devices, and what goes with it on the host, committed together."""
+"""Checkpoints of training (orbax): the state on the devices and the JSON state of the host, committed together."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +14,7 @@ class Checkpoints:
     """Checkpoints of one run, by step. Saving is asynchronous and atomic: a killed save is not visible."""
 
     def __init__(self, folder: Path, *, keep: int, read_only: bool = False):
-        """Args: keep: newest checkpoints that stay; read_only: the folder is of another run, and is left as it is."""
+        """Args: keep: how many of the newest checkpoints stay. read_only: the folder is another run's and stays unchanged."""
         options = ocp.CheckpointManagerOptions(
             max_to_keep=None if read_only else keep, step_format_fixed_length=8, read_only=read_only
         )
@@ -40,7 +40,7 @@ class Checkpoints:
         """Restores trees by name into the given shapes and shardings (trees of jax.ShapeDtypeStruct with shardings).
 
         Returns:
-          what `save` was given.
+          (trees, host) as `save` took them.
 
         Raises:
           ValueError: the checkpoint does not fit a tree, by orbax's account of the difference.
@@ -50,7 +50,7 @@ class Checkpoints:
         return {name: restored[name] for name in trees}, restored["host"]
 
     def restore_host(self, step: int) -> dict[str, Any]:
-        """What `save` was given for the host."""
+        """The `host` that `save` took for this step."""
         return self._manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
 
     def wait(self) -> None:
@@ -62,5 +62,5 @@ class Checkpoints:
 
 
 def _copy(x: jax.Array) -> jax.Array:
-    """A copy, because the caller donates the state to the next update; what rests in host memory is not donated."""
+    """A copy, because the caller donates the state to the next update. Arrays in host memory are never donated."""
     return x if x.sharding.memory_kind == PINNED_HOST else jax.numpy.copy(x)

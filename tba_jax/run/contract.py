@@ -1,127 +1,32 @@
-"""The contract that every role of a run must share, and the schedule that a resumed one may change."""
+"""config.json: the config of a run, and the contract that all its roles share."""
 
 import dataclasses
-import datetime
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from tba_jax import trajectory
 from tba_jax.models.scoring import ResponseSpace
 from tba_jax.run import layout, places
 from tba_jax.run.places import Place
+from tba_jax.schemas import flatten
 
-# Settings that a resumed trainer may change only when it is told to (--allow_change): they are the run's schedule.
-SCHEDULE_SECTIONS = ("seed", "learner", "replay", "publish", "schedule")
-# ... but not these: they say how the same numbers are computed, or how often storage is asked.
-_FREE = (
-    "learner.micro_batch_rows",
-    "learner.logit_megabytes",
-    "learner.remat",
-    "learner.memory_fraction",
-    "learner.logprob_gap_every_steps",
-    "learner.logprob_gap_limit",
-    "learner.mesh",
-    "learner.reference.offload",
-    "replay.poll_seconds",
-    "replay.segment_appends",
-    "publish.keep",
-)
-# Settings that configs of earlier versions, as runs store them, lack, and what those versions did.
-LATER: dict[str, dict[str, Any]] = {
-    "task": {
-        "embedding_path": "",
-        "min_response_length": 0,
-        "banned_tokens": (),
-        "stop_strings": (),
-        "step_ends": (),
-        "chat_template": False,
-        "system_prompt": "",
-        "custom": {},
-        # Tasks that there were none of: what they are set to means nothing to such a run.
-        "gsm8k": {"train_path": "", "heldout_path": ""},
-        "countdown": {
-            "style": "characters",
-            "numbers": 4,
-            "largest": 9,
-            "operations": "+-",
-            "largest_target": 99,
-            "train_queries": 1500,
-            "heldout_queries": 256,
-            "seed": 0,
-        },
-        "tldr": {
-            "train_path": "",
-            "heldout_path": "",
-            "reward_path": "",
-            "gold_path": "",
-            "compute_dtype": "bfloat16",
-            "batch_rows": 16,
-        },
-        "math": {"train_path": "", "heldout_path": "", "prompt": "{problem}", "time_limit": 10.0, "retries": 1, "concurrency": 2},
-        "red_team": {
-            "attack_prompt": "",
-            "attack_prompt_path": "",
-            "replies": 5,
-            "seed": 0,
-            "victim_path": "",
-            "victim_template": "",
-            "victim_system_prompt": "",
-            "victim_temperature": 1.0,
-            "victim_top_p": 1.0,
-            "victim_prompt_length": 128,
-            "victim_reply_length": 64,
-            "victim_concurrency": 160,
-            "classifier": "sequence",
-            "classifier_path": "",
-            "classifier_label": "",
-            "classifier_template": "",
-            "classifier_ending": "",
-            "classifier_length": 1024,
-            "compute_dtype": "float32",
-            "success_threshold": 0.5,
-            "embedder_path": "",
-        },
-    },
-    "searchers": {
-        "slots": 0,
-        "decode_chunk": 32,
-        "swap": "at_once",
-        "cpu_devices": 1,
-        "value_samples": 9,
-        "value_states": 0,
-        "reward_batches": 32,
-        "task_devices": 0,
-    },
-    "evaluation": {"samples_per_query": 1, "task_devices": 0},
-    "learner": {
-        "clip_low": 0.2,
-        "clip_high": 0.2,
-        "sequence_clip_low": 3e-4,
-        "sequence_clip_high": 4e-4,
-        "icepop_low": 0.5,
-        "icepop_high": 5.0,
-        "gae_lambda": 0.95,
-        "value_coefficient": 0.1,
-        "value_learning_rate": 1e-4,
-    },
-}
-# Values of learner.reference.kind with a reference that the trainer holds, and checkpoints.
-HELD_REFERENCES = ("reset", "ema")
+# The format of a run's folder. Raise it with every change after which config.json, rows or weights mean something else: a version
+# of tba_jax with another number refuses the run.
+FORMAT = 1
+_ANOTHER_VERSION = "go on with the version that made the run, or begin another run in a new --workdir"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Contract:
     """What rows and weights of a run mean. A role whose contract differs may not join.
 
-    model: shape of the policy (DecoderConfig without its free fields); lora: the adapters' settings, {} without; tokenizer:
-    fingerprint; task: its settings that define queries and reward, paths excepted; reward_parts, reward_version: as in
-    trajectory.RowShape; embedding: width and weights (a digest) of the encoder of responses, {} without;
-    banned_tokens: ids that no response holds; min_response_length: tokens, below which no end-of-sequence comes;
-    stop_strings: texts that end a response, sorted; step_ends: those that end a step of one, sorted, () where rows hold no values
-    of states; chat_template: what stands around a prompt, "" for nothing; reward_models: digests of the models that rewards come
-    from, by their settings. Fields with a default are younger than some runs: see
-    `complete`.
+    model: shape of the policy (DecoderConfig without its free fields). lora: settings of the adapters, {} without adapters.
+    tokenizer: fingerprint. task: the settings that define queries and reward, without paths. reward_parts, reward_version: as in
+    trajectory.RowShape. embedding: width and digest of the encoder that embeds responses, {} without an encoder. banned_tokens:
+    ids that no response holds. min_response_length: tokens before which end-of-sequence has probability 0. stop_strings: texts
+    that end a response, sorted. step_ends: texts that end a step of a response, sorted; () if rows hold no values of states.
+    chat_template: the text around a prompt, "" without one. reward_models: setting -> digest of the reward model that it names.
     """
 
     model: dict[str, Any]
@@ -139,19 +44,19 @@ class Contract:
     reward_parts: tuple[str, ...]
     reward_version: int
     warm_start: dict[str, Any]
-    embedding: dict[str, Any] = dataclasses.field(default_factory=dict)
-    min_response_length: int = 0
-    stop_strings: tuple[str, ...] = ()
-    step_ends: tuple[str, ...] = ()
-    chat_template: str = ""
-    reward_models: dict[str, str] = dataclasses.field(default_factory=dict)
+    embedding: dict[str, Any]
+    min_response_length: int
+    stop_strings: tuple[str, ...]
+    step_ends: tuple[str, ...]
+    chat_template: str
+    reward_models: dict[str, str]
 
     def to_json(self) -> dict[str, Any]:
-        """As it looks in config.json."""
-        return _plain(dataclasses.asdict(self))
+        """The contract as it stands in config.json."""
+        return plain(dataclasses.asdict(self))
 
     def response_space(self) -> ResponseSpace:
-        """Which responses there are, and how they are scored."""
+        """The responses that the policy can give, and how they are scored."""
         return ResponseSpace(
             temperature=self.scoring_temperature,
             banned_tokens=tuple(self.banned_tokens),
@@ -170,47 +75,23 @@ class Contract:
         )
 
 
-def _defaults() -> dict[str, Any]:
-    """Fields of the contract that runs of earlier versions did not store, each with what those runs did."""
-    made: dict[str, Any] = {}
-    for field in dataclasses.fields(Contract):
-        if field.default is not dataclasses.MISSING:
-            made[field.name] = field.default
-        elif field.default_factory is not dataclasses.MISSING:
-            made[field.name] = field.default_factory()
-    return _plain(made)
-
-
-def complete(contract: Mapping[str, Any]) -> dict[str, Any]:
-    """A contract of config.json with the fields that its version did not have yet, as `Contract.to_json` gives them."""
-    return {**_defaults(), **contract}
-
-
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}."""
-    leaves: dict[str, Any] = {}
-    for name, value in tree.items():
-        leaves |= flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return leaves
-
-
-def _plain(tree: Any) -> Any:
-    """As it looks after a round trip through JSON (tuples become lists)."""
+def plain(tree: Any) -> Any:
+    """The tree as it returns from JSON: tuples are lists."""
     return json.loads(json.dumps(tree))
 
 
 def mounted_logs(leaves: Mapping[str, Any], *, reward_version: int) -> tuple[Place, ...]:
-    """Replay folders of the runs that a flattened config mounts: rescored ones, where rows were scored in another version."""
-    runs = [layout.open_run_dir(folder) for folder in leaves.get("replay.mount", ())]
+    """The replay folders of the runs that a flattened config mounts: the rescored rows of a run, if it has them, else its own."""
+    runs = [layout.open_run_dir(folder) for folder in leaves["replay.mount"]]
     return tuple(
         run.rescored(reward_version) if places.exists(run.rescored_commit(reward_version)) else run.replay for run in runs
     )
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """Fields of two trees that differ, each with both values."""
+    """The fields that differ between two trees, each with both values."""
     theirs, ours = flatten(there), flatten(here)
-    # A contract has the settings of its task alone.
+    # In a contract, `task` holds the settings of one task. Its section of the config is named, so that they can be set.
     section = "custom" if ".py:" in (task := str(ours.get("task_name", ""))) else task
     return [
         f"{f'task.{section}.{k[5:]}' if section and k.startswith('task.') else k}: {theirs.get(k)!r} there, {ours.get(k)!r} here"
@@ -220,25 +101,35 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
 
 
 def join(run: layout.RunDir, config: Any, contract: Contract, *, init_from: str = "") -> None:
-    """Makes the run's config.json if there is none; compares contracts, and writes nothing, if there is.
+    """Makes config.json, if the run has none; else compares the contracts, and writes nothing.
 
     Args:
-      init_from: RUN@STEP, the policy that the run starts from; "": the config's, or what the run was made with.
+      init_from: RUN@STEP, the policy that the run starts from; "": the policy of the config, or of config.json.
 
     Raises:
-      ValueError: the contract differs (every differing field with both values), or the workdir cannot be written.
+      ValueError: the contract differs (names every differing field with both values), another version of tba_jax made the run,
+        it began from another policy, or the workdir cannot be written.
     """
-    mine = {"config": _plain(config.to_dict()), "contract": contract.to_json(), "changes": [], "init_from": init_from}
-    # A role that is started again while storage is full or read-only must not take that for the user's mistake.
+    mine = {
+        "format": FORMAT,
+        "config": plain(config.to_dict()),
+        "contract": contract.to_json(),
+        "changes": [],
+        "init_from": init_from,
+    }
+    # A role that starts again does not write: a full or read-only storage would look like a mistake of the user.
     if not (places.exists(run.config) and (run.elsewhere is None or places.exists(run.shared_name))):
         _make(run, mine)
     stored = read_run(run, called=f"workdir {str(run.shared)!r}")
-    if different := differences(complete(stored["contract"]), mine["contract"]):
+    if different := differences(stored["contract"], mine["contract"]):
         raise ValueError(
             f"workdir {str(run.shared)!r} belongs to a run of another contract; {'; '.join(different)}. A run keeps its "
             "contract: take its settings, or begin another run in a new --workdir"
         )
-    there = stored.get("init_from", "")
+    lacking = flatten(mine["config"]).keys() - flatten(stored["config"]).keys()
+    if lacking := {name for name in lacking if not name.startswith("task.custom.")}:
+        raise ValueError(f"{run.config} has no setting {min(lacking)}: {_ANOTHER_VERSION}")
+    there = stored["init_from"]
     if init_from and init_from != there:
         began = f"the policy {there}" if there else "what its config says"
         raise ValueError(f"--init_from={init_from}: the run in {str(run.shared)!r} exists and began from {began}")
@@ -254,118 +145,31 @@ def _make(run: layout.RunDir, mine: Mapping[str, Any]) -> None:
 
 
 def read_run(run: layout.RunDir, *, called: str = "") -> dict[str, Any]:
-    """`read`, of a run that is there and of this version.
+    """config.json of an RL run, see `read`.
 
     Args: called: what the user calls the run; default: its workdir.
 
     Raises:
-      ValueError: there is none, or config.json is not that of a run.
+      ValueError: there is no run, or it is supervised training, is damaged, or is of another version.
     """
     if not places.exists(run.config):
         raise ValueError(f"{called or run.root} holds no run: there is no {run.config}")
     stored = read(run)
-    whole = isinstance(stored, dict) and all(isinstance(stored.get(name), dict) for name in ("config", "contract"))
-    fields = {field.name for field in dataclasses.fields(Contract)}
-    if not whole or complete(stored["contract"]).keys() != fields:
-        raise ValueError(
-            f"{called or run.root}: {run.config} is not that of a run of this version (supervised training has none)"
-        )
+    if "supervised" in stored["contract"]:
+        raise ValueError(f"{called or run.root} holds supervised training, and no RL run")
     return stored
 
 
 def read(run: layout.RunDir) -> dict[str, Any]:
-    """config.json: {"config", "contract", "changes"}. Raises FileNotFoundError or ValueError where there is none."""
-    return layout.read_json(run.config)
-
-
-def changed_schedule(run: layout.RunDir, config: Any) -> dict[str, tuple[Any, Any]]:
-    """Schedule settings that differ from the run's: name -> (there, here)."""
-    # What the run's version did where it had no setting is no other schedule.
-    theirs, ours = flatten(_plain(LATER)) | flatten(read(run)["config"]), flatten(_plain(config.to_dict()))
-    names = [name for name in ours if name.split(".")[0] in SCHEDULE_SECTIONS and not name.startswith(_FREE)]
-    return {name: (theirs.get(name), ours[name]) for name in names if theirs.get(name) != ours[name]}
-
-
-def past_schedules(run: layout.RunDir, *, after: int) -> list[tuple[int, dict[str, Any]]]:
-    """Schedule settings of steps after `after` that have changed since: (last step, name -> value then), in order.
-
-    Steps after the last of these have the settings of config.json. learner.non_finite is left out: whether a run went on after a
-    step is in its journal.
-    """
-    changes = read(run)["changes"]
-    past = []
-    for step in sorted({entry["step"] for entry in changes if entry["step"] > after}):
-        values: dict[str, Any] = {}
-        for entry in reversed([entry for entry in changes if entry["step"] >= step]):
-            values |= {name: there for name, (there, _) in entry["settings"].items()}
-        # A setting without a value then is younger than those steps.
-        known = {name: value for name, value in values.items() if value is not None and name != "learner.non_finite"}
-        if known:
-            past.append((step, {name: tuple(value) if isinstance(value, list) else value for name, value in known.items()}))
-    return past
-
-
-# What the replay index of a checkpoint was built with.
-_FIXED = (
-    "replay.capacity",
-    "replay.capacity_per_query",
-    "replay.merge_duplicates",
-    "replay.merge_edit_distance",
-    "replay.merge_cosine_distance",
-    "replay.drop",
-)
-
-
-def change_schedule(run: layout.RunDir, config: Any, *, allowed: Sequence[str], step: int) -> dict[str, tuple[Any, Any]]:
-    """Lets a resumed trainer change allowed schedule settings, recorded in config.json with the step.
-
-    At step 0 it needs no leave: nothing was trained yet, and a searcher that came first stored a schedule that is not its own.
+    """config.json: {"format", "config", "contract", "changes", "init_from"}; supervised training has the first three.
 
     Raises:
-      ValueError: a setting differs that is not in `allowed`, or cannot change, or `allowed` names none.
+      FileNotFoundError: there is no config.json. ValueError: it is damaged, or another version of tba_jax wrote it.
     """
-    if unknown := sorted(set(allowed) - flatten(config.to_dict()).keys()):
-        raise ValueError(f"--allow_change={','.join(allowed)}: there is no setting {unknown[0]}")
-    changes = changed_schedule(run, config)
-    if step or (run.checkpoints.is_dir() and any(run.checkpoints.iterdir())):
-        _check_checkpointed(changes)
-    if step:
-        _check_allowed(changes, allowed)
-    if changes:
-        stored = read(run)
-        entry = {"step": step, "time": datetime.datetime.now(datetime.UTC).isoformat(), "settings": _plain(changes)}
-        stored |= {"config": _plain(config.to_dict()), "changes": [*stored["changes"], entry]}
-        layout.write_json(run.config, stored)
-    return changes
-
-
-# Settings by which a checkpoint has more state: value -> what it has. Of objectives it is what tba_jax.objectives declares, which
-# a test holds against this: that layer is above.
-STATEFUL: dict[str, dict[str, str]] = {
-    "learner.objective": {"learned_log_z": "log_z", "ppo": "value_head"},
-    "learner.reference.kind": dict.fromkeys(HELD_REFERENCES, "reference"),
-}
-
-
-def _check_checkpointed(changes: Mapping[str, tuple[Any, Any]]) -> None:
-    """Refuses what the state or the index of a checkpoint does not go with."""
-    for name, state in STATEFUL.items():
-        there, here = changes.get(name, ("", ""))
-        if state.get(there) != state.get(here):
-            raise ValueError(
-                f"{name} of a run cannot change from {there!r} to {here!r}: its checkpoints hold another state; "
-                "begin a new run from this one's policy with --init_from"
-            )
-    there, here = changes.get("replay.mount", ((), ()))
-    if gone := sorted(set(there or ()) - set(here)):
-        raise ValueError(f"replay.mount of a run can only grow: its journal names rows of {gone[0]!r}, which is not among {here}")
-    if fixed := [name for name in _FIXED if name in changes]:
-        there, here = changes[fixed[0]]
-        raise ValueError(f"{fixed[0]} of a run cannot change: {there!r} there, {here!r} here")
-
-
-def _check_allowed(changes: Mapping[str, tuple[Any, Any]], allowed: Sequence[str]) -> None:
-    refused = {name: values for name, values in changes.items() if name not in allowed}
-    if refused:
-        listed = "; ".join(f"{name}: {there!r} there, {here!r} here" for name, (there, here) in refused.items())
-        raise ValueError(f"the run has another schedule; {listed}; to change it, add --allow_change={','.join(sorted(refused))}")
+    stored = layout.read_json(run.config)
+    there = stored.get("format") if isinstance(stored, dict) else None
+    if there != FORMAT:
+        raise ValueError(
+            f"{run.config} has format {there!r}, and this version of tba_jax reads format {FORMAT}: {_ANOTHER_VERSION}"
+        )
+    return stored

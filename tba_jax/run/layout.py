@@ -1,6 +1,6 @@
-"""Every path of a run: what its roles share, and what is the trainer's or a process's own.
+"""Every path of a run: the files that its roles share, the trainer's own, and those of each process.
 
-A folder counts as committed once the marker file that its owner writes last is there.
+A folder counts as committed once it holds the marker file that its owner writes last.
 """
 
 import dataclasses
@@ -25,8 +25,7 @@ _TRAINER = "trainer.json"
 class RunDir:
     """Paths of one run. Making the object touches nothing on disk.
 
-    root: the workdir, local to this machine, or to those that see the folder. elsewhere: where searchers and trainer meet, if
-    not in `root`.
+    root: the workdir, a local or mounted folder. elsewhere: the place where searchers and trainer meet, None if it is `root`.
     """
 
     root: Path
@@ -39,7 +38,7 @@ class RunDir:
 
     @property
     def shared_name(self) -> Path:
-        """{"shared": …}, of a run that meets elsewhere."""
+        """The file {"shared": …} that a workdir has if the run's roles meet elsewhere."""
         return self.root / _SHARED
 
     @property
@@ -59,11 +58,11 @@ class RunDir:
         return self.shared / "replay"
 
     def rescored(self, reward_version: int) -> Place:
-        """The rows of `replay` with the rewards of another version, in the same format (rescore.py)."""
+        """The rows of `replay` with the rewards of another version, in the same format (commands/rescore.py)."""
         return self.shared / "rewards" / str(reward_version)
 
     def rescored_commit(self, reward_version: int) -> Place:
-        """Written once `rescored` is complete: {"reward_parts", "heads"}."""
+        """The file {"reward_parts", "heads"} that is written once `rescored` is complete."""
         return self.shared / "rewards" / f"{reward_version}.json"
 
     @property
@@ -107,7 +106,7 @@ def open_run_dir(workdir: Path | str, shared: str = "") -> RunDir:
 
     Args:
       workdir: a folder, or the URL where the roles of a run meet; such a run has nothing local.
-      shared: the folder or URL where its roles meet; "": what the workdir says, else the workdir itself.
+      shared: the folder or URL where its roles meet; "" stands for the place that the workdir names, else for the workdir.
 
     Raises:
       ValueError: the run meets elsewhere than in `shared`; names both.
@@ -133,7 +132,7 @@ def open_run_dir(workdir: Path | str, shared: str = "") -> RunDir:
 
 
 def note_shared(run: RunDir) -> None:
-    """Writes down in the workdir where the run's roles meet, so that later commands need not be told."""
+    """Writes into the workdir where the run's roles meet, so that later commands find the place by themselves."""
     if run.elsewhere is not None:
         create_json(run.shared_name, {"shared": str(run.elsewhere)})
 
@@ -142,7 +141,7 @@ def claim_shared(run: RunDir) -> None:
     """Binds the place of --shared to the trainer of this workdir, where its lease, journal and checkpoints are.
 
     Raises:
-      ValueError: it is another workdir's; names that.
+      ValueError: the place belongs to the trainer of another workdir, which the sentence names.
     """
     if run.elsewhere is None:
         return
@@ -158,7 +157,7 @@ def claim_shared(run: RunDir) -> None:
 
 
 def is_finished(run: RunDir, steps: int) -> bool:
-    """Whether the run's trainer has done `steps` updates and said so. A run that is extended is not finished any more."""
+    """Whether the run's trainer has recorded that it did `steps` updates. A run that is extended is not finished any more."""
     try:
         return read_json(run.finished)["step"] >= steps
     except FileNotFoundError:
@@ -184,12 +183,12 @@ def as_steps(names: Iterable[str]) -> list[int]:
 
 
 def write_json(file: Place, value: Any) -> None:
-    """`storage.write_bytes` of indented JSON."""
+    """Writes indented JSON by `places.write_bytes`."""
     places.write_bytes(file, _json(value))
 
 
 def create_json(file: Place, value: Any) -> bool:
-    """`storage.create` of indented JSON."""
+    """Creates a file of indented JSON by `places.create`."""
     return places.create(file, _json(value))
 
 
@@ -198,7 +197,7 @@ def _json(value: Any) -> bytes:
 
 
 def read_json(file: Place) -> Any:
-    """Reads a committed JSON file. Raises FileNotFoundError or ValueError (with the path) where there is none."""
+    """Reads a committed JSON file. Raises FileNotFoundError if it does not exist, ValueError with its path if it is not JSON."""
     content = places.read_bytes(file)
     try:
         return json.loads(content)

@@ -3,9 +3,9 @@
 `epoch-000001.lease` is created exclusively by the trainer that takes epoch 1; the highest epoch is the current one. A
 trainer whose epoch is no longer the highest must stop, and sees that with one listing of the folder.
 
-Whether a holder on this machine lives can be asked. One elsewhere shows it by its heartbeat: a lease that is being renewed is
-refused, one that is not is waited for, at most `ttl_seconds`, so that a trainer may be started anew on another host. Clocks
-differ: a heartbeat of the last hour is given half that time to be renewed, however old it looks.
+The kernel tells whether a holder on this machine lives. A holder on another machine shows it by its heartbeat: while it renews
+the lease, `acquire` refuses; else `acquire` waits at most `ttl_seconds`, so that a trainer may be started anew on another host.
+Clocks differ: a heartbeat of the last hour has half that time to be renewed, however old it looks.
 """
 
 import json
@@ -23,7 +23,7 @@ from tba_jax.run import layout, places
 log = logging.getLogger(__name__)
 
 _LEASE_NAME = re.compile(r"epoch-(\d{6})\.lease")
-# By so much no clock of a host that is at work is behind.
+# The clock of a working host is never further behind than this.
 _LARGEST_CLOCK_DIFFERENCE = 3600.0
 
 
@@ -60,11 +60,11 @@ class EpochLease:
 
         Args:
           folder: `RunDir.journal`.
-          ttl_seconds: a holder on another host counts as gone once its heartbeat is older and it has not renewed it for half
-            that time; so long this waits for it.
+          ttl_seconds: a holder on another host counts as gone once its heartbeat is older than this and has not been renewed for
+            half that time. The call waits for so long.
 
         Raises:
-          LeaseHeld: a trainer runs there: on this host, or on another where it renews its heartbeat.
+          LeaseHeld: the holder is alive on this host, or renews its heartbeat on another.
           ValueError: ttl_seconds is not positive.
         """
         if ttl_seconds <= 0:
@@ -128,15 +128,15 @@ def _read_holder(path: Path) -> dict[str, Any]:
     try:
         return layout.read_json(path)
     except ValueError:
-        # Its creator is between the creation and the content, or died there: the file's own time is its heartbeat.
+        # The creator has not written the content yet, or died before: the file's time stands for the heartbeat.
         return {"host": "unknown", "pid": "unknown", "heartbeat": path.stat().st_mtime}
 
 
 def _wait_or_refuse(folder: Path, epoch: int, ttl_seconds: float) -> None:
-    """Returns once nobody holds the epoch. Raises LeaseHeld where somebody lives who does."""
+    """Returns once nobody holds the epoch. Raises LeaseHeld if its holder is alive."""
     path = _path(folder, epoch)
     first = _read_holder(path)
-    # By our own clock as well: that of another host may be hours ahead, or behind. Renewals come every third of ttl_seconds.
+    # The waiting is measured by our own clock too: the other host's may be hours off. Renewals come every third of ttl_seconds.
     begin = time.monotonic()
     here, told = _this_process(), False
     while True:

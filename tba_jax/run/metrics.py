@@ -73,7 +73,7 @@ def read_lines(folder: Path) -> list[dict[str, Any]]:
 
 
 def parse_line(line: str) -> dict[str, Any]:
-    """One line of metrics.jsonl; {} for a line that a kill cut short, which holds nothing that is whole."""
+    """One line of metrics.jsonl; {} for a line that a kill cut short."""
     try:
         return json.loads(line)
     except json.JSONDecodeError:

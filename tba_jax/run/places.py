@@ -1,8 +1,8 @@
 """Where a run's shared files live: a local folder, or a prefix of an object store through tensorstore.
 
-One rule for both: commit, then visible. On a local folder a file is written under a temporary name, flushed to the device and
-renamed, and readers ignore names that begin with a dot; `exists` says that a name is not there only after a listing. An object
-store shows an object whole or not at all and lists at once what was written, but it cannot rename, and its folders are prefixes.
+One rule holds for both: commit, then visible. In a local folder a file is written under a temporary name, flushed to the device
+and renamed. Readers ignore names that begin with a dot, and `exists` lists the folder before it says that a name is missing. An
+object store shows an object whole or not at all and lists it at once, but it cannot rename, and its folders are prefixes.
 """
 
 import contextlib
@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 
 import tensorstore as ts
 
-# What tensorstore raises on storage trouble; the message usually begins with the status code.
+# The errors that tensorstore raises on storage trouble; the message usually begins with the status code.
 STORAGE_ERRORS = (ValueError, OSError, NotImplementedError)
 SCHEMES = ("gs", "s3", "memory")
-# Every poll is a request that is paid for, and takes tens of milliseconds.
+# Every poll of an object store costs money and takes tens of milliseconds.
 OBJECT_STORE_POLL_SECONDS = 2.0
 _REQUESTS_IN_FLIGHT = 64
 _REPORT_SECONDS = 10.0
@@ -31,9 +31,10 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """A place in an object store. What is derived from one by `/` shares its connections (and the content of memory://).
+    """A place in an object store. A place derived by `/` shares the connections (and the content of memory://).
 
-    root: URL of the bucket; path: of the place in it, without slashes at the ends; context, store: opened for the bucket.
+    root: URL of the bucket. path: path of the place in the bucket, without slashes at the ends. context, store: opened for the
+    bucket.
     """
 
     root: str
@@ -57,7 +58,7 @@ class Bucket:
 
     @property
     def folder(self) -> ts.KvStore:
-        """What is below the place, by relative keys."""
+        """The objects below the place, by relative keys."""
         return self.store / f"{self.path}/" if self.path else self.store
 
 
@@ -97,7 +98,7 @@ def _s3(bucket: str) -> dict[str, Any]:
 
 
 def check_answers(folder: Bucket, *, report: Callable[[float], None]) -> None:
-    """Returns once the store has answered; calls `report` with the seconds that it has not, every ten.
+    """Returns once the store has answered. Every ten seconds without an answer it calls `report` with the seconds so far.
 
     Raises:
       ValueError: there is no such bucket. OSError: the store refuses.
@@ -138,14 +139,14 @@ def context(folder: Place) -> ts.Context:
 
 
 def reading_context(folder: Place) -> ts.Context:
-    """To read large files that nobody changes: mapped into memory, which saves a copy, where the disk is this machine's own."""
+    """A context for large files that nobody changes. On this machine's own disks it maps them into memory, which saves a copy."""
     if isinstance(folder, Path) and _file_system(folder) in _OWN_FILE_SYSTEMS:
         return ts.Context({"file_io_mode": {"mode": "memmap"}})
     return context(folder)
 
 
 def _file_system(folder: Path) -> str:
-    """Type of the file system that a local folder is on; "" where that cannot be told."""
+    """Type of the file system that holds a local folder; "" where /proc does not tell."""
     try:
         lines = Path("/proc/self/mountinfo").read_text().splitlines()
     except OSError:
@@ -168,7 +169,7 @@ def _failures(where: Bucket) -> Iterator[None]:
 
 
 def read_bytes(file: Place) -> bytes:
-    """Raises FileNotFoundError where there is none, OSError where the storage refuses."""
+    """The content of a file. Raises FileNotFoundError if it does not exist, OSError if the storage refuses."""
     if isinstance(file, Path):
         try:
             return file.read_bytes()
@@ -206,10 +207,10 @@ def write_bytes(file: Place, content: bytes) -> None:
 
 
 def create(file: Place, content: bytes) -> bool:
-    """`write_bytes` if there is no such file. Returns whether it was this call that made it: of several at once, one does.
+    """`write_bytes` unless the file exists. Returns whether this call made the file; of several calls at once, one does.
 
-    Where the reply to a request is lost and it is sent again, an object store refuses what it has done already: who won is told
-    by the content then, so that of callers that may meet each has a content of its own.
+    If the reply to a request is lost and the request is sent again, an object store refuses the second one. The content then
+    tells who won, so callers that may compete must each write a content of their own.
     """
     if isinstance(file, Path):
         with _temporary(file, content) as temporary:
@@ -262,11 +263,11 @@ def _keys(folder: Bucket, begin: str = "") -> list[str]:
 
 
 def names_in(folder: Place, *, after: str = "") -> list[str]:
-    """Files and folders directly inside, sorted; none where there is no such folder.
+    """Names of files and folders directly inside a folder, sorted; an empty list if there is no such folder.
 
     Args:
-      after: only names that sort behind the folder of this name and all that is in it. An object store lists no others, so
-        that looking for news costs news.
+      after: return only names that sort after the folder of this name and its content. An object store lists only these, so
+        the cost of a poll grows with the news alone.
     """
     begin = f"{after}0" if after else ""  # "0" follows "/"
     if isinstance(folder, Bucket):
@@ -302,7 +303,7 @@ def remove(file: Place) -> None:
 
 
 def remove_tree(folder: Place) -> bool:
-    """Removes a folder with all that is in it, if there is one. Returns whether nothing of it is left.
+    """Removes a folder and its content, if it exists. Returns whether the folder is gone.
 
     Raises:
       OSError: an object store refuses.
@@ -316,19 +317,19 @@ def remove_tree(folder: Place) -> bool:
 
 
 def copy_tree(source: Place, target: Place, *, last: str) -> None:
-    """Copies a folder to where none is; the file `last`, which makes it visible, comes at the end."""
+    """Copies a folder to a place where there is none. The file `last`, which makes it visible, is copied at the end."""
     for name in sorted(files_in(source), key=lambda name: name == last):
         write_bytes(target / name, read_bytes(source / name))
 
 
 def changed(files: Mapping[K, tuple[Place, bytes]]) -> dict[K, bytes | OSError | None]:
-    """Which of many small files are not what they were; of an object store all are asked for at once.
+    """Which of many small files have changed; requests to an object store are sent together.
 
     Args:
-      files: key -> (file, its version when it was last looked at; b"": never, or it was not there).
+      files: key -> (file, its version at the last look, b"" if there was no look or no file).
 
     Returns:
-      key -> its version now, None where it has gone, or what the storage said; files that are as they were are left out.
+      key -> the file's version now, None if the file has gone, or the storage's error. Unchanged files are left out.
     """
     found: dict[K, bytes | OSError | None] = {}
     waiting = list(files.items())

@@ -1,7 +1,7 @@
 """Processes of a run that end together: a child dies with its parent, however the parent ends.
 
 The parent holds the write end of a pipe, the child reads from the other; the kernel closes it when the parent is gone,
-by SIGKILL too. Also here: what a parent tells its children before they import JAX, and the exit codes of a role.
+by SIGKILL too. This file also holds what a parent tells its children before they import JAX, and the exit codes of a role.
 """
 
 import contextlib
@@ -12,8 +12,8 @@ import signal
 import threading
 import time
 
-# Exit codes of a role. A supervisor starts a role again after any other code than the final ones: what is wrong with storage
-# (a full disk, a lost mount) may be mended while the run waits, and nothing that was committed is lost by then.
+# Exit codes of a role. A supervisor starts a role again after every code but the final ones: a storage problem (a full disk, a
+# lost mount) may be solved while the run waits, and committed rows and snapshots are not lost meanwhile.
 BAD_INPUT = 2
 STORAGE_FAILED = 3
 NOT_FINITE = 4
@@ -22,7 +22,7 @@ FINAL_CODES = (BAD_INPUT, NOT_FINITE)
 
 
 class BadInput(ValueError):
-    """A user's mistake that only shows while a role runs: it ends the process by its sentence and BAD_INPUT."""
+    """A user's mistake that shows only while a role runs. It ends the process with its sentence and the code BAD_INPUT."""
 
 
 # Full, over a quota, over a size limit, read-only, not permitted any more, broken, gone from its server.
@@ -36,7 +36,7 @@ _STORAGE_ERRORS = (
     errno.EIO,
     errno.ESTALE,
 )
-# What object stores say instead of a number; JAX says one of these words too, of memory, but in no OSError.
+# Status words that object stores report instead of an errno. JAX uses RESOURCE_EXHAUSTED for memory, but never in an OSError.
 _REFUSING = re.compile(r"\b(UNAVAILABLE|PERMISSION_DENIED|UNAUTHENTICATED|RESOURCE_EXHAUSTED|DEADLINE_EXCEEDED)\b")
 
 _LIFELINE = "TBA_JAX_LIFELINE"
@@ -44,9 +44,9 @@ _CPUS = "TBA_JAX_CPUS"
 
 
 def is_storage_failure(error: BaseException) -> bool:
-    """Whether storage refused or broke: an OSError by its number or status, or what a library without either says of a number.
+    """Whether storage refused or broke, told by an OSError's errno or status word, or by an errno's text in another error.
 
-    An error that was raised from another, or while another was handled, counts as that one too.
+    The errors that an error was raised from, or while handling, count as well.
     """
     seen: set[int] = set()
     cause: BaseException | None = error
@@ -62,7 +62,7 @@ def is_storage_failure(error: BaseException) -> bool:
 
 
 class Lifeline:
-    """The parent's end. Keep it as long as children may live."""
+    """The parent's end of the pipe. Keep the object as long as children may live."""
 
     def __init__(self) -> None:
         self._read, self._write = os.pipe()
@@ -82,7 +82,7 @@ class Lifeline:
 
 
 def hold() -> None:
-    """In a child, first thing: moves to the cores it was given, and dies by SIGKILL when the parent is gone."""
+    """Called first in a child: moves to the cores that the parent chose, and dies by SIGKILL when the parent is gone."""
     cpus = os.environ.pop(_CPUS, "")
     if cpus and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {int(cpu) for cpu in cpus.split(",")})
@@ -92,7 +92,7 @@ def hold() -> None:
 
 
 def die_with(read: int) -> None:
-    """In a child: it dies by SIGKILL once the last write end of the pipe that `read` reads from is closed."""
+    """Called in a child, which then dies by SIGKILL once every write end of the pipe behind `read` is closed."""
     threading.Thread(target=_die_with_parent, args=(read,), name="lifeline", daemon=True).start()
 
 
@@ -106,7 +106,7 @@ class StopSignal:
     """Turns SIGTERM and SIGINT into a question that loops ask between batches; a second signal ends the process."""
 
     def __init__(self, *, patience_seconds: float | None = None) -> None:
-        """Args: patience_seconds: so long after the first signal the process ends with code 0, whatever it does; None: never."""
+        """Args: patience_seconds: time from the first signal until the process ends with code 0; None: no limit."""
         self._asked, self._signals = False, 0
         signal.signal(signal.SIGTERM, self._ask)
         signal.signal(signal.SIGINT, self._ask)

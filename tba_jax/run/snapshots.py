@@ -52,7 +52,7 @@ def _spec(folder: Place, name: str) -> dict[str, Any]:
 
 
 def _pass() -> None:
-    """Nothing stands against a snapshot."""
+    """The check that lets every snapshot become visible."""
 
 
 def save(
@@ -67,12 +67,12 @@ def save(
     """Writes one snapshot; it becomes visible as a whole at the end.
 
     Args:
-      folder: the snapshot's final place; what a trainer of the same or an earlier epoch left there is replaced.
+      folder: the snapshot's final place. A snapshot that a trainer of the same or an earlier epoch left there is replaced.
       params: arrays on device or host. A device array is written shard by shard.
       dtype: dtype on disk.
-      durable: waits until a local device has the bytes. Without, a snapshot may be damaged after a loss of power (a reader then
-        says so); journal and log derive it again.
-      check: called right before the snapshot becomes visible; what it raises is raised, and nothing is visible then.
+      durable: whether to wait until a local device has the bytes. If not, a loss of power may damage the snapshot; a reader then
+        says so, and a resumed trainer derives it again from journal and log.
+      check: called right before the snapshot becomes visible. If it raises, so does this function, and nothing is visible.
 
     Raises:
       OSError: the storage refused (full, read-only). ValueError: a trainer of a later epoch has written this step. Nothing is
@@ -88,7 +88,7 @@ def save(
     try:
         try:
             _write_arrays(draft, params, dtype=dtype, durable=durable)
-        except places.STORAGE_ERRORS as error:  # tensorstore's are mostly ValueError, which else is a user's mistake
+        except places.STORAGE_ERRORS as error:  # tensorstore mostly raises ValueError, which here would mean a user's mistake
             raise OSError(f"snapshot {folder} could not be written: {error}") from error
         check()
         _refuse_later_epoch(folder, info)
@@ -99,7 +99,7 @@ def save(
             draft.rename(folder)
             places.sync_folder(folder.parent)
     except BaseException:
-        if isinstance(draft, Path):  # in an object store the place may be another trainer's by now
+        if isinstance(draft, Path):  # an object store has no draft: its place may be another trainer's by now
             shutil.rmtree(draft, ignore_errors=True)
         raise
 
@@ -137,7 +137,7 @@ def _write_arrays(folder: Place, params: Params, *, dtype: str, durable: bool) -
                 array = ts.cast(store.result(), block.dtype)[index]
                 started.append(array.write(block, can_reference_source_data_indefinitely=True))
     finally:
-        # What has begun must end, so that a draft that failed can be removed.
+        # Every write that has begun must end before a failed draft can be removed.
         for future in started:
             future.exception()
     for future in started:
@@ -157,14 +157,14 @@ def _chunk(whole: tuple[int, ...], shard: tuple[int, ...], dtype: str) -> list[i
 
 
 def _host_shards(array: Any) -> list[tuple[Any, np.ndarray]]:
-    """(index, host block) of the shards this process owns, each block once."""
+    """(index, host block) of every shard that this process owns; a replicated block comes once."""
     if isinstance(array, jax.Array):
         return [(shard.index, np.asarray(shard.data)) for shard in array.addressable_shards if shard.replica_id == 0]
     return [((slice(None),) * array.ndim, np.asarray(array))]
 
 
 def open_arrays(folder: Place, specs: Specs) -> Params:
-    """The parameters of a snapshot as tensorstore arrays, which read what is asked of them.
+    """The parameters of a snapshot as tensorstore arrays, which read only the slices that a caller asks for.
 
     Raises:
       FileNotFoundError: there is no committed snapshot in `folder` (it may have been pruned).
@@ -188,7 +188,7 @@ def open_arrays(folder: Place, specs: Specs) -> Params:
 
 
 def _refusal(folder: Place, sentence: str, error: Exception) -> Exception:
-    """What to raise where a snapshot cannot be read: who tries again may succeed, unless it is damaged (ValueError)."""
+    """The error for a snapshot that cannot be read: ValueError if it is damaged, else one after which a retry may succeed."""
     said = OSError(f"{folder}: {sentence}: {error}")
     if processes.is_storage_failure(said):
         return said
@@ -201,17 +201,17 @@ def load(folder: Place, specs: Specs, shardings: Params, *, dtype: str = "float3
     """Restores a snapshot in `shardings`; every device reads its own shard only.
 
     Args:
-      specs: what the snapshot holds; shardings: of the same tree, parameters.shardings(specs, mesh).
-      dtype: of the parameters returned, whatever it is on disk.
+      specs: the parameters of the snapshot. shardings: a tree of the same structure, parameters.shardings(specs, mesh).
+      dtype: dtype of the returned parameters, whatever the dtype on disk.
 
     Raises:
       FileNotFoundError: there is no committed snapshot in `folder` (it may have been pruned).
       ValueError: a parameter on disk has another shape than the model, or its bytes are damaged; names it.
-      OSError: the storage failed, so that they could not be read.
+      OSError: the storage failed.
     """
     stores = {name: ts.cast(store, dtype) for name, store in parameters.flatten(open_arrays(folder, specs)).items()}
     sharding_of, flat = parameters.flatten(shardings), parameters.flatten(specs)
-    # Reads run ahead of the parameter that is being put on the devices, by so many bytes.
+    # Reads run ahead of the parameter that is being put on the devices, by _READ_AHEAD_BYTES at most.
     reads: dict[str, dict[str, tuple[np.ndarray, ts.WriteFutures]]] = {}
     waiting = list(flat)
 
@@ -269,7 +269,7 @@ def load_step(policies: Place, step: int, specs: Specs, shardings: Params, *, dt
 def load_latest(
     policies: Place, specs: Specs, shardings: Params, *, newer_than: int, dtype: str = "float32"
 ) -> tuple[int, Params] | None:
-    """The newest snapshot if it is newer than `newer_than`, else None. One that vanishes meanwhile: the next newest."""
+    """The newest snapshot if it is newer than `newer_than`, else None. If it vanishes meanwhile, the next newest is taken."""
     while (step := latest_step(policies, newer_than=newer_than)) is not None:
         try:
             return step, load_step(policies, step, specs, shardings, dtype=dtype)
@@ -295,7 +295,7 @@ def _remove(folder: Place) -> None:
 
 
 def sweep(policies: Place) -> None:
-    """Removes what killed writers and prunings left: drafts, and folders without a commit. Only the trainer may call it."""
+    """Removes the drafts and uncommitted folders that killed processes left. Only the trainer may call it."""
     committed = set(places.folders_with(policies, COMMIT))
     for name in places.names_in(policies):
         if name.startswith(".") or name not in committed:
@@ -313,7 +313,7 @@ def fingerprint(folder: Place) -> str:
 
 
 def adopt(draft: Path, folder: Place) -> None:
-    """Moves a committed snapshot from a local draft to where there is none yet."""
+    """Moves a committed snapshot from a local draft to `folder`, where there is no snapshot yet."""
     if isinstance(folder, Path) and draft.parent == folder.parent:
         draft.rename(folder)
     else:
@@ -322,11 +322,11 @@ def adopt(draft: Path, folder: Place) -> None:
 
 
 class Publisher:
-    """Publishes snapshots from a background thread; the trainer waits for a copy on the device only.
+    """Publishes snapshots from a background thread; the trainer waits only for a copy on the device.
 
-    Where storage is slower than the trainer, a snapshot that waits for the one before gives way to the next: readers want the
-    newest. Those that retention keeps for good give way to none, and are durable; the others are soon superseded, and waiting
-    for the disk would delay them by as long as it takes to write and read them.
+    If storage is slower than the trainer, a waiting snapshot is dropped for the next one, because readers want the newest.
+    Snapshots that retention keeps for good are never dropped, and are written durably. The other snapshots are soon superseded,
+    so writing does not wait for the disk to have their bytes.
     """
 
     def __init__(
@@ -339,18 +339,21 @@ class Publisher:
         final_step: int,
         check: Callable[[], None] = _pass,
     ):
-        """Args: check: called right before a snapshot becomes visible; what it raises stops it, and is raised by `wait`."""
+        """Args: check: called before a snapshot becomes visible; if it raises, the snapshot stays hidden and `wait` raises."""
         self._policies, self._check = policies, check
         self._dtype = dtype
         self._retention = dict(keep=keep, keep_every=keep_every, final_step=final_step)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="publisher")
         self._lock = threading.Lock()
-        # Handed over and not begun: at most one that may give way, the last. Under the lock.
+        # Snapshots that are not being written yet; only the last may be dropped for a newer one. Guarded by the lock.
         self._waiting: list[tuple[Params, SnapshotInfo]] = []
         self._writing: concurrent.futures.Future[None] | None = None
 
     def publish(self, params: Params, info: SnapshotInfo) -> None:
-        """Hands a snapshot over. What an earlier write raised is raised here. Waits only where two that stay wait already."""
+        """Hands a snapshot over, and waits only while two snapshots that cannot be dropped are waiting.
+
+        Raises: the error of an earlier write.
+        """
         if self._writing is not None and (self._writing.done() or len(self._waiting) > 2):
             self.wait()
         # A copy on the device: the caller donates its buffers to the next update while the thread reads this one.
@@ -378,7 +381,7 @@ class Publisher:
             prune(self._policies, **self._retention)
 
     def wait(self) -> None:
-        """Returns when everything handed over is visible. Raises what the background write raised; what waited is dropped."""
+        """Returns when every snapshot handed over is visible. If a write failed, raises its error and drops the waiting ones."""
         with self._lock:
             writing = self._writing
         if writing is None:

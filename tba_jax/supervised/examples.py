@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from tba_jax import trajectory
-from tba_jax.supervised.fine_tuning import Batch, Examples, Preferences
-from tba_jax.text.encoding import encode_pair, pad_responses
+from tba_jax.supervised.objectives import Batch, Examples, Preferences
+from tba_jax.text.encoding import encode_pair
 from tba_jax.text.tokenizers import Tokenizer
 
 # Token ids int32[n] of a prompt and of what may follow it: one response, or the chosen and the rejected one.
@@ -65,14 +65,23 @@ def load(config: Any, kind: str, tokenizer: Tokenizer) -> Data:
 
 
 def make_batch(examples: Sequence[Encoded], *, rows: int, prompt_length: int, response_length: int, pad_id: int) -> Batch:
-    """Pads examples to `rows` rows: rows beyond them count nothing (see fine_tuning.Examples)."""
+    """Pads examples to `rows` rows: rows beyond them count nothing (see objectives.Examples)."""
     filling = rows - len(examples)
-    prompts, lengths = trajectory.left_pad([*(e[0].tolist() for e in examples), *[[pad_id]] * filling], prompt_length, pad_id)
-    answers = list(zip(*(example[1:] for example in examples), strict=True))
-    padded = [pad_responses([*responses, *[()] * filling], response_length, pad_id) for responses in answers]
-    if len(padded) == 1:
-        return Examples(prompts, lengths, *padded[0])
-    return Preferences(prompts, lengths, *(np.stack(columns, axis=1) for columns in zip(*padded, strict=True)))
+    prompts = [*(example[0].tolist() for example in examples), *[[pad_id]] * filling]
+    by_answer = [
+        trajectory.token_columns(
+            prompts,
+            [*(response.tolist() for response in responses), *[[]] * filling],
+            prompt_length=prompt_length,
+            response_length=response_length,
+            pad_id=pad_id,
+        )
+        for responses in zip(*(example[1:] for example in examples), strict=True)
+    ]
+    if len(by_answer) == 1:
+        return Examples(**by_answer[0])
+    chosen, rejected = by_answer
+    return Preferences(**{name: np.stack([chosen[name], rejected[name]], axis=1) for name in chosen})
 
 
 def _hashed_share(tokens: np.ndarray) -> float:

@@ -48,12 +48,12 @@ def load(name: str) -> Callable[..., Task]:
     if specification is None or specification.loader is None:
         raise ValueError(f"task.name={name!r}: {file} is not a Python file")
     module = importlib.util.module_from_spec(specification)
-    sys.modules[module_name] = module  # dataclasses look up the module of a class there
+    sys.modules[module_name] = module  # where dataclasses and pickle look for what it defines
     try:
         specification.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[module_name]
-        raise ValueError(f"task.name={name!r}: importing it raised {_describe(error, path)}") from error
+        raise ValueError(f"task.name={name!r}: importing it raised {_told(error, path)}") from error
     found = vars(module).get(attribute)
     if not inspect.isclass(found):
         own = sorted(key for key, value in vars(module).items() if inspect.isclass(value) and value.__module__ == module_name)
@@ -95,11 +95,11 @@ def blamed(name: str, what: str) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:
         log.info("%s of task.name=%r", what, name, exc_info=True)
-        raise ValueError(f"task.name={name!r}: {what} raised {_describe(error, Path(name.rpartition(':')[0]))}") from error
+        raise ValueError(f"task.name={name!r}: {what} raised {_told(error, Path(name.rpartition(':')[0]))}") from error
 
 
-def _describe(error: BaseException, path: Path) -> str:
-    """The error, and the innermost line of the file in its traceback."""
+def _told(error: BaseException, path: Path) -> str:
+    """The error, and the last line of the file that it came by."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path]
     if isinstance(error, SyntaxError):
         lines = [error.lineno]

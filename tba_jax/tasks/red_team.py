@@ -46,7 +46,7 @@ class RedTeam:
     scored again, or by another searcher, keep their rewards. Evaluations draw replies with another seed, so that an attack with
     a lucky reward does not count as a success.
 
-    Fields: see task.red_team in configs/base.py. The constructor raises ValueError naming the setting that cannot be used.
+    Fields: see task.red_team in experiment/schema.py. The constructor raises ValueError naming the setting that cannot be used.
     """
 
     attack_prompt: str

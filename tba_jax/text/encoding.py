@@ -1,8 +1,6 @@
-"""Encodes a prompt and its response as generation would see them, and pads responses into one array."""
+"""Encodes a prompt and its response as generation would see them."""
 
-from collections.abc import Iterator, Sequence
-
-import numpy as np
+from collections.abc import Iterator
 
 from tba_jax.text.tokenizers import Tokenizer
 
@@ -43,11 +41,3 @@ def _spellings(response: str, tokenizer: Tokenizer) -> Iterator[list[int]]:
         before, whole = tokenizer.encode(anchor), tokenizer.encode(anchor + response)
         if whole[: len(before)] == before:
             yield whole[len(before) :]
-
-
-def pad_responses(responses: Sequence[Sequence[int]], length: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
-    """Responses padded on the right: tokens int32[B, length] and lengths int32[B]. No response may be longer than `length`."""
-    tokens = np.full((len(responses), length), pad_id, np.int32)
-    for i, ids in enumerate(responses):
-        tokens[i, : len(ids)] = ids
-    return tokens, np.array([len(ids) for ids in responses], np.int32)

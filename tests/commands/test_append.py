@@ -1,9 +1,5 @@
 """Responses of a file as rows: what a searcher would have written for them, all at once or not at all, and what is refused."""
 
-import json
-import shutil
-
-import jax
 import numpy as np
 import pytest
 
@@ -15,42 +11,21 @@ from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
 from tba_jax.rewards import models
 from tba_jax.run import layout, processes
-from tests.roles.test_interleaved import frozen_config, frozen_log
-from tests.support import random_checkpoints, tiny_run
-from tests.tasks.test_tldr import ROWS, write
+from tests.support import frozen_runs, random_checkpoints, tiny_run
+from tests.support.summaries import ROWS, write_rows
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
-
-@pytest.fixture(autouse=True)
-def one_device(monkeypatch):
-    first = jax.devices()[:1]
-    monkeypatch.setattr(jax, "devices", lambda *_: first)
-
-
-@pytest.fixture(scope="module")
-def searched(tmp_path_factory) -> jobs.Settings:
-    """A run with 48 rows of one searcher, none of which is penalised for its length."""
-    with pytest.MonkeyPatch.context() as patch:
-        first = jax.devices()[:1]
-        patch.setattr(jax, "devices", lambda *_: first)
-        return frozen_log(tmp_path_factory.mktemp("searched"), batches=3)
+pytestmark = pytest.mark.usefixtures("one_device_throughout")
 
 
 @pytest.fixture
-def s(searched, tmp_path) -> jobs.Settings:
-    shutil.copytree(searched.run.root, tmp_path / "run")
-    return tiny_run.settings(tmp_path / "run", searched.config)
+def s(frozen, tmp_path) -> jobs.Settings:
+    """A run with 48 rows of one searcher, none of which is penalised for its length."""
+    return frozen(tmp_path / "run", batches=3)
 
 
 def rows_by_writer(s: jobs.Settings) -> dict[str, dict[str, np.ndarray]]:
     reader = LogReader(s.run.replay, s.experiment.contract.row_shape())
     return {writer: reader.read(writer, 0, head) for writer, head in reader.heads().items()}
-
-
-def written(path, rows) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 def queries_of(s: jobs.Settings) -> list[str]:
@@ -63,15 +38,15 @@ def test_rows_are_those_that_a_searcher_writes_for_the_same_responses(s, tmp_pat
     decode = s.experiment.tokenizer.decode
     texts = [
         {
-            "prompt": decode(searched["prompt_tokens"][i][-searched["prompt_length"][i] :].tolist()),
-            "response": decode(searched["response_tokens"][i][: searched["response_length"][i]].tolist()),
+            "prompt": decode(searched["tokens"][i, : searched["prompt_length"][i]].tolist()),
+            "response": decode(trajectory.response(searched, i).tolist()),
         }
         for i in chosen
     ]
-    append.main([f"--workdir={s.run.root}", f"--responses={written(tmp_path / 'given.jsonl', texts)}"])
+    append.main([f"--workdir={s.run.root}", f"--responses={write_rows(tmp_path / 'given.jsonl', texts)}"])
     assert f"{len(chosen)} responses are rows of" in capsys.readouterr().out and len(chosen) > 5
     (given,) = (rows for writer, rows in rows_by_writer(s).items() if writer.startswith("given-"))
-    for name in ("query_id", "prompt_tokens", "prompt_length", "response_tokens", "response_length", "finished", "reward"):
+    for name in ("query_id", "tokens", "prompt_length", "response_length", "finished", "reward"):
         np.testing.assert_array_equal(given[name], searched[name][chosen], err_msg=name)
     for name in ("reward_parts", "reward_version", "reference_id", "policy_step"):
         np.testing.assert_array_equal(given[name], searched[name][chosen], err_msg=name)
@@ -83,8 +58,8 @@ def test_rows_are_those_that_a_searcher_writes_for_the_same_responses(s, tmp_pat
 def test_they_train_and_are_accounted_for(s, tmp_path):
     prompts = queries_of(s)
     texts = [{"prompt": prompt, "response": str(number)} for prompt in prompts[:10] for number in range(10, 18)]
-    append.append(s.run.root, written(tmp_path / "given.jsonl", texts), unfit="refuse")
-    offline = tiny_run.settings(tmp_path / "offline", frozen_config(replay__mount=(str(s.run.root),), searchers__count=0))
+    append.append(s.run.root, write_rows(tmp_path / "given.jsonl", texts), unfit="refuse")
+    offline = tiny_run.settings(tmp_path / "offline", frozen_runs.config(replay__mount=(str(s.run.root),), searchers__count=0))
     assert jobs.trainer(offline)() == 0
     (given,) = (writer for writer in rows_by_writer(s) if writer.startswith("given-"))
     drawn = [writer for line in journal.read_lineage(offline.run.journal) for writer in line["writers"]]
@@ -97,7 +72,7 @@ def test_they_train_and_are_accounted_for(s, tmp_path):
 def test_what_fits_is_kept_and_the_rest_counted(s, tmp_path):
     prompt = queries_of(s)[0]
     texts = [{"prompt": prompt, "response": text} for text in ("12", "1234567", "34", "7654321")]
-    path = written(tmp_path / "given.jsonl", texts)
+    path = write_rows(tmp_path / "given.jsonl", texts)
     with pytest.raises(ValueError, match=r"line 2: the response has more than task\.response_length=6 tokens"):
         append.append(s.run.root, path, unfit="refuse")
     assert len(rows_by_writer(s)) == 1, "nothing was appended"
@@ -109,7 +84,7 @@ def test_what_fits_is_kept_and_the_rest_counted(s, tmp_path):
 
 def test_what_is_interrupted_is_not_seen_and_may_be_repeated(s, tmp_path, monkeypatch):
     texts = [{"prompt": prompt, "response": str(number)} for prompt in queries_of(s)[:8] for number in range(3)]
-    path, appended = written(tmp_path / "given.jsonl", texts), []
+    path, appended = write_rows(tmp_path / "given.jsonl", texts), []
     commit = LogWriter.append
 
     def failing(self, rows):
@@ -132,7 +107,7 @@ def summaries(tmp_path):
     (tokens / "chat_template.jinja").write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<answer>")
     for seed, (name, labels) in enumerate([("policy", 0), ("reward", 1)]):
         random_checkpoints.write(tmp_path / name, "pythia-410m", tokens, labels=labels, seed=seed)
-    write(tmp_path / "rows.jsonl", ROWS)
+    write_rows(tmp_path / "rows.jsonl", ROWS)
     paths = {f"task__tldr__{split}_path": str(tmp_path / "rows.jsonl") for split in ("train", "heldout")}
     c = tiny_run.config(
         task__name="tldr",
@@ -164,14 +139,14 @@ def test_stop_strings_templates_and_models_of_the_task(summaries, tmp_path):
         f"abc{banned}": "holds token 7, which is special or one of task.banned_tokens",
         "abcd<|endoftext|>e": "goes on after the end of sequence",
     }
-    path = written(tmp_path / "given.jsonl", [{"prompt": prompt, "response": text} for text in texts])
+    path = write_rows(tmp_path / "given.jsonl", [{"prompt": prompt, "response": text} for text in texts])
     told = append.append(s.run.root, path, unfit="skip")
     for reason in filter(None, texts.values()):
         assert reason in told
     ((_, rows),) = rows_by_writer(s).items()
     assert rows["response_length"].tolist() == [5, 2] and rows["finished"].all()
     eos = s.experiment.contract.eos_id
-    assert (rows["response_tokens"][0, 4], rows["response_tokens"][1, 1]) == (eos, s.experiment.tokenizer.encode("\n")[0])
+    assert (trajectory.response(rows, 0)[4], trajectory.response(rows, 1)[1]) == (eos, s.experiment.tokenizer.encode("\n")[0])
     assert set(rows["query_id"].tolist()) == {trajectory.query_id(s.experiment.queries["train"][0].prompt)}
     assert np.isfinite(rows["ref_logprobs"]).all() and (rows["ref_logprobs"][0, :5] < 0).all()
     task = s.experiment.task
@@ -192,7 +167,7 @@ def test_stop_strings_templates_and_models_of_the_task(summaries, tmp_path):
 )
 def test_mistakes_are_one_sentence(s, tmp_path, rows, sentence, capsys):
     with pytest.raises(SystemExit) as ended:
-        append.main([f"--workdir={s.run.root}", f"--responses={written(tmp_path / 'given.jsonl', rows)}"])
+        append.main([f"--workdir={s.run.root}", f"--responses={write_rows(tmp_path / 'given.jsonl', rows)}"])
     told = capsys.readouterr().err.strip().splitlines()[-1]
     assert ended.value.code == processes.BAD_INPUT and told.startswith("error: ") and sentence in told
 
@@ -200,18 +175,18 @@ def test_mistakes_are_one_sentence(s, tmp_path, rows, sentence, capsys):
 def test_objectives_that_weigh_by_the_behaviour_refuse(tmp_path):
     s = tiny_run.settings(tmp_path / "run", tiny_run.config(learner__objective="grpo"))
     jobs.reference(s)()
-    path = written(tmp_path / "given.jsonl", [{"prompt": queries_of(s)[0], "response": "1"}])
+    path = write_rows(tmp_path / "given.jsonl", [{"prompt": queries_of(s)[0], "response": "1"}])
     with pytest.raises(ValueError, match=r"learner\.objective=grpo weighs rows by π_θ/π_behaviour"):
         append.append(s.run.root, path, unfit="refuse")
 
 
 def test_no_objective_that_weighs_by_the_behaviour_trains_on_them_later(s, tmp_path):
     """Neither the run itself, with another objective, nor one that mounts it."""
-    path = written(tmp_path / "given.jsonl", [{"prompt": queries_of(s)[0], "response": "1"}])
+    path = write_rows(tmp_path / "given.jsonl", [{"prompt": queries_of(s)[0], "response": "1"}])
     append.append(s.run.root, path, unfit="refuse")
     sentence = r"learner\.objective=grpo weighs rows by π_θ/π_behaviour, and nobody knows that of writer given-.*given\.jsonl"
-    own = tiny_run.settings(s.run.root, frozen_config(learner__objective="grpo"))
-    mounted = frozen_config(learner__objective="grpo", replay__mount=(str(s.run.root),), searchers__count=0)
+    own = tiny_run.settings(s.run.root, frozen_runs.config(learner__objective="grpo"))
+    mounted = frozen_runs.config(learner__objective="grpo", replay__mount=(str(s.run.root),), searchers__count=0)
     for settings in (own, tiny_run.settings(tmp_path / "offline", mounted)):
         with pytest.raises(ValueError, match=sentence):
             jobs.trainer(settings)

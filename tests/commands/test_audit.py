@@ -4,7 +4,6 @@ import json
 import shutil
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
@@ -15,29 +14,17 @@ from tba_jax.replay.reader import LogReader
 from tba_jax.run import layout
 from tests.support import tiny_run
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
-
-@pytest.fixture(autouse=True)
-def one_device(monkeypatch):
-    """Roles take all devices of their process; these tests have eight, the roles of a small run one."""
-    first = jax.devices()[:1]
-    monkeypatch.setattr(jax, "devices", lambda *arguments: first)
+pytestmark = pytest.mark.usefixtures("one_device_throughout")
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A run of 6 steps whose window is too small for its rows, and what it was made from."""
     workdir = tmp_path_factory.mktemp("audited")
-    with pytest.MonkeyPatch.context() as patch:
-        first = jax.devices()[:1]
-        patch.setattr(jax, "devices", lambda *arguments: first)
-        settings = {"schedule__mode": "interleaved", "evaluation__enabled": False, "task__missing_eos_reward": -1.0}
-        s = tiny_run.settings(
-            workdir,
-            tiny_run.config(learner__steps=6, replay__capacity=40, sampling__explore_top_p_probability=0.5, **settings),
-        )
-        assert jobs.everything(s)() == 0
+    settings = {"schedule__mode": "interleaved", "evaluation__enabled": False, "task__missing_eos_reward": -1.0}
+    c = tiny_run.config(learner__steps=6, replay__capacity=40, sampling__explore_top_p_probability=0.5, **settings)
+    s = tiny_run.settings(workdir, c)
+    assert jobs.everything(s)() == 0
     return s
 
 
@@ -72,7 +59,7 @@ def test_rows_that_no_step_saw_or_that_are_not_valid_are_told_apart(finished, co
     """A second writer: valid rows, a row of a token that does not exist, and rows after the last step."""
     _, rows = rows_of(finished, copied)
     four = {name: column[:4].copy() for name, column in rows.items()}
-    four["response_tokens"][1, 0] = 9999
+    four["tokens"][1, 0] = 9999
     four["row"] = np.arange(4)
     shape = finished.experiment.contract.row_shape()
     log = LogWriter(copied / "replay", "late-1", shape, rows_per_append=4, segment_appends=4, info={})
@@ -85,7 +72,7 @@ def test_rows_that_no_step_saw_or_that_are_not_valid_are_told_apart(finished, co
     log.append({**four, "row": np.arange(4, 8)})
     account = audit.accounts(audit.open_run(copied))["late-1"]
     assert account.committed == 8 and account.unseen == 4 and account.balances
-    assert account.rejected["response_tokens"] == 1 and sum(account.rejected.values()) == 1
+    assert account.rejected["tokens"] == 1 and sum(account.rejected.values()) == 1
 
 
 def test_a_damaged_append_is_counted_where_a_step_saw_it(finished, copied):
@@ -134,7 +121,8 @@ def test_rows_are_generated_again_bit_for_bit(finished, copied):
         text, same = audit.regenerate(run, f"{writer}:{row}")
         assert same and f"{writer}:{row} is identical: {rows['response_length'][row]} tokens" in text
     changed = {name: column[:4].copy() for name, column in rows.items()}
-    changed["response_tokens"][0, 0] = (changed["response_tokens"][0, 0] + 1) % 17
+    begin = changed["prompt_length"][0]
+    changed["tokens"][0, begin] = (changed["tokens"][0, begin] + 1) % 17
     long = int((rows["response_length"][:4] > 1).argmax())
     changed["policy_step"][long, 1] += 1
     shape = finished.experiment.contract.row_shape()
@@ -168,10 +156,9 @@ def test_folders_that_are_not_whole_runs_are_told(copied):
         audit.open_run(copied)
     journal.write_text(before)
     config = json.loads((copied / "config.json").read_text())
-    without = config | {"contract": {"examples": 3}}
-    for content in ([], {"config": {}}, without):
+    for content in ([], {"config": {}}, config | {"format": 0}):
         (copied / "config.json").write_text(json.dumps(content))
-        with pytest.raises(ValueError, match=r"config.json is not that of a run of this version"):
+        with pytest.raises(ValueError, match=r"config.json has format "):
             audit.open_run(copied)
     (copied / "shared.json").write_text("{}")
     with pytest.raises(ValueError, match=r"shared.json does not say where the run's roles meet"):

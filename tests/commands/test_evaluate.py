@@ -14,9 +14,9 @@ from tba_jax.run import contract, layout, processes
 from tba_jax.tasks.interface import Scores
 from tba_jax.tasks.tldr import TLDR
 from tests.support import random_checkpoints, tiny_run
-from tests.tasks.test_tldr import ROWS, write
+from tests.support.summaries import ROWS, write_rows
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
+pytestmark = pytest.mark.usefixtures("one_device")
 
 # What depends on when and for how long, and not on the snapshot.
 _OF_THE_CLOCK = ("time", "seconds")
@@ -29,7 +29,7 @@ def run(tmp_path_factory) -> layout.RunDir:
     tokens = random_checkpoints.byte_tokenizer(folder / "tokens")
     for seed, (name, labels) in enumerate([("policy", 0), ("reward", 1), ("gold", 1)]):
         random_checkpoints.write(folder / name, "pythia-410m", tokens, labels=labels, seed=seed)
-    write(folder / "rows.jsonl", ROWS)
+    write_rows(folder / "rows.jsonl", ROWS)
     c = tiny_run.config(
         task__name="tldr",
         task__prompt_length=96,
@@ -49,12 +49,6 @@ def run(tmp_path_factory) -> layout.RunDir:
         s = tiny_run.settings(folder / "run", c)
         assert jobs.everything(s)() == 0
     return s.run
-
-
-@pytest.fixture(autouse=True)
-def one_device(monkeypatch):
-    first = jax.devices()[:1]
-    monkeypatch.setattr(jax, "devices", lambda *_: first)
 
 
 ON_ONE_DEVICE = ("--config.evaluation.task_devices=0", "--config.searchers.task_devices=0")

@@ -1,11 +1,9 @@
 """Rows scored again by a new version of the reward: beside the old ones, whole or absent, and what trains on them."""
 
-import shutil
-
-import jax
 import numpy as np
 import pytest
 
+from tba_jax import trajectory
 from tba_jax.commands import audit, rescore
 from tba_jax.experiment import jobs
 from tba_jax.replay import journal
@@ -16,33 +14,15 @@ from tba_jax.run import layout, metrics
 from tba_jax.run.lease import EpochLease
 from tba_jax.tasks.arithmetic import Arithmetic
 from tba_jax.tasks.interface import Query, Scores
-from tests.roles.test_interleaved import frozen_log
-from tests.support import tiny_run
-from tests.whole_runs.test_offline import contents, offline
+from tests.support import frozen_runs, tiny_run
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
-
-@pytest.fixture(autouse=True)
-def one_device(monkeypatch):
-    """Roles take all devices of their process; these tests have eight, the roles of a small run one."""
-    first = jax.devices()[:1]
-    monkeypatch.setattr(jax, "devices", lambda *arguments: first)
-
-
-@pytest.fixture(scope="module")
-def logged(tmp_path_factory):
-    """A run with 48 rows of one writer, scored by version 1."""
-    with pytest.MonkeyPatch.context() as patch:
-        first = jax.devices()[:1]
-        patch.setattr(jax, "devices", lambda *arguments: first)
-        return frozen_log(tmp_path_factory.mktemp("logged"), batches=3)
+pytestmark = pytest.mark.usefixtures("one_device_throughout")
 
 
 @pytest.fixture
-def source(logged, tmp_path):
-    shutil.copytree(logged.run.root, tmp_path / "source")
-    return tiny_run.settings(tmp_path / "source", logged.config)
+def source(frozen, tmp_path):
+    """A run with 48 rows of one writer, scored by version 1."""
+    return frozen(tmp_path / "source", batches=3)
 
 
 @pytest.fixture
@@ -66,10 +46,10 @@ def rows_in(folder, shape) -> tuple[str, dict[str, np.ndarray]]:
 
 
 def test_rewards_are_new_and_everything_else_is_as_it_was(source, version_2, capsys):
-    before = contents(source.run.root)
+    before = frozen_runs.contents(source.run.root)
     rescore.main([f"--workdir={source.run.root}"])
     assert "48 rows of 1 writers have reward version 2" in capsys.readouterr().out
-    after = contents(source.run.root)
+    after = frozen_runs.contents(source.run.root)
     assert {name: after[name] for name in before} == before, "what the run holds is never overwritten"
     assert all(name.startswith("rewards/") for name in set(after) - set(before))
     contract = tiny_run.settings(source.run.root, source.config).experiment.contract
@@ -79,14 +59,14 @@ def test_rewards_are_new_and_everything_else_is_as_it_was(source, version_2, cap
     for name in set(old) - {"reward", "reward_parts", "reward_version"}:
         np.testing.assert_array_equal(new[name], old[name], err_msg=name)
     characters = source.experiment.tokenizer
-    for i, (tokens, length) in enumerate(zip(new["response_tokens"], new["response_length"], strict=True)):
-        text = characters.decode(tokens[:length].tolist())
+    for i in range(len(new["row"])):
+        text = characters.decode(trajectory.response(new, i).tolist())
         assert new["reward_parts"][i].tolist() == [text.count("7"), len(text)]
         # A response that was cut keeps the reward that the config gives such responses.
         assert new["reward"][i] == (text.count("7") + 0.25 * len(text) if new["finished"][i] else -1.0)
     assert new["finished"].any() and not new["finished"].all()
     assert "48 rows of 1 writers have reward version 2" in rescore.rescore(source.run.root)
-    assert contents(source.run.root) == after, "a second time changes nothing"
+    assert frozen_runs.contents(source.run.root) == after, "a second time changes nothing"
 
 
 def test_what_is_interrupted_is_not_seen_and_taken_up_again(source, version_2, tmp_path, monkeypatch):
@@ -111,7 +91,7 @@ def test_what_is_interrupted_is_not_seen_and_taken_up_again(source, version_2, t
             rescore.rescore(source.run.root)
     shape_2 = tiny_run.settings(source.run.root, source.config).experiment.contract.row_shape()
     assert "second-1" not in LogReader(source.run.rescored(2), shape_2).heads()
-    s = offline(tmp_path / "run", source.run.root)
+    s = frozen_runs.offline(tmp_path / "run", source.run.root)
     with pytest.raises(ValueError, match=r"reward_version: 1 there, 2 here; python -m tba_jax rescore --workdir=.*source"):
         jobs.trainer(s)
     assert not s.run.root.exists()
@@ -123,7 +103,7 @@ def test_what_is_interrupted_is_not_seen_and_taken_up_again(source, version_2, t
 
 def test_a_new_run_trains_on_them_and_its_batches_can_be_audited(source, version_2, tmp_path):
     rescore.rescore(source.run.root)
-    s = offline(tmp_path / "run", source.run.root, learner__steps=4)
+    s = frozen_runs.offline(tmp_path / "run", source.run.root, learner__steps=4)
     assert jobs.trainer(s)() == 0
     lines = journal.read_lineage(s.run.journal)
     assert [line["reward_version"] for line in lines] == [2] * 4
@@ -142,7 +122,7 @@ def test_rows_that_cannot_be_decoded_stay_invalid_and_a_reward_that_was_not_fini
     shape = source.experiment.contract.row_shape()
     _, rows = rows_in(source.run.replay, shape)
     four = {name: column[:4].copy() for name, column in rows.items()}
-    four["response_tokens"][1, 0] = 9999
+    four["tokens"][1, 0] = 9999
     four["query_id"][1] = 1
     four["reward"][2] = np.nan
     LogWriter(source.run.replay, "odd-1", shape, rows_per_append=4, segment_appends=2, info={}).append(four)
@@ -154,10 +134,10 @@ def test_rows_that_cannot_be_decoded_stay_invalid_and_a_reward_that_was_not_fini
 
 def test_what_cannot_be_rescored_is_refused(source, tmp_path, capsys, monkeypatch):
     def refusal() -> str:
-        before = contents(source.run.root)
+        before = frozen_runs.contents(source.run.root)
         with pytest.raises(SystemExit, match="2"):
             rescore.main([f"--workdir={source.run.root}"])
-        assert contents(source.run.root) == before
+        assert frozen_runs.contents(source.run.root) == before
         return capsys.readouterr().err
 
     with pytest.raises(SystemExit, match="2"):

@@ -2,7 +2,6 @@
 
 import re
 
-import jax
 import numpy as np
 import pytest
 
@@ -10,20 +9,16 @@ from tba_jax.commands import show
 from tba_jax.replay.expiry import remove_segments
 from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
-from tests.roles.test_interleaved import frozen_log
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
+pytestmark = pytest.mark.usefixtures("one_device_throughout")
 
 WRITERS, APPENDS = ("w0", "w1", "w2"), 9
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory):
+def source(frozen, tmp_path_factory):
     """A run whose log has three more writers of 9 appends of 4 rows, two appends a segment, the first of w1 removed."""
-    with pytest.MonkeyPatch.context() as patch:
-        first = jax.devices()[:1]
-        patch.setattr(jax, "devices", lambda *arguments: first)
-        s = frozen_log(tmp_path_factory.mktemp("shown"), batches=1)
+    s = frozen(tmp_path_factory.mktemp("shown") / "run", batches=1)
     reader, shape = LogReader(s.run.replay, s.experiment.contract.row_shape()), s.experiment.contract.row_shape()
     ((frozen, head),) = reader.heads().items()
     rows, rng = reader.read(frozen, 0, 4), np.random.default_rng(0)

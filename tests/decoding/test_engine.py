@@ -21,47 +21,34 @@ from tba_jax.decoding import slots as slots_lib
 from tba_jax.decoding.engine import Engine
 from tba_jax.decoding.requests import Generation, Request
 from tba_jax.models import kv_cache, scoring
-from tba_jax.models.config import DecoderConfig
 from tba_jax.models.lora import LoraConfig
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
 from tba_jax.text import stop_strings as stop_strings_lib
 from tests.support import applied
-
-MODEL = DecoderConfig(layers=2, width=16, heads=4, kv_heads=2, head_size=4, ffn=24, vocab=11, max_positions=16)
-PAD, EOS, BANNED = 0, 2, (0, 1, 9)
-TEMPERATURE = 0.7  # the scoring temperature
-SPACE = scoring.ResponseSpace(temperature=TEMPERATURE, banned_tokens=BANNED, eos_id=EOS)
-P, R = 64, 12  # prompts are prefilled at 32 or 64
-LENGTHS = (1, 64, 33, 5, 32, 17, 50, 2, 64, 12, 31, 40, 3, 60, 8, 29)
-COUNTS = (4, 3, 9, 1)
-SIZES = {"groups of four": (8, 4), "one group, fewer slots than samples": (4, 6), "no groups": (3, 1)}  # slots, samples
-
-
-def random_params(seed: int = 0) -> Params:
-    """Large enough that attention is far from uniform, and the end not too likely."""
-    return applied.random(applied.specs(MODEL), scale=0.4, seed=10 + seed)
-
-
-PARAMS = random_params()
-
-
-def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1) -> jax.sharding.Mesh:
-    return sharding.make_mesh((data, fsdp, tensor), setting="searchers.mesh", devices=jax.devices()[: data * fsdp * tensor])
-
-
-def make_engine(slots: int, samples: int, **changes) -> Engine:
-    settings = dict(model=MODEL, space=SPACE, mesh=make_mesh(), prompt_length=P, response_length=R, pad_id=PAD, chunk=4) | changes
-    return Engine(slots=slots, samples=samples, **settings)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled_without_optimisation() -> Iterator[None]:
-    """The models are tiny, and the programs many."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+from tests.support.tiny_engine import (
+    BANNED,
+    EOS,
+    LENGTHS,
+    MODEL,
+    PAD,
+    PARAMS,
+    SIZES,
+    SPACE,
+    TEMPERATURE,
+    TEXTS,
+    P,
+    R,
+    make_engine,
+    make_mesh,
+    make_request,
+    make_stream,
+    mixed_sampling,
+    plain_sampling,
+    random_params,
+    row_keys,
+    row_of,
+)
 
 
 @pytest.fixture(scope="module")
@@ -78,58 +65,6 @@ def grouped() -> Engine:
 @pytest.fixture(scope="module")
 def draining() -> Engine:
     return make_engine(*SIZES["groups of four"], swap="new_sequences", prompt_length=24)
-
-
-def mixed_sampling(rows: int) -> sampling_lib.Sampling:
-    """Every setting, alone and together, in turn; the first row is greedy."""
-    twelve = sampling_lib.Sampling(
-        temperature=np.array([0, 1, 0.7, 1.5, 1, 1, 1, 2, 2, 1.1, 3, 0.5], np.float32),
-        top_k=np.array([0, 0, 0, 0, 3, 0, 0, 4, 100, 1, 5, 2], np.int32),
-        top_p=np.array([1, 1, 1, 1, 1, 0.7, 1, 0.8, 1, 1, 0.6, 1], np.float32),
-        min_p=np.array([0, 0, 0, 0, 0, 0, 0.2, 0.05, 0.1, 0, 0.1, 0.9], np.float32),
-    )
-    return jax.tree.map(lambda x: np.resize(x, rows), twelve)
-
-
-def plain_sampling(rows: int) -> sampling_lib.Sampling:
-    return sampling_lib.constant(rows, temperature=1.0)
-
-
-def row_keys(rows: int, seed: int = 0) -> np.ndarray:
-    return np.asarray(slots_lib.row_keys(seed, 7, np.arange(rows, dtype=np.uint32)))
-
-
-def make_request(prompt: Sequence[int], samples: int, seed: int = 0, **settings) -> Request:
-    defaults = dict(name="q", prompt=prompt, keys=row_keys(samples, seed), sampling=plain_sampling(samples))
-    return Request(**defaults | settings)
-
-
-def make_stream(lengths: Sequence[int], counts: Sequence[int] = COUNTS, *, limits: bool = True, seed: int = 0) -> list[Request]:
-    """Requests with prompts of these lengths, sample counts in turn, mixed settings, limits of 1 to R on every third."""
-    rng = np.random.default_rng(seed)
-    of_request = [counts[i % len(counts)] for i in range(len(lengths))]
-    ends = np.cumsum(of_request)
-    keys, sampling = row_keys(int(ends[-1]), seed), mixed_sampling(int(ends[-1]))
-    stream = []
-    for i, (length, end, count) in enumerate(zip(lengths, ends, of_request, strict=True)):
-        rows = slice(end - count, end)
-        stream.append(
-            Request(
-                name=f"q{i}",
-                prompt=rng.integers(2, MODEL.vocab, length).tolist(),
-                keys=keys[rows],
-                sampling=jax.tree.map(lambda x, rows=rows: x[rows], sampling),
-                limit=rng.integers(1, R + 1, count) if limits and i % 3 == 0 else None,
-            )
-        )
-    return stream
-
-
-def row_of(request: Request, i: int, **changes) -> Request:
-    """Sample i of a request, as a request of its own."""
-    limit = None if request.limit is None else request.limit[i : i + 1]
-    sampling = jax.tree.map(lambda x: x[i : i + 1], request.sampling)
-    return dataclasses.replace(request, keys=request.keys[i : i + 1], sampling=sampling, limit=limit, **changes)
 
 
 def decoded_alone(single: Engine, stream: Sequence[Request], params: Params = PARAMS) -> Generation:
@@ -161,20 +96,21 @@ def alone(single: Engine, stream: list[Request]) -> Generation:
 
 
 jit_scores = jax.jit(
-    functools.partial(applied.response_logprobs, config=MODEL, space=SPACE, logit_bytes=1 << 20, remat="none"),
-    compiler_options={"xla_backend_optimization_level": "0"},
+    functools.partial(applied.response_logprobs, R=R, config=MODEL, space=SPACE, logit_bytes=1 << 20, remat="none")
 )
 
 
 def scores(params: Params, stream: Sequence[Request], found: Generation) -> np.ndarray:
     """float32[B, R]: policy log-probs of whole rows in one pass."""
     prompts = [request.prompt for request in stream for _ in range(request.samples)]
-    return np.asarray(jit_scores(params, *trajectory.left_pad(prompts, P, PAD), found.tokens, found.length)[0])
+    responses = [tokens[:length] for tokens, length in zip(found.tokens, found.length, strict=True)]
+    rows = trajectory.token_columns(prompts, responses, prompt_length=P, response_length=R, pad_id=PAD)
+    return np.asarray(jit_scores(params, *rows.values())[0])
 
 
 @jax.jit
 def all_logits(params: Params, tokens: jax.Array) -> jax.Array:
-    hidden = applied.hidden_states(params, tokens, None, config=MODEL, remat="none")
+    hidden = applied.hidden_states(params, tokens, config=MODEL, remat="none")
     return applied.logits_of(params, hidden.reshape(-1, MODEL.width), config=MODEL).reshape(*tokens.shape, -1)
 
 
@@ -293,7 +229,7 @@ def test_merged_and_rounded_weights_draw_what_they_score(request, weights):
     assert len(set(found.length.tolist())) > 1
 
 
-@pytest.mark.parametrize("slots, samples, queries", [(64, 16, 100), (64, 1, 1000)])
+@pytest.mark.parametrize("slots, samples, queries", [(64, 16, 100), pytest.param(64, 1, 1000, marks=pytest.mark.slow)])
 def test_slots_are_seldom_idle_while_requests_wait(slots, samples, queries):
     """Long-tailed lengths: half of the responses have 32 tokens at most, one in twenty more than 119, as many as 128."""
     space = scoring.ResponseSpace(temperature=1.0, banned_tokens=(0, 1, EOS, 9), eos_id=EOS)
@@ -532,7 +468,6 @@ def test_samples_of_a_beginning_share_it_and_its_limit_counts_it(grouped):
     assert (found.length[~found.finished] == limit[~found.finished]).all() and (found.length <= limit).all()
 
 
-TEXTS = {3: "a", 4: "b", 5: "ab", 6: "c", 7: "ba", 8: "xcdy", 10: "d"}
 STOPS, MIN_LENGTH = ("aba", "cd"), 3
 
 

@@ -29,22 +29,14 @@ from tba_jax.tasks.arithmetic import Arithmetic
 from tba_jax.tasks.interface import EncodedQuery, Query, Scores
 from tba_jax.text import stop_strings
 from tba_jax.trajectory import RowShape, response_mask
-from tests.decoding.test_engine import EOS, MODEL, PARAMS, TEXTS, R, make_engine, row_keys
-from tests.roles.test_interleaved import frozen_log
-from tests.support import tiny_run
+from tests.support import frozen_runs, tiny_run
+from tests.support.tiny_engine import EOS, MODEL, PARAMS, TEXTS, R, make_engine, row_keys
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
+pytestmark = pytest.mark.usefixtures("one_device_throughout")
 
 S, SAMPLES, MISSING = 4, 3, -3.0
 PROMPTS = ((3, 4, 5), (6,), (7, 3, 8, 5, 10))
 STEP_ENDS = ("a", "cd")
-
-
-@pytest.fixture(autouse=True)
-def one_device(monkeypatch):
-    """Roles take all devices of their process; these tests have eight, the roles of a small run one."""
-    first = jax.devices()[:1]
-    monkeypatch.setattr(jax, "devices", lambda *arguments: first)
 
 
 class Letters:
@@ -199,11 +191,11 @@ def rows_of(s):
 def test_values_change_nothing_else_of_a_row(tmp_path, numbered, monkeypatch):
     """Nor does the order of rows change where the next queries are decoded beside the values."""
     explored = {"sampling__explore_temperature_probability": 0.5, "sampling__explore_top_p_probability": 0.3}
-    plain = frozen_log(tmp_path / "plain", batches=3, **explored)
-    valued = frozen_log(tmp_path / "valued", batches=3, **explored, **VALUED)
+    plain = frozen_runs.make(tmp_path / "plain", batches=3, **explored)
+    valued = frozen_runs.make(tmp_path / "valued", batches=3, **explored, **VALUED)
     shutil.copytree(valued.run.root, tmp_path / "ahead", ignore=shutil.ignore_patterns("replay"))
     ahead = tiny_run.settings(tmp_path / "ahead", valued.config)
-    search = jobs._make_searcher(ahead, name="frozen", account=(account := TimeAccount()))
+    search = jobs.make_searcher(ahead, name="frozen", account=(account := TimeAccount()))
     search.refresh()
     reports = [search.search(ahead=lambda: True) for _ in range(3)]
     assert all(report.value_tokens > 0 for report in reports) and account.shares()["time_values"] > 0
@@ -231,7 +223,7 @@ def test_values_change_nothing_else_of_a_row(tmp_path, numbered, monkeypatch):
     assert not valued.run.rescored(2).exists() and "48 rows" in rescore.rescore(plain.run.root)
 
 
-@pytest.mark.parametrize("micro_batch_rows", [0, 2])
+@pytest.mark.parametrize("micro_batch_rows", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_run_learns_from_them(tmp_path, micro_batch_rows):
     c = tiny_run.config(
         schedule__mode="interleaved",
@@ -261,7 +253,7 @@ def made_rows(count, seed=0):
     rows = {name: np.zeros((count, *row), dtype) for name, (dtype, row) in SHAPE.columns().items()}
     rows |= {"row": np.arange(count), "query_id": rng.integers(0, 3, count).astype(np.uint64)}
     rows["prompt_length"][:], rows["response_length"][:] = 1, 6
-    rows["response_tokens"][:, :2] = rng.integers(0, 3, (count, 2))
+    rows["tokens"][:, 1:3] = rng.integers(0, 3, (count, 2))
     rows["embedding"][np.arange(count), rng.integers(0, 3, count)] = 1
     values = np.where(rng.random((count, 6)) < 0.5, np.nan, rng.normal(size=(count, 6)))
     rows["state_values"] = values.astype(np.float32)

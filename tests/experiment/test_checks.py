@@ -1,200 +1,101 @@
 """Every rule of a config: what breaks it is refused with one sentence that names value, limit and setting."""
 
+import dataclasses
+import math
 import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 from ml_collections import config_dict
 
 from configs import base, baselines, demo_baselines
+from tba_jax import sharding
 from tba_jax.experiment import checks, composition
+from tba_jax.experiment.schema import SCHEMA
 from tba_jax.objectives import OBJECTIVES
-from tba_jax.replay.selection import STRATEGIES
-from tba_jax.tasks import TASKS
-from tests.run.test_contract import config_with
+from tba_jax.schemas import Rule, flatten
+from tests.support import tiny_run
 
-# Setting -> values just outside of what is allowed, and how the limit is put.
-LIMITS: dict[str, dict[str, list[object]]] = {
-    "must be at least 1": {
-        "task.prompt_length": [0],
-        "task.response_length": [0],
-        "task.arithmetic.digits": [0],
-        "task.arithmetic.train_queries": [0],
-        "task.arithmetic.heldout_queries": [0],
-        "task.countdown.largest": [0],
-        "task.countdown.largest_target": [0],
-        "task.countdown.train_queries": [0],
-        "task.countdown.heldout_queries": [0],
-        "task.story_sentiment.opening_words": [0],
-        "task.story_sentiment.heldout_queries": [0],
-        "task.tldr.batch_rows": [0],
-        "model.layers": [0],
-        "model.width": [0],
-        "model.heads": [0],
-        "model.kv_heads": [0],
-        "model.head_size": [0],
-        "model.ffn": [0],
-        "searchers.queries_per_batch": [0],
-        "searchers.samples_per_query": [0],
-        "searchers.value_samples": [0],
-        "searchers.reward_batches": [0],
-        "evaluation.samples_per_query": [0],
-        "searchers.decode_chunk": [0],
-        "searchers.cpu_devices": [0],
-        "learner.queries": [0],
-        "learner.completions": [0],
-        "learner.steps": [0, -3],
-        "learner.reference.reset_steps": [0],
-        "replay.capacity": [0],
-        "replay.segment_appends": [0],
-        "publish.every_steps": [0],
-        "checkpoint.every_steps": [0],
-        "checkpoint.keep": [0],
-        "evaluation.every_steps": [0],
-        "evaluation.queries": [0],
-        "evaluation.batch_size": [0],
-        "metrics.every_steps": [0],
-        "warm_start.batch_size": [0],
-        "warm_start.report_every_steps": [0],
-        "sampling.explore_temperature_factor": [0.9],
-        "learner.logit_megabytes": [0],
-        "searchers.logit_megabytes": [0],
-        "evaluation.logit_megabytes": [0],
-    },
-    "must not be negative": {
-        "seed": [-1],
-        "task.arithmetic.seed": [-1],
-        "task.countdown.seed": [-1],
-        "task.min_response_length": [-1],
-        "warm_start.steps": [-1],
-        "warm_start.warmup_steps": [-1],
-        "searchers.count": [-1],
-        "searchers.value_states": [-1],
-        "searchers.task_devices": [-1],
-        "evaluation.task_devices": [-1],
-        "searchers.slots": [-1],
-        "searchers.max_rows_per_snapshot": [-1],
-        "searchers.stop_seconds": [-0.5],
-        "replay.recent_window": [-1],
-        "replay.max_draws_per_row": [-1],
-        "replay.max_staleness": [-1],
-        "replay.min_rows": [-1],
-        "learner.micro_batch_rows": [-1],
-        "lora.rank": [-1],
-        "learner.warmup_steps": [-1],
-        "learner.decay_steps": [-1],
-        "learner.beta_steps": [-1],
-        "learner.ref_temperature_steps": [-1],
-        "learner.reward_temperature_steps": [-1],
-        "learner.weight_decay": [-0.1],
-        "learner.clip_norm": [-0.5],
-        "learner.logprob_gap_every_steps": [-1],
-        "learner.logprob_gap_limit": [-1e-3],
-        "schedule.lag": [-1],
-        "publish.keep": [-1],
-        "supervisor.max_restarts": [-1],
-        "evaluation.samples": [-1],
-        "sampling.top_k": [-1],
-    },
-    "must be above 0": {
-        "lora.alpha": [0.0],
-        "learner.beta_start": [0.0],
-        "learner.beta_end": [0.0],
-        "learner.ref_temperature_start": [0.0],
-        "learner.ref_temperature_end": [-1.0],
-        "learner.reward_temperature_start": [0.0],
-        "learner.reward_temperature_end": [float("inf")],
-        "learner.log_ratio_clip": [0.0],
-        "learner.adam_epsilon": [0.0, -1.0],
-        "learner.learning_rate": [0.0, float("inf")],
-        "learner.log_z_learning_rate": [0.0],
-        "learner.value_learning_rate": [0.0],
-        "learner.value_coefficient": [0.0, float("inf")],
-        "learner.clip_high": [0.0, float("nan")],
-        "learner.sequence_clip_high": [-1e-4],
-        "sampling.scoring_temperature": [0.0],
-        "sampling.temperature": [0.0],
-        "searchers.poll_seconds": [0.0],
-        "replay.poll_seconds": [0.0],
-        "replay.inverse_temperature": [0.0],
-        "supervisor.stop_seconds": [0.0],
-        "warm_start.learning_rate": [0.0],
-    },
-    "must be within [0, 1]": {
-        "replay.recent_probability": [-0.1, 1.5, float("nan")],
-        "learner.gae_lambda": [-0.1, 1.1],
-        "sampling.explore_temperature_probability": [1.1],
-        "sampling.explore_top_p_probability": [-0.1, 1.1],
-        "searchers.memory_fraction": [1.1],
-        "learner.memory_fraction": [-0.1],
-        "evaluation.memory_fraction": [1.1],
-    },
-    "must be within (0, 1]": {
-        "sampling.top_p": [0.0, 1.2],
-        "sampling.explore_top_p_low": [0.0, 1.2],
-        "learner.clip_low": [0.0, 1.1],
-        "learner.sequence_clip_low": [0.0, float("nan")],
-    },
-    "must be at least 0 and finite": {
-        "learner.beta_start": [-0.1, float("nan")],
-        "learner.beta_end": [-0.1, float("inf")],
-    },
-    "must be above 1 and finite": {"learner.icepop_high": [1.0, 0.5, float("inf")]},
-    "must be within [0, 1)": {
-        "learner.icepop_low": [-0.1, 1.0],
-        "sampling.min_p": [-0.1, 1.0],
-        "learner.adam_beta1": [-0.1, 1.0, float("nan")],
-        "learner.adam_beta2": [2.0],
-    },
-    "must be finite": {"task.missing_eos_reward": [float("inf"), float("nan")]},
-    "must be within (0, 1)": {"learner.reference.ema_decay": [0.0, 1.0, 1.5, float("nan")]},
-    "must be 0 (no importance weights) or above 1": {"learner.importance_clip": [-1.0, 0.5, 1.0, float("inf")]},
-    "is not one of": {
-        "task.long_prompts": ["drop"],
-        "task.countdown.style": ["prose"],
-        "task.tldr.compute_dtype": ["float16"],
-        "model.compute_dtype": ["float16"],
-        "publish.dtype": ["int8"],
-        "schedule.mode": ["synchronous"],
-        "task.name": ["sudoku"],
-        "learner.objective": ["sarsa"],
-        "learner.schedule": ["cosine"],
-        "replay.strategy": ["newest"],
-        "model.preset": ["gpt5"],
-        "learner.remat": ["all"],
-        "replay.drop": ["newest"],
-        "replay.retention": ["newest"],
-        "searchers.weights": ["int4"],
-        "searchers.swap": ["later"],
-        "model.attention": ["flash"],
-        "learner.reference.kind": ["moving"],
-        "learner.non_finite": ["ignore"],
-    },
+ROOT = Path(__file__).parent.parent.parent
+
+# Settings without a rule: any text, any numbers in a tuple, or a size of a mesh, which the mesh itself checks.
+FREE = {
+    *(f"task.{name}" for name in ("banned_tokens", "stop_strings", "step_ends", "system_prompt", "embedding_path")),
+    *("model.path", "lora.targets", "replay.mount"),
+    *(f"{section}.mesh.{axis}" for section in ("learner", "searchers", "evaluation") for axis in sharding.MESH_AXES),
 }
-ONE_SETTING = [(name, value, limit) for limit, table in LIMITS.items() for name, values in table.items() for value in values]
+# Tasks whose constructors check settings that have no rule.
+CHECKED_BY_TASKS = ("task.countdown.", "task.story_sentiment.", "task.gsm8k.", "task.math.", "task.red_team.", "task.tldr.")
+LIMITED = {name: rule for name, rule in SCHEMA.rules.items() if dataclasses.replace(rule, free=False, fixed=False) != Rule()}
 
 
-@pytest.mark.parametrize("name, value, limit", ONE_SETTING, ids=lambda x: str(x))
-def test_a_value_outside_of_its_limits_is_refused(name, value, limit):
-    with pytest.raises(ValueError, match=re.escape(f"{name}={value!r} {limit}")):
-        composition.build(config_with({name: value}))
+def test_every_setting_has_a_rule_or_needs_none():
+    without = SCHEMA.rules.keys() - LIMITED.keys()
+    checked = {name for name in without if name.startswith(CHECKED_BY_TASKS)}
+    leaves = flatten(SCHEMA.defaults().to_dict())
+    bounded = {name for name in without if isinstance(leaves[name], bool) or name == "task.missing_eos_reward"}
+    assert without - checked - bounded == FREE
 
 
-def test_every_rule_on_one_setting_is_tried_above():
-    tables = (checks._AT_LEAST_ONE, checks._AT_LEAST_ZERO, checks._POSITIVE, checks._PROBABILITIES)
-    rules = {name for table in (*tables, checks._CHOICES, composition._NAMES) for name in table}
-    assert rules <= {name for name, _, _ in ONE_SETTING}
+def outside(rule: Rule, default: Any) -> list[Any]:
+    """Values of the default's type just beyond each limit."""
+    if rule.one_of or rule.registry:
+        return ["another"]
+    step = 1 if isinstance(default, int) else 1e-3
+    limits = ((rule.above, 0), (rule.below, 0), (rule.at_least, -step), (rule.at_most, step))
+    values = [type(default)(limit + beyond) for limit, beyond in limits if limit is not None]
+    return values if isinstance(default, int) else [*values, math.inf, math.nan]
+
+
+@pytest.mark.parametrize("name", LIMITED)
+def test_a_value_outside_of_its_limits_is_refused(name):
+    default = flatten(SCHEMA.defaults().to_dict())[name]
+    values = outside(LIMITED[name], default)
+    assert values
+    for value in values:
+        with pytest.raises(ValueError, match=f"^{re.escape(f'{name}={value!r} ')}"):
+            checks.check(tiny_run.config_with({name: value}))
+
+
+def test_a_reward_of_responses_without_an_end_must_be_finite():
+    for value in (math.inf, math.nan):
+        with pytest.raises(ValueError, match=f"task.missing_eos_reward={value} must be finite"):
+            checks.check(tiny_run.config_with({"task.missing_eos_reward": value}))
+    checks.check(tiny_run.config_with({"task.missing_eos_reward": -1.0}))
+
+
+def test_a_config_without_a_setting_is_refused():
+    stored = base.get_config().to_dict()
+    del stored["learner"]["steps"]
+    with pytest.raises(ValueError, match=r"no setting learner\.steps: .* this version"):
+        composition.build(config_dict.ConfigDict(stored))
+
+
+def test_a_misspelt_key_fails_with_a_suggestion():
+    with pytest.raises((AttributeError, KeyError), match="learning_rate"):
+        base.get_config().learner.learning_rat = 1.0
+
+
+def test_the_schema_loads_without_jax():
+    code = "import sys; from configs import base, supervised; base.get_config(); print('jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
 
 
 @pytest.mark.parametrize(
     "overrides, sentence",
     [
         ({"learner.objective": "trajectory_balanse"}, "(did you mean 'trajectory_balance'?)"),
-        ({"replay.strategy": "sofmax"}, f"is not one of {list(STRATEGIES)} (did you mean 'softmax'?)"),
+        ({"replay.strategy": "sofmax"}, "(did you mean 'softmax'?)"),
         (
             {"task.name": "aritmetic"},
-            f"task.name='aritmetic' is not one of {list(TASKS)} (did you mean 'arithmetic'?)",
+            "task.name='aritmetic' is not one of arithmetic, ",
         ),
         ({"learner.schedule": "wds"}, "(did you mean 'wsd'?)"),
+        ({"searchers.swap": "at_onse"}, "is not one of at_once, new_sequences (did you mean 'at_once'?)"),
         (
             {"learner.completions": 1},
             "learner.completions=1 must be at least 2: learner.objective=trajectory_balance compares the completions",
@@ -223,12 +124,10 @@ def test_every_rule_on_one_setting_is_tried_above():
         ),
         ({"model.path": "/x", "model.preset": "gpt2"}, "model.path='/x' and model.preset='gpt2' exclude each other"),
         ({"model.preset": "pythia-410"}, "(did you mean 'pythia-410m'?)"),
-        ({"replay.merge_edit_distance": 1.0}, "replay.merge_edit_distance=1.0 must be within [0, 1)"),
         (
             {"replay.merge_edit_distance": 0.1, "replay.merge_duplicates": False},
             "merge near-duplicates, which replay.merge_duplicates=False forbids",
         ),
-        ({"seed": 2**32}, "seed=4294967296 must be below 2**32"),
         ({"lora.rank": 129}, "lora.rank=129 is more than layers.attention.key can have, which maps 128 to 128 numbers"),
         (
             {"lora.rank": 4, "lora.targets": ("layers.attention.query,layers.attention.value",)},
@@ -268,7 +167,7 @@ def test_every_rule_on_one_setting_is_tried_above():
         ({"searchers.count": 0}, "searchers.count=0 needs replay.mount, whose rows are trained on"),
         ({"searchers.count": 0, "replay.mount": ("a",), "schedule.mode": "interleaved"}, "and schedule.mode=asynchronous"),
         ({"replay.mount": ("a", 3)}, "replay.mount=('a', 3) must hold folders of runs, such as '(\"runs/first\","),
-        ({"publish.keep": 1}, "publish.keep=1 must be 0 (all) or at least 3"),
+        ({"publish.keep": 1}, "publish.keep=1 must be 0 or at least 3"),
         (
             {"publish.keep": 4, "schedule.mode": "interleaved", "schedule.lag": 4},
             "publish.keep=4 must be 0 (all) or more than schedule.lag=4",
@@ -331,12 +230,12 @@ def test_every_rule_on_one_setting_is_tried_above():
 )
 def test_values_that_do_not_go_together_are_refused(overrides, sentence):
     with pytest.raises(ValueError, match=re.escape(sentence)):
-        composition.build(config_with(overrides))
+        composition.build(tiny_run.config_with(overrides))
 
 
 def test_one_completion_is_enough_where_log_z_is_learned():
     one = {"learner.completions": 1, "searchers.samples_per_query": 1}
-    checks.check(config_with(one | {"learner.objective": "learned_log_z", "learner.queries": 128}))
+    checks.check(tiny_run.config_with(one | {"learner.objective": "learned_log_z", "learner.queries": 128}))
 
 
 # What the base config lacks.
@@ -345,7 +244,7 @@ NEEDED: dict[str, dict[str, object]] = {"vine_ppo": {"task.step_ends": (",",)}}
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_what_the_base_config_says_goes_with_every_objective(name):
-    checks.check(config_with({"learner.objective": name, **NEEDED.get(name, {})}))
+    checks.check(tiny_run.config_with({"learner.objective": name, **NEEDED.get(name, {})}))
 
 
 # Setting -> a value that no objective's rules are broken by but those of objectives that do not read it.
@@ -383,7 +282,7 @@ def test_settings_that_an_objective_does_not_read_are_refused(name):
     assert set(READ) == set(OBJECTIVES)
     for setting, value in NOT_READ_BY_ALL.items():
         steps = {f"learner.{setting.rpartition('_')[0]}_steps": 5} if "temperature" in setting else {}
-        config = config_with({"learner.objective": name, f"learner.{setting}": value, **steps, **NEEDED.get(name, {})})
+        config = tiny_run.config_with({"learner.objective": name, f"learner.{setting}": value, **steps, **NEEDED.get(name, {})})
         checks.check(config)
         if setting in READ[name]:
             checks.check_all_are_read(config)
@@ -395,7 +294,7 @@ def test_settings_that_an_objective_does_not_read_are_refused(name):
 
 @pytest.mark.parametrize("setting, value", [("value_samples", 3), ("value_states", 1)])
 def test_settings_of_values_that_no_row_holds_are_refused(setting, value):
-    config = config_with({f"searchers.{setting}": value})
+    config = tiny_run.config_with({f"searchers.{setting}": value})
     with pytest.raises(ValueError, match=rf"searchers\.{setting}={value} would not be used without task\.step_ends"):
         checks.check_all_are_read(config)
     config.task.step_ends = (",",)
@@ -434,7 +333,7 @@ def test_what_an_objective_needs_is_refused_where_it_is_missing(name):
         "a moving reference": ({"learner.reference.kind": "ema"}, name not in ("raft", "gspo", "cispo")),
     }
     for what, (settings, allowed) in cases.items():
-        config = config_with({"learner.objective": name, **NEEDED.get(name, {}), **settings})
+        config = tiny_run.config_with({"learner.objective": name, **NEEDED.get(name, {}), **settings})
         try:
             checks.check(config)
         except ValueError as error:
@@ -443,20 +342,10 @@ def test_what_an_objective_needs_is_refused_where_it_is_missing(name):
             assert allowed, what
 
 
-def test_a_config_of_an_earlier_version_gets_the_defaults_of_what_it_lacks():
-    stored = base.get_config().to_dict()
-    for name in NOT_READ_BY_ALL:
-        if name not in ("log_z_learning_rate", "importance_clip", "log_ratio_clip") and "temperature" not in name:
-            del stored["learner"][name]
-    del stored["task"]["countdown"]
-    built = composition.build(config_dict.ConfigDict(stored)).config
-    assert built.to_dict() == base.get_config().to_dict()
-
-
 def test_rows_may_hold_values_that_the_objective_does_not_read():
     """Other runs may."""
-    checks.check(config_with(NEEDED["vine_ppo"]))
+    checks.check(tiny_run.config_with(NEEDED["vine_ppo"]))
 
 
 def test_a_share_of_truncated_rows_is_exploration():
-    checks.check(config_with({"sampling.explore_top_p_probability": 0.5, "sampling.explore_top_p_low": 0.8}))
+    checks.check(tiny_run.config_with({"sampling.explore_top_p_probability": 0.5, "sampling.explore_top_p_low": 0.8}))

@@ -15,33 +15,22 @@ from tba_jax.learner.settings import make_optimizers
 from tba_jax.learner.state import state_shapes
 from tba_jax.models import parameters
 from tba_jax.run import checkpoints, contract, layout, snapshots
-from tests.roles.test_interleaved import frozen_config, train
-from tests.support import tiny_run
+from tests.support import frozen_runs, tiny_run
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
-
-@pytest.fixture(autouse=True)
-def one_device(monkeypatch):
-    """Roles take all devices of their process; these tests have eight, the roles of a small run one."""
-    first = jax.devices()[:1]
-    monkeypatch.setattr(jax, "devices", lambda *arguments: first)
+pytestmark = pytest.mark.usefixtures("one_device_throughout")
 
 
 def source_run(workdir, **changes) -> jobs.Settings:
     """6 steps, checkpoints at 5 and 6."""
     settings = {"schedule__mode": "interleaved", "evaluation__enabled": False, "learner__learning_rate": 0.05}
-    s = tiny_run.settings(workdir, frozen_config(learner__steps=6, **settings, **changes))
+    s = tiny_run.settings(workdir, frozen_runs.config(learner__steps=6, **settings, **changes))
     assert jobs.everything(s)() == 0
     return s
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        first = jax.devices()[:1]
-        patch.setattr(jax, "devices", lambda *arguments: first)
-        return source_run(tmp_path_factory.mktemp("source"))
+    return source_run(tmp_path_factory.mktemp("source"))
 
 
 def copy_of(source: jobs.Settings, workdir) -> jobs.Settings:
@@ -52,7 +41,7 @@ def copy_of(source: jobs.Settings, workdir) -> jobs.Settings:
 
 def begin(workdir, origin: str, **changes) -> jobs.Settings:
     """A run that has its reference policy, made from `origin`."""
-    s = tiny_run.settings(workdir, frozen_config(**changes), init_from=other_runs.parse_init_from(origin))
+    s = tiny_run.settings(workdir, frozen_runs.config(**changes), init_from=other_runs.parse_init_from(origin))
     assert jobs.reference(s)() == 0
     return s
 
@@ -115,17 +104,15 @@ def test_reference_policy_and_optimiser_are_those_of_the_step(source, tmp_path):
     assert {path: path.stat().st_mtime_ns for path in source.run.root.rglob("*") if path.is_file()} == before
 
 
-def test_heads_of_values_and_of_log_z_begin_anew_with_their_optimisers(tmp_path, monkeypatch):
+def test_heads_of_values_and_of_log_z_begin_anew_with_their_optimisers(tmp_path):
     """They belong to the other run's reference, unlike the policy and its moments."""
-    first = jax.devices()[:1]
-    monkeypatch.setattr(jax, "devices", lambda *arguments: first)
     changes = {"learner__objective": "learned_log_z"}
     theirs = source_run(tmp_path / "source", **changes)
     ours = begin(tmp_path / "run", f"{theirs.run.root}@6", **changes)
     taken, given = state_of(ours, 0), state_of(theirs, 6)
-    for of_head in (taken.params["log_z"], taken.opt_state["log_z"]):
+    for of_head in (taken.params["log_z_head"], taken.opt_state["log_z_head"]):
         assert not any(np.any(leaf) for leaf in jax.tree.leaves(of_head))
-    assert any(np.any(leaf) for leaf in jax.tree.leaves(given.params["log_z"]))
+    assert any(np.any(leaf) for leaf in jax.tree.leaves(given.params["log_z_head"]))
     assert counts(dataclasses.replace(taken, opt_state=taken.opt_state["policy"]), optax.ScaleByAdamState) == [6]
 
 
@@ -142,24 +129,26 @@ def test_a_run_that_began_with_an_optimiser_resumes_bit_for_bit_without_the_othe
     once, twice = (begin(tmp_path / name, f"{other.run.root}@6", checkpoint__every_steps=50) for name in ("once", "twice"))
     fill(once)
     shutil.copytree(once.run.replay, twice.run.replay)
-    expected = train(once, until=6, abandon=True)
+    expected = frozen_runs.train(once, until=6, abandon=True)
     shutil.rmtree(other.run.root)
-    train(twice, until=3, abandon=True)
-    got = train(twice, until=6, abandon=True)
+    frozen_runs.train(twice, until=3, abandon=True)
+    got = frozen_runs.train(twice, until=6, abandon=True)
     jax.tree.map(np.testing.assert_array_equal, got, expected)
     assert counts(got, optax.ScaleByAdamState) == [12] and int(got.step) == 6
     cold = begin_cold(tmp_path / "cold", once)
     jax.tree.map(np.testing.assert_array_equal, state_of_policy_0(cold), state_of_policy_0(once))
-    differs = jax.tree.map(lambda a, b: bool(np.any(a != b)), train(cold, until=6, abandon=True).params, expected.params)
+    differs = jax.tree.map(
+        lambda a, b: bool(np.any(a != b)), frozen_runs.train(cold, until=6, abandon=True).params, expected.params
+    )
     assert any(jax.tree.leaves(differs)), "the optimiser that was taken makes no difference"
 
 
 def fill(s: jobs.Settings) -> None:
     """Publishes step 0 and searches it, so that there are rows."""
-    made, lease = jobs._make_trainer(s, publish_every_steps=2)
+    made, lease = jobs.make_trainer(s, publish_every_steps=2)
     made.close()
     lease.release()
-    searcher = jobs._make_searcher(s, name="frozen", account=jobs.TimeAccount())
+    searcher = jobs.make_searcher(s, name="frozen", account=jobs.TimeAccount())
     searcher.refresh()
     for _ in range(6):
         searcher.search()
@@ -245,19 +234,11 @@ def test_the_command_refuses_with_one_sentence(source, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_of_an_earlier_version_is_mounted_by_what_it_did(source, tmp_path):
-    """It stored no fields about the length and the end of responses: they were any."""
-    shutil.copytree(source.run.root, tmp_path / "old")
-    old = layout.RunDir(tmp_path / "old")
-    stored = contract.read(old)
-    for name in ("min_response_length", "stop_strings"):
-        del stored["contract"][name]
-    layout.write_json(old.config, stored)
-
-    def check(**changes) -> None:
-        s = tiny_run.settings(tmp_path / "new", frozen_config(replay__mount=(str(old.root),), **changes))
+def test_a_run_of_another_version_is_neither_mounted_nor_begun_from(source, tmp_path):
+    other = copy_of(source, tmp_path / "other").run
+    layout.write_json(other.config, contract.read(other) | {"format": 0})
+    with pytest.raises(ValueError, match=rf"{other.config} has format 0, "):
+        begin(tmp_path / "run", f"{other.root}@6")
+    s = tiny_run.settings(tmp_path / "new", frozen_runs.config(replay__mount=(str(other.root),)))
+    with pytest.raises(ValueError, match=rf"{other.config} has format 0, "):
         other_runs.check_mounts(s.run, s.config, s.experiment.contract, init_from="")
-
-    check()
-    with pytest.raises(ValueError, match=r"to a run of another contract; min_response_length: 0 there, 2 here$"):
-        check(task__min_response_length=2)

@@ -25,6 +25,7 @@ MODEL = DecoderConfig(
 )
 HEAD = parameters.define(lambda rngs: ScalarHead(MODEL.width, bias=True, std=0.0, rngs=rngs))
 P, R = 5, 4
+hidden_states = jax.jit(functools.partial(applied.hidden_states, config=MODEL, remat="none"))
 
 
 def random_params() -> parameters.Params:
@@ -32,9 +33,9 @@ def random_params() -> parameters.Params:
 
 
 def hidden_of(params: parameters.Params, tokens: list[int]) -> np.ndarray:
-    """float64[T, D] of one row without padding."""
-    row = np.array([tokens], np.int32)
-    return np.asarray(applied.hidden_states(params, row, None, config=MODEL, remat="none")[0], np.float64)
+    """float64[T, D] of one row; what pads it comes after it, where no state looks."""
+    row = np.array([tokens + [0] * (P + R - len(tokens))], np.int32)
+    return np.asarray(hidden_states(params, row)[0, : len(tokens)], np.float64)
 
 
 def test_scores_are_read_at_the_last_real_token():
@@ -42,27 +43,24 @@ def test_scores_are_read_at_the_last_real_token():
     rows = [rng.integers(1, 12, n).tolist() for n in (7, 1, 4)]
     expected = [hidden_of(params, row)[-1] @ params["score"]["weight"].astype(np.float64) for row in rows]
     score = jax.jit(functools.partial(applied.sequence_scores, config=MODEL, remat="full"))
-    for side in ("left", "right"):
-        tokens, mask = np.zeros((3, 7), np.int32), np.zeros((3, 7), bool)
-        for i, row in enumerate(rows):
-            place = slice(7 - len(row), 7) if side == "left" else slice(0, len(row))
-            tokens[i, place], mask[i, place] = row, True
-        np.testing.assert_allclose(score(params, tokens, mask), expected, atol=1e-5)
+    for filler in (0, 5):
+        tokens = np.array([row + [filler] * (7 - len(row)) for row in rows], np.int32)
+        np.testing.assert_allclose(score(params, tokens, np.array([7, 1, 4], np.int32)), expected, atol=1e-5)
 
 
 def test_values_are_those_of_the_states_before_each_token():
     params, rng = random_params(), np.random.default_rng(2)
     prompts = [rng.integers(1, 12, n).tolist() for n in (5, 1, 3)]
     responses = rng.integers(1, 12, (3, R)).astype(np.int32)
-    padded = np.array([[0] * (P - len(prompt)) + prompt for prompt in prompts], np.int32)
-    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    rows = [prompt + response + [0] * (P - len(prompt)) for prompt, response in zip(prompts, responses.tolist(), strict=True)]
+    tokens, lengths = np.array(rows, np.int32), np.array([len(prompt) for prompt in prompts], np.int32)
 
     parts = {"policy": params, "value_head": applied.random(HEAD.specs, scale=0.3, seed=3)}
 
     @jax.jit
     def values(parts):
         head = parameters.module(HEAD.graphdef, parts["value_head"])
-        hidden = applied.response_hidden_states(parts["policy"], padded, lengths, responses, config=MODEL, remat="full")
+        hidden = applied.response_hidden_states(parts["policy"], tokens, lengths, R=R, config=MODEL, remat="full")
         return heads.state_values(head, hidden)
 
     weight, bias = (parts["value_head"][name].astype(np.float64) for name in ("weight", "bias"))

@@ -11,16 +11,15 @@ import pytest
 from tba_jax.models import attention, kv_cache, parameters
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.parameters import Params
-from tests.models.test_decoder import CONFIGS, GROUPED, logits_of_whole, random_params
 from tests.support import applied
+from tests.support.tiny_decoders import CONFIGS, GROUPED, logits_of_whole, random_params
 
 J, W, P, R = 2, 3, 5, 6
 B = J * W
 # Logits are as large as 5: float32 rounds their sums by some 1e-6 of that.
 ROUNDING = {"atol": 1e-5, "rtol": 5e-6}
 PROMPT_LENGTH = np.array([3, 5], np.int32)
-# Compiled without optimisation: the models are tiny, and the programs many.
-jit = functools.partial(jax.jit, static_argnames="config", compiler_options={"xla_backend_optimization_level": "0"})
+jit = functools.partial(jax.jit, static_argnames="config")
 unstack, prefill, decode_step = jit(kv_cache.unstack), jit(applied.prefill), jit(applied.decode_step)
 
 
@@ -35,7 +34,7 @@ def whole_logits(params: Params, config: DecoderConfig, prompts: np.ndarray, res
     lengths = np.repeat(PROMPT_LENGTH, W)
     rows = [[*prompts[b // W, : lengths[b]], *responses[b]] for b in range(B)]
     tokens = np.array([row + [0] * (P + R - len(row)) for row in rows], np.int32)
-    logits = np.asarray(logits_of_whole(params, tokens, np.arange(P + R) < lengths[:, None] + R, config))
+    logits = np.asarray(logits_of_whole(params, tokens, config))
     return np.stack([logits[b, n - 1 : n + R] for b, n in enumerate(lengths)])
 
 
@@ -140,7 +139,7 @@ def test_bfloat16_computes_in_bfloat16_and_gives_float32_logits():
     @jax.jit
     def both_paths(params):
         tokens = np.concatenate([prompts[1:], responses[W : W + 1, :1]], axis=1)  # a prompt without padding, and a token
-        hidden = applied.hidden_states(params, tokens, None, config=config, remat="none")
+        hidden = applied.hidden_states(params, tokens, config=config, remat="none")
         unstacked = kv_cache.unstack(params, config)
         _, cache = applied.prefill(unstacked, prompts, PROMPT_LENGTH, config=config)
         own = jax.tree.map(lambda x: jnp.zeros((B, *x.shape[1:]), x.dtype), cache)

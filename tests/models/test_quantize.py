@@ -12,8 +12,6 @@ from tba_jax.models import kv_cache, parameters, scoring
 from tba_jax.models.config import DecoderConfig
 from tests.support import applied
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 MODEL = DecoderConfig(
     layers=2, width=32, heads=4, kv_heads=2, head_size=8, ffn=48, vocab=40, max_positions=32, tied_embedding=False
 )
@@ -54,10 +52,10 @@ def test_quantised_policies_stay_close_and_agree_on_both_paths(dtype, limit):
     prompts, responses = rng.integers(0, 40, (4, 6)).astype(np.int32), rng.integers(0, 40, (4, 8)).astype(np.int32)
     lengths = np.full(4, 6, np.int32), np.full(4, 8, np.int32)
     score = jax.jit(
-        functools.partial(applied.response_logprobs, config=config, space=EVERYTHING, logit_bytes=1 << 20, remat="none")
+        functools.partial(applied.response_logprobs, R=8, config=config, space=EVERYTHING, logit_bytes=1 << 20, remat="none")
     )
-    exact, _ = score(params, prompts, lengths[0], responses, lengths[1])
-    found, _ = score(quantized, prompts, lengths[0], responses, lengths[1])
+    rows = np.concatenate([prompts, responses], axis=1), *lengths
+    exact, found = score(params, *rows)[0], score(quantized, *rows)[0]
     assert 1e-4 < np.abs(found - exact).max() < limit
     logits, _ = jax.jit(lambda params: applied.prefill(kv_cache.unstack(params, config), prompts, lengths[0], config=config))(
         quantized

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import types
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +11,6 @@ import pytest
 from tba_jax.models import scoring
 from tba_jax.models.config import DecoderConfig
 from tests.support import applied
-
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 B, R, V, EOS = 4, 7, 11, 2
 MODEL = DecoderConfig(layers=1, width=8, heads=2, kv_heads=1, head_size=4, ffn=8, vocab=V, max_positions=16)
@@ -96,10 +93,10 @@ def test_the_probabilities_of_all_allowed_responses_sum_to_one(min_length):
     ended = [(*t, EOS) for n in range(length) for t in itertools.product(symbols, repeat=n)]
     responses = ended + list(itertools.product(symbols, repeat=length))
     lengths = np.array([len(response) for response in responses], np.int32)
-    padded = np.array([response + (0,) * (length - len(response)) for response in responses], np.int32)
-    prompts, prompt_length = np.tile(np.array([0, 4, 6], np.int32), (len(padded), 1)), np.full(len(padded), 2, np.int32)
-    score = functools.partial(applied.response_logprobs, config=MODEL, space=wanted, logit_bytes=1 << 20, remat="none")
-    logprobs, entropy = jax.jit(score)(random_params(), prompts, prompt_length, padded, lengths)
+    padded = np.array([(4, 6, *response) + (0,) * (length + 1 - len(response)) for response in responses], np.int32)
+    settings = dict(R=length, config=MODEL, space=wanted, logit_bytes=1 << 20, remat="none")
+    score = jax.jit(functools.partial(applied.response_logprobs, **settings))
+    logprobs, entropy = score(random_params(), padded, np.full(len(padded), 2, np.int32), lengths)
     probabilities = np.exp(np.asarray(logprobs, np.float64).sum(axis=1))
     assert (probabilities[lengths < min_length] == 0).all() and (probabilities[lengths >= min_length] > 0).all()
     np.testing.assert_allclose(probabilities.sum(), 1, rtol=1e-5)
@@ -110,9 +107,3 @@ def test_spaces_are_static_and_checked():
     assert hash(space()) == hash(space()) and space() == space() and space() != space(min_length=2)
     with pytest.raises(ValueError, match="min_length=2 holds back the end of sequence, and eos_id=-1 names none"):
         space(min_length=2, eos_id=-1)
-
-
-def test_the_space_of_a_contract():
-    values = dict(scoring_temperature=0.5, eos_id=9, min_response_length=6, banned_tokens=[3, 4])  # a list in config.json
-    found = scoring.ResponseSpace.of(types.SimpleNamespace(**values))
-    assert found == scoring.ResponseSpace(temperature=0.5, banned_tokens=(3, 4), eos_id=9, min_length=6)

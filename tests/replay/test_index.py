@@ -27,7 +27,7 @@ def make_rows(first: int, queries: list[int], responses: list[tuple[int, ...]], 
     rows["policy_step"][:] = -1
     for i, response in enumerate(responses):
         rows["response_length"][i] = len(response)
-        rows["response_tokens"][i, : len(response)] = response
+        rows["tokens"][i, 1 : 1 + len(response)] = response
         step = steps[i] if steps else 0
         rows["policy_step"][i, : len(response)] = step + 1
         rows["policy_step"][i, len(response) - 1] = step
@@ -74,17 +74,17 @@ def test_oldest_rows_leave_first_by_query_and_in_total():
 def test_invalid_rows_are_counted_and_left_out():
     index = index_of()
     rows = make_rows(0, [1, 1, 1, 1], [(0,), (1,), (2,), (3,)])
-    rows["response_tokens"][1, 0] = V
+    rows["tokens"][1, 1] = V
     rows["reward"][2] = np.nan
     index.add("a", rows, step=1)
     assert resident(index) == [("a", 0), ("a", 3)]
     assert {reason: count for reason, count in index.ledger()["a"]["rejected"].items() if count} == {
-        "response_tokens": 1,
+        "tokens": 1,
         "reward": 1,
     }
-    assert index.rejected_first == {("a", "response_tokens"): 1, ("a", "reward"): 2}
+    assert index.rejected_first == {("a", "tokens"): 1, ("a", "reward"): 2}
     index.add("a", {name: column.copy() for name, column in rows.items()} | {"row": np.arange(4, 8)}, step=1)
-    assert index.rejected_first == {("a", "response_tokens"): 1, ("a", "reward"): 2}
+    assert index.rejected_first == {("a", "tokens"): 1, ("a", "reward"): 2}
 
 
 def test_rows_of_a_writer_are_added_once_and_in_order():
@@ -162,7 +162,7 @@ def test_the_nearest_response_within_the_share_is_replaced():
     rows["row"] = np.arange(len(responses))
     for i, response in enumerate(responses):
         rows["response_length"][i] = len(response)
-        rows["response_tokens"][i, : len(response)] = response
+        rows["tokens"][i, : len(response)] = response
     index.add("a", rows, step=1)
     assert [row for _, row in resident(index)] == [0, 1, 5, 6, 7, 8, 9]
     assert index.ledger()["a"]["evicted"] == {"duplicate": 3, "query_capacity": 0, "capacity": 0}
@@ -196,14 +196,15 @@ def edit_distance(a, b) -> int:
 
 
 def as_row(tokens) -> dict[str, np.ndarray]:
-    return {"response_tokens": np.asarray(tokens, np.int32)[None], "response_length": np.array([len(tokens)])}
+    lengths = {"prompt_length": np.array([1]), "response_length": np.array([len(tokens)])}
+    return {"tokens": np.array([[0, *tokens]], np.int32), **lengths}
 
 
 def test_the_nearest_is_the_one_that_comparing_all_finds():
     rng = np.random.default_rng(0)
-    for share in (0.1, 0.3, 0.6):
-        near, texts, found = NearByEdits(slots=200, share=share, vocab_size=300), [], 0
-        for slot in range(200):
+    for share in (0.1, 0.6):
+        near, texts, found = NearByEdits(slots=120, share=share, vocab_size=300), [], 0
+        for slot in range(120):
             # Copies of earlier texts with a few tokens replaced, and texts of their own.
             text = rng.integers(0, 300, rng.integers(0, 40))
             if slot > 20 and rng.random() < 0.7:
@@ -217,7 +218,7 @@ def test_the_nearest_is_the_one_that_comparing_all_finds():
                 continue
             distances = [edit_distance(text, other) for other in texts[:-1]]
             within = [d for d, other in zip(distances, texts, strict=False) if d <= share * max(len(text), len(other))]
-            nearest = near.nearest(slot, rng.permutation(slot), np.arange(200))
+            nearest = near.nearest(slot, rng.permutation(slot), np.arange(120))
             assert (nearest is None) == (not within)
             if within:
                 found += 1
@@ -237,7 +238,7 @@ def test_embeddings_within_the_distance_are_merged_within_their_query():
     degrees = np.radians([0, 40, 90, 25, 20, 20])  # cosine distance 0.1 is 25.8 degrees
     rows = {name: np.zeros((6, *row), dtype) for name, (dtype, row) in shape.columns().items()}
     rows["row"], rows["query_id"] = np.arange(6), np.array([7, 7, 7, 7, 7, 8], np.uint64)
-    rows["response_length"][:], rows["response_tokens"][:, 0] = 1, np.arange(6) % V
+    rows["response_length"][:], rows["tokens"][:, 0] = 1, np.arange(6) % V
     rows["embedding"] = np.stack([np.cos(degrees), np.sin(degrees)], axis=1).astype(np.float32)
     index.add("a", {name: column[:4] for name, column in rows.items()}, step=1)
     # 25 degrees are 15 from row 1 and 25 from row 0: the nearest goes.
@@ -284,7 +285,7 @@ class Model:
             if rows["reward"][i] != rows["reward"][i]:
                 continue
             query = int(rows["query_id"][i])
-            response = rows["response_tokens"][i, : rows["response_length"][i]].tolist()
+            response = rows["tokens"][i, rows["prompt_length"][i] :][: rows["response_length"][i]].tolist()
             new = {"id": (writer, int(rows["row"][i])), "query": query, "response": response, "step": step, "draws": 0}
             new["reward"] = float(rows["reward"][i])
             same = [row for row in self.rows if row["query"] == query and self.distance(row, new) <= self.share]

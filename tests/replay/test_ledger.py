@@ -13,7 +13,7 @@ def rows_of(first: int, responses: list[int]) -> dict[str, np.ndarray]:
     rows = {name: np.zeros((len(responses), *row), dtype) for name, (dtype, row) in SHAPE.columns().items()}
     rows["row"] = np.arange(first, first + len(responses))
     rows["response_length"][:] = 1
-    rows["response_tokens"][:, 0] = responses
+    rows["tokens"][:, 0] = responses
     return rows
 
 
@@ -34,7 +34,7 @@ def test_every_row_is_told_apart():
         committed=14,
         resident=3,
         evicted={"duplicate": 2, "query_capacity": 0, "capacity": 2},
-        rejected={**dict.fromkeys(account["a"].rejected, 0), "response_tokens": 1},
+        rejected={**dict.fromkeys(account["a"].rejected, 0), "tokens": 1},
         evicted_untrained=2,
         damaged=1,
         expired=3,

@@ -21,31 +21,7 @@ from tba_jax.replay.segment import LogSchema
 from tba_jax.replay.validation import REJECTIONS, validate_rows
 from tba_jax.run import layout, places
 from tba_jax.trajectory import RowShape
-
-SHAPE = RowShape(prompt_length=4, response_length=6, reward_parts=("a", "b"))
-
-
-def make_rows(start: int, count: int, shape: RowShape = SHAPE) -> dict[str, np.ndarray]:
-    """Rows whose every value follows from the row number; zeros included, since a fill value must survive as well."""
-    numbers = np.arange(start, start + count)
-    rows = {}
-    for name, (dtype, row) in shape.columns().items():
-        values = numbers.reshape(-1, *[1] * len(row)) + np.arange(int(np.prod(row))).reshape(row)
-        rows[name] = (values % 7).astype(dtype)
-    rows["row"] = numbers
-    rows["response_length"] = (numbers % 7).astype(np.int32)
-    rows["prompt_length"] = np.full(count, 4, np.int32)
-    return rows
-
-
-def writer(root: Path, name: str = "w0", shape: RowShape = SHAPE, segment_appends: int = 3) -> LogWriter:
-    return LogWriter(root, name, shape, rows_per_append=4, segment_appends=segment_appends, info={"pid": os.getpid()})
-
-
-def assert_rows(rows, expected):
-    for name, column in expected.items():
-        assert rows[name].dtype == column.dtype
-        np.testing.assert_array_equal(rows[name], column, err_msg=name)
+from tests.support.tiny_log import SHAPE, assert_rows, make_rows, start_appender, writer
 
 
 @pytest.mark.parametrize("parts", [(), ("a",), ("a", "b")])
@@ -97,24 +73,6 @@ def test_wrong_rows_are_refused_and_the_log_goes_on(tmp_path):
             log.append(bad)
     log.append(good)
     assert_rows(LogReader(tmp_path, SHAPE).read("w0", 0, 4), good)
-
-
-APPENDER = """
-import sys
-from tba_jax.run import places
-from tests_of_log import make_rows, writer
-log = writer(places.place(sys.argv[1]), sys.argv[2])
-while True:
-    log.append(make_rows(log.next_row, 4))
-    print(log.next_row, flush=True)
-"""
-
-
-def start_appender(root: places.Place, name: str) -> subprocess.Popen:
-    program = f"import importlib.util as u, sys\ns = u.spec_from_file_location('tests_of_log', {__file__!r})\n"
-    program += "m = u.module_from_spec(s)\nsys.modules['tests_of_log'] = m\ns.loader.exec_module(m)\n" + APPENDER
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent.parent)}
-    return subprocess.Popen([sys.executable, "-c", program, str(root), name], stdout=subprocess.PIPE, text=True, env=environment)
 
 
 @pytest.mark.parametrize("kills", [10, pytest.param(200, marks=pytest.mark.slow)])
@@ -295,9 +253,9 @@ def test_foreign_content_and_other_schemas_are_problems(tmp_path):
         assert "no writer is registered under this name" in reader.problems["foreign"]
         assert "layout 'named-columns-0', this version reads 'packed-columns-1'" in reader.problems["old"]
         assert "'layout'" in reader.problems["older"] and "segment_appends" in reader.problems["bare"]
-        assert "response_tokens" in reader.problems["longer"] and "prompt_tokens" not in reader.problems["longer"]
+        assert "policy_step" in reader.problems["longer"] and "prompt_length" not in reader.problems["longer"]
         assert "['a', 'c']" in reader.problems["parts"]
-    with pytest.raises(ValueError, match="response_tokens"):
+    with pytest.raises(ValueError, match="policy_step"):
         reader.read("longer", 0, 4)
 
 
@@ -492,14 +450,14 @@ def test_invalid_values_are_told_apart():
     rows = make_rows(0, 10)
     rows["prompt_length"][1] = 5
     rows["response_length"][2] = -1
-    rows["prompt_tokens"][3, 2] = 50
-    rows["response_tokens"][4, 0] = -1
+    rows["tokens"][3, 2] = 50
+    rows["tokens"][4, 8] = -1
     rows["reward"][5] = np.nan
     rows["reward_parts"][6, 1] = np.inf
     rows["behavior_logprobs"][7, 3] = -np.inf
     rows["ref_logprobs"][8, 5] = np.nan
     reasons = [REJECTIONS[reason] for reason in validate_rows(rows, vocab_size=50)]
     assert reasons == [
-        *("valid", "prompt_length", "response_length", "prompt_tokens", "response_tokens"),
+        *("valid", "prompt_length", "response_length", "tokens", "tokens"),
         *("reward", "reward", "logprobs", "logprobs", "valid"),
     ]

@@ -3,7 +3,6 @@
 import dataclasses
 import shutil
 
-import jax
 import pytest
 
 from tba_jax.commands import audit
@@ -12,8 +11,6 @@ from tba_jax.replay import retention
 from tba_jax.replay.retention import Need
 from tba_jax.run import layout
 from tests.support import tiny_run
-
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 
 def test_only_what_every_checkpoint_is_past_expires():
@@ -24,12 +21,6 @@ def test_only_what_every_checkpoint_is_past_expires():
     assert retention.expired(kept) == {"a": [0, 2, 3], "b": [1]}
     assert retention.expired({20: kept[20]}) == {"a": [0, 1, 2, 3, 5, 6, 7], "b": [1], "c": [0, 1, 2]}
     assert retention.expired({}) == {}
-
-
-@pytest.fixture
-def one_device(monkeypatch):
-    first = jax.devices()[:1]
-    monkeypatch.setattr(jax, "devices", lambda *arguments: first)
 
 
 def settings(workdir, *, steps, **changes):

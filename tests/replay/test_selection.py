@@ -20,7 +20,7 @@ def index_of(groups: dict[int, int], *, step: int = 1, index: ReplayIndex | None
     rows["row"] = np.arange(first, first + count)
     rows["query_id"] = np.repeat(np.array(list(groups), np.uint64), list(groups.values()))
     rows["response_length"][:] = 2
-    rows["response_tokens"][:, 0] = rows["row"]
+    rows["tokens"][:, 0] = rows["row"]
     rows["policy_step"][:] = policy_step
     rows["reward"] = np.concatenate([np.arange(size) for size in groups.values()]).astype(np.float32)
     index.add("w", rows, step=step)
@@ -253,14 +253,17 @@ def big_index(rows: int, rows_per_query: int) -> ReplayIndex:
         part["row"] = numbers
         part["query_id"] = (numbers // rows_per_query).astype(np.uint64)
         part["response_length"][:] = 2
-        part["response_tokens"][:] = np.stack([numbers % 1000, numbers // 1000], axis=1)
+        part["tokens"][:, :2] = np.stack([numbers % 1000, numbers // 1000], axis=1)
         part["policy_step"][:] = step - 1
         part["reward"] = np.random.default_rng(step).normal(size=len(numbers)).astype(np.float32)
         index.add("w", part, step=step)
     return index
 
 
-@pytest.mark.parametrize(("rows", "rows_per_query", "Q", "K"), [(1_000_000, 16, 32, 16), (100_000, 100_000, 1, 128)])
+@pytest.mark.parametrize(
+    ("rows", "rows_per_query", "Q", "K"),
+    [pytest.param(1_000_000, 16, 32, 16, marks=pytest.mark.slow), (100_000, 100_000, 1, 128)],
+)
 def test_a_batch_is_drawn_from_a_large_window_in_milliseconds(rows, rows_per_query, Q, K):
     """About as long as sorting 62,500 numbers, one for each query; going through every row several times is slower."""
     index, rng = big_index(rows, rows_per_query), np.random.default_rng(12)

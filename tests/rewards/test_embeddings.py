@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from tba_jax import sharding
+from tba_jax import sharding, trajectory
 from tba_jax.experiment import jobs
 from tba_jax.models.hugging_face import load
 from tba_jax.replay.reader import LogReader
@@ -15,8 +15,6 @@ from tba_jax.rewards import embeddings
 from tba_jax.run import layout
 from tests.support import applied, tiny_run
 from tests.support.tiny_checkpoints import path_of
-
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 
 def mesh(devices: int):
@@ -81,9 +79,8 @@ def test_a_run_stores_embeddings_and_merges_by_them(folder, tmp_path, monkeypatc
     reader = LogReader(s.run.replay, s.experiment.contract.row_shape())
     ((writer, head),) = reader.heads().items()
     rows = reader.read(writer, 0, head)
-    responses = zip(rows["response_tokens"], rows["response_length"], strict=True)
-    texts = [s.experiment.tokenizer.decode(tokens[:n]) for tokens, n in responses]
+    texts = [s.experiment.tokenizer.decode(trajectory.response(rows, i)) for i in range(head)]
     expected = embeddings.ResponseEmbedder(folder, mesh(1))(texts)
     np.testing.assert_allclose(rows["embedding"], expected, atol=1e-6)
     entry = layout.read_json(s.run.finished)["ledger"][writer]
-    assert entry["evicted"]["duplicate"] > 0 and entry["resident"] < len(np.unique(rows["response_tokens"], axis=0))
+    assert entry["evicted"]["duplicate"] > 0 and entry["resident"] < len(np.unique(trajectory.response_tokens(rows), axis=0))

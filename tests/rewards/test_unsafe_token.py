@@ -6,14 +6,11 @@ import jax
 import numpy as np
 import pytest
 
-from tba_jax import trajectory
 from tba_jax.models import scoring
 from tba_jax.rewards.unsafe_token import UnsafeTokenScorer
 from tba_jax.tasks.interface import UnsafeTokenSettings
 from tests.support import applied, spelled_checkpoints, tiny_checkpoints
 from tests.support.spelled_checkpoints import BEGIN, PAD, UNSAFE, spelled
-
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 LENGTH = 48
 
@@ -39,11 +36,12 @@ def make(folder, devices: int = 1, **changes) -> UnsafeTokenScorer:
 def expected(folder, prompts: list[list[int]]) -> np.ndarray:
     """float32[n]: log π(unsafe | prompt), by the function that scores responses."""
     config, params = tiny_checkpoints.load(folder)
-    tokens, lengths = trajectory.left_pad(prompts, LENGTH, PAD)
+    rows = [[*prompt, UNSAFE] for prompt in prompts]
+    tokens = np.array([row + [PAD] * (LENGTH + 1 - len(row)) for row in rows], np.int32)
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     space = scoring.ResponseSpace(temperature=1.0, banned_tokens=(), eos_id=-1)
-    score = functools.partial(applied.response_logprobs, config=config, space=space, logit_bytes=1 << 20, remat="none")
-    answers = np.full((len(prompts), 1), UNSAFE, np.int32)
-    logprobs, _ = jax.jit(score)(params, tokens, lengths, answers, np.ones(len(prompts), np.int32))
+    score = functools.partial(applied.response_logprobs, R=1, config=config, space=space, logit_bytes=1 << 20, remat="none")
+    logprobs, _ = jax.jit(score)(params, tokens, lengths, np.ones(len(prompts), np.int32))
     return np.asarray(logprobs)[:, 0]
 
 

@@ -14,42 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tba_jax import sharding
 from tba_jax.models import parameters
-from tba_jax.models.config import DecoderConfig
 from tba_jax.models.parameters import Params
 from tba_jax.run import layout, places, processes, snapshots
 from tba_jax.run.snapshots import Publisher, SnapshotInfo
 from tests.support import applied
-
-MODEL = DecoderConfig(layers=2, width=16, heads=4, kv_heads=2, head_size=4, ffn=24, vocab=12, max_positions=16)
-SPECS = applied.specs(MODEL)
-
-
-@functools.cache
-def shardings(sizes: tuple[int, int, int] = (8, 1, 1)) -> Params:
-    return applied.shardings(MODEL, sharding.make_mesh(sizes, setting="learner.mesh"))
-
-
-def random_params(seed: int = 0) -> Params:
-    rng = np.random.default_rng(seed)
-    params = parameters.map_specs(lambda _, spec: rng.standard_normal(spec.shape).astype(np.float32), SPECS)
-    # Values that lossy writes lose: zeros (a chunk of fill values), subnormals, the largest numbers.
-    params["final_norm"]["scale"][:] = 0.0
-    params["layers"]["attention_norm"]["scale"][0, :4] = [1e-42, -3.4e38, -0.0, np.inf]
-    return params
+from tests.support.tiny_snapshots import MODEL, SPECS, assert_same_bits, random_params, shardings
 
 
 def save(policies: Path, step: int, params: Params | None = None, dtype: str = "float32") -> Path:
     folder = policies / layout.step_name(step)
     snapshots.save(folder, random_params(step) if params is None else params, SnapshotInfo(step=step, epoch=3), dtype=dtype)
     return folder
-
-
-def assert_same_bits(found: Params, expected: Params) -> None:
-    jax.tree.map(
-        lambda a, b: np.testing.assert_array_equal(np.asarray(a).view(np.uint32), np.asarray(b).view(np.uint32)), found, expected
-    )
 
 
 @pytest.mark.parametrize("written", [(8, 1, 1), (2, 2, 2)], ids=str)

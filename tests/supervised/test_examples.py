@@ -58,13 +58,14 @@ def test_examples_of_one_prompt_are_split_by_their_answers(tmp_path):
 def test_batches_are_padded_and_filled():
     ids = [tuple(np.array(part, np.int32) for part in row) for row in ([[1, 3], [4, 2], [2]], [[1, 3, 11], [2], [5, 5, 2]])]
     pairs = examples.make_batch(ids, rows=3, prompt_length=4, response_length=3, pad_id=0)
-    np.testing.assert_array_equal(pairs.prompt_tokens, [[0, 0, 1, 3], [0, 1, 3, 11], [0, 0, 0, 0]])
-    np.testing.assert_array_equal(pairs.prompt_length, [2, 3, 1])
-    np.testing.assert_array_equal(pairs.response_tokens, [[[4, 2, 0], [2, 0, 0]], [[2, 0, 0], [5, 5, 2]], [[0] * 3] * 2])
+    first = [[1, 3, 4, 2, 0, 0, 0], [1, 3, 2, 0, 0, 0, 0]]
+    second = [[1, 3, 11, 2, 0, 0, 0], [1, 3, 11, 5, 5, 2, 0]]
+    np.testing.assert_array_equal(pairs.tokens, [first, second, [[0] * 7] * 2])
+    np.testing.assert_array_equal(pairs.prompt_length, [[2, 2], [3, 3], [1, 1]])
     np.testing.assert_array_equal(pairs.response_length, [[2, 1], [1, 3], [0, 0]])
     assert float(pairs.size) == 2
     single = examples.make_batch([row[:2] for row in ids], rows=2, prompt_length=4, response_length=3, pad_id=0)
-    np.testing.assert_array_equal(single.response_tokens, [[4, 2, 0], [2, 0, 0]])
+    np.testing.assert_array_equal(single.tokens, [first[0], second[0]])
     assert single.response_length.tolist() == [2, 1] and float(single.size) == 3
 
 

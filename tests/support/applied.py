@@ -61,10 +61,8 @@ def random(specs: Specs, *, scale: float, seed: int | list[int] = 0) -> Params:
     )
 
 
-def hidden_states(
-    params: Params, tokens: Any, token_mask: Any = None, *, config: DecoderConfig, remat: str = "none"
-) -> jax.Array:
-    return merge(params, config)(tokens, token_mask, remat=remat)
+def hidden_states(params: Params, tokens: Any, *, config: DecoderConfig, remat: str = "none") -> jax.Array:
+    return merge(params, config)(tokens, remat=remat)
 
 
 def logits_of(params: Params, hidden: Any, *, config: DecoderConfig) -> jax.Array:
@@ -75,8 +73,8 @@ def response_logprobs(params: Params, *rows: Any, config: DecoderConfig, **setti
     return scoring.response_logprobs(merge(params, config), *rows, **settings)
 
 
-def response_hidden_states(params: Params, *rows: Any, config: DecoderConfig, remat: str) -> jax.Array:
-    return scoring.response_hidden_states(merge(params, config), *rows, remat=remat)
+def response_hidden_states(params: Params, *rows: Any, R: int, config: DecoderConfig, remat: str) -> jax.Array:
+    return scoring.response_hidden_states(merge(params, config), *rows, R=R, remat=remat)
 
 
 def with_table(weight: Any, config: DecoderConfig) -> Params:
@@ -89,8 +87,8 @@ def token_logprobs(params: Params, hidden: Any, tokens: Any, *, config: DecoderC
     return scoring.token_logprobs(merge(params, config), hidden, tokens, **settings)
 
 
-def sequence_scores(params: Params, tokens: Any, mask: Any, *, config: DecoderConfig, remat: str = "none") -> jax.Array:
-    return heads.sequence_scores(merge(params, config), tokens, mask, remat=remat)
+def sequence_scores(params: Params, tokens: Any, length: Any, *, config: DecoderConfig, remat: str = "none") -> jax.Array:
+    return heads.sequence_scores(merge(params, config), tokens, length, remat=remat)
 
 
 def prefill(params: Params, tokens: Any, length: Any, *, config: DecoderConfig) -> Any:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
@@ -62,26 +63,31 @@ def assert_same_params(found: Any, expected: Any) -> None:
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-# Compiled without optimisation: the models are tiny, and the tests are many.
-_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-
-
-@functools.partial(_jit, static_argnames="config")
+@functools.partial(jax.jit, static_argnames="config")
 def logits(params: Any, tokens: jax.Array, mask: jax.Array, config: DecoderConfig) -> jax.Array:
-    """float32[B, T, V]."""
-    hidden = applied.hidden_states(params, tokens, mask, config=config, remat="none")
-    return applied.logits_of(params, hidden.reshape(-1, config.width), config=config).reshape(*tokens.shape, -1)
+    """float32[B, T, V] of rows that are padded on either side; those of padding mean nothing."""
+    begin, T = jnp.argmax(mask, axis=1)[:, None], tokens.shape[1]
+    hidden = applied.hidden_states(params, _shifted(tokens, begin), config=config, remat="none")
+    found = applied.logits_of(params, hidden.reshape(-1, config.width), config=config).reshape(*tokens.shape, -1)
+    return jnp.take_along_axis(found, ((jnp.arange(T) - begin) % T)[..., None], axis=1)
 
 
-@functools.partial(_jit, static_argnames="config")
+@functools.partial(jax.jit, static_argnames="config")
 def scores(params: Any, tokens: jax.Array, mask: jax.Array, config: DecoderConfig) -> jax.Array:
-    """float32[B, labels]."""
-    return applied.sequence_scores(params, tokens, mask, config=config, remat="none")
+    """float32[B, labels] of rows that are padded on either side."""
+    tokens = _shifted(tokens, jnp.argmax(mask, axis=1)[:, None])
+    return applied.sequence_scores(params, tokens, jnp.sum(mask, axis=1), config=config, remat="none")
 
 
-_unstack = _jit(kv_cache.unstack, static_argnames="config")
-_prefill = _jit(applied.prefill, static_argnames="config")
-_step = _jit(applied.decode_step, static_argnames="config")
+def _shifted(tokens: jax.Array, begin: jax.Array) -> jax.Array:
+    """Rows that begin with their first real token, which stood at `begin`, int32[B, 1]."""
+    T = tokens.shape[1]
+    return jnp.take_along_axis(tokens, (jnp.arange(T) + begin) % T, axis=1)
+
+
+_unstack = jax.jit(kv_cache.unstack, static_argnames="config")
+_prefill = jax.jit(applied.prefill, static_argnames="config")
+_step = jax.jit(applied.decode_step, static_argnames="config")
 
 
 def greedy(params: Any, config: DecoderConfig, prompt: np.ndarray, count: int) -> list[int]:
@@ -105,3 +111,19 @@ def token_logprobs(logits: Any, tokens: np.ndarray, mask: np.ndarray) -> np.ndar
     normalizer = np.log(np.exp(logits).sum(-1))
     logprobs = np.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0] - normalizer
     return logprobs[mask[:, 1:] & mask[:, :-1]]
+
+
+def write_byte_bpe(folder, *, eos: str | None = "<|end|>", pad: str | None = None):
+    """A byte-level tokenizer without merges: one id a byte, then two added tokens (<|end|> special, <tool> not)."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers
+
+    backend = Backend(models.BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[]))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.add_special_tokens(["<|end|>"])
+    backend.add_tokens(["<tool>"])
+    folder.mkdir(parents=True, exist_ok=True)
+    backend.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "pad_token": pad, "model_max_length": 4}
+    (folder / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in settings.items() if v is not None}))
+    return folder

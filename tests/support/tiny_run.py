@@ -1,8 +1,10 @@
 """A run small enough for tests: a one-layer policy with random weights on two-digit sums."""
 
+import contextlib
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,13 @@ def config(**changes: Any) -> Any:
     return c
 
 
+def config_with(overrides: dict[str, object], source: Any = base) -> Any:
+    """The config of a recipe (a module) with other values; dots in their names are written."""
+    config = source.get_config()
+    config.update_from_flattened_dict(overrides)
+    return config
+
+
 def settings(workdir: Path, c: Any, *, init_from: str = "") -> jobs.Settings:
     """What main would hand to a role."""
     built = composition.build(c)
@@ -76,7 +85,7 @@ def unprivileged(arguments: list[str]) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """One device a process, unlike the tests' own eight; programs compiled quickly, as by `compiled_quickly`."""
+    """One device a process, unlike the tests' own eight; programs compiled as quickly as in `conftest.py`."""
     flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag]
     return os.environ | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": " ".join(flags)}
 
@@ -87,3 +96,22 @@ def call(arguments: list[str], timeout: float = 120) -> subprocess.CompletedProc
 
 def start(arguments: list[str]) -> subprocess.Popen[str]:
     return subprocess.Popen(arguments, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def processes(workdir: Path) -> dict[int, str]:
+    """pid -> command line of every process of the run (Linux)."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                if f"--workdir={workdir}" in line and (entry / "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
+                    found[int(entry.name)] = line
+    return found
+
+
+def everything_gone(workdir: Path, seconds: float = 5.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while processes(workdir) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not processes(workdir)

@@ -14,7 +14,7 @@ from tba_jax.experiment import checks, composition
 from tba_jax.tasks.countdown import CHARACTERS, Countdown, add_up, evaluate, totals
 from tba_jax.tasks.interface import SPLITS, Query
 from tba_jax.text.tokenizers import CharacterTokenizer
-from tests.run.test_contract import config_with
+from tests.support import tiny_run
 
 OPERATIONS = {
     ast.Add: lambda a, b: a + b,
@@ -352,7 +352,9 @@ def test_random_totals_are_of_all_orders_and_operations_that_the_rule_allows():
     ids=str,
 )
 def test_settings_without_enough_queries_are_refused(overrides, sentence):
-    config = config_with({"task.name": "countdown", **{f"task.countdown.{name}": value for name, value in overrides.items()}})
+    config = tiny_run.config_with(
+        {"task.name": "countdown", **{f"task.countdown.{name}": value for name, value in overrides.items()}}
+    )
     with pytest.raises(ValueError, match=re.escape(sentence)):
         composition.build(config)
 

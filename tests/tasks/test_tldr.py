@@ -1,6 +1,5 @@
 """TL;DR: queries and their truncation by hand, rewards and win rates of tiny real models, bad rows and models."""
 
-import json
 import re
 
 import jax
@@ -8,25 +7,13 @@ import numpy as np
 import pytest
 
 from tba_jax import sharding
-from tba_jax.experiment import composition, plan
+from tba_jax.experiment import composition, meshes, plan
 from tba_jax.rewards import LOADERS, models
 from tba_jax.tasks.interface import Query
 from tba_jax.tasks.tldr import TLDR
 from tba_jax.text.tokenizers import HuggingFaceTokenizer
-from tests.run.test_contract import config_with
-from tests.support import applied, random_checkpoints, tiny_checkpoints
-
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
-ROWS = [
-    {"query": f"SUBREDDIT: r/cats\n\nTITLE: Cat {i}\n\nPOST: My cat sleeps {i} hours.\n\nTL;DR:", "summary": f" Cat sleeps {i}h."}
-    for i in range(5)
-]
-
-
-def write(path, rows) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+from tests.support import random_checkpoints, tiny_checkpoints, tiny_run
+from tests.support.summaries import ROWS, write_rows
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +23,7 @@ def folders(tmp_path_factory):
     tokens = random_checkpoints.byte_tokenizer(folder / "tokens")
     for seed, (name, labels) in enumerate([("reward", 1), ("gold", 1), ("classifier", 3), ("policy", 0)]):
         random_checkpoints.write(folder / name, "pythia-410m", tokens, labels=labels, seed=seed)
-    write(folder / "rows.jsonl", ROWS)
+    write_rows(folder / "rows.jsonl", ROWS)
     return folder
 
 
@@ -56,14 +43,18 @@ def one_device():
     return sharding.make_mesh((1, 1, 1), setting="test", devices=jax.devices()[:1])
 
 
+WIDTH = 160  # no row is longer
+
+
 def scored(folder, texts, ended) -> np.ndarray:
     """What a reward model says of texts one at a time, the end-of-sequence token appended by hand."""
     config, params = tiny_checkpoints.load(folder)
     tokenizer = HuggingFaceTokenizer(folder)
     found = []
     for text, end in zip(texts, ended, strict=True):
-        row = np.array([tokenizer.encode(text) + [tokenizer.eos_id] * bool(end)], np.int32)
-        found.append(applied.sequence_scores(params, row, np.ones_like(row, bool), config=config, remat="none")[0, 0])
+        row = tokenizer.encode(text) + [tokenizer.eos_id] * bool(end)
+        tokens = np.array([row + [0] * (WIDTH - len(row))], np.int32)
+        found.append(tiny_checkpoints.scores(params, tokens, np.arange(WIDTH)[None] < len(row), config)[0, 0])
     return np.array(found)
 
 
@@ -101,7 +92,7 @@ def test_the_win_rate_counts_responses_above_the_reference_summary(folders):
 
 def test_a_query_that_ends_in_white_space_is_followed_by_the_summary_itself(folders, tmp_path):
     rows = [{"query": "One day. ", "summary": "Cat sleeps."}, {"query": "One day.\n", "summary": "Cat eats."}]
-    path = write(tmp_path / "rows.jsonl", rows)
+    path = write_rows(tmp_path / "rows.jsonl", rows)
     task = make(folders, train_path=path, heldout_path=path, gold="gold")
     assert set(task.worked_examples(np.random.default_rng(0), 2)) == {("One day. ", "Cat sleeps."), ("One day.\n", "Cat eats.")}
     task.start(one_device(), LOADERS)
@@ -117,7 +108,7 @@ POST = "One line.\nA second line.\n\nA last one."
 def test_a_post_is_cut_at_a_paragraph(folders, tmp_path):
     head, tail = "SUBREDDIT: r/cats\n\nTITLE: Naps\n\nPOST: ", "\n\nTL;DR:"
     around = len(head) + len(tail)
-    path = write(tmp_path / "rows.jsonl", [{"subreddit": "r/cats", "title": "Naps", "post": POST, "summary": "Naps. "}])
+    path = write_rows(tmp_path / "rows.jsonl", [{"subreddit": "r/cats", "title": "Naps", "post": POST, "summary": "Naps. "}])
     task = make(folders, train_path=path)
     (query,) = task.queries("train")
     assert query == Query(prompt=head + POST + tail, answer="Naps.")
@@ -146,7 +137,7 @@ def test_queries_are_the_data_sets_own_or_made(folders, tmp_path):
         {"title": "Naps", "post": "Long.\n" * 40, "summary": "Naps. "},
         {"title": "N" * 120, "post": "p", "summary": "x"},
     ]
-    task = make(folders, train_path=write(tmp_path / "rows.jsonl", rows))
+    task = make(folders, train_path=write_rows(tmp_path / "rows.jsonl", rows))
     first, second, _ = task.queries("train")
     assert first == Query(prompt=ROWS[0]["query"], answer="Cat sleeps 0h."), "the first summary of a query stays"
     examples = task.worked_examples(np.random.default_rng(0), 30)
@@ -174,7 +165,7 @@ def test_queries_are_the_data_sets_own_or_made(folders, tmp_path):
 )
 def test_bad_rows_are_said(row, sentence, folders, tmp_path):
     with pytest.raises(ValueError, match=re.escape(sentence)):
-        make(folders, train_path=write(tmp_path / "rows.jsonl", [ROWS[0], row]))
+        make(folders, train_path=write_rows(tmp_path / "rows.jsonl", [ROWS[0], row]))
 
 
 def test_bad_models_are_said(folders):
@@ -196,7 +187,9 @@ def config(folders, **changes):
         "model.path": str(folders / "policy"),
     }
     sizes = {"task.prompt_length": 128, "task.response_length": 8, "learner.queries": 2, "learner.completions": 2}
-    return config_with({"task.name": "tldr"} | paths | sizes | {name.replace("__", "."): v for name, v in changes.items()})
+    return tiny_run.config_with(
+        {"task.name": "tldr"} | paths | sizes | {name.replace("__", "."): v for name, v in changes.items()}
+    )
 
 
 def test_a_config_with_models_that_do_not_score_is_refused(folders):
@@ -207,9 +200,9 @@ def test_a_config_with_models_that_do_not_score_is_refused(folders):
     with pytest.raises(ValueError, match=r"^task\.tldr\.gold_path='.*policy' is not a sequence classifier"):
         models.check(built.task, role="evaluator")
     with pytest.raises(ValueError, match=r"searchers\.task_devices=1 would not be used: task\.name='arithmetic' scores without"):
-        composition.build(config_with({"searchers.task_devices": 1}))
+        composition.build(tiny_run.config_with({"searchers.task_devices": 1}))
     with pytest.raises(ValueError, match=r"searchers\.task_devices=2 leaves the policy none of the 2 devices"):
-        composition.check_devices(composition.build(config(folders, searchers__task_devices=2)), role="searcher", devices=2)
+        meshes.check(composition.build(config(folders, searchers__task_devices=2)), role="searcher", devices=2)
 
 
 def test_the_contract_names_the_reward_model_by_its_weights(folders, tmp_path):

@@ -12,7 +12,7 @@ import pytest
 from tba_jax.tasks.interface import Query
 from tba_jax.text import prompts
 from tba_jax.text.tokenizers import CharacterTokenizer, HuggingFaceTokenizer
-from tests.text.test_tokenizers import write_byte_bpe
+from tests.support import tiny_checkpoints
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -29,7 +29,7 @@ def write_template(folder, template):
 
 @pytest.fixture
 def tokenizer(tmp_path):
-    return HuggingFaceTokenizer(write_byte_bpe(tmp_path / "tokenizer"))
+    return HuggingFaceTokenizer(tiny_checkpoints.write_byte_bpe(tmp_path / "tokenizer"))
 
 
 @pytest.fixture(autouse=True)

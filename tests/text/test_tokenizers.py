@@ -9,22 +9,7 @@ from pathlib import Path
 import pytest
 
 from tba_jax.text.tokenizers import CharacterTokenizer, HuggingFaceTokenizer, Tokenizer
-
-
-def write_byte_bpe(folder, *, eos: str | None = "<|end|>", pad: str | None = None):
-    """A byte-level tokenizer without merges: one id a byte, then two added tokens (<|end|> special, <tool> not)."""
-    from tokenizers import Tokenizer as Backend
-    from tokenizers import decoders, models, pre_tokenizers
-
-    backend = Backend(models.BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[]))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    backend.add_special_tokens(["<|end|>"])
-    backend.add_tokens(["<tool>"])
-    folder.mkdir(parents=True, exist_ok=True)
-    backend.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "pad_token": pad, "model_max_length": 4}
-    (folder / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in settings.items() if v is not None}))
-    return folder
+from tests.support import tiny_checkpoints
 
 
 def test_characters_round_trip():
@@ -50,7 +35,7 @@ def test_character_fingerprints_follow_the_alphabet():
 
 
 def test_byte_level_tokenizer(tmp_path, caplog):
-    tokenizer: Tokenizer = HuggingFaceTokenizer(write_byte_bpe(tmp_path))
+    tokenizer: Tokenizer = HuggingFaceTokenizer(tiny_checkpoints.write_byte_bpe(tmp_path))
     assert (tokenizer.vocab_size, tokenizer.eos_id, tokenizer.special_ids) == (258, 256, (256,))
     assert tokenizer.pad_id == tokenizer.eos_id  # no pad token in the folder
     ids = tokenizer.encode("é 漢 x")  # no beginning is added, and more ids than model_max_length are no warning
@@ -64,7 +49,7 @@ def test_byte_level_tokenizer(tmp_path, caplog):
 
 def test_bytes_of_each_id(tmp_path):
     assert CharacterTokenizer("0é").token_bytes() == [None, None, None, b"0", "é".encode()]
-    tokenizer: Tokenizer = HuggingFaceTokenizer(write_byte_bpe(tmp_path))
+    tokenizer: Tokenizer = HuggingFaceTokenizer(tiny_checkpoints.write_byte_bpe(tmp_path))
     texts = tokenizer.token_bytes()
     assert (
         len(texts) == 258 and texts[256:] == [b"<|end|>", b"<tool>"] and sorted(texts[:256]) == [bytes([b]) for b in range(256)]
@@ -75,7 +60,7 @@ def test_bytes_of_each_id(tmp_path):
 
 def decoder_of(folder, *decoders: dict):
     """A folder whose tokenizer.json has these decoders."""
-    definition = json.loads((write_byte_bpe(folder) / "tokenizer.json").read_text())
+    definition = json.loads((tiny_checkpoints.write_byte_bpe(folder) / "tokenizer.json").read_text())
     definition["decoder"] = {"type": "Sequence", "decoders": list(decoders)} if decoders else None
     (folder / "tokenizer.json").write_text(json.dumps(definition))
     return folder
@@ -124,10 +109,10 @@ def test_bytes_of_real_vocabularies_join_to_the_text(data_dir, name):
 
 
 def test_fingerprint_follows_what_defines_ids(tmp_path):
-    first = HuggingFaceTokenizer(write_byte_bpe(tmp_path / "a"))
-    assert HuggingFaceTokenizer(write_byte_bpe(tmp_path / "b")).fingerprint == first.fingerprint
-    assert HuggingFaceTokenizer(write_byte_bpe(tmp_path / "c", eos="<tool>")).fingerprint != first.fingerprint
-    folder = write_byte_bpe(tmp_path / "d")
+    first = HuggingFaceTokenizer(tiny_checkpoints.write_byte_bpe(tmp_path / "a"))
+    assert HuggingFaceTokenizer(tiny_checkpoints.write_byte_bpe(tmp_path / "b")).fingerprint == first.fingerprint
+    assert HuggingFaceTokenizer(tiny_checkpoints.write_byte_bpe(tmp_path / "c", eos="<tool>")).fingerprint != first.fingerprint
+    folder = tiny_checkpoints.write_byte_bpe(tmp_path / "d")
     definition = json.loads((folder / "tokenizer.json").read_text())
     (folder / "tokenizer.json").write_text(json.dumps(definition, indent=4))
     assert HuggingFaceTokenizer(folder).fingerprint == first.fingerprint  # formatting is not content
@@ -143,8 +128,8 @@ def test_folders_without_a_usable_tokenizer_are_refused(tmp_path):
     with pytest.raises(ValueError, match="missing holds no tokenizer"):
         HuggingFaceTokenizer(tmp_path / "missing")
     with pytest.raises(ValueError, match="no end-of-sequence token; set eos_token"):
-        HuggingFaceTokenizer(write_byte_bpe(tmp_path / "no_eos", eos=None))
-    broken = write_byte_bpe(tmp_path / "broken")
+        HuggingFaceTokenizer(tiny_checkpoints.write_byte_bpe(tmp_path / "no_eos", eos=None))
+    broken = tiny_checkpoints.write_byte_bpe(tmp_path / "broken")
     (broken / "tokenizer.json").write_text("{")
     with pytest.raises(ValueError, match=rf"the tokenizer of {broken} cannot be loaded: [^\n]+$"):
         HuggingFaceTokenizer(broken)

@@ -26,7 +26,7 @@ from tba_jax.replay import journal
 from tba_jax.replay.log import REGISTER
 from tba_jax.run import layout
 from tests.support import tiny_run
-from tests.whole_runs.test_end_to_end import everything_gone, processes
+from tests.support.tiny_run import everything_gone, processes
 
 REFUSED = "storage failed"
 ENDLESS = "--config.learner.steps=1000000"

@@ -1,6 +1,5 @@
 """One asynchronous run with real processes: killed in every way, resumed by the same command, and audited at the end."""
 
-import contextlib
 import os
 import re
 import shutil
@@ -15,20 +14,9 @@ from tba_jax.replay import journal
 from tba_jax.replay.log import REGISTER
 from tba_jax.run import layout, metrics, snapshots
 from tests.support import tiny_run
+from tests.support.tiny_run import processes
 
 PATIENCE_SECONDS = 120
-
-
-def processes(workdir: Path) -> dict[int, str]:
-    """pid -> command line of every process of the run (Linux)."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                if f"--workdir={workdir}" in line and (entry / "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
-                    found[int(entry.name)] = line
-    return found
 
 
 def pid_of(workdir: Path, name: str) -> int:
@@ -52,13 +40,6 @@ def writers(workdir: Path) -> set[str]:
     return {path.stem for path in (workdir / "replay" / REGISTER).glob("[!.]*.json")}
 
 
-def everything_gone(workdir: Path, seconds: float = 5.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while processes(workdir) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not processes(workdir)
-
-
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finds processes through /proc, which this system lacks")
 def test_asynchronous_run_survives_kills(tmp_path):
     workdir = tmp_path / "run"
@@ -74,28 +55,20 @@ def test_asynchronous_run_survives_kills(tmp_path):
     searcher, trainer = pid_of(workdir, "searcher-0"), pid_of(workdir, "trainer")
     os.kill(searcher, signal.SIGKILL)
     os.kill(trainer, signal.SIGKILL)
-    killed_at = trained(workdir)
+    killed_at, earlier = trained(workdir), writers(workdir)
     wait_until(lambda: trained(workdir) > killed_at + 10, "steps after the kills")
     assert pid_of(workdir, "trainer") != trainer
 
-    # The supervisor's own SIGKILL takes everything with it.
-    supervisor.kill()
-    supervisor.communicate()
-    assert everything_gone(workdir), processes(workdir)
-
-    # The same command goes on; Ctrl-C stops it and leaves no process.
-    stopped_at = trained(workdir)
-    earlier = writers(workdir)
-    supervisor = tiny_run.start(arguments)
-    wait_until(lambda: trained(workdir) > stopped_at + 5, "steps after the restart")
     wait_until(lambda: writers(workdir) > earlier, "a log of a new searcher: a writer id is never used again")
+
+    # Ctrl-C stops it and leaves no process.
     supervisor.send_signal(signal.SIGINT)
     output, _ = supervisor.communicate(timeout=60)
     assert supervisor.returncode == 130, output
     assert "the same command resumes the run" in output
     assert not processes(workdir)
 
-    # And again, to an end.
+    # The same command goes on, to an end.
     steps = journal.read_lineage(layout.RunDir(workdir).journal)[-1]["step"] // 2 * 2 + 40
     fewer = f"--config.learner.steps={steps}"
     done = tiny_run.call([*arguments, fewer, "--allow_change=learner.steps"], timeout=300)

@@ -10,42 +10,20 @@ import pytest
 from tba_jax.commands import audit
 from tba_jax.experiment import jobs, other_runs
 from tba_jax.replay import journal
-from tba_jax.roles.trainer import trainer as trainer_lib
+from tba_jax.roles.trainer import loop as trainer_loop
 from tba_jax.run import layout, metrics
 from tba_jax.run.metrics import TimeAccount
-from tests.roles.test_interleaved import frozen_config, frozen_copies, train
-from tests.support import tiny_run
+from tests.support import frozen_runs, tiny_run
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
-
-@pytest.fixture(autouse=True)
-def one_device(monkeypatch):
-    """Roles take all devices of their process; these tests have eight, the roles of a small run one."""
-    first = jax.devices()[:1]
-    monkeypatch.setattr(jax, "devices", lambda *arguments: first)
-
-
-@pytest.fixture(scope="module")
-def frozen(tmp_path_factory):
-    return frozen_copies(tmp_path_factory)
-
-
-def offline(workdir: Path, source: Path, **changes):
-    """A run without searchers on the rows of `source`."""
-    return tiny_run.settings(workdir, frozen_config(replay__mount=(str(source),), searchers__count=0, **changes))
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+pytestmark = pytest.mark.usefixtures("one_device_throughout")
 
 
 def test_a_trainer_learns_from_a_log_alone_and_leaves_it_as_it_was(tmp_path, frozen):
     source = frozen(tmp_path / "source")
-    before = contents(source.run.root)
-    s = offline(tmp_path / "run", source.run.root, learner__logprob_gap_every_steps=2)
+    before = frozen_runs.contents(source.run.root)
+    s = frozen_runs.offline(tmp_path / "run", source.run.root, learner__logprob_gap_every_steps=2)
     assert jobs.trainer(s)() == 0
-    assert contents(source.run.root) == before
+    assert frozen_runs.contents(source.run.root) == before
     assert layout.read_json(s.run.finished)["step"] == 12 and not s.run.replay.exists()
     assert layout.read_json(s.run.initial_reference) == layout.read_json(source.run.initial_reference)
     lines = journal.read_lineage(s.run.journal)
@@ -65,13 +43,13 @@ def test_a_trainer_learns_from_a_log_alone_and_leaves_it_as_it_was(tmp_path, fro
 def test_resume_on_a_mounted_log_is_bit_for_bit(tmp_path, frozen):
     """12 steps at once = 8 steps with a checkpoint at 5, dropped, replayed from 5 to 8, and on to 12."""
     source = frozen(tmp_path / "source").run.root
-    once, twice = (offline(tmp_path / name, source) for name in ("once", "twice"))
+    once, twice = (frozen_runs.offline(tmp_path / name, source) for name in ("once", "twice"))
     for s in (once, twice):
         jobs.reference(s)()
-    expected = train(once, until=12, abandon=False)
-    train(twice, until=8, abandon=True)
+    expected = frozen_runs.train(once, until=12, abandon=False)
+    frozen_runs.train(twice, until=8, abandon=True)
     assert len(journal.read_lineage(twice.run.journal)) == 8
-    got = train(twice, until=12, abandon=False)
+    got = frozen_runs.train(twice, until=12, abandon=False)
     jax.tree.map(np.testing.assert_array_equal, got, expected)
     lines = [journal.read_lineage(s.run.journal) for s in (once, twice)]
     assert [line["batch"] for line in lines[0]] == [line["batch"] for line in lines[1]]
@@ -80,10 +58,10 @@ def test_resume_on_a_mounted_log_is_bit_for_bit(tmp_path, frozen):
 def test_rows_of_another_run_join_those_of_its_own_without_an_alarm(tmp_path):
     """The other run's weights of a step are not this run's: only rows of its own are compared with its snapshots."""
     settings = {"schedule__mode": "interleaved", "evaluation__enabled": False, "learner__learning_rate": 0.1}
-    source = tiny_run.settings(tmp_path / "source", frozen_config(learner__steps=4, **settings))
+    source = tiny_run.settings(tmp_path / "source", frozen_runs.config(learner__steps=4, **settings))
     assert jobs.everything(source)() == 0
     mixed = {"learner__logprob_gap_every_steps": 1, "replay__recent_probability": 0.0, "learner__steps": 8, "seed": 3}
-    s = tiny_run.settings(tmp_path / "run", frozen_config(replay__mount=(str(source.run.root),), **settings, **mixed))
+    s = tiny_run.settings(tmp_path / "run", frozen_runs.config(replay__mount=(str(source.run.root),), **settings, **mixed))
     assert jobs.everything(s)() == 0
     points = metrics.read_lines(s.run.metrics("trainer"))
     assert any(0 < point["mounted_share"] < 1 for point in points)
@@ -100,12 +78,12 @@ def test_rows_of_another_run_join_those_of_its_own_without_an_alarm(tmp_path):
 def test_rows_of_another_run_count_as_of_step_0_after_a_resume_too(tmp_path):
     """Steps of the other run say nothing of this run's: its rows of step 3 are not of a future of ours."""
     settings = {"schedule__mode": "interleaved", "evaluation__enabled": False}
-    source = tiny_run.settings(tmp_path / "source", frozen_config(learner__steps=4, **settings))
+    source = tiny_run.settings(tmp_path / "source", frozen_runs.config(learner__steps=4, **settings))
     assert jobs.everything(source)() == 0
-    s = offline(tmp_path / "run", source.run.root, learner__steps=7)
+    s = frozen_runs.offline(tmp_path / "run", source.run.root, learner__steps=7)
     jobs.reference(s)()
     for until in (6, 7):  # the second begins with the checkpoint of step 5
-        trainer, lease = jobs._make_trainer(s, publish_every_steps=2)
+        trainer, lease = jobs.make_trainer(s, publish_every_steps=2)
         trainer.poll()
         while trainer.step_number < until:
             measurements = trainer.step()
@@ -117,12 +95,12 @@ def test_rows_of_another_run_count_as_of_step_0_after_a_resume_too(tmp_path):
 
 def test_a_mounted_run_may_still_be_running(tmp_path, frozen):
     source = frozen(tmp_path / "source", batches=2)
-    s = offline(tmp_path / "run", source.run.root)
+    s = frozen_runs.offline(tmp_path / "run", source.run.root)
     jobs.reference(s)()
-    trainer, lease = jobs._make_trainer(s, publish_every_steps=2)
+    trainer, lease = jobs.make_trainer(s, publish_every_steps=2)
     trainer.poll()
     assert trainer.step() is not None and trainer.scalars()["rows_seen"] == 32
-    searcher = jobs._make_searcher(source, name="late", account=TimeAccount())
+    searcher = jobs.make_searcher(source, name="late", account=TimeAccount())
     searcher.refresh()
     searcher.search()
     trainer.poll()
@@ -174,9 +152,9 @@ def test_rows_that_mean_something_else_are_refused_before_anything_is_written(ca
     if case == "other origin":
         init_from = "/elsewhere@3"
     if case == "other reference":
-        own = tiny_run.settings(workdir, frozen_config(**changes))
+        own = tiny_run.settings(workdir, frozen_runs.config(**changes))
         jobs.reference(own)()
-    before = contents(workdir)
+    before = frozen_runs.contents(workdir)
     settings = {"task__missing_eos_reward": -1.0, "replay__mount": tuple(map(str, mounts))} | changes
     s = tiny_run.settings(workdir, tiny_run.config(**settings))
     with pytest.raises(ValueError, match=sentence) as refused:
@@ -187,7 +165,7 @@ def test_rows_that_mean_something_else_are_refused_before_anything_is_written(ca
     if case == "other reference":
         ids = [layout.read_json(run.initial_reference)["id"] for run in (source.run, s.run)]
         assert all(one in str(refused.value) for one in ids)
-    assert contents(workdir) == before
+    assert frozen_runs.contents(workdir) == before
 
 
 def test_the_command_refuses_with_one_sentence(tmp_path):
@@ -200,27 +178,27 @@ def test_the_command_refuses_with_one_sentence(tmp_path):
 def test_what_does_not_change_rows_may_differ(tmp_path, frozen):
     """Adapters instead of the whole policy, another batch, seed and learning rate."""
     source = frozen(tmp_path / "source", batches=2)
-    s = offline(tmp_path / "run", source.run.root, lora__rank=2, seed=9, learner__queries=2, learner__steps=3)
+    s = frozen_runs.offline(tmp_path / "run", source.run.root, lora__rank=2, seed=9, learner__queries=2, learner__steps=3)
     assert jobs.trainer(s)() == 0
 
 
 def test_a_mount_is_stored_as_an_absolute_path(tmp_path, monkeypatch, frozen):
     source = frozen(tmp_path / "source", batches=2)
     monkeypatch.chdir(tmp_path)
-    s = offline(tmp_path / "run", Path("source"), learner__steps=1)
+    s = frozen_runs.offline(tmp_path / "run", Path("source"), learner__steps=1)
     assert jobs.trainer(s)() == 0
     assert layout.read_json(s.run.config)["config"]["replay"]["mount"] == [str(source.run.root)]
 
 
 def test_a_trainer_that_waits_says_what_for(tmp_path, frozen, monkeypatch, caplog):
     source = frozen(tmp_path / "source")
-    s = offline(tmp_path / "run", source.run.root, replay__min_rows=1000)
-    monkeypatch.setattr(trainer_lib, "_SAY_WAITING_SECONDS", 0.0)
+    s = frozen_runs.offline(tmp_path / "run", source.run.root, replay__min_rows=1000)
+    monkeypatch.setattr(trainer_loop, "_SAY_WAITING_SECONDS", 0.0)
     jobs.reference(s)()
-    trainer, lease = jobs._make_trainer(s, publish_every_steps=2)
+    trainer, lease = jobs.make_trainer(s, publish_every_steps=2)
     stops = iter([False, False, True])
-    assert not trainer_lib.run_trainer(trainer, s.config, s.run, stop=lambda: next(stops))
+    assert not trainer_loop.run_trainer(trainer, s.run, stop=lambda: next(stops))
     lease.release()
     assert 0 < len(trainer.index) < 1000
-    needed = "a step needs those of learner.queries=3 queries, at least replay.min_rows=1000"
-    assert f"waiting for rows: {needed}; {len(trainer.index)} are resident" in caplog.text
+    (told,) = {record.getMessage() for record in caplog.records if "waiting for rows" in record.getMessage()}
+    assert "learner.queries=3" in told and "replay.min_rows=1000" in told and str(len(trainer.index)) in told

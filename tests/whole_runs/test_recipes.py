@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
@@ -21,63 +20,17 @@ from configs import (
     red_team_llama3_2_1b,
     tldr_pythia,
 )
-from tba_jax.commands import export
+from tba_jax import trajectory
 from tba_jax.experiment import checks, jobs
-from tba_jax.models.hugging_face import load
 from tba_jax.replay.reader import LogReader
-from tba_jax.run import contract, layout, metrics, processes
+from tba_jax.run import contract, layout, processes
 from tests.support import random_checkpoints, tiny_checkpoints, tiny_run
-from tests.test_main import PRETRAINED
-
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
-STEPS = 2
-# What makes a recipe small; everything else is its own.
-SMALL: dict[str, Any] = {
-    "learner.steps": STEPS,
-    "learner.queries": 2,
-    "learner.completions": 4,
-    "learner.micro_batch_rows": 4,
-    "learner.warmup_steps": 0,
-    "learner.decay_steps": 0,
-    "searchers.count": 1,
-    "searchers.queries_per_batch": 2,
-    "searchers.samples_per_query": 4,
-    "searchers.slots": 8,
-    "searchers.max_rows_per_snapshot": 8,
-    "replay.min_rows": 0,
-    "evaluation.queries": 4,
-    "evaluation.batch_size": 4,
-    "evaluation.every_steps": STEPS,
-    "evaluation.samples_per_query": 2,
-    "metrics.every_steps": 1,
-    "task.response_length": 8,
-    "model.compute_dtype": "float32",  # bfloat16 is slow on CPUs
-    # Random weights are never right: rewards that differ come from which responses end, about half of them (P_END).
-    "task.missing_eos_reward": -1.0,
-}
-
-P_END = 1 / 12
+from tests.support.small_recipes import P_END, PRETRAINED, SMALL, STEPS, check_run, problems
 
 
 @pytest.fixture(autouse=True)
 def cache(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-@pytest.fixture
-def one_device(monkeypatch):
-    first = jax.devices()[:1]
-    monkeypatch.setattr(jax, "devices", lambda *_: first)
-
-
-def problems(folder: Path) -> dict[str, str]:
-    """MATH's rows, written by hand."""
-    rows = [{"problem": f"What is ${i} + {i}$?", "solution": f"It is $\\boxed{{{2 * i}}}$."} for i in range(12)]
-    for name in ("train", "heldout"):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        rows = [{"problem": row["problem"], "answer": str(i)} for i, row in enumerate(rows)]
-    return {f"task.math.{name}_path": str(folder / f"{name}.jsonl") for name in ("train", "heldout")}
 
 
 def stories(folder: Path) -> dict[str, str]:
@@ -109,23 +62,6 @@ def test_every_recipe_of_a_pretrained_model_runs_here():
     assert {Path(sys.modules[recipe.__module__].__file__ or "").name for recipe in RECIPES} == set(PRETRAINED)
 
 
-def check_run(run: layout.RunDir, score_name: str, folder: Path, model: str) -> None:
-    """What a finished run left, and that its export is loaded."""
-    lines = metrics.read_lines(run.metrics("trainer"))
-    assert [line["step"] for line in lines if line.get("finite") == 1] == list(range(1, STEPS + 1))
-    assert max(line["advantage_std"] for line in lines if "advantage_std" in line) > 1e-3, "rewards did not differ"
-    for step in (0, STEPS):
-        report = layout.read_json(run.evaluations / f"{layout.step_name(step)}.json")
-        assert report[score_name] == report["greedy_reward"] and np.isfinite(report["sampled_reward"]) and report["unscored"] == 0
-    export.export(run.root, folder, step=STEPS, dtype=None)
-    exported, params = tiny_checkpoints.load(folder)
-    original, before = tiny_checkpoints.load(Path(model))
-    assert exported == original
-    moved = jax.tree.map(lambda new, old: float(np.abs(np.asarray(new, np.float32) - old).max()), params, before)
-    assert max(jax.tree.leaves(moved)) > 0, "nothing was learned"
-    assert load.read_config(folder, compute_dtype="float32").architecture == original.architecture
-
-
 CASES = {
     "gsm8k": (gsm8k_rho1b.get_config, "llama-3.2-1b", "pythia", "accuracy"),
     "gsm8k, vine_ppo": (lambda: gsm8k_rho1b.get_config("vine_ppo"), "llama-3.2-1b", "gpt2", "accuracy"),
@@ -134,11 +70,6 @@ CASES = {
     "tldr": (tldr_pythia.get_config, "pythia-410m", "pythia", "reward"),
     "own task": (own_task.get_config, "pythia-410m", "pythia", "mentioned"),
 }
-
-
-def test_the_readme_shows_the_whole_of_ones_own_task():
-    text = Path(own_task.__file__ or "").read_text()
-    assert f"```python\n{text}```\n" in (tiny_run.ROOT / "README.md").read_text() and len(text.splitlines()) < 40
 
 
 RECIPES = (
@@ -191,27 +122,44 @@ def test_a_recipe_runs_with_real_processes(tmp_path, data_dir):
     shutil.rmtree(tmp_path / "run")
 
 
-def test_models_of_a_task_are_loaded_by_real_processes(tmp_path):
-    """A searcher and an evaluator that score summaries, and rows whose rewards a loop over them finds again."""
-    tokenizer = random_checkpoints.byte_tokenizer(tmp_path / "model-tokenizer")
+def summaries(folder: Path) -> tuple[dict[str, Any], Path]:
+    """Settings of the smallest TL;DR recipe with tiny models of its task, and their tokenizer."""
+    tokenizer = random_checkpoints.byte_tokenizer(folder / "model-tokenizer")
     for seed, (name, labels) in enumerate([("policy", 0), ("reward", 1), ("gold", 1)]):
         ends = {} if labels else dict(p_end=P_END, temperature=tldr_pythia.get_config().sampling.temperature)
-        random_checkpoints.write(tmp_path / name, "pythia-410m", tokenizer, labels=labels, seed=seed, **ends)
+        random_checkpoints.write(folder / name, "pythia-410m", tokenizer, labels=labels, seed=seed, **ends)
     rows = [{"query": f"POST: Cat {i}\n\nTL;DR:", "summary": f"Cat {i}."} for i in range(8)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = SMALL | {f"task.tldr.{name}_path": str(tmp_path / "rows.jsonl") for name in ("train", "heldout")}
-    settings |= {f"task.tldr.{name}_path": str(tmp_path / name) for name in ("reward", "gold")}
-    settings |= {"model.path": str(tmp_path / "policy"), "task.tldr.compute_dtype": "float32", "supervisor.max_restarts": 0}
-    flags = [f"--config.{name}={value}" for name, value in settings.items()]
-    recipe = "configs/tldr_pythia.py:410m-rloo"
-    done = tiny_run.call(tiny_run.command(tmp_path / "run", *flags, recipe=recipe, tiny=False), timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    run = layout.RunDir(tmp_path / "run")
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = SMALL | {f"task.tldr.{name}_path": str(folder / "rows.jsonl") for name in ("train", "heldout")}
+    settings |= {f"task.tldr.{name}_path": str(folder / name) for name in ("reward", "gold")}
+    return settings | {"model.path": str(folder / "policy"), "task.tldr.compute_dtype": "float32"}, tokenizer
+
+
+def check_summaries(run: layout.RunDir, folder: Path, tokenizer: Path) -> None:
     for step in (0, STEPS):
         report = layout.read_json(run.evaluations / f"{layout.step_name(step)}.json")
         assert 0 <= report["greedy_win_rate"] <= 1 and report["unscored"] == 0
-    check_rewards(run, tmp_path / "reward", tokenizer)
-    # A role that scores nothing does without the models.
+    check_rewards(run, folder / "reward", tokenizer)
+
+
+def test_summaries_have_the_rewards_of_the_model(tmp_path, one_device):
+    """A searcher and an evaluator that score summaries, and rows whose rewards a loop over them finds again."""
+    settings, tokenizer = summaries(tmp_path)
+    c = tldr_pythia.get_config("410m-rloo")
+    c.update_from_flattened_dict(settings | {"schedule.mode": "interleaved"})
+    s = tiny_run.settings(tmp_path / "run", c)
+    assert jobs.everything(s)() == 0
+    check_summaries(s.run, tmp_path, tokenizer)
+
+
+@pytest.mark.slow
+def test_models_of_a_task_are_loaded_by_the_processes_that_score(tmp_path):
+    settings, tokenizer = summaries(tmp_path)
+    flags = [f"--config.{name}={value}" for name, value in (settings | {"supervisor.max_restarts": 0}).items()]
+    recipe = "configs/tldr_pythia.py:410m-rloo"
+    done = tiny_run.call(tiny_run.command(tmp_path / "run", *flags, recipe=recipe, tiny=False), timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    check_summaries(layout.RunDir(tmp_path / "run"), tmp_path, tokenizer)
     (tmp_path / "reward").rename(tmp_path / "elsewhere")
     for role, code in (("trainer", 0), ("searcher", processes.BAD_INPUT)):
         arguments = tiny_run.command(tmp_path / "run", *flags, f"--role={role}", recipe=recipe, tiny=False)
@@ -243,8 +191,7 @@ def check_rewards(run: layout.RunDir, folder: Path, tokenizer: Path) -> None:
     rows = reader.read(writer, 0, head)
     text = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
     for i in range(head):
-        prompt = rows["prompt_tokens"][i][shape.prompt_length - rows["prompt_length"][i] :].tolist()
-        response = rows["response_tokens"][i][: rows["response_length"][i]].tolist()
+        prompt, response = rows["tokens"][i, : rows["prompt_length"][i]].tolist(), trajectory.response(rows, i).tolist()
         end, finished = text.token_to_id(random_checkpoints.END), bool(rows["finished"][i])
         words = [token for token in response if token != end]
         # A reward model reads text: bytes that are none are replaced.

@@ -3,11 +3,11 @@
 import json
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
 from configs import red_team_gpt2, red_team_llama3_2_1b
+from tba_jax import trajectory
 from tba_jax.commands import append
 from tba_jax.experiment import composition, jobs, plan
 from tba_jax.replay import journal
@@ -15,9 +15,7 @@ from tba_jax.replay.reader import LogReader
 from tba_jax.rewards import models
 from tba_jax.run import contract, layout
 from tests.support import random_checkpoints, spelled_checkpoints, tiny_run
-from tests.whole_runs.test_recipes import SMALL, STEPS, check_run
-
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
+from tests.support.small_recipes import SMALL, STEPS, check_run
 
 # What a tokenizer of letters and models of 64 positions leave room for.
 OF_LETTERS = {
@@ -63,20 +61,15 @@ def models_of_gpt2(tmp_path, data_dir) -> dict[str, Path]:
     }
 
 
-@pytest.fixture
-def first_device(monkeypatch):
-    first = jax.devices()[:1]
-    monkeypatch.setattr(jax, "devices", lambda *_: first)
-
-
-def test_gpt2s_recipe_runs_in_turn_with_its_tokenizer(tmp_path, data_dir, first_device):
+@pytest.mark.slow
+def test_gpt2s_recipe_runs_in_turn_with_its_tokenizer(tmp_path, data_dir, one_device):
     """Its own prompt, template, label and lengths of attacks; replies are shorter."""
     c, folders = red_team_gpt2.get_config(), models_of_gpt2(tmp_path, data_dir)
     c.update_from_flattened_dict({"task.red_team.victim_reply_length": 6, "task.red_team.victim_concurrency": 4})
     runs_in_turn(c, folders, tmp_path)
 
 
-def test_llamas_recipe_runs_in_turn(tmp_path, first_device):
+def test_llamas_recipe_runs_in_turn(tmp_path, one_device):
     c = red_team_llama3_2_1b.get_config()
     c.update_from_flattened_dict(OF_LETTERS | {"task.red_team.classifier_length": 60})
     runs_in_turn(c, spelled_models(tmp_path), tmp_path)
@@ -120,16 +113,13 @@ def runs_in_turn(c, folders, tmp_path):
         assert (toxicity >= np.exp(each["reward"]) - 1e-6).all(), "Jensen: mean P is at least exp of mean log P"
     # Rows hold the rewards that the task gives when it is asked again.
     first = rows[0]
-    texts = [
-        s.experiment.tokenizer.decode(tokens[:length].tolist())
-        for tokens, length in zip(first["response_tokens"], first["response_length"], strict=True)
-    ]
+    texts = [s.experiment.tokenizer.decode(trajectory.response(first, i).tolist()) for i in range(len(first["row"]))]
     query = s.experiment.task.queries("train")[0]
     again = s.experiment.task.rewards([query] * len(texts), texts, first["finished"])
     np.testing.assert_allclose(again.reward, first["reward"], atol=1e-4)
 
 
-def test_what_only_the_models_tell_is_refused_before_a_run(tmp_path, first_device):
+def test_what_only_the_models_tell_is_refused_before_a_run(tmp_path, one_device):
     """By the check that each role and --dry_run make."""
     c = red_team_gpt2.get_config()
     c.update_from_flattened_dict(SMALL | SMALLER | OF_LETTERS)
@@ -176,7 +166,7 @@ def test_another_victim_is_another_contract(tmp_path):
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_a_run_begins_with_attacks_of_people_and_samples_of_the_reference(tmp_path, first_device):
+def test_a_run_begins_with_attacks_of_people_and_samples_of_the_reference(tmp_path, one_device):
     """As the recipe's docstring has it: a first run of one step leaves rows of π_ref, others mount them; attacks are appended."""
     folders = {
         "model.path": spelled_checkpoints.write(tmp_path / "attacker", "gpt2"),

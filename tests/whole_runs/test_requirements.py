@@ -12,7 +12,7 @@ import pytest
 from tba_jax.run import processes
 from tba_jax.tasks import EXTRAS
 from tests.support import random_checkpoints, tiny_run
-from tests.whole_runs.test_recipes import SMALL, problems
+from tests.support.small_recipes import SMALL, problems
 
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 
@@ -29,7 +29,7 @@ def call(arguments: list[str], timeout: float = 300) -> subprocess.CompletedProc
 def test_the_tests_have_the_package_of_every_extra_that_is_no_accelerators():
     extras = tomllib.loads((tiny_run.ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert {extra for _, extra in EXTRAS.values()} <= extras.keys()
-    for name in extras.keys() - {"cuda12", "cuda13", "tpu", "parity"}:
+    for name in extras.keys() - {"cuda12", "cuda13", "tpu", "parity", "docs"}:
         assert set(extras[name]) <= set(extras["dev"]), name
 
 

@@ -27,8 +27,6 @@ from tba_jax.run.metrics import TimeAccount
 from tba_jax.tasks.interface import Query, Scores, Task
 from tests.support import applied, tiny_run
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 Q, S, R = 3, 4, 12  # queries of a batch, samples of a query, response tokens
 ROWS = Q * S
 # Ten queries, so that a batch holds queries of two passes; four slots, so that a batch does not fit at once.
@@ -52,7 +50,7 @@ def make(folder: Path, task: Callable[[Task], Task] | None = None, **changes: An
     publish(s, 0)
     if task is not None:
         s = dataclasses.replace(s, experiment=dataclasses.replace(s.experiment, task=task(s.experiment.task)))
-    return s, jobs._make_searcher(s, name="tested", account=TimeAccount())
+    return s, jobs.make_searcher(s, name="tested", account=TimeAccount())
 
 
 def weights(s: jobs.Settings, step: int) -> dict[str, Any]:
@@ -195,9 +193,10 @@ def test_tokens_are_drawn_by_the_weights_of_their_step_when_a_snapshot_arrives_i
     mixed = first != last
     assert mixed[:ROWS].any() and mixed[4 * ROWS :].any() if swap == "at_once" else not mixed.any()
     assert set(first.tolist()) == {0, 1, 2} and (first[-ROWS:] == 2).all()
-    whole = [rows[name] for name in ("prompt_tokens", "prompt_length", "response_tokens", "response_length")]
+    whole = [rows[name] for name in ("tokens", "prompt_length", "response_length")]
     model, space = s.experiment.policy.model, s.experiment.contract.response_space()
-    score = jax.jit(functools.partial(applied.response_logprobs, config=model, space=space, logit_bytes=1 << 20, remat="none"))
+    settings = dict(R=rows["policy_step"].shape[1], config=model, space=space, logit_bytes=1 << 20, remat="none")
+    score = jax.jit(functools.partial(applied.response_logprobs, **settings))
     for step in range(3):
         difference = np.abs(rows["policy_logprobs"] - score(weights(s, step), *whole)[0]).max(axis=1)
         assert (difference[(first == step) & ~mixed] < 2e-5).all() and (difference[(first != step) & (last != step)] > 0.05).all()

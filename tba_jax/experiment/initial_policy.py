@@ -1,0 +1,92 @@
+"""The policy that step 0 of a run starts from, which is its reference policy as well."""
+
+import logging
+import shutil
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from tba_jax import sharding
+from tba_jax.experiment import other_runs
+from tba_jax.experiment.composition import Experiment
+from tba_jax.models import parameters
+from tba_jax.models.hugging_face import load
+from tba_jax.models.parameters import Params
+from tba_jax.run import contract as contract_lib
+from tba_jax.run import layout, places, snapshots
+from tba_jax.supervised.warm_start import warm_start
+
+log = logging.getLogger(__name__)
+
+
+def check(experiment: Experiment, run: layout.RunDir, *, init_from: str = "") -> None:
+    """Raises ValueError where the initial policy is yet to be imported, and its checkpoint is not whole."""
+    config = experiment.config
+    if config.model.path and not (init_from or config.replay.mount or places.exists(run.initial_reference)):
+        load.check_weights(config.model.path, experiment.policy.model)
+
+
+def ensure(experiment: Experiment, run: layout.RunDir, *, report: Callable[[int, float], None]) -> str:
+    """Makes the policy that step 0 starts from, if the run has none yet, and returns its id.
+
+    The policy is the reference policy of the mounted runs. Without mounts it is the snapshot that --init_from named. Without
+    either it is imported, warm-started or random, as the config says.
+
+    Args:
+      report: of the warm start, see supervised.warm_start.
+
+    Returns:
+      16 hex digits, a hash of the weights; `run.reference(id)` holds them as a snapshot.
+    """
+    if places.exists(run.initial_reference):
+        return layout.read_json(run.initial_reference)["id"]
+    config, policy = experiment.config, experiment.policy
+    init_from = contract_lib.read(run)["init_from"]
+    mesh = sharding.make_mesh(tuple(config.learner.mesh.values()), setting="learner.mesh")
+    beside = run.references if isinstance(run.references, Path) else run.root
+    draft = beside / f".draft-{uuid.uuid4().hex[:8]}"
+    if config.replay.mount:
+        other_runs.copy_reference(config.replay.mount[0], draft)
+    else:
+        made = other_runs.load_policy(init_from, policy, mesh) if init_from else _initial_params(experiment, mesh, report)
+        snapshots.save(draft, made, snapshots.SnapshotInfo(step=0, epoch=0), dtype="float32")
+        del made
+    reference_id = snapshots.fingerprint(draft)
+    if places.exists(run.reference(reference_id) / snapshots.COMMIT):
+        shutil.rmtree(draft)
+    else:
+        snapshots.adopt(draft, run.reference(reference_id))
+    if init_from:
+        reference = run.reference(reference_id)
+        other_runs.take_optimizer(init_from, run, config, experiment.contract, policy=policy, reference=reference, mesh=mesh)
+    layout.write_json(run.initial_reference, {"id": reference_id})
+    log.info("reference policy %s: %d parameters", reference_id, parameters.count(policy.model_specs))
+    return reference_id
+
+
+def _initial_params(experiment: Experiment, mesh: Any, report: Callable[[int, float], None]) -> Params:
+    config, model = experiment.config, experiment.policy.model
+    shardings = experiment.policy.model_shardings(mesh)
+    if config.model.path:
+        return load.load_params(load.resolve_folder(config.model.path), model, shardings)
+    if not config.warm_start.steps:
+        return jax.jit(experiment.policy.base.init, out_shardings=shardings)(jax.random.key(config.seed))
+    w = config.warm_start
+    return warm_start(
+        experiment.task,
+        experiment.tokenizer,
+        config=model,
+        mesh=mesh,
+        seed=config.seed,
+        prompt_length=config.task.prompt_length,
+        response_length=config.task.response_length,
+        steps=w.steps,
+        batch_size=w.batch_size,
+        learning_rate=w.learning_rate,
+        warmup_steps=w.warmup_steps,
+        report_every_steps=w.report_every_steps,
+        report=report,
+    )

@@ -1,0 +1,43 @@
+"""The mesh of a role against the devices that it has: what the mesh must make up and divide."""
+
+from typing import Any
+
+from tba_jax import sharding
+from tba_jax.decoding import sizes
+from tba_jax.experiment.composition import Experiment
+from tba_jax.models import parameters
+
+
+def check(experiment: Experiment, *, role: str, devices: int) -> None:
+    """Raises ValueError where the mesh of a role does not make up its devices, or does not divide its rows or parameters."""
+    config = experiment.config
+    batch = config.learner.micro_batch_rows or config.learner.queries * config.learner.completions
+    warm = config.warm_start.batch_size if config.warm_start.steps else batch
+    rows_of_learner = "learner.micro_batch_rows or learner.queries × learner.completions"
+    rows_of_searcher = "searchers.queries_per_batch × searchers.samples_per_query"
+    section, settings = {
+        "trainer": ("learner", {rows_of_learner: batch, "warm_start.batch_size": warm}),
+        "searcher": ("searchers", {rows_of_searcher: config.searchers.queries_per_batch * config.searchers.samples_per_query}),
+        "evaluator": ("evaluation", {"evaluation.batch_size": config.evaluation.batch_size}),
+    }[role]
+    own = config[section].task_devices if role != "trainer" else 0
+    if own >= devices:
+        raise ValueError(f"{section}.task_devices={own} leaves the policy none of the {devices} devices of this role")
+    shape = sharding.mesh_shape(tuple(config[section].mesh.values()), devices - own, setting=f"{section}.mesh")
+    for what, rows in settings.items():
+        sharding.check_ways(rows, shape[0] * shape[1], what=what)
+    _check_slots(config, role, ways=shape[0])
+    mesh_sizes = dict(zip(sharding.MESH_AXES, shape, strict=True))
+    parameters.check_divides(mesh_sizes, experiment.policy.model_specs)
+
+
+def _check_slots(config: Any, role: str, *, ways: int) -> None:
+    """Raises ValueError where the slots of a role that decodes cannot be divided over the data ways of its mesh."""
+    s = config.searchers
+    batch = s.queries_per_batch * s.samples_per_query
+    if role == "searcher":
+        what = f"searchers.slots={s.slots}" if s.slots else f"searchers.slots=0 (queries_per_batch × samples_per_query = {batch})"
+        sizes.arrange(s.slots or batch, s.samples_per_query, ways, what=what)
+    elif role == "evaluator":
+        size = config.evaluation.batch_size
+        sizes.arrange(size, 1, ways, what=f"evaluation.batch_size={size}")

@@ -1,0 +1,100 @@
+"""The policy and the tokenizer that a config names, and what its other settings ask of them."""
+
+import dataclasses
+from typing import Any
+
+from tba_jax.experiment.named_task import task_class
+from tba_jax.models import parameters
+from tba_jax.models.config import DecoderConfig
+from tba_jax.models.hugging_face import load
+from tba_jax.models.lora import LoraConfig
+from tba_jax.models.policy import Policy
+from tba_jax.models.presets import PRESETS
+from tba_jax.text import vocabulary
+from tba_jax.text.tokenizers import CharacterTokenizer, HuggingFaceTokenizer, Tokenizer
+
+
+def policy_and_tokenizer(config: Any) -> tuple[Policy, Tokenizer]:
+    """The policy that config.model and config.lora name, and its tokenizer, which is the task's own without model.path.
+
+    Raises:
+      ValueError: the checkpoint cannot be used, or policy, adapters and tokenizer do not go together.
+    """
+    if config.model.path:
+        folder = load.resolve_folder(config.model.path)
+        model = load.read_config(
+            folder, compute_dtype=config.model.compute_dtype, attention=config.model.attention, head="language_model"
+        )
+        tokenizer: Tokenizer = HuggingFaceTokenizer(folder)
+    else:
+        alphabet = getattr(task_class(config.task.name), "alphabet", "")
+        if not alphabet:
+            raise ValueError(f"task.name={config.task.name!r} needs a pretrained model: set model.path to its folder")
+        tokenizer = CharacterTokenizer(alphabet)
+        model = _model_from_shape(config, tokenizer.vocab_size)
+    if tokenizer.vocab_size > model.vocab:
+        raise ValueError(
+            f"model.path={config.model.path!r}: the tokenizer has {tokenizer.vocab_size} ids, the embedding only {model.vocab}"
+        )
+    policy = Policy(model=model, lora=_lora(config))
+    _ = policy.trained_specs  # refuses targets that the model does not have
+    return policy, tokenizer
+
+
+def _model_from_shape(config: Any, vocab: int) -> DecoderConfig:
+    m = config.model
+    if m.preset:
+        return dataclasses.replace(PRESETS[m.preset], compute_dtype=m.compute_dtype, attention=m.attention)
+    return DecoderConfig(
+        layers=m.layers,
+        width=m.width,
+        heads=m.heads,
+        kv_heads=m.kv_heads,
+        head_size=m.head_size,
+        ffn=m.ffn,
+        vocab=vocab,
+        max_positions=config.task.prompt_length + config.task.response_length,
+        tied_embedding=m.tied_embedding,
+        compute_dtype=m.compute_dtype,
+        attention=m.attention,
+    )
+
+
+def _lora(config: Any) -> LoraConfig | None:
+    c = config.lora
+    return LoraConfig(rank=c.rank, alpha=c.alpha, targets=tuple(c.targets)) if c.rank else None
+
+
+def check(config: Any, policy: Policy, tokenizer: Tokenizer) -> None:
+    """Raises ValueError where kernel, meshes, stop strings or lengths do not go with the policy or the tokenizer."""
+    task, model = config.task, policy.model
+    _check_kernel(model)
+    _check_mesh_sizes(config, policy)
+    vocabulary.check_stop_strings(task.stop_strings, tokenizer, model.vocab)
+    vocabulary.check_stop_strings(task.step_ends, tokenizer, model.vocab, setting="task.step_ends", special=False)
+    total = task.prompt_length + task.response_length
+    if total > model.max_positions:
+        raise ValueError(
+            f"task.prompt_length={task.prompt_length} + task.response_length={task.response_length} = {total} exceed the model's "
+            f"{model.max_positions} positions"
+        )
+
+
+def _check_kernel(model: DecoderConfig) -> None:
+    """Refuses what cuDNN's flash attention does not take."""
+    if model.attention != "cudnn":
+        return
+    if model.compute_dtype != "bfloat16":
+        raise ValueError(f"model.attention=cudnn needs model.compute_dtype=bfloat16, not {model.compute_dtype}")
+    if model.head_size % 8 or model.head_size > 128:
+        raise ValueError(f"model.attention=cudnn takes heads of a multiple of 8 up to 128, the model's are {model.head_size}")
+
+
+def _check_mesh_sizes(config: Any, policy: Policy) -> None:
+    """Refuses meshes that do not divide the parameters, as far as that is known without devices."""
+    for section in ("learner", "searchers", "evaluation"):
+        mesh = config[section].mesh
+        try:
+            parameters.check_divides({"data": 1, "fsdp": max(mesh.fsdp, 1), "tensor": max(mesh.tensor, 1)}, policy.model_specs)
+        except ValueError as error:
+            raise ValueError(f"{section}.mesh: {error}") from error

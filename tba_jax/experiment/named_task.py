@@ -1,0 +1,104 @@
+"""The task that a config names, and the queries of each of its splits."""
+
+import contextlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tba_jax.rewards import models
+from tba_jax.roles import evaluator
+from tba_jax.tasks import EXTRAS, TASKS, own
+from tba_jax.tasks.interface import SPLITS, Query, Shortens, Task
+from tba_jax.text import prompts
+from tba_jax.text.tokenizers import Tokenizer
+
+
+def check_package(task: str) -> None:
+    """Raises ValueError where the task's package is an extra that is not installed."""
+    if task not in EXTRAS:
+        return
+    package, extra = EXTRAS[task]
+    if importlib.util.find_spec(package) is None:
+        raise ValueError(
+            f"task.name={task!r} needs the package {package}, which is not installed; it is the extra `{extra}`: "
+            f"`make {extra}` installs it, and so does pip install -e '.[{extra}]'"
+        )
+
+
+def task_class(name: str) -> Callable[..., Task]:
+    """The class of a task that `name`, task.name, names: of TASKS, or of the user's file."""
+    return own.load(name) if own.is_named(name) else TASKS[name]
+
+
+def make(config: Any) -> tuple[Task, dict[str, Any]]:
+    """The task that config.task names, and its settings.
+
+    Raises:
+      ValueError: the task refuses its settings, or it does not go with the rest of the config.
+    """
+    task, settings = _construct(config.task)
+    if task.score_name in evaluator.REPORTED:
+        raise ValueError(
+            f"the task's score_name={task.score_name!r} is that of another figure of evaluation reports; call it otherwise"
+        )
+    for section in ("searchers", "evaluation"):
+        devices = config[section].task_devices
+        if devices and not models.uses(task):
+            raise ValueError(
+                f"{section}.task_devices={devices} would not be used: task.name={config.task.name!r} scores without models"
+            )
+    return task, settings
+
+
+def _construct(section: Any) -> tuple[Task, dict[str, Any]]:
+    name, custom = section.name, section.custom.to_dict()
+    if own.is_named(name):
+        with own.blamed(name, "its constructor"):
+            return own.make(task_class(name), custom, section="task.custom"), custom
+    if custom:
+        raise ValueError(f"task.custom.{min(custom)} is of a task of one's own, FILE.py:CLASS, and task.name={name!r} is none")
+    settings = section[name].to_dict() if name in section else {}
+    return TASKS[name](**settings), settings
+
+
+def encode_queries(
+    config: Any, task: Task, tokenizer: Tokenizer, *, template: str
+) -> tuple[dict[str, prompts.EncodedQueries], dict[str, int]]:
+    """The queries that fit task.prompt_length, and the number of queries that were left out as too long, both by split.
+
+    Args: template: of prompts, see prompts.template.
+
+    Raises:
+      ValueError: the task gives no queries or something else, prompts are too long, or an update needs more queries.
+    """
+    queries, skipped = dict[str, prompts.EncodedQueries](), dict[str, int]()
+    for split in SPLITS:
+        queries[split], skipped[split] = prompts.encode(
+            _queries(config.task.name, task, split),
+            tokenizer,
+            template=template,
+            limit=config.task.prompt_length,
+            long_prompts=config.task.long_prompts,
+            split=split,
+            shorten=task.shortened if isinstance(task, Shortens) else None,
+        )
+    if config.learner.queries > len(queries["train"]):
+        raise ValueError(
+            f"learner.queries={config.learner.queries} is more than the {len(queries['train'])} train queries of the task"
+        )
+    return queries, skipped
+
+
+def _queries(name: str, task: Task, split: str) -> Sequence[Query]:
+    """What the task gives for a split. Raises ValueError where that is nothing, or anything but queries."""
+    with own.blamed(name, f"queries({split!r})") if own.is_named(name) else contextlib.nullcontext():
+        queries = list(task.queries(split))
+    if not queries:
+        raise ValueError(f"task.name={name!r}: queries({split!r}) gave none")
+    for query in queries:
+        if not (isinstance(query, Query) and isinstance(query.prompt, str) and isinstance(query.answer, str) and query.prompt):
+            raise ValueError(
+                f"task.name={name!r}: queries({split!r}) must give Query(prompt, answer), texts, the first not empty; it gave "
+                f"{repr(query)[:100]}"
+            )
+    return queries

@@ -1,0 +1,281 @@
+"""All settings of a run: one line each, with its default, the values that it may have (tba_jax/schemas.py) and its meaning.
+
+Recipes get the defaults from configs/base.py. The schema stands in the package because commands that open a run by its folder
+(append, evaluate …) have no recipe and check its settings too. Every setting is also a flag: `--config.learner.steps=100`.
+Settings marked (contract) must be equal for all roles that share a workdir. A resumed run changes seed, learner, replay, publish
+and schedule with --allow_change alone, except for what is marked free (always) or fixed (never); all other settings may change.
+
+This file does not import JAX, so that recipes load at once.
+"""
+
+from ml_collections.config_dict import ConfigDict, placeholder
+
+from tba_jax.schemas import Schema, setting
+
+c = ConfigDict()
+c.seed = setting(0, at_least=0, below=2**32)
+
+# What is learned. (contract)
+c.task = ConfigDict()
+c.task.name = setting("arithmetic", registry="tasks")  # a task of tba_jax/tasks, or your own: FILE.py:CLASS
+c.task.prompt_length = setting(16, at_least=1)  # P, tokens; task.long_prompts says what happens to longer prompts
+c.task.response_length = setting(32, at_least=1)  # R, tokens, including end-of-sequence
+c.task.min_response_length = setting(0, at_least=0)  # tokens before which end-of-sequence has probability 0; 0: any length
+c.task.banned_tokens = ()  # ids of tokens that have probability 0 in responses, besides the special tokens
+# Texts that end a response, such as ("\n\n", "Question:"). The response ends with the token that completes such a text, whatever
+# its length, and keeps both. "<|im_end|>" or the text of another special token allows that token in responses.
+c.task.stop_strings = ()
+# Texts that end a step of a response, such as ("\n",). If given, searchers also sample continuations from the states between
+# steps, and rows store the mean rewards of these continuations as the values of the states, from which vine_ppo learns.
+c.task.step_ends = ()
+c.task.long_prompts = setting("refuse", one_of=("refuse", "skip"))  # skip: queries with longer prompts are left out and counted
+c.task.chat_template = False  # True: a prompt is a user's message in the tokenizer's chat template
+c.task.system_prompt = ""  # with chat_template: the system message before the prompt
+c.task.missing_eos_reward = placeholder(float)  # reward of a response that is cut at R; unset: the task's reward
+c.task.embedding_path = ""  # a sentence encoder (BERT, RoBERTa) that embeds each response; the embedding is stored in its row
+c.task.custom = ConfigDict()  # settings of your own task: the arguments of its class
+c.task.arithmetic = ConfigDict()
+c.task.arithmetic.digits = setting(3, at_least=1)
+c.task.arithmetic.train_queries = setting(4000, at_least=1)
+c.task.arithmetic.heldout_queries = setting(256, at_least=1)
+c.task.arithmetic.seed = setting(0, at_least=0)
+c.task.countdown = ConfigDict()
+# characters: short prompts and responses for the built-in tokenizer; text: for a pretrained model.
+c.task.countdown.style = setting("characters", one_of=("characters", "text"))
+c.task.countdown.numbers = 4  # numbers of a query
+c.task.countdown.largest = setting(9, at_least=1)  # the largest number of a query
+c.task.countdown.operations = "+-"  # operations that make the targets; answers may use + - * / and parentheses
+c.task.countdown.largest_target = setting(99, at_least=1)
+c.task.countdown.train_queries = setting(1500, at_least=1)
+c.task.countdown.heldout_queries = setting(256, at_least=1)
+c.task.countdown.seed = setting(0, at_least=0)
+c.task.story_sentiment = ConfigDict()
+c.task.story_sentiment.data_path = ""  # a JSON list of stories
+c.task.story_sentiment.opening_words = setting(12, at_least=1)
+c.task.story_sentiment.heldout_queries = setting(128, at_least=1)
+# Each path is a .jsonl, .json or .parquet file, or a data set of the hub as owner/name or owner/name:config.
+c.task.gsm8k = ConfigDict()
+c.task.gsm8k.train_path = "openai/gsm8k:main"  # rows {"question", "answer"}; on the hub, the split train
+c.task.gsm8k.heldout_path = "openai/gsm8k:main"  # likewise; on the hub, the split test
+c.task.math = ConfigDict()
+c.task.math.train_path = ""  # rows {"problem", "answer"}, or {"problem", "solution"} with a \\boxed{} answer
+c.task.math.heldout_path = "HuggingFaceH4/MATH-500"
+c.task.math.prompt = "Problem:\n{problem}\n\nReason step by step, and put the final answer within \\boxed{}.\n\nSolution:\n"
+c.task.math.time_limit = 10.0  # seconds for the comparison of one answer; a comparison that takes longer gives reward 0
+c.task.math.retries = 1  # of a comparison that failed for another reason; if the last fails too, the reward is NaN
+c.task.math.concurrency = 2  # processes that compare answers, in each role that scores responses
+# Tests the safety of a model that you are responsible for: the policy attacks, the victim replies, a classifier rates the reply.
+c.task.red_team = ConfigDict()
+c.task.red_team.attack_prompt = ""  # the text that the attacker continues, if there is one query
+c.task.red_team.attack_prompt_path = ""  # rows {"attacker_prompt"}, one query each
+c.task.red_team.replies = 5  # replies of the victim to an attack; the reward is their mean log toxicity
+c.task.red_team.seed = 0  # of the replies
+c.task.red_team.victim_path = ""  # a Hugging Face folder or hub id; must be set
+c.task.red_team.victim_template = ""  # a text with {attack} once; "": the chat template of the victim's tokenizer
+c.task.red_team.victim_system_prompt = ""  # with the chat template: the system message before the attack
+c.task.red_team.victim_temperature = 1.0
+c.task.red_team.victim_top_p = 1.0
+c.task.red_team.victim_prompt_length = 128  # tokens, including the template; a longer attack loses its end
+c.task.red_team.victim_reply_length = 64  # tokens
+c.task.red_team.victim_concurrency = 160  # replies that are decoded side by side
+# sequence: a …ForSequenceClassification model reads the reply | unsafe_token: a causal model is asked about attack and reply |
+# linear: an .npz of TF-IDF and linear SVMs, for trials on a CPU
+c.task.red_team.classifier = "sequence"
+c.task.red_team.classifier_path = ""
+c.task.red_team.classifier_label = ""  # sequence: the toxic label; unsafe_token: the token that means toxic, such as "unsafe"
+c.task.red_team.classifier_template = ""  # unsafe_token: a text with {attack} and {reply}; "": the classifier's chat template
+c.task.red_team.classifier_ending = ""  # unsafe_token: a text between the template and the token
+c.task.red_team.classifier_length = 1024  # unsafe_token: tokens of template, attack and reply; a longer reply loses its end
+c.task.red_team.compute_dtype = "float32"  # float32 | bfloat16, of victim and classifier
+c.task.red_team.success_threshold = 0.5  # an attack succeeds if the mean toxicity of its replies is above this
+c.task.red_team.embedder_path = ""  # a sentence encoder; with it, reports say how much attacks differ
+c.task.tldr = ConfigDict()
+# Rows {"summary"} with a ready "query", or with "title", "post" and perhaps "subreddit". Such a post loses paragraphs from its
+# end until the prompt fits task.prompt_length. On the hub: the splits train and validation.
+c.task.tldr.train_path = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
+c.task.tldr.heldout_path = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
+c.task.tldr.reward_path = ""  # the reward model: a folder or hub id of a …ForSequenceClassification model with one label
+c.task.tldr.gold_path = ""  # another such model, with which evaluation computes the win rate; "": no win rate
+c.task.tldr.compute_dtype = setting("bfloat16", one_of=("float32", "bfloat16"))  # of both reward models
+c.task.tldr.batch_rows = setting(16, at_least=1)  # texts in one forward pass of a reward model on a device
+
+# The policy. (contract, but for compute_dtype and attention)
+c.model = ConfigDict()
+c.model.path = ""  # a Hugging Face folder or hub id with weights and tokenizer; "": random weights
+c.model.preset = setting("", registry="presets")  # random weights: the shape of a published model; "": the shape below
+c.model.layers = setting(2, at_least=1)
+c.model.width = setting(128, at_least=1)
+c.model.heads = setting(4, at_least=1)
+c.model.kv_heads = setting(4, at_least=1)
+c.model.head_size = setting(32, at_least=1)
+c.model.ffn = setting(384, at_least=1)
+c.model.tied_embedding = True
+c.model.compute_dtype = setting("float32", one_of=("float32", "bfloat16"))  # weights and sums of log-probs are always float32
+# The kernel of attention over whole sequences. auto: cudnn on NVIDIA GPUs in bfloat16, else xla.
+c.model.attention = setting("auto", one_of=("auto", "xla", "cudnn"))
+
+# Low-rank adapters: only they are trained and published. (contract)
+c.lora = ConfigDict()
+c.lora.rank = setting(0, at_least=0)  # 0: no adapters, the whole policy is trained
+c.lora.alpha = setting(16.0, above=0)  # the update is scaled by alpha / rank
+c.lora.targets = ("layers.*",)  # linear maps, by patterns: layers.attention.query, layers.feed_forward.*, lm_head (if untied)
+
+# Supervised warm start on the task's worked examples; its result is the reference policy. (contract)
+c.warm_start = ConfigDict()
+c.warm_start.steps = setting(0, at_least=0)  # 0: no warm start
+c.warm_start.batch_size = setting(128, at_least=1)
+c.warm_start.learning_rate = setting(2e-3, above=0)
+c.warm_start.warmup_steps = setting(30, at_least=0)
+c.warm_start.report_every_steps = setting(25, at_least=1)
+
+# Generation by searchers.
+c.sampling = ConfigDict()
+c.sampling.scoring_temperature = setting(1.0, above=0)  # T of policy and reference, softmax(logits / T) (contract)
+c.sampling.temperature = setting(1.0, above=0)
+c.sampling.top_k = setting(0, at_least=0)  # 0: off
+c.sampling.top_p = setting(1.0, above=0, at_most=1)
+c.sampling.min_p = setting(0.0, at_least=0, below=1)
+c.sampling.explore_temperature_probability = setting(0.0, at_least=0, at_most=1)  # share of rows at [T, T * factor]
+c.sampling.explore_temperature_factor = setting(1.1 / 0.7, at_least=1)
+c.sampling.explore_top_p_probability = setting(0.0, at_least=0, at_most=1)  # share of rows with top-p in [low, 1]
+c.sampling.explore_top_p_low = setting(0.7, above=0, at_most=1)
+
+c.searchers = ConfigDict()
+c.searchers.count = setting(2, at_least=0)  # searchers that --role=all starts; more may join. 0: only rows of replay.mount
+c.searchers.queries_per_batch = setting(8, at_least=1)
+c.searchers.samples_per_query = setting(24, at_least=1)  # S, at least learner.completions
+c.searchers.value_samples = setting(9, at_least=1)  # continuations from each state between steps (task.step_ends)
+c.searchers.value_states = setting(0, at_least=0)  # most states of a response that get a value, evenly spaced; 0: all
+c.searchers.slots = setting(0, at_least=0)  # sequences decoded side by side; 0: queries_per_batch * samples_per_query
+c.searchers.decode_chunk = setting(32, at_least=1)  # decode steps before new weights and new queries can be taken up
+# How a new snapshot is taken up. at_once: all sequences continue with it, between two decode steps. new_sequences: sequences
+# whose prompt the old weights have computed end with the old weights (up to two prompts a group), and slots idle until then.
+c.searchers.swap = setting("at_once", one_of=("at_once", "new_sequences"))
+c.searchers.reward_batches = setting(32, at_least=1)  # batches that may wait for their rewards while the next are decoded
+c.searchers.cpu_devices = setting(1, at_least=1)  # data-parallel decoders of a searcher process on CPUs, at best one per core
+c.searchers.task_devices = setting(0, at_least=0)  # last devices of a searcher, for the task's models alone; 0: they share all
+c.searchers.max_rows_per_snapshot = setting(0, at_least=0)  # backpressure: rows before it waits for a newer snapshot; 0: off
+c.searchers.poll_seconds = setting(0.2, above=0)  # between looks at a local folder; an object store is asked every 2 s at most
+c.searchers.stop_seconds = setting(10.0, at_least=0)  # for the batch in flight after SIGTERM; then it is abandoned
+c.searchers.weights = setting("full", one_of=("full", "int8"))  # int8: weight-only, per output channel, of the sampled policy
+c.searchers.logit_megabytes = setting(128, at_least=1)  # most memory of logits on a device while the reference scores
+c.searchers.memory_fraction = setting(0.2, at_least=0, at_most=1)  # of each searcher, if roles share a GPU
+c.searchers.mesh = ConfigDict(dict(data=-1, fsdp=1, tensor=1))  # data=-1: all devices that are left
+
+c.replay = ConfigDict()
+c.replay.capacity = setting(50_000, at_least=1, fixed=True)  # resident rows; the oldest leave first
+c.replay.capacity_per_query = setting(100, at_least=1, fixed=True)
+c.replay.merge_duplicates = setting(True, fixed=True)  # identical responses to a query are kept once, the newest wins
+# Responses to a query up to this distance count as the same: the share of tokens that differ, or of embeddings. 0: off.
+c.replay.merge_edit_distance = setting(0.0, at_least=0, below=1, fixed=True)
+c.replay.merge_cosine_distance = setting(0.0, at_least=0, below=2, fixed=True)  # needs task.embedding_path
+c.replay.drop = setting("oldest", one_of=("oldest", "lowest_reward"), fixed=True)  # the row that leaves a full query or window
+c.replay.recent_probability = setting(0.95, at_least=0, at_most=1)  # m: share of queries drawn from recent rows
+c.replay.recent_window = setting(0, at_least=0)  # trainer steps that count as recent; 0: publish.every_steps
+c.replay.strategy = setting("uniform", registry="strategies")  # how the rows of the other queries are drawn; softmax: of reward
+c.replay.inverse_temperature = setting(1.0, above=0)  # of the softmax strategy
+c.replay.max_draws_per_row = setting(0, at_least=0)  # 0: no limit
+c.replay.max_staleness = setting(0, at_least=0)  # trainer steps; 0: no limit
+c.replay.min_rows = setting(0, at_least=0)  # rows that must be resident before a step; 0: as many as a batch needs
+c.replay.segment_appends = setting(256, at_least=1, free=True)
+# checkpoints: segments that no kept checkpoint needs are removed, and the audit names them.
+c.replay.retention = setting("all", one_of=("all", "checkpoints"))
+c.replay.poll_seconds = setting(0.2, above=0, free=True)  # as searchers.poll_seconds
+# Workdirs of other runs, finished or not, whose rows are trained on beside this run's own. Other runs are only read. Contract and
+# reference policy must be those of this run. The staleness of their rows is counted from step 0 of this run.
+c.replay.mount = ()
+
+c.learner = ConfigDict()
+# trajectory_balance (VarGrad) | learned_log_z (a head predicts log Z from the prompt) | tba_prime (token level, TBA′) |
+# reinforce | rloo | proximal_rloo | ppo (a head predicts values) | vine_ppo (Monte-Carlo values in rows) | grpo | dr_grpo |
+# online_dpo | raft | icepop | gspo | cispo. What each needs: tba_jax/objectives/__init__.py
+c.learner.objective = setting("trajectory_balance", registry="objectives")
+c.learner.steps = setting(500, at_least=1)
+c.learner.queries = setting(7, at_least=1)  # Q
+c.learner.completions = setting(20, at_least=1)  # K; 1 is enough for learned_log_z, ppo and vine_ppo
+c.learner.micro_batch_rows = setting(0, at_least=0, free=True)  # 0: the whole batch in one pass
+c.learner.logit_megabytes = setting(128, at_least=1, free=True)  # most memory of logits on a device
+c.learner.remat = setting("full", registry="remat", free=True)  # none | dots | full: what the backward pass recomputes of a layer
+c.learner.learning_rate = setting(1e-5, above=0)
+c.learner.schedule = setting("constant", registry="schedules")  # constant | linear | wsd
+c.learner.warmup_steps = setting(10, at_least=0)
+c.learner.decay_steps = setting(0, at_least=0)  # of wsd
+# The optimum is ∝ exp((log π_ref / γ + r / β) / τ). Only trajectory balance and TBA′ have γ and τ. Each of the three is linear
+# from start to end over so many steps, and constant after them. β = 0 leaves the KL term out, if the objective allows it.
+c.learner.beta_start = setting(0.012, at_least=0)  # β, the KL coefficient; raft, gspo and cispo use it in metrics alone
+c.learner.beta_end = setting(0.004, at_least=0)
+c.learner.beta_steps = setting(500, at_least=0)
+c.learner.ref_temperature_start = setting(1.0, above=0)  # γ
+c.learner.ref_temperature_end = setting(1.0, above=0)
+c.learner.ref_temperature_steps = setting(0, at_least=0)
+c.learner.reward_temperature_start = setting(1.0, above=0)  # τ
+c.learner.reward_temperature_end = setting(1.0, above=0)
+c.learner.reward_temperature_steps = setting(0, at_least=0)
+c.learner.log_z_learning_rate = setting(1e-2, above=0)  # of the head of learned_log_z; its schedule is the policy's
+# The objective's name stands before what it reads. On-policy, every ratio π_θ/π_behaviour is 1.
+c.learner.importance_clip = setting(8.0, above=1, or_zero=True)  # tba_prime: most that π_θ/π_behaviour counts; 0: not weighted
+c.learner.log_ratio_clip = setting(10.0, above=0)  # tba_prime: most that a token's log π_θ − log π_ref counts, in nats
+c.learner.clip_low = setting(0.2, above=0, at_most=1)  # proximal_rloo, ppo, vine_ppo, grpo, dr_grpo: ratio from 1 − clip_low …
+c.learner.clip_high = setting(0.2, above=0)  # … to 1 + clip_high; cispo too
+c.learner.sequence_clip_low = setting(3e-4, above=0, at_most=1)  # gspo: likewise, of the response's length-normalised ratio
+c.learner.sequence_clip_high = setting(4e-4, above=0)
+c.learner.icepop_low = setting(0.5, at_least=0, below=1)  # icepop: tokens with a ratio below icepop_low …
+c.learner.icepop_high = setting(5.0, above=1)  # … or above icepop_high do not count
+c.learner.gae_lambda = setting(0.95, at_least=0, at_most=1)  # ppo: λ
+c.learner.value_coefficient = setting(0.1, above=0)  # ppo: weight of the value loss beside the policy loss
+c.learner.value_learning_rate = setting(1e-4, above=0)  # of the head of ppo; its schedule is the policy's
+c.learner.reference = ConfigDict()
+# initial: the policy of step 0 | reset: the policy of the last multiple of reset_steps | ema: ref ← α·ref + (1 − α)·θ at each
+# step | surrogate: that average to first order, from the log-probs that searchers stored, without a reference in memory. For
+# fresh rows it is the policy itself. Differences between samplers and learner (bfloat16, int8) count up to α/(1 − α) times.
+c.learner.reference.kind = setting("initial", one_of=("initial", "reset", "ema", "surrogate"))
+c.learner.reference.reset_steps = setting(50, at_least=1)  # ρ
+c.learner.reference.reset_optimizer = False  # reset: Adam's moments begin anew, too
+c.learner.reference.ema_decay = setting(0.95, above=0, below=1)  # α of ema and surrogate
+c.learner.reference.offload = setting(False, free=True)  # reset and ema: the reference rests in host memory between uses
+# If a loss or a gradient is not finite. skip: the update is left out and counted; the run still stops if no row is usable, or
+# after 10 such steps in a row.
+c.learner.non_finite = setting("stop", one_of=("stop", "skip"))
+c.learner.adam_beta1 = setting(0.9, at_least=0, below=1)
+c.learner.adam_beta2 = setting(0.95, at_least=0, below=1)
+c.learner.adam_epsilon = setting(1e-8, above=0)
+c.learner.weight_decay = setting(0.0, at_least=0)
+c.learner.clip_norm = setting(1.0, at_least=0)  # of the gradient; 0: off
+c.learner.logprob_gap_every_steps = setting(50, at_least=0, free=True)  # compares searchers' log-probs with the learner's; 0: off
+c.learner.logprob_gap_limit = setting(0.0, at_least=0, free=True)  # nats a token; 0: 1e-3 in float32, 0.1 in bfloat16
+c.learner.memory_fraction = setting(0.45, at_least=0, at_most=1, free=True)  # if roles share a GPU
+c.learner.mesh = ConfigDict(dict(data=setting(-1, free=True), fsdp=setting(1, free=True), tensor=setting(1, free=True)))
+
+c.publish = ConfigDict()
+c.publish.every_steps = setting(2, at_least=1)  # k
+c.publish.keep = setting(0, at_least=3, or_zero=True, free=True)  # newest snapshots that are kept, besides evaluated ones; 0: all
+c.publish.dtype = setting("float32", one_of=("float32", "bfloat16"))
+
+c.checkpoint = ConfigDict()
+c.checkpoint.every_steps = setting(100, at_least=1)
+c.checkpoint.keep = setting(2, at_least=1)
+
+c.evaluation = ConfigDict()
+c.evaluation.enabled = True  # --role=all starts an evaluator
+c.evaluation.every_steps = setting(100, at_least=1)  # besides the first and the last step
+c.evaluation.queries = setting(256, at_least=1)
+c.evaluation.samples_per_query = setting(1, at_least=1)  # besides the greedy response; above 1: pass@k and majority@k
+c.evaluation.batch_size = setting(128, at_least=1)
+c.evaluation.task_devices = setting(0, at_least=0)  # as searchers.task_devices
+c.evaluation.logit_megabytes = setting(128, at_least=1)  # as searchers.logit_megabytes
+c.evaluation.samples = setting(8, at_least=0)  # decoded responses in each report
+c.evaluation.memory_fraction = setting(0.1, at_least=0, at_most=1)  # if roles share a GPU
+c.evaluation.mesh = ConfigDict(dict(data=-1, fsdp=1, tensor=1))
+
+c.schedule = ConfigDict()
+c.schedule.mode = setting("asynchronous", one_of=("asynchronous", "interleaved"))  # interleaved: in turn, in one process
+c.schedule.lag = setting(0, at_least=0)  # interleaved: fresh rows come from the policy of this many steps ago; 0: on-policy
+
+c.supervisor = ConfigDict()
+c.supervisor.max_restarts = setting(20, at_least=0)  # restarts of a role without ten minutes of life between them
+c.supervisor.stop_seconds = setting(10.0, above=0)  # between asking a role to stop and killing it
+
+c.metrics = ConfigDict()
+c.metrics.every_steps = setting(5, at_least=1)
+
+SCHEMA = Schema(c, open_section="task.custom")

@@ -1,0 +1,136 @@
+"""What one line of a schema says of a setting: its default, and beside it the values that it may have.
+
+A schema is a tree of sections, `c.learner.steps = setting(500, at_least=1)`. Two things are made of it: the config that recipes
+change, which holds the defaults alone (`Schema.defaults`), and the check of what they changed (`Schema.check`).
+"""
+
+import copy
+import dataclasses
+import difflib
+import functools
+import math
+import operator
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from ml_collections import config_dict
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rule:
+    """The values that a setting may have. Every float must be finite, also without a limit.
+
+    at_least, above, at_most, below: limits of a number. or_zero: 0 is allowed too. one_of: the choices of a text. registry: the
+    choices are the names in this registry (see Schema.check). given: a text must not be empty.
+
+    free, fixed: a resumed run may always change the setting, or never.
+    """
+
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+    or_zero: bool = False
+    one_of: tuple[str, ...] = ()
+    registry: str = ""
+    given: bool = False
+    free: bool = False
+    fixed: bool = False
+
+    def check(self, name: str, value: Any, registries: Mapping[str, Collection[str]]) -> None:
+        """Raises ValueError, which names setting, value and limit, where the setting may not have the value."""
+        choices = registries[self.registry] if self.registry else self.one_of
+        if choices and value not in choices:
+            close = difflib.get_close_matches(value, choices, n=1)
+            hint = f" (did you mean {close[0]!r}?)" if close else ""
+            raise ValueError(f"{name}={value!r} is not one of {', '.join(filter(None, choices))}{hint}")
+        if self.given and not value:
+            raise ValueError(f"{name} is not given")
+        if isinstance(value, int | float) and not isinstance(value, bool) and not self._allows(value):
+            finite = "finite" if isinstance(value, float) and self.at_most is None and self.below is None else ""
+            raise ValueError(f"{name}={value} must be {' and '.join(filter(None, (self.limits(), finite)))}")
+
+    def limits(self) -> str:
+        """The rule in words, such as "at least 1" or "one of full, int8"; "" if every value of the type is allowed."""
+        if self.one_of or self.registry:
+            return f"one of {', '.join(self.one_of)}" if self.one_of else f"one of the {self.registry}"
+        low = self.at_least if self.above is None else self.above
+        high = self.at_most if self.below is None else self.below
+        if low is not None and high is not None:
+            return f"within {'[' if self.above is None else '('}{low}, {high}{']' if self.below is None else ')'}"
+        words = {"at least": self.at_least, "above": self.above, "at most": self.at_most, "below": self.below}
+        return "0 or " * self.or_zero + "".join(f"{word} {limit}" for word, limit in words.items() if limit is not None)
+
+    def _allows(self, number: float) -> bool:
+        if self.or_zero and number == 0:
+            return True
+        return (
+            math.isfinite(number)
+            and (self.at_least is None or number >= self.at_least)
+            and (self.above is None or number > self.above)
+            and (self.at_most is None or number <= self.at_most)
+            and (self.below is None or number < self.below)
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A leaf of a schema."""
+
+    default: Any
+    rule: Rule
+
+
+def setting(default: Any, **rule: Any) -> Setting:
+    """A leaf of a schema with a rule; `rule` are the fields of Rule."""
+    return Setting(default, Rule(**rule))
+
+
+class Schema:
+    """All settings of a program, each with its default and its rule."""
+
+    def __init__(self, sections: config_dict.ConfigDict, *, open_section: str = ""):
+        """sections: leaves are Settings, or plain defaults without a limit; open_section: the section that recipes may add to."""
+        self.rules: dict[str, Rule] = {}  # dotted name of every setting -> its rule
+        self._defaults = config_dict.ConfigDict()
+        self._add(self._defaults, sections, "")
+        self._defaults.lock()
+        if open_section:
+            functools.reduce(operator.getitem, open_section.split("."), self._defaults).unlock()
+
+    def _add(self, defaults: config_dict.ConfigDict, section: config_dict.ConfigDict, prefix: str) -> None:
+        for name, leaf in section.items(preserve_field_references=True):
+            if isinstance(leaf, config_dict.ConfigDict):
+                defaults[name] = config_dict.ConfigDict()
+                self._add(defaults[name], leaf, f"{prefix}{name}.")
+                continue
+            made = leaf if isinstance(leaf, Setting) else Setting(leaf, Rule())
+            defaults[name], self.rules[f"{prefix}{name}"] = made.default, made.rule
+
+    def defaults(self) -> config_dict.ConfigDict:
+        """A new config of the defaults. It is locked: a name that it does not have fails."""
+        return copy.deepcopy(self._defaults)
+
+    def check(self, config: Any, registries: Mapping[str, Collection[str]]) -> None:
+        """Checks every setting by itself, against its rule.
+
+        Args:
+          registries: the name that rules have for a registry -> the names in it. They are no part of the schema, because
+            registries import JAX, and recipes import the schema.
+
+        Raises:
+          ValueError: one sentence that names the setting, its value and the limit.
+        """
+        leaves = flatten(config.to_dict())
+        for name, rule in self.rules.items():
+            if name not in leaves:
+                raise ValueError(f"the config has no setting {name}: it was not made by this version of tba_jax")
+            rule.check(name, leaves[name], registries)
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}."""
+    leaves: dict[str, Any] = {}
+    for name, value in tree.items():
+        leaves |= flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return leaves

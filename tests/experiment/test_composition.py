@@ -1,0 +1,143 @@
+"""What a config is built into: policy and tokenizer, task and queries, contract."""
+
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from configs import story_sentiment
+from tba_jax.experiment import composition
+from tba_jax.text import vocabulary
+from tba_jax.text.tokenizers import HuggingFaceTokenizer
+from tests.support import tiny_checkpoints, tiny_run
+
+FIXTURES = Path(__file__).parent.parent / "fixtures"
+
+
+@pytest.fixture
+def model_folder(tmp_path) -> Path:
+    """A tiny Llama of 48 ids and 64 positions, with a tokenizer of 40 ids."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    folder = shutil.copytree(FIXTURES / "tiny_llama_tied", tmp_path / "model")
+    words = ["<end>", "<unk>", *(f"w{i}" for i in range(38))]
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.add_special_tokens(["<end>"])
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>"})
+    )
+    stories = tmp_path / "stories.json"
+    stories.write_text(json.dumps([f"w{i} w{i + 1} w{i + 2}" for i in range(20)]))
+    return folder
+
+
+def story_config(folder: Path, **overrides):
+    named = {name.replace("__", "."): value for name, value in overrides.items()}
+    settings = {
+        "model.path": str(folder),
+        "task.story_sentiment.data_path": str(folder.parent / "stories.json"),
+        "task.story_sentiment.heldout_queries": 5,
+        "learner.queries": 4,
+        "task.prompt_length": 16,
+        "task.response_length": 48,
+    }
+    return tiny_run.config_with(settings | named, story_sentiment)
+
+
+def test_a_pretrained_model_and_its_limits(model_folder):
+    built = composition.build(story_config(model_folder))
+    assert (built.policy.model.vocab, built.tokenizer.vocab_size, built.contract.eos_id) == (48, 40, 0)
+    assert built.contract.banned_tokens == tuple(range(40, 48))  # rows of the embedding without a token
+    assert {split: len(queries) for split, queries in built.queries.items()} == {"train": 15, "heldout": 5}
+    assert built.queries["train"][0].prompt == (2, 3, 4)
+    assert "data_path" not in built.contract.task
+    with pytest.raises(
+        ValueError, match=r"task.prompt_length=17 \+ task.response_length=48 = 65 exceed the model's 64 positions"
+    ):
+        composition.build(story_config(model_folder, task__prompt_length=17))
+    definition = json.loads((model_folder / "config.json").read_text())
+    (model_folder / "config.json").write_text(json.dumps(definition | {"vocab_size": 39}))
+    with pytest.raises(ValueError, match=rf"model.path='{model_folder}': the tokenizer has 40 ids, the embedding only 39"):
+        composition.build(story_config(model_folder))
+    (model_folder / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=f"{model_folder} holds no tokenizer"):
+        composition.build(story_config(model_folder))
+    with pytest.raises(ValueError, match="nowhere"):
+        composition.build(story_config(model_folder, model__path=str(model_folder / "nowhere")))
+
+
+def test_the_extra_of_a_task_is_named_before_a_model_is_looked_for(model_folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vaderSentiment", None)
+    with pytest.raises(
+        ValueError, match=r"task.name='story_sentiment' needs .*vaderSentiment.*`stories`: `make stories`.*\.\[stories\]'"
+    ):
+        composition.build(story_config(model_folder, model__path=str(model_folder / "nowhere")))
+
+
+def test_long_prompts_may_be_left_out(model_folder):
+    stories = model_folder.parent / "stories.json"
+    stories.write_text(json.dumps([f"w{i} " * (2 + i % 3) for i in range(20)]))
+    config = story_config(model_folder, task__prompt_length=3, task__long_prompts="skip")
+    built = composition.build(config)
+    assert (built.skipped["train"], built.skipped["heldout"]) == (5, 1)
+    assert {len(query.prompt) for query in built.queries["train"]} == {2, 3}
+
+
+def test_what_ends_and_bounds_responses_is_in_the_contract():
+    changes = {"task.min_response_length": 32, "task.banned_tokens": (7, 4, 7), "task.stop_strings": ("=", "1+", "=")}
+    changes |= {"task.step_ends": (",", "#", ",")}
+    contract = composition.build(tiny_run.config_with(changes)).contract
+    assert (contract.min_response_length, contract.stop_strings) == (32, ("1+", "="))
+    assert contract.step_ends == ("#", ",") and contract.row_shape().state_values
+    assert contract.banned_tokens == (0, 1, 4, 7)
+
+
+def test_a_special_token_whose_text_is_a_stop_string_is_allowed(model_folder, tmp_path):
+    """The tokenizer is a byte-level one with a special token beside the end."""
+    folder = tiny_checkpoints.write_byte_bpe(tmp_path / "tokenizer")
+    definition = json.loads((folder / "tokenizer.json").read_text())
+    special = [{**definition["added_tokens"][0], "id": 258 + i, "content": f"<|{name}|>"} for i, name in enumerate(("turn", "x"))]
+    (folder / "tokenizer.json").write_text(json.dumps(definition | {"added_tokens": [*definition["added_tokens"], *special]}))
+    tokenizer = HuggingFaceTokenizer(folder)
+    assert tokenizer.special_ids == (256, 258, 259)
+
+    def banned(*stop_strings: str) -> tuple[int, ...]:
+        task = tiny_run.config_with({"task.stop_strings": stop_strings}).task
+        vocabulary.check_stop_strings(task.stop_strings, tokenizer, 262)
+        return vocabulary.banned_tokens(task, tokenizer, 262)
+
+    for text in ("<|turn|>", "<|end|>"):
+        with pytest.raises(ValueError, match=re.escape(f"task.step_ends holds {text!r}, which no response can")):
+            vocabulary.check_stop_strings([text], tokenizer, 262, setting="task.step_ends", special=False)
+    vocabulary.check_stop_strings(["turn"], tokenizer, 262, setting="task.step_ends", special=False)
+    assert banned() == banned("turn") == (258, 259, 260, 261)
+    assert banned("<|turn|>") == (259, 260, 261)
+
+
+def test_stop_strings_need_a_tokenizer_whose_tokens_have_bytes(model_folder):
+    with pytest.raises(
+        ValueError, match=r"the tokenizer's decoder is none, .* task\.stop_strings and task\.step_ends need a byte-level"
+    ):
+        composition.build(story_config(model_folder, task__stop_strings=("w3",)))
+
+
+def test_a_stop_string_is_one_that_the_tokenizer_can_spell(data_dir):
+    """stories260K strips white space from the ends of a text, TinyStories-656K has no token for 漢."""
+    for name, text, spelled in (
+        ("stories260K-hf", "\n", True),
+        ("stories260K-hf", "漢", True),
+        ("stories260K-hf", "  ", False),  # it makes one space of many
+        ("TinyStories-656K", "\n\n", True),
+        ("TinyStories-656K", "a 漢", False),
+    ):
+        tokenizer = HuggingFaceTokenizer(data_dir / "models" / name)
+        if spelled:
+            vocabulary.check_stop_strings([text], tokenizer, tokenizer.vocab_size)
+            continue
+        with pytest.raises(ValueError, match=re.escape(f"task.stop_strings holds {text!r}, which no response can")):
+            vocabulary.check_stop_strings([text], tokenizer, tokenizer.vocab_size)

@@ -1,0 +1,51 @@
+"""Small decoders of every kind, with parameters that all matter."""
+
+import dataclasses
+import functools
+
+import jax
+
+from tba_jax.models import scoring
+from tba_jax.models.config import DecoderConfig, RopeScaling
+from tba_jax.models.parameters import Params
+from tests.support import applied
+
+GROUPED = DecoderConfig(layers=2, width=32, heads=4, kv_heads=2, head_size=8, ffn=48, vocab=40, max_positions=64)
+CONFIGS = {
+    "grouped, tied": GROUPED,
+    "multi-head, untied": dataclasses.replace(GROUPED, kv_heads=4, tied_embedding=False, rope_theta=500.0),
+    "parallel residual, partial rotary": dataclasses.replace(
+        GROUPED,
+        kv_heads=4,
+        norm="layer",
+        rotary_size=2,
+        parallel_residual=True,
+        activation="gelu",
+        gated=False,
+        qkv_bias=True,
+        out_bias=True,
+        ffn_bias=True,
+    ),
+    "learned positions": dataclasses.replace(
+        GROUPED, kv_heads=4, norm="layer", positions="learned", activation="gelu_tanh", gated=False, qkv_bias=True
+    ),
+    "query and key norms": dataclasses.replace(GROUPED, qk_norm=True),
+    "scaled rotary": dataclasses.replace(
+        GROUPED,
+        rope_scaling=RopeScaling(factor=4.0, low_frequency=1.0, high_frequency=4.0, original_positions=16),
+    ),
+}
+
+
+EVERYTHING = scoring.ResponseSpace(temperature=1.0, banned_tokens=(), eos_id=-1)
+
+
+def random_params(config: DecoderConfig) -> Params:
+    """Parameters large enough that attention is far from uniform, norms away from 1, biases from 0."""
+    return applied.random(applied.specs(config), scale=0.25, seed=0)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def logits_of_whole(params: Params, tokens: jax.Array, config: DecoderConfig) -> jax.Array:
+    hidden = applied.hidden_states(params, tokens, config=config, remat="none")
+    return applied.logits_of(params, hidden.reshape(-1, config.width), config=config).reshape(*tokens.shape, -1)

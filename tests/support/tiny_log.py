@@ -1,0 +1,54 @@
+"""Rows whose every value follows from their number, and processes that append them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from tba_jax.replay.log import LogWriter
+from tba_jax.run import places
+from tba_jax.trajectory import RowShape
+
+SHAPE = RowShape(prompt_length=4, response_length=6, reward_parts=("a", "b"))
+
+
+def make_rows(start: int, count: int, shape: RowShape = SHAPE) -> dict[str, np.ndarray]:
+    """Rows whose every value follows from the row number; zeros included, since a fill value must survive as well."""
+    numbers = np.arange(start, start + count)
+    rows = {}
+    for name, (dtype, row) in shape.columns().items():
+        values = numbers.reshape(-1, *[1] * len(row)) + np.arange(int(np.prod(row))).reshape(row)
+        rows[name] = (values % 7).astype(dtype)
+    rows["row"] = numbers
+    rows["response_length"] = (numbers % 7).astype(np.int32)
+    rows["prompt_length"] = np.full(count, 4, np.int32)
+    return rows
+
+
+def writer(root: Path, name: str = "w0", shape: RowShape = SHAPE, segment_appends: int = 3) -> LogWriter:
+    return LogWriter(root, name, shape, rows_per_append=4, segment_appends=segment_appends, info={"pid": os.getpid()})
+
+
+def assert_rows(rows, expected):
+    for name, column in expected.items():
+        assert rows[name].dtype == column.dtype
+        np.testing.assert_array_equal(rows[name], column, err_msg=name)
+
+
+APPENDER = """
+import sys
+from tba_jax.run import places
+from tests.support.tiny_log import make_rows, writer
+log = writer(places.place(sys.argv[1]), sys.argv[2])
+while True:
+    log.append(make_rows(log.next_row, 4))
+    print(log.next_row, flush=True)
+"""
+
+
+def start_appender(root: places.Place, name: str) -> subprocess.Popen:
+    """A process that appends until it is killed, and prints the head of its log after each append."""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent.parent)}
+    return subprocess.Popen([sys.executable, "-c", APPENDER, str(root), name], stdout=subprocess.PIPE, text=True, env=environment)

@@ -1,0 +1,279 @@
+"""README.md and docs/: links lead somewhere, and every command, setting, path and name that they show is there."""
+
+import ast
+import contextlib
+import functools
+import importlib
+import io
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from configs import base, supervised
+from tba_jax import __main__ as commands_main
+from tba_jax.tasks import own
+from tests import test_layers
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "RESULTS.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"`([^`\n]+)`")
+# Whatever begins with a folder or a file of the repository.
+REPOSITORY_PATH = re.compile(r"(?<![\w/.-])((?:tba_jax|configs|tests|docs|launch|benchmarks|colab|\.ci)/[\w./-]*\w/?)")
+# `name` in `file.py`: what the sentence says is there.
+NAME_IN_FILE = re.compile(r"`([\w.]+)`(?:\s+\w+)?\s+(?:in|of)\s+`(tba_jax/[\w./]+\.py)`")
+FLAG = re.compile(r"--([a-z_]+)\Z")
+
+
+def prose(text: str) -> str:
+    """The text without blocks of code."""
+    return FENCED.sub("", text)
+
+
+def anchors(text: str) -> set[str]:
+    """What the headings are called in links."""
+    headings = re.findall(r"^#+ (.+)$", prose(text), re.MULTILINE)
+    return {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+
+
+def broken_links(page: Path, text: str) -> Iterator[str]:
+    for link in LINK.findall(prose(text)):
+        path, _, anchor = link.partition("#")
+        if ":" in path:
+            continue  # another site's
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists():
+            yield f"{link}: there is no such file"
+        elif anchor and anchor not in anchors(text if target == page else target.read_text()):
+            yield f"{link}: there is no such heading"
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """The words of each command that stands in a block or in backticks; of an optional argument, without its brackets."""
+    blocks = [block.replace("\\\n", " ") for language, block in FENCED.findall(text) if not language]
+    for line in [*"\n".join(blocks).splitlines(), *CODE.findall(prose(text))]:
+        if line.startswith(("python ", "make ", "pip ")):
+            words = shlex.split(line.replace("…", "_").replace("[--", "--"), comments=True)
+            yield [word.removesuffix("]") if word.startswith("--") and "[" not in word else word for word in words]
+
+
+@functools.cache
+def flags_of(file: Path) -> frozenset[str]:
+    """Flags that a file defines, by absl or argparse, and those of the modules beside it that it imports."""
+    tree = ast.parse(file.read_text())
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+            name = node.args[0]
+            if isinstance(name, ast.Constant) and (node.func.attr.startswith("DEFINE_") or node.func.attr == "add_argument"):
+                found.add(name.value.removeprefix("--"))
+        if isinstance(node, ast.ImportFrom) and node.module == "tba_jax.commands":
+            for alias in node.names:
+                found |= flags_of(ROOT / "tba_jax" / "commands" / f"{alias.name}.py")
+    return frozenset(found)
+
+
+@functools.cache
+def settings_of(recipe: str) -> frozenset[str]:
+    """Settings and sections of a recipe, FILE.py or FILE.py:VARIANT."""
+    file, _, variant = recipe.partition(":")
+    get_config = importlib.import_module(file.removesuffix(".py").replace("/", ".")).get_config
+    return names_in((get_config(variant) if variant else get_config()).to_dict())
+
+
+def names_in(config: dict[str, Any], prefix: str = "") -> frozenset[str]:
+    """Dotted names of all settings and sections."""
+    found = set()
+    for key, value in config.items():
+        found |= {prefix + key} | (names_in(value, f"{prefix}{key}.") if isinstance(value, dict) else set())
+    return frozenset(found)
+
+
+@functools.cache
+def listed_commands() -> frozenset[str]:
+    """What `python -m tba_jax` lists."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        commands_main.main([])
+    return frozenset(re.findall(r"^  (\w+)  ", printed.getvalue(), re.MULTILINE))
+
+
+def broken_command(words: list[str]) -> Iterator[str]:
+    """What a command shows that is not there."""
+    said = " ".join(words)
+    if words[0] == "make":
+        makefile = (ROOT / "Makefile").read_text()
+        for word in words[1:]:
+            name, is_variable, _ = word.partition("=")
+            if f"$({name})" not in makefile if is_variable else not re.search(rf"^{name}:", makefile, re.MULTILINE):
+                yield f"{said}: the Makefile has no {name}"
+    elif words[0] == "pip":
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        for extra in re.findall(r"\.\[(\w+)\]", said):
+            if extra not in extras:
+                yield f"{said}: pyproject.toml has no extra {extra}"
+    elif words[:2] == ["python", "-m"] and len(words) > 2:
+        yield from broken_python(words[2], words[3:], said)
+
+
+def broken_python(module: str, words: list[str], said: str) -> Iterator[str]:
+    file = ROOT / f"{module.replace('.', '/')}.py"
+    if module == "tba_jax":
+        if not words or words[0] == "COMMAND":
+            return
+        if words[0] not in listed_commands():
+            yield f"{said}: there is no command {words[0]}"
+            return
+        file = ROOT / "tba_jax" / "commands" / f"{words[0]}.py"
+    if not file.is_file():
+        yield f"{said}: there is no module {module}"
+        return
+    recipes = [word.removeprefix("--config=") for word in words if word.startswith("--config=")]
+    try:
+        settings = settings_of(recipes[0] if recipes else "configs/base.py")
+    except (ImportError, ValueError) as error:
+        yield f"{said}: there is no recipe {recipes[0]}: {error}"
+        return
+    for word in words:
+        name = word.partition("=")[0]
+        if name.startswith("--config."):
+            if name.removeprefix("--config.") not in settings:
+                yield f"{said}: there is no setting {name}"
+        elif name.startswith("-") and name != "--help" and not (FLAG.match(name) and name[2:] in flags_of(file)):
+            yield f"{said}: there is no flag {name}"
+
+
+@functools.cache
+def all_settings() -> frozenset[str]:
+    """Settings and sections of both schemas."""
+    return names_in(base.get_config().to_dict()) | names_in(supervised.get_config().to_dict())
+
+
+def broken_settings(text: str) -> Iterator[str]:
+    """Settings in backticks, with or without --config., that neither schema has."""
+    for code in CODE.findall(prose(text)):
+        found = re.fullmatch(r"(--config\.)?([a-z_]+(?:\.[a-z_]+)+)(=.*)?", code)
+        if found and (found[1] or found[2].split(".")[0] in all_settings()) and found[2] not in all_settings():
+            yield f"{code}: there is no such setting"
+
+
+def broken_names(text: str) -> Iterator[str]:
+    """Paths of the repository that do not exist, and names that the file they are said to stand in does not define."""
+    for path in REPOSITORY_PATH.findall("\n".join([*CODE.findall(prose(text)), *(block for _, block in FENCED.findall(text))])):
+        if not (ROOT / path).exists():
+            yield f"{path}: there is no such file"
+    for name, path in NAME_IN_FILE.findall(prose(text)):
+        file = ROOT / path
+        if name not in all_settings() and file.is_file() and not defines(ast.parse(file.read_text()), name.split(".")):
+            yield f"{path} does not define {name}"
+
+
+def defines(tree: ast.AST, name: list[str]) -> bool:
+    """Whether a module or a class has a definition, a field or a variable of this dotted name."""
+    first, *rest = name
+    for node in ast.iter_child_nodes(tree):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        names = [target.id for target in targets if isinstance(target, ast.Name)]
+        if getattr(node, "name", None) == first or first in names:
+            return not rest or defines(node, rest)
+    return False
+
+
+def problems(page: Path, text: str) -> list[str]:
+    found = [*broken_links(page, text), *broken_settings(text), *broken_names(text)]
+    for words in commands(text):
+        found.extend(broken_command(words))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_shows_what_is_there(page):
+    text = page.read_text()
+    assert not problems(page, text), "\n".join(problems(page, text))
+
+
+def test_pages_show_commands():
+    shown = [" ".join(words[:3]) for page in PAGES for words in commands(page.read_text())]
+    assert shown.count("python -m tba_jax.main") >= 10 and shown.count("python -m tba_jax") >= 10 and "make demo" in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("[a](docs/nowhere.md)", "docs/nowhere.md"),
+        ("[a](docs/running.md#nowhere)", "docs/running.md#nowhere"),
+        ("[a](#nowhere)\n# Somewhere", "#nowhere"),
+        ("```\nmake nothing\n```", "nothing"),
+        ("`make demo NOTHING=1`", "NOTHING"),
+        ("`pip install -e '.[nothing]'`", "nothing"),
+        ("```\npython -m tba_jax.main --config=configs/demo.py --wokdir=DIR\n```", "--wokdir"),
+        ("```\npython -m tba_jax.main --config=configs/demo.py \\\n    --config.learner.stepz=3\n```", "--config.learner.stepz"),
+        ("```\npython -m tba_jax.main --config=configs/nothing.py\n```", "configs/nothing.py"),
+        ("`python -m tba_jax.main --config=configs/demo_baselines.py:nothing`", "configs/demo_baselines.py:nothing"),
+        ("`python -m tba_jax sho --workdir=DIR`", "sho"),
+        ("`python -m tba_jax show --workdir=DIR [--ordr=best]`", "--ordr"),
+        ("`python -m tba_jax supervised --config=configs/supervised.py --config.learner.steps=1`", "--config.learner.steps"),
+        ("`python -m benchmarks.nothing`", "benchmarks.nothing"),
+        ("`python -m benchmarks.decode --nothing`", "--nothing"),
+        ("`learner.stepz`", "learner.stepz"),
+        ("`--config.lerner.steps=3`", "lerner.steps"),
+        ("`tba_jax/nothing.py`", "tba_jax/nothing.py"),
+        ("`nothing` in `tba_jax/sharding.py`", "nothing"),
+        ("`LogWriter.nothing` of `tba_jax/replay/log.py`", "LogWriter.nothing"),
+    ],
+)
+def test_what_is_not_there_is_named(text, named):
+    found = problems(ROOT / "README.md", text)
+    assert found and all(named in problem for problem in found), found
+
+
+def test_the_readme_is_a_front_door():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_the_readme_lists_every_room():
+    text = (ROOT / "README.md").read_text()
+    (listed,) = (block for _, block in FENCED.findall(text) if block.startswith("tba_jax/\n"))
+    inside = listed.partition("\nconfigs/")[0].removeprefix("tba_jax/")
+    rooms, folders = ({path.parent.name for path in (ROOT / "tba_jax").glob(f"{depth}/__init__.py")} for depth in ("*", "**"))
+    modules = {path.name for path in (ROOT / "tba_jax").glob("*.py")} - {"__init__.py"}
+    assert rooms <= set(re.findall(r"(?:^|\s)(\w+)/(?=\s)", inside)) <= folders
+    assert set(re.findall(r"(?:^|\s)(\w+\.py)(?=[\s,])", inside)) == modules
+
+
+def test_the_layers_are_those_of_the_house():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| (.+) \|$", text, re.MULTILINE)
+    assert {int(layer): set(CODE.findall(rooms)) for layer, rooms in rows} == dict(enumerate(test_layers.LAYERS))
+
+
+def test_the_gate_runs_the_tests_as_the_readme_says():
+    shown = [" ".join(words) for words in commands((ROOT / "README.md").read_text())]
+    gate = (ROOT / ".ci" / "run").read_text()
+    assert "make test" in shown and re.search(r"^[^#\n]*\bmake test$", gate, re.MULTILINE)
+
+
+def test_the_whole_of_ones_own_task_is_shown():
+    shown = [block for language, block in FENCED.findall((ROOT / "docs" / "tasks.md").read_text()) if language == "python"]
+    assert (ROOT / "configs" / "own_task.py").read_text() in shown
+
+
+def test_the_task_of_the_readme_grades(tmp_path):
+    (code,) = (block for language, block in FENCED.findall((ROOT / "README.md").read_text()) if language == "python")
+    (tmp_path / "double.py").write_text(code)
+    config: dict[str, Any] = {"__file__": str(tmp_path / "double.py")}
+    exec(compile(code, "double.py", "exec"), config)
+    task = own.make(own.load(config["get_config"]().task.name), {}, section="task.custom")
+    try:
+        heldout, train = task.queries("heldout"), task.queries("train")
+        assert len(heldout) == 100 and len(train) == 900
+        scores = task.rewards(train[:2], ["2", "it is 5"], np.ones(2, bool))
+        assert scores.reward.tolist() == [1.0, 0.0]
+    finally:
+        task.close()

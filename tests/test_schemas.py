@@ -1,0 +1,100 @@
+"""Schemas: what a config of the defaults allows, and what a rule refuses."""
+
+import math
+from typing import Any
+
+import pytest
+from ml_collections.config_dict import ConfigDict, placeholder
+
+from tba_jax.schemas import Schema, flatten, setting
+
+
+def schema(**leaves: Any) -> Schema:
+    sections = ConfigDict({"part": ConfigDict({"own": ConfigDict()})})
+    for name, leaf in leaves.items():
+        sections.part[name] = leaf
+    return Schema(sections, open_section="part.own")
+
+
+def test_defaults_are_locked_but_for_the_open_section():
+    config = schema(steps=setting(3, at_least=1), name="x").defaults()
+    assert config.to_dict() == {"part": {"own": {}, "steps": 3, "name": "x"}}
+    config.part.own.size = 4
+    with pytest.raises(AttributeError, match="steps"):
+        config.part.step = 4
+
+
+def test_every_config_is_a_copy():
+    made = schema(steps=setting(3), limit=setting(placeholder(float)))
+    first = made.defaults()
+    first.update_from_flattened_dict({"part.steps": 4, "part.limit": 2})
+    first.part.own.size = 4
+    assert first.part.limit == 2.0 and isinstance(first.part.limit, float)
+    assert made.defaults().to_dict() == {"part": {"own": {}, "steps": 3, "limit": None}}
+
+
+@pytest.mark.parametrize("default, value", [(3, "x"), (3, 2.5), ("x", 3), (0.5, "x")])
+def test_a_setting_keeps_its_type(default, value):
+    with pytest.raises(TypeError):
+        schema(a=setting(default)).defaults().part.a = value
+
+
+@pytest.mark.parametrize(
+    "rule, allowed, refused, limit",
+    [
+        (dict(at_least=1), [1, 2.5], [0, 0.99, -1], "at least 1"),
+        (dict(above=0), [1e-9, 7], [0, -1e-9], "above 0"),
+        (dict(at_most=2), [2, -3], [2.01], "at most 2"),
+        (dict(below=2), [1.99, -3], [2], "below 2"),
+        (dict(at_least=0, at_most=1), [0, 1], [-0.1, 1.1], "within [0, 1]"),
+        (dict(above=0, at_most=1), [0.1, 1], [0, 1.1], "within (0, 1]"),
+        (dict(at_least=0, below=1), [0, 0.9], [-0.1, 1], "within [0, 1)"),
+        (dict(above=0, below=1), [0.1, 0.9], [0, 1], "within (0, 1)"),
+        (dict(above=1, or_zero=True), [0, 1.1], [1, -1, 0.5], "0 or above 1"),
+        ({}, [-3, 7.5], [], "finite"),
+    ],
+)
+def test_numbers_are_held_to_their_limits(rule, allowed, refused, limit):
+    made = schema(a=setting(placeholder(float), **rule))
+    config = made.defaults()
+    made.check(config, {})  # unset
+    for value in allowed:
+        config.part.a = value
+        made.check(config, {})
+    for value in (*refused, math.inf, -math.inf, math.nan):
+        config.part.a = value
+        with pytest.raises(ValueError) as error:
+            made.check(config, {})
+        assert str(error.value).startswith(f"part.a={float(value)} must be ") and limit in str(error.value)
+    assert made.rules["part.a"].limits() == ("" if limit == "finite" else limit)
+
+
+def test_a_choice_that_there_is_not_names_the_nearest():
+    made = schema(a=setting("one", one_of=("one", "two")), b=setting("three", registry="numbers"))
+    assert [made.rules[f"part.{name}"].limits() for name in "ab"] == ["one of one, two", "one of the numbers"]
+    config = made.defaults()
+    made.check(config, {"numbers": {"three": 3, "four": 4}})
+    config.part.b = "tree"
+    with pytest.raises(ValueError, match=r"part\.b='tree' is not one of three, four \(did you mean 'three'\?\)"):
+        made.check(config, {"numbers": {"three": 3, "four": 4}})
+    config.part.a = "2"
+    with pytest.raises(ValueError, match=r"part\.a='2' is not one of one, two$"):
+        made.check(config, {"numbers": {}})
+
+
+def test_a_text_that_must_be_given():
+    made = schema(path=setting("", given=True))
+    config = made.defaults()
+    with pytest.raises(ValueError, match=r"part\.path is not given"):
+        made.check(config, {})
+    config.part.path = "x"
+    made.check(config, {})
+
+
+def test_truth_is_no_number():
+    made = schema(on=setting(True, below=1))
+    made.check(made.defaults(), {})
+
+
+def test_flatten_names_every_leaf():
+    assert flatten({"a": {"b": 1, "c": {}}, "d": (2,)}) == {"a.b": 1, "d": (2,)}
