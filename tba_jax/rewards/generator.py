@@ -36,7 +36,7 @@ class TextGenerator:
           folder: a Hugging Face folder or hub id with a language model and its tokenizer.
           mesh: gives the devices; how it arranges them does not matter. Each device holds a whole copy of the model and decodes
             by itself, so a call may run beside any other program of the same devices.
-          prefix: begin of the settings' names in messages, such as "task.red_team.victim_".
+          prefix: beginning of the settings' names in messages, such as "task.red_team.victim_".
           load: False checks all arguments and loads no weights.
 
         Raises:
@@ -105,10 +105,7 @@ class TextGenerator:
         with self._lock:
             generations = self._engine.generate(requests)
         replies = {
-            text: [
-                self._tokenizer.decode_continuation(prompt, tokens[:length].tolist())
-                for tokens, length in zip(made.tokens, made.length, strict=True)
-            ]
+            text: [self._tokenizer.decode_continuation(prompt, response.tolist()) for response in made.responses]
             for text, prompt, made in zip(distinct, prompts, generations, strict=True)
         }
         return [reply for text in texts for reply in replies[text]]

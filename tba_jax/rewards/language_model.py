@@ -39,4 +39,4 @@ def token_bytes(tokenizer: HuggingFaceTokenizer, *, called: str) -> list[bytes |
     try:
         return tokenizer.token_bytes()
     except ValueError as error:
-        raise ValueError(f"{called}: the bytes of its tokens are unknown, since its tokenizer is of another kind") from error
+        raise ValueError(f"{called}: its tokenizer must be byte-level or SentencePiece, so that each token has bytes") from error

@@ -4,16 +4,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tba_jax.decoding.requests import Generation
 from tba_jax.tasks.interface import EncodedQuery, Query, Scores, Task
 from tba_jax.text.tokenizers import Tokenizer
 
 
-def response_texts(generation: Generation, queries: Sequence[EncodedQuery], tokenizer: Tokenizer) -> list[str]:
-    """The texts of B responses, one for each of B queries."""
+def response_texts(
+    responses: Sequence[np.ndarray | Sequence[int]], queries: Sequence[EncodedQuery], tokenizer: Tokenizer
+) -> list[str]:
+    """The texts of B responses, token ids without padding, one response for each of B queries."""
     return [
-        tokenizer.decode_continuation(query.prompt, tokens[:length].tolist())
-        for query, tokens, length in zip(queries, generation.tokens, generation.length, strict=True)
+        tokenizer.decode_continuation(query.prompt, np.asarray(response).tolist())
+        for query, response in zip(queries, responses, strict=True)
     ]
 
 
@@ -58,11 +59,3 @@ def _checked(task: Task, queries: Sequence[Query], texts: Sequence[str], finishe
             f"for {len(texts)} responses they must have shapes {shapes[0]} and {shapes[1]}"
         )
     return Scores(np.asarray(scores.reward, np.float32), np.asarray(scores.parts, np.float32))
-
-
-def reward_generation(
-    generation: Generation, queries: Sequence[EncodedQuery], *, task: Task, tokenizer: Tokenizer, missing_eos_reward: float | None
-) -> tuple[list[str], Scores]:
-    """Decodes and scores a generation that is on the host: response_texts, then reward_texts."""
-    texts = response_texts(generation, queries, tokenizer)
-    return texts, reward_texts(texts, generation.finished, queries, task=task, missing_eos_reward=missing_eos_reward)

@@ -26,7 +26,7 @@ from tba_jax.text.tokenizers import open_transformers
 
 log = logging.getLogger(__name__)
 
-# A digest reads so many bytes of each tensor's begin and of its end.
+# The number of bytes that a digest reads at the beginning and at the end of each tensor.
 _BLOCK_BYTES = 1 << 16
 _SMALL_FILES = (
     "config.json",
@@ -62,7 +62,7 @@ def read_config(folder: Path | str, *, setting: str, compute_dtype: str) -> Conf
 
 
 def digest(folder: Path | str) -> str:
-    """Hex digest of a folder's model: its settings, tokenizer and chat template, and the begin and end of each tensor."""
+    """Hex digest of a folder's model: its settings, tokenizer and chat template, and the beginning and end of each tensor."""
     folder = load_lib.resolve_folder(folder)
     found = hashlib.blake2b(digest_size=8)
     for path in (folder / name for name in _SMALL_FILES):

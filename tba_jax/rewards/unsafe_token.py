@@ -31,7 +31,7 @@ class UnsafeTokenScorer:
           folder: a Hugging Face folder or hub id with a language model and its tokenizer.
           mesh: gives the devices; how it arranges them does not matter. No device waits for another, so a call may run beside any
             other program of the same devices.
-          prefix: begin of the settings' names in messages, such as "task.red_team.classifier_".
+          prefix: beginning of the settings' names in messages, such as "task.red_team.classifier_".
           load: False checks all arguments and loads no weights.
 
         Raises:

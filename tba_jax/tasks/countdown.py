@@ -32,7 +32,7 @@ CHARACTERS = "0123456789+-*/=(),;:#"
 STYLES = ("text", "characters")
 # The teacher skips the search often for targets below _SMALL_TARGET.
 _SMALL_TARGET, _SKIP_OFTEN, _SKIP_RARELY = 14, 0.9, 0.1
-# If 100 queries more than those found need more draws than this for each, the settings are taken to allow no further queries.
+# If this number of draws for each distinct query found, plus 100 times as many, is not enough, the queries are taken to run out.
 _DRAWS = 20
 _MOST_NUMBERS, _LARGEST = 10, 10**6
 _MOST_SEARCHED = 4

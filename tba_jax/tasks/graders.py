@@ -67,7 +67,7 @@ class Graders:
           retries: how often a failed call is repeated, after pauses of 0.5 s, 1 s, 2 s …
           over_limit: the reward of a response whose call exceeds the time limit; NaN: such a call has failed.
           memory_megabytes: memory that a worker may allocate before a call raises MemoryError; 0: no limit. Only on Linux.
-          prefix: begin of the settings' names in messages, such as "task.math.".
+          prefix: beginning of the settings' names in messages, such as "task.math.".
 
         Raises:
           ValueError: a limit is out of range, or workers could not import the function.
@@ -202,7 +202,7 @@ class _Pool:
         self._progress = time.monotonic()
         self._stalled = False
         self._context = _Context()
-        # Workers read from this pipe, whose only writer is the parent. They end when it is closed with the parent's end.
+        # Workers read from this pipe, whose only writer is the parent. They end when the parent's death closes it.
         self._lifeline, self._alive = self._context.Pipe(duplex=False)
         self._processes = pebble.ProcessPool(
             max_workers=concurrency,

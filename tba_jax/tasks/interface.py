@@ -37,7 +37,7 @@ class EncodedQuery:
 
     @property
     def name(self) -> str:
-        """The query's id and the begin of its prompt, for messages."""
+        """The query's id and the beginning of its prompt, for messages."""
         return f"{trajectory.query_id(self.prompt):016x} ({self.query.prompt[:60]!r})"
 
 

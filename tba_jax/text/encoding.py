@@ -21,7 +21,7 @@ def encode_pair(prompt: str, response: str, tokenizer: Tokenizer, *, begin: bool
         if tokenizer.decode([*prompt_ids, *ids]) == text:
             return prompt_ids, [*ids, tokenizer.eos_id]
     raise ValueError(
-        f"the tokenizer merges {prompt[-12:]!r} and {response[:12]!r} into one token: begin the response at another character"
+        f"the tokenizer merges {prompt[-12:]!r} and {response[:12]!r} where they meet: begin the response at another character"
     )
 
 
