@@ -242,8 +242,8 @@ def _scored(experiment: "Experiment", given: Sequence[Given], rows: dict[str, np
     from tba_jax.tasks.interface import Closable
 
     config, contract, task = experiment.config, experiment.contract, experiment.task
-    texts = [experiment.tokenizer.decode_continuation(each.query.prompt, each.tokens) for each in given]
     queries = [each.query for each in given]
+    texts = responses.response_texts([each.tokens for each in given], queries, experiment.tokenizer)
     models.check(task, role="searcher")
     models.start(task, sharding.task_mesh(config.searchers.task_devices))
     size = _rows_at_a_time(experiment)

@@ -53,7 +53,7 @@ def classifier(tmp_path_factory):
 
 
 def scorer(folder, sizes=(1, 1, 1), **settings):
-    return sequence.SequenceScorer(folder, mesh(sizes), setting="task.reward_path", **settings)
+    return sequence.SequenceClassifier(folder, mesh(sizes), setting="task.reward_path", **settings)
 
 
 def words(ids) -> str:
