@@ -2,7 +2,7 @@
 # what needs PyTorch runs in .venv-parity.
 #
 #   PYTHON=…       the Python (3.11 or newer) that makes .venv; default: the first of python3, python3.13 … that works
-#   VENV=…         another environment than .venv; PARITY_VENV=… than .venv-parity
+#   VENV=…         another environment than .venv; PARITY_VENV=… than .venv-parity. That of another checkout is used as it is
 #   ACCELERATOR=…  cuda12, cuda13 or tpu: also installs JAX' support for it
 #   WORKERS=…      processes that run the tests; default: one a core, 8 at most
 #   ARGS=…         further flags of tba_jax.main, or further arguments of pytest
@@ -33,8 +33,14 @@ DOCS := $(VENV)/.installed-docs
 PARITY := $(PARITY_VENV)/.installed
 READY := $(if $(ACCELERATOR),$(VENV)/.installed-$(ACCELERATOR),$(BASE))
 
+# The environment of another checkout is never installed into: outside of this one, and its stamp does not name this one.
+OTHERS := $(shell [ -e "$(BASE)" ] || exit 0; here=$$(pwd -P); case "$$(cd "$(VENV)" && pwd -P)" in ("$$here"/*) exit 0;; esac; \
+  [ "$$(cat "$(BASE)")" = "$$here" ] || echo yes)
+REQUIREMENTS := $(if $(OTHERS),,requirements.txt)
+EXTRAS := $(if $(OTHERS),,pyproject.toml)
+
 VERSION_OF = $(shell { "$(1)" -c 'import sys; print(*sys.version_info[:3])'; } 2>/dev/null)
-ifneq ($(PYTHON),)
+ifneq ($(and $(PYTHON),$(if $(OTHERS),,own)),)
 ifneq ($(call VERSION_OF,$(PYTHON)),$(call VERSION_OF,$(PY)))
 .PHONY: $(BASE)  # the environment is of another Python than the one asked for
 endif
@@ -90,7 +96,7 @@ clean: ## removes the environments and caches, never runs/
 
 # A Python counts as working once it has run: version managers leave commands on the PATH that cannot, and Debian's python3
 # comes without ensurepip. An environment that works and has the right version is kept and brought up to date.
-$(BASE): requirements.txt
+$(BASE): $(REQUIREMENTS)
 	@set -e; found=; \
 	for candidate in $(if $(PYTHON),"$(PYTHON)",$(CANDIDATES)); do \
 	  if "$$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then \
@@ -106,14 +112,15 @@ $(BASE): requirements.txt
 	  "$$found" -m venv --clear "$(VENV)"; fi
 	@echo "Installing requirements.txt into $(VENV) (a minute or two)"
 	@$(PY) $(PIP) -r requirements.txt
-	@touch $@
+	@pwd -P > $@
 
 # What an extra of pyproject.toml lists, exactly as it is spelt there: another spelling of torch is another, far larger build.
 # $(call install_extra,the extra,the environment)
-install_extra = $(PY) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["$(1)"], sep="\n")' \
+install_extra = $(if $(OTHERS),[ "$(2)" != "$(VENV)" ] || { exec >&2; echo "error: VENV=$(VENV) is the environment of another" \
+  "checkout and lacks the extra $(1): install it there or name another VENV"; exit 2; };) $(PY) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["$(1)"], sep="\n")' \
 	> $(2)/$(1).txt && echo "Installing $$(tr '\n' ' ' < $(2)/$(1).txt)into $(2)" && $(2)/bin/python $(PIP) -r $(2)/$(1).txt
 
-$(DEV): pyproject.toml $(BASE)
+$(DEV): $(EXTRAS) $(BASE)
 	@$(call install_extra,dev,$(VENV))
 	@touch $@
 
@@ -127,6 +134,6 @@ $(PARITY): pyproject.toml $(DEV)
 	@$(call install_extra,parity,$(PARITY_VENV))
 	@touch $@
 
-$(STORIES) $(DOCS) $(VENV)/.installed-cuda12 $(VENV)/.installed-cuda13 $(VENV)/.installed-tpu: $(VENV)/.installed-%: pyproject.toml $(BASE)
+$(STORIES) $(DOCS) $(VENV)/.installed-cuda12 $(VENV)/.installed-cuda13 $(VENV)/.installed-tpu: $(VENV)/.installed-%: $(EXTRAS) $(BASE)
 	@$(call install_extra,$*,$(VENV))
 	@touch $@

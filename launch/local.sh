@@ -16,7 +16,7 @@ usage() { sed -n '2,/^set -/{/^set -/d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}" >&2
 [[ ${1:-} =~ ^[1-9][0-9]*$ ]] || usage
 count=$1; shift
 workdir=
-for flag in "$@"; do case $flag in --workdir=* | -workdir=*) workdir=${flag#*=} ;; esac; done
+for flag in "$@"; do case $flag in --workdir=*) workdir=${flag#*=} ;; esac; done
 [[ -n $workdir ]] || usage
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

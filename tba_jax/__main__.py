@@ -1,36 +1,47 @@
-"""The commands on runs: python -m tba_jax COMMAND …; without one, their list."""
+"""The commands: python -m tba_jax COMMAND …; without a command, their list."""
 
+import ast
 import difflib
 import importlib
 import sys
 from collections.abc import Sequence
-
-# Each is a module of tba_jax/commands/, imported when it is asked for: its main(arguments) runs it.
-COMMANDS = {
-    "append": "add responses that a file holds to a run's replay log",
-    "audit": "which rows trained a step; generate a row again and compare",
-    "evaluate": "evaluate a snapshot on the held-out queries",
-    "export": "write a snapshot as a Hugging Face folder",
-    "rescore": "give a run's rows the rewards of another reward version",
-    "show": "print rows of a run's replay log as text",
-    "supervised": "train by supervised fine-tuning, or a reward model on preferences",
-}
+from pathlib import Path
 
 
-def main(arguments: Sequence[str]) -> None:
+def commands() -> dict[str, str]:
+    """Every module of tba_jax/commands that is a command -> the first line of its docstring. Imports none."""
+    found = {}
+    for path in sorted((Path(__file__).parent / "commands").glob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+        if {"add_arguments", "run"} <= functions:
+            found[path.stem] = (ast.get_docstring(tree) or "").partition("\n")[0]
+    return found
+
+
+def main(arguments: Sequence[str]) -> int:
+    there = commands()
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print("usage: python -m tba_jax COMMAND …    (COMMAND --help tells its arguments)\n")
-        print("\n".join(f"  {name:10}  {line}" for name, line in COMMANDS.items()))
-        print("\nA run itself: python -m tba_jax.main --config=configs/X.py --workdir=DIR")
-        return
+        print("\n".join(f"  {name:10}  {line}" for name, line in there.items()))
+        print(
+            "\nA run itself: python -m tba_jax.main --config=configs/X.py --workdir=DIR (--help lists the recipes and settings)"
+        )
+        return 0
     name, *rest = arguments
-    if name not in COMMANDS:
-        close = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(COMMANDS)}"
-        print(f"error: there is no command {name!r}; {hint}", file=sys.stderr)
-        sys.exit(2)
-    importlib.import_module(f"tba_jax.commands.{name}").main(rest)
+    if name not in there:
+        near = difflib.get_close_matches(name, there, n=1)
+        told = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(there)}"
+        print(f"error: there is no command {name!r}; {told}", file=sys.stderr)
+        return 2
+    from tba_jax.commands import command_line
+
+    command: command_line.Command = importlib.import_module(f"tba_jax.commands.{name}")
+    return command_line.execute(command, rest)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    from tba_jax.run import processes
+
+    processes.hold()
+    sys.exit(main(sys.argv[1:]))

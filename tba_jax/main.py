@@ -3,122 +3,95 @@
 python -m tba_jax.main --config=configs/X.py --workdir=DIR [--role=all|reference|trainer|searcher|evaluator] [--dry_run]
 """
 
+import argparse
 import logging
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from absl import app, flags
-from ml_collections import config_flags
+from tba_jax.commands import command_line, recipes, settings_help
+from tba_jax.run import processes
 
-from tba_jax.commands import command_line
-from tba_jax.run import layout, places, processes
-
-if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answered at once
-    from tba_jax.experiment.composition import Experiment
+if TYPE_CHECKING:  # what is slow to import, JAX above all, is imported late: a mistake in the arguments is answered at once
+    from tba_jax.run import layout
 
 log = logging.getLogger(__name__)
 
 ROLES = ("all", "reference", "trainer", "searcher", "evaluator")
-Job = Callable[[], int]
-
-_ROLE = flags.DEFINE_enum(
-    "role", "all", ROLES, "all: supervise one trainer, searchers and an evaluator here; reference: make the initial policy, stop."
-)
-_NAME = flags.DEFINE_string("name", "", "Name of this role's metrics; default: the role (searchers add their writer id).")
-_DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print config, shapes and memory, and stop.")
-_SHARED = flags.DEFINE_string(
-    "shared", "", "Where searchers and trainer meet, if not in --workdir: a folder, gs://bucket/prefix or s3://bucket/prefix."
-)
-_INIT_FROM = flags.DEFINE_string("init_from", "", "RUN@STEP: a new run begins from another run's policy of that step.")
-_ALLOW_CHANGE = flags.DEFINE_list("allow_change", [], "Schedule settings that a resumed run may change.")
 
 
-def parse_flags(argv: Sequence[str]) -> list[str]:
-    return command_line.parse_flags(argv, {"--config=configs/X.py": command_line.CONFIG, "--workdir=DIR": command_line.WORKDIR})
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    recipes.add_arguments(parser, settings_help.BASE, example="configs/X.py")
+    command_line.add_workdir(parser)
+    parser.add_argument(
+        "--role",
+        choices=ROLES,
+        default="all",
+        help="all: supervise one trainer, searchers and an evaluator here (default); reference: make the initial policy, stop",
+    )
+    parser.add_argument(
+        "--name", default="", help="name of this role's metrics; default: the role (searchers add their writer id)"
+    )
+    parser.add_argument("--dry_run", action="store_true", help="check everything, print config, shapes and memory, and stop")
+    parser.add_argument(
+        "--shared",
+        default="",
+        metavar="PLACE",
+        help="where searchers and trainer meet, if not in --workdir: a folder, gs://bucket/prefix or s3://bucket/prefix",
+    )
+    parser.add_argument(
+        "--init_from", default="", metavar="RUN@STEP", help="a new run begins from another run's policy of that step"
+    )
+    parser.add_argument("--allow_change", default="", metavar="A,B", help="schedule settings that a resumed run may change")
 
 
-def main(argv: Sequence[str]) -> None:
-    del argv
-    command_line.log_to_stderr()
-    with command_line.failures():
-        job = _prepare(command_line.CONFIG.value)
-        sys.exit(job())
+def run(given: argparse.Namespace) -> int | command_line.Job:
+    """Checks everything that a user's mistake can break; the job is the role's."""
+    config = recipes.load(given.config, given.overrides, program=settings_help.BASE)
+    if given.role == "searcher":
+        _split_cpu(config.searchers.cpu_devices)
+    from tba_jax.experiment import checks, composition, jobs, other_runs
+    from tba_jax.run import layout, places
+
+    init_from = other_runs.parse_init_from(given.init_from)
+    folder = layout.open_run_dir(given.workdir.absolute(), given.shared)
+    _check_shared(folder)
+    known = _known_reward_models(folder, given.role)
+    experiment = composition.build(config, reward_models=known)
+    if given.dry_run or not places.exists(folder.config):
+        checks.check_all_are_read(config)
+    settings = jobs.Settings(
+        experiment=experiment,
+        run=folder,
+        name=given.name,
+        label=recipes.label_of(given.config),
+        allow_change=tuple(name for name in given.allow_change.split(",") if name),
+        arguments=tuple(sys.argv[1:]),
+        init_from=init_from,
+    )
+    return jobs.dry_run(settings) if given.dry_run else jobs.ROLES[given.role](settings)
 
 
-def _prepare(config: Any) -> Job:
-    """Everything that a user's mistake can stop, and then the job itself, which returns an exit code."""
-    from tba_jax.experiment import checks, composition, other_runs
-    from tba_jax.run.lease import LeaseHeld
+def _known_reward_models(run: "layout.RunDir", role: str) -> dict[str, str] | None:
+    """The digests of reward models in an existing run's contract, for a role that scores nothing and does without the models."""
+    from tba_jax.run import contract, places
 
-    try:
-        if "learner" not in config:
-            raise ValueError("--config is not made from configs/base.py; supervised training is python -m tba_jax supervised")
-        if _ROLE.value == "searcher":
-            _split_cpu(config.searchers.cpu_devices)
-        init_from = other_runs.parse_init_from(_INIT_FROM.value)
-        if _DRY_RUN.value:
-            return _described(composition.build(config))
-        from tba_jax.experiment import jobs
-
-        run = layout.open_run_dir(Path(command_line.WORKDIR.value).absolute(), _SHARED.value)
-        _check_shared(run)
-        experiment = composition.build(config, reward_models=_known_reward_models(run))
-        if not places.exists(run.config):
-            checks.check_all_are_read(config)
-        settings = jobs.Settings(
-            experiment=experiment,
-            run=run,
-            name=_NAME.value,
-            label=label_of(config_flags.get_config_filename(flags.FLAGS["config"])),
-            allow_change=tuple(_ALLOW_CHANGE.value),
-            arguments=tuple(sys.argv[1:]),
-            init_from=init_from,
-        )
-        return jobs.ROLES[_ROLE.value](settings)
-    except (ValueError, LeaseHeld) as error:
-        if processes.is_storage_failure(error):
-            raise
-        command_line.refuse(error)
-
-
-def _described(experiment: "Experiment") -> Job:
-    """--dry_run."""
-    from tba_jax.experiment import checks, plan
-    from tba_jax.rewards import models
-
-    checks.check_all_are_read(experiment.config)
-    for role in ("searcher", "evaluator"):
-        models.check(experiment.task, role=role)
-    print(plan.describe(experiment))
-    return lambda: 0
-
-
-def _known_reward_models(run: layout.RunDir) -> dict[str, str] | None:
-    """What the contract of a run that is there says of them, for a role that scores nothing: it does without the models."""
-    from tba_jax.run import contract
-
-    if _ROLE.value not in ("trainer", "reference") or not places.exists(run.config):
+    if role not in ("trainer", "reference") or not places.exists(run.config):
         return None
     known: dict[str, str] = contract.read_run(run)["contract"]["reward_models"]
     return known
 
 
-def label_of(recipe: str) -> str:
-    """What the run's last line calls it: configs/demo.py -> demo, configs/demo_baselines.py:grpo -> demo_baselines:grpo."""
-    return Path(recipe).name.replace(".py", "")
-
-
 def _split_cpu(devices: int) -> None:
-    """Makes JAX see so many CPU devices. Before it sees any; without effect on what runs on accelerators."""
+    """Makes JAX see this many CPU devices; it must not have looked for devices yet. Has no effect on accelerators."""
     import jax
 
     if devices > 1:  # one is what there is, or as many as XLA_FLAGS says
         jax.config.update("jax_num_cpu_devices", devices)
 
 
-def _check_shared(run: layout.RunDir) -> None:
+def _check_shared(run: "layout.RunDir") -> None:
+    from tba_jax.run import places
+
     if not isinstance(run.shared, places.Bucket):
         return
     if run.shared.root.startswith("memory:"):
@@ -130,4 +103,4 @@ def _check_shared(run: layout.RunDir) -> None:
 
 if __name__ == "__main__":
     processes.hold()
-    app.run(main, flags_parser=parse_flags)
+    sys.exit(command_line.execute(sys.modules[__name__], sys.argv[1:], prog="python -m tba_jax.main"))

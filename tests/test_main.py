@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from tba_jax import main
-from tests.support import tiny_run
+from tba_jax.commands import command_line
+from tba_jax.run import contract
+from tests.support import random_checkpoints, tiny_run
 from tests.support.small_recipes import PRETRAINED
 
 # Not recipes: the schema of another command, and a table that recipes share. configs/demo_baselines.py needs a name. Those of
@@ -45,17 +47,8 @@ def test_recipe_dry_runs(recipe, tmp_path, request):
     assert not (tmp_path / "run").exists(), "a dry run must not write"
 
 
-@pytest.mark.parametrize(
-    "recipe, label", [("configs/demo.py", "demo"), ("/a/configs/demo_baselines.py:grpo", "demo_baselines:grpo")]
-)
-def test_a_run_is_called_by_its_recipe_and_the_name_that_the_recipe_takes(recipe, label):
-    assert main.label_of(recipe) == label
-
-
 REFUSALS = {
-    "misspelt key": (["--config.learner.learning_rat=1"], ["learning_rat", "did you mean 'learning_rate'"]),
-    "unknown key": (["--config.zzz=1"], ["zzz"]),
-    "ill-typed key": (["--config.learner.steps=many"], ["learner.steps", "many"]),
+    "misspelt key": (["--config.learner.learning_rat=1"], ["'learner.learning_rat'", "did you mean 'learner.learning_rate'"]),
     "missing recipe": (["--config=configs/nope.py"], ["configs/nope.py"]),
     "recipe without its baseline": (
         ["--config=configs/demo_baselines.py"],
@@ -65,52 +58,112 @@ REFUSALS = {
         ["--config=configs/demo_baselines.py:grppo"],
         ["demo_baselines.py:grppo", "no baseline 'grppo' (did you mean 'grpo'?)", "takes one of reinforce, rloo"],
     ),
-    "recipe that takes no name": (
-        ["--config=configs/demo.py:grpo"],
-        ["configs/demo.py:grpo: this recipe takes no name after a colon"],
-    ),
     "micro-batch": (["--config.learner.micro_batch_rows=5"], ["5", "12 rows"]),
     "batch and mesh": (["--config.learner.mesh.data=5"], ["12 rows", "= 5"]),
-    "mesh and devices": (["--config.searchers.mesh.data=4"], ["searchers.mesh data=4", "1 devices"]),
+    "no tensor ways": (["--config.learner.mesh.tensor=0"], ["learner.mesh.tensor=0", "at least 1"]),
+    "negative data ways": (["--config.evaluation.mesh.data=-2"], ["evaluation.mesh.data=-2", "at least 1"]),
+    "parameters and mesh": (["--config.searchers.mesh.tensor=3"], ["searchers.mesh", "not divisible by 3"]),
     "prompt length": (["--config.task.prompt_length=5"], ["40 of 40 train prompts", "task.prompt_length=5", "longest: 7"]),
-    "model path": (["--config.model.path=/nowhere"], ["/nowhere", "does not exist"]),
+    "model path": (["--config.model.path=/nowhere"], ["model.path='/nowhere'", "does not exist"]),
     "setting that the objective does not read": (["--config.learner.clip_low=0.1"], ["learner.clip_low=0.1", "does not read it"]),
+    "policy of another run": (["--init_from=/nowhere@3"], ["--init_from", "/nowhere", "holds no run"]),
+    "rows of another run": (["--config.replay.mount=('/nowhere',)"], ["replay.mount", "/nowhere", "holds no run"]),
     "role": (["--role=nobody"], ["nobody", "trainer"]),
 }
 
 
+def refusal(arguments: list[str], capsys) -> str:
+    """The one sentence that main, in this process, refuses a command line with."""
+    with pytest.raises(SystemExit) as ended:
+        command_line.execute(main, arguments, prog="python -m tba_jax.main")
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and not said.out
+    assert said.err.startswith("error: ") and said.err.count("\n") == 1, said.err
+    return said.err
+
+
+@pytest.mark.parametrize("dry", [[], ["--dry_run"]], ids=["run", "dry_run"])
 @pytest.mark.parametrize("case", REFUSALS)
-def test_bad_input_is_one_sentence(case, tmp_path):
+def test_bad_input_is_one_sentence_of_a_run_and_of_a_dry_run(case, dry, tmp_path, capsys, one_device):
     flags, words = REFUSALS[case]
-    done = tiny_run.call(tiny_run.command(tmp_path / "run", *flags))
-    assert done.returncode == 2
-    assert len(done.stderr.strip().splitlines()) == 1 and "Traceback" not in done.stderr, done.stderr
+    # In one process no other is started, should a mistake pass.
+    interleaved = ["--config.schedule.mode=interleaved"]
+    said = refusal([*tiny_run.command(tmp_path / "run", *interleaved, *flags)[3:], *dry], capsys)
     for word in words:
-        assert word in done.stderr
+        assert word in said
     assert not (tmp_path / "run").exists(), "bad input must not write"
 
 
-def test_incomplete_checkpoint_is_refused_before_anything_is_written(tmp_path, data_dir):
-    folder = tmp_path / "checkpoint"
-    folder.mkdir()
-    for path in (data_dir / "models" / "TinyStories-656K").glob("*.json"):
-        (folder / path.name).write_bytes(path.read_bytes())
-    flags = [*stories(data_dir), f"--config.model.path={folder}"]
-    done = tiny_run.call(tiny_run.command(tmp_path / "run", *flags, recipe="configs/story_sentiment.py", tiny=False))
-    assert done.returncode == 2
-    assert f"{folder} holds no weights" in done.stderr and "model.safetensors" in done.stderr
+def test_a_mesh_that_the_devices_do_not_make_up(tmp_path, capsys, one_device):
+    said = refusal(tiny_run.command(tmp_path / "run", "--config.searchers.mesh.data=4")[3:], capsys)
+    assert "searchers.mesh data=4" in said and "1 devices" in said and not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_divides_rows_by_devices_that_are_not_here(tmp_path, capsys, one_device):
+    said = refusal([*tiny_run.command(tmp_path / "run", "--config.searchers.mesh.data=5")[3:], "--dry_run"], capsys)
+    assert "16 rows are not divisible by the 5 ways" in said
+
+
+@pytest.fixture
+def pretrained(tmp_path) -> Path:
+    return random_checkpoints.write(tmp_path / "model", "llama-3.2-1b", random_checkpoints.byte_tokenizer(tmp_path / "tokenizer"))
+
+
+@pytest.mark.parametrize("dry", [[], ["--dry_run"]], ids=["run", "dry_run"])
+def test_a_checkpoint_that_is_not_whole_is_refused_by_its_setting(pretrained, dry, tmp_path, capsys, one_device):
+    flags = [f"--config.model.path={pretrained}", "--config.schedule.mode=interleaved", *dry]
+    weights = pretrained / "model.safetensors"
+    content = weights.read_bytes()
+    damage = {
+        "model.safetensors is damaged or not whole": lambda: weights.write_bytes(content[:-7]),
+        "holds no weights": weights.unlink,
+    }
+    for words, do in damage.items():
+        do()
+        said = refusal(tiny_run.command(tmp_path / "run", *flags)[3:], capsys)
+        assert said.startswith(f"error: model.path='{pretrained}': ") and words in said
     assert not (tmp_path / "run").exists()
 
 
-def test_unwritable_workdir(tmp_path):
+def test_an_encoder_is_no_policy(pretrained, tmp_path, capsys):
+    values = {"model_type": "bert", "architectures": ["BertModel"]}
+    (pretrained / "config.json").write_text(json.dumps(values))
+    said = refusal(tiny_run.command(tmp_path / "run", f"--config.model.path={pretrained}", "--dry_run")[3:], capsys)
+    assert "model.path=" in said and "model_type='bert' cannot generate text" in said and "llama" in said
+
+
+def test_a_dry_run_compares_with_the_run_that_is_there(tmp_path, capsys, one_device):
+    made = tiny_run.settings(tmp_path / "run", tiny_run.config())
+    contract.join(made.run, made.config, made.experiment.contract)
+    before = made.run.config.read_bytes()
+    said = refusal(tiny_run.command(tmp_path / "run", "--config.task.response_length=9", "--dry_run")[3:], capsys)
+    assert "response_length: 6 there, 9 here" in said
+    assert command_line.execute(main, tiny_run.command(tmp_path / "run", "--config.learner.steps=40", "--dry_run")[3:]) == 0
+    assert "parameters:" in capsys.readouterr().out and made.run.config.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("x = 1\nclass Mine(:\n", ["SyntaxError", "line 2 of {path}"]),
+        ("x = 1\n\n1 / 0\n", ["ZeroDivisionError", "line 3 of {path}"]),
+    ],
+)
+def test_a_task_file_that_cannot_be_imported_is_one_sentence(tmp_path, text, words, capsys):
+    path = tmp_path / "mine.py"
+    path.write_text(text)
+    said = refusal(tiny_run.command(tmp_path / "run", f"--config.task.name={path}:Mine")[3:], capsys)
+    for word in (f"task.name='{path}:Mine'", *words):
+        assert word.format(path=path) in said
+
+
+def test_unwritable_workdir(tmp_path, capsys, one_device):
     (tmp_path / "file").write_text("")
-    done = tiny_run.call(tiny_run.command(tmp_path / "file" / "run"))
-    assert done.returncode == 2
-    assert str(tmp_path / "file" / "run") in done.stderr and "cannot be written" in done.stderr
+    said = refusal(tiny_run.command(tmp_path / "file" / "run", "--config.schedule.mode=interleaved")[3:], capsys)
+    assert str(tmp_path / "file" / "run") in said and "cannot be written" in said
 
 
-def test_long_prompts_can_be_skipped(tmp_path):
+def test_long_prompts_can_be_skipped(tmp_path, capsys):
     flags = ["--config.task.arithmetic.digits=2", "--config.task.prompt_length=5", "--config.task.long_prompts=skip", "--dry_run"]
-    done = tiny_run.call(tiny_run.command(tmp_path / "run", *flags))
-    assert done.returncode == 2, "no prompt is left, so skipping cannot help"
-    assert "40 of 40" in done.stderr
+    said = refusal(tiny_run.command(tmp_path / "run", *flags)[3:], capsys)
+    assert "40 of 40" in said, "no prompt is left, so skipping cannot help"

@@ -12,7 +12,6 @@ import argparse
 import hashlib
 import os
 import platform
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from tba_jax.commands import command_line
-from tba_jax.run import layout, places, processes
+from tba_jax.run import layout, places
 
 if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answered at once
     from tba_jax.experiment.composition import Experiment
@@ -288,23 +287,16 @@ def _scored(experiment: "Experiment", given: Sequence[Given], rows: dict[str, np
     return found
 
 
-def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m tba_jax append", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--workdir", type=Path, required=True, help="the run's folder")
-    parser.add_argument("--responses", required=True, help='a file of {"prompt", "response"}')
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    command_line.add_workdir(parser)
+    parser.add_argument(
+        "--responses", required=True, metavar="FILE", help='a file of {"prompt", "response"}, or a data set of the hub'
+    )
     parser.add_argument(
         "--unfit", choices=UNFIT, default="refuse", help="responses that no policy of the run can give: too long, say"
     )
-    given = parser.parse_args(arguments)
-    command_line.log_to_stderr()
-    with command_line.failures():
-        try:
-            print(append(given.workdir, given.responses, unfit=given.unfit))
-        except ValueError as error:
-            if processes.is_storage_failure(error):
-                raise
-            command_line.refuse(error)
 
 
-if __name__ == "__main__":
-    main(sys.argv[1:])
+def run(given: argparse.Namespace) -> int:
+    print(append(given.workdir, given.responses, unfit=given.unfit))
+    return 0

@@ -6,14 +6,14 @@ python -m tba_jax audit --workdir=DIR [--step=N | --regenerate=WRITER:ROW]
 import argparse
 import collections
 import dataclasses
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tba_jax import trajectory
+from tba_jax.commands import command_line
 from tba_jax.replay import journal, ledger
 from tba_jax.replay.expiry import expired_segments
 from tba_jax.replay.index import ReplayIndex
@@ -21,7 +21,11 @@ from tba_jax.replay.reader import LogCorruption, LogReader
 from tba_jax.replay.tail import not_resident, replay_visible
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout as layout_lib
-from tba_jax.run import processes
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from tba_jax.models.policy import Policy
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -171,17 +175,6 @@ def regenerate(run: Run, name: str) -> tuple[str, bool]:
     Raises:
       ValueError: the name is malformed, there is no such row, its weights were swapped midway, or its snapshot is gone.
     """
-    import jax
-    from ml_collections import config_dict
-
-    from tba_jax import sharding
-    from tba_jax.decoding.engine import Engine
-    from tba_jax.decoding.requests import Request
-    from tba_jax.decoding.sampling import Sampling
-    from tba_jax.experiment.named_policy import policy_and_tokenizer
-    from tba_jax.run import snapshots
-    from tba_jax.text import stop_strings
-
     writer, _, number = name.rpartition(":")
     if not writer or not number.isdigit():
         raise ValueError(f"--regenerate={name!r} must be WRITER:ROW, as the other reports name rows")
@@ -197,19 +190,26 @@ def regenerate(run: Run, name: str) -> tuple[str, bool]:
     steps = sorted(set(row["policy_step"][:length].tolist()))
     if len(steps) != 1:
         raise ValueError(f"{name} cannot be generated again: its weights were swapped midway (policy steps {steps})")
+    return _compared(name, rows, _generated(run, name, row, step=steps[0]))
+
+
+def _generated(run: Run, name: str, row: Mapping[str, np.ndarray], *, step: int) -> Any:
+    """The generation of a row made again, by the engine that searchers have and the policy of a step."""
+    import jax
+    from ml_collections import config_dict
+
+    from tba_jax import sharding
+    from tba_jax.decoding.engine import Engine
+    from tba_jax.decoding.requests import Request
+    from tba_jax.decoding.sampling import Sampling
+    from tba_jax.experiment.named_policy import policy_and_tokenizer
+    from tba_jax.run import snapshots
+    from tba_jax.text import stop_strings
+
     policy, tokenizer = policy_and_tokenizer(config_dict.ConfigDict(contract_lib.read(run.layout)["config"]))
-    if steps[0] not in snapshots.committed_steps(run.layout.policies):
-        raise ValueError(f"{name} cannot be generated again: the snapshot of its policy step {steps[0]} has been removed")
+    if step not in snapshots.committed_steps(run.layout.policies):
+        raise ValueError(f"{name} cannot be generated again: the snapshot of its policy step {step} has been removed")
     one = sharding.make_mesh((1, 1, 1), setting="audit", devices=jax.devices()[:1])
-    base = snapshots.load(
-        run.layout.reference(f"{int(row['reference_id']):016x}"),
-        policy.model_specs,
-        policy.model_shardings(one),
-        dtype=policy.model.compute_dtype,
-    )
-    snapshot = snapshots.load_step(
-        run.layout.policies, steps[0], policy.trained_specs, policy.trained_shardings(one), dtype=policy.snapshot_dtype
-    )
     prompt = row["tokens"][: row["prompt_length"]].tolist()
     stops = run.contract.stop_strings
     engine = Engine(
@@ -224,10 +224,26 @@ def regenerate(run: Run, name: str) -> tuple[str, bool]:
         stop_strings=stop_strings.build(tokenizer.token_bytes(), stops, vocab=policy.model.vocab) if stops else None,
         weights=run.config["searchers.weights"],
     )
-    engine.set_policy(policy.for_sampling(snapshot, base, run.config["searchers.weights"]), steps[0])
+    engine.set_policy(_weights(run, policy, int(row["reference_id"]), step, one), step)
     sampling = Sampling(**{field.name: row[field.name][None] for field in dataclasses.fields(Sampling)})
     (again,) = engine.generate([Request(name=name, prompt=prompt, keys=row["key"][None], sampling=sampling)])
-    return _compared(name, rows, again)
+    return again
+
+
+def _weights(run: Run, policy: "Policy", reference_id: int, step: int, mesh: "Mesh") -> Any:
+    """What searchers sampled from at a step: its snapshot, with the reference policy where that holds adapters alone."""
+    from tba_jax.run import snapshots
+
+    base = snapshots.load(
+        run.layout.reference(f"{reference_id:016x}"),
+        policy.model_specs,
+        policy.model_shardings(mesh),
+        dtype=policy.model.compute_dtype,
+    )
+    snapshot = snapshots.load_step(
+        run.layout.policies, step, policy.trained_specs, policy.trained_shardings(mesh), dtype=policy.snapshot_dtype
+    )
+    return policy.for_sampling(snapshot, base, run.config["searchers.weights"])
 
 
 def _home(run: Run, writer: str) -> str:
@@ -246,27 +262,21 @@ def _compared(name: str, rows: trajectory.Rows, again: Any) -> tuple[str, bool]:
     return f"{name} is identical: {length} tokens; its log-probs differ by {gap:.2g} nats at most", True
 
 
-def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m tba_jax audit", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--workdir", type=Path, required=True, help="the run's folder")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    command_line.add_workdir(parser)
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--step", type=int, help="the rows that trained this step")
+    what.add_argument("--step", type=int, metavar="N", help="the rows that trained this step")
     what.add_argument("--regenerate", metavar="WRITER:ROW", help="generate this row again and compare")
-    given = parser.parse_args(arguments)
-    try:
-        run = open_run(given.workdir)
-        if given.step is not None:
-            text, good = rebuild_batch(run, given.step)
-        elif given.regenerate is not None:
-            text, good = regenerate(run, given.regenerate)
-        else:
-            text, good = describe_ledger(run)
-    except ValueError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(processes.BAD_INPUT)
+
+
+def run(given: argparse.Namespace) -> int:
+    """Prints the report. Returns 1 where something does not balance or is not what it was."""
+    opened = open_run(given.workdir)
+    if given.step is not None:
+        text, good = rebuild_batch(opened, given.step)
+    elif given.regenerate is not None:
+        text, good = regenerate(opened, given.regenerate)
+    else:
+        text, good = describe_ledger(opened)
     print(text)
-    sys.exit(0 if good else 1)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+    return 0 if good else 1

@@ -1,68 +1,116 @@
-"""What every command does alike: the flags --config and --workdir, one sentence for bad input, exit codes for failures."""
+"""What all commands share: their parser, the sentence that answers a user's mistake, exit codes, the log on stderr.
 
+A command is a module with a docstring, whose first line lists it, and two functions: `add_arguments(parser)`, and `run(given)`,
+which returns an exit code, or the job that is left to do once no mistake of the user can stop it.
+"""
+
+import argparse
 import contextlib
+import difflib
 import logging
 import os
 import re
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NoReturn
-
-from absl import flags
-from ml_collections import config_flags
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
 
 from tba_jax.run import processes
 
-CONFIG = config_flags.DEFINE_config_file("config", None, "Recipe: a file under configs/.", lock_config=True)
-WORKDIR = flags.DEFINE_string("workdir", None, "The run's folder: checkpoints, metrics, all that a resume needs.")
+Job = Callable[[], int]
 
-# How ml_collections says that a key does not exist.
-_UNKNOWN_KEY = re.compile(r'Did you mean "(.+?)" instead of "(.+?)"')
-# What ml_collections says before the sentence of a recipe that raised: its traceback, in text.
-_RECIPE_RAISED = re.compile(r"Error whilst parsing config file:\s+Traceback.*\n(?:ValueError: |(?=\w+Error: ))", re.DOTALL)
+# A flag that changes a setting: --config.NAME=VALUE, or --noconfig.NAME of a setting that is true or false.
+OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]*)")
 
 
-def parse_flags(argv: Sequence[str], needed: Mapping[str, Any]) -> list[str]:
-    """absl's parser, with one sentence where a flag or a config key is wrong.
+class Command(Protocol):
+    """A module that is a command."""
 
-    Args:
-      needed: flags that must be given, as a user would write one -> its holder.
-    """
+    __name__: str
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, given: argparse.Namespace) -> int | Job: ...
+
+
+class Parser(argparse.ArgumentParser):
+    """Answers a mistake by one sentence. Where a command has set a default for `overrides`, it collects those flags there."""
+
+    def error(self, message: str) -> NoReturn:
+        refuse(ValueError(message.removeprefix("argument ")))
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        given, rest = self.parse_known_args(args, namespace)
+        overrides: list[str] = []
+        for each in rest:
+            if hasattr(given, "overrides") and OVERRIDE.match(each):
+                overrides.append(each)
+            elif overrides and "=" not in overrides[-1] and not each.startswith("--"):
+                overrides[-1] += f"={each}"
+            else:
+                self._refuse_unknown(each)
+        if hasattr(given, "overrides"):
+            given.overrides = overrides
+        return given
+
+    def _refuse_unknown(self, argument: str) -> NoReturn:
+        name = argument.partition("=")[0]
+        near = difflib.get_close_matches(name, self._option_string_actions, n=1)
+        self.error(f"there is no argument {name!r}{hint(near[0] if near else '')}; --help tells which there are")
+
+
+def add_workdir(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--workdir", type=Path, required=True, metavar="DIR", help="the run's folder")
+
+
+def execute(command: Command, arguments: Sequence[str], *, prog: str = "") -> int:
+    """Runs a command and returns its exit code; a mistake or a failure ends the process by a code of its own."""
+    prog = prog or f"python -m tba_jax {command.__name__.rpartition('.')[2]}"
+    parser = Parser(
+        prog=prog,
+        usage=argparse.SUPPRESS,  # the docstring tells it
+        description=command.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        conflict_handler="resolve",  # --help may be --help=SECTION
+    )
+    command.add_arguments(parser)
+    given = parser.parse_args(arguments)
+    log_to_stderr()
+    with failures():
+        with mistakes():
+            outcome = command.run(given)
+        return outcome if isinstance(outcome, int) else outcome()
+
+
+@contextlib.contextmanager
+def mistakes() -> Iterator[None]:
+    """Refuses what raises ValueError or LeaseHeld, unless storage is at fault."""
+    from tba_jax.run.lease import LeaseHeld
+
     try:
-        remaining = flags.FLAGS(list(argv))
-        if CONFIG.value is not None:
-            _ = CONFIG.value.seed  # a recipe that could not be loaded fails at its first setting
-    except (flags.Error, AttributeError, KeyError, TypeError, ValueError, OSError) as error:
+        yield
+    except (ValueError, LeaseHeld) as error:
+        if processes.is_storage_failure(error):
+            raise
         refuse(error)
-    if not all(holder.value for holder in needed.values()):
-        *first, last = needed
-        refuse(ValueError(f"{', '.join(first)} and {last} are needed"))
-    if len(remaining) > 1:
-        refuse(ValueError(f"{remaining[1]!r} is not a flag"))
-    return remaining
 
 
 def refuse(error: BaseException) -> NoReturn:
     """Ends the process by one sentence about the user's mistake."""
-    text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-    text = _RECIPE_RAISED.sub("", text)
-    if "get_config() takes 0 positional arguments" in text:
-        name = text.partition(": TypeError")[0].removeprefix("flag ")
-        text = f"{name}: this recipe takes no name after a colon"
-    elif unknown := _UNKNOWN_KEY.search(text):
-        text = f"the config has no setting {unknown[2]!r}; did you mean {unknown[1]!r}?"
-    elif (name := text.strip("'\"")).isidentifier():
-        text = f"the config has no setting {name!r}"
-    print(f"error: {' '.join(text.split())}", file=sys.stderr)
+    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
     sys.exit(processes.BAD_INPUT)
 
 
 @contextlib.contextmanager
 def failures() -> Iterator[None]:
-    """A storage that refuses ends the process by one sentence; any other failure ends its log with one, after the traceback."""
+    """Ends the process where storage refuses, by one sentence; after any other failure by its traceback and one sentence."""
     try:
         yield
+    except KeyboardInterrupt:  # before the command asks for signals itself
+        print("stopped", file=sys.stderr)
+        sys.exit(processes.STOPPED)
     except Exception as error:
         sentence = " ".join(str(error).split())
         if processes.is_storage_failure(error):
@@ -81,8 +129,26 @@ def failures() -> Iterator[None]:
 
 
 def log_to_stderr() -> None:
-    """Warnings of everybody, and what tba_jax tells besides."""
+    """Shows everybody's warnings, and what tba_jax itself tells besides."""
     logging.basicConfig(
         stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", force=True
     )
     logging.getLogger("tba_jax").setLevel(logging.INFO)
+
+
+def nearest(name: str, names: Collection[str]) -> str:
+    """The dotted name that is most like `name`, "" where the last part of none is."""
+    section, _, leaf = name.rpartition(".")
+
+    def likeness(other: str) -> float:
+        of_section, _, of_leaf = other.rpartition(".")
+        same = difflib.SequenceMatcher(None, leaf, of_leaf).ratio()
+        return (2 * same + difflib.SequenceMatcher(None, section, of_section).ratio()) if same >= 0.6 else 0.0
+
+    best = max(names, key=likeness, default="")
+    return best if best and likeness(best) else ""
+
+
+def hint(near: str) -> str:
+    """The part of a sentence that offers the nearest name, if there is one."""
+    return f"; did you mean {near!r}?" if near else ""

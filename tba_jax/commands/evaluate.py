@@ -7,19 +7,13 @@ the run's rows mean cannot differ from the run's.
 """
 
 import argparse
-import ast
-import difflib
-import functools
 import json
-import operator
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tba_jax.commands import command_line
-from tba_jax.run import layout, places, processes
-from tba_jax.schemas import flatten
+from tba_jax.commands import command_line, recipes, settings_help
+from tba_jax.run import layout, places
 
 
 def evaluate(workdir: Path, *, step: int | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -44,12 +38,7 @@ def evaluate(workdir: Path, *, step: int | None, overrides: Sequence[str] = ()) 
     run = layout.open_run_dir(workdir)
     stored = contract.read_run(run, called=str(workdir))
     experiment = composition.rebuild(stored, called=str(workdir), config=_overridden(stored["config"], overrides))
-    steps = snapshots.committed_steps(run.policies)
-    if not steps:
-        raise ValueError(f"{run.policies} holds no snapshot yet")
-    step = steps[-1] if step is None else step
-    if step not in steps:
-        raise ValueError(f"--step={step} is not a snapshot of {workdir}; there are {', '.join(map(str, steps))}")
+    step = snapshots.chosen_step(run.policies, step, called=str(workdir))
     if not places.exists(run.initial_reference):
         raise ValueError(f"{run.initial_reference} is gone: it names the reference policy, which reports compare with")
     config, task = experiment.config, experiment.task
@@ -78,63 +67,34 @@ def _overridden(config: Mapping[str, Any], overrides: Sequence[str]) -> Any:
     """A run's config with the settings that flags change. Raises ValueError for one that there is not, or of another type."""
     from ml_collections import config_dict
 
-    made = config_dict.ConfigDict(config)
-    leaves = flatten(made.to_dict())
-    for flag in overrides:
-        name, assigned, text = flag.removeprefix("--config.").partition("=")
-        if not (flag.startswith("--config.") and assigned):
-            raise ValueError(f"{flag!r} is not a flag: settings are given as --config.SETTING=VALUE")
-        if name not in leaves:
-            close = difflib.get_close_matches(name, leaves, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise ValueError(f"the run's config has no setting {name!r}{hint}")
-        *path, last = name.split(".")
-        functools.reduce(operator.getitem, path, made)[last] = _value(flag, text, leaves[name])
-    return made
+    return recipes.override(config_dict.ConfigDict(_with_tuples(config)), overrides)
 
 
-def _value(flag: str, text: str, before: Any) -> Any:
-    """A setting's new value, of the type that it has."""
-    if isinstance(before, str):
-        return text
-    try:
-        value = ast.literal_eval(text.capitalize() if isinstance(before, bool) else text)
-    except (ValueError, SyntaxError) as error:
-        raise ValueError(f"{flag}: {text!r} is not a value") from error
-    if isinstance(before, list | tuple) and isinstance(value, list | tuple):
-        return type(before)(value)
-    if isinstance(before, float) and type(value) is int:
-        return float(value)
-    if before is not None and type(value) is not type(before):
-        raise ValueError(f"{flag} must be of type {type(before).__name__}, as {before!r} is")
-    return value
+def _with_tuples(tree: Any) -> Any:
+    """The tree with tuples where JSON has made lists of them."""
+    if isinstance(tree, Mapping):
+        return {name: _with_tuples(value) for name, value in tree.items()}
+    return tuple(tree) if isinstance(tree, list) else tree
 
 
-def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m tba_jax evaluate", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--workdir", type=Path, required=True, help="the run's folder")
-    parser.add_argument("--step", type=int, help="trainer step of the snapshot; default: the newest")
-    parser.add_argument("--output", type=Path, help="a file that the report is written to as well")
-    given, overrides = parser.parse_known_args(arguments)
-    command_line.log_to_stderr()
-    if given.output is not None and not given.output.parent.is_dir():
-        command_line.refuse(ValueError(f"--output={given.output}: its folder does not exist"))
-    if given.output is not None and given.output.resolve().is_relative_to(given.workdir.resolve()):
-        command_line.refuse(ValueError(f"--output={given.output} lies in --workdir={given.workdir}, which stays as it is"))
-    with command_line.failures():
-        try:
-            report = evaluate(given.workdir, step=given.step, overrides=overrides)
-        except ValueError as error:
-            if processes.is_storage_failure(error):
-                raise
-            command_line.refuse(error)
-        from tba_jax.roles.evaluator import plain
-
-        text = json.dumps(plain(report), indent=1, ensure_ascii=False)
-        print(text)
-        if given.output is not None:
-            given.output.write_text(text + "\n", encoding="utf-8")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    command_line.add_workdir(parser)
+    parser.add_argument("--step", type=int, metavar="N", help="trainer step of the snapshot; default: the newest")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="a file that the report is written to as well")
+    settings_help.add_overrides(parser, settings_help.BASE)
 
 
-if __name__ == "__main__":
-    main(sys.argv[1:])
+def run(given: argparse.Namespace) -> int:
+    output = given.output
+    if output is not None and not output.parent.is_dir():
+        raise ValueError(f"--output={output}: its folder does not exist")
+    if output is not None and output.resolve().is_relative_to(given.workdir.resolve()):
+        raise ValueError(f"--output={output} lies in --workdir={given.workdir}, which stays as it is")
+    from tba_jax.roles.evaluator import plain
+
+    report = evaluate(given.workdir, step=given.step, overrides=given.overrides)
+    text = json.dumps(plain(report), indent=1, ensure_ascii=False)
+    print(text)
+    if output is not None:
+        output.write_text(text + "\n", encoding="utf-8")
+    return 0

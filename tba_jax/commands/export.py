@@ -5,12 +5,13 @@ python -m tba_jax export --workdir=DIR --output=DIR [--step=N] [--dtype=float32|
 
 import argparse
 import contextlib
-import sys
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tba_jax.run import layout, places, processes
+from tba_jax.commands import command_line
+from tba_jax.run import layout, places
 from tba_jax.run.places import Place
 
 if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answered at once
@@ -36,37 +37,15 @@ def export(workdir: Path, output: Path, *, step: int | None, dtype: str | None) 
     from tba_jax.models.hugging_face import export as export_lib
     from tba_jax.models.hugging_face import load
     from tba_jax.run import snapshots
-    from tba_jax.text.tokenizers import CharacterTokenizer
 
     run = layout.open_run_dir(workdir)
     if not places.exists(run.config):
         raise ValueError(f"{workdir} holds no run: there is no {run.config}")
-    inside = next(
-        (p for p in (run.root, run.shared) if isinstance(p, Path) and output.resolve().is_relative_to(p.resolve())), None
-    )
-    if inside is not None:
-        raise ValueError(f"--output={output} is in the run's folder {inside}, which the trainer sweeps; export to another place")
+    _check_output(output, run)
     config, policy, tokenizer = _read_run(run)
-    steps = snapshots.committed_steps(run.policies)
-    if not steps:
-        raise ValueError(f"{run.policies} holds no snapshot yet")
-    step = steps[-1] if step is None else step
-    if step not in steps:
-        raise ValueError(f"--step={step} is not a snapshot of {workdir}; there are {_listed(steps)}")
-
+    step = snapshots.chosen_step(run.policies, step, called=str(workdir))
     source = load.resolve_folder(config.model.path) if config.model.path else None
-    ids = {} if source else {"eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
-    if isinstance(tokenizer, CharacterTokenizer):
-        ids["bos_token_id"] = tokenizer.bos_id
-
-    def write_tokenizer(folder: Path) -> None:
-        if source is not None:
-            export_lib.copy_tokenizer(source, folder)
-        elif isinstance(tokenizer, CharacterTokenizer):
-            export_lib.write_character_tokenizer(
-                folder, tokenizer.characters, pad_id=tokenizer.pad_id, bos_id=tokenizer.bos_id, eos_id=tokenizer.eos_id
-            )
-
+    write_tokenizer, ids = _tokenizer_files(tokenizer, source)
     folder = run.policies / layout.step_name(step)
     with contextlib.ExitStack() as kept:
         kept.enter_context(_committed(folder, f"snapshot {step}"))
@@ -78,6 +57,31 @@ def export(workdir: Path, output: Path, *, step: int | None, dtype: str | None) 
             params = lora.merge_lazily(snapshots.open_arrays(reference, policy.model_specs), params, policy.lora)
         export_lib.save(output, policy.model, params, dtype=dtype, source=source, token_ids=ids, tokenizer=write_tokenizer)
     return f"step {step} of {workdir} is in {output} ({policy.model.architecture}, {dtype})"
+
+
+def _check_output(output: Path, run: layout.RunDir) -> None:
+    """Raises ValueError where the output lies in a folder of the run."""
+    for folder in (run.root, run.shared):
+        if isinstance(folder, Path) and output.resolve().is_relative_to(folder.resolve()):
+            raise ValueError(
+                f"--output={output} is in the run's folder {folder}, which the trainer sweeps; export to another place"
+            )
+
+
+def _tokenizer_files(tokenizer: "Tokenizer", source: Path | None) -> tuple[Callable[[Path], None], dict[str, int]]:
+    """What writes the tokenizer into a folder, and the ids that config.json names, {} where the files of `source` name them."""
+    from tba_jax.models.hugging_face import export as export_lib
+    from tba_jax.text.tokenizers import CharacterTokenizer
+
+    if source is not None:
+        return functools.partial(export_lib.copy_tokenizer, source), {}
+    assert isinstance(tokenizer, CharacterTokenizer)
+    ids = {"pad_id": tokenizer.pad_id, "bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id}
+
+    def write(folder: Path) -> None:
+        export_lib.write_character_tokenizer(folder, tokenizer.characters, **ids)
+
+    return write, {name.replace("_id", "_token_id"): token for name, token in ids.items()}
 
 
 def _read_run(run: layout.RunDir) -> "tuple[Any, Policy, Tokenizer]":
@@ -114,26 +118,15 @@ def _committed(folder: Place, what: str) -> Iterator[None]:
         raise ValueError(f"{what} is gone: {folder} holds no {snapshots.COMMIT}") from error
 
 
-def _listed(steps: Sequence[int]) -> str:
-    return ", ".join(map(str, steps)) if len(steps) <= 8 else f"{', '.join(map(str, steps[:4]))} … {steps[-1]}"
-
-
-def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m tba_jax export", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--workdir", type=Path, required=True, help="the run's folder")
-    parser.add_argument("--output", type=Path, required=True, help="the folder to write; it must not exist, or be empty")
-    parser.add_argument("--step", type=int, help="trainer step of the snapshot; default: the newest")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    command_line.add_workdir(parser)
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="DIR", help="the folder to write; it must not exist, or be empty"
+    )
+    parser.add_argument("--step", type=int, metavar="N", help="trainer step of the snapshot; default: the newest")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights; default: the snapshot's")
-    given = parser.parse_args(arguments)
-    try:
-        print(export(given.workdir, given.output, step=given.step, dtype=given.dtype))
-    except ValueError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(processes.BAD_INPUT)
-    except OSError as error:
-        print(f"error: storage failed: {error}", file=sys.stderr)
-        sys.exit(processes.STORAGE_FAILED)
 
 
-if __name__ == "__main__":
-    main(sys.argv[1:])
+def run(given: argparse.Namespace) -> int:
+    print(export(given.workdir, given.output, step=given.step, dtype=given.dtype))
+    return 0

@@ -8,15 +8,15 @@ appear when all are scored, and count once `DIR/rewards/<version>.json` is there
 """
 
 import argparse
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tba_jax.commands import command_line
 from tba_jax.run import contract as contract_lib
-from tba_jax.run import layout, places, processes
+from tba_jax.run import layout, places
 
 if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answered at once
     from tba_jax.experiment.composition import Experiment
@@ -38,23 +38,13 @@ def rescore(workdir: Path) -> str:
       ValueError: there is no run, the task differs by more than its reward, retention has removed rows, a row cannot be read,
         its query is not the task's any more, or rows hold values of states. LeaseHeld: the run's trainer is at work.
     """
-    from ml_collections import config_dict
-
     from tba_jax import sharding, trajectory
-    from tba_jax.experiment import composition
     from tba_jax.replay.reader import LogReader
     from tba_jax.rewards import models
     from tba_jax.run.lease import EpochLease
 
     run = layout.open_run_dir(workdir)
-    if not places.exists(run.config):
-        raise ValueError(f"{workdir} holds no run: there is no {run.config}")
-    stored = contract_lib.read(run)
-    experiment = composition.build(config_dict.ConfigDict(stored["config"]))
-    theirs = contract_lib.Contract(**stored["contract"])
-    here, there = ({k: v for k, v in c.to_json().items() if k not in _OF_REWARD} for c in (experiment.contract, theirs))
-    if different := contract_lib.differences(there, here):
-        raise ValueError(f"the task of {workdir} is not what it was in more than its reward; " + "; ".join(different))
+    experiment, theirs, retention = _compared(run, workdir)
     version = experiment.contract.reward_version
     if version == theirs.reward_version:
         return f"the rows of {workdir} have reward version {version}, that of task.name={theirs.task_name}: nothing to do"
@@ -72,7 +62,7 @@ def rescore(workdir: Path) -> str:
         if reader.kept(writer) != [range(head)]:
             raise ValueError(
                 f"{workdir} does not hold all of the {head} rows of writer {writer} any more: retention removed some "
-                f"(replay.retention={stored['config']['replay']['retention']}), and a new reward version needs every row"
+                f"(replay.retention={retention}), and a new reward version needs every row"
             )
     if waiting:
         models.check(experiment.task, role="searcher")
@@ -82,6 +72,25 @@ def rescore(workdir: Path) -> str:
     layout.write_json(run.rescored_commit(version), {"reward_parts": list(experiment.contract.reward_parts), "heads": heads})
     total = f"{sum(heads.values())} rows of {len(heads)} writers have reward version {version} in {run.rescored(version)}"
     return "; ".join([f"{total}, {sum(waiting.values())} of them scored now", *sorted(reader.problems.values())])
+
+
+def _compared(run: layout.RunDir, workdir: Path) -> tuple["Experiment", contract_lib.Contract, str]:
+    """What the run's config means now, the contract of its rows, and its replay.retention.
+
+    Raises:
+      ValueError: there is no run, or its task differs by more than its reward.
+    """
+    from ml_collections import config_dict
+
+    from tba_jax.experiment import composition
+
+    stored = contract_lib.read_run(run, called=str(workdir))
+    experiment = composition.build(config_dict.ConfigDict(stored["config"]))
+    theirs = contract_lib.Contract(**stored["contract"])
+    here, there = ({k: v for k, v in c.to_json().items() if k not in _OF_REWARD} for c in (experiment.contract, theirs))
+    if different := contract_lib.differences(there, here):
+        raise ValueError(f"the task of {workdir} is not what it was in more than its reward; " + "; ".join(different))
+    return experiment, theirs, stored["config"]["replay"]["retention"]
 
 
 def _is_done(run: layout.RunDir, experiment: "Experiment", writer: str, head: int) -> bool:
@@ -171,21 +180,10 @@ def _scored_again(
     return {**rows, "reward": reward, "reward_parts": parts, "reward_version": version}
 
 
-def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m tba_jax rescore", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--workdir", type=Path, required=True, help="the run's folder")
-    given = parser.parse_args(arguments)
-    from tba_jax.run.lease import LeaseHeld
-
-    try:
-        print(rescore(given.workdir))
-    except (ValueError, LeaseHeld) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(processes.BAD_INPUT)
-    except OSError as error:
-        print(f"error: storage failed: {error}", file=sys.stderr)
-        sys.exit(processes.STORAGE_FAILED)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    command_line.add_workdir(parser)
 
 
-if __name__ == "__main__":
-    main(sys.argv[1:])
+def run(given: argparse.Namespace) -> int:
+    print(rescore(given.workdir))
+    return 0

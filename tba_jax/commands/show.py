@@ -4,12 +4,13 @@ python -m tba_jax show --workdir=DIR [--order=newest|best|worst] [--count=10]
 """
 
 import argparse
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from tba_jax.commands import command_line
 
 if TYPE_CHECKING:  # imported late: a mistyped flag is answered at once
     from tba_jax.replay.reader import LogReader
@@ -107,20 +108,14 @@ def _blocks(reader: "LogReader", spans: Mapping[str, Sequence[range]]) -> "Itera
             start = stop
 
 
-def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m tba_jax show", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--workdir", type=Path, required=True, help="the run's folder")
-    parser.add_argument("--order", choices=tuple(_SIGNS), default="newest", help="which rows come first")
-    parser.add_argument("--count", type=int, default=10, help="how many rows")
-    given = parser.parse_args(arguments)
-    try:
-        if given.count < 1:
-            raise ValueError(f"--count={given.count} must be at least 1")
-        print(show(given.workdir, given.order, given.count))
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    command_line.add_workdir(parser)
+    parser.add_argument("--order", choices=tuple(_SIGNS), default="newest", help="which rows come first; default: newest")
+    parser.add_argument("--count", type=int, default=10, metavar="N", help="how many rows; default: 10")
 
 
-if __name__ == "__main__":
-    main(sys.argv[1:])
+def run(given: argparse.Namespace) -> int:
+    if given.count < 1:
+        raise ValueError(f"--count={given.count} must be at least 1")
+    print(show(given.workdir, given.order, given.count))
+    return 0

@@ -5,26 +5,27 @@ python -m tba_jax supervised --config=configs/supervised.py --workdir=DIR --outp
 The same command again resumes a run that was stopped or killed. Examples of a step are a function of seed and step alone.
 """
 
+import argparse
 import json
 import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from absl import app, flags
-
-from tba_jax.commands import command_line
+from tba_jax.commands import command_line, recipes, settings_help
 from tba_jax.run import layout, places, processes
 from tba_jax.schemas import flatten
 from tba_jax.supervised.schema import SCHEMA
 
 if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answered at once
-    from tba_jax.supervised.tuning import Plan
+    from jax.sharding import Mesh
 
-_OUTPUT = flags.DEFINE_string("output", None, "Where the trained model goes: a Hugging Face folder that does not exist yet.")
+    from tba_jax.models.config import DecoderConfig
+    from tba_jax.supervised.tuning import Plan
+    from tba_jax.text.tokenizers import HuggingFaceTokenizer
 
 log = logging.getLogger("tba_jax.supervised")
 
@@ -35,7 +36,6 @@ def check(config: Any) -> None:
     from tba_jax.models import layers
     from tba_jax.supervised import fine_tuning
 
-    _require("kind" in config, "--config is not made from configs/supervised.py; RL runs are python -m tba_jax.main")
     SCHEMA.check(config, {"kinds": fine_tuning.OBJECTIVES, "schedules": SCHEDULES, "remat": layers.REMAT})
     d = config.data
     fields = (d.prompt_field, d.response_field) if config.kind == "sft" else (d.prompt_field, d.chosen_field, d.rejected_field)
@@ -54,64 +54,25 @@ def _require(condition: Any, sentence: str) -> None:
 
 
 def prepare(config: Any, run: layout.RunDir, output: Path) -> "Plan":
-    """Checks all that a user's mistake can break, then makes or compares the workdir's config.json.
+    """Checks everything that a user's mistake can break, then makes or compares the workdir's config.json.
 
     Raises:
       ValueError: one sentence about the first thing that is wrong.
     """
-    from tba_jax import sharding
-    from tba_jax.models import decoder
-    from tba_jax.models.config import DecoderConfig
     from tba_jax.models.hugging_face import load
     from tba_jax.supervised import examples, tuning
-    from tba_jax.text.tokenizers import HuggingFaceTokenizer
 
     check(config)
     _check_output(output, run)
-    t = config.training
-    folder = load.resolve_folder(config.model.path)
-    model = load.read_config(
-        folder,
-        compute_dtype=config.model.compute_dtype,
-        attention=config.model.attention,
-        head="score" if config.kind == "reward" else "language_model",
-    )
-    _require(
-        isinstance(model, DecoderConfig),
-        f"model.path={config.model.path!r} is no decoder, which supervised training needs",
-    )
-    _require(
-        model.head != "score" or model.labels == 1,
-        f"model.path={config.model.path!r} scores {model.labels} labels, a reward model scores one",
-    )
-    tokenizer = HuggingFaceTokenizer(folder)
-    _require(
-        tokenizer.vocab_size <= model.vocab,
-        f"model.path={config.model.path!r}: the tokenizer has {tokenizer.vocab_size} ids, the embedding only {model.vocab}",
-    )
-    total = config.data.prompt_length + config.data.response_length
-    _require(
-        total <= model.max_positions,
-        f"data.prompt_length={config.data.prompt_length} + data.response_length={config.data.response_length} = {total} "
-        f"exceed the model's {model.max_positions} positions",
-    )
-    mesh = sharding.make_mesh(tuple(t.mesh.values()), setting="training.mesh")
-    micro_rows = t.micro_batch_rows or t.batch_size
-    ways = mesh.shape["data"] * mesh.shape["fsdp"]
-    sharding.check_ways(micro_rows, ways, what="training.micro_batch_rows or training.batch_size")
-    decoder.define(model).shardings(mesh)  # refuses a mesh that does not divide the parameters
+    with load.named("model.path", config.model.path):
+        folder = load.resolve_folder(config.model.path)
+        model, tokenizer = _model_and_tokenizer(config, folder)
+    mesh, micro_rows = _mesh(config, model)
     if not config.model.random_init:
-        load.check_weights(folder, model, new_heads=config.kind == "reward")
+        with load.named("model.path", config.model.path):
+            load.check_weights(folder, model, new_heads=config.kind == "reward")
     data = examples.load(config.data, config.kind, tokenizer)
-    _require(
-        t.batch_size <= len(data.train),
-        f"training.batch_size={t.batch_size} is more than the {len(data.train)} examples to train on",
-    )
-    steps = t.steps or math.ceil(t.epochs * len(data.train) / t.batch_size)
-    _require(
-        t.warmup_steps + t.decay_steps <= steps,
-        f"training.warmup_steps={t.warmup_steps} + training.decay_steps={t.decay_steps} exceed the {steps} steps of training",
-    )
+    steps = _steps(config.training, len(data.train))
     _join(run, config, data.fingerprint)
     return tuning.Plan(
         config=config,
@@ -125,6 +86,60 @@ def prepare(config: Any, run: layout.RunDir, output: Path) -> "Plan":
         steps=steps,
         micro_rows=micro_rows,
     )
+
+
+def _model_and_tokenizer(config: Any, folder: Path) -> "tuple[DecoderConfig, HuggingFaceTokenizer]":
+    """What the checkpoint in `folder` is. Raises ValueError where it cannot be trained as the config says."""
+    from tba_jax.models.hugging_face import load
+    from tba_jax.text.tokenizers import HuggingFaceTokenizer
+
+    model: DecoderConfig = load.read_config(
+        folder,
+        compute_dtype=config.model.compute_dtype,
+        attention=config.model.attention,
+        head="score" if config.kind == "reward" else "language_model",
+    )
+    _require(model.head != "score" or model.labels == 1, f"it scores {model.labels} labels, a reward model scores one")
+    tokenizer = HuggingFaceTokenizer(folder)
+    _require(
+        tokenizer.vocab_size <= model.vocab, f"its tokenizer has {tokenizer.vocab_size} ids, its embedding only {model.vocab}"
+    )
+    total = config.data.prompt_length + config.data.response_length
+    _require(
+        total <= model.max_positions,
+        f"data.prompt_length={config.data.prompt_length} + data.response_length={config.data.response_length} = {total} "
+        f"exceed the model's {model.max_positions} positions",
+    )
+    return model, tokenizer
+
+
+def _mesh(config: Any, model: "DecoderConfig") -> "tuple[Mesh, int]":
+    """The mesh, and the rows of one pass. Raises ValueError where the mesh does not divide the rows or the parameters."""
+    from tba_jax import sharding
+    from tba_jax.models import decoder
+
+    t = config.training
+    mesh = sharding.make_mesh(tuple(t.mesh.values()), setting="training.mesh")
+    micro_rows = t.micro_batch_rows or t.batch_size
+    ways = mesh.shape["data"] * mesh.shape["fsdp"]
+    sharding.check_ways(micro_rows, ways, what="training.micro_batch_rows or training.batch_size")
+    decoder.define(model).shardings(mesh)  # refuses a mesh that does not divide the parameters
+    return mesh, micro_rows
+
+
+def _steps(training: Any, examples: int) -> int:
+    """The steps of training. Raises ValueError where the examples do not make a batch, or the schedule is longer."""
+    _require(
+        training.batch_size <= examples,
+        f"training.batch_size={training.batch_size} is more than the {examples} examples to train on",
+    )
+    steps = training.steps or math.ceil(training.epochs * examples / training.batch_size)
+    _require(
+        training.warmup_steps + training.decay_steps <= steps,
+        f"training.warmup_steps={training.warmup_steps} + training.decay_steps={training.decay_steps} exceed the {steps} steps "
+        "of training",
+    )
+    return steps
 
 
 def _check_output(output: Path, run: layout.RunDir) -> None:
@@ -186,36 +201,33 @@ def execute(plan: "Plan", stop: Callable[[], bool]) -> int:
     return 0
 
 
-def main(argv: Sequence[str]) -> None:
-    del argv
-    command_line.log_to_stderr()
-    run, output = layout.RunDir(Path(command_line.WORKDIR.value).absolute()), Path(_OUTPUT.value).absolute()
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(run.compilation_cache))
-    with command_line.failures():
-        from tba_jax.run.lease import EpochLease, LeaseHeld
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    recipes.add_arguments(parser, settings_help.SUPERVISED, example="configs/supervised.py")
+    command_line.add_workdir(parser)
+    parser.add_argument(
+        "--output",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="the trained model: a Hugging Face folder that does not exist yet",
+    )
 
+
+def run(given: argparse.Namespace) -> command_line.Job:
+    """Checks what a user's mistake can break; the job trains."""
+    config = recipes.load(given.config, given.overrides, program=settings_help.SUPERVISED)
+    folder = layout.RunDir(given.workdir.absolute())
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder.compilation_cache))
+    from tba_jax.run.lease import EpochLease
+
+    EpochLease.refuse_if_held(folder.journal)
+    plan = prepare(config, folder, given.output.absolute())
+    lease = EpochLease.acquire(folder.journal)
+
+    def job() -> int:
         try:
-            EpochLease.refuse_if_held(run.journal)
-            plan = prepare(command_line.CONFIG.value, run, output)
-            lease = EpochLease.acquire(run.journal)
-        except (ValueError, LeaseHeld) as error:
-            command_line.refuse(error)
-        try:
-            code = execute(plan, processes.StopSignal())
+            return execute(plan, processes.StopSignal())
         finally:
             lease.release()
-        sys.exit(code)
 
-
-def parse_flags(argv: Sequence[str]) -> list[str]:
-    needed = {
-        "--config=configs/supervised.py": command_line.CONFIG,
-        "--workdir=DIR": command_line.WORKDIR,
-        "--output=DIR": _OUTPUT,
-    }
-    return command_line.parse_flags(argv, needed)
-
-
-if __name__ == "__main__":
-    processes.hold()
-    app.run(main, flags_parser=parse_flags)
+    return job

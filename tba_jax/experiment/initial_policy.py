@@ -26,7 +26,8 @@ def check(experiment: Experiment, run: layout.RunDir, *, init_from: str = "") ->
     """Raises ValueError where the initial policy is yet to be imported, and its checkpoint is not whole."""
     config = experiment.config
     if config.model.path and not (init_from or config.replay.mount or places.exists(run.initial_reference)):
-        load.check_weights(config.model.path, experiment.policy.model)
+        with load.named("model.path", config.model.path):
+            load.check_weights(config.model.path, experiment.policy.model)
 
 
 def ensure(experiment: Experiment, run: layout.RunDir, *, report: Callable[[int, float], None]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tba_jax import sharding
-from tba_jax.experiment import composition, initial_policy, meshes, other_runs, schedule_changes
+from tba_jax.experiment import composition, initial_policy, meshes, other_runs, plan, schedule_changes
 from tba_jax.replay.journal import read_lineage
 from tba_jax.rewards import models
 from tba_jax.roles import progress as progress_lib
@@ -63,7 +63,8 @@ def _devices_of_searcher(config: Any) -> int:
     return max(config.searchers.cpu_devices, len(jax.devices()))
 
 
-def _join(s: Settings, *, may_change_schedule: bool) -> None:
+def _check_run(s: Settings, *, may_change_schedule: bool) -> None:
+    """What a role asks of the run that it joins or makes, before anything is written."""
     initial_policy.check(s.experiment, s.run, init_from=s.init_from)
     if may_change_schedule:
         other_runs.check_behavior_is_known(s.run, s.config)
@@ -74,11 +75,37 @@ def _join(s: Settings, *, may_change_schedule: bool) -> None:
     for split, count in s.experiment.skipped.items():
         if count:
             log.warning("%d %s prompts are longer than task.prompt_length and left out", count, split)
+
+
+def _join(s: Settings, *, may_change_schedule: bool) -> None:
+    _check_run(s, may_change_schedule=may_change_schedule)
     contract_lib.join(s.run, s.config, s.experiment.contract, init_from=s.init_from)
     if may_change_schedule:
         changes = schedule_changes.change(s.run, s.config, allowed=s.allow_change, step=len(read_lineage(s.run.journal)))
         for name, (there, here) in changes.items():
             log.warning("changed %s from %r to %r", name, there, here)
+
+
+def dry_run(s: Settings) -> Job:
+    """Makes the checks of a start, but for those of devices, and writes nothing; the job prints what would run."""
+    roles = ["trainer"]
+    if s.config.searchers.count or s.config.schedule.mode == "interleaved":
+        roles.append("searcher")
+    if s.config.evaluation.enabled:
+        roles.append("evaluator")
+    for role in roles:
+        meshes.check(s.experiment, role=role, devices=None)
+        models.check(s.experiment.task, role=role)
+    _check_run(s, may_change_schedule=True)
+    if places.exists(s.run.config):
+        contract_lib.check_joins(s.run, s.config, s.experiment.contract, init_from=s.init_from)
+        schedule_changes.check(s.run, s.config, allowed=s.allow_change, step=len(read_lineage(s.run.journal)))
+
+    def job() -> int:
+        print(plan.describe(s.experiment))
+        return 0
+
+    return job
 
 
 def _make_reference(s: Settings) -> None:

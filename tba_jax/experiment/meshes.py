@@ -1,5 +1,6 @@
 """The mesh of a role against the devices that it has: what the mesh must make up and divide."""
 
+import math
 from typing import Any
 
 from tba_jax import sharding
@@ -8,8 +9,11 @@ from tba_jax.experiment.composition import Experiment
 from tba_jax.models import parameters
 
 
-def check(experiment: Experiment, *, role: str, devices: int) -> None:
-    """Raises ValueError where the mesh of a role does not make up its devices, or does not divide its rows or parameters."""
+def check(experiment: Experiment, *, role: str, devices: int | None) -> None:
+    """Raises ValueError where the mesh of a role does not make up its devices, or does not divide its rows or parameters.
+
+    Args: devices: how many the role has; None where that is not known: then as few as its mesh can make up.
+    """
     config = experiment.config
     batch = config.learner.micro_batch_rows or config.learner.queries * config.learner.completions
     warm = config.warm_start.batch_size if config.warm_start.steps else batch
@@ -21,9 +25,12 @@ def check(experiment: Experiment, *, role: str, devices: int) -> None:
         "evaluator": ("evaluation", {"evaluation.batch_size": config.evaluation.batch_size}),
     }[role]
     own = config[section].task_devices if role != "trainer" else 0
+    mesh = tuple(config[section].mesh.values())
+    if devices is None:
+        devices = own + math.prod(max(size, 1) for size in mesh)
     if own >= devices:
         raise ValueError(f"{section}.task_devices={own} leaves the policy none of the {devices} devices of this role")
-    shape = sharding.mesh_shape(tuple(config[section].mesh.values()), devices - own, setting=f"{section}.mesh")
+    shape = sharding.mesh_shape(mesh, devices - own, setting=f"{section}.mesh")
     for what, rows in settings.items():
         sharding.check_ways(rows, shape[0] * shape[1], what=what)
     _check_slots(config, role, ways=shape[0])

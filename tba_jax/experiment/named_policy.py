@@ -21,11 +21,12 @@ def policy_and_tokenizer(config: Any) -> tuple[Policy, Tokenizer]:
       ValueError: the checkpoint cannot be used, or policy, adapters and tokenizer do not go together.
     """
     if config.model.path:
-        folder = load.resolve_folder(config.model.path)
-        model = load.read_config(
-            folder, compute_dtype=config.model.compute_dtype, attention=config.model.attention, head="language_model"
-        )
-        tokenizer: Tokenizer = HuggingFaceTokenizer(folder)
+        with load.named("model.path", config.model.path):
+            folder = load.resolve_folder(config.model.path)
+            model = load.read_config(
+                folder, compute_dtype=config.model.compute_dtype, attention=config.model.attention, head="language_model"
+            )
+            tokenizer: Tokenizer = HuggingFaceTokenizer(folder)
     else:
         alphabet = getattr(task_class(config.task.name), "alphabet", "")
         if not alphabet:
@@ -94,7 +95,11 @@ def _check_mesh_sizes(config: Any, policy: Policy) -> None:
     """Refuses meshes that do not divide the parameters, as far as that is known without devices."""
     for section in ("learner", "searchers", "evaluation"):
         mesh = config[section].mesh
+        for name, size in mesh.items():
+            if size < 1 and (name, size) != ("data", -1):
+                also = ", or -1 for all devices that are left" if name == "data" else ""
+                raise ValueError(f"{section}.mesh.{name}={size} must be at least 1{also}")
         try:
-            parameters.check_divides({"data": 1, "fsdp": max(mesh.fsdp, 1), "tensor": max(mesh.tensor, 1)}, policy.model_specs)
+            parameters.check_divides({"data": 1, "fsdp": mesh.fsdp, "tensor": mesh.tensor}, policy.model_specs)
         except ValueError as error:
             raise ValueError(f"{section}.mesh: {error}") from error

@@ -88,16 +88,28 @@ def mounted_logs(leaves: Mapping[str, Any], *, reward_version: int) -> tuple[Pla
     )
 
 
+_LONG = 6  # values of a list that a sentence may hold
+
+
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     """The fields that differ between two trees, each with both values."""
     theirs, ours = flatten(there), flatten(here)
     # In a contract, `task` holds the settings of one task. Its section of the config is named, so that they can be set.
     section = "custom" if ".py:" in (task := str(ours.get("task_name", ""))) else task
     return [
-        f"{f'task.{section}.{k[5:]}' if section and k.startswith('task.') else k}: {theirs.get(k)!r} there, {ours.get(k)!r} here"
+        f"{f'task.{section}.{k[5:]}' if section and k.startswith('task.') else k}: {_compared(theirs.get(k), ours.get(k))}"
         for k in sorted(theirs | ours)
         if theirs.get(k) != ours.get(k)
     ]
+
+
+def _compared(there: Any, here: Any) -> str:
+    """Both values; of two long lists, what only one of them holds."""
+    if not (isinstance(there, list | tuple) and isinstance(here, list | tuple) and max(len(there), len(here)) > _LONG):
+        return f"{there!r} there, {here!r} here"
+    only = ([value for value in mine if value not in other] for mine, other in ((there, set(here)), (here, set(there))))
+    alone = [", ".join(map(repr, each[:_LONG])) + (f" … ({len(each)})" if len(each) > _LONG else "") for each in only]
+    return f"{len(there)} values there, {len(here)} here; {alone[0] or 'none'} only there, {alone[1] or 'none'} only here"
 
 
 def join(run: layout.RunDir, config: Any, contract: Contract, *, init_from: str = "") -> None:
@@ -120,13 +132,18 @@ def join(run: layout.RunDir, config: Any, contract: Contract, *, init_from: str 
     # A role that starts again does not write: a full or read-only storage would look like a mistake of the user.
     if not (places.exists(run.config) and (run.elsewhere is None or places.exists(run.shared_name))):
         _make(run, mine)
+    check_joins(run, config, contract, init_from=init_from)
+
+
+def check_joins(run: layout.RunDir, config: Any, contract: Contract, *, init_from: str = "") -> None:
+    """Raises ValueError where a role may not join the run, which exists, see `join`."""
     stored = read_run(run, called=f"workdir {str(run.shared)!r}")
-    if different := differences(stored["contract"], mine["contract"]):
+    if different := differences(stored["contract"], contract.to_json()):
         raise ValueError(
             f"workdir {str(run.shared)!r} belongs to a run of another contract; {'; '.join(different)}. A run keeps its "
             "contract: take its settings, or begin another run in a new --workdir"
         )
-    lacking = flatten(mine["config"]).keys() - flatten(stored["config"]).keys()
+    lacking = flatten(config.to_dict()).keys() - flatten(stored["config"]).keys()
     if lacking := {name for name in lacking if not name.startswith("task.custom.")}:
         raise ValueError(f"{run.config} has no setting {min(lacking)}: {_ANOTHER_VERSION}")
     there = stored["init_from"]

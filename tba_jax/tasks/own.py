@@ -1,15 +1,13 @@
 """A task of one's own: a class in a Python file, named FILE.py:CLASS."""
 
 import contextlib
-import importlib.util
 import inspect
 import logging
-import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from tba_jax.run import user_code
 from tba_jax.tasks.interface import Task
 
 log = logging.getLogger(__name__)
@@ -43,20 +41,10 @@ def load(name: str) -> Callable[..., Task]:
     path = Path(file)
     if not path.is_file():
         raise ValueError(f"task.name={name!r}: there is no file {file}")
-    module_name = f"tba_jax_task_{path.stem}"
-    specification = importlib.util.spec_from_file_location(module_name, path)
-    if specification is None or specification.loader is None:
-        raise ValueError(f"task.name={name!r}: {file} is not a Python file")
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[module_name] = module  # where dataclasses and pickle look for what it defines
-    try:
-        specification.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[module_name]
-        raise ValueError(f"task.name={name!r}: importing it raised {_told(error, path)}") from error
+    module = user_code.load(path, f"tba_jax_task_{path.stem}", called=f"task.name={name!r}")
     found = vars(module).get(attribute)
     if not inspect.isclass(found):
-        own = sorted(key for key, value in vars(module).items() if inspect.isclass(value) and value.__module__ == module_name)
+        own = sorted(key for key, value in vars(module).items() if inspect.isclass(value) and value.__module__ == module.__name__)
         raise ValueError(f"task.name={name!r}: {file} has no class {attribute!r}; it has {', '.join(own) or 'none'}")
     abstract = found.__dict__.get("__abstractmethods__", frozenset())
     if missing := [needed for needed in _NEEDED if needed in abstract or not hasattr(found, needed)]:
@@ -96,13 +84,4 @@ def blamed(name: str, what: str) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:
         log.info("%s of task.name=%r", what, name, exc_info=True)
-        raise ValueError(f"task.name={name!r}: {what} raised {_told(error, Path(name.rpartition(':')[0]))}") from error
-
-
-def _told(error: BaseException, path: Path) -> str:
-    """The error, and the last line of the file that it came by."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path]
-    if isinstance(error, SyntaxError):
-        lines = [error.lineno]
-    where = f" (line {lines[-1]} of {path})" if lines else ""
-    return f"{type(error).__name__}: {error}{where}"
+        raise ValueError(f"task.name={name!r}: {what} raised {user_code.told(error, Path(name.rpartition(':')[0]))}") from error

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tba_jax import sharding, trajectory
-from tba_jax.commands import append, audit
+from tba_jax.commands import append, audit, command_line
 from tba_jax.experiment import jobs
 from tba_jax.replay import journal
 from tba_jax.replay.log import LogWriter
@@ -43,7 +43,7 @@ def test_rows_are_those_that_a_searcher_writes_for_the_same_responses(s, tmp_pat
         }
         for i in chosen
     ]
-    append.main([f"--workdir={s.run.root}", f"--responses={write_rows(tmp_path / 'given.jsonl', texts)}"])
+    command_line.execute(append, [f"--workdir={s.run.root}", f"--responses={write_rows(tmp_path / 'given.jsonl', texts)}"])
     assert f"{len(chosen)} responses are rows of" in capsys.readouterr().out and len(chosen) > 5
     (given,) = (rows for writer, rows in rows_by_writer(s).items() if writer.startswith("given-"))
     for name in ("query_id", "tokens", "prompt_length", "response_length", "finished", "reward"):
@@ -167,7 +167,7 @@ def test_stop_strings_templates_and_models_of_the_task(summaries, tmp_path):
 )
 def test_mistakes_are_one_sentence(s, tmp_path, rows, sentence, capsys):
     with pytest.raises(SystemExit) as ended:
-        append.main([f"--workdir={s.run.root}", f"--responses={write_rows(tmp_path / 'given.jsonl', rows)}"])
+        command_line.execute(append, [f"--workdir={s.run.root}", f"--responses={write_rows(tmp_path / 'given.jsonl', rows)}"])
     told = capsys.readouterr().err.strip().splitlines()[-1]
     assert ended.value.code == processes.BAD_INPUT and told.startswith("error: ") and sentence in told
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tba_jax.commands import audit
+from tba_jax.commands import audit, command_line
 from tba_jax.experiment import jobs
 from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
@@ -103,10 +103,9 @@ def test_the_batch_of_a_step_is_rebuilt_and_checked(finished, copied, capsys):
     journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
     text, same = audit.rebuild_batch(audit.open_run(copied), 4)
     assert not same and "IS NOT THE ONE JOURNALLED" in text
-    with pytest.raises(SystemExit, match="1"):
-        audit.main([f"--workdir={copied}", "--step=4"])
+    assert command_line.execute(audit, [f"--workdir={copied}", "--step=4"]) == 1
     with pytest.raises(SystemExit, match="2"):
-        audit.main([f"--workdir={copied}", "--step=7"])
+        command_line.execute(audit, [f"--workdir={copied}", "--step=7"])
     assert "--step=7 is not a journalled step" in capsys.readouterr().err
     shutil.rmtree(copied / "replay" / writer)
     with pytest.raises(ValueError, match=r"the batch of step 4 cannot be rebuilt: rows .* of writer"):
@@ -144,7 +143,7 @@ def test_rows_are_generated_again_bit_for_bit(finished, copied):
 
 def test_a_folder_without_a_run_is_told(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
-        audit.main([f"--workdir={tmp_path}"])
+        command_line.execute(audit, [f"--workdir={tmp_path}"])
     assert "holds no run" in capsys.readouterr().err
 
 

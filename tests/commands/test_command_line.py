@@ -1,13 +1,19 @@
 """How a command ends: exit codes and one sentence."""
 
+import argparse
 import errno
 import os
+import re
 import sys
+import types
 
 import pytest
 
-from tba_jax.commands import command_line
+from tba_jax import main
+from tba_jax.commands import append, audit, command_line, evaluate, export, rescore, show, supervised
 from tba_jax.run import processes
+from tba_jax.run.lease import LeaseHeld
+from tests.support import tiny_run
 
 
 @pytest.mark.parametrize(
@@ -30,32 +36,126 @@ def test_failures_end_by_code_and_sentence(error, code, words, capsys, monkeypat
     assert len(told) == 1 or code == 1, "only what nobody foresaw shows a traceback"
 
 
+def test_ctrl_c_before_a_command_asks_for_signals_is_no_failure(capsys):
+    with pytest.raises(SystemExit) as ended, command_line.failures():
+        raise KeyboardInterrupt
+    assert ended.value.code == processes.STOPPED and "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [ValueError("steps=0\nmust be positive"), LeaseHeld("steps=0 must be positive")], ids=repr)
+def test_a_users_mistake_is_one_sentence(error, capsys):
+    with pytest.raises(SystemExit) as ended, command_line.mistakes():
+        raise error
+    assert ended.value.code == processes.BAD_INPUT
+    assert capsys.readouterr().err == "error: steps=0 must be positive\n"
+
+
+def test_a_full_disk_is_no_mistake_of_the_user():
+    with pytest.raises(ValueError), command_line.mistakes():
+        raise ValueError("cannot be read") from OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_what_a_job_raises_is_no_mistake_of_the_user(capsys):
+    """A role that fails is started again, and one that refuses its user is not."""
+
+    def job() -> int:
+        raise ValueError("shapes (3,) and (4,)")
+
+    command = types.SimpleNamespace(__name__="tba_jax.commands.given", add_arguments=lambda parser: None, run=lambda given: job)
+    with pytest.raises(SystemExit) as ended:
+        command_line.execute(command, [])
+    assert ended.value.code == 1 and "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module", [append, audit, evaluate, export, main, rescore, show, supervised], ids=lambda m: m.__name__)
+def test_every_command_answers_mistakes_alike(module, capsys):
+    mistakes = {
+        "--workdr=x": "'--workdr'; did you mean '--workdir'",
+        "extra": "'extra'",
+        "--zzz=1": "'--zzz'",
+    }
+    for argument, words in mistakes.items():
+        required = ["--workdir=x", "--config=configs/demo.py", "--output=x", "--responses=x"]
+        taken = [each for each in required if f" {each.partition('=')[0]}" in (module.__doc__ or "")]
+        with pytest.raises(SystemExit) as ended:
+            command_line.execute(module, [*taken, argument])
+        told = capsys.readouterr().err
+        assert ended.value.code == processes.BAD_INPUT and told.count("\n") == 1 and words in told, told
+    with pytest.raises(SystemExit) as ended:
+        command_line.execute(module, [])
+    assert ended.value.code == processes.BAD_INPUT and "--workdir" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module", [append, audit, evaluate, export, main, rescore, show, supervised], ids=lambda m: m.__name__)
+def test_help_is_the_docstring_and_every_argument_that_it_names_exists(module, capsys):
+    with pytest.raises(SystemExit) as ended:
+        command_line.execute(module, ["--help"])
+    told = capsys.readouterr().out
+    assert ended.value.code == 0 and told.startswith(module.__doc__.splitlines()[0])
+    named = re.findall(r"--(\w+)\b(?!\.)", module.__doc__.split("\n\n")[1])
+    assert len(named) >= 1
+    parser = argparse.ArgumentParser(conflict_handler="resolve")
+    module.add_arguments(parser)
+    assert {f"--{name}" for name in named} <= set(parser._option_string_actions)
+
+
 @pytest.mark.parametrize(
-    "error, sentence",
+    "name, near",
     [
-        (ValueError("steps=0\nmust be positive"), "error: steps=0 must be positive"),
-        (KeyError("stepz"), "error: the config has no setting 'stepz'"),
-        (
-            AttributeError('Did you mean "steps" instead of "stepz"?'),
-            "error: the config has no setting 'stepz'; did you mean 'steps'?",
-        ),
-        (
-            ValueError(
-                "flag --config=x.py:b: Error whilst parsing config file:\n\nTraceback (most recent call last):\n"
-                '  File "x.py", line 1, in get_config\n    raise ValueError("ValueError: b")\nValueError: b is not\none of a\n'
-            ),
-            "error: flag --config=x.py:b: b is not one of a",
-        ),
-        (
-            TypeError(
-                "flag --config=x.py:b: Error whilst parsing config file:\n\nTraceback (most recent call last):\n"
-                '  File "y.py", line 1, in parse\n    f("b")\nTypeError: f() takes 0 arguments\n'
-            ),
-            "error: flag --config=x.py:b: TypeError: f() takes 0 arguments",
-        ),
+        ("learner.stepz", "learner.steps"),
+        ("lerner.steps", "learner.steps"),
+        ("steps", "learner.steps"),
+        ("warmstart.steps", "warm_start.steps"),
+        ("learner.zzz", ""),
     ],
 )
-def test_a_users_mistake_is_one_sentence(error, sentence, capsys):
-    with pytest.raises(SystemExit) as ended:
-        command_line.refuse(error)
-    assert ended.value.code == processes.BAD_INPUT and capsys.readouterr().err == sentence + "\n"
+def test_the_nearest_name_is_alike_in_its_last_part(name, near):
+    assert command_line.nearest(name, ["learner.steps", "learner.beta_end", "warm_start.steps", "seed"]) == near
+
+
+WITHOUT_JAX = r"""
+import contextlib, io, sys
+from tba_jax import __main__ as commands, main
+from tba_jax.commands import command_line
+
+def code(function, *arguments):
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+            found = function(*arguments)
+    except SystemExit as ended:
+        found = ended.code
+    return found, out.getvalue(), err.getvalue()
+
+def of_main(*arguments):
+    return code(lambda: command_line.execute(main, arguments, prog="main"))
+
+for listed in ([], ["--help"]):
+    found, told, _ = code(commands.main, listed)
+    assert found == 0 and all(f"  {name} " in told for name in ("append", "audit", "evaluate", "export", "rescore", "show"))
+    assert "  show        Prints rows of a run's replay log as text." in told
+assert code(commands.main, ["shwo"])[::2] == (2, "error: there is no command 'shwo'; did you mean 'show'?\n")
+assert code(commands.main, ["zzz"])[0] == 2
+assert code(commands.main, ["show", "--help"])[0] == 0 and code(commands.main, ["show"])[0] == 2
+found, told, _ = of_main("--help")
+assert found == 0 and "configs/demo.py " in told and "tba_jax/experiment/schema.py" in told and "learner" in told
+found, told, _ = of_main("--help=learner.steps")
+assert found == 0 and "learner.steps = 500" in told
+assert of_main("--help=lerner")[0] == 2
+for mistake in ("--config=configs/demoo.py", "--config=configs/demo.py:x", "--config.lerner.steps=1", "--role=nobody", "--zzz"):
+    found, told, said = of_main("--config=configs/demo.py", "--workdir=nowhere", mistake)
+    assert found == 2 and not told and said.startswith("error: ") and said.count("\n") == 1, (mistake, said)
+assert "jax" not in sys.modules, "help and mistakes must come at once"
+"""
+
+
+def test_help_and_mistakes_need_no_jax(tmp_path):
+    done = tiny_run.call([sys.executable, "-c", WITHOUT_JAX])
+    assert done.returncode == 0, done.stderr
+    assert not (tiny_run.ROOT / "nowhere").exists()
+
+
+def test_every_command_is_listed_and_asked_by_its_name():
+    done = tiny_run.call([sys.executable, "-m", "tba_jax"])
+    files = {path.stem for path in (tiny_run.ROOT / "tba_jax" / "commands").glob("*.py")}
+    listed = re.findall(r"^  (\w+) ", done.stdout, re.MULTILINE)
+    assert done.returncode == 0 and set(listed) == files - {"__init__", "command_line", "recipes", "settings_help"}

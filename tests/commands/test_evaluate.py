@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from tba_jax.commands import evaluate, rescore
+from tba_jax.commands import command_line, evaluate, rescore
 from tba_jax.experiment import jobs
 from tba_jax.replay.reader import LogReader
 from tba_jax.run import contract, layout, processes
@@ -69,7 +69,7 @@ def test_the_report_is_that_of_the_runs_evaluator(run):
 def test_other_settings_and_a_gold_model(run, capsys, tmp_path):
     gold = f"--config.task.tldr.gold_path={run.root.parent / 'gold'}"
     flags = [gold, "--config.evaluation.queries=3", *ON_ONE_DEVICE]
-    evaluate.main([f"--workdir={run.root}", f"--output={tmp_path / 'report.json'}", *flags])
+    command_line.execute(evaluate, [f"--workdir={run.root}", f"--output={tmp_path / 'report.json'}", *flags])
     printed = json.loads(capsys.readouterr().out)
     assert printed == json.loads((tmp_path / "report.json").read_text())
     assert printed["step"] == 2 and printed["queries"] == 3
@@ -83,15 +83,15 @@ def test_other_settings_and_a_gold_model(run, capsys, tmp_path):
         (["--config.evaluation.querys=3"], "no setting 'evaluation.querys'; did you mean 'evaluation.queries'?"),
         (["--config.task.response_length=5"], "is a run of another contract; response_length: 6 there, 5 here"),
         (["--config.evaluation.queries=0"], "evaluation.queries=0 must be at least 1"),
-        (["--config.evaluation.queries=some"], "'some' is not a value"),
-        (["--config.evaluation.queries=1.5"], "--config.evaluation.queries=1.5 must be of type int, as 8 is"),
-        (["--sep=3"], "'--sep=3' is not a flag"),
+        (["--config.evaluation.queries=some"], "'some' is not of type int"),
+        (["--config.evaluation.queries=1.5"], "'1.5' is not of type int, as 8 is"),
+        (["--sep=3"], "there is no argument '--sep'; did you mean '--step'?"),
         (["--config.task.tldr.gold_path=nowhere"], "task.tldr.gold_path='nowhere': model folder nowhere does not exist"),
     ],
 )
 def test_mistakes_are_one_sentence(run, flags, sentence, capsys):
     with pytest.raises(SystemExit) as ended:
-        evaluate.main([f"--workdir={run.root}", *ON_ONE_DEVICE, *flags])
+        command_line.execute(evaluate, [f"--workdir={run.root}", *ON_ONE_DEVICE, *flags])
     told = capsys.readouterr().err.strip().splitlines()[-1]
     assert ended.value.code == processes.BAD_INPUT and told.startswith("error: ") and sentence in told
 
@@ -102,7 +102,7 @@ def test_a_report_is_not_written_into_the_run(run, tmp_path, capsys):
         (tmp_path / "none" / "report.json", "its folder does not exist"),
     ):
         with pytest.raises(SystemExit) as ended:
-            evaluate.main([f"--workdir={run.root}", f"--output={output}"])
+            command_line.execute(evaluate, [f"--workdir={run.root}", f"--output={output}"])
         assert ended.value.code == processes.BAD_INPUT and sentence in capsys.readouterr().err
 
 

@@ -1,7 +1,9 @@
 """Runs exported by the command: the folder holds the weights of the snapshot, and whoever loads it computes the same."""
 
 import json
+import os
 import shutil
+import sys
 from pathlib import Path
 
 import jax
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 
 from tba_jax import sharding
-from tba_jax.commands import export
+from tba_jax.commands import command_line, export
 from tba_jax.experiment import jobs
 from tba_jax.models import parameters
 from tba_jax.models.hugging_face import export as export_lib
@@ -49,7 +51,7 @@ def written_run(workdir, **changes):
 def refusal(capsys, workdir, output) -> str:
     """The one line that the command says before it exits with 2."""
     with pytest.raises(SystemExit, match=r"^2$"):
-        export.main([f"--workdir={workdir}", f"--output={output}"])
+        command_line.execute(export, [f"--workdir={workdir}", f"--output={output}"])
     said = capsys.readouterr().err
     assert said.startswith("error: ") and said.count("\n") == 1
     return said
@@ -125,11 +127,11 @@ def test_adapters_alone_are_published_and_optimised(tmp_path):
 def test_the_newest_step_and_its_dtype_are_the_default(tmp_path, capsys):
     finished_run(tmp_path / "run", publish__dtype="bfloat16")
     flags = [f"--workdir={tmp_path / 'run'}", f"--output={tmp_path / 'model'}"]
-    export.main(flags)
+    command_line.execute(export, flags)
     assert "step 3 of" in capsys.readouterr().out
     assert json.loads((tmp_path / "model" / "config.json").read_text())["dtype"] == "bfloat16"
     with pytest.raises(SystemExit, match="2"):
-        export.main(flags)
+        command_line.execute(export, flags)
     assert f"{tmp_path / 'model'} exists and is not an empty folder" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"--step=7 is not a snapshot of .*; there are 0, 1, 2, 3"):
         export.export(tmp_path / "run", tmp_path / "other", step=7, dtype=None)
@@ -208,11 +210,12 @@ def test_a_folder_without_its_tokenizer_is_not_left(tmp_path, capsys, monkeypatc
 
     with monkeypatch.context() as patch:
         patch.setattr(export_lib, "write_character_tokenizer", full)
+        patch.setattr(os, "_exit", sys.exit)
         with pytest.raises(SystemExit, match=r"^3$"):
-            export.main(flags)
-    assert "storage failed: [Errno 28]" in capsys.readouterr().err
+            command_line.execute(export, flags)
+    assert "storage failed" in capsys.readouterr().err
     assert not list((tmp_path / "deep").iterdir())
-    export.main(flags)
+    command_line.execute(export, flags)
     assert HuggingFaceTokenizer(tmp_path / "deep/model").encode("1+2=")
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tba_jax import trajectory
-from tba_jax.commands import audit, rescore
+from tba_jax.commands import audit, command_line, rescore
 from tba_jax.experiment import jobs
 from tba_jax.replay import journal
 from tba_jax.replay.expiry import remove_segments
@@ -47,7 +47,7 @@ def rows_in(folder, shape) -> tuple[str, dict[str, np.ndarray]]:
 
 def test_rewards_are_new_and_everything_else_is_as_it_was(source, version_2, capsys):
     before = frozen_runs.contents(source.run.root)
-    rescore.main([f"--workdir={source.run.root}"])
+    command_line.execute(rescore, [f"--workdir={source.run.root}"])
     assert "48 rows of 1 writers have reward version 2" in capsys.readouterr().out
     after = frozen_runs.contents(source.run.root)
     assert {name: after[name] for name in before} == before, "what the run holds is never overwritten"
@@ -136,12 +136,12 @@ def test_what_cannot_be_rescored_is_refused(source, tmp_path, capsys, monkeypatc
     def refusal() -> str:
         before = frozen_runs.contents(source.run.root)
         with pytest.raises(SystemExit, match="2"):
-            rescore.main([f"--workdir={source.run.root}"])
+            command_line.execute(rescore, [f"--workdir={source.run.root}"])
         assert frozen_runs.contents(source.run.root) == before
         return capsys.readouterr().err
 
     with pytest.raises(SystemExit, match="2"):
-        rescore.main([f"--workdir={tmp_path / 'nothing'}"])
+        command_line.execute(rescore, [f"--workdir={tmp_path / 'nothing'}"])
     assert "holds no run" in capsys.readouterr().err
     assert "nothing to do" in rescore.rescore(source.run.root)
     monkeypatch.setattr(Arithmetic, "reward_version", 2)

@@ -404,9 +404,8 @@ def test_the_command_stops_at_a_signal_resumes_and_writes_a_model(folder, tmp_pa
 @pytest.mark.parametrize(
     "flags, words",
     [
-        (["--config.training.learning_rat=1"], ["learning_rat", "did you mean 'learning_rate'"]),
-        (["--config=configs/base.py"], ["not made from configs/supervised.py"]),
-        (["--output="], ["--workdir=DIR and --output=DIR are needed"]),
+        (["--config.training.learning_rat=1"], ["training.learning_rat", "did you mean 'training.learning_rate'"]),
+        (["--config=configs/base.py"], ["configs/base.py is not made from configs/supervised.py", "python -m tba_jax.main"]),
     ],
     ids=str,
 )

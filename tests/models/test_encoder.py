@@ -480,7 +480,7 @@ def test_export_and_import_give_the_same(tmp_path, name):
 def test_heads_that_encoders_do_not_have_are_refused():
     folder = FIXTURES / "tiny_bert_embedding"
     for settings, sentence in (
-        ({"head": "score"}, "head='score' is not computed for model_type='bert'"),
+        ({"head": "score"}, "model_type='bert' cannot score texts"),
         ({"head": "classification"}, "head='classification' needs labels"),
     ):
         with pytest.raises(ValueError, match=sentence):

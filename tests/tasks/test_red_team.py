@@ -178,7 +178,7 @@ def test_models_are_told_without_loading_them(folders):
         assert 0.9 * weights < models_lib.memory(use, length=20) and use.setting.endswith("_path")
     models_lib.check(make(folders), role="evaluator")
     assert models_lib.digests(make(folders)).keys() == {"task.red_team.victim_path", "task.red_team.classifier_path"}
-    with pytest.raises(ValueError, match=r"task.red_team.victim_path='.*': .*head='language_model' is asked for"):
+    with pytest.raises(ValueError, match=r"task.red_team.victim_path='.*': .*cannot generate text"):
         models_lib.check(make(folders, victim_path=str(folders["gpt_neox_reward"])), role="searcher")
     with pytest.raises(ValueError, match=r"task.red_team.embedder_path='.*' is not a sentence encoder"):
         models_lib.check(make(folders, embedder_path=str(folders["gpt2"])), role="evaluator")

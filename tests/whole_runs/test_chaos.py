@@ -184,7 +184,7 @@ def check_what_is_left(chaos: Chaos, steps: int) -> None:
     for writer, entry in finished["ledger"].items():
         accounted = entry["resident"] + sum(entry["evicted"].values()) + sum(entry["rejected"].values())
         assert entry["seen"] == accounted, writer
-    command = [*tiny_run.command(chaos.run.root)[:2], "tba_jax.commands.audit", f"--workdir={chaos.run.root}"]
+    command = [*tiny_run.command(chaos.run.root)[:2], "tba_jax", "audit", f"--workdir={chaos.run.root}"]
     audited = tiny_run.call(command, timeout=600)
     assert audited.returncode == 0 and "the ledger balances" in audited.stdout, audited.stdout + audited.stderr
 

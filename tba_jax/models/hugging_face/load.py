@@ -4,10 +4,11 @@ What our models would compute differently, and every tensor that architectures.p
 Only safetensors are read: a pickled checkpoint runs code when it is loaded.
 """
 
+import contextlib
 import dataclasses
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,26 @@ DTYPES: dict[str, np.dtype[Any]] = {"F32": jnp.dtype("float32"), "F16": jnp.dtyp
 _COMPARED_ROWS = 4096  # rows of the vocabulary that are on the host at a time while two embeddings are compared
 _NEW_HEAD = "score."  # a parameter that may be initialised where the checkpoint does not hold it
 
+# What a checkpoint is for that has a head, in the words of a message.
+_FOR = {
+    "language_model": "generate text",
+    "score": "score texts as a reward model",
+    "classification": "classify texts",
+    "embedding": "embed texts",
+}
+
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+@contextlib.contextmanager
+def named(setting: str, path: str) -> Iterator[None]:
+    """Lets the sentence of a ValueError begin with the setting that named the checkpoint."""
+    try:
+        yield
+    except ValueError as error:
+        if str(error).startswith(f"{setting}="):
+            raise
+        raise ValueError(f"{setting}={path!r}: {error}") from error
 
 
 def resolve_folder(name: Path | str) -> Path:
@@ -48,12 +68,11 @@ def resolve_folder(name: Path | str) -> Path:
 
     try:
         return Path(huggingface_hub.snapshot_download(str(name), allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt"]))
-    except (
-        OSError,
-        ValueError,
-    ) as error:  # every failure of the hub's client is one of the two; the user needs the name they gave
+    except (OSError, ValueError) as error:  # every failure of the hub's client is one of the two
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ValueError(f"model {name} is not a local folder and could not be fetched from the hub: {reason}") from error
+        unreached = isinstance(error, huggingface_hub.errors.LocalEntryNotFoundError)
+        told = "it is not in the hub's cache, and the hub cannot be reached" if unreached else "the hub did not give it"
+        raise ValueError(f"there is no local folder {name}, and {told}: {reason.removeprefix('Got: ')}") from error
 
 
 def read_config(folder: Path | str, *, compute_dtype: str, attention: str = "auto", head: str | None = None) -> Any:
@@ -86,9 +105,10 @@ def config_of(settings: files.Settings, *, compute_dtype: str, attention: str = 
     stored_head = architecture.heads[classes[0] if classes else next(iter(architecture.heads))]
     head = stored_head if head is None else head
     if head not in architecture.heads.values():
-        raise ValueError(f"{settings.path}: head={head!r} is not computed for model_type={model_type!r}")
+        able = ", ".join(name for name, known in ARCHITECTURES.items() if head in known.heads.values())
+        raise ValueError(f"{settings.path}: model_type={model_type!r} cannot {_FOR[head]}; model types that can: {able}")
     if head == "language_model" and stored_head != "language_model":
-        raise ValueError(f"{settings.path}: head='language_model' is asked for, but architectures={classes} has none")
+        raise ValueError(f"{settings.path}: architectures={classes} cannot {_FOR[head]}: it has no language model's head")
     fields = architecture.read(settings)
     if head == "score":
         fields["labels"] = settings.labels() if stored_head == "score" else 1

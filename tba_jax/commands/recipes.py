@@ -1,0 +1,141 @@
+"""--config=FILE.py[:NAME]: a recipe is loaded, and flags --config.SETTING=VALUE change its settings."""
+
+import argparse
+import functools
+import inspect
+import linecache
+import operator
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+from ml_collections import config_dict, config_flags
+
+from tba_jax.commands import command_line
+from tba_jax.commands.settings_help import PROGRAMS, Program, add_overrides, entries
+from tba_jax.run import user_code
+from tba_jax.schemas import flatten
+
+# How a locked config says that it has no such key, when it is set and when it is read.
+_NO_KEY = re.compile(r"""Key "(\w+)" does not exist|^['"\\]+(\w+)['"\\]""")
+
+
+def add_arguments(parser: argparse.ArgumentParser, program: Program, *, example: str) -> None:
+    """Lets a command take a recipe of the program, and flags that change its settings."""
+    add_overrides(parser, program)
+    parser.add_argument("--config", required=True, metavar=example, help="the recipe, a file under configs/")
+
+
+def load(recipe: str, overrides: Sequence[str], *, program: Program) -> config_dict.ConfigDict:
+    """The config of a recipe FILE.py[:NAME], with the settings that flags change, locked.
+
+    Args: program: whose settings the recipe must have.
+
+    Raises:
+      ValueError: one sentence about what is wrong with the file, the name or a flag.
+    """
+    return override(_made(recipe, program), overrides)
+
+
+def label_of(recipe: str) -> str:
+    """What the run's last line calls it: configs/demo.py -> demo, configs/demo_baselines.py:grpo -> demo_baselines:grpo."""
+    return Path(recipe).name.replace(".py", "")
+
+
+def _made(recipe: str, program: Program) -> config_dict.ConfigDict:
+    """What the recipe's get_config returns."""
+    text, colon, name = recipe.partition(":")
+    file, called = Path(text), f"--config={recipe}"
+    if not file.is_file():
+        raise ValueError(f"there is no recipe {text}{command_line.hint(_like(file))}")
+    get_config = getattr(user_code.load(file, "tba_jax_recipe", called=called), "get_config", None)
+    if not inspect.isfunction(get_config):
+        raise ValueError(f"{called}: {text} has no function get_config")
+    arguments = [name] if colon else []
+    try:
+        inspect.signature(get_config).bind(*arguments)
+    except TypeError as error:
+        takes = "takes no name after a colon" if colon else "needs a name after a colon"
+        raise ValueError(f"{called}: this recipe {takes}") from error
+    try:
+        config = get_config(*arguments)
+    except ValueError as error:
+        raise ValueError(f"{called}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{called}: {_misspelt(error, file, program) or user_code.told(error, file)}") from error
+    if not isinstance(config, config_dict.ConfigDict):
+        raise ValueError(f"{called}: get_config of {text} must return a ConfigDict, and returned {type(config).__name__}")
+    if not _is_of(config, program):
+        command = next((other.command for other in PROGRAMS if _is_of(config, other)), "")
+        told = f"; its command is python -m {command}" if command else ""
+        raise ValueError(f"{called} is not made from {program.defaults}{told}")
+    config.lock()
+    return config
+
+
+def _is_of(config: config_dict.ConfigDict, program: Program) -> bool:
+    """Whether the config has every section of the program."""
+    return {entry.name.partition(".")[0] for entry in entries(program.schema)} <= set(config)
+
+
+def _like(file: Path) -> str:
+    """The recipe whose name is most like that of a file that does not exist, "" where none is."""
+    folder = file.parent if file.parent.is_dir() and file.parent != Path() else Path("configs")
+    there = {path.stem: str(path) for path in sorted(folder.glob("*.py")) if path.stem != "__init__"}
+    return there.get(command_line.nearest(file.stem, there), "")
+
+
+def _misspelt(error: BaseException, file: Path, program: Program) -> str:
+    """The sentence on a setting that a line of the recipe misspells, "" of any other error."""
+    line, key = user_code.line_of(error, file), _NO_KEY.search(str(error))
+    if not (line and key and isinstance(error, AttributeError | KeyError)):
+        return ""
+    written = re.search(rf"\w+\.((?:\w+\.)*{key[1] or key[2]})\b", linecache.getline(str(file), line))
+    if written is None:
+        return ""
+    name = written[1]
+    near = command_line.nearest(name, [entry.name for entry in entries(program.schema)])
+    return f"the config has no setting {name!r} (line {line} of {file}){command_line.hint(near)}"
+
+
+def override(config: config_dict.ConfigDict, overrides: Sequence[str]) -> config_dict.ConfigDict:
+    """The config with the settings that flags --config.SETTING=VALUE change, by the parser of ml_collections.
+
+    Raises:
+      ValueError: there is no such setting, or the value is of another type.
+    """
+    leaves = flatten(config.to_dict())
+    for flag in overrides:
+        _check_name(flag, leaves)
+    # Flags of its own: who imports this module defines none in absl.flags.FLAGS.
+    arguments, values = ["tba_jax", *overrides], flags.FlagValues()
+    try:
+        holder = config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=arguments)
+        values(arguments)
+    except flags.IllegalFlagValueError as error:
+        raise ValueError(_ill_typed(str(error), config)) from error
+    except (flags.Error, config_flags.UnsupportedOperationError, AttributeError, KeyError, TypeError) as error:
+        raise ValueError(str(error).partition(". ")[0]) from error
+    return holder.value
+
+
+def _check_name(flag: str, leaves: Mapping[str, Any]) -> None:
+    named = command_line.OVERRIDE.match(flag)
+    name = named[1] if named else flag
+    if name in leaves:
+        return
+    if inside := [leaf for leaf in leaves if leaf.startswith(f"{name}.")]:
+        raise ValueError(f"{flag}: {name} is a section; name one of its settings, such as {inside[0]}")
+    raise ValueError(f"the config has no setting {name!r}{command_line.hint(command_line.nearest(name, leaves))}")
+
+
+def _ill_typed(message: str, config: config_dict.ConfigDict) -> str:
+    """The parser's "flag --config.x=many: invalid literal …" in the words of the setting's type."""
+    flag = message.removeprefix("flag ").partition(": ")[0]
+    name, _, text = flag.removeprefix("--config.").partition("=")
+    *path, leaf = name.split(".")
+    section = functools.reduce(operator.getitem, path, config)
+    like = f", as {section[leaf]!r} is" if section[leaf] is not None else ""
+    return f"{flag}: {text!r} is not of type {section.get_type(leaf).__name__}{like}"

@@ -1,0 +1,148 @@
+"""What --help tells of settings: the lines of a schema, with defaults, limits and comments, and the list of recipes.
+
+The schemas are read as text and not run, because their comments are what help is about.
+"""
+
+import argparse
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tba_jax.commands import command_line
+
+PACKAGE = Path(__file__).resolve().parent.parent
+CONFIGS = PACKAGE.parent / "configs"
+
+
+class Program(NamedTuple):
+    """A program with settings of its own. defaults: the recipe that others begin with; command: behind `python -m`."""
+
+    schema: Path
+    defaults: str
+    command: str
+
+
+BASE = Program(PACKAGE / "experiment" / "schema.py", "configs/base.py", "tba_jax.main")
+SUPERVISED = Program(PACKAGE / "supervised" / "schema.py", "configs/supervised.py", "tba_jax supervised")
+PROGRAMS = (BASE, SUPERVISED)
+
+
+class Entry(NamedTuple):
+    """A setting or a section of a schema.
+
+    name: dotted; comments: the lines before it; default: as the file says it, "" of a section; limits: as the file says them;
+    behind: the comment in its line.
+    """
+
+    name: str
+    comments: tuple[str, ...] = ()
+    default: str = ""
+    limits: str = ""
+    behind: str = ""
+
+    def lines(self) -> list[str]:
+        """What help prints."""
+        if not self.default:
+            return ["", *self.comments, *([self.behind] if self.behind else [])]
+        limits, behind = f"  [{self.limits}]" if self.limits else "", f"  {self.behind}" if self.behind else ""
+        return [*self.comments, f"{self.name} = {self.default}{limits}{behind}"]
+
+
+def entries(schema: Path) -> list[Entry]:
+    """All settings and sections in the order of the file."""
+    text = schema.read_text(encoding="utf-8")
+    lines, end = text.splitlines(), 0
+    found: list[Entry] = []
+    for statement in ast.parse(text).body:
+        before = [line.strip() for line in lines[end : statement.lineno - 1]]
+        comments = tuple(line for line in before if line.startswith("#"))
+        end = statement.end_lineno or statement.lineno
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]).startswith("c."):
+            behind = lines[end - 1].encode()[statement.end_col_offset or 0 :].decode().strip()
+            name = ast.unparse(statement.targets[0]).removeprefix("c.")
+            found += _assigned(name, statement.value, comments, behind)
+    return found
+
+
+def _assigned(name: str, value: ast.expr, comments: tuple[str, ...], behind: str) -> Iterator[Entry]:
+    """The entries of one assignment: a setting, or a section and the settings that it is made with."""
+    made_by = ast.unparse(value.func) if isinstance(value, ast.Call) else ""
+    if made_by == "ConfigDict":
+        assert isinstance(value, ast.Call)
+        yield Entry(name, comments, behind=behind)
+        for given in value.args:
+            for leaf in given.keywords if isinstance(given, ast.Call) else ():
+                yield Entry(f"{name}.{leaf.arg}", default=ast.unparse(leaf.value))
+    elif made_by == "setting":
+        assert isinstance(value, ast.Call)
+        limits = ", ".join(f"{each.arg}={ast.unparse(each.value)}" for each in value.keywords)
+        yield Entry(name, comments, ast.unparse(value.args[0]), limits, behind)
+    else:
+        yield Entry(name, comments, ast.unparse(value), behind=behind)
+
+
+def describe(program: Program, asked: str) -> str:
+    """The lines of a section, or of one setting.
+
+    Raises:
+      ValueError: the program has neither; names the nearest.
+    """
+    everything = entries(program.schema)
+    chosen = [entry for entry in everything if f"{entry.name}.".startswith(f"{asked}.")]
+    if not chosen:
+        near = command_line.nearest(asked, [entry.name for entry in everything])
+        raise ValueError(f"--help={asked}: there is no such section or setting{command_line.hint(near)}")
+    told = [f"Each line is a setting, its default and its limits. A flag changes it: --config.{chosen[-1].name}=VALUE", ""]
+    for entry in chosen:
+        told += entry.lines()
+    return "\n".join(told).replace("\n\n\n", "\n\n")
+
+
+def recipes() -> dict[str, str]:
+    """configs/X.py -> the first line of its docstring, for all recipes there but those that others begin with."""
+    found = {}
+    for path in sorted(CONFIGS.glob("*.py")):
+        tree, name = ast.parse(path.read_text(encoding="utf-8")), f"configs/{path.name}"
+        makes = any(isinstance(node, ast.FunctionDef) and node.name == "get_config" for node in tree.body)
+        if makes and name not in {program.defaults for program in PROGRAMS}:
+            found[name] = (ast.get_docstring(tree) or "").partition("\n")[0]
+    return found
+
+
+def _overview(program: Program) -> str:
+    """What --help tells after the arguments: where settings are, and the recipes."""
+    sections = dict.fromkeys(entry.name.partition(".")[0] for entry in entries(program.schema) if not entry.default)
+    told = [
+        "",
+        f"settings: {program.schema.relative_to(PACKAGE.parent)} has them all. --help=SECTION prints a section, which is one of",
+        f"  {', '.join(sections)}",
+        "and --help=SECTION.SETTING a single setting. A flag changes it: --config.SECTION.SETTING=VALUE",
+    ]
+    if program is BASE:
+        width = max(map(len, recipes()))
+        told += ["", "recipes:", *(f"  {name:{width}}  {line}" for name, line in recipes().items())]
+    return "\n".join(told)
+
+
+class Help(argparse.Action):
+    """--help, and --help=SECTION; `const` is the Program."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        assert isinstance(self.const, Program)
+        if isinstance(values, str):
+            try:
+                print(describe(self.const, values))
+            except ValueError as error:
+                parser.error(str(error))
+        else:
+            print(parser.format_help() + _overview(self.const))
+        parser.exit()
+
+
+def add_overrides(parser: argparse.ArgumentParser, program: Program) -> None:
+    """Lets a command take flags --config.SETTING=VALUE, and --help=SECTION tell of them."""
+    parser.set_defaults(overrides=[])
+    parser.add_argument(
+        "-h", "--help", nargs="?", action=Help, const=program, metavar="SECTION", help="this, or the settings of a section"
+    )

@@ -1,0 +1,137 @@
+"""Recipes and the flags that change their settings: what is loaded, and the sentence on every mistake."""
+
+import pytest
+from absl import flags
+
+from tba_jax.commands import recipes, settings_help
+
+RECIPE = """from configs import base
+
+def get_config({parameter}):
+    c = base.get_config()
+    {line}
+    return c
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(line: str = "c.learner.steps = 3", parameter: str = "", text: str = "") -> str:
+        path = tmp_path / "mine.py"
+        path.write_text(text or RECIPE.format(line=line, parameter=parameter))
+        return str(path)
+
+    return write
+
+
+def load(recipe: str, *overrides: str):
+    return recipes.load(recipe, overrides, program=settings_help.BASE)
+
+
+def refusal(recipe: str, *overrides: str) -> str:
+    with pytest.raises(ValueError) as refused:
+        load(recipe, *overrides)
+    return str(refused.value)
+
+
+def test_flags_change_settings_of_every_type(write):
+    config = load(
+        write(),
+        "--config.learner.queries=5",
+        "--config.learner.beta_end=1",
+        "--config.replay.mount=('a', 'b')",
+        "--config.task.name=gsm8k",
+        "--config.task.missing_eos_reward=-1",
+        "--config.evaluation.enabled=false",
+        "--noconfig.replay.merge_duplicates",
+        "--config.learner.mesh.data=-1",
+        "--config.learner.queries=6",
+    )
+    assert (config.learner.steps, config.learner.queries, config.learner.beta_end) == (3, 6, 1.0)
+    assert config.replay.mount == ("a", "b") and config.task.name == "gsm8k" and config.task.missing_eos_reward == -1.0
+    assert config.evaluation.enabled is config.replay.merge_duplicates is False
+    assert config.is_locked and "config" not in flags.FLAGS
+
+
+def test_a_recipe_may_take_a_name(write):
+    recipe = write("c.learner.steps = int(name)", "name")
+    assert load(f"{recipe}:7").learner.steps == 7
+    assert "needs a name after a colon" in refusal(recipe)
+    assert f"{recipe}:many: invalid literal for int()" in refusal(f"{recipe}:many")
+
+
+@pytest.mark.parametrize("recipe, label", [("configs/demo.py", "demo"), ("/a/demo_baselines.py:grpo", "demo_baselines:grpo")])
+def test_a_run_is_called_by_its_recipe_and_the_name_that_the_recipe_takes(recipe, label):
+    assert recipes.label_of(recipe) == label
+
+
+@pytest.mark.parametrize("recipe", ["configs/demoo.py", "demo", "demo.py", "configs/dem.py:x"])
+def test_a_recipe_that_does_not_exist_names_the_nearest(recipe):
+    told = refusal(recipe)
+    assert recipe.partition(":")[0] in told and "did you mean 'configs/demo.py'" in told
+    assert "did you mean" not in refusal("configs/zzzzzz.py")
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("x = 1\ndef get_config(:\n", ["SyntaxError", "line 2 of {path}"]),
+        ("import configs\n\nimport no_such_module\n", ["No module named 'no_such_module'", "line 3 of {path}"]),
+        ("raise SystemExit(0)\n", ["SystemExit: 0", "line 1 of {path}"]),
+        ("x = 1\n", ["{path} has no function get_config"]),
+        ("def get_config():\n    pass\n", ["must return a ConfigDict", "NoneType"]),
+        ("def get_config():\n    return 1 / 0\n", ["ZeroDivisionError: division by zero", "line 2 of {path}"]),
+        ("def get_config():\n    raise ValueError('no such size')\n", ["{path}: no such size"]),
+        ("from configs.supervised import get_config\n", ["not made from configs/base.py", "python -m tba_jax supervised"]),
+    ],
+    ids=lambda each: each[:30] if isinstance(each, str) else "",
+)
+def test_what_a_recipe_does_wrong_is_one_sentence(write, text, words):
+    recipe = write(text=text)
+    told = refusal(recipe)
+    assert told.startswith(f"--config={recipe}") and "\n" not in told
+    for word in words:
+        assert word.format(path=recipe) in told
+
+
+def test_a_syntax_error_in_a_file_that_the_recipe_imports_is_told_by_that_file(write, tmp_path, monkeypatch):
+    (tmp_path / "shared_by_recipes.py").write_text("x = 1\n\ny = = 2\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert f"(line 3 of {tmp_path}/shared_by_recipes.py)" in refusal(write(text="import shared_by_recipes\n"))
+
+
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ("c.learner.stepz = 3", ["'learner.stepz'", "line 5 of", "did you mean 'learner.steps'"]),
+        ("c.learner.reference.knd = 'ema'", ["'learner.reference.knd'", "did you mean 'learner.reference.kind'"]),
+        ("c.lerner.steps = 3", ["'lerner'", "did you mean 'learner'"]),
+        ("c.learner.stepz += 1", ["'learner.stepz'", "did you mean 'learner.steps'"]),
+    ],
+)
+def test_a_setting_that_a_recipe_misspells_is_told_whole(write, line, words):
+    told = refusal(write(line))
+    for word in words:
+        assert word in told
+
+
+@pytest.mark.parametrize(
+    "flag, words",
+    [
+        ("--config.learner.learning_rat=1", ["'learner.learning_rat'", "did you mean 'learner.learning_rate'"]),
+        ("--config.lerner.steps=1", ["'lerner.steps'", "did you mean 'learner.steps'"]),
+        ("--config.completions=1", ["'completions'", "did you mean 'learner.completions'"]),
+        ("--config.learner.zzz=1", ["'learner.zzz'"]),
+        ("--config.learner=1", ["learner is a section"]),
+        ("--config.learner.steps=many", ["--config.learner.steps=many", "int", "500"]),
+        ("--config.learner.beta_end=x", ["--config.learner.beta_end=x", "float"]),
+        ("--config.task.missing_eos_reward=x", ["task.missing_eos_reward=x", "float"]),
+        ("--config.evaluation.enabled=perhaps", ["--config.evaluation.enabled=perhaps", "bool"]),
+    ],
+)
+def test_a_flag_that_changes_no_setting_is_one_sentence(flag, words):
+    told = refusal("configs/base.py", flag)
+    assert "\n" not in told
+    for word in words:
+        assert word in told
+    assert ("did you mean" in told) == any("did you mean" in word for word in words)
