@@ -154,6 +154,7 @@ def make_trainer(workdir: Path) -> tuple[Any, Source]:
     from tba_jax.experiment import composition, initial_policy
     from tba_jax.replay.reader import LogReader
     from tba_jax.roles.searcher.searcher import Searcher
+    from tba_jax.roles.trainer.resume import resume
     from tba_jax.roles.trainer.trainer import Trainer
     from tba_jax.run import contract
     from tba_jax.run.lease import EpochLease
@@ -165,6 +166,7 @@ def make_trainer(workdir: Path) -> tuple[Any, Source]:
     lease = EpochLease.acquire(run.journal)
     initial_policy.ensure(e, run, report=lambda step, loss: None)
     trainer = Trainer(c, e.contract, run, policy=e.policy, lease=lease, publish_every_steps=c.publish.every_steps)
+    resume(trainer)
     trainer.flush_snapshot()
     recorded, queries = layout.RunDir(workdir / "recorded"), e.queries["train"]
     for name in ("reference", "policy"):

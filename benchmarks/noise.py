@@ -23,6 +23,7 @@ from tba_jax.roles.evaluator import Evaluator
 from tba_jax.roles.interleaved import run_interleaved
 from tba_jax.roles.searcher.appender import SearchReport
 from tba_jax.roles.searcher.searcher import Searcher
+from tba_jax.roles.trainer.resume import resume
 from tba_jax.roles.trainer.trainer import Trainer
 from tba_jax.run import layout
 from tba_jax.run.lease import EpochLease
@@ -109,6 +110,7 @@ def train(workdir: Path, *, steps: int, disturbance: str, sampling: dict[str, An
     jobs.reference(s)()
     lease = EpochLease.acquire(run.journal)
     trainer = Trainer(c, e.contract, run, policy=e.policy, lease=lease, publish_every_steps=1)
+    resume(trainer)
     task = FlippedRewards(e.task, share=FLIPPED, seed=c.seed) if disturbance == DISTURBANCES[1] else e.task
     make = PlantingSearcher if disturbance == DISTURBANCES[2] else Searcher
     world: dict[str, Any] = dict(policy=e.policy, tokenizer=e.tokenizer)
@@ -116,7 +118,7 @@ def train(workdir: Path, *, steps: int, disturbance: str, sampling: dict[str, An
         c, e.contract, run, **world, task=task, queries=e.queries["train"], name="searcher-0", account=trainer.account
     )
     evaluator = Evaluator(c, e.contract, run, **world, task=e.task, queries=composition.heldout_queries(e))
-    run_interleaved(trainer, searcher, evaluator, c, run, stop=lambda: False, progress=lambda: None)
+    run_interleaved(trainer, searcher, evaluator, run, stop=lambda: False, progress=lambda: None)
     lease.release()
     return run
 

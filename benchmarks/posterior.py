@@ -248,7 +248,7 @@ def train(
     cosine = functools.partial(optax.cosine_decay_schedule, decay_steps=steps)
     of_head = optax.adam(cosine(LOG_Z_PEAK))
     optimizers: dict[str, Any] = {"policy": optax.adam(cosine(PEAK))}
-    optimizers |= {"log_z": of_head} if learned else {}
+    optimizers |= {"log_z_head": of_head} if learned else {}
     optimizers |= {"value_head": of_head} if valued else {}
     one = optax.constant_schedule(1.0)
     config = learner_config(objective, completions=completions, rows=len(problem.rewards) * K)
@@ -282,7 +282,7 @@ def train(
 def predicted_log_z(state: state_lib.TrainState, *, queries: int = QUERIES) -> jax.Array:
     """log Z_φ(x) of a run with learned log Z: float32[Q], nats."""
     model = state.model(state.params, {})
-    return heads.log_partition(model.log_z, heads.mean_prompt_states(model.policy, *prompts(queries, 1)))
+    return heads.log_partition(model.log_z_head, heads.mean_prompt_states(model.policy, *prompts(queries, 1)))
 
 
 def compile_train(*, queries: int = QUERIES, **static: Any) -> Any:

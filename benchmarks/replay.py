@@ -293,7 +293,7 @@ def tail(folder: Path, repeats: int) -> None:
         root = folder / "tail"
         logs = [long_log(root, f"w{number}", shape, full_segments=full_segments) for number in range(64)]
         past = LogReader(root, shape).heads()
-        follower = Tail(root, shape, past, poll_seconds=1.0)
+        follower = Tail(LogReader(root, shape), past, poll_seconds=1.0)
         print(f"a poll of 64 writers with {sum(past.values())} rows behind them (simulated past), medians")
         for writing in (0, 1, 8, 64):
             times = []

@@ -11,7 +11,6 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "tba_jax"
 # Files outside of docs/, as pages of docs/ link to them -> their pages.
 OUTSIDE = {"../README.md": "readme.md", "../benchmarks/RESULTS.md": "results.md"}
-MODULES = ("main", "trajectory", "sharding")  # those that stand beside the rooms
 
 
 def rooms() -> list[str]:
@@ -32,7 +31,8 @@ def on_files(files: Files, config: Any) -> None:
         files.append(File.generated(config, page, content=text))
     for room in rooms():
         files.append(File.generated(config, f"api/{room}.md", content=f"# {room}\n\n::: tba_jax.{room}\n"))
-    blocks = "".join(f"::: tba_jax.{module}\n\n" for module in MODULES)
+    beside = sorted(path.stem for path in PACKAGE.glob("[!_]*.py"))
+    blocks = "".join(f"::: tba_jax.{module}\n\n" for module in beside)
     files.append(File.generated(config, "api/tba_jax.md", content=f"# tba_jax\n\n{blocks}"))
 
 

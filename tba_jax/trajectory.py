@@ -115,7 +115,12 @@ def query_id(prompt_tokens: Sequence[int]) -> int:
 
 
 def token_columns(
-    prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], *, prompt_length: int, response_length: int, pad_id: int
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int] | np.ndarray],
+    *,
+    prompt_length: int,
+    response_length: int,
+    pad_id: int,
 ) -> dict[str, np.ndarray]:
     """Lays out prompts and the response to each as rows. This is the one place where rows get their tokens.
 

@@ -1,5 +1,6 @@
 """Settings of the test process: eight fake CPU devices, PyTorch where it is installed, and the folder of real data."""
 
+import gc
 import importlib.util
 import os
 import subprocess
@@ -21,13 +22,21 @@ if QUICK not in os.environ["XLA_FLAGS"]:
         os.environ["XLA_FLAGS"] += f" {QUICK}"
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+# No LLVM optimisation, which is half of the time to compile: models are tiny here and programs many.
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # The same small programs are compiled by many tests, and by the processes they start.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(REPOSITORY / ".pytest_cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
+# Tracing makes many objects that stay: to look for garbage among them so often takes a tenth of the time.
+gc.set_threshold(100_000, 50, 50)
+
 import jax  # noqa: E402 (the settings above must come first)
 import pytest  # noqa: E402
+
+pytest.register_assert_rewrite("tests.support")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -71,20 +80,6 @@ def data_dir() -> Path:
     if not folder.is_dir():
         pytest.skip(f"the real test data is not at {folder}: set TBA_JAX_TEST_DATA to its folder")
     return folder
-
-
-@pytest.fixture(scope="module")
-def compiled_quickly() -> Iterator[None]:
-    """No LLVM optimisation, which is half of the time to compile: for files whose models are tiny and programs many.
-
-    Not for those that ask what the compiler made: its memory, its collectives.
-    """
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    jax.clear_caches()  # programs of both kinds may differ in the last bit
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-    jax.clear_caches()
 
 
 @pytest.fixture

@@ -56,12 +56,11 @@ def test_datasets_draws_bars_only_where_it_is_asked_to(environment, tmp_path, se
 
 
 def test_no_command_lets_a_library_speak(without_torch, tmp_path):
-    """Commands that open a tokenizer of transformers: a dry run, the roles of a run in one process, and what shows its rows."""
+    """Commands that open a tokenizer of transformers: the roles of a run in one process, and what shows its rows."""
     tokenizer = random_checkpoints.byte_tokenizer(tmp_path / "tokenizer")
     model = random_checkpoints.write(tmp_path / "model", "llama-3.2-1b", tokenizer)
     run = tmp_path / "run"
     flags = [f"--config.model.path={model}", "--config.schedule.mode=interleaved", "--config.learner.steps=1"]
-    assert words_of(tiny_run.command(run, *flags, "--dry_run"), without_torch) == ""
     words = words_of(tiny_run.command(run, *flags), without_torch).splitlines()
     assert words and all(OUR_LOG.match(line) for line in words), words
     assert words_of([sys.executable, "-m", "tba_jax", "show", f"--workdir={run}"], without_torch) == ""

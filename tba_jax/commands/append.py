@@ -184,16 +184,10 @@ def _rows(run: layout.RunDir, experiment: "Experiment", given: Sequence[Given]) 
     """All columns of the rows."""
     from tba_jax import trajectory
     from tba_jax.decoding import sampling
+    from tba_jax.roles.reference import text_columns
 
     contract, count = experiment.contract, len(given)
-    reference_id = layout.read_json(run.initial_reference)["id"]
-    columns = trajectory.token_columns(
-        [each.query.prompt for each in given],
-        [each.tokens for each in given],
-        prompt_length=contract.prompt_length,
-        response_length=contract.response_length,
-        pad_id=contract.pad_id,
-    )
+    columns = text_columns([each.query.prompt for each in given], [each.tokens for each in given], contract)
     mask = trajectory.response_mask(columns["response_length"], contract.response_length)
     drawn = sampling.constant(count, temperature=contract.scoring_temperature)
     rows: dict[str, np.ndarray] = {
@@ -202,53 +196,41 @@ def _rows(run: layout.RunDir, experiment: "Experiment", given: Sequence[Given]) 
         **columns,
         "finished": np.ones(count, bool),
         "reward_version": np.full(count, contract.reward_version, np.int32),
-        "reference_id": np.full(count, int(reference_id, 16), np.uint64),
         "policy_step": np.where(mask, 0, -1).astype(np.int32),
         "key": np.zeros((count, 2), np.uint32),
         **vars(drawn),
     }
-    logprobs = _reference_logprobs(run, experiment, rows, reference_id)
+    logprobs, reference_id = _reference_logprobs(run, experiment, rows)
+    rows["reference_id"] = np.full(count, int(reference_id, 16), np.uint64)
     rows |= dict.fromkeys(("ref_logprobs", "policy_logprobs", "behavior_logprobs"), logprobs)
     return rows | _scored(experiment, given, rows)
 
 
-def _reference_logprobs(
-    run: layout.RunDir, experiment: "Experiment", rows: dict[str, np.ndarray], reference_id: str
-) -> np.ndarray:
-    """float32[n, R], nats, 0 where masked, made as searchers make it."""
+def _reference_logprobs(run: layout.RunDir, experiment: "Experiment", rows: dict[str, np.ndarray]) -> tuple[np.ndarray, str]:
+    """float32[n, R], nats, 0 where masked, made as searchers make it; and the id of the reference policy."""
     import jax
 
-    from tba_jax import sharding
     from tba_jax.experiment import meshes
-    from tba_jax.models import scoring
-    from tba_jax.run import snapshots
+    from tba_jax.roles.reference import ReferencePolicy, policy_mesh
 
-    searchers, policy = experiment.config.searchers, experiment.policy
     meshes.check(experiment, role="searcher", devices=len(jax.devices()))
-    devices = sharding.policy_devices(searchers.task_devices)
-    mesh = sharding.make_mesh(tuple(searchers.mesh.values()), setting="searchers.mesh", devices=devices)
-    reference = snapshots.load(
-        run.reference(reference_id), policy.model_specs, policy.model_shardings(mesh), dtype=policy.model.compute_dtype
+    reference = ReferencePolicy(
+        experiment.contract,
+        run,
+        policy=experiment.policy,
+        mesh=policy_mesh(experiment.config, "searchers"),
+        logit_megabytes=experiment.config.searchers.logit_megabytes,
     )
-    space = experiment.contract.response_space()
-    score = scoring.scorer(
-        mesh,
-        graphdef=policy.base.graphdef,
-        R=experiment.contract.response_length,
-        space=space,
-        logit_megabytes=searchers.logit_megabytes,
-    )
-    size = _rows_at_a_time(experiment)
+    size, count = _rows_at_a_time(experiment), len(rows["row"])
     found = []
-    for start in range(0, len(rows["row"]), size):
-        # The last ones are filled up: scoring has one shape.
-        chosen = np.minimum(np.arange(start, start + size), len(rows["row"]) - 1)
-        inputs = tuple(rows[name][chosen] for name in ("tokens", "prompt_length", "response_length"))
-        found.append(np.asarray(score(reference, *sharding.put_rows(mesh, inputs))[0]))
-    logprobs = np.concatenate(found)[: len(rows["row"])]
+    for start in range(0, count, size):
+        # The last rows are filled up: scoring has one shape.
+        chosen = np.minimum(np.arange(start, start + size), count - 1)
+        found.append(reference.logprobs({name: column[chosen] for name, column in rows.items()}))
+    logprobs = np.concatenate(found)[:count]
     if broken := int((~np.isfinite(logprobs).all(axis=1)).sum()):
         raise FloatingPointError(f"{broken} responses have reference log-probs that are not finite")
-    return logprobs
+    return logprobs, reference.id
 
 
 def _scored(experiment: "Experiment", given: Sequence[Given], rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -23,9 +23,7 @@ from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout as layout_lib
 
 if TYPE_CHECKING:
-    from jax.sharding import Mesh
-
-    from tba_jax.models.policy import Policy
+    pass
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -199,51 +197,35 @@ def _generated(run: Run, name: str, row: Mapping[str, np.ndarray], *, step: int)
     from ml_collections import config_dict
 
     from tba_jax import sharding
-    from tba_jax.decoding.engine import Engine
     from tba_jax.decoding.requests import Request
     from tba_jax.decoding.sampling import Sampling
     from tba_jax.experiment.named_policy import policy_and_tokenizer
+    from tba_jax.roles.reference import ReferencePolicy
+    from tba_jax.roles.sampler import Sampler
     from tba_jax.run import snapshots
-    from tba_jax.text import stop_strings
 
     policy, tokenizer = policy_and_tokenizer(config_dict.ConfigDict(contract_lib.read(run.layout)["config"]))
     if step not in snapshots.committed_steps(run.layout.policies):
         raise ValueError(f"{name} cannot be generated again: the snapshot of its policy step {step} has been removed")
     one = sharding.make_mesh((1, 1, 1), setting="audit", devices=jax.devices()[:1])
-    prompt = row["tokens"][: row["prompt_length"]].tolist()
-    stops = run.contract.stop_strings
-    engine = Engine(
-        policy.model,
-        run.contract.response_space(),
-        one,
+    sampler = Sampler(
+        run.contract,
+        run.layout,
+        policy=policy,
+        tokenizer=tokenizer,
+        reference=ReferencePolicy(
+            run.contract, run.layout, policy=policy, mesh=one, logit_megabytes=1, reference_id=f"{int(row['reference_id']):016x}"
+        ),
+        weights=run.config["searchers.weights"],
         slots=1,
         samples=1,
-        prompt_length=len(prompt),
-        response_length=run.contract.response_length,
-        pad_id=run.contract.pad_id,
-        stop_strings=stop_strings.build(tokenizer.token_bytes(), stops, vocab=policy.model.vocab) if stops else None,
-        weights=run.config["searchers.weights"],
+        prompt_length=int(row["prompt_length"]),
     )
-    engine.set_policy(_weights(run, policy, int(row["reference_id"]), step, one), step)
+    sampler.load_step(step)
+    prompt = row["tokens"][: row["prompt_length"]].tolist()
     sampling = Sampling(**{field.name: row[field.name][None] for field in dataclasses.fields(Sampling)})
-    (again,) = engine.generate([Request(name=name, prompt=prompt, keys=row["key"][None], sampling=sampling)])
+    (again,) = sampler.engine.generate([Request(name=name, prompt=prompt, keys=row["key"][None], sampling=sampling)])
     return again
-
-
-def _weights(run: Run, policy: "Policy", reference_id: int, step: int, mesh: "Mesh") -> Any:
-    """What searchers sampled from at a step: its snapshot, with the reference policy where that holds adapters alone."""
-    from tba_jax.run import snapshots
-
-    base = snapshots.load(
-        run.layout.reference(f"{reference_id:016x}"),
-        policy.model_specs,
-        policy.model_shardings(mesh),
-        dtype=policy.model.compute_dtype,
-    )
-    snapshot = snapshots.load_step(
-        run.layout.policies, step, policy.trained_specs, policy.trained_shardings(mesh), dtype=policy.snapshot_dtype
-    )
-    return policy.for_sampling(snapshot, base, run.config["searchers.weights"])
 
 
 def _home(run: Run, writer: str) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tba_jax.commands import command_line, recipes, settings_help
+from tba_jax.commands import command_line, recipes, settings_help, snapshot_step
 from tba_jax.run import layout, places
 
 
@@ -32,13 +32,13 @@ def evaluate(workdir: Path, *, step: int | None, overrides: Sequence[str] = ()) 
     from tba_jax.experiment import composition, meshes
     from tba_jax.rewards import models
     from tba_jax.roles.evaluator import Evaluator
-    from tba_jax.run import contract, snapshots
+    from tba_jax.run import contract
     from tba_jax.tasks.interface import Closable
 
     run = layout.open_run_dir(workdir)
     stored = contract.read_run(run, called=str(workdir))
     experiment = composition.rebuild(stored, called=str(workdir), config=_overridden(stored["config"], overrides))
-    step = snapshots.chosen_step(run.policies, step, called=str(workdir))
+    step = snapshot_step.chosen(run.policies, step, called=str(workdir))
     if not places.exists(run.initial_reference):
         raise ValueError(f"{run.initial_reference} is gone: it names the reference policy, which reports compare with")
     config, task = experiment.config, experiment.task
@@ -79,7 +79,7 @@ def _with_tuples(tree: Any) -> Any:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     command_line.add_workdir(parser)
-    parser.add_argument("--step", type=int, metavar="N", help="trainer step of the snapshot; default: the newest")
+    snapshot_step.add_argument(parser)
     parser.add_argument("--output", type=Path, metavar="FILE", help="a file that the report is written to as well")
     settings_help.add_overrides(parser, settings_help.BASE)
 

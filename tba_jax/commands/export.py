@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tba_jax.commands import command_line
+from tba_jax.commands import command_line, snapshot_step
 from tba_jax.run import layout, places
 from tba_jax.run.places import Place
 
@@ -43,7 +43,7 @@ def export(workdir: Path, output: Path, *, step: int | None, dtype: str | None) 
         raise ValueError(f"{workdir} holds no run: there is no {run.config}")
     _check_output(output, run)
     config, policy, tokenizer = _read_run(run)
-    step = snapshots.chosen_step(run.policies, step, called=str(workdir))
+    step = snapshot_step.chosen(run.policies, step, called=str(workdir))
     source = load.resolve_folder(config.model.path) if config.model.path else None
     write_tokenizer, ids = _tokenizer_files(tokenizer, source)
     folder = run.policies / layout.step_name(step)
@@ -123,7 +123,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", type=Path, required=True, metavar="DIR", help="the folder to write; it must not exist, or be empty"
     )
-    parser.add_argument("--step", type=int, metavar="N", help="trainer step of the snapshot; default: the newest")
+    snapshot_step.add_argument(parser)
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights; default: the snapshot's")
 
 

@@ -34,9 +34,9 @@ def check(config: Any) -> None:
     """Checks every rule that the config can break by itself. Raises ValueError: one sentence with value, limit and setting."""
     from tba_jax.learner.optimizer import SCHEDULES
     from tba_jax.models import layers
-    from tba_jax.supervised import fine_tuning
+    from tba_jax.supervised import objectives
 
-    SCHEMA.check(config, {"kinds": fine_tuning.OBJECTIVES, "schedules": SCHEDULES, "remat": layers.REMAT})
+    SCHEMA.check(config, {"kinds": objectives.OBJECTIVES, "schedules": SCHEDULES, "remat": layers.REMAT})
     d = config.data
     fields = (d.prompt_field, d.response_field) if config.kind == "sft" else (d.prompt_field, d.chosen_field, d.rejected_field)
     _require(len(set(fields)) == len(fields), f"the fields of an example must differ: data.*_field are {', '.join(fields)}")

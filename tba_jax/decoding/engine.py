@@ -1,7 +1,7 @@
 """The decoder as searchers and evaluators use it: requests in, generations out, weights exchanged while it runs.
 
-One lane (slots of its own, see slots.py) runs on each way of the mesh's "data" axis, in a thread of its own: lanes share the
-requests and the weights and never wait for each other.
+One lane runs on each way of the mesh's "data" axis, in a thread of its own and with slots of its own (slots.py). Lanes share the
+queue of requests and never wait for each other.
 """
 
 import concurrent.futures
@@ -33,7 +33,24 @@ _IDLE_SECONDS = 1e-3
 
 
 class Engine:
-    """Generates responses. One thread may call it; `prepare` and `swap` may be called from another."""
+    """Generates responses. One thread may call it; `prepare` and `swap` may be called from another.
+
+    Args:
+      slots: sequences that are decoded side by side, over the whole mesh.
+      samples: usual number of samples of a query; one request may ask for more or fewer.
+      prompt_length: the most tokens of a prompt together with the given tokens of the response.
+      response_length: R, the most tokens of a response, the given tokens included.
+      swap: one of SWAPS.
+      chunk: decode steps between two looks at the host: so long do new weights and free buffers wait. At most response_length.
+      lockstep: requests come in batches and all slots begin at once. As long as no response is longer than a window,
+        attention reads only that window of the caches. Each window is one more program to compile, so this is not worth it
+        for a stream of requests.
+      given_length: the part of prompt_length that is kept free for given response tokens; a prompt is shorter by it.
+      weights: precision of the weights that `prepare` takes, one of kv_cache.WEIGHTS.
+
+    Raises:
+      ValueError: slots do not divide, lengths beyond the model's positions, or an unknown swap; says the limit.
+    """
 
     def __init__(
         self,
@@ -53,34 +70,8 @@ class Engine:
         given_length: int = 0,
         weights: str = "full",
     ):
-        """
-        Args:
-          slots: sequences that are decoded side by side, over the whole mesh.
-          samples: of each query, usually; those of one request may be more or fewer.
-          prompt_length: tokens at most of a prompt with what is given of the response.
-          response_length: R, tokens at most, the given ones included.
-          swap: one of SWAPS.
-          chunk: decode steps between looks at the host, response_length at most: new weights and free buffers wait as long.
-          lockstep: requests come in batches and all slots begin at once. As long as no response is longer than a window,
-            attention reads that window of the caches only. Each window is one more program to compile, so this is not worth it
-            for a stream of requests.
-          weights: how those that `prepare` takes are rounded, one of kv_cache.WEIGHTS.
-          given_length: of prompt_length, tokens that only given ones of the response take: a prompt is shorter by these.
-
-        Raises:
-          ValueError: slots do not divide, lengths beyond the model's positions, or an unknown swap; says the limit.
-        """
-        if swap not in SWAPS:
-            raise ValueError(f"swap={swap!r} is not one of {list(SWAPS)}")
-        for name, value in (("prompt_length", prompt_length), ("response_length", response_length), ("chunk", chunk)):
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
-        longest = prompt_length - given_length
-        if model.positions == "learned" and longest + response_length - 1 > model.max_positions:
-            raise ValueError(
-                f"prompt_length={longest} and response_length={response_length} need more than the model's "
-                f"{model.max_positions} positions"
-            )
+        self._pad_id, self._stop_strings, self._longest_prompt = pad_id, stop_strings, prompt_length - given_length
+        _check(model, swap=swap, longest_prompt=self._longest_prompt, response_length=response_length, chunk=chunk)
         ways = sharding.data_ways(mesh)
         lane = sizes.lane_sizes(slots, samples, len(ways))
         self.config = SlotsConfig(
@@ -96,28 +87,20 @@ class Engine:
             chunk=min(chunk, response_length),
             stop_accept=stop_strings.accept if stop_strings is not None else -1,
         )
-        self._pad_id, self._stop_strings, self._longest_prompt = pad_id, stop_strings, longest
-        self._lock = threading.Lock()
-        self._lanes = [
-            Lane(
-                self.config,
-                way,
-                stop_strings=stop_strings,
-                drains=swap == "new_sequences",
-                pad_id=pad_id,
-                lock=self._lock,
-                lockstep=lockstep,
-                arrivals=lane.arrivals,
-            )
-            for way in ways
-        ]
-        self._threads = concurrent.futures.ThreadPoolExecutor(len(ways), thread_name_prefix="decoder") if len(ways) > 1 else None
         self._queue: deque[Part] = deque()
+        # Over the queue, the lanes' incoming weights, and the counts of samples that have not ended.
+        self._lock = threading.Lock()
+        # One lane at a time asks for prompts.
+        self._feeding = threading.Lock()
+        make_lane = functools.partial(Lane, self.config, stop_strings=stop_strings, pad_id=pad_id, lock=self._lock)
+        drains = swap == "new_sequences"
+        self._lanes = [make_lane(way, drains=drains, lockstep=lockstep, arrivals=lane.arrivals) for way in ways]
+        self._threads = concurrent.futures.ThreadPoolExecutor(len(ways), thread_name_prefix="decoder") if len(ways) > 1 else None
         self._failed = False
 
     @property
     def usage(self) -> Usage:
-        """Of all lanes since the start."""
+        """Slot-steps of all lanes since the start."""
         return Usage(sum(lane.usage.slot_steps for lane in self._lanes), sum(lane.usage.useful for lane in self._lanes))
 
     @property
@@ -127,7 +110,7 @@ class Engine:
 
     @property
     def prompts(self) -> int:
-        """How many there is room for, over all lanes."""
+        """How many prompts there is room for, over all lanes."""
         return len(self._lanes) * self.config.groups * self.config.buffers
 
     @property
@@ -136,24 +119,26 @@ class Engine:
         return all(lane.incoming is None for lane in self._lanes)
 
     def prepare(self, params: Params) -> list[Params]:
-        """Plain weights of the policy (Policy.for_sampling, on any mesh) as `swap` takes them: one copy for each lane.
+        """Returns weights as `swap` takes them, one copy for each lane, once they are on the devices.
 
-        Returns when they are on the devices, so that a thread beside the decoding one can wait for them.
+        May be called from a thread beside the one that decodes, which then waits for nothing.
+
+        Args: params: plain weights of the policy (Policy.for_sampling), on any mesh.
         """
         return jax.block_until_ready([lane.prepare(params) for lane in self._lanes])
 
     def swap(self, prepared: Sequence[Params], step: int) -> None:
-        """Hands over weights: taken up before the next decode steps, or when the running sequences have ended (`swap`)."""
+        """Hands over weights. Lanes take them up before the next chunk, or when the running sequences have ended (see SWAPS)."""
         with self._lock:
             for lane, weights in zip(self._lanes, prepared, strict=True):
                 lane.incoming = (weights, step)
 
     def set_policy(self, params: Params, step: int) -> None:
-        """`prepare` and `swap`, for a caller that has nothing running."""
+        """Prepares weights and hands them over, for a caller that has nothing running."""
         self.swap(self.prepare(params), step)
 
     def submit(self, request: Request) -> Ticket:
-        """Queues a request. Returns what `collect` takes.
+        """Queues a request and returns its ticket, which `collect` takes.
 
         Raises:
           ValueError: a prompt that is empty or longer than the cache, a beginning that leaves no room, or bad sampling settings;
@@ -163,29 +148,28 @@ class Engine:
         requests_lib.check(request, c, longest_prompt=self._longest_prompt)
         if self._stop_strings is not None and self._stop_strings.run(request.beginning) == self._stop_strings.accept:
             raise ValueError(f"query {request.name}: the given response tokens hold a stop string, which ends a response")
-        S, R, given = request.samples, c.response_length, len(request.beginning)
-        tokens = np.full((S, R), self._pad_id, np.int32)
-        tokens[:, :given] = request.beginning
-        zeros = functools.partial(np.zeros, (S, R), np.float32)
-        ticket = Ticket(
-            request,
-            Generation(
-                tokens=tokens,
-                length=np.full(S, given, np.int32),
-                finished=np.zeros(S, bool),
-                policy_logprobs=zeros(),
-                behavior_logprobs=zeros(),
-                policy_step=np.full((S, R), -1, np.int32),
-            ),
-            left=S,
-        )
+        ticket = Ticket(request, self._empty_generation(request), left=request.samples)
         with self._lock:
-            for first in range(0, S, c.places):
-                self._queue.append(Part(ticket, first, min(c.places, S - first)))
+            for first in range(0, request.samples, c.places):
+                self._queue.append(Part(ticket, first, min(c.places, request.samples - first)))
         return ticket
 
+    def _empty_generation(self, request: Request) -> Generation:
+        """The generation of a request that has only its given tokens yet; lanes fill it in."""
+        S, R, given = request.samples, self.config.response_length, len(request.beginning)
+        tokens = np.full((S, R), self._pad_id, np.int32)
+        tokens[:, :given] = request.beginning
+        return Generation(
+            tokens=tokens,
+            length=np.full(S, given, np.int32),
+            finished=np.zeros(S, bool),
+            policy_logprobs=np.zeros((S, R), np.float32),
+            behavior_logprobs=np.zeros((S, R), np.float32),
+            policy_step=np.full((S, R), -1, np.int32),
+        )
+
     def collect(self, tickets: Sequence[Ticket], *, feed: Callable[[], bool] = lambda: False) -> list[Generation]:
-        """Decodes until these requests are answered; others go on at the next call.
+        """Decodes until these requests are answered. Other requests that are running go on at the next call.
 
         Args:
           feed: called when there is room for a prompt and the queue is empty: submits another request and returns True, or
@@ -198,50 +182,63 @@ class Engine:
             raise RuntimeError("the decoder stopped on an error before; its slots are in no known state")
         if any(lane.policy_step < 0 and lane.incoming is None for lane in self._lanes):
             raise RuntimeError("the decoder has no weights yet: `swap` or `set_policy` comes first")
-        waiting = functools.partial(_any_left, tickets)
-        feeding = threading.Lock()
-
-        def take(ahead: bool) -> Part | None:
-            """The next prompt. ahead: for a group that has one already, which other lanes' groups without any come before."""
-            with feeding:
-                if ahead and any(lane.empty_groups for lane in self._lanes):
-                    return None
-                if not self._queue and not feed():
-                    return None
-                with self._lock:
-                    if not self._queue:
-                        return None
-                    part = self._queue.popleft()
-                    # Where groups would stay empty, they share the samples of a query.
-                    empty = sum(lane.empty_groups for lane in self._lanes)
-                    if part.count > self.config.width and empty > 1 + len(self._queue):
-                        self._queue.appendleft(Part(part.ticket, part.first + self.config.width, part.count - self.config.width))
-                        part = Part(part.ticket, part.first, self.config.width)
-                    return part
-
-        def work(lane: Lane) -> None:
-            while waiting() and not self._failed:
-                try:
-                    if not lane.advance(take):
-                        # Other lanes have what is left; they may be fed again, and this one with them.
-                        time.sleep(_IDLE_SECONDS)
-                except BaseException:
-                    self._failed = True
-                    raise
-
+        work = functools.partial(self._work, tickets=tickets, take=functools.partial(self._take, feed=feed))
         if self._threads is None:
             work(self._lanes[0])
         else:
             for future in [self._threads.submit(work, lane) for lane in self._lanes]:
                 future.result()
-        for lane in self._lanes:  # those of which no more is asked would never
+        # A lane takes up weights where it advances. An idle one that is asked no more would keep the old ones for ever.
+        for lane in self._lanes:
             lane.take_up()
         return [ticket.generation for ticket in tickets]
+
+    def _work(self, lane: Lane, *, tickets: Sequence[Ticket], take: Callable[[bool], Part | None]) -> None:
+        """Advances a lane until these requests are answered, by whichever lane."""
+        while any(ticket.left for ticket in tickets) and not self._failed:
+            try:
+                if not lane.advance(take):
+                    # Other lanes have the samples that are left. They may be fed again, and this lane with them.
+                    time.sleep(_IDLE_SECONDS)
+            except BaseException:
+                self._failed = True
+                raise
+
+    def _take(self, ahead: bool, *, feed: Callable[[], bool]) -> Part | None:
+        """The next prompt for a group of a lane, None where there is none.
+
+        Args: ahead: whether the group has a prompt already; groups without any, of whichever lane, come before it.
+        """
+        with self._feeding:
+            if ahead and any(lane.empty_groups for lane in self._lanes):
+                return None
+            if not self._queue and not feed():
+                return None
+            with self._lock:
+                if not self._queue:
+                    return None
+                part, width = self._queue.popleft(), self.config.width
+                # Where groups would stay empty, they share the samples of a query.
+                empty = sum(lane.empty_groups for lane in self._lanes)
+                if part.count > width and empty > 1 + len(self._queue):
+                    self._queue.appendleft(Part(part.ticket, part.first + width, part.count - width))
+                    part = Part(part.ticket, part.first, width)
+                return part
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
         """Answers these requests; nothing else may be running. Raises: as `submit` and `collect`."""
         return self.collect([self.submit(request) for request in requests])
 
 
-def _any_left(tickets: Sequence[Ticket]) -> bool:
-    return any(ticket.left for ticket in tickets)
+def _check(model: DecoderConfig, *, swap: str, longest_prompt: int, response_length: int, chunk: int) -> None:
+    """Raises ValueError where an engine of these settings cannot be; names the value and the limit."""
+    if swap not in SWAPS:
+        raise ValueError(f"swap={swap!r} is not one of {list(SWAPS)}")
+    for name, value in (("prompt_length", longest_prompt), ("response_length", response_length), ("chunk", chunk)):
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
+    if model.positions == "learned" and longest_prompt + response_length - 1 > model.max_positions:
+        raise ValueError(
+            f"prompt_length={longest_prompt} and response_length={response_length} need more than the model's "
+            f"{model.max_positions} positions"
+        )

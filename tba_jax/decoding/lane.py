@@ -1,4 +1,4 @@
-"""The slots on one way of a mesh, and what the host knows of them: which samples they hold, and what those have generated."""
+"""The slots on one way of a mesh, and the host's side of them: which samples run there, and their tokens so far."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ from tba_jax.text.stop_strings import StopStrings
 
 @dataclasses.dataclass
 class Ticket:
-    """A request's generation while it is made; left: how many of its samples have not ended."""
+    """A request's generation while it is made. left: how many of its samples have not ended."""
 
     request: Request
     generation: Generation
@@ -31,7 +31,7 @@ class Ticket:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Samples first..first+count of a request, which share a buffer."""
+    """Samples first, first + 1, … first + count − 1 of a request, which share a buffer."""
 
     ticket: Ticket
     first: int
@@ -40,7 +40,7 @@ class Part:
 
 @dataclasses.dataclass
 class Usage:
-    """slot_steps: slots × decode steps; useful: those that gave a token of a sample."""
+    """slot_steps: slots × decode steps so far; useful: slot-steps that gave a token of a sample."""
 
     slot_steps: int = 0
     useful: int = 0
@@ -52,7 +52,12 @@ class Usage:
 
 
 class Lane:
-    """Slots on one way of the mesh, and what the host knows of them. One thread uses it; `incoming` may be set by another."""
+    """Slots on one way of the mesh. One thread uses it; another may set `incoming`.
+
+    Attributes:
+      incoming: weights that were handed over and are not in use yet, with their policy step.
+      policy_step: of the weights in use, -1 before the first. usage: since the start.
+    """
 
     def __init__(
         self,
@@ -66,25 +71,43 @@ class Lane:
         lockstep: bool,
         arrivals: int,
     ):
+        """
+        Args:
+          stop_strings: the automaton whose table the config names.
+          drains: new weights wait until the running samples have ended; else they take over at the next chunk.
+          lock: over `incoming` and the counts of samples that have not ended.
+          lockstep: see Engine. arrivals: I, prompts of one prefill call.
+        """
         self._config, self._mesh, self._pad_id, self._lock = config, mesh, pad_id, lock
-        self._stop_strings, self._drains = stop_strings, drains
+        self._stop_strings, self._drains, self._lockstep, self._arrivals = stop_strings, drains, lockstep, arrivals
         self.usage = Usage()
         self.policy_step = -1
         self.incoming: tuple[Params, int] | None = None
         self._weights: Params = {}
         entries = slots_lib.own_entries(config)
         self._windows = sizes.windows(entries, config.chunk) if lockstep else (entries,)
-        self._lockstep = lockstep
+        self._buckets = sizes.buckets(config.prompt_length)
         # Decode steps since all slots were idle.
         self._step = 0
-        self._arrivals = arrivals
-        self._buckets = sizes.buckets(config.prompt_length)
+        # (group, buffer) -> the part in it; a free buffer has no entry.
+        self._parts: dict[tuple[int, int], Part] = {}
+        # When each buffer was filled, as a count of fills.
+        self._filled_at = np.zeros((config.groups, config.buffers), np.int64)
+        # Buffers that were prefilled, and their first tokens, which are on their way from the device.
+        self._first: list[tuple[tuple[tuple[int, int], ...], Tokens]] = []
+        self._make_programs()
+        self._make_host_copy()
+
+    def _make_programs(self) -> None:
+        """The state on the devices, and the programs that change it."""
+        config, mesh = self._config, self._mesh
         whole = sharding_lib.replicated(mesh)
         prompts, slots = slots_lib.shardings(config, mesh)
         self._prompts, self._slots = sharding_lib.on_mesh(
             mesh, jax.jit(functools.partial(slots_lib.init, config), out_shardings=(prompts, slots))
         )()
-        self._stop_table = None if stop_strings is None else jax.device_put(stop_strings.next_state, whole)
+        table = self._stop_strings
+        self._stop_table = None if table is None else jax.device_put(table.next_state, whole)
         self._prefill = sharding_lib.on_mesh(
             mesh,
             jax.jit(
@@ -101,13 +124,10 @@ class Lane:
             ),
         )
         self._unstack = sharding_lib.on_mesh(mesh, jax.jit(functools.partial(kv_cache.unstack, config=config.model)))
-        # (group, buffer) -> what it holds; a free one is not there.
-        self._parts: dict[tuple[int, int], Part] = {}
-        # When each buffer was filled, as a count of fills.
-        self._filled_at = np.zeros((config.groups, config.buffers), np.int64)
-        # Prefilled into which buffers, and the first tokens, which are on their way.
-        self._first: list[tuple[tuple[tuple[int, int], ...], Tokens]] = []
-        # What places hold so far.
+
+    def _make_host_copy(self) -> None:
+        """The samples so far, on the host: leaves [J, X] and [J, X, R]."""
+        config = self._config
         places = (config.groups, config.buffers * config.places)
         self._status, self._length = np.full(places, slots_lib.CUT, np.int32), np.zeros(places, np.int32)
         self._tokens, self._steps = (np.zeros((*places, config.response_length), np.int32) for _ in range(2))
@@ -124,19 +144,22 @@ class Lane:
         return self._unstack(jax.tree.map(place, params))
 
     def take_up(self) -> None:
-        """Decodes with the weights that were handed over last from now on; those that drain wait for the running samples."""
+        """From now on decodes with the weights that were handed over last. A lane that drains ends its running samples first."""
         with self._lock:
             if self.incoming is not None and not (self._drains and self._parts):
                 (self._weights, self.policy_step), self.incoming = self.incoming, None
 
     def advance(self, take: Callable[[bool], Part | None]) -> bool:
-        """Fills free buffers, decodes for a while and hands out what was generated. Returns whether there was anything to do."""
+        """Fills free buffers, decodes one chunk and hands out generations that are whole. Returns whether anything was decoded.
+
+        Args: take: see Engine._take.
+        """
         self.take_up()
         may_fill = self.incoming is None
         filled = may_fill and self._fill(take)
         if not self._parts:
             return False
-        # Where nothing more is to come, free buffers are no reason to stop.
+        # Free buffers are a reason to stop decoding only where prompts wait for them.
         enough = self._arrivals if filled else self._config.groups * self._config.buffers + 1
         self._slots, trace = self._decode(
             self._weights,
@@ -158,10 +181,10 @@ class Lane:
         return True
 
     def _fill(self, take: Callable[[bool], Part | None]) -> bool:
-        """Prefills parts into free buffers. Returns whether there was one for each of them."""
+        """Prefills parts into free buffers. Returns whether there was a part for each buffer."""
         c = self._config
         free = [(j, u) for u in range(c.buffers) for j in range(c.groups) if (j, u) not in self._parts]
-        # Groups with nothing to do come first.
+        # Groups that have no part come first.
         free.sort(key=lambda buffer: self._in_use(buffer[0]))
         while free:
             arrived: list[tuple[int, int]] = []
@@ -177,15 +200,15 @@ class Lane:
         return True
 
     def _buffers_in_use(self) -> int:
-        """The first of each group, or as many as any group has something in."""
+        """How many buffers of each group the next chunk reads, from the first on."""
         return 1 + max(u for _, u in self._parts) if self._lockstep else self._config.buffers
 
     def _window(self) -> int:
-        """The shortest that the next steps stay within, or the whole ring."""
+        """Entries of the own caches that the next chunk reads: the shortest window that its steps stay within."""
         return next((window for window in self._windows if window >= self._step + self._config.chunk), self._windows[-1])
 
     def _in_use(self, group: int) -> int:
-        """Buffers of a group that hold a part."""
+        """How many buffers of a group hold a part."""
         return sum((group, u) in self._parts for u in range(self._config.buffers))
 
     def _oldest_first(self) -> np.ndarray:
@@ -194,10 +217,11 @@ class Lane:
 
     @property
     def empty_groups(self) -> int:
+        """How many groups hold no part."""
         return sum(not self._in_use(group) for group in range(self._config.groups))
 
     def _prefill_into(self, buffers: Sequence[tuple[int, int]]) -> None:
-        """One prefill call; what it drew is fetched when the decode call after it has been sent."""
+        """One prefill call. Its first tokens are fetched once the decode call after it has been sent, so as not to wait twice."""
         parts = [self._parts[buffer] for buffer in buffers]
         arrivals = self._arrivals_of(buffers, parts)
         self._prompts, self._slots, first = self._prefill(
@@ -209,7 +233,7 @@ class Lane:
         self._first.append((tuple(buffers), first))
 
     def _arrivals_of(self, buffers: Sequence[tuple[int, int]], parts: Sequence[Part]) -> Arrivals:
-        """The prompts of parts as `prefill` takes them, padded to the number of one call and to the length of a bucket."""
+        """The prompts of parts as `prefill` takes them: padded to I prompts, and to the shortest bucket that holds them."""
         c, I = self._config, self._arrivals
         contexts = [[*part.ticket.request.prompt, *part.ticket.request.beginning] for part in parts]
         P = next(length for length in self._buckets if length >= max(map(len, contexts)))
@@ -247,6 +271,7 @@ class Lane:
         )
 
     def _note_first(self, buffers: Sequence[tuple[int, int]], tokens: Tokens) -> None:
+        """Notes the first tokens of the samples that were prefilled into buffers. Args: tokens: leaves [I, K]."""
         K = self._config.places
         for i, (j, u) in enumerate(buffers):
             part = self._parts[j, u]
@@ -255,6 +280,7 @@ class Lane:
             self._write(np.full(part.count, j), place, count, jax.tree.map(lambda x, i=i, n=part.count: x[i, :n], tokens))
 
     def _note(self, trace: slots_lib.Trace) -> None:
+        """Notes the tokens of one decode call."""
         steps, j, w = np.nonzero(trace.place >= 0)
         taken = len(np.unique(steps))
         self._step += taken
@@ -264,7 +290,12 @@ class Lane:
         self._write(j, trace.place[at], trace.count[at], jax.tree.map(lambda x: x[at], trace.tokens))
 
     def _write(self, group: np.ndarray, place: np.ndarray, count: np.ndarray, tokens: Tokens) -> None:
-        """Notes tokens that are response tokens `count` of their places. A place's tokens stand in their order."""
+        """Notes n tokens; several tokens of one place stand in their order.
+
+        Args: group, place, count: int[n]: token i is response token count[i] of place[i] in group[i].
+
+        Raises: FloatingPointError: a log-prob is not finite; names the query.
+        """
         broken = ~np.isfinite(tokens.policy_logprob)
         if broken.any():
             first = int(broken.argmax())
@@ -281,7 +312,7 @@ class Lane:
         self._status[group, place] = tokens.status
 
     def _release(self) -> None:
-        """Hands out the parts of which all samples have ended, and frees their buffers."""
+        """Writes the parts whose samples have all ended into their generations, and frees their buffers."""
         K = self._config.places
         ended = (self._status != slots_lib.RUNNING).reshape(self._config.groups, self._config.buffers, K).all(axis=2)
         for (j, u), part in [item for item in self._parts.items() if ended[item[0]]]:

@@ -1,4 +1,4 @@
-"""Steps of responses: where they end, and which of the states between them are valued."""
+"""Reasoning steps of responses: where steps end, and which of the states between them are valued."""
 
 import numpy as np
 
@@ -6,10 +6,10 @@ from tba_jax.text.stop_strings import StopStrings
 
 
 def between_steps(tokens: np.ndarray, length: np.ndarray, step_ends: StopStrings) -> np.ndarray:
-    """Which states lie between two steps of a response.
+    """Which states lie between two reasoning steps of a response.
 
-    A token ends a step if it completes a step end, wherever in its text that is; what follows in its text begins no other one.
-    The last token ends the response, whatever its text.
+    A token ends a step if it completes a step end anywhere in its text; the rest of its text begins no further step end. The last
+    token ends the response, whatever its text.
 
     Args:
       tokens: int32[B, R], right-padded; length: int32[B], real tokens.
@@ -29,7 +29,7 @@ def between_steps(tokens: np.ndarray, length: np.ndarray, step_ends: StopStrings
 
 
 def evenly(states: np.ndarray, most: int) -> np.ndarray:
-    """At most `most` of a response's states (int[n], ascending; most=0: all), with about as many of the others between them."""
+    """At most `most` of a response's states, spread evenly. Args: states: int[n], ascending; most: 0 keeps all states."""
     n = len(states)
     if not most or n <= most:
         return states

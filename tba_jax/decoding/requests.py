@@ -1,4 +1,4 @@
-"""What is asked of the decoder, and what it gives back."""
+"""Requests, which the decoder is asked, and generations, which it gives back."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,14 +11,14 @@ from tba_jax.decoding.slots import SlotsConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """Samples of one prompt.
+    """Asks for S samples of one prompt.
 
-    name: what messages call the query; prompt: its tokens, at least one.
-    keys: uint32[S, 2], see slots.row_keys: token t of a response is drawn with fold_in(its key, t), so that a sample is the same
-      whatever it shares the slots with. sampling: leaves [S].
-    beginning: response tokens that are given; all samples continue them (Monte-Carlo values of a state in a response).
-    limit: int32[S], response tokens at most, the given ones and the end-of-sequence token included; None: all that there is room
-      for.
+    name: how messages call the query. prompt: its token ids, at least one.
+    keys: uint32[S, 2], see slots.row_keys. Token t of a response is drawn with fold_in(key of the response, t), so that a sample
+      is the same whatever other samples share the slots with it.
+    sampling: leaves [S].
+    beginning: given response tokens that all samples continue (Monte-Carlo values of a state in a response).
+    limit: int32[S], the most response tokens of each sample, given tokens and end of sequence included; None: response_length.
     """
 
     name: str
@@ -37,10 +37,12 @@ class Request:
 class Generation:
     """Responses and their log-probabilities, on the host.
 
-    tokens: int32[B, R], right-padded; length: int32[B], end-of-sequence included; finished: bool[B], ended by an
-    end-of-sequence token or a stop string; policy_logprobs: float32[B, R], nats at the scoring temperature;
-    behavior_logprobs: float32[B, R], nats of the distribution that was sampled; both 0 where masked, and on tokens that were
-    given; policy_step: int32[B, R], of the weights that drew each token, -1 where masked or given.
+    tokens: int32[B, R], right-padded.
+    length: int32[B], end-of-sequence included.
+    finished: bool[B], whether an end-of-sequence token or a stop string ended the response.
+    policy_logprobs: float32[B, R], nats at the scoring temperature; 0 where masked, and on given tokens.
+    behavior_logprobs: float32[B, R], nats of the distribution that was sampled; 0 likewise.
+    policy_step: int32[B, R], of the weights that drew each token; -1 where masked, and on given tokens.
     """
 
     tokens: np.ndarray
@@ -50,6 +52,11 @@ class Generation:
     behavior_logprobs: np.ndarray
     policy_step: np.ndarray
 
+    @property
+    def responses(self) -> list[np.ndarray]:
+        """The B responses without padding, int32[length]."""
+        return [tokens[:length] for tokens, length in zip(self.tokens, self.length, strict=True)]
+
 
 def concatenate(parts: Sequence[Generation]) -> Generation:
     """The rows of all parts, in their order."""
@@ -58,40 +65,65 @@ def concatenate(parts: Sequence[Generation]) -> Generation:
 
 
 def check(request: Request, config: SlotsConfig, *, longest_prompt: int) -> None:
-    """Whether slots of this config can answer it.
+    """Whether slots of this config can answer the request.
+
+    Args: longest_prompt: tokens; the rest of the cache is for given response tokens.
 
     Raises:
       ValueError: a prompt that is empty or longer than the cache, a beginning that leaves no room, or bad sampling settings;
         names the query, the value and the limit.
     """
-    tokens, given, S = len(request.prompt) + len(request.beginning), len(request.beginning), request.samples
-    if not len(request.prompt) or tokens > config.prompt_length:
+    try:
+        _check_sizes(request, config, longest_prompt)
+        _check_tokens(request, config)
+        _check_samples(request, config)
+        _check_sampling(request.sampling, request.samples)
+    except ValueError as error:
+        raise ValueError(f"query {request.name}: {error}") from None
+
+
+def _check_sizes(request: Request, config: SlotsConfig, longest_prompt: int) -> None:
+    prompt, given = len(request.prompt), len(request.beginning)
+    if not prompt or prompt + given > config.prompt_length:
         raise ValueError(
-            f"query {request.name}: {tokens} tokens of prompt (with {given} of the response) do not fit the cache, which holds 1 "
-            f"to {config.prompt_length}"
+            f"{prompt + given} tokens of prompt (with {given} of the response) do not fit the cache, which holds 1 to "
+            f"{config.prompt_length}"
         )
-    if len(request.prompt) > longest_prompt:
+    if prompt > longest_prompt:
         raise ValueError(
-            f"query {request.name}: a prompt of {len(request.prompt)} tokens is longer than {longest_prompt}, the rest of the "
-            "cache is for given response tokens"
+            f"a prompt of {prompt} tokens is longer than {longest_prompt}, the rest of the cache is for given response tokens"
         )
     if given >= config.response_length:
-        raise ValueError(
-            f"query {request.name}: {given} given response tokens leave none of response_length={config.response_length}"
-        )
-    if S < 1:
-        raise ValueError(f"query {request.name}: no samples are asked for")
+        raise ValueError(f"{given} given response tokens leave none of response_length={config.response_length}")
+
+
+def _check_tokens(request: Request, config: SlotsConfig) -> None:
     for token in (*request.prompt, *request.beginning):
         if not isinstance(token, int | np.integer) or not 0 <= token < config.model.vocab:
-            raise ValueError(f"query {request.name}: token {token!r} is not an id of the vocabulary of {config.model.vocab}")
+            raise ValueError(f"token {token!r} is not an id of the vocabulary of {config.model.vocab}")
     barred = {*config.space.banned_tokens, config.space.eos_id}
     if ended := [token for token in request.beginning if token in barred]:
-        raise ValueError(f"query {request.name}: the given response tokens hold {ended[0]}, which ends a response or is banned")
+        raise ValueError(f"the given response tokens hold {ended[0]}, which ends a response or is banned")
+
+
+def _check_samples(request: Request, config: SlotsConfig) -> None:
+    S, given, limit = request.samples, len(request.beginning), request.limit
+    if S < 1:
+        raise ValueError("no samples are asked for")
     if request.keys.dtype != np.uint32 or request.keys.shape != (S, 2):
-        raise ValueError(f"query {request.name}: keys are {request.keys.dtype}{list(request.keys.shape)}, not uint32[{S}, 2]")
-    if request.limit is not None and request.limit.shape != (S,):
-        raise ValueError(f"query {request.name}: limits have shape {list(request.limit.shape)}, the samples are {S}")
-    s = request.sampling
+        raise ValueError(f"keys are {request.keys.dtype}{list(request.keys.shape)}, not uint32[{S}, 2]")
+    if limit is None:
+        return
+    if limit.shape != (S,):
+        raise ValueError(f"limits have shape {list(limit.shape)}, the samples are {S}")
+    if limit.min() <= given or limit.max() > config.response_length:
+        raise ValueError(
+            f"limits {limit.min()} to {limit.max()} must be within {given + 1} to {config.response_length} response tokens"
+        )
+
+
+def _check_sampling(sampling: Sampling, samples: int) -> None:
+    s = sampling
     for name, good, limit in (
         ("temperature", np.isfinite(s.temperature) & (s.temperature >= 0), "at least 0"),
         ("top_k", s.top_k >= 0, "at least 0"),
@@ -99,12 +131,7 @@ def check(request: Request, config: SlotsConfig, *, longest_prompt: int) -> None
         ("min_p", (s.min_p >= 0) & (s.min_p < 1), "within [0, 1)"),
     ):
         values = np.asarray(getattr(s, name))
-        if values.shape != (S,):
-            raise ValueError(f"query {request.name}: sampling.{name} has shape {values.shape}, the samples are {S}")
+        if values.shape != (samples,):
+            raise ValueError(f"sampling.{name} has shape {values.shape}, the samples are {samples}")
         if not np.all(good):
-            raise ValueError(f"query {request.name}: {name}={values[int(np.argmin(good))]} must be {limit}")
-    if request.limit is not None and not (np.all(request.limit > given) and np.all(request.limit <= config.response_length)):
-        raise ValueError(
-            f"query {request.name}: limits {request.limit.min()} to {request.limit.max()} must be within {given + 1} to "
-            f"{config.response_length} response tokens"
-        )
+            raise ValueError(f"{name}={values[int(np.argmin(good))]} must be {limit}")

@@ -1,4 +1,4 @@
-"""One batch of responses as a pure function, for programs that generate and learn in one: the slots, without refill."""
+"""One batch of responses as a pure function, for programs that generate and learn in one: slots that are never refilled."""
 
 import chex
 import flax.struct
@@ -44,29 +44,57 @@ def rollout(
     Args:
       params: plain weights of the policy (Policy.for_sampling), or float32.
       prompt_tokens: int32[Q, P], right-padded; prompt_length: int32[Q].
+      keys: uint32[B, 2] with B = Q·K, rows of a query consecutive; sampling: leaves [B].
       graphdef: of the decoder, see kv_cache.define.
-      keys: uint32[B, 2] with B = Q·S, rows of a query consecutive; sampling: leaves [B].
     """
     Q, P = prompt_tokens.shape
-    B, R = keys.shape[0], response_length
-    W = B // Q
-    chex.assert_shape([keys, sampling.temperature], [(Q * W, 2), (B,)])
-    static = slots_lib.SlotsConfig(
+    chex.assert_shape([keys, sampling.temperature], [(len(keys) // Q * Q, 2), (len(keys),)])
+    static = _static(Q, P, len(keys) // Q, config=config, graphdef=graphdef, space=space, response_length=response_length)
+    params = kv_cache.unstack(params, config)
+    arrivals = _arrivals(prompt_tokens, prompt_length, keys, sampling, static)
+    oldest_first, restart, never_enough = jnp.zeros((Q, 1), jnp.int32), jnp.array(True), jnp.int32(Q + 1)
+    prompts, slots = slots_lib.init(static)
+    prompts, slots, first = slots_lib.prefill(params, prompts, slots, oldest_first, arrivals, restart, None, config=static)
+    _, trace = slots_lib.decode(
+        params,
+        prompts,
+        slots,
+        oldest_first,
+        never_enough,
+        None,
+        config=static,
+        buffers=1,
+        window=slots_lib.own_entries(static),
+    )
+    return _by_row(first, trace, response_length=response_length, pad_id=pad_id)
+
+
+def _static(
+    Q: int, P: int, K: int, *, config: DecoderConfig, graphdef: nnx.GraphDef, space: ResponseSpace, response_length: int
+) -> slots_lib.SlotsConfig:
+    """A group for each query and a slot for each row: nothing is refilled, and one call decodes to the end."""
+    return slots_lib.SlotsConfig(
         model=config,
         graphdef=graphdef,
         space=space,
         groups=Q,
-        width=W,
+        width=K,
         buffers=1,
-        places=W,
+        places=K,
         prompt_length=P,
-        response_length=R,
-        chunk=max(R - 1, 1),
+        response_length=response_length,
+        chunk=max(response_length - 1, 1),
     )
-    params = kv_cache.unstack(params, config)
-    by_query = jax.tree.map(lambda x: jnp.asarray(x).reshape(Q, W, *x.shape[1:]), (keys, sampling))
+
+
+def _arrivals(
+    prompt_tokens: jax.Array, prompt_length: jax.Array, keys: jax.Array, sampling: Sampling, static: slots_lib.SlotsConfig
+) -> slots_lib.Arrivals:
+    """All prompts at once, each for its own group."""
+    Q, K = static.groups, static.places
+    keys, sampling = jax.tree.map(lambda x: jnp.asarray(x).reshape(Q, K, *x.shape[1:]), (keys, sampling))
     zeros = jnp.zeros(Q, jnp.int32)
-    arrivals = slots_lib.Arrivals(
+    return slots_lib.Arrivals(
         group=jnp.arange(Q),
         buffer=zeros,
         valid=jnp.ones(Q, bool),
@@ -74,35 +102,26 @@ def rollout(
         length=prompt_length,
         given=zeros,
         stop_state=zeros,
-        samples=slots_lib.Samples(key=by_query[0], sampling=by_query[1], limit=jnp.full((Q, W), R)),
+        samples=slots_lib.Samples(key=keys, sampling=sampling, limit=jnp.full((Q, K), static.response_length)),
     )
-    oldest_first, restart = zeros[:, None], jnp.array(True)
-    prompts, slots = slots_lib.init(static)
-    prompts, slots, first = slots_lib.prefill(params, prompts, slots, oldest_first, arrivals, restart, None, config=static)
-    enough = jnp.int32(Q + 1)
-    _, log = slots_lib.decode(
-        params,
-        prompts,
-        slots,
-        oldest_first,
-        enough,
-        None,
-        config=static,
-        buffers=1,
-        window=slots_lib.own_entries(static),
-    )
+
+
+def _by_row(first: slots_lib.Tokens, trace: slots_lib.Trace, *, response_length: int, pad_id: int) -> Rollout:
+    """The tokens of each row. Args: first: leaves [Q, K], the first tokens; trace: leaves [chunk, Q, K], those that follow."""
+    (Q, K), R = first.token.shape, response_length
+    B = Q * K
     first = jax.tree.map(lambda x: x.reshape(B), first)
     # Each place is continued by one slot, whichever; idle steps and slots are written nowhere.
-    row = jnp.where(log.place >= 0, jnp.arange(Q)[:, None] * W + log.place, B)
+    row = jnp.where(trace.place >= 0, jnp.arange(Q)[:, None] * K + trace.place, B)
 
     def whole(start: jax.Array, steps: jax.Array, fill: float) -> jax.Array:
         empty = jnp.full((B, R), fill, start.dtype).at[:, 0].set(start)
-        return empty.at[row, log.count].set(steps, mode="drop")
+        return empty.at[row, trace.count].set(steps, mode="drop")
 
     def sums(start: jax.Array, steps: jax.Array) -> jax.Array:
         return start.astype(jnp.int32).at[row].add(steps.astype(jnp.int32), mode="drop")
 
-    t = log.tokens
+    t = trace.tokens
     return Rollout(
         tokens=whole(first.token, t.token, pad_id),
         length=sums(jnp.ones(B), jnp.ones_like(row)),

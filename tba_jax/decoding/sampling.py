@@ -26,7 +26,7 @@ class Sampling:
 
 
 def constant(rows: int, *, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Sampling:
-    """The same settings for all rows (NumPy arrays, so that the caller decides where they go)."""
+    """The same settings for all rows, as NumPy arrays: the caller decides on which devices they go."""
     return Sampling(
         temperature=np.full(rows, temperature, np.float32),
         top_k=np.full(rows, top_k, np.int32),
@@ -48,7 +48,7 @@ def explore(
 
     Args:
       temperature_probability: chance of a temperature drawn uniformly from [T, T · temperature_factor].
-      top_p_probability: chance of a top-p drawn uniformly from [top_p_low, 1]; the other rows keep full support.
+      top_p_probability: chance of a top-p drawn uniformly from [top_p_low, 1]; the other rows keep their top-p.
     """
     rows = len(sampling.temperature)
     hotter = rng.random(rows) < temperature_probability
@@ -73,7 +73,7 @@ def _first_above(mass: jax.Array, cumulative: jax.Array, target: jax.Array) -> j
     return jnp.where(first < len(index), first, jnp.max(jnp.where(has_mass, index, 0), axis=-1))
 
 
-# Measured on CPUs at V = 4096 and 32000: fewer are slower where all rows truncate, more where a fifth does.
+# Measured on CPUs at V = 4096 and 32000: fewer rows are slower where all rows truncate, more rows where a fifth of them do.
 _ROWS_AT_A_TIME = 16
 
 
@@ -93,15 +93,15 @@ class Draw:
 def draw(logits: jax.Array, uniform: jax.Array, sampling: Sampling, *, scoring_temperature: float) -> Draw:
     """Draws a token of every row: temperature, top-k, top-p of what is left, min-p, then the inverse CDF at `uniform`.
 
-    Made for a decode loop: one pass of exponentials over [B, V] for rows at the scoring temperature and greedy ones, a second
-    one where some row has another temperature, and a search for thresholds where some row truncates. What a row gets does
-    not depend on the rows beside it.
+    Made for a decode loop: one pass of exponentials over [B, V] serves greedy rows and rows at the scoring temperature. A second
+    pass runs only where some row has another temperature, a search for thresholds only where some row truncates. The result of
+    a row does not depend on the rows beside it.
 
     Args:
-      logits: float32[B, V], restricted to the response space: -inf on tokens that may not come, finite on at least one.
+      logits: float32[B, V], restricted to the response space: -inf on tokens outside of it, finite on at least one token.
       uniform: float32[B] in [0, 1).
       sampling: settings over B rows, traced.
-      scoring_temperature: above 0, that of the policy's log-probs.
+      scoring_temperature: temperature of the policy's log-probs, above 0.
 
     Returns:
       Draw over B rows. A token of probability 0 is never drawn, a greedy row draws the first of the most likely tokens. In
@@ -130,8 +130,49 @@ def draw(logits: jax.Array, uniform: jax.Array, sampling: Sampling, *, scoring_t
     threshold, mass = _truncated(logits, best, temperature, sampling, truncates, full_mass, block)
     behavior_total = jnp.sum(mass, axis=-1)
 
-    # Two levels: a block, then a token within it. The last block is shorter, its window begins in the one before.
     mass = jnp.where(greedy[:, None], (block_best == best[:, None]).astype(jnp.float32), mass)
+    token = _inverse_cdf(logits, uniform, mass, best, temperature, threshold, greedy, block)
+    # log softmax(l / T)[token] = (l[token] − max l) / T − log Σ exp((l − max l) / T)
+    shifted = _pick(logits, token) - best
+    as_scored = temperature == jnp.float32(scoring_temperature)
+    scoring = jnp.full(B, scoring_temperature, jnp.float32)
+    policy_total = _policy_total(logits, best, scoring, full_total, as_scored, block)
+    policy_logprob = shifted * _inverse(scoring) - jnp.log(policy_total)
+    behavior_logprob = shifted * _inverse(temperature) - jnp.log(behavior_total)
+    # Equal but for how XLA orders the two sums; importance weights of such rows are to be 1 exactly.
+    behavior_logprob = jnp.where(as_scored & ~truncates, policy_logprob, behavior_logprob)
+    return Draw(token=token, policy_logprob=policy_logprob, behavior_logprob=jnp.where(greedy, 0.0, behavior_logprob))
+
+
+def _policy_total(
+    logits: jax.Array, best: jax.Array, scoring: jax.Array, full_total: jax.Array, as_scored: jax.Array, block: int
+) -> jax.Array:
+    """float32[B]: Σ exp((l − max l) / T) at the scoring temperature; full_total has it in the rows `as_scored`."""
+
+    def scored_total() -> jax.Array:
+        mass = _by_block(jnp.sum, lambda part: _weights(part, best, scoring), logits, block)
+        return jnp.where(as_scored, full_total, jnp.sum(mass, axis=-1))
+
+    return jax.lax.cond(jnp.all(as_scored), lambda: full_total, scored_total)
+
+
+def _inverse_cdf(
+    logits: jax.Array,
+    uniform: jax.Array,
+    mass: jax.Array,
+    best: jax.Array,
+    temperature: jax.Array,
+    threshold: jax.Array,
+    greedy: jax.Array,
+    block: int,
+) -> jax.Array:
+    """int32[B]: the token at which the cumulative mass passes `uniform` of the total; a greedy row's first most likely token.
+
+    Two levels: a block, then a token within it. The last block is shorter, its window begins in the block before.
+
+    Args: mass: float32[B, ⌈V / block⌉], of each block; threshold: float32[B], the least logit that has mass; others: see draw.
+    """
+    V = logits.shape[-1]
     cumulative = jnp.cumsum(mass, axis=-1)
     target = jnp.where(greedy, 0.0, uniform * cumulative[:, -1])
     chosen_block = _first_above(mass, cumulative, target)
@@ -141,23 +182,7 @@ def draw(logits: jax.Array, uniform: jax.Array, sampling: Sampling, *, scoring_t
     in_block = start[:, None] + jnp.arange(block) >= (chosen_block * block)[:, None]
     mass = jnp.where(greedy[:, None], (window == best[:, None]).astype(jnp.float32), _weights(window, best, temperature))
     mass = jnp.where(in_block & (window >= threshold[:, None]), mass, 0.0)
-    token = start + _first_above(mass, jnp.cumsum(mass, axis=-1), target - before)
-
-    # log softmax(l / T)[token] = (l[token] − max l) / T − log Σ exp((l − max l) / T)
-    shifted = _pick(logits, token) - best
-    as_scored = temperature == jnp.float32(scoring_temperature)
-    scoring = jnp.full(B, scoring_temperature, jnp.float32)
-
-    def scored_total() -> jax.Array:
-        mass = _by_block(jnp.sum, lambda part: _weights(part, best, scoring), logits, block)
-        return jnp.where(as_scored, full_total, jnp.sum(mass, axis=-1))
-
-    policy_total = jax.lax.cond(jnp.all(as_scored), lambda: full_total, scored_total)
-    policy_logprob = shifted * _inverse(scoring) - jnp.log(policy_total)
-    behavior_logprob = shifted * _inverse(temperature) - jnp.log(behavior_total)
-    # Equal but for how XLA orders the two sums; importance weights of such rows are to be 1 exactly.
-    behavior_logprob = jnp.where(as_scored & ~truncates, policy_logprob, behavior_logprob)
-    return Draw(token=token, policy_logprob=policy_logprob, behavior_logprob=jnp.where(greedy, 0.0, behavior_logprob))
+    return start + _first_above(mass, jnp.cumsum(mass, axis=-1), target - before)
 
 
 def _truncated(
@@ -169,9 +194,10 @@ def _truncated(
     full_mass: jax.Array,
     block: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """The least logit that stays, float32[B], -inf in other rows, and the mass of each block above it, full_mass in other rows.
+    """The least logit that stays in each row, float32[B], and the mass of each block from it on, float32[B, ⌈V / block⌉].
 
-    Only rows that truncate are worked on, a few at a time: the many passes over their logits then stay within the cache.
+    Where a row does not truncate, these are -inf and full_mass. Only rows that truncate are worked on, a few at a time: the many
+    passes over their logits then stay within the cache.
     """
     B = len(best)
     rows = min(B, _ROWS_AT_A_TIME)
@@ -180,7 +206,7 @@ def _truncated(
 
     def work(state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         done, threshold, mass = state
-        # The last few may have been worked on before, and some may not truncate: those find that all stays.
+        # The last few rows may have been worked on before. Rows that do not truncate find that all tokens stay.
         chosen = jax.lax.dynamic_slice_in_dim(order, done, rows)
         part, part_best, part_temperature, part_sampling = jax.tree.map(
             lambda x: x[chosen], (logits, best, temperature, sampling)
@@ -199,9 +225,9 @@ def _truncated(
 
 
 def _threshold(logits: jax.Array, best: jax.Array, temperature: jax.Array, sampling: Sampling) -> jax.Array:
-    """float32[B]: the least logit that top-k, top-p and min-p leave in, at most that of the most likely token.
+    """float32[B]: the least logit that top-k, top-p and min-p leave in, at most the logit of the most likely token.
 
-    Tokens as likely as the last one that stays all stay; top-p counts the mass of exactly k tokens nevertheless.
+    All tokens that are as likely as the last one that stays, stay too. Top-p counts the mass of exactly k tokens nevertheless.
 
     Args: logits: float32[B, V]; best: float32[B], the largest of each row; temperature: float32[B], above 0.
     """
@@ -226,9 +252,9 @@ def _threshold(logits: jax.Array, best: jax.Array, temperature: jax.Array, sampl
 
 
 def _top_k_threshold(logits: jax.Array, best: jax.Array, top_k: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A float32[B] that at least top_k logits reach and, but for ties, no more; and how many more do: int32[B].
+    """A float32[B] that at least top_k logits reach and, but for ties, no more logits; and the number of more: int32[B].
 
-    Bisection of the ordered integers of float32: at most 32 counts, fewer where one comes out at top_k.
+    Bisection of the ordered integers of float32: at most 32 counts, fewer where a count comes out at top_k.
 
     Args: logits: float32[B, V]; best: float32[B], the largest of each row; top_k: int32[B] in [1, V].
     """
@@ -237,7 +263,7 @@ def _top_k_threshold(logits: jax.Array, best: jax.Array, top_k: jax.Array) -> tu
     # Nothing is above the largest logit; a row without top-k is found at once.
     high = jnp.where(top_k < V, jnp.maximum(_ordered(best), low) + 1, low + 1)
 
-    # low: reached by `count` ≥ top_k logits; high: reached by fewer.
+    # `low` is reached by `count` ≥ top_k logits, `high` by fewer than top_k.
     def halve(state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         low, high, count = state
         open_row = low + 1 < high
@@ -263,7 +289,7 @@ def _top_p_weight(weights: jax.Array, mass: jax.Array) -> jax.Array:
     B = len(weights)
     one = jax.lax.bitcast_convert_type(jnp.float32(1), jnp.int32)
 
-    # The sum above low is not below mass, the sum above high is.
+    # The weights above `low` sum to at least `mass`, the weights above `high` to less.
     def halve(_: int, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = state
         middle = (low + high) >> 1
@@ -276,7 +302,7 @@ def _top_p_weight(weights: jax.Array, mass: jax.Array) -> jax.Array:
 
 
 def _ordered(values: jax.Array) -> jax.Array:
-    """int32 with the order of the float32 values: the bits, those below the sign flipped where it is set."""
+    """int32 with the order of the float32 values: their bits, where the sign is set with all bits below it flipped."""
     bits = jax.lax.bitcast_convert_type(values, jnp.int32)
     return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
@@ -294,7 +320,7 @@ def _weights(logits: jax.Array, best: jax.Array, temperature: jax.Array) -> jax.
 
 
 def _inverse(temperature: jax.Array) -> jax.Array:
-    """1 / temperature, finite, so that 0 · it is 0."""
+    """1 / temperature, finite, so that its product with 0 is 0."""
     return 1.0 / jnp.maximum(temperature, 1e-37)
 
 
@@ -304,9 +330,9 @@ def _block_size(V: int) -> int:
 
 
 def _by_block(reduce: Callable[..., jax.Array], of: Callable[[jax.Array], jax.Array], logits: jax.Array, block: int) -> jax.Array:
-    """of(logits), which works on float32[B, n] token by token, reduced to float32[B, ⌈V / block⌉].
+    """of(logits) reduced to float32[B, ⌈V / block⌉]; `of` works on float32[B, n] token by token.
 
-    The ragged end is cut off before `of` is applied, neither padded nor cut off after it: then XLA makes no [B, V] of its own.
+    The ragged end is cut off before `of` is applied. If it were padded, or cut off after `of`, XLA would make another [B, V].
     """
     B, V = logits.shape
     whole = V - V % block

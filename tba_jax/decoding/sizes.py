@@ -1,21 +1,21 @@
-"""How slots are arranged: groups and their width, the lengths of prompts and caches that programs are compiled for."""
+"""How slots are divided into groups, and the lengths of prompts and caches that programs are compiled for."""
 
 import dataclasses
 
-# A prompt is prefilled at the first of these lengths, relative to the longest, that holds it; not shorter than _SHORTEST.
+# Prompts are prefilled at one of these parts of the longest length, the shortest that holds them, but not below _SHORTEST.
 _BUCKETS = (4, 2, 1)
 _SHORTEST = 32
-# Slots of a group per sample of a query, up to so many samples and beyond. A group has two prompts at a time, so that slots that
-# are done with one go on with the next while its longest sample runs; the more samples run side by side, the longer is that one
-# compared with the rest. With these shares log-normal lengths of sigma 0.8 keep slots busy; more, smaller groups would have more
-# prompts to read in each step.
+# Up to this many samples of a query, a group has half as many slots as samples; beyond, a quarter. A group has two prompts at a
+# time: slots that are done with one go on with the next while the longest sample of the first still runs. The more samples run
+# side by side, the longer that sample is compared with the others. With these shares log-normal lengths of sigma 0.8 keep slots
+# busy. More and smaller groups would have more prompts to read in each step.
 _HALF_UP_TO = 24
 
 
 def arrange(slots: int, samples: int, ways: int, *, what: str = "") -> tuple[int, int]:
-    """Groups and width of each lane.
+    """The number of groups of each lane and their width.
 
-    Args: what: how messages call the slots.
+    Args: ways: lanes; what: how messages call the slots.
 
     Raises:
       ValueError: the slots cannot be divided by the ways, or only into far smaller groups than wanted; names the numbers.
@@ -37,7 +37,8 @@ def arrange(slots: int, samples: int, ways: int, *, what: str = "") -> tuple[int
 
 @dataclasses.dataclass(frozen=True)
 class LaneSizes:
-    """Of the slots on one way of a mesh: groups, slots of a group, prompts of a group, prompts of one prefill call."""
+    """The slots of one lane. groups: J; width: W, slots of a group; buffers: U, prompts of a group; arrivals: I, prompts of one
+    prefill call."""
 
     groups: int
     width: int
@@ -46,9 +47,9 @@ class LaneSizes:
 
 
 def lane_sizes(slots: int, samples: int, ways: int, *, what: str = "") -> LaneSizes:
-    """Args and errors as those of `arrange`."""
+    """The sizes of each lane. Args, Raises: see `arrange`."""
     groups, width = arrange(slots, samples, ways, what=what)
-    # One slot has nobody to wait for: the next prompt takes its place.
+    # A group of one slot needs no second prompt: no slot waits for another.
     buffers = 1 if width == 1 else 2
     return LaneSizes(groups, width, buffers, max(1, groups * buffers // 16))
 
@@ -60,6 +61,7 @@ def buckets(prompt_length: int) -> tuple[int, ...]:
 
 
 def windows(entries: int, chunk: int) -> tuple[int, ...]:
-    """Parts of the own caches that are read while responses are short: quarters, of at least a chunk each. The last is all."""
+    """Windows of the own caches, ascending, for as long as responses are short: quarters, each at least a chunk; the last is
+    the whole."""
     quarter = max(-(-entries // 4), chunk)
     return (*range(quarter, entries, quarter), entries)

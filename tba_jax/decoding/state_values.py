@@ -1,10 +1,14 @@
-"""Monte-Carlo values of the states between steps (Kazemnejad et al. 2024): mean rewards of responses that go on from them."""
+"""Monte-Carlo values of the states between reasoning steps (Kazemnejad et al. 2024).
+
+The value of a state is the mean reward of responses that go on from it.
+"""
 
 import dataclasses
 import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -16,7 +20,7 @@ from tba_jax.decoding.sampling import Sampling
 from tba_jax.tasks.interface import EncodedQuery, Scores
 from tba_jax.text.stop_strings import StopStrings
 
-# Token t of a row is drawn with fold_in(its key, t): this is no t.
+# Token t of a row is drawn with fold_in(key of the row, t). Continuations of a row fold in this number, which is no t.
 _CONTINUATIONS = 2**32 - 1
 _KEYS_AT_A_TIME = 256
 
@@ -35,18 +39,18 @@ def continuation_keys(row_keys: jax.Array, states: jax.Array, *, samples: int) -
 
 
 def mean_of_others(reward: np.ndarray, samples: int) -> np.ndarray:
-    """float32[B]: the mean reward of the other samples of each row's query, whose rows stand together; samples at least 2.
+    """float32[B]: the mean reward of the other samples of each row's query, NaN where none of them has a reward.
 
-    Of those that have a reward; NaN where none has.
+    Args: reward: float32[B], rows of one query consecutive, NaN where there is none; samples: of each query, at least 2.
     """
     of_query = reward.astype(np.float64).reshape(-1, samples)
-    # By sums of the others themselves: a difference of two sums is not exact where they are all alike.
+    # The others are summed anew for each sample: the total less one reward is not exact, even where all rewards are alike.
     others = ~np.eye(samples, dtype=bool)
     return np.stack([_mean(of_query[:, keep]) for keep in others], axis=1).reshape(-1).astype(np.float32)
 
 
 def _mean(reward: np.ndarray) -> np.ndarray:
-    """Over the last axis, without NaNs; NaN where there is nothing else."""
+    """The mean over the last axis, without NaNs; NaN where there is no other value."""
     known = ~np.isnan(reward)
     return np.divide(
         np.where(known, reward, 0.0).sum(axis=-1, dtype=np.float64),
@@ -58,11 +62,11 @@ def _mean(reward: np.ndarray) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ValuedStates:
-    """States whose continuations are decoded, and on their way to be rewarded.
+    """States whose continuations are decoded and wait for their rewards.
 
-    shape: (B, R); samples_per_query: of the B rows, those of one query consecutive; blocks: (rows, states, scores) of n states
-    each: int[n], int[n], tokens of the response before the state, and those of n times as many continuations as a state has;
-    tokens: generated for them.
+    shape: (B, R) of the rows. samples_per_query: rows of one query, which are consecutive.
+    blocks: n states each, as (rows int[n], response tokens before the state int[n], scores of their continuations).
+    tokens: number of tokens that were generated for the values.
     """
 
     shape: tuple[int, int]
@@ -71,13 +75,14 @@ class ValuedStates:
     tokens: int
 
     def finish(self, reward: np.ndarray) -> np.ndarray:
-        """Waits for the rewards.
+        """Waits for the rewards of the continuations, and returns the values of states.
 
         Args:
-          reward: float32[B], of the rows themselves, NaN where it could not be found.
+          reward: float32[B], rewards of the rows themselves, NaN where a reward could not be found.
 
         Returns:
-          float32[B, R], in units of the reward, of the state before each token: NaN where it was not valued, and where masked.
+          float32[B, R], in units of the reward: the value of the state before each token, NaN where the state was not valued, and
+          where masked.
         """
         values = np.full(self.shape, np.nan, np.float32)
         values[:, 0] = mean_of_others(reward, self.samples_per_query)
@@ -86,11 +91,19 @@ class ValuedStates:
         return values
 
 
+class _State(NamedTuple):
+    """The state of a row before its response token t, and the request for responses that go on from it."""
+
+    row: int
+    t: int
+    request: Request
+
+
 class StateValues:
     """Values states with the decoder that makes the responses, beside whatever else it decodes.
 
-    By its weights as they are then, and without exploration; but the state before a response by the query's other samples, as
-    they were drawn.
+    Continuations are drawn by the decoder's weights of that moment, and without exploration. The state before the response is
+    valued by the query's other samples, as they were drawn.
     """
 
     def __init__(
@@ -106,12 +119,12 @@ class StateValues:
     ):
         """
         Args:
-          engine: with room for a prompt and a whole response but its last token.
-          sampling: of the responses that go on from one state; leaves [samples].
-          most_states: of a response, besides the one before it; 0: all between its steps.
-          samples_per_query: of the rows that are valued, at least 2.
-          states_at_a_time: states that are rewarded together; twice as many are with the decoder at most.
-          reward: gives the texts of responses to queries, and what will be their scores.
+          engine: its given_length has room for a whole response but its last token.
+          sampling: settings of the responses that go on from one state; leaves [samples].
+          most_states: the most states of a response that are valued, besides the one before it; 0: all between its steps.
+          samples_per_query: rows of one query, at least 2.
+          states_at_a_time: states that are rewarded together; the decoder has at most twice as many at a time.
+          reward: returns the texts of responses to queries, and a future of their scores.
         """
         self._engine, self._step_ends, self._sampling = engine, step_ends, sampling
         self._most_states, self._samples_per_query, self._at_a_time = most_states, samples_per_query, max(states_at_a_time, 1)
@@ -127,32 +140,28 @@ class StateValues:
         *,
         feed: Callable[[], bool] = lambda: False,
     ) -> ValuedStates:
-        """Goes on from states of B rows.
+        """Has responses decoded that go on from states of B rows, and hands them on to be rewarded.
 
         Args:
-          generation, keys (uint32[B, 2]), queries: of the rows, those of one query consecutive.
-          feed: see Engine.collect; asked where no state waits any more.
+          generation: the B rows, rows of one query consecutive. keys: uint32[B, 2], their random keys. queries: one a row.
+          feed: see Engine.collect; called once no state waits any more.
 
         Raises:
           FloatingPointError: see Engine.collect.
         """
         between = between_steps(generation.tokens, generation.length, self._step_ends)
         chosen = [(row, t) for row, states in enumerate(between) for t in evenly(np.flatnonzero(states), self._most_states)]
-        waiting = deque(zip(chosen, self._keys(keys, chosen), strict=True))
-        asked: deque[tuple[int, int, Ticket]] = deque()
+        waiting = deque(
+            _State(row, t, self._request(queries[row], generation.tokens[row, :t], of_state))
+            for (row, t), of_state in zip(chosen, self._keys(keys, chosen), strict=True)
+        )
+        asked: deque[tuple[_State, Ticket]] = deque()
 
         def ask() -> bool:
             if not waiting or len(asked) == 2 * self._at_a_time:
                 return False
-            (row, t), of_state = waiting.popleft()
-            request = Request(
-                name=queries[row].name,
-                prompt=queries[row].prompt,
-                keys=of_state,
-                sampling=self._sampling,
-                beginning=generation.tokens[row, :t].tolist(),
-            )
-            asked.append((row, t, self._engine.submit(request)))
+            state = waiting.popleft()
+            asked.append((state, self._engine.submit(state.request)))
             return True
 
         def more() -> bool:
@@ -163,22 +172,22 @@ class StateValues:
             while len(asked) < self._at_a_time and ask():
                 pass
             block = [asked[i] for i in range(min(len(asked), self._at_a_time))]
-            made = concatenate(self._engine.collect([answer for _, _, answer in block], feed=more))
+            made = concatenate(self._engine.collect([ticket for _, ticket in block], feed=more))
             for _ in block:
                 asked.popleft()
-            rows, states = (np.array(index) for index in zip(*((row, t) for row, t, _ in block), strict=True))
+            rows, states = (np.array(index) for index in zip(*((state.row, state.t) for state, _ in block), strict=True))
             of_rows = [queries[row] for row in np.repeat(rows, self._samples)]
             blocks.append((rows, states, self._reward(made, of_rows)[1]))
             tokens += int(made.length.sum() - self._samples * states.sum())
-        return ValuedStates(
-            shape=(len(queries), generation.tokens.shape[1]),
-            samples_per_query=self._samples_per_query,
-            blocks=blocks,
-            tokens=tokens,
-        )
+        shape = (len(queries), generation.tokens.shape[1])
+        return ValuedStates(shape=shape, samples_per_query=self._samples_per_query, blocks=blocks, tokens=tokens)
+
+    def _request(self, query: EncodedQuery, beginning: np.ndarray, keys: np.ndarray) -> Request:
+        """Asks for responses that go on from a state. Args: beginning: int32[t], tokens before it; keys: uint32[samples, 2]."""
+        return Request(name=query.name, prompt=query.prompt, keys=keys, sampling=self._sampling, beginning=beginning.tolist())
 
     def _keys(self, keys: np.ndarray, chosen: Sequence[tuple[int, int]]) -> list[np.ndarray]:
-        """uint32[samples, 2] for each of the states."""
+        """Random keys uint32[samples, 2] for each of the chosen (row, t)."""
         found: list[np.ndarray] = []
         for begin in range(0, len(chosen), _KEYS_AT_A_TIME):
             block = chosen[begin : begin + _KEYS_AT_A_TIME]

@@ -17,7 +17,7 @@ from tba_jax.models.hugging_face import load
 from tba_jax.models.parameters import Params
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout, places, snapshots
-from tba_jax.supervised import fine_tuning
+from tba_jax.supervised.warm_start import warm_start
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def ensure(experiment: Experiment, run: layout.RunDir, *, report: Callable[[int,
     either it is imported, warm-started or random, as the config says.
 
     Args:
-      report: of the warm start, see fine_tuning.warm_start.
+      report: of the warm start, see supervised.warm_start.
 
     Returns:
       16 hex digits, a hash of the weights; `run.reference(id)` holds them as a snapshot.
@@ -76,7 +76,7 @@ def _initial_params(experiment: Experiment, mesh: Any, report: Callable[[int, fl
     if not config.warm_start.steps:
         return jax.jit(experiment.policy.base.init, out_shardings=shardings)(jax.random.key(config.seed))
     w = config.warm_start
-    return fine_tuning.warm_start(
+    return warm_start(
         experiment.task,
         experiment.tokenizer,
         config=model,

@@ -1,4 +1,4 @@
-"""Composition: what each `--role` builds from an experiment, and the job it then runs."""
+"""The job of each `--role`: its checks, the objects it builds from an experiment, and the loop that it runs."""
 
 import dataclasses
 import logging
@@ -28,9 +28,13 @@ Job = Callable[[], int]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What main was called with. name: of the role's metrics, "" = default; label: begins the last line;
-    allow_change: schedule settings that a resume may change; arguments: main's own, for child processes;
-    init_from: RUN@STEP that a new run begins from, "" = what its config says."""
+    """What main was called with.
+
+    name: of the role's metrics, "" = the default. label: the first word of the run's last line.
+    allow_change: schedule settings that a resume may change.
+    arguments: the command line of main, which child processes get too.
+    init_from: RUN@STEP, the snapshot that a new run begins from; "" = as its config says.
+    """
 
     experiment: composition.Experiment
     run: layout.RunDir
@@ -46,7 +50,7 @@ class Settings:
 
 
 def _check_devices(experiment: composition.Experiment, *roles: str) -> None:
-    """The meshes of roles that run in this process, against its devices."""
+    """Raises ValueError where the meshes of roles that run in this process do not fit its devices."""
     import jax
 
     if experiment.config.model.attention == "cudnn" and jax.default_backend() != "gpu":
@@ -57,14 +61,14 @@ def _check_devices(experiment: composition.Experiment, *roles: str) -> None:
 
 
 def _devices_of_searcher(config: Any) -> int:
-    """JAX devices of a searcher's process where there are no GPUs to share."""
+    """How many JAX devices a searcher's process has where there are no GPUs to share."""
     import jax
 
     return max(config.searchers.cpu_devices, len(jax.devices()))
 
 
 def _check_run(s: Settings, *, may_change_schedule: bool) -> None:
-    """What a role asks of the run that it joins or makes, before anything is written."""
+    """Checks that a role may join the run that is there, or make one; writes nothing. Raises ValueError where it may not."""
     initial_policy.check(s.experiment, s.run, init_from=s.init_from)
     if may_change_schedule:
         other_runs.check_behavior_is_known(s.run, s.config)
@@ -77,7 +81,11 @@ def _check_run(s: Settings, *, may_change_schedule: bool) -> None:
             log.warning("%d %s prompts are longer than task.prompt_length and left out", count, split)
 
 
-def _join(s: Settings, *, may_change_schedule: bool) -> None:
+def join(s: Settings, *, may_change_schedule: bool) -> None:
+    """Makes the run or joins the run that is there. Raises ValueError where it is a run of another config, and writes nothing.
+
+    Args: may_change_schedule: whether this role is the one that records a schedule of other settings (--allow_change).
+    """
     _check_run(s, may_change_schedule=may_change_schedule)
     contract_lib.join(s.run, s.config, s.experiment.contract, init_from=s.init_from)
     if may_change_schedule:
@@ -109,6 +117,7 @@ def dry_run(s: Settings) -> Job:
 
 
 def _make_reference(s: Settings) -> None:
+    """Makes the policy that step 0 starts from, unless the run has one."""
     if places.exists(s.run.initial_reference):
         return
     writer = MetricWriter(s.run.metrics("reference"))
@@ -123,7 +132,7 @@ def _make_reference(s: Settings) -> None:
 
 def reference(s: Settings) -> Job:
     _check_devices(s.experiment, "trainer")
-    _join(s, may_change_schedule=False)
+    join(s, may_change_schedule=False)
 
     def job() -> int:
         _make_reference(s)
@@ -132,21 +141,26 @@ def reference(s: Settings) -> Job:
     return job
 
 
-def _make_trainer(s: Settings, *, publish_every_steps: int) -> tuple[Any, EpochLease]:
-    """The trainer, resumed: journalled steps after its checkpoint are done again under the schedule that they were done with."""
+def make_trainer(s: Settings, *, publish_every_steps: int) -> tuple[Any, EpochLease]:
+    """The trainer, resumed, and its lease.
+
+    Journalled steps after the checkpoint are done again under the schedule that they were done with: for each past schedule a
+    trainer of its config resumes, up to the last step of that schedule, and leaves a checkpoint.
+    """
     newest = max(layout.steps_in(s.run.checkpoints), default=0)
     for step, values in schedule_changes.past(s.run, after=newest):
         config = s.config.copy_and_resolve_references()
         config.update_from_flattened_dict(values)
         every_steps = 1 if config.schedule.mode == "interleaved" else config.publish.every_steps
         past = dataclasses.replace(s, experiment=dataclasses.replace(s.experiment, config=config))
-        trainer, lease = _begin_trainer(past, publish_every_steps=every_steps, replay_until=step)
+        trainer, lease = _begin_trainer(past, publish_every_steps=every_steps, until=step)
         trainer.close()
         lease.release()
     return _begin_trainer(s, publish_every_steps=publish_every_steps)
 
 
-def _begin_trainer(s: Settings, *, publish_every_steps: int, replay_until: int | None = None) -> tuple[Any, EpochLease]:
+def _begin_trainer(s: Settings, *, publish_every_steps: int, until: int | None = None) -> tuple[Any, EpochLease]:
+    from tba_jax.roles.trainer.resume import resume
     from tba_jax.roles.trainer.trainer import Trainer
 
     layout.claim_shared(s.run)
@@ -160,8 +174,8 @@ def _begin_trainer(s: Settings, *, publish_every_steps: int, replay_until: int |
             policy=s.experiment.policy,
             lease=lease,
             publish_every_steps=publish_every_steps,
-            replay_until=replay_until,
         )
+        resume(trainer, until=until)
     except BaseException:
         lease.release()
         raise
@@ -169,23 +183,23 @@ def _begin_trainer(s: Settings, *, publish_every_steps: int, replay_until: int |
 
 
 def trainer(s: Settings) -> Job:
-    from tba_jax.roles.trainer.trainer import run_trainer
+    from tba_jax.roles.trainer.loop import run_trainer
 
     _check_devices(s.experiment, "trainer")
     EpochLease.refuse_if_held(s.run.journal)
-    _join(s, may_change_schedule=True)
-    made, lease = _make_trainer(s, publish_every_steps=s.config.publish.every_steps)
+    join(s, may_change_schedule=True)
+    made, lease = make_trainer(s, publish_every_steps=s.config.publish.every_steps)
     stop = processes_lib.StopSignal()
 
     def job() -> int:
-        finished = run_trainer(made, s.config, s.run, stop=stop)
+        finished = run_trainer(made, s.run, stop=stop)
         lease.release()
         return 0 if finished else processes_lib.STOPPED
 
     return job
 
 
-def _make_searcher(s: Settings, *, name: str, account: TimeAccount) -> Searcher:
+def make_searcher(s: Settings, *, name: str, account: TimeAccount) -> Searcher:
     e = s.experiment
     return Searcher(
         s.config,
@@ -202,7 +216,7 @@ def _make_searcher(s: Settings, *, name: str, account: TimeAccount) -> Searcher:
 
 def searcher(s: Settings) -> Job:
     _check_devices(s.experiment, "searcher")
-    _join(s, may_change_schedule=False)
+    join(s, may_change_schedule=False)
     stop = processes_lib.StopSignal(patience_seconds=s.config.searchers.stop_seconds)
 
     def job() -> int:
@@ -210,7 +224,7 @@ def searcher(s: Settings) -> Job:
             return 0
         account = TimeAccount()
         _start_task(s, task_devices=s.config.searchers.task_devices)
-        made = _make_searcher(s, name=s.name or "searcher", account=account)
+        made = make_searcher(s, name=s.name or "searcher", account=account)
         run_searcher(made, s.config, s.run, name=s.name or made.writer, account=account, stop=stop)
         _close_task(s)
         return 0
@@ -221,7 +235,7 @@ def searcher(s: Settings) -> Job:
 def _start_task(s: Settings, *, task_devices: int) -> None:
     try:
         models.start(s.experiment.task, sharding.task_mesh(task_devices))
-    except ValueError as error:  # that of slots and devices, say: starting again would not help
+    except ValueError as error:  # slots that do not divide over the devices, say: starting again would not help
         if processes_lib.is_storage_failure(error):
             raise
         raise processes_lib.BadInput(str(error)) from error
@@ -232,7 +246,7 @@ def _close_task(s: Settings) -> None:
         s.experiment.task.close()
 
 
-def _make_evaluator(s: Settings) -> Any:
+def make_evaluator(s: Settings) -> Any:
     from tba_jax.roles.evaluator import Evaluator
 
     e = s.experiment
@@ -244,13 +258,13 @@ def evaluator(s: Settings) -> Job:
     from tba_jax.roles.evaluator import run_evaluator
 
     _check_devices(s.experiment, "evaluator")
-    _join(s, may_change_schedule=False)
+    join(s, may_change_schedule=False)
     stop = processes_lib.StopSignal()
 
     def job() -> int:
         if wait_for_run(s.run, poll_seconds=s.config.searchers.poll_seconds, stop=stop):
             _start_task(s, task_devices=s.config.evaluation.task_devices)
-            run_evaluator(_make_evaluator(s), s.config, s.run, account=TimeAccount(), stop=stop)
+            run_evaluator(make_evaluator(s), s.config, s.run, account=TimeAccount(), stop=stop)
             _close_task(s)
         return 0
 
@@ -274,26 +288,27 @@ def _conclude(s: Settings, progress: progress_lib.Progress, code: int) -> None:
 
 
 def everything(s: Settings) -> Job:
-    """`--role=all`: processes under a supervisor, or everything in turn in this process, as schedule.mode says."""
-    return _interleaved(s) if s.config.schedule.mode == "interleaved" else _supervised(s)
+    """`--role=all`: processes under a supervisor, or all roles in turn in this process, as schedule.mode says."""
+    return _in_turn(s) if s.config.schedule.mode == "interleaved" else _as_processes(s)
 
 
-def _interleaved(s: Settings) -> Job:
+def _in_turn(s: Settings) -> Job:
+    """Search, training and evaluation in turn in this process."""
     from tba_jax.roles.interleaved import run_interleaved
 
     roles = ("trainer", "searcher", *(("evaluator",) if s.config.evaluation.enabled else ()))
     _check_devices(s.experiment, *roles)
     EpochLease.refuse_if_held(s.run.journal)
-    _join(s, may_change_schedule=True)
+    join(s, may_change_schedule=True)
     progress = _progress(s, searchers=1)
     stop = processes_lib.StopSignal()
 
     def job() -> int:
-        made, lease = _make_trainer(s, publish_every_steps=1)
+        made, lease = make_trainer(s, publish_every_steps=1)
         _start_task(s, task_devices=s.config.searchers.task_devices)
-        search = _make_searcher(s, name="searcher-0", account=made.account)
-        evaluate = _make_evaluator(s) if s.config.evaluation.enabled else None
-        finished = run_interleaved(made, search, evaluate, s.config, s.run, stop=stop, progress=progress)
+        search = make_searcher(s, name="searcher-0", account=made.account)
+        evaluate = make_evaluator(s) if s.config.evaluation.enabled else None
+        finished = run_interleaved(made, search, evaluate, s.run, stop=stop, progress=progress)
         lease.release()
         _close_task(s)
         code = 0 if finished else processes_lib.STOPPED
@@ -313,7 +328,8 @@ def _refuse_one_tpu_for_all() -> None:
         )
 
 
-def _supervised(s: Settings) -> Job:
+def _as_processes(s: Settings) -> Job:
+    """Each role as a process of its own, under a supervisor in this process."""
     cpus, gpus = supervisor.available_cpus(), supervisor.visible_gpus()
     placements = supervisor.place(s.config, cpus=cpus, gpus=gpus)
     for name, placement in placements.items():
@@ -323,11 +339,11 @@ def _supervised(s: Settings) -> Job:
         _refuse_one_tpu_for_all()
         _check_devices(s.experiment, *{name.split("-")[0] for name in placements} - {"searcher"})
         if s.config.searchers.count:
-            # A searcher that is a process of its own splits the CPU as its setting says.
+            # The process of a searcher splits the CPU into searchers.cpu_devices.
             meshes.check(s.experiment, role="searcher", devices=_devices_of_searcher(s.config))
             models.check(s.experiment.task, role="searcher")
     EpochLease.refuse_if_held(s.run.journal)
-    _join(s, may_change_schedule=True)
+    join(s, may_change_schedule=True)
 
     def arguments(role: str, name: str) -> tuple[str, ...]:
         return (*s.arguments, f"--role={role}", f"--name={name}")

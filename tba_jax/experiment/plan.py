@@ -26,7 +26,7 @@ def describe(experiment: Experiment) -> str:
     objective = OBJECTIVES[config.learner.objective]
     if objective.log_z_head or objective.value_head:  # heads of one shape
         lines += ["", f"head of {config.learner.objective}, trained beside the policy:"]
-        lines += _table(heads.define(experiment.policy, log_z=True, value_head=True).specs["value_head"])
+        lines += _table(heads.define(experiment.policy, log_z_head=True, value_head=True).specs["value_head"])
     lines += ["", "rows (one column each, per row):"]
     lines += [f"  {name:24} {dtype}{list(shape)}" for name, (dtype, shape) in experiment.contract.row_shape().columns().items()]
     c, s = config.learner, config.searchers

@@ -54,6 +54,21 @@ def check(run: layout.RunDir, config: Any, *, allowed: Sequence[str], step: int)
     At step 0 every change is allowed: nothing is trained yet, and the schedule in config.json may be that of a searcher that
     came first.
 
+    Raises: as `check`.
+    """
+    changes = check(run, config, allowed=allowed, step=step)
+    if changes:
+        stored = contract_lib.read(run)
+        now = datetime.datetime.now(datetime.UTC).isoformat()
+        entry = {"step": step, "time": now, "settings": contract_lib.plain(changes)}
+        stored |= {"config": contract_lib.plain(config.to_dict()), "changes": [*stored["changes"], entry]}
+        layout.write_json(run.config, stored)
+    return changes
+
+
+def check(run: layout.RunDir, config: Any, *, allowed: Sequence[str], step: int) -> Changes:
+    """The changes that `change` would make; writes nothing.
+
     Raises:
       ValueError: a setting differs that is not in `allowed`, or that no run can change, or `allowed` names no setting.
     """

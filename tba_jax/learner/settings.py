@@ -35,7 +35,7 @@ def make_optimizers(config: Any) -> state.Optimizers:
     objective = OBJECTIVES[c.objective]
     optimizers = {"policy": adamw(c.learning_rate, c.weight_decay)}
     if objective.log_z_head:
-        optimizers["log_z"] = adamw(c.log_z_learning_rate, 0.0)
+        optimizers["log_z_head"] = adamw(c.log_z_learning_rate, 0.0)
     if objective.value_head:
         optimizers["value_head"] = adamw(c.value_learning_rate, 0.0)
     return optimizers

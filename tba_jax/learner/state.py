@@ -18,7 +18,7 @@ from tba_jax.models import heads, parameters
 from tba_jax.models.parameters import Definition, Params
 from tba_jax.models.policy import Policy
 
-# Parts of what is trained (PolicyWithHeads) -> the optimiser of each: "policy", and the heads that the objective has.
+# Parts of what is trained (PolicyWithHeads) -> the optimiser of each: "policy", and the heads that an RL objective has.
 Optimizers = dict[str, optax.GradientTransformation]
 
 
@@ -28,8 +28,8 @@ class TrainState:
 
     step: int32[], updates done, refused ones included; skipped: int32[], updates refused because they were not finite, for
     which neither the optimisers nor their learning rates go on;
-    params: float32 master weights by part, {"policy": what is trained of it (Policy), "log_z": …, "value_head": …}; opt_state:
-    of each part's optimiser;
+    params: float32 master weights by part, {"policy": what is trained of it (Policy), "log_z_head": …, "value_head": …};
+    opt_state: of each part's optimiser;
     graphdef: of the module that they belong to, heads.PolicyWithHeads; static.
     """
 
@@ -80,7 +80,7 @@ def batch_from_rows(rows: trajectory.Rows) -> Batch:
 
 
 def _definition(policy: Policy, optimizers: Optimizers) -> Definition[heads.PolicyWithHeads]:
-    return heads.define(policy, log_z="log_z" in optimizers, value_head="value_head" in optimizers)
+    return heads.define(policy, log_z_head="log_z_head" in optimizers, value_head="value_head" in optimizers)
 
 
 def init_state(policy: Policy, params: Params, optimizers: Optimizers) -> TrainState:

@@ -1,4 +1,4 @@
-"""The trainer's mathematics: one update on Q queries × K completions, in micro-batches of any size.
+"""The learner's mathematics: one update on Q queries × K completions, in micro-batches of any size.
 
 An objective couples the K rows of a query, a micro-batch need not hold them all. Both ways are exact:
 
@@ -9,13 +9,14 @@ An objective couples the K rows of a query, a micro-batch need not hold them all
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
+from tba_jax.learner import descent, micro_batches
 from tba_jax.learner.optimizer import Schedule
 from tba_jax.learner.state import Batch, Optimizers, TrainState
 from tba_jax.models import heads, scoring
@@ -72,9 +73,8 @@ def score(policy: Decoder, batch: Batch, *, config: LearnerConfig) -> tuple[jax.
 
 def score_in_micro_batches(policy: Decoder, batch: Batch, *, config: LearnerConfig) -> tuple[jax.Array, jax.Array]:
     """As `score`, micro_batch_rows at a time."""
-    per_token = jax.lax.map(lambda micro: score(policy, micro, config=config), _split(batch, config.micro_batch_rows, 1))
-    logprobs, entropy = (_join(x, 1) for x in per_token)
-    return logprobs, entropy
+    micros = micro_batches.split(batch, config.micro_batch_rows)
+    return micro_batches.join(jax.lax.map(lambda micro: score(policy, micro, config=config), micros))
 
 
 def _score_and_value(
@@ -110,75 +110,60 @@ def train_step(
       frozen: the part of the policy that is not trained (Policy.initial).
 
     Returns:
-      the new state and float32[] measurements. `finite` is 0 where loss, gradient or a row is not: the state is then left as it
-      was, but counts the step. `row_finite`, bool[B], says which rows are. Others: see diagnostics; kl_to_initial, nats per
-      response, where the reference moves; value_error, the root of the mean over tokens of (V − r)², where values are learned.
+      the new state and float32[] measurements, see descent.step. `row_finite`, bool[B], says which rows are finite: a row that
+      is not refuses the step. Others: see diagnostics; kl_to_initial, nats per response, where the reference moves;
+      value_error, the root of the mean over tokens of (V − r)², where values are learned.
     """
+    gradient_of = functools.partial(_gradient, schedules=schedules, config=config)
+    return descent.step(state, frozen, batch, gradient_of=gradient_of, optimizers=optimizers)
+
+
+def _gradient(
+    state: TrainState, frozen: Params, batch: Batch, *, schedules: Schedules, config: LearnerConfig
+) -> descent.Gradient:
+    """The objective's gradient on a batch, in micro-batches."""
     log_z, pull_back_log_z = _log_z(state, frozen, batch, config)
     accumulate = _whole_groups if config.micro_batch_rows % config.settings.completions == 0 else _any_split
     loss, grads, log_z_cotangent, outputs, entropy = accumulate(state, frozen, batch, log_z, schedules=schedules, config=config)
     grads |= pull_back_log_z(log_z_cotangent)
-    grad_norm, policy_logprobs = optax.tree.norm(grads["policy"]), outputs.logprobs
-    inputs = _inputs(batch, policy_logprobs, state.step, schedules, config)
+    inputs = _inputs(batch, outputs.logprobs, state.step, schedules, config)
     row_finite = _row_finite(outputs, inputs)
-    new = _descend(state, grads, optimizers)
-    # Of the new weights too: an optimiser may overflow where its gradient did not.
-    of_heads = [tree for name, tree in grads.items() if name != "policy"]
-    norms = jnp.stack([loss, grad_norm, *(optax.tree.norm(tree) for tree in (*of_heads, *new.params.values()))])
-    finite = jnp.all(row_finite) & jnp.all(jnp.isfinite(norms))
-    refused = dataclasses.replace(state, step=state.step + 1, skipped=state.skipped + 1)
-    new = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, refused)
     measurements = {
-        "loss": loss,
-        "grad_norm": grad_norm,
-        "finite": finite.astype(jnp.float32),
         "row_finite": row_finite,
-        "skipped_steps": new.skipped.astype(jnp.float32),
         **{field.name: getattr(inputs, field.name) for field in dataclasses.fields(schedules)},
-        **diagnostics(policy_logprobs, entropy, inputs),
+        **diagnostics(outputs.logprobs, entropy, inputs),
     }
     if config.surrogate_decay or batch.moving_ref_logprobs is not None:
-        measurements["kl_to_initial"] = jnp.mean(jnp.sum(policy_logprobs - batch.ref_logprobs, axis=1))
-    if "log_z" in state.params:
+        measurements["kl_to_initial"] = jnp.mean(jnp.sum(outputs.logprobs - batch.ref_logprobs, axis=1))
+    if "log_z_head" in state.params:
         measurements["learned_log_z"] = jnp.mean(log_z)
     if outputs.values is not None:
         squares = inputs.masked((outputs.values - inputs.reward[:, None]) ** 2)
         measurements["value_error"] = jnp.sqrt(jnp.sum(squares) / jnp.maximum(jnp.sum(inputs.mask), 1))
-    return new, measurements
+    return descent.Gradient(loss=loss, by_part=grads, finite=jnp.all(row_finite), measurements=measurements)
 
 
 def _log_z(state: TrainState, frozen: Params, batch: Batch, config: LearnerConfig) -> tuple[jax.Array, Any]:
-    """log Z(x) of each row's query, float32[B], and what takes its cotangent to the head's gradient, {"log_z": …}.
+    """log Z(x) of each row's query, float32[B], and what takes its cotangent to the head's gradient, {"log_z_head": …}.
 
     Without a head, zeros and {}.
     """
     K = config.settings.completions
     model = state.model(state.params, frozen)
-    if model.log_z is None:
+    if model.log_z_head is None:
         return jnp.zeros(batch.reward.shape, jnp.float32), lambda cotangent: {}
     P = batch.tokens.shape[1] - batch.R
     prompts = batch.tokens[::K, :P], batch.prompt_length[::K]
     at_a_time = math.gcd(len(prompts[0]), max(1, config.micro_batch_rows // K))
-    states = _join(
-        jax.lax.map(lambda micro: heads.mean_prompt_states(model.policy, *micro), _split(prompts, at_a_time, 1)),
-        1,
-    )
+    micros = micro_batches.split(prompts, at_a_time)
+    states = micro_batches.join(jax.lax.map(lambda micro: heads.mean_prompt_states(model.policy, *micro), micros))
 
     def of_rows(head: Params) -> jax.Array:
         model = state.model(state.params | head, frozen)
-        return jnp.repeat(heads.log_partition(model.log_z, states), K)
+        return jnp.repeat(heads.log_partition(model.log_z_head, states), K)
 
-    log_z, pull_back = jax.vjp(of_rows, {"log_z": state.params["log_z"]})
+    log_z, pull_back = jax.vjp(of_rows, {"log_z_head": state.params["log_z_head"]})
     return log_z, lambda cotangent: pull_back(cotangent)[0]
-
-
-def _descend(state: TrainState, grads: Params, optimizers: Optimizers) -> TrainState:
-    """Each part of what is trained, moved by its own optimiser. Args: grads: as state.params."""
-    params, opt_state = {}, {}
-    for part, optimizer in optimizers.items():
-        updates, opt_state[part] = optimizer.update(grads[part], state.opt_state[part], state.params[part])
-        params[part] = optax.apply_updates(state.params[part], updates)
-    return dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state)
 
 
 def surrogate_ref_logprobs(policy_logprobs: jax.Array, batch: Batch, *, step: jax.Array, decay: float) -> jax.Array:
@@ -242,28 +227,9 @@ def _row_finite(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
     return finite
 
 
-def _split(tree: Any, rows: int, unit: int) -> Any:
-    """[B, ...] -> [B / rows, rows, ...]: micro-batches of `rows` rows that keep every `unit` consecutive rows together.
-
-    Units are dealt out with a stride, so that each micro-batch takes its share from every device that rows are split over.
-    """
-
-    def split(x: jax.Array) -> jax.Array:
-        count = x.shape[0] // rows
-        return x.reshape(rows // unit, count, unit, *x.shape[1:]).swapaxes(0, 1).reshape(count, rows, *x.shape[1:])
-
-    return jax.tree.map(split, tree)
-
-
-def _join(x: jax.Array, unit: int) -> jax.Array:
-    """The inverse of `_split`: [B / rows, rows, ...] -> [B, ...]."""
-    count, rows = x.shape[:2]
-    return x.reshape(count, rows // unit, unit, *x.shape[2:]).swapaxes(0, 1).reshape(count * rows, *x.shape[2:])
-
-
 def _trained(state: TrainState) -> Params:
     """The parts that a pass through the policy differentiates by: all but the head of log Z, which reads prompts alone."""
-    return {part: params for part, params in state.params.items() if part != "log_z"}
+    return {part: params for part, params in state.params.items() if part != "log_z_head"}
 
 
 def _whole_groups(
@@ -282,18 +248,17 @@ def _whole_groups(
         outputs = PolicyOutputs(logprobs=policy_logprobs, log_z=log_z, values=values)
         return config.objective.loss(outputs, inputs), (outputs, entropy)
 
-    def add(grads: Params, micro: tuple[Batch, jax.Array]) -> tuple[Params, Any]:
+    def gradient(micro: tuple[Batch, jax.Array]) -> tuple[Params, Any]:
         rows, row_log_z = micro
-        (loss, of_rows), (micro_grads, log_z_cotangent) = jax.value_and_grad(micro_loss, argnums=(0, 1), has_aux=True)(
-            _trained(state), row_log_z, rows
-        )
-        return jax.tree.map(jnp.add, grads, micro_grads), (loss, log_z_cotangent, of_rows)
+        differentiated = jax.value_and_grad(micro_loss, argnums=(0, 1), has_aux=True)
+        (loss, of_rows), (grads, log_z_cotangent) = differentiated(trained, row_log_z, rows)
+        return grads, (loss, log_z_cotangent, of_rows)
 
-    K = config.settings.completions
-    micros = _split((batch, log_z), config.micro_batch_rows, K)
+    K, trained = config.settings.completions, _trained(state)
+    micros = micro_batches.split((batch, log_z), config.micro_batch_rows, K)
     count = micros[1].shape[0]
-    grads, (losses, *of_rows) = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, _trained(state)), micros)
-    log_z_cotangent, (outputs, entropy) = jax.tree.map(lambda x: _join(x, K), of_rows)
+    grads, (losses, *of_rows) = micro_batches.accumulate(gradient, trained, micros)
+    log_z_cotangent, (outputs, entropy) = micro_batches.join(of_rows, K)
     grads = jax.tree.map(lambda g: g / count, grads)
     return jnp.mean(losses), grads, log_z_cotangent / count, outputs, entropy
 
@@ -310,17 +275,17 @@ def _any_split(
         return _score_and_value(state.model(state.params | trained, frozen), micro, config=config)
 
     rows, trained = config.micro_batch_rows, _trained(state)
-    scored = jax.lax.map(lambda micro: outputs_of(trained, micro), _split(batch, rows, 1))
-    (policy_logprobs, values), entropy = jax.tree.map(lambda x: _join(x, 1), scored)
+    scored = jax.lax.map(lambda micro: outputs_of(trained, micro), micro_batches.split(batch, rows))
+    (policy_logprobs, values), entropy = micro_batches.join(scored)
     outputs = PolicyOutputs(logprobs=policy_logprobs, log_z=log_z, values=values)
     inputs = _inputs(batch, policy_logprobs, state.step, schedules, config)
     loss, cotangent = jax.value_and_grad(config.objective.loss)(outputs, inputs)
 
-    def add(grads: Params, micro: tuple[Batch, Any]) -> tuple[Params, None]:
+    def gradient(micro: tuple[Batch, Any]) -> tuple[Params, None]:
         rows, row_cotangent = micro
         pull_back = jax.vjp(lambda t: outputs_of(t, rows)[0], trained)[1]
-        return jax.tree.map(jnp.add, grads, pull_back(row_cotangent)[0]), None
+        return pull_back(row_cotangent)[0], None
 
-    micros = _split((batch, (cotangent.logprobs, cotangent.values)), rows, 1)
-    grads, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, trained), micros)
+    micros = micro_batches.split((batch, (cotangent.logprobs, cotangent.values)), rows)
+    grads, _ = micro_batches.accumulate(gradient, trained, micros)
     return loss, grads, cotangent.log_z, outputs, entropy

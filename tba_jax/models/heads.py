@@ -16,25 +16,25 @@ from tba_jax.models.policy import Policy
 class PolicyWithHeads(nnx.Module):
     """The policy, adapters included, and the scalar heads that a trainer's objective asks for.
 
-    log_z: log Z(x) of a prompt, see log_partition; value_head: V of a state, see state_values. Both begin at 0.
+    log_z_head: log Z(x) of a prompt, see log_partition; value_head: V of a state, see state_values. Both begin at 0.
     """
 
-    log_z: Any = None
+    log_z_head: Any = None
     value_head: Any = None
 
-    def __init__(self, policy: Decoder, *, log_z: bool, value_head: bool, rngs: nnx.Rngs):
-        """Args: log_z, value_head: whether there is such a head."""
+    def __init__(self, policy: Decoder, *, log_z_head: bool, value_head: bool, rngs: nnx.Rngs):
+        """Args: log_z_head, value_head: whether there is such a head."""
         self.policy = policy
-        if log_z:
-            self.log_z = ScalarHead(policy.config.width, bias=True, std=0.0, rngs=rngs)
+        if log_z_head:
+            self.log_z_head = ScalarHead(policy.config.width, bias=True, std=0.0, rngs=rngs)
         if value_head:
             self.value_head = ScalarHead(policy.config.width, bias=True, std=0.0, rngs=rngs)
 
 
-def define(policy: Policy, *, log_z: bool, value_head: bool) -> Definition[PolicyWithHeads]:
+def define(policy: Policy, *, log_z_head: bool, value_head: bool) -> Definition[PolicyWithHeads]:
     """The definition of a policy, adapters included, with the heads that are asked for."""
     return parameters.define(
-        lambda rngs: PolicyWithHeads(policy.adapted.make(rngs), log_z=log_z, value_head=value_head, rngs=rngs)
+        lambda rngs: PolicyWithHeads(policy.adapted.make(rngs), log_z_head=log_z_head, value_head=value_head, rngs=rngs)
     )
 
 

@@ -71,7 +71,9 @@ class _Followed:
 
 
 class LogReader:
-    """Follows all logs under a replay folder, and under those of other runs that are mounted. Not thread-safe.
+    """Follows all logs under a replay folder, and under those of other runs that are mounted.
+
+    Not thread-safe, but for `is_own`, `segment_rows` and `problems`.
 
     Attributes:
       shape: the schema rows must have.

@@ -2,7 +2,7 @@
 
 import collections
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,9 +11,7 @@ from tba_jax.replay import journal
 from tba_jax.replay.expiry import RowsExpired
 from tba_jax.replay.index import ReplayIndex
 from tba_jax.replay.reader import LogCorruption, LogReader
-from tba_jax.run import places
-from tba_jax.run.places import Place
-from tba_jax.trajectory import Rows, RowShape, concatenate
+from tba_jax.trajectory import Rows, concatenate
 
 _ROWS_PER_READ = 4096
 
@@ -58,21 +56,20 @@ def _take(
 
 
 class Tail:
-    """A reader with a thread of its own. `integrate` is called by the training loop, everything else is inside."""
+    """Reads with a thread of its own. `integrate` is called by the training loop, everything else is inside."""
 
-    def __init__(
-        self, root: Place, shape: RowShape, heads: Mapping[str, int], *, poll_seconds: float, mounts: Sequence[Place] = ()
-    ):
+    def __init__(self, reader: LogReader, heads: Mapping[str, int], *, poll_seconds: float):
         """
         Args:
-          heads: rows of each writer that the index holds or has seen already. root, mounts: as of LogReader.
-          poll_seconds: of a local folder, see storage.poll_seconds.
+          reader: no other thread may use it from `start` on, but for what LogReader says is thread-safe.
+          heads: rows of each writer that the index holds or has seen already.
+          poll_seconds: between two polls, see places.poll_seconds.
         """
-        self._reader = LogReader(root, shape, mounts=mounts)
+        self._reader = reader
         self._read_to = dict(heads)
         # (writer, head after it, runs of rows, what is missing between them)
         self._arrivals: collections.deque[tuple[str, int, list[Rows], list[Missing]]] = collections.deque()
-        self._poll_seconds = places.poll_seconds((root, *mounts), poll_seconds)
+        self._poll_seconds = poll_seconds
         self._stop = threading.Event()
         self._news = threading.Event()
         self._failure: BaseException | None = None
@@ -129,10 +126,6 @@ class Tail:
     def wait(self, seconds: float) -> None:
         """Returns when rows have arrived, at the latest after `seconds`."""
         self._news.wait(seconds)
-
-    def is_own(self, writer: str) -> bool:
-        """As LogReader.is_own, of a writer with rows that were integrated."""
-        return self._reader.is_own(writer)
 
     @property
     def corrupted_rows(self) -> int:

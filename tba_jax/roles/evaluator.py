@@ -1,4 +1,4 @@
-"""The evaluator: greedy decoding of held-out queries on chosen snapshots, one JSON report each."""
+"""The evaluator: decodes held-out queries with chosen snapshots, and writes one JSON report for each."""
 
 import collections
 import functools
@@ -8,35 +8,32 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
-from tba_jax import sharding, trajectory
 from tba_jax.decoding import sampling as sampling_lib
-from tba_jax.decoding.engine import Engine
 from tba_jax.decoding.requests import Generation, Request, concatenate
 from tba_jax.decoding.slots import row_keys
-from tba_jax.models import scoring
 from tba_jax.models.policy import Policy
 from tba_jax.rewards.responses import reward_generation
+from tba_jax.roles.reference import ReferencePolicy, policy_mesh, text_columns
+from tba_jax.roles.sampler import Sampler
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout, places, snapshots
 from tba_jax.run.metrics import MetricWriter, TimeAccount
 from tba_jax.tasks.interface import EncodedQuery, HasFinalAnswer, HasMeasures, Task
-from tba_jax.text import stop_strings
 from tba_jax.text.tokenizers import Tokenizer
 
 log = logging.getLogger(__name__)
 
 
-# What every report holds besides the task's score.
+# The figures of every report besides the task's own.
 REPORTED = (
     *("step", "time", "queries", "greedy_reward", "sampled_reward", "finished", "unscored"),
     *("ref_nll_per_token", "ref_perplexity", "greedy_ref_perplexity", "kl_to_ref", "seconds", "samples"),
 )
 
 
-_MOST_NATS = 700.0  # whose exp is still a float
+_MOST_NATS = 700.0  # exp of more is no float
 
 
 class Evaluator:
@@ -56,37 +53,19 @@ class Evaluator:
         self._config, self._contract, self._run = config, contract, run
         self._tokenizer, self._task, self._queries = tokenizer, task, list(queries)
         self._samples_per_query = config.evaluation.samples_per_query
-        devices = sharding.policy_devices(config.evaluation.task_devices)
-        self._mesh = sharding.make_mesh(tuple(config.evaluation.mesh.values()), setting="evaluation.mesh", devices=devices)
-        reference_id = layout.read_json(run.initial_reference)["id"]
-        self._reference = snapshots.load(
-            run.reference(reference_id), policy.model_specs, policy.model_shardings(self._mesh), dtype=policy.model.compute_dtype
-        )
-        self._snapshot: dict[str, Any] = dict(
-            specs=policy.trained_specs, shardings=policy.trained_shardings(self._mesh), dtype=policy.snapshot_dtype
-        )
-        space = contract.response_space()
-        self._engine = Engine(
-            policy.model,
-            space,
-            self._mesh,
-            slots=config.evaluation.batch_size,
+        e = config.evaluation
+        mesh = policy_mesh(config, "evaluation")
+        self._sampler = Sampler(
+            contract,
+            run,
+            policy=policy,
+            tokenizer=tokenizer,
+            reference=ReferencePolicy(contract, run, policy=policy, mesh=mesh, logit_megabytes=e.logit_megabytes),
+            weights="full",
+            slots=e.batch_size,
             samples=1,
             prompt_length=max(len(query.prompt) for query in queries),
-            response_length=contract.response_length,
-            pad_id=contract.pad_id,
-            stop_strings=stop_strings.build(tokenizer.token_bytes(), contract.stop_strings, vocab=policy.model.vocab)
-            if contract.stop_strings
-            else None,
         )
-        self._score = scoring.scorer(
-            self._mesh,
-            graphdef=policy.base.graphdef,
-            R=contract.response_length,
-            space=space,
-            logit_megabytes=config.evaluation.logit_megabytes,
-        )
-        self._for_sampling = sharding.on_mesh(self._mesh, jax.jit(functools.partial(policy.for_sampling, weights="full")))
 
     def evaluate(self, step: int) -> dict[str, Any]:
         """Evaluates the snapshot of `step`, writes `evaluations/<step>.json` and returns its content.
@@ -102,12 +81,10 @@ class Evaluator:
 
         Raises:
           FileNotFoundError: the snapshot was pruned.
-          ValueError: a measure of the task is called like another figure.
+          ValueError: a measure of the task has the name of another figure.
         """
         begin = time.time()
-        snapshot = snapshots.load_step(self._run.policies, step, **self._snapshot)
-        self._engine.set_policy(self._for_sampling(snapshot, self._reference), step)
-        del snapshot
+        self._sampler.load_step(step)
         greedy = self._respond(temperature=0.0, samples=1)
         sampled = self._respond(temperature=self._contract.scoring_temperature, samples=self._samples_per_query)
         return {
@@ -118,14 +95,14 @@ class Evaluator:
             "greedy_reward": _mean(greedy, "reward"),
             "sampled_reward": _mean(sampled, "reward"),
             "finished": _mean(greedy, "finished"),
-            # Responses whose reward could not be found; the means are of the others.
+            # Responses whose reward could not be found. The means leave them out.
             "unscored": sum(math.isnan(response["reward"]) for response in (*greedy, *sampled)),
             **self._of_samples(sampled),
             **self._measures("greedy", greedy),
             **self._measures("sampled", sampled),
-            # Of samples, in nats: how far the policy has moved from the reference.
+            # −log π_ref of samples, nats per token: how far the policy has moved from the reference.
             "ref_nll_per_token": _ref_nll(sampled),
-            # exp of it: the reference's perplexity on samples, and on greedy responses, at the scoring temperature.
+            # The reference's perplexity on samples and on greedy responses, at the scoring temperature.
             "ref_perplexity": math.exp(min(_ref_nll(sampled), _MOST_NATS)),
             "greedy_ref_perplexity": math.exp(min(_ref_nll(greedy), _MOST_NATS)),
             "kl_to_ref": sum(r["policy_logprob_sum"] - r["ref_logprob_sum"] for r in sampled) / len(sampled),
@@ -137,7 +114,7 @@ class Evaluator:
         }
 
     def _measures(self, kind: str, responses: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """What the task measures besides, of all greedy or all sampled responses."""
+        """The task's own figures of all greedy or all sampled responses, by name. Args: kind: "greedy" or "sampled"."""
         if not isinstance(self._task, HasMeasures):
             return {}
         queries = [query.query for query in self._queries] * (len(responses) // len(self._queries))
@@ -152,7 +129,7 @@ class Evaluator:
         return named
 
     def _of_samples(self, sampled: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """pass@k and majority@k of the queries all of whose samples were scored, where the reward says right or wrong."""
+        """pass@k and majority@k of the queries whose samples were all scored; {} where a reward is neither 0 nor 1."""
         samples = self._samples_per_query
         rewards = np.array([response["reward"] for response in sampled]).reshape(samples, -1).T
         scored = ~np.isnan(rewards).any(axis=1)
@@ -170,12 +147,12 @@ class Evaluator:
         return found
 
     def _respond(self, *, temperature: float, samples: int) -> list[dict[str, Any]]:
-        """Of all queries the first sample, then of all the second."""
-        # The same keys at every step: two evaluations differ by the weights alone.
+        """Scored responses: the first sample of all queries, then the second sample of all queries, and so on."""
+        # Keys do not depend on the step: two evaluations differ by the weights alone.
         queries = self._queries * samples
         keys = np.asarray(row_keys(np.uint32(self._config.seed), 0, np.arange(len(queries), dtype=np.uint32)))
         sampling = sampling_lib.constant(1, temperature=temperature)
-        generations = self._engine.generate(
+        generations = self._sampler.engine.generate(
             [
                 Request(name=repr(query.query.prompt[:60]), prompt=query.prompt, keys=key[None], sampling=sampling)
                 for query, key in zip(queries, keys, strict=True)
@@ -189,17 +166,13 @@ class Evaluator:
         return responses
 
     def _scored(self, batch: Sequence[EncodedQuery], made: Sequence[Generation]) -> list[dict[str, Any]]:
+        """Rewards, reference log-probs and texts of at most batch_size responses. Args: made: one response a query."""
         # The last batch is filled up: scoring has one shape.
         missing = self._config.evaluation.batch_size - len(batch)
+        prompts = [query.prompt for query in (*batch, *[batch[0]] * missing)]
         filled, generation = concatenate([*made, *[made[0]] * missing]), concatenate(made)
-        columns = trajectory.token_columns(
-            [query.prompt for query in (*batch, *[batch[0]] * missing)],
-            [tokens[:length] for tokens, length in zip(filled.tokens, filled.length, strict=True)],
-            prompt_length=self._contract.prompt_length,
-            response_length=self._contract.response_length,
-            pad_id=self._contract.pad_id,
-        )
-        ref_logprobs = np.asarray(self._score(self._reference, *sharding.put_rows(self._mesh, tuple(columns.values())))[0])
+        rows = text_columns(prompts, filled.responses, self._contract)
+        ref_logprobs = self._sampler.reference.logprobs(rows)
         texts, scores = reward_generation(
             generation,
             batch,
@@ -223,31 +196,36 @@ class Evaluator:
 
 
 def plain(report: dict[str, Any]) -> dict[str, Any]:
-    """A report as JSON takes it, which has no NaN."""
+    """A report for JSON, which has no NaN: None stands for it."""
     return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in report.items()}
 
 
+def report_scalars(report: dict[str, Any]) -> dict[str, float]:
+    """The figures of a report, as metrics take them."""
+    return {name: value for name, value in report.items() if isinstance(value, float) and name != "time"}
+
+
 def _ref_nll(responses: Sequence[dict[str, Any]]) -> float:
-    """−log π_ref, nats per token."""
+    """−log π_ref of all tokens of the responses, nats per token."""
     tokens = max(sum(response["tokens"] for response in responses), 1)
     return -sum(response["ref_logprob_sum"] for response in responses) / tokens
 
 
 def _mean(responses: Sequence[dict[str, Any]], name: str) -> float:
-    """Of the responses that have it; NaN where none has."""
+    """The mean of a figure over the responses that have it; NaN where none has."""
     values = [response[name] for response in responses if not math.isnan(response[name])]
     return float(np.mean(values)) if values else math.nan
 
 
 def _plain(response: dict[str, Any]) -> dict[str, Any]:
-    """As JSON takes it, which has no NaN."""
+    """A response for JSON, see `plain`."""
     return response | ({"reward": None} if math.isnan(response["reward"]) else {})
 
 
 def pass_at(right: np.ndarray, samples: int, k: int) -> np.ndarray:
-    """float64[n]: the chance that k of a query's samples, drawn without replacement, hold a right one (Chen et al. 2021, eq. 1).
+    """float64[n]: the chance that k samples of a query, drawn without replacement, hold a right one (Chen et al. 2021, eq. 1).
 
-    Args: right: int[n], right ones among the `samples` of each query.
+    Args: right: int[n], how many of the `samples` of each query are right.
     """
     # 1 − C(n − c, k) / C(n, k), as a product that does not overflow.
     factors = 1 - k / np.arange(1, samples + 1)[None]
@@ -255,9 +233,9 @@ def pass_at(right: np.ndarray, samples: int, k: int) -> np.ndarray:
 
 
 def majority(answers: Sequence[str], right: Sequence[bool]) -> float:
-    """The share of right ones among the samples that give the most frequent final answer; a mean over answers as frequent.
+    """The share of right samples among those that give the most frequent final answer; the mean over equally frequent answers.
 
-    Args: answers: final answers in a canonical form; "" is none, and no vote.
+    Args: answers: final answers of the samples in a canonical form; "" means no answer, and does not vote. right: of each sample.
     """
     counts = collections.Counter(answer for answer in answers if answer)
     if not counts:
@@ -272,9 +250,9 @@ def majority(answers: Sequence[str], right: Sequence[bool]) -> float:
 
 
 class PendingSteps:
-    """Published snapshots that are to be evaluated and have not been: the first, multiples of every_steps, the last.
+    """Finds published snapshots that are due for evaluation and have none yet: the first, multiples of every_steps, the last.
 
-    Asked again, it looks only at what is newer than what it knows: an object store lists every file of every snapshot.
+    A second call looks only at snapshots that are newer than the known ones: an object store lists every file of every snapshot.
     """
 
     def __init__(self, run: layout.RunDir, *, every_steps: int, final_step: int):
@@ -289,7 +267,7 @@ class PendingSteps:
             if step % self._every_steps == 0 or step == self._final_step:
                 if step in self._published or snapshots.is_committed(self._run.policies, step):
                     self._published.add(step)
-                else:  # being written, or what a killed trainer left and the next one writes again
+                else:  # it is being written, or a killed trainer left it and the next one writes it again
                     complete = False
             self._looked_to = step if complete else self._looked_to
         return sorted(self._published.difference(layout.steps_in(self._run.evaluations)))
@@ -305,7 +283,7 @@ def run_evaluator(
     pending_steps = afresh()
     while not stop():
         finished = layout.is_finished(run, final_step)  # read before the snapshots: the last one is published before it
-        # At the end all are looked at once more: a trainer that went back may have published what it had not before.
+        # At the end all snapshots are looked at once more: a trainer that resumed may have published steps that were not there.
         pending = afresh()() if finished else pending_steps()
         if not pending:
             if finished:
@@ -317,10 +295,9 @@ def run_evaluator(
             with account.measure("evaluate"):
                 report = evaluator.evaluate(pending[-1] if finished else pending[0])
         except FileNotFoundError:
-            # Pruned meanwhile: the list is made anew.
+            # The snapshot was pruned meanwhile.
             pending_steps = afresh()
             continue
-        scalars = {name: value for name, value in report.items() if isinstance(value, float) and name != "time"}
-        writer.write(report["step"], scalars | account.shares())
+        writer.write(report["step"], report_scalars(report) | account.shares())
         log.info("step %d: greedy reward %.3f, sampled %.3f", report["step"], report["greedy_reward"], report["sampled_reward"])
     writer.close()

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a line of progress, and at the end a table, a plot and one line."""
+"""What a person sees of a run: a line of progress while it runs, and at the end two tables, a plot and one line."""
 
 import math
 import sys
@@ -12,7 +12,7 @@ _TAIL_BYTES = 1 << 16
 
 
 def last_line(folder: Path) -> dict[str, Any]:
-    """The newest whole line of a role's metrics, {} where there is none; reads the end of the file only."""
+    """The newest whole line of a role's metrics, {} where there is none. Reads only the end of the file."""
     try:
         with open(folder / "metrics.jsonl", "rb") as file:
             file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
@@ -24,7 +24,7 @@ def last_line(folder: Path) -> dict[str, Any]:
 
 
 class Progress:
-    """Prints where the run stands: in place on a terminal, otherwise a line every `plain_seconds`."""
+    """Prints where the run stands: on a terminal in place, elsewhere as a new line every `plain_seconds`."""
 
     def __init__(self, run: layout.RunDir, *, steps: int, searchers: int, warm_start_steps: int, plain_seconds: float = 10.0):
         self._run, self._steps, self._searchers, self._warm_start_steps = run, steps, searchers, warm_start_steps
@@ -73,13 +73,13 @@ class Progress:
 
 
 def evaluations(run: layout.RunDir) -> list[dict[str, Any]]:
-    """All evaluation reports, by step; a score that could not be found is NaN."""
+    """All evaluation reports in the order of steps. A figure that could not be found is NaN."""
     files = [run.evaluations / f"{layout.step_name(step)}.json" for step in layout.steps_in(run.evaluations)]
     return [{k: math.nan if v is None else v for k, v in layout.read_json(file).items()} for file in files]
 
 
 def summary(run: layout.RunDir) -> dict[str, float]:
-    """Figures of the whole run: staleness, draws per row, waiting share, rows and speeds."""
+    """Title -> figure of the whole run: staleness, draws per row, waiting share, rows and speeds."""
     lines = metrics.read_lines(run.metrics("trainer"))
     if not lines:
         return {}

@@ -1,7 +1,7 @@
 """The local supervisor: one trainer, some searchers and an evaluator as processes of this machine, each with its devices.
 
-A role that dies, or whose storage fails, is started again; one that ends by bad input or numbers that are not finite ends the
-run. No process outlives the supervisor, however it ends.
+A role that dies, or whose storage fails, is started again. A role that ends by bad input, or by numbers that are not finite, ends
+the run. No process outlives the supervisor, however it ends.
 """
 
 import dataclasses
@@ -19,17 +19,18 @@ from tba_jax.run import layout, places, processes
 log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.1
-# Between two looks whether the run has finished, where storage did not say.
+# Where storage did not answer whether the run has finished, it is asked again after this time.
 _LOOK_AGAIN_SECONDS = 2.0
-# A role that has written no metrics for so long since its start is taken to be working, not compiling.
+# A role that has written no metrics this long after its start is taken to have compiled.
 _STARTING_SECONDS = 60.0
-# Deaths before a life this long are forgotten: only a role that does not get anywhere uses up its restarts.
+# After a life this long earlier deaths are forgotten: only a role that does not get anywhere uses up its restarts.
 _HEALTHY_SECONDS = 600.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where a role runs. gpus: CUDA device names, () on a machine without; memory_fraction: of each, 0 = JAX' default."""
+    """Where a role runs. cpus: core numbers. gpus: CUDA device names, () on a machine without GPUs. memory_fraction: share of the
+    memory of each GPU, 0 = JAX' default."""
 
     cpus: tuple[int, ...]
     gpus: tuple[str, ...] = ()
@@ -37,7 +38,7 @@ class Placement:
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """CUDA devices that this process may hand out, without touching them."""
+    """CUDA devices that this process may hand out. Looks at none of them: a process that initialises a GPU takes its memory."""
     if os.environ.get("JAX_PLATFORMS", "").startswith(("cpu", "tpu")):
         return ()
     if "CUDA_VISIBLE_DEVICES" in os.environ:
@@ -49,46 +50,26 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 def available_cpus() -> tuple[int, ...]:
+    """The cores that this process may run on."""
     return tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else tuple(range(os.cpu_count() or 1))
 
 
 def place(config: Any, *, cpus: Sequence[int], gpus: Sequence[str]) -> dict[str, Placement]:
     """Role name -> placement: trainer, searcher-0 …, and evaluator if there is one.
 
-    Cores: the trainer gets half, the searchers share the other half, the evaluator uses the searchers'. GPUs: one for each
-    searcher, besides its searchers.task_devices, and the others for the trainer; where there are fewer than that, and none for
-    tasks' models is asked for, roles take turns and share them by the memory fractions of the config.
+    Cores: the trainer gets half, the searchers share the other half, and the evaluator uses the searchers'. GPUs: each searcher
+    gets one and its searchers.task_devices, the trainer gets the others. Where there are too few GPUs for that and
+    searchers.task_devices is 0, roles take turns on them, and share them by the memory fractions of the config.
 
     Raises:
       ValueError: there are too few GPUs for task_devices, or memory fractions of roles that share one exceed its memory.
     """
     searchers = [f"searcher-{i}" for i in range(config.searchers.count)]
-    half = max(1, len(cpus) // 2)
-    trainer_cpus = tuple(cpus[:half])
-    search_cpus = tuple(cpus[half:]) or trainer_cpus
-    shares = {"trainer": trainer_cpus, "evaluator": search_cpus}
-    for i, name in enumerate(searchers):
-        shares[name] = search_cpus[i :: len(searchers)] or (search_cpus[i % len(search_cpus)],)
     names = ["trainer", *searchers, *(["evaluator"] if config.evaluation.enabled else [])]
+    shares = _share_cpus(searchers, cpus)
     if not gpus:
         return {name: Placement(cpus=shares[name]) for name in names}
-    own: dict[str, tuple[str, ...]]
-    each = 1 + config.searchers.task_devices
-    if len(gpus) > each * len(searchers):
-        spare = len(gpus) - each * len(searchers)
-        own = {"trainer": tuple(gpus[: _trainer_gpus(config, spare)])}
-        own |= {name: tuple(gpus[spare + each * i : spare + each * (i + 1)]) for i, name in enumerate(searchers)}
-    elif each > 1 and searchers:
-        raise ValueError(
-            f"searchers.task_devices={each - 1} makes {each} GPUs for each of searchers.count={len(searchers)}, which with the "
-            f"trainer's are {each * len(searchers) + 1}; there are {len(gpus)}. Lower searchers.count, or let the models share"
-        )
-    else:
-        own = {name: (gpus[i % len(gpus)],) for i, name in enumerate(["trainer", *searchers])}
-    idle = [gpu for gpu in gpus if not any(gpu in used for used in own.values())]
-    wanted = 1 + config.evaluation.task_devices
-    shared = own[searchers[-1] if searchers else "trainer"]
-    own["evaluator"] = tuple(idle[:wanted]) if len(idle) >= wanted else shared[-wanted:]
+    own = _share_gpus(config, searchers, gpus)
     fractions = {"trainer": config.learner.memory_fraction, "evaluator": config.evaluation.memory_fraction}
     fractions |= dict.fromkeys(searchers, config.searchers.memory_fraction)
     placements = {}
@@ -105,8 +86,39 @@ def place(config: Any, *, cpus: Sequence[int], gpus: Sequence[str]) -> dict[str,
     return placements
 
 
+def _share_cpus(searchers: Sequence[str], cpus: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """Role name -> its cores; a role that would get none shares one."""
+    half = max(1, len(cpus) // 2)
+    of_trainer = tuple(cpus[:half])
+    of_search = tuple(cpus[half:]) or of_trainer
+    shares = {"trainer": of_trainer, "evaluator": of_search}
+    for i, name in enumerate(searchers):
+        shares[name] = of_search[i :: len(searchers)] or (of_search[i % len(of_search)],)
+    return shares
+
+
+def _share_gpus(config: Any, searchers: Sequence[str], gpus: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Role name -> its GPUs, the evaluator's included. Raises: see `place`."""
+    each = 1 + config.searchers.task_devices
+    spare = len(gpus) - each * len(searchers)
+    if spare > 0:
+        own = {"trainer": tuple(gpus[: _trainer_gpus(config, spare)])}
+        own |= {name: tuple(gpus[spare + each * i : spare + each * (i + 1)]) for i, name in enumerate(searchers)}
+    elif each > 1 and searchers:
+        raise ValueError(
+            f"searchers.task_devices={each - 1} makes {each} GPUs for each of searchers.count={len(searchers)}, which with the "
+            f"trainer's are {each * len(searchers) + 1}; there are {len(gpus)}. Lower searchers.count, or let the models share"
+        )
+    else:
+        own = {name: (gpus[i % len(gpus)],) for i, name in enumerate(["trainer", *searchers])}
+    idle = [gpu for gpu in gpus if not any(gpu in used for used in own.values())]
+    wanted = 1 + config.evaluation.task_devices
+    shared = own[searchers[-1] if searchers else "trainer"]
+    return own | {"evaluator": tuple(idle[:wanted]) if len(idle) >= wanted else shared[-wanted:]}
+
+
 def _trainer_gpus(config: Any, spare: int) -> int:
-    """The most of `spare` GPUs that the trainer's mesh can use and that divide its rows; all where the mesh says how many."""
+    """How many of `spare` GPUs the trainer gets: the most that fit its mesh and divide its rows, all where mesh.data is set."""
     mesh, learner = config.learner.mesh, config.learner
     rows = learner.micro_batch_rows or learner.queries * learner.completions
     batches = [rows, config.warm_start.batch_size] if config.warm_start.steps else [rows]
@@ -125,7 +137,7 @@ class _Role:
         self.name, self._arguments, self._placement, self._run, self._lifeline = name, list(arguments), placement, run, line
         self.restarts = 0
         self.started = self.next_start = self.next_look = 0.0
-        # Roles that are to be at work before this one starts.
+        # This role starts once these roles are at work.
         self.after: list[_Role] = []
         self._metrics_before = 0
         self.done = False
@@ -137,7 +149,7 @@ class _Role:
 
     @property
     def is_at_work(self) -> bool:
-        """Whether it has compiled what it runs: it writes its first metrics then, or has had its time, or has ended."""
+        """Whether the role has compiled its programs: it has written metrics, or has had the time for it, or has ended."""
         if self.process is None or self.done:
             return self.started > 0
         return time.monotonic() > self.started + _STARTING_SECONDS or self._metrics_size() != self._metrics_before
@@ -153,7 +165,7 @@ class _Role:
         environment = os.environ | self._lifeline.child_environment(self._placement.cpus)
         # Transparent huge pages for large buffers; a measurable gain for every role on a CPU.
         environment.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
-        # A role that is started again, and the second of two searchers, finds its programs compiled.
+        # A role that is started again finds its programs compiled, and so does the second of two searchers.
         environment.setdefault("JAX_COMPILATION_CACHE_DIR", str(self._run.compilation_cache))
         environment.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
         if self._placement.gpus:
@@ -171,7 +183,7 @@ class _Role:
         )
 
     def _open_log(self) -> IO[bytes] | None:
-        """The child's for its whole life; None where storage refuses: it then speaks where the supervisor does."""
+        """The log file of the child. None where storage refuses it: the child then inherits the supervisor's output."""
         path = self._run.log(self.name)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -190,12 +202,12 @@ class _Role:
         return code
 
     def last_words(self, code: int) -> str:
-        """The last line of its log; of a role that ended with a code of its own, the last that begins with "error: "."""
+        """The last line of the role's log. Where its exit code has a meaning, the last line that begins with "error: "."""
         try:
             lines = self._run.log(self.name).read_text(errors="replace").strip().splitlines()
         except OSError as error:
             return f"(no log: {error})"
-        # Threads of libraries may have something to say after it.
+        # Threads of libraries may write further lines after the error.
         said = code in (*processes.FINAL_CODES, processes.STORAGE_FAILED)
         errors = [line for line in lines if said and line.startswith("error: ")]
         return (errors or lines or ["(no output)"])[-1]
@@ -240,16 +252,16 @@ class Supervisor:
     ) -> int:
         """Supervises `roles` (name -> arguments, placement) until all roles named in `until` have ended with code 0.
 
-        Searchers and evaluators that share cores start one after the other: the next one finds most programs compiled, where all
-        at once would compile the same ones beside each other.
+        Searchers and evaluators that share cores start one after the other. Each then finds most programs in the compilation
+        cache; if all started at once, they would compile the same programs beside each other.
 
         Returns:
-          0, the code of the role that ended the run (1 where it died too often by no failure with a code of its own), or 130
-          where `stop` did.
+          0; or the exit code of the role that ended the run, 1 where it died too often by failures without a code of their own;
+          or 130 where `stop` ended it.
         """
         for name, (arguments, placement) in roles.items():
             role = self._add(name, arguments, placement)
-            if name != "trainer":  # which others wait for, and which waits for the first rows
+            if name != "trainer":  # the others wait for the trainer's snapshots, and it waits for their rows
                 role.after = [other for other in self._roles[:-1] if other.name != "trainer" and role.shares_cores(other)]
         waiting = set(until)
         while waiting:
@@ -265,7 +277,7 @@ class Supervisor:
         return 0
 
     def _look_after(self, role: _Role) -> int | None:
-        """Starts a role again when it is time, notes that it is done, or returns the code that ends the run."""
+        """Starts a role when it is time, and notes that it is done. Returns the code that ends the run, None while it goes on."""
         if role.process is None:
             if time.monotonic() >= role.next_start and all(other.is_at_work for other in role.after):
                 role.after = []
@@ -274,16 +286,16 @@ class Supervisor:
         if role.done or (code := role.poll()) is None or time.monotonic() < role.next_look:
             return None
         try:
-            # Ended because the run has, not because somebody stopped it?
+            # Code 0 alone does not tell whether the run has finished, or somebody stopped this role.
             role.done = code == 0 and places.exists(self._run.finished)
         except OSError as error:
-            log.warning("%s has ended; whether the run has, storage does not say: %s", role.name, error)
+            log.warning("%s has ended; storage does not answer whether the run has: %s", role.name, error)
             role.next_look = time.monotonic() + _LOOK_AGAIN_SECONDS
             return None
         return None if role.done else self._died(role, code)
 
     def _died(self, role: _Role, code: int) -> int | None:
-        """Schedules a restart, or returns the code that ends the run."""
+        """Schedules a restart of the role, or returns the code that ends the run."""
         words = f"{role.name} (exit code {code}): {role.last_words(code)}"
         if code in processes.FINAL_CODES:
             print(words, file=sys.stderr)

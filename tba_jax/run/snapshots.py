@@ -251,21 +251,6 @@ def committed_steps(policies: Place) -> list[int]:
     return layout.as_steps(places.folders_with(policies, COMMIT))
 
 
-def chosen_step(policies: Place, step: int | None, *, called: str) -> int:
-    """The step that --step asks for; the newest where it is None.
-
-    Raises:
-      ValueError: it has no snapshot, in a run that messages call `called`; names the steps that have one.
-    """
-    steps = committed_steps(policies)
-    if not steps:
-        raise ValueError(f"{policies} holds no snapshot yet")
-    if step is not None and step not in steps:
-        listed = [*map(str, steps)] if len(steps) <= 8 else [*map(str, steps[:4]), "…", str(steps[-1])]
-        raise ValueError(f"--step={step} is not a snapshot of {called}; there are {', '.join(listed)}")
-    return steps[-1] if step is None else step
-
-
 def is_committed(policies: Place, step: int) -> bool:
     """Whether a step's snapshot is visible."""
     return places.exists(policies / layout.step_name(step) / COMMIT)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tba_jax import trajectory
-from tba_jax.supervised.fine_tuning import Batch, Examples, Preferences
+from tba_jax.supervised.objectives import Batch, Examples, Preferences
 from tba_jax.text.encoding import encode_pair
 from tba_jax.text.tokenizers import Tokenizer
 
@@ -65,7 +65,7 @@ def load(config: Any, kind: str, tokenizer: Tokenizer) -> Data:
 
 
 def make_batch(examples: Sequence[Encoded], *, rows: int, prompt_length: int, response_length: int, pad_id: int) -> Batch:
-    """Pads examples to `rows` rows: rows beyond them count nothing (see fine_tuning.Examples)."""
+    """Pads examples to `rows` rows: rows beyond them count nothing (see objectives.Examples)."""
     filling = rows - len(examples)
     prompts = [*(example[0].tolist() for example in examples), *[[pad_id]] * filling]
     by_answer = [

@@ -18,17 +18,22 @@ from jax.sharding import Mesh
 
 from tba_jax import sharding
 from tba_jax.learner import optimizer
-from tba_jax.models import decoder
+from tba_jax.learner import state as state_lib
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.hugging_face import export as export_lib
 from tba_jax.models.hugging_face import load
+from tba_jax.models.parameters import Params
+from tba_jax.models.policy import Policy
 from tba_jax.run import layout
 from tba_jax.run.checkpoints import Checkpoints
 from tba_jax.run.metrics import MetricWriter
-from tba_jax.supervised import examples, fine_tuning
+from tba_jax.supervised import examples, objectives
 from tba_jax.text.tokenizers import Tokenizer
 
 log = logging.getLogger(__name__)
+
+# Measurements of a step that say whether it was refused; a refused step ends the run.
+_REFUSALS = ("finite", "skipped_steps")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,7 +60,7 @@ class Tuning:
         self.schedule = optimizer.SCHEDULES[t.schedule](
             peak=t.learning_rate, steps=plan.steps, warmup_steps=t.warmup_steps, decay_steps=t.decay_steps
         )
-        self._optimizer = optimizer.adamw(
+        adamw = optimizer.adamw(
             self.schedule,
             beta1=t.adam_beta1,
             beta2=t.adam_beta2,
@@ -63,17 +68,18 @@ class Tuning:
             weight_decay=t.weight_decay,
             clip_norm=t.clip_norm,
         )
-        objective = fine_tuning.OBJECTIVES[plan.config.kind]
-        step_config = fine_tuning.StepConfig(
+        self._optimizers = {"policy": adamw}
+        objective = objectives.OBJECTIVES[plan.config.kind]
+        step_config = objectives.StepConfig(
             R=plan.config.data.response_length,
             micro_batch_rows=plan.micro_rows,
             logit_bytes=(t.logit_megabytes << 20) * plan.mesh.size,
             remat=t.remat,
         )
-        update = functools.partial(fine_tuning.train_step, objective=objective, optimizer=self._optimizer, config=step_config)
-        totals = functools.partial(fine_tuning.totals, objective=objective, config=step_config)
-        self._model = decoder.define(plan.model)
-        shapes = fine_tuning.state_shapes(self._model, self._optimizer, plan.mesh)
+        update = functools.partial(objectives.train_step, objective=objective, optimizers=self._optimizers, config=step_config)
+        totals = functools.partial(objectives.totals, objective=objective, config=step_config)
+        self._policy = Policy(model=plan.model)
+        shapes = state_lib.state_shapes(self._policy, self._optimizers, plan.mesh)
         self._shardings = jax.tree.map(lambda x: x.sharding, shapes)
         everywhere = sharding.replicated(plan.mesh)
         self._update = sharding.on_mesh(plan.mesh, jax.jit(update, donate_argnums=0, out_shardings=(self._shardings, everywhere)))
@@ -95,14 +101,18 @@ class Tuning:
             self.step, self.first, self.newest, self._seconds = step, host["first"], host["newest"], host["seconds"]
             log.info("resumed at step %d of %d", step, plan.steps)
 
-    def _initial_state(self) -> Any:
+    def _initial_state(self) -> state_lib.TrainState:
         plan, key = self._plan, jax.random.key(self._plan.config.seed)
+        shardings = self._shardings.params["policy"]
         if plan.config.model.random_init:
-            params = jax.jit(self._model.init, out_shardings=self._shardings.params)(key)
+            params = jax.jit(self._policy.base.init, out_shardings=shardings)(key)
         else:
-            params = load.load_params(plan.folder, plan.model, self._shardings.params, fresh=key)
-        init_state = functools.partial(fine_tuning.init_state, graphdef=self._model.graphdef, optimizer=self._optimizer)
-        return sharding.on_mesh(plan.mesh, jax.jit(init_state, out_shardings=self._shardings))(params)
+            params = load.load_params(plan.folder, plan.model, shardings, fresh=key)
+
+        def init(params: Params) -> state_lib.TrainState:
+            return state_lib.init_state(self._policy, params, self._optimizers)
+
+        return sharding.on_mesh(plan.mesh, jax.jit(init, out_shardings=self._shardings))(params)
 
     @property
     def seconds(self) -> float:
@@ -173,7 +183,7 @@ class Tuning:
                     f"step {step}: loss {measured['loss']} or gradient norm {measured['grad_norm']} is not finite; a lower "
                     "training.learning_rate or training.clip_norm may help"
                 )
-        means = {name: float(np.mean([measured[name] for measured in pending])) for name in pending[0] if name != "finite"}
+        means = {name: float(np.mean([measured[name] for measured in pending])) for name in pending[0] if name not in _REFUSALS}
         rate = float(self.schedule(jax.numpy.int32(self.step - 1)))
         epoch = self.step * self._plan.config.training.batch_size / len(self._plan.data.train)
         self._writer.write(self.step, {**means, "learning_rate": rate, "epoch": epoch, "seconds": self.seconds})
@@ -219,7 +229,7 @@ class Tuning:
         export_lib.save(
             plan.output,
             plan.model,
-            self.state.params,
+            self.state.params["policy"],
             dtype=plan.config.output.dtype,
             source=plan.folder,
             token_ids=token_ids,

@@ -14,7 +14,7 @@ from tba_jax.run import layout, processes
 from tests.support import frozen_runs, random_checkpoints, tiny_run
 from tests.support.summaries import ROWS, write_rows
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly", "one_device_throughout")
+pytestmark = pytest.mark.usefixtures("one_device_throughout")
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from tba_jax.replay.reader import LogReader
 from tba_jax.run import layout
 from tests.support import tiny_run
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly", "one_device_throughout")
+pytestmark = pytest.mark.usefixtures("one_device_throughout")
 
 
 @pytest.fixture(scope="module")

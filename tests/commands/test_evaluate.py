@@ -16,7 +16,7 @@ from tba_jax.tasks.tldr import TLDR
 from tests.support import random_checkpoints, tiny_run
 from tests.support.summaries import ROWS, write_rows
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly", "one_device_throughout")
+pytestmark = pytest.mark.usefixtures("one_device")
 
 # What depends on when and for how long, and not on the snapshot.
 _OF_THE_CLOCK = ("time", "seconds")
@@ -44,7 +44,7 @@ def run(tmp_path_factory) -> layout.RunDir:
         schedule__mode="interleaved",
     )
     with pytest.MonkeyPatch.context() as patch:
-        first = jax.devices()[:2]
+        first = jax.local_devices()[:2]  # jax.devices is that of one device here
         patch.setattr(jax, "devices", lambda *_: first)
         s = tiny_run.settings(folder / "run", c)
         assert jobs.everything(s)() == 0

@@ -19,9 +19,9 @@ from tba_jax.models.hugging_face import load
 from tba_jax.replay.reader import LogReader
 from tba_jax.run import contract, layout, snapshots
 from tba_jax.text.tokenizers import HuggingFaceTokenizer
-from tests.support import applied, tiny_run
+from tests.support import applied, tiny_checkpoints, tiny_run
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly", "one_device_throughout")
+pytestmark = pytest.mark.usefixtures("one_device_throughout")
 
 LORA = {"lora__rank": 2, "lora__targets": ("layers.attention.query", "layers.feed_forward.down"), "lora__alpha": 4.0}
 
@@ -71,8 +71,7 @@ def weights_of_step(s, step: int) -> parameters.Params:
 
 
 def logits(params, tokens, config) -> np.ndarray:
-    hidden = applied.hidden_states(params, tokens, config=config, remat="none")
-    return np.asarray(applied.logits_of(params, hidden[0], config=config))
+    return np.asarray(tiny_checkpoints.logits(params, tokens, np.ones_like(tokens, bool), config))[0]
 
 
 @pytest.mark.parametrize("changes", [{}, {"publish__dtype": "bfloat16"}, LORA], ids=["full", "bfloat16", "lora"])

@@ -16,7 +16,7 @@ from tba_jax.tasks.arithmetic import Arithmetic
 from tba_jax.tasks.interface import Query, Scores
 from tests.support import frozen_runs, tiny_run
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly", "one_device_throughout")
+pytestmark = pytest.mark.usefixtures("one_device_throughout")
 
 
 @pytest.fixture

@@ -26,8 +26,6 @@ from tba_jax.supervised import examples, tuning
 from tba_jax.text.tokenizers import HuggingFaceTokenizer
 from tests.support import applied, tiny_run
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 VOWELS, LETTERS = "aeiou", "abcdefghijklmnopqrstuvwxyz"
 CHARACTERS = LETTERS + ":#"
 # The embedding has a row that no token uses, so that a mesh can split it.
@@ -204,7 +202,7 @@ def test_sft_lowers_the_loss_and_its_folder_computes_the_same(folder, tmp_path, 
 
     model = load.read_config(tmp_path / "sft", compute_dtype="float32")
     params = load.load_params(tmp_path / "sft", model, applied.shardings(model, plan.mesh))
-    jax.tree.map(np.testing.assert_array_equal, params, tuned.state.params)
+    jax.tree.map(np.testing.assert_array_equal, params, tuned.state.params["policy"])
     assert model == plan.model and HuggingFaceTokenizer(tmp_path / "sft").fingerprint == plan.tokenizer.fingerprint
     rows = examples.make_batch(plan.data.heldout, rows=64, prompt_length=8, response_length=16, pad_id=0)
 
@@ -215,7 +213,7 @@ def test_sft_lowers_the_loss_and_its_folder_computes_the_same(folder, tmp_path, 
         return np.asarray(jax.jit(lambda p: applied.response_logprobs(p, *columns, **settings)[0])(params))
 
     found = logprobs(params)
-    np.testing.assert_array_equal(found, logprobs(tuned.state.params))
+    np.testing.assert_array_equal(found, logprobs(tuned.state.params["policy"]))
     loss = -found.sum() / sum(len(response) for _, response in plan.data.heldout)
     np.testing.assert_allclose(loss, points[-1]["heldout_loss"], rtol=1e-5)
     tuned.close()
@@ -375,7 +373,7 @@ def test_numbers_that_are_not_finite_stop_the_run_by_step(folder, tmp_path):
 
 def test_the_command_stops_at_a_signal_resumes_and_writes_a_model(folder, tmp_path):
     train = write_lines(tmp_path / "train.jsonl", preferences(200, seed=1))
-    changed = SETTINGS | {"kind": "reward", "training.steps": 500, "model.path": folder, "data.train": train}
+    changed = SETTINGS | {"kind": "reward", "training.steps": 200, "model.path": folder, "data.train": train}
     arguments = [sys.executable, "-m", "tba_jax", "supervised", "--config=configs/supervised.py", f"--workdir={tmp_path}/run"]
     arguments += [f"--output={tmp_path}/model", *(f"--config.{name}={value}" for name, value in changed.items())]
     workdir = layout.RunDir(tmp_path / "run")
@@ -388,14 +386,14 @@ def test_the_command_stops_at_a_signal_resumes_and_writes_a_model(folder, tmp_pa
     finally:
         process.kill()
     assert process.returncode == processes.STOPPED, told
-    assert f"of 500; the same command resumes {tmp_path}/run" in told and "Traceback" not in told
+    assert f"of 200; the same command resumes {tmp_path}/run" in told and "Traceback" not in told
     (stopped,) = layout.steps_in(workdir.checkpoints)
-    assert 0 < stopped < 500 and not (tmp_path / "model").exists()
+    assert 0 < stopped < 200 and not (tmp_path / "model").exists()
 
     done = tiny_run.call(arguments)
-    assert done.returncode == 0 and f"resumed at step {stopped} of 500" in done.stderr, done.stderr
+    assert done.returncode == 0 and f"resumed at step {stopped} of 200" in done.stderr, done.stderr
     assert done.stdout.startswith("reward: held-out pair accuracy ") and len(done.stdout.splitlines()) == 1
-    assert [line["step"] for line in trained(workdir.root)] == list(range(1, 501))
+    assert [line["step"] for line in trained(workdir.root)] == list(range(1, 201))
     found = {path.name for path in (tmp_path / "model").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= found
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "run", "train.jsonl"]

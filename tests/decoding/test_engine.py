@@ -51,15 +51,6 @@ from tests.support.tiny_engine import (
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _compiled_without_optimisation() -> Iterator[None]:
-    """The models are tiny, and the programs many."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
 @pytest.fixture(scope="module")
 def single() -> Engine:
     """One slot: a request at a time, and nothing to share a step with."""
@@ -105,8 +96,7 @@ def alone(single: Engine, stream: list[Request]) -> Generation:
 
 
 jit_scores = jax.jit(
-    functools.partial(applied.response_logprobs, R=R, config=MODEL, space=SPACE, logit_bytes=1 << 20, remat="none"),
-    compiler_options={"xla_backend_optimization_level": "0"},
+    functools.partial(applied.response_logprobs, R=R, config=MODEL, space=SPACE, logit_bytes=1 << 20, remat="none")
 )
 
 
@@ -239,7 +229,7 @@ def test_merged_and_rounded_weights_draw_what_they_score(request, weights):
     assert len(set(found.length.tolist())) > 1
 
 
-@pytest.mark.parametrize("slots, samples, queries", [(64, 16, 100), (64, 1, 1000)])
+@pytest.mark.parametrize("slots, samples, queries", [(64, 16, 100), pytest.param(64, 1, 1000, marks=pytest.mark.slow)])
 def test_slots_are_seldom_idle_while_requests_wait(slots, samples, queries):
     """Long-tailed lengths: half of the responses have 32 tokens at most, one in twenty more than 119, as many as 128."""
     space = scoring.ResponseSpace(temperature=1.0, banned_tokens=(0, 1, EOS, 9), eos_id=EOS)

@@ -26,9 +26,8 @@ PROMPT_LENGTH = np.array([len(prompt) for prompt in PROMPTS], np.int32)
 # Padded on the right with a token like any other.
 PROMPT_TOKENS = np.array([prompt + [6] * (P - len(prompt)) for prompt in PROMPTS], np.int32)
 STATIC = dict(config=MODEL, graphdef=kv_cache.define(MODEL).graphdef, space=SPACE, response_length=R, pad_id=PAD)
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": "0"})
 # One program for most tests of this file: sampling settings are traced.
-jit_rollout = jit(functools.partial(chex.assert_max_traces(rollout.rollout, n=1), **STATIC))
+jit_rollout = jax.jit(functools.partial(chex.assert_max_traces(rollout.rollout, n=1), **STATIC))
 
 
 def run(sampling: sampling_lib.Sampling, seed: int = 0) -> Rollout:
@@ -71,8 +70,8 @@ def test_policy_logprobs_equal_teacher_forced_ones():
     responses = [tokens[:length] for tokens, length in zip(np.asarray(found.tokens), found.length, strict=True)]
     prompts = [prompt for prompt in PROMPTS for _ in range(W)]
     rows = trajectory.token_columns(prompts, responses, prompt_length=P, response_length=R, pad_id=PAD)
-    score = jit(functools.partial(applied.response_logprobs, R=R, config=MODEL, space=SPACE, logit_bytes=1 << 20, remat="none"))
-    expected, _ = score(PARAMS, *rows.values())
+    score = functools.partial(applied.response_logprobs, R=R, config=MODEL, space=SPACE, logit_bytes=1 << 20, remat="none")
+    expected, _ = jax.jit(score)(PARAMS, *rows.values())
     np.testing.assert_allclose(found.policy_logprobs, expected, rtol=0, atol=1e-5)
     mask = trajectory.response_mask(found.length, R)
     assert not found.policy_logprobs[~mask].any() and not found.behavior_logprobs[~mask].any()
@@ -94,7 +93,7 @@ def test_rows_end_by_their_first_end_or_are_full():
 def test_a_batch_that_has_ended_is_padding_from_there_on():
     """Where the end is the only token that is left, every row has length 1."""
     space = dataclasses.replace(SPACE, banned_tokens=tuple(i for i in range(MODEL.vocab) if i != EOS))
-    ended = jit(functools.partial(rollout.rollout, **STATIC | dict(space=space)))
+    ended = jax.jit(functools.partial(rollout.rollout, **STATIC | dict(space=space)))
     found = ended(PARAMS, PROMPT_TOKENS, PROMPT_LENGTH, row_keys(B), sampling_lib.constant(B, temperature=1.0))
     assert (found.length == 1).all() and found.finished.all()
     np.testing.assert_array_equal(found.tokens, np.tile([EOS] + [PAD] * (R - 1), (B, 1)))
@@ -102,7 +101,7 @@ def test_a_batch_that_has_ended_is_padding_from_there_on():
 
 
 def test_one_response_token():
-    one = jit(functools.partial(rollout.rollout, **STATIC | dict(response_length=1)))
+    one = jax.jit(functools.partial(rollout.rollout, **STATIC | dict(response_length=1)))
     found = one(PARAMS, PROMPT_TOKENS, PROMPT_LENGTH, row_keys(B), sampling_lib.constant(B, temperature=1.0))
     longer = run(sampling_lib.constant(B, temperature=1.0))
     np.testing.assert_array_equal(found.tokens, longer.tokens[:, :1])
@@ -117,9 +116,9 @@ def test_rows_split_over_a_mesh_are_those_of_one_device():
     mesh = sharding.make_mesh((2, 2, 2), setting="trainer.mesh")
     function = functools.partial(rollout.rollout, **STATIC)
     arguments = PROMPT_TOKENS[order], PROMPT_LENGTH[order], keys, sampling
-    expected = jit(function)(PARAMS, *arguments)
+    expected = jax.jit(function)(PARAMS, *arguments)
     sharded = jax.device_put(PARAMS, applied.shardings(MODEL, mesh)), *sharding.put_rows(mesh, arguments)
-    found = sharding.on_mesh(mesh, jit(function, out_shardings=sharding.rows_sharding(mesh)))(*sharded)
+    found = sharding.on_mesh(mesh, jax.jit(function, out_shardings=sharding.rows_sharding(mesh)))(*sharded)
     np.testing.assert_array_equal(found.tokens, expected.tokens)
     np.testing.assert_array_equal(found.length, expected.length)
     np.testing.assert_allclose(found.policy_logprobs, expected.policy_logprobs, rtol=0, atol=1e-5)

@@ -77,7 +77,7 @@ def stretches(probs: np.ndarray, points: int, rng: np.random.Generator) -> tuple
     return tokens, (np.cumsum(probs) - probs / 2)[tokens].astype(np.float32)
 
 
-@pytest.mark.parametrize("V", [1, 2, 17, 59, 300, 2000, 4096])
+@pytest.mark.parametrize("V", [1, 2, 59, 300, 4096])
 def test_every_token_owns_its_stretch_and_has_its_logprobs(V):
     """Rows of all settings in one batch, each with logits of its own."""
     rng = np.random.default_rng(V)
@@ -173,7 +173,7 @@ def test_frequencies_are_those_of_the_distribution(eos_may_come, settings):
     assert (len(expected) == 1) == (settings["temperature"] == 0 or settings.get("top_k") == 1 or settings.get("top_p") == 1e-6)
 
 
-@pytest.mark.parametrize("V", [1, 2, 17, 59, 300, 2000])
+@pytest.mark.parametrize("V", [1, 2, 59, 300])
 def test_the_inverse_cdf_at_its_edges_never_draws_an_impossible_token(V):
     """Uniforms at and around every step of the distribution, at 0 and at the largest float32 below 1."""
     rng = np.random.default_rng(5)
@@ -205,7 +205,7 @@ def test_rounded_cumulative_masses_draw_no_impossible_token():
     assert first_above(mass, cumulative, target).tolist() == [2, 1, 1]
 
 
-@pytest.mark.parametrize("V", [2, 59, 300, 4096])
+@pytest.mark.parametrize("V", [2, 300])
 def test_where_all_tokens_but_one_are_banned_that_one_comes(V):
     for token in {0, V // 2, V - 1}:
         logits = np.full((2 * len(SETTINGS), V), -np.inf, np.float32)
@@ -216,7 +216,7 @@ def test_where_all_tokens_but_one_are_banned_that_one_comes(V):
         assert not found.policy_logprob.any() and not found.behavior_logprob.any()
 
 
-@pytest.mark.parametrize("V", [17, 300, 4096])
+@pytest.mark.parametrize("V", [17, 300])
 def test_a_greedy_row_draws_the_first_of_the_most_likely_whatever_the_uniform(V):
     rng = np.random.default_rng(6)
     logits = rng.integers(-1, 2, (64, V)).astype(np.float32)
@@ -230,7 +230,7 @@ def test_a_greedy_row_draws_the_first_of_the_most_likely_whatever_the_uniform(V)
     np.testing.assert_allclose(found.policy_logprob, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("V", [59, 300, 4096])
+@pytest.mark.parametrize("V", [59, 4096])
 def test_plain_rows_are_the_policy_to_the_bit_and_no_row_depends_on_its_neighbours(V):
     """40 rows, more than are truncated at a time; in one batch every other row is plain, in the other batch every row."""
     rng = np.random.default_rng(7)
@@ -256,7 +256,7 @@ def test_settings_are_traced():
     counted(logits, uniform, sampling_of(SETTINGS[:5]), scoring_temperature=SCORING_TEMPERATURE)
 
 
-@pytest.mark.parametrize("V", [59, 300])
+@pytest.mark.parametrize("V", [300])
 @pytest.mark.parametrize("bad", ["one nan", "all nan", "infinite", "all banned"])
 def test_logits_that_are_no_distribution_surface_in_the_policys_logprob(V, bad):
     rng = np.random.default_rng(9)

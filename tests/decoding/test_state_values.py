@@ -32,7 +32,7 @@ from tba_jax.trajectory import RowShape, response_mask
 from tests.support import frozen_runs, tiny_run
 from tests.support.tiny_engine import EOS, MODEL, PARAMS, TEXTS, R, make_engine, row_keys
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly", "one_device_throughout")
+pytestmark = pytest.mark.usefixtures("one_device_throughout")
 
 S, SAMPLES, MISSING = 4, 3, -3.0
 PROMPTS = ((3, 4, 5), (6,), (7, 3, 8, 5, 10))
@@ -195,7 +195,7 @@ def test_values_change_nothing_else_of_a_row(tmp_path, numbered, monkeypatch):
     valued = frozen_runs.make(tmp_path / "valued", batches=3, **explored, **VALUED)
     shutil.copytree(valued.run.root, tmp_path / "ahead", ignore=shutil.ignore_patterns("replay"))
     ahead = tiny_run.settings(tmp_path / "ahead", valued.config)
-    search = jobs._make_searcher(ahead, name="frozen", account=(account := TimeAccount()))
+    search = jobs.make_searcher(ahead, name="frozen", account=(account := TimeAccount()))
     search.refresh()
     reports = [search.search(ahead=lambda: True) for _ in range(3)]
     assert all(report.value_tokens > 0 for report in reports) and account.shares()["time_values"] > 0
@@ -223,7 +223,7 @@ def test_values_change_nothing_else_of_a_row(tmp_path, numbered, monkeypatch):
     assert not valued.run.rescored(2).exists() and "48 rows" in rescore.rescore(plain.run.root)
 
 
-@pytest.mark.parametrize("micro_batch_rows", [0, 2])
+@pytest.mark.parametrize("micro_batch_rows", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_run_learns_from_them(tmp_path, micro_batch_rows):
     c = tiny_run.config(
         schedule__mode="interleaved",

@@ -17,7 +17,7 @@ from tba_jax.models import parameters
 from tba_jax.run import checkpoints, contract, layout, snapshots
 from tests.support import frozen_runs, tiny_run
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly", "one_device_throughout")
+pytestmark = pytest.mark.usefixtures("one_device_throughout")
 
 
 def source_run(workdir, **changes) -> jobs.Settings:
@@ -110,9 +110,9 @@ def test_heads_of_values_and_of_log_z_begin_anew_with_their_optimisers(tmp_path)
     theirs = source_run(tmp_path / "source", **changes)
     ours = begin(tmp_path / "run", f"{theirs.run.root}@6", **changes)
     taken, given = state_of(ours, 0), state_of(theirs, 6)
-    for of_head in (taken.params["log_z"], taken.opt_state["log_z"]):
+    for of_head in (taken.params["log_z_head"], taken.opt_state["log_z_head"]):
         assert not any(np.any(leaf) for leaf in jax.tree.leaves(of_head))
-    assert any(np.any(leaf) for leaf in jax.tree.leaves(given.params["log_z"]))
+    assert any(np.any(leaf) for leaf in jax.tree.leaves(given.params["log_z_head"]))
     assert counts(dataclasses.replace(taken, opt_state=taken.opt_state["policy"]), optax.ScaleByAdamState) == [6]
 
 
@@ -145,10 +145,10 @@ def test_a_run_that_began_with_an_optimiser_resumes_bit_for_bit_without_the_othe
 
 def fill(s: jobs.Settings) -> None:
     """Publishes step 0 and searches it, so that there are rows."""
-    made, lease = jobs._make_trainer(s, publish_every_steps=2)
+    made, lease = jobs.make_trainer(s, publish_every_steps=2)
     made.close()
     lease.release()
-    searcher = jobs._make_searcher(s, name="frozen", account=jobs.TimeAccount())
+    searcher = jobs.make_searcher(s, name="frozen", account=jobs.TimeAccount())
     searcher.refresh()
     for _ in range(6):
         searcher.search()

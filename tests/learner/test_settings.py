@@ -1,5 +1,9 @@
 """What the trainer makes of a config: each setting reaches the part that it is for."""
 
+import dataclasses
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,20 +11,23 @@ import pytest
 
 from configs import base
 from tba_jax import sharding
+from tba_jax.experiment import composition
 from tba_jax.learner import settings
 from tba_jax.models import scoring
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.objectives.inputs import ObjectiveSettings
+from tba_jax.run.contract import Contract
 from tests.support import applied, tiny_run
 
 POLICY = Policy(model=DecoderConfig(layers=1, width=16, heads=2, kv_heads=1, head_size=8, ffn=16, vocab=16, max_positions=16))
 
 
-class Contract:
-    def response_space(self) -> scoring.ResponseSpace:
-        return scoring.ResponseSpace(temperature=0.7, banned_tokens=(3,), eos_id=2, min_length=5)
+@functools.cache
+def contract() -> Contract:
+    values: dict[str, Any] = dict(scoring_temperature=0.7, banned_tokens=[3], eos_id=2, min_response_length=5)  # as in JSON
+    return dataclasses.replace(composition.build(tiny_run.config()).contract, **values)
 
 
 def test_schedules_of_the_coefficients():
@@ -40,16 +47,16 @@ def test_schedules_of_the_coefficients():
 def test_only_heads_that_are_learned_have_an_optimizer_and_each_has_a_rate_of_its_own(name):
     rates = {"learner__log_z_learning_rate": 0.25, "learner__value_learning_rate": 0.125}
     optimizers = settings.make_optimizers(tiny_run.config(learner__objective=name, learner__warmup_steps=0, **rates))
-    assert ("log_z" in optimizers) == (name == "learned_log_z")
+    assert ("log_z_head" in optimizers) == (name == "learned_log_z")
     assert ("value_head" in optimizers) == (name == "ppo")
     for part, optimizer in optimizers.items():
         params = {"weight": jnp.ones(3)}
         updates, _ = optimizer.update({"weight": jnp.ones(3)}, optimizer.init(params), params)
-        np.testing.assert_allclose(updates["weight"], -{"policy": 1e-3, "log_z": 0.25, "value_head": 0.125}[part], rtol=1e-4)
+        np.testing.assert_allclose(updates["weight"], -{"policy": 1e-3, "log_z_head": 0.25, "value_head": 0.125}[part], rtol=1e-4)
 
 
 def test_the_defaults_of_objectives_are_those_of_the_base_config():
-    made = settings.make_learner_config(base.get_config(), Contract(), POLICY, devices=1)
+    made = settings.make_learner_config(base.get_config(), contract(), POLICY, devices=1)
     assert made.settings == ObjectiveSettings(completions=20)
 
 
@@ -75,13 +82,13 @@ def test_static_settings_of_an_update():
         "learner__micro_batch_rows": 6,
         "learner__logit_megabytes": 2,
     }
-    made = settings.make_learner_config(tiny_run.config(**changes), Contract(), POLICY, devices=3)
+    made = settings.make_learner_config(tiny_run.config(**changes), contract(), POLICY, devices=3)
     assert made.objective is OBJECTIVES["tba_prime"] and made.surrogate_decay == 0
     assert made.settings == ObjectiveSettings(completions=4, importance_clip=3.0, log_ratio_clip=7.0, **OTHER_SETTINGS)
     assert (made.micro_batch_rows, made.logit_bytes) == (6, 3 * (2 << 20))
     assert made.space == scoring.ResponseSpace(temperature=0.7, banned_tokens=(3,), eos_id=2, min_length=5)
     changes = {"learner__reference__kind": "surrogate", "learner__reference__ema_decay": 0.8}
-    made = settings.make_learner_config(tiny_run.config(**changes), Contract(), POLICY, devices=1)
+    made = settings.make_learner_config(tiny_run.config(**changes), contract(), POLICY, devices=1)
     assert made.surrogate_decay == 0.8 and made.micro_batch_rows == 12
 
 
@@ -91,7 +98,7 @@ def test_static_settings_of_an_update():
 def test_which_references_are_held_and_when_they_move(kind, moves_at):
     c = tiny_run.config(learner__reference__kind=kind, learner__reference__reset_steps=3, learner__reference__ema_decay=0.5)
     mesh = sharding.make_mesh((1, 1, 1), setting="learner.mesh", devices=jax.devices()[:1])
-    reference = settings.make_moving_reference(c, settings.make_learner_config(c, Contract(), POLICY, devices=1), mesh)
+    reference = settings.make_moving_reference(c, settings.make_learner_config(c, contract(), POLICY, devices=1), mesh)
     if moves_at is None:
         assert reference is None
         return

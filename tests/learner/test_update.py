@@ -41,9 +41,6 @@ from tests.support.tiny_updates import (
     settings,
 )
 
-# Compiling is most of the time here, and the arithmetic is the same without LLVM's optimisation.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": "0"})
-
 
 def make_step(
     config: update_lib.LearnerConfig,
@@ -58,7 +55,7 @@ def make_step(
 # What an update may be: settings, the head that it trains, what the batch has besides.
 FORMS: dict[str, tuple[dict[str, Any], str, str]] = {
     "trajectory_balance": ({}, "", ""),
-    "learned_log_z": ({"objective": OBJECTIVES["learned_log_z"]}, "log_z", ""),
+    "learned_log_z": ({"objective": OBJECTIVES["learned_log_z"]}, "log_z_head", ""),
     "tba_prime": ({"objective": OBJECTIVES["tba_prime"]}, "", ""),
     "moving reference": ({"objective": OBJECTIVES["tba_prime"]}, "", "moving_ref_logprobs"),
     "surrogate": ({"surrogate_decay": 0.8}, "", ""),
@@ -72,9 +69,8 @@ def state_of(form: str, optimizers: state_lib.Optimizers | None = None) -> tuple
     name = FORMS[form][1]
     optimizers = optimizers or DESCENT | ({name: optax.sgd(1.0)} if name else {})
     state = state_lib.init_state(POLICY, random_params(), optimizers)
-    head = (
-        {name: applied.random(heads.define(POLICY, log_z=True, value_head=True).specs[name], scale=1.0, seed=3)} if name else {}
-    )
+    specs = heads.define(POLICY, log_z_head=True, value_head=True).specs
+    head = {name: applied.random(specs[name], scale=1.0, seed=3)} if name else {}
     return dataclasses.replace(state, params=state.params | head), optimizers
 
 
@@ -111,7 +107,7 @@ def measured(step: Any, state: Any, batch: Any) -> Found:
 @functools.cache
 def one_pass(form: str) -> Found:
     state, optimizers = state_of(form)
-    return measured(jit(make_step(settings(**FORMS[form][0]), optimizers=optimizers)), state, batch_of(form))
+    return measured(jax.jit(make_step(settings(**FORMS[form][0]), optimizers=optimizers)), state, batch_of(form))
 
 
 def assert_same(found: Found, expected: Found) -> None:
@@ -127,7 +123,7 @@ def assert_same(found: Found, expected: Found) -> None:
 @functools.cache
 def scores() -> tuple[np.ndarray, np.ndarray]:
     """policy_logprobs and entropy of the fixed batch."""
-    return jax.device_get(jit(score_fixed_batch)(random_params()))
+    return jax.device_get(jax.jit(score_fixed_batch)(random_params()))
 
 
 def score_fixed_batch(params: Params) -> tuple[jax.Array, jax.Array]:
@@ -136,7 +132,7 @@ def score_fixed_batch(params: Params) -> tuple[jax.Array, jax.Array]:
 
 def gradient_of(cotangent: np.ndarray) -> Any:
     """What a cotangent of the log-probs gives for the parameters; that way is JAX's."""
-    return jit(jax.grad(lambda p: jnp.sum(cotangent.astype(np.float32) * score_fixed_batch(p)[0])))(random_params())
+    return jax.jit(jax.grad(lambda p: jnp.sum(cotangent.astype(np.float32) * score_fixed_batch(p)[0])))(random_params())
 
 
 # At once; in micro-batches, as a moving reference is scored, and logits of one step at a time.
@@ -156,7 +152,7 @@ def test_a_minimal_length_shares_out_the_probability_of_an_early_end(rows, logit
         def score(params: Params, batch: state_lib.Batch) -> jax.Array:
             return update_lib.score_in_micro_batches(POLICY.for_training(params, {}), batch, config=config)[0]
 
-        return np.asarray(jit(score)(random_params(), batch))
+        return np.asarray(jax.jit(score)(random_params(), batch))
 
     # One response token at a time: an end in the place of token t must not change what comes before it.
     mask, early = trajectory.response_mask(batch.response_length, R), np.arange(R) < minimum.min_length - 1
@@ -199,11 +195,12 @@ def test_one_pass_equals_the_loss_by_hand():
 def test_the_learned_log_z_is_that_of_the_mean_prompt_state():
     """Loss and the gradients of head and policy in NumPy; the states from a forward pass over each prompt by itself."""
     batch, state = random_batch(), state_of("learned_log_z")[0]
-    means = []
+    means, hidden_states = [], jax.jit(functools.partial(applied.hidden_states, config=MODEL, remat="none"))
     for row in range(0, B, K):
-        tokens = batch.tokens[row : row + 1, : batch.prompt_length[row]]
-        means.append(np.asarray(applied.hidden_states(random_params(), tokens, config=MODEL, remat="none"))[0].mean(0))
-    log_z = np.repeat(np.stack(means) @ state.params["log_z"]["weight"] + state.params["log_z"]["bias"], K)
+        length = batch.prompt_length[row]
+        padded = np.where(np.arange(P) < length, batch.tokens[row : row + 1, :P], 0)  # no state looks behind the prompt
+        means.append(np.asarray(hidden_states(random_params(), padded))[0, :length].mean(0))
+    log_z = np.repeat(np.stack(means) @ state.params["log_z_head"]["weight"] + state.params["log_z_head"]["bias"], K)
     target = batch.ref_logprobs.sum(1) + batch.reward / BETA
     residual = log_z + scores()[0].sum(1) - target
     cotangent = 2 / B * residual
@@ -285,7 +282,7 @@ def test_a_reference_that_moves_takes_the_place_of_the_rows_own():
     np.testing.assert_allclose(found["kl_to_ref"], (policy - batch.moving_ref_logprobs).sum(1).mean(), rtol=1e-5)
     np.testing.assert_allclose(found["kl_to_initial"], (policy - batch.ref_logprobs).sum(1).mean(), rtol=1e-5)
     as_own = dataclasses.replace(batch, ref_logprobs=batch.moving_ref_logprobs, moving_ref_logprobs=None)
-    step = jit(make_step(settings(**FORMS["tba_prime"][0])))
+    step = jax.jit(make_step(settings(**FORMS["tba_prime"][0])))
     loss, gradient, _ = measured(step, state_of("tba_prime")[0], as_own)
     assert_same((loss, gradient, {}), (*one_pass("moving reference")[:2], {}))
 
@@ -298,26 +295,20 @@ def test_a_reference_that_moves_takes_the_place_of_the_rows_own():
         ("trajectory_balance", dict(logit_bytes=1, remat="dots")),
         # Not a multiple of K: micro-batches cut through groups.
         *((form, dict(micro_batch_rows=6)) for form in FORMS),
-        *((form, dict(micro_batch_rows=2 * K)) for form in FORMS if form != "trajectory_balance"),
     ],
     ids=str,
 )
 def test_micro_batches_and_logit_blocks_change_nothing(form, changed):
     state, optimizers = state_of(form)
-    step = jit(make_step(settings(**FORMS[form][0] | changed), optimizers=optimizers))
+    step = jax.jit(make_step(settings(**FORMS[form][0] | changed), optimizers=optimizers))
     assert_same(measured(step, state, batch_of(form)), one_pass(form))
 
 
 @pytest.mark.parametrize(
     "form, sizes, micro_batch_rows",  # data, fsdp, tensor
     [
-        *(
-            ("trajectory_balance", sizes, rows)
-            for sizes, rows in [((8, 1, 1), 8), ((1, 8, 1), 24), ((2, 4, 1), 8), ((4, 2, 1), 8), ((4, 1, 2), 12), ((1, 4, 2), 12)]
-        ),
+        *(("trajectory_balance", sizes, rows) for sizes, rows in [((8, 1, 1), 8), ((1, 8, 1), 24), ((1, 4, 2), 12)]),
         *((form, (2, 2, 2), 6) for form in FORMS),
-        ("learned_log_z", (2, 4, 1), 8),
-        ("surrogate", (4, 1, 2), 12),
     ],
     ids=str,
 )
@@ -326,7 +317,7 @@ def test_meshes_give_what_one_device_gives(form, sizes, micro_batch_rows):
     on_host, optimizers = state_of(form)
     shardings = jax.tree.map(lambda x: x.sharding, state_lib.state_shapes(POLICY, optimizers, mesh))
     config = settings(**FORMS[form][0], micro_batch_rows=micro_batch_rows)
-    step = jit(make_step(config, optimizers=optimizers), out_shardings=(shardings, sharding.replicated(mesh)))
+    step = jax.jit(make_step(config, optimizers=optimizers), out_shardings=(shardings, sharding.replicated(mesh)))
     state = jax.device_put(on_host, shardings)
     if sizes == (2, 2, 2):
         shard = state.params["policy"]["layers"]["feed_forward"]["gate"]["weight"].addressable_shards[0].data
@@ -342,7 +333,7 @@ def lora_step(micro_batch_rows: int, mesh: Any = None) -> tuple[float, Any]:
     config = dataclasses.replace(settings(micro_batch_rows=micro_batch_rows), policy=LORA)
     adapters = applied.random(LORA.trained_specs, scale=0.3, seed=1)
     state, frozen, batch = state_lib.init_state(LORA, adapters, DESCENT), random_params(), random_batch()
-    step = jit(make_step(config))
+    step = jax.jit(make_step(config))
     if mesh is not None:
         shardings = jax.tree.map(lambda x: x.sharding, state_lib.state_shapes(LORA, DESCENT, mesh))
         state, frozen = jax.device_put(state, shardings), jax.device_put(frozen, LORA.model_shardings(mesh))
@@ -380,11 +371,11 @@ def adam() -> tuple[state_lib.Optimizers, Any]:
     optimizer = adamw(lambda step: jnp.float32(1e-2), beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.0, clip_norm=1.0)
     optimizers = {"policy": optimizer}
     once = chex.assert_max_traces(update_lib.train_step, n=1)
-    return optimizers, jit(make_step(settings(), optimizers=optimizers, train_step=once), donate_argnums=0)
+    return optimizers, jax.jit(make_step(settings(), optimizers=optimizers, train_step=once), donate_argnums=0)
 
 
 def initial(optimizers: state_lib.Optimizers) -> state_lib.TrainState:
-    return jit(lambda params: state_lib.init_state(POLICY, params, optimizers))(random_params())
+    return jax.jit(lambda params: state_lib.init_state(POLICY, params, optimizers))(random_params())
 
 
 def test_the_loss_goes_down_in_one_trace(adam):
@@ -429,7 +420,7 @@ def test_a_batch_that_is_not_finite_is_counted_and_changes_nothing_else(adam, co
 def test_every_form_refuses_what_is_not_finite_and_says_which_row(form):
     state, optimizers = state_of(form)
     before = jax.device_get(state)
-    update = jit(make_step(settings(**FORMS[form][0]), optimizers=optimizers))
+    update = jax.jit(make_step(settings(**FORMS[form][0]), optimizers=optimizers))
     for column, value in NOT_FINITE[:4] if form == "learned_log_z" else NOT_FINITE:
         batch = batch_of(form)
         getattr(batch, column)[3] = value
@@ -442,7 +433,7 @@ def test_every_form_refuses_what_is_not_finite_and_says_which_row(form):
 @pytest.mark.parametrize("place, value", [(0, np.nan), (0, np.inf), (1, np.inf)])
 def test_a_row_whose_first_state_has_no_value_is_refused(place, value):
     state, optimizers = state_of("vine_ppo")
-    update = jit(make_step(settings(**FORMS["vine_ppo"][0]), optimizers=optimizers))
+    update = jax.jit(make_step(settings(**FORMS["vine_ppo"][0]), optimizers=optimizers))
     batch = batch_of("vine_ppo")
     row = int(np.argmax(batch.response_length > 1))
     batch.state_values[row, place] = value
@@ -453,7 +444,7 @@ def test_a_row_whose_first_state_has_no_value_is_refused(place, value):
 def test_without_beta_a_row_is_finite_as_its_numbers_are():
     """There is no target then, by which rows are looked at elsewhere."""
     config, zero = settings(objective=OBJECTIVES["dr_grpo"]), linear_then_constant(start=0.0, end=0.0, steps=0)
-    update = jit(make_step(config, changes={"beta": zero}))
+    update = jax.jit(make_step(config, changes={"beta": zero}))
     state, batch = state_of("grpo")[0], random_batch()
     _, gradient, _ = measured(update, state, batch)
     assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(gradient)) > 0
@@ -468,7 +459,7 @@ def test_without_beta_a_row_is_finite_as_its_numbers_are():
 
 def test_values_of_states_are_nothing_to_objectives_that_do_not_read_them():
     batch = dataclasses.replace(random_batch(), state_values=np.full((B, R), np.nan, np.float32))
-    found = measured(jit(make_step(settings(**FORMS["grpo"][0]))), state_of("grpo")[0], batch)
+    found = measured(jax.jit(make_step(settings(**FORMS["grpo"][0]))), state_of("grpo")[0], batch)
     assert_same(found, one_pass("grpo"))
 
 
@@ -477,18 +468,18 @@ def test_a_log_z_that_is_not_finite_is_that_of_its_querys_rows():
     policy = random_params()
     token = int(random_batch().tokens[K, 0])  # of the second query's prompt
     policy["embedding"]["weight"][token] = np.nan
-    update = jit(make_step(settings(**FORMS["learned_log_z"][0]), optimizers=optimizers))
+    update = jax.jit(make_step(settings(**FORMS["learned_log_z"][0]), optimizers=optimizers))
     measurements = update(dataclasses.replace(state, params=state.params | {"policy": policy}), {}, random_batch())[1]
     assert float(measurements["finite"]) == 0 and not measurements["row_finite"][K : 2 * K].any()
 
 
-@pytest.mark.parametrize("micro_batch_rows", [1, 6, B])
+@pytest.mark.parametrize("micro_batch_rows", [6, B])
 def test_one_completion_a_query(micro_batch_rows):
     """B queries of one row each, as red-teaming has: log Z is learned from the rows of all."""
     state, optimizers = state_of("learned_log_z")
     one = ObjectiveSettings(completions=1)
     changes = FORMS["learned_log_z"][0] | {"settings": one}
-    step = jit(make_step(settings(**changes, micro_batch_rows=micro_batch_rows), optimizers=optimizers))
+    step = jax.jit(make_step(settings(**changes, micro_batch_rows=micro_batch_rows), optimizers=optimizers))
     found = measured(step, state, random_batch())
     # Of rows in groups of K with the same prompt the loss is the same: it couples nothing.
     assert_same((*found[:2], {}), (*one_pass("learned_log_z")[:2], {}))
@@ -504,7 +495,7 @@ def test_coefficients_follow_the_step():
     }
     shown = Objective(loss=lambda _, x: x.beta + 10 * x.ref_temperature + 100 * x.reward_temperature)
     config = settings(objective=shown)
-    update, state, found = jit(make_step(config, changes=given)), state_of("trajectory_balance")[0], []
+    update, state, found = jax.jit(make_step(config, changes=given)), state_of("trajectory_balance")[0], []
     for _ in range(6):
         state, measurements = update(state, {}, random_batch())
         found.append(float(measurements["loss"]))

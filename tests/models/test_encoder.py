@@ -21,8 +21,6 @@ from tba_jax.models.hugging_face import export
 from tba_jax.models.hugging_face import load as load_lib
 from tests.support import applied
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 FIXTURES = Path(__file__).resolve().parent.parent / "fixtures"
 CLASSIFIERS = ("tiny_bert_classifier", "tiny_roberta_classifier")
 TINY_ENCODERS = ("tiny_bert_embedding", "tiny_roberta_embedding", *CLASSIFIERS)

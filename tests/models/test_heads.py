@@ -25,6 +25,7 @@ MODEL = DecoderConfig(
 )
 HEAD = parameters.define(lambda rngs: ScalarHead(MODEL.width, bias=True, std=0.0, rngs=rngs))
 P, R = 5, 4
+hidden_states = jax.jit(functools.partial(applied.hidden_states, config=MODEL, remat="none"))
 
 
 def random_params() -> parameters.Params:
@@ -32,9 +33,9 @@ def random_params() -> parameters.Params:
 
 
 def hidden_of(params: parameters.Params, tokens: list[int]) -> np.ndarray:
-    """float64[T, D] of one row without padding."""
-    row = np.array([tokens], np.int32)
-    return np.asarray(applied.hidden_states(params, row, config=MODEL, remat="none")[0], np.float64)
+    """float64[T, D] of one row; what pads it comes after it, where no state looks."""
+    row = np.array([tokens + [0] * (P + R - len(tokens))], np.int32)
+    return np.asarray(hidden_states(params, row)[0, : len(tokens)], np.float64)
 
 
 def test_scores_are_read_at_the_last_real_token():

@@ -19,8 +19,7 @@ B = J * W
 # Logits are as large as 5: float32 rounds their sums by some 1e-6 of that.
 ROUNDING = {"atol": 1e-5, "rtol": 5e-6}
 PROMPT_LENGTH = np.array([3, 5], np.int32)
-# Compiled without optimisation: the models are tiny, and the programs many.
-jit = functools.partial(jax.jit, static_argnames="config", compiler_options={"xla_backend_optimization_level": "0"})
+jit = functools.partial(jax.jit, static_argnames="config")
 unstack, prefill, decode_step = jit(kv_cache.unstack), jit(applied.prefill), jit(applied.decode_step)
 
 

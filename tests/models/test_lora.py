@@ -16,8 +16,6 @@ from tba_jax.models.decoder import Decoder
 from tba_jax.models.policy import Policy
 from tests.support import applied
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 MODEL = DecoderConfig(
     layers=2, width=16, heads=4, kv_heads=2, head_size=4, ffn=24, vocab=12, max_positions=16, tied_embedding=False, qkv_bias=True
 )

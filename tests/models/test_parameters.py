@@ -22,8 +22,6 @@ from tba_jax.models.policy import Policy
 from tests.support import applied
 from tests.support.tiny_decoders import CONFIGS, EVERYTHING, GROUPED
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 SIZES = {"D": 6, "N": 2, "H": 3, "F": 5, "V": 7}
 
 
@@ -99,16 +97,16 @@ def test_other_weights_of_samplers_than_there_are_are_refused():
 
 def test_a_train_state_is_arrays_and_a_static_graph_definition():
     policy = Policy(model=GROUPED)
-    optimizers = {"policy": optax.sgd(0.1), "log_z": optax.sgd(0.1), "value_head": optax.sgd(0.1)}
+    optimizers = {"policy": optax.sgd(0.1), "log_z_head": optax.sgd(0.1), "value_head": optax.sgd(0.1)}
     state = state_lib.init_state(policy, policy.base.init(jax.random.key(0)), optimizers)
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(state))
-    assert set(state.params) == set(state.opt_state) == {"policy", "log_z", "value_head"}
+    assert set(state.params) == set(state.opt_state) == {"policy", "log_z_head", "value_head"}
     mesh = sharding.make_mesh((1, 1, 1), setting="test", devices=jax.devices()[:1])
     assert jax.tree.structure(state_lib.state_shapes(policy, optimizers, mesh)) == jax.tree.structure(state)
     plain = state_lib.init_state(policy, state.params["policy"], {"policy": optax.sgd(0.1)})
     assert plain.graphdef != state.graphdef and set(plain.params) == {"policy"}
     model = state.model(state.params, {})
-    assert model.log_z is not None and plain.model(plain.params, {}).value_head is None
+    assert model.log_z_head is not None and plain.model(plain.params, {}).value_head is None
 
 
 def head_gradient(config, steps: int) -> jax.Array:

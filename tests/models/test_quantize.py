@@ -12,8 +12,6 @@ from tba_jax.models import kv_cache, parameters, scoring
 from tba_jax.models.config import DecoderConfig
 from tests.support import applied
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 MODEL = DecoderConfig(
     layers=2, width=32, heads=4, kv_heads=2, head_size=8, ffn=48, vocab=40, max_positions=32, tied_embedding=False
 )

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import types
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +11,6 @@ import pytest
 from tba_jax.models import scoring
 from tba_jax.models.config import DecoderConfig
 from tests.support import applied
-
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 B, R, V, EOS = 4, 7, 11, 2
 MODEL = DecoderConfig(layers=1, width=8, heads=2, kv_heads=1, head_size=4, ffn=8, vocab=V, max_positions=16)
@@ -110,9 +107,3 @@ def test_spaces_are_static_and_checked():
     assert hash(space()) == hash(space()) and space() == space() and space() != space(min_length=2)
     with pytest.raises(ValueError, match="min_length=2 holds back the end of sequence, and eos_id=-1 names none"):
         space(min_length=2, eos_id=-1)
-
-
-def test_the_space_of_a_contract():
-    values = dict(scoring_temperature=0.5, eos_id=9, min_response_length=6, banned_tokens=[3, 4])  # a list in config.json
-    found = scoring.ResponseSpace.of(types.SimpleNamespace(**values))
-    assert found == scoring.ResponseSpace(temperature=0.5, banned_tokens=(3, 4), eos_id=9, min_length=6)

@@ -12,8 +12,6 @@ from tba_jax.replay.retention import Need
 from tba_jax.run import layout
 from tests.support import tiny_run
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 
 def test_only_what_every_checkpoint_is_past_expires():
     kept = {

@@ -260,7 +260,10 @@ def big_index(rows: int, rows_per_query: int) -> ReplayIndex:
     return index
 
 
-@pytest.mark.parametrize(("rows", "rows_per_query", "Q", "K"), [(1_000_000, 16, 32, 16), (100_000, 100_000, 1, 128)])
+@pytest.mark.parametrize(
+    ("rows", "rows_per_query", "Q", "K"),
+    [pytest.param(1_000_000, 16, 32, 16, marks=pytest.mark.slow), (100_000, 100_000, 1, 128)],
+)
 def test_a_batch_is_drawn_from_a_large_window_in_milliseconds(rows, rows_per_query, Q, K):
     """About as long as sorting 62,500 numbers, one for each query; going through every row several times is slower."""
     index, rng = big_index(rows, rows_per_query), np.random.default_rng(12)

@@ -52,7 +52,7 @@ def test_a_poll_of_64_writers_with_10_million_rows_behind_them_is_fast(tmp_path)
     logs = [long_log(tmp_path, f"w{number}", full_segments=10) for number in range(64)]
     past = LogReader(tmp_path, SHAPE).heads()
     assert sum(past.values()) > 10_000_000
-    tail = Tail(tmp_path, SHAPE, past, poll_seconds=1.0)
+    tail = Tail(LogReader(tmp_path, SHAPE), past, poll_seconds=1.0)
     index = ReplayIndex(shape=SHAPE, capacity=10_000, capacity_per_query=100, vocab_size=100)
     seconds = []
     for step in range(16):
@@ -98,7 +98,7 @@ def test_a_quiet_poll_touches_as_many_files_however_long_the_past(tmp_path, monk
     for segments in (1, 300):
         root = tmp_path / str(segments)
         logs = [long_log(root, f"w{n}", full_segments=segments, segment_appends=10 if full else 11) for n in range(3)]
-        tail = Tail(root, SHAPE, {log.writer: log.next_row for log in logs}, poll_seconds=1.0)
+        tail = Tail(LogReader(root, SHAPE), {log.writer: log.next_row for log in logs}, poll_seconds=1.0)
         tail.poll()
         counts[segments] = count_file_accesses(monkeypatch, tail.poll)
     # What has expired, the folder, the register; of each writer its last manifest or, once the segment is full, its segments.
@@ -108,7 +108,7 @@ def test_a_quiet_poll_touches_as_many_files_however_long_the_past(tmp_path, monk
 def test_more_writers_than_spare_segments_keep_their_segments_open(tmp_path, monkeypatch):
     monkeypatch.setattr("tba_jax.replay.reader._SPARE_SEGMENTS", 1)
     logs = [long_log(tmp_path, f"w{number}", full_segments=0) for number in range(5)]
-    tail = Tail(tmp_path, SHAPE, {}, poll_seconds=1.0)
+    tail = Tail(LogReader(tmp_path, SHAPE), {}, poll_seconds=1.0)
     tail._read_to = {log.writer: log.next_row for log in logs}
     opened = []
     original = Segment.__init__
@@ -125,7 +125,7 @@ def test_more_writers_than_spare_segments_keep_their_segments_open(tmp_path, mon
 def test_reading_ahead_of_many_writers_loses_and_repeats_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("tba_jax.replay.reader._PREFETCHED_APPENDS", 3)
     logs = [LogWriter(tmp_path, name, SHAPE, rows_per_append=ROWS, segment_appends=3, info={}) for name in ("a", "b", "c")]
-    tail = Tail(tmp_path, SHAPE, {}, poll_seconds=1.0)
+    tail = Tail(LogReader(tmp_path, SHAPE), {}, poll_seconds=1.0)
     live, again = (ReplayIndex(shape=SHAPE, capacity=500, capacity_per_query=9, vocab_size=100) for _ in range(2))
     for step in range(6):
         for appends, log in enumerate(logs):
@@ -147,12 +147,12 @@ def test_a_late_reader_is_told_once_of_a_gap_and_counts_each_row_once(tmp_path, 
     for _ in range(20):
         log.append(make_rows(log.next_row))
     remove_segments(tmp_path, {"a": [*range(1, 5), 7]})
-    tail = Tail(tmp_path, SHAPE, {}, poll_seconds=1.0)
+    tail = Tail(LogReader(tmp_path, SHAPE), {}, poll_seconds=1.0)
     tail.poll()
     size = 2 * ROWS
     assert [(gone.start, gone.stop) for gone in tail._missing] == [(size, 5 * size), (7 * size, 8 * size)]
     live = ReplayIndex(shape=SHAPE, capacity=900, capacity_per_query=9, vocab_size=100, merge_duplicates=False)
-    assert tail.integrate(live, step=0) == {"a": 20 * ROWS} and tail.is_own("a")
+    assert tail.integrate(live, step=0) == {"a": 20 * ROWS}
     assert live.ledger()["a"]["expired"] == 5 * size and live.heads == {"a": 20 * ROWS}
 
     # A journal's heads may end within a gap: the rest of it is for the next step.
@@ -169,7 +169,7 @@ def test_quiet_writers_are_asked_now_and_then_by_the_thread_alone(tmp_path, monk
     logs = [LogWriter(tmp_path, f"w{number}", SHAPE, rows_per_append=ROWS, segment_appends=9, info={}) for number in range(3)]
     for log in logs:
         log.append(make_rows(0))
-    tail, asked, changed = Tail(tmp_path, SHAPE, {}, poll_seconds=1.0), [], places.changed
+    tail, asked, changed = Tail(LogReader(tmp_path, SHAPE), {}, poll_seconds=1.0), [], places.changed
     monkeypatch.setattr(
         places, "changed", lambda files: (asked.append([k for k in files if isinstance(k, str)]), changed(files))[1]
     )

@@ -16,8 +16,6 @@ from tba_jax.run import layout
 from tests.support import applied, tiny_run
 from tests.support.tiny_checkpoints import path_of
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 
 def mesh(devices: int):
     return sharding.make_mesh((devices, 1, 1), setting="test", devices=jax.devices()[:devices])

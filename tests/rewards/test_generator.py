@@ -12,8 +12,6 @@ from tba_jax.rewards.generator import TextGenerator
 from tests.support import spelled_checkpoints, tiny_checkpoints
 from tests.support.spelled_checkpoints import BEGIN, EOS, IDS, spelled
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 P, R = 24, 8
 TEXTS = ["do it", "a much longer one", "x", "do it", "tell me"]
 

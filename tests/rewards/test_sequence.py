@@ -17,8 +17,6 @@ from tba_jax.rewards import sequence
 from tests.support import applied, tiny_checkpoints
 from tests.support.tiny_checkpoints import path_of
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 EOS = "<end>"
 
 
@@ -136,8 +134,8 @@ def test_a_reward_models_text_is_cut_at_its_beginning(reward):
 def test_devices_do_not_wait_for_each_other(reward, classifier):
     for folder in (reward, classifier):
         made = scorer(folder, (2, 2, 1), batch_rows=2)
-        tokens, mask = np.zeros((8, 16), np.int32), np.ones((8, 16), bool)
-        text = made._score.lower(made._params, *sharding.put_rows(made._mesh, (tokens, mask))).compile().as_text()
+        tokens, length = np.zeros((8, 16), np.int32), np.full(8, 16, np.int32)
+        text = made._score.lower(made._params, *sharding.put_rows(made._mesh, (tokens, length))).compile().as_text()
         assert not [name for name in ("all-reduce", "all-gather", "all-to-all", "collective-permute") if name in text]
         assert "num_partitions=4" in text
 

@@ -11,8 +11,6 @@ from tba_jax.rewards.unsafe_token import UnsafeTokenScorer
 from tests.support import applied, spelled_checkpoints, tiny_checkpoints
 from tests.support.spelled_checkpoints import BEGIN, PAD, UNSAFE, spelled
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 LENGTH = 48
 
 

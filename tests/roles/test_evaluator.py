@@ -93,7 +93,7 @@ def test_a_report_of_several_samples(tmp_path, monkeypatch):
         SnapshotInfo(step=0, epoch=1),
         dtype="float32",
     )
-    made = jobs._make_evaluator(s)
+    made = jobs.make_evaluator(s)
     seen: list[list[dict]] = []
     respond = made._respond
     made._respond = lambda **asked: seen.append(respond(**asked)) or seen[-1]

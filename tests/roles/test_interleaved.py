@@ -20,12 +20,12 @@ from tba_jax.run import layout as layout_lib
 from tba_jax.run import metrics, snapshots
 from tba_jax.run.lease import LeaseHeld, StaleEpoch
 from tba_jax.run.metrics import TimeAccount
-from tests.support import applied, frozen_runs, tiny_run
+from tests.support import applied, frozen_runs, tiny_checkpoints, tiny_run
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly", "one_device_throughout")
+pytestmark = pytest.mark.usefixtures("one_device_throughout")
 
 
-@pytest.mark.parametrize("lag", [0, 3])
+@pytest.mark.parametrize("lag", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_rows_come_from_exactly_lag_steps_ago(tmp_path, lag):
     assert frozen_runs.run(tmp_path, schedule__lag=lag, learner__steps=8, replay__merge_duplicates=False) == 0
     lines = metrics.read_lines(tmp_path / "metrics" / "trainer")
@@ -90,14 +90,13 @@ def roles_mesh():
 
 
 def logprobs_by_prefix(params, row, model, contract):
-    """Token log-probs one prefix at a time, without padding, cache or the scoring code."""
-    begin, end = row["prompt_length"], row["prompt_length"] + row["response_length"]
-    result, tokens = np.zeros(6, np.float32), row["tokens"][None, :end]
-    hidden = applied.hidden_states(params, tokens, config=model, remat="none")
-    logits = np.array(applied.logits_of(params, hidden[0], config=model)).astype(np.float64)
+    """Token log-probs from one whole row, without cache or the scoring code; its padding is behind what is looked at."""
+    begin, tokens = row["prompt_length"], row["tokens"][None]
+    result, response = np.zeros(6, np.float32), row["tokens"][begin : begin + row["response_length"]]
+    logits = np.array(tiny_checkpoints.logits(params, tokens, np.ones_like(tokens, bool), model))[0].astype(np.float64)
     logits[:, list(contract.banned_tokens)] = -np.inf
     logits /= contract.scoring_temperature
-    for t, token in enumerate(tokens[0, begin:]):
+    for t, token in enumerate(response):
         at = logits[begin + t - 1]
         result[t] = at[token] - np.log(np.exp(at - at.max()).sum()) - at.max()
     return result
@@ -128,9 +127,14 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize("changes", RESUMED.values(), ids=RESUMED)
-def test_resume_on_a_frozen_log_is_bit_for_bit(tmp_path, changes, frozen):
+# Whose states hold what no other's does; the others take their time in the slow tests.
+BY_DEFAULT = ("whole policy", "value head", "reset reference and optimizer", "moving average of adapters in host memory")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in BY_DEFAULT else [pytest.mark.slow]) for name in RESUMED])
+def test_resume_on_a_frozen_log_is_bit_for_bit(tmp_path, name, frozen):
     """12 steps at once = 8 steps with a checkpoint at 5, dropped, replayed from 5 to 8, and on to 12."""
+    changes = RESUMED[name]
     once = frozen(tmp_path / "once", **changes)
     shutil.copytree(tmp_path / "once", tmp_path / "twice")
     twice = tiny_run.settings(tmp_path / "twice", frozen_runs.config(**changes))
@@ -163,13 +167,13 @@ def test_journalled_steps_are_done_again_under_the_schedule_they_were_done_with(
     changed = tiny_run.settings(tmp_path / "run", frozen_runs.config(**changes))
     names = tuple(name.replace("__", ".") for name in changes)
     with pytest.raises(ValueError, match="to change it, add --allow_change="):
-        jobs._join(changed, may_change_schedule=True)
-    jobs._join(dataclasses.replace(changed, allow_change=names), may_change_schedule=True)
-    trainer, lease = jobs._make_trainer(changed, publish_every_steps=2)
+        jobs.join(changed, may_change_schedule=True)
+    jobs.join(dataclasses.replace(changed, allow_change=names), may_change_schedule=True)
+    trainer, lease = jobs.make_trainer(changed, publish_every_steps=2)
     assert trainer.step_number == 8
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(trainer.state.params["policy"]), jax.device_get(published))
     trainer.poll()
-    assert trainer.step() is not None and trainer.rows == 6
+    assert trainer.step() is not None and trainer.program.rows == 6
     trainer.close()
     lease.release()
     lines = journal.read_lineage(s.run.journal)
@@ -177,7 +181,7 @@ def test_journalled_steps_are_done_again_under_the_schedule_they_were_done_with(
     # From the reference again, across the change.
     expected = jax.device_get(trainer.state)
     shutil.rmtree(s.run.checkpoints)
-    again, lease = jobs._make_trainer(changed, publish_every_steps=2)
+    again, lease = jobs.make_trainer(changed, publish_every_steps=2)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(again.state), expected)
     again.close()
     lease.release()
@@ -217,7 +221,7 @@ def test_a_changed_row_stops_the_replay(tmp_path, frozen):
 
 def test_a_second_trainer_is_refused(tmp_path, frozen):
     s = frozen(tmp_path / "run", batches=2)
-    trainer, lease = jobs._make_trainer(s, publish_every_steps=2)
+    trainer, lease = jobs.make_trainer(s, publish_every_steps=2)
     with pytest.raises(LeaseHeld, match="held by the trainer"):
         jobs.trainer(s)
     trainer.close()
@@ -226,7 +230,7 @@ def test_a_second_trainer_is_refused(tmp_path, frozen):
 
 def test_a_non_finite_update_stops_the_run(tmp_path, frozen):
     s = frozen(tmp_path / "run", batches=2)
-    trainer, lease = jobs._make_trainer(s, publish_every_steps=2)
+    trainer, lease = jobs.make_trainer(s, publish_every_steps=2)
     trainer.poll()
     assert trainer.step() is not None
     trainer.index._columns["ref_logprobs"][:] = np.inf
@@ -267,7 +271,7 @@ def test_a_run_that_stops_names_the_row_and_goes_on_when_told_to_skip(tmp_path):
     assert 0 < int(state.skipped) < int(state.step)
     # What was passed is passed again, whatever the setting says now.
     shutil.rmtree(s.run.checkpoints)
-    again, lease = jobs._make_trainer(s, publish_every_steps=2)
+    again, lease = jobs.make_trainer(s, publish_every_steps=2)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(again.state), state)
     again.close()
     lease.release()
@@ -285,7 +289,7 @@ def test_a_run_that_skips_counts_and_resumes_exactly(tmp_path, caplog):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))
     assert any(np.any(a != b) for a, b in zip(jax.tree.leaves(initial), jax.tree.leaves(state.params["policy"]), strict=True))
     shutil.rmtree(s.run.checkpoints)  # every step again from the reference
-    again, lease = jobs._make_trainer(s, publish_every_steps=2)
+    again, lease = jobs.make_trainer(s, publish_every_steps=2)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(again.state), state)
     again.close()
     lease.release()
@@ -296,15 +300,15 @@ def test_a_run_that_skips_counts_and_resumes_exactly(tmp_path, caplog):
 )
 def test_weights_that_are_broken_stop_a_run_that_skips(tmp_path, broken, sentence, frozen):
     s = frozen(tmp_path / "run", batches=2, learner__non_finite="skip")
-    trainer, lease = jobs._make_trainer(s, publish_every_steps=100)
+    trainer, lease = jobs.make_trainer(s, publish_every_steps=100)
     trainer.poll()
-    update = trainer._update
+    update = trainer.program._update
 
     def broken_update(state, frozen, batch):
         state, measurements = update(state, frozen, batch)
         return state, measurements | {"finite": np.float32(0), "row_finite": np.full(12, broken == "no row")}
 
-    trainer._update = broken_update
+    trainer.program._update = broken_update
     steps = []
     with pytest.raises(FloatingPointError, match=f"{sentence}, so the run stops in spite of learner.non_finite=skip"):
         while True:
@@ -317,7 +321,7 @@ def test_weights_that_are_broken_stop_a_run_that_skips(tmp_path, broken, sentenc
 
 def test_the_update_is_compiled_while_rows_are_awaited_and_not_again(tmp_path, caplog, frozen):
     s = frozen(tmp_path / "run", batches=1)
-    trainer, lease = jobs._make_trainer(s, publish_every_steps=2)
+    trainer, lease = jobs.make_trainer(s, publish_every_steps=2)
 
     def updates_compiled():
         return sum("Finished XLA compilation of jit(train_step)" in record.getMessage() for record in caplog.records)
@@ -335,7 +339,7 @@ def test_the_update_is_compiled_while_rows_are_awaited_and_not_again(tmp_path, c
 def test_nothing_shows_an_update_whose_line_was_refused(tmp_path, monkeypatch, frozen):
     """The line is written while the devices compute: the update must not be seen before it is durable."""
     s = frozen(tmp_path / "run", batches=2)
-    trainer, lease = jobs._make_trainer(s, publish_every_steps=1)
+    trainer, lease = jobs.make_trainer(s, publish_every_steps=1)
     trainer.poll()
     assert trainer.step() is not None
     trainer.flush_snapshot()
@@ -351,7 +355,7 @@ def test_nothing_shows_an_update_whose_line_was_refused(tmp_path, monkeypatch, f
     assert [line["step"] for line in journal.read_lineage(s.run.journal)] == [1]
     trainer.close()
     lease.release()
-    again, lease = jobs._make_trainer(s, publish_every_steps=1)
+    again, lease = jobs.make_trainer(s, publish_every_steps=1)
     assert again.step_number == 1
     again.poll()
     assert again.step() is not None
@@ -364,13 +368,13 @@ def test_nothing_shows_an_update_whose_line_was_refused(tmp_path, monkeypatch, f
 def test_rows_that_came_before_a_stop_are_journalled_after_it(tmp_path, frozen):
     """Seen by a trainer that was stopped before it had enough of them: the next one's first line must tell of them."""
     s = frozen(tmp_path / "run", batches=1, replay__min_rows=40)
-    trainer, lease = jobs._make_trainer(s, publish_every_steps=2)
+    trainer, lease = jobs.make_trainer(s, publish_every_steps=2)
     trainer.poll()
     assert trainer.step() is None and len(trainer.index)
     trainer.save_checkpoint()
     trainer.close()
     lease.release()
-    searcher = jobs._make_searcher(s, name="late", account=TimeAccount())
+    searcher = jobs.make_searcher(s, name="late", account=TimeAccount())
     searcher.refresh()
     for _ in range(4):
         searcher.search()
@@ -378,7 +382,7 @@ def test_rows_that_came_before_a_stop_are_journalled_after_it(tmp_path, frozen):
     accounts = audit.accounts(audit.open_run(s.run.root))
     assert len(accounts) == 2 and all(account.balances and not account.unseen for account in accounts.values())
     shutil.rmtree(s.run.checkpoints)  # every step again from the reference
-    again, lease = jobs._make_trainer(s, publish_every_steps=2)
+    again, lease = jobs.make_trainer(s, publish_every_steps=2)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(again.state), state)
     again.close()
     lease.release()
@@ -399,7 +403,7 @@ def test_a_trainer_that_begins_publishes_once_however_slow_the_storage(steps, tm
         save(folder, params, info, **settings)
 
     monkeypatch.setattr(snapshots, "save", slow)
-    trainer, lease = jobs._make_trainer(s, publish_every_steps=100)
+    trainer, lease = jobs.make_trainer(s, publish_every_steps=100)
     goes_on.set()
     trainer.flush_snapshot()
     assert saved == sorted({0, steps}) == snapshots.committed_steps(s.run.policies)
@@ -410,7 +414,7 @@ def test_a_trainer_that_begins_publishes_once_however_slow_the_storage(steps, tm
 def test_a_replaced_trainer_publishes_nothing_more(tmp_path, frozen):
     """It checks its lease when it hands a snapshot over, and again when the snapshot is about to become visible."""
     s = frozen(tmp_path / "run", batches=2)
-    trainer, lease = jobs._make_trainer(s, publish_every_steps=100)
+    trainer, lease = jobs.make_trainer(s, publish_every_steps=100)
     trainer.poll()
     assert trainer.step() is not None
     trainer.publish()
@@ -420,9 +424,9 @@ def test_a_replaced_trainer_publishes_nothing_more(tmp_path, frozen):
     with pytest.raises(StaleEpoch, match=f"epoch {later} has been taken"):
         trainer.publish()
     info = snapshots.SnapshotInfo(step=7, epoch=lease.epoch)
-    trainer._publisher.publish(trainer.state.params["policy"], info)  # as if the lease was lost after that first look
+    trainer.publishing._publisher.publish(trainer.state.params["policy"], info)  # as if the lease was lost after that first look
     with pytest.raises(StaleEpoch):
-        trainer._publisher.wait()
+        trainer.flush_snapshot()
     assert snapshots.committed_steps(s.run.policies) == [0, 1]
     with pytest.raises(StaleEpoch):
         trainer.step()
@@ -437,16 +441,16 @@ def test_a_trainer_without_its_state_does_not_begin_again(tmp_path, frozen):
     damaged = max((s.run.checkpoints / layout_lib.step_name(5) / "state").rglob("d/*"), key=lambda path: path.stat().st_size)
     damaged.write_bytes(damaged.read_bytes()[:100])
     with pytest.raises(ValueError, match=r"00000005 cannot be restored: .*If it is damaged, remove that folder"):
-        jobs._make_trainer(s, publish_every_steps=2)
+        jobs.make_trainer(s, publish_every_steps=2)
     shutil.rmtree(s.run.checkpoints)
     journals = list(s.run.journal.glob("*.jsonl"))
     for path in journals:
         path.rename(path.with_suffix(".away"))
     with pytest.raises(ValueError, match=r"holds the policy of step 4 of a trainer whose checkpoints and journal are not in"):
-        jobs._make_trainer(s, publish_every_steps=2)
+        jobs.make_trainer(s, publish_every_steps=2)
     for path in journals:
         path.with_suffix(".away").rename(path)
-    trainer, lease = jobs._make_trainer(s, publish_every_steps=2)
+    trainer, lease = jobs.make_trainer(s, publish_every_steps=2)
     assert trainer.step_number == 5
     trainer.close()
     lease.release()
@@ -460,7 +464,7 @@ def test_rows_that_are_not_valid_are_reported_by_writer_and_row(tmp_path, caplog
     rows["tokens"][2, 0] = 9999
     log = LogWriter(s.run.replay, "bad-1", reader.shape, rows_per_append=4, segment_appends=4, info={})
     log.append(rows | {"row": np.arange(4)})
-    trainer, lease = jobs._make_trainer(s, publish_every_steps=2)
+    trainer, lease = jobs.make_trainer(s, publish_every_steps=2)
     trainer.poll()
     assert trainer.step() is not None
     for _ in range(2):

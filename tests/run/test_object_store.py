@@ -18,15 +18,14 @@ from tba_jax.replay import journal
 from tba_jax.replay.expiry import RowsExpired, remove_segments
 from tba_jax.replay.index import ReplayIndex
 from tba_jax.replay.log import LogWriter, registration
-from tba_jax.replay.reader import LogCorruption, LogReader, _last
+from tba_jax.replay.reader import LogCorruption, LogReader
+from tba_jax.replay.segment import _last
 from tba_jax.replay.tail import Tail
 from tba_jax.run import layout, places, snapshots
 from tba_jax.run.snapshots import Publisher, SnapshotInfo
 from tests.support import moto_server, tiny_run
 from tests.support.tiny_log import SHAPE, assert_rows, make_rows, start_appender, writer
 from tests.support.tiny_snapshots import SPECS, assert_same_bits, random_params, shardings
-
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +125,7 @@ def test_a_killed_writer_leaves_whole_appends_and_loses_no_acknowledged_one(s3):
 
 def test_a_tail_hands_over_every_row_once(root):
     logs = [LogWriter(root, name, SHAPE, rows_per_append=4, segment_appends=3, info={}) for name in ("a", "b")]
-    tail = Tail(root, SHAPE, {}, poll_seconds=0.2)
+    tail = Tail(LogReader(root, SHAPE), {}, poll_seconds=0.2)
     index = ReplayIndex(shape=SHAPE, capacity=500, capacity_per_query=99, vocab_size=100, merge_duplicates=False)
     for step in range(5):
         for appends, log in enumerate(logs):
@@ -228,7 +227,7 @@ def test_a_snapshot_is_the_same_reference_policy_wherever_it_is(root, tmp_path):
     assert_same_bits(snapshots.load(root / name, SPECS, shardings()), random_params())
 
 
-@pytest.mark.parametrize("kind", ["memory", "folder"])
+@pytest.mark.parametrize("kind", ["memory", pytest.param("folder", marks=pytest.mark.slow)])
 def test_a_run_in_one_process_meets_elsewhere_and_resumes(tmp_path, kind, one_device):
     shared = places.place("memory://store/shared") if kind == "memory" else tmp_path / "shared"
     run = layout.RunDir(tmp_path / "own", shared)

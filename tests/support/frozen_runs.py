@@ -24,10 +24,10 @@ def make(workdir, batches=6, **changes):
     """A workdir with a reference and a log that nobody writes to any more."""
     s = tiny_run.settings(workdir, config(**changes))
     jobs.reference(s)()
-    trainer, lease = jobs._make_trainer(s, publish_every_steps=2)  # publishes step 0
+    trainer, lease = jobs.make_trainer(s, publish_every_steps=2)  # publishes step 0
     trainer.close()
     lease.release()
-    searcher = jobs._make_searcher(s, name="frozen", account=TimeAccount())
+    searcher = jobs.make_searcher(s, name="frozen", account=TimeAccount())
     searcher.refresh()
     for _ in range(batches):
         searcher.search()
@@ -50,7 +50,7 @@ def copies(tmp_path_factory):
 
 def train(s, *, until, abandon):
     """Steps a trainer to `until`; `abandon` drops it as a kill would: nothing is saved at the end."""
-    trainer, lease = jobs._make_trainer(s, publish_every_steps=2)
+    trainer, lease = jobs.make_trainer(s, publish_every_steps=2)
     try:
         trainer.poll()
         while trainer.step_number < until:

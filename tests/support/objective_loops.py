@@ -85,8 +85,7 @@ def rows_of(outputs: PolicyOutputs, inputs: ObjectiveInputs, order: np.ndarray) 
     return jax.tree.map(lambda x: x[order], outputs), reordered
 
 
-# Compiling is most of the time here, and the arithmetic is the same without LLVM's optimisation.
-@functools.partial(jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": "0"})
+@functools.partial(jax.jit, static_argnums=0)
 def _value_and_grad(name: str, outputs: PolicyOutputs, inputs: ObjectiveInputs) -> tuple[jax.Array, PolicyOutputs]:
     return jax.value_and_grad(OBJECTIVES[name].loss)(outputs, inputs)
 

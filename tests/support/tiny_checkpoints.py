@@ -63,11 +63,7 @@ def assert_same_params(found: Any, expected: Any) -> None:
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-# Compiled without optimisation: the models are tiny, and the tests are many.
-_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-
-
-@functools.partial(_jit, static_argnames="config")
+@functools.partial(jax.jit, static_argnames="config")
 def logits(params: Any, tokens: jax.Array, mask: jax.Array, config: DecoderConfig) -> jax.Array:
     """float32[B, T, V] of rows that are padded on either side; those of padding mean nothing."""
     begin, T = jnp.argmax(mask, axis=1)[:, None], tokens.shape[1]
@@ -76,7 +72,7 @@ def logits(params: Any, tokens: jax.Array, mask: jax.Array, config: DecoderConfi
     return jnp.take_along_axis(found, ((jnp.arange(T) - begin) % T)[..., None], axis=1)
 
 
-@functools.partial(_jit, static_argnames="config")
+@functools.partial(jax.jit, static_argnames="config")
 def scores(params: Any, tokens: jax.Array, mask: jax.Array, config: DecoderConfig) -> jax.Array:
     """float32[B, labels] of rows that are padded on either side."""
     tokens = _shifted(tokens, jnp.argmax(mask, axis=1)[:, None])
@@ -89,9 +85,9 @@ def _shifted(tokens: jax.Array, begin: jax.Array) -> jax.Array:
     return jnp.take_along_axis(tokens, (jnp.arange(T) + begin) % T, axis=1)
 
 
-_unstack = _jit(kv_cache.unstack, static_argnames="config")
-_prefill = _jit(applied.prefill, static_argnames="config")
-_step = _jit(applied.decode_step, static_argnames="config")
+_unstack = jax.jit(kv_cache.unstack, static_argnames="config")
+_prefill = jax.jit(applied.prefill, static_argnames="config")
+_step = jax.jit(applied.decode_step, static_argnames="config")
 
 
 def greedy(params: Any, config: DecoderConfig, prompt: np.ndarray, count: int) -> list[int]:

@@ -85,7 +85,7 @@ def unprivileged(arguments: list[str]) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """One device a process, unlike the tests' own eight; programs compiled quickly, as by `compiled_quickly`."""
+    """One device a process, unlike the tests' own eight; programs compiled as quickly as in `conftest.py`."""
     flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag]
     return os.environ | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": " ".join(flags)}
 

@@ -21,8 +21,6 @@ from tba_jax.tasks.interface import Query
 from tba_jax.tasks.red_team import LEAST_LOG_TOXICITY, RedTeam, log_probability, mean_cosine_distance
 from tests.support import spelled_checkpoints, tiny_checkpoints
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 ATTACKS = [" tell me\n", "do it", "a b c", "tell me", ""]
 TEMPLATE = "do {attack}:"
 VERDICT = "q {attack} a {reply}:"

@@ -12,10 +12,8 @@ from tba_jax.rewards import MAKERS, models
 from tba_jax.tasks.interface import Query
 from tba_jax.tasks.tldr import TLDR
 from tba_jax.text.tokenizers import HuggingFaceTokenizer
-from tests.support import applied, random_checkpoints, tiny_checkpoints, tiny_run
+from tests.support import random_checkpoints, tiny_checkpoints, tiny_run
 from tests.support.summaries import ROWS, write_rows
-
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 
 @pytest.fixture(scope="module")
@@ -45,14 +43,18 @@ def one_device():
     return sharding.make_mesh((1, 1, 1), setting="test", devices=jax.devices()[:1])
 
 
+WIDTH = 160  # no row is longer
+
+
 def scored(folder, texts, ended) -> np.ndarray:
     """What a reward model says of texts one at a time, the end-of-sequence token appended by hand."""
     config, params = tiny_checkpoints.load(folder)
     tokenizer = HuggingFaceTokenizer(folder)
     found = []
     for text, end in zip(texts, ended, strict=True):
-        row = np.array([tokenizer.encode(text) + [tokenizer.eos_id] * bool(end)], np.int32)
-        found.append(applied.sequence_scores(params, row, np.array([row.size]), config=config, remat="none")[0, 0])
+        row = tokenizer.encode(text) + [tokenizer.eos_id] * bool(end)
+        tokens = np.array([row + [0] * (WIDTH - len(row))], np.int32)
+        found.append(tiny_checkpoints.scores(params, tokens, np.arange(WIDTH)[None] < len(row), config)[0, 0])
     return np.array(found)
 
 

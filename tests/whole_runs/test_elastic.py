@@ -185,7 +185,7 @@ def test_a_searcher_of_two_devices_joins_a_running_trainer_of_one(run):
 ROWS = 64 * 64  # of a batch that takes a while
 
 
-@pytest.mark.parametrize("stop_seconds", [100.0, 0.0], ids=["finishes", "abandons"])
+@pytest.mark.parametrize("stop_seconds", [100.0, pytest.param(0.0, marks=pytest.mark.slow)], ids=["finishes", "abandons"])
 def test_a_searcher_that_is_asked_to_stop_leaves_whole_appends(run, stop_seconds):
     name = f"stopped-{stop_seconds:.0f}"
     batch = ("--config.searchers.queries_per_batch=64", "--config.searchers.samples_per_query=64")
@@ -243,21 +243,14 @@ def other_model(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "setting, words",
-    [
-        ("model.path", ["model.vocab: 17 there, 48 here", "tokenizer: "]),
-        ("task.response_length", ["response_length: 6 there, 7 here"]),
-        ("sampling.scoring_temperature", ["scoring_temperature: 1.0 there, 0.7 here"]),
-    ],
-)
-def test_a_searcher_of_another_contract_is_refused_and_disturbs_nobody(run, other_model, setting, words):
-    value = {"model.path": other_model, "task.response_length": 7, "sampling.scoring_temperature": 0.7}[setting]
+def test_a_searcher_of_another_contract_is_refused_and_disturbs_nobody(run, other_model):
+    other = (f"--config.model.path={other_model}", "--config.task.response_length=7", "--config.sampling.scoring_temperature=0.7")
     config, writers = (run.root / "config.json").read_bytes(), run.writers()
-    refused = tiny_run.call(tiny_run.command(run.root, *SETTINGS, "--role=searcher", f"--config.{setting}={value}"))
+    refused = tiny_run.call(tiny_run.command(run.root, *SETTINGS, "--role=searcher", *other))
     assert refused.returncode == 2 and len(refused.stderr.strip().splitlines()) == 1, refused.stderr
     assert "belongs to a run of another contract" in refused.stderr
-    for word in words:
+    differences = ("model.vocab: 17 there, 48 here", "tokenizer: ", "response_length: 6 there, 7 here")
+    for word in (*differences, "scoring_temperature: 1.0 there, 0.7 here"):
         assert word in refused.stderr
     assert (run.root / "config.json").read_bytes() == config and run.writers() == writers
     run.wait_for_steps()

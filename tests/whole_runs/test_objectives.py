@@ -11,8 +11,8 @@ from tests.support import tiny_run
 STEPS = 20
 # What the tiny run lacks.
 NEEDED = {"vine_ppo": ("--config.task.step_ends=(',', '#')", "--config.searchers.value_samples=2")}
-# One with importance ratios, one with a head beside the policy; the others take their time in the slow tests.
-BY_DEFAULT = ("grpo", "ppo")
+# With importance ratios and a head beside the policy; the others take their time in the slow tests.
+BY_DEFAULT = ("ppo",)
 
 
 @pytest.mark.parametrize(

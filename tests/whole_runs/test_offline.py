@@ -10,12 +10,12 @@ import pytest
 from tba_jax.commands import audit
 from tba_jax.experiment import jobs, other_runs
 from tba_jax.replay import journal
-from tba_jax.roles.trainer import trainer as trainer_lib
+from tba_jax.roles.trainer import loop as trainer_loop
 from tba_jax.run import layout, metrics
 from tba_jax.run.metrics import TimeAccount
 from tests.support import frozen_runs, tiny_run
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly", "one_device_throughout")
+pytestmark = pytest.mark.usefixtures("one_device_throughout")
 
 
 def test_a_trainer_learns_from_a_log_alone_and_leaves_it_as_it_was(tmp_path, frozen):
@@ -83,7 +83,7 @@ def test_rows_of_another_run_count_as_of_step_0_after_a_resume_too(tmp_path):
     s = frozen_runs.offline(tmp_path / "run", source.run.root, learner__steps=7)
     jobs.reference(s)()
     for until in (6, 7):  # the second begins with the checkpoint of step 5
-        trainer, lease = jobs._make_trainer(s, publish_every_steps=2)
+        trainer, lease = jobs.make_trainer(s, publish_every_steps=2)
         trainer.poll()
         while trainer.step_number < until:
             measurements = trainer.step()
@@ -97,10 +97,10 @@ def test_a_mounted_run_may_still_be_running(tmp_path, frozen):
     source = frozen(tmp_path / "source", batches=2)
     s = frozen_runs.offline(tmp_path / "run", source.run.root)
     jobs.reference(s)()
-    trainer, lease = jobs._make_trainer(s, publish_every_steps=2)
+    trainer, lease = jobs.make_trainer(s, publish_every_steps=2)
     trainer.poll()
     assert trainer.step() is not None and trainer.scalars()["rows_seen"] == 32
-    searcher = jobs._make_searcher(source, name="late", account=TimeAccount())
+    searcher = jobs.make_searcher(source, name="late", account=TimeAccount())
     searcher.refresh()
     searcher.search()
     trainer.poll()
@@ -193,12 +193,12 @@ def test_a_mount_is_stored_as_an_absolute_path(tmp_path, monkeypatch, frozen):
 def test_a_trainer_that_waits_says_what_for(tmp_path, frozen, monkeypatch, caplog):
     source = frozen(tmp_path / "source")
     s = frozen_runs.offline(tmp_path / "run", source.run.root, replay__min_rows=1000)
-    monkeypatch.setattr(trainer_lib, "_SAY_WAITING_SECONDS", 0.0)
+    monkeypatch.setattr(trainer_loop, "_SAY_WAITING_SECONDS", 0.0)
     jobs.reference(s)()
-    trainer, lease = jobs._make_trainer(s, publish_every_steps=2)
+    trainer, lease = jobs.make_trainer(s, publish_every_steps=2)
     stops = iter([False, False, True])
-    assert not trainer_lib.run_trainer(trainer, s.config, s.run, stop=lambda: next(stops))
+    assert not trainer_loop.run_trainer(trainer, s.run, stop=lambda: next(stops))
     lease.release()
     assert 0 < len(trainer.index) < 1000
-    needed = "a step needs those of learner.queries=3 queries, at least replay.min_rows=1000"
-    assert f"waiting for rows: {needed}; {len(trainer.index)} are resident" in caplog.text
+    (told,) = {record.getMessage() for record in caplog.records if "waiting for rows" in record.getMessage()}
+    assert "learner.queries=3" in told and "replay.min_rows=1000" in told and str(len(trainer.index)) in told

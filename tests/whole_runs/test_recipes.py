@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,8 +26,6 @@ from tba_jax.replay.reader import LogReader
 from tba_jax.run import contract, layout, processes
 from tests.support import random_checkpoints, tiny_checkpoints, tiny_run
 from tests.support.small_recipes import P_END, PRETRAINED, SMALL, STEPS, check_run, problems
-
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 
 @pytest.fixture(autouse=True)
@@ -123,27 +122,44 @@ def test_a_recipe_runs_with_real_processes(tmp_path, data_dir):
     shutil.rmtree(tmp_path / "run")
 
 
-def test_models_of_a_task_are_loaded_by_real_processes(tmp_path):
-    """A searcher and an evaluator that score summaries, and rows whose rewards a loop over them finds again."""
-    tokenizer = random_checkpoints.byte_tokenizer(tmp_path / "model-tokenizer")
+def summaries(folder: Path) -> tuple[dict[str, Any], Path]:
+    """Settings of the smallest TL;DR recipe with tiny models of its task, and their tokenizer."""
+    tokenizer = random_checkpoints.byte_tokenizer(folder / "model-tokenizer")
     for seed, (name, labels) in enumerate([("policy", 0), ("reward", 1), ("gold", 1)]):
         ends = {} if labels else dict(p_end=P_END, temperature=tldr_pythia.get_config().sampling.temperature)
-        random_checkpoints.write(tmp_path / name, "pythia-410m", tokenizer, labels=labels, seed=seed, **ends)
+        random_checkpoints.write(folder / name, "pythia-410m", tokenizer, labels=labels, seed=seed, **ends)
     rows = [{"query": f"POST: Cat {i}\n\nTL;DR:", "summary": f"Cat {i}."} for i in range(8)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = SMALL | {f"task.tldr.{name}_path": str(tmp_path / "rows.jsonl") for name in ("train", "heldout")}
-    settings |= {f"task.tldr.{name}_path": str(tmp_path / name) for name in ("reward", "gold")}
-    settings |= {"model.path": str(tmp_path / "policy"), "task.tldr.compute_dtype": "float32", "supervisor.max_restarts": 0}
-    flags = [f"--config.{name}={value}" for name, value in settings.items()]
-    recipe = "configs/tldr_pythia.py:410m-rloo"
-    done = tiny_run.call(tiny_run.command(tmp_path / "run", *flags, recipe=recipe, tiny=False), timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    run = layout.RunDir(tmp_path / "run")
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = SMALL | {f"task.tldr.{name}_path": str(folder / "rows.jsonl") for name in ("train", "heldout")}
+    settings |= {f"task.tldr.{name}_path": str(folder / name) for name in ("reward", "gold")}
+    return settings | {"model.path": str(folder / "policy"), "task.tldr.compute_dtype": "float32"}, tokenizer
+
+
+def check_summaries(run: layout.RunDir, folder: Path, tokenizer: Path) -> None:
     for step in (0, STEPS):
         report = layout.read_json(run.evaluations / f"{layout.step_name(step)}.json")
         assert 0 <= report["greedy_win_rate"] <= 1 and report["unscored"] == 0
-    check_rewards(run, tmp_path / "reward", tokenizer)
-    # A role that scores nothing does without the models.
+    check_rewards(run, folder / "reward", tokenizer)
+
+
+def test_summaries_have_the_rewards_of_the_model(tmp_path, one_device):
+    """A searcher and an evaluator that score summaries, and rows whose rewards a loop over them finds again."""
+    settings, tokenizer = summaries(tmp_path)
+    c = tldr_pythia.get_config("410m-rloo")
+    c.update_from_flattened_dict(settings | {"schedule.mode": "interleaved"})
+    s = tiny_run.settings(tmp_path / "run", c)
+    assert jobs.everything(s)() == 0
+    check_summaries(s.run, tmp_path, tokenizer)
+
+
+@pytest.mark.slow
+def test_models_of_a_task_are_loaded_by_the_processes_that_score(tmp_path):
+    settings, tokenizer = summaries(tmp_path)
+    flags = [f"--config.{name}={value}" for name, value in (settings | {"supervisor.max_restarts": 0}).items()]
+    recipe = "configs/tldr_pythia.py:410m-rloo"
+    done = tiny_run.call(tiny_run.command(tmp_path / "run", *flags, recipe=recipe, tiny=False), timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    check_summaries(layout.RunDir(tmp_path / "run"), tmp_path, tokenizer)
     (tmp_path / "reward").rename(tmp_path / "elsewhere")
     for role, code in (("trainer", 0), ("searcher", processes.BAD_INPUT)):
         arguments = tiny_run.command(tmp_path / "run", *flags, f"--role={role}", recipe=recipe, tiny=False)

@@ -17,8 +17,6 @@ from tba_jax.run import contract, layout
 from tests.support import random_checkpoints, spelled_checkpoints, tiny_run
 from tests.support.small_recipes import SMALL, STEPS, check_run
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 # What a tokenizer of letters and models of 64 positions leave room for.
 OF_LETTERS = {
     "task.red_team.attack_prompt": "do:",
@@ -63,6 +61,7 @@ def models_of_gpt2(tmp_path, data_dir) -> dict[str, Path]:
     }
 
 
+@pytest.mark.slow
 def test_gpt2s_recipe_runs_in_turn_with_its_tokenizer(tmp_path, data_dir, one_device):
     """Its own prompt, template, label and lengths of attacks; replies are shorter."""
     c, folders = red_team_gpt2.get_config(), models_of_gpt2(tmp_path, data_dir)

@@ -1,4 +1,7 @@
-"""Rewards beside the decoder: batches wait for theirs while the next ones are decoded, and are appended in their order."""
+"""Rewards and appends beside the decoder: a batch waits for its rewards while the next batches are decoded.
+
+Batches are appended to the replay log in the order in which they were decoded.
+"""
 
 import concurrent.futures
 import dataclasses
@@ -23,12 +26,13 @@ from tba_jax.text.tokenizers import Tokenizer
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SearchReport:
-    """One batch: when it was appended (time.monotonic()), rows written, response tokens in them, mean reward, share that ended by
-    itself, seconds it took.
+    """What became of one batch.
 
-    unscored: rows whose reward could not be found, NaN in the log; the mean is of the others. policy_step: of the weights in use
-    when it was decoded; slot_idle: share of the decoder's slot-steps until then that gave no token; value_tokens: generated
-    besides the rows to value their states.
+    time: when it was appended, time.monotonic(). seconds: from the beginning of its decoding until then.
+    rows: number of rows. tokens: response tokens in them. value_tokens: tokens that were generated only to value their states.
+    reward: mean reward of the rows that have one. unscored: rows whose reward could not be found, NaN in the log.
+    finished: share of the responses that ended by themselves.
+    policy_step: of the weights in use when it was decoded. slot_idle: share of all slot-steps so far that gave no token.
     """
 
     time: float
@@ -45,9 +49,10 @@ class SearchReport:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodedBatch:
-    """What is known of a batch without its rewards.
+    """A batch that waits for its rewards.
 
-    rows: the columns but row, reward, reward_parts and state_values. begin: time.monotonic() when its decoding began.
+    rows: all columns but row, reward, reward_parts and state_values. scores, values: what gives the missing columns.
+    begin: time.monotonic() when its decoding began. Others: see SearchReport.
     """
 
     rows: dict[str, np.ndarray]
@@ -59,7 +64,7 @@ class DecodedBatch:
 
 
 class _Threads:
-    """Threads that do calls in their order; the end of the process does not wait for them, as it would for an executor's."""
+    """Threads that do calls in their order. Unlike those of an executor, they do not hold up the end of the process."""
 
     def __init__(self, count: int, name: str):
         self._count = count
@@ -73,7 +78,7 @@ class _Threads:
         return future
 
     def close(self) -> None:
-        """The threads end once they have done what was submitted."""
+        """The threads end once the calls that were submitted are done."""
         for _ in range(self._count):
             self._calls.put(None)
 
@@ -84,7 +89,7 @@ class _Threads:
                 future.set_result(function())
             except BaseException as error:  # raised where the result is asked for
                 future.set_exception(error)
-            del call, future, function  # what they hold may be large
+            del call, future, function  # they may hold large arrays
 
 
 class Appender:
@@ -94,7 +99,7 @@ class Appender:
     """
 
     def __init__(self, log: LogWriter, *, task: Task, tokenizer: Tokenizer, missing_eos_reward: float | None, most_waiting: int):
-        """Args: most_waiting: batches that may wait at a time; as many calls of the task's rewards are under way at most."""
+        """Args: most_waiting: the most batches that wait for rewards, and the most calls of the task's rewards at a time."""
         self._log, self._task, self._tokenizer, self._missing_eos_reward = log, task, tokenizer, missing_eos_reward
         self._most_waiting = most_waiting
         self._calls, self._appends = _Threads(most_waiting, "reward"), _Threads(1, "append")
@@ -102,24 +107,24 @@ class Appender:
         self._waiting: deque[Future[SearchReport]] = deque()
 
     def reward(self, generation: Generation, queries: Sequence[EncodedQuery]) -> tuple[list[str], Future[Scores]]:
-        """B response texts, and what will be their scores."""
+        """The B texts of the responses, and a future of their scores."""
         texts = response_texts(generation, queries, self._tokenizer)
         asked: dict[str, Any] = dict(task=self._task, missing_eos_reward=self._missing_eos_reward)
         return texts, self._calls.submit(reward_texts, texts, generation.finished, queries, **asked)
 
     def put(self, batch: DecodedBatch) -> None:
-        """Appends the batch as soon as may be. Waits while as many batches wait as may, until the first of them is appended.
+        """Has the batch appended once its rewards are there. While most_waiting batches wait, waits for the first of them.
 
-        Raises: what appended() raises.
+        Raises: as `appended`.
         """
         while sum(not report.done() for report in self._waiting) >= self._most_waiting:
             next(report for report in self._waiting if not report.done()).result()
         self._waiting.append(self._appends.submit(self._append, batch))
 
     def appended(self, *, wait_seconds: float | None = 0.0) -> list[SearchReport]:
-        """Of the batches that were appended since the last call, in their order.
+        """Reports of the batches that were appended since the last call, in their order.
 
-        Args: wait_seconds: so long for those that were put; None: for as long as it takes.
+        Args: wait_seconds: how long to wait for batches that were put and are not appended yet; None: as long as it takes.
 
         Raises:
           OSError: the replay log refused the rows (disk full, say).
@@ -132,7 +137,7 @@ class Appender:
         return reports
 
     def close(self) -> None:
-        """Ends the threads, but for calls under way; an append under way is completed, what still waits is not appended."""
+        """Ends the threads without waiting for rewards. An append under way is completed, batches that still wait are dropped."""
         with self._appending:
             self._failed = True
         for threads in (self._calls, self._appends):

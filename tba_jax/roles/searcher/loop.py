@@ -1,4 +1,4 @@
-"""The loop of a searcher's process: snapshots are loaded beside it, batches are searched until the run has finished."""
+"""The loop of a searcher's process: it searches batches until the run has finished, and loads snapshots in a thread beside it."""
 
 import logging
 import threading
@@ -21,7 +21,7 @@ class _Refresher:
         self._searcher, self._poll_seconds = searcher, poll_seconds
         self._stopping = threading.Event()
         self._failure: BaseException | None = None
-        # A daemon: the end of the process does not wait for a storage that hangs.
+        # A daemon thread: the end of the process does not wait for storage that hangs.
         self._thread = threading.Thread(target=self._run, name="refresher", daemon=True)
         self._thread.start()
 
@@ -39,13 +39,13 @@ class _Refresher:
             raise self._failure
 
     def close(self, *, patience_seconds: float) -> None:
-        """Waits so long for a load under way: one that the end of the process surprises within JAX aborts it."""
+        """Waits so long for a load under way: a thread that is within JAX when the process ends would abort the process."""
         self._stopping.set()
         self._thread.join(patience_seconds)
 
 
 class _Rates:
-    """Writes a searcher's metrics, a line for each batch that was appended but the first, which holds the compilation."""
+    """Writes a searcher's metrics, a line for each appended batch. Rates begin after the first, which holds the compilation."""
 
     def __init__(self, writer: MetricWriter, account: TimeAccount):
         self._writer, self._account = writer, account
@@ -85,7 +85,7 @@ def run_searcher(
 ) -> None:
     """Searches until the run has finished or `stop` says so.
 
-    The batch that is being decoded is completed; those that wait for their rewards have searchers.stop_seconds.
+    The batch that is being decoded is completed. Batches that wait for their rewards have searchers.stop_seconds to get them.
     """
     writer = MetricWriter(run.metrics(name))
     poll_seconds = places.poll_seconds([run.shared], config.searchers.poll_seconds)

@@ -1,43 +1,41 @@
 """The searcher: generates responses with the newest policy it can get, scores them, and appends them to the replay log."""
 
 import dataclasses
-import functools
 import os
 import platform
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from tba_jax import sharding, trajectory
+from tba_jax import trajectory
 from tba_jax.decoding import sampling as sampling_lib
-from tba_jax.decoding.engine import Engine, Ticket
+from tba_jax.decoding.engine import Ticket
 from tba_jax.decoding.requests import Generation, Request, concatenate
 from tba_jax.decoding.slots import row_keys
 from tba_jax.decoding.state_values import StateValues
-from tba_jax.models import scoring
-from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
 from tba_jax.replay.log import LogWriter
 from tba_jax.rewards.embeddings import ResponseEmbedder
+from tba_jax.roles.reference import ReferencePolicy, policy_mesh, text_columns
+from tba_jax.roles.sampler import Sampler, automaton
 from tba_jax.roles.searcher.appender import Appender, DecodedBatch, SearchReport
 from tba_jax.roles.searcher.stream import QueryStream, writer_number
 from tba_jax.run import contract as contract_lib
-from tba_jax.run import layout, snapshots
+from tba_jax.run import layout
 from tba_jax.run.metrics import TimeAccount
 from tba_jax.tasks.interface import EncodedQuery, Task
-from tba_jax.text import stop_strings
 from tba_jax.text.stop_strings import StopStrings
 from tba_jax.text.tokenizers import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
 class _Asked:
-    """A query that is being answered: the decoder's ticket, and what its rows will say of how they were drawn."""
+    """A query that is being answered: the decoder's ticket, and the keys and settings by which its rows are drawn."""
 
     query: EncodedQuery
     ticket: Ticket
@@ -46,10 +44,11 @@ class _Asked:
 
 
 class Searcher:
-    """One searcher: a mesh, a decoder, policy snapshots, the reference policy, a stream of queries and a log of its own.
+    """One searcher: a sampler, a stream of queries, and a replay log of its own.
 
-    The decoder goes on with the next queries while the last ones of a batch end. Rows are numbered, and appended, in the order
-    in which their queries were asked: rows that end early do not overtake long ones, which would bias what the trainer sees.
+    The decoder goes on with the next queries while the last responses of a batch end. Rows are numbered and appended in the
+    order in which their queries were asked: rows that end early do not overtake long ones, which would bias what the trainer
+    sees.
     """
 
     def __init__(
@@ -65,89 +64,45 @@ class Searcher:
         name: str,
         account: TimeAccount,
     ):
-        self._config, self._contract, self._run = config, contract, run
-        self._policy, self._tokenizer = policy, tokenizer
+        self._config, self._contract = config, contract
         self._account = account
-        devices = sharding.policy_devices(config.searchers.task_devices)
-        self._mesh = sharding.make_mesh(tuple(config.searchers.mesh.values()), setting="searchers.mesh", devices=devices)
-        self._embedder = ResponseEmbedder(config.task.embedding_path, self._mesh) if contract.embedding else None
+        self._sampler = _make_sampler(config, contract, run, policy=policy, tokenizer=tokenizer, queries=queries)
+        self._engine, self._reference = self._sampler.engine, self._sampler.reference
+        self._embedder = ResponseEmbedder(config.task.embedding_path, self._reference.mesh) if contract.embedding else None
         self.writer = f"{name}-{uuid.uuid4().hex[:8]}"
         self._writer_number = writer_number(self.writer)
         self._stream = QueryStream(queries, seed=config.seed, writer=self._writer_number)
         self._rng = np.random.default_rng([config.seed, self._writer_number])
-        s = config.searchers
-        self.rows_per_batch = s.queries_per_batch * s.samples_per_query
-        log = LogWriter(
-            run.replay,
-            self.writer,
-            contract.row_shape(),
-            rows_per_append=self.rows_per_batch,
-            segment_appends=config.replay.segment_appends,
-            info={"host": platform.node(), "pid": os.getpid(), "started": time.time(), "devices": str(self._mesh.devices.size)},
-        )
         self._appender = Appender(
-            log,
+            self._open_log(run),
             task=task,
             tokenizer=tokenizer,
             missing_eos_reward=contract.missing_eos_reward,
-            most_waiting=1 if config.schedule.mode == "interleaved" else s.reward_batches,
+            most_waiting=1 if config.schedule.mode == "interleaved" else config.searchers.reward_batches,
         )
-        space = contract.response_space()
-        slots = s.slots or self.rows_per_batch
-        # Of a response that goes on from one of its states, all tokens but the last may be given.
-        given_length = contract.response_length - 1 if contract.step_ends else 0
-        self._engine = Engine(
-            policy.model,
-            space,
-            self._mesh,
-            slots=slots,
-            samples=s.samples_per_query,
-            prompt_length=max(len(query.prompt) for query in queries) + given_length,
-            given_length=given_length,
-            response_length=contract.response_length,
-            pad_id=contract.pad_id,
-            stop_strings=self._automaton(contract.stop_strings),
-            swap=s.swap,
-            chunk=s.decode_chunk,
-            lockstep=config.schedule.mode == "interleaved",
-            weights=s.weights,
-        )
-        self._value_states = self._make_state_values(slots)
+        self._value_states = self._make_state_values(automaton(contract.step_ends, tokenizer, vocab=policy.model.vocab))
         self._jit_keys = jax.jit(row_keys)
-        self._jit_score = scoring.scorer(
-            self._mesh,
-            graphdef=policy.base.graphdef,
-            R=contract.response_length,
-            space=space,
-            logit_megabytes=s.logit_megabytes,
-        )
-        # What is sampled may take the snapshot's memory where it is the snapshot.
-        self._for_sampling = sharding.on_mesh(
-            self._mesh,
-            jax.jit(
-                functools.partial(policy.for_sampling, weights=s.weights),
-                donate_argnums=(0,) if policy.lora is None and s.weights == "full" else (),
-            ),
-        )
-        self._snapshot: dict[str, Any] = dict(
-            specs=policy.trained_specs, shardings=policy.trained_shardings(self._mesh), dtype=policy.snapshot_dtype
-        )
+        # Queries that the engine was asked and whose rows are not decoded yet, in the order of the stream.
         self._asked: deque[_Asked] = deque()
-        self._newest_step = -1
         self._queries_on_snapshot = 0
-        self.reference_id = layout.read_json(run.initial_reference)["id"]
-        self._reference = snapshots.load(
-            run.reference(self.reference_id),
-            policy.model_specs,
-            policy.model_shardings(self._mesh),
-            dtype=policy.model.compute_dtype,
+
+    @property
+    def rows_per_batch(self) -> int:
+        return _rows_per_batch(self._config)
+
+    def _open_log(self, run: layout.RunDir) -> LogWriter:
+        devices = str(self._reference.mesh.devices.size)
+        return LogWriter(
+            run.replay,
+            self.writer,
+            self._contract.row_shape(),
+            rows_per_append=self.rows_per_batch,
+            segment_appends=self._config.replay.segment_appends,
+            info={"host": platform.node(), "pid": os.getpid(), "started": time.time(), "devices": devices},
         )
 
-    def _automaton(self, texts: Sequence[str]) -> StopStrings | None:
-        return stop_strings.build(self._tokenizer.token_bytes(), texts, vocab=self._policy.model.vocab) if texts else None
-
-    def _make_state_values(self, slots: int) -> StateValues | None:
-        s, step_ends = self._config.searchers, self._automaton(self._contract.step_ends)
+    def _make_state_values(self, step_ends: StopStrings | None) -> StateValues | None:
+        s = self._config.searchers
         if step_ends is None:
             return None
         return StateValues(
@@ -156,45 +111,39 @@ class Searcher:
             sampling=self._plain_sampling(s.value_samples),
             most_states=s.value_states,
             samples_per_query=s.samples_per_query,
-            states_at_a_time=2 * slots // s.value_samples,
+            states_at_a_time=2 * _slots(self._config) // s.value_samples,
             reward=self._appender.reward,
         )
 
     def refresh(self) -> bool:
-        """Loads the newest snapshot if it is newer than the last and hands it to the decoder. Returns whether there was one.
+        """Takes up the newest snapshot if it is newer than the last one. Returns whether there was one.
 
-        May be called from a thread beside the one that searches: the decoder takes the weights up while it runs.
+        May be called from a thread beside the one that searches.
         """
-        if not self._engine.swapped:  # one that waits to be taken up is as much as there is memory for
-            return False
-        newest = snapshots.load_latest(self._run.policies, **self._snapshot, newer_than=self._newest_step)
-        if newest is not None:
-            self._take(*newest)
-        return newest is not None
+        if found := self._sampler.load_newest():
+            self._queries_on_snapshot = 0
+        return found
 
     def load_step(self, step: int) -> None:
         """Takes up the snapshot of exactly this trainer step."""
-        if step != self._newest_step:
-            self._take(step, snapshots.load_step(self._run.policies, step, **self._snapshot))
-
-    def _take(self, step: int, snapshot: Params) -> None:
-        self._engine.swap(self._engine.prepare(self._for_sampling(snapshot, self._reference)), step)
-        self._newest_step, self._queries_on_snapshot = step, 0
+        if step != self._sampler.step:
+            self._sampler.load_step(step)
+            self._queries_on_snapshot = 0
 
     @property
     def may_search(self) -> bool:
-        """Whether there are weights, and queries that are being answered or may be asked (searchers.max_rows_per_snapshot)."""
-        return self._newest_step >= 0 and (len(self._asked) > 0 or self._may_ask())
+        """Whether there are weights, and a query that is being answered or may be asked."""
+        return self._sampler.step >= 0 and (len(self._asked) > 0 or self._may_ask())
 
     def _may_ask(self) -> bool:
-        """Whether a snapshot may be asked another query. The limit counts in whole batches."""
+        """Whether searchers.max_rows_per_snapshot lets the newest snapshot be asked another query. It counts in whole batches."""
         limit = self._config.searchers.max_rows_per_snapshot
         return (
             not limit or self._queries_on_snapshot < -(-limit // self.rows_per_batch) * self._config.searchers.queries_per_batch
         )
 
     def _ask(self) -> None:
-        """Hands the next query to the decoder. Its rows are numbered on."""
+        """Hands the next query of the stream to the decoder."""
         samples = self._config.searchers.samples_per_query
         rows = np.arange(self._stream.taken * samples, (self._stream.taken + 1) * samples, dtype=np.uint32)
         query = next(self._stream)
@@ -205,26 +154,26 @@ class Searcher:
         self._queries_on_snapshot += 1
 
     def search(self, *, ahead: Callable[[], bool] = lambda: False) -> SearchReport:
-        """One batch, which is in the log when this returns. See advance."""
+        """Searches one batch, which is in the log when this returns. See `advance`."""
         self.advance(ahead=ahead)
         return self.appended(wait_seconds=None)[-1]
 
     def advance(self, *, ahead: Callable[[], bool] = lambda: False) -> None:
         """Decodes one batch, has the reference score it, and hands it on to be rewarded and appended.
 
-        Waits where searchers.reward_batches wait for their rewards already.
+        Waits while searchers.reward_batches batches wait for their rewards.
 
         Args:
           ahead: whether the decoder may go on with queries of the next batches where it has room.
 
         Raises:
           FloatingPointError: the policy or the reference gave log-probs that are not finite; names the query.
-          Exception: what appended() raises.
+          Exception: as `appended`.
         """
         begin = time.monotonic()
 
         def feed() -> bool:
-            # A lane that is slow does not let the others run ahead without end.
+            # The other lanes do not run ahead of a slow one without end.
             most = self._config.searchers.queries_per_batch + self._engine.prompts
             if len(self._asked) >= most or not (self._may_ask() and ahead()):
                 return False
@@ -233,9 +182,10 @@ class Searcher:
 
         batch, generation = self._decode(feed)
         queries = [asked.query for asked in batch for _ in range(asked.ticket.request.samples)]
-        rows = self._rows(batch, generation)
+        rows = self._rows(batch, queries, generation)
         with self._account.measure("reference"):
-            rows["ref_logprobs"] = self._reference_logprobs(rows, queries)
+            rows["ref_logprobs"] = self._reference.logprobs(rows)
+            _check_finite(rows["ref_logprobs"], queries)
         texts, scores = self._appender.reward(generation, queries)
         if self._embedder is not None:
             with self._account.measure("embedding"):
@@ -251,13 +201,13 @@ class Searcher:
             )
 
     def appended(self, *, wait_seconds: float | None = 0.0) -> list[SearchReport]:
-        """Of the batches that were appended since the last call.
+        """Reports of the batches that were appended since the last call.
 
-        Args: wait_seconds: so long for those that were decoded; None: for as long as it takes.
+        Args: wait_seconds: how long to wait for batches that are decoded and not appended yet; None: as long as it takes.
 
         Raises:
           OSError: the replay log refused the rows (disk full, say).
-          Exception: whatever the task's rewards raised.
+          Exception: any error of the task's rewards.
         """
         with self._account.measure("wait_rewards"):
             return self._appender.appended(wait_seconds=wait_seconds)
@@ -278,25 +228,16 @@ class Searcher:
                 self._asked.popleft()
         return batch, generation
 
-    def _rows(self, batch: Sequence[_Asked], generation: Generation) -> dict[str, np.ndarray]:
-        """The columns that decoding gives."""
-        samples = self._config.searchers.samples_per_query
-        columns = trajectory.token_columns(
-            [asked.query.prompt for asked in batch for _ in range(samples)],
-            [tokens[:length] for tokens, length in zip(generation.tokens, generation.length, strict=True)],
-            prompt_length=self._contract.prompt_length,
-            response_length=self._contract.response_length,
-            pad_id=self._contract.pad_id,
-        )
-        query_id = np.array([trajectory.query_id(asked.query.prompt) for asked in batch], np.uint64)
+    def _rows(self, batch: Sequence[_Asked], queries: Sequence[EncodedQuery], generation: Generation) -> dict[str, np.ndarray]:
+        """The columns that decoding gives. Args: queries: one a row."""
         sampling = jax.tree.map(lambda *rows: np.concatenate(rows), *[asked.sampling for asked in batch])
         count = self.rows_per_batch
         return {
-            "query_id": np.repeat(query_id, samples),
-            **columns,
+            "query_id": np.array([trajectory.query_id(query.prompt) for query in queries], np.uint64),
+            **text_columns([query.prompt for query in queries], generation.responses, self._contract),
             "finished": generation.finished,
             "reward_version": np.full(count, self._contract.reward_version, np.int32),
-            "reference_id": np.full(count, int(self.reference_id, 16), np.uint64),
+            "reference_id": np.full(count, int(self._reference.id, 16), np.uint64),
             "policy_logprobs": generation.policy_logprobs,
             "behavior_logprobs": generation.behavior_logprobs,
             "policy_step": generation.policy_step,
@@ -304,24 +245,12 @@ class Searcher:
             **{field.name: getattr(sampling, field.name) for field in dataclasses.fields(sampling)},
         }
 
-    def _reference_logprobs(self, rows: Mapping[str, np.ndarray], queries: Sequence[EncodedQuery]) -> np.ndarray:
-        """float32[B, R], nats, 0 where masked. Raises FloatingPointError naming the query where one is not finite."""
-        inputs = tuple(rows[name] for name in ("tokens", "prompt_length", "response_length"))
-        logprobs = np.asarray(self._jit_score(self._reference, *sharding.put_rows(self._mesh, inputs))[0])
-        broken = ~np.isfinite(logprobs).all(1)
-        if broken.any():
-            raise FloatingPointError(
-                f"{broken.sum()} responses have reference log-probs that are not finite; the first to query "
-                f"{queries[int(broken.argmax())].name}"
-            )
-        return logprobs
-
     def _plain_sampling(self, rows: int) -> sampling_lib.Sampling:
         s = self._config.sampling
         return sampling_lib.constant(rows, temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p)
 
     def _sampling(self) -> sampling_lib.Sampling:
-        """Of the samples of one query."""
+        """Settings for the samples of one query, with exploration."""
         s = self._config.sampling
         return sampling_lib.explore(
             self._plain_sampling(self._config.searchers.samples_per_query),
@@ -330,4 +259,53 @@ class Searcher:
             temperature_factor=s.explore_temperature_factor,
             top_p_probability=s.explore_top_p_probability,
             top_p_low=s.explore_top_p_low,
+        )
+
+
+def _rows_per_batch(config: Any) -> int:
+    return config.searchers.queries_per_batch * config.searchers.samples_per_query
+
+
+def _slots(config: Any) -> int:
+    """Sequences that are decoded side by side: a whole batch, unless searchers.slots says otherwise."""
+    return config.searchers.slots or _rows_per_batch(config)
+
+
+def _make_sampler(
+    config: Any,
+    contract: contract_lib.Contract,
+    run: layout.RunDir,
+    *,
+    policy: Policy,
+    tokenizer: Tokenizer,
+    queries: Sequence[EncodedQuery],
+) -> Sampler:
+    s = config.searchers
+    mesh = policy_mesh(config, "searchers")
+    # A state may lie before the last token of a response: all other tokens are then given.
+    given_length = contract.response_length - 1 if contract.step_ends else 0
+    return Sampler(
+        contract,
+        run,
+        policy=policy,
+        tokenizer=tokenizer,
+        reference=ReferencePolicy(contract, run, policy=policy, mesh=mesh, logit_megabytes=s.logit_megabytes),
+        weights=s.weights,
+        slots=_slots(config),
+        samples=s.samples_per_query,
+        prompt_length=max(len(query.prompt) for query in queries) + given_length,
+        given_length=given_length,
+        swap=s.swap,
+        chunk=s.decode_chunk,
+        lockstep=config.schedule.mode == "interleaved",
+    )
+
+
+def _check_finite(ref_logprobs: np.ndarray, queries: Sequence[EncodedQuery]) -> None:
+    """Raises FloatingPointError where a row of float32[B, R] is not finite; names its query."""
+    broken = ~np.isfinite(ref_logprobs).all(1)
+    if broken.any():
+        raise FloatingPointError(
+            f"{broken.sum()} responses have reference log-probs that are not finite; the first to query "
+            f"{queries[int(broken.argmax())].name}"
         )

@@ -1,4 +1,4 @@
-"""The queries of one searcher: every one once before any comes again, in an order of its own."""
+"""The queries of one searcher, in an order of its own: every query comes once before any comes again."""
 
 import hashlib
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from tba_jax.tasks.interface import EncodedQuery
 
 
 def query_order(count: int, *, seed: int, writer: int, epoch: int) -> np.ndarray:
-    """int64[count]: the order in which a searcher takes the queries in pass `epoch`, a permutation of its own."""
+    """int64[count]: the order in which a searcher takes the queries in its pass `epoch` over them."""
     return np.random.Generator(np.random.Philox(key=[seed, (writer << 32) | epoch])).permutation(count)
 
 
@@ -19,7 +19,7 @@ def writer_number(writer: str) -> int:
 
 
 class QueryStream:
-    """Pass after pass over the queries. taken: how many it gave so far."""
+    """Pass after pass over the queries. taken: how many queries it has given so far."""
 
     def __init__(self, queries: Sequence[EncodedQuery], *, seed: int, writer: int):
         self._queries, self._seed, self._writer = queries, seed, writer

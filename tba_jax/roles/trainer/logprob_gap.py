@@ -1,6 +1,6 @@
-"""The alarm: sampler's and learner's log-probs of the same tokens by the same weights must agree.
+"""The alarm: the log-probs that sampler and learner give the same tokens under the same weights must agree.
 
-Trajectory balance would train on without notice if a mask, a position or a precision differed between the two.
+Without it, trajectory balance would train on unnoticed if a mask, a position or a precision differed between the two.
 """
 
 import logging
@@ -18,26 +18,29 @@ from tba_jax.run.places import Place
 
 log = logging.getLogger(__name__)
 
-# Policy steps, the newest first, that are looked at for rows whose weights were not swapped midway.
+# Policy steps that are tried, the newest first, until one has a row whose weights were not swapped midway.
 _STEPS_TRIED = 16
-_ROWS_LOOKED_AT = 1024  # of each
+_ROWS_OF_A_STEP = 1024  # that are looked at
 # Nats per token that sampler and learner may differ by, by compute dtype.
 _LIMITS = {"float32": 1e-3, "bfloat16": 0.1}
 
 
 class LogprobGap:
-    """Compares stored log-probs with those of the learner, on the newest snapshot that produced rows as a whole."""
+    """Compares stored log-probs with the learner's, on rows that the newest possible snapshot alone produced."""
 
     def __init__(
         self, config: update.LearnerConfig, mesh: jax.sharding.Mesh, policies: Place, *, sampler_weights: str, limit: float
     ):
-        """Args: policies: snapshots; sampler_weights: "full" | "int8", as searchers round them; limit: nats, 0 = by dtype."""
+        """
+        Args:
+          policies: the folder of snapshots. sampler_weights: searchers.weights. limit: nats per token, 0 = by compute dtype.
+        """
         self._config, self._mesh, self._policies, self._sampler_weights = config, mesh, policies, sampler_weights
         self._limit = limit or _LIMITS[config.policy.model.compute_dtype]
         self._score = sharding.on_mesh(mesh, jax.jit(self._score_snapshot))
 
     def _score_snapshot(self, snapshot: parameters.Params, frozen: parameters.Params, batch: Batch) -> jax.Array:
-        """float32[B, R]: log-probs by a snapshot; rounded as searchers round it, if they do."""
+        """float32[B, R]: log-probs under the weights of a snapshot, which are rounded as searchers round them."""
         policy = self._config.policy
         if self._sampler_weights == "full":
             model = policy.for_training(snapshot, frozen)
@@ -49,12 +52,12 @@ class LogprobGap:
     def _rows_of(
         self, step: int, index: ReplayIndex, usable: np.ndarray
     ) -> tuple[int, parameters.Params, trajectory.Rows] | None:
-        """The published parameters of a step and a micro-batch of rows that they produced from the first token to the last.
+        """The step, its published parameters, and a micro-batch of rows that they produced from the first token to the last.
 
-        None where the snapshot is gone, or weights were swapped in all rows: those attend to keys and values of other weights,
-        which scoring does not make.
+        None where the snapshot is gone, or where weights were swapped midway in all rows. Tokens after a swap attended to keys
+        and values of the weights before it, which scoring does not reproduce.
         """
-        slots = usable[index.row_step[usable] == step][:_ROWS_LOOKED_AT]
+        slots = usable[index.row_step[usable] == step][:_ROWS_OF_A_STEP]
         rows = index.gather(slots)
         mask = trajectory.response_mask(rows["response_length"], rows["policy_step"].shape[1])
         whole = (np.where(mask, rows["policy_step"], step) == step).all(axis=1)
@@ -69,7 +72,7 @@ class LogprobGap:
         return step, snapshot, index.gather(np.resize(slots[whole], self._config.micro_batch_rows))
 
     def measure(self, index: ReplayIndex, usable: np.ndarray, frozen: parameters.Params) -> dict[str, float]:
-        """Largest and mean gap in nats per token, and whether it is an alarm; {} where there is nothing to compare.
+        """The largest and the mean gap in nats per token, and whether it is an alarm; {} where there is nothing to compare.
 
         Args:
           usable: int64[n], slots of resident rows that name snapshots of this run.

@@ -15,8 +15,6 @@ from tba_jax.models.presets import PRESETS
 from tests.support import applied
 from tests.support.tiny_checkpoints import LANGUAGE_MODELS, path_of
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 # As the models' pages show them, without keys that only training and sampling read.
 PUBLISHED = {
     "gpt2": {

@@ -21,8 +21,6 @@ from tests.support import applied
 from tests.support import tiny_checkpoints as tiny
 from tests.support.tiny_checkpoints import LANGUAGE_MODELS, assert_same_params, load, path_of
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 MODELS = (*LANGUAGE_MODELS, "gpt_neox_reward")
 SHAPE = {"layers": 2, "width": 16, "heads": 4, "kv_heads": 4, "head_size": 4, "ffn": 24, "vocab": 48, "max_positions": 64}
 

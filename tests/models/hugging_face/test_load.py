@@ -21,8 +21,6 @@ from tests.support import applied
 from tests.support import tiny_checkpoints as tiny
 from tests.support.tiny_checkpoints import LANGUAGE_MODELS, REAL_MODELS, assert_same_params, load, path_of
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 REAL_GOLDEN = tiny.FIXTURES / "real_models.npz"
 # Those of make_fixtures.MODELS, which cannot be imported without torch.
 VARIANTS = (

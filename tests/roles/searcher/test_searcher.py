@@ -27,8 +27,6 @@ from tba_jax.run.metrics import TimeAccount
 from tba_jax.tasks.interface import Query, Scores, Task
 from tests.support import applied, tiny_run
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 Q, S, R = 3, 4, 12  # queries of a batch, samples of a query, response tokens
 ROWS = Q * S
 # Ten queries, so that a batch holds queries of two passes; four slots, so that a batch does not fit at once.
@@ -52,7 +50,7 @@ def make(folder: Path, task: Callable[[Task], Task] | None = None, **changes: An
     publish(s, 0)
     if task is not None:
         s = dataclasses.replace(s, experiment=dataclasses.replace(s.experiment, task=task(s.experiment.task)))
-    return s, jobs._make_searcher(s, name="tested", account=TimeAccount())
+    return s, jobs.make_searcher(s, name="tested", account=TimeAccount())
 
 
 def weights(s: jobs.Settings, step: int) -> dict[str, Any]:

@@ -1,0 +1,28 @@
+"""--step=N of commands that take one snapshot of a run: the newest where it is not given."""
+
+import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tba_jax.run.places import Place
+
+
+def add_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--step", type=int, metavar="N", help="trainer step of the snapshot; default: the newest")
+
+
+def chosen(policies: "Place", step: int | None, *, called: str) -> int:
+    """The step that --step asks for.
+
+    Raises:
+      ValueError: it has no snapshot in the run that messages call `called`; names the steps that have one.
+    """
+    from tba_jax.run import snapshots
+
+    steps = snapshots.committed_steps(policies)
+    if not steps:
+        raise ValueError(f"{policies} holds no snapshot yet")
+    if step is not None and step not in steps:
+        listed = [*map(str, steps)] if len(steps) <= 8 else [*map(str, steps[:4]), "…", str(steps[-1])]
+        raise ValueError(f"--step={step} is not a snapshot of {called}; there are {', '.join(listed)}")
+    return steps[-1] if step is None else step

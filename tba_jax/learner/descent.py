@@ -1,0 +1,66 @@
+"""One step down the gradient of a loss, whichever it is: the optimiser of each part, and the check that all of it is finite."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+
+from tba_jax.learner.state import Optimizers, TrainState
+from tba_jax.models.parameters import Params
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gradient:
+    """The loss on a batch, float32[], and its gradient by part, like TrainState.params.
+
+    finite: bool[], whether all else that the batch gave is finite; measurements: arrays by name.
+    """
+
+    loss: chex.Array
+    by_part: Params
+    finite: chex.Array | bool = True
+    measurements: dict[str, jax.Array]
+
+
+# (state, the frozen part of the policy, batch) -> Gradient
+GradientOf = Callable[[TrainState, Params, Any], Gradient]
+
+
+def step(
+    state: TrainState, frozen: Params, batch: Any, *, gradient_of: GradientOf, optimizers: Optimizers
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """The state after one step, and measurements: loss, grad_norm (of the policy's part), finite, skipped_steps, and those of
+    the gradient.
+
+    `finite` is float32[], 0 where loss, gradient, new weights or what else the batch gave are not finite: the state is then left
+    as it was, but counts the step, in skipped_steps too.
+    """
+    gradient = gradient_of(state, frozen, batch)
+    grad_norm = optax.tree.norm(gradient.by_part["policy"])
+    after = _descend(state, gradient.by_part, optimizers)
+    # Of the new weights too: an optimiser may overflow where its gradient did not.
+    of_heads = [tree for name, tree in gradient.by_part.items() if name != "policy"]
+    norms = [gradient.loss, grad_norm, *(optax.tree.norm(tree) for tree in (*of_heads, *after.params.values()))]
+    finite = gradient.finite & jnp.all(jnp.isfinite(jnp.stack(norms)))
+    refused = dataclasses.replace(state, step=state.step + 1, skipped=state.skipped + 1)
+    new = jax.tree.map(lambda stepped, left: jnp.where(finite, stepped, left), after, refused)
+    return new, {
+        "loss": gradient.loss,
+        "grad_norm": grad_norm,
+        "finite": finite.astype(jnp.float32),
+        "skipped_steps": new.skipped.astype(jnp.float32),
+        **gradient.measurements,
+    }
+
+
+def _descend(state: TrainState, grads: Params, optimizers: Optimizers) -> TrainState:
+    """Each part of what is trained, moved by its own optimiser. Args: grads: like state.params."""
+    params, opt_state = {}, {}
+    for part, optimizer in optimizers.items():
+        updates, opt_state[part] = optimizer.update(grads[part], state.opt_state[part], state.params[part])
+        params[part] = optax.apply_updates(state.params[part], updates)
+    return dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state)

@@ -1,0 +1,50 @@
+"""Micro-batches: a batch in parts that go through the model one after the other, and the sum of their gradients."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tba_jax.models.parameters import Params
+
+
+def split(tree: Any, rows: int, unit: int = 1) -> Any:
+    """[B, ...] -> [B / rows, rows, ...]: micro-batches of `rows` rows that keep every `unit` consecutive rows together.
+
+    Units are dealt out with a stride, so that each micro-batch takes its share from every device that rows are split over.
+    """
+
+    def cut(x: jax.Array) -> jax.Array:
+        count = x.shape[0] // rows
+        return x.reshape(rows // unit, count, unit, *x.shape[1:]).swapaxes(0, 1).reshape(count, rows, *x.shape[1:])
+
+    return jax.tree.map(cut, tree)
+
+
+def join(tree: Any, unit: int = 1) -> Any:
+    """The inverse of `split`: [B / rows, rows, ...] -> [B, ...]."""
+
+    def joined(x: jax.Array) -> jax.Array:
+        count, rows = x.shape[:2]
+        return x.reshape(count, rows // unit, unit, *x.shape[2:]).swapaxes(0, 1).reshape(count * rows, *x.shape[2:])
+
+    return jax.tree.map(joined, tree)
+
+
+def accumulate(gradient: Callable[[Any], tuple[Params, Any]], params: Params, micros: Any) -> tuple[Params, Any]:
+    """Sums the gradients of micro-batches; one of them exists at a time.
+
+    Args:
+      gradient: micro-batch -> (gradient like params, whatever else is kept of it).
+      micros: see `split`.
+
+    Returns:
+      the sum, and what is kept of each micro-batch, stacked.
+    """
+
+    def add(sums: Params, micro: Any) -> tuple[Params, Any]:
+        of_micro, kept = gradient(micro)
+        return jax.tree.map(jnp.add, sums, of_micro), kept
+
+    return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), micros)

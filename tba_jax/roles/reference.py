@@ -1,0 +1,78 @@
+"""The run's reference policy on the mesh of a role that samples: its weights, and the log-probs that it gives responses."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from tba_jax import sharding, trajectory
+from tba_jax.models import scoring
+from tba_jax.models.policy import Policy
+from tba_jax.run import contract as contract_lib
+from tba_jax.run import layout, snapshots
+
+_SCORED = ("tokens", "prompt_length", "response_length")
+
+
+def policy_mesh(config: Any, section: str) -> jax.sharding.Mesh:
+    """The mesh of the policy in a role that samples, on the devices that the task's models leave to it.
+
+    Args: section: "searchers" or "evaluation", the part of the config that says how the role's devices are used.
+    """
+    settings = config[section]
+    devices = sharding.policy_devices(settings.task_devices)
+    return sharding.make_mesh(tuple(settings.mesh.values()), setting=f"{section}.mesh", devices=devices)
+
+
+def text_columns(
+    prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int] | np.ndarray], contract: contract_lib.Contract
+) -> dict[str, np.ndarray]:
+    """The columns of rows that hold prompts and responses, see trajectory.token_columns. Args: token ids, one of each a row."""
+    return trajectory.token_columns(
+        prompts,
+        responses,
+        prompt_length=contract.prompt_length,
+        response_length=contract.response_length,
+        pad_id=contract.pad_id,
+    )
+
+
+class ReferencePolicy:
+    """The reference policy: `id` names it, `params` are its weights, `logprobs` scores rows with them."""
+
+    def __init__(
+        self,
+        contract: contract_lib.Contract,
+        run: layout.RunDir,
+        *,
+        policy: Policy,
+        mesh: jax.sharding.Mesh,
+        logit_megabytes: int,
+        reference_id: str = "",
+    ):
+        """
+        Args:
+          logit_megabytes: memory that the logits of `logprobs` may take at a time on each device.
+          reference_id: 16 hex digits; "": the reference that the run starts from.
+        """
+        self.id = reference_id or layout.read_json(run.initial_reference)["id"]
+        self.mesh = mesh
+        self.params = snapshots.load(
+            run.reference(self.id), policy.model_specs, policy.model_shardings(mesh), dtype=policy.model.compute_dtype
+        )
+        self._score = scoring.scorer(
+            mesh,
+            graphdef=policy.base.graphdef,
+            R=contract.response_length,
+            space=contract.response_space(),
+            logit_megabytes=logit_megabytes,
+        )
+
+    def logprobs(self, rows: Mapping[str, np.ndarray]) -> np.ndarray:
+        """float32[B, R], nats at the scoring temperature, 0 where masked. A new B compiles a new program.
+
+        Args: rows: the columns of `text_columns`, others are ignored.
+        """
+        columns = tuple(rows[name] for name in _SCORED)
+        return np.asarray(self._score(self.params, *sharding.put_rows(self.mesh, columns))[0])

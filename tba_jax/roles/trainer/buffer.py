@@ -1,0 +1,162 @@
+"""The replay buffer of a trainer: the one reader of the log, the index of resident rows, and the draw of a batch."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from tba_jax import trajectory
+from tba_jax.replay import journal
+from tba_jax.replay.index import ReplayIndex
+from tba_jax.replay.reader import LogReader
+from tba_jax.replay.selection import Selection, draw_batch
+from tba_jax.replay.tail import Tail, not_resident, replay_visible
+from tba_jax.run import contract as contract_lib
+from tba_jax.run import layout, places
+
+
+def make_index(config: Any, contract: contract_lib.Contract) -> ReplayIndex:
+    """The empty index of a run."""
+    return ReplayIndex(
+        shape=contract.row_shape(),
+        capacity=config.replay.capacity,
+        capacity_per_query=config.replay.capacity_per_query,
+        merge_duplicates=config.replay.merge_duplicates,
+        merge_edit_distance=config.replay.merge_edit_distance,
+        merge_cosine_distance=config.replay.merge_cosine_distance,
+        drop=config.replay.drop,
+        vocab_size=contract.model["vocab"],
+    )
+
+
+def _selection(config: Any, recent_window: int) -> Selection:
+    c, replay = config.learner, config.replay
+    return Selection(
+        queries=c.queries,
+        completions=c.completions,
+        recent_probability=replay.recent_probability,
+        recent_window=replay.recent_window or recent_window,
+        strategy=replay.strategy,
+        inverse_temperature=replay.inverse_temperature,
+        max_draws_per_row=replay.max_draws_per_row,
+        max_staleness=replay.max_staleness,
+    )
+
+
+class ReplayBuffer:
+    """The rows that a trainer may draw, kept up with the log.
+
+    During a resume (`restore`, `replay`) the reader belongs to the caller's thread. From `follow` on the tail reads with it,
+    and other threads only ask for what it knows of writers (`LogReader.is_own`, `segment_rows`, `problems`).
+    """
+
+    def __init__(self, config: Any, contract: contract_lib.Contract, run: layout.RunDir, *, recent_window: int):
+        """Args: recent_window: trainer steps that count as recent where replay.recent_window is 0."""
+        self._seed, self._min_rows = config.seed, config.replay.min_rows
+        self._selection = _selection(config, recent_window)
+        leaves = contract_lib.flatten(config.to_dict())
+        mounts = contract_lib.mounted_logs(leaves, reward_version=contract.reward_version)
+        self._has_mounts = bool(mounts)
+        self._poll_seconds = places.poll_seconds((run.replay, *mounts), config.replay.poll_seconds)
+        self.reader = LogReader(run.replay, contract.row_shape(), mounts=mounts)
+        self.index = make_index(config, contract)
+        # Heads that were integrated since the last journalled step. To integrate the same heads twice changes nothing.
+        self._visible: list[dict[str, int]] = []
+        self._tail: Tail | None = None
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds, JSON."""
+        return {"index": self.index.state(), "visible": self._visible}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on from `state` of a checkpoint; reads the resident rows again."""
+        self.reader.heads()
+        self.index = ReplayIndex.restore(state["index"], self.reader)
+        self._visible = state["visible"]
+
+    def replay(self, line: Mapping[str, Any]) -> tuple[np.ndarray, trajectory.Rows]:
+        """The slots int64[B] and the rows of a journalled batch, once the heads of its line are integrated as they were then.
+
+        Raises:
+          ValueError: a row is not resident, or the rows are not those that were drawn.
+        """
+        self._visible = []  # the first line after a checkpoint has them
+        for heads in line["visible"]:
+            replay_visible(self.index, self.reader, heads, step=line["step"] - 1)
+        slots = self.index.slots_of(journal.line_ids(line))
+        if (slots < 0).any():
+            raise not_resident(self.reader, line, slots)
+        rows = self.index.gather(slots)
+        if journal.batch_hash(rows) != line["batch"]:
+            raise ValueError(f"journalled step {line['step']}: the rows in the log are not those that were drawn")
+        return slots, rows
+
+    def follow(self) -> None:
+        """From now on the tail reads what is beyond the heads of the index; see `start` and `poll`."""
+        self._tail = Tail(self.reader, self.index.heads, poll_seconds=self._poll_seconds)
+
+    @property
+    def tail(self) -> Tail:
+        assert self._tail is not None, "the trainer has not resumed"
+        return self._tail
+
+    def integrate(self, *, step: int) -> None:
+        """Adds the rows that have arrived to the index, as visible from `step` on."""
+        if heads := self.tail.integrate(self.index, step=step):
+            self._visible.append(heads)
+
+    def take_visible(self) -> list[dict[str, int]]:
+        """The heads that the next journal line records; they are in no later one."""
+        visible, self._visible = self._visible, []
+        return visible
+
+    def draw(self, *, step: int) -> np.ndarray | None:
+        """int64[B]: the slots of the batch of step + 1, a function of the index, the seed and `step` alone.
+
+        None where there are not enough rows.
+        """
+        if len(self.index) < max(self._min_rows, 1):
+            return None
+        rng = np.random.Generator(np.random.Philox(key=[self._seed, step]))
+        return draw_batch(self.index, self._selection, rng=rng, step=step)
+
+    def is_mounted(self, slots: np.ndarray) -> np.ndarray:
+        """bool[n]: whether the rows in `slots` are of other runs."""
+        # A writer that is not followed has no resident rows, so the reader knows them all.
+        numbers, of_slot = np.unique(self.index.slot_writer[slots], return_inverse=True)
+        mounted = [not self.reader.is_own(self.index.writers[number]) for number in numbers]
+        return np.array(mounted, bool)[of_slot]
+
+    def provenance(self, slots: np.ndarray, *, step: int) -> dict[str, Any]:
+        """Of the batch of `step`: staleness int64[B], in steps, and the share of mounted rows where there are mounts."""
+        row_step = self.index.row_step[slots]
+        found = {"staleness": np.where(row_step < 0, 0, step - 1 - row_step)}
+        return found | ({"mounted_share": self.is_mounted(slots).mean()} if self._has_mounts else {})
+
+    def sampled_here(self) -> np.ndarray:
+        """int64[n]: slots of resident rows whose tokens snapshots of this run drew."""
+        resident = np.flatnonzero(self.index.slot_query >= 0)
+        return resident[(self.index.row_step[resident] >= 0) & ~self.is_mounted(resident)]
+
+    def problems(self) -> list[str]:
+        """Sentences about folders and rows that are left out of training."""
+        rejected = [
+            f"replay log of writer {writer}: row {row} is not valid ({reason}), it and others like it are left out and counted"
+            for (writer, reason), row in self.index.rejected_first.items()
+        ]
+        return [*self.tail.problems(), *rejected]
+
+    def close(self) -> None:
+        """Stops the thread that reads the log."""
+        if self._tail is not None:
+            self._tail.close()
+
+    def scalars(self) -> dict[str, float]:
+        """Sizes for the metrics: resident rows and queries, rows seen since the run began, and rejected ones among them."""
+        entries = self.index.ledger().values()
+        return {
+            "buffer_rows": float(len(self.index)),
+            "buffer_queries": float(np.count_nonzero(self.index.query_rows)),
+            "rows_seen": float(sum(entry["seen"] for entry in entries)),
+            "rows_rejected": float(sum(sum(entry["rejected"].values()) for entry in entries) + self.tail.corrupted_rows),
+        }

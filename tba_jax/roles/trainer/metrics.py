@@ -1,0 +1,44 @@
+"""The points that a trainer's run writes to its metrics."""
+
+import time
+from typing import Any
+
+from tba_jax.roles.trainer.trainer import Trainer
+from tba_jax.run import layout
+from tba_jax.run.metrics import MetricWriter
+
+
+class Recorder:
+    """Writes a point every metrics.every_steps steps and at the last. Rates begin after the first step of the process."""
+
+    def __init__(self, trainer: Trainer, run: layout.RunDir):
+        self._trainer, self._first = trainer, trainer.step_number
+        self._writer = MetricWriter(run.metrics("trainer"))
+        self._begin = time.monotonic()
+
+    def note(self, measurements: dict[str, Any]) -> bool:
+        """Takes the measurements of the step that was just done. Returns whether they were written."""
+        trainer = self._trainer
+        if trainer.step_number == self._first + 1:
+            # The first step holds the compilation, and the wait for the first rows.
+            trainer.account.restart()
+            self._begin = time.monotonic()
+        due = trainer.step_number % trainer.config.metrics.every_steps == 0 or trainer.is_done
+        if due:
+            self._write(**measurements)
+        return due
+
+    def _write(self, *, staleness: Any, **measurements: Any) -> None:
+        """staleness: int64[B], of the rows of the batch, in steps."""
+        steps = self._trainer.step_number - self._first - 1
+        scalars = {
+            **measurements,
+            "staleness_mean": staleness.mean(),
+            "staleness_max": staleness.max(),
+            "steps_per_second": steps / max(time.monotonic() - self._begin, 1e-9),
+            **self._trainer.scalars(),
+        }
+        self._writer.write(self._trainer.step_number, scalars, {"staleness": staleness})
+
+    def close(self) -> None:
+        self._writer.close()

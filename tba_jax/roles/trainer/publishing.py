@@ -1,0 +1,44 @@
+"""When a trainer publishes snapshots of its policy, and that only the holder of the lease does."""
+
+from typing import Any
+
+from tba_jax.models.parameters import Params
+from tba_jax.run import layout, snapshots
+from tba_jax.run.lease import EpochLease
+
+
+class Publishing:
+    """Publishes snapshots under the trainer's epoch: each is handed to a thread that writes it."""
+
+    def __init__(self, config: Any, run: layout.RunDir, lease: EpochLease, *, every_steps: int):
+        self._policies, self._lease, self._every_steps = run.policies, lease, every_steps
+        self._evaluated_every_steps, self._final_step = config.evaluation.every_steps, config.learner.steps
+        self._publisher = snapshots.Publisher(
+            run.policies,
+            dtype=config.publish.dtype,
+            keep=config.publish.keep,
+            keep_every=self._evaluated_every_steps,
+            final_step=self._final_step,
+            check=lease.check,
+        )
+
+    def is_due(self, step: int) -> bool:
+        """At every k-th step, at steps that are evaluated, and at the last."""
+        return step % self._every_steps == 0 or step % self._evaluated_every_steps == 0 or step == self._final_step
+
+    def publish(self, params: Params, step: int) -> None:
+        """Hands the weights of a step to the publishing thread. Raises StaleEpoch where another trainer has taken over."""
+        self._lease.check()
+        self._publisher.publish(params, snapshots.SnapshotInfo(step=step, epoch=self._lease.epoch))
+
+    def publish_unless_there(self, params: Params, step: int) -> None:
+        """Does nothing where the step has a snapshot: a second one would take the first away from whoever reads it."""
+        if step not in snapshots.committed_steps(self._policies):
+            self.publish(params, step)
+
+    def wait(self) -> None:
+        """Returns when the last published snapshot is visible."""
+        self._publisher.wait()
+
+    def close(self) -> None:
+        self._publisher.close()

@@ -1,0 +1,86 @@
+"""The resume of a trainer: exactly where the journal ends, whatever stopped the last one.
+
+Order of a resume:
+  1. hold the epoch lease; nobody else writes journal, checkpoints or snapshots from here on
+  2. restore the newest checkpoint: train state and replay index (none: the reference policy, an empty index)
+  3. do every journalled step after the checkpoint again, exactly: same rows, same order, same hash
+  4. publish where that ends, then go on live
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tba_jax.models.parameters import Params
+from tba_jax.replay import journal
+from tba_jax.roles.trainer.trainer import Trainer
+from tba_jax.run import layout, snapshots
+
+log = logging.getLogger(__name__)
+
+
+def resume(trainer: Trainer, *, until: int | None = None) -> None:
+    """Brings a trainer that was just built to where the run stands, and lets it go on from there.
+
+    Args: until: the last journalled step that is done again under this trainer's config; None: all of them.
+
+    Raises:
+      ValueError: checkpoint, journal and log do not go together, or one of them is damaged; names the file.
+    """
+    run = trainer.run
+    trainer.lease.check()  # 1
+    snapshots.sweep(run.policies)
+    recorded = journal.read_lineage(run.journal)
+    lineage, checkpoint = recorded[:until], trainer.checkpoints.latest_step()
+    if checkpoint is None and not lineage:
+        _check_is_new(run)
+    _restore(trainer, checkpoint, lineage)  # 2
+    trainer.publish_unless_there()
+    if lines := lineage[trainer.step_number :]:
+        _replay(trainer, lines, last_recorded=recorded[-1]["step"])  # 3
+        # A trainer that is killed again and again must get further than before.
+        trainer.save_checkpoint()
+        trainer.publish_unless_there()  # 4
+    trainer.go_live()
+    if checkpoint is not None or lineage:
+        rows, epoch = len(trainer.index), trainer.lease.epoch
+        log.info("resumed at step %d with %d resident rows (epoch %d)", trainer.step_number, rows, epoch)
+
+
+def _check_is_new(run: layout.RunDir) -> None:
+    """Raises ValueError where snapshots show that the run had begun: then its state is lost."""
+    if (there := snapshots.latest_step(run.policies, newer_than=0)) is not None:
+        raise ValueError(
+            f"{run.policies} holds the policy of step {there} of a trainer whose checkpoints and journal are not in "
+            f"{run.root}: restore them, or begin a new run in another workdir (--init_from={run.shared}@{there})"
+        )
+
+
+def _restore(trainer: Trainer, checkpoint: int | None, lineage: Sequence[Mapping[str, Any]]) -> None:
+    """State and index of the checkpoint; without one, those of step 0."""
+    program = trainer.program
+    if checkpoint is None:
+        program.begin(_load_reference(trainer))
+        return
+    trees = trainer.checkpoints.restore(checkpoint, program.checkpointed_shapes(checkpoint), lineage)
+    program.restore(trees, _load_reference(trainer) if trainer.policy.lora is not None else {})
+    trainer.step_number = checkpoint
+    if lineage and checkpoint > lineage[-1]["step"]:
+        raise ValueError(f"checkpoint {checkpoint} is ahead of the journal, which ends at step {lineage[-1]['step']}")
+
+
+def _load_reference(trainer: Trainer) -> Params:
+    """The reference policy on the trainer's mesh."""
+    policy, program = trainer.policy, trainer.program
+    folder = trainer.run.reference(trainer.reference_id)
+    return snapshots.load(folder, policy.model_specs, policy.model_shardings(program.mesh), dtype=program.reference_dtype)
+
+
+def _replay(trainer: Trainer, lines: Sequence[Mapping[str, Any]], *, last_recorded: int) -> None:
+    """Does journalled steps again. Args: last_recorded: the last step of the whole journal, past which the run never went."""
+    for line in lines:
+        slots, rows = trainer.buffer.replay(line)
+        trainer.update(slots, rows, was_passed=line["step"] < last_recorded)
+        if trainer.publishing.is_due(trainer.step_number):
+            trainer.publish_unless_there()
+            trainer.flush_snapshot()  # so that every step that may have been published is there again

@@ -1,0 +1,119 @@
+"""The update as a program of the trainer's mesh, and the weights that it reads and changes."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+from tba_jax import sharding, trajectory
+from tba_jax.learner import optimizer, settings
+from tba_jax.learner import state as state_lib
+from tba_jax.learner import update as update_lib
+from tba_jax.models.parameters import Params
+from tba_jax.models.policy import Policy
+from tba_jax.run import contract as contract_lib
+
+
+class UpdateProgram:
+    """The compiled update, the train state, the frozen weights, and the reference that moves with the policy if one does.
+
+    Attributes:
+      mesh, config: of the learner. rows: B, rows of one update.
+      state: the train state, there once `begin` or `restore` was called.
+      frozen: the part of the policy that is not trained, {} where everything is.
+    """
+
+    state: state_lib.TrainState
+
+    def __init__(self, config: Any, contract: contract_lib.Contract, policy: Policy):
+        c = config.learner
+        self._policy, self._seed = policy, config.seed
+        self._resets_optimizer = c.reference.reset_optimizer
+        self.rows = c.queries * c.completions
+        self.mesh = sharding.make_mesh(tuple(c.mesh.values()), setting="learner.mesh")
+        self.config = settings.make_learner_config(config, contract, policy, devices=self.mesh.size)
+        self.frozen: Params = {}
+        self._optimizers = settings.make_optimizers(config)
+        self._shapes = state_lib.state_shapes(policy, self._optimizers, self.mesh)
+        self._shardings = jax.tree.map(lambda x: x.sharding, self._shapes)
+        update = functools.partial(
+            update_lib.train_step,
+            optimizers=self._optimizers,
+            schedules=settings.make_schedules(config),
+            config=self.config,
+        )
+        out_shardings = (self._shardings, sharding.replicated(self.mesh))
+        jit_update = jax.jit(update, donate_argnums=0, out_shardings=out_shardings)
+        self._update = sharding.on_mesh(self.mesh, jit_update)
+        self._lower_update = sharding.on_mesh(self.mesh, jit_update.lower)
+        of_policy = self._shardings.opt_state["policy"]
+        self._restart_moments = jax.jit(optimizer.restart_moments, donate_argnums=0, out_shardings=of_policy)
+        self._moving_reference = settings.make_moving_reference(config, self.config, self.mesh)
+
+    @property
+    def policy_params(self) -> Params:
+        """What is trained of the policy, float32: the content of a snapshot."""
+        return self.state.params["policy"]
+
+    def begin(self, reference: Params) -> None:
+        """The state of step 0. Args: reference: see `reference_dtype`; without adapters its buffers become the state's."""
+        self._keep_frozen(reference)
+        initial_state = jax.jit(self._initial_state, out_shardings=self._shardings, donate_argnums=0)
+        self.state = initial_state(reference if self._policy.lora is None else {})
+        if self._moving_reference:
+            self._moving_reference.start(self.policy_params)
+
+    def _initial_state(self, reference: Params) -> state_lib.TrainState:
+        key = jax.random.key(self._seed)
+        return state_lib.init_state(self._policy, self._policy.initial(reference, key), self._optimizers)
+
+    def checkpointed_shapes(self, step: int) -> dict[str, Any]:
+        """Name -> tree of jax.ShapeDtypeStruct: what `trees` gave to the checkpoint of a step."""
+        # The checkpoint of step 0 comes from --init_from, which takes an optimiser over and no moving reference.
+        moving = {"reference": self._moving_reference.shapes} if self._moving_reference and step else {}
+        return {"state": self._shapes, **moving}
+
+    def trees(self) -> dict[str, Any]:
+        """Name -> tree of arrays: what a checkpoint holds."""
+        moving = {"reference": self._moving_reference.params} if self._moving_reference else {}
+        return {"state": self.state, **moving}
+
+    def restore(self, trees: dict[str, Any], reference: Params) -> None:
+        """Goes on from the trees of a checkpoint. Args: reference: as of `begin`, {} where nothing is frozen."""
+        self._keep_frozen(reference)
+        self.state = trees["state"]
+        if self._moving_reference and "reference" in trees:
+            self._moving_reference.params = trees["reference"]
+        elif self._moving_reference:
+            self._moving_reference.start(self.policy_params)
+
+    def _keep_frozen(self, reference: Params) -> None:
+        self.frozen = {} if self._policy.lora is None else reference
+
+    @property
+    def reference_dtype(self) -> str:
+        """The dtype in which the reference policy is loaded: training starts from float32, what stays frozen is only read."""
+        return "float32" if self._policy.lora is None else self._policy.model.compute_dtype
+
+    def compile(self, row_shape: trajectory.RowShape) -> None:
+        """Compiles the update for rows of this shape before there are any."""
+        rows = {name: np.zeros((self.rows, *shape), dtype) for name, (dtype, shape) in row_shape.columns().items()}
+        self._lower_update(self.state, self.frozen, self._batch(rows)).compile()
+
+    def apply(self, rows: trajectory.Rows) -> dict[str, Any]:
+        """One update of the state on B rows. Returns the measurements of train_step, on the host."""
+        self.state, measurements = self._update(self.state, self.frozen, self._batch(rows))
+        return jax.device_get(measurements)
+
+    def _batch(self, rows: trajectory.Rows) -> state_lib.Batch:
+        """The rows on the mesh, scored by the moving reference where there is one."""
+        batch = sharding.put_rows(self.mesh, state_lib.batch_from_rows(rows))
+        return self._moving_reference.rescore(self.frozen, batch) if self._moving_reference else batch
+
+    def move_reference(self, step: int) -> None:
+        """Moves the reference if that is due after `step` updates, and restarts Adam's moments with it if the config says so."""
+        if self._moving_reference and self._moving_reference.advance(self.policy_params, step) and self._resets_optimizer:
+            of_policy = self._restart_moments(self.state.opt_state["policy"])
+            self.state = dataclasses.replace(self.state, opt_state=self.state.opt_state | {"policy": of_policy})

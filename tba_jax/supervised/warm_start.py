@@ -1,0 +1,87 @@
+"""The warm start of a run: random weights are trained on worked examples of the task, which makes a policy to begin with."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from tba_jax import sharding, trajectory
+from tba_jax.learner import optimizer as optimizer_lib
+from tba_jax.learner import state as state_lib
+from tba_jax.models.config import DecoderConfig
+from tba_jax.models.parameters import Params
+from tba_jax.models.policy import Policy
+from tba_jax.supervised import objectives
+from tba_jax.tasks.interface import Task
+from tba_jax.text.encoding import encode_pair
+from tba_jax.text.tokenizers import Tokenizer
+
+
+def encode_examples(
+    pairs: list[tuple[str, str]], tokenizer: Tokenizer, *, prompt_length: int, response_length: int
+) -> objectives.Examples:
+    """Tokenises (prompt, response) pairs; the response ends with the end-of-sequence token.
+
+    Raises:
+      ValueError: a prompt or a response with its end does not fit; names the setting.
+    """
+    encoded = [encode_pair(prompt, response, tokenizer) for prompt, response in pairs]
+    columns = trajectory.token_columns(
+        [prompt for prompt, _ in encoded],
+        [response for _, response in encoded],
+        prompt_length=prompt_length,
+        response_length=response_length,
+        pad_id=tokenizer.pad_id,
+    )
+    return objectives.Examples(**columns)
+
+
+def warm_start(
+    task: Task,
+    tokenizer: Tokenizer,
+    *,
+    config: DecoderConfig,
+    mesh: Mesh,
+    seed: int,
+    prompt_length: int,
+    response_length: int,
+    steps: int,
+    batch_size: int,
+    learning_rate: float,
+    warmup_steps: int,
+    report_every_steps: int,
+    report: Callable[[int, float], None],
+) -> Params:
+    """Trains random parameters on fresh worked examples of a task and returns them.
+
+    Args:
+      learning_rate: peak of a linear schedule, after warmup_steps.
+      report: called as report(step, mean loss since the last report, nats per response token).
+    """
+    schedule = optimizer_lib.linear(peak=learning_rate, steps=steps, warmup_steps=warmup_steps, decay_steps=0)
+    optimizer = optimizer_lib.adamw(schedule, beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.01, clip_norm=1.0)
+    optimizers = {"policy": optimizer}
+    step_config = objectives.StepConfig(R=response_length, micro_batch_rows=batch_size, logit_bytes=1 << 30, remat="none")
+    policy = Policy(model=config)
+    shardings = jax.tree.map(lambda x: x.sharding, state_lib.state_shapes(policy, optimizers, mesh))
+
+    def init(key: jax.Array) -> state_lib.TrainState:
+        return state_lib.init_state(policy, policy.base.init(key), optimizers)
+
+    state = sharding.on_mesh(mesh, jax.jit(init, out_shardings=shardings))(jax.random.key(seed))
+    step_fn = functools.partial(objectives.train_step, objective=objectives.likelihood, optimizers=optimizers, config=step_config)
+    out_shardings = (shardings, sharding.replicated(mesh))
+    update = sharding.on_mesh(mesh, jax.jit(step_fn, donate_argnums=0, out_shardings=out_shardings))
+    rng = np.random.default_rng([seed, 1])
+    losses: list[jax.Array] = []
+    for step in range(1, steps + 1):
+        pairs = task.worked_examples(rng, batch_size)
+        examples = encode_examples(pairs, tokenizer, prompt_length=prompt_length, response_length=response_length)
+        state, measurements = update(state, sharding.put_rows(mesh, examples))
+        losses.append(measurements["loss"])
+        if step % report_every_steps == 0 or step == steps:
+            report(step, float(np.mean(losses)))
+            losses.clear()
+    return state.params["policy"]

@@ -1,0 +1,161 @@
+"""Supervised objectives against unpadded rows and NumPy, and their update against one pass on one device."""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from tba_jax import sharding
+from tba_jax.learner import state as state_lib
+from tba_jax.models.config import DecoderConfig
+from tba_jax.models.parameters import Params
+from tba_jax.models.policy import Policy
+from tba_jax.supervised import objectives
+from tests.support import applied
+
+SHAPE: dict[str, Any] = dict(layers=2, width=16, heads=4, kv_heads=2, head_size=4, ffn=24, vocab=12, max_positions=16)
+MODELS = {"sft": DecoderConfig(**SHAPE), "reward": DecoderConfig(**SHAPE, head="score")}
+B, P, R = 8, 5, 6
+KINDS = tuple(objectives.OBJECTIVES)
+# Gradients are read off the parameters after a step of plain descent by 1.
+DESCENT: state_lib.Optimizers = {"policy": optax.sgd(1.0)}
+
+
+def settings(*, micro_batch_rows: int = B, logit_bytes: int = 1 << 20, remat: str = "none") -> objectives.StepConfig:
+    return objectives.StepConfig(R=R, micro_batch_rows=micro_batch_rows, logit_bytes=logit_bytes, remat=remat)
+
+
+def random_params(kind: str) -> Params:
+    return applied.random(applied.specs(MODELS[kind]), scale=0.3, seed=1)
+
+
+def random_batch(kind: str, *, filling: int = 0) -> objectives.Batch:
+    """The last `filling` rows are filling."""
+    rng = np.random.default_rng(1)
+    shape = (B,) if kind == "sft" else (B, 2)
+    prompt_length, prompts = rng.integers(1, P + 1, B).astype(np.int32), rng.integers(1, 12, (B, P + R))
+    if kind == "reward":
+        prompt_length, prompts = np.repeat(prompt_length[:, None], 2, axis=1), np.repeat(prompts[:, None], 2, axis=1)
+    length = rng.integers(1, R + 1, shape).astype(np.int32)
+    length[B - filling :] = 0
+    place = np.arange(P + R)
+    tokens = np.where(place < prompt_length[..., None], prompts, rng.integers(1, 12, (*shape, P + R)))
+    tokens[place >= (prompt_length + length)[..., None]] = 0
+    made = objectives.Examples if kind == "sft" else objectives.Preferences
+    return made(tokens.astype(np.int32), prompt_length, length)
+
+
+def hidden_of(kind: str, tokens: np.ndarray) -> jax.Array:
+    return jax.jit(functools.partial(applied.hidden_states, config=MODELS[kind], remat="none"))(random_params(kind), tokens)
+
+
+@functools.cache
+def totals(kind: str) -> Any:
+    total = functools.partial(objectives.totals, objective=objectives.OBJECTIVES[kind], config=settings())
+    return jax.jit(lambda params, batch: total(state_of(kind, params), batch))
+
+
+def state_of(kind: str, params: Params) -> state_lib.TrainState:
+    return state_lib.init_state(Policy(model=MODELS[kind]), params, DESCENT)
+
+
+@pytest.mark.parametrize("filling", [0, 3])
+def test_likelihood_is_the_mean_over_response_tokens_of_unpadded_rows(filling):
+    batch, terms = random_batch("sft", filling=filling), []
+    for row in range(B - filling):
+        prompt_length, response_length = batch.prompt_length[row], batch.response_length[row]
+        tokens = batch.tokens[row : row + 1, : prompt_length + response_length]
+        hidden = np.asarray(hidden_of("sft", tokens), np.float64)[0]
+        logits = hidden @ random_params("sft")["embedding"]["weight"].T
+        distribution = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        terms += [-distribution[t - 1, tokens[0, t]] for t in range(prompt_length, prompt_length + response_length)]
+    found = totals("sft")(random_params("sft"), batch)
+    assert float(found["size"]) == len(terms) == batch.response_length.sum()
+    np.testing.assert_allclose(found["loss"], np.sum(terms), rtol=1e-5)
+
+
+@pytest.mark.parametrize("filling", [0, 3])
+def test_preference_reads_scores_at_the_last_tokens_of_unpadded_rows(filling):
+    batch, scores = random_batch("reward", filling=filling), np.zeros((B - filling, 2))
+    weight = random_params("reward")["score"]["weight"][:, 0]
+    for row, side in np.ndindex(*scores.shape):
+        tokens = batch.tokens[row, side, : batch.prompt_length[row, side] + batch.response_length[row, side]][None]
+        scores[row, side] = np.asarray(hidden_of("reward", tokens))[0, -1] @ weight
+    margin = scores[:, 0] - scores[:, 1]
+    expected = {"loss": np.log1p(np.exp(-margin)), "pair_accuracy": margin > 0, "margin": margin}
+    found = totals("reward")(random_params("reward"), batch)
+    assert float(found.pop("size")) == B - filling
+    assert found.keys() == expected.keys() and 0 < expected["pair_accuracy"].sum() < len(margin)
+    for name, values in expected.items():
+        np.testing.assert_allclose(found[name], values.sum(), rtol=1e-4, err_msg=name)
+
+
+def one_step(kind: str, config: objectives.StepConfig, mesh_sizes: tuple[int, int, int] | None = None) -> tuple[dict, Any]:
+    """Measurements, and the gradient read off the parameters."""
+    step = functools.partial(objectives.train_step, objective=objectives.OBJECTIVES[kind], optimizers=DESCENT, config=config)
+    state, batch = state_of(kind, random_params(kind)), random_batch(kind, filling=1)
+    if mesh_sizes is None:
+        after, measurements = jax.jit(step)(state, batch)
+    else:
+        mesh = sharding.make_mesh(mesh_sizes, setting="training.mesh")
+        shardings = jax.tree.map(lambda x: x.sharding, state_lib.state_shapes(Policy(model=MODELS[kind]), DESCENT, mesh))
+        update = sharding.on_mesh(mesh, jax.jit(step, donate_argnums=0, out_shardings=(shardings, sharding.replicated(mesh))))
+        after, measurements = update(jax.device_put(state, shardings), sharding.put_rows(mesh, batch))
+    assert int(after.step) == 1 and float(measurements["finite"]) == 1
+    gradient = jax.tree.map(lambda new, old: old - np.asarray(new), after.params["policy"], random_params(kind))
+    return {name: float(value) for name, value in measurements.items()}, gradient
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def one_pass(request) -> tuple[str, dict, Any]:
+    return request.param, *one_step(request.param, settings())
+
+
+@pytest.mark.parametrize(
+    "changed, mesh_sizes",
+    [
+        (dict(micro_batch_rows=2), None),
+        (dict(micro_batch_rows=4, logit_bytes=4 * 4 * 12 * 2, remat="full"), None),
+        (dict(micro_batch_rows=4, remat="dots"), (2, 2, 2)),
+    ],
+    ids=str,
+)
+def test_micro_batches_remat_and_meshes_change_nothing(one_pass, changed, mesh_sizes):
+    """Filling and responses of different lengths lie unevenly in the micro-batches: a mean of means would differ."""
+    kind, measured, gradient = one_pass
+    found, found_gradient = one_step(kind, settings(**changed), mesh_sizes)
+    assert found.keys() == measured.keys()
+    for name in measured:
+        np.testing.assert_allclose(found[name], measured[name], rtol=1e-5, atol=1e-6, err_msg=name)
+    size = max(np.abs(leaf).max() for leaf in jax.tree.leaves(gradient))
+    for a, b in zip(jax.tree.leaves(found_gradient), jax.tree.leaves(gradient), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * size)
+
+
+def test_the_gradient_is_that_of_the_mean_loss(one_pass):
+    """A central difference along a random direction."""
+    kind, measured, gradient = one_pass
+    rng = np.random.default_rng(2)
+    direction = jax.tree.map(lambda g: rng.standard_normal(g.shape).astype(np.float32), gradient)
+    loss = totals(kind)
+
+    def mean_at(distance: float) -> float:
+        found = loss(jax.tree.map(lambda p, d: p + distance * d, random_params(kind), direction), random_batch(kind, filling=1))
+        return float(found["loss"] / found["size"])
+
+    slope = sum(float((g * d).sum()) for g, d in zip(jax.tree.leaves(gradient), jax.tree.leaves(direction), strict=True))
+    np.testing.assert_allclose((mean_at(1e-3) - mean_at(-1e-3)) / 2e-3, slope, rtol=2e-2)
+    np.testing.assert_allclose(mean_at(0.0), measured["loss"], rtol=1e-5)
+
+
+def test_a_step_that_is_not_finite_leaves_the_state_as_it_was():
+    params = random_params("reward")
+    params["score"]["weight"][0] = np.inf
+    state = state_of("reward", params)
+    step = functools.partial(objectives.train_step, objective=objectives.preference, optimizers=DESCENT, config=settings())
+    after, measurements = jax.jit(step)(state, random_batch("reward"))
+    assert float(measurements["finite"]) == 0 and (int(after.step), int(after.skipped)) == (1, 1)
+    jax.tree.map(np.testing.assert_array_equal, after.params["policy"], params)
