@@ -35,22 +35,6 @@ def changed(run: layout.RunDir, config: Any) -> Changes:
 def change(run: layout.RunDir, config: Any, *, allowed: Sequence[str], step: int) -> Changes:
     """Makes the schedule of `config` that of the run from `step` on, and records in config.json what changed.
 
-    Raises:
-      ValueError: see `check`.
-    """
-    changes = check(run, config, allowed=allowed, step=step)
-    if changes:
-        stored = contract_lib.read(run)
-        now = datetime.datetime.now(datetime.UTC).isoformat()
-        entry = {"step": step, "time": now, "settings": contract_lib.plain(changes)}
-        stored |= {"config": contract_lib.plain(config.to_dict()), "changes": [*stored["changes"], entry]}
-        layout.write_json(run.config, stored)
-    return changes
-
-
-def check(run: layout.RunDir, config: Any, *, allowed: Sequence[str], step: int) -> Changes:
-    """What `change` would change.
-
     At step 0 every change is allowed: nothing is trained yet, and the schedule in config.json may be that of a searcher that
     came first.
 
