@@ -8,12 +8,12 @@ of a writer appear when all of them are scored, and count once `DIR/rewards/<ver
 interrupted one.
 """
 
-import argparse
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from absl import flags
 
 from tba_jax.commands import command_line
 from tba_jax.run import contract as contract_lib
@@ -169,10 +169,10 @@ def _scored_again(
     return {**rows, "reward": reward, "reward_parts": parts, "reward_version": version}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    command_line.add_workdir(parser)
+def add_flags(values: flags.FlagValues) -> None:
+    command_line.add_workdir(values)
 
 
-def run(given: argparse.Namespace) -> int:
+def run(given: command_line.Given) -> int:
     print(rescore(given.workdir))
     return 0
