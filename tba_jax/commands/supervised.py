@@ -101,7 +101,7 @@ def _model_and_tokenizer(config: Any, folder: Path) -> "tuple[DecoderConfig, Hug
         head="score" if config.kind == "reward" else "language_model",
     )
     _require(model.head != "score" or model.labels == 1, f"it scores {model.labels} labels, a reward model scores one")
-    tokenizer = HuggingFaceTokenizer(folder)
+    tokenizer = HuggingFaceTokenizer(folder, vocab=model.vocab)
     _require(
         tokenizer.vocab_size <= model.vocab, f"its tokenizer has {tokenizer.vocab_size} ids, its embedding only {model.vocab}"
     )
