@@ -2,6 +2,7 @@
 
 import importlib.util
 import logging
+import multiprocessing
 import os
 import re
 import signal
@@ -173,21 +174,21 @@ def test_what_fails_is_nan_and_told_once_and_the_others_are_graded(make, caplog)
     assert message == "7 of 11 responses could not be graded: reward NaN; the first of them answers 'query 1': Odd: odd"
 
 
-@pytest.mark.parametrize(
-    "response, reason",
-    [
-        ("return none", "grade returned None, not a finite number"),
-        ("return big", "grade returned 1e+39, not a finite number"),
-        ("exit", "SystemExit: 3"),
-        ("number x", "ValueError: could not convert string to float: 'x'"),
-    ],
-)
-def test_reasons(grades, response, reason):
-    from tba_jax.tasks import graders
+REASONS = {
+    "return none": "grade returned None, not a finite number",
+    "return big": "grade returned 1e+39, not a finite number",
+    "exit": "SystemExit: 3",
+    "number x": "ValueError: could not convert string to float: 'x'",
+}
 
-    # What a worker does with a call, in this process.
-    query = Query(prompt="")
-    assert graders._call(graders._refer(grades.grade), query, response, 30.0) == reason
+
+def test_reasons_are_told(make, caplog):
+    graders = make()
+    for response, reason in REASONS.items():
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            call(graders, [response])
+        assert caplog.messages[0].endswith(f": {reason}")
 
 
 @pytest.mark.parametrize("slow", ["sleep 60", "spin"])
@@ -238,8 +239,8 @@ def test_threads_get_their_own_results(make):
 
 
 def test_close_ends_the_workers_and_a_later_call_starts_others(make, grades):
-    graders = make(concurrency=1)
-    assert call(graders, []) == [] and graders._pool is None  # nothing to do starts nothing
+    graders, before = make(concurrency=1), multiprocessing.active_children()
+    assert call(graders, []) == [] and multiprocessing.active_children() == before, "nothing to do starts nothing"
     (pid,) = call(graders, ["pid"])
     assert alive(int(pid))
     graders.close()
