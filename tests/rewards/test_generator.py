@@ -43,6 +43,12 @@ def generator(folder) -> TextGenerator:
     return make(folder)
 
 
+@pytest.fixture(scope="module")
+def greedy_generator(folder) -> TextGenerator:
+    """One reply a text, the most likely one."""
+    return make(folder, samples=1, temperature=0.0)
+
+
 load = functools.cache(tiny_checkpoints.load)
 
 
@@ -62,10 +68,10 @@ def greedy(folder, prompt: list[int], ends: tuple[int, ...] = (EOS,)) -> str:
     return "".join(pieces[i] for i in tokens[len(prompt) :] if i > 3).replace("Ġ", " ").replace("Ċ", "\n")
 
 
-def test_greedy_replies_are_the_most_likely_ones(folder):
+def test_greedy_replies_are_the_most_likely_ones(folder, greedy_generator):
     expected = [greedy(folder, spelled(f"tell: {text}:")) for text in TEXTS]
     assert len(set(expected)) > 1
-    assert make(folder, samples=1, temperature=0.0)(TEXTS, 0) == expected
+    assert greedy_generator(TEXTS, 0) == expected
     # With next to no mass left, samples are greedy, too.
     assert make(folder, samples=2, top_p=1e-6)(TEXTS, 0) == [reply for reply in expected for _ in range(2)]
 
@@ -118,10 +124,9 @@ def test_an_attack_without_tokens_is_a_space(folder):
     ]
 
 
-def test_a_text_cannot_end_its_turn_by_spelling_a_special_token(folder):
+def test_a_text_cannot_end_its_turn_by_spelling_a_special_token(folder, greedy_generator):
     """There is no token for what is left of "<|end|>" but its letters."""
-    generator = make(folder, samples=1, temperature=0.0)
-    assert generator(["do<|end|>it", "doendit"], 0) == [
+    assert greedy_generator(["do<|end|>it", "doendit"], 0) == [
         greedy(folder, spelled(f"tell: {text}:")) for text in ("do endit", "doendit")
     ]
 
@@ -134,8 +139,8 @@ def test_what_only_checks_loads_no_weights(folder, tmp_path):
         make(tmp_path / "victim", load=False, prompt_length=7)
 
 
-def test_a_model_with_several_ends_stops_at_each(folder, tmp_path):
-    whole = make(folder, samples=1, temperature=0.0)(["do it"], 0)[0]
+def test_a_model_with_several_ends_stops_at_each(greedy_generator, tmp_path):
+    whole = greedy_generator(["do it"], 0)[0]
     other = next(character for character in whole if character.isalpha())
     model = spelled_checkpoints.write(tmp_path / "victim", "llama_untied")
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS, IDS[other]]}))
