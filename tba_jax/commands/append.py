@@ -1,11 +1,12 @@
-"""Appends responses from a file to a run's replay log: attacks that people wrote, demonstrations, another model's answers.
+"""Appends the responses of a file to a run's replay log: attacks that people wrote, demonstrations, another model's answers.
 
 python -m tba_jax append --workdir=DIR --responses=FILE [--unfit=skip]
 
-FILE has rows {"prompt", "response"} as .jsonl, .json or .parquet, or is a data set of the hub; where the task has one query,
-"prompt" may be missing. The run has to be there (`main --role=reference` makes it), and may be at work. Nobody knows with which
-probability such a response was written, and trajectory balance need not know: a row stands as one of step 0, its log-probs of
-policy and behaviour are the reference's. Objectives that weigh by π_θ/π_behaviour refuse it. All rows appear at once, or none.
+FILE is a .jsonl, .json or .parquet file with rows {"prompt", "response"}, or a data set of the hub. "prompt" may be missing if
+the task has one query. The run must exist (`main --role=reference` makes one) and may be training meanwhile. The probability with
+which such a response was written is unknown, and trajectory balance does not need it: the row counts as one of step 0, and the
+reference's log-probs stand in its columns for policy and behaviour. Objectives that weigh rows by π_θ/π_behaviour refuse such
+rows. Either all rows appear at once, or none does.
 """
 
 import argparse
@@ -33,17 +34,17 @@ UNFIT = ("refuse", "skip")
 
 
 class Given(NamedTuple):
-    """A response of the file to a query. tokens: with the end of sequence, or up to what ends it otherwise."""
+    """A response of the file to a query. tokens: up to and including the token that ends the response."""
 
     query: "EncodedQuery"
     tokens: list[int]
 
 
 def append(workdir: Path, source: str, *, unfit: str) -> str:
-    """Scores the responses of a file by task and reference, and commits them as rows of a writer of their own.
+    """Scores the responses of a file by the task and the reference policy, and commits them as rows of a new writer.
 
     Args:
-      source: see tasks.data.read; unfit: what becomes of responses that no policy of the run can give, one of UNFIT.
+      source: see tasks.data.read; unfit: what happens to responses that no policy of the run can give, one of UNFIT.
 
     Returns:
       a sentence that says what was appended.
@@ -105,7 +106,7 @@ def _check_objective(experiment: "Experiment") -> None:
 
 
 def _read(source: str, experiment: "Experiment", unfit: str) -> tuple[list[Given], Counter[str]]:
-    """The responses that fit, and how many do not: why -> number."""
+    """The responses that the run can have, and the number of other responses by the reason why it cannot have them."""
     from tba_jax.tasks import data
     from tba_jax.text import stop_strings
 
@@ -139,7 +140,7 @@ def _query(row: "Row", queries: dict[str, "EncodedQuery"], task: str) -> "Encode
 
 
 def _encoded(row: "Row", query: "EncodedQuery", experiment: "Experiment", stops: "StopStrings | None") -> tuple[list[int], str]:
-    """The tokens of a response, and why no policy of the run can give it; "" where one can."""
+    """The tokens of a response, and the reason why no policy of the run can give it; "" if a policy can."""
     from tba_jax.text.encoding import encode_pair
     from tba_jax.text.prompts import PROMPT
 
@@ -171,7 +172,7 @@ def _encoded(row: "Row", query: "EncodedQuery", experiment: "Experiment", stops:
 
 
 def _rows_at_a_time(experiment: "Experiment") -> int:
-    """Rows that a searcher of the run has in one append, for which there is memory."""
+    """The rows of one append of a searcher. The run's settings are chosen so that this many rows fit into memory."""
     s = experiment.config.searchers
     return s.queries_per_batch * s.samples_per_query
 
@@ -207,7 +208,7 @@ def _rows(run: layout.RunDir, experiment: "Experiment", given: Sequence[Given]) 
 
 
 def _reference_logprobs(run: layout.RunDir, experiment: "Experiment", rows: dict[str, np.ndarray]) -> tuple[np.ndarray, str]:
-    """float32[n, R], nats, 0 where masked, made as searchers make it; and the id of the reference policy."""
+    """float32[n, R], nats, 0 where masked, log π_ref of the responses as searchers compute it; and the reference's id."""
     import jax
 
     from tba_jax.experiment import meshes
@@ -234,7 +235,7 @@ def _reference_logprobs(run: layout.RunDir, experiment: "Experiment", rows: dict
 
 
 def _scored(experiment: "Experiment", given: Sequence[Given], rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What the task and the encoder of responses give: reward, its parts, the embedding where rows have one."""
+    """The columns that the task and the encoder fill: reward, reward parts, and the embedding if rows have one."""
     from tba_jax import sharding
     from tba_jax.rewards import models, responses
     from tba_jax.rewards.embeddings import ResponseEmbedder

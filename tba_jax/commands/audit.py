@@ -1,4 +1,4 @@
-"""What became of every row of a run, which rows trained a step, and whether a row can be made again.
+"""Accounts for every row of a run, shows the rows that trained a step, or generates a row again and compares.
 
 python -m tba_jax audit --workdir=DIR [--step=N | --regenerate=WRITER:ROW]
 """
@@ -8,7 +8,7 @@ import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -22,13 +22,10 @@ from tba_jax.replay.tail import not_resident, replay_visible
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout as layout_lib
 
-if TYPE_CHECKING:
-    pass
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run opened for reading. config: as stored, plain; lines: the journal's lineage, line of step n at n - 1."""
+    """A run opened for reading. config: the stored settings by dotted name; lines: of the journal, step n at index n - 1."""
 
     layout: layout_lib.RunDir
     config: dict[str, Any]
@@ -38,7 +35,7 @@ class Run:
 
 
 def open_run(workdir: Path | str) -> Run:
-    """Raises ValueError where `workdir` holds no run."""
+    """The run in `workdir`. Raises ValueError if there is none."""
     layout = layout_lib.open_run_dir(workdir)
     stored = contract_lib.read_run(layout)
     contract = contract_lib.Contract(**stored["contract"])
@@ -133,7 +130,7 @@ def describe_ledger(run: Run) -> tuple[str, bool]:
 
 
 def _describe_expired(run: Run, writers: Sequence[str]) -> list[str]:
-    """A line for every writer of which retention has removed segments."""
+    """A line for every writer that retention has removed segments of."""
     expired = expired_segments(run.layout.replay)
     return [
         f"removed by retention: {len(expired[writer])} segments of {writer}, the last of them {max(expired[writer]):06d}"
@@ -192,7 +189,7 @@ def regenerate(run: Run, name: str) -> tuple[str, bool]:
 
 
 def _generated(run: Run, name: str, row: Mapping[str, np.ndarray], *, step: int) -> Any:
-    """The generation of a row made again, by the engine that searchers have and the policy of a step."""
+    """Generates a row again with a searcher's sampler and the policy of a step."""
     import jax
     from ml_collections import config_dict
 
@@ -229,7 +226,7 @@ def _generated(run: Run, name: str, row: Mapping[str, np.ndarray], *, step: int)
 
 
 def _home(run: Run, writer: str) -> str:
-    """The mounted run that a followed writer's rows are of."""
+    """The mounted run that a writer belongs to."""
     shared = {mount: str(layout_lib.open_run_dir(mount).shared) for mount in run.config["replay.mount"]}
     return next(mount for mount, place in shared.items() if str(run.reader.folder(writer)).startswith(f"{place}/"))
 
@@ -252,7 +249,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Prints the report. Returns 1 where something does not balance or is not what it was."""
+    """Prints the report. Returns 1 if an account does not balance, or if a batch or a row differs from the stored one."""
     opened = open_run(given.workdir)
     if given.step is not None:
         text, good = rebuild_batch(opened, given.step)

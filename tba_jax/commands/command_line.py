@@ -35,7 +35,7 @@ class Command(Protocol):
 
 
 class Parser(argparse.ArgumentParser):
-    """Answers a mistake by one sentence. Where a command has set a default for `overrides`, it collects those flags there."""
+    """A parser that answers a mistake by one sentence. It collects flags --config.X=Y in `overrides`, if that has a default."""
 
     def error(self, message: str) -> NoReturn:
         refuse(ValueError(message.removeprefix("argument ")))
@@ -65,7 +65,7 @@ def add_workdir(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(command: Command, arguments: Sequence[str], *, prog: str = "") -> int:
-    """Runs a command and returns its exit code; a mistake or a failure ends the process by a code of its own."""
+    """Runs a command and returns its exit code. A mistake or a failure ends the process with a code of its own."""
     prog = prog or f"python -m tba_jax {command.__name__.rpartition('.')[2]}"
     parser = Parser(
         prog=prog,
@@ -86,7 +86,7 @@ def execute(command: Command, arguments: Sequence[str], *, prog: str = "") -> in
 
 @contextlib.contextmanager
 def mistakes() -> Iterator[None]:
-    """Refuses what raises ValueError or LeaseHeld, unless storage is at fault."""
+    """Takes a ValueError or LeaseHeld for a mistake of the user and refuses it, unless storage is at fault."""
     from tba_jax.run.lease import LeaseHeld
 
     try:
@@ -105,7 +105,7 @@ def refuse(error: BaseException) -> NoReturn:
 
 @contextlib.contextmanager
 def failures() -> Iterator[None]:
-    """Ends the process where storage refuses, by one sentence; after any other failure by its traceback and one sentence."""
+    """Ends the process on a failure: by one sentence if storage refuses, otherwise by the traceback and one sentence."""
     try:
         yield
     except KeyboardInterrupt:  # before the command asks for signals itself
@@ -129,7 +129,7 @@ def failures() -> Iterator[None]:
 
 
 def log_to_stderr() -> None:
-    """Shows everybody's warnings, and what tba_jax itself tells besides."""
+    """Shows warnings of all libraries, and the informational lines of tba_jax as well."""
     logging.basicConfig(
         stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", force=True
     )
@@ -137,7 +137,7 @@ def log_to_stderr() -> None:
 
 
 def nearest(name: str, names: Collection[str]) -> str:
-    """The dotted name that is most like `name`, "" where the last part of none is."""
+    """The dotted name that is most like `name`, "" if no name has a similar last part."""
     section, _, leaf = name.rpartition(".")
 
     def likeness(other: str) -> float:

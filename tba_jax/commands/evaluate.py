@@ -1,9 +1,9 @@
-"""Evaluates a policy snapshot of a run on its held-out queries and prints the report; the run's folder stays as it is.
+"""Evaluates a policy snapshot of a run on its held-out queries and prints the report, without changing the run.
 
 python -m tba_jax evaluate --workdir=DIR [--step=N] [--output=FILE] [--config.SETTING=VALUE …]
 
-Settings change how it is evaluated: evaluation.queries, evaluation.samples_per_query, task.tldr.gold_path … Those that say what
-the run's rows mean cannot differ from the run's.
+Flags change settings of the evaluation, such as evaluation.queries, evaluation.samples_per_query and task.tldr.gold_path.
+Settings that belong to the run's contract cannot change.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from tba_jax.run import layout, places
 
 
 def evaluate(workdir: Path, *, step: int | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """The report of one snapshot, as in DIR/evaluations (see Evaluator.report). Needs no other process, and disturbs none.
+    """The report of one snapshot, as in DIR/evaluations (see Evaluator.report). Disturbs no process of the run.
 
     Args:
       step: of a published snapshot; None: the newest.
@@ -64,14 +64,14 @@ def evaluate(workdir: Path, *, step: int | None, overrides: Sequence[str] = ()) 
 
 
 def _overridden(config: Mapping[str, Any], overrides: Sequence[str]) -> Any:
-    """A run's config with the settings that flags change. Raises ValueError for one that there is not, or of another type."""
+    """A run's config with the settings that flags change. Raises ValueError for an unknown setting or a value of another type."""
     from ml_collections import config_dict
 
     return recipes.override(config_dict.ConfigDict(_with_tuples(config)), overrides)
 
 
 def _with_tuples(tree: Any) -> Any:
-    """The tree with tuples where JSON has made lists of them."""
+    """The tree with tuples in place of lists: JSON has made lists of the config's tuples."""
     if isinstance(tree, Mapping):
         return {name: _with_tuples(value) for name, value in tree.items()}
     return tuple(tree) if isinstance(tree, list) else tree

@@ -69,7 +69,7 @@ def _check_output(output: Path, run: layout.RunDir) -> None:
 
 
 def _tokenizer_files(tokenizer: "Tokenizer", source: Path | None) -> tuple[Callable[[Path], None], dict[str, int]]:
-    """What writes the tokenizer into a folder, and the ids that config.json names, {} where the files of `source` name them."""
+    """A function that writes the tokenizer into a folder, and the token ids for config.json, {} if `source` has its own."""
     from tba_jax.models.hugging_face import export as export_lib
     from tba_jax.text.tokenizers import CharacterTokenizer
 
@@ -107,7 +107,7 @@ def _reference(run: layout.RunDir) -> Place:
 
 @contextlib.contextmanager
 def _committed(folder: Place, what: str) -> Iterator[None]:
-    """Says of a folder that is removed before or while it is read that it is gone; other failures pass as they are."""
+    """Raises a ValueError if the folder is removed before or while it is read. Other failures pass as they are."""
     from tba_jax.run import snapshots
 
     try:

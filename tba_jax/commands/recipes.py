@@ -40,7 +40,7 @@ def load(recipe: str, overrides: Sequence[str], *, program: Program) -> config_d
 
 
 def label_of(recipe: str) -> str:
-    """What the run's last line calls it: configs/demo.py -> demo, configs/demo_baselines.py:grpo -> demo_baselines:grpo."""
+    """The name of a run in its last line: configs/demo.py -> demo, configs/demo_baselines.py:grpo -> demo_baselines:grpo."""
     return Path(recipe).name.replace(".py", "")
 
 
@@ -81,7 +81,7 @@ def _is_of(config: config_dict.ConfigDict, program: Program) -> bool:
 
 
 def _like(file: Path) -> str:
-    """The recipe whose name is most like that of a file that does not exist, "" where none is."""
+    """The existing recipe whose name is most like that of `file`, "" if none is similar."""
     folder = file.parent if file.parent.is_dir() and file.parent != Path() else Path("configs")
     there = {path.stem: str(path) for path in sorted(folder.glob("*.py")) if path.stem != "__init__"}
     return there.get(command_line.nearest(file.stem, there), "")

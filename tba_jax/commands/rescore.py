@@ -1,10 +1,11 @@
-"""Scores a run's rows again by its task as it is now, as a new reward version beside the old one.
+"""Scores the rows of a stopped run again by its task as it is now, as a new reward version beside the old one.
 
 python -m tba_jax rescore --workdir=DIR
 
-`DIR/rewards/<version>/` becomes a replay log of the same writers and row numbers with the new rewards: whole rows, so that
-nothing that reads or journals rows need know of it. Runs of the new version train on it by replay.mount. A writer's rows
-appear when all are scored, and count once `DIR/rewards/<version>.json` is there; what is interrupted is taken up again.
+`DIR/rewards/<version>/` becomes a replay log with the same writers, the same row numbers and the new rewards. It holds whole
+rows, so that readers and the journal need no special case. Runs of the new version train on this log by replay.mount. The rows
+of a writer appear when all of them are scored, and count once `DIR/rewards/<version>.json` exists. The same command continues an
+interrupted one.
 """
 
 import argparse
@@ -24,7 +25,7 @@ if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answe
     from tba_jax.tasks.interface import EncodedQuery
     from tba_jax.trajectory import Rows
 
-# What of the contract a new version of the reward changes.
+# Fields of the contract that a new version of the reward changes.
 _OF_REWARD = ("reward_version", "reward_parts")
 
 
@@ -75,7 +76,7 @@ def rescore(workdir: Path) -> str:
 
 
 def _compared(run: layout.RunDir, workdir: Path) -> tuple["Experiment", contract_lib.Contract, str]:
-    """What the run's config means now, the contract of its rows, and its replay.retention.
+    """The experiment that the run's config means now, the contract of its rows, and its replay.retention.
 
     Raises:
       ValueError: there is no run, or its task differs by more than its reward.
@@ -94,7 +95,7 @@ def _compared(run: layout.RunDir, workdir: Path) -> tuple["Experiment", contract
 
 
 def _is_done(run: layout.RunDir, experiment: "Experiment", writer: str, head: int) -> bool:
-    """Whether a writer's rows are scored. A process never writes to the log of another, so that of an ended one stays."""
+    """Whether all rows of a writer are scored already."""
     from tba_jax.replay.log import registration
     from tba_jax.replay.reader import LogReader
 
@@ -142,7 +143,7 @@ def _rescore_writer(
 def _scored_again(
     rows: "Rows", experiment: "Experiment", queries: Mapping[int, "EncodedQuery"], writer: str
 ) -> dict[str, np.ndarray]:
-    """Rows with reward, parts and version of the task as it is now. Rows that cannot be decoded get NaN, and stay invalid."""
+    """The rows with reward, reward parts and version of the task as it is now. Rows that cannot be decoded get NaN."""
     from tba_jax.decoding.requests import Generation
     from tba_jax.replay.validation import REJECTIONS, validate_rows
     from tba_jax.rewards.responses import reward_generation

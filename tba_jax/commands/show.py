@@ -70,7 +70,7 @@ def show(workdir: Path, order: str, count: int) -> str:
 
 
 def newest(ranges: Sequence[range], count: int, rows_per_append: int) -> list[range]:
-    """The last whole appends of a writer with at least `count` rows, or all: a later append is of no older weights."""
+    """The last whole appends of a writer that hold at least `count` rows. A later append never has older weights."""
     found: list[range] = []
     for each in reversed(ranges):
         if count > 0:
@@ -81,7 +81,7 @@ def newest(ranges: Sequence[range], count: int, rows_per_append: int) -> list[ra
 
 
 def _first(reader: "LogReader", spans: Mapping[str, Sequence[range]], order: str, count: int) -> "tuple[list[str], Rows]":
-    """The first `count` rows of all in `spans` and their writers, as they are stored; holds few more than those in memory."""
+    """The first `count` rows of `spans` and their writers, in the order of storage. Memory holds few rows more than these."""
     from tba_jax.trajectory import concatenate
 
     writers: list[str] = []

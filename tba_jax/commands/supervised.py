@@ -2,7 +2,7 @@
 
 python -m tba_jax supervised --config=configs/supervised.py --workdir=DIR --output=DIR [--config.kind=reward ...]
 
-The same command again resumes a run that was stopped or killed. Examples of a step are a function of seed and step alone.
+The same command resumes a run that was stopped or killed. The examples of a step depend on the seed and the step alone.
 """
 
 import argparse
@@ -89,7 +89,7 @@ def prepare(config: Any, run: layout.RunDir, output: Path) -> "Plan":
 
 
 def _model_and_tokenizer(config: Any, folder: Path) -> "tuple[DecoderConfig, HuggingFaceTokenizer]":
-    """What the checkpoint in `folder` is. Raises ValueError where it cannot be trained as the config says."""
+    """Config and tokenizer of the checkpoint in `folder`. Raises ValueError if it cannot be trained as the config says."""
     from tba_jax.models.hugging_face import load
     from tba_jax.text.tokenizers import HuggingFaceTokenizer
 
@@ -154,7 +154,7 @@ def _check_output(output: Path, run: layout.RunDir) -> None:
 
 
 def _join(run: layout.RunDir, config: Any, fingerprint: str) -> None:
-    """Writes the workdir's config.json, or holds the config and the examples against the one that is there."""
+    """Writes the workdir's config.json, or compares config and examples with the existing one."""
     from tba_jax.run import contract as contract_lib
 
     plain = json.loads(json.dumps(config.to_dict()))

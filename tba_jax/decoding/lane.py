@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tba_jax import sharding as sharding_lib
-from tba_jax.decoding import sizes
+from tba_jax.decoding import decode_loop, sizes
 from tba_jax.decoding import slots as slots_lib
 from tba_jax.decoding.requests import Generation, Request
 from tba_jax.decoding.sampling import Sampling
@@ -111,13 +111,15 @@ class Lane:
         self._prefill = sharding_lib.on_mesh(
             mesh,
             jax.jit(
-                functools.partial(slots_lib.prefill, config=config), donate_argnums=(1, 2), out_shardings=(prompts, slots, whole)
+                functools.partial(decode_loop.prefill, config=config),
+                donate_argnums=(1, 2),
+                out_shardings=(prompts, slots, whole),
             ),
         )
         self._decode = sharding_lib.on_mesh(
             mesh,
             jax.jit(
-                functools.partial(slots_lib.decode, config=config),
+                functools.partial(decode_loop.decode, config=config),
                 donate_argnums=2,
                 static_argnames=("buffers", "window"),
                 out_shardings=(slots, whole),
@@ -212,7 +214,7 @@ class Lane:
         return sum((group, u) in self._parts for u in range(self._config.buffers))
 
     def _oldest_first(self) -> np.ndarray:
-        """int32[J, U]: see slots.prefill."""
+        """int32[J, U]: see decode_loop.prefill."""
         return np.argsort(self._filled_at, axis=1).astype(np.int32)
 
     @property

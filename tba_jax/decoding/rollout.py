@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from tba_jax.decoding import decode_loop
 from tba_jax.decoding import slots as slots_lib
 from tba_jax.decoding.sampling import Sampling
 from tba_jax.models import kv_cache
@@ -54,8 +55,8 @@ def rollout(
     arrivals = _arrivals(prompt_tokens, prompt_length, keys, sampling, static)
     oldest_first, restart, never_enough = jnp.zeros((Q, 1), jnp.int32), jnp.array(True), jnp.int32(Q + 1)
     prompts, slots = slots_lib.init(static)
-    prompts, slots, first = slots_lib.prefill(params, prompts, slots, oldest_first, arrivals, restart, None, config=static)
-    _, trace = slots_lib.decode(
+    prompts, slots, first = decode_loop.prefill(params, prompts, slots, oldest_first, arrivals, restart, None, config=static)
+    _, trace = decode_loop.decode(
         params,
         prompts,
         slots,

@@ -1,7 +1,7 @@
 """Attention: the module with its projections, rotary positions, and the kernels that attend with what it projects.
 
-A kernel is a function attend(query, key, value) -> (attended, kept): of whole rows (training, prefill), of a prompt's last token,
-or of one new token a row with caches (decoding). All of them use one set of projections.
+A kernel is a function attend(query, key, value) -> (attended, kept). There is one for whole rows (training, prefill), one for the
+last token of a prompt, and one for a new token in each row, which reads caches (decoding).
 """
 
 import functools
@@ -19,7 +19,7 @@ from tba_jax.models.layers import Einsum, Norm
 
 # cos and sin of positions [t], or None where positions are not rotary.
 Rotary = tuple[jax.Array, jax.Array] | None
-# attend(query [t, N, H], key [t, G, H], value [t, G, H]) -> ([t, N, H], what is to be kept of it).
+# attend(query [t, N, H], key [t, G, H], value [t, G, H]) -> ([t, N, H], keys and values to keep, or None).
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 
 # Stands for -inf in scores: a row without anything to attend to, as an idle slot is, must not become NaN.
@@ -34,13 +34,14 @@ class Attention(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         c, sizes = config, config.sizes
+        self.query_scale = math.sqrt(c.head_size / (c.query_scalar or c.head_size))
         self.query = Einsum("tD,DNH->tNH", sizes, bias=c.qkv_bias, rngs=rngs)
         self.key = Einsum("tD,DGH->tGH", sizes, bias=c.qkv_bias, rngs=rngs)
         self.value = Einsum("tD,DGH->tGH", sizes, bias=c.qkv_bias, rngs=rngs)
         self.out = Einsum("tNH,NHD->tD", sizes, bias=c.out_bias, std=c.residual_std, rngs=rngs)
         if c.qk_norm:
-            self.query_norm = Norm("rms", "H", sizes, epsilon=c.norm_epsilon, rngs=rngs)
-            self.key_norm = Norm("rms", "H", sizes, epsilon=c.norm_epsilon, rngs=rngs)
+            self.query_norm = Norm(c.norm, "H", sizes, epsilon=c.norm_epsilon, rngs=rngs)
+            self.key_norm = Norm(c.norm, "H", sizes, epsilon=c.norm_epsilon, rngs=rngs)
 
     def project(self, x: jax.Array, rotary: Rotary) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Query [t, N, H], key and value [t, G, H] of x [t, D]."""
@@ -49,10 +50,12 @@ class Attention(nnx.Module):
             query, key = self.query_norm(query), self.key_norm(key)
         if rotary is not None:
             query, key = rotate(query, *rotary), rotate(key, *rotary)
+        if self.query_scale != 1:  # kernels divide scores by sqrt(H), whatever the model divides them by
+            query = query * self.query_scale
         return query, key, value
 
     def __call__(self, x: jax.Array, rotary: Rotary, attend: Attend) -> tuple[jax.Array, Any]:
-        """[t, D], and what `attend` keeps."""
+        """Returns [t, D], and the second result of `attend`."""
         attended, kept = attend(*self.project(x, rotary))
         return self.out(attended), kept
 
@@ -60,7 +63,9 @@ class Attention(nnx.Module):
 def rotary_frequencies(size: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
     """float32[size / 2], radians per position."""
     frequency = theta ** (-np.arange(0, size, 2, dtype=np.float64) / size)
-    if scaling is not None:
+    if scaling is not None and not scaling.original_positions:
+        frequency = frequency / scaling.factor
+    elif scaling is not None:
         turns = scaling.original_positions * frequency / (2 * np.pi)
         kept = np.clip((turns - scaling.low_frequency) / (scaling.high_frequency - scaling.low_frequency), 0.0, 1.0)
         frequency = frequency * (kept + (1 - kept) / scaling.factor)
@@ -73,12 +78,14 @@ def rotary_tables(positions: jax.Array, frequencies: np.ndarray) -> tuple[jax.Ar
     return jnp.cos(angle), jnp.sin(angle)
 
 
-def rotary(positions: jax.Array, config: DecoderConfig) -> Rotary:
-    """The tables that all layers share: int32[t] positions."""
+def rotary(positions: jax.Array, config: DecoderConfig, *, local: bool) -> Rotary:
+    """The rotary tables of positions int32[t], which all local or all global layers share."""
     if config.positions != "rotary":
         return None
-    size = config.rotary_size or config.head_size
-    return rotary_tables(positions, rotary_frequencies(size, config.rope_theta, config.rope_scaling))
+    size, theta, scaling = config.rotary_size or config.head_size, config.rope_theta, config.rope_scaling
+    if local and config.local_rope_theta:
+        theta, scaling = config.local_rope_theta, None
+    return rotary_tables(positions, rotary_frequencies(size, theta, scaling))
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -89,12 +96,15 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1).astype(x.dtype)
 
 
-def attend(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None, *, causal: bool, kernel: str) -> jax.Array:
+def attend(
+    query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None, *, causal: bool, kernel: str, window: int = 0
+) -> jax.Array:
     """Attention over whole sequences.
 
     Args:
       query: [B, T, N, H]; key, value: [B, T, G, H]. mask: bool[B, 1, T, T] (query, key), or None.
       kernel: "xla", "cudnn" (flash attention on NVIDIA GPUs), or "auto": cudnn where it can be used.
+      window: with causal attention, a query attends to at most this many tokens, the last of which is itself; 0: to all.
 
     Returns:
       [B, T, N, H]; softmax in float32.
@@ -102,24 +112,27 @@ def attend(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array |
     fits = query.dtype in (jnp.bfloat16, jnp.float16) and query.shape[-1] % 8 == 0 and query.shape[-1] <= 128
     usable = kernel == "auto" and jax.default_backend() == "gpu" and fits
     implementation: Literal["xla", "cudnn"] = "cudnn" if kernel == "cudnn" or usable else "xla"
-    return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=causal, implementation=implementation)
+    local = (window - 1, 0) if window else None
+    return jax.nn.dot_product_attention(
+        query, key, value, mask=mask, is_causal=causal, local_window_size=local, implementation=implementation
+    )
 
 
-def whole_rows(B: int, T: int, mask: jax.Array | None, *, causal: bool, kernel: str) -> Attend:
-    """The `attend` of B whole sequences of T tokens; keeps key and value [B, T, G, H]. Args: see attend."""
+def whole_rows(B: int, T: int, mask: jax.Array | None, *, causal: bool, kernel: str, window: int = 0) -> Attend:
+    """The `attend` of B whole sequences of T tokens. It keeps key and value [B, T, G, H]. Args: see attend."""
 
     def attend_rows(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, Any]:
         query, key, value = (x.reshape(B, T, *x.shape[1:]) for x in (query, key, value))
-        attended = attend(query, key, value, mask, causal=causal, kernel=kernel)
+        attended = attend(query, key, value, mask, causal=causal, kernel=kernel, window=window)
         return attended.reshape(B * T, *attended.shape[2:]), (key, value)
 
     return attend_rows
 
 
 def last_of_prompt(cache: tuple[jax.Array, ...], before: jax.Array) -> Attend:
-    """The `attend` of the last token of Q prompts, to those before and to itself; keeps nothing.
+    """The `attend` of the last token of Q prompts, which reads itself and earlier tokens. It keeps nothing.
 
-    Args: cache: keys, values [Q, G, P, H]; before: bool[Q, P], the tokens before the last one.
+    Args: cache: keys, values [Q, G, P, H]; before: bool[Q, P], the earlier tokens that are read.
     """
 
     def attend_last(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, None]:
@@ -132,9 +145,9 @@ def last_of_prompt(cache: tuple[jax.Array, ...], before: jax.Array) -> Attend:
 def one_token(
     prompt: tuple[jax.Array, ...], own: tuple[jax.Array, ...], entry: jax.Array, prompt_mask: jax.Array, own_mask: jax.Array
 ) -> Attend:
-    """The `attend` of one new token a row; keeps the row's own keys and values with those of the token at `entry`.
+    """The `attend` of one new token in each row. It keeps the row's own keys and values, with the new token's at `entry`.
 
-    Args: entry: int32[]; others: see attend_in_two_parts.
+    Args: entry: int32[]; for the others see attend_in_two_parts.
     """
 
     def attend_cached(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, Any]:

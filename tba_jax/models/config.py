@@ -1,10 +1,11 @@
-"""Shapes of the models: one decoder and one encoder, by configuration. decoder.py and encoder.py compute with them."""
+"""Configurations of the models: decoder.py computes every decoder from one dataclass, encoder.py every encoder from another."""
 
 import dataclasses
 import math
 from typing import ClassVar
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+from tba_jax.models.activations import ACTIVATIONS
+
 ENCODER_HEADS = ("embedding", "classification")
 
 _STD = 0.02
@@ -12,27 +13,40 @@ _STD = 0.02
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Llama 3's scaling of rotary frequencies: wavelengths beyond original_positions / low_frequency are stretched by `factor`,
-    those below original_positions / high_frequency kept, those between interpolated."""
+    """Scaling of rotary frequencies: linear, or Llama 3's.
+
+    Linear (original_positions 0): all wavelengths are stretched by `factor`. Llama 3's: wavelengths beyond
+    original_positions / low_frequency are stretched by `factor`, wavelengths below original_positions / high_frequency are kept,
+    and wavelengths between the two are interpolated.
+    """
 
     factor: float
-    low_frequency: float
-    high_frequency: float
-    original_positions: int
+    low_frequency: float = 0.0
+    high_frequency: float = 0.0
+    original_positions: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
     """Shape of a decoder. Letters of the axis table: L layers, N heads, G kv_heads, H head_size, D width, F ffn, V vocab.
 
-    architecture: the Hugging Face model_type whose names and config keys its checkpoints use; what is computed is said by the
-      other fields alone.
-    norm: "rms" or "layer" (layer norm with bias). positions: "rotary" or "learned" (an embedding of max_positions).
-    rotary_size: elements of each head that are rotated, the first ones; 0: all. parallel_residual: attention and feed-forward
-      both read the layer's input (GPT-NeoX). gated: feed-forward down(act(gate(x)) * up(x)), otherwise down(act(up(x))).
-    qkv_bias, out_bias, ffn_bias: biases of those linear maps. qk_norm: RMS norm of each query and key head (Qwen3).
-    head: "language_model", or "score": a linear map of `labels` outputs without bias in its place (reward models, labels 1).
-    attention: kernel of whole sequences, see attention.attend.
+    architecture: the Hugging Face model_type whose names and config keys the checkpoints use. The other fields alone say what is
+      computed.
+    norm: "rms", "offset_rms" (RMS norm that multiplies by 1 + scale) or "layer" (layer norm with bias). post_norms: the results
+      of attention and feed-forward are normalised before they are added to the residual stream (Gemma 3).
+    positions: "rotary" or "learned" (an embedding of max_positions).
+    rotary_size: how many elements of each head are rotated, counted from the first; 0: all. parallel_residual: attention and
+      feed-forward both read the layer's input (GPT-NeoX).
+    activation: a name of activations.ACTIVATIONS. gated: the feed-forward is down(act(gate(x)) * up(x)), otherwise
+      down(act(up(x))).
+    qkv_bias, out_bias, ffn_bias: whether these linear maps have a bias. qk_norm: each query and key head is normalised (Qwen3).
+    scaled_embedding: embeddings of tokens are multiplied by sqrt(width). query_scalar: attention scores are divided by its square
+      root; 0: by the square root of head_size.
+    layer_pattern: a letter for each layer, repeated over the layers. "g" (global): the layer attends to all earlier tokens; "l"
+      (local): to the last `window` tokens, itself included. "": all layers are global. local_rope_theta: rope_theta of local
+      layers, which then have no rope_scaling; 0: local layers rotate as global layers do.
+    head: "language_model", or "score": a linear map to `labels` outputs without bias instead (a reward model has one label).
+    attention: the kernel of whole sequences, see attention.attend.
     """
 
     layers: int
@@ -57,6 +71,12 @@ class DecoderConfig:
     out_bias: bool = False
     ffn_bias: bool = False
     qk_norm: bool = False
+    post_norms: bool = False
+    scaled_embedding: bool = False
+    query_scalar: int = 0
+    layer_pattern: str = ""
+    window: int = 0
+    local_rope_theta: float = 0.0
     tied_embedding: bool = True
     head: str = "language_model"
     labels: int = 1
@@ -70,20 +90,29 @@ class DecoderConfig:
             raise ValueError(f"model.head_size={self.head_size} must be even for rotary positions")
         if self.rotary_size % 2 or self.rotary_size > self.head_size:
             raise ValueError(f"rotary_size={self.rotary_size} must be even and at most head_size={self.head_size}")
+        if set(self.layer_pattern) - set("gl") or ("l" in self.layer_pattern) != (self.window > 0):
+            raise ValueError(f"layer_pattern={self.layer_pattern!r} does not go with window={self.window}: local layers need one")
+
+    @property
+    def local_layers(self) -> tuple[bool, ...]:
+        """Whether each layer attends to the last `window` tokens only."""
+        pattern = self.layer_pattern or "g"
+        return tuple(pattern[layer % len(pattern)] == "l" for layer in range(self.layers))
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Letter of the axis table -> size, with S positions and C labels."""
+        """Letter of the axis table -> size, and also S positions and C labels."""
         sizes = {"L": self.layers, "D": self.width, "N": self.heads, "G": self.kv_heads, "H": self.head_size, "F": self.ffn}
         return sizes | {"V": self.vocab, "S": self.max_positions, "C": self.labels}
 
     @property
     def residual_std(self) -> float:
-        """Initial spread of what is added to the residual stream: as GPT-2's, its variance does not grow with depth."""
+        """Standard deviation of the initial weights of maps into the residual stream. As in GPT-2, the variance of the stream
+        then does not grow with depth."""
         return _STD / math.sqrt(2 * self.layers)
 
 
-# Fields of DecoderConfig that say how something is computed, not what: they may differ between the roles of a run.
+# These fields of DecoderConfig say how a model is computed, not which model it is: they may differ between the roles of a run.
 FREE_FIELDS = ("compute_dtype", "attention")
 
 
@@ -91,27 +120,28 @@ FREE_FIELDS = ("compute_dtype", "attention")
 class EncoderConfig:
     """Shape of an encoder. Letters of the axis table: L layers, N heads, H head_size, D width, F ffn, V vocab.
 
-    architecture: the Hugging Face model_type whose names and config keys its checkpoints use, "bert" or "roberta"; what is
-      computed is said by the other fields alone.
+    architecture: the Hugging Face model_type whose names and config keys the checkpoints use, "bert" or "roberta". The other
+      fields alone say what is computed.
     max_positions: rows of the position table. position_offset: 0: a token's position is its index in the row (BERT); n > 0: the
       first real token has position n, the next n + 1, and padding n - 1 (RoBERTa: n is the padding token's id + 1).
     token_types: rows of the token-type table (BERT's segments).
-    activation: one of ACTIVATIONS.
-    head: "embedding": none, see Encoder.embed; "classification": a linear map to `labels` of the pooled first token, see
-      Encoder.classify.
+    activation: a name of activations.ACTIVATIONS.
+    head: "embedding": the encoder has no head, see Encoder.sentence_embeddings; "classification": a linear map of the pooled
+      first token to `labels`, see Encoder.classify.
     labels: names of the classes, in the order of the logits; empty with an embedding head.
-    pooler: a square linear map and tanh on the first token: BERT's pooler, the `classifier.dense` of RoBERTa. Classification
-      needs it; the embedding does not read it.
-    attention: kernel, see attention.attend.
+    pooler: whether the first token goes through a square linear map and tanh: BERT's pooler, the `classifier.dense` of RoBERTa.
+      Classification needs it; the embedding does not read it.
+    attention: the kernel, see attention.attend.
     """
 
-    # What every encoder has, by the names under which decoders choose it.
+    # Every encoder has these settings. DecoderConfig has fields of the same names, so both models use the same layers.
     norm: ClassVar[str] = "layer"
     gated: ClassVar[bool] = False
     qkv_bias: ClassVar[bool] = True
     out_bias: ClassVar[bool] = True
     ffn_bias: ClassVar[bool] = True
     qk_norm: ClassVar[bool] = False
+    query_scalar: ClassVar[int] = 0
     residual_std: ClassVar[float] = _STD
 
     architecture: str
@@ -153,10 +183,10 @@ class EncoderConfig:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Letter -> size, with S positions, A token types, C labels, E the pooled token's width; every head has its own keys."""
+        """Letter of the axis table -> size, and also S positions, A token types, C labels, E the pooled token's width."""
         sizes = {"L": self.layers, "D": self.width, "N": self.heads, "G": self.heads, "H": self.head_size, "F": self.ffn}
         return sizes | {"V": self.vocab, "S": self.max_positions, "A": self.token_types, "C": len(self.labels), "E": self.width}
 
 
-# What attention and feed-forward are built from.
+# Attention and feed-forward are built from either.
 ModelConfig = DecoderConfig | EncoderConfig

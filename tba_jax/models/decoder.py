@@ -1,9 +1,10 @@
-"""One decoder-only transformer, by configuration: GPT-2, GPT-NeoX, Llama, Mistral, Qwen2 and Qwen3 are settings of it.
+"""One decoder-only transformer, by configuration: GPT-2, GPT-NeoX, Llama, Mistral, Qwen2, Qwen3 and Gemma 3 are settings of it.
 
 Training scans over the stack of blocks with rematerialisation; decoding (kv_cache.py) has them one by one.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +34,9 @@ from tba_jax.models.parameters import Definition
 class Block(nnx.Module):
     """A layer of the decoder: attention and feed-forward, each behind a norm and added to the residual stream."""
 
+    attention_post_norm: Any = None
+    feed_forward_post_norm: Any = None
+
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         c = config
         norm = functools.partial(Norm, c.norm, "D", c.sizes, epsilon=c.norm_epsilon, rngs=rngs)
@@ -41,18 +45,21 @@ class Block(nnx.Module):
         self.attention = Attention(c, rngs=rngs)
         self.feed_forward_norm = norm()
         self.feed_forward = FeedForward(c, rngs=rngs)
+        if c.post_norms:
+            self.attention_post_norm, self.feed_forward_post_norm = norm(), norm()
 
     def project(self, x: jax.Array, rotary: Rotary) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Query [t, N, H], key and value [t, G, H] of the block's input x [t, D]."""
         return self.attention.project(self.attention_norm(x), rotary)
 
     def __call__(self, x: jax.Array, rotary: Rotary, attend: Attend) -> tuple[jax.Array, Any]:
-        """x [t, D] after the block, and what `attend` keeps."""
+        """Returns x [t, D] after the block, and the second result of `attend`."""
         attended, kept = self.attention(self.attention_norm(x), rotary, attend)
         if self.parallel_residual:
             return x + attended + self.feed_forward(self.feed_forward_norm(x)), kept
-        x = x + attended
-        return x + self.feed_forward(self.feed_forward_norm(x)), kept
+        x = x + (attended if self.attention_post_norm is None else self.attention_post_norm(attended))
+        fed = self.feed_forward(self.feed_forward_norm(x))
+        return x + (fed if self.feed_forward_post_norm is None else self.feed_forward_post_norm(fed)), kept
 
 
 class Decoder(nnx.Module):
@@ -63,7 +70,7 @@ class Decoder(nnx.Module):
     score: Any = None
 
     def __init__(self, config: DecoderConfig, *, unstacked: bool = False, rngs: nnx.Rngs):
-        """Args: unstacked: `layers` is a list of blocks, as kv_cache.py takes them, not one stack of all."""
+        """Args: unstacked: `layers` is a list of blocks, as kv_cache.py needs them, instead of one stack."""
         c = config
         self.config = c
         self.embedding = Embedding("VD", c.sizes, rngs=rngs)
@@ -77,9 +84,11 @@ class Decoder(nnx.Module):
         elif not c.tied_embedding:
             self.lm_head = Einsum("tD,DV->tV", c.sizes, rngs=rngs)
 
-    def embed(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
-        """compute_dtype[t, D] of flat int32[t] tokens and positions."""
+    def embed_tokens(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+        """Returns compute_dtype[t, D] for flat tokens and positions, int32[t]."""
         x = self.embedding(tokens, dtype=self.config.compute_dtype)
+        if self.config.scaled_embedding:
+            x = x * jnp.asarray(math.sqrt(self.config.width), x.dtype)  # rounded as the reference implementation rounds it
         if self.position_embedding is not None:
             x = x + self.position_embedding(positions, dtype=self.config.compute_dtype)
         return sharding.constrain(x, "tD")
@@ -89,7 +98,7 @@ class Decoder(nnx.Module):
         """Final hidden states of whole sequences, for teacher-forced scoring.
 
         Args:
-          tokens: int32[B, T], padded on the right or not at all: causality alone keeps padding from what is real.
+          tokens: int32[B, T], padded on the right or not at all: causality alone keeps real tokens from attending to padding.
           remat: what the backward pass recomputes, a name of layers.REMAT.
 
         Returns:
@@ -98,12 +107,23 @@ class Decoder(nnx.Module):
         c = self.config
         B, T = tokens.shape
         positions = jnp.broadcast_to(jnp.arange(T), (B, T)).reshape(-1)
-        attend = attention.whole_rows(B, T, None, causal=True, kernel=c.attention)
-        tables = attention.rotary(positions, c)
+        kinds = sorted(set(c.local_layers))
+        tables = [attention.rotary(positions, c, local=local) for local in kinds]
+        attends = [attention.whole_rows(B, T, None, causal=True, kernel=c.attention, window=c.window * local) for local in kinds]
+
+        def layer(block: Block, x: jax.Array, local: jax.Array | None) -> jax.Array:
+            """local: bool[]; None: the layers are all of one kind."""
+            if local is None:
+                return block(x, tables[0], lambda *qkv: (attends[0](*qkv)[0], None))[0]
+            rotary = jax.tree.map(lambda of_global, of_local: jnp.where(local, of_local, of_global), *tables)
+            whole, windowed = (lambda *qkv, attend=attend: attend(*qkv)[0] for attend in attends)
+            return block(x, rotary, lambda *qkv: (jax.lax.cond(local, windowed, whole, *qkv), None))[0]
+
         x = parameters.scan(
-            lambda block, x: block(x, tables, lambda *qkv: (attend(*qkv)[0], None))[0],
+            layer,
             self.layers,
-            self.embed(tokens.reshape(-1), positions),
+            self.embed_tokens(tokens.reshape(-1), positions),
+            along=jnp.array(c.local_layers) if len(kinds) > 1 else None,
             dtype=c.compute_dtype,
             policy=REMAT_POLICIES[remat],
         )
@@ -112,10 +132,10 @@ class Decoder(nnx.Module):
     def head(self, *, vmapped: bool = False) -> Callable[[jax.Array], jax.Array]:
         """The map of hidden states [t, D] to logits float32[t, V]: float32 because log-prob sums over long rows need it.
 
-        Its weight is cast to the compute dtype and gathered now, so make it once, outside of a loop that calls it; gradients of
-        the weight are float32 (layers.float32_sums).
+        The weight is cast to the compute dtype and gathered now: call `head` once, outside of the loop that uses the map.
+        Gradients of the weight are float32 (layers.float32_sums).
 
-        Args: vmapped: it will be vmapped over rows (layers.over_rows).
+        Args: vmapped: whether the map will be vmapped over rows (layers.over_rows).
         """
         c = self.config
         if c.head != "language_model":
@@ -133,7 +153,7 @@ class Decoder(nnx.Module):
         return lambda hidden: product(hidden) + up((scale * down(hidden)).astype(hidden.dtype))
 
     def _ready(self, equation: str, parameter: Any, axes: str, vmapped: bool) -> Callable[[jax.Array], jax.Array]:
-        """einsum(equation, x, parameter) of x, with the parameter cast and gathered now. Args: see head."""
+        """The function x -> einsum(equation, x, parameter). The parameter is cast and gathered now. Args: see head."""
         product = over_rows(float32_sums(equation)) if vmapped else float32_sums(equation)
         master = parameter[...]
         weight = jax.lax.stop_gradient(sharding.constrain(master.astype(self.config.compute_dtype), axes))

@@ -34,7 +34,7 @@ class EncoderBlock(nnx.Module):
         self.feed_forward_norm = norm()
 
     def __call__(self, x: jax.Array, attend: Attend) -> jax.Array:
-        """[t, D] of [t, D]."""
+        """Maps x [t, D] to [t, D]."""
         x = self.attention_norm(x + self.attention(x, None, attend)[0])
         return self.feed_forward_norm(x + self.feed_forward(x))
 
@@ -68,7 +68,7 @@ class Encoder(nnx.Module):
           token_types: int32[B, T], the segment of each token; None: all 0.
 
         Returns:
-          compute_dtype[B, T, D]; what stands at padding is not to be used.
+          compute_dtype[B, T, D]; the states at padding have no meaning.
 
         Raises:
           ValueError: T is more than the encoder's positions.
@@ -85,12 +85,12 @@ class Encoder(nnx.Module):
         x = x + self.position_embedding(positions.reshape(-1), dtype=c.compute_dtype)
         x = x + self.token_type_embedding(segments.reshape(-1), dtype=c.compute_dtype)
         x = self.embedding_norm(sharding.constrain(x, "tD"))
-        x = parameters.scan(lambda block, x: block(x, attend), self.layers, x, dtype=c.compute_dtype, policy=None)
+        x = parameters.scan(lambda block, x, _: block(x, attend), self.layers, x, dtype=c.compute_dtype, policy=None)
         return x.reshape(B, T, -1)
 
     @full_precision
     def classify(self, tokens: jax.Array, token_mask: jax.Array, token_types: jax.Array | None = None) -> jax.Array:
-        """float32[B, labels]: logits of the classes, in the order of config.labels; label_index finds one by name.
+        """float32[B, labels]: logits of the classes, in the order of config.labels; label_index finds a class by name.
 
         Args: see __call__.
 
@@ -104,7 +104,7 @@ class Encoder(nnx.Module):
         with jax.default_matmul_precision("highest"):
             return self.classifier(jnp.tanh(self.pooler(hidden[:, 0].astype(jnp.float32))))
 
-    def embed(self, tokens: jax.Array, token_mask: jax.Array, token_types: jax.Array | None = None) -> jax.Array:
+    def sentence_embeddings(self, tokens: jax.Array, token_mask: jax.Array, token_types: jax.Array | None = None) -> jax.Array:
         """float32[B, D]: sentence embeddings of length 1, so that their dot products are cosine similarities.
 
         The mean of the hidden states over real tokens, special tokens included, then L2-normalised: Reimers and Gurevych, 2019
@@ -128,7 +128,7 @@ def label_index(config: EncoderConfig, name: str) -> int:
     """The column of Encoder.classify's logits that belongs to the class `name`.
 
     Raises:
-      ValueError: the encoder has no such label; names those it has.
+      ValueError: the encoder has no such label; names the labels that it has.
     """
     if name not in config.labels:
         has = f"its labels are {', '.join(map(repr, config.labels))}" if config.labels else "it has no classification head"
@@ -137,7 +137,7 @@ def label_index(config: EncoderConfig, name: str) -> int:
 
 
 def check_rows(tokens: np.ndarray, token_mask: np.ndarray, *, config: EncoderConfig) -> None:
-    """Checks, on the host, what a jitted function cannot: call it on rows that come from elsewhere.
+    """Checks rows on the host, since a jitted function cannot raise errors about values.
 
     Args: see Encoder.__call__.
 

@@ -1,4 +1,4 @@
-"""What scalar heads (layers.ScalarHead) read: the last state of a sequence, the states of a response, the mean of a prompt."""
+"""Scalar heads (layers.ScalarHead) on the last state of a sequence, on each state of a response, and on the mean of a prompt."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ class PolicyWithHeads(nnx.Module):
     value_head: Any = None
 
     def __init__(self, policy: Decoder, *, log_z_head: bool, value_head: bool, rngs: nnx.Rngs):
-        """Args: log_z_head, value_head: whether there is such a head."""
+        """Args: log_z_head, value_head: whether the policy gets this head."""
         self.policy = policy
         if log_z_head:
             self.log_z_head = ScalarHead(policy.config.width, bias=True, std=0.0, rngs=rngs)

@@ -31,7 +31,7 @@ def check_weights(weights: str) -> None:
 
 
 def define(config: DecoderConfig, weights: str = "full", *, unstacked: bool = True) -> Definition[Decoder]:
-    """The definition of a decoder as samplers hold it. Args: weights: one of WEIGHTS; unstacked: see `unstack`."""
+    """The definition of a decoder with the weights of samplers. Args: weights: one of WEIGHTS; unstacked: see `unstack`."""
     check_weights(weights)
 
     def make(rngs: nnx.Rngs) -> Decoder:
@@ -50,7 +50,7 @@ def quantize(model: Decoder) -> None:
 
 
 def unstack(params: Params, config: DecoderConfig) -> Params:
-    """The parameters of a stacked decoder as those of an unstacked one, in the compute dtype.
+    """The parameters of an unstacked decoder, in the compute dtype, from the parameters of a stacked one.
 
     A slice of the stack inside a jitted decode loop would be copied at every call of the loop.
     """
@@ -63,63 +63,93 @@ def prefill(model: Decoder, tokens: jax.Array, length: jax.Array) -> tuple[jax.A
     """Runs prompts.
 
     Args:
-      tokens: int32[Q, P], right-padded; length: int32[Q], at least 1. Causality alone keeps padding from what is real.
+      tokens: int32[Q, P], right-padded, so that causality alone keeps real tokens from attending to padding.
+      length: int32[Q], at least 1.
 
     Returns:
-      logits float32[Q, V] that the first token after each prompt is drawn from, and the cache: per layer (keys, values)
-      compute_dtype[Q, G, P, H], heads before time because the decode step reads time-contiguous blocks of one head.
+      logits float32[Q, V] of the first token after each prompt, and the cache: per layer (keys, values)
+      compute_dtype[Q, G, P, H]. Heads come before time because the decode step reads time-contiguous blocks of one head.
     """
     Q, P = tokens.shape
     chex.assert_shape(length, (Q,))
     positions = jnp.broadcast_to(jnp.arange(P), (Q, P))
-    tables = _rotary(positions.reshape(-1), model.config)
-    attend = attention.whole_rows(Q, P, None, causal=True, kernel=model.config.attention)
-    x = model.embed(tokens.reshape(-1), positions.reshape(-1))
+    c = model.config
+    tables = _rotary(positions.reshape(-1), c)
+    x = model.embed_tokens(tokens.reshape(-1), positions.reshape(-1))
     cache = []
     *blocks, last_block = model.layers
-    for block in blocks:
-        x, kept = block(x, tables, attend)
+    *kinds, last_local = c.local_layers
+    for block, local in zip(blocks, kinds, strict=True):
+        attend = attention.whole_rows(Q, P, None, causal=True, kernel=c.attention, window=c.window * local)
+        x, kept = block(x, tables[local], attend)
         cache.append(tuple(sharding.constrain(kv.swapaxes(1, 2), "QGSH") for kv in kept))
-    # Of the last layer, all positions have keys and values, and the last one alone what follows from them.
-    _, *kept = last_block.project(x, tables)
+    # The last layer computes keys and values at all positions, and everything after them at the last position alone.
+    _, *kept = last_block.project(x, tables[last_local])
     cache.append(tuple(sharding.constrain(kv.reshape(Q, P, *kv.shape[1:]).swapaxes(1, 2), "QGSH") for kv in kept))
     last = jnp.take_along_axis(x.reshape(Q, P, -1), (length - 1)[:, None, None], axis=1)[:, 0]
-    attend_last = attention.last_of_prompt(cache[-1], positions < (length - 1)[:, None])
-    last, _ = last_block(last, _rotary(length - 1, model.config), attend_last)
+    before = positions < (length - 1)[:, None]
+    if last_local:
+        before &= positions >= (length - c.window)[:, None]
+    last, _ = last_block(last, _rotary(length - 1, c)[last_local], attention.last_of_prompt(cache[-1], before))
     return model.head()(model.final_norm(last)), tuple(cache)
 
 
-def _rotary(positions: jax.Array, config: DecoderConfig) -> Rotary:
-    """Tables that are computed once: XLA would compute sines again in each layer that reads them."""
-    return jax.lax.optimization_barrier(attention.rotary(positions, config))
+def _rotary(positions: jax.Array, config: DecoderConfig) -> dict[bool, Rotary]:
+    """The rotary tables of local (True) and global layers, as far as there are such layers.
+
+    They are behind a barrier. Without it, XLA would compute the sines again in each layer that reads them.
+    """
+    kinds = sorted(set(config.local_layers))
+    return {local: jax.lax.optimization_barrier(attention.rotary(positions, config, local=local)) for local in kinds}
 
 
 @flax.struct.dataclass
 class Masks:
-    """What the rows of a decode step attend to. prompt: bool[J, W, S]; own: bool[B, R], the new token's entry included."""
+    """The cache entries that rows attend to. prompt: bool[J, W, S]; own: bool[B, R], the new token's entry included."""
 
     prompt: chex.Array
     own: chex.Array
 
 
+def within_window(masks: Masks, window: int, *, prompt_age: jax.Array, own_age: jax.Array) -> Masks:
+    """The masks of local layers, from the masks of global layers.
+
+    Args:
+      prompt_age: int32[J, W, S], how many positions each entry is behind the new token; own_age: int32[B, R] or what broadcasts
+        to it.
+    """
+    return Masks(prompt=masks.prompt & (prompt_age < window), own=masks.own & (own_age < window))
+
+
 @full_precision
 def decode_step(
-    model: Decoder, token: jax.Array, position: jax.Array, entry: jax.Array, prompt: Cache, own: Cache, masks: Masks
+    model: Decoder,
+    token: jax.Array,
+    position: jax.Array,
+    entry: jax.Array,
+    prompt: Cache,
+    own: Cache,
+    masks: Masks,
+    local_masks: Masks | None = None,
 ) -> tuple[jax.Array, Cache]:
     """One token for every row.
 
     Args:
       token: int32[B]; position: int32[B], its position in the row, from 0 at the first prompt token.
-      entry: int32[], where its key and value go in every row's own cache. Keys carry their positions, so any order will do.
+      entry: int32[], the place of the new key and value in every row's own cache. Keys carry their positions, so the order of
+        entries does not matter.
       prompt: per layer (keys, values) [J, G, S, H]; own: likewise [B, G, R, H].
+      masks: of global layers; local_masks: of local layers, without the entries before the window (see `within_window`).
 
     Returns:
-      logits float32[B, V] that the next token is drawn from, and the new own cache.
+      logits float32[B, V] of the next token, and the new own cache.
     """
-    x = model.embed(token, position)
+    x = model.embed_tokens(token, position)
     tables = _rotary(position, model.config)
     new_own = []
-    for block, shared, mine in zip(model.layers, prompt, own, strict=True):
-        x, kept = block(x, tables, attention.one_token(shared, mine, entry, masks.prompt, masks.own))
+    for block, local, shared, mine in zip(model.layers, model.config.local_layers, prompt, own, strict=True):
+        reads = local_masks if local else masks
+        assert reads is not None, "a model with local layers needs their masks"
+        x, kept = block(x, tables[local], attention.one_token(shared, mine, entry, reads.prompt, reads.own))
         new_own.append(kept)
     return model.head()(model.final_norm(x)), tuple(new_own)

@@ -1,4 +1,4 @@
-"""What decoder and encoder are built from: linear maps (with LoRA and int8 as variants), norms, embeddings, scalar heads.
+"""The layers of decoder and encoder: linear maps (with LoRA and int8 as variants), norms, embeddings, scalar heads.
 
 A module states shape, axes, initialiser and equation of its parameters in one place. Equations use the letters of the axis table
 (trajectory.py), with `t` for flat tokens B·T: XLA's CPU backend is several times slower on the gradients of a matrix product with
@@ -14,30 +14,24 @@ import jax.numpy as jnp
 from flax import nnx
 
 from tba_jax import sharding
+from tba_jax.models.activations import ACTIVATIONS
 from tba_jax.models.config import ModelConfig
 from tba_jax.models.parameters import parameter
 
-ACTIVATIONS = {
-    "silu": jax.nn.silu,
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
-    "relu": jax.nn.relu,
-}
-
-# How much a rematerialised layer keeps for its backward pass -> policy of jax.checkpoint; None: all, nothing is computed again.
+# Name of a setting -> policy of jax.checkpoint, which says what a layer keeps for its backward pass. None: it keeps everything.
 REMAT_POLICIES = {
     "none": None,
-    "full": jax.checkpoint_policies.nothing_saveable,  # the layer's input alone
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,  # also results of linear maps, not attention scores
+    "full": jax.checkpoint_policies.nothing_saveable,  # keeps the layer's input alone
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,  # also keeps the results of linear maps
 }
 REMAT = tuple(REMAT_POLICIES)
 
-STD = 0.02  # of the normal initialisation of weights, where nothing else is said
-_LEVELS = 127  # of int8 on either side of 0
+STD = 0.02  # standard deviation of initial weights, unless a module takes another
+_LEVELS = 127  # int8 values on either side of 0
 
 
 def full_precision(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes matrix products of a function float32 where config.compute_dtype of its first argument, a model, says so.
+    """`function`, whose matrix products are exactly float32 if config.compute_dtype of its first argument, a model, is float32.
 
     By default GPUs round the inputs of such products to 10 bits (TF32) and TPUs to 7, so that sampler and learner would
     disagree by a thousandth of a nat.
@@ -54,8 +48,8 @@ def full_precision(function: Callable[..., Any]) -> Callable[..., Any]:
 class Einsum(nnx.Module):
     """A linear map: y = einsum(equation, x, weight) + bias.
 
-    The letters of the equation are the dimensions of `weight`, inputs first, and those of `bias`. Two variants of the map hold
-    more parameters: one with a low-rank adapter (`adapt`) and one whose weight is int8 (`quantize`).
+    Letters of the equation name the dimensions of `weight`, inputs first, and of `bias`. Two variants of the map have more
+    parameters: one has a low-rank adapter (`adapt`), and the weight of the other is int8 (`quantize`).
     """
 
     bias: Any = None
@@ -68,8 +62,8 @@ class Einsum(nnx.Module):
         Args:
           equation: as "tD,DNH->tNH", letters of the axis table: x, weight, result.
           sizes: letter -> size.
-          bias: whether there is one; it begins at 0.
-          std: of the weight's normal initialisation.
+          bias: whether the map has a bias, which begins at 0.
+          std: standard deviation of the initial weight.
         """
         self.equation, self.lora_scale = equation, 0.0
         self.weight = parameter(self.axes, sizes, nnx.initializers.normal(std), rngs)
@@ -78,22 +72,22 @@ class Einsum(nnx.Module):
 
     @property
     def axes(self) -> str:
-        """Letters of the weight's dimensions, as in the equation."""
+        """The letters of the weight's dimensions, in the order of the equation."""
         return self.equation.split("->")[0].split(",")[1]
 
     @property
     def inputs(self) -> str:
-        """The letters of the weight that it has in common with x: the map sums over them."""
+        """The letters that the weight shares with x: the map sums over them."""
         x_axes = self.equation.split(",")[0]
         return "".join(axis for axis in self.axes if axis in x_axes)
 
     @property
     def outputs(self) -> str:
-        """The other letters of the weight."""
+        """The letters of the weight that x does not have."""
         return self.axes.removeprefix(self.inputs)
 
     def __call__(self, x: jax.Array, *, dtype: Any = None) -> jax.Array:
-        """The map of x, in `dtype` (default: that of x), which is also that of its sums.
+        """The map of x in `dtype` (default: the dtype of x). Products are summed in the same dtype.
 
         On a mesh, the weight is gathered over the fsdp axis where it is used, and the result is split as its letters say.
         """
@@ -111,13 +105,13 @@ class Einsum(nnx.Module):
         return sharding.constrain(y, self.equation.split("->")[1])
 
     def adapter_equations(self) -> tuple[str, str]:
-        """Of x A and of (x A) B."""
+        """The einsum equations of x A and of (x A) B."""
         x_axes, result = self.equation.split(",")[0], self.equation.split("->")[1]
         low = f"{x_axes.removesuffix(self.inputs)}r"
         return f"{x_axes},{self.inputs}r->{low}", f"{low},r{self.outputs}->{result}"
 
     def sizes(self) -> dict[str, int]:
-        """Letter -> size, with "L" where the map is one of a stack."""
+        """Letter -> size of each dimension of the weight; "L" is the first dimension of a stacked map."""
         letters = self._stacked() + self.axes
         return dict(zip(letters, self.weight.shape, strict=True))
 
@@ -131,7 +125,7 @@ class Einsum(nnx.Module):
         self.lora_b = parameter(f"{stacked}r{self.outputs}", sizes, zeros, rngs, nnx.LoRAParam)
 
     def merge(self) -> None:
-        """Puts weight + scale · A B, float32, in the weight's place and drops the adapter; without one, changes nothing."""
+        """Replaces the weight by weight + scale · A B, float32, and drops the adapter. A map without adapter stays as it is."""
         if self.lora_a is None:
             return
         equation = f"...{self.inputs}r,...r{self.outputs}->...{self.axes}"
@@ -141,9 +135,11 @@ class Einsum(nnx.Module):
         del self.lora_a, self.lora_b
 
     def quantize(self) -> None:
-        """Makes the weight int8 with one symmetric scale, float32, for each output: weight ≈ int8 · quant_scale, off by at most
-        half a scale. Activations stay as they are. A sampler may decode so: trajectory balance needs no more of it than full
-        support (PAPER §1)."""
+        """Makes the weight int8 with one symmetric float32 scale for each output: weight ≈ int8 · quant_scale.
+
+        The error is at most half a scale. Activations are not rounded. A sampler may decode with such weights, because trajectory
+        balance asks no more of the sampling distribution than full support (PAPER §1).
+        """
         stacked = self._stacked()
         inputs = tuple(range(len(stacked), len(stacked) + len(self.inputs)))
         weight = self.weight[...].astype(jnp.float32)
@@ -153,7 +149,7 @@ class Einsum(nnx.Module):
         self.quant_scale = nnx.Param(jnp.squeeze(scale, inputs), axes=sharding.logical_axes(stacked + self.outputs))
 
     def _stacked(self) -> str:
-        """ "L" where the map is one of a stack."""
+        """ "L" if the map is stacked, else ""."""
         return "L" * (len(self.weight.shape) - len(self.axes))
 
 
@@ -217,17 +213,18 @@ def over_rows(product: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
 
 class Norm(nnx.Module):
-    """RMS norm, y = scale · x / rms(x), or layer norm, which subtracts the mean before and adds a bias (kind "rms", "layer").
+    """A norm over the last axis, in float32, since bfloat16 loses digits of mean and variance.
 
-    Over the last axis and in float32: bfloat16 loses digits of mean and variance.
+    Kind "rms": y = scale · x / rms(x); "offset_rms": y = (1 + scale) · x / rms(x); "layer": y = scale · (x - mean) / std + bias.
     """
 
     bias: Any = None
 
     def __init__(self, kind: str, axis: str, sizes: Mapping[str, int], *, epsilon: float, rngs: nnx.Rngs):
-        """Args: axis: letter of what is normalised, "D" or "H"; sizes: letter -> size."""
+        """Args: axis: letter of the last axis, which is normalised, "D" or "H"; sizes: letter -> size."""
         self.kind, self.epsilon = kind, epsilon
-        self.scale = parameter(axis, sizes, nnx.initializers.ones_init(), rngs)
+        initializer = nnx.initializers.zeros_init() if kind == "offset_rms" else nnx.initializers.ones_init()
+        self.scale = parameter(axis, sizes, initializer, rngs)
         if kind == "layer":
             self.bias = parameter(axis, sizes, nnx.initializers.zeros_init(), rngs)
 
@@ -238,10 +235,11 @@ class Norm(nnx.Module):
         normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.epsilon)
 
         def weight(parameter: Any) -> jax.Array:
-            """As samplers hold it, rounded to the compute dtype."""
+            """The parameter rounded to the compute dtype, as samplers hold it."""
             return parameter[...].astype(x.dtype).astype(jnp.float32)
 
-        y = normed * weight(self.scale)
+        scale = weight(self.scale)
+        y = normed * (1 + scale if self.kind == "offset_rms" else scale)
         return (y if self.bias is None else y + weight(self.bias)).astype(x.dtype)
 
 
@@ -259,8 +257,8 @@ class FeedForward(nnx.Module):
         self.down = Einsum("tF,FD->tD", sizes, bias=c.ffn_bias, std=c.residual_std, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[t, D] of [t, D]."""
-        activation = ACTIVATIONS[self.activation]
+        """Maps x [t, D] to [t, D]."""
+        activation = ACTIVATIONS[self.activation].function
         up = self.up(x)
         return self.down(activation(up) if self.gate is None else activation(self.gate(x)) * up)
 
@@ -274,7 +272,7 @@ class Embedding(nnx.Module):
         self.weight = parameter(axes, sizes, nnx.initializers.normal(STD), rngs)
 
     def __call__(self, index: jax.Array, *, dtype: str) -> jax.Array:
-        """dtype[t, D] of int32[t] indices."""
+        """Returns dtype[t, D] for indices int32[t]."""
         return sharding.constrain(self.weight[...].astype(dtype), self.axes)[index]
 
 
@@ -287,7 +285,7 @@ class ScalarHead(nnx.Module):
     bias: Any = None
 
     def __init__(self, width: int, *, outputs: int = 1, bias: bool, std: float, rngs: nnx.Rngs):
-        """Args: width: D; outputs: C; std: of the weight's normal initialisation, 0 for a head that says 0 of everything."""
+        """Args: width: D; outputs: C; std: standard deviation of the initial weight; with 0 the head begins as the constant 0."""
         sizes = {"D": width, "C": outputs}
         initializer = nnx.initializers.normal(std) if std else nnx.initializers.zeros_init()
         self.weight = parameter("DC", sizes, initializer, rngs)

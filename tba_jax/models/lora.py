@@ -1,6 +1,6 @@
-"""Low-rank adapters (LoRA, Hu et al., 2021) on chosen linear maps: which maps, and adapters of arrays that are not on devices.
+"""Low-rank adapters (LoRA, Hu et al., 2021): the choice of linear maps, and merging of arrays that are not on devices.
 
-What an adapter is and computes stands with the linear map itself: layers.Einsum.
+The linear map itself, layers.Einsum, says what an adapter computes.
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ def adapt(model: nnx.Module, lora: LoraConfig, rngs: nnx.Rngs) -> None:
 
 
 def merge_lazily(base: Params, adapters: Params, lora: LoraConfig) -> Params:
-    """`base` with weight + scale · A B in place of every weight that has an adapter, merged when it is read.
+    """`base`, in which every weight that has an adapter is replaced by weight + scale · A B, computed when it is read.
 
     Args: base, adapters: arrays on the host or in storage.
     """
@@ -82,7 +82,7 @@ class MergedWeight:
         return self._merged(*(np.asarray(part) for part in self._parts)).astype(dtype or np.float32)
 
     def _merged(self, weight: np.ndarray, lora_a: np.ndarray, lora_b: np.ndarray) -> np.ndarray:
-        """float32, of one layer or of the stack."""
+        """weight + scale · A B in float32, for one layer or for the stack."""
         weight, lora_a, lora_b = (part.astype(np.float32) for part in (weight, lora_a, lora_b))
         stack = () if lora_a.ndim + lora_b.ndim - 2 == weight.ndim else weight.shape[:1]
         rank = lora_a.shape[-1]

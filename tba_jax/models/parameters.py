@@ -1,7 +1,7 @@
 """Parameters on every wire: a plain nested dict of arrays whose dotted names are the paths of the module that they belong to.
 
-Modules live where code is read and traced. `define` takes from a module, once and without weights, what the rest of the project
-needs of it: the graph definition, from which a traced function rebuilds the module, and every parameter's shape, dtype and axes.
+Modules live where code is read and traced. `define` extracts from a module, once and without weights, the graph definition, from
+which a traced function rebuilds the module, and the shape, dtype and axes of every parameter.
 """
 
 import dataclasses
@@ -28,7 +28,10 @@ Specs = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParamSpec:
-    """One parameter, as its module states it. axes: logical axes of its dimensions (mesh.RULES); adapter: belongs to LoRA."""
+    """One parameter, as its module states it.
+
+    axes: logical axes of its dimensions (sharding.RULES); adapter: whether it belongs to a LoRA adapter.
+    """
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]
@@ -80,28 +83,36 @@ def _map_variables(function: Callable[[nnx.Variable], nnx.Variable], state: nnx.
 
 
 def scan(
-    function: Callable[[M, jax.Array], jax.Array], stacked: M, x: jax.Array, *, dtype: str, policy: Callable[..., Any] | None
+    function: Callable[[M, jax.Array, Any], jax.Array],
+    stacked: M,
+    x: jax.Array,
+    *,
+    along: Any = None,
+    dtype: str,
+    policy: Callable[..., Any] | None,
 ) -> jax.Array:
-    """x after function(module, x) for each module of a stack in turn.
+    """x after function(module, x, y) for each module of a stack in turn.
 
     Args:
+      along: arrays whose first axis is the stack; y is the slice of one module. None: y is None.
       dtype: the stack is cast to it once, so that what is gathered in the loop is already small.
-      policy: of jax.checkpoint, what the backward pass keeps of each module; None: everything.
+      policy: of jax.checkpoint: what each module keeps for the backward pass; None: everything.
     """
     graphdef, state = nnx.split(stacked)
 
-    def step(x: jax.Array, params: Params) -> tuple[jax.Array, None]:
-        return function(nnx.merge(graphdef, params), x), None
+    def step(x: jax.Array, layer: tuple[Params, Any]) -> tuple[jax.Array, None]:
+        params, y = layer
+        return function(nnx.merge(graphdef, params), x, y), None
 
     body = step if policy is None else jax.checkpoint(step, policy=policy)
-    return jax.lax.scan(body, x, cast(nnx.to_pure_dict(state), dtype))[0]
+    return jax.lax.scan(body, x, (cast(nnx.to_pure_dict(state), dtype), along))[0]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Definition(Generic[M]):
     """A module without its weights: `module(definition.graphdef, params)` is the module with them.
 
-    make: the module with random weights; graphdef: hashable, so it may be static under jit; specs: of its parameters.
+    make: makes the module with random weights; graphdef: hashable, so it may be static under jit; specs: of all parameters.
     """
 
     make: Callable[[nnx.Rngs], M]
@@ -133,10 +144,10 @@ def define(make: Callable[[nnx.Rngs], M]) -> Definition[M]:
 
 
 def module(graphdef: nnx.GraphDef[M], params: Params) -> M:
-    """The module that has these parameters, in a traced function: nnx.merge, which counts leaves, with a look at their names.
+    """The module with these parameters, in a traced function. nnx.merge only counts leaves; this compares their names as well.
 
     Raises:
-      ValueError: the parameters are not those of the module, by their keys; names one that differs.
+      ValueError: the module has other parameters; names one that is missing or unknown.
     """
     made = nnx.merge(graphdef, params)
     wanted, given = ({path for path, _ in jax.tree.leaves_with_path(tree)} for tree in (pure(made), params))
@@ -176,12 +187,12 @@ def map_specs(function: Callable[[str, ParamSpec], Any], specs: Specs) -> Params
 
 
 def select(keep: Callable[[ParamSpec], bool], specs: Specs) -> Specs:
-    """The specs of the parameters that `keep` says."""
+    """The specs for which keep(spec) is true."""
     return unflatten({name: spec for name, spec in flatten(specs).items() if keep(spec)})
 
 
 def merge(first: Mapping[str, Any], second: Mapping[str, Any]) -> Params:
-    """Both trees in one; a leaf that both have is taken from `second`."""
+    """The union of both trees; a leaf that both have is taken from `second`."""
     return unflatten(flatten(first) | flatten(second))
 
 
@@ -196,7 +207,7 @@ def shardings(specs: Specs, mesh: Mesh) -> Params:
 
 
 def check_divides(sizes: Mapping[str, int], specs: Specs) -> None:
-    """Raises ValueError where `shardings` would, without devices. sizes: mesh axis -> size."""
+    """Raises the ValueError of `shardings`, but needs no devices. sizes: mesh axis -> size."""
     map_specs(lambda name, spec: sharding.check_divides(sizes, spec.axes, spec.shape, name=name), specs)
 
 
@@ -218,7 +229,7 @@ def cast(params: Params, dtype: str) -> Params:
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    """dtype[shape], uninitialised, at an address that JAX' CPU backend takes over without a copy."""
+    """dtype[shape], uninitialised, at an aligned address: JAX' CPU backend makes an array of it without a copy."""
     size = math.prod(shape) * jnp.dtype(dtype).itemsize
     buffer = np.empty(size + _ALIGNMENT, np.uint8)
     start = -buffer.ctypes.data % _ALIGNMENT

@@ -1,4 +1,4 @@
-"""What of a policy is trained and published, and what stays frozen: everything and nothing, or adapters and the model."""
+"""The trained and the frozen part of a policy. Without LoRA the whole model is trained; with LoRA the adapters are."""
 
 import dataclasses
 import functools
@@ -17,14 +17,14 @@ from tba_jax.models.parameters import Definition, Params, Specs
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Policy:
-    """A decoder, and LoRA adapters on it or None. An argument `base` is the reference policy that a run starts from."""
+    """A decoder, with or without LoRA adapters. An argument `base` is the reference policy that a run starts from."""
 
     model: DecoderConfig
     lora: lora_lib.LoraConfig | None = None
 
     @functools.cached_property
     def base(self) -> Definition[Decoder]:
-        """The definition of the decoder without adapters; `base` and plain weights of the policy are parameters of it."""
+        """The definition of the decoder without adapters. `base` and plain weights of the policy are its parameters."""
         return decoder.define(self.model)
 
     @functools.cached_property
@@ -52,7 +52,7 @@ class Policy:
 
     @property
     def snapshot_dtype(self) -> str:
-        """In which samplers load snapshots: whole policies as they compute with them, adapters as they were trained."""
+        """The dtype in which samplers load snapshots: a whole policy in the compute dtype, adapters in float32."""
         return self.model.compute_dtype if self.lora is None else "float32"
 
     def model_shardings(self, mesh: Mesh) -> Params:
@@ -73,7 +73,7 @@ class Policy:
         return parameters.module(self.adapted.graphdef, parameters.merge(frozen, trained))
 
     def merged(self, trained: Params, base: Params) -> Params:
-        """Plain weights of the policy: adapters merged in float32, the others as they are."""
+        """Plain weights of the policy. Adapters are merged in float32; weights without an adapter stay as they are."""
         model = self.for_training(trained, base if self.lora is not None else {})
         for _, linear in linear_maps(model):
             linear.merge()

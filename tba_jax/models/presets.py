@@ -66,6 +66,41 @@ def _qwen3(*, layers: int, width: int, heads: int, ffn: int) -> DecoderConfig:
     )
 
 
+def _gemma3(
+    *,
+    layers: int,
+    width: int,
+    heads: int,
+    kv_heads: int,
+    ffn: int,
+    window: int,
+    vocab: int = 262144,
+    positions: int = 32768,
+    rope_scaling: RopeScaling | None = None,
+) -> DecoderConfig:
+    return DecoderConfig(
+        architecture="gemma3_text",
+        layers=layers,
+        width=width,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_size=256,
+        ffn=ffn,
+        vocab=vocab,
+        max_positions=positions,
+        norm="offset_rms",
+        post_norms=True,
+        qk_norm=True,
+        scaled_embedding=True,
+        activation="gelu_tanh",
+        layer_pattern="lllllg",
+        window=window,
+        rope_theta=1e6,
+        rope_scaling=rope_scaling,
+        local_rope_theta=1e4,
+    )
+
+
 _LLAMA_3_2_1B = DecoderConfig(
     layers=16,
     width=2048,
@@ -130,5 +165,18 @@ PRESETS: dict[str, DecoderConfig] = {
     "qwen2.5-1.5b": _qwen2_5(layers=28, width=1536, heads=12, kv_heads=2, ffn=8960, vocab=151936, positions=131072, tied=True),
     "qwen2.5-7b": _qwen2_5(layers=28, width=3584, heads=28, kv_heads=4, ffn=18944, vocab=152064, positions=131072, tied=False),
     "qwen3-0.6b": _qwen3(layers=28, width=1024, heads=16, ffn=3072),
+    "gemma-3-270m": _gemma3(layers=18, width=640, heads=4, kv_heads=1, ffn=2048, window=512),
+    "gemma-3-1b": _gemma3(layers=26, width=1152, heads=4, kv_heads=1, ffn=6912, window=512),
+    "gemma-3-4b-text": _gemma3(
+        layers=34,
+        width=2560,
+        heads=8,
+        kv_heads=4,
+        ffn=10240,
+        window=1024,
+        vocab=262208,
+        positions=131072,
+        rope_scaling=RopeScaling(factor=8.0),
+    ),
     "qwen3-4b": _qwen3(layers=36, width=2560, heads=32, ffn=9728),
 }

@@ -68,7 +68,7 @@ class ResponseEmbedder:
         self._params = load.load_params(folder, config, definition.shardings(mesh))
 
         def embed(params: Params, tokens: jax.Array, mask: jax.Array) -> jax.Array:
-            return parameters.module(definition.graphdef, params).embed(tokens, mask)
+            return parameters.module(definition.graphdef, params).sentence_embeddings(tokens, mask)
 
         self._embed = sharding.on_mesh(mesh, jax.jit(embed))
 

@@ -136,7 +136,7 @@ def join(run: layout.RunDir, config: Any, contract: Contract, *, init_from: str 
 
 
 def check_joins(run: layout.RunDir, config: Any, contract: Contract, *, init_from: str = "") -> None:
-    """Raises ValueError where a role may not join the run, which exists, see `join`."""
+    """Raises ValueError where the existing run has another contract or other settings, or began from another policy."""
     stored = read_run(run, called=f"workdir {str(run.shared)!r}")
     if different := differences(stored["contract"], contract.to_json()):
         raise ValueError(

@@ -170,6 +170,28 @@ def test_logprobs_equal_teacher_forced_ones(stream, grouped):
     assert (found.policy_step == np.where(mask, 5, -1)).all()
 
 
+def test_local_layers_read_a_window_of_prompt_and_response():
+    """Prompts and responses are longer than the window, and slots take up another buffer's prompt while others run."""
+    model = dataclasses.replace(MODEL, layers=3, layer_pattern="lg", window=5, local_rope_theta=50.0)
+    params = applied.random(applied.specs(model), scale=0.4, seed=3)
+    stream = make_stream((1, 33, 5, 3, 8, 60, 4, 17))
+    found = decoded_together(make_engine(*SIZES["groups of four"], model=model), stream, params)
+    prompts = [request.prompt for request in stream for _ in range(request.samples)]
+    rows = np.array([[*prompt, *row, *[PAD] * (P - len(prompt))] for prompt, row in zip(prompts, found.tokens, strict=True)])
+
+    def logprobs(config) -> np.ndarray:
+        hidden = applied.hidden_states(params, rows, config=config).reshape(-1, config.width)
+        logits = np.asarray(applied.logits_of(params, hidden, config=config)).reshape(*rows.shape, -1)
+        drawn_from = np.stack([logits[b, len(prompt) - 1 :][:R] for b, prompt in enumerate(prompts)])
+        distribution = scoring.log_softmax(drawn_from, np.arange(R), SPACE)
+        taken = np.take_along_axis(np.asarray(distribution), found.tokens[:, :, None], axis=2)[..., 0]
+        return np.where(np.arange(R) < found.length[:, None], taken, 0.0)
+
+    assert max(found.length) > 5
+    np.testing.assert_allclose(found.policy_logprobs, logprobs(model), atol=1e-5)
+    assert np.abs(found.policy_logprobs - logprobs(dataclasses.replace(model, window=100))).max() > 0.1
+
+
 def test_an_untruncated_row_at_the_scoring_temperature_is_the_policy(grouped):
     grouped.set_policy(PARAMS, 5)
     requests = [make_request([5, 3, n], 4, n, sampling=sampling_lib.constant(4, temperature=TEMPERATURE)) for n in range(2, 10)]

@@ -169,7 +169,9 @@ def test_meshes_give_the_loss_and_gradients_of_one_device(one_device, sizes):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5), found, expected)
 
 
-@pytest.mark.parametrize("name", ["parallel residual, partial rotary", "learned positions", "query and key norms"])
+@pytest.mark.parametrize(
+    "name", ["parallel residual, partial rotary", "learned positions", "query and key norms", "local and global layers"]
+)
 def test_every_architecture_runs_sharded(name):
     config = dataclasses.replace(CONFIGS[name], tied_embedding=False)
     params, rows = random_params(config), random_rows(16, 5, 7, 40)
@@ -254,6 +256,9 @@ PUBLISHED = {
     "qwen2.5-0.5b": 494_032_768,
     "qwen2.5-1.5b": 1_543_714_304,
     "qwen2.5-7b": 7_615_616_512,
+    "gemma-3-270m": 268_098_176,
+    "gemma-3-1b": 999_885_952,
+    "gemma-3-4b-text": 3_880_263_168,  # the checkpoint's text model, without its vision model
     "qwen3-0.6b": 596_049_920,
     "qwen3-4b": 4_022_468_096,
 }
@@ -263,7 +268,8 @@ PUBLISHED = {
 def test_presets_have_the_published_sizes_and_run_abstractly_on_a_mesh(name):
     config = PRESETS[name]
     assert applied.count(config) == PUBLISHED[name]
-    mesh = sharding.make_mesh((1, 4, 2), setting="trainer.mesh")
+    tensor = min(2, config.kv_heads)
+    mesh = sharding.make_mesh((1, 8 // tensor, tensor), setting="trainer.mesh")
     shardings = applied.shardings(config, mesh)
     shapes = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), parameters.shapes(applied.specs(config)), shardings
@@ -281,6 +287,24 @@ def test_presets_have_the_published_sizes_and_run_abstractly_on_a_mesh(name):
 def test_the_small_real_model_has_its_published_size():
     tinystories = DecoderConfig(layers=2, width=128, heads=8, kv_heads=4, head_size=16, ffn=384, vocab=2048, max_positions=512)
     assert applied.count(tinystories) == 656_000
+
+
+def test_local_layers_need_a_window_and_a_window_local_layers():
+    for pattern, window in (("lg", 0), ("g", 4), ("", 4), ("lx", 4)):
+        with pytest.raises(ValueError, match=f"layer_pattern='{pattern}' does not go with window={window}"):
+            dataclasses.replace(GROUPED, layer_pattern=pattern, window=window)
+
+
+def test_tokens_outside_of_the_window_change_nothing():
+    """One local layer of window 3: the state at position 7 depends on tokens 5, 6 and 7."""
+    config = dataclasses.replace(GROUPED, layers=1, layer_pattern="l", window=3)
+    params, tokens = random_params(config), np.arange(1, 9, dtype=np.int32)[None]
+    expected = applied.hidden_states(params, tokens, config=config)[0, 7]
+    for position in range(8):
+        changed = tokens.copy()
+        changed[0, position] = 30
+        found = applied.hidden_states(params, changed, config=config)[0, 7]
+        assert np.allclose(found, expected, atol=1e-5) == (position < 5)
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)

@@ -31,7 +31,7 @@ LABELS = ("negative", "neutral", "positive")
 def hidden_and_head(params, tokens, token_mask, config, token_types=None):
     """Hidden states, and logits or embeddings: in one program, which most tests share."""
     model = applied.merge(params, config)
-    head = model.classify if config.head == "classification" else model.embed
+    head = model.classify if config.head == "classification" else model.sentence_embeddings
     return model(tokens, token_mask, token_types), head(tokens, token_mask, token_types)
 
 
@@ -152,7 +152,7 @@ def test_rows_without_real_tokens_give_zeros_and_finite_gradients():
     @jax.jit
     @functools.partial(jax.grad, has_aux=True)
     def gradients_and_embedding(params):
-        embedding = applied.merge(params, config).embed(tokens, token_mask)
+        embedding = applied.merge(params, config).sentence_embeddings(tokens, token_mask)
         return embedding.sum(), embedding
 
     gradients, embedding = gradients_and_embedding(params)
@@ -269,7 +269,7 @@ def test_rows_longer_than_the_positions_are_refused(name, limit):
     sentence = rf"rows of {limit + 1} tokens are longer than the {limit} positions of the encoder"
     encoder.check_rows(tokens[:, 1:], tokens[:, 1:] > 0, config=config)
     with pytest.raises(ValueError, match=sentence):
-        applied.merge(params, config).embed(tokens, tokens > 0)
+        applied.merge(params, config).sentence_embeddings(tokens, tokens > 0)
     with pytest.raises(ValueError, match=sentence):
         encoder.check_rows(tokens, tokens > 0, config=config)
 

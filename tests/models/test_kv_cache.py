@@ -63,7 +63,12 @@ def test_prefill_and_decode_steps_equal_whole_sequences(config):
             prompt=np.repeat(readable[:, None], W, axis=1), own=np.tile(np.isin(np.arange(R + 1), order[: t + 1]), (B, 1))
         )
         position = np.repeat(PROMPT_LENGTH, W) + t
-        logits, own = decode_step(params, responses[:, t], position, np.int32(order[t]), shared, own, masks, config=config)
+        local = None
+        if config.window:
+            prompt_age = position.reshape(J, W, 1) - np.tile(np.arange(P), 2)
+            local = kv_cache.within_window(masks, config.window, prompt_age=prompt_age, own_age=t - np.argsort(order))
+        entry = np.int32(order[t])
+        logits, own = decode_step(params, responses[:, t], position, entry, shared, own, masks, local, config=config)
         np.testing.assert_allclose(logits, expected[:, t + 1], **ROUNDING)
 
 

@@ -15,6 +15,7 @@ from tba_jax.models.config import DecoderConfig
 from tba_jax.models.decoder import Decoder
 from tba_jax.models.policy import Policy
 from tests.support import applied
+from tests.support.tiny_decoders import GEMMA
 
 MODEL = DecoderConfig(
     layers=2, width=16, heads=4, kv_heads=2, head_size=4, ffn=24, vocab=12, max_positions=16, tied_embedding=False, qkv_bias=True
@@ -65,6 +66,14 @@ def test_attached_and_merged_adapters_equal_the_update_by_hand(targets):
     np.testing.assert_allclose(logits_of(policy.for_training(adapters, base)), expected, atol=2e-5)
     names = {name.rpartition(".")[0] for name in parameters.flatten(policy.trained_specs)}
     assert names == {name for name in LINEARS if any(name.startswith(t.rstrip("*")) for t in targets)}
+
+
+def test_adapters_on_local_and_global_layers_equal_merged_weights():
+    policy = Policy(model=dataclasses.replace(MODEL, **GEMMA), lora=ALL)
+    base, adapters = random_tree(policy.model_specs, 0), random_tree(policy.trained_specs, 1)
+    expected = logits_of(applied.merge(policy.merged(adapters, base), policy.model))
+    np.testing.assert_allclose(logits_of(policy.for_training(adapters, base)), expected, atol=2e-5)
+    assert np.abs(expected - logits_of(applied.merge(base, policy.model))).max() > 0.1
 
 
 LINEARS = {f"layers.attention.{name}" for name in ("query", "key", "value", "out")} | {"lm_head"}

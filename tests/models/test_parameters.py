@@ -14,8 +14,7 @@ from flax import nnx
 import tba_jax
 from tba_jax import sharding
 from tba_jax.learner import state as state_lib
-from tba_jax.models import config as config_lib
-from tba_jax.models import decoder, kv_cache, layers, parameters, scoring
+from tba_jax.models import decoder, kv_cache, parameters, scoring
 from tba_jax.models.layers import Einsum, Embedding, Norm, ScalarHead
 from tba_jax.models.lora import LoraConfig
 from tba_jax.models.policy import Policy
@@ -234,10 +233,6 @@ def test_parameters_of_other_keys_are_refused():
     texts = parameters.cast(kv_cache.unstack(params, config), "float32")
     with pytest.raises(ValueError, match="not those of the Decoder"):
         parameters.module(unstacked.graphdef, texts)
-
-
-def test_activations_have_one_list_of_names():
-    assert tuple(layers.ACTIVATIONS) == config_lib.ACTIVATIONS
 
 
 def test_the_kernel_of_one_row_is_that_of_rows_together():

@@ -11,6 +11,7 @@ import pytest
 from tba_jax.models import kv_cache, parameters, scoring
 from tba_jax.models.config import DecoderConfig
 from tests.support import applied
+from tests.support.tiny_decoders import GEMMA
 
 MODEL = DecoderConfig(
     layers=2, width=32, heads=4, kv_heads=2, head_size=8, ffn=48, vocab=40, max_positions=32, tied_embedding=False
@@ -43,10 +44,10 @@ def test_weights_are_rounded_per_output_channel():
         jax.tree.map(np.testing.assert_array_equal, quantized[untouched], params[untouched])
 
 
-@pytest.mark.parametrize("dtype, limit", [("float32", 0.1), ("bfloat16", 0.3)])
-def test_quantised_policies_stay_close_and_agree_on_both_paths(dtype, limit):
-    config = dataclasses.replace(MODEL, compute_dtype=dtype)
-    params = random_params()
+@pytest.mark.parametrize("dtype, limit, family", [("float32", 0.1, {}), ("bfloat16", 0.3, {}), ("float32", 0.1, GEMMA)])
+def test_quantised_policies_stay_close_and_agree_on_both_paths(dtype, limit, family):
+    config = dataclasses.replace(MODEL, compute_dtype=dtype, **family)
+    params = applied.random(applied.specs(config), scale=0.15, seed=0)
     quantized = applied.quantize(params, config)
     rng = np.random.default_rng(1)
     prompts, responses = rng.integers(0, 40, (4, 6)).astype(np.int32), rng.integers(0, 40, (4, 8)).astype(np.int32)

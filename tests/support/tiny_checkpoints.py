@@ -17,7 +17,10 @@ from tba_jax.models.hugging_face import load as load_lib
 from tests.support import applied
 
 FIXTURES = Path(__file__).resolve().parent.parent / "fixtures"
-LANGUAGE_MODELS = ("llama_untied", "llama_tied", "llama_biased", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neox")
+LANGUAGE_MODELS = (
+    *("llama_untied", "llama_tied", "llama_biased", "mistral", "mistral_window", "qwen2", "qwen2_window", "qwen3"),
+    *("gpt2", "gpt_neox", "gemma3"),
+)
 REAL_MODELS = ("TinyStories-656K", "stories260K-hf")
 
 
@@ -100,8 +103,10 @@ def greedy(params: Any, config: DecoderConfig, prompt: np.ndarray, count: int) -
     for t in range(count):
         tokens.append(int(np.argmax(logits)))
         masks = kv_cache.Masks(prompt=np.ones((1, 1, P), bool), own=np.arange(count)[None] <= t)
+        prompt_age, own_age = P + t - np.arange(P), t - np.arange(count)
+        local = kv_cache.within_window(masks, config.window, prompt_age=prompt_age, own_age=own_age) if config.window else None
         token, position = np.array([tokens[-1]], np.int32), np.array([P + t], np.int32)
-        logits, own = _step(params, token, position, np.int32(t), shared, own, masks, config=config)
+        logits, own = _step(params, token, position, np.int32(t), shared, own, masks, local, config=config)
     return tokens
 
 

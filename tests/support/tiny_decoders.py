@@ -10,6 +10,18 @@ from tba_jax.models.config import DecoderConfig, RopeScaling
 from tba_jax.models.parameters import Params
 from tests.support import applied
 
+# What Gemma 3 does otherwise, with a window that is shorter than rows.
+GEMMA = dict(
+    norm="offset_rms",
+    post_norms=True,
+    qk_norm=True,
+    scaled_embedding=True,
+    query_scalar=20,
+    activation="gelu_tanh",
+    layer_pattern="lg",
+    window=3,
+    local_rope_theta=50.0,
+)
 GROUPED = DecoderConfig(layers=2, width=32, heads=4, kv_heads=2, head_size=8, ffn=48, vocab=40, max_positions=64)
 CONFIGS = {
     "grouped, tied": GROUPED,
@@ -30,6 +42,7 @@ CONFIGS = {
         GROUPED, kv_heads=4, norm="layer", positions="learned", activation="gelu_tanh", gated=False, qkv_bias=True
     ),
     "query and key norms": dataclasses.replace(GROUPED, qk_norm=True),
+    "local and global layers": dataclasses.replace(GROUPED, layers=3, **GEMMA),
     "scaled rotary": dataclasses.replace(
         GROUPED,
         rope_scaling=RopeScaling(factor=4.0, low_frequency=1.0, high_frequency=4.0, original_positions=16),

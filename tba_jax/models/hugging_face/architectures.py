@@ -1,13 +1,13 @@
-"""The Hugging Face architectures that are computed: their classes, config.json in both directions, and their tensors.
+"""The supported Hugging Face architectures: their classes, config.json in both directions, and their tensors.
 
-Each is described once, for import and export. A new one is an entry here; types and vocabulary: stored.py.
+Each architecture is described once, for import and export. A new one is an entry here, written in the language of files.py.
 """
 
 from typing import Any
 
 from tba_jax.models import decoder
 from tba_jax.models.config import DecoderConfig
-from tba_jax.models.hugging_face import encoders, gpt_family, llama_family
+from tba_jax.models.hugging_face import encoders, gemma, gpt_family, llama_family
 from tba_jax.models.hugging_face.files import Architecture
 
 _DECODER: dict[str, Any] = {"config": DecoderConfig, "define": decoder.define}
@@ -18,7 +18,7 @@ _GATED: dict[str, Any] = _DECODER | {
     "ignored": r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
 }
 
-# model_type of config.json -> what we know of it.
+# model_type of config.json -> its description.
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(
         heads={"LlamaForCausalLM": "language_model", "LlamaForSequenceClassification": "score"},
@@ -44,6 +44,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         write=llama_family.write_qwen3,
         **_GATED,
     ),
+    "gemma3_text": Architecture(
+        heads={"Gemma3ForCausalLM": "language_model", "Gemma3TextForSequenceClassification": "score"},
+        read=gemma.read_gemma3,
+        write=gemma.write_gemma3,
+        **_GATED,
+    ),
     "gpt2": Architecture(
         heads={"GPT2LMHeadModel": "language_model", "GPT2ForSequenceClassification": "score"},
         read=gpt_family.read_gpt2,
@@ -66,3 +72,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     **encoders.ENCODERS,
 }
+
+# model_type that is not supported -> what to load instead.
+INSTEAD = {"gemma3": "it also reads images; load a text-only checkpoint instead (model_type='gemma3_text', Gemma3ForCausalLM)"}

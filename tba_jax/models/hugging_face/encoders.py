@@ -1,6 +1,6 @@
 """BERT and RoBERTa checkpoints: classes, config.json in both directions, tensors, and the files of sentence-transformers.
 
-ENCODERS is part of architectures.ARCHITECTURES; types: stored.py. A linear weight of the checkpoint is [out, in].
+ENCODERS is part of architectures.ARCHITECTURES. A linear weight of the checkpoint is [out, in].
 """
 
 import json
@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from tba_jax.models import encoder
+from tba_jax.models.activations import ACTIVATIONS, OURS
 from tba_jax.models.config import EncoderConfig
 from tba_jax.models.hugging_face import files
 from tba_jax.models.hugging_face.files import Architecture, Settings, Stored, Tensors
 
-# Modules of a sentence-transformers folder that Encoder.embed computes.
+# Modules of a sentence-transformers folder that Encoder.sentence_embeddings computes.
 _MODULES = ("Transformer", "Pooling", "Normalize")
 
 
@@ -42,7 +43,7 @@ def _read(settings: Settings, *, token_types: int) -> dict[str, Any]:
         "max_positions": settings.size("max_position_embeddings", 512),
         "token_types": settings.size("type_vocab_size", token_types),
         "norm_epsilon": settings.number("layer_norm_eps", 1e-12),
-        "activation": settings.choice("hidden_act", files.ACTIVATIONS, "gelu"),
+        "activation": settings.choice("hidden_act", OURS, "gelu"),
         "labels": _read_labels(settings),
     }
 
@@ -84,7 +85,7 @@ def _write(config: EncoderConfig) -> dict[str, Any]:
         "max_position_embeddings": c.max_positions,
         "type_vocab_size": c.token_types,
         "layer_norm_eps": c.norm_epsilon,
-        "hidden_act": files.activation_name(c.activation),
+        "hidden_act": ACTIVATIONS[c.activation].names[0],
     }
     if c.position_offset:
         values["pad_token_id"] = c.position_offset - 1

@@ -45,7 +45,7 @@ _TOKENIZER_FILES = (
 
 @dataclasses.dataclass(frozen=True)
 class _Tensor:
-    """A tensor to write: its name and shape, what it holds, and of which layer."""
+    """A tensor to write. parts: our parameters that it holds; layer: its layer, None outside of the stack."""
 
     name: str
     shape: tuple[int, ...]
@@ -64,15 +64,15 @@ def save(
     tokenizer: Callable[[Path], None] | None = None,
     max_shard_bytes: int = 2 << 30,
 ) -> None:
-    """Writes a folder that transformers loads and computes the same with. One tensor at a time is on the host.
+    """Writes a folder from which transformers computes the same. One tensor at a time is on the host.
 
     Args:
-      folder: created, with its parents; it must not exist, or be empty. Where anything fails it is not there.
-      config: of the model. Where the architecture cannot express it, it is refused.
-      params: nested as those of the model; leaves are anything whose leaf[layer] and whose whole gives a NumPy array by
-        np.asarray: jax.Array, np.ndarray, tensorstore.TensorStore. Adapters must be merged, integer weights restored.
+      folder: created, with its parents; it must not exist, or be empty. After an error it does not exist.
+      config: of the model. A config that the architecture cannot express is refused.
+      params: the parameters of the model. np.asarray must give a NumPy array of every leaf and of every leaf[layer]: jax.Array,
+        np.ndarray and tensorstore.TensorStore will do. Adapters must be merged, and integer weights restored.
       dtype: of the weights in the file, "float32", "float16" or "bfloat16".
-      source: the folder that the model came from. Its config.json is kept but for the class and the dtype, and its
+      source: the folder that the model came from. Its config.json is kept except for the class and the dtype, and its
         generation_config.json is copied.
       token_ids: further keys of config.json, as {"pad_token_id": 0}: a class with a score head needs one for padded batches.
       tokenizer: writes the tokenizer's files into the folder that it is called with, before that has its final name.
@@ -125,7 +125,7 @@ def _config_values(folder: Path, config: Any, dtype: str, source: Path | None) -
 
 
 def _checked_leaves(config: Any, params: Params) -> dict[str, Any]:
-    """The parameters by dotted name, which are those of the config and have names in a checkpoint."""
+    """The parameters by dotted name, once they are known to be the parameters of the config."""
     leaves, specs = parameters.flatten(params), parameters.flatten(ARCHITECTURES[config.architecture].define(config).specs)
     if unknown := sorted(set(leaves) - set(specs)):
         raise ValueError(f"parameters that a checkpoint has no name for: {', '.join(unknown[:6])}; merge or restore them first")

@@ -61,7 +61,7 @@ def copy(target: np.ndarray, source: np.ndarray) -> None:
 
 
 class Settings:
-    """The keys of a config.json. What is wrong with one is said with the file, the key and the value."""
+    """The keys of a config.json. Every error names the file, the key and the value."""
 
     def __init__(self, path: Path, values: Mapping[str, Any]):
         self.path, self.values = path, values
@@ -70,7 +70,7 @@ class Settings:
         raise ValueError(f"{self.path}: {key}={self.values.get(key)!r} is not supported; the model code computes {computed} only")
 
     def size(self, key: str, absent: int | None = None, null: int | None = None) -> int:
-        """A positive integer; `absent` where the key is not given, `null` where it is null (default: as absent)."""
+        """A positive integer; `absent` if the key is not given, `null` if its value is null (default: `absent`)."""
         value = self.values.get(key, absent)
         if value is None:
             value = absent if null is None else null
@@ -101,13 +101,13 @@ class Settings:
         return choices[value]
 
     def only(self, key: str, *computed: Any) -> None:
-        """Refuses every other value, 1 for true included; an absent key has the value computed[0]."""
+        """Refuses every value that is not in `computed`. An absent key has the value computed[0]; 1 is not true."""
         value = self.values.get(key, computed[0])
         if not any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in computed):
             self.refuse(key, f"{key}={computed[0]!r}")
 
     def names(self, key: str) -> list[str]:
-        """A list of strings; empty where the key is absent or null."""
+        """A list of strings; empty if the key is absent or null."""
         value = self.values.get(key)
         value = [] if value is None else value
         if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
@@ -115,7 +115,7 @@ class Settings:
         return value
 
     def table(self, key: str) -> dict[str, Any]:
-        """An object; empty where the key is absent or null."""
+        """An object; empty if the key is absent or null."""
         value = self.values.get(key)
         value = {} if value is None else value
         if not isinstance(value, dict):
@@ -150,21 +150,6 @@ def read_json(path: Path) -> dict[str, Any]:
 
 Tensors = dict[str, tuple[Stored, ...]]
 
-# Names of config.json -> names of layers.ACTIVATIONS. The first name of each is the one that export writes.
-ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "relu": "relu",
-}
-
-
-def activation_name(ours: str) -> str:
-    return next(name for name, value in ACTIVATIONS.items() if value == ours)
-
 
 def linear(name: str, path: str, axes: tuple[str, str, str], bias: bool) -> Tensors:
     """The weight of a linear map and its bias. axes: stored_axes and our_axes of the weight, stored_axes of the bias."""
@@ -198,18 +183,18 @@ def fused(name: str, stored_axes: str, our_axes: str, kind: str) -> Tensors:
 class Architecture:
     """One model_type of Hugging Face checkpoints.
 
-    heads: class names that config.json's `architectures` may hold -> the head of our config ("language_model", "score"). The
-      first one of each head is the name that export writes.
-    config: makes our config of what `read` returns and architecture, head, compute_dtype, attention; labels where the head is
-      "score".
-    read: config.json -> the other fields of our config. Refuses every setting that changes what the model computes and that
+    heads: class names that config.json's `architectures` may hold -> the head of our config ("language_model", "score"). Export
+      writes the first class of each head.
+    config: makes our config from the fields that `read` returns and architecture, head, compute_dtype, attention, and also labels
+      if the head is "score".
+    read: config.json -> the other fields of our config. It refuses every setting that changes what the model computes and that
       our code does not compute.
-    write: our config -> keys of config.json; those of the head and of the dtype are added by the exporter.
+    write: our config -> keys of config.json; the exporter adds the keys of the head and of the dtype.
     define: our config -> the definition of its module.
-    tensors: our config -> tensor name, with "{layer}" where there is one for each layer -> what it holds.
-    prefix: of the names of the base model; files of the base model alone come without it.
-    lm_head: the tensor that is redundant where embeddings are tied, and left out where head="score" is asked for.
-    ignored: regular expression of tensors that are not read (without the prefix), as buffers that old versions saved.
+    tensors: our config -> the name of each tensor, with "{layer}" for the number of a layer -> our parameters that it holds.
+    prefix: begins the names of the base model's tensors; a checkpoint of the base model alone has the names without it.
+    lm_head: the tensor that is redundant if embeddings are tied, and that is left out if head="score" is asked for.
+    ignored: regular expression of the tensors (without the prefix) that are not read, such as buffers that old versions saved.
     """
 
     heads: Mapping[str, str]

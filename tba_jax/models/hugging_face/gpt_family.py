@@ -5,13 +5,14 @@ A linear weight is [out, in] in GPT-NeoX, and [in, out] in GPT-2 (its Conv1D).
 
 from typing import Any
 
+from tba_jax.models.activations import ACTIVATIONS, OURS
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.hugging_face import files, rotary_settings
 from tba_jax.models.hugging_face.files import Settings, Stored, Tensors
 
 
 def _read_block(settings: Settings, *, width_key: str, heads_key: str) -> dict[str, Any]:
-    """What the two share: layer norms, heads that all have keys and values of their own, a feed-forward with biases."""
+    """The fields that both families share: layer norms, keys and values for every head, a feed-forward with biases."""
     width, heads = settings.size(width_key), settings.size(heads_key)
     if width % heads:
         raise ValueError(f"{settings.path}: {width_key}={width} is not divisible by {heads_key}={heads}")
@@ -46,7 +47,7 @@ def read_gpt_neox(settings: Settings) -> dict[str, Any]:
         "norm_epsilon": settings.number("layer_norm_eps", 1e-5),
         "rotary_size": 0 if rotary_size == head_size else rotary_size,
         "parallel_residual": settings.flag("use_parallel_residual", True),
-        "activation": settings.choice("hidden_act", files.ACTIVATIONS, "gelu"),
+        "activation": settings.choice("hidden_act", OURS, "gelu"),
         "qkv_bias": bias,
         "out_bias": bias,
         "tied_embedding": settings.flag("tie_word_embeddings", False),
@@ -71,7 +72,7 @@ def write_gpt_neox(config: DecoderConfig) -> dict[str, Any]:
         "rotary_pct": factor,
         "rotary_emb_base": c.rope_theta,
         "use_parallel_residual": c.parallel_residual,
-        "hidden_act": files.activation_name(c.activation),
+        "hidden_act": ACTIVATIONS[c.activation].names[0],
         "attention_bias": c.qkv_bias,
         "tie_word_embeddings": c.tied_embedding,
     }
@@ -105,7 +106,7 @@ def read_gpt2(settings: Settings) -> dict[str, Any]:
         "max_positions": settings.size("n_positions", 1024),
         "norm_epsilon": settings.number("layer_norm_epsilon", 1e-5),
         "positions": "learned",
-        "activation": settings.choice("activation_function", files.ACTIVATIONS, "gelu_new"),
+        "activation": settings.choice("activation_function", OURS, "gelu_new"),
         "qkv_bias": True,
         "out_bias": True,
         "tied_embedding": settings.flag("tie_word_embeddings", True),
@@ -123,7 +124,7 @@ def write_gpt2(config: DecoderConfig) -> dict[str, Any]:
         "vocab_size": c.vocab,
         "n_positions": c.max_positions,
         "layer_norm_epsilon": c.norm_epsilon,
-        "activation_function": files.activation_name(c.activation),
+        "activation_function": ACTIVATIONS[c.activation].names[0],
         "tie_word_embeddings": c.tied_embedding,
     }
 

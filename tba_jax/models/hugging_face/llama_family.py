@@ -1,28 +1,29 @@
 """Checkpoints of Llama, Mistral, Qwen2 and Qwen3: gated feed-forward, RMS norms, rotary positions. See architectures.py.
 
+gemma.py uses the sizes and the tensors too.
 A linear weight is [out, in].
 """
 
 from typing import Any
 
+from tba_jax.models.activations import ACTIVATIONS, OURS
 from tba_jax.models.config import DecoderConfig
-from tba_jax.models.hugging_face import files, rotary_settings
+from tba_jax.models.hugging_face import files, layer_types, rotary_settings
 from tba_jax.models.hugging_face.files import Settings, Stored, Tensors
 
 
-def _read_gated(settings: Settings, *, kv_heads: int | None, head_size: int | None, max_positions: int) -> dict[str, Any]:
-    """What the four share. The arguments are what transformers takes for absent keys; None: computed from the others."""
+def read_sizes(settings: Settings, *, kv_heads: int | None, head_size: int | None, max_positions: int) -> dict[str, Any]:
+    """The sizes and the epsilon of the norms.
+
+    The arguments are the values of transformers for absent keys. None: the value follows from other keys.
+    """
     width, heads = settings.size("hidden_size"), settings.size("num_attention_heads")
     if settings.values.get("head_dim") is None and head_size is None and width % heads:
         raise ValueError(
             f"{settings.path}: hidden_size={width} is not divisible by num_attention_heads={heads}, and head_dim is not given"
         )
     settings.only("quantization_config", None)
-    settings.only("partial_rotary_factor", 1.0, 1, None)
-    rope, rotated = rotary_settings.read(settings, theta=10_000.0)
-    if rotated not in (None, 1.0):
-        raise ValueError(f"{settings.path}: partial_rotary_factor={rotated!r} is not supported; whole heads are rotated (1.0)")
-    return rope | {
+    return {
         "layers": settings.size("num_hidden_layers"),
         "width": width,
         "heads": heads,
@@ -32,7 +33,20 @@ def _read_gated(settings: Settings, *, kv_heads: int | None, head_size: int | No
         "vocab": settings.size("vocab_size"),
         "max_positions": settings.size("max_position_embeddings", max_positions),
         "norm_epsilon": settings.number("rms_norm_eps", 1e-6),
-        "activation": settings.choice("hidden_act", files.ACTIVATIONS, "silu"),
+    }
+
+
+def _read_gated(settings: Settings, **absent: Any) -> dict[str, Any]:
+    """The fields that Llama, Mistral and Qwen share. Args: absent: see read_sizes."""
+    sizes = read_sizes(settings, **absent)
+    settings.only("partial_rotary_factor", 1.0, 1, None)
+    rope, rotated = rotary_settings.read(settings, theta=10_000.0)
+    if rotated not in (None, 1.0):
+        raise ValueError(f"{settings.path}: partial_rotary_factor={rotated!r} is not supported; whole heads are rotated (1.0)")
+    return {
+        **sizes,
+        **rope,
+        "activation": settings.choice("hidden_act", OURS, "silu"),
         "tied_embedding": settings.flag("tie_word_embeddings", False),
     }
 
@@ -45,39 +59,41 @@ def read_llama(settings: Settings) -> dict[str, Any]:
 
 
 def read_mistral(settings: Settings) -> dict[str, Any]:
-    if settings.values.get("sliding_window", 4096) is not None:
-        raise ValueError(
-            f"{settings.path}: sliding_window={settings.values.get('sliding_window', 4096)!r} is not supported (where the key is "
-            "absent, transformers takes 4096); attention is over whole sequences, sliding_window=null"
-        )
     settings.only("attention_bias", False)
     settings.only("mlp_bias", False)
-    return _read_gated(settings, kv_heads=8, head_size=None, max_positions=131072)
+    settings.only("layer_types", None)
+    fields = _read_gated(settings, kv_heads=8, head_size=None, max_positions=131072)
+    window = layer_types.window(settings)
+    return fields | layer_types.read(settings, absent=("l" if window else "g") * fields["layers"], window=window)
 
 
-def _refuse_windows(settings: Settings) -> None:
-    settings.only("use_sliding_window", False, None)
+def _read_qwen(settings: Settings, *, head_size: int | None) -> dict[str, Any]:
+    """The fields that Qwen2 and Qwen3 share. With windows, the layers from max_window_layers on are local."""
     settings.only("use_mrope", False, None)
-    if other := sorted(set(settings.names("layer_types")) - {"full_attention"}):
-        raise ValueError(f"{settings.path}: layer_types holds {other}; all layers must be 'full_attention'")
+    fields = _read_gated(settings, kv_heads=32, head_size=head_size, max_positions=32768)
+    layers, window = fields["layers"], None
+    if settings.flag("use_sliding_window", False):
+        window = layer_types.window(settings)
+    whole = layers
+    if window is not None:
+        whole = 0 if settings.values.get("max_window_layers") == 0 else min(layers, settings.size("max_window_layers", 28))
+    return fields | layer_types.read(settings, absent="g" * whole + "l" * (layers - whole), window=window)
 
 
 def read_qwen2(settings: Settings) -> dict[str, Any]:
-    _refuse_windows(settings)
-    fields = _read_gated(settings, kv_heads=32, head_size=None, max_positions=32768)
-    return fields | {"qkv_bias": True}
+    return _read_qwen(settings, head_size=None) | {"qkv_bias": True}
 
 
 def read_qwen3(settings: Settings) -> dict[str, Any]:
-    _refuse_windows(settings)
-    fields = _read_gated(settings, kv_heads=32, head_size=128, max_positions=32768)
+    fields = _read_qwen(settings, head_size=128)
     bias = settings.flag("attention_bias", False)
     return fields | {"qkv_bias": bias, "out_bias": bias, "qk_norm": True}
 
 
-def _write_gated(config: DecoderConfig) -> dict[str, Any]:
+def write_sizes(config: DecoderConfig) -> dict[str, Any]:
+    """The keys that Gemma has as well."""
     c = config
-    return rotary_settings.write(c) | {
+    return {
         "model_type": c.architecture,
         "hidden_size": c.width,
         "intermediate_size": c.ffn,
@@ -88,9 +104,12 @@ def _write_gated(config: DecoderConfig) -> dict[str, Any]:
         "vocab_size": c.vocab,
         "max_position_embeddings": c.max_positions,
         "rms_norm_eps": c.norm_epsilon,
-        "hidden_act": files.activation_name(c.activation),
         "tie_word_embeddings": c.tied_embedding,
     }
+
+
+def _write_gated(config: DecoderConfig) -> dict[str, Any]:
+    return write_sizes(config) | rotary_settings.write(config) | {"hidden_act": ACTIVATIONS[config.activation].names[0]}
 
 
 def write_llama(config: DecoderConfig) -> dict[str, Any]:
@@ -98,15 +117,20 @@ def write_llama(config: DecoderConfig) -> dict[str, Any]:
 
 
 def write_mistral(config: DecoderConfig) -> dict[str, Any]:
-    return _write_gated(config) | {"sliding_window": None}
+    return _write_gated(config) | {"sliding_window": config.window or None}
 
 
 def write_qwen2(config: DecoderConfig) -> dict[str, Any]:
-    return _write_gated(config) | {"use_sliding_window": False}
+    c = config
+    if not c.window:
+        return _write_gated(c) | {"use_sliding_window": False}
+    # max_window_layers is for versions of transformers that do not know layer_types.
+    windows = {"use_sliding_window": True, "max_window_layers": c.local_layers.index(True)} | layer_types.write(c)
+    return _write_gated(c) | windows
 
 
 def write_qwen3(config: DecoderConfig) -> dict[str, Any]:
-    return _write_gated(config) | {"use_sliding_window": False, "attention_bias": config.qkv_bias}
+    return write_qwen2(config) | {"attention_bias": config.qkv_bias}
 
 
 def tensors(config: DecoderConfig) -> Tensors:
@@ -121,7 +145,12 @@ def tensors(config: DecoderConfig) -> Tensors:
     if c.qk_norm:
         tensors |= files.norm(f"{layer}.self_attn.q_norm", "layers.attention.query_norm", "H")
         tensors |= files.norm(f"{layer}.self_attn.k_norm", "layers.attention.key_norm", "H")
-    tensors |= files.norm(f"{layer}.post_attention_layernorm", "layers.feed_forward_norm")
+    if c.post_norms:
+        tensors |= files.norm(f"{layer}.post_attention_layernorm", "layers.attention_post_norm")
+        tensors |= files.norm(f"{layer}.pre_feedforward_layernorm", "layers.feed_forward_norm")
+        tensors |= files.norm(f"{layer}.post_feedforward_layernorm", "layers.feed_forward_post_norm")
+    else:
+        tensors |= files.norm(f"{layer}.post_attention_layernorm", "layers.feed_forward_norm")
     tensors |= files.linear(f"{layer}.mlp.gate_proj", "layers.feed_forward.gate", ("F D", "D F", "F"), c.ffn_bias)
     tensors |= files.linear(f"{layer}.mlp.up_proj", "layers.feed_forward.up", ("F D", "D F", "F"), c.ffn_bias)
     tensors |= files.linear(f"{layer}.mlp.down_proj", "layers.feed_forward.down", ("D F", "F D", "D"), c.ffn_bias)

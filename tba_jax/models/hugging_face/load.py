@@ -1,6 +1,6 @@
 """Strict import of Hugging Face checkpoints: config.json to our config, safetensors to sharded parameters.
 
-What our models would compute differently, and every tensor that architectures.py does not name, is refused by name.
+A setting that our models would compute differently, and a tensor that architectures.py does not name, is refused by name.
 Only safetensors are read: a pickled checkpoint runs code when it is loaded.
 """
 
@@ -20,9 +20,9 @@ from safetensors import SafetensorError
 
 from tba_jax.models import parameters
 from tba_jax.models.hugging_face import files
-from tba_jax.models.hugging_face.architectures import ARCHITECTURES
+from tba_jax.models.hugging_face.architectures import ARCHITECTURES, INSTEAD
 from tba_jax.models.hugging_face.files import Architecture, Stored
-from tba_jax.models.parameters import Params, ParamSpec
+from tba_jax.models.parameters import Params, ParamSpec, Specs
 
 DTYPES: dict[str, np.dtype[Any]] = {"F32": jnp.dtype("float32"), "F16": jnp.dtype("float16"), "BF16": jnp.dtype("bfloat16")}
 
@@ -76,11 +76,11 @@ def resolve_folder(name: Path | str) -> Path:
 
 
 def read_config(folder: Path | str, *, compute_dtype: str, attention: str = "auto", head: str | None = None) -> Any:
-    """Our config (DecoderConfig, EncoderConfig) of `folder`/config.json (a local folder or a hub id, see resolve_folder).
+    """Reads `folder`/config.json as a DecoderConfig or an EncoderConfig. folder: a local folder or a hub id, see resolve_folder.
 
     Args:
-      head: "language_model" or "score"; None: the one that the checkpoint's class has. A checkpoint of a language model may be
-        asked for head="score" (one label), whose weights load_params then initialises.
+      head: "language_model" or "score"; None: the head of the checkpoint's class. With "score" (one label), a checkpoint of a
+        language model becomes a reward model whose head load_params initialises.
 
     Raises:
       ValueError: no such folder or file, or a setting that is not computed; names the file, the key and the value.
@@ -94,10 +94,8 @@ def config_of(settings: files.Settings, *, compute_dtype: str, attention: str = 
     model_type, classes = settings.values.get("model_type"), settings.names("architectures")
     architecture = ARCHITECTURES.get(str(model_type))
     if architecture is None:
-        known = ", ".join(ARCHITECTURES)
-        raise ValueError(
-            f"{settings.path}: model_type={model_type!r} with architectures={classes} is not supported; supported: {known}"
-        )
+        instead = INSTEAD.get(str(model_type), f"supported: {', '.join(ARCHITECTURES)}")
+        raise ValueError(f"{settings.path}: model_type={model_type!r} with architectures={classes} is not supported; {instead}")
     if unsupported := [name for name in classes if name not in architecture.heads]:
         raise ValueError(
             f"{settings.path}: architectures={unsupported} is not supported; of {model_type}: {', '.join(architecture.heads)}"
@@ -120,11 +118,11 @@ def config_of(settings: files.Settings, *, compute_dtype: str, attention: str = 
 
 
 def check_weights(folder: Path | str, config: Any, *, new_heads: bool = False) -> None:
-    """Raises ValueError where load_params would, by names, shapes and dtypes in the files' headers; loads no tensor.
+    """Raises the ValueErrors of load_params that follow from the headers of the files: names, shapes and dtypes. Loads no tensor.
 
-    new_heads: whether load_params will be given `fresh`.
+    Args: new_heads: whether load_params will be given `fresh`.
     """
-    _open_checked(resolve_folder(folder), config, new_heads)
+    _open_checked(resolve_folder(folder), config, ARCHITECTURES[config.architecture].define(config).specs, new_heads)
 
 
 def load_params(
@@ -132,26 +130,25 @@ def load_params(
 ) -> Params:
     """The checkpoint's parameters, each created in its sharding.
 
-    Files are mapped, and every device's shard is filled from the slices it consists of, layer by layer: the host holds this
-    process' shards and nothing else. On a CPU the shards are the arrays themselves, on accelerators they are let go one
-    parameter after the other.
+    Files are mapped, and every device's shard is filled layer by layer from its slices of them: the host holds the shards of
+    this process and nothing else. On a CPU the shards are the arrays themselves. On accelerators the host frees the shards of
+    one parameter before it reads the next.
 
     Args:
       folder: a local folder or a hub id, see resolve_folder.
       config: the shape the tensors must have, see read_config.
       shardings: of the config's parameters, see Definition.shardings.
-      fresh: random key, from which a score head that the checkpoint does not hold is initialised; without it such a head is a
-        missing tensor.
-      dtype: of the parameters; those of a fresh head are float32.
+      fresh: a random key, from which a score head is initialised if the checkpoint does not hold one; None: the missing head is
+        an error.
+      dtype: of the parameters that are read; a new head is float32.
 
     Raises:
       ValueError: no safetensors; a shard is missing or damaged; a tensor is unknown, missing, in two files, of another shape
         or of a dtype other than float32, float16 and bfloat16, or holds a number that is not finite; tied embeddings that
         differ. Names the tensor and the file.
     """
-    sources = _open_checked(resolve_folder(folder), config, fresh is not None)
-    architecture = ARCHITECTURES[config.architecture]
-    definition, sizes = architecture.define(config), config.sizes
+    definition, sizes = ARCHITECTURES[config.architecture].define(config), config.sizes
+    sources = _open_checked(resolve_folder(folder), config, definition.specs, fresh is not None)
     specs, sharding_of = parameters.flatten(definition.specs), parameters.flatten(shardings)
 
     def load(path: str, spec: ParamSpec) -> jax.Array:
@@ -190,7 +187,7 @@ class _Tensor:
     offset: int  # bytes from the beginning of the file
 
     def map(self) -> np.ndarray:
-        """Its content, mapped: pages are read when they are touched, and belong to the system's file cache."""
+        """The tensor as a memory map: the system reads a page when it is touched, and may drop it again."""
         return np.asarray(np.memmap(self.path, DTYPES[self.dtype], mode="r", offset=self.offset, shape=self.shape))
 
 
@@ -265,18 +262,16 @@ def _open_folder(folder: Path) -> dict[str, _Tensor]:
     return tensors
 
 
-def _open_checked(folder: Path, config: Any, new_heads: bool) -> dict[str, list[_Source]]:
-    """Our parameter -> where it is, by layer, once every check has passed. New heads that are absent are left out."""
+def _open_checked(folder: Path, config: Any, specs: Specs, new_heads: bool) -> dict[str, list[_Source]]:
+    """Our parameter -> its tensor in each layer, once every check has passed. New heads that are absent are left out."""
     tensors = _open_folder(folder)
-    architecture = ARCHITECTURES[config.architecture]
     sizes = config.sizes
     sources: dict[str, list[_Source]] = {}
-    for name, parts in _expected(folder, tensors, config, architecture, new_heads).items():
+    for name, parts in _expected(folder, tensors, config, ARCHITECTURES[config.architecture], new_heads).items():
         _check_tensor(tensors[name], parts[0].shape(sizes))
         for part in parts:
             sources.setdefault(part.path, []).append(_Source(tensors[name], part))
-    specs = parameters.flatten(architecture.define(config).specs)
-    absent = [path for path in specs if path not in sources]
+    absent = [path for path in parameters.flatten(specs) if path not in sources]
     if unnamed := [path for path in absent if not (new_heads and path.startswith(_NEW_HEAD))]:
         raise ValueError(
             f"{folder}: parameters that no checkpoint of model_type={config.architecture!r} holds: {_some(unnamed)}; "

@@ -23,6 +23,9 @@ from tba_jax.rewards.responses import response_texts, reward_texts
 from tba_jax.tasks.interface import EncodedQuery, Scores, Task
 from tba_jax.text.tokenizers import Tokenizer
 
+# A batch that waits for room looks this often whether it is still to wait.
+_LOOK_SECONDS = 0.5
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SearchReport:
@@ -112,13 +115,18 @@ class Appender:
         asked: dict[str, Any] = dict(task=self._task, missing_eos_reward=self._missing_eos_reward)
         return texts, self._calls.submit(reward_texts, texts, generation.finished, queries, **asked)
 
-    def put(self, batch: DecodedBatch) -> None:
+    def put(self, batch: DecodedBatch, *, waits: Callable[[], bool] = lambda: True) -> None:
         """Has the batch appended once its rewards are there. While most_waiting batches wait, waits for the first of them.
+
+        Args: waits: asked now and then during that wait; False gives the batch up.
 
         Raises: as `appended`.
         """
-        while sum(not report.done() for report in self._waiting) >= self._most_waiting:
-            next(report for report in self._waiting if not report.done()).result()
+        while len(waiting := [report for report in self._waiting if not report.done()]) >= self._most_waiting:
+            if concurrent.futures.wait(waiting[:1], timeout=_LOOK_SECONDS).done:
+                waiting[0].result()
+            elif not waits():
+                return
         self._waiting.append(self._appends.submit(self._append, batch))
 
     def appended(self, *, wait_seconds: float | None = 0.0) -> list[SearchReport]:

@@ -93,11 +93,17 @@ def run_searcher(
         searcher.refresh()
     log.info("%s writes replay/%s", name, searcher.writer)
     refresher, rates = _Refresher(searcher, poll_seconds=poll_seconds), _Rates(writer, account)
+
+    def goes_on() -> bool:
+        if stop() or layout.is_finished(run, config.learner.steps):
+            return False
+        refresher.check()
+        return True
+
     try:
-        while not stop() and not layout.is_finished(run, config.learner.steps):
-            refresher.check()
+        while goes_on():
             if searcher.may_search:
-                searcher.advance(ahead=lambda: not stop())
+                searcher.advance(ahead=lambda: not stop(), waits=goes_on)
             else:
                 with account.measure("wait_policy"):
                     time.sleep(poll_seconds)

@@ -158,13 +158,14 @@ class Searcher:
         self.advance(ahead=ahead)
         return self.appended(wait_seconds=None)[-1]
 
-    def advance(self, *, ahead: Callable[[], bool] = lambda: False) -> None:
+    def advance(self, *, ahead: Callable[[], bool] = lambda: False, waits: Callable[[], bool] = lambda: True) -> None:
         """Decodes one batch, has the reference score it, and hands it on to be rewarded and appended.
 
         Waits while searchers.reward_batches batches wait for their rewards.
 
         Args:
           ahead: whether the decoder may go on with queries of the next batches where it has room.
+          waits: asked now and then during that wait; False gives the batch up, whose rewards may never come.
 
         Raises:
           FloatingPointError: the policy or the reference gave log-probs that are not finite; names the query.
@@ -196,9 +197,10 @@ class Searcher:
                 values = self._value_states(generation, rows["key"], queries, feed=feed)
         policy_step, slot_idle = self._engine.policy_step, self._engine.usage.idle
         with self._account.measure("wait_rewards"):
-            self._appender.put(
-                DecodedBatch(rows=rows, scores=scores, values=values, policy_step=policy_step, slot_idle=slot_idle, begin=begin)
+            decoded = DecodedBatch(
+                rows=rows, scores=scores, values=values, policy_step=policy_step, slot_idle=slot_idle, begin=begin
             )
+            self._appender.put(decoded, waits=waits)
 
     def appended(self, *, wait_seconds: float | None = 0.0) -> list[SearchReport]:
         """Reports of the batches that were appended since the last call.

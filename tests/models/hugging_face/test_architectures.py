@@ -114,6 +114,56 @@ PUBLISHED = {
         "use_sliding_window": False,
         "vocab_size": 151936,
     },
+    "gemma-3-270m": {
+        "_sliding_window_pattern": 6,
+        "architectures": ["Gemma3ForCausalLM"],
+        "attention_bias": False,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 640,
+        "intermediate_size": 2048,
+        "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 3,
+        "max_position_embeddings": 32768,
+        "model_type": "gemma3_text",
+        "num_attention_heads": 4,
+        "num_hidden_layers": 18,
+        "num_key_value_heads": 1,
+        "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-06,
+        "rope_local_base_freq": 10000.0,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "sliding_window": 512,
+        "use_bidirectional_attention": False,
+        "vocab_size": 262144,
+    },
+    "gemma-3-1b": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "attention_bias": False,
+        "attn_logit_softcapping": None,
+        "cache_implementation": "hybrid",
+        "final_logit_softcapping": None,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "max_position_embeddings": 32768,
+        "model_type": "gemma3_text",
+        "num_attention_heads": 4,
+        "num_hidden_layers": 26,
+        "num_key_value_heads": 1,
+        "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-06,
+        "rope_local_base_freq": 10000,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 262144,
+    },
     "mistral-7b-v0.3": {
         "architectures": ["MistralForCausalLM"],
         "hidden_act": "silu",
@@ -177,6 +227,12 @@ def test_written_configs_are_what_transformers_reads():
     assert neox.rope_parameters == {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25}
     preset = dataclasses.replace(PRESETS["llama-3.2-1b"], rope_theta=123.0)
     llama = transformers.LlamaConfig(**ARCHITECTURES["llama"].write(preset))
+    gemma = transformers.Gemma3TextConfig(**ARCHITECTURES["gemma3_text"].write(PRESETS["gemma-3-4b-text"]))
+    assert gemma.rope_parameters == {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    assert gemma.layer_types == [*(["sliding_attention"] * 5 + ["full_attention"]) * 5, *["sliding_attention"] * 4]
     scaling = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     assert llama.rope_parameters == {"rope_type": "llama3", "rope_theta": 123.0, **scaling}
 

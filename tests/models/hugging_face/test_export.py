@@ -57,8 +57,9 @@ def test_export_gives_the_imported_files_back(tmp_path, name, source):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_computes_the_same_with_an_exported_folder(torch, tmp_path, name):
-    import make_fixtures
     import transformers
+
+    from tests.fixtures import make_fixtures
 
     config, params = load(path_of(name))
     save(tmp_path / "model", config, params, token_ids={"pad_token_id": 0} if config.head == "score" else None)

@@ -33,6 +33,8 @@ VARIANTS = (
     "qwen3_classifier",
     "gpt2_classifier",
     "gpt_neox_reward",
+    "gemma3_reward",
+    "llama_linear",
 )
 
 
@@ -311,6 +313,37 @@ def test_absent_settings_have_the_values_of_transformers(tmp_path, model_type, n
     (tmp_path / "config.json").write_text(json.dumps(values))
     config = load_lib.read_config(tmp_path, compute_dtype="float32")
     assert {key: getattr(config, key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    "name, settings, window, local",
+    [
+        ("mistral", {}, 0, (False, False)),
+        ("mistral", {"sliding_window": "absent"}, 4096, (True, True)),
+        ("qwen2_window", {"layer_types": None}, 4, (False, True, True)),
+        ("qwen2_window", {"layer_types": None, "max_window_layers": 0}, 4, (True, True, True)),
+        ("qwen2_window", {"layer_types": None, "max_window_layers": "absent"}, 0, (False, False, False)),
+        ("qwen2_window", {"layer_types": None, "use_sliding_window": False}, 0, (False, False, False)),
+        ("qwen2_window", {"layer_types": None, "sliding_window": None}, 0, (False, False, False)),
+        ("qwen2_window", {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}, 4, (True, False, True)),
+        ("gemma3", {"layer_types": None}, 5, (True, True, True)),
+        ("gemma3", {"layer_types": None, "sliding_window_pattern": 2, "sliding_window": "absent"}, 4096, (True, False, True)),
+    ],
+    ids=str,
+)
+def test_local_layers_are_those_of_transformers(tmp_path, name, settings, window, local):
+    import transformers
+
+    values = json.loads((path_of(name) / "config.json").read_text()) | settings
+    values = {key: value for key, value in values.items() if value != "absent"}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    config = load_lib.read_config(tmp_path, compute_dtype="float32")
+    assert (config.window, config.local_layers) == (window, local)
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    if name == "mistral":
+        assert theirs.sliding_window == (window or None)
+    else:
+        assert tuple(kind == "sliding_attention" for kind in theirs.layer_types) == local
 
 
 def test_labels_of_a_classifier(tmp_path):

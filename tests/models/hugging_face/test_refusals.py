@@ -40,7 +40,24 @@ def folder(tmp_path) -> Path:
         ("llama_untied", {"hidden_act": "quick_gelu"}, "hidden_act='quick_gelu' is not supported; .*hidden_act='silu' or"),
         ("llama_untied", {"sliding_window": 4096}, "sliding_window=4096"),
         ("llama_untied", {"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4}"),
-        ("llama_untied", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling={'type': 'linear'"),
+        ("llama_untied", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling={'type': 'dynamic'"),
+        ("llama_untied", {"rope_scaling": {"type": "linear"}}, "rope_scaling={'type': 'linear'} does not give factor"),
+        ("gemma3", {"final_logit_softcapping": 30.0}, r"final_logit_softcapping=30\.0"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping=50\.0"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        ("gemma3", {"hidden_activation": "silu"}, "hidden_activation='silu'"),
+        ("gemma3", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for num_hidden_layers=3"),
+        ("gemma3", {"layer_types": ["chunked_attention"] * 3}, r"layer_types holds \['chunked_attention'\]"),
+        ("gemma3", {"sliding_window": None}, "layer_types holds 'sliding_attention', but the file gives no sliding_window"),
+        ("gemma3", {"sliding_window": -1}, "sliding_window=-1 must be a positive integer"),
+        ("gemma3", {"rope_parameters": {"rope_theta": 10.0}}, "rope_parameters={'rope_theta': 10.0} is not supported"),
+        ("gemma3", {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2}}}, "of sliding_attention only"),
+        ("gemma3", {"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling={'rope_type': 'yarn'} is not supported"),
+        (
+            "gemma3",
+            {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]},
+            r"Gemma3ForConditionalGeneration'\] is not supported; .*load a text-only checkpoint .*Gemma3ForCausalLM",
+        ),
         (
             "llama_untied",
             {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
@@ -55,11 +72,17 @@ def folder(tmp_path) -> Path:
         ("llama_untied", {"num_key_value_heads": 3}, r"model\.heads=4 is not divisible by model\.kv_heads=3"),
         ("llama_untied", {"attention_bias": "yes"}, "attention_bias='yes' must be true or false"),
         ("llama_untied", {"rms_norm_eps": -1}, "rms_norm_eps=-1 must be a positive number"),
-        ("mistral", {"sliding_window": 4096}, "sliding_window=4096 is not supported"),
+        ("mistral", {"sliding_window": 0}, "sliding_window=0 must be a positive integer"),
+        ("mistral", {"layer_types": ["full_attention"] * 2}, "layer_types="),
         ("mistral", {"attention_bias": True}, "attention_bias=True"),
-        ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True"),
+        ("qwen2", {"use_sliding_window": 1}, "use_sliding_window=1 must be true or false"),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": -1},
+            "max_window_layers=-1 must be a positive integer",
+        ),
         ("qwen2", {"use_mrope": True}, "use_mrope=True"),
-        ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types holds \['sliding_attention'\]"),
+        ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "the file gives no sliding_window in use"),
         ("qwen3", {"layer_types": ["chunked_attention"] * 2}, r"layer_types holds \['chunked_attention'\]"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
         ("gpt2", {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn=True"),
@@ -121,14 +144,6 @@ def test_numbers_that_are_not_finite_and_layers_that_are_not_there_are_named(fol
     edit_config(folder, num_hidden_layers=10**12)
     with pytest.raises(ValueError, match=r"config\.json says 1000000000000 layers, the weights hold 21 tensors in all"):
         load(folder)
-
-
-def test_sliding_window_of_mistral_must_be_said(tmp_path):
-    """Where the key is absent, transformers takes a window of 4096."""
-    text = (path_of("mistral") / "config.json").read_text()
-    (tmp_path / "config.json").write_text(text.replace('"sliding_window"', '"other"'))
-    with pytest.raises(ValueError, match="sliding_window=4096 is not supported"):
-        read_config(tmp_path)
 
 
 def test_settings_that_change_nothing_are_allowed(folder):

@@ -1,0 +1,304 @@
+"""The decode loop on the device: prompts are prefilled into buffers, and slots continue their samples (slots.py).
+
+B = J·W; K places of a buffer, one for each completion of its prompt; X = U·K places of a group.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from tba_jax.decoding import sampling
+from tba_jax.decoding.slots import (
+    CUT,
+    FINISHED,
+    RUNNING,
+    Arrivals,
+    Prompts,
+    Samples,
+    Slots,
+    SlotsConfig,
+    Tokens,
+    Trace,
+    own_entries,
+)
+from tba_jax.models import kv_cache, parameters, scoring
+from tba_jax.models.decoder import Decoder
+from tba_jax.models.parameters import Params
+
+
+def _draw(
+    logits: jax.Array,
+    samples: Samples,
+    count: jax.Array,
+    stop_state: jax.Array,
+    stop_table: jax.Array | None,
+    config: SlotsConfig,
+) -> tuple[Tokens, jax.Array]:
+    """Token `count` of B responses (leaves [B]), and the stop strings' states after it."""
+    space = config.space
+    uniform = jax.vmap(lambda key, t: jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(key), t)))(
+        samples.key, count
+    )
+    drawn = sampling.draw(
+        scoring.restrict(logits, count, space), uniform, samples.sampling, scoring_temperature=space.temperature
+    )
+    finished = drawn.token == space.eos_id
+    if stop_table is not None:
+        stop_state = stop_table[stop_state, drawn.token]
+        finished |= stop_state == config.stop_accept
+    status = jnp.where(finished, FINISHED, jnp.where(count + 1 >= samples.limit, CUT, RUNNING))
+    return Tokens(drawn.token, status, drawn.policy_logprob, drawn.behavior_logprob), stop_state
+
+
+def prefill(
+    params: Params,
+    prompts: Prompts,
+    slots: Slots,
+    oldest_first: jax.Array,
+    arrivals: Arrivals,
+    restart: jax.Array,
+    stop_table: jax.Array | None,
+    *,
+    config: SlotsConfig,
+) -> tuple[Prompts, Slots, Tokens]:
+    """Runs prompts, draws the first token of each of their samples, and puts them into buffers whose samples have all ended.
+
+    Args:
+      params: see kv_cache.unstack; the caller donates prompts and slots.
+      oldest_first: int32[J, U], the buffers of each group in the order in which they were filled.
+      restart: bool[]; all slots are idle, and the rings begin anew at entry 0.
+      stop_table: int32[states, V], see StopStrings; None without stop strings.
+
+    Returns:
+      the new state, and the first tokens: leaves [I, K].
+    """
+    a, c = arrivals, config
+    logits, cache = kv_cache.prefill(parameters.module(c.graphdef, params), a.tokens, a.length)
+    first, stop_state = _first_tokens(logits, a, stop_table, c)
+    new_prompts = _put(prompts, a, cache, first, stop_state, c)
+    begins = (a.samples.limit > 0) & (first.status == RUNNING)
+    group = jnp.where(a.valid, a.group, c.groups)
+    waiting = slots.waiting.reshape(c.groups, c.buffers, c.places).at[group, a.buffer].set(begins, mode="drop")
+    slots = dataclasses.replace(slots, waiting=waiting.reshape(slots.waiting.shape), step=jnp.where(restart, 0, slots.step))
+    return new_prompts, _fill_idle(slots, new_prompts, oldest_first, c), first
+
+
+def _first_tokens(
+    logits: jax.Array, arrivals: Arrivals, stop_table: jax.Array | None, config: SlotsConfig
+) -> tuple[Tokens, jax.Array]:
+    """The first token of every sample, leaves [I, K], drawn from the logits [I, V] of its prompt; and the state after it."""
+    I, K = arrivals.tokens.shape[0], config.places
+
+    def per_sample(x: jax.Array) -> jax.Array:
+        return jnp.repeat(x, K, axis=0)
+
+    drawn = _draw(
+        per_sample(logits),
+        jax.tree.map(lambda x: x.reshape(I * K, *x.shape[2:]), arrivals.samples),
+        per_sample(arrivals.given),
+        per_sample(arrivals.stop_state),
+        stop_table,
+        config,
+    )
+    return jax.tree.map(lambda x: x.reshape(I, K), drawn)
+
+
+def _put(
+    prompts: Prompts, arrivals: Arrivals, cache: kv_cache.Cache, first: Tokens, stop_state: jax.Array, config: SlotsConfig
+) -> Prompts:
+    """The buffers with the arrivals in them. Padding of the arrivals is dropped."""
+    a, c = arrivals, config
+    group = jnp.where(a.valid, a.group, c.groups)
+
+    def put(whole: jax.Array, new: jax.Array) -> jax.Array:
+        return whole.at[group, a.buffer].set(new, mode="drop")
+
+    def put_cache(whole: jax.Array, new: jax.Array) -> jax.Array:
+        """Writes each arrival in one piece: one scatter for all would write element by element."""
+        for i in range(a.tokens.shape[0]):
+            start = (a.group[i], 0, a.buffer[i] * c.prompt_length, 0)
+            old = jax.lax.dynamic_slice(whole, start, (1, *new.shape[1:]))
+            whole = jax.lax.dynamic_update_slice(whole, jnp.where(a.valid[i], new[i][None], old), start)
+        return whole
+
+    return Prompts(
+        cache=jax.tree.map(put_cache, prompts.cache, cache),
+        samples=jax.tree.map(put, prompts.samples, a.samples),
+        length=put(prompts.length, a.length),
+        given=put(prompts.given, a.given),
+        token=put(prompts.token, first.token),
+        stop_state=put(prompts.stop_state, stop_state),
+    )
+
+
+def _fill_idle(slots: Slots, prompts: Prompts, oldest_first: jax.Array, config: SlotsConfig) -> Slots:
+    """Idle slots begin samples that wait, those of each group's oldest buffer first."""
+    c = config
+    X = c.buffers * c.places
+    idle = slots.place < 0
+    # Waiting places in the order in which they are to begin.
+    order = (oldest_first[:, :, None] * c.places + jnp.arange(c.places)).reshape(c.groups, X)
+    waits = jnp.take_along_axis(slots.waiting, order, axis=1)
+    takes = idle[:, :, None] & waits[:, None, :] & (jnp.cumsum(idle, axis=1)[:, :, None] == jnp.cumsum(waits, axis=1)[:, None, :])
+    begins = jnp.any(takes, axis=2)
+    place = jnp.where(begins, jnp.take_along_axis(order, jnp.argmax(takes, axis=2), axis=1), slots.place)
+
+    def begun(first: jax.Array, now: jax.Array) -> jax.Array:
+        return jnp.where(begins, jnp.take_along_axis(first, jnp.maximum(place, 0), axis=1), now)
+
+    given = jnp.repeat(prompts.given, c.places, axis=1)
+    taken = jnp.zeros((c.groups, X), bool).at[jnp.arange(c.groups)[:, None], jnp.where(begins, place, X)].set(True, mode="drop")
+    return dataclasses.replace(
+        slots,
+        place=place,
+        count=begun(given + 1, slots.count),
+        token=begun(prompts.token.reshape(c.groups, X), slots.token),
+        stop_state=begun(prompts.stop_state.reshape(c.groups, X), slots.stop_state),
+        waiting=slots.waiting & ~taken,
+    )
+
+
+def _free_buffers(slots: Slots, config: SlotsConfig) -> jax.Array:
+    """int32[]: buffers without a sample that waits or runs."""
+    c = config
+    waits = jnp.any(slots.waiting.reshape(c.groups, c.buffers, c.places), axis=2)
+    runs = jnp.any(slots.place[:, :, None] // c.places == jnp.arange(c.buffers), axis=1)
+    return jnp.sum(~(waits | runs), dtype=jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """What all steps of one call of `decode` read.
+
+    samples: leaves [J, X, ...]; prompt_length: int32[J, X], without the given tokens; in_prompt: bool[J, buffers, S];
+    cache: per layer (keys, values) [J, G, buffers·S, H]. buffers, window: see decode.
+    """
+
+    config: SlotsConfig
+    model: Decoder
+    prompts: Prompts
+    samples: Samples
+    prompt_length: jax.Array
+    in_prompt: jax.Array
+    cache: kv_cache.Cache
+    buffers: int
+    window: int
+
+    def of_place(self, place: jax.Array, x: jax.Array) -> jax.Array:
+        """[J, X, ...] -> [B, ...], of the place of each slot."""
+        J, W = self.config.groups, self.config.width
+        index = place.reshape(J, W, *([1] * (x.ndim - 2)))
+        return jnp.take_along_axis(x, index, axis=1).reshape(J * W, *x.shape[2:])
+
+
+def decode(
+    params: Params,
+    prompts: Prompts,
+    slots: Slots,
+    oldest_first: jax.Array,
+    enough: jax.Array,
+    stop_table: jax.Array | None,
+    *,
+    config: SlotsConfig,
+    buffers: int,
+    window: int,
+) -> tuple[Slots, Trace]:
+    """At most `chunk` decode steps; ends sooner when all slots are idle, or when `enough` buffers are free for new prompts.
+
+    Args:
+      params: see kv_cache.unstack; the caller donates slots.
+      oldest_first: see prefill.
+      enough: int32[]; more than there are: goes on until the slots are idle.
+      buffers: static, 1 to U: the first buffers of each group, which are read; the others must be free.
+      window: static: the first entries of the own caches, which are read. The steps of this call stay within it, or it is the
+        whole ring.
+    """
+    c = config
+    call = _begin_call(params, prompts, config=c, buffers=buffers, window=window)
+    whole, slots = slots.own, dataclasses.replace(slots, own=_cut(slots.own, window))
+
+    def step(state: tuple[Slots, Trace, jax.Array, jax.Array]) -> tuple[Slots, Trace, jax.Array, jax.Array]:
+        slots, trace, t, _ = state
+        slots, new_entry = _step(call, slots, stop_table)
+        trace = jax.tree.map(lambda whole, new: jax.lax.dynamic_update_index_in_dim(whole, new, t, 0), trace, new_entry)
+        ended = (new_entry.place >= 0) & (slots.place < 0)
+        slots = jax.lax.cond(jnp.any(ended), lambda s: _fill_idle(s, prompts, oldest_first, c), lambda s: s, slots)
+        return slots, trace, t + 1, _free_buffers(slots, c)
+
+    def goes_on(state: tuple[Slots, Trace, jax.Array, jax.Array]) -> jax.Array:
+        slots, _, t, free = state
+        return (t < c.chunk) & (free < enough) & jnp.any(slots.place >= 0)
+
+    start = slots, _empty_trace(c), jnp.zeros((), jnp.int32), _free_buffers(slots, c)
+    slots, trace, _, _ = jax.lax.while_loop(goes_on, step, start)
+    if window < own_entries(c):
+        own = jax.tree.map(lambda old, new: jax.lax.dynamic_update_slice(old, new, (0, 0, 0, 0)), whole, slots.own)
+        slots = dataclasses.replace(slots, own=own)
+    return slots, trace
+
+
+def _begin_call(params: Params, prompts: Prompts, *, config: SlotsConfig, buffers: int, window: int) -> _Call:
+    """Args: see decode."""
+    c = config
+    return _Call(
+        config=c,
+        samples=jax.tree.map(lambda x: x.reshape(c.groups, c.buffers * c.places, *x.shape[3:]), prompts.samples),
+        prompt_length=jnp.repeat(prompts.length - prompts.given, c.places, axis=1),
+        in_prompt=jnp.arange(c.prompt_length) < prompts.length[:, :buffers, None],
+        # Cut once a call: a slice that the loop read would be copied at every step.
+        cache=_cut(prompts.cache, buffers * c.prompt_length),
+        model=parameters.module(c.graphdef, params),
+        prompts=prompts,
+        buffers=buffers,
+        window=window,
+    )
+
+
+def _step(call: _Call, slots: Slots, stop_table: jax.Array | None) -> tuple[Slots, Trace]:
+    """One token for every slot. Slots whose samples have ended are idle afterwards. Trace: leaves [J, W], of this step."""
+    c = call.config
+    J, W, R = c.groups, c.width, own_entries(c)
+    place, active = jnp.maximum(slots.place, 0), slots.place >= 0
+    count = slots.count.reshape(-1)
+    entry = slots.step % R
+    given = call.of_place(place, jnp.repeat(call.prompts.given, c.places, axis=1))
+    # A slot reads the buffer of its place, and as many of the last entries of its ring as it has made.
+    reads = (place // c.places)[:, :, None, None] == jnp.arange(call.buffers)[:, None]
+    age = (entry - jnp.arange(call.window)) % R
+    masks = kv_cache.Masks(
+        prompt=(reads & call.in_prompt[:, None]).reshape(J, W, -1), own=age[None, :] < (count - given)[:, None]
+    )
+    position = call.of_place(place, call.prompt_length) + count - 1
+    local_masks = None
+    if c.model.window:
+        prompt_age = position.reshape(J, W, 1) - jnp.tile(jnp.arange(c.prompt_length), call.buffers)
+        local_masks = kv_cache.within_window(masks, c.model.window, prompt_age=prompt_age, own_age=age)
+    token = slots.token.reshape(-1)
+    logits, own = kv_cache.decode_step(call.model, token, position, entry, call.cache, slots.own, masks, local_masks)
+    samples = jax.tree.map(lambda x: call.of_place(place, x), call.samples)
+    tokens, stop_state = _draw(logits, samples, count, slots.stop_state.reshape(-1), stop_table, c)
+    tokens, stop_state = jax.tree.map(lambda x: x.reshape(J, W), (tokens, stop_state))
+    trace = Trace(place=slots.place, count=slots.count, tokens=tokens)
+    slots = dataclasses.replace(
+        slots,
+        own=own,
+        step=slots.step + 1,
+        place=jnp.where(active & (tokens.status != RUNNING), -1, slots.place),
+        count=slots.count + active,
+        token=tokens.token,
+        stop_state=stop_state,
+    )
+    return slots, trace
+
+
+def _empty_trace(config: SlotsConfig) -> Trace:
+    shape = (config.chunk, config.groups, config.width)
+    zeros, logprobs = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
+    tokens = Tokens(token=zeros, status=zeros, policy_logprob=logprobs, behavior_logprob=logprobs)
+    return Trace(place=jnp.full(shape, -1, jnp.int32), count=zeros, tokens=tokens)
+
+
+def _cut(cache: kv_cache.Cache, entries: int) -> kv_cache.Cache:
+    """The first entries of each cache [., G, S, H]."""
+    return jax.tree.map(lambda x: x[:, :, :entries], cache)
