@@ -96,19 +96,21 @@ def entries(schema: Path) -> list[Entry]:
 
 def _assigned(name: str, value: ast.expr, comments: tuple[str, ...], behind: str) -> Iterator[Entry]:
     """The entries of one assignment: a setting, or a section and the settings that it is made with."""
-    made_by = ast.unparse(value.func) if isinstance(value, ast.Call) else ""
-    if made_by == "ConfigDict":
-        assert isinstance(value, ast.Call)
-        yield Entry(name, comments, behind=behind)
-        for given in value.args:
-            for leaf in given.keywords if isinstance(given, ast.Call) else ():
-                yield Entry(f"{name}.{leaf.arg}", default=ast.unparse(leaf.value))
-    elif made_by == "setting":
-        assert isinstance(value, ast.Call)
-        limits = ", ".join(f"{each.arg}={ast.unparse(each.value)}" for each in value.keywords)
-        yield Entry(name, comments, ast.unparse(value.args[0]), limits, behind)
-    else:
-        yield Entry(name, comments, ast.unparse(value), behind=behind)
+    if not (isinstance(value, ast.Call) and ast.unparse(value.func) == "ConfigDict"):
+        yield _setting(name, value)._replace(comments=comments, behind=behind)
+        return
+    yield Entry(name, comments, behind=behind)
+    for given in value.args:
+        for leaf in given.keywords if isinstance(given, ast.Call) else ():
+            yield _setting(f"{name}.{leaf.arg}", leaf.value)
+
+
+def _setting(name: str, value: ast.expr) -> Entry:
+    """The entry of `setting(default, limits)`, or of a plain default."""
+    if not (isinstance(value, ast.Call) and ast.unparse(value.func) == "setting"):
+        return Entry(name, default=ast.unparse(value))
+    limits = ", ".join(f"{each.arg}={ast.unparse(each.value)}" for each in value.keywords)
+    return Entry(name, default=ast.unparse(value.args[0]), limits=limits)
 
 
 def recipes() -> dict[str, str]:

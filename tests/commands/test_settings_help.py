@@ -29,7 +29,7 @@ def test_a_section_is_told_with_its_comments():
 
 def test_one_setting_is_told():
     (line,) = (line for line in BASE.describe("replay.capacity").splitlines() if line.startswith("replay"))
-    assert line.startswith("replay.capacity = 50000  [at_least=1, fixed=True]  # ")
+    assert line.startswith("replay.capacity = 50000  [at_least=1")
     assert "learner.mesh.data = -1" in BASE.describe("learner.mesh")
 
 
