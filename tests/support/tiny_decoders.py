@@ -5,7 +5,7 @@ import functools
 
 import jax
 
-from tba_jax.models import scoring
+from tba_jax.models import parameters, scoring
 from tba_jax.models.config import DecoderConfig, RopeScaling
 from tba_jax.models.parameters import Params
 from tests.support import applied
@@ -55,7 +55,10 @@ EVERYTHING = scoring.ResponseSpace(temperature=1.0, banned_tokens=(), eos_id=-1)
 
 def random_params(config: DecoderConfig) -> Params:
     """Parameters large enough that attention is far from uniform, norms away from 1, biases from 0."""
-    return applied.random(applied.specs(config), scale=0.25, seed=0)
+    drawn = parameters.flatten(applied.random(applied.specs(config), scale=0.25, seed=0))
+    if config.norm == "offset_rms":
+        drawn = {name: leaf - 1 if name.endswith(".scale") else leaf for name, leaf in drawn.items()}
+    return parameters.unflatten(drawn)
 
 
 @functools.partial(jax.jit, static_argnames="config")
