@@ -13,7 +13,7 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 # Half of the time to compile. Processes that tests start inherit it (tiny_run.environment).
-QUICK = "--xla_cpu_use_fusion_emitters=false"
+QUICK = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 if QUICK not in os.environ["XLA_FLAGS"]:
     # XLA ends a process whose flags it does not know, and flags come and go.
     asked = [sys.executable, "-c", "import jax; jax.devices()"]

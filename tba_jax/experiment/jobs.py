@@ -301,10 +301,11 @@ def _in_turn(s: Settings) -> Job:
     EpochLease.refuse_if_held(s.run.journal)
     join(s, may_change_schedule=True)
     progress = _progress(s, searchers=1)
-    stop = processes_lib.StopSignal()
 
     def job() -> int:
         made, lease = make_trainer(s, publish_every_steps=1)
+        # From here on a signal waits for the end of a step. Before, it ends the process at once: a warm start may take minutes.
+        stop = processes_lib.StopSignal()
         _start_task(s, task_devices=s.config.searchers.task_devices)
         search = make_searcher(s, name="searcher-0", account=made.account)
         evaluate = make_evaluator(s) if s.config.evaluation.enabled else None

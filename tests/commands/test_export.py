@@ -1,5 +1,6 @@
 """Runs exported by the command: the folder holds the weights of the snapshot, and whoever loads it computes the same."""
 
+import functools
 import json
 import os
 import shutil
@@ -229,14 +230,14 @@ def test_searchers_may_sample_from_int8_weights(tmp_path):
     rows = reader.read(writer, 0, head)
     first = rows["policy_step"][:, 0] == 0
     batch = [rows[name][first] for name in ("tokens", "prompt_length", "response_length")]
-    exact, _ = applied.response_logprobs(
-        weights_of_step(s, 0),
-        *batch,
+    score = functools.partial(
+        applied.response_logprobs,
         R=rows["policy_step"].shape[1],
         config=s.experiment.policy.model,
         space=s.experiment.contract.response_space(),
         logit_bytes=1 << 20,
         remat="none",
     )
+    exact, _ = jax.jit(score)(weights_of_step(s, 0), *batch)
     assert 1e-6 < np.abs(exact - rows["policy_logprobs"][first]).max() < 0.05
     np.testing.assert_allclose(rows["ref_logprobs"][first], exact, atol=1e-5)  # step 0 is the reference, which is never rounded

@@ -229,7 +229,7 @@ def trained(workdir: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if k not in ("time", "seconds")} for line in lines if "loss" in line]
 
 
-@pytest.mark.parametrize("kind", ["sft", "reward"])
+@pytest.mark.parametrize("kind", [pytest.param("sft", marks=pytest.mark.slow), "reward"])
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(folder, tmp_path, kind):
     """Four steps of 8 examples out of 12: the third and the fourth cross from one epoch to the next."""
     lines = sentences(16, seed=1) if kind == "sft" else preferences(16, seed=1)

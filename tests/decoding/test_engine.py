@@ -217,7 +217,7 @@ def test_greedy_is_the_argmax_of_every_step(grouped):
     assert not found.behavior_logprobs.any() and (found.policy_logprobs.sum(axis=1) < 0).all()
 
 
-@pytest.mark.parametrize("sizes", [(2, 1, 2), (1, 2, 1)], ids=["data=2,tensor=2", "fsdp=2"])
+@pytest.mark.parametrize("sizes", [(2, 1, 2), pytest.param((1, 2, 1), marks=pytest.mark.slow)], ids=["data=2,tensor=2", "fsdp=2"])
 def test_meshes_give_the_rows_of_one_device(single, sizes):
     """Lanes on the ways of the data axis share the requests; caches, prefill and weights are split over the others."""
     stream = make_stream([1, 24, 3, 17, 9, 2, 20, 11, 5, 8, 24, 6], counts=(4, 3, 9))

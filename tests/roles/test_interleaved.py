@@ -244,9 +244,9 @@ def test_a_non_finite_update_stops_the_run(tmp_path, frozen):
     lease.release()
 
 
-def log_with_an_absurd_reward(workdir, **changes):
+def log_with_an_absurd_reward(frozen, workdir, **changes):
     """A frozen log, and four rows of one query by another writer: the square of the third one's reward is not finite."""
-    s = frozen_runs.make(workdir, batches=1, replay__merge_duplicates=False, **changes)
+    s = frozen(workdir, batches=1, replay__merge_duplicates=False, **changes)
     reader = LogReader(s.run.replay, s.experiment.contract.row_shape())
     ((writer, _),) = reader.heads().items()
     rows = {name: column.copy() for name, column in reader.read(writer, 0, 4).items()}
@@ -256,8 +256,8 @@ def log_with_an_absurd_reward(workdir, **changes):
     return s
 
 
-def test_a_run_that_stops_names_the_row_and_goes_on_when_told_to_skip(tmp_path):
-    s = log_with_an_absurd_reward(tmp_path / "run")
+def test_a_run_that_stops_names_the_row_and_goes_on_when_told_to_skip(tmp_path, frozen):
+    s = log_with_an_absurd_reward(frozen, tmp_path / "run")
     names_it = r"1 of 12 rows are not, planted-1:2; .*--config.learner.non_finite=skip --allow_change=learner.non_finite"
     with pytest.raises(FloatingPointError, match=names_it):
         frozen_runs.train(s, until=8, abandon=True)
@@ -277,8 +277,8 @@ def test_a_run_that_stops_names_the_row_and_goes_on_when_told_to_skip(tmp_path):
     lease.release()
 
 
-def test_a_run_that_skips_counts_and_resumes_exactly(tmp_path, caplog):
-    s = log_with_an_absurd_reward(tmp_path / "run", learner__non_finite="skip")
+def test_a_run_that_skips_counts_and_resumes_exactly(tmp_path, caplog, frozen):
+    s = log_with_an_absurd_reward(frozen, tmp_path / "run", learner__non_finite="skip")
     state = frozen_runs.train(s, until=8, abandon=False)
     told = [record.message for record in caplog.records if "the update is left out" in record.message]
     assert 0 < len(told) < 8 and all("1 of 12 rows are not, planted-1:2;" in sentence for sentence in told)

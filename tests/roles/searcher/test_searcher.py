@@ -253,8 +253,9 @@ def unreadable(folder: Path) -> None:
     (folder / snapshots.COMMIT).mkdir()
 
 
-@pytest.mark.parametrize("limit", [0, ROWS], ids=["searching", "waiting"])
-@pytest.mark.parametrize("damage, error", [(cut_short, ValueError), (unreadable, OSError)])
+@pytest.mark.parametrize(
+    "limit, damage, error", [(0, cut_short, ValueError), (ROWS, unreadable, OSError)], ids=["searching", "waiting"]
+)
 def test_a_snapshot_that_cannot_be_loaded_stops_the_searcher(tmp_path, limit, damage, error):
     s, made = make(tmp_path, searchers__max_rows_per_snapshot=limit)
 

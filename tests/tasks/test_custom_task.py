@@ -1,4 +1,4 @@
-"""Tasks of one's own: loading a class of a file, its settings, and every mistake."""
+"""Custom tasks: loading a class of a file, its settings, and every mistake."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from configs import base
 from tba_jax.commands import rescore
 from tba_jax.experiment import composition, jobs
 from tba_jax.rewards.responses import reward_texts
-from tba_jax.tasks import own
+from tba_jax.tasks import custom_task
 from tba_jax.tasks.interface import EncodedQuery, Query, Scores
 from tests.support import tiny_run
 
@@ -83,20 +83,20 @@ def test_a_name_that_names_no_task_is_refused(file, name, sentence):
     (file.parent / "graded.py").write_text(graded)
     name = f"{file.parent}/{name}"
     with pytest.raises(ValueError, match=re.escape(sentence.format(name=name, folder=file.parent))):
-        own.load(name)
+        custom_task.load(name)
 
 
 @pytest.mark.parametrize(
     "settings, sentence",
     [
         ({}, "task.custom.count is not set, and the task needs it; it takes count, heldout"),
-        ({"count": 3, "cout": 4}, "task.custom.cout is no setting of the task; it takes count, heldout"),
+        ({"count": 3, "cout": 4}, "task.custom.cout is not a setting of the task; it takes count, heldout"),
         ({"count": 0}, "task.custom.count=0 must be at least 1"),
     ],
 )
 def test_settings_that_the_class_does_not_take_are_refused(file, settings, sentence):
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}"):
-        own.make(own.load(f"{file}:Ones"), settings, section="task.custom")
+        custom_task.make(custom_task.load(f"{file}:Ones"), settings, section="task.custom")
 
 
 @pytest.mark.parametrize(
@@ -131,14 +131,18 @@ def test_what_a_class_does_wrong_is_one_sentence(file, code, sentence):
 @pytest.mark.parametrize(
     "rewards, error, sentence",
     [
-        ([0.5] * 3, TypeError, "rewards() of task Given must give Scores, and gave list"),
+        ([0.5] * 3, TypeError, "rewards() of task Given must return Scores, not list"),
         (
             Scores(np.zeros(4), np.zeros((4, 1))),
             ValueError,
-            "gave reward of shape (4,) and parts of shape (4, 1); for 3 responses",
+            "returned a reward of shape (4,) and parts of shape (4, 1); for 3 responses",
         ),
-        (Scores(np.zeros(3), np.zeros(3)), ValueError, "parts of shape (3,); for 3 responses they must be (3,) and (3, 1)"),
-        (SystemExit(3), RuntimeError, "rewards() of task Given left by SystemExit: 3"),
+        (
+            Scores(np.zeros(3), np.zeros(3)),
+            ValueError,
+            "parts of shape (3,); for 3 responses they must have shapes (3,) and (3, 1)",
+        ),
+        (SystemExit(3), RuntimeError, "rewards() of task Given raised SystemExit: 3"),
     ],
     ids=str,
 )
@@ -159,7 +163,7 @@ def test_rewards_that_are_none_are_refused_by_the_tasks_name(rewards, error, sen
 def test_settings_of_ones_own_go_with_a_task_of_ones_own():
     c = base.get_config()
     c.task.custom.count = 3
-    with pytest.raises(ValueError, match=r"^task.custom.count is of a task of one's own, FILE.py:CLASS, and task"):
+    with pytest.raises(ValueError, match=r"^task.custom.count is a setting of a custom task, FILE.py:CLASS, but task.name="):
         composition.build(c)
 
 
