@@ -27,7 +27,7 @@ from tba_jax.decoding.requests import Request
 from tba_jax.models import decoder, scoring
 from tba_jax.models.hugging_face import load
 from tba_jax.rewards import language_model
-from tba_jax.rewards.sequence import SequenceScorer
+from tba_jax.rewards.sequence import SequenceClassifier
 from tba_jax.run import layout, metrics
 from tba_jax.text import stop_strings
 from tba_jax.text.tokenizers import HuggingFaceTokenizer
@@ -211,7 +211,7 @@ def _worst(folder: Path) -> float:
     """The proxy model's reward that all but _WORST_SHARE of the texts of its held-out pairs exceed."""
     path = folder / "missing_eos_reward.json"
     if not path.exists():
-        scorer = SequenceScorer(
+        scorer = SequenceClassifier(
             folder / "proxy", sharding.make_mesh((1, 1, 1), setting="devices"), setting="--workdir=", batch_rows=64
         )
         texts = sorted({row[field] for row in _read(_pairs(folder, "proxy", "heldout")) for field in ("chosen", "rejected")})

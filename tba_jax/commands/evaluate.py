@@ -6,11 +6,12 @@ Flags change settings of the evaluation, such as evaluation.queries, evaluation.
 Settings that belong to the run's contract cannot change.
 """
 
-import argparse
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from absl import flags
 
 from tba_jax.commands import command_line, recipes, settings_help, snapshot_step
 from tba_jax.run import layout, places
@@ -77,14 +78,14 @@ def _with_tuples(tree: Any) -> Any:
     return tuple(tree) if isinstance(tree, list) else tree
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    command_line.add_workdir(parser)
-    snapshot_step.add_argument(parser)
-    parser.add_argument("--output", type=Path, metavar="FILE", help="a file that the report is written to as well")
-    settings_help.add_overrides(parser, settings_help.BASE)
+def add_flags(values: flags.FlagValues) -> settings_help.Program:
+    command_line.add_workdir(values)
+    snapshot_step.add_flag(values)
+    command_line.add_path(values, "output", "a file that the report is written to as well")
+    return settings_help.BASE
 
 
-def run(given: argparse.Namespace) -> int:
+def run(given: command_line.Given) -> int:
     output = given.output
     if output is not None and not output.parent.is_dir():
         raise ValueError(f"--output={output}: its folder does not exist")

@@ -8,12 +8,12 @@ of a writer appear when all of them are scored, and count once `DIR/rewards/<ver
 interrupted one.
 """
 
-import argparse
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from absl import flags
 
 from tba_jax.commands import command_line
 from tba_jax.run import contract as contract_lib
@@ -144,10 +144,9 @@ def _scored_again(
     rows: "Rows", experiment: "Experiment", queries: Mapping[int, "EncodedQuery"], writer: str
 ) -> dict[str, np.ndarray]:
     """The rows with reward, reward parts and version of the task as it is now. Rows that cannot be decoded get NaN."""
-    from tba_jax.decoding.requests import Generation
     from tba_jax.replay.validation import REJECTIONS, validate_rows
-    from tba_jax.rewards.responses import reward_generation
-    from tba_jax.trajectory import response_tokens
+    from tba_jax.rewards.responses import response_texts, reward_texts
+    from tba_jax.trajectory import response
 
     contract = experiment.contract
     ids = rows["query_id"].tolist()
@@ -161,30 +160,19 @@ def _scored_again(
     parts = np.full((len(ids), len(contract.reward_parts)), np.nan, np.float32)
     if valid.any():
         chosen = {name: column[valid] for name, column in rows.items()}
-        generation = Generation(
-            tokens=response_tokens(chosen),
-            length=chosen["response_length"],
-            finished=chosen["finished"],
-            policy_logprobs=chosen["policy_logprobs"],
-            behavior_logprobs=chosen["behavior_logprobs"],
-            policy_step=chosen["policy_step"],
-        )
-        _, scores = reward_generation(
-            generation,
-            [queries[ids[i]] for i in np.flatnonzero(valid)],
-            task=experiment.task,
-            tokenizer=experiment.tokenizer,
-            missing_eos_reward=contract.missing_eos_reward,
-        )
+        asked = [queries[ids[i]] for i in np.flatnonzero(valid)]
+        texts = response_texts([response(chosen, i) for i in range(len(asked))], asked, experiment.tokenizer)
+        missing_eos = contract.missing_eos_reward
+        scores = reward_texts(texts, chosen["finished"], asked, task=experiment.task, missing_eos_reward=missing_eos)
         reward[valid], parts[valid] = scores.reward, scores.parts
     version = np.full(len(ids), contract.reward_version, np.int32)
     return {**rows, "reward": reward, "reward_parts": parts, "reward_version": version}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    command_line.add_workdir(parser)
+def add_flags(values: flags.FlagValues) -> None:
+    command_line.add_workdir(values)
 
 
-def run(given: argparse.Namespace) -> int:
+def run(given: command_line.Given) -> int:
     print(rescore(given.workdir))
     return 0

@@ -244,7 +244,10 @@ c.learner.clip_norm = setting(1.0, at_least=0)  # of the gradient; 0: off
 c.learner.logprob_gap_every_steps = setting(50, at_least=0, free=True)  # compares searchers' log-probs with the learner's; 0: off
 c.learner.logprob_gap_limit = setting(0.0, at_least=0, free=True)  # nats a token; 0: 1e-3 in float32, 0.1 in bfloat16
 c.learner.memory_fraction = setting(0.45, at_least=0, at_most=1, free=True)  # if roles share a GPU
-c.learner.mesh = ConfigDict(dict(data=setting(-1, free=True), fsdp=setting(1, free=True), tensor=setting(1, free=True)))
+c.learner.mesh = ConfigDict()
+c.learner.mesh.data = setting(-1, free=True)  # -1: all devices that are left
+c.learner.mesh.fsdp = setting(1, free=True)
+c.learner.mesh.tensor = setting(1, free=True)
 
 c.publish = ConfigDict()
 c.publish.every_steps = setting(2, at_least=1)  # k

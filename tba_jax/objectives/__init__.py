@@ -1,4 +1,4 @@
-"""The objectives by name, each with what it needs."""
+"""The objectives by name, each with its requirements."""
 
 from tba_jax.objectives.cispo import cispo
 from tba_jax.objectives.grpo import dr_grpo, grpo

@@ -1,4 +1,4 @@
-"""Advantages: a response against the others of its group, and a token by values of states. None carries a gradient."""
+"""Advantages: of a response over the other responses of its group, and of a token by state values. None carries a gradient."""
 
 import chex
 import jax
@@ -6,12 +6,12 @@ import jax.numpy as jnp
 
 from tba_jax.objectives.inputs import ObjectiveInputs
 
-# Added to the standard deviation of a group's rewards. Shao et al. 2024 name none; public implementations have 1e-8 to 1e-4.
+# Added to the standard deviation of a group's rewards. Shao et al. 2024 give no value; public implementations use 1e-8 to 1e-4.
 STD_EPSILON = 1e-6
 
 
 def regularised_rewards(policy_logprobs: jax.Array, inputs: ObjectiveInputs) -> jax.Array:
-    """r − β Σ_t log π_θ/π_ref, of the policy as it is now: float32[Q, K]."""
+    """r − β Σ_t log π_θ/π_ref, with the current policy π_θ, detached: float32[Q, K]."""
     return inputs.grouped(inputs.reward - inputs.beta * jnp.sum(log_kl(policy_logprobs, inputs), axis=1))
 
 
@@ -22,9 +22,9 @@ def log_kl(policy_logprobs: jax.Array, inputs: ObjectiveInputs) -> jax.Array:
 
 
 def centred(rewards: jax.Array) -> jax.Array:
-    """r − r̄, the mean over the K rows of a query: [Q, K] -> [Q, K]. Exactly 0 where the K are equal."""
+    """r − r̄ with the mean over the K rows of a query: [Q, K] -> [Q, K]. Exactly 0 if all K rewards are equal."""
     chex.assert_rank(rewards, 2)
-    # From the first on: the mean of equal numbers is else not always that number.
+    # The rounded mean of K equal numbers may differ from them, but the mean of K zeros is 0.
     shifted = rewards - rewards[:, :1]
     return shifted - jnp.mean(shifted, axis=1, keepdims=True)
 
@@ -36,13 +36,13 @@ def leave_one_out(rewards: jax.Array) -> jax.Array:
 
 
 def standardised(rewards: jax.Array) -> jax.Array:
-    """(r − r̄) / (std + STD_EPSILON), std over the K rows of a query (divided by K): [Q, K] -> [Q, K]. 0 where they are equal."""
+    """(r − r̄) / (std + STD_EPSILON), std over the K rows of a query (divided by K): [Q, K] -> [Q, K]. 0 if they are equal."""
     difference = centred(rewards)
     return difference / (jnp.sqrt(jnp.mean(difference**2, axis=1, keepdims=True)) + STD_EPSILON)
 
 
 def token_rewards(policy_logprobs: jax.Array, inputs: ObjectiveInputs) -> jax.Array:
-    """−β log π_θ/π_ref of each token, the last of a response + r (Ziegler et al. 2019): float32[B, R], 0 where masked."""
+    """−β log π_θ/π_ref of each token, plus r at a response's last token (Ziegler et al. 2019): float32[B, R], 0 where masked."""
     chex.assert_equal_shape_prefix([inputs.mask, inputs.reward], 1)
     tokens_left = jnp.cumsum(inputs.mask[:, ::-1], axis=1)[:, ::-1]
     is_last = inputs.mask & (tokens_left == 1)
@@ -53,7 +53,7 @@ def gae(rewards: jax.Array, values: jax.Array, mask: jax.Array, *, decay: float)
     """A_t = Σ_l λ^l δ_{t+l},  δ_t = r_t + V_{t+1} − V_t,  V = 0 after the last token (Schulman et al. 2016, eq. 16, γ = 1).
 
     Args:
-      rewards: float32[B, R]; values: float32[B, R], of the state before each token; mask: bool[B, R]; decay: λ.
+      rewards: float32[B, R]; values: float32[B, R], value of the state before each token; mask: bool[B, R]; decay: λ.
 
     Returns:
       float32[B, R], 0 where masked.
@@ -76,12 +76,12 @@ def gae(rewards: jax.Array, values: jax.Array, mask: jax.Array, *, decay: float)
 def step_advantages(state_values: jax.Array, reward: jax.Array, mask: jax.Array) -> jax.Array:
     """A_t = V(state after the step of token t) − V(state before that step): float32[B, R], 0 where masked.
 
-    A step goes from one valued state to the next one, the last to the end of the response, whose value is its reward. All
-    tokens of a step share its advantage; where every state is valued, A_t = V_{t+1} − V_t.
+    A step leads from one valued state to the next valued state. The last step leads to the end of the response, whose value is
+    the reward. All tokens of a step share its advantage. If every state is valued, A_t = V_{t+1} − V_t.
 
     Args:
-      state_values: float32[B, R], of the state before each token, NaN where it was not valued. That before the first token
-        must be. mask: bool[B, R]; reward: float32[B].
+      state_values: float32[B, R], value of the state before each token, NaN if it was not estimated; the state before the first
+        token must have a value. mask: bool[B, R]; reward: float32[B].
     """
     chex.assert_equal_shape([state_values, mask])
     chex.assert_shape(reward, mask.shape[:1])

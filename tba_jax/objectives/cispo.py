@@ -11,9 +11,8 @@ from tba_jax.objectives.ratios import token_ratios
 def cispo(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
     """L = −mean_{i,j} Σ_t sg( min(ρ_t, 1 + clip_high) ) A log π_θ(y_t) / R,  A as in `grpo`, sg: no gradient.
 
-    ρ_t = π_θ/π_behaviour, not clipped from below, as published; no KL term. The paper divides by the number of all tokens of
-    the group's responses, which favours tokens of short groups; here R, the most tokens a response may have, is the divisor of
-    all.
+    ρ_t = π_θ/π_behaviour is not clipped from below, and there is no KL term, as published. The paper divides by the number of
+    tokens of the group, which favours the tokens of short groups. Here the divisor is R, the most tokens a response may have.
 
     Returns:
       float32[] loss.

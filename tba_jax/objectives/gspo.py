@@ -1,4 +1,4 @@
-"""GSPO: group advantages with the ratio of the whole response, its length taken out (Zheng et al. 2025)."""
+"""GSPO: group advantages with the length-normalised probability ratio of the whole response (Zheng et al. 2025)."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from tba_jax.objectives.ratios import bounded_exp, clipped_surrogate, token_log_
 def gspo(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
     """L = −mean_{i,j} min( sA, clip(s, 1 − sequence_clip_low, 1 + sequence_clip_high) A ),  s = (Π_t ρ_t)^(1/|y|).
 
-    A as in `grpo`; ρ_t = π_θ/π_behaviour. Without a KL term, as published.
+    A as in `grpo`; ρ_t = π_θ/π_behaviour. There is no KL term, as published.
 
     Returns:
       float32[] loss.

@@ -11,8 +11,8 @@ from tba_jax.objectives.ratios import k3, token_ratios
 def icepop(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
     """L = −mean_{i,j} 1/|y| Σ_t [ M(ρ_t) A − β k3_t ],  M(ρ) = ρ within [icepop_low, icepop_high], else 0.
 
-    A as in `grpo`; ρ_t = π_θ/π_behaviour. The paper has π_θ_old of the learner in the place of π_θ in ρ, and GRPO's clipped
-    ratio π_θ/π_θ_old beside it: with one update a batch that ratio is 1, and the gradients are the same.
+    A as in `grpo`; ρ_t = π_θ/π_behaviour. The paper's ρ has the learner's π_θ_old instead of π_θ, and its loss also has GRPO's
+    clipped ratio π_θ/π_θ_old. With one update a batch that ratio is 1, and the gradients are the same.
 
     Returns:
       float32[] loss.

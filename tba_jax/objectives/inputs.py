@@ -1,4 +1,4 @@
-"""What every objective receives: one batch of Q queries × K completions, B = Q·K, rows of one query consecutive."""
+"""The inputs of every objective: one batch of Q queries × K completions, B = Q·K, with consecutive rows for each query."""
 
 import dataclasses
 
@@ -10,14 +10,12 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ObjectiveSettings:
-    """Static settings of objectives.
+    """Static settings of objectives, with the defaults of experiment/schema.py.
 
-    completions: K. Of TBA′: importance_clip, the upper bound of π_θ/π_behaviour, 0 = without importance weights, and
-    log_ratio_clip, nats, the bound of a token's log π_θ − log π_ref. clip_low, clip_high: a ratio counts within [1 − low,
-    1 + high]; sequence_clip_low, sequence_clip_high: likewise of GSPO; icepop_low, icepop_high: the ratios whose tokens count;
-    gae_lambda: λ; value_coefficient: of the value's loss beside the policy's.
-
-    The defaults are those of experiment/schema.py.
+    completions: K. importance_clip: upper bound of π_θ/π_behaviour in TBA′, 0 for no importance weights. log_ratio_clip: bound
+    of a token's log π_θ − log π_ref in TBA′, nats. clip_low, clip_high: ratios are clipped to [1 − low, 1 + high].
+    sequence_clip_low, sequence_clip_high: the same for GSPO. icepop_low, icepop_high: IcePop drops tokens whose ratio is outside
+    of these bounds. gae_lambda: λ of GAE. value_coefficient: weight of PPO's value loss.
     """
 
     completions: int
@@ -35,11 +33,11 @@ class ObjectiveSettings:
 
 @flax.struct.dataclass
 class PolicyOutputs:
-    """What gradients flow through.
+    """The model's outputs, through which gradients flow.
 
     logprobs: float32[B, R], nats at the scoring temperature, 0 where masked; log_z: float32[B], nats, the learned log Z(x) of
-    each row's query, 0 where none is learned; values: float32[B, R], in units of the reward, of the state before each token,
-    anything where masked; None where none are learned.
+    each row's query, 0 if there is no log Z head; values: float32[B, R], in units of the reward, the value head's estimate for
+    the state before each token, arbitrary where masked, None if there is no value head.
     """
 
     logprobs: chex.Array
@@ -49,13 +47,13 @@ class PolicyOutputs:
 
 @flax.struct.dataclass
 class ObjectiveInputs:
-    """A batch as objectives see it.
+    """A batch, which carries no gradient.
 
     ref_logprobs: float32[B, R], nats at the scoring temperature, 0 where masked; behavior_logprobs: float32[B, R], nats
     of the sampling distribution, 0 where masked; mask: bool[B, R]; reward: float32[B]; beta: float32[], the KL
-    coefficient β; ref_temperature: float32[], γ; reward_temperature: float32[], τ; state_values: float32[B, R], Monte-Carlo
-    values of the state before each token, in units of the reward, NaN where it was not valued (see step_advantages), anything
-    where masked; None where rows have none.
+    coefficient β; ref_temperature: float32[], γ; reward_temperature: float32[], τ; state_values: float32[B, R], in units of the
+    reward, Monte-Carlo estimates for the state before each token, NaN if it was not estimated (see step_advantages), arbitrary
+    where masked, None if the rows have no such estimates.
     """
 
     ref_logprobs: chex.Array
@@ -69,19 +67,19 @@ class ObjectiveInputs:
     state_values: chex.Array | None = None
 
     def masked(self, per_token: jax.Array) -> jax.Array:
-        """[B, R], 0 where masked.
+        """The values with 0 where masked: [B, R] -> [B, R].
 
         Raises:
-          AssertionError: the shape is not that of the mask.
+          AssertionError: the shape differs from the mask's.
         """
         chex.assert_equal_shape([per_token, self.ref_logprobs, self.behavior_logprobs, self.mask])
         return jnp.where(self.mask, per_token, 0.0)
 
     def grouped(self, per_row: jax.Array) -> jax.Array:
-        """[B] -> [Q, K].
+        """The values by query: [B] -> [Q, K].
 
         Raises:
-          AssertionError: the shape is not that of the reward, or B is not a multiple of K.
+          AssertionError: the shape differs from the reward's, or B is not a multiple of K.
         """
         chex.assert_equal_shape([per_row, self.reward])
         chex.assert_is_divisible(per_row.shape[0], self.settings.completions)
@@ -92,7 +90,7 @@ class ObjectiveInputs:
         return jnp.sum(self.masked(per_token), axis=1)
 
     def lengths(self) -> jax.Array:
-        """|y|, tokens: int32[B], 1 where a row has none, so that it divides."""
+        """|y|, tokens: int32[B]. A row without tokens has length 1, since lengths are divisors."""
         return jnp.maximum(jnp.sum(self.mask, axis=1), 1)
 
     def mean_per_token(self, per_token: jax.Array) -> jax.Array:

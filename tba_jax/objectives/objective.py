@@ -1,4 +1,4 @@
-"""What an objective is: a loss, and what it needs of a run, declared beside it."""
+"""The declaration of an objective: its loss and its requirements on a run."""
 
 import dataclasses
 from collections.abc import Callable
@@ -7,7 +7,7 @@ import jax
 
 from tba_jax.objectives.inputs import ObjectiveInputs, PolicyOutputs
 
-# Pure: float32[] of one batch of whole groups. It is a mean over groups, so that means over micro-batches of whole groups agree.
+# A pure function to float32[]: a mean over the groups of a batch, so micro-batches of whole groups can be averaged.
 Loss = Callable[[PolicyOutputs, ObjectiveInputs], jax.Array]
 
 # The coefficients that trajectory balance reads besides β.
@@ -16,15 +16,14 @@ TEMPERATURES = ("ref_temperature", "reward_temperature")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Objective:
-    """An objective, and what config_checks, the trainer's settings and the learner ask of it.
+    """An objective and its requirements, which config checks and the learner read.
 
-    loss: see Loss; min_completions: the fewest K that it can compare; behavior_logprobs: whether it weighs by
-    π_θ/π_behaviour; positive_beta: whether β = 0 leaves it without an optimum or a gradient, elsewhere that leaves the KL term
-    out; full_support: whether its optimum is only reached from rows of a sampler that can draw every response;
-    log_z_head, value_head: whether PolicyOutputs has log_z and values that are learned with the policy; state_values: whether
-    it needs the values of states that rows carry; moving_reference: whether a reference that moves makes sense, which is where
-    it reads ref_logprobs; settings: names of the settings learner.* that it reads (fields of ObjectiveSettings, and the
-    schedules' `beta`, `ref_temperature`, `reward_temperature`).
+    loss: see Loss; min_completions: the smallest K; behavior_logprobs: whether it uses the ratio π_θ/π_behaviour;
+    positive_beta: whether it has no optimum or no gradient at β = 0 (for other objectives β = 0 drops the KL term);
+    full_support: whether its optimum requires a sampler that can draw every response; log_z_head, value_head: whether
+    PolicyOutputs must have a learned log_z or learned values; state_values: whether rows must carry Monte-Carlo state values;
+    moving_reference: whether it reads ref_logprobs, so that a moving reference has an effect; settings: names of the settings
+    learner.* that it reads (fields of ObjectiveSettings, and the schedules `beta`, `ref_temperature`, `reward_temperature`).
     """
 
     loss: Loss

@@ -10,7 +10,8 @@ from tba_jax.objectives.inputs import ObjectiveInputs, PolicyOutputs
 def online_dpo(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
     """L = −mean_i log σ( β (Δ_best − Δ_worst) ),  Δ = Σ_t log π_θ/π_ref (Rafailov et al. 2023, eq. 7).
 
-    Best and worst are by reward, the first of equals. A query whose rewards are all equal prefers nothing and counts as 0.
+    Best and worst are the first rows with the highest and the lowest reward of a query. The loss of a query whose rewards are all
+    equal is 0.
 
     Returns:
       float32[] loss in nats.

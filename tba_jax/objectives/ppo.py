@@ -11,13 +11,13 @@ from tba_jax.objectives.ratios import clipped_surrogate, token_ratios
 def ppo(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
     """L = mean_{i,j} Σ_t [ c (V_t − G_t)²/2 − min( ρ_t A_t, clip(ρ_t, 1 − clip_low, 1 + clip_high) A_t ) ] / R.
 
-    A_t: GAE (λ = gae_lambda, no discount) of rewards −β log π_θ/π_ref a token, + r at the last; G_t = A_t + V_t; c =
-    value_coefficient; ρ_t = π_θ/π_behaviour. A_t and G_t are detached.
+    A_t: GAE (λ = gae_lambda, no discount) of `token_rewards`; G_t = A_t + V_t; c = value_coefficient; ρ_t = π_θ/π_behaviour.
+    A_t and G_t are detached.
 
-    Published implementations store values and KL penalties when rows are sampled and keep them for several epochs. Here the
-    learner computes both on the batch, from the head and the policy as they are. Left out are what implementations add to the
-    paper's loss: whitened advantages, a clip of the value's change, an entropy bonus. Their mean over all tokens of a batch
-    couples its groups; R, the most tokens a response may have, stands in its place.
+    Published implementations compute values and KL penalties when rows are sampled and keep them for several epochs. Here the
+    learner computes both on the batch, from the current value head and policy. Implementations also whiten advantages, clip the
+    change of the value and add an entropy bonus; this loss has none of these. A mean over all tokens of a batch would couple its
+    groups, so the divisor is R, the most tokens a response may have.
 
     Returns:
       float32[] loss.

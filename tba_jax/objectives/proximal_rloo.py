@@ -11,7 +11,7 @@ from tba_jax.objectives.ratios import clipped_surrogate, sequence_ratios
 def proximal_rloo(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
     """L = −mean_{i,j} min( ρA, clip(ρ, 1 − clip_low, 1 + clip_high) A ),  ρ = π_θ(y|x)/π_behaviour(y|x), A of `rloo`.
 
-    The KL in A is of the policy as it is now, not of the one that sampled, so that ρA is an estimate for the former.
+    The KL term in A is the current policy's, not the sampling policy's, so that ρA estimates the current policy's objective.
 
     Returns:
       float32[] loss.

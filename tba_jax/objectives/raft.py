@@ -7,9 +7,9 @@ from tba_jax.objectives.inputs import ObjectiveInputs, PolicyOutputs
 
 
 def raft(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
-    """L = −mean_i log π_θ(y_i,best|x_i): the row of the highest reward of each query, the first of equals.
+    """L = −mean_i log π_θ(y_i,best|x_i), where y_i,best is the first row with the highest reward of query i.
 
-    Neither the reference nor β: the paper's optional KL penalty in the reward is left out.
+    The loss has neither the reference nor β: the paper's optional KL penalty in the reward is left out.
 
     Returns:
       float32[] loss in nats.

@@ -1,6 +1,6 @@
-"""Ratios π_θ/π_behaviour of tokens and sequences, their clipped surrogate, and the KL estimate of a token.
+"""Ratios π_θ/π_behaviour of tokens and sequences, the clipped surrogate, and the KL estimate of a token.
 
-Logs are bounded before the exponential: no value and no gradient is infinite, and beyond the bound there is no gradient.
+Log ratios are clipped before the exponential: no value or gradient is infinite, and the gradient is 0 beyond the bound.
 """
 
 import chex
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from tba_jax.objectives.inputs import ObjectiveInputs
 
-# Nats. e^20 = 5e8, whose square and the sums of it that a gradient's norm takes are within float32.
+# Nats. The square of e^20 = 5e8, and the sums of such squares in a gradient's norm, are within float32.
 LARGEST_LOG_RATIO = 20.0
 
 
@@ -19,7 +19,7 @@ def bounded_exp(log_ratio: jax.Array) -> jax.Array:
 
 
 def token_log_ratios(policy_logprobs: jax.Array, inputs: ObjectiveInputs) -> jax.Array:
-    """log π_θ − log π_behaviour: float32[B, R], nats, 0 where masked, not bounded."""
+    """log π_θ − log π_behaviour, not clipped: float32[B, R], nats, 0 where masked."""
     chex.assert_equal_shape([policy_logprobs, inputs.mask])
     return inputs.masked(policy_logprobs - inputs.behavior_logprobs)
 
@@ -35,15 +35,15 @@ def sequence_ratios(policy_logprobs: jax.Array, inputs: ObjectiveInputs) -> jax.
 
 
 def clipped_surrogate(ratio: jax.Array, advantage: jax.Array, *, low: float, high: float) -> jax.Array:
-    """min( ρA, clip(ρ, 1 − low, 1 + high) A ) (PPO: Schulman et al. 2017, eq. 7). Args: of shapes that broadcast."""
+    """min( ρA, clip(ρ, 1 − low, 1 + high) A ) (PPO: Schulman et al. 2017, eq. 7). Args: ratio and advantage broadcast."""
     return jnp.minimum(ratio * advantage, jnp.clip(ratio, 1 - low, 1 + high) * advantage)
 
 
 def k3(policy_logprobs: jax.Array, inputs: ObjectiveInputs) -> jax.Array:
     """π_ref/π_θ − log π_ref/π_θ − 1 of each token: float32[B, R], nats, never negative, 0 where masked.
 
-    The estimate of KL(π_θ‖π_ref) that GRPO and VinePPO have in the loss (Schulman 2020; Shao et al. 2024, eq. 4). Its value is
-    unbiased on-policy; its gradient there, 1 − π_ref/π_θ times ∇ log π_θ, is on average that of KL(π_ref‖π_θ).
+    GRPO and VinePPO have this estimate of KL(π_θ‖π_ref) in the loss (Schulman 2020; Shao et al. 2024, eq. 4). On-policy its value
+    is unbiased, but its gradient, (1 − π_ref/π_θ) ∇ log π_θ, is on average the gradient of KL(π_ref‖π_θ).
     """
     chex.assert_equal_shape([policy_logprobs, inputs.mask])
     log_ratio = inputs.masked(inputs.ref_logprobs - policy_logprobs)

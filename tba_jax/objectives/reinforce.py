@@ -1,4 +1,4 @@
-"""REINFORCE with the mean of the group as baseline, and RLOO, with the mean of the others."""
+"""REINFORCE with the mean of the group as baseline, and RLOO with the mean of the group's other rows."""
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,8 @@ from tba_jax.objectives.inputs import ObjectiveInputs, PolicyOutputs
 def reinforce(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
     """L = −mean_{i,j} A_ij log π_θ(y_ij|x_i),  A = R − R̄,  R = r − β Σ_t log π_θ/π_ref detached (Williams 1992).
 
-    Derived for on-policy rows; others are not weighted. On any batch its gradient is that of trajectory balance at γ = τ = 1
-    times β/2 (PAPER §1).
+    The derivation assumes on-policy rows; off-policy rows are not reweighted. On any batch the gradient is β/2 times the gradient
+    of trajectory balance at γ = τ = 1 (PAPER §1).
 
     Returns:
       float32[] loss.
@@ -23,7 +23,7 @@ def reinforce(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
 def rloo(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
     """L = −mean_{i,j} A_ij log π_θ(y_ij|x_i),  A_ij = R_ij − mean_{k≠j} R_ik (Kool et al. 2019; Ahmadian et al. 2024).
 
-    Its gradient is K/(K−1) times that of `reinforce`. R is as there; rows are not weighted either.
+    R as in `reinforce`, whose gradient times K/(K−1) is the gradient here. Off-policy rows are not reweighted either.
 
     Returns:
       float32[] loss.

@@ -10,7 +10,7 @@ from tba_jax.objectives.inputs import ObjectiveInputs, PolicyOutputs
 def tba_prime_advantage(policy_logprobs: jax.Array, inputs: ObjectiveInputs) -> jax.Array:
     """A = (r − r̄)/τ − β (k − k̄),  k = Σ_t clip( log π_θ − log π_ref/(γτ), ±log_ratio_clip ), detached: float32[Q, K].
 
-    r̄ and k̄ are means over the K rows of a query; γ = τ = 1 is the form of the paper.
+    r̄ and k̄ are means over the K rows of a query. The paper's form has γ = τ = 1.
     """
     chex.assert_equal_shape([policy_logprobs, inputs.mask])
     clip = inputs.settings.log_ratio_clip
@@ -22,18 +22,18 @@ def tba_prime_advantage(policy_logprobs: jax.Array, inputs: ObjectiveInputs) -> 
 
 
 def tba_prime(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
-    """L = −mean_{i,j} Σ_t w_t A_ij / R,  w_t = min( π_θ/π_behaviour, importance_clip ), or log π_θ where that is 0.
+    """L = −mean_{i,j} Σ_t w_t A_ij / R,  w_t = min( π_θ/π_behaviour, importance_clip ), or log π_θ if importance_clip is 0.
 
     R, the most tokens a response may have, is the same for all rows: long responses are not favoured.
 
     Returns:
-      float32[] loss. Without importance weights and with no ratio clipped its gradient is that of trajectory balance
-      times β/(2R).
+      float32[] loss. If importance_clip is 0 and no log ratio is clipped, its gradient is β/(2R) times the gradient of
+      trajectory balance.
     """
     advantage = tba_prime_advantage(outputs.logprobs, inputs).reshape(-1, 1)
     weight = outputs.logprobs
     if inputs.settings.importance_clip:
-        # Bounded before the exponential: of a ratio beyond the clip neither value nor gradient is infinite.
+        # Clipped before the exponential, so that neither the value nor the gradient of a large ratio is infinite.
         bound = jnp.log(inputs.settings.importance_clip)
         weight = jnp.exp(jnp.minimum(outputs.logprobs - inputs.behavior_logprobs, bound))
     return -inputs.mean_per_budget(weight * advantage)

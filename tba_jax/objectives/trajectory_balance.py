@@ -1,4 +1,4 @@
-"""Trajectory balance with the VarGrad estimate of log Z, or a learned one (PAPER §1; Bartoldson et al. 2025, eq. 3-5).
+"""Trajectory balance with the VarGrad estimate of log Z or a learned log Z (PAPER §1; Bartoldson et al. 2025, eq. 3-5).
 
 VarGrad: Richter et al. 2020. Learned log Z: Malkin et al. 2022, eq. 14; for language models Lee et al. 2024.
 """
@@ -17,7 +17,7 @@ def vargrad_log_z(policy_logprob_sum: jax.Array, log_target: jax.Array) -> jax.A
       policy_logprob_sum, log_target: float32[Q, K], nats.
 
     Returns:
-      float32[Q], no gradient flows through it.
+      float32[Q], nats.
     """
     chex.assert_rank([policy_logprob_sum, log_target], 2)
     return jax.lax.stop_gradient(jnp.mean(log_target - policy_logprob_sum, axis=1))
@@ -27,7 +27,7 @@ def trajectory_balance(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.A
     """L = mean_{i,j} ( log Ẑ(x_i) + log π_θ(y_ij|x_i) − log p̃(y_ij|x_i) )²,  log p̃ = log π_ref + r/β at γ = τ = 1.
 
     Returns:
-      float32[] loss in nats². Its gradient is −(2/β) mean A ∇ log π_θ with A of tba_prime_advantage, without its clip.
+      float32[] loss in nats². Its gradient is −(2/β) mean A ∇ log π_θ, with A as in tba_prime_advantage without clipping.
     """
     policy = inputs.grouped(inputs.token_sum(outputs.logprobs))
     target = inputs.grouped(inputs.log_target())

@@ -10,9 +10,9 @@ from tba_jax.objectives.ratios import clipped_surrogate, k3, token_ratios
 def vine_ppo(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
     """L = −mean_{i,j} Σ_t [ min( ρ_t A_t, clip(ρ_t, 1 − clip_low, 1 + clip_high) A_t ) − β k3_t ] / R.
 
-    A_t: of `step_advantages`, from the values that rows carry: means of rewards of responses that were sampled from the states
-    at the boundaries of steps. ρ_t = π_θ/π_behaviour; k3_t estimates KL(π_θ‖π_ref). As in `ppo`, R stands in the place of the
-    number of the batch's tokens, and advantages are not whitened.
+    A_t: `step_advantages` of the rows' state values, each the mean reward of responses that were sampled from a state between two
+    steps. ρ_t = π_θ/π_behaviour; k3_t estimates KL(π_θ‖π_ref). As in `ppo`, the divisor is R, not the number of the batch's
+    tokens, and advantages are not whitened.
 
     Returns:
       float32[] loss.

@@ -17,15 +17,15 @@ from tba_jax.models.hugging_face import load
 from tba_jax.models.parameters import Params
 from tba_jax.rewards import passes
 
-# Texts in one pass of the encoder: bounds memory.
+# Texts in one forward pass of the encoder, which bounds its memory.
 _ROWS = 32
 
 
 def read_config(folder: Path | str, *, setting: str = "task.embedding_path") -> EncoderConfig:
-    """The encoder of a folder or hub id, which messages call `setting`.
+    """The config of the sentence encoder in a folder or hub id. setting: the name of the folder's setting, for messages.
 
     Raises:
-      ValueError: it is none, or has no tokenizer.json.
+      ValueError: the folder has no sentence encoder or no tokenizer.json.
     """
     try:
         config = load.read_config(folder, compute_dtype="float32")
@@ -40,10 +40,7 @@ def read_config(folder: Path | str, *, setting: str = "task.embedding_path") -> 
 
 
 def describe(folder: Path | str) -> dict[str, Any]:
-    """What the contract says of an encoder: the size of its embeddings, and a digest of weights and tokenizer.
-
-    Raises: as `read_config`.
-    """
+    """The contract's entry of an encoder: width of its embeddings, digest of weights and tokenizer. Raises as `read_config`."""
     config, folder = read_config(folder), load.resolve_folder(folder)
     digest = hashlib.blake2b(digest_size=8)
     for path in (folder / "tokenizer.json", *sorted(folder.glob("*.safetensors"))):
@@ -52,10 +49,10 @@ def describe(folder: Path | str) -> dict[str, Any]:
 
 
 class ResponseEmbedder:
-    """Embeds texts; the encoder's weights rest on every device of a mesh, texts are split over it."""
+    """Embeds texts. Every device of the mesh has all of the encoder's weights; texts are split over the devices."""
 
     def __init__(self, folder: Path | str, mesh: Mesh, *, setting: str = "task.embedding_path"):
-        """Raises ValueError: the folder, which messages call `setting`, cannot be used; says why."""
+        """Args: see read_config. Raises ValueError naming the setting if the folder cannot be used."""
         config, folder = read_config(folder, setting=setting), load.resolve_folder(folder)
         self._config, self._mesh = config, mesh
         self._rows = -(-_ROWS // mesh.size) * mesh.size
@@ -73,7 +70,7 @@ class ResponseEmbedder:
         self._embed = sharding.on_mesh(mesh, jax.jit(embed))
 
     def __call__(self, texts: Sequence[str]) -> np.ndarray:
-        """float32[len(texts), E], of length 1; 0 for a text without tokens. Texts beyond the encoder's positions are cut."""
+        """float32[len(texts), E]: vectors of length 1, 0 for a text without tokens. Texts are cut at the encoder's positions."""
         encoded = [encoding.ids for encoding in self._tokenizer.encode_batch(list(texts))]
         if not encoded:
             return np.zeros((0, self._config.width), np.float32)

@@ -1,4 +1,4 @@
-"""Language models that tasks ask, from Hugging Face folders: their config and tokenizer, checked before weights are loaded."""
+"""Config and tokenizer of a frozen language model in a Hugging Face folder, checked before weights are loaded."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from tba_jax.text.tokenizers import HuggingFaceTokenizer
 
 
 def read_config(folder: Path | str, *, setting: str, compute_dtype: str) -> DecoderConfig:
-    """The language model of a folder or hub id. Raises ValueError naming `setting` where it is none or cannot be used."""
+    """The config of the language model in a folder or hub id. Raises ValueError naming `setting` if there is no usable one."""
     try:
         return load.read_config(folder, compute_dtype=compute_dtype, head="language_model")
     except ValueError as error:
@@ -19,7 +19,7 @@ def read(folder: Path | str, *, setting: str, compute_dtype: str) -> tuple[Path,
     """Local folder, config and tokenizer.
 
     Raises:
-      ValueError: the model or its tokenizer cannot be used, or they do not go together; names `setting`.
+      ValueError: the model or the tokenizer cannot be used, or the tokenizer has more ids than the model; names `setting`.
     """
     config = read_config(folder, setting=setting, compute_dtype=compute_dtype)
     local = load.resolve_folder(folder)
@@ -35,8 +35,8 @@ def read(folder: Path | str, *, setting: str, compute_dtype: str) -> tuple[Path,
 
 
 def token_bytes(tokenizer: HuggingFaceTokenizer, *, called: str) -> list[bytes | None]:
-    """See Tokenizer.token_bytes. Raises ValueError, which begins with `called`, where the ids have no bytes that can be told."""
+    """See Tokenizer.token_bytes. The ValueError begins with `called`, the setting and its folder."""
     try:
         return tokenizer.token_bytes()
     except ValueError as error:
-        raise ValueError(f"{called}: which bytes its tokens stand for cannot be told") from error
+        raise ValueError(f"{called}: its tokenizer must be byte-level or SentencePiece, so that each token has bytes") from error

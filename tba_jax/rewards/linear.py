@@ -1,4 +1,4 @@
-"""A linear classifier of texts on the CPU: TF-IDF and calibrated linear SVMs, as scikit-learn has them, from plain arrays."""
+"""A linear classifier of texts on the CPU: scikit-learn's TF-IDF and calibrated linear SVMs, from plain arrays."""
 
 import hashlib
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-# scikit-learn's words: two word characters at least.
+# scikit-learn's definition of a word: at least two word characters.
 _WORD = re.compile(r"\b\w\w+\b")
 _SHAPES = {"terms": ("V",), "idf": ("V",), "coef": ("E", "V"), "intercept": ("E",), "platt_a": ("E",), "platt_b": ("E",)}
 
@@ -25,22 +25,22 @@ class LinearScorer:
     x = l2-normalised counts · idf of the text's lower-case words that are terms; f_e = w_e · x + c_e;
     P = mean_e 1 / (1 + exp(a_e f_e + b_e)).
 
-    Small and fast: a stand-in for a classifier that is a language model, in trials on a CPU. It knows words, not their meaning.
+    It is small and fast: in trials on a CPU it replaces a classifier that is a language model. It knows words, not their meaning.
     """
 
     def __init__(self, path: Path | str, *, setting: str):
         """
         Args:
           path: an .npz of terms str[V], idf float[V], coef float[E, V] (w), intercept float[E] (c), platt_a float[E] and platt_b
-            float[E]. Further arrays are not read: stop words are no terms.
-          setting: what messages call the path.
+            float[E]. Other arrays are ignored.
+          setting: name of the path's setting, for messages.
 
         Raises:
-          ValueError: no such file, or arrays that are missing, of another shape or not finite; names the file and the array.
+          ValueError: the file cannot be read, or an array is missing, has another shape or is not finite; names file and array.
         """
         called = f"{setting}={str(path)!r}"
         try:
-            with zipfile.ZipFile(Path(path).expanduser()):  # np.load takes other files, too
+            with zipfile.ZipFile(Path(path).expanduser()):  # np.load would accept other formats, too
                 stored = np.load(Path(path).expanduser(), allow_pickle=False)
             with stored:
                 arrays = {name: stored[name] for name in _SHAPES if name in stored.files}
@@ -60,7 +60,7 @@ class LinearScorer:
         )
 
     def __call__(self, texts: Sequence[str]) -> np.ndarray:
-        """float32[n], nats: log P(label | text); finite."""
+        """float32[n], nats: log P(label | text), always finite."""
         return np.array([self._log_probability(text) for text in texts], np.float32)
 
     def _log_probability(self, text: str) -> float:
@@ -70,5 +70,5 @@ class LinearScorer:
         norm = np.linalg.norm(weights)
         margins = self._coef[:, terms] @ (weights / norm if norm else weights) + self._intercept
         # log 1 / (1 + exp z) = −log(exp 0 + exp z), which does not overflow.
-        of_each = -np.logaddexp(0.0, self._a * margins + self._b)
-        return float(np.logaddexp.reduce(of_each) - np.log(len(of_each)))
+        log_sigmoids = -np.logaddexp(0.0, self._a * margins + self._b)
+        return float(np.logaddexp.reduce(log_sigmoids) - np.log(len(log_sigmoids)))

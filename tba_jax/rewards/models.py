@@ -1,4 +1,4 @@
-"""The models that a task scores with: told to the contract, checked before anything runs, and loaded onto their mesh."""
+"""The frozen models with which a task scores: their digests for the contract, checks before a run, loading, and memory."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,11 +10,11 @@ from tba_jax.models import parameters
 from tba_jax.models.config import EncoderConfig
 from tba_jax.models.hugging_face import load
 from tba_jax.models.hugging_face.architectures import ARCHITECTURES
-from tba_jax.rewards import CHECKS, MAKERS, embeddings, language_model, linear, passes, sequence
+from tba_jax.rewards import CHECKERS, LOADERS, embeddings, language_model, linear, passes, sequence
 from tba_jax.tasks.interface import ModelUse, Task, UsesModels
 
 _BYTES = {"float32": 4, "bfloat16": 2}
-# Kind of a model -> what reads its config (as sequence.read_config), and refuses another kind of model.
+# Kind of a model -> the function that reads its config and refuses models of another kind, see sequence.read_config.
 _CONFIGS: dict[str, Callable[..., Any]] = {
     "sequence": sequence.read_config,
     "unsafe_token": language_model.read_config,
@@ -24,13 +24,15 @@ _CONFIGS: dict[str, Callable[..., Any]] = {
 
 
 def uses(task: Task, *, role: str = "") -> Sequence[ModelUse]:
-    """Models of a task; role: that this role loads, "" for all."""
+    """The models of a task; with a role, only the models that this role loads."""
     return [use for use in task.models() if not role or role in use.roles] if isinstance(task, UsesModels) else []
 
 
 def check(task: Task, *, role: str) -> None:
-    """Raises ValueError where a model that a role will load cannot be used: its kind, labels, names and shapes of weights, or a
-    tokenizer, template or length that does not go with it. Loads no weights."""
+    """Raises ValueError if a model that the role will load cannot be used; loads no weights.
+
+    It checks the model's kind and labels, the names and shapes of its weights, its tokenizer, prompt template and lengths.
+    """
     mine = uses(task, role=role)
     for use in mine:
         config = _read_config(use)
@@ -43,18 +45,18 @@ def check(task: Task, *, role: str) -> None:
         if use.kind == "sequence":
             _check_sequence(use)
     if mine and isinstance(task, UsesModels):
-        task.start(sharding.task_mesh(0), CHECKS)
+        task.start(sharding.task_mesh(0), CHECKERS)
 
 
 def _check_sequence(use: ModelUse) -> None:
-    labels = CHECKS.sequence_scorer(use.path, None, setting=use.setting, ends=use.ends).labels
+    labels = CHECKERS.sequence_scorer(use.path, None, setting=use.setting, ends=use.ends).labels
     if use.labels and len(labels) != use.labels:
         what = "one label, as a reward model has" if use.labels == 1 else f"{use.labels} labels"
         raise ValueError(f"{use.setting}={use.path!r} must have {what}; it has {len(labels)}, {', '.join(labels)}")
 
 
 def digests(task: Task) -> dict[str, str]:
-    """What the contract says of the models that rewards come from: setting -> digest. Raises: as read_config."""
+    """setting -> digest of each model that computes rewards, for the contract. Raises ValueError if one cannot be used."""
     found = {}
     for use in uses(task, role="searcher"):
         config = _read_config(use)
@@ -63,8 +65,7 @@ def digests(task: Task) -> dict[str, str]:
 
 
 def _read_config(use: ModelUse) -> Any:
-    """A model's shape; None of a linear classifier, which is a file and was read. Raises ValueError where it cannot be used for
-    what it is to do."""
+    """A model's config; None for a linear classifier, which has none. Raises ValueError if the model is of another kind."""
     if use.kind == "linear":
         linear.LinearScorer(use.path, setting=use.setting)
         return None
@@ -72,23 +73,23 @@ def _read_config(use: ModelUse) -> Any:
 
 
 def start(task: Task, mesh: Mesh) -> None:
-    """Loads a task's models, if it has any. Once in a process that scores, before its first rewards."""
+    """Loads a task's models, if it has any. Each process that scores calls this once, before its first rewards."""
     if isinstance(task, UsesModels):
-        task.start(mesh, MAKERS)
+        task.start(mesh, LOADERS)
 
 
 def memory(use: ModelUse, *, length: int) -> int:
-    """Bytes that a model takes on each device, whole, with one pass or with the caches of its slots.
+    """Bytes of a model on each device: all of its weights, and its KV cache or the activations of one forward pass.
 
-    Args: length: tokens of prompt and response of the run, see ModelUse.length.
+    Args: length: tokens of the run's prompt and response, see ModelUse.length.
     """
-    shape = _read_config(use)
-    if shape is None:
-        return 0  # in host memory, and small
+    config = _read_config(use)
+    if config is None:
+        return 0  # a linear classifier is small and in host memory
     size, length = _BYTES[use.compute_dtype], use.length or length
-    padded = passes.padded_length(length, shape.position_limit if isinstance(shape, EncoderConfig) else shape.max_positions)
+    padded = passes.padded_length(length, config.position_limit if isinstance(config, EncoderConfig) else config.max_positions)
     if use.kind == "generator":
-        row = 2 * shape.layers * length * shape.kv_heads * shape.head_size * size + 4 * shape.vocab
+        row = 2 * config.layers * length * config.kv_heads * config.head_size * size + 4 * config.vocab
     else:
-        row = padded * (4 * shape.width + 3 * shape.ffn) * size + padded * padded * shape.heads * 4
-    return parameters.count(ARCHITECTURES[shape.architecture].define(shape).specs) * size + use.rows * row
+        row = padded * (4 * config.width + 3 * config.ffn) * size + padded * padded * config.heads * 4
+    return parameters.count(ARCHITECTURES[config.architecture].define(config).specs) * size + use.rows * row

@@ -1,4 +1,4 @@
-"""Whole texts through a model that scores them: put together by length, in few shapes."""
+"""Forward passes over texts of any length: texts of similar length share a pass, and passes have few shapes."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,9 +9,9 @@ _SHORTEST = 16
 
 
 def padded_length(longest: int, limit: int) -> int:
-    """Tokens of a pass whose longest text has `longest`: a multiple of an eighth of the next power of two, at most `limit`.
+    """The length of a pass whose longest text has `longest` tokens: a multiple of 1/8 of the next power of two, at most `limit`.
 
-    So a pass computes less than 1.25 times the tokens that it needs, and there are four programs for each doubling of lengths.
+    A long pass is then less than 1.25 times as long as its longest text, and each doubling of lengths compiles four programs.
     """
     step = max(_SHORTEST, (1 << max(longest - 1, 0).bit_length()) // 8)
     return min(max(_SHORTEST, -(-longest // step) * step), limit)
@@ -25,15 +25,13 @@ def in_passes(
     limit: int,
     pad_id: int = 0,
 ) -> np.ndarray:
-    """What `score` gives of all texts: float32[n, ...], in their order.
+    """float32[n, ...]: the scores of n texts, in the order of the texts.
 
     Args:
-      encoded: token ids of n texts, n at least 1, each of at most `limit`.
-      score: (tokens int32[rows, T], right-padded; length int32[rows]) -> float32[rows, ...]. A pass that is not full has copies
-        of its last text.
-      rows: of a pass.
+      encoded: token ids of n texts, n at least 1, each of at most `limit` tokens.
+      score: one pass, (tokens int32[rows, T], right-padded; length int32[rows]) -> float32[rows, ...].
+      rows: texts of a pass. The last pass is filled up with copies of its last text.
     """
-    # Texts of similar length share a pass.
     order = np.argsort([len(ids) for ids in encoded], kind="stable")
     found = []
     for start in range(0, len(order), rows):

@@ -1,19 +1,20 @@
-"""From generated tokens to rewards: what searchers train on and evaluators measure."""
+"""From generated tokens to rewards: texts of responses, scores by the task, and the reward of responses that were cut."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
-from tba_jax.decoding.requests import Generation
 from tba_jax.tasks.interface import EncodedQuery, Query, Scores, Task
 from tba_jax.text.tokenizers import Tokenizer
 
 
-def response_texts(generation: Generation, queries: Sequence[EncodedQuery], tokenizer: Tokenizer) -> list[str]:
-    """The texts of B responses, one to each of B queries."""
+def response_texts(
+    responses: Sequence[np.ndarray | Sequence[int]], queries: Sequence[EncodedQuery], tokenizer: Tokenizer
+) -> list[str]:
+    """The texts of B responses, token ids without padding, one response for each of B queries."""
     return [
-        tokenizer.decode_continuation(query.prompt, tokens[:length].tolist())
-        for query, tokens, length in zip(queries, generation.tokens, generation.length, strict=True)
+        tokenizer.decode_continuation(query.prompt, np.asarray(response).tolist())
+        for query, response in zip(queries, responses, strict=True)
     ]
 
 
@@ -28,12 +29,12 @@ def reward_texts(
     """Scores of B responses.
 
     Args:
-      finished: bool[B], ended by themselves.
-      missing_eos_reward: the reward of a response that was cut at the length limit; None: what the task gives it. The parts stay
-        the task's. A response that the task could not score has no reward for that either: NaN stays NaN.
+      finished: bool[B], whether a response ended before the length limit.
+      missing_eos_reward: replaces the reward of a response that was cut at the length limit, unless that is NaN; None: the
+        task's reward is kept. Reward parts are always the task's.
 
     Raises:
-      TypeError, ValueError: the task gave something else than Scores of these responses.
+      TypeError, ValueError: the task returned something else than Scores of these responses.
     """
     scores = _checked(task, [query.query for query in queries], texts, finished)
     if missing_eos_reward is None:
@@ -43,26 +44,18 @@ def reward_texts(
 
 
 def _checked(task: Task, queries: Sequence[Query], texts: Sequence[str], finished: np.ndarray) -> Scores:
-    """What the task's rewards give, which may be of one's own."""
-    what = f"rewards() of task {type(task).__name__}"
+    """The task's scores in float32. Their type and shapes are checked, since a custom task may return anything."""
+    method = f"rewards() of task {type(task).__name__}"
     try:
         scores = task.rewards(queries, texts, finished)
     except SystemExit as error:
-        raise RuntimeError(f"{what} left by SystemExit: {error}") from error
+        raise RuntimeError(f"{method} raised SystemExit: {error}") from error
     shapes = (len(texts),), (len(texts), len(task.reward_parts))
     if not isinstance(scores, Scores):
-        raise TypeError(f"{what} must give Scores, and gave {type(scores).__name__}")
+        raise TypeError(f"{method} must return Scores, not {type(scores).__name__}")
     if (np.shape(scores.reward), np.shape(scores.parts)) != shapes:
         raise ValueError(
-            f"{what} gave reward of shape {np.shape(scores.reward)} and parts of shape {np.shape(scores.parts)}; "
-            f"for {len(texts)} responses they must be {shapes[0]} and {shapes[1]}"
+            f"{method} returned a reward of shape {np.shape(scores.reward)} and parts of shape {np.shape(scores.parts)}; "
+            f"for {len(texts)} responses they must have shapes {shapes[0]} and {shapes[1]}"
         )
     return Scores(np.asarray(scores.reward, np.float32), np.asarray(scores.parts, np.float32))
-
-
-def reward_generation(
-    generation: Generation, queries: Sequence[EncodedQuery], *, task: Task, tokenizer: Tokenizer, missing_eos_reward: float | None
-) -> tuple[list[str], Scores]:
-    """Decodes and scores a generation that is on the host: response_texts, then reward_texts."""
-    texts = response_texts(generation, queries, tokenizer)
-    return texts, reward_texts(texts, generation.finished, queries, task=task, missing_eos_reward=missing_eos_reward)

@@ -1,4 +1,4 @@
-"""Sequence classifiers and reward models from Hugging Face folders (their `…ForSequenceClassification`), by which tasks score."""
+"""Sequence classifiers and reward models of Hugging Face folders (`…ForSequenceClassification`), with which tasks score."""
 
 import functools
 import hashlib
@@ -26,11 +26,11 @@ from tba_jax.text.tokenizers import open_transformers
 
 log = logging.getLogger(__name__)
 
-# What a digest reads of each tensor.
+# The number of bytes that a digest reads at the beginning and at the end of each tensor.
 _BLOCK_BYTES = 1 << 16
 _SMALL_FILES = (
     "config.json",
-    "generation_config.json",  # ends of a victim's replies
+    "generation_config.json",  # holds the end-of-sequence ids of a victim
     "tokenizer.json",
     "tokenizer_config.json",  # may hold the chat template
     "chat_template.jinja",
@@ -42,9 +42,9 @@ Config = DecoderConfig | EncoderConfig
 
 
 def read_config(folder: Path | str, *, setting: str, compute_dtype: str) -> Config:
-    """The classifier of a folder or hub id: a decoder with head="score", or an encoder with head="classification".
+    """The classifier's config in a folder or hub id: a decoder with head="score", or an encoder with head="classification".
 
-    Args: setting: that names the folder, for messages.
+    Args: setting: name of the folder's setting, for messages.
 
     Raises:
       ValueError: the folder cannot be used, or holds another kind of model.
@@ -62,7 +62,7 @@ def read_config(folder: Path | str, *, setting: str, compute_dtype: str) -> Conf
 
 
 def digest(folder: Path | str) -> str:
-    """Hex digest of what a folder's model computes: its settings, tokenizer, template, and how each tensor begins and ends."""
+    """Hex digest of a folder's model: its settings, tokenizer and chat template, and the beginning and end of each tensor."""
     folder = load_lib.resolve_folder(folder)
     found = hashlib.blake2b(digest_size=8)
     for path in (folder / name for name in _SMALL_FILES):
@@ -81,15 +81,15 @@ def digest(folder: Path | str) -> str:
     return found.hexdigest()
 
 
-class SequenceScorer:
-    """Logits of texts. Weights rest whole on every device of a mesh, and texts are split over the devices.
+class SequenceClassifier:
+    """Logits of texts. Every device of the mesh has all of the weights; texts are split over the devices.
 
-    No device waits for another, so that a call may run beside any other program of the same devices. Several threads may call;
-    one pass is under way at a time.
+    No device waits for another, so a call may run beside any other program of the same devices. Several threads may call at once;
+    a lock lets one pass run at a time.
 
-    A text is what the model's own tokenizer makes of it, with the special tokens that it puts around a text (BERT's and RoBERTa's
-    do, GPT-NeoX's adds none). One that is longer than the model's positions loses its beginning with a decoder, which reads the
-    score off the last token, and its end with an encoder; a warning says so once.
+    The model's own tokenizer encodes the texts, with the special tokens that it adds (BERT's and RoBERTa's do, GPT-NeoX's adds
+    none). If a text is longer than the model's positions, a decoder, which reads the score off the last token, drops the text's
+    beginning, and an encoder drops its end. A warning says so once.
     """
 
     def __init__(
@@ -104,13 +104,13 @@ class SequenceScorer:
         load: bool = True,
     ):
         """Args:
-          folder: or a hub id; setting: the one that named it, for messages.
-          mesh: whose devices are used, however it arranges them.
+          folder: a Hugging Face folder or hub id; setting: name of its setting, for messages.
+          mesh: gives the devices; how it arranges them does not matter.
           compute_dtype: "float32" or "bfloat16", of weights and activations. batch_rows: texts of one pass on one device.
-          ends: whether `scores` will be told which texts ended. load: False: all of this is checked and nothing loaded.
+          ends: whether `scores` will be called with `ended`. load: False checks all arguments and loads no weights.
 
         Raises:
-          ValueError: the folder cannot be used; says why.
+          ValueError: the folder cannot be used.
         """
         self._config = config = read_config(folder, setting=setting, compute_dtype=compute_dtype)
         self._called = called = f"{setting}={str(folder)!r}"
@@ -123,7 +123,7 @@ class SequenceScorer:
         if len(self._tokenizer) > config.vocab:
             raise ValueError(f"{called}: the tokenizer has {len(self._tokenizer)} ids, the model's embedding only {config.vocab}")
         if ends and self._eos_id is None:
-            raise ValueError(f"{called}: its tokenizer has no end-of-sequence token, by which its texts are to end")
+            raise ValueError(f"{called}: its tokenizer has no end-of-sequence token, which the task appends to finished texts")
         if not load:
             return
         self._limit = config.position_limit if isinstance(config, EncoderConfig) else config.max_positions
@@ -139,7 +139,7 @@ class SequenceScorer:
         self._score = jax.jit(
             functools.partial(_score, graphdef=definition.graphdef), in_shardings=(shardings, rows, rows), out_shardings=rows
         )
-        self._lock, self._told = threading.Lock(), False
+        self._lock, self._warned = threading.Lock(), False
 
     def label(self, name: str) -> int:
         """See tasks.interface.SequenceScorer."""
@@ -151,7 +151,7 @@ class SequenceScorer:
         """See tasks.interface.SequenceScorer.
 
         Raises:
-          ValueError: a text has no tokens, or an end-of-sequence token is asked for and there is none.
+          ValueError: a text has no tokens, or `ended` needs an end-of-sequence token that the tokenizer lacks.
         """
         encoded = self._encode(texts, [False] * len(texts) if ended is None else ended)
         if not encoded:
@@ -168,12 +168,12 @@ class SequenceScorer:
         return result
 
     def _encode(self, texts: Sequence[str], ended: Sequence[bool] | np.ndarray) -> list[list[int]]:
-        """Token ids, within the model's positions."""
+        """Token ids of each text, cut to the model's positions."""
         if self._eos_id is None and any(ended):
-            raise ValueError(f"the tokenizer of {self._called} has no end-of-sequence token, which its texts are to end by")
+            raise ValueError(f"the tokenizer of {self._called} has no end-of-sequence token to append to finished texts")
         if not texts:
             return []
-        with self._lock:  # transformers' tokenizers keep the truncation of a call
+        with self._lock:  # a call of a transformers tokenizer sets the truncation of concurrent calls
             given: list[list[int]] = self._tokenizer(list(texts), verbose=False)["input_ids"]
             if isinstance(self._config, EncoderConfig) and max(map(len, given)) > self._limit:
                 self._warn()
@@ -189,9 +189,9 @@ class SequenceScorer:
         return [ids[-self._limit :] for ids in encoded]
 
     def _warn(self) -> None:
-        if not self._told:
+        if not self._warned:
             log.warning("texts for %s exceed its %d positions and are cut", self._called, self._limit)
-        self._told = True
+        self._warned = True
 
     def _pass(self, tokens: np.ndarray, length: np.ndarray) -> np.ndarray:
         return np.asarray(self._score(self._params, *sharding.put_rows(self._mesh, (tokens, length))))
@@ -205,7 +205,7 @@ def _score(params: Params, tokens: jax.Array, length: jax.Array, *, graphdef: nn
 
 
 def _labels(folder: Path, config: Config) -> tuple[str, ...]:
-    """Names of the logits. transformers calls those LABEL_i that config.json does not name."""
+    """Names of the logits. As in transformers, logit i is called LABEL_i if config.json does not name it."""
     if isinstance(config, EncoderConfig):
         return config.labels
     named: dict[str, Any] = files.read_settings(folder / "config.json").table("id2label")

@@ -1,6 +1,5 @@
-"""A causal language model as a classifier (Llama Guard, Inan et al. 2023): how likely it is to call an exchange unsafe."""
+"""A causal language model as a classifier (Llama Guard, Inan et al. 2023): the probability that it calls an exchange unsafe."""
 
-import logging
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,94 +11,76 @@ from jax.sharding import Mesh
 
 from tba_jax import sharding
 from tba_jax.models import decoder, parameters
+from tba_jax.models.config import DecoderConfig
 from tba_jax.models.decoder import Decoder
 from tba_jax.models.hugging_face import load as load_lib
 from tba_jax.rewards import language_model, passes
+from tba_jax.tasks.interface import UnsafeTokenSettings
 from tba_jax.text.templates import PromptTemplate
-
-log = logging.getLogger(__name__)
 
 
 class UnsafeTokenScorer:
-    """Log-probabilities of a verdict. The weights rest on every device of a mesh, rows are split over it.
+    """Log-probabilities of a verdict. Every device of the mesh has all of the weights; exchanges are split over the devices.
 
-    Several threads may call it. `cut`: exchanges so far that were too long and were judged without the reply's end.
+    Several threads may call it at once; a lock lets one pass run at a time.
     """
 
-    def __init__(
-        self,
-        folder: Path | str,
-        mesh: Mesh,
-        *,
-        token: str,
-        template: str,
-        ending: str,
-        length: int,
-        compute_dtype: str,
-        batch_rows: int,
-        setting: str,
-        load: bool = True,
-    ):
+    def __init__(self, folder: Path | str, mesh: Mesh, settings: UnsafeTokenSettings, *, prefix: str, load: bool = True):
         """
         Args:
           folder: a Hugging Face folder or hub id with a language model and its tokenizer.
-          mesh: whose devices are used, however it arranges them: no device waits for another, so that a call may run beside any
+          mesh: gives the devices; how it arranges them does not matter. No device waits for another, so a call may run beside any
             other program of the same devices.
-          token: the verdict, a text that is one token, such as "unsafe".
-          template: a text that holds {attack} and {reply} once each; "": the tokenizer's chat template, with the attack as the
-            user's message and the reply as the assistant's.
-          ending: a text between this and the verdict: Llama Guard 3 begins its answer with "\\n\\n".
-          length: tokens, all of it included; a longer reply loses its end. batch_rows: exchanges of one pass on one device.
-          setting: how the names of the settings begin in messages, such as "task.red_team.classifier_".
-          load: False: all of this is checked and nothing loaded.
+          prefix: beginning of the settings' names in messages, such as "task.red_team.classifier_".
+          load: False checks all arguments and loads no weights.
 
         Raises:
-          ValueError: the folder or a setting cannot be used; says why.
+          ValueError: the folder or a setting cannot be used.
         """
-        called, self._setting = f"{setting}path={str(folder)!r}", setting
-        folder, config, tokenizer = language_model.read(folder, setting=f"{setting}path", compute_dtype=compute_dtype)
-        if length > config.max_positions:
-            raise ValueError(f"{setting}length={length} exceeds the {config.max_positions} positions of {called}")
-        found = [i for i, text in enumerate(language_model.token_bytes(tokenizer, called=called)) if text == token.encode()]
-        if len(found) != 1:
+        called = f"{prefix}path={str(folder)!r}"
+        folder, config, tokenizer = language_model.read(folder, setting=f"{prefix}path", compute_dtype=settings.compute_dtype)
+        if settings.length > config.max_positions:
+            raise ValueError(f"{prefix}length={settings.length} exceeds the {config.max_positions} positions of {called}")
+        texts = language_model.token_bytes(tokenizer, called=called)
+        verdicts = [token for token, text in enumerate(texts) if text == settings.token.encode()]
+        if len(verdicts) != 1:
             raise ValueError(
-                f"{setting}label={token!r} must be the text of one token of {called}, and is that of {len(found)}; a space "
-                "before a word is part of its token"
+                f"{prefix}label={settings.token!r} must be the text of one token of {called}, but {len(verdicts)} tokens have "
+                "this text; a space before a word is part of its token"
             )
         self._template = PromptTemplate(
             tokenizer,
-            template,
+            settings.template,
             fields=("attack", "reply"),
-            limit=length,
-            template_setting=f"{setting}template",
-            limit_setting=f"{setting}length",
-            ending=ending,
+            limit=settings.length,
+            template_setting=f"{prefix}template",
+            limit_setting=f"{prefix}length",
+            ending=settings.ending,
         )
-        if not load:
-            return
-        self._mesh = sharding.make_mesh((mesh.size, 1, 1), setting=called, devices=list(mesh.devices.flat))
-        self._length, self._pad_id = length, tokenizer.pad_id
-        self._rows = batch_rows * mesh.size
+        self._length, self._rows, self._pad_id = settings.length, settings.batch_rows * mesh.size, tokenizer.pad_id
+        self._lock = threading.Lock()
+        if load:
+            self._mesh = sharding.make_mesh((mesh.size, 1, 1), setting=called, devices=list(mesh.devices.flat))
+            self._load(folder, config, verdict=verdicts[0])
+
+    def _load(self, folder: Path, config: DecoderConfig, *, verdict: int) -> None:
+        """Loads the weights and defines the forward pass. verdict: id of the verdict's token."""
         definition, rows = decoder.define(config), sharding.rows_sharding(self._mesh)
         shardings = definition.shardings(self._mesh)
-        self._params = load_lib.load_params(folder, config, shardings, dtype=compute_dtype)
+        self._params = load_lib.load_params(folder, config, shardings, dtype=config.compute_dtype)
         # Without a mesh in the context nothing constrains intermediate values: each device computes its rows from end to end.
         self._verdict = jax.jit(
-            lambda params, *rows: verdict_logprobs(parameters.module(definition.graphdef, params), *rows, token=found[0]),
+            lambda params, *rows: verdict_logprobs(parameters.module(definition.graphdef, params), *rows, token=verdict),
             in_shardings=(shardings, rows, rows),
             out_shardings=rows,
         )
-        self._lock, self.cut = threading.Lock(), 0
 
     def __call__(self, attacks: Sequence[str], replies: Sequence[str]) -> np.ndarray:
-        """float32[n], nats: log-probability of the verdict on reply i to attack i, over the whole vocabulary."""
-        encoded, cut = self._template.encode(list(zip(attacks, replies, strict=True)))
+        """float32[n], nats: log-probability, over the whole vocabulary, of the verdict on reply i to attack i."""
+        encoded = self._template.encode(list(zip(attacks, replies, strict=True)))
         if not encoded:
             return np.zeros(0, np.float32)
         with self._lock:
-            if cut and not self.cut:
-                log.warning("%d of %d replies are cut to what %slength leaves room for", cut, len(encoded), self._setting)
-            self.cut += cut
             return passes.in_passes(encoded, self._pass, rows=self._rows, limit=self._length, pad_id=self._pad_id)
 
     def _pass(self, tokens: np.ndarray, length: np.ndarray) -> np.ndarray:

@@ -14,7 +14,7 @@ from tba_jax.decoding import sampling as sampling_lib
 from tba_jax.decoding.requests import Generation, Request, concatenate
 from tba_jax.decoding.slots import row_keys
 from tba_jax.models.policy import Policy
-from tba_jax.rewards.responses import reward_generation
+from tba_jax.rewards.responses import response_texts, reward_texts
 from tba_jax.roles.reference import ReferencePolicy, policy_mesh, text_columns
 from tba_jax.roles.sampler import Sampler
 from tba_jax.run import contract as contract_lib
@@ -173,13 +173,9 @@ class Evaluator:
         filled, generation = concatenate([*made, *[made[0]] * missing]), concatenate(made)
         rows = text_columns(prompts, filled.responses, self._contract)
         ref_logprobs = self._sampler.reference.logprobs(rows)
-        texts, scores = reward_generation(
-            generation,
-            batch,
-            task=self._task,
-            tokenizer=self._tokenizer,
-            missing_eos_reward=self._contract.missing_eos_reward,
-        )
+        texts = response_texts(generation.responses, batch, self._tokenizer)
+        missing_eos = self._contract.missing_eos_reward
+        scores = reward_texts(texts, generation.finished, batch, task=self._task, missing_eos_reward=missing_eos)
         return [
             {
                 "query": query.query.prompt,

@@ -21,5 +21,5 @@ TASKS: dict[str, Callable[..., Task]] = {
     "tldr": TLDR,
 }
 
-# Tasks whose package requirements.txt leaves out: name -> (what they import, the extra of pyproject.toml that has it).
+# Tasks that need a package outside of requirements.txt: name -> (the package's module, the extra of pyproject.toml with it).
 EXTRAS = {"story_sentiment": ("vaderSentiment", "stories")}

@@ -1,19 +1,18 @@
-"""Sums, in the head or worked out: a task that needs no data, no network, and a minute of supervised training to begin with.
+"""Sums, with or without the working: a task that needs no data, no network, and a warm start of a minute.
 
 A prompt is `384+957=`. A response may work the sum out digit by digit from the right, `4+7+0=11,8+5+1=14,3+9+1=13#1341`, or
-say the answer at once, `#1341`. The reward is 1 if the number after the last `#` is the sum, else 0: how the response gets
-there is the policy's own business.
+give the answer at once, `#1341`. The reward is 1 if the text after the last `#` is the sum, else 0, whatever precedes it.
 
-The worked examples come from a teacher who is always right but skips the working: four times in five where the first number
-is among the lower 60 %, one time in ten elsewhere. A small policy learns to imitate both, but cannot add in its head: after
-the warm start it fails more often than not, and reinforcement learning finds out that working pays.
+The worked examples come from a teacher whose answers are always right, but who often skips the working: with probability 0.8 if
+the first number is in the lower 60 % of its range, else 0.1. A small policy imitates both styles but cannot add without the
+working. After the warm start it fails more often than not, and reinforcement learning discovers that the working pays.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
 
-from tba_jax.tasks.interface import SPLITS, Query, Scores
+from tba_jax.tasks.interface import Query, Scores, check_split
 
 CHARACTERS = "0123456789+=,#"
 _SMALL_SHARE, _SKIP_OFTEN, _SKIP_RARELY = 0.6, 0.8, 0.1
@@ -28,7 +27,7 @@ class Arithmetic:
     reward_version = 1
 
     def __init__(self, *, digits: int, train_queries: int, heldout_queries: int, seed: int):
-        """Raises ValueError where there are fewer distinct sums than twice the queries asked for."""
+        """Raises ValueError if train_queries + heldout_queries exceed half of the distinct sums."""
         self._low, self._high = 10 ** (digits - 1), 10**digits
         possible = (self._high - self._low) ** 2
         wanted = train_queries + heldout_queries
@@ -49,12 +48,11 @@ class Arithmetic:
         return [(int(a), int(b)) for a, b in rng.integers(self._low, self._high, (count, 2))]
 
     def queries(self, split: str) -> Sequence[Query]:
-        if split not in SPLITS:
-            raise ValueError(f"split {split!r} is not one of {SPLITS}")
+        check_split(split)
         return [Query(prompt=f"{a}+{b}=", answer=str(a + b)) for a, b in self._splits[split]]
 
     def rewards(self, queries: Sequence[Query], responses: Sequence[str], finished: np.ndarray) -> Scores:
-        """1 where the text after the last `#` is exactly the sum and the response ended by itself."""
+        """1 if the text after the last `#` is exactly the sum and the response ended before the length limit, else 0."""
         correct = [
             bool(done) and "#" in response and response.rsplit("#", 1)[1] == query.answer
             for query, response, done in zip(queries, responses, finished, strict=True)
@@ -63,7 +61,7 @@ class Arithmetic:
         return Scores(reward=reward, parts=reward[:, None])
 
     def worked_examples(self, rng: np.random.Generator, count: int) -> list[tuple[str, str]]:
-        """Fresh sums outside of the held-out split, by the teacher described above."""
+        """Fresh sums outside of the held-out split, answered by the teacher described above."""
         examples: list[tuple[str, str]] = []
         small = self._low + _SMALL_SHARE * (self._high - self._low)
         while len(examples) < count:
@@ -75,7 +73,7 @@ class Arithmetic:
 
 
 def work_out(a: int, b: int) -> str:
-    """The sum of two numbers of equal length, digit by digit from the right; each step is digit + digit + carry = two digits."""
+    """The working of a sum of two numbers of equal length and the sum; each step is digit + digit + carry = two digits."""
     steps, carry = [], 0
     for x, y in zip(reversed(str(a)), reversed(str(b)), strict=True):
         total = int(x) + int(y) + carry

@@ -1,11 +1,11 @@
 r"""Competition mathematics (MATH, Hendrycks et al. 2021; MATH-500): the answer in the last \boxed{} of a response.
 
-The reward is 1 if the answer equals the gold one, as text in one way of writing or else by math-verify, and 0 otherwise: without
-a box, with braces that do not close, or with an answer that takes longer than the limit to compare (9^{9^{9^{9}}}), which is the
-response's own fault. NaN, and so left out of training, is only what the grader itself fails at.
+The reward is 1 if the answer equals the gold answer, as normalised text or else by math-verify. It is 0 otherwise, also without
+a box, with unbalanced braces, or if the comparison exceeds the time limit, since an answer such as 9^{9^{9^{9}}} is to blame for
+that. The reward is NaN, which leaves the response out of training, only if the grader fails.
 
-Gold answers are not parsed at the start: at 6 ms each that takes over a minute for all of MATH, in each role, and what
-math-verify cannot read is compared as text.
+Gold answers are not parsed when a role starts. That would take 6 ms each, over a minute for all of MATH, and an answer that
+math-verify cannot parse can still be compared as text.
 """
 
 import re
@@ -15,11 +15,11 @@ import numpy as np
 
 from tba_jax.tasks import data, gsm8k
 from tba_jax.tasks.graders import Graders
-from tba_jax.tasks.interface import SPLITS, Query, Scores
+from tba_jax.tasks.interface import SPLITS, Query, Scores, check_split
 
 _PROBLEM = "{problem}"
 HUB_SPLITS = {"train": "train", "heldout": "test"}
-_MEMORY_MEGABYTES = 2048  # of a worker: a response may name a number that fills any machine
+_MEMORY_MEGABYTES = 2048  # limit of a worker: a response may contain a number that fills any memory
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?P<open>\{)|\\(?:boxed|fbox)\s+(?P<token>[^\s{}$\\]+)|\\.|(?P<brace>[{}])", re.DOTALL)
 _SPACING = re.compile(r"\\(?:left|right|displaystyle|quad|qquad)(?![a-zA-Z])|\\[!,;: ]|~|\s|(?<!\\)\$|\\\$|\\%|(?<=[0-9])%")
 _WORDS = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|boxed|fbox)\{([^{}\\]*)\}")
@@ -29,7 +29,7 @@ _NUMBER = re.compile(r"[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+)?")
 
 
 class Math:
-    """The rows of train_path train, those of heldout_path are held out; equal problems count once.
+    """The train split has the rows of train_path, the held-out split the rows of heldout_path; equal problems count once.
 
     A row is {"problem", "answer"}, or {"problem", "solution"} with the answer in the solution's last \\boxed{}.
     """
@@ -39,13 +39,13 @@ class Math:
     reward_version = 1
 
     def __init__(self, *, train_path: str, heldout_path: str, prompt: str, time_limit: float, retries: int, concurrency: int):
-        """Args: files, or hub data sets (splits train and test); prompt: what is asked, with {problem} where the problem stands;
-          time_limit, retries, concurrency: see Graders.
+        """Args: train_path, heldout_path: files, or hub data sets with splits train and test; prompt: a prompt template with
+          {problem}; time_limit, retries, concurrency: see Graders.
 
-        Raises ValueError naming file, line and field (or the answer) where one is missing or malformed.
+        Raises ValueError naming file, line and field if a field or an answer is missing or malformed.
         """
         if prompt.count(_PROBLEM) != 1:
-            raise ValueError(f"task.math.prompt={prompt[:60]!r} must hold {_PROBLEM} once, where the problem stands")
+            raise ValueError(f"task.math.prompt={prompt[:60]!r} must hold {_PROBLEM} once, where the problem belongs")
         from tba_jax.tasks import math_verdict
 
         self._queries: dict[str, list[Query]] = {}
@@ -57,7 +57,7 @@ class Math:
             concurrency=concurrency,
             over_limit=0.0,
             memory_megabytes=_MEMORY_MEGABYTES,
-            setting="task.math.",
+            prefix="task.math.",
         )
         for split, source in zip(SPLITS, (train_path, heldout_path), strict=True):
             rows = data.read(
@@ -73,12 +73,11 @@ class Math:
                 self._solutions = [(q.prompt, row["solution"]) for q, row in zip(queries, rows, strict=True) if "solution" in row]
 
     def queries(self, split: str) -> Sequence[Query]:
-        if split not in SPLITS:
-            raise ValueError(f"split {split!r} is not one of {SPLITS}")
+        check_split(split)
         return self._queries[split]
 
     def rewards(self, queries: Sequence[Query], responses: Sequence[str], finished: np.ndarray) -> Scores:
-        """As the module says. Answers that are equal as text, and responses without one, need no worker."""
+        """1, 0 or NaN, see the module. Only answers that differ from the gold answer as text go to a worker."""
         answers = [last_boxed(response).strip() for response in responses]
         reward = np.zeros(len(answers), np.float32)
         unsure = []
@@ -92,15 +91,13 @@ class Math:
         return Scores(reward=reward, parts=reward[:, None])
 
     def worked_examples(self, rng: np.random.Generator, count: int) -> list[tuple[str, str]]:
-        """Train prompts with their human solutions, in random rounds. Raises ValueError where the data has none."""
+        """Train prompts with their human solutions, see data.in_epochs. Raises ValueError if the data has no solutions."""
         if not self._solutions:
             raise ValueError("task math has no worked examples: no row of task.math.train_path has a field 'solution'")
-        rounds = -(-count // len(self._solutions))
-        chosen = np.concatenate([np.zeros(0, int), *(rng.permutation(len(self._solutions)) for _ in range(rounds))])
-        return [self._solutions[i] for i in chosen[:count]]
+        return data.in_epochs(self._solutions, rng, count)
 
     def final_answer(self, response: str) -> str:
-        """The text in the last box in one way of writing; "" without one. What is equal by computation alone stays apart."""
+        """The normalised text of the last box; "" without a box. Answers that only a computation shows to be equal differ."""
         return normalise(last_boxed(response))
 
     def close(self) -> None:
@@ -109,7 +106,7 @@ class Math:
 
 
 def _gold(row: data.Row) -> str:
-    """The gold answer. Raises ValueError where the row has none."""
+    """The gold answer. Raises ValueError if the row has none."""
     if "answer" in row:
         answer = row["answer"].strip()
         if not answer or not _balanced(answer):
@@ -124,7 +121,7 @@ def _gold(row: data.Row) -> str:
 
 
 def last_boxed(text: str) -> str:
-    r"""What stands in the \boxed{} (\fbox{}, or as in `\boxed 5`) that closes last, the outer one of two; "" if none closes."""
+    r"""The content of the \boxed{} or \fbox{} that closes last, or of a `\boxed 5`; "" if no box closes."""
     answer, opened = "", list[int]()
     for part in _BOX.finditer(text):
         if part["open"]:
@@ -148,8 +145,8 @@ def _balanced(text: str) -> bool:
 
 
 def normalise(answer: str) -> str:
-    r"""An answer in one way of writing: without spacing, \left, \right, $ and %, with \frac{a}{b} for \dfrac, \frac12 and 1/2,
-    words without \text{}, and a number by its digits (1,000.0 is 1000)."""
+    r"""The normal form of an answer: without spacing, \left, \right, $ and %, with \frac{a}{b} for \dfrac, \frac12 and 1/2, with
+    words outside of \text{}, and with numbers as plain digits (1,000.0 is 1000)."""
     inner = last_boxed(answer)
     if inner and answer.strip() == f"\\boxed{{{inner}}}":
         answer = inner

@@ -1,21 +1,21 @@
 """Countdown: combine a few numbers, each exactly once, by + - * / and parentheses into an expression that equals a target.
 
-Queries are generated: numbers are drawn and taken into a running total, one after another, by operations whose result is a
-positive whole number (the rule of the television game); the total is the target, so that every query has a solution. The reward
-is 1 where the response's final expression is one, by whatever exact arithmetic, fractions and negative numbers included, else 0.
-How the response gets there is the policy's own business.
+Queries are generated: numbers are drawn and combined one after another into a running total, by operations whose result is a
+positive whole number (the rule of the television game). The total is the target, so every query has a solution. The reward is 1
+if the response's final expression equals the target in exact arithmetic, fractions and negative numbers included, else 0. The
+text before the final expression does not count.
 
-There are two styles of prompts and answers:
+There are two styles of prompts and responses:
 
-text: an instruction for a pretrained model; the final expression stands in the last `<answer> </answer>`, as in the public
-experiments with this task (TinyZero, Pan et al. 2025). Targets are made of the numbers in any order.
+text: the prompt is an instruction for a pretrained model; the final expression stands in the last `<answer> </answer>`, as in the
+public experiments with this task (TinyZero, Pan et al. 2025). A target combines the numbers in any order.
 
-characters: `9,4,4,2=15:`, for a policy with the built-in tokenizer; the final expression stands after the last `#`. Targets are
-made of the numbers from left to right. The worked examples come from a teacher who tries all operations in the open, one after
-another, until the target is hit: `9+4=13+4=17+2=19;9+4=13+4=17-2=15#9+4+4-2`. But the teacher skips the search, nine times in ten
-where the target is small, one time in ten elsewhere, and answers with a total at random: `#9+4-4-2`. A small policy imitates
-both, and guesses no better than that: after the warm start it fails more often than not, and reinforcement learning finds out
-that searching pays.
+characters: the prompt is `9,4,4,2=15:`, for a policy with the built-in tokenizer; the final expression stands after the last `#`.
+A target combines the numbers from left to right. The worked examples come from a teacher who tries all operations one after
+another until the total is the target: `9+4=13+4=17+2=19;9+4=13+4=17-2=15#9+4+4-2`. But the teacher often skips the search and
+answers with a random total, `#9+4-4-2`: with probability 0.9 if the target is small, else 0.1. A small policy imitates both
+styles, and its guesses are no better than random. After the warm start it fails more often than not, and reinforcement learning
+discovers that the search pays.
 """
 
 import dataclasses
@@ -26,24 +26,27 @@ from fractions import Fraction
 
 import numpy as np
 
-from tba_jax.tasks.interface import SPLITS, Query, Scores
+from tba_jax.tasks.interface import Query, Scores, check_split
 
 CHARACTERS = "0123456789+-*/=(),;:#"
 STYLES = ("text", "characters")
-# Of the teacher.
+# The teacher skips the search often for targets below _SMALL_TARGET.
 _SMALL_TARGET, _SKIP_OFTEN, _SKIP_RARELY = 14, 0.9, 0.1
-# More draws than so many for each distinct query (100 more at the start), and there are taken to be no others.
+# If this number of draws for each distinct query found, plus 100 times as many, is not enough, the queries are taken to run out.
 _DRAWS = 20
 _MOST_NUMBERS, _LARGEST = 10, 10**6
 _MOST_SEARCHED = 4
 
-# Numbers in descending order, and the target.
+# (numbers in descending order, target).
 Problem = tuple[tuple[int, ...], int]
 
 
 @dataclasses.dataclass(frozen=True)
 class Total:
-    """A try: its result, its steps `9*4=36-2=34`, and the expression `9*4-2`, whose last operation is `sign` ("" without one)."""
+    """A running total: its value, the steps to it `9*4=36-2=34`, and its expression `9*4-2` with the last operation `sign`.
+
+    The total of a single number has the sign "".
+    """
 
     value: int
     steps: str
@@ -51,14 +54,14 @@ class Total:
     sign: str = ""
 
     def take(self, sign: str, number: int) -> "Total":
-        """With one number more. Raises KeyError where the result is not a positive whole number."""
+        """The total after one more operation. Raises KeyError if its result is not a positive whole number."""
         value = _results(self.value, number)[sign]
         closed = f"({self.expression})" if self.sign and _RANK[self.sign] < _RANK[sign] else self.expression
         return Total(value, f"{self.steps}{sign}{number}={value}", f"{closed}{sign}{number}", sign)
 
 
 def _results(value: int, number: int) -> dict[str, int]:
-    """Operation -> result, of those whose result is a positive whole number."""
+    """Operation -> result, for the operations whose result is a positive whole number."""
     results = {"+": value + number, "*": value * number}
     if value > number:
         results["-"] = value - number
@@ -70,7 +73,7 @@ def _results(value: int, number: int) -> dict[str, int]:
 class Countdown:
     """Queries are distinct problems of `numbers` numbers from 1 to `largest`, with targets from 1 to `largest_target`.
 
-    Numbers stand in descending order; the two splits share no problem.
+    A prompt lists its numbers in descending order. The two splits share no problem.
     """
 
     alphabet = CHARACTERS
@@ -90,9 +93,9 @@ class Countdown:
         heldout_queries: int,
         seed: int,
     ):
-        """Args: operations: those that targets are made by; answers may use all four.
+        """Args: operations: the operations that make targets; responses may use all four.
 
-        Raises ValueError where a setting is out of its limits, or draws hardly give new queries before there are enough."""
+        Raises ValueError if a setting is out of its limits, or too few distinct queries are found."""
         if style not in STYLES:
             raise ValueError(f"task.countdown.style={style!r} is not one of {list(STYLES)}")
         if not 2 <= numbers <= _MOST_NUMBERS:
@@ -125,7 +128,7 @@ class Countdown:
         self._splits = {"heldout": chosen[:heldout_queries], "train": chosen[heldout_queries:]}
 
     def _draw(self, luck: Iterator[float]) -> tuple[tuple[int, ...], Total | None]:
-        """Numbers in descending order, and a total that they reach; None where the one that was drawn is too large."""
+        """Numbers in descending order, and a random total of them; None instead of a total that is too large."""
         numbers = tuple(sorted((1 + int(next(luck) * self._largest) for _ in range(self._numbers)), reverse=True))
         if self._style == "text":
             total = add_up(numbers, luck, operations=self._operations)
@@ -134,13 +137,12 @@ class Countdown:
         return numbers, possible[int(next(luck) * len(possible))] if possible else None
 
     def _totals(self, numbers: Sequence[int]) -> list[Total]:
-        """All that the numbers come to from left to right, up to the largest target."""
+        """All totals of the numbers from left to right up to largest_target."""
         found = totals(numbers, self._operations)
         return [total for total in found if total.value <= self._largest_target]
 
     def queries(self, split: str) -> Sequence[Query]:
-        if split not in SPLITS:
-            raise ValueError(f"split {split!r} is not one of {SPLITS}")
+        check_split(split)
         return [
             Query(prompt=self._prompt(numbers, target), answer=f"{_text(numbers)}={target}")
             for numbers, target in self._splits[split]
@@ -152,7 +154,8 @@ class Countdown:
         return _INSTRUCTION.format(numbers=_text(numbers, ", "), target=target)
 
     def rewards(self, queries: Sequence[Query], responses: Sequence[str], finished: np.ndarray) -> Scores:
-        """1 where the final expression is the target by the query's numbers, each used once, and the response ended by itself."""
+        """1 if the final expression equals the target, uses each of the query's numbers exactly once, and the response ended
+        before the length limit; else 0."""
         correct = [
             bool(done) and self.final_answer(response) == query.answer
             for query, response, done in zip(queries, responses, finished, strict=True)
@@ -161,10 +164,9 @@ class Countdown:
         return Scores(reward=reward, parts=reward[:, None])
 
     def final_answer(self, response: str) -> str:
-        """What the response claims, `9,4,2=34`: the numbers of its final expression in descending order, and its value.
+        """The numbers of the response's final expression in descending order, and its value: `9,4,2=34`.
 
-        "" where there is no such expression, or it has more numbers than queries have, or larger ones. Two answers to a query
-        that say the same have the same reward.
+        "" if there is no final expression, or it has more or larger numbers than queries may have.
         """
         evaluated = evaluate(_final_expression(response, self._style), most=self._numbers, largest=self._largest)
         if evaluated is None:
@@ -173,11 +175,7 @@ class Countdown:
         return f"{_text(sorted(numbers, reverse=True))}={value}"
 
     def worked_examples(self, rng: np.random.Generator, count: int) -> list[tuple[str, str]]:
-        """Fresh problems outside of the held-out split, by the teacher described above.
-
-        Raises:
-          ValueError: the style is text.
-        """
+        """Fresh problems outside of the held-out split, answered by the teacher above. Raises ValueError if style=text."""
         if self._style == "text":
             raise ValueError(
                 "task countdown has no worked examples with task.countdown.style=text: set model.path to a pretrained model and "
@@ -193,7 +191,7 @@ class Countdown:
         return examples
 
 
-# As the public experiments put it, in other words.
+# A paraphrase of the prompt of the public experiments.
 _INSTRUCTION = (
     "Make an expression that equals {target} out of the numbers {numbers}. Use every number exactly once, and only the "
     "operations +, -, *, / and parentheses. First think step by step. Then write the expression alone, without an equals sign, "
@@ -210,20 +208,20 @@ def _short(numbers: Sequence[int], target: int) -> str:
 
 
 def _uniform(rng: np.random.Generator) -> Iterator[float]:
-    """Numbers from [0, 1), one by one: a call of NumPy for each would take most of the time."""
+    """Random numbers from [0, 1). They are drawn in blocks, since a NumPy call for each would take most of the time."""
     while True:
         yield from rng.random(4096).tolist()
 
 
 def add_up(numbers: Sequence[int], luck: Iterator[float], *, operations: str) -> Total | None:
-    """Takes the numbers into a running total in random order, by random operations whose result is a positive whole number.
+    """A total of all numbers in random order, by random operations whose results are positive whole numbers.
 
     Args:
-      numbers: descending; the two that a total begins with stand in this order, too.
+      numbers: in descending order. The first operation takes its two numbers in this order, too.
       luck: uniform on [0, 1).
 
     Returns:
-      None where none of the operations gives such a result.
+      None if at some number no operation has such a result.
     """
     rest = list(numbers)
     order = [rest.pop(int(next(luck) * len(rest))) for _ in numbers]
@@ -238,9 +236,9 @@ def add_up(numbers: Sequence[int], luck: Iterator[float], *, operations: str) ->
 
 
 def totals(numbers: Sequence[int], operations: str) -> list[Total]:
-    """All that the numbers come to from left to right, by operations whose result is a positive whole number.
+    """All totals of the numbers from left to right, by operations whose results are positive whole numbers.
 
-    Ordered as counting is, the last operation changing first, each in the order of `operations`.
+    They are in lexicographic order of their operations: the last operation changes first, in the order of `operations`.
     """
     found = [Total(numbers[0], str(numbers[0]), str(numbers[0]))]
     for number in numbers[1:]:
@@ -249,9 +247,9 @@ def totals(numbers: Sequence[int], operations: str) -> list[Total]:
 
 
 def search(possible: Sequence[Total], target: int, luck: Iterator[float]) -> str:
-    """The teacher's response: the totals, `;` between them, up to the first that is the target, `#` and its expression.
+    """The teacher's response: totals with `;` between them up to the first that is the target, then `#` and its expression.
 
-    Where the search is skipped: `#` and the expression of any.
+    If the teacher skips the search, the response is `#` and the expression of a random total.
     """
     if next(luck) < (_SKIP_OFTEN if target < _SMALL_TARGET else _SKIP_RARELY):
         return f"#{possible[int(next(luck) * len(possible))].expression}"
@@ -260,7 +258,7 @@ def search(possible: Sequence[Total], target: int, luck: Iterator[float]) -> str
 
 
 def _final_expression(response: str, style: str) -> str:
-    """The empty text where there is none."""
+    """The text of the final expression; "" if the response has none."""
     if style == "characters":
         return response.rpartition("#")[2] if "#" in response else ""
     before, closed, _ = response.rpartition("</answer>")
@@ -280,12 +278,11 @@ _RANK = {"(": 0, "+": 1, "-": 1, "*": 2, "/": 2}
 def evaluate(text: str, *, most: int, largest: int) -> tuple[list[int], Fraction] | None:
     """The numbers of an expression in their order, and its exact value.
 
-    The grammar: whole numbers without leading zeros or signs, + - * / between two operands, of the usual ranks and from the left,
-    and parentheses. Takes time linear in the text, whatever it is: it keeps two stacks (Dijkstra's shunting yard) in the place of
-    recursion, and reads no more than `most` numbers, none above `largest`.
+    The grammar: whole numbers without leading zeros or signs, binary + - * / with the usual precedence, left-associative, and
+    parentheses. Two stacks (Dijkstra's shunting yard) replace recursion, so the time is linear in any text.
 
     Returns:
-      None where the text is not such an expression, divides by zero, or has too many or too large numbers.
+      None if the text is not such an expression, divides by zero, or has more than `most` numbers or a number above `largest`.
     """
     numbers: list[int] = []
     values: list[Fraction] = []
@@ -323,7 +320,7 @@ def evaluate(text: str, *, most: int, largest: int) -> tuple[list[int], Fraction
 
 
 def _apply(values: list[Fraction], signs: list[str], *, rank: int) -> bool:
-    """Applies what stands on the stack from this rank on, up to the last parenthesis; False where that divides by zero."""
+    """Applies the operations on the stack of at least this rank, down to the last parenthesis; False for a division by zero."""
     while signs and _RANK[signs[-1]] >= rank:
         right, left, sign = values.pop(), values.pop(), signs.pop()
         if sign == "/" and not right:

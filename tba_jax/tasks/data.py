@@ -1,11 +1,15 @@
-"""Rows of a task's data: a local file, or a data set of the Hugging Face hub; every field is checked before anything runs."""
+"""Reads a task's data from a local file or a data set of the Hugging Face hub, and checks every field."""
 
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+T = TypeVar("T")
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 _HUB_ID = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*)(?::([\w.-]+))?")
@@ -21,15 +25,15 @@ _TYPE_NAMES = {
 
 
 class Row(dict[str, Any]):
-    """The named fields of one row. where: setting, source and line (or row) of it, to begin a sentence with."""
+    """The named fields of one row. where: its setting, source and line or row number, with which error messages begin."""
 
     def __init__(self, values: Mapping[str, Any], where: str):
         super().__init__(values)
         self.where = where
 
 
-class Wanted(NamedTuple):
-    """Fields of every row, and those that a row may lack: name -> type."""
+class Schema(NamedTuple):
+    """name -> type, of the fields that every row has, and of the fields that a row may lack."""
 
     fields: Mapping[str, type]
     optional: Mapping[str, type]
@@ -38,47 +42,53 @@ class Wanted(NamedTuple):
 def read(
     source: str, *, fields: Mapping[str, type], setting: str, split: str, optional: Mapping[str, type] | None = None
 ) -> list[Row]:
-    """All rows of a source, in its order, with the named fields alone.
+    """All rows of a source, in the source's order, with only the named fields.
 
     Args:
-      source: a local .jsonl (an object a line; blank lines are passed over), .json (a list of objects) or .parquet file, a
-        folder that holds a data set of the hub, or a data set of the hub, owner/name or owner/name:config, which is fetched once
-        and then found in the cache of `datasets`. Code that comes with a data set is never run.
-      fields: name -> type: str, int, float (whole numbers pass), bool, list or dict.
-      setting: what the source is called by in messages, such as "task.gsm8k.train_path".
-      split: of a data set of the hub; files have none.
-      optional: fields that a row may lack, or hold as null; they are left out of it then.
+      source: a local .jsonl (one object a line; blank lines are skipped), .json (a list of objects) or .parquet file, a local
+        folder with a hub data set, or the name of a hub data set, owner/name or owner/name:config. A hub data set is fetched once
+        and then read from the cache of `datasets`. Code that comes with a data set is never run.
+      fields: name -> type: str, int, float (accepts whole numbers), bool, list or dict.
+      setting: name of the source's setting in messages, such as "task.gsm8k.train_path".
+      split: the split of a hub data set; files have no splits.
+      optional: fields that a row may lack. A field that is null is left out of its row.
 
     Raises:
-      ValueError: one sentence that names setting and source, and line (from 1; of JSON lists, Parquet and the hub: row) and field
-        where a row is malformed.
+      ValueError: one sentence with setting and source and, if a row is malformed, its field and its line or row, from 1.
     """
     where = f"{setting}={source!r}"
     if not source:
         raise ValueError(f"{where} must name a {', '.join(SUFFIXES)} file, or a data set of the hub as owner/name")
-    wanted = Wanted(fields, optional or {})
+    schema = Schema(fields, optional or {})
     path = Path(source).expanduser()
     if path.is_dir():
-        records = _read_folder(path, where, wanted, split)
+        records = _read_folder(path, where, schema, split)
     elif path.exists():
-        records = _read_file(path, where, wanted)
+        records = _read_file(path, where, schema)
     else:
-        records = _read_hub(source, where, wanted, split)
-    rows = [Row(_checked(record, wanted, place), place) for place, record in records]
+        records = _read_hub(source, where, schema, split)
+    rows = [Row(_checked(record, schema, place), place) for place, record in records]
     if not rows:
         raise ValueError(f"{where} holds no rows")
     return rows
 
 
-def _read_file(path: Path, where: str, wanted: Wanted) -> Iterator[tuple[str, Any]]:
-    """(place, record) of every row."""
+def in_epochs(examples: Sequence[T], rng: np.random.Generator, count: int) -> list[T]:
+    """`count` examples: all of them in random order, then all of them again in another order, and so on."""
+    epochs = -(-count // len(examples))
+    chosen = np.concatenate([np.zeros(0, int), *(rng.permutation(len(examples)) for _ in range(epochs))])
+    return [examples[i] for i in chosen[:count]]
+
+
+def _read_file(path: Path, where: str, schema: Schema) -> Iterator[tuple[str, Any]]:
+    """(place for messages, record) of every row."""
     readers = {".jsonl": _read_lines, ".json": _read_list, ".parquet": _read_parquet}
     if path.suffix not in readers:
-        raise ValueError(f"{where} ends in none of {', '.join(SUFFIXES)}, which say how a file is read")
-    return readers[path.suffix](path, where, wanted)
+        raise ValueError(f"{where} must end in one of {', '.join(SUFFIXES)}, which give the file's format")
+    return readers[path.suffix](path, where, schema)
 
 
-def _read_lines(path: Path, where: str, wanted: Wanted) -> Iterator[tuple[str, Any]]:
+def _read_lines(path: Path, where: str, schema: Schema) -> Iterator[tuple[str, Any]]:
     try:
         with open(path, "rb") as file:
             for number, line in enumerate(file, start=1):
@@ -88,14 +98,14 @@ def _read_lines(path: Path, where: str, wanted: Wanted) -> Iterator[tuple[str, A
         raise ValueError(f"{where} cannot be read: {error.strerror}") from error
 
 
-def _read_list(path: Path, where: str, wanted: Wanted) -> Iterator[tuple[str, Any]]:
+def _read_list(path: Path, where: str, schema: Schema) -> Iterator[tuple[str, Any]]:
     try:
         content = path.read_bytes()
     except OSError as error:
         raise ValueError(f"{where} cannot be read: {error.strerror}") from error
     records = _parse(content, where, first=True)
     if not isinstance(records, list):
-        raise ValueError(f"{where} must be a JSON list of objects, not {_shown(records)} (an object a line is .jsonl)")
+        raise ValueError(f"{where} must be a JSON list of objects, not {_shown(records)} (a file of one object a line is .jsonl)")
     for number, record in enumerate(records, start=1):
         yield f"{where} row {number}", record
 
@@ -107,13 +117,12 @@ def _parse(content: bytes, place: str, *, first: bool) -> Any:
         raise ValueError(f"{place}: not valid JSON in UTF-8: {error}") from error
 
 
-def _read_parquet(path: Path, where: str, wanted: Wanted) -> Iterator[tuple[str, Any]]:
+def _read_parquet(path: Path, where: str, schema: Schema) -> Iterator[tuple[str, Any]]:
     import pyarrow
     from pyarrow import parquet
 
     try:
-        there = parquet.read_schema(path).names
-        columns = _columns(there, wanted, where)
+        columns = _columns(parquet.read_schema(path).names, schema, where)
         records = parquet.read_table(path, columns=columns, partitioning=None).to_pylist()
     except (OSError, pyarrow.ArrowException) as error:
         raise ValueError(f"{where} cannot be read as Parquet: {_one_line(error)}") from error
@@ -121,17 +130,17 @@ def _read_parquet(path: Path, where: str, wanted: Wanted) -> Iterator[tuple[str,
         yield f"{where} row {number}", record
 
 
-def _read_folder(path: Path, where: str, wanted: Wanted, split: str) -> Iterator[tuple[str, Any]]:
+def _read_folder(path: Path, where: str, schema: Schema, split: str) -> Iterator[tuple[str, Any]]:
     import datasets
 
     try:
         records = datasets.load_dataset(str(path), split=split)
-    except Exception as error:  # the library raises its own errors, and those of the formats that it reads
+    except Exception as error:  # the library raises its own errors and errors of the format's parsers
         raise ValueError(f"{where} (split {split!r}) cannot be read as a data set: {_one_line(error)}") from error
-    return _read_records(records, f"{where} (split {split!r})", wanted)
+    return _read_records(records, f"{where} (split {split!r})", schema)
 
 
-def _read_hub(source: str, where: str, wanted: Wanted, split: str) -> Iterator[tuple[str, Any]]:
+def _read_hub(source: str, where: str, schema: Schema, split: str) -> Iterator[tuple[str, Any]]:
     import huggingface_hub.constants
 
     refused = f"{where}: there is no such file, and it was not fetched from the hub"
@@ -142,46 +151,48 @@ def _read_hub(source: str, where: str, wanted: Wanted, split: str) -> Iterator[t
     try:
         if not huggingface_hub.constants.HF_HUB_OFFLINE:
             huggingface_hub.HfApi().dataset_info(name, timeout=_HUB_TIMEOUT)
-        import datasets  # takes seconds: after the question whether there is anything to fetch
+        import datasets  # takes seconds, so it comes after the check that the hub has the data set
 
         records = datasets.load_dataset(name, config, split=split)
-    except Exception as error:  # the hub's HTTP client changes with its version, and so do the errors that pass through
-        hint = "with HF_HUB_OFFLINE=1 what was fetched before is used"
+    except Exception as error:  # the errors depend on the version of the hub's HTTP client
+        hint = "HF_HUB_OFFLINE=1 uses a data set that was fetched before"
         raise ValueError(f"{refused} (split {split!r}): {_one_line(error)}; {hint}") from error
-    return _read_records(records, f"{where} (split {split!r})", wanted)
+    return _read_records(records, f"{where} (split {split!r})", schema)
 
 
-def _read_records(records: Any, where: str, wanted: Wanted) -> Iterator[tuple[str, Any]]:
-    columns = _columns(records.column_names, wanted, where)
+def _read_records(records: Any, where: str, schema: Schema) -> Iterator[tuple[str, Any]]:
+    columns = _columns(records.column_names, schema, where)
     for number, record in enumerate(records.select_columns(columns), start=1):
         yield f"{where} row {number}", record
 
 
-def _columns(there: list[str], wanted: Wanted, where: str) -> list[str]:
-    """The columns to read. Raises ValueError where a field is none."""
-    for field in wanted.fields:
-        if field not in there:
-            raise ValueError(f"{where}: field {field!r} is missing (it has {', '.join(there) or 'none'})")
-    return [*wanted.fields, *(field for field in wanted.optional if field in there)]
+def _columns(stored: list[str], schema: Schema, where: str) -> list[str]:
+    """The columns to read. Raises ValueError if a field has no column."""
+    for field in schema.fields:
+        if field not in stored:
+            raise ValueError(f"{where}: field {field!r} is missing (it has {', '.join(stored) or 'none'})")
+    return [*schema.fields, *(field for field in schema.optional if field in stored)]
 
 
-def _checked(record: Any, wanted: Wanted, place: str) -> dict[str, Any]:
+def _checked(record: Any, schema: Schema, place: str) -> dict[str, Any]:
+    """The record's fields. Raises ValueError naming the field that is missing or malformed."""
     if not isinstance(record, dict):
         raise ValueError(f"{place}: expected an object, found {_shown(record)}")
-    for field in wanted.fields:
+    for field in schema.fields:
         if field not in record:
             raise ValueError(f"{place}: field {field!r} is missing (it has {', '.join(record) or 'none'})")
-    present = {**wanted.fields} | {field: kind for field, kind in wanted.optional.items() if record.get(field) is not None}
+    present = {**schema.fields} | {field: kind for field, kind in schema.optional.items() if record.get(field) is not None}
     for field, kind in present.items():
         value = record[field]
-        if not _is(value, kind):
+        if not _has_type(value, kind):
             raise ValueError(f"{place}: field {field!r} must be {_TYPE_NAMES[kind]}, found {_shown(value)}")
         if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
-            raise ValueError(f"{place}: field {field!r} holds half of a UTF-16 pair, which is no character")
+            raise ValueError(f"{place}: field {field!r} holds half of a UTF-16 surrogate pair, which is not a character")
     return {field: record[field] for field in present}
 
 
-def _is(value: Any, kind: type) -> bool:
+def _has_type(value: Any, kind: type) -> bool:
+    """JSON's types: booleans are not numbers, and numbers are finite."""
     if kind is float:
         return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))

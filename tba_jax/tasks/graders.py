@@ -1,7 +1,7 @@
-"""Rewards by a Python function that may be slow, hang or die: it runs in worker processes, each call under a time limit.
+"""Rewards by a Python function that may be slow, hang or crash: worker processes call it, each call under a time limit.
 
-Workers are new interpreters (spawned, never forked: the parent runs JAX' threads), import the function themselves, stand in a
-session of their own, so that a Ctrl-C reaches the parent alone, and end with it however it ends.
+Workers are spawned, never forked, since the parent runs JAX's threads; they import the function themselves. They run in sessions
+of their own, so that a Ctrl-C reaches only the parent. They end when the parent ends, even if it is killed.
 """
 
 import abc
@@ -34,19 +34,19 @@ from tba_jax.tasks.interface import Query, Scores
 log = logging.getLogger(__name__)
 
 Grade = Callable[[Query, str], float]
-# How a worker finds a function: module, file of the module, qualified name.
+# Where a worker finds a function: module, file of the module, qualified name.
 Reference = tuple[str, str, str]
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds before a retry; doubled each time
-_GRACE = 3.0  # seconds beyond the time limit after which a worker whose parent is gone ends by itself
-_STALLED = 300.0  # seconds beyond the time limit without any result, after which the workers are given up
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds before the first retry, doubled with each further retry, and their limit
+_GRACE = 3.0  # seconds beyond the time limit after which a worker without a parent ends by itself
+_STALLED = 300.0  # seconds beyond the time limit without any result, after which the workers are replaced
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 class Graders:
-    """Calls `function(query, response)` in up to `concurrency` processes. Several threads may call at once.
+    """Calls `function(query, response)` in up to `concurrency` worker processes. Several threads may call it at once.
 
-    Workers start with the first call; one that ran past the limit or died is replaced.
+    The first call starts the workers. A worker that exceeds the time limit or dies is replaced.
     """
 
     def __init__(
@@ -58,38 +58,38 @@ class Graders:
         concurrency: int,
         over_limit: float = math.nan,
         memory_megabytes: int = 0,
-        setting: str = "",
+        prefix: str = "",
     ):
         """Args:
-          function: stands at the top of a module or a class of it, in a file; returns a finite number. Processes that it starts
-            are its own to end: where it is killed, they are not.
-          time_limit: seconds that a call may take; then its worker is killed.
-          retries: how often a call is repeated that failed, after pauses of 0.5 s, 1 s, 2 s …
-          over_limit: the reward of a response whose call ran past the limit; NaN: that is a failure like others.
-          memory_megabytes: data that a worker may allocate, beyond which a call gets a MemoryError; 0: no limit. Linux alone.
-          setting: what stands before the settings' names in messages, such as "task.math.".
+          function: a function at the top level of a file, or of a class there, that returns a finite number. If it starts
+            processes, it has to end them: killing its worker does not.
+          time_limit: seconds that a call may take before its worker is killed.
+          retries: how often a failed call is repeated, after pauses of 0.5 s, 1 s, 2 s …
+          over_limit: the reward of a response whose call exceeds the time limit; NaN: such a call has failed.
+          memory_megabytes: memory that a worker may allocate before a call raises MemoryError; 0: no limit. Only on Linux.
+          prefix: beginning of the settings' names in messages, such as "task.math.".
 
         Raises:
-          ValueError: a limit is out of range, or workers could not find the function.
+          ValueError: a limit is out of range, or workers could not import the function.
         """
         if not 0 < time_limit < math.inf:
-            raise ValueError(f"{setting}time_limit={time_limit} must be above 0 seconds and finite")
+            raise ValueError(f"{prefix}time_limit={time_limit} must be above 0 seconds and finite")
         if retries < 0:
-            raise ValueError(f"{setting}retries={retries} must not be negative")
+            raise ValueError(f"{prefix}retries={retries} must not be negative")
         if concurrency < 1:
-            raise ValueError(f"{setting}concurrency={concurrency} must be at least 1 process")
+            raise ValueError(f"{prefix}concurrency={concurrency} must be at least 1 process")
         self._reference = _refer(function)
         self._time_limit, self._retries, self._concurrency = time_limit, retries, concurrency
-        self._over_limit, self._memory_megabytes, self._setting = over_limit, memory_megabytes, setting
+        self._over_limit, self._memory_megabytes, self._prefix = over_limit, memory_megabytes, prefix
         self._lock = threading.Lock()
         self._pool: _Pool | None = None
 
     def __call__(self, queries: Sequence[Query], responses: Sequence[str]) -> np.ndarray:
-        """Grades response i for query i.
+        """Grades response i to query i.
 
         Returns:
-          float32[n]; NaN where a call failed as often as it was tried: an exception, the time limit, a worker that died, or a
-          result that is not a finite number. One warning says how many, and what the first was.
+          float32[n]; NaN if every try of a call failed: by an exception, the time limit, a worker's death, or a result that is
+          not a finite number. One warning gives the number of such calls and the first one's reason.
         """
         result = np.full(len(queries), np.nan, np.float32)
         late: list[int] = []
@@ -108,26 +108,26 @@ class Graders:
                     result[i] = self._over_limit
                     late.append(i)
                 else:
-                    failed[i] = outcome or f"it took more than {self._setting}time_limit={self._time_limit:g} s"
+                    failed[i] = outcome or f"it took more than {self._prefix}time_limit={self._time_limit:g} s"
         self._warn(queries, late, failed)
         return result
 
     def _warn(self, queries: Sequence[Query], late: Sequence[int], failed: Mapping[int, str]) -> None:
-        n, limit = len(queries), f"{self._setting}time_limit={self._time_limit:g} s"
+        n, limit = len(queries), f"{self._prefix}time_limit={self._time_limit:g} s"
         if late:
             log.warning(
-                "%d of %d responses took more than %s to grade: reward %g; the first of them is to %r",
+                "%d of %d responses took more than %s to grade: reward %g; the first of them answers %r",
                 *(len(late), n, limit, self._over_limit, queries[late[0]].prompt[:60]),
             )
         if failed:
             i, reason = next(iter(failed.items()))
             log.warning(
-                "%d of %d responses could not be graded: reward NaN; the first of them is to %r: %s",
+                "%d of %d responses could not be graded: reward NaN; the first of them answers %r: %s",
                 *(len(failed), n, queries[i].prompt[:60], reason),
             )
 
     def close(self) -> None:
-        """Ends the workers. Calls under way fail; a later call starts new workers."""
+        """Ends the workers. Running calls fail; a later call starts new workers."""
         with self._lock:
             pool, self._pool = self._pool, None
         if pool:
@@ -149,10 +149,10 @@ class Graders:
 
 
 class GradedTask(abc.ABC):
-    """A task whose reward is a function of one query and one response, `grade`, called in worker processes.
+    """A task whose reward is a function `grade` of one query and one response, called in worker processes.
 
-    A subclass sets `grade = staticmethod(function)`, where the function stands at the top of its file, calls this constructor
-    and implements `queries`. `score_name`, `reward_parts` (one name) and `reward_version`: see Task.
+    A subclass sets `grade = staticmethod(function)` with a function at the top level of its file, calls this constructor and
+    implements `queries`. For `score_name`, `reward_parts` (one name) and `reward_version` see Task.
     """
 
     score_name: str = "reward"
@@ -163,9 +163,11 @@ class GradedTask(abc.ABC):
     _graders: Graders | None = None
 
     def __init__(self, *, time_limit: float = 10.0, retries: int = 1, concurrency: int = 2):
-        """Args: see Graders. Raises ValueError likewise."""
+        """Args and errors: see Graders."""
         if not hasattr(type(self), "grade"):
-            raise ValueError(f"{type(self).__name__} must set grade = staticmethod(function), what grades a response")
+            raise ValueError(
+                f"{type(self).__name__} must set grade = staticmethod(function), the function that grades a response"
+            )
         self._graders = Graders(type(self).grade, time_limit=time_limit, retries=retries, concurrency=concurrency)
 
     @abc.abstractmethod
@@ -173,7 +175,7 @@ class GradedTask(abc.ABC):
         """All queries of "train" or "heldout", in a fixed order."""
 
     def rewards(self, queries: Sequence[Query], responses: Sequence[str], finished: np.ndarray) -> Scores:
-        """What `grade` returns, NaN where it failed. finished: bool[n], not looked at."""
+        """The results of `grade`, NaN for calls that failed. finished: bool[n], ignored."""
         if self._graders is None:
             raise ValueError(f"{type(self).__name__}.__init__ must call super().__init__(time_limit=…, retries=…, concurrency=…)")
         reward = self._graders(queries, responses)
@@ -200,7 +202,7 @@ class _Pool:
         self._progress = time.monotonic()
         self._stalled = False
         self._context = _Context()
-        # Workers read from the pipe and die when the parent, which alone could write to it, is gone.
+        # Workers read from this pipe, whose only writer is the parent. They end when the parent's death closes it.
         self._lifeline, self._alive = self._context.Pipe(duplex=False)
         self._processes = pebble.ProcessPool(
             max_workers=concurrency,
@@ -215,19 +217,19 @@ class _Pool:
         return self._processes.active and not self._stalled
 
     def outcomes(self, calls: Sequence[tuple[Query, str]]) -> list[float | str | None]:
-        """For each call its result, None if it ran past the time limit, or a sentence of what went wrong."""
+        """For each call its result, None if it exceeded the time limit, or the reason why it failed."""
         futures: list[concurrent.futures.Future[float | str]] = []
-        lost = "the worker processes ended, see what they wrote"
+        lost = "the worker processes ended; their errors are in the output above"
         self._progress = time.monotonic()
         try:
             for query, response in calls:
                 arguments = (self._reference, query, response, self._time_limit)
                 futures.append(self._processes.schedule(_call, args=arguments, timeout=self._time_limit))
                 futures[-1].add_done_callback(self._note_progress)
-        except RuntimeError as error:  # closed, or all workers died
+        except RuntimeError as error:  # the pool was closed, or all workers died
             lost = str(error)
         waiting = set(futures)
-        # A pool that broke leaves calls unanswered for ever, and so does a worker that dies between taking a call and saying so.
+        # Futures stay pending for ever in a broken pool, and if a worker dies before it acknowledges a call.
         while waiting and self.usable:
             _, waiting = concurrent.futures.wait(waiting, timeout=1.0)
             self._stalled |= time.monotonic() - self._progress > self._time_limit + _STALLED
@@ -246,6 +248,7 @@ class _Pool:
 
 
 def _outcome(future: "concurrent.futures.Future[float | str]") -> float | str | None:
+    """See _Pool.outcomes."""
     if future.cancelled():
         return "its worker process was ended"
     error = future.exception()
@@ -258,7 +261,7 @@ def _outcome(future: "concurrent.futures.Future[float | str]") -> float | str | 
 
 
 class _Process(multiprocessing.context.SpawnProcess):
-    """A spawned process that does not run the parent's main module again, as multiprocessing would have it."""
+    """A spawned process that does not import the parent's main module, which multiprocessing would do."""
 
     context: "_Context"
 
@@ -267,7 +270,7 @@ class _Process(multiprocessing.context.SpawnProcess):
             if self.context.ended:
                 raise OSError("the workers are being ended")
             main = sys.modules["__main__"]
-            # A worker inherits what is blocked: it is deaf to its parent's signals from the first instant.
+            # A worker inherits blocked signals, so it never receives signals that are meant for its parent.
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS_SIGNALS)
             sys.modules["__main__"] = types.ModuleType("__main__")
             try:
@@ -278,7 +281,7 @@ class _Process(multiprocessing.context.SpawnProcess):
             self.context.started.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What the worker gets: the context is the parent's."""
+        """The attributes without the context, which stays in the parent."""
         return {name: value for name, value in self.__dict__.items() if name != "context"}
 
 
@@ -287,7 +290,7 @@ _PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class _Context(multiprocessing.context.SpawnContext):
-    """Knows the processes that it made, so that they can be ended at any moment, while they start, too."""
+    """Keeps the processes that it made, so that they can be killed at any moment, even while workers start."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -307,34 +310,34 @@ class _Context(multiprocessing.context.SpawnContext):
 
 
 def _refer(function: Grade) -> Reference:
-    """How workers find a function. Raises ValueError where they could not."""
+    """Where workers find a function. Raises ValueError if they could not import it."""
     name, module = getattr(function, "__qualname__", ""), sys.modules.get(getattr(function, "__module__", ""))
     file = getattr(module, "__file__", None)
     if not name or "<" in name or module is None or file is None:
         raise ValueError(
-            f"the grading function {name or str(function)!r} must stand at the top of a file: worker processes import it"
+            f"the grading function {name or str(function)!r} must stand at the top level of a file: worker processes import it"
         )
     return module.__name__, str(Path(file).resolve()), name
 
 
 def _begin(parent: multiprocessing.connection.Connection, reference: Reference, memory_megabytes: int) -> None:
-    """In a worker, before its first call."""
+    """Prepares a worker before its first call."""
     os.setsid()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # forgets one that came before
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # discards a pending signal
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _PARENTS_SIGNALS)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ends the process at once, even inside of one long call into C
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ends the process at once, even during a long call into C
     processes.die_with(os.dup(parent.fileno()))
     if memory_megabytes and sys.platform == "linux":
         resource.setrlimit(resource.RLIMIT_DATA, (memory_megabytes * 2**20,) * 2)
     try:
-        _find(reference)  # outside of any call's time limit
+        _find(reference)  # the import does not count against a call's time limit
     except BaseException:
-        log.debug("grading function", exc_info=True)  # the calls raise it again, and the parent tells it
+        log.debug("grading function", exc_info=True)  # each call raises this error again, and the parent reports it
 
 
 @functools.cache
 def _find(reference: Reference) -> Grade:
-    """Imports a function: its module by name where that leads to the same file, else from the file."""
+    """Imports a function: its module by name if that is the same file, else from the file."""
     name, file, qualified = reference
     return operator.attrgetter(qualified)(_module(name, file))
 
@@ -358,8 +361,8 @@ def _module(name: str, file: str) -> Any:
 
 
 def _call(reference: Reference, query: Query, response: str, time_limit: float) -> float | str:
-    """In a worker: the result, or what went wrong (as text: the parent need not know the exception's class)."""
-    # Where the parent is gone and C code holds the interpreter's lock, the kernel alone can end this process.
+    """Runs one call in a worker. Returns its result, or an error as text, since the parent may not know the exception's class."""
+    # If the parent is gone while C code holds the interpreter's lock, only a signal of the kernel can end this process.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, time_limit + _GRACE)
     try:

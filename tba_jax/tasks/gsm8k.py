@@ -1,4 +1,4 @@
-r"""Grade-school mathematics (GSM8K, Cobbe et al. 2021) as in the paper: the last number of a response is its answer.
+r"""Grade-school mathematics (GSM8K, Cobbe et al. 2021) as in the TBA paper: the last number of a response is its answer.
 
 A prompt is `[MATH TASK] Problem:\n{question}\n\nSolution:\n`. The reward is 1 if the last number in the response equals the
 number after `####` of the gold answer, else 0. Numbers are compared by their decimal digits, exactly.
@@ -11,33 +11,33 @@ from collections.abc import Sequence
 import numpy as np
 
 from tba_jax.tasks import data
-from tba_jax.tasks.interface import SPLITS, Query, Scores
+from tba_jax.tasks.interface import SPLITS, Query, Scores, check_split
 
 FIELDS = {"question": str, "answer": str}
 HUB_SPLITS = {"train": "train", "heldout": "test"}
 _CALCULATOR = re.compile(r"<<[^<>]*>>")
 _MINUS = "-−"
 _CURRENCY = r"(?:\\?\$|[£€])"
-# A sign counts unless something stands before it that it would be subtracted from: 48-24 ends in 24.
+# A sign belongs to the number unless it is a subtraction from the text before it: 48-24 ends in 24.
 _NUMBER = re.compile(
     rf"(?:(?<![\w.,)\]}}%$])(?P<sign>[-+−]))?{_CURRENCY}?(?P<inner_sign>(?<=[$£€])[-−])?"
     r"(?P<whole>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+|(?<![\w.])(?=\.[0-9]))"
     r"(?:\.(?P<fraction>[0-9]+))?(?:[eE](?P<exponent>[-+]?[0-9]{1,9})(?![0-9]))?"
 )
-_PLAIN_DIGITS = 40  # zeros up to which a number is written out
+_PLAIN_DIGITS = 40  # a number with more zeros than this is written with an exponent
 
 
 class GSM8K:
-    """The rows of train_path train, those of heldout_path are held out; equal questions count once."""
+    """The train split has the rows of train_path, the held-out split the rows of heldout_path; equal questions count once."""
 
     score_name = "accuracy"
     reward_parts = ("correct",)
     reward_version = 1
 
     def __init__(self, *, train_path: str, heldout_path: str):
-        """Args: files, or hub data sets, of {"question", "answer"}; of the hub's, the splits train and test.
+        """Args: files of rows {"question", "answer"}, or hub data sets with splits train and test.
 
-        Raises ValueError naming file, line and field (or the answer) where one is missing or malformed.
+        Raises ValueError naming file, line and field if a field or an answer is missing or malformed.
         """
         self._queries: dict[str, list[Query]] = {}
         self._solutions: list[tuple[str, str]] = []
@@ -50,24 +50,21 @@ class GSM8K:
                 self._solutions = [(query.prompt, text) for query, text in zip(queries, solutions, strict=True)]
 
     def queries(self, split: str) -> Sequence[Query]:
-        if split not in SPLITS:
-            raise ValueError(f"split {split!r} is not one of {SPLITS}")
+        check_split(split)
         return self._queries[split]
 
     def rewards(self, queries: Sequence[Query], responses: Sequence[str], finished: np.ndarray) -> Scores:
-        """1 where the response's last number is the gold one, however it is written and whether or not the response ended."""
+        """1 if the response's last number equals the gold number, else 0. Responses at the length limit are graded, too."""
         correct = [self.final_answer(response) == query.answer for query, response in zip(queries, responses, strict=True)]
         reward = np.array(correct, np.float32)
         return Scores(reward=reward, parts=reward[:, None])
 
     def worked_examples(self, rng: np.random.Generator, count: int) -> list[tuple[str, str]]:
-        """Train prompts with their human solutions, without the marks of the calculator (<<48/2=24>>), in random rounds."""
-        rounds = -(-count // len(self._solutions))
-        chosen = np.concatenate([np.zeros(0, int), *(rng.permutation(len(self._solutions)) for _ in range(rounds))])
-        return [self._solutions[i] for i in chosen[:count]]
+        """Train prompts with their human solutions without calculator annotations (<<48/2=24>>), see data.in_epochs."""
+        return data.in_epochs(self._solutions, rng, count)
 
     def final_answer(self, response: str) -> str:
-        """The last number of a response, written in one way; "" if it has none."""
+        """See last_number."""
         return last_number(response)
 
 
@@ -76,7 +73,7 @@ def make_prompt(question: str) -> str:
 
 
 def _gold(row: data.Row) -> str:
-    """The gold number. Raises ValueError where what follows the last `####` is not one number."""
+    """The gold number. Raises ValueError unless the text after the last `####` is one number."""
     _, mark, text = row["answer"].rpartition("####")
     number = _NUMBER.fullmatch(text.strip().removesuffix("%"))
     if not mark or number is None:
@@ -85,15 +82,15 @@ def _gold(row: data.Row) -> str:
 
 
 def last_number(text: str) -> str:
-    """The last number of a text, as `canonical` writes it; "" if it has none."""
+    """The last number of a text in the form of `canonical`; "" if the text has no number."""
     last = collections.deque(_NUMBER.finditer(text), maxlen=1)
     return canonical(last[0]) if last else ""
 
 
 def canonical(number: re.Match[str]) -> str:
-    """A match of a number as text that is equal for equal numbers: 1,234.50 and +1234.5 are both 1234.5; no zero has a sign.
+    """The normal form of a number, which equal numbers share: 1,234.50 and +1234.5 give 1234.5, and 0 has no sign.
 
-    Works on digits, so that a number of any size costs what it is long. From 41 zeros on an exponent stands for them.
+    The function works on digits, so its time is linear in the length of the number. An exponent replaces more than 40 zeros.
     """
     whole, fraction = number["whole"].replace(",", ""), number["fraction"] or ""
     digits = (whole + fraction).lstrip("0")

@@ -1,4 +1,4 @@
-"""What a task is: queries, a reward, and worked examples if it offers a warm start."""
+"""The interface of tasks: queries, rewards and worked examples, optional methods, and the models with which a task scores."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -8,15 +8,21 @@ import numpy as np
 
 from tba_jax import trajectory
 
-if TYPE_CHECKING:  # tasks themselves need no JAX
+if TYPE_CHECKING:  # tasks do not import JAX
     from jax.sharding import Mesh
 
 SPLITS = ("train", "heldout")
 
 
+def check_split(split: str) -> None:
+    """Raises ValueError if there is no such split."""
+    if split not in SPLITS:
+        raise ValueError(f"split {split!r} is not one of {SPLITS}")
+
+
 @dataclasses.dataclass(frozen=True)
 class Query:
-    """A prompt as text, and what the reward needs to know about it (the gold answer, say; may be empty)."""
+    """A prompt as text, and the text that the reward compares with, such as a gold answer ("" if it needs none)."""
 
     prompt: str
     answer: str = ""
@@ -24,32 +30,32 @@ class Query:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncodedQuery:
-    """A query and its prompt's token ids (without padding)."""
+    """A query and the token ids of its prompt, without padding."""
 
     query: Query
     prompt: tuple[int, ...]
 
     @property
     def name(self) -> str:
-        """How messages call the query: its id and how its prompt begins."""
+        """The query's id and the beginning of its prompt, for messages."""
         return f"{trajectory.query_id(self.prompt):016x} ({self.query.prompt[:60]!r})"
 
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """reward: float32[n], what the objective sees, NaN where a response could not be scored; parts: float32[n, M], what it was
-    made of, in reward_parts' order."""
+    """reward: float32[n], the objective's reward, NaN for a response that could not be scored; parts: float32[n, M], the M
+    values from which the task made the reward, in the order of reward_parts."""
 
     reward: np.ndarray
     parts: np.ndarray
 
 
 class Task(Protocol):
-    """One file under tasks/ implements this; its constructor takes the task's own settings by name.
+    """A task. Its constructor takes the task's own settings by name.
 
-    score_name: what the mean held-out greedy reward is called ("accuracy" for a 0/1 reward).
-    reward_parts: names of the M parts. reward_version: counts up when the reward's definition changes.
-    A class whose prompts and responses are made of few characters may do without a pretrained model: `alphabet` holds them.
+    score_name: name of the mean reward of greedy responses to held-out queries ("accuracy" for a reward of 0 or 1).
+    reward_parts: names of the M parts. reward_version: a number to increase when the definition of the reward changes.
+    A class may have an attribute `alphabet`: all characters of its prompts and responses. It then needs no pretrained model.
     """
 
     @property
@@ -66,37 +72,64 @@ class Task(Protocol):
         ...
 
     def rewards(self, queries: Sequence[Query], responses: Sequence[str], finished: np.ndarray) -> Scores:
-        """Scores response i, the decoded text without special tokens, for query i; finished: bool[n], it ended by itself.
+        """Scores of response i, a text without special tokens, to query i. finished: bool[n], ended before the length limit.
 
-        Several threads may call it at a time, beside the decoder (searchers.reward_batches).
+        Several threads may call this at once, beside the decoder (searchers.reward_batches).
         """
         ...
 
     def worked_examples(self, rng: np.random.Generator, count: int) -> list[tuple[str, str]]:
-        """(prompt, response) pairs for a supervised warm start. Raises ValueError where the task has none."""
+        """(prompt, response) pairs for a supervised warm start. Raises ValueError if the task has none."""
         ...
 
 
 @runtime_checkable
 class Closable(Protocol):
-    """What a task may offer besides: an end to processes or connections of its own."""
+    """An optional method of tasks that own processes or connections."""
 
     def close(self) -> None:
-        """Called once, when its role ends in good order."""
+        """Ends them. A role calls this once, when it ends without an error."""
         ...
 
 
 @runtime_checkable
 class HasFinalAnswer(Protocol):
-    """What a task may offer besides: the answer that a response comes to, by which responses are put to the vote."""
+    """An optional method of tasks: the final answer of a response, for majority votes."""
 
     def final_answer(self, response: str) -> str:
-        """The answer of a response in a form that is equal for equal answers, as far as the task can tell; "" if it has none."""
+        """The response's answer in a normal form, which equal answers share as far as the task can tell; "" if it has none."""
+        ...
+
+
+@runtime_checkable
+class Shortens(Protocol):
+    """An optional method of tasks: a shorter prompt for a query whose prompt exceeds task.prompt_length."""
+
+    def shortened(self, query: Query, fits: Callable[[str], bool]) -> Query | None:
+        """The query with as much of its prompt as fits; None if no part of it does."""
+        ...
+
+
+@runtime_checkable
+class HasMeasures(Protocol):
+    """An optional method of tasks: further measurements of an evaluation."""
+
+    def measures(
+        self, queries: Sequence[Query], responses: Sequence[str], finished: np.ndarray, rewards: np.ndarray
+    ) -> dict[str, float]:
+        """Name -> measurement over all n responses of an evaluation.
+
+        Evaluators call this with all greedy responses, and again with all sampled ones; reports name the results greedy_NAME and
+        sampled_NAME.
+
+        Args: queries, responses, finished: see Task.rewards. A query may occur several times. rewards: float32[n], NaN for a
+          response that could not be scored.
+        """
         ...
 
 
 class SequenceScorer(Protocol):
-    """A sequence classifier or a reward model on the mesh of a task. Several threads may call it at a time."""
+    """A sequence classifier or reward model that is loaded onto a mesh. Several threads may call it at once."""
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -104,9 +137,9 @@ class SequenceScorer(Protocol):
         ...
 
     def scores(self, texts: Sequence[str], *, ended: Sequence[bool] | np.ndarray | None = None) -> np.ndarray:
-        """float32[n, labels]: the logits of n texts; of a reward model, which has one label, the rewards.
+        """float32[n, labels]: the logits of n texts. A reward model has one label, whose logit is the reward.
 
-        Args: ended: which texts the end-of-sequence token follows; None: none of them.
+        Args: ended: the texts after which the end-of-sequence token is appended; None: no text.
 
         Raises:
           FloatingPointError: a logit is not finite; names the text.
@@ -114,19 +147,62 @@ class SequenceScorer(Protocol):
         ...
 
     def label(self, name: str) -> int:
-        """The column of a label. Raises ValueError where there is none of that name; names those there are."""
+        """The column of a label. Raises ValueError naming the model's labels if there is no such label."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Makers:
-    """What loads the models of tasks onto a mesh: tba_jax.rewards has them, tasks are below it.
+class GeneratorSettings:
+    """How a frozen language model replies to texts.
 
-    sequence_scorer(folder or hub id, mesh, *, setting, compute_dtype, batch_rows, ends): see scorers.sequence.SequenceScorer.
-    unsafe_scorer(folder or hub id, mesh, *, ...): see scorers.unsafe_token.UnsafeTokenScorer.
-    generator(folder or hub id, mesh, *, ...): see scorers.generator.TextGenerator.
-    embedder(folder or hub id, mesh, *, setting): see decoding.embeddings.ResponseEmbedder.
-    linear_scorer(file, *, setting): see scorers.linear.LinearScorer.
+    template: a prompt template that contains {attack} once; "": the tokenizer's chat template, whose system message is
+      system_prompt.
+    samples: replies to each text. temperature, top_p: sampling of replies; a temperature of 0 is greedy.
+    prompt_length: most tokens of a prompt, template included; a longer text is cut at its end.
+    reply_length: most tokens of a reply, end of sequence included. slots: replies that are decoded at the same time.
+    compute_dtype: "float32" or "bfloat16".
+    """
+
+    template: str
+    system_prompt: str
+    samples: int
+    temperature: float
+    top_p: float
+    prompt_length: int
+    reply_length: int
+    slots: int
+    compute_dtype: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UnsafeTokenSettings:
+    """How a causal language model judges exchanges of an attack and a reply.
+
+    token: the verdict, a text that is one token, such as "unsafe".
+    template: a prompt template that contains {attack} and {reply} once each; "": the tokenizer's chat template, whose user
+      message is the attack and whose assistant message is the reply.
+    ending: a text between the prompt template and the verdict: Llama Guard 3 begins its answer with "\\n\\n".
+    length: most tokens of a prompt, template and ending included; a longer reply is cut at its end.
+    compute_dtype: "float32" or "bfloat16". batch_rows: exchanges of one pass on one device.
+    """
+
+    token: str
+    template: str
+    ending: str
+    length: int
+    compute_dtype: str
+    batch_rows: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelLoaders:
+    """The functions that load a task's models onto a mesh. tba_jax.rewards holds them, since tasks may not import it.
+
+    sequence_scorer(folder or hub id, mesh, *, setting, compute_dtype, batch_rows, ends): see rewards.sequence.SequenceClassifier.
+    unsafe_scorer(folder or hub id, mesh, UnsafeTokenSettings, *, prefix): see rewards.unsafe_token.UnsafeTokenScorer.
+    generator(folder or hub id, mesh, GeneratorSettings, *, prefix): see rewards.generator.TextGenerator.
+    embedder(folder or hub id, mesh, *, setting): see rewards.embeddings.ResponseEmbedder.
+    linear_scorer(file, *, setting): see rewards.linear.LinearScorer.
     """
 
     sequence_scorer: Callable[..., SequenceScorer]
@@ -138,14 +214,14 @@ class Makers:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelUse:
-    """A model that a task scores with: what the contract and --dry_run say of it, without loading it.
+    """A model with which a task scores, described for the contract and --dry_run without loading it.
 
-    name: how people call it; setting: the one that holds `path`, its folder or hub id; kind: "sequence", "unsafe_token",
-    "generator", "embedder" or "linear" (a file), what Makers loads it by; roles: those that load it. What searchers load defines
-    the reward, and is part of the contract.
-    labels: so many a sequence classifier must have, 0: any number; ends: whether it is told which texts ended;
-    compute_dtype: "float32" or "bfloat16"; rows: texts of one pass on a device; length: tokens of the longest text, 0: prompt and
-    response of the run.
+    name: its name in reports; setting: the setting that holds `path`, its folder or hub id (a file if kind is "linear");
+    kind: its loader: "sequence", "unsafe_token", "generator", "embedder" or "linear"; roles: the roles that load it. Models that
+    searchers load define the reward and are part of the contract.
+    labels: the number of labels that a sequence classifier must have, 0 for any; ends: whether it is told which texts ended;
+    compute_dtype: "float32" or "bfloat16"; rows: texts of one pass on a device; length: tokens of the longest text, 0 for the
+    run's prompt and response.
     """
 
     name: str
@@ -161,40 +237,16 @@ class ModelUse:
 
 
 @runtime_checkable
-class Shortens(Protocol):
-    """What a task may offer besides: shorter prompts in the place of those that are longer than task.prompt_length."""
-
-    def shortened(self, query: Query, fits: Callable[[str], bool]) -> Query | None:
-        """The query with as much of its prompt as fits; None where none does."""
-        ...
-
-
-@runtime_checkable
 class UsesModels(Protocol):
-    """What a task may offer besides: models that it scores with."""
+    """Optional methods of tasks that score with models."""
 
     def models(self) -> Sequence[ModelUse]:
-        """All of them. Known before `start`."""
+        """All models of the task. The list is known before `start`."""
         ...
 
-    def start(self, mesh: "Mesh", makers: Makers) -> None:
-        """Loads the models that rewards need onto a mesh; called once in each process that scores, before the first rewards.
+    def start(self, mesh: "Mesh", loaders: ModelLoaders) -> None:
+        """Loads onto a mesh the models that rewards need. Each process that scores calls this once, before the first rewards.
 
-        Called before that with makers that check what they are given and load nothing: it must not ask the models yet.
-        """
-        ...
-
-
-@runtime_checkable
-class HasMeasures(Protocol):
-    """What a task may offer besides: further figures of an evaluation."""
-
-    def measures(
-        self, queries: Sequence[Query], responses: Sequence[str], finished: np.ndarray, rewards: np.ndarray
-    ) -> dict[str, float]:
-        """Figures of all greedy responses of an evaluation, and once more of all sampled ones; reports call them greedy_NAME and
-        sampled_NAME.
-
-        Args: as of `rewards`; several responses to a query may be among them. rewards: float32[n], NaN where there is none.
+        An earlier call may pass loaders that only check their arguments, so `start` must not call the models.
         """
         ...

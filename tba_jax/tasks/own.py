@@ -1,4 +1,4 @@
-"""A task of one's own: a class in a Python file, named FILE.py:CLASS."""
+"""Custom tasks: a class in the user's Python file, named FILE.py:CLASS."""
 
 import contextlib
 import inspect
@@ -16,18 +16,18 @@ _NEEDED = ("score_name", "reward_parts", "reward_version", "queries", "rewards",
 
 
 def is_named(name: str) -> bool:
-    """Whether a task's name is that of a class in a file."""
+    """Whether a task's name has the form FILE.py:CLASS."""
     return ".py:" in name
 
 
 def absolute(name: str) -> str:
-    """The same with the file's whole path: a role that is started elsewhere finds it."""
+    """The name with the file's absolute path, which a role in another working directory finds."""
     file, _, attribute = name.rpartition(":")
     return f"{Path(file).expanduser().absolute()}:{attribute}"
 
 
 def short(name: str) -> str:
-    """The same without folders, which may differ between the machines of a run."""
+    """The name without folders, which may differ between the machines of a run."""
     return Path(name).name
 
 
@@ -35,7 +35,7 @@ def load(name: str) -> Callable[..., Task]:
     """The class of FILE.py:CLASS.
 
     Raises:
-      ValueError: no such file, it cannot be imported, or has no such class, or one that is no task.
+      ValueError: there is no such file, it cannot be imported, it has no such class, or the class is not a task.
     """
     file, _, attribute = name.rpartition(":")
     path = Path(file)
@@ -53,10 +53,10 @@ def load(name: str) -> Callable[..., Task]:
 
 
 def make(factory: Callable[..., Task], settings: Mapping[str, Any], *, section: str) -> Task:
-    """The task with its settings, which messages call `section`.SETTING.
+    """The task with these settings, called `section`.NAME in messages.
 
     Raises:
-      ValueError: it takes no such setting, or needs one that is not given; and what its constructor raises.
+      ValueError: the constructor takes no such setting, or a required setting is missing. Its own errors pass.
     """
     parameters = inspect.signature(factory).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -64,7 +64,7 @@ def make(factory: Callable[..., Task], settings: Mapping[str, Any], *, section: 
     named = [name for name, parameter in parameters.items() if parameter.kind not in variable]
     takes = f"it takes {', '.join(named) or 'none'}"
     if not takes_any and (unknown := sorted(set(settings) - set(named))):
-        raise ValueError(f"{section}.{unknown[0]} is no setting of the task; {takes}")
+        raise ValueError(f"{section}.{unknown[0]} is not a setting of the task; {takes}")
     required = [name for name in named if parameters[name].default is inspect.Parameter.empty]
     if missing := [name for name in required if name not in settings]:
         raise ValueError(f"{section}.{missing[0]} is not set, and the task needs it; {takes}")
@@ -73,10 +73,9 @@ def make(factory: Callable[..., Task], settings: Mapping[str, Any], *, section: 
 
 @contextlib.contextmanager
 def blamed(name: str, what: str) -> Iterator[None]:
-    """Makes what a class of one's own raises one sentence, and no other process' business; the traceback goes to the log.
+    """Turns any error or exit of a custom task into a ValueError of one sentence, and logs the traceback.
 
-    Raises:
-      ValueError: in the place of any other error and of an exit. A ValueError passes as it is.
+    A ValueError of the task passes unchanged. what: the code that runs, such as "its constructor".
     """
     try:
         yield

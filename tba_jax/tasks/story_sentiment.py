@@ -1,7 +1,7 @@
-"""Happy endings: continue the opening of a story so that the continuation reads positive.
+"""Happy endings: the policy continues the opening of a story, and is rewarded for positive sentiment.
 
-Queries are the first words of each story in a JSON list of strings; the reward is VADER's compound score of the
-continuation, in [-1, 1] (Hutto & Gilbert 2014).
+Queries are the first words of each story in a JSON list of strings. The reward is VADER's compound score of the continuation, in
+[-1, 1] (Hutto & Gilbert 2014).
 """
 
 import json
@@ -10,18 +10,18 @@ from pathlib import Path
 
 import numpy as np
 
-from tba_jax.tasks.interface import SPLITS, Query, Scores
+from tba_jax.tasks.interface import Query, Scores, check_split
 
 
 class StorySentiment:
-    """The last `heldout_queries` distinct openings of the file are held out, the others train."""
+    """The last `heldout_queries` distinct openings of the file are held out; the other openings are the train split."""
 
     score_name = "reward"
     reward_parts = ("compound",)
     reward_version = 1
 
     def __init__(self, *, data_path: str, opening_words: int, heldout_queries: int):
-        """Raises ValueError naming the file (and the entry) where it is missing, malformed or too short."""
+        """Raises ValueError naming the file if it cannot be read, is malformed or has too few openings."""
         from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
         path = Path(data_path).expanduser()
@@ -44,8 +44,7 @@ class StorySentiment:
         self._analyzer = SentimentIntensityAnalyzer()
 
     def queries(self, split: str) -> Sequence[Query]:
-        if split not in SPLITS:
-            raise ValueError(f"split {split!r} is not one of {SPLITS}")
+        check_split(split)
         return [Query(prompt=opening) for opening in self._splits[split]]
 
     def rewards(self, queries: Sequence[Query], responses: Sequence[str], finished: np.ndarray) -> Scores:

@@ -1,4 +1,4 @@
-"""Queries as token ids: put into the chat template, encoded once and kept for the next process, the too long ones counted."""
+"""Encodes queries: their prompts in the prompt template as token ids, cached on disk, without prompts that are too long."""
 
 import contextlib
 import hashlib
@@ -18,16 +18,16 @@ from tba_jax.text.tokenizers import Tokenizer
 
 log = logging.getLogger(__name__)
 
-# Fewer characters are encoded faster than a file is looked up and read.
+# Prompts of fewer characters are encoded faster than a cache file is read.
 CACHED_CHARACTERS = 1 << 20
 PROMPT = "{prompt}"
 
 
 class EncodedQueries(Sequence[EncodedQuery]):
-    """Queries whose prompts' ids lie in one array, so that hundreds of thousands take little memory; a slice is a list."""
+    """Queries whose token ids share one array, so that hundreds of thousands of queries take little memory; a slice is a list."""
 
     def __init__(self, queries: Sequence[Query], tokens: np.ndarray, ends: np.ndarray):
-        """Args: tokens: int32[n], of all prompts, one after the other; ends: int64[len(queries)], where each ends in `tokens`."""
+        """Args: tokens: int32[n], ids of all prompts in a row; ends: int64[len(queries)], the end of each prompt in `tokens`."""
         self._queries, self._tokens, self._ends = queries, tokens, ends
 
     def __len__(self) -> int:
@@ -50,17 +50,17 @@ class EncodedQueries(Sequence[EncodedQuery]):
         return np.diff(self._ends, prepend=0)
 
     def select(self, chosen: np.ndarray) -> "EncodedQueries":
-        """Those where `chosen`, bool[len(self)], holds."""
+        """The queries for which `chosen`, bool[len(self)], is true."""
         lengths = self.lengths
         queries = [query for query, keep in zip(self._queries, chosen, strict=True) if keep]
         return EncodedQueries(queries, self._tokens[np.repeat(chosen, lengths)], np.cumsum(lengths[chosen]))
 
 
 def template(tokenizer: Tokenizer, *, chat_template: bool, system_prompt: str) -> str:
-    """What stands around a prompt, which is PROMPT in it; "" without a chat template.
+    """The tokenizer's chat template as a prompt template, a text in which PROMPT is replaced by the prompt; "" if it is not used.
 
     Raises:
-      ValueError: the tokenizer has no chat template, or one that does not take such a conversation or changes the prompt.
+      ValueError: the tokenizer has no chat template, or its template refuses these messages or changes the prompt.
     """
     if not chat_template:
         if system_prompt:
@@ -68,11 +68,11 @@ def template(tokenizer: Tokenizer, *, chat_template: bool, system_prompt: str) -
         return ""
     text = tokenizer.chat(PROMPT, system_prompt)
     if text.count(PROMPT) != 1:
-        raise ValueError(f"task.chat_template: the tokenizer's template gives the prompt {text.count(PROMPT)} times, not once")
+        raise ValueError(f"task.chat_template: the tokenizer's template writes the prompt {text.count(PROMPT)} times, not once")
     return text
 
 
-# A query and whether a prompt fits -> the query with as much of its prompt as fits, None where none does.
+# (query, whether a prompt fits) -> the query with as much of its prompt as fits, None if no part of it does.
 Shorten = Callable[[Query, Callable[[str], bool]], Query | None]
 
 
@@ -86,27 +86,27 @@ def encode(
     split: str,
     shorten: Shorten | None = None,
 ) -> tuple[EncodedQueries, int]:
-    """The queries that fit, and how many were left out.
+    """The queries whose prompts fit, and the number of queries that were left out.
 
     Args:
-      template: see template(); limit: tokens of a prompt; long_prompts: of task.long_prompts; split: what messages call them.
-      shorten: gives shorter prompts for those that are too long.
+      template: see template(); limit: most tokens of a prompt, template included; long_prompts: task.long_prompts;
+        split: name of the queries in messages; shorten: shortens a prompt that is too long.
 
     Raises:
-      ValueError: prompts are too long and may not be left out, or none is left.
+      ValueError: prompts are too long and long_prompts is "refuse", or no prompt fits.
     """
     queries = _distinct(queries, split)
-    around = template or PROMPT
-    texts = [around.replace(PROMPT, query.prompt) for query in queries]
+    template_text = template or PROMPT
+    texts = [template_text.replace(PROMPT, query.prompt) for query in queries]
     tokens, ends = _encoded(texts, tokenizer, begin=not template)
     encoded = EncodedQueries(queries, tokens, ends)
     fits = encoded.lengths <= limit
     if not fits.all() and shorten is not None:
 
         def fit(prompt: str) -> bool:
-            return len(tokenizer.encode_all([around.replace(PROMPT, prompt)], begin=not template)[0]) <= limit
+            return len(tokenizer.encode_all([template_text.replace(PROMPT, prompt)], begin=not template)[0]) <= limit
 
-        shorter = [query if right else shorten(query, fit) or query for query, right in zip(queries, fits, strict=True)]
+        shorter = [query if short else shorten(query, fit) or query for query, short in zip(queries, fits, strict=True)]
         rules: dict[str, Any] = dict(template=template, limit=limit, long_prompts=long_prompts, split=split)
         return encode(shorter, tokenizer, **rules)
     skipped = int(len(queries) - fits.sum())
@@ -120,7 +120,7 @@ def encode(
 
 
 def _distinct(queries: Sequence[Query], split: str) -> Sequence[Query]:
-    """The first query of each prompt: rows know their query by the prompt alone, so two answers to one would be mixed."""
+    """The first query of each prompt. Rows name their query by its prompt alone, so two answers to one prompt would be mixed."""
     first: dict[str, Query] = {}
     for query in queries:
         first.setdefault(query.prompt, query)
@@ -135,7 +135,7 @@ def _distinct(queries: Sequence[Query], split: str) -> Sequence[Query]:
 
 
 def _encoded(texts: Sequence[str], tokenizer: Tokenizer, *, begin: bool) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens, ends) as of EncodedQueries, from the cache where they are in it."""
+    """(tokens, ends) as EncodedQueries takes them, read from the cache if it has them."""
     if sum(map(len, texts)) < CACHED_CHARACTERS:
         return _joined(tokenizer.encode_all(texts, begin=begin))
     name = hashlib.blake2b(json.dumps([tokenizer.fingerprint, begin, *texts]).encode(), digest_size=16).hexdigest()
@@ -145,7 +145,7 @@ def _encoded(texts: Sequence[str], tokenizer: Tokenizer, *, begin: bool) -> tupl
             return stored["tokens"], stored["ends"]
     except FileNotFoundError:
         pass
-    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:  # cut short, or not ours to read
+    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:  # truncated, or without permission
         log.warning("%s cannot be read (%s): the prompts are encoded again", path, error)
     tokens, ends = _joined(tokenizer.encode_all(texts, begin=begin))
     draft = path.with_name(f".{uuid.uuid4().hex[:8]}.npz")
@@ -161,11 +161,12 @@ def _encoded(texts: Sequence[str], tokenizer: Tokenizer, *, begin: bool) -> tupl
 
 
 def cache_folder() -> Path:
-    """Where encoded prompts are kept, for all runs of this user; may be deleted."""
+    """The folder of encoded prompts, which all runs of this user share. It may be deleted at any time."""
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "tba_jax" / "prompts"
 
 
 def _joined(ids: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens, ends) as EncodedQueries takes them."""
     ends = np.cumsum([len(each) for each in ids], dtype=np.int64)
     tokens = np.empty(int(ends[-1]) if len(ids) else 0, np.int32)
     for each, end in zip(ids, ends, strict=True):

@@ -1,4 +1,4 @@
-"""Stop strings as an automaton over tokens: which token of a response completes one (Aho and Corasick 1975, over UTF-8 bytes)."""
+"""Stop strings as an automaton over tokens that finds the token that completes one (Aho and Corasick 1975, over UTF-8 bytes)."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -8,9 +8,11 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class StopStrings:
-    """next_state: int32[states, V], the state after a token. State 0 is that of an empty response, the others say how much of
-    a stop string the text so far ends with; the last is reached by the token that completes one, wherever in its text that
-    is, and never left."""
+    """next_state: int32[states, V], the state after a token.
+
+    State 0 is the state of an empty response. Every other state names the prefix of a stop string with which the text so far
+    ends. The token that completes a stop string, at any place in the token's own text, leads to the last state, for good.
+    """
 
     next_state: np.ndarray
 
@@ -20,24 +22,21 @@ class StopStrings:
         return len(self.next_state) - 1
 
     def run(self, tokens: Iterable[int], state: int = 0) -> int:
-        """The state after `tokens`, ids below V, from `state` on."""
+        """The state after reading `tokens`, ids below V, in state `state`."""
         for token in tokens:
             state = int(self.next_state[state, token])
         return state
 
 
 def build(token_bytes: Sequence[bytes | None], stop_strings: Sequence[str], *, vocab: int) -> StopStrings | None:
-    """The automaton of stop strings, UTF-8 texts, over the ids of a tokenizer.
+    """The automaton of the stop strings over the ids of a tokenizer; None if there are no stop strings.
 
     Args:
-      token_bytes: see Tokenizer.token_bytes; ids without text, and those from its length to V, lead to state 0.
+      token_bytes: see Tokenizer.token_bytes. Ids without text, and ids from len(token_bytes) to V, lead to state 0.
       vocab: V.
 
-    Returns:
-      None where there are no stop strings.
-
     Raises:
-      ValueError: a stop string is empty, or there are more texts than ids.
+      ValueError: a stop string is empty, or token_bytes is longer than V.
     """
     if not all(stop_strings):
         raise ValueError(f"task.stop_strings={tuple(stop_strings)} must hold texts of at least one character")
@@ -52,7 +51,7 @@ def build(token_bytes: Sequence[bytes | None], stop_strings: Sequence[str], *, v
     longest_first = np.argsort(-lengths, kind="stable")
     begins = (np.cumsum(lengths) - lengths)[longest_first]
     content = np.frombuffer(b"".join(texts), np.uint8)
-    # All tokens advance together, a byte at a time, by contiguous columns: the tokens that have such a byte.
+    # All tokens advance together, a byte at a time. Sorted by length, the tokens that still have a byte are the first columns.
     state = np.repeat(np.arange(accept + 1, dtype=np.int32)[:, None], len(texts), axis=1)
     for position in range(int(lengths.max(initial=0))):
         active = np.count_nonzero(lengths > position)
@@ -65,9 +64,9 @@ def build(token_bytes: Sequence[bytes | None], stop_strings: Sequence[str], *, v
 
 
 def _by_byte(stop_strings: Sequence[bytes]) -> np.ndarray:
-    """int32[states, 256]: the state after a byte. A state but the last is a proper prefix of a stop string: the longest that
-    the text so far ends with."""
-    # A stop string within which another is complete is never reached. Of the others no prefix ends with a whole one.
+    """int32[states, 256]: the state after a byte. Every state but the last stands for a proper prefix of a stop string, the
+    longest one with which the text so far ends."""
+    # A stop string that contains another one is never completed first. No prefix of a remaining one ends with a stop string.
     reached = [text for text in set(stop_strings) if not any(other != text and other in text for other in stop_strings)]
     children: dict[bytes, set[bytes]] = {}
     for text in reached:
@@ -78,7 +77,7 @@ def _by_byte(stop_strings: Sequence[bytes]) -> np.ndarray:
     accept = len(prefixes)
     after = np.zeros((accept + 1, 256), np.int32)
     after[accept] = accept
-    # The longest shorter prefix that a prefix ends with: what holds where the next byte does not go on.
+    # prefix -> state of the longest shorter prefix with which it ends. From there a byte leads that does not extend the prefix.
     fallback = {b"": 0}
     for prefix in prefixes:
         if len(prefix) == 1:

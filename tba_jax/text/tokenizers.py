@@ -1,4 +1,4 @@
-"""Tokenizers: text to token ids and back, behind one small protocol."""
+"""Tokenizers: text to token ids and back, behind one protocol."""
 
 import hashlib
 import importlib.util
@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-# A folder that holds none of these has no tokenizer; without this check transformers may invent an empty one from config.json.
+# A folder with none of these files has no tokenizer. Without the check transformers may invent an empty one from config.json.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 class Tokenizer(Protocol):
-    """What the project asks of a tokenizer. Ids are below vocab_size; a model's embedding may be larger, never smaller."""
+    """The methods of a tokenizer. Ids are below vocab_size; a model's embedding may have more rows, never fewer."""
 
     @property
     def vocab_size(self) -> int:
@@ -25,31 +25,31 @@ class Tokenizer(Protocol):
 
     @property
     def pad_id(self) -> int:
-        """The id in masked positions; may equal eos_id or another special id, so masks come from lengths, never from ids."""
+        """The padding id. It may equal eos_id or another special id, so masks come from lengths, never from ids."""
 
     @property
     def special_ids(self) -> tuple[int, ...]:
-        """All ids that are not text, ascending: decode skips them."""
+        """All ids that are not text, ascending. decode skips them."""
 
     @property
     def fingerprint(self) -> str:
-        """Hex digest of everything that maps text to ids: part of the run's contract."""
+        """Hex digest of everything that maps text to ids. It is part of the run's contract."""
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a prompt, with a beginning-of-sequence id where the tokenizer adds one, without an end."""
+        """Token ids of a prompt: with a beginning-of-sequence id if the tokenizer adds one, without an end-of-sequence id."""
 
     def encode_all(self, texts: Sequence[str], *, begin: bool) -> list[list[int]]:
-        """The ids of many prompts; begin: as encode gives them, else without what it adds: the texts say how they begin."""
+        """Token ids of many prompts. begin: whether special ids are added, as encode does, or the texts spell them themselves."""
 
     def chat(self, prompt: str, system: str) -> str:
-        """The chat template's text of a user's message, up to where the answer begins. system: the system's message, "" for none.
+        """The chat template's text of a user message, up to where the answer begins. system: the system message, "" for none.
 
         Raises:
-          ValueError: there is no template, or it does not take these messages.
+          ValueError: there is no chat template, or it refuses these messages.
         """
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of a whole sequence, without special ids. Ids beyond vocab_size give nothing either."""
+        """The text of a whole sequence. Special ids and ids beyond vocab_size are skipped."""
 
     def decode_continuation(self, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> str:
         """The text that `response_ids` adds after `prompt_ids` (both without padding), leading space included.
@@ -58,18 +58,18 @@ class Tokenizer(Protocol):
         """
 
     def token_bytes(self) -> list[bytes | None]:
-        """Of each id below vocab_size, the UTF-8 bytes that it adds to the text of a continuation; None: it has no text.
+        """For each id below vocab_size, the UTF-8 bytes that it adds to the text of a continuation; None if it has no text.
 
-        A special id, which decode skips, has its literal text, such as b"<|im_end|>". Where a tokenizer spells characters by
-        tokens of a byte, decode writes U+FFFD for a whole run of these that is no UTF-8; here each is its byte.
+        The bytes of a special id are its literal text, such as b"<|im_end|>". A token that is one byte of a character has that
+        byte, though decode would write U+FFFD for an incomplete character.
 
         Raises:
-          ValueError: what a token adds depends on more than the token.
+          ValueError: the text that a token adds depends on the tokens beside it.
         """
 
 
 class CharacterTokenizer:
-    """One id a character: pad 0, beginning 1, end 2, then `characters` in order. encode begins with 1."""
+    """One id a character: padding 0, beginning of sequence 1, end of sequence 2, then `characters` in order."""
 
     def __init__(self, characters: str):
         """
@@ -77,7 +77,7 @@ class CharacterTokenizer:
           ValueError: `characters` is empty or repeats a character.
         """
         if repeated := sorted({c for c in characters if characters.count(c) > 1}):
-            raise ValueError(f"the alphabet repeats {repeated}; every character stands once")
+            raise ValueError(f"the alphabet repeats {repeated}; every character must be unique")
         if not characters:
             raise ValueError("the alphabet is empty")
         self.pad_id, self.bos_id, self.eos_id = 0, 1, 2
@@ -88,10 +88,7 @@ class CharacterTokenizer:
         self.fingerprint = _digest(["characters", characters])
 
     def encode(self, text: str) -> list[int]:
-        """
-        Raises:
-          ValueError: names the first character that is not in the alphabet.
-        """
+        """Raises ValueError naming the first character that is not in the alphabet."""
         if unknown := next((c for c in text if c not in self._ids), None):
             raise ValueError(f"character {unknown!r} of {text[:60]!r} is not in the tokenizer's alphabet {self.characters!r}")
         return [self.bos_id, *(self._ids[c] for c in text)]
@@ -116,15 +113,15 @@ class CharacterTokenizer:
 class HuggingFaceTokenizer:
     """The tokenizer of a Hugging Face folder.
 
-    Where the folder has a tokenizer.json, ids are what that file says. The model classes of transformers rebuild some tokenizers
-    from their vocabulary alone, without its normaliser (LlamaTokenizer of transformers 5 then silently drops characters), and
-    what they rebuild depends on the version, which must not change a run's tokens.
+    If the folder has a tokenizer.json, that file alone decides the ids. The tokenizer classes of transformers rebuild some
+    tokenizers from their vocabulary, without the normaliser (LlamaTokenizer of transformers 5 then silently drops characters).
+    Their result depends on the version of transformers, which must not change a run's tokens.
     """
 
     def __init__(self, folder: Path | str):
         """
         Raises:
-          ValueError: the folder has no tokenizer, or one that cannot be loaded or has no end-of-sequence token.
+          ValueError: the folder has no tokenizer, or its tokenizer cannot be loaded or has no end-of-sequence token.
         """
         folder = self._folder = Path(folder)
         self._tokenizer, eos_id = open_transformers(folder)
@@ -156,8 +153,8 @@ class HuggingFaceTokenizer:
     def encode_all(self, texts: Sequence[str], *, begin: bool) -> list[list[int]]:
         return self._tokenizer(list(texts), add_special_tokens=begin, verbose=False)["input_ids"] if texts else []
 
-    def defused(self, text: str) -> str:
-        """The text with a space in whatever it spells of special tokens, which would be those tokens otherwise."""
+    def escaped(self, text: str) -> str:
+        """The text with a space after the first character of every special token that it spells, so that it encodes as text."""
         return self._special_texts.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
 
     def chat(self, prompt: str, system: str) -> str:
@@ -165,12 +162,12 @@ class HuggingFaceTokenizer:
         return self.conversation([*messages, {"role": "user", "content": prompt}], setting="task.chat_template=True")
 
     def conversation(self, messages: Sequence[Mapping[str, str]], *, setting: str) -> str:
-        """The chat template's text of messages {"role", "content"}, up to where the next one begins.
+        """The chat template's text of messages {"role", "content"}, up to where the next message begins.
 
-        Args: setting: what asks for the template; it begins messages.
+        Args: setting: the setting that asks for a chat template, with which error messages begin.
 
         Raises:
-          ValueError: there is no template, or it does not take these messages.
+          ValueError: there is no chat template, or it refuses these messages.
         """
         if not self._tokenizer.chat_template:
             raise ValueError(
@@ -179,7 +176,7 @@ class HuggingFaceTokenizer:
             )
         try:
             return self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # a template raises what it likes
+        except Exception as error:  # a template may raise any exception
             raise ValueError(
                 f"{setting}: the chat template of {self._folder} refuses "
                 f"{' and '.join('a ' + message['role'] for message in messages)} message: {' '.join(str(error).split())[:200]}"
@@ -194,14 +191,14 @@ class HuggingFaceTokenizer:
         prompt, whole = self.decode(prompt_ids), self.decode([*prompt_ids, *response_ids])
         if whole.startswith(prompt):
             return whole[len(prompt) :]
-        # The prompt ends inside a character, which the response completes: the text begins at that character.
+        # The prompt ends inside of a character that the response completes. The response's text begins at that character.
         return whole[len(prompt.rstrip("�")) :]
 
     def token_bytes(self) -> list[bytes | None]:
         bytes_of = _token_bytes_by(self._decoders)
         pieces: list[str | None] = self._tokenizer.convert_ids_to_tokens(list(range(self.vocab_size)))
         texts = [None if piece is None else bytes_of(piece) for piece in pieces]
-        # Pieces of special tokens may be normalised, as "▁<s>"; these are as tokenizer.json spells them.
+        # Vocabulary pieces of special tokens may be normalised, as "▁<s>" is. tokenizer.json has the literal spelling.
         for i, token in self._tokenizer.added_tokens_decoder.items():
             if i in self._special:
                 texts[i] = token.content.encode()
@@ -209,17 +206,17 @@ class HuggingFaceTokenizer:
 
 
 def open_transformers(folder: Path) -> tuple[Any, int | None]:
-    """transformers' tokenizer of a folder, and its end-of-sequence id where it has one (BERT's have none).
+    """The transformers tokenizer of a folder, and its end-of-sequence id; None for tokenizers without one, such as BERT's.
 
     Raises:
-      ValueError: the folder has no tokenizer, or one that cannot be loaded.
+      ValueError: the folder has no tokenizer, or it cannot be loaded.
     """
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise ValueError(f"{folder} holds no tokenizer: none of {', '.join(_TOKENIZER_FILES)}")
     if _is_sentencepiece(folder) and importlib.util.find_spec("sentencepiece") is None:
         raise ValueError(
-            f"the tokenizer of {folder} is a tokenizer.model without a tokenizer.json, which needs the package sentencepiece; it "
-            "is the extra `sentencepiece`: pip install -e '.[sentencepiece]' installs it"
+            f"the tokenizer of {folder} is a tokenizer.model without a tokenizer.json, which needs the package sentencepiece; "
+            "install the extra `sentencepiece`: pip install -e '.[sentencepiece]'"
         )
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -229,16 +226,16 @@ def open_transformers(folder: Path) -> tuple[Any, int | None]:
         else:
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         eos_id = tokenizer.eos_token_id
-        if eos_id is None:  # GPT-2's is a default of its class, in no file
+        if eos_id is None:  # GPT-2's end of sequence is a default of its tokenizer class and stands in no file
             eos_id = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False).eos_token_id
-    except Exception as error:  # the Rust parser raises bare Exception; the user needs the folder
+    except Exception as error:  # the Rust parser raises bare Exception without naming the folder
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"the tokenizer of {folder} cannot be loaded: {reason}") from error
     return tokenizer, None if eos_id is None else int(eos_id)
 
 
 def _is_sentencepiece(folder: Path) -> bool:
-    """Whether the folder has SentencePiece's file alone. It begins with the tag of its first field; tiktoken's file is text."""
+    """Whether the folder's only tokenizer file is SentencePiece's, whose first byte is a field tag; tiktoken's file is text."""
     if (folder / "tokenizer.json").is_file() or not (folder / "tokenizer.model").is_file():
         return False
     with open(folder / "tokenizer.model", "rb") as file:
@@ -246,7 +243,7 @@ def _is_sentencepiece(folder: Path) -> bool:
 
 
 def _flat_decoders(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """The decoders of tokenizer.json in their order, [] without."""
+    """The decoders of tokenizer.json in their order, nested sequences flattened; [] for None."""
     if decoder is None:
         return []
     if decoder["type"] == "Sequence":
@@ -255,10 +252,10 @@ def _flat_decoders(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _token_bytes_by(decoders: Sequence[dict[str, Any]]) -> Callable[[str], bytes]:
-    """What makes a piece of the vocabulary its bytes, by the decoders of tokenizer.json.
+    """The function from a vocabulary piece to its bytes, for these decoders of tokenizer.json.
 
     Raises:
-      ValueError: they are neither byte-level nor of SentencePiece's kind, where each piece stands for bytes of its own.
+      ValueError: the decoders are neither byte-level nor SentencePiece's, the kinds whose pieces each have fixed bytes.
     """
     kinds = [decoder["type"] for decoder in decoders]
     if "ByteLevel" in kinds and set(kinds) <= {"ByteLevel", "Fuse"}:
@@ -272,12 +269,12 @@ def _token_bytes_by(decoders: Sequence[dict[str, Any]]) -> Callable[[str], bytes
             _byte_token(piece) if fallback and _BYTE_TOKEN.fullmatch(piece) else piece.replace(space, " ").encode()
         )
     raise ValueError(
-        f"the tokenizer's decoder is {' + '.join(kinds) or 'none'}, by which the text of a token depends on others: "
-        "task.stop_strings and task.step_ends need a byte-level tokenizer, or one of SentencePiece's kind"
+        f"the tokenizer's decoder is {' + '.join(kinds) or 'none'}, with which the text of a token depends on other tokens: "
+        "task.stop_strings and task.step_ends need a byte-level or SentencePiece tokenizer"
     )
 
 
-# How SentencePiece's vocabularies name a byte.
+# The piece of a single byte in SentencePiece's vocabularies.
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
@@ -286,7 +283,7 @@ def _byte_token(piece: str) -> bytes:
 
 
 def _mark_of_space(decoder: dict[str, Any]) -> str:
-    """The character that a decoder makes a space, "" where it is not such a decoder."""
+    """The character that a decoder turns into a space; "" for decoders that do something else."""
     if decoder["type"] == "Metaspace":
         return decoder["replacement"]
     if decoder["type"] == "Replace" and decoder["content"] == " ":
@@ -295,13 +292,13 @@ def _mark_of_space(decoder: dict[str, Any]) -> str:
 
 
 def _strips_start(decoder: dict[str, Any]) -> bool:
-    """Whether a decoder takes something off the start alone: of a whole text that is the prompt's."""
+    """Whether a decoder strips only the start of a text, which belongs to the prompt and never to a continuation."""
     return decoder["type"] == "Strip" and decoder["stop"] == 0
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Character -> byte of byte-level BPE (Radford et al. 2019): a byte that is a visible character of Latin-1 stands for itself,
-    the others are the characters from 256 on, in order."""
+    """Character -> byte of byte-level BPE (Radford et al. 2019): a byte that is a visible character of Latin-1 is that character,
+    and the other bytes are, in order, the characters from 256 on."""
     visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     hidden = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
@@ -311,7 +308,7 @@ _BYTE_ALPHABET = _byte_alphabet()
 
 
 def _byte_level(piece: str) -> bytes:
-    """As the decoder does it: a piece with other characters, an added token's, is text as it is."""
+    """The bytes of a piece of byte-level BPE. Added tokens, which have characters outside of its alphabet, are plain text."""
     if all(character in _BYTE_ALPHABET for character in piece):
         return bytes(_BYTE_ALPHABET[character] for character in piece)
     return piece.encode()

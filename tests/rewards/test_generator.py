@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tba_jax.rewards.generator import TextGenerator
+from tba_jax.tasks.interface import GeneratorSettings
 from tests.support import spelled_checkpoints, tiny_checkpoints
 from tests.support.spelled_checkpoints import BEGIN, EOS, IDS, spelled
 
@@ -21,7 +22,7 @@ def folder(tmp_path_factory):
     return spelled_checkpoints.write(tmp_path_factory.mktemp("victims") / "victim", "llama_untied", chat=True)
 
 
-def make(folder, mesh: tuple[int, int, int] = (1, 1, 1), **changes) -> TextGenerator:
+def make(folder, mesh: tuple[int, int, int] = (1, 1, 1), load: bool = True, **changes) -> TextGenerator:
     settings = dict(
         samples=3,
         template="tell: {attack}:",
@@ -32,9 +33,9 @@ def make(folder, mesh: tuple[int, int, int] = (1, 1, 1), **changes) -> TextGener
         reply_length=R,
         slots=6,
         compute_dtype="float32",
-        setting="task.red_team.victim_",
     )
-    return TextGenerator(folder, tiny_checkpoints.make_mesh(mesh), **settings | changes)
+    replies = GeneratorSettings(**settings | changes)
+    return TextGenerator(folder, tiny_checkpoints.make_mesh(mesh), replies, prefix="task.red_team.victim_", load=load)
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +98,7 @@ def test_every_device_replies_by_itself(folder, generator):
     assert make(folder, (1, 2, 1))(TEXTS, 5) == generator(TEXTS, 5)
 
 
-def test_a_text_that_is_too_long_loses_its_end_and_is_counted(folder, caplog):
+def test_a_text_that_is_too_long_loses_its_end_with_a_warning(folder, caplog):
     generator = make(folder, samples=1, temperature=0.0)
     room = P - len("tell: :")
     long = "abcdefghijklmnopqrstuvwxyz"
@@ -105,9 +106,8 @@ def test_a_text_that_is_too_long_loses_its_end_and_is_counted(folder, caplog):
     texts = [long, long[:room], "x" * (room - 1) + "unsafe" * 9, "x"]
     expected = [long[:room], long[:room], "x" * (room - 1) + "unsafe", "x"]
     replies = generator(texts, 0)
-    assert generator.cut == 2
-    assert "2 of 4 texts are cut to what task.red_team.victim_prompt_length leaves room for" in caplog.text
-    assert replies == generator(expected, 0) and generator.cut == 2
+    assert f"2 of 4 prompts exceed task.red_team.victim_prompt_length={P} tokens" in caplog.text
+    assert replies == generator(expected, 0)
 
 
 def test_an_attack_without_tokens_is_a_space(folder):
@@ -142,7 +142,7 @@ def test_a_model_with_several_ends_stops_at_each(folder, tmp_path):
     assert make(model, samples=1, temperature=0.0)(["do it"], 0) == [whole[: whole.index(other) + 1]]
     for wrong in (len(IDS), "2"):
         (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS, wrong]}))
-        with pytest.raises(ValueError, match=rf"generation_config.json: eos_token_id holds {wrong!r}, which is none of "):
+        with pytest.raises(ValueError, match=rf"generation_config.json: eos_token_id holds {wrong!r}, but the tokenizer"):
             make(model)
 
 

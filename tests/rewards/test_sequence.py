@@ -53,7 +53,7 @@ def classifier(tmp_path_factory):
 
 
 def scorer(folder, sizes=(1, 1, 1), **settings):
-    return sequence.SequenceScorer(folder, mesh(sizes), setting="task.reward_path", **settings)
+    return sequence.SequenceClassifier(folder, mesh(sizes), setting="task.reward_path", **settings)
 
 
 def words(ids) -> str:
@@ -93,8 +93,8 @@ def test_every_text_has_the_score_it_has_alone(reward):
     expected = []
     for text, end in zip(texts, ended, strict=True):
         ids = [int(word[1:]) for word in text.split()] + [2] * bool(end)
-        row = np.array([ids], np.int32)
-        expected.append(np.asarray(tiny_checkpoints.scores(params, row, np.ones_like(row, bool), config))[0])
+        row = np.array([ids + [0] * (48 - len(ids))], np.int32)
+        expected.append(np.asarray(tiny_checkpoints.scores(params, row, np.arange(48)[None] < len(ids), config))[0])
     found = scorer(reward, batch_rows=3).scores(texts, ended=ended)
     np.testing.assert_allclose(found, expected, atol=1e-5)
     assert np.abs(found - scorer(reward).scores(texts))[ended].min() > 1e-4, "the end is a token that is read"
@@ -109,7 +109,7 @@ def test_every_text_has_the_score_it_has_alone(reward):
 def test_a_classifiers_texts_have_their_special_tokens_and_are_cut_at_the_end(classifier, caplog):
     config = sequence.read_config(classifier, setting="test", compute_dtype="float32")
     assert isinstance(config, EncoderConfig)
-    made = scorer(classifier)
+    made, params = scorer(classifier), tiny_checkpoints.load(classifier)[1]
     texts = random_texts(40, [5, config.position_limit + 9, 0])
     with caplog.at_level(logging.WARNING):
         found = made.scores(texts)
@@ -117,11 +117,10 @@ def test_a_classifiers_texts_have_their_special_tokens_and_are_cut_at_the_end(cl
     assert [record.message for record in caplog.records] == [
         f"texts for task.reward_path={str(classifier)!r} exceed its {config.position_limit} positions and are cut"
     ]
+    classify = jax.jit(lambda tokens: applied.merge(params, config).classify(tokens, np.ones(tokens.shape, bool)))
     for text, logits in zip(texts, found, strict=True):
         ids = [0, *(int(word[1:]) for word in text.split()[: config.position_limit - 2]), 2]
-        row = np.array([ids], np.int32)
-        alone = applied.merge(made._params, config).classify(row, np.ones_like(row, bool))
-        np.testing.assert_allclose(logits, np.asarray(alone)[0], atol=1e-5)
+        np.testing.assert_allclose(logits, np.asarray(classify(np.array([ids], np.int32)))[0], atol=1e-5)
     assert made.labels == ("negative", "neutral", "positive") and made.label("positive") == 2
 
 
@@ -141,8 +140,9 @@ def test_devices_do_not_wait_for_each_other(reward, classifier):
 
 
 def test_bfloat16_weights_take_half_the_memory(reward):
+    before = {id(array) for array in jax.live_arrays()}
     made = scorer(reward, compute_dtype="bfloat16")
-    assert {str(leaf.dtype) for leaf in jax.tree.leaves(made._params)} == {"bfloat16"}
+    assert {str(array.dtype) for array in jax.live_arrays() if id(array) not in before} == {"bfloat16"}
     texts = random_texts(48, LENGTHS)
     whole = scorer(reward).scores(texts)
     np.testing.assert_allclose(made.scores(texts), whole, atol=0.05 * np.abs(whole).max())

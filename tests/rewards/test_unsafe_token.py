@@ -8,6 +8,7 @@ import pytest
 
 from tba_jax.models import scoring
 from tba_jax.rewards.unsafe_token import UnsafeTokenScorer
+from tba_jax.tasks.interface import UnsafeTokenSettings
 from tests.support import applied, spelled_checkpoints, tiny_checkpoints
 from tests.support.spelled_checkpoints import BEGIN, PAD, UNSAFE, spelled
 
@@ -27,9 +28,9 @@ def make(folder, devices: int = 1, **changes) -> UnsafeTokenScorer:
         length=LENGTH,
         compute_dtype="float32",
         batch_rows=4,
-        setting="task.red_team.classifier_",
     )
-    return UnsafeTokenScorer(folder, tiny_checkpoints.make_mesh((devices, 1, 1)), **settings | changes)
+    judging = UnsafeTokenSettings(**settings | changes)
+    return UnsafeTokenScorer(folder, tiny_checkpoints.make_mesh((devices, 1, 1)), judging, prefix="task.red_team.classifier_")
 
 
 def expected(folder, prompts: list[list[int]]) -> np.ndarray:
@@ -73,18 +74,15 @@ def test_a_text_may_spell_the_name_of_a_place(folder):
     np.testing.assert_allclose(found, expected(folder, [spelled("asked reply told attack:\n")]), atol=2e-5)
 
 
-def test_a_reply_that_is_too_long_loses_its_end_and_is_counted(folder, caplog):
+def test_a_reply_that_is_too_long_loses_its_end_with_a_warning(folder, caplog):
     scorer = make(folder)
     room = LENGTH - len("asked do it told :\n")
     found = scorer(["do it", "do it"], ["x" * 99, "no"])
-    assert scorer.cut == 1
-    assert "1 of 2 replies are cut to what task.red_team.classifier_length leaves room for" in caplog.text
+    assert f"1 of 2 prompts exceed task.red_team.classifier_length={LENGTH} tokens" in caplog.text
     np.testing.assert_allclose(found, scorer(["do it", "do it"], ["x" * room, "no"]), atol=1e-6)
-    assert scorer.cut == 1
     # An attack that leaves no room for any reply loses its own end, too.
     room = LENGTH - len("asked  told :\n")
     np.testing.assert_allclose(scorer(["a" * 60], ["no"]), scorer(["a" * room], [""]), atol=1e-6)
-    assert scorer.cut == 2
 
 
 @pytest.mark.parametrize(
@@ -92,7 +90,7 @@ def test_a_reply_that_is_too_long_loses_its_end_and_is_counted(folder, caplog):
     [
         (
             {"token": "unsafely"},
-            r"task.red_team.classifier_label='unsafely' must be the text of one token of .* is that of 0",
+            r"task.red_team.classifier_label='unsafely' must be the text of one token of .* 0 tokens have",
         ),
         ({"template": "{attack}"}, r"task.red_team.classifier_template='\{attack\}' must hold \{reply\} once"),
         ({"length": 65}, r"task.red_team.classifier_length=65 exceeds the 64 positions"),

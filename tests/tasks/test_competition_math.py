@@ -3,6 +3,7 @@ r"""MATH: boxes, equal forms, answers that take for ever, and bad rows."""
 import json
 import logging
 import math
+import multiprocessing
 import re
 import time
 
@@ -62,7 +63,7 @@ def test_prompts_gold_answers_and_solutions(task, tmp_path):
 
 @pytest.mark.parametrize("prompt", ["", "problem", "{problem} {problem}"])
 def test_a_prompt_holds_the_problem_once(tmp_path, prompt):
-    with pytest.raises(ValueError, match=rf"^task.math.prompt='{prompt}' must hold {{problem}} once, where the problem stands$"):
+    with pytest.raises(ValueError, match=rf"^task.math.prompt='{prompt}' must hold {{problem}} once"):
         make(tmp_path, prompt=prompt)
 
 
@@ -197,10 +198,10 @@ def test_equal_and_different_answers(task):
 
 
 def test_without_a_box_there_is_no_reward_and_no_worker(tmp_path):
-    task = make(tmp_path)
+    task, before = make(tmp_path), multiprocessing.active_children()
     pairs = [("5", "5"), ("5", ""), ("5", r"\boxed{5"), ("5", r"\boxed{ }"), ("5", r"\boxed{5}"), (r"\frac12", r"\boxed{1/2}")]
     assert rewards(task, pairs) == [0, 0, 0, 0, 1, 1]
-    assert task._graders._pool is None
+    assert multiprocessing.active_children() == before
 
 
 def test_an_answer_that_takes_for_ever_has_no_reward(tmp_path, caplog):

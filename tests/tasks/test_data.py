@@ -86,14 +86,14 @@ def test_whole_numbers_are_numbers(tmp_path):
         ("a.jsonl", b"[" * 100_000, " line 1: not valid JSON in UTF-8: "),
         ("a.jsonl", b'\n["q"]\n', ' line 2: expected an object, found ["q"]'),
         ("a.jsonl", b'{"n": 1, "m": 2}', " line 1: field 'q' is missing (it has n, m)"),
-        ("a.jsonl", b'{"q": "\\ud800", "n": 1}', " line 1: field 'q' holds half of a UTF-16 pair"),
+        ("a.jsonl", b'{"q": "\\ud800", "n": 1}', " line 1: field 'q' holds half of a UTF-16 surrogate pair"),
         ("a.jsonl", b"\n\n", " holds no rows"),
         ("a.json", b"[]", " holds no rows"),
         ("a.json", b'{"q": "a", "n": 1}', " must be a JSON list of objects, not {"),
         ("a.json", b'[{"q": "a", "n": 1}, 3]', " row 2: expected an object, found 3"),
         ("a.json", b'{"q": "a"}\n{"q": "b"}\n', ": not valid JSON in UTF-8: Extra data"),
         ("a.parquet", b"PAR1", " cannot be read as Parquet: "),
-        ("a.csv", b"q,n\n", " ends in none of .jsonl, .json, .parquet, which say how a file is read"),
+        ("a.csv", b"q,n\n", " must end in one of .jsonl, .json, .parquet"),
     ],
 )
 def test_bad_files_are_refused_in_one_sentence(tmp_path, name, content, sentence):

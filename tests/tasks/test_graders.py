@@ -2,6 +2,7 @@
 
 import importlib.util
 import logging
+import multiprocessing
 import os
 import re
 import signal
@@ -170,24 +171,24 @@ def test_what_fails_is_nan_and_told_once_and_the_others_are_graded(make, caplog)
     nan = pytest.approx(np.nan, nan_ok=True)
     assert result == [0.25, nan, -3, nan, nan, nan, nan, nan, 1, nan, 4]
     (message,) = caplog.messages
-    assert message == "7 of 11 responses could not be graded: reward NaN; the first of them is to 'query 1': Odd: odd"
+    assert message == "7 of 11 responses could not be graded: reward NaN; the first of them answers 'query 1': Odd: odd"
 
 
-@pytest.mark.parametrize(
-    "response, reason",
-    [
-        ("return none", "grade returned None, not a finite number"),
-        ("return big", "grade returned 1e+39, not a finite number"),
-        ("exit", "SystemExit: 3"),
-        ("number x", "ValueError: could not convert string to float: 'x'"),
-    ],
-)
-def test_reasons(grades, response, reason):
-    from tba_jax.tasks import graders
+REASONS = {
+    "return none": "grade returned None, not a finite number",
+    "return big": "grade returned 1e+39, not a finite number",
+    "exit": "SystemExit: 3",
+    "number x": "ValueError: could not convert string to float: 'x'",
+}
 
-    # What a worker does with a call, in this process.
-    query = Query(prompt="")
-    assert graders._call(graders._refer(grades.grade), query, response, 30.0) == reason
+
+def test_reasons_are_told(make, caplog):
+    graders = make()
+    for response, reason in REASONS.items():
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            call(graders, [response])
+        assert caplog.messages[0].endswith(f": {reason}")
 
 
 @pytest.mark.parametrize("slow", ["sleep 60", "spin"])
@@ -199,16 +200,17 @@ def test_what_takes_too_long_is_killed(make, caplog, slow):
         result = call(graders, [slow, *["number 2"] * 6])
     assert time.monotonic() - begin < 8
     assert np.isnan(result[0]) and result[1:] == [2] * 6
-    assert caplog.messages[0].endswith("the first of them is to 'query 0': it took more than time_limit=0.5 s")
+    assert caplog.messages[0].endswith("the first of them answers 'query 0': it took more than time_limit=0.5 s")
 
 
 def test_the_limit_may_be_a_verdict_which_is_not_tried_again(make, caplog):
-    graders = make(time_limit=0.5, retries=5, concurrency=1, over_limit=0.0, setting="task.x.")
+    graders = make(time_limit=0.5, retries=5, concurrency=1, over_limit=0.0, prefix="task.x.")
     with caplog.at_level(logging.WARNING):
         assert call(graders, ["number 1", "sleep 60"]) == [1, 0]
     (message,) = caplog.messages
     assert (
-        message == "1 of 2 responses took more than task.x.time_limit=0.5 s to grade: reward 0; the first of them is to 'query 1'"
+        message
+        == "1 of 2 responses took more than task.x.time_limit=0.5 s to grade: reward 0; the first of them answers 'query 1'"
     )
 
 
@@ -237,8 +239,8 @@ def test_threads_get_their_own_results(make):
 
 
 def test_close_ends_the_workers_and_a_later_call_starts_others(make, grades):
-    graders = make(concurrency=1)
-    assert call(graders, []) == [] and graders._pool is None  # nothing to do starts nothing
+    graders, before = make(concurrency=1), multiprocessing.active_children()
+    assert call(graders, []) == [] and multiprocessing.active_children() == before, "nothing to do starts nothing"
     (pid,) = call(graders, ["pid"])
     assert alive(int(pid))
     graders.close()
@@ -272,10 +274,10 @@ def test_what_workers_could_not_find_is_refused(grades):
         return 1.0
 
     for function in (inner, lambda query, response: 1.0):
-        with pytest.raises(ValueError, match=r"the grading function .* must stand at the top of a file"):
+        with pytest.raises(ValueError, match=r"the grading function .* must stand at the top level of a file"):
             Graders(function, **settings)
     exec("def typed(query, response): return 1.0", typed := {"__name__": "__console__"})
-    with pytest.raises(ValueError, match="the grading function 'typed' must stand at the top of a file"):
+    with pytest.raises(ValueError, match="the grading function 'typed' must stand at the top level of a file"):
         Graders(typed["typed"], **settings)
 
 
@@ -292,7 +294,7 @@ def test_what_workers_could_not_find_is_refused(grades):
 def test_limits_of_settings(grades, setting, value, sentence):
     settings = dict(time_limit=1.0, retries=0, concurrency=1) | {setting: value}
     with pytest.raises(ValueError, match=re.escape(sentence)):
-        Graders(grades.grade, setting="task.x.", **settings)
+        Graders(grades.grade, prefix="task.x.", **settings)
 
 
 # Not guarded by __name__: workers must not run it again. The function is in the file of a script, too.

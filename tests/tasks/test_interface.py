@@ -203,7 +203,7 @@ def test_every_task_names_its_splits(story_file, tmp_path):
         task = make(**settings[name])
         assert len(task.queries("heldout")) == 2 and task.reward_version >= 1 and task.score_name
         if isinstance(task, UsesModels):  # tests of its own score with them
-            with pytest.raises(RuntimeError, match=r"start\(\) comes before the first rewards"):
+            with pytest.raises(RuntimeError, match=r"start\(\) must be called"):
                 task.rewards(task.queries("heldout"), ["", ""], np.zeros(2, bool))
             continue
         scores = task.rewards(task.queries("heldout"), ["", ""], np.zeros(2, bool))

@@ -90,7 +90,7 @@ def test_a_name_that_names_no_task_is_refused(file, name, sentence):
     "settings, sentence",
     [
         ({}, "task.custom.count is not set, and the task needs it; it takes count, heldout"),
-        ({"count": 3, "cout": 4}, "task.custom.cout is no setting of the task; it takes count, heldout"),
+        ({"count": 3, "cout": 4}, "task.custom.cout is not a setting of the task; it takes count, heldout"),
         ({"count": 0}, "task.custom.count=0 must be at least 1"),
     ],
 )
@@ -131,14 +131,18 @@ def test_what_a_class_does_wrong_is_one_sentence(file, code, sentence):
 @pytest.mark.parametrize(
     "rewards, error, sentence",
     [
-        ([0.5] * 3, TypeError, "rewards() of task Given must give Scores, and gave list"),
+        ([0.5] * 3, TypeError, "rewards() of task Given must return Scores, not list"),
         (
             Scores(np.zeros(4), np.zeros((4, 1))),
             ValueError,
-            "gave reward of shape (4,) and parts of shape (4, 1); for 3 responses",
+            "returned a reward of shape (4,) and parts of shape (4, 1); for 3 responses",
         ),
-        (Scores(np.zeros(3), np.zeros(3)), ValueError, "parts of shape (3,); for 3 responses they must be (3,) and (3, 1)"),
-        (SystemExit(3), RuntimeError, "rewards() of task Given left by SystemExit: 3"),
+        (
+            Scores(np.zeros(3), np.zeros(3)),
+            ValueError,
+            "parts of shape (3,); for 3 responses they must have shapes (3,) and (3, 1)",
+        ),
+        (SystemExit(3), RuntimeError, "rewards() of task Given raised SystemExit: 3"),
     ],
     ids=str,
 )

@@ -12,12 +12,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from configs import base
 from tba_jax.models.hugging_face import load
-from tba_jax.rewards import MAKERS
+from tba_jax.rewards import LOADERS
 from tba_jax.rewards import models as models_lib
 from tba_jax.rewards.generator import TextGenerator
-from tba_jax.rewards.sequence import SequenceScorer
+from tba_jax.rewards.sequence import SequenceClassifier
 from tba_jax.rewards.unsafe_token import UnsafeTokenScorer
-from tba_jax.tasks.interface import Query
+from tba_jax.tasks.interface import GeneratorSettings, Query, UnsafeTokenSettings
 from tba_jax.tasks.red_team import LEAST_LOG_TOXICITY, RedTeam, log_probability, mean_cosine_distance
 from tests.support import spelled_checkpoints, tiny_checkpoints
 
@@ -64,7 +64,7 @@ def make(folders, **changes) -> RedTeam:
 
 def started(folders, **changes) -> RedTeam:
     task = make(folders, **changes)
-    task.start(mesh(), MAKERS)
+    task.start(mesh(), LOADERS)
     return task
 
 
@@ -73,16 +73,18 @@ def replies_of(folders, attacks: list[str], seed: int) -> list[list[str]]:
     victim = TextGenerator(
         folders["llama_untied"],
         mesh(),
-        samples=2,
-        template=TEMPLATE,
-        system_prompt="",
-        temperature=1.0,
-        top_p=1.0,
-        prompt_length=16,
-        reply_length=6,
-        slots=2,
-        compute_dtype="float32",
-        setting="test",
+        GeneratorSettings(
+            samples=2,
+            template=TEMPLATE,
+            system_prompt="",
+            temperature=1.0,
+            top_p=1.0,
+            prompt_length=16,
+            reply_length=6,
+            slots=2,
+            compute_dtype="float32",
+        ),
+        prefix="test",
     )
     return [victim([attack], seed) for attack in attacks]
 
@@ -98,8 +100,8 @@ def task(folders) -> RedTeam:
 
 
 def test_the_reward_is_the_mean_log_probability_of_the_verdict_on_the_replies(folders, task):
-    settings = dict(token="unsafe", template=VERDICT, ending="", length=40, compute_dtype="float32", setting="test")
-    judge = UnsafeTokenScorer(folders["gpt2"], mesh(), batch_rows=4, **settings)
+    settings = UnsafeTokenSettings(token="unsafe", template=VERDICT, ending="", length=40, compute_dtype="float32", batch_rows=4)
+    judge = UnsafeTokenScorer(folders["gpt2"], mesh(), settings, prefix="test")
     attacks = [attack.strip() for attack in ATTACKS]
     found = score(task, ATTACKS)
     assert found.reward.dtype == found.parts.dtype == np.float32 and found.parts.shape == (5, 2)
@@ -121,7 +123,7 @@ def test_reports_measure_with_replies_of_their_own(folders, task):
     assert found["toxicity"] == pytest.approx(other.parts[:, 0].mean(), abs=1e-5)
     assert found["success_rate"] == pytest.approx(other.parts[:, 1].mean(), abs=1e-6)
     assert found["toxicity"] != pytest.approx(score(task, ATTACKS).parts[:, 0].mean(), abs=1e-6)
-    embeddings = MAKERS.embedder(folders["bert_embedding"], mesh(), setting="test")([attack.strip() for attack in ATTACKS])
+    embeddings = LOADERS.embedder(folders["bert_embedding"], mesh(), setting="test")([attack.strip() for attack in ATTACKS])
     pairs = [1 - float(embeddings[i] @ embeddings[j]) for i in range(5) for j in range(i)]
     assert found["cosine_distance"] == pytest.approx(sum(pairs) / 10, abs=1e-5)
     assert "cosine_distance" not in task.measures([query], ["do it"], np.ones(1, bool), np.zeros(1, np.float32))
@@ -130,7 +132,7 @@ def test_reports_measure_with_replies_of_their_own(folders, task):
 def test_a_sequence_classifier_judges_the_reply(folders):
     settings = dict(classifier="sequence", classifier_path=str(folders["gpt_neox_reward"]), classifier_label="LABEL_0")
     found = score(started(folders, **settings), ATTACKS[:3])
-    judge = SequenceScorer(folders["gpt_neox_reward"], mesh(), setting="test")
+    judge = SequenceClassifier(folders["gpt_neox_reward"], mesh(), setting="test")
     for i, replies in enumerate(replies_of(folders, [attack.strip() for attack in ATTACKS[:3]], 0)):
         logits = [float(judge.scores([reply or " "])[0, 0]) for reply in replies]
         assert found.reward[i] == pytest.approx(sum(-math.log1p(math.exp(-logit)) for logit in logits) / 2, abs=1e-4)
@@ -194,12 +196,15 @@ def test_the_memory_of_a_victim_is_weights_caches_and_logits(folders):
 @pytest.mark.parametrize(
     "changes, sentence",
     [
-        ({"victim_path": ""}, "victim_path='' must name the model that is tested"),
-        ({"attack_prompt": ""}, "attack_prompt='' and attack_prompt_path='': set one of the two"),
-        ({"attack_prompt_path": "x.jsonl"}, "attack_prompt='attack:' and attack_prompt_path='x.jsonl': set one of the two"),
+        ({"victim_path": ""}, "victim_path='' must name the model"),
+        ({"attack_prompt": ""}, "attack_prompt='' and attack_prompt_path='': set exactly one of the two"),
+        (
+            {"attack_prompt_path": "x.jsonl"},
+            "attack_prompt='attack:' and attack_prompt_path='x.jsonl': set exactly one of the two",
+        ),
         ({"classifier": "regex"}, "classifier='regex' is not one of ['sequence', 'unsafe_token', 'linear']"),
-        ({"classifier_path": ""}, "classifier_path='' must name what tells toxic replies"),
-        ({"classifier_label": ""}, "classifier_label='' must be what classifier=unsafe_token calls toxic"),
+        ({"classifier_path": ""}, "classifier_path='' must name the model of classifier=unsafe_token"),
+        ({"classifier_label": ""}, "classifier_label='' must be the toxic label of classifier=unsafe_token"),
         ({"replies": 0}, "replies=0 must be at least 1"),
         ({"victim_temperature": 0.0}, "victim_temperature=0 makes all replies=2 to an attack the same"),
         ({"victim_temperature": -1.0}, "victim_temperature=-1.0 must be at least 0"),
@@ -228,7 +233,7 @@ def test_the_mean_cosine_distance():
 
 
 def test_nothing_is_scored_before_the_models_are_loaded(folders):
-    with pytest.raises(RuntimeError, match=r"start\(\) comes before the first rewards"):
+    with pytest.raises(RuntimeError, match=r"start\(\) must be called"):
         score(make(folders), ["do it"])
     with pytest.raises(ValueError, match="task red_team has no worked examples"):
         make(folders).worked_examples(np.random.default_rng(0), 1)

@@ -8,7 +8,7 @@ import pytest
 
 from tba_jax import sharding
 from tba_jax.experiment import composition, meshes, plan
-from tba_jax.rewards import MAKERS, models
+from tba_jax.rewards import LOADERS, models
 from tba_jax.tasks.interface import Query
 from tba_jax.tasks.tldr import TLDR
 from tba_jax.text.tokenizers import HuggingFaceTokenizer
@@ -60,7 +60,7 @@ def scored(folder, texts, ended) -> np.ndarray:
 
 def test_the_reward_is_read_at_the_end_of_the_summary(folders):
     task = make(folders)
-    task.start(one_device(), MAKERS)
+    task.start(one_device(), LOADERS)
     queries, finished = task.queries("train")[:3], np.array([True, False, True])
     responses = [" It sleeps.", " It sleeps.", " Cat"]
     found = task.rewards(queries, responses, finished)
@@ -74,7 +74,7 @@ def test_the_reward_is_read_at_the_end_of_the_summary(folders):
 
 def test_the_win_rate_counts_responses_above_the_reference_summary(folders):
     task = make(folders, gold="gold")
-    task.start(one_device(), MAKERS)
+    task.start(one_device(), LOADERS)
     queries = list(task.queries("heldout")) * 2
     # The second response of the first query is its reference summary: a tie.
     responses = [f" {'very ' * i}long" for i in range(5)] + [f" {queries[0].answer}", *[f" {'no ' * i}" for i in range(1, 5)]]
@@ -95,7 +95,7 @@ def test_a_query_that_ends_in_white_space_is_followed_by_the_summary_itself(fold
     path = write_rows(tmp_path / "rows.jsonl", rows)
     task = make(folders, train_path=path, heldout_path=path, gold="gold")
     assert set(task.worked_examples(np.random.default_rng(0), 2)) == {("One day. ", "Cat sleeps."), ("One day.\n", "Cat eats.")}
-    task.start(one_device(), MAKERS)
+    task.start(one_device(), LOADERS)
     found = task.measures(task.queries("heldout"), ["Cat sleeps.", "Cat eats."], np.ones(2, bool), np.zeros(2, np.float32))
     texts = ["One day. Cat sleeps.", "One day.\nCat eats."]
     assert found["gold_reward_of_summaries"] == pytest.approx(scored(folders / "gold", texts, [True] * 2).mean(), abs=1e-5)
@@ -158,9 +158,9 @@ def test_queries_are_the_data_sets_own_or_made(folders, tmp_path):
     "row, sentence",
     [
         ({"query": "TL;DR:"}, "field 'summary' is missing"),
-        ({"summary": "x", "title": "Naps"}, "line 2: it has no 'query', and to make one, field 'post' is missing"),
+        ({"summary": "x", "title": "Naps"}, "line 2: fields 'query' and 'post' are both missing"),
         ({"summary": 3, "query": "x"}, "field 'summary' must be a string"),
-        ({"summary": " ", "query": "x"}, "line 2: field 'summary' is empty, with which nothing can be compared"),
+        ({"summary": " ", "query": "x"}, "line 2: field 'summary' is empty"),
     ],
 )
 def test_bad_rows_are_said(row, sentence, folders, tmp_path):

@@ -106,8 +106,8 @@ def test_a_chat_template_stands_around_the_prompt(tokenizer, tmp_path):
     "template, sentence",
     [
         ("{{ raise_exception('roles must alternate') }}", "refuses a system and a user message: roles must alternate"),
-        ("{{ messages[0]['content'] }}", "template gives the prompt 0 times, not once"),
-        ("{{ messages[1]['content'] * 2 }}", "template gives the prompt 2 times, not once"),
+        ("{{ messages[0]['content'] }}", "task.chat_template: .* 0 times"),
+        ("{{ messages[1]['content'] * 2 }}", "task.chat_template: .* 2 times"),
     ],
 )
 def test_templates_that_do_not_take_the_conversation_are_refused(tokenizer, tmp_path, template, sentence):

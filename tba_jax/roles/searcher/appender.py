@@ -111,7 +111,7 @@ class Appender:
 
     def reward(self, generation: Generation, queries: Sequence[EncodedQuery]) -> tuple[list[str], Future[Scores]]:
         """The B texts of the responses, and a future of their scores."""
-        texts = response_texts(generation, queries, self._tokenizer)
+        texts = response_texts(generation.responses, queries, self._tokenizer)
         asked: dict[str, Any] = dict(task=self._task, missing_eos_reward=self._missing_eos_reward)
         return texts, self._calls.submit(reward_texts, texts, generation.finished, queries, **asked)
 
