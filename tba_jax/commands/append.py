@@ -237,15 +237,15 @@ def _reference_logprobs(run: layout.RunDir, experiment: "Experiment", rows: dict
 def _scored(experiment: "Experiment", given: Sequence[Given], rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The columns that the task and the encoder fill: reward, reward parts, and the embedding if rows have one."""
     from tba_jax import sharding
-    from tba_jax.rewards import models, responses
+    from tba_jax.rewards import responses, task_models
     from tba_jax.rewards.embeddings import ResponseEmbedder
     from tba_jax.tasks.interface import Closable
 
     config, contract, task = experiment.config, experiment.contract, experiment.task
     queries = [each.query for each in given]
     texts = responses.response_texts([each.tokens for each in given], queries, experiment.tokenizer)
-    models.check(task, role="searcher")
-    models.start(task, sharding.task_mesh(config.searchers.task_devices))
+    task_models.check(task, role="searcher")
+    task_models.start(task, sharding.task_mesh(config.searchers.task_devices))
     size = _rows_at_a_time(experiment)
     try:
         scores = [

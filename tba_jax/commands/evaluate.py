@@ -31,7 +31,7 @@ def evaluate(workdir: Path, *, step: int | None, overrides: Sequence[str] = ()) 
 
     from tba_jax import sharding
     from tba_jax.experiment import composition, meshes
-    from tba_jax.rewards import models
+    from tba_jax.rewards import task_models
     from tba_jax.roles.evaluator import Evaluator
     from tba_jax.run import contract
     from tba_jax.tasks.interface import Closable
@@ -44,8 +44,8 @@ def evaluate(workdir: Path, *, step: int | None, overrides: Sequence[str] = ()) 
         raise ValueError(f"{run.initial_reference} is gone: it names the reference policy, which reports compare with")
     config, task = experiment.config, experiment.task
     meshes.check(experiment, role="evaluator", devices=len(jax.devices()))
-    models.check(task, role="evaluator")
-    models.start(task, sharding.task_mesh(config.evaluation.task_devices))
+    task_models.check(task, role="evaluator")
+    task_models.start(task, sharding.task_mesh(config.evaluation.task_devices))
     made = Evaluator(
         config,
         experiment.contract,

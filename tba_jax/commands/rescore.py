@@ -41,7 +41,7 @@ def rescore(workdir: Path) -> str:
     """
     from tba_jax import sharding, trajectory
     from tba_jax.replay.reader import LogReader
-    from tba_jax.rewards import models
+    from tba_jax.rewards import task_models
     from tba_jax.run.lease import EpochLease
 
     run = layout.open_run_dir(workdir)
@@ -66,8 +66,8 @@ def rescore(workdir: Path) -> str:
                 f"(replay.retention={retention}), and a new reward version needs every row"
             )
     if waiting:
-        models.check(experiment.task, role="searcher")
-        models.start(experiment.task, sharding.task_mesh(0))
+        task_models.check(experiment.task, role="searcher")
+        task_models.start(experiment.task, sharding.task_mesh(0))
     for writer, head in waiting.items():
         _rescore_writer(run, experiment, reader, queries, writer=writer, head=head)
     layout.write_json(run.rescored_commit(version), {"reward_parts": list(experiment.contract.reward_parts), "heads": heads})

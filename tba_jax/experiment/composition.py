@@ -9,7 +9,7 @@ from ml_collections import config_dict
 from tba_jax.experiment import checks, named_policy, named_task
 from tba_jax.models.config import FREE_FIELDS
 from tba_jax.models.policy import Policy
-from tba_jax.rewards import embeddings, models
+from tba_jax.rewards import embeddings, task_models
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import places
 from tba_jax.tasks import custom_task
@@ -58,7 +58,7 @@ def build(config: Any, *, reward_models: Mapping[str, str] | None = None) -> Exp
         task,
         settings,
         template=template,
-        reward_models=models.digests(task) if reward_models is None else reward_models,
+        reward_models=task_models.digests(task) if reward_models is None else reward_models,
     )
     return Experiment(
         config=config, contract=contract, tokenizer=tokenizer, task=task, policy=policy, queries=queries, skipped=skipped

@@ -5,7 +5,7 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tba_jax.rewards import models
+from tba_jax.rewards import task_models
 from tba_jax.roles import evaluator
 from tba_jax.tasks import EXTRAS, TASKS, custom_task
 from tba_jax.tasks.interface import SPLITS, Query, Shortens, Task
@@ -43,7 +43,7 @@ def make(config: Any) -> tuple[Task, dict[str, Any]]:
         )
     for section in ("searchers", "evaluation"):
         devices = config[section].task_devices
-        if devices and not models.uses(task):
+        if devices and not task_models.uses(task):
             raise ValueError(
                 f"{section}.task_devices={devices} would not be used: task.name={config.task.name!r} scores without models"
             )
