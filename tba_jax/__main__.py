@@ -14,7 +14,7 @@ def commands() -> dict[str, str]:
     for path in sorted((Path(__file__).parent / "commands").glob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-        if {"add_arguments", "run"} <= functions:
+        if {"add_flags", "run"} <= functions:
             found[path.stem] = (ast.get_docstring(tree) or "").partition("\n")[0]
     return found
 

@@ -3,10 +3,11 @@
 python -m tba_jax.main --config=configs/X.py --workdir=DIR [--role=all|reference|trainer|searcher|evaluator] [--dry_run]
 """
 
-import argparse
 import logging
 import sys
 from typing import TYPE_CHECKING
+
+from absl import flags
 
 from tba_jax.commands import command_line, recipes, settings_help
 from tba_jax.run import processes
@@ -19,32 +20,23 @@ log = logging.getLogger(__name__)
 ROLES = ("all", "reference", "trainer", "searcher", "evaluator")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    recipes.add_arguments(parser, settings_help.BASE, example="configs/X.py")
-    command_line.add_workdir(parser)
-    parser.add_argument(
-        "--role",
-        choices=ROLES,
-        default="all",
-        help="all: supervise one trainer, searchers and an evaluator here (default); reference: make the initial policy, stop",
-    )
-    parser.add_argument(
-        "--name", default="", help="name of this role's metrics; default: the role (searchers add their writer id)"
-    )
-    parser.add_argument("--dry_run", action="store_true", help="check everything, print config, shapes and memory, and stop")
-    parser.add_argument(
-        "--shared",
-        default="",
-        metavar="PLACE",
-        help="where searchers and trainer meet, if not in --workdir: a folder, gs://bucket/prefix or s3://bucket/prefix",
-    )
-    parser.add_argument(
-        "--init_from", default="", metavar="RUN@STEP", help="a new run begins from another run's policy of that step"
-    )
-    parser.add_argument("--allow_change", default="", metavar="A,B", help="schedule settings that a resumed run may change")
+def add_flags(values: flags.FlagValues) -> settings_help.Program:
+    recipes.add_flag(values)
+    command_line.add_workdir(values)
+    what = "all: supervise one trainer, searchers and an evaluator here; reference: make the initial policy, stop"
+    flags.DEFINE_enum("role", "all", ROLES, what, flag_values=values)
+    what = "name of this role's metrics; default: the role (searchers add their writer id)"
+    flags.DEFINE_string("name", "", what, flag_values=values)
+    flags.DEFINE_bool("dry_run", False, "check everything, print config, shapes and memory, and stop", flag_values=values)
+    what = "where searchers and trainer meet, if not in --workdir: a folder, gs://bucket/prefix or s3://bucket/prefix"
+    flags.DEFINE_string("shared", "", what, flag_values=values)
+    what = "RUN@STEP: a new run begins from another run's policy of that step"
+    flags.DEFINE_string("init_from", "", what, flag_values=values)
+    flags.DEFINE_list("allow_change", [], "A,B: schedule settings that a resumed run may change", flag_values=values)
+    return settings_help.BASE
 
 
-def run(given: argparse.Namespace) -> int | command_line.Job:
+def run(given: command_line.Given) -> int | command_line.Job:
     """Checks everything that a user's mistake can break; the job is the role's."""
     config = recipes.load(given.config, given.overrides, program=settings_help.BASE)
     if given.role == "searcher":
@@ -64,7 +56,7 @@ def run(given: argparse.Namespace) -> int | command_line.Job:
         run=folder,
         name=given.name,
         label=recipes.label_of(given.config),
-        allow_change=tuple(name for name in given.allow_change.split(",") if name),
+        allow_change=tuple(given.allow_change),
         arguments=tuple(sys.argv[1:]),
         init_from=init_from,
     )

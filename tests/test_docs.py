@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from absl import flags
 
 from configs import base, supervised
 from tba_jax import __main__ as command_list
-from tba_jax.tasks import own
+from tba_jax.tasks import custom_task
 from tests import test_layers
 
 ROOT = Path(__file__).parent.parent
@@ -64,7 +65,11 @@ def commands(text: str) -> Iterator[list[str]]:
 
 @functools.cache
 def flags_of(file: Path) -> frozenset[str]:
-    """Flags that a file defines, by absl or argparse, and those of the modules beside it that it imports."""
+    """Flags of a command, or those that a script defines by absl or argparse."""
+    if file.is_relative_to(ROOT / "tba_jax"):
+        values = flags.FlagValues()
+        importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts)).add_flags(values)
+        return frozenset({*values, "help"})
     tree = ast.parse(file.read_text())
     found = set()
     for node in ast.walk(tree):
@@ -72,9 +77,6 @@ def flags_of(file: Path) -> frozenset[str]:
             name = node.args[0]
             if isinstance(name, ast.Constant) and (node.func.attr.startswith("DEFINE_") or node.func.attr == "add_argument"):
                 found.add(name.value.removeprefix("--"))
-        if isinstance(node, ast.ImportFrom) and node.module == "tba_jax.commands":
-            for alias in node.names:
-                found |= flags_of(ROOT / "tba_jax" / "commands" / f"{alias.name}.py")
     return frozenset(found)
 
 
@@ -259,7 +261,7 @@ def test_the_task_of_the_readme_grades(tmp_path):
     (tmp_path / "double.py").write_text(code)
     config: dict[str, Any] = {"__file__": str(tmp_path / "double.py")}
     exec(compile(code, "double.py", "exec"), config)
-    task = own.make(own.load(config["get_config"]().task.name), {}, section="task.custom")
+    task = custom_task.make(custom_task.load(config["get_config"]().task.name), {}, section="task.custom")
     try:
         heldout, train = task.queries("heldout"), task.queries("train")
         assert len(heldout) == 100 and len(train) == 900

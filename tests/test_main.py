@@ -2,13 +2,14 @@
 
 import json
 import re
+import signal
 from pathlib import Path
 
 import pytest
 
 from tba_jax import main
 from tba_jax.commands import command_line
-from tba_jax.run import contract
+from tba_jax.run import contract, processes
 from tests.support import random_checkpoints, tiny_run
 from tests.support.small_recipes import PRETRAINED
 
@@ -68,6 +69,7 @@ REFUSALS = {
     "setting that the objective does not read": (["--config.learner.clip_low=0.1"], ["learner.clip_low=0.1", "does not read it"]),
     "policy of another run": (["--init_from=/nowhere@3"], ["--init_from", "/nowhere", "holds no run"]),
     "rows of another run": (["--config.replay.mount=('/nowhere',)"], ["replay.mount", "/nowhere", "holds no run"]),
+    "worked examples": (["--config.warm_start.steps=5", "--config.task.response_length=3"], ["tokens", "(task.response_length)"]),
     "role": (["--role=nobody"], ["nobody", "trainer"]),
 }
 
@@ -167,3 +169,19 @@ def test_long_prompts_can_be_skipped(tmp_path, capsys):
     flags = ["--config.task.arithmetic.digits=2", "--config.task.prompt_length=5", "--config.task.long_prompts=skip", "--dry_run"]
     said = refusal(tiny_run.command(tmp_path / "run", *flags)[3:], capsys)
     assert "40 of 40" in said, "no prompt is left, so skipping cannot help"
+
+
+def test_ctrl_c_ends_a_warm_start_at_once(tmp_path):
+    settings = {"schedule.mode": "interleaved", "warm_start.steps": 10**6, "warm_start.report_every_steps": 10}
+    settings |= {"task.response_length": 24}  # which the worked examples need
+    flags = [f"--config.{name}={value}" for name, value in settings.items()]
+    process = tiny_run.start(tiny_run.command(tmp_path / "run", *flags))
+    try:
+        assert process.stdout is not None
+        told = next(line for line in process.stdout if "warm start: step" in line or "error" in line)
+        assert "warm start" in told
+        process.send_signal(signal.SIGINT)
+        rest, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == processes.STOPPED and "Traceback" not in rest and rest.rstrip().endswith("stopped"), rest

@@ -9,7 +9,6 @@ reference's log-probs stand in its columns for policy and behaviour. Objectives 
 rows. Either all rows appear at once, or none does.
 """
 
-import argparse
 import hashlib
 import os
 import platform
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from absl import flags
 
 from tba_jax.commands import command_line
 from tba_jax.run import layout, places
@@ -237,15 +237,15 @@ def _reference_logprobs(run: layout.RunDir, experiment: "Experiment", rows: dict
 def _scored(experiment: "Experiment", given: Sequence[Given], rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The columns that the task and the encoder fill: reward, reward parts, and the embedding if rows have one."""
     from tba_jax import sharding
-    from tba_jax.rewards import models, responses
+    from tba_jax.rewards import responses, task_models
     from tba_jax.rewards.embeddings import ResponseEmbedder
     from tba_jax.tasks.interface import Closable
 
     config, contract, task = experiment.config, experiment.contract, experiment.task
     queries = [each.query for each in given]
     texts = responses.response_texts([each.tokens for each in given], queries, experiment.tokenizer)
-    models.check(task, role="searcher")
-    models.start(task, sharding.task_mesh(config.searchers.task_devices))
+    task_models.check(task, role="searcher")
+    task_models.start(task, sharding.task_mesh(config.searchers.task_devices))
     size = _rows_at_a_time(experiment)
     try:
         scores = [
@@ -270,16 +270,13 @@ def _scored(experiment: "Experiment", given: Sequence[Given], rows: dict[str, np
     return found
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    command_line.add_workdir(parser)
-    parser.add_argument(
-        "--responses", required=True, metavar="FILE", help='a file of {"prompt", "response"}, or a data set of the hub'
-    )
-    parser.add_argument(
-        "--unfit", choices=UNFIT, default="refuse", help="responses that no policy of the run can give: too long, say"
-    )
+def add_flags(values: flags.FlagValues) -> None:
+    command_line.add_workdir(values)
+    what = 'a file of {"prompt", "response"}, or a data set of the hub'
+    flags.DEFINE_string("responses", None, what, flag_values=values, required=True)
+    flags.DEFINE_enum("unfit", "refuse", UNFIT, "responses that no policy of the run can give: too long, say", flag_values=values)
 
 
-def run(given: argparse.Namespace) -> int:
+def run(given: command_line.Given) -> int:
     print(append(given.workdir, given.responses, unfit=given.unfit))
     return 0

@@ -3,7 +3,6 @@
 python -m tba_jax audit --workdir=DIR [--step=N | --regenerate=WRITER:ROW]
 """
 
-import argparse
 import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from absl import flags
 
 from tba_jax import trajectory
 from tba_jax.commands import command_line
@@ -241,14 +241,14 @@ def _compared(name: str, rows: trajectory.Rows, again: Any) -> tuple[str, bool]:
     return f"{name} is identical: {length} tokens; its log-probs differ by {gap:.2g} nats at most", True
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    command_line.add_workdir(parser)
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--step", type=int, metavar="N", help="the rows that trained this step")
-    what.add_argument("--regenerate", metavar="WRITER:ROW", help="generate this row again and compare")
+def add_flags(values: flags.FlagValues) -> None:
+    command_line.add_workdir(values)
+    flags.DEFINE_integer("step", None, "print the rows that trained this step", flag_values=values)
+    flags.DEFINE_string("regenerate", None, "WRITER:ROW, a row to generate again and compare", flag_values=values)
+    flags.mark_flags_as_mutual_exclusive(["step", "regenerate"], flag_values=values)
 
 
-def run(given: argparse.Namespace) -> int:
+def run(given: command_line.Given) -> int:
     """Prints the report. Returns 1 if an account does not balance, or if a batch or a row differs from the stored one."""
     opened = open_run(given.workdir)
     if given.step is not None:

@@ -1,10 +1,10 @@
 """What all commands share: their parser, the sentence that answers a user's mistake, exit codes, the log on stderr.
 
-A command is a module with a docstring, whose first line lists it, and two functions: `add_arguments(parser)`, and `run(given)`,
-which returns an exit code, or the job that is left to do once no mistake of the user can stop it.
+A command is a module with a docstring, whose first line lists it, and two functions. `add_flags(values)` defines its absl flags,
+and returns the settings that --config.NAME=VALUE changes, if the command takes such flags. `run(given)` returns an exit code, or
+the job that is left to do once no mistake of the user can stop it.
 """
 
-import argparse
 import contextlib
 import difflib
 import logging
@@ -14,14 +14,26 @@ import sys
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from types import SimpleNamespace
+from typing import NoReturn, Protocol
+
+from absl import flags
 
 from tba_jax.run import processes
 
 Job = Callable[[], int]
+Given = SimpleNamespace  # name of a flag -> its value; overrides: the flags that change settings
 
 # A flag that changes a setting: --config.NAME=VALUE, or --noconfig.NAME of a setting that is true or false.
 OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]*)")
+
+
+class Settings(Protocol):
+    """The settings that --config.NAME=VALUE changes, as help tells of them (see settings_help.Program)."""
+
+    def describe(self, asked: str) -> str: ...
+
+    def overview(self) -> str: ...
 
 
 class Command(Protocol):
@@ -29,59 +41,82 @@ class Command(Protocol):
 
     __name__: str
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+    def add_flags(self, values: flags.FlagValues) -> Settings | None: ...
 
-    def run(self, given: argparse.Namespace) -> int | Job: ...
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser that answers a mistake by one sentence. It collects flags --config.X=Y in `overrides`, if that has a default."""
-
-    def error(self, message: str) -> NoReturn:
-        refuse(ValueError(message.removeprefix("argument ")))
-
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        given, rest = self.parse_known_args(args, namespace)
-        overrides: list[str] = []
-        for each in rest:
-            if hasattr(given, "overrides") and OVERRIDE.match(each):
-                overrides.append(each)
-            elif overrides and "=" not in overrides[-1] and not each.startswith("--"):
-                overrides[-1] += f"={each}"
-            else:
-                self._refuse_unknown(each)
-        if hasattr(given, "overrides"):
-            given.overrides = overrides
-        return given
-
-    def _refuse_unknown(self, argument: str) -> NoReturn:
-        name = argument.partition("=")[0]
-        near = difflib.get_close_matches(name, self._option_string_actions, n=1)
-        self.error(f"there is no argument {name!r}{hint(near[0] if near else '')}; --help tells which there are")
+    def run(self, given: Given) -> int | Job: ...
 
 
-def add_workdir(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--workdir", type=Path, required=True, metavar="DIR", help="the run's folder")
+class _PathParser(flags.ArgumentParser):
+    def parse(self, argument: str) -> Path:
+        return Path(argument)
+
+
+def add_path(values: flags.FlagValues, name: str, text: str, *, required: bool = False) -> None:
+    """Defines a flag whose value is a pathlib.Path, None where it is not given."""
+    flags.DEFINE(_PathParser(), name, None, text, flag_values=values, required=required)
+
+
+def add_workdir(values: flags.FlagValues) -> None:
+    add_path(values, "workdir", "the run's folder", required=True)
 
 
 def execute(command: Command, arguments: Sequence[str], *, prog: str = "") -> int:
-    """Runs a command and returns its exit code. A mistake or a failure ends the process with a code of its own."""
+    """Runs a command and returns its exit code; a mistake or a failure ends the process by a code of its own."""
     prog = prog or f"python -m tba_jax {command.__name__.rpartition('.')[2]}"
-    parser = Parser(
-        prog=prog,
-        usage=argparse.SUPPRESS,  # the docstring tells it
-        description=command.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        conflict_handler="resolve",  # --help may be --help=SECTION
-    )
-    command.add_arguments(parser)
-    given = parser.parse_args(arguments)
+    values = flags.FlagValues()  # its own: who imports a command defines no flag in absl.flags.FLAGS
+    settings = command.add_flags(values)
+    with contextlib.suppress(StopIteration):
+        place = next(i for i, each in enumerate(arguments) if each in ("-h", "--help") or each.startswith("--help="))
+        print(_help(command, values, settings, arguments[place].partition("=")[2] or "".join(arguments[place + 1 : place + 2])))
+        return 0
+    given = _parse(values, arguments, settings)
     log_to_stderr()
     with failures():
         with mistakes():
             outcome = command.run(given)
         return outcome if isinstance(outcome, int) else outcome()
+
+
+def _help(command: Command, values: flags.FlagValues, settings: Settings | None, asked: str) -> str:
+    """The docstring and all flags; or the section or setting that is asked for."""
+    if settings is not None and asked and not asked.startswith("-"):
+        try:
+            return settings.describe(asked)
+        except ValueError as error:
+            refuse(error)
+    lines = [(command.__doc__ or "").strip(), "", "flags:"]
+    for flag in (each for module in values.flags_by_module_dict().values() for each in module):
+        default = f"; default: {flag.default}" if flag.default not in (None, "", False) else ""
+        lines.append(f"  --{flag.name:13} {flag.help}{default}")
+    return "\n".join(lines) + (settings.overview() if settings is not None else "")
+
+
+def _parse(values: flags.FlagValues, arguments: Sequence[str], settings: Settings | None) -> Given:
+    """The values of all flags, by absl's parser; `overrides` are the flags --config.NAME=VALUE, in their order."""
+    known: list[str] = []
+    overrides: list[str] = []
+    last: list[str] = []
+    for each in arguments:
+        name = each.lstrip("-").partition("=")[0]
+        if settings is not None and OVERRIDE.match(each):
+            last = overrides
+        elif each.startswith("-") and (name in values or name.removeprefix("no") in values):
+            last = known
+        elif last and "=" not in last[-1] and not each.startswith("-"):  # --flag VALUE
+            last[-1] += f"={each}"
+            continue
+        else:
+            near = difflib.get_close_matches(name, list(values), n=1)
+            told = f"--{near[0]}" if near else ""
+            refuse(ValueError(f"there is no argument {each.partition('=')[0]!r}{hint(told)}; --help tells which there are"))
+        last.append(each)
+    try:
+        values(["", *known])
+    except flags.Error as error:
+        if needed := re.search(r"Flag --(\w+) must have a value", str(error)):
+            refuse(ValueError(f"--{needed[1]} is needed: {values[needed[1]].help}"))
+        refuse(ValueError(re.sub(r"\('(.*?)', .*\)", r"\1", str(error).removeprefix("flag "))))
+    return Given(**values.flag_values_dict(), overrides=overrides)
 
 
 @contextlib.contextmanager

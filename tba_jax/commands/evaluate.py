@@ -6,11 +6,12 @@ Flags change settings of the evaluation, such as evaluation.queries, evaluation.
 Settings that belong to the run's contract cannot change.
 """
 
-import argparse
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from absl import flags
 
 from tba_jax.commands import command_line, recipes, settings_help, snapshot_step
 from tba_jax.run import layout, places
@@ -30,7 +31,7 @@ def evaluate(workdir: Path, *, step: int | None, overrides: Sequence[str] = ()) 
 
     from tba_jax import sharding
     from tba_jax.experiment import composition, meshes
-    from tba_jax.rewards import models
+    from tba_jax.rewards import task_models
     from tba_jax.roles.evaluator import Evaluator
     from tba_jax.run import contract
     from tba_jax.tasks.interface import Closable
@@ -43,8 +44,8 @@ def evaluate(workdir: Path, *, step: int | None, overrides: Sequence[str] = ()) 
         raise ValueError(f"{run.initial_reference} is gone: it names the reference policy, which reports compare with")
     config, task = experiment.config, experiment.task
     meshes.check(experiment, role="evaluator", devices=len(jax.devices()))
-    models.check(task, role="evaluator")
-    models.start(task, sharding.task_mesh(config.evaluation.task_devices))
+    task_models.check(task, role="evaluator")
+    task_models.start(task, sharding.task_mesh(config.evaluation.task_devices))
     made = Evaluator(
         config,
         experiment.contract,
@@ -77,14 +78,14 @@ def _with_tuples(tree: Any) -> Any:
     return tuple(tree) if isinstance(tree, list) else tree
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    command_line.add_workdir(parser)
-    snapshot_step.add_argument(parser)
-    parser.add_argument("--output", type=Path, metavar="FILE", help="a file that the report is written to as well")
-    settings_help.add_overrides(parser, settings_help.BASE)
+def add_flags(values: flags.FlagValues) -> settings_help.Program:
+    command_line.add_workdir(values)
+    snapshot_step.add_flag(values)
+    command_line.add_path(values, "output", "a file that the report is written to as well")
+    return settings_help.BASE
 
 
-def run(given: argparse.Namespace) -> int:
+def run(given: command_line.Given) -> int:
     output = given.output
     if output is not None and not output.parent.is_dir():
         raise ValueError(f"--output={output}: its folder does not exist")

@@ -3,12 +3,13 @@
 python -m tba_jax export --workdir=DIR --output=DIR [--step=N] [--dtype=float32|bfloat16|float16]
 """
 
-import argparse
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from absl import flags
 
 from tba_jax.commands import command_line, snapshot_step
 from tba_jax.run import layout, places
@@ -118,15 +119,14 @@ def _committed(folder: Place, what: str) -> Iterator[None]:
         raise ValueError(f"{what} is gone: {folder} holds no {snapshots.COMMIT}") from error
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    command_line.add_workdir(parser)
-    parser.add_argument(
-        "--output", type=Path, required=True, metavar="DIR", help="the folder to write; it must not exist, or be empty"
-    )
-    snapshot_step.add_argument(parser)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights; default: the snapshot's")
+def add_flags(values: flags.FlagValues) -> None:
+    command_line.add_workdir(values)
+    command_line.add_path(values, "output", "the folder to write; it must not exist, or be empty", required=True)
+    snapshot_step.add_flag(values)
+    dtypes = ("float32", "bfloat16", "float16")
+    flags.DEFINE_enum("dtype", None, dtypes, "of the weights; default: the snapshot's", flag_values=values)
 
 
-def run(given: argparse.Namespace) -> int:
+def run(given: command_line.Given) -> int:
     print(export(given.workdir, given.output, step=given.step, dtype=given.dtype))
     return 0

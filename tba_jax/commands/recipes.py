@@ -1,6 +1,5 @@
 """--config=FILE.py[:NAME]: a recipe is loaded, and flags --config.SETTING=VALUE change its settings."""
 
-import argparse
 import functools
 import inspect
 import linecache
@@ -14,7 +13,7 @@ from absl import flags
 from ml_collections import config_dict, config_flags
 
 from tba_jax.commands import command_line
-from tba_jax.commands.settings_help import PROGRAMS, Program, add_overrides, entries
+from tba_jax.commands.settings_help import PROGRAMS, Program, entries
 from tba_jax.run import user_code
 from tba_jax.schemas import flatten
 
@@ -22,10 +21,9 @@ from tba_jax.schemas import flatten
 _NO_KEY = re.compile(r"""Key "(\w+)" does not exist|^['"\\]+(\w+)['"\\]""")
 
 
-def add_arguments(parser: argparse.ArgumentParser, program: Program, *, example: str) -> None:
-    """Lets a command take a recipe of the program, and flags that change its settings."""
-    add_overrides(parser, program)
-    parser.add_argument("--config", required=True, metavar=example, help="the recipe, a file under configs/")
+def add_flag(values: flags.FlagValues) -> None:
+    """Lets a command take a recipe."""
+    flags.DEFINE_string("config", None, "the recipe, a file under configs/", flag_values=values, required=True)
 
 
 def load(recipe: str, overrides: Sequence[str], *, program: Program) -> config_dict.ConfigDict:

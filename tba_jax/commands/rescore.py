@@ -8,12 +8,12 @@ of a writer appear when all of them are scored, and count once `DIR/rewards/<ver
 interrupted one.
 """
 
-import argparse
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from absl import flags
 
 from tba_jax.commands import command_line
 from tba_jax.run import contract as contract_lib
@@ -41,7 +41,7 @@ def rescore(workdir: Path) -> str:
     """
     from tba_jax import sharding, trajectory
     from tba_jax.replay.reader import LogReader
-    from tba_jax.rewards import models
+    from tba_jax.rewards import task_models
     from tba_jax.run.lease import EpochLease
 
     run = layout.open_run_dir(workdir)
@@ -66,8 +66,8 @@ def rescore(workdir: Path) -> str:
                 f"(replay.retention={retention}), and a new reward version needs every row"
             )
     if waiting:
-        models.check(experiment.task, role="searcher")
-        models.start(experiment.task, sharding.task_mesh(0))
+        task_models.check(experiment.task, role="searcher")
+        task_models.start(experiment.task, sharding.task_mesh(0))
     for writer, head in waiting.items():
         _rescore_writer(run, experiment, reader, queries, writer=writer, head=head)
     layout.write_json(run.rescored_commit(version), {"reward_parts": list(experiment.contract.reward_parts), "heads": heads})
@@ -169,10 +169,10 @@ def _scored_again(
     return {**rows, "reward": reward, "reward_parts": parts, "reward_version": version}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    command_line.add_workdir(parser)
+def add_flags(values: flags.FlagValues) -> None:
+    command_line.add_workdir(values)
 
 
-def run(given: argparse.Namespace) -> int:
+def run(given: command_line.Given) -> int:
     print(rescore(given.workdir))
     return 0

@@ -3,11 +3,10 @@
 The schemas are read as text and not run, because their comments are what help is about.
 """
 
-import argparse
 import ast
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tba_jax.commands import command_line
 
@@ -21,6 +20,36 @@ class Program(NamedTuple):
     schema: Path
     defaults: str
     command: str
+
+    def describe(self, asked: str) -> str:
+        """The lines of a section, or of one setting.
+
+        Raises:
+          ValueError: the program has neither; names the nearest.
+        """
+        everything = entries(self.schema)
+        chosen = [entry for entry in everything if f"{entry.name}.".startswith(f"{asked}.")]
+        if not chosen:
+            near = command_line.nearest(asked, [entry.name for entry in everything])
+            raise ValueError(f"--help={asked}: there is no such section or setting{command_line.hint(near)}")
+        told = [f"Each line is a setting, its default and its limits. A flag changes it: --config.{chosen[-1].name}=VALUE", ""]
+        for entry in chosen:
+            told += entry.lines()
+        return "\n".join(told).replace("\n\n\n", "\n\n")
+
+    def overview(self) -> str:
+        """What --help tells after the arguments: where settings are, and the recipes."""
+        sections = dict.fromkeys(entry.name.partition(".")[0] for entry in entries(self.schema) if not entry.default)
+        told = [
+            "",
+            f"settings: {self.schema.relative_to(PACKAGE.parent)} has them all. --help=SECTION prints a section, which is one of",
+            f"  {', '.join(sections)}",
+            "and --help=SECTION.SETTING a single setting. A flag changes it: --config.SECTION.SETTING=VALUE",
+        ]
+        if self == BASE:
+            width = max(map(len, recipes()))
+            told += ["", "recipes:", *(f"  {name:{width}}  {line}" for name, line in recipes().items())]
+        return "\n".join(told)
 
 
 BASE = Program(PACKAGE / "experiment" / "schema.py", "configs/base.py", "tba_jax.main")
@@ -67,36 +96,21 @@ def entries(schema: Path) -> list[Entry]:
 
 def _assigned(name: str, value: ast.expr, comments: tuple[str, ...], behind: str) -> Iterator[Entry]:
     """The entries of one assignment: a setting, or a section and the settings that it is made with."""
-    made_by = ast.unparse(value.func) if isinstance(value, ast.Call) else ""
-    if made_by == "ConfigDict":
-        assert isinstance(value, ast.Call)
-        yield Entry(name, comments, behind=behind)
-        for given in value.args:
-            for leaf in given.keywords if isinstance(given, ast.Call) else ():
-                yield Entry(f"{name}.{leaf.arg}", default=ast.unparse(leaf.value))
-    elif made_by == "setting":
-        assert isinstance(value, ast.Call)
-        limits = ", ".join(f"{each.arg}={ast.unparse(each.value)}" for each in value.keywords)
-        yield Entry(name, comments, ast.unparse(value.args[0]), limits, behind)
-    else:
-        yield Entry(name, comments, ast.unparse(value), behind=behind)
+    if not (isinstance(value, ast.Call) and ast.unparse(value.func) == "ConfigDict"):
+        yield _setting(name, value)._replace(comments=comments, behind=behind)
+        return
+    yield Entry(name, comments, behind=behind)
+    for given in value.args:
+        for leaf in given.keywords if isinstance(given, ast.Call) else ():
+            yield _setting(f"{name}.{leaf.arg}", leaf.value)
 
 
-def describe(program: Program, asked: str) -> str:
-    """The lines of a section, or of one setting.
-
-    Raises:
-      ValueError: the program has neither; names the nearest.
-    """
-    everything = entries(program.schema)
-    chosen = [entry for entry in everything if f"{entry.name}.".startswith(f"{asked}.")]
-    if not chosen:
-        near = command_line.nearest(asked, [entry.name for entry in everything])
-        raise ValueError(f"--help={asked}: there is no such section or setting{command_line.hint(near)}")
-    told = [f"Each line is a setting, its default and its limits. A flag changes it: --config.{chosen[-1].name}=VALUE", ""]
-    for entry in chosen:
-        told += entry.lines()
-    return "\n".join(told).replace("\n\n\n", "\n\n")
+def _setting(name: str, value: ast.expr) -> Entry:
+    """The entry of `setting(default, limits)`, or of a plain default."""
+    if not (isinstance(value, ast.Call) and ast.unparse(value.func) == "setting"):
+        return Entry(name, default=ast.unparse(value))
+    limits = ", ".join(f"{each.arg}={ast.unparse(each.value)}" for each in value.keywords)
+    return Entry(name, default=ast.unparse(value.args[0]), limits=limits)
 
 
 def recipes() -> dict[str, str]:
@@ -108,41 +122,3 @@ def recipes() -> dict[str, str]:
         if makes and name not in {program.defaults for program in PROGRAMS}:
             found[name] = (ast.get_docstring(tree) or "").partition("\n")[0]
     return found
-
-
-def _overview(program: Program) -> str:
-    """What --help tells after the arguments: where settings are, and the recipes."""
-    sections = dict.fromkeys(entry.name.partition(".")[0] for entry in entries(program.schema) if not entry.default)
-    told = [
-        "",
-        f"settings: {program.schema.relative_to(PACKAGE.parent)} has them all. --help=SECTION prints a section, which is one of",
-        f"  {', '.join(sections)}",
-        "and --help=SECTION.SETTING a single setting. A flag changes it: --config.SECTION.SETTING=VALUE",
-    ]
-    if program is BASE:
-        width = max(map(len, recipes()))
-        told += ["", "recipes:", *(f"  {name:{width}}  {line}" for name, line in recipes().items())]
-    return "\n".join(told)
-
-
-class Help(argparse.Action):
-    """--help, and --help=SECTION; `const` is the Program."""
-
-    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        assert isinstance(self.const, Program)
-        if isinstance(values, str):
-            try:
-                print(describe(self.const, values))
-            except ValueError as error:
-                parser.error(str(error))
-        else:
-            print(parser.format_help() + _overview(self.const))
-        parser.exit()
-
-
-def add_overrides(parser: argparse.ArgumentParser, program: Program) -> None:
-    """Lets a command take flags --config.SETTING=VALUE, and --help=SECTION tell of them."""
-    parser.set_defaults(overrides=[])
-    parser.add_argument(
-        "-h", "--help", nargs="?", action=Help, const=program, metavar="SECTION", help="this, or the settings of a section"
-    )

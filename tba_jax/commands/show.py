@@ -3,12 +3,12 @@
 python -m tba_jax show --workdir=DIR [--order=newest|best|worst] [--count=10]
 """
 
-import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from absl import flags
 
 from tba_jax.commands import command_line
 
@@ -108,13 +108,13 @@ def _blocks(reader: "LogReader", spans: Mapping[str, Sequence[range]]) -> "Itera
             start = stop
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    command_line.add_workdir(parser)
-    parser.add_argument("--order", choices=tuple(_SIGNS), default="newest", help="which rows come first; default: newest")
-    parser.add_argument("--count", type=int, default=10, metavar="N", help="how many rows; default: 10")
+def add_flags(values: flags.FlagValues) -> None:
+    command_line.add_workdir(values)
+    flags.DEFINE_enum("order", "newest", tuple(_SIGNS), "which rows come first", flag_values=values)
+    flags.DEFINE_integer("count", 10, "how many rows", flag_values=values)
 
 
-def run(given: argparse.Namespace) -> int:
+def run(given: command_line.Given) -> int:
     if given.count < 1:
         raise ValueError(f"--count={given.count} must be at least 1")
     print(show(given.workdir, given.order, given.count))

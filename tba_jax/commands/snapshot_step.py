@@ -1,14 +1,15 @@
 """--step=N of commands that take one snapshot of a run: the newest where it is not given."""
 
-import argparse
 from typing import TYPE_CHECKING
+
+from absl import flags
 
 if TYPE_CHECKING:
     from tba_jax.run.places import Place
 
 
-def add_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--step", type=int, metavar="N", help="trainer step of the snapshot; default: the newest")
+def add_flag(values: flags.FlagValues) -> None:
+    flags.DEFINE_integer("step", None, "trainer step of the snapshot; default: the newest", flag_values=values)
 
 
 def chosen(policies: "Place", step: int | None, *, called: str) -> int:

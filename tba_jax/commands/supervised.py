@@ -5,7 +5,6 @@ python -m tba_jax supervised --config=configs/supervised.py --workdir=DIR --outp
 The same command resumes a run that was stopped or killed. The examples of a step depend on the seed and the step alone.
 """
 
-import argparse
 import json
 import logging
 import math
@@ -14,6 +13,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from absl import flags
 
 from tba_jax.commands import command_line, recipes, settings_help
 from tba_jax.run import layout, places, processes
@@ -100,7 +101,7 @@ def _model_and_tokenizer(config: Any, folder: Path) -> "tuple[DecoderConfig, Hug
         head="score" if config.kind == "reward" else "language_model",
     )
     _require(model.head != "score" or model.labels == 1, f"it scores {model.labels} labels, a reward model scores one")
-    tokenizer = HuggingFaceTokenizer(folder)
+    tokenizer = HuggingFaceTokenizer(folder, vocab=model.vocab)
     _require(
         tokenizer.vocab_size <= model.vocab, f"its tokenizer has {tokenizer.vocab_size} ids, its embedding only {model.vocab}"
     )
@@ -201,19 +202,15 @@ def execute(plan: "Plan", stop: Callable[[], bool]) -> int:
     return 0
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    recipes.add_arguments(parser, settings_help.SUPERVISED, example="configs/supervised.py")
-    command_line.add_workdir(parser)
-    parser.add_argument(
-        "--output",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="the trained model: a Hugging Face folder that does not exist yet",
-    )
+def add_flags(values: flags.FlagValues) -> settings_help.Program:
+    recipes.add_flag(values)
+    command_line.add_workdir(values)
+    what = "where the trained model goes: a Hugging Face folder that does not exist yet"
+    command_line.add_path(values, "output", what, required=True)
+    return settings_help.SUPERVISED
 
 
-def run(given: argparse.Namespace) -> command_line.Job:
+def run(given: command_line.Given) -> command_line.Job:
     """Checks what a user's mistake can break; the job trains."""
     config = recipes.load(given.config, given.overrides, program=settings_help.SUPERVISED)
     folder = layout.RunDir(given.workdir.absolute())

@@ -99,8 +99,7 @@ def draw(logits: jax.Array, uniform: jax.Array, sampling: Sampling, *, scoring_t
 
     Args:
       logits: float32[B, V], restricted to the response space: -inf on tokens outside of it, finite on at least one token.
-      uniform: float32[B] in [0, 1).
-      sampling: settings over B rows, traced.
+      uniform: float32[B] in [0, 1). sampling: settings over B rows, traced.
       scoring_temperature: temperature of the policy's log-probs, above 0.
 
     Returns:
@@ -108,8 +107,7 @@ def draw(logits: jax.Array, uniform: jax.Array, sampling: Sampling, *, scoring_t
       an untruncated row at the scoring temperature both log-probs are the same bits. Where logits are NaN, infinite or
       -inf throughout, policy_logprob is NaN and the token any valid one.
 
-    Raises:
-      ValueError: scoring_temperature is not above 0.
+    Raises: ValueError: scoring_temperature is not above 0.
     """
     if not scoring_temperature > 0:
         raise ValueError(f"scoring_temperature={scoring_temperature} must be above 0: set sampling.scoring_temperature")
@@ -125,7 +123,6 @@ def draw(logits: jax.Array, uniform: jax.Array, sampling: Sampling, *, scoring_t
     best = jnp.max(block_best, axis=-1)
     full_mass = _by_block(jnp.sum, lambda part: _weights(part, best, temperature), logits, block)
     full_total = jnp.sum(full_mass, axis=-1)
-
     truncates = ~greedy & ((sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0))
     threshold, mass = _truncated(logits, best, temperature, sampling, truncates, full_mass, block)
     behavior_total = jnp.sum(mass, axis=-1)

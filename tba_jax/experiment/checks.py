@@ -17,7 +17,7 @@ from tba_jax.objectives import OBJECTIVES
 from tba_jax.objectives.inputs import ObjectiveSettings
 from tba_jax.objectives.objective import TEMPERATURES, Objective
 from tba_jax.replay.selection import STRATEGIES
-from tba_jax.tasks import TASKS, own
+from tba_jax.tasks import TASKS, custom_task
 
 
 def check(config: Any) -> None:
@@ -42,7 +42,7 @@ def check(config: Any) -> None:
 def _registries(task: str) -> dict[str, Collection[str]]:
     """The names that experiment/schema.py calls by their registry; `task`, where it is FILE.py:CLASS, is a name too."""
     return {
-        "tasks": [*TASKS, *([task] if own.is_named(task) else [])],
+        "tasks": [*TASKS, *([task] if custom_task.is_named(task) else [])],
         "objectives": OBJECTIVES,
         "schedules": SCHEDULES,
         "strategies": STRATEGIES,

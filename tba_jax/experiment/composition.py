@@ -9,10 +9,10 @@ from ml_collections import config_dict
 from tba_jax.experiment import checks, named_policy, named_task
 from tba_jax.models.config import FREE_FIELDS
 from tba_jax.models.policy import Policy
-from tba_jax.rewards import embeddings, models
+from tba_jax.rewards import embeddings, task_models
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import places
-from tba_jax.tasks import own
+from tba_jax.tasks import custom_task
 from tba_jax.tasks.interface import EncodedQuery, Task
 from tba_jax.text import prompts, vocabulary
 from tba_jax.text.tokenizers import Tokenizer
@@ -58,7 +58,7 @@ def build(config: Any, *, reward_models: Mapping[str, str] | None = None) -> Exp
         task,
         settings,
         template=template,
-        reward_models=models.digests(task) if reward_models is None else reward_models,
+        reward_models=task_models.digests(task) if reward_models is None else reward_models,
     )
     return Experiment(
         config=config, contract=contract, tokenizer=tokenizer, task=task, policy=policy, queries=queries, skipped=skipped
@@ -90,7 +90,7 @@ def _contract(
         stop_strings=tuple(sorted(set(c.stop_strings))),
         step_ends=tuple(sorted(set(c.step_ends))),
         scoring_temperature=config.sampling.scoring_temperature,
-        task_name=own.short(c.name) if own.is_named(c.name) else c.name,
+        task_name=custom_task.short(c.name) if custom_task.is_named(c.name) else c.name,
         task={name: value for name, value in settings.items() if not name.endswith(_OF_A_PLACE)},
         missing_eos_reward=c.missing_eos_reward,
         reward_parts=task.reward_parts,
@@ -120,7 +120,7 @@ def rebuild(stored: Mapping[str, Any], *, called: str, config: Any = None) -> Ex
 def _with_absolute_paths(config: Any) -> Any:
     """The config, or a copy if a folder of replay.mount or the file of the task depends on the working directory."""
     mounts = tuple(places.absolute(folder) for folder in config.replay.mount)
-    task = own.absolute(config.task.name) if own.is_named(config.task.name) else config.task.name
+    task = custom_task.absolute(config.task.name) if custom_task.is_named(config.task.name) else config.task.name
     if (mounts, task) == (tuple(config.replay.mount), config.task.name):
         return config
     config = config.copy_and_resolve_references()

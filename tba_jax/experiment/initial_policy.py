@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from tba_jax import sharding
 from tba_jax.experiment import other_runs
@@ -17,15 +18,27 @@ from tba_jax.models.hugging_face import load
 from tba_jax.models.parameters import Params
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout, places, snapshots
-from tba_jax.supervised.warm_start import warm_start
+from tba_jax.supervised.warm_start import encode_examples, warm_start
 
 log = logging.getLogger(__name__)
 
+_CHECKED_EXAMPLES = 256
+
 
 def check(experiment: Experiment, run: layout.RunDir, *, init_from: str = "") -> None:
-    """Raises ValueError where the initial policy is yet to be imported, and its checkpoint is not whole."""
+    """Checks what the initial policy is yet to be made of, if this run makes it: a checkpoint, or worked examples.
+
+    Raises:
+      ValueError: the checkpoint is not whole, or worked examples do not fit task.prompt_length and task.response_length.
+    """
     config = experiment.config
-    if config.model.path and not (init_from or config.replay.mount or places.exists(run.initial_reference)):
+    if init_from or config.replay.mount or places.exists(run.initial_reference):
+        return
+    if not config.model.path and config.warm_start.steps:
+        examples = experiment.task.worked_examples(np.random.default_rng(config.seed), _CHECKED_EXAMPLES)
+        lengths = {"prompt_length": config.task.prompt_length, "response_length": config.task.response_length}
+        encode_examples(examples, experiment.tokenizer, **lengths)
+    if config.model.path:
         with load.named("model.path", config.model.path):
             load.check_weights(config.model.path, experiment.policy.model)
 

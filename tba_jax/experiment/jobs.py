@@ -9,7 +9,7 @@ from typing import Any
 from tba_jax import sharding
 from tba_jax.experiment import composition, initial_policy, meshes, other_runs, plan, schedule_changes
 from tba_jax.replay.journal import read_lineage
-from tba_jax.rewards import models
+from tba_jax.rewards import task_models
 from tba_jax.roles import progress as progress_lib
 from tba_jax.roles import supervisor
 from tba_jax.roles.searcher.loop import run_searcher, wait_for_run
@@ -57,7 +57,7 @@ def _check_devices(experiment: composition.Experiment, *roles: str) -> None:
         raise ValueError(f"model.attention=cudnn needs an NVIDIA GPU; JAX found {jax.default_backend()}")
     for role in roles:
         meshes.check(experiment, role=role, devices=len(jax.devices()))
-        models.check(experiment.task, role=role)
+        task_models.check(experiment.task, role=role)
 
 
 def _devices_of_searcher(config: Any) -> int:
@@ -103,7 +103,7 @@ def dry_run(s: Settings) -> Job:
         roles.append("evaluator")
     for role in roles:
         meshes.check(s.experiment, role=role, devices=None)
-        models.check(s.experiment.task, role=role)
+        task_models.check(s.experiment.task, role=role)
     _check_run(s, may_change_schedule=True)
     if places.exists(s.run.config):
         contract_lib.check_joins(s.run, s.config, s.experiment.contract, init_from=s.init_from)
@@ -234,7 +234,7 @@ def searcher(s: Settings) -> Job:
 
 def _start_task(s: Settings, *, task_devices: int) -> None:
     try:
-        models.start(s.experiment.task, sharding.task_mesh(task_devices))
+        task_models.start(s.experiment.task, sharding.task_mesh(task_devices))
     except ValueError as error:  # slots that do not divide over the devices, say: starting again would not help
         if processes_lib.is_storage_failure(error):
             raise
@@ -301,10 +301,11 @@ def _in_turn(s: Settings) -> Job:
     EpochLease.refuse_if_held(s.run.journal)
     join(s, may_change_schedule=True)
     progress = _progress(s, searchers=1)
-    stop = processes_lib.StopSignal()
 
     def job() -> int:
         made, lease = make_trainer(s, publish_every_steps=1)
+        # From here on a signal waits for the end of a step. Before, it ends the process at once: a warm start may take minutes.
+        stop = processes_lib.StopSignal()
         _start_task(s, task_devices=s.config.searchers.task_devices)
         search = make_searcher(s, name="searcher-0", account=made.account)
         evaluate = make_evaluator(s) if s.config.evaluation.enabled else None
@@ -341,7 +342,7 @@ def _as_processes(s: Settings) -> Job:
         if s.config.searchers.count:
             # The process of a searcher splits the CPU into searchers.cpu_devices.
             meshes.check(s.experiment, role="searcher", devices=_devices_of_searcher(s.config))
-            models.check(s.experiment.task, role="searcher")
+            task_models.check(s.experiment.task, role="searcher")
     EpochLease.refuse_if_held(s.run.journal)
     join(s, may_change_schedule=True)
 

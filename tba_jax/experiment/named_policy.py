@@ -26,7 +26,7 @@ def policy_and_tokenizer(config: Any) -> tuple[Policy, Tokenizer]:
             model = load.read_config(
                 folder, compute_dtype=config.model.compute_dtype, attention=config.model.attention, head="language_model"
             )
-            tokenizer: Tokenizer = HuggingFaceTokenizer(folder)
+            tokenizer: Tokenizer = HuggingFaceTokenizer(folder, vocab=model.vocab)
     else:
         alphabet = getattr(task_class(config.task.name), "alphabet", "")
         if not alphabet:

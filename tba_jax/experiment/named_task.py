@@ -5,9 +5,9 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tba_jax.rewards import models
+from tba_jax.rewards import task_models
 from tba_jax.roles import evaluator
-from tba_jax.tasks import EXTRAS, TASKS, own
+from tba_jax.tasks import EXTRAS, TASKS, custom_task
 from tba_jax.tasks.interface import SPLITS, Query, Shortens, Task
 from tba_jax.text import prompts
 from tba_jax.text.tokenizers import Tokenizer
@@ -27,7 +27,7 @@ def check_package(task: str) -> None:
 
 def task_class(name: str) -> Callable[..., Task]:
     """The class of a task that `name`, task.name, names: of TASKS, or of the user's file."""
-    return own.load(name) if own.is_named(name) else TASKS[name]
+    return custom_task.load(name) if custom_task.is_named(name) else TASKS[name]
 
 
 def make(config: Any) -> tuple[Task, dict[str, Any]]:
@@ -43,7 +43,7 @@ def make(config: Any) -> tuple[Task, dict[str, Any]]:
         )
     for section in ("searchers", "evaluation"):
         devices = config[section].task_devices
-        if devices and not models.uses(task):
+        if devices and not task_models.uses(task):
             raise ValueError(
                 f"{section}.task_devices={devices} would not be used: task.name={config.task.name!r} scores without models"
             )
@@ -52,11 +52,13 @@ def make(config: Any) -> tuple[Task, dict[str, Any]]:
 
 def _construct(section: Any) -> tuple[Task, dict[str, Any]]:
     name, custom = section.name, section.custom.to_dict()
-    if own.is_named(name):
-        with own.blamed(name, "its constructor"):
-            return own.make(task_class(name), custom, section="task.custom"), custom
+    if custom_task.is_named(name):
+        with custom_task.named_errors(name, "its constructor"):
+            return custom_task.make(task_class(name), custom, section="task.custom"), custom
     if custom:
-        raise ValueError(f"task.custom.{min(custom)} is of a task of one's own, FILE.py:CLASS, and task.name={name!r} is none")
+        raise ValueError(
+            f"task.custom.{min(custom)} is a setting of a custom task, FILE.py:CLASS, but task.name={name!r} is not one"
+        )
     settings = section[name].to_dict() if name in section else {}
     return TASKS[name](**settings), settings
 
@@ -91,7 +93,7 @@ def encode_queries(
 
 def _queries(name: str, task: Task, split: str) -> Sequence[Query]:
     """What the task gives for a split. Raises ValueError where that is nothing, or anything but queries."""
-    with own.blamed(name, f"queries({split!r})") if own.is_named(name) else contextlib.nullcontext():
+    with custom_task.named_errors(name, f"queries({split!r})") if custom_task.is_named(name) else contextlib.nullcontext():
         queries = list(task.queries(split))
     if not queries:
         raise ValueError(f"task.name={name!r}: queries({split!r}) gave none")

@@ -10,7 +10,7 @@ from tba_jax.experiment.composition import Experiment
 from tba_jax.learner.settings import HELD_REFERENCES
 from tba_jax.models import heads, kv_cache, parameters
 from tba_jax.objectives import OBJECTIVES
-from tba_jax.rewards import models as models_lib
+from tba_jax.rewards import task_models
 
 _GIB = 1 << 30
 _SIZES = {"float32": 4, "bfloat16": 2}
@@ -42,7 +42,7 @@ def describe(experiment: Experiment) -> str:
         *(
             f"  {use.name:10} {use.rows} texts at a time of up to {use.length or P + R} tokens, on each device "
             f"({', '.join(use.roles)})"
-            for use in models_lib.uses(experiment.task)
+            for use in task_models.uses(experiment.task)
             if use.kind != "linear"
         ),
         "",
@@ -145,7 +145,7 @@ class _Memory:
     def with_task_models(self, role: str, section: str, parts: dict[str, int]) -> dict[str, dict[str, int]]:
         """The role's parts, and the models of its task on the same devices or on devices of their own."""
         length = self._P + self._R
-        models = {use.name: models_lib.memory(use, length=length) for use in models_lib.uses(self._experiment.task, role=role)}
+        models = {use.name: task_models.memory(use, length=length) for use in task_models.uses(self._experiment.task, role=role)}
         if self._config[section].task_devices:
             return {role: parts, f"{role}, task": models}
         return {role: parts | models}

@@ -24,7 +24,7 @@ def read(folder: Path | str, *, setting: str, compute_dtype: str) -> tuple[Path,
     config = read_config(folder, setting=setting, compute_dtype=compute_dtype)
     local = load.resolve_folder(folder)
     try:
-        tokenizer = HuggingFaceTokenizer(local)
+        tokenizer = HuggingFaceTokenizer(local, vocab=config.vocab)
     except ValueError as error:
         raise ValueError(f"{setting}={str(folder)!r}: {error}") from error
     if tokenizer.vocab_size > config.vocab:

@@ -118,8 +118,12 @@ class HuggingFaceTokenizer:
     Their result depends on the version of transformers, which must not change a run's tokens.
     """
 
-    def __init__(self, folder: Path | str):
+    def __init__(self, folder: Path | str, *, vocab: int | None = None):
         """
+        Args:
+          vocab: ids of the model's embedding. Special tokens from there on are not used. Gemma 3's text models need that: their
+            tokenizer has the token of images, their embedding has not.
+
         Raises:
           ValueError: the folder has no tokenizer, or its tokenizer cannot be loaded or has no end-of-sequence token.
         """
@@ -131,15 +135,18 @@ class HuggingFaceTokenizer:
                 f"the tokenizer of {folder} has no end-of-sequence token; set eos_token in its tokenizer_config.json"
             )
 
-        self.vocab_size = len(self._tokenizer)
+        tokens, size = self._tokenizer.added_tokens_decoder, len(self._tokenizer)
+        beyond = range(size if vocab is None else vocab, size)
+        unused = [tokens[i].content for i in beyond] if all(i in tokens and tokens[i].special for i in beyond) else []
+        self.vocab_size = size - len(unused)
+        self._unused = _any_of(unused)
         self.eos_id = int(eos_id)
         self.pad_id = self.eos_id if self._tokenizer.pad_token_id is None else int(self._tokenizer.pad_token_id)
-        added_special = {i for i, token in self._tokenizer.added_tokens_decoder.items() if token.special}
-        self.special_ids = tuple(sorted({*self._tokenizer.all_special_ids, *added_special, self.eos_id, self.pad_id}))
+        added = {i: token.content for i, token in tokens.items() if token.special}
+        special = {*self._tokenizer.all_special_ids, *added, self.eos_id, self.pad_id}
+        self.special_ids = tuple(sorted(i for i in special if i < self.vocab_size))
         self._special = frozenset(self.special_ids)
-        added = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
-        names = sorted({*self._tokenizer.all_special_tokens, *added}, key=len, reverse=True)
-        self._special_texts = re.compile("|".join(re.escape(name) for name in names if len(name) > 1) or "(?!)")
+        self._special_texts = _any_of([*self._tokenizer.all_special_tokens, *added.values()])
         text = (
             (folder / "tokenizer.json").read_text(encoding="utf-8") if serialized else self._tokenizer.backend_tokenizer.to_str()
         )
@@ -148,14 +155,17 @@ class HuggingFaceTokenizer:
         self.fingerprint = _digest([definition, self.encode(""), self.eos_id, self.pad_id, self.special_ids, self.vocab_size])
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, verbose=False)
+        return self._tokenizer.encode(_broken_up(self._unused, text), verbose=False)
 
     def encode_all(self, texts: Sequence[str], *, begin: bool) -> list[list[int]]:
-        return self._tokenizer(list(texts), add_special_tokens=begin, verbose=False)["input_ids"] if texts else []
+        if not texts:
+            return []
+        texts = [_broken_up(self._unused, text) for text in texts]
+        return self._tokenizer(texts, add_special_tokens=begin, verbose=False)["input_ids"]
 
     def escaped(self, text: str) -> str:
         """The text with a space after the first character of every special token that it spells, so that it encodes as text."""
-        return self._special_texts.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
+        return _broken_up(self._special_texts, text)
 
     def chat(self, prompt: str, system: str) -> str:
         messages = [{"role": "system", "content": system}] if system else []
@@ -203,6 +213,17 @@ class HuggingFaceTokenizer:
             if i in self._special:
                 texts[i] = token.content.encode()
         return texts
+
+
+def _any_of(names: Sequence[str]) -> re.Pattern[str]:
+    """Finds these names, longer ones before others that they begin with."""
+    ordered = sorted(set(names), key=len, reverse=True)
+    return re.compile("|".join(re.escape(name) for name in ordered if len(name) > 1) or "(?!)")
+
+
+def _broken_up(names: re.Pattern[str], text: str) -> str:
+    """The text with a space behind the first character of each of the names."""
+    return names.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
 
 
 def open_transformers(folder: Path) -> tuple[Any, int | None]:

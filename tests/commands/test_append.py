@@ -9,7 +9,7 @@ from tba_jax.experiment import jobs
 from tba_jax.replay import journal
 from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
-from tba_jax.rewards import models
+from tba_jax.rewards import task_models
 from tba_jax.run import layout, processes
 from tests.support import frozen_runs, random_checkpoints, tiny_run
 from tests.support.summaries import ROWS, write_rows
@@ -150,7 +150,7 @@ def test_stop_strings_templates_and_models_of_the_task(summaries, tmp_path):
     assert set(rows["query_id"].tolist()) == {trajectory.query_id(s.experiment.queries["train"][0].prompt)}
     assert np.isfinite(rows["ref_logprobs"]).all() and (rows["ref_logprobs"][0, :5] < 0).all()
     task = s.experiment.task
-    models.start(task, sharding.task_mesh(0))
+    task_models.start(task, sharding.task_mesh(0))
     query = s.experiment.queries["train"][0].query
     np.testing.assert_allclose(rows["reward"], task.rewards([query] * 2, [" one", "a\n"], np.ones(2, bool)).reward, atol=1e-5)
     assert len(set(rows["reward"].tolist())) == 2

@@ -364,7 +364,7 @@ def test_numbers_that_are_not_finite_stop_the_run_by_step(folder, tmp_path):
     plan = supervised.prepare(config(folder, train), layout.RunDir(tmp_path / "run"), tmp_path / "model")
     tuned = tuning.Tuning(plan)
     tuned.train(after(2))
-    tuned.state.params["final_norm"]["scale"] = jax.numpy.full(32, np.nan)
+    tuned.state.params["policy"]["final_norm"]["scale"] = jax.numpy.full(32, np.nan)
     with pytest.raises(FloatingPointError, match="step 3: loss nan"):
         tuned.train(never)
     tuned.close()

@@ -81,6 +81,16 @@ def test_another_contract_is_refused_by_field(tmp_path):
     ]
 
 
+def test_two_long_lists_are_told_by_what_one_of_them_holds():
+    there = {"banned_tokens": list(range(500)), "stop_strings": ["a"]}
+    (told,) = contract_lib.differences(there, there | {"banned_tokens": list(range(3, 501))})
+    assert told == "banned_tokens: 500 values there, 498 here; 0, 1, 2 only there, 500 only here"
+    (told,) = contract_lib.differences(there, there | {"banned_tokens": []})
+    assert "500 values there, 0 here" in told and "(500) only there, none only here" in told and len(told) < 150
+    (told,) = contract_lib.differences(there, there | {"stop_strings": ["b"]})
+    assert told == "stop_strings: ['a'] there, ['b'] here"
+
+
 def test_a_role_that_joins_writes_nothing(tmp_path, monkeypatch):
     """So that one which is started again while storage refuses is not told that its user made a mistake."""
     join(tmp_path)

@@ -64,6 +64,8 @@ def write(
         kv_heads=2 // groups,
         head_size=16,
         rotary_size=4 if shape.rotary_size else 0,
+        layer_pattern=shape.layer_pattern[-2:],
+        window=min(shape.window, 8),
         ffn=48,
         vocab=read.vocab_size,
         max_positions=2048,

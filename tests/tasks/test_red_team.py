@@ -12,8 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from configs import base
 from tba_jax.models.hugging_face import load
-from tba_jax.rewards import LOADERS
-from tba_jax.rewards import models as models_lib
+from tba_jax.rewards import LOADERS, task_models
 from tba_jax.rewards.generator import TextGenerator
 from tba_jax.rewards.sequence import SequenceClassifier
 from tba_jax.rewards.unsafe_token import UnsafeTokenScorer
@@ -148,9 +147,9 @@ def test_a_linear_classifier_that_is_sure_gives_finite_rewards(folders, tmp_path
     np.savez(path, terms=np.array(["zz"]), idf=one, coef=one[None], intercept=one * intercept, platt_a=-one, platt_b=0 * one)
     task = started(folders, classifier="linear", classifier_path=str(path))
     found = score(task, ["do it"])
-    digest = models_lib.digests(task)["task.red_team.classifier_path"]
+    digest = task_models.digests(task)["task.red_team.classifier_path"]
     path.write_bytes(path.read_bytes() + b" ")
-    assert models_lib.digests(task)["task.red_team.classifier_path"] != digest
+    assert task_models.digests(task)["task.red_team.classifier_path"] != digest
     assert found.reward.tolist() == [reward] and found.parts[0].tolist() == pytest.approx([math.exp(reward), float(reward == 0)])
 
 
@@ -175,22 +174,22 @@ def test_models_are_told_without_loading_them(folders):
     ]
     for use in uses:
         weights = sum(path.stat().st_size for path in Path(use.path).glob("*.safetensors"))
-        assert 0.9 * weights < models_lib.memory(use, length=20) and use.setting.endswith("_path")
-    models_lib.check(make(folders), role="evaluator")
-    assert models_lib.digests(make(folders)).keys() == {"task.red_team.victim_path", "task.red_team.classifier_path"}
+        assert 0.9 * weights < task_models.memory(use, length=20) and use.setting.endswith("_path")
+    task_models.check(make(folders), role="evaluator")
+    assert task_models.digests(make(folders)).keys() == {"task.red_team.victim_path", "task.red_team.classifier_path"}
     with pytest.raises(ValueError, match=r"task.red_team.victim_path='.*': .*cannot generate text"):
-        models_lib.check(make(folders, victim_path=str(folders["gpt_neox_reward"])), role="searcher")
+        task_models.check(make(folders, victim_path=str(folders["gpt_neox_reward"])), role="searcher")
     with pytest.raises(ValueError, match=r"task.red_team.embedder_path='.*' is not a sentence encoder"):
-        models_lib.check(make(folders, embedder_path=str(folders["gpt2"])), role="evaluator")
+        task_models.check(make(folders, embedder_path=str(folders["gpt2"])), role="evaluator")
 
 
 def test_the_memory_of_a_victim_is_weights_caches_and_logits(folders):
     victim = make(folders, victim_concurrency=1).models()[0]
     shape = load.read_config(victim.path, compute_dtype="float32")
-    one, two = (models_lib.memory(dataclasses.replace(victim, rows=rows), length=20) for rows in (1, 2))
+    one, two = (task_models.memory(dataclasses.replace(victim, rows=rows), length=20) for rows in (1, 2))
     of_a_slot = 2 * shape.layers * (16 + 6) * shape.kv_heads * shape.head_size * 4 + 4 * shape.vocab
     assert two - one == of_a_slot
-    assert models_lib.memory(dataclasses.replace(victim, rows=1, compute_dtype="bfloat16"), length=20) < one
+    assert task_models.memory(dataclasses.replace(victim, rows=1, compute_dtype="bfloat16"), length=20) < one
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from tba_jax import sharding
 from tba_jax.experiment import composition, meshes, plan
-from tba_jax.rewards import LOADERS, models
+from tba_jax.rewards import LOADERS, task_models
 from tba_jax.tasks.interface import Query
 from tba_jax.tasks.tldr import TLDR
 from tba_jax.text.tokenizers import HuggingFaceTokenizer
@@ -175,7 +175,7 @@ def test_bad_models_are_said(folders):
         with pytest.raises(
             ValueError, match=rf"{name}_path='.*' must have one label, as a reward model has; it has 3, LABEL_0, LABEL_1, LABEL_2"
         ):
-            models.check(make(folders, **{f"{name}_path": str(folders / "classifier")}), role="evaluator")
+            task_models.check(make(folders, **{f"{name}_path": str(folders / "classifier")}), role="evaluator")
 
 
 def config(folders, **changes):
@@ -196,9 +196,9 @@ def test_a_config_with_models_that_do_not_score_is_refused(folders):
     with pytest.raises(ValueError, match=r"^task\.tldr\.reward_path='.*policy' is not a sequence classifier or reward model"):
         composition.build(config(folders, task__tldr__reward_path=str(folders / "policy")))
     built = composition.build(config(folders, task__tldr__gold_path=str(folders / "policy")))
-    models.check(built.task, role="searcher")
+    task_models.check(built.task, role="searcher")
     with pytest.raises(ValueError, match=r"^task\.tldr\.gold_path='.*policy' is not a sequence classifier"):
-        models.check(built.task, role="evaluator")
+        task_models.check(built.task, role="evaluator")
     with pytest.raises(ValueError, match=r"searchers\.task_devices=1 would not be used: task\.name='arithmetic' scores without"):
         composition.build(tiny_run.config_with({"searchers.task_devices": 1}))
     with pytest.raises(ValueError, match=r"searchers\.task_devices=2 leaves the policy none of the 2 devices"):

@@ -121,6 +121,23 @@ def test_fingerprint_follows_what_defines_ids(tmp_path):
     assert HuggingFaceTokenizer(folder).fingerprint != first.fingerprint
 
 
+def test_special_tokens_beyond_the_embedding_are_not_used(tmp_path):
+    """As in Gemma 3, whose text models have no row for the token of images."""
+    folder = tiny_checkpoints.write_byte_bpe(tmp_path)
+    definition = json.loads((folder / "tokenizer.json").read_text())
+    for i, content in enumerate(["<image>", "<image_end>"], start=258):
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        definition["added_tokens"].append({"id": i, "content": content, "special": True, **flags})
+    (folder / "tokenizer.json").write_text(json.dumps(definition))
+    whole, cut = HuggingFaceTokenizer(folder), HuggingFaceTokenizer(folder, vocab=258)
+    assert whole.encode("a<image>")[1:] == [258] and (whole.vocab_size, whole.special_ids) == (260, (256, 258, 259))
+    assert (cut.vocab_size, cut.special_ids, len(cut.token_bytes())) == (258, (256,), 258)
+    text = "a<image><image_end>"
+    for ids in (cut.encode(text), *cut.encode_all([text], begin=True), *cut.encode_all([text], begin=False)):
+        assert max(ids) < 256 and cut.decode(ids) == "a< image>< image_end>"
+    assert HuggingFaceTokenizer(folder, vocab=257).vocab_size == 260  # 257 is no special token: the model does not fit
+
+
 def test_folders_without_a_usable_tokenizer_are_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(ValueError, match=rf"{tmp_path} holds no tokenizer: none of tokenizer\.json"):

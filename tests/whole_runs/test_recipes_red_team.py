@@ -12,7 +12,7 @@ from tba_jax.commands import append
 from tba_jax.experiment import composition, jobs, plan
 from tba_jax.replay import journal
 from tba_jax.replay.reader import LogReader
-from tba_jax.rewards import models
+from tba_jax.rewards import task_models
 from tba_jax.run import contract, layout
 from tests.support import random_checkpoints, spelled_checkpoints, tiny_run
 from tests.support.small_recipes import SMALL, STEPS, check_run
@@ -137,9 +137,9 @@ def test_what_only_the_models_tell_is_refused_before_a_run(tmp_path, one_device)
         changed = c.copy_and_resolve_references()
         changed.task.red_team.update(change)
         with pytest.raises(ValueError, match=rf"task\.red_team\..*{sentence}"):
-            models.check(composition.build(changed).task, role="searcher")
+            task_models.check(composition.build(changed).task, role="searcher")
     c.task.red_team.classifier_label = "LABEL_0"
-    models.check(composition.build(c).task, role="searcher")
+    task_models.check(composition.build(c).task, role="searcher")
 
 
 @pytest.mark.parametrize("recipe", [red_team_gpt2.get_config, red_team_llama3_2_1b.get_config])

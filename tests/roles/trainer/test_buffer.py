@@ -5,7 +5,7 @@ import pytest
 from tba_jax.replay.reader import LogReader
 from tests.support import frozen_runs
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly", "one_device")
+pytestmark = pytest.mark.usefixtures("one_device")
 
 
 def test_one_reader_serves_resume_steps_and_expiry(tmp_path, frozen, monkeypatch):

@@ -1,4 +1,4 @@
-"""Tasks of one's own: loading a class of a file, its settings, and every mistake."""
+"""Custom tasks: loading a class of a file, its settings, and every mistake."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from configs import base
 from tba_jax.commands import rescore
 from tba_jax.experiment import composition, jobs
 from tba_jax.rewards.responses import reward_texts
-from tba_jax.tasks import own
+from tba_jax.tasks import custom_task
 from tba_jax.tasks.interface import EncodedQuery, Query, Scores
 from tests.support import tiny_run
 
@@ -83,7 +83,7 @@ def test_a_name_that_names_no_task_is_refused(file, name, sentence):
     (file.parent / "graded.py").write_text(graded)
     name = f"{file.parent}/{name}"
     with pytest.raises(ValueError, match=re.escape(sentence.format(name=name, folder=file.parent))):
-        own.load(name)
+        custom_task.load(name)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_a_name_that_names_no_task_is_refused(file, name, sentence):
 )
 def test_settings_that_the_class_does_not_take_are_refused(file, settings, sentence):
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}"):
-        own.make(own.load(f"{file}:Ones"), settings, section="task.custom")
+        custom_task.make(custom_task.load(f"{file}:Ones"), settings, section="task.custom")
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_rewards_that_are_none_are_refused_by_the_tasks_name(rewards, error, sen
 def test_settings_of_ones_own_go_with_a_task_of_ones_own():
     c = base.get_config()
     c.task.custom.count = 3
-    with pytest.raises(ValueError, match=r"^task.custom.count is of a task of one's own, FILE.py:CLASS, and task"):
+    with pytest.raises(ValueError, match=r"^task.custom.count is a setting of a custom task, FILE.py:CLASS, but task.name="):
         composition.build(c)
 
 

@@ -72,7 +72,7 @@ def make(factory: Callable[..., Task], settings: Mapping[str, Any], *, section: 
 
 
 @contextlib.contextmanager
-def blamed(name: str, what: str) -> Iterator[None]:
+def named_errors(name: str, what: str) -> Iterator[None]:
     """Turns any error or exit of a custom task into a ValueError of one sentence, and logs the traceback.
 
     A ValueError of the task passes unchanged. what: the code that runs, such as "its constructor".
