@@ -394,7 +394,9 @@ def test_a_reader_that_slept_while_its_segment_expired_goes_on_behind_it(tmp_pat
 
 
 FULL_DISK = """
-import resource, signal
+import resource, signal, sys
+from pathlib import Path
+from tests.support.tiny_log import make_rows, writer
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 log = writer(Path(sys.argv[1]), "full")
 log.append(make_rows(0, 4))
@@ -412,10 +414,9 @@ print("done", log.next_row)
 
 
 def test_a_full_disk_refuses_the_append_and_keeps_what_was_committed(tmp_path):
-    program = f"import sys\nfrom pathlib import Path\nexec(open({__file__!r}).read().split('def assert_rows')[0])\n" + FULL_DISK
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent.parent)}
     result = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, env=environment, timeout=60
+        [sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, env=environment, timeout=60
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("refused 4 append of rows 4 to 7") == 2, result.stdout

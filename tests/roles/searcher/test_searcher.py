@@ -42,7 +42,7 @@ def _one_writer_on_one_device(monkeypatch) -> None:
     monkeypatch.setattr(searcher, "uuid", types.SimpleNamespace(uuid4=lambda: types.SimpleNamespace(hex="0" * 32)))
 
 
-def make(folder: Path, task: Callable[[Task], Task] | None = None, **changes: Any) -> tuple[jobs.Settings, Searcher]:
+def make(folder: Path, task: Callable[[Task], Task] | None = None, **changes: Any) -> tuple[jobs.Invocation, Searcher]:
     """A run with its reference and snapshot 0, and a searcher that has not looked for it yet. task: makes another of the task."""
     s = tiny_run.settings(folder, tiny_run.config(**{**STREAM, **BATCHES, **DECODER, **changes}))
     jobs.reference(s)()
@@ -53,12 +53,12 @@ def make(folder: Path, task: Callable[[Task], Task] | None = None, **changes: An
     return s, jobs.make_searcher(s, name="tested", account=TimeAccount())
 
 
-def weights(s: jobs.Settings, step: int) -> dict[str, Any]:
+def weights(s: jobs.Invocation, step: int) -> dict[str, Any]:
     """Large enough that responses of all lengths are drawn, and that those of two steps are told apart."""
     return applied.random(s.experiment.policy.trained_specs, scale=0.3, seed=step)
 
 
-def publish(s: jobs.Settings, step: int, damage: Callable[[Path], None] = lambda folder: None, scale: float = 1.0) -> None:
+def publish(s: jobs.Invocation, step: int, damage: Callable[[Path], None] = lambda folder: None, scale: float = 1.0) -> None:
     """A snapshot, which appears as a whole, damage included."""
     draft = s.run.root / "draft" / layout.step_name(step)
     params = jax.tree.map(lambda leaf: scale * leaf, weights(s, step))
@@ -67,11 +67,11 @@ def publish(s: jobs.Settings, step: int, damage: Callable[[Path], None] = lambda
     draft.rename(s.run.root / "policy" / draft.name)
 
 
-def committed(s: jobs.Settings) -> int:
+def committed(s: jobs.Invocation) -> int:
     return sum(LogReader(s.run.replay, s.experiment.contract.row_shape()).heads().values())
 
 
-def rows_of_the_stream(s: jobs.Settings, made: Searcher, queries: int) -> dict[str, np.ndarray]:
+def rows_of_the_stream(s: jobs.Invocation, made: Searcher, queries: int) -> dict[str, np.ndarray]:
     """All rows of the log, which must be those of the first queries of the stream, in their order, S each."""
     reader = LogReader(s.run.replay, s.experiment.contract.row_shape())
     rows = dict(reader.read(made.writer, 0, reader.heads()[made.writer]))
@@ -226,7 +226,7 @@ def test_two_lanes_lose_nothing_and_keep_the_order(tmp_path, monkeypatch):
     assert set(steps[: 5 * ROWS]) == {0} and set(steps[-ROWS:]) == {1}
 
 
-def run_searcher(s: jobs.Settings, made: Searcher, look: Callable[[], None]) -> None:
+def run_searcher(s: jobs.Invocation, made: Searcher, look: Callable[[], None]) -> None:
     """`look` is called between batches. The searcher and its refresher must have ended after a minute."""
     end = time.monotonic() + 60
     threads: set[threading.Thread] = set()
@@ -395,7 +395,7 @@ def test_a_reward_that_hangs_keeps_nobody_from_the_end(tmp_path):
         settings = dict(searchers__reward_batches=2, searchers__stop_seconds=1.0)
         s, made = make(tmp_path / str(broken), task=lambda task: Held(task, lambda scores: scores, hangs), **settings)
 
-        def look(s: jobs.Settings = s, broken: bool = broken) -> None:
+        def look(s: jobs.Invocation = s, broken: bool = broken) -> None:
             if committed(s) == ROWS and not s.run.finished.exists() and not snapshots.is_committed(s.run.policies, 1):
                 if broken:
                     publish(s, 1, cut_short)
