@@ -131,16 +131,6 @@ def test_a_row_that_leaves_at_once_is_not_the_newest_of_its_query():
     assert index.recent_draws[index.query_rows > 0].tolist() == [1]
 
 
-def test_what_the_lowest_reward_is_found_with_stays_as_small_as_the_window():
-    index = index_of(capacity=1000, capacity_per_query=3, drop="lowest_reward")
-    for number in range(40):
-        rng = np.random.default_rng(number)
-        rows = make_rows(50 * number, rng.integers(0, 9, 50).tolist(), [tuple(rng.integers(0, V, 2)) for _ in range(50)])
-        rows["reward"] = rng.normal(size=50).astype(np.float32)
-        index.add("a", rows, step=number)
-    assert len(index) == 27 and sum(map(len, index._lowest.values())) < 27 * 4 + 10 * 65
-
-
 def test_the_nearest_response_within_the_share_is_replaced():
     shape = RowShape(prompt_length=1, response_length=12, reward_parts=())
     index = ReplayIndex(

@@ -17,7 +17,7 @@ import pytest
 from tba_jax.replay.expiry import RowsExpired, expired_segments, remove_segments
 from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogCorruption, LogReader
-from tba_jax.replay.segment import LogSchema
+from tba_jax.replay.segment import LogSchema, Segment
 from tba_jax.replay.validation import REJECTIONS, validate_rows
 from tba_jax.run import layout, places
 from tba_jax.trajectory import RowShape
@@ -394,7 +394,9 @@ def test_a_reader_that_slept_while_its_segment_expired_goes_on_behind_it(tmp_pat
 
 
 FULL_DISK = """
-import resource, signal
+import resource, signal, sys
+from pathlib import Path
+from tests.support.tiny_log import make_rows, writer
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 log = writer(Path(sys.argv[1]), "full")
 log.append(make_rows(0, 4))
@@ -412,11 +414,9 @@ print("done", log.next_row)
 
 
 def test_a_full_disk_refuses_the_append_and_keeps_what_was_committed(tmp_path):
-    program = f"import sys\nfrom pathlib import Path\nexec(open({__file__!r}).read().split('def assert_rows')[0])\n" + FULL_DISK
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent.parent)}
-    result = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, env=environment, timeout=60
-    )
+    command = [sys.executable, "-c", FULL_DISK, str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("refused 4 append of rows 4 to 7") == 2, result.stdout
     assert "too large" in result.stdout
@@ -429,15 +429,16 @@ def test_a_full_disk_refuses_the_append_and_keeps_what_was_committed(tmp_path):
 def test_an_append_that_landed_unnoticed_is_acknowledged_once(tmp_path, monkeypatch):
     log = writer(tmp_path)
     log.append(make_rows(0, 4))
-    commit = log._segment.append
+    commit = Segment.append
 
     def commit_then_fail(*arguments):
         commit(*arguments)
         raise ValueError("UNAVAILABLE: the reply was lost")
 
-    monkeypatch.setattr(log._segment, "append", commit_then_fail)
-    with pytest.raises(OSError, match="may be appended again"):
-        log.append(make_rows(4, 4))
+    with monkeypatch.context() as patch:
+        patch.setattr(Segment, "append", commit_then_fail)
+        with pytest.raises(OSError, match="may be appended again"):
+            log.append(make_rows(4, 4))
     assert log.next_row == 4
     with pytest.raises(OSError, match="committed after all"):
         log.append(make_rows(4, 4) | {"reward": np.full(4, 99, np.float32)})

@@ -225,7 +225,7 @@ def test_the_recent_pool_of_many_queries_is_the_sorted_one():
 
 @pytest.mark.parametrize("large", [0, 10_000])
 def test_large_groups_give_what_sorting_gives(monkeypatch, large):
-    monkeypatch.setattr("tba_jax.replay.selection._LARGE_GROUP", large)
+    monkeypatch.setattr("tba_jax.replay.selection.LARGE_GROUP", large)
     rng = np.random.default_rng(11)
     for Q, K in [(1, 5), (4, 3), (7, 20)]:
         group, arrival = rng.integers(0, Q, 300), rng.permutation(300)
