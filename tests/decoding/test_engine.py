@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 
 from tba_jax import sharding, trajectory
-from tba_jax.decoding import lane as lane_lib
+from tba_jax.decoding import decode_loop
 from tba_jax.decoding import requests as requests_lib
 from tba_jax.decoding import sampling as sampling_lib
 from tba_jax.decoding import sizes as sizes_lib
 from tba_jax.decoding import slots as slots_lib
 from tba_jax.decoding.engine import Engine
+from tba_jax.decoding.lane import Ticket, Usage
 from tba_jax.decoding.requests import Generation, Request
 from tba_jax.models import kv_cache, scoring
 from tba_jax.models.lora import LoraConfig
@@ -277,33 +278,36 @@ def test_usage_counts_slots_without_a_token():
     engine.set_policy(PARAMS, 5)
     # Rows of four tokens, without an end: the first comes from prefill, three from as many steps of eight slots.
     engine.generate([make_request([6, 6, 3], 1, limit=np.array([4]))])
-    assert engine.usage == lane_lib.Usage(slot_steps=3 * 8, useful=3)
+    assert engine.usage == Usage(slot_steps=3 * 8, useful=3)
     # The others idle while the longest goes on, for eight steps in two calls.
     engine.generate([make_request([6, 6, 3], 3, limit=np.array([4, 1, 9]))])
-    assert engine.usage == lane_lib.Usage(slot_steps=(3 + 8) * 8, useful=3 + 3 + 0 + 8)
-    assert lane_lib.Usage().idle == 0.0 and lane_lib.Usage(slot_steps=8, useful=2).idle == 0.75
+    assert engine.usage == Usage(slot_steps=(3 + 8) * 8, useful=3 + 3 + 0 + 8)
+    assert Usage().idle == 0.0 and Usage(slot_steps=8, useful=2).idle == 0.75
 
 
-def compiled(engine: Engine) -> list[int]:
-    """How many programs there are of prefill, of decode and of preparing weights."""
-    return [f.__wrapped__._cache_size() for lane in engine._lanes for f in (lane._prefill, lane._decode, lane._unstack)]
+def compiled(caplog: pytest.LogCaptureFixture) -> dict[str, int]:
+    """How many programs of an engine have been compiled, by name."""
+    told = "\n".join(record.getMessage() for record in caplog.records)
+    return {name: told.count(f"Finished XLA compilation of jit({name})") for name in ("prefill", "decode", "unstack")}
 
 
-def test_nothing_is_compiled_again_after_a_request_of_each_bucket(grouped):
-    grouped.set_policy(PARAMS, 5)
-    grouped.generate([make_request([3], 1), make_request([3] * P, 1)])
-    before = compiled(grouped)
-    assert before == [2, 1, 1]
-    tickets: list[lane_lib.Ticket] = []
-    for i, request in enumerate(make_stream(LENGTHS * 3, counts=(1, 4, 2, 9, 3), seed=1)):
-        tickets.append(grouped.submit(request))
-        if i % 7 == 0:
-            grouped.set_policy(random_params(i), i)
-            grouped.collect(tickets[: i // 2])
-    grouped.collect(tickets)
-    beginning = [3, 4, 5]
-    grouped.generate([make_request([7, 8], 2, beginning=beginning), make_request([7] * 50, 2, beginning=beginning)])
-    assert compiled(grouped) == before
+def test_nothing_is_compiled_after_a_request_of_each_bucket(caplog):
+    engine = make_engine(*SIZES["groups of four"])
+    with jax.log_compiles():
+        engine.set_policy(PARAMS, 5)
+        engine.generate([make_request([3], 1), make_request([3] * P, 1)])
+        before = compiled(caplog)
+        assert before == {"prefill": 2, "decode": 1, "unstack": 1}
+        tickets: list[Ticket] = []
+        for i, request in enumerate(make_stream(LENGTHS * 3, counts=(1, 4, 2, 9, 3), seed=1)):
+            tickets.append(engine.submit(request))
+            if i % 7 == 0:
+                engine.set_policy(random_params(i), i)
+                engine.collect(tickets[: i // 2])
+        engine.collect(tickets)
+        beginning = [3, 4, 5]
+        engine.generate([make_request([7, 8], 2, beginning=beginning), make_request([7] * 50, 2, beginning=beginning)])
+    assert compiled(caplog) == before
 
 
 jit_prefill = jax.jit(functools.partial(applied.prefill, config=MODEL))
@@ -347,7 +351,7 @@ def swapping_stream(engine: Engine) -> tuple[list[Request], list[Generation]]:
     stream = make_stream([1, 24, 3, 17, 9, 2, 20, 11] * 4, counts=(4, 2), limits=False)
     prepared = {step: engine.prepare(random_params(step)) for step in range(len(stream) // every + 1)}
     engine.swap(prepared[0], 0)
-    tickets: list[lane_lib.Ticket] = []
+    tickets: list[Ticket] = []
 
     def feed() -> bool:
         if len(tickets) == len(stream):
@@ -398,27 +402,39 @@ def test_new_sequences_alone_take_up_new_weights(draining):
     assert (draining.generate([make_request([3, 4], 4)])[0].policy_step[:, 0] == 4).all() and draining.policy_step == 4
 
 
-def test_a_swap_does_not_hold_up_decoding(grouped, monkeypatch):
-    lane, calls = grouped._lanes[0], []
-    decode, prepared = lane._decode, [grouped.prepare(random_params(step)) for step in range(2)]
+def test_a_swap_does_not_hold_up_decoding(grouped):
+    """80 queries of which each comes with new weights, and as many on the same weights all along."""
+    stream, prepared = make_stream([3] * 80, counts=(4,), limits=False), [grouped.prepare(PARAMS) for _ in range(2)]
 
-    def noted(*args, **static):
-        """Every other call is followed by a swap."""
-        calls.append(time.perf_counter())
-        if len(calls) % 2:
-            grouped.swap(prepared[len(calls) % 4 == 1], len(calls))
-        return decode(*args, **static)
+    def answer(swaps: bool) -> tuple[float, set[int]]:
+        """Returns the seconds, and the policy steps that were used."""
+        grouped.swap(prepared[0], 0)
+        tickets: list[Ticket] = []
 
-    grouped.set_policy(PARAMS, 0)
-    grouped.generate([make_request([3], 4)])
-    monkeypatch.setattr(lane, "_decode", noted)
-    found = grouped.generate(make_stream([3] * 80, counts=(4,), limits=False))
-    assert len({step for generation in found for step in generation.policy_step.flatten().tolist()}) > 20
-    intervals = np.diff(calls)
-    with_swap, without = statistics.median(intervals[::2]), statistics.median(intervals[1::2])
-    print(f"four steps: {1e3 * without:.2f} ms, {1e3 * with_swap:.2f} ms after a swap")
-    # A call has at most four steps; two of them, and what a busy host adds.
-    assert with_swap - without < 2 * without / 4 + 3e-3, (with_swap, without)
+        def feed() -> bool:
+            if len(tickets) == len(stream):
+                return False
+            tickets.append(grouped.submit(stream[len(tickets)]))
+            if swaps:
+                grouped.swap(prepared[len(tickets) % 2], len(tickets))
+            return True
+
+        begin = time.perf_counter()
+        while feed():
+            grouped.collect(tickets, feed=feed)
+        seconds = time.perf_counter() - begin
+        return seconds, {step for ticket in tickets for step in ticket.generation.policy_step.flatten().tolist()}
+
+    answer(swaps=True)
+    before = grouped.usage.slot_steps
+    without = min(answer(swaps=False)[0] for _ in range(3))
+    steps = (grouped.usage.slot_steps - before) / 3 / 8
+    rounds = [answer(swaps=True) for _ in range(3)]
+    assert all(len(used) > 20 for _, used in rounds)
+    of_a_swap = (min(seconds for seconds, _ in rounds) - without) / len(stream)
+    print(f"a step: {1e3 * without / steps:.2f} ms; a swap: {1e3 * of_a_swap:.2f} ms more")
+    # Two steps, and what a busy host adds.
+    assert of_a_swap < 2 * without / steps + 3e-3, (of_a_swap, without / steps)
 
 
 def test_rows_end_by_their_first_end_or_at_their_limit(grouped):
@@ -631,27 +647,29 @@ def test_an_engine_without_weights_says_so_and_takes_them_later():
     assert all((generation.policy_step[:, 0] == 3).all() for generation in engine.collect([engine.submit(request)]))
 
 
-def test_batches_read_windows_of_the_caches_and_share_queries_among_groups(single):
+def test_batches_read_windows_of_caches_and_share_queries(single, monkeypatch):
     """Two batches of two queries over four groups, then more than there are slots for, so that the rings wrap."""
-    engine = make_engine(8, 4, lockstep=True, chunk=6)
-    engine.set_policy(PARAMS, 5)
-    lane, calls = engine._lanes[0], []
-    decode = lane._decode
+    traced, decode = [], decode_loop.decode
 
+    @functools.wraps(decode)
     def noted(*args, **static):
-        calls.append((static["buffers"], static["window"], np.asarray(args[2].place).copy(), int(args[2].step)))
+        traced.append((static["buffers"], static["window"]))
         return decode(*args, **static)
 
-    lane._decode = noted
-    for lengths in ([3, 5], [7, 2], [3, 5, 7, 2, 6, 4, 1]):
-        calls.clear()
+    monkeypatch.setattr(decode_loop, "decode", noted)
+    engine = make_engine(8, 4, lockstep=True, chunk=6)
+    # Programs are made when they are first needed: the shortest window that holds the six steps of a call, then the whole.
+    for lengths, programs in [([3, 5], [(1, 6), (1, 11)]), ([7, 2], []), ([3, 5, 7, 2, 6, 4, 1], [(2, 6), (2, 11)])]:
+        traced.clear()
+        before = engine.usage.slot_steps
         stream = make_stream(lengths, counts=(4,), limits=False, seed=len(lengths))
-        assert_same_rows(decoded_together(engine, stream), decoded_alone(single, stream))
-        assert (calls[0][2] >= 0).sum() > 4  # half of the slots would do without sharing
-        # The shortest that holds what is decoded and the six steps of a call; once the ring wraps, all of it.
-        assert [window for _, window, _, _ in calls] == [min(-(-(step + 6) // 6) * 6, R - 1) for _, _, _, step in calls]
-        assert max(buffers for buffers, _, _, _ in calls) == (1 if len(lengths) == 2 else 2)
-    assert {window for _, window, _, _ in calls} == {6, 11} and calls[-1][3] > R
+        found = decoded_together(engine, stream)
+        assert_same_rows(found, decoded_alone(single, stream))
+        assert traced == programs
+        steps = (engine.usage.slot_steps - before) / 8
+        if len(lengths) == 2:  # all samples begin at once
+            assert steps == found.length.max() - 1
+    assert steps > R, "the rings have wrapped"
 
 
 def test_row_keys_differ_by_run_writer_and_row():
