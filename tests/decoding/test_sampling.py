@@ -14,7 +14,6 @@ from tba_jax.decoding import sampling as sampling_lib
 
 SCORING_TEMPERATURE = 0.7
 draw = jax.jit(functools.partial(sampling_lib.draw, scoring_temperature=SCORING_TEMPERATURE))
-first_above = jax.jit(sampling_lib._first_above)
 OFF = dict(top_k=0, top_p=1.0, min_p=0.0)
 SETTINGS = [
     dict(temperature=0.0),
@@ -137,7 +136,7 @@ def chi_square_limit(degrees: int) -> float:
     return degrees * (1 - 2 / (9 * degrees) + 3.719 * (2 / (9 * degrees)) ** 0.5) ** 3
 
 
-DRAWS, CHUNK, EOS = 100_000, 20_000, 2
+CHUNK, EOS = 20_000, 2
 
 
 # One program for all settings: they are traced.
@@ -149,8 +148,11 @@ def draw_many(logits: jax.Array, uniform: jax.Array, sampling: sampling_lib.Samp
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-@pytest.mark.parametrize("eos_may_come", [True, False], ids=["eos", "no-eos"])
-def test_frequencies_are_those_of_the_distribution(eos_may_come, settings):
+@pytest.mark.parametrize(
+    "eos_may_come, draws",
+    [(True, CHUNK), *(pytest.param(eos, 5 * CHUNK, marks=pytest.mark.slow) for eos in (True, False))],
+)
+def test_frequencies_are_those_of_the_distribution(eos_may_come, draws, settings):
     """V = 300: blocks of 128, the last one ragged; banned tokens lie in all of them."""
     V = 300
     rng = np.random.default_rng(3)
@@ -158,17 +160,17 @@ def test_frequencies_are_those_of_the_distribution(eos_may_come, settings):
     logits[[0, 1, *range(120, 200), 299]] = -np.inf
     logits[EOS] = logits.max() - 0.5 if eos_may_come else -np.inf
     sampling = sampling_lib.constant(CHUNK, **settings)
-    uniforms = rng.random((DRAWS // CHUNK, CHUNK), np.float32)
+    uniforms = rng.random((draws // CHUNK, CHUNK), np.float32)
     tokens = np.concatenate([draw_many(logits, uniform, sampling).token for uniform in uniforms])
     expected = numpy_distribution(logits, **OFF | settings)
     counts = np.bincount(tokens, minlength=V)
     assert not counts[expected == 0].any(), np.flatnonzero((expected == 0) & (counts > 0))
     # Tokens too rare for the approximation count as one.
-    rare = DRAWS * expected < 10
+    rare = draws * expected < 10
     counts, expected = (np.append(x[~rare], x[rare].sum()) for x in (counts, expected))
     counts, expected = counts[expected > 0], expected[expected > 0]
     if len(expected) > 1:
-        statistic = np.sum((counts - DRAWS * expected) ** 2 / (DRAWS * expected))
+        statistic = np.sum((counts - draws * expected) ** 2 / (draws * expected))
         assert statistic < chi_square_limit(len(expected) - 1)
     assert (len(expected) == 1) == (settings["temperature"] == 0 or settings.get("top_k") == 1 or settings.get("top_p") == 1e-6)
 
@@ -202,7 +204,7 @@ def test_rounded_cumulative_masses_draw_no_impossible_token():
     mass = np.array([[0.5, 0.0, 0.5], [0.0, 0.5, 0.0], [0.25, 0.75, 0.0]], np.float32)
     cumulative = np.array([[0.5, 0.6, 1.0], [0.1, 0.5, 0.4], [0.25, 0.9, 0.9]], np.float32)
     target = np.array([0.55, 0.05, 0.95], np.float32)
-    assert first_above(mass, cumulative, target).tolist() == [2, 1, 1]
+    assert jax.jit(sampling_lib.first_above)(mass, cumulative, target).tolist() == [2, 1, 1]
 
 
 @pytest.mark.parametrize("V", [2, 300])
