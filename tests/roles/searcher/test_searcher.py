@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import os
+import shutil
 import threading
 import time
 import types
@@ -16,6 +17,7 @@ import pytest
 
 from tba_jax import trajectory
 from tba_jax.decoding import slots
+from tba_jax.decoding.engine import Engine, Ticket
 from tba_jax.experiment import jobs
 from tba_jax.replay.reader import LogReader
 from tba_jax.replay.validation import REJECTIONS, validate_rows
@@ -35,19 +37,40 @@ BATCHES = dict(searchers__queries_per_batch=Q, searchers__samples_per_query=S, s
 DECODER = dict(searchers__slots=4, searchers__decode_chunk=2, searchers__poll_seconds=0.01)
 
 
+pytestmark = pytest.mark.usefixtures("one_device_throughout")
+
+
 @pytest.fixture(autouse=True)
-def _one_writer_on_one_device(monkeypatch) -> None:
-    """Searchers take all devices of their process, and half of their name by chance."""
-    monkeypatch.setattr(jax, "devices", lambda *_: jax.local_devices()[:1])
+def _one_writer(monkeypatch) -> None:
+    """Searchers take half of their name by chance."""
     monkeypatch.setattr(searcher, "uuid", types.SimpleNamespace(uuid4=lambda: types.SimpleNamespace(hex="0" * 32)))
 
 
-def make(folder: Path, task: Callable[[Task], Task] | None = None, **changes: Any) -> tuple[jobs.Settings, Searcher]:
-    """A run with its reference and snapshot 0, and a searcher that has not looked for it yet. task: makes another of the task."""
-    s = tiny_run.settings(folder, tiny_run.config(**{**STREAM, **BATCHES, **DECODER, **changes}))
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory, one_device_throughout) -> Path:
+    """A run with its reference and snapshot 0."""
+    s = settings(tmp_path_factory.mktemp("searcher") / "run")
     jobs.reference(s)()
     s.run.root.joinpath("policy").mkdir()
     publish(s, 0)
+    return s.run.root
+
+
+@pytest.fixture
+def make(prepared, tmp_path) -> Callable[..., tuple[jobs.Settings, Searcher]]:
+    return functools.partial(make_searcher, prepared, tmp_path)
+
+
+def settings(folder: Path, **changes: Any) -> jobs.Settings:
+    return tiny_run.settings(folder, tiny_run.config(**{**STREAM, **BATCHES, **DECODER, **changes}))
+
+
+def make_searcher(
+    prepared: Path, folder: Path, name: str = "run", task: Callable[[Task], Task] | None = None, **changes: Any
+) -> tuple[jobs.Settings, Searcher]:
+    """A copy of the prepared run, and a searcher that has not looked at it yet. task: makes another of the task."""
+    shutil.copytree(prepared, folder / name)
+    s = settings(folder / name, **changes)
     if task is not None:
         s = dataclasses.replace(s, experiment=dataclasses.replace(s.experiment, task=task(s.experiment.task)))
     return s, jobs.make_searcher(s, name="tested", account=TimeAccount())
@@ -92,13 +115,15 @@ def assert_same_rows(found: dict[str, np.ndarray], expected: dict[str, np.ndarra
         np.testing.assert_allclose(found[name], column, rtol=0, atol=1e-5 if name.endswith("_logprobs") else 0, err_msg=name)
 
 
-def test_rows_are_appended_in_the_order_of_queries_whatever_ends_first(tmp_path):
-    found, overtaken = list[dict[str, np.ndarray]](), 0
+def test_rows_are_appended_in_the_order_of_queries(make, monkeypatch):
+    found, overtaken, tickets, submit = list[dict[str, np.ndarray]](), 0, list[Ticket](), Engine.submit
+    monkeypatch.setattr(Engine, "submit", lambda *asked: tickets.append(submit(*asked)) or tickets[-1])
     for goes_ahead in (False, True):
-        s, made = make(tmp_path / str(goes_ahead), searchers__slots=16)
+        tickets.clear()
+        s, made = make(str(goes_ahead), searchers__slots=16)
         assert not made.may_search and made.refresh() and made.may_search and not made.refresh()
         for batch in range(1, 10):
-            left = [asked.ticket.left for asked in made._asked]
+            left = [ticket.left for ticket in tickets[(batch - 1) * Q :]]
             overtaken += any(left[:Q]) and not all(left[Q:])  # a query of a later batch was answered before one of this
             report = made.search(ahead=lambda goes_ahead=goes_ahead: goes_ahead)
             assert committed(s) == batch * ROWS
@@ -122,8 +147,8 @@ def search_on(made: Searcher, ahead: Callable[[], bool] = lambda: True) -> int:
     return batches
 
 
-def test_a_snapshot_is_asked_so_many_whole_batches_and_the_next_one_as_many(tmp_path):
-    s, made = make(tmp_path, searchers__max_rows_per_snapshot=ROWS + 1)
+def test_a_snapshot_is_asked_so_many_whole_batches_and_the_next_one_as_many(make):
+    s, made = make(searchers__max_rows_per_snapshot=ROWS + 1)
     made.refresh()
     assert search_on(made) == 2 and committed(s) == 2 * ROWS
     assert not made.refresh() and not made.may_search
@@ -135,9 +160,9 @@ def test_a_snapshot_is_asked_so_many_whole_batches_and_the_next_one_as_many(tmp_
 
 
 @pytest.mark.parametrize("before", [Q, Q + 1])
-def test_a_snapshot_that_arrives_in_a_batch_is_asked_as_many_besides(tmp_path, before):
+def test_a_snapshot_that_arrives_in_a_batch_is_asked_as_many_besides(make, before):
     """Besides what was asked before it came; where these queries break into a batch, that one is made whole."""
-    s, made = make(tmp_path, searchers__max_rows_per_snapshot=2 * ROWS)
+    s, made = make(searchers__max_rows_per_snapshot=2 * ROWS)
     made.refresh()
     asked = Q - 1
 
@@ -156,9 +181,9 @@ def test_a_snapshot_that_arrives_in_a_batch_is_asked_as_many_besides(tmp_path, b
     assert (steps[:, 0] == 0).any() and (steps.max(axis=1)[-ROWS:] == 1).all()
 
 
-def test_a_snapshot_whose_queries_the_one_before_has_answered_is_followed_by_the_next(tmp_path):
+def test_a_snapshot_whose_queries_the_one_before_has_answered_is_followed_by_the_next(make):
     """It arrives while slots are filled, of which there are enough for all that may be asked: all is decoded in one call."""
-    s, made = make(tmp_path, searchers__max_rows_per_snapshot=2 * ROWS, searchers__slots=4 * ROWS, searchers__decode_chunk=R)
+    s, made = make(searchers__max_rows_per_snapshot=2 * ROWS, searchers__slots=4 * ROWS, searchers__decode_chunk=R)
     made.refresh()
 
     def ahead() -> bool:
@@ -173,8 +198,8 @@ def test_a_snapshot_whose_queries_the_one_before_has_answered_is_followed_by_the
 
 
 @pytest.mark.parametrize("swap", ["at_once", "new_sequences"])
-def test_tokens_are_drawn_by_the_weights_of_their_step_when_a_snapshot_arrives_in_a_batch(tmp_path, swap):
-    s, made = make(tmp_path, searchers__swap=swap)
+def test_tokens_are_drawn_by_the_weights_of_their_step_when_a_snapshot_arrives_in_a_batch(make, swap):
+    s, made = make(searchers__swap=swap)
     made.refresh()
     loaded: list[bool] = []
 
@@ -202,16 +227,16 @@ def test_tokens_are_drawn_by_the_weights_of_their_step_when_a_snapshot_arrives_i
         assert (difference[(first == step) & ~mixed] < 2e-5).all() and (difference[(first != step) & (last != step)] > 0.05).all()
 
 
-def test_two_lanes_lose_nothing_and_keep_the_order(tmp_path, monkeypatch):
+def test_two_lanes_lose_nothing_and_keep_the_order(make, monkeypatch):
     found, feeders = [], set[threading.Thread]()
     for ways in (1, 2):
         monkeypatch.setattr(jax, "devices", lambda *_, ways=ways: jax.local_devices()[:ways])
-        s, made = make(tmp_path / str(ways), searchers__mesh__data=ways)
+        s, made = make(str(ways), searchers__mesh__data=ways)
         made.refresh()
 
-        def ahead(made: Searcher = made) -> bool:
+        def ahead() -> bool:
             feeders.add(threading.current_thread())
-            return len(made._asked) < 3 * Q
+            return True
 
         for _ in range(5):
             made.search(ahead=ahead)
@@ -256,8 +281,8 @@ def unreadable(folder: Path) -> None:
 @pytest.mark.parametrize(
     "limit, damage, error", [(0, cut_short, ValueError), (ROWS, unreadable, OSError)], ids=["searching", "waiting"]
 )
-def test_a_snapshot_that_cannot_be_loaded_stops_the_searcher(tmp_path, limit, damage, error):
-    s, made = make(tmp_path, searchers__max_rows_per_snapshot=limit)
+def test_a_snapshot_that_cannot_be_loaded_stops_the_searcher(make, limit, damage, error):
+    s, made = make(searchers__max_rows_per_snapshot=limit)
 
     def look() -> None:
         if committed(s) and not snapshots.is_committed(s.run.policies, 1):
@@ -268,16 +293,16 @@ def test_a_snapshot_that_cannot_be_loaded_stops_the_searcher(tmp_path, limit, da
     assert rows_of_the_stream(s, made, committed(s) // S)["policy_step"].max() == 0
 
 
-def test_a_search_that_fails_ends_the_refresher(tmp_path):
-    s, made = make(tmp_path)
+def test_a_search_that_fails_ends_the_refresher(make):
+    s, made = make()
     publish(s, 1, scale=np.nan)
     with pytest.raises(FloatingPointError, match=r"policy step 1 are not finite at response token 0 of query [0-9a-f]{16} "):
         run_searcher(s, made, lambda: None)
     assert committed(s) == 0
 
 
-def test_a_searcher_takes_up_snapshots_until_the_run_is_finished(tmp_path):
-    s, made = make(tmp_path, searchers__max_rows_per_snapshot=2 * ROWS)
+def test_a_searcher_takes_up_snapshots_until_the_run_is_finished(make):
+    s, made = make(searchers__max_rows_per_snapshot=2 * ROWS)
 
     def look() -> None:
         """The next snapshot is published when all rows of the one before are there, and the end of the run after three."""
@@ -313,14 +338,14 @@ class Held:
         return self._calls[call](scores) if call < len(self._calls) else scores
 
 
-def test_the_next_batches_are_decoded_while_one_waits_for_its_rewards(tmp_path):
+def test_the_next_batches_are_decoded_while_one_waits_for_its_rewards(make):
     decoded, reached = threading.Event(), list[int]()
 
     def late(scores: Scores) -> Scores:
         assert decoded.wait(60)
         return scores
 
-    s, made = make(tmp_path, task=lambda task: Held(task, late), searchers__reward_batches=3)
+    s, made = make(task=lambda task: Held(task, late), searchers__reward_batches=3)
     made.refresh()
     for _ in range(3):
         made.advance()
@@ -332,7 +357,7 @@ def test_the_next_batches_are_decoded_while_one_waits_for_its_rewards(tmp_path):
     made.close()
 
 
-def test_so_many_batches_wait_for_rewards_at_most(tmp_path):
+def test_so_many_batches_wait_for_rewards_at_most(make):
     begun, released = threading.Event(), threading.Event()
 
     def late(scores: Scores) -> Scores:
@@ -340,7 +365,7 @@ def test_so_many_batches_wait_for_rewards_at_most(tmp_path):
         assert released.wait(60)
         return scores
 
-    s, made = make(tmp_path, task=lambda task: Held(task, late), searchers__reward_batches=1)
+    s, made = make(task=lambda task: Held(task, late), searchers__reward_batches=1)
     made.refresh()
     made.advance()
     second = threading.Thread(target=made.advance)
@@ -355,13 +380,13 @@ def test_so_many_batches_wait_for_rewards_at_most(tmp_path):
     made.close()
 
 
-def test_rows_without_a_reward_are_kept_and_counted(tmp_path):
+def test_rows_without_a_reward_are_kept_and_counted(make):
     def some(scores: Scores) -> Scores:
         failed = np.arange(ROWS) % 3 == 1
         parts = np.where(failed[:, None], np.nan, scores.parts)
         return Scores(np.where(failed, np.nan, scores.reward).astype(np.float32), parts.astype(np.float32))
 
-    s, made = make(tmp_path, task=lambda task: Held(task, some, some), task__missing_eos_reward=-1.0)
+    s, made = make(task=lambda task: Held(task, some, some), task__missing_eos_reward=-1.0)
     made.refresh()
     report = made.search()
     rows = rows_of_the_stream(s, made, Q)
@@ -372,18 +397,18 @@ def test_rows_without_a_reward_are_kept_and_counted(tmp_path):
     assert [REJECTIONS[reason] for reason in reasons] == ["reward" if each else "valid" for each in failed]
 
 
-def test_a_task_that_fails_stops_the_searcher_and_nothing_is_appended_after(tmp_path):
+def test_a_task_that_fails_stops_the_searcher_and_nothing_is_appended_after(make):
     def fails(scores: Scores) -> Scores:
         raise KeyError("the task's own mistake")
 
-    s, made = make(tmp_path, task=lambda task: Held(task, lambda scores: scores, fails), searchers__reward_batches=2)
+    s, made = make(task=lambda task: Held(task, lambda scores: scores, fails), searchers__reward_batches=2)
     with pytest.raises(KeyError, match="own mistake"):
         run_searcher(s, made, lambda: None)
     assert committed(s) == ROWS
     rows_of_the_stream(s, made, Q)
 
 
-def test_a_reward_that_hangs_keeps_nobody_from_the_end(tmp_path):
+def test_a_reward_that_hangs_keeps_nobody_from_the_end(make):
     """Of a run that has finished, and of one whose snapshot is broken: rows that have no reward yet are not waited for longer."""
     for broken in (False, True):
         hanging = threading.Event()
@@ -392,8 +417,8 @@ def test_a_reward_that_hangs_keeps_nobody_from_the_end(tmp_path):
             hanging.wait()
             return scores
 
-        settings = dict(searchers__reward_batches=2, searchers__stop_seconds=1.0)
-        s, made = make(tmp_path / str(broken), task=lambda task: Held(task, lambda scores: scores, hangs), **settings)
+        changes = dict(searchers__reward_batches=2, searchers__stop_seconds=1.0)
+        s, made = make(str(broken), task=lambda task: Held(task, lambda scores: scores, hangs), **changes)
 
         def look(s: jobs.Settings = s, broken: bool = broken) -> None:
             if committed(s) == ROWS and not s.run.finished.exists() and not snapshots.is_committed(s.run.policies, 1):
@@ -414,16 +439,16 @@ def test_a_reward_that_hangs_keeps_nobody_from_the_end(tmp_path):
         assert committed(s) == ROWS, "nothing is appended after the end"
 
 
-def test_rates_are_those_of_appends(tmp_path):
+def test_rates_are_those_of_appends(make):
     """Reports that are read together, since the first of them was late, tell the same as if they were not."""
     late, writer = threading.Event(), MetricLines()
-    _, made = make(tmp_path, task=lambda task: Held(task, lambda scores: (late.wait(60), scores)[1]), searchers__reward_batches=4)
+    _, made = make(task=lambda task: Held(task, lambda scores: (late.wait(60), scores)[1]), searchers__reward_batches=4)
     made.refresh()
     for _ in range(3):
         made.advance()
     late.set()
     reports = made.appended(wait_seconds=None)
-    loop._Rates(writer, TimeAccount()).write(reports)
+    loop.Rates(writer, TimeAccount()).write(reports)
     for line, report in zip(writer.lines, reports[1:], strict=True):
         elapsed = report.time - reports[0].time
         assert elapsed > 0 and line["rows_per_second"] == pytest.approx((reports.index(report)) * ROWS / elapsed)

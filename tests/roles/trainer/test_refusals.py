@@ -39,9 +39,13 @@ def test_what_was_passed_is_passed_again(tmp_path, caplog):
         look(refusals, 2, finite=False)
 
 
+# Old rows are drawn as often as new ones: the planted rows in some steps, and not in others.
+ALL_ROWS = {"replay__merge_duplicates": False, "replay__recent_probability": 0.0}
+
+
 def log_with_an_absurd_reward(frozen, workdir, **changes):
     """A frozen log, and four rows of one query by another writer: the square of the third one's reward is not finite."""
-    s = frozen(workdir, batches=1, replay__merge_duplicates=False, **changes)
+    s = frozen(workdir, batches=1, **ALL_ROWS, **changes)
     frozen_runs.append_changed(s, "planted-1", reward=(2, 1e30))
     return s
 
@@ -53,11 +57,13 @@ def test_a_run_that_stops_names_the_row_and_goes_on_when_told_to_skip(tmp_path, 
         frozen_runs.train(s, until=8, abandon=True)
     with pytest.raises(FloatingPointError, match=names_it):  # the journal ends with that step
         frozen_runs.train(s, until=8, abandon=True)
-    skipping = tiny_run.settings(tmp_path / "run", frozen_runs.config(replay__merge_duplicates=False, learner__non_finite="skip"))
-    state = frozen_runs.train(skipping, until=8, abandon=True)
-    # A journal that ends with a refused step would stop a run again that does not skip.
-    while ("planted-1", 2) in journal.line_ids(journal.read_lineage(s.run.journal)[-1]):
-        state = frozen_runs.train(skipping, until=int(state.step) + 1, abandon=True)
+    skipping = tiny_run.settings(tmp_path / "run", frozen_runs.config(**ALL_ROWS, learner__non_finite="skip"))
+    with frozen_runs.trainer(skipping) as trainer:
+        trainer.poll()
+        # A journal that ends with a refused step would stop a run again that does not skip.
+        while trainer.step_number < 8 or ("planted-1", 2) in journal.line_ids(journal.read_lineage(s.run.journal)[-1]):
+            assert trainer.step() is not None
+        state = jax.device_get(trainer.state)
     assert 0 < int(state.skipped) < int(state.step)
     # What was passed is passed again, whatever the setting says now.
     frozen_runs.assert_resumes_as(s, state)
