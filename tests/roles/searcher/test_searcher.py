@@ -1,118 +1,30 @@
-"""What a searcher appends, in which order, and on which weights, whatever its decoder is ahead with; and how it ends."""
+"""What a searcher appends, in which order, and on which weights, whatever its decoder is ahead with."""
 
-import dataclasses
 import functools
-import os
-import shutil
 import threading
-import time
-import types
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
-from tba_jax import trajectory
-from tba_jax.decoding import slots
 from tba_jax.decoding.engine import Engine, Ticket
-from tba_jax.experiment import jobs
-from tba_jax.replay.reader import LogReader
 from tba_jax.replay.validation import REJECTIONS, validate_rows
-from tba_jax.roles.searcher import loop, searcher
 from tba_jax.roles.searcher.searcher import Searcher
-from tba_jax.roles.searcher.stream import query_order, writer_number
-from tba_jax.run import layout, metrics, snapshots
-from tba_jax.run.metrics import TimeAccount
-from tba_jax.tasks.interface import Query, Scores, Task
-from tests.support import applied, tiny_run
-
-Q, S, R = 3, 4, 12  # queries of a batch, samples of a query, response tokens
-ROWS = Q * S
-# Ten queries, so that a batch holds queries of two passes; four slots, so that a batch does not fit at once.
-STREAM = dict(task__arithmetic__train_queries=10, task__response_length=R, sampling__explore_temperature_probability=0.5)
-BATCHES = dict(searchers__queries_per_batch=Q, searchers__samples_per_query=S, searchers__max_rows_per_snapshot=0)
-DECODER = dict(searchers__slots=4, searchers__decode_chunk=2, searchers__poll_seconds=0.01)
-
-
-pytestmark = pytest.mark.usefixtures("one_device_throughout")
-
-
-@pytest.fixture(autouse=True)
-def _one_writer(monkeypatch) -> None:
-    """Searchers take half of their name by chance."""
-    monkeypatch.setattr(searcher, "uuid", types.SimpleNamespace(uuid4=lambda: types.SimpleNamespace(hex="0" * 32)))
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory, one_device_throughout) -> Path:
-    """A run with its reference and snapshot 0."""
-    s = settings(tmp_path_factory.mktemp("searcher") / "run")
-    jobs.reference(s)()
-    s.run.root.joinpath("policy").mkdir()
-    publish(s, 0)
-    return s.run.root
-
-
-@pytest.fixture
-def make(prepared, tmp_path) -> Callable[..., tuple[jobs.Settings, Searcher]]:
-    return functools.partial(make_searcher, prepared, tmp_path)
-
-
-def settings(folder: Path, **changes: Any) -> jobs.Settings:
-    return tiny_run.settings(folder, tiny_run.config(**{**STREAM, **BATCHES, **DECODER, **changes}))
-
-
-def make_searcher(
-    prepared: Path, folder: Path, name: str = "run", task: Callable[[Task], Task] | None = None, **changes: Any
-) -> tuple[jobs.Settings, Searcher]:
-    """A copy of the prepared run, and a searcher that has not looked at it yet. task: makes another of the task."""
-    shutil.copytree(prepared, folder / name)
-    s = settings(folder / name, **changes)
-    if task is not None:
-        s = dataclasses.replace(s, experiment=dataclasses.replace(s.experiment, task=task(s.experiment.task)))
-    return s, jobs.make_searcher(s, name="tested", account=TimeAccount())
-
-
-def weights(s: jobs.Settings, step: int) -> dict[str, Any]:
-    """Large enough that responses of all lengths are drawn, and that those of two steps are told apart."""
-    return applied.random(s.experiment.policy.trained_specs, scale=0.3, seed=step)
-
-
-def publish(s: jobs.Settings, step: int, damage: Callable[[Path], None] = lambda folder: None, scale: float = 1.0) -> None:
-    """A snapshot, which appears as a whole, damage included."""
-    draft = s.run.root / "draft" / layout.step_name(step)
-    params = jax.tree.map(lambda leaf: scale * leaf, weights(s, step))
-    snapshots.save(draft, params, snapshots.SnapshotInfo(step=step, epoch=1), dtype="float32")
-    damage(draft)
-    draft.rename(s.run.root / "policy" / draft.name)
-
-
-def committed(s: jobs.Settings) -> int:
-    return sum(LogReader(s.run.replay, s.experiment.contract.row_shape()).heads().values())
-
-
-def rows_of_the_stream(s: jobs.Settings, made: Searcher, queries: int) -> dict[str, np.ndarray]:
-    """All rows of the log, which must be those of the first queries of the stream, in their order, S each."""
-    reader = LogReader(s.run.replay, s.experiment.contract.row_shape())
-    rows = dict(reader.read(made.writer, 0, reader.heads()[made.writer]))
-    prompts, number = [query.prompt for query in s.experiment.queries["train"]], writer_number(made.writer)
-    orders = [query_order(10, seed=s.config.seed, writer=number, epoch=epoch) for epoch in range(-(-queries // 10))]
-    assert all(sorted(order.tolist()) == list(range(10)) for order in orders)
-    asked = [prompts[i] for i in np.concatenate(orders)[:queries] for _ in range(S)]
-    assert rows["query_id"].tolist() == [trajectory.query_id(prompt) for prompt in asked]
-    np.testing.assert_array_equal(rows["row"], np.arange(queries * S))
-    np.testing.assert_array_equal(rows["key"], slots.row_keys(s.config.seed, number, np.arange(queries * S, dtype=np.uint32)))
-    steps = [row[:n] for row, n in zip(rows["policy_step"], rows["response_length"], strict=True)]
-    assert all(len(each) and (each >= 0).all() and (np.diff(each) >= 0).all() for each in steps)
-    return rows
-
-
-def assert_same_rows(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
-    for name, column in expected.items():
-        np.testing.assert_allclose(found[name], column, rtol=0, atol=1e-5 if name.endswith("_logprobs") else 0, err_msg=name)
+from tba_jax.run import snapshots
+from tba_jax.tasks.interface import Scores
+from tests.support import applied
+from tests.support.tiny_searcher import (
+    ROWS,
+    Held,
+    Q,
+    R,
+    assert_same_rows,
+    committed,
+    publish,
+    rows_of_the_stream,
+    weights,
+)
 
 
 def test_rows_are_appended_in_the_order_of_queries(make, monkeypatch):
@@ -251,93 +163,6 @@ def test_two_lanes_lose_nothing_and_keep_the_order(make, monkeypatch):
     assert set(steps[: 5 * ROWS]) == {0} and set(steps[-ROWS:]) == {1}
 
 
-def run_searcher(s: jobs.Settings, made: Searcher, look: Callable[[], None]) -> None:
-    """`look` is called between batches. The searcher and its refresher must have ended after a minute."""
-    end = time.monotonic() + 60
-    threads: set[threading.Thread] = set()
-
-    def stop() -> bool:
-        threads.update(thread for thread in threading.enumerate() if thread.name == "refresher")
-        look()
-        return time.monotonic() > end
-
-    try:
-        loop.run_searcher(made, s.config, s.run, name="tested", account=TimeAccount(), stop=stop)
-    finally:
-        (refresher,) = threads
-        refresher.join(timeout=10)
-        assert not refresher.is_alive()
-
-
-def cut_short(folder: Path) -> None:
-    os.truncate(folder / "embedding.weight" / "c" / "0" / "0", 100)
-
-
-def unreadable(folder: Path) -> None:
-    (folder / snapshots.COMMIT).unlink()
-    (folder / snapshots.COMMIT).mkdir()
-
-
-@pytest.mark.parametrize(
-    "limit, damage, error", [(0, cut_short, ValueError), (ROWS, unreadable, OSError)], ids=["searching", "waiting"]
-)
-def test_a_snapshot_that_cannot_be_loaded_stops_the_searcher(make, limit, damage, error):
-    s, made = make(searchers__max_rows_per_snapshot=limit)
-
-    def look() -> None:
-        if committed(s) and not snapshots.is_committed(s.run.policies, 1):
-            publish(s, 1, damage)
-
-    with pytest.raises(error, match=r"00000001(: parameter embedding.weight is damaged|/commit\.json)"):
-        run_searcher(s, made, look)
-    assert rows_of_the_stream(s, made, committed(s) // S)["policy_step"].max() == 0
-
-
-def test_a_search_that_fails_ends_the_refresher(make):
-    s, made = make()
-    publish(s, 1, scale=np.nan)
-    with pytest.raises(FloatingPointError, match=r"policy step 1 are not finite at response token 0 of query [0-9a-f]{16} "):
-        run_searcher(s, made, lambda: None)
-    assert committed(s) == 0
-
-
-def test_a_searcher_takes_up_snapshots_until_the_run_is_finished(make):
-    s, made = make(searchers__max_rows_per_snapshot=2 * ROWS)
-
-    def look() -> None:
-        """The next snapshot is published when all rows of the one before are there, and the end of the run after three."""
-        step = committed(s) // (2 * ROWS)
-        if step == 3:
-            layout.write_json(s.run.finished, {"step": s.config.learner.steps})
-        elif not snapshots.is_committed(s.run.policies, step):
-            publish(s, step)
-
-    run_searcher(s, made, look)
-    rows = rows_of_the_stream(s, made, 6 * Q)
-    assert rows["policy_step"].max(axis=1).tolist() == [step for step in range(3) for _ in range(2 * ROWS)]
-    tokens = rows["response_length"].reshape(6, ROWS).sum(axis=1).tolist()
-    lines = metrics.read_lines(s.run.metrics("tested"))
-    # The first batch, which holds the compilation, is not measured.
-    assert [(line["step"], line["policy_step"]) for line in lines] == [(2, 0), (3, 1), (4, 1), (5, 2), (6, 2)]
-    assert [(line["rows"], line["tokens"]) for line in lines] == [(ROWS, count) for count in tokens[1:]]
-
-
-class Held:
-    """A task whose n-th call for rewards does what `calls` say for it, before or instead of the task's own."""
-
-    def __init__(self, task: Task, *calls: Callable[[Scores], Scores]):
-        self._task, self._calls, self._taken, self._lock = task, calls, 0, threading.Lock()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._task, name)
-
-    def rewards(self, queries: list[Query], responses: list[str], finished: np.ndarray) -> Scores:
-        with self._lock:
-            call, self._taken = self._taken, self._taken + 1
-        scores = self._task.rewards(queries, responses, finished)
-        return self._calls[call](scores) if call < len(self._calls) else scores
-
-
 def test_the_next_batches_are_decoded_while_one_waits_for_its_rewards(make):
     decoded, reached = threading.Event(), list[int]()
 
@@ -371,7 +196,7 @@ def test_so_many_batches_wait_for_rewards_at_most(make):
     second = threading.Thread(target=made.advance)
     second.start()
     assert begun.wait(60)
-    second.join(timeout=2)
+    second.join(timeout=0.5)
     assert second.is_alive() and committed(s) == 0
     released.set()
     second.join(timeout=60)
@@ -395,69 +220,3 @@ def test_rows_without_a_reward_are_kept_and_counted(make):
     assert report.unscored == failed.sum() and report.reward == pytest.approx(rows["reward"][~failed].mean())
     reasons = validate_rows(rows, vocab_size=s.experiment.policy.model.vocab)
     assert [REJECTIONS[reason] for reason in reasons] == ["reward" if each else "valid" for each in failed]
-
-
-def test_a_task_that_fails_stops_the_searcher_and_nothing_is_appended_after(make):
-    def fails(scores: Scores) -> Scores:
-        raise KeyError("the task's own mistake")
-
-    s, made = make(task=lambda task: Held(task, lambda scores: scores, fails), searchers__reward_batches=2)
-    with pytest.raises(KeyError, match="own mistake"):
-        run_searcher(s, made, lambda: None)
-    assert committed(s) == ROWS
-    rows_of_the_stream(s, made, Q)
-
-
-def test_a_reward_that_hangs_keeps_nobody_from_the_end(make):
-    """Of a run that has finished, and of one whose snapshot is broken: rows that have no reward yet are not waited for longer."""
-    for broken in (False, True):
-        hanging = threading.Event()
-
-        def hangs(scores: Scores, hanging: threading.Event = hanging) -> Scores:
-            hanging.wait()
-            return scores
-
-        changes = dict(searchers__reward_batches=2, searchers__stop_seconds=1.0)
-        s, made = make(str(broken), task=lambda task: Held(task, lambda scores: scores, hangs), **changes)
-
-        def look(s: jobs.Settings = s, broken: bool = broken) -> None:
-            if committed(s) == ROWS and not s.run.finished.exists() and not snapshots.is_committed(s.run.policies, 1):
-                if broken:
-                    publish(s, 1, cut_short)
-                else:
-                    layout.write_json(s.run.finished, {"step": s.config.learner.steps})
-
-        begin = time.monotonic()
-        if broken:
-            with pytest.raises(ValueError, match="damaged"):
-                run_searcher(s, made, look)
-        else:
-            run_searcher(s, made, look)
-        assert time.monotonic() - begin < 30 and committed(s) == ROWS
-        hanging.set()
-        time.sleep(0.2)
-        assert committed(s) == ROWS, "nothing is appended after the end"
-
-
-def test_rates_are_those_of_appends(make):
-    """Reports that are read together, since the first of them was late, tell the same as if they were not."""
-    late, writer = threading.Event(), MetricLines()
-    _, made = make(task=lambda task: Held(task, lambda scores: (late.wait(60), scores)[1]), searchers__reward_batches=4)
-    made.refresh()
-    for _ in range(3):
-        made.advance()
-    late.set()
-    reports = made.appended(wait_seconds=None)
-    loop.Rates(writer, TimeAccount()).write(reports)
-    for line, report in zip(writer.lines, reports[1:], strict=True):
-        elapsed = report.time - reports[0].time
-        assert elapsed > 0 and line["rows_per_second"] == pytest.approx((reports.index(report)) * ROWS / elapsed)
-    made.close()
-
-
-class MetricLines:
-    def __init__(self) -> None:
-        self.lines: list[dict[str, Any]] = []
-
-    def write(self, step: int, scalars: dict[str, Any]) -> None:
-        self.lines.append({"step": step, **scalars})
