@@ -89,7 +89,7 @@ def teacher_forced_logits(stream: Sequence[Request], tokens: np.ndarray) -> np.n
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_a_stream_through_few_slots_gives_the_rows_of_requests_decoded_alone(request, sizes, stream, alone):
+def test_a_stream_gives_the_rows_of_requests_decoded_alone(request, sizes, stream, alone):
     engine = request.getfixturevalue("grouped") if sizes == SIZES["groups of four"] else make_engine(*sizes)
     assert sizes_lib.buckets(P) == (32, 64)
     found = decoded_together(engine, stream)
@@ -138,7 +138,7 @@ def test_local_layers_read_a_window_of_prompt_and_response():
     assert np.abs(found.policy_logprobs - logprobs(dataclasses.replace(model, window=100))).max() > 0.1
 
 
-def test_an_untruncated_row_at_the_scoring_temperature_is_the_policy(grouped):
+def test_an_untruncated_row_is_the_policy(grouped):
     grouped.set_policy(PARAMS, 5)
     requests = [make_request([5, 3, n], 4, n, sampling=sampling_lib.constant(4, temperature=TEMPERATURE)) for n in range(2, 10)]
     for found in grouped.generate(requests):
@@ -290,7 +290,7 @@ def stopping() -> Engine:
     return make_engine(8, 4, space=space, stop_strings=stop_strings, prompt_length=16)
 
 
-def test_rows_end_by_stop_strings_and_by_ends_that_are_not_too_early(stopping):
+def test_rows_end_by_stop_strings_and_by_ends_in_time(stopping):
     """Against the joined text: a row ends with the first token that completes a stop string, or by an end from the third on."""
     stopping.set_policy(PARAMS, 5)
     beginnings: Iterator[list[int]] = itertools.cycle([[], [5], [6], [3, 4], [10, 10, 3], [10, 4, 10, 3]])
@@ -340,7 +340,7 @@ def test_engines_that_cannot_be_made_are_refused():
     assert make_engine(1, 1, model=learned, prompt_length=5).config.prompt_length == 5  # 5 + 12 - 1 positions are read
 
 
-def test_logits_that_are_no_numbers_name_the_query_and_stop_the_engine():
+def test_logits_that_are_no_numbers_stop_the_engine():
     engine = make_engine(2, 2, prompt_length=4, response_length=3)
     engine.set_policy(PARAMS, 5)
     good = make_request([3, 4], 2)

@@ -3,12 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.support.tiny_engine import (
-    EOS,
-    make_request,
-    plain_sampling,
-    row_keys,
-)
+from tests.support.tiny_engine import EOS, make_request, plain_sampling, row_keys
 
 
 @pytest.mark.parametrize(

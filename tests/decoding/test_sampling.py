@@ -109,7 +109,7 @@ def test_the_support_is_exact_and_ties_at_a_threshold_all_stay(V):
             np.testing.assert_allclose(found.behavior_logprob, np.log(probs[found.token]), rtol=0, atol=1e-5)
 
 
-def test_top_p_after_top_k_counts_the_mass_of_k_tokens_in_spite_of_ties():
+def test_top_p_after_top_k_counts_the_mass_of_k_tokens():
     """Weights 3, 1, 1, 1 with top-k 2: the first has 3/4 of what is left, not 1/2."""
     logits = np.log(np.array([[3, 1, 1, 1]] * 2, np.float32))
     found = draw(logits, np.full(2, 0.9, np.float32), sampling_of([dict(temperature=1.0, top_k=2, top_p=p) for p in (0.7, 0.8)]))
@@ -176,7 +176,7 @@ def test_frequencies_are_those_of_the_distribution(eos_may_come, draws, settings
 
 
 @pytest.mark.parametrize("V", [1, 2, 59, 300])
-def test_the_inverse_cdf_at_its_edges_never_draws_an_impossible_token(V):
+def test_the_edges_of_the_inverse_cdf_draw_no_impossible_token(V):
     """Uniforms at and around every step of the distribution, at 0 and at the largest float32 below 1."""
     rng = np.random.default_rng(5)
     few = rng.permutation(V)[: max(1, V // 8)] if V < 1000 else np.arange(45)
@@ -219,7 +219,7 @@ def test_where_all_tokens_but_one_are_banned_that_one_comes(V):
 
 
 @pytest.mark.parametrize("V", [17, 300])
-def test_a_greedy_row_draws_the_first_of_the_most_likely_whatever_the_uniform(V):
+def test_a_greedy_row_draws_the_first_of_the_most_likely(V):
     rng = np.random.default_rng(6)
     logits = rng.integers(-1, 2, (64, V)).astype(np.float32)
     logits[:, : V // 2] -= 1
@@ -233,7 +233,7 @@ def test_a_greedy_row_draws_the_first_of_the_most_likely_whatever_the_uniform(V)
 
 
 @pytest.mark.parametrize("V", [59, 4096])
-def test_plain_rows_are_the_policy_to_the_bit_and_no_row_depends_on_its_neighbours(V):
+def test_plain_rows_are_the_policy_whatever_is_beside_them(V):
     """40 rows, more than are truncated at a time; in one batch every other row is plain, in the other batch every row."""
     rng = np.random.default_rng(7)
     logits = np.stack([random_logits(rng, V) for _ in range(40)])
@@ -260,7 +260,7 @@ def test_settings_are_traced():
 
 @pytest.mark.parametrize("V", [300])
 @pytest.mark.parametrize("bad", ["one nan", "all nan", "infinite", "all banned"])
-def test_logits_that_are_no_distribution_surface_in_the_policys_logprob(V, bad):
+def test_bad_logits_surface_in_the_policys_logprob(V, bad):
     rng = np.random.default_rng(9)
     good = np.stack([random_logits(rng, V) for _ in SETTINGS])
     logits = np.concatenate([good, good])
@@ -308,7 +308,7 @@ def test_a_scoring_temperature_that_is_not_above_0_is_refused(temperature):
         )
 
 
-def test_exploration_has_the_asked_shares_and_leaves_rows_untruncated():
+def test_exploration_has_the_asked_shares():
     rows = 20_000
     plain = sampling_lib.constant(rows, temperature=0.7)
     found = sampling_lib.explore(

@@ -71,7 +71,7 @@ def test_the_reference_is_its_own_copy():
 
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 2)], ids=str)
-def test_rows_are_scored_by_the_reference_of_the_step_wherever_it_rests(sizes, offload):
+def test_rows_are_scored_by_the_reference_of_the_step(sizes, offload):
     reference, mesh = reference_on(sizes, offload=offload)
     params = jax.device_put(random_params(), POLICY.trained_shardings(mesh))
     reference.start(params)

@@ -137,7 +137,7 @@ def gradient_of(cotangent: np.ndarray) -> Any:
 
 # At once; in micro-batches, as a moving reference is scored, and logits of one step at a time.
 @pytest.mark.parametrize("rows, logit_bytes", [(B, 1 << 20), (6, 1)])
-def test_a_minimal_length_shares_out_the_probability_of_an_early_end(rows, logit_bytes):
+def test_a_minimal_length_shares_out_the_mass_of_an_early_end(rows, logit_bytes):
     """log π(y_t) − log(1 − π(end)) before it, log π(y_t) from then on; log-probs without it are those of `scores`."""
     minimum = dataclasses.replace(SPACE, min_length=4)
     batch = random_batch()
@@ -213,7 +213,7 @@ def test_the_learned_log_z_is_that_of_the_mean_prompt_state():
     np.testing.assert_allclose(found["learned_log_z"], log_z.mean(), rtol=1e-5)
 
 
-def test_values_are_learned_beside_the_policy_from_the_states_they_share():
+def test_values_are_learned_from_states_shared_with_the_policy():
     """PPO's loss and gradients in NumPy from the scores and the states of a forward pass of their own."""
     batch, state = random_batch(), state_of("ppo")[0]
 
@@ -247,7 +247,7 @@ def test_values_are_learned_beside_the_policy_from_the_states_they_share():
     assert not (set(one_pass("grpo")[2]) - set(one_pass("trajectory_balance")[2]))
 
 
-def test_the_surrogate_reference_trails_by_each_rows_own_staleness():
+def test_the_surrogate_trails_by_each_rows_own_staleness():
     batch, policy = random_batch(), scores()[0]
     staleness = 2 - batch.policy_step[:, 0]  # at step 2
     expected = np.empty_like(policy)
@@ -342,7 +342,7 @@ def lora_step(micro_batch_rows: int, mesh: Any = None) -> tuple[float, Any]:
     return float(measurements["loss"]), jax.tree.map(lambda new, old: old - np.asarray(new), after.params["policy"], adapters)
 
 
-def test_adapters_get_the_gradient_of_the_whole_policy_and_nothing_else_does():
+def test_adapters_alone_get_the_gradient_of_the_whole_policy():
     loss, gradient = lora_step(B)
     assert set(parameters.flatten(gradient)) == set(parameters.flatten(LORA.trained_specs))
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradient))
@@ -401,7 +401,7 @@ NOT_FINITE = [
 
 
 @pytest.mark.parametrize("column, value", NOT_FINITE[:4])
-def test_a_batch_that_is_not_finite_is_counted_and_changes_nothing_else(adam, column, value):
+def test_a_batch_that_is_not_finite_is_only_counted(adam, column, value):
     optimizers, update = adam
     state, _ = update(initial(optimizers), {}, random_batch())
     before = jax.device_get(state)
@@ -417,7 +417,7 @@ def test_a_batch_that_is_not_finite_is_counted_and_changes_nothing_else(adam, co
 
 
 @pytest.mark.parametrize("form", ["learned_log_z", "tba_prime", "ppo"])
-def test_every_form_refuses_what_is_not_finite_and_says_which_row(form):
+def test_every_form_names_the_row_that_is_not_finite(form):
     state, optimizers = state_of(form)
     before = jax.device_get(state)
     update = jax.jit(make_step(settings(**FORMS[form][0]), optimizers=optimizers))
@@ -457,7 +457,7 @@ def test_without_beta_a_row_is_finite_as_its_numbers_are():
         assert float(measurements["finite"]) == 0 and np.flatnonzero(~measurements["row_finite"]).tolist() == [3]
 
 
-def test_values_of_states_are_nothing_to_objectives_that_do_not_read_them():
+def test_most_objectives_do_not_read_values_of_states():
     batch = dataclasses.replace(random_batch(), state_values=np.full((B, R), np.nan, np.float32))
     found = measured(jax.jit(make_step(settings(**FORMS["grpo"][0]))), state_of("grpo")[0], batch)
     assert_same(found, one_pass("grpo"))

@@ -38,7 +38,7 @@ def test_removed_segments_are_told_from_damage(tmp_path):
     assert (tmp_path / "expired.json").stat().st_mtime_ns == before, "what is gone already costs no write"
 
 
-def test_a_folder_that_cannot_be_removed_is_removed_by_the_next_call(tmp_path, monkeypatch):
+def test_what_could_not_be_removed_is_removed_by_the_next_call(tmp_path, monkeypatch):
     log = writer(tmp_path)
     for append in range(10):
         log.append(make_rows(4 * append, 4))
@@ -52,7 +52,7 @@ def test_a_folder_that_cannot_be_removed_is_removed_by_the_next_call(tmp_path, m
     assert sorted(p.name for p in (tmp_path / "w0").iterdir()) == ["000002", "000003"]
 
 
-def test_a_reader_that_slept_while_its_segment_expired_goes_on_behind_it(tmp_path):
+def test_a_reader_goes_on_behind_segments_that_expired(tmp_path):
     log, reader = writer(tmp_path), LogReader(tmp_path, SHAPE, patience_seconds=5)
     log.append(make_rows(0, 4))
     assert reader.heads() == {"w0": 4}

@@ -120,7 +120,7 @@ def test_the_lowest_reward_leaves_first_the_older_of_two():
     assert index.recent_draws[query] == 0
 
 
-def test_a_row_that_leaves_at_once_is_not_the_newest_of_its_query():
+def test_a_row_that_leaves_at_once_is_not_its_querys_newest():
     index = index_of(capacity_per_query=2, drop="lowest_reward")
     index.add("a", make_rows(0, [1] * 4, [(0,), (1,), (2,), (3,)]) | {"reward": np.float32([5, 6, 7, 8])}, step=1)
     index.mark_drawn(index.slots_of([("a", 2), ("a", 3)]))
@@ -174,7 +174,7 @@ def test_bad_options_are_named():
             index_of(**settings)
 
 
-def test_embeddings_within_the_distance_are_merged_within_their_query():
+def test_near_embeddings_are_merged_within_their_query():
     shape = RowShape(prompt_length=2, response_length=4, reward_parts=(), embedding_size=2)
     index = ReplayIndex(shape=shape, capacity=9, capacity_per_query=9, vocab_size=V, merge_cosine_distance=0.1)
     degrees = np.radians([0, 40, 90, 25, 20, 20])  # cosine distance 0.1 is 25.8 degrees

@@ -71,7 +71,7 @@ def test_wrong_rows_are_refused_and_the_log_goes_on(tmp_path):
 
 
 @pytest.mark.parametrize("kills", [6, pytest.param(200, marks=pytest.mark.slow)])
-def test_a_killed_writer_leaves_whole_appends_and_loses_no_acknowledged_one(tmp_path, kills):
+def test_a_killed_writer_loses_no_acknowledged_append(tmp_path, kills):
     acknowledged = {}
     for number in range(0, kills, 2):
         names = [f"w{number}", f"w{number + 1}"]
@@ -159,7 +159,7 @@ print("done", log.next_row)
 """
 
 
-def test_a_full_disk_refuses_the_append_and_keeps_what_was_committed(tmp_path):
+def test_a_full_disk_refuses_appends_and_keeps_committed_ones(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent.parent)}
     command = [sys.executable, "-c", FULL_DISK, str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)

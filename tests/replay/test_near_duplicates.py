@@ -54,7 +54,7 @@ def unit(vectors) -> np.ndarray:
     return vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)
 
 
-def test_the_nearest_embedding_is_the_one_that_comparing_all_finds():
+def test_the_nearest_embedding_is_that_of_comparing_all():
     rng = np.random.default_rng(0)
     vectors = unit(rng.normal(size=(300, 4)))
     near = NearByEmbedding(slots=300, distance=0.05, embedding_size=4)

@@ -124,7 +124,7 @@ def test_lagging_storage_is_waited_for(tmp_path, entry):
     timer.join()
 
 
-def test_a_damaged_head_is_a_problem_and_the_writer_stays_where_it_was(tmp_path):
+def test_a_writer_of_a_damaged_head_stays_where_it_was(tmp_path):
     log, reader = writer(tmp_path), LogReader(tmp_path, SHAPE)
     log.append(make_rows(0, 4))
     assert reader.heads() == {"w0": 4}

@@ -8,7 +8,7 @@ from tba_jax.replay.segment import LogSchema
 from tests.support.tiny_log import assert_rows
 
 
-def test_columns_are_packed_in_the_order_of_the_schema_whatever_its_sizes():
+def test_columns_are_packed_in_the_order_of_the_schema():
     """Unaligned offsets, empty columns and booleans: what is packed comes back, and bytes lie where the schema says."""
     columns = {"flag": ("bool", ()), "key": ("uint32", (3,)), "none": ("float32", (0,)), "row": ("int64", ())}
     schema = LogSchema(rows_per_append=3, segment_appends=2, columns=columns, reward_parts=())

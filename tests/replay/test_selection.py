@@ -131,7 +131,7 @@ def test_too_few_queries_draw_nothing():
     assert draw(empty, rng) is None
 
 
-def test_a_recent_query_gives_its_rows_of_the_window_extended_to_its_newest():
+def test_a_recent_query_gives_its_rows_of_the_window_or_newest():
     index = index_of({1: 6, 2: 6}, step=1)
     index_of({1: 5, 2: 2}, step=10, index=index)
     rng, seen = np.random.default_rng(5), {1: set(), 2: set()}

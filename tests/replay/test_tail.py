@@ -58,7 +58,7 @@ class LongLog:
         self.position += 1
 
 
-def test_a_poll_of_64_writers_with_10_million_rows_behind_them_is_fast(tmp_path):
+def test_a_poll_of_64_writers_of_10_million_rows_is_fast(tmp_path):
     logs = [LongLog(tmp_path, f"w{number}", full_segments=10) for number in range(64)]
     past = LogReader(tmp_path, SHAPE).heads()
     assert sum(past.values()) > 10_000_000
@@ -103,7 +103,7 @@ def count_file_accesses(monkeypatch, function) -> int:
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_a_quiet_poll_touches_as_many_files_however_long_the_past(tmp_path, monkeypatch, full):
+def test_a_quiet_poll_costs_the_same_however_long_the_past(tmp_path, monkeypatch, full):
     counts = {}
     for segments in (1, 300):
         root = tmp_path / str(segments)
@@ -115,7 +115,7 @@ def test_a_quiet_poll_touches_as_many_files_however_long_the_past(tmp_path, monk
     assert counts[1] == counts[300] and 4 <= counts[1] <= 8, counts
 
 
-def test_more_writers_than_spare_segments_keep_their_segments_open(tmp_path, monkeypatch):
+def test_many_writers_keep_their_segments_open(tmp_path, monkeypatch):
     monkeypatch.setattr("tba_jax.replay.reader.SPARE_SEGMENTS", 1)
     logs = [LongLog(tmp_path, f"w{number}", full_segments=0) for number in range(5)]
     tail = Tail(LogReader(tmp_path, SHAPE), {log.writer: log.next_row for log in logs}, poll_seconds=1.0)
@@ -151,7 +151,7 @@ def test_reading_ahead_of_many_writers_loses_and_repeats_nothing(tmp_path, monke
     assert tail.problems() == []
 
 
-def test_a_late_reader_is_told_once_of_a_gap_and_counts_each_row_once(tmp_path, monkeypatch):
+def test_a_late_reader_counts_each_row_of_a_gap_once(tmp_path, monkeypatch):
     log = LogWriter(tmp_path, "a", SHAPE, rows_per_append=ROWS, segment_appends=2, info={})
     for _ in range(20):
         log.append(make_rows(log.next_row))
@@ -171,7 +171,7 @@ def test_a_late_reader_is_told_once_of_a_gap_and_counts_each_row_once(tmp_path, 
     assert again.ledger() == live.ledger()
 
 
-def test_quiet_writers_are_asked_now_and_then_by_the_thread_alone(tmp_path, monkeypatch):
+def test_the_thread_asks_quiet_writers_now_and_then(tmp_path, monkeypatch):
     monkeypatch.setattr("tba_jax.replay.reader.QUIET_SECONDS", 0.2)
     monkeypatch.setattr("tba_jax.replay.reader.QUIET_POLL_SECONDS", 0.5)
     logs = [LogWriter(tmp_path, f"w{number}", SHAPE, rows_per_append=ROWS, segment_appends=9, info={}) for number in range(3)]

@@ -72,7 +72,7 @@ def test_pass_at_k_is_the_share_of_subsets_that_hold_a_right_one(samples, right)
         (["3", "3"], [True, False], 0.5),  # one was cut at the limit, say
     ],
 )
-def test_the_majority_is_right_as_often_as_the_most_frequent_answers(answers, right, share):
+def test_the_majority_is_right_as_its_most_frequent_answers(answers, right, share):
     assert evaluator.majority(answers, right) == share
 
 

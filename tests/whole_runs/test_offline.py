@@ -18,7 +18,7 @@ from tests.support import frozen_runs, tiny_run
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
 
 
-def test_a_trainer_learns_from_a_log_alone_and_leaves_it_as_it_was(tmp_path, frozen):
+def test_a_trainer_learns_from_a_log_and_leaves_it_as_it_was(tmp_path, frozen):
     source = frozen(tmp_path / "source")
     before = frozen_runs.contents(source.run.root)
     s = frozen_runs.offline(tmp_path / "run", source.run.root, learner__logprob_gap_every_steps=2)
@@ -55,7 +55,7 @@ def test_resume_on_a_mounted_log_is_bit_for_bit(tmp_path, frozen):
     assert [line["batch"] for line in lines[0]] == [line["batch"] for line in lines[1]]
 
 
-def test_rows_of_another_run_join_those_of_its_own_without_an_alarm(tmp_path):
+def test_rows_of_another_run_join_without_an_alarm(tmp_path):
     """The other run's weights of a step are not this run's: only rows of its own are compared with its snapshots."""
     settings = {"schedule__mode": "interleaved", "evaluation__enabled": False, "learner__learning_rate": 0.1}
     source = tiny_run.settings(tmp_path / "source", frozen_runs.config(learner__steps=4, **settings))
@@ -75,7 +75,7 @@ def test_rows_of_another_run_join_those_of_its_own_without_an_alarm(tmp_path):
     assert audit.regenerate(run, f"{writer}:{newest}")[1], "a mounted row is made again from the snapshots of its own run"
 
 
-def test_rows_of_another_run_count_as_of_step_0_after_a_resume_too(tmp_path):
+def test_rows_of_another_run_count_as_of_step_0(tmp_path):
     """Steps of the other run say nothing of this run's: its rows of step 3 are not of a future of ours."""
     settings = {"schedule__mode": "interleaved", "evaluation__enabled": False}
     source = tiny_run.settings(tmp_path / "source", frozen_runs.config(learner__steps=4, **settings))
@@ -134,7 +134,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_rows_that_mean_something_else_are_refused_before_anything_is_written(case, tmp_path, frozen):
+def test_rows_that_mean_something_else_are_refused(case, tmp_path, frozen):
     changes, sentence = REFUSALS[case]
     kept = {"replay__retention": "checkpoints"} if case == "not kept" else {}
     source = frozen(tmp_path / "source", batches=1, **kept)

@@ -10,11 +10,7 @@ import pytest
 from tba_jax.experiment import jobs
 from tba_jax.roles.searcher import searcher
 from tba_jax.roles.searcher.searcher import Searcher
-from tests.support.tiny_searcher import (
-    make_searcher,
-    publish,
-    settings,
-)
+from tests.support.tiny_searcher import make_searcher, publish, settings
 
 
 @pytest.fixture(autouse=True)

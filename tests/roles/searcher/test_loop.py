@@ -16,15 +16,7 @@ from tba_jax.roles.searcher.searcher import Searcher
 from tba_jax.run import layout, metrics, snapshots
 from tba_jax.run.metrics import TimeAccount
 from tba_jax.tasks.interface import Scores
-from tests.support.tiny_searcher import (
-    ROWS,
-    Held,
-    Q,
-    S,
-    committed,
-    publish,
-    rows_of_the_stream,
-)
+from tests.support.tiny_searcher import ROWS, Held, Q, S, committed, publish, rows_of_the_stream
 
 
 def run_searcher(s: jobs.Settings, made: Searcher, look: Callable[[], None]) -> None:
@@ -98,7 +90,7 @@ def test_a_searcher_takes_up_snapshots_until_the_run_is_finished(make):
     assert [(line["rows"], line["tokens"]) for line in lines] == [(ROWS, count) for count in tokens[1:]]
 
 
-def test_a_task_that_fails_stops_the_searcher_and_nothing_is_appended_after(make):
+def test_a_task_that_fails_stops_the_searcher(make):
     def fails(scores: Scores) -> Scores:
         raise KeyError("the task's own mistake")
 

@@ -14,17 +14,7 @@ from tba_jax.roles.searcher.searcher import Searcher
 from tba_jax.run import snapshots
 from tba_jax.tasks.interface import Scores
 from tests.support import applied
-from tests.support.tiny_searcher import (
-    ROWS,
-    Held,
-    Q,
-    R,
-    assert_same_rows,
-    committed,
-    publish,
-    rows_of_the_stream,
-    weights,
-)
+from tests.support.tiny_searcher import ROWS, Held, Q, R, assert_same_rows, committed, publish, rows_of_the_stream, weights
 
 
 def test_rows_are_appended_in_the_order_of_queries(make, monkeypatch):
@@ -59,7 +49,7 @@ def search_on(made: Searcher, ahead: Callable[[], bool] = lambda: True) -> int:
     return batches
 
 
-def test_a_snapshot_is_asked_so_many_whole_batches_and_the_next_one_as_many(make):
+def test_every_snapshot_is_asked_as_many_whole_batches(make):
     s, made = make(searchers__max_rows_per_snapshot=ROWS + 1)
     made.refresh()
     assert search_on(made) == 2 and committed(s) == 2 * ROWS
@@ -72,7 +62,7 @@ def test_a_snapshot_is_asked_so_many_whole_batches_and_the_next_one_as_many(make
 
 
 @pytest.mark.parametrize("before", [Q, Q + 1])
-def test_a_snapshot_that_arrives_in_a_batch_is_asked_as_many_besides(make, before):
+def test_a_snapshot_in_a_batch_is_asked_as_many_besides(make, before):
     """Besides what was asked before it came; where these queries break into a batch, that one is made whole."""
     s, made = make(searchers__max_rows_per_snapshot=2 * ROWS)
     made.refresh()
@@ -93,7 +83,7 @@ def test_a_snapshot_that_arrives_in_a_batch_is_asked_as_many_besides(make, befor
     assert (steps[:, 0] == 0).any() and (steps.max(axis=1)[-ROWS:] == 1).all()
 
 
-def test_a_snapshot_whose_queries_the_one_before_has_answered_is_followed_by_the_next(make):
+def test_a_snapshot_without_queries_left_is_followed_by_another(make):
     """It arrives while slots are filled, of which there are enough for all that may be asked: all is decoded in one call."""
     s, made = make(searchers__max_rows_per_snapshot=2 * ROWS, searchers__slots=4 * ROWS, searchers__decode_chunk=R)
     made.refresh()
@@ -110,7 +100,7 @@ def test_a_snapshot_whose_queries_the_one_before_has_answered_is_followed_by_the
 
 
 @pytest.mark.parametrize("swap", ["at_once", "new_sequences"])
-def test_tokens_are_drawn_by_the_weights_of_their_step_when_a_snapshot_arrives_in_a_batch(make, swap):
+def test_tokens_are_drawn_by_the_weights_of_their_step(make, swap):
     s, made = make(searchers__swap=swap)
     made.refresh()
     loaded: list[bool] = []
@@ -163,7 +153,7 @@ def test_two_lanes_lose_nothing_and_keep_the_order(make, monkeypatch):
     assert set(steps[: 5 * ROWS]) == {0} and set(steps[-ROWS:]) == {1}
 
 
-def test_the_next_batches_are_decoded_while_one_waits_for_its_rewards(make):
+def test_decoding_goes_on_while_a_batch_waits_for_its_rewards(make):
     decoded, reached = threading.Event(), list[int]()
 
     def late(scores: Scores) -> Scores:

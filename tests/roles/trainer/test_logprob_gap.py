@@ -10,7 +10,7 @@ pytestmark = pytest.mark.usefixtures("one_device_throughout")
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_the_alarm_sees_a_learner_whose_adapters_differ_from_what_searchers_merge(tmp_path, monkeypatch, broken):
+def test_the_alarm_sees_adapters_that_searchers_merge_otherwise(tmp_path, monkeypatch, broken):
     if broken:
         merge = Einsum.merge
 

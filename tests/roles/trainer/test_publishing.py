@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("one_device_throughout")
 
 
 @pytest.mark.parametrize("steps", [0, 3])
-def test_a_trainer_that_begins_publishes_once_however_slow_the_storage(steps, tmp_path, frozen, monkeypatch):
+def test_a_beginning_is_published_once_however_slow_storage_is(steps, tmp_path, frozen, monkeypatch):
     """A second snapshot of the same step would take the first one away from whoever reads it."""
     s = frozen(tmp_path / "run", batches=2)
     if steps:

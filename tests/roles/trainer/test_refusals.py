@@ -50,7 +50,7 @@ def log_with_an_absurd_reward(frozen, workdir, **changes):
     return s
 
 
-def test_a_run_that_stops_names_the_row_and_goes_on_when_told_to_skip(tmp_path, frozen):
+def test_a_run_that_stops_goes_on_when_told_to_skip(tmp_path, frozen):
     s = log_with_an_absurd_reward(frozen, tmp_path / "run")
     names_it = r"1 of 12 rows are not, planted-1:2; .*--config.learner.non_finite=skip --allow_change=learner.non_finite"
     with pytest.raises(FloatingPointError, match=names_it):

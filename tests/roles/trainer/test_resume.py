@@ -65,7 +65,7 @@ def test_resume_on_a_frozen_log_is_bit_for_bit(tmp_path, name, frozen):
     assert [line["batch"] for line in lines[0]] == [line["batch"] for line in lines[1]]
 
 
-def test_journalled_steps_are_done_again_under_the_schedule_they_were_done_with(tmp_path, frozen):
+def test_steps_are_done_again_under_their_own_schedule(tmp_path, frozen):
     """8 steps, the last 3 after the checkpoint, then another objective, batch size and rate: the change counts from step 9 on."""
     s = frozen(tmp_path / "run")
     frozen_runs.train(s, until=8, abandon=True)
