@@ -44,7 +44,7 @@ def explore(
     top_p_probability: float,
     top_p_low: float,
 ) -> Sampling:
-    """The paper's exploration (PAPER §2): with some probability a hotter temperature, with some a random top-p.
+    """The paper's exploration (TBA paper, method): with some probability a hotter temperature, with some a random top-p.
 
     Args:
       temperature_probability: chance of a temperature drawn uniformly from [T, T · temperature_factor].

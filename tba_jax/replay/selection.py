@@ -1,4 +1,4 @@
-"""Which rows a trainer step trains on (PAPER.md, "Sampling", without the barrier).
+"""Which rows a trainer step trains on (TBA paper, sampling, without the barrier).
 
 With probability m a position of the batch takes a query of the recent pool and responses among its newest; otherwise it
 takes any query and weighs its responses by a strategy. Queries are drawn without replacement: the least drawn first.
@@ -65,7 +65,7 @@ class Selection:
 def draw_batch(index: ReplayIndex, selection: Selection, *, rng: np.random.Generator, step: int) -> np.ndarray | None:
     """Draws Q distinct queries with K responses each. Changes nothing but `rng`: see `ReplayIndex.mark_drawn`.
 
-    Args: step: the trainer step that will train on the batch.
+    Args: step: updates done before the batch is trained on.
 
     Returns:
       int64[Q·K] slots, the K of a query consecutive, or None while fewer than Q queries have an eligible row (K of

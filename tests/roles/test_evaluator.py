@@ -77,7 +77,7 @@ def test_the_majority_is_right_as_its_most_frequent_answers(answers, right, shar
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory, one_device_throughout) -> jobs.Settings:
+def prepared(tmp_path_factory, one_device_throughout) -> jobs.Invocation:
     """A run whose reference is its snapshot of step 0. Reports hold all responses."""
     c = tiny_run.config(
         evaluation__samples_per_query=4, evaluation__batch_size=8, evaluation__samples=32, task__arithmetic__digits=1
@@ -92,7 +92,7 @@ def prepared(tmp_path_factory, one_device_throughout) -> jobs.Settings:
     return s
 
 
-def evaluated(s: jobs.Settings, task: Any = None) -> dict[str, Any]:
+def evaluated(s: jobs.Invocation, task: Any = None) -> dict[str, Any]:
     experiment = dataclasses.replace(s.experiment, task=task or s.experiment.task)
     return jobs.make_evaluator(dataclasses.replace(s, experiment=experiment)).evaluate(0)
 

@@ -33,13 +33,13 @@ BATCHES = dict(searchers__queries_per_batch=Q, searchers__samples_per_query=S, s
 DECODER = dict(searchers__slots=4, searchers__decode_chunk=2, searchers__poll_seconds=0.01)
 
 
-def settings(folder: Path, **changes: Any) -> jobs.Settings:
+def settings(folder: Path, **changes: Any) -> jobs.Invocation:
     return tiny_run.settings(folder, tiny_run.config(**{**STREAM, **BATCHES, **DECODER, **changes}))
 
 
 def make_searcher(
     prepared: Path, folder: Path, name: str = "run", task: Callable[[Task], Task] | None = None, **changes: Any
-) -> tuple[jobs.Settings, Searcher]:
+) -> tuple[jobs.Invocation, Searcher]:
     """A copy of the prepared run, and a searcher that has not looked at it yet. task: makes another of the task."""
     shutil.copytree(prepared, folder / name)
     s = settings(folder / name, **changes)
@@ -48,12 +48,12 @@ def make_searcher(
     return s, jobs.make_searcher(s, name="tested", account=TimeAccount())
 
 
-def weights(s: jobs.Settings, step: int) -> dict[str, Any]:
+def weights(s: jobs.Invocation, step: int) -> dict[str, Any]:
     """Large enough that responses of all lengths are drawn, and that those of two steps are told apart."""
     return applied.random(s.experiment.policy.trained_specs, scale=0.3, seed=step)
 
 
-def publish(s: jobs.Settings, step: int, damage: Callable[[Path], None] = lambda folder: None, scale: float = 1.0) -> None:
+def publish(s: jobs.Invocation, step: int, damage: Callable[[Path], None] = lambda folder: None, scale: float = 1.0) -> None:
     """A snapshot, which appears as a whole, damage included."""
     draft = s.run.root / "draft" / layout.step_name(step)
     params = jax.tree.map(lambda leaf: scale * leaf, weights(s, step))
@@ -62,11 +62,11 @@ def publish(s: jobs.Settings, step: int, damage: Callable[[Path], None] = lambda
     draft.rename(s.run.root / "policy" / draft.name)
 
 
-def committed(s: jobs.Settings) -> int:
+def committed(s: jobs.Invocation) -> int:
     return sum(LogReader(s.run.replay, s.experiment.contract.row_shape()).heads().values())
 
 
-def rows_of_the_stream(s: jobs.Settings, made: Searcher, queries: int) -> dict[str, np.ndarray]:
+def rows_of_the_stream(s: jobs.Invocation, made: Searcher, queries: int) -> dict[str, np.ndarray]:
     """All rows of the log, which must be those of the first queries of the stream, in their order, S each."""
     reader = LogReader(s.run.replay, s.experiment.contract.row_shape())
     rows = dict(reader.read(made.writer, 0, reader.heads()[made.writer]))

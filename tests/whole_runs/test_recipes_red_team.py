@@ -147,7 +147,7 @@ def test_a_victim_has_to_be_named(recipe, tmp_path):
     c = recipe()
     c.lora.rank = 4
     c.model.path = str(spelled_checkpoints.write(tmp_path / "attacker", "gpt2"))
-    with pytest.raises(ValueError, match=r"task\.red_team\.victim_path='' must name the model that is tested"):
+    with pytest.raises(ValueError, match=r"task\.red_team\.victim_path='' must name"):
         composition.build(c)
 
 

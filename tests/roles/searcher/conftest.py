@@ -30,5 +30,5 @@ def prepared(tmp_path_factory, one_device_throughout) -> Path:
 
 
 @pytest.fixture
-def make(prepared, tmp_path) -> Callable[..., tuple[jobs.Settings, Searcher]]:
+def make(prepared, tmp_path) -> Callable[..., tuple[jobs.Invocation, Searcher]]:
     return functools.partial(make_searcher, prepared, tmp_path)

@@ -19,7 +19,7 @@ from tba_jax.tasks.interface import Scores
 from tests.support.tiny_searcher import ROWS, Held, Q, S, committed, publish, rows_of_the_stream
 
 
-def run_searcher(s: jobs.Settings, made: Searcher, look: Callable[[], None]) -> None:
+def run_searcher(s: jobs.Invocation, made: Searcher, look: Callable[[], None]) -> None:
     """`look` is called between batches. The searcher and its refresher must have ended after a minute."""
     end = time.monotonic() + 60
     threads: set[threading.Thread] = set()
@@ -113,7 +113,7 @@ def test_a_reward_that_hangs_keeps_nobody_from_the_end(make):
         changes = dict(searchers__reward_batches=2, searchers__stop_seconds=0.5)
         s, made = make(str(broken), task=lambda task: Held(task, lambda scores: scores, hangs), **changes)
 
-        def look(s: jobs.Settings = s, broken: bool = broken) -> None:
+        def look(s: jobs.Invocation = s, broken: bool = broken) -> None:
             if committed(s) == ROWS and not s.run.finished.exists() and not snapshots.is_committed(s.run.policies, 1):
                 if broken:
                     publish(s, 1, cut_short)
