@@ -267,7 +267,7 @@ def test_a_role_that_dies_is_started_again(roles, tmp_path):
 
 @pytest.mark.parametrize("share_cores, patience, waits", [(True, 60.0, True), (True, 0.2, False), (False, 60.0, False)])
 def test_a_role_starts_when_the_one_on_its_cores_is_at_work(roles, tmp_path, monkeypatch, share_cores, patience, waits):
-    monkeypatch.setattr(supervisor, "_STARTING_SECONDS", patience)
+    monkeypatch.setattr(supervisor, "STARTING_SECONDS", patience)
     kinds = ["compiles", "ends-now"]
     assert roles(kinds, until=["ends-now"], share_cores=share_cores) == (0, {"compiles": 1, "ends-now": 1})
     assert (tmp_path / "metrics" / "compiles" / "metrics.jsonl").exists() == waits
@@ -302,7 +302,7 @@ def test_a_role_that_keeps_dying_ends_the_run(roles, capsys):
 
 
 def test_deaths_before_a_long_life_are_forgotten(roles, monkeypatch):
-    monkeypatch.setattr(supervisor, "_HEALTHY_SECONDS", 0.2)
+    monkeypatch.setattr(supervisor, "HEALTHY_SECONDS", 0.2)
     kind = "dies-after-a-while"
     assert roles([kind], until=[kind], max_restarts=1) == (0, {kind: 3})
 
@@ -338,11 +338,9 @@ def test_storage_is_asked_once_a_role_and_may_fail(roles, monkeypatch):
         return exists(place)
 
     monkeypatch.setattr(places, "exists", answer)
-    monkeypatch.setattr(supervisor, "_LOOK_AGAIN_SECONDS", 0.2)
-    assert roles(["ends-now", "ends-later"], until=["ends-now", "ends-later"]) == (
-        0,
-        {"ends-now": 1, "ends-later": 1},
-    )
+    monkeypatch.setattr(supervisor, "LOOK_AGAIN_SECONDS", 0.2)
+    kinds = ["ends-now", "ends-later"]
+    assert roles(kinds, until=kinds) == (0, {"ends-now": 1, "ends-later": 1})
     assert asked == ["finished.json"] * 3
 
 
