@@ -43,7 +43,7 @@ def test_large_shards_are_cut_into_chunks(tmp_path, monkeypatch, written):
     """Axes of 16, 24 and 12 in pieces that do and do not divide them, cut along one axis and along several."""
     sharding_of = parameters.flatten(shardings(written))
     for size in (8, 100, 300):
-        monkeypatch.setattr(snapshots, "_CHUNK_BYTES", size)
+        monkeypatch.setattr(snapshots, "CHUNK_BYTES", size)
         folder = save(tmp_path, size, jax.device_put(random_params(), shardings(written)))
         for name, spec in parameters.flatten(SPECS).items():
             sizes = [path.stat().st_size - 4 for path in (folder / name).rglob("c/**/*") if path.is_file()]  # and a checksum
