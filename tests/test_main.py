@@ -118,7 +118,7 @@ def pretrained(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("dry", [[], ["--dry_run"]], ids=["run", "dry_run"])
-def test_a_checkpoint_that_is_not_whole_is_refused_by_its_setting(pretrained, dry, tmp_path, capsys, one_device):
+def test_a_damaged_checkpoint_is_refused_by_its_setting(pretrained, dry, tmp_path, capsys, one_device):
     flags = [f"--config.model.path={pretrained}", "--config.schedule.mode=interleaved", *dry]
     weights = pretrained / "model.safetensors"
     content = weights.read_bytes()

@@ -145,7 +145,7 @@ def test_a_row_alone_is_the_row_among_others(name):
     np.testing.assert_allclose(together[1], alone[0], atol=1e-5)
 
 
-def test_rows_without_real_tokens_give_zeros_and_finite_gradients():
+def test_empty_rows_give_zeros_and_finite_gradients():
     config, params = loaded("tiny_bert_embedding")
     tokens, token_mask = np.full((2, 3), 5, np.int32), np.array([[True, True, False], [False] * 3])
 
@@ -439,7 +439,7 @@ def test_sentence_transformers_folders_must_pool_by_the_mean(copy_of):
         load_lib.read_config(folder, compute_dtype="float32")
 
 
-def test_sentence_transformers_modules_that_would_be_left_out_are_named(copy_of):
+def test_modules_that_would_be_left_out_are_named(copy_of):
     folder = copy_of("tiny_bert_embedding")
     edit_modules(folder, ["Transformer", "Pooling"])
     assert load(folder)[0].head == "embedding"
@@ -455,7 +455,7 @@ def test_sentence_transformers_modules_that_would_be_left_out_are_named(copy_of)
         load_lib.read_config(folder, compute_dtype="float32")
 
 
-def test_a_language_model_is_believed_to_embed_sentences_where_sentence_transformers_says_so(copy_of):
+def test_sentence_transformers_makes_a_language_model_an_encoder(copy_of):
     folder = copy_of("tiny_bert_embedding")
     edit_json(folder / "config.json", architectures=["BertForMaskedLM"])
     assert load(folder)[0] == loaded("tiny_bert_embedding")[0]

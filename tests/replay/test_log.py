@@ -76,7 +76,7 @@ def test_wrong_rows_are_refused_and_the_log_goes_on(tmp_path):
 
 
 @pytest.mark.parametrize("kills", [10, pytest.param(200, marks=pytest.mark.slow)])
-def test_a_killed_writer_leaves_whole_appends_and_loses_no_acknowledged_one(tmp_path, kills):
+def test_a_killed_writer_loses_no_acknowledged_append(tmp_path, kills):
     acknowledged = {}
     for number in range(0, kills, 2):
         names = [f"w{number}", f"w{number + 1}"]

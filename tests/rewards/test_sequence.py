@@ -106,7 +106,7 @@ def test_every_text_has_the_score_it_has_alone(reward):
     assert scorer(reward).scores([]).shape == (0, 1)
 
 
-def test_a_classifiers_texts_have_their_special_tokens_and_are_cut_at_the_end(classifier, caplog):
+def test_classifier_texts_have_specials_and_are_cut_at_the_end(classifier, caplog):
     config = sequence.read_config(classifier, setting="test", compute_dtype="float32")
     assert isinstance(config, EncoderConfig)
     made, params = scorer(classifier), tiny_checkpoints.load(classifier)[1]

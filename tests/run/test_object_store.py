@@ -106,7 +106,7 @@ def test_a_damaged_object_is_named_with_its_writer_and_rows(root):
     assert_rows(LogReader(root, SHAPE).read("w0", 0, 16), expected)
 
 
-def test_a_killed_writer_leaves_whole_appends_and_loses_no_acknowledged_one(s3):
+def test_a_killed_writer_loses_no_acknowledged_append(s3):
     root, acknowledged = places.place(f"s3://{moto_server.BUCKET}/{uuid.uuid4().hex}"), {}
     for number in range(3):
         process = start_appender(root, f"w{number}")
@@ -157,7 +157,7 @@ def test_a_quiet_poll_is_a_request_a_writer(root, monkeypatch):
     assert len(asked) == 2 + 3, asked
 
 
-def test_removed_segments_are_told_from_damage_and_skipped_by_new_readers(root):
+def test_removed_segments_are_told_from_damage(root):
     log, slow = writer(root), LogReader(root, SHAPE)
     for append in range(13):
         log.append(make_rows(4 * append, 4))
@@ -253,7 +253,7 @@ def test_a_run_in_one_process_meets_elsewhere_and_resumes(tmp_path, kind, one_de
     assert layout.read_json(run.finished)["step"] == 5 and not (tmp_path / "another" / "journal").exists()
 
 
-def test_a_run_on_s3_is_searched_from_elsewhere_resumed_mounted_and_audited(s3, tmp_path, one_device):
+def test_a_run_on_s3_is_resumed_mounted_and_audited(s3, tmp_path, one_device):
     shared = f"s3://{moto_server.BUCKET}/{uuid.uuid4().hex}"
     plain = ("--config.evaluation.enabled=False", "--config.learner.steps=4")
     trainer = tiny_run.start(tiny_run.command(tmp_path / "a", "--role=trainer", f"--shared={shared}", *plain))

@@ -353,7 +353,7 @@ def test_labels_of_a_classifier(tmp_path):
         assert load_lib.read_config(folder, compute_dtype="float32").labels == labels
 
 
-def test_a_tied_checkpoint_that_holds_lm_head_alone_gets_a_score_head(tmp_path):
+def test_a_tied_checkpoint_with_lm_head_gets_a_score_head(tmp_path):
     folder = copy_of("llama_tied", tmp_path)
     expected = load(folder)[1]
     tiny.edit_weights(folder, lambda t: t.update({"lm_head.weight": t.pop("model.embed_tokens.weight")}))
