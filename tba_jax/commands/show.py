@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # imported late: a mistyped flag is answered at once
     from tba_jax.replay.reader import LogReader
     from tba_jax.trajectory import Rows
 
-_ROWS_PER_READ = 4096
+ROWS_PER_READ = 4096
 # Columns that decide the order: best and worst are by reward, among equals the newest.
 _SIGNS = {"newest": 0.0, "best": -1.0, "worst": 1.0}
 
@@ -100,7 +100,7 @@ def _blocks(reader: "LogReader", spans: Mapping[str, Sequence[range]]) -> "Itera
     for writer, span in ((writer, span) for writer, of_writer in spans.items() for span in of_writer):
         start = span.start
         while start < span.stop:
-            stop = min(start + _ROWS_PER_READ, span.stop)
+            stop = min(start + ROWS_PER_READ, span.stop)
             try:
                 yield writer, reader.read(writer, start, stop)
             except RowsExpired as error:  # a trainer at work has just removed them

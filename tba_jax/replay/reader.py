@@ -26,12 +26,12 @@ _LAGGING = re.compile(
 )
 _READ_AHEAD_APPENDS = 16
 # A writer without news for so long (most have ended) is asked once in so many seconds only, where the caller agrees.
-_QUIET_SECONDS = 60.0
-_QUIET_POLL_SECONDS = 5.0
+QUIET_SECONDS = 60.0
+QUIET_POLL_SECONDS = 5.0
 # Open segments beyond one a writer.
-_SPARE_SEGMENTS = 64
+SPARE_SEGMENTS = 64
 # Appends whose reading may have started before anyone asked for their rows.
-_PREFETCHED_APPENDS = 64
+PREFETCHED_APPENDS = 64
 
 
 class LogCorruption(ValueError):
@@ -58,7 +58,7 @@ class _Followed:
     def is_due(self) -> bool:
         """Whether the writer is to be asked by those who leave quiet writers alone."""
         now = time.monotonic()
-        return now - self.news < _QUIET_SECONDS or now - self.asked >= _QUIET_POLL_SECONDS
+        return now - self.news < QUIET_SECONDS or now - self.asked >= QUIET_POLL_SECONDS
 
     @property
     def stop(self) -> int:
@@ -254,7 +254,7 @@ class LogReader:
         if key not in self._segments:
             followed = self._followed[writer]
             self._segments[key] = Segment(followed.folder / segment_name(number), followed.schema)
-            if len(self._segments) > len(self._followed) + _SPARE_SEGMENTS:
+            if len(self._segments) > len(self._followed) + SPARE_SEGMENTS:
                 self._segments.popitem(last=False)
         self._segments.move_to_end(key)
         return self._segments[key]
@@ -268,7 +268,7 @@ class LogReader:
         for writer, (start, stop) in ranges.items():
             schema = self._followed[writer].schema
             for append in range(start // schema.rows_per_append, -(-stop // schema.rows_per_append)):
-                if len(self._prefetched) == _PREFETCHED_APPENDS:
+                if len(self._prefetched) == PREFETCHED_APPENDS:
                     return
                 self._prefetched[writer, append] = self._start(writer, schema, append)
 

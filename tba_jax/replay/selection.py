@@ -26,7 +26,7 @@ def _uniform(rewards: np.ndarray, inverse_temperature: float) -> np.ndarray:
 STRATEGIES: dict[str, Callable[[np.ndarray, float], np.ndarray]] = {"softmax": _softmax, "uniform": _uniform}
 
 # In a group of more rows the largest keys are selected before they are sorted.
-_LARGE_GROUP = 2048
+LARGE_GROUP = 2048
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -189,7 +189,7 @@ def _largest(group: np.ndarray, keys: np.ndarray, *, Q: int, count: int) -> tupl
     candidates = np.arange(len(group))
     sizes = np.bincount(group, minlength=Q)
     # Sorting a large group to keep a few of its rows would cost more than all the rest.
-    for large in np.flatnonzero(sizes > _LARGE_GROUP + count).tolist():
+    for large in np.flatnonzero(sizes > LARGE_GROUP + count).tolist():
         own = np.flatnonzero(group[candidates] == large)
         smaller = own[np.argpartition(keys[candidates[own]], -count)[:-count]]
         candidates = np.delete(candidates, smaller)

@@ -8,14 +8,14 @@ from typing import Any
 
 from tba_jax.run import layout, metrics, places
 
-_TAIL_BYTES = 1 << 16
+TAIL_BYTES = 1 << 16
 
 
 def last_line(folder: Path) -> dict[str, Any]:
     """The newest whole line of a role's metrics, {} where there is none. Reads only the end of the file."""
     try:
         with open(folder / "metrics.jsonl", "rb") as file:
-            file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
+            file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
             lines = file.read().split(b"\n")
     except FileNotFoundError:
         return {}

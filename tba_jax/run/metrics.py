@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-_FLUSH_SECONDS = 5.0
+FLUSH_SECONDS = 5.0
 
 
 class MetricWriter:
@@ -54,7 +54,7 @@ class MetricWriter:
         self._lines.write(json.dumps(line) + "\n")
         for point in points:
             self._events.write_event(Event(wall_time=line["time"], step=int(step), summary=point))
-        if time.monotonic() - self._flushed > _FLUSH_SECONDS:
+        if time.monotonic() - self._flushed > FLUSH_SECONDS:
             self._flushed = time.monotonic()
             self._events.flush()
 

@@ -22,7 +22,7 @@ SCHEMES = ("gs", "s3", "memory")
 # Every poll of an object store costs money and takes tens of milliseconds.
 OBJECT_STORE_POLL_SECONDS = 2.0
 _REQUESTS_IN_FLIGHT = 64
-_REPORT_SECONDS = 10.0
+REPORT_SECONDS = 10.0
 # A file of a network file system that is removed while it is mapped takes the reader down with it.
 _OWN_FILE_SYSTEMS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay", "tmpfs")
 
@@ -106,10 +106,10 @@ def check_answers(folder: Bucket, *, report: Callable[[float], None]) -> None:
     answer, seconds = (folder.folder / "reference/").list(), 0.0
     while True:
         try:
-            answer.result(timeout=_REPORT_SECONDS)
+            answer.result(timeout=REPORT_SECONDS)
             return
         except TimeoutError:
-            seconds += _REPORT_SECONDS
+            seconds += REPORT_SECONDS
             report(seconds)
         except STORAGE_ERRORS as error:
             if "NOT_FOUND" in str(error):

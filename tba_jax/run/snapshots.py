@@ -30,7 +30,7 @@ from tba_jax.run.places import Place
 COMMIT = "commit.json"
 _READ_AHEAD_BYTES = 1 << 28
 # Chunks are read and checked side by side, and a reader of another mesh reads no more of them than it must.
-_CHUNK_BYTES = 1 << 22
+CHUNK_BYTES = 1 << 22
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +148,7 @@ def _chunk(whole: tuple[int, ...], shard: tuple[int, ...], dtype: str) -> list[i
     """The shape of the chunks of an array, cut along its first axes; a shard is made of whole chunks."""
     chunk = list(shard)
     for axis, size in enumerate(shard):
-        pieces = -(-math.prod(chunk) * jnp.dtype(dtype).itemsize // _CHUNK_BYTES)
+        pieces = -(-math.prod(chunk) * jnp.dtype(dtype).itemsize // CHUNK_BYTES)
         length = -(-size // max(pieces, 1))
         while size != whole[axis] and size % length:
             length += 1

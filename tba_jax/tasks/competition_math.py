@@ -19,7 +19,7 @@ from tba_jax.tasks.interface import SPLITS, Query, Scores, check_split
 
 _PROBLEM = "{problem}"
 HUB_SPLITS = {"train": "train", "heldout": "test"}
-_MEMORY_MEGABYTES = 2048  # limit of a worker: a response may contain a number that fills any memory
+MEMORY_MEGABYTES = 2048  # limit of a worker: a response may contain a number that fills any memory
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?P<open>\{)|\\(?:boxed|fbox)\s+(?P<token>[^\s{}$\\]+)|\\.|(?P<brace>[{}])", re.DOTALL)
 _SPACING = re.compile(r"\\(?:left|right|displaystyle|quad|qquad)(?![a-zA-Z])|\\[!,;: ]|~|\s|(?<!\\)\$|\\\$|\\%|(?<=[0-9])%")
 _WORDS = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|boxed|fbox)\{([^{}\\]*)\}")
@@ -56,7 +56,7 @@ class Math:
             retries=retries,
             concurrency=concurrency,
             over_limit=0.0,
-            memory_megabytes=_MEMORY_MEGABYTES,
+            memory_megabytes=MEMORY_MEGABYTES,
             prefix="task.math.",
         )
         for split, source in zip(SPLITS, (train_path, heldout_path), strict=True):

@@ -32,7 +32,7 @@ def queries_of(s: jobs.Invocation) -> list[str]:
     return [query.query.prompt for query in s.experiment.queries["train"]]
 
 
-def test_rows_are_those_that_a_searcher_writes_for_the_same_responses(s, tmp_path, capsys):
+def test_rows_equal_a_searchers_for_the_same_responses(s, tmp_path, capsys):
     (searched,) = rows_by_writer(s).values()
     chosen = np.flatnonzero(searched["finished"] & (searched["response_length"] > 1))
     decode = s.experiment.tokenizer.decode
@@ -172,7 +172,7 @@ def test_mistakes_are_one_sentence(s, tmp_path, rows, sentence, capsys):
     assert ended.value.code == processes.BAD_INPUT and told.startswith("error: ") and sentence in told
 
 
-def test_objectives_that_weigh_by_the_behaviour_refuse(tmp_path):
+def test_objectives_with_behaviour_weights_refuse(tmp_path):
     s = tiny_run.settings(tmp_path / "run", tiny_run.config(learner__objective="grpo"))
     jobs.reference(s)()
     path = write_rows(tmp_path / "given.jsonl", [{"prompt": queries_of(s)[0], "response": "1"}])
@@ -180,7 +180,7 @@ def test_objectives_that_weigh_by_the_behaviour_refuse(tmp_path):
         append.append(s.run.root, path, unfit="refuse")
 
 
-def test_no_objective_that_weighs_by_the_behaviour_trains_on_them_later(s, tmp_path):
+def test_objectives_with_behaviour_weights_do_not_train_on_them(s, tmp_path):
     """Neither the run itself, with another objective, nor one that mounts it."""
     path = write_rows(tmp_path / "given.jsonl", [{"prompt": queries_of(s)[0], "response": "1"}])
     append.append(s.run.root, path, unfit="refuse")

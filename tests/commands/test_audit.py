@@ -55,7 +55,7 @@ def test_every_row_is_accounted_for(finished):
     assert balanced and "the ledger balances" in text and "6 journalled steps, each once, by 1 trainer epochs [1]" in text
 
 
-def test_rows_that_no_step_saw_or_that_are_not_valid_are_told_apart(finished, copied):
+def test_unseen_rows_and_invalid_rows_are_told_apart(finished, copied):
     """A second writer: valid rows, a row of a token that does not exist, and rows after the last step."""
     _, rows = rows_of(finished, copied)
     four = {name: column[:4].copy() for name, column in rows.items()}

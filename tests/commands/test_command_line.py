@@ -87,7 +87,7 @@ def test_every_command_answers_mistakes_alike(module, capsys):
 
 
 @pytest.mark.parametrize("module", [append, audit, evaluate, export, main, rescore, show, supervised], ids=lambda m: m.__name__)
-def test_help_is_the_docstring_and_every_argument_that_it_names_exists(module, capsys):
+def test_help_is_the_docstring_and_its_arguments_exist(module, capsys):
     assert command_line.execute(module, ["--help"]) == 0
     told = capsys.readouterr().out
     assert told.startswith(module.__doc__.splitlines()[0])

@@ -16,7 +16,7 @@ from tba_jax.commands import command_line, export
 from tba_jax.experiment import jobs
 from tba_jax.models import parameters
 from tba_jax.models.hugging_face import export as export_lib
-from tba_jax.models.hugging_face import load
+from tba_jax.models.hugging_face import files, load
 from tba_jax.replay.reader import LogReader
 from tba_jax.run import contract, layout, snapshots
 from tba_jax.text.tokenizers import HuggingFaceTokenizer
@@ -180,13 +180,13 @@ def test_references_and_snapshots_that_are_gone_are_named(tmp_path, capsys, monk
 
 def test_snapshots_pruned_while_their_weights_are_read_are_named(tmp_path, capsys, monkeypatch):
     run, _ = written_run(tmp_path / "run")
-    write_weights = export_lib._write_weights
+    copy = files.copy
 
-    def prune_and_write(*arguments):
-        shutil.rmtree(run.policies / "00000000")
-        write_weights(*arguments)
+    def prune_and_copy(*arguments):
+        shutil.rmtree(run.policies / "00000000", ignore_errors=True)
+        copy(*arguments)
 
-    monkeypatch.setattr(export_lib, "_write_weights", prune_and_write)
+    monkeypatch.setattr(files, "copy", prune_and_copy)
     assert f"snapshot 0 is gone: {run.policies / '00000000'}" in refusal(capsys, run.root, tmp_path / "model")
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
 

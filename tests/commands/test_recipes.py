@@ -61,7 +61,7 @@ def test_a_recipe_may_take_a_name(write):
 
 
 @pytest.mark.parametrize("recipe, label", [("configs/demo.py", "demo"), ("/a/demo_baselines.py:grpo", "demo_baselines:grpo")])
-def test_a_run_is_called_by_its_recipe_and_the_name_that_the_recipe_takes(recipe, label):
+def test_a_run_is_called_by_its_recipe_and_its_name(recipe, label):
     assert recipes.label_of(recipe) == label
 
 
@@ -94,7 +94,7 @@ def test_what_a_recipe_does_wrong_is_one_sentence(write, text, words):
         assert word.format(path=recipe) in told
 
 
-def test_a_syntax_error_in_a_file_that_the_recipe_imports_is_told_by_that_file(write, tmp_path, monkeypatch):
+def test_a_syntax_error_is_told_by_the_imported_file(write, tmp_path, monkeypatch):
     (tmp_path / "shared_by_recipes.py").write_text("x = 1\n\ny = = 2\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert f"(line 3 of {tmp_path}/shared_by_recipes.py)" in refusal(write(text="import shared_by_recipes\n"))

@@ -118,7 +118,7 @@ def test_a_new_run_trains_on_them_and_its_batches_can_be_audited(source, version
     assert audit.regenerate(run, f"{writer}:3")[1]
 
 
-def test_rows_that_cannot_be_decoded_stay_invalid_and_a_reward_that_was_not_finite_is_made(source, version_2):
+def test_invalid_rows_stay_and_rewards_become_finite(source, version_2):
     shape = source.experiment.contract.row_shape()
     _, rows = rows_in(source.run.replay, shape)
     four = {name: column[:4].copy() for name, column in rows.items()}
@@ -158,7 +158,7 @@ def test_what_cannot_be_rescored_is_refused(source, tmp_path, capsys, monkeypatc
     assert not source.run.rescored_commit(2).exists() and not source.run.rescored(2).exists()
 
 
-def test_a_log_of_which_retention_removed_rows_is_refused_before_anything_is_scored(source, version_2):
+def test_a_log_that_retention_shortened_is_refused_at_once(source, version_2):
     shape = source.experiment.contract.row_shape()
     _, rows = rows_in(source.run.replay, shape)
     log = LogWriter(source.run.replay, "long-1", shape, rows_per_append=4, segment_appends=2, info={})

@@ -48,7 +48,7 @@ def expected(s, order: str, count: int) -> list[str]:
 @pytest.mark.parametrize("count", [1, 5, 30, 1000])
 def test_the_rows_that_are_there_are_shown_in_order(source, order, count, monkeypatch):
     s, head = source
-    monkeypatch.setattr(show, "_ROWS_PER_READ", 8)
+    monkeypatch.setattr(show, "ROWS_PER_READ", 8)
     text = show.show(s.run.root, order, count)
     assert re.findall(r"^── (\S+)", text, re.MULTILINE) == expected(s, order, count)
     total = head + 3 * 4 * APPENDS - 24

@@ -263,16 +263,21 @@ def test_a_run_resumes_on_another_mesh(folder, tmp_path):
         np.testing.assert_allclose(parts[name], expected, rtol=0, atol=1e-5, err_msg=name)
 
 
-def test_every_epoch_takes_every_example_once_in_another_order(folder, tmp_path):
+def test_every_epoch_takes_each_example_once_in_another_order(folder, tmp_path, monkeypatch):
     train = write_lines(tmp_path / "train.jsonl", sentences(12, seed=1))
     heldout = write_lines(tmp_path / "heldout.jsonl", sentences(4, seed=2))
     c = config(folder, train, data__heldout=str(heldout), training__steps=0, training__epochs=2.5)
     plan = supervised.prepare(c, layout.RunDir(tmp_path / "run"), tmp_path / "model")
     assert plan.steps == 4  # 30 examples, 8 a step
-    tuned = tuning.Tuning(plan)
-    seen = [tuple(row) for step in range(3) for row in np.asarray(tuned._batch(step).tokens)]
-    assert sorted(seen[:12]) == sorted(seen[12:]) and seen[:12] != seen[12:]
-    tuned.close()
+    seen, make_batch = [], examples.make_batch
+    monkeypatch.setattr(
+        examples, "make_batch", lambda batch, **sizes: (seen.extend(map(id, batch)), make_batch(batch, **sizes))[1]
+    )
+    assert supervised.execute(plan, never) == 0
+    examples_of_train = {id(row) for row in plan.data.train}
+    train = [row for row in seen if row in examples_of_train]
+    assert len(train) == 32 and sorted(train[:12]) == sorted(train[12:24]) and len(set(train[:12])) == 12
+    assert train[:12] != train[12:24]
 
 
 def test_random_weights_need_none_in_the_folder(folder, tmp_path):
@@ -371,7 +376,7 @@ def test_numbers_that_are_not_finite_stop_the_run_by_step(folder, tmp_path):
     assert layout.steps_in(plan.run.checkpoints) == [2]
 
 
-def test_the_command_stops_at_a_signal_resumes_and_writes_a_model(folder, tmp_path):
+def test_the_command_stops_at_a_signal_and_resumes(folder, tmp_path):
     train = write_lines(tmp_path / "train.jsonl", preferences(200, seed=1))
     changed = SETTINGS | {"kind": "reward", "training.steps": 200, "model.path": folder, "data.train": train}
     arguments = [sys.executable, "-m", "tba_jax", "supervised", "--config=configs/supervised.py", f"--workdir={tmp_path}/run"]

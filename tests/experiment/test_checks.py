@@ -311,7 +311,7 @@ def test_the_recipe_of_every_baseline_is_allowed(name):
     assert published == READ[name] - {"value_learning_rate"}, "a number for each setting that it reads but the pace of heads"
 
 
-def test_every_objective_but_those_of_trajectory_balance_has_a_recipe():
+def test_every_baseline_has_a_recipe():
     assert set(baselines.BASELINES) == {name for name, objective in OBJECTIVES.items() if not objective.full_support}
 
 

@@ -71,7 +71,7 @@ def test_a_pretrained_model_and_its_limits(model_folder):
         composition.build(story_config(model_folder, model__path=str(model_folder / "nowhere")))
 
 
-def test_the_extra_of_a_task_is_named_before_a_model_is_looked_for(model_folder, monkeypatch):
+def test_the_extra_of_a_task_is_named_before_its_model(model_folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "vaderSentiment", None)
     with pytest.raises(
         ValueError, match=r"task.name='story_sentiment' needs .*vaderSentiment.*`stories`: `make stories`.*\.\[stories\]'"

@@ -104,7 +104,7 @@ def test_reference_policy_and_optimiser_are_those_of_the_step(source, tmp_path):
     assert {path: path.stat().st_mtime_ns for path in source.run.root.rglob("*") if path.is_file()} == before
 
 
-def test_heads_of_values_and_of_log_z_begin_anew_with_their_optimisers(tmp_path):
+def test_heads_begin_anew_with_their_optimisers(tmp_path):
     """They belong to the other run's reference, unlike the policy and its moments."""
     changes = {"learner__objective": "learned_log_z"}
     theirs = source_run(tmp_path / "source", **changes)
@@ -123,7 +123,7 @@ def test_a_step_without_a_checkpoint_gives_its_weights_alone(source, tmp_path):
     assert not s.run.checkpoints.exists()
 
 
-def test_a_run_that_began_with_an_optimiser_resumes_bit_for_bit_without_the_other_run(source, tmp_path):
+def test_a_begun_run_resumes_exactly_without_the_other_run(source, tmp_path):
     """Killed before its first checkpoint of its own, after the other run has gone."""
     other = copy_of(source, tmp_path / "source")
     once, twice = (begin(tmp_path / name, f"{other.run.root}@6", checkpoint__every_steps=50) for name in ("once", "twice"))
@@ -166,7 +166,7 @@ def state_of_policy_0(s: jobs.Invocation) -> dict[str, np.ndarray]:
     return stored(reference_of(s), s.experiment.policy.model_specs)
 
 
-def test_adapters_of_the_other_run_are_merged_and_ours_begin_anew(tmp_path):
+def test_adapters_of_the_other_run_are_merged(tmp_path):
     lora = {"lora__rank": 2, "lora__alpha": 6.0, "lora__targets": ("layers.attention.query",)}
     other = source_run(tmp_path / "source", **lora)
     policy = other.experiment.policy
@@ -213,7 +213,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_what_cannot_be_begun_from_is_refused_before_anything_is_written(case, source, tmp_path):
+def test_what_cannot_be_begun_from_is_refused(case, source, tmp_path):
     changes, origin, sentence = REFUSALS[case]
     with pytest.raises(ValueError, match=sentence.format(source=source.run.root)):
         begin(tmp_path / "run", origin.format(source=source.run.root), **changes)
@@ -234,7 +234,7 @@ def test_the_command_refuses_with_one_sentence(source, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_of_another_version_is_neither_mounted_nor_begun_from(source, tmp_path):
+def test_another_version_is_neither_mounted_nor_begun_from(source, tmp_path):
     other = copy_of(source, tmp_path / "other").run
     layout.write_json(other.config, contract.read(other) | {"format": 0})
     with pytest.raises(ValueError, match=rf"{other.config} has format 0, "):

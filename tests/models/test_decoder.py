@@ -100,7 +100,7 @@ def one_device() -> tuple:
 
 
 @pytest.mark.parametrize("steps, remat", [(0, "none"), (3, "full"), (7, "dots")])  # 3 does not divide 7; 0: one all the same
-def test_blocks_and_rematerialisation_change_neither_scores_nor_gradients(one_device, steps, remat):
+def test_blocks_and_remat_change_no_scores_and_no_gradients(one_device, steps, remat):
     params, rows, expected = one_device
     found = score_and_gradient(params, rows, logit_bytes=max(steps * BYTES_PER_STEP, 1), remat=remat)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found))  # padding is a banned token in masked positions
@@ -265,7 +265,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_presets_have_the_published_sizes_and_run_abstractly_on_a_mesh(name):
+def test_presets_have_the_published_sizes(name):
     config = PRESETS[name]
     assert applied.count(config) == PUBLISHED[name]
     tensor = min(2, config.kv_heads)
@@ -339,7 +339,7 @@ def test_impossible_shapes_name_the_settings():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_products_of_float32_are_float32_on_devices_that_would_round(dtype):
+def test_float32_products_ask_for_full_precision(dtype):
     config = dataclasses.replace(GROUPED, compute_dtype=dtype)
 
     def loss(params, tokens):

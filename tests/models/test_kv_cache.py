@@ -164,7 +164,7 @@ def test_bfloat16_computes_in_bfloat16_and_gives_float32_logits():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_cached_products_of_float32_are_float32_on_devices_that_would_round(dtype):
+def test_cached_float32_products_ask_for_full_precision(dtype):
     config = dataclasses.replace(GROUPED, compute_dtype=dtype)
     params = jax.eval_shape(functools.partial(kv_cache.unstack, config=config), parameters.shapes(applied.specs(config)))
     tokens, index = jax.ShapeDtypeStruct((J, P), jnp.int32), jax.ShapeDtypeStruct((J,), jnp.int32)

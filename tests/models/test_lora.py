@@ -68,7 +68,7 @@ def test_attached_and_merged_adapters_equal_the_update_by_hand(targets):
     assert names == {name for name in LINEARS if any(name.startswith(t.rstrip("*")) for t in targets)}
 
 
-def test_adapters_on_local_and_global_layers_equal_merged_weights():
+def test_adapters_of_both_kinds_of_layers_equal_merged_ones():
     policy = Policy(model=dataclasses.replace(MODEL, **GEMMA), lora=ALL)
     base, adapters = random_tree(policy.model_specs, 0), random_tree(policy.trained_specs, 1)
     expected = logits_of(applied.merge(policy.merged(adapters, base), policy.model))
@@ -92,7 +92,7 @@ def test_a_run_starts_from_its_base():
     jax.tree.map(np.testing.assert_array_equal, parameters.pure(full.for_training(base, {})), base)
 
 
-def test_small_updates_are_not_lost_in_a_merge_with_bfloat16_weights():
+def test_a_merge_with_bfloat16_weights_keeps_small_updates():
     policy = Policy(model=dataclasses.replace(MODEL, compute_dtype="bfloat16"), lora=ALL)
     base, adapters = random_tree(policy.model_specs, 0), random_tree(policy.trained_specs, 1)
     rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), base)

@@ -133,7 +133,7 @@ def test_gradients_of_the_head_are_summed_over_blocks_in_float32():
     np.testing.assert_allclose(blocks, whole, atol=1e-5 * np.abs(whole).max())
 
 
-def test_the_head_is_cast_outside_of_the_block_loop_and_multiplied_in_the_compute_dtype():
+def test_the_head_is_cast_once_to_the_compute_dtype():
     config = dataclasses.replace(GROUPED, compute_dtype="bfloat16")
     V, D = config.vocab, config.width
 

@@ -126,7 +126,7 @@ def test_tokens_of_a_step_share_its_advantage(case):
     np.testing.assert_allclose(found[0], expected, atol=1e-6)
 
 
-def test_vine_ppo_at_ratio_1_is_the_policy_gradient_of_its_advantages():
+def test_vine_ppo_at_ratio_1_is_its_policy_gradient():
     outputs, inputs = on_policy()
     expected = -objective_loops.vine_advantages(inputs) / (B * R)
     np.testing.assert_allclose(gradient_of("vine_ppo", outputs, inputs), expected, rtol=1e-9, atol=1e-15)
@@ -180,7 +180,7 @@ def test_icepop_leaves_out_tokens_on_both_sides_and_cispo_none():
 
 
 @pytest.mark.parametrize("name", ["grpo", "proximal_rloo", "gspo"])
-def test_a_ratio_beyond_its_clip_moves_no_further_and_may_come_back(name):
+def test_a_clipped_ratio_may_only_come_back(name):
     """One token a response: no gradient where ρ is above with A > 0 or below with A < 0, some gradient elsewhere."""
     outputs, inputs = random_batch(4, 6, 1)
     behavior = outputs.logprobs - np.random.default_rng(0).uniform(-2, 2, (24, 1))
@@ -205,13 +205,13 @@ def test_beta_0_leaves_the_kl_term_out(name):
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_a_batch_without_tokens_has_a_finite_loss_and_no_gradient(name):
+def test_an_empty_batch_has_a_finite_loss_and_no_gradient(name):
     outputs, inputs = random_batch(*SIZES, dtype=np.float32)
     loss, gradient = evaluate(name, outputs, dataclasses.replace(inputs, mask=np.zeros((B, R), bool)))
     assert np.isfinite(loss) and not gradient.logprobs.any() and not gradient.values.any()
 
 
-def test_the_bound_of_ratios_is_beyond_what_the_random_batches_hold_and_below_float32():
+def test_random_batches_stay_below_the_bound_of_ratios():
     assert LARGEST_LOG_RATIO == objective_loops.LARGEST_LOG_RATIO
     outputs, inputs = random_batch(*SIZES)
     assert np.abs((outputs.logprobs - inputs.behavior_logprobs)[inputs.mask]).max() < LARGEST_LOG_RATIO
@@ -242,7 +242,7 @@ def test_every_setting_is_tried():
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_an_objective_reads_the_settings_that_it_declares_and_no_other(name):
+def test_an_objective_reads_only_the_settings_it_declares(name):
     outputs, inputs = random_batch(*SIZES, dtype=np.float32)
 
     def gradient(inputs: ObjectiveInputs) -> np.ndarray:

@@ -101,7 +101,7 @@ def regularised_reward(theta: jax.Array) -> jax.Array:
 
 @pytest.mark.parametrize("K", [2, 3])
 @pytest.mark.parametrize("form", EXPECTED_SCALE)
-def test_on_policy_the_expected_gradient_is_that_of_the_regularised_reward(form, K):
+def test_on_policy_gradients_are_of_the_regularised_reward(form, K):
     found = np.asarray(expected_gradient(jnp.asarray(THETA), jax.nn.softmax(THETA), K=K, form=form))
     ascent = np.asarray(jax.grad(regularised_reward)(jnp.asarray(THETA)))
     assert np.abs(ascent).max() > 0.05

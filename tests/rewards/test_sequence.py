@@ -106,7 +106,7 @@ def test_every_text_has_the_score_it_has_alone(reward):
     assert scorer(reward).scores([]).shape == (0, 1)
 
 
-def test_a_classifiers_texts_have_their_special_tokens_and_are_cut_at_the_end(classifier, caplog):
+def test_classifier_texts_have_specials_and_are_cut_at_the_end(classifier, caplog):
     config = sequence.read_config(classifier, setting="test", compute_dtype="float32")
     assert isinstance(config, EncoderConfig)
     made, params = scorer(classifier), tiny_checkpoints.load(classifier)[1]
@@ -130,13 +130,22 @@ def test_a_reward_models_text_is_cut_at_its_beginning(reward):
     np.testing.assert_allclose(scorer(reward).scores([f"{long} {end}"]), scorer(reward).scores([kept]), atol=1e-6)
 
 
-def test_devices_do_not_wait_for_each_other(reward, classifier):
+def test_devices_do_not_wait_for_each_other(reward, classifier, monkeypatch):
+    compiled, jit = [], jax.jit
+
+    def noting(*arguments, **settings):
+        program = jit(*arguments, **settings)
+        return lambda *given: (compiled.append(program.lower(*given).compile().as_text()), program(*given))[1]
+
     for folder in (reward, classifier):
-        made = scorer(folder, (2, 2, 1), batch_rows=2)
-        tokens, length = np.zeros((8, 16), np.int32), np.full(8, 16, np.int32)
-        text = made._score.lower(made._params, *sharding.put_rows(made._mesh, (tokens, length))).compile().as_text()
-        assert not [name for name in ("all-reduce", "all-gather", "all-to-all", "collective-permute") if name in text]
-        assert "num_partitions=4" in text
+        with monkeypatch.context() as patch:
+            patch.setattr(jax, "jit", noting)
+            made = scorer(folder, (2, 2, 1), batch_rows=2)
+        compiled.clear()
+        made.scores(random_texts(48, LENGTHS))
+        assert compiled and all("num_partitions=4" in text for text in compiled)
+        for name in ("all-reduce", "all-gather", "all-to-all", "collective-permute"):
+            assert not any(name in text for text in compiled), name
 
 
 def test_bfloat16_weights_take_half_the_memory(reward):

@@ -52,7 +52,7 @@ def exchanges(count: int) -> tuple[list[str], list[str]]:
     return texts[:count], texts[count:]
 
 
-def test_every_exchange_has_the_log_probability_of_the_verdict_after_it(folder):
+def test_an_exchange_has_the_logprob_of_its_verdict(folder):
     attacks, replies = exchanges(37)
     prompts = [spelled(f"asked {attack} told {reply}:\n") for attack, reply in zip(attacks, replies, strict=True)]
     found = make(folder)(attacks, replies)

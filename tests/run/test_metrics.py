@@ -90,7 +90,7 @@ def test_a_torn_last_line_is_left_out_and_harms_no_other(folder, cut):
 )
 def test_storage_that_refuses_is_told_and_never_waited_for(tmp_path, point, refusing):
     program = (
-        "import resource, sys\nfrom pathlib import Path\nfrom tba_jax.run import metrics\nmetrics._FLUSH_SECONDS = 0.0\n"
+        "import resource, sys\nfrom pathlib import Path\nfrom tba_jax.run import metrics\nmetrics.FLUSH_SECONDS = 0.0\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))\nwriter = metrics.MetricWriter(Path(sys.argv[1]))\n"
         f"for step in range(200):\n    writer.write(step, {point})"
     )
@@ -117,9 +117,9 @@ def test_the_last_line_of_a_large_file_is_read_from_its_end(tmp_path, monkeypatc
     assert progress.last_line(tmp_path) == {"step": count - 1, "loss": 0.25, "padding": "x" * 60}
     assert len(read) == 1
     size = (tmp_path / "metrics.jsonl").stat().st_size
-    assert size > 20 * progress._TAIL_BYTES
+    assert size > 20 * progress.TAIL_BYTES
     # Files around the size that is read at once: the first line of what is read may be cut, the last never is.
-    for length in range(progress._TAIL_BYTES - 3, progress._TAIL_BYTES + 4):
+    for length in range(progress.TAIL_BYTES - 3, progress.TAIL_BYTES + 4):
         first, last = '{"step": 1}\n', '{"step": 2}\n'
         filler = '{"step": 0, "x": "' + "y" * (length - len(first) - len(last) - 21) + '"}\n'
         (tmp_path / "metrics.jsonl").write_text(first + filler + last)

@@ -110,7 +110,7 @@ def test_a_name_is_not_there_only_after_a_listing(tmp_path, monkeypatch):
     assert places.folders_with(tmp_path, "commit.json") == ["00000003"]
 
 
-def test_listings_name_what_is_directly_inside_and_behind_a_folder(root):
+def test_listings_name_what_is_directly_inside_a_folder(root):
     for name in ("00000001/commit.json", "00000001/c/0/0", "00000002/c/0", "00000010/commit.json", "00000010.json", "z"):
         places.write_bytes(root / name, b"x")
     assert places.names_in(root) == ["00000001", "00000002", "00000010", "00000010.json", "z"]

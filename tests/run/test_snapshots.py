@@ -43,7 +43,7 @@ def test_large_shards_are_cut_into_chunks(tmp_path, monkeypatch, written):
     """Axes of 16, 24 and 12 in pieces that do and do not divide them, cut along one axis and along several."""
     sharding_of = parameters.flatten(shardings(written))
     for size in (8, 100, 300):
-        monkeypatch.setattr(snapshots, "_CHUNK_BYTES", size)
+        monkeypatch.setattr(snapshots, "CHUNK_BYTES", size)
         folder = save(tmp_path, size, jax.device_put(random_params(), shardings(written)))
         for name, spec in parameters.flatten(SPECS).items():
             sizes = [path.stat().st_size - 4 for path in (folder / name).rglob("c/**/*") if path.is_file()]  # and a checksum
@@ -192,7 +192,7 @@ def test_the_newest_snapshot_is_taken_once(tmp_path):
 
 
 @pytest.mark.parametrize("moment", ["before opening", "before reading"])
-def test_a_snapshot_that_is_pruned_while_it_is_read_gives_the_next_newest(tmp_path, monkeypatch, moment):
+def test_a_snapshot_pruned_while_read_gives_the_next_newest(tmp_path, monkeypatch, moment):
     for step in (0, 2, 4):
         save(tmp_path, step)
     open_array = snapshots.ts.open
@@ -226,7 +226,7 @@ def make_publisher(policies: Path, keep: int = 0) -> Publisher:
     return Publisher(policies, dtype="float32", keep=keep, keep_every=10, final_step=99)
 
 
-def test_published_snapshots_are_visible_after_waiting_and_old_ones_go(tmp_path):
+def test_published_snapshots_are_visible_and_old_ones_go(tmp_path):
     publisher = make_publisher(tmp_path, keep=3)
     for step in range(5):
         publisher.publish(jax.device_put(random_params(step), shardings()), SnapshotInfo(step=step, epoch=1))

@@ -7,7 +7,7 @@ import pytest
 from tba_jax.run import user_code
 
 
-def test_a_file_is_loaded_under_the_name_that_its_dataclasses_need(tmp_path):
+def test_a_file_is_loaded_by_the_name_its_dataclasses_need(tmp_path):
     (tmp_path / "mine.py").write_text("import dataclasses\n\n@dataclasses.dataclass\nclass Point:\n    x: 'int' = 3\n")
     module = user_code.load(tmp_path / "mine.py", "tba_jax_test_mine", called="task.name=mine")
     assert module.Point().x == 3 and sys.modules.pop("tba_jax_test_mine") is module

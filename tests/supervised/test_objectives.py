@@ -63,7 +63,7 @@ def state_of(kind: str, params: Params) -> state_lib.TrainState:
 
 
 @pytest.mark.parametrize("filling", [0, 3])
-def test_likelihood_is_the_mean_over_response_tokens_of_unpadded_rows(filling):
+def test_likelihood_is_the_mean_over_response_tokens(filling):
     batch, terms = random_batch("sft", filling=filling), []
     for row in range(B - filling):
         prompt_length, response_length = batch.prompt_length[row], batch.response_length[row]
@@ -78,7 +78,7 @@ def test_likelihood_is_the_mean_over_response_tokens_of_unpadded_rows(filling):
 
 
 @pytest.mark.parametrize("filling", [0, 3])
-def test_preference_reads_scores_at_the_last_tokens_of_unpadded_rows(filling):
+def test_preference_reads_scores_at_the_last_tokens(filling):
     batch, scores = random_batch("reward", filling=filling), np.zeros((B - filling, 2))
     weight = random_params("reward")["score"]["weight"][:, 0]
     for row, side in np.ndindex(*scores.shape):

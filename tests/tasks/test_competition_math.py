@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from configs import base
+from tba_jax.tasks import competition_math
 from tba_jax.tasks.competition_math import Math, last_boxed, normalise
 from tba_jax.tasks.interface import Query
 
@@ -216,10 +217,10 @@ def test_an_answer_that_takes_for_ever_has_no_reward(tmp_path, caplog):
     task.close()
 
 
-def test_what_the_grader_fails_at_is_nan(tmp_path):
+def test_what_the_grader_fails_at_is_nan(tmp_path, monkeypatch):
     """Its workers cannot start: no address space is left for them."""
+    monkeypatch.setattr(competition_math, "MEMORY_MEGABYTES", 1)
     task = make(tmp_path, retries=0, concurrency=1)
-    task._graders._memory_megabytes = 1
     assert [math.isnan(value) for value in rewards(task, [("5", r"\boxed{2+3}"), ("5", "none")])] == [True, False]
     task.close()
 

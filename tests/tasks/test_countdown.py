@@ -61,7 +61,7 @@ def expressions(numbers: tuple[int, ...]) -> list[str]:
 
 
 @pytest.mark.parametrize("numbers", [(1, 2), (3, 3), (1, 2, 3), (2, 5, 5), (1, 1, 2, 4)], ids=str)
-def test_every_expression_of_a_few_numbers_has_the_value_that_python_gives_it(numbers):
+def test_every_small_expression_has_the_value_of_python(numbers):
     for text in expressions(numbers):
         # With fewer parentheses it is another expression, whose value Python knows as well.
         for written in (text, text[1:-1], text.replace("(", "").replace(")", ""), f"  {text} ".replace("+", " + ")):
@@ -224,7 +224,7 @@ def test_queries_are_distinct_solvable_and_in_one_split(style):
     assert countdown(style=style, seed=1).queries("train") != queries["train"]
 
 
-def test_the_instruction_shows_an_answer_in_the_form_that_is_graded():
+def test_the_instruction_shows_an_answer_as_it_is_graded():
     """`(1 + 2) * 3` is worth a reward for that problem alone."""
     task = countdown(style="text")
     assert task.final_answer(f"{task.queries('train')[0].prompt}") == "3,2,1=9"
@@ -245,7 +245,7 @@ def from_left_to_right(numbers: list[str]) -> list[tuple[int, list[str]]]:
     return found
 
 
-def test_worked_examples_try_all_totals_in_turn_or_answer_with_one_of_them():
+def test_worked_examples_try_all_totals_or_guess_one():
     task = countdown(numbers=4, operations="+-", train_queries=100, heldout_queries=400)
     examples = task.worked_examples(np.random.default_rng(0), 4000)
     heldout = {query.answer for query in task.queries("heldout")}
@@ -318,7 +318,7 @@ def test_totals_are_all_from_left_to_right_that_the_rule_allows():
     assert [total.value for total in totals((5, 3), "*-")] == [15, 2]
 
 
-def test_random_totals_are_of_all_orders_and_operations_that_the_rule_allows():
+def test_random_totals_are_of_all_allowed_orders():
     luck = iter(np.random.default_rng(0).random(10_000).tolist())
     made = [add_up((6, 3, 2), luck, operations="+-*/") for _ in range(1000)]
     pairs = {(6, 3): 2, (6, 2): 3, (3, 2): 6}

@@ -98,7 +98,7 @@ def task(folders) -> RedTeam:
     return started(folders)
 
 
-def test_the_reward_is_the_mean_log_probability_of_the_verdict_on_the_replies(folders, task):
+def test_the_reward_is_the_mean_logprob_of_the_verdict(folders, task):
     settings = UnsafeTokenSettings(token="unsafe", template=VERDICT, ending="", length=40, compute_dtype="float32", batch_rows=4)
     judge = UnsafeTokenScorer(folders["gpt2"], mesh(), settings, prefix="test")
     attacks = [attack.strip() for attack in ATTACKS]

@@ -72,7 +72,7 @@ def test_the_reward_is_read_at_the_end_of_the_summary(folders):
     assert task.measures(queries, responses, finished, found.reward) == {}, "without a gold model nothing is compared"
 
 
-def test_the_win_rate_counts_responses_above_the_reference_summary(folders):
+def test_the_win_rate_is_against_the_reference_summary(folders):
     task = make(folders, gold="gold")
     task.start(one_device(), LOADERS)
     queries = list(task.queries("heldout")) * 2
@@ -90,7 +90,7 @@ def test_the_win_rate_counts_responses_above_the_reference_summary(folders):
         assert found["gold_reward_of_summaries"] == pytest.approx(theirs.mean(), abs=1e-5)
 
 
-def test_a_query_that_ends_in_white_space_is_followed_by_the_summary_itself(folders, tmp_path):
+def test_no_space_is_added_after_a_query_that_ends_in_one(folders, tmp_path):
     rows = [{"query": "One day. ", "summary": "Cat sleeps."}, {"query": "One day.\n", "summary": "Cat eats."}]
     path = write_rows(tmp_path / "rows.jsonl", rows)
     task = make(folders, train_path=path, heldout_path=path, gold="gold")

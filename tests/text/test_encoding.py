@@ -13,7 +13,7 @@ class JoiningTokenizer(CharacterTokenizer):
 
     def __init__(self, space: str = ""):
         super().__init__("abc_\n.\0")
-        self.space, self.ab = space, self._ids["\0"]
+        self.space, self.ab = space, super().encode("\0")[-1]
 
     def encode(self, text: str) -> list[int]:
         return super().encode((self.space + text if text else "").replace("ab", "\0"))

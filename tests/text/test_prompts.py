@@ -62,7 +62,7 @@ def test_ids_are_those_of_each_prompt_alone(tokenizer, make):
     assert encoded.lengths.tolist() == [len(tokenizer.encode(text)) for text in given]
 
 
-def test_a_beginning_that_the_tokenizer_adds_stands_in_prompts_without_a_template_alone():
+def test_templates_leave_out_the_tokenizers_beginning():
     tokenizer = CharacterTokenizer("ab")
     assert encode([Query(prompt="ab")], tokenizer)[0][0].prompt == (1, 3, 4)
     assert encode([Query(prompt="ab")], tokenizer, template="b{prompt}a")[0][0].prompt == (4, 3, 4, 3)

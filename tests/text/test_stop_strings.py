@@ -2,12 +2,13 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tba_jax.text.stop_strings import StopStrings, build
-from tba_jax.text.tokenizers import HuggingFaceTokenizer
+from tba_jax.text.tokenizers import HuggingFaceTokenizer, open_transformers
 
 
 def first_accept(stops: StopStrings, tokens: list[int]) -> int:
@@ -88,10 +89,10 @@ def load(folder, name: str, tmp_path) -> HuggingFaceTokenizer:
     return HuggingFaceTokenizer(copy)
 
 
-def units(tokenizer: HuggingFaceTokenizer) -> tuple[list[list[int]], list[list[int]]]:
+def units(folder: Path, tokenizer: HuggingFaceTokenizer) -> tuple[list[list[int]], list[list[int]]]:
     """What random sequences are made of: single tokens of text, and words beyond ASCII. Characters that stories260K spells by
     tokens of a byte stay whole: it decodes a run of these that is no UTF-8 to U+FFFD throughout."""
-    pieces = tokenizer._tokenizer.convert_ids_to_tokens(list(range(tokenizer.vocab_size)))
+    pieces = open_transformers(folder)[0].convert_ids_to_tokens(list(range(tokenizer.vocab_size)))
     text = {i for i, piece in enumerate(pieces) if i not in tokenizer.special_ids}
     words = [[i for i in tokenizer.encode(word) if i in text] for word in ("é", "漢", "字é", "…", "naïve")]
     return [[i] for i in sorted(text) if not pieces[i].startswith("<0x")], [word for word in words if word]
@@ -101,7 +102,11 @@ def units(tokenizer: HuggingFaceTokenizer) -> tuple[list[list[int]], list[list[i
 def test_the_first_prefix_whose_text_holds_a_stop_string(data_dir, tmp_path, name):
     """Stop strings are cut from the text of the random sequence itself, so that they begin and end within tokens."""
     tokenizer = load(data_dir, name, tmp_path)
-    rng, prompt, (single, words) = np.random.default_rng(0), tokenizer.encode("Once upon a time"), units(tokenizer)
+    rng, prompt, (single, words) = (
+        np.random.default_rng(0),
+        tokenizer.encode("Once upon a time"),
+        units(data_dir / name, tokenizer),
+    )
     texts, beyond_ascii = tokenizer.token_bytes(), 0
     for _ in range(FOLDERS[name][1]):
         chosen = [words if rng.random() < 0.3 else single for _ in range(20)]

@@ -167,7 +167,7 @@ def test_another_victim_is_another_contract(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_begins_with_attacks_of_people_and_samples_of_the_reference(tmp_path, one_device):
+def test_a_run_begins_with_attacks_and_samples_of_the_reference(tmp_path, one_device):
     """As the recipe's docstring has it: a first run of one step leaves rows of π_ref, others mount them; attacks are appended."""
     folders = {
         "model.path": spelled_checkpoints.write(tmp_path / "attacker", "gpt2"),

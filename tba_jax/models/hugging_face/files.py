@@ -13,7 +13,7 @@ import numpy as np
 
 from tba_jax.models.parameters import Definition
 
-_COPIED_BYTES = 512 << 10  # of a tensor that are copied at a time: a transposed copy of this much stays in the processor's cache
+COPIED_BYTES = 512 << 10  # of a tensor that are copied at a time: a transposed copy of this much stays in the processor's cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ def _size(axis: str, sizes: Mapping[str, int]) -> int:
 def copy(target: np.ndarray, source: np.ndarray) -> None:
     """target[...] = source, converted to the target's dtype, in blocks along the axis that is slowest in the source's memory."""
     axis = int(np.argmax([stride if size > 1 else 0 for size, stride in zip(source.shape, source.strides, strict=True)]))
-    rows = max(1, _COPIED_BYTES // (source.nbytes // source.shape[axis]))
+    rows = max(1, COPIED_BYTES // (source.nbytes // source.shape[axis]))
     for start in range(0, source.shape[axis], rows):
         block = (*(slice(None),) * axis, slice(start, start + rows))
         # Converted in the source's order, then transposed: four times as fast as both at once.

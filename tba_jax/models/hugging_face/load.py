@@ -26,7 +26,7 @@ from tba_jax.models.parameters import Params, ParamSpec, Specs
 
 DTYPES: dict[str, np.dtype[Any]] = {"F32": jnp.dtype("float32"), "F16": jnp.dtype("float16"), "BF16": jnp.dtype("bfloat16")}
 
-_COMPARED_ROWS = 4096  # rows of the vocabulary that are on the host at a time while two embeddings are compared
+COMPARED_ROWS = 4096  # rows of the vocabulary that are on the host at a time while two embeddings are compared
 _NEW_HEAD = "score."  # a parameter that may be initialised where the checkpoint does not hold it
 
 # What a checkpoint is for that has a head, in the words of a message.
@@ -341,8 +341,8 @@ def _check_tied(embedding: _Tensor, lm_head: _Tensor) -> None:
     _check_tensor(lm_head, embedding.shape)
     _check_tensor(embedding, embedding.shape)
     first, second = embedding.map(), lm_head.map()
-    for start in range(0, len(first), _COMPARED_ROWS):
-        rows = slice(start, start + _COMPARED_ROWS)
+    for start in range(0, len(first), COMPARED_ROWS):
+        rows = slice(start, start + COMPARED_ROWS)
         if not np.array_equal(first[rows].astype(np.float32), second[rows].astype(np.float32)):
             raise ValueError(
                 f"{lm_head.path}: {lm_head.name} differs from {embedding.name}, but config.json says tie_word_embeddings=true; "

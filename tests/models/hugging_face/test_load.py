@@ -163,7 +163,7 @@ def test_on_a_cpu_the_filled_buffers_are_the_arrays(monkeypatch):
 
 
 def test_copies_in_blocks_are_whole(monkeypatch):
-    monkeypatch.setattr(files, "_COPIED_BYTES", 100)
+    monkeypatch.setattr(files, "COPIED_BYTES", 100)
     source = np.random.default_rng(0).normal(size=(5, 7, 3)).astype(np.float32)
     for axes in [(0, 1, 2), (2, 0, 1), (1, 2, 0)]:
         target = np.zeros_like(source.transpose(axes))
@@ -227,7 +227,7 @@ def test_tied_embeddings_under_either_name_or_both(tmp_path, monkeypatch):
     differs = r"lm_head\.weight differs from model\.embed_tokens\.weight, but .* tie_word_embeddings=true"
     tiny.edit_weights(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].copy()}))
     assert_same_params(load(folder)[1], expected)
-    monkeypatch.setattr(load_lib, "_COMPARED_ROWS", 5)  # 48 rows: the last block is a part
+    monkeypatch.setattr(load_lib, "COMPARED_ROWS", 5)  # 48 rows: the last block is a part
     assert_same_params(load(folder)[1], expected)
     tiny.edit_weights(folder, lambda t: t["lm_head.weight"].__setitem__((47, 15), 9.0))
     with pytest.raises(ValueError, match=differs):
@@ -353,7 +353,7 @@ def test_labels_of_a_classifier(tmp_path):
         assert load_lib.read_config(folder, compute_dtype="float32").labels == labels
 
 
-def test_a_tied_checkpoint_that_holds_lm_head_alone_gets_a_score_head(tmp_path):
+def test_a_tied_checkpoint_with_lm_head_gets_a_score_head(tmp_path):
     folder = copy_of("llama_tied", tmp_path)
     expected = load(folder)[1]
     tiny.edit_weights(folder, lambda t: t.update({"lm_head.weight": t.pop("model.embed_tokens.weight")}))

@@ -135,7 +135,7 @@ def test_settings_that_are_not_computed(tmp_path, name, settings, sentence):
     assert "\n" not in str(refusal.value)
 
 
-def test_numbers_that_are_not_finite_and_layers_that_are_not_there_are_named(folder):
+def test_infinite_weights_and_missing_layers_are_named(folder):
     name = "model.layers.1.mlp.up_proj.weight"
     for value in (np.nan, np.inf, -np.inf):
         edit_weights(folder, lambda t, v=value: t[name].__setitem__((3, 5), v))
