@@ -67,7 +67,9 @@ def execute(command: Command, arguments: Sequence[str], *, prog: str = "") -> in
     settings = command.add_flags(values)
     with contextlib.suppress(StopIteration):
         place = next(i for i, each in enumerate(arguments) if each in ("-h", "--help") or each.startswith("--help="))
-        print(_help(command, values, settings, arguments[place].partition("=")[2] or "".join(arguments[place + 1 : place + 2])))
+        asked = arguments[place].partition("=")[2] or "".join(arguments[place + 1 : place + 2])
+        with failures():
+            print(_help(command, values, settings, asked), flush=True)
         return 0
     given = _parse(values, arguments, settings)
     log_to_stderr()
@@ -146,6 +148,9 @@ def failures() -> Iterator[None]:
     except KeyboardInterrupt:  # before the command asks for signals itself
         print("stopped", file=sys.stderr)
         sys.exit(processes.STOPPED)
+    except BrokenPipeError:  # whoever reads our output, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except Exception as error:
         sentence = " ".join(str(error).split())
         if processes.is_storage_failure(error):
