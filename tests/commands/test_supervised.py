@@ -16,7 +16,7 @@ import safetensors.numpy
 
 from configs import supervised as recipe
 from tba_jax import sharding
-from tba_jax.commands import supervised
+from tba_jax.commands import command_line, supervised
 from tba_jax.models import parameters, scoring
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.hugging_face import export, load
@@ -412,11 +412,12 @@ def test_the_command_stops_at_a_signal_and_resumes(folder, tmp_path):
     ],
     ids=str,
 )
-def test_bad_flags_are_one_sentence(tmp_path, flags, words):
-    arguments = [sys.executable, "-m", "tba_jax", "supervised", "--config=configs/supervised.py"]
-    done = tiny_run.call([*arguments, f"--workdir={tmp_path}/run", f"--output={tmp_path}/model", *flags])
-    assert done.returncode == processes.BAD_INPUT
-    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+def test_bad_flags_are_one_sentence(tmp_path, flags, words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        folders = [f"--workdir={tmp_path}/run", f"--output={tmp_path}/model"]
+        command_line.execute(supervised, ["--config=configs/supervised.py", *folders, *flags])
+    told = capsys.readouterr().err
+    assert ended.value.code == processes.BAD_INPUT and told.count("\n") == 1, told
     for word in words:
-        assert word in done.stderr
+        assert word in told
     assert not any(tmp_path.iterdir())

@@ -52,7 +52,7 @@ def test_a_second_signal_ends_the_process():
         [
             sys.executable,
             "-c",
-            "import time\nfrom tba_jax.run import processes\nlifeline.StopSignal(patience_seconds=60.0)\n"
+            "import time\nfrom tba_jax.run import processes\nprocesses.StopSignal(patience_seconds=60.0)\n"
             "print('ready', flush=True)\nwhile True: time.sleep(0.01)",
         ],
         stdout=subprocess.PIPE,
