@@ -31,7 +31,7 @@ STALENESS = (1, 2, 5, 10, 20, 50)
 DECAYS = (0.95, 0.9)
 
 
-def settings_of(workdir: Path, *, steps: int) -> jobs.Settings:
+def settings_of(workdir: Path, *, steps: int) -> jobs.Invocation:
     """Of a run with the first of DECAYS."""
     from configs import demo_tba_prime
 
@@ -46,7 +46,7 @@ def settings_of(workdir: Path, *, steps: int) -> jobs.Settings:
     return warm_start.settings(workdir, c)
 
 
-def train(workdir: Path, *, steps: int) -> jobs.Settings:
+def train(workdir: Path, *, steps: int) -> jobs.Invocation:
     """Makes the run."""
     settings = settings_of(workdir, steps=steps)
     with contextlib.redirect_stdout(sys.stderr):
@@ -58,7 +58,7 @@ def train(workdir: Path, *, steps: int) -> jobs.Settings:
 class Snapshots:
     """The policies of a run, and the moving averages of them."""
 
-    def __init__(self, settings: jobs.Settings):
+    def __init__(self, settings: jobs.Invocation):
         self._policies, self._policy = settings.run.policies, settings.experiment.policy
         self._mesh = sharding.make_mesh((1, 1, 1), setting="learner.mesh", devices=jax.devices()[:1])
         self.config = make_learner_config(settings.config, settings.experiment.contract, self._policy, devices=1)
@@ -85,7 +85,7 @@ class Snapshots:
         """float32[B, R], nats, 0 where masked."""
         return self._score(params, batch)
 
-    def checkpointed_average(self, settings: jobs.Settings, step: int) -> Params:
+    def checkpointed_average(self, settings: jobs.Invocation, step: int) -> Params:
         """The reference that the run itself held after so many steps."""
         held = make_moving_reference(settings.config, self.config, self._mesh)
         assert held is not None
@@ -135,7 +135,7 @@ def compare(root: Path, *, steps: int = STEPS) -> None:
     measure(train(workdir, steps=steps), steps=steps)
 
 
-def measure(settings: jobs.Settings, *, steps: int) -> None:
+def measure(settings: jobs.Invocation, *, steps: int) -> None:
     """Prints a table over rows at 11 steps of a run's second half.
 
     The surrogate is α/(Δ (1 − α)) times log π_n − log π_{n−Δ}. The last column is the factor that comes nearest to k by least

@@ -48,9 +48,9 @@ def clear(root: Path, name: str) -> Path:
     return workdir
 
 
-def settings(workdir: Path, config: Any) -> jobs.Settings:
+def settings(workdir: Path, config: Any) -> jobs.Invocation:
     """What main would hand to a role of this process."""
-    return jobs.Settings(
+    return jobs.Invocation(
         experiment=composition.build(config),
         run=layout.RunDir(workdir),
         name="",

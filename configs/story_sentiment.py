@@ -1,6 +1,6 @@
 """Happy endings with a real pretrained model: TinyStories-656K (Llama architecture) against VADER's sentiment score.
 
-Paper:     none; a small stand-in for preference tuning (PAPER's PFT) that runs on a laptop.
+Paper:     none; a small stand-in for preference tuning (the TBA paper's preference tuning) that runs on a laptop.
 Command:   make stories MODEL=DIR/TinyStories-656K DATA=DIR/tinystories_1000.json
 Hardware:  2 CPU cores. Time: about 200 s. Score: held-out reward 0.39 -> 0.86 (measured, benchmarks/RESULTS.md).
 """

@@ -51,7 +51,7 @@ def run(given: command_line.Given) -> int | command_line.Job:
     experiment = composition.build(config, reward_models=known)
     if given.dry_run or not places.exists(folder.config):
         checks.check_all_are_read(config)
-    settings = jobs.Settings(
+    settings = jobs.Invocation(
         experiment=experiment,
         run=folder,
         name=given.name,

@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answe
 UNFIT = ("refuse", "skip")
 
 
-class Given(NamedTuple):
+class GivenResponse(NamedTuple):
     """A response of the file to a query. tokens: up to and including the token that ends the response."""
 
     query: "EncodedQuery"
@@ -105,7 +105,7 @@ def _check_objective(experiment: "Experiment") -> None:
         )
 
 
-def _read(source: str, experiment: "Experiment", unfit: str) -> tuple[list[Given], Counter[str]]:
+def _read(source: str, experiment: "Experiment", unfit: str) -> tuple[list[GivenResponse], Counter[str]]:
     """The responses that the run can have, and the number of other responses by the reason why it cannot have them."""
     from tba_jax.tasks import data
     from tba_jax.text import stop_strings
@@ -113,13 +113,13 @@ def _read(source: str, experiment: "Experiment", unfit: str) -> tuple[list[Given
     contract, tokenizer = experiment.contract, experiment.tokenizer
     stops = stop_strings.build(tokenizer.token_bytes(), contract.stop_strings, vocab=experiment.policy.model.vocab)
     queries = {encoded.query.prompt: encoded for encoded in experiment.queries["train"]}
-    kept: list[Given] = []
+    kept: list[GivenResponse] = []
     left_out: Counter[str] = Counter()
     for row in data.read(source, fields={"response": str}, optional={"prompt": str}, setting="--responses", split="train"):
         query = _query(row, queries, experiment.config.task.name)
         tokens, reason = _encoded(row, query, experiment, stops)
         if not reason:
-            kept.append(Given(query, tokens))
+            kept.append(GivenResponse(query, tokens))
         elif unfit == "skip":
             left_out[reason] += 1
         else:
@@ -181,7 +181,7 @@ def _largest_divisor(count: int, most: int) -> int:
     return next(size for size in range(min(count, most), 0, -1) if count % size == 0)
 
 
-def _rows(run: layout.RunDir, experiment: "Experiment", given: Sequence[Given]) -> dict[str, np.ndarray]:
+def _rows(run: layout.RunDir, experiment: "Experiment", given: Sequence[GivenResponse]) -> dict[str, np.ndarray]:
     """All columns of the rows."""
     from tba_jax import trajectory
     from tba_jax.decoding import sampling
@@ -234,7 +234,7 @@ def _reference_logprobs(run: layout.RunDir, experiment: "Experiment", rows: dict
     return logprobs, reference.id
 
 
-def _scored(experiment: "Experiment", given: Sequence[Given], rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _scored(experiment: "Experiment", given: Sequence[GivenResponse], rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The columns that the task and the encoder fill: reward, reward parts, and the embedding if rows have one."""
     from tba_jax import sharding
     from tba_jax.rewards import responses, task_models

@@ -28,7 +28,7 @@ Given = SimpleNamespace  # name of a flag -> its value; overrides: the flags tha
 OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]*)")
 
 
-class Settings(Protocol):
+class SettingsHelp(Protocol):
     """The settings that --config.NAME=VALUE changes, as help tells of them (see settings_help.Program)."""
 
     def describe(self, asked: str) -> str: ...
@@ -41,7 +41,7 @@ class Command(Protocol):
 
     __name__: str
 
-    def add_flags(self, values: flags.FlagValues) -> Settings | None: ...
+    def add_flags(self, values: flags.FlagValues) -> SettingsHelp | None: ...
 
     def run(self, given: Given) -> int | Job: ...
 
@@ -77,7 +77,7 @@ def execute(command: Command, arguments: Sequence[str], *, prog: str = "") -> in
         return outcome if isinstance(outcome, int) else outcome()
 
 
-def _help(command: Command, values: flags.FlagValues, settings: Settings | None, asked: str) -> str:
+def _help(command: Command, values: flags.FlagValues, settings: SettingsHelp | None, asked: str) -> str:
     """The docstring and all flags; or the section or setting that is asked for."""
     if settings is not None and asked and not asked.startswith("-"):
         try:
@@ -91,7 +91,7 @@ def _help(command: Command, values: flags.FlagValues, settings: Settings | None,
     return "\n".join(lines) + (settings.overview() if settings is not None else "")
 
 
-def _parse(values: flags.FlagValues, arguments: Sequence[str], settings: Settings | None) -> Given:
+def _parse(values: flags.FlagValues, arguments: Sequence[str], settings: SettingsHelp | None) -> Given:
     """The values of all flags, by absl's parser; `overrides` are the flags --config.NAME=VALUE, in their order."""
     known: list[str] = []
     overrides: list[str] = []

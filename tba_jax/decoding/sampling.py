@@ -44,7 +44,7 @@ def explore(
     top_p_probability: float,
     top_p_low: float,
 ) -> Sampling:
-    """The paper's exploration (PAPER §2): with some probability a hotter temperature, with some a random top-p.
+    """The paper's exploration (TBA paper, method): with some probability a hotter temperature, with some a random top-p.
 
     Args:
       temperature_probability: chance of a temperature drawn uniformly from [T, T · temperature_factor].
@@ -59,7 +59,7 @@ def explore(
     return dataclasses.replace(sampling, temperature=temperature, top_p=top_p.astype(np.float32))
 
 
-def _first_above(mass: jax.Array, cumulative: jax.Array, target: jax.Array) -> jax.Array:
+def first_above(mass: jax.Array, cumulative: jax.Array, target: jax.Array) -> jax.Array:
     """Index of the first entry with mass whose cumulative mass is above the target, the last with mass if there is none.
 
     XLA sums long arrays as a tree: rounding lets the cumulative mass rise where there is none, and end at or below the target.
@@ -172,14 +172,14 @@ def _inverse_cdf(
     V = logits.shape[-1]
     cumulative = jnp.cumsum(mass, axis=-1)
     target = jnp.where(greedy, 0.0, uniform * cumulative[:, -1])
-    chosen_block = _first_above(mass, cumulative, target)
+    chosen_block = first_above(mass, cumulative, target)
     before = jnp.where(chosen_block > 0, _pick(cumulative, jnp.maximum(chosen_block - 1, 0)), 0.0)
     start = jnp.minimum(chosen_block * block, V - block)
     window = jax.vmap(lambda row, first: jax.lax.dynamic_slice_in_dim(row, first, block))(logits, start)
     in_block = start[:, None] + jnp.arange(block) >= (chosen_block * block)[:, None]
     mass = jnp.where(greedy[:, None], (window == best[:, None]).astype(jnp.float32), _weights(window, best, temperature))
     mass = jnp.where(in_block & (window >= threshold[:, None]), mass, 0.0)
-    return start + _first_above(mass, jnp.cumsum(mass, axis=-1), target - before)
+    return start + first_above(mass, jnp.cumsum(mass, axis=-1), target - before)
 
 
 def _truncated(

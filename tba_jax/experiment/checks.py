@@ -269,7 +269,8 @@ def check_all_are_read(config: Any) -> None:
     """Refuses a setting that differs from its default although the run would not use it.
 
     These are settings of objectives other than the config's own, and settings of the values of states without task.step_ends. β
-    is not among them: it scales a metric of every run. A run that exists is not checked: it goes on as it began.
+    is not among them: it scales a metric of every run. A run that exists goes on as it
+    began: this check is for new runs and for --dry_run.
 
     Raises:
       ValueError: one sentence about the first such setting.

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import shlex
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +28,7 @@ Job = Callable[[], int]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
+class Invocation:
     """What main was called with.
 
     name: of the role's metrics, "" = the default. label: the first word of the run's last line.
@@ -67,7 +68,7 @@ def _devices_of_searcher(config: Any) -> int:
     return max(config.searchers.cpu_devices, len(jax.devices()))
 
 
-def _check_run(s: Settings, *, may_change_schedule: bool) -> None:
+def _check_run(s: Invocation, *, may_change_schedule: bool) -> None:
     """Checks that a role may join the run that is there, or make one; writes nothing. Raises ValueError where it may not."""
     initial_policy.check(s.experiment, s.run, init_from=s.init_from)
     if may_change_schedule:
@@ -81,7 +82,7 @@ def _check_run(s: Settings, *, may_change_schedule: bool) -> None:
             log.warning("%d %s prompts are longer than task.prompt_length and left out", count, split)
 
 
-def join(s: Settings, *, may_change_schedule: bool) -> None:
+def join(s: Invocation, *, may_change_schedule: bool) -> None:
     """Makes the run or joins the run that is there. Raises ValueError where it is a run of another config, and writes nothing.
 
     Args: may_change_schedule: whether this role is the one that records a schedule of other settings (--allow_change).
@@ -94,7 +95,7 @@ def join(s: Settings, *, may_change_schedule: bool) -> None:
             log.warning("changed %s from %r to %r", name, there, here)
 
 
-def dry_run(s: Settings) -> Job:
+def dry_run(s: Invocation) -> Job:
     """Makes the checks of a start, but for those of devices, and writes nothing; the job prints what would run."""
     roles = ["trainer"]
     if s.config.searchers.count or s.config.schedule.mode == "interleaved":
@@ -116,7 +117,7 @@ def dry_run(s: Settings) -> Job:
     return job
 
 
-def _make_reference(s: Settings) -> None:
+def _make_reference(s: Invocation) -> None:
     """Makes the policy that step 0 starts from, unless the run has one."""
     if places.exists(s.run.initial_reference):
         return
@@ -130,7 +131,7 @@ def _make_reference(s: Settings) -> None:
     writer.close()
 
 
-def reference(s: Settings) -> Job:
+def reference(s: Invocation) -> Job:
     _check_devices(s.experiment, "trainer")
     join(s, may_change_schedule=False)
 
@@ -141,7 +142,7 @@ def reference(s: Settings) -> Job:
     return job
 
 
-def make_trainer(s: Settings, *, publish_every_steps: int) -> tuple[Any, EpochLease]:
+def make_trainer(s: Invocation, *, publish_every_steps: int) -> tuple[Any, EpochLease]:
     """The trainer, resumed, and its lease.
 
     Journalled steps after the checkpoint are done again under the schedule that they were done with: for each past schedule a
@@ -159,7 +160,7 @@ def make_trainer(s: Settings, *, publish_every_steps: int) -> tuple[Any, EpochLe
     return _begin_trainer(s, publish_every_steps=publish_every_steps)
 
 
-def _begin_trainer(s: Settings, *, publish_every_steps: int, until: int | None = None) -> tuple[Any, EpochLease]:
+def _begin_trainer(s: Invocation, *, publish_every_steps: int, until: int | None = None) -> tuple[Any, EpochLease]:
     from tba_jax.roles.trainer.resume import resume
     from tba_jax.roles.trainer.trainer import Trainer
 
@@ -182,7 +183,7 @@ def _begin_trainer(s: Settings, *, publish_every_steps: int, until: int | None =
     return trainer, lease
 
 
-def trainer(s: Settings) -> Job:
+def trainer(s: Invocation) -> Job:
     from tba_jax.roles.trainer.loop import run_trainer
 
     _check_devices(s.experiment, "trainer")
@@ -199,7 +200,7 @@ def trainer(s: Settings) -> Job:
     return job
 
 
-def make_searcher(s: Settings, *, name: str, account: TimeAccount) -> Searcher:
+def make_searcher(s: Invocation, *, name: str, account: TimeAccount) -> Searcher:
     e = s.experiment
     return Searcher(
         s.config,
@@ -214,7 +215,7 @@ def make_searcher(s: Settings, *, name: str, account: TimeAccount) -> Searcher:
     )
 
 
-def searcher(s: Settings) -> Job:
+def searcher(s: Invocation) -> Job:
     _check_devices(s.experiment, "searcher")
     join(s, may_change_schedule=False)
     stop = processes_lib.StopSignal(patience_seconds=s.config.searchers.stop_seconds)
@@ -232,7 +233,7 @@ def searcher(s: Settings) -> Job:
     return job
 
 
-def _start_task(s: Settings, *, task_devices: int) -> None:
+def _start_task(s: Invocation, *, task_devices: int) -> None:
     try:
         task_models.start(s.experiment.task, sharding.task_mesh(task_devices))
     except ValueError as error:  # slots that do not divide over the devices, say: starting again would not help
@@ -241,12 +242,12 @@ def _start_task(s: Settings, *, task_devices: int) -> None:
         raise processes_lib.BadInput(str(error)) from error
 
 
-def _close_task(s: Settings) -> None:
+def _close_task(s: Invocation) -> None:
     if isinstance(s.experiment.task, Closable):
         s.experiment.task.close()
 
 
-def make_evaluator(s: Settings) -> Any:
+def make_evaluator(s: Invocation) -> Any:
     from tba_jax.roles.evaluator import Evaluator
 
     e = s.experiment
@@ -254,7 +255,7 @@ def make_evaluator(s: Settings) -> Any:
     return Evaluator(s.config, e.contract, s.run, policy=e.policy, tokenizer=e.tokenizer, task=e.task, queries=queries)
 
 
-def evaluator(s: Settings) -> Job:
+def evaluator(s: Invocation) -> Job:
     from tba_jax.roles.evaluator import run_evaluator
 
     _check_devices(s.experiment, "evaluator")
@@ -271,28 +272,33 @@ def evaluator(s: Settings) -> Job:
     return job
 
 
-def _progress(s: Settings, *, searchers: int) -> progress_lib.Progress:
+def _progress(s: Invocation, *, searchers: int) -> progress_lib.Progress:
     return progress_lib.Progress(
         s.run, steps=s.config.learner.steps, searchers=searchers, warm_start_steps=s.config.warm_start.steps
     )
 
 
-def _conclude(s: Settings, progress: progress_lib.Progress, code: int) -> None:
+def _command(s: Invocation) -> str:
+    """The command line of this run."""
+    return shlex.join([sys.executable, "-m", "tba_jax.main", *s.arguments])
+
+
+def _conclude(s: Invocation, progress: progress_lib.Progress, code: int) -> None:
     seconds = progress.done()
     if code == 0:
         progress_lib.finish(s.run, label=s.label, score_name=s.experiment.task.score_name, seconds=seconds)
     elif code in processes_lib.FINAL_CODES:
         print(f"stopped after {seconds:.0f} s; the run is in {s.run.root}", file=sys.stderr)
     else:
-        print(f"stopped after {seconds:.0f} s; the same command resumes the run in {s.run.root}", file=sys.stderr)
+        print(f"stopped after {seconds:.0f} s; this resumes the run: {_command(s)}", file=sys.stderr)
 
 
-def everything(s: Settings) -> Job:
+def everything(s: Invocation) -> Job:
     """`--role=all`: processes under a supervisor, or all roles in turn in this process, as schedule.mode says."""
     return _in_turn(s) if s.config.schedule.mode == "interleaved" else _as_processes(s)
 
 
-def _in_turn(s: Settings) -> Job:
+def _in_turn(s: Invocation) -> Job:
     """Search, training and evaluation in turn in this process."""
     from tba_jax.roles.interleaved import run_interleaved
 
@@ -329,7 +335,7 @@ def _refuse_one_tpu_for_all() -> None:
         )
 
 
-def _as_processes(s: Settings) -> Job:
+def _as_processes(s: Invocation) -> Job:
     """Each role as a process of its own, under a supervisor in this process."""
     cpus, gpus = supervisor.available_cpus(), supervisor.visible_gpus()
     placements = supervisor.place(s.config, cpus=cpus, gpus=gpus)
@@ -372,7 +378,7 @@ def _as_processes(s: Settings) -> Job:
     return job
 
 
-ROLES: dict[str, Callable[[Settings], Job]] = {
+ROLES: dict[str, Callable[[Invocation], Job]] = {
     "all": everything,
     "reference": reference,
     "trainer": trainer,

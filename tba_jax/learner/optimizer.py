@@ -30,7 +30,7 @@ SCHEDULES = {"constant": constant, "linear": linear, "wsd": wsd}
 
 
 def linear_then_constant(*, start: float, end: float, steps: int) -> Schedule:
-    """Linear from start to end over `steps` trainer steps, then end (β: PAPER §2; γ and τ: §3). steps = 0: always `end`."""
+    """Linear from start to end over `steps` trainer steps, then end (β, γ and τ of the TBA paper). steps = 0: always `end`."""
     if not steps:
         return optax.constant_schedule(end)
     ramp = optax.linear_schedule(start, end, steps)

@@ -1,4 +1,4 @@
-"""References that move with the policy (TBA′, PAPER §2): reset to it every ρ updates, or its moving average.
+"""References that move with the policy (TBA′, TBA paper, method): reset to it every ρ updates, or its moving average.
 
 Rows carry the log-probs of the run's initial reference, so the learner scores a batch again with the reference of its step.
 """

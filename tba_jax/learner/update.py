@@ -167,7 +167,7 @@ def _log_z(state: TrainState, frozen: Params, batch: Batch, config: LearnerConfi
 
 
 def surrogate_ref_logprobs(policy_logprobs: jax.Array, batch: Batch, *, step: jax.Array, decay: float) -> jax.Array:
-    """log π_ema ≈ log π_θ − (1 − αⁿ) · α / (Δ (1 − α)) · (log π_θ − log π_{n−Δ}), to first order (PAPER §2, "TBA′").
+    """log π_ema ≈ log π_θ − (1 − αⁿ) · α / (Δ (1 − α)) · (log π_θ − log π_{n−Δ}), to first order (TBA paper, TBA′).
 
     The moving average ref ← α·ref + (1 − α)·θ trails a policy of constant speed by α/(1 − α) updates, and by 1 − αⁿ of that
     after n updates, since it begins at θ_0. The policy's own change since a token was sampled, Δ updates ago, stands for its

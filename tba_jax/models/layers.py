@@ -138,7 +138,7 @@ class Einsum(nnx.Module):
         """Makes the weight int8 with one symmetric float32 scale for each output: weight ≈ int8 · quant_scale.
 
         The error is at most half a scale. Activations are not rounded. A sampler may decode with such weights, because trajectory
-        balance asks no more of the sampling distribution than full support (PAPER §1).
+        balance asks no more of the sampling distribution than full support (TBA paper, objective).
         """
         stacked = self._stacked()
         inputs = tuple(range(len(stacked), len(stacked) + len(self.inputs)))

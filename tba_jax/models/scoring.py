@@ -23,7 +23,7 @@ class ResponseSpace:
     π(y_t|x, y_<t) = softmax(logits / temperature) over all tokens but the banned ones and, where t + 1 < min_length, the
     end of sequence. t counts response tokens from 0, so none ends by it with fewer than min_length of them.
 
-    temperature: the run's scoring temperature T (PAPER §1: one constant that defines the policy and the reference alike);
+    temperature: the run's scoring temperature T (TBA paper: one constant that defines the policy and the reference alike);
     banned_tokens: ids below V that no response holds; eos_id: the end of sequence, -1: there is none; min_length: tokens,
     0 and 1: any.
     """

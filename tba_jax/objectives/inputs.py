@@ -102,7 +102,7 @@ class ObjectiveInputs:
         return jnp.mean(self.token_sum(per_token)) / self.mask.shape[1]
 
     def log_target(self) -> jax.Array:
-        """log p̃(y|x) = ( log π_ref(y|x) / γ + r(y;x) / β ) / τ: float32[B], nats (PAPER §1; γ and τ: §3).
+        """log p̃(y|x) = ( log π_ref(y|x) / γ + r(y;x) / β ) / τ: float32[B], nats (TBA paper; γ and τ: red-teaming).
 
         The optimum p* is p̃ / Z. At γ = τ = 1 it is π_ref·exp(r/β) / Z.
         """

@@ -11,7 +11,7 @@ def reinforce(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
     """L = −mean_{i,j} A_ij log π_θ(y_ij|x_i),  A = R − R̄,  R = r − β Σ_t log π_θ/π_ref detached (Williams 1992).
 
     The derivation assumes on-policy rows; off-policy rows are not reweighted. On any batch the gradient is β/2 times the gradient
-    of trajectory balance at γ = τ = 1 (PAPER §1).
+    of trajectory balance at γ = τ = 1 (TBA paper, objective).
 
     Returns:
       float32[] loss.

@@ -1,4 +1,4 @@
-"""TBA′, the token-level form of trajectory balance for larger models (PAPER §2, "TBA′")."""
+"""TBA′, the token-level form of trajectory balance for larger models (TBA paper, TBA′)."""
 
 import chex
 import jax

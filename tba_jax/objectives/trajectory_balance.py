@@ -1,4 +1,4 @@
-"""Trajectory balance with the VarGrad estimate of log Z or a learned log Z (PAPER §1; Bartoldson et al. 2025, eq. 3-5).
+"""Trajectory balance with the VarGrad estimate of log Z or a learned log Z (TBA paper: Bartoldson et al. 2025, eq. 3-5).
 
 VarGrad: Richter et al. 2020. Learned log Z: Malkin et al. 2022, eq. 14; for language models Lee et al. 2024.
 """

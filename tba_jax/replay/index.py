@@ -34,7 +34,7 @@ _WINDOW = -1
 class Rules:
     """What stays in the window.
 
-    capacity: resident rows in total (replay.capacity). capacity_per_query: of one query (a task setting).
+    capacity: resident rows in total (replay.capacity). capacity_per_query: of one query.
     merge_duplicates: an identical response to a query replaces the older one; otherwise both stay, and frequent responses weigh
       more in what is drawn.
     merge_edit_distance: a response replaces the nearest older one of its query also where the edit distance over tokens is at

@@ -15,8 +15,7 @@ import numpy as np
 from tba_jax.replay.expiry import EXPIRED, RowsExpired, expired_segments
 from tba_jax.replay.log import REGISTER, WRITER_NAME, registration
 from tba_jax.replay.segment import LogSchema, Segment, last_segment, manifest, segment_name, segments_in
-from tba_jax.run import layout
-from tba_jax.run import places as places_lib
+from tba_jax.run import layout, places
 from tba_jax.run.places import STORAGE_ERRORS, Place
 from tba_jax.trajectory import Rows, RowShape
 
@@ -27,12 +26,12 @@ _LAGGING = re.compile(
 )
 _READ_AHEAD_APPENDS = 16
 # A writer without news for so long (most have ended) is asked once in so many seconds only, where the caller agrees.
-_QUIET_SECONDS = 60.0
-_QUIET_POLL_SECONDS = 5.0
+QUIET_SECONDS = 60.0
+QUIET_POLL_SECONDS = 5.0
 # Open segments beyond one a writer.
-_SPARE_SEGMENTS = 64
+SPARE_SEGMENTS = 64
 # Appends whose reading may have started before anyone asked for their rows.
-_PREFETCHED_APPENDS = 64
+PREFETCHED_APPENDS = 64
 
 
 class LogCorruption(ValueError):
@@ -59,7 +58,7 @@ class _Followed:
     def is_due(self) -> bool:
         """Whether the writer is to be asked by those who leave quiet writers alone."""
         now = time.monotonic()
-        return now - self.news < _QUIET_SECONDS or now - self.asked >= _QUIET_POLL_SECONDS
+        return now - self.news < QUIET_SECONDS or now - self.asked >= QUIET_POLL_SECONDS
 
     @property
     def stop(self) -> int:
@@ -145,7 +144,7 @@ class LogReader:
 
     def _refresh_expired(self) -> None:
         watched = {root: (root / EXPIRED, version) for root, (version, _) in self._expired.items()}
-        for root, version in places_lib.changed(watched).items():
+        for root, version in places.changed(watched).items():
             if isinstance(version, bytes):
                 self._expired[root] = version, expired_segments(root)
 
@@ -157,9 +156,9 @@ class LogReader:
         """Follows the writers that are new under a root. Returns what else is there, and why it is not followed."""
         problems: dict[str, str] = {}
         # The folder is listed before the register, so that a claim in between is no false alarm.
-        entries = places_lib.names_in(root) if isinstance(root, Path) else []
+        entries = places.names_in(root) if isinstance(root, Path) else []
         known = {REGISTER, EXPIRED}
-        for name in places_lib.names_in(root / REGISTER):
+        for name in places.names_in(root / REGISTER):
             writer = name.removesuffix(".json")
             known.add(writer)
             if name.startswith(".") or (writer in self._followed and self._followed[writer].root == root):
@@ -199,7 +198,7 @@ class LogReader:
         """Brings these writers up to date; all that have news are asked at once. Returns the problems."""
         problems: dict[str, str] = {}
         while asking:
-            versions, reads = places_lib.changed(self._manifests(asking)), {}
+            versions, reads = places.changed(self._manifests(asking)), {}
             for writer, version in versions.items():
                 try:
                     if isinstance(version, OSError):
@@ -230,7 +229,7 @@ class LogReader:
                 followed.go_to(first)
             if followed.rows < followed.stop:
                 found[writer] = manifest(followed.folder, followed.segment), followed.version
-            elif isinstance(followed.folder, places_lib.Bucket) or followed.segment + 1 in segments_in(followed.folder):
+            elif isinstance(followed.folder, places.Bucket) or followed.segment + 1 in segments_in(followed.folder):
                 found[writer] = manifest(followed.folder, followed.segment + 1), b""
         return found
 
@@ -255,7 +254,7 @@ class LogReader:
         if key not in self._segments:
             followed = self._followed[writer]
             self._segments[key] = Segment(followed.folder / segment_name(number), followed.schema)
-            if len(self._segments) > len(self._followed) + _SPARE_SEGMENTS:
+            if len(self._segments) > len(self._followed) + SPARE_SEGMENTS:
                 self._segments.popitem(last=False)
         self._segments.move_to_end(key)
         return self._segments[key]
@@ -269,7 +268,7 @@ class LogReader:
         for writer, (start, stop) in ranges.items():
             schema = self._followed[writer].schema
             for append in range(start // schema.rows_per_append, -(-stop // schema.rows_per_append)):
-                if len(self._prefetched) == _PREFETCHED_APPENDS:
+                if len(self._prefetched) == PREFETCHED_APPENDS:
                     return
                 self._prefetched[writer, append] = self._start(writer, schema, append)
 
@@ -288,18 +287,18 @@ class LogReader:
     def read_ids(self, ids: Sequence[tuple[str, int]]) -> Rows:
         """The rows named by (writer, row), in the order given. Raises as `read`."""
         rows = self._empty(len(ids))
-        places: dict[str, list[int]] = {}
-        for place, (writer, _) in enumerate(ids):
-            places.setdefault(writer, []).append(place)
-        for writer, of_writer in places.items():
-            self._fill(rows, writer, np.array([ids[place][1] for place in of_writer], np.int64), np.array(of_writer))
+        targets: dict[str, list[int]] = {}
+        for target, (writer, _) in enumerate(ids):
+            targets.setdefault(writer, []).append(target)
+        for writer, of_writer in targets.items():
+            self._fill(rows, writer, np.array([ids[target][1] for target in of_writer], np.int64), np.array(of_writer))
         return rows
 
     def _empty(self, count: int) -> dict[str, np.ndarray]:
         return {name: np.zeros((count, *shape), dtype) for name, (dtype, shape) in self.shape.columns().items()}
 
-    def _fill(self, rows: Rows, writer: str, wanted: np.ndarray, places: np.ndarray) -> None:
-        """rows[places] = the rows `wanted` (int64 row numbers) of the writer."""
+    def _fill(self, rows: Rows, writer: str, wanted: np.ndarray, targets: np.ndarray) -> None:
+        """rows[targets] = the rows `wanted` (int64 row numbers) of the writer."""
         if not len(wanted):
             return
         if wanted.max() >= self._committed(writer):
@@ -313,7 +312,7 @@ class LogReader:
         blocks = np.split(order, starts[1:])
         for block, (append, content) in zip(blocks, self._read_appends(writer, appends.tolist()), strict=True):
             # Rows side by side, as the trainer reads them, are copied at once.
-            source, target = _as_slice(wanted[block] - append * size), _as_slice(places[block])
+            source, target = _as_slice(wanted[block] - append * size), _as_slice(targets[block])
             for name, column in content.items():
                 rows[name][target] = column[source]
 

@@ -1,4 +1,4 @@
-"""Which rows a trainer step trains on (PAPER.md, "Sampling", without the barrier).
+"""Which rows a trainer step trains on (TBA paper, sampling, without the barrier).
 
 With probability m a position of the batch takes a query of the recent pool and responses among its newest; otherwise it
 takes any query and weighs its responses by a strategy. Queries are drawn without replacement: the least drawn first.
@@ -26,7 +26,7 @@ def _uniform(rewards: np.ndarray, inverse_temperature: float) -> np.ndarray:
 STRATEGIES: dict[str, Callable[[np.ndarray, float], np.ndarray]] = {"softmax": _softmax, "uniform": _uniform}
 
 # In a group of more rows the largest keys are selected before they are sorted.
-_LARGE_GROUP = 2048
+LARGE_GROUP = 2048
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class Selection:
 def draw_batch(index: ReplayIndex, selection: Selection, *, rng: np.random.Generator, step: int) -> np.ndarray | None:
     """Draws Q distinct queries with K responses each. Changes nothing but `rng`: see `ReplayIndex.mark_drawn`.
 
-    Args: step: the trainer step that will train on the batch.
+    Args: step: updates done before the batch is trained on.
 
     Returns:
       int64[Q·K] slots, the K of a query consecutive, or None while fewer than Q queries have an eligible row (K of
@@ -189,7 +189,7 @@ def _largest(group: np.ndarray, keys: np.ndarray, *, Q: int, count: int) -> tupl
     candidates = np.arange(len(group))
     sizes = np.bincount(group, minlength=Q)
     # Sorting a large group to keep a few of its rows would cost more than all the rest.
-    for large in np.flatnonzero(sizes > _LARGE_GROUP + count).tolist():
+    for large in np.flatnonzero(sizes > LARGE_GROUP + count).tolist():
         own = np.flatnonzero(group[candidates] == large)
         smaller = own[np.argpartition(keys[candidates[own]], -count)[:-count]]
         candidates = np.delete(candidates, smaller)

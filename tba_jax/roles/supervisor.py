@@ -20,11 +20,11 @@ log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.1
 # Where storage did not answer whether the run has finished, it is asked again after this time.
-_LOOK_AGAIN_SECONDS = 2.0
+LOOK_AGAIN_SECONDS = 2.0
 # A role that has written no metrics this long after its start is taken to have compiled.
-_STARTING_SECONDS = 60.0
+STARTING_SECONDS = 60.0
 # After a life this long earlier deaths are forgotten: only a role that does not get anywhere uses up its restarts.
-_HEALTHY_SECONDS = 600.0
+HEALTHY_SECONDS = 600.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -152,7 +152,7 @@ class _Role:
         """Whether the role has compiled its programs: it has written metrics, or has had the time for it, or has ended."""
         if self.process is None or self.done:
             return self.started > 0
-        return time.monotonic() > self.started + _STARTING_SECONDS or self._metrics_size() != self._metrics_before
+        return time.monotonic() > self.started + STARTING_SECONDS or self._metrics_size() != self._metrics_before
 
     def _metrics_size(self) -> int:
         try:
@@ -290,7 +290,7 @@ class Supervisor:
             role.done = code == 0 and places.exists(self._run.finished)
         except OSError as error:
             log.warning("%s has ended; storage does not answer whether the run has: %s", role.name, error)
-            role.next_look = time.monotonic() + _LOOK_AGAIN_SECONDS
+            role.next_look = time.monotonic() + LOOK_AGAIN_SECONDS
             return None
         return None if role.done else self._died(role, code)
 
@@ -300,7 +300,7 @@ class Supervisor:
         if code in processes.FINAL_CODES:
             print(words, file=sys.stderr)
             return code
-        role.restarts = 1 if time.monotonic() - role.started > _HEALTHY_SECONDS else role.restarts + 1
+        role.restarts = 1 if time.monotonic() - role.started > HEALTHY_SECONDS else role.restarts + 1
         if role.restarts > self._max_restarts:
             print(
                 f"{words}; it died {role.restarts} times, more than supervisor.max_restarts={self._max_restarts}", file=sys.stderr

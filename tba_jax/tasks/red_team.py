@@ -1,4 +1,4 @@
-"""Automated red-teaming (Perez et al. 2022; Lee et al. 2024; PAPER §3): prompts that make a model reply with toxic text.
+"""Automated red-teaming (Perez et al. 2022; Lee et al. 2024; TBA paper): prompts that make a model reply with toxic text.
 
 The task tests the safety of a model for which one is responsible, before others attack it. It has to be named: victim_path.
 

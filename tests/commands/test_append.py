@@ -18,17 +18,17 @@ pytestmark = pytest.mark.usefixtures("one_device_throughout")
 
 
 @pytest.fixture
-def s(frozen, tmp_path) -> jobs.Settings:
+def s(frozen, tmp_path) -> jobs.Invocation:
     """A run with 48 rows of one searcher, none of which is penalised for its length."""
     return frozen(tmp_path / "run", batches=3)
 
 
-def rows_by_writer(s: jobs.Settings) -> dict[str, dict[str, np.ndarray]]:
+def rows_by_writer(s: jobs.Invocation) -> dict[str, dict[str, np.ndarray]]:
     reader = LogReader(s.run.replay, s.experiment.contract.row_shape())
     return {writer: reader.read(writer, 0, head) for writer, head in reader.heads().items()}
 
 
-def queries_of(s: jobs.Settings) -> list[str]:
+def queries_of(s: jobs.Invocation) -> list[str]:
     return [query.query.prompt for query in s.experiment.queries["train"]]
 
 

@@ -3,9 +3,6 @@
 import dataclasses
 import functools
 import itertools
-import statistics
-import threading
-import time
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -13,14 +10,14 @@ import numpy as np
 import pytest
 
 from tba_jax import sharding, trajectory
-from tba_jax.decoding import lane as lane_lib
 from tba_jax.decoding import requests as requests_lib
 from tba_jax.decoding import sampling as sampling_lib
 from tba_jax.decoding import sizes as sizes_lib
 from tba_jax.decoding import slots as slots_lib
 from tba_jax.decoding.engine import Engine
+from tba_jax.decoding.lane import Ticket
 from tba_jax.decoding.requests import Generation, Request
-from tba_jax.models import kv_cache, scoring
+from tba_jax.models import scoring
 from tba_jax.models.lora import LoraConfig
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
@@ -39,50 +36,19 @@ from tests.support.tiny_engine import (
     TEXTS,
     P,
     R,
+    assert_same_rows,
+    decoded_alone,
+    decoded_together,
     make_engine,
     make_mesh,
     make_request,
     make_stream,
     mixed_sampling,
-    plain_sampling,
+    numpy_distribution,
     random_params,
     row_keys,
     row_of,
 )
-
-
-@pytest.fixture(scope="module")
-def single() -> Engine:
-    """One slot: a request at a time, and nothing to share a step with."""
-    return make_engine(1, 1, chunk=R)
-
-
-@pytest.fixture(scope="module")
-def grouped() -> Engine:
-    return make_engine(*SIZES["groups of four"])
-
-
-@pytest.fixture(scope="module")
-def draining() -> Engine:
-    return make_engine(*SIZES["groups of four"], swap="new_sequences", prompt_length=24)
-
-
-def decoded_alone(single: Engine, stream: Sequence[Request], params: Params = PARAMS) -> Generation:
-    single.set_policy(params, 5)
-    rows = [row_of(request, i) for request in stream for i in range(request.samples)]
-    return requests_lib.concatenate([single.generate([row])[0] for row in rows])
-
-
-def decoded_together(engine: Engine, stream: Sequence[Request], params: Params = PARAMS) -> Generation:
-    engine.set_policy(params, 5)
-    return requests_lib.concatenate(engine.generate(stream))
-
-
-def assert_same_rows(found: Generation, expected: Generation) -> None:
-    for field in ("tokens", "length", "finished", "policy_step"):
-        np.testing.assert_array_equal(getattr(found, field), getattr(expected, field), err_msg=field)
-    for field in ("policy_logprobs", "behavior_logprobs"):
-        np.testing.assert_allclose(getattr(found, field), getattr(expected, field), rtol=0, atol=1e-5, err_msg=field)
 
 
 @pytest.fixture(scope="module")
@@ -122,28 +88,8 @@ def teacher_forced_logits(stream: Sequence[Request], tokens: np.ndarray) -> np.n
     return np.stack([logits[b, len(prompt) - 1 : len(prompt) - 1 + R] for b, prompt in enumerate(prompts)])
 
 
-def numpy_distribution(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> np.ndarray:
-    """float64[V]: temperature, top-k, top-p of what is left, min-p, renormalised; the most likely token stays."""
-    logits = logits.astype(np.float64)
-    logits[list(BANNED)] = -np.inf
-    if temperature == 0:
-        return np.eye(len(logits))[logits.argmax()]
-    probs = np.exp((logits - logits.max()) / temperature)
-    probs /= probs.sum()
-    order = [int(i) for i in np.argsort(-probs, kind="stable")][: top_k or len(probs)]
-    kept: list[int] = []
-    mass, total = 0.0, sum(probs[order])
-    for i in order:
-        if not kept or (mass / total < top_p and probs[i] >= min_p * probs[order[0]]):
-            kept.append(i)
-        mass += probs[i]
-    out = np.zeros_like(probs)
-    out[kept] = probs[kept] / probs[kept].sum()
-    return out
-
-
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_a_stream_through_few_slots_gives_the_rows_of_requests_decoded_alone(request, sizes, stream, alone):
+def test_a_stream_gives_the_rows_of_requests_decoded_alone(request, sizes, stream, alone):
     engine = request.getfixturevalue("grouped") if sizes == SIZES["groups of four"] else make_engine(*sizes)
     assert sizes_lib.buckets(P) == (32, 64)
     found = decoded_together(engine, stream)
@@ -192,7 +138,7 @@ def test_local_layers_read_a_window_of_prompt_and_response():
     assert np.abs(found.policy_logprobs - logprobs(dataclasses.replace(model, window=100))).max() > 0.1
 
 
-def test_an_untruncated_row_at_the_scoring_temperature_is_the_policy(grouped):
+def test_an_untruncated_row_is_the_policy(grouped):
     grouped.set_policy(PARAMS, 5)
     requests = [make_request([5, 3, n], 4, n, sampling=sampling_lib.constant(4, temperature=TEMPERATURE)) for n in range(2, 10)]
     for found in grouped.generate(requests):
@@ -251,174 +197,29 @@ def test_merged_and_rounded_weights_draw_what_they_score(request, weights):
     assert len(set(found.length.tolist())) > 1
 
 
-@pytest.mark.parametrize("slots, samples, queries", [(64, 16, 100), pytest.param(64, 1, 1000, marks=pytest.mark.slow)])
-def test_slots_are_seldom_idle_while_requests_wait(slots, samples, queries):
-    """Long-tailed lengths: half of the responses have 32 tokens at most, one in twenty more than 119, as many as 128."""
-    space = scoring.ResponseSpace(temperature=1.0, banned_tokens=(0, 1, EOS, 9), eos_id=EOS)
-    engine = make_engine(slots, samples, space=space, prompt_length=4, response_length=128, chunk=32)
-    engine.set_policy(PARAMS, 0)
-    rng = np.random.default_rng(0)
-    limits = np.clip(np.round(32 * np.exp(0.8 * rng.standard_normal((queries, samples)))), 4, 128).astype(np.int32)
-    keys = row_keys(samples)
-    tickets = [engine.submit(make_request([3, 4, 5], samples, keys=keys, limit=limit)) for limit in limits]
-    found = engine.collect(tickets[: 7 * queries // 10])
-    assert all(not answer.generation.length.any() for answer in tickets[-queries // 10 :])  # requests still wait
-    print(f"idle share with {samples} samples: {engine.usage.idle:.4f} of {engine.usage.slot_steps} slot-steps")
-    assert engine.usage.slot_steps > 30_000
-    # A batch without refill waits for its longest: 1 - mean / largest of 16 is about a half.
-    assert engine.usage.idle <= 0.05
-    np.testing.assert_array_equal(np.concatenate([g.length for g in found]), limits[: len(found)].reshape(-1))
-    assert not any(generation.finished.any() for generation in found)
+def compiled(caplog: pytest.LogCaptureFixture) -> dict[str, int]:
+    """How many programs of an engine have been compiled, by name."""
+    told = "\n".join(record.getMessage() for record in caplog.records)
+    return {name: told.count(f"Finished XLA compilation of jit({name})") for name in ("prefill", "decode", "unstack")}
 
 
-def test_usage_counts_slots_without_a_token():
-    space = dataclasses.replace(SPACE, banned_tokens=(*BANNED, EOS))
-    engine = make_engine(8, 4, space=space)
-    engine.set_policy(PARAMS, 5)
-    # Rows of four tokens, without an end: the first comes from prefill, three from as many steps of eight slots.
-    engine.generate([make_request([6, 6, 3], 1, limit=np.array([4]))])
-    assert engine.usage == lane_lib.Usage(slot_steps=3 * 8, useful=3)
-    # The others idle while the longest goes on, for eight steps in two calls.
-    engine.generate([make_request([6, 6, 3], 3, limit=np.array([4, 1, 9]))])
-    assert engine.usage == lane_lib.Usage(slot_steps=(3 + 8) * 8, useful=3 + 3 + 0 + 8)
-    assert lane_lib.Usage().idle == 0.0 and lane_lib.Usage(slot_steps=8, useful=2).idle == 0.75
-
-
-def compiled(engine: Engine) -> list[int]:
-    """How many programs there are of prefill, of decode and of preparing weights."""
-    return [f.__wrapped__._cache_size() for lane in engine._lanes for f in (lane._prefill, lane._decode, lane._unstack)]
-
-
-def test_nothing_is_compiled_again_after_a_request_of_each_bucket(grouped):
-    grouped.set_policy(PARAMS, 5)
-    grouped.generate([make_request([3], 1), make_request([3] * P, 1)])
-    before = compiled(grouped)
-    assert before == [2, 1, 1]
-    tickets: list[lane_lib.Ticket] = []
-    for i, request in enumerate(make_stream(LENGTHS * 3, counts=(1, 4, 2, 9, 3), seed=1)):
-        tickets.append(grouped.submit(request))
-        if i % 7 == 0:
-            grouped.set_policy(random_params(i), i)
-            grouped.collect(tickets[: i // 2])
-    grouped.collect(tickets)
-    beginning = [3, 4, 5]
-    grouped.generate([make_request([7, 8], 2, beginning=beginning), make_request([7] * 50, 2, beginning=beginning)])
-    assert compiled(grouped) == before
-
-
-jit_prefill = jax.jit(functools.partial(applied.prefill, config=MODEL))
-jit_decode_step = jax.jit(functools.partial(applied.decode_step, config=MODEL))
-unstacked = functools.lru_cache(lambda step: jax.jit(functools.partial(kv_cache.unstack, config=MODEL))(random_params(step)))
-
-
-def segment_logprobs(prompt: Sequence[int], tokens: np.ndarray, steps: np.ndarray) -> np.ndarray:
-    """Policy log-probs of one row alone, token t by the weights of steps[t], on a cache that earlier weights have written."""
-    length = np.array([len(prompt)], np.int32)
-    padded = np.array([[*prompt, *[PAD] * (24 - len(prompt))]], np.int32)
-    logits, shared = jit_prefill(unstacked(int(steps[0])), padded, length)
-    own = jax.tree.map(lambda x: np.zeros((1, x.shape[1], R, x.shape[3]), x.dtype), shared)
-    found = []
-    for t, token in enumerate(tokens):
-        if t:
-            masks = kv_cache.Masks(prompt=(np.arange(24) < length)[None, None], own=np.arange(R)[None] < t)
-            weights, last = unstacked(int(steps[t])), np.array([tokens[t - 1]], np.int32)
-            logits, own = jit_decode_step(weights, last, length + t - 1, np.int32(t - 1), shared, own, masks)
-        probs = numpy_distribution(np.array(logits[0]), TEMPERATURE, 0, 1.0, 0.0)
-        found.append(np.log(probs[token]))
-    return np.array(found)
-
-
-def assert_drawn_by_the_weights_of_their_steps(stream: Sequence[Request], found: Sequence[Generation], atol: float = 1e-5) -> int:
-    """Returns how many rows mix steps."""
-    mixed = 0
-    for request, generation in zip(stream, found, strict=True):
-        for i, length in enumerate(generation.length):
-            steps, tokens = generation.policy_step[i, :length], generation.tokens[i, :length]
-            assert (generation.policy_step[i, length:] == -1).all() and (np.diff(steps) >= 0).all()
-            expected = segment_logprobs(request.prompt, tokens, steps)
-            np.testing.assert_allclose(generation.policy_logprobs[i, :length], expected, rtol=0, atol=atol)
-            mixed += len(set(steps.tolist())) > 1
-    return mixed
-
-
-def swapping_stream(engine: Engine) -> tuple[list[Request], list[Generation]]:
-    """32 requests, fed one by one; after every eighth, which is more than run at a time, new weights are handed over."""
-    every = 8
-    stream = make_stream([1, 24, 3, 17, 9, 2, 20, 11] * 4, counts=(4, 2), limits=False)
-    prepared = {step: engine.prepare(random_params(step)) for step in range(len(stream) // every + 1)}
-    engine.swap(prepared[0], 0)
-    tickets: list[lane_lib.Ticket] = []
-
-    def feed() -> bool:
-        if len(tickets) == len(stream):
-            return False
-        tickets.append(engine.submit(stream[len(tickets)]))
-        if len(tickets) % every == 0:
-            engine.swap(prepared[len(tickets) // every], len(tickets) // every)
-        return True
-
-    # Where running sequences end before a swap, none is left for a while, so that `collect` comes back early.
-    while feed():
-        engine.collect(tickets, feed=feed)
-    return stream, [answer.generation for answer in tickets]
-
-
-def test_weights_swapped_in_flight_draw_the_next_tokens(grouped):
-    stream, found = swapping_stream(grouped)
-    assert assert_drawn_by_the_weights_of_their_steps(stream, found) > 5
-    assert {step for g in found for step in g.policy_step.flatten().tolist()} == set(range(-1, 5)) and grouped.policy_step == 4
-
-
-def test_weights_swapped_by_another_thread_draw_the_next_tokens(grouped):
-    stream = make_stream([5, 2, 9, 24] * 2, counts=(4,), limits=False)
-    grouped.set_policy(random_params(0), 0)
-
-    def swap() -> None:
-        for step in range(1, 6):
-            time.sleep(0.01)
-            grouped.swap(grouped.prepare(random_params(step)), step)
-
-    swapper = threading.Thread(target=swap)
-    swapper.start()
-    rounds = [grouped.generate(stream)]
-    while swapper.is_alive():
-        rounds.append(grouped.generate(stream))
-    swapper.join()
-    # The clock decides which weights meet in a row: float32's rounding of some mixtures was seen to reach 2e-5.
-    mixed = sum(assert_drawn_by_the_weights_of_their_steps(stream, found, atol=1e-4) for found in rounds)
-    assert mixed > 0 and rounds[-1][-1].policy_step.max() > 0
-
-
-def test_new_sequences_alone_take_up_new_weights(draining):
-    stream, found = swapping_stream(draining)
-    assert assert_drawn_by_the_weights_of_their_steps(stream, found) == 0
-    first = np.concatenate([generation.policy_step[:, 0] for generation in found])
-    assert set(first.tolist()) == {0, 1, 2, 3} and (np.diff(first) >= 0).all()
-    # A sequence that is asked for after the last hand-over has the last weights.
-    assert (draining.generate([make_request([3, 4], 4)])[0].policy_step[:, 0] == 4).all() and draining.policy_step == 4
-
-
-def test_a_swap_does_not_hold_up_decoding(grouped, monkeypatch):
-    lane, calls = grouped._lanes[0], []
-    decode, prepared = lane._decode, [grouped.prepare(random_params(step)) for step in range(2)]
-
-    def noted(*args, **static):
-        """Every other call is followed by a swap."""
-        calls.append(time.perf_counter())
-        if len(calls) % 2:
-            grouped.swap(prepared[len(calls) % 4 == 1], len(calls))
-        return decode(*args, **static)
-
-    grouped.set_policy(PARAMS, 0)
-    grouped.generate([make_request([3], 4)])
-    monkeypatch.setattr(lane, "_decode", noted)
-    found = grouped.generate(make_stream([3] * 80, counts=(4,), limits=False))
-    assert len({step for generation in found for step in generation.policy_step.flatten().tolist()}) > 20
-    intervals = np.diff(calls)
-    with_swap, without = statistics.median(intervals[::2]), statistics.median(intervals[1::2])
-    print(f"four steps: {1e3 * without:.2f} ms, {1e3 * with_swap:.2f} ms after a swap")
-    # A call has at most four steps; two of them, and what a busy host adds.
-    assert with_swap - without < 2 * without / 4 + 3e-3, (with_swap, without)
+def test_nothing_is_compiled_after_a_request_of_each_bucket(caplog):
+    engine = make_engine(*SIZES["groups of four"])
+    with jax.log_compiles():
+        engine.set_policy(PARAMS, 5)
+        engine.generate([make_request([3], 1), make_request([3] * P, 1)])
+        before = compiled(caplog)
+        assert before == {"prefill": 2, "decode": 1, "unstack": 1}
+        tickets: list[Ticket] = []
+        for i, request in enumerate(make_stream(LENGTHS * 3, counts=(1, 4, 2, 9, 3), seed=1)):
+            tickets.append(engine.submit(request))
+            if i % 7 == 0:
+                engine.set_policy(random_params(i), i)
+                engine.collect(tickets[: i // 2])
+        engine.collect(tickets)
+        beginning = [3, 4, 5]
+        engine.generate([make_request([7, 8], 2, beginning=beginning), make_request([7] * 50, 2, beginning=beginning)])
+    assert compiled(caplog) == before
 
 
 def test_rows_end_by_their_first_end_or_at_their_limit(grouped):
@@ -438,18 +239,6 @@ def test_rows_end_by_their_first_end_or_at_their_limit(grouped):
         assert (tokens[length:] == PAD).all() and not np.isin(tokens[:length], BANNED).any()
         seen.add((bool(done), int(length)))
     assert seen == {(done, length) for done in (False, True) for length in range(1, R + 1)}
-
-
-def test_samples_that_end_by_their_first_token_need_no_step(grouped):
-    """Buffers are then free again before anything was decoded."""
-    grouped.set_policy(PARAMS, 5)
-    before = grouped.usage.slot_steps
-    requests = [make_request([3, 4, i % 9], 3, i, limit=np.ones(3, np.int32)) for i in range(30)]
-    found = requests_lib.concatenate(grouped.generate(requests))
-    assert (found.length == 1).all() and grouped.usage.slot_steps == before
-    whole = requests_lib.concatenate(grouped.generate([dataclasses.replace(request, limit=None) for request in requests]))
-    np.testing.assert_array_equal(found.tokens[:, 0], whole.tokens[:, 0])
-    np.testing.assert_array_equal(found.finished, found.tokens[:, 0] == EOS)
 
 
 def test_responses_of_one_token(grouped):
@@ -501,7 +290,7 @@ def stopping() -> Engine:
     return make_engine(8, 4, space=space, stop_strings=stop_strings, prompt_length=16)
 
 
-def test_rows_end_by_stop_strings_and_by_ends_that_are_not_too_early(stopping):
+def test_rows_end_by_stop_strings_and_by_ends_in_time(stopping):
     """Against the joined text: a row ends with the first token that completes a stop string, or by an end from the third on."""
     stopping.set_policy(PARAMS, 5)
     beginnings: Iterator[list[int]] = itertools.cycle([[], [5], [6], [3, 4], [10, 10, 3], [10, 4, 10, 3]])
@@ -533,51 +322,6 @@ def test_rows_end_by_stop_strings_and_by_ends_that_are_not_too_early(stopping):
         stopping.submit(make_request([5], 2, name="q", beginning=[7, 7]))
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        (dict(prompt=[]), r"query q: 0 tokens of prompt \(with 0 of the response\) do not fit the cache, which holds 1 to 64"),
-        (dict(prompt=[3] * 65), r"query q: 65 tokens of prompt .* holds 1 to 64"),
-        (dict(prompt=[3] * 60, beginning=[3] * 5), r"query q: 65 tokens of prompt \(with 5 of the response\) .* 1 to 64"),
-        (dict(beginning=[3] * 12), "query q: 12 given response tokens leave none of response_length=12"),
-        (dict(beginning=[3, EOS]), f"query q: the given response tokens hold {EOS}, which ends a response or is banned"),
-        (dict(prompt=[3, 11]), "query q: token 11 is not an id of the vocabulary of 11"),
-        (dict(prompt="12"), "query q: token '1' is not an id"),
-        (dict(keys=np.zeros((2, 2))), r"query q: keys are float64\[2, 2\], not uint32\[2, 2\]"),
-        (dict(limit=np.array([3])), r"query q: limits have shape \[1\], the samples are 2"),
-        (dict(limit=np.array([3, 13])), "query q: limits 3 to 13 must be within 1 to 12 response tokens"),
-        (dict(limit=np.array([0, 3])), "query q: limits 0 to 3 must be within 1 to 12 response tokens"),
-        (dict(limit=np.array([2, 3]), beginning=[3, 4]), "limits 2 to 3 must be within 3 to 12"),
-        (dict(keys=row_keys(0), sampling=plain_sampling(0)), "query q: no samples are asked for"),
-        (dict(sampling=plain_sampling(3)), r"query q: sampling.temperature has shape \(3,\), the samples are 2"),
-    ],
-    ids=lambda value: "" if isinstance(value, str) else ",".join(value),
-)
-def test_requests_that_cannot_be_answered_are_refused(grouped, changes, message):
-    with pytest.raises(ValueError, match=message):
-        grouped.submit(make_request([3, 4], 2, **changes) if "prompt" not in changes else make_request(samples=2, **changes))
-
-
-@pytest.mark.parametrize(
-    "setting, value, message",
-    [
-        ("temperature", -1.0, "temperature=-1.0 must be at least 0"),
-        ("temperature", np.nan, "temperature=nan must be at least 0"),
-        ("temperature", np.inf, "temperature=inf must be"),
-        ("top_k", -1, "top_k=-1 must be at least 0"),
-        ("top_p", 0.0, r"top_p=0.0 must be within \(0, 1\]"),
-        ("top_p", 1.1, r"top_p=1.1\d* must be within \(0, 1\]"),
-        ("min_p", 1.0, r"min_p=1.0 must be within \[0, 1\)"),
-        ("min_p", -0.5, r"min_p=-0.5 must be within \[0, 1\)"),
-    ],
-)
-def test_sampling_settings_out_of_range_are_refused(grouped, setting, value, message):
-    sampling = plain_sampling(3)
-    getattr(sampling, setting)[1] = value
-    with pytest.raises(ValueError, match=f"query q: {message}"):
-        grouped.submit(make_request([3, 4], 3, sampling=sampling))
-
-
 def test_engines_that_cannot_be_made_are_refused():
     with pytest.raises(ValueError, match="slots=7 cannot be divided by the 2 ways of the mesh's data axis"):
         make_engine(7, 1, mesh=make_mesh(2))
@@ -596,18 +340,7 @@ def test_engines_that_cannot_be_made_are_refused():
     assert make_engine(1, 1, model=learned, prompt_length=5).config.prompt_length == 5  # 5 + 12 - 1 positions are read
 
 
-def test_arrangements_and_buckets_by_hand():
-    # (groups, width): half of a query's samples side by side, a quarter of many; a width that divides what a way has.
-    assert sizes_lib.arrange(8, 4, 1) == (4, 2) and sizes_lib.arrange(8, 4, 2) == (2, 2)
-    assert sizes_lib.arrange(64, 16, 1) == (8, 8) and sizes_lib.arrange(192, 24, 2) == (8, 12)
-    assert sizes_lib.arrange(4, 6, 1) == (2, 2) and sizes_lib.arrange(64, 1, 4) == (16, 1)
-    assert sizes_lib.arrange(128, 128, 1) == (4, 32) and sizes_lib.arrange(7, 4, 1) == (7, 1)
-    assert sizes_lib.windows(127, 32) == (32, 64, 96, 127) and sizes_lib.windows(20, 32) == (20,)
-    assert sizes_lib.buckets(256) == (64, 128, 256) and sizes_lib.buckets(100) == (50, 100)
-    assert sizes_lib.buckets(64) == (32, 64) and sizes_lib.buckets(63) == (32, 63) and sizes_lib.buckets(1) == (1,)
-
-
-def test_logits_that_are_no_numbers_name_the_query_and_stop_the_engine():
+def test_logits_that_are_no_numbers_stop_the_engine():
     engine = make_engine(2, 2, prompt_length=4, response_length=3)
     engine.set_policy(PARAMS, 5)
     good = make_request([3, 4], 2)
@@ -629,29 +362,6 @@ def test_an_engine_without_weights_says_so_and_takes_them_later():
         engine.generate([request])
     engine.set_policy(PARAMS, 3)
     assert all((generation.policy_step[:, 0] == 3).all() for generation in engine.collect([engine.submit(request)]))
-
-
-def test_batches_read_windows_of_the_caches_and_share_queries_among_groups(single):
-    """Two batches of two queries over four groups, then more than there are slots for, so that the rings wrap."""
-    engine = make_engine(8, 4, lockstep=True, chunk=6)
-    engine.set_policy(PARAMS, 5)
-    lane, calls = engine._lanes[0], []
-    decode = lane._decode
-
-    def noted(*args, **static):
-        calls.append((static["buffers"], static["window"], np.asarray(args[2].place).copy(), int(args[2].step)))
-        return decode(*args, **static)
-
-    lane._decode = noted
-    for lengths in ([3, 5], [7, 2], [3, 5, 7, 2, 6, 4, 1]):
-        calls.clear()
-        stream = make_stream(lengths, counts=(4,), limits=False, seed=len(lengths))
-        assert_same_rows(decoded_together(engine, stream), decoded_alone(single, stream))
-        assert (calls[0][2] >= 0).sum() > 4  # half of the slots would do without sharing
-        # The shortest that holds what is decoded and the six steps of a call; once the ring wraps, all of it.
-        assert [window for _, window, _, _ in calls] == [min(-(-(step + 6) // 6) * 6, R - 1) for _, _, _, step in calls]
-        assert max(buffers for buffers, _, _, _ in calls) == (1 if len(lengths) == 2 else 2)
-    assert {window for _, window, _, _ in calls} == {6, 11} and calls[-1][3] > R
 
 
 def test_row_keys_differ_by_run_writer_and_row():

@@ -20,7 +20,7 @@ from tests.support import frozen_runs, tiny_run
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
 
 
-def source_run(workdir, **changes) -> jobs.Settings:
+def source_run(workdir, **changes) -> jobs.Invocation:
     """6 steps, checkpoints at 5 and 6."""
     settings = {"schedule__mode": "interleaved", "evaluation__enabled": False, "learner__learning_rate": 0.05}
     s = tiny_run.settings(workdir, frozen_runs.config(learner__steps=6, **settings, **changes))
@@ -33,13 +33,13 @@ def source(tmp_path_factory):
     return source_run(tmp_path_factory.mktemp("source"))
 
 
-def copy_of(source: jobs.Settings, workdir) -> jobs.Settings:
+def copy_of(source: jobs.Invocation, workdir) -> jobs.Invocation:
     """The source for a test that takes it away."""
     shutil.copytree(source.run.root, workdir)
     return tiny_run.settings(workdir, source.config)
 
 
-def begin(workdir, origin: str, **changes) -> jobs.Settings:
+def begin(workdir, origin: str, **changes) -> jobs.Invocation:
     """A run that has its reference policy, made from `origin`."""
     s = tiny_run.settings(workdir, frozen_runs.config(**changes), init_from=other_runs.parse_init_from(origin))
     assert jobs.reference(s)() == 0
@@ -52,15 +52,15 @@ def stored(folder, specs) -> dict[str, np.ndarray]:
     return {name: np.asarray(array.read().result()) for name, array in arrays.items()}
 
 
-def reference_of(s: jobs.Settings):
+def reference_of(s: jobs.Invocation):
     return s.run.reference(layout.read_json(s.run.initial_reference)["id"])
 
 
-def snapshot_of(s: jobs.Settings, step: int):
+def snapshot_of(s: jobs.Invocation, step: int):
     return s.run.policies / layout.step_name(step)
 
 
-def state_of(s: jobs.Settings, step: int) -> Any:
+def state_of(s: jobs.Invocation, step: int) -> Any:
     """The trainer's state in a checkpoint."""
     mesh = sharding.make_mesh((1, 1, 1), setting="test", devices=jax.devices()[:1])
     shapes = state_shapes(s.experiment.policy, make_optimizers(s.config), mesh)
@@ -143,7 +143,7 @@ def test_a_begun_run_resumes_exactly_without_the_other_run(source, tmp_path):
     assert any(jax.tree.leaves(differs)), "the optimiser that was taken makes no difference"
 
 
-def fill(s: jobs.Settings) -> None:
+def fill(s: jobs.Invocation) -> None:
     """Publishes step 0 and searches it, so that there are rows."""
     made, lease = jobs.make_trainer(s, publish_every_steps=2)
     made.close()
@@ -154,7 +154,7 @@ def fill(s: jobs.Settings) -> None:
         searcher.search()
 
 
-def begin_cold(workdir, s: jobs.Settings) -> jobs.Settings:
+def begin_cold(workdir, s: jobs.Invocation) -> jobs.Invocation:
     """The same run with the same rows, but without the checkpoint that holds the optimiser."""
     for folder in ("reference", "replay"):
         shutil.copytree(s.run.root / folder, workdir / folder)
@@ -162,7 +162,7 @@ def begin_cold(workdir, s: jobs.Settings) -> jobs.Settings:
     return tiny_run.settings(workdir, s.config)
 
 
-def state_of_policy_0(s: jobs.Settings) -> dict[str, np.ndarray]:
+def state_of_policy_0(s: jobs.Invocation) -> dict[str, np.ndarray]:
     return stored(reference_of(s), s.experiment.policy.model_specs)
 
 

@@ -44,7 +44,7 @@ def test_schedules_of_the_coefficients():
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_only_heads_that_are_learned_have_an_optimizer_and_each_has_a_rate_of_its_own(name):
+def test_heads_that_are_learned_have_optimizers_of_their_own(name):
     rates = {"learner__log_z_learning_rate": 0.25, "learner__value_learning_rate": 0.125}
     optimizers = settings.make_optimizers(tiny_run.config(learner__objective=name, learner__warmup_steps=0, **rates))
     assert ("log_z_head" in optimizers) == (name == "learned_log_z")

@@ -1,4 +1,4 @@
-"""What PAPER §1 says of trajectory balance, TBA′ and policy gradients: expectations by enumeration, optima. In float64."""
+"""What the TBA paper says of trajectory balance, TBA′ and policy gradients: expectations by enumeration, optima. In float64."""
 
 import dataclasses
 import functools

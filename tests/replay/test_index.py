@@ -1,19 +1,18 @@
 """The resident window against a slow model of it, its ledger, and restoring it from the log."""
 
 import json
-import time
 
 import numpy as np
 import pytest
 
 from tba_jax.replay.index import ReplayIndex
 from tba_jax.replay.log import LogWriter
-from tba_jax.replay.near_duplicates import NearByEdits, NearByEmbedding
 from tba_jax.replay.reader import LogReader
 from tba_jax.replay.selection import Selection, draw_batch
 from tba_jax.trajectory import RowShape
 
 SHAPE = RowShape(prompt_length=2, response_length=3, reward_parts=("a",))
+
 V = 5
 
 
@@ -121,7 +120,7 @@ def test_the_lowest_reward_leaves_first_the_older_of_two():
     assert index.recent_draws[query] == 0
 
 
-def test_a_row_that_leaves_at_once_is_not_the_newest_of_its_query():
+def test_a_row_that_leaves_at_once_is_not_its_querys_newest():
     index = index_of(capacity_per_query=2, drop="lowest_reward")
     index.add("a", make_rows(0, [1] * 4, [(0,), (1,), (2,), (3,)]) | {"reward": np.float32([5, 6, 7, 8])}, step=1)
     index.mark_drawn(index.slots_of([("a", 2), ("a", 3)]))
@@ -129,16 +128,6 @@ def test_a_row_that_leaves_at_once_is_not_the_newest_of_its_query():
     assert resident(index) == [("a", 2), ("a", 3)]
     assert index.newest_visible_step[index.query_rows > 0].tolist() == [1]
     assert index.recent_draws[index.query_rows > 0].tolist() == [1]
-
-
-def test_what_the_lowest_reward_is_found_with_stays_as_small_as_the_window():
-    index = index_of(capacity=1000, capacity_per_query=3, drop="lowest_reward")
-    for number in range(40):
-        rng = np.random.default_rng(number)
-        rows = make_rows(50 * number, rng.integers(0, 9, 50).tolist(), [tuple(rng.integers(0, V, 2)) for _ in range(50)])
-        rows["reward"] = rng.normal(size=50).astype(np.float32)
-        index.add("a", rows, step=number)
-    assert len(index) == 27 and sum(map(len, index._lowest.values())) < 27 * 4 + 10 * 65
 
 
 def test_the_nearest_response_within_the_share_is_replaced():
@@ -185,54 +174,7 @@ def test_bad_options_are_named():
             index_of(**settings)
 
 
-def edit_distance(a, b) -> int:
-    """Levenshtein, by the table."""
-    table = np.zeros((len(a) + 1, len(b) + 1), int)
-    table[:, 0], table[0] = np.arange(len(a) + 1), np.arange(len(b) + 1)
-    for i in range(len(a)):
-        for j in range(len(b)):
-            table[i + 1, j + 1] = min(table[i, j] + (a[i] != b[j]), table[i, j + 1] + 1, table[i + 1, j] + 1)
-    return int(table[-1, -1])
-
-
-def as_row(tokens) -> dict[str, np.ndarray]:
-    lengths = {"prompt_length": np.array([1]), "response_length": np.array([len(tokens)])}
-    return {"tokens": np.array([[0, *tokens]], np.int32), **lengths}
-
-
-def test_the_nearest_is_the_one_that_comparing_all_finds():
-    rng = np.random.default_rng(0)
-    for share in (0.1, 0.6):
-        near, texts, found = NearByEdits(slots=120, share=share, vocab_size=300), [], 0
-        for slot in range(120):
-            # Copies of earlier texts with a few tokens replaced, and texts of their own.
-            text = rng.integers(0, 300, rng.integers(0, 40))
-            if slot > 20 and rng.random() < 0.7:
-                text = texts[rng.integers(slot)].copy()
-                changed = rng.random(len(text)) < rng.choice([0.05, 0.2, 0.5])
-                text[changed] = rng.integers(0, 300, changed.sum())
-                text = np.delete(text, np.flatnonzero(rng.random(len(text)) < 0.05))
-            texts.append(text)
-            near.put(slot, as_row(text), 0)
-            if slot % 4:
-                continue
-            distances = [edit_distance(text, other) for other in texts[:-1]]
-            within = [d for d, other in zip(distances, texts, strict=False) if d <= share * max(len(text), len(other))]
-            nearest = near.nearest(slot, rng.permutation(slot), np.arange(120))
-            assert (nearest is None) == (not within)
-            if within:
-                found += 1
-                assert distances[nearest] == min(within)
-        assert found >= 3
-
-
-def unit(vectors) -> np.ndarray:
-    """float32, of length 1 along the last axis."""
-    vectors = np.asarray(vectors, np.float32)
-    return vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)
-
-
-def test_embeddings_within_the_distance_are_merged_within_their_query():
+def test_near_embeddings_are_merged_within_their_query():
     shape = RowShape(prompt_length=2, response_length=4, reward_parts=(), embedding_size=2)
     index = ReplayIndex(shape=shape, capacity=9, capacity_per_query=9, vocab_size=V, merge_cosine_distance=0.1)
     degrees = np.radians([0, 40, 90, 25, 20, 20])  # cosine distance 0.1 is 25.8 degrees
@@ -252,30 +194,11 @@ def test_embeddings_within_the_distance_are_merged_within_their_query():
     assert index.ledger()["a"]["rejected"]["embedding"] == 1 and len(index) == 4
 
 
-def test_the_nearest_embedding_is_the_one_that_comparing_all_finds():
-    rng = np.random.default_rng(0)
-    vectors = unit(rng.normal(size=(300, 4)))
-    near = NearByEmbedding(slots=300, distance=0.05, embedding_size=4)
-    for slot in range(300):
-        near.put(slot, {"embedding": vectors}, slot)
-    found = []
-    for slot in range(1, 300):
-        distances = [1 - float(np.dot(vectors[slot].astype(float), other)) for other in vectors[:slot].astype(float)]
-        best = int(np.argmin(distances))
-        nearest = near.nearest(slot, rng.permutation(slot), np.arange(300))
-        assert nearest == (best if distances[best] <= 0.05 else None)
-        found.append(nearest)
-    assert 0 < found.count(None) < 299
-    near.put(0, {"embedding": vectors}, 5)
-    near.put(1, {"embedding": vectors}, 5)
-    assert near.nearest(5, np.array([1, 0]), np.array([7, 3, 0, 0, 0, 0])) == 1  # of equally near ones the older
-
-
 class Model:
     """The window as a plain list of dicts, oldest first."""
 
-    def __init__(self, capacity, capacity_per_query, drop, share):
-        self.drop, self.share = drop, share
+    def __init__(self, capacity, capacity_per_query, drop):
+        self.drop = drop
         self.capacity, self.capacity_per_query, self.rows = capacity, capacity_per_query, []
         self.evicted = {"duplicate": 0, "query_capacity": 0, "capacity": 0}
         self.queries, self.round = {}, 0
@@ -288,8 +211,7 @@ class Model:
             response = rows["tokens"][i, rows["prompt_length"][i] :][: rows["response_length"][i]].tolist()
             new = {"id": (writer, int(rows["row"][i])), "query": query, "response": response, "step": step, "draws": 0}
             new["reward"] = float(rows["reward"][i])
-            same = [row for row in self.rows if row["query"] == query and self.distance(row, new) <= self.share]
-            same.sort(key=lambda row: (edit_distance(row["response"], response), row["response"] != response))
+            same = [row for row in self.rows if (row["query"], row["response"]) == (query, response)]
             self.rows.append(new)
             self.queries.setdefault(query, {"draws": self.round, "recent": 0})
             of_query = [row for row in self.rows if row["query"] == query]
@@ -301,11 +223,6 @@ class Model:
                 self.evict(self.leaving(self.rows), "capacity")
             if self.rows and self.rows[-1] is new:
                 self.queries[query]["recent"] = 0
-
-    def distance(self, row, new):
-        if not self.share:
-            return row["response"] != new["response"]
-        return edit_distance(row["response"], new["response"]) / max(len(row["response"]), len(new["response"]))
 
     def leaving(self, rows):
         return rows[0] if self.drop == "oldest" else min(rows, key=lambda row: row["reward"])
@@ -332,7 +249,7 @@ class Model:
 def test_random_operation_agrees_with_a_slow_model(seed, drop):
     rng = np.random.default_rng(seed)
     capacity, capacity_per_query = [(12, 3), (40, 40), (5, 2), (1, 1)][seed]
-    index, model = index_of(capacity, capacity_per_query, drop=drop), Model(capacity, capacity_per_query, drop, 0)
+    index, model = index_of(capacity, capacity_per_query, drop=drop), Model(capacity, capacity_per_query, drop)
     heads = {"a": 0, "b": 0}
     for step in range(60):
         writer, count = str(rng.choice(["a", "b"])), int(rng.integers(1, 9))
@@ -443,23 +360,3 @@ def test_a_restored_index_goes_on_as_the_original(tmp_path, options):
 def test_an_empty_index_is_restored(tmp_path):
     index = ReplayIndex.restore(index_of().state(), LogReader(tmp_path, SHAPE))
     assert len(index) == 0 and index.slots_of([("a", 0)]).tolist() == [-1]
-
-
-def test_one_query_of_many_rows_takes_near_duplicates_in_time():
-    """100,000 resident responses of up to 64 tokens: comparing with them costs milliseconds a row."""
-    rng, slots, V = np.random.default_rng(0), 100_000, 50_000
-    near = NearByEdits(slots=slots + 1, share=0.1, vocab_size=V)
-    # Every bucket of token ids is as frequent as in text: few tokens are most of it.
-    tokens = (V ** rng.random((slots, 64))).astype(np.int32) - 1
-    lengths = rng.integers(32, 65, slots)
-    for slot, length in enumerate(lengths.tolist()):
-        near.put(slot, as_row(tokens[slot, :length]), 0)
-    seconds = []
-    for slot in range(10):
-        response = tokens[slot, : lengths[slot]].copy()
-        response[5] = V - 1
-        near.put(slots, as_row(response), 0)
-        begin = time.perf_counter()
-        assert near.nearest(slots, np.arange(slots), np.arange(slots + 1)) == slot
-        seconds.append(time.perf_counter() - begin)
-    assert np.median(seconds) < 0.05, seconds

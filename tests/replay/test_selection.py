@@ -131,7 +131,7 @@ def test_too_few_queries_draw_nothing():
     assert draw(empty, rng) is None
 
 
-def test_a_recent_query_gives_its_rows_of_the_window_extended_to_its_newest():
+def test_a_recent_query_gives_its_rows_of_the_window_or_newest():
     index = index_of({1: 6, 2: 6}, step=1)
     index_of({1: 5, 2: 2}, step=10, index=index)
     rng, seen = np.random.default_rng(5), {1: set(), 2: set()}
@@ -225,7 +225,7 @@ def test_the_recent_pool_of_many_queries_is_the_sorted_one():
 
 @pytest.mark.parametrize("large", [0, 10_000])
 def test_large_groups_give_what_sorting_gives(monkeypatch, large):
-    monkeypatch.setattr("tba_jax.replay.selection._LARGE_GROUP", large)
+    monkeypatch.setattr("tba_jax.replay.selection.LARGE_GROUP", large)
     rng = np.random.default_rng(11)
     for Q, K in [(1, 5), (4, 3), (7, 20)]:
         group, arrival = rng.integers(0, Q, 300), rng.permutation(300)

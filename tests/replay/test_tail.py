@@ -13,7 +13,7 @@ from tba_jax.replay.expiry import remove_segments
 from tba_jax.replay.index import ReplayIndex
 from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
-from tba_jax.replay.segment import Segment
+from tba_jax.replay.segment import LogSchema, Segment
 from tba_jax.replay.tail import Tail, replay_visible
 from tba_jax.run import places
 from tba_jax.trajectory import RowShape
@@ -32,24 +32,34 @@ def make_rows(first: int) -> dict[str, np.ndarray]:
     return rows
 
 
-def long_log(root: Path, name: str, *, full_segments: int, segment_appends: int = 1000) -> LogWriter:
-    """A log with a long past of which only the last append has bytes.
+class LongLog:
+    """A log with a long past of which only the last append has bytes; appends go on from there.
 
-    The folders of the full segments are empty. The last segment is a real one; its only append is committed at position
-    9, under the head that a writer with all those rows behind it would have written. Appends go on from there.
+    The folders of the full segments are empty. The last segment is a real one, and its first append stands at position 9.
     """
-    log = LogWriter(root, name, SHAPE, rows_per_append=ROWS, segment_appends=segment_appends, info={})
-    for number in range(full_segments):
-        (root / name / f"{number:06d}").mkdir(parents=True)
-    segment = Segment(root / name / f"{full_segments:06d}", log._schema, create=True)
-    appends = full_segments * segment_appends + 10
-    segment.append(9, make_rows((appends - 1) * ROWS), {"appends": appends, "rows": appends * ROWS})
-    log._next_row, log._segment, log._segment_number = appends * ROWS, segment, full_segments
-    return log
+
+    def __init__(self, root: Path, writer: str, *, full_segments: int, segment_appends: int = 1000):
+        LogWriter(root, writer, SHAPE, rows_per_append=ROWS, segment_appends=segment_appends, info={})  # registers it
+        folders = [root / writer / f"{number:06d}" for number in range(full_segments + 1)]
+        for folder in folders[:-1]:
+            folder.mkdir(parents=True)
+        schema = LogSchema(rows_per_append=ROWS, segment_appends=segment_appends, columns=SHAPE.columns(), reward_parts=())
+        self.segment = Segment(folders[-1], schema, create=True)
+        self.writer, self.past, self.position = writer, full_segments * segment_appends, 9
+        self.append(make_rows(self.next_row))
+
+    @property
+    def next_row(self) -> int:
+        return (self.past + self.position) * ROWS
+
+    def append(self, rows: dict[str, np.ndarray]) -> None:
+        appends = self.past + self.position + 1
+        self.segment.append(self.position, rows, {"appends": appends, "rows": appends * ROWS})
+        self.position += 1
 
 
-def test_a_poll_of_64_writers_with_10_million_rows_behind_them_is_fast(tmp_path):
-    logs = [long_log(tmp_path, f"w{number}", full_segments=10) for number in range(64)]
+def test_a_poll_of_64_writers_of_10_million_rows_is_fast(tmp_path):
+    logs = [LongLog(tmp_path, f"w{number}", full_segments=10) for number in range(64)]
     past = LogReader(tmp_path, SHAPE).heads()
     assert sum(past.values()) > 10_000_000
     tail = Tail(LogReader(tmp_path, SHAPE), past, poll_seconds=1.0)
@@ -86,18 +96,18 @@ def count_file_accesses(monkeypatch, function) -> int:
     with monkeypatch.context() as patch:
         for module, name in [(io, "open"), (builtins, "open"), (os, "listdir"), (os, "scandir"), (os, "stat"), (os, "open")]:
             patch.setattr(module, name, counting(getattr(module, name)))
-        for name in ("start_head", "start_read", "_open_array", "__init__"):
+        for name in ("start_head", "start_read", "__init__"):
             patch.setattr(Segment, name, refused)
         function()
     return count
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_a_quiet_poll_touches_as_many_files_however_long_the_past(tmp_path, monkeypatch, full):
+def test_a_quiet_poll_costs_the_same_however_long_the_past(tmp_path, monkeypatch, full):
     counts = {}
     for segments in (1, 300):
         root = tmp_path / str(segments)
-        logs = [long_log(root, f"w{n}", full_segments=segments, segment_appends=10 if full else 11) for n in range(3)]
+        logs = [LongLog(root, f"w{n}", full_segments=segments, segment_appends=10 if full else 11) for n in range(3)]
         tail = Tail(LogReader(root, SHAPE), {log.writer: log.next_row for log in logs}, poll_seconds=1.0)
         tail.poll()
         counts[segments] = count_file_accesses(monkeypatch, tail.poll)
@@ -105,9 +115,9 @@ def test_a_quiet_poll_touches_as_many_files_however_long_the_past(tmp_path, monk
     assert counts[1] == counts[300] and 4 <= counts[1] <= 8, counts
 
 
-def test_more_writers_than_spare_segments_keep_their_segments_open(tmp_path, monkeypatch):
-    monkeypatch.setattr("tba_jax.replay.reader._SPARE_SEGMENTS", 1)
-    logs = [long_log(tmp_path, f"w{number}", full_segments=0) for number in range(5)]
+def test_many_writers_keep_their_segments_open(tmp_path, monkeypatch):
+    monkeypatch.setattr("tba_jax.replay.reader.SPARE_SEGMENTS", 1)
+    logs = [LongLog(tmp_path, f"w{number}", full_segments=0) for number in range(5)]
     tail = Tail(LogReader(tmp_path, SHAPE), {log.writer: log.next_row for log in logs}, poll_seconds=1.0)
     opened = []
     original = Segment.__init__
@@ -122,7 +132,7 @@ def test_more_writers_than_spare_segments_keep_their_segments_open(tmp_path, mon
 
 
 def test_reading_ahead_of_many_writers_loses_and_repeats_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr("tba_jax.replay.reader._PREFETCHED_APPENDS", 3)
+    monkeypatch.setattr("tba_jax.replay.reader.PREFETCHED_APPENDS", 3)
     logs = [LogWriter(tmp_path, name, SHAPE, rows_per_append=ROWS, segment_appends=3, info={}) for name in ("a", "b", "c")]
     tail = Tail(LogReader(tmp_path, SHAPE), {}, poll_seconds=1.0)
     live, again = (ReplayIndex(shape=SHAPE, capacity=500, capacity_per_query=9, vocab_size=100) for _ in range(2))
@@ -141,7 +151,7 @@ def test_reading_ahead_of_many_writers_loses_and_repeats_nothing(tmp_path, monke
     assert tail.problems() == []
 
 
-def test_a_late_reader_is_told_once_of_a_gap_and_counts_each_row_once(tmp_path, monkeypatch):
+def test_a_late_reader_counts_each_row_of_a_gap_once(tmp_path, monkeypatch):
     log = LogWriter(tmp_path, "a", SHAPE, rows_per_append=ROWS, segment_appends=2, info={})
     for _ in range(20):
         log.append(make_rows(log.next_row))
@@ -161,9 +171,9 @@ def test_a_late_reader_is_told_once_of_a_gap_and_counts_each_row_once(tmp_path, 
     assert again.ledger() == live.ledger()
 
 
-def test_quiet_writers_are_asked_now_and_then_by_the_thread_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr("tba_jax.replay.reader._QUIET_SECONDS", 0.2)
-    monkeypatch.setattr("tba_jax.replay.reader._QUIET_POLL_SECONDS", 0.5)
+def test_the_thread_asks_quiet_writers_now_and_then(tmp_path, monkeypatch):
+    monkeypatch.setattr("tba_jax.replay.reader.QUIET_SECONDS", 0.2)
+    monkeypatch.setattr("tba_jax.replay.reader.QUIET_POLL_SECONDS", 0.5)
     logs = [LogWriter(tmp_path, f"w{number}", SHAPE, rows_per_append=ROWS, segment_appends=9, info={}) for number in range(3)]
     for log in logs:
         log.append(make_rows(0))

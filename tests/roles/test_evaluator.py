@@ -1,13 +1,14 @@
 """Which snapshots wait for the evaluator, and what asking costs; what its reports hold."""
 
+import dataclasses
 import itertools
+from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
 from tba_jax import sharding
-from tba_jax.experiment import jobs
+from tba_jax.experiment import composition, jobs
 from tba_jax.roles import evaluator
 from tba_jax.run import layout, places, snapshots
 from tba_jax.run.snapshots import COMMIT, SnapshotInfo
@@ -71,36 +72,46 @@ def test_pass_at_k_is_the_share_of_subsets_that_hold_a_right_one(samples, right)
         (["3", "3"], [True, False], 0.5),  # one was cut at the limit, say
     ],
 )
-def test_the_majority_is_right_as_often_as_the_most_frequent_answers(answers, right, share):
+def test_the_majority_is_right_as_its_most_frequent_answers(answers, right, share):
     assert evaluator.majority(answers, right) == share
 
 
-def test_a_report_of_several_samples(tmp_path, monkeypatch):
-    first = jax.devices()[:1]
-    monkeypatch.setattr(jax, "devices", lambda *_: first)
-    c = tiny_run.config(evaluation__samples_per_query=4, evaluation__batch_size=8, task__arithmetic__digits=1)
-    c.task.arithmetic.train_queries, c.task.arithmetic.heldout_queries = 20, 8
-    s = tiny_run.settings(tmp_path, c)
-    jobs.reference(s)()
-    snapshots.save(
-        s.run.policies / "00000000",
-        snapshots.load(
-            s.run.reference(layout.read_json(s.run.initial_reference)["id"]),
-            s.experiment.policy.model_specs,
-            s.experiment.policy.model_shardings(sharding.make_mesh((-1, 1, 1), setting="evaluation.mesh")),
-            dtype="float32",
-        ),
-        SnapshotInfo(step=0, epoch=1),
-        dtype="float32",
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory, one_device_throughout) -> jobs.Invocation:
+    """A run whose reference is its snapshot of step 0. Reports hold all responses."""
+    c = tiny_run.config(
+        evaluation__samples_per_query=4, evaluation__batch_size=8, evaluation__samples=32, task__arithmetic__digits=1
     )
-    made = jobs.make_evaluator(s)
-    seen: list[list[dict]] = []
-    respond = made._respond
-    made._respond = lambda **asked: seen.append(respond(**asked)) or seen[-1]
-    report = made.evaluate(0)
-    greedy, sampled = seen
+    c.task.arithmetic.train_queries, c.task.arithmetic.heldout_queries = 20, 8
+    s = tiny_run.settings(tmp_path_factory.mktemp("evaluator"), c)
+    jobs.reference(s)()
+    policy, mesh = s.experiment.policy, sharding.make_mesh((-1, 1, 1), setting="evaluation.mesh")
+    folder = s.run.reference(layout.read_json(s.run.initial_reference)["id"])
+    params = snapshots.load(folder, policy.model_specs, policy.model_shardings(mesh), dtype="float32")
+    snapshots.save(s.run.policies / "00000000", params, SnapshotInfo(step=0, epoch=1), dtype="float32")
+    return s
+
+
+def evaluated(s: jobs.Invocation, task: Any = None) -> dict[str, Any]:
+    experiment = dataclasses.replace(s.experiment, task=task or s.experiment.task)
+    return jobs.make_evaluator(dataclasses.replace(s, experiment=experiment)).evaluate(0)
+
+
+class Changed:
+    """The run's task, of which a test changes a part."""
+
+    def __init__(self, task: Any):
+        self.task = task
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.task, name)
+
+
+def test_a_report_of_several_samples(prepared):
+    report = evaluated(prepared)
+    greedy, sampled = report["samples"]["greedy"], report["samples"]["sampled"]
     assert (len(greedy), len(sampled)) == (8, 32)
-    prompts = [query.query.prompt for query in made._queries]
+    prompts = [query.query.prompt for query in composition.heldout_queries(prepared.experiment)]
     assert [response["query"] for response in sampled] == prompts * 4
     assert len({response["response"] for response in sampled}) > 8
     of_queries = [[response for response in sampled if response["query"] == prompt] for prompt in prompts]
@@ -110,11 +121,9 @@ def test_a_report_of_several_samples(tmp_path, monkeypatch):
         assert report[f"pass@{k}"] == pytest.approx(np.mean(solved))
     assert report["unscored"] == 0 and {name for name in report if "@" in name} == {"pass@1", "pass@2", "pass@4"}
 
-    # Rewards that could not be found count nowhere.
-    class Failing:
-        def __getattr__(self, name):
-            return getattr(s.experiment.task, name)
 
+def test_rewards_that_could_not_be_found_count_nowhere(prepared):
+    class Failing(Changed):
         def rewards(self, queries, responses, finished):
             reward = np.where(np.arange(len(queries)) % 2 == 0, 1, np.nan).astype(np.float32)
             return Scores(reward, reward[:, None])
@@ -122,27 +131,27 @@ def test_a_report_of_several_samples(tmp_path, monkeypatch):
         def final_answer(self, response):
             return response[:1]
 
-    made._task = Failing()
-    report = made.evaluate(0)
+    report = evaluated(prepared, Failing(prepared.experiment.task))
     assert report["unscored"] == 20 and report["greedy_reward"] == report["sampled_reward"] == report["pass@4"] == 1
     assert 0 < report["majority@4"] <= 1
-    assert [response["reward"] for response in report["samples"]["greedy"]] == [1, None]
+    assert [response["reward"] for response in report["samples"]["greedy"]] == [1, None] * 4
 
-    # What a task measures besides is asked of all greedy, and of all sampled responses.
-    class Measuring:
-        def __getattr__(self, name):
-            return getattr(s.experiment.task, name)
+
+def test_a_tasks_own_measures_are_of_all_responses(prepared):
+    prompts = [query.query.prompt for query in composition.heldout_queries(prepared.experiment)]
+
+    class Measuring(Changed):
+        measure = "count"
 
         def measures(self, queries, responses, finished, rewards):
             assert [query.prompt for query in queries] == prompts * (len(queries) // 8)
             assert finished.dtype == bool and rewards.dtype == np.float32
-            return {measure: len(responses), "unmeasured": np.nan}
+            return {self.measure: len(responses), "unmeasured": np.nan}
 
-    made._task = Measuring()
-    measure = "count"
-    report = made.evaluate(0)
+    task = Measuring(prepared.experiment.task)
+    report = evaluated(prepared, task)
     assert report["greedy_count"] == 8 and report["sampled_count"] == 32 and np.isnan(report["greedy_unmeasured"])
-    assert layout.read_json(s.run.evaluations / "00000000.json")["sampled_unmeasured"] is None
-    measure = "reward"
+    assert layout.read_json(prepared.run.evaluations / "00000000.json")["sampled_unmeasured"] is None
+    task.measure = "reward"
     with pytest.raises(ValueError, match=r"measures\(\) of task Measuring gave 'reward', and greedy_reward is another figure"):
-        made.evaluate(0)
+        evaluated(prepared, task)

@@ -260,20 +260,20 @@ def roles(tmp_path, monkeypatch):
     return run
 
 
-def test_a_role_that_dies_is_started_again_and_the_others_are_stopped_at_the_end(roles, tmp_path):
+def test_a_role_that_dies_is_started_again(roles, tmp_path):
     assert roles(["dies-once", "stays"], until=["dies-once"]) == (0, {"dies-once": 2, "stays": 1})
     assert RunDir(tmp_path).log("dies-once").read_text() == "dies-once was here\n" * 2
 
 
 @pytest.mark.parametrize("share_cores, patience, waits", [(True, 60.0, True), (True, 0.2, False), (False, 60.0, False)])
-def test_a_role_starts_when_the_one_before_on_its_cores_is_at_work(roles, tmp_path, monkeypatch, share_cores, patience, waits):
-    monkeypatch.setattr(supervisor, "_STARTING_SECONDS", patience)
+def test_a_role_starts_when_the_one_on_its_cores_is_at_work(roles, tmp_path, monkeypatch, share_cores, patience, waits):
+    monkeypatch.setattr(supervisor, "STARTING_SECONDS", patience)
     kinds = ["compiles", "ends-now"]
     assert roles(kinds, until=["ends-now"], share_cores=share_cores) == (0, {"compiles": 1, "ends-now": 1})
     assert (tmp_path / "metrics" / "compiles" / "metrics.jsonl").exists() == waits
 
 
-def test_a_role_starts_when_the_one_before_on_its_cores_has_ended(roles):
+def test_a_role_starts_when_the_one_on_its_cores_has_ended(roles):
     kinds = ["ends-now-a", "ends-now-b"]
     begin = time.monotonic()
     assert roles(kinds, until=kinds, share_cores=True) == (0, {"ends-now-a": 1, "ends-now-b": 1})
@@ -287,7 +287,7 @@ def test_the_trainer_waits_for_nobody_and_nobody_for_it(roles, kinds):
     assert code == processes_lib.STOPPED and starts == {"stays": 1, "trainer": 1}
 
 
-def test_a_role_that_stops_before_the_run_has_finished_is_started_again(roles):
+def test_a_role_that_stops_too_early_is_started_again(roles):
     assert roles(["stops-once", "stays"], until=["stops-once"]) == (0, {"stops-once": 2, "stays": 1})
 
 
@@ -302,7 +302,7 @@ def test_a_role_that_keeps_dying_ends_the_run(roles, capsys):
 
 
 def test_deaths_before_a_long_life_are_forgotten(roles, monkeypatch):
-    monkeypatch.setattr(supervisor, "_HEALTHY_SECONDS", 0.2)
+    monkeypatch.setattr(supervisor, "HEALTHY_SECONDS", 0.2)
     kind = "dies-after-a-while"
     assert roles([kind], until=[kind], max_restarts=1) == (0, {kind: 3})
 
@@ -328,7 +328,7 @@ def test_a_stop_ends_all(roles):
     assert roles(["stays"], until=["stays"], stop=lambda: time.monotonic() > asked) == (130, {"stays": 1})
 
 
-def test_storage_is_asked_once_a_role_whether_the_run_has_finished_and_may_fail(roles, monkeypatch):
+def test_storage_is_asked_once_a_role_and_may_fail(roles, monkeypatch):
     exists, asked = places.exists, []
 
     def answer(place):
@@ -338,15 +338,13 @@ def test_storage_is_asked_once_a_role_whether_the_run_has_finished_and_may_fail(
         return exists(place)
 
     monkeypatch.setattr(places, "exists", answer)
-    monkeypatch.setattr(supervisor, "_LOOK_AGAIN_SECONDS", 0.2)
-    assert roles(["ends-now", "ends-later"], until=["ends-now", "ends-later"]) == (
-        0,
-        {"ends-now": 1, "ends-later": 1},
-    )
+    monkeypatch.setattr(supervisor, "LOOK_AGAIN_SECONDS", 0.2)
+    kinds = ["ends-now", "ends-later"]
+    assert roles(kinds, until=kinds) == (0, {"ends-now": 1, "ends-later": 1})
     assert asked == ["finished.json"] * 3
 
 
-def test_storage_that_does_not_answer_costs_the_line_of_progress_alone(tmp_path, monkeypatch, capsys):
+def test_silent_storage_costs_the_line_of_progress_alone(tmp_path, monkeypatch, capsys):
     def refuse(*_):
         raise OSError(errno.EIO, "Input/output error")
 

@@ -1,11 +1,17 @@
 """Runs in one process, and workdirs whose log nobody writes to any more, for tests of what reads one."""
 
+import contextlib
 import shutil
 from pathlib import Path
 
 import jax
+import numpy as np
 
+from tba_jax import sharding
 from tba_jax.experiment import jobs
+from tba_jax.replay.log import LogWriter
+from tba_jax.replay.reader import LogReader
+from tba_jax.run import snapshots
 from tba_jax.run.metrics import TimeAccount
 from tests.support import tiny_run
 
@@ -24,9 +30,8 @@ def make(workdir, batches=6, **changes):
     """A workdir with a reference and a log that nobody writes to any more."""
     s = tiny_run.settings(workdir, config(**changes))
     jobs.reference(s)()
-    trainer, lease = jobs.make_trainer(s, publish_every_steps=2)  # publishes step 0
-    trainer.close()
-    lease.release()
+    with trainer(s):
+        pass
     searcher = jobs.make_searcher(s, name="frozen", account=TimeAccount())
     searcher.refresh()
     for _ in range(batches):
@@ -48,20 +53,50 @@ def copies(tmp_path_factory):
     return copy
 
 
-def train(s, *, until, abandon):
-    """Steps a trainer to `until`; `abandon` drops it as a kill would: nothing is saved at the end."""
-    trainer, lease = jobs.make_trainer(s, publish_every_steps=2)
+@contextlib.contextmanager
+def trainer(s, *, publish_every_steps=2):
+    """A trainer where the run stands; it publishes step 0 if that has no snapshot yet."""
+    made, lease = jobs.make_trainer(s, publish_every_steps=publish_every_steps)
     try:
-        trainer.poll()
-        while trainer.step_number < until:
-            assert trainer.step() is not None
-        state = jax.device_get(trainer.state)
-        if not abandon:
-            trainer.finish()
-        trainer.close()
+        yield made
+        made.close()
     finally:
         lease.release()
+
+
+def train(s, *, until, abandon):
+    """Steps a trainer to `until`; `abandon` drops it as a kill would: nothing is saved at the end."""
+    with trainer(s) as made:
+        made.poll()
+        while made.step_number < until:
+            assert made.step() is not None
+        state = jax.device_get(made.state)
+        if not abandon:
+            made.finish()
     return state
+
+
+def assert_resumes_as(s, state):
+    """A trainer that finds the journal alone does every step again, from the reference on, and comes to the same state."""
+    shutil.rmtree(s.run.checkpoints)
+    with trainer(s) as again:
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(again.state), state)
+
+
+def published(s, step):
+    """The trained weights of a snapshot."""
+    policy, mesh = s.experiment.policy, sharding.make_mesh((1, 1, 1), setting="test", devices=jax.devices()[:1])
+    return jax.device_get(snapshots.load_step(s.run.policies, step, policy.trained_specs, policy.trained_shardings(mesh)))
+
+
+def append_changed(s, writer, **changes):
+    """The first four rows of the log, of one query, by another writer. changes: column -> (place in a row and new value)."""
+    reader = LogReader(s.run.replay, s.experiment.contract.row_shape())
+    ((source, _),) = reader.heads().items()
+    rows = {name: column.copy() for name, column in reader.read(source, 0, 4).items()}
+    for name, (place, value) in changes.items():
+        rows[name][place] = value
+    LogWriter(s.run.replay, writer, reader.shape, rows_per_append=4, segment_appends=4, info={}).append(rows)
 
 
 def offline(workdir: Path, source: Path, **changes):

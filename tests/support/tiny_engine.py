@@ -1,4 +1,4 @@
-"""A decoder of eleven tokens, engines of it, and requests of every kind."""
+"""A decoder of eleven tokens, engines of it, requests of every kind, and what the rows that answer them are compared with."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -7,10 +7,11 @@ import jax
 import numpy as np
 
 from tba_jax import sharding
+from tba_jax.decoding import requests as requests_lib
 from tba_jax.decoding import sampling as sampling_lib
 from tba_jax.decoding import slots as slots_lib
 from tba_jax.decoding.engine import Engine
-from tba_jax.decoding.requests import Request
+from tba_jax.decoding.requests import Generation, Request
 from tba_jax.models import scoring
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.parameters import Params
@@ -96,3 +97,41 @@ def row_of(request: Request, i: int, **changes) -> Request:
 
 
 TEXTS = {3: "a", 4: "b", 5: "ab", 6: "c", 7: "ba", 8: "xcdy", 10: "d"}
+
+
+def decoded_alone(single: Engine, stream: Sequence[Request], params: Params = PARAMS) -> Generation:
+    single.set_policy(params, 5)
+    rows = [row_of(request, i) for request in stream for i in range(request.samples)]
+    return requests_lib.concatenate([single.generate([row])[0] for row in rows])
+
+
+def decoded_together(engine: Engine, stream: Sequence[Request], params: Params = PARAMS) -> Generation:
+    engine.set_policy(params, 5)
+    return requests_lib.concatenate(engine.generate(stream))
+
+
+def assert_same_rows(found: Generation, expected: Generation) -> None:
+    for field in ("tokens", "length", "finished", "policy_step"):
+        np.testing.assert_array_equal(getattr(found, field), getattr(expected, field), err_msg=field)
+    for field in ("policy_logprobs", "behavior_logprobs"):
+        np.testing.assert_allclose(getattr(found, field), getattr(expected, field), rtol=0, atol=1e-5, err_msg=field)
+
+
+def numpy_distribution(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> np.ndarray:
+    """float64[V]: temperature, top-k, top-p of what is left, min-p, renormalised; the most likely token stays."""
+    logits = logits.astype(np.float64)
+    logits[list(BANNED)] = -np.inf
+    if temperature == 0:
+        return np.eye(len(logits))[logits.argmax()]
+    probs = np.exp((logits - logits.max()) / temperature)
+    probs /= probs.sum()
+    order = [int(i) for i in np.argsort(-probs, kind="stable")][: top_k or len(probs)]
+    kept: list[int] = []
+    mass, total = 0.0, sum(probs[order])
+    for i in order:
+        if not kept or (mass / total < top_p and probs[i] >= min_p * probs[order[0]]):
+            kept.append(i)
+        mass += probs[i]
+    out = np.zeros_like(probs)
+    out[kept] = probs[kept] / probs[kept].sum()
+    return out

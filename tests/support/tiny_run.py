@@ -62,11 +62,11 @@ def config_with(overrides: dict[str, object], source: Any = base) -> Any:
     return config
 
 
-def settings(workdir: Path, c: Any, *, init_from: str = "") -> jobs.Settings:
+def settings(workdir: Path, c: Any, *, init_from: str = "") -> jobs.Invocation:
     """What main would hand to a role."""
     built = composition.build(c)
     run = layout.RunDir(workdir)
-    return jobs.Settings(experiment=built, run=run, name="", label="tiny", allow_change=(), arguments=(), init_from=init_from)
+    return jobs.Invocation(experiment=built, run=run, name="", label="tiny", allow_change=(), arguments=(), init_from=init_from)
 
 
 def command(workdir: Path, *flags: str, recipe: str = "configs/base.py", tiny: bool = True) -> list[str]:

@@ -1,8 +1,10 @@
 """A model, settings and a batch small enough that an update of them is compared with loops."""
 
 import dataclasses
+import functools
 from typing import Any
 
+import jax
 import numpy as np
 import optax
 
@@ -10,7 +12,7 @@ from tba_jax import trajectory
 from tba_jax.learner import state as state_lib
 from tba_jax.learner import update as update_lib
 from tba_jax.learner.optimizer import linear_then_constant
-from tba_jax.models import scoring
+from tba_jax.models import heads, scoring
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
@@ -72,3 +74,81 @@ def random_batch(seed: int = 0) -> state_lib.Batch:
         policy_step=np.where(mask, -rng.integers(0, 4, (B, 1)), -1).astype(np.int32),
         reward=rng.normal(size=B).astype(np.float32),
     )
+
+
+def make_step(
+    config: update_lib.LearnerConfig,
+    *,
+    optimizers: state_lib.Optimizers = DESCENT,
+    changes: dict[str, Any] | None = None,
+    train_step: Any = update_lib.train_step,
+) -> Any:
+    return functools.partial(train_step, optimizers=optimizers, schedules=schedules(**changes or {}), config=config)
+
+
+# What an update may be: settings, the head that it trains, what the batch has besides.
+FORMS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "trajectory_balance": ({}, "", ""),
+    "learned_log_z": ({"objective": OBJECTIVES["learned_log_z"]}, "log_z_head", ""),
+    "tba_prime": ({"objective": OBJECTIVES["tba_prime"]}, "", ""),
+    "moving reference": ({"objective": OBJECTIVES["tba_prime"]}, "", "moving_ref_logprobs"),
+    "surrogate": ({"surrogate_decay": 0.8}, "", ""),
+    "ppo": ({"objective": OBJECTIVES["ppo"]}, "value_head", ""),
+    "vine_ppo": ({"objective": OBJECTIVES["vine_ppo"]}, "", "state_values"),
+    "grpo": ({"objective": OBJECTIVES["grpo"]}, "", ""),
+}
+
+
+def state_of(form: str, optimizers: state_lib.Optimizers | None = None) -> tuple[state_lib.TrainState, state_lib.Optimizers]:
+    name = FORMS[form][1]
+    optimizers = optimizers or DESCENT | ({name: optax.sgd(1.0)} if name else {})
+    state = state_lib.init_state(POLICY, random_params(), optimizers)
+    specs = heads.define(POLICY, log_z_head=True, value_head=True).specs
+    head = {name: applied.random(specs[name], scale=1.0, seed=3)} if name else {}
+    return dataclasses.replace(state, params=state.params | head), optimizers
+
+
+def batch_of(form: str) -> state_lib.Batch:
+    batch, column = random_batch(), FORMS[form][2]
+    if column == "moving_ref_logprobs":
+        return dataclasses.replace(batch, moving_ref_logprobs=(0.7 * batch.ref_logprobs).astype(np.float32))
+    if column == "state_values":
+        rng = np.random.default_rng(4)
+        values = np.where(rng.random((B, R)) < 0.6, rng.normal(size=(B, R)), np.nan).astype(np.float32)
+        values[:, 0] = 0.5
+        return dataclasses.replace(batch, state_values=values)
+    return batch
+
+
+Found = tuple[float, Any, dict[str, float]]
+
+
+def measured(step: Any, state: Any, batch: Any) -> Found:
+    """Loss, gradients of the policy and of the head, measurements of a step of plain descent by 1."""
+    after, measurements = step(state, {}, batch)
+    assert measurements.pop("row_finite").all()
+    assert float(measurements["finite"]) == 1 and int(after.step) == 1 and int(after.skipped) == 0
+    gradient = jax.tree.map(lambda new, old: np.asarray(old) - np.asarray(new), after.params, state.params)
+    policy = gradient.pop("policy")
+    (head,) = gradient.values() or ({},)
+    return (
+        float(measurements["loss"]),
+        {"policy": policy, "head": head},
+        {name: float(value) for name, value in measurements.items()},
+    )
+
+
+@functools.cache
+def one_pass(form: str) -> Found:
+    state, optimizers = state_of(form)
+    return measured(jax.jit(make_step(settings(**FORMS[form][0]), optimizers=optimizers)), state, batch_of(form))
+
+
+def assert_same(found: Found, expected: Found) -> None:
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5, atol=1e-6)  # the terms of TBA′'s loss cancel
+    size = max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected[1]))
+    for a, b in zip(jax.tree.leaves(found[1]), jax.tree.leaves(expected[1]), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * size)
+    assert found[2].keys() == expected[2].keys()
+    for name in expected[2]:
+        np.testing.assert_allclose(found[2][name], expected[2][name], rtol=2e-5, atol=1e-6, err_msg=name)

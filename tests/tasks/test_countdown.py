@@ -340,7 +340,7 @@ def test_random_totals_are_of_all_allowed_orders():
         ({"operations": "+^"}, "task.countdown.operations='+^' must be some of +-*/, each once"),
         ({"largest": 0}, "task.countdown.largest=0 must be at least 1"),
         ({"largest": 10**7}, "task.countdown.largest=10000000 must be from 1 to 1000000"),
-        ({"style": "prose"}, "task.countdown.style='prose' is not one of "),
+        ({"style": "prose"}, "task.countdown.style='prose' is not one of characters, text"),
         (
             {"numbers": 2, "largest": 2, "train_queries": 10, "heldout_queries": 3},
             "task.countdown.train_queries=10 + heldout_queries=3 are more than the 4 distinct queries that 2080 draws gave: "

@@ -65,7 +65,7 @@ def test_asynchronous_run_survives_kills(tmp_path):
     supervisor.send_signal(signal.SIGINT)
     output, _ = supervisor.communicate(timeout=60)
     assert supervisor.returncode == 130, output
-    assert "the same command resumes the run" in output
+    assert "this resumes the run: " in output
     assert not processes(workdir)
 
     # The same command goes on, to an end.

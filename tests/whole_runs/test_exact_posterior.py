@@ -50,7 +50,7 @@ def test_every_response_is_counted_once():
     np.testing.assert_array_equal(posterior.NUMBER_OF_CODE[posterior.code(posterior.RESPONSES)], np.arange(341))
 
 
-def test_the_target_is_the_brute_force_one_and_far_from_where_training_starts(problem):
+def test_the_target_is_far_from_where_training_starts(problem):
     ref = np.exp(problem.ref_logprobs.astype(np.float64).sum(-1))
     np.testing.assert_allclose(ref.sum(axis=1), 1, rtol=1e-5)
     unnormalised = ref * np.exp(problem.rewards / posterior.BETA)
@@ -65,7 +65,7 @@ def test_the_target_is_the_brute_force_one_and_far_from_where_training_starts(pr
 
 
 @pytest.mark.parametrize("name", posterior.BEHAVIORS)
-def test_rows_come_from_the_behaviour_and_carry_what_the_tables_say(problem, name):
+def test_rows_carry_what_the_tables_say(problem, name):
     rows = jax.jit(posterior.sample, static_argnames=("queries", "completions"))(
         problem.ref_params, jax.random.key(1), posterior.BEHAVIORS[name], queries=posterior.QUERIES, completions=posterior.K
     )

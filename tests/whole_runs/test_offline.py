@@ -18,7 +18,7 @@ from tests.support import frozen_runs, tiny_run
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
 
 
-def test_a_trainer_learns_from_a_log_alone_and_leaves_it_as_it_was(tmp_path, frozen):
+def test_a_trainer_learns_from_a_log_and_leaves_it_as_it_was(tmp_path, frozen):
     source = frozen(tmp_path / "source")
     before = frozen_runs.contents(source.run.root)
     s = frozen_runs.offline(tmp_path / "run", source.run.root, learner__logprob_gap_every_steps=2)
@@ -55,13 +55,21 @@ def test_resume_on_a_mounted_log_is_bit_for_bit(tmp_path, frozen):
     assert [line["batch"] for line in lines[0]] == [line["batch"] for line in lines[1]]
 
 
-def test_rows_of_another_run_join_those_of_its_own_without_an_alarm(tmp_path):
+IN_TURN = {"schedule__mode": "interleaved", "evaluation__enabled": False, "learner__learning_rate": 0.1}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory, one_device_throughout) -> jobs.Invocation:
+    """A run of four steps."""
+    s = tiny_run.settings(tmp_path_factory.mktemp("source") / "run", frozen_runs.config(learner__steps=4, **IN_TURN))
+    assert jobs.everything(s)() == 0
+    return s
+
+
+def test_rows_of_another_run_join_without_an_alarm(tmp_path, source):
     """The other run's weights of a step are not this run's: only rows of its own are compared with its snapshots."""
-    settings = {"schedule__mode": "interleaved", "evaluation__enabled": False, "learner__learning_rate": 0.1}
-    source = tiny_run.settings(tmp_path / "source", frozen_runs.config(learner__steps=4, **settings))
-    assert jobs.everything(source)() == 0
     mixed = {"learner__logprob_gap_every_steps": 1, "replay__recent_probability": 0.0, "learner__steps": 8, "seed": 3}
-    s = tiny_run.settings(tmp_path / "run", frozen_runs.config(replay__mount=(str(source.run.root),), **settings, **mixed))
+    s = tiny_run.settings(tmp_path / "run", frozen_runs.config(replay__mount=(str(source.run.root),), **IN_TURN, **mixed))
     assert jobs.everything(s)() == 0
     points = metrics.read_lines(s.run.metrics("trainer"))
     assert any(0 < point["mounted_share"] < 1 for point in points)
@@ -75,38 +83,31 @@ def test_rows_of_another_run_join_those_of_its_own_without_an_alarm(tmp_path):
     assert audit.regenerate(run, f"{writer}:{newest}")[1], "a mounted row is made again from the snapshots of its own run"
 
 
-def test_rows_of_another_run_count_as_of_step_0_after_a_resume_too(tmp_path):
+def test_rows_of_another_run_count_as_of_step_0(tmp_path, source):
     """Steps of the other run say nothing of this run's: its rows of step 3 are not of a future of ours."""
-    settings = {"schedule__mode": "interleaved", "evaluation__enabled": False}
-    source = tiny_run.settings(tmp_path / "source", frozen_runs.config(learner__steps=4, **settings))
-    assert jobs.everything(source)() == 0
     s = frozen_runs.offline(tmp_path / "run", source.run.root, learner__steps=7)
     jobs.reference(s)()
     for until in (6, 7):  # the second begins with the checkpoint of step 5
-        trainer, lease = jobs.make_trainer(s, publish_every_steps=2)
-        trainer.poll()
-        while trainer.step_number < until:
-            measurements = trainer.step()
-        assert set(measurements["staleness"]) == {until - 1}
-        assert trainer.index.gather(np.arange(len(trainer.index)))["policy_step"].max() == 3
-        trainer.close()
-        lease.release()
+        with frozen_runs.trainer(s) as trainer:
+            trainer.poll()
+            while trainer.step_number < until:
+                measurements = trainer.step()
+            assert set(measurements["staleness"]) == {until - 1}
+            assert trainer.index.gather(np.arange(len(trainer.index)))["policy_step"].max() == 3
 
 
 def test_a_mounted_run_may_still_be_running(tmp_path, frozen):
     source = frozen(tmp_path / "source", batches=2)
     s = frozen_runs.offline(tmp_path / "run", source.run.root)
     jobs.reference(s)()
-    trainer, lease = jobs.make_trainer(s, publish_every_steps=2)
-    trainer.poll()
-    assert trainer.step() is not None and trainer.scalars()["rows_seen"] == 32
-    searcher = jobs.make_searcher(source, name="late", account=TimeAccount())
-    searcher.refresh()
-    searcher.search()
-    trainer.poll()
-    assert trainer.step() is not None and trainer.scalars()["rows_seen"] == 48
-    trainer.close()
-    lease.release()
+    with frozen_runs.trainer(s) as trainer:
+        trainer.poll()
+        assert trainer.step() is not None and trainer.scalars()["rows_seen"] == 32
+        searcher = jobs.make_searcher(source, name="late", account=TimeAccount())
+        searcher.refresh()
+        searcher.search()
+        trainer.poll()
+        assert trainer.step() is not None and trainer.scalars()["rows_seen"] == 48
 
 
 def test_without_searchers_the_supervisor_starts_a_trainer_alone(tmp_path, frozen):
@@ -134,7 +135,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_rows_that_mean_something_else_are_refused_before_anything_is_written(case, tmp_path, frozen):
+def test_rows_that_mean_something_else_are_refused(case, tmp_path, frozen):
     changes, sentence = REFUSALS[case]
     kept = {"replay__retention": "checkpoints"} if case == "not kept" else {}
     source = frozen(tmp_path / "source", batches=1, **kept)
@@ -193,7 +194,7 @@ def test_a_mount_is_stored_as_an_absolute_path(tmp_path, monkeypatch, frozen):
 def test_a_trainer_that_waits_says_what_for(tmp_path, frozen, monkeypatch, caplog):
     source = frozen(tmp_path / "source")
     s = frozen_runs.offline(tmp_path / "run", source.run.root, replay__min_rows=1000)
-    monkeypatch.setattr(trainer_loop, "_SAY_WAITING_SECONDS", 0.0)
+    monkeypatch.setattr(trainer_loop, "SAY_WAITING_SECONDS", 0.0)
     jobs.reference(s)()
     trainer, lease = jobs.make_trainer(s, publish_every_steps=2)
     stops = iter([False, False, True])

@@ -147,7 +147,7 @@ def test_a_victim_has_to_be_named(recipe, tmp_path):
     c = recipe()
     c.lora.rank = 4
     c.model.path = str(spelled_checkpoints.write(tmp_path / "attacker", "gpt2"))
-    with pytest.raises(ValueError, match=r"task\.red_team\.victim_path='' must name the model that is tested"):
+    with pytest.raises(ValueError, match=r"task\.red_team\.victim_path='' must name"):
         composition.build(c)
 
 
@@ -167,7 +167,7 @@ def test_another_victim_is_another_contract(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_begins_with_attacks_of_people_and_samples_of_the_reference(tmp_path, one_device):
+def test_a_run_begins_with_attacks_and_samples_of_the_reference(tmp_path, one_device):
     """As the recipe's docstring has it: a first run of one step leaves rows of π_ref, others mount them; attacks are appended."""
     folders = {
         "model.path": spelled_checkpoints.write(tmp_path / "attacker", "gpt2"),

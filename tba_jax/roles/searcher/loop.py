@@ -44,7 +44,7 @@ class _Refresher:
         self._thread.join(patience_seconds)
 
 
-class _Rates:
+class Rates:
     """Writes a searcher's metrics, a line for each appended batch. Rates begin after the first, which holds the compilation."""
 
     def __init__(self, writer: MetricWriter, account: TimeAccount):
@@ -92,7 +92,7 @@ def run_searcher(
     with account.measure("load_policy"):
         searcher.refresh()
     log.info("%s writes replay/%s", name, searcher.writer)
-    refresher, rates = _Refresher(searcher, poll_seconds=poll_seconds), _Rates(writer, account)
+    refresher, rates = _Refresher(searcher, poll_seconds=poll_seconds), Rates(writer, account)
 
     def goes_on() -> bool:
         if stop() or layout.is_finished(run, config.learner.steps):

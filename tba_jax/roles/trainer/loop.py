@@ -13,7 +13,7 @@ from tba_jax.run import layout
 log = logging.getLogger(__name__)
 
 # A trainer that waits says so this often.
-_SAY_WAITING_SECONDS = 20.0
+SAY_WAITING_SECONDS = 20.0
 
 
 def run_trainer(trainer: Trainer, run: layout.RunDir, *, stop: Callable[[], bool]) -> bool:
@@ -26,7 +26,7 @@ def run_trainer(trainer: Trainer, run: layout.RunDir, *, stop: Callable[[], bool
         measurements = trainer.step()
         if measurements is None:
             trainer.wait(trainer.config.replay.poll_seconds)
-            if time.monotonic() - waiting_since > _SAY_WAITING_SECONDS:
+            if time.monotonic() - waiting_since > SAY_WAITING_SECONDS:
                 _say_waiting(trainer)
                 waiting_since = time.monotonic()
             continue

@@ -1,0 +1,14 @@
+"""How slots are divided into groups, and the lengths that programs are compiled for."""
+
+from tba_jax.decoding import sizes as sizes_lib
+
+
+def test_arrangements_and_buckets_by_hand():
+    # (groups, width): half of a query's samples side by side, a quarter of many; a width that divides what a way has.
+    assert sizes_lib.arrange(8, 4, 1) == (4, 2) and sizes_lib.arrange(8, 4, 2) == (2, 2)
+    assert sizes_lib.arrange(64, 16, 1) == (8, 8) and sizes_lib.arrange(192, 24, 2) == (8, 12)
+    assert sizes_lib.arrange(4, 6, 1) == (2, 2) and sizes_lib.arrange(64, 1, 4) == (16, 1)
+    assert sizes_lib.arrange(128, 128, 1) == (4, 32) and sizes_lib.arrange(7, 4, 1) == (7, 1)
+    assert sizes_lib.windows(127, 32) == (32, 64, 96, 127) and sizes_lib.windows(20, 32) == (20,)
+    assert sizes_lib.buckets(256) == (64, 128, 256) and sizes_lib.buckets(100) == (50, 100)
+    assert sizes_lib.buckets(64) == (32, 64) and sizes_lib.buckets(63) == (32, 63) and sizes_lib.buckets(1) == (1,)

@@ -1,0 +1,127 @@
+"""Micro-batches, logit blocks and meshes against one pass on one device."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from tba_jax import sharding
+from tba_jax.learner import state as state_lib
+from tba_jax.models import parameters
+from tba_jax.models.lora import LoraConfig
+from tba_jax.models.policy import Policy
+from tba_jax.objectives.inputs import ObjectiveSettings
+from tests.support import applied
+from tests.support.tiny_updates import (
+    DESCENT,
+    FORMS,
+    MODEL,
+    POLICY,
+    B,
+    K,
+    assert_same,
+    batch_of,
+    make_step,
+    measured,
+    one_pass,
+    random_batch,
+    random_params,
+    settings,
+    state_of,
+)
+
+
+@pytest.mark.parametrize(
+    "form, changed",
+    [
+        ("trajectory_balance", dict(micro_batch_rows=K)),
+        ("trajectory_balance", dict(micro_batch_rows=3 * K, logit_bytes=4 * 3 * K * 12 * 4, remat="full")),
+        ("trajectory_balance", dict(logit_bytes=1, remat="dots")),
+        # Not a multiple of K: micro-batches cut through groups. The meshes below have the other forms so.
+        ("learned_log_z", dict(micro_batch_rows=6)),
+        *(pytest.param(form, dict(micro_batch_rows=6), marks=pytest.mark.slow) for form in FORMS if form != "learned_log_z"),
+    ],
+    ids=str,
+)
+def test_micro_batches_and_logit_blocks_change_nothing(form, changed):
+    state, optimizers = state_of(form)
+    step = jax.jit(make_step(settings(**FORMS[form][0] | changed), optimizers=optimizers))
+    assert_same(measured(step, state, batch_of(form)), one_pass(form))
+
+
+@pytest.mark.parametrize(
+    "form, sizes, micro_batch_rows",  # data, fsdp, tensor
+    [
+        pytest.param("trajectory_balance", (8, 1, 1), 8, marks=pytest.mark.slow),
+        pytest.param("trajectory_balance", (1, 8, 1), 24, marks=pytest.mark.slow),
+        ("trajectory_balance", (1, 4, 2), 12),
+        *((form, (2, 2, 2), 6) for form in FORMS),
+    ],
+    ids=str,
+)
+def test_meshes_give_what_one_device_gives(form, sizes, micro_batch_rows):
+    mesh = sharding.make_mesh(sizes, setting="learner.mesh")
+    on_host, optimizers = state_of(form)
+    shardings = jax.tree.map(lambda x: x.sharding, state_lib.state_shapes(POLICY, optimizers, mesh))
+    config = settings(**FORMS[form][0], micro_batch_rows=micro_batch_rows)
+    step = jax.jit(make_step(config, optimizers=optimizers), out_shardings=(shardings, sharding.replicated(mesh)))
+    state = jax.device_put(on_host, shardings)
+    if sizes == (2, 2, 2):
+        shard = state.params["policy"]["layers"]["feed_forward"]["gate"]["weight"].addressable_shards[0].data
+        assert shard.size == MODEL.layers * MODEL.width * MODEL.ffn // 4
+    assert_same(measured(sharding.on_mesh(mesh, step), state, sharding.put_rows(mesh, batch_of(form))), one_pass(form))
+
+
+LORA = Policy(model=MODEL, lora=LoraConfig(rank=2, alpha=4.0, targets=("layers.*",)))
+
+
+def lora_step(micro_batch_rows: int, mesh: Any = None) -> tuple[float, Any]:
+    """Loss and gradient of the adapters alone, on one device or on a mesh."""
+    config = dataclasses.replace(settings(micro_batch_rows=micro_batch_rows), policy=LORA)
+    adapters = applied.random(LORA.trained_specs, scale=0.3, seed=1)
+    state, frozen, batch = state_lib.init_state(LORA, adapters, DESCENT), random_params(), random_batch()
+    step = jax.jit(make_step(config))
+    if mesh is not None:
+        shardings = jax.tree.map(lambda x: x.sharding, state_lib.state_shapes(LORA, DESCENT, mesh))
+        state, frozen = jax.device_put(state, shardings), jax.device_put(frozen, LORA.model_shardings(mesh))
+        batch, step = sharding.put_rows(mesh, batch), sharding.on_mesh(mesh, step)
+    after, measurements = step(state, frozen, batch)
+    return float(measurements["loss"]), jax.tree.map(lambda new, old: old - np.asarray(new), after.params["policy"], adapters)
+
+
+def test_adapters_alone_get_the_gradient_of_the_whole_policy():
+    loss, gradient = lora_step(B)
+    assert set(parameters.flatten(gradient)) == set(parameters.flatten(LORA.trained_specs))
+    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradient))
+    assert abs(loss - one_pass("trajectory_balance")[0]) > 1e-3  # the adapters change the policy
+    mesh = sharding.make_mesh((2, 2, 2), setting="learner.mesh")
+    for found in (lora_step(6), lora_step(12, mesh)):
+        np.testing.assert_allclose(found[0], loss, rtol=1e-5)
+        assert_same((0.0, found[1], {}), (0.0, gradient, {}))
+
+
+def test_the_program_of_a_step_does_not_grow_with_depth():
+    """Layers are scanned, in the forward pass and in the backward pass, so that compile time is that of one layer."""
+
+    def size(layers: int) -> int:
+        policy = Policy(model=dataclasses.replace(MODEL, layers=layers))
+        config = dataclasses.replace(settings(micro_batch_rows=K, remat="full"), policy=policy)
+        state = jax.eval_shape(lambda p: state_lib.init_state(policy, p, DESCENT), parameters.shapes(policy.model_specs))
+        return len(jax.jit(make_step(config)).lower(state, {}, random_batch()).as_text().splitlines())
+
+    assert size(24) == size(6)
+
+
+@pytest.mark.parametrize("micro_batch_rows", [6, B])
+def test_one_completion_a_query(micro_batch_rows):
+    """B queries of one row each, as red-teaming has: log Z is learned from the rows of all."""
+    state, optimizers = state_of("learned_log_z")
+    one = ObjectiveSettings(completions=1)
+    changes = FORMS["learned_log_z"][0] | {"settings": one}
+    step = jax.jit(make_step(settings(**changes, micro_batch_rows=micro_batch_rows), optimizers=optimizers))
+    found = measured(step, state, random_batch())
+    # Of rows in groups of K with the same prompt the loss is the same: it couples nothing.
+    assert_same((*found[:2], {}), (*one_pass("learned_log_z")[:2], {}))
+    assert not {"log_weight_std", "advantage_std", "equal_reward_groups"} & set(found[2])

@@ -1,0 +1,129 @@
+"""Updates that are not finite are left out, counted, and told by row."""
+
+import dataclasses
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tba_jax.learner import state as state_lib
+from tba_jax.learner import update as update_lib
+from tba_jax.learner.optimizer import adamw, linear_then_constant
+from tba_jax.objectives import OBJECTIVES
+from tests.support.tiny_updates import (
+    FORMS,
+    POLICY,
+    K,
+    batch_of,
+    make_step,
+    measured,
+    random_batch,
+    random_params,
+    settings,
+    state_of,
+)
+
+
+@pytest.fixture(scope="module")
+def adam() -> tuple[state_lib.Optimizers, Any]:
+    """An optimiser, and a jitted step of it with donated state that may be traced once."""
+    optimizer = adamw(lambda step: jnp.float32(1e-2), beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.0, clip_norm=1.0)
+    optimizers = {"policy": optimizer}
+    once = chex.assert_max_traces(update_lib.train_step, n=1)
+    return optimizers, jax.jit(make_step(settings(), optimizers=optimizers, train_step=once), donate_argnums=0)
+
+
+def initial(optimizers: state_lib.Optimizers) -> state_lib.TrainState:
+    return jax.jit(lambda params: state_lib.init_state(POLICY, params, optimizers))(random_params())
+
+
+def test_the_loss_goes_down_in_one_trace(adam):
+    optimizers, update = adam
+    state = initial(optimizers)
+    losses = []
+    for _ in range(30):
+        state, measurements = update(state, {}, random_batch())
+        losses.append(float(measurements["loss"]))
+    assert int(state.step) == 30
+    assert losses[-1] < 0.3 * losses[0], losses
+    update(state, {}, random_batch(seed=1))
+
+
+# Of row 3. A reward of 1e30 is finite, the square of its residual is not.
+NOT_FINITE = [
+    ("reward", np.inf),
+    ("reward", np.nan),
+    ("reward", 1e30),
+    ("ref_logprobs", -np.inf),
+    ("behavior_logprobs", np.nan),
+]
+
+
+@pytest.mark.parametrize("column, value", NOT_FINITE[:4])
+def test_a_batch_that_is_not_finite_is_only_counted(adam, column, value):
+    optimizers, update = adam
+    state, _ = update(initial(optimizers), {}, random_batch())
+    before = jax.device_get(state)
+    batch = random_batch()
+    getattr(batch, column)[3] = value
+    after, measurements = update(state, {}, batch)
+    assert float(measurements["finite"]) == 0
+    assert np.flatnonzero(~measurements["row_finite"]).tolist() == [3]
+    assert float(measurements["skipped_steps"]) == 1
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(after), dataclasses.replace(before, step=2, skipped=1))
+    again, measurements = update(after, {}, random_batch())
+    assert float(measurements["finite"]) == 1 and (int(again.step), int(again.skipped)) == (3, 1)
+
+
+@pytest.mark.parametrize("form", ["learned_log_z", "tba_prime", "ppo"])
+def test_every_form_names_the_row_that_is_not_finite(form):
+    state, optimizers = state_of(form)
+    before = jax.device_get(state)
+    update = jax.jit(make_step(settings(**FORMS[form][0]), optimizers=optimizers))
+    for column, value in NOT_FINITE[:4] if form == "learned_log_z" else NOT_FINITE:
+        batch = batch_of(form)
+        getattr(batch, column)[3] = value
+        after, measurements = update(state, {}, batch)
+        assert float(measurements["finite"]) == 0
+        assert np.flatnonzero(~measurements["row_finite"]).tolist() == [3]
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(after), dataclasses.replace(before, step=1, skipped=1))
+
+
+@pytest.mark.parametrize("place, value", [(0, np.nan), (0, np.inf), (1, np.inf)])
+def test_a_row_whose_first_state_has_no_value_is_refused(place, value):
+    state, optimizers = state_of("vine_ppo")
+    update = jax.jit(make_step(settings(**FORMS["vine_ppo"][0]), optimizers=optimizers))
+    batch = batch_of("vine_ppo")
+    row = int(np.argmax(batch.response_length > 1))
+    batch.state_values[row, place] = value
+    measurements = update(state, {}, batch)[1]
+    assert float(measurements["finite"]) == 0 and np.flatnonzero(~measurements["row_finite"]).tolist() == [row]
+
+
+def test_without_beta_a_row_is_finite_as_its_numbers_are():
+    """There is no target then, by which rows are looked at elsewhere."""
+    config, zero = settings(objective=OBJECTIVES["dr_grpo"]), linear_then_constant(start=0.0, end=0.0, steps=0)
+    update = jax.jit(make_step(config, changes={"beta": zero}))
+    state, batch = state_of("grpo")[0], random_batch()
+    _, gradient, _ = measured(update, state, batch)
+    assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(gradient)) > 0
+    other_reference = dataclasses.replace(batch, ref_logprobs=(0.5 * batch.ref_logprobs).astype(np.float32))
+    jax.tree.map(np.testing.assert_array_equal, measured(update, state, other_reference)[1], gradient)
+    for column, value in NOT_FINITE:
+        broken = random_batch()
+        getattr(broken, column)[3] = value
+        measurements = update(state, {}, broken)[1]
+        assert float(measurements["finite"]) == 0 and np.flatnonzero(~measurements["row_finite"]).tolist() == [3]
+
+
+def test_a_log_z_that_is_not_finite_is_that_of_its_querys_rows():
+    state, optimizers = state_of("learned_log_z")
+    policy = random_params()
+    token = int(random_batch().tokens[K, 0])  # of the second query's prompt
+    policy["embedding"]["weight"][token] = np.nan
+    update = jax.jit(make_step(settings(**FORMS["learned_log_z"][0]), optimizers=optimizers))
+    measurements = update(dataclasses.replace(state, params=state.params | {"policy": policy}), {}, random_batch())[1]
+    assert float(measurements["finite"]) == 0 and not measurements["row_finite"][K : 2 * K].any()

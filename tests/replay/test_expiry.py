@@ -1,0 +1,63 @@
+"""Segments that retention removes, and what readers make of it."""
+
+import shutil
+
+import pytest
+
+from tba_jax.replay.expiry import RowsExpired, expired_segments, remove_segments
+from tba_jax.replay.reader import LogReader
+from tba_jax.run import layout
+from tests.support.tiny_log import SHAPE, assert_rows, make_rows, writer
+
+
+def test_removed_segments_are_told_from_damage(tmp_path):
+    log, reader = writer(tmp_path), LogReader(tmp_path, SHAPE)
+    for append in range(13):
+        log.append(make_rows(4 * append, 4))
+    assert reader.heads() == {"w0": 52}
+    remove_segments(tmp_path, {"w0": [0, 2]})
+    assert sorted(p.name for p in (tmp_path / "w0").iterdir()) == ["000001", "000003", "000004"]
+    for each in (reader, LogReader(tmp_path, SHAPE)):
+        with pytest.raises(RowsExpired, match="writer w0: rows 4 to 11 were removed by retention") as told:
+            each.read_ids([("w0", 13), ("w0", 5)])
+        assert (told.value.writer, told.value.start, told.value.stop) == ("w0", 4, 12)
+        assert each.heads() == {"w0": 52} and each.kept("w0") == [range(12, 24), range(36, 52)]
+        assert_rows(each.read("w0", 12, 24), make_rows(12, 12))
+        assert_rows(each.read("w0", 36, 52), make_rows(36, 16))
+    log.append(make_rows(52, 4))
+    assert reader.heads() == {"w0": 56}
+    # Killed between the announcement and the removal: what is there still is not read, and the next call completes it.
+    layout.write_json(tmp_path / "expired.json", {"expired": {"w0": [0, 1, 2]}, "removing": {"w0": [1]}})
+    with pytest.raises(RowsExpired, match="rows 12 to 35"):
+        LogReader(tmp_path, SHAPE).read("w0", 12, 24)
+    remove_segments(tmp_path, {})
+    assert sorted(p.name for p in (tmp_path / "w0").iterdir()) == ["000003", "000004"]
+    assert expired_segments(tmp_path) == {"w0": {0, 1, 2}}
+    before = (tmp_path / "expired.json").stat().st_mtime_ns
+    remove_segments(tmp_path, {"w0": [0, 1, 2]})
+    assert (tmp_path / "expired.json").stat().st_mtime_ns == before, "what is gone already costs no write"
+
+
+def test_what_could_not_be_removed_is_removed_by_the_next_call(tmp_path, monkeypatch):
+    log = writer(tmp_path)
+    for append in range(10):
+        log.append(make_rows(4 * append, 4))
+    rmtree = shutil.rmtree
+    with monkeypatch.context() as patch:  # a reader elsewhere has a file of it open, say
+        patch.setattr(shutil, "rmtree", lambda folder, **k: None if folder.name == "000001" else rmtree(folder, **k))
+        remove_segments(tmp_path, {"w0": [0, 1]})
+    assert layout.read_json(tmp_path / "expired.json") == {"expired": {"w0": [0, 1]}, "removing": {"w0": [1]}}
+    remove_segments(tmp_path, {})
+    assert layout.read_json(tmp_path / "expired.json") == {"expired": {"w0": [0, 1]}, "removing": {}}
+    assert sorted(p.name for p in (tmp_path / "w0").iterdir()) == ["000002", "000003"]
+
+
+def test_a_reader_goes_on_behind_segments_that_expired(tmp_path):
+    log, reader = writer(tmp_path), LogReader(tmp_path, SHAPE, patience_seconds=5)
+    log.append(make_rows(0, 4))
+    assert reader.heads() == {"w0": 4}
+    for append in range(1, 11):
+        log.append(make_rows(4 * append, 4))
+    remove_segments(tmp_path, {"w0": [0, 1, 2]})
+    assert reader.heads() == {"w0": 44}
+    assert_rows(reader.read("w0", 36, 44), make_rows(36, 8))

@@ -1,0 +1,93 @@
+"""The nearest response of a query, by edits and by embedding, against comparing with all."""
+
+import time
+
+import numpy as np
+
+from tba_jax.replay.near_duplicates import NearByEdits, NearByEmbedding
+
+
+def edit_distance(a, b) -> int:
+    """Levenshtein, by the table."""
+    table = np.zeros((len(a) + 1, len(b) + 1), int)
+    table[:, 0], table[0] = np.arange(len(a) + 1), np.arange(len(b) + 1)
+    for i in range(len(a)):
+        for j in range(len(b)):
+            table[i + 1, j + 1] = min(table[i, j] + (a[i] != b[j]), table[i, j + 1] + 1, table[i + 1, j] + 1)
+    return int(table[-1, -1])
+
+
+def as_row(tokens) -> dict[str, np.ndarray]:
+    lengths = {"prompt_length": np.array([1]), "response_length": np.array([len(tokens)])}
+    return {"tokens": np.array([[0, *tokens]], np.int32), **lengths}
+
+
+def test_the_nearest_is_the_one_that_comparing_all_finds():
+    rng = np.random.default_rng(0)
+    for share in (0.1, 0.6):
+        near, texts, found = NearByEdits(slots=120, share=share, vocab_size=300), [], 0
+        for slot in range(120):
+            # Copies of earlier texts with a few tokens replaced, and texts of their own.
+            text = rng.integers(0, 300, rng.integers(0, 40))
+            if slot > 20 and rng.random() < 0.7:
+                text = texts[rng.integers(slot)].copy()
+                changed = rng.random(len(text)) < rng.choice([0.05, 0.2, 0.5])
+                text[changed] = rng.integers(0, 300, changed.sum())
+                text = np.delete(text, np.flatnonzero(rng.random(len(text)) < 0.05))
+            texts.append(text)
+            near.put(slot, as_row(text), 0)
+            if slot % 4:
+                continue
+            distances = [edit_distance(text, other) for other in texts[:-1]]
+            within = [d for d, other in zip(distances, texts, strict=False) if d <= share * max(len(text), len(other))]
+            nearest = near.nearest(slot, rng.permutation(slot), np.arange(120))
+            assert (nearest is None) == (not within)
+            if within:
+                found += 1
+                assert distances[nearest] == min(within)
+        assert found >= 3
+
+
+def unit(vectors) -> np.ndarray:
+    """float32, of length 1 along the last axis."""
+    vectors = np.asarray(vectors, np.float32)
+    return vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)
+
+
+def test_the_nearest_embedding_is_that_of_comparing_all():
+    rng = np.random.default_rng(0)
+    vectors = unit(rng.normal(size=(300, 4)))
+    near = NearByEmbedding(slots=300, distance=0.05, embedding_size=4)
+    for slot in range(300):
+        near.put(slot, {"embedding": vectors}, slot)
+    found = []
+    for slot in range(1, 300):
+        distances = [1 - float(np.dot(vectors[slot].astype(float), other)) for other in vectors[:slot].astype(float)]
+        best = int(np.argmin(distances))
+        nearest = near.nearest(slot, rng.permutation(slot), np.arange(300))
+        assert nearest == (best if distances[best] <= 0.05 else None)
+        found.append(nearest)
+    assert 0 < found.count(None) < 299
+    near.put(0, {"embedding": vectors}, 5)
+    near.put(1, {"embedding": vectors}, 5)
+    assert near.nearest(5, np.array([1, 0]), np.array([7, 3, 0, 0, 0, 0])) == 1  # of equally near ones the older
+
+
+def test_one_query_of_many_rows_takes_near_duplicates_in_time():
+    """30,000 resident responses of up to 64 tokens: comparing with them costs milliseconds a row."""
+    rng, slots, V = np.random.default_rng(0), 30_000, 50_000
+    near = NearByEdits(slots=slots + 1, share=0.1, vocab_size=V)
+    # Every bucket of token ids is as frequent as in text: few tokens are most of it.
+    tokens = (V ** rng.random((slots, 64))).astype(np.int32) - 1
+    lengths = rng.integers(32, 65, slots)
+    for slot, length in enumerate(lengths.tolist()):
+        near.put(slot, as_row(tokens[slot, :length]), 0)
+    seconds = []
+    for slot in range(10):
+        response = tokens[slot, : lengths[slot]].copy()
+        response[5] = V - 1
+        near.put(slots, as_row(response), 0)
+        begin = time.perf_counter()
+        assert near.nearest(slots, np.arange(slots), np.arange(slots + 1)) == slot
+        seconds.append(time.perf_counter() - begin)
+    assert np.median(seconds) < 0.015, seconds

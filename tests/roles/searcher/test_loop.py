@@ -1,0 +1,156 @@
+"""The loop of a searcher's process: what ends it, and what it writes of itself."""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tba_jax.experiment import jobs
+from tba_jax.roles.searcher import loop
+from tba_jax.roles.searcher.searcher import Searcher
+from tba_jax.run import layout, metrics, snapshots
+from tba_jax.run.metrics import TimeAccount
+from tba_jax.tasks.interface import Scores
+from tests.support.tiny_searcher import ROWS, Held, Q, S, committed, publish, rows_of_the_stream
+
+
+def run_searcher(s: jobs.Invocation, made: Searcher, look: Callable[[], None]) -> None:
+    """`look` is called between batches. The searcher and its refresher must have ended after a minute."""
+    end = time.monotonic() + 60
+    threads: set[threading.Thread] = set()
+
+    def stop() -> bool:
+        threads.update(thread for thread in threading.enumerate() if thread.name == "refresher")
+        look()
+        return time.monotonic() > end
+
+    try:
+        loop.run_searcher(made, s.config, s.run, name="tested", account=TimeAccount(), stop=stop)
+    finally:
+        (refresher,) = threads
+        refresher.join(timeout=10)
+        assert not refresher.is_alive()
+
+
+def cut_short(folder: Path) -> None:
+    os.truncate(folder / "embedding.weight" / "c" / "0" / "0", 100)
+
+
+def unreadable(folder: Path) -> None:
+    (folder / snapshots.COMMIT).unlink()
+    (folder / snapshots.COMMIT).mkdir()
+
+
+@pytest.mark.parametrize(
+    "limit, damage, error", [(0, cut_short, ValueError), (ROWS, unreadable, OSError)], ids=["searching", "waiting"]
+)
+def test_a_snapshot_that_cannot_be_loaded_stops_the_searcher(make, limit, damage, error):
+    s, made = make(searchers__max_rows_per_snapshot=limit)
+
+    def look() -> None:
+        if committed(s) and not snapshots.is_committed(s.run.policies, 1):
+            publish(s, 1, damage)
+
+    with pytest.raises(error, match=r"00000001(: parameter embedding.weight is damaged|/commit\.json)"):
+        run_searcher(s, made, look)
+    assert rows_of_the_stream(s, made, committed(s) // S)["policy_step"].max() == 0
+
+
+def test_a_search_that_fails_ends_the_refresher(make):
+    s, made = make()
+    publish(s, 1, scale=np.nan)
+    with pytest.raises(FloatingPointError, match=r"policy step 1 are not finite at response token 0 of query [0-9a-f]{16} "):
+        run_searcher(s, made, lambda: None)
+    assert committed(s) == 0
+
+
+def test_a_searcher_takes_up_snapshots_until_the_run_is_finished(make):
+    s, made = make(searchers__max_rows_per_snapshot=2 * ROWS)
+
+    def look() -> None:
+        """The next snapshot is published when all rows of the one before are there, and the end of the run after three."""
+        step = committed(s) // (2 * ROWS)
+        if step == 3:
+            layout.write_json(s.run.finished, {"step": s.config.learner.steps})
+        elif not snapshots.is_committed(s.run.policies, step):
+            publish(s, step)
+
+    run_searcher(s, made, look)
+    rows = rows_of_the_stream(s, made, 6 * Q)
+    assert rows["policy_step"].max(axis=1).tolist() == [step for step in range(3) for _ in range(2 * ROWS)]
+    tokens = rows["response_length"].reshape(6, ROWS).sum(axis=1).tolist()
+    lines = metrics.read_lines(s.run.metrics("tested"))
+    # The first batch, which holds the compilation, is not measured.
+    assert [(line["step"], line["policy_step"]) for line in lines] == [(2, 0), (3, 1), (4, 1), (5, 2), (6, 2)]
+    assert [(line["rows"], line["tokens"]) for line in lines] == [(ROWS, count) for count in tokens[1:]]
+
+
+def test_a_task_that_fails_stops_the_searcher(make):
+    def fails(scores: Scores) -> Scores:
+        raise KeyError("the task's own mistake")
+
+    s, made = make(task=lambda task: Held(task, lambda scores: scores, fails), searchers__reward_batches=2)
+    with pytest.raises(KeyError, match="own mistake"):
+        run_searcher(s, made, lambda: None)
+    assert committed(s) == ROWS
+    rows_of_the_stream(s, made, Q)
+
+
+def test_a_reward_that_hangs_keeps_nobody_from_the_end(make):
+    """Of a run that has finished, and of one whose snapshot is broken: rows that have no reward yet are not waited for longer."""
+    for broken in (False, True):
+        hanging = threading.Event()
+
+        def hangs(scores: Scores, hanging: threading.Event = hanging) -> Scores:
+            hanging.wait()
+            return scores
+
+        changes = dict(searchers__reward_batches=2, searchers__stop_seconds=0.5)
+        s, made = make(str(broken), task=lambda task: Held(task, lambda scores: scores, hangs), **changes)
+
+        def look(s: jobs.Invocation = s, broken: bool = broken) -> None:
+            if committed(s) == ROWS and not s.run.finished.exists() and not snapshots.is_committed(s.run.policies, 1):
+                if broken:
+                    publish(s, 1, cut_short)
+                else:
+                    layout.write_json(s.run.finished, {"step": s.config.learner.steps})
+
+        begin = time.monotonic()
+        if broken:
+            with pytest.raises(ValueError, match="damaged"):
+                run_searcher(s, made, look)
+        else:
+            run_searcher(s, made, look)
+        assert time.monotonic() - begin < 30 and committed(s) == ROWS
+        hanging.set()
+        time.sleep(0.2)
+        assert committed(s) == ROWS, "nothing is appended after the end"
+
+
+def test_rates_are_those_of_appends(make):
+    """Reports that are read together, since the first of them was late, tell the same as if they were not."""
+    late, writer = threading.Event(), MetricLines()
+    _, made = make(task=lambda task: Held(task, lambda scores: (late.wait(60), scores)[1]), searchers__reward_batches=4)
+    made.refresh()
+    for _ in range(3):
+        made.advance()
+    late.set()
+    reports = made.appended(wait_seconds=None)
+    loop.Rates(writer, TimeAccount()).write(reports)
+    for line, report in zip(writer.lines, reports[1:], strict=True):
+        elapsed = report.time - reports[0].time
+        assert elapsed > 0 and line["rows_per_second"] == pytest.approx((reports.index(report)) * ROWS / elapsed)
+    made.close()
+
+
+class MetricLines:
+    def __init__(self) -> None:
+        self.lines: list[dict[str, Any]] = []
+
+    def write(self, step: int, scalars: dict[str, Any]) -> None:
+        self.lines.append({"step": step, **scalars})

@@ -1,0 +1,68 @@
+"""One step after another: compiled once, shown once it is durable, by one trainer."""
+
+import jax
+import pytest
+
+from tba_jax.experiment import jobs
+from tba_jax.replay import journal
+from tba_jax.run import snapshots
+from tba_jax.run.lease import LeaseHeld
+from tests.support import frozen_runs
+
+pytestmark = pytest.mark.usefixtures("one_device_throughout")
+
+
+def test_a_second_trainer_is_refused(tmp_path, frozen):
+    s = frozen(tmp_path / "run", batches=2)
+    with frozen_runs.trainer(s), pytest.raises(LeaseHeld, match="held by the trainer"):
+        jobs.trainer(s)
+
+
+def test_the_update_is_compiled_once_while_rows_are_awaited(tmp_path, caplog, frozen):
+    s = frozen(tmp_path / "run", batches=1)
+
+    def updates_compiled():
+        return sum("Finished XLA compilation of jit(train_step)" in record.getMessage() for record in caplog.records)
+
+    with frozen_runs.trainer(s) as trainer, jax.log_compiles():
+        trainer.start()
+        assert updates_compiled() == 1
+        trainer.poll()
+        assert trainer.step() is not None
+        assert updates_compiled() == 1
+
+
+def test_nothing_shows_an_update_whose_line_was_refused(tmp_path, monkeypatch, frozen):
+    """The line is written while the devices compute: the update must not be seen before it is durable."""
+    s = frozen(tmp_path / "run", batches=2)
+
+    def refuse(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with frozen_runs.trainer(s, publish_every_steps=1) as trainer:
+        trainer.poll()
+        assert trainer.step() is not None
+        trainer.flush_snapshot()
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+            patch.setattr(journal.os, "fsync", refuse)
+            trainer.step()
+        assert snapshots.committed_steps(s.run.policies) == [0, 1]
+        assert [line["step"] for line in journal.read_lineage(s.run.journal)] == [1]
+    with frozen_runs.trainer(s, publish_every_steps=1) as again:
+        assert again.step_number == 1
+        again.poll()
+        assert again.step() is not None
+        again.flush_snapshot()
+        assert snapshots.committed_steps(s.run.policies) == [0, 1, 2]
+
+
+def test_rows_that_are_not_valid_are_told_by_writer_and_row(tmp_path, caplog, frozen):
+    s = frozen(tmp_path / "run", batches=2)
+    frozen_runs.append_changed(s, "bad-1", tokens=((2, 0), 9999))
+    with frozen_runs.trainer(s) as trainer:
+        trainer.poll()
+        assert trainer.step() is not None
+        for _ in range(2):
+            trainer.report_problems()
+    told = [record.message for record in caplog.records if "bad-1" in record.message]
+    assert told == ["replay log of writer bad-1: row 2 is not valid (tokens), it and others like it are left out and counted"]

@@ -1,0 +1,103 @@
+"""A searcher of a prepared run, and the rows that it must append."""
+
+import dataclasses
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from tba_jax import trajectory
+from tba_jax.decoding import slots
+from tba_jax.experiment import jobs
+from tba_jax.replay.reader import LogReader
+from tba_jax.roles.searcher.searcher import Searcher
+from tba_jax.roles.searcher.stream import query_order, writer_number
+from tba_jax.run import layout, snapshots
+from tba_jax.run.metrics import TimeAccount
+from tba_jax.tasks.interface import Query, Scores, Task
+from tests.support import applied, tiny_run
+
+Q, S, R = 3, 4, 12  # queries of a batch, samples of a query, response tokens
+
+ROWS = Q * S
+
+# Ten queries, so that a batch holds queries of two passes; four slots, so that a batch does not fit at once.
+STREAM = dict(task__arithmetic__train_queries=10, task__response_length=R, sampling__explore_temperature_probability=0.5)
+
+BATCHES = dict(searchers__queries_per_batch=Q, searchers__samples_per_query=S, searchers__max_rows_per_snapshot=0)
+
+DECODER = dict(searchers__slots=4, searchers__decode_chunk=2, searchers__poll_seconds=0.01)
+
+
+def settings(folder: Path, **changes: Any) -> jobs.Invocation:
+    return tiny_run.settings(folder, tiny_run.config(**{**STREAM, **BATCHES, **DECODER, **changes}))
+
+
+def make_searcher(
+    prepared: Path, folder: Path, name: str = "run", task: Callable[[Task], Task] | None = None, **changes: Any
+) -> tuple[jobs.Invocation, Searcher]:
+    """A copy of the prepared run, and a searcher that has not looked at it yet. task: makes another of the task."""
+    shutil.copytree(prepared, folder / name)
+    s = settings(folder / name, **changes)
+    if task is not None:
+        s = dataclasses.replace(s, experiment=dataclasses.replace(s.experiment, task=task(s.experiment.task)))
+    return s, jobs.make_searcher(s, name="tested", account=TimeAccount())
+
+
+def weights(s: jobs.Invocation, step: int) -> dict[str, Any]:
+    """Large enough that responses of all lengths are drawn, and that those of two steps are told apart."""
+    return applied.random(s.experiment.policy.trained_specs, scale=0.3, seed=step)
+
+
+def publish(s: jobs.Invocation, step: int, damage: Callable[[Path], None] = lambda folder: None, scale: float = 1.0) -> None:
+    """A snapshot, which appears as a whole, damage included."""
+    draft = s.run.root / "draft" / layout.step_name(step)
+    params = jax.tree.map(lambda leaf: scale * leaf, weights(s, step))
+    snapshots.save(draft, params, snapshots.SnapshotInfo(step=step, epoch=1), dtype="float32")
+    damage(draft)
+    draft.rename(s.run.root / "policy" / draft.name)
+
+
+def committed(s: jobs.Invocation) -> int:
+    return sum(LogReader(s.run.replay, s.experiment.contract.row_shape()).heads().values())
+
+
+def rows_of_the_stream(s: jobs.Invocation, made: Searcher, queries: int) -> dict[str, np.ndarray]:
+    """All rows of the log, which must be those of the first queries of the stream, in their order, S each."""
+    reader = LogReader(s.run.replay, s.experiment.contract.row_shape())
+    rows = dict(reader.read(made.writer, 0, reader.heads()[made.writer]))
+    prompts, number = [query.prompt for query in s.experiment.queries["train"]], writer_number(made.writer)
+    orders = [query_order(10, seed=s.config.seed, writer=number, epoch=epoch) for epoch in range(-(-queries // 10))]
+    assert all(sorted(order.tolist()) == list(range(10)) for order in orders)
+    asked = [prompts[i] for i in np.concatenate(orders)[:queries] for _ in range(S)]
+    assert rows["query_id"].tolist() == [trajectory.query_id(prompt) for prompt in asked]
+    np.testing.assert_array_equal(rows["row"], np.arange(queries * S))
+    np.testing.assert_array_equal(rows["key"], slots.row_keys(s.config.seed, number, np.arange(queries * S, dtype=np.uint32)))
+    steps = [row[:n] for row, n in zip(rows["policy_step"], rows["response_length"], strict=True)]
+    assert all(len(each) and (each >= 0).all() and (np.diff(each) >= 0).all() for each in steps)
+    return rows
+
+
+def assert_same_rows(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    for name, column in expected.items():
+        np.testing.assert_allclose(found[name], column, rtol=0, atol=1e-5 if name.endswith("_logprobs") else 0, err_msg=name)
+
+
+class Held:
+    """A task whose n-th call for rewards does what `calls` say for it, before or instead of the task's own."""
+
+    def __init__(self, task: Task, *calls: Callable[[Scores], Scores]):
+        self._task, self._calls, self._taken, self._lock = task, calls, 0, threading.Lock()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._task, name)
+
+    def rewards(self, queries: list[Query], responses: list[str], finished: np.ndarray) -> Scores:
+        with self._lock:
+            call, self._taken = self._taken, self._taken + 1
+        scores = self._task.rewards(queries, responses, finished)
+        return self._calls[call](scores) if call < len(self._calls) else scores
