@@ -56,7 +56,6 @@ def test_recipe_dry_runs(recipe, tmp_path, request, capsys, one_device):
 
 REFUSALS = {
     "misspelt key": (["--config.learner.learning_rat=1"], ["'learner.learning_rat'", "did you mean 'learner.learning_rate'"]),
-    "missing recipe": (["--config=configs/nope.py"], ["configs/nope.py"]),
     "recipe without its baseline": (
         ["--config=configs/demo_baselines.py"],
         ["no baseline is named", "takes one of reinforce, rloo"],
@@ -66,7 +65,6 @@ REFUSALS = {
         ["demo_baselines.py:grppo", "no baseline 'grppo' (did you mean 'grpo'?)", "takes one of reinforce, rloo"],
     ),
     "micro-batch": (["--config.learner.micro_batch_rows=5"], ["5", "12 rows"]),
-    "batch and mesh": (["--config.learner.mesh.data=5"], ["12 rows", "= 5"]),
     "no tensor ways": (["--config.learner.mesh.tensor=0"], ["learner.mesh.tensor=0", "at least 1"]),
     "negative data ways": (["--config.evaluation.mesh.data=-2"], ["evaluation.mesh.data=-2", "at least 1"]),
     "parameters and mesh": (["--config.searchers.mesh.tensor=3"], ["searchers.mesh", "not divisible by 3"]),

@@ -1,7 +1,6 @@
 """Evaluation of a snapshot by one command: the figures of the run's own evaluator, other settings, and what is refused."""
 
 import json
-import sys
 
 import jax
 import numpy as np
@@ -97,18 +96,14 @@ def test_mistakes_are_one_sentence(run, flags, sentence, capsys):
 
 
 def test_a_report_is_not_written_into_the_run(run, tmp_path, capsys):
-    for output, sentence in (
-        (run.root / "config.json", f"lies in --workdir={run.root}, which stays as it is"),
-        (tmp_path / "none" / "report.json", "its folder does not exist"),
+    for workdir, output, sentence in (
+        (run.root, run.root / "config.json", f"lies in --workdir={run.root}, which stays as it is"),
+        (run.root, tmp_path / "none" / "report.json", "its folder does not exist"),
+        (tmp_path / "none", tmp_path / "report.json", "holds no run"),
     ):
         with pytest.raises(SystemExit) as ended:
-            command_line.execute(evaluate, [f"--workdir={run.root}", f"--output={output}"])
+            command_line.execute(evaluate, [f"--workdir={workdir}", f"--output={output}"])
         assert ended.value.code == processes.BAD_INPUT and sentence in capsys.readouterr().err
-
-
-def test_it_is_a_command(tmp_path):
-    done = tiny_run.call([sys.executable, "-m", "tba_jax", "evaluate", f"--workdir={tmp_path / 'none'}"])
-    assert done.returncode == processes.BAD_INPUT and "holds no run" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_rows_are_scored_again_with_the_models_of_the_task(run, monkeypatch):

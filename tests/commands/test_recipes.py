@@ -135,3 +135,8 @@ def test_a_flag_that_changes_no_setting_is_one_sentence(flag, words):
     for word in words:
         assert word in told
     assert ("did you mean" in told) == any("did you mean" in word for word in words)
+
+
+def test_recipes_of_the_other_program_are_refused():
+    with pytest.raises(ValueError, match=r"configs/base\.py is not made from configs/supervised\.py.*python -m tba_jax\.main"):
+        recipes.load("configs/base.py", [], program=settings_help.SUPERVISED)

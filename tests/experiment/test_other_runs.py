@@ -227,13 +227,6 @@ def test_another_optimiser_is_not_taken(source, tmp_path, caplog):
     assert not s.run.checkpoints.exists() and reference_of(s).exists()
 
 
-def test_the_command_refuses_with_one_sentence(source, tmp_path):
-    done = tiny_run.call(tiny_run.command(tmp_path / "run", f"--init_from={source.run.root}@99"))
-    assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1, done.stderr
-    assert "--init_from=" in done.stderr and "there are 0, 1, 2, 3, 4, 5, 6" in done.stderr
-    assert not (tmp_path / "run").exists()
-
-
 def test_another_version_is_neither_mounted_nor_begun_from(source, tmp_path):
     other = copy_of(source, tmp_path / "other").run
     layout.write_json(other.config, contract.read(other) | {"format": 0})

@@ -68,10 +68,8 @@ def test_folders_that_do_not_embed_are_refused():
         embeddings.read_config(path_of("bert_embedding"))
 
 
-def test_a_run_stores_embeddings_and_merges_by_them(folder, tmp_path, monkeypatch):
+def test_a_run_stores_embeddings_and_merges_by_them(folder, tmp_path, one_device):
     """Two-digit sums whose every response the tokenizer does not know: all have one embedding, so a query keeps one row."""
-    first = jax.devices()[:1]
-    monkeypatch.setattr(jax, "devices", lambda *arguments: first)
     changes = {"schedule__mode": "interleaved", "evaluation__enabled": False, "learner__steps": 3}
     c = tiny_run.config(task__embedding_path=str(folder), replay__merge_cosine_distance=0.01, **changes)
     s = tiny_run.settings(tmp_path, c)

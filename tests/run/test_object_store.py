@@ -3,7 +3,6 @@
 import concurrent.futures
 import dataclasses
 import socket
-import sys
 import threading
 import time
 import uuid
@@ -12,7 +11,8 @@ import jax
 import numpy as np
 import pytest
 
-from tba_jax.commands import audit, show
+from tba_jax import main
+from tba_jax.commands import audit, command_line, show
 from tba_jax.experiment import jobs, other_runs
 from tba_jax.replay import journal
 from tba_jax.replay.expiry import RowsExpired, remove_segments
@@ -253,7 +253,14 @@ def test_a_run_in_one_process_meets_elsewhere_and_resumes(tmp_path, kind, one_de
     assert layout.read_json(run.finished)["step"] == 5 and not (tmp_path / "another" / "journal").exists()
 
 
-def test_a_run_on_s3_is_resumed_mounted_and_audited(s3, tmp_path, one_device):
+def refusal(workdir, *flags: str, capsys) -> str:
+    """The sentence that main refuses the tiny run with these flags by."""
+    with pytest.raises(SystemExit, match="2"):
+        command_line.execute(main, tiny_run.command(workdir, *flags)[3:])
+    return capsys.readouterr().err
+
+
+def test_a_run_on_s3_is_resumed_mounted_and_audited(s3, tmp_path, one_device, capsys):
     shared = f"s3://{moto_server.BUCKET}/{uuid.uuid4().hex}"
     plain = ("--config.evaluation.enabled=False", "--config.learner.steps=4")
     trainer = tiny_run.start(tiny_run.command(tmp_path / "a", "--role=trainer", f"--shared={shared}", *plain))
@@ -271,17 +278,16 @@ def test_a_run_on_s3_is_resumed_mounted_and_audited(s3, tmp_path, one_device):
     assert str(run.shared) == shared and layout.read_json(run.finished)["step"] == 4
     assert snapshots.committed_steps(run.policies)[-1] == 4
 
-    wrong = tiny_run.call(tiny_run.command(tmp_path / "a", f"--shared={shared}-other", *plain))
-    assert wrong.returncode == 2 and f"meet in {shared}" in wrong.stderr
+    assert f"meet in {shared}" in refusal(tmp_path / "a", f"--shared={shared}-other", *plain, capsys=capsys)
 
     # The same workdir, without being told where: it goes on, alone in one process.
     more = ("--config.schedule.mode=interleaved", "--config.learner.steps=6", "--allow_change=learner.steps,schedule.mode")
-    again = tiny_run.call(tiny_run.command(tmp_path / "a", plain[0], *more))
-    assert again.returncode == 0 and "resumed at step 4" in again.stderr, again.stderr
+    assert command_line.execute(main, tiny_run.command(tmp_path / "a", plain[0], *more)[3:]) == 0
+    assert "resumed at step 4" in capsys.readouterr().err
     assert layout.read_json(run.finished)["step"] == 6
 
-    told = tiny_run.call([sys.executable, "-m", "tba_jax", "audit", f"--workdir={tmp_path / 'a'}"])
-    assert told.returncode == 0 and "the ledger balances" in told.stdout, (told.stdout, told.stderr)
+    assert command_line.execute(audit, [f"--workdir={tmp_path / 'a'}"]) == 0
+    assert "the ledger balances" in capsys.readouterr().out
     assert audit.rebuild_batch(audit.open_run(tmp_path / "a"), 2)[1]
     assert "of 2 writers, newest first" in show.show(tmp_path / "a", "newest", 2)
 
@@ -304,12 +310,12 @@ def _first_row(run) -> str:
     return f"{writer}:{row}"
 
 
-def test_a_store_that_is_not_there_is_named(s3, tmp_path, monkeypatch):
-    flags = ("--role=searcher",)
-    refused = tiny_run.call(tiny_run.command(tmp_path / "a", "--shared=s3://no-such-bucket/x", *flags))
-    assert refused.returncode == 2 and "s3://no-such-bucket does not exist" in refused.stderr, refused.stderr
-    refused = tiny_run.call(tiny_run.command(tmp_path / "b", "--shared=memory://x", *flags))
-    assert refused.returncode == 2 and "memory://x ends with its process" in refused.stderr, refused.stderr
+def test_a_store_that_is_not_there_is_named(s3, tmp_path, monkeypatch, capsys):
+    for name, shared, words in (
+        ("a", "s3://no-such-bucket/x", "s3://no-such-bucket does not exist"),
+        ("b", "memory://x", "memory://x ends with its process"),
+    ):
+        assert words in refusal(tmp_path / name, f"--shared={shared}", "--role=searcher", capsys=capsys)
     assert not (tmp_path / "a").exists() and not (tmp_path / "b").exists()
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))

