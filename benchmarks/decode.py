@@ -51,7 +51,7 @@ from tba_jax.models import decoder, parameters
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.hugging_face import export, load
 from tba_jax.models.presets import PRESETS
-from tba_jax.models.scoring import ResponseSpace
+from tba_jax.models.response_space import ResponseSpace
 
 _DEVICE = flags.DEFINE_enum(
     "device", "cpu", ["cpu", "gpu"], "cpu: float32, small models; gpu: bfloat16, shapes of published ones."

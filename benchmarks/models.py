@@ -17,9 +17,9 @@ import numpy as np
 import optax
 from absl import app, flags, logging
 
+from benchmarks.rollout import rollout
 from tba_jax import sharding
 from tba_jax.decoding import sampling as sampling_lib
-from tba_jax.decoding.rollout import rollout
 from tba_jax.decoding.slots import row_keys
 from tba_jax.learner import state as state_lib
 from tba_jax.learner import update

@@ -32,12 +32,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import tba_jax
+from benchmarks.rollout import rollout
 from configs import base, demo
 from tba_jax import sharding
 from tba_jax.decoding import sampling as sampling_lib
 from tba_jax.decoding.engine import Engine
 from tba_jax.decoding.requests import Request
-from tba_jax.decoding.rollout import rollout
 from tba_jax.decoding.slots import row_keys
 from tba_jax.experiment import composition
 from tba_jax.learner import settings

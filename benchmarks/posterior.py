@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from tba_jax.decoding.rollout import Rollout, rollout
+from benchmarks.rollout import Rollout, rollout
 from tba_jax.decoding.sampling import Sampling
 from tba_jax.learner import state as state_lib
 from tba_jax.learner import update

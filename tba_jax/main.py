@@ -95,4 +95,4 @@ def _check_shared(run: "layout.RunDir") -> None:
 
 if __name__ == "__main__":
     processes.hold()
-    sys.exit(command_line.execute(sys.modules[__name__], sys.argv[1:], prog="python -m tba_jax.main"))
+    sys.exit(command_line.execute(sys.modules[__name__], sys.argv[1:]))

@@ -81,7 +81,7 @@ REFUSALS = {
 def refusal(arguments: list[str], capsys) -> str:
     """The one sentence that main, in this process, refuses a command line with."""
     with pytest.raises(SystemExit) as ended:
-        command_line.execute(main, arguments, prog="python -m tba_jax.main")
+        command_line.execute(main, arguments)
     said = capsys.readouterr()
     assert ended.value.code == 2 and not said.out
     assert said.err.startswith("error: ") and said.err.count("\n") == 1, said.err

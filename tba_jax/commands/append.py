@@ -107,11 +107,11 @@ def _check_objective(experiment: "Experiment") -> None:
 
 def _read(source: str, experiment: "Experiment", unfit: str) -> tuple[list[GivenResponse], Counter[str]]:
     """The responses that the run can have, and the number of other responses by the reason why it cannot have them."""
+    from tba_jax.roles.sampler import automaton
     from tba_jax.tasks import data
-    from tba_jax.text import stop_strings
 
     contract, tokenizer = experiment.contract, experiment.tokenizer
-    stops = stop_strings.build(tokenizer.token_bytes(), contract.stop_strings, vocab=experiment.policy.model.vocab)
+    stops = automaton(contract.stop_strings, tokenizer, vocab=experiment.policy.model.vocab)
     queries = {encoded.query.prompt: encoded for encoded in experiment.queries["train"]}
     kept: list[GivenResponse] = []
     left_out: Counter[str] = Counter()

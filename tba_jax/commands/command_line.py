@@ -48,6 +48,8 @@ class Command(Protocol):
 
 class _PathParser(flags.ArgumentParser):
     def parse(self, argument: str) -> Path:
+        if not argument:  # an unset variable of the shell; Path("") would be the current folder
+            raise ValueError("a path is needed")
         return Path(argument)
 
 
@@ -60,9 +62,8 @@ def add_workdir(values: flags.FlagValues) -> None:
     add_path(values, "workdir", "the run's folder", required=True)
 
 
-def execute(command: Command, arguments: Sequence[str], *, prog: str = "") -> int:
+def execute(command: Command, arguments: Sequence[str]) -> int:
     """Runs a command and returns its exit code; a mistake or a failure ends the process by a code of its own."""
-    prog = prog or f"python -m tba_jax {command.__name__.rpartition('.')[2]}"
     values = flags.FlagValues()  # its own: who imports a command defines no flag in absl.flags.FLAGS
     settings = command.add_flags(values)
     with contextlib.suppress(StopIteration):
@@ -88,7 +89,7 @@ def _help(command: Command, values: flags.FlagValues, settings: SettingsHelp | N
             refuse(error)
     lines = [(command.__doc__ or "").strip(), "", "flags:"]
     for flag in (each for module in values.flags_by_module_dict().values() for each in module):
-        default = f"; default: {flag.default}" if flag.default not in (None, "", False) else ""
+        default = f"; default: {flag.default}" if flag.default not in (None, "", False, []) else ""
         lines.append(f"  --{flag.name:13} {flag.help}{default}")
     return "\n".join(lines) + (settings.overview() if settings is not None else "")
 

@@ -43,6 +43,7 @@ def rescore(workdir: Path) -> str:
     from tba_jax.replay.reader import LogReader
     from tba_jax.rewards import task_models
     from tba_jax.run.lease import EpochLease
+    from tba_jax.tasks.interface import Closable
 
     run = layout.open_run_dir(workdir)
     experiment, theirs, retention = _compared(run, workdir)
@@ -70,6 +71,8 @@ def rescore(workdir: Path) -> str:
         task_models.start(experiment.task, sharding.task_mesh(0))
     for writer, head in waiting.items():
         _rescore_writer(run, experiment, reader, queries, writer=writer, head=head)
+    if isinstance(experiment.task, Closable):
+        experiment.task.close()
     layout.write_json(run.rescored_commit(version), {"reward_parts": list(experiment.contract.reward_parts), "heads": heads})
     total = f"{sum(heads.values())} rows of {len(heads)} writers have reward version {version} in {run.rescored(version)}"
     return "; ".join([f"{total}, {sum(waiting.values())} of them scored now", *sorted(reader.problems.values())])

@@ -37,12 +37,10 @@ def show(workdir: Path, order: str, count: int) -> str:
     from tba_jax import trajectory
     from tba_jax.experiment import composition
     from tba_jax.replay.reader import LogReader
-    from tba_jax.run import contract, layout, places
+    from tba_jax.run import contract, layout
 
     run = layout.open_run_dir(workdir)
-    if not places.exists(run.config):
-        raise ValueError(f"{workdir} holds no run: there is no {run.config}")
-    config = config_dict.ConfigDict(contract.read(run)["config"])
+    config = config_dict.ConfigDict(contract.read_run(run, called=str(workdir))["config"])
     experiment = composition.build(config)
     reader = LogReader(run.replay, experiment.contract.row_shape())
     kept = {writer: reader.kept(writer) for writer, head in sorted(reader.heads().items()) if head}

@@ -24,7 +24,7 @@ from tba_jax.decoding.slots import SlotsConfig
 from tba_jax.models import kv_cache
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.parameters import Params
-from tba_jax.models.scoring import ResponseSpace
+from tba_jax.models.response_space import ResponseSpace
 from tba_jax.text.stop_strings import StopStrings
 
 # How new weights are taken up: by all sequences at the next decode step, or by new sequences alone.

@@ -25,7 +25,7 @@ from tba_jax import sharding
 from tba_jax.decoding import sampling as sampling_lib
 from tba_jax.models import kv_cache
 from tba_jax.models.config import DecoderConfig
-from tba_jax.models.scoring import ResponseSpace
+from tba_jax.models.response_space import ResponseSpace
 
 # The status of a sample after a token.
 RUNNING, FINISHED, CUT = 0, 1, 2

@@ -1,10 +1,11 @@
 """The job of each `--role`: its checks, the objects it builds from an experiment, and the loop that it runs."""
 
+import contextlib
 import dataclasses
 import logging
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tba_jax import sharding
@@ -136,7 +137,8 @@ def reference(s: Invocation) -> Job:
     join(s, may_change_schedule=False)
 
     def job() -> int:
-        _make_reference(s)
+        with _mistakes_end_the_role():
+            _make_reference(s)
         return 0
 
     return job
@@ -233,13 +235,20 @@ def searcher(s: Invocation) -> Job:
     return job
 
 
-def _start_task(s: Invocation, *, task_devices: int) -> None:
+@contextlib.contextmanager
+def _mistakes_end_the_role() -> Iterator[None]:
+    """Makes a ValueError a mistake of the user, after which starting the role again would not help; storage may recover."""
     try:
-        task_models.start(s.experiment.task, sharding.task_mesh(task_devices))
-    except ValueError as error:  # slots that do not divide over the devices, say: starting again would not help
+        yield
+    except ValueError as error:
         if processes_lib.is_storage_failure(error):
             raise
         raise processes_lib.BadInput(str(error)) from error
+
+
+def _start_task(s: Invocation, *, task_devices: int) -> None:
+    with _mistakes_end_the_role():  # slots that do not divide over the devices, say
+        task_models.start(s.experiment.task, sharding.task_mesh(task_devices))
 
 
 def _close_task(s: Invocation) -> None:
@@ -309,7 +318,8 @@ def _in_turn(s: Invocation) -> Job:
     progress = _progress(s, searchers=1)
 
     def job() -> int:
-        made, lease = make_trainer(s, publish_every_steps=1)
+        with _mistakes_end_the_role():
+            made, lease = make_trainer(s, publish_every_steps=1)
         # From here on a signal waits for the end of a step. Before, it ends the process at once: a warm start may take minutes.
         stop = processes_lib.StopSignal()
         _start_task(s, task_devices=s.config.searchers.task_devices)

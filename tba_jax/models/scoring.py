@@ -1,6 +1,5 @@
 """Teacher-forced log-probabilities: the one function by which trainer and searcher score a given response."""
 
-import dataclasses
 from collections.abc import Callable
 
 import chex
@@ -14,28 +13,7 @@ from tba_jax.models import parameters
 from tba_jax.models.decoder import Decoder
 from tba_jax.models.layers import full_precision
 from tba_jax.models.parameters import Params
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ResponseSpace:
-    """Which responses there are, and at which temperature they are scored: the same for the policy and the reference.
-
-    π(y_t|x, y_<t) = softmax(logits / temperature) over all tokens but the banned ones and, where t + 1 < min_length, the
-    end of sequence. t counts response tokens from 0, so none ends by it with fewer than min_length of them.
-
-    temperature: the run's scoring temperature T (TBA paper: one constant that defines the policy and the reference alike);
-    banned_tokens: ids below V that no response holds; eos_id: the end of sequence, -1: there is none; min_length: tokens,
-    0 and 1: any.
-    """
-
-    temperature: float
-    banned_tokens: tuple[int, ...]
-    eos_id: int
-    min_length: int = 0
-
-    def __post_init__(self) -> None:
-        if self.min_length > 1 and self.eos_id < 0:
-            raise ValueError(f"min_length={self.min_length} holds back the end of sequence, and eos_id={self.eos_id} names none")
+from tba_jax.models.response_space import ResponseSpace
 
 
 def response_tokens(tokens: jax.Array, prompt_length: jax.Array, *, R: int) -> jax.Array:

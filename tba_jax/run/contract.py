@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tba_jax import trajectory
-from tba_jax.models.scoring import ResponseSpace
+from tba_jax.models.response_space import ResponseSpace
 from tba_jax.run import layout, places
 from tba_jax.run.places import Place
 from tba_jax.schemas import flatten

@@ -126,7 +126,7 @@ def code(function, *arguments):
     return found, out.getvalue(), err.getvalue()
 
 def of_main(*arguments):
-    return code(lambda: command_line.execute(main, arguments, prog="main"))
+    return code(lambda: command_line.execute(main, arguments))
 
 for listed in ([], ["--help"]):
     found, told, _ = code(commands.main, listed)

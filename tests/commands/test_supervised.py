@@ -123,6 +123,7 @@ def heldout_points(workdir: Path) -> list[dict[str, Any]]:
     return [line for line in metrics.read_lines(layout.RunDir(workdir).metrics("supervised")) if "heldout_loss" in line]
 
 
+@pytest.mark.slow
 def test_a_reward_model_learns_what_the_prompt_asks_for(folder, tmp_path, capsys):
     train = write_lines(tmp_path / "train.jsonl", preferences(2000, seed=1))
     heldout = write_lines(tmp_path / "heldout.jsonl", preferences(500, seed=2))
@@ -250,6 +251,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(folder, tmp_path, ki
     jax.tree.map(np.testing.assert_array_equal, weights(tmp_path / "again"), weights(tmp_path / "whole-model"))
 
 
+@pytest.mark.slow
 def test_a_run_resumes_on_another_mesh(folder, tmp_path):
     train = write_lines(tmp_path / "train.jsonl", preferences(60, seed=1))
     one = config(folder, train, kind="reward")

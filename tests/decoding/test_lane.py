@@ -26,6 +26,7 @@ from tests.support.tiny_engine import (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slots, samples, queries", [(64, 16, 100), pytest.param(64, 1, 1000, marks=pytest.mark.slow)])
 def test_slots_are_seldom_idle_while_requests_wait(slots, samples, queries):
     """Long-tailed lengths: half of the responses have 32 tokens at most, one in twenty more than 119, as many as 128."""
@@ -71,6 +72,7 @@ def test_samples_that_end_by_their_first_token_need_no_step(grouped):
     np.testing.assert_array_equal(found.finished, found.tokens[:, 0] == EOS)
 
 
+@pytest.mark.slow
 def test_batches_read_windows_of_caches_and_share_queries(single, monkeypatch):
     """Two batches of two queries over four groups, then more than there are slots for, so that the rings wrap."""
     traced, decode = [], decode_loop.decode

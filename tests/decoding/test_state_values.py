@@ -188,6 +188,7 @@ def rows_of(s):
     return writer, reader.read(writer, 0, head)
 
 
+@pytest.mark.slow
 def test_values_change_nothing_else_of_a_row(tmp_path, numbered, monkeypatch):
     """Nor does the order of rows change where the next queries are decoded beside the values."""
     explored = {"sampling__explore_temperature_probability": 0.5, "sampling__explore_top_p_probability": 0.3}

@@ -166,6 +166,7 @@ def state_of_policy_0(s: jobs.Invocation) -> dict[str, np.ndarray]:
     return stored(reference_of(s), s.experiment.policy.model_specs)
 
 
+@pytest.mark.slow
 def test_adapters_of_the_other_run_are_merged(tmp_path):
     lora = {"lora__rank": 2, "lora__alpha": 6.0, "lora__targets": ("layers.attention.query",)}
     other = source_run(tmp_path / "source", **lora)

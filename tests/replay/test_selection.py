@@ -260,6 +260,7 @@ def big_index(rows: int, rows_per_query: int) -> ReplayIndex:
     return index
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "rows_per_query", "Q", "K"),
     [pytest.param(1_000_000, 16, 32, 16, marks=pytest.mark.slow), (100_000, 100_000, 1, 128)],

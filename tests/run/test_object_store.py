@@ -230,6 +230,7 @@ def test_a_snapshot_is_the_same_reference_policy_wherever_it_is(root, tmp_path):
     assert_same_bits(snapshots.load(root / name, SPECS, shardings()), random_params())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["memory", pytest.param("folder", marks=pytest.mark.slow)])
 def test_a_run_in_one_process_meets_elsewhere_and_resumes(tmp_path, kind, one_device):
     shared = places.place("memory://store/shared") if kind == "memory" else tmp_path / "shared"

@@ -15,6 +15,7 @@ NEEDED = {"vine_ppo": ("--config.task.step_ends=(',', '#')", "--config.searchers
 BY_DEFAULT = ("ppo",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in BY_DEFAULT else [pytest.mark.slow]) for name in OBJECTIVES]
 )

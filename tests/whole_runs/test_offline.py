@@ -110,6 +110,7 @@ def test_a_mounted_run_may_still_be_running(tmp_path, frozen):
         assert trainer.step() is not None and trainer.scalars()["rows_seen"] == 48
 
 
+@pytest.mark.slow
 def test_without_searchers_the_supervisor_starts_a_trainer_alone(tmp_path, frozen):
     source = frozen(tmp_path / "source")
     flags = ["--config.searchers.count=0", f"--config.replay.mount={source.run.root}", "--config.task.missing_eos_reward=-1.0"]

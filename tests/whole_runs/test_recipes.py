@@ -142,6 +142,7 @@ def check_summaries(run: layout.RunDir, folder: Path, tokenizer: Path) -> None:
     check_rewards(run, folder / "reward", tokenizer)
 
 
+@pytest.mark.slow
 def test_summaries_have_the_rewards_of_the_model(tmp_path, one_device):
     """A searcher and an evaluator that score summaries, and rows whose rewards a loop over them finds again."""
     settings, tokenizer = summaries(tmp_path)

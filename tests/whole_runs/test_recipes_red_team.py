@@ -69,6 +69,7 @@ def test_gpt2s_recipe_runs_in_turn_with_its_tokenizer(tmp_path, data_dir, one_de
     runs_in_turn(c, folders, tmp_path)
 
 
+@pytest.mark.slow
 def test_llamas_recipe_runs_in_turn(tmp_path, one_device):
     c = red_team_llama3_2_1b.get_config()
     c.update_from_flattened_dict(OF_LETTERS | {"task.red_team.classifier_length": 60})

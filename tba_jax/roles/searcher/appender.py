@@ -24,7 +24,7 @@ from tba_jax.tasks.interface import EncodedQuery, Scores, Task
 from tba_jax.text.tokenizers import Tokenizer
 
 # A batch that waits for room looks this often whether it is still to wait.
-_LOOK_SECONDS = 0.5
+_LOOK_SECONDS = 2.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -42,7 +42,7 @@ RESUMED = {
 }
 
 # Whose states hold what no other's does; the others take their time in the slow tests.
-BY_DEFAULT = ("whole policy", "value head", "reset reference and optimizer", "moving average of adapters in host memory")
+BY_DEFAULT = ("whole policy", "moving average of adapters in host memory")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in BY_DEFAULT else [pytest.mark.slow]) for name in RESUMED])

@@ -12,7 +12,7 @@ from tba_jax.decoding.sampling import Sampling
 from tba_jax.models import kv_cache
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.parameters import Params
-from tba_jax.models.scoring import ResponseSpace
+from tba_jax.models.response_space import ResponseSpace
 
 
 @flax.struct.dataclass

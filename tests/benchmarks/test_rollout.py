@@ -8,16 +8,18 @@ import jax
 import numpy as np
 import pytest
 
+from benchmarks import rollout
+from benchmarks.rollout import Rollout
 from tba_jax import sharding, trajectory
 from tba_jax.decoding import requests as requests_lib
-from tba_jax.decoding import rollout
 from tba_jax.decoding import sampling as sampling_lib
 from tba_jax.decoding.engine import Engine
 from tba_jax.decoding.requests import Request
-from tba_jax.decoding.rollout import Rollout
 from tba_jax.models import kv_cache
 from tests.support import applied
 from tests.support.tiny_engine import BANNED, EOS, MODEL, PAD, PARAMS, SPACE, mixed_sampling, row_keys
+
+pytestmark = pytest.mark.slow
 
 Q, W, P, R = 3, 4, 5, 7
 B = Q * W
