@@ -81,8 +81,8 @@ class RowShape:
 #   behavior_logprobs: float32[B, R]    nats, the distribution that was sampled, 0 where masked
 #   policy_step: int32[B, R]            trainer step of the weights that produced each token, -1 where masked
 #   embedding: float32[B, E]            of the response's text, of length 1; only where E > 0
-#   state_values: float32[B, R]         mean reward of what was sampled from the state before each token, NaN where that was not
-#                                       valued, the first state always is; only where RowShape.state_values
+#   state_values: float32[B, R]         mean reward of the samples from the state before each token; NaN where the state has no
+#                                       estimate, the first state always has one; only where RowShape.state_values
 Rows = Mapping[str, np.ndarray]
 
 

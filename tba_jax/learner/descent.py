@@ -1,4 +1,4 @@
-"""One step down the gradient of a loss, whichever it is: the optimiser of each part, and the check that all of it is finite."""
+"""One optimiser step for any loss, and the check that everything in it is finite."""
 
 import dataclasses
 from collections.abc import Callable
@@ -33,11 +33,11 @@ GradientOf = Callable[[TrainState, Params, Any], Gradient]
 def step(
     state: TrainState, frozen: Params, batch: Any, *, gradient_of: GradientOf, optimizers: Optimizers
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """The state after one step, and measurements: loss, grad_norm (of the policy's part), finite, skipped_steps, and those of
-    the gradient.
+    """The state after one step, and measurements: loss, grad_norm (of the policy's part), finite, skipped_steps, and the
+    measurements of the gradient.
 
-    `finite` is float32[], 0 where loss, gradient, new weights or what else the batch gave are not finite: the state is then left
-    as it was, but counts the step, in skipped_steps too.
+    `finite`, float32[], is 0 if the loss, the gradient, the new weights or the batch's results are not finite. The state then
+    changes only in `step` and `skipped`.
     """
     gradient = gradient_of(state, frozen, batch)
     grad_norm = optax.tree.norm(gradient.by_part["policy"])

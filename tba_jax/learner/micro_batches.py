@@ -33,7 +33,7 @@ def join(tree: Any, unit: int = 1) -> Any:
 
 
 def accumulate(gradient: Callable[[Any], tuple[Params, Any]], params: Params, micros: Any) -> tuple[Params, Any]:
-    """Sums the gradients of micro-batches; one of them exists at a time.
+    """Sums the gradients of micro-batches; only one micro-batch's gradient is in memory.
 
     Args:
       gradient: micro-batch -> (gradient like params, whatever else is kept of it).

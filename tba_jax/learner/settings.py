@@ -69,7 +69,7 @@ def make_learner_config(config: Any, contract: contract_lib.Contract, policy: Po
 
 
 def make_moving_reference(config: Any, learner_config: update.LearnerConfig, mesh: jax.sharding.Mesh) -> MovingReference | None:
-    """None where the reference stays, or is not held."""
+    """The reference that moves with the policy; None if the reference does not move, or is not stored."""
     r = config.learner.reference
     moves = {"reset": (r.reset_steps, 0.0), "ema": (1, r.ema_decay)}
     if r.kind not in moves:

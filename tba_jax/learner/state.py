@@ -51,8 +51,8 @@ class TrainState:
 class Batch:
     """B = Q·K rows on the device, rows of one query consecutive. Shapes and units as in trajectory.Rows.
 
-    moving_ref_logprobs: as ref_logprobs, which are those of the run's initial reference, by the reference of the step; None
-    where the reference does not move. state_values: see ObjectiveInputs; None where rows have no column of that name.
+    ref_logprobs: log-probs under the run's initial reference. moving_ref_logprobs: log-probs under the reference of the step;
+    None where the reference does not move. state_values: see ObjectiveInputs; None where rows have no column of that name.
     """
 
     tokens: chex.Array

@@ -1,11 +1,11 @@
 """The learner's mathematics: one update on Q queries × K completions, in micro-batches of any size.
 
-An objective couples the K rows of a query, a micro-batch need not hold them all. Both ways are exact:
+An objective couples the K rows of a query, but a micro-batch need not hold them all. Both ways are exact:
 
 - whole groups: a micro-batch of a multiple of K rows evaluates the objective on its own groups; gradients are averaged;
 - any split: a first pass scores all rows, the objective's gradient with respect to the log-probs [B, R] is taken on the
-  whole batch, and a second pass pulls it back through the model one micro-batch at a time. So it is for the values [B, R] of
-  a value head, which shares the policy's states: its loss has a gradient for the policy, too.
+  whole batch, and a second pass pulls it back through the model one micro-batch at a time. The values
+  [B, R] of a value head are treated the same way: the head shares the policy's states, so its loss has a gradient for the policy.
 """
 
 import dataclasses
@@ -144,9 +144,8 @@ def _gradient(
 
 
 def _log_z(state: TrainState, frozen: Params, batch: Batch, config: LearnerConfig) -> tuple[jax.Array, Any]:
-    """log Z(x) of each row's query, float32[B], and what takes its cotangent to the head's gradient, {"log_z_head": …}.
-
-    Without a head, zeros and {}.
+    """log Z(x) of each row's query, float32[B], and a function that maps the cotangent of log Z to the gradient
+    {"log_z_head": …}. Without a head they are zeros and {}.
     """
     K = config.settings.completions
     model = state.model(state.params, frozen)

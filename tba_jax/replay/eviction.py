@@ -15,7 +15,7 @@ class LowestReward:
     """
 
     def __init__(self) -> None:
-        # (reward, arrival, slot). What is no longer resident goes when it comes up, or when the heap has doubled.
+        # (reward, arrival, slot). Entries of rows that left are dropped at the top, or when the heap has doubled.
         self._heap: list[tuple[float, int, int]] = []
         self._limit = 64
 

@@ -32,8 +32,7 @@ def _read(root: Place) -> dict[str, dict[str, list[int]]]:
 def remove_segments(root: Place, segments: Mapping[str, Sequence[int]]) -> None:
     """Removes segments, whole and for good. Only the run's trainer may call it.
 
-    Called again after it was interrupted, or after a folder could not be removed, with whatever segments, it completes what it
-    had begun.
+    A later call with any segments completes a removal that was interrupted, or that a folder refused.
 
     Args:
       segments: writer -> numbers; those that are gone already cost nothing. A writer's last segment must not be among them:

@@ -91,7 +91,7 @@ class Journal:
             if self._length == 0:
                 places.sync_folder(self.path.parent)
         except OSError:
-            # What was written of the line would make the next one unreadable.
+            # A partial line would make the next line unreadable.
             os.ftruncate(self._file, self._length)
             raise
         self._length += len(content)

@@ -10,8 +10,8 @@ from tba_jax.replay.index import ReplayIndex
 class Account:
     """One writer's rows.
 
-    evicted: by rule (index.EVICTIONS); rejected: by reason (validation.REJECTIONS); evicted_untrained: by a capacity and never
-    drawn, a part of evicted; expired: removed by retention before they were read; unseen: committed since.
+    evicted: by rule (index.EVICTIONS); rejected: by reason (validation.REJECTIONS); evicted_untrained: evicted by a
+    capacity before any draw, a part of evicted; expired: removed by retention before they were read; unseen: not read yet.
     """
 
     committed: int

@@ -26,7 +26,7 @@ WRITER_NAME = re.compile(rf"(?!{REGISTER}$)[a-z0-9][a-z0-9-]{{0,99}}")
 
 
 def registration(root: Place, writer: str) -> Place:
-    """The file that claims a writer id under a replay folder: {"schema", "info", "claim"}. claim: like no other's."""
+    """The file that claims a writer id under a replay folder: {"schema", "info", "claim"}. claim: a random id of this registration."""
     return root / REGISTER / f"{writer}.json"
 
 
@@ -52,7 +52,7 @@ class LogWriter:
           rows_per_append: rows in every append, the chunk of the storage.
           segment_appends: appends in a segment, the unit of retention.
           info: who writes (host, pid, start time); stored as it is.
-          claim: False: the caller calls `claim` once the rows are there, and nobody follows them before; it alone may use the id.
+          claim: False: the caller claims the id by `claim` after writing; until then no reader sees the log.
 
         Raises:
           ValueError: a malformed or used writer id, or a count below 1.

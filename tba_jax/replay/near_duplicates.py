@@ -1,9 +1,9 @@
 """Finds the resident response nearest to a new one, by edit distance over tokens or by cosine distance of embeddings.
 
 The Levenshtein distance d of two responses with n_a and n_b tokens has a cheap lower bound: with L1 the distance of their
-token counts, d >= (L1 + |n_a − n_b|) / 2. Counting tokens in few buckets only lowers L1, and so does counting no more than the
-buckets that only one of the two has, which two words of bits tell. Two vectorised passes, the bits first, leave the few responses
-whose distance has to be computed.
+token counts, d >= (L1 + |n_a − n_b|) / 2. Two weaker bounds are cheaper: L1 of counts in 128 buckets, and the number of buckets
+that only one of the two responses uses, which two words of bits tell. Two vectorised passes, the bits first, leave the few
+responses whose distance has to be computed.
 """
 
 import numpy as np
@@ -104,7 +104,7 @@ class NearByEmbedding:
     def nearest(self, slot: int, others: np.ndarray, arrival: np.ndarray) -> int | None:
         """As NearByEdits.nearest."""
         own = self._embeddings[slot]
-        # BLAS rounds as machine and number of threads have it: what it finds near is computed again, the same everywhere.
+        # BLAS results vary by machine and number of threads, so candidates are computed again in float64.
         near = others[self._embeddings[others] @ own >= 1 - self._distance - 1e-4]
         distances = np.round(1.0 - (self._embeddings[near].astype(np.float64) * own).sum(axis=1), 6)
         near, distances = near[distances <= self._distance], distances[distances <= self._distance]

@@ -19,13 +19,13 @@ from tba_jax.run import layout, places
 from tba_jax.run.places import STORAGE_ERRORS, Place
 from tba_jax.trajectory import Rows, RowShape
 
-# Below a committed head these mean storage that lags, never the absence of rows; anything else is damage. The last two
-# are a data file that is not there yet: the database reads it as empty, and the checksum or the metadata parser refuses.
+# Below a committed head these errors mean that storage lags; any other error means damage. The last two appear while a data file
+# is not there yet: the database reads it as empty, and the checksum or the metadata parser refuses.
 _LAGGING = re.compile(
     r"(NOT_FOUND|UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED):|.*(Input size of 0 is less than digest size|Invalid JSON)", re.DOTALL
 )
 _READ_AHEAD_APPENDS = 16
-# A writer without news for so long (most have ended) is asked once in so many seconds only, where the caller agrees.
+# A writer without news for QUIET_SECONDS (most have ended) is asked only every QUIET_POLL_SECONDS, if the caller allows it.
 QUIET_SECONDS = 60.0
 QUIET_POLL_SECONDS = 5.0
 # Open segments beyond one a writer.
@@ -44,7 +44,8 @@ class LogCorruption(ValueError):
 
 @dataclasses.dataclass
 class _Followed:
-    """How far a writer's log has been seen. version: of the segment's manifest. news, asked: when it had, was asked for some."""
+    """How far a writer's log has been seen. version: of the segment's manifest. news, asked: times of the last news and of
+    the last request."""
 
     root: Place
     folder: Place
@@ -90,10 +91,10 @@ class LogReader:
         self.problems: dict[str, str] = {}
         self._roots = (root, *mounts)
         self._patience_seconds = patience_seconds
-        # Registrations that say something else than a log of these rows, and what.
+        # Registrations that are not logs of these rows -> the reason.
         self._refused: dict[Place, str] = {}
         self._followed: dict[str, _Followed] = {}
-        # Of each root: the version of its list of expired segments, and the list.
+        # Root -> the version of its list of expired segments, and the list.
         self._expired: dict[Place, tuple[bytes, dict[str, frozenset[int]]]] = {each: (b"", {}) for each in self._roots}
         self._segments: collections.OrderedDict[tuple[str, int], Segment] = collections.OrderedDict()
         # (writer, append number) -> its read, started by `prefetch`.
@@ -108,7 +109,7 @@ class LogReader:
         self._refresh_expired()
         for root in self._roots:
             problems |= self._discover(root)
-        # One whose head cannot be read is asked always, so that its problem is told as long as it lasts.
+        # Writers whose head cannot be read are always asked, so that their problem is reported while it lasts.
         asking = [name for name, each in self._followed.items() if not spare_quiet or name in self.problems or each.is_due()]
         problems |= self._advance_all(asking)
         self.problems = problems  # as a whole: another thread may be reading them

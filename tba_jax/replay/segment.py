@@ -138,7 +138,7 @@ def _array_spec(schema: LogSchema) -> dict[str, Any]:
 
 
 class Segment:
-    """An open segment. Raises storage.STORAGE_ERRORS as tensorstore words them."""
+    """An open segment. Raises places.STORAGE_ERRORS in the words of tensorstore."""
 
     def __init__(self, folder: Place, schema: LogSchema, *, create: bool = False):
         """Args: create: commits the empty array first; that of an earlier, interrupted creation is reused."""

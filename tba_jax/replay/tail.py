@@ -27,7 +27,7 @@ def _read_runs(reader: LogReader, writer: str, begin: int, end: int) -> tuple[li
         try:
             runs.append(reader.read(writer, begin, stop))
         except (LogCorruption, RowsExpired) as error:
-            # A gap may reach beyond what is asked for here: the rest of it is counted by those who ask for it.
+            # A gap may end beyond `end`: the call that reads the rows after `end` counts the rest of it.
             stop = min(error.stop, end)
             missing.append(RowsExpired(writer, error.start, stop) if isinstance(error, RowsExpired) else error)
             if error.start > begin:

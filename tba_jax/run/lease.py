@@ -68,7 +68,7 @@ class EpochLease:
           ValueError: ttl_seconds is not positive.
         """
         if ttl_seconds <= 0:
-            raise ValueError(f"ttl_seconds={ttl_seconds} must be positive (the trainer's lease setting)")
+            raise ValueError(f"ttl_seconds={ttl_seconds} must be positive")
         folder.mkdir(parents=True, exist_ok=True)
         while True:
             current = _highest_epoch(folder)

@@ -20,7 +20,7 @@ Encoded = tuple[np.ndarray, ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Data:
-    """The examples of a run. skipped: why -> number of examples left out, those of both splits together."""
+    """The examples of a run. skipped: reason -> number of examples left out of both splits."""
 
     train: list[Encoded]
     heldout: list[Encoded]

@@ -49,7 +49,7 @@ c.training.adam_epsilon = setting(1e-8, above=0)
 c.training.weight_decay = setting(0.0, at_least=0)
 c.training.clip_norm = setting(1.0, at_least=0)  # of the gradient; 0: off
 c.training.remat = setting("full", registry="remat", free=True)  # none | dots | full: what the backward pass computes again
-c.training.logit_megabytes = setting(1024, at_least=1, free=True)  # most memory of logits, over all devices
+c.training.logit_megabytes = setting(1024, at_least=1, free=True)  # most memory of logits, on each device
 c.training.mesh = ConfigDict()
 c.training.mesh.data = setting(-1, free=True)  # -1: all devices that are left
 c.training.mesh.fsdp = setting(1, free=True)

@@ -116,7 +116,7 @@ class Tuning:
 
     @property
     def seconds(self) -> float:
-        """Of training and evaluation, all processes of the run together."""
+        """Seconds spent in training and evaluation by all processes of the run."""
         return self._seconds + time.monotonic() - self._begin
 
     def close(self) -> None:

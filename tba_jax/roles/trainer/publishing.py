@@ -1,4 +1,4 @@
-"""When a trainer publishes snapshots of its policy, and that only the holder of the lease does."""
+"""Publishes snapshots of the policy when they are due, only while the trainer holds its lease."""
 
 from typing import Any
 
