@@ -26,7 +26,7 @@ WRITER_NAME = re.compile(rf"(?!{REGISTER}$)[a-z0-9][a-z0-9-]{{0,99}}")
 
 
 def registration(root: Place, writer: str) -> Place:
-    """The file that claims a writer id under a replay folder: {"schema", "info", "claim"}. claim: a random id of this registration."""
+    """The file that claims a writer id under a replay folder: {"schema", "info", "claim"}. claim: a random id."""
     return root / REGISTER / f"{writer}.json"
 
 
