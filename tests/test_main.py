@@ -73,6 +73,7 @@ REFUSALS = {
     "setting that the objective does not read": (["--config.learner.clip_low=0.1"], ["learner.clip_low=0.1", "does not read it"]),
     "policy of another run": (["--init_from=/nowhere@3"], ["--init_from", "/nowhere", "holds no run"]),
     "rows of another run": (["--config.replay.mount=('/nowhere',)"], ["replay.mount", "/nowhere", "holds no run"]),
+    "a setting without a value": (["--config.learner.steps"], ["--config.learner.steps needs a value"]),
     "worked examples": (["--config.warm_start.steps=5", "--config.task.response_length=3"], ["tokens", "(task.response_length)"]),
     "role": (["--role=nobody"], ["nobody", "trainer"]),
 }

@@ -107,6 +107,9 @@ def override(config: config_dict.ConfigDict, overrides: Sequence[str]) -> config
     leaves = flatten(config.to_dict())
     for flag in overrides:
         _check_name(flag, leaves)
+        name = flag.removeprefix("--config.")
+        if "=" not in flag and not isinstance(leaves.get(name, False), bool):
+            raise ValueError(f"{flag} needs a value: {flag}=VALUE")
     # Flags of its own: who imports this module defines none in absl.flags.FLAGS.
     arguments, values = ["tba_jax", *overrides], flags.FlagValues()
     try:
@@ -114,7 +117,7 @@ def override(config: config_dict.ConfigDict, overrides: Sequence[str]) -> config
         values(arguments)
     except flags.IllegalFlagValueError as error:
         raise ValueError(_ill_typed(str(error), config)) from error
-    except (flags.Error, config_flags.UnsupportedOperationError, AttributeError, KeyError, TypeError) as error:
+    except (flags.Error, AttributeError, KeyError, TypeError) as error:
         raise ValueError(str(error).partition(". ")[0]) from error
     return holder.value
 

@@ -107,6 +107,7 @@ def dry_run(s: Invocation) -> Job:
         meshes.check(s.experiment, role=role, devices=None)
         task_models.check(s.experiment.task, role=role)
     _check_run(s, may_change_schedule=True)
+    layout.check_can_be_made(s.run)
     if places.exists(s.run.config):
         contract_lib.check_joins(s.run, s.config, s.experiment.contract, init_from=s.init_from)
         schedule_changes.check(s.run, s.config, allowed=s.allow_change, step=len(read_lineage(s.run.journal)))

@@ -33,7 +33,7 @@ def validate_rows(rows: Rows, *, vocab_size: int) -> np.ndarray:
     nothing = np.zeros(len(rows["row"]), bool)
     failed = np.stack(
         [
-            (rows["prompt_length"] < 1) | (rows["prompt_length"] > P),
+            (rows["prompt_length"] < 0) | (rows["prompt_length"] > P),
             (rows["response_length"] < 0) | (rows["response_length"] > R),
             ((rows["tokens"] < 0) | (rows["tokens"] >= vocab_size)).any(1),
             ~np.isfinite(rows["reward"]) | ~np.isfinite(rows["reward_parts"]).all(1),

@@ -131,6 +131,13 @@ def open_run_dir(workdir: Path | str, shared: str = "") -> RunDir:
     return RunDir(root) if meeting in ("", str(root.absolute())) else RunDir(root, places.place(meeting))
 
 
+def check_can_be_made(run: RunDir) -> None:
+    """Raises ValueError where the workdir is no folder and cannot become one, or cannot be written; writes nothing."""
+    there = next(folder for folder in (run.root, *run.root.parents) if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ValueError(f"workdir {str(run.root)!r} cannot be written: {there} is {'read-only' if there.is_dir() else 'a file'}")
+
+
 def note_shared(run: RunDir) -> None:
     """Writes into the workdir where the run's roles meet, so that later commands find the place by themselves."""
     if run.elsewhere is not None:

@@ -40,5 +40,6 @@ def told(error: BaseException, path: Path) -> str:
 
 def line_of(error: BaseException, path: Path) -> int | None:
     """The number of the last line of the file at `path` that an error came by, None where it came by none."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path]
+    here = path.resolve()
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).resolve() == here]
     return lines[-1] if lines else None

@@ -164,3 +164,9 @@ def test_every_command_is_listed_and_asked_by_its_name():
         "settings_help",
         "snapshot_step",
     }
+
+
+def test_an_unset_variable_is_no_path(capsys):
+    with pytest.raises(SystemExit) as ended:
+        command_line.execute(show, ["--workdir="])
+    assert ended.value.code == processes.BAD_INPUT and "--workdir=" in capsys.readouterr().err
