@@ -38,7 +38,8 @@ class Selection:
     recent_window: trainer steps for which a row counts as recent after it became visible.
     strategy: a key of STRATEGIES, for the responses of positions outside the recent pool.
     inverse_temperature: of the softmax strategy.
-    max_draws_per_row: a row drawn as often is not eligible (0 = off).
+    max_draws_per_row: a row drawn as often is not eligible (0 = off). A query then waits until K of its rows are, or until new
+      ones have come since it was drawn: a policy that has few different responses to it would never give K.
     max_staleness: a row whose oldest weights are more trainer steps old is not eligible (0 = off).
     """
 
@@ -68,16 +69,12 @@ def draw_batch(index: ReplayIndex, selection: Selection, *, rng: np.random.Gener
     Args: step: updates done before the batch is trained on.
 
     Returns:
-      int64[Q·K] slots, the K of a query consecutive, or None while fewer than Q queries have an eligible row (K of
-      them under max_draws_per_row). A query with fewer than K eligible rows repeats them evenly; no row repeats otherwise.
+      int64[Q·K] slots, the K of a query consecutive, or None while fewer than Q queries may be drawn (see `drawable`). A query
+      with fewer than K eligible rows repeats them evenly; no row repeats otherwise.
     """
     Q, K = selection.queries, selection.completions
     spent = _spent(index, step, selection.max_draws_per_row, selection.max_staleness)
-    rows_of = index.query_rows
-    if spent is not None:
-        rows_of = rows_of - np.bincount(index.slot_query[np.flatnonzero(spent)], minlength=len(rows_of))
-    # Repeating a query's few rows would draw them past their limit: such a query waits for fresh ones.
-    live = np.flatnonzero(rows_of >= (K if selection.max_draws_per_row else 1))
+    live = _live(index, selection, spent)
     if len(live) < Q:
         return None
     from_recent, oldest = rng.random(Q) < selection.recent_probability, step - selection.recent_window + 1
@@ -92,6 +89,23 @@ def draw_batch(index: ReplayIndex, selection: Selection, *, rng: np.random.Gener
     log_weights = STRATEGIES[selection.strategy](index.reward[slots].astype(np.float64), selection.inverse_temperature)
     log_weights[from_recent[group]] = 0.0
     return slots[draw_within_groups(group, log_weights, rng, Q=Q, K=K)].reshape(-1)
+
+
+def drawable(index: ReplayIndex, selection: Selection, *, step: int) -> int:
+    """How many queries the batch of step + 1 may be drawn from. A batch needs Q."""
+    return len(_live(index, selection, _spent(index, step, selection.max_draws_per_row, selection.max_staleness)))
+
+
+def _live(index: ReplayIndex, selection: Selection, spent: np.ndarray | None) -> np.ndarray:
+    """int64[·]: the queries that may be drawn. Args: spent: see `_spent`."""
+    eligible = index.query_rows
+    if spent is not None:
+        eligible = eligible - np.bincount(index.slot_query[np.flatnonzero(spent)], minlength=len(eligible))
+    enough = eligible >= 1
+    if selection.max_draws_per_row:
+        # To repeat the few rows that are left of a group would draw them past their limit.
+        enough &= (eligible >= selection.completions) | (index.recent_draws == 0)
+    return np.flatnonzero(enough)
 
 
 def _choose_queries(
