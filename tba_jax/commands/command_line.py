@@ -161,9 +161,9 @@ def failures() -> Iterator[None]:
             os._exit(processes.STORAGE_FAILED)
         if isinstance(error, processes.BadInput):
             refuse(error)
-        if isinstance(error, FloatingPointError):
+        if isinstance(error, FloatingPointError | processes.NoRewards):
             print(f"error: {sentence}", file=sys.stderr)
-            sys.exit(processes.NOT_FINITE)
+            sys.exit(processes.NOT_FINITE if isinstance(error, FloatingPointError) else processes.NO_REWARDS)
         traceback.print_exc()
         print(f"error: {type(error).__name__}: {sentence}", file=sys.stderr)
         sys.exit(1)

@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Collection
 from typing import Any
 
+from tba_jax.experiment import flow
 from tba_jax.experiment.schema import SCHEMA
 from tba_jax.learner.optimizer import SCHEDULES
 from tba_jax.learner.settings import HELD_REFERENCES
@@ -36,7 +37,7 @@ def check(config: Any) -> None:
     _check_objective(config, OBJECTIVES[config.learner.objective])
     _check_interleaved(config)
     _check_searchers(config)
-    _check_backpressure(config)
+    _require(not (stuck := flow.refusal(config)), stuck)
 
 
 def _registries(task: str) -> dict[str, Collection[str]]:
@@ -144,10 +145,6 @@ def _check_replay(config: Any) -> None:
         replay.capacity_per_query >= learner.completions,
         f"replay.capacity_per_query={replay.capacity_per_query} is less than learner.completions={learner.completions}",
     )
-    _require(
-        replay.min_rows <= replay.capacity,
-        f"replay.min_rows={replay.min_rows} is more than replay.capacity={replay.capacity}",
-    )
     share, distance = replay.merge_edit_distance, replay.merge_cosine_distance
     both = f"replay.merge_edit_distance={share} and replay.merge_cosine_distance={distance}"
     _require(not (share and distance), f"{both} exclude each other")
@@ -240,28 +237,6 @@ def _check_searchers(config: Any) -> None:
     _require(
         searchers.count > 0 or (bool(config.replay.mount) and config.schedule.mode == "asynchronous"),
         f"searchers.count={searchers.count} needs replay.mount, whose rows are trained on, and schedule.mode=asynchronous",
-    )
-
-
-def _check_backpressure(config: Any) -> None:
-    """Searchers that wait for a newer snapshot must have generated the rows that the trainer waits for."""
-    searchers, replay = config.searchers, config.replay
-    if not searchers.max_rows_per_snapshot or replay.mount:
-        return
-    batch = searchers.queries_per_batch * searchers.samples_per_query
-    first = max(replay.min_rows, config.learner.queries * searchers.samples_per_query)
-    allowed = searchers.count * max(batch, searchers.max_rows_per_snapshot)
-    _require(
-        allowed >= first,
-        f"searchers.max_rows_per_snapshot={searchers.max_rows_per_snapshot} lets {searchers.count} searchers "
-        f"generate {allowed} rows before the first update, which needs {first}",
-    )
-    # Interleaved, each update has a batch of rows of its own, whatever was lost before.
-    _require(
-        replay.max_draws_per_row == 0 or allowed > first or config.schedule.mode == "interleaved",
-        f"searchers.max_rows_per_snapshot={searchers.max_rows_per_snapshot} lets {searchers.count} searchers generate just the "
-        f"{first} rows of an update, of which replay.max_draws_per_row={replay.max_draws_per_row} can spare none: where "
-        "one is left out, the trainer waits for ever; raise searchers.max_rows_per_snapshot",
     )
 
 

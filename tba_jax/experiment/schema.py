@@ -155,6 +155,7 @@ c.searchers.reward_batches = setting(32, at_least=1)  # batches that may wait fo
 c.searchers.cpu_devices = setting(1, at_least=1)  # data-parallel decoders of a searcher process on CPUs, at best one per core
 c.searchers.task_devices = setting(0, at_least=0)  # last devices of a searcher, for the task's models alone; 0: they share all
 c.searchers.max_rows_per_snapshot = setting(0, at_least=0)  # backpressure: rows before it waits for a newer snapshot; 0: off
+c.searchers.give_up_seconds = setting(300.0, above=0)  # a searcher whose rows have had no reward for so long ends
 c.searchers.poll_seconds = setting(0.2, above=0)  # between looks at a local folder; an object store is asked every 2 s at most
 c.searchers.stop_seconds = setting(10.0, at_least=0)  # for the batch in flight after SIGTERM; then it is abandoned
 c.searchers.weights = setting("full", one_of=("full", "int8"))  # int8: weight-only, per output channel, of the sampled policy
@@ -176,7 +177,7 @@ c.replay.strategy = setting("uniform", registry="strategies")  # how the rows of
 c.replay.inverse_temperature = setting(1.0, above=0)  # of the softmax strategy
 c.replay.max_draws_per_row = setting(0, at_least=0)  # 0: no limit
 c.replay.max_staleness = setting(0, at_least=0)  # trainer steps; 0: no limit
-c.replay.min_rows = setting(0, at_least=0)  # rows that must be resident before a step; 0: as many as a batch needs
+c.replay.min_rows = setting(0, at_least=0)  # good rows that must have come before the first step; 0: as many as it needs
 c.replay.segment_appends = setting(256, at_least=1, free=True)
 # checkpoints: segments that no kept checkpoint needs are removed, and the audit names them.
 c.replay.retention = setting("all", one_of=("all", "checkpoints"))
@@ -251,6 +252,8 @@ c.learner.mesh.tensor = setting(1, free=True)
 
 c.publish = ConfigDict()
 c.publish.every_steps = setting(2, at_least=1)  # k
+# A trainer that has waited for rows so long publishes what it has, or lets searchers go on that wait for a newer snapshot.
+c.publish.at_most_seconds = setting(30.0, above=0, free=True)
 c.publish.keep = setting(0, at_least=3, or_zero=True, free=True)  # newest snapshots that are kept, besides evaluated ones; 0: all
 c.publish.dtype = setting("float32", one_of=("float32", "bfloat16"))
 

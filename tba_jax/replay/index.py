@@ -92,6 +92,11 @@ class ReplayIndex(Window):
         # (writer, reason) -> the first row that was rejected since this object was made: for reports, not part of the state.
         self.rejected_first: dict[tuple[str, str], int] = {}
 
+    @property
+    def arrivals(self) -> int:
+        """How many valid rows have come, resident or not."""
+        return self._next_arrival
+
     def add(self, writer: str, rows: Rows, *, step: int, own: bool = True) -> None:
         """Integrates rows of one writer's log, in order, as visible from trainer step `step` on.
 

@@ -1,5 +1,6 @@
 """From generated tokens to rewards: texts of responses, scores by the task, and the reward of responses that were cut."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -40,7 +41,8 @@ def reward_texts(
     if missing_eos_reward is None:
         return scores
     penalised = ~finished & ~np.isnan(scores.reward)
-    return Scores(np.where(penalised, np.float32(missing_eos_reward), scores.reward), scores.parts)
+    reward = np.where(penalised, np.float32(missing_eos_reward), scores.reward)
+    return dataclasses.replace(scores, reward=reward)
 
 
 def _checked(task: Task, queries: Sequence[Query], texts: Sequence[str], finished: np.ndarray) -> Scores:
@@ -58,4 +60,4 @@ def _checked(task: Task, queries: Sequence[Query], texts: Sequence[str], finishe
             f"{method} returned a reward of shape {np.shape(scores.reward)} and parts of shape {np.shape(scores.parts)}; "
             f"for {len(texts)} responses they must have shapes {shapes[0]} and {shapes[1]}"
         )
-    return Scores(np.asarray(scores.reward, np.float32), np.asarray(scores.parts, np.float32))
+    return Scores(np.asarray(scores.reward, np.float32), np.asarray(scores.parts, np.float32), str(scores.failure))

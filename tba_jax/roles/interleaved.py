@@ -3,16 +3,19 @@
 Searcher, trainer, replay log and snapshots are those of the asynchronous run; only nobody works at the same time.
 """
 
+import time
 from collections.abc import Callable
 
 from tba_jax.roles.evaluator import Evaluator, PendingSteps, report_scalars
-from tba_jax.roles.searcher.appender import SearchReport
+from tba_jax.roles.searcher.appender import LOOK_SECONDS, SearchReport
+from tba_jax.roles.searcher.reward_watch import RewardWatch
 from tba_jax.roles.searcher.searcher import Searcher
 from tba_jax.roles.trainer.loop import end
 from tba_jax.roles.trainer.metrics import Recorder
 from tba_jax.roles.trainer.trainer import Trainer
 from tba_jax.run import layout
 from tba_jax.run.metrics import MetricWriter
+from tba_jax.run.status import Status
 
 
 def run_interleaved(
@@ -33,9 +36,26 @@ def run_interleaved(
     trainer.flush_snapshot()
     if evaluations:
         evaluations.catch_up()
-    while not trainer.is_done and not stop():
+    watch, status = RewardWatch(give_up_seconds=trainer.config.searchers.give_up_seconds), Status(run.metrics("searcher-0"))
+
+    def goes_on() -> bool:
+        watch.look(waiting=searcher.unrewarded)
+        status.trouble(watch.trouble)
+        progress()
+        return not stop()
+
+    while not trainer.is_done and goes_on():
+        if not watch.may_search:
+            time.sleep(trainer.config.searchers.poll_seconds)
+            continue
         searcher.load_step(max(0, trainer.step_number - trainer.config.schedule.lag))
-        report = searcher.search()
+        searcher.advance(waits=goes_on)
+        while not (reports := searcher.appended(wait_seconds=LOOK_SECONDS)) and goes_on():
+            pass
+        if not reports:
+            break
+        (report,) = reports
+        watch.note(report)
         trainer.poll()
         measurements = trainer.step()
         if measurements is None:
@@ -45,7 +65,6 @@ def run_interleaved(
             search_writer.write(trainer.step_number, _scalars(report))
         if evaluations:
             evaluations.catch_up()
-        progress()
     finished = end(trainer, recorder)
     searcher.close()
     search_writer.close()

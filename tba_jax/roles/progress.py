@@ -6,9 +6,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tba_jax.run import layout, metrics, places
+from tba_jax.run import layout, metrics, places, status
 
 TAIL_BYTES = 1 << 16
+# A wait of the trainer is shown once it is so long; the same trouble is told again after so long.
+_WAIT_SECONDS, _TROUBLE_SECONDS = 10.0, 60.0
 
 
 def last_line(folder: Path) -> dict[str, Any]:
@@ -32,6 +34,9 @@ class Progress:
         self._seconds = 0.5 if self._terminal else plain_seconds
         self.begin = time.monotonic()
         self._next = 0.0
+        self._searcher_names = [f"searcher-{i}" for i in range(searchers)]
+        # Searcher -> the kind of trouble that was told, and when it is told again.
+        self._told: dict[str, tuple[str, float]] = {}
 
     def __call__(self) -> None:
         if time.monotonic() < self._next:
@@ -39,12 +44,42 @@ class Progress:
         self._next = time.monotonic() + self._seconds
         try:
             told = self._text()
+            troubles = self._troubles()
         except OSError as error:  # the run goes on without its line
-            told = " ".join(f"storage does not answer: {error}".split())
-        text = f"{time.monotonic() - self.begin:5.0f} s  {told}"
-        print(f"\r\x1b[2K{text}" if self._terminal else text, end="" if self._terminal else "\n", flush=True)
+            told, troubles = " ".join(f"storage does not answer: {error}".split()), {}
+        clock = f"{time.monotonic() - self.begin:5.0f} s  "
+        clear, end = ("\r\x1b[2K", "") if self._terminal else ("", "\n")
+        for role, trouble in troubles.items():
+            print(f"{clear}{clock}{role}: {trouble}", flush=True)
+        print(f"{clear}{clock}{told}", end=end, flush=True)
+
+    def _troubles(self) -> dict[str, str]:
+        """Role -> what is wrong with its rewards, where that is news: each kind of trouble is told once, then now and then."""
+        news = {}
+        for role in self._searcher_names:
+            trouble = status.read(self._run.metrics(role)).trouble
+            kind, (told, again) = trouble.partition(":")[0], self._told.get(role, ("", 0.0))
+            if trouble and (kind != told or time.monotonic() > again):
+                news[role] = trouble
+                self._told[role] = kind, time.monotonic() + _TROUBLE_SECONDS
+            elif told and not trouble:
+                news[role] = "rows have rewards again"
+                self._told.pop(role)
+        return news
+
+    def _waits(self) -> str:
+        """What the trainer waits for, where it does for long."""
+        told = status.read(self._run.metrics("trainer"))
+        waiting = sum(bool(status.read(self._run.metrics(role)).waits) for role in self._searcher_names)
+        if told.seconds < _WAIT_SECONDS:
+            return ""
+        others = f"; {waiting} of {self._searchers} searchers wait for a snapshot" if waiting else ""
+        return f"  the trainer has waited {told.seconds:.0f} s for {told.waits}{others}"
 
     def _text(self) -> str:
+        return self._standing() + self._waits()
+
+    def _standing(self) -> str:
         trainer = last_line(self._run.metrics("trainer"))
         if not trainer:
             warm = last_line(self._run.metrics("reference"))
@@ -57,7 +92,7 @@ class Progress:
             f"staleness {trainer['staleness_mean']:.1f}",
             f"{trainer['steps_per_second']:.1f} steps/s",
         ]
-        speeds = [last_line(self._run.metrics(f"searcher-{i}")).get("tokens_per_second") for i in range(self._searchers)]
+        speeds = [last_line(self._run.metrics(name)).get("tokens_per_second") for name in self._searcher_names]
         if any(speeds):
             parts.append("searchers " + " + ".join("–" if speed is None else f"{speed:.0f}" for speed in speeds) + " tokens/s")
         evaluation = last_line(self._run.metrics("evaluator"))

@@ -87,6 +87,11 @@ class RunDir:
         return self.shared / "finished.json"
 
     @property
+    def grant(self) -> Place:
+        """By which the trainer lets searchers go on that wait for a newer snapshot (run/grants.py)."""
+        return self.shared / "grant.json"
+
+    @property
     def initial_reference(self) -> Place:
         """{"id": hex}: the reference policy that step 0 starts from. Its folder is `reference(id)`."""
         return self.references / "initial.json"

@@ -17,12 +17,17 @@ import time
 BAD_INPUT = 2
 STORAGE_FAILED = 3
 NOT_FINITE = 4
+NO_REWARDS = 5
 STOPPED = 130
 FINAL_CODES = (BAD_INPUT, NOT_FINITE)
 
 
 class BadInput(ValueError):
     """A user's mistake that shows only while a role runs. It ends the process with its sentence and the code BAD_INPUT."""
+
+
+class NoRewards(RuntimeError):
+    """No row has had a reward for so long that a searcher gives up: it ends with this sentence and the code NO_REWARDS."""
 
 
 # Full, over a quota, over a size limit, read-only, not permitted any more, broken, gone from its server.

@@ -80,15 +80,16 @@ class Math:
         """1, 0 or NaN, see the module. Only answers that differ from the gold answer as text go to a worker."""
         answers = [last_boxed(response).strip() for response in responses]
         reward = np.zeros(len(answers), np.float32)
-        unsure = []
+        unsure: list[int] = []
+        failure = ""
         for i, (query, answer) in enumerate(zip(queries, answers, strict=True)):
             if answer and normalise(answer) == normalise(query.answer):
                 reward[i] = 1
             elif answer:
                 unsure.append(i)
         if unsure:
-            reward[unsure] = self._graders([queries[i] for i in unsure], [answers[i] for i in unsure])
-        return Scores(reward=reward, parts=reward[:, None])
+            reward[unsure], failure = self._graders.graded([queries[i] for i in unsure], [answers[i] for i in unsure])
+        return Scores(reward=reward, parts=reward[:, None], failure=failure)
 
     def worked_examples(self, rng: np.random.Generator, count: int) -> list[tuple[str, str]]:
         """Train prompts with their human solutions, see data.in_epochs. Raises ValueError if the data has no solutions."""

@@ -85,11 +85,16 @@ class Graders:
         self._pool: _Pool | None = None
 
     def __call__(self, queries: Sequence[Query], responses: Sequence[str]) -> np.ndarray:
+        """float32[n]: the grades of response i to query i; see `graded`."""
+        return self.graded(queries, responses)[0]
+
+    def graded(self, queries: Sequence[Query], responses: Sequence[str]) -> tuple[np.ndarray, str]:
         """Grades response i to query i.
 
         Returns:
           float32[n]; NaN if every try of a call failed: by an exception, the time limit, a worker's death, or a result that is
-          not a finite number. One warning gives the number of such calls and the first one's reason.
+          not a finite number. One warning gives the number of such calls and the first one's reason, which is returned as well,
+          "" where no call failed.
         """
         result = np.full(len(queries), np.nan, np.float32)
         late: list[int] = []
@@ -110,7 +115,7 @@ class Graders:
                 else:
                     failed[i] = outcome or f"it took more than {self._prefix}time_limit={self._time_limit:g} s"
         self._warn(queries, late, failed)
-        return result
+        return result, next(iter(failed.values()), "")
 
     def _warn(self, queries: Sequence[Query], late: Sequence[int], failed: Mapping[int, str]) -> None:
         n, limit = len(queries), f"{self._prefix}time_limit={self._time_limit:g} s"
@@ -178,8 +183,8 @@ class GradedTask(abc.ABC):
         """The results of `grade`, NaN for calls that failed. finished: bool[n], ignored."""
         if self._graders is None:
             raise ValueError(f"{type(self).__name__}.__init__ must call super().__init__(time_limit=…, retries=…, concurrency=…)")
-        reward = self._graders(queries, responses)
-        return Scores(reward=reward, parts=reward[:, None])
+        reward, failure = self._graders.graded(queries, responses)
+        return Scores(reward=reward, parts=reward[:, None], failure=failure)
 
     def worked_examples(self, rng: np.random.Generator, count: int) -> list[tuple[str, str]]:
         raise ValueError(

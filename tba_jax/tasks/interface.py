@@ -44,10 +44,12 @@ class EncodedQuery:
 @dataclasses.dataclass(frozen=True)
 class Scores:
     """reward: float32[n], the objective's reward, NaN for a response that could not be scored; parts: float32[n, M], the M
-    values from which the task made the reward, in the order of reward_parts."""
+    values from which the task made the reward, in the order of reward_parts; failure: why the first such response could not be
+    scored, "" if there is none or the task does not say."""
 
     reward: np.ndarray
     parts: np.ndarray
+    failure: str = ""
 
 
 class Task(Protocol):

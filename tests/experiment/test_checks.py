@@ -148,15 +148,9 @@ def test_the_schema_loads_without_jax():
             "learner.warmup_steps=10 + learner.decay_steps=491 exceed learner.steps=500",
         ),
         ({"replay.capacity": 139}, "replay.capacity=139 cannot hold the 168 responses to learner.queries=7 queries"),
-        ({"replay.min_rows": 50_001}, "replay.min_rows=50001 is more than replay.capacity=50000"),
         (
-            {"searchers.count": 1, "searchers.queries_per_batch": 2, "searchers.max_rows_per_snapshot": 167},
-            "searchers.max_rows_per_snapshot=167 lets 1 searchers generate 167 rows before the first update, which needs 168",
-        ),
-        (
-            {"searchers.count": 1, "searchers.max_rows_per_snapshot": 168, "replay.max_draws_per_row": 1}
-            | {"searchers.queries_per_batch": 7},
-            "searchers.max_rows_per_snapshot=168 lets 1 searchers generate just the 168 rows of an update, of which replay",
+            {"searchers.count": 1, "searchers.queries_per_batch": 2, "searchers.max_rows_per_snapshot": 144},
+            "searchers.max_rows_per_snapshot=144 lets searchers.count=1 searchers ask 6 queries before the first update, which",
         ),
         ({"task.arithmetic.train_queries": 6}, "learner.queries=7 is more than the 6 train queries of the task"),
         ({"replay.capacity_per_query": 19}, "replay.capacity_per_query=19 is less than learner.completions=20"),

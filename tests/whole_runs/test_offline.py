@@ -195,12 +195,12 @@ def test_a_mount_is_stored_as_an_absolute_path(tmp_path, monkeypatch, frozen):
 def test_a_trainer_that_waits_says_what_for(tmp_path, frozen, monkeypatch, caplog):
     source = frozen(tmp_path / "source")
     s = frozen_runs.offline(tmp_path / "run", source.run.root, replay__min_rows=1000)
-    monkeypatch.setattr(trainer_loop, "SAY_WAITING_SECONDS", 0.0)
+    monkeypatch.setattr(trainer_loop, "SAY_SECONDS", 0.0)
     jobs.reference(s)()
     trainer, lease = jobs.make_trainer(s, publish_every_steps=2)
     stops = iter([False, False, True])
     assert not trainer_loop.run_trainer(trainer, s.run, stop=lambda: next(stops))
     lease.release()
     assert 0 < len(trainer.index) < 1000
-    (told,) = {record.getMessage() for record in caplog.records if "waiting for rows" in record.getMessage()}
-    assert "learner.queries=3" in told and "replay.min_rows=1000" in told and str(len(trainer.index)) in told
+    (told,) = {record.getMessage() for record in caplog.records if "has waited" in record.getMessage()}
+    assert f"replay.min_rows=1000 good rows, {trainer.index.arrivals} have come" in told and "publish.at_most_seconds=30" in told

@@ -24,7 +24,7 @@ from tba_jax.tasks.interface import EncodedQuery, Scores, Task
 from tba_jax.text.tokenizers import Tokenizer
 
 # A batch that waits for room looks this often whether it is still to wait.
-_LOOK_SECONDS = 2.0
+LOOK_SECONDS = 2.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,6 +35,7 @@ class SearchReport:
     rows: number of rows. tokens: response tokens in them. value_tokens: tokens that were generated only to value their states.
     reward: mean reward of the rows that have one. unscored: rows whose reward could not be found, NaN in the log.
     finished: share of the responses that ended by themselves.
+    failure: why the first of them could not be scored, "" if the task does not say.
     policy_step: of the weights in use when it was decoded. slot_idle: share of all slot-steps so far that gave no token.
     """
 
@@ -48,6 +49,7 @@ class SearchReport:
     slot_idle: float
     seconds: float
     value_tokens: int
+    failure: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,7 +125,7 @@ class Appender:
         Raises: as `appended`.
         """
         while len(waiting := [report for report in self._waiting if not report.done()]) >= self._most_waiting:
-            if concurrent.futures.wait(waiting[:1], timeout=_LOOK_SECONDS).done:
+            if concurrent.futures.wait(waiting[:1], timeout=LOOK_SECONDS).done:
                 waiting[0].result()
             elif not waits():
                 return
@@ -143,6 +145,11 @@ class Appender:
         while self._waiting and self._waiting[0].done():
             reports.append(self._waiting.popleft().result())
         return reports
+
+    @property
+    def waiting(self) -> int:
+        """How many batches were put and are not appended yet."""
+        return sum(not report.done() for report in tuple(self._waiting))
 
     def close(self) -> None:
         """Ends the threads without waiting for rewards. An append under way is completed, batches that still wait are dropped."""
@@ -184,4 +191,5 @@ class Appender:
             slot_idle=batch.slot_idle,
             seconds=now - batch.begin,
             value_tokens=0 if batch.values is None else batch.values.tokens,
+            failure=scores.failure,
         )

@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tba_jax.roles.searcher.appender import SearchReport
+from tba_jax.roles.searcher.reward_watch import RewardWatch
 from tba_jax.roles.searcher.searcher import Searcher
-from tba_jax.run import layout, places
+from tba_jax.run import grants, layout, places
 from tba_jax.run.metrics import MetricWriter, TimeAccount
+from tba_jax.run.status import Status
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +44,32 @@ class _Refresher:
         """Waits so long for a load under way: a thread that is within JAX when the process ends would abort the process."""
         self._stopping.set()
         self._thread.join(patience_seconds)
+
+
+class _Pause:
+    """Says what a searcher waits for that may not ask the newest snapshot any more."""
+
+    def __init__(self, status: Status, config: Any):
+        self._status, self._config = status, config
+        self._since: float | None = None
+
+    def waits(self, step: int) -> None:
+        """Args: step: of the newest snapshot, -1 before the first."""
+        now = time.monotonic()
+        self._since = now if self._since is None else self._since
+        c = self._config
+        told = (
+            f"a snapshot newer than step {step}: the rows of searchers.max_rows_per_snapshot={c.searchers.max_rows_per_snapshot} "
+            f"are asked; the trainer publishes every publish.every_steps={c.publish.every_steps} steps, or lets it go on after "
+            f"waiting publish.at_most_seconds={c.publish.at_most_seconds:g} for rows"
+        )
+        if step < 0:
+            told = "the first snapshot"
+        self._status.waits(told, seconds=now - self._since)
+
+    def ends(self) -> None:
+        self._since = None
+        self._status.waits("", seconds=0.0)
 
 
 class Rates:
@@ -87,28 +115,42 @@ def run_searcher(
 
     The batch that is being decoded is completed. Batches that wait for their rewards have searchers.stop_seconds to get them.
     """
-    writer = MetricWriter(run.metrics(name))
+    writer, status = MetricWriter(run.metrics(name)), Status(run.metrics(name))
+    watch = RewardWatch(give_up_seconds=config.searchers.give_up_seconds)
     poll_seconds = places.poll_seconds([run.shared], config.searchers.poll_seconds)
     with account.measure("load_policy"):
         searcher.refresh()
     log.info("%s writes replay/%s", name, searcher.writer)
     refresher, rates = _Refresher(searcher, poll_seconds=poll_seconds), Rates(writer, account)
+    pause = _Pause(status, config)
 
     def goes_on() -> bool:
         if stop() or layout.is_finished(run, config.learner.steps):
             return False
         refresher.check()
+        watch.look(waiting=searcher.unrewarded)
+        status.trouble(watch.trouble)
         return True
+
+    def take_reports(wait_seconds: float = 0.0) -> None:
+        reports = searcher.appended(wait_seconds=wait_seconds)
+        for report in reports:
+            watch.note(report)
+        rates.write(reports)
 
     try:
         while goes_on():
-            if searcher.may_search:
-                searcher.advance(ahead=lambda: not stop(), waits=goes_on)
+            if searcher.may_search and watch.may_search:
+                pause.ends()
+                searcher.advance(ahead=lambda: not stop() and watch.may_search, waits=goes_on)
             else:
-                with account.measure("wait_policy"):
+                with account.measure("wait_policy" if watch.may_search else "wait_rewards"):
                     time.sleep(poll_seconds)
-            rates.write(searcher.appended())
-        rates.write(searcher.appended(wait_seconds=config.searchers.stop_seconds))
+                if not searcher.may_search:
+                    searcher.look_for_grant(grants.number(run))
+                    pause.waits(searcher.policy_step)
+            take_reports()
+        take_reports(config.searchers.stop_seconds)
     finally:
         refresher.close(patience_seconds=config.searchers.stop_seconds)
         searcher.close()

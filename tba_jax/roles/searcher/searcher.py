@@ -24,6 +24,7 @@ from tba_jax.rewards.embeddings import ResponseEmbedder
 from tba_jax.roles.reference import ReferencePolicy, policy_mesh, text_columns
 from tba_jax.roles.sampler import Sampler, automaton
 from tba_jax.roles.searcher.appender import Appender, DecodedBatch, SearchReport
+from tba_jax.roles.searcher.quota import Quota
 from tba_jax.roles.searcher.stream import QueryStream, writer_number
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout
@@ -84,7 +85,10 @@ class Searcher:
         self._jit_keys = jax.jit(row_keys)
         # Queries that the engine was asked and whose rows are not decoded yet, in the order of the stream.
         self._asked: deque[_Asked] = deque()
-        self._queries_on_snapshot = 0
+        s = config.searchers
+        self._quota = Quota(
+            max_rows=s.max_rows_per_snapshot, queries_per_batch=s.queries_per_batch, samples_per_query=s.samples_per_query
+        )
 
     @property
     def rows_per_batch(self) -> int:
@@ -121,26 +125,37 @@ class Searcher:
         May be called from a thread beside the one that searches.
         """
         if found := self._sampler.load_newest():
-            self._queries_on_snapshot = 0
+            self._quota.renew()
         return found
 
     def load_step(self, step: int) -> None:
         """Takes up the snapshot of exactly this trainer step."""
         if step != self._sampler.step:
             self._sampler.load_step(step)
-            self._queries_on_snapshot = 0
+            self._quota.renew()
 
     @property
     def may_search(self) -> bool:
         """Whether there are weights, and a query that is being answered or may be asked."""
-        return self._sampler.step >= 0 and (len(self._asked) > 0 or self._may_ask())
+        return self._sampler.step >= 0 and (len(self._asked) > 0 or self._quota.is_left)
 
-    def _may_ask(self) -> bool:
-        """Whether searchers.max_rows_per_snapshot lets the newest snapshot be asked another query. It counts in whole batches."""
-        limit = self._config.searchers.max_rows_per_snapshot
-        return (
-            not limit or self._queries_on_snapshot < -(-limit // self.rows_per_batch) * self._config.searchers.queries_per_batch
-        )
+    @property
+    def policy_step(self) -> int:
+        """The trainer step of the newest weights, -1 before the first."""
+        return self._sampler.step
+
+    @property
+    def unrewarded(self) -> int:
+        """How many batches are decoded and not in the log yet."""
+        return self._appender.waiting
+
+    def look_for_grant(self, grants: int) -> None:
+        """Called while the searcher may not search. Goes on by a grant of the trainer, once all it has decoded is in the log.
+
+        Args: grants: how many the run has had (run/grants.py).
+        """
+        if self._sampler.step >= 0 and not self.unrewarded:
+            self._quota.wait(grants)
 
     def _ask(self) -> None:
         """Hands the next query of the stream to the decoder."""
@@ -151,7 +166,7 @@ class Searcher:
         sampling = self._sampling()
         request = Request(name=query.name, prompt=query.prompt, keys=keys, sampling=sampling)
         self._asked.append(_Asked(query, self._engine.submit(request), keys, sampling))
-        self._queries_on_snapshot += 1
+        self._quota.ask()
 
     def search(self, *, ahead: Callable[[], bool] = lambda: False) -> SearchReport:
         """Searches one batch, which is in the log when this returns. See `advance`."""
@@ -176,7 +191,7 @@ class Searcher:
         def feed() -> bool:
             # The other lanes do not run ahead of a slow one without end.
             most = self._config.searchers.queries_per_batch + self._engine.prompts
-            if len(self._asked) >= most or not (self._may_ask() and ahead()):
+            if len(self._asked) >= most or not (self._quota.is_left and ahead()):
                 return False
             self._ask()
             return True

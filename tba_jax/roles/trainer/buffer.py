@@ -1,5 +1,6 @@
 """The replay buffer of a trainer: the one reader of the log, the index of resident rows, and the draw of a batch."""
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ from tba_jax import trajectory
 from tba_jax.replay import journal
 from tba_jax.replay.index import ReplayIndex
 from tba_jax.replay.reader import LogReader
-from tba_jax.replay.selection import Selection, draw_batch
+from tba_jax.replay.selection import Selection, draw_batch, drawable
 from tba_jax.replay.tail import Tail, not_resident, replay_visible
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout, places
@@ -29,7 +30,8 @@ def make_index(config: Any, contract: contract_lib.Contract) -> ReplayIndex:
     )
 
 
-def _selection(config: Any, recent_window: int) -> Selection:
+def make_selection(config: Any, *, recent_window: int) -> Selection:
+    """How a run draws its batches. Args: recent_window: see ReplayBuffer."""
     c, replay = config.learner, config.replay
     return Selection(
         queries=c.queries,
@@ -43,6 +45,14 @@ def _selection(config: Any, recent_window: int) -> Selection:
     )
 
 
+def draw(index: ReplayIndex, selection: Selection, *, min_rows: int, seed: int, step: int) -> np.ndarray | None:
+    """int64[B]: the slots of the batch of step + 1, a function of the arguments alone. None where there are not enough rows."""
+    if index.arrivals < max(min_rows, 1):
+        return None
+    rng = np.random.Generator(np.random.Philox(key=[seed, step]))
+    return draw_batch(index, selection, rng=rng, step=step)
+
+
 class ReplayBuffer:
     """The rows that a trainer may draw, kept up with the log.
 
@@ -53,16 +63,19 @@ class ReplayBuffer:
     def __init__(self, config: Any, contract: contract_lib.Contract, run: layout.RunDir, *, recent_window: int):
         """Args: recent_window: trainer steps that count as recent where replay.recent_window is 0."""
         self._seed, self._min_rows = config.seed, config.replay.min_rows
-        self._selection = _selection(config, recent_window)
+        self._selection = make_selection(config, recent_window=recent_window)
         leaves = contract_lib.flatten(config.to_dict())
         mounts = contract_lib.mounted_logs(leaves, reward_version=contract.reward_version)
         self._has_mounts = bool(mounts)
+        self._searchers = config.searchers.count
+        self._mounted_runs = [layout.open_run_dir(folder) for folder in config.replay.mount]
         self._poll_seconds = places.poll_seconds((run.replay, *mounts), config.replay.poll_seconds)
         self.reader = LogReader(run.replay, contract.row_shape(), mounts=mounts)
         self.index = make_index(config, contract)
         # Heads that were integrated since the last journalled step. To integrate the same heads twice changes nothing.
         self._visible: list[dict[str, int]] = []
         self._tail: Tail | None = None
+        self._rows_came = time.monotonic()
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds, JSON."""
@@ -104,6 +117,7 @@ class ReplayBuffer:
         """Adds the rows that have arrived to the index, as visible from `step` on."""
         if heads := self.tail.integrate(self.index, step=step):
             self._visible.append(heads)
+            self._rows_came = time.monotonic()
 
     def take_visible(self) -> list[dict[str, int]]:
         """The heads that the next journal line records; they are in no later one."""
@@ -111,14 +125,29 @@ class ReplayBuffer:
         return visible
 
     def draw(self, *, step: int) -> np.ndarray | None:
-        """int64[B]: the slots of the batch of step + 1, a function of the index, the seed and `step` alone.
+        """The slots of the batch of step + 1, see `draw`."""
+        return draw(self.index, self._selection, min_rows=self._min_rows, seed=self._seed, step=step)
 
-        None where there are not enough rows.
-        """
-        if len(self.index) < max(self._min_rows, 1):
-            return None
-        rng = np.random.Generator(np.random.Philox(key=[self._seed, step]))
-        return draw_batch(self.index, self._selection, rng=rng, step=step)
+    def shortage(self, *, step: int) -> str:
+        """What the batch of step + 1 needs, and what there is, in one part of a sentence."""
+        index, choice = self.index, self._selection
+        if index.arrivals < self._min_rows:
+            need = f"replay.min_rows={self._min_rows} good rows, {index.arrivals} have come"
+        else:
+            limits = {"max_draws_per_row": choice.max_draws_per_row, "max_staleness": choice.max_staleness}
+            under = ", ".join(f"replay.{name}={value}" for name, value in limits.items() if value)
+            found = drawable(index, choice, step=step)
+            need = f"rows of learner.queries={choice.queries} queries, {found} have some that may be drawn"
+            need += f" under {under}" if under else ""
+        seconds = time.monotonic() - self._rows_came
+        return f"{need}; {len(index)} rows are resident, the last came {seconds:.0f} s ago"
+
+    def is_exhausted(self) -> bool:
+        """Whether no row can come any more: there is no writer but those of mounted runs, which have all finished."""
+        if self._searchers or not self._mounted_runs:
+            return False
+        own = any(self.reader.is_own(writer) for writer in self.index.writers)
+        return not own and all(places.exists(run.finished) for run in self._mounted_runs)
 
     def is_mounted(self, slots: np.ndarray) -> np.ndarray:
         """bool[n]: whether the rows in `slots` are of other runs."""

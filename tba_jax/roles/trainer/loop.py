@@ -3,36 +3,35 @@
 import logging
 import os
 import platform
-import time
 from collections.abc import Callable
 
 from tba_jax.roles.trainer.metrics import Recorder
+from tba_jax.roles.trainer.relief import Relief
 from tba_jax.roles.trainer.trainer import Trainer
-from tba_jax.run import layout
+from tba_jax.run import layout, processes
+from tba_jax.run.status import Status
 
 log = logging.getLogger(__name__)
 
-# A trainer that waits says so this often.
-SAY_WAITING_SECONDS = 20.0
+# A trainer that waits logs so this often.
+SAY_SECONDS = 20.0
 
 
 def run_trainer(trainer: Trainer, run: layout.RunDir, *, stop: Callable[[], bool]) -> bool:
     """Trains until learner.steps are done or `stop` says so. Returns whether the run is finished."""
     log.info("trainer on %s, pid %d, %d resident rows", platform.node(), os.getpid(), len(trainer.index))
     recorder = Recorder(trainer, run)
+    wait = _Wait(trainer, Status(run.metrics("trainer")))
     trainer.start()
-    waiting_since = time.monotonic()
     while not trainer.is_done and not stop():
         measurements = trainer.step()
         if measurements is None:
-            trainer.wait(trainer.config.replay.poll_seconds)
-            if time.monotonic() - waiting_since > SAY_WAITING_SECONDS:
-                _say_waiting(trainer)
-                waiting_since = time.monotonic()
+            wait.goes_on()
             continue
-        waiting_since = time.monotonic()
+        wait.ends()
         if recorder.note(measurements):
             trainer.report_problems()
+    wait.ends()
     return end(trainer, recorder)
 
 
@@ -48,11 +47,37 @@ def end(trainer: Trainer, recorder: Recorder) -> bool:
     return finished
 
 
-def _say_waiting(trainer: Trainer) -> None:
-    """Says what a step needs, and what there is."""
-    log.warning(
-        "waiting for rows: a step needs rows of learner.queries=%d queries, at least replay.min_rows=%d; %d are resident",
-        trainer.config.learner.queries,
-        trainer.config.replay.min_rows,
-        len(trainer.index),
-    )
+class _Wait:
+    """The trainer's waiting for rows: it says for what, and brings relief where it takes too long."""
+
+    def __init__(self, trainer: Trainer, status: Status):
+        self._trainer, self._status = trainer, status
+        self._relief = Relief(
+            seconds=trainer.config.publish.at_most_seconds, publish=trainer.publish_what_is_new, grant=trainer.grant
+        )
+        self._say = 0.0
+
+    def goes_on(self) -> None:
+        """Waits for rows for a moment. Raises BadInput where none can come."""
+        trainer, relief = self._trainer, self._relief
+        trainer.wait(trainer.config.replay.poll_seconds)
+        seconds = trainer.config.publish.at_most_seconds
+        if relief.waits() and trainer.buffer.is_exhausted():
+            raise processes.BadInput(
+                f"step {trainer.step_number + 1} finds too few rows, and none can come: {trainer.shortage()}; searchers.count=0, "
+                "and the runs of replay.mount have finished. Resume with searchers, or with other limits (--allow_change)"
+            )
+        told = (
+            f"rows: {trainer.shortage()}; in {relief.due_in:.0f} s it publishes step {trainer.step_number} unless that is there, "
+            f"or lets waiting searchers go on (publish.at_most_seconds={seconds:g})"
+        )
+        self._status.waits(told, seconds=relief.waited)
+        if relief.waited > self._say + SAY_SECONDS:
+            self._say = relief.waited
+            log.warning("has waited %.0f s for %s", relief.waited, told)
+
+    def ends(self) -> None:
+        """A step is done."""
+        self._relief.stepped()
+        self._status.waits("", seconds=0.0)
+        self._say = 0.0

@@ -7,6 +7,11 @@ from tba_jax.run import layout, snapshots
 from tba_jax.run.lease import EpochLease
 
 
+def is_due(step: int, *, every_steps: int, evaluated: int, final: int) -> bool:
+    """Whether a step is published: every k-th, those that are evaluated, and the last."""
+    return step % every_steps == 0 or step % evaluated == 0 or step == final
+
+
 class Publishing:
     """Publishes snapshots under the trainer's epoch: each is handed to a thread that writes it."""
 
@@ -24,17 +29,23 @@ class Publishing:
 
     def is_due(self, step: int) -> bool:
         """At every k-th step, at steps that are evaluated, and at the last."""
-        return step % self._every_steps == 0 or step % self._evaluated_every_steps == 0 or step == self._final_step
+        return is_due(step, every_steps=self._every_steps, evaluated=self._evaluated_every_steps, final=self._final_step)
 
     def publish(self, params: Params, step: int) -> None:
         """Hands the weights of a step to the publishing thread. Raises StaleEpoch where another trainer has taken over."""
         self._lease.check()
         self._publisher.publish(params, snapshots.SnapshotInfo(step=step, epoch=self._lease.epoch))
 
-    def publish_unless_there(self, params: Params, step: int) -> None:
-        """Does nothing where the step has a snapshot: a second one would take the first away from whoever reads it."""
-        if step not in snapshots.committed_steps(self._policies):
+    def publish_unless_there(self, params: Params, step: int) -> bool:
+        """Does nothing where the step has a snapshot: a second one would take the first away from whoever reads it.
+
+        Returns:
+          whether it was published now.
+        """
+        missing = step not in snapshots.committed_steps(self._policies)
+        if missing:
             self.publish(params, step)
+        return missing
 
     def wait(self) -> None:
         """Returns when the last published snapshot is visible."""

@@ -19,7 +19,7 @@ from tba_jax.roles.trainer.publishing import Publishing
 from tba_jax.roles.trainer.refusals import Refusals
 from tba_jax.roles.trainer.update_program import UpdateProgram
 from tba_jax.run import contract as contract_lib
-from tba_jax.run import layout, places
+from tba_jax.run import grants, layout, places
 from tba_jax.run.lease import EpochLease
 from tba_jax.run.metrics import TimeAccount
 
@@ -189,9 +189,23 @@ class Trainer:
         """Hands the current weights to the publishing thread."""
         self.publishing.publish(self.program.policy_params, self.step_number)
 
-    def publish_unless_there(self) -> None:
-        """As `publish`, unless this step has a snapshot."""
-        self.publishing.publish_unless_there(self.program.policy_params, self.step_number)
+    def publish_unless_there(self) -> bool:
+        """As `publish`, unless this step has a snapshot. Returns whether it was published now."""
+        return self.publishing.publish_unless_there(self.program.policy_params, self.step_number)
+
+    def publish_what_is_new(self) -> bool:
+        """As `publish_unless_there`, after what is being published is there."""
+        self.publishing.wait()
+        return self.publish_unless_there()
+
+    def shortage(self) -> str:
+        """What the next step needs, and what there is."""
+        return self.buffer.shortage(step=self.step_number)
+
+    def grant(self) -> None:
+        """Lets searchers go on that wait for a newer snapshot."""
+        self.lease.check()
+        grants.give(self.run, step=self.step_number)
 
     def flush_snapshot(self) -> None:
         """Returns when the last published snapshot is visible: a one-process run reads it next."""

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from tba_jax.experiment import jobs
-from tba_jax.roles.searcher import loop
+from tba_jax.roles.searcher import loop, reward_watch
 from tba_jax.roles.searcher.searcher import Searcher
-from tba_jax.run import layout, metrics, snapshots
+from tba_jax.run import grants, layout, metrics, processes, snapshots, status
 from tba_jax.run.metrics import TimeAccount
 from tba_jax.tasks.interface import Scores
 from tests.support.tiny_searcher import ROWS, Held, Q, S, committed, publish, rows_of_the_stream
@@ -130,6 +130,54 @@ def test_a_reward_that_hangs_keeps_nobody_from_the_end(make):
         hanging.set()
         time.sleep(0.2)
         assert committed(s) == ROWS, "nothing is appended after the end"
+
+
+def no_reward(scores: Scores) -> Scores:
+    return Scores(np.full_like(scores.reward, np.nan), scores.parts, "KeyError: 'x'")
+
+
+def test_a_searcher_without_rewards_says_so_writes_little_and_gives_up(make, monkeypatch):
+    monkeypatch.setattr(reward_watch, "FIRST_PAUSE", 0.2)
+    s, made = make(task=lambda task: Held(task, *[no_reward] * 1000), searchers__give_up_seconds=1.0)
+    with pytest.raises(processes.NoRewards, match=r"no row has a reward: (\d+) of \1 failed, KeyError: 'x'"):
+        run_searcher(s, made, lambda: None)
+    assert committed(s) <= 8 * ROWS
+    assert "KeyError: 'x'" in status.read(s.run.metrics("tested")).trouble
+
+
+def test_a_searcher_goes_on_once_there_are_rewards_again(make, monkeypatch):
+    monkeypatch.setattr(reward_watch, "FIRST_PAUSE", 0.05)
+    monkeypatch.setattr(status, "REWRITE_SECONDS", 0.0)
+    s, made = make(task=lambda task: Held(task, *[no_reward] * 5))
+
+    def look() -> None:
+        if committed(s) >= 9 * ROWS:
+            layout.write_json(s.run.finished, {"step": s.config.learner.steps})
+
+    run_searcher(s, made, look)
+    assert committed(s) >= 9 * ROWS
+    assert status.read(s.run.metrics("tested")).trouble.startswith("some rows have no reward")
+
+
+def test_a_grant_lets_a_searcher_go_on_that_waits(make):
+    """As many rows again with the same snapshot, and only once it has used up those it had."""
+    s, made = make(searchers__max_rows_per_snapshot=ROWS)
+    grants.give(s.run, step=0)
+    told = []
+
+    def look() -> None:
+        waits = status.read(s.run.metrics("tested")).waits
+        if waits and len(told) < 2 and committed(s) > len(told) * ROWS:
+            assert committed(s) == (len(told) + 1) * ROWS
+            told.append(waits)
+            grants.give(s.run, step=0)
+        elif committed(s) == 3 * ROWS:
+            layout.write_json(s.run.finished, {"step": s.config.learner.steps})
+
+    run_searcher(s, made, look)
+    assert committed(s) == 3 * ROWS
+    assert rows_of_the_stream(s, made, 3 * Q)["policy_step"].max() == 0
+    assert told[0].startswith(f"a snapshot newer than step 0: the rows of searchers.max_rows_per_snapshot={ROWS} are asked")
 
 
 def test_rates_are_those_of_appends(make):

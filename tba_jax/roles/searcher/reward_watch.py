@@ -1,0 +1,77 @@
+"""Whether a searcher's rows get rewards: where they do not, it says so, writes few useless rows, and gives up at last."""
+
+import time
+from collections.abc import Callable
+
+from tba_jax.roles.searcher.appender import SearchReport
+from tba_jax.run.processes import NoRewards
+
+# So many batches without any reward in a row, and the searcher pauses.
+_BATCHES = 3
+# Seconds of the first pause, after which one batch is tried; each further pause is twice as long, up to the longest.
+FIRST_PAUSE, LONGEST_PAUSE = 5.0, 60.0
+# Batches that have waited so long for their rewards are spoken of.
+_SLOW_SECONDS = 20.0
+
+
+class RewardWatch:
+    """Looks at the batches that a searcher has appended, and at those that wait for their rewards."""
+
+    def __init__(self, *, give_up_seconds: float, clock: Callable[[], float] = time.monotonic):
+        """Args: give_up_seconds: searchers.give_up_seconds."""
+        self._give_up_seconds, self._clock = give_up_seconds, clock
+        self._rows = self._unscored = 0
+        self._reason = ""
+        # Batches without a reward since the last that had some; when the first of them came; the next try.
+        self._streak, self._since, self._next = 0, 0.0, 0.0
+        self._pause = FIRST_PAUSE
+        self._waiting, self._waits_since = 0, clock()
+
+    def note(self, report: SearchReport) -> None:
+        """A batch was appended."""
+        self._rows += report.rows
+        self._unscored += report.unscored
+        self._waits_since = self._clock()
+        self._reason = self._reason or report.failure
+        if report.unscored < report.rows:
+            self._streak, self._pause = 0, FIRST_PAUSE
+            return
+        self._since = self._since if self._streak else self._clock()
+        self._streak += 1
+        if self._streak >= _BATCHES:
+            self._next = self._clock() + self._pause
+            self._pause = min(2 * self._pause, LONGEST_PAUSE)
+
+    def look(self, *, waiting: int) -> None:
+        """Looks at how many batches wait for their rewards. Raises NoRewards where no reward has come for too long."""
+        if not (waiting and self._waiting):
+            self._waits_since = self._clock()
+        self._waiting = waiting
+        failing = self._clock() - self._since if self._streak else 0.0
+        if max(failing, self._waited) > self._give_up_seconds:
+            raise NoRewards(f"{self.trouble}; nothing has had a reward for searchers.give_up_seconds={self._give_up_seconds:g}")
+
+    @property
+    def may_search(self) -> bool:
+        """Whether another batch is to be decoded: not where the last had no rewards, until it is time for another try."""
+        return self._streak < _BATCHES or (not self._waiting and self._clock() >= self._next)
+
+    @property
+    def _waited(self) -> float:
+        """Seconds for which batches have waited without any of them being done."""
+        return self._clock() - self._waits_since if self._waiting else 0.0
+
+    @property
+    def trouble(self) -> str:
+        """What is wrong, in one sentence; "" where all is well."""
+        if self._waited > _SLOW_SECONDS:
+            return f"{self._waiting} batches have waited {self._waited:.0f} s for their rewards"
+        if not self._unscored:
+            return ""
+        share = f"{self._unscored:,} of {self._rows:,} failed"
+        reason = f", {self._reason}" if self._reason else ""
+        if self._unscored == self._rows:
+            return f"no row has a reward: {share}{reason}"
+        if self._streak:
+            return f"the last {self._streak} batches have no reward ({share}{reason})"
+        return f"some rows have no reward: {share}{reason}"

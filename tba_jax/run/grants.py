@@ -1,0 +1,22 @@
+"""Grants: a trainer that waits for rows and has no newer weights lets those searchers go on that wait for a newer snapshot.
+
+`grant.json` holds {"number", "step"}: how many grants the run has had, and the trainer's step at the last. A searcher takes a
+grant that is given while it waits as it would take a newer snapshot (see roles/searcher/quota.py).
+"""
+
+from tba_jax.run import layout
+
+
+def number(run: layout.RunDir) -> int:
+    """How many grants the run has had. Raises OSError where the storage refuses, ValueError where the file is damaged."""
+    try:
+        return int(layout.read_json(run.grant)["number"])
+    except FileNotFoundError:
+        return 0
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{run.grant} holds no number of grants") from error
+
+
+def give(run: layout.RunDir, *, step: int) -> None:
+    """Gives one more grant; only the trainer that holds the lease calls this."""
+    layout.write_json(run.grant, {"number": number(run) + 1, "step": step})

@@ -1,0 +1,226 @@
+"""No settings that pass the checks let trainer and searchers wait for ever, and none are refused that could go on."""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from configs import base
+from tba_jax.experiment import flow
+from tests.support.flow_world import EVENTS, World, goes_on_in_turn
+
+SECONDS = 3.0
+AMPLE = 40
+# Q, K, queries of a batch, S, searchers: a batch of one query that repeats rows, one of many, one that takes several batches.
+SIZES = [(1, 1, 1, 1, 1), (2, 2, 1, 3, 2), (2, 3, 2, 3, 1), (3, 2, 2, 2, 2)]
+GRID = {
+    "replay.max_draws_per_row": (0, 1, 2),
+    "replay.max_staleness": (0, 1, 3),
+    "publish.every_steps": (1, 2, 5),
+    "evaluation.every_steps": (3, 100),
+    "searchers.max_rows_per_snapshot": (0, 3, 12),
+    "replay.recent_probability": (0.0, 1.0),
+    "replay.min_rows": (0, 9),
+    "replay.capacity": (6, AMPLE),
+}
+IN_TURN = {
+    "replay.max_draws_per_row": (0, 1, 2),
+    "replay.max_staleness": (0, 1, 3),
+    "schedule.lag": (0, 1, 3, 4),
+    "replay.recent_probability": (0.0, 1.0),
+    "replay.min_rows": (0, 9),
+    "replay.capacity": (6, 40),
+    "learner.steps": (4, 7),
+}
+
+
+def config(sizes: tuple[int, ...], **changes: Any) -> Any:
+    c = base.get_config()
+    c.learner.queries, c.learner.completions, c.searchers.queries_per_batch, c.searchers.samples_per_query, count = sizes
+    c.searchers.count = count
+    c.learner.steps, c.publish.at_most_seconds, c.replay.capacity_per_query = 7, SECONDS, 6
+    c.update_from_flattened_dict(changes)
+    return c
+
+
+def combinations(grid: dict[str, tuple[Any, ...]], *, every: int, **more: Any) -> Iterator[Any]:
+    """Every n-th combination of sizes and settings."""
+    for sizes, *values in itertools.islice(itertools.product(SIZES, *grid.values()), 0, None, every):
+        c = config(sizes if not more else (*sizes[:4], 1), **dict(zip(grid, values, strict=True)), **more)
+        c.replay.capacity = max(c.replay.capacity, c.learner.queries * c.searchers.samples_per_query)  # see _check_replay
+        yield c
+
+
+def rounds(c: Any) -> int:
+    """Enough for a run in which each step waits for relief several times."""
+    return int(c.learner.steps * (8 * SECONDS + 12))
+
+
+def chaos(world: World, rng: np.random.Generator, events: int) -> None:
+    for event, number in zip(rng.choice(EVENTS, events), rng.integers(0, 2, events), strict=True):
+        if not world.is_done:
+            world.do(event, int(number))
+
+
+def look(c: Any, seed: int) -> str:
+    """The refusal of the settings, "" where they pass; asserts that they are rightly refused or rightly pass."""
+    refused, rng = flow.refusal(c), np.random.default_rng(seed)
+    named = {name: c[name.split(".")[0]][name.split(".")[1]] for name in (*GRID, "learner.steps")}
+    if refused:
+        for _ in range(2):
+            world = World(c, relief=False)
+            assert not world.goes_on(rounds=rounds(c), rng=rng), f"{named} is refused and could go on: {refused}"
+        return refused
+    # A small quota may hold too few rows where two searchers happen to ask the same query; then relief is needed.
+    if c.replay.capacity >= AMPLE and not c.replay.max_draws_per_row and not c.searchers.max_rows_per_snapshot:
+        alone = (World(c, relief=False).goes_on(rounds=rounds(c), rng=rng) for _ in range(3))
+        assert any(alone), f"{named} passes, and only relief lets it go on"
+    for kinds in (0, 1, 2):
+        world = World(c, kinds=kinds)
+        chaos(world, rng, 60)
+        assert world.goes_on(rounds=rounds(c), rng=rng), f"{named} passes and waits for ever at step {world.step}, {kinds} kinds"
+    return ""
+
+
+def look_in_turn(c: Any) -> str:
+    refused = flow.refusal(c)
+    for kinds in (0, 1, 2):
+        if goes_on_in_turn(World(c, kinds=kinds), rounds=rounds(c)) == bool(refused):
+            raise AssertionError(f"{c.to_dict()}: {kinds} kinds of responses, refused: {refused!r}")
+    return refused
+
+
+def sampled(every: int) -> Any:
+    """All of a grid for those who have time, an even share of it by default."""
+    return [pytest.param(every, id="sample"), pytest.param(1, id="all", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("every", sampled(61))
+def test_no_settings_that_pass_wait_for_ever(every):
+    found = [look(c, seed) for seed, c in enumerate(combinations(GRID, every=every))]
+    kinds = ("needs replay.min_rows=", "the next snapshot comes after", "the trainer would wait for ever")
+    assert "" in found and all(any(kind in sentence for sentence in found) for kind in kinds)
+
+
+@pytest.mark.parametrize("every", sampled(97))
+def test_no_settings_that_pass_wait_for_ever_in_turn(every):
+    found = [look_in_turn(c) for c in combinations(IN_TURN, every=every, **{"schedule.mode": "interleaved"})]
+    assert "" in found and any("schedule.lag=" in sentence for sentence in found)
+
+
+@st.composite
+def flows(draw: Any) -> Any:
+    Q, K, count = (draw(st.integers(1, 4)) for _ in range(3))
+    S, per_batch = K + draw(st.integers(0, 3)), draw(st.integers(1, 4))
+    c = config((Q, K, per_batch, S, count))
+    ranges = {
+        "replay.max_draws_per_row": (0, 4),
+        "replay.max_staleness": (0, 6),
+        "publish.every_steps": (1, 8),
+        "evaluation.every_steps": (1, 12),
+        "searchers.max_rows_per_snapshot": (0, 40),
+        "replay.min_rows": (0, 30),
+        "replay.recent_window": (0, 4),
+        "learner.steps": (1, 9),
+    }
+    c.update_from_flattened_dict({name: draw(st.integers(*limits)) for name, limits in ranges.items()})
+    c.replay.recent_probability = draw(st.floats(0, 1))
+    c.replay.capacity_per_query = draw(st.integers(K, 2 * S))
+    c.replay.capacity = Q * S + draw(st.integers(0, 30))
+    return c
+
+
+@given(c=flows(), seed=st.integers(0, 2**32 - 1))
+@hypothesis_settings(max_examples=60, deadline=None, derandomize=True)
+def test_no_settings_beyond_the_grid_wait_for_ever(c, seed):
+    look(c, seed)
+
+
+def test_what_was_lost_is_made_up_for_by_relief_alone():
+    """A searcher leaves with rows that the first update needs, and so does the one that comes after it, and so on."""
+    changes = {"searchers.max_rows_per_snapshot": 4, "publish.every_steps": 1, "replay.max_draws_per_row": 1}
+    c = config((4, 2, 2, 2, 2), **changes)
+    assert not flow.refusal(c)
+    for relief in (False, True):
+        world = World(c, relief=relief)
+        for event, number in (("refresh", 0), ("refresh", 1), ("search", 0), ("search", 1), ("lose", 0)):
+            world.do(event, number)
+        assert world.goes_on(rounds=rounds(c), rng=np.random.default_rng(0)) == relief
+        assert (world.grants > 0) == relief
+
+
+def test_a_window_of_good_rows_that_are_used_up_is_refused():
+    """Where what leaves is what has the lowest reward, and rewards become worse, new rows leave before they are drawn."""
+    changes = {"replay.drop": "lowest_reward", "replay.max_draws_per_row": 1, "replay.capacity": 8}
+    c = config((2, 2, 2, 2, 1), **changes)
+    sentence = "replay.drop=lowest_reward and replay.max_draws_per_row=1 exclude each other: rows of high reward"
+    assert flow.refusal(c).startswith(sentence)
+    for drop, ends in (("lowest_reward", False), ("oldest", True)):
+        c.replay.drop = drop
+        world = World(c)
+        world.reward = lambda world=world: -float(world.step)
+        assert world.goes_on(rounds=rounds(c), rng=np.random.default_rng(0)) == ends
+
+
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        (
+            {"replay.max_staleness": 3, "publish.every_steps": 5},
+            "replay.max_staleness=3 lets the rows of a snapshot be drawn in 4 steps, and the next snapshot comes after 5 "
+            "(publish.every_steps=5): step 5 would wait for ever",
+        ),
+        (
+            {"replay.max_draws_per_row": 1, "publish.every_steps": 5, "searchers.max_rows_per_snapshot": 4},
+            "searchers.max_rows_per_snapshot=4 lets searchers.count=2 searchers generate 8 rows with a snapshot, each drawn "
+            "replay.max_draws_per_row=1 times at most; the 5 updates until the next snapshot (publish.every_steps=5) draw 20",
+        ),
+        (
+            {"searchers.max_rows_per_snapshot": 2, "searchers.count": 1, "learner.queries": 4},
+            "searchers.max_rows_per_snapshot=2 lets searchers.count=1 searchers ask 2 queries before the first update, which "
+            "needs learner.queries=4",
+        ),
+        (
+            {"searchers.max_rows_per_snapshot": 4, "replay.min_rows": 9},
+            "searchers.max_rows_per_snapshot=4 lets searchers.count=2 searchers generate 8 rows before the first update, which "
+            "needs replay.min_rows=9",
+        ),
+        (
+            {"searchers.count": 0, "replay.mount": ("runs/first",), "replay.max_staleness": 2},
+            "searchers.count=0 leaves only rows of replay.mount, which count as of step 0: under replay.max_staleness=2 no step "
+            "after 3 of learner.steps=7 may draw them",
+        ),
+        (
+            {"schedule.mode": "interleaved", "schedule.lag": 4, "replay.max_staleness": 3, "searchers.count": 1},
+            "schedule.lag=4 makes every row 4 steps old, more than replay.max_staleness=3: step 5 would wait for ever",
+        ),
+    ],
+    ids=lambda x: "" if isinstance(x, dict) else x.split("=")[0],
+)
+def test_what_can_never_go_on_is_refused_by_its_settings(changes, sentence):
+    assert flow.refusal(config((2, 2, 2, 2, 2), **changes)).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"replay.max_staleness": 3, "publish.every_steps": 4},
+        {"replay.max_draws_per_row": 1, "publish.every_steps": 2, "searchers.max_rows_per_snapshot": 8},
+        {"searchers.max_rows_per_snapshot": 3, "publish.every_steps": 1},
+        {"searchers.max_rows_per_snapshot": 12, "publish.every_steps": 1, "replay.min_rows": 9, "replay.capacity": 8},
+    ],
+    ids=["age", "draws", "a quota is of whole batches", "rows that have left again count as come"],
+)
+def test_what_just_can_go_on_passes(changes):
+    assert look(config((2, 2, 2, 2, 1), **changes), 0) == ""
+
+
+@pytest.mark.parametrize("lag, steps", [(3, 7), (4, 4)])
+def test_a_lag_up_to_the_limit_passes(lag, steps):
+    changes = {"schedule.mode": "interleaved", "schedule.lag": lag, "replay.max_staleness": 3, "learner.steps": steps}
+    assert look_in_turn(config((2, 2, 2, 2, 1), **changes)) == ""

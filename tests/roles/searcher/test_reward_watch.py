@@ -1,0 +1,99 @@
+"""Rows that get no reward: what is said, when the searcher pauses, and when it gives up."""
+
+import dataclasses
+
+import pytest
+
+from tba_jax.roles.searcher.appender import SearchReport
+from tba_jax.roles.searcher.reward_watch import RewardWatch
+from tba_jax.run.processes import NoRewards
+
+SCORED = SearchReport(
+    time=0.0, rows=64, tokens=1, reward=0.5, unscored=0, finished=1.0, policy_step=0, slot_idle=0.0, seconds=1.0, value_tokens=0,
+    failure="",
+)  # fmt: skip
+FAILED = dataclasses.replace(SCORED, unscored=64, reward=float("nan"), failure="KeyError: 'x'")
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def watch(clock: Clock) -> RewardWatch:
+    return RewardWatch(give_up_seconds=100.0, clock=clock)
+
+
+def test_the_share_and_the_first_reason_are_said(watch):
+    assert watch.trouble == ""
+    for _ in range(26):
+        watch.note(FAILED)
+    assert watch.trouble == "no row has a reward: 1,664 of 1,664 failed, KeyError: 'x'"
+    watch.note(dataclasses.replace(SCORED, unscored=1, failure="ValueError"))
+    assert watch.trouble == "some rows have no reward: 1,665 of 1,728 failed, KeyError: 'x'"
+    watch.note(FAILED)
+    assert watch.trouble == "the last 1 batches have no reward (1,729 of 1,792 failed, KeyError: 'x')"
+
+
+def test_after_three_useless_batches_one_is_tried_now_and_then(watch, clock):
+    for pause in (0, 0, 5, 10, 20, 40, 60, 60):
+        watch.note(FAILED)
+        if not pause:
+            assert watch.may_search
+            continue
+        clock.now += pause - 0.1
+        assert not watch.may_search
+        clock.now += 0.1
+        assert watch.may_search
+    watch.note(SCORED)
+    watch.note(FAILED)
+    assert watch.may_search, "grading works again, so one batch without reward does not stop the search"
+
+
+def test_batches_that_wait_are_tries_themselves(watch, clock):
+    for _ in range(3):
+        watch.note(FAILED)
+    clock.now += 50
+    watch.look(waiting=2)
+    assert not watch.may_search
+    watch.look(waiting=0)
+    assert watch.may_search
+
+
+def test_a_searcher_without_rewards_gives_up(watch, clock):
+    for _ in range(4):
+        watch.note(FAILED)
+        watch.look(waiting=0)
+        clock.now += 25
+    watch.look(waiting=0)
+    clock.now += 1
+    with pytest.raises(NoRewards, match=r"256 of 256 failed, KeyError: 'x'; nothing .* searchers.give_up_seconds=100"):
+        watch.look(waiting=0)
+
+
+def test_rewards_that_hang_are_said_and_given_up(watch, clock):
+    watch.note(SCORED)
+    watch.look(waiting=3)
+    clock.now += 30
+    watch.look(waiting=3)
+    assert watch.trouble == "3 batches have waited 30 s for their rewards"
+    clock.now += 71
+    with pytest.raises(NoRewards, match="3 batches have waited 101 s"):
+        watch.look(waiting=3)
+
+
+def test_slow_rewards_are_waited_for(watch, clock):
+    for _ in range(9):
+        watch.look(waiting=3)
+        clock.now += 60
+        watch.note(SCORED)
+        watch.look(waiting=3)
+    assert watch.trouble == ""

@@ -1,0 +1,20 @@
+"""Grants, which are counted over all trainers of a run."""
+
+import pytest
+
+from tba_jax.run import grants, layout
+
+
+def test_grants_are_counted(tmp_path):
+    run = layout.RunDir(tmp_path)
+    assert grants.number(run) == 0
+    for step, number in ((0, 1), (0, 2), (7, 3)):
+        grants.give(run, step=step)
+        assert grants.number(run) == number and layout.read_json(run.grant)["step"] == step
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    run = layout.RunDir(tmp_path)
+    layout.write_json(run.grant, [])
+    with pytest.raises(ValueError, match=r"grant\.json holds no number"):
+        grants.number(run)
