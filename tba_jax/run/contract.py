@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tba_jax import trajectory
@@ -80,9 +80,9 @@ def plain(tree: Any) -> Any:
     return json.loads(json.dumps(tree))
 
 
-def mounted_logs(leaves: Mapping[str, Any], *, reward_version: int) -> tuple[Place, ...]:
-    """The replay folders of the runs that a flattened config mounts: the rescored rows of a run, if it has them, else its own."""
-    runs = [layout.open_run_dir(folder) for folder in leaves["replay.mount"]]
+def mounted_logs(mounts: Sequence[str], *, reward_version: int) -> tuple[Place, ...]:
+    """The replay folders of the runs of replay.mount: the rescored rows of a run, if it has them, else its own."""
+    runs = [layout.open_run_dir(folder) for folder in mounts]
     return tuple(
         run.rescored(reward_version) if places.exists(run.rescored_commit(reward_version)) else run.replay for run in runs
     )

@@ -54,8 +54,7 @@ class ReplayBuffer:
         """Args: recent_window: trainer steps that count as recent where replay.recent_window is 0."""
         self._seed, self._min_rows = config.seed, config.replay.min_rows
         self._selection = _selection(config, recent_window)
-        leaves = contract_lib.flatten(config.to_dict())
-        mounts = contract_lib.mounted_logs(leaves, reward_version=contract.reward_version)
+        mounts = contract_lib.mounted_logs(config.replay.mount, reward_version=contract.reward_version)
         self._has_mounts = bool(mounts)
         self._poll_seconds = places.poll_seconds((run.replay, *mounts), config.replay.poll_seconds)
         self.reader = LogReader(run.replay, contract.row_shape(), mounts=mounts)
