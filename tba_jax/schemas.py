@@ -128,8 +128,14 @@ class Schema:
             rule.check(name, leaves[name], registries)
 
 
+def require(condition: Any, sentence: str) -> None:
+    """Raises ValueError with this sentence unless the condition holds."""
+    if not condition:
+        raise ValueError(sentence)
+
+
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}."""
+    """{"a": {"b": 1}} -> {"a.b": 1}, for settings, and for parameters, their specs and their shardings alike."""
     leaves: dict[str, Any] = {}
     for name, value in tree.items():
         leaves |= flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
