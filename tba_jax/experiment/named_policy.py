@@ -33,10 +33,6 @@ def policy_and_tokenizer(config: Any) -> tuple[Policy, Tokenizer]:
             raise ValueError(f"task.name={config.task.name!r} needs a pretrained model: set model.path to its folder")
         tokenizer = CharacterTokenizer(alphabet)
         model = _model_from_shape(config, tokenizer.vocab_size)
-    if tokenizer.vocab_size > model.vocab:
-        raise ValueError(
-            f"model.path={config.model.path!r}: the tokenizer has {tokenizer.vocab_size} ids, the embedding only {model.vocab}"
-        )
     policy = Policy(model=model, lora=_lora(config))
     _ = policy.trained_specs  # refuses targets that the model does not have
     return policy, tokenizer
