@@ -100,10 +100,7 @@ def _reference(run: layout.RunDir) -> Place:
     """The folder of the policy that the run began with."""
     if not places.exists(run.initial_reference):
         raise ValueError(f"{run.initial_reference} is gone: it names the reference policy, which the adapters belong to")
-    named = layout.read_json(run.initial_reference)
-    if not isinstance(named, dict) or not isinstance(named.get("id"), str):
-        raise ValueError(f"{run.initial_reference} names no reference policy: {named!r} has no id")
-    return run.reference(named["id"])
+    return run.reference(layout.reference_id(run))
 
 
 @contextlib.contextmanager

@@ -56,7 +56,7 @@ def ensure(experiment: Experiment, run: layout.RunDir, *, report: Callable[[int,
       16 hex digits, a hash of the weights; `run.reference(id)` holds them as a snapshot.
     """
     if places.exists(run.initial_reference):
-        return layout.read_json(run.initial_reference)["id"]
+        return layout.reference_id(run)
     config, policy = experiment.config, experiment.policy
     init_from = contract_lib.read(run)["init_from"]
     mesh = sharding.make_mesh(tuple(config.learner.mesh.values()), setting="learner.mesh")

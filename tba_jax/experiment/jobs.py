@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tba_jax import sharding
 from tba_jax.experiment import composition, initial_policy, meshes, other_runs, plan, schedule_changes
 from tba_jax.replay.journal import read_lineage
 from tba_jax.rewards import task_models
@@ -21,7 +20,6 @@ from tba_jax.run import layout, places
 from tba_jax.run import processes as processes_lib
 from tba_jax.run.lease import EpochLease
 from tba_jax.run.metrics import MetricWriter, TimeAccount
-from tba_jax.tasks.interface import Closable
 
 log = logging.getLogger(__name__)
 
@@ -227,10 +225,9 @@ def searcher(s: Invocation) -> Job:
         if not wait_for_run(s.run, poll_seconds=s.config.searchers.poll_seconds, stop=stop):
             return 0
         account = TimeAccount()
-        _start_task(s, task_devices=s.config.searchers.task_devices)
-        made = make_searcher(s, name=s.name or "searcher", account=account)
-        run_searcher(made, s.config, s.run, name=s.name or made.writer, account=account, stop=stop)
-        _close_task(s)
+        with _started_task(s, s.config.searchers.task_devices):
+            made = make_searcher(s, name=s.name or "searcher", account=account)
+            run_searcher(made, s.config, s.run, name=s.name or made.writer, account=account, stop=stop)
         return 0
 
     return job
@@ -247,14 +244,12 @@ def _mistakes_end_the_role() -> Iterator[None]:
         raise processes_lib.BadInput(str(error)) from error
 
 
-def _start_task(s: Invocation, *, task_devices: int) -> None:
-    with _mistakes_end_the_role():  # slots that do not divide over the devices, say
-        task_models.start(s.experiment.task, sharding.task_mesh(task_devices))
-
-
-def _close_task(s: Invocation) -> None:
-    if isinstance(s.experiment.task, Closable):
-        s.experiment.task.close()
+@contextlib.contextmanager
+def _started_task(s: Invocation, task_devices: int) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        with _mistakes_end_the_role():  # slots that do not divide over the devices, say
+            stack.enter_context(task_models.started(s.experiment.task, task_devices))
+        yield
 
 
 def make_evaluator(s: Invocation) -> Any:
@@ -274,9 +269,8 @@ def evaluator(s: Invocation) -> Job:
 
     def job() -> int:
         if wait_for_run(s.run, poll_seconds=s.config.searchers.poll_seconds, stop=stop):
-            _start_task(s, task_devices=s.config.evaluation.task_devices)
-            run_evaluator(make_evaluator(s), s.config, s.run, account=TimeAccount(), stop=stop)
-            _close_task(s)
+            with _started_task(s, s.config.evaluation.task_devices):
+                run_evaluator(make_evaluator(s), s.config, s.run, account=TimeAccount(), stop=stop)
         return 0
 
     return job
@@ -323,12 +317,11 @@ def _in_turn(s: Invocation) -> Job:
             made, lease = make_trainer(s, publish_every_steps=1)
         # From here on a signal waits for the end of a step. Before, it ends the process at once: a warm start may take minutes.
         stop = processes_lib.StopSignal()
-        _start_task(s, task_devices=s.config.searchers.task_devices)
-        search = make_searcher(s, name="searcher-0", account=made.account)
-        evaluate = make_evaluator(s) if s.config.evaluation.enabled else None
-        finished = run_interleaved(made, search, evaluate, s.run, stop=stop, progress=progress)
-        lease.release()
-        _close_task(s)
+        with _started_task(s, s.config.searchers.task_devices):
+            search = make_searcher(s, name="searcher-0", account=made.account)
+            evaluate = make_evaluator(s) if s.config.evaluation.enabled else None
+            finished = run_interleaved(made, search, evaluate, s.run, stop=stop, progress=progress)
+            lease.release()
         code = 0 if finished else processes_lib.STOPPED
         _conclude(s, progress, code)
         return code
