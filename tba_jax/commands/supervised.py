@@ -97,9 +97,6 @@ def _model_and_tokenizer(config: Any, folder: Path) -> "tuple[DecoderConfig, Hug
     )
     require(model.head != "score" or model.labels == 1, f"it scores {model.labels} labels, a reward model scores one")
     tokenizer = HuggingFaceTokenizer(folder, vocab=model.vocab)
-    require(
-        tokenizer.vocab_size <= model.vocab, f"its tokenizer has {tokenizer.vocab_size} ids, its embedding only {model.vocab}"
-    )
     total = config.data.prompt_length + config.data.response_length
     require(
         total <= model.max_positions,

@@ -88,6 +88,15 @@ def mounted_logs(mounts: Sequence[str], *, reward_version: int) -> tuple[Place, 
     )
 
 
+# Fields of the contract that are a setting -> the setting.
+_SETTINGS = {
+    "task_name": "task.name",
+    "scoring_temperature": "sampling.scoring_temperature",
+    **{
+        name: f"task.{name}"
+        for name in ("prompt_length", "response_length", "min_response_length", "missing_eos_reward", "stop_strings", "step_ends")
+    },
+}
 _LONG = 6  # values of a list that a sentence may hold
 
 
@@ -96,11 +105,12 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     theirs, ours = flatten(there), flatten(here)
     # In a contract, `task` holds the settings of one task. Its section of the config is named, so that they can be set.
     section = "custom" if ".py:" in (task := str(ours.get("task_name", ""))) else task
-    return [
-        f"{f'task.{section}.{k[5:]}' if section and k.startswith('task.') else k}: {_compared(theirs.get(k), ours.get(k))}"
-        for k in sorted(theirs | ours)
-        if theirs.get(k) != ours.get(k)
-    ]
+
+    def called(name: str) -> str:
+        return f"task.{section}.{name[5:]}" if section and name.startswith("task.") else _SETTINGS.get(name, name)
+
+    different = [name for name in sorted(theirs | ours) if theirs.get(name) != ours.get(name)]
+    return [f"{called(name)}: {_compared(theirs.get(name), ours.get(name))}" for name in different]
 
 
 def _compared(there: Any, here: Any) -> str:

@@ -88,7 +88,7 @@ def test_two_long_lists_are_told_by_what_one_of_them_holds():
     (told,) = contract_lib.differences(there, there | {"banned_tokens": []})
     assert "500 values there, 0 here" in told and "(500) only there, none only here" in told and len(told) < 150
     (told,) = contract_lib.differences(there, there | {"stop_strings": ["b"]})
-    assert told == "stop_strings: ['a'] there, ['b'] here"
+    assert told == "task.stop_strings: ['a'] there, ['b'] here"
 
 
 def test_a_role_that_joins_writes_nothing(tmp_path, monkeypatch):
