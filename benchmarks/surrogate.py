@@ -20,7 +20,7 @@ from tba_jax import sharding, trajectory
 from tba_jax.commands.audit import open_run
 from tba_jax.experiment import jobs
 from tba_jax.learner import state, update
-from tba_jax.learner.reference import moved
+from tba_jax.learner.moving_reference import moved
 from tba_jax.learner.settings import make_learner_config, make_moving_reference
 from tba_jax.models.parameters import Params
 from tba_jax.run import snapshots as snapshots_lib

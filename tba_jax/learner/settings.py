@@ -10,7 +10,7 @@ import jax
 import optax
 
 from tba_jax.learner import optimizer, state, update
-from tba_jax.learner.reference import MovingReference
+from tba_jax.learner.moving_reference import MovingReference
 from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.objectives.inputs import ObjectiveSettings

@@ -9,7 +9,7 @@ from tba_jax.roles.evaluator import Evaluator, PendingSteps, report_scalars
 from tba_jax.roles.searcher.appender import SearchReport
 from tba_jax.roles.searcher.searcher import Searcher
 from tba_jax.roles.trainer.loop import end
-from tba_jax.roles.trainer.metrics import Recorder
+from tba_jax.roles.trainer.recorder import Recorder
 from tba_jax.roles.trainer.trainer import Trainer
 from tba_jax.run import layout
 from tba_jax.run.metrics import MetricWriter

@@ -96,7 +96,8 @@ def test_static_settings_of_an_update():
     "kind, moves_at", [("initial", None), ("surrogate", None), ("reset", [3, 6]), ("ema", [1, 2, 3, 4, 5, 6])]
 )
 def test_which_references_are_held_and_when_they_move(kind, moves_at):
-    c = tiny_run.config(learner__reference__kind=kind, learner__reference__reset_steps=3, learner__reference__ema_decay=0.5)
+    changes = {"kind": kind, "reset_steps": 3, "ema_decay": 0.5}
+    c = tiny_run.config(**{f"learner__reference__{name}": value for name, value in changes.items()}).learner
     mesh = sharding.make_mesh((1, 1, 1), setting="learner.mesh", devices=jax.devices()[:1])
     reference = settings.make_moving_reference(c, settings.make_learner_config(c, contract(), POLICY, devices=1), mesh)
     if moves_at is None:

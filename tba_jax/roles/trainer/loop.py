@@ -6,7 +6,7 @@ import platform
 import time
 from collections.abc import Callable
 
-from tba_jax.roles.trainer.metrics import Recorder
+from tba_jax.roles.trainer.recorder import Recorder
 from tba_jax.roles.trainer.trainer import Trainer
 from tba_jax.run import layout
 
