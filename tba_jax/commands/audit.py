@@ -107,10 +107,9 @@ def describe_ledger(run: Run) -> tuple[str, bool]:
         )
         lines.append(f"{writer:32}" + "".join(f" {n:9}" for n in counts) + ("" if a.balances else "   DOES NOT BALANCE"))
     for what in ("evicted", "rejected"):
-        total: dict[str, int] = {}
+        total = collections.Counter[str]()
         for account in found.values():
-            for rule, count in getattr(account, what).items():
-                total[rule] = total.get(rule, 0) + count
+            total.update(getattr(account, what))
         lines.append(f"{what}: " + (", ".join(f"{rule} {count}" for rule, count in total.items() if count) or "none"))
     lines.append(f"evicted by a capacity without ever being trained on: {sum(a.evicted_untrained for a in found.values())}")
     lines += _describe_expired(run, list(found))

@@ -29,9 +29,8 @@ def evaluate(workdir: Path, *, step: int | None, overrides: Sequence[str] = ()) 
     """
     import jax
 
-    from tba_jax.experiment import composition, meshes
+    from tba_jax.experiment import composition, jobs, meshes
     from tba_jax.rewards import task_models
-    from tba_jax.roles.evaluator import Evaluator
     from tba_jax.run import contract
 
     run = layout.open_run_dir(workdir)
@@ -44,17 +43,8 @@ def evaluate(workdir: Path, *, step: int | None, overrides: Sequence[str] = ()) 
     meshes.check(experiment, role="evaluator", devices=len(jax.devices()))
     task_models.check(task, role="evaluator")
     with task_models.started(task, config.evaluation.task_devices):
-        made = Evaluator(
-            config,
-            experiment.contract,
-            run,
-            policy=experiment.policy,
-            tokenizer=experiment.tokenizer,
-            task=task,
-            queries=composition.heldout_queries(experiment),
-        )
         try:
-            return made.report(step)
+            return jobs.make_evaluator(experiment, run).report(step)
         except FileNotFoundError as error:
             raise ValueError(f"snapshot {step} of {workdir} is gone: the run removed it meanwhile (publish.keep)") from error
 

@@ -32,7 +32,7 @@ _WINDOW = -1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rules:
-    """What stays in the window. experiment/checks.py and the schema check the settings.
+    """What stays in the window: settings of the section replay, which the schema and experiment/checks.py check.
 
     capacity: resident rows in total (replay.capacity). capacity_per_query: of one query.
     merge_duplicates: an identical response to a query replaces the older one; otherwise both stay, and frequent responses weigh

@@ -4,6 +4,8 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from tba_jax import sharding
 from tba_jax.models import parameters
 from tba_jax.models.config import EncoderConfig
@@ -12,7 +14,6 @@ from tba_jax.models.hugging_face.architectures import ARCHITECTURES
 from tba_jax.rewards import CHECKERS, LOADERS, embeddings, language_model, linear, passes, sequence
 from tba_jax.tasks.interface import Closable, ModelUse, Task, UsesModels
 
-_BYTES = {"float32": 4, "bfloat16": 2}
 # Kind of a model -> the function that reads its config and refuses models of another kind, see sequence.read_config.
 _CONFIGS: dict[str, Callable[..., Any]] = {
     "sequence": sequence.read_config,
@@ -97,7 +98,7 @@ def memory(use: ModelUse, *, length: int) -> int:
     config = _read_config(use)
     if config is None:
         return 0  # a linear classifier is small and in host memory
-    size, length = _BYTES[use.compute_dtype], use.length or length
+    size, length = jnp.dtype(use.compute_dtype).itemsize, use.length or length
     padded = passes.padded_length(length, config.position_limit if isinstance(config, EncoderConfig) else config.max_positions)
     if use.kind == "generator":
         row = 2 * config.layers * length * config.kv_heads * config.head_size * size + 4 * config.vocab

@@ -71,11 +71,11 @@ def test_another_contract_is_refused_by_field(tmp_path):
     different, _, advice = str(refused.value).partition(". A run keeps its contract: ")
     assert advice == "take its settings, or begin another run in a new --workdir"
     assert different.split("; ")[1:] == [
-        "missing_eos_reward: None there, -1.0 here",
+        "task.missing_eos_reward: None there, -1.0 here",
         "model.max_positions: 48 there, 49 here",
         "model.width: 128 there, 64 here",
-        "response_length: 32 there, 33 here",
-        "scoring_temperature: 1.0 there, 0.7 here",
+        "task.response_length: 32 there, 33 here",
+        "sampling.scoring_temperature: 1.0 there, 0.7 here",
         "task.arithmetic.seed: 0 there, 1 here",
         "warm_start.steps: 0 there, 600 here",
     ]

@@ -1,5 +1,6 @@
 """The replay buffer of a trainer: the one reader of the log, the index of resident rows, and the draw of a batch."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,7 +8,7 @@ import numpy as np
 
 from tba_jax import trajectory
 from tba_jax.replay import journal
-from tba_jax.replay.index import ReplayIndex
+from tba_jax.replay.index import ReplayIndex, Rules
 from tba_jax.replay.reader import LogReader
 from tba_jax.replay.selection import Selection, draw_batch
 from tba_jax.replay.tail import Tail, not_resident, replay_visible
@@ -17,16 +18,8 @@ from tba_jax.run import layout, places
 
 def make_index(config: Any, contract: contract_lib.Contract) -> ReplayIndex:
     """The empty index of a run."""
-    return ReplayIndex(
-        shape=contract.row_shape(),
-        capacity=config.replay.capacity,
-        capacity_per_query=config.replay.capacity_per_query,
-        merge_duplicates=config.replay.merge_duplicates,
-        merge_edit_distance=config.replay.merge_edit_distance,
-        merge_cosine_distance=config.replay.merge_cosine_distance,
-        drop=config.replay.drop,
-        vocab_size=contract.model["vocab"],
-    )
+    rules = {field.name: config.replay[field.name] for field in dataclasses.fields(Rules)}
+    return ReplayIndex(shape=contract.row_shape(), vocab_size=contract.model["vocab"], **rules)
 
 
 def _selection(config: Any, recent_window: int) -> Selection:
