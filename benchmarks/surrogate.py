@@ -20,7 +20,7 @@ from tba_jax import sharding, trajectory
 from tba_jax.commands.audit import open_run
 from tba_jax.experiment import jobs
 from tba_jax.learner import state, update
-from tba_jax.learner.reference import moved
+from tba_jax.learner.moving_reference import moved
 from tba_jax.learner.settings import make_learner_config, make_moving_reference
 from tba_jax.models.parameters import Params
 from tba_jax.run import snapshots as snapshots_lib
@@ -61,7 +61,7 @@ class Snapshots:
     def __init__(self, settings: jobs.Invocation):
         self._policies, self._policy = settings.run.policies, settings.experiment.policy
         self._mesh = sharding.make_mesh((1, 1, 1), setting="learner.mesh", devices=jax.devices()[:1])
-        self.config = make_learner_config(settings.config, settings.experiment.contract, self._policy, devices=1)
+        self.config = make_learner_config(settings.config.learner, settings.experiment.contract, self._policy, devices=1)
         self._score = sharding.on_mesh(self._mesh, jax.jit(self._score_with))
 
     def _score_with(self, params: Params, batch: state.Batch) -> jax.Array:
@@ -87,7 +87,7 @@ class Snapshots:
 
     def checkpointed_average(self, settings: jobs.Invocation, step: int) -> Params:
         """The reference that the run itself held after so many steps."""
-        held = make_moving_reference(settings.config, self.config, self._mesh)
+        held = make_moving_reference(settings.config.learner, self.config, self._mesh)
         assert held is not None
         checkpoints = Checkpoints(settings.run.checkpoints, keep=1, read_only=True)
         trees, _ = checkpoints.restore(step, {"reference": held.shapes})

@@ -128,9 +128,33 @@ class Schema:
             rule.check(name, leaves[name], registries)
 
 
+def require(condition: Any, sentence: str) -> None:
+    """Raises ValueError with this sentence unless the condition holds."""
+    if not condition:
+        raise ValueError(sentence)
+
+
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}."""
+    """{"a": {"b": 1}} -> {"a.b": 1}, for settings, and for parameters, their specs and their shardings alike."""
     leaves: dict[str, Any] = {}
     for name, value in tree.items():
         leaves |= flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
     return leaves
+
+
+def nearest(name: str, names: Collection[str]) -> str:
+    """The dotted name that is most like `name`, "" if no name has a similar last part."""
+    section, _, leaf = name.rpartition(".")
+
+    def likeness(other: str) -> float:
+        of_section, _, of_leaf = other.rpartition(".")
+        same = difflib.SequenceMatcher(None, leaf, of_leaf).ratio()
+        return (2 * same + difflib.SequenceMatcher(None, section, of_section).ratio()) if same >= 0.6 else 0.0
+
+    best = max(names, key=likeness, default="")
+    return best if best and likeness(best) else ""
+
+
+def hint(near: str) -> str:
+    """The part of a sentence that offers the nearest name, if there is one."""
+    return f"; did you mean {near!r}?" if near else ""

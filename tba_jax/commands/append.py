@@ -239,15 +239,13 @@ def _scored(experiment: "Experiment", given: Sequence[GivenResponse], rows: dict
     from tba_jax import sharding
     from tba_jax.rewards import responses, task_models
     from tba_jax.rewards.embeddings import ResponseEmbedder
-    from tba_jax.tasks.interface import Closable
 
     config, contract, task = experiment.config, experiment.contract, experiment.task
     queries = [each.query for each in given]
     texts = responses.response_texts([each.tokens for each in given], queries, experiment.tokenizer)
     task_models.check(task, role="searcher")
-    task_models.start(task, sharding.task_mesh(config.searchers.task_devices))
     size = _rows_at_a_time(experiment)
-    try:
+    with task_models.started(task, config.searchers.task_devices):
         scores = [
             responses.reward_texts(
                 texts[start : start + size],
@@ -258,9 +256,6 @@ def _scored(experiment: "Experiment", given: Sequence[GivenResponse], rows: dict
             )
             for start in range(0, len(given), size)
         ]
-    finally:
-        if isinstance(task, Closable):
-            task.close()
     found = {
         "reward": np.concatenate([each.reward for each in scores]),
         "reward_parts": np.concatenate([each.parts for each in scores]),

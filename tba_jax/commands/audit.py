@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from absl import flags
+from ml_collections import config_dict
 
 from tba_jax import trajectory
 from tba_jax.commands import command_line
@@ -19,16 +20,17 @@ from tba_jax.replay.expiry import expired_segments
 from tba_jax.replay.index import ReplayIndex
 from tba_jax.replay.reader import LogCorruption, LogReader
 from tba_jax.replay.tail import not_resident, replay_visible
+from tba_jax.roles.trainer.buffer import make_index
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout as layout_lib
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run opened for reading. config: the stored settings by dotted name; lines: of the journal, step n at index n - 1."""
+    """A run opened for reading. config: the stored settings; lines: of the journal, step n at index n - 1."""
 
     layout: layout_lib.RunDir
-    config: dict[str, Any]
+    config: config_dict.ConfigDict
     contract: contract_lib.Contract
     reader: LogReader
     lines: list[dict[str, Any]]
@@ -39,8 +41,8 @@ def open_run(workdir: Path | str) -> Run:
     layout = layout_lib.open_run_dir(workdir)
     stored = contract_lib.read_run(layout)
     contract = contract_lib.Contract(**stored["contract"])
-    config = contract_lib.flatten(stored["config"])
-    mounts = contract_lib.mounted_logs(config, reward_version=contract.reward_version)
+    config = config_dict.ConfigDict(stored["config"])
+    mounts = contract_lib.mounted_logs(config.replay.mount, reward_version=contract.reward_version)
     reader = LogReader(layout.replay, contract.row_shape(), mounts=mounts, patience_seconds=1.0)
     lines = journal.read_lineage(layout.journal)
     return Run(layout=layout, config=config, contract=contract, reader=reader, lines=lines)
@@ -49,16 +51,7 @@ def open_run(workdir: Path | str) -> Run:
 def rebuild_index(run: Run) -> ReplayIndex:
     """The trainer's index after the last journalled step: from log and journal, or from the newest checkpoint where retention
     has removed rows."""
-    index = ReplayIndex(
-        shape=run.reader.shape,
-        capacity=run.config["replay.capacity"],
-        capacity_per_query=run.config["replay.capacity_per_query"],
-        merge_duplicates=run.config["replay.merge_duplicates"],
-        merge_edit_distance=run.config["replay.merge_edit_distance"],
-        merge_cosine_distance=run.config["replay.merge_cosine_distance"],
-        drop=run.config["replay.drop"],
-        vocab_size=run.contract.model["vocab"],
-    )
+    index = make_index(run.config, run.contract)
     heads, start = run.reader.heads(), 0
     if any(expired_segments(run.layout.replay).get(writer) for writer in heads):
         index, start = _checkpointed_index(run)
@@ -114,10 +107,9 @@ def describe_ledger(run: Run) -> tuple[str, bool]:
         )
         lines.append(f"{writer:32}" + "".join(f" {n:9}" for n in counts) + ("" if a.balances else "   DOES NOT BALANCE"))
     for what in ("evicted", "rejected"):
-        total: dict[str, int] = {}
+        total = collections.Counter[str]()
         for account in found.values():
-            for rule, count in getattr(account, what).items():
-                total[rule] = total.get(rule, 0) + count
+            total.update(getattr(account, what))
         lines.append(f"{what}: " + (", ".join(f"{rule} {count}" for rule, count in total.items() if count) or "none"))
     lines.append(f"evicted by a capacity without ever being trained on: {sum(a.evicted_untrained for a in found.values())}")
     lines += _describe_expired(run, list(found))
@@ -191,7 +183,6 @@ def regenerate(run: Run, name: str) -> tuple[str, bool]:
 def _generated(run: Run, name: str, row: Mapping[str, np.ndarray], *, step: int) -> Any:
     """Generates a row again with a searcher's sampler and the policy of a step."""
     import jax
-    from ml_collections import config_dict
 
     from tba_jax import sharding
     from tba_jax.decoding.requests import Request
@@ -201,7 +192,7 @@ def _generated(run: Run, name: str, row: Mapping[str, np.ndarray], *, step: int)
     from tba_jax.roles.sampler import Sampler
     from tba_jax.run import snapshots
 
-    policy, tokenizer = policy_and_tokenizer(config_dict.ConfigDict(contract_lib.read(run.layout)["config"]))
+    policy, tokenizer = policy_and_tokenizer(run.config)
     if step not in snapshots.committed_steps(run.layout.policies):
         raise ValueError(f"{name} cannot be generated again: the snapshot of its policy step {step} has been removed")
     one = sharding.make_mesh((1, 1, 1), setting="audit", devices=jax.devices()[:1])
@@ -213,7 +204,7 @@ def _generated(run: Run, name: str, row: Mapping[str, np.ndarray], *, step: int)
         reference=ReferencePolicy(
             run.contract, run.layout, policy=policy, mesh=one, logit_megabytes=1, reference_id=f"{int(row['reference_id']):016x}"
         ),
-        weights=run.config["searchers.weights"],
+        weights=run.config.searchers.weights,
         slots=1,
         samples=1,
         prompt_length=int(row["prompt_length"]),
@@ -227,7 +218,7 @@ def _generated(run: Run, name: str, row: Mapping[str, np.ndarray], *, step: int)
 
 def _home(run: Run, writer: str) -> str:
     """The mounted run that a writer belongs to."""
-    shared = {mount: str(layout_lib.open_run_dir(mount).shared) for mount in run.config["replay.mount"]}
+    shared = {mount: str(layout_lib.open_run_dir(mount).shared) for mount in run.config.replay.mount}
     return next(mount for mount, place in shared.items() if str(run.reader.folder(writer)).startswith(f"{place}/"))
 
 

@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NoReturn, Protocol
@@ -20,6 +20,7 @@ from typing import NoReturn, Protocol
 from absl import flags
 
 from tba_jax.run import processes
+from tba_jax.schemas import hint
 
 Job = Callable[[], int]
 Given = SimpleNamespace  # name of a flag -> its value; overrides: the flags that change settings
@@ -175,21 +176,3 @@ def log_to_stderr() -> None:
         stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", force=True
     )
     logging.getLogger("tba_jax").setLevel(logging.INFO)
-
-
-def nearest(name: str, names: Collection[str]) -> str:
-    """The dotted name that is most like `name`, "" if no name has a similar last part."""
-    section, _, leaf = name.rpartition(".")
-
-    def likeness(other: str) -> float:
-        of_section, _, of_leaf = other.rpartition(".")
-        same = difflib.SequenceMatcher(None, leaf, of_leaf).ratio()
-        return (2 * same + difflib.SequenceMatcher(None, section, of_section).ratio()) if same >= 0.6 else 0.0
-
-    best = max(names, key=likeness, default="")
-    return best if best and likeness(best) else ""
-
-
-def hint(near: str) -> str:
-    """The part of a sentence that offers the nearest name, if there is one."""
-    return f"; did you mean {near!r}?" if near else ""

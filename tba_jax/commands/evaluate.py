@@ -29,12 +29,9 @@ def evaluate(workdir: Path, *, step: int | None, overrides: Sequence[str] = ()) 
     """
     import jax
 
-    from tba_jax import sharding
-    from tba_jax.experiment import composition, meshes
+    from tba_jax.experiment import composition, jobs, meshes
     from tba_jax.rewards import task_models
-    from tba_jax.roles.evaluator import Evaluator
     from tba_jax.run import contract
-    from tba_jax.tasks.interface import Closable
 
     run = layout.open_run_dir(workdir)
     stored = contract.read_run(run, called=str(workdir))
@@ -45,23 +42,11 @@ def evaluate(workdir: Path, *, step: int | None, overrides: Sequence[str] = ()) 
     config, task = experiment.config, experiment.task
     meshes.check(experiment, role="evaluator", devices=len(jax.devices()))
     task_models.check(task, role="evaluator")
-    task_models.start(task, sharding.task_mesh(config.evaluation.task_devices))
-    made = Evaluator(
-        config,
-        experiment.contract,
-        run,
-        policy=experiment.policy,
-        tokenizer=experiment.tokenizer,
-        task=task,
-        queries=composition.heldout_queries(experiment),
-    )
-    try:
-        return made.report(step)
-    except FileNotFoundError as error:
-        raise ValueError(f"snapshot {step} of {workdir} is gone: the run removed it meanwhile (publish.keep)") from error
-    finally:
-        if isinstance(task, Closable):
-            task.close()
+    with task_models.started(task, config.evaluation.task_devices):
+        try:
+            return jobs.make_evaluator(experiment, run).report(step)
+        except FileNotFoundError as error:
+            raise ValueError(f"snapshot {step} of {workdir} is gone: the run removed it meanwhile (publish.keep)") from error
 
 
 def _overridden(config: Mapping[str, Any], overrides: Sequence[str]) -> Any:

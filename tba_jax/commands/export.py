@@ -7,7 +7,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from absl import flags
 
@@ -16,7 +16,6 @@ from tba_jax.run import layout, places
 from tba_jax.run.places import Place
 
 if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answered at once
-    from tba_jax.models.policy import Policy
     from tba_jax.text.tokenizers import Tokenizer
 
 
@@ -34,16 +33,18 @@ def export(workdir: Path, output: Path, *, step: int | None, dtype: str | None) 
       ValueError: there is no run of this version or no such snapshot, its model, reference or tokenizer is gone, or `output`
         is in use or in the run.
     """
+    from ml_collections import config_dict
+
+    from tba_jax.experiment.named_policy import policy_and_tokenizer
     from tba_jax.models import lora
     from tba_jax.models.hugging_face import export as export_lib
     from tba_jax.models.hugging_face import load
-    from tba_jax.run import snapshots
+    from tba_jax.run import contract, snapshots
 
     run = layout.open_run_dir(workdir)
-    if not places.exists(run.config):
-        raise ValueError(f"{workdir} holds no run: there is no {run.config}")
+    config = config_dict.ConfigDict(contract.read_run(run, called=str(workdir))["config"])
     _check_output(output, run)
-    config, policy, tokenizer = _read_run(run)
+    policy, tokenizer = policy_and_tokenizer(config)
     step = snapshot_step.chosen(run.policies, step, called=str(workdir))
     source = load.resolve_folder(config.model.path) if config.model.path else None
     write_tokenizer, ids = _tokenizer_files(tokenizer, source)
@@ -85,25 +86,11 @@ def _tokenizer_files(tokenizer: "Tokenizer", source: Path | None) -> tuple[Calla
     return write, {name.replace("_id", "_token_id"): token for name, token in ids.items()}
 
 
-def _read_run(run: layout.RunDir) -> "tuple[Any, Policy, Tokenizer]":
-    """Config, policy and tokenizer of a run."""
-    from ml_collections import config_dict
-
-    from tba_jax.experiment.named_policy import policy_and_tokenizer
-    from tba_jax.run import contract
-
-    config = config_dict.ConfigDict(contract.read_run(run)["config"])
-    return config, *policy_and_tokenizer(config)
-
-
 def _reference(run: layout.RunDir) -> Place:
     """The folder of the policy that the run began with."""
     if not places.exists(run.initial_reference):
         raise ValueError(f"{run.initial_reference} is gone: it names the reference policy, which the adapters belong to")
-    named = layout.read_json(run.initial_reference)
-    if not isinstance(named, dict) or not isinstance(named.get("id"), str):
-        raise ValueError(f"{run.initial_reference} names no reference policy: {named!r} has no id")
-    return run.reference(named["id"])
+    return run.reference(layout.reference_id(run))
 
 
 @contextlib.contextmanager

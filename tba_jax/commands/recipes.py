@@ -15,7 +15,7 @@ from ml_collections import config_dict, config_flags
 from tba_jax.commands import command_line
 from tba_jax.commands.settings_help import PROGRAMS, Program, entries
 from tba_jax.run import user_code
-from tba_jax.schemas import flatten
+from tba_jax.schemas import flatten, hint, nearest
 
 # How a locked config says that it has no such key, when it is set and when it is read.
 _NO_KEY = re.compile(r"""Key "(\w+)" does not exist|^['"\\]+(\w+)['"\\]""")
@@ -47,7 +47,7 @@ def _made(recipe: str, program: Program) -> config_dict.ConfigDict:
     text, colon, name = recipe.partition(":")
     file, called = Path(text), f"--config={recipe}"
     if not file.is_file():
-        raise ValueError(f"there is no recipe {text}{command_line.hint(_like(file))}")
+        raise ValueError(f"there is no recipe {text}{hint(_like(file))}")
     get_config = getattr(user_code.load(file, "tba_jax_recipe", called=called), "get_config", None)
     if not inspect.isfunction(get_config):
         raise ValueError(f"{called}: {text} has no function get_config")
@@ -82,7 +82,7 @@ def _like(file: Path) -> str:
     """The existing recipe whose name is most like that of `file`, "" if none is similar."""
     folder = file.parent if file.parent.is_dir() and file.parent != Path() else Path("configs")
     there = {path.stem: str(path) for path in sorted(folder.glob("*.py")) if path.stem != "__init__"}
-    return there.get(command_line.nearest(file.stem, there), "")
+    return there.get(nearest(file.stem, there), "")
 
 
 def _misspelt(error: BaseException, file: Path, program: Program) -> str:
@@ -94,8 +94,8 @@ def _misspelt(error: BaseException, file: Path, program: Program) -> str:
     if written is None:
         return ""
     name = written[1]
-    near = command_line.nearest(name, [entry.name for entry in entries(program.schema)])
-    return f"the config has no setting {name!r} (line {line} of {file}){command_line.hint(near)}"
+    near = nearest(name, [entry.name for entry in entries(program.schema)])
+    return f"the config has no setting {name!r} (line {line} of {file}){hint(near)}"
 
 
 def override(config: config_dict.ConfigDict, overrides: Sequence[str]) -> config_dict.ConfigDict:
@@ -129,7 +129,7 @@ def _check_name(flag: str, leaves: Mapping[str, Any]) -> None:
         return
     if inside := [leaf for leaf in leaves if leaf.startswith(f"{name}.")]:
         raise ValueError(f"{flag}: {name} is a section; name one of its settings, such as {inside[0]}")
-    raise ValueError(f"the config has no setting {name!r}{command_line.hint(command_line.nearest(name, leaves))}")
+    raise ValueError(f"the config has no setting {name!r}{hint(nearest(name, leaves))}")
 
 
 def _ill_typed(message: str, config: config_dict.ConfigDict) -> str:

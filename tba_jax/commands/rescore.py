@@ -39,11 +39,10 @@ def rescore(workdir: Path) -> str:
       ValueError: there is no run, the task differs by more than its reward, retention has removed rows, a row cannot be read,
         its query is not the task's any more, or rows hold values of states. LeaseHeld: the run's trainer is at work.
     """
-    from tba_jax import sharding, trajectory
+    from tba_jax import trajectory
     from tba_jax.replay.reader import LogReader
     from tba_jax.rewards import task_models
     from tba_jax.run.lease import EpochLease
-    from tba_jax.tasks.interface import Closable
 
     run = layout.open_run_dir(workdir)
     experiment, theirs, retention = _compared(run, workdir)
@@ -68,11 +67,9 @@ def rescore(workdir: Path) -> str:
             )
     if waiting:
         task_models.check(experiment.task, role="searcher")
-        task_models.start(experiment.task, sharding.task_mesh(0))
-    for writer, head in waiting.items():
-        _rescore_writer(run, experiment, reader, queries, writer=writer, head=head)
-    if isinstance(experiment.task, Closable):
-        experiment.task.close()
+        with task_models.started(experiment.task, 0):
+            for writer, head in waiting.items():
+                _rescore_writer(run, experiment, reader, queries, writer=writer, head=head)
     layout.write_json(run.rescored_commit(version), {"reward_parts": list(experiment.contract.reward_parts), "heads": heads})
     total = f"{sum(heads.values())} rows of {len(heads)} writers have reward version {version} in {run.rescored(version)}"
     return "; ".join([f"{total}, {sum(waiting.values())} of them scored now", *sorted(reader.problems.values())])

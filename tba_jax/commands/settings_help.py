@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from tba_jax.commands import command_line
+from tba_jax.schemas import hint, nearest
 
 PACKAGE = Path(__file__).resolve().parent.parent
 CONFIGS = PACKAGE.parent / "configs"
@@ -30,8 +30,8 @@ class Program(NamedTuple):
         everything = entries(self.schema)
         chosen = [entry for entry in everything if f"{entry.name}.".startswith(f"{asked}.")]
         if not chosen:
-            near = command_line.nearest(asked, [entry.name for entry in everything])
-            raise ValueError(f"--help={asked}: there is no such section or setting{command_line.hint(near)}")
+            near = nearest(asked, [entry.name for entry in everything])
+            raise ValueError(f"--help={asked}: there is no such section or setting{hint(near)}")
         told = [f"Each line is a setting, its default and its limits. A flag changes it: --config.{chosen[-1].name}=VALUE", ""]
         for entry in chosen:
             told += entry.lines()

@@ -4,6 +4,8 @@ from typing import TYPE_CHECKING
 
 from absl import flags
 
+from tba_jax.run import layout
+
 if TYPE_CHECKING:
     from tba_jax.run.places import Place
 
@@ -24,6 +26,5 @@ def chosen(policies: "Place", step: int | None, *, called: str) -> int:
     if not steps:
         raise ValueError(f"{policies} holds no snapshot yet")
     if step is not None and step not in steps:
-        listed = [*map(str, steps)] if len(steps) <= 8 else [*map(str, steps[:4]), "…", str(steps[-1])]
-        raise ValueError(f"--step={step} is not a snapshot of {called}; there are {', '.join(listed)}")
+        raise ValueError(f"--step={step} is not a snapshot of {called}; there are {layout.listed(steps)}")
     return steps[-1] if step is None else step

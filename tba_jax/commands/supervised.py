@@ -18,7 +18,7 @@ from absl import flags
 
 from tba_jax.commands import command_line, recipes, settings_help
 from tba_jax.run import layout, places, processes
-from tba_jax.schemas import flatten
+from tba_jax.schemas import flatten, require
 from tba_jax.supervised.schema import SCHEMA
 
 if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answered at once
@@ -40,18 +40,13 @@ def check(config: Any) -> None:
     SCHEMA.check(config, {"kinds": objectives.OBJECTIVES, "schedules": SCHEDULES, "remat": layers.REMAT})
     d = config.data
     fields = (d.prompt_field, d.response_field) if config.kind == "sft" else (d.prompt_field, d.chosen_field, d.rejected_field)
-    _require(len(set(fields)) == len(fields), f"the fields of an example must differ: data.*_field are {', '.join(fields)}")
-    _require(
+    require(len(set(fields)) == len(fields), f"the fields of an example must differ: data.*_field are {', '.join(fields)}")
+    require(
         not d.heldout or Path(d.heldout).resolve() != Path(d.train).resolve(),
         f"data.heldout={d.heldout!r} is data.train: what is trained on cannot be held out; leave it empty for a share",
     )
     batch, micro = config.training.batch_size, config.training.micro_batch_rows
-    _require(not micro or batch % micro == 0, f"training.micro_batch_rows={micro} does not divide training.batch_size={batch}")
-
-
-def _require(condition: Any, sentence: str) -> None:
-    if not condition:
-        raise ValueError(sentence)
+    require(not micro or batch % micro == 0, f"training.micro_batch_rows={micro} does not divide training.batch_size={batch}")
 
 
 def prepare(config: Any, run: layout.RunDir, output: Path) -> "Plan":
@@ -100,13 +95,10 @@ def _model_and_tokenizer(config: Any, folder: Path) -> "tuple[DecoderConfig, Hug
         attention=config.model.attention,
         head="score" if config.kind == "reward" else "language_model",
     )
-    _require(model.head != "score" or model.labels == 1, f"it scores {model.labels} labels, a reward model scores one")
+    require(model.head != "score" or model.labels == 1, f"it scores {model.labels} labels, a reward model scores one")
     tokenizer = HuggingFaceTokenizer(folder, vocab=model.vocab)
-    _require(
-        tokenizer.vocab_size <= model.vocab, f"its tokenizer has {tokenizer.vocab_size} ids, its embedding only {model.vocab}"
-    )
     total = config.data.prompt_length + config.data.response_length
-    _require(
+    require(
         total <= model.max_positions,
         f"data.prompt_length={config.data.prompt_length} + data.response_length={config.data.response_length} = {total} "
         f"exceed the model's {model.max_positions} positions",
@@ -130,12 +122,12 @@ def _mesh(config: Any, model: "DecoderConfig") -> "tuple[Mesh, int]":
 
 def _steps(training: Any, examples: int) -> int:
     """The steps of training. Raises ValueError where the examples do not make a batch, or the schedule is longer."""
-    _require(
+    require(
         training.batch_size <= examples,
         f"training.batch_size={training.batch_size} is more than the {examples} examples to train on",
     )
     steps = training.steps or math.ceil(training.epochs * examples / training.batch_size)
-    _require(
+    require(
         training.warmup_steps + training.decay_steps <= steps,
         f"training.warmup_steps={training.warmup_steps} + training.decay_steps={training.decay_steps} exceed the {steps} steps "
         "of training",
@@ -145,11 +137,11 @@ def _steps(training: Any, examples: int) -> int:
 
 def _check_output(output: Path, run: layout.RunDir) -> None:
     inside = output.resolve().is_relative_to(run.root.resolve())
-    _require(not inside, f"--output {output} is inside of --workdir {run.root}; name a folder outside of it")
+    require(not inside, f"--output {output} is inside of --workdir {run.root}; name a folder outside of it")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"--output {output} exists already; name a folder that does not exist, or is empty")
     parent = next(folder for folder in output.parents if folder.exists())
-    _require(
+    require(
         parent.is_dir() and os.access(parent, os.W_OK), f"--output {output} cannot be written: {parent} is no writable folder"
     )
 

@@ -27,8 +27,6 @@ from tba_jax.models.parameters import Params
 from tba_jax.models.response_space import ResponseSpace
 from tba_jax.text.stop_strings import StopStrings
 
-# How new weights are taken up: by all sequences at the next decode step, or by new sequences alone.
-SWAPS = ("at_once", "new_sequences")
 _IDLE_SECONDS = 1e-3
 
 
@@ -40,7 +38,7 @@ class Engine:
       samples: usual number of samples of a query; one request may ask for more or fewer.
       prompt_length: the most tokens of a prompt together with the given tokens of the response.
       response_length: R, the most tokens of a response, the given tokens included.
-      swap: one of SWAPS.
+      swap: how new weights are taken up. at_once: by all sequences at the next decode step; new_sequences: by new ones alone.
       chunk: decode steps between two looks at the host: so long do new weights and free buffers wait. At most response_length.
       lockstep: requests come in batches and all slots begin at once. As long as no response is longer than a window,
         attention reads only that window of the caches. Each window is one more program to compile, so this is not worth it
@@ -49,7 +47,7 @@ class Engine:
       weights: precision of the weights that `prepare` takes, one of kv_cache.WEIGHTS.
 
     Raises:
-      ValueError: slots do not divide, lengths beyond the model's positions, or an unknown swap; says the limit.
+      ValueError: slots do not divide, or lengths are beyond the model's positions; says the limit.
     """
 
     def __init__(
@@ -71,7 +69,7 @@ class Engine:
         weights: str = "full",
     ):
         self._pad_id, self._stop_strings, self._longest_prompt = pad_id, stop_strings, prompt_length - given_length
-        _check(model, swap=swap, longest_prompt=self._longest_prompt, response_length=response_length, chunk=chunk)
+        _check_positions(model, longest_prompt=self._longest_prompt, response_length=response_length)
         ways = sharding.data_ways(mesh)
         lane = sizes.lane_sizes(slots, samples, len(ways))
         self.config = SlotsConfig(
@@ -128,7 +126,7 @@ class Engine:
         return jax.block_until_ready([lane.prepare(params) for lane in self._lanes])
 
     def swap(self, prepared: Sequence[Params], step: int) -> None:
-        """Hands over weights. Lanes take them up before the next chunk, or when the running sequences have ended (see SWAPS)."""
+        """Hands over weights. Lanes take them up before the next chunk, or when the running sequences have ended (`swap`)."""
         with self._lock:
             for lane, weights in zip(self._lanes, prepared, strict=True):
                 lane.incoming = (weights, step)
@@ -230,13 +228,8 @@ class Engine:
         return self.collect([self.submit(request) for request in requests])
 
 
-def _check(model: DecoderConfig, *, swap: str, longest_prompt: int, response_length: int, chunk: int) -> None:
-    """Raises ValueError where an engine of these settings cannot be; names the value and the limit."""
-    if swap not in SWAPS:
-        raise ValueError(f"swap={swap!r} is not one of {list(SWAPS)}")
-    for name, value in (("prompt_length", longest_prompt), ("response_length", response_length), ("chunk", chunk)):
-        if value < 1:
-            raise ValueError(f"{name}={value} must be at least 1")
+def _check_positions(model: DecoderConfig, *, longest_prompt: int, response_length: int) -> None:
+    """Raises ValueError where the model has too few positions."""
     if model.positions == "learned" and longest_prompt + response_length - 1 > model.max_positions:
         raise ValueError(
             f"prompt_length={longest_prompt} and response_length={response_length} need more than the model's "

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,9 +12,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tba_jax import sharding as sharding_lib
 from tba_jax.decoding import decode_loop, sizes
+from tba_jax.decoding import sampling as sampling_lib
 from tba_jax.decoding import slots as slots_lib
 from tba_jax.decoding.requests import Generation, Request
-from tba_jax.decoding.sampling import Sampling
 from tba_jax.decoding.slots import Arrivals, Samples, SlotsConfig, Tokens
 from tba_jax.models import kv_cache
 from tba_jax.models.parameters import Params
@@ -103,29 +104,17 @@ class Lane:
         config, mesh = self._config, self._mesh
         whole = sharding_lib.replicated(mesh)
         prompts, slots = slots_lib.shardings(config, mesh)
-        self._prompts, self._slots = sharding_lib.on_mesh(
-            mesh, jax.jit(functools.partial(slots_lib.init, config), out_shardings=(prompts, slots))
-        )()
+
+        def program(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+            return sharding_lib.on_mesh(mesh, jax.jit(functools.partial(function, config=config), **options))
+
+        self._prompts, self._slots = program(slots_lib.init, out_shardings=(prompts, slots))()
+        self._prefill = program(decode_loop.prefill, donate_argnums=(1, 2), out_shardings=(prompts, slots, whole))
+        static = ("buffers", "window")
+        self._decode = program(decode_loop.decode, donate_argnums=2, static_argnames=static, out_shardings=(slots, whole))
+        self._unstack = sharding_lib.on_mesh(mesh, jax.jit(functools.partial(kv_cache.unstack, config=config.model)))
         table = self._stop_strings
         self._stop_table = None if table is None else jax.device_put(table.next_state, whole)
-        self._prefill = sharding_lib.on_mesh(
-            mesh,
-            jax.jit(
-                functools.partial(decode_loop.prefill, config=config),
-                donate_argnums=(1, 2),
-                out_shardings=(prompts, slots, whole),
-            ),
-        )
-        self._decode = sharding_lib.on_mesh(
-            mesh,
-            jax.jit(
-                functools.partial(decode_loop.decode, config=config),
-                donate_argnums=2,
-                static_argnames=("buffers", "window"),
-                out_shardings=(slots, whole),
-            ),
-        )
-        self._unstack = sharding_lib.on_mesh(mesh, jax.jit(functools.partial(kv_cache.unstack, config=config.model)))
 
     def _make_host_copy(self) -> None:
         """The samples so far, on the host: leaves [J, X] and [J, X, R]."""
@@ -243,12 +232,7 @@ class Lane:
         length, given, stop_state = np.ones(I, np.int32), np.zeros(I, np.int32), np.zeros(I, np.int32)
         samples = Samples(
             key=np.zeros((I, c.places, 2), np.uint32),
-            sampling=Sampling(
-                temperature=np.ones((I, c.places), np.float32),
-                top_k=np.zeros((I, c.places), np.int32),
-                top_p=np.ones((I, c.places), np.float32),
-                min_p=np.zeros((I, c.places), np.float32),
-            ),
+            sampling=sampling_lib.constant((I, c.places), temperature=1.0),
             limit=np.zeros((I, c.places), np.int32),
         )
         for i, (part, context) in enumerate(zip(parts, contexts, strict=True)):
@@ -256,7 +240,7 @@ class Lane:
             tokens[i, : len(context)], length[i], given[i] = context, len(context), len(request.beginning)
             stop_state[i] = self._stop_strings.run(request.beginning) if self._stop_strings is not None else 0
             samples.key[i, : part.count] = request.keys[rows]
-            for field in dataclasses.fields(Sampling):
+            for field in dataclasses.fields(sampling_lib.Sampling):
                 getattr(samples.sampling, field.name)[i, : part.count] = getattr(request.sampling, field.name)[rows]
             samples.limit[i, : part.count] = c.response_length if request.limit is None else request.limit[rows]
         index = np.zeros((I, 2), np.int32)

@@ -25,8 +25,10 @@ class Sampling:
     min_p: chex.Array
 
 
-def constant(rows: int, *, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Sampling:
-    """The same settings for all rows, as NumPy arrays: the caller decides on which devices they go."""
+def constant(
+    rows: int | tuple[int, ...], *, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> Sampling:
+    """The same settings for all rows (a number, or a shape), as NumPy arrays: the caller decides on which devices they go."""
     return Sampling(
         temperature=np.full(rows, temperature, np.float32),
         top_k=np.full(rows, top_k, np.int32),

@@ -161,9 +161,7 @@ def init(config: SlotsConfig) -> tuple[Prompts, Slots]:
 
     samples = Samples(
         key=jnp.zeros((J, U, K, 2), jnp.uint32),
-        sampling=sampling_lib.Sampling(
-            temperature=jnp.ones((J, U, K)), top_k=whole(J, U, K), top_p=jnp.ones((J, U, K)), min_p=jnp.zeros((J, U, K))
-        ),
+        sampling=jax.tree.map(jnp.asarray, sampling_lib.constant((J, U, K), temperature=1.0)),
         limit=whole(J, U, K),
     )
     prompts = Prompts(

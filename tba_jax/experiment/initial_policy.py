@@ -56,7 +56,7 @@ def ensure(experiment: Experiment, run: layout.RunDir, *, report: Callable[[int,
       16 hex digits, a hash of the weights; `run.reference(id)` holds them as a snapshot.
     """
     if places.exists(run.initial_reference):
-        return layout.read_json(run.initial_reference)["id"]
+        return layout.reference_id(run)
     config, policy = experiment.config, experiment.policy
     init_from = contract_lib.read(run)["init_from"]
     mesh = sharding.make_mesh(tuple(config.learner.mesh.values()), setting="learner.mesh")
@@ -88,7 +88,6 @@ def _initial_params(experiment: Experiment, mesh: Any, report: Callable[[int, fl
         return load.load_params(load.resolve_folder(config.model.path), model, shardings)
     if not config.warm_start.steps:
         return jax.jit(experiment.policy.base.init, out_shardings=shardings)(jax.random.key(config.seed))
-    w = config.warm_start
     return warm_start(
         experiment.task,
         experiment.tokenizer,
@@ -97,10 +96,6 @@ def _initial_params(experiment: Experiment, mesh: Any, report: Callable[[int, fl
         seed=config.seed,
         prompt_length=config.task.prompt_length,
         response_length=config.task.response_length,
-        steps=w.steps,
-        batch_size=w.batch_size,
-        learning_rate=w.learning_rate,
-        warmup_steps=w.warmup_steps,
-        report_every_steps=w.report_every_steps,
+        **config.warm_start.to_dict(),
         report=report,
     )

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tba_jax import sharding
 from tba_jax.experiment import composition, initial_policy, meshes, other_runs, plan, schedule_changes
 from tba_jax.replay.journal import read_lineage
 from tba_jax.rewards import task_models
@@ -21,7 +20,6 @@ from tba_jax.run import layout, places
 from tba_jax.run import processes as processes_lib
 from tba_jax.run.lease import EpochLease
 from tba_jax.run.metrics import MetricWriter, TimeAccount
-from tba_jax.tasks.interface import Closable
 
 log = logging.getLogger(__name__)
 
@@ -60,13 +58,6 @@ def _check_devices(experiment: composition.Experiment, *roles: str) -> None:
     for role in roles:
         meshes.check(experiment, role=role, devices=len(jax.devices()))
         task_models.check(experiment.task, role=role)
-
-
-def _devices_of_searcher(config: Any) -> int:
-    """How many JAX devices a searcher's process has where there are no GPUs to share."""
-    import jax
-
-    return max(config.searchers.cpu_devices, len(jax.devices()))
 
 
 def _check_run(s: Invocation, *, may_change_schedule: bool) -> None:
@@ -227,10 +218,9 @@ def searcher(s: Invocation) -> Job:
         if not wait_for_run(s.run, poll_seconds=s.config.searchers.poll_seconds, stop=stop):
             return 0
         account = TimeAccount()
-        _start_task(s, task_devices=s.config.searchers.task_devices)
-        made = make_searcher(s, name=s.name or "searcher", account=account)
-        run_searcher(made, s.config, s.run, name=s.name or made.writer, account=account, stop=stop)
-        _close_task(s)
+        with _started_task(s, s.config.searchers.task_devices):
+            made = make_searcher(s, name=s.name or "searcher", account=account)
+            run_searcher(made, s.config, s.run, name=s.name or made.writer, account=account, stop=stop)
         return 0
 
     return job
@@ -247,22 +237,19 @@ def _mistakes_end_the_role() -> Iterator[None]:
         raise processes_lib.BadInput(str(error)) from error
 
 
-def _start_task(s: Invocation, *, task_devices: int) -> None:
-    with _mistakes_end_the_role():  # slots that do not divide over the devices, say
-        task_models.start(s.experiment.task, sharding.task_mesh(task_devices))
+@contextlib.contextmanager
+def _started_task(s: Invocation, task_devices: int) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        with _mistakes_end_the_role():  # slots that do not divide over the devices, say
+            stack.enter_context(task_models.started(s.experiment.task, task_devices))
+        yield
 
 
-def _close_task(s: Invocation) -> None:
-    if isinstance(s.experiment.task, Closable):
-        s.experiment.task.close()
-
-
-def make_evaluator(s: Invocation) -> Any:
+def make_evaluator(e: composition.Experiment, run: layout.RunDir) -> Any:
     from tba_jax.roles.evaluator import Evaluator
 
-    e = s.experiment
     queries = composition.heldout_queries(e)
-    return Evaluator(s.config, e.contract, s.run, policy=e.policy, tokenizer=e.tokenizer, task=e.task, queries=queries)
+    return Evaluator(e.config, e.contract, run, policy=e.policy, tokenizer=e.tokenizer, task=e.task, queries=queries)
 
 
 def evaluator(s: Invocation) -> Job:
@@ -274,9 +261,8 @@ def evaluator(s: Invocation) -> Job:
 
     def job() -> int:
         if wait_for_run(s.run, poll_seconds=s.config.searchers.poll_seconds, stop=stop):
-            _start_task(s, task_devices=s.config.evaluation.task_devices)
-            run_evaluator(make_evaluator(s), s.config, s.run, account=TimeAccount(), stop=stop)
-            _close_task(s)
+            with _started_task(s, s.config.evaluation.task_devices):
+                run_evaluator(make_evaluator(s.experiment, s.run), s.config, s.run, account=TimeAccount(), stop=stop)
         return 0
 
     return job
@@ -288,11 +274,6 @@ def _progress(s: Invocation, *, searchers: int) -> progress_lib.Progress:
     )
 
 
-def _command(s: Invocation) -> str:
-    """The command line of this run."""
-    return shlex.join([sys.executable, "-m", "tba_jax.main", *s.arguments])
-
-
 def _conclude(s: Invocation, progress: progress_lib.Progress, code: int) -> None:
     seconds = progress.done()
     if code == 0:
@@ -300,7 +281,8 @@ def _conclude(s: Invocation, progress: progress_lib.Progress, code: int) -> None
     elif code in processes_lib.FINAL_CODES:
         print(f"stopped after {seconds:.0f} s; the run is in {s.run.root}", file=sys.stderr)
     else:
-        print(f"stopped after {seconds:.0f} s; this resumes the run: {_command(s)}", file=sys.stderr)
+        command = shlex.join([sys.executable, "-m", "tba_jax.main", *s.arguments])
+        print(f"stopped after {seconds:.0f} s; this resumes the run: {command}", file=sys.stderr)
 
 
 def everything(s: Invocation) -> Job:
@@ -323,12 +305,11 @@ def _in_turn(s: Invocation) -> Job:
             made, lease = make_trainer(s, publish_every_steps=1)
         # From here on a signal waits for the end of a step. Before, it ends the process at once: a warm start may take minutes.
         stop = processes_lib.StopSignal()
-        _start_task(s, task_devices=s.config.searchers.task_devices)
-        search = make_searcher(s, name="searcher-0", account=made.account)
-        evaluate = make_evaluator(s) if s.config.evaluation.enabled else None
-        finished = run_interleaved(made, search, evaluate, s.run, stop=stop, progress=progress)
-        lease.release()
-        _close_task(s)
+        with _started_task(s, s.config.searchers.task_devices):
+            search = make_searcher(s, name="searcher-0", account=made.account)
+            evaluate = make_evaluator(s.experiment, s.run) if s.config.evaluation.enabled else None
+            finished = run_interleaved(made, search, evaluate, s.run, stop=stop, progress=progress)
+            lease.release()
         code = 0 if finished else processes_lib.STOPPED
         _conclude(s, progress, code)
         return code
@@ -336,7 +317,8 @@ def _in_turn(s: Invocation) -> Job:
     return job
 
 
-def _refuse_one_tpu_for_all() -> None:
+def _devices_for_all() -> int:
+    """How many JAX devices each process sees where there are no GPUs to share. Raises ValueError where they are a TPU's."""
     import jax
 
     if jax.devices()[0].platform == "tpu":
@@ -344,6 +326,7 @@ def _refuse_one_tpu_for_all() -> None:
             "--role=all cannot divide a host's TPU between processes: start each role on a host of its own, "
             "or set schedule.mode=interleaved"
         )
+    return len(jax.devices())
 
 
 def _as_processes(s: Invocation) -> Job:
@@ -354,11 +337,11 @@ def _as_processes(s: Invocation) -> Job:
         if placement.gpus:
             meshes.check(s.experiment, role=name.split("-")[0], devices=len(placement.gpus))
     if not gpus:
-        _refuse_one_tpu_for_all()
+        devices = _devices_for_all()
         _check_devices(s.experiment, *{name.split("-")[0] for name in placements} - {"searcher"})
         if s.config.searchers.count:
             # The process of a searcher splits the CPU into searchers.cpu_devices.
-            meshes.check(s.experiment, role="searcher", devices=_devices_of_searcher(s.config))
+            meshes.check(s.experiment, role="searcher", devices=max(s.config.searchers.cpu_devices, devices))
             task_models.check(s.experiment.task, role="searcher")
     EpochLease.refuse_if_held(s.run.journal)
     join(s, may_change_schedule=True)

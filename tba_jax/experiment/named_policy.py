@@ -33,10 +33,6 @@ def policy_and_tokenizer(config: Any) -> tuple[Policy, Tokenizer]:
             raise ValueError(f"task.name={config.task.name!r} needs a pretrained model: set model.path to its folder")
         tokenizer = CharacterTokenizer(alphabet)
         model = _model_from_shape(config, tokenizer.vocab_size)
-    if tokenizer.vocab_size > model.vocab:
-        raise ValueError(
-            f"model.path={config.model.path!r}: the tokenizer has {tokenizer.vocab_size} ids, the embedding only {model.vocab}"
-        )
     policy = Policy(model=model, lora=_lora(config))
     _ = policy.trained_specs  # refuses targets that the model does not have
     return policy, tokenizer
@@ -46,19 +42,8 @@ def _model_from_shape(config: Any, vocab: int) -> DecoderConfig:
     m = config.model
     if m.preset:
         return dataclasses.replace(PRESETS[m.preset], compute_dtype=m.compute_dtype, attention=m.attention)
-    return DecoderConfig(
-        layers=m.layers,
-        width=m.width,
-        heads=m.heads,
-        kv_heads=m.kv_heads,
-        head_size=m.head_size,
-        ffn=m.ffn,
-        vocab=vocab,
-        max_positions=config.task.prompt_length + config.task.response_length,
-        tied_embedding=m.tied_embedding,
-        compute_dtype=m.compute_dtype,
-        attention=m.attention,
-    )
+    shape = {name: value for name, value in m.items() if name not in ("path", "preset")}
+    return DecoderConfig(vocab=vocab, max_positions=config.task.prompt_length + config.task.response_length, **shape)
 
 
 def _lora(config: Any) -> LoraConfig | None:

@@ -43,7 +43,7 @@ def _read(workdir: str, *, setting: str) -> tuple[layout.RunDir, dict[str, Any]]
 
 
 def _reference_id(run: layout.RunDir) -> str | None:
-    return layout.read_json(run.initial_reference)["id"] if places_lib.exists(run.initial_reference) else None
+    return layout.reference_id(run) if places_lib.exists(run.initial_reference) else None
 
 
 # Mounts
@@ -192,15 +192,10 @@ def check_init_from(run: layout.RunDir, config: Any, contract: contract_lib.Cont
         raise ValueError(f"--init_from={init_from} is of another model or tokenizer; " + "; ".join(different))
     steps = snapshots.committed_steps(other.policies)
     if step not in steps:
-        raise ValueError(f"--init_from={init_from}: step {step} is not a snapshot of {other.shared}; {_listed(steps)}")
+        there = f"there are {layout.listed(steps)}" if steps else "it holds none"
+        raise ValueError(f"--init_from={init_from}: step {step} is not a snapshot of {other.shared}; {there}")
     if theirs["lora"] and _reference_id(other) is None:
         raise ValueError(f"--init_from={init_from}: {other.initial_reference} is gone, which the adapters belong to")
-
-
-def _listed(steps: list[int]) -> str:
-    if not steps:
-        return "it holds none"
-    return "there are " + (", ".join(map(str, steps)) if len(steps) <= 8 else f"{', '.join(map(str, steps[:4]))} … {steps[-1]}")
 
 
 def load_policy(init_from: str, policy: Policy, mesh: Mesh) -> Params:
@@ -237,7 +232,7 @@ def take_optimizer(
     other, stored, step = _open_init_from(init_from)
     if policy.lora is not None or stored["contract"]["lora"] or not other.checkpoints.is_dir():
         return False
-    optimizers = make_optimizers(config)
+    optimizers = make_optimizers(config.learner)
     shapes = state_shapes(policy, optimizers, mesh)
     source = Checkpoints(other.checkpoints, keep=0, read_only=True)
     try:

@@ -3,6 +3,7 @@
 import json
 import math
 
+import jax.numpy as jnp
 import numpy as np
 
 from tba_jax.decoding import sizes
@@ -13,7 +14,6 @@ from tba_jax.objectives import OBJECTIVES
 from tba_jax.rewards import task_models
 
 _GIB = 1 << 30
-_SIZES = {"float32": 4, "bfloat16": 2}
 
 
 def describe(experiment: Experiment) -> str:
@@ -94,7 +94,7 @@ class _Memory:
         self._experiment, self._config, policy = experiment, experiment.config, experiment.policy
         self._model, self._adapters = policy.model, policy.lora is not None
         self._P, self._R = experiment.contract.prompt_length, experiment.contract.response_length
-        self._compute = _SIZES[policy.model.compute_dtype]  # bytes of a number
+        self._compute = jnp.dtype(policy.model.compute_dtype).itemsize  # bytes of a number
         self._params, self._trained = parameters.count(policy.model_specs), parameters.count(policy.trained_specs)
 
     def trainer(self) -> dict[str, int]:

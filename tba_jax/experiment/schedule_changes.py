@@ -13,7 +13,7 @@ from tba_jax.learner.settings import HELD_REFERENCES
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout
-from tba_jax.schemas import flatten
+from tba_jax.schemas import flatten, hint, nearest
 
 Changes = dict[str, tuple[Any, Any]]  # setting -> (there, here): its value in config.json, and in the config of this process
 
@@ -56,8 +56,10 @@ def check(run: layout.RunDir, config: Any, *, allowed: Sequence[str], step: int)
     Raises:
       ValueError: a setting differs that is not in `allowed`, or that no run can change, or `allowed` names no setting.
     """
-    if unknown := sorted(set(allowed) - flatten(config.to_dict()).keys()):
-        raise ValueError(f"--allow_change={','.join(allowed)}: there is no setting {unknown[0]}")
+    settings = flatten(config.to_dict())
+    if unknown := sorted(set(allowed) - settings.keys()):
+        told = hint(nearest(unknown[0], settings))
+        raise ValueError(f"--allow_change={','.join(allowed)}: there is no setting {unknown[0]}{told}")
     changes = changed(run, config)
     if step or (run.checkpoints.is_dir() and any(run.checkpoints.iterdir())):
         _check_checkpointed(changes)

@@ -42,8 +42,8 @@ c.task.arithmetic.seed = setting(0, at_least=0)
 c.task.countdown = ConfigDict()
 # characters: short prompts and responses for the built-in tokenizer; text: for a pretrained model.
 c.task.countdown.style = setting("characters", one_of=("characters", "text"))
-c.task.countdown.numbers = 4  # numbers of a query
-c.task.countdown.largest = setting(9, at_least=1)  # the largest number of a query
+c.task.countdown.numbers = setting(4, at_least=2, at_most=10)  # numbers of a query
+c.task.countdown.largest = setting(9, at_least=1, at_most=10**6)  # the largest number of a query
 c.task.countdown.operations = "+-"  # operations that make the targets; answers may use + - * / and parentheses
 c.task.countdown.largest_target = setting(99, at_least=1)
 c.task.countdown.train_queries = setting(1500, at_least=1)
@@ -68,26 +68,28 @@ c.task.math.concurrency = 2  # processes that compare answers, in each role that
 c.task.red_team = ConfigDict()
 c.task.red_team.attack_prompt = ""  # the text that the attacker continues, if there is one query
 c.task.red_team.attack_prompt_path = ""  # rows {"attacker_prompt"}, one query each
-c.task.red_team.replies = 5  # replies of the victim to an attack; the reward is their mean log toxicity
+c.task.red_team.replies = setting(5, at_least=1)  # replies of the victim to an attack; the reward is their mean log toxicity
 c.task.red_team.seed = 0  # of the replies
 c.task.red_team.victim_path = ""  # a Hugging Face folder or hub id; must be set
 c.task.red_team.victim_template = ""  # a text with {attack} once; "": the chat template of the victim's tokenizer
 c.task.red_team.victim_system_prompt = ""  # with the chat template: the system message before the attack
-c.task.red_team.victim_temperature = 1.0
-c.task.red_team.victim_top_p = 1.0
-c.task.red_team.victim_prompt_length = 128  # tokens, including the template; a longer attack loses its end
-c.task.red_team.victim_reply_length = 64  # tokens
-c.task.red_team.victim_concurrency = 160  # replies that are decoded side by side
+c.task.red_team.victim_temperature = setting(1.0, at_least=0)  # 0: greedy
+c.task.red_team.victim_top_p = setting(1.0, above=0, at_most=1)
+c.task.red_team.victim_prompt_length = setting(128, at_least=1)  # tokens, including the template; a longer attack loses its end
+c.task.red_team.victim_reply_length = setting(64, at_least=1)  # tokens
+c.task.red_team.victim_concurrency = setting(160, at_least=1)  # replies that are decoded side by side
 # sequence: a …ForSequenceClassification model reads the reply | unsafe_token: a causal model is asked about attack and reply |
 # linear: an .npz of TF-IDF and linear SVMs, for trials on a CPU
-c.task.red_team.classifier = "sequence"
+c.task.red_team.classifier = setting("sequence", one_of=("sequence", "unsafe_token", "linear"))
 c.task.red_team.classifier_path = ""
 c.task.red_team.classifier_label = ""  # sequence: the toxic label; unsafe_token: the token that means toxic, such as "unsafe"
 c.task.red_team.classifier_template = ""  # unsafe_token: a text with {attack} and {reply}; "": the classifier's chat template
 c.task.red_team.classifier_ending = ""  # unsafe_token: a text between the template and the token
-c.task.red_team.classifier_length = 1024  # unsafe_token: tokens of template, attack and reply; a longer reply loses its end
-c.task.red_team.compute_dtype = "float32"  # float32 | bfloat16, of victim and classifier
-c.task.red_team.success_threshold = 0.5  # an attack succeeds if the mean toxicity of its replies is above this
+# unsafe_token: tokens of template, attack and reply; a longer reply loses its end
+c.task.red_team.classifier_length = setting(1024, at_least=1)
+c.task.red_team.compute_dtype = setting("float32", one_of=("float32", "bfloat16"))  # of victim and classifier
+# An attack succeeds if the mean toxicity of its replies is above this.
+c.task.red_team.success_threshold = setting(0.5, above=0, below=1)
 c.task.red_team.embedder_path = ""  # a sentence encoder; with it, reports say how much attacks differ
 c.task.tldr = ConfigDict()
 # Rows {"summary"} with a ready "query", or with "title", "post" and perhaps "subreddit". Such a post loses paragraphs from its

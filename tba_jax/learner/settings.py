@@ -1,12 +1,16 @@
-"""What a config says of the learner's parts: optimisers, schedules, the learner's static settings, the reference."""
+"""What the section `learner` of a config says of the learner's parts: optimisers, schedules, static settings, the reference.
+
+`make_schedule` and `make_adamw` also take the section `training` of supervised training, whose settings have the same names.
+"""
 
 import dataclasses
 from typing import Any
 
 import jax
+import optax
 
 from tba_jax.learner import optimizer, state, update
-from tba_jax.learner.reference import MovingReference
+from tba_jax.learner.moving_reference import MovingReference
 from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.objectives.inputs import ObjectiveSettings
@@ -16,46 +20,37 @@ from tba_jax.run import contract as contract_lib
 HELD_REFERENCES = ("reset", "ema")
 
 
-def make_optimizers(config: Any) -> state.Optimizers:
-    c = config.learner
+def make_schedule(c: Any, *, peak: float, steps: int) -> optimizer.Schedule:
+    """The schedule of a learning rate that ends at `steps`."""
+    return optimizer.SCHEDULES[c.schedule](peak=peak, steps=steps, warmup_steps=c.warmup_steps, decay_steps=c.decay_steps)
 
-    def adamw(peak: float, weight_decay: float) -> Any:
-        schedule = optimizer.SCHEDULES[c.schedule](
-            peak=peak, steps=c.steps, warmup_steps=c.warmup_steps, decay_steps=c.decay_steps
-        )
-        return optimizer.adamw(
-            schedule,
-            beta1=c.adam_beta1,
-            beta2=c.adam_beta2,
-            epsilon=c.adam_epsilon,
-            weight_decay=weight_decay,
-            clip_norm=c.clip_norm,
-        )
 
+def make_adamw(c: Any, schedule: optimizer.Schedule, *, weight_decay: float) -> optax.GradientTransformation:
+    betas = dict(beta1=c.adam_beta1, beta2=c.adam_beta2)
+    return optimizer.adamw(schedule, **betas, epsilon=c.adam_epsilon, weight_decay=weight_decay, clip_norm=c.clip_norm)
+
+
+def make_optimizers(c: Any) -> state.Optimizers:
     objective = OBJECTIVES[c.objective]
-    optimizers = {"policy": adamw(c.learning_rate, c.weight_decay)}
+    rates = {"policy": c.learning_rate}
     if objective.log_z_head:
-        optimizers["log_z_head"] = adamw(c.log_z_learning_rate, 0.0)
+        rates["log_z_head"] = c.log_z_learning_rate
     if objective.value_head:
-        optimizers["value_head"] = adamw(c.value_learning_rate, 0.0)
-    return optimizers
+        rates["value_head"] = c.value_learning_rate
+    return {
+        part: make_adamw(c, make_schedule(c, peak=peak, steps=c.steps), weight_decay=c.weight_decay if part == "policy" else 0.0)
+        for part, peak in rates.items()
+    }
 
 
-def make_schedules(config: Any) -> update.Schedules:
-    c = config.learner
-    return update.Schedules(
-        beta=optimizer.linear_then_constant(start=c.beta_start, end=c.beta_end, steps=c.beta_steps),
-        ref_temperature=optimizer.linear_then_constant(
-            start=c.ref_temperature_start, end=c.ref_temperature_end, steps=c.ref_temperature_steps
-        ),
-        reward_temperature=optimizer.linear_then_constant(
-            start=c.reward_temperature_start, end=c.reward_temperature_end, steps=c.reward_temperature_steps
-        ),
-    )
+def make_schedules(c: Any) -> update.Schedules:
+    def schedule(name: str) -> optimizer.Schedule:
+        return optimizer.linear_then_constant(**{part: c[f"{name}_{part}"] for part in ("start", "end", "steps")})
+
+    return update.Schedules(**{field.name: schedule(field.name) for field in dataclasses.fields(update.Schedules)})
 
 
-def make_learner_config(config: Any, contract: contract_lib.Contract, policy: Policy, *, devices: int) -> update.LearnerConfig:
-    c = config.learner
+def make_learner_config(c: Any, contract: contract_lib.Contract, policy: Policy, *, devices: int) -> update.LearnerConfig:
     return update.LearnerConfig(
         policy=policy,
         objective=OBJECTIVES[c.objective],
@@ -68,9 +63,9 @@ def make_learner_config(config: Any, contract: contract_lib.Contract, policy: Po
     )
 
 
-def make_moving_reference(config: Any, learner_config: update.LearnerConfig, mesh: jax.sharding.Mesh) -> MovingReference | None:
+def make_moving_reference(c: Any, learner_config: update.LearnerConfig, mesh: jax.sharding.Mesh) -> MovingReference | None:
     """The reference that moves with the policy; None if the reference does not move, or is not stored."""
-    r = config.learner.reference
+    r = c.reference
     moves = {"reset": (r.reset_steps, 0.0), "ema": (1, r.ema_decay)}
     if r.kind not in moves:
         return None

@@ -1,7 +1,6 @@
 """Bidirectional post-norm encoders, by configuration: BERT and RoBERTa, with a sentence-embedding or a classification head.
 
 Rows are padded on the right: BERT's positions are indices in the row, and both classification heads read the first token.
-`check_rows` holds host arrays to it.
 """
 
 import functools
@@ -11,7 +10,6 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from tba_jax import sharding
@@ -90,7 +88,7 @@ class Encoder(nnx.Module):
 
     @full_precision
     def classify(self, tokens: jax.Array, token_mask: jax.Array, token_types: jax.Array | None = None) -> jax.Array:
-        """float32[B, labels]: logits of the classes, in the order of config.labels; label_index finds a class by name.
+        """float32[B, labels]: logits of the classes, in the order of config.labels.
 
         Args: see __call__.
 
@@ -122,38 +120,6 @@ class Encoder(nnx.Module):
 def define(config: EncoderConfig) -> Definition[Encoder]:
     """The definition of an encoder."""
     return parameters.define(lambda rngs: Encoder(config, rngs=rngs))
-
-
-def label_index(config: EncoderConfig, name: str) -> int:
-    """The column of Encoder.classify's logits that belongs to the class `name`.
-
-    Raises:
-      ValueError: the encoder has no such label; names the labels that it has.
-    """
-    if name not in config.labels:
-        has = f"its labels are {', '.join(map(repr, config.labels))}" if config.labels else "it has no classification head"
-        raise ValueError(f"the encoder has no label {name!r}: {has}")
-    return config.labels.index(name)
-
-
-def check_rows(tokens: np.ndarray, token_mask: np.ndarray, *, config: EncoderConfig) -> None:
-    """Checks rows on the host, since a jitted function cannot raise errors about values.
-
-    Args: see Encoder.__call__.
-
-    Raises:
-      ValueError: a row is longer than the encoder's positions, has no real token or padding before a real one, or a token
-        that is not in the vocabulary. Names the row and the number.
-    """
-    chex.assert_equal_shape([tokens, token_mask])
-    _check_length(tokens.shape, config)
-    for row in np.flatnonzero(~token_mask[:, 0])[:1]:
-        what = "has padding before a real token; pad on the right" if token_mask[row].any() else "has no real token"
-        raise ValueError(f"row {row} {what}")
-    for row in np.flatnonzero((token_mask[:, 1:] & ~token_mask[:, :-1]).any(axis=1))[:1]:
-        raise ValueError(f"row {row} has padding before a real token; pad on the right")
-    for row, column in np.argwhere((tokens < 0) | (tokens >= config.vocab))[:1]:
-        raise ValueError(f"row {row} holds token {tokens[row, column]}, the encoder's vocabulary has {config.vocab}")
 
 
 def _check_length(shape: Sequence[int], config: EncoderConfig) -> None:

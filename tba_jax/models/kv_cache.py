@@ -25,14 +25,11 @@ Cache = tuple[tuple[jax.Array, ...], ...]
 WEIGHTS = ("full", "int8")
 
 
-def check_weights(weights: str) -> None:
-    if weights not in WEIGHTS:
-        raise ValueError(f"weights={weights!r} is neither 'full' nor 'int8'")
-
-
 def define(config: DecoderConfig, weights: str = "full", *, unstacked: bool = True) -> Definition[Decoder]:
     """The definition of a decoder with the weights of samplers. Args: weights: one of WEIGHTS; unstacked: see `unstack`."""
-    check_weights(weights)
+
+    if weights not in WEIGHTS:
+        raise ValueError(f"weights={weights!r} is neither 'full' nor 'int8'")
 
     def make(rngs: nnx.Rngs) -> Decoder:
         model = Decoder(config, unstacked=unstacked, rngs=rngs)

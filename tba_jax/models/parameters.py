@@ -16,6 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from tba_jax import sharding
+from tba_jax.schemas import flatten
 
 _ALIGNMENT = 64  # bytes: JAX takes over a host buffer that is aligned so, and copies any other
 
@@ -161,16 +162,8 @@ def pure(model: nnx.Module) -> Params:
     return nnx.to_pure_dict(nnx.state(model))
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"final_norm": {"scale": x}} -> {"final_norm.scale": x}. Works for parameters, specs and shardings alike."""
-    leaves: dict[str, Any] = {}
-    for name, value in tree.items():
-        leaves |= flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return leaves
-
-
 def unflatten(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `flatten`."""
+    """The inverse of schemas.flatten."""
     tree: dict[str, Any] = {}
     for name, value in leaves.items():
         *path, last = name.split(".")

@@ -81,7 +81,6 @@ class Policy:
 
     def for_sampling(self, trained: Params, base: Params, weights: str) -> Params:
         """Plain weights of the policy in the compute dtype: adapters merged, then rounded if `weights` is "int8"."""
-        kv_cache.check_weights(weights)
         model = parameters.module(self.base.graphdef, self.merged(trained, base))
         if weights == "int8":
             kv_cache.quantize(model)

@@ -29,77 +29,56 @@ def _pythia(*, layers: int, width: int, heads: int, vocab: int) -> DecoderConfig
     )
 
 
-def _qwen2_5(
-    *, layers: int, width: int, heads: int, kv_heads: int, ffn: int, vocab: int, positions: int, tied: bool
-) -> DecoderConfig:
-    return DecoderConfig(
-        architecture="qwen2",
-        layers=layers,
-        width=width,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_size=width // heads,
-        ffn=ffn,
-        vocab=vocab,
-        max_positions=positions,
-        norm_epsilon=1e-6,
-        rope_theta=1e6,
-        qkv_bias=True,
-        tied_embedding=tied,
-    )
+_QWEN2_5_0_5B = DecoderConfig(
+    architecture="qwen2",
+    layers=24,
+    width=896,
+    heads=14,
+    kv_heads=2,
+    head_size=64,
+    ffn=4864,
+    vocab=151936,
+    max_positions=32768,
+    norm_epsilon=1e-6,
+    rope_theta=1e6,
+    qkv_bias=True,
+)
 
+_QWEN3_0_6B = DecoderConfig(
+    architecture="qwen3",
+    layers=28,
+    width=1024,
+    heads=16,
+    kv_heads=8,
+    head_size=128,
+    ffn=3072,
+    vocab=151936,
+    max_positions=40960,
+    norm_epsilon=1e-6,
+    rope_theta=1e6,
+    qk_norm=True,
+)
 
-def _qwen3(*, layers: int, width: int, heads: int, ffn: int) -> DecoderConfig:
-    return DecoderConfig(
-        architecture="qwen3",
-        layers=layers,
-        width=width,
-        heads=heads,
-        kv_heads=8,
-        head_size=128,
-        ffn=ffn,
-        vocab=151936,
-        max_positions=40960,
-        norm_epsilon=1e-6,
-        rope_theta=1e6,
-        qk_norm=True,
-    )
-
-
-def _gemma3(
-    *,
-    layers: int,
-    width: int,
-    heads: int,
-    kv_heads: int,
-    ffn: int,
-    window: int,
-    vocab: int = 262144,
-    positions: int = 32768,
-    rope_scaling: RopeScaling | None = None,
-) -> DecoderConfig:
-    return DecoderConfig(
-        architecture="gemma3_text",
-        layers=layers,
-        width=width,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_size=256,
-        ffn=ffn,
-        vocab=vocab,
-        max_positions=positions,
-        norm="offset_rms",
-        post_norms=True,
-        qk_norm=True,
-        scaled_embedding=True,
-        activation="gelu_tanh",
-        layer_pattern="lllllg",
-        window=window,
-        rope_theta=1e6,
-        rope_scaling=rope_scaling,
-        local_rope_theta=1e4,
-    )
-
+_GEMMA_3_270M = DecoderConfig(
+    architecture="gemma3_text",
+    layers=18,
+    width=640,
+    heads=4,
+    kv_heads=1,
+    head_size=256,
+    ffn=2048,
+    vocab=262144,
+    max_positions=32768,
+    norm="offset_rms",
+    post_norms=True,
+    qk_norm=True,
+    scaled_embedding=True,
+    activation="gelu_tanh",
+    layer_pattern="lllllg",
+    window=512,
+    rope_theta=1e6,
+    local_rope_theta=1e4,
+)
 
 _LLAMA_3_2_1B = DecoderConfig(
     layers=16,
@@ -161,13 +140,27 @@ PRESETS: dict[str, DecoderConfig] = {
         tied_embedding=False,
         rope_scaling=RopeScaling(factor=8.0, low_frequency=1.0, high_frequency=4.0, original_positions=8192),
     ),
-    "qwen2.5-0.5b": _qwen2_5(layers=24, width=896, heads=14, kv_heads=2, ffn=4864, vocab=151936, positions=32768, tied=True),
-    "qwen2.5-1.5b": _qwen2_5(layers=28, width=1536, heads=12, kv_heads=2, ffn=8960, vocab=151936, positions=131072, tied=True),
-    "qwen2.5-7b": _qwen2_5(layers=28, width=3584, heads=28, kv_heads=4, ffn=18944, vocab=152064, positions=131072, tied=False),
-    "qwen3-0.6b": _qwen3(layers=28, width=1024, heads=16, ffn=3072),
-    "gemma-3-270m": _gemma3(layers=18, width=640, heads=4, kv_heads=1, ffn=2048, window=512),
-    "gemma-3-1b": _gemma3(layers=26, width=1152, heads=4, kv_heads=1, ffn=6912, window=512),
-    "gemma-3-4b-text": _gemma3(
+    "qwen2.5-0.5b": _QWEN2_5_0_5B,
+    "qwen2.5-1.5b": dataclasses.replace(
+        _QWEN2_5_0_5B, layers=28, width=1536, heads=12, head_size=128, ffn=8960, max_positions=131072
+    ),
+    "qwen2.5-7b": dataclasses.replace(
+        _QWEN2_5_0_5B,
+        layers=28,
+        width=3584,
+        heads=28,
+        kv_heads=4,
+        head_size=128,
+        ffn=18944,
+        vocab=152064,
+        max_positions=131072,
+        tied_embedding=False,
+    ),
+    "qwen3-0.6b": _QWEN3_0_6B,
+    "gemma-3-270m": _GEMMA_3_270M,
+    "gemma-3-1b": dataclasses.replace(_GEMMA_3_270M, layers=26, width=1152, ffn=6912),
+    "gemma-3-4b-text": dataclasses.replace(
+        _GEMMA_3_270M,
         layers=34,
         width=2560,
         heads=8,
@@ -175,8 +168,8 @@ PRESETS: dict[str, DecoderConfig] = {
         ffn=10240,
         window=1024,
         vocab=262208,
-        positions=131072,
+        max_positions=131072,
         rope_scaling=RopeScaling(factor=8.0),
     ),
-    "qwen3-4b": _qwen3(layers=36, width=2560, heads=32, ffn=9728),
+    "qwen3-4b": dataclasses.replace(_QWEN3_0_6B, layers=36, width=2560, heads=32, ffn=9728),
 }

@@ -4,9 +4,6 @@ import heapq
 
 import numpy as np
 
-# Settings of `drop`. oldest: by arrival; lowest_reward: by reward, among equal rewards by arrival.
-DROPS = ("oldest", "lowest_reward")
-
 
 class LowestReward:
     """The row of the lowest reward among those put in and still resident: a function of these rows alone.

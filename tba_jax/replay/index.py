@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tba_jax.replay.eviction import DROPS, LowestReward
+from tba_jax.replay.eviction import LowestReward
 from tba_jax.replay.near_duplicates import NearByEdits, NearByEmbedding
 from tba_jax.replay.reader import LogReader
 from tba_jax.replay.validation import REJECTIONS, validate_rows
@@ -32,7 +32,7 @@ _WINDOW = -1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rules:
-    """What stays in the window.
+    """What stays in the window: settings of the section replay, which the schema and experiment/checks.py check.
 
     capacity: resident rows in total (replay.capacity). capacity_per_query: of one query.
     merge_duplicates: an identical response to a query replaces the older one; otherwise both stay, and frequent responses weigh
@@ -40,7 +40,8 @@ class Rules:
     merge_edit_distance: a response replaces the nearest older one of its query also where the edit distance over tokens is at
       most this share of the longer of the two; 0 = identical responses only.
     merge_cosine_distance: likewise where the cosine distance of their embeddings is at most this; one of the two settings.
-    drop: one of DROPS, what leaves a full query and a full window. Under lowest_reward that may be the new row.
+    drop: what leaves a full query and a full window. oldest: by arrival; lowest_reward: by reward, among equal rewards by
+      arrival, and it may be the new row.
     """
 
     capacity: int
@@ -49,18 +50,6 @@ class Rules:
     merge_edit_distance: float = 0.0
     merge_cosine_distance: float = 0.0
     drop: str = "oldest"
-
-    def __post_init__(self) -> None:
-        for name in ("capacity", "capacity_per_query"):
-            if (value := getattr(self, name)) < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
-        if self.drop not in DROPS:
-            raise ValueError(f"drop={self.drop!r} is not one of {DROPS}")
-        near = f"merge_edit_distance={self.merge_edit_distance} and merge_cosine_distance={self.merge_cosine_distance}"
-        if (self.merge_edit_distance or self.merge_cosine_distance) and not self.merge_duplicates:
-            raise ValueError(f"{near} need merge_duplicates=true")
-        if self.merge_edit_distance and self.merge_cosine_distance:
-            raise ValueError(f"{near} exclude each other")
 
     def near(self, shape: RowShape, vocab_size: int) -> NearByEdits | NearByEmbedding | None:
         """What finds the response nearest to another one; None where only identical responses are merged."""
@@ -77,8 +66,6 @@ class ReplayIndex(Window):
 
     def __init__(self, *, shape: RowShape, vocab_size: int, **rules: Any):
         """Args: rules: fields of Rules."""
-        if vocab_size < 1:
-            raise ValueError(f"vocab_size={vocab_size} must be at least 1")
         self.rules = Rules(**rules)
         super().__init__(shape, self.rules.capacity)
         self.shape, self.vocab_size = shape, vocab_size
@@ -195,7 +182,6 @@ class ReplayIndex(Window):
         self._groups[query_id] = collections.OrderedDict()
         self._members[number] = array.array("i")
         self._query_top = max(self._query_top, number + 1)
-        self._query_ids[number] = query_id
         self._query_rows[number] = 0
         self._query_draws[number], self._recent_draws[number] = self._round, 0
         return number

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 from tba_jax.replay.index import ReplayIndex
 
@@ -32,19 +33,10 @@ class Account:
 def accounts(index: ReplayIndex, committed: Mapping[str, int]) -> dict[str, Account]:
     """Writer -> its account. committed: rows in each writer's log."""
     ledger = index.ledger()
-    nothing = {"seen": 0, "resident": 0, "evicted": {}, "rejected": {}, "evicted_untrained": 0}
-    nothing |= {"damaged": 0, "expired": 0}
+    nothing = {"resident": 0, "evicted": {}, "rejected": {}, "evicted_untrained": 0, "damaged": 0, "expired": 0}
     found = {}
     for writer in sorted(set(committed) | set(ledger)):
-        entry, read_to = ledger.get(writer, nothing), index.heads.get(writer, 0)
-        found[writer] = Account(
-            committed=committed.get(writer, 0),
-            resident=entry["resident"],
-            evicted=entry["evicted"],
-            rejected=entry["rejected"],
-            evicted_untrained=entry["evicted_untrained"],
-            damaged=entry["damaged"],
-            expired=entry["expired"],
-            unseen=committed.get(writer, 0) - read_to,
-        )
+        total, entry = committed.get(writer, 0), ledger.get(writer, nothing)
+        counts: dict[str, Any] = {name: value for name, value in entry.items() if name != "seen"}
+        found[writer] = Account(committed=total, unseen=total - index.heads.get(writer, 0), **counts)
     return found

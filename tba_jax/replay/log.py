@@ -55,15 +55,11 @@ class LogWriter:
           claim: False: the caller claims the id by `claim` after writing; until then no reader sees the log.
 
         Raises:
-          ValueError: a malformed or used writer id, or a count below 1.
+          ValueError: a malformed or used writer id.
           OSError: the folder cannot be written.
         """
         if not WRITER_NAME.fullmatch(writer):
             raise ValueError(f"writer id {writer!r} must match {WRITER_NAME.pattern}: it is a folder name under {root}")
-        if rows_per_append < 1 or segment_appends < 1:
-            raise ValueError(
-                f"rows_per_append={rows_per_append} and segment_appends={segment_appends} must be at least 1 (replay settings)"
-            )
         self.writer = writer
         self._root, self._folder = root, root / writer
         self._shape, self._info = shape, dict(info)

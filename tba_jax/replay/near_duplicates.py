@@ -25,8 +25,6 @@ class NearByEdits:
 
     def __init__(self, *, slots: int, share: float, vocab_size: int):
         """Args: share: in (0, 1), the edit distance up to which two responses count as the same, over the longer one's length."""
-        if not 0 < share < 1:
-            raise ValueError(f"merge_edit_distance={share} must be 0 (identical responses only) or within (0, 1)")
         if vocab_size > _MAX_VOCAB:
             raise ValueError(f"vocab_size={vocab_size} is more than {_MAX_VOCAB}, the most merge_edit_distance={share} can take")
         self._share = share
@@ -90,10 +88,6 @@ class NearByEmbedding:
 
     def __init__(self, *, slots: int, distance: float, embedding_size: int):
         """Args: distance: in (0, 2), the cosine distance 1 − e_a · e_b up to which two responses count as the same."""
-        if not 0 < distance < 2:
-            raise ValueError(f"merge_cosine_distance={distance} must be 0 (identical responses only) or within (0, 2)")
-        if not embedding_size:
-            raise ValueError(f"merge_cosine_distance={distance} needs rows with an embedding (task.embedding_path)")
         self._distance = distance
         self._embeddings = np.zeros((slots, embedding_size), np.float32)
 

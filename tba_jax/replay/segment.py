@@ -119,8 +119,7 @@ def _stored(dtype: str) -> np.dtype:
 
 
 def _array_spec(schema: LogSchema) -> dict[str, Any]:
-    return {
-        "driver": "zarr3",
+    return places.ARRAY | {
         "metadata": {
             "shape": [schema.segment_appends, schema.append_bytes],
             "data_type": "uint8",
@@ -131,9 +130,6 @@ def _array_spec(schema: LogSchema) -> dict[str, Any]:
                 {"name": "crc32c"},
             ],
         },
-        # A missing chunk must be an error and never read as zeros.
-        "fill_missing_data_reads": False,
-        "store_data_equal_to_fill_value": True,
     }
 
 

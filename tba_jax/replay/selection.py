@@ -176,7 +176,7 @@ def newest_rows(group: np.ndarray, arrival: np.ndarray, inside: np.ndarray, *, Q
     """
     short = np.bincount(group[inside], minlength=Q) < minimum
     rows = np.flatnonzero(short[group])
-    order, _, _ = _largest(group[rows], arrival[rows], Q=Q, count=minimum)
+    order, _ = _largest(group[rows], arrival[rows], Q=Q, count=minimum)
     result = inside & ~short[group]
     result[rows[order]] = True
     return result
@@ -193,13 +193,13 @@ def draw_within_groups(group: np.ndarray, log_weights: np.ndarray, rng: np.rando
     """
     # Gumbel top-k: argtop_k(log w + G), G = −log E with E exponential, is a draw without replacement.
     keys = log_weights - np.log(rng.standard_exponential(len(group)))
-    order, starts, _ = _largest(group, keys, Q=Q, count=K)
+    order, starts = _largest(group, keys, Q=Q, count=K)
     available = np.bincount(group[np.isfinite(log_weights)], minlength=Q)
     return order[starts[:, None] + np.arange(K) % available[:, None]]
 
 
-def _largest(group: np.ndarray, keys: np.ndarray, *, Q: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Indices of the `count` largest keys of every group, by group and descending; start and number of each group there."""
+def _largest(group: np.ndarray, keys: np.ndarray, *, Q: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Indices of the `count` largest keys of every group, by group and descending; and the start of each group there."""
     candidates = np.arange(len(group))
     sizes = np.bincount(group, minlength=Q)
     # Sorting a large group to keep a few of its rows would cost more than all the rest.
@@ -211,4 +211,4 @@ def _largest(group: np.ndarray, keys: np.ndarray, *, Q: int, count: int) -> tupl
     kept = np.bincount(group[order], minlength=Q)
     rank = np.arange(len(order)) - np.repeat(np.cumsum(kept) - kept, kept)
     numbers = np.minimum(kept, count)
-    return order[rank < count], np.cumsum(numbers) - numbers, numbers
+    return order[rank < count], np.cumsum(numbers) - numbers

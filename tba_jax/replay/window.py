@@ -29,7 +29,7 @@ class Window:
       reward: float32        the column of the same name
 
     Arrays over query numbers (0 resident rows where the number is free):
-      query_ids: uint64, query_rows: int64     resident rows
+      query_rows: int64      resident rows
       newest_arrival, newest_visible_step, newest_row_step: int64, of the query's newest row
       query_draws: int64     batches that drew the query, counted from the minimum of all queries at the last batch before
                              it came: a late query joins the running round and does not catch up with the earlier ones
@@ -45,7 +45,6 @@ class Window:
         self._slot_writer = np.zeros(slots, np.int32)
         self._arrival = np.full(slots, -1, np.int64)
         self._visible_step, self._row_step, self._row_draws = (np.zeros(slots, np.int64) for _ in range(3))
-        self._query_ids = np.zeros(slots, np.uint64)
         self._query_rows, self._query_draws, self._recent_draws = (np.zeros(slots, np.int64) for _ in range(3))
         self._newest_slot = np.zeros(slots, np.int64)
         self._free_slots, self._free_queries = list(range(slots)), list(range(slots))
@@ -63,65 +62,20 @@ class Window:
     def __len__(self) -> int:
         return len(self._order)
 
-    @property
-    def slot_query(self) -> np.ndarray:
-        return self._slot_query[: self._slot_top]
-
-    @property
-    def slot_writer(self) -> np.ndarray:
-        return self._slot_writer[: self._slot_top]
-
-    @property
-    def slot_row(self) -> np.ndarray:
-        return self._columns["row"][: self._slot_top]
-
-    @property
-    def arrival(self) -> np.ndarray:
-        return self._arrival[: self._slot_top]
-
-    @property
-    def visible_step(self) -> np.ndarray:
-        return self._visible_step[: self._slot_top]
-
-    @property
-    def row_step(self) -> np.ndarray:
-        return self._row_step[: self._slot_top]
-
-    @property
-    def row_draws(self) -> np.ndarray:
-        return self._row_draws[: self._slot_top]
-
-    @property
-    def reward(self) -> np.ndarray:
-        return self._columns["reward"][: self._slot_top]
-
-    @property
-    def query_ids(self) -> np.ndarray:
-        return self._query_ids[: self._query_top]
-
-    @property
-    def query_rows(self) -> np.ndarray:
-        return self._query_rows[: self._query_top]
-
-    @property
-    def query_draws(self) -> np.ndarray:
-        return self._query_draws[: self._query_top]
-
-    @property
-    def recent_draws(self) -> np.ndarray:
-        return self._recent_draws[: self._query_top]
-
-    @property
-    def newest_arrival(self) -> np.ndarray:
-        return self._arrival[self._newest_slot[: self._query_top]]
-
-    @property
-    def newest_visible_step(self) -> np.ndarray:
-        return self._visible_step[self._newest_slot[: self._query_top]]
-
-    @property
-    def newest_row_step(self) -> np.ndarray:
-        return self._row_step[self._newest_slot[: self._query_top]]
+    slot_query = property(lambda self: self._slot_query[: self._slot_top])
+    slot_writer = property(lambda self: self._slot_writer[: self._slot_top])
+    slot_row = property(lambda self: self._columns["row"][: self._slot_top])
+    arrival = property(lambda self: self._arrival[: self._slot_top])
+    visible_step = property(lambda self: self._visible_step[: self._slot_top])
+    row_step = property(lambda self: self._row_step[: self._slot_top])
+    row_draws = property(lambda self: self._row_draws[: self._slot_top])
+    reward = property(lambda self: self._columns["reward"][: self._slot_top])
+    query_rows = property(lambda self: self._query_rows[: self._query_top])
+    query_draws = property(lambda self: self._query_draws[: self._query_top])
+    recent_draws = property(lambda self: self._recent_draws[: self._query_top])
+    newest_arrival = property(lambda self: self._arrival[self._newest_slot[: self._query_top]])
+    newest_visible_step = property(lambda self: self._visible_step[self._newest_slot[: self._query_top]])
+    newest_row_step = property(lambda self: self._row_step[self._newest_slot[: self._query_top]])
 
     def rows_of(self, queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """All rows of some queries; the cost grows with their rows, not with the window.

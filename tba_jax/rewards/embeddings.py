@@ -27,11 +27,9 @@ def read_config(folder: Path | str, *, setting: str = "task.embedding_path") -> 
     Raises:
       ValueError: the folder has no sentence encoder or no tokenizer.json.
     """
-    try:
+    with load.named(setting, folder):
         config = load.read_config(folder, compute_dtype="float32")
         folder = load.resolve_folder(folder)
-    except ValueError as error:
-        raise ValueError(f"{setting}={str(folder)!r}: {error}") from error
     if not isinstance(config, EncoderConfig) or config.head != "embedding":
         raise ValueError(f"{setting}={str(folder)!r} is not a sentence encoder (BERT or RoBERTa without a head)")
     if not (folder / "tokenizer.json").is_file():

@@ -9,10 +9,8 @@ from tba_jax.text.tokenizers import HuggingFaceTokenizer
 
 def read_config(folder: Path | str, *, setting: str, compute_dtype: str) -> DecoderConfig:
     """The config of the language model in a folder or hub id. Raises ValueError naming `setting` if there is no usable one."""
-    try:
+    with load.named(setting, folder):
         return load.read_config(folder, compute_dtype=compute_dtype, head="language_model")
-    except ValueError as error:
-        raise ValueError(f"{setting}={str(folder)!r}: {error}") from error
 
 
 def read(folder: Path | str, *, setting: str, compute_dtype: str) -> tuple[Path, DecoderConfig, HuggingFaceTokenizer]:
@@ -23,15 +21,8 @@ def read(folder: Path | str, *, setting: str, compute_dtype: str) -> tuple[Path,
     """
     config = read_config(folder, setting=setting, compute_dtype=compute_dtype)
     local = load.resolve_folder(folder)
-    try:
-        tokenizer = HuggingFaceTokenizer(local, vocab=config.vocab)
-    except ValueError as error:
-        raise ValueError(f"{setting}={str(folder)!r}: {error}") from error
-    if tokenizer.vocab_size > config.vocab:
-        raise ValueError(
-            f"{setting}={str(folder)!r}: the tokenizer has {tokenizer.vocab_size} ids, the embedding only {config.vocab}"
-        )
-    return local, config, tokenizer
+    with load.named(setting, folder):
+        return local, config, HuggingFaceTokenizer(local, vocab=config.vocab)
 
 
 def token_bytes(tokenizer: HuggingFaceTokenizer, *, called: str) -> list[bytes | None]:

@@ -49,10 +49,8 @@ def read_config(folder: Path | str, *, setting: str, compute_dtype: str) -> Conf
     Raises:
       ValueError: the folder cannot be used, or holds another kind of model.
     """
-    try:
+    with load_lib.named(setting, folder):
         config = load_lib.read_config(folder, compute_dtype=compute_dtype)
-    except ValueError as error:
-        raise ValueError(f"{setting}={str(folder)!r}: {error}") from error
     if config.head not in ("score", "classification"):
         raise ValueError(
             f"{setting}={str(folder)!r} is not a sequence classifier or reward model (…ForSequenceClassification): its head is "
@@ -114,12 +112,10 @@ class SequenceClassifier:
         """
         self._config = config = read_config(folder, setting=setting, compute_dtype=compute_dtype)
         self._called = called = f"{setting}={str(folder)!r}"
-        folder = load_lib.resolve_folder(folder)
-        self.labels = _labels(folder, config)
-        try:
+        with load_lib.named(setting, folder):
+            folder = load_lib.resolve_folder(folder)
+            self.labels = _labels(folder, config)
             self._tokenizer, self._eos_id = open_transformers(folder)
-        except ValueError as error:
-            raise ValueError(f"{called}: {error}") from error
         if len(self._tokenizer) > config.vocab:
             raise ValueError(f"{called}: the tokenizer has {len(self._tokenizer)} ids, the model's embedding only {config.vocab}")
         if ends and self._eos_id is None:

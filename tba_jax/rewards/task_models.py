@@ -1,9 +1,10 @@
 """The frozen models with which a task scores: their digests for the contract, checks before a run, loading, and memory."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jax.sharding import Mesh
+import jax.numpy as jnp
 
 from tba_jax import sharding
 from tba_jax.models import parameters
@@ -11,9 +12,8 @@ from tba_jax.models.config import EncoderConfig
 from tba_jax.models.hugging_face import load
 from tba_jax.models.hugging_face.architectures import ARCHITECTURES
 from tba_jax.rewards import CHECKERS, LOADERS, embeddings, language_model, linear, passes, sequence
-from tba_jax.tasks.interface import ModelUse, Task, UsesModels
+from tba_jax.tasks.interface import Closable, ModelUse, Task, UsesModels
 
-_BYTES = {"float32": 4, "bfloat16": 2}
 # Kind of a model -> the function that reads its config and refuses models of another kind, see sequence.read_config.
 _CONFIGS: dict[str, Callable[..., Any]] = {
     "sequence": sequence.read_config,
@@ -72,10 +72,22 @@ def _read_config(use: ModelUse) -> Any:
     return _CONFIGS[use.kind](use.path, setting=use.setting, compute_dtype=use.compute_dtype)
 
 
-def start(task: Task, mesh: Mesh) -> None:
-    """Loads a task's models, if it has any. Each process that scores calls this once, before its first rewards."""
+@contextlib.contextmanager
+def started(task: Task, task_devices: int) -> Iterator[None]:
+    """Loads a task's models, if it has any, on the devices of sharding.task_mesh; ends the task's processes at the end.
+
+    Each process that scores enters this once, before its first rewards.
+
+    Raises:
+      ValueError: a model cannot be used.
+    """
     if isinstance(task, UsesModels):
-        task.start(mesh, LOADERS)
+        task.start(sharding.task_mesh(task_devices), LOADERS)
+    try:
+        yield
+    finally:
+        if isinstance(task, Closable):
+            task.close()
 
 
 def memory(use: ModelUse, *, length: int) -> int:
@@ -86,7 +98,7 @@ def memory(use: ModelUse, *, length: int) -> int:
     config = _read_config(use)
     if config is None:
         return 0  # a linear classifier is small and in host memory
-    size, length = _BYTES[use.compute_dtype], use.length or length
+    size, length = jnp.dtype(use.compute_dtype).itemsize, use.length or length
     padded = passes.padded_length(length, config.position_limit if isinstance(config, EncoderConfig) else config.max_positions)
     if use.kind == "generator":
         row = 2 * config.layers * length * config.kv_heads * config.head_size * size + 4 * config.vocab

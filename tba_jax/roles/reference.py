@@ -56,7 +56,7 @@ class ReferencePolicy:
           logit_megabytes: memory that the logits of `logprobs` may take at a time on each device.
           reference_id: 16 hex digits; "": the reference that the run starts from.
         """
-        self.id = reference_id or layout.read_json(run.initial_reference)["id"]
+        self.id = reference_id or layout.reference_id(run)
         self.mesh = mesh
         self.params = snapshots.load(
             run.reference(self.id), policy.model_specs, policy.model_shardings(mesh), dtype=policy.model.compute_dtype

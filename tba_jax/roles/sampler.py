@@ -38,36 +38,24 @@ class Sampler:
         tokenizer: Tokenizer,
         reference: ReferencePolicy,
         weights: str,
-        slots: int,
-        samples: int,
-        prompt_length: int,
-        given_length: int = 0,
-        swap: str = "at_once",
-        chunk: int = 32,
-        lockstep: bool = False,
+        **engine: Any,
     ):
         """
         Args:
           reference: its mesh is the sampler's.
           weights: precision of the sampled weights, one of kv_cache.WEIGHTS.
-          slots, samples, prompt_length, given_length, swap, chunk, lockstep: see Engine.
+          engine: further arguments of Engine: slots, samples, prompt_length, given_length, swap, chunk, lockstep.
         """
         self._policies, self.reference = run.policies, reference
         self.engine = Engine(
             policy.model,
             contract.response_space(),
             reference.mesh,
-            slots=slots,
-            samples=samples,
-            prompt_length=prompt_length,
-            given_length=given_length,
             response_length=contract.response_length,
             pad_id=contract.pad_id,
             stop_strings=automaton(contract.stop_strings, tokenizer, vocab=policy.model.vocab),
-            swap=swap,
-            chunk=chunk,
-            lockstep=lockstep,
             weights=weights,
+            **engine,
         )
         self._snapshot: dict[str, Any] = dict(
             specs=policy.trained_specs, shardings=policy.trained_shardings(reference.mesh), dtype=policy.snapshot_dtype

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tba_jax import trajectory
@@ -80,14 +80,23 @@ def plain(tree: Any) -> Any:
     return json.loads(json.dumps(tree))
 
 
-def mounted_logs(leaves: Mapping[str, Any], *, reward_version: int) -> tuple[Place, ...]:
-    """The replay folders of the runs that a flattened config mounts: the rescored rows of a run, if it has them, else its own."""
-    runs = [layout.open_run_dir(folder) for folder in leaves["replay.mount"]]
+def mounted_logs(mounts: Sequence[str], *, reward_version: int) -> tuple[Place, ...]:
+    """The replay folders of the runs of replay.mount: the rescored rows of a run, if it has them, else its own."""
+    runs = [layout.open_run_dir(folder) for folder in mounts]
     return tuple(
         run.rescored(reward_version) if places.exists(run.rescored_commit(reward_version)) else run.replay for run in runs
     )
 
 
+# Fields of the contract that are a setting -> the setting.
+_SETTINGS = {
+    "task_name": "task.name",
+    "scoring_temperature": "sampling.scoring_temperature",
+    **{
+        name: f"task.{name}"
+        for name in ("prompt_length", "response_length", "min_response_length", "missing_eos_reward", "stop_strings", "step_ends")
+    },
+}
 _LONG = 6  # values of a list that a sentence may hold
 
 
@@ -96,11 +105,12 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     theirs, ours = flatten(there), flatten(here)
     # In a contract, `task` holds the settings of one task. Its section of the config is named, so that they can be set.
     section = "custom" if ".py:" in (task := str(ours.get("task_name", ""))) else task
-    return [
-        f"{f'task.{section}.{k[5:]}' if section and k.startswith('task.') else k}: {_compared(theirs.get(k), ours.get(k))}"
-        for k in sorted(theirs | ours)
-        if theirs.get(k) != ours.get(k)
-    ]
+
+    def called(name: str) -> str:
+        return f"task.{section}.{name[5:]}" if section and name.startswith("task.") else _SETTINGS.get(name, name)
+
+    different = [name for name in sorted(theirs | ours) if theirs.get(name) != ours.get(name)]
+    return [f"{called(name)}: {_compared(theirs.get(name), ours.get(name))}" for name in different]
 
 
 def _compared(there: Any, here: Any) -> str:

@@ -9,7 +9,7 @@ import os
 import platform
 import re
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +178,18 @@ def is_finished(run: RunDir, steps: int) -> bool:
         raise ValueError(f"{run.finished} does not say at which step the run was finished") from error
 
 
+def reference_id(run: RunDir) -> str:
+    """16 hex digits that name the reference policy which step 0 starts from.
+
+    Raises:
+      FileNotFoundError: the run has none yet. ValueError: initial.json is damaged.
+    """
+    named = read_json(run.initial_reference)
+    if not isinstance(named, dict) or not isinstance(named.get("id"), str):
+        raise ValueError(f"{run.initial_reference} names no reference policy: {named!r} has no id")
+    return named["id"]
+
+
 def step_name(step: int) -> str:
     """Folder or file stem of a step: eight digits, so that names sort as numbers."""
     return f"{step:08d}"
@@ -192,6 +204,12 @@ def as_steps(names: Iterable[str]) -> list[int]:
     """The steps among names of folders and files, ascending."""
     stems = (name.split(".")[0] for name in names)
     return sorted({int(stem) for stem in stems if _STEP.fullmatch(stem)})
+
+
+def listed(steps: Sequence[int]) -> str:
+    """The steps for a message; of more than eight, the first four and the last."""
+    shown = [*map(str, steps)] if len(steps) <= 8 else [*map(str, steps[:4]), "…", str(steps[-1])]
+    return ", ".join(shown)
 
 
 def write_json(file: Place, value: Any) -> None:

@@ -26,6 +26,9 @@ REPORT_SECONDS = 10.0
 # A file of a network file system that is removed while it is mapped takes the reader down with it.
 _OWN_FILE_SYSTEMS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay", "tmpfs")
 
+# tensorstore's spec of an array. A missing chunk must be an error and never read as zeros, so a chunk of zeros is written.
+ARRAY = {"driver": "zarr3", "fill_missing_data_reads": False, "store_data_equal_to_fill_value": True}
+
 K = TypeVar("K", bound=Hashable)
 
 

@@ -42,13 +42,7 @@ class SnapshotInfo:
 
 
 def _spec(folder: Place, name: str) -> dict[str, Any]:
-    return {
-        "driver": "zarr3",
-        "kvstore": places.kvstore(folder / name),
-        # A missing chunk must not read as zeros, so a chunk of zeros must be written.
-        "fill_missing_data_reads": False,
-        "store_data_equal_to_fill_value": True,
-    }
+    return places.ARRAY | {"kvstore": places.kvstore(folder / name)}
 
 
 def _pass() -> None:

@@ -2,8 +2,7 @@
 
 import dataclasses
 import hashlib
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 
 from tba_jax import trajectory
 from tba_jax.supervised.objectives import Batch, Examples, Preferences
+from tba_jax.tasks import data
 from tba_jax.text.encoding import encode_pair
 from tba_jax.text.tokenizers import Tokenizer
 
@@ -89,38 +89,6 @@ def _hashed_share(tokens: np.ndarray) -> float:
     return trajectory.query_id(tokens.tolist()) / 2**64
 
 
-def _read(path: Path, setting: str, fields: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
-    """(line number, values of `fields`) of every line that is not blank."""
-    where = f"{setting} {path}"
-    try:
-        file = open(path, "rb")  # noqa: SIM115 (closed below)
-    except OSError as error:
-        raise ValueError(f"{where} cannot be read: {error.strerror}") from error
-    with file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-            except ValueError as error:
-                raise ValueError(f"{where} line {number}: not valid JSON in UTF-8: {error}") from error
-            if not isinstance(record, dict):
-                raise ValueError(
-                    f"{where} line {number}: expected an object, found {line[:40].decode(errors='replace').strip()!r}"
-                )
-            for field in fields:
-                if field not in record:
-                    raise ValueError(
-                        f"{where} line {number}: field {field!r} is missing (line has {', '.join(record) or 'none'})"
-                    )
-                if not isinstance(record[field], str):
-                    found = json.dumps(record[field])[:40]
-                    raise ValueError(f"{where} line {number}: field {field!r} must be a string, found {found}")
-                if any("\ud800" <= character <= "\udfff" for character in record[field]):
-                    raise ValueError(f"{where} line {number}: field {field!r} holds half of a UTF-16 pair, which is no character")
-            yield number, [record[field] for field in fields]
-
-
 def _encode(
     path: Path, setting: str, fields: Sequence[str], config: Any, tokenizer: Tokenizer, skipped: dict[str, int]
 ) -> list[Encoded]:
@@ -128,13 +96,13 @@ def _encode(
     kept: list[Encoded] = []
     complaints: dict[str, list[str]] = {"too long": [], "identical": []}
     total = 0
-    for number, (prompt, *answers) in _read(path, setting, fields):
+    for row in data.read_lines(path, fields=dict.fromkeys(fields, str), where=f"{setting} {path}"):
         total += 1
-        example = _encode_line(f"{setting} {path} line {number}", prompt, answers, fields, tokenizer)
+        line, example = row.where.removeprefix(f"{setting} {path} "), _encode_line(row, fields, tokenizer)
         if too_long := _excess(example, fields, config):
-            complaints["too long"].append(f"line {number}: {too_long}")
-        elif len(answers) > 1 and np.array_equal(example[1], example[2]):
-            complaints["identical"].append(f"line {number}")
+            complaints["too long"].append(f"{line}: {too_long}")
+        elif len(example) > 2 and np.array_equal(example[1], example[2]):
+            complaints["identical"].append(line)
         else:
             kept.append(example)
     where = f"of the {total} examples of {setting} {path}"
@@ -153,15 +121,15 @@ def _encode(
     return kept
 
 
-def _encode_line(where: str, prompt: str, answers: Sequence[str], fields: Sequence[str], tokenizer: Tokenizer) -> Encoded:
-    ids: list[list[int]] = []
-    for field, text in zip(fields, (prompt, *answers), strict=True):
+def _encode_line(row: data.Row, fields: Sequence[str], tokenizer: Tokenizer) -> Encoded:
+    prompt, ids = row[fields[0]], list[list[int]]()
+    for field in fields:
         try:
-            ids.append(encode_pair(prompt, text, tokenizer)[1] if ids else tokenizer.encode(text))
+            ids.append(encode_pair(prompt, row[field], tokenizer)[1] if ids else tokenizer.encode(prompt))
         except ValueError as error:
-            raise ValueError(f"{where}: field {field!r}: {error}") from error
+            raise ValueError(f"{row.where}: field {field!r}: {error}") from error
     if not ids[0]:
-        raise ValueError(f"{where}: field {fields[0]!r} is empty, and the tokenizer puts nothing before it")
+        raise ValueError(f"{row.where}: field {fields[0]!r} is empty, and the tokenizer puts nothing before it")
     return tuple(np.array(part, np.int32) for part in ids)
 
 

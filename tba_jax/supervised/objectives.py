@@ -40,13 +40,9 @@ class Examples:
 
 
 @flax.struct.dataclass
-class Preferences:
+class Preferences(Examples):
     """As Examples, with two rows for each prompt, that of the chosen and that of the rejected response: tokens int32[B, 2, T],
     prompt_length and response_length int32[B, 2]."""
-
-    tokens: Any
-    prompt_length: Any
-    response_length: Any
 
     @property
     def size(self) -> jax.Array:

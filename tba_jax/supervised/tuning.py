@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tba_jax import sharding
-from tba_jax.learner import optimizer
+from tba_jax.learner import settings
 from tba_jax.learner import state as state_lib
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.hugging_face import export as export_lib
@@ -57,18 +57,8 @@ class Tuning:
 
     def __init__(self, plan: Plan):
         self._plan, t = plan, plan.config.training
-        self.schedule = optimizer.SCHEDULES[t.schedule](
-            peak=t.learning_rate, steps=plan.steps, warmup_steps=t.warmup_steps, decay_steps=t.decay_steps
-        )
-        adamw = optimizer.adamw(
-            self.schedule,
-            beta1=t.adam_beta1,
-            beta2=t.adam_beta2,
-            epsilon=t.adam_epsilon,
-            weight_decay=t.weight_decay,
-            clip_norm=t.clip_norm,
-        )
-        self._optimizers = {"policy": adamw}
+        self.schedule = settings.make_schedule(t, peak=t.learning_rate, steps=plan.steps)
+        self._optimizers = {"policy": settings.make_adamw(t, self.schedule, weight_decay=t.weight_decay)}
         objective = objectives.OBJECTIVES[plan.config.kind]
         step_config = objectives.StepConfig(
             R=plan.config.data.response_length,

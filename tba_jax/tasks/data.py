@@ -73,6 +73,13 @@ def read(
     return rows
 
 
+def read_lines(path: Path, *, fields: Mapping[str, type], where: str) -> Iterator[Row]:
+    """The rows of a file of one object a line, one after the other. Args, errors: see read; `where` begins every message."""
+    schema = Schema(fields, {})
+    for place, record in _read_lines(path, where, schema):
+        yield Row(_checked(record, schema, place), place)
+
+
 def in_epochs(examples: Sequence[T], rng: np.random.Generator, count: int) -> list[T]:
     """`count` examples: all of them in random order, then all of them again in another order, and so on."""
     epochs = -(-count // len(examples))

@@ -28,7 +28,6 @@ if TYPE_CHECKING:  # tasks do not import JAX
     from jax.sharding import Mesh
 
 FIELDS = {"attacker_prompt": str}
-CLASSIFIERS = ("sequence", "unsafe_token", "linear")
 # Nats; e^-20 = 2·10^-9. Lower log-probabilities count as this one, so that rewards are finite if a classifier is certain.
 LEAST_LOG_TOXICITY = -20.0
 _CLASSIFIER_ROWS = 16
@@ -76,41 +75,28 @@ class RedTeam:
     reward_version = 1
 
     def __post_init__(self) -> None:
-        for name in ("replies", "victim_prompt_length", "victim_reply_length", "victim_concurrency", "classifier_length"):
-            value = getattr(self, name)
-            _require(value >= 1, f"{name}={value} must be at least 1")
-        dtype = self.compute_dtype
-        _require(dtype in ("float32", "bfloat16"), f"compute_dtype={dtype!r} is neither 'float32' nor 'bfloat16'")
-        self._check_victim()
-        self._check_classifier()
+        self._check_models()
         self._queries = _attack_prompts(self.attack_prompt, self.attack_prompt_path)
         self._started: tuple[Mesh, ModelLoaders] | None = None
         self._reply: Callable[[Sequence[str], int], list[str]] | None = None
         self._toxicity: _Toxicity | None = None
         self._embed: Callable[[Sequence[str]], np.ndarray] | None = None
 
-    def _check_victim(self) -> None:
-        temperature, top_p = self.victim_temperature, self.victim_top_p
+    def _check_models(self) -> None:
+        kind = self.classifier
         _require(
             bool(self.victim_path),
             "victim_path='' must name the model to test: a Hugging Face folder or hub id of a model that you are responsible for",
         )
-        _require(0 <= temperature < np.inf, f"victim_temperature={temperature} must be at least 0 (greedy) and finite")
-        _require(0 < top_p <= 1, f"victim_top_p={top_p} must be within (0, 1]")
         _require(
-            temperature > 0 or self.replies == 1,
+            self.victim_temperature > 0 or self.replies == 1,
             f"victim_temperature=0 makes all replies={self.replies} to an attack the same: set replies=1, or a temperature",
         )
-
-    def _check_classifier(self) -> None:
-        kind, threshold = self.classifier, self.success_threshold
-        _require(kind in CLASSIFIERS, f"classifier={kind!r} is not one of {list(CLASSIFIERS)}")
         _require(bool(self.classifier_path), f"classifier_path='' must name the model of classifier={kind}")
         _require(
             kind == "linear" or bool(self.classifier_label),
             f"classifier_label='' must be the toxic label of classifier={kind}, such as 'hate' or 'unsafe'",
         )
-        _require(0 < threshold < 1, f"success_threshold={threshold} must be within (0, 1)")
 
     def queries(self, split: str) -> Sequence[Query]:
         check_split(split)

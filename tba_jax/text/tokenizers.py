@@ -125,7 +125,8 @@ class HuggingFaceTokenizer:
             tokenizer has the token of images, their embedding has not.
 
         Raises:
-          ValueError: the folder has no tokenizer, or its tokenizer cannot be loaded or has no end-of-sequence token.
+          ValueError: the folder has no tokenizer, or its tokenizer cannot be loaded, has no end-of-sequence token, or has more
+            ids than the embedding.
         """
         folder = self._folder = Path(folder)
         self._tokenizer, eos_id = open_transformers(folder)
@@ -139,6 +140,8 @@ class HuggingFaceTokenizer:
         beyond = range(size if vocab is None else vocab, size)
         unused = [tokens[i].content for i in beyond] if all(i in tokens and tokens[i].special for i in beyond) else []
         self.vocab_size = size - len(unused)
+        if vocab is not None and self.vocab_size > vocab:
+            raise ValueError(f"the tokenizer has {self.vocab_size} ids, the embedding only {vocab}")
         self._unused = _any_of(unused)
         self.eos_id = int(eos_id)
         self.pad_id = self.eos_id if self._tokenizer.pad_token_id is None else int(self._tokenizer.pad_token_id)

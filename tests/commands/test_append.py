@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tba_jax import sharding, trajectory
+from tba_jax import trajectory
 from tba_jax.commands import append, audit, command_line
 from tba_jax.experiment import jobs
 from tba_jax.replay import journal
@@ -150,9 +150,10 @@ def test_stop_strings_templates_and_models_of_the_task(summaries, tmp_path):
     assert set(rows["query_id"].tolist()) == {trajectory.query_id(s.experiment.queries["train"][0].prompt)}
     assert np.isfinite(rows["ref_logprobs"]).all() and (rows["ref_logprobs"][0, :5] < 0).all()
     task = s.experiment.task
-    task_models.start(task, sharding.task_mesh(0))
     query = s.experiment.queries["train"][0].query
-    np.testing.assert_allclose(rows["reward"], task.rewards([query] * 2, [" one", "a\n"], np.ones(2, bool)).reward, atol=1e-5)
+    with task_models.started(task, 0):
+        reward = task.rewards([query] * 2, [" one", "a\n"], np.ones(2, bool)).reward
+    np.testing.assert_allclose(rows["reward"], reward, atol=1e-5)
     assert len(set(rows["reward"].tolist())) == 2
 
 

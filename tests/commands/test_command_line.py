@@ -9,7 +9,7 @@ import types
 import pytest
 from absl import flags
 
-from tba_jax import main
+from tba_jax import main, schemas
 from tba_jax.commands import append, audit, command_line, evaluate, export, rescore, show, supervised
 from tba_jax.run import processes
 from tba_jax.run.lease import LeaseHeld
@@ -109,7 +109,7 @@ def test_help_is_the_docstring_and_its_arguments_exist(module, capsys):
     ],
 )
 def test_the_nearest_name_is_alike_in_its_last_part(name, near):
-    assert command_line.nearest(name, ["learner.steps", "learner.beta_end", "warm_start.steps", "seed"]) == near
+    assert schemas.nearest(name, ["learner.steps", "learner.beta_end", "warm_start.steps", "seed"]) == near
 
 
 WITHOUT_JAX = r"""

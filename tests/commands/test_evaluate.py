@@ -80,7 +80,7 @@ def test_other_settings_and_a_gold_model(run, capsys, tmp_path):
     [
         (["--step=1000"], "--step=1000 is not a snapshot of"),
         (["--config.evaluation.querys=3"], "no setting 'evaluation.querys'; did you mean 'evaluation.queries'?"),
-        (["--config.task.response_length=5"], "is a run of another contract; response_length: 6 there, 5 here"),
+        (["--config.task.response_length=5"], "is a run of another contract; task.response_length: 6 there, 5 here"),
         (["--config.evaluation.queries=0"], "evaluation.queries=0 must be at least 1"),
         (["--config.evaluation.queries=some"], "'some' is not of type int"),
         (["--config.evaluation.queries=1.5"], "'1.5' is not of type int, as 8 is"),

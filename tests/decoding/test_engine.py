@@ -329,11 +329,6 @@ def test_engines_that_cannot_be_made_are_refused():
         make_engine(1, 1, mesh=make_mesh(2))
     with pytest.raises(ValueError, match="samples=0 of a query must be at least 1"):
         make_engine(4, 0)
-    for name in ("prompt_length", "response_length", "chunk"):
-        with pytest.raises(ValueError, match=f"{name}=0 must be at least 1"):
-            make_engine(1, 1, **{name: 0})
-    with pytest.raises(ValueError, match=r"swap='later' is not one of \['at_once', 'new_sequences'\]"):
-        make_engine(1, 1, swap="later")
     learned = dataclasses.replace(MODEL, positions="learned")
     with pytest.raises(ValueError, match="prompt_length=6 and response_length=12 need more than the model's 16 positions"):
         make_engine(1, 1, model=learned, prompt_length=6)

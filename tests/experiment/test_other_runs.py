@@ -63,7 +63,7 @@ def snapshot_of(s: jobs.Invocation, step: int):
 def state_of(s: jobs.Invocation, step: int) -> Any:
     """The trainer's state in a checkpoint."""
     mesh = sharding.make_mesh((1, 1, 1), setting="test", devices=jax.devices()[:1])
-    shapes = state_shapes(s.experiment.policy, make_optimizers(s.config), mesh)
+    shapes = state_shapes(s.experiment.policy, make_optimizers(s.config.learner), mesh)
     opened = checkpoints.Checkpoints(s.run.checkpoints, keep=0, read_only=True)
     state = opened.restore(step, {"state": shapes})[0]["state"]
     opened.close()

@@ -37,7 +37,7 @@ def test_schedules_of_the_coefficients():
         for name, values in ranges.items()
         for part, value in zip(("start", "end", "steps"), values, strict=True)
     }
-    made = settings.make_schedules(tiny_run.config(**changes))
+    made = settings.make_schedules(tiny_run.config(**changes).learner)
     for name, (start, end, steps) in ranges.items():
         found = [float(getattr(made, name)(jnp.int32(step))) for step in range(7)]
         np.testing.assert_allclose(found, np.interp(range(7), [0, steps], [start, end]), rtol=1e-6, err_msg=name)
@@ -46,7 +46,7 @@ def test_schedules_of_the_coefficients():
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_heads_that_are_learned_have_optimizers_of_their_own(name):
     rates = {"learner__log_z_learning_rate": 0.25, "learner__value_learning_rate": 0.125}
-    optimizers = settings.make_optimizers(tiny_run.config(learner__objective=name, learner__warmup_steps=0, **rates))
+    optimizers = settings.make_optimizers(tiny_run.config(learner__objective=name, learner__warmup_steps=0, **rates).learner)
     assert ("log_z_head" in optimizers) == (name == "learned_log_z")
     assert ("value_head" in optimizers) == (name == "ppo")
     for part, optimizer in optimizers.items():
@@ -56,7 +56,7 @@ def test_heads_that_are_learned_have_optimizers_of_their_own(name):
 
 
 def test_the_defaults_of_objectives_are_those_of_the_base_config():
-    made = settings.make_learner_config(base.get_config(), contract(), POLICY, devices=1)
+    made = settings.make_learner_config(base.get_config().learner, contract(), POLICY, devices=1)
     assert made.settings == ObjectiveSettings(completions=20)
 
 
@@ -82,13 +82,13 @@ def test_static_settings_of_an_update():
         "learner__micro_batch_rows": 6,
         "learner__logit_megabytes": 2,
     }
-    made = settings.make_learner_config(tiny_run.config(**changes), contract(), POLICY, devices=3)
+    made = settings.make_learner_config(tiny_run.config(**changes).learner, contract(), POLICY, devices=3)
     assert made.objective is OBJECTIVES["tba_prime"] and made.surrogate_decay == 0
     assert made.settings == ObjectiveSettings(completions=4, importance_clip=3.0, log_ratio_clip=7.0, **OTHER_SETTINGS)
     assert (made.micro_batch_rows, made.logit_bytes) == (6, 3 * (2 << 20))
     assert made.space == scoring.ResponseSpace(temperature=0.7, banned_tokens=(3,), eos_id=2, min_length=5)
     changes = {"learner__reference__kind": "surrogate", "learner__reference__ema_decay": 0.8}
-    made = settings.make_learner_config(tiny_run.config(**changes), contract(), POLICY, devices=1)
+    made = settings.make_learner_config(tiny_run.config(**changes).learner, contract(), POLICY, devices=1)
     assert made.surrogate_decay == 0.8 and made.micro_batch_rows == 12
 
 
@@ -96,7 +96,8 @@ def test_static_settings_of_an_update():
     "kind, moves_at", [("initial", None), ("surrogate", None), ("reset", [3, 6]), ("ema", [1, 2, 3, 4, 5, 6])]
 )
 def test_which_references_are_held_and_when_they_move(kind, moves_at):
-    c = tiny_run.config(learner__reference__kind=kind, learner__reference__reset_steps=3, learner__reference__ema_decay=0.5)
+    changes = {"kind": kind, "reset_steps": 3, "ema_decay": 0.5}
+    c = tiny_run.config(**{f"learner__reference__{name}": value for name, value in changes.items()}).learner
     mesh = sharding.make_mesh((1, 1, 1), setting="learner.mesh", devices=jax.devices()[:1])
     reference = settings.make_moving_reference(c, settings.make_learner_config(c, contract(), POLICY, devices=1), mesh)
     if moves_at is None:

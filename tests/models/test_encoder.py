@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tba_jax import sharding
-from tba_jax.models import encoder, parameters
+from tba_jax.models import parameters
 from tba_jax.models.config import EncoderConfig
 from tba_jax.models.hugging_face import export
 from tests.support import applied
@@ -204,32 +204,6 @@ def test_labels_are_found_by_name():
     for name in CLASSIFIERS:
         config, _ = loaded(name)
         assert config.labels == LABELS
-        assert encoder.label_index(config, "positive") == 2
-        with pytest.raises(ValueError, match=r"no label 'POSITIVE': its labels are 'negative', 'neutral', 'positive'"):
-            encoder.label_index(config, "POSITIVE")
-    with pytest.raises(ValueError, match="no label 'positive': it has no classification head"):
-        encoder.label_index(loaded("bert_embedding")[0], "positive")
-
-
-@pytest.mark.parametrize(
-    "edit, sentence",
-    [
-        (lambda tokens, mask: mask.__setitem__((1, 0), False), r"row 1 has padding before a real token; pad on the right"),
-        (lambda tokens, mask: mask.__setitem__((2, 1), False), r"row 2 has padding before a real token; pad on the right"),
-        (lambda tokens, mask: mask.__setitem__(3, False), r"row 3 has no real token"),
-        (lambda tokens, mask: tokens.__setitem__((2, 3), 40), r"row 2 holds token 40, the encoder's vocabulary has 40"),
-        (lambda tokens, mask: tokens.__setitem__((0, 1), -1), r"row 0 holds token -1"),
-    ],
-    ids=["left", "hole", "empty", "beyond the vocabulary", "negative"],
-)
-def test_rows_that_the_encoder_would_misread_are_named(edit, sentence):
-    config, _ = loaded("bert_embedding")
-    tokens, token_mask = np.full((4, 5), 7, np.int32), np.ones((4, 5), bool)
-    token_mask[1:, 3:] = False
-    encoder.check_rows(tokens, token_mask, config=config)
-    edit(tokens, token_mask)
-    with pytest.raises(ValueError, match=sentence):
-        encoder.check_rows(tokens, token_mask, config=config)
 
 
 @pytest.mark.parametrize("name, limit", [("bert_embedding", 20), ("roberta_embedding", 18)])
@@ -237,11 +211,8 @@ def test_rows_longer_than_the_positions_are_refused(name, limit):
     config, params = loaded(name)
     tokens = np.full((1, limit + 1), 7, np.int32)
     sentence = rf"rows of {limit + 1} tokens are longer than the {limit} positions of the encoder"
-    encoder.check_rows(tokens[:, 1:], tokens[:, 1:] > 0, config=config)
     with pytest.raises(ValueError, match=sentence):
         applied.merge(params, config).sentence_embeddings(tokens, tokens > 0)
-    with pytest.raises(ValueError, match=sentence):
-        encoder.check_rows(tokens, tokens > 0, config=config)
 
 
 @pytest.mark.parametrize(

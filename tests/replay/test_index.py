@@ -67,7 +67,8 @@ def test_oldest_rows_leave_first_by_query_and_in_total():
     entry = index.ledger()["a"]
     assert entry["evicted"] == {"duplicate": 0, "query_capacity": 1, "capacity": 2}
     assert entry["evicted_untrained"] == 3
-    assert sorted(index.query_ids[index.query_rows > 0].tolist()) == [1, 3, 4, 5]
+    slots = np.flatnonzero(index.slot_query >= 0)
+    assert sorted(index.gather(slots)["query_id"].tolist()) == [1, 3, 4, 5]
 
 
 def test_invalid_rows_are_counted_and_left_out():
@@ -92,8 +93,6 @@ def test_rows_of_a_writer_are_added_once_and_in_order():
     for rows in (make_rows(1, [1], [(2,)]), make_rows(2, [1, 1], [(2,), (3,)]) | {"row": np.array([2, 4])}):
         with pytest.raises(ValueError, match="writer a"):
             index.add("a", rows, step=2)
-    with pytest.raises(ValueError, match="capacity=0"):
-        index_of(capacity=0)
 
 
 def test_row_step_is_that_of_the_oldest_real_token():
@@ -158,20 +157,6 @@ def test_the_nearest_response_within_the_share_is_replaced():
     # Another query's responses are not compared.
     index.add("b", {name: column[:1] for name, column in rows.items()} | {"query_id": np.uint64([3])}, step=1)
     assert len(index) == 8
-
-
-def test_bad_options_are_named():
-    for settings, words in [
-        ({"drop": "newest"}, "drop='newest'"),
-        ({"merge_edit_distance": 1.0}, "merge_edit_distance=1.0"),
-        ({"merge_edit_distance": -0.1}, "merge_edit_distance=-0.1"),
-        ({"merge_edit_distance": 0.1, "merge_duplicates": False}, "merge_edit_distance=0.1 .* need merge_duplicates"),
-        ({"merge_edit_distance": 0.1, "merge_cosine_distance": 0.1}, "exclude each other"),
-        ({"merge_cosine_distance": 2.0}, "merge_cosine_distance=2.0"),
-        ({"merge_cosine_distance": 0.1}, "needs rows with an embedding"),
-    ]:
-        with pytest.raises(ValueError, match=words):
-            index_of(**settings)
 
 
 def test_near_embeddings_are_merged_within_their_query():
@@ -277,8 +262,7 @@ def test_random_operation_agrees_with_a_slow_model(seed, drop):
         content = index.gather(slots)
         assert content["row"].tolist() == [row["id"][1] for row in model.rows]
         assert content["query_id"].tolist() == [row["query"] for row in model.rows]
-        live = np.flatnonzero(index.query_rows > 0)
-        numbers = dict(zip(index.query_ids[live].tolist(), live.tolist(), strict=True))
+        numbers = dict(zip(content["query_id"].tolist(), index.slot_query[slots].tolist(), strict=True))
         assert set(numbers) == set(model.queries)
         for query, number in numbers.items():
             own = [row for row in model.rows if row["query"] == query]

@@ -44,7 +44,7 @@ def draw(index: ReplayIndex, rng: np.random.Generator, **changes):
 
 def queries_of(index: ReplayIndex, slots: np.ndarray, K: int) -> np.ndarray:
     """Query ids of the groups; asserts that a group has one query and that no query appears twice."""
-    ids = index.query_ids[index.slot_query[slots]].reshape(-1, K)
+    ids = index.gather(slots)["query_id"].reshape(-1, K)
     assert (ids == ids[:, :1]).all()
     assert len(set(ids[:, 0].tolist())) == len(ids)
     return ids[:, 0]

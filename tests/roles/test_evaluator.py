@@ -94,7 +94,7 @@ def prepared(tmp_path_factory, one_device_throughout) -> jobs.Invocation:
 
 def evaluated(s: jobs.Invocation, task: Any = None) -> dict[str, Any]:
     experiment = dataclasses.replace(s.experiment, task=task or s.experiment.task)
-    return jobs.make_evaluator(dataclasses.replace(s, experiment=experiment)).evaluate(0)
+    return jobs.make_evaluator(experiment, s.run).evaluate(0)
 
 
 class Changed:

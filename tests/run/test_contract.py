@@ -71,11 +71,11 @@ def test_another_contract_is_refused_by_field(tmp_path):
     different, _, advice = str(refused.value).partition(". A run keeps its contract: ")
     assert advice == "take its settings, or begin another run in a new --workdir"
     assert different.split("; ")[1:] == [
-        "missing_eos_reward: None there, -1.0 here",
+        "task.missing_eos_reward: None there, -1.0 here",
         "model.max_positions: 48 there, 49 here",
         "model.width: 128 there, 64 here",
-        "response_length: 32 there, 33 here",
-        "scoring_temperature: 1.0 there, 0.7 here",
+        "task.response_length: 32 there, 33 here",
+        "sampling.scoring_temperature: 1.0 there, 0.7 here",
         "task.arithmetic.seed: 0 there, 1 here",
         "warm_start.steps: 0 there, 600 here",
     ]
@@ -88,7 +88,7 @@ def test_two_long_lists_are_told_by_what_one_of_them_holds():
     (told,) = contract_lib.differences(there, there | {"banned_tokens": []})
     assert "500 values there, 0 here" in told and "(500) only there, none only here" in told and len(told) < 150
     (told,) = contract_lib.differences(there, there | {"stop_strings": ["b"]})
-    assert told == "stop_strings: ['a'] there, ['b'] here"
+    assert told == "task.stop_strings: ['a'] there, ['b'] here"
 
 
 def test_a_role_that_joins_writes_nothing(tmp_path, monkeypatch):

@@ -97,20 +97,25 @@ def test_long_and_identical_examples_are_left_out_and_counted(tmp_path):
 
 # Lines, kind, changed settings -> words of the sentence; {} is the file.
 GOOD = {"prompt": "ab:", "chosen": "ba", "rejected": "b", "response": "ba"}
-HAS = "(line has prompt, chosen, rejected, response)"
+HAS = "(it has prompt, chosen, rejected, response)"
 BAD_LINES: dict[str, tuple[list[Any], str, dict[str, Any], str]] = {
     "missing": (
         [GOOD, {"prompt": "a", "rejected": "b"}],
         "reward",
         {},
-        "data.train {} line 2: field 'chosen' is missing (line has prompt, rejected)",
+        "data.train {} line 2: field 'chosen' is missing (it has prompt, rejected)",
     ),
     "renamed": ([GOOD], "sft", {"response_field": "answer"}, f"data.train {{}} line 1: field 'answer' is missing {HAS}"),
     "not JSON": ([GOOD, GOOD, "{'prompt'"], "sft", {}, "data.train {} line 3: not valid JSON"),
     "not UTF-8": ([GOOD, b"\xff"], "sft", {}, "data.train {} line 2: not valid JSON in UTF-8"),
     "not a string": ([{**GOOD, "chosen": [1]}], "reward", {}, "line 1: field 'chosen' must be a string, found [1]"),
-    "half a character": ([{**GOOD, "response": "\ud800"}], "sft", {}, "line 1: field 'response' holds half of a UTF-16 pair"),
-    "not an object": (["[1]"], "sft", {}, "line 1: expected an object, found '[1]'"),
+    "half a character": (
+        [{**GOOD, "response": "\ud800"}],
+        "sft",
+        {},
+        "field 'response' holds half of a UTF-16 surrogate pair",
+    ),
+    "not an object": (["[1]"], "sft", {}, "line 1: expected an object, found [1]"),
     "alphabet": ([GOOD, {**GOOD, "response": "z"}], "sft", {}, "line 2: field 'response': character 'z'"),
     "empty": ([], "sft", {}, "data.train {} holds no examples"),
     "blank": (["", "  "], "sft", {}, "data.train {} holds no examples"),

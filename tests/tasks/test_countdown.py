@@ -332,14 +332,14 @@ def test_random_totals_are_of_all_allowed_orders():
 @pytest.mark.parametrize(
     "overrides, sentence",
     [
-        ({"numbers": 1}, "task.countdown.numbers=1 must be from 2 to 10"),
-        ({"numbers": 11}, "task.countdown.numbers=11 must be from 2 to 10"),
+        ({"numbers": 1}, "task.countdown.numbers=1 must be within [2, 10]"),
+        ({"numbers": 11}, "task.countdown.numbers=11 must be within [2, 10]"),
         ({"numbers": 5}, "task.countdown.numbers=5 must be at most 4 with style=characters"),
         ({"operations": ""}, "task.countdown.operations='' must be some of +-*/, each once"),
         ({"operations": "++"}, "task.countdown.operations='++' must be some of +-*/, each once"),
         ({"operations": "+^"}, "task.countdown.operations='+^' must be some of +-*/, each once"),
-        ({"largest": 0}, "task.countdown.largest=0 must be at least 1"),
-        ({"largest": 10**7}, "task.countdown.largest=10000000 must be from 1 to 1000000"),
+        ({"largest": 0}, "task.countdown.largest=0 must be within [1, 1000000]"),
+        ({"largest": 10**7}, "task.countdown.largest=10000000 must be within [1, 1000000]"),
         ({"style": "prose"}, "task.countdown.style='prose' is not one of characters, text"),
         (
             {"numbers": 2, "largest": 2, "train_queries": 10, "heldout_queries": 3},

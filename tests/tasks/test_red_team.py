@@ -201,16 +201,9 @@ def test_the_memory_of_a_victim_is_weights_caches_and_logits(folders):
             {"attack_prompt_path": "x.jsonl"},
             "attack_prompt='attack:' and attack_prompt_path='x.jsonl': set exactly one of the two",
         ),
-        ({"classifier": "regex"}, "classifier='regex' is not one of ['sequence', 'unsafe_token', 'linear']"),
         ({"classifier_path": ""}, "classifier_path='' must name the model of classifier=unsafe_token"),
         ({"classifier_label": ""}, "classifier_label='' must be the toxic label of classifier=unsafe_token"),
-        ({"replies": 0}, "replies=0 must be at least 1"),
         ({"victim_temperature": 0.0}, "victim_temperature=0 makes all replies=2 to an attack the same"),
-        ({"victim_temperature": -1.0}, "victim_temperature=-1.0 must be at least 0"),
-        ({"victim_top_p": 0.0}, "victim_top_p=0.0 must be within (0, 1]"),
-        ({"victim_concurrency": 0}, "victim_concurrency=0 must be at least 1"),
-        ({"success_threshold": 1.0}, "success_threshold=1.0 must be within (0, 1)"),
-        ({"compute_dtype": "float16"}, "compute_dtype='float16' is neither 'float32' nor 'bfloat16'"),
     ],
 )
 def test_bad_settings_are_refused(folders, changes, sentence):

@@ -3,6 +3,7 @@
 Each architecture is described once, for import and export. A new one is an entry here, written in the language of files.py.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from tba_jax.models import decoder
@@ -11,45 +12,31 @@ from tba_jax.models.hugging_face import encoders, gemma, gpt_family, llama_famil
 from tba_jax.models.hugging_face.files import Architecture
 
 _DECODER: dict[str, Any] = {"config": DecoderConfig, "define": decoder.define}
-_GATED: dict[str, Any] = _DECODER | {
-    "tensors": llama_family.tensors,
-    "prefix": "model.",
-    "lm_head": "lm_head.weight",
-    "ignored": r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
-}
+
+
+def _gated(language_model: str, reward_model: str, read: Callable[..., Any], write: Callable[..., Any]) -> Architecture:
+    """An architecture with the tensors of Llama. Args: class of a language model, class of a reward model; see Architecture."""
+    return Architecture(
+        heads={language_model: "language_model", reward_model: "score"},
+        read=read,
+        write=write,
+        tensors=llama_family.tensors,
+        prefix="model.",
+        lm_head="lm_head.weight",
+        ignored=r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
+        **_DECODER,
+    )
+
 
 # model_type of config.json -> its description.
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture(
-        heads={"LlamaForCausalLM": "language_model", "LlamaForSequenceClassification": "score"},
-        read=llama_family.read_llama,
-        write=llama_family.write_llama,
-        **_GATED,
+    "llama": _gated("LlamaForCausalLM", "LlamaForSequenceClassification", llama_family.read_llama, llama_family.write_llama),
+    "mistral": _gated(
+        "MistralForCausalLM", "MistralForSequenceClassification", llama_family.read_mistral, llama_family.write_mistral
     ),
-    "mistral": Architecture(
-        heads={"MistralForCausalLM": "language_model", "MistralForSequenceClassification": "score"},
-        read=llama_family.read_mistral,
-        write=llama_family.write_mistral,
-        **_GATED,
-    ),
-    "qwen2": Architecture(
-        heads={"Qwen2ForCausalLM": "language_model", "Qwen2ForSequenceClassification": "score"},
-        read=llama_family.read_qwen2,
-        write=llama_family.write_qwen2,
-        **_GATED,
-    ),
-    "qwen3": Architecture(
-        heads={"Qwen3ForCausalLM": "language_model", "Qwen3ForSequenceClassification": "score"},
-        read=llama_family.read_qwen3,
-        write=llama_family.write_qwen3,
-        **_GATED,
-    ),
-    "gemma3_text": Architecture(
-        heads={"Gemma3ForCausalLM": "language_model", "Gemma3TextForSequenceClassification": "score"},
-        read=gemma.read_gemma3,
-        write=gemma.write_gemma3,
-        **_GATED,
-    ),
+    "qwen2": _gated("Qwen2ForCausalLM", "Qwen2ForSequenceClassification", llama_family.read_qwen2, llama_family.write_qwen2),
+    "qwen3": _gated("Qwen3ForCausalLM", "Qwen3ForSequenceClassification", llama_family.read_qwen3, llama_family.write_qwen3),
+    "gemma3_text": _gated("Gemma3ForCausalLM", "Gemma3TextForSequenceClassification", gemma.read_gemma3, gemma.write_gemma3),
     "gpt2": Architecture(
         heads={"GPT2LMHeadModel": "language_model", "GPT2ForSequenceClassification": "score"},
         read=gpt_family.read_gpt2,

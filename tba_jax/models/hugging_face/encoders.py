@@ -23,7 +23,7 @@ def _config(*, head: str, labels: tuple[str, ...], **fields: Any) -> EncoderConf
     return EncoderConfig(head=head, labels=labels if classification else (), pooler=classification, **fields)
 
 
-def _read(settings: Settings, *, token_types: int) -> dict[str, Any]:
+def _read(settings: Settings) -> dict[str, Any]:
     width, heads = settings.size("hidden_size"), settings.size("num_attention_heads")
     if width % heads:
         raise ValueError(f"{settings.path}: hidden_size={width} is not divisible by num_attention_heads={heads}")
@@ -41,22 +41,18 @@ def _read(settings: Settings, *, token_types: int) -> dict[str, Any]:
         "ffn": settings.size("intermediate_size"),
         "vocab": settings.size("vocab_size"),
         "max_positions": settings.size("max_position_embeddings", 512),
-        "token_types": settings.size("type_vocab_size", token_types),
+        "token_types": settings.size("type_vocab_size", 2),
         "norm_epsilon": settings.number("layer_norm_eps", 1e-12),
         "activation": settings.choice("hidden_act", OURS, "gelu"),
         "labels": _read_labels(settings),
     }
 
 
-def _read_bert(settings: Settings) -> dict[str, Any]:
-    return _read(settings, token_types=2)
-
-
 def _read_roberta(settings: Settings) -> dict[str, Any]:
     padding = settings.values.get("pad_token_id", 1)
     if not isinstance(padding, int) or isinstance(padding, bool) or padding < 0:
         raise ValueError(f"{settings.path}: pad_token_id={padding!r} must be a token: positions are counted from it")
-    return _read(settings, token_types=2) | {"position_offset": padding + 1}
+    return _read(settings) | {"position_offset": padding + 1}
 
 
 def _read_labels(settings: Settings) -> tuple[str, ...]:
@@ -188,7 +184,7 @@ ENCODERS: dict[str, Architecture] = {
             "BertForMaskedLM": "embedding",
             "BertForSequenceClassification": "classification",
         },
-        read=_read_bert,
+        read=_read,
         tensors=_bert_tensors,
         prefix="bert.",
         ignored=rf"{_LEFT_OUT}|cls\..*",

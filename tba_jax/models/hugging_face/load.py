@@ -41,14 +41,14 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 @contextlib.contextmanager
-def named(setting: str, path: str) -> Iterator[None]:
+def named(setting: str, path: Path | str) -> Iterator[None]:
     """Lets the sentence of a ValueError begin with the setting that named the checkpoint."""
     try:
         yield
     except ValueError as error:
         if str(error).startswith(f"{setting}="):
             raise
-        raise ValueError(f"{setting}={path!r}: {error}") from error
+        raise ValueError(f"{setting}={str(path)!r}: {error}") from error
 
 
 def resolve_folder(name: Path | str) -> Path:

@@ -1,5 +1,6 @@
 """The replay buffer of a trainer: the one reader of the log, the index of resident rows, and the draw of a batch."""
 
+import dataclasses
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +9,7 @@ import numpy as np
 
 from tba_jax import trajectory
 from tba_jax.replay import journal
-from tba_jax.replay.index import ReplayIndex
+from tba_jax.replay.index import ReplayIndex, Rules
 from tba_jax.replay.reader import LogReader
 from tba_jax.replay.selection import Selection, draw_batch, drawable
 from tba_jax.replay.tail import Tail, not_resident, replay_visible
@@ -18,16 +19,8 @@ from tba_jax.run import layout, places
 
 def make_index(config: Any, contract: contract_lib.Contract) -> ReplayIndex:
     """The empty index of a run."""
-    return ReplayIndex(
-        shape=contract.row_shape(),
-        capacity=config.replay.capacity,
-        capacity_per_query=config.replay.capacity_per_query,
-        merge_duplicates=config.replay.merge_duplicates,
-        merge_edit_distance=config.replay.merge_edit_distance,
-        merge_cosine_distance=config.replay.merge_cosine_distance,
-        drop=config.replay.drop,
-        vocab_size=contract.model["vocab"],
-    )
+    rules = {field.name: config.replay[field.name] for field in dataclasses.fields(Rules)}
+    return ReplayIndex(shape=contract.row_shape(), vocab_size=contract.model["vocab"], **rules)
 
 
 def make_selection(config: Any, *, recent_window: int) -> Selection:
@@ -64,8 +57,7 @@ class ReplayBuffer:
         """Args: recent_window: trainer steps that count as recent where replay.recent_window is 0."""
         self._seed, self._min_rows = config.seed, config.replay.min_rows
         self._selection = make_selection(config, recent_window=recent_window)
-        leaves = contract_lib.flatten(config.to_dict())
-        mounts = contract_lib.mounted_logs(leaves, reward_version=contract.reward_version)
+        mounts = contract_lib.mounted_logs(config.replay.mount, reward_version=contract.reward_version)
         self._has_mounts = bool(mounts)
         self._searchers = config.searchers.count
         self._mounted_runs = [layout.open_run_dir(folder) for folder in config.replay.mount]

@@ -5,7 +5,7 @@ import os
 import platform
 from collections.abc import Callable
 
-from tba_jax.roles.trainer.metrics import Recorder
+from tba_jax.roles.trainer.recorder import Recorder
 from tba_jax.roles.trainer.relief import Relief
 from tba_jax.roles.trainer.trainer import Trainer
 from tba_jax.run import layout, processes

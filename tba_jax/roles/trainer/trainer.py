@@ -47,7 +47,7 @@ class Trainer:
     ):
         self.config, self.run, self.policy, self.lease = config, run, policy, lease
         self._contract = contract
-        self.reference_id: str = layout.read_json(run.initial_reference)["id"]
+        self.reference_id = layout.reference_id(run)
         self.step_number = 0
         self.account = TimeAccount()
         self.program = UpdateProgram(config, contract, policy)

@@ -33,15 +33,15 @@ class UpdateProgram:
         self._resets_optimizer = c.reference.reset_optimizer
         self.rows = c.queries * c.completions
         self.mesh = sharding.make_mesh(tuple(c.mesh.values()), setting="learner.mesh")
-        self.config = settings.make_learner_config(config, contract, policy, devices=self.mesh.size)
+        self.config = settings.make_learner_config(c, contract, policy, devices=self.mesh.size)
         self.frozen: Params = {}
-        self._optimizers = settings.make_optimizers(config)
+        self._optimizers = settings.make_optimizers(c)
         self._shapes = state_lib.state_shapes(policy, self._optimizers, self.mesh)
         self._shardings = jax.tree.map(lambda x: x.sharding, self._shapes)
         update = functools.partial(
             update_lib.train_step,
             optimizers=self._optimizers,
-            schedules=settings.make_schedules(config),
+            schedules=settings.make_schedules(c),
             config=self.config,
         )
         out_shardings = (self._shardings, sharding.replicated(self.mesh))
@@ -50,7 +50,7 @@ class UpdateProgram:
         self._lower_update = sharding.on_mesh(self.mesh, jit_update.lower)
         of_policy = self._shardings.opt_state["policy"]
         self._restart_moments = jax.jit(optimizer.restart_moments, donate_argnums=0, out_shardings=of_policy)
-        self._moving_reference = settings.make_moving_reference(config, self.config, self.mesh)
+        self._moving_reference = settings.make_moving_reference(c, self.config, self.mesh)
 
     @property
     def policy_params(self) -> Params:

@@ -11,8 +11,8 @@ import pytest
 from tba_jax import sharding as sharding_lib
 from tba_jax.learner import state as state_lib
 from tba_jax.learner import update
+from tba_jax.learner.moving_reference import MovingReference, moved
 from tba_jax.learner.optimizer import adamw, restart_moments
-from tba_jax.learner.reference import MovingReference, moved
 from tba_jax.models import parameters
 from tba_jax.run import metrics
 from tba_jax.run import snapshots as snapshots_lib
