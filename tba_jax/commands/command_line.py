@@ -19,7 +19,7 @@ from typing import NoReturn, Protocol
 
 from absl import flags
 
-from tba_jax.run import processes
+from tba_jax.run import file_systems, processes
 from tba_jax.schemas import hint
 
 Job = Callable[[], int]
@@ -75,7 +75,7 @@ def execute(command: Command, arguments: Sequence[str]) -> int:
         return 0
     given = _parse(values, arguments, settings)
     log_to_stderr()
-    with failures():
+    with failures(getattr(given, "workdir", None)):
         with mistakes():
             outcome = command.run(given)
         return outcome if isinstance(outcome, int) else outcome()
@@ -143,8 +143,11 @@ def refuse(error: BaseException) -> NoReturn:
 
 
 @contextlib.contextmanager
-def failures() -> Iterator[None]:
-    """Ends the process on a failure: by one sentence if storage refuses, otherwise by the traceback and one sentence."""
+def failures(workdir: Path | None = None) -> Iterator[None]:
+    """Ends the process on a failure: by one sentence if storage refuses, otherwise by the traceback and one sentence.
+
+    Args: workdir: of the run, if there is one: where a disk is full, the sentence says which.
+    """
     try:
         yield
     except KeyboardInterrupt:  # before the command asks for signals itself
@@ -157,7 +160,8 @@ def failures() -> Iterator[None]:
         sentence = " ".join(str(error).split())
         if processes.is_storage_failure(error):
             with contextlib.suppress(OSError):  # the log may lie there too
-                print(f"error: storage failed; what was committed stays readable: {sentence}", file=sys.stderr, flush=True)
+                told = "; ".join(filter(None, (sentence, file_systems.no_room(error, workdir))))
+                print(f"error: storage failed; what was committed stays readable: {told}", file=sys.stderr, flush=True)
             # At once: threads that wait for that storage (a checkpoint's, say) would keep the process from its end.
             os._exit(processes.STORAGE_FAILED)
         if isinstance(error, processes.BadInput):

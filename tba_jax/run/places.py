@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 
 import tensorstore as ts
 
+from tba_jax.run import file_systems
+
 # The errors that tensorstore raises on storage trouble; the message usually begins with the status code.
 STORAGE_ERRORS = (ValueError, OSError, NotImplementedError)
 SCHEMES = ("gs", "s3", "memory")
@@ -143,24 +145,9 @@ def context(folder: Place) -> ts.Context:
 
 def reading_context(folder: Place) -> ts.Context:
     """A context for large files that nobody changes. On this machine's own disks it maps them into memory, which saves a copy."""
-    if isinstance(folder, Path) and _file_system(folder) in _OWN_FILE_SYSTEMS:
+    if isinstance(folder, Path) and file_systems.mount(folder)[1] in _OWN_FILE_SYSTEMS:
         return ts.Context({"file_io_mode": {"mode": "memmap"}})
     return context(folder)
-
-
-def _file_system(folder: Path) -> str:
-    """Type of the file system that holds a local folder; "" where /proc does not tell."""
-    try:
-        lines = Path("/proc/self/mountinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    place, found = folder.resolve(), (Path(), "")
-    for line in lines:
-        mount, _, described = line.partition(" - ")
-        point = Path(mount.split()[4].replace("\\040", " "))
-        if place.is_relative_to(point) and len(point.parts) >= len(found[0].parts):
-            found = point, described.split()[0]
-    return found[1]
 
 
 @contextlib.contextmanager

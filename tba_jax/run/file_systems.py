@@ -1,0 +1,49 @@
+"""File systems of this machine: which one holds a folder, and what to say where it is full."""
+
+import errno
+import os
+from pathlib import Path
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_ADVICE = "free some, or keep less (publish.keep, checkpoint.keep, replay.retention=checkpoints)"
+
+
+def mount(folder: Path) -> tuple[Path, str]:
+    """Where the file system that holds a local folder is mounted, and its type; (Path(), "") where /proc does not tell."""
+    try:
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return Path(), ""
+    place, found = folder.resolve(), (Path(), "")
+    for line in lines:
+        left, _, described = line.partition(" - ")
+        point = Path(left.split()[4].replace("\\040", " "))
+        if place.is_relative_to(point) and len(point.parts) >= len(found[0].parts):
+            found = point, described.split()[0]
+    return found
+
+
+def no_room(error: BaseException, folder: Path | None) -> str:
+    """A sentence about the file system that is full, and what to do; "" where `error` is about something else.
+
+    Args: folder: where the run is, for errors that name no file; None: not known.
+    """
+    causes = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and cause not in causes:
+        causes.append(cause)
+    full = [each for each in causes if any(os.strerror(number) in str(each) for number in _FULL)]
+    if not full:
+        return ""
+    named = next((Path(os.fsdecode(each.filename)) for each in full if isinstance(each, OSError) and each.filename), folder)
+    if named is None:
+        return _ADVICE
+    there = next(each for each in (named.absolute(), *named.absolute().parents) if each.exists())
+    point, kind = mount(there)
+    try:
+        room = os.statvfs(there)
+    except OSError:
+        return f"the file system of {there}: {_ADVICE}"
+    free, total = (room.f_frsize * blocks / 2**30 for blocks in (room.f_bavail, room.f_blocks))
+    files = "" if room.f_favail or not room.f_files else " and no more files"
+    where = f" ({kind} at {point})" if kind else ""
+    return f"the file system of {there}{where} has {free:.2f} of {total:.2f} GiB left{files}: {_ADVICE}"
