@@ -14,6 +14,7 @@ from absl import flags
 from tba_jax.commands import command_line, snapshot_step
 from tba_jax.run import layout, places
 from tba_jax.run.places import Place
+from tba_jax.text.visible import visible
 
 if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answered at once
     from tba_jax.models.policy import Policy
@@ -87,13 +88,10 @@ def _tokenizer_files(tokenizer: "Tokenizer", source: Path | None) -> tuple[Calla
 
 def _read_run(run: layout.RunDir) -> "tuple[Any, Policy, Tokenizer]":
     """Config, policy and tokenizer of a run."""
-    from ml_collections import config_dict
+    from tba_jax.experiment import stored_run
 
-    from tba_jax.experiment.named_policy import policy_and_tokenizer
-    from tba_jax.run import contract
-
-    config = config_dict.ConfigDict(contract.read_run(run)["config"])
-    return config, *policy_and_tokenizer(config)
+    stored = stored_run.read(run, called=str(run.root))
+    return stored.config, stored.policy, stored.tokenizer
 
 
 def _reference(run: layout.RunDir) -> Place:
@@ -128,5 +126,5 @@ def add_flags(values: flags.FlagValues) -> None:
 
 
 def run(given: command_line.Given) -> int:
-    print(export(given.workdir, given.output, step=given.step, dtype=given.dtype))
+    print(visible(export(given.workdir, given.output, step=given.step, dtype=given.dtype)))
     return 0

@@ -8,7 +8,7 @@ from typing import Any
 
 from tba_jax.roles.searcher.appender import SearchReport
 from tba_jax.roles.searcher.searcher import Searcher
-from tba_jax.run import layout, places
+from tba_jax.run import contract, layout, places
 from tba_jax.run.metrics import MetricWriter, TimeAccount
 
 log = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ def run_searcher(
     refresher, rates = _Refresher(searcher, poll_seconds=poll_seconds), Rates(writer, account)
 
     def goes_on() -> bool:
-        if stop() or layout.is_finished(run, config.learner.steps):
+        if stop() or contract.is_finished(run):
             return False
         refresher.check()
         return True
