@@ -46,7 +46,9 @@ def check_none_given(run: layout.RunDir, config: Any, *, role: str) -> None:
     """Raises ValueError where flags of a joining role ask for another schedule. Args: config: the run's, changed by flags."""
     if changes := changed(run, config):
         listed = "; ".join(f"{name}: {there!r} there, {here!r} here" for name, (there, here) in changes.items())
-        raise ValueError(f"a {role} takes the schedule of the run in {run.shared}, which its trainer alone may change; {listed}")
+        raise ValueError(
+            f"--role={role} takes the schedule of the run in {run.shared}, which its trainer alone may change; {listed}"
+        )
 
 
 def change(run: layout.RunDir, config: Any, *, allowed: Sequence[str], step: int) -> Changes:
