@@ -47,7 +47,7 @@ def check_none_given(run: layout.RunDir, config: Any, *, role: str) -> None:
     if changes := changed(run, config):
         listed = "; ".join(f"{name}: {there!r} there, {here!r} here" for name, (there, here) in changes.items())
         raise ValueError(
-            f"--role={role} takes the schedule of the run in {run.shared}, which its trainer alone may change; {listed}"
+            f"--role={role} takes the schedule of the run in {run.shared}, which only its trainer may change; {listed}"
         )
 
 

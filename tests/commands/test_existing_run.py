@@ -154,6 +154,15 @@ def test_who_joins_by_folder_takes_the_schedule_of_the_run(given, tmp_path, caps
     assert not nowhere.root.exists()
 
 
+def test_a_machine_with_a_folder_of_its_own_joins_by_the_shared_one(given, tmp_path, capsys):
+    local = given._replace(root=tmp_path / "local")
+    shared = [f"--shared={given.root}", "--role=searcher"]
+    assert str(given.file) in refusal(local, capsys, main, *shared) and not local.root.exists()
+    assert local.call(main, *shared, "--trust_task") == 0
+    assert layout.read_json(local.root / "shared.json") == {"shared": str(given.root)}
+    assert local.call(main, "--role=searcher", "--trust_task") == 0, "the folder remembers where its roles meet"
+
+
 def test_a_searcher_leaves_a_finished_run_whatever_its_flags_say(given, capsys):
     before = frozen_runs.contents(given.root / "replay")
     assert given.call(main, f"--config={given.own}", "--role=searcher", "--config.learner.steps=1000") == 0
