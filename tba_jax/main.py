@@ -1,6 +1,10 @@
 """The entry of every role.
 
 python -m tba_jax.main --config=configs/X.py --workdir=DIR [--role=all|reference|trainer|searcher|evaluator] [--dry_run]
+python -m tba_jax.main --workdir=DIR [--role=…] [--trust_task]
+
+The second joins or resumes the run in DIR with its own config. Flags --config.SETTING=VALUE change settings of this role; the
+schedule of a run (seed, learner, replay, publish, schedule) is changed by its trainer alone, with --allow_change.
 """
 
 import logging
@@ -9,19 +13,25 @@ from typing import TYPE_CHECKING
 
 from absl import flags
 
-from tba_jax.commands import command_line, recipes, settings_help
+from tba_jax.commands import command_line, existing_run, recipes, settings_help
 from tba_jax.run import processes
 
 if TYPE_CHECKING:  # what is slow to import, JAX above all, is imported late: a mistake in the arguments is answered at once
+    from ml_collections import config_dict
+
     from tba_jax.run import layout
 
 log = logging.getLogger(__name__)
 
 ROLES = ("all", "reference", "trainer", "searcher", "evaluator")
+_JOINING = ("reference", "searcher", "evaluator")  # roles that do not decide about the schedule
 
 
 def add_flags(values: flags.FlagValues) -> settings_help.Program:
-    recipes.add_flag(values)
+    recipes.add_flag(
+        values, required=False, what="the recipe, a file under configs/; default: the config of the run in --workdir"
+    )
+    existing_run.add_trust(values)
     command_line.add_workdir(values)
     what = "all: supervise one trainer, searchers and an evaluator here; reference: make the initial policy, stop"
     flags.DEFINE_enum("role", "all", ROLES, what, flag_values=values)
@@ -38,15 +48,17 @@ def add_flags(values: flags.FlagValues) -> settings_help.Program:
 
 def run(given: command_line.Given) -> int | command_line.Job:
     """Checks everything that a user's mistake can break; the job is the role's."""
-    config = recipes.load(given.config, given.overrides, program=settings_help.BASE)
+    recipe = recipes.load(given.config, given.overrides, program=settings_help.BASE) if given.config else None
+    from tba_jax.run import layout, places
+
+    folder = layout.open_run_dir(given.workdir.absolute(), given.shared)
+    _check_shared(folder)
+    config = _config_of_run(folder, given) if recipe is None else recipe
     if given.role == "searcher":
         _split_cpu(config.searchers.cpu_devices)
     from tba_jax.experiment import checks, composition, jobs, other_runs
-    from tba_jax.run import layout, places
 
     init_from = other_runs.parse_init_from(given.init_from)
-    folder = layout.open_run_dir(given.workdir.absolute(), given.shared)
-    _check_shared(folder)
     known = _known_reward_models(folder, given.role)
     experiment = composition.build(config, reward_models=known)
     if given.dry_run or not places.exists(folder.config):
@@ -55,12 +67,30 @@ def run(given: command_line.Given) -> int | command_line.Job:
         experiment=experiment,
         run=folder,
         name=given.name,
-        label=recipes.label_of(given.config),
+        label=recipes.label_of(given.config) if given.config else folder.root.name,
         allow_change=tuple(given.allow_change),
         arguments=tuple(sys.argv[1:]),
         init_from=init_from,
     )
     return jobs.dry_run(settings) if given.dry_run else jobs.ROLES[given.role](settings)
+
+
+def _config_of_run(run: "layout.RunDir", given: command_line.Given) -> "config_dict.ConfigDict":
+    """The config of the run that is there, with the settings that flags change.
+
+    Raises:
+      ValueError: there is no run, nobody trusts its task, or a role that joins it asks for another schedule.
+    """
+    from tba_jax.experiment import schedule_changes
+    from tba_jax.run import contract, places
+
+    called = f"workdir {str(run.shared)!r}"
+    if not places.exists(run.config):
+        raise ValueError(f"{called} holds no run yet: --config=RECIPE says what a new one is")
+    config = existing_run.config_of(contract.read_run(run, called=called), existing_run.source(given), called=called)
+    if given.role in _JOINING:
+        schedule_changes.check_none_given(run, config, role=given.role)
+    return config
 
 
 def _known_reward_models(run: "layout.RunDir", role: str) -> dict[str, str] | None:

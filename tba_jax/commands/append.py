@@ -1,6 +1,6 @@
 """Appends the responses of a file to a run's replay log: attacks that people wrote, demonstrations, another model's answers.
 
-python -m tba_jax append --workdir=DIR --responses=FILE [--unfit=skip]
+python -m tba_jax append --workdir=DIR --responses=FILE [--unfit=skip] [--config=RECIPE[:NAME] | --trust_task]
 
 FILE is a .jsonl, .json or .parquet file with rows {"prompt", "response"}, or a data set of the hub. "prompt" may be missing if
 the task has one query. The run must exist (`main --role=reference` makes one) and may be training meanwhile. The probability with
@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from absl import flags
 
-from tba_jax.commands import command_line
+from tba_jax.commands import command_line, existing_run, settings_help
 from tba_jax.run import layout, places
+from tba_jax.text.visible import visible
 
 if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answered at once
     from tba_jax.experiment.composition import Experiment
@@ -40,18 +41,19 @@ class GivenResponse(NamedTuple):
     tokens: list[int]
 
 
-def append(workdir: Path, source: str, *, unfit: str) -> str:
+def append(workdir: Path, source: str, *, unfit: str, settings: existing_run.Source = existing_run.AS_IT_IS) -> str:
     """Scores the responses of a file by the task and the reference policy, and commits them as rows of a new writer.
 
     Args:
       source: see tasks.data.read; unfit: what happens to responses that no policy of the run can give, one of UNFIT.
+      settings: what the user says of the run's settings, its task above all.
 
     Returns:
       a sentence that says what was appended.
 
     Raises:
-      ValueError: there is no run or no reference, its objective needs behaviour log-probs or values of states, a row of the file
-        is malformed or unfit, or the same responses were appended before.
+      ValueError: there is no run or no reference, nobody trusts its task, its objective needs behaviour log-probs or values of
+        states, a row of the file is malformed or unfit, or the same responses were appended before.
       FloatingPointError: the reference gave log-probs that are not finite.
     """
     from tba_jax.experiment import composition
@@ -60,7 +62,8 @@ def append(workdir: Path, source: str, *, unfit: str) -> str:
     from tba_jax.run import contract as contract_lib
 
     run = layout.open_run_dir(workdir)
-    experiment = composition.rebuild(contract_lib.read_run(run, called=str(workdir)), called=str(workdir))
+    stored = contract_lib.read_run(run, called=str(workdir))
+    experiment = composition.rebuild(stored, existing_run.config_of(stored, settings, called=str(workdir)), called=str(workdir))
     _check_objective(experiment)
     if not places.exists(run.initial_reference):
         raise ValueError(f"{workdir} has no reference policy yet: python -m tba_jax.main --role=reference makes it")
@@ -265,13 +268,15 @@ def _scored(experiment: "Experiment", given: Sequence[GivenResponse], rows: dict
     return found
 
 
-def add_flags(values: flags.FlagValues) -> None:
-    command_line.add_workdir(values)
+def add_flags(values: flags.FlagValues) -> settings_help.Program:
+    settings = existing_run.add_flags(values)
     what = 'a file of {"prompt", "response"}, or a data set of the hub'
     flags.DEFINE_string("responses", None, what, flag_values=values, required=True)
     flags.DEFINE_enum("unfit", "refuse", UNFIT, "responses that no policy of the run can give: too long, say", flag_values=values)
+    return settings
 
 
 def run(given: command_line.Given) -> int:
-    print(append(given.workdir, given.responses, unfit=given.unfit))
+    told = append(given.workdir, given.responses, unfit=given.unfit, settings=existing_run.source(given))
+    print(visible(told))
     return 0

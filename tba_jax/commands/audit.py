@@ -23,6 +23,7 @@ from tba_jax.replay.tail import not_resident, replay_visible
 from tba_jax.roles.trainer.buffer import make_index
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout as layout_lib
+from tba_jax.text.visible import visible, visible_line
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,7 +116,7 @@ def describe_ledger(run: Run) -> tuple[str, bool]:
     lines += _describe_expired(run, list(found))
     epochs = sorted({line["epoch"] for line in run.lines})
     lines.append(f"{len(run.lines)} journalled steps, each once, by {len(epochs)} trainer epochs {epochs}")
-    lines += sorted(run.reader.problems.values())
+    lines += sorted(map(visible_line, run.reader.problems.values()))
     balanced = all(account.balances for account in found.values())
     lines.append("the ledger balances" if balanced else "THE LEDGER DOES NOT BALANCE")
     return "\n".join(lines), balanced
@@ -187,12 +188,13 @@ def _generated(run: Run, name: str, row: Mapping[str, np.ndarray], *, step: int)
     from tba_jax import sharding
     from tba_jax.decoding.requests import Request
     from tba_jax.decoding.sampling import Sampling
-    from tba_jax.experiment.named_policy import policy_and_tokenizer
+    from tba_jax.experiment import stored_run
     from tba_jax.roles.reference import ReferencePolicy
     from tba_jax.roles.sampler import Sampler
     from tba_jax.run import snapshots
 
-    policy, tokenizer = policy_and_tokenizer(run.config)
+    stored = stored_run.read(run.layout, called=str(run.layout.shared))
+    policy, tokenizer = stored.policy, stored.tokenizer
     if step not in snapshots.committed_steps(run.layout.policies):
         raise ValueError(f"{name} cannot be generated again: the snapshot of its policy step {step} has been removed")
     one = sharding.make_mesh((1, 1, 1), setting="audit", devices=jax.devices()[:1])
@@ -248,5 +250,5 @@ def run(given: command_line.Given) -> int:
         text, good = regenerate(opened, given.regenerate)
     else:
         text, good = describe_ledger(opened)
-    print(text)
+    print(visible(text))
     return 0 if good else 1

@@ -21,6 +21,7 @@ from absl import flags
 
 from tba_jax.run import file_systems, processes
 from tba_jax.schemas import hint
+from tba_jax.text.visible import visible
 
 Job = Callable[[], int]
 Given = SimpleNamespace  # name of a flag -> its value; overrides: the flags that change settings
@@ -138,8 +139,13 @@ def mistakes() -> Iterator[None]:
 
 def refuse(error: BaseException) -> NoReturn:
     """Ends the process by one sentence about the user's mistake."""
-    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    print(f"error: {sentence_of(error)}", file=sys.stderr)
     sys.exit(processes.BAD_INPUT)
+
+
+def sentence_of(error: BaseException) -> str:
+    """What an error says, in one line. It may quote a file, or text that a model wrote."""
+    return " ".join(visible(str(error)).split())
 
 
 @contextlib.contextmanager
@@ -157,7 +163,7 @@ def failures(workdir: Path | None = None) -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except Exception as error:
-        sentence = " ".join(str(error).split())
+        sentence = sentence_of(error)
         if processes.is_storage_failure(error):
             with contextlib.suppress(OSError):  # the log may lie there too
                 told = "; ".join(filter(None, (sentence, file_systems.no_room(error, workdir))))
@@ -169,14 +175,21 @@ def failures(workdir: Path | None = None) -> Iterator[None]:
         if isinstance(error, FloatingPointError | processes.NoRewards):
             print(f"error: {sentence}", file=sys.stderr)
             sys.exit(processes.NOT_FINITE if isinstance(error, FloatingPointError) else processes.NO_REWARDS)
-        traceback.print_exc()
+        print(visible(traceback.format_exc()), end="", file=sys.stderr)
         print(f"error: {type(error).__name__}: {sentence}", file=sys.stderr)
         sys.exit(1)
 
 
+class _VisibleFormatter(logging.Formatter):
+    """A line of the log may quote a file, or text that a model wrote."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
+
+
 def log_to_stderr() -> None:
     """Shows warnings of all libraries, and the informational lines of tba_jax as well."""
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", force=True
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_VisibleFormatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
+    logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     logging.getLogger("tba_jax").setLevel(logging.INFO)

@@ -1,31 +1,33 @@
 """Evaluates a policy snapshot of a run on its held-out queries and prints the report, without changing the run.
 
-python -m tba_jax evaluate --workdir=DIR [--step=N] [--output=FILE] [--config.SETTING=VALUE …]
+python -m tba_jax evaluate --workdir=DIR [--step=N] [--output=FILE] [--config=RECIPE[:NAME] | --trust_task]
+  [--config.SETTING=VALUE …]
 
 Flags change settings of the evaluation, such as evaluation.queries, evaluation.samples_per_query and task.tldr.gold_path.
 Settings that belong to the run's contract cannot change.
 """
 
 import json
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from absl import flags
 
-from tba_jax.commands import command_line, recipes, settings_help, snapshot_step
+from tba_jax.commands import command_line, existing_run, settings_help, snapshot_step
 from tba_jax.run import layout, places
+from tba_jax.text.visible import visible_json
 
 
-def evaluate(workdir: Path, *, step: int | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def evaluate(workdir: Path, *, step: int | None, settings: existing_run.Source = existing_run.AS_IT_IS) -> dict[str, Any]:
     """The report of one snapshot, as in DIR/evaluations (see Evaluator.report). Disturbs no process of the run.
 
     Args:
       step: of a published snapshot; None: the newest.
-      overrides: flags --config.SETTING=VALUE, over the run's own config.
+      settings: what the user says of the run's settings.
 
     Raises:
-      ValueError: there is no run of this version or no such snapshot, or a setting is wrong or makes another run of it.
+      ValueError: there is no run of this version or no such snapshot, nobody trusts its task, or a setting is wrong or makes
+        another run of it.
     """
     import jax
 
@@ -35,7 +37,7 @@ def evaluate(workdir: Path, *, step: int | None, overrides: Sequence[str] = ()) 
 
     run = layout.open_run_dir(workdir)
     stored = contract.read_run(run, called=str(workdir))
-    experiment = composition.rebuild(stored, called=str(workdir), config=_overridden(stored["config"], overrides))
+    experiment = composition.rebuild(stored, existing_run.config_of(stored, settings, called=str(workdir)), called=str(workdir))
     step = snapshot_step.chosen(run.policies, step, called=str(workdir))
     if not places.exists(run.initial_reference):
         raise ValueError(f"{run.initial_reference} is gone: it names the reference policy, which reports compare with")
@@ -49,25 +51,11 @@ def evaluate(workdir: Path, *, step: int | None, overrides: Sequence[str] = ()) 
             raise ValueError(f"snapshot {step} of {workdir} is gone: the run removed it meanwhile (publish.keep)") from error
 
 
-def _overridden(config: Mapping[str, Any], overrides: Sequence[str]) -> Any:
-    """A run's config with the settings that flags change. Raises ValueError for an unknown setting or a value of another type."""
-    from ml_collections import config_dict
-
-    return recipes.override(config_dict.ConfigDict(_with_tuples(config)), overrides)
-
-
-def _with_tuples(tree: Any) -> Any:
-    """The tree with tuples in place of lists: JSON has made lists of the config's tuples."""
-    if isinstance(tree, Mapping):
-        return {name: _with_tuples(value) for name, value in tree.items()}
-    return tuple(tree) if isinstance(tree, list) else tree
-
-
 def add_flags(values: flags.FlagValues) -> settings_help.Program:
-    command_line.add_workdir(values)
+    settings = existing_run.add_flags(values)
     snapshot_step.add_flag(values)
     command_line.add_path(values, "output", "a file that the report is written to as well")
-    return settings_help.BASE
+    return settings
 
 
 def run(given: command_line.Given) -> int:
@@ -78,8 +66,8 @@ def run(given: command_line.Given) -> int:
         raise ValueError(f"--output={output} lies in --workdir={given.workdir}, which stays as it is")
     from tba_jax.roles.evaluator import plain
 
-    report = evaluate(given.workdir, step=given.step, overrides=given.overrides)
-    text = json.dumps(plain(report), indent=1, ensure_ascii=False)
+    report = evaluate(given.workdir, step=given.step, settings=existing_run.source(given))
+    text = visible_json(json.dumps(plain(report), indent=1, ensure_ascii=False))
     print(text)
     if output is not None:
         output.write_text(text + "\n", encoding="utf-8")

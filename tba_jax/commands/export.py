@@ -14,6 +14,7 @@ from absl import flags
 from tba_jax.commands import command_line, snapshot_step
 from tba_jax.run import layout, places
 from tba_jax.run.places import Place
+from tba_jax.text.visible import visible
 
 if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answered at once
     from tba_jax.text.tokenizers import Tokenizer
@@ -33,18 +34,16 @@ def export(workdir: Path, output: Path, *, step: int | None, dtype: str | None) 
       ValueError: there is no run of this version or no such snapshot, its model, reference or tokenizer is gone, or `output`
         is in use or in the run.
     """
-    from ml_collections import config_dict
-
-    from tba_jax.experiment.named_policy import policy_and_tokenizer
+    from tba_jax.experiment import stored_run
     from tba_jax.models import lora
     from tba_jax.models.hugging_face import export as export_lib
     from tba_jax.models.hugging_face import load
-    from tba_jax.run import contract, snapshots
+    from tba_jax.run import snapshots
 
     run = layout.open_run_dir(workdir)
-    config = config_dict.ConfigDict(contract.read_run(run, called=str(workdir))["config"])
+    stored = stored_run.read(run, called=str(workdir))
     _check_output(output, run)
-    policy, tokenizer = policy_and_tokenizer(config)
+    config, policy, tokenizer = stored.config, stored.policy, stored.tokenizer
     step = snapshot_step.chosen(run.policies, step, called=str(workdir))
     source = load.resolve_folder(config.model.path) if config.model.path else None
     write_tokenizer, ids = _tokenizer_files(tokenizer, source)
@@ -115,5 +114,5 @@ def add_flags(values: flags.FlagValues) -> None:
 
 
 def run(given: command_line.Given) -> int:
-    print(export(given.workdir, given.output, step=given.step, dtype=given.dtype))
+    print(visible(export(given.workdir, given.output, step=given.step, dtype=given.dtype)))
     return 0

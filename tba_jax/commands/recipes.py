@@ -21,9 +21,9 @@ from tba_jax.schemas import flatten, hint, nearest
 _NO_KEY = re.compile(r"""Key "(\w+)" does not exist|^['"\\]+(\w+)['"\\]""")
 
 
-def add_flag(values: flags.FlagValues) -> None:
+def add_flag(values: flags.FlagValues, *, required: bool = True, what: str = "the recipe, a file under configs/") -> None:
     """Lets a command take a recipe."""
-    flags.DEFINE_string("config", None, "the recipe, a file under configs/", flag_values=values, required=True)
+    flags.DEFINE_string("config", None, what, flag_values=values, required=required)
 
 
 def load(recipe: str, overrides: Sequence[str], *, program: Program) -> config_dict.ConfigDict:

@@ -1,6 +1,6 @@
 """Scores the rows of a stopped run again by its task as it is now, as a new reward version beside the old one.
 
-python -m tba_jax rescore --workdir=DIR
+python -m tba_jax rescore --workdir=DIR [--config=RECIPE[:NAME] | --trust_task]
 
 `DIR/rewards/<version>/` becomes a replay log with the same writers, the same row numbers and the new rewards. It holds whole
 rows, so that readers and the journal need no special case. Runs of the new version train on this log by replay.mount. The rows
@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from absl import flags
 
-from tba_jax.commands import command_line
+from tba_jax.commands import command_line, existing_run, settings_help
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout, places
+from tba_jax.text.visible import visible
 
 if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answered at once
     from tba_jax.experiment.composition import Experiment
@@ -29,15 +30,18 @@ if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answe
 _OF_REWARD = ("reward_version", "reward_parts")
 
 
-def rescore(workdir: Path) -> str:
+def rescore(workdir: Path, settings: existing_run.Source = existing_run.AS_IT_IS) -> str:
     """Writes the rewards of the task's present version for all committed rows of a run that is not being trained.
+
+    Args: settings: what the user says of the run's settings, its task above all.
 
     Returns:
       a sentence that says what was written.
 
     Raises:
-      ValueError: there is no run, the task differs by more than its reward, retention has removed rows, a row cannot be read,
-        its query is not the task's any more, or rows hold values of states. LeaseHeld: the run's trainer is at work.
+      ValueError: there is no run, nobody trusts its task, the task differs by more than its reward, retention has
+        removed rows, a row cannot be read, its query is not the task's any more, or rows hold values of states. LeaseHeld: the
+        run's trainer is at work.
     """
     from tba_jax import trajectory
     from tba_jax.replay.reader import LogReader
@@ -45,7 +49,7 @@ def rescore(workdir: Path) -> str:
     from tba_jax.run.lease import EpochLease
 
     run = layout.open_run_dir(workdir)
-    experiment, theirs, retention = _compared(run, workdir)
+    experiment, theirs, retention = _compared(run, workdir, settings)
     version = experiment.contract.reward_version
     if version == theirs.reward_version:
         return f"the rows of {workdir} have reward version {version}, that of task.name={theirs.task_name}: nothing to do"
@@ -75,19 +79,19 @@ def rescore(workdir: Path) -> str:
     return "; ".join([f"{total}, {sum(waiting.values())} of them scored now", *sorted(reader.problems.values())])
 
 
-def _compared(run: layout.RunDir, workdir: Path) -> tuple["Experiment", contract_lib.Contract, str]:
+def _compared(
+    run: layout.RunDir, workdir: Path, settings: existing_run.Source
+) -> tuple["Experiment", contract_lib.Contract, str]:
     """The experiment that the run's config means now, the contract of its rows, and its replay.retention.
 
     Raises:
       ValueError: there is no run, or its task differs by more than its reward.
     """
-    from ml_collections import config_dict
-
-    from tba_jax.experiment import composition
+    from tba_jax.experiment import composition, stored_run
 
     stored = contract_lib.read_run(run, called=str(workdir))
-    experiment = composition.build(config_dict.ConfigDict(stored["config"]))
-    theirs = contract_lib.Contract(**stored["contract"])
+    theirs = stored_run.contract_of(stored, called=str(workdir))
+    experiment = composition.build(existing_run.config_of(stored, settings, called=str(workdir)))
     here, there = ({k: v for k, v in c.to_json().items() if k not in _OF_REWARD} for c in (experiment.contract, theirs))
     if different := contract_lib.differences(there, here):
         raise ValueError(f"the task of {workdir} is not what it was in more than its reward; " + "; ".join(different))
@@ -169,10 +173,10 @@ def _scored_again(
     return {**rows, "reward": reward, "reward_parts": parts, "reward_version": version}
 
 
-def add_flags(values: flags.FlagValues) -> None:
-    command_line.add_workdir(values)
+def add_flags(values: flags.FlagValues) -> settings_help.Program:
+    return existing_run.add_flags(values)
 
 
 def run(given: command_line.Given) -> int:
-    print(rescore(given.workdir))
+    print(visible(rescore(given.workdir, existing_run.source(given))))
     return 0

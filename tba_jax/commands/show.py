@@ -1,6 +1,8 @@
 """Prints rows of a run's replay log as text.
 
 python -m tba_jax show --workdir=DIR [--order=newest|best|worst] [--count=10]
+
+The run's contract and tokenizer are enough for that: no task is imported. Control characters of the text are escaped.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,6 +13,7 @@ import numpy as np
 from absl import flags
 
 from tba_jax.commands import command_line
+from tba_jax.text.visible import visible
 
 if TYPE_CHECKING:  # imported late: a mistyped flag is answered at once
     from tba_jax.replay.reader import LogReader
@@ -27,22 +30,19 @@ def rank(reward: np.ndarray, policy_step: np.ndarray, order: str) -> np.ndarray:
 
 
 def show(workdir: Path, order: str, count: int) -> str:
-    """The text that is printed.
+    """The text that is printed, without control characters.
 
     Raises:
       ValueError: there is no run, or no row, in `workdir`.
     """
-    from ml_collections import config_dict
-
     from tba_jax import trajectory
-    from tba_jax.experiment import composition
+    from tba_jax.experiment import stored_run
     from tba_jax.replay.reader import LogReader
-    from tba_jax.run import contract, layout
+    from tba_jax.run import layout
 
     run = layout.open_run_dir(workdir)
-    config = config_dict.ConfigDict(contract.read_run(run, called=str(workdir))["config"])
-    experiment = composition.build(config)
-    reader = LogReader(run.replay, experiment.contract.row_shape())
+    stored = stored_run.read(run, called=str(workdir))
+    reader = LogReader(run.replay, stored.contract.row_shape())
     kept = {writer: reader.kept(writer) for writer, head in sorted(reader.heads().items()) if head}
     if not kept:
         raise ValueError(f"{run.replay} holds no committed row yet")
@@ -58,8 +58,8 @@ def show(workdir: Path, order: str, count: int) -> str:
         sections.append(
             f"── {writers[i]}:{rows['row'][i]}  reward {rows['reward'][i]:.3f}  policy step {newest_step[i]}"
             f"{'' if rows['finished'][i] else '  (cut at the length limit)'}\n"
-            f"query:    {experiment.tokenizer.decode(prompt)}\n"
-            f"response: {experiment.tokenizer.decode_continuation(prompt, response)}"
+            f"query:    {visible(stored.tokenizer.decode(prompt))}\n"
+            f"response: {visible(stored.tokenizer.decode_continuation(prompt, response))}"
         )
     total = sum(len(each) for ranges in kept.values() for each in ranges)
     gone = sum(ranges[-1].stop for ranges in kept.values()) - total

@@ -4,8 +4,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from ml_collections import config_dict
-
 from tba_jax.experiment import checks, named_policy, named_task
 from tba_jax.models.config import FREE_FIELDS
 from tba_jax.models.policy import Policy
@@ -46,7 +44,8 @@ def build(config: Any, *, reward_models: Mapping[str, str] | None = None) -> Exp
     checks.check(config)
     config = _with_absolute_paths(config)
     named_task.check_package(config.task.name)
-    policy, tokenizer = named_policy.policy_and_tokenizer(config)
+    alphabet = "" if config.model.path else named_task.alphabet(config.task.name)
+    policy, tokenizer = named_policy.policy_and_tokenizer(config, alphabet=alphabet)
     named_policy.check(config, policy, tokenizer)
     task, settings = named_task.make(config)
     template = prompts.template(tokenizer, chat_template=config.task.chat_template, system_prompt=config.task.system_prompt)
@@ -57,6 +56,7 @@ def build(config: Any, *, reward_models: Mapping[str, str] | None = None) -> Exp
         tokenizer,
         task,
         settings,
+        alphabet=alphabet,
         template=template,
         reward_models=task_models.digests(task) if reward_models is None else reward_models,
     )
@@ -72,15 +72,17 @@ def _contract(
     task: Task,
     settings: Mapping[str, Any],
     *,
+    alphabet: str,
     template: str,
     reward_models: Mapping[str, str],
 ) -> contract_lib.Contract:
-    """settings: of the task; template: of prompts; reward_models: digests, see models.digests."""
+    """settings: of the task; alphabet: see Contract; template: of prompts; reward_models: digests, see task_models.digests."""
     c = config.task
     return contract_lib.Contract(
         model={name: value for name, value in dataclasses.asdict(policy.model).items() if name not in FREE_FIELDS},
         lora={} if policy.lora is None else dataclasses.asdict(policy.lora),
         tokenizer=tokenizer.fingerprint,
+        alphabet=alphabet,
         eos_id=tokenizer.eos_id,
         pad_id=tokenizer.pad_id,
         banned_tokens=vocabulary.banned_tokens(c, tokenizer, policy.model.vocab),
@@ -102,16 +104,17 @@ def _contract(
     )
 
 
-def rebuild(stored: Mapping[str, Any], *, called: str, config: Any = None) -> Experiment:
-    """What the config of a run means.
+def rebuild(stored: Mapping[str, Any], config: Any, *, called: str) -> Experiment:
+    """What the config of an existing run means. Its task is constructed: where that is a file, somebody has to trust it.
 
     Args:
-      stored: config.json, see contract.read_run; called: what messages call the run; config: its config with other settings.
+      stored: config.json, see contract.read_run; config: its config, perhaps with other settings; called: what messages call
+        the run.
 
     Raises:
       ValueError: as `build`, or the run's contract is another one now.
     """
-    experiment = build(config_dict.ConfigDict(stored["config"]) if config is None else config)
+    experiment = build(config)
     if different := contract_lib.differences(stored["contract"], experiment.contract.to_json()):
         raise ValueError(f"{called} is a run of another contract; " + "; ".join(different))
     return experiment

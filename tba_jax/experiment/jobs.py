@@ -8,7 +8,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tba_jax.experiment import composition, initial_policy, meshes, other_runs, plan, schedule_changes
+from tba_jax.experiment import composition, initial_policy, meshes, plan, schedule_changes
+from tba_jax.experiment.joining import Invocation, check_run, join, mistakes_end_the_role, with_schedule_of_run
 from tba_jax.replay.journal import read_lineage
 from tba_jax.rewards import task_models
 from tba_jax.roles import progress as progress_lib
@@ -20,33 +21,11 @@ from tba_jax.run import layout, places
 from tba_jax.run import processes as processes_lib
 from tba_jax.run.lease import EpochLease
 from tba_jax.run.metrics import MetricWriter, TimeAccount
+from tba_jax.text.visible import visible
 
 log = logging.getLogger(__name__)
 
 Job = Callable[[], int]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Invocation:
-    """What main was called with.
-
-    name: of the role's metrics, "" = the default. label: the first word of the run's last line.
-    allow_change: schedule settings that a resume may change.
-    arguments: the command line of main, which child processes get too.
-    init_from: RUN@STEP, the snapshot that a new run begins from; "" = as its config says.
-    """
-
-    experiment: composition.Experiment
-    run: layout.RunDir
-    name: str
-    label: str
-    allow_change: tuple[str, ...]
-    arguments: tuple[str, ...]
-    init_from: str = ""
-
-    @property
-    def config(self) -> Any:
-        return self.experiment.config
 
 
 def _check_devices(experiment: composition.Experiment, *roles: str) -> None:
@@ -60,33 +39,6 @@ def _check_devices(experiment: composition.Experiment, *roles: str) -> None:
         task_models.check(experiment.task, role=role)
 
 
-def _check_run(s: Invocation, *, may_change_schedule: bool) -> None:
-    """Checks that a role may join the run that is there, or make one; writes nothing. Raises ValueError where it may not."""
-    initial_policy.check(s.experiment, s.run, init_from=s.init_from)
-    if may_change_schedule:
-        other_runs.check_behavior_is_known(s.run, s.config)
-    if may_change_schedule or not places.exists(s.run.config):
-        contract = s.experiment.contract
-        other_runs.check_init_from(s.run, s.config, contract, init_from=s.init_from)
-        other_runs.check_mounts(s.run, s.config, contract, init_from=s.init_from)
-    for split, count in s.experiment.skipped.items():
-        if count:
-            log.warning("%d %s prompts are longer than task.prompt_length and left out", count, split)
-
-
-def join(s: Invocation, *, may_change_schedule: bool) -> None:
-    """Makes the run or joins the run that is there. Raises ValueError where it is a run of another config, and writes nothing.
-
-    Args: may_change_schedule: whether this role is the one that records a schedule of other settings (--allow_change).
-    """
-    _check_run(s, may_change_schedule=may_change_schedule)
-    contract_lib.join(s.run, s.config, s.experiment.contract, init_from=s.init_from)
-    if may_change_schedule:
-        changes = schedule_changes.change(s.run, s.config, allowed=s.allow_change, step=len(read_lineage(s.run.journal)))
-        for name, (there, here) in changes.items():
-            log.warning("changed %s from %r to %r", name, there, here)
-
-
 def dry_run(s: Invocation) -> Job:
     """Makes the checks of a start, but for those of devices, and writes nothing; the job prints what would run."""
     roles = ["trainer"]
@@ -97,14 +49,14 @@ def dry_run(s: Invocation) -> Job:
     for role in roles:
         meshes.check(s.experiment, role=role, devices=None)
         task_models.check(s.experiment.task, role=role)
-    _check_run(s, may_change_schedule=True)
+    check_run(s, may_change_schedule=True)
     layout.check_can_be_made(s.run)
     if places.exists(s.run.config):
         contract_lib.check_joins(s.run, s.config, s.experiment.contract, init_from=s.init_from)
         schedule_changes.check(s.run, s.config, allowed=s.allow_change, step=len(read_lineage(s.run.journal)))
 
     def job() -> int:
-        print(plan.describe(s.experiment))
+        print(visible(plan.describe(s.experiment)))
         return 0
 
     return job
@@ -129,7 +81,7 @@ def reference(s: Invocation) -> Job:
     join(s, may_change_schedule=False)
 
     def job() -> int:
-        with _mistakes_end_the_role():
+        with mistakes_end_the_role():
             _make_reference(s)
         return 0
 
@@ -215,32 +167,26 @@ def searcher(s: Invocation) -> Job:
     stop = processes_lib.StopSignal(patience_seconds=s.config.searchers.stop_seconds)
 
     def job() -> int:
+        if contract_lib.is_finished(s.run):
+            log.info(
+                "the run in %s has finished its %d steps: nothing is left to search", s.run.shared, contract_lib.steps_of(s.run)
+            )
+            return 0
         if not wait_for_run(s.run, poll_seconds=s.config.searchers.poll_seconds, stop=stop):
             return 0
-        account = TimeAccount()
+        joined, account = with_schedule_of_run(s, role="searcher"), TimeAccount()
         with _started_task(s, s.config.searchers.task_devices):
-            made = make_searcher(s, name=s.name or "searcher", account=account)
-            run_searcher(made, s.config, s.run, name=s.name or made.writer, account=account, stop=stop)
+            made = make_searcher(joined, name=s.name or "searcher", account=account)
+            run_searcher(made, joined.config, s.run, name=s.name or made.writer, account=account, stop=stop)
         return 0
 
     return job
 
 
 @contextlib.contextmanager
-def _mistakes_end_the_role() -> Iterator[None]:
-    """Makes a ValueError a mistake of the user, after which starting the role again would not help; storage may recover."""
-    try:
-        yield
-    except ValueError as error:
-        if processes_lib.is_storage_failure(error):
-            raise
-        raise processes_lib.BadInput(str(error)) from error
-
-
-@contextlib.contextmanager
 def _started_task(s: Invocation, task_devices: int) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-        with _mistakes_end_the_role():  # slots that do not divide over the devices, say
+        with mistakes_end_the_role():  # slots that do not divide over the devices, say
             stack.enter_context(task_models.started(s.experiment.task, task_devices))
         yield
 
@@ -261,8 +207,9 @@ def evaluator(s: Invocation) -> Job:
 
     def job() -> int:
         if wait_for_run(s.run, poll_seconds=s.config.searchers.poll_seconds, stop=stop):
+            joined = with_schedule_of_run(s, role="evaluator")
             with _started_task(s, s.config.evaluation.task_devices):
-                run_evaluator(make_evaluator(s.experiment, s.run), s.config, s.run, account=TimeAccount(), stop=stop)
+                run_evaluator(make_evaluator(joined.experiment, s.run), joined.config, s.run, account=TimeAccount(), stop=stop)
         return 0
 
     return job
@@ -301,7 +248,7 @@ def _in_turn(s: Invocation) -> Job:
     progress = _progress(s, searchers=1)
 
     def job() -> int:
-        with _mistakes_end_the_role():
+        with mistakes_end_the_role():
             made, lease = make_trainer(s, publish_every_steps=1)
         # From here on a signal waits for the end of a step. Before, it ends the process at once: a warm start may take minutes.
         stop = processes_lib.StopSignal()

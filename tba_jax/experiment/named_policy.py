@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any
 
-from tba_jax.experiment.named_task import task_class
 from tba_jax.models import parameters
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.hugging_face import load
@@ -14,8 +13,10 @@ from tba_jax.text import vocabulary
 from tba_jax.text.tokenizers import CharacterTokenizer, HuggingFaceTokenizer, Tokenizer
 
 
-def policy_and_tokenizer(config: Any) -> tuple[Policy, Tokenizer]:
-    """The policy that config.model and config.lora name, and its tokenizer, which is the task's own without model.path.
+def policy_and_tokenizer(config: Any, *, alphabet: str) -> tuple[Policy, Tokenizer]:
+    """The policy that config.model and config.lora name, and its tokenizer. No code of the checkpoint or of a task is executed.
+
+    Args: alphabet: without model.path, the characters of the tokenizer, which the task defines; "" where it defines none.
 
     Raises:
       ValueError: the checkpoint cannot be used, or policy, adapters and tokenizer do not go together.
@@ -28,7 +29,6 @@ def policy_and_tokenizer(config: Any) -> tuple[Policy, Tokenizer]:
             )
             tokenizer: Tokenizer = HuggingFaceTokenizer(folder, vocab=model.vocab)
     else:
-        alphabet = getattr(task_class(config.task.name), "alphabet", "")
         if not alphabet:
             raise ValueError(f"task.name={config.task.name!r} needs a pretrained model: set model.path to its folder")
         tokenizer = CharacterTokenizer(alphabet)

@@ -30,6 +30,12 @@ def task_class(name: str) -> Callable[..., Task]:
     return custom_task.load(name) if custom_task.is_named(name) else TASKS[name]
 
 
+def alphabet(name: str) -> str:
+    """All characters of the prompts and responses of a task, "" if it needs a pretrained model."""
+    found: str = getattr(task_class(name), "alphabet", "")
+    return found
+
+
 def make(config: Any) -> tuple[Task, dict[str, Any]]:
     """The task that config.task names, and its settings.
 

@@ -1,7 +1,8 @@
 """The schedule of a run, which a resumed trainer may change if it is told to, and what it was at earlier steps.
 
 The schedule is what decides about an update: the sections learner, replay, publish and schedule, and the seed. Settings with
-free=True in the schema are left out of it, because they only say how the same numbers are computed or stored.
+free=True in the schema are left out of it, because they only say how the same numbers are computed or stored. The schedule in
+config.json is that of all roles; the run's trainer alone may change it.
 """
 
 import datetime
@@ -30,6 +31,24 @@ def changed(run: layout.RunDir, config: Any) -> Changes:
     """Settings of the schedule that differ between the run and `config`."""
     theirs, ours = flatten(contract_lib.read(run)["config"]), flatten(contract_lib.plain(config.to_dict()))
     return {name: (theirs[name], ours[name]) for name in _SCHEDULE if theirs[name] != ours[name]}
+
+
+def taken_over(run: layout.RunDir, config: Any) -> tuple[Any, Changes]:
+    """A config with the schedule of the run, for a role that does not decide about it; and what `config` says otherwise."""
+    changes = changed(run, config)
+    if changes:
+        config = config.copy_and_resolve_references()
+        config.update_from_flattened_dict(_with_tuples({name: there for name, (there, _) in changes.items()}))
+    return config, changes
+
+
+def check_none_given(run: layout.RunDir, config: Any, *, role: str) -> None:
+    """Raises ValueError where flags of a joining role ask for another schedule. Args: config: the run's, changed by flags."""
+    if changes := changed(run, config):
+        listed = "; ".join(f"{name}: {there!r} there, {here!r} here" for name, (there, here) in changes.items())
+        raise ValueError(
+            f"--role={role} takes the schedule of the run in {run.shared}, which only its trainer may change; {listed}"
+        )
 
 
 def change(run: layout.RunDir, config: Any, *, allowed: Sequence[str], step: int) -> Changes:
@@ -82,8 +101,13 @@ def past(run: layout.RunDir, *, after: int) -> list[tuple[int, dict[str, Any]]]:
             values |= {name: there for name, (there, _) in entry["settings"].items()}
         values.pop("learner.non_finite", None)
         if values:
-            found.append((step, {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}))
+            found.append((step, _with_tuples(values)))
     return found
+
+
+def _with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of config.json as a config has them."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
 def _check_checkpointed(changes: Mapping[str, tuple[Any, Any]]) -> None:

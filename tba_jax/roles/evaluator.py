@@ -1,7 +1,6 @@
 """The evaluator: decodes held-out queries with chosen snapshots, and writes one JSON report for each."""
 
 import collections
-import functools
 import logging
 import math
 import time
@@ -274,11 +273,13 @@ def run_evaluator(
 ) -> None:
     """Evaluates snapshots as they appear, until the last one of the finished run is done or `stop` says so."""
     writer = MetricWriter(run.metrics("evaluator"))
-    every_steps, final_step = config.evaluation.every_steps, config.learner.steps
-    afresh = functools.partial(PendingSteps, run, every_steps=every_steps, final_step=final_step)
+
+    def afresh() -> PendingSteps:  # a trainer that resumes may have changed the last step
+        return PendingSteps(run, every_steps=config.evaluation.every_steps, final_step=contract_lib.steps_of(run))
+
     pending_steps = afresh()
     while not stop():
-        finished = layout.is_finished(run, final_step)  # read before the snapshots: the last one is published before it
+        finished = contract_lib.is_finished(run)  # read before the snapshots: the last one is published before it
         # At the end all snapshots are looked at once more: a trainer that resumed may have published steps that were not there.
         pending = afresh()() if finished else pending_steps()
         if not pending:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
 
 from tba_jax.run import layout, places, processes
+from tba_jax.text.visible import visible
 
 log = logging.getLogger(__name__)
 
@@ -210,7 +211,7 @@ class _Role:
         # Threads of libraries may write further lines after the error.
         said = code in (*processes.FINAL_CODES, processes.STORAGE_FAILED)
         errors = [line for line in lines if said and line.startswith("error: ")]
-        return (errors or lines or ["(no output)"])[-1]
+        return visible((errors or lines or ["(no output)"])[-1])
 
 
 class Supervisor:

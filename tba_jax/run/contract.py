@@ -13,7 +13,7 @@ from tba_jax.schemas import flatten
 
 # The format of a run's folder. Raise it with every change after which config.json, rows or weights mean something else: a version
 # of tba_jax with another number refuses the run.
-FORMAT = 1
+FORMAT = 2
 _ANOTHER_VERSION = "go on with the version that made the run, or begin another run in a new --workdir"
 
 
@@ -22,16 +22,18 @@ class Contract:
     """What rows and weights of a run mean. A role whose contract differs may not join.
 
     model: shape of the policy (DecoderConfig without its free fields). lora: settings of the adapters, {} without adapters.
-    tokenizer: fingerprint. task: the settings that define queries and reward, without paths. reward_parts, reward_version: as in
-    trajectory.RowShape. embedding: width and digest of the encoder that embeds responses, {} without an encoder. banned_tokens:
-    ids that no response holds. min_response_length: tokens before which end-of-sequence has probability 0. stop_strings: texts
-    that end a response, sorted. step_ends: texts that end a step of a response, sorted; () if rows hold no values of states.
-    chat_template: the text around a prompt, "" without one. reward_models: setting -> digest of the reward model that it names.
+    tokenizer: fingerprint. alphabet: the characters of the tokenizer that the task defines, "" with model.path. task: the
+    settings that define queries and reward, without paths. reward_parts, reward_version: as in trajectory.RowShape. embedding:
+    width and digest of the encoder that embeds responses, {} without an encoder. banned_tokens: ids that no response holds.
+    min_response_length: tokens before which end-of-sequence has probability 0. stop_strings: texts that end a response, sorted.
+    step_ends: texts that end a step of a response, sorted; () if rows hold no values of states. chat_template: the text around a
+    prompt, "" without one. reward_models: setting -> digest of the reward model that it names.
     """
 
     model: dict[str, Any]
     lora: dict[str, Any]
     tokenizer: str
+    alphabet: str
     eos_id: int
     pad_id: int
     banned_tokens: tuple[int, ...]
@@ -160,6 +162,17 @@ def check_joins(run: layout.RunDir, config: Any, contract: Contract, *, init_fro
     if init_from and init_from != there:
         began = f"the policy {there}" if there else "what its config says"
         raise ValueError(f"--init_from={init_from}: the run in {str(run.shared)!r} exists and began from {began}")
+
+
+def steps_of(run: layout.RunDir) -> int:
+    """learner.steps of the run, which a resumed trainer may have changed."""
+    steps: int = read(run)["config"]["learner"]["steps"]
+    return steps
+
+
+def is_finished(run: layout.RunDir) -> bool:
+    """Whether the trainer has recorded that it did all steps of the run. The flags of other roles say nothing about it."""
+    return layout.is_finished(run, 0) and layout.is_finished(run, steps_of(run))
 
 
 def _make(run: layout.RunDir, mine: Mapping[str, Any]) -> None:

@@ -160,6 +160,7 @@ def test_every_command_is_listed_and_asked_by_its_name():
     assert done.returncode == 0 and set(listed) == files - {
         "__init__",
         "command_line",
+        "existing_run",
         "recipes",
         "settings_help",
         "snapshot_step",

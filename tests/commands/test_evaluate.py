@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from tba_jax.commands import command_line, evaluate, rescore
+from tba_jax.commands import command_line, evaluate, existing_run, rescore
 from tba_jax.experiment import jobs
 from tba_jax.replay.reader import LogReader
 from tba_jax.run import contract, layout, processes
@@ -57,7 +57,7 @@ def test_the_report_is_that_of_the_runs_evaluator(run):
     for step in (0, 2):
         path = run.evaluations / f"{layout.step_name(step)}.json"
         before = path.read_bytes()
-        found = evaluate.evaluate(run.root, step=step, overrides=ON_ONE_DEVICE)
+        found = evaluate.evaluate(run.root, step=step, settings=existing_run.Source(overrides=ON_ONE_DEVICE))
         theirs = json.loads(before)
         assert found.keys() == theirs.keys() and "greedy_win_rate" not in found
         for name in theirs.keys() - {*_OF_THE_CLOCK, "samples"}:

@@ -73,6 +73,20 @@ def test_before_the_first_step_the_trainer_sets_the_schedule(tmp_path):
         schedule_changes.change(run, later, allowed=[], step=1)
 
 
+def test_who_joins_takes_the_schedule_over(tmp_path):
+    begin(tmp_path, {"learner.steps": 40, "replay.mount": ("/a",), "seed": 4})
+    run = RunDir(tmp_path / "run")
+    mine = tiny_run.config_with({"learner.steps": 1000, "searchers.slots": 7, "replay.poll_seconds": 3.0})
+    taken, changes = schedule_changes.taken_over(run, mine)
+    assert changes == {"learner.steps": (40, 1000), "replay.mount": (["/a"], []), "seed": (4, 0)}
+    assert (taken.learner.steps, taken.replay.mount, taken.seed) == (40, ("/a",), 4)
+    assert (taken.searchers.slots, taken.replay.poll_seconds) == (7, 3.0) and mine.learner.steps == 1000
+    assert schedule_changes.changed(run, taken) == {} and schedule_changes.taken_over(run, taken) == (taken, {})
+    schedule_changes.check_none_given(run, taken, role="searcher")
+    with pytest.raises(ValueError, match=r"--role=searcher takes .*/run, which .*; .*seed: 4 there, 0 here"):
+        schedule_changes.check_none_given(run, mine, role="searcher")
+
+
 def test_past_schedules_of_steps_after_a_checkpoint(tmp_path):
     """Three changes, at steps 10, 30 and 50."""
     begin(tmp_path)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from configs import base
-from tba_jax.commands import rescore
+from tba_jax.commands import existing_run, rescore
 from tba_jax.experiment import composition, jobs
 from tba_jax.rewards.responses import reward_texts
 from tba_jax.tasks import custom_task
@@ -181,14 +181,14 @@ def test_the_run_is_one_wherever_the_file_lies(file, tmp_path, monkeypatch, one_
     assert jobs.everything(s)() == 0
     monkeypatch.chdir("/")
     assert json.loads((tmp_path / "run/config.json").read_text())["config"]["task"]["name"] == str(file) + ":Ones"
-    assert "reward version 1" in rescore.rescore(tmp_path / "run")
+    assert "reward version 1" in rescore.rescore(tmp_path / "run", existing_run.Source(trust_task=True))
     moved = tmp_path / "elsewhere" / "my_task.py"
     moved.parent.mkdir()
     file.rename(moved)
     assert composition.build(config_of(c, moved)).contract == s.experiment.contract
     moved.write_text(TASK.replace('("share",), 1', '("share",), 2').replace('count("1")', 'count("0")'))
     with pytest.raises(ValueError, match="there is no file"):
-        rescore.rescore(tmp_path / "run")
+        rescore.rescore(tmp_path / "run", existing_run.Source(trust_task=True))
 
 
 def config_of(c, file):

@@ -218,3 +218,23 @@ def test_the_package_of_the_extra_is_named_where_it_is_missing(sentencepiece_fol
         ValueError, match=r"needs the package sentencepiece; .* extra `sentencepiece`: pip install .*sentencepiece\]'"
     ):
         HuggingFaceTokenizer(sentencepiece_folder)
+
+
+@pytest.mark.parametrize("serialized", [True, False], ids=["tokenizer.json", "vocab.json"])
+def test_code_in_the_folder_of_a_model_is_not_executed(tmp_path, serialized):
+    folder = tiny_checkpoints.write_byte_bpe(tmp_path / "model")
+    code = f"open({str(tmp_path / 'executed')!r}, 'w').close()\n"
+    for name in ("evil.py", "tokenization_evil.py", "configuration_evil.py"):
+        (folder / name).write_text(code)
+    named = {"AutoConfig": "evil.Config", "AutoTokenizer": ["evil.Tokenizer", "evil.Tokenizer"]}
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {"auto_map": named, "tokenizer_class": "EvilTokenizer"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": named}))
+    if serialized:
+        HuggingFaceTokenizer(folder)
+    else:
+        (folder / "tokenizer.json").rename(folder / "vocab.json")
+        with pytest.raises(ValueError, match="cannot be loaded"):
+            HuggingFaceTokenizer(folder)
+    assert not (tmp_path / "executed").exists()

@@ -9,7 +9,7 @@ from typing import Any
 from tba_jax.roles.searcher.appender import SearchReport
 from tba_jax.roles.searcher.reward_watch import RewardWatch
 from tba_jax.roles.searcher.searcher import Searcher
-from tba_jax.run import grants, layout, places
+from tba_jax.run import contract, grants, layout, places
 from tba_jax.run.metrics import MetricWriter, TimeAccount
 from tba_jax.run.status import Status
 
@@ -125,7 +125,7 @@ def run_searcher(
     pause = _Pause(status, config)
 
     def goes_on() -> bool:
-        if stop() or layout.is_finished(run, config.learner.steps):
+        if stop() or contract.is_finished(run):
             return False
         refresher.check()
         watch.look(waiting=searcher.unrewarded)

@@ -13,7 +13,7 @@ import pytest
 from tba_jax.experiment import jobs
 from tba_jax.roles.searcher import loop, reward_watch
 from tba_jax.roles.searcher.searcher import Searcher
-from tba_jax.run import grants, layout, metrics, processes, snapshots, status
+from tba_jax.run import contract, grants, layout, metrics, processes, snapshots, status
 from tba_jax.run.metrics import TimeAccount
 from tba_jax.tasks.interface import Scores
 from tests.support.tiny_searcher import ROWS, Held, Q, S, committed, publish, rows_of_the_stream
@@ -88,6 +88,29 @@ def test_a_searcher_takes_up_snapshots_until_the_run_is_finished(make):
     # The first batch, which holds the compilation, is not measured.
     assert [(line["step"], line["policy_step"]) for line in lines] == [(2, 0), (3, 1), (4, 1), (5, 2), (6, 2)]
     assert [(line["rows"], line["tokens"]) for line in lines] == [(ROWS, count) for count in tokens[1:]]
+
+
+@pytest.mark.parametrize("mine", [3, 1000])
+def test_the_run_says_when_it_is_finished(make, mine):
+    """It is extended while the searcher works, whose own learner.steps counts for nothing."""
+    s, made = make(searchers__max_rows_per_snapshot=0, learner__steps=mine)
+    stored, looks = contract.read(s.run), []
+    steps = stored["config"]["learner"]["steps"]
+
+    def write(steps: int) -> None:
+        layout.write_json(s.run.config, stored | {"config": stored["config"] | {"learner": {"steps": steps}}})
+
+    def look() -> None:
+        looks.append(committed(s))
+        if len(looks) == 1:
+            write(steps + 5)
+            layout.write_json(s.run.finished, {"step": steps})
+        elif committed(s) >= 3 * ROWS:
+            write(steps)
+
+    begin = time.monotonic()
+    run_searcher(s, made, look)
+    assert time.monotonic() - begin < 50 and committed(s) >= 3 * ROWS, "it ends by the file, and not before"
 
 
 def test_a_task_that_fails_stops_the_searcher(make):

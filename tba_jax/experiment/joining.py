@@ -1,0 +1,88 @@
+"""How a role comes to its run: it makes the run or joins the run that is there, whose contract and schedule it keeps."""
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from tba_jax.experiment import checks, composition, initial_policy, other_runs, schedule_changes
+from tba_jax.replay.journal import read_lineage
+from tba_jax.run import contract as contract_lib
+from tba_jax.run import layout, places
+from tba_jax.run import processes as processes_lib
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Invocation:
+    """What main was called with.
+
+    name: of the role's metrics, "" = the default. label: the first word of the run's last line.
+    allow_change: schedule settings that a resume may change.
+    arguments: the command line of main, which child processes get too.
+    init_from: RUN@STEP, the snapshot that a new run begins from; "" = as its config says.
+    """
+
+    experiment: composition.Experiment
+    run: layout.RunDir
+    name: str
+    label: str
+    allow_change: tuple[str, ...]
+    arguments: tuple[str, ...]
+    init_from: str = ""
+
+    @property
+    def config(self) -> Any:
+        return self.experiment.config
+
+
+def check_run(s: Invocation, *, may_change_schedule: bool) -> None:
+    """Checks that a role may join the run that is there, or make one; writes nothing. Raises ValueError where it may not."""
+    initial_policy.check(s.experiment, s.run, init_from=s.init_from)
+    if may_change_schedule:
+        other_runs.check_behavior_is_known(s.run, s.config)
+    if may_change_schedule or not places.exists(s.run.config):
+        contract = s.experiment.contract
+        other_runs.check_init_from(s.run, s.config, contract, init_from=s.init_from)
+        other_runs.check_mounts(s.run, s.config, contract, init_from=s.init_from)
+    for split, count in s.experiment.skipped.items():
+        if count:
+            log.warning("%d %s prompts are longer than task.prompt_length and left out", count, split)
+
+
+def join(s: Invocation, *, may_change_schedule: bool) -> None:
+    """Makes the run or joins the run that is there. Raises ValueError where it is a run of another config, and writes nothing.
+
+    Args: may_change_schedule: whether this role is the one that records a schedule of other settings (--allow_change).
+    """
+    check_run(s, may_change_schedule=may_change_schedule)
+    contract_lib.join(s.run, s.config, s.experiment.contract, init_from=s.init_from)
+    if may_change_schedule:
+        changes = schedule_changes.change(s.run, s.config, allowed=s.allow_change, step=len(read_lineage(s.run.journal)))
+        for name, (there, here) in changes.items():
+            log.warning("changed %s from %r to %r", name, there, here)
+
+
+@contextlib.contextmanager
+def mistakes_end_the_role() -> Iterator[None]:
+    """Makes a ValueError a mistake of the user, after which starting the role again would not help; storage may recover."""
+    try:
+        yield
+    except ValueError as error:
+        if processes_lib.is_storage_failure(error):
+            raise
+        raise processes_lib.BadInput(str(error)) from error
+
+
+def with_schedule_of_run(s: Invocation, *, role: str) -> Invocation:
+    """The invocation of a joining role with the schedule that the run has now."""
+    config, changes = schedule_changes.taken_over(s.run, s.config)
+    if not changes:
+        return s
+    listed = "; ".join(f"{name}: {there!r} there, {here!r} here" for name, (there, here) in changes.items())
+    log.info("the %s takes the schedule of the run in %s, not that of its command; %s", role, s.run.shared, listed)
+    with mistakes_end_the_role():  # its own settings may not go with that schedule
+        checks.check(config)
+    return dataclasses.replace(s, experiment=dataclasses.replace(s.experiment, config=config))
