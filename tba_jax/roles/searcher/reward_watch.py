@@ -68,10 +68,8 @@ class RewardWatch:
             return f"{self._waiting} batches have waited {self._waited:.0f} s for their rewards"
         if not self._unscored:
             return ""
-        share = f"{self._unscored:,} of {self._rows:,} failed"
+        which = "no row has" if self._unscored == self._rows else "the last rows have" if self._streak else "some rows have"
         reason = f", {self._reason}" if self._reason else ""
-        if self._unscored == self._rows:
-            return f"no row has a reward: {share}{reason}"
-        if self._streak:
-            return f"the last {self._streak} batches have no reward ({share}{reason})"
-        return f"some rows have no reward: {share}{reason}"
+        pause = "; the searcher pauses, and tries a batch now and then" if self._streak >= _BATCHES else ""
+        no = "a" if self._unscored == self._rows else "no"
+        return f"{which} {no} reward: {self._unscored:,} of {self._rows:,} failed{reason}{pause}"

@@ -34,13 +34,17 @@ def watch(clock: Clock) -> RewardWatch:
 
 def test_the_share_and_the_first_reason_are_said(watch):
     assert watch.trouble == ""
-    for _ in range(26):
+    for _ in range(2):
         watch.note(FAILED)
-    assert watch.trouble == "no row has a reward: 1,664 of 1,664 failed, KeyError: 'x'"
+    assert watch.trouble == "no row has a reward: 128 of 128 failed, KeyError: 'x'"
+    for _ in range(24):
+        watch.note(FAILED)
+    pauses = "; the searcher pauses, and tries a batch now and then"
+    assert watch.trouble == f"no row has a reward: 1,664 of 1,664 failed, KeyError: 'x'{pauses}"
     watch.note(dataclasses.replace(SCORED, unscored=1, failure="ValueError"))
     assert watch.trouble == "some rows have no reward: 1,665 of 1,728 failed, KeyError: 'x'"
     watch.note(FAILED)
-    assert watch.trouble == "the last 1 batches have no reward (1,729 of 1,792 failed, KeyError: 'x')"
+    assert watch.trouble == "the last rows have no reward: 1,729 of 1,792 failed, KeyError: 'x'"
 
 
 def test_after_three_useless_batches_one_is_tried_now_and_then(watch, clock):
@@ -75,7 +79,7 @@ def test_a_searcher_without_rewards_gives_up(watch, clock):
         clock.now += 25
     watch.look(waiting=0)
     clock.now += 1
-    with pytest.raises(NoRewards, match=r"256 of 256 failed, KeyError: 'x'; nothing .* searchers.give_up_seconds=100"):
+    with pytest.raises(NoRewards, match=r"256 of 256 failed, KeyError: 'x'; .* searchers.give_up_seconds=100"):
         watch.look(waiting=0)
 
 
