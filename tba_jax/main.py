@@ -4,8 +4,9 @@ python -m tba_jax.main --config=configs/X.py --workdir=DIR [--role=all|reference
 """
 
 import logging
+import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
@@ -16,6 +17,9 @@ if TYPE_CHECKING:  # what is slow to import, JAX above all, is imported late: a 
     from tba_jax.run import layout
 
 log = logging.getLogger(__name__)
+
+# The folder of compiled programs is held under this number in every process: its path is part of the programs' names on GPUs.
+_CACHE_DESCRIPTOR = 400
 
 ROLES = ("all", "reference", "trainer", "searcher", "evaluator")
 
@@ -41,12 +45,27 @@ def run(given: command_line.Given) -> int | command_line.Job:
     config = recipes.load(given.config, given.overrides, program=settings_help.BASE)
     if given.role == "searcher":
         _split_cpu(config.searchers.cpu_devices)
-    from tba_jax.experiment import checks, composition, jobs, other_runs
-    from tba_jax.run import layout, places
+    from tba_jax.run import contract, layout
 
-    init_from = other_runs.parse_init_from(given.init_from)
     folder = layout.open_run_dir(given.workdir.absolute(), given.shared)
     _check_shared(folder)
+    folder = contract.known(folder, processes.expected_run())
+    with contract.failures_of_storage(folder):
+        job = _prepare(given, config, folder)
+
+    def run_job() -> int:
+        with contract.failures_of_storage(contract.known(folder, folder.id)):
+            return job()
+
+    return run_job
+
+
+def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir") -> command_line.Job:
+    from tba_jax.experiment import checks, composition, jobs, other_runs
+    from tba_jax.run import places
+
+    _hold_compilation_cache(folder)
+    init_from = other_runs.parse_init_from(given.init_from)
     known = _known_reward_models(folder, given.role)
     experiment = composition.build(config, reward_models=known)
     if given.dry_run or not places.exists(folder.config):
@@ -71,6 +90,18 @@ def _known_reward_models(run: "layout.RunDir", role: str) -> dict[str, str] | No
         return None
     known: dict[str, str] = contract.read_run(run)["contract"]["reward_models"]
     return known
+
+
+def _hold_compilation_cache(run: "layout.RunDir") -> None:
+    """Has JAX reach the cache in the workdir by an open folder: it would make a workdir anew that was moved away meanwhile."""
+    if os.environ.get("JAX_COMPILATION_CACHE_DIR") != str(run.compilation_cache):
+        return
+    import jax
+
+    from tba_jax.run import places
+
+    places.make_folder(run.compilation_cache)
+    jax.config.update("jax_compilation_cache_dir", str(places.held(run.compilation_cache, number=_CACHE_DESCRIPTOR)))
 
 
 def _split_cpu(devices: int) -> None:

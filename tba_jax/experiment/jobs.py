@@ -372,14 +372,16 @@ def _as_processes(s: Invocation) -> Job:
 
     def job() -> int:
         progress = _progress(s, searchers=s.config.searchers.count)
+        run = dataclasses.replace(s.run, id=contract_lib.read(s.run)["id"])
         processes = supervisor.Supervisor(
-            s.run, max_restarts=s.config.supervisor.max_restarts, stop_seconds=s.config.supervisor.stop_seconds
+            run, max_restarts=s.config.supervisor.max_restarts, stop_seconds=s.config.supervisor.stop_seconds
         )
         try:
             code = 0
             if not places.exists(s.run.initial_reference):
                 whole = supervisor.Placement(cpus=cpus, gpus=placements["trainer"].gpus)
-                code = processes.call("reference", arguments("reference", "reference"), whole, progress=progress, stop=stop)
+                first = {"reference": (arguments("reference", "reference"), whole)}
+                code = processes.run(first, until=list(first), progress=progress, stop=stop, proof=s.run.initial_reference)
             code = code or processes.run(commands, until=until, progress=progress, stop=stop)
         finally:
             processes.close()

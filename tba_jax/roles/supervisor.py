@@ -1,7 +1,7 @@
 """The local supervisor: one trainer, some searchers and an evaluator as processes of this machine, each with its devices.
 
-A role that dies, or whose storage fails, is started again. A role that ends by bad input, or by numbers that are not finite, ends
-the run. No process outlives the supervisor, however it ends.
+One role's trouble is its own: a role that dies is started again, after pauses that grow. `judge` in verdicts.py says when a death
+ends the run. No process outlives the supervisor, however it ends.
 """
 
 import dataclasses
@@ -14,7 +14,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
 
-from tba_jax.run import layout, places, processes
+from tba_jax.replay import segment
+from tba_jax.replay.log import REGISTER
+from tba_jax.roles.verdicts import Verdict, judge, pause_seconds
+from tba_jax.run import contract, layout, places, processes
 
 log = logging.getLogger(__name__)
 
@@ -135,12 +138,16 @@ class _Role:
 
     def __init__(self, name: str, arguments: Sequence[str], placement: Placement, run: layout.RunDir, line: processes.Lifeline):
         self.name, self._arguments, self._placement, self._run, self._lifeline = name, list(arguments), placement, run, line
-        self.restarts = 0
+        self.kind = name.split("-")[0]
         self.started = self.next_start = self.next_look = 0.0
         # This role starts once these roles are at work.
         self.after: list[_Role] = []
+        # Lives; deaths without ten minutes of life in between; deaths and refusals of storage in a row without any work between.
+        self.starts = self.deaths = self.deaths_in_a_row = self.refusals_in_a_row = 0
+        # Deaths of this searcher since anybody has made rows, or the trainer a step.
+        self.deaths_in_vain = 0
         self._metrics_before = 0
-        self.done = False
+        self.done = self.rests = False
         self.process: subprocess.Popen[bytes] | None = None
         self._output: IO[bytes] | None = None
 
@@ -152,17 +159,24 @@ class _Role:
         """Whether the role has compiled its programs: it has written metrics, or has had the time for it, or has ended."""
         if self.process is None or self.done:
             return self.started > 0
-        return time.monotonic() > self.started + STARTING_SECONDS or self._metrics_size() != self._metrics_before
+        return time.monotonic() > self.started + STARTING_SECONDS or self.has_worked
 
-    def _metrics_size(self) -> int:
+    @property
+    def has_worked(self) -> bool:
+        """Whether the role has written metrics since it was started last."""
+        return self.metrics_size() not in (0, self._metrics_before)
+
+    def metrics_size(self) -> int:
+        """Bytes of the role's metrics; 0 where there are none, or their storage is away."""
         try:
             return (self._run.metrics(self.name) / "metrics.jsonl").stat().st_size
         except OSError:
             return 0
 
     def start(self) -> None:
-        self._output, self.started, self._metrics_before = self._open_log(), time.monotonic(), self._metrics_size()
-        environment = os.environ | self._lifeline.child_environment(self._placement.cpus)
+        self._output, self.started, self._metrics_before = self._open_log(), time.monotonic(), self.metrics_size()
+        self.starts += 1
+        environment = os.environ | self._lifeline.child_environment(self._placement.cpus, run_id=self._run.id)
         # Transparent huge pages for large buffers; a measurable gain for every role on a CPU.
         environment.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
         # A role that is started again finds its programs compiled, and so does the second of two searchers.
@@ -186,7 +200,7 @@ class _Role:
         """The log file of the child. None where storage refuses it: the child then inherits the supervisor's output."""
         path = self._run.log(self.name)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            places.make_folder(path.parent)
             return open(path, "ab")
         except OSError as error:
             log.warning("%s has no log: %s", self.name, error)
@@ -208,8 +222,7 @@ class _Role:
         except OSError as error:
             return f"(no log: {error})"
         # Threads of libraries may write further lines after the error.
-        said = code in (*processes.FINAL_CODES, processes.STORAGE_FAILED)
-        errors = [line for line in lines if said and line.startswith("error: ")]
+        errors = [line for line in lines if code in processes.EXPLAINED_CODES and line.startswith("error: ")]
         return (errors or lines or ["(no output)"])[-1]
 
 
@@ -217,30 +230,14 @@ class Supervisor:
     """Runs roles until the run is finished."""
 
     def __init__(self, run: layout.RunDir, *, max_restarts: int, stop_seconds: float):
+        """Args: run: with the id that every role must find."""
         self._run, self._max_restarts, self._stop_seconds = run, max_restarts, stop_seconds
         self._lifeline = processes.Lifeline()
         self._roles: list[_Role] = []
-
-    def call(
-        self, name: str, arguments: Sequence[str], placement: Placement, *, progress: Callable[[], None], stop: Callable[[], bool]
-    ) -> int:
-        """Runs one role to its end and returns its exit code, 130 where `stop` came first."""
-        role = self._add(name, arguments, placement)
-        role.start()
-        while (code := role.poll()) is None:
-            if stop():
-                return processes.STOPPED
-            progress()
-            time.sleep(_POLL_SECONDS)
-        self._roles.remove(role)
-        if code:
-            print(f"{name}: {role.last_words(code)}", file=sys.stderr)
-        return code
-
-    def _add(self, name: str, arguments: Sequence[str], placement: Placement) -> _Role:
-        role = _Role(name, arguments, placement, self._run, self._lifeline)
-        self._roles.append(role)
-        return role
+        self._proof = run.finished
+        self._is_away, self._next_look = False, 0.0
+        # See _signs_of_rows; None before searchers die.
+        self._signs: tuple[int, dict[str, tuple[int, bytes]]] | None = None
 
     def run(
         self,
@@ -249,8 +246,11 @@ class Supervisor:
         until: Sequence[str],
         progress: Callable[[], None],
         stop: Callable[[], bool],
+        proof: places.Place | None = None,
     ) -> int:
         """Supervises `roles` (name -> arguments, placement) until all roles named in `until` have ended with code 0.
+
+        Args: proof: the file without which code 0 only means that somebody stopped a role; default: RunDir.finished.
 
         Searchers and evaluators that share cores start one after the other. Each then finds most programs in the compilation
         cache; if all started at once, they would compile the same programs beside each other.
@@ -259,15 +259,19 @@ class Supervisor:
           0; or the exit code of the role that ended the run, 1 where it died too often by failures without a code of their own;
           or 130 where `stop` ended it.
         """
+        self._proof = self._run.finished if proof is None else proof
+        self._roles.clear()
         for name, (arguments, placement) in roles.items():
-            role = self._add(name, arguments, placement)
+            role = _Role(name, arguments, placement, self._run, self._lifeline)
+            self._roles.append(role)
             if name != "trainer":  # the others wait for the trainer's snapshots, and it waits for their rows
                 role.after = [other for other in self._roles[:-1] if other.name != "trainer" and role.shares_cores(other)]
         waiting = set(until)
         while waiting:
             if stop():
                 return processes.STOPPED
-            progress()
+            if self._is_there():
+                progress()
             for role in self._roles:
                 if (final := self._look_after(role)) is not None:
                     return final
@@ -276,10 +280,31 @@ class Supervisor:
             time.sleep(_POLL_SECONDS)
         return 0
 
+    def _is_there(self) -> bool:
+        """Whether the workdir holds the run; says so when that changes. Roles that wait for it are started at once then."""
+        if not self._run.id or time.monotonic() < self._next_look:
+            return not self._is_away
+        self._next_look = time.monotonic() + LOOK_AGAIN_SECONDS
+        try:
+            contract.check_is_there(self._run)
+        except OSError as error:
+            if not self._is_away:
+                log.warning("%s; the run goes on once it is back", error)
+            self._is_away = True
+            return False
+        if self._is_away:
+            log.warning("workdir %s is back", self._run.root)
+            for role in self._roles:
+                role.next_start = min(role.next_start, time.monotonic())
+        self._is_away = False
+        return True
+
     def _look_after(self, role: _Role) -> int | None:
         """Starts a role when it is time, and notes that it is done. Returns the code that ends the run, None while it goes on."""
+        if role.rests:
+            return None
         if role.process is None:
-            if time.monotonic() >= role.next_start and all(other.is_at_work for other in role.after):
+            if not self._is_away and time.monotonic() >= role.next_start and all(other.is_at_work for other in role.after):
                 role.after = []
                 role.start()
             return None
@@ -287,7 +312,7 @@ class Supervisor:
             return None
         try:
             # Code 0 alone does not tell whether the run has finished, or somebody stopped this role.
-            role.done = code == 0 and places.exists(self._run.finished)
+            role.done = code == 0 and places.exists(self._proof)
         except OSError as error:
             log.warning("%s has ended; storage does not answer whether the run has: %s", role.name, error)
             role.next_look = time.monotonic() + LOOK_AGAIN_SECONDS
@@ -295,21 +320,103 @@ class Supervisor:
         return None if role.done else self._died(role, code)
 
     def _died(self, role: _Role, code: int) -> int | None:
-        """Schedules a restart of the role, or returns the code that ends the run."""
+        """Schedules the next start of a role. Returns the code that ends the run, None while it goes on."""
         words = f"{role.name} (exit code {code}): {role.last_words(code)}"
-        if code in processes.FINAL_CODES:
+        is_new = role.starts == 1 and not role.has_worked
+        if role.has_worked:
+            role.deaths_in_a_row = role.refusals_in_a_row = 0
+        if code == processes.STORAGE_FAILED:
+            role.refusals_in_a_row += 1
+        else:
+            role.deaths = 1 if time.monotonic() - role.started > HEALTHY_SECONDS else role.deaths + 1
+            role.deaths_in_a_row, role.refusals_in_a_row = role.deaths_in_a_row + 1, 0
+        verdict = judge(role.kind, code, is_new=is_new, deaths=role.deaths, max_restarts=self._max_restarts)
+        if verdict is Verdict.ENDS_THE_RUN:
+            often = f"; it died {role.deaths} times, more than supervisor.max_restarts={self._max_restarts}"
+            explained = code in processes.FINAL_CODES and (code == processes.NOT_FINITE or is_new)
+            print(words if explained else words + often, file=sys.stderr)
+            return code if explained else 1
+        if verdict is Verdict.RESTS:
+            return self._rest(role, code, words)
+        if verdict is Verdict.AGAIN and role.kind == "searcher" and (end := self._nobody_is_left(role, words)) is not None:
+            return end
+        if role.kind == "evaluator" and self._is_in_vain(role):
+            self._give_up(role, words)
+        else:
+            self._schedule(role, words)
+        return None
+
+    def _is_in_vain(self, evaluator: _Role) -> bool:
+        """Whether the run waits for nobody but an evaluator that dies again and again."""
+        trained = any(role.kind == "trainer" and role.done for role in self._roles)
+        return trained and evaluator.deaths_in_a_row > self._max_restarts
+
+    def _give_up(self, role: _Role, words: str) -> None:
+        role.done = True
+        log.warning(
+            "%s; it died %d times in a row, more than supervisor.max_restarts=%d, and is given up: the training is done, and "
+            "python -m tba_jax evaluate --workdir=%s --step=N --output=FILE evaluates a snapshot",
+            *(words, role.deaths_in_a_row, self._max_restarts, self._run.root),
+        )
+
+    def _schedule(self, role: _Role, words: str) -> None:
+        """Starts a role again after a pause, and says how often it has ended."""
+        pause = pause_seconds(max(role.deaths_in_a_row + role.refusals_in_a_row, 1))
+        if role.refusals_in_a_row:
+            often = f"its storage has refused {role.refusals_in_a_row} times in a row"
+        else:
+            often = f"it has died {role.deaths} times"
+        log.warning("%s; %s; starting it again in %.1f s (see %s)", words, often, pause, self._run.log(role.name))
+        role.process, role.next_start = None, time.monotonic() + pause
+
+    def _rest(self, role: _Role, code: int, words: str) -> int | None:
+        """Leaves a searcher ended. Returns its code where no other searcher is left."""
+        role.rests = True
+        if all(other.rests for other in self._searchers()):
             print(words, file=sys.stderr)
             return code
-        role.restarts = 1 if time.monotonic() - role.started > HEALTHY_SECONDS else role.restarts + 1
-        if role.restarts > self._max_restarts:
-            print(
-                f"{words}; it died {role.restarts} times, more than supervisor.max_restarts={self._max_restarts}", file=sys.stderr
-            )
-            return code if code == processes.STORAGE_FAILED else 1
-        pause = min(0.5 * 2 ** (role.restarts - 1), 10.0)
-        log.warning("%s; starting it again in %.1f s (see %s)", words, pause, self._run.log(role.name))
-        role.process, role.next_start = None, time.monotonic() + pause
+        log.warning("%s; it is not started again", words)
         return None
+
+    def _searchers(self) -> list[_Role]:
+        return [role for role in self._roles if role.kind == "searcher"]
+
+    def _nobody_is_left(self, role: _Role, words: str) -> int | None:
+        """Notes a searcher's death. Returns 1 where no searcher comes to work, and nobody else makes rows or trains on them."""
+        role.deaths_in_vain = 1 if role.has_worked else role.deaths_in_vain + 1
+        may_decide = all(other.rests or other.deaths_in_vain > self._max_restarts for other in self._searchers())
+        if self._is_away or not (may_decide or self._signs is None):
+            return None
+        try:
+            signs = self._signs_of_rows()
+        except OSError as error:
+            log.warning("storage does not answer which rows the run has: %s", error)
+            return None
+        at_work = any(other.process is not None and other.has_worked for other in self._searchers())
+        if signs != self._signs or at_work:
+            self._signs = signs
+            for other in self._searchers():
+                other.deaths_in_vain = min(other.deaths_in_vain, 1)
+            return None
+        print(
+            f"{words}; all searchers died more than supervisor.max_restarts={self._max_restarts} times without making a row, and "
+            "nobody else makes rows: the trainer has nothing to learn from",
+            file=sys.stderr,
+        )
+        return 1
+
+    def _signs_of_rows(self) -> tuple[int, dict[str, tuple[int, bytes]]]:
+        """What changes when somebody makes rows, or trains on them: the trainer's metrics, and the newest commit of every log."""
+        trained = sum(role.metrics_size() for role in self._roles if role.kind == "trainer")
+        commits: dict[str, tuple[int, bytes]] = {}
+        for name in places.names_in(self._run.replay / REGISTER):
+            writer = name.removesuffix(".json")
+            last = segment.last_segment(self._run.replay / writer, 0)
+            try:
+                commits[writer] = last, places.read_bytes(segment.manifest(self._run.replay / writer, last))
+            except FileNotFoundError:  # a writer that has not made a row
+                continue
+        return trained, commits
 
     def close(self) -> None:
         """Asks all roles to stop, kills those that do not within stop_seconds, and waits until none is left."""

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import hashlib
 import math
+import os
 import shutil
 import threading
 import uuid
@@ -82,7 +83,7 @@ def save(
     draft = folder
     if isinstance(folder, Path):
         draft = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}"
-        draft.mkdir(parents=True)
+        places.make_folder(draft, below=2)
     else:
         _remove(folder)
     try:
@@ -114,6 +115,17 @@ def _refuse_later_epoch(folder: Place, info: SnapshotInfo) -> None:
 
 
 def _write_arrays(folder: Place, params: Params, *, dtype: str, durable: bool) -> None:
+    if isinstance(folder, Path):  # tensorstore would make a workdir anew that was moved away meanwhile
+        held = places.held(folder)
+        try:
+            _write_held_arrays(held, params, dtype=dtype, durable=durable)
+        finally:
+            places.let_go(held)
+    else:
+        _write_held_arrays(folder, params, dtype=dtype, durable=durable)
+
+
+def _write_held_arrays(folder: Place, params: Params, *, dtype: str, durable: bool) -> None:
     context = places.context(folder)
     opened: list[tuple[list[tuple[Any, np.ndarray]], Any]] = []
     for name, array in parameters.flatten(params).items():
@@ -296,9 +308,15 @@ def _remove(folder: Place) -> None:
 
 def sweep(policies: Place) -> None:
     """Removes the drafts and uncommitted folders that killed processes left. Only the trainer may call it."""
+    if isinstance(policies, Path):
+        for name in places.names_in(policies):
+            # Listed by a call that raises where the folder is away: a snapshot must not look uncommitted by that.
+            if name.startswith(".") or ((policies / name).is_dir() and COMMIT not in os.listdir(policies / name)):
+                places.remove_tree(policies / name)
+        return
     committed = set(places.folders_with(policies, COMMIT))
     for name in places.names_in(policies):
-        if name.startswith(".") or name not in committed:
+        if name not in committed:
             places.remove_tree(policies / name)
 
 

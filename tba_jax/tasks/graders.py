@@ -15,6 +15,7 @@ import multiprocessing.connection
 import multiprocessing.context
 import operator
 import os
+import queue
 import resource
 import signal
 import sys
@@ -270,14 +271,11 @@ class _Process(multiprocessing.context.SpawnProcess):
             if self.context.ended:
                 raise OSError("the workers are being ended")
             main = sys.modules["__main__"]
-            # A worker inherits blocked signals, so it never receives signals that are meant for its parent.
-            mask = signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS_SIGNALS)
             sys.modules["__main__"] = types.ModuleType("__main__")
             try:
-                super().start()
+                _starter(super().start)
             finally:
                 sys.modules["__main__"] = main
-                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             self.context.started.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -285,7 +283,37 @@ class _Process(multiprocessing.context.SpawnProcess):
         return {name: value for name, value in self.__dict__.items() if name != "context"}
 
 
+class _Starter:
+    """Calls functions in one thread, which lives as long as this process: the kernel ends a worker with its parent's thread."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[tuple[Callable[[], None], concurrent.futures.Future[None]]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def __call__(self, function: Callable[[], None]) -> None:
+        """Returns, or raises, as `function` does. One caller at a time."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="starts workers", daemon=True)
+            self._thread.start()
+        done: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._calls.put((function, done))
+        done.result()
+
+    def _serve(self) -> None:
+        # A worker inherits blocked signals, so it never receives signals that are meant for its parent.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS_SIGNALS)
+        while True:
+            function, done = self._calls.get()
+            try:
+                function()
+            except BaseException as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+
 _STARTING = threading.Lock()
+_starter = _Starter()
 _PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -326,7 +354,9 @@ def _begin(parent: multiprocessing.connection.Connection, reference: Reference, 
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # discards a pending signal
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _PARENTS_SIGNALS)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ends the process at once, even during a long call into C
-    processes.die_with(os.dup(parent.fileno()))
+    started_by = multiprocessing.parent_process()
+    assert started_by is not None and started_by.pid is not None
+    processes.die_with(os.dup(parent.fileno()), parent=started_by.pid)
     if memory_megabytes and sys.platform == "linux":
         resource.setrlimit(resource.RLIMIT_DATA, (memory_megabytes * 2**20,) * 2)
     try:
