@@ -13,6 +13,7 @@ trap 'asked=1; [[ -z $pid ]] || kill -TERM "$pid" 2>/dev/null' TERM INT
 while :; do
   "$@" &
   pid=$!
+  [[ -z $asked ]] || kill -TERM "$pid" 2>/dev/null  # it came before the role was known
   # A signal interrupts `wait`, with a code above 128, while the role still ends its batch: wait on.
   while wait "$pid" && code=0 || code=$?; ((code > 128)) && kill -0 "$pid" 2>/dev/null; do :; done
   wait "$pid" && code=0 || code=$?

@@ -98,10 +98,10 @@ def _hold_compilation_cache(run: "layout.RunDir") -> None:
         return
     import jax
 
-    from tba_jax.run import places
+    from tba_jax.run import held_folders, places
 
     places.make_folder(run.compilation_cache)
-    jax.config.update("jax_compilation_cache_dir", str(places.held(run.compilation_cache, number=_CACHE_DESCRIPTOR)))
+    jax.config.update("jax_compilation_cache_dir", str(held_folders.hold(run.compilation_cache, number=_CACHE_DESCRIPTOR)))
 
 
 def _split_cpu(devices: int) -> None:

@@ -48,7 +48,7 @@ def test_a_role_that_is_asked_to_stop_is_not_run_again(tmp_path):
 
 
 def test_in_kubernetes_the_trainer_alone_fails_the_run():
-    claim, jobs = yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text())
+    _, jobs = yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text())
     specs = {job["name"]: job["template"]["spec"] for job in jobs["spec"]["replicatedJobs"]}
     for name, spec in specs.items():
         actions = [rule["action"] for rule in spec["podFailurePolicy"]["rules"]]

@@ -12,8 +12,8 @@ from tba_jax import sharding
 from tba_jax.experiment import composition, initial_policy, meshes, other_runs, plan, schedule_changes
 from tba_jax.replay.journal import read_lineage
 from tba_jax.rewards import task_models
+from tba_jax.roles import placement, supervisor
 from tba_jax.roles import progress as progress_lib
-from tba_jax.roles import supervisor
 from tba_jax.roles.searcher.loop import run_searcher, wait_for_run
 from tba_jax.roles.searcher.searcher import Searcher
 from tba_jax.run import contract as contract_lib
@@ -348,11 +348,11 @@ def _refuse_one_tpu_for_all() -> None:
 
 def _as_processes(s: Invocation) -> Job:
     """Each role as a process of its own, under a supervisor in this process."""
-    cpus, gpus = supervisor.available_cpus(), supervisor.visible_gpus()
-    placements = supervisor.place(s.config, cpus=cpus, gpus=gpus)
-    for name, placement in placements.items():
-        if placement.gpus:
-            meshes.check(s.experiment, role=name.split("-")[0], devices=len(placement.gpus))
+    cpus, gpus = placement.available_cpus(), placement.visible_gpus()
+    placements = placement.place(s.config, cpus=cpus, gpus=gpus)
+    for name, placed in placements.items():
+        if placed.gpus:
+            meshes.check(s.experiment, role=name.split("-")[0], devices=len(placed.gpus))
     if not gpus:
         _refuse_one_tpu_for_all()
         _check_devices(s.experiment, *{name.split("-")[0] for name in placements} - {"searcher"})
@@ -366,7 +366,7 @@ def _as_processes(s: Invocation) -> Job:
     def arguments(role: str, name: str) -> tuple[str, ...]:
         return (*s.arguments, f"--role={role}", f"--name={name}")
 
-    commands = {name: (arguments(name.split("-")[0], name), placement) for name, placement in placements.items()}
+    commands = {name: (arguments(name.split("-")[0], name), placed) for name, placed in placements.items()}
     until = [name for name in ("trainer", "evaluator") if name in commands]
     stop = processes_lib.StopSignal()
 
@@ -379,7 +379,7 @@ def _as_processes(s: Invocation) -> Job:
         try:
             code = 0
             if not places.exists(s.run.initial_reference):
-                whole = supervisor.Placement(cpus=cpus, gpus=placements["trainer"].gpus)
+                whole = placement.Placement(cpus=cpus, gpus=placements["trainer"].gpus)
                 first = {"reference": (arguments("reference", "reference"), whole)}
                 code = processes.run(first, until=list(first), progress=progress, stop=stop, proof=s.run.initial_reference)
             code = code or processes.run(commands, until=until, progress=progress, stop=stop)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from tba_jax.run import places
+from tba_jax.run import held_folders, places
 from tba_jax.sharding import PINNED_HOST
 
 
@@ -21,7 +21,7 @@ class Checkpoints:
         )
         if not read_only:
             places.make_folder(folder)
-            folder = places.held(folder)  # orbax would make a workdir anew that was moved away meanwhile
+            folder = held_folders.hold(folder)  # orbax would make a workdir anew that was moved away meanwhile
         self._held: Path | None = None if read_only else folder
         self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
 
@@ -65,7 +65,7 @@ class Checkpoints:
         self._manager.wait_until_finished()
         self._manager.close()
         if self._held is not None:
-            places.let_go(self._held)
+            held_folders.let_go(self._held)
             self._held = None
 
 

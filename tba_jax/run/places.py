@@ -27,8 +27,6 @@ REPORT_SECONDS = 10.0
 # A file of a network file system that is removed while it is mapped takes the reader down with it.
 _OWN_FILE_SYSTEMS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay", "tmpfs")
 
-_DESCRIPTORS = Path("/proc/self/fd")
-
 K = TypeVar("K", bound=Hashable)
 
 
@@ -204,31 +202,6 @@ def make_folder(folder: Place, *, below: int = 1) -> None:
         return
     for level in reversed(range(below)):
         (folder, *folder.parents)[level].mkdir(exist_ok=True)
-
-
-def held(folder: Path, *, number: int = -1) -> Path:
-    """A path of an existing folder that leads there wherever the folder is moved, and nowhere once it is removed (Linux).
-
-    For libraries that make missing folders by themselves. The folder stays open as long as this process lives, or until
-    `let_go`. Elsewhere it is the folder's own path.
-
-    Args: number: of the file descriptor, where the path must be the same in every process.
-    """
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    if number >= 0:
-        os.dup2(descriptor, number, inheritable=False)
-        os.close(descriptor)
-        descriptor = number
-    if (path := _DESCRIPTORS / str(descriptor)).exists():
-        return path
-    os.close(descriptor)
-    return folder.absolute()
-
-
-def let_go(path: Path) -> None:
-    """Closes what `held` has opened."""
-    if path.parent == _DESCRIPTORS:
-        os.close(int(path.name))
 
 
 def write_bytes(file: Place, content: bytes) -> None:

@@ -25,7 +25,7 @@ import tensorstore as ts
 
 from tba_jax.models import parameters
 from tba_jax.models.parameters import Params, Specs
-from tba_jax.run import layout, places, processes
+from tba_jax.run import held_folders, layout, places, processes
 from tba_jax.run.places import Place
 
 COMMIT = "commit.json"
@@ -88,7 +88,8 @@ def save(
         _remove(folder)
     try:
         try:
-            _write_arrays(draft, params, dtype=dtype, durable=durable)
+            with held_folders.holding(draft) as held:
+                _write_arrays(held, params, dtype=dtype, durable=durable)
         except places.STORAGE_ERRORS as error:  # tensorstore mostly raises ValueError, which here would mean a user's mistake
             raise OSError(f"snapshot {folder} could not be written: {error}") from error
         check()
@@ -115,17 +116,6 @@ def _refuse_later_epoch(folder: Place, info: SnapshotInfo) -> None:
 
 
 def _write_arrays(folder: Place, params: Params, *, dtype: str, durable: bool) -> None:
-    if isinstance(folder, Path):  # tensorstore would make a workdir anew that was moved away meanwhile
-        held = places.held(folder)
-        try:
-            _write_held_arrays(held, params, dtype=dtype, durable=durable)
-        finally:
-            places.let_go(held)
-    else:
-        _write_held_arrays(folder, params, dtype=dtype, durable=durable)
-
-
-def _write_held_arrays(folder: Place, params: Params, *, dtype: str, durable: bool) -> None:
     context = places.context(folder)
     opened: list[tuple[list[tuple[Any, np.ndarray]], Any]] = []
     for name, array in parameters.flatten(params).items():
@@ -308,16 +298,11 @@ def _remove(folder: Place) -> None:
 
 def sweep(policies: Place) -> None:
     """Removes the drafts and uncommitted folders that killed processes left. Only the trainer may call it."""
-    if isinstance(policies, Path):
-        for name in places.names_in(policies):
-            # Listed by a call that raises where the folder is away: a snapshot must not look uncommitted by that.
-            if name.startswith(".") or ((policies / name).is_dir() and COMMIT not in os.listdir(policies / name)):
-                places.remove_tree(policies / name)
-        return
-    committed = set(places.folders_with(policies, COMMIT))
-    for name in places.names_in(policies):
-        if name not in committed:
-            places.remove_tree(policies / name)
+    names, committed = places.names_in(policies), set(places.folders_with(policies, COMMIT))
+    for folder in (policies / name for name in names if name not in committed):
+        # While a local folder is away, its snapshots look uncommitted: this listing raises then.
+        if not (isinstance(folder, Path) and folder.is_dir() and COMMIT in os.listdir(folder)) or folder.name[0] == ".":
+            places.remove_tree(folder)
 
 
 def fingerprint(folder: Place) -> str:

@@ -15,7 +15,6 @@ import multiprocessing.connection
 import multiprocessing.context
 import operator
 import os
-import queue
 import resource
 import signal
 import sys
@@ -283,38 +282,10 @@ class _Process(multiprocessing.context.SpawnProcess):
         return {name: value for name, value in self.__dict__.items() if name != "context"}
 
 
-class _Starter:
-    """Calls functions in one thread, which lives as long as this process: the kernel ends a worker with its parent's thread."""
-
-    def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[tuple[Callable[[], None], concurrent.futures.Future[None]]] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def __call__(self, function: Callable[[], None]) -> None:
-        """Returns, or raises, as `function` does. One caller at a time."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="starts workers", daemon=True)
-            self._thread.start()
-        done: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._calls.put((function, done))
-        done.result()
-
-    def _serve(self) -> None:
-        # A worker inherits blocked signals, so it never receives signals that are meant for its parent.
-        signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS_SIGNALS)
-        while True:
-            function, done = self._calls.get()
-            try:
-                function()
-            except BaseException as error:
-                done.set_exception(error)
-            else:
-                done.set_result(None)
-
-
 _STARTING = threading.Lock()
-_starter = _Starter()
 _PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# A worker inherits blocked signals, so it never receives signals that are meant for its parent.
+_starter = processes.Starter(blocked=_PARENTS_SIGNALS)
 
 
 class _Context(multiprocessing.context.SpawnContext):

@@ -3,8 +3,6 @@
 import concurrent.futures
 import dataclasses
 import os
-import shutil
-import sys
 import threading
 import uuid
 from pathlib import Path
@@ -250,18 +248,3 @@ def test_a_folder_is_made_below_an_existing_one_alone(tmp_path):
     with pytest.raises(FileNotFoundError):
         places.create(tmp_path / "away" / "file", b"x")
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="a held folder is a descriptor of /proc")
-def test_a_held_folder_is_followed_where_it_goes(tmp_path):
-    (tmp_path / "run" / "log").mkdir(parents=True)
-    held = places.held(tmp_path / "run" / "log")
-    store = ts.KvStore.open({"driver": "file", "path": f"{held}/"}).result()
-    (tmp_path / "run").rename(tmp_path / "away")
-    store.write("deep/x", b"1").result()
-    assert (tmp_path / "away" / "log" / "deep" / "x").exists() and not (tmp_path / "run").exists()
-    shutil.rmtree(tmp_path / "away")
-    with pytest.raises(places.STORAGE_ERRORS):
-        store.write("deep/y", b"1").result()
-    assert not any(tmp_path.iterdir())
-    places.let_go(held)
