@@ -3,6 +3,7 @@
 import logging
 import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -71,6 +72,8 @@ def ensure(experiment: Experiment, run: layout.RunDir, *, report: Callable[[int,
         shutil.rmtree(draft)
     else:
         snapshots.adopt(draft, run.reference(reference_id))
+    if not isinstance(run.references, Path):
+        draft.parent.rmdir()  # the workdir has no reference of its own
     if init_from:
         reference = run.reference(reference_id)
         other_runs.take_optimizer(init_from, run, config, experiment.contract, policy=policy, reference=reference, mesh=mesh)
