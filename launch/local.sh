@@ -50,7 +50,7 @@ for ((i = 0; i < count; i++)); do
     place+=("XLA_PYTHON_CLIENT_MEM_FRACTION=$GPU_MEMORY")
   fi
   logs+=("$workdir/logs/searcher-$(hostname)-$$-$i.log")
-  "${place[@]}" "$python" -m tba_jax.main "$@" --role=searcher </dev/null >>"${logs[i]}" 2>&1 &
+  WORKDIR=$workdir "${place[@]}" "$root/launch/again.sh" "$python" -m tba_jax.main "$@" --role=searcher </dev/null >>"${logs[i]}" 2>&1 &
   pids+=($!)
   echo "searcher ${pids[i]}${mine:+ on cores $mine}${gpus[*]:+ on GPU ${gpus[i % ${#gpus[@]}]}}, log ${logs[i]}"
 done

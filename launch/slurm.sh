@@ -37,9 +37,12 @@ fi
 ((restarts == 0)) || sleep 35
 
 # --exact: a step takes what it names and no more, so that both fit into the job.
-srun --ntasks=1 --exact --gres=gpu:1 --cpus-per-task=8 --mem=32G "${role[@]}" --role=evaluator &
+# again.sh runs a role again whose storage fails.
+again=launch/again.sh
+export WORKDIR
+"$again" srun --ntasks=1 --exact --gres=gpu:1 --cpus-per-task=8 --mem=32G "${role[@]}" --role=evaluator &
 evaluator=$!
-srun --ntasks=1 --exact --gres=gpu:4 --cpus-per-task=24 --mem=96G "${role[@]}" --role=trainer && code=0 || code=$?
+"$again" srun --ntasks=1 --exact --gres=gpu:4 --cpus-per-task=24 --mem=96G "${role[@]}" --role=trainer && code=0 || code=$?
 
 # A role that was asked to stop ends with 0 as well: the file says whether the run is done.
 if [[ -e $WORKDIR/finished.json ]]; then
@@ -47,7 +50,7 @@ if [[ -e $WORKDIR/finished.json ]]; then
   exit
 fi
 kill "$evaluator" 2>/dev/null || true
-# Bad input, failed storage and numbers that are not finite would end it in the same way again.
-case $code in 2 | 3 | 4) exit "$code" ;; esac
+# Bad input and numbers that are not finite would end it in the same way again.
+case $code in 2 | 4) exit "$code" ;; esac
 ((restarts < 20)) || { echo "ended with code $code after $restarts restarts" >&2; exit 1; }
 scontrol requeue "$SLURM_JOB_ID"

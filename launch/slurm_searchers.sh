@@ -23,11 +23,13 @@ set -euo pipefail
 cd "$SLURM_SUBMIT_DIR"
 read -r -a flags <<<"$RUN"
 
-srun "${PYTHON:-$PWD/.venv/bin/python}" -m tba_jax.main --workdir="$WORKDIR" "${flags[@]}" --role=searcher && code=0 || code=$?
+export WORKDIR
+# again.sh runs a searcher again whose storage fails.
+launch/again.sh srun "${PYTHON:-$PWD/.venv/bin/python}" -m tba_jax.main --workdir="$WORKDIR" "${flags[@]}" --role=searcher && code=0 || code=$?
 
 [[ ! -e $WORKDIR/finished.json ]] || exit 0
-# Bad input, failed storage and numbers that are not finite would end it in the same way again.
-case $code in 2 | 3 | 4) exit "$code" ;; esac
+# Bad input and missing rewards would end it in the same way again. Its end is its own: the run goes on.
+case $code in 2 | 5) exit "$code" ;; esac
 ((${SLURM_RESTART_COUNT:-0} < 100)) || { echo "ended with code $code after $SLURM_RESTART_COUNT restarts" >&2; exit 1; }
 # The id of one element of an array may also be that of the whole array: name the element.
 scontrol requeue "${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}"

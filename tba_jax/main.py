@@ -8,8 +8,9 @@ schedule of a run (seed, learner, replay, publish, schedule) is changed by its t
 """
 
 import logging
+import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:  # what is slow to import, JAX above all, is imported late: a 
     from tba_jax.run import layout
 
 log = logging.getLogger(__name__)
+
+# The folder of compiled programs is held under this number in every process: its path is part of the programs' names on GPUs.
+_CACHE_DESCRIPTOR = 400
 
 ROLES = ("all", "reference", "trainer", "searcher", "evaluator")
 _JOINING = ("reference", "searcher", "evaluator")  # roles that do not decide about the schedule
@@ -49,15 +53,28 @@ def add_flags(values: flags.FlagValues) -> settings_help.Program:
 def run(given: command_line.Given) -> int | command_line.Job:
     """Checks everything that a user's mistake can break; the job is the role's."""
     recipe = recipes.load(given.config, given.overrides, program=settings_help.BASE) if given.config else None
-    from tba_jax.run import layout, places
+    from tba_jax.run import contract, layout
 
     folder = layout.open_run_dir(given.workdir.absolute(), given.shared)
     _check_shared(folder)
-    config = _config_of_run(folder, given) if recipe is None else recipe
+    folder = contract.known(folder, processes.expected_run())
+    with contract.failures_of_storage(folder):
+        job = _prepare(given, _config_of_run(folder, given) if recipe is None else recipe, folder)
+
+    def run_job() -> int:
+        with contract.failures_of_storage(contract.known(folder, folder.id)):
+            return job()
+
+    return run_job
+
+
+def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir") -> command_line.Job:
+    from tba_jax.experiment import checks, composition, jobs, other_runs
+    from tba_jax.run import places
+
     if given.role == "searcher":
         _split_cpu(config.searchers.cpu_devices)
-    from tba_jax.experiment import checks, composition, jobs, other_runs
-
+    _hold_compilation_cache(folder)
     init_from = other_runs.parse_init_from(given.init_from)
     known = _known_reward_models(folder, given.role)
     experiment = composition.build(config, reward_models=known)
@@ -101,6 +118,18 @@ def _known_reward_models(run: "layout.RunDir", role: str) -> dict[str, str] | No
         return None
     known: dict[str, str] = contract.read_run(run)["contract"]["reward_models"]
     return known
+
+
+def _hold_compilation_cache(run: "layout.RunDir") -> None:
+    """Has JAX reach the cache in the workdir by an open folder: it would make a workdir anew that was moved away meanwhile."""
+    if os.environ.get("JAX_COMPILATION_CACHE_DIR") != str(run.compilation_cache):
+        return
+    import jax
+
+    from tba_jax.run import held_folders, places
+
+    places.make_folder(run.compilation_cache)
+    jax.config.update("jax_compilation_cache_dir", str(held_folders.hold(run.compilation_cache, number=_CACHE_DESCRIPTOR)))
 
 
 def _split_cpu(devices: int) -> None:

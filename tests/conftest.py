@@ -2,6 +2,7 @@
 
 import gc
 import importlib.util
+import logging
 import os
 import subprocess
 import sys
@@ -60,6 +61,16 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")  # None in a worker of xdist
     if session.config.option.parity and reporter and exitstatus == 0 and not reporter.stats.get("passed"):
         session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED  # all were skipped
+
+
+@pytest.fixture(autouse=True)
+def root_log() -> Iterator[None]:
+    """Commands that run in the tests' process set the handlers of the root log; they would write to a stream that is closed."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
 
 
 @pytest.fixture

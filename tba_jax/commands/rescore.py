@@ -129,6 +129,7 @@ def _rescore_writer(
 
     contract = experiment.contract
     folder, schema = run.rescored(contract.reward_version), reader.schema(writer)
+    places.make_folder(folder.parent)
     places.remove_tree(folder / writer)  # of an attempt that was interrupted
     log = LogWriter(
         folder,

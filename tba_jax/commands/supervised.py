@@ -154,6 +154,7 @@ def _join(run: layout.RunDir, config: Any, fingerprint: str) -> None:
     if not places.exists(run.config):
         try:
             contract = {"supervised": config.kind, "examples": fingerprint}
+            run.root.mkdir(parents=True, exist_ok=True)
             layout.write_json(run.config, {"format": contract_lib.FORMAT, "config": plain, "contract": contract})
         except OSError as error:
             raise ValueError(f"workdir {str(run.root)!r} cannot be written: {error.strerror}") from error

@@ -2,7 +2,6 @@
 
 import logging
 import shutil
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,8 +59,8 @@ def ensure(experiment: Experiment, run: layout.RunDir, *, report: Callable[[int,
     config, policy = experiment.config, experiment.policy
     init_from = contract_lib.read(run)["init_from"]
     mesh = sharding.make_mesh(tuple(config.learner.mesh.values()), setting="learner.mesh")
-    beside = run.references if isinstance(run.references, Path) else run.root
-    draft = beside / f".draft-{uuid.uuid4().hex[:8]}"
+    draft = run.draft
+    places.make_folder(draft.parent)
     if config.replay.mount:
         other_runs.copy_reference(config.replay.mount[0], draft)
     else:
@@ -73,10 +72,14 @@ def ensure(experiment: Experiment, run: layout.RunDir, *, report: Callable[[int,
         shutil.rmtree(draft)
     else:
         snapshots.adopt(draft, run.reference(reference_id))
+    if not isinstance(run.references, Path):
+        draft.parent.rmdir()  # the workdir has no reference of its own
     if init_from:
         reference = run.reference(reference_id)
         other_runs.take_optimizer(init_from, run, config, experiment.contract, policy=policy, reference=reference, mesh=mesh)
-    layout.write_json(run.initial_reference, {"id": reference_id})
+    # Where there is one after all (the storage was away when this process looked), it stays the run's.
+    if not layout.create_json(run.initial_reference, {"id": reference_id}):
+        reference_id = layout.read_json(run.initial_reference)["id"]
     log.info("reference policy %s: %d parameters", reference_id, parameters.count(policy.model_specs))
     return reference_id
 

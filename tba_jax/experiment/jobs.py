@@ -12,8 +12,8 @@ from tba_jax.experiment import composition, initial_policy, meshes, plan, schedu
 from tba_jax.experiment.joining import Invocation, check_run, join, mistakes_end_the_role, with_schedule_of_run
 from tba_jax.replay.journal import read_lineage
 from tba_jax.rewards import task_models
+from tba_jax.roles import placement, supervisor
 from tba_jax.roles import progress as progress_lib
-from tba_jax.roles import supervisor
 from tba_jax.roles.searcher.loop import run_searcher, wait_for_run
 from tba_jax.roles.searcher.searcher import Searcher
 from tba_jax.run import contract as contract_lib
@@ -278,11 +278,11 @@ def _devices_for_all() -> int:
 
 def _as_processes(s: Invocation) -> Job:
     """Each role as a process of its own, under a supervisor in this process."""
-    cpus, gpus = supervisor.available_cpus(), supervisor.visible_gpus()
-    placements = supervisor.place(s.config, cpus=cpus, gpus=gpus)
-    for name, placement in placements.items():
-        if placement.gpus:
-            meshes.check(s.experiment, role=name.split("-")[0], devices=len(placement.gpus))
+    cpus, gpus = placement.available_cpus(), placement.visible_gpus()
+    placements = placement.place(s.config, cpus=cpus, gpus=gpus)
+    for name, placed in placements.items():
+        if placed.gpus:
+            meshes.check(s.experiment, role=name.split("-")[0], devices=len(placed.gpus))
     if not gpus:
         devices = _devices_for_all()
         _check_devices(s.experiment, *{name.split("-")[0] for name in placements} - {"searcher"})
@@ -296,20 +296,22 @@ def _as_processes(s: Invocation) -> Job:
     def arguments(role: str, name: str) -> tuple[str, ...]:
         return (*s.arguments, f"--role={role}", f"--name={name}")
 
-    commands = {name: (arguments(name.split("-")[0], name), placement) for name, placement in placements.items()}
+    commands = {name: (arguments(name.split("-")[0], name), placed) for name, placed in placements.items()}
     until = [name for name in ("trainer", "evaluator") if name in commands]
     stop = processes_lib.StopSignal()
 
     def job() -> int:
         progress = _progress(s, searchers=s.config.searchers.count)
+        run = dataclasses.replace(s.run, id=contract_lib.read(s.run)["id"])
         processes = supervisor.Supervisor(
-            s.run, max_restarts=s.config.supervisor.max_restarts, stop_seconds=s.config.supervisor.stop_seconds
+            run, max_restarts=s.config.supervisor.max_restarts, stop_seconds=s.config.supervisor.stop_seconds
         )
         try:
             code = 0
             if not places.exists(s.run.initial_reference):
-                whole = supervisor.Placement(cpus=cpus, gpus=placements["trainer"].gpus)
-                code = processes.call("reference", arguments("reference", "reference"), whole, progress=progress, stop=stop)
+                whole = placement.Placement(cpus=cpus, gpus=placements["trainer"].gpus)
+                first = {"reference": (arguments("reference", "reference"), whole)}
+                code = processes.run(first, until=list(first), progress=progress, stop=stop, proof=s.run.initial_reference)
             code = code or processes.run(commands, until=until, progress=progress, stop=stop)
         finally:
             processes.close()

@@ -280,7 +280,7 @@ c.schedule.mode = setting("asynchronous", one_of=("asynchronous", "interleaved")
 c.schedule.lag = setting(0, at_least=0)  # interleaved: fresh rows come from the policy of this many steps ago; 0: on-policy
 
 c.supervisor = ConfigDict()
-c.supervisor.max_restarts = setting(20, at_least=0)  # restarts of a role without ten minutes of life between them
+c.supervisor.max_restarts = setting(20, at_least=0)  # of the trainer, or of all searchers, without ten minutes of life
 c.supervisor.stop_seconds = setting(10.0, above=0)  # between asking a role to stop and killing it
 
 c.metrics = ConfigDict()

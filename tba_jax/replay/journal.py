@@ -73,7 +73,7 @@ class Journal:
 
     def __init__(self, folder: Path, epoch: int):
         """Args: folder: `RunDir.journal`; epoch: of the lease. Raises FileExistsError if the epoch has a journal already."""
-        folder.mkdir(parents=True, exist_ok=True)
+        places.make_folder(folder)
         self.epoch = epoch
         self.path = folder / f"epoch-{epoch:06d}.jsonl"
         self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
@@ -106,18 +106,23 @@ class Journal:
         os.close(self._file)
 
 
-def read_lineage(folder: Path) -> list[dict[str, Any]]:
+def read_lineage(folder: Path, *, must_exist: bool = False) -> list[dict[str, Any]]:
     """The lines of steps 1, 2, … that count: a step recorded by several epochs belongs to the highest.
 
     Lines of an epoch at or after the first step of a later epoch were abandoned and are left out. The last line of a
-    file that a crash tore is ignored: no update followed it.
+    file that a crash tore is ignored: no update followed it. Without a folder there are no lines.
+
+    Args: must_exist: the caller knows that there is a folder.
 
     Raises:
+      FileNotFoundError: the folder must exist and does not.
       ValueError: a malformed line before the last (file and line number), or a missing step.
     """
     try:
         names = os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
+        if must_exist:
+            raise
         return []
     epochs = sorted((int(match[1]) for name in names if (match := _JOURNAL_NAME.fullmatch(name))), reverse=True)
     lineage: list[dict[str, Any]] = []

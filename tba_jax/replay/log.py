@@ -10,6 +10,7 @@ A writer id belongs to one process for ever, so rows are numbered without coordi
 
 import re
 import uuid
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from tba_jax.replay.segment import LogSchema, Segment, segment_name
-from tba_jax.run import layout, places
+from tba_jax.run import held_folders, layout, places
 from tba_jax.run.places import STORAGE_ERRORS, Place
 from tba_jax.trajectory import Rows, RowShape, check_rows
 
@@ -72,6 +73,7 @@ class LogWriter:
         self._next_row = 0
         self._segment: Segment | None = None
         self._segment_number = -1
+        self._held: Path | None = None
         if places.names_in(self._folder):
             raise ValueError(self._used())
         if claim:
@@ -82,6 +84,7 @@ class LogWriter:
 
     def claim(self) -> None:
         """Takes the writer id, and shows the log to readers. Raises ValueError where another process has it."""
+        places.make_folder(self._root / REGISTER, below=2)
         described = {"schema": self._schema.to_json(), "info": self._info, "claim": uuid.uuid4().hex}
         if not layout.create_json(registration(self._root, self.writer), described):
             raise ValueError(self._used())
@@ -130,7 +133,7 @@ class LogWriter:
         number, offset = divmod(numbers.start, self._schema.segment_rows)
         position = offset // size
         if self._segment is None or number != self._segment_number:
-            self._segment = Segment(self._folder / segment_name(number), self._schema, create=True)
+            self._segment = Segment(self._hold() / segment_name(number), self._schema, create=True)
             self._segment_number = number
             if isinstance(self._folder, Path):
                 for folder in (self._folder, self._folder.parent):
@@ -142,6 +145,14 @@ class LogWriter:
                     raise OSError("a failed append was committed after all and other rows follow it; append the first rows again")
                 return
         self._segment.append(position, rows, {"appends": numbers.stop // size, "rows": numbers.stop})
+
+    def _hold(self) -> Place:
+        """The writer's folder. tensorstore would make a workdir anew that was moved away meanwhile, so a local folder is held."""
+        if self._held is None and isinstance(self._folder, Path):
+            places.make_folder(self._folder, below=2)
+            self._held = held_folders.hold(self._folder)
+            weakref.finalize(self, held_folders.let_go, self._held)
+        return self._held or self._folder
 
 
 def batch_differs(stored: Rows, rows: Rows) -> bool:

@@ -72,6 +72,7 @@ class Evaluator:
         Raises: as `report`.
         """
         report = self.report(step)
+        places.make_folder(self._run.evaluations)
         layout.write_json(self._run.evaluations / f"{layout.step_name(step)}.json", plain(report))
         return report
 

@@ -1,20 +1,22 @@
 """The local supervisor: one trainer, some searchers and an evaluator as processes of this machine, each with its devices.
 
-A role that dies, or whose storage fails, is started again. A role that ends by bad input, or by numbers that are not finite, ends
-the run. No process outlives the supervisor, however it ends.
+One role's trouble is its own: a role that dies is started again, after pauses that grow. `judge` in verdicts.py says when a death
+ends the run. No process outlives the supervisor, however it ends.
 """
 
-import dataclasses
 import logging
 import os
-import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO, Any
+from typing import IO
 
-from tba_jax.run import layout, places, processes
+from tba_jax.replay import segment
+from tba_jax.replay.log import REGISTER
+from tba_jax.roles.placement import Placement
+from tba_jax.roles.verdicts import Verdict, judge, pause_seconds
+from tba_jax.run import contract, layout, places, processes
 from tba_jax.text.visible import visible
 
 log = logging.getLogger(__name__)
@@ -28,120 +30,21 @@ STARTING_SECONDS = 60.0
 HEALTHY_SECONDS = 600.0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Placement:
-    """Where a role runs. cpus: core numbers. gpus: CUDA device names, () on a machine without GPUs. memory_fraction: share of the
-    memory of each GPU, 0 = JAX' default."""
-
-    cpus: tuple[int, ...]
-    gpus: tuple[str, ...] = ()
-    memory_fraction: float = 0.0
-
-
-def visible_gpus() -> tuple[str, ...]:
-    """CUDA devices that this process may hand out. Looks at none of them: a process that initialises a GPU takes its memory."""
-    if os.environ.get("JAX_PLATFORMS", "").startswith(("cpu", "tpu")):
-        return ()
-    if "CUDA_VISIBLE_DEVICES" in os.environ:
-        return tuple(name for name in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if name.strip() not in ("", "-1"))
-    if shutil.which("nvidia-smi") is None:
-        return ()
-    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
-    return tuple(str(i) for i, line in enumerate(listed.stdout.splitlines()) if line.startswith("GPU"))
-
-
-def available_cpus() -> tuple[int, ...]:
-    """The cores that this process may run on."""
-    return tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else tuple(range(os.cpu_count() or 1))
-
-
-def place(config: Any, *, cpus: Sequence[int], gpus: Sequence[str]) -> dict[str, Placement]:
-    """Role name -> placement: trainer, searcher-0 …, and evaluator if there is one.
-
-    Cores: the trainer gets half, the searchers share the other half, and the evaluator uses the searchers'. GPUs: each searcher
-    gets one and its searchers.task_devices, the trainer gets the others. Where there are too few GPUs for that and
-    searchers.task_devices is 0, roles take turns on them, and share them by the memory fractions of the config.
-
-    Raises:
-      ValueError: there are too few GPUs for task_devices, or memory fractions of roles that share one exceed its memory.
-    """
-    searchers = [f"searcher-{i}" for i in range(config.searchers.count)]
-    names = ["trainer", *searchers, *(["evaluator"] if config.evaluation.enabled else [])]
-    shares = _share_cpus(searchers, cpus)
-    if not gpus:
-        return {name: Placement(cpus=shares[name]) for name in names}
-    own = _share_gpus(config, searchers, gpus)
-    fractions = {"trainer": config.learner.memory_fraction, "evaluator": config.evaluation.memory_fraction}
-    fractions |= dict.fromkeys(searchers, config.searchers.memory_fraction)
-    placements = {}
-    for name in names:
-        sharing = [other for other in names if set(own[other]) & set(own[name])]
-        total = sum(fractions[other] for other in sharing)
-        if len(sharing) > 1 and round(total, 6) > 0.95:
-            raise ValueError(
-                f"{', '.join(sharing)} share GPU {own[name][0]} and would take {total:.2f} of its memory, at most 0.95 is "
-                "allowed; lower learner.memory_fraction, searchers.memory_fraction or evaluation.memory_fraction"
-            )
-        alone = len(sharing) == 1
-        placements[name] = Placement(cpus=shares[name], gpus=own[name], memory_fraction=0.0 if alone else fractions[name])
-    return placements
-
-
-def _share_cpus(searchers: Sequence[str], cpus: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """Role name -> its cores; a role that would get none shares one."""
-    half = max(1, len(cpus) // 2)
-    of_trainer = tuple(cpus[:half])
-    of_search = tuple(cpus[half:]) or of_trainer
-    shares = {"trainer": of_trainer, "evaluator": of_search}
-    for i, name in enumerate(searchers):
-        shares[name] = of_search[i :: len(searchers)] or (of_search[i % len(of_search)],)
-    return shares
-
-
-def _share_gpus(config: Any, searchers: Sequence[str], gpus: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Role name -> its GPUs, the evaluator's included. Raises: see `place`."""
-    each = 1 + config.searchers.task_devices
-    spare = len(gpus) - each * len(searchers)
-    if spare > 0:
-        own = {"trainer": tuple(gpus[: _trainer_gpus(config, spare)])}
-        own |= {name: tuple(gpus[spare + each * i : spare + each * (i + 1)]) for i, name in enumerate(searchers)}
-    elif each > 1 and searchers:
-        raise ValueError(
-            f"searchers.task_devices={each - 1} makes {each} GPUs for each of searchers.count={len(searchers)}, which with the "
-            f"trainer's are {each * len(searchers) + 1}; there are {len(gpus)}. Lower searchers.count, or let the models share"
-        )
-    else:
-        own = {name: (gpus[i % len(gpus)],) for i, name in enumerate(["trainer", *searchers])}
-    idle = [gpu for gpu in gpus if not any(gpu in used for used in own.values())]
-    wanted = 1 + config.evaluation.task_devices
-    shared = own[searchers[-1] if searchers else "trainer"]
-    return own | {"evaluator": tuple(idle[:wanted]) if len(idle) >= wanted else shared[-wanted:]}
-
-
-def _trainer_gpus(config: Any, spare: int) -> int:
-    """How many of `spare` GPUs the trainer gets: the most that fit its mesh and divide its rows, all where mesh.data is set."""
-    mesh, learner = config.learner.mesh, config.learner
-    rows = learner.micro_batch_rows or learner.queries * learner.completions
-    batches = [rows, config.warm_start.batch_size] if config.warm_start.steps else [rows]
-    fitting = [
-        n
-        for n in range(1, spare + 1)
-        if n % (mesh.fsdp * mesh.tensor) == 0 and all(batch % (n // mesh.tensor) == 0 for batch in batches)
-    ]
-    return fitting[-1] if mesh.data == -1 and fitting else spare
-
-
 class _Role:
     """One supervised process."""
 
     def __init__(self, name: str, arguments: Sequence[str], placement: Placement, run: layout.RunDir, line: processes.Lifeline):
         self.name, self._arguments, self._placement, self._run, self._lifeline = name, list(arguments), placement, run, line
-        self.restarts = 0
+        self.kind = name.split("-")[0]
         self.started = self.next_start = self.next_look = 0.0
         # This role starts once these roles are at work.
         self.after: list[_Role] = []
+        # Lives; deaths without ten minutes of life in between; deaths and refusals of storage in a row without any work between.
+        self.starts = self.deaths = self.deaths_in_a_row = self.refusals_in_a_row = 0
+        # Deaths of this searcher since anybody has made rows, or the trainer a step.
+        self.deaths_in_vain = 0
         self._metrics_before = 0
-        self.done = False
+        self.done = self.rests = False
         self.process: subprocess.Popen[bytes] | None = None
         self._output: IO[bytes] | None = None
 
@@ -153,17 +56,24 @@ class _Role:
         """Whether the role has compiled its programs: it has written metrics, or has had the time for it, or has ended."""
         if self.process is None or self.done:
             return self.started > 0
-        return time.monotonic() > self.started + STARTING_SECONDS or self._metrics_size() != self._metrics_before
+        return time.monotonic() > self.started + STARTING_SECONDS or self.has_worked
 
-    def _metrics_size(self) -> int:
+    @property
+    def has_worked(self) -> bool:
+        """Whether the role has written metrics since it was started last."""
+        return self.metrics_size() not in (0, self._metrics_before)
+
+    def metrics_size(self) -> int:
+        """Bytes of the role's metrics; 0 where there are none, or their storage is away."""
         try:
             return (self._run.metrics(self.name) / "metrics.jsonl").stat().st_size
         except OSError:
             return 0
 
     def start(self) -> None:
-        self._output, self.started, self._metrics_before = self._open_log(), time.monotonic(), self._metrics_size()
-        environment = os.environ | self._lifeline.child_environment(self._placement.cpus)
+        self._output, self.started, self._metrics_before = self._open_log(), time.monotonic(), self.metrics_size()
+        self.starts += 1
+        environment = os.environ | self._lifeline.child_environment(self._placement.cpus, run_id=self._run.id)
         # Transparent huge pages for large buffers; a measurable gain for every role on a CPU.
         environment.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
         # A role that is started again finds its programs compiled, and so does the second of two searchers.
@@ -187,7 +97,7 @@ class _Role:
         """The log file of the child. None where storage refuses it: the child then inherits the supervisor's output."""
         path = self._run.log(self.name)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            places.make_folder(path.parent)
             return open(path, "ab")
         except OSError as error:
             log.warning("%s has no log: %s", self.name, error)
@@ -209,8 +119,7 @@ class _Role:
         except OSError as error:
             return f"(no log: {error})"
         # Threads of libraries may write further lines after the error.
-        said = code in (*processes.FINAL_CODES, processes.STORAGE_FAILED)
-        errors = [line for line in lines if said and line.startswith("error: ")]
+        errors = [line for line in lines if code in processes.EXPLAINED_CODES and line.startswith("error: ")]
         return visible((errors or lines or ["(no output)"])[-1])
 
 
@@ -218,30 +127,14 @@ class Supervisor:
     """Runs roles until the run is finished."""
 
     def __init__(self, run: layout.RunDir, *, max_restarts: int, stop_seconds: float):
+        """Args: run: with the id that every role must find."""
         self._run, self._max_restarts, self._stop_seconds = run, max_restarts, stop_seconds
         self._lifeline = processes.Lifeline()
         self._roles: list[_Role] = []
-
-    def call(
-        self, name: str, arguments: Sequence[str], placement: Placement, *, progress: Callable[[], None], stop: Callable[[], bool]
-    ) -> int:
-        """Runs one role to its end and returns its exit code, 130 where `stop` came first."""
-        role = self._add(name, arguments, placement)
-        role.start()
-        while (code := role.poll()) is None:
-            if stop():
-                return processes.STOPPED
-            progress()
-            time.sleep(_POLL_SECONDS)
-        self._roles.remove(role)
-        if code:
-            print(f"{name}: {role.last_words(code)}", file=sys.stderr)
-        return code
-
-    def _add(self, name: str, arguments: Sequence[str], placement: Placement) -> _Role:
-        role = _Role(name, arguments, placement, self._run, self._lifeline)
-        self._roles.append(role)
-        return role
+        self._proof = run.finished
+        self._is_away, self._next_look = False, 0.0
+        # See _signs_of_rows; None before searchers die.
+        self._signs: tuple[int, dict[str, tuple[int, bytes]]] | None = None
 
     def run(
         self,
@@ -250,8 +143,11 @@ class Supervisor:
         until: Sequence[str],
         progress: Callable[[], None],
         stop: Callable[[], bool],
+        proof: places.Place | None = None,
     ) -> int:
         """Supervises `roles` (name -> arguments, placement) until all roles named in `until` have ended with code 0.
+
+        Args: proof: the file without which code 0 only means that somebody stopped a role; default: RunDir.finished.
 
         Searchers and evaluators that share cores start one after the other. Each then finds most programs in the compilation
         cache; if all started at once, they would compile the same programs beside each other.
@@ -260,15 +156,19 @@ class Supervisor:
           0; or the exit code of the role that ended the run, 1 where it died too often by failures without a code of their own;
           or 130 where `stop` ended it.
         """
+        self._proof = self._run.finished if proof is None else proof
+        self._roles.clear()
         for name, (arguments, placement) in roles.items():
-            role = self._add(name, arguments, placement)
+            role = _Role(name, arguments, placement, self._run, self._lifeline)
+            self._roles.append(role)
             if name != "trainer":  # the others wait for the trainer's snapshots, and it waits for their rows
                 role.after = [other for other in self._roles[:-1] if other.name != "trainer" and role.shares_cores(other)]
         waiting = set(until)
         while waiting:
             if stop():
                 return processes.STOPPED
-            progress()
+            if self._is_there():
+                progress()
             for role in self._roles:
                 if (final := self._look_after(role)) is not None:
                     return final
@@ -277,10 +177,31 @@ class Supervisor:
             time.sleep(_POLL_SECONDS)
         return 0
 
+    def _is_there(self) -> bool:
+        """Whether the workdir holds the run; says so when that changes. Roles that wait for it are started at once then."""
+        if not self._run.id or time.monotonic() < self._next_look:
+            return not self._is_away
+        self._next_look = time.monotonic() + LOOK_AGAIN_SECONDS
+        try:
+            contract.check_is_there(self._run)
+        except OSError as error:
+            if not self._is_away:
+                log.warning("%s; the run goes on once it is back", error)
+            self._is_away = True
+            return False
+        if self._is_away:
+            log.warning("workdir %s is back", self._run.root)
+            for role in self._roles:
+                role.next_start = min(role.next_start, time.monotonic())
+        self._is_away = False
+        return True
+
     def _look_after(self, role: _Role) -> int | None:
         """Starts a role when it is time, and notes that it is done. Returns the code that ends the run, None while it goes on."""
+        if role.rests:
+            return None
         if role.process is None:
-            if time.monotonic() >= role.next_start and all(other.is_at_work for other in role.after):
+            if not self._is_away and time.monotonic() >= role.next_start and all(other.is_at_work for other in role.after):
                 role.after = []
                 role.start()
             return None
@@ -288,7 +209,7 @@ class Supervisor:
             return None
         try:
             # Code 0 alone does not tell whether the run has finished, or somebody stopped this role.
-            role.done = code == 0 and places.exists(self._run.finished)
+            role.done = code == 0 and places.exists(self._proof)
         except OSError as error:
             log.warning("%s has ended; storage does not answer whether the run has: %s", role.name, error)
             role.next_look = time.monotonic() + LOOK_AGAIN_SECONDS
@@ -296,21 +217,103 @@ class Supervisor:
         return None if role.done else self._died(role, code)
 
     def _died(self, role: _Role, code: int) -> int | None:
-        """Schedules a restart of the role, or returns the code that ends the run."""
+        """Schedules the next start of a role. Returns the code that ends the run, None while it goes on."""
         words = f"{role.name} (exit code {code}): {role.last_words(code)}"
-        if code in processes.FINAL_CODES:
+        is_new = role.starts == 1 and not role.has_worked
+        if role.has_worked:
+            role.deaths_in_a_row = role.refusals_in_a_row = 0
+        if code == processes.STORAGE_FAILED:
+            role.refusals_in_a_row += 1
+        else:
+            role.deaths = 1 if time.monotonic() - role.started > HEALTHY_SECONDS else role.deaths + 1
+            role.deaths_in_a_row, role.refusals_in_a_row = role.deaths_in_a_row + 1, 0
+        verdict = judge(role.kind, code, is_new=is_new, deaths=role.deaths, max_restarts=self._max_restarts)
+        if verdict is Verdict.ENDS_THE_RUN:
+            often = f"; it died {role.deaths} times, more than supervisor.max_restarts={self._max_restarts}"
+            explained = code in processes.FINAL_CODES and (code == processes.NOT_FINITE or is_new)
+            print(words if explained else words + often, file=sys.stderr)
+            return code if explained else 1
+        if verdict is Verdict.RESTS:
+            return self._rest(role, code, words)
+        if verdict is Verdict.AGAIN and role.kind == "searcher" and (end := self._nobody_is_left(role, words)) is not None:
+            return end
+        if role.kind == "evaluator" and self._is_in_vain(role):
+            self._give_up(role, words)
+        else:
+            self._schedule(role, words)
+        return None
+
+    def _is_in_vain(self, evaluator: _Role) -> bool:
+        """Whether the run waits for nobody but an evaluator that dies again and again."""
+        trained = any(role.kind == "trainer" and role.done for role in self._roles)
+        return trained and evaluator.deaths_in_a_row > self._max_restarts
+
+    def _give_up(self, role: _Role, words: str) -> None:
+        role.done = True
+        log.warning(
+            "%s; it died %d times in a row, more than supervisor.max_restarts=%d, and is given up: the training is done, and "
+            "python -m tba_jax evaluate --workdir=%s --step=N --output=FILE evaluates a snapshot",
+            *(words, role.deaths_in_a_row, self._max_restarts, self._run.root),
+        )
+
+    def _schedule(self, role: _Role, words: str) -> None:
+        """Starts a role again after a pause, and says how often it has ended."""
+        pause = pause_seconds(max(role.deaths_in_a_row + role.refusals_in_a_row, 1))
+        if role.refusals_in_a_row:
+            often = f"its storage has refused {role.refusals_in_a_row} times in a row"
+        else:
+            often = f"it has died {role.deaths} times"
+        log.warning("%s; %s; starting it again in %.1f s (see %s)", words, often, pause, self._run.log(role.name))
+        role.process, role.next_start = None, time.monotonic() + pause
+
+    def _rest(self, role: _Role, code: int, words: str) -> int | None:
+        """Leaves a searcher ended. Returns its code where no other searcher is left."""
+        role.rests = True
+        if all(other.rests for other in self._searchers()):
             print(words, file=sys.stderr)
             return code
-        role.restarts = 1 if time.monotonic() - role.started > HEALTHY_SECONDS else role.restarts + 1
-        if role.restarts > self._max_restarts:
-            print(
-                f"{words}; it died {role.restarts} times, more than supervisor.max_restarts={self._max_restarts}", file=sys.stderr
-            )
-            return code if code == processes.STORAGE_FAILED else 1
-        pause = min(0.5 * 2 ** (role.restarts - 1), 10.0)
-        log.warning("%s; starting it again in %.1f s (see %s)", words, pause, self._run.log(role.name))
-        role.process, role.next_start = None, time.monotonic() + pause
+        log.warning("%s; it is not started again", words)
         return None
+
+    def _searchers(self) -> list[_Role]:
+        return [role for role in self._roles if role.kind == "searcher"]
+
+    def _nobody_is_left(self, role: _Role, words: str) -> int | None:
+        """Notes a searcher's death. Returns 1 where no searcher comes to work, and nobody else makes rows or trains on them."""
+        role.deaths_in_vain = 1 if role.has_worked else role.deaths_in_vain + 1
+        may_decide = all(other.rests or other.deaths_in_vain > self._max_restarts for other in self._searchers())
+        if self._is_away or not (may_decide or self._signs is None):
+            return None
+        try:
+            signs = self._signs_of_rows()
+        except OSError as error:
+            log.warning("storage does not answer which rows the run has: %s", error)
+            return None
+        at_work = any(other.process is not None and other.has_worked for other in self._searchers())
+        if signs != self._signs or at_work:
+            self._signs = signs
+            for other in self._searchers():
+                other.deaths_in_vain = min(other.deaths_in_vain, 1)
+            return None
+        print(
+            f"{words}; all searchers died more than supervisor.max_restarts={self._max_restarts} times without making a row, and "
+            "nobody else makes rows: the trainer has nothing to learn from",
+            file=sys.stderr,
+        )
+        return 1
+
+    def _signs_of_rows(self) -> tuple[int, dict[str, tuple[int, bytes]]]:
+        """What changes when somebody makes rows, or trains on them: the trainer's metrics, and the newest commit of every log."""
+        trained = sum(role.metrics_size() for role in self._roles if role.kind == "trainer")
+        commits: dict[str, tuple[int, bytes]] = {}
+        for name in places.names_in(self._run.replay / REGISTER):
+            writer = name.removesuffix(".json")
+            last = segment.last_segment(self._run.replay / writer, 0)
+            try:
+                commits[writer] = last, places.read_bytes(segment.manifest(self._run.replay / writer, last))
+            except FileNotFoundError:  # a writer that has not made a row
+                continue
+        return trained, commits
 
     def close(self) -> None:
         """Asks all roles to stop, kills those that do not within stop_seconds, and waits until none is left."""

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from tba_jax.run import held_folders, places
 from tba_jax.sharding import PINNED_HOST
 
 
@@ -18,6 +19,10 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             max_to_keep=None if read_only else keep, step_format_fixed_length=8, read_only=read_only
         )
+        if not read_only:
+            places.make_folder(folder)
+            folder = held_folders.hold(folder)  # orbax would make a workdir anew that was moved away meanwhile
+        self._held: Path | None = None if read_only else folder
         self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
 
     def latest_step(self) -> int | None:
@@ -59,6 +64,9 @@ class Checkpoints:
     def close(self) -> None:
         self._manager.wait_until_finished()
         self._manager.close()
+        if self._held is not None:
+            held_folders.let_go(self._held)
+            self._held = None
 
 
 def _copy(x: jax.Array) -> jax.Array:

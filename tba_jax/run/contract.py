@@ -1,13 +1,16 @@
 """config.json: the config of a run, and the contract that all its roles share."""
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from tba_jax import trajectory
 from tba_jax.models.response_space import ResponseSpace
-from tba_jax.run import layout, places
+from tba_jax.run import layout, places, processes
 from tba_jax.run.places import Place
 from tba_jax.schemas import flatten
 
@@ -136,13 +139,16 @@ def join(run: layout.RunDir, config: Any, contract: Contract, *, init_from: str 
     """
     mine = {
         "format": FORMAT,
+        "id": uuid.uuid4().hex,
         "config": plain(config.to_dict()),
         "contract": contract.to_json(),
         "changes": [],
         "init_from": init_from,
     }
     # A role that starts again does not write: a full or read-only storage would look like a mistake of the user.
-    if not (places.exists(run.config) and (run.elsewhere is None or places.exists(run.shared_name))):
+    if run.id:
+        check_is_there(run)
+    elif not (places.exists(run.config) and (run.elsewhere is None or places.exists(run.shared_name))):
         _make(run, mine)
     check_joins(run, config, contract, init_from=init_from)
 
@@ -178,10 +184,58 @@ def is_finished(run: layout.RunDir) -> bool:
 def _make(run: layout.RunDir, mine: Mapping[str, Any]) -> None:
     try:
         run.root.mkdir(parents=True, exist_ok=True)
+        if isinstance(run.shared, Path):
+            run.shared.mkdir(parents=True, exist_ok=True)
         layout.create_json(run.config, mine)  # where another role was first, its file stays
         layout.note_shared(run)
     except OSError as error:
         raise ValueError(f"workdir {str(run.shared)!r} cannot be written: {error.strerror or error}") from error
+
+
+def known(run: layout.RunDir, expected: str) -> layout.RunDir:
+    """The run with the id `expected`, or with that of config.json; without an id if there is no run yet.
+
+    Raises:
+      processes.RunIsAway: `expected` is not there.
+    """
+    found = dataclasses.replace(run, id=expected or _id(run))
+    if expected:
+        check_is_there(found)
+    return found
+
+
+def check_is_there(run: layout.RunDir) -> None:
+    """Raises processes.RunIsAway where the place of a run does not hold the run with its id, OSError where storage fails."""
+    found = _id(run)
+    if not found:
+        raise processes.RunIsAway(f"workdir {run.shared} is not there: it has no config.json; was it moved, or is a mount lost?")
+    if found != run.id:
+        raise processes.RunIsAway(f"workdir {run.shared} holds another run: its id is {found}, expected {run.id}")
+    if run.elsewhere is not None and not places.exists(run.shared_name):
+        raise processes.RunIsAway(f"workdir {run.root} is not there: it has no {run.shared_name.name}")
+
+
+def _id(run: layout.RunDir) -> str:
+    """The id in config.json, "" without one."""
+    try:
+        stored = layout.read_json(run.config)
+    except (FileNotFoundError, ValueError):  # who reads the whole file says what is wrong with it
+        return ""
+    return str(stored.get("id", "")) if isinstance(stored, dict) else ""
+
+
+@contextlib.contextmanager
+def failures_of_storage(run: layout.RunDir) -> Iterator[None]:
+    """Makes every error inside one of storage, if the run with this id is not to be found after it."""
+    try:
+        yield
+    except Exception as error:
+        if run.id and not processes.is_storage_failure(error):
+            try:
+                check_is_there(run)
+            except OSError as away:
+                raise away from error
+        raise
 
 
 def read_run(run: layout.RunDir, *, called: str = "") -> dict[str, Any]:
@@ -201,7 +255,7 @@ def read_run(run: layout.RunDir, *, called: str = "") -> dict[str, Any]:
 
 
 def read(run: layout.RunDir) -> dict[str, Any]:
-    """config.json: {"format", "config", "contract", "changes", "init_from"}; supervised training has the first three.
+    """config.json: {"format", "id", "config", "contract", "changes", "init_from"}; supervised training has fewer.
 
     Raises:
       FileNotFoundError: there is no config.json. ValueError: it is damaged, or another version of tba_jax wrote it.

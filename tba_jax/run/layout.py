@@ -26,10 +26,12 @@ class RunDir:
     """Paths of one run. Making the object touches nothing on disk.
 
     root: the workdir, a local or mounted folder. elsewhere: the place where searchers and trainer meet, None if it is `root`.
+    id: of the run that is there, "" where there may be none yet. Nobody makes the folders of a run with an id again.
     """
 
     root: Path
     elsewhere: Place | None = None
+    id: str = ""
 
     @property
     def shared(self) -> Place:
@@ -98,6 +100,12 @@ class RunDir:
 
     def reference(self, reference_id: str) -> Place:
         return self.references / reference_id
+
+    @property
+    def draft(self) -> Path:
+        """A new local folder for a reference policy that is being made."""
+        folder = self.references if isinstance(self.references, Path) else self.root / "reference"
+        return folder / f".draft-{uuid.uuid4().hex[:8]}"
 
     def metrics(self, role: str) -> Path:
         return self.root / "metrics" / role

@@ -69,7 +69,7 @@ class EpochLease:
         """
         if ttl_seconds <= 0:
             raise ValueError(f"ttl_seconds={ttl_seconds} must be positive")
-        folder.mkdir(parents=True, exist_ok=True)
+        places.make_folder(folder)
         while True:
             current = _highest_epoch(folder)
             if current:

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from tba_jax.run import places
+
 FLUSH_SECONDS = 5.0
 
 
@@ -22,7 +24,7 @@ class MetricWriter:
     def __init__(self, folder: Path):
         from tensorboardX.event_file_writer import EventsWriter
 
-        folder.mkdir(parents=True, exist_ok=True)
+        places.make_folder(folder, below=2)
         path = folder / "metrics.jsonl"
         torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
         self._lines = open(path, "a", buffering=1)  # noqa: SIM115 (closed by close)

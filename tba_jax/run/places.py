@@ -1,8 +1,9 @@
 """Where a run's shared files live: a local folder, or a prefix of an object store through tensorstore.
 
 One rule holds for both: commit, then visible. In a local folder a file is written under a temporary name, flushed to the device
-and renamed. Readers ignore names that begin with a dot, and `exists` lists the folder before it says that a name is missing. An
-object store shows an object whole or not at all and lists it at once, but it cannot rename, and its folders are prefixes.
+and renamed. Readers ignore names that begin with a dot, and `exists` lists the folder before it says that a name is missing. A
+folder is made below an existing one only (`make_folder`): while a run's folder is away, nothing begins in its place. An object
+store shows an object whole or not at all and lists it at once, but it cannot rename, and its folders are prefixes.
 """
 
 import contextlib
@@ -181,8 +182,20 @@ def exists(file: Place) -> bool:
         return file.store.read(file.path).result().state == "value"
 
 
+def make_folder(folder: Place, *, below: int = 1) -> None:
+    """Makes a local folder, unless it exists. Where the folder above its last `below` names is missing, it makes nothing.
+
+    Raises:
+      FileNotFoundError: that folder is missing. OSError: the storage refuses.
+    """
+    if not isinstance(folder, Path):
+        return
+    for level in reversed(range(below)):
+        (folder, *folder.parents)[level].mkdir(exist_ok=True)
+
+
 def write_bytes(file: Place, content: bytes) -> None:
-    """Writes a file atomically and durably.
+    """Writes a file atomically and durably. A local file needs its folder, see `make_folder`.
 
     Raises:
       OSError: the place cannot be written or is full; the old content, if any, is untouched.
@@ -226,7 +239,6 @@ def create(file: Place, content: bytes) -> bool:
 @contextlib.contextmanager
 def _temporary(file: Path, content: bytes) -> Iterator[Path]:
     """A flushed file beside `file`, gone afterwards unless it was renamed."""
-    file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.parent / f".{file.name}.{uuid.uuid4().hex[:8]}"
     try:
         with open(temporary, "wb") as opened:
@@ -308,7 +320,9 @@ def remove_tree(folder: Place) -> bool:
 
 def copy_tree(source: Place, target: Place, *, last: str) -> None:
     """Copies a folder to a place where there is none. The file `last`, which makes it visible, is copied at the end."""
+    make_folder(target)
     for name in sorted(files_in(source), key=lambda name: name == last):
+        make_folder((target / name).parent, below=1 + name.count("/"))
         write_bytes(target / name, read_bytes(source / name))
 
 

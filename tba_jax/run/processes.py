@@ -1,25 +1,33 @@
 """Processes of a run that end together: a child dies with its parent, however the parent ends.
 
-The parent holds the write end of a pipe, the child reads from the other; the kernel closes it when the parent is gone,
-by SIGKILL too. This file also holds what a parent tells its children before they import JAX, and the exit codes of a role.
+On Linux the kernel kills the child when its parent dies (prctl(2), PR_SET_PDEATHSIG), also a child that is stopped. Everywhere
+the parent holds the write end of a pipe, and a thread of the child reads from the other, which ends when the parent is gone.
+This file also holds what a parent tells its children before they import JAX, and the exit codes of a role.
 """
 
+import concurrent.futures
 import contextlib
+import ctypes
 import errno
 import os
+import queue
 import re
 import signal
+import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 
-# Exit codes of a role. A supervisor starts a role again after every code but the final ones: a storage problem (a full disk, a
-# lost mount) may be solved while the run waits, and committed rows and snapshots are not lost meanwhile.
+# Exit codes of a role. roles/supervisor.py says what follows from each.
 BAD_INPUT = 2
 STORAGE_FAILED = 3
 NOT_FINITE = 4
-NO_REWARDS = 5
+NO_REWARDS = 5  # no row has had a reward for so long that the searcher gave up
 STOPPED = 130
+# A run that ended by one of these ends in the same way again, unless the user changes something.
 FINAL_CODES = (BAD_INPUT, NOT_FINITE)
+# A role that ends by one of these has printed a line "error: …" that says why.
+EXPLAINED_CODES = (BAD_INPUT, STORAGE_FAILED, NOT_FINITE, NO_REWARDS)
 
 
 class BadInput(ValueError):
@@ -28,6 +36,10 @@ class BadInput(ValueError):
 
 class NoRewards(RuntimeError):
     """No row has had a reward for so long that a searcher gives up: it ends with this sentence and the code NO_REWARDS."""
+
+
+class RunIsAway(OSError):
+    """The place of a run does not hold the run at the moment: a folder was moved, or a mount is lost. A failure of storage."""
 
 
 # Full, over a quota, over a size limit, read-only, not permitted any more, broken, gone from its server.
@@ -45,7 +57,10 @@ _STORAGE_ERRORS = (
 _REFUSING = re.compile(r"\b(UNAVAILABLE|PERMISSION_DENIED|UNAUTHENTICATED|RESOURCE_EXHAUSTED|DEADLINE_EXCEEDED)\b")
 
 _LIFELINE = "TBA_JAX_LIFELINE"
+_PARENT = "TBA_JAX_PARENT"
 _CPUS = "TBA_JAX_CPUS"
+_RUN = "TBA_JAX_RUN"
+_PR_SET_PDEATHSIG = 1
 
 
 def is_storage_failure(error: BaseException) -> bool:
@@ -58,6 +73,8 @@ def is_storage_failure(error: BaseException) -> bool:
     while cause is not None and id(cause) not in seen:
         seen.add(id(cause))
         text = str(cause)
+        if isinstance(cause, RunIsAway):
+            return True
         if isinstance(cause, OSError) and (cause.errno in _STORAGE_ERRORS or _REFUSING.search(text)):
             return True
         if any(os.strerror(number) in text for number in _STORAGE_ERRORS):
@@ -77,9 +94,10 @@ class Lifeline:
         """File descriptors to pass on to a child (subprocess' pass_fds)."""
         return (self._read,)
 
-    def child_environment(self, cpus: tuple[int, ...]) -> dict[str, str]:
-        """Environment of a child that is to run on these CPU cores."""
-        return {_LIFELINE: str(self._read), _CPUS: ",".join(map(str, cpus))}
+    def child_environment(self, cpus: tuple[int, ...], *, run_id: str = "") -> dict[str, str]:
+        """Environment of a child that is to run on these CPU cores. run_id: of the run that it must find, see `expected_run`."""
+        told = {_LIFELINE: str(self._read), _PARENT: str(os.getpid()), _CPUS: ",".join(map(str, cpus))}
+        return told | ({_RUN: run_id} if run_id else {})
 
     def close(self) -> None:
         os.close(self._write)
@@ -91,13 +109,30 @@ def hold() -> None:
     cpus = os.environ.pop(_CPUS, "")
     if cpus and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {int(cpu) for cpu in cpus.split(",")})
-    read = os.environ.pop(_LIFELINE, "")
+    read, parent = os.environ.pop(_LIFELINE, ""), os.environ.pop(_PARENT, "")
     if read:
-        die_with(int(read))
+        die_with(int(read), parent=int(parent))
 
 
-def die_with(read: int) -> None:
-    """Called in a child, which then dies by SIGKILL once every write end of the pipe behind `read` is closed."""
+def expected_run() -> str:
+    """The id of the run that the parent of this process supervises, "" where there is no such parent.
+
+    A process that expects a run must find config.json with this id, and makes no run.
+    """
+    return os.environ.get(_RUN, "")
+
+
+def die_with(read: int, *, parent: int) -> None:
+    """Called in a child, which then dies by SIGKILL when its parent does.
+
+    Args:
+      read: a pipe. The child dies as well once every write end of it is closed.
+      parent: the process id of the parent. The thread of the parent that started the child must live as long as the parent.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it died before the kernel was asked
+            os.kill(os.getpid(), signal.SIGKILL)
     threading.Thread(target=_die_with_parent, args=(read,), name="lifeline", daemon=True).start()
 
 
@@ -105,6 +140,37 @@ def _die_with_parent(read: int) -> None:
     with contextlib.suppress(OSError):
         os.read(read, 1)  # blocks until the last write end is closed
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Starter:
+    """Calls functions in one thread, which lives as long as this process: the kernel ends a child with the
+    thread that started it (see `die_with`)."""
+
+    def __init__(self, *, blocked: Sequence[signal.Signals]) -> None:
+        """Args: blocked: signals that the thread, and what it starts, do not receive."""
+        self._blocked = blocked
+        self._calls: queue.SimpleQueue[tuple[Callable[[], None], concurrent.futures.Future[None]]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def __call__(self, function: Callable[[], None]) -> None:
+        """Returns, or raises, as `function` does. One caller at a time."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="starts workers", daemon=True)
+            self._thread.start()
+        done: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._calls.put((function, done))
+        done.result()
+
+    def _serve(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, self._blocked)
+        while True:
+            function, done = self._calls.get()
+            try:
+                function()
+            except BaseException as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
 
 
 class StopSignal:

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import hashlib
 import math
+import os
 import shutil
 import threading
 import uuid
@@ -24,7 +25,7 @@ import tensorstore as ts
 
 from tba_jax.models import parameters
 from tba_jax.models.parameters import Params, Specs
-from tba_jax.run import layout, places, processes
+from tba_jax.run import held_folders, layout, places, processes
 from tba_jax.run.places import Place
 
 COMMIT = "commit.json"
@@ -76,12 +77,13 @@ def save(
     draft = folder
     if isinstance(folder, Path):
         draft = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}"
-        draft.mkdir(parents=True)
+        places.make_folder(draft, below=2)
     else:
         _remove(folder)
     try:
         try:
-            _write_arrays(draft, params, dtype=dtype, durable=durable)
+            with held_folders.holding(draft) as held:
+                _write_arrays(held, params, dtype=dtype, durable=durable)
         except places.STORAGE_ERRORS as error:  # tensorstore mostly raises ValueError, which here would mean a user's mistake
             raise OSError(f"snapshot {folder} could not be written: {error}") from error
         check()
@@ -290,10 +292,11 @@ def _remove(folder: Place) -> None:
 
 def sweep(policies: Place) -> None:
     """Removes the drafts and uncommitted folders that killed processes left. Only the trainer may call it."""
-    committed = set(places.folders_with(policies, COMMIT))
-    for name in places.names_in(policies):
-        if name.startswith(".") or name not in committed:
-            places.remove_tree(policies / name)
+    names, committed = places.names_in(policies), set(places.folders_with(policies, COMMIT))
+    for folder in (policies / name for name in names if name not in committed):
+        # While a local folder is away, its snapshots look uncommitted: this listing raises then.
+        if not (isinstance(folder, Path) and folder.is_dir() and COMMIT in os.listdir(folder)) or folder.name[0] == ".":
+            places.remove_tree(folder)
 
 
 def fingerprint(folder: Place) -> str:

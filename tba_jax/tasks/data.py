@@ -1,5 +1,7 @@
 """Reads a task's data from a local file or a data set of the Hugging Face hub, and checks every field."""
 
+import contextlib
+import functools
 import json
 import math
 import re
@@ -9,11 +11,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from tba_jax.models.hugging_face import hub
+
 T = TypeVar("T")
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 _HUB_ID = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*)(?::([\w.-]+))?")
-_HUB_TIMEOUT = 10.0  # seconds for the hub's first answer; the library itself would try for minutes
 _TYPE_NAMES = {
     str: "a string",
     int: "a whole number",
@@ -148,22 +151,24 @@ def _read_folder(path: Path, where: str, schema: Schema, split: str) -> Iterator
 
 
 def _read_hub(source: str, where: str, schema: Schema, split: str) -> Iterator[tuple[str, Any]]:
-    import huggingface_hub.constants
+    import huggingface_hub
 
     refused = f"{where}: there is no such file, and it was not fetched from the hub"
     match = _HUB_ID.fullmatch(source)
     if match is None or Path(source).suffix in SUFFIXES:
         raise ValueError(f"{refused}: it is not the name of a data set, owner/name or owner/name:config")
     name, config = match.groups()
+    away: BaseException | None = None
     try:
-        if not huggingface_hub.constants.HF_HUB_OFFLINE:
-            huggingface_hub.HfApi().dataset_info(name, timeout=_HUB_TIMEOUT)
+        ask = functools.partial(huggingface_hub.HfApi().dataset_info, name, timeout=hub.TIMEOUT_SECONDS)
+        away = hub.away(ask, called=where)
         import datasets  # takes seconds, so it comes after the check that the hub has the data set
 
-        records = datasets.load_dataset(name, config, split=split)
+        with hub.offline() if away else contextlib.nullcontext():
+            records = datasets.load_dataset(name, config, split=split)
     except Exception as error:  # the errors depend on the version of the hub's HTTP client
-        hint = "HF_HUB_OFFLINE=1 uses a data set that was fetched before"
-        raise ValueError(f"{refused} (split {split!r}): {_one_line(error)}; {hint}") from error
+        told = f"the hub cannot be reached, and its cache has no copy: {_one_line(away)}" if away else _one_line(error)
+        raise ValueError(f"{refused} (split {split!r}): {told}") from error
     return _read_records(records, f"{where} (split {split!r})", schema)
 
 

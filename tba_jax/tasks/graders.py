@@ -275,14 +275,11 @@ class _Process(multiprocessing.context.SpawnProcess):
             if self.context.ended:
                 raise OSError("the workers are being ended")
             main = sys.modules["__main__"]
-            # A worker inherits blocked signals, so it never receives signals that are meant for its parent.
-            mask = signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS_SIGNALS)
             sys.modules["__main__"] = types.ModuleType("__main__")
             try:
-                super().start()
+                _starter(super().start)
             finally:
                 sys.modules["__main__"] = main
-                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             self.context.started.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -292,6 +289,8 @@ class _Process(multiprocessing.context.SpawnProcess):
 
 _STARTING = threading.Lock()
 _PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# A worker inherits blocked signals, so it never receives signals that are meant for its parent.
+_starter = processes.Starter(blocked=_PARENTS_SIGNALS)
 
 
 class _Context(multiprocessing.context.SpawnContext):
@@ -331,7 +330,9 @@ def _begin(parent: multiprocessing.connection.Connection, reference: Reference, 
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # discards a pending signal
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _PARENTS_SIGNALS)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ends the process at once, even during a long call into C
-    processes.die_with(os.dup(parent.fileno()))
+    started_by = multiprocessing.parent_process()
+    assert started_by is not None and started_by.pid is not None
+    processes.die_with(os.dup(parent.fileno()), parent=started_by.pid)
     if memory_megabytes and sys.platform == "linux":
         resource.setrlimit(resource.RLIMIT_DATA, (memory_megabytes * 2**20,) * 2)
     try:

@@ -19,6 +19,8 @@ from tests.support import tiny_run
 @pytest.fixture(params=["folder", "memory"])
 def run(request, tmp_path):
     shared = places.place("memory://store/shared") if request.param == "memory" else tmp_path / "shared"
+    (tmp_path / "own" / "evaluations").mkdir(parents=True)
+    places.make_folder(shared)
     return layout.RunDir(tmp_path / "own", shared)
 
 
@@ -44,6 +46,7 @@ def test_only_what_is_newer_is_looked_at(run, monkeypatch):
 def test_a_snapshot_that_is_committed_later_is_not_missed(run):
     """A killed trainer may leave one without a commit, which the next one writes again, behind others or not."""
     pending = evaluator.PendingSteps(run, every_steps=10, final_step=99)
+    places.make_folder(run.policies / "00000010" / "a", below=3)
     places.write_bytes(run.policies / "00000010" / "a" / "zarr.json", b"{")
     publish(run, 0, 20)
     assert pending() == [0, 20] == pending()

@@ -12,6 +12,7 @@ def test_a_step_that_was_done_twice_is_drawn_once():
 
 
 def shown(run: layout.RunDir, capsys) -> progress.Progress:
+    run.references.mkdir()
     layout.write_json(run.initial_reference, {"id": "0"})
     for role in ("trainer", "searcher-0", "searcher-1"):
         MetricWriter(run.metrics(role)).close()

@@ -1,6 +1,7 @@
-"""Where roles are placed, and that no process outlives the one that started it."""
+"""When a role is started again, what ends a run, and that no process outlives the one that started it."""
 
 import errno
+import itertools
 import os
 import re
 import signal
@@ -11,117 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from configs import base
-from tba_jax.roles import progress, supervisor
-from tba_jax.roles.supervisor import Placement, Supervisor, place
-from tba_jax.run import places
+from tba_jax.roles import progress, supervisor, verdicts
+from tba_jax.roles.placement import Placement
+from tba_jax.roles.supervisor import Supervisor
+from tba_jax.roles.verdicts import Verdict
+from tba_jax.run import layout, places
 from tba_jax.run import processes as processes_lib
 from tba_jax.run.layout import RunDir
 
 REPOSITORY = Path(__file__).parent.parent.parent
-
-
-def config_with(**overrides):
-    config = base.get_config()
-    config.update_from_flattened_dict({name.replace("__", "."): value for name, value in overrides.items()})
-    return config
-
-
-@pytest.mark.parametrize(
-    "cpus, expected",
-    [
-        ([5], {"trainer": (5,), "searcher-0": (5,), "searcher-1": (5,), "evaluator": (5,)}),
-        ([0, 1], {"trainer": (0,), "searcher-0": (1,), "searcher-1": (1,), "evaluator": (1,)}),
-        (range(8), {"trainer": (0, 1, 2, 3), "searcher-0": (4, 6), "searcher-1": (5, 7), "evaluator": (4, 5, 6, 7)}),
-    ],
-)
-def test_cores(cpus, expected):
-    found = place(base.get_config(), cpus=cpus, gpus=())
-    assert found == {name: Placement(cpus=cores) for name, cores in expected.items()}
-
-
-def test_more_searchers_than_cores_take_turns():
-    found = place(config_with(searchers__count=5, evaluation__enabled=False), cpus=range(4), gpus=())
-    assert list(found) == ["trainer", *(f"searcher-{i}" for i in range(5))]
-    assert [found[f"searcher-{i}"].cpus for i in range(5)] == [(2,), (3,), (2,), (3,), (2,)]
-
-
-@pytest.mark.parametrize(
-    "gpus, expected",
-    [
-        (["0"], {"trainer": (["0"], 0.45), "searcher-0": (["0"], 0.2), "searcher-1": (["0"], 0.2), "evaluator": (["0"], 0.1)}),
-        (
-            ["0", "1"],
-            {"trainer": (["0"], 0.45), "searcher-0": (["1"], 0.0), "searcher-1": (["0"], 0.2), "evaluator": (["0"], 0.1)},
-        ),
-        (
-            ["0", "1", "2", "3"],
-            {"trainer": (["0", "1"], 0.0), "searcher-0": (["2"], 0.0), "searcher-1": (["3"], 0.2), "evaluator": (["3"], 0.1)},
-        ),
-    ],
-    ids=["1", "2", "4"],
-)
-def test_gpus(gpus, expected):
-    found = place(base.get_config(), cpus=range(8), gpus=gpus)
-    assert {name: (list(p.gpus), p.memory_fraction) for name, p in found.items()} == expected
-    assert {name: p.cpus for name, p in found.items()} == {
-        name: p.cpus for name, p in place(base.get_config(), cpus=range(8), gpus=()).items()
-    }
-
-
-@pytest.mark.parametrize(
-    "gpus, expected",
-    [
-        ("abcdefg", {"trainer": "a", "searcher-0": "de", "searcher-1": "fg", "evaluator": "bc"}),
-        ("abcdef", {"trainer": "ab", "searcher-0": "cd", "searcher-1": "ef", "evaluator": "ef"}),
-    ],
-)
-def test_searchers_whose_tasks_have_gpus_of_their_own(gpus, expected):
-    rows = 5 if gpus == "abcdefg" else 2  # the trainer's, which three GPUs do not divide
-    c = config_with(searchers__task_devices=1, evaluation__task_devices=1, learner__queries=1, learner__completions=rows)
-    found = place(c, cpus=[0], gpus=tuple(gpus))
-    assert {name: "".join(p.gpus) for name, p in found.items()} == expected
-
-
-def test_too_few_gpus_for_the_models_of_tasks_are_refused():
-    sentence = "searchers.task_devices=1 makes 2 GPUs for each of searchers.count=2, which with the trainer's are 5; there are 4."
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        place(config_with(searchers__task_devices=1), cpus=[0], gpus=tuple("abcd"))
-
-
-def test_without_an_evaluator_a_searcher_has_its_gpu_alone():
-    found = place(config_with(evaluation__enabled=False), cpus=[0], gpus=["a", "b", "c"])
-    assert {name: p.gpus for name, p in found.items()} == {"trainer": ("a",), "searcher-0": ("b",), "searcher-1": ("c",)}
-    assert {p.memory_fraction for p in found.values()} == {0.0}
-
-
-def test_memory_fractions_that_exceed_a_shared_gpu_are_refused():
-    sentence = "trainer, searcher-0, searcher-1, evaluator share GPU 0 and would take 1.05 of its memory, at most 0.95 is allowed"
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        place(config_with(learner__memory_fraction=0.55), cpus=[0], gpus=["0"])
-    with pytest.raises(ValueError, match=r"searcher-1, evaluator share GPU 2 .* lower learner.memory_fraction"):
-        place(config_with(searchers__memory_fraction=0.9), cpus=[0], gpus=["0", "1", "2"])
-    # Alone on its GPU a role may have any fraction.
-    place(config_with(learner__memory_fraction=1.0), cpus=[0], gpus=["0", "1", "2"])
-
-
-@pytest.mark.parametrize(
-    "environment, expected",
-    [
-        ({"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "0,1"}, ()),
-        ({"CUDA_VISIBLE_DEVICES": "3,GPU-12ab"}, ("3", "GPU-12ab")),
-        ({"CUDA_VISIBLE_DEVICES": ""}, ()),
-        ({"CUDA_VISIBLE_DEVICES": "-1"}, ()),
-        ({"PATH": ""}, ()),
-    ],
-    ids=str,
-)
-def test_gpus_that_may_be_handed_out(monkeypatch, environment, expected):
-    for name in ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert supervisor.visible_gpus() == expected
 
 
 # A parent that starts two children on one lifeline. Each tells its process id, its cores and whether it has imported JAX.
@@ -183,6 +82,41 @@ def test_children_die_with_their_parent(end):
         parent.stdout.close()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux alone ends children with their parent")
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM], ids=lambda end: end.name)
+def test_children_that_are_stopped_die_with_their_parent(end):
+    """No thread of a stopped process runs: the kernel alone can end it."""
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True, env=environment)
+    children = [int(parent.stdout.readline().split()[0]) for _ in range(2)]
+    try:
+        for pid in children:
+            os.kill(pid, signal.SIGSTOP)
+        parent.send_signal(end)
+        parent.wait()
+        wait_until(lambda: not any(map(is_running, children)), 2.0)
+    finally:
+        parent.kill()
+        for pid in filter(is_running, children):
+            os.kill(pid, signal.SIGKILL)
+        parent.stdout.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux alone ends children with their parent")
+def test_a_child_whose_parent_died_before_it_held_ends(tmp_path):
+    """The pipe is still open: somebody else holds its other end."""
+    lifeline = processes_lib.Lifeline()
+    told = lifeline.child_environment(()) | {"TBA_JAX_PARENT": "1"}
+    command = [sys.executable, "-c", "import time\nfrom tba_jax.run import processes\nprocesses.hold()\ntime.sleep(60)"]
+    environment = os.environ | told | {"PYTHONPATH": str(REPOSITORY)}
+    child = subprocess.Popen(command, env=environment, pass_fds=lifeline.child_fds)
+    try:
+        assert child.wait(20) == -signal.SIGKILL
+    finally:
+        child.kill()
+        lifeline.close()
+
+
 def test_a_process_without_a_lifeline_just_runs(monkeypatch):
     monkeypatch.delenv("TBA_JAX_LIFELINE", raising=False)
     monkeypatch.delenv("TBA_JAX_CPUS", raising=False)
@@ -193,10 +127,11 @@ def test_a_process_without_a_lifeline_just_runs(monkeypatch):
 
 # What a role does here instead of `python -m tba_jax.main`, by its first argument.
 ROLE = """
-import pathlib, sys, time
-kind, folder = sys.argv[1], pathlib.Path(sys.argv[2])
-starts = len(list(folder.glob(kind + "-*")))
-(folder / f"{kind}-{starts}").touch()
+import pathlib, re, sys, time
+name, folder, run = sys.argv[1], pathlib.Path(sys.argv[2]), pathlib.Path(sys.argv[3])
+kind = re.sub(r"^(trainer|evaluator|searcher)(-\\d)?-", "", name)
+starts = len(list(folder.glob(name + "-start-*")))
+(folder / f"{name}-start-{starts}").touch()
 print(kind, "was here", flush=True)
 if kind == "dies-once" and starts == 0:
     sys.exit(1)
@@ -206,13 +141,17 @@ if kind in ("dies-once", "stops-once"):
     (folder / "finished.json").write_text('{"step": 1}')
 if kind == "always-dies":
     sys.exit(7)
+if kind == "dies-then-bad-input" and starts < 3:
+    sys.exit(2 if starts else 7)
+if kind == "dies-then-bad-input":
+    (run / "finished.json").write_text('{"step": 1}')
 if kind == "dies-after-a-while" and starts < 2:
     time.sleep(0.3)
     sys.exit(7)
 if kind == "full" and starts < 2:
     sys.exit(3)
 if kind in ("dies-after-a-while", "full"):
-    (folder / "finished.json").write_text('{"step": 1}')
+    (run / "finished.json").write_text('{"step": 1}')
 if kind == "always-full":
     print("error: storage failed", flush=True)
     sys.exit(3)
@@ -229,8 +168,20 @@ if kind == "compiles":
 if kind.startswith("ends-now"):
     (folder / "finished.json").write_text('{"step": 1}')
     time.sleep(2.0 if kind == "ends-later" else 0.0)
-if kind == "stays":
+if kind in ("stays", "trainer"):
     time.sleep(600)
+if kind == "works-and-dies":
+    metrics = folder / "metrics" / name
+    metrics.mkdir(parents=True, exist_ok=True)
+    with open(metrics / "metrics.jsonl", "a") as file:
+        file.write('{"step": 1}')
+    sys.exit(7)
+if kind.startswith("code"):  # once, or each time, or so often; the end of the run afterwards
+    code, _, times = kind.removeprefix("code").partition("x")
+    if starts < int(times or 1):
+        print(f"error: code {code}", flush=True)
+        sys.exit(int(code))
+    (folder / "finished.json").write_text('{"step": 1}')
 """
 
 
@@ -246,16 +197,17 @@ def roles(tmp_path, monkeypatch):
 
     monkeypatch.setattr(subprocess, "Popen", instead_of_main)
 
-    def run(kinds, *, until, max_restarts=2, stop=lambda: False, share_cores=False):
-        processes = Supervisor(RunDir(tmp_path), max_restarts=max_restarts, stop_seconds=5.0)
+    def run(kinds, *, until, max_restarts=2, stop=lambda: False, share_cores=False, run_dir=None):
+        monkeypatch.setattr(verdicts, "FIRST_PAUSE_SECONDS", 0.05)
+        processes = Supervisor(run_dir or RunDir(tmp_path), max_restarts=max_restarts, stop_seconds=5.0)
         placement = Placement(cpus=tuple(os.sched_getaffinity(0)) if share_cores else ())
-        commands = {kind: ((kind, str(tmp_path)), placement) for kind in kinds}
+        commands = {kind: ((kind, str(tmp_path), str(run_dir.root if run_dir else tmp_path)), placement) for kind in kinds}
         try:
             code = processes.run(commands, until=until, progress=lambda: None, stop=stop)
         finally:
             processes.close()
         assert all(process.poll() is not None for process in started)
-        return code, {kind: len(list(tmp_path.glob(f"{kind}-*"))) for kind in kinds}
+        return code, {kind: len(list(tmp_path.glob(f"{kind}-start-*"))) for kind in kinds}
 
     return run
 
@@ -291,29 +243,140 @@ def test_a_role_that_stops_too_early_is_started_again(roles):
     assert roles(["stops-once", "stays"], until=["stops-once"]) == (0, {"stops-once": 2, "stays": 1})
 
 
-def test_bad_input_ends_the_run_by_its_last_words(roles, capsys):
+def test_bad_input_at_the_first_start_ends_the_run_by_its_last_words(roles, capsys):
     assert roles(["bad-input", "stays"], until=["stays"]) == (2, {"bad-input": 1, "stays": 1})
     assert capsys.readouterr().err == "bad-input (exit code 2): error: bad value\n"
 
 
-def test_a_role_that_keeps_dying_ends_the_run(roles, capsys):
-    assert roles(["always-dies"], until=["always-dies"], max_restarts=1) == (1, {"always-dies": 2})
+def test_a_trainer_that_keeps_dying_ends_the_run(roles, capsys):
+    assert roles(["trainer-always-dies"], until=["trainer-always-dies"], max_restarts=1) == (1, {"trainer-always-dies": 2})
     assert "it died 2 times, more than supervisor.max_restarts=1" in capsys.readouterr().err
 
 
 def test_deaths_before_a_long_life_are_forgotten(roles, monkeypatch):
     monkeypatch.setattr(supervisor, "HEALTHY_SECONDS", 0.2)
-    kind = "dies-after-a-while"
+    kind = "trainer-dies-after-a-while"
     assert roles([kind], until=[kind], max_restarts=1) == (0, {kind: 3})
 
 
-def test_a_role_whose_storage_fails_is_started_again(roles):
-    assert roles(["full", "stays"], until=["full"]) == (0, {"full": 3, "stays": 1})
+@pytest.mark.parametrize("name", ["trainer", "searcher", "evaluator"])
+def test_storage_that_fails_uses_up_no_restarts(roles, name):
+    kind = f"{name}-code3x5"
+    assert roles([kind], until=[kind], max_restarts=0) == (0, {kind: 6})
 
 
-def test_storage_that_stays_failed_ends_the_run_by_its_code(roles, capsys):
-    assert roles(["always-full"], until=["always-full"], max_restarts=1) == (3, {"always-full": 2})
-    assert "always-full (exit code 3): error: storage failed; it died 2 times" in capsys.readouterr().err
+@pytest.mark.parametrize("end, starts", [("always-dies", 0), ("code4x6", 7), ("code2x0", 1)])
+def test_a_searcher_that_dies_again_and_again_ends_no_run(roles, end, starts):
+    """Another searcher is alive meanwhile."""
+    kind, others = f"searcher-{end}", ["searcher-stays", "trainer-code3x6"]
+    code, started = roles([kind, *others], until=others[1:], max_restarts=2)
+    assert code == 0 and started["searcher-stays"] == 1
+    assert started[kind] == starts if starts else started[kind] > 3
+
+
+def test_bad_input_of_a_role_that_is_started_again_is_a_death(roles, capfd):
+    kind = "searcher-dies-then-bad-input"
+    assert roles([kind, "searcher-stays"], until=[kind]) == (0, {kind: 4, "searcher-stays": 1})
+
+
+def test_numbers_that_are_not_finite_end_the_run_of_a_trainer_alone(roles, capsys):
+    assert roles(["trainer-code4", "searcher-stays"], until=["trainer-code4"])[0] == processes_lib.NOT_FINITE
+    assert capsys.readouterr().err == "trainer-code4 (exit code 4): error: code 4\n"
+
+
+def test_the_run_ends_when_nobody_can_make_rows(roles, capsys):
+    kinds = ["trainer-stays", "searcher-always-dies", "searcher-1-always-dies"]
+    code, starts = roles(kinds, until=kinds[:1], max_restarts=1)
+    assert code == 1 and min(starts[kind] for kind in kinds[1:]) >= 2
+    assert "all searchers died more than supervisor.max_restarts=1 times" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("who", ["the trainer", "another writer"])
+def test_the_run_goes_on_while_others_make_rows(roles, tmp_path, who):
+    """The only searcher dies at once, again and again, but the trainer goes on, or a log grows that is not its own."""
+    begin, told = time.monotonic(), itertools.count()
+    grows = tmp_path / ("metrics/trainer-stays/metrics.jsonl" if who == "the trainer" else "replay/else-1/000000/manifest.ocdbt")
+    register = tmp_path / "replay" / "writers" / "else-1.json"
+    for file in (grows, register):
+        file.parent.mkdir(parents=True)
+        file.write_text("{}")
+
+    def stop():
+        grows.write_text(f"{next(told):09d}" * (1 + next(told)))
+        return time.monotonic() - begin > 3.0
+
+    code, starts = roles(["trainer-stays", "searcher-always-dies"], until=["trainer-stays"], max_restarts=1, stop=stop)
+    assert code == processes_lib.STOPPED and starts["searcher-always-dies"] > 4
+
+
+def test_a_searcher_that_gets_to_work_between_its_deaths_ends_no_run(roles):
+    begin = time.monotonic()
+    kinds = ["trainer-stays", "searcher-works-and-dies"]
+    code, starts = roles(kinds, until=kinds[:1], max_restarts=1, stop=lambda: time.monotonic() - begin > 3.0)
+    assert code == processes_lib.STOPPED and starts["searcher-works-and-dies"] > 4
+
+
+def test_searchers_without_rewards_rest_and_the_last_ends_the_run(roles, capsys):
+    kinds = ["trainer-stays", "searcher-code5", "searcher-1-code5"]
+    code, starts = roles(kinds, until=kinds[:1])
+    assert code == processes_lib.NO_REWARDS and starts == dict.fromkeys(kinds, 1)
+    assert re.fullmatch(r"searcher\S* \(exit code 5\): error: code 5\n", capsys.readouterr().err)
+
+
+def test_an_evaluator_that_keeps_dying_is_given_up_after_the_training(roles, caplog):
+    kinds = ["trainer-ends-now", "evaluator-always-dies"]
+    assert roles(kinds, until=kinds, max_restarts=2) == (0, {"trainer-ends-now": 1, "evaluator-always-dies": 3})
+    assert "python -m tba_jax evaluate --workdir=" in caplog.text
+
+
+def test_pauses_grow_to_a_minute():
+    assert [verdicts.pause_seconds(n) for n in (1, 2, 3, 8, 9, 1000)] == [0.5, 1.0, 2.0, 60.0, 60.0, 60.0]
+
+
+@pytest.mark.parametrize(
+    "kind, code, is_new, deaths, expected",
+    [
+        ("trainer", 2, True, 1, Verdict.ENDS_THE_RUN),
+        ("searcher", 2, True, 1, Verdict.ENDS_THE_RUN),
+        ("trainer", 2, False, 1, Verdict.AGAIN),
+        ("evaluator", 2, False, 99, Verdict.AGAIN),
+        ("trainer", 3, True, 99, Verdict.AGAIN_UNCOUNTED),
+        ("reference", 3, True, 99, Verdict.AGAIN_UNCOUNTED),
+        ("trainer", 4, False, 1, Verdict.ENDS_THE_RUN),
+        ("searcher", 4, True, 99, Verdict.AGAIN),
+        ("searcher", 5, False, 1, Verdict.RESTS),
+        ("evaluator", 5, False, 1, Verdict.AGAIN),
+        ("trainer", -9, False, 20, Verdict.AGAIN),
+        ("trainer", -9, False, 21, Verdict.ENDS_THE_RUN),
+        ("searcher", -9, False, 999, Verdict.AGAIN),
+    ],
+)
+def test_verdicts(kind, code, is_new, deaths, expected):
+    assert verdicts.judge(kind, code, is_new=is_new, deaths=deaths, max_restarts=20) is expected
+
+
+def test_nothing_begins_in_the_place_of_a_workdir_that_is_away(roles, tmp_path, caplog, monkeypatch):
+    """The supervisor goes on, makes no folder for logs, and starts the role that died once the workdir is back."""
+    monkeypatch.setattr(supervisor, "LOOK_AGAIN_SECONDS", 0.1)
+    run, away = RunDir(tmp_path / "run", id="f00"), tmp_path / "away"
+    run.root.mkdir()
+    layout.write_json(run.config, {"id": "f00"})
+    begin = time.monotonic()
+
+    def stop():
+        seconds = time.monotonic() - begin
+        if seconds > 0.5 and run.root.exists() and not back:
+            run.root.rename(away)
+        if seconds > 2.5 and away.exists():
+            assert not run.root.exists()
+            away.rename(run.root)
+            back.append(True)
+        return False
+
+    back: list[bool] = []
+    kind = "trainer-dies-after-a-while"
+    assert roles([kind], until=[kind], max_restarts=9, stop=stop, run_dir=run) == (0, {kind: 3})
+    assert "is not there" in caplog.text and "is back" in caplog.text
 
 
 def test_a_role_without_a_log_runs(roles, tmp_path, capfd):

@@ -7,7 +7,7 @@ import pytest
 from configs import base
 from tba_jax.experiment import composition
 from tba_jax.run import contract as contract_lib
-from tba_jax.run import layout
+from tba_jax.run import layout, processes
 from tba_jax.run.layout import RunDir
 from tests.support import tiny_run
 
@@ -131,3 +131,43 @@ def test_a_damaged_config_is_named(tmp_path):
     (tmp_path / "run" / "config.json").write_text('{"config": ')
     with pytest.raises(ValueError, match=r"run/config.json is not valid JSON"):
         join(tmp_path)
+
+
+def test_a_run_is_known_by_its_id(tmp_path):
+    run = RunDir(tmp_path / "run")
+    assert contract_lib.known(run, "") == run
+    join(tmp_path)
+    found = contract_lib.known(run, "")
+    assert found.id and contract_lib.known(run, found.id) == found
+
+
+def test_a_run_that_is_away_is_never_made_again(tmp_path):
+    """Whoever knows its id says so, as a failure of storage, and leaves its place empty."""
+    config = join(tmp_path)
+    run = contract_lib.known(RunDir(tmp_path / "run"), "")
+    run.root.rename(tmp_path / "away")
+    contract = composition.build(config).contract
+    for attempt in (
+        lambda: contract_lib.known(RunDir(tmp_path / "run"), run.id),
+        lambda: contract_lib.join(run, config, contract),
+    ):
+        with pytest.raises(processes.RunIsAway, match=r"workdir .*run is not there: it has no config\.json") as refused:
+            attempt()
+        assert processes.is_storage_failure(refused.value)
+    assert not run.root.exists()
+    join(tmp_path)
+    with pytest.raises(processes.RunIsAway, match=rf"workdir .*run holds another run: .* expected {run.id}"):
+        contract_lib.join(run, config, contract)
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError(2, "x"), NotADirectoryError(20, "x"), ValueError("no such file")], ids=repr)
+def test_an_error_while_the_run_is_away_is_one_of_storage(tmp_path, error):
+    join(tmp_path)
+    run = contract_lib.known(RunDir(tmp_path / "run"), "")
+    with pytest.raises(type(error)) as raised, contract_lib.failures_of_storage(run):
+        raise error
+    assert raised.value is error
+    with pytest.raises(processes.RunIsAway, match="is not there") as away, contract_lib.failures_of_storage(run):
+        run.root.rename(tmp_path / "away")
+        raise error
+    assert away.value.__cause__ is error

@@ -40,6 +40,7 @@ def edit(path: Path, **changes):
 
 def test_a_run_is_held_until_its_trainer_is_killed(tmp_path):
     folder = tmp_path / "run" / "journal"
+    folder.parent.mkdir()
     process = start_holder(folder)
     try:
         with pytest.raises(LeaseHeld, match=f"run is held .*process {process.pid} on host") as held:

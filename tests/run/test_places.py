@@ -37,6 +37,7 @@ def test_files_are_written_read_replaced_and_removed(root):
     assert not places.exists(file)
     with pytest.raises(FileNotFoundError, match=r"b\.json"):
         places.read_bytes(file)
+    places.make_folder(file.parent, below=2)
     places.write_bytes(file, b"first")
     places.write_bytes(file, b"")
     assert places.exists(file) and places.read_bytes(file) == b""
@@ -50,6 +51,7 @@ def test_files_are_written_read_replaced_and_removed(root):
 
 def test_of_all_that_create_a_file_at_once_one_does(root):
     start = threading.Barrier(8)
+    places.make_folder(root / "claims", below=2)
 
     def create(number: int) -> bool:
         start.wait()
@@ -67,6 +69,7 @@ def test_of_all_that_create_a_file_at_once_one_does(root):
 def test_a_creation_whose_reply_is_lost_has_won_if_it_has(root, before, monkeypatch):
     """The request is sent again, and refused by what it has done itself; or by another's, who was first."""
     file = root / "claims" / "one"
+    places.make_folder(file.parent, below=2)
     if isinstance(root, Path):
         link = os.link
 
@@ -103,6 +106,7 @@ class _LosingReplies:
 
 def test_a_name_is_not_there_only_after_a_listing(tmp_path, monkeypatch):
     """A network file system may remember that a name was not there; a listing is up to date."""
+    (tmp_path / "00000003").mkdir()
     places.write_bytes(tmp_path / "00000003" / "commit.json", b"{}")
     monkeypatch.setattr(Path, "exists", lambda path: False)
     assert places.exists(tmp_path / "00000003" / "commit.json") and not places.exists(tmp_path / "00000003" / "other")
@@ -112,6 +116,7 @@ def test_a_name_is_not_there_only_after_a_listing(tmp_path, monkeypatch):
 
 def test_listings_name_what_is_directly_inside_a_folder(root):
     for name in ("00000001/commit.json", "00000001/c/0/0", "00000002/c/0", "00000010/commit.json", "00000010.json", "z"):
+        places.make_folder((root / name).parent, below=4)
         places.write_bytes(root / name, b"x")
     assert places.names_in(root) == ["00000001", "00000002", "00000010", "00000010.json", "z"]
     assert places.names_in(root, after="00000001") == ["00000002", "00000010", "00000010.json", "z"]
@@ -129,6 +134,7 @@ def test_files_are_sorted_alike_wherever_they_are(root, tmp_path):
     """By parts of the path: a folder a.b comes after a/x although a dot sorts before a slash."""
     names = ["a/x", "a.b/x", "a-b/x"]
     for name in names:
+        places.make_folder((root / name).parent, below=2)
         places.write_bytes(root / name, name.encode())
     assert places.files_in(root) == ["a/x", "a-b/x", "a.b/x"]
     places.copy_tree(root, tmp_path / "copy", last="a/x")
@@ -140,6 +146,7 @@ def test_changed_names_what_is_not_as_it_was(root):
     files = {number: root / "many" / f"{number}" for number in range(100)}  # more than are in flight at once
     unseen = {number: (file, b"") for number, file in files.items()}
     assert places.changed(unseen) == {}
+    places.make_folder(root / "many", below=2)
     for number in (3, 70):
         places.write_bytes(files[number], b"one")
     first = places.changed(unseen)
@@ -215,6 +222,7 @@ def test_a_workdir_says_where_its_run_meets(tmp_path):
     elsewhere = layout.open_run_dir(workdir, str(tmp_path / "met"))
     assert elsewhere.config == tmp_path / "met" / "config.json" and elsewhere.replay == tmp_path / "met" / "replay"
     assert elsewhere.checkpoints == workdir / "checkpoints" and elsewhere.metrics("a") == workdir / "metrics" / "a"
+    workdir.mkdir()
     layout.note_shared(elsewhere)
     for given in ("", str(tmp_path / "met"), f"{tmp_path}/met/"):
         assert layout.open_run_dir(workdir, given) == elsewhere
@@ -227,3 +235,16 @@ def test_a_workdir_says_where_its_run_meets(tmp_path):
     known_by_url = layout.open_run_dir("memory://store/x")
     assert str(known_by_url.config) == "memory://store/x/config.json" and not known_by_url.checkpoints.is_dir()
     assert dataclasses.replace(known_by_url, root=workdir).policies == known_by_url.policies
+
+
+def test_a_folder_is_made_below_an_existing_one_alone(tmp_path):
+    places.make_folder(tmp_path / "a" / "b", below=2)
+    places.make_folder(tmp_path / "a" / "b", below=2)
+    for below in (1, 2):
+        with pytest.raises(FileNotFoundError):
+            places.make_folder(tmp_path / "away" / "b" / "c", below=below)
+    with pytest.raises(FileNotFoundError):
+        places.write_bytes(tmp_path / "away" / "file", b"x")
+    with pytest.raises(FileNotFoundError):
+        places.create(tmp_path / "away" / "file", b"x")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]

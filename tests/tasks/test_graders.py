@@ -61,6 +61,8 @@ def grade(query, response):
         return float(argument)
     if name == "sleep":
         return time.sleep(float(argument)) or 1.0
+    if name == "pid":
+        return float(os.getpid())
     if name == "spin":  # in C, where the interpreter's lock is held
         return 9**9**9**9
     if name == "raise":
@@ -337,6 +339,27 @@ def test_workers_die_with_a_parent_that_is_killed(tmp_path):
     process.wait()
     wait_until_dead(pids, 20)
     process.communicate()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux alone ends children with their parent")
+def test_workers_that_are_stopped_die_with_a_parent_that_is_killed(tmp_path):
+    process, pids = start(tmp_path, "time.sleep(60)\n", limit=1.0)
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    process.kill()
+    process.wait()
+    wait_until_dead(pids, 5)
+    process.communicate()
+
+
+def test_workers_outlive_the_thread_that_called_first(make):
+    graders, pids = make(concurrency=1), []
+    for _ in range(2):
+        thread = threading.Thread(target=lambda: pids.append(call(graders, ["pid"])[0]))
+        thread.start()
+        thread.join()
+        time.sleep(0.3)
+    assert pids[0] == pids[1] and not np.isnan(pids[0])
 
 
 def test_a_signal_to_the_group_reaches_the_parent_alone(tmp_path):

@@ -30,6 +30,7 @@ from tests.support.tiny_run import everything_gone, processes
 
 REFUSED = "storage failed"
 ENDLESS = "--config.learner.steps=1000000"
+AWAY_SECONDS = 20.0
 PATIENCE_SECONDS = 240  # for anything: only a hang takes that long
 
 pytestmark = pytest.mark.skipif(
@@ -151,6 +152,24 @@ class Chaos:
             set_folders(self.run.root, mode=0o755)
         self.refused["read_only"] += 1
 
+    def freeze(self, name: str) -> int:
+        """SIGSTOP to a role; returns its process id."""
+        self.wait_until(lambda: self.pids(name), f"{name} to be there")
+        pid = self.pids(name)[0]
+        os.kill(pid, signal.SIGSTOP)
+        return pid
+
+    @contextlib.contextmanager
+    def away(self, place: Path) -> Iterator[None]:
+        """The workdir is moved away, and back at the end; nothing may have begun in its place."""
+        self.run.root.rename(place)
+        try:
+            yield
+        finally:
+            assert not self.run.root.exists(), list(self.run.root.iterdir())
+            place.rename(self.run.root)
+        self._note_epoch()
+
     def finish(self, steps: int) -> None:
         """Lets the run, which nobody supervises at the moment, go on to its end."""
         self.start(f"--config.learner.steps={steps}", "--allow_change=learner.steps")
@@ -189,7 +208,7 @@ def check_what_is_left(chaos: Chaos, steps: int) -> None:
     assert audited.returncode == 0 and "the ledger balances" in audited.stdout, audited.stdout + audited.stderr
 
 
-def test_kills_and_storage_that_refuses(tmp_path):
+def test_kills_and_storage_that_refuses_or_is_away(tmp_path):
     """Every kind of disturbance once, as soon as the run has got over the one before. Waits for progress, never for a time."""
     run = layout.RunDir(tmp_path / "run")
     arguments = tiny_run.command(
@@ -220,6 +239,18 @@ def test_kills_and_storage_that_refuses(tmp_path):
         # The storage may end it first, and it is started again then.
         chaos.wait_until(lambda: chaos.kill("searcher-0"), "searcher-0 to be there")
     chaos.wait_until(lambda: has_got_over(epoch, writers, 1), "steps after the folders could be written again")
+    epoch, writers = chaos.journalled()[0], chaos.writers()
+    stopped = chaos.freeze("searcher-1")
+    killed = chaos.pids("trainer")
+    with chaos.away(tmp_path / "away"):
+        for pid in [*killed, *chaos.pids("searcher-0")]:
+            with contextlib.suppress(ProcessLookupError):  # the storage may have ended it first
+                os.kill(pid, signal.SIGKILL)
+        begin = time.monotonic()
+        chaos.wait_until(lambda: time.monotonic() - begin > AWAY_SECONDS, "the workdir to be away for long enough")
+    os.kill(stopped, signal.SIGCONT)
+    chaos.wait_until(lambda: has_got_over(epoch, writers, 1), "steps after the workdir was back")
+    chaos.freeze("searcher-1")  # no thread of it runs when the supervisor dies
     chaos.kill_supervisor()
     assert chaos.killed == dict(searcher=2, trainer=1, supervisor=1) and chaos.refused == dict(full=1, read_only=1)
     steps = chaos.journalled()[1] + 20

@@ -6,6 +6,7 @@ Only safetensors are read: a pickled checkpoint runs code when it is loaded.
 
 import contextlib
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -19,7 +20,7 @@ import safetensors
 from safetensors import SafetensorError
 
 from tba_jax.models import parameters
-from tba_jax.models.hugging_face import files
+from tba_jax.models.hugging_face import files, hub
 from tba_jax.models.hugging_face.architectures import ARCHITECTURES, INSTEAD
 from tba_jax.models.hugging_face.files import Architecture, Stored
 from tba_jax.models.parameters import Params, ParamSpec, Specs
@@ -66,11 +67,16 @@ def resolve_folder(name: Path | str) -> Path:
         raise ValueError(f"model folder {name} does not exist, and is not a hub id of the form org/name either")
     import huggingface_hub
 
+    patterns = ["*.json", "*.safetensors", "*.model", "*.txt"]
+    away: BaseException | None = None
     try:
-        return Path(huggingface_hub.snapshot_download(str(name), allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt"]))
+        ask = functools.partial(huggingface_hub.HfApi().model_info, str(name), timeout=hub.TIMEOUT_SECONDS)
+        away = hub.away(ask, called=f"model {name}")
+        return Path(huggingface_hub.snapshot_download(str(name), allow_patterns=patterns, local_files_only=away is not None))
     except (OSError, ValueError) as error:  # every failure of the hub's client is one of the two
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         unreached = isinstance(error, huggingface_hub.errors.LocalEntryNotFoundError)
+        cause = away if unreached and away else error
+        reason = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
         told = "it is not in the hub's cache, and the hub cannot be reached" if unreached else "the hub did not give it"
         raise ValueError(f"there is no local folder {name}, and {told}: {reason.removeprefix('Got: ')}") from error
 

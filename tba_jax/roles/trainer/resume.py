@@ -30,7 +30,7 @@ def resume(trainer: Trainer, *, until: int | None = None) -> None:
     run = trainer.run
     trainer.lease.check()  # 1
     snapshots.sweep(run.policies)
-    recorded = journal.read_lineage(run.journal)
+    recorded = journal.read_lineage(run.journal, must_exist=True)
     lineage, checkpoint = recorded[:until], trainer.checkpoints.latest_step()
     if checkpoint is None and not lineage:
         _check_is_new(run)

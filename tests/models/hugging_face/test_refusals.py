@@ -186,6 +186,7 @@ def test_missing_folders_and_files_are_named(folder, tmp_path, monkeypatch):
     def refuse(name, **_):
         raise FileNotFoundError(f"no network for {name}\nand more lines")
 
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # the hub itself is not asked
     monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
     cases = {
         tmp_path / "missing": f"model folder {tmp_path}/missing does not exist, and is not a hub id",
@@ -205,6 +206,7 @@ def test_missing_folders_and_files_are_named(folder, tmp_path, monkeypatch):
 
 def test_hub_ids_are_fetched(folder, monkeypatch):
     asked = []
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: asked.append(name) or str(folder))
     assert read_config("org/tiny-llama.v1").layers == 2
     assert asked == ["org/tiny-llama.v1"]

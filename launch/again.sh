@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Runs a role, and runs it again as long as its storage fails (exit code 3), after pauses that grow to a minute. Every other code
+# is that of this script. A role that is asked to stop is not run again.
+#
+#   WORKDIR=DIR launch/again.sh python -m tba_jax.main --workdir=DIR --role=searcher …
+#
+# It waits until the run is in WORKDIR again: without that, a role would begin a new run in the place of one whose mount is lost.
+set -u
+: "${WORKDIR:?set it to the folder of the run}"
+asked='' pid='' pause=${FIRST_PAUSE:-1}
+trap 'asked=1; [[ -z $pid ]] || kill -TERM "$pid" 2>/dev/null' TERM INT
+
+while :; do
+  "$@" &
+  pid=$!
+  [[ -z $asked ]] || kill -TERM "$pid" 2>/dev/null  # it came before the role was known
+  # A signal interrupts `wait`, with a code above 128, while the role still ends its batch: wait on.
+  while wait "$pid" && code=0 || code=$?; ((code > 128)) && kill -0 "$pid" 2>/dev/null; do :; done
+  wait "$pid" && code=0 || code=$?
+  if ((code != 3)) || [[ -n $asked ]]; then exit "$code"; fi
+  told=''
+  while :; do
+    sleep "$pause" &
+    pid=$!
+    wait "$pid"
+    [[ -z $asked ]] || exit 3
+    pause=$((pause < 30 ? 2 * pause : 60))
+    if [[ -e $WORKDIR/config.json || -e $WORKDIR/shared.json ]]; then break; fi
+    [[ -n $told ]] || echo "$(basename "$0"): $WORKDIR holds no run at the moment; waiting until it is back" >&2
+    told=1
+  done
+  echo "$(basename "$0"): storage failed; running the role again" >&2
+done

@@ -1,0 +1,52 @@
+"""Whether the Hugging Face hub can be reached: where it cannot, what was fetched before is read from its cache."""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+
+log = logging.getLogger(__name__)
+
+TIMEOUT_SECONDS = 10.0  # for the hub's first answer; its libraries would try for minutes
+_HTTP_CLIENTS = ("httpx", "httpcore", "requests", "urllib3")
+
+
+def is_away(error: BaseException) -> bool:
+    """Whether an error of the hub's client means that the hub does not answer, or answers that it cannot serve (429, 5xx)."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status is not None:
+        return status == 429 or status >= 500
+    of_client = any(kind.__module__.startswith(_HTTP_CLIENTS) for kind in type(error).__mro__)
+    return of_client or isinstance(error, ConnectionError | TimeoutError)
+
+
+def away(ask: Callable[[], object], *, called: str) -> BaseException | None:
+    """The error by which the hub does not answer `ask`, with one warning; None where it answers. Other errors are raised.
+
+    Args: called: what is asked for, as the warning names it.
+    """
+    import huggingface_hub.constants
+
+    if huggingface_hub.constants.HF_HUB_OFFLINE:
+        return None
+    try:
+        ask()
+    except Exception as error:  # the errors depend on the version of the hub's HTTP client
+        if not is_away(error):
+            raise
+        log.warning("the hub cannot be reached (%s); a copy of %s that was fetched before is used", type(error).__name__, called)
+        return error
+    return None
+
+
+@contextlib.contextmanager
+def offline() -> Iterator[None]:
+    """The libraries of the hub read their caches only, and try no connection."""
+    import datasets
+    import huggingface_hub.constants
+
+    before = huggingface_hub.constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
+    huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        huggingface_hub.constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before

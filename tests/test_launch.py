@@ -1,0 +1,67 @@
+"""The scripts under launch/: a role whose storage fails is run again by itself, and its end is not that of the run."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+LAUNCH = Path(__file__).parent.parent / "launch"
+# A role that notes each of its lives, and ends by the next of the codes that it is given.
+ROLE = 'echo >> "$1/lives"; shift; n=$(wc -l < "$WORKDIR/lives"); exit "${!n}"'
+
+
+def again(workdir: Path, *codes: int) -> subprocess.Popen:
+    command = [str(LAUNCH / "again.sh"), "bash", "-c", ROLE, "role", str(workdir), *map(str, codes)]
+    return subprocess.Popen(
+        command, env=os.environ | {"WORKDIR": str(workdir), "FIRST_PAUSE": "0"}, stderr=subprocess.PIPE, text=True
+    )
+
+
+@pytest.mark.parametrize("codes", [(0,), (3, 3, 0), (3, 4), (2,), (5,), (7,)], ids=str)
+def test_a_role_is_run_again_as_long_as_its_storage_fails(tmp_path, codes):
+    (tmp_path / "config.json").write_text("{}")
+    process = again(tmp_path, *codes)
+    process.communicate(timeout=30)
+    assert process.returncode == codes[-1] and len((tmp_path / "lives").read_text()) == len(codes)
+
+
+def test_a_role_is_not_run_again_before_its_run_is_there(tmp_path):
+    process = again(tmp_path, 3, 0)
+    time.sleep(1.0)
+    assert process.poll() is None and (tmp_path / "lives").read_text() == "\n"
+    (tmp_path / "config.json").write_text("{}")
+    _, errors = process.communicate(timeout=70)
+    assert process.returncode == 0 and "holds no run at the moment" in errors
+
+
+def test_a_role_that_is_asked_to_stop_is_not_run_again(tmp_path):
+    command = [str(LAUNCH / "again.sh"), "bash", "-c", "trap 'exit 3' TERM; echo ready; while :; do sleep 0.1; done"]
+    process = subprocess.Popen(command, env=os.environ | {"WORKDIR": str(tmp_path)}, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 3
+    process.stdout.close()
+
+
+def test_in_kubernetes_the_trainer_alone_fails_the_run():
+    _, jobs = yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text())
+    specs = {job["name"]: job["template"]["spec"] for job in jobs["spec"]["replicatedJobs"]}
+    for name, spec in specs.items():
+        actions = [rule["action"] for rule in spec["podFailurePolicy"]["rules"]]
+        codes = [code for rule in spec["podFailurePolicy"]["rules"] for code in rule.get("onExitCodes", {}).get("values", [])]
+        if name == "trainer":
+            assert "FailJob" in actions and codes == [4] and spec["backoffLimit"] == 20
+        else:
+            assert actions == ["Ignore"] and codes == [] and spec["backoffLimit"] == 2**31 - 1
+        (container,) = spec["template"]["spec"]["containers"]
+        assert "launch/again.sh python -m tba_jax.main" in container["command"][2]
+
+
+@pytest.mark.parametrize("script", sorted(LAUNCH.glob("*.sh")), ids=lambda path: path.name)
+def test_scripts_are_valid_and_run_roles_again(script):
+    assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
+    assert "again.sh" in script.read_text()
