@@ -16,8 +16,7 @@ _DESCRIPTORS = Path("/proc/self/fd")
 def hold(folder: Path, *, number: int = -1) -> Path:
     """A path of an existing folder that leads there wherever the folder is moved, and nowhere once it is removed (Linux).
 
-    The folder stays open as long as this process lives, or until
-    `let_go`. Elsewhere it is the folder's own path.
+    The folder stays open as long as this process lives, or until `let_go`. Elsewhere it is the folder's own path.
 
     Args: number: of the file descriptor, where the path must be the same in every process.
     """

@@ -143,8 +143,10 @@ def _die_with_parent(read: int) -> None:
 
 
 class Starter:
-    """Calls functions in one thread, which lives as long as this process: the kernel ends a child with the
-    thread that started it (see `die_with`)."""
+    """Calls functions in one thread, which lives as long as this process.
+
+    The kernel ends a child with the thread that started it (see `die_with`).
+    """
 
     def __init__(self, *, blocked: Sequence[signal.Signals]) -> None:
         """Args: blocked: signals that the thread, and what it starts, do not receive."""
