@@ -33,8 +33,15 @@ restarts=${SLURM_RESTART_COUNT:-0}
 if ((restarts == 0 && ${SEARCHERS:=4} > 0)); then
   sbatch --array="0-$((SEARCHERS - 1))" launch/slurm_searchers.sh
 fi
-# A trainer that was killed, not asked, still holds its lease of 30 seconds when another node takes over.
-((restarts == 0)) || sleep 35
+# A trainer that was killed, not asked, still holds its lease of 30 seconds when another node takes over. And a job that is queued
+# again has a run: where this node does not see it, it must not begin another.
+if ((restarts > 0)); then
+  sleep "${LEASE_SECONDS:-35}"
+  until [[ -e $WORKDIR/config.json || -e $WORKDIR/shared.json ]]; do
+    echo "$WORKDIR holds no run at the moment; waiting until it is back" >&2
+    sleep "${LOOK_SECONDS:-30}"
+  done
+fi
 
 # --exact: a step takes what it names and no more, so that both fit into the job.
 # again.sh runs a role again whose storage fails.

@@ -65,3 +65,29 @@ def test_in_kubernetes_the_trainer_alone_fails_the_run():
 def test_scripts_are_valid_and_run_roles_again(script):
     assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
     assert "again.sh" in script.read_text()
+
+
+def test_a_job_that_is_queued_again_begins_no_run_where_it_does_not_see_its_own(tmp_path):
+    """Its node has lost the mount; the roles start once the run is there."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in ("srun", "sbatch", "scontrol"):
+        (programs / name).write_text(f'#!/bin/sh\necho "{name} $*" >> {tmp_path}/called\n')
+        (programs / name).chmod(0o755)
+    workdir = tmp_path / "run"
+    workdir.mkdir()
+    told = {"SLURM_RESTART_COUNT": "1", "SLURM_SUBMIT_DIR": str(LAUNCH.parent), "SLURM_JOB_ID": "7", "LEASE_SECONDS": "0"}
+    told |= {
+        "LOOK_SECONDS": "0.2",
+        "WORKDIR": str(workdir),
+        "RUN": "--config=configs/demo.py",
+        "PATH": f"{programs}:{os.defpath}",
+    }
+    job = subprocess.Popen(["bash", str(LAUNCH / "slurm.sh")], env=told, stderr=subprocess.PIPE, text=True)
+    time.sleep(1.0)
+    assert job.poll() is None and not (tmp_path / "called").exists()
+    (workdir / "config.json").write_text("{}")
+    _, errors = job.communicate(timeout=30)
+    assert "holds no run at the moment" in errors
+    called = (tmp_path / "called").read_text()
+    assert "--role=trainer" in called and "sbatch" not in called and "scontrol requeue 7" in called
