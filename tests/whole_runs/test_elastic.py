@@ -23,7 +23,10 @@ from tests.support import tiny_run
 PATIENCE_SECONDS = 120  # for anything: only a hang takes that long
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc, which this system lacks")
+pytestmark = [
+    pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc, which this system lacks"),
+    pytest.mark.slow,  # by default a searcher joins and leaves in test_end_to_end
+]
 
 
 @dataclasses.dataclass
@@ -185,7 +188,7 @@ def test_a_searcher_of_two_devices_joins_a_trainer_of_one(run):
 ROWS = 64 * 64  # of a batch that takes a while
 
 
-@pytest.mark.parametrize("stop_seconds", [100.0, pytest.param(0.0, marks=pytest.mark.slow)], ids=["finishes", "abandons"])
+@pytest.mark.parametrize("stop_seconds", [100.0, 0.0], ids=["finishes", "abandons"])
 def test_a_searcher_that_is_asked_to_stop_leaves_whole_appends(run, stop_seconds):
     name = f"stopped-{stop_seconds:.0f}"
     batch = ("--config.searchers.queries_per_batch=64", "--config.searchers.samples_per_query=64")
