@@ -17,8 +17,8 @@ from tests.support import tiny_run
 from tests.support.tiny_run import processes
 
 PATIENCE_SECONDS = 120
-# The trainer waits for fresh rows, so that processes which start beside it have the machine. It does not wait for ever: a searcher
-# samples 4 queries of each snapshot, and the update until the next one takes 3, none of whose rows is merged with another.
+# The trainer waits for fresh rows, so that processes which start beside it have the machine. It does not wait for ever: a
+# searcher samples 4 queries of each snapshot, and the update until the next one takes 3, none of whose rows is merged.
 SETTINGS = (
     "--config.searchers.count=1",
     "--config.publish.every_steps=1",

@@ -43,7 +43,7 @@ def stories(folder: Path) -> dict[str, str]:
 
 def posts(folder: Path) -> dict[str, str]:
     """TL;DR's rows; and reward models with the policy's tokenizer, random ones."""
-    rows = [{"subreddit": "cats", "title": f"Cat {i}", "post": "It sleeps.\n" * i, "summary": f"Sleeps {i}h."} for i in range(8)]
+    rows = [{"subreddit": "cats", "title": f"Cat {i}", "post": "It sleeps.\n" * 3, "summary": f"Sleeps {i}h."} for i in range(8)]
     paths = {}
     for name in ("train", "heldout"):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -56,10 +56,10 @@ def posts(folder: Path) -> dict[str, str]:
 
 
 def gsm8k(folder: Path, data: Path) -> dict[str, str]:
-    """The first of its real rows."""
+    """The shortest of its real rows: prompts of about one length are prefilled by one program."""
     for name in ("train", "test"):
         lines = (data / "gsm8k" / f"{name}.jsonl").read_text().splitlines(keepends=True)
-        (folder / f"{name}.jsonl").write_text("".join(lines[:16]))
+        (folder / f"{name}.jsonl").write_text("".join(sorted(lines, key=len)[:16]))
     return {"task.gsm8k.train_path": str(folder / "train.jsonl"), "task.gsm8k.heldout_path": str(folder / "test.jsonl")}
 
 
