@@ -260,9 +260,10 @@ def roles(tmp_path, monkeypatch):
     return run
 
 
-def test_a_role_that_dies_is_started_again(roles, tmp_path):
-    assert roles(["dies-once", "stays"], until=["dies-once"]) == (0, {"dies-once": 2, "stays": 1})
-    assert RunDir(tmp_path).log("dies-once").read_text() == "dies-once was here\n" * 2
+@pytest.mark.parametrize("kind, starts", [("dies-once", 2), ("stops-once", 2), ("full", 3)])
+def test_a_role_that_ends_too_early_is_started_again(roles, tmp_path, kind, starts):
+    assert roles([kind, "stays"], until=[kind]) == (0, {kind: starts, "stays": 1})
+    assert RunDir(tmp_path).log(kind).read_text() == f"{kind} was here\n" * starts
 
 
 @pytest.mark.parametrize("share_cores, patience, waits", [(True, 60.0, True), (True, 0.2, False), (False, 60.0, False)])
@@ -287,33 +288,27 @@ def test_the_trainer_waits_for_nobody_and_nobody_for_it(roles, kinds):
     assert code == processes_lib.STOPPED and starts == {"stays": 1, "trainer": 1}
 
 
-def test_a_role_that_stops_too_early_is_started_again(roles):
-    assert roles(["stops-once", "stays"], until=["stops-once"]) == (0, {"stops-once": 2, "stays": 1})
-
-
 def test_bad_input_ends_the_run_by_its_last_words(roles, capsys):
     assert roles(["bad-input", "stays"], until=["stays"]) == (2, {"bad-input": 1, "stays": 1})
     assert capsys.readouterr().err == "bad-input (exit code 2): error: bad value\n"
 
 
-def test_a_role_that_keeps_dying_ends_the_run(roles, capsys):
-    assert roles(["always-dies"], until=["always-dies"], max_restarts=1) == (1, {"always-dies": 2})
-    assert "it died 2 times, more than supervisor.max_restarts=1" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "kind, code, words",
+    [
+        ("always-dies", 1, "it died 2 times, more than supervisor.max_restarts=1"),
+        ("always-full", 3, "always-full (exit code 3): error: storage failed; it died 2 times"),
+    ],
+)
+def test_a_role_that_keeps_dying_ends_the_run(roles, capsys, kind, code, words):
+    assert roles([kind], until=[kind], max_restarts=1) == (code, {kind: 2})
+    assert words in capsys.readouterr().err
 
 
 def test_deaths_before_a_long_life_are_forgotten(roles, monkeypatch):
     monkeypatch.setattr(supervisor, "HEALTHY_SECONDS", 0.2)
     kind = "dies-after-a-while"
     assert roles([kind], until=[kind], max_restarts=1) == (0, {kind: 3})
-
-
-def test_a_role_whose_storage_fails_is_started_again(roles):
-    assert roles(["full", "stays"], until=["full"]) == (0, {"full": 3, "stays": 1})
-
-
-def test_storage_that_stays_failed_ends_the_run_by_its_code(roles, capsys):
-    assert roles(["always-full"], until=["always-full"], max_restarts=1) == (3, {"always-full": 2})
-    assert "always-full (exit code 3): error: storage failed; it died 2 times" in capsys.readouterr().err
 
 
 def test_a_role_without_a_log_runs(roles, tmp_path, capfd):

@@ -103,6 +103,7 @@ def check_a_searcher_that_joins(arguments: list[str], run: layout.RunDir) -> Non
     head = opened.reader.heads()[writer]
     rows = opened.reader.read(writer, 0, head)
     assert rows["row"].tolist() == list(range(head)) and (rows["response_length"] > 0).all() and head % 16 == 0
+    assert rows["policy_step"][0, 0] > 0, "it begins with the newest snapshot"
     step = next(line["step"] for line in opened.lines if writer in line["writers"])
     text, same = audit.rebuild_batch(opened, step)
     assert same and f"{writer}:" in text
