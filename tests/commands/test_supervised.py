@@ -16,7 +16,7 @@ import safetensors.numpy
 
 from configs import supervised as recipe
 from tba_jax import sharding
-from tba_jax.commands import supervised
+from tba_jax.commands import command_line, supervised
 from tba_jax.models import parameters, scoring
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.hugging_face import export, load
@@ -374,7 +374,7 @@ def test_numbers_that_are_not_finite_stop_the_run_by_step(folder, tmp_path):
     assert layout.steps_in(plan.run.checkpoints) == [2]
 
 
-def test_the_command_stops_at_a_signal_and_resumes(folder, tmp_path):
+def test_the_command_stops_at_a_signal_and_resumes(folder, tmp_path, capsys):
     train = write_lines(tmp_path / "train.jsonl", preferences(200, seed=1))
     changed = SETTINGS | {"kind": "reward", "training.steps": 200, "model.path": folder, "data.train": train}
     arguments = [sys.executable, "-m", "tba_jax", "supervised", "--config=configs/supervised.py", f"--workdir={tmp_path}/run"]
@@ -393,9 +393,10 @@ def test_the_command_stops_at_a_signal_and_resumes(folder, tmp_path):
     (stopped,) = layout.steps_in(workdir.checkpoints)
     assert 0 < stopped < 200 and not (tmp_path / "model").exists()
 
-    done = tiny_run.call(arguments)
-    assert done.returncode == 0 and f"resumed at step {stopped} of 200" in done.stderr, done.stderr
-    assert done.stdout.startswith("reward: held-out pair accuracy ") and len(done.stdout.splitlines()) == 1
+    assert command_line.execute(supervised, arguments[4:]) == 0
+    said = capsys.readouterr()
+    assert f"resumed at step {stopped} of 200" in said.err, said.err
+    assert said.out.startswith("reward: held-out pair accuracy ") and len(said.out.splitlines()) == 1
     assert [line["step"] for line in trained(workdir.root)] == list(range(1, 201))
     found = {path.name for path in (tmp_path / "model").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= found

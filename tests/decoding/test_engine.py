@@ -88,7 +88,10 @@ def teacher_forced_logits(stream: Sequence[Request], tokens: np.ndarray) -> np.n
     return np.stack([logits[b, len(prompt) - 1 : len(prompt) - 1 + R] for b, prompt in enumerate(prompts)])
 
 
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+# Without groups: as the engine of one slot that all are compared with.
+@pytest.mark.parametrize(
+    "sizes", [pytest.param(SIZES[name], id=name, marks=[pytest.mark.slow] if name == "no groups" else []) for name in SIZES]
+)
 def test_a_stream_gives_the_rows_of_requests_decoded_alone(request, sizes, stream, alone):
     engine = request.getfixturevalue("grouped") if sizes == SIZES["groups of four"] else make_engine(*sizes)
     assert sizes_lib.buckets(P) == (32, 64)

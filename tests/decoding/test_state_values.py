@@ -228,6 +228,7 @@ def test_values_change_nothing_else_of_a_row(tmp_path, numbered, monkeypatch):
 def test_a_run_learns_from_them(tmp_path, micro_batch_rows):
     c = tiny_run.config(
         schedule__mode="interleaved",
+        evaluation__enabled=False,
         task__missing_eos_reward=-1.0,
         learner__objective="vine_ppo",
         learner__steps=3,

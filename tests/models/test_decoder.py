@@ -170,7 +170,11 @@ def test_meshes_give_the_loss_and_gradients_of_one_device(one_device, sizes):
 
 
 @pytest.mark.parametrize(
-    "name", ["parallel residual, partial rotary", "learned positions", "query and key norms", "local and global layers"]
+    "name",
+    [
+        *("parallel residual, partial rotary", "local and global layers"),  # which hold what each of the next two has, too
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("learned positions", "query and key norms")),
+    ],
 )
 def test_every_architecture_runs_sharded(name):
     config = dataclasses.replace(CONFIGS[name], tied_embedding=False)

@@ -15,7 +15,8 @@ pytestmark = pytest.mark.usefixtures("one_device_throughout")
 
 @pytest.mark.parametrize("lag", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_rows_come_from_exactly_lag_steps_ago(tmp_path, lag):
-    assert frozen_runs.run(tmp_path, schedule__lag=lag, learner__steps=8, replay__merge_duplicates=False) == 0
+    changes = {"replay__merge_duplicates": False, "evaluation__enabled": False}
+    assert frozen_runs.run(tmp_path, schedule__lag=lag, learner__steps=8, **changes) == 0
     lines = metrics.read_lines(tmp_path / "metrics" / "trainer")
     assert [line["step"] for line in lines] == list(range(1, 9))
     assert [line["staleness_max"] for line in lines] == [min(step, lag) for step in range(8)]
@@ -44,7 +45,8 @@ def test_a_run_leaves_what_the_readme_promises(tmp_path):
 
 def test_rows_in_the_log_are_whole_and_true(tmp_path):
     """Every stored log-prob is what the named weights give the named tokens, recomputed here from the snapshots."""
-    assert frozen_runs.run(tmp_path, learner__steps=3, sampling__temperature=1.3, sampling__explore_top_p_probability=0.5) == 0
+    changes = {"sampling__temperature": 1.3, "sampling__explore_top_p_probability": 0.5, "evaluation__enabled": False}
+    assert frozen_runs.run(tmp_path, learner__steps=3, **changes) == 0
     s = tiny_run.settings(tmp_path, tiny_run.config())
     contract, policy = s.experiment.contract, s.experiment.policy
     model, specs = policy.model, policy.model_specs

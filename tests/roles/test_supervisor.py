@@ -212,9 +212,10 @@ def roles(tmp_path, monkeypatch):
     return run
 
 
-def test_a_role_that_dies_is_started_again(roles, tmp_path):
-    assert roles(["dies-once", "stays"], until=["dies-once"]) == (0, {"dies-once": 2, "stays": 1})
-    assert RunDir(tmp_path).log("dies-once").read_text() == "dies-once was here\n" * 2
+@pytest.mark.parametrize("kind, starts", [("dies-once", 2), ("stops-once", 2), ("full", 3)])
+def test_a_role_that_ends_too_early_is_started_again(roles, tmp_path, kind, starts):
+    assert roles([kind, "stays"], until=[kind]) == (0, {kind: starts, "stays": 1})
+    assert RunDir(tmp_path).log(kind).read_text() == f"{kind} was here\n" * starts
 
 
 @pytest.mark.parametrize("share_cores, patience, waits", [(True, 60.0, True), (True, 0.2, False), (False, 60.0, False)])
@@ -237,10 +238,6 @@ def test_the_trainer_waits_for_nobody_and_nobody_for_it(roles, kinds):
     ends = iter([False] * 5)
     code, starts = roles(kinds, until=kinds, share_cores=True, stop=lambda: next(ends, True))
     assert code == processes_lib.STOPPED and starts == {"stays": 1, "trainer": 1}
-
-
-def test_a_role_that_stops_too_early_is_started_again(roles):
-    assert roles(["stops-once", "stays"], until=["stops-once"]) == (0, {"stops-once": 2, "stays": 1})
 
 
 def test_bad_input_at_the_first_start_ends_the_run_by_its_last_words(roles, capsys):

@@ -263,7 +263,9 @@ def refusal(workdir, *flags: str, capsys) -> str:
 
 def test_a_run_on_s3_is_resumed_mounted_and_audited(s3, tmp_path, one_device, capsys):
     shared = f"s3://{moto_server.BUCKET}/{uuid.uuid4().hex}"
-    plain = ("--config.evaluation.enabled=False", "--config.learner.steps=4")
+    # The server takes its time over every request: roles that wait for each other's start ask seldom.
+    seldom = [f"--config.{part}.poll_seconds=0.5" for part in ("replay", "searchers")]
+    plain = ("--config.evaluation.enabled=False", "--config.learner.steps=4", *seldom)
     trainer = tiny_run.start(tiny_run.command(tmp_path / "a", "--role=trainer", f"--shared={shared}", *plain))
     searcher = tiny_run.start(tiny_run.command(tmp_path / "b", "--role=searcher", f"--shared={shared}", *plain))
     try:

@@ -94,8 +94,10 @@ def call(arguments: list[str], timeout: float = 120) -> subprocess.CompletedProc
     return subprocess.run(arguments, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=timeout, check=False)
 
 
-def start(arguments: list[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(arguments, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+def start(arguments: list[str], *, devices: int = 1) -> subprocess.Popen[str]:
+    seen = environment()
+    seen["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={devices}"
+    return subprocess.Popen(arguments, cwd=ROOT, env=seen, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def processes(workdir: Path) -> dict[int, str]:

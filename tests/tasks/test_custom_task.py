@@ -173,7 +173,8 @@ def test_a_misspelt_setting_beside_them_is_still_refused():
 
 def test_the_run_is_one_wherever_the_file_lies(file, tmp_path, monkeypatch, one_device):
     """The contract names the file and the class without folders; roles that are started elsewhere find the file."""
-    c = tiny_run.config(task__name=f"{file.name}:Ones", schedule__mode="interleaved", learner__steps=2)
+    changes = {"schedule__mode": "interleaved", "learner__steps": 1, "evaluation__enabled": False}
+    c = tiny_run.config(task__name=f"{file.name}:Ones", **changes)
     c.task.custom.count = 24
     monkeypatch.chdir(tmp_path)
     s = tiny_run.settings(tmp_path / "run", c)

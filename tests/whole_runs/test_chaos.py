@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tba_jax.commands import audit
+from tba_jax.commands import audit, command_line
 from tba_jax.replay import journal
 from tba_jax.replay.log import REGISTER
 from tba_jax.run import layout
@@ -185,7 +185,7 @@ def set_folders(root: Path, *, mode: int) -> None:
             os.chmod(folder, mode)
 
 
-def check_what_is_left(chaos: Chaos, steps: int) -> None:
+def check_what_is_left(chaos: Chaos, steps: int, capsys: pytest.CaptureFixture[str]) -> None:
     """Every step once on the journal's lineage, of committed rows as they were drawn; the ledger of trainer and audit."""
     lineage = journal.read_lineage(chaos.run.journal)
     assert [line["step"] for line in lineage] == list(range(1, steps + 1))
@@ -203,12 +203,11 @@ def check_what_is_left(chaos: Chaos, steps: int) -> None:
     for writer, entry in finished["ledger"].items():
         accounted = entry["resident"] + sum(entry["evicted"].values()) + sum(entry["rejected"].values())
         assert entry["seen"] == accounted, writer
-    command = [*tiny_run.command(chaos.run.root)[:2], "tba_jax", "audit", f"--workdir={chaos.run.root}"]
-    audited = tiny_run.call(command, timeout=600)
-    assert audited.returncode == 0 and "the ledger balances" in audited.stdout, audited.stdout + audited.stderr
+    assert command_line.execute(audit, [f"--workdir={chaos.run.root}"]) == 0
+    assert "the ledger balances" in capsys.readouterr().out
 
 
-def test_kills_and_storage_that_refuses_or_is_away(tmp_path):
+def test_kills_and_storage_that_refuses_or_is_away(tmp_path, capsys):
     """Every kind of disturbance once, as soon as the run has got over the one before. Waits for progress, never for a time."""
     run = layout.RunDir(tmp_path / "run")
     arguments = tiny_run.command(
@@ -230,10 +229,9 @@ def test_kills_and_storage_that_refuses_or_is_away(tmp_path):
     chaos.start(ENDLESS)
     chaos.wait_until(lambda: has_got_over(0, set(), 2), "the first steps")
     epoch, writers = chaos.journalled()[0], chaos.writers()
-    for name in ("searcher-0", "trainer"):
-        assert chaos.kill(name), chaos.words()
+    assert chaos.kill("trainer"), chaos.words()
     chaos.fill_disk("searcher-1")
-    chaos.wait_until(lambda: has_got_over(epoch, writers, 2), "all roles to come back")
+    chaos.wait_until(lambda: has_got_over(epoch, writers, 1), "both to come back")
     epoch, writers = chaos.journalled()[0], chaos.writers()
     with chaos.read_only():
         # The storage may end it first, and it is started again then.
@@ -252,10 +250,10 @@ def test_kills_and_storage_that_refuses_or_is_away(tmp_path):
     chaos.wait_until(lambda: has_got_over(epoch, writers, 1), "steps after the workdir was back")
     chaos.freeze("searcher-1")  # no thread of it runs when the supervisor dies
     chaos.kill_supervisor()
-    assert chaos.killed == dict(searcher=2, trainer=1, supervisor=1) and chaos.refused == dict(full=1, read_only=1)
+    assert chaos.killed == dict(searcher=1, trainer=1, supervisor=1) and chaos.refused == dict(full=1, read_only=1)
     steps = chaos.journalled()[1] + 20
     chaos.finish(steps)
-    check_what_is_left(chaos, steps)
+    check_what_is_left(chaos, steps, capsys)
 
 
 SECONDS = 600.0
@@ -325,7 +323,7 @@ def cause_chaos(chaos: Chaos) -> None:
 
 
 @pytest.mark.slow
-def test_ten_minutes_of_chaos_cost_no_row_and_no_accuracy(tmp_path):
+def test_ten_minutes_of_chaos_cost_no_row_and_no_accuracy(tmp_path, capsys):
     """A trainer and four searchers for ten minutes: SIGKILL to a searcher every 10 s, the trainer every 60 s and the supervisor
     twice, disks that fill and folders that become read-only; beside three runs of other seeds that nobody disturbs.
 
@@ -350,7 +348,7 @@ def test_ten_minutes_of_chaos_cost_no_row_and_no_accuracy(tmp_path):
     print(f"{seconds:.0f} s of chaos, to step {step}: {chaos.killed}, {chaos.refused}, {epoch} epochs", flush=True)
     steps = max(STEPS, step + 10)
     chaos.finish(steps)
-    check_what_is_left(chaos, steps)
+    check_what_is_left(chaos, steps, capsys)
     assert chaos.killed["searcher"] >= 30 and chaos.killed["trainer"] >= 5 and chaos.killed["supervisor"] == 2
     assert chaos.refused == dict(full=3, read_only=2)
     undisturbed = []

@@ -11,14 +11,10 @@ from tests.support import tiny_run
 STEPS = 20
 # What the tiny run lacks.
 NEEDED = {"vine_ppo": ("--config.task.step_ends=(',', '#')", "--config.searchers.value_samples=2")}
-# With importance ratios and a head beside the policy; the others take their time in the slow tests.
-BY_DEFAULT = ("ppo",)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in BY_DEFAULT else [pytest.mark.slow]) for name in OBJECTIVES]
-)
+@pytest.mark.parametrize("name", OBJECTIVES)
 def test_an_objective_trains_with_real_processes(name, tmp_path):
     # Rewards that differ between the rows of a query: a policy of random weights gets no sum right.
     flags = (

@@ -1,8 +1,8 @@
 """Recipes of pretrained models, from end to end with tiny random ones: they search, train, publish, evaluate and export."""
 
+import functools
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +10,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from configs import (
-    baselines,
-    countdown_qwen2_5,
-    gsm8k_rho1b,
-    math_qwen2_5_7b,
-    own_task,
-    red_team_gpt2,
-    red_team_llama3_2_1b,
-    tldr_pythia,
-)
+from configs import baselines, countdown_qwen2_5, gsm8k_rho1b, math_qwen2_5_7b, own_task, tldr_pythia
 from tba_jax import trajectory
 from tba_jax.experiment import checks, jobs
 from tba_jax.replay.reader import LogReader
@@ -42,7 +33,7 @@ def stories(folder: Path) -> dict[str, str]:
 
 def posts(folder: Path) -> dict[str, str]:
     """TL;DR's rows; and reward models with the policy's tokenizer, random ones."""
-    rows = [{"subreddit": "cats", "title": f"Cat {i}", "post": "It sleeps.\n" * i, "summary": f"Sleeps {i}h."} for i in range(8)]
+    rows = [{"subreddit": "cats", "title": f"Cat {i}", "post": "It sleeps.\n" * 3, "summary": f"Sleeps {i}h."} for i in range(8)]
     paths = {}
     for name in ("train", "heldout"):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -54,51 +45,46 @@ def posts(folder: Path) -> dict[str, str]:
     return paths
 
 
-def gsm8k(data: Path) -> dict[str, str]:
-    return {"task.gsm8k.train_path": str(data / "gsm8k/train.jsonl"), "task.gsm8k.heldout_path": str(data / "gsm8k/test.jsonl")}
+def gsm8k(folder: Path, data: Path) -> dict[str, str]:
+    """The shortest of its real rows: prompts of about one length are prefilled by one program."""
+    for name in ("train", "test"):
+        lines = (data / "gsm8k" / f"{name}.jsonl").read_text().splitlines(keepends=True)
+        (folder / f"{name}.jsonl").write_text("".join(sorted(lines, key=len)[:16]))
+    return {"task.gsm8k.train_path": str(folder / "train.jsonl"), "task.gsm8k.heldout_path": str(folder / "test.jsonl")}
 
 
-def test_every_recipe_of_a_pretrained_model_runs_here():
-    assert {Path(sys.modules[recipe.__module__].__file__ or "").name for recipe in RECIPES} == set(PRETRAINED)
-
-
+# Behind a colon: the variant.
 CASES = {
-    "gsm8k": (gsm8k_rho1b.get_config, "llama-3.2-1b", "pythia", "accuracy"),
-    "gsm8k, vine_ppo": (lambda: gsm8k_rho1b.get_config("vine_ppo"), "llama-3.2-1b", "gpt2", "accuracy"),
-    "math": (math_qwen2_5_7b.get_config, "qwen2.5-7b", "qwen2.5", "accuracy"),
-    "countdown": (countdown_qwen2_5.get_config, "qwen2.5-0.5b", "gpt2", "accuracy"),
-    "tldr": (tldr_pythia.get_config, "pythia-410m", "pythia", "reward"),
-    "own task": (own_task.get_config, "pythia-410m", "pythia", "mentioned"),
+    "gsm8k": (gsm8k_rho1b, "llama-3.2-1b", "pythia", "accuracy"),
+    "gsm8k:vine_ppo": (gsm8k_rho1b, "llama-3.2-1b", "gpt2", "accuracy"),
+    "math": (math_qwen2_5_7b, "qwen2.5-7b", "qwen2.5", "accuracy"),
+    "countdown": (countdown_qwen2_5, "qwen2.5-0.5b", "gpt2", "accuracy"),
+    "tldr": (tldr_pythia, "pythia-410m", "pythia", "reward"),
+    "own task": (own_task, "pythia-410m", "pythia", "mentioned"),
 }
 
 
-RECIPES = (
-    countdown_qwen2_5.get_config,
-    gsm8k_rho1b.get_config,
-    math_qwen2_5_7b.get_config,
-    own_task.get_config,
-    red_team_gpt2.get_config,  # these two: test_recipes_red_team
-    red_team_llama3_2_1b.get_config,
-    tldr_pythia.get_config,
-)
+def test_every_recipe_of_a_pretrained_model_runs_here():
+    here = {Path(module.__file__).name for module, *_ in CASES.values()}
+    assert here | {"red_team_gpt2.py", "red_team_llama3_2_1b.py"} == set(PRETRAINED), "test_recipes_red_team has those two"
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] if "vine" in name else []) for name in CASES])
+# Answers that are graded, rewards of a model, a task in a file; the others differ from these by settings.
+BY_DEFAULT = ("gsm8k", "tldr", "own task")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in BY_DEFAULT else [pytest.mark.slow]) for name in CASES])
 def test_a_recipe_runs_in_turn(name, tmp_path, data_dir, one_device):
     recipe, preset, tokenizer, score_name = CASES[name]
-    c = recipe()
+    kind, *variant = name.split(":")
+    c = recipe.get_config(*variant)
     ends = dict(p_end=P_END, temperature=c.sampling.temperature)
     model = random_checkpoints.write(tmp_path / "model", preset, data_dir / "tokenizers" / tokenizer, **ends)
     c.update_from_flattened_dict(SMALL | {"model.path": str(model), "schedule.mode": "interleaved"})
     if c.learner.reference.kind == "reset":
         c.learner.reference.reset_steps = 1  # so that it happens
-    inputs = {
-        "gsm8k": gsm8k,
-        "math": lambda _: problems(tmp_path),
-        "tldr": lambda _: posts(tmp_path),
-        "own task": lambda _: stories(tmp_path),
-    }
-    c.update_from_flattened_dict(inputs.get(name.split(",")[0], lambda _: {})(data_dir))
+    inputs = {"gsm8k": functools.partial(gsm8k, data=data_dir), "math": problems, "tldr": posts, "own task": stories}
+    c.update_from_flattened_dict(inputs.get(kind, lambda _: {})(tmp_path))
     s = tiny_run.settings(tmp_path / "run", c)
     assert jobs.everything(s)() == 0
     check_run(s.run, score_name, tmp_path / "exported", str(model))
@@ -112,7 +98,7 @@ def test_a_recipe_runs_in_turn(name, tmp_path, data_dir, one_device):
 def test_a_recipe_runs_with_real_processes(tmp_path, data_dir):
     ends = dict(p_end=P_END, temperature=gsm8k_rho1b.get_config().sampling.temperature)
     model = random_checkpoints.write(tmp_path / "model", "llama-3.2-1b", data_dir / "tokenizers/pythia", **ends)
-    settings = SMALL | gsm8k(data_dir) | {"model.path": str(model), "supervisor.max_restarts": 0}
+    settings = SMALL | gsm8k(tmp_path, data_dir) | {"model.path": str(model), "supervisor.max_restarts": 0}
     flags = [f"--config.{name}={value}" for name, value in settings.items()]
     done = tiny_run.call(
         tiny_run.command(tmp_path / "run", *flags, recipe="configs/gsm8k_rho1b.py:700_steps", tiny=False), timeout=300
@@ -143,18 +129,8 @@ def check_summaries(run: layout.RunDir, folder: Path, tokenizer: Path) -> None:
 
 
 @pytest.mark.slow
-def test_summaries_have_the_rewards_of_the_model(tmp_path, one_device):
-    """A searcher and an evaluator that score summaries, and rows whose rewards a loop over them finds again."""
-    settings, tokenizer = summaries(tmp_path)
-    c = tldr_pythia.get_config("410m-rloo")
-    c.update_from_flattened_dict(settings | {"schedule.mode": "interleaved"})
-    s = tiny_run.settings(tmp_path / "run", c)
-    assert jobs.everything(s)() == 0
-    check_summaries(s.run, tmp_path, tokenizer)
-
-
-@pytest.mark.slow
 def test_models_of_a_task_are_loaded_by_the_processes_that_score(tmp_path):
+    """A searcher and an evaluator; rows have the rewards that a loop over them finds again."""
     settings, tokenizer = summaries(tmp_path)
     flags = [f"--config.{name}={value}" for name, value in (settings | {"supervisor.max_restarts": 0}).items()]
     recipe = "configs/tldr_pythia.py:410m-rloo"
