@@ -12,7 +12,7 @@ from configs import base
 from tba_jax.experiment import checks
 
 # The default run: fewer queries and updates of the same experiment, and of the behaviours that which asynchrony makes.
-SMALL_QUERIES, SMALL_STEPS, STALE = 2, 600, "50 updates old"
+SMALL_QUERIES, SMALL_STEPS, STALE = 2, 1000, "50 updates old"
 UNTRUNCATED = ("uniform", STALE, "half temperature 2, half top-p 0.8")
 TRUNCATED = "top-p 0.8 alone"
 
@@ -91,7 +91,7 @@ def test_rows_of_old_policies_lead_to_the_posterior():
     ((distance, measured),) = train_all([1], [STALE], queries=SMALL_QUERIES, steps=SMALL_STEPS).values()
     assert np.all(measured["finite"] == 1)
     assert distance[0].mean() > 0.35
-    assert distance[-1].mean() <= 0.13, "truncated rows stay beyond 0.2; the bound is for the slow tests, which train on"
+    assert distance[-1].mean() <= 0.1, "truncated rows stay beyond 0.2; the bound is for the slow tests, which train on"
     ratio = measured["ratio_max"].reshape(-1)
     assert ratio[0] == pytest.approx(1, abs=1e-4)  # π_ref's rows, at π_ref
     assert ratio[1:100].max() > 1.5, "rows are as old as the behaviour says"
