@@ -41,7 +41,7 @@ def open_run(workdir: Path | str) -> Run:
     """The run in `workdir`. Raises ValueError if there is none."""
     layout = layout_lib.open_run_dir(workdir)
     stored = contract_lib.read_run(layout)
-    contract = contract_lib.Contract(**stored["contract"])
+    contract = contract_lib.of(stored, called=str(workdir))
     config = config_dict.ConfigDict(stored["config"])
     mounts = contract_lib.mounted_logs(config.replay.mount, reward_version=contract.reward_version)
     reader = LogReader(layout.replay, contract.row_shape(), mounts=mounts, patience_seconds=1.0)

@@ -87,10 +87,10 @@ def _compared(
     Raises:
       ValueError: there is no run, or its task differs by more than its reward.
     """
-    from tba_jax.experiment import composition, stored_run
+    from tba_jax.experiment import composition
 
     stored = contract_lib.read_run(run, called=str(workdir))
-    theirs = stored_run.contract_of(stored, called=str(workdir))
+    theirs = contract_lib.of(stored, called=str(workdir))
     experiment = composition.build(existing_run.config_of(stored, settings, called=str(workdir)))
     here, there = ({k: v for k, v in c.to_json().items() if k not in _OF_REWARD} for c in (experiment.contract, theirs))
     if different := contract_lib.differences(there, here):

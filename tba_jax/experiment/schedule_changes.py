@@ -14,7 +14,7 @@ from tba_jax.learner.settings import HELD_REFERENCES
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout
-from tba_jax.schemas import flatten, hint, nearest
+from tba_jax.schemas import flatten, hint, nearest, require
 
 Changes = dict[str, tuple[Any, Any]]  # setting -> (there, here): its value in config.json, and in the config of this process
 
@@ -80,6 +80,10 @@ def check(run: layout.RunDir, config: Any, *, allowed: Sequence[str], step: int)
         told = hint(nearest(unknown[0], settings))
         raise ValueError(f"--allow_change={','.join(allowed)}: there is no setting {unknown[0]}{told}")
     changes = changed(run, config)
+    require(
+        config.learner.steps >= step,
+        f"learner.steps={config.learner.steps} is less than the {step} steps that the run has done",
+    )
     if step or (run.checkpoints.is_dir() and any(run.checkpoints.iterdir())):
         _check_checkpointed(changes)
     if step:

@@ -36,7 +36,7 @@ def read(run: layout.RunDir, *, called: str) -> StoredRun:
     """
     stored = contract_lib.read_run(run, called=called)
     config = config_of(stored, called=called)
-    contract = contract_of(stored, called=called)
+    contract = contract_lib.of(stored, called=called)
     policy, tokenizer = named_policy.policy_and_tokenizer(config, alphabet=contract.alphabet)
     model = {name: value for name, value in dataclasses.asdict(policy.model).items() if name not in FREE_FIELDS}
     here = contract_lib.plain({"model": model, "tokenizer": tokenizer.fingerprint})
@@ -62,14 +62,6 @@ def config_of(stored: Mapping[str, Any], *, called: str) -> Any:
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{called}: the config in its config.json is damaged: {error}") from error
     return config
-
-
-def contract_of(stored: Mapping[str, Any], *, called: str) -> contract_lib.Contract:
-    """The contract that a config.json holds. Raises ValueError where its fields are not those of this version."""
-    try:
-        return contract_lib.Contract(**stored["contract"])
-    except TypeError as error:
-        raise ValueError(f"{called}: the contract in its config.json is damaged: {error}") from error
 
 
 def _with_tuples(tree: Any) -> Any:

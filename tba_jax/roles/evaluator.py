@@ -290,6 +290,8 @@ def run_evaluator(
                 time.sleep(places.poll_seconds([run.shared], config.searchers.poll_seconds))
             continue
         try:
+            if run.id:
+                contract_lib.check_is_there(run)
             with account.measure("evaluate"):
                 report = evaluator.evaluate(pending[-1] if finished else pending[0])
         except FileNotFoundError:

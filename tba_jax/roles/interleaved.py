@@ -39,7 +39,7 @@ def run_interleaved(
     watch, status = RewardWatch(give_up_seconds=trainer.config.searchers.give_up_seconds), Status(run.metrics("searcher-0"))
 
     def goes_on() -> bool:
-        watch.look(waiting=searcher.unrewarded)
+        watch.look(waiting=searcher.unrewarded, grades=searcher.grades)
         status.trouble(watch.trouble)
         progress()
         return not stop()

@@ -208,6 +208,8 @@ class Supervisor:
         if role.done or (code := role.poll()) is None or time.monotonic() < role.next_look:
             return None
         try:
+            if self._run.id:  # the proof must not be that of another run in its place
+                contract.check_is_there(self._run)
             # Code 0 alone does not tell whether the run has finished, or somebody stopped this role.
             role.done = code == 0 and places.exists(self._proof)
         except OSError as error:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import json
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -80,6 +81,17 @@ class Contract:
         )
 
 
+def of(stored: Mapping[str, Any], *, called: str) -> Contract:
+    """The contract that a config.json holds. Raises ValueError where its fields are not those of this version.
+
+    Args: stored: see `read`; called: what messages call the run.
+    """
+    try:
+        return Contract(**stored["contract"])
+    except TypeError as error:
+        raise ValueError(f"{called}: the contract in its config.json is damaged: {error}") from error
+
+
 def plain(tree: Any) -> Any:
     """The tree as it returns from JSON: tuples are lists."""
     return json.loads(json.dumps(tree))
@@ -146,7 +158,7 @@ def join(run: layout.RunDir, config: Any, contract: Contract, *, init_from: str 
         "init_from": init_from,
     }
     # A role that starts again does not write: a full or read-only storage would look like a mistake of the user.
-    if run.id:
+    if run.id:  # of a run that was there before; a folder of --shared alone is joined by a workdir that is new
         check_is_there(run)
     elif not (places.exists(run.config) and (run.elsewhere is None or places.exists(run.shared_name))):
         _make(run, mine)
@@ -177,8 +189,16 @@ def steps_of(run: layout.RunDir) -> int:
 
 
 def is_finished(run: layout.RunDir) -> bool:
-    """Whether the trainer has recorded that it did all steps of the run. The flags of other roles say nothing about it."""
-    return layout.is_finished(run, 0) and layout.is_finished(run, steps_of(run))
+    """Whether the trainer has recorded that it did all steps of the run. The flags of other roles say nothing about it.
+
+    Raises:
+      processes.RunIsAway: another run is in the place of this one.
+    """
+    if not layout.is_finished(run, 0):
+        return False
+    if run.id:
+        check_is_there(run)
+    return layout.is_finished(run, steps_of(run))
 
 
 def _make(run: layout.RunDir, mine: Mapping[str, Any]) -> None:
@@ -193,12 +213,13 @@ def _make(run: layout.RunDir, mine: Mapping[str, Any]) -> None:
 
 
 def known(run: layout.RunDir, expected: str) -> layout.RunDir:
-    """The run with the id `expected`, or with that of config.json; without an id if there is no run yet.
+    """The run with the id `expected`, or with that of config.json; without an id where the workdir has not joined a run yet.
 
     Raises:
       processes.RunIsAway: `expected` is not there.
     """
-    found = dataclasses.replace(run, id=expected or _id(run))
+    has_joined = run.elsewhere is None or places.exists(run.shared_name)
+    found = dataclasses.replace(run, id=expected or (_id(run) if has_joined else ""))
     if expected:
         check_is_there(found)
     return found
@@ -260,7 +281,12 @@ def read(run: layout.RunDir) -> dict[str, Any]:
     Raises:
       FileNotFoundError: there is no config.json. ValueError: it is damaged, or another version of tba_jax wrote it.
     """
-    stored = layout.read_json(run.config)
+    try:
+        stored = layout.read_json(run.config)
+    except OSError as error:
+        if error.errno in (errno.EISDIR, errno.ELOOP):
+            raise ValueError(f"{run.config} cannot be read: {error.strerror}") from error
+        raise
     there = stored.get("format") if isinstance(stored, dict) else None
     if there != FORMAT:
         raise ValueError(

@@ -236,8 +236,10 @@ def _json(value: Any) -> bytes:
 
 def read_json(file: Place) -> Any:
     """Reads a committed JSON file. Raises FileNotFoundError if it does not exist, ValueError with its path if it is not JSON."""
+    if isinstance(file, Path) and file.is_fifo():
+        raise ValueError(f"{file} is no file")  # to read it would wait for ever
     content = places.read_bytes(file)
     try:
         return json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not valid JSON: {error}") from error

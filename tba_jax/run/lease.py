@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tba_jax.run import layout, places
+from tba_jax.run import layout, places, processes
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +90,8 @@ class EpochLease:
                 f"this trainer holds epoch {self.epoch} of {self._folder.parent}, but epoch {highest} has been taken: "
                 "another trainer took over while this one could not renew its lease; it must stop"
             )
+        if not self._is_ours():
+            raise processes.RunIsAway(f"{self._folder.parent} is not there, or holds another run: the lease in it is of others")
 
     def release(self) -> None:
         """Ends the lease so that the next trainer need not wait."""
@@ -97,10 +99,17 @@ class EpochLease:
         self._thread.join()
         layout.write_json(_path(self._folder, self.epoch), {**self._holder, "heartbeat": time.time(), "released": True})
 
+    def _is_ours(self) -> bool:
+        """Whether the file of the epoch is what this process wrote: another run may have come in the place of this one."""
+        path = _path(self._folder, self.epoch)
+        there = _read_holder(path) if path.exists() else {}
+        return all(there.get(name) == self._holder[name] for name in ("host", "boot_id", "pid", "pid_start"))
+
     def _renew(self) -> None:
         while not self._stop.wait(self._ttl_seconds / 3):
             try:
-                layout.write_json(_path(self._folder, self.epoch), {**self._holder, "heartbeat": time.time()})
+                if self._is_ours():
+                    layout.write_json(_path(self._folder, self.epoch), {**self._holder, "heartbeat": time.time()})
             except OSError:
                 # The next beat tries again; a lease lost meanwhile shows in `check`.
                 continue

@@ -72,6 +72,11 @@ class Math:
             if split == "train":
                 self._solutions = [(q.prompt, row["solution"]) for q, row in zip(queries, rows, strict=True) if "solution" in row]
 
+    @property
+    def grades(self) -> int:
+        """How many answers have been compared by a worker so far."""
+        return self._graders.grades
+
     def queries(self, split: str) -> Sequence[Query]:
         check_split(split)
         return self._queries[split]

@@ -83,6 +83,16 @@ class Graders:
         self._over_limit, self._memory_megabytes, self._prefix = over_limit, memory_megabytes, prefix
         self._lock = threading.Lock()
         self._pool: _Pool | None = None
+        self._grades = 0
+
+    @property
+    def grades(self) -> int:
+        """How many calls have given a grade so far."""
+        return self._grades
+
+    def _count(self, call: "concurrent.futures.Future[float | str]") -> None:
+        if not call.cancelled() and call.exception() is None and isinstance(call.result(), float):
+            self._grades += 1
 
     def __call__(self, queries: Sequence[Query], responses: Sequence[str]) -> np.ndarray:
         """float32[n]: the grades of response i to query i; see `graded`."""
@@ -106,7 +116,7 @@ class Graders:
                 time.sleep(min(_FIRST_PAUSE * 2 ** (attempt - 1), _LONGEST_PAUSE))
             calls = {i: (queries[i], responses[i]) for i in failed}
             failed = {}
-            for i, outcome in zip(calls, self._running_pool().outcomes(list(calls.values())), strict=True):
+            for i, outcome in zip(calls, self._running_pool().outcomes(list(calls.values()), self._count), strict=True):
                 if isinstance(outcome, float):
                     result[i] = outcome
                 elif outcome is None and not math.isnan(self._over_limit):
@@ -175,6 +185,11 @@ class GradedTask(abc.ABC):
             )
         self._graders = Graders(type(self).grade, time_limit=time_limit, retries=retries, concurrency=concurrency)
 
+    @property
+    def grades(self) -> int:
+        """How many responses have been graded so far."""
+        return 0 if self._graders is None else self._graders.grades
+
     @abc.abstractmethod
     def queries(self, split: str) -> Sequence[Query]:
         """All queries of "train" or "heldout", in a fixed order."""
@@ -221,8 +236,10 @@ class _Pool:
     def usable(self) -> bool:
         return self._processes.active and not self._stalled
 
-    def outcomes(self, calls: Sequence[tuple[Query, str]]) -> list[float | str | None]:
-        """For each call its result, None if it exceeded the time limit, or the reason why it failed."""
+    def outcomes(
+        self, calls: Sequence[tuple[Query, str]], done: "Callable[[concurrent.futures.Future[float | str]], None]"
+    ) -> list[float | str | None]:
+        """For each call its result, None if it exceeded the time limit, or the reason why it failed. done: told of each call."""
         futures: list[concurrent.futures.Future[float | str]] = []
         lost = "the worker processes ended; their errors are in the output above"
         self._progress = time.monotonic()
@@ -231,6 +248,7 @@ class _Pool:
                 arguments = (self._reference, query, response, self._time_limit)
                 futures.append(self._processes.schedule(_call, args=arguments, timeout=self._time_limit))
                 futures[-1].add_done_callback(self._note_progress)
+                futures[-1].add_done_callback(done)
         except RuntimeError as error:  # the pool was closed, or all workers died
             lost = str(error)
         waiting = set(futures)

@@ -86,6 +86,16 @@ class Task(Protocol):
 
 
 @runtime_checkable
+class CountsGrades(Protocol):
+    """An optional attribute of tasks that grade responses one by one."""
+
+    @property
+    def grades(self) -> int:
+        """How many responses have been graded so far: a searcher sees by it that slow rewards are on their way."""
+        ...
+
+
+@runtime_checkable
 class Closable(Protocol):
     """An optional method of tasks that own processes or connections."""
 

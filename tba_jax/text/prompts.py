@@ -93,13 +93,16 @@ def encode(
         split: name of the queries in messages; shorten: shortens a prompt that is too long.
 
     Raises:
-      ValueError: prompts are too long and long_prompts is "refuse", or no prompt fits.
+      ValueError: prompts are too long and long_prompts is "refuse", no prompt fits, or one has no token.
     """
     queries = _distinct(queries, split)
     template_text = template or PROMPT
     texts = [template_text.replace(PROMPT, query.prompt) for query in queries]
     tokens, ends = _encoded(texts, tokenizer, begin=not template)
     encoded = EncodedQueries(queries, tokens, ends)
+    if not encoded.lengths.all():
+        empty = queries[int((encoded.lengths == 0).argmax())]
+        raise ValueError(f"the {split} prompt {empty.prompt[:60]!r} has no token: the tokenizer knows none of its characters")
     fits = encoded.lengths <= limit
     if not fits.all() and shorten is not None:
 

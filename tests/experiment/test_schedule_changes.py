@@ -47,6 +47,8 @@ def test_a_changed_schedule_needs_leave_and_is_recorded(tmp_path):
         "replay.recent_probability": [0.95, 0.5],
         "seed": [0, 4],
     }
+    with pytest.raises(ValueError, match=r"learner.steps=400 is less than the 401 steps that the run has done"):
+        schedule_changes.change(run, changed, allowed=allowed, step=401)
     # From here on the changed schedule is the run's; the old one would be a change.
     assert schedule_changes.change(run, changed, allowed=[], step=130) == {}
     with pytest.raises(ValueError, match=r"learner.steps: 400 there, 500 here"):

@@ -1,6 +1,7 @@
 """config.json, and the contract that roles share."""
 
 import json
+import os
 
 import pytest
 
@@ -171,3 +172,50 @@ def test_an_error_while_the_run_is_away_is_one_of_storage(tmp_path, error):
         run.root.rename(tmp_path / "away")
         raise error
     assert away.value.__cause__ is error
+
+
+def test_a_new_workdir_joins_the_place_where_a_run_meets(tmp_path):
+    """It has no shared.json yet, and remembers the place from then on; once it has joined, its own folder must be there too."""
+    config, there = tiny_run.config_with({}), tmp_path / "meets"
+    contract = composition.build(config).contract
+    contract_lib.join(RunDir(tmp_path / "a", there), config, contract)
+    run = contract_lib.known(RunDir(tmp_path / "b", there), "")
+    assert not run.id
+    contract_lib.join(run, config, contract)
+    assert layout.open_run_dir(tmp_path / "b") == RunDir(tmp_path / "b", there)
+    joined = contract_lib.known(run, "")
+    assert joined.id == contract_lib.known(RunDir(tmp_path / "a", there), "").id
+    (tmp_path / "b").rename(tmp_path / "away")
+    with pytest.raises(processes.RunIsAway, match=r"b is not there: it has no shared\.json"):
+        contract_lib.check_is_there(joined)
+
+
+def test_the_end_of_another_run_in_its_place_is_not_its_own(tmp_path):
+    join(tmp_path)
+    run = contract_lib.known(RunDir(tmp_path / "run"), "")
+    layout.write_json(run.finished, {"step": 500})
+    assert contract_lib.is_finished(run)
+    layout.write_json(run.config, layout.read_json(run.config) | {"id": "another"})
+    with pytest.raises(processes.RunIsAway, match="holds another run"):
+        contract_lib.is_finished(run)
+
+
+@pytest.mark.parametrize("kind", ["folder", "fifo", "loop", "deep"])
+def test_what_is_no_config_is_told_in_a_sentence(tmp_path, kind):
+    run = RunDir(tmp_path)
+    make = {
+        "folder": lambda: run.config.mkdir(),
+        "fifo": lambda: os.mkfifo(run.config),
+        "loop": lambda: run.config.symlink_to(run.config),
+        "deep": lambda: run.config.write_text("[" * 200_000),
+    }
+    make[kind]()
+    with pytest.raises(ValueError, match=r"config\.json (cannot be read|is no file|is not valid JSON)"):
+        contract_lib.read_run(run)
+
+
+def test_a_contract_of_other_fields_is_told_in_a_sentence(tmp_path):
+    join(tmp_path)
+    stored = contract_lib.read(RunDir(tmp_path / "run"))
+    with pytest.raises(ValueError, match=r"runs/x: the contract in its config.json is damaged: .*'odd'"):
+        contract_lib.of(stored | {"contract": stored["contract"] | {"odd": 1}}, called="runs/x")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tba_jax.run import layout
+from tba_jax.run import layout, processes
 from tba_jax.run.lease import EpochLease, LeaseHeld, StaleEpoch
 
 HOLDER = """
@@ -184,3 +184,24 @@ def test_bad_settings_and_damaged_leases(tmp_path):
         EpochLease.acquire(tmp_path, ttl_seconds=0)
     lease_path(tmp_path, 1).write_text(json.dumps({"released": True}))
     assert EpochLease.acquire(tmp_path).epoch == 2
+
+
+def test_a_lease_is_neither_renewed_nor_held_in_the_folder_of_another_run(tmp_path):
+    """Another run, whose trainer has the same epoch, stands in the place of this one for a while."""
+    own, away, other = tmp_path / "run", tmp_path / "away", tmp_path / "other"
+    for folder in (own, other):
+        folder.mkdir()
+    lease, others = (EpochLease.acquire(folder / "journal", ttl_seconds=0.3) for folder in (own, other))
+    others.release()
+    edit(lease_path(other / "journal", 1), pid=1)
+    theirs = lease_path(other / "journal", 1).read_bytes()
+    own.rename(away)
+    other.rename(own)
+    time.sleep(0.5)
+    assert lease_path(own / "journal", 1).read_bytes() == theirs
+    with pytest.raises(processes.RunIsAway, match="holds another run"):
+        lease.check()
+    own.rename(other)
+    away.rename(own)
+    lease.check()
+    lease.release()

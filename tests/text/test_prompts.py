@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+import tokenizers
 
 from tba_jax.tasks.interface import Query
 from tba_jax.text import prompts
@@ -186,3 +187,12 @@ def test_processes_that_encode_at_a_time_leave_one_whole_file(tokenizer, cache, 
     sums = {process.communicate(timeout=120)[0].strip() for process in running}
     assert len(sums) == 1 and all(process.returncode == 0 for process in running)
     assert [path.suffix for path in cache.iterdir()] == [".npz"] and not next(cache.iterdir()).name.startswith(".")
+
+
+def test_a_prompt_of_unknown_characters_is_refused(tmp_path):
+    folder = tmp_path / "letters"
+    folder.mkdir()
+    tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1, "</s>": 2}, [])).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}')
+    with pytest.raises(ValueError, match="the train prompt '12' has no token"):
+        encode([Query("ab"), Query("12")], HuggingFaceTokenizer(folder))

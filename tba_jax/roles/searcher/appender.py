@@ -20,7 +20,7 @@ from tba_jax.decoding.requests import Generation
 from tba_jax.decoding.state_values import ValuedStates
 from tba_jax.replay.log import LogWriter
 from tba_jax.rewards.responses import response_texts, reward_texts
-from tba_jax.tasks.interface import EncodedQuery, Scores, Task
+from tba_jax.tasks.interface import CountsGrades, EncodedQuery, Scores, Task
 from tba_jax.text.tokenizers import Tokenizer
 
 # A batch that waits for room looks this often whether it is still to wait.
@@ -150,6 +150,11 @@ class Appender:
     def waiting(self) -> int:
         """How many batches were put and are not appended yet."""
         return sum(not report.done() for report in tuple(self._waiting))
+
+    @property
+    def grades(self) -> int:
+        """How many responses the task has graded so far, 0 if it does not count them."""
+        return self._task.grades if isinstance(self._task, CountsGrades) else 0
 
     def close(self) -> None:
         """Ends the threads without waiting for rewards. An append under way is completed, batches that still wait are dropped."""

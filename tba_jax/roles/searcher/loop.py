@@ -128,7 +128,7 @@ def run_searcher(
         if stop() or contract.is_finished(run):
             return False
         refresher.check()
-        watch.look(waiting=searcher.unrewarded)
+        watch.look(waiting=searcher.unrewarded, grades=searcher.grades)
         status.trouble(watch.trouble)
         return True
 

@@ -25,7 +25,7 @@ class RewardWatch:
         # Batches without a reward since the last that had some; when the first of them came; the next try.
         self._streak, self._since, self._next = 0, 0.0, 0.0
         self._pause = FIRST_PAUSE
-        self._waiting, self._waits_since = 0, clock()
+        self._waiting, self._waits_since, self._grades = 0, clock(), 0
 
     def note(self, report: SearchReport) -> None:
         """A batch was appended."""
@@ -42,14 +42,22 @@ class RewardWatch:
             self._next = self._clock() + self._pause
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
 
-    def look(self, *, waiting: int) -> None:
-        """Looks at how many batches wait for their rewards. Raises NoRewards where no reward has come for too long."""
-        if not (waiting and self._waiting):
+    def look(self, *, waiting: int, grades: int = 0) -> None:
+        """Looks at how many batches wait for their rewards. Raises NoRewards where no reward has come for too long.
+
+        Args: grades: how many responses the task has graded so far, if it counts them (tasks.interface.CountsGrades).
+        """
+        if not (waiting and self._waiting) or grades > self._grades:
             self._waits_since = self._clock()
-        self._waiting = waiting
-        failing = self._clock() - self._since if self._streak else 0.0
-        if max(failing, self._waited) > self._give_up_seconds:
-            raise NoRewards(f"{self.trouble}; nothing has had a reward for searchers.give_up_seconds={self._give_up_seconds:g}")
+        self._waiting, self._grades = waiting, grades
+        limit = f"searchers.give_up_seconds={self._give_up_seconds:g}"
+        if self._waited > self._give_up_seconds:
+            raise NoRewards(f"{self._waiting_sentence()}, and none came within {limit}; raise it if rewards take so long")
+        if self._streak and self._clock() - self._since > self._give_up_seconds:
+            raise NoRewards(f"{self.trouble}; nothing has had a reward for {limit}")
+
+    def _waiting_sentence(self) -> str:
+        return f"{self._waiting} batches have waited {self._waited:.0f} s for their rewards"
 
     @property
     def may_search(self) -> bool:
@@ -65,7 +73,7 @@ class RewardWatch:
     def trouble(self) -> str:
         """What is wrong, in one sentence; "" where all is well."""
         if self._waited > _SLOW_SECONDS:
-            return f"{self._waiting} batches have waited {self._waited:.0f} s for their rewards"
+            return self._waiting_sentence()
         if not self._unscored:
             return ""
         which = "no row has" if self._unscored == self._rows else "the last rows have" if self._streak else "some rows have"

@@ -149,6 +149,11 @@ class Searcher:
         """How many batches are decoded and not in the log yet."""
         return self._appender.waiting
 
+    @property
+    def grades(self) -> int:
+        """How many responses the task has graded so far, 0 if it does not count them."""
+        return self._appender.grades
+
     def look_for_grant(self, grants: int) -> None:
         """Called while the searcher may not search. Goes on by a grant of the trainer, once all it has decoded is in the log.
 

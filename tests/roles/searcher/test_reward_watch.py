@@ -101,3 +101,21 @@ def test_slow_rewards_are_waited_for(watch, clock):
         watch.note(SCORED)
         watch.look(waiting=3)
     assert watch.trouble == ""
+
+
+def test_grades_that_arrive_one_by_one_are_life(watch, clock):
+    """One batch takes longer than the searcher's patience, and each of its grades does not."""
+    for grades in range(9):
+        watch.look(waiting=1, grades=grades)
+        clock.now += 60
+    with pytest.raises(NoRewards, match=r"1 batches have waited 120 s .* none came within searchers.give_up_seconds=100; raise"):
+        clock.now += 60
+        watch.look(waiting=1, grades=8)
+
+
+def test_a_short_patience_says_what_was_waited_for(clock):
+    watch = RewardWatch(give_up_seconds=10.0, clock=clock)
+    watch.look(waiting=4)
+    clock.now += 11
+    with pytest.raises(NoRewards, match=r"^4 batches have waited 11 s"):
+        watch.look(waiting=4)
