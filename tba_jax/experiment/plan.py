@@ -9,7 +9,7 @@ import numpy as np
 from tba_jax.decoding import sizes
 from tba_jax.experiment.composition import Experiment
 from tba_jax.learner.settings import HELD_REFERENCES
-from tba_jax.models import heads, kv_cache, parameters
+from tba_jax.models import heads, kv_cache, parameters, scoring
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.rewards import task_models
 
@@ -132,6 +132,7 @@ class _Memory:
         drawn = max(lane.groups * lane.width, lane.arrivals * samples)  # by a decode step, by a prefill
         policy = self._compute * self._params
         sampled = policy if weights == "full" else self._int8()
+        rows = scoring.block_rows(rows, self._P + self._R, tokens=self._config[section].score_tokens)
         scored = rows * (self._P + self._R) * model.width * self._compute * 4
         return {
             "reference": policy // parts,
