@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tba_jax.decoding import sizes
+from tba_jax.experiment import meshes
 from tba_jax.experiment.composition import Experiment
 from tba_jax.learner.settings import HELD_REFERENCES
 from tba_jax.models import heads, kv_cache, parameters, scoring
@@ -31,7 +32,7 @@ def describe(experiment: Experiment) -> str:
     lines += [f"  {name:24} {dtype}{list(shape)}" for name, (dtype, shape) in experiment.contract.row_shape().columns().items()]
     c, s = config.learner, config.searchers
     P, R = experiment.contract.prompt_length, experiment.contract.response_length
-    micro = c.micro_batch_rows or c.queries * c.completions
+    micro = meshes.micro_batch_rows(config, ways=max(abs(c.mesh.data) * c.mesh.fsdp, 1))
     lines += [
         "",
         "batches:",
@@ -99,7 +100,8 @@ class _Memory:
 
     def trainer(self) -> dict[str, int]:
         learner, model, T = self._config.learner, self._model, self._P + self._R
-        parts, rows, tensor = self._on_device("learner", learner.micro_batch_rows or learner.queries * learner.completions)
+        ways = max(abs(learner.mesh.data) * learner.mesh.fsdp, 1)
+        parts, rows, tensor = self._on_device("learner", meshes.micro_batch_rows(self._config, ways=ways))
         layers_kept = model.layers * {"full": 1, "dots": 8, "none": 12}[learner.remat]
         within_layer = rows * (model.heads * T * T * 4 + T * model.ffn * self._compute * 3) // tensor
         held, offloaded = learner.reference.kind in HELD_REFERENCES, learner.reference.offload
