@@ -110,9 +110,9 @@ class _Memory:
         return {
             "weights, gradient, update, AdamW": 5 * 4 * self._trained // parts,
             "frozen weights": self._compute * self._params // parts if self._adapters else 0,
-            "copies to publish and to checkpoint": 4 * 4 * self._trained // parts,
-            # The reference, and a copy while it is checkpointed. An offloaded one is on the device only while it is used.
-            "moving reference": 2 * 4 * self._trained // parts if held and not offloaded else 0,
+            "copy to publish": jnp.dtype(self._config.publish.dtype).itemsize * self._trained // parts,
+            # An offloaded one is on the device only while it is used.
+            "moving reference": 4 * self._trained // parts if held and not offloaded else 0,
             "moving reference (host)": 4 * self._trained // parts if offloaded else 0,
             "activations": rows * T * model.width * self._compute * layers_kept + within_layer,
             "logits": 2 * self._logits(rows, tensor, learner.logit_megabytes),
