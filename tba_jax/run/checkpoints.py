@@ -74,5 +74,6 @@ class Checkpoints:
 
 def _for_host(x: jax.Array) -> jax.Array:
     """x, or a copy where x is in a CPU's memory, which the host reads in place while the next update overwrites it."""
-    on_cpu = all(device.platform == "cpu" for device in x.sharding.device_set)
+    devices: Any = x.sharding.device_set
+    on_cpu = all(device.platform == "cpu" for device in devices)
     return jax.numpy.copy(x) if on_cpu and x.sharding.memory_kind != PINNED_HOST else x
