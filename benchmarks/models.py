@@ -163,7 +163,12 @@ def int8(repeats: int, folder: str) -> None:
     one = sharding.make_mesh((1, 1, 1), setting="benchmark", devices=jax.devices()[:1])
     score = {
         name: scoring.scorer(
-            one, graphdef=kv_cache.define(model, name, unstacked=False).graphdef, R=R, space=_SPACE, logit_megabytes=128
+            one,
+            graphdef=kv_cache.define(model, name, unstacked=False).graphdef,
+            R=R,
+            space=_SPACE,
+            logit_megabytes=128,
+            score_tokens=0,
         )
         for name in params
     }

@@ -117,7 +117,8 @@ def update_of(config: Any, vocab: int = 0) -> Update:
     model = model_of(config, vocab) if vocab else built.policy.model
     policy = dataclasses.replace(built.policy, model=model)
     optimizers, schedules = settings.make_optimizers(config.learner), settings.make_schedules(config.learner)
-    learner = settings.make_learner_config(config.learner, built.contract, policy, devices=1)
+    one = sharding.make_mesh((1, 1, 1), setting="benchmark", devices=jax.devices()[:1])
+    learner = settings.make_learner_config(config.learner, built.contract, policy, one)
 
     def step(state: Any, batch: Any) -> tuple[Any, dict[str, jax.Array]]:
         return update_lib.train_step(state, {}, batch, optimizers=optimizers, schedules=schedules, config=learner)

@@ -56,7 +56,7 @@ SIZES = {
     "replay.merge_duplicates": False,
     "learner.queries": 8,
     "learner.completions": 8,
-    "learner.micro_batch_rows": 0,
+    "learner.micro_batch_tokens": 0,
     "learner.remat": "none",
     "learner.learning_rate": 1e-3,
     "publish.dtype": "float32",

@@ -61,7 +61,7 @@ class Snapshots:
     def __init__(self, settings: jobs.Invocation):
         self._policies, self._policy = settings.run.policies, settings.experiment.policy
         self._mesh = sharding.make_mesh((1, 1, 1), setting="learner.mesh", devices=jax.devices()[:1])
-        self.config = make_learner_config(settings.config.learner, settings.experiment.contract, self._policy, devices=1)
+        self.config = make_learner_config(settings.config.learner, settings.experiment.contract, self._policy, self._mesh)
         self._score = sharding.on_mesh(self._mesh, jax.jit(self._score_with))
 
     def _score_with(self, params: Params, batch: state.Batch) -> jax.Array:

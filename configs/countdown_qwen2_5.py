@@ -32,7 +32,7 @@ def get_config():
     c.learner.reference.reset_steps = 50
     c.learner.queries = 32
     c.learner.completions = 16
-    c.learner.micro_batch_rows = 16
+    c.learner.micro_batch_tokens = 18_432  # 16 rows
     c.learner.learning_rate = 1e-6
     c.learner.beta_start = 0.005
     c.learner.beta_end = 0.005

@@ -159,6 +159,11 @@ def _computed_partition(sizes: Mapping[str, int], axes: str, shape: Sequence[int
     return PartitionSpec(*parts)
 
 
+def row_ways(mesh: Mesh) -> int:
+    """Parts that the mesh splits the rows of a batch into."""
+    return _ways(dict(mesh.shape), "rows")
+
+
 def data_ways(mesh: Mesh) -> list[Mesh]:
     """The mesh cut along "data": meshes of which each holds a whole copy of what is split over fsdp and tensor alone."""
     return [Mesh(mesh.devices[i : i + 1], mesh.axis_names, axis_types=mesh.axis_types) for i in range(mesh.shape["data"])]

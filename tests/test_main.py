@@ -64,7 +64,7 @@ REFUSALS = {
         ["--config=configs/demo_baselines.py:grppo"],
         ["demo_baselines.py:grppo", "no baseline 'grppo' (did you mean 'grpo'?)", "takes one of reinforce, rloo"],
     ),
-    "micro-batch": (["--config.learner.micro_batch_rows=5"], ["5", "12 rows"]),
+    "micro-batch": (["--config.learner.micro_batch_tokens=5"], ["learner.micro_batch_tokens=5", "13 tokens"]),
     "no tensor ways": (["--config.learner.mesh.tensor=0"], ["learner.mesh.tensor=0", "at least 1"]),
     "negative data ways": (["--config.evaluation.mesh.data=-2"], ["evaluation.mesh.data=-2", "at least 1"]),
     "parameters and mesh": (["--config.searchers.mesh.tensor=3"], ["searchers.mesh", "not divisible by 3"]),

@@ -224,6 +224,7 @@ def _reference_logprobs(run: layout.RunDir, experiment: "Experiment", rows: dict
         policy=experiment.policy,
         mesh=policy_mesh(experiment.config, "searchers"),
         logit_megabytes=experiment.config.searchers.logit_megabytes,
+        score_tokens=experiment.config.searchers.score_tokens,
     )
     size, count = _rows_at_a_time(experiment), len(rows["row"])
     found = []

@@ -204,7 +204,13 @@ def _generated(run: Run, name: str, row: Mapping[str, np.ndarray], *, step: int)
         policy=policy,
         tokenizer=tokenizer,
         reference=ReferencePolicy(
-            run.contract, run.layout, policy=policy, mesh=one, logit_megabytes=1, reference_id=f"{int(row['reference_id']):016x}"
+            run.contract,
+            run.layout,
+            policy=policy,
+            mesh=one,
+            logit_megabytes=1,
+            score_tokens=0,
+            reference_id=f"{int(row['reference_id']):016x}",
         ),
         weights=run.config.searchers.weights,
         slots=1,

@@ -99,15 +99,17 @@ def _check_policy(config: Any) -> None:
 def _check_batch(config: Any) -> None:
     """The rows of an update, and its steps."""
     learner, mesh = config.learner, config.learner.mesh
-    rows, micro, ways = learner.queries * learner.completions, learner.micro_batch_rows, mesh.data * mesh.fsdp
+    rows, tokens, ways = learner.queries * learner.completions, learner.micro_batch_tokens, mesh.data * mesh.fsdp
+    row_tokens = config.task.prompt_length + config.task.response_length
     require(
         config.searchers.samples_per_query >= learner.completions,
         f"searchers.samples_per_query={config.searchers.samples_per_query} is less than "
         f"learner.completions={learner.completions}",
     )
     require(
-        not micro or rows % micro == 0,
-        f"learner.micro_batch_rows={micro} does not divide the batch of learner.queries × learner.completions = {rows} rows",
+        not tokens or tokens >= row_tokens,
+        f"learner.micro_batch_tokens={tokens} does not hold one row of task.prompt_length + task.response_length = {row_tokens} "
+        "tokens; 0 takes the whole batch at once",
     )
     require(
         mesh.data == -1 or rows % max(ways, 1) == 0,

@@ -6,6 +6,7 @@ from typing import Any
 from tba_jax import sharding
 from tba_jax.decoding import sizes
 from tba_jax.experiment.composition import Experiment
+from tba_jax.learner import micro_batches
 from tba_jax.models import parameters
 
 
@@ -15,12 +16,11 @@ def check(experiment: Experiment, *, role: str, devices: int | None) -> None:
     Args: devices: how many the role has; None where that is not known: then as few as its mesh can make up.
     """
     config = experiment.config
-    batch = config.learner.micro_batch_rows or config.learner.queries * config.learner.completions
+    batch = config.learner.queries * config.learner.completions
     warm = config.warm_start.batch_size if config.warm_start.steps else batch
-    rows_of_learner = "learner.micro_batch_rows or learner.queries × learner.completions"
     rows_of_searcher = "searchers.queries_per_batch × searchers.samples_per_query"
     section, settings = {
-        "trainer": ("learner", {rows_of_learner: batch, "warm_start.batch_size": warm}),
+        "trainer": ("learner", {"learner.queries × learner.completions": batch, "warm_start.batch_size": warm}),
         "searcher": ("searchers", {rows_of_searcher: config.searchers.queries_per_batch * config.searchers.samples_per_query}),
         "evaluator": ("evaluation", {"evaluation.batch_size": config.evaluation.batch_size}),
     }[role]
@@ -33,9 +33,18 @@ def check(experiment: Experiment, *, role: str, devices: int | None) -> None:
     shape = sharding.mesh_shape(mesh, devices - own, setting=f"{section}.mesh")
     for what, rows in settings.items():
         sharding.check_ways(rows, shape[0] * shape[1], what=what)
+    if role == "trainer":
+        micro_batch_rows(config, ways=shape[0] * shape[1])
     _check_slots(config, role, ways=shape[0])
     mesh_sizes = dict(zip(sharding.MESH_AXES, shape, strict=True))
     parameters.check_divides(mesh_sizes, experiment.policy.model_specs)
+
+
+def micro_batch_rows(config: Any, *, ways: int) -> int:
+    """The rows of a micro-batch on the learner's mesh. Raises ValueError, see micro_batches.rows_within."""
+    learner, row_tokens = config.learner, config.task.prompt_length + config.task.response_length
+    sizes = dict(queries=learner.queries, completions=learner.completions)
+    return micro_batches.rows_within(learner.micro_batch_tokens, row_tokens=row_tokens, **sizes, ways=ways)
 
 
 def _check_slots(config: Any, role: str, *, ways: int) -> None:

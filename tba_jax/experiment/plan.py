@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from tba_jax.decoding import sizes
+from tba_jax.experiment import meshes
 from tba_jax.experiment.composition import Experiment
 from tba_jax.learner.settings import HELD_REFERENCES
-from tba_jax.models import heads, kv_cache, parameters
+from tba_jax.models import heads, kv_cache, parameters, scoring
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.rewards import task_models
 
@@ -31,7 +32,7 @@ def describe(experiment: Experiment) -> str:
     lines += [f"  {name:24} {dtype}{list(shape)}" for name, (dtype, shape) in experiment.contract.row_shape().columns().items()]
     c, s = config.learner, config.searchers
     P, R = experiment.contract.prompt_length, experiment.contract.response_length
-    micro = c.micro_batch_rows or c.queries * c.completions
+    micro = meshes.micro_batch_rows(config, ways=max(abs(c.mesh.data) * c.mesh.fsdp, 1))
     lines += [
         "",
         "batches:",
@@ -99,7 +100,8 @@ class _Memory:
 
     def trainer(self) -> dict[str, int]:
         learner, model, T = self._config.learner, self._model, self._P + self._R
-        parts, rows, tensor = self._on_device("learner", learner.micro_batch_rows or learner.queries * learner.completions)
+        ways = max(abs(learner.mesh.data) * learner.mesh.fsdp, 1)
+        parts, rows, tensor = self._on_device("learner", meshes.micro_batch_rows(self._config, ways=ways))
         layers_kept = model.layers * {"full": 1, "dots": 8, "none": 12}[learner.remat]
         within_layer = rows * (model.heads * T * T * 4 + T * model.ffn * self._compute * 3) // tensor
         held, offloaded = learner.reference.kind in HELD_REFERENCES, learner.reference.offload
@@ -108,9 +110,9 @@ class _Memory:
         return {
             "weights, gradient, update, AdamW": 5 * 4 * self._trained // parts,
             "frozen weights": self._compute * self._params // parts if self._adapters else 0,
-            "copies to publish and to checkpoint": 4 * 4 * self._trained // parts,
-            # The reference, and a copy while it is checkpointed. An offloaded one is on the device only while it is used.
-            "moving reference": 2 * 4 * self._trained // parts if held and not offloaded else 0,
+            "copy to publish": jnp.dtype(self._config.publish.dtype).itemsize * self._trained // parts,
+            # An offloaded one is on the device only while it is used.
+            "moving reference": 4 * self._trained // parts if held and not offloaded else 0,
             "moving reference (host)": 4 * self._trained // parts if offloaded else 0,
             "activations": rows * T * model.width * self._compute * layers_kept + within_layer,
             "logits": 2 * self._logits(rows, tensor, learner.logit_megabytes),
@@ -132,6 +134,7 @@ class _Memory:
         drawn = max(lane.groups * lane.width, lane.arrivals * samples)  # by a decode step, by a prefill
         policy = self._compute * self._params
         sampled = policy if weights == "full" else self._int8()
+        rows = scoring.block_rows(rows, self._P + self._R, tokens=self._config[section].score_tokens)
         scored = rows * (self._P + self._R) * model.width * self._compute * 4
         return {
             "reference": policy // parts,

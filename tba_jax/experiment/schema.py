@@ -162,6 +162,8 @@ c.searchers.poll_seconds = setting(0.2, above=0)  # between looks at a local fol
 c.searchers.stop_seconds = setting(10.0, at_least=0)  # for the batch in flight after SIGTERM; then it is abandoned
 c.searchers.weights = setting("full", one_of=("full", "int8"))  # int8: weight-only, per output channel, of the sampled policy
 c.searchers.logit_megabytes = setting(128, at_least=1)  # most memory of logits on a device while the reference scores
+# Tokens of the rows that the reference scores at a time on each device, at least one row, which has P + R; 0: the whole batch.
+c.searchers.score_tokens = setting(65_536, at_least=0)
 c.searchers.memory_fraction = setting(0.2, at_least=0, at_most=1)  # of each searcher, if roles share a GPU
 c.searchers.mesh = ConfigDict(dict(data=-1, fsdp=1, tensor=1))  # data=-1: all devices that are left
 
@@ -196,7 +198,8 @@ c.learner.objective = setting("trajectory_balance", registry="objectives")
 c.learner.steps = setting(500, at_least=1)
 c.learner.queries = setting(7, at_least=1)  # Q
 c.learner.completions = setting(20, at_least=1)  # K; 1 is enough for learned_log_z, ppo and vine_ppo
-c.learner.micro_batch_rows = setting(0, at_least=0, free=True)  # 0: the whole batch in one pass
+# Tokens of the rows that go through the model at a time, on all devices together; a row has P + R. 0: the whole batch.
+c.learner.micro_batch_tokens = setting(0, at_least=0, free=True)
 c.learner.logit_megabytes = setting(128, at_least=1, free=True)  # most memory of logits on a device
 c.learner.remat = setting("full", registry="remat", free=True)  # none | dots | full: what the backward pass recomputes of a layer
 c.learner.learning_rate = setting(1e-5, above=0)
@@ -271,6 +274,7 @@ c.evaluation.samples_per_query = setting(1, at_least=1)  # besides the greedy re
 c.evaluation.batch_size = setting(128, at_least=1)
 c.evaluation.task_devices = setting(0, at_least=0)  # as searchers.task_devices
 c.evaluation.logit_megabytes = setting(128, at_least=1)  # as searchers.logit_megabytes
+c.evaluation.score_tokens = setting(65_536, at_least=0)  # as searchers.score_tokens
 c.evaluation.samples = setting(8, at_least=0)  # decoded responses in each report
 c.evaluation.memory_fraction = setting(0.1, at_least=0, at_most=1)  # if roles share a GPU
 c.evaluation.mesh = ConfigDict(dict(data=-1, fsdp=1, tensor=1))

@@ -9,7 +9,8 @@ from typing import Any
 import jax
 import optax
 
-from tba_jax.learner import optimizer, state, update
+from tba_jax import sharding
+from tba_jax.learner import micro_batches, optimizer, state, update
 from tba_jax.learner.moving_reference import MovingReference
 from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
@@ -50,13 +51,20 @@ def make_schedules(c: Any) -> update.Schedules:
     return update.Schedules(**{field.name: schedule(field.name) for field in dataclasses.fields(update.Schedules)})
 
 
-def make_learner_config(c: Any, contract: contract_lib.Contract, policy: Policy, *, devices: int) -> update.LearnerConfig:
+def make_learner_config(c: Any, contract: contract_lib.Contract, policy: Policy, mesh: jax.sharding.Mesh) -> update.LearnerConfig:
+    """Raises ValueError where micro-batches do not fit, see micro_batches.rows_within."""
     return update.LearnerConfig(
         policy=policy,
         objective=OBJECTIVES[c.objective],
         settings=ObjectiveSettings(**{field.name: c[field.name] for field in dataclasses.fields(ObjectiveSettings)}),
-        micro_batch_rows=c.micro_batch_rows or c.queries * c.completions,
-        logit_bytes=(c.logit_megabytes << 20) * devices,
+        micro_batch_rows=micro_batches.rows_within(
+            c.micro_batch_tokens,
+            row_tokens=contract.prompt_length + contract.response_length,
+            queries=c.queries,
+            completions=c.completions,
+            ways=sharding.row_ways(mesh),
+        ),
+        logit_bytes=(c.logit_megabytes << 20) * mesh.size,
         space=contract.response_space(),
         remat=c.remat,
         surrogate_decay=c.reference.ema_decay if c.reference.kind == "surrogate" else 0.0,

@@ -1,6 +1,7 @@
 """Teacher-forced log-probabilities: the one function by which trainer and searcher score a given response."""
 
 from collections.abc import Callable
+from typing import Any
 
 import chex
 import jax
@@ -63,20 +64,64 @@ def response_logprobs(
     return jnp.where(mask, logprobs, 0.0), jnp.where(mask, entropy, 0.0)
 
 
-def scorer(
-    mesh: Mesh, *, graphdef: nnx.GraphDef, R: int, space: ResponseSpace, logit_megabytes: int
-) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """response_logprobs as a program of a mesh, without a backward pass: (parameters, tokens, prompt_length, response_length).
+def scorer(mesh: Mesh, **settings: Any) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """`program`, called on its mesh. Args: see `program`."""
+    return sharding.on_mesh(mesh, program(mesh, **settings))
 
-    Args: graphdef: of the decoder; R: see response_logprobs; logit_megabytes: what logits take at a time on each device.
+
+def program(
+    mesh: Mesh, *, graphdef: nnx.GraphDef, R: int, space: ResponseSpace, logit_megabytes: int, score_tokens: int
+) -> jax.stages.Wrapped:
+    """response_logprobs, jitted for a mesh, without a backward pass: (parameters, tokens, prompt_length, response_length).
+
+    Args:
+      graphdef: of the decoder; R: see response_logprobs; logit_megabytes: what logits take at a time on each device.
+      score_tokens: tokens of the rows that go through the model at a time on each device, see block_rows.
     """
 
     def score(params: Params, *rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-        model = parameters.module(graphdef, params)
-        logit_bytes = (logit_megabytes << 20) * mesh.size
-        return response_logprobs(model, *rows, R=R, space=space, logit_bytes=logit_bytes, remat="none")
+        model, (B, T) = parameters.module(graphdef, params), rows[0].shape
+        ways, logit_bytes = sharding.row_ways(mesh), (logit_megabytes << 20) * mesh.size
 
-    return sharding.on_mesh(mesh, jax.jit(score))
+        def of_block(block: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+            return response_logprobs(model, *block, R=R, space=space, logit_bytes=logit_bytes, remat="none")
+
+        return in_blocks(of_block, rows, size=ways * block_rows(-(-B // ways), T, tokens=score_tokens))
+
+    return jax.jit(score)
+
+
+def block_rows(rows: int, T: int, *, tokens: int) -> int:
+    """The rows of a block, of the fewest and most even blocks of `rows` rows that hold at most `tokens` tokens each.
+
+    Args: T: tokens of a row. tokens: a block has at least one row, whatever its length; 0: one block holds all rows.
+    """
+    most = max(1, tokens // T) if tokens else rows
+    return -(-rows // -(-rows // most))
+
+
+def in_blocks(function: Callable[[Any], Any], rows: Any, *, size: int) -> Any:
+    """function(rows), `size` rows at a time: memory is that of one block.
+
+    Args: function: arrays [b, ...] to arrays [b, ...], row by row; rows: arrays [B, ...]. The last row fills the last block up.
+    """
+    B = jax.tree.leaves(rows)[0].shape[0]
+    if size >= B:
+        return function(rows)
+    count = -(-B // size)
+
+    def cut(x: jax.Array) -> jax.Array:
+        """[B, ...] -> [count, size, ...]: rows are dealt out, so that each block has its share of every device's rows."""
+        filled = jnp.pad(x, ((0, count * size - B),) + ((0, 0),) * (x.ndim - 1), mode="edge")
+        return split_rows(filled.reshape(size, count, *x.shape[1:])).swapaxes(0, 1)
+
+    def join(x: jax.Array) -> jax.Array:
+        return split_rows(x.swapaxes(0, 1)).reshape(size * count, *x.shape[2:])[:B]
+
+    def split_rows(x: jax.Array) -> jax.Array:
+        return sharding.constrain(x, "B" + "R" * (x.ndim - 1))
+
+    return jax.tree.map(join, jax.lax.map(function, jax.tree.map(cut, rows)))
 
 
 @full_precision

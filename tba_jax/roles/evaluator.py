@@ -59,7 +59,9 @@ class Evaluator:
             run,
             policy=policy,
             tokenizer=tokenizer,
-            reference=ReferencePolicy(contract, run, policy=policy, mesh=mesh, logit_megabytes=e.logit_megabytes),
+            reference=ReferencePolicy(
+                contract, run, policy=policy, mesh=mesh, logit_megabytes=e.logit_megabytes, score_tokens=e.score_tokens
+            ),
             weights="full",
             slots=e.batch_size,
             samples=1,

@@ -101,11 +101,15 @@ def _share_gpus(config: Any, searchers: Sequence[str], gpus: Sequence[str]) -> d
 def _trainer_gpus(config: Any, spare: int) -> int:
     """How many of `spare` GPUs the trainer gets: the most that fit its mesh and divide its rows, all where mesh.data is set."""
     mesh, learner = config.learner.mesh, config.learner
-    rows = learner.micro_batch_rows or learner.queries * learner.completions
+    rows = learner.queries * learner.completions
     batches = [rows, config.warm_start.batch_size] if config.warm_start.steps else [rows]
+    # A micro-batch has a row for each of the mesh's data ways.
+    ways = learner.micro_batch_tokens // (config.task.prompt_length + config.task.response_length) or rows
     fitting = [
         n
         for n in range(1, spare + 1)
-        if n % (mesh.fsdp * mesh.tensor) == 0 and all(batch % (n // mesh.tensor) == 0 for batch in batches)
+        if n % (mesh.fsdp * mesh.tensor) == 0
+        and n // mesh.tensor <= ways
+        and all(batch % (n // mesh.tensor) == 0 for batch in batches)
     ]
     return fitting[-1] if mesh.data == -1 and fitting else spare

@@ -49,11 +49,13 @@ class ReferencePolicy:
         policy: Policy,
         mesh: jax.sharding.Mesh,
         logit_megabytes: int,
+        score_tokens: int,
         reference_id: str = "",
     ):
         """
         Args:
           logit_megabytes: memory that the logits of `logprobs` may take at a time on each device.
+          score_tokens: tokens of the rows that `logprobs` scores at a time on each device, see scoring.block_rows.
           reference_id: 16 hex digits; "": the reference that the run starts from.
         """
         self.id = reference_id or layout.reference_id(run)
@@ -67,6 +69,7 @@ class ReferencePolicy:
             R=contract.response_length,
             space=contract.response_space(),
             logit_megabytes=logit_megabytes,
+            score_tokens=score_tokens,
         )
 
     def logprobs(self, rows: Mapping[str, np.ndarray]) -> np.ndarray:

@@ -33,12 +33,15 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def save(self, trees: Mapping[str, Any], host: dict[str, Any], *, step: int) -> None:
-        """Starts a save after `step` updates.
+        """Starts a save after `step` updates, and returns when the shards of this process are in host memory.
+
+        The caller may then donate the arrays to the next update. Nothing is copied on accelerators.
 
         Args:
           trees: name -> a tree of arrays. host: JSON.
         """
-        items = {name: ocp.args.StandardSave(jax.tree.map(_copy, tree)) for name, tree in trees.items()}
+        # Before it returns, orbax copies from the devices to the host all that is not in host memory.
+        items = {name: ocp.args.StandardSave(jax.tree.map(_for_host, tree)) for name, tree in trees.items()}
         self._manager.save(step, args=ocp.args.Composite(**items, host=ocp.args.JsonSave(host)), force=True)
 
     def restore(self, step: int, trees: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -69,6 +72,8 @@ class Checkpoints:
             self._held = None
 
 
-def _copy(x: jax.Array) -> jax.Array:
-    """A copy, because the caller donates the state to the next update. Arrays in host memory are never donated."""
-    return x if x.sharding.memory_kind == PINNED_HOST else jax.numpy.copy(x)
+def _for_host(x: jax.Array) -> jax.Array:
+    """x, or a copy where x is in a CPU's memory, which the host reads in place while the next update overwrites it."""
+    devices: Any = x.sharding.device_set
+    on_cpu = all(device.platform == "cpu" for device in devices)
+    return jax.numpy.copy(x) if on_cpu and x.sharding.memory_kind != PINNED_HOST else x

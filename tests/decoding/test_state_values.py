@@ -224,15 +224,15 @@ def test_values_change_nothing_else_of_a_row(tmp_path, numbered, monkeypatch):
     assert not valued.run.rescored(2).exists() and "48 rows" in rescore.rescore(plain.run.root)
 
 
-@pytest.mark.parametrize("micro_batch_rows", [pytest.param(0, marks=pytest.mark.slow), 2])
-def test_a_run_learns_from_them(tmp_path, micro_batch_rows):
+@pytest.mark.parametrize("micro_batch_tokens", [pytest.param(0, marks=pytest.mark.slow), 2 * (7 + 6)])
+def test_a_run_learns_from_them(tmp_path, micro_batch_tokens):
     c = tiny_run.config(
         schedule__mode="interleaved",
         evaluation__enabled=False,
         task__missing_eos_reward=-1.0,
         learner__objective="vine_ppo",
         learner__steps=3,
-        learner__micro_batch_rows=micro_batch_rows,
+        learner__micro_batch_tokens=micro_batch_tokens,
         **VALUED,
     )
     s = tiny_run.settings(tmp_path, c)

@@ -119,8 +119,8 @@ def test_the_schema_loads_without_jax():
         ),
         ({"searchers.samples_per_query": 19}, "searchers.samples_per_query=19 is less than learner.completions=20"),
         (
-            {"learner.micro_batch_rows": 3},
-            "learner.micro_batch_rows=3 does not divide the batch of learner.queries × learner.completions = 140",
+            {"learner.micro_batch_tokens": 47},
+            "learner.micro_batch_tokens=47 does not hold one row of task.prompt_length + task.response_length = 48 tokens",
         ),
         ({"model.path": "/x", "model.preset": "gpt2"}, "model.path='/x' and model.preset='gpt2' exclude each other"),
         ({"model.preset": "pythia-410"}, "(did you mean 'pythia-410m'?)"),

@@ -18,7 +18,14 @@ from tests.support import tiny_run
             "trainer",
             {},
             8,
-            "learner.micro_batch_rows or learner.queries × learner.completions = 140 rows are not divisible by the 8",
+            "learner.queries × learner.completions = 140 rows are not divisible by the 8",
+        ),
+        (
+            "trainer",
+            {"learner.micro_batch_tokens": 4 * 48 - 1},
+            4,
+            "learner.micro_batch_tokens=191 does not hold one row for each of the 4 ways of learner.mesh: a row has "
+            "task.prompt_length + task.response_length = 48 tokens; at least 192",
         ),
         (
             "searcher",

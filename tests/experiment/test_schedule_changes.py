@@ -18,7 +18,7 @@ def test_a_changed_schedule_needs_leave_and_is_recorded(tmp_path):
     begin(tmp_path)
     assert schedule_changes.change(run, tiny_run.config_with({}), allowed=[], step=3) == {}
     free = {
-        "learner.micro_batch_rows": 20,
+        "learner.micro_batch_tokens": 960,
         "learner.mesh.data": 1,
         "publish.keep": 9,
         "searchers.count": 5,

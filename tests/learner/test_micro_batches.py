@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tba_jax import sharding
+from tba_jax.learner import micro_batches
 from tba_jax.learner import state as state_lib
 from tba_jax.models import parameters
 from tba_jax.models.lora import LoraConfig
@@ -126,3 +127,35 @@ def test_one_completion_a_query(micro_batch_rows):
     # Of rows in groups of K with the same prompt the loss is the same: it couples nothing.
     assert_same((*found[:2], {}), (*one_pass("learned_log_z")[:2], {}))
     assert not {"log_weight_std", "advantage_std", "equal_reward_groups"} & set(found[2])
+
+
+@pytest.mark.parametrize(
+    "tokens, ways, expected",
+    [
+        (0, 1, 140),
+        (140 * 10, 1, 140),
+        (140 * 10 - 1, 1, 20),  # 70 fit, but would cut groups of 20
+        (20 * 10, 1, 20),
+        (19 * 10, 1, 14),
+        (10, 1, 1),
+        (20 * 10, 4, 20),
+        (19 * 10, 4, 4),  # 14 are no multiple of 4
+        (7 * 10, 7, 7),
+    ],
+)
+def test_the_rows_of_a_micro_batch_are_the_most_that_fit(tokens, ways, expected):
+    """7 queries of 20 rows, of 10 tokens each."""
+    assert micro_batches.rows_within(tokens, row_tokens=10, queries=7, completions=20, ways=ways) == expected
+
+
+@pytest.mark.parametrize(
+    "tokens, ways, sentence",
+    [
+        (9, 1, "learner.micro_batch_tokens=9 does not hold one row: .* = 10 tokens; at least 10, or 0"),
+        (39, 4, "learner.micro_batch_tokens=39 does not hold one row for each of the 4 ways of learner.mesh: .*; at least 40"),
+        (0, 8, "learner.queries × learner.completions = 140 rows are not divisible by the 8 ways"),
+    ],
+)
+def test_micro_batches_that_do_not_fit_are_refused(tokens, ways, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        micro_batches.rows_within(tokens, row_tokens=10, queries=7, completions=20, ways=ways)

@@ -7,6 +7,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from tba_jax.learner import state as state_lib
@@ -127,3 +128,27 @@ def test_a_log_z_that_is_not_finite_is_that_of_its_querys_rows():
     update = jax.jit(make_step(settings(**FORMS["learned_log_z"][0]), optimizers=optimizers))
     measurements = update(dataclasses.replace(state, params=state.params | {"policy": policy}), {}, random_batch())[1]
     assert float(measurements["finite"]) == 0 and not measurements["row_finite"][K : 2 * K].any()
+
+
+@pytest.mark.parametrize("overflows", [3e38, np.nan])
+def test_an_optimizer_that_overflows_leaves_the_state_as_it_was(overflows):
+    """Its gradient is finite, and so are the moments that it would keep."""
+    optimizers = {"policy": optax.chain(optax.scale_by_adam(), optax.scale(overflows))}
+    update = jax.jit(make_step(settings(), optimizers=optimizers), donate_argnums=0)
+    state = initial(optimizers)
+    before = jax.device_get(state)
+    after, measurements = update(state, {}, random_batch())
+    assert np.isfinite(measurements["grad_norm"]) and measurements["row_finite"].all() and float(measurements["finite"]) == 0
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(after), dataclasses.replace(before, step=1, skipped=1))
+
+
+def test_a_gradient_that_overflows_leaves_the_state_as_it_was():
+    """The square of a weight's gradient is not finite, although the loss and every row are."""
+    optimizers = {"policy": optax.scale_by_adam()}
+    update = jax.jit(make_step(settings(), optimizers=optimizers), donate_argnums=0)
+    state, batch = initial(optimizers), random_batch()
+    before = jax.device_get(state)
+    batch = dataclasses.replace(batch, reward=batch.reward * np.float32(1e18))
+    after, measurements = update(state, {}, batch)
+    assert np.isfinite(measurements["loss"]) and measurements["row_finite"].all() and float(measurements["finite"]) == 0
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(after), dataclasses.replace(before, step=1, skipped=1))

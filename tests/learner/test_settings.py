@@ -30,6 +30,10 @@ def contract() -> Contract:
     return dataclasses.replace(composition.build(tiny_run.config()).contract, **values)
 
 
+def mesh_of(devices: int) -> jax.sharding.Mesh:
+    return sharding.make_mesh((devices, 1, 1), setting="learner.mesh", devices=jax.devices()[:devices])
+
+
 def test_schedules_of_the_coefficients():
     ranges = {"beta": (0.05, 0.01, 4), "ref_temperature": (1.0, 1.2, 2), "reward_temperature": (2.0, 1.0, 5)}
     changes = {
@@ -56,7 +60,7 @@ def test_heads_that_are_learned_have_optimizers_of_their_own(name):
 
 
 def test_the_defaults_of_objectives_are_those_of_the_base_config():
-    made = settings.make_learner_config(base.get_config().learner, contract(), POLICY, devices=1)
+    made = settings.make_learner_config(base.get_config().learner, contract(), POLICY, mesh_of(1))
     assert made.settings == ObjectiveSettings(completions=20)
 
 
@@ -79,16 +83,16 @@ def test_static_settings_of_an_update():
         "learner__log_ratio_clip": 7.0,
         **{f"learner__{name}": value for name, value in OTHER_SETTINGS.items()},
         "learner__reference__ema_decay": 0.8,
-        "learner__micro_batch_rows": 6,
+        "learner__micro_batch_tokens": 6 * 13,
         "learner__logit_megabytes": 2,
     }
-    made = settings.make_learner_config(tiny_run.config(**changes).learner, contract(), POLICY, devices=3)
+    made = settings.make_learner_config(tiny_run.config(**changes).learner, contract(), POLICY, mesh_of(3))
     assert made.objective is OBJECTIVES["tba_prime"] and made.surrogate_decay == 0
     assert made.settings == ObjectiveSettings(completions=4, importance_clip=3.0, log_ratio_clip=7.0, **OTHER_SETTINGS)
     assert (made.micro_batch_rows, made.logit_bytes) == (6, 3 * (2 << 20))
     assert made.space == scoring.ResponseSpace(temperature=0.7, banned_tokens=(3,), eos_id=2, min_length=5)
     changes = {"learner__reference__kind": "surrogate", "learner__reference__ema_decay": 0.8}
-    made = settings.make_learner_config(tiny_run.config(**changes).learner, contract(), POLICY, devices=1)
+    made = settings.make_learner_config(tiny_run.config(**changes).learner, contract(), POLICY, mesh_of(1))
     assert made.surrogate_decay == 0.8 and made.micro_batch_rows == 12
 
 
@@ -98,8 +102,8 @@ def test_static_settings_of_an_update():
 def test_which_references_are_held_and_when_they_move(kind, moves_at):
     changes = {"kind": kind, "reset_steps": 3, "ema_decay": 0.5}
     c = tiny_run.config(**{f"learner__reference__{name}": value for name, value in changes.items()}).learner
-    mesh = sharding.make_mesh((1, 1, 1), setting="learner.mesh", devices=jax.devices()[:1])
-    reference = settings.make_moving_reference(c, settings.make_learner_config(c, contract(), POLICY, devices=1), mesh)
+    mesh = mesh_of(1)
+    reference = settings.make_moving_reference(c, settings.make_learner_config(c, contract(), POLICY, mesh), mesh)
     if moves_at is None:
         assert reference is None
         return

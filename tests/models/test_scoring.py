@@ -1,14 +1,17 @@
-"""The response space: banned tokens and minimal lengths against NumPy loops, on blocks and through the whole model."""
+"""The response space against NumPy loops, on blocks and through the whole model; rows in blocks against all at once."""
 
 import functools
 import itertools
+import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tba_jax.models import scoring
+from tba_jax import sharding
+from tba_jax.models import parameters, scoring
 from tba_jax.models.config import DecoderConfig
 from tests.support import applied
 
@@ -107,3 +110,66 @@ def test_spaces_are_static_and_checked():
     assert hash(space()) == hash(space()) and space() == space() and space() != space(min_length=2)
     with pytest.raises(ValueError, match="min_length=2 holds back the end of sequence, and eos_id=-1 names none"):
         space(min_length=2, eos_id=-1)
+
+
+@pytest.mark.parametrize(
+    "rows, tokens, expected",
+    [
+        (512, 0, 512),
+        (512, 65_536, 16),
+        (12, 12 * 4096, 12),
+        (12, 12 * 4096 - 1, 6),  # not 11: two blocks of 6 are less than two of 11
+        (12, 5 * 4096, 4),
+        (7, 4 * 4096, 4),
+        (7, 1, 1),  # a row that is longer than the budget
+    ],
+)
+def test_blocks_are_the_fewest_that_fit_and_even(rows, tokens, expected):
+    assert scoring.block_rows(rows, 4096, tokens=tokens) == expected
+
+
+SCORED = DecoderConfig(layers=2, width=16, heads=4, kv_heads=2, head_size=4, ffn=24, vocab=V, max_positions=16)
+
+
+def scored_rows(rows: int) -> tuple[np.ndarray, ...]:
+    """tokens int32[rows, 5 + R], prompt_length and response_length int32[rows]."""
+    rng = np.random.default_rng(rows)
+    lengths = rng.integers(1, 6, rows), rng.integers(0, R + 1, rows)
+    return rng.integers(0, V, (rows, 5 + R)).astype(np.int32), *(length.astype(np.int32) for length in lengths)
+
+
+def scored(rows: int, *, score_tokens: int, sizes: tuple[int, int, int] = (1, 1, 1)) -> tuple[np.ndarray, np.ndarray]:
+    """Log-probs and entropies of random rows on a mesh."""
+    mesh = sharding.make_mesh(sizes, setting="test", devices=jax.devices()[: math.prod(sizes)])
+    definition = applied.define(SCORED)
+    settings: dict[str, Any] = dict(R=R, space=space(), logit_megabytes=1, score_tokens=score_tokens)
+    score = scoring.scorer(mesh, graphdef=definition.graphdef, **settings)
+    params = jax.device_put(applied.random(definition.specs, scale=0.25), definition.shardings(mesh))
+    found = score(params, *sharding.put_rows(mesh, scored_rows(rows)))
+    return np.asarray(found[0]), np.asarray(found[1])
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 1), (2, 1, 2)], ids=str)
+@pytest.mark.parametrize("score_tokens", [1, 12, 25, 36])  # rows of 12 tokens: 1, 1, 2, 3 a device
+def test_rows_that_are_scored_in_blocks_are_scored_alike(score_tokens, sizes):
+    """20 rows: 10 or 5 on each device, which blocks of 2 and 3 do not divide."""
+    for found, expected in zip(scored(20, score_tokens=score_tokens, sizes=sizes), scored(20, score_tokens=0), strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_one_block_is_bit_for_bit_the_whole_batch():
+    for found, expected in zip(scored(20, score_tokens=20 * 12), scored(20, score_tokens=0), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_memory_of_scoring_is_that_of_a_block():
+    one, definition = sharding.make_mesh((1, 1, 1), setting="test", devices=jax.devices()[:1]), applied.define(SCORED)
+
+    def temporaries(score_tokens: int, *, rows: int) -> int:
+        settings: dict[str, Any] = dict(R=R, space=space(), logit_megabytes=1, score_tokens=score_tokens)
+        score = scoring.program(one, graphdef=definition.graphdef, **settings)
+        compiled = score.lower(parameters.shapes(definition.specs), *scored_rows(rows)).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    in_blocks, whole = temporaries(16 * 12, rows=512), temporaries(0, rows=512)
+    assert in_blocks < 1.5 * temporaries(0, rows=16) + 512 * 12 * 4 * 4 < 0.5 * whole

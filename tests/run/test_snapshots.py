@@ -282,6 +282,30 @@ def test_the_next_update_may_overwrite_the_published_buffers(tmp_path, monkeypat
     assert float(after["embedding"]["weight"][0, 0]) == 7
 
 
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_published_leaves_the_device_in_its_dtype(tmp_path, monkeypatch, dtype):
+    """And is byte for byte what is written of the float32 parameters."""
+    handed, write = [], snapshots.save
+
+    def recorded(folder, params, *arguments, **settings):
+        handed.append(params)
+        write(folder, params, *arguments, **settings)
+
+    monkeypatch.setattr(snapshots, "save", recorded)
+    publisher = Publisher(tmp_path / "policy", dtype=dtype, keep=0, keep_every=10, final_step=99)
+    params, info = jax.device_put(random_params(), shardings((2, 2, 2))), SnapshotInfo(step=1, epoch=1)
+    publisher.publish(params, info)
+    publisher.close()
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(handed[0])} == {dtype}
+    assert jax.tree.map(lambda x: x.sharding, handed[0]) == shardings((2, 2, 2))
+    write(tmp_path / "other", params, info, dtype=dtype)
+    assert files(tmp_path / "policy" / layout.step_name(1)) == files(tmp_path / "other")
+
+
 @pytest.mark.parametrize("how", ["publish", "wait"])
 def test_a_failed_write_is_raised_by_the_next_call(tmp_path, how):
     policies = tmp_path / "policy"

@@ -24,7 +24,6 @@ SMALL: dict[str, Any] = {
     "learner.steps": STEPS,
     "learner.queries": 2,
     "learner.completions": 4,
-    "learner.micro_batch_rows": 4,
     "learner.warmup_steps": 0,
     "learner.decay_steps": 0,
     "searchers.count": 1,

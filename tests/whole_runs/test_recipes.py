@@ -81,6 +81,7 @@ def test_a_recipe_runs_in_turn(name, tmp_path, data_dir, one_device):
     ends = dict(p_end=P_END, temperature=c.sampling.temperature)
     model = random_checkpoints.write(tmp_path / "model", preset, data_dir / "tokenizers" / tokenizer, **ends)
     c.update_from_flattened_dict(SMALL | {"model.path": str(model), "schedule.mode": "interleaved"})
+    c.learner.micro_batch_tokens = 4 * (c.task.prompt_length + c.task.response_length)
     if c.learner.reference.kind == "reset":
         c.learner.reference.reset_steps = 1  # so that it happens
     inputs = {"gsm8k": functools.partial(gsm8k, data=data_dir), "math": problems, "tldr": posts, "own task": stories}

@@ -26,7 +26,7 @@ OF_LETTERS = {
 }
 SMALLER = {
     "lora.rank": 4,
-    "learner.micro_batch_rows": 0,
+    "learner.micro_batch_tokens": 0,
     "task.missing_eos_reward": None,
     "learner.queries": 1,
     "learner.completions": 8,

@@ -311,7 +311,9 @@ def _make_sampler(
         run,
         policy=policy,
         tokenizer=tokenizer,
-        reference=ReferencePolicy(contract, run, policy=policy, mesh=mesh, logit_megabytes=s.logit_megabytes),
+        reference=ReferencePolicy(
+            contract, run, policy=policy, mesh=mesh, logit_megabytes=s.logit_megabytes, score_tokens=s.score_tokens
+        ),
         weights=s.weights,
         slots=_slots(config),
         samples=s.samples_per_query,

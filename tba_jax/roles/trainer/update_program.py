@@ -33,7 +33,7 @@ class UpdateProgram:
         self._resets_optimizer = c.reference.reset_optimizer
         self.rows = c.queries * c.completions
         self.mesh = sharding.make_mesh(tuple(c.mesh.values()), setting="learner.mesh")
-        self.config = settings.make_learner_config(c, contract, policy, devices=self.mesh.size)
+        self.config = settings.make_learner_config(c, contract, policy, self.mesh)
         self.frozen: Params = {}
         self._optimizers = settings.make_optimizers(c)
         self._shapes = state_lib.state_shapes(policy, self._optimizers, self.mesh)
