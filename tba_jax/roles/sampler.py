@@ -83,6 +83,5 @@ class Sampler:
         self._hand_over(step, snapshots.load_step(self._policies, step, **self._snapshot))
 
     def _hand_over(self, step: int, snapshot: Params) -> None:
-        weights = self._for_sampling(snapshot, self.reference.params)
-        self.engine.swap(self.engine.prepare(weights, consume=True), step)
+        self.engine.swap(self.engine.prepare(self._for_sampling(snapshot, self.reference.params)), step)
         self.step = step
