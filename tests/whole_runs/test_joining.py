@@ -45,9 +45,17 @@ def test_trainer_searcher_and_evaluator_need_the_folder_and_trust(place):
     assert layout.steps_in(place / "run" / "evaluations") == [0, STEPS]
 
 
-def test_a_finished_run_is_finished_for_whoever_comes(place):
+@pytest.fixture
+def finished(place):
+    """The same folder, once the run has finished: in the test above, or here where another process runs that one."""
     if not (place / "run" / "finished.json").exists():
-        pytest.skip("the run of this file has not finished, in a test before this one")
+        done = tiny_run.call(command(place, "--role=all", "--trust_task"))
+        assert done.returncode == 0, done.stderr
+    return place
+
+
+def test_a_finished_run_is_finished_for_whoever_comes(finished):
+    place = finished
     before = contents(place / "run" / "replay")
     late = command(place, f"--config={place / 'my_task.py'}", "--role=searcher", "--config.learner.steps=1000")
     done = tiny_run.call(late, timeout=60)
@@ -57,10 +65,9 @@ def test_a_finished_run_is_finished_for_whoever_comes(place):
     assert again.returncode == 0, again.stderr
 
 
-def test_a_longer_run_is_joined_with_the_old_flags(place):
+def test_a_longer_run_is_joined_with_the_old_flags(finished):
     """The trainer alone extends the run; a searcher that still has the flags of its beginning works on."""
-    if not (place / "run" / "finished.json").exists():
-        pytest.skip("the run of this file has not finished, in a test before this one")
+    place = finished
     config, writers = place / "run" / "config.json", place / "run" / "replay" / "writers"
     extended = ["--config.learner.steps=1000000", "--allow_change=learner.steps"]
     roles = [tiny_run.start(command(place, "--role=trainer", "--trust_task", *extended))]
