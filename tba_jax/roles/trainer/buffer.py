@@ -131,6 +131,8 @@ class ReplayBuffer:
             found = drawable(index, choice, step=step)
             need = f"rows of learner.queries={choice.queries} queries, {found} have some that may be drawn"
             need += f" under {under}" if under else ""
+        if not index.arrivals:
+            return f"{need}; none has come yet"
         seconds = time.monotonic() - self._rows_came
         return f"{need}; {len(index)} rows are resident, the last came {seconds:.0f} s ago"
 
