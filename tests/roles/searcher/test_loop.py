@@ -190,10 +190,9 @@ def test_a_grant_lets_a_searcher_go_on_that_waits(make):
 
     def look() -> None:
         waits = status.read(s.run.metrics("tested")).waits
-        if waits and len(told) < 2 and committed(s) > len(told) * ROWS:
-            assert committed(s) == (len(told) + 1) * ROWS
+        if waits and committed(s) < 3 * ROWS:
             told.append(waits)
-            grants.give(s.run, step=0)
+            grants.give(s.run, step=0)  # again and again, as a trainer does: the first may come before all rows are there
         elif committed(s) == 3 * ROWS:
             layout.write_json(s.run.finished, {"step": s.config.learner.steps})
 
