@@ -21,6 +21,7 @@ from tba_jax.decoding.slots import (
     Tokens,
     Trace,
     own_entries,
+    prompt_entries,
 )
 from tba_jax.models import kv_cache, parameters, scoring
 from tba_jax.models.decoder import Decoder
@@ -117,7 +118,7 @@ def _put(
     def put_cache(whole: jax.Array, new: jax.Array) -> jax.Array:
         """Writes each arrival in one piece: one scatter for all would write element by element."""
         for i in range(a.tokens.shape[0]):
-            start = (a.group[i], 0, a.buffer[i] * c.prompt_length, 0)
+            start = (a.group[i], 0, a.buffer[i] * prompt_entries(c), 0)
             old = jax.lax.dynamic_slice(whole, start, (1, *new.shape[1:]))
             whole = jax.lax.dynamic_update_slice(whole, jnp.where(a.valid[i], new[i][None], old), start)
         return whole
@@ -245,9 +246,9 @@ def _begin_call(params: Params, prompts: Prompts, *, config: SlotsConfig, buffer
         config=c,
         samples=jax.tree.map(lambda x: x.reshape(c.groups, c.buffers * c.places, *x.shape[3:]), prompts.samples),
         prompt_length=jnp.repeat(prompts.length - prompts.given, c.places, axis=1),
-        in_prompt=jnp.arange(c.prompt_length) < prompts.length[:, :buffers, None],
+        in_prompt=jnp.arange(prompt_entries(c)) < prompts.length[:, :buffers, None],
         # Cut once a call: a slice that the loop read would be copied at every step.
-        cache=_cut(prompts.cache, buffers * c.prompt_length),
+        cache=_cut(prompts.cache, buffers * prompt_entries(c)),
         model=parameters.module(c.graphdef, params),
         prompts=prompts,
         buffers=buffers,
@@ -272,7 +273,7 @@ def _step(call: _Call, slots: Slots, stop_table: jax.Array | None) -> tuple[Slot
     position = call.of_place(place, call.prompt_length) + count - 1
     local_masks = None
     if c.model.window:
-        prompt_age = position.reshape(J, W, 1) - jnp.tile(jnp.arange(c.prompt_length), call.buffers)
+        prompt_age = position.reshape(J, W, 1) - jnp.tile(jnp.arange(prompt_entries(c)), call.buffers)
         local_masks = kv_cache.within_window(masks, c.model.window, prompt_age=prompt_age, own_age=age)
     token = slots.token.reshape(-1)
     logits, own = kv_cache.decode_step(call.model, token, position, entry, call.cache, slots.own, masks, local_masks)

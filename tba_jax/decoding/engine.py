@@ -116,14 +116,25 @@ class Engine:
         """Whether all lanes have taken up the weights that they were handed last."""
         return all(lane.incoming is None for lane in self._lanes)
 
-    def prepare(self, params: Params) -> list[Params]:
+    def prepare(self, params: Params, *, consume: bool = False) -> list[Params]:
         """Returns weights as `swap` takes them, one copy for each lane, once they are on the devices.
 
         May be called from a thread beside the one that decodes, which then waits for nothing.
 
-        Args: params: plain weights of the policy (Policy.for_sampling), on any mesh.
+        Args:
+          params: plain weights of the policy (Policy.for_sampling), on any mesh.
+          consume: takes the parameters out of `params` one after the other, so that devices hold no more than one parameter
+            twice. The caller must have no other use for the arrays.
         """
-        return jax.block_until_ready([lane.prepare(params) for lane in self._lanes])
+        if not consume:
+            return jax.block_until_ready([lane.prepare(params) for lane in self._lanes])
+        prepared: list[Params] = [{} for _ in self._lanes]
+        for part in kv_cache.one_by_one(params):
+            for whole, lane in zip(prepared, self._lanes, strict=True):
+                kv_cache.add(whole, lane.prepare(part))
+            part.clear()
+            jax.block_until_ready(prepared)
+        return prepared
 
     def swap(self, prepared: Sequence[Params], step: int) -> None:
         """Hands over weights. Lanes take them up before the next chunk, or when the running sequences have ended (`swap`)."""

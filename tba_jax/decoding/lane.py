@@ -4,19 +4,17 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tba_jax import sharding as sharding_lib
-from tba_jax.decoding import decode_loop, sizes
+from tba_jax.decoding import programs, sizes
 from tba_jax.decoding import sampling as sampling_lib
 from tba_jax.decoding import slots as slots_lib
 from tba_jax.decoding.requests import Generation, Request
 from tba_jax.decoding.slots import Arrivals, Samples, SlotsConfig, Tokens
-from tba_jax.models import kv_cache
 from tba_jax.models.parameters import Params
 from tba_jax.text.stop_strings import StopStrings
 
@@ -86,7 +84,8 @@ class Lane:
         self.incoming: tuple[Params, int] | None = None
         self._weights: Params = {}
         entries = slots_lib.own_entries(config)
-        self._windows = sizes.windows(entries, config.chunk) if lockstep else (entries,)
+        shorter = sizes.windows(config.response_length - 1, config.chunk)[:-1] if lockstep else ()
+        self._windows = (*shorter, entries)
         self._buckets = sizes.buckets(config.prompt_length)
         # Decode steps since all slots were idle.
         self._step = 0
@@ -101,20 +100,12 @@ class Lane:
 
     def _make_programs(self) -> None:
         """The state on the devices, and the programs that change it."""
-        config, mesh = self._config, self._mesh
-        whole = sharding_lib.replicated(mesh)
-        prompts, slots = slots_lib.shardings(config, mesh)
-
-        def program(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-            return sharding_lib.on_mesh(mesh, jax.jit(functools.partial(function, config=config), **options))
-
-        self._prompts, self._slots = program(slots_lib.init, out_shardings=(prompts, slots))()
-        self._prefill = program(decode_loop.prefill, donate_argnums=(1, 2), out_shardings=(prompts, slots, whole))
-        static = ("buffers", "window")
-        self._decode = program(decode_loop.decode, donate_argnums=2, static_argnames=static, out_shardings=(slots, whole))
-        self._unstack = sharding_lib.on_mesh(mesh, jax.jit(functools.partial(kv_cache.unstack, config=config.model)))
+        made, on_mesh = programs.make(self._config, self._mesh), functools.partial(sharding_lib.on_mesh, self._mesh)
+        self._prompts, self._slots = on_mesh(made.init)()
+        self._prefill, self._decode = on_mesh(made.prefill), on_mesh(made.decode)
+        self._unstack = on_mesh(made.unstack)
         table = self._stop_strings
-        self._stop_table = None if table is None else jax.device_put(table.next_state, whole)
+        self._stop_table = None if table is None else jax.device_put(table.next_state, sharding_lib.replicated(self._mesh))
 
     def _make_host_copy(self) -> None:
         """The samples so far, on the host: leaves [J, X] and [J, X, R]."""

@@ -75,6 +75,8 @@ def first_above(mass: jax.Array, cumulative: jax.Array, target: jax.Array) -> ja
     return jnp.where(first < len(index), first, jnp.max(jnp.where(has_mass, index, 0), axis=-1))
 
 
+# TPUs hold an array in tiles of 8 rows × 128 columns. Logits that are seen as tiles need no copy in another layout.
+_SUBLANES, _LANES = 8, 128
 # Measured on CPUs at V = 4096 and 32000: fewer rows are slower where all rows truncate, more rows where a fifth of them do.
 _ROWS_AT_A_TIME = 16
 
@@ -334,11 +336,17 @@ def _by_block(reduce: Callable[..., jax.Array], of: Callable[[jax.Array], jax.Ar
     The ragged end is cut off before `of` is applied. If it were padded, or cut off after `of`, XLA would make another [B, V].
     """
     B, V = logits.shape
-    whole = V - V % block
-    blocks = reduce(of(logits[:, :whole]).reshape(B, -1, block), axis=-1)
-    if whole == V:
-        return blocks
-    return jnp.concatenate([blocks, reduce(of(logits[:, whole:]), axis=-1, keepdims=True)], axis=1)
+    lanes = min(block, _LANES)
+    whole = V - V % lanes
+    rows = (B // _SUBLANES, _SUBLANES) if B % _SUBLANES == 0 else (B,)
+    parts = reduce(of(logits[:, :whole]).reshape(*rows, -1, lanes), axis=-1).reshape(B, -1)
+    if whole < V:
+        parts = jnp.concatenate([parts, reduce(of(logits[:, whole:]), axis=-1, keepdims=True)], axis=1)
+    if block == lanes:
+        return parts
+    missing = -parts.shape[1] % (block // lanes)
+    parts = jnp.pad(parts, ((0, 0), (0, missing)), mode="edge" if reduce is jnp.max else "constant")
+    return reduce(parts.reshape(B, -1, block // lanes), axis=-1)
 
 
 def _pick(values: jax.Array, index: jax.Array) -> jax.Array:

@@ -33,7 +33,7 @@ RUNNING, FINISHED, CUT = 0, 1, 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlotsConfig:
-    """Static sizes: groups J, width W, buffers U, places K of a buffer, cache entries S of a prompt, tokens R of a response.
+    """Static sizes: groups J, width W, buffers U, places K of a buffer, longest prompt, longest response.
 
     graphdef: of the decoder, see kv_cache.define.
     chunk: most decode steps of one call; stop_accept: the accepting state of the stop strings' table, -1 without any.
@@ -140,9 +140,23 @@ class Arrivals:
     samples: Samples
 
 
+# Caches have a multiple of this many entries, so that entries fill the tiles in which TPUs lay out arrays. Where they do not, XLA
+# takes caches in another layout than the one that the decode loop computes in: every call of the loop would copy all caches.
+_TILE = 16
+
+
+def _in_tiles(entries: int) -> int:
+    return -(-entries // _TILE) * _TILE
+
+
+def prompt_entries(config: SlotsConfig) -> int:
+    """The entries S of a buffer, at least the longest prompt."""
+    return _in_tiles(config.prompt_length)
+
+
 def own_entries(config: SlotsConfig) -> int:
-    """The entries of a slot's ring. The last response token needs none: nothing is predicted from it."""
-    return max(config.response_length - 1, 1)
+    """The entries R of a slot's ring, at least those of a response; its last token needs none: nothing is predicted from it."""
+    return _in_tiles(max(config.response_length - 1, 1))
 
 
 def init(config: SlotsConfig) -> tuple[Prompts, Slots]:
@@ -165,7 +179,7 @@ def init(config: SlotsConfig) -> tuple[Prompts, Slots]:
         limit=whole(J, U, K),
     )
     prompts = Prompts(
-        cache=cache(J, U * c.prompt_length),
+        cache=cache(J, U * prompt_entries(c)),
         samples=samples,
         length=whole(J, U),
         given=whole(J, U),
@@ -194,7 +208,7 @@ def shardings(config: SlotsConfig, mesh: Mesh) -> tuple[Prompts, Slots]:
 
     prompts, slots = jax.tree.map(lambda _: sharding.replicated(mesh), jax.eval_shape(functools.partial(init, config)))
     return (
-        dataclasses.replace(prompts, cache=cache(c.groups, c.buffers * c.prompt_length)),
+        dataclasses.replace(prompts, cache=cache(c.groups, c.buffers * prompt_entries(c))),
         dataclasses.replace(slots, own=cache(c.groups * c.width, own_entries(c))),
     )
 

@@ -4,6 +4,8 @@ Attention of a new token has two parts under one softmax: the cache of the promp
 row's own continuation. B = J·W rows in decoding. Models here are unstacked (see `define`).
 """
 
+from collections.abc import Iterator
+
 import chex
 import flax.struct
 import jax
@@ -52,7 +54,30 @@ def unstack(params: Params, config: DecoderConfig) -> Params:
     A slice of the stack inside a jitted decode loop would be copied at every call of the loop.
     """
     params = parameters.cast(params, config.compute_dtype)
-    return params | {"layers": {i: jax.tree.map(lambda p, i=i: p[i], params["layers"]) for i in range(config.layers)}}
+    stacked = params.get("layers", {})  # a part of the parameters may be without
+    return params | {"layers": {i: jax.tree.map(lambda p, i=i: p[i], stacked) for i in range(config.layers)}}
+
+
+def one_by_one(params: Params) -> Iterator[Params]:
+    """Takes the parameters out of `params`. Yields each as a tree of its own, which `unstack` takes; `add` joins the results."""
+
+    def leaves(tree: Params, path: tuple[str, ...]) -> Iterator[Params]:
+        for key in list(tree):
+            if isinstance(tree[key], dict):
+                yield from leaves(tree[key], (*path, key))
+            else:
+                yield parameters.unflatten({".".join((*path, key)): tree.pop(key)})
+
+    return leaves(params, ())
+
+
+def add(whole: Params, part: Params) -> None:
+    """Puts the parameters of an unstacked decoder's part into those of the whole."""
+    for key, value in part.items():
+        if isinstance(value, dict):
+            add(whole.setdefault(key, {}), value)
+        else:
+            whole[key] = value
 
 
 @full_precision

@@ -83,5 +83,6 @@ class Sampler:
         self._hand_over(step, snapshots.load_step(self._policies, step, **self._snapshot))
 
     def _hand_over(self, step: int, snapshot: Params) -> None:
-        self.engine.swap(self.engine.prepare(self._for_sampling(snapshot, self.reference.params)), step)
+        weights = self._for_sampling(snapshot, self.reference.params)
+        self.engine.swap(self.engine.prepare(weights, consume=True), step)
         self.step = step

@@ -85,7 +85,7 @@ def test_batches_read_windows_of_caches_and_share_queries(single, monkeypatch):
     monkeypatch.setattr(decode_loop, "decode", noted)
     engine = make_engine(8, 4, lockstep=True, chunk=6)
     # Programs are made when they are first needed: the shortest window that holds the six steps of a call, then the whole.
-    for lengths, programs in [([3, 5], [(1, 6), (1, 11)]), ([7, 2], []), ([3, 5, 7, 2, 6, 4, 1], [(2, 6), (2, 11)])]:
+    for lengths, programs in [([3, 5], [(1, 6), (1, 16)]), ([7, 2], []), ([3, 5, 7, 2, 6, 4, 1], [(2, 6), (2, 16)])]:
         traced.clear()
         before = engine.usage.slot_steps
         stream = make_stream(lengths, counts=(4,), limits=False, seed=len(lengths))

@@ -22,6 +22,7 @@ from tests.support.tiny_engine import (
     TEMPERATURE,
     R,
     make_engine,
+    make_mesh,
     make_request,
     make_stream,
     numpy_distribution,
@@ -97,6 +98,16 @@ def test_weights_swapped_in_flight_draw_the_next_tokens(grouped):
     stream, found = swapping_stream(grouped)
     assert assert_drawn_by_the_weights_of_their_steps(stream, found) > 5
     assert {step for g in found for step in g.policy_step.flatten().tolist()} == set(range(-1, 5)) and grouped.policy_step == 4
+
+
+def test_consumed_weights_are_the_same_and_leave_an_empty_tree():
+    """Two lanes of two devices each take them from a mesh over all four."""
+    mesh = make_mesh(data=2, tensor=2)
+    engine = make_engine(8, 4, mesh=mesh)
+    given = jax.device_put(PARAMS, applied.shardings(MODEL, mesh))
+    expected = jax.device_get(engine.prepare(given))
+    jax.tree.map(np.testing.assert_array_equal, engine.prepare(given, consume=True), expected)
+    assert not jax.tree.leaves(given)
 
 
 def test_weights_swapped_by_another_thread_draw_the_next_tokens(grouped):

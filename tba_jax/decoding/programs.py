@@ -1,0 +1,47 @@
+"""The programs of a lane, jitted with their shardings and donations: for lanes, and for what compiles without devices."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from jax.stages import Wrapped
+
+from tba_jax import sharding
+from tba_jax.decoding import decode_loop
+from tba_jax.decoding import slots as slots_lib
+from tba_jax.decoding.slots import SlotsConfig
+from tba_jax.models import kv_cache
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Programs:
+    """Jitted functions; the mesh is the context of their calls (sharding.on_mesh).
+
+    init: () -> (prompts, slots). prefill: decode_loop.prefill, which takes the memory of prompts and slots. decode:
+    decode_loop.decode, which takes that of slots. unstack: kv_cache.unstack.
+    """
+
+    init: Wrapped
+    prefill: Wrapped
+    decode: Wrapped
+    unstack: Wrapped
+
+
+def make(config: SlotsConfig, mesh: Mesh) -> Programs:
+    """Nothing is compiled or allocated here."""
+    whole = sharding.replicated(mesh)
+    prompts, slots = slots_lib.shardings(config, mesh)
+
+    def program(function: Callable[..., Any], **options: Any) -> Wrapped:
+        return jax.jit(functools.partial(function, config=config), **options)
+
+    static = ("buffers", "window")
+    return Programs(
+        init=program(slots_lib.init, out_shardings=(prompts, slots)),
+        prefill=program(decode_loop.prefill, donate_argnums=(1, 2), out_shardings=(prompts, slots, whole)),
+        decode=program(decode_loop.decode, donate_argnums=2, static_argnames=static, out_shardings=(slots, whole)),
+        unstack=jax.jit(functools.partial(kv_cache.unstack, config=config.model)),
+    )
