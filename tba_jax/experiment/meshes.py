@@ -8,6 +8,9 @@ from tba_jax.decoding import sizes
 from tba_jax.experiment.composition import Experiment
 from tba_jax.models import parameters
 
+# Role -> the section of the config that has its mesh.
+SECTIONS = {"trainer": "learner", "searcher": "searchers", "evaluator": "evaluation"}
+
 
 def check(experiment: Experiment, *, role: str, devices: int | None) -> None:
     """Raises ValueError where the mesh of a role does not make up its devices, or does not divide its rows or parameters.
@@ -15,27 +18,32 @@ def check(experiment: Experiment, *, role: str, devices: int | None) -> None:
     Args: devices: how many the role has; None where that is not known: then as few as its mesh can make up.
     """
     config = experiment.config
+    made = shape(experiment, role=role, devices=devices)
     batch = config.learner.micro_batch_rows or config.learner.queries * config.learner.completions
     warm = config.warm_start.batch_size if config.warm_start.steps else batch
     rows_of_learner = "learner.micro_batch_rows or learner.queries × learner.completions"
     rows_of_searcher = "searchers.queries_per_batch × searchers.samples_per_query"
-    section, settings = {
-        "trainer": ("learner", {rows_of_learner: batch, "warm_start.batch_size": warm}),
-        "searcher": ("searchers", {rows_of_searcher: config.searchers.queries_per_batch * config.searchers.samples_per_query}),
-        "evaluator": ("evaluation", {"evaluation.batch_size": config.evaluation.batch_size}),
+    settings = {
+        "trainer": {rows_of_learner: batch, "warm_start.batch_size": warm},
+        "searcher": {rows_of_searcher: config.searchers.queries_per_batch * config.searchers.samples_per_query},
+        "evaluator": {"evaluation.batch_size": config.evaluation.batch_size},
     }[role]
-    own = config[section].task_devices if role != "trainer" else 0
-    mesh = tuple(config[section].mesh.values())
+    for what, rows in settings.items():
+        sharding.check_ways(rows, made[0] * made[1], what=what)
+    _check_slots(config, role, ways=made[0])
+    parameters.check_divides(dict(zip(sharding.MESH_AXES, made, strict=True)), experiment.policy.model_specs)
+
+
+def shape(experiment: Experiment, *, role: str, devices: int | None) -> tuple[int, int, int]:
+    """The sizes (data, fsdp, tensor) of the mesh of a role. Args, Raises: as `check`."""
+    section = SECTIONS[role]
+    own = experiment.config[section].task_devices if role != "trainer" else 0
+    mesh = tuple(experiment.config[section].mesh.values())
     if devices is None:
         devices = own + math.prod(max(size, 1) for size in mesh)
     if own >= devices:
         raise ValueError(f"{section}.task_devices={own} leaves the policy none of the {devices} devices of this role")
-    shape = sharding.mesh_shape(mesh, devices - own, setting=f"{section}.mesh")
-    for what, rows in settings.items():
-        sharding.check_ways(rows, shape[0] * shape[1], what=what)
-    _check_slots(config, role, ways=shape[0])
-    mesh_sizes = dict(zip(sharding.MESH_AXES, shape, strict=True))
-    parameters.check_divides(mesh_sizes, experiment.policy.model_specs)
+    return sharding.mesh_shape(mesh, devices - own, setting=f"{section}.mesh")
 
 
 def _check_slots(config: Any, role: str, *, ways: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from tba_jax.run import held_folders, places
+from tba_jax.run import held_folders, places, snapshots
 from tba_jax.sharding import PINNED_HOST
 
 
@@ -22,6 +22,7 @@ class Checkpoints:
         if not read_only:
             places.make_folder(folder)
             folder = held_folders.hold(folder)  # orbax would make a workdir anew that was moved away meanwhile
+        self._copy = snapshots.copy_program()
         self._held: Path | None = None if read_only else folder
         self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
 
@@ -38,7 +39,8 @@ class Checkpoints:
         Args:
           trees: name -> a tree of arrays. host: JSON.
         """
-        items = {name: ocp.args.StandardSave(jax.tree.map(_copy, tree)) for name, tree in trees.items()}
+        # A copy, because the caller donates the state to the next update. Arrays in host memory are never donated.
+        items = {name: ocp.args.StandardSave(tree if _in_host_memory(tree) else self._copy(tree)) for name, tree in trees.items()}
         self._manager.save(step, args=ocp.args.Composite(**items, host=ocp.args.JsonSave(host)), force=True)
 
     def restore(self, step: int, trees: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -69,6 +71,5 @@ class Checkpoints:
             self._held = None
 
 
-def _copy(x: jax.Array) -> jax.Array:
-    """A copy, because the caller donates the state to the next update. Arrays in host memory are never donated."""
-    return x if x.sharding.memory_kind == PINNED_HOST else jax.numpy.copy(x)
+def _in_host_memory(tree: Any) -> bool:
+    return any(x.sharding.memory_kind == PINNED_HOST for x in jax.tree.leaves(tree))

@@ -318,6 +318,11 @@ def adopt(draft: Path, folder: Place) -> None:
         shutil.rmtree(draft)
 
 
+def copy_program() -> Callable[[Any], Any]:
+    """The program that copies a tree of arrays on their devices, for a thread that writes them."""
+    return jax.jit(functools.partial(jax.tree.map, jnp.copy))
+
+
 class Publisher:
     """Publishes snapshots from a background thread; the trainer waits only for a copy on the device.
 
@@ -339,6 +344,7 @@ class Publisher:
         """Args: check: called before a snapshot becomes visible; if it raises, the snapshot stays hidden and `wait` raises."""
         self._policies, self._check = policies, check
         self._dtype = dtype
+        self.copy = copy_program()
         self._retention = dict(keep=keep, keep_every=keep_every, final_step=final_step)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="publisher")
         self._lock = threading.Lock()
@@ -354,7 +360,7 @@ class Publisher:
         if self._writing is not None and (self._writing.done() or len(self._waiting) > 2):
             self.wait()
         # A copy on the device: the caller donates its buffers to the next update while the thread reads this one.
-        snapshot = jax.block_until_ready(jax.tree.map(jnp.copy, params))
+        snapshot = jax.block_until_ready(self.copy(params))
         with self._lock:
             if self._waiting and not self._stays(self._waiting[-1][1].step):
                 self._waiting.pop()

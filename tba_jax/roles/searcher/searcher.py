@@ -19,8 +19,10 @@ from tba_jax.decoding.requests import Generation, Request, concatenate
 from tba_jax.decoding.slots import row_keys
 from tba_jax.decoding.state_values import StateValues
 from tba_jax.models.policy import Policy
+from tba_jax.programs import Program
 from tba_jax.replay.log import LogWriter
 from tba_jax.rewards.embeddings import ResponseEmbedder
+from tba_jax.roles import sampler
 from tba_jax.roles.reference import ReferencePolicy, policy_mesh, text_columns
 from tba_jax.roles.sampler import Sampler, automaton
 from tba_jax.roles.searcher.appender import Appender, DecodedBatch, SearchReport
@@ -297,16 +299,23 @@ def _make_sampler(
     tokenizer: Tokenizer,
     queries: Sequence[EncodedQuery],
 ) -> Sampler:
-    s = config.searchers
     mesh = policy_mesh(config, "searchers")
-    # A state may lie before the last token of a response: all other tokens are then given.
-    given_length = contract.response_length - 1 if contract.step_ends else 0
     return Sampler(
         contract,
         run,
         policy=policy,
         tokenizer=tokenizer,
-        reference=ReferencePolicy(contract, run, policy=policy, mesh=mesh, logit_megabytes=s.logit_megabytes),
+        reference=ReferencePolicy(contract, run, policy=policy, mesh=mesh, logit_megabytes=config.searchers.logit_megabytes),
+        **_sampling_settings(config, contract, queries),
+    )
+
+
+def _sampling_settings(config: Any, contract: contract_lib.Contract, queries: Sequence[EncodedQuery]) -> dict[str, Any]:
+    """Arguments of Sampler."""
+    s = config.searchers
+    # A state may lie before the last token of a response: all other tokens are then given.
+    given_length = contract.response_length - 1 if contract.step_ends else 0
+    return dict(
         weights=s.weights,
         slots=_slots(config),
         samples=s.samples_per_query,
@@ -316,6 +325,32 @@ def _make_sampler(
         chunk=s.decode_chunk,
         lockstep=config.schedule.mode == "interleaved",
     )
+
+
+def programs(
+    config: Any,
+    contract: contract_lib.Contract,
+    *,
+    policy: Policy,
+    tokenizer: Tokenizer,
+    queries: Sequence[EncodedQuery],
+    devices: Sequence[jax.Device] | None = None,
+) -> dict[str, Program]:
+    """Name -> what a searcher compiles, but for the models of its task. Args: devices: of its mesh; None: of this process."""
+    found = sampler.programs(
+        contract,
+        policy_mesh(config, "searchers", devices=devices),
+        policy=policy,
+        tokenizer=tokenizer,
+        rows=_rows_per_batch(config),
+        logit_megabytes=config.searchers.logit_megabytes,
+        section="searchers",
+        **_sampling_settings(config, contract, queries),
+    )
+    scores = "scoring by the reference"
+    fewer = {"temporaries": ("searchers.queries_per_batch", "searchers.samples_per_query", "searchers.logit_megabytes")}
+    found[scores] = dataclasses.replace(found[scores], room={**found[scores].room, **fewer})
+    return found
 
 
 def _check_finite(ref_logprobs: np.ndarray, queries: Sequence[EncodedQuery]) -> None:
