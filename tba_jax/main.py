@@ -4,9 +4,9 @@ python -m tba_jax.main --config=configs/X.py --workdir=DIR [--role=all|reference
 python -m tba_jax.main --config=configs/X.py --workdir=DIR --dry_run [--compile|--topology=v5p:2x2x2]
 python -m tba_jax.main --workdir=DIR [--role=…] [--trust_task]
 
-The second compiles the programs of each role and says whether they fit its devices. The third joins or resumes the run in DIR with
-its own config. Flags --config.SETTING=VALUE change settings of this role; the schedule of a run (seed, learner, replay, publish,
-schedule) is changed by its trainer alone, with --allow_change.
+The second compiles the programs of each role, and says whether they fit its devices. The third joins or resumes the run in
+DIR with its own config. Flags --config.SETTING=VALUE change settings of this role; the schedule of a run (seed, learner, replay,
+publish, schedule) is changed by its trainer alone, with --allow_change.
 """
 
 import logging
@@ -77,8 +77,6 @@ def _topologies(given: command_line.Given) -> dict[str, str]:
 
     if given.compile:
         raise ValueError("--compile is for the devices of this machine, --topology for others: one of the two is enough")
-    if given.role == "reference":
-        raise ValueError(f"--role=reference computes nothing of its own; roles that compute: {', '.join(compiling.ROLES)}")
     topologies.use_no_devices()
     return topologies.parse(given.topology, roles=compiling.ROLES)
 

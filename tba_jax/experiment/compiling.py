@@ -1,6 +1,8 @@
 """The dry run that compiles: the programs of each role for its devices, what they take there, and whether it fits."""
 
 import dataclasses
+import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +15,8 @@ from tba_jax.programs import Program
 from tba_jax.rewards import task_models
 from tba_jax.run import layout
 from tba_jax.text.visible import visible
+
+log = logging.getLogger(__name__)
 
 # The unit of a role's figures: the largest one that its peak reaches.
 _UNITS = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
@@ -64,9 +68,16 @@ def fit(experiment: composition.Experiment, run: layout.RunDir, *, role: str, de
         role=role,
         where=f"{len(devices)} × {devices[0].device_kind}{f' ({name})' if name else ''}, {meshes.SECTIONS[role]}.mesh {mesh}",
         limit=device_memory(devices[0]),
-        fits=[measure.fit(each, made) for each, made in programs(experiment, run, role=role, devices=devices).items()],
+        fits=[_fit(measure, role, each, made) for each, made in programs(experiment, run, role=role, devices=devices).items()],
         unchecked=_unchecked(experiment, role, own),
     )
+
+
+def _fit(measure: Measure, role: str, name: str, program: Program) -> Fit:
+    begin = time.monotonic()
+    found = measure.fit(name, program)
+    log.info("%s: %s compiled in %.0f s, peak %s", role, name, time.monotonic() - begin, _in_words(found.peak))
+    return found
 
 
 def _unchecked(experiment: composition.Experiment, role: str, task_devices: int) -> list[str]:
@@ -148,6 +159,8 @@ def dry_run(s: Invocation, *, asked: Mapping[str, str], role: str, full: bool) -
     Raises:
       ValueError: a topology cannot be had, or the mesh of a role does not fit its devices; names the numbers.
     """
+    if role not in ("all", *ROLES):
+        raise ValueError(f"--role={role} computes nothing of its own; roles that compute: {', '.join(ROLES)}")
     wanted = [role] if role != "all" else [each for each in roles_of(s.config) if each in asked or not asked]
     if missing := [each for each in wanted if asked and each not in asked]:
         raise ValueError(f"--topology names no topology for --role={missing[0]}")
