@@ -1,10 +1,12 @@
 """The entry of every role.
 
 python -m tba_jax.main --config=configs/X.py --workdir=DIR [--role=all|reference|trainer|searcher|evaluator] [--dry_run]
+python -m tba_jax.main --config=configs/X.py --workdir=DIR --dry_run [--compile|--topology=v5p:2x2x2]
 python -m tba_jax.main --workdir=DIR [--role=…] [--trust_task]
 
-The second joins or resumes the run in DIR with its own config. Flags --config.SETTING=VALUE change settings of this role; the
-schedule of a run (seed, learner, replay, publish, schedule) is changed by its trainer alone, with --allow_change.
+The second compiles the programs of each role, and says whether they fit its devices. The third joins or resumes the run in
+DIR with its own config. Flags --config.SETTING=VALUE change settings of this role; the schedule of a run (seed, learner, replay,
+publish, schedule) is changed by its trainer alone, with --allow_change.
 """
 
 import logging
@@ -41,13 +43,42 @@ def add_flags(values: flags.FlagValues) -> settings_help.Program:
     flags.DEFINE_enum("role", "all", ROLES, what, flag_values=values)
     what = "name of this role's metrics; default: the role (searchers add their writer id)"
     flags.DEFINE_string("name", "", what, flag_values=values)
-    flags.DEFINE_bool("dry_run", False, "check everything, print config, shapes and memory, and stop", flag_values=values)
+    _add_dry_run(values)
     what = "where searchers and trainer meet, if not in --workdir: a folder, gs://bucket/prefix or s3://bucket/prefix"
     flags.DEFINE_string("shared", "", what, flag_values=values)
     what = "RUN@STEP: a new run begins from another run's policy of that step"
     flags.DEFINE_string("init_from", "", what, flag_values=values)
     flags.DEFINE_list("allow_change", [], "A,B: schedule settings that a resumed run may change", flag_values=values)
     return settings_help.BASE
+
+
+class _DryRunParser(flags.BooleanParser):
+    def parse(self, argument: Any) -> Any:
+        return argument if argument == "full" else super().parse(argument)
+
+
+def _add_dry_run(values: flags.FlagValues) -> None:
+    what = "check everything, print config, shapes and memory, and stop; with --compile or --topology, =full prints them too"
+    parser, shown = _DryRunParser(), flags.ArgumentSerializer[Any]()
+    flags.DEFINE_flag(flags.Flag(parser, shown, "dry_run", False, what, boolean=True), flag_values=values)
+    what = "with --dry_run: compile the programs of each role for the devices of this machine, and say whether they fit"
+    flags.DEFINE_bool("compile", False, what, flag_values=values)
+    what = "with --dry_run: compile for TPUs that are not here: v5p:2x2x1, or trainer=v5p:2x2x2,searcher=v5p:2x2x1"
+    flags.DEFINE_list("topology", [], what, flag_values=values)
+
+
+def _topologies(given: command_line.Given) -> dict[str, str]:
+    """Role -> topology, for which programs are to be compiled; {}: for none."""
+    if (given.topology or given.compile) and not given.dry_run:
+        raise ValueError(f"--{'topology' if given.topology else 'compile'} needs --dry_run")
+    if not given.topology:
+        return {}
+    from tba_jax.experiment import compiling, topologies
+
+    if given.compile:
+        raise ValueError("--compile is for the devices of this machine, --topology for others: one of the two is enough")
+    topologies.use_no_devices()
+    return topologies.parse(given.topology, roles=compiling.ROLES)
 
 
 def run(given: command_line.Given) -> int | command_line.Job:
@@ -69,15 +100,19 @@ def run(given: command_line.Given) -> int | command_line.Job:
 
 
 def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir") -> command_line.Job:
-    from tba_jax.experiment import checks, composition, jobs, other_runs
+    from tba_jax.experiment import checks, compiling, composition, jobs, other_runs
     from tba_jax.run import places
 
     if given.role == "searcher":
         _split_cpu(config.searchers.cpu_devices)
     _hold_compilation_cache(folder)
     init_from = other_runs.parse_init_from(given.init_from)
-    known = _known_reward_models(folder, given.role)
-    experiment = composition.build(config, reward_models=known)
+    asked = _topologies(given)
+    compiles = bool(asked) or given.compile
+    # Programs are compiled from shapes: neither the policy's weights nor those of reward models are needed.
+    known = {} if compiles else _known_reward_models(folder, given.role)
+    shape_only = compiles or bool(given.dry_run and config.model.preset)
+    experiment = composition.build(config, reward_models=known, weights=not shape_only)
     if given.dry_run or not places.exists(folder.config):
         checks.check_all_are_read(config)
     settings = jobs.Invocation(
@@ -89,6 +124,8 @@ def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir") ->
         arguments=tuple(sys.argv[1:]),
         init_from=init_from,
     )
+    if compiles:
+        return compiling.dry_run(settings, asked=asked, role=given.role, full=given.dry_run == "full")
     return jobs.dry_run(settings) if given.dry_run else jobs.ROLES[given.role](settings)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 MESH_AXES = ("data", "fsdp", "tensor")
@@ -76,9 +77,9 @@ def make_mesh(sizes: tuple[int, int, int], *, setting: str, devices: Sequence[ja
     return jax.make_mesh(shape, MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
 
 
-def policy_devices(task_devices: int) -> list[jax.Device]:
-    """This process' devices for its policy: all but the last `task_devices`, which task_mesh has."""
-    devices = jax.devices()
+def policy_devices(task_devices: int, devices: Sequence[jax.Device] | None = None) -> Sequence[jax.Device]:
+    """The devices of a role (None: this process') for its policy: all but the last `task_devices`, which task_mesh has."""
+    devices = jax.devices() if devices is None else devices
     return devices[: len(devices) - task_devices]
 
 
@@ -169,15 +170,26 @@ def data_ways(mesh: Mesh) -> list[Mesh]:
     return [Mesh(mesh.devices[i : i + 1], mesh.axis_names, axis_types=mesh.axis_types) for i in range(mesh.shape["data"])]
 
 
-def on_mesh(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
+class OnMesh:
+    """See `on_mesh`."""
+
+    def __init__(self, mesh: Mesh, function: Callable[..., Any]):
+        self._mesh, self._function = mesh, function
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with jax.set_mesh(self._mesh):
+            return self._function(*args, **kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """The program for these arguments, not compiled yet. Args: shapes (jax.ShapeDtypeStruct) are enough."""
+        with jax.set_mesh(self._mesh):
+            return self._function.lower(*args, **kwargs)  # type: ignore[attr-defined]
+
+
+def on_mesh(mesh: Mesh, function: Callable[..., Any]) -> OnMesh:
     """`function` (a jitted one), called and traced with `mesh` as the context that `constrain` looks up."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with jax.set_mesh(mesh):
-            return function(*args, **kwargs)
-
-    return call
+    return OnMesh(mesh, function)
 
 
 def rows_sharding(mesh: Mesh) -> NamedSharding:
@@ -198,3 +210,12 @@ def check_ways(rows: int, ways: int, *, what: str) -> None:
     """Raises ValueError where `rows` do not divide by the `ways` of a mesh that the devices of the role made up."""
     if rows % ways:
         raise ValueError(f"{what} = {rows} rows are not divisible by the {ways} ways of the mesh")
+
+
+def copy_program(dtype: str | None) -> Callable[[Any], Any]:
+    """The program that copies a tree of arrays on their devices for a thread that writes them. Args: dtype: None: their own."""
+
+    def copy(x: jax.Array) -> jax.Array:
+        return jnp.copy(x) if dtype in (None, str(x.dtype)) else x.astype(dtype)
+
+    return jax.jit(functools.partial(jax.tree.map, copy))

@@ -25,6 +25,7 @@ from tba_jax.models import kv_cache
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.parameters import Params
 from tba_jax.models.response_space import ResponseSpace
+from tba_jax.programs import Program
 from tba_jax.text.stop_strings import StopStrings
 
 _IDLE_SECONDS = 1e-3
@@ -115,6 +116,10 @@ class Engine:
     def swapped(self) -> bool:
         """Whether all lanes have taken up the weights that they were handed last."""
         return all(lane.incoming is None for lane in self._lanes)
+
+    def programs(self, params: Params) -> dict[str, Program]:
+        """Name -> the programs of a lane, see Lane.programs. Args: params: shapes of what `prepare` takes."""
+        return self._lanes[0].programs(params)
 
     def prepare(self, params: Params, *, consume: bool = False) -> list[Params]:
         """Returns weights as `swap` takes them, one copy for each lane, once they are on the devices.

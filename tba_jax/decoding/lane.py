@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,7 +16,9 @@ from tba_jax.decoding import sampling as sampling_lib
 from tba_jax.decoding import slots as slots_lib
 from tba_jax.decoding.requests import Generation, Request
 from tba_jax.decoding.slots import Arrivals, Samples, SlotsConfig, Tokens
+from tba_jax.models import kv_cache
 from tba_jax.models.parameters import Params
+from tba_jax.programs import Program, shaped
 from tba_jax.text.stop_strings import StopStrings
 
 
@@ -99,13 +102,41 @@ class Lane:
         self._make_host_copy()
 
     def _make_programs(self) -> None:
-        """The state on the devices, and the programs that change it."""
+        """The programs that make and change the state on the devices. The state itself is made by the first prefill."""
         made, on_mesh = programs.make(self._config, self._mesh), functools.partial(sharding_lib.on_mesh, self._mesh)
-        self._prompts, self._slots = on_mesh(made.init)()
-        self._prefill, self._decode = on_mesh(made.prefill), on_mesh(made.decode)
-        self._unstack = on_mesh(made.unstack)
-        table = self._stop_strings
-        self._stop_table = None if table is None else jax.device_put(table.next_state, sharding_lib.replicated(self._mesh))
+        self._init, self._prefill = on_mesh(made.init), on_mesh(made.prefill)
+        self._decode, self._unstack = on_mesh(made.decode), on_mesh(made.unstack)
+        self._prompts: Any = None
+        self._slots: Any = None
+        self._stop_table: Any = None
+
+    def _make_state(self) -> None:
+        self._prompts, self._slots = self._init()
+        if self._stop_strings is not None:
+            self._stop_table = jax.device_put(self._stop_strings.next_state, sharding_lib.replicated(self._mesh))
+
+    def programs(self, params: Params) -> dict[str, Program]:
+        """Name -> the programs of this lane: of prompts, the longest bucket, and of windows, the whole ring.
+
+        Args: params: shapes of what `prepare` takes, on any mesh.
+        """
+        c, whole = self._config, sharding_lib.replicated(self._mesh)
+        stacked = jax.tree.map(lambda x: shaped(x, NamedSharding(self._mesh, x.sharding.spec)), params)
+        weights = kv_cache.unstacked_shapes(stacked, c.model, self._mesh)
+        prompts, slots = shaped(self._init.lower().out_info, slots_lib.shardings(c, self._mesh))
+        table = None if self._stop_strings is None else shaped(self._stop_strings.next_state, whole)
+        order, arrivals = self._oldest_first(), self._empty_arrivals(c.prompt_length)
+        all_of_it = dict(buffers=c.buffers, window=self._windows[-1])
+        return {
+            "caches": Program(function=self._init, arguments=()),
+            "weights as decoded with": Program(function=self._unstack, arguments=(stacked,)),
+            "prefill": Program(
+                function=self._prefill, arguments=(weights, prompts, slots, order, arrivals, np.bool_(True), table)
+            ),
+            "decode": Program(
+                function=self._decode, arguments=(weights, prompts, slots, order, np.int32(1), table), options=all_of_it
+            ),
+        }
 
     def _make_host_copy(self) -> None:
         """The samples so far, on the host: leaves [J, X] and [J, X, R]."""
@@ -204,6 +235,8 @@ class Lane:
 
     def _prefill_into(self, buffers: Sequence[tuple[int, int]]) -> None:
         """One prefill call. Its first tokens are fetched once the decode call after it has been sent, so as not to wait twice."""
+        if self._slots is None:
+            self._make_state()
         parts = [self._parts[buffer] for buffer in buffers]
         arrivals = self._arrivals_of(buffers, parts)
         self._prompts, self._slots, first = self._prefill(
@@ -216,34 +249,39 @@ class Lane:
 
     def _arrivals_of(self, buffers: Sequence[tuple[int, int]], parts: Sequence[Part]) -> Arrivals:
         """The prompts of parts as `prefill` takes them: padded to I prompts, and to the shortest bucket that holds them."""
-        c, I = self._config, self._arrivals
+        c = self._config
         contexts = [[*part.ticket.request.prompt, *part.ticket.request.beginning] for part in parts]
         P = next(length for length in self._buckets if length >= max(map(len, contexts)))
-        tokens = np.full((I, P), self._pad_id, np.int32)
-        length, given, stop_state = np.ones(I, np.int32), np.zeros(I, np.int32), np.zeros(I, np.int32)
-        samples = Samples(
-            key=np.zeros((I, c.places, 2), np.uint32),
-            sampling=sampling_lib.constant((I, c.places), temperature=1.0),
-            limit=np.zeros((I, c.places), np.int32),
-        )
-        for i, (part, context) in enumerate(zip(parts, contexts, strict=True)):
+        arrivals = self._empty_arrivals(P)
+        for i, (part, context, buffer) in enumerate(zip(parts, contexts, buffers, strict=True)):
             request, rows = part.ticket.request, slice(part.first, part.first + part.count)
-            tokens[i, : len(context)], length[i], given[i] = context, len(context), len(request.beginning)
-            stop_state[i] = self._stop_strings.run(request.beginning) if self._stop_strings is not None else 0
+            arrivals.group[i], arrivals.buffer[i], arrivals.valid[i] = *buffer, True
+            arrivals.tokens[i, : len(context)], arrivals.length[i] = context, len(context)
+            arrivals.given[i] = len(request.beginning)
+            arrivals.stop_state[i] = self._stop_strings.run(request.beginning) if self._stop_strings is not None else 0
+            samples = arrivals.samples
             samples.key[i, : part.count] = request.keys[rows]
             for field in dataclasses.fields(sampling_lib.Sampling):
                 getattr(samples.sampling, field.name)[i, : part.count] = getattr(request.sampling, field.name)[rows]
             samples.limit[i, : part.count] = c.response_length if request.limit is None else request.limit[rows]
-        index = np.zeros((I, 2), np.int32)
-        index[: len(buffers)] = buffers
+        return arrivals
+
+    def _empty_arrivals(self, P: int) -> Arrivals:
+        """I prompts of P tokens that are all padding."""
+        I, K = self._arrivals, self._config.places
+        samples = Samples(
+            key=np.zeros((I, K, 2), np.uint32),
+            sampling=sampling_lib.constant((I, K), temperature=1.0),
+            limit=np.zeros((I, K), np.int32),
+        )
         return Arrivals(
-            group=index[:, 0],
-            buffer=index[:, 1],
-            valid=np.arange(I) < len(buffers),
-            tokens=tokens,
-            length=length,
-            given=given,
-            stop_state=stop_state,
+            group=np.zeros(I, np.int32),
+            buffer=np.zeros(I, np.int32),
+            valid=np.zeros(I, bool),
+            tokens=np.full((I, P), self._pad_id, np.int32),
+            length=np.ones(I, np.int32),
+            given=np.zeros(I, np.int32),
+            stop_state=np.zeros(I, np.int32),
             samples=samples,
         )
 

@@ -22,15 +22,17 @@ from tba_jax.schemas import require
 from tba_jax.tasks import TASKS, custom_task
 
 
-def check(config: Any) -> None:
+def check(config: Any, *, weights: bool = True) -> None:
     """Checks every rule that one config can break by itself.
+
+    Args: weights: False: for a dry run, where model.preset may say the shape in place of the weights of model.path.
 
     Raises:
       ValueError: one sentence about the first rule that does not hold.
     """
     SCHEMA.check(config, _registries(config.task.name))
     _check_responses(config.task)
-    _check_policy(config)
+    _check_policy(config, weights=weights)
     _check_batch(config)
     _check_coefficients(config.learner)
     _check_replay(config)
@@ -77,7 +79,7 @@ def _check_responses(task: Any) -> None:
         )
 
 
-def _check_policy(config: Any) -> None:
+def _check_policy(config: Any, *, weights: bool) -> None:
     model, lora = config.model, config.lora
     require(
         not (model.path and config.warm_start.steps),
@@ -85,8 +87,9 @@ def _check_policy(config: Any) -> None:
         "no warm start",
     )
     require(
-        not (model.path and model.preset),
-        f"model.path={model.path!r} and model.preset={model.preset!r} exclude each other",
+        not (model.path and model.preset and weights),
+        f"model.path={model.path!r} and model.preset={model.preset!r} exclude each other, but for a dry run, "
+        "which takes the tokenizer of the one and the shape of the other",
     )
     style = config.task.countdown.style
     require(

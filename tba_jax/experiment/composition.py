@@ -33,19 +33,21 @@ class Experiment:
     skipped: dict[str, int]
 
 
-def build(config: Any, *, reward_models: Mapping[str, str] | None = None) -> Experiment:
+def build(config: Any, *, reward_models: Mapping[str, str] | None = None, weights: bool = True) -> Experiment:
     """Checks the whole config and builds what it names, without compiling or writing anything.
 
-    Args: reward_models: of the contract, if the run exists and its models need not be here; None: they are read.
+    Args:
+      reward_models: of the contract, if the run exists and its models need not be here; None: they are read.
+      weights: False: for a dry run, where those of model.path need not be here, see named_policy.policy_and_tokenizer.
 
     Raises:
       ValueError: one sentence about the first thing that is wrong.
     """
-    checks.check(config)
+    checks.check(config, weights=weights)
     config = _with_absolute_paths(config)
     named_task.check_package(config.task.name)
     alphabet = "" if config.model.path else named_task.alphabet(config.task.name)
-    policy, tokenizer = named_policy.policy_and_tokenizer(config, alphabet=alphabet)
+    policy, tokenizer = named_policy.policy_and_tokenizer(config, alphabet=alphabet, weights=weights)
     named_policy.check(config, policy, tokenizer)
     task, settings = named_task.make(config)
     template = prompts.template(tokenizer, chat_template=config.task.chat_template, system_prompt=config.task.system_prompt)

@@ -37,7 +37,7 @@ def check(experiment: Experiment, run: layout.RunDir, *, init_from: str = "") ->
         examples = experiment.task.worked_examples(np.random.default_rng(config.seed), _CHECKED_EXAMPLES)
         lengths = {"prompt_length": config.task.prompt_length, "response_length": config.task.response_length}
         encode_examples(examples, experiment.tokenizer, **lengths)
-    if config.model.path:
+    if config.model.path and not config.model.preset:  # with a preset, a dry run, which needs no weights
         with load.named("model.path", config.model.path):
             load.check_weights(config.model.path, experiment.policy.model)
 

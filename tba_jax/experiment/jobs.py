@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tba_jax.experiment import composition, initial_policy, meshes, plan, schedule_changes
+from tba_jax.experiment import compiling, composition, initial_policy, meshes, plan, schedule_changes
 from tba_jax.experiment.joining import Invocation, check_run, join, mistakes_end_the_role, with_schedule_of_run
 from tba_jax.replay.journal import read_lineage
 from tba_jax.rewards import task_models
@@ -41,12 +41,7 @@ def _check_devices(experiment: composition.Experiment, *roles: str) -> None:
 
 def dry_run(s: Invocation) -> Job:
     """Makes the checks of a start, but for those of devices, and writes nothing; the job prints what would run."""
-    roles = ["trainer"]
-    if s.config.searchers.count or s.config.schedule.mode == "interleaved":
-        roles.append("searcher")
-    if s.config.evaluation.enabled:
-        roles.append("evaluator")
-    for role in roles:
+    for role in compiling.roles_of(s.config):
         meshes.check(s.experiment, role=role, devices=None)
         task_models.check(s.experiment.task, role=role)
     check_run(s, may_change_schedule=True)

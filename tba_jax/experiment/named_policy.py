@@ -13,24 +13,31 @@ from tba_jax.text import vocabulary
 from tba_jax.text.tokenizers import CharacterTokenizer, HuggingFaceTokenizer, Tokenizer
 
 
-def policy_and_tokenizer(config: Any, *, alphabet: str) -> tuple[Policy, Tokenizer]:
+def policy_and_tokenizer(config: Any, *, alphabet: str, weights: bool = True) -> tuple[Policy, Tokenizer]:
     """The policy that config.model and config.lora name, and its tokenizer. No code of the checkpoint or of a task is executed.
 
-    Args: alphabet: without model.path, the characters of the tokenizer, which the task defines; "" where it defines none.
+    Args:
+      alphabet: without model.path, the characters of the tokenizer, which the task defines; "" where it defines none.
+      weights: False: those of model.path need not be there; and model.preset, where it is given, says the shape in its place.
 
     Raises:
       ValueError: the checkpoint cannot be used, or policy, adapters and tokenizer do not go together.
     """
     if config.model.path:
         with load.named("model.path", config.model.path):
-            folder = load.resolve_folder(config.model.path)
-            model = load.read_config(
-                folder, compute_dtype=config.model.compute_dtype, attention=config.model.attention, head="language_model"
-            )
+            folder = load.resolve_folder(config.model.path, weights=weights)
+            if config.model.preset:
+                model = _model_from_shape(config, vocab=0)
+            else:
+                dtype, kernel = config.model.compute_dtype, config.model.attention
+                model = load.read_config(folder, compute_dtype=dtype, attention=kernel, head="language_model")
             tokenizer: Tokenizer = HuggingFaceTokenizer(folder, vocab=model.vocab)
     else:
         if not alphabet:
-            raise ValueError(f"task.name={config.task.name!r} needs a pretrained model: set model.path to its folder")
+            tokenizer_of = "; beside model.preset, a dry run takes only the tokenizer from there" if config.model.preset else ""
+            raise ValueError(
+                f"task.name={config.task.name!r} needs a pretrained model: set model.path to its folder{tokenizer_of}"
+            )
         tokenizer = CharacterTokenizer(alphabet)
         model = _model_from_shape(config, tokenizer.vocab_size)
     policy = Policy(model=model, lora=_lora(config))

@@ -14,6 +14,7 @@ from tba_jax.learner.state import Batch
 from tba_jax.learner.update import LearnerConfig, score_in_micro_batches
 from tba_jax.models import parameters
 from tba_jax.models.parameters import Params
+from tba_jax.programs import Program, shaped
 
 
 def ref_logprobs(reference: Params, frozen: Params, batch: Batch, *, config: LearnerConfig) -> jax.Array:
@@ -52,6 +53,15 @@ class MovingReference:
         """The batch with moving_ref_logprobs."""
         reference = jax.device_put(self.params, self._in_use)
         return dataclasses.replace(batch, moving_ref_logprobs=self._score(reference, frozen, batch))
+
+    def programs(self, params: Params, frozen: Params, batch: Batch) -> dict[str, Program]:
+        """Name -> the programs of `start`, `rescore` and `advance`. Args: shapes of what these take."""
+        reference = self.shapes if self._at_rest is self._in_use else shaped(self.shapes, self._in_use)
+        return {
+            "copy to the moving reference": Program(function=self._copy, arguments=(params,)),
+            "scoring by the moving reference": Program(function=self._score, arguments=(reference, frozen, batch)),
+            "move of the reference": Program(function=self._move, arguments=(reference, params)),
+        }
 
     def advance(self, params: Params, step: int) -> bool:
         """Moves the reference if it is due after `step` updates, and returns whether it was."""

@@ -4,6 +4,7 @@ Attention of a new token has two parts under one softmax: the cache of the promp
 row's own continuation. B = J·W rows in decoding. Models here are unstacked (see `define`).
 """
 
+import functools
 from collections.abc import Iterator
 
 import chex
@@ -11,6 +12,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tba_jax import sharding
 from tba_jax.models import attention, parameters
@@ -19,6 +21,7 @@ from tba_jax.models.config import DecoderConfig
 from tba_jax.models.decoder import Decoder
 from tba_jax.models.layers import full_precision, linear_maps
 from tba_jax.models.parameters import Definition, Params
+from tba_jax.programs import shaped
 
 # Per layer (keys, values).
 Cache = tuple[tuple[jax.Array, ...], ...]
@@ -78,6 +81,14 @@ def add(whole: Params, part: Params) -> None:
             add(whole.setdefault(key, {}), value)
         else:
             whole[key] = value
+
+
+def unstacked_shapes(params: Params, config: DecoderConfig, mesh: Mesh) -> Params:
+    """What `unstack` makes of shapes on a mesh, as jax.ShapeDtypeStruct: each layer is split as the stack is."""
+    shapes = jax.eval_shape(functools.partial(unstack, config=config), params)
+    layer = jax.tree.map(lambda x: NamedSharding(mesh, PartitionSpec(*x.sharding.spec[1:])), params["layers"])
+    rest = {name: jax.tree.map(lambda x: NamedSharding(mesh, x.sharding.spec), tree) for name, tree in params.items()}
+    return shaped(shapes, rest | {"layers": dict.fromkeys(range(config.layers), layer)})
 
 
 @full_precision

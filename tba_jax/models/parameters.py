@@ -199,6 +199,11 @@ def shardings(specs: Specs, mesh: Mesh) -> Params:
     return map_specs(lambda name, spec: sharding.sharding(mesh, spec.axes, spec.shape, name=name), specs)
 
 
+def sharded_shapes(specs: Specs, mesh: Mesh, *, dtype: str) -> Params:
+    """The parameters on a mesh as jax.ShapeDtypeStruct. Args: dtype: of all of them. Raises: as `shardings`."""
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, dtype, sharding=s), shapes(specs), shardings(specs, mesh))
+
+
 def check_divides(sizes: Mapping[str, int], specs: Specs) -> None:
     """Raises the ValueError of `shardings`, but needs no devices. sizes: mesh axis -> size."""
     map_specs(lambda name, spec: sharding.check_divides(sizes, spec.axes, spec.shape, name=name), specs)

@@ -61,6 +61,14 @@ class Policy:
     def trained_shardings(self, mesh: Mesh) -> Params:
         return parameters.shardings(self.trained_specs, mesh)
 
+    def model_shapes(self, mesh: Mesh, *, dtype: str) -> Params:
+        """The weights of `base` on a mesh as jax.ShapeDtypeStruct, as snapshots.load returns them in this dtype."""
+        return parameters.sharded_shapes(self.model_specs, mesh, dtype=dtype)
+
+    def snapshot_shapes(self, mesh: Mesh) -> Params:
+        """A snapshot as samplers load it on a mesh, as jax.ShapeDtypeStruct."""
+        return parameters.sharded_shapes(self.trained_specs, mesh, dtype=self.snapshot_dtype)
+
     def initial(self, base: Params, key: jax.Array) -> Params:
         """The trained part of a run that starts from `base`: the policy is then what `base` is."""
         if self.lora is None:

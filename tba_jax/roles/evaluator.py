@@ -1,19 +1,23 @@
 """The evaluator: decodes held-out queries with chosen snapshots, and writes one JSON report for each."""
 
 import collections
+import dataclasses
 import logging
 import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from tba_jax.decoding import sampling as sampling_lib
 from tba_jax.decoding.requests import Generation, Request, concatenate
 from tba_jax.decoding.slots import row_keys
 from tba_jax.models.policy import Policy
+from tba_jax.programs import Program
 from tba_jax.rewards.responses import response_texts, reward_texts
+from tba_jax.roles import sampler
 from tba_jax.roles.reference import ReferencePolicy, policy_mesh, text_columns
 from tba_jax.roles.sampler import Sampler
 from tba_jax.run import contract as contract_lib
@@ -62,10 +66,7 @@ class Evaluator:
             reference=ReferencePolicy(
                 contract, run, policy=policy, mesh=mesh, logit_megabytes=e.logit_megabytes, score_tokens=e.score_tokens
             ),
-            weights="full",
-            slots=e.batch_size,
-            samples=1,
-            prompt_length=max(len(query.prompt) for query in queries),
+            **_sampling_settings(config, queries),
         )
 
     def evaluate(self, step: int) -> dict[str, Any]:
@@ -191,6 +192,37 @@ class Evaluator:
             }
             for i, query in enumerate(batch)
         ]
+
+
+def _sampling_settings(config: Any, queries: Sequence[EncodedQuery]) -> dict[str, Any]:
+    """Arguments of Sampler."""
+    longest = max(len(query.prompt) for query in queries)
+    return dict(weights="full", slots=config.evaluation.batch_size, samples=1, prompt_length=longest)
+
+
+def programs(
+    config: Any,
+    contract: contract_lib.Contract,
+    *,
+    policy: Policy,
+    tokenizer: Tokenizer,
+    queries: Sequence[EncodedQuery],
+    devices: Sequence[jax.Device] | None = None,
+) -> dict[str, Program]:
+    """Name -> what an evaluator compiles, but for the models of its task. Args: devices: of its mesh; None: of this process."""
+    found = sampler.programs(
+        contract,
+        policy_mesh(config, "evaluation", devices=devices),
+        policy=policy,
+        tokenizer=tokenizer,
+        rows=config.evaluation.batch_size,
+        limits={name: config.evaluation[name] for name in ("logit_megabytes", "score_tokens")},
+        section="evaluation",
+        **_sampling_settings(config, queries),
+    )
+    smaller = {part: ("evaluation.batch_size", *found["decode"].room[part]) for part in ("caches", "temporaries")}
+    smaller["caches"] = tuple(name for name in smaller["caches"] if name != "evaluation.slots")
+    return {name: dataclasses.replace(program, room={**program.room, **smaller}) for name, program in found.items()}
 
 
 def plain(report: dict[str, Any]) -> dict[str, Any]:

@@ -8,20 +8,24 @@ import numpy as np
 
 from tba_jax import sharding, trajectory
 from tba_jax.models import scoring
+from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
+from tba_jax.programs import Program, shaped
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout, snapshots
 
 _SCORED = ("tokens", "prompt_length", "response_length")
 
 
-def policy_mesh(config: Any, section: str) -> jax.sharding.Mesh:
+def policy_mesh(config: Any, section: str, *, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
     """The mesh of the policy in a role that samples, on the devices that the task's models leave to it.
 
-    Args: section: "searchers" or "evaluation", the part of the config that says how the role's devices are used.
+    Args:
+      section: "searchers" or "evaluation", the part of the config that says how the role's devices are used.
+      devices: of the role; None: of this process.
     """
     settings = config[section]
-    devices = sharding.policy_devices(settings.task_devices)
+    devices = sharding.policy_devices(settings.task_devices, devices)
     return sharding.make_mesh(tuple(settings.mesh.values()), setting=f"{section}.mesh", devices=devices)
 
 
@@ -36,6 +40,23 @@ def text_columns(
         response_length=contract.response_length,
         pad_id=contract.pad_id,
     )
+
+
+def _scorer(contract: contract_lib.Contract, policy: Policy, mesh: jax.sharding.Mesh, **limits: int) -> Any:
+    space = contract.response_space()
+    return scoring.scorer(mesh, graphdef=policy.base.graphdef, R=contract.response_length, space=space, **limits)
+
+
+def programs(
+    contract: contract_lib.Contract, params: Params, *, policy: Policy, mesh: jax.sharding.Mesh, rows: int, **limits: int
+) -> dict[str, Program]:
+    """Name -> the program of `ReferencePolicy.logprobs`.
+
+    Args: params: shapes of the reference; rows: of one call; limits: logit_megabytes and score_tokens, see ReferencePolicy.
+    """
+    empty = text_columns([[contract.pad_id]] * rows, [[]] * rows, contract)
+    columns = shaped(tuple(empty[name] for name in _SCORED), sharding.rows_sharding(mesh))
+    return {"scoring by the reference": Program(function=_scorer(contract, policy, mesh, **limits), arguments=(params, *columns))}
 
 
 class ReferencePolicy:
@@ -63,14 +84,7 @@ class ReferencePolicy:
         self.params = snapshots.load(
             run.reference(self.id), policy.model_specs, policy.model_shardings(mesh), dtype=policy.model.compute_dtype
         )
-        self._score = scoring.scorer(
-            mesh,
-            graphdef=policy.base.graphdef,
-            R=contract.response_length,
-            space=contract.response_space(),
-            logit_megabytes=logit_megabytes,
-            score_tokens=score_tokens,
-        )
+        self._score = _scorer(contract, policy, mesh, logit_megabytes=logit_megabytes, score_tokens=score_tokens)
 
     def logprobs(self, rows: Mapping[str, np.ndarray]) -> np.ndarray:
         """float32[B, R], nats at the scoring temperature, 0 where masked. A new B compiles a new program.

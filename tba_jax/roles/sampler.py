@@ -1,15 +1,19 @@
 """What searchers and evaluators sample with: the decoding engine on a mesh, fed with published snapshots, and the reference."""
 
+import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
 from tba_jax import sharding
 from tba_jax.decoding.engine import Engine
+from tba_jax.models import kv_cache, parameters
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
+from tba_jax.programs import Program, again, shaped, with_beside
+from tba_jax.roles import reference
 from tba_jax.roles.reference import ReferencePolicy
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout, snapshots
@@ -21,6 +25,80 @@ from tba_jax.text.tokenizers import Tokenizer
 def automaton(texts: Sequence[str], tokenizer: Tokenizer, *, vocab: int) -> StopStrings | None:
     """Recognises the first of `texts` in a response; None where there are no texts, whatever the tokenizer can tell."""
     return stop_strings.build(tokenizer.token_bytes(), texts, vocab=vocab) if texts else None
+
+
+def _engine(
+    contract: contract_lib.Contract, mesh: jax.sharding.Mesh, policy: Policy, tokenizer: Tokenizer, *, weights: str, **engine: Any
+) -> Engine:
+    return Engine(
+        policy.model,
+        contract.response_space(),
+        mesh,
+        response_length=contract.response_length,
+        pad_id=contract.pad_id,
+        stop_strings=automaton(contract.stop_strings, tokenizer, vocab=policy.model.vocab),
+        weights=weights,
+        **engine,
+    )
+
+
+def _takes_snapshot(policy: Policy, weights: str) -> bool:
+    """Whether the sampled weights are the snapshot itself, whose memory they may take."""
+    return policy.lora is None and weights == "full"
+
+
+def _for_sampling(policy: Policy, mesh: jax.sharding.Mesh, weights: str) -> Any:
+    donated = (0,) if _takes_snapshot(policy, weights) else ()
+    return sharding.on_mesh(mesh, jax.jit(functools.partial(policy.for_sampling, weights=weights), donate_argnums=donated))
+
+
+def programs(
+    contract: contract_lib.Contract,
+    mesh: jax.sharding.Mesh,
+    *,
+    policy: Policy,
+    tokenizer: Tokenizer,
+    rows: int,
+    limits: Mapping[str, int],
+    weights: str,
+    section: str,
+    **engine: Any,
+) -> dict[str, Program]:
+    """Name -> what a role with a Sampler compiles to decode, to score and to take up weights. Nothing is loaded or allocated.
+
+    Args: rows: that the reference scores in one call; limits: see reference.programs; section: of the role's settings;
+      others: see Sampler.
+    """
+    base = policy.model_shapes(mesh, dtype=policy.model.compute_dtype)
+    published = policy.snapshot_shapes(mesh)
+    specs = kv_cache.define(policy.model, weights, unstacked=False).specs
+    swap = _for_sampling(policy, mesh, weights)
+    sampled = shaped(swap.lower(published, base).out_info, parameters.shardings(specs, mesh))
+    of_lane = _engine(contract, mesh, policy, tokenizer, weights=weights, **engine).programs(sampled)
+    in_use, prompts, slots, *_ = of_lane["decode"].arguments
+    scoring = reference.programs(contract, base, policy=policy, mesh=mesh, rows=rows, **limits)
+    # Another thread loads the next policy while this one decodes or scores.
+    next_policy = [in_use, sampled] if _takes_snapshot(policy, weights) else [in_use, sampled, published]
+    parts = {"reference": base, "caches": (prompts, slots), "policy in use": in_use}
+    split = (f"{section}.mesh.tensor", f"{section}.mesh.fsdp")
+    room = {
+        "temporaries": (f"{section}.score_tokens", f"{section}.logit_megabytes"),
+        "caches": (f"{section}.slots", f"{section}.mesh.tensor", "task.response_length"),
+        **dict.fromkeys(("arguments", "reference", "policy in use", "next policy"), split),
+    }
+    swapping = {
+        "next policy from its snapshot": Program(function=swap, arguments=(published, base)),
+        "next policy as decoded with": dataclasses.replace(
+            of_lane.pop("weights as decoded with"),
+            beside={} if _takes_snapshot(policy, weights) else {"next policy": published},
+        ),
+    }
+    start = {"caches": of_lane.pop("caches")}
+    return {
+        **with_beside(start, {"reference": base, "policy in use": in_use}, room),
+        **with_beside(swapping, parts, room),
+        **with_beside(of_lane | scoring, parts | {"next policy": [again(part) for part in next_policy]}, room),
+    }
 
 
 class Sampler:
@@ -47,23 +125,11 @@ class Sampler:
           engine: further arguments of Engine: slots, samples, prompt_length, given_length, swap, chunk, lockstep.
         """
         self._policies, self.reference = run.policies, reference
-        self.engine = Engine(
-            policy.model,
-            contract.response_space(),
-            reference.mesh,
-            response_length=contract.response_length,
-            pad_id=contract.pad_id,
-            stop_strings=automaton(contract.stop_strings, tokenizer, vocab=policy.model.vocab),
-            weights=weights,
-            **engine,
-        )
+        self.engine = _engine(contract, reference.mesh, policy, tokenizer, weights=weights, **engine)
         self._snapshot: dict[str, Any] = dict(
             specs=policy.trained_specs, shardings=policy.trained_shardings(reference.mesh), dtype=policy.snapshot_dtype
         )
-        # Where the sampled weights are the snapshot itself, they may take its memory.
-        donated = (0,) if policy.lora is None and weights == "full" else ()
-        for_sampling = functools.partial(policy.for_sampling, weights=weights)
-        self._for_sampling = sharding.on_mesh(reference.mesh, jax.jit(for_sampling, donate_argnums=donated))
+        self._for_sampling = _for_sampling(policy, reference.mesh, weights)
         self.step = -1
 
     def load_newest(self) -> bool:

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
 
+from tba_jax import sharding
 from tba_jax.models import parameters
 from tba_jax.models.parameters import Params, Specs
 from tba_jax.run import held_folders, layout, places, processes
@@ -339,6 +340,7 @@ class Publisher:
         """Args: check: called before a snapshot becomes visible; if it raises, the snapshot stays hidden and `wait` raises."""
         self._policies, self._check = policies, check
         self._dtype = dtype
+        self.copy = sharding.copy_program(dtype)
         self._retention = dict(keep=keep, keep_every=keep_every, final_step=final_step)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="publisher")
         self._lock = threading.Lock()
@@ -355,16 +357,13 @@ class Publisher:
             self.wait()
         # A copy on the device: the caller donates its buffers to the next update while the thread reads this one. It has the
         # published dtype already, so that no more bytes go to the host than to storage.
-        snapshot = jax.block_until_ready(jax.tree.map(self._copy, params))
+        snapshot = jax.block_until_ready(self.copy(params))
         with self._lock:
             if self._waiting and not self._stays(self._waiting[-1][1].step):
                 self._waiting.pop()
             self._waiting.append((snapshot, info))
             if self._writing is None:
                 self._writing = self._thread.submit(self._write_waiting)
-
-    def _copy(self, x: jax.Array) -> jax.Array:
-        return jnp.copy(x) if x.dtype == self._dtype else x.astype(self._dtype)
 
     def _stays(self, step: int) -> bool:
         """Whether retention keeps the snapshot of a step for good."""

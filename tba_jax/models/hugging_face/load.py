@@ -52,8 +52,10 @@ def named(setting: str, path: Path | str) -> Iterator[None]:
         raise ValueError(f"{setting}={str(path)!r}: {error}") from error
 
 
-def resolve_folder(name: Path | str) -> Path:
+def resolve_folder(name: Path | str, *, weights: bool = True) -> Path:
     """The local folder of a checkpoint: `name` itself, or the snapshot of the hub id `org/name` where no such path exists.
+
+    Args: weights: False: of a snapshot, config and tokenizer are enough.
 
     Raises:
       ValueError: neither a local folder nor a hub id that could be fetched.
@@ -67,7 +69,7 @@ def resolve_folder(name: Path | str) -> Path:
         raise ValueError(f"model folder {name} does not exist, and is not a hub id of the form org/name either")
     import huggingface_hub
 
-    patterns = ["*.json", "*.safetensors", "*.model", "*.txt"]
+    patterns = ["*.json", *(["*.safetensors"] if weights else []), "*.model", "*.txt"]
     away: BaseException | None = None
     try:
         ask = functools.partial(huggingface_hub.HfApi().model_info, str(name), timeout=hub.TIMEOUT_SECONDS)

@@ -19,8 +19,10 @@ from tba_jax.decoding.requests import Generation, Request, concatenate
 from tba_jax.decoding.slots import row_keys
 from tba_jax.decoding.state_values import StateValues
 from tba_jax.models.policy import Policy
+from tba_jax.programs import Program
 from tba_jax.replay.log import LogWriter
 from tba_jax.rewards.embeddings import ResponseEmbedder
+from tba_jax.roles import sampler
 from tba_jax.roles.reference import ReferencePolicy, policy_mesh, text_columns
 from tba_jax.roles.sampler import Sampler, automaton
 from tba_jax.roles.searcher.appender import Appender, DecodedBatch, SearchReport
@@ -302,10 +304,7 @@ def _make_sampler(
     tokenizer: Tokenizer,
     queries: Sequence[EncodedQuery],
 ) -> Sampler:
-    s = config.searchers
-    mesh = policy_mesh(config, "searchers")
-    # A state may lie before the last token of a response: all other tokens are then given.
-    given_length = contract.response_length - 1 if contract.step_ends else 0
+    mesh, s = policy_mesh(config, "searchers"), config.searchers
     return Sampler(
         contract,
         run,
@@ -314,6 +313,16 @@ def _make_sampler(
         reference=ReferencePolicy(
             contract, run, policy=policy, mesh=mesh, logit_megabytes=s.logit_megabytes, score_tokens=s.score_tokens
         ),
+        **_sampling_settings(config, contract, queries),
+    )
+
+
+def _sampling_settings(config: Any, contract: contract_lib.Contract, queries: Sequence[EncodedQuery]) -> dict[str, Any]:
+    """Arguments of Sampler."""
+    s = config.searchers
+    # A state may lie before the last token of a response: all other tokens are then given.
+    given_length = contract.response_length - 1 if contract.step_ends else 0
+    return dict(
         weights=s.weights,
         slots=_slots(config),
         samples=s.samples_per_query,
@@ -323,6 +332,32 @@ def _make_sampler(
         chunk=s.decode_chunk,
         lockstep=config.schedule.mode == "interleaved",
     )
+
+
+def programs(
+    config: Any,
+    contract: contract_lib.Contract,
+    *,
+    policy: Policy,
+    tokenizer: Tokenizer,
+    queries: Sequence[EncodedQuery],
+    devices: Sequence[jax.Device] | None = None,
+) -> dict[str, Program]:
+    """Name -> what a searcher compiles, but for the models of its task. Args: devices: of its mesh; None: of this process."""
+    found = sampler.programs(
+        contract,
+        policy_mesh(config, "searchers", devices=devices),
+        policy=policy,
+        tokenizer=tokenizer,
+        rows=_rows_per_batch(config),
+        limits={name: config.searchers[name] for name in ("logit_megabytes", "score_tokens")},
+        section="searchers",
+        **_sampling_settings(config, contract, queries),
+    )
+    scores = "scoring by the reference"
+    fewer = {"temporaries": ("searchers.score_tokens", "searchers.logit_megabytes")}
+    found[scores] = dataclasses.replace(found[scores], room={**found[scores].room, **fewer})
+    return found
 
 
 def _check_finite(ref_logprobs: np.ndarray, queries: Sequence[EncodedQuery]) -> None:

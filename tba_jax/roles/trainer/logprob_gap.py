@@ -12,6 +12,7 @@ from tba_jax import sharding, trajectory
 from tba_jax.learner import update
 from tba_jax.learner.state import Batch, batch_from_rows
 from tba_jax.models import kv_cache, parameters
+from tba_jax.programs import Program
 from tba_jax.replay.index import ReplayIndex
 from tba_jax.run import snapshots
 from tba_jax.run.places import Place
@@ -48,6 +49,13 @@ class LogprobGap:
             rounded = kv_cache.define(policy.model, self._sampler_weights, unstacked=False)
             model = parameters.module(rounded.graphdef, policy.for_sampling(snapshot, frozen, self._sampler_weights))
         return update.score(model, batch, config=self._config)[0]
+
+    def programs(self, frozen: parameters.Params, batch: Batch) -> dict[str, Program]:
+        """Name -> the program of `measure`. Args: shapes of the frozen weights, and of a batch of any size."""
+        snapshot = self._config.policy.snapshot_shapes(self._mesh)
+        rows = self._config.micro_batch_rows
+        micro = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype, sharding=x.sharding), batch)
+        return {"log-prob gap": Program(function=self._score, arguments=(snapshot, frozen, micro))}
 
     def _rows_of(
         self, step: int, index: ReplayIndex, usable: np.ndarray

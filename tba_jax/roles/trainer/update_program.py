@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from tba_jax.learner import state as state_lib
 from tba_jax.learner import update as update_lib
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
+from tba_jax.programs import Program, shaped
 from tba_jax.run import contract as contract_lib
 
 
@@ -27,12 +29,15 @@ class UpdateProgram:
 
     state: state_lib.TrainState
 
-    def __init__(self, config: Any, contract: contract_lib.Contract, policy: Policy):
+    def __init__(
+        self, config: Any, contract: contract_lib.Contract, policy: Policy, *, devices: Sequence[jax.Device] | None = None
+    ):
+        """Args: devices: of the mesh; None: all of this process' world."""
         c = config.learner
         self._policy, self._seed = policy, config.seed
         self._resets_optimizer = c.reference.reset_optimizer
         self.rows = c.queries * c.completions
-        self.mesh = sharding.make_mesh(tuple(c.mesh.values()), setting="learner.mesh")
+        self.mesh = sharding.make_mesh(tuple(c.mesh.values()), setting="learner.mesh", devices=devices)
         self.config = settings.make_learner_config(c, contract, policy, self.mesh)
         self.frozen: Params = {}
         self._optimizers = settings.make_optimizers(c)
@@ -45,9 +50,8 @@ class UpdateProgram:
             config=self.config,
         )
         out_shardings = (self._shardings, sharding.replicated(self.mesh))
-        jit_update = jax.jit(update, donate_argnums=0, out_shardings=out_shardings)
-        self._update = sharding.on_mesh(self.mesh, jit_update)
-        self._lower_update = sharding.on_mesh(self.mesh, jit_update.lower)
+        self._update = sharding.on_mesh(self.mesh, jax.jit(update, donate_argnums=0, out_shardings=out_shardings))
+        self._begin = jax.jit(self._initial_state, out_shardings=self._shardings, donate_argnums=0)
         of_policy = self._shardings.opt_state["policy"]
         self._restart_moments = jax.jit(optimizer.restart_moments, donate_argnums=0, out_shardings=of_policy)
         self._moving_reference = settings.make_moving_reference(c, self.config, self.mesh)
@@ -60,8 +64,7 @@ class UpdateProgram:
     def begin(self, reference: Params) -> None:
         """The state of step 0. Args: reference: see `reference_dtype`; without adapters its buffers become the state's."""
         self._keep_frozen(reference)
-        initial_state = jax.jit(self._initial_state, out_shardings=self._shardings, donate_argnums=0)
-        self.state = initial_state(reference if self._policy.lora is None else {})
+        self.state = self._begin(reference if self._policy.lora is None else {})
         if self._moving_reference:
             self._moving_reference.start(self.policy_params)
 
@@ -99,8 +102,33 @@ class UpdateProgram:
 
     def compile(self, row_shape: trajectory.RowShape) -> None:
         """Compiles the update for rows of this shape before there are any."""
-        rows = {name: np.zeros((self.rows, *shape), dtype) for name, (dtype, shape) in row_shape.columns().items()}
-        self._lower_update(self.state, self.frozen, self._batch(rows)).compile()
+        self._update.lower(self.state, self.frozen, self._batch(self._empty_rows(row_shape))).compile()
+
+    def _empty_rows(self, row_shape: trajectory.RowShape) -> trajectory.Rows:
+        return {name: np.zeros((self.rows, *shape), dtype) for name, (dtype, shape) in row_shape.columns().items()}
+
+    def shapes(self) -> dict[str, Any]:
+        """Name -> tree of jax.ShapeDtypeStruct: what rests on the devices (or in pinned memory of the host) between updates."""
+        moving = {"moving reference": self._moving_reference.shapes} if self._moving_reference else {}
+        return {"state": self._shapes, "frozen weights": self._frozen_shapes, **moving}
+
+    @functools.cached_property
+    def _frozen_shapes(self) -> Params:
+        return {} if self._policy.lora is None else self._policy.model_shapes(self.mesh, dtype=self.reference_dtype)
+
+    def programs(self, row_shape: trajectory.RowShape) -> dict[str, Program]:
+        """Name -> the programs that `begin`, `apply` and `move_reference` call, for rows of this shape."""
+        batch = shaped(state_lib.batch_from_rows(self._empty_rows(row_shape)), sharding.rows_sharding(self.mesh))
+        state, frozen = self._shapes, self._frozen_shapes
+        begun_from = self._policy.model_shapes(self.mesh, dtype=self.reference_dtype) if self._policy.lora is None else {}
+        found = {"init": Program(function=self._begin, arguments=(begun_from,))}
+        if self._moving_reference:
+            found |= self._moving_reference.programs(state.params["policy"], frozen, batch)
+            batch = dataclasses.replace(batch, moving_ref_logprobs=batch.ref_logprobs)
+        found["update"] = Program(function=self._update, arguments=(state, frozen, batch))
+        if self._moving_reference and self._resets_optimizer:
+            found["restart of moments"] = Program(function=self._restart_moments, arguments=(state.opt_state["policy"],))
+        return found
 
     def apply(self, rows: trajectory.Rows) -> dict[str, Any]:
         """One update of the state on B rows. Returns the measurements of train_step, on the host."""

@@ -1,0 +1,242 @@
+"""The dry run that compiles: its figures against the programs of real roles, and for TPUs that are not here."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import jax
+import pytest
+
+from tba_jax import main
+from tba_jax.commands import command_line
+from tba_jax.experiment import compiling, composition, fitting, jobs
+from tba_jax.programs import Program
+from tba_jax.run import layout
+from tba_jax.run.metrics import TimeAccount
+from tests.support import random_checkpoints, tiny_run
+
+DEVICES = jax.devices()  # eight; the roles of the runs that are made here take one
+RUN = layout.RunDir(Path("/nowhere"))
+PROGRAMS = {
+    "trainer": ["init", "update", "log-prob gap", "publish", "checkpoint"],
+    "searcher": [
+        *("caches", "next policy from its snapshot", "next policy as decoded with"),
+        *("prefill", "decode", "scoring by the reference"),
+    ],
+}
+PROGRAMS["evaluator"] = PROGRAMS["searcher"]
+
+
+def fitted(role: str, *, devices: int = 1, **settings) -> compiling.RoleFit:
+    experiment = composition.build(tiny_run.config(**settings))
+    return compiling.fit(experiment, RUN, role=role, devices=DEVICES[:devices])
+
+
+def bytes_of(tree) -> int:
+    """On the first device."""
+    return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize("role", compiling.ROLES)
+def test_every_program_of_a_role_has_figures(role):
+    found = fitted(role)
+    assert [fit.name for fit in found.fits] == PROGRAMS[role]
+    for fit in found.fits:
+        assert fit.arguments + fit.outputs > 0 and fit.peak == sum(fit.parts().values()) and not fit.refused
+        assert fit.peak >= fit.arguments + fit.temporaries
+    assert found.worst.peak == max(fit.peak for fit in found.fits) and found.limit is None
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory, one_device_throughout):
+    """A real trainer that has begun, with its lease, and a real searcher with weights."""
+    s = tiny_run.settings(tmp_path_factory.mktemp("made") / "run", tiny_run.config())
+    compiling_of = {role: compiling.fit(s.experiment, s.run, role=role, devices=jax.devices()) for role in compiling.ROLES}
+    jobs.join(s, may_change_schedule=True)
+    trainer, lease = jobs.make_trainer(s, publish_every_steps=1)
+    trainer.publish_unless_there()
+    trainer.flush_snapshot()
+    searcher = jobs.make_searcher(s, name="searcher", account=TimeAccount())
+    searcher.refresh()
+    searcher.search()
+    yield trainer, searcher, compiling_of
+    searcher.close()
+    trainer.close()
+    lease.release()
+
+
+def fit_of(found: compiling.RoleFit, name: str) -> fitting.Fit:
+    return next(fit for fit in found.fits if fit.name == name)
+
+
+def test_the_update_is_that_of_a_real_trainer(made):
+    trainer, _, found = made
+    fit, program = fit_of(found["trainer"], "update"), trainer.program
+    rows = program._empty_rows(trainer._contract.row_shape())
+    real = program._update.lower(program.state, program.frozen, program._batch(rows)).compile().memory_analysis()
+    assert (fit.arguments, fit.temporaries) == (real.argument_size_in_bytes, real.temp_size_in_bytes)
+    assert (fit.outputs, fit.aliased) == (real.output_size_in_bytes, real.alias_size_in_bytes)
+    # Two snapshots and a checkpoint of the state.
+    assert fit.beside["snapshots to be written"] == 2 * bytes_of(program.policy_params)
+    assert fit.beside["checkpoint to be written"] == bytes_of(program.state)
+    assert fit_of(found["trainer"], "publish").arguments == bytes_of(program.policy_params)
+
+
+def test_decoding_and_scoring_are_those_of_a_real_searcher(made):
+    _, searcher, found = made
+    lane, reference = searcher._engine._lanes[0], searcher._reference
+    c = lane._config
+    call = (lane._weights, lane._prompts, lane._slots, lane._oldest_first())
+    decode = lane._decode.lower(*call, 1, None, buffers=c.buffers, window=lane._windows[-1]).compile().memory_analysis()
+    fit = fit_of(found["searcher"], "decode")
+    assert fit.temporaries == decode.temp_size_in_bytes and fit.aliased == decode.alias_size_in_bytes
+    assert fit.beside["reference"] == bytes_of(reference.params)
+    scoring = fit_of(found["searcher"], "scoring by the reference")
+    assert scoring.beside["policy in use"] == bytes_of(lane._weights)
+    assert scoring.beside["caches"] == bytes_of((lane._prompts, lane._slots))
+
+
+def test_shapes_are_those_of_the_arrays(made):
+    """Whatever a role holds has the shape, dtype and sharding that the dry run compiles for."""
+    trainer, searcher, _ = made
+    experiment = composition.build(tiny_run.config())
+    of_trainer = compiling.programs(experiment, RUN, role="trainer", devices=jax.devices())
+    of_searcher = compiling.programs(experiment, RUN, role="searcher", devices=jax.devices())
+    lane = searcher._engine._lanes[0]
+    pairs = {
+        "state": (trainer.state, of_trainer["update"].arguments[0]),
+        "weights": (lane._weights, of_searcher["decode"].arguments[0]),
+        "caches": ((lane._prompts, lane._slots), of_searcher["decode"].arguments[1:3]),
+        "reference": (searcher._reference.params, of_searcher["scoring by the reference"].arguments[0]),
+    }
+    for name, (arrays, shapes) in pairs.items():
+        for x, shape in zip(jax.tree.leaves(arrays), jax.tree.leaves(shapes), strict=True):
+            assert (x.shape, x.dtype) == (shape.shape, shape.dtype), name
+            assert x.sharding.is_equivalent_to(shape.sharding, x.ndim), name
+
+
+def test_a_moving_reference_and_adapters_have_their_programs():
+    settings = dict(learner__objective="tba_prime", learner__reference__kind="reset", lora__rank=2)
+    found = fitted("trainer", **settings, learner__reference__reset_optimizer=True)
+    names = {fit.name for fit in found.fits}
+    assert {"scoring by the moving reference", "move of the reference", "restart of moments"} <= names
+    update = fit_of(found, "update")
+    assert "moving reference" in update.beside and "frozen weights" not in update.beside
+
+
+@pytest.mark.parametrize("mesh, ways", [({"fsdp": 4, "data": 1}, 4), ({"data": 4}, 1)])
+def test_meshes_divide_the_state(mesh, ways):
+    split = {f"learner__mesh__{axis}": size for axis, size in mesh.items()}
+    whole, parts = fitted("trainer"), fitted("trainer", devices=4, **split)
+    names = ("snapshots to be written", "checkpoint to be written")
+    whole_size, size = (sum(fit_of(found, "update").beside[name] for name in names) for found in (whole, parts))
+    assert whole_size / ways <= size < 1.1 * whole_size / ways
+
+
+def test_one_role_may_decode_in_lanes_with_rounded_weights():
+    """The data ways of a mesh are lanes on devices of their own; only the first of them is described."""
+    found = fitted("searcher", devices=2, searchers__weights="int8", searchers__mesh__data=2)
+    assert fit_of(found, "decode").beside["next policy"] > 0
+
+
+def test_a_role_that_does_not_fit_is_told_what_to_change():
+    fit = fitting.Fit(
+        name="update",
+        program=Program(function=print, arguments=(), room={"temporaries": ("learner.micro_batch_rows", "learner.remat")}),
+        arguments=1 << 30,
+        temporaries=20 << 30,
+        outputs=1 << 30,
+        aliased=1 << 30,
+        beside={"snapshots": 1 << 30},
+        refused=True,
+    )
+    found = compiling.RoleFit(role="trainer", where="a TPU", limit=16 << 30, fits=[fit], unchecked=["the warm start"])
+    said = compiling.describe([found], config=tiny_run.config())
+    assert said.startswith("trainer  does not fit: 22.00 GiB of 16.00 GiB (update); most of it: temporaries, 20.00 GiB; change ")
+    assert "learner.micro_batch_rows=0, learner.remat=" in said and "refused by the compiler" in said
+    assert "not checked: the warm start" in said
+
+
+@pytest.mark.parametrize(
+    "message, sizes",
+    [
+        ("required for HLO temporaries (32.50G) exceeds available HBM (15.75G). HLO", [int(32.5 * 2**30), int(15.75 * 2**30)]),
+        ("Used 2.00T of 95.73G hbm. Exceeded", [2 << 40, int(95.73 * 2**30)]),
+        ("error E1000 in module jit_update", []),
+    ],
+)
+def test_sizes_in_what_the_compiler_says(message, sizes):
+    assert fitting.sizes_in(message) == sizes
+
+
+def refusal(arguments: list[str], capsys) -> str:
+    with pytest.raises(SystemExit) as ended:
+        command_line.execute(main, arguments)
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and not said.out and said.err.startswith("error: ") and said.err.count("\n") == 1, said.err
+    return said.err
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--dry_run", "--topology=nobody=v5p:2x2x1"], ["'nobody'", "trainer, searcher, evaluator"]),
+        (["--dry_run", "--topology=v5p"], ["'v5p' is no topology", "v5e:2x2", "v5p:2x2x2"]),
+        (["--dry_run", "--topology=v5p:0x1x1"], ["is no topology"]),
+        (["--dry_run", "--topology=v5p:2x2x1,v5e:2x2"], ["names two topologies"]),
+        (["--dry_run", "--topology=trainer=v5p:2x2x1,trainer=v5e:2x2"], ["names the trainer twice"]),
+        (["--topology=v5p:2x2x1"], ["--topology needs --dry_run"]),
+        (["--compile"], ["--compile needs --dry_run"]),
+        (["--dry_run", "--compile", "--topology=v5p:2x2x1"], ["one of the two"]),
+        (["--dry_run", "--compile", "--config.learner.mesh.fsdp=3"], ["learner.mesh", "not divisible by 3"]),
+        (["--dry_run", "--topology=trainer=v5p:2x2x1", "--role=searcher"], ["--role=searcher"]),
+        (["--dry_run", "--compile", "--role=reference"], ["--role=reference"]),
+    ],
+)
+def test_bad_input_is_one_sentence(flags, words, tmp_path, capsys, one_device):
+    said = refusal(tiny_run.command(tmp_path / "run", *flags)[3:], capsys)
+    for word in words:
+        assert word in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_the_compiler_of_tpus_the_extra_is_named(tmp_path, capsys, one_device):
+    if importlib.util.find_spec("libtpu") is not None:
+        pytest.skip("libtpu is installed here")
+    said = refusal(tiny_run.command(tmp_path / "run", "--dry_run", "--topology=v5p:2x2x1")[3:], capsys)
+    assert "the extra `tpu`" in said
+
+
+def test_the_answer_comes_first_and_nothing_is_written(tmp_path, capsys, one_device):
+    flags = tiny_run.command(tmp_path / "run", "--dry_run", "--compile")[3:]
+    assert command_line.execute(main, flags) == 0
+    said = capsys.readouterr().out
+    assert [line.split()[0] for line in said.splitlines()[:3]] == list(compiling.ROLES)
+    assert "config:" not in said and not (tmp_path / "run").exists()
+    assert command_line.execute(main, [*flags, "--dry_run=full", "--role=trainer"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("trainer") and "searcher on" not in said and "\nconfig:" in said and "parameters:" in said
+
+
+def test_a_preset_is_the_shape_and_a_path_gives_the_tokenizer(tmp_path, capsys, one_device):
+    tokenizer = random_checkpoints.byte_tokenizer(tmp_path / "tokenizer")
+    model = random_checkpoints.write(tmp_path / "model", "llama-3.2-1b", tokenizer)
+    (model / "model.safetensors").unlink()
+    flags = ["--dry_run", f"--config.model.path={model}", "--config.model.preset=gpt2"]
+    assert command_line.execute(main, tiny_run.command(tmp_path / "run", *flags)[3:]) == 0
+    assert re.search(r"total +124,4", capsys.readouterr().out)
+    assert "exclude each other" in refusal(tiny_run.command(tmp_path / "run", *flags[1:])[3:], capsys)
+
+
+@pytest.mark.slow
+def test_programs_compile_for_a_tpu_that_is_not_here(tmp_path):
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("the TPU's compiler is not installed: pip install -e '.[tpu]'")
+    topologies = "--topology=trainer=v5p:2x2x1,v5e:1x1"
+    split = ["--config.learner.mesh.fsdp=2", "--config.learner.queries=4"]
+    done = tiny_run.call(tiny_run.command(tmp_path / "run", "--dry_run", topologies, *split), timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"(?m)^(trainer|searcher|evaluator) +fits: ", done.stdout)) == 3, done.stdout
+    assert " of 95.7" in done.stdout and " of 15.7" in done.stdout and "data=2 × fsdp=2" in done.stdout
+    refused = tiny_run.call(tiny_run.command(tmp_path / "run", "--dry_run", "--topology=v5p:3x3x3"))
+    assert refused.returncode == 2 and "'v5p:3x3x3' is no topology" in refused.stderr
