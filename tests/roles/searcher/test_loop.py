@@ -125,7 +125,7 @@ def test_a_task_that_fails_stops_the_searcher(make):
 
 
 def test_a_reward_that_hangs_keeps_nobody_from_the_end(make):
-    """A searcher that ends, as its run has finished or its snapshot is broken, does not wait for rewards that are still missing."""
+    """A searcher does not wait for missing rewards once its run has finished or its snapshot is broken."""
     for broken in (False, True):
         hanging = threading.Event()
 
