@@ -147,13 +147,16 @@ def one_token(
 ) -> Attend:
     """The `attend` of one new token in each row. It keeps the row's own keys and values, with the new token's at `entry`.
 
-    Args: entry: int32[]; for the others see attend_in_two_parts.
+    Args:
+      entry: int32[]; for the others see attend_in_two_parts. Caches may have more entries than the masks, which are not read.
     """
+    prompt = tuple(x[:, :, : prompt_mask.shape[-1]] for x in prompt)
 
     def attend_cached(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, Any]:
         write = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=entry, axis=2)
         kept = tuple(write(cached, new[:, :, None]) for cached, new in zip(own, (key, value), strict=True))
-        return attend_in_two_parts(query, prompt, kept, prompt_mask, own_mask), kept
+        read = tuple(x[:, :, : own_mask.shape[-1]] for x in kept)
+        return attend_in_two_parts(query, prompt, read, prompt_mask, own_mask), kept
 
     return attend_cached
 

@@ -21,7 +21,7 @@ PROGRAMS = {
     "trainer": ["init", "update", "log-prob gap", "publish", "checkpoint"],
     "searcher": [
         *("caches", "next policy from its snapshot", "next policy as decoded with"),
-        *("prefill", "decode", "scoring by the reference"),
+        *("prefill", "decode", "rotation of the rings", "scoring by the reference"),
     ],
 }
 PROGRAMS["evaluator"] = PROGRAMS["searcher"]
