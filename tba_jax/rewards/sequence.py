@@ -131,10 +131,10 @@ class SequenceClassifier:
         shardings = parameters.map_specs(lambda *_: replicated, definition.specs)
         self._params = load_lib.load_params(folder, config, shardings, dtype=compute_dtype)
         rows = sharding.rows_sharding(self._mesh)
-        # Without a mesh in the context nothing constrains intermediate values: each device computes its rows from end to end.
-        self._score = jax.jit(
-            functools.partial(_score, graphdef=definition.graphdef), in_shardings=(shardings, rows, rows), out_shardings=rows
-        )
+        score = functools.partial(_score, graphdef=definition.graphdef)
+        # Each device computes its rows from end to end.
+        jitted = jax.jit(score, in_shardings=(shardings, rows, rows), out_shardings=rows)
+        self._score = sharding.on_mesh(self._mesh, jitted)
         self._lock, self._warned = threading.Lock(), False
 
     def label(self, name: str) -> int:

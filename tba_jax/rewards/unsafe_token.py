@@ -14,6 +14,7 @@ from tba_jax.models import decoder, parameters
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.decoder import Decoder
 from tba_jax.models.hugging_face import load as load_lib
+from tba_jax.models.parameters import Params
 from tba_jax.rewards import language_model, passes
 from tba_jax.tasks.interface import UnsafeTokenSettings
 from tba_jax.text.templates import PromptTemplate
@@ -68,12 +69,13 @@ class UnsafeTokenScorer:
         definition, rows = decoder.define(config), sharding.rows_sharding(self._mesh)
         shardings = definition.shardings(self._mesh)
         self._params = load_lib.load_params(folder, config, shardings, dtype=config.compute_dtype)
-        # Without a mesh in the context nothing constrains intermediate values: each device computes its rows from end to end.
-        self._verdict = jax.jit(
-            lambda params, *rows: verdict_logprobs(parameters.module(definition.graphdef, params), *rows, token=verdict),
-            in_shardings=(shardings, rows, rows),
-            out_shardings=rows,
-        )
+
+        def score(params: Params, *rows: jax.Array) -> jax.Array:
+            return verdict_logprobs(parameters.module(definition.graphdef, params), *rows, token=verdict)
+
+        # Each device computes its rows from end to end.
+        jitted = jax.jit(score, in_shardings=(shardings, rows, rows), out_shardings=rows)
+        self._verdict = sharding.on_mesh(self._mesh, jitted)
 
     def __call__(self, attacks: Sequence[str], replies: Sequence[str]) -> np.ndarray:
         """float32[n], nats: log-probability, over the whole vocabulary, of the verdict on reply i to attack i."""
