@@ -24,8 +24,6 @@ Rotary = tuple[jax.Array, jax.Array] | None
 # attend(query [t, N, H], key [t, G, H], value [t, G, H]) -> ([t, N, H], keys and values to keep, or None).
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 
-# Kernels of attention over whole sequences, see `attend`.
-KERNELS = ("auto", "xla", "cudnn", "splash")
 # Stands for -inf in scores: a row without anything to attend to, as an idle slot is, must not become NaN.
 _MASKED = -1e30
 
@@ -108,8 +106,8 @@ def attend(
     Args:
       query: [B, T, N, H]; key, value: [B, T, G, H].
       segments: int32[B, T], at least 0; a token attends to the tokens of its segment. None: a row is one segment.
-      kernel: one of KERNELS; "auto" is the fastest that can be used, see `fastest`. Where there is no TPU, "splash" is
-        interpreted, which is for tests.
+      kernel: "xla", "cudnn" (flash attention on NVIDIA GPUs), "splash" (on TPUs; on other devices it is interpreted, which is
+        for tests), or "auto": what `fastest` says.
       window: with causal attention, a query attends to at most this many tokens, the last of which is itself; 0: to all.
 
     Returns:

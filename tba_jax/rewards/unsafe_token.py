@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tba_jax import sharding
-from tba_jax.models import decoder, parameters
+from tba_jax.models import decoder, hardware, parameters
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.decoder import Decoder
 from tba_jax.models.hugging_face import load as load_lib
@@ -62,6 +62,7 @@ class UnsafeTokenScorer:
         self._lock = threading.Lock()
         if load:
             self._mesh = sharding.make_mesh((mesh.size, 1, 1), setting=called, devices=list(mesh.devices.flat))
+            config = hardware.on_device(config, mesh.devices.flat[0], section=prefix.rpartition(".")[0])
             self._load(folder, config, verdict=verdicts[0])
 
     def _load(self, folder: Path, config: DecoderConfig, *, verdict: int) -> None:
