@@ -218,6 +218,7 @@ def _reference_logprobs(run: layout.RunDir, experiment: "Experiment", rows: dict
     from tba_jax.roles.reference import ReferencePolicy, policy_mesh
 
     meshes.check(experiment, role="searcher", devices=len(jax.devices()))
+    experiment = experiment.on_device(jax.devices()[0])
     reference = ReferencePolicy(
         experiment.contract,
         run,

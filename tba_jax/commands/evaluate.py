@@ -43,6 +43,7 @@ def evaluate(workdir: Path, *, step: int | None, settings: existing_run.Source =
         raise ValueError(f"{run.initial_reference} is gone: it names the reference policy, which reports compare with")
     config, task = experiment.config, experiment.task
     meshes.check(experiment, role="evaluator", devices=len(jax.devices()))
+    experiment = experiment.on_device(jax.devices()[0])
     task_models.check(task, role="evaluator")
     with task_models.started(task, config.evaluation.task_devices):
         try:

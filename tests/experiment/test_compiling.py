@@ -191,6 +191,9 @@ def refusal(arguments: list[str], capsys) -> str:
         (["--dry_run", "--compile", "--config.learner.mesh.fsdp=3"], ["learner.mesh", "not divisible by 3"]),
         (["--dry_run", "--topology=trainer=v5p:2x2x1", "--role=searcher"], ["--role=searcher"]),
         (["--dry_run", "--compile", "--role=reference"], ["--role=reference"]),
+        (["--dry_run", "--compile", "--config.model.attention=splash"], ["model.attention=splash needs a TPU", "cpu"]),
+        (["--role=searcher", "--config.model.attention=splash"], ["model.attention=splash needs a TPU", "cpu"]),
+        (["--config.model.attention=cudnn", "--config.model.compute_dtype=bfloat16"], ["needs an NVIDIA GPU", "cpu"]),
     ],
 )
 def test_bad_input_is_one_sentence(flags, words, tmp_path, capsys, one_device):
