@@ -109,10 +109,12 @@ def _model_and_tokenizer(config: Any, folder: Path) -> "tuple[DecoderConfig, Hug
 
 
 def _mesh(config: Any, model: "DecoderConfig") -> "tuple[Mesh, int]":
-    """The mesh, and the rows of one pass. Raises ValueError where the mesh does not divide the rows or the parameters."""
+    """The mesh, and the rows of one pass. Raises ValueError where JAX misses a GPU, or the mesh fits no rows or parameters."""
     from tba_jax import sharding
     from tba_jax.models import decoder
+    from tba_jax.roles import gpus
 
+    gpus.jax_devices()
     t = config.training
     mesh = sharding.make_mesh(tuple(t.mesh.values()), setting="training.mesh")
     micro_rows = t.micro_batch_rows or t.batch_size
