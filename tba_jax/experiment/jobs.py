@@ -40,9 +40,13 @@ def _check_devices(experiment: composition.Experiment, *roles: str) -> list[Any]
     return devices
 
 
-def _begin(experiment: composition.Experiment, *roles: str, name: str = "") -> None:
-    """Checks the devices of roles that run in this process, and says what they are. Args: name: of the role, if not its own."""
-    devices = _check_devices(experiment, *roles)
+def _begin(s: Invocation, *roles: str, name: str = "") -> Invocation:
+    """Checks the devices of roles that run in this process, and says what they are. Returns the invocation as they compute it.
+
+    Args: name: of the role, if not its own.
+    """
+    devices = _check_devices(s.experiment, *roles)
+    experiment = s.experiment.on_device(devices[0])
     for role in roles:
         sizes = zip(sharding.MESH_AXES, meshes.shape(experiment, role=role, devices=len(devices)), strict=True)
         mesh = " × ".join(f"{axis}={size}" for axis, size in sizes)
@@ -51,6 +55,7 @@ def _begin(experiment: composition.Experiment, *roles: str, name: str = "") -> N
             "%s: backend %s, %d × %s, %s.mesh %s, model.compute_dtype=%s",
             *(name or role, devices[0].platform, len(devices), devices[0].device_kind, meshes.SECTIONS[role], mesh, compute),
         )
+    return dataclasses.replace(s, experiment=experiment)
 
 
 def dry_run(s: Invocation) -> Job:
@@ -86,7 +91,7 @@ def _make_reference(s: Invocation) -> None:
 
 
 def reference(s: Invocation) -> Job:
-    _begin(s.experiment, "trainer", name="reference")
+    s = _begin(s, "trainer", name="reference")
     join(s, may_change_schedule=False)
 
     def job() -> int:
@@ -141,7 +146,7 @@ def _begin_trainer(s: Invocation, *, publish_every_steps: int, until: int | None
 def trainer(s: Invocation) -> Job:
     from tba_jax.roles.trainer.loop import run_trainer
 
-    _begin(s.experiment, "trainer")
+    s = _begin(s, "trainer")
     EpochLease.refuse_if_held(s.run.journal)
     join(s, may_change_schedule=True)
     made, lease = make_trainer(s, publish_every_steps=s.config.publish.every_steps)
@@ -171,7 +176,7 @@ def make_searcher(s: Invocation, *, name: str, account: TimeAccount) -> Searcher
 
 
 def searcher(s: Invocation) -> Job:
-    _begin(s.experiment, "searcher")
+    s = _begin(s, "searcher")
     join(s, may_change_schedule=False)
     stop = processes_lib.StopSignal(patience_seconds=s.config.searchers.stop_seconds)
 
@@ -210,7 +215,7 @@ def make_evaluator(e: composition.Experiment, run: layout.RunDir) -> Any:
 def evaluator(s: Invocation) -> Job:
     from tba_jax.roles.evaluator import run_evaluator
 
-    _begin(s.experiment, "evaluator")
+    s = _begin(s, "evaluator")
     join(s, may_change_schedule=False)
     stop = processes_lib.StopSignal()
 
@@ -243,16 +248,7 @@ def _conclude(s: Invocation, progress: progress_lib.Progress, code: int) -> None
 
 def everything(s: Invocation) -> Job:
     """`--role=all`: processes under a supervisor, or all roles in turn in this process, as schedule.mode says."""
-    return _here(_in_turn)(s) if s.config.schedule.mode == "interleaved" else _as_processes(s)
-
-
-def _here(job: Callable[[Invocation], Job]) -> Callable[[Invocation], Job]:
-    """The job of a role that computes in this process, as its devices can."""
-
-    def on_these_devices(s: Invocation) -> Job:
-        return job(dataclasses.replace(s, experiment=s.experiment.on_device(gpus.jax_devices()[0])))
-
-    return on_these_devices
+    return _in_turn(s) if s.config.schedule.mode == "interleaved" else _as_processes(s)
 
 
 def _in_turn(s: Invocation) -> Job:
@@ -260,7 +256,7 @@ def _in_turn(s: Invocation) -> Job:
     from tba_jax.roles.interleaved import run_interleaved
 
     roles = ("trainer", "searcher", *(("evaluator",) if s.config.evaluation.enabled else ()))
-    _begin(s.experiment, *roles)
+    s = _begin(s, *roles)
     EpochLease.refuse_if_held(s.run.journal)
     join(s, may_change_schedule=True)
     progress = _progress(s, searchers=1)
@@ -336,8 +332,8 @@ def _as_processes(s: Invocation) -> Job:
 
 ROLES: dict[str, Callable[[Invocation], Job]] = {
     "all": everything,
-    "reference": _here(reference),
-    "trainer": _here(trainer),
-    "searcher": _here(searcher),
-    "evaluator": _here(evaluator),
+    "reference": reference,
+    "trainer": trainer,
+    "searcher": searcher,
+    "evaluator": evaluator,
 }
