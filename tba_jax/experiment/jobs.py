@@ -29,20 +29,19 @@ log = logging.getLogger(__name__)
 Job = Callable[[], int]
 
 
-def _check_devices(experiment: composition.Experiment, *roles: str) -> list[Any]:
-    """The devices of this process. Raises ValueError where JAX misses a GPU, or the meshes of roles do not fit the devices."""
+def _check_devices(experiment: composition.Experiment, *roles: str) -> None:
+    """Raises ValueError where JAX misses GPUs of this process, or the meshes of roles that run in it do not fit its devices."""
     devices = gpus.jax_devices()
     if experiment.config.model.attention == "cudnn" and devices[0].platform != "gpu":
         raise ValueError(f"model.attention=cudnn needs an NVIDIA GPU; JAX found {devices[0].platform}")
     for role in roles:
         meshes.check(experiment, role=role, devices=len(devices))
         task_models.check(experiment.task, role=role)
-    return devices
 
 
-def _begin(experiment: composition.Experiment, *roles: str, name: str = "") -> None:
-    """Checks the devices of roles that run in this process, and says what they are. Args: name: of the role, if not its own."""
-    devices = _check_devices(experiment, *roles)
+def _say_devices(experiment: composition.Experiment, *roles: str, name: str = "") -> None:
+    """The first line of a role's log: what the role computes on. Args: name: of the role, if not its own."""
+    devices = gpus.jax_devices()
     for role in roles:
         sizes = zip(sharding.MESH_AXES, meshes.shape(experiment, role=role, devices=len(devices)), strict=True)
         mesh = " × ".join(f"{axis}={size}" for axis, size in sizes)
@@ -86,10 +85,11 @@ def _make_reference(s: Invocation) -> None:
 
 
 def reference(s: Invocation) -> Job:
-    _begin(s.experiment, "trainer", name="reference")
+    _check_devices(s.experiment, "trainer")
     join(s, may_change_schedule=False)
 
     def job() -> int:
+        _say_devices(s.experiment, "trainer", name="reference")
         with mistakes_end_the_role():
             _make_reference(s)
         return 0
@@ -141,9 +141,10 @@ def _begin_trainer(s: Invocation, *, publish_every_steps: int, until: int | None
 def trainer(s: Invocation) -> Job:
     from tba_jax.roles.trainer.loop import run_trainer
 
-    _begin(s.experiment, "trainer")
+    _check_devices(s.experiment, "trainer")
     EpochLease.refuse_if_held(s.run.journal)
     join(s, may_change_schedule=True)
+    _say_devices(s.experiment, "trainer")
     made, lease = make_trainer(s, publish_every_steps=s.config.publish.every_steps)
     stop = processes_lib.StopSignal()
 
@@ -171,11 +172,12 @@ def make_searcher(s: Invocation, *, name: str, account: TimeAccount) -> Searcher
 
 
 def searcher(s: Invocation) -> Job:
-    _begin(s.experiment, "searcher")
+    _check_devices(s.experiment, "searcher")
     join(s, may_change_schedule=False)
     stop = processes_lib.StopSignal(patience_seconds=s.config.searchers.stop_seconds)
 
     def job() -> int:
+        _say_devices(s.experiment, "searcher")
         if contract_lib.is_finished(s.run):
             log.info(
                 "the run in %s has finished its %d steps: nothing is left to search", s.run.shared, contract_lib.steps_of(s.run)
@@ -210,11 +212,12 @@ def make_evaluator(e: composition.Experiment, run: layout.RunDir) -> Any:
 def evaluator(s: Invocation) -> Job:
     from tba_jax.roles.evaluator import run_evaluator
 
-    _begin(s.experiment, "evaluator")
+    _check_devices(s.experiment, "evaluator")
     join(s, may_change_schedule=False)
     stop = processes_lib.StopSignal()
 
     def job() -> int:
+        _say_devices(s.experiment, "evaluator")
         if wait_for_run(s.run, poll_seconds=s.config.searchers.poll_seconds, stop=stop):
             joined = with_schedule_of_run(s, role="evaluator")
             with _started_task(s, s.config.evaluation.task_devices):
@@ -251,12 +254,13 @@ def _in_turn(s: Invocation) -> Job:
     from tba_jax.roles.interleaved import run_interleaved
 
     roles = ("trainer", "searcher", *(("evaluator",) if s.config.evaluation.enabled else ()))
-    _begin(s.experiment, *roles)
+    _check_devices(s.experiment, *roles)
     EpochLease.refuse_if_held(s.run.journal)
     join(s, may_change_schedule=True)
     progress = _progress(s, searchers=1)
 
     def job() -> int:
+        _say_devices(s.experiment, *roles)
         with mistakes_end_the_role():
             made, lease = make_trainer(s, publish_every_steps=1)
         # From here on a signal waits for the end of a step. Before, it ends the process at once: a warm start may take minutes.
