@@ -216,7 +216,9 @@ def _reference_logprobs(run: layout.RunDir, experiment: "Experiment", rows: dict
     from tba_jax.roles import gpus
     from tba_jax.roles.reference import ReferencePolicy, policy_mesh
 
-    meshes.check(experiment, role="searcher", devices=len(gpus.jax_devices()))
+    devices = gpus.jax_devices()
+    meshes.check(experiment, role="searcher", devices=len(devices))
+    experiment = experiment.on_device(devices[0])
     reference = ReferencePolicy(
         experiment.contract,
         run,

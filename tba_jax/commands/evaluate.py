@@ -41,7 +41,9 @@ def evaluate(workdir: Path, *, step: int | None, settings: existing_run.Source =
     if not places.exists(run.initial_reference):
         raise ValueError(f"{run.initial_reference} is gone: it names the reference policy, which reports compare with")
     config, task = experiment.config, experiment.task
-    meshes.check(experiment, role="evaluator", devices=len(gpus.jax_devices()))
+    devices = gpus.jax_devices()
+    meshes.check(experiment, role="evaluator", devices=len(devices))
+    experiment = experiment.on_device(devices[0])
     task_models.check(task, role="evaluator")
     with task_models.started(task, config.evaluation.task_devices):
         try:

@@ -164,12 +164,13 @@ def dry_run(s: Invocation, *, asked: Mapping[str, str], role: str, full: bool) -
     if missing := [each for each in wanted if asked and each not in asked]:
         raise ValueError(f"--topology names no topology for --role={missing[0]}")
     devices = {each: topologies.devices(asked[each]) if asked else gpus.jax_devices() for each in wanted}
+    experiments = {each: s.experiment.on_device(its[0]) for each, its in devices.items()}
     for each, its in devices.items():
-        meshes.check(s.experiment, role=each, devices=len(its))
+        meshes.check(experiments[each], role=each, devices=len(its))
     layout.check_can_be_made(s.run)
 
     def job() -> int:
-        found = [fit(s.experiment, s.run, role=each, devices=its, name=asked.get(each, "")) for each, its in devices.items()]
+        found = [fit(experiments[each], s.run, role=each, devices=its, name=asked.get(each, "")) for each, its in devices.items()]
         text = describe(found, config=s.config) + ("" if asked else f"\n\n{placing.describe(s.experiment)}")
         print(visible(text + ("\n\n" + plan.describe(s.experiment) if full else "")))
         return 0

@@ -11,6 +11,7 @@ from typing import Any
 from tba_jax import sharding
 from tba_jax.experiment import compiling, composition, initial_policy, meshes, placing, plan, schedule_changes
 from tba_jax.experiment.joining import Invocation, check_run, join, mistakes_end_the_role, with_schedule_of_run
+from tba_jax.models import hardware
 from tba_jax.replay.journal import read_lineage
 from tba_jax.rewards import task_models
 from tba_jax.roles import gpus, placement, supervisor
@@ -32,8 +33,7 @@ Job = Callable[[], int]
 def _check_devices(experiment: composition.Experiment, *roles: str) -> None:
     """Raises ValueError where JAX misses GPUs of this process, or the meshes of roles that run in it do not fit its devices."""
     devices = gpus.jax_devices()
-    if experiment.config.model.attention == "cudnn" and devices[0].platform != "gpu":
-        raise ValueError(f"model.attention=cudnn needs an NVIDIA GPU; JAX found {devices[0].platform}")
+    hardware.check(experiment.policy.model, hardware.of(devices[0]))
     for role in roles:
         meshes.check(experiment, role=role, devices=len(devices))
         task_models.check(experiment.task, role=role)
@@ -246,7 +246,16 @@ def _conclude(s: Invocation, progress: progress_lib.Progress, code: int) -> None
 
 def everything(s: Invocation) -> Job:
     """`--role=all`: processes under a supervisor, or all roles in turn in this process, as schedule.mode says."""
-    return _in_turn(s) if s.config.schedule.mode == "interleaved" else _as_processes(s)
+    return _here(_in_turn)(s) if s.config.schedule.mode == "interleaved" else _as_processes(s)
+
+
+def _here(job: Callable[[Invocation], Job]) -> Callable[[Invocation], Job]:
+    """The job of a role that computes in this process, as its devices can."""
+
+    def on_these_devices(s: Invocation) -> Job:
+        return job(dataclasses.replace(s, experiment=s.experiment.on_device(gpus.jax_devices()[0])))
+
+    return on_these_devices
 
 
 def _in_turn(s: Invocation) -> Job:
@@ -331,8 +340,8 @@ def _as_processes(s: Invocation) -> Job:
 
 ROLES: dict[str, Callable[[Invocation], Job]] = {
     "all": everything,
-    "reference": reference,
-    "trainer": trainer,
-    "searcher": searcher,
-    "evaluator": evaluator,
+    "reference": _here(reference),
+    "trainer": _here(trainer),
+    "searcher": _here(searcher),
+    "evaluator": _here(evaluator),
 }

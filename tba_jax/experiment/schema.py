@@ -112,9 +112,11 @@ c.model.kv_heads = setting(4, at_least=1)
 c.model.head_size = setting(32, at_least=1)
 c.model.ffn = setting(384, at_least=1)
 c.model.tied_embedding = True
-c.model.compute_dtype = setting("float32", one_of=("float32", "bfloat16"))  # weights and sums of log-probs are always float32
-# The kernel of attention over whole sequences. auto: cudnn on NVIDIA GPUs in bfloat16, else xla.
-c.model.attention = setting("auto", one_of=("auto", "xla", "cudnn"))
+# Master weights and sums of log-probs are always float32. A GPU without bfloat16 computes in float32 instead and says so.
+c.model.compute_dtype = setting("float32", one_of=("float32", "bfloat16"))
+# The kernel of attention over whole sequences. auto: splash on TPUs, cudnn on NVIDIA GPUs in bfloat16, else xla. A GPU that lacks
+# cuDNN's flash attention uses xla instead and says so.
+c.model.attention = setting("auto", one_of=("auto", "xla", "cudnn", "splash"))
 
 # Low-rank adapters: only they are trained and published. (contract)
 c.lora = ConfigDict()

@@ -21,7 +21,7 @@ PROGRAMS = {
     "trainer": ["init", "update", "log-prob gap", "publish", "checkpoint"],
     "searcher": [
         *("caches", "next policy from its snapshot", "next policy as decoded with"),
-        *("prefill", "decode", "scoring by the reference"),
+        *("prefill", "decode", "rotation of the rings", "scoring by the reference"),
     ],
 }
 PROGRAMS["evaluator"] = PROGRAMS["searcher"]
@@ -191,6 +191,9 @@ def refusal(arguments: list[str], capsys) -> str:
         (["--dry_run", "--compile", "--config.learner.mesh.fsdp=3"], ["learner.mesh", "not divisible by 3"]),
         (["--dry_run", "--topology=trainer=v5p:2x2x1", "--role=searcher"], ["--role=searcher"]),
         (["--dry_run", "--compile", "--role=reference"], ["--role=reference"]),
+        (["--dry_run", "--compile", "--config.model.attention=splash"], ["model.attention=splash needs a TPU", "cpu"]),
+        (["--role=searcher", "--config.model.attention=splash"], ["model.attention=splash needs a TPU", "cpu"]),
+        (["--config.model.attention=cudnn", "--config.model.compute_dtype=bfloat16"], ["needs an NVIDIA GPU", "cpu"]),
     ],
 )
 def test_bad_input_is_one_sentence(flags, words, tmp_path, capsys, one_device):
