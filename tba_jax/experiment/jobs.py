@@ -30,22 +30,21 @@ log = logging.getLogger(__name__)
 Job = Callable[[], int]
 
 
-def _check_devices(experiment: composition.Experiment, *roles: str) -> list[Any]:
-    """The devices of this process. Raises ValueError where JAX misses a GPU, or the meshes of roles do not fit the devices."""
+def _check_devices(experiment: composition.Experiment, *roles: str) -> None:
+    """Raises ValueError where JAX misses GPUs of this process, or the meshes of roles that run in it do not fit its devices."""
     devices = gpus.jax_devices()
     hardware.check(experiment.policy.model, hardware.of(devices[0]))
     for role in roles:
         meshes.check(experiment, role=role, devices=len(devices))
         task_models.check(experiment.task, role=role)
-    return devices
 
 
-def _begin(s: Invocation, *roles: str, name: str = "") -> Invocation:
-    """Checks the devices of roles that run in this process, and says what they are. Returns the invocation as they compute it.
+def _on_devices(s: Invocation, *roles: str, name: str = "") -> Invocation:
+    """The invocation as the devices of this process compute it. The first line of a role's log says what they are.
 
     Args: name: of the role, if not its own.
     """
-    devices = _check_devices(s.experiment, *roles)
+    devices = gpus.jax_devices()
     experiment = s.experiment.on_device(devices[0])
     for role in roles:
         sizes = zip(sharding.MESH_AXES, meshes.shape(experiment, role=role, devices=len(devices)), strict=True)
@@ -91,12 +90,13 @@ def _make_reference(s: Invocation) -> None:
 
 
 def reference(s: Invocation) -> Job:
-    s = _begin(s, "trainer", name="reference")
+    _check_devices(s.experiment, "trainer")
     join(s, may_change_schedule=False)
 
     def job() -> int:
+        here = _on_devices(s, "trainer", name="reference")
         with mistakes_end_the_role():
-            _make_reference(s)
+            _make_reference(here)
         return 0
 
     return job
@@ -146,9 +146,10 @@ def _begin_trainer(s: Invocation, *, publish_every_steps: int, until: int | None
 def trainer(s: Invocation) -> Job:
     from tba_jax.roles.trainer.loop import run_trainer
 
-    s = _begin(s, "trainer")
+    _check_devices(s.experiment, "trainer")
     EpochLease.refuse_if_held(s.run.journal)
     join(s, may_change_schedule=True)
+    s = _on_devices(s, "trainer")
     made, lease = make_trainer(s, publish_every_steps=s.config.publish.every_steps)
     stop = processes_lib.StopSignal()
 
@@ -176,11 +177,12 @@ def make_searcher(s: Invocation, *, name: str, account: TimeAccount) -> Searcher
 
 
 def searcher(s: Invocation) -> Job:
-    s = _begin(s, "searcher")
+    _check_devices(s.experiment, "searcher")
     join(s, may_change_schedule=False)
     stop = processes_lib.StopSignal(patience_seconds=s.config.searchers.stop_seconds)
 
     def job() -> int:
+        here = _on_devices(s, "searcher")
         if contract_lib.is_finished(s.run):
             log.info(
                 "the run in %s has finished its %d steps: nothing is left to search", s.run.shared, contract_lib.steps_of(s.run)
@@ -188,8 +190,8 @@ def searcher(s: Invocation) -> Job:
             return 0
         if not wait_for_run(s.run, poll_seconds=s.config.searchers.poll_seconds, stop=stop):
             return 0
-        joined, account = with_schedule_of_run(s, role="searcher"), TimeAccount()
-        with _started_task(s, s.config.searchers.task_devices):
+        joined, account = with_schedule_of_run(here, role="searcher"), TimeAccount()
+        with _started_task(here, s.config.searchers.task_devices):
             made = make_searcher(joined, name=s.name or "searcher", account=account)
             run_searcher(made, joined.config, s.run, name=s.name or made.writer, account=account, stop=stop)
         return 0
@@ -215,14 +217,15 @@ def make_evaluator(e: composition.Experiment, run: layout.RunDir) -> Any:
 def evaluator(s: Invocation) -> Job:
     from tba_jax.roles.evaluator import run_evaluator
 
-    s = _begin(s, "evaluator")
+    _check_devices(s.experiment, "evaluator")
     join(s, may_change_schedule=False)
     stop = processes_lib.StopSignal()
 
     def job() -> int:
+        here = _on_devices(s, "evaluator")
         if wait_for_run(s.run, poll_seconds=s.config.searchers.poll_seconds, stop=stop):
-            joined = with_schedule_of_run(s, role="evaluator")
-            with _started_task(s, s.config.evaluation.task_devices):
+            joined = with_schedule_of_run(here, role="evaluator")
+            with _started_task(here, s.config.evaluation.task_devices):
                 run_evaluator(make_evaluator(joined.experiment, s.run), joined.config, s.run, account=TimeAccount(), stop=stop)
         return 0
 
@@ -256,19 +259,20 @@ def _in_turn(s: Invocation) -> Job:
     from tba_jax.roles.interleaved import run_interleaved
 
     roles = ("trainer", "searcher", *(("evaluator",) if s.config.evaluation.enabled else ()))
-    s = _begin(s, *roles)
+    _check_devices(s.experiment, *roles)
     EpochLease.refuse_if_held(s.run.journal)
     join(s, may_change_schedule=True)
     progress = _progress(s, searchers=1)
 
     def job() -> int:
+        here = _on_devices(s, *roles)
         with mistakes_end_the_role():
-            made, lease = make_trainer(s, publish_every_steps=1)
+            made, lease = make_trainer(here, publish_every_steps=1)
         # From here on a signal waits for the end of a step. Before, it ends the process at once: a warm start may take minutes.
         stop = processes_lib.StopSignal()
-        with _started_task(s, s.config.searchers.task_devices):
-            search = make_searcher(s, name="searcher-0", account=made.account)
-            evaluate = make_evaluator(s.experiment, s.run) if s.config.evaluation.enabled else None
+        with _started_task(here, s.config.searchers.task_devices):
+            search = make_searcher(here, name="searcher-0", account=made.account)
+            evaluate = make_evaluator(here.experiment, s.run) if s.config.evaluation.enabled else None
             finished = run_interleaved(made, search, evaluate, s.run, stop=stop, progress=progress)
             lease.release()
         code = 0 if finished else processes_lib.STOPPED
