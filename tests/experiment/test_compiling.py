@@ -11,7 +11,7 @@ from tba_jax import main
 from tba_jax.commands import command_line
 from tba_jax.experiment import compiling, composition, fitting, jobs
 from tba_jax.programs import Program
-from tba_jax.run import layout
+from tba_jax.run import layout, machine
 from tba_jax.run.metrics import TimeAccount
 from tests.support import random_checkpoints, tiny_run
 
@@ -44,7 +44,7 @@ def test_every_program_of_a_role_has_figures(role):
     for fit in found.fits:
         assert fit.arguments + fit.outputs > 0 and fit.peak == sum(fit.parts().values()) and not fit.refused
         assert fit.peak >= fit.arguments + fit.temporaries
-    assert found.worst.peak == max(fit.peak for fit in found.fits) and found.limit is None
+    assert found.takes == found.worst.peak == max(fit.peak for fit in found.fits) and found.limit == machine.memory()
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +142,7 @@ def test_one_role_may_decode_in_lanes_with_rounded_weights():
 def test_a_role_that_does_not_fit_is_told_what_to_change():
     fit = fitting.Fit(
         name="update",
-        program=Program(function=print, arguments=(), room={"temporaries": ("learner.micro_batch_rows", "learner.remat")}),
+        program=Program(function=print, arguments=(), room={"temporaries": ("learner.micro_batch_tokens", "learner.remat")}),
         arguments=1 << 30,
         temporaries=20 << 30,
         outputs=1 << 30,
@@ -152,8 +152,10 @@ def test_a_role_that_does_not_fit_is_told_what_to_change():
     )
     found = compiling.RoleFit(role="trainer", where="a TPU", limit=16 << 30, fits=[fit], unchecked=["the warm start"])
     said = compiling.describe([found], config=tiny_run.config())
-    assert said.startswith("trainer  does not fit: 22.00 GiB of 16.00 GiB (update); most of it: temporaries, 20.00 GiB; change ")
-    assert "learner.micro_batch_rows=0, learner.remat=" in said and "refused by the compiler" in said
+    assert said.startswith(
+        "trainer    does not fit: 22.00 GiB of 16.00 GiB (update); most of it: temporaries, 20.00 GiB; change "
+    )
+    assert "; change learner.micro_batch_tokens=0, learner.remat=" in said and "refused by the compiler" in said
     assert "not checked: the warm start" in said
 
 
@@ -222,7 +224,7 @@ def test_a_preset_is_the_shape_and_a_path_gives_the_tokenizer(tmp_path, capsys, 
     tokenizer = random_checkpoints.byte_tokenizer(tmp_path / "tokenizer")
     model = random_checkpoints.write(tmp_path / "model", "llama-3.2-1b", tokenizer)
     (model / "model.safetensors").unlink()
-    flags = ["--dry_run", f"--config.model.path={model}", "--config.model.preset=gpt2"]
+    flags = ["--dry_run=full", f"--config.model.path={model}", "--config.model.preset=gpt2"]
     assert command_line.execute(main, tiny_run.command(tmp_path / "run", *flags)[3:]) == 0
     assert re.search(r"total +124,4", capsys.readouterr().out)
     assert "exclude each other" in refusal(tiny_run.command(tmp_path / "run", *flags[1:])[3:], capsys)
