@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from tba_jax.experiment import composition, meshes, plan, topologies
+from tba_jax.experiment import composition, estimate, meshes, topologies
 from tba_jax.experiment.fitting import Fit, Measure, device_memory
 from tba_jax.experiment.joining import Invocation
 from tba_jax.programs import Program
@@ -57,18 +57,36 @@ def programs(
     return evaluator.programs(e.config, e.contract, queries=composition.heldout_queries(e), **room)
 
 
-def fit(experiment: composition.Experiment, run: layout.RunDir, *, role: str, devices: Sequence[Any], name: str = "") -> RoleFit:
-    """Compiles the programs of a role. Args: devices: of the role, and what they are called."""
+def fit(
+    experiment: composition.Experiment,
+    run: layout.RunDir,
+    *,
+    role: str,
+    devices: Sequence[Any],
+    name: str = "",
+    limit: int | None = None,
+    measure: Measure | None = None,
+    only: str = "",
+) -> RoleFit:
+    """Compiles the programs of a role.
+
+    Args:
+      devices: of the role. name: what they are called.
+      limit: bytes of each device that the role may take; None: all that programs may take on it.
+      measure: of earlier calls with these devices, whose programs need not be compiled again.
+      only: the program of this name is compiled alone, if the role has it; "": all are.
+    """
     config = experiment.config[meshes.SECTIONS[role]]
     own = config.task_devices if role != "trainer" else 0
     sizes = dict(zip(("data", "fsdp", "tensor"), meshes.shape(experiment, role=role, devices=len(devices)), strict=True))
     mesh = " × ".join(f"{axis}={size}" for axis, size in sizes.items())
-    measure = Measure()
+    measure, made = measure or Measure(), programs(experiment, run, role=role, devices=devices)
+    made = {only: made[only]} if only in made else made
     return RoleFit(
         role=role,
         where=f"{len(devices)} × {devices[0].device_kind}{f' ({name})' if name else ''}, {meshes.SECTIONS[role]}.mesh {mesh}",
-        limit=device_memory(devices[0]),
-        fits=[_fit(measure, role, each, made) for each, made in programs(experiment, run, role=role, devices=devices).items()],
+        limit=device_memory(devices[0]) if limit is None else limit,
+        fits=[_fit(measure, role, each, program) for each, program in made.items()],
         unchecked=_unchecked(experiment, role, own),
     )
 
@@ -76,7 +94,7 @@ def fit(experiment: composition.Experiment, run: layout.RunDir, *, role: str, de
 def _fit(measure: Measure, role: str, name: str, program: Program) -> Fit:
     begin = time.monotonic()
     found = measure.fit(name, program)
-    log.info("%s: %s compiled in %.0f s, peak %s", role, name, time.monotonic() - begin, _in_words(found.peak))
+    log.info("%s: %s compiled in %.0f s, peak %s", role, name, time.monotonic() - begin, in_words(found.peak))
     return found
 
 
@@ -100,7 +118,7 @@ def describe(found: Sequence[RoleFit], *, config: Any) -> str:
     lines = [f"{each.role:{width}}  {_verdict(each, config)}" for each in found]
     if config.schedule.mode == "interleaved" and len(found) > 1:
         together = sum(each.worst.peak for each in found)
-        lines.append(f"together: at most {_in_words(together)}, as schedule.mode=interleaved has all roles on the same devices")
+        lines.append(f"together: at most {in_words(together)}, as schedule.mode=interleaved has all roles on the same devices")
     for each in found:
         unit = _unit(each.worst.peak)
         lines += ["", f"{each.role} on {each.where}; {unit} of one device", *_table(each.fits, _UNITS[unit])]
@@ -111,14 +129,14 @@ def describe(found: Sequence[RoleFit], *, config: Any) -> str:
 def _verdict(role: RoleFit, config: Any) -> str:
     worst, also = role.worst, f"; not checked: {'; '.join(role.unchecked)}" if role.unchecked else ""
     if role.limit is None:
-        return f"takes {_in_words(worst.peak)} ({worst.name}); its devices do not say how much memory they have{also}"
-    numbers = f"{_in_words(worst.peak)} of {_in_words(role.limit)} ({worst.name})"
+        return f"takes {in_words(worst.peak)} ({worst.name}); its devices do not say how much memory they have{also}"
+    numbers = f"{in_words(worst.peak)} of {in_words(role.limit)} ({worst.name})"
     if worst.peak <= role.limit:
         return f"fits: {numbers}{also}"
     part, size = max(worst.parts().items(), key=lambda item: item[1])
     settings = worst.program.room.get("arguments" if part == "outputs" else part, ())
     values = ", ".join(f"{name}={_value(config, name)}" for name in settings)
-    return f"does not fit: {numbers}; most of it: {part}, {_in_words(size)}; change {values}{also}"
+    return f"does not fit: {numbers}; most of it: {part}, {in_words(size)}; change {values}{also}"
 
 
 def _value(config: Any, name: str) -> Any:
@@ -131,7 +149,7 @@ def _unit(size: int) -> str:
     return next((unit for unit, bytes_of in _UNITS.items() if size >= bytes_of), "KiB")
 
 
-def _in_words(size: int) -> str:
+def in_words(size: int) -> str:
     return f"{size / _UNITS[_unit(size)]:.2f} {_unit(size)}"
 
 
@@ -172,7 +190,7 @@ def dry_run(s: Invocation, *, asked: Mapping[str, str], role: str, full: bool) -
     def job() -> int:
         found = [fit(s.experiment, s.run, role=each, devices=its, name=asked.get(each, "")) for each, its in devices.items()]
         text = describe(found, config=s.config)
-        print(visible(text + ("\n\n" + plan.describe(s.experiment) if full else "")))
+        print(visible(text + ("\n\n" + estimate.describe(s.experiment) if full else "")))
         return 0
 
     return job

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tba_jax.experiment import compiling, composition, initial_policy, meshes, plan, schedule_changes
+from tba_jax.experiment import compiling, composition, estimate, initial_policy, meshes, schedule_changes
 from tba_jax.experiment.joining import Invocation, check_run, join, mistakes_end_the_role, with_schedule_of_run
 from tba_jax.replay.journal import read_lineage
 from tba_jax.rewards import task_models
@@ -51,7 +51,7 @@ def dry_run(s: Invocation) -> Job:
         schedule_changes.check(s.run, s.config, allowed=s.allow_change, step=len(read_lineage(s.run.journal)))
 
     def job() -> int:
-        print(visible(plan.describe(s.experiment)))
+        print(visible(estimate.describe(s.experiment)))
         return 0
 
     return job
