@@ -24,6 +24,12 @@ def test_weights_are_counted_as_they_are_held():
     assert found["trainer"]["frozen weights"] == 2 * params
 
 
+@pytest.mark.parametrize("kind, size", [("reset", 2), ("ema", 4)])
+def test_a_reset_reference_rests_in_the_compute_dtype(kind, size):
+    found = memory(learner__reference__kind=kind, model__compute_dtype="bfloat16")
+    assert found["trainer"]["moving reference"] == size * 8_030_261_248
+
+
 @pytest.mark.parametrize("role, section", [("trainer", "learner"), ("searcher", "searchers"), ("evaluator", "evaluation")])
 def test_meshes_divide(role, section):
     whole = memory()
