@@ -37,14 +37,14 @@ def run(given: command_line.Given) -> command_line.Job:
     if bool(given.topology) == bool(given.gpus):
         raise ValueError("one of --topology and --gpus says for which devices the run is planned")
     config = recipes.load(given.config, given.overrides, program=settings_help.BASE)
-    from tba_jax.experiment import compiling, composition, gpus, planning, topologies
+    from tba_jax.experiment import compiling, composition, gpu_plans, planning, topologies
     from tba_jax.run import layout, processes
 
     topologies.use_no_devices()
     asked = topologies.parse(given.topology, roles=compiling.ROLES)
-    machine = gpus.parse(given.gpus) if given.gpus else None
+    machine = gpu_plans.parse(given.gpus) if given.gpus else None
     roles = [role for role in compiling.roles_of(config) if machine or role in asked]
-    for topology in asked.values():
+    for topology in [*asked.values(), *([gpu_plans.stand_in(1)] if machine else [])]:
         topologies.devices(topology)
     experiment = composition.build(config, reward_models={}, weights=False)
     nowhere = layout.RunDir(Path("nowhere"))  # programs are made from shapes: nothing is read or written there
@@ -53,7 +53,7 @@ def run(given: command_line.Given) -> command_line.Job:
         placement: Settings = {}
         try:
             if machine is not None:
-                placement, planned = gpus.OnGpus(experiment, nowhere, gpus=machine, seconds=given.seconds).find()
+                placement, planned = gpu_plans.OnGpus(experiment, nowhere, gpus=machine, seconds=given.seconds).find()
             else:
                 planned = planning.on_topologies(
                     experiment, nowhere, {role: asked[role] for role in roles}, seconds=given.seconds

@@ -8,11 +8,13 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tba_jax.experiment import compiling, composition, estimate, initial_policy, meshes, schedule_changes
+from tba_jax import sharding
+from tba_jax.experiment import compiling, composition, estimate, initial_policy, meshes, placing, schedule_changes
 from tba_jax.experiment.joining import Invocation, check_run, join, mistakes_end_the_role, with_schedule_of_run
+from tba_jax.models import hardware
 from tba_jax.replay.journal import read_lineage
 from tba_jax.rewards import task_models
-from tba_jax.roles import placement, supervisor
+from tba_jax.roles import gpus, placement, supervisor
 from tba_jax.roles import progress as progress_lib
 from tba_jax.roles.searcher.loop import run_searcher, wait_for_run
 from tba_jax.roles.searcher.searcher import Searcher
@@ -28,15 +30,27 @@ log = logging.getLogger(__name__)
 Job = Callable[[], int]
 
 
-def _check_devices(experiment: composition.Experiment, *roles: str) -> None:
-    """Raises ValueError where the meshes of roles that run in this process do not fit its devices."""
-    import jax
-
-    if experiment.config.model.attention == "cudnn" and jax.default_backend() != "gpu":
-        raise ValueError(f"model.attention=cudnn needs an NVIDIA GPU; JAX found {jax.default_backend()}")
+def _check_devices(experiment: composition.Experiment, *roles: str) -> list[Any]:
+    """The devices of this process. Raises ValueError where JAX misses a GPU, or the meshes of roles do not fit the devices."""
+    devices = gpus.jax_devices()
+    hardware.check(experiment.policy.model, hardware.of(devices[0]))
     for role in roles:
-        meshes.check(experiment, role=role, devices=len(jax.devices()))
+        meshes.check(experiment, role=role, devices=len(devices))
         task_models.check(experiment.task, role=role)
+    return devices
+
+
+def _begin(experiment: composition.Experiment, *roles: str, name: str = "") -> None:
+    """Checks the devices of roles that run in this process, and says what they are. Args: name: of the role, if not its own."""
+    devices = _check_devices(experiment, *roles)
+    for role in roles:
+        sizes = zip(sharding.MESH_AXES, meshes.shape(experiment, role=role, devices=len(devices)), strict=True)
+        mesh = " × ".join(f"{axis}={size}" for axis, size in sizes)
+        compute = experiment.policy.model.compute_dtype
+        log.info(
+            "%s: backend %s, %d × %s, %s.mesh %s, model.compute_dtype=%s",
+            *(name or role, devices[0].platform, len(devices), devices[0].device_kind, meshes.SECTIONS[role], mesh, compute),
+        )
 
 
 def dry_run(s: Invocation) -> Job:
@@ -51,7 +65,7 @@ def dry_run(s: Invocation) -> Job:
         schedule_changes.check(s.run, s.config, allowed=s.allow_change, step=len(read_lineage(s.run.journal)))
 
     def job() -> int:
-        print(visible(estimate.describe(s.experiment)))
+        print(visible(f"{estimate.describe(s.experiment)}\n\n{placing.describe(s.experiment)}"))
         return 0
 
     return job
@@ -72,7 +86,7 @@ def _make_reference(s: Invocation) -> None:
 
 
 def reference(s: Invocation) -> Job:
-    _check_devices(s.experiment, "trainer")
+    _begin(s.experiment, "trainer", name="reference")
     join(s, may_change_schedule=False)
 
     def job() -> int:
@@ -127,7 +141,7 @@ def _begin_trainer(s: Invocation, *, publish_every_steps: int, until: int | None
 def trainer(s: Invocation) -> Job:
     from tba_jax.roles.trainer.loop import run_trainer
 
-    _check_devices(s.experiment, "trainer")
+    _begin(s.experiment, "trainer")
     EpochLease.refuse_if_held(s.run.journal)
     join(s, may_change_schedule=True)
     made, lease = make_trainer(s, publish_every_steps=s.config.publish.every_steps)
@@ -157,7 +171,7 @@ def make_searcher(s: Invocation, *, name: str, account: TimeAccount) -> Searcher
 
 
 def searcher(s: Invocation) -> Job:
-    _check_devices(s.experiment, "searcher")
+    _begin(s.experiment, "searcher")
     join(s, may_change_schedule=False)
     stop = processes_lib.StopSignal(patience_seconds=s.config.searchers.stop_seconds)
 
@@ -196,7 +210,7 @@ def make_evaluator(e: composition.Experiment, run: layout.RunDir) -> Any:
 def evaluator(s: Invocation) -> Job:
     from tba_jax.roles.evaluator import run_evaluator
 
-    _check_devices(s.experiment, "evaluator")
+    _begin(s.experiment, "evaluator")
     join(s, may_change_schedule=False)
     stop = processes_lib.StopSignal()
 
@@ -229,7 +243,16 @@ def _conclude(s: Invocation, progress: progress_lib.Progress, code: int) -> None
 
 def everything(s: Invocation) -> Job:
     """`--role=all`: processes under a supervisor, or all roles in turn in this process, as schedule.mode says."""
-    return _in_turn(s) if s.config.schedule.mode == "interleaved" else _as_processes(s)
+    return _here(_in_turn)(s) if s.config.schedule.mode == "interleaved" else _as_processes(s)
+
+
+def _here(job: Callable[[Invocation], Job]) -> Callable[[Invocation], Job]:
+    """The job of a role that computes in this process, as its devices can."""
+
+    def on_these_devices(s: Invocation) -> Job:
+        return job(dataclasses.replace(s, experiment=s.experiment.on_device(gpus.jax_devices()[0])))
+
+    return on_these_devices
 
 
 def _in_turn(s: Invocation) -> Job:
@@ -237,7 +260,7 @@ def _in_turn(s: Invocation) -> Job:
     from tba_jax.roles.interleaved import run_interleaved
 
     roles = ("trainer", "searcher", *(("evaluator",) if s.config.evaluation.enabled else ()))
-    _check_devices(s.experiment, *roles)
+    _begin(s.experiment, *roles)
     EpochLease.refuse_if_held(s.run.journal)
     join(s, may_change_schedule=True)
     progress = _progress(s, searchers=1)
@@ -261,24 +284,19 @@ def _in_turn(s: Invocation) -> Job:
 
 def _devices_for_all() -> int:
     """How many JAX devices each process sees where there are no GPUs to share. Raises ValueError where they are a TPU's."""
-    import jax
-
-    if jax.devices()[0].platform == "tpu":
+    devices = gpus.jax_devices()
+    if devices[0].platform == "tpu":
         raise ValueError(
             "--role=all cannot divide a host's TPU between processes: start each role on a host of its own, "
             "or set schedule.mode=interleaved"
         )
-    return len(jax.devices())
+    return len(devices)
 
 
 def _as_processes(s: Invocation) -> Job:
     """Each role as a process of its own, under a supervisor in this process."""
-    cpus, gpus = placement.available_cpus(), placement.visible_gpus()
-    placements = placement.place(s.config, cpus=cpus, gpus=gpus)
-    for name, placed in placements.items():
-        if placed.gpus:
-            meshes.check(s.experiment, role=name.split("-")[0], devices=len(placed.gpus))
-    if not gpus:
+    placements = placing.place(s.experiment)
+    if not placements["trainer"].gpus:
         devices = _devices_for_all()
         _check_devices(s.experiment, *{name.split("-")[0] for name in placements} - {"searcher"})
         if s.config.searchers.count:
@@ -296,7 +314,7 @@ def _as_processes(s: Invocation) -> Job:
     stop = processes_lib.StopSignal()
 
     def job() -> int:
-        progress = _progress(s, searchers=s.config.searchers.count)
+        progress = _progress(s, searchers=sum(name.startswith("searcher-") for name in placements))
         run = dataclasses.replace(s.run, id=contract_lib.read(s.run)["id"])
         processes = supervisor.Supervisor(
             run, max_restarts=s.config.supervisor.max_restarts, stop_seconds=s.config.supervisor.stop_seconds
@@ -304,7 +322,7 @@ def _as_processes(s: Invocation) -> Job:
         try:
             code = 0
             if not places.exists(s.run.initial_reference):
-                whole = placement.Placement(cpus=cpus, gpus=placements["trainer"].gpus)
+                whole = placement.Placement(cpus=placement.available_cpus(), gpus=placements["trainer"].gpus)
                 first = {"reference": (arguments("reference", "reference"), whole)}
                 code = processes.run(first, until=list(first), progress=progress, stop=stop, proof=s.run.initial_reference)
             code = code or processes.run(commands, until=until, progress=progress, stop=stop)
@@ -318,8 +336,8 @@ def _as_processes(s: Invocation) -> Job:
 
 ROLES: dict[str, Callable[[Invocation], Job]] = {
     "all": everything,
-    "reference": reference,
-    "trainer": trainer,
-    "searcher": searcher,
-    "evaluator": evaluator,
+    "reference": _here(reference),
+    "trainer": _here(trainer),
+    "searcher": _here(searcher),
+    "evaluator": _here(evaluator),
 }

@@ -4,6 +4,7 @@ Candidates are ordered by the estimate from shapes (experiment/estimate.py), so 
 decided by the compiler alone (compiling.fit).
 """
 
+import contextlib
 import dataclasses
 import logging
 import time
@@ -108,16 +109,17 @@ def changed(experiment: Experiment, settings: Settings) -> Experiment:
     return dataclasses.replace(experiment, config=config)
 
 
-class NoMesh(ValueError):
-    """No mesh of a role's devices divides its rows and parameters."""
+class NothingFits(ValueError):
+    """A role does not fit its devices, or no mesh of theirs divides its rows and parameters."""
 
 
 class Search:
-    """The search for the settings of one role on its devices. Raises NoMesh where no mesh divides what it must."""
+    """The search for the settings of one role on its devices. Raises NothingFits where no mesh divides."""
 
     def __init__(self, experiment: Experiment, run: layout.RunDir, *, role: str, place: Place, until: float):
         """Args: until: time.monotonic() after which nothing more is tried."""
-        self._experiment, self._run, self._role, self._place, self._until = experiment, run, role, place, until
+        self._experiment, self._run = experiment.on_device(place.devices[0]), run
+        self._role, self._place, self._until = role, place, until
         self._measure, self._decides, self._correction = Measure(), _DECIDES[role], _CAUTION
         self._candidates = self._all_candidates()
         # The trial that came nearest, for a role for which nothing fits, and the last that did not fit of each candidate.
@@ -174,30 +176,22 @@ class Search:
         problem: ValueError | None = None
         found = []
         for level, budget in enumerate(_budgets(self._experiment.config, self._role)):
-            for mesh in _meshes(self._experiment, self._role, len(self._place.devices)):
+            for mesh in meshes_of(self._experiment, self._role, len(self._place.devices)):
                 try:
                     found.append(self._candidate(level, {**budget, **mesh}))
                 except ValueError as error:
                     problem = problem or error
         if not found:
-            raise NoMesh(f"no mesh of {self._place.name} suits the {self._role}: {problem}")
+            raise NothingFits(f"no mesh of {self._place.name} suits the {self._role}: {problem}")
         return found
 
     def _candidate(self, level: int, settings: Settings) -> _Candidate:
         """Raises ValueError where the mesh does not divide what it must, for every size."""
         experiment, role = changed(self._experiment, settings), self._role
-        estimates, problem = {}, ValueError(f"no {SIZES[role]} divides")
-        for size in _sizes(experiment, role):
-            of_size = changed(experiment, {SIZES[role]: size})
-            try:
-                meshes.check(of_size, role=role, devices=len(self._place.devices))
-            except ValueError as error:
-                problem = error
-                continue
-            parts = estimate.memory(of_size)[role].items()
+        estimates = {}
+        for size in sizes(experiment, role, devices=len(self._place.devices)):
+            parts = estimate.memory(changed(experiment, {SIZES[role]: size}))[role].items()
             estimates[size] = sum(taken for part, taken in parts if not part.endswith("(host)"))
-        if not estimates:
-            raise problem
         fsdp, tensor = (settings[f"{meshes.SECTIONS[role]}.mesh.{axis}"] for axis in ("fsdp", "tensor"))
         # Decoding reads all weights at each step: where they are split over fsdp, they are gathered each time.
         split = (tensor, fsdp) if role == "trainer" else (fsdp, tensor)
@@ -256,7 +250,7 @@ class Search:
         return time.monotonic() > self._until
 
 
-def _meshes(experiment: Experiment, role: str, devices: int) -> list[Settings]:
+def meshes_of(experiment: Experiment, role: str, devices: int) -> list[Settings]:
     """The meshes that make up the devices of a role, less those of the task's models."""
     section = meshes.SECTIONS[role]
     left = devices - (experiment.config[section].task_devices if role != "trainer" else 0)
@@ -265,6 +259,33 @@ def _meshes(experiment: Experiment, role: str, devices: int) -> list[Settings]:
         {f"{section}.mesh.data": left // (fsdp * tensor), f"{section}.mesh.fsdp": fsdp, f"{section}.mesh.tensor": tensor}
         for fsdp, tensor in splits
     ]
+
+
+def sizes(experiment: Experiment, role: str, *, devices: int) -> list[int]:
+    """Values of the role's setting of SIZES that its mesh and its rows allow, ascending.
+
+    Raises:
+      ValueError: there are none, see meshes.check.
+    """
+    found, problem = [], ValueError(f"no {SIZES[role]} divides")
+    for size in _sizes(experiment, role):
+        try:
+            meshes.check(changed(experiment, {SIZES[role]: size}), role=role, devices=devices)
+        except ValueError as error:
+            problem = error
+        else:
+            found.append(size)
+    if not found:
+        raise problem
+    return found
+
+
+def some_mesh_divides(experiment: Experiment, role: str, *, devices: int) -> bool:
+    """Whether a mesh of so many devices allows some size."""
+    for mesh in meshes_of(experiment, role, devices):
+        with contextlib.suppress(ValueError):
+            return bool(sizes(changed(experiment, mesh), role, devices=devices))
+    return False
 
 
 def _sizes(experiment: Experiment, role: str) -> list[int]:
@@ -304,43 +325,36 @@ def _budgets(config: Any, role: str) -> list[Settings]:
     return [*found, lean]
 
 
-def find(
-    experiment: Experiment, run: layout.RunDir, *, role: str, place: Place, larger: Iterable[Place], until: float
-) -> Planned:
+def find(experiment: Experiment, run: layout.RunDir, *, role: str, place: Place, until: float) -> Planned:
     """The settings with which a role fits, see Search.
 
-    Args: larger: other places, ascending, for the sentence where nothing fits this one.
-
     Raises:
-      ValueError: nothing fits, or no mesh divides; names the smallest place where the role would fit.
+      NothingFits: there are none.
+      ValueError: none were found in time.
     """
+    search = Search(experiment, run, role=role, place=place, until=until)
+    if (found := search.best()) is not None:
+        return found
     nearest = ""
-    try:
-        search = Search(experiment, run, role=role, place=place, until=until)
-        if (found := search.best()) is not None:
-            return found
-        if search.nearest is not None:
-            worst = search.nearest.worst
-            nearest = f"; the least that was tried takes {compiling.in_words(worst.peak)} ({worst.name})"
-        if time.monotonic() > until:
-            raise ValueError(f"nothing that fits the {role} was found on {place.name} in time{nearest}; give it more --seconds")
-        problem = f"the {role} does not fit {place.name} of {compiling.in_words(place.limit)} with any mesh and budget{nearest}"
-    except NoMesh as error:
-        problem = str(error)
-    raise ValueError(f"{problem}; {_smallest(experiment, run, role=role, larger=larger, until=until)}")
+    if search.nearest is not None:
+        worst = search.nearest.worst
+        nearest = f"; the least that was tried takes {compiling.in_words(worst.peak)} ({worst.name})"
+    if time.monotonic() > until:
+        raise ValueError(f"no settings with which the {role} fits {place.name} were found in time{nearest}; try more --seconds")
+    raise NothingFits(
+        f"the {role} does not fit {place.name} of {compiling.in_words(place.limit)} by any mesh and budget{nearest}"
+    )
 
 
-def _smallest(experiment: Experiment, run: layout.RunDir, *, role: str, larger: Iterable[Place], until: float) -> str:
-    """In words, the first place where the candidate that takes least fits."""
+def smallest(experiment: Experiment, run: layout.RunDir, *, role: str, larger: Iterable[Place], until: float) -> str:
+    """In words, the first place where the candidate that takes least fits. Args: larger: ascending."""
     tried: list[str] = []
     for place in larger:
         if time.monotonic() > until:
             return f"the time was over before more than {', '.join(tried) or 'this'} was tried"
-        try:
+        with contextlib.suppress(NothingFits):
             if Search(experiment, run, role=role, place=place, until=until).fits_at_all():
                 return f"the smallest that would do: {place.name}"
-        except NoMesh:
-            pass
         tried.append(place.name)
     return f"nor does it fit {', '.join(tried)}" if tried else "nothing larger is known"
 
@@ -358,17 +372,15 @@ def on_topologies(experiment: Experiment, run: layout.RunDir, asked: Mapping[str
             role: Search(experiment, run, role=role, place=on_topology(name), until=until).least for role, name in asked.items()
         }
         parts = {role: taken / sum(least.values()) for role, taken in least.items()}
-    return [
-        find(
-            experiment,
-            run,
-            role=role,
-            place=on_topology(topology, part=parts[role]),
-            larger=(on_topology(larger, part=parts[role]) for larger in topologies.larger(topology)),
-            until=share_of_time(until, roles=len(asked) - i),
-        )
-        for i, (role, topology) in enumerate(asked.items())
-    ]
+    planned = []
+    for i, (role, topology) in enumerate(asked.items()):
+        place, of_role = on_topology(topology, part=parts[role]), share_of_time(until, roles=len(asked) - i)
+        try:
+            planned.append(find(experiment, run, role=role, place=place, until=of_role))
+        except NothingFits as error:
+            larger = (on_topology(name, part=parts[role]) for name in topologies.larger(topology))
+            raise ValueError(f"{error}; {smallest(experiment, run, role=role, larger=larger, until=until)}") from error
+    return planned
 
 
 def on_topology(topology: str, *, part: float = 1.0) -> Place:

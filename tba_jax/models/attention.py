@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from tba_jax import sharding
+from tba_jax.models import splash_attention
 from tba_jax.models.config import DecoderConfig, ModelConfig, RopeScaling
 from tba_jax.models.layers import Einsum, Norm
 
@@ -97,33 +99,52 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 
 def attend(
-    query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None, *, causal: bool, kernel: str, window: int = 0
+    query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None, *, causal: bool, kernel: str, window: int = 0
 ) -> jax.Array:
     """Attention over whole sequences.
 
     Args:
-      query: [B, T, N, H]; key, value: [B, T, G, H]. mask: bool[B, 1, T, T] (query, key), or None.
-      kernel: "xla", "cudnn" (flash attention on NVIDIA GPUs), or "auto": cudnn where it can be used.
+      query: [B, T, N, H]; key, value: [B, T, G, H].
+      segments: int32[B, T], at least 0; a token attends to the tokens of its segment. None: a row is one segment.
+      kernel: "xla", "cudnn" (flash attention on NVIDIA GPUs), "splash" (on TPUs; on other devices it is interpreted, which is
+        for tests), or "auto": what `fastest` says.
       window: with causal attention, a query attends to at most this many tokens, the last of which is itself; 0: to all.
 
     Returns:
       [B, T, N, H]; softmax in float32.
     """
-    fits = query.dtype in (jnp.bfloat16, jnp.float16) and query.shape[-1] % 8 == 0 and query.shape[-1] <= 128
-    usable = kernel == "auto" and jax.default_backend() == "gpu" and fits
-    implementation: Literal["xla", "cudnn"] = "cudnn" if kernel == "cudnn" or usable else "xla"
+    platform = sharding.platform()
+    if kernel == "auto":
+        kernel = fastest(platform, query.dtype, query.shape[-1])
+    if kernel == "splash":
+        masks: dict[str, Any] = dict(causal=causal, window=window)
+        return splash_attention.attend(query, key, value, segments, **masks, interpret=platform != "tpu")
+    mask = None if segments is None else segments[:, None, :, None] == segments[:, None, None, :]
+    implementation: Literal["xla", "cudnn"] = "cudnn" if kernel == "cudnn" else "xla"
     local = (window - 1, 0) if window else None
     return jax.nn.dot_product_attention(
         query, key, value, mask=mask, is_causal=causal, local_window_size=local, implementation=implementation
     )
 
 
-def whole_rows(B: int, T: int, mask: jax.Array | None, *, causal: bool, kernel: str, window: int = 0) -> Attend:
+def fastest(platform: str, dtype: Any, head_size: int) -> str:
+    """The kernel that "auto" stands for: "splash" on TPUs, "cudnn" on GPUs where it takes dtype and heads, else "xla"."""
+    if platform == "tpu":
+        return "splash"
+    return "cudnn" if platform == "gpu" and dtype == jnp.bfloat16 and cudnn_takes(head_size) else "xla"
+
+
+def cudnn_takes(head_size: int) -> bool:
+    """Whether cuDNN's flash attention computes heads of this size."""
+    return head_size % 8 == 0 and head_size <= 128
+
+
+def whole_rows(B: int, T: int, segments: jax.Array | None, *, causal: bool, kernel: str, window: int = 0) -> Attend:
     """The `attend` of B whole sequences of T tokens. It keeps key and value [B, T, G, H]. Args: see attend."""
 
     def attend_rows(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, Any]:
         query, key, value = (x.reshape(B, T, *x.shape[1:]) for x in (query, key, value))
-        attended = attend(query, key, value, mask, causal=causal, kernel=kernel, window=window)
+        attended = attend(query, key, value, segments, causal=causal, kernel=kernel, window=window)
         return attended.reshape(B * T, *attended.shape[2:]), (key, value)
 
     return attend_rows
@@ -147,13 +168,16 @@ def one_token(
 ) -> Attend:
     """The `attend` of one new token in each row. It keeps the row's own keys and values, with the new token's at `entry`.
 
-    Args: entry: int32[]; for the others see attend_in_two_parts.
+    Args:
+      entry: int32[]; for the others see attend_in_two_parts. Caches may have more entries than the masks, which are not read.
     """
+    prompt = tuple(x[:, :, : prompt_mask.shape[-1]] for x in prompt)
 
     def attend_cached(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, Any]:
         write = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=entry, axis=2)
         kept = tuple(write(cached, new[:, :, None]) for cached, new in zip(own, (key, value), strict=True))
-        return attend_in_two_parts(query, prompt, kept, prompt_mask, own_mask), kept
+        read = tuple(x[:, :, : own_mask.shape[-1]] for x in kept)
+        return attend_in_two_parts(query, prompt, read, prompt_mask, own_mask), kept
 
     return attend_cached
 

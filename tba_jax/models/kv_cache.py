@@ -171,7 +171,7 @@ def decode_step(
       token: int32[B]; position: int32[B], its position in the row, from 0 at the first prompt token.
       entry: int32[], the place of the new key and value in every row's own cache. Keys carry their positions, so the order of
         entries does not matter.
-      prompt: per layer (keys, values) [J, G, S, H]; own: likewise [B, G, R, H].
+      prompt: per layer (keys, values) [J, G, S, H]; own: likewise [B, G, R, H]. Entries that masks do not have are not read.
       masks: of global layers; local_masks: of local layers, without the entries before the window (see `within_window`).
 
     Returns:

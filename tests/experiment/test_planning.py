@@ -87,17 +87,26 @@ def test_what_was_compiled_before_is_not_compiled_again(experiment, monkeypatch)
     assert compiled and len(compiled) == len(set(compiled))
 
 
-def test_nothing_fits_names_the_smallest_place_that_would(experiment):
-    def refusal(own: planning.Place, larger, until: float = FOREVER) -> str:
-        with pytest.raises(ValueError) as refused:
-            planning.find(experiment, RUN, role="trainer", place=own, larger=larger, until=until)
-        return str(refused.value)
+def test_nothing_fits_and_the_smallest_place_that_would(experiment):
+    def find(own: planning.Place, until: float = FOREVER) -> None:
+        planning.find(experiment, RUN, role="trainer", place=own, until=until)
 
-    said = refusal(place(1 << 10), [place(ENOUGH, 3), place(ENOUGH, 2), place(ENOUGH, 4)])
-    assert "the trainer does not fit 1 CPUs of 1.00 KiB" in said and "the smallest that would do: 2 CPUs" in said
-    assert "no mesh of 3 CPUs suits the trainer" in refusal(place(ENOUGH, 3), [])
-    assert "nothing larger is known" in refusal(place(ENOUGH, 3), [])
-    assert "--seconds" in refusal(place(ENOUGH), [], until=time.monotonic() - 1)
+    with pytest.raises(
+        planning.NothingFits, match=r"the trainer does not fit 1 CPUs of 1.00 KiB.*the least that was tried takes"
+    ):
+        find(place(1 << 10))
+    with pytest.raises(planning.NothingFits, match=r"no mesh of 3 CPUs suits the trainer: .* 3"):
+        find(place(ENOUGH, 3))
+    with pytest.raises(ValueError, match=r"in time.*--seconds"):
+        find(place(ENOUGH), until=time.monotonic() - 1)
+
+
+def test_the_smallest_place_is_the_first_that_fits(experiment):
+    def said(larger: list[planning.Place]) -> str:
+        return planning.smallest(experiment, RUN, role="trainer", larger=larger, until=FOREVER)
+
+    assert said([place(ENOUGH, 3), place(ENOUGH, 2), place(ENOUGH, 4)]) == "the smallest that would do: 2 CPUs"
+    assert said([place(ENOUGH, 3)]) == "nor does it fit 3 CPUs" and said([]) == "nothing larger is known"
 
 
 def candidate(peaks: dict[int, int], low: int, high: int) -> planning._Candidate:

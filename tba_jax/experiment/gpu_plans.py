@@ -8,7 +8,7 @@ import dataclasses
 import math
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tba_jax.experiment import compiling, planning, topologies
@@ -16,6 +16,7 @@ from tba_jax.experiment.composition import Experiment
 from tba_jax.experiment.meshes import SECTIONS
 from tba_jax.experiment.planning import Place, Planned, Settings
 from tba_jax.roles import placement
+from tba_jax.roles.gpus import Gpu
 from tba_jax.run import layout
 
 # GiB of GPUs whose name says how much they have.
@@ -25,6 +26,15 @@ _USABLE = 0.9
 # Stand-ins, by how many chips they have.
 _CHIPS = {1: "v5p:1x1x1", 4: "v5p:2x2x1", 8: "v5p:2x2x2", 16: "v5p:2x2x4", 64: "v5p:4x4x4"}
 _GPUS = re.compile(r"(?P<name>[A-Za-z][\w-]*?)x(?P<count>[1-9]\d*)(@(?P<gib>[1-9]\d*(\.\d+)?))?")
+
+
+# The sections whose roles sample; and settings that leave it to the placement how many GPUs a role gets.
+_SAMPLING = ("searchers", "evaluation")
+_OPEN: Settings = {
+    f"{section}.{name}": value
+    for section in SECTIONS.values()
+    for name, value in {"mesh.data": -1, "mesh.fsdp": 1, "mesh.tensor": 1, "memory_fraction": 0.0}.items()
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,19 +88,28 @@ def place(gpus: Gpus, count: int, *, part: float = 1.0) -> Place:
     return Place(devices=topologies.devices(chips), topology=chips, name=name, limit=int(part * _USABLE * gpus.memory))
 
 
-def shares(config: Any, count: int) -> dict[str, Share]:
-    """Role -> its share of `count` GPUs of one machine, as the supervisor places roles (roles/placement.py).
+def shares(experiment: Experiment, gpus: Gpus, *, each: int) -> dict[str, Share]:
+    """Role -> its share of the GPUs, as the supervisor places roles (roles/placement.py) that fit wherever a mesh divides.
+
+    Args: each: GPUs of a searcher, and of the evaluator.
 
     Raises:
       ValueError: there are too few GPUs, see placement.place.
     """
-    roles = compiling.roles_of(config)
-    if config.schedule.mode == "interleaved":  # one process has all GPUs
-        return {role: Share(count=count, beside=[other for other in roles if other != role]) for role in roles}
-    config = config.copy_and_resolve_references()
-    for section in SECTIONS.values():
-        config[section].memory_fraction = 0.0  # whether roles fit beside each other is what is to be found out
-    placed = placement.place(config, cpus=(0,), gpus=[str(gpu) for gpu in range(count)])
+    roles = compiling.roles_of(experiment.config)
+    if experiment.config.schedule.mode == "interleaved":  # one process has all GPUs
+        return {role: Share(count=gpus.count, beside=[other for other in roles if other != role]) for role in roles}
+
+    def need(kind: str, *, devices: int, limit: int | None) -> int:
+        """A byte: whether roles fit beside each other is what the plan finds out."""
+        del limit
+        if not planning.some_mesh_divides(experiment, kind, devices=devices):
+            raise ValueError(f"no mesh of {devices} GPUs divides what the {kind} computes")
+        return 1
+
+    config = planning.changed(experiment, {**_OPEN, **{f"{section}.mesh.tensor": each for section in _SAMPLING}}).config
+    there = [Gpu(name=str(gpu), memory=gpus.memory) for gpu in range(gpus.count)]
+    placed = placement.place(config, cpus=(0,), gpus=there, need=need)
     kinds, found = {name: name.partition("-")[0] for name in placed}, dict[str, Share]()
     for name, its in placed.items():
         on = [[kinds[other] for other in placed if other != name and gpu in placed[other].gpus] for gpu in its.gpus]
@@ -106,53 +125,57 @@ class OnGpus:
     def __init__(self, experiment: Experiment, run: layout.RunDir, *, gpus: Gpus, seconds: float):
         self._experiment, self._run, self._gpus = experiment, run, gpus
         self._until = time.monotonic() + seconds
-        self._known: dict[tuple[str, int, float], Planned] = {}
+        self._known: dict[tuple[str, int, float], Planned | planning.NothingFits] = {}
 
     def find(self) -> tuple[Settings, list[Planned]]:
-        """Settings of the placement, and the plan of each role: with the most searchers, at most the recipe's, with which all
-        fit.
+        """Settings of the placement, and the plan of each role: with as few GPUs for a searcher as it fits, and then with as many
+        searchers, at most the recipe's.
 
         Raises:
-          ValueError: nothing fits; names the smallest number of GPUs with which the role that does not fit would.
+          ValueError: nothing fits; names the smallest number of GPUs on which the role that does not fit would.
         """
-        problem = ValueError("")
-        for count in range(self._experiment.config.searchers.count, 0, -1) or [0]:
-            try:
-                return self._with_searchers(count)
-            except ValueError as error:
-                problem = error
-        raise problem
+        problem: ValueError | None = None
+        for each in (count for count in _CHIPS if count <= self._gpus.count):
+            for searchers in range(self._experiment.config.searchers.count, 0, -1) or [0]:
+                experiment = planning.changed(self._experiment, {"searchers.count": searchers})
+                try:
+                    return self._with_placement(experiment, shares(experiment, self._gpus, each=each))
+                except planning.NothingFits as error:
+                    problem = error
+                except ValueError as error:  # too few GPUs for this placement
+                    problem = problem or error
+        assert problem is not None
+        role = next((key[0] for key, known in self._known.items() if known is problem), "")
+        if not role:
+            raise problem
+        more = (place(self._gpus, count) for count in _CHIPS if count > self._gpus.count)
+        would = planning.smallest(self._experiment, self._run, role=role, larger=more, until=self._until)
+        raise ValueError(f"{problem}; {would}")
 
-    def _with_searchers(self, count: int) -> tuple[Settings, list[Planned]]:
-        experiment = planning.changed(self._experiment, {"searchers.count": count})
-        each = shares(experiment.config, self._gpus.count)
-        least = {role: self._least(experiment, role, share) for role, share in each.items() if share.beside}
-        settings, planned = dict[str, Any]({"searchers.count": count}), list[Planned]()
-        for i, (role, share) in enumerate(each.items()):
-            until = planning.share_of_time(self._until, roles=len(each) - i)
+    def _with_placement(self, experiment: Experiment, placed: Mapping[str, Share]) -> tuple[Settings, list[Planned]]:
+        least = {role: self._least(experiment, role, share) for role, share in placed.items() if share.beside}
+        settings, planned = dict[str, Any]({"searchers.count": experiment.config.searchers.count}), list[Planned]()
+        for i, (role, share) in enumerate(placed.items()):
+            until = planning.share_of_time(self._until, roles=len(placed) - i)
             part = least[role] / (least[role] + sum(least[other] for other in share.beside)) if share.beside else 1.0
             planned.append(self._role(experiment, role, share.count, math.floor(100 * part) / 100, until))
             if share.beside and experiment.config.schedule.mode != "interleaved":
-                # JAX takes this share of the memory when the role starts.
-                settings[f"{SECTIONS[role]}.memory_fraction"] = (
-                    math.floor(100 * planned[-1].place.limit / self._gpus.memory) / 100
-                )
+                fraction = planned[-1].place.limit / self._gpus.memory  # JAX takes it when the role starts
+                settings[f"{SECTIONS[role]}.memory_fraction"] = math.floor(100 * fraction) / 100
         return settings, planned
 
     def _least(self, experiment: Experiment, role: str, share: Share) -> int:
-        found = place(self._gpus, share.count)
-        return planning.Search(experiment, self._run, role=role, place=found, until=self._until).least
+        whole = place(self._gpus, share.count)
+        return planning.Search(experiment, self._run, role=role, place=whole, until=self._until).least
 
     def _role(self, experiment: Experiment, role: str, count: int, part: float, until: float) -> Planned:
         key = role, count, part
         if key not in self._known:
-            larger = [more for more in _CHIPS if more > count or (more == count and part < 1)]
-            self._known[key] = planning.find(
-                experiment,
-                self._run,
-                role=role,
-                place=place(self._gpus, count, part=part),
-                larger=(place(self._gpus, more) for more in larger),
-                until=until,
-            )
-        return self._known[key]
+            its = place(self._gpus, count, part=part)
+            try:
+                self._known[key] = planning.find(experiment, self._run, role=role, place=its, until=until)
+            except planning.NothingFits as error:
+                self._known[key] = error
+        if isinstance(known := self._known[key], planning.NothingFits):
+            raise known
+        return known
