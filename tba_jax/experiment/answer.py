@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
-from tba_jax.experiment import bounds, fitting, meshes, placing, plan, smallest_mesh
+from tba_jax.experiment import bounds, estimate, fitting, meshes, placing, smallest_mesh
 from tba_jax.experiment.composition import Experiment
 from tba_jax.models.hugging_face import load
 from tba_jax.rewards import task_models
@@ -32,13 +32,13 @@ class Devices:
 def describe(experiment: Experiment) -> str:
     """The answer of a dry run that compiles nothing: an estimate for this machine, bounds, and what was not checked."""
     there, refused = _here(experiment)
-    memory = plan.memory(experiment, {role: devices.count for role, devices in there.items()})
+    memory = estimate.memory(experiment, {role: devices.count for role, devices in there.items()})
     lines = [f"{role:9}  {_verdict(experiment, role, devices, memory)}" for role, devices in there.items()]
     lines += [f"{role:9}  does not fit: {sentence}" for role, sentence in refused.items()]
     if there and all(devices.on_host for devices in there.values()):
         lines.append(f"together   {_together(experiment, there, memory)}")
     lines += [f"These are estimates from shapes, for this machine: {_machine(there)}.", ""]
-    lines += [*describe_bounds(experiment, there), "", plan.describe_memory(memory), ""]
+    lines += [*describe_bounds(experiment, there), "", estimate.describe_memory(memory), ""]
     unchecked = ["the programs, which --compile and --topology compile", *unchecked_inputs(experiment)]
     return "\n".join([*lines, f"not checked: {'; '.join(unchecked)}", "--dry_run=full prints config and shapes as well"])
 
@@ -101,8 +101,8 @@ def _machine(there: Mapping[str, Devices]) -> str:
 
 def _verdict(experiment: Experiment, role: str, devices: Devices, memory: Mapping[str, Mapping[str, int]]) -> str:
     """Of the role's own devices, and of those of its task."""
-    parts = max((memory[name] for name in (role, f"{role}, task") if name in memory), key=plan.on_device)
-    size = _on_host(parts, devices.count) if devices.on_host else plan.on_device(parts)
+    parts = max((memory[name] for name in (role, f"{role}, task") if name in memory), key=estimate.on_device)
+    size = _on_host(parts, devices.count) if devices.on_host else estimate.on_device(parts)
     if devices.limit is None:
         return f"takes about {fitting.in_words(size)} of each device ({devices.where}), whose memory is not known"
     numbers = f"about {fitting.in_words(size)} of {fitting.in_words(devices.limit)} ({devices.where})"
@@ -115,7 +115,7 @@ def _verdict(experiment: Experiment, role: str, devices: Devices, memory: Mappin
 
 def _on_host(parts: Mapping[str, int], count: int) -> int:
     """Bytes of a process whose devices share the memory of the machine."""
-    on_device = plan.on_device(parts)
+    on_device = estimate.on_device(parts)
     return on_device * count + sum(parts.values()) - on_device
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tba_jax import sharding
-from tba_jax.experiment import answer, composition, initial_policy, meshes, placing, plan, schedule_changes
+from tba_jax.experiment import answer, composition, estimate, initial_policy, meshes, placing, schedule_changes
 from tba_jax.experiment.joining import Invocation, check_dry_run, join, mistakes_end_the_role, with_schedule_of_run
 from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.models import hardware
@@ -66,7 +66,11 @@ def dry_run(s: Invocation, *, full: bool) -> Job:
     check_dry_run(s)
 
     def job() -> int:
-        parts = [answer.describe(s.experiment), placing.describe(s.experiment), *([plan.describe(s.experiment)] if full else [])]
+        parts = [
+            answer.describe(s.experiment),
+            placing.describe(s.experiment),
+            *([estimate.describe(s.experiment)] if full else []),
+        ]
         print(visible("\n\n".join(parts)))
         return 0
 

@@ -122,7 +122,7 @@ def test_a_moving_reference_and_adapters_have_their_programs():
     settings = dict(learner__objective="tba_prime", learner__reference__kind="reset", lora__rank=2)
     found = fitted("trainer", **settings, learner__reference__reset_optimizer=True)
     names = {fit.name for fit in found.fits}
-    assert {"scoring by the moving reference", "move of the reference", "restart of moments"} <= names
+    assert {"scoring by the moving reference", "copy to the moving reference", "restart of moments"} <= names
     update = fit_of(found, "update")
     assert "moving reference" in update.beside and "frozen weights" not in update.beside
 

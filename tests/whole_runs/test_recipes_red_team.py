@@ -9,7 +9,7 @@ import pytest
 from configs import red_team_gpt2, red_team_llama3_2_1b
 from tba_jax import trajectory
 from tba_jax.commands import append
-from tba_jax.experiment import composition, jobs, plan
+from tba_jax.experiment import composition, estimate, jobs
 from tba_jax.replay import journal
 from tba_jax.replay.reader import LogReader
 from tba_jax.rewards import task_models
@@ -100,7 +100,7 @@ def runs_in_turn(c, folders, tmp_path):
     c.update_from_flattened_dict(SMALL | SMALLER | {setting: str(folder) for setting, folder in folders.items()})
     c.update_from_flattened_dict({"schedule.mode": "interleaved", "task.red_team.compute_dtype": "float32"})
     s = tiny_run.settings(tmp_path / "run", c)
-    assert {"victim", "classifier"} <= plan.memory(s.experiment)["searcher"].keys()
+    assert {"victim", "classifier"} <= estimate.memory(s.experiment)["searcher"].keys()
     assert jobs.everything(s)() == 0
     check_run(s.run, "log_toxicity", tmp_path / "exported", str(folders["model.path"]))
     report = layout.read_json(s.run.evaluations / f"{layout.step_name(STEPS)}.json")

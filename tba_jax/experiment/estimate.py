@@ -133,6 +133,8 @@ class _Memory:
         parts, rows, tensor = self._on_device("learner", meshes.micro_batch_rows(self._config, ways=ways))
         layers_kept = model.layers * {"full": 1, "dots": 8, "none": 12}[learner.remat]
         within_layer = rows * (model.heads * T * T * 4 + T * model.ffn * self._compute * 3) // tensor
+        # A moving average is float32.
+        of_reference = (4 if learner.reference.kind == "ema" else self._compute) * self._trained // parts
         held, offloaded = learner.reference.kind in HELD_REFERENCES, learner.reference.offload
         columns = self._experiment.contract.row_shape().columns().values()
         row_bytes = sum(np.dtype(dtype).itemsize * max(1, math.prod(shape)) for dtype, shape in columns)
@@ -141,8 +143,8 @@ class _Memory:
             "frozen weights": self._compute * self._params // parts if self._adapters else 0,
             "copy to publish": jnp.dtype(self._config.publish.dtype).itemsize * self._trained // parts,
             # An offloaded one is on the device only while it is used.
-            "moving reference": 4 * self._trained // parts if held and not offloaded else 0,
-            "moving reference (host)": 4 * self._trained // parts if offloaded else 0,
+            "moving reference": of_reference if held and not offloaded else 0,
+            "moving reference (host)": of_reference if offloaded else 0,
             "activations": rows * T * model.width * self._compute * layers_kept + within_layer,
             "logits": 2 * self._logits(rows, tensor, learner.logit_megabytes),
             "replay (host)": self._config.replay.capacity * row_bytes,
