@@ -1,7 +1,7 @@
 """MATH with Qwen2.5-7B (base) and TBA′, evaluated on MATH-500: --config=configs/math_qwen2_5_7b.py[:VARIANT].
 
 VARIANT: async2 (the default: no row of an update is more than 2 updates old) | async10 | a name of configs/baselines.py, such as
-dr_grpo, with which the paper compares: its objective at async10.
+dr_grpo, with which the paper compares: its objective at async10 | small[-VARIANT] (configs/small.py).
 
 Paper:     TBA′ on MATH: β 0.005, reference reset every ρ = 50 steps, K 16, 32 × 16 rows, 400 steps; MATH-500 pass@1 above that of
            Dr. GRPO, most clearly at async 10.
@@ -12,12 +12,13 @@ Hardware:  the paper used a trainer of several GPUs, and searchers. Memory of ea
 Score:     not measured here.
 """
 
-from configs import base, baselines
+from configs import base, baselines, small
 
 _LEVELS = {"": 2, "async2": 2, "async10": 10}
 
 
 def get_config(variant: str = ""):
+    is_small, variant = small.asked(variant)
     c = base.get_config()
     c.task.name = "math"
     c.task.math.concurrency = 8
@@ -64,7 +65,8 @@ def get_config(variant: str = ""):
     c.evaluation.queries = 500
     c.evaluation.every_steps = 50
     if variant not in _LEVELS:
-        baselines.apply(c, variant, besides=[name for name in _LEVELS if name])
+        baselines.apply(c, variant, besides=["small", *filter(None, _LEVELS)])
         c.learner.reference.kind, c.learner.reference.offload = "initial", False
         c.task.step_ends = ("\n",) if variant == "vine_ppo" else ()
-    return c
+    data = {"task.math.train_path": "math.jsonl", "task.math.heldout_path": "math.jsonl"}
+    return small.shrink(c, {"model.path": "qwen2", **data}) if is_small else c

@@ -1,4 +1,4 @@
-"""Automated red-teaming of an aligned chat model by Llama-3.2-1B, the paper's RT task: configs/red_team_llama3_2_1b.py.
+"""Automated red-teaming of an aligned chat model by Llama-3.2-1B, the paper's RT task: configs/red_team_llama3_2_1b.py[:small].
 
 Purpose:   that of configs/red_team_gpt2.py, for a chat model that you are responsible for. Name it by the flag below.
 Paper:     the red-teaming row of its settings. Llama-3.2-1B against Llama-3.1-8B-Instruct, rated by the probability that
@@ -12,10 +12,13 @@ Hardware:  a searcher holds victim and classifier beside the attacker, 8B parame
            (sampled_success_rate, sampled_cosine_distance): not measured here.
 """
 
-from configs import red_team_gpt2
+from configs import red_team_gpt2, small
+
+_SMALL_MODELS = {"model.path": "llama", "task.red_team.victim_path": "qwen2", "task.red_team.classifier_path": "llama"}
 
 
-def get_config():
+def get_config(variant: str = ""):
+    """The recipe, or configs/small.py of it. Raises ValueError for any other variant."""
     c = red_team_gpt2.get_config()
     c.model.compute_dtype = "bfloat16"
     c.task.red_team.compute_dtype = "bfloat16"
@@ -38,4 +41,4 @@ def get_config():
     c.publish.dtype = "bfloat16"
     # An evaluator that shares the GPU of a searcher loads both models again: 80 GB are enough.
     c.searchers.memory_fraction = c.evaluation.memory_fraction = 0.47
-    return c
+    return red_team_gpt2.shrink(c, _SMALL_MODELS) if small.is_the(variant) else c
