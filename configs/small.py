@@ -33,6 +33,7 @@ _SIZES: dict[str, Any] = {
     "evaluation.samples_per_query": 2,
     "metrics.every_steps": 1,
     "model.compute_dtype": "float32",  # bfloat16 is slow on CPUs
+    **{f"{section}.mesh.{axis}": 1 for section in ("learner", "searchers", "evaluation") for axis in ("fsdp", "tensor")},
 }
 _SIZES_OF_MODEL: dict[str, Any] = {
     "task.response_length": 8,

@@ -16,7 +16,7 @@ Score:     python -m tba_jax evaluate --workdir=runs/tldr
            prints greedy_win_rate and the perplexities, greedy_ref_perplexity and ref_perplexity. The gold model takes 14 GB.
            The run itself evaluates without it, unless gold_path is set. Not measured here.
 Hardware:  the paper used 4 GPUs, for three searchers and a trainer. Each searcher holds policy, reference and reward model.
-           --config.searchers.task_devices=1 gives the reward model a GPU of its own. Memory of each role: --dry_run.
+           --config.searchers.task_devices=1 gives the reward model a GPU of its own. docs/fit.md has the memory of each role.
 """
 
 from configs import base, baselines, small
@@ -42,7 +42,8 @@ def get_config(variant: str = "410m"):
     c.model.compute_dtype = "bfloat16"
     c.sampling.scoring_temperature = 0.7
     c.sampling.temperature = 0.7
-    c.searchers.count = 3
+    # On four GPUs the evaluator of the largest model has no room beside a searcher, and gets a GPU of its own.
+    c.searchers.count = 2 if size == "2.8b" else 3
     c.searchers.samples_per_query = 20
     c.searchers.queries_per_batch = 8
     c.replay.recent_probability = 0.5
@@ -61,10 +62,12 @@ def get_config(variant: str = "410m"):
     c.learner.beta_start = 1.0
     c.learner.beta_end = 0.05
     c.learner.beta_steps = max(1, c.learner.steps // 8)
+    c.searchers.memory_fraction = c.evaluation.memory_fraction = 0.45  # where the two share a GPU
     c.publish.every_steps = 10
     c.publish.dtype = "bfloat16"
     c.publish.keep = 5
     c.evaluation.queries = 512
+    c.evaluation.batch_size = 64
     c.evaluation.every_steps = max(1, steps // 4)
     if others:
         baseline = "-".join(others)
