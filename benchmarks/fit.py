@@ -76,8 +76,9 @@ def _rows() -> Iterator[Row]:
     alone, everywhere, searching = (_CHIP, _CHIP, _CHIP), compiling.ROLES, ("searcher", "evaluator")
     for size in ("2.8b", "1b", "410m"):
         shape: dict[str, Any] = {"preset": f"pythia-{size}", "task_models": (("task.tldr.reward_path", f"pythia-{size}"),)}
-        sharing = () if size == "2.8b" else searching
-        tldr = Row(recipe=f"tldr_pythia:{size}", hardware="4 × 80 GB", topologies=alone, sharing=sharing, **shape)
+        # The evaluator of the largest has no room beside a searcher, so there are two searchers.
+        hardware, sharing = ("4 × 80 GB, two searchers", ()) if size == "2.8b" else ("4 × 80 GB", searching)
+        tldr = Row(recipe=f"tldr_pythia:{size}", hardware=hardware, topologies=alone, sharing=sharing, **shape)
         yield tldr
         yield dataclasses.replace(tldr, hardware="v5p, 4 chips", sharing=(), limit=0)
     node = Row(

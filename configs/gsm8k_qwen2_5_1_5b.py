@@ -36,7 +36,6 @@ def get_config(variant: str = ""):
         c.evaluation.score_tokens = 16_384
         c.evaluation.batch_size = 64
         c.learner.micro_batch_tokens = 8_192  # 8 rows
-        c.learner.memory_fraction, c.searchers.memory_fraction, c.evaluation.memory_fraction = 0.55, 0.2, 0.2
     if not is_small:
         return c
     data = {"task.gsm8k.train_path": "gsm8k.jsonl", "task.gsm8k.heldout_path": "gsm8k.jsonl"}

@@ -9,8 +9,8 @@ Command:   python -m tba_jax.main --config=configs/gsm8k_rho1b.py --workdir=runs
            Policy and data come from the hub. --config.model.path=FOLDER and --config.task.gsm8k.{train,heldout}_path=FILE.jsonl
            name local files instead. A searcher on another machine: the same command with --role=searcher, on the same
            --workdir or --shared.
-Hardware:  the paper used 4 × A100, three searchers and a trainer, for 82 minutes. Here it is made for 4 × 80 GB, 8 × 80 GB, and,
-           with --config.searchers.count=1, for 1 × 80 GB: docs/fit.md has the memory of each role.
+Hardware:  the paper used 4 × A100, three searchers and a trainer, for 82 minutes. Here it is made for 1, 4 and 8 × 80 GB:
+           docs/fit.md has the memory of each role.
 Score:     not measured here.
 """
 
@@ -46,8 +46,6 @@ def get_config(variant: str = ""):
     c.learner.beta_start = 0.012
     c.learner.beta_end = 0.004
     c.learner.beta_steps = 500
-    # Of a GPU that several roles share: what each needs is in docs/fit.md.
-    c.learner.memory_fraction, c.searchers.memory_fraction, c.evaluation.memory_fraction = 0.45, 0.25, 0.2
     c.publish.every_steps = 2
     c.publish.dtype = "bfloat16"
     c.publish.keep = 5

@@ -8,10 +8,10 @@ Command:   python -m tba_jax.main --config=configs/red_team_llama3_2_1b.py --wor
            python -m tba_jax supervised makes the attacker, which is also π_ref, from meta-llama/Llama-3.2-1B. A larger first
            buffer comes from a run of its own: configs/red_team_gpt2.py has both commands.
 Hardware:  a searcher holds victim and classifier beside the attacker, 8B parameters each, together 32 GB in bfloat16.
-           --config.searchers.task_devices=1 gives the two a GPU of their own. An evaluator does not fit beside a searcher. On
-           2 × 80 GB, give --config.searchers.count=1 --config.evaluation.enabled=false, and start --role=evaluator on the
-           trainer's GPU with --config.learner.memory_fraction=0.2, or evaluate snapshots afterwards. docs/fit.md has the memory
-           of each role. Time and score (sampled_success_rate, sampled_cosine_distance): not measured here.
+           --config.searchers.task_devices=1 gives the two a GPU of their own. An evaluator, which loads both as well, does not
+           fit beside a searcher in 80 GB: on 2 × 80 GB it is placed beside the trainer, and there is one searcher.
+           docs/fit.md has the memory of each role. Time and score (sampled_success_rate, sampled_cosine_distance): not
+           measured here.
 """
 
 from configs import red_team_gpt2, small
@@ -41,6 +41,4 @@ def get_config(variant: str = ""):
     c.learner.ref_temperature_steps = 2000
     c.learner.reward_temperature_steps = 1000
     c.publish.dtype = "bfloat16"
-    # An evaluator loads victim and classifier again. With the trainer and two searchers it takes the fourth of four GPUs.
-    c.searchers.count = 2
     return red_team_gpt2.shrink(c, _SMALL_MODELS) if small.is_the(variant) else c

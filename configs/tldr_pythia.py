@@ -42,8 +42,7 @@ def get_config(variant: str = "410m"):
     c.model.compute_dtype = "bfloat16"
     c.sampling.scoring_temperature = 0.7
     c.sampling.temperature = 0.7
-    # On four GPUs the evaluator of the largest model has no room beside a searcher, and gets a GPU of its own.
-    c.searchers.count = 2 if size == "2.8b" else 3
+    c.searchers.count = 3
     c.searchers.samples_per_query = 20
     c.searchers.queries_per_batch = 8
     c.replay.recent_probability = 0.5
@@ -62,7 +61,6 @@ def get_config(variant: str = "410m"):
     c.learner.beta_start = 1.0
     c.learner.beta_end = 0.05
     c.learner.beta_steps = max(1, c.learner.steps // 8)
-    c.searchers.memory_fraction = c.evaluation.memory_fraction = 0.45  # where the two share a GPU
     c.publish.every_steps = 10
     c.publish.dtype = "bfloat16"
     c.publish.keep = 5

@@ -6,13 +6,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
-
-from tba_jax.experiment import composition, meshes, plan, topologies
+from tba_jax.experiment import composition, meshes, placing, plan, topologies
 from tba_jax.experiment.fitting import Fit, Measure, device_memory
 from tba_jax.experiment.joining import Invocation
 from tba_jax.programs import Program
 from tba_jax.rewards import task_models
+from tba_jax.roles import gpus
 from tba_jax.run import layout
 from tba_jax.text.visible import visible
 
@@ -164,14 +163,15 @@ def dry_run(s: Invocation, *, asked: Mapping[str, str], role: str, full: bool) -
     wanted = [role] if role != "all" else [each for each in roles_of(s.config) if each in asked or not asked]
     if missing := [each for each in wanted if asked and each not in asked]:
         raise ValueError(f"--topology names no topology for --role={missing[0]}")
-    devices = {each: topologies.devices(asked[each]) if asked else jax.devices() for each in wanted}
+    devices = {each: topologies.devices(asked[each]) if asked else gpus.jax_devices() for each in wanted}
+    experiments = {each: s.experiment.on_device(its[0]) for each, its in devices.items()}
     for each, its in devices.items():
-        meshes.check(s.experiment, role=each, devices=len(its))
+        meshes.check(experiments[each], role=each, devices=len(its))
     layout.check_can_be_made(s.run)
 
     def job() -> int:
-        found = [fit(s.experiment, s.run, role=each, devices=its, name=asked.get(each, "")) for each, its in devices.items()]
-        text = describe(found, config=s.config)
+        found = [fit(experiments[each], s.run, role=each, devices=its, name=asked.get(each, "")) for each, its in devices.items()]
+        text = describe(found, config=s.config) + ("" if asked else f"\n\n{placing.describe(s.experiment)}")
         print(visible(text + ("\n\n" + plan.describe(s.experiment) if full else "")))
         return 0
 

@@ -32,6 +32,10 @@ class Experiment:
     queries: dict[str, prompts.EncodedQueries]
     skipped: dict[str, int]
 
+    def on_device(self, device: Any) -> "Experiment":
+        """The experiment of a role whose devices are of this kind, see Policy.on_device."""
+        return dataclasses.replace(self, policy=self.policy.on_device(device))
+
 
 def build(config: Any, *, reward_models: Mapping[str, str] | None = None, weights: bool = True) -> Experiment:
     """Checks the whole config and builds what it names, without compiling or writing anything.

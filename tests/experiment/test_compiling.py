@@ -21,7 +21,7 @@ PROGRAMS = {
     "trainer": ["init", "update", "log-prob gap", "publish", "checkpoint"],
     "searcher": [
         *("caches", "next policy from its snapshot", "next policy as decoded with"),
-        *("prefill", "decode", "scoring by the reference"),
+        *("prefill", "decode", "rotation of the rings", "scoring by the reference"),
     ],
 }
 PROGRAMS["evaluator"] = PROGRAMS["searcher"]
@@ -142,7 +142,7 @@ def test_one_role_may_decode_in_lanes_with_rounded_weights():
 def test_a_role_that_does_not_fit_is_told_what_to_change():
     fit = fitting.Fit(
         name="update",
-        program=Program(function=print, arguments=(), room={"temporaries": ("learner.micro_batch_rows", "learner.remat")}),
+        program=Program(function=print, arguments=(), room={"temporaries": ("learner.micro_batch_tokens", "learner.remat")}),
         arguments=1 << 30,
         temporaries=20 << 30,
         outputs=1 << 30,
@@ -153,7 +153,7 @@ def test_a_role_that_does_not_fit_is_told_what_to_change():
     found = compiling.RoleFit(role="trainer", where="a TPU", limit=16 << 30, fits=[fit], unchecked=["the warm start"])
     said = compiling.describe([found], config=tiny_run.config())
     assert said.startswith("trainer  does not fit: 22.00 GiB of 16.00 GiB (update); most of it: temporaries, 20.00 GiB; change ")
-    assert "learner.micro_batch_rows=0, learner.remat=" in said and "refused by the compiler" in said
+    assert "learner.micro_batch_tokens=" in said and "refused by the compiler" in said
     assert "not checked: the warm start" in said
 
 
@@ -191,6 +191,9 @@ def refusal(arguments: list[str], capsys) -> str:
         (["--dry_run", "--compile", "--config.learner.mesh.fsdp=3"], ["learner.mesh", "not divisible by 3"]),
         (["--dry_run", "--topology=trainer=v5p:2x2x1", "--role=searcher"], ["--role=searcher"]),
         (["--dry_run", "--compile", "--role=reference"], ["--role=reference"]),
+        (["--dry_run", "--compile", "--config.model.attention=splash"], ["model.attention=splash needs a TPU", "cpu"]),
+        (["--role=searcher", "--config.model.attention=splash"], ["model.attention=splash needs a TPU", "cpu"]),
+        (["--config.model.attention=cudnn", "--config.model.compute_dtype=bfloat16"], ["needs an NVIDIA GPU", "cpu"]),
     ],
 )
 def test_bad_input_is_one_sentence(flags, words, tmp_path, capsys, one_device):

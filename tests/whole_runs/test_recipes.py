@@ -14,7 +14,6 @@ from configs import baselines, small, tldr_pythia
 from tba_jax import trajectory
 from tba_jax.experiment import checks, jobs
 from tba_jax.replay.reader import LogReader
-from tba_jax.roles import placement
 from tba_jax.run import contract, layout, processes
 from tests.support import random_checkpoints, tiny_checkpoints, tiny_run
 from tests.support.small_recipes import RECIPES, STEPS, check_run, config
@@ -128,31 +127,6 @@ def test_models_of_a_task_are_loaded_by_the_processes_that_score(tmp_path):
         done = tiny_run.call(arguments, timeout=300)
         assert done.returncode == code, done.stdout + done.stderr
     assert "task.tldr.reward_path=" in done.stderr and "does not exist" in done.stderr
-
-
-@pytest.mark.parametrize(
-    "recipe, gpus, changes",
-    [
-        ("gsm8k_rho1b", 1, {"searchers.count": 1}),
-        ("gsm8k_rho1b", 4, {}),
-        ("gsm8k_rho1b", 8, {}),
-        ("gsm8k_qwen2_5_1_5b:1x80gb", 1, {}),
-        ("gsm8k_qwen2_5_1_5b", 8, {}),
-        ("tldr_pythia:410m", 4, {}),
-        ("tldr_pythia:2.8b", 4, {}),
-        ("red_team_gpt2", 2, {}),
-        ("red_team_llama3_2_1b", 2, {"searchers.count": 1, "evaluation.enabled": False}),
-        ("red_team_llama3_2_1b", 4, {}),
-    ],
-)
-def test_a_supervisor_places_the_roles_of_a_recipe_on_its_gpus(recipe, gpus, changes):
-    """Fractions of a GPU that roles share are enough for all of them, and every role has one."""
-    c = config(recipe)
-    c.update_from_flattened_dict(changes)
-    found = placement.place(c, cpus=range(8), gpus=[str(i) for i in range(gpus)])
-    assert len(found) == 1 + c.searchers.count + c.evaluation.enabled and all(role.gpus for role in found.values())
-    for gpu in map(str, range(gpus)):
-        assert sum(role.memory_fraction for role in found.values() if gpu in role.gpus) <= 0.95
 
 
 @pytest.mark.parametrize("size", ["410m", "1b", "2.8b"])
