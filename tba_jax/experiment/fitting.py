@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,9 @@ import jax.numpy as jnp
 
 from tba_jax.programs import Program
 
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40, "P": 1 << 50}
+# The unit of a role's figures is the largest one that its peak reaches.
+UNITS = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
+_LETTERS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40, "P": 1 << 50}
 _SIZE = re.compile(r"\((\d+(?:\.\d+)?)([KMGTP]?)B?\)|\b(\d+(?:\.\d+)?)([KMGTP])i?B?\b")
 
 
@@ -19,8 +22,9 @@ class Fit:
     """Bytes on each device of a program and of what lies beside it.
 
     arguments, temporaries, outputs, aliased: see jax' CompiledMemoryStats; aliased: outputs that take the place of arguments.
-    beside: by name, see Program. refused: whether the program is too large for a device by itself, so that the compiler refused
-    it: it then says one number, arguments and outputs included, and temporaries stand for all of it that is no argument.
+    beside: by name, see Program. seconds: of tracing and compiling. refused: whether the program is too large for a device by
+    itself, so that the compiler refused it: it then says one number, arguments and outputs included, and temporaries stand for
+    all of it that is no argument.
     """
 
     name: str
@@ -31,6 +35,7 @@ class Fit:
     aliased: int
     beside: Mapping[str, int]
     refused: bool
+    seconds: float = 0.0
 
     @property
     def peak(self) -> int:
@@ -53,7 +58,7 @@ class Measure:
     def fit(self, name: str, program: Program) -> Fit:
         """Compiles a program and what says the size of that which lies beside it."""
         beside = {part: held if isinstance(held, int) else self.size(held) for part, held in program.beside.items()}
-        refused = False
+        refused, begin = False, time.monotonic()
         try:
             stats: Any = program.lower().compile().memory_analysis()
             sizes = dict(
@@ -66,7 +71,8 @@ class Measure:
             refused, wanted = True, _wanted(error)
             arguments = self.size([x for x in jax.tree.leaves(program.arguments) if isinstance(x, jax.ShapeDtypeStruct)])
             sizes = dict(arguments=arguments, temporaries=wanted - arguments, outputs=0, aliased=0)
-        return Fit(name=name, program=program, **sizes, beside=beside, refused=refused)
+        seconds = time.monotonic() - begin
+        return Fit(name=name, program=program, **sizes, beside=beside, refused=refused, seconds=seconds)
 
     def size(self, tree: Any) -> int:
         """Bytes of arrays of these shapes on each device, as the compiler lays them out: tiles may make them larger."""
@@ -91,7 +97,7 @@ class Measure:
 def sizes_in(message: str) -> list[int]:
     """The sizes in bytes that a message of the compiler names: how much a program wants comes before how much there is."""
     found = (match.groups() for match in _SIZE.finditer(message))
-    return [int(float(a or c) * _UNITS[(b if a else d) or ""]) for a, b, c, d in found]
+    return [int(float(a or c) * _LETTERS[(b if a else d) or ""]) for a, b, c, d in found]
 
 
 def _wanted(error: jax.errors.JaxRuntimeError) -> int:
@@ -120,3 +126,11 @@ def _limit_of_compiler(device: Any) -> int | None:
         sizes = sizes_in(str(error))
         return sizes[1] if "RESOURCE_EXHAUSTED" in str(error) and len(sizes) > 1 else None
     return None
+
+
+def unit_of(size: int) -> str:
+    return next((unit for unit, bytes_of in UNITS.items() if size >= bytes_of), "KiB")
+
+
+def in_words(size: int) -> str:
+    return f"{size / UNITS[unit_of(size)]:.2f} {unit_of(size)}"
