@@ -15,7 +15,6 @@ import numpy as np
 from flax import nnx
 
 from tba_jax import sharding
-from tba_jax.models import splash_attention
 from tba_jax.models.config import DecoderConfig, ModelConfig, RopeScaling
 from tba_jax.models.layers import Einsum, Norm
 
@@ -117,6 +116,8 @@ def attend(
     if kernel == "auto":
         kernel = fastest(platform, query.dtype, query.shape[-1])
     if kernel == "splash":
+        from tba_jax.models import splash_attention  # imports Pallas, which processes without TPUs can do without
+
         masks: dict[str, Any] = dict(causal=causal, window=window)
         return splash_attention.attend(query, key, value, segments, **masks, interpret=platform != "tpu")
     mask = None if segments is None else segments[:, None, :, None] == segments[:, None, None, :]
