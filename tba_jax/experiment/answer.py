@@ -108,8 +108,10 @@ def _verdict(experiment: Experiment, role: str, devices: Devices, memory: Mappin
     if size <= devices.limit:
         return f"fits: {numbers}"
     name, most = max(parts.items(), key=lambda part: part[1])
-    told = smallest_mesh.advice(experiment, role=role, devices=devices.count, limit=devices.limit)
-    return f"does not fit: {numbers}; most of it: {name}, {fitting.in_words(most)}{'' if devices.on_host else told}"
+    told = f"does not fit: {numbers}; most of it: {name}, {fitting.in_words(most)}"
+    if devices.on_host:  # another mesh would take no less
+        return told
+    return told + smallest_mesh.advice(experiment, role=role, devices=devices.count, limit=devices.limit)
 
 
 def _on_host(parts: Mapping[str, int], count: int) -> int:
