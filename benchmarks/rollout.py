@@ -53,14 +53,15 @@ def rollout(
     static = _static(Q, P, len(keys) // Q, config=config, graphdef=graphdef, space=space, response_length=response_length)
     params = kv_cache.unstack(params, config)
     arrivals = _arrivals(prompt_tokens, prompt_length, keys, sampling, static)
-    oldest_first, restart, never_enough = jnp.zeros((Q, 1), jnp.int32), jnp.array(True), jnp.int32(Q + 1)
+    oldest_first, never_enough = jnp.zeros((Q, 1), jnp.int32), jnp.int32(Q + 1)
     prompts, slots = slots_lib.init(static)
-    prompts, slots, first = decode_loop.prefill(params, prompts, slots, oldest_first, arrivals, restart, None, config=static)
+    prompts, slots, first = decode_loop.prefill(params, prompts, slots, oldest_first, arrivals, None, config=static)
     _, trace = decode_loop.decode(
         params,
         prompts,
         slots,
         oldest_first,
+        jnp.int32(0),
         never_enough,
         None,
         config=static,

@@ -36,6 +36,4 @@ def get_config():
     c.learner.ref_temperature_steps = 2000
     c.learner.reward_temperature_steps = 1000
     c.publish.dtype = "bfloat16"
-    # An evaluator that shares the GPU of a searcher loads both models again: 80 GB are enough.
-    c.searchers.memory_fraction = c.evaluation.memory_fraction = 0.47
     return c

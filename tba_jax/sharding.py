@@ -147,6 +147,34 @@ def constrain(x: jax.Array, axes: str) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, _computed_partition(dict(mesh.shape), axes, x.shape))
 
 
+def by_device(function: Callable[..., jax.Array], *args: jax.Array, axes: Sequence[str], result: str) -> jax.Array:
+    """function(*args), where each device of the mesh of the context (`on_mesh`) computes its own part by itself.
+
+    The compiler splits no kernel over devices: without this, each device would need the whole of the arguments.
+
+    Args:
+      axes: for each argument, one letter of the axis table for each of its dimensions, split as in `constrain`. Heads are split
+        where N and G both can be.
+      result: likewise of the result, whose letters those of an argument are.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return function(*args)
+    split: dict[str, Any] = {}
+    for letters, x in zip(axes, args, strict=True):
+        split |= dict(zip(letters, _computed_partition(dict(mesh.shape), letters, x.shape), strict=True))
+    if None in (split.get("N"), split.get("G")):
+        split |= {"N": None, "G": None}
+    specs = [PartitionSpec(*(split[letter] for letter in letters)) for letters in (*axes, result)]
+    return jax.shard_map(function, in_specs=tuple(specs[:-1]), out_specs=specs[-1], check_vma=False)(*args)
+
+
+def platform() -> str:
+    """The platform for which a function is traced: of the mesh of the context (`on_mesh`), else of this process."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
 def computed_sharding(mesh: Mesh, axes: str, shape: Sequence[int]) -> NamedSharding:
     """How `constrain` splits a value of this shape over a mesh: for what a program keeps between its calls."""
     return NamedSharding(mesh, _computed_partition(dict(mesh.shape), axes, shape))

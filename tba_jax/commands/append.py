@@ -212,12 +212,13 @@ def _rows(run: layout.RunDir, experiment: "Experiment", given: Sequence[GivenRes
 
 def _reference_logprobs(run: layout.RunDir, experiment: "Experiment", rows: dict[str, np.ndarray]) -> tuple[np.ndarray, str]:
     """float32[n, R], nats, 0 where masked, log π_ref of the responses as searchers compute it; and the reference's id."""
-    import jax
-
     from tba_jax.experiment import meshes
+    from tba_jax.roles import gpus
     from tba_jax.roles.reference import ReferencePolicy, policy_mesh
 
-    meshes.check(experiment, role="searcher", devices=len(jax.devices()))
+    devices = gpus.jax_devices()
+    meshes.check(experiment, role="searcher", devices=len(devices))
+    experiment = experiment.on_device(devices[0])
     reference = ReferencePolicy(
         experiment.contract,
         run,

@@ -194,7 +194,7 @@ def _generated(run: Run, name: str, row: Mapping[str, np.ndarray], *, step: int)
     from tba_jax.run import snapshots
 
     stored = stored_run.read(run.layout, called=str(run.layout.shared))
-    policy, tokenizer = stored.policy, stored.tokenizer
+    policy, tokenizer = stored.policy.on_device(jax.devices()[0]), stored.tokenizer
     if step not in snapshots.committed_steps(run.layout.policies):
         raise ValueError(f"{name} cannot be generated again: the snapshot of its policy step {step} has been removed")
     one = sharding.make_mesh((1, 1, 1), setting="audit", devices=jax.devices()[:1])

@@ -29,10 +29,9 @@ def evaluate(workdir: Path, *, step: int | None, settings: existing_run.Source =
       ValueError: there is no run of this version or no such snapshot, nobody trusts its task, or a setting is wrong or makes
         another run of it.
     """
-    import jax
-
     from tba_jax.experiment import composition, jobs, meshes
     from tba_jax.rewards import task_models
+    from tba_jax.roles import gpus
     from tba_jax.run import contract
 
     run = layout.open_run_dir(workdir)
@@ -42,7 +41,9 @@ def evaluate(workdir: Path, *, step: int | None, settings: existing_run.Source =
     if not places.exists(run.initial_reference):
         raise ValueError(f"{run.initial_reference} is gone: it names the reference policy, which reports compare with")
     config, task = experiment.config, experiment.task
-    meshes.check(experiment, role="evaluator", devices=len(jax.devices()))
+    devices = gpus.jax_devices()
+    meshes.check(experiment, role="evaluator", devices=len(devices))
+    experiment = experiment.on_device(devices[0])
     task_models.check(task, role="evaluator")
     with task_models.started(task, config.evaluation.task_devices):
         try:

@@ -62,6 +62,7 @@ def prepare(config: Any, run: layout.RunDir, output: Path) -> "Plan":
     Raises:
       ValueError: one sentence about the first thing that is wrong.
     """
+    from tba_jax.models import hardware
     from tba_jax.models.hugging_face import load
     from tba_jax.supervised import examples, tuning
 
@@ -71,6 +72,7 @@ def prepare(config: Any, run: layout.RunDir, output: Path) -> "Plan":
         folder = load.resolve_folder(config.model.path)
         model, tokenizer = _model_and_tokenizer(config, folder)
     mesh, micro_rows = _mesh(config, model)
+    model = hardware.on_device(model, mesh.devices.flat[0], section="model")
     if not config.model.random_init:
         with load.named("model.path", config.model.path):
             load.check_weights(folder, model, new_heads=config.kind == "reward")
@@ -114,10 +116,12 @@ def _model_and_tokenizer(config: Any, folder: Path) -> "tuple[DecoderConfig, Hug
 
 
 def _mesh(config: Any, model: "DecoderConfig") -> "tuple[Mesh, int]":
-    """The mesh, and the rows of one pass. Raises ValueError where the mesh does not divide the rows or the parameters."""
+    """The mesh, and the rows of one pass. Raises ValueError where JAX misses a GPU, or the mesh fits no rows or parameters."""
     from tba_jax import sharding
     from tba_jax.models import decoder
+    from tba_jax.roles import gpus
 
+    gpus.jax_devices()
     t = config.training
     mesh = sharding.make_mesh(tuple(t.mesh.values()), setting="training.mesh")
     micro_rows = t.micro_batch_rows or t.batch_size

@@ -41,9 +41,8 @@ def _draw(
     uniform = jax.vmap(lambda key, t: jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(key), t)))(
         samples.key, count
     )
-    drawn = sampling.draw(
-        scoring.restrict(logits, count, space), uniform, samples.sampling, scoring_temperature=space.temperature
-    )
+    logits = scoring.restrict(logits, count, space)
+    drawn = sampling.draw(logits, uniform, samples.sampling, scoring_temperature=space.temperature, tiled=config.tiled)
     finished = drawn.token == space.eos_id
     if stop_table is not None:
         stop_state = stop_table[stop_state, drawn.token]
@@ -58,7 +57,6 @@ def prefill(
     slots: Slots,
     oldest_first: jax.Array,
     arrivals: Arrivals,
-    restart: jax.Array,
     stop_table: jax.Array | None,
     *,
     config: SlotsConfig,
@@ -68,7 +66,6 @@ def prefill(
     Args:
       params: see kv_cache.unstack; the caller donates prompts and slots.
       oldest_first: int32[J, U], the buffers of each group in the order in which they were filled.
-      restart: bool[]; all slots are idle, and the rings begin anew at entry 0.
       stop_table: int32[states, V], see StopStrings; None without stop strings.
 
     Returns:
@@ -81,7 +78,7 @@ def prefill(
     begins = (a.samples.limit > 0) & (first.status == RUNNING)
     group = jnp.where(a.valid, a.group, c.groups)
     waiting = slots.waiting.reshape(c.groups, c.buffers, c.places).at[group, a.buffer].set(begins, mode="drop")
-    slots = dataclasses.replace(slots, waiting=waiting.reshape(slots.waiting.shape), step=jnp.where(restart, 0, slots.step))
+    slots = dataclasses.replace(slots, waiting=waiting.reshape(slots.waiting.shape))
     return new_prompts, _fill_idle(slots, new_prompts, oldest_first, c), first
 
 
@@ -173,7 +170,7 @@ class _Call:
     """What all steps of one call of `decode` read.
 
     samples: leaves [J, X, ...]; prompt_length: int32[J, X], without the given tokens; in_prompt: bool[J, buffers, S];
-    cache: per layer (keys, values) [J, G, buffers·S, H]. buffers, window: see decode.
+    cache: per layer (keys, values) [J, G, buffers·S or more, H]. buffers, window: see decode.
     """
 
     config: SlotsConfig
@@ -198,6 +195,7 @@ def decode(
     prompts: Prompts,
     slots: Slots,
     oldest_first: jax.Array,
+    position: jax.Array,
     enough: jax.Array,
     stop_table: jax.Array | None,
     *,
@@ -210,20 +208,23 @@ def decode(
     Args:
       params: see kv_cache.unstack; the caller donates slots.
       oldest_first: see prefill.
+      position: int32[], the entry of the own caches that the first step writes to, modulo `window`.
       enough: int32[]; more than there are: goes on until the slots are idle.
       buffers: static, 1 to U: the first buffers of each group, which are read; the others must be free.
-      window: static: the first entries of the own caches, which are read. The steps of this call stay within it, or it is the
-        whole ring.
+      window: static: the first entries of the own caches, which are the ring that is read and written. No sample makes more
+        entries than it has.
     """
     c = config
     call = _begin_call(params, prompts, config=c, buffers=buffers, window=window)
-    whole, slots = slots.own, dataclasses.replace(slots, own=_cut(slots.own, window))
+    whole = slots.own
+    if not c.tiled:  # once a call: a slice that the loop read would be copied at every step
+        slots = dataclasses.replace(slots, own=_cut(slots.own, window))
 
     def step(state: tuple[Slots, Trace, jax.Array, jax.Array]) -> tuple[Slots, Trace, jax.Array, jax.Array]:
         slots, trace, t, _ = state
-        slots, new_entry = _step(call, slots, stop_table)
-        trace = jax.tree.map(lambda whole, new: jax.lax.dynamic_update_index_in_dim(whole, new, t, 0), trace, new_entry)
-        ended = (new_entry.place >= 0) & (slots.place < 0)
+        slots, did = _step(call, slots, (position + t) % window, stop_table)
+        trace = jax.tree.map(lambda whole, new: jax.lax.dynamic_update_index_in_dim(whole, new, t, 0), trace, did)
+        ended = (did.place >= 0) & (slots.place < 0)
         slots = jax.lax.cond(jnp.any(ended), lambda s: _fill_idle(s, prompts, oldest_first, c), lambda s: s, slots)
         return slots, trace, t + 1, _free_buffers(slots, c)
 
@@ -233,7 +234,7 @@ def decode(
 
     start = slots, _empty_trace(c), jnp.zeros((), jnp.int32), _free_buffers(slots, c)
     slots, trace, _, _ = jax.lax.while_loop(goes_on, step, start)
-    if window < own_entries(c):
+    if window < own_entries(c) and not c.tiled:
         own = jax.tree.map(lambda old, new: jax.lax.dynamic_update_slice(old, new, (0, 0, 0, 0)), whole, slots.own)
         slots = dataclasses.replace(slots, own=own)
     return slots, trace
@@ -247,8 +248,7 @@ def _begin_call(params: Params, prompts: Prompts, *, config: SlotsConfig, buffer
         samples=jax.tree.map(lambda x: x.reshape(c.groups, c.buffers * c.places, *x.shape[3:]), prompts.samples),
         prompt_length=jnp.repeat(prompts.length - prompts.given, c.places, axis=1),
         in_prompt=jnp.arange(prompt_entries(c)) < prompts.length[:, :buffers, None],
-        # Cut once a call: a slice that the loop read would be copied at every step.
-        cache=_cut(prompts.cache, buffers * prompt_entries(c)),
+        cache=prompts.cache if c.tiled else _cut(prompts.cache, buffers * prompt_entries(c)),
         model=parameters.module(c.graphdef, params),
         prompts=prompts,
         buffers=buffers,
@@ -256,17 +256,19 @@ def _begin_call(params: Params, prompts: Prompts, *, config: SlotsConfig, buffer
     )
 
 
-def _step(call: _Call, slots: Slots, stop_table: jax.Array | None) -> tuple[Slots, Trace]:
-    """One token for every slot. Slots whose samples have ended are idle afterwards. Trace: leaves [J, W], of this step."""
+def _step(call: _Call, slots: Slots, entry: jax.Array, stop_table: jax.Array | None) -> tuple[Slots, Trace]:
+    """One token for every slot. Slots whose samples have ended are idle afterwards.
+
+    Args: entry: int32[], see kv_cache.decode_step. Returns: Trace: leaves [J, W], of this step.
+    """
     c = call.config
-    J, W, R = c.groups, c.width, own_entries(c)
+    J, W = c.groups, c.width
     place, active = jnp.maximum(slots.place, 0), slots.place >= 0
     count = slots.count.reshape(-1)
-    entry = slots.step % R
     given = call.of_place(place, jnp.repeat(call.prompts.given, c.places, axis=1))
     # A slot reads the buffer of its place, and as many of the last entries of its ring as it has made.
     reads = (place // c.places)[:, :, None, None] == jnp.arange(call.buffers)[:, None]
-    age = (entry - jnp.arange(call.window)) % R
+    age = (entry - jnp.arange(call.window)) % call.window
     masks = kv_cache.Masks(
         prompt=(reads & call.in_prompt[:, None]).reshape(J, W, -1), own=age[None, :] < (count - given)[:, None]
     )
@@ -276,7 +278,9 @@ def _step(call: _Call, slots: Slots, stop_table: jax.Array | None) -> tuple[Slot
         prompt_age = position.reshape(J, W, 1) - jnp.tile(jnp.arange(prompt_entries(c)), call.buffers)
         local_masks = kv_cache.within_window(masks, c.model.window, prompt_age=prompt_age, own_age=age)
     token = slots.token.reshape(-1)
-    logits, own = kv_cache.decode_step(call.model, token, position, entry, call.cache, slots.own, masks, local_masks)
+    logits, own = kv_cache.decode_step(
+        call.model, token, position, entry, call.cache, slots.own, masks, local_masks, least_rows=2 if c.tiled else 1
+    )
     samples = jax.tree.map(lambda x: call.of_place(place, x), call.samples)
     tokens, stop_state = _draw(logits, samples, count, slots.stop_state.reshape(-1), stop_table, c)
     tokens, stop_state = jax.tree.map(lambda x: x.reshape(J, W), (tokens, stop_state))
@@ -284,7 +288,6 @@ def _step(call: _Call, slots: Slots, stop_table: jax.Array | None) -> tuple[Slot
     slots = dataclasses.replace(
         slots,
         own=own,
-        step=slots.step + 1,
         place=jnp.where(active & (tokens.status != RUNNING), -1, slots.place),
         count=slots.count + active,
         token=tokens.token,
@@ -298,6 +301,18 @@ def _empty_trace(config: SlotsConfig) -> Trace:
     zeros, logprobs = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
     tokens = Tokens(token=zeros, status=zeros, policy_logprob=logprobs, behavior_logprob=logprobs)
     return Trace(place=jnp.full(shape, -1, jnp.int32), count=zeros, tokens=tokens)
+
+
+def rotate(own: kv_cache.Cache, by: jax.Array, *, window: int) -> kv_cache.Cache:
+    """The own caches with the rings that their first `window` entries are begun at another entry: entry `by` becomes entry 0.
+
+    Args: own: the caller donates it; by: int32[]; window: static.
+    """
+
+    def rotated(x: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice(x, jnp.roll(x[:, :, :window], -by, axis=2), (0, 0, 0, 0))
+
+    return jax.tree.map(rotated, own)
 
 
 def _cut(cache: kv_cache.Cache, entries: int) -> kv_cache.Cache:

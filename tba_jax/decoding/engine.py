@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from tba_jax import sharding
 from tba_jax.decoding import requests as requests_lib
 from tba_jax.decoding import sizes
+from tba_jax.decoding import slots as slots_lib
 from tba_jax.decoding.lane import Lane, Part, Ticket, Usage
 from tba_jax.decoding.requests import Generation, Request
 from tba_jax.decoding.slots import SlotsConfig
@@ -41,9 +42,9 @@ class Engine:
       response_length: R, the most tokens of a response, the given tokens included.
       swap: how new weights are taken up. at_once: by all sequences at the next decode step; new_sequences: by new ones alone.
       chunk: decode steps between two looks at the host: so long do new weights and free buffers wait. At most response_length.
-      lockstep: requests come in batches and all slots begin at once. As long as no response is longer than a window,
-        attention reads only that window of the caches. Each window is one more program to compile, so this is not worth it
-        for a stream of requests.
+      lockstep: requests come in batches and all slots begin at once, so that each batch begins with the shortest window of the
+        caches (ring.py). For a stream of requests the window is the whole caches until it shows that all responses are shorter:
+        each window is one more program to compile.
       given_length: the part of prompt_length that is kept free for given response tokens; a prompt is shorter by it.
       weights: precision of the weights that `prepare` takes, one of kv_cache.WEIGHTS.
 
@@ -85,6 +86,7 @@ class Engine:
             response_length=response_length,
             chunk=min(chunk, response_length),
             stop_accept=stop_strings.accept if stop_strings is not None else -1,
+            tiled=slots_lib.in_tiles(mesh),
         )
         self._queue: deque[Part] = deque()
         # Over the queue, the lanes' incoming weights, and the counts of samples that have not ended.

@@ -15,6 +15,7 @@ from tba_jax.decoding import programs, sizes
 from tba_jax.decoding import sampling as sampling_lib
 from tba_jax.decoding import slots as slots_lib
 from tba_jax.decoding.requests import Generation, Request
+from tba_jax.decoding.ring import Ring
 from tba_jax.decoding.slots import Arrivals, Samples, SlotsConfig, Tokens
 from tba_jax.models import kv_cache
 from tba_jax.models.parameters import Params
@@ -86,12 +87,9 @@ class Lane:
         self.policy_step = -1
         self.incoming: tuple[Params, int] | None = None
         self._weights: Params = {}
-        entries = slots_lib.own_entries(config)
-        shorter = sizes.windows(config.response_length - 1, config.chunk)[:-1] if lockstep else ()
-        self._windows = (*shorter, entries)
+        windows = sizes.windows(slots_lib.own_entries(config), config.chunk, tiled=config.tiled)
+        self._ring = Ring(windows, config.chunk, lockstep=lockstep)
         self._buckets = sizes.buckets(config.prompt_length)
-        # Decode steps since all slots were idle.
-        self._step = 0
         # (group, buffer) -> the part in it; a free buffer has no entry.
         self._parts: dict[tuple[int, int], Part] = {}
         # When each buffer was filled, as a count of fills.
@@ -105,7 +103,8 @@ class Lane:
         """The programs that make and change the state on the devices. The state itself is made by the first prefill."""
         made, on_mesh = programs.make(self._config, self._mesh), functools.partial(sharding_lib.on_mesh, self._mesh)
         self._init, self._prefill = on_mesh(made.init), on_mesh(made.prefill)
-        self._decode, self._unstack = on_mesh(made.decode), on_mesh(made.unstack)
+        self._decode, self._rotate = on_mesh(made.decode), on_mesh(made.rotate)
+        self._unstack = on_mesh(made.unstack)
         self._prompts: Any = None
         self._slots: Any = None
         self._stop_table: Any = None
@@ -116,7 +115,7 @@ class Lane:
             self._stop_table = jax.device_put(self._stop_strings.next_state, sharding_lib.replicated(self._mesh))
 
     def programs(self, params: Params) -> dict[str, Program]:
-        """Name -> the programs of this lane: of prompts, the longest bucket, and of windows, the whole ring.
+        """Name -> the programs of this lane: of prompts, the longest bucket, and of windows, the whole caches.
 
         Args: params: shapes of what `prepare` takes, on any mesh.
         """
@@ -125,24 +124,26 @@ class Lane:
         weights = kv_cache.unstacked_shapes(stacked, c.model, self._mesh)
         prompts, slots = shaped(self._init.lower().out_info, slots_lib.shardings(c, self._mesh))
         table = None if self._stop_strings is None else shaped(self._stop_strings.next_state, whole)
-        order, arrivals = self._oldest_first(), self._empty_arrivals(c.prompt_length)
-        all_of_it = dict(buffers=c.buffers, window=self._windows[-1])
+        order, arrivals, number = self._oldest_first(), self._empty_arrivals(c.prompt_length), np.int32(1)
+        window = dict(window=slots_lib.own_entries(c))
         return {
             "caches": Program(function=self._init, arguments=()),
             "weights as decoded with": Program(function=self._unstack, arguments=(stacked,)),
-            "prefill": Program(
-                function=self._prefill, arguments=(weights, prompts, slots, order, arrivals, np.bool_(True), table)
-            ),
+            "prefill": Program(function=self._prefill, arguments=(weights, prompts, slots, order, arrivals, table)),
             "decode": Program(
-                function=self._decode, arguments=(weights, prompts, slots, order, np.int32(1), table), options=all_of_it
+                function=self._decode,
+                arguments=(weights, prompts, slots, order, number, number, table),
+                options=dict(buffers=c.buffers) | window,
             ),
+            "rotation of the rings": Program(function=self._rotate, arguments=(slots.own, number), options=window),
         }
 
     def _make_host_copy(self) -> None:
         """The samples so far, on the host: leaves [J, X] and [J, X, R]."""
         config = self._config
         places = (config.groups, config.buffers * config.places)
-        self._status, self._length = np.full(places, slots_lib.CUT, np.int32), np.zeros(places, np.int32)
+        self._status = np.full(places, slots_lib.CUT, np.int32)
+        self._length, self._given = np.zeros(places, np.int32), np.zeros(places, np.int32)
         self._tokens, self._steps = (np.zeros((*places, config.response_length), np.int32) for _ in range(2))
         self._policy, self._behavior = (np.zeros((*places, config.response_length), np.float32) for _ in range(2))
 
@@ -172,6 +173,7 @@ class Lane:
         filled = may_fill and self._fill(take)
         if not self._parts:
             return False
+        window = self._fit_ring()
         # Free buffers are a reason to stop decoding only where prompts wait for them.
         enough = self._arrivals if filled else self._config.groups * self._config.buffers + 1
         self._slots, trace = self._decode(
@@ -179,10 +181,11 @@ class Lane:
             self._prompts,
             self._slots,
             self._oldest_first(),
+            np.int32(self._ring.position),
             np.int32(enough),
             self._stop_table,
             buffers=self._buffers_in_use(),
-            window=self._window(),
+            window=window,
         )
         for buffers, tokens in self._first:
             self._note_first(buffers, jax.device_get(tokens))
@@ -190,7 +193,7 @@ class Lane:
         self._note(jax.device_get(trace))
         self._release()
         if not self._parts:
-            self._step = 0
+            self._ring.begin()
         return True
 
     def _fill(self, take: Callable[[bool], Part | None]) -> bool:
@@ -216,9 +219,15 @@ class Lane:
         """How many buffers of each group the next chunk reads, from the first on."""
         return 1 + max(u for _, u in self._parts) if self._lockstep else self._config.buffers
 
-    def _window(self) -> int:
-        """Entries of the own caches that the next chunk reads: the shortest window that its steps stay within."""
-        return next((window for window in self._windows if window >= self._step + self._config.chunk), self._windows[-1])
+    def _fit_ring(self) -> int:
+        """The window of the next chunk. Rotates the rings where they must be rotated before."""
+        made = np.where(self._status == slots_lib.RUNNING, self._length - self._given - 1, 0)
+        window = self._ring.window
+        by = self._ring.choose(int(made.max()))
+        if by:
+            own = self._rotate(self._slots.own, np.int32(by), window=window)
+            self._slots = dataclasses.replace(self._slots, own=own)
+        return self._ring.window
 
     def _in_use(self, group: int) -> int:
         """How many buffers of a group hold a part."""
@@ -240,11 +249,13 @@ class Lane:
         parts = [self._parts[buffer] for buffer in buffers]
         arrivals = self._arrivals_of(buffers, parts)
         self._prompts, self._slots, first = self._prefill(
-            self._weights, self._prompts, self._slots, self._oldest_first(), arrivals, np.bool_(self._step == 0), self._stop_table
+            self._weights, self._prompts, self._slots, self._oldest_first(), arrivals, self._stop_table
         )
         K = self._config.places
         for (j, u), part in zip(buffers, parts, strict=True):
-            self._status[j, u * K : (u + 1) * K] = np.where(np.arange(K) < part.count, slots_lib.RUNNING, slots_lib.CUT)
+            places, given = slice(u * K, (u + 1) * K), len(part.ticket.request.beginning)
+            self._status[j, places] = np.where(np.arange(K) < part.count, slots_lib.RUNNING, slots_lib.CUT)
+            self._given[j, places], self._length[j, places] = given, given + 1
         self._first.append((tuple(buffers), first))
 
     def _arrivals_of(self, buffers: Sequence[tuple[int, int]], parts: Sequence[Part]) -> Arrivals:
@@ -298,7 +309,7 @@ class Lane:
         """Notes the tokens of one decode call."""
         steps, j, w = np.nonzero(trace.place >= 0)
         taken = len(np.unique(steps))
-        self._step += taken
+        self._ring.advance(taken)
         self.usage.slot_steps += trace.place[0].size * taken
         self.usage.useful += len(steps)
         at = (steps, j, w)

@@ -1,6 +1,7 @@
 """From logits to one token a row: truncation without a sort, an exact inverse CDF, and the paper's exploration settings."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 
@@ -77,6 +78,8 @@ def first_above(mass: jax.Array, cumulative: jax.Array, target: jax.Array) -> ja
 
 # TPUs hold an array in tiles of 8 rows × 128 columns. Logits that are seen as tiles need no copy in another layout.
 _SUBLANES, _LANES = 8, 128
+# (reduce, of, logits) -> float32[B, ⌈V / block⌉], see _by_block.
+ByBlock = Callable[..., jax.Array]
 # Measured on CPUs at V = 4096 and 32000: fewer rows are slower where all rows truncate, more rows where a fifth of them do.
 _ROWS_AT_A_TIME = 16
 
@@ -94,7 +97,7 @@ class Draw:
     behavior_logprob: chex.Array
 
 
-def draw(logits: jax.Array, uniform: jax.Array, sampling: Sampling, *, scoring_temperature: float) -> Draw:
+def draw(logits: jax.Array, uniform: jax.Array, sampling: Sampling, *, scoring_temperature: float, tiled: bool = False) -> Draw:
     """Draws a token of every row: temperature, top-k, top-p of what is left, min-p, then the inverse CDF at `uniform`.
 
     Made for a decode loop: one pass of exponentials over [B, V] serves greedy rows and rows at the scoring temperature. A second
@@ -105,6 +108,7 @@ def draw(logits: jax.Array, uniform: jax.Array, sampling: Sampling, *, scoring_t
       logits: float32[B, V], restricted to the response space: -inf on tokens outside of it, finite on at least one token.
       uniform: float32[B] in [0, 1). sampling: settings over B rows, traced.
       scoring_temperature: temperature of the policy's log-probs, above 0.
+      tiled: static: sums go over the tiles of a TPU. They are rounded in another order, and slower on CPUs.
 
     Returns:
       Draw over B rows. A token of probability 0 is never drawn, a greedy row draws the first of the most likely tokens. In
@@ -120,15 +124,16 @@ def draw(logits: jax.Array, uniform: jax.Array, sampling: Sampling, *, scoring_t
     B, V = logits.shape
     chex.assert_shape([uniform, *jax.tree.leaves(sampling)], (B,))
     block = _block_size(V)
+    by_block = functools.partial(_by_tile if tiled else _by_block, block=block)
     greedy = sampling.temperature <= 0
     # A greedy row needs no distribution to draw from, so its pass is that of the policy.
     temperature = jnp.where(greedy, scoring_temperature, sampling.temperature).astype(jnp.float32)
-    block_best = _by_block(jnp.max, lambda part: part, logits, block)
+    block_best = by_block(jnp.max, lambda part: part, logits)
     best = jnp.max(block_best, axis=-1)
-    full_mass = _by_block(jnp.sum, lambda part: _weights(part, best, temperature), logits, block)
+    full_mass = by_block(jnp.sum, lambda part: _weights(part, best, temperature), logits)
     full_total = jnp.sum(full_mass, axis=-1)
     truncates = ~greedy & ((sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0))
-    threshold, mass = _truncated(logits, best, temperature, sampling, truncates, full_mass, block)
+    threshold, mass = _truncated(logits, best, temperature, sampling, truncates, full_mass, by_block)
     behavior_total = jnp.sum(mass, axis=-1)
 
     mass = jnp.where(greedy[:, None], (block_best == best[:, None]).astype(jnp.float32), mass)
@@ -137,7 +142,7 @@ def draw(logits: jax.Array, uniform: jax.Array, sampling: Sampling, *, scoring_t
     shifted = _pick(logits, token) - best
     as_scored = temperature == jnp.float32(scoring_temperature)
     scoring = jnp.full(B, scoring_temperature, jnp.float32)
-    policy_total = _policy_total(logits, best, scoring, full_total, as_scored, block)
+    policy_total = _policy_total(logits, best, scoring, full_total, as_scored, by_block)
     policy_logprob = shifted * _inverse(scoring) - jnp.log(policy_total)
     behavior_logprob = shifted * _inverse(temperature) - jnp.log(behavior_total)
     # Equal but for how XLA orders the two sums; importance weights of such rows are to be 1 exactly.
@@ -146,12 +151,12 @@ def draw(logits: jax.Array, uniform: jax.Array, sampling: Sampling, *, scoring_t
 
 
 def _policy_total(
-    logits: jax.Array, best: jax.Array, scoring: jax.Array, full_total: jax.Array, as_scored: jax.Array, block: int
+    logits: jax.Array, best: jax.Array, scoring: jax.Array, full_total: jax.Array, as_scored: jax.Array, by_block: ByBlock
 ) -> jax.Array:
     """float32[B]: Σ exp((l − max l) / T) at the scoring temperature; full_total has it in the rows `as_scored`."""
 
     def scored_total() -> jax.Array:
-        mass = _by_block(jnp.sum, lambda part: _weights(part, best, scoring), logits, block)
+        mass = by_block(jnp.sum, lambda part: _weights(part, best, scoring), logits)
         return jnp.where(as_scored, full_total, jnp.sum(mass, axis=-1))
 
     return jax.lax.cond(jnp.all(as_scored), lambda: full_total, scored_total)
@@ -193,7 +198,7 @@ def _truncated(
     sampling: Sampling,
     truncates: jax.Array,
     full_mass: jax.Array,
-    block: int,
+    by_block: ByBlock,
 ) -> tuple[jax.Array, jax.Array]:
     """The least logit that stays in each row, float32[B], and the mass of each block from it on, float32[B, ⌈V / block⌉].
 
@@ -217,7 +222,7 @@ def _truncated(
         def kept(tokens: jax.Array) -> jax.Array:
             return jnp.where(tokens >= found[:, None], _weights(tokens, part_best, part_temperature), 0.0)
 
-        masses = _by_block(jnp.sum, kept, part, block)
+        masses = by_block(jnp.sum, kept, part)
         return done + rows, threshold.at[chosen].set(found), mass.at[chosen].set(masses)
 
     state = jnp.int32(0), jnp.full(B, -jnp.inf), full_mass
@@ -335,6 +340,16 @@ def _by_block(reduce: Callable[..., jax.Array], of: Callable[[jax.Array], jax.Ar
 
     The ragged end is cut off before `of` is applied. If it were padded, or cut off after `of`, XLA would make another [B, V].
     """
+    B, V = logits.shape
+    whole = V - V % block
+    blocks = reduce(of(logits[:, :whole]).reshape(B, -1, block), axis=-1)
+    if whole == V:
+        return blocks
+    return jnp.concatenate([blocks, reduce(of(logits[:, whole:]), axis=-1, keepdims=True)], axis=1)
+
+
+def _by_tile(reduce: Callable[..., jax.Array], of: Callable[[jax.Array], jax.Array], logits: jax.Array, block: int) -> jax.Array:
+    """As _by_block, by way of the columns of tiles: the logits are read as a TPU holds them."""
     B, V = logits.shape
     lanes = min(block, _LANES)
     whole = V - V % lanes

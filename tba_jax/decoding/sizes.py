@@ -10,6 +10,10 @@ _SHORTEST = 32
 # side by side, the longer that sample is compared with the others. With these shares log-normal lengths of sigma 0.8 keep slots
 # busy. More and smaller groups would have more prompts to read in each step.
 _HALF_UP_TO = 24
+# On TPUs, caches and windows of them have a multiple of this many entries, so that entries fill the tiles in which arrays are
+# laid out. Where they do not, XLA takes caches in another layout than the one that the decode loop computes in: every call of the
+# loop would copy all caches.
+_TILE = 16
 
 
 def arrange(slots: int, samples: int, ways: int, *, what: str = "") -> tuple[int, int]:
@@ -60,8 +64,13 @@ def buckets(prompt_length: int) -> tuple[int, ...]:
     return (*sorted(length for length in shorter if _SHORTEST <= length < prompt_length), prompt_length)
 
 
-def windows(entries: int, chunk: int) -> tuple[int, ...]:
+def in_tiles(entries: int, *, tiled: bool) -> int:
+    """The entries of a cache that holds at least so many. Args: tiled: see SlotsConfig."""
+    return -(-entries // _TILE) * _TILE if tiled else entries
+
+
+def windows(entries: int, chunk: int, *, tiled: bool = False) -> tuple[int, ...]:
     """Windows of the own caches, ascending, for as long as responses are short: quarters, each at least a chunk; the last is
     the whole."""
-    quarter = max(-(-entries // 4), chunk)
+    quarter = in_tiles(max(-(-entries // 4), chunk), tiled=tiled)
     return (*range(quarter, entries, quarter), entries)

@@ -3,8 +3,9 @@
 Slots stand in J groups of W. A group has `buffers` prompts at a time, and its slots may continue any of them: a slot that ends
 early begins a sample of the next prompt while the others finish. Each buffer has K places, one for a sample of its prompt. A slot
 continues the sample of one place; when the sample has ended, the slot takes the next place that waits. The own caches are rings
-with one position for all slots: entry `step mod R` belongs to this step whatever a slot has generated so far, and a slot attends
-to as many of the last entries as it has made. So a step writes each cache in one place, and nothing is ever moved.
+with one position for all slots: one entry belongs to this step whatever a slot has generated so far, and a slot attends to as
+many of the last entries as it has made. So a step writes each cache in one place. While all samples are short, the rings are the
+first entries of the caches, and no others are read (ring.py).
 
 B = J·W; K places of a buffer, one for each completion of its prompt; X = U·K places of a group.
 """
@@ -23,6 +24,7 @@ from jax.sharding import Mesh
 
 from tba_jax import sharding
 from tba_jax.decoding import sampling as sampling_lib
+from tba_jax.decoding import sizes
 from tba_jax.models import kv_cache
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.response_space import ResponseSpace
@@ -37,6 +39,8 @@ class SlotsConfig:
 
     graphdef: of the decoder, see kv_cache.define.
     chunk: most decode steps of one call; stop_accept: the accepting state of the stop strings' table, -1 without any.
+    tiled: the devices hold arrays in tiles, as TPUs do (`in_tiles`). Caches then fill tiles, and the loop reads parts of them
+      where they lie; elsewhere XLA would copy a part at every step, and the loop gets a copy that is made once a call.
     """
 
     model: DecoderConfig
@@ -50,6 +54,7 @@ class SlotsConfig:
     response_length: int
     chunk: int
     stop_accept: int = -1
+    tiled: bool = False
 
 
 @flax.struct.dataclass
@@ -84,14 +89,13 @@ class Prompts:
 
 @flax.struct.dataclass
 class Slots:
-    """The running state. own: per layer (keys, values) [B, G, R, H]; step: int32[], decode steps so far.
+    """The running state. own: per layer (keys, values) [B, G, R, H].
 
     place: int32[J, W], the place in 0..X-1 that a slot continues, -1 where it is idle; count: int32[J, W], response tokens so
     far, `token` the last of them; stop_state: int32[J, W]; waiting: bool[J, X], places whose samples have not begun.
     """
 
     own: kv_cache.Cache
-    step: chex.Array
     place: chex.Array
     count: chex.Array
     token: chex.Array
@@ -140,23 +144,19 @@ class Arrivals:
     samples: Samples
 
 
-# Caches have a multiple of this many entries, so that entries fill the tiles in which TPUs lay out arrays. Where they do not, XLA
-# takes caches in another layout than the one that the decode loop computes in: every call of the loop would copy all caches.
-_TILE = 16
-
-
-def _in_tiles(entries: int) -> int:
-    return -(-entries // _TILE) * _TILE
+def in_tiles(mesh: Mesh) -> bool:
+    """Whether the devices of a mesh hold arrays in tiles."""
+    return mesh.devices.flat[0].platform == "tpu"
 
 
 def prompt_entries(config: SlotsConfig) -> int:
     """The entries S of a buffer, at least the longest prompt."""
-    return _in_tiles(config.prompt_length)
+    return sizes.in_tiles(config.prompt_length, tiled=config.tiled)
 
 
 def own_entries(config: SlotsConfig) -> int:
     """The entries R of a slot's ring, at least those of a response; its last token needs none: nothing is predicted from it."""
-    return _in_tiles(max(config.response_length - 1, 1))
+    return sizes.in_tiles(max(config.response_length - 1, 1), tiled=config.tiled)
 
 
 def init(config: SlotsConfig) -> tuple[Prompts, Slots]:
@@ -188,7 +188,6 @@ def init(config: SlotsConfig) -> tuple[Prompts, Slots]:
     )
     slots = Slots(
         own=cache(J * W, own_entries(c)),
-        step=whole(),
         place=jnp.full((J, W), -1, jnp.int32),
         count=whole(J, W),
         token=whole(J, W),

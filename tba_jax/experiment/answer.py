@@ -1,20 +1,22 @@
 """What a dry run answers first: whether each role fits the devices that it would have, and how fast it could be at most."""
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
-from tba_jax.experiment import bounds, fitting, meshes, plan, smallest_mesh
+from tba_jax.experiment import bounds, fitting, meshes, placing, plan, smallest_mesh
 from tba_jax.experiment.composition import Experiment
 from tba_jax.models.hugging_face import load
 from tba_jax.rewards import task_models
-from tba_jax.roles import placement
+from tba_jax.roles import gpus, placement
+from tba_jax.roles.gpus import Gpu
 from tba_jax.run import machine
 from tba_jax.run.device_peaks import PEAKS
 
-# The share of a GPU that JAX takes where nobody says another one.
+# The share of a GPU that JAX takes for one process where nobody says another one.
 _DEFAULT_FRACTION = 0.75
 
 
@@ -33,25 +35,26 @@ class Devices:
 def describe(experiment: Experiment) -> str:
     """The answer of a dry run that compiles nothing: an estimate for this machine, bounds, and what was not checked."""
     there, refused = _here(experiment)
-    memory = plan.memory(experiment, {role: devices.count for role, devices in there.items()})
+    shapes = {role: meshes.shape(experiment, role=role, devices=devices.count) for role, devices in there.items()}
+    memory = plan.memory(experiment, shapes)
     lines = [f"{role:9}  {_verdict(experiment, role, devices, memory)}" for role, devices in there.items()]
     lines += [f"{role:9}  does not fit: {sentence}" for role, sentence in refused.items()]
     if there and all(devices.on_host for devices in there.values()):
         lines.append(f"together   {_together(experiment, there, memory)}")
     lines += [f"These are estimates from shapes, for this machine: {_machine(there)}.", ""]
-    lines += [*describe_bounds(experiment, there), "", plan.describe_memory(memory), ""]
+    lines += [*describe_bounds(experiment, there), "", plan.describe_memory(memory), "", placing.describe(experiment), ""]
     unchecked = ["the programs, which --compile and --topology compile", *unchecked_inputs(experiment)]
     return "\n".join([*lines, f"not checked: {'; '.join(unchecked)}", "--dry_run=full prints config and shapes as well"])
 
 
 def _here(experiment: Experiment) -> tuple[dict[str, Devices], dict[str, str]]:
     """Role -> what it has on this machine under --role=all; and role -> why that does not do."""
+    config, visible = experiment.config, gpus.visible()
+    roles = meshes.roles_of(config)
+    if visible and config.schedule.mode != "interleaved":
+        return _placed(experiment, roles, visible)
     found, refused = {}, {}
-    try:
-        dealt_out = _dealt_out(experiment.config)
-    except ValueError as error:  # there are too few GPUs to be dealt out
-        return {}, {"all roles": str(error)}
-    for role, devices in dealt_out.items():
+    for role, devices in (_in_one_process(roles, visible) if visible else _without_gpus(config, roles)).items():
         try:
             meshes.check(experiment, role=role, devices=devices.count)
             found[role] = devices
@@ -60,11 +63,46 @@ def _here(experiment: Experiment) -> tuple[dict[str, Devices], dict[str, str]]:
     return found, refused
 
 
-def _dealt_out(config: Any) -> dict[str, Devices]:
-    """Role -> its devices here; GPUs are not initialised. Raises ValueError, see placement.place."""
-    roles, names = meshes.roles_of(config), placement.visible_gpus()
-    if names:
-        return _gpus(config, roles, names)
+def _placed(experiment: Experiment, roles: Sequence[str], visible: Sequence[Gpu]) -> tuple[dict[str, Devices], dict[str, str]]:
+    """Of roles that are processes of their own, by the shares of GPUs that they are given."""
+    kind, limits = visible[0].kind, [int(gpu.memory * gpu.usable_share(1)) for gpu in visible if gpu.memory]
+    try:
+        placements = placing.place(experiment)
+    except ValueError as error:
+        if not limits:
+            return {}, {"all roles": str(error)}
+        # What a mesh of one role could do about it.
+        refused = {"all roles": str(error)}
+        for role in roles:
+            if told := _too_large(experiment, role, devices=len(visible), limit=min(limits)):
+                refused[role] = told
+        return {}, refused
+    found: dict[str, Devices] = {}
+    for name, placed in placements.items():  # the searchers have equal shares
+        mine = [gpu for gpu in visible if gpu.name in placed.gpus]
+        limit = min((int(gpu.memory * placed.memory_fraction) for gpu in mine if gpu.memory), default=None)
+        where = f"GPU{'s' if len(mine) > 1 else ''} {', '.join(placed.gpus)}, {placed.memory_fraction:.1%} of the memory"
+        found.setdefault(name.split("-")[0], Devices(count=len(mine), kind=kind, limit=limit, where=where))
+    return found, {}
+
+
+def _too_large(experiment: Experiment, role: str, *, devices: int, limit: int) -> str:
+    """About a role whose mesh has too little memory even on GPUs of its own; "" where it has enough."""
+    fewest = math.prod(meshes.shape(experiment, role=role, devices=None))
+    size = plan.on_device(plan.memory(experiment)[role])
+    if size <= limit:
+        return ""
+    numbers = f"about {fitting.in_words(size)} of {fitting.in_words(limit)} of {'a GPU' if fewest == 1 else f'each of {fewest} GPUs'} of its own"
+    return numbers + smallest_mesh.advice(experiment, role=role, devices=devices, limit=limit)
+
+
+def _in_one_process(roles: Sequence[str], visible: Sequence[Gpu]) -> dict[str, Devices]:
+    limit = min((int(gpu.memory * _DEFAULT_FRACTION) for gpu in visible if gpu.memory), default=None)
+    where = f"all GPUs, {_DEFAULT_FRACTION:.0%} of the memory, which the roles share"
+    return {role: Devices(count=len(visible), kind=visible[0].kind, limit=limit, where=where) for role in roles}
+
+
+def _without_gpus(config: Any, roles: Sequence[str]) -> dict[str, Devices]:
     first, count = jax.devices()[0], len(jax.devices())
     if first.platform != "cpu":
         limit = fitting.device_memory(first)
@@ -72,23 +110,6 @@ def _dealt_out(config: Any) -> dict[str, Devices]:
     counts = {role: max(config.searchers.cpu_devices, count) if role == "searcher" else count for role in roles}
     limit = machine.memory()
     return {role: Devices(count=counts[role], kind="cpu", limit=limit, where="the CPU", on_host=True) for role in roles}
-
-
-def _gpus(config: Any, roles: Sequence[str], names: Sequence[str]) -> dict[str, Devices]:
-    if config.schedule.mode == "interleaved":
-        shares = dict.fromkeys(roles, (tuple(names), 0.0))
-    else:
-        placed = placement.place(config, cpus=placement.available_cpus(), gpus=names)
-        shares = {}
-        for name, each in placed.items():  # the searchers have equal shares
-            shares.setdefault(name.split("-")[0], (each.gpus, each.memory_fraction))
-    found = {}
-    for role, (own, fraction) in shares.items():
-        known = [gpu for name in own if (gpu := machine.gpu(name))]
-        limit = min((int(gpu.total * (fraction or _DEFAULT_FRACTION)) for gpu in known), default=None)
-        where = f"GPU{'s' if len(own) > 1 else ''} {', '.join(own)}, of which it takes {fraction or _DEFAULT_FRACTION:.0%}"
-        found[role] = Devices(count=len(own), kind=known[0].kind if known else "GPU", limit=limit, where=where)
-    return found
 
 
 def _machine(there: Mapping[str, Devices]) -> str:

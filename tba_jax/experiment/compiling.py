@@ -5,14 +5,13 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
-
-from tba_jax.experiment import answer, composition, meshes, plan, smallest_mesh, topologies
+from tba_jax.experiment import answer, composition, meshes, placing, plan, smallest_mesh, topologies
 from tba_jax.experiment.fitting import UNITS, Fit, Measure, device_memory, in_words, unit_of
 from tba_jax.experiment.joining import Invocation, check_dry_run
 from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.programs import Program
 from tba_jax.rewards import task_models
+from tba_jax.roles import gpus
 from tba_jax.run import layout, machine
 from tba_jax.text.visible import visible
 
@@ -67,8 +66,8 @@ def fit(experiment: composition.Experiment, run: layout.RunDir, *, role: str, de
     """Compiles the programs of a role. Args: devices: of the role, and what they are called."""
     config = experiment.config[meshes.SECTIONS[role]]
     own = config.task_devices if role != "trainer" else 0
-    sizes = dict(zip(("data", "fsdp", "tensor"), meshes.shape(experiment, role=role, devices=len(devices)), strict=True))
-    mesh = " × ".join(f"{axis}={size}" for axis, size in sizes.items())
+    shape = meshes.shape(experiment, role=role, devices=len(devices))
+    mesh = " × ".join(f"{axis}={size}" for axis, size in zip(("data", "fsdp", "tensor"), shape, strict=True))
     on_host = len(devices) if devices[0].platform == "cpu" else 0
     measure = Measure()
     found = RoleFit(
@@ -81,7 +80,7 @@ def fit(experiment: composition.Experiment, run: layout.RunDir, *, role: str, de
     )
     if on_host or found.limit is None or found.takes <= found.limit:
         return found
-    estimate = plan.on_device(plan.memory(experiment, {role: len(devices)})[role])
+    estimate = plan.on_device(plan.memory(experiment, {role: shape})[role])
     scale = found.worst.peak / estimate
     advice = smallest_mesh.advice(experiment, role=role, devices=len(devices) - own, limit=found.limit, scale=scale)
     return dataclasses.replace(found, mesh=advice)
@@ -184,19 +183,22 @@ def dry_run(s: Invocation, *, asked: Mapping[str, str], role: str, full: bool) -
     wanted = [role] if role != "all" else [each for each in meshes.roles_of(s.config) if each in asked or not asked]
     if missing := [each for each in wanted if asked and each not in asked]:
         raise ValueError(f"--topology names no topology for --role={missing[0]}")
-    devices = {each: topologies.devices(asked[each]) if asked else jax.devices() for each in wanted}
+    devices = {each: topologies.devices(asked[each]) if asked else gpus.jax_devices() for each in wanted}
+    experiments = {each: s.experiment.on_device(its[0]) for each, its in devices.items()}
     found = Mistakes()
     for each, its in devices.items():
-        found.attempt(meshes.check, s.experiment, role=each, devices=len(its))
+        found.attempt(meshes.check, experiments[each], role=each, devices=len(its))
     found.attempt(check_dry_run, s)
     found.end()
 
     def job() -> int:
-        found = [fit(s.experiment, s.run, role=each, devices=its, name=asked.get(each, "")) for each, its in devices.items()]
+        found = [fit(experiments[each], s.run, role=each, devices=its, name=asked.get(each, "")) for each, its in devices.items()]
         there = {
             each: answer.Devices(count=len(its), kind=its[0].device_kind, limit=None, where="") for each, its in devices.items()
         }
         parts = [describe(found, config=s.config, bounds=answer.describe_bounds(s.experiment, there))]
+        if not asked:
+            parts.append(placing.describe(s.experiment))
         if unchecked := answer.unchecked_inputs(s.experiment):
             parts.append(f"not checked: {'; '.join(unchecked)}")
         print(visible("\n\n".join([*parts, *([plan.describe(s.experiment)] if full else [])])))

@@ -33,6 +33,10 @@ class Experiment:
     queries: dict[str, prompts.EncodedQueries]
     skipped: dict[str, int]
 
+    def on_device(self, device: Any) -> "Experiment":
+        """The experiment of a role whose devices are of this kind, see Policy.on_device."""
+        return dataclasses.replace(self, policy=self.policy.on_device(device))
+
 
 @dataclasses.dataclass(frozen=True)
 class _Named:

@@ -5,14 +5,16 @@ import dataclasses
 import logging
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from tba_jax.experiment import answer, composition, initial_policy, meshes, plan, schedule_changes
+from tba_jax import sharding
+from tba_jax.experiment import answer, composition, initial_policy, meshes, placing, plan, schedule_changes
 from tba_jax.experiment.joining import Invocation, check_dry_run, join, mistakes_end_the_role, with_schedule_of_run
 from tba_jax.experiment.mistakes import Mistakes
+from tba_jax.models import hardware
 from tba_jax.rewards import task_models
-from tba_jax.roles import placement, supervisor
+from tba_jax.roles import gpus, placement, supervisor
 from tba_jax.roles import progress as progress_lib
 from tba_jax.roles.searcher.loop import run_searcher, wait_for_run
 from tba_jax.roles.searcher.searcher import Searcher
@@ -29,18 +31,31 @@ Job = Callable[[], int]
 
 
 def _check_devices(experiment: composition.Experiment, *roles: str) -> None:
-    """Raises ValueError where the meshes of roles that run in this process do not fit its devices."""
-    import jax
-
-    found = Mistakes()
-    found.require(
-        experiment.config.model.attention != "cudnn" or jax.default_backend() == "gpu",
-        f"model.attention=cudnn needs an NVIDIA GPU; JAX found {jax.default_backend()}",
-    )
+    """Raises ValueError where JAX misses GPUs of this process, or the meshes of roles that run in it do not fit its devices."""
+    devices, found = gpus.jax_devices(), Mistakes()
+    found.attempt(hardware.check, experiment.policy.model, hardware.of(devices[0]))
     for role in roles:
-        found.attempt(meshes.check, experiment, role=role, devices=len(jax.devices()))
+        found.attempt(meshes.check, experiment, role=role, devices=len(devices))
         found.attempt(task_models.check, experiment.task, role=role)
     found.end()
+
+
+def _on_devices(s: Invocation, *roles: str, name: str = "") -> Invocation:
+    """The invocation as the devices of this process compute it. The first line of a role's log says what they are.
+
+    Args: name: of the role, if not its own.
+    """
+    devices = gpus.jax_devices()
+    experiment = s.experiment.on_device(devices[0])
+    for role in roles:
+        sizes = zip(sharding.MESH_AXES, meshes.shape(experiment, role=role, devices=len(devices)), strict=True)
+        mesh = " × ".join(f"{axis}={size}" for axis, size in sizes)
+        compute = experiment.policy.model.compute_dtype
+        log.info(
+            "%s: backend %s, %d × %s, %s.mesh %s, model.compute_dtype=%s",
+            *(name or role, devices[0].platform, len(devices), devices[0].device_kind, meshes.SECTIONS[role], mesh, compute),
+        )
+    return dataclasses.replace(s, experiment=experiment)
 
 
 def dry_run(s: Invocation, *, full: bool) -> Job:
@@ -51,7 +66,8 @@ def dry_run(s: Invocation, *, full: bool) -> Job:
     check_dry_run(s)
 
     def job() -> int:
-        print(visible(answer.describe(s.experiment) + ("\n\n" + plan.describe(s.experiment) if full else "")))
+        parts = [answer.describe(s.experiment), *([plan.describe(s.experiment)] if full else [])]
+        print(visible("\n\n".join(parts)))
         return 0
 
     return job
@@ -75,8 +91,9 @@ def reference(s: Invocation) -> Job:
     join(s, may_change_schedule=False, check=lambda: _check_devices(s.experiment, "trainer"))
 
     def job() -> int:
+        here = _on_devices(s, "trainer", name="reference")
         with mistakes_end_the_role():
-            _make_reference(s)
+            _make_reference(here)
         return 0
 
     return job
@@ -128,6 +145,7 @@ def trainer(s: Invocation) -> Job:
 
     EpochLease.refuse_if_held(s.run.journal)
     join(s, may_change_schedule=True, check=lambda: _check_devices(s.experiment, "trainer"))
+    s = _on_devices(s, "trainer")
     made, lease = make_trainer(s, publish_every_steps=s.config.publish.every_steps)
     stop = processes_lib.StopSignal()
 
@@ -159,6 +177,7 @@ def searcher(s: Invocation) -> Job:
     stop = processes_lib.StopSignal(patience_seconds=s.config.searchers.stop_seconds)
 
     def job() -> int:
+        here = _on_devices(s, "searcher")
         if contract_lib.is_finished(s.run):
             log.info(
                 "the run in %s has finished its %d steps: nothing is left to search", s.run.shared, contract_lib.steps_of(s.run)
@@ -166,8 +185,8 @@ def searcher(s: Invocation) -> Job:
             return 0
         if not wait_for_run(s.run, poll_seconds=s.config.searchers.poll_seconds, stop=stop):
             return 0
-        joined, account = with_schedule_of_run(s, role="searcher"), TimeAccount()
-        with _started_task(s, s.config.searchers.task_devices):
+        joined, account = with_schedule_of_run(here, role="searcher"), TimeAccount()
+        with _started_task(here, s.config.searchers.task_devices):
             made = make_searcher(joined, name=s.name or "searcher", account=account)
             run_searcher(made, joined.config, s.run, name=s.name or made.writer, account=account, stop=stop)
         return 0
@@ -197,9 +216,10 @@ def evaluator(s: Invocation) -> Job:
     stop = processes_lib.StopSignal()
 
     def job() -> int:
+        here = _on_devices(s, "evaluator")
         if wait_for_run(s.run, poll_seconds=s.config.searchers.poll_seconds, stop=stop):
-            joined = with_schedule_of_run(s, role="evaluator")
-            with _started_task(s, s.config.evaluation.task_devices):
+            joined = with_schedule_of_run(here, role="evaluator")
+            with _started_task(here, s.config.evaluation.task_devices):
                 run_evaluator(make_evaluator(joined.experiment, s.run), joined.config, s.run, account=TimeAccount(), stop=stop)
         return 0
 
@@ -237,13 +257,14 @@ def _in_turn(s: Invocation) -> Job:
     progress = _progress(s, searchers=1)
 
     def job() -> int:
+        here = _on_devices(s, *meshes.roles_of(s.config))
         with mistakes_end_the_role():
-            made, lease = make_trainer(s, publish_every_steps=1)
+            made, lease = make_trainer(here, publish_every_steps=1)
         # From here on a signal waits for the end of a step. Before, it ends the process at once: a warm start may take minutes.
         stop = processes_lib.StopSignal()
-        with _started_task(s, s.config.searchers.task_devices):
-            search = make_searcher(s, name="searcher-0", account=made.account)
-            evaluate = make_evaluator(s.experiment, s.run) if s.config.evaluation.enabled else None
+        with _started_task(here, s.config.searchers.task_devices):
+            search = make_searcher(here, name="searcher-0", account=made.account)
+            evaluate = make_evaluator(here.experiment, s.run) if s.config.evaluation.enabled else None
             finished = run_interleaved(made, search, evaluate, s.run, stop=stop, progress=progress)
             lease.release()
         code = 0 if finished else processes_lib.STOPPED
@@ -255,41 +276,35 @@ def _in_turn(s: Invocation) -> Job:
 
 def _devices_for_all() -> int:
     """How many JAX devices each process sees where there are no GPUs to share. Raises ValueError where they are a TPU's."""
-    import jax
-
-    if jax.devices()[0].platform == "tpu":
+    devices = gpus.jax_devices()
+    if devices[0].platform == "tpu":
         raise ValueError(
             "--role=all cannot divide a host's TPU between processes: start each role on a host of its own, "
             "or set schedule.mode=interleaved"
         )
-    return len(jax.devices())
+    return len(devices)
 
 
-def _check_placements(s: Invocation, placements: Mapping[str, placement.Placement]) -> None:
-    """Raises ValueError where the meshes of roles do not fit the devices that their processes will have."""
-    found = Mistakes()
-    for name, placed in placements.items():
-        if placed.gpus:
-            found.attempt(meshes.check, s.experiment, role=name.split("-")[0], devices=len(placed.gpus))
-    if not any(placed.gpus for placed in placements.values()):
-        devices = _devices_for_all()
-        found.attempt(_check_devices, s.experiment, *{name.split("-")[0] for name in placements} - {"searcher"})
-        if s.config.searchers.count:
-            # The process of a searcher splits the CPU into searchers.cpu_devices.
-            split = max(s.config.searchers.cpu_devices, devices)
-            found.attempt(meshes.check, s.experiment, role="searcher", devices=split)
-            found.attempt(task_models.check, s.experiment.task, role="searcher")
+def _check_processes(s: Invocation, names: Collection[str]) -> None:
+    """Raises ValueError where the meshes of roles do not fit the devices that their processes see where there are no GPUs."""
+    devices, found = _devices_for_all(), Mistakes()
+    found.attempt(_check_devices, s.experiment, *{name.split("-")[0] for name in names} - {"searcher"})
+    if s.config.searchers.count:
+        # The process of a searcher splits the CPU into searchers.cpu_devices.
+        split = max(s.config.searchers.cpu_devices, devices)
+        found.attempt(meshes.check, s.experiment, role="searcher", devices=split)
+        found.attempt(task_models.check, s.experiment.task, role="searcher")
     found.end()
 
 
 def _as_processes(s: Invocation) -> Job:
     """Each role as a process of its own, under a supervisor in this process."""
-    cpus, gpus = placement.available_cpus(), placement.visible_gpus()
     placements: dict[str, placement.Placement] = {}
 
     def check() -> None:
-        placements.update(placement.place(s.config, cpus=cpus, gpus=gpus))
-        _check_placements(s, placements)
+        placements.update(placing.place(s.experiment))
+        if not placements["trainer"].gpus:
+            _check_processes(s, placements)
 
     EpochLease.refuse_if_held(s.run.journal)
     join(s, may_change_schedule=True, check=check)
@@ -302,7 +317,7 @@ def _as_processes(s: Invocation) -> Job:
     stop = processes_lib.StopSignal()
 
     def job() -> int:
-        progress = _progress(s, searchers=s.config.searchers.count)
+        progress = _progress(s, searchers=sum(name.startswith("searcher-") for name in placements))
         run = dataclasses.replace(s.run, id=contract_lib.read(s.run)["id"])
         processes = supervisor.Supervisor(
             run, max_restarts=s.config.supervisor.max_restarts, stop_seconds=s.config.supervisor.stop_seconds
@@ -310,7 +325,7 @@ def _as_processes(s: Invocation) -> Job:
         try:
             code = 0
             if not places.exists(s.run.initial_reference):
-                whole = placement.Placement(cpus=cpus, gpus=placements["trainer"].gpus)
+                whole = placement.Placement(cpus=placement.available_cpus(), gpus=placements["trainer"].gpus)
                 first = {"reference": (arguments("reference", "reference"), whole)}
                 code = processes.run(first, until=list(first), progress=progress, stop=stop, proof=s.run.initial_reference)
             code = code or processes.run(commands, until=until, progress=progress, stop=stop)

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from tba_jax.experiment.mistakes import Mistakes
+from tba_jax.models import attention
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.hugging_face import load
 from tba_jax.models.lora import LoraConfig
@@ -78,5 +79,5 @@ def _check_kernel(model: DecoderConfig) -> None:
         return
     if model.compute_dtype != "bfloat16":
         raise ValueError(f"model.attention=cudnn needs model.compute_dtype=bfloat16, not {model.compute_dtype}")
-    if model.head_size % 8 or model.head_size > 128:
+    if not attention.cudnn_takes(model.head_size):
         raise ValueError(f"model.attention=cudnn takes heads of a multiple of 8 up to 128, the model's are {model.head_size}")

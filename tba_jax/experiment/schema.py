@@ -112,9 +112,11 @@ c.model.kv_heads = setting(4, at_least=1)
 c.model.head_size = setting(32, at_least=1)
 c.model.ffn = setting(384, at_least=1)
 c.model.tied_embedding = True
-c.model.compute_dtype = setting("float32", one_of=("float32", "bfloat16"))  # weights and sums of log-probs are always float32
-# The kernel of attention over whole sequences. auto: cudnn on NVIDIA GPUs in bfloat16, else xla.
-c.model.attention = setting("auto", one_of=("auto", "xla", "cudnn"))
+# Master weights and sums of log-probs are always float32. A GPU without bfloat16 computes in float32 instead and says so.
+c.model.compute_dtype = setting("float32", one_of=("float32", "bfloat16"))
+# The kernel of attention over whole sequences. auto: splash on TPUs, cudnn on NVIDIA GPUs in bfloat16, else xla. A GPU that lacks
+# cuDNN's flash attention uses xla instead and says so.
+c.model.attention = setting("auto", one_of=("auto", "xla", "cudnn", "splash"))
 
 # Low-rank adapters: only they are trained and published. (contract)
 c.lora = ConfigDict()
@@ -164,7 +166,7 @@ c.searchers.weights = setting("full", one_of=("full", "int8"))  # int8: weight-o
 c.searchers.logit_megabytes = setting(128, at_least=1)  # most memory of logits on a device while the reference scores
 # Tokens of the rows that the reference scores at a time on each device, at least one row, which has P + R; 0: the whole batch.
 c.searchers.score_tokens = setting(65_536, at_least=0)
-c.searchers.memory_fraction = setting(0.2, at_least=0, at_most=1)  # of each searcher, if roles share a GPU
+c.searchers.memory_fraction = setting(0.0, at_least=0, at_most=1)  # of a GPU, for each searcher of --role=all; 0: by need
 c.searchers.mesh = ConfigDict(dict(data=-1, fsdp=1, tensor=1))  # data=-1: all devices that are left
 
 c.replay = ConfigDict()
@@ -249,7 +251,7 @@ c.learner.weight_decay = setting(0.0, at_least=0)
 c.learner.clip_norm = setting(1.0, at_least=0)  # of the gradient; 0: off
 c.learner.logprob_gap_every_steps = setting(50, at_least=0, free=True)  # compares searchers' log-probs with the learner's; 0: off
 c.learner.logprob_gap_limit = setting(0.0, at_least=0, free=True)  # nats a token; 0: 1e-3 in float32, 0.1 in bfloat16
-c.learner.memory_fraction = setting(0.45, at_least=0, at_most=1, free=True)  # if roles share a GPU
+c.learner.memory_fraction = setting(0.0, at_least=0, at_most=1, free=True)  # of its GPUs, under --role=all; 0: by need
 c.learner.mesh = ConfigDict()
 c.learner.mesh.data = setting(-1, free=True)  # -1: all devices that are left
 c.learner.mesh.fsdp = setting(1, free=True)
@@ -276,7 +278,7 @@ c.evaluation.task_devices = setting(0, at_least=0)  # as searchers.task_devices
 c.evaluation.logit_megabytes = setting(128, at_least=1)  # as searchers.logit_megabytes
 c.evaluation.score_tokens = setting(65_536, at_least=0)  # as searchers.score_tokens
 c.evaluation.samples = setting(8, at_least=0)  # decoded responses in each report
-c.evaluation.memory_fraction = setting(0.1, at_least=0, at_most=1)  # if roles share a GPU
+c.evaluation.memory_fraction = setting(0.0, at_least=0, at_most=1)  # as searchers.memory_fraction
 c.evaluation.mesh = ConfigDict(dict(data=-1, fsdp=1, tensor=1))
 
 c.schedule = ConfigDict()

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from tba_jax import sharding
+from tba_jax.models import splash_attention
 from tba_jax.models.config import DecoderConfig, ModelConfig, RopeScaling
 from tba_jax.models.layers import Einsum, Norm
 
@@ -97,33 +99,52 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 
 def attend(
-    query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None, *, causal: bool, kernel: str, window: int = 0
+    query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None, *, causal: bool, kernel: str, window: int = 0
 ) -> jax.Array:
     """Attention over whole sequences.
 
     Args:
-      query: [B, T, N, H]; key, value: [B, T, G, H]. mask: bool[B, 1, T, T] (query, key), or None.
-      kernel: "xla", "cudnn" (flash attention on NVIDIA GPUs), or "auto": cudnn where it can be used.
+      query: [B, T, N, H]; key, value: [B, T, G, H].
+      segments: int32[B, T], at least 0; a token attends to the tokens of its segment. None: a row is one segment.
+      kernel: "xla", "cudnn" (flash attention on NVIDIA GPUs), "splash" (on TPUs; on other devices it is interpreted, which is
+        for tests), or "auto": what `fastest` says.
       window: with causal attention, a query attends to at most this many tokens, the last of which is itself; 0: to all.
 
     Returns:
       [B, T, N, H]; softmax in float32.
     """
-    fits = query.dtype in (jnp.bfloat16, jnp.float16) and query.shape[-1] % 8 == 0 and query.shape[-1] <= 128
-    usable = kernel == "auto" and jax.default_backend() == "gpu" and fits
-    implementation: Literal["xla", "cudnn"] = "cudnn" if kernel == "cudnn" or usable else "xla"
+    platform = sharding.platform()
+    if kernel == "auto":
+        kernel = fastest(platform, query.dtype, query.shape[-1])
+    if kernel == "splash":
+        masks: dict[str, Any] = dict(causal=causal, window=window)
+        return splash_attention.attend(query, key, value, segments, **masks, interpret=platform != "tpu")
+    mask = None if segments is None else segments[:, None, :, None] == segments[:, None, None, :]
+    implementation: Literal["xla", "cudnn"] = "cudnn" if kernel == "cudnn" else "xla"
     local = (window - 1, 0) if window else None
     return jax.nn.dot_product_attention(
         query, key, value, mask=mask, is_causal=causal, local_window_size=local, implementation=implementation
     )
 
 
-def whole_rows(B: int, T: int, mask: jax.Array | None, *, causal: bool, kernel: str, window: int = 0) -> Attend:
+def fastest(platform: str, dtype: Any, head_size: int) -> str:
+    """The kernel that "auto" stands for: "splash" on TPUs, "cudnn" on GPUs where it takes dtype and heads, else "xla"."""
+    if platform == "tpu":
+        return "splash"
+    return "cudnn" if platform == "gpu" and dtype == jnp.bfloat16 and cudnn_takes(head_size) else "xla"
+
+
+def cudnn_takes(head_size: int) -> bool:
+    """Whether cuDNN's flash attention computes heads of this size."""
+    return head_size % 8 == 0 and head_size <= 128
+
+
+def whole_rows(B: int, T: int, segments: jax.Array | None, *, causal: bool, kernel: str, window: int = 0) -> Attend:
     """The `attend` of B whole sequences of T tokens. It keeps key and value [B, T, G, H]. Args: see attend."""
 
     def attend_rows(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, Any]:
         query, key, value = (x.reshape(B, T, *x.shape[1:]) for x in (query, key, value))
-        attended = attend(query, key, value, mask, causal=causal, kernel=kernel, window=window)
+        attended = attend(query, key, value, segments, causal=causal, kernel=kernel, window=window)
         return attended.reshape(B * T, *attended.shape[2:]), (key, value)
 
     return attend_rows
@@ -143,17 +164,26 @@ def last_of_prompt(cache: tuple[jax.Array, ...], before: jax.Array) -> Attend:
 
 
 def one_token(
-    prompt: tuple[jax.Array, ...], own: tuple[jax.Array, ...], entry: jax.Array, prompt_mask: jax.Array, own_mask: jax.Array
+    prompt: tuple[jax.Array, ...],
+    own: tuple[jax.Array, ...],
+    entry: jax.Array,
+    prompt_mask: jax.Array,
+    own_mask: jax.Array,
+    *,
+    least_rows: int = 1,
 ) -> Attend:
     """The `attend` of one new token in each row. It keeps the row's own keys and values, with the new token's at `entry`.
 
-    Args: entry: int32[]; for the others see attend_in_two_parts.
+    Args:
+      entry: int32[]; for the others see attend_in_two_parts. Caches may have more entries than the masks, which are not read.
     """
+    prompt = tuple(x[:, :, : prompt_mask.shape[-1]] for x in prompt)
 
     def attend_cached(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, Any]:
         write = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=entry, axis=2)
         kept = tuple(write(cached, new[:, :, None]) for cached, new in zip(own, (key, value), strict=True))
-        return attend_in_two_parts(query, prompt, kept, prompt_mask, own_mask), kept
+        read = tuple(x[:, :, : own_mask.shape[-1]] for x in kept)
+        return attend_in_two_parts(query, prompt, read, prompt_mask, own_mask, least_rows=least_rows), kept
 
     return attend_cached
 
@@ -164,6 +194,8 @@ def attend_in_two_parts(
     own: tuple[jax.Array, ...],
     prompt_mask: jax.Array,
     own_mask: jax.Array,
+    *,
+    least_rows: int = 1,
 ) -> jax.Array:
     """Attention of one new token a row: to the prompt that its group shares and to its own continuation, one softmax over both.
 
@@ -172,6 +204,8 @@ def attend_in_two_parts(
     Args:
       query: [B, N, H] with B = J·W; prompt: keys and values [J, G, S, H]; own: keys and values [B, G, R, H].
       prompt_mask: bool[J, W, S]; own_mask: bool[B, R].
+      least_rows: static: a matrix product has so many rows of queries; rows of zeros are added. On TPUs 2: XLA computes a product
+        of one row in other units, and copies the caches of the whole decode loop into another layout for them.
 
     Returns:
       [B, N, H]; softmax in float32. Rows that attend to nothing are finite.
@@ -190,18 +224,22 @@ def attend_in_two_parts(
         """The inverse of by_group."""
         return x.swapaxes(1, 2).reshape(B, G, *x.shape[3:])
 
+    def product(equation: str, rows: jax.Array, cache: jax.Array, **options: Any) -> jax.Array:
+        added = max(0, least_rows - rows.shape[2])
+        return jnp.einsum(equation, jnp.pad(rows, ((0, 0), (0, 0), (0, added), (0, 0))), cache, **options)[:, :, : rows.shape[2]]
+
     own_query = query.reshape(B, G, n, H)
     prompt_query = by_group(own_query).reshape(J, G, W * n, H)
-    prompt_scores = jnp.einsum("JGxH,JGSH->JGxS", prompt_query, prompt_keys, preferred_element_type=jnp.float32)
+    prompt_scores = product("JGxH,JGSH->JGxS", prompt_query, prompt_keys, preferred_element_type=jnp.float32)
     prompt_scores = prompt_scores.reshape(J, G, W, n, S) * scale
     prompt_scores = jnp.where(prompt_mask[:, None, :, None, :], prompt_scores, _MASKED)
-    own_scores = jnp.einsum("BGnH,BGRH->BGnR", own_query, own_keys, preferred_element_type=jnp.float32) * scale
+    own_scores = product("BGnH,BGRH->BGnR", own_query, own_keys, preferred_element_type=jnp.float32) * scale
     own_scores = jnp.where(own_mask[:, None, None, :], own_scores, _MASKED)
     largest = jnp.maximum(by_row(jnp.max(prompt_scores, axis=-1)), jnp.max(own_scores, axis=-1))
     prompt_weights = jnp.exp(prompt_scores - by_group(largest)[..., None])
     own_weights = jnp.exp(own_scores - largest[..., None])
     total = by_row(jnp.sum(prompt_weights, axis=-1)) + jnp.sum(own_weights, axis=-1)
-    of_prompt = jnp.einsum("JGxS,JGSH->JGxH", prompt_weights.reshape(J, G, W * n, S).astype(dtype), prompt_values)
-    of_own = jnp.einsum("BGnR,BGRH->BGnH", own_weights.astype(dtype), own_values)
+    of_prompt = product("JGxS,JGSH->JGxH", prompt_weights.reshape(J, G, W * n, S).astype(dtype), prompt_values)
+    of_own = product("BGnR,BGRH->BGnH", own_weights.astype(dtype), own_values)
     attended = (by_row(of_prompt.reshape(J, G, W, n, H)) + of_own) / total[..., None]
     return attended.astype(dtype).reshape(B, N, H)

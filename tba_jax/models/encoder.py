@@ -76,12 +76,13 @@ class Encoder(nnx.Module):
         chex.assert_equal_shape([tokens, token_mask] if token_types is None else [tokens, token_mask, token_types])
         _check_length(tokens.shape, c)
         B, T = tokens.shape
-        positions, mask = positions_and_mask(token_mask, config=c)
-        attend = attention.whole_rows(B, T, mask, causal=False, kernel=c.attention)
-        segments = jnp.zeros_like(tokens) if token_types is None else token_types
+        # Real tokens are one segment and padding is another, so that a row without real tokens has something to attend to.
+        attend = attention.whole_rows(B, T, token_mask.astype(jnp.int32), causal=False, kernel=c.attention)
+        positions = positions_of(token_mask, config=c)
+        types = jnp.zeros_like(tokens) if token_types is None else token_types
         x = self.embedding(tokens.reshape(-1), dtype=c.compute_dtype)
         x = x + self.position_embedding(positions.reshape(-1), dtype=c.compute_dtype)
-        x = x + self.token_type_embedding(segments.reshape(-1), dtype=c.compute_dtype)
+        x = x + self.token_type_embedding(types.reshape(-1), dtype=c.compute_dtype)
         x = self.embedding_norm(sharding.constrain(x, "tD"))
         x = parameters.scan(lambda block, x, _: block(x, attend), self.layers, x, dtype=c.compute_dtype, policy=None)
         return x.reshape(B, T, -1)
@@ -129,19 +130,8 @@ def _check_length(shape: Sequence[int], config: EncoderConfig) -> None:
         )
 
 
-def positions_and_mask(token_mask: jax.Array, *, config: EncoderConfig) -> tuple[jax.Array, jax.Array]:
-    """Positions and attention mask of right-padded rows.
-
-    Args:
-      token_mask: bool[B, T], true on real tokens.
-
-    Returns:
-      positions int32[B, T]; mask bool[B, 1, T, T] (query, key): every query attends to the real tokens. A row without any
-      attends to its padding, so that no row of the softmax is empty.
-    """
-    B, T = token_mask.shape
-    positions = jnp.broadcast_to(jnp.arange(T), (B, T))
+def positions_of(token_mask: jax.Array, *, config: EncoderConfig) -> jax.Array:
+    """int32[B, T]: the positions of right-padded rows. Args: token_mask: bool[B, T], true on real tokens."""
     if config.position_offset:
-        positions = jnp.cumsum(token_mask, axis=1) * token_mask + config.position_offset - 1
-    keys = token_mask | ~jnp.any(token_mask, axis=1, keepdims=True)
-    return positions, jnp.broadcast_to(keys[:, None, None, :], (B, 1, T, T))
+        return jnp.cumsum(token_mask, axis=1) * token_mask + config.position_offset - 1
+    return jnp.broadcast_to(jnp.arange(token_mask.shape[1]), token_mask.shape)

@@ -2,12 +2,13 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from tba_jax.models import decoder, kv_cache, parameters
+from tba_jax.models import decoder, hardware, kv_cache, parameters
 from tba_jax.models import lora as lora_lib
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.decoder import Decoder
@@ -21,6 +22,10 @@ class Policy:
 
     model: DecoderConfig
     lora: lora_lib.LoraConfig | None = None
+
+    def on_device(self, device: Any) -> "Policy":
+        """The policy as a role computes it on devices of this kind, see hardware.suited. Says what is not as it was asked for."""
+        return dataclasses.replace(self, model=hardware.on_device(self.model, device, section="model"))
 
     @functools.cached_property
     def base(self) -> Definition[Decoder]:

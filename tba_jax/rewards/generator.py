@@ -13,7 +13,7 @@ from tba_jax import sharding
 from tba_jax.decoding import sampling
 from tba_jax.decoding.engine import Engine
 from tba_jax.decoding.requests import Request
-from tba_jax.models import decoder, scoring
+from tba_jax.models import decoder, hardware, scoring
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.hugging_face import load as load_lib
 from tba_jax.rewards import language_model
@@ -62,6 +62,7 @@ class TextGenerator:
         extra_ends = _extra_ends(folder, tokenizer)
         ends = _end_strings(extra_ends, tokenizer, config.vocab, called=called)
         if load:
+            config = hardware.on_device(config, mesh.devices.flat[0], section=prefix.rpartition(".")[0])
             banned = {*tokenizer.special_ids, *range(tokenizer.vocab_size, config.vocab)} - {*extra_ends, tokenizer.eos_id}
             self._engine = self._load(folder, config, mesh, banned=banned, ends=ends, called=called)
 
@@ -90,7 +91,7 @@ class TextGenerator:
         except ValueError as error:
             raise ValueError(f"{called}: {error}") from error
         shardings = decoder.define(config).shardings(devices)
-        engine.set_policy(load_lib.load_params(folder, config, shardings, dtype=settings.compute_dtype), 0)
+        engine.set_policy(load_lib.load_params(folder, config, shardings, dtype=config.compute_dtype), 0)
         return engine
 
     def __call__(self, texts: Sequence[str], seed: int) -> list[str]:

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from tba_jax import sharding
-from tba_jax.models import decoder, encoder, heads, parameters
+from tba_jax.models import decoder, encoder, hardware, heads, parameters
 from tba_jax.models.config import DecoderConfig, EncoderConfig
 from tba_jax.models.hugging_face import files
 from tba_jax.models.hugging_face import load as load_lib
@@ -126,15 +126,16 @@ class SequenceClassifier:
         self._tokenizer.truncation_side = "right"
         self._rows = batch_rows * mesh.size
         self._mesh = sharding.make_mesh((mesh.size, 1, 1), setting=setting, devices=list(mesh.devices.flat))
+        config = hardware.on_device(config, mesh.devices.flat[0], section=setting.rpartition(".")[0])
         replicated = sharding.replicated(self._mesh)
         definition: Any = encoder.define(config) if isinstance(config, EncoderConfig) else decoder.define(config)
         shardings = parameters.map_specs(lambda *_: replicated, definition.specs)
-        self._params = load_lib.load_params(folder, config, shardings, dtype=compute_dtype)
+        self._params = load_lib.load_params(folder, config, shardings, dtype=config.compute_dtype)
         rows = sharding.rows_sharding(self._mesh)
-        # Without a mesh in the context nothing constrains intermediate values: each device computes its rows from end to end.
-        self._score = jax.jit(
-            functools.partial(_score, graphdef=definition.graphdef), in_shardings=(shardings, rows, rows), out_shardings=rows
-        )
+        score = functools.partial(_score, graphdef=definition.graphdef)
+        # Each device computes its rows from end to end.
+        jitted = jax.jit(score, in_shardings=(shardings, rows, rows), out_shardings=rows)
+        self._score = sharding.on_mesh(self._mesh, jitted)
         self._lock, self._warned = threading.Lock(), False
 
     def label(self, name: str) -> int:

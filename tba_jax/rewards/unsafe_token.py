@@ -10,10 +10,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tba_jax import sharding
-from tba_jax.models import decoder, parameters
+from tba_jax.models import decoder, hardware, parameters
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.decoder import Decoder
 from tba_jax.models.hugging_face import load as load_lib
+from tba_jax.models.parameters import Params
 from tba_jax.rewards import language_model, passes
 from tba_jax.tasks.interface import UnsafeTokenSettings
 from tba_jax.text.templates import PromptTemplate
@@ -61,6 +62,7 @@ class UnsafeTokenScorer:
         self._lock = threading.Lock()
         if load:
             self._mesh = sharding.make_mesh((mesh.size, 1, 1), setting=called, devices=list(mesh.devices.flat))
+            config = hardware.on_device(config, mesh.devices.flat[0], section=prefix.rpartition(".")[0])
             self._load(folder, config, verdict=verdicts[0])
 
     def _load(self, folder: Path, config: DecoderConfig, *, verdict: int) -> None:
@@ -68,12 +70,13 @@ class UnsafeTokenScorer:
         definition, rows = decoder.define(config), sharding.rows_sharding(self._mesh)
         shardings = definition.shardings(self._mesh)
         self._params = load_lib.load_params(folder, config, shardings, dtype=config.compute_dtype)
-        # Without a mesh in the context nothing constrains intermediate values: each device computes its rows from end to end.
-        self._verdict = jax.jit(
-            lambda params, *rows: verdict_logprobs(parameters.module(definition.graphdef, params), *rows, token=verdict),
-            in_shardings=(shardings, rows, rows),
-            out_shardings=rows,
-        )
+
+        def score(params: Params, *rows: jax.Array) -> jax.Array:
+            return verdict_logprobs(parameters.module(definition.graphdef, params), *rows, token=verdict)
+
+        # Each device computes its rows from end to end.
+        jitted = jax.jit(score, in_shardings=(shardings, rows, rows), out_shardings=rows)
+        self._verdict = sharding.on_mesh(self._mesh, jitted)
 
     def __call__(self, attacks: Sequence[str], replies: Sequence[str]) -> np.ndarray:
         """float32[n], nats: log-probability, over the whole vocabulary, of the verdict on reply i to attack i."""

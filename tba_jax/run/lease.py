@@ -94,10 +94,11 @@ class EpochLease:
             raise processes.RunIsAway(f"{self._folder.parent} is not there, or holds another run: the lease in it is of others")
 
     def release(self) -> None:
-        """Ends the lease so that the next trainer need not wait."""
+        """Ends the lease so that the next trainer need not wait. Writes nothing where another run is in the place of this one."""
         self._stop.set()
         self._thread.join()
-        layout.write_json(_path(self._folder, self.epoch), {**self._holder, "heartbeat": time.time(), "released": True})
+        if self._is_ours():
+            layout.write_json(_path(self._folder, self.epoch), {**self._holder, "heartbeat": time.time(), "released": True})
 
     def _is_ours(self) -> bool:
         """Whether the file of the epoch is what this process wrote: another run may have come in the place of this one."""

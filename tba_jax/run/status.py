@@ -40,7 +40,7 @@ class Status:
         self._tell(waits=sentence, since=since, begins=bool(sentence) != bool(self._told["waits"]))
 
     def trouble(self, sentence: str) -> None:
-        """What is wrong, "" where nothing is."""
+        """Tells the trouble of the role in one sentence; "": the role has none."""
         self._tell(trouble=sentence, begins=bool(sentence) != bool(self._told["trouble"]))
 
     def _tell(self, *, begins: bool, **changes: object) -> None:

@@ -16,7 +16,7 @@ c.model = ConfigDict()
 c.model.path = setting("", given=True)  # a Hugging Face folder or hub id with weights and tokenizer
 c.model.random_init = False  # True: random weights, and only shape and tokenizer come from model.path
 c.model.compute_dtype = setting("float32", one_of=("float32", "bfloat16"))  # weights, log-prob sums, scores are always float32
-c.model.attention = setting("auto", one_of=("auto", "xla", "cudnn"), free=True)
+c.model.attention = setting("auto", one_of=("auto", "xla", "cudnn", "splash"), free=True)
 
 # JSON lines: one object a line, with the fields below; other fields are ignored. Texts are taken as they are, without a template
 # and without a space between prompt and response. End-of-sequence is added to every response. Files may move: a run knows its

@@ -9,6 +9,7 @@ import pytest
 
 from tba_jax import main
 from tba_jax.commands import command_line
+from tba_jax.decoding import slots
 from tba_jax.experiment import compiling, composition, fitting, jobs
 from tba_jax.programs import Program
 from tba_jax.run import layout, machine
@@ -21,7 +22,7 @@ PROGRAMS = {
     "trainer": ["init", "update", "log-prob gap", "publish", "checkpoint"],
     "searcher": [
         *("caches", "next policy from its snapshot", "next policy as decoded with"),
-        *("prefill", "decode", "scoring by the reference"),
+        *("prefill", "decode", "rotation of the rings", "scoring by the reference"),
     ],
 }
 PROGRAMS["evaluator"] = PROGRAMS["searcher"]
@@ -87,7 +88,7 @@ def test_decoding_and_scoring_are_those_of_a_real_searcher(made):
     lane, reference = searcher._engine._lanes[0], searcher._reference
     c = lane._config
     call = (lane._weights, lane._prompts, lane._slots, lane._oldest_first())
-    decode = lane._decode.lower(*call, 1, None, buffers=c.buffers, window=lane._windows[-1]).compile().memory_analysis()
+    decode = lane._decode.lower(*call, 1, None, buffers=c.buffers, window=slots.own_entries(c)).compile().memory_analysis()
     fit = fit_of(found["searcher"], "decode")
     assert fit.temporaries == decode.temp_size_in_bytes and fit.aliased == decode.alias_size_in_bytes
     assert fit.beside["reference"] == bytes_of(reference.params)
@@ -152,10 +153,8 @@ def test_a_role_that_does_not_fit_is_told_what_to_change():
     )
     found = compiling.RoleFit(role="trainer", where="a TPU", limit=16 << 30, fits=[fit], unchecked=["the warm start"])
     said = compiling.describe([found], config=tiny_run.config())
-    assert said.startswith(
-        "trainer    does not fit: 22.00 GiB of 16.00 GiB (update); most of it: temporaries, 20.00 GiB; change "
-    )
-    assert "; change learner.micro_batch_tokens=0, learner.remat=" in said and "refused by the compiler" in said
+    assert said.startswith("trainer    does not fit: 22.00 GiB of 16.00 GiB (update); most of it: temporaries, 20.00 GiB; ")
+    assert "; change learner.micro_batch_tokens=" in said and "refused by the compiler" in said
     assert "not checked: the warm start" in said
 
 
@@ -193,6 +192,9 @@ def refusal(arguments: list[str], capsys) -> str:
         (["--dry_run", "--compile", "--config.learner.mesh.fsdp=3"], ["learner.mesh", "not divisible by 3"]),
         (["--dry_run", "--topology=trainer=v5p:2x2x1", "--role=searcher"], ["--role=searcher"]),
         (["--dry_run", "--compile", "--role=reference"], ["--role=reference"]),
+        (["--dry_run", "--compile", "--config.model.attention=splash"], ["model.attention=splash needs a TPU", "cpu"]),
+        (["--role=searcher", "--config.model.attention=splash"], ["model.attention=splash needs a TPU", "cpu"]),
+        (["--config.model.attention=cudnn", "--config.model.compute_dtype=bfloat16"], ["needs an NVIDIA GPU", "cpu"]),
     ],
 )
 def test_bad_input_is_one_sentence(flags, words, tmp_path, capsys, one_device):

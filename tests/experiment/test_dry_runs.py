@@ -103,14 +103,11 @@ def test_every_recipe_is_answered_with_every_preset(recipe, presets, tmp_path, o
 def gpus(tmp_path, monkeypatch):
     """A machine with so many GPUs of 80 GB, by an nvidia-smi that prints them."""
 
-    def make(count: int) -> None:
+    def make(count: int, used: int = 480) -> None:
         program = tmp_path / "nvidia-smi"
         ids = " ".join(map(str, range(count)))
         name = "NVIDIA H100 80GB HBM3"
-        program.write_text(
-            f'#!/bin/sh\nfor i in {ids}; do [ "$1" = -L ] && echo "GPU $i: {name} (UUID: GPU-$i)" || '
-            f'echo "$i, GPU-$i, {name}, 81559, 4"; done\n'
-        )
+        program.write_text(f"#!/bin/sh\nfor i in {ids}; do echo $i, GPU-$i, 81559, {81559 - used}, {name}; done\n")
         program.chmod(0o755)
         monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -123,35 +120,43 @@ def answered(**changes: Any) -> str:
     return answer.describe(composition.build(tiny_run.config(**changes), weights=False))
 
 
+LARGE = {"searchers__count": 1, "model__compute_dtype": "bfloat16", "learner__queries": 4}
+
+
 def test_gpus_are_answered_for_without_jax(gpus, monkeypatch):
-    """Four GPUs of 80 GB: two for the trainer, of whose rows two divide, one for the searcher, one for the evaluator."""
+    """Four GPUs of 80 GB: two for the trainer, one for the searcher, one for the evaluator."""
     gpus(4)
     monkeypatch.setattr(answer.jax, "devices", lambda *_: pytest.fail("JAX must not look for GPUs"))
-    changes = {"searchers__count": 1, "model__preset": "llama-3.1-8b", "model__compute_dtype": "bfloat16"}
-    said = answered(**changes, learner__queries=4)
+    said = answered(**LARGE, model__preset="rho-math-1b")
     first, second, third, fourth = said.splitlines()[:4]
-    assert first.startswith("trainer    does not fit: about ") and " of 59.74 GiB (GPUs 0, 1" in first
-    # 20 bytes of each of 8.03 · 10⁹ parameters, and 4 to publish: 179.5 GiB, a quarter of which fits 59.7.
-    assert "it fits no mesh of the 2 devices; the smallest that would is learner.mesh data=1 × fsdp=4 × tensor=1" in first
-    assert second.startswith("searcher   ") and third.startswith("evaluator  ")
+    assert first.startswith("trainer    fits: about ") and "(GPUs 0, 1, " in first
+    assert second.startswith("searcher   fits: ") and third.startswith("evaluator  fits: ")
     assert "for this machine: NVIDIA H100 80GB HBM3" in fourth
     assert "update    at most" in said and "by the bytes/s of 1 × NVIDIA H100 80GB HBM3" in said
 
 
-def test_a_mesh_of_the_devices_that_would_do_is_named(gpus):
-    gpus(8)
-    changes = {"searchers__count": 4, "model__preset": "llama-3.1-8b", "model__compute_dtype": "bfloat16"}
-    first = answered(**changes, learner__queries=4).splitlines()[0]
-    assert "does not fit" in first and "it would with learner.mesh data=1 × fsdp=4 × tensor=1" in first
+@pytest.mark.parametrize(
+    "count, named",
+    [
+        (2, "; it fits no mesh of the 2 devices; the smallest that would is learner.mesh data=1 × fsdp=4 × tensor=1"),
+        (8, "; it would with learner.mesh data=2 × fsdp=2 × tensor=2"),
+    ],
+)
+def test_the_smallest_mesh_is_named(gpus, count, named):
+    """20 bytes of each of 8.03 · 10⁹ parameters, and 4 to publish: 179.5 GiB, of which a GPU takes 75.7."""
+    gpus(count)
+    said = answered(**LARGE, model__preset="llama-3.1-8b", learner__completions=3, learner__micro_batch_tokens=0)
+    first, second, *_ = said.splitlines()
+    assert first.startswith("all roles  does not fit: GPU 0 is too small for its roles: trainer ")
+    assert second.startswith("trainer    does not fit: about 179.") and named in second, second
 
 
-def test_too_few_gpus_are_an_answer_too(gpus):
-    gpus(2)
-    said = answered(searchers__count=2, learner__memory_fraction=0.9, searchers__memory_fraction=0.9)
-    assert said.startswith("all roles  does not fit: trainer, searcher-1") and "memory_fraction" in said.splitlines()[0]
+def test_too_few_gpus_and_gpus_that_are_filled_are_answers_too(gpus):
     gpus(1)
     said = answered(searchers__count=1, evaluation__enabled=False, learner__mesh__fsdp=2, learner__queries=4)
-    assert "trainer    does not fit: learner.mesh data=-1 × fsdp=2 × tensor=1 does not make up the 1 devices" in said
+    assert said.startswith("all roles  does not fit: learner.mesh make up 2 GPUs for trainer; there are 1")
+    gpus(4, used=81_000)
+    assert "(0.5 GiB are free)" in answered(**LARGE, model__preset="rho-math-1b").splitlines()[0]
 
 
 def test_a_machine_whose_memory_all_roles_share(monkeypatch, one_device):

@@ -58,7 +58,7 @@ def test_micro_batches_and_logit_blocks_change_nothing(form, changed):
         pytest.param("trajectory_balance", (8, 1, 1), 8, marks=pytest.mark.slow),
         pytest.param("trajectory_balance", (1, 8, 1), 24, marks=pytest.mark.slow),
         ("trajectory_balance", (1, 4, 2), 12),
-        # Those by whom rows of a group, heads and columns of the batch are coupled otherwise; the others are slow.
+        # Fast: the objectives that couple rows of a group, heads or columns of the batch.
         *(pytest.param(form, (2, 2, 2), 6, marks=[pytest.mark.slow] if form in ("vine_ppo", "grpo") else []) for form in FORMS),
     ],
     ids=str,

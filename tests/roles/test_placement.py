@@ -1,18 +1,11 @@
 """Where roles are placed."""
 
-import re
-
 import pytest
 
 from configs import base
-from tba_jax.roles import placement
-from tba_jax.roles.placement import Placement, place
-
-
-def config_with(**overrides):
-    config = base.get_config()
-    config.update_from_flattened_dict({name.replace("__", "."): value for name, value in overrides.items()})
-    return config
+from tba_jax.roles.gpus import Gpu
+from tba_jax.roles.placement import Placement, describe, place
+from tests.support.gpu_needs import config_with, gpus, of
 
 
 @pytest.mark.parametrize(
@@ -23,90 +16,46 @@ def config_with(**overrides):
         (range(8), {"trainer": (0, 1, 2, 3), "searcher-0": (4, 6), "searcher-1": (5, 7), "evaluator": (4, 5, 6, 7)}),
     ],
 )
-def test_cores(cpus, expected):
-    found = place(base.get_config(), cpus=cpus, gpus=())
-    assert found == {name: Placement(cpus=cores) for name, cores in expected.items()}
+@pytest.mark.parametrize("there", [0, 3])
+def test_cores(cpus, expected, there):
+    found = place(base.get_config(), cpus=cpus, gpus=gpus(there), need=of())
+    assert {name: placed.cpus for name, placed in found.items()} == expected
+    assert {placed.memory_fraction > 0 for placed in found.values()} == {there > 0}
 
 
 def test_more_searchers_than_cores_take_turns():
-    found = place(config_with(searchers__count=5, evaluation__enabled=False), cpus=range(4), gpus=())
+    found = place(config_with(searchers__count=5, evaluation__enabled=False), cpus=range(4), gpus=(), need=of())
     assert list(found) == ["trainer", *(f"searcher-{i}" for i in range(5))]
     assert [found[f"searcher-{i}"].cpus for i in range(5)] == [(2,), (3,), (2,), (3,), (2,)]
 
 
-@pytest.mark.parametrize(
-    "gpus, expected",
-    [
-        (["0"], {"trainer": (["0"], 0.45), "searcher-0": (["0"], 0.2), "searcher-1": (["0"], 0.2), "evaluator": (["0"], 0.1)}),
-        (
-            ["0", "1"],
-            {"trainer": (["0"], 0.45), "searcher-0": (["1"], 0.0), "searcher-1": (["0"], 0.2), "evaluator": (["0"], 0.1)},
+def test_there_are_as_many_searchers_as_memory_holds():
+    config = config_with(searchers__count=3)
+    found = place(config, cpus=[0], gpus=gpus(1), need=of(trainer=28, searcher=14, evaluator=12))
+    assert list(found) == ["trainer", "searcher-0", "searcher-1", "evaluator"]
+    assert "memory for 2 of searchers.count=3" in describe(found)
+    assert len(place(config, cpus=[0], gpus=gpus(1), need=of(trainer=20, searcher=14, evaluator=12))) == 5
+    with pytest.raises(ValueError, match=r"trainer 50.00 GiB, searcher-0 14.00 GiB, evaluator 12.00 GiB; 75"):
+        place(config, cpus=[0], gpus=gpus(1), need=of(trainer=50, searcher=14, evaluator=12))
+
+
+def test_a_description_says_who_has_what_and_why():
+    placements = {
+        "trainer": Placement(cpus=(0, 1, 2, 8), cpus_reason="half", gpus_reason="there are none"),
+        "searcher-0": Placement(
+            cpus=(3,), gpus=("4", "5"), memory_fraction=0.5, cpus_reason="rest", gpus_reason="its own", memory_reason="needs it"
         ),
-        (
-            ["0", "1", "2", "3"],
-            {"trainer": (["0", "1"], 0.0), "searcher-0": (["2"], 0.0), "searcher-1": (["3"], 0.2), "evaluator": (["3"], 0.1)},
-        ),
-    ],
-    ids=["1", "2", "4"],
-)
-def test_gpus(gpus, expected):
-    found = place(base.get_config(), cpus=range(8), gpus=gpus)
-    assert {name: (list(p.gpus), p.memory_fraction) for name, p in found.items()} == expected
-    assert {name: p.cpus for name, p in found.items()} == {
-        name: p.cpus for name, p in place(base.get_config(), cpus=range(8), gpus=()).items()
     }
-
-
-@pytest.mark.parametrize(
-    "gpus, expected",
-    [
-        ("abcdefg", {"trainer": "a", "searcher-0": "de", "searcher-1": "fg", "evaluator": "bc"}),
-        ("abcdef", {"trainer": "ab", "searcher-0": "cd", "searcher-1": "ef", "evaluator": "ef"}),
-    ],
-)
-def test_searchers_whose_tasks_have_gpus_of_their_own(gpus, expected):
-    rows = 5 if gpus == "abcdefg" else 2  # the trainer's, which three GPUs do not divide
-    c = config_with(searchers__task_devices=1, evaluation__task_devices=1, learner__queries=1, learner__completions=rows)
-    found = place(c, cpus=[0], gpus=tuple(gpus))
-    assert {name: "".join(p.gpus) for name, p in found.items()} == expected
-
-
-def test_too_few_gpus_for_the_models_of_tasks_are_refused():
-    sentence = "searchers.task_devices=1 makes 2 GPUs for each of searchers.count=2, which with the trainer's are 5; there are 4."
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        place(config_with(searchers__task_devices=1), cpus=[0], gpus=tuple("abcd"))
-
-
-def test_without_an_evaluator_a_searcher_has_its_gpu_alone():
-    found = place(config_with(evaluation__enabled=False), cpus=[0], gpus=["a", "b", "c"])
-    assert {name: p.gpus for name, p in found.items()} == {"trainer": ("a",), "searcher-0": ("b",), "searcher-1": ("c",)}
-    assert {p.memory_fraction for p in found.values()} == {0.0}
-
-
-def test_memory_fractions_that_exceed_a_shared_gpu_are_refused():
-    sentence = "trainer, searcher-0, searcher-1, evaluator share GPU 0 and would take 1.05 of its memory, at most 0.95 is allowed"
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        place(config_with(learner__memory_fraction=0.55), cpus=[0], gpus=["0"])
-    with pytest.raises(ValueError, match=r"searcher-1, evaluator share GPU 2 .* lower learner.memory_fraction"):
-        place(config_with(searchers__memory_fraction=0.9), cpus=[0], gpus=["0", "1", "2"])
-    # Alone on its GPU a role may have any fraction.
-    place(config_with(learner__memory_fraction=1.0), cpus=[0], gpus=["0", "1", "2"])
-
-
-@pytest.mark.parametrize(
-    "environment, expected",
-    [
-        ({"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "0,1"}, ()),
-        ({"CUDA_VISIBLE_DEVICES": "3,GPU-12ab"}, ("3", "GPU-12ab")),
-        ({"CUDA_VISIBLE_DEVICES": ""}, ()),
-        ({"CUDA_VISIBLE_DEVICES": "-1"}, ()),
-        ({"PATH": ""}, ()),
-    ],
-    ids=str,
-)
-def test_gpus_that_may_be_handed_out(monkeypatch, environment, expected):
-    for name in ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert placement.visible_gpus() == expected
+    assert describe(placements).splitlines()[1:] == [
+        "  trainer      cores 0-2,8 (half); GPUs none (there are none)",
+        "  searcher-0   cores 3 (rest); GPUs 4,5 (its own); memory fraction 0.500 (needs it)",
+    ]
+    found = place(base.get_config(), cpus=range(8), gpus=(), need=of())
+    assert describe(found).splitlines()[1:] == [
+        "  trainer      cores 0-3 (4 of 8); GPUs none (there are none to hand out)",
+        "  searcher-0   cores 4,6 (the others, dealt out to 2 searchers); GPUs none (there are none to hand out)",
+        "  searcher-1   cores 5,7 (the others, dealt out to 2 searchers); GPUs none (there are none to hand out)",
+        "  evaluator    cores 4-7 (the others, with the searchers); GPUs none (there are none to hand out)",
+    ]
+    unknown = describe(place(base.get_config(), cpus=range(8), gpus=[Gpu(name="0")], need=of(trainer=2)))
+    assert "needs 2.00 GiB, the driver does not say of how many" in unknown

@@ -1,4 +1,4 @@
-"""What is said where a file system is full."""
+"""The sentence about a full file system."""
 
 import errno
 import os

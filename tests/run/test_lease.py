@@ -186,7 +186,7 @@ def test_bad_settings_and_damaged_leases(tmp_path):
     assert EpochLease.acquire(tmp_path).epoch == 2
 
 
-def test_a_lease_is_neither_renewed_nor_held_in_the_folder_of_another_run(tmp_path):
+def test_a_lease_is_neither_renewed_held_nor_released_in_the_folder_of_another_run(tmp_path):
     """Another run, whose trainer has the same epoch, stands in the place of this one for a while."""
     own, away, other = tmp_path / "run", tmp_path / "away", tmp_path / "other"
     for folder in (own, other):
@@ -204,4 +204,7 @@ def test_a_lease_is_neither_renewed_nor_held_in_the_folder_of_another_run(tmp_pa
     own.rename(other)
     away.rename(own)
     lease.check()
+    own.rename(away)
+    other.rename(own)
     lease.release()
+    assert lease_path(own / "journal", 1).read_bytes() == theirs

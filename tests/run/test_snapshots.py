@@ -301,7 +301,9 @@ def test_what_is_published_leaves_the_device_in_its_dtype(tmp_path, monkeypatch,
     publisher.publish(params, info)
     publisher.close()
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(handed[0])} == {dtype}
-    assert jax.tree.map(lambda x: x.sharding, handed[0]) == shardings((2, 2, 2))
+    assert all(
+        jax.tree.leaves(jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), handed[0], shardings((2, 2, 2))))
+    )
     write(tmp_path / "other", params, info, dtype=dtype)
     assert files(tmp_path / "policy" / layout.step_name(1)) == files(tmp_path / "other")
 

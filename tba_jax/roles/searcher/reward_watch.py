@@ -6,11 +6,11 @@ from collections.abc import Callable
 from tba_jax.roles.searcher.appender import SearchReport
 from tba_jax.run.processes import NoRewards
 
-# So many batches without any reward in a row, and the searcher pauses.
+# The searcher pauses after this many batches in a row in which no row has a reward.
 _BATCHES = 3
 # Seconds of the first pause, after which one batch is tried; each further pause is twice as long, up to the longest.
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 60.0
-# Batches that have waited so long for their rewards are spoken of.
+# The log names batches that have waited longer than this for their rewards.
 _SLOW_SECONDS = 20.0
 
 
@@ -71,7 +71,7 @@ class RewardWatch:
 
     @property
     def trouble(self) -> str:
-        """What is wrong, in one sentence; "" where all is well."""
+        """Returns one sentence that names the trouble with rewards, "" if there is none."""
         if self._waited > _SLOW_SECONDS:
             return self._waiting_sentence()
         if not self._unscored:

@@ -125,7 +125,7 @@ def test_a_task_that_fails_stops_the_searcher(make):
 
 
 def test_a_reward_that_hangs_keeps_nobody_from_the_end(make):
-    """Of a run that has finished, and of one whose snapshot is broken: rows that have no reward yet are not waited for longer."""
+    """A searcher does not wait for missing rewards once its run has finished or its snapshot is broken."""
     for broken in (False, True):
         hanging = threading.Event()
 
@@ -183,7 +183,7 @@ def test_a_searcher_goes_on_once_there_are_rewards_again(make, monkeypatch):
 
 
 def test_a_grant_lets_a_searcher_go_on_that_waits(make):
-    """As many rows again with the same snapshot, and only once it has used up those it had."""
+    """A grant gives a searcher its quota a second time for the same snapshot, and only once the first quota is used up."""
     s, made = make(searchers__max_rows_per_snapshot=ROWS)
     grants.give(s.run, step=0)
     told = []

@@ -65,7 +65,7 @@ def test_a_run_that_stops_goes_on_when_told_to_skip(tmp_path, frozen):
             assert trainer.step() is not None
         state = jax.device_get(trainer.state)
     assert 0 < int(state.skipped) < int(state.step)
-    # What was passed is passed again, whatever the setting says now.
+    # A replayed step passes the rows that it passed before, whatever the setting says now.
     frozen_runs.assert_resumes_as(s, state)
 
 

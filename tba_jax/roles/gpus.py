@@ -1,0 +1,92 @@
+"""The NVIDIA GPUs of this machine, by what the driver says: nothing here makes a process take memory of one."""
+
+import dataclasses
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from typing import Any
+
+# The share of a GPU's memory that JAX may take for all roles on it together.
+_LARGEST_SHARE = 0.95
+# What a process holds of a GPU beside JAX' memory, about: its CUDA context, and buffers of NCCL and other libraries.
+_CONTEXT_BYTES = 3 << 28
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """A CUDA device. name: as in CUDA_VISIBLE_DEVICES. memory, free: bytes, all of them and those that no process holds now;
+    None: not known. kind: of which product it is, as JAX' device_kind."""
+
+    name: str
+    memory: int | None = None
+    free: int | None = None
+    kind: str = ""
+
+    def usable_share(self, roles: int) -> float:
+        """The share of the memory that so many roles may take together."""
+        if self.memory is None:
+            return _LARGEST_SHARE
+        free = self.memory if self.free is None else self.free
+        return max(0.0, min(_LARGEST_SHARE, (free - roles * _CONTEXT_BYTES) / self.memory))
+
+
+def visible() -> tuple[Gpu, ...]:
+    """The GPUs that this process may use: those of CUDA_VISIBLE_DEVICES, or all; () where JAX_PLATFORMS asks for no GPU."""
+    if os.environ.get("JAX_PLATFORMS", "").startswith(("cpu", "tpu")):
+        return ()
+    listed = _listed_by_driver()
+    if "CUDA_VISIBLE_DEVICES" not in os.environ:
+        return tuple(gpu for _, gpu in listed)
+    names = [name.strip() for name in os.environ["CUDA_VISIBLE_DEVICES"].split(",")]
+
+    def known(name: str) -> Gpu:
+        same = (gpu for uuid, gpu in listed if gpu.name == name or (name.startswith("GPU-") and uuid.startswith(name)))
+        return dataclasses.replace(next(same, Gpu(name=name)), name=name)
+
+    return tuple(known(name) for name in names if name not in ("", "-1"))
+
+
+def _listed_by_driver() -> list[tuple[str, Gpu]]:
+    """(UUID, GPU by its number) of each GPU of this machine, [] without a driver."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    asked = ["nvidia-smi", "--query-gpu=index,uuid,memory.total,memory.free,name", "--format=csv,noheader,nounits"]
+    listed = subprocess.run(asked, capture_output=True, text=True, check=False)
+    rows = [[field.strip() for field in line.split(",")] for line in listed.stdout.splitlines()]
+
+    def size(mebibytes: str) -> int | None:
+        return int(mebibytes) << 20 if mebibytes.isdecimal() else None
+
+    return [
+        (uuid, Gpu(name=index, memory=size(memory), free=size(free), kind=kind))
+        for index, uuid, memory, free, kind in (row for row in rows if len(row) == 5)
+        if index.isdecimal()
+    ]
+
+
+def jax_devices() -> list[Any]:
+    """The devices of this process.
+
+    Raises:
+      ValueError: JAX does not use all the GPUs that the process was given; names both.
+    """
+    import jax
+
+    given = visible()
+    try:
+        found = jax.devices()
+    except (RuntimeError, AssertionError) as error:  # JAX_PLATFORMS names a platform that JAX cannot use
+        raise ValueError(_unused(given, f"JAX finds no device of JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}")) from error
+    platform = found[0].platform
+    if given and (platform == "cpu" or (platform != "tpu" and len(found) < len(given))):
+        raise ValueError(_unused(given, f"JAX finds {len(found)} × {found[0].device_kind}"))
+    return found
+
+
+def _unused(given: Sequence[Gpu], found: str) -> str:
+    names = ", ".join(gpu.name for gpu in given)
+    return (
+        f"this process may use {len(given)} × GPU ({names}), but {found}: install JAX' support for it, cuda12 or cuda13 "
+        "(pip install -e '.[cuda12]'), or ask for the CPU by JAX_PLATFORMS=cpu"
+    )

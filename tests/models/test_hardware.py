@@ -1,0 +1,83 @@
+"""What stands in for settings that a kind of device does not have; such devices are described, not needed."""
+
+import logging
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from tba_jax.models import hardware
+from tba_jax.models.config import DecoderConfig
+from tba_jax.models.hardware import Hardware
+from tba_jax.models.policy import Policy
+
+T4 = Hardware(platform="gpu", kind="Tesla T4", capability=(7, 5))
+V100 = Hardware(platform="gpu", kind="Tesla V100", capability=(7, 0))
+A100 = Hardware(platform="gpu", kind="NVIDIA A100", capability=(8, 0))
+B200 = Hardware(platform="gpu", kind="NVIDIA B200", capability=(10, 0))
+AMD = Hardware(platform="gpu", kind="AMD Instinct MI300X")
+TPU = Hardware(platform="tpu", kind="TPU v5 lite")
+CPU = Hardware(platform="cpu", kind="cpu")
+
+
+def model(compute_dtype: str, attention: str) -> DecoderConfig:
+    sizes = dict(layers=1, width=8, heads=1, kv_heads=1, head_size=8, ffn=8, vocab=8, max_positions=8)
+    return DecoderConfig(**sizes, compute_dtype=compute_dtype, attention=attention)
+
+
+@pytest.mark.parametrize(
+    "device, asked, gets, said",
+    [
+        (T4, ("bfloat16", "auto"), ("float32", "xla"), ["model.compute_dtype=bfloat16"]),
+        (V100, ("bfloat16", "cudnn"), ("float32", "xla"), ["model.compute_dtype=bfloat16", "model.attention=cudnn"]),
+        (T4, ("float32", "auto"), ("float32", "xla"), []),
+        (T4, ("float32", "cudnn"), ("float32", "xla"), ["model.attention=cudnn"]),
+        (A100, ("bfloat16", "cudnn"), ("bfloat16", "cudnn"), []),
+        (B200, ("bfloat16", "auto"), ("bfloat16", "auto"), []),
+        (AMD, ("bfloat16", "auto"), ("bfloat16", "xla"), []),
+        (AMD, ("bfloat16", "cudnn"), ("bfloat16", "xla"), ["model.attention=cudnn"]),
+        (TPU, ("bfloat16", "splash"), ("bfloat16", "splash"), []),
+        (TPU, ("bfloat16", "auto"), ("bfloat16", "auto"), []),
+        (CPU, ("bfloat16", "xla"), ("bfloat16", "xla"), []),
+    ],
+    ids=str,
+)
+def test_a_device_computes_with_what_it_has(device, asked, gets, said):
+    found, sentences = hardware.suited(model(*asked), device, section="model")
+    assert (found.compute_dtype, found.attention) == gets
+    assert [sentence.split(":")[0] for sentence in sentences] == said
+    for name, sentence in zip(said, sentences, strict=True):
+        assert device.kind in sentence and gets[name.startswith("model.attention")] in sentence
+
+
+@pytest.mark.parametrize("device, kernel", [(CPU, "splash"), (A100, "splash"), (CPU, "cudnn"), (TPU, "cudnn")], ids=str)
+def test_a_kernel_of_another_platform_is_refused(device, kernel):
+    with pytest.raises(ValueError, match=rf"^model\.attention={kernel} needs an? [\w ]+; JAX found {device.platform} \("):
+        hardware.suited(model("bfloat16", kernel), device, section="model")
+
+
+@pytest.mark.parametrize(
+    "device, expected",
+    [
+        (SimpleNamespace(platform="gpu", device_kind="Tesla T4", compute_capability="7.5"), T4),
+        (SimpleNamespace(platform="gpu", device_kind="NVIDIA B200", compute_capability="10.0"), B200),
+        (SimpleNamespace(platform="gpu", device_kind="AMD Instinct MI300X", compute_capability="gfx942"), AMD),
+        (SimpleNamespace(platform="tpu", device_kind="TPU v5 lite"), TPU),
+    ],
+    ids=lambda value: getattr(value, "kind", ""),
+)
+def test_devices_are_described_as_jax_describes_them(device, expected):
+    assert hardware.of(device) == expected
+    assert hardware.of(jax.devices()[0]) == CPU
+
+
+def test_the_log_says_it_and_the_policy_is_another_only_then(caplog):
+    device = SimpleNamespace(platform="gpu", device_kind="Tesla T4", compute_capability="7.5")
+    asked = Policy(model=model("bfloat16", "auto"))
+    with caplog.at_level(logging.WARNING):
+        assert asked.on_device(jax.devices()[0]) == asked and not caplog.records
+        found = asked.on_device(device)
+    assert found.snapshot_dtype == "float32" and len(caplog.records) == 1
+    assert caplog.records[0].getMessage() == (
+        "model.compute_dtype=bfloat16: Tesla T4 (compute capability 7.5) has no bfloat16, so float32 is used here"
+    )

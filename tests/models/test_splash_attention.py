@@ -1,0 +1,177 @@
+"""Splash attention, interpreted on CPU devices, against XLA's attention: results and gradients."""
+
+import dataclasses
+import functools
+import importlib.util
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+
+from tba_jax import sharding
+from tba_jax.models import attention, kv_cache, scoring
+from tests.support import applied, tiny_checkpoints
+from tests.support.tiny_decoders import CONFIGS, random_params
+
+# Sizes (data, fsdp, tensor) of meshes.
+MESHES = [(4, 1, 1), (1, 2, 2)]
+
+
+def inputs(B: int, T: int, N: int, G: int, H: int, dtype: Any = jnp.float32) -> tuple[jax.Array, ...]:
+    """Query, key, value, and weights of a sum over the result."""
+    shapes = ((B, T, N, H), (B, T, G, H), (B, T, G, H), (B, T, N, H))
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    return tuple(jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True))
+
+
+def attended(query, key, value, weights, *, kernel: str, segments=None, **masks) -> tuple[jax.Array, ...]:
+    """The result, and gradients of a weighted sum of it."""
+
+    def loss(*qkv):
+        result = attention.attend(*qkv, segments, kernel=kernel, **masks)
+        return (result * weights).astype(jnp.float32).sum(), result
+
+    (_, result), gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(query, key, value)
+    return result, *gradients
+
+
+def compare(found, expected, *, tolerance: float) -> None:
+    """Args: tolerance: as a share of the largest number of each array."""
+    for name, a, b in zip(("result", "query", "key", "value"), found, expected, strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert np.isfinite(a).all(), name
+        np.testing.assert_allclose(a, b, atol=tolerance * np.abs(b).max(), rtol=0, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        dict(T=128, heads=(4, 4, 64), causal=True),
+        dict(T=131, heads=(6, 2, 128), causal=True),  # padded to 256
+        dict(T=520, heads=(4, 2, 16), causal=True),  # two blocks
+        dict(T=131, heads=(2, 1, 80), causal=True, window=17),
+        dict(T=520, heads=(2, 1, 256), causal=True, window=300),  # a block of the first queries and last keys is skipped
+        dict(T=140, heads=(3, 3, 32), causal=False),
+    ],
+    ids=str,
+)
+def test_it_is_xlas_attention(case):
+    T, heads, masks = case["T"], case["heads"], {name: case[name] for name in ("causal", "window") if name in case}
+    find = functools.partial(attended, *inputs(2, T, *heads), **masks)
+    compare(find(kernel="splash"), find(kernel="xla"), tolerance=1e-5)
+
+
+def test_in_bfloat16_it_errs_no_more_than_rounding_does():
+    """Scores are float32 either way; queries are rounded once more, since they are divided by sqrt(H) before the product."""
+    rounded = inputs(2, 131, 4, 2, 128, jnp.bfloat16)
+    found = attended(*rounded, kernel="splash", causal=True)
+    assert all(x.dtype == jnp.bfloat16 for x in found)
+    compare(found, attended(*rounded, kernel="xla", causal=True), tolerance=0.02)
+    compare(found, attended(*(x.astype(jnp.float32) for x in rounded), kernel="xla", causal=True), tolerance=0.02)
+
+
+@pytest.mark.parametrize("masks", [dict(causal=False), dict(causal=True), dict(causal=True, window=5)], ids=str)
+def test_tokens_attend_within_their_segment(masks):
+    """A padded row, three segments in a row, and a row of padding alone, against each segment by itself."""
+    lengths = [[90, 50], [30, 60, 50], [140]]
+    segments = jnp.array([np.repeat(range(len(each)), each) for each in lengths], jnp.int32)
+    qkv = inputs(3, 140, 4, 2, 16)
+    found = attended(*qkv, kernel="splash", segments=segments, **masks)
+    compare(found, attended(*qkv, kernel="xla", segments=segments, **masks), tolerance=1e-5)
+    for row, each in enumerate(lengths):
+        for begin, end in zip(np.cumsum([0, *each]), np.cumsum(each), strict=False):
+            alone = attended(*(x[row : row + 1, begin:end] for x in qkv), kernel="xla", **masks)
+            compare([x[row : row + 1, begin:end] for x in found], alone, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@pytest.mark.parametrize("B, G", [(4, 2), (3, 2), (4, 1)])  # 3 rows and 1 head do not divide: each device has all of them
+def test_meshes_give_the_result_of_one_device(sizes, B, G):
+    qkv = inputs(B, 40, 4, G, 16)
+    segments = jnp.broadcast_to(jnp.arange(40) // 25, (B, 40)).astype(jnp.int32)
+    mesh = sharding.make_mesh(sizes, setting="learner.mesh", devices=jax.devices()[:4])
+    for masks in (dict(causal=True), dict(causal=False, segments=segments)):
+        expected = attended(*qkv, kernel="xla", **masks)
+        with jax.set_mesh(mesh):
+            compare(attended(*qkv, kernel="splash", **masks), expected, tolerance=1e-5)
+
+
+def loss_and_gradient(params, tokens, *, config, remat: str) -> Any:
+    """Of the log-probs of responses of 7 tokens after prompts of 5."""
+    lengths = np.full((2, len(tokens)), [[5], [7]], np.int32)
+    space = scoring.ResponseSpace(temperature=1.0, banned_tokens=(), eos_id=-1)
+
+    def loss(params):
+        settings = dict(R=7, config=config, space=space, logit_bytes=1 << 20, remat=remat)
+        return applied.response_logprobs(params, tokens, *lengths, **settings)[0].mean()
+
+    return jax.jit(jax.value_and_grad(loss))(params)
+
+
+@pytest.mark.parametrize("name, remat", [("query and key norms", "dots"), ("local and global layers", "full")])
+def test_a_decoder_has_the_same_gradients_with_it(name, remat):
+    config, tokens = CONFIGS[name], np.random.default_rng(0).integers(1, 40, (8, 12)).astype(np.int32)
+    params = random_params(config)
+    expected = loss_and_gradient(params, tokens, config=config, remat=remat)
+    config = dataclasses.replace(config, attention="splash")
+    mesh = sharding.make_mesh((2, 2, 2), setting="learner.mesh")
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(params, applied.shardings(config, mesh))
+        found = loss_and_gradient(placed, sharding.put_rows(mesh, tokens), config=config, remat=remat)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5), found, expected)
+
+
+def test_a_prompt_has_the_same_cache_with_it():
+    config = CONFIGS["local and global layers"]
+    params, length = kv_cache.unstack(random_params(config), config), np.array([9, 2], np.int32)
+    tokens = np.random.default_rng(0).integers(1, 40, (2, 9)).astype(np.int32)
+    found, expected = (
+        applied.prefill(params, tokens, length, config=dataclasses.replace(config, attention=kernel))
+        for kernel in ("splash", "xla")
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), found, expected)
+
+
+@pytest.mark.parametrize("name", ["bert_embedding", "roberta_classifier"])
+def test_an_encoder_gives_the_same_with_it(name):
+    config, params = tiny_checkpoints.load(tiny_checkpoints.path_of(name))
+    tokens = np.random.default_rng(0).integers(5, config.vocab, (3, 11)).astype(np.int32)
+    real = np.arange(11) < np.array([[11], [4], [0]])
+
+    def given(kernel: str) -> np.ndarray:
+        model = applied.merge(params, dataclasses.replace(config, attention=kernel))
+        return jax.jit(model.classify if config.labels else model.sentence_embeddings)(tokens, real)
+
+    found = given("splash")
+    assert np.isfinite(found).all()  # the last row is all padding
+    np.testing.assert_allclose(found, given("xla"), atol=1e-5)
+
+
+def test_auto_is_the_kernel_of_the_platform():
+    bfloat16, float32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
+    assert attention.fastest("tpu", bfloat16, 256) == attention.fastest("tpu", float32, 8) == "splash"
+    assert attention.fastest("gpu", bfloat16, 128) == "cudnn"
+    assert {attention.fastest("gpu", *no) for no in ((float32, 128), (bfloat16, 256), (bfloat16, 12))} == {"xla"}
+    assert attention.fastest("cpu", bfloat16, 128) == "xla"
+
+
+@pytest.mark.slow
+def test_it_compiles_for_tpus_from_a_process_without_one():
+    """Whatever the devices of the process, the kernel is chosen by the mesh for which a program is compiled."""
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("the TPU's compiler is not installed: pip install -e '.[tpu]'")
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
+    mesh = sharding.make_mesh((1, 2, 2), setting="learner.mesh", devices=devices)
+    for H, dtype in ((64, jnp.bfloat16), (128, jnp.float32), (256, jnp.bfloat16)):
+        shapes = [jax.ShapeDtypeStruct((4, 1030, heads, H), dtype, sharding=sharding.rows_sharding(mesh)) for heads in (8, 2, 2)]
+
+        def loss(*qkv):
+            return attention.attend(*qkv, None, causal=True, kernel="auto").astype(jnp.float32).sum()
+
+        program = sharding.on_mesh(mesh, jax.jit(jax.grad(loss, argnums=(0, 1, 2)))).lower(*shapes).compile()
+        assert "splash_mha_dkv" in program.as_text()
+        scores = 4 // 2 * 8 // 2 * 1030 * 1030 * 4
+        assert program.memory_analysis().temp_size_in_bytes < scores

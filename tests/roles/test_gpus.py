@@ -1,0 +1,98 @@
+"""GPUs by what the driver says, and what JAX finds of them. `nvidia-smi` is a script here: no GPU is needed."""
+
+import dataclasses
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from tba_jax.roles import gpus
+from tba_jax.roles.gpus import Gpu
+from tests.support import tiny_run
+
+
+@pytest.fixture
+def driver(tmp_path, monkeypatch):
+    """A machine with two GPUs, by its driver. Returns the environment of a process there."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    script = folder / "nvidia-smi"
+    answer = "0, GPU-1a2b, 81559, 81079, NVIDIA H100\\n1, GPU-3c4d, 40960, [N/A], NVIDIA L40\\n"
+    script.write_text(f"#!/bin/sh\n[ \"$1\" = --query-gpu=index,uuid,memory.total,memory.free,name ] && printf '{answer}'\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    for name in ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(tiny_run, "environment", lambda environment=tiny_run.environment: _without_platform(environment()))
+
+
+def _without_platform(environment: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name != "JAX_PLATFORMS"}
+
+
+FIRST, SECOND = (
+    Gpu(name="0", memory=81559 << 20, free=81079 << 20, kind="NVIDIA H100"),
+    Gpu(name="1", memory=40960 << 20, kind="NVIDIA L40"),
+)
+
+
+@pytest.mark.parametrize(
+    "environment, expected",
+    [
+        ({}, (FIRST, SECOND)),
+        ({"JAX_PLATFORMS": "cuda"}, (FIRST, SECOND)),
+        ({"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "0,1"}, ()),
+        ({"CUDA_VISIBLE_DEVICES": "1"}, (SECOND,)),
+        ({"CUDA_VISIBLE_DEVICES": "3,GPU-1a"}, (Gpu(name="3"), dataclasses.replace(FIRST, name="GPU-1a"))),
+        ({"CUDA_VISIBLE_DEVICES": ""}, ()),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, ()),
+        ({"PATH": ""}, ()),
+        ({"PATH": "", "CUDA_VISIBLE_DEVICES": "0"}, (Gpu(name="0"),)),
+    ],
+    ids=str,
+)
+def test_gpus_that_a_process_may_use(monkeypatch, driver, environment, expected):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert gpus.visible() == expected
+
+
+def test_a_driver_that_fails_has_no_gpus(driver, tmp_path):
+    (tmp_path / "bin" / "nvidia-smi").write_text("#!/bin/sh\necho NVIDIA-SMI has failed, it is 2 < 3, really, 4\nexit 9\n")
+    assert gpus.visible() == ()
+
+
+def test_a_role_without_its_gpus_is_refused(driver, tmp_path):
+    done = tiny_run.call(tiny_run.command(tmp_path / "run", "--role=trainer"))
+    assert done.returncode == 2 and not (tmp_path / "run").exists()
+    said = done.stderr.splitlines()[-1]
+    assert said.startswith("error: this process may use 2 × GPU (0, 1), but JAX finds 1 × cpu:") and "cuda12 or cuda13" in said
+
+
+def test_a_platform_that_jax_cannot_use_is_refused_in_a_sentence(driver, tmp_path, monkeypatch):
+    monkeypatch.setattr(tiny_run, "environment", lambda: os.environ | {"JAX_PLATFORMS": "cuda"})
+    done = tiny_run.call(tiny_run.command(tmp_path / "run", "--role=trainer"))
+    assert done.returncode == 2 and "JAX finds no device of JAX_PLATFORMS=cuda" in done.stderr
+
+
+def test_the_cpu_is_used_where_it_is_asked_for(driver, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert gpus.jax_devices()[0].platform == "cpu"
+
+
+def test_a_run_whose_roles_do_not_find_their_gpus_ends_at_once(driver, tmp_path):
+    """No role is started again."""
+    begin = time.monotonic()
+    done = tiny_run.call(tiny_run.command(tmp_path / "run"))
+    assert done.returncode == 2 and "this process may use 1 × GPU (0), but JAX finds 1 × cpu" in done.stderr
+    assert "starting it again" not in done.stderr and time.monotonic() - begin < 100
+    assert [log.name for log in Path(tmp_path / "run" / "logs").iterdir()] == ["reference.log"]
+
+
+def test_a_dry_run_says_who_gets_which_gpu(driver, tmp_path):
+    done = tiny_run.call(tiny_run.command(tmp_path / "run", "--dry_run"))
+    assert done.returncode == 0
+    lines = done.stdout.partition("and why:\n")[2].splitlines()[:4]
+    assert [line.split()[0] for line in lines] == ["trainer", "searcher-0", "searcher-1", "evaluator"]
+    assert "GPUs 0 (" in lines[0] and all("GPUs 1 (shared with" in line for line in lines[1:]), done.stdout
