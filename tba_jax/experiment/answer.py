@@ -1,22 +1,20 @@
 """What a dry run answers first: whether each role fits the devices that it would have, and how fast it could be at most."""
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
-from tba_jax.experiment import bounds, fitting, meshes, placing, plan, smallest_mesh
+from tba_jax.experiment import bounds, estimate, fitting, meshes, placing, smallest_mesh
 from tba_jax.experiment.composition import Experiment
 from tba_jax.models.hugging_face import load
 from tba_jax.rewards import task_models
 from tba_jax.roles import gpus, placement
-from tba_jax.roles.gpus import Gpu
 from tba_jax.run import machine
 from tba_jax.run.device_peaks import PEAKS
 
-# The share of a GPU that JAX takes for one process where nobody says another one.
+# The share of a GPU that JAX takes where nobody says another one.
 _DEFAULT_FRACTION = 0.75
 
 
@@ -35,14 +33,13 @@ class Devices:
 def describe(experiment: Experiment) -> str:
     """The answer of a dry run that compiles nothing: an estimate for this machine, bounds, and what was not checked."""
     there, refused = _here(experiment)
-    shapes = {role: meshes.shape(experiment, role=role, devices=devices.count) for role, devices in there.items()}
-    memory = plan.memory(experiment, shapes)
+    memory = estimate.memory(experiment, {role: devices.count for role, devices in there.items()})
     lines = [f"{role:9}  {_verdict(experiment, role, devices, memory)}" for role, devices in there.items()]
     lines += [f"{role:9}  does not fit: {sentence}" for role, sentence in refused.items()]
     if there and all(devices.on_host for devices in there.values()):
         lines.append(f"together   {_together(experiment, there, memory)}")
     lines += [f"These are estimates from shapes, for this machine: {_machine(there)}.", ""]
-    lines += [*describe_bounds(experiment, there), "", plan.describe_memory(memory), "", placing.describe(experiment), ""]
+    lines += [*describe_bounds(experiment, there), "", estimate.describe_memory(memory), ""]
     unchecked = ["the programs, which --compile and --topology compile", *unchecked_inputs(experiment)]
     return "\n".join([*lines, f"not checked: {'; '.join(unchecked)}", "--dry_run=full prints config and shapes as well"])
 
@@ -63,40 +60,36 @@ def _here(experiment: Experiment) -> tuple[dict[str, Devices], dict[str, str]]:
     return found, refused
 
 
-def _placed(experiment: Experiment, roles: Sequence[str], visible: Sequence[Gpu]) -> tuple[dict[str, Devices], dict[str, str]]:
+def _placed(
+    experiment: Experiment, roles: Sequence[str], visible: Sequence[gpus.Gpu]
+) -> tuple[dict[str, Devices], dict[str, str]]:
     """Of roles that are processes of their own, by the shares of GPUs that they are given."""
-    kind, limits = visible[0].kind, [int(gpu.memory * gpu.usable_share(1)) for gpu in visible if gpu.memory]
     try:
         placements = placing.place(experiment)
     except ValueError as error:
-        if not limits:
-            return {}, {"all roles": str(error)}
-        # What a mesh of one role could do about it.
         refused = {"all roles": str(error)}
-        for role in roles:
-            if told := _too_large(experiment, role, devices=len(visible), limit=min(limits)):
-                refused[role] = told
-        return {}, refused
+        limits = [int(gpu.memory * gpu.usable_share(1)) for gpu in visible if gpu.memory]
+        told = {role: _too_large(experiment, role, devices=len(visible), limit=min(limits)) for role in roles if limits}
+        return {}, refused | {role: sentence for role, sentence in told.items() if sentence}
     found: dict[str, Devices] = {}
     for name, placed in placements.items():  # the searchers have equal shares
         mine = [gpu for gpu in visible if gpu.name in placed.gpus]
         limit = min((int(gpu.memory * placed.memory_fraction) for gpu in mine if gpu.memory), default=None)
         where = f"GPU{'s' if len(mine) > 1 else ''} {', '.join(placed.gpus)}, {placed.memory_fraction:.1%} of the memory"
-        found.setdefault(name.split("-")[0], Devices(count=len(mine), kind=kind, limit=limit, where=where))
+        found.setdefault(name.split("-")[0], Devices(count=len(mine), kind=mine[0].kind, limit=limit, where=where))
     return found, {}
 
 
 def _too_large(experiment: Experiment, role: str, *, devices: int, limit: int) -> str:
     """About a role whose mesh has too little memory even on GPUs of its own; "" where it has enough."""
-    fewest = math.prod(meshes.shape(experiment, role=role, devices=None))
-    size = plan.on_device(plan.memory(experiment)[role])
+    size = estimate.on_device(estimate.memory(experiment)[role])
     if size <= limit:
         return ""
-    numbers = f"about {fitting.in_words(size)} of {fitting.in_words(limit)} of {'a GPU' if fewest == 1 else f'each of {fewest} GPUs'} of its own"
+    numbers = f"about {fitting.in_words(size)} of {fitting.in_words(limit)}, on GPUs of its own"
     return numbers + smallest_mesh.advice(experiment, role=role, devices=devices, limit=limit)
 
 
-def _in_one_process(roles: Sequence[str], visible: Sequence[Gpu]) -> dict[str, Devices]:
+def _in_one_process(roles: Sequence[str], visible: Sequence[gpus.Gpu]) -> dict[str, Devices]:
     limit = min((int(gpu.memory * _DEFAULT_FRACTION) for gpu in visible if gpu.memory), default=None)
     where = f"all GPUs, {_DEFAULT_FRACTION:.0%} of the memory, which the roles share"
     return {role: Devices(count=len(visible), kind=visible[0].kind, limit=limit, where=where) for role in roles}
@@ -121,23 +114,21 @@ def _machine(there: Mapping[str, Devices]) -> str:
 
 def _verdict(experiment: Experiment, role: str, devices: Devices, memory: Mapping[str, Mapping[str, int]]) -> str:
     """Of the role's own devices, and of those of its task."""
-    parts = max((memory[name] for name in (role, f"{role}, task") if name in memory), key=plan.on_device)
-    size = _on_host(parts, devices.count) if devices.on_host else plan.on_device(parts)
+    parts = max((memory[name] for name in (role, f"{role}, task") if name in memory), key=estimate.on_device)
+    size = _on_host(parts, devices.count) if devices.on_host else estimate.on_device(parts)
     if devices.limit is None:
         return f"takes about {fitting.in_words(size)} of each device ({devices.where}), whose memory is not known"
     numbers = f"about {fitting.in_words(size)} of {fitting.in_words(devices.limit)} ({devices.where})"
     if size <= devices.limit:
         return f"fits: {numbers}"
     name, most = max(parts.items(), key=lambda part: part[1])
-    told = f"does not fit: {numbers}; most of it: {name}, {fitting.in_words(most)}"
-    if devices.on_host:  # another mesh would take no less
-        return told
-    return told + smallest_mesh.advice(experiment, role=role, devices=devices.count, limit=devices.limit)
+    told = smallest_mesh.advice(experiment, role=role, devices=devices.count, limit=devices.limit)
+    return f"does not fit: {numbers}; most of it: {name}, {fitting.in_words(most)}{'' if devices.on_host else told}"
 
 
 def _on_host(parts: Mapping[str, int], count: int) -> int:
     """Bytes of a process whose devices share the memory of the machine."""
-    on_device = plan.on_device(parts)
+    on_device = estimate.on_device(parts)
     return on_device * count + sum(parts.values()) - on_device
 
 

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tba_jax.experiment import answer, composition, meshes, placing, plan, smallest_mesh, topologies
+from tba_jax.experiment import answer, composition, estimate, meshes, placing, smallest_mesh, topologies
 from tba_jax.experiment.fitting import UNITS, Fit, Measure, device_memory, in_words, unit_of
 from tba_jax.experiment.joining import Invocation, check_dry_run
 from tba_jax.experiment.mistakes import Mistakes
@@ -62,26 +62,46 @@ def programs(
     return evaluator.programs(e.config, e.contract, queries=composition.heldout_queries(e), **room)
 
 
-def fit(experiment: composition.Experiment, run: layout.RunDir, *, role: str, devices: Sequence[Any], name: str = "") -> RoleFit:
-    """Compiles the programs of a role. Args: devices: of the role, and what they are called."""
+def fit(
+    experiment: composition.Experiment,
+    run: layout.RunDir,
+    *,
+    role: str,
+    devices: Sequence[Any],
+    name: str = "",
+    limit: int | None = None,
+    measure: Measure | None = None,
+    only: str = "",
+) -> RoleFit:
+    """Compiles the programs of a role.
+
+    Args:
+      devices: of the role. name: what they are called.
+      limit: bytes of each device that the role may take; None: all that programs may take on it.
+      measure: of earlier calls with these devices, whose programs need not be compiled again.
+      only: the program of this name is compiled alone, if the role has it; "": all are.
+    """
     config = experiment.config[meshes.SECTIONS[role]]
     own = config.task_devices if role != "trainer" else 0
-    shape = meshes.shape(experiment, role=role, devices=len(devices))
-    mesh = " × ".join(f"{axis}={size}" for axis, size in zip(("data", "fsdp", "tensor"), shape, strict=True))
+    sizes = dict(zip(("data", "fsdp", "tensor"), meshes.shape(experiment, role=role, devices=len(devices)), strict=True))
+    mesh = " × ".join(f"{axis}={size}" for axis, size in sizes.items())
     on_host = len(devices) if devices[0].platform == "cpu" else 0
-    measure = Measure()
+    measure, made = measure or Measure(), programs(experiment, run, role=role, devices=devices)
+    made = {only: made[only]} if only in made else made
+    if limit is None:
+        limit = machine.memory() if on_host else device_memory(devices[0])
     found = RoleFit(
         role=role,
         where=f"{len(devices)} × {devices[0].device_kind}{f' ({name})' if name else ''}, {meshes.SECTIONS[role]}.mesh {mesh}",
-        limit=machine.memory() if on_host else device_memory(devices[0]),
+        limit=limit,
         on_host=on_host,
-        fits=[_fit(measure, role, each, made) for each, made in programs(experiment, run, role=role, devices=devices).items()],
+        fits=[_fit(measure, role, each, program) for each, program in made.items()],
         unchecked=_unchecked(experiment, role, own),
     )
     if on_host or found.limit is None or found.takes <= found.limit:
         return found
-    estimate = plan.on_device(plan.memory(experiment, {role: shape})[role])
-    scale = found.worst.peak / estimate
+    guess = estimate.on_device(estimate.memory(experiment, {role: len(devices)})[role])
+    scale = found.worst.peak / guess
     advice = smallest_mesh.advice(experiment, role=role, devices=len(devices) - own, limit=found.limit, scale=scale)
     return dataclasses.replace(found, mesh=advice)
 
@@ -184,12 +204,12 @@ def dry_run(s: Invocation, *, asked: Mapping[str, str], role: str, full: bool) -
     if missing := [each for each in wanted if asked and each not in asked]:
         raise ValueError(f"--topology names no topology for --role={missing[0]}")
     devices = {each: topologies.devices(asked[each]) if asked else gpus.jax_devices() for each in wanted}
-    experiments = {each: s.experiment.on_device(its[0]) for each, its in devices.items()}
     found = Mistakes()
     for each, its in devices.items():
-        found.attempt(meshes.check, experiments[each], role=each, devices=len(its))
+        found.attempt(meshes.check, s.experiment, role=each, devices=len(its))
     found.attempt(check_dry_run, s)
     found.end()
+    experiments = {each: s.experiment.on_device(its[0]) for each, its in devices.items()}
 
     def job() -> int:
         found = [fit(experiments[each], s.run, role=each, devices=its, name=asked.get(each, "")) for each, its in devices.items()]
@@ -201,7 +221,7 @@ def dry_run(s: Invocation, *, asked: Mapping[str, str], role: str, full: bool) -
             parts.append(placing.describe(s.experiment))
         if unchecked := answer.unchecked_inputs(s.experiment):
             parts.append(f"not checked: {'; '.join(unchecked)}")
-        print(visible("\n\n".join([*parts, *([plan.describe(s.experiment)] if full else [])])))
+        print(visible("\n\n".join([*parts, *([estimate.describe(s.experiment)] if full else [])])))
         return 0
 
     return job

@@ -5,11 +5,11 @@ import dataclasses
 import logging
 import shlex
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tba_jax import sharding
-from tba_jax.experiment import answer, composition, initial_policy, meshes, placing, plan, schedule_changes
+from tba_jax.experiment import answer, composition, estimate, initial_policy, meshes, placing, schedule_changes
 from tba_jax.experiment.joining import Invocation, check_dry_run, join, mistakes_end_the_role, with_schedule_of_run
 from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.models import hardware
@@ -66,7 +66,11 @@ def dry_run(s: Invocation, *, full: bool) -> Job:
     check_dry_run(s)
 
     def job() -> int:
-        parts = [answer.describe(s.experiment), *([plan.describe(s.experiment)] if full else [])]
+        parts = [
+            answer.describe(s.experiment),
+            placing.describe(s.experiment),
+            *([estimate.describe(s.experiment)] if full else []),
+        ]
         print(visible("\n\n".join(parts)))
         return 0
 
@@ -285,15 +289,20 @@ def _devices_for_all() -> int:
     return len(devices)
 
 
-def _check_processes(s: Invocation, names: Collection[str]) -> None:
-    """Raises ValueError where the meshes of roles do not fit the devices that their processes see where there are no GPUs."""
-    devices, found = _devices_for_all(), Mistakes()
-    found.attempt(_check_devices, s.experiment, *{name.split("-")[0] for name in names} - {"searcher"})
-    if s.config.searchers.count:
-        # The process of a searcher splits the CPU into searchers.cpu_devices.
-        split = max(s.config.searchers.cpu_devices, devices)
-        found.attempt(meshes.check, s.experiment, role="searcher", devices=split)
-        found.attempt(task_models.check, s.experiment.task, role="searcher")
+def _check_placements(s: Invocation, placements: Mapping[str, placement.Placement]) -> None:
+    """Raises ValueError where the meshes of roles do not fit the devices that their processes will have."""
+    found = Mistakes()
+    for name, placed in placements.items():
+        if placed.gpus:
+            found.attempt(meshes.check, s.experiment, role=name.split("-")[0], devices=len(placed.gpus))
+    if not any(placed.gpus for placed in placements.values()):
+        devices = _devices_for_all()
+        found.attempt(_check_devices, s.experiment, *{name.split("-")[0] for name in placements} - {"searcher"})
+        if s.config.searchers.count:
+            # The process of a searcher splits the CPU into searchers.cpu_devices.
+            split = max(s.config.searchers.cpu_devices, devices)
+            found.attempt(meshes.check, s.experiment, role="searcher", devices=split)
+            found.attempt(task_models.check, s.experiment.task, role="searcher")
     found.end()
 
 
@@ -303,8 +312,7 @@ def _as_processes(s: Invocation) -> Job:
 
     def check() -> None:
         placements.update(placing.place(s.experiment))
-        if not placements["trainer"].gpus:
-            _check_processes(s, placements)
+        _check_placements(s, placements)
 
     EpochLease.refuse_if_held(s.run.journal)
     join(s, may_change_schedule=True, check=check)

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 
-from tba_jax.experiment import meshes, plan
+from tba_jax.experiment import estimate, meshes
 from tba_jax.experiment.composition import Experiment
 
 # Numbers of devices that are tried beyond those of the role.
@@ -57,4 +57,4 @@ def _fits(experiment: Experiment, role: str, sizes: Sizes, *, limit: int, scale:
         meshes.check(changed, role=role, devices=None)
     except ValueError:
         return False
-    return scale * plan.on_device(plan.memory(changed)[role]) <= limit
+    return scale * estimate.on_device(estimate.memory(changed)[role]) <= limit

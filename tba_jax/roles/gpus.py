@@ -15,13 +15,13 @@ _CONTEXT_BYTES = 3 << 28
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """A CUDA device. name: as in CUDA_VISIBLE_DEVICES. memory, free: bytes, all of them and those that no process holds now;
-    None: not known. kind: of which product it is, as JAX' device_kind."""
+    """A CUDA device. name: as in CUDA_VISIBLE_DEVICES. kind: what the driver calls it, as jax.Device.device_kind. memory, free:
+    bytes, all of them and those that no process holds now; None: not known."""
 
     name: str
+    kind: str = "GPU"
     memory: int | None = None
     free: int | None = None
-    kind: str = ""
 
     def usable_share(self, roles: int) -> float:
         """The share of the memory that so many roles may take together."""
@@ -51,7 +51,7 @@ def _listed_by_driver() -> list[tuple[str, Gpu]]:
     """(UUID, GPU by its number) of each GPU of this machine, [] without a driver."""
     if shutil.which("nvidia-smi") is None:
         return []
-    asked = ["nvidia-smi", "--query-gpu=index,uuid,memory.total,memory.free,name", "--format=csv,noheader,nounits"]
+    asked = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total,memory.free", "--format=csv,noheader,nounits"]
     listed = subprocess.run(asked, capture_output=True, text=True, check=False)
     rows = [[field.strip() for field in line.split(",")] for line in listed.stdout.splitlines()]
 
@@ -59,9 +59,9 @@ def _listed_by_driver() -> list[tuple[str, Gpu]]:
         return int(mebibytes) << 20 if mebibytes.isdecimal() else None
 
     return [
-        (uuid, Gpu(name=index, memory=size(memory), free=size(free), kind=kind))
-        for index, uuid, memory, free, kind in (row for row in rows if len(row) == 5)
-        if index.isdecimal()
+        (row[1], Gpu(name=row[0], kind=row[2], memory=size(row[3]), free=size(row[4])))
+        for row in rows
+        if len(row) == 5 and row[0].isdecimal()
     ]
 
 

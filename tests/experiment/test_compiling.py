@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 from tba_jax import main
@@ -88,7 +89,8 @@ def test_decoding_and_scoring_are_those_of_a_real_searcher(made):
     lane, reference = searcher._engine._lanes[0], searcher._reference
     c = lane._config
     call = (lane._weights, lane._prompts, lane._slots, lane._oldest_first())
-    decode = lane._decode.lower(*call, 1, None, buffers=c.buffers, window=slots.own_entries(c)).compile().memory_analysis()
+    whole = dict(buffers=c.buffers, window=slots.own_entries(c))
+    decode = lane._decode.lower(*call, np.int32(0), np.int32(1), None, **whole).compile().memory_analysis()
     fit = fit_of(found["searcher"], "decode")
     assert fit.temporaries == decode.temp_size_in_bytes and fit.aliased == decode.alias_size_in_bytes
     assert fit.beside["reference"] == bytes_of(reference.params)
@@ -120,7 +122,7 @@ def test_a_moving_reference_and_adapters_have_their_programs():
     settings = dict(learner__objective="tba_prime", learner__reference__kind="reset", lora__rank=2)
     found = fitted("trainer", **settings, learner__reference__reset_optimizer=True)
     names = {fit.name for fit in found.fits}
-    assert {"scoring by the moving reference", "move of the reference", "restart of moments"} <= names
+    assert {"scoring by the moving reference", "copy to the moving reference", "restart of moments"} <= names
     update = fit_of(found, "update")
     assert "moving reference" in update.beside and "frozen weights" not in update.beside
 
@@ -153,7 +155,9 @@ def test_a_role_that_does_not_fit_is_told_what_to_change():
     )
     found = compiling.RoleFit(role="trainer", where="a TPU", limit=16 << 30, fits=[fit], unchecked=["the warm start"])
     said = compiling.describe([found], config=tiny_run.config())
-    assert said.startswith("trainer    does not fit: 22.00 GiB of 16.00 GiB (update); most of it: temporaries, 20.00 GiB; ")
+    assert said.startswith(
+        "trainer    does not fit: 22.00 GiB of 16.00 GiB (update); most of it: temporaries, 20.00 GiB; change "
+    )
     assert "; change learner.micro_batch_tokens=" in said and "refused by the compiler" in said
     assert "not checked: the warm start" in said
 

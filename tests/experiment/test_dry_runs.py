@@ -12,13 +12,8 @@ from tba_jax.experiment import answer, composition, joining
 from tba_jax.models.presets import PRESETS
 from tba_jax.run import layout
 from tests.support import random_checkpoints, spelled_checkpoints, tiny_run
-from tests.support.small_recipes import problems
+from tests.support.small_recipes import RECIPES
 
-RECIPES = sorted(
-    path.stem
-    for path in (tiny_run.ROOT / "configs").glob("*.py")
-    if path.name not in ("__init__.py", "base.py", "supervised.py", "baselines.py", "own_task.py")
-)
 VARIANTS = {"demo_baselines": ("rloo",), "tldr_pythia": ("410m",)}
 # Lengths that a tokenizer of one id a byte needs, and that every preset has positions for.
 LENGTHS = {"task.prompt_length": 640, "task.response_length": 128, "learner.micro_batch_tokens": 0}
@@ -45,10 +40,17 @@ def inputs(recipe: str, name: str, folder: Path) -> dict[str, Any]:
         rows = lines(folder, "rows.jsonl", {"question": "What is {i} + 1?", "answer": "It is one more.\n#### {i}"})
         return {f"task.gsm8k.{split}_path": rows for split in ("train", "heldout")}
     if name == "math":
-        return problems(folder) | {"learner.queries": 8}
+        row, of_split = {"problem": "What is ${i}$?"}, {"train": "solution", "heldout": "answer"}
+        return {
+            f"task.math.{split}_path": lines(folder, f"{split}.jsonl", row | {answer: "It is $\\boxed{{{i}}}$."})
+            for split, answer in of_split.items()
+        }
     if name == "story_sentiment":
         (folder / "stories.json").write_text(json.dumps([f"Once upon a time {i} cats sat on a mat. " * 4 for i in range(200)]))
         return {"task.story_sentiment.data_path": str(folder / "stories.json")}
+    if recipe == "own_task":
+        rows = lines(folder, "rows.jsonl", {"opening": "Once upon a {i}", "words": "a e"})
+        return {f"task.custom.{split}_path": rows for split in ("train", "heldout")}
     if name == "countdown":
         return {"task.countdown.train_queries": 40, "task.countdown.heldout_queries": 8}
     if name == "tldr":
@@ -87,9 +89,10 @@ def test_every_recipe_is_answered_with_every_preset(recipe, presets, tmp_path, o
     get_config = importlib.import_module(f"configs.{recipe}").get_config
     c = get_config(*VARIANTS.get(recipe, ()))
     settings = inputs(recipe, c.task.name, tmp_path)
-    if c.model.path or c.task.name == "red_team":
+    if c.model.path or c.task.name == "red_team" or recipe == "own_task":
         settings["model.path"] = str(tokenizer(tmp_path / "model"))
-    for preset in presets:
+    # The models of a task are read again with each preset.
+    for preset in presets if c.task.name not in ("red_team", "tldr") else presets[:2]:
         c = get_config(*VARIANTS.get(recipe, ()))
         c.update_from_flattened_dict(LENGTHS | settings | {"model.preset": preset})
         experiment = composition.build(c, weights=False, new=True)
@@ -107,7 +110,7 @@ def gpus(tmp_path, monkeypatch):
         program = tmp_path / "nvidia-smi"
         ids = " ".join(map(str, range(count)))
         name = "NVIDIA H100 80GB HBM3"
-        program.write_text(f"#!/bin/sh\nfor i in {ids}; do echo $i, GPU-$i, 81559, {81559 - used}, {name}; done\n")
+        program.write_text(f"#!/bin/sh\nfor i in {ids}; do echo $i, GPU-$i, {name}, 81559, {81559 - used}; done\n")
         program.chmod(0o755)
         monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

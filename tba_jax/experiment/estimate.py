@@ -85,20 +85,18 @@ def need(experiment: Experiment, kind: str, *, devices: int, limit: int | None) 
       ValueError: the mesh of the role does not fit so many devices.
     """
     meshes.check(experiment, role=kind, devices=devices)
-    found = memory(experiment, {kind: meshes.shape(experiment, role=kind, devices=devices)})
+    found = memory(experiment, {kind: devices})
     return max(on_device(parts) for role, parts in found.items() if role.split(",")[0] == kind)
 
 
-def memory(experiment: Experiment, shapes: Mapping[str, tuple[int, int, int]] | None = None) -> dict[str, dict[str, int]]:
+def memory(experiment: Experiment, devices: Mapping[str, int] | None = None) -> dict[str, dict[str, int]]:
     """role -> part -> bytes on one device of the role's mesh, from shapes alone.
 
     "ROLE, task" is each of the role's task_devices, if it has them. Temporary arrays of XLA inside a layer are not counted.
 
-    Args: shapes: role -> sizes of its mesh; meshes of other roles are those of the config, where data=-1 counts as 1.
+    Args: devices: role -> how many it has; a role that is not named has as few as its mesh can make up (data=-1 counts as 1).
     """
-    config = experiment.config
-    meant = {role: meshes.shape(experiment, role=role, devices=None) for role in meshes.SECTIONS}
-    bytes_of = _Memory(experiment, {meshes.SECTIONS[role]: sizes for role, sizes in (meant | dict(shapes or {})).items()})
+    config, bytes_of = experiment.config, _Memory(experiment, devices or {})
     s, samples = config.searchers, config.evaluation.batch_size
     batch = s.queries_per_batch * s.samples_per_query
     # Prompts of continuations from a state hold part of a response.
@@ -117,10 +115,12 @@ def memory(experiment: Experiment, shapes: Mapping[str, tuple[int, int, int]] | 
 class _Memory:
     """Bytes on one device, from the shapes of an experiment."""
 
-    def __init__(self, experiment: Experiment, shapes: Mapping[str, tuple[int, int, int]]):
-        """Args: shapes: section -> data, fsdp and tensor of its mesh."""
+    def __init__(self, experiment: Experiment, devices: Mapping[str, int]):
+        # Section of the config -> sizes (data, fsdp, tensor) of its mesh.
+        self._meshes = {
+            section: meshes.shape(experiment, role=role, devices=devices.get(role)) for role, section in meshes.SECTIONS.items()
+        }
         self._experiment, self._config, policy = experiment, experiment.config, experiment.policy
-        self._shapes = shapes
         self._model, self._adapters = policy.model, policy.lora is not None
         self._P, self._R = experiment.contract.prompt_length, experiment.contract.response_length
         self._compute = jnp.dtype(policy.model.compute_dtype).itemsize  # bytes of a number
@@ -128,10 +128,13 @@ class _Memory:
 
     def trainer(self) -> dict[str, int]:
         learner, model, T = self._config.learner, self._model, self._P + self._R
-        ways = math.prod(self._shapes["learner"][:2])
+        data, fsdp, _ = self._meshes["learner"]
+        ways = data * fsdp
         parts, rows, tensor = self._on_device("learner", meshes.micro_batch_rows(self._config, ways=ways))
         layers_kept = model.layers * {"full": 1, "dots": 8, "none": 12}[learner.remat]
         within_layer = rows * (model.heads * T * T * 4 + T * model.ffn * self._compute * 3) // tensor
+        # A moving average is float32.
+        of_reference = (4 if learner.reference.kind == "ema" else self._compute) * self._trained // parts
         held, offloaded = learner.reference.kind in HELD_REFERENCES, learner.reference.offload
         columns = self._experiment.contract.row_shape().columns().values()
         row_bytes = sum(np.dtype(dtype).itemsize * max(1, math.prod(shape)) for dtype, shape in columns)
@@ -140,8 +143,8 @@ class _Memory:
             "frozen weights": self._compute * self._params // parts if self._adapters else 0,
             "copy to publish": jnp.dtype(self._config.publish.dtype).itemsize * self._trained // parts,
             # An offloaded one is on the device only while it is used.
-            "moving reference": 4 * self._trained // parts if held and not offloaded else 0,
-            "moving reference (host)": 4 * self._trained // parts if offloaded else 0,
+            "moving reference": of_reference if held and not offloaded else 0,
+            "moving reference (host)": of_reference if offloaded else 0,
             "activations": rows * T * model.width * self._compute * layers_kept + within_layer,
             "logits": 2 * self._logits(rows, tensor, learner.logit_megabytes),
             "replay (host)": self._config.replay.capacity * row_bytes,
@@ -149,7 +152,7 @@ class _Memory:
 
     def decoding(self, section: str, *, slots: int, samples: int, batch: int, weights: str, given: int) -> dict[str, int]:
         """Args: weights: as searchers.weights; given: most response tokens that the cache of a prompt holds as well."""
-        model, (data, fsdp, _) = self._model, self._shapes[section]
+        model, (data, fsdp, _) = self._model, self._meshes[section]
         parts, rows, tensor = self._on_device(section, batch)
         lane = sizes.lane_sizes(slots, samples, data, what=f"the {slots} slots of {section}")
 
@@ -182,7 +185,7 @@ class _Memory:
 
     def _on_device(self, section: str, rows: int) -> tuple[int, int, int]:
         """Parts that parameters are divided into, rows of one device, parts that heads and vocabulary are divided into."""
-        data, fsdp, tensor = self._shapes[section]
+        data, fsdp, tensor = self._meshes[section]
         return fsdp * tensor, -(-rows // (data * fsdp)), tensor
 
     def _logits(self, rows: int, tensor: int, megabytes: int) -> int:
