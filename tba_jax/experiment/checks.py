@@ -40,6 +40,7 @@ def check(config: Any, *, weights: bool = True) -> None:
     _check_objective(config, OBJECTIVES[config.learner.objective])
     _check_interleaved(config)
     _check_searchers(config)
+    _check_swaps(config)
     require(not (stuck := flow.refusal(config)), stuck)
 
 
@@ -239,6 +240,16 @@ def _check_searchers(config: Any) -> None:
         searchers.count > 0 or (config.replay.mount and config.schedule.mode == "asynchronous"),
         f"searchers.count={searchers.count} needs replay.mount, whose rows are trained on, and schedule.mode=asynchronous",
     )
+
+
+def _check_swaps(config: Any) -> None:
+    """Merged adapters and rounded weights are made on the devices, from the whole of the policy."""
+    for section, weights in (("searchers", config.searchers.weights), ("evaluation", "full")):
+        require(
+            config[section].swap_memory == "beside" or not (config.lora.rank or weights != "full"),
+            f"{section}.swap_memory=in_place takes up snapshots as they are and excludes adapters (lora.rank={config.lora.rank}) "
+            f"and searchers.weights={config.searchers.weights} other than full",
+        )
 
 
 def check_all_are_read(config: Any) -> None:
