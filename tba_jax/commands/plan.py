@@ -37,13 +37,13 @@ def run(given: command_line.Given) -> command_line.Job:
     if bool(given.topology) == bool(given.gpus):
         raise ValueError("one of --topology and --gpus says for which devices the run is planned")
     config = recipes.load(given.config, given.overrides, program=settings_help.BASE)
-    from tba_jax.experiment import compiling, composition, gpu_plans, planning, topologies
+    from tba_jax.experiment import compiling, composition, gpu_plans, meshes, planning, topologies
     from tba_jax.run import layout, processes
 
     topologies.use_no_devices()
     asked = topologies.parse(given.topology, roles=compiling.ROLES)
     machine = gpu_plans.parse(given.gpus) if given.gpus else None
-    roles = [role for role in compiling.roles_of(config) if machine or role in asked]
+    roles = [role for role in meshes.roles_of(config) if machine or role in asked]
     for topology in [*asked.values(), *([gpu_plans.stand_in(1)] if machine else [])]:
         topologies.devices(topology)
     experiment = composition.build(config, reward_models={}, weights=False)

@@ -11,9 +11,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tba_jax.experiment import compiling, planning, topologies
+from tba_jax.experiment import meshes, planning, topologies
 from tba_jax.experiment.composition import Experiment
-from tba_jax.experiment.meshes import SECTIONS
 from tba_jax.experiment.planning import Place, Planned, Settings
 from tba_jax.roles import placement
 from tba_jax.roles.gpus import Gpu
@@ -32,7 +31,7 @@ _GPUS = re.compile(r"(?P<name>[A-Za-z][\w-]*?)x(?P<count>[1-9]\d*)(@(?P<gib>[1-9
 _SAMPLING = ("searchers", "evaluation")
 _OPEN: Settings = {
     f"{section}.{name}": value
-    for section in SECTIONS.values()
+    for section in meshes.SECTIONS.values()
     for name, value in {"mesh.data": -1, "mesh.fsdp": 1, "mesh.tensor": 1, "memory_fraction": 0.0}.items()
 }
 
@@ -96,7 +95,7 @@ def shares(experiment: Experiment, gpus: Gpus, *, each: int) -> dict[str, Share]
     Raises:
       ValueError: there are too few GPUs, see placement.place.
     """
-    roles = compiling.roles_of(experiment.config)
+    roles = meshes.roles_of(experiment.config)
     if experiment.config.schedule.mode == "interleaved":  # one process has all GPUs
         return {role: Share(count=gpus.count, beside=[other for other in roles if other != role]) for role in roles}
 
@@ -161,7 +160,7 @@ class OnGpus:
             planned.append(self._role(experiment, role, share.count, math.floor(100 * part) / 100, until))
             if share.beside and experiment.config.schedule.mode != "interleaved":
                 fraction = planned[-1].place.limit / self._gpus.memory  # JAX takes it when the role starts
-                settings[f"{SECTIONS[role]}.memory_fraction"] = math.floor(100 * fraction) / 100
+                settings[f"{meshes.SECTIONS[role]}.memory_fraction"] = math.floor(100 * fraction) / 100
         return settings, planned
 
     def _least(self, experiment: Experiment, role: str, share: Share) -> int:

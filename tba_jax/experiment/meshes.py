@@ -1,19 +1,37 @@
 """The mesh of a role against the devices that it has: what the mesh must make up and divide."""
 
 import math
-from typing import Any
+from typing import Any, Protocol
 
 from tba_jax import sharding
 from tba_jax.decoding import sizes
-from tba_jax.experiment.composition import Experiment
+from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.learner import micro_batches
 from tba_jax.models import parameters
+from tba_jax.models.policy import Policy
 
 # Role -> the section of the config that has its mesh.
 SECTIONS = {"trainer": "learner", "searcher": "searchers", "evaluator": "evaluation"}
 
 
-def check(experiment: Experiment, *, role: str, devices: int | None) -> None:
+class HasPolicy(Protocol):
+    """What meshes are checked against: an experiment, or as much of one as there is yet."""
+
+    @property
+    def config(self) -> Any: ...
+
+    @property
+    def policy(self) -> Policy: ...
+
+
+def roles_of(config: Any) -> list[str]:
+    """The roles of a run that compute."""
+    searches = config.searchers.count or config.schedule.mode == "interleaved"
+    there = {"trainer": True, "searcher": searches, "evaluator": config.evaluation.enabled}
+    return [role for role in SECTIONS if there[role]]
+
+
+def check(experiment: HasPolicy, *, role: str, devices: int | None) -> None:
     """Raises ValueError where the mesh of a role does not make up its devices, or does not divide its rows or parameters.
 
     Args: devices: how many the role has; None where that is not known: then as few as its mesh can make up.
@@ -28,15 +46,26 @@ def check(experiment: Experiment, *, role: str, devices: int | None) -> None:
         "searcher": {rows_of_searcher: config.searchers.queries_per_batch * config.searchers.samples_per_query},
         "evaluator": {"evaluation.batch_size": config.evaluation.batch_size},
     }[role]
+    found = Mistakes()
     for what, rows in settings.items():
-        sharding.check_ways(rows, made[0] * made[1], what=what)
+        found.attempt(sharding.check_ways, rows, made[0] * made[1], what=what)
     if role == "trainer":
-        micro_batch_rows(config, ways=made[0] * made[1])
-    _check_slots(config, role, ways=made[0])
-    parameters.check_divides(dict(zip(sharding.MESH_AXES, made, strict=True)), experiment.policy.model_specs)
+        found.attempt(micro_batch_rows, config, ways=made[0] * made[1])
+    # Slots that one way cannot divide into groups may suit as many ways as data=-1 makes.
+    if not found and (devices is not None or config[SECTIONS[role]].mesh.data != -1):
+        found.attempt(_check_slots, config, role, ways=made[0])
+    found.attempt(_check_divides, made, experiment.policy, section=SECTIONS[role])
+    found.end()
 
 
-def shape(experiment: Experiment, *, role: str, devices: int | None) -> tuple[int, int, int]:
+def _check_divides(made: tuple[int, int, int], policy: Policy, *, section: str) -> None:
+    try:
+        parameters.check_divides(dict(zip(sharding.MESH_AXES, made, strict=True)), policy.model_specs)
+    except ValueError as error:
+        raise ValueError(f"{section}.mesh: {error}") from error
+
+
+def shape(experiment: HasPolicy, *, role: str, devices: int | None) -> tuple[int, int, int]:
     """The sizes (data, fsdp, tensor) of the mesh of a role. Args, Raises: as `check`."""
     section = SECTIONS[role]
     own = experiment.config[section].task_devices if role != "trainer" else 0

@@ -21,7 +21,7 @@ def place(experiment: Experiment) -> dict[str, placement.Placement]:
         log.warning("the memory of the GPUs holds %d of searchers.count=%d searchers", count, config.searchers.count)
         fewer = config.copy_and_resolve_references()
         fewer.searchers.count = count
-        require(not (stuck := flow.refusal(fewer)), stuck)
+        require(not (stuck := flow.refusals(fewer)), "; ".join(stuck))
     return placed
 
 
