@@ -168,8 +168,7 @@ class _Memory:
         scored = rows * (self._P + self._R) * model.width * self._compute * 4
         return {
             "reference": policy // parts,
-            # The policy in use, and the next one while it is loaded: as it was published and as it is decoded with.
-            "policies": (2 * sampled + policy) // parts,
+            "policies": self._policies(section, sampled) // parts,
             "KV cache": 2 * model.layers * entries * model.kv_heads * model.head_size * self._compute // tensor,
             "logits": 3 * drawn * model.vocab * 4 // tensor,
             "scoring": scored + 2 * self._logits(rows, tensor, self._config[section].logit_megabytes),
@@ -182,6 +181,14 @@ class _Memory:
         if self._config[section].task_devices:
             return {role: parts, f"{role}, task": models}
         return {role: parts | models}
+
+    def _policies(self, section: str, sampled: int) -> int:
+        """Of the policy in use, and of the next one while it is loaded. Args: sampled: bytes of one as it is decoded with."""
+        if self._config[section].swap_memory == "in_place":
+            return sampled
+        # Adapters and weights that are to be rounded lie beside the policy that is made of them.
+        taken = not self._adapters and sampled == self._compute * self._params
+        return 2 * sampled + (0 if taken else (4 * self._trained if self._adapters else self._compute * self._params))
 
     def _on_device(self, section: str, rows: int) -> tuple[int, int, int]:
         """Parts that parameters are divided into, rows of one device, parts that heads and vocabulary are divided into."""
