@@ -9,6 +9,7 @@ import pytest
 
 from tba_jax import main
 from tba_jax.commands import command_line
+from tba_jax.decoding import slots as slots_lib
 from tba_jax.experiment import compiling, composition, fitting, jobs
 from tba_jax.programs import Program
 from tba_jax.run import layout
@@ -87,7 +88,8 @@ def test_decoding_and_scoring_are_those_of_a_real_searcher(made):
     lane, reference = searcher._engine._lanes[0], searcher._reference
     c = lane._config
     call = (lane._weights, lane._prompts, lane._slots, lane._oldest_first())
-    decode = lane._decode.lower(*call, 1, None, buffers=c.buffers, window=lane._windows[-1]).compile().memory_analysis()
+    whole = dict(buffers=c.buffers, window=slots_lib.own_entries(c))
+    decode = lane._decode.lower(*call, 0, 1, None, **whole).compile().memory_analysis()
     fit = fit_of(found["searcher"], "decode")
     assert fit.temporaries == decode.temp_size_in_bytes and fit.aliased == decode.alias_size_in_bytes
     assert fit.beside["reference"] == bytes_of(reference.params)
