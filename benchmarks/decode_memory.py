@@ -57,8 +57,8 @@ class Recipe:
     compute_dtype: str = "bfloat16"
 
 
-_TLDR = dict(slots=160, samples=20, prompt=512, response=128)
-_RED_TEAM = dict(slots=128, samples=128, prompt=16, response=20)
+_TLDR: dict[str, Any] = dict(slots=160, samples=20, prompt=512, response=128)
+_RED_TEAM: dict[str, Any] = dict(slots=128, samples=128, prompt=16, response=20)
 RECIPES = {
     "red_team_gpt2": Recipe(preset="gpt2", compute_dtype="float32", **_RED_TEAM),
     "red_team_llama3_2_1b": Recipe(preset="llama-3.2-1b", **_RED_TEAM),

@@ -23,9 +23,10 @@ class Ring:
         """
         self._windows, self._chunk, self._lockstep = tuple(windows), chunk, lockstep
         self.window, self.position = self._windows[-1], 0
-        # Entries that were needed at most, in the last round and in this one. So a window is not given up, and perhaps compiled
-        # again a few steps later, because all samples happen to be short.
+        # Windows that were needed at most, in the last round and in this one. So a window is not given up because all samples
+        # happen to be short for a few steps.
         self._needed = (self._windows[-1], 0)
+        self.begin()
 
     def begin(self) -> None:
         """All slots are idle. In lockstep, the next samples begin together, with the shortest window."""
