@@ -102,7 +102,7 @@ def _check_policy(config: Any, *, weights: bool) -> None:
 def _check_batch(config: Any) -> None:
     """The rows of an update, and its steps."""
     learner, mesh = config.learner, config.learner.mesh
-    rows, tokens, ways = learner.queries * learner.completions, learner.micro_batch_tokens, mesh.data * mesh.fsdp
+    rows, tokens, ways = learner.queries * learner.completions, learner.micro_batch_tokens, mesh.data * max(mesh.fsdp, 1)
     row_tokens = config.task.prompt_length + config.task.response_length
     require(
         config.searchers.samples_per_query >= learner.completions,
@@ -116,7 +116,7 @@ def _check_batch(config: Any) -> None:
     )
     require(
         mesh.data == -1 or rows % max(ways, 1) == 0,
-        f"the batch of {rows} rows does not divide by learner.mesh data={mesh.data} × fsdp={mesh.fsdp} = {ways}",
+        f"the batch of {rows} rows does not divide by learner.mesh data={mesh.data} × fsdp={max(mesh.fsdp, 1)} = {ways}",
     )
     require(
         learner.warmup_steps + learner.decay_steps <= learner.steps,

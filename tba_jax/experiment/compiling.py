@@ -49,7 +49,8 @@ def programs(
 
     e = experiment
     if role == "trainer":
-        return trainer.programs(e.config, e.contract, e.policy, run, devices=devices)
+        config = meshes.with_trainer_mesh(e, devices).config
+        return trainer.programs(config, e.contract, e.policy, run, devices=devices)
     room: dict[str, Any] = dict(policy=e.policy, tokenizer=e.tokenizer, devices=devices)
     if role == "searcher":
         return searcher.programs(e.config, e.contract, queries=e.queries["train"], **room)
@@ -59,14 +60,14 @@ def programs(
 def fit(experiment: composition.Experiment, run: layout.RunDir, *, role: str, devices: Sequence[Any], name: str = "") -> RoleFit:
     """Compiles the programs of a role. Args: devices: of the role, and what they are called."""
     config = experiment.config[meshes.SECTIONS[role]]
-    own = config.task_devices if role != "trainer" else 0
-    sizes = dict(zip(("data", "fsdp", "tensor"), meshes.shape(experiment, role=role, devices=len(devices)), strict=True))
-    mesh = " × ".join(f"{axis}={size}" for axis, size in sizes.items())
+    own, memory = config.task_devices if role != "trainer" else 0, device_memory(devices[0])
+    sizes = meshes.shape(experiment, role=role, devices=len(devices), memory=memory)
+    mesh = " × ".join(f"{axis}={size}" for axis, size in zip(("data", "fsdp", "tensor"), sizes, strict=True))
     measure = Measure()
     return RoleFit(
         role=role,
         where=f"{len(devices)} × {devices[0].device_kind}{f' ({name})' if name else ''}, {meshes.SECTIONS[role]}.mesh {mesh}",
-        limit=device_memory(devices[0]),
+        limit=memory,
         fits=[_fit(measure, role, each, made) for each, made in programs(experiment, run, role=role, devices=devices).items()],
         unchecked=_unchecked(experiment, role, own),
     )
@@ -166,7 +167,7 @@ def dry_run(s: Invocation, *, asked: Mapping[str, str], role: str, full: bool) -
     devices = {each: topologies.devices(asked[each]) if asked else gpus.jax_devices() for each in wanted}
     experiments = {each: s.experiment.on_device(its[0]) for each, its in devices.items()}
     for each, its in devices.items():
-        meshes.check(experiments[each], role=each, devices=len(its))
+        meshes.check(experiments[each], role=each, devices=len(its), memory=device_memory(its[0]))
     layout.check_can_be_made(s.run)
 
     def job() -> int:

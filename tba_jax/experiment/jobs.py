@@ -10,6 +10,7 @@ from typing import Any
 
 from tba_jax import sharding
 from tba_jax.experiment import compiling, composition, initial_policy, meshes, placing, plan, schedule_changes
+from tba_jax.experiment.fitting import device_memory
 from tba_jax.experiment.joining import Invocation, check_run, join, mistakes_end_the_role, with_schedule_of_run
 from tba_jax.models import hardware
 from tba_jax.replay.journal import read_lineage
@@ -35,7 +36,7 @@ def _check_devices(experiment: composition.Experiment, *roles: str) -> None:
     devices = gpus.jax_devices()
     hardware.check(experiment.policy.model, hardware.of(devices[0]))
     for role in roles:
-        meshes.check(experiment, role=role, devices=len(devices))
+        meshes.check(experiment, role=role, devices=len(devices), memory=device_memory(devices[0]))
         task_models.check(experiment.task, role=role)
 
 
@@ -43,8 +44,8 @@ def _say_devices(experiment: composition.Experiment, *roles: str, name: str = ""
     """The first line of a role's log: what the role computes on. Args: name: of the role, if not its own."""
     devices = gpus.jax_devices()
     for role in roles:
-        sizes = zip(sharding.MESH_AXES, meshes.shape(experiment, role=role, devices=len(devices)), strict=True)
-        mesh = " × ".join(f"{axis}={size}" for axis, size in sizes)
+        sizes = meshes.shape(experiment, role=role, devices=len(devices), memory=device_memory(devices[0]))
+        mesh = " × ".join(f"{axis}={size}" for axis, size in zip(sharding.MESH_AXES, sizes, strict=True))
         compute = experiment.policy.model.compute_dtype
         log.info(
             "%s: backend %s, %d × %s, %s.mesh %s, model.compute_dtype=%s",
@@ -80,7 +81,7 @@ def _make_reference(s: Invocation) -> None:
         log.info("warm start: step %d, loss %.3f", step, loss)
         writer.write(step, {"loss": loss})
 
-    initial_policy.ensure(s.experiment, s.run, report=record)
+    initial_policy.ensure(meshes.with_trainer_mesh(s.experiment), s.run, report=record)
     writer.close()
 
 
@@ -124,7 +125,7 @@ def _begin_trainer(s: Invocation, *, publish_every_steps: int, until: int | None
     try:
         _make_reference(s)
         trainer = Trainer(
-            s.config,
+            meshes.with_trainer_mesh(s.experiment).config,
             s.experiment.contract,
             s.run,
             policy=s.experiment.policy,

@@ -88,10 +88,10 @@ def _check_mesh_sizes(config: Any, policy: Policy) -> None:
     for section in ("learner", "searchers", "evaluation"):
         mesh = config[section].mesh
         for name, size in mesh.items():
-            if size < 1 and (name, size) != ("data", -1):
+            if size < 1 and (name, size) != ("data", -1) and (section, name, size) != ("learner", "fsdp", 0):
                 also = ", or -1 for all devices that are left" if name == "data" else ""
                 raise ValueError(f"{section}.mesh.{name}={size} must be at least 1{also}")
         try:
-            parameters.check_divides({"data": 1, "fsdp": mesh.fsdp, "tensor": mesh.tensor}, policy.model_specs)
+            parameters.check_divides({"data": 1, "fsdp": max(mesh.fsdp, 1), "tensor": mesh.tensor}, policy.model_specs)
         except ValueError as error:
             raise ValueError(f"{section}.mesh: {error}") from error

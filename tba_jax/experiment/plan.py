@@ -75,8 +75,8 @@ def need(experiment: Experiment, kind: str, *, devices: int, limit: int | None) 
     Raises:
       ValueError: the mesh of the role does not fit so many devices.
     """
-    meshes.check(experiment, role=kind, devices=devices)
-    found = memory(experiment, {kind: meshes.shape(experiment, role=kind, devices=devices)})
+    meshes.check(experiment, role=kind, devices=devices, memory=limit)
+    found = memory(experiment, {kind: meshes.shape(experiment, role=kind, devices=devices, memory=limit)})
     return max(_on_device(parts) for role, parts in found.items() if role.split(",")[0] == kind)
 
 
