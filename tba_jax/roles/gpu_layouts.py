@@ -206,12 +206,8 @@ class _Layout:
         shares = []
         for gpu in self._gpus[role]:
             roles = self._on(gpu)
-            if role.fraction and len(roles) > 1:
-                return role.fraction
-            if len(roles) == 1:
-                shares.append(gpu.usable_share(1))
-                continue
-            left = gpu.usable_share(len(roles)) - sum(other.fraction for other in roles)
-            needs = sum(self._need(other) for other in roles if not other.fraction)
-            shares.append(left * self._need(role) / max(needs, 1))
+            kept = {other: other.fraction for other in roles if other.fraction and len(roles) > 1}
+            left = gpu.usable_share(len(roles)) - sum(kept.values())
+            needs = sum(self._need(other) for other in roles if other not in kept)
+            shares.append(kept.get(role) or left * self._need(role) / max(needs, 1))
         return math.floor(min(shares) * 1000) / 1000
