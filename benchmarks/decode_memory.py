@@ -90,6 +90,7 @@ ENVIRONMENT = {
 _CHIPS = 4
 _GIB = 1 << 30
 _ARRAY = re.compile(r"(?m)^\s*(?:ROOT )?%?[\w.\-]+ = \(?(\w+)\[([\d,]+)\](?:\{([^}]*)\})?[^=\n]*? ([\w\-]+)\(")
+_FUSED = re.compile(r"(?ms)^%?fused_computation[^\n]*\{\n.*?^\}\n")
 _COPIES = ("copy", "transpose", "copy-start")
 
 
@@ -184,8 +185,9 @@ def memory(compiled: Any, config: SlotsConfig, mesh: Mesh, text_file: Path | Non
 
 
 def arrays_in(text: str) -> Iterator[tuple[str, tuple[int, ...], str, str]]:
-    """(dtype, shape, layout, operation) of the results in a program's text; of a tuple, the first."""
-    for dtype, shape, layout, operation in _ARRAY.findall(text):
+    """(dtype, shape, layout, operation) of the results in a program's text; of a tuple, the first. Without the inside of fusions,
+    which is not in memory."""
+    for dtype, shape, layout, operation in _ARRAY.findall(_FUSED.sub("", text)):
         yield dtype, tuple(int(size) for size in shape.split(",")), layout, operation
 
 

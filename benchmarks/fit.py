@@ -1,137 +1,261 @@
-"""What the programs of a large policy need on each device, by the compiler of that device: scoring, and the update.
+"""What every recipe takes on the devices that it is made for, by the TPU's compiler: the table in docs/fit.md.
 
-python -m benchmarks.fit [--only=score,update] [--preset=qwen2.5-1.5b] [--topology=v5p:2x2x1] [--mesh=1,4,1] [--rows=128]
-    [--prompt=512] [--response=512] [--score_tokens=0,65536] [--micro_batch_rows=16]
+python -m benchmarks.fit [--only=WORDS] [--write]
 
-No such device is needed: with --topology=v5p:2x2x1, `pip install libtpu` and JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1, the TPU's
-own compiler runs. Without --topology it compiles for the devices that are there. Where a program does not fit, the compiler's
-message says so.
+It needs the extra `tpu` and no TPU. `--only=gsm8k` compiles the rows in whose recipe or hardware these words stand. Each row is
+printed as soon as it is compiled, and `--write` puts it into docs/fit.md in place of the same row there. All rows take about two
+hours on four cores. Programs and memory are those of a dry run (tba_jax/experiment/compiling.py). Weights are not read: a row
+names the preset that has the policy's shape. Tokenizer and data are those of configs/small_data, but every prompt is as long as
+the recipe allows.
+
+No compiler of GPUs runs without a GPU. A row of GPUs is compiled for as many chips of a TPU v5p, and held against 90 % of a GPU's
+memory. What roles take that share a GPU is added up. Models with which a task scores are counted by their shapes.
 """
 
 import dataclasses
 import functools
-import math
+import importlib
+import json
+import re
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 from absl import app, flags, logging
-from jax.experimental import topologies
 
-from tba_jax import sharding
-from tba_jax.learner import optimizer, update
-from tba_jax.learner import state as state_lib
-from tba_jax.models import parameters, scoring
-from tba_jax.models.config import DecoderConfig
-from tba_jax.models.policy import Policy
+from tba_jax.experiment import compiling, composition, meshes, topologies
+from tba_jax.models.hugging_face.architectures import ARCHITECTURES
 from tba_jax.models.presets import PRESETS
-from tba_jax.objectives import OBJECTIVES
-from tba_jax.objectives.inputs import ObjectiveSettings
+from tba_jax.rewards import task_models
+from tba_jax.run import layout
+from tba_jax.schemas import flatten
+from tba_jax.tasks.interface import EncodedQuery, Query
 
-_ONLY = flags.DEFINE_list("only", ["score", "update"], "Which programs to compile.")
-_PRESET = flags.DEFINE_enum("preset", "qwen2.5-1.5b", sorted(PRESETS), "The shape of the policy.")
-_TOPOLOGY = flags.DEFINE_string("topology", "", "Of TPUs, such as v5p:2x2x1; default: the devices that are there.")
-_MESH = flags.DEFINE_list("mesh", ["1", "-1", "1"], "data, fsdp, tensor; one may be -1.")
-_ROWS = flags.DEFINE_integer("rows", 128, "Of a batch.", lower_bound=1)
-_PROMPT = flags.DEFINE_integer("prompt", 512, "Tokens of a prompt.", lower_bound=1)
-_RESPONSE = flags.DEFINE_integer("response", 512, "Tokens of a response.", lower_bound=1)
-_SCORE_TOKENS = flags.DEFINE_list("score_tokens", ["0", "65536"], "searchers.score_tokens, each in turn.")
-_MICRO_BATCH_ROWS = flags.DEFINE_integer("micro_batch_rows", 16, "Rows of the update that go through the model at a time.")
+_ONLY = flags.DEFINE_string("only", "", "Words that stand in the recipe or the hardware of a row.")
+_WRITE = flags.DEFINE_bool("write", False, "Put the rows into docs/fit.md.")
 
+PAGE = Path(__file__).parent.parent / "docs" / "fit.md"
 _GIB = 1 << 30
-_LOGIT_MEGABYTES = 128
-_COMPLETIONS = 16
-_SPACE = scoring.ResponseSpace(temperature=1.0, banned_tokens=(), eos_id=-1)
+_GPU_GIB = 72.0  # 90 % of 80 GB, as a share for the programs of a role
+_CHIP, _HOST = "v5p:1x1x1", "v5p:2x2x1"
+_ROBERTA_BASE = {
+    "model_type": "roberta",
+    "architectures": ["RobertaForSequenceClassification"],
+    **dict(hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072, vocab_size=50265),
+    **dict(max_position_embeddings=514, type_vocab_size=1, pad_token_id=1, layer_norm_eps=1e-5, hidden_act="gelu"),
+    "id2label": {"0": "nothate", "1": "hate"},
+}
 
 
-def mesh_of(topology: str, sizes: Sequence[str]) -> jax.sharding.Mesh:
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices if topology else jax.devices()
-    shape = [int(size) for size in sizes]
-    if -1 in shape:
-        shape[shape.index(-1)] = len(devices) // -math.prod(shape)
-    return sharding.make_mesh((shape[0], shape[1], shape[2]), setting="--mesh", devices=devices)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """recipe: as after configs/ in --config; preset: of the policy; hardware: in words; topologies: role -> topology.
+
+    limit: GiB of a device that programs may take; 0: what the compiler says. sharing: roles on the same devices.
+    task_models: setting -> the preset that has the shape of this model of the task. settings: that the command line changes.
+    """
+
+    recipe: str
+    preset: str
+    hardware: str
+    topologies: tuple[str, str, str]
+    limit: float = _GPU_GIB
+    sharing: tuple[str, ...] = ()
+    task_models: tuple[tuple[str, str], ...] = ()
+    settings: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"{self.recipe} on {self.hardware}"
 
 
-def placed(shape: tuple[int, ...], dtype: Any, where: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
-
-
-def lowered_scoring(model: DecoderConfig, mesh: jax.sharding.Mesh, score_tokens: int) -> jax.stages.Lowered:
-    """Reference scoring of a batch as a searcher does it."""
-    policy, B, P, R = Policy(model=model), _ROWS.value, _PROMPT.value, _RESPONSE.value
-    score = scoring.program(
-        mesh,
-        graphdef=policy.base.graphdef,
-        R=R,
-        space=_SPACE,
-        logit_megabytes=_LOGIT_MEGABYTES,
-        score_tokens=score_tokens,
+def _rows() -> Iterator[Row]:
+    yield Row(recipe="demo", preset="", hardware="v5e, 3 chips", topologies=("v5e:1x1",) * 3, limit=0)
+    alone, everywhere, searching = (_CHIP, _CHIP, _CHIP), compiling.ROLES, ("searcher", "evaluator")
+    for size in ("2.8b", "1b", "410m"):
+        shape: dict[str, Any] = {"preset": f"pythia-{size}", "task_models": (("task.tldr.reward_path", f"pythia-{size}"),)}
+        # The evaluator of the largest has no room beside a searcher, so there are two searchers.
+        hardware, sharing = ("4 × 80 GB, two searchers", ()) if size == "2.8b" else ("4 × 80 GB", searching)
+        tldr = Row(recipe=f"tldr_pythia:{size}", hardware=hardware, topologies=alone, sharing=sharing, **shape)
+        yield tldr
+        yield dataclasses.replace(tldr, hardware="v5p, 4 chips", sharing=(), limit=0)
+    node = Row(
+        recipe="gsm8k_qwen2_5_1_5b:1x80gb", preset="qwen2.5-1.5b", hardware="1 × 80 GB", topologies=alone, sharing=everywhere
     )
-    shardings = policy.model_shardings(mesh)
-    params = parameters.map_specs(lambda _, spec: jax.ShapeDtypeStruct(spec.shape, model.compute_dtype), policy.model_specs)
-    params = jax.tree.map(lambda x, s: placed(x.shape, x.dtype, s), params, shardings)
-    split = sharding.rows_sharding(mesh)
-    rows = [placed(shape, jnp.int32, split) for shape in ((B, P + R), (B,), (B,))]
-    return sharding.on_mesh(mesh, score.lower)(params, *rows)
-
-
-def lowered_update(model: DecoderConfig, mesh: jax.sharding.Mesh) -> jax.stages.Lowered:
-    """The learner's update with AdamW, as the trainer compiles it."""
-    policy, B, P, R = Policy(model=model), _ROWS.value, _PROMPT.value, _RESPONSE.value
-    adamw = optimizer.adamw(lambda step: jnp.float32(1e-5), beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.0, clip_norm=1.0)
-    optimizers = {"policy": adamw}
-    config = update.LearnerConfig(
-        policy=policy,
-        objective=OBJECTIVES["trajectory_balance"],
-        settings=ObjectiveSettings(completions=_COMPLETIONS),
-        micro_batch_rows=_MICRO_BATCH_ROWS.value,
-        logit_bytes=(_LOGIT_MEGABYTES << 20) * mesh.size,
-        space=_SPACE,
-        remat="full",
+    yield node
+    node = dataclasses.replace(
+        node, recipe="gsm8k_qwen2_5_1_5b", hardware="8 × 80 GB", sharing=(), topologies=(_HOST, _CHIP, _CHIP)
     )
-    one = optimizer.linear_then_constant(start=1.0, end=1.0, steps=0)
-    schedules = update.Schedules(beta=one, ref_temperature=one, reward_temperature=one)
-    step = functools.partial(update.train_step, optimizers=optimizers, schedules=schedules, config=config)
-    state, split = state_lib.state_shapes(policy, optimizers, mesh), sharding.rows_sharding(mesh)
-    columns = {"tokens": ((B, P + R), np.int32), "policy_step": ((B, R), np.int32), "reward": ((B,), np.float32)}
-    columns |= dict.fromkeys(("prompt_length", "response_length"), ((B,), np.int32))
-    columns |= dict.fromkeys(("ref_logprobs", "policy_logprobs", "behavior_logprobs"), ((B, R), np.float32))
-    batch = state_lib.Batch(**{name: placed(shape, dtype, split) for name, (shape, dtype) in columns.items()})
-    out = (jax.tree.map(lambda x: x.sharding, state), sharding.replicated(mesh))
-    return sharding.on_mesh(mesh, jax.jit(step, donate_argnums=0, out_shardings=out).lower)(state, {}, batch)
+    yield node
+    yield dataclasses.replace(node, hardware="v5p, 4 + 3 + 1 chips", limit=0)
+    rho = Row(recipe="gsm8k_rho1b", preset="rho-math-1b", hardware="4 × 80 GB", topologies=alone, sharing=searching)
+    yield rho
+    yield dataclasses.replace(rho, hardware="1 × 80 GB, one searcher", sharing=everywhere)
+    yield dataclasses.replace(rho, hardware="v5p, 4 chips", sharing=(), limit=0)
+    yield dataclasses.replace(rho, hardware="8 × 80 GB", topologies=(_HOST, _CHIP, _CHIP), sharing=())
+    math = Row(recipe="math_qwen2_5_7b", preset="qwen2.5-7b", hardware="8 + 8 × 80 GB", topologies=("v5p:2x2x2", _HOST, _HOST))
+    yield math
+    yield dataclasses.replace(math, hardware="v5p, 8 + 4 + 4 chips", limit=0)
+    # The prompt of attacks has to fit task.prompt_length in bytes, too.
+    shorter = (("task.red_team.attack_prompt", "Write:"),)
+    models = {f"task.red_team.{name}_path": "llama-3.1-8b" for name in ("victim", "classifier")}
+    shape = {"preset": "llama-3.2-1b", "settings": shorter, "task_models": tuple(models.items())}
+    llama = Row(recipe="red_team_llama3_2_1b", hardware="2 × 80 GB", topologies=alone, sharing=("trainer", "evaluator"), **shape)
+    yield llama
+    yield dataclasses.replace(llama, hardware="v5p, 3 chips", sharing=(), limit=0)
+    models = {"task.red_team.victim_path": "gpt2", "task.red_team.classifier_path": "roberta-base"}
+    shape = {"preset": "gpt2", "settings": shorter, "task_models": tuple(models.items())}
+    gpt2 = Row(recipe="red_team_gpt2", hardware="2 × 80 GB", topologies=alone, sharing=searching, **shape)
+    yield gpt2
+    yield dataclasses.replace(gpt2, hardware="v5e, 3 chips", topologies=("v5e:1x1",) * 3, sharing=(), limit=0)
 
 
-def tell(what: str, lowered: jax.stages.Lowered) -> None:
-    begin = time.perf_counter()
-    try:
-        compiled = lowered.compile()
-    except jax.errors.JaxRuntimeError as error:
-        print(f"  {what}: {str(error).splitlines()[0]}", flush=True)
-        return
-    found = compiled.memory_analysis()
-    assert found is not None
-    sizes = {"arguments": found.argument_size_in_bytes, "temporaries": found.temp_size_in_bytes}
-    told = ", ".join(f"{name} {size / _GIB:.2f}" for name, size in sizes.items())
-    print(f"  {what}: {told} GiB a device; compiled in {time.perf_counter() - begin:.0f} s", flush=True)
+ROWS: tuple[Row, ...] = tuple(_rows())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Found:
+    """gib: role -> peak of its worst program, with the models of its task; worst: role -> that program; limit: GiB of a device;
+    programs, seconds: how many were compiled, and the time that took; settings: in words."""
+
+    row: Row
+    gib: Mapping[str, float]
+    worst: Mapping[str, str]
+    meshes: Mapping[str, str]
+    limit: float
+    programs: int
+    seconds: float
+    settings: str
+
+    @property
+    def most(self) -> float:
+        """GiB on the device that holds most."""
+        shared = sum(self.gib[role] for role in self.row.sharing)
+        return max([shared, *(size for role, size in self.gib.items() if role not in self.row.sharing)])
+
+    def cells(self) -> list[str]:
+        """Of the table in docs/fit.md."""
+        fits = "fits" if self.most <= self.limit else "**does not fit**"
+        proxy = ", by proxy" if self.row.limit else ""
+        sharing = ", shared" if self.row.sharing else ""
+        roles = [f"{_told(self.gib[role])} ({self.meshes[role]}: {self.worst[role]})" for role in compiling.ROLES]
+        most = f"{_told(self.most)} of {self.limit:.1f}, {self.most / self.limit:.0%}{sharing}"
+        compiled = f"{self.programs} in {self.seconds:.0f} s"
+        return [self.row.recipe, self.row.hardware, *roles, most, f"{fits}{proxy}", self.settings, compiled]
+
+
+def _told(gib: float) -> str:
+    return f"{gib:.1f}" if gib >= 1 else f"{gib:.3f}"
+
+
+@functools.cache
+def experiment_of(row: Row, folder: Path) -> composition.Experiment:
+    """What the recipe of a row means, with prompts of the full length. Args: folder: for configs of the task's models."""
+    name, _, variant = row.recipe.partition(":")
+    recipe = importlib.import_module(f"configs.{name}")
+    config, small = recipe.get_config(*([variant] if variant else [])), recipe.get_config("small")
+    paths = {name: value for name, value in flatten(small.to_dict()).items() if name.endswith("_path") or name == "model.path"}
+    models = {setting: str(_folder_of(preset, folder)) for setting, preset in row.task_models}
+    absent = dict.fromkeys((name for name in paths if "gold" in name), "")
+    config.update_from_flattened_dict(paths | models | absent | {"model.preset": row.preset} | dict(row.settings))
+    experiment = composition.build(config, reward_models={}, weights=False)
+    # As long as the recipe allows, whatever the rows of the data set are.
+    prompt = EncodedQuery(query=Query(prompt="longest", answer=""), prompt=(5,) * config.task.prompt_length)
+    queries: Any = dict.fromkeys(experiment.queries, [prompt] * max(config.learner.queries, config.evaluation.queries))
+    # The model's own tokenizer has a token for nearly every row of its embedding.
+    banned = tuple(token for token in experiment.contract.banned_tokens if token < experiment.tokenizer.vocab_size)
+    contract = dataclasses.replace(experiment.contract, banned_tokens=banned)
+    return dataclasses.replace(experiment, contract=contract, queries=queries)
+
+
+def _folder_of(preset: str, folder: Path) -> Path:
+    """A folder with the config of a published model, and no weights."""
+    made = folder / preset
+    if preset == "roberta-base":
+        values: dict[str, Any] = _ROBERTA_BASE
+    else:
+        model = PRESETS[preset]
+        if preset.startswith("pythia"):
+            model = dataclasses.replace(model, head="score", labels=1)
+        architecture = ARCHITECTURES[model.architecture]
+        classes = [name for name, head in architecture.heads.items() if head == model.head]
+        values = architecture.write(model) | {"architectures": classes[:1], "num_labels": model.labels}
+    made.mkdir(parents=True, exist_ok=True)
+    (made / "config.json").write_text(json.dumps(values))
+    return made
+
+
+@functools.cache
+def _compiled(row: Row, role: str, topology: str, folder: Path) -> tuple[compiling.RoleFit, float]:
+    """A role of a row, and the seconds that its programs took to compile."""
+    begin = time.monotonic()
+    devices = topologies.devices(topology)
+    experiment = experiment_of(row, folder)
+    found = compiling.fit(experiment, layout.RunDir(folder / "run"), role=role, devices=devices, name=topology)
+    return found, time.monotonic() - begin
+
+
+def fit(row: Row, folder: Path) -> Found:
+    """Compiles the programs of all roles of a row. Args: folder: for small files."""
+    experiment = experiment_of(row, folder)
+    # What only the verdict reads is no reason to compile again.
+    same = dataclasses.replace(row, hardware="", limit=0, sharing=(), topologies=("", "", ""))
+    found = {
+        role: _compiled(same, role, topology, folder) for role, topology in zip(compiling.ROLES, row.topologies, strict=True)
+    }
+    length = experiment.contract.prompt_length + experiment.contract.response_length
+    gib, mesh = {}, {}
+    for role, (each, _) in found.items():
+        uses = task_models.uses(experiment.task, role=role) if role != "trainer" else ()
+        gib[role] = (each.worst.peak + sum(task_models.memory(use, length=length) for use in uses)) / _GIB
+        devices = topologies.devices(row.topologies[compiling.ROLES.index(role)])
+        meshed = compiling.of_trainer(experiment, devices) if role == "trainer" else experiment
+        sizes = zip(("data", "fsdp", "tensor"), meshes.shape(meshed, role=role, devices=len(devices)), strict=True)
+        mesh[role] = " ".join(f"{axis}={size}" for axis, size in sizes if size > 1) or "1 device"
+    limits = [each.limit for each, _ in found.values() if each.limit]
+    c = experiment.config
+    return Found(
+        row=row,
+        gib=gib,
+        worst={role: each.worst.name for role, (each, _) in found.items()},
+        meshes=mesh,
+        limit=row.limit or min(limits) / _GIB,
+        programs=sum(len(each.fits) for each, _ in found.values()),
+        seconds=sum(seconds for _, seconds in found.values()),
+        settings=f"{c.learner.micro_batch_tokens:,}, {c.searchers.score_tokens:,}, {c.searchers.slots or 'batch'}",
+    )
+
+
+def row_of(text: str, row: Row) -> str:
+    """The line of a page's table that is the row's, "" where there is none."""
+    found = re.search(rf"^\| {re.escape(row.recipe)} \| {re.escape(row.hardware)} \|.*$", text, re.MULTILINE)
+    return found[0] if found else ""
+
+
+def write(found: Found) -> None:
+    """Puts a row into docs/fit.md, in place of the same row or where it belongs by ROWS."""
+    text, line = PAGE.read_text(), f"| {' | '.join(found.cells())} |"
+    if old := row_of(text, found.row):
+        text = text.replace(old, line)
+    else:
+        before = ROWS[: ROWS.index(found.row)]
+        above = [each for row in before if (each := row_of(text, row))] or re.findall(r"^\| ---.*$", text, re.MULTILINE)
+        text = text.replace(above[-1], f"{above[-1]}\n{line}")
+    PAGE.write_text(text)
 
 
 def main(argv: Sequence[str]) -> None:
     del argv
-    logging.set_verbosity(logging.WARNING)
-    model = dataclasses.replace(PRESETS[_PRESET.value], compute_dtype="bfloat16")
-    mesh = mesh_of(_TOPOLOGY.value, _MESH.value)
-    print(
-        f"{_PRESET.value}, {_TOPOLOGY.value or jax.devices()[0].device_kind}, mesh {dict(mesh.shape)}: {_ROWS.value} rows of "
-        f"{_PROMPT.value} + {_RESPONSE.value} tokens, bfloat16"
-    )
-    if "score" in _ONLY.value:
-        for tokens in map(int, _SCORE_TOKENS.value):
-            tell(f"scoring, score_tokens={tokens}", lowered_scoring(model, mesh, tokens))
-    if "update" in _ONLY.value:
-        tell(f"update, {_MICRO_BATCH_ROWS.value} rows at a time", lowered_update(model, mesh))
+    logging.set_verbosity(logging.INFO)  # each program is told as it is compiled
+    topologies.use_no_devices()
+    with tempfile.TemporaryDirectory() as folder:
+        for row in (row for row in ROWS if _ONLY.value in row.name):
+            found = fit(row, Path(folder))
+            print(" | ".join(found.cells()), flush=True)
+            if _WRITE.value:
+                write(found)
 
 
 if __name__ == "__main__":

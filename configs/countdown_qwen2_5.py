@@ -1,4 +1,4 @@
-"""Countdown in words: four numbers up to 99, a pretrained base model that thinks aloud, TBA′.
+"""Countdown in words: four numbers up to 99, a pretrained base model that thinks aloud, TBA′: --config=FILE[:small].
 
 Paper:     the row of TBA′ (MATH, Qwen2.5-7B): learning rate, β, T, Q × K, reset of the reference, steps, K of S and a high m.
            Task and model size come from public experiments with Countdown, in which models from 1.5B on learn to search.
@@ -7,10 +7,11 @@ Command:   python -m tba_jax.main --config=configs/countdown_qwen2_5.py --workdi
 Hardware:  accelerators with the memory that --dry_run prints for each role. Time and score: not measured here.
 """
 
-from configs import base
+from configs import base, small
 
 
-def get_config():
+def get_config(variant: str = ""):
+    """The recipe, or configs/small.py of it. Raises ValueError for any other variant."""
     c = base.get_config()
     c.task.name = "countdown"
     c.task.countdown.style = "text"
@@ -41,4 +42,4 @@ def get_config():
     c.publish.dtype = "bfloat16"
     c.publish.keep = 5
     c.evaluation.queries = 512
-    return c
+    return small.shrink(c, {"model.path": "qwen2"}, task__prompt_length=384) if small.is_the(variant) else c

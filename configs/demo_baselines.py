@@ -1,4 +1,4 @@
-"""The task of the demo under a baseline, with the numbers that its paper gives: --config=configs/demo_baselines.py:NAME.
+"""The task of the demo under a baseline, with the numbers that its paper gives: --config=configs/demo_baselines.py:[small-]NAME.
 
 Paper:     the baselines of Figure 1 (GSM8K: VinePPO, GRPO, Online DPO, …; 700 steps) and of Table 1 (TL;DR, about 15 steps
            off-policy: Online DPO, PPO, RLOO, Proximal RLOO), with the settings of configs/baselines.py. From the GSM8K row come
@@ -10,11 +10,12 @@ Hardware:  2 CPU cores. Time and score: not measured here, except vine_ppo (conf
            rows: not measured here. All baselines at equal staleness: python -m benchmarks.staleness --workdir=DIR.
 """
 
-from configs import baselines, demo, demo_vine_ppo
+from configs import baselines, demo, demo_vine_ppo, small
 
 
 def get_config(name: str = ""):
     """The recipe of the objective `name`, the text after the colon in --config. Raises ValueError if there is none."""
+    is_small, name = small.asked(name)
     c = demo_vine_ppo.get_config() if name == "vine_ppo" else demo.get_config()
     baselines.apply(c, name)
-    return c
+    return small.shrink(c, {}) if is_small else c

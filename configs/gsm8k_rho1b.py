@@ -1,7 +1,7 @@
 """GSM8K with RhoMath-1B, the paper's headline experiment: --config=configs/gsm8k_rho1b.py[:VARIANT].
 
 VARIANT: nothing (1000 steps) | 700_steps (as in the speed comparison) | a name of configs/baselines.py (its objective, in 700
-steps as well; a line break ends a step of vine_ppo).
+steps as well; a line break ends a step of vine_ppo) | small[-VARIANT] (configs/small.py).
 
 Paper:     the GSM8K row of its settings. 40.3 % before, 54.6 ± 0.9 % after 1000 steps; 54.9 ± 0.5 % with K = 40
            (--config.learner.completions=40 --config.searchers.samples_per_query=40). VinePPO 53.4 %, synchronous GRPO 49.05 %.
@@ -9,16 +9,18 @@ Command:   python -m tba_jax.main --config=configs/gsm8k_rho1b.py --workdir=runs
            Policy and data come from the hub. --config.model.path=FOLDER and --config.task.gsm8k.{train,heldout}_path=FILE.jsonl
            name local files instead. A searcher on another machine: the same command with --role=searcher, on the same
            --workdir or --shared.
-Hardware:  the paper used 4 × A100, three searchers and a trainer, for 82 minutes. Memory of each role: --dry_run.
+Hardware:  the paper used 4 × A100, three searchers and a trainer, for 82 minutes. Here it is made for 1, 4 and 8 × 80 GB:
+           docs/fit.md has the memory of each role.
 Score:     not measured here.
 """
 
-from configs import base, baselines
+from configs import base, baselines, small
 
 _STEPS = {"": 1000, "700_steps": 700}
 
 
 def get_config(variant: str = ""):
+    is_small, variant = small.asked(variant)
     c = base.get_config()
     c.task.name = "gsm8k"
     c.task.prompt_length = 512
@@ -50,9 +52,10 @@ def get_config(variant: str = ""):
     c.evaluation.queries = 1319  # the whole test set
     c.evaluation.every_steps = 100
     if variant not in _STEPS:
-        baselines.apply(c, variant, besides=[name for name in _STEPS if name])
+        baselines.apply(c, variant, besides=["small", *filter(None, _STEPS)])
         c.task.step_ends = ("\n",) if variant == "vine_ppo" else ()
     c.learner.steps = _STEPS.get(variant, 700)
     # 50 steps of warm-up, 450 stable steps, then decay.
     c.learner.decay_steps = c.learner.steps - 500
-    return c
+    data = {"task.gsm8k.train_path": "gsm8k.jsonl", "task.gsm8k.heldout_path": "gsm8k.jsonl"}
+    return small.shrink(c, {"model.path": "llama", **data}) if is_small else c

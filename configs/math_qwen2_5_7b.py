@@ -1,23 +1,26 @@
 """MATH with Qwen2.5-7B (base) and TBA′, evaluated on MATH-500: --config=configs/math_qwen2_5_7b.py[:VARIANT].
 
 VARIANT: async2 (the default: no row of an update is more than 2 updates old) | async10 | a name of configs/baselines.py, such as
-dr_grpo, with which the paper compares: its objective at async10.
+dr_grpo, with which the paper compares: its objective at async10 | small[-VARIANT] (configs/small.py).
 
 Paper:     TBA′ on MATH: β 0.005, reference reset every ρ = 50 steps, K 16, 32 × 16 rows, 400 steps; MATH-500 pass@1 above that of
            Dr. GRPO, most clearly at async 10.
 Command:   python -m tba_jax.main --config=configs/math_qwen2_5_7b.py --workdir=runs/math --config.task.math.train_path=MATH.jsonl
            MATH.jsonl holds rows {"problem", "solution"} of the MATH training set. MATH-500 comes from the hub, or from
-           --config.task.math.heldout_path=FILE. --config.learner.mesh.fsdp=N splits the trainer's state over its N devices.
-Hardware:  the paper used a trainer of several GPUs, and searchers. Memory of each role on its mesh: --dry_run.
+           --config.task.math.heldout_path=FILE.
+Hardware:  a trainer on 8 × 80 GB, over which its state is divided, and searcher and evaluator on 8 × 80 GB, four each: start
+           them with --role=…, each with its own CUDA_VISIBLE_DEVICES. docs/fit.md has the memory of each role. The paper used a
+           trainer of several GPUs, and searchers. A trainer of N devices: --config.learner.mesh.fsdp=N.
 Score:     not measured here.
 """
 
-from configs import base, baselines
+from configs import base, baselines, small
 
 _LEVELS = {"": 2, "async2": 2, "async10": 10}
 
 
 def get_config(variant: str = ""):
+    is_small, variant = small.asked(variant)
     c = base.get_config()
     c.task.name = "math"
     c.task.math.concurrency = 8
@@ -36,7 +39,9 @@ def get_config(variant: str = ""):
     c.searchers.count = 1
     c.searchers.samples_per_query = 16
     c.searchers.queries_per_batch = 32
-    c.searchers.slots = 96  # 22 GB of caches at these lengths
+    c.searchers.slots = 96  # 16 GiB of caches at these lengths, over all devices
+    c.searchers.mesh.tensor = 4
+    c.evaluation.mesh.tensor = 4
     # Each row is trained on once. A searcher is at most `level` batches ahead of the trainer, and older rows are left out. With
     # more searchers, divide max_rows_per_snapshot by their number.
     level = _LEVELS.get(variant, 10)
@@ -51,6 +56,7 @@ def get_config(variant: str = ""):
     c.learner.queries = 32
     c.learner.completions = 16
     c.learner.micro_batch_tokens = 65_536  # 16 rows
+    c.learner.mesh.fsdp = 8
     c.learner.learning_rate = 1e-6
     c.learner.weight_decay = 0.0
     c.learner.beta_start = 0.005
@@ -64,7 +70,8 @@ def get_config(variant: str = ""):
     c.evaluation.queries = 500
     c.evaluation.every_steps = 50
     if variant not in _LEVELS:
-        baselines.apply(c, variant, besides=[name for name in _LEVELS if name])
+        baselines.apply(c, variant, besides=["small", *filter(None, _LEVELS)])
         c.learner.reference.kind, c.learner.reference.offload = "initial", False
         c.task.step_ends = ("\n",) if variant == "vine_ppo" else ()
-    return c
+    data = {"task.math.train_path": "math.jsonl", "task.math.heldout_path": "math.jsonl"}
+    return small.shrink(c, {"model.path": "qwen2", **data}) if is_small else c

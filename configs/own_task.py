@@ -5,7 +5,7 @@ Command:   python -m tba_jax.main --config=configs/own_task.py --config.model.pa
 Hardware:  as the model needs it. Time and score: not measured here.
 """
 
-from configs import base
+from configs import base, small
 from tba_jax.tasks import data
 from tba_jax.tasks.graders import GradedTask
 from tba_jax.tasks.interface import Query
@@ -31,9 +31,11 @@ class Mention(GradedTask):
         return [Query(prompt=row["opening"], answer=row["words"]) for row in rows]
 
 
-def get_config():
+def get_config(variant: str = ""):
     c = base.get_config()
     c.task.name = f"{__file__}:Mention"
     c.task.custom.train_path = c.task.custom.heldout_path = ""
     c.task.prompt_length, c.task.response_length, c.learner.learning_rate = 48, 48, 2e-4
-    return c
+    # --config=configs/own_task.py:small tries everything out, with a tiny model on a few rows.
+    inputs = {"model.path": "llama", "task.custom.train_path": "openings.jsonl", "task.custom.heldout_path": "openings.jsonl"}
+    return small.shrink(c, inputs) if small.is_the(variant) else c

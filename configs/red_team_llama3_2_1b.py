@@ -1,4 +1,4 @@
-"""Automated red-teaming of an aligned chat model by Llama-3.2-1B, the paper's RT task: configs/red_team_llama3_2_1b.py.
+"""Automated red-teaming of an aligned chat model by Llama-3.2-1B, the paper's RT task: configs/red_team_llama3_2_1b.py[:small].
 
 Purpose:   that of configs/red_team_gpt2.py, for a chat model that you are responsible for. Name it by the flag below.
 Paper:     the red-teaming row of its settings. Llama-3.2-1B against Llama-3.1-8B-Instruct, rated by the probability that
@@ -8,14 +8,19 @@ Command:   python -m tba_jax.main --config=configs/red_team_llama3_2_1b.py --wor
            python -m tba_jax supervised makes the attacker, which is also π_ref, from meta-llama/Llama-3.2-1B. A larger first
            buffer comes from a run of its own: configs/red_team_gpt2.py has both commands.
 Hardware:  a searcher holds victim and classifier beside the attacker, 8B parameters each, together 32 GB in bfloat16.
-           --config.searchers.task_devices=1 gives the two a GPU of their own. Memory of each role: --dry_run. Time and score
-           (sampled_success_rate, sampled_cosine_distance): not measured here.
+           --config.searchers.task_devices=1 gives the two a GPU of their own. An evaluator, which loads both as well, does not
+           fit beside a searcher in 80 GB: on 2 × 80 GB it is placed beside the trainer, and there is one searcher.
+           docs/fit.md has the memory of each role. Time and score (sampled_success_rate, sampled_cosine_distance): not
+           measured here.
 """
 
-from configs import red_team_gpt2
+from configs import red_team_gpt2, small
+
+_SMALL_MODELS = {"model.path": "llama", "task.red_team.victim_path": "qwen2", "task.red_team.classifier_path": "llama"}
 
 
-def get_config():
+def get_config(variant: str = ""):
+    """The recipe, or configs/small.py of it. Raises ValueError for any other variant."""
     c = red_team_gpt2.get_config()
     c.model.compute_dtype = "bfloat16"
     c.task.red_team.compute_dtype = "bfloat16"
@@ -36,4 +41,4 @@ def get_config():
     c.learner.ref_temperature_steps = 2000
     c.learner.reward_temperature_steps = 1000
     c.publish.dtype = "bfloat16"
-    return c
+    return red_team_gpt2.shrink(c, _SMALL_MODELS) if small.is_the(variant) else c

@@ -5,10 +5,11 @@ Command:   make stories MODEL=DIR/TinyStories-656K DATA=DIR/tinystories_1000.jso
 Hardware:  2 CPU cores. Time: about 200 s. Score: held-out reward 0.39 -> 0.86 (measured, benchmarks/RESULTS.md).
 """
 
-from configs import base
+from configs import base, small
 
 
-def get_config():
+def get_config(variant: str = ""):
+    """The recipe, or configs/small.py of it. Raises ValueError for any other variant."""
     c = base.get_config()
     c.task.name = "story_sentiment"
     c.task.prompt_length = 32
@@ -26,4 +27,6 @@ def get_config():
     c.publish.keep = 5
     c.evaluation.every_steps = 50
     c.evaluation.queries = 128
-    return c
+    inputs = {"model.path": "llama", "task.story_sentiment.data_path": "stories.json"}
+    sizes = dict(task__prompt_length=80, task__story_sentiment__heldout_queries=4)
+    return small.shrink(c, inputs, **sizes) if small.is_the(variant) else c

@@ -1,7 +1,8 @@
 """TL;DR summaries with Pythia, the paper's preference tuning: --config=configs/tldr_pythia.py:SIZE[-STEPS][-BASELINE].
 
-SIZE: 410m | 1b | 2.8b. STEPS: another number than 256, as in 410m-825; β comes down during the first eighth of them. BASELINE: a
-name of configs/baselines.py, as in 410m-online_dpo: its objective in the same steps, at the β of its paper.
+SIZE: 410m | 1b | 2.8b | small (configs/small.py). STEPS: another number than 256, as in 410m-825; β comes down during the first
+eighth of them. BASELINE: a name of configs/baselines.py, as in 410m-online_dpo: its objective in the same steps, at the β of its
+paper.
 
 Paper:     the TL;DR row of its settings. Pythia 410M about 15 steps off-policy, win rate against the reference summaries and
            perplexity of π_ref: TBA 0.86 / 1.13, Online DPO 0.82 / 1.12, RLOO 0.77 / 1.10, PPO 0.76 / 1.10; by recency
@@ -15,12 +16,12 @@ Score:     python -m tba_jax evaluate --workdir=runs/tldr
            prints greedy_win_rate and the perplexities, greedy_ref_perplexity and ref_perplexity. The gold model takes 14 GB.
            The run itself evaluates without it, unless gold_path is set. Not measured here.
 Hardware:  the paper used 4 GPUs, for three searchers and a trainer. Each searcher holds policy, reference and reward model.
-           --config.searchers.task_devices=1 gives the reward model a GPU of its own. Memory of each role: --dry_run.
+           --config.searchers.task_devices=1 gives the reward model a GPU of its own. docs/fit.md has the memory of each role.
 """
 
-from configs import base, baselines
+from configs import base, baselines, small
 
-_SIZES = ("410m", "1b", "2.8b")
+_SIZES = ("410m", "1b", "2.8b", "small")
 
 
 def get_config(variant: str = "410m"):
@@ -29,7 +30,7 @@ def get_config(variant: str = "410m"):
         raise ValueError(
             f"no size {size!r}: --config=configs/tldr_pythia.py:SIZE[-STEPS][-BASELINE] takes one of {', '.join(_SIZES)}"
         )
-    steps = int(others.pop(0)) if others and others[0].isdecimal() else 256
+    steps = int(others.pop(0)) if others and others[0].isdecimal() else small.STEPS if size == "small" else 256
     c = base.get_config()
     c.task.name = "tldr"
     c.task.tldr.reward_path = f"mnoukhov/pythia{size}-rm-tldr6.9b"
@@ -64,9 +65,18 @@ def get_config(variant: str = "410m"):
     c.publish.dtype = "bfloat16"
     c.publish.keep = 5
     c.evaluation.queries = 512
+    c.evaluation.batch_size = 64
     c.evaluation.every_steps = max(1, steps // 4)
     if others:
         baseline = "-".join(others)
         baselines.apply(c, baseline)
         c.task.step_ends = (".",) if baseline == "vine_ppo" else ()
-    return c
+    return _small(c, steps) if size == "small" else c
+
+
+def _small(c, steps: int):
+    data = {"task.tldr.train_path": "posts.jsonl", "task.tldr.heldout_path": "posts.jsonl"}
+    models = {"model.path": "gpt_neox", "task.tldr.reward_path": "gpt_neox_reward", "task.tldr.gold_path": "gpt_neox_reward"}
+    return small.shrink(
+        c, data | models, learner__steps=steps, evaluation__every_steps=steps, task__tldr__compute_dtype="float32"
+    )

@@ -58,7 +58,7 @@ class _DryRunParser(flags.BooleanParser):
 
 
 def _add_dry_run(values: flags.FlagValues) -> None:
-    what = "check everything, print config, shapes and memory, and stop; with --compile or --topology, =full prints them too"
+    what = "check everything, print what fits and how fast it could be, and stop; =full prints config and shapes too"
     parser, shown = _DryRunParser(), flags.ArgumentSerializer[Any]()
     flags.DEFINE_flag(flags.Flag(parser, shown, "dry_run", False, what, boolean=True), flag_values=values)
     what = "with --dry_run: compile the programs of each role for the devices of this machine, and say whether they fit"
@@ -100,21 +100,20 @@ def run(given: command_line.Given) -> int | command_line.Job:
 
 
 def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir") -> command_line.Job:
-    from tba_jax.experiment import checks, compiling, composition, jobs, other_runs
+    from tba_jax.experiment import compiling, composition, jobs, mistakes, other_runs
     from tba_jax.run import places
 
     if given.role == "searcher":
         _split_cpu(config.searchers.cpu_devices)
     _hold_compilation_cache(folder)
-    init_from = other_runs.parse_init_from(given.init_from)
-    asked = _topologies(given)
-    compiles = bool(asked) or given.compile
-    # Programs are compiled from shapes: neither the policy's weights nor those of reward models are needed.
-    known = {} if compiles else _known_reward_models(folder, given.role)
-    shape_only = compiles or bool(given.dry_run and config.model.preset)
-    experiment = composition.build(config, reward_models=known, weights=not shape_only)
-    if given.dry_run or not places.exists(folder.config):
-        checks.check_all_are_read(config)
+    found = mistakes.Mistakes()
+    init_from = found.attempt(other_runs.parse_init_from, given.init_from)
+    asked = found.attempt(_topologies, given)
+    known = _known_reward_models(folder, given.role)
+    new = bool(given.dry_run) or not places.exists(folder.config)
+    experiment = found.attempt(composition.build, config, reward_models=known, weights=not given.dry_run, new=new)
+    found.end()
+    assert experiment is not None and init_from is not None and asked is not None
     settings = jobs.Invocation(
         experiment=experiment,
         run=folder,
@@ -124,9 +123,10 @@ def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir") ->
         arguments=tuple(sys.argv[1:]),
         init_from=init_from,
     )
-    if compiles:
-        return compiling.dry_run(settings, asked=asked, role=given.role, full=given.dry_run == "full")
-    return jobs.dry_run(settings) if given.dry_run else jobs.ROLES[given.role](settings)
+    full = given.dry_run == "full"
+    if asked or given.compile:
+        return compiling.dry_run(settings, asked=asked, role=given.role, full=full)
+    return jobs.dry_run(settings, full=full) if given.dry_run else jobs.ROLES[given.role](settings)
 
 
 def _config_of_run(run: "layout.RunDir", given: command_line.Given) -> "config_dict.ConfigDict":

@@ -21,7 +21,7 @@ class Rule:
     """The values that a setting may have. Every float must be finite, also without a limit.
 
     at_least, above, at_most, below: limits of a number. or_zero: 0 is allowed too. one_of: the choices of a text. registry: the
-    choices are the names in this registry (see Schema.check). given: a text must not be empty.
+    choices are the names in this registry (see Schema.refusals). given: a text must not be empty.
 
     free, fixed: a resumed run may always change the setting, or never.
     """
@@ -111,21 +111,25 @@ class Schema:
         """A new config of the defaults. It is locked: a name that it does not have fails."""
         return copy.deepcopy(self._defaults)
 
-    def check(self, config: Any, registries: Mapping[str, Collection[str]]) -> None:
-        """Checks every setting by itself, against its rule.
+    def refusals(self, config: Any, registries: Mapping[str, Collection[str]]) -> dict[str, str]:
+        """Checks every setting by itself. Returns setting -> a sentence with value and limit, of each that breaks its rule.
 
         Args:
           registries: the name that rules have for a registry -> the names in it. They are no part of the schema, because
             registries import JAX, and recipes import the schema.
 
         Raises:
-          ValueError: one sentence that names the setting, its value and the limit.
+          ValueError: the config lacks a setting.
         """
-        leaves = flatten(config.to_dict())
+        leaves, found = flatten(config.to_dict()), {}
         for name, rule in self.rules.items():
             if name not in leaves:
                 raise ValueError(f"the config has no setting {name}: it was not made by this version of tba_jax")
-            rule.check(name, leaves[name], registries)
+            try:
+                rule.check(name, leaves[name], registries)
+            except ValueError as error:
+                found[name] = str(error)
+        return found
 
 
 def require(condition: Any, sentence: str) -> None:

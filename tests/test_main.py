@@ -9,16 +9,14 @@ import pytest
 
 from tba_jax import main
 from tba_jax.commands import command_line
+from tba_jax.experiment import compiling
 from tba_jax.run import contract, processes
 from tests.support import random_checkpoints, tiny_run
-from tests.support.small_recipes import PRETRAINED
 
-# Not recipes: the schema of another command, and a table that recipes share. configs/demo_baselines.py needs a name. Those of
-# pretrained models run from end to end in test_recipes.
-RECIPES = sorted(
-    path.name.replace("demo_baselines.py", "demo_baselines.py:online_dpo")
-    for path in (tiny_run.ROOT / "configs").glob("*.py")
-    if path.name not in ("__init__.py", "supervised.py", "baselines.py", *PRETRAINED)
+# Those that need no pretrained model, which test_recipes runs from end to end in their variant `small`; and story_sentiment.py.
+RECIPES = (
+    *("base.py", "countdown.py", "demo.py", "demo_baselines.py:online_dpo", "demo_tba_prime.py", "demo_vine_ppo.py"),
+    "story_sentiment.py",
 )
 
 
@@ -33,7 +31,7 @@ def stories(data_dir: Path) -> list[str]:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipe_dry_runs(recipe, tmp_path, request, capsys, one_device):
     flags = stories(request.getfixturevalue("data_dir")) if recipe == "story_sentiment.py" else []
-    arguments = tiny_run.command(tmp_path / "run", *flags, "--dry_run", recipe=f"configs/{recipe}", tiny=False)
+    arguments = tiny_run.command(tmp_path / "run", *flags, "--dry_run=full", recipe=f"configs/{recipe}", tiny=False)
     if recipe == "demo.py":  # as a user starts it; the others in this process
         done = tiny_run.call(arguments)
         assert done.returncode == 0, done.stderr
@@ -41,6 +39,7 @@ def test_recipe_dry_runs(recipe, tmp_path, request, capsys, one_device):
     else:
         assert command_line.execute(main, arguments[3:]) == 0
         said = capsys.readouterr().out
+    assert [line.split()[0] for line in said.splitlines()[:4]] == [*compiling.ROLES, "together"]
     printed = json.loads(said[said.index("{") : said.index("\nparameters:")])
     other = {
         "demo_tba_prime.py": "tba_prime",
@@ -121,15 +120,52 @@ def test_a_damaged_checkpoint_is_refused_by_its_setting(pretrained, dry, tmp_pat
     flags = [f"--config.model.path={pretrained}", "--config.schedule.mode=interleaved", *dry]
     weights = pretrained / "model.safetensors"
     content = weights.read_bytes()
-    damage = {
-        "model.safetensors is damaged or not whole": lambda: weights.write_bytes(content[:-7]),
-        "holds no weights": weights.unlink,
-    }
-    for words, do in damage.items():
-        do()
-        said = refusal(tiny_run.command(tmp_path / "run", *flags)[3:], capsys)
-        assert said.startswith(f"error: model.path='{pretrained}': ") and words in said
+    weights.write_bytes(content[:-7])
+    said = refusal(tiny_run.command(tmp_path / "run", *flags)[3:], capsys)
+    assert said.startswith(f"error: model.path='{pretrained}': ") and "model.safetensors is damaged or not whole" in said
+    weights.unlink()
+    if dry:  # which fetches no weights, and says what it has not read
+        assert command_line.execute(main, tiny_run.command(tmp_path / "run", *flags)[3:]) == 0
+        assert f"weights of model.path={pretrained}, which are not on this machine" in capsys.readouterr().out
+    else:
+        assert "holds no weights" in refusal(tiny_run.command(tmp_path / "run", *flags)[3:], capsys)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("dry", [[], ["--dry_run"], ["--dry_run", "--compile"]], ids=["run", "dry_run", "compile"])
+def test_all_mistakes_are_told_together(dry, tmp_path, capsys, one_device):
+    """Of settings by themselves, of settings together, of meshes, of the task's files, of the objective, of flags."""
+    mistakes = {
+        "--config.learner.learning_rate=-1": "learner.learning_rate=-1.0 must be",
+        "--config.searchers.samples_per_query=3": "searchers.samples_per_query=3 is less than learner.completions=4",
+        "--config.replay.capacity=2": "replay.capacity=2 cannot hold",
+        "--config.searchers.mesh.tensor=3": "searchers.mesh: ",
+        "--config.replay.max_staleness=1": "replay.max_staleness=1 lets the rows of a snapshot",
+        "--config.learner.clip_low=0.1": "learner.clip_low=0.1 would not be used",
+        "--config.task.embedding_path=/nowhere": "task.embedding_path='/nowhere'",
+        "--config.task.prompt_length=5": "40 of 40 train prompts",
+        "--init_from=nowhere": "--init_from='nowhere' must be RUN@STEP",
+    }
+    flags = [*mistakes, "--config.publish.every_steps=7", "--config.schedule.mode=asynchronous", *dry]
+    with pytest.raises(SystemExit) as ended:
+        command_line.execute(main, tiny_run.command(tmp_path / "run", *flags)[3:])
+    said = capsys.readouterr()
+    first, *listed = said.err.splitlines()
+    assert ended.value.code == 2 and not said.out and first == f"error: {len(mistakes)} mistakes:"
+    assert [line.split(".")[0].strip() for line in listed] == [str(number) for number in range(1, len(mistakes) + 1)]
+    for words in mistakes.values():
+        assert sum(words in line for line in listed) == 1, (words, said.err)
+    assert not (tmp_path / "run").exists()
+
+
+def test_mistakes_about_other_runs_are_told_together(tmp_path, capsys, one_device):
+    flags = ["--config.replay.mount=('/nowhere',)", "--init_from=/elsewhere@3", "--config.schedule.mode=interleaved"]
+    for dry in ([], ["--dry_run"]):
+        with pytest.raises(SystemExit):
+            command_line.execute(main, tiny_run.command(tmp_path / "run", *flags, *dry)[3:])
+        said = capsys.readouterr().err
+        assert "2 mistakes" in said and "replay.mount: workdir" not in said
+        assert "/nowhere" in said and "/elsewhere" in said and "holds no run" in said
 
 
 def test_an_encoder_is_no_policy(pretrained, tmp_path, capsys):
@@ -146,7 +182,7 @@ def test_a_dry_run_compares_with_the_run_that_is_there(tmp_path, capsys, one_dev
     said = refusal(tiny_run.command(tmp_path / "run", "--config.task.response_length=9", "--dry_run")[3:], capsys)
     assert "response_length: 6 there, 9 here" in said
     assert command_line.execute(main, tiny_run.command(tmp_path / "run", "--config.learner.steps=40", "--dry_run")[3:]) == 0
-    assert "parameters:" in capsys.readouterr().out and made.run.config.read_bytes() == before
+    assert "trainer    fits: " in capsys.readouterr().out and made.run.config.read_bytes() == before
 
 
 @pytest.mark.parametrize(

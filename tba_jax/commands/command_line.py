@@ -19,6 +19,7 @@ from typing import NoReturn, Protocol
 
 from absl import flags
 
+from tba_jax.experiment.mistakes import Refused
 from tba_jax.run import file_systems, processes
 from tba_jax.schemas import hint
 from tba_jax.text.visible import visible
@@ -138,12 +139,17 @@ def mistakes() -> Iterator[None]:
 
 
 def refuse(error: BaseException) -> NoReturn:
-    """Ends the process by one sentence about the user's mistake."""
-    print(f"error: {sentence_of(error)}", file=sys.stderr)
+    """Ends the process by one sentence about each of the user's mistakes."""
+    sentences = error.sentences if isinstance(error, Refused) else [error]
+    if len(sentences) == 1:
+        print(f"error: {sentence_of(error)}", file=sys.stderr)
+    else:
+        listed = "".join(f"\n  {number}. {sentence_of(sentence)}" for number, sentence in enumerate(sentences, 1))
+        print(f"error: {len(sentences)} mistakes:{listed}", file=sys.stderr)
     sys.exit(processes.BAD_INPUT)
 
 
-def sentence_of(error: BaseException) -> str:
+def sentence_of(error: object) -> str:
     """What an error says, in one line. It may quote a file, or text that a model wrote."""
     return " ".join(visible(str(error)).split())
 

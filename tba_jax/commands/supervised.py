@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,21 +32,28 @@ log = logging.getLogger("tba_jax.supervised")
 
 
 def check(config: Any) -> None:
-    """Checks every rule that the config can break by itself. Raises ValueError: one sentence with value, limit and setting."""
+    """Checks every rule that the config can break by itself. Raises ValueError: sentences with value, limit and setting."""
+    from tba_jax.experiment.mistakes import Mistakes
     from tba_jax.learner.optimizer import SCHEDULES
     from tba_jax.models import layers
     from tba_jax.supervised import objectives
 
-    SCHEMA.check(config, {"kinds": objectives.OBJECTIVES, "schedules": SCHEDULES, "remat": layers.REMAT})
+    found = Mistakes()
+    registries: dict[str, Collection[str]] = {"kinds": objectives.OBJECTIVES, "schedules": SCHEDULES, "remat": layers.REMAT}
+    for sentence in SCHEMA.refusals(config, registries).values():
+        found.require(False, sentence)
     d = config.data
     fields = (d.prompt_field, d.response_field) if config.kind == "sft" else (d.prompt_field, d.chosen_field, d.rejected_field)
-    require(len(set(fields)) == len(fields), f"the fields of an example must differ: data.*_field are {', '.join(fields)}")
-    require(
+    found.require(len(set(fields)) == len(fields), f"the fields of an example must differ: data.*_field are {', '.join(fields)}")
+    found.require(
         not d.heldout or Path(d.heldout).resolve() != Path(d.train).resolve(),
         f"data.heldout={d.heldout!r} is data.train: what is trained on cannot be held out; leave it empty for a share",
     )
     batch, micro = config.training.batch_size, config.training.micro_batch_rows
-    require(not micro or batch % micro == 0, f"training.micro_batch_rows={micro} does not divide training.batch_size={batch}")
+    found.require(
+        micro < 1 or batch % micro == 0, f"training.micro_batch_rows={micro} does not divide training.batch_size={batch}"
+    )
+    found.end()
 
 
 def prepare(config: Any, run: layout.RunDir, output: Path) -> "Plan":

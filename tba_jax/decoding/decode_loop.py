@@ -278,7 +278,9 @@ def _step(call: _Call, slots: Slots, entry: jax.Array, stop_table: jax.Array | N
         prompt_age = position.reshape(J, W, 1) - jnp.tile(jnp.arange(prompt_entries(c)), call.buffers)
         local_masks = kv_cache.within_window(masks, c.model.window, prompt_age=prompt_age, own_age=age)
     token = slots.token.reshape(-1)
-    logits, own = kv_cache.decode_step(call.model, token, position, entry, call.cache, slots.own, masks, local_masks)
+    logits, own = kv_cache.decode_step(
+        call.model, token, position, entry, call.cache, slots.own, masks, local_masks, least_rows=2 if c.tiled else 1
+    )
     samples = jax.tree.map(lambda x: call.of_place(place, x), call.samples)
     tokens, stop_state = _draw(logits, samples, count, slots.stop_state.reshape(-1), stop_table, c)
     tokens, stop_state = jax.tree.map(lambda x: x.reshape(J, W), (tokens, stop_state))

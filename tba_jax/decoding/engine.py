@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from tba_jax import sharding
 from tba_jax.decoding import requests as requests_lib
 from tba_jax.decoding import sizes
+from tba_jax.decoding import slots as slots_lib
 from tba_jax.decoding.lane import Lane, Part, Ticket, Usage
 from tba_jax.decoding.requests import Generation, Request
 from tba_jax.decoding.slots import SlotsConfig
@@ -85,7 +86,7 @@ class Engine:
             response_length=response_length,
             chunk=min(chunk, response_length),
             stop_accept=stop_strings.accept if stop_strings is not None else -1,
-            tiled=mesh.devices.flat[0].platform == "tpu",
+            tiled=slots_lib.in_tiles(mesh),
         )
         self._queue: deque[Part] = deque()
         # Over the queue, the lanes' incoming weights, and the counts of samples that have not ended.

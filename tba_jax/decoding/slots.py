@@ -39,8 +39,8 @@ class SlotsConfig:
 
     graphdef: of the decoder, see kv_cache.define.
     chunk: most decode steps of one call; stop_accept: the accepting state of the stop strings' table, -1 without any.
-    tiled: the devices hold arrays in tiles, as TPUs do. Caches then fill tiles, and the loop reads parts of them where they lie;
-      elsewhere XLA would copy a part at every step, and the loop gets a copy that is made once a call.
+    tiled: the devices hold arrays in tiles, as TPUs do (`in_tiles`). Caches then fill tiles, and the loop reads parts of them
+      where they lie; elsewhere XLA would copy a part at every step, and the loop gets a copy that is made once a call.
     """
 
     model: DecoderConfig
@@ -142,6 +142,11 @@ class Arrivals:
     given: chex.Array
     stop_state: chex.Array
     samples: Samples
+
+
+def in_tiles(mesh: Mesh) -> bool:
+    """Whether the devices of a mesh hold arrays in tiles."""
+    return mesh.devices.flat[0].platform == "tpu"
 
 
 def prompt_entries(config: SlotsConfig) -> int:

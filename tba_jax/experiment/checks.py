@@ -5,10 +5,11 @@ Every sentence names the values, the limit and the settings. Nothing is compiled
 
 import dataclasses
 import itertools
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
-from tba_jax.experiment import flow
+from tba_jax.experiment import flow, meshes
+from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.experiment.schema import SCHEMA
 from tba_jax.learner.optimizer import SCHEDULES
 from tba_jax.learner.settings import HELD_REFERENCES
@@ -18,29 +19,93 @@ from tba_jax.objectives import OBJECTIVES
 from tba_jax.objectives.inputs import ObjectiveSettings
 from tba_jax.objectives.objective import TEMPERATURES, Objective
 from tba_jax.replay.selection import STRATEGIES
-from tba_jax.schemas import require
+from tba_jax.schemas import flatten
 from tba_jax.tasks import TASKS, custom_task
 
+# A rule of settings that go together: called with what keeps the sentence unless the condition holds, see Mistakes.require.
+Require = Callable[[object, str], None]
+# Task, policy and tokenizer are made of the settings in these sections.
+_BUILT_FROM = ("task.", "model.", "lora.")
 
-def check(config: Any, *, weights: bool = True) -> None:
-    """Checks every rule that one config can break by itself.
 
-    Args: weights: False: for a dry run, where model.preset may say the shape in place of the weights of model.path.
+def check(config: Any, *, weights: bool = True, new: bool = False) -> None:
+    """Raises ValueError where one config breaks rules by itself, with a sentence about each. Args: see `gather`."""
+    found = Mistakes()
+    gather(config, found, weights=weights, new=new)
+    found.end()
 
-    Raises:
-      ValueError: one sentence about the first rule that does not hold.
+
+def gather(config: Any, found: Mistakes, *, weights: bool = True, new: bool = False) -> tuple[Any, bool]:
+    """Adds the rules to `found` that one config breaks by itself.
+
+    Rules between settings are checked although a setting breaks its own rule: with the default in its place, and without the
+    sentences that name it.
+
+    Args:
+      weights: False: for a dry run, where model.preset may say the shape in place of the weights of model.path.
+      new: for a new run and for a dry run: a setting that the run would not use is a mistake too.
+
+    Returns:
+      the config with these defaults; and whether task, policy and tokenizer can be made of the values that it gives.
     """
-    SCHEMA.check(config, _registries(config.task.name))
-    _check_responses(config.task)
-    _check_policy(config, weights=weights)
-    _check_batch(config)
-    _check_coefficients(config.learner)
-    _check_replay(config)
-    _check_reference(config)
-    _check_objective(config, OBJECTIVES[config.learner.objective])
-    _check_interleaved(config)
-    _check_searchers(config)
-    require(not (stuck := flow.refusal(config)), stuck)
+    wrong = _refused_by_themselves(config)
+    for sentence in wrong.values():
+        found.require(False, sentence)
+    if wrong:
+        config = config.copy_and_resolve_references()
+        defaults = flatten(SCHEMA.defaults().to_dict())
+        config.update_from_flattened_dict({name: defaults[name] for name in wrong})
+    together = Mistakes()
+    _check_together(config, together.require, weights=weights)
+    mesh = config.learner.mesh
+    together.attempt(meshes.micro_batch_rows, config, ways=max(mesh.data, 1) * max(mesh.fsdp, 1))
+    if new:
+        _check_all_are_read(config, together.require)
+    found.add(together.without(tuple(wrong)))
+    return config, not any(name.startswith(_BUILT_FROM) for name in wrong)
+
+
+def _refused_by_themselves(config: Any) -> dict[str, str]:
+    """Setting -> what is wrong with its value, whatever the others are."""
+    found = SCHEMA.refusals(config, _registries(config.task.name))
+    for name, allowed, what in (
+        ("task.banned_tokens", _is_token, "token ids, whole numbers from 0"),
+        ("task.stop_strings", _is_text, "texts of at least one character"),
+        ("task.step_ends", _is_text, "texts of at least one character"),
+        ("replay.mount", _is_text, 'folders of runs, such as \'("runs/first", "runs/second")\''),
+    ):
+        values = tuple(flatten(config.to_dict())[name])
+        if wrong := [value for value in values if not allowed(value)]:
+            found[name] = f"{name}={values} must hold {what}, not {wrong[0]!r}"
+    for section in ("learner", "searchers", "evaluation"):
+        for axis, size in config[section].mesh.items():
+            other = {"data": -1, "fsdp": 0 if section == "learner" else 1}.get(axis, 1)
+            if size < 1 and size != other:
+                also = {-1: ", or -1 for all devices that are left", 0: ", or 0 for as many as the state needs"}.get(other, "")
+                found[f"{section}.mesh.{axis}"] = f"{section}.mesh.{axis}={size} must be at least 1{also}"
+    return found
+
+
+def _is_token(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _check_together(config: Any, require: Require, *, weights: bool) -> None:
+    _check_responses(config.task, require)
+    _check_policy(config, require, weights=weights)
+    _check_batch(config, require)
+    _check_coefficients(config.learner, require)
+    _check_replay(config, require)
+    _check_reference(config, require)
+    _check_objective(config, OBJECTIVES[config.learner.objective], require)
+    _check_interleaved(config, require)
+    _check_searchers(config, require)
+    for sentence in flow.refusals(config):
+        require(False, sentence)
 
 
 def _registries(task: str) -> dict[str, Collection[str]]:
@@ -55,22 +120,11 @@ def _registries(task: str) -> dict[str, Collection[str]]:
     }
 
 
-def _check_responses(task: Any) -> None:
+def _check_responses(task: Any, require: Require) -> None:
     require(
         task.min_response_length <= task.response_length,
         f"task.min_response_length={task.min_response_length} is more than task.response_length={task.response_length}",
     )
-    for token in task.banned_tokens:
-        require(
-            isinstance(token, int) and not isinstance(token, bool) and token >= 0,
-            f"task.banned_tokens={tuple(task.banned_tokens)} must hold token ids, whole numbers from 0, not {token!r}",
-        )
-    for name in ("stop_strings", "step_ends"):
-        for text in task[name]:
-            require(
-                isinstance(text, str) and text != "",
-                f"task.{name}={tuple(task[name])} must hold texts of at least one character, not {text!r}",
-            )
     for stop, step in itertools.product(task.stop_strings, task.step_ends):
         require(
             stop not in step,
@@ -79,7 +133,7 @@ def _check_responses(task: Any) -> None:
         )
 
 
-def _check_policy(config: Any, *, weights: bool) -> None:
+def _check_policy(config: Any, require: Require, *, weights: bool) -> None:
     model, lora = config.model, config.lora
     require(
         not (model.path and config.warm_start.steps),
@@ -99,24 +153,13 @@ def _check_policy(config: Any, *, weights: bool) -> None:
     require(not lora.rank or lora.targets, f"lora.rank={lora.rank} needs lora.targets, names or patterns of linear maps")
 
 
-def _check_batch(config: Any) -> None:
-    """The rows of an update, and its steps."""
-    learner, mesh = config.learner, config.learner.mesh
-    rows, tokens, ways = learner.queries * learner.completions, learner.micro_batch_tokens, mesh.data * max(mesh.fsdp, 1)
-    row_tokens = config.task.prompt_length + config.task.response_length
+def _check_batch(config: Any, require: Require) -> None:
+    """The completions of an update, and its steps."""
+    learner = config.learner
     require(
         config.searchers.samples_per_query >= learner.completions,
         f"searchers.samples_per_query={config.searchers.samples_per_query} is less than "
         f"learner.completions={learner.completions}",
-    )
-    require(
-        not tokens or tokens >= row_tokens,
-        f"learner.micro_batch_tokens={tokens} does not hold one row of task.prompt_length + task.response_length = {row_tokens} "
-        "tokens; 0 takes the whole batch at once",
-    )
-    require(
-        mesh.data == -1 or rows % max(ways, 1) == 0,
-        f"the batch of {rows} rows does not divide by learner.mesh data={mesh.data} × fsdp={max(mesh.fsdp, 1)} = {ways}",
     )
     require(
         learner.warmup_steps + learner.decay_steps <= learner.steps,
@@ -125,7 +168,7 @@ def _check_batch(config: Any) -> None:
     )
 
 
-def _check_coefficients(learner: Any) -> None:
+def _check_coefficients(learner: Any, require: Require) -> None:
     """β, γ and τ."""
     for name in ("beta", "ref_temperature", "reward_temperature"):
         start, end, steps = (learner[f"{name}_{part}"] for part in ("start", "end", "steps"))
@@ -135,7 +178,7 @@ def _check_coefficients(learner: Any) -> None:
         )
 
 
-def _check_replay(config: Any) -> None:
+def _check_replay(config: Any, require: Require) -> None:
     learner, replay = config.learner, config.replay
     kept = learner.queries * min(replay.capacity_per_query, config.searchers.samples_per_query)
     require(
@@ -157,14 +200,9 @@ def _check_replay(config: Any) -> None:
         not (share or distance) or replay.merge_duplicates,
         f"{both} merge near-duplicates, which replay.merge_duplicates=False forbids",
     )
-    mount = tuple(replay.mount)
-    require(
-        all(isinstance(folder, str) and folder for folder in mount),
-        f'replay.mount={mount} must hold folders of runs, such as \'("runs/first", "runs/second")\'',
-    )
 
 
-def _check_reference(config: Any) -> None:
+def _check_reference(config: Any, require: Require) -> None:
     reference = config.learner.reference
     require(
         not reference.reset_optimizer or reference.kind == "reset",
@@ -182,7 +220,7 @@ def _check_reference(config: Any) -> None:
     )
 
 
-def _check_objective(config: Any, objective: Objective) -> None:
+def _check_objective(config: Any, objective: Objective, require: Require) -> None:
     """What the objective needs, and what it does not read."""
     learner, named = config.learner, f"learner.objective={config.learner.objective}"
     require(
@@ -196,7 +234,7 @@ def _check_objective(config: Any, objective: Objective) -> None:
             f"learner.{name}={learner[name]} must be above 0: {named} has no optimum, or nothing to learn from, without β",
         )
     if objective.full_support:
-        _check_full_support(config.sampling, named)
+        _check_full_support(config.sampling, named, require)
     require(
         objective.moving_reference or learner.reference.kind == "initial",
         f"learner.reference.kind={learner.reference.kind} moves a reference that {named} does not read: leave it at initial",
@@ -207,14 +245,14 @@ def _check_objective(config: Any, objective: Objective) -> None:
     )
 
 
-def _check_full_support(sampling: Any, named: str) -> None:
+def _check_full_support(sampling: Any, named: str, require: Require) -> None:
     advice = f"{named} needs full support: truncate a share of the rows by sampling.explore_top_p_probability below 1"
     for name, on in (("top_k", sampling.top_k > 0), ("top_p", sampling.top_p < 1), ("min_p", sampling.min_p > 0)):
         require(not on, f"sampling.{name}={sampling[name]} would truncate every row; {advice}")
     require(sampling.explore_top_p_probability < 1, f"sampling.explore_top_p_probability=1 would truncate every row; {advice}")
 
 
-def _check_interleaved(config: Any) -> None:
+def _check_interleaved(config: Any, require: Require) -> None:
     """What schedule.mode=interleaved asks of the snapshots and of the one process."""
     keep, lag = config.publish.keep, config.schedule.lag
     searchers, evaluation = config.searchers, config.evaluation
@@ -228,7 +266,7 @@ def _check_interleaved(config: Any) -> None:
     )
 
 
-def _check_searchers(config: Any) -> None:
+def _check_searchers(config: Any, require: Require) -> None:
     searchers = config.searchers
     require(
         searchers.samples_per_query >= 2 or not config.task.step_ends,
@@ -241,15 +279,12 @@ def _check_searchers(config: Any) -> None:
     )
 
 
-def check_all_are_read(config: Any) -> None:
+def _check_all_are_read(config: Any, require: Require) -> None:
     """Refuses a setting that differs from its default although the run would not use it.
 
     These are settings of objectives other than the config's own, and settings of the values of states without task.step_ends. β
-    is not among them: it scales a metric of every run. A run that exists goes on as it
-    began: this check is for new runs and for --dry_run.
-
-    Raises:
-      ValueError: one sentence about the first such setting.
+    is not among them: it scales a metric of every run. A run that exists goes on as it began: this check is for new runs and for
+    --dry_run.
     """
     learner, objective, defaults = config.learner, OBJECTIVES[config.learner.objective], SCHEMA.defaults()
     heads = {"log_z_learning_rate": objective.log_z_head, "value_learning_rate": objective.value_head}

@@ -2,41 +2,55 @@
 
 import dataclasses
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tba_jax.experiment import composition, meshes, placing, plan, topologies
-from tba_jax.experiment.fitting import Fit, Measure, device_memory
-from tba_jax.experiment.joining import Invocation
+import jax
+
+from tba_jax.experiment import answer, composition, estimate, meshes, placing, smallest_mesh, topologies
+from tba_jax.experiment.fitting import UNITS, Fit, Measure, device_memory, in_words, unit_of
+from tba_jax.experiment.joining import Invocation, check_dry_run
+from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.programs import Program
 from tba_jax.rewards import task_models
 from tba_jax.roles import gpus
-from tba_jax.run import layout
+from tba_jax.run import layout, machine
 from tba_jax.text.visible import visible
 
 log = logging.getLogger(__name__)
 
-# The unit of a role's figures: the largest one that its peak reaches.
-_UNITS = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
-ROLES = ("trainer", "searcher", "evaluator")
+ROLES = tuple(meshes.SECTIONS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoleFit:
     """role; where: its devices in words; limit: bytes of one device, None: not known; fits: of its programs;
-    unchecked: what is not among them, in words."""
+    unchecked: what is not among them, in words; mesh: where it does not fit: which mesh would do, as the end of a sentence.
+    on_host: how many devices share the memory of this machine, which is then the limit of them all; 0: none."""
 
     role: str
     where: str
     limit: int | None
     fits: Sequence[Fit]
     unchecked: Sequence[str]
+    mesh: str = ""
+    on_host: int = 0
 
     @property
     def worst(self) -> Fit:
         """The program with the highest peak."""
         return max(self.fits, key=lambda fit: fit.peak)
+
+    @property
+    def takes(self) -> int:
+        """Bytes, of what has the limit."""
+        return self.worst.peak * max(self.on_host, 1)
+
+
+def of_trainer(experiment: composition.Experiment, devices: Sequence[Any]) -> composition.Experiment:
+    """The experiment with the mesh of a trainer on these devices, see meshes.by_need."""
+    made: composition.Experiment = meshes.by_need(experiment, devices=len(devices), memory=device_memory(devices[0]))
+    return made
 
 
 def programs(
@@ -49,7 +63,7 @@ def programs(
 
     e = experiment
     if role == "trainer":
-        config = meshes.with_trainer_mesh(e, devices).config
+        config = of_trainer(e, jax.devices() if devices is None else devices).config
         return trainer.programs(config, e.contract, e.policy, run, devices=devices)
     room: dict[str, Any] = dict(policy=e.policy, tokenizer=e.tokenizer, devices=devices)
     if role == "searcher":
@@ -57,26 +71,54 @@ def programs(
     return evaluator.programs(e.config, e.contract, queries=composition.heldout_queries(e), **room)
 
 
-def fit(experiment: composition.Experiment, run: layout.RunDir, *, role: str, devices: Sequence[Any], name: str = "") -> RoleFit:
-    """Compiles the programs of a role. Args: devices: of the role, and what they are called."""
+def fit(
+    experiment: composition.Experiment,
+    run: layout.RunDir,
+    *,
+    role: str,
+    devices: Sequence[Any],
+    name: str = "",
+    limit: int | None = None,
+    measure: Measure | None = None,
+    only: str = "",
+) -> RoleFit:
+    """Compiles the programs of a role.
+
+    Args:
+      devices: of the role. name: what they are called.
+      limit: bytes of each device that the role may take; None: all that programs may take on it.
+      measure: of earlier calls with these devices, whose programs need not be compiled again.
+      only: the program of this name is compiled alone, if the role has it; "": all are.
+    """
+    experiment = of_trainer(experiment, devices) if role == "trainer" else experiment
     config = experiment.config[meshes.SECTIONS[role]]
-    own, memory = config.task_devices if role != "trainer" else 0, device_memory(devices[0])
-    sizes = meshes.shape(experiment, role=role, devices=len(devices), memory=memory)
-    mesh = " × ".join(f"{axis}={size}" for axis, size in zip(("data", "fsdp", "tensor"), sizes, strict=True))
-    measure = Measure()
-    return RoleFit(
+    own = config.task_devices if role != "trainer" else 0
+    sizes = dict(zip(("data", "fsdp", "tensor"), meshes.shape(experiment, role=role, devices=len(devices)), strict=True))
+    mesh = " × ".join(f"{axis}={size}" for axis, size in sizes.items())
+    on_host = len(devices) if devices[0].platform == "cpu" else 0
+    measure, made = measure or Measure(), programs(experiment, run, role=role, devices=devices)
+    made = {only: made[only]} if only in made else made
+    if limit is None:
+        limit = machine.memory() if on_host else device_memory(devices[0])
+    found = RoleFit(
         role=role,
         where=f"{len(devices)} × {devices[0].device_kind}{f' ({name})' if name else ''}, {meshes.SECTIONS[role]}.mesh {mesh}",
-        limit=memory,
-        fits=[_fit(measure, role, each, made) for each, made in programs(experiment, run, role=role, devices=devices).items()],
+        limit=limit,
+        on_host=on_host,
+        fits=[_fit(measure, role, each, program) for each, program in made.items()],
         unchecked=_unchecked(experiment, role, own),
     )
+    if on_host or found.limit is None or found.takes <= found.limit:
+        return found
+    guess = estimate.on_device(estimate.memory(experiment, {role: len(devices)})[role])
+    scale = found.worst.peak / guess
+    advice = smallest_mesh.advice(experiment, role=role, devices=len(devices) - own, limit=found.limit, scale=scale)
+    return dataclasses.replace(found, mesh=advice)
 
 
 def _fit(measure: Measure, role: str, name: str, program: Program) -> Fit:
-    begin = time.monotonic()
     found = measure.fit(name, program)
-    log.info("%s: %s compiled in %.0f s, peak %s", role, name, time.monotonic() - begin, _in_words(found.peak))
+    log.info("%s: %s compiled in %.0f s, peak %s", role, name, found.seconds, in_words(found.peak))
     return found
 
 
@@ -94,45 +136,52 @@ def _unchecked(experiment: composition.Experiment, role: str, task_devices: int)
     return found
 
 
-def describe(found: Sequence[RoleFit], *, config: Any) -> str:
-    """The text that a dry run prints: a line for each role, and then a table for each."""
-    width = max(len(each.role) for each in found)
-    lines = [f"{each.role:{width}}  {_verdict(each, config)}" for each in found]
-    if config.schedule.mode == "interleaved" and len(found) > 1:
-        together = sum(each.worst.peak for each in found)
-        lines.append(f"together: at most {_in_words(together)}, as schedule.mode=interleaved has all roles on the same devices")
+def describe(found: Sequence[RoleFit], *, config: Any, bounds: Sequence[str] = ()) -> str:
+    """The text that a dry run prints: a line for each role, lines on bounds, and then a table for each role."""
+    lines = [f"{each.role:9}  {_verdict(each, config)}" for each in found]
+    if len(found) > 1:
+        lines += _together(found, config)
+    lines += ["", *bounds] if bounds else []
     for each in found:
-        unit = _unit(each.worst.peak)
-        lines += ["", f"{each.role} on {each.where}; {unit} of one device", *_table(each.fits, _UNITS[unit])]
+        unit = unit_of(each.worst.peak)
+        compiled = f"{len(each.fits)} programs compiled in {sum(fit.seconds for fit in each.fits):.0f} s"
+        lines += ["", f"{each.role} on {each.where}; {unit} of one device; {compiled}", *_table(each.fits, UNITS[unit])]
         lines += [f"  not checked: {what}" for what in each.unchecked]
     return "\n".join(lines)
+
+
+def _together(found: Sequence[RoleFit], config: Any) -> list[str]:
+    """A line about roles that have the same memory; none where each has its own."""
+    limit, interleaved = found[0].limit, config.schedule.mode == "interleaved"
+    if not interleaved and not all(role.on_host for role in found):
+        return []
+    counts = {"searcher": 1 if interleaved else config.searchers.count}
+    size = sum(role.takes * counts.get(role.role, 1) for role in found)
+    verdict = "takes at most" if limit is None else "fits: at most" if size <= limit else "may not fit: up to"
+    of = "" if limit is None else f" of {in_words(limit)}"
+    why = (
+        "schedule.mode=interleaved has all roles on the same devices" if interleaved else "all roles share this machine's memory"
+    )
+    return [f"together   {verdict} {in_words(size)}{of}; {why}"]
 
 
 def _verdict(role: RoleFit, config: Any) -> str:
     worst, also = role.worst, f"; not checked: {'; '.join(role.unchecked)}" if role.unchecked else ""
     if role.limit is None:
-        return f"takes {_in_words(worst.peak)} ({worst.name}); its devices do not say how much memory they have{also}"
-    numbers = f"{_in_words(worst.peak)} of {_in_words(role.limit)} ({worst.name})"
-    if worst.peak <= role.limit:
+        return f"takes {in_words(role.takes)} ({worst.name}); its devices do not say how much memory they have{also}"
+    numbers = f"{in_words(role.takes)} of {in_words(role.limit)} ({worst.name})"
+    if role.takes <= role.limit:
         return f"fits: {numbers}{also}"
     part, size = max(worst.parts().items(), key=lambda item: item[1])
     settings = worst.program.room.get("arguments" if part == "outputs" else part, ())
     values = ", ".join(f"{name}={_value(config, name)}" for name in settings)
-    return f"does not fit: {numbers}; most of it: {part}, {_in_words(size)}; change {values}{also}"
+    return f"does not fit: {numbers}; most of it: {part}, {in_words(size)}; change {values}{role.mesh}{also}"
 
 
 def _value(config: Any, name: str) -> Any:
     for key in name.split("."):
         config = config[key]
     return config
-
-
-def _unit(size: int) -> str:
-    return next((unit for unit, bytes_of in _UNITS.items() if size >= bytes_of), "KiB")
-
-
-def _in_words(size: int) -> str:
-    return f"{size / _UNITS[_unit(size)]:.2f} {_unit(size)}"
 
 
 def _table(fits: Sequence[Fit], unit: int) -> list[str]:
@@ -161,26 +210,28 @@ def dry_run(s: Invocation, *, asked: Mapping[str, str], role: str, full: bool) -
     """
     if role not in ("all", *ROLES):
         raise ValueError(f"--role={role} computes nothing of its own; roles that compute: {', '.join(ROLES)}")
-    wanted = [role] if role != "all" else [each for each in roles_of(s.config) if each in asked or not asked]
+    wanted = [role] if role != "all" else [each for each in meshes.roles_of(s.config) if each in asked or not asked]
     if missing := [each for each in wanted if asked and each not in asked]:
         raise ValueError(f"--topology names no topology for --role={missing[0]}")
     devices = {each: topologies.devices(asked[each]) if asked else gpus.jax_devices() for each in wanted}
-    experiments = {each: s.experiment.on_device(its[0]) for each, its in devices.items()}
+    found = Mistakes()
     for each, its in devices.items():
-        meshes.check(experiments[each], role=each, devices=len(its), memory=device_memory(its[0]))
-    layout.check_can_be_made(s.run)
+        found.attempt(meshes.check, s.experiment, role=each, devices=len(its))
+    found.attempt(check_dry_run, s)
+    found.end()
+    experiments = {each: s.experiment.on_device(its[0]) for each, its in devices.items()}
 
     def job() -> int:
         found = [fit(experiments[each], s.run, role=each, devices=its, name=asked.get(each, "")) for each, its in devices.items()]
-        text = describe(found, config=s.config) + ("" if asked else f"\n\n{placing.describe(s.experiment)}")
-        print(visible(text + ("\n\n" + plan.describe(s.experiment) if full else "")))
+        there = {
+            each: answer.Devices(count=len(its), kind=its[0].device_kind, limit=None, where="") for each, its in devices.items()
+        }
+        parts = [describe(found, config=s.config, bounds=answer.describe_bounds(s.experiment, there))]
+        if not asked:
+            parts.append(placing.describe(s.experiment))
+        if unchecked := answer.unchecked_inputs(s.experiment):
+            parts.append(f"not checked: {'; '.join(unchecked)}")
+        print(visible("\n\n".join([*parts, *([estimate.describe(s.experiment)] if full else [])])))
         return 0
 
     return job
-
-
-def roles_of(config: Any) -> list[str]:
-    """The roles of a run that compute."""
-    searches = config.searchers.count or config.schedule.mode == "interleaved"
-    there = {"trainer": True, "searcher": searches, "evaluator": config.evaluation.enabled}
-    return [role for role in ROLES if there[role]]

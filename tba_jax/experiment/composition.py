@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from tba_jax.experiment import checks, named_policy, named_task
+from tba_jax.experiment import checks, meshes, named_policy, named_task
+from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.models.config import FREE_FIELDS
 from tba_jax.models.policy import Policy
 from tba_jax.rewards import embeddings, task_models
@@ -37,61 +38,86 @@ class Experiment:
         return dataclasses.replace(self, policy=self.policy.on_device(device))
 
 
-def build(config: Any, *, reward_models: Mapping[str, str] | None = None, weights: bool = True) -> Experiment:
+@dataclasses.dataclass(frozen=True)
+class _Named:
+    """What a config names, as far as it can be had."""
+
+    config: Any
+    policy: Policy
+    tokenizer: Tokenizer
+
+
+def build(config: Any, *, reward_models: Mapping[str, str] | None = None, weights: bool = True, new: bool = False) -> Experiment:
     """Checks the whole config and builds what it names, without compiling or writing anything.
 
     Args:
       reward_models: of the contract, if the run exists and its models need not be here; None: they are read.
-      weights: False: for a dry run, where those of model.path need not be here, see named_policy.policy_and_tokenizer.
+      weights: False: for a dry run, which fetches no weights from the hub, see named_policy.policy_and_tokenizer.
+      new: see checks.gather.
 
     Raises:
-      ValueError: one sentence about the first thing that is wrong.
+      ValueError: a sentence about each thing that is wrong, as far as it can be told beside the others.
     """
-    checks.check(config, weights=weights)
+    found = Mistakes()
+    config, can_be_made = checks.gather(config, found, weights=weights, new=new)
+    if not can_be_made:
+        found.end()
     config = _with_absolute_paths(config)
-    named_task.check_package(config.task.name)
-    alphabet = "" if config.model.path else named_task.alphabet(config.task.name)
-    policy, tokenizer = named_policy.policy_and_tokenizer(config, alphabet=alphabet, weights=weights)
-    named_policy.check(config, policy, tokenizer)
-    task, settings = named_task.make(config)
-    template = prompts.template(tokenizer, chat_template=config.task.chat_template, system_prompt=config.task.system_prompt)
-    queries, skipped = named_task.encode_queries(config, task, tokenizer, template=template)
+    alphabet = "" if config.model.path else found.attempt(named_task.alphabet, config.task.name)
+    named = None if alphabet is None else found.attempt(_policy, config, alphabet, weights=weights)
+    template, banned = None, None
+    if named is not None:
+        named_policy.check(config, named.policy, named.tokenizer, found)
+        for role in meshes.roles_of(config):
+            found.attempt(meshes.check, named, role=role, devices=None)
+        template = found.attempt(_template, config.task, named.tokenizer)
+        banned = found.attempt(vocabulary.banned_tokens, config.task, named.tokenizer, named.policy.model.vocab)
+    made = found.attempt(named_task.make, config)
+    queries = None
+    if made is not None:
+        if named is not None and template is not None:
+            queries = found.attempt(named_task.encode_queries, config, made[0], named.tokenizer, template=template)
+        if reward_models is None:
+            reward_models = found.attempt(task_models.digests, made[0], fetch=weights)
+    embedding = found.attempt(_embedding, config.task.embedding_path, fetch=weights)
+    found.end()
+    assert named and made and queries and None not in (alphabet, template, banned, reward_models, embedding)
+    (task, settings), (encoded, skipped) = made, queries
     contract = _contract(
-        config,
-        policy,
-        tokenizer,
+        named,
         task,
         settings,
         alphabet=alphabet,
-        template=template,
-        reward_models=task_models.digests(task) if reward_models is None else reward_models,
+        banned_tokens=banned,
+        chat_template=template,
+        embedding=embedding,
+        reward_models=dict(reward_models or {}),
     )
-    return Experiment(
-        config=config, contract=contract, tokenizer=tokenizer, task=task, policy=policy, queries=queries, skipped=skipped
-    )
+    return Experiment(**vars(named), contract=contract, task=task, queries=encoded, skipped=skipped)
 
 
-def _contract(
-    config: Any,
-    policy: Policy,
-    tokenizer: Tokenizer,
-    task: Task,
-    settings: Mapping[str, Any],
-    *,
-    alphabet: str,
-    template: str,
-    reward_models: Mapping[str, str],
-) -> contract_lib.Contract:
-    """settings: of the task; alphabet: see Contract; template: of prompts; reward_models: digests, see task_models.digests."""
+def _policy(config: Any, alphabet: str, *, weights: bool) -> _Named:
+    return _Named(config, *named_policy.policy_and_tokenizer(config, alphabet=alphabet, weights=weights))
+
+
+def _template(task: Any, tokenizer: Tokenizer) -> str:
+    return prompts.template(tokenizer, chat_template=task.chat_template, system_prompt=task.system_prompt)
+
+
+def _embedding(path: str, *, fetch: bool) -> dict[str, Any]:
+    return embeddings.describe(path, fetch=fetch) if path else {}
+
+
+def _contract(named: _Named, task: Task, settings: Mapping[str, Any], **of_builders: Any) -> contract_lib.Contract:
+    """settings: of the task; of_builders: fields of the contract that need no more than their builder."""
+    config, policy, tokenizer = named.config, named.policy, named.tokenizer
     c = config.task
     return contract_lib.Contract(
         model={name: value for name, value in dataclasses.asdict(policy.model).items() if name not in FREE_FIELDS},
         lora={} if policy.lora is None else dataclasses.asdict(policy.lora),
         tokenizer=tokenizer.fingerprint,
-        alphabet=alphabet,
         eos_id=tokenizer.eos_id,
         pad_id=tokenizer.pad_id,
-        banned_tokens=vocabulary.banned_tokens(c, tokenizer, policy.model.vocab),
         prompt_length=c.prompt_length,
         response_length=c.response_length,
         min_response_length=c.min_response_length,
@@ -104,9 +130,7 @@ def _contract(
         reward_parts=task.reward_parts,
         reward_version=task.reward_version,
         warm_start=config.warm_start.to_dict(),
-        embedding=embeddings.describe(c.embedding_path) if c.embedding_path else {},
-        chat_template=template,
-        reward_models=dict(reward_models),
+        **of_builders,
     )
 
 

@@ -1,7 +1,9 @@
 """How much memory compiled programs take on a device, by the compiler's account."""
 
 import dataclasses
+import hashlib
 import re
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +12,9 @@ import jax.numpy as jnp
 
 from tba_jax.programs import Program
 
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40, "P": 1 << 50}
+# The unit of a role's figures is the largest one that its peak reaches.
+UNITS = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
+_LETTERS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40, "P": 1 << 50}
 _SIZE = re.compile(r"\((\d+(?:\.\d+)?)([KMGTP]?)B?\)|\b(\d+(?:\.\d+)?)([KMGTP])i?B?\b")
 
 
@@ -19,8 +23,9 @@ class Fit:
     """Bytes on each device of a program and of what lies beside it.
 
     arguments, temporaries, outputs, aliased: see jax' CompiledMemoryStats; aliased: outputs that take the place of arguments.
-    beside: by name, see Program. refused: whether the program is too large for a device by itself, so that the compiler refused
-    it: it then says one number, arguments and outputs included, and temporaries stand for all of it that is no argument.
+    beside: by name, see Program. seconds: of tracing and compiling. refused: whether the program is too large for a device by
+    itself, so that the compiler refused it: it then says one number, arguments and outputs included, and temporaries stand for
+    all of it that is no argument.
     """
 
     name: str
@@ -31,6 +36,7 @@ class Fit:
     aliased: int
     beside: Mapping[str, int]
     refused: bool
+    seconds: float = 0.0
 
     @property
     def peak(self) -> int:
@@ -44,29 +50,40 @@ class Fit:
 
 
 class Measure:
-    """Compiles the programs of a role."""
+    """Compiles the programs of a role on one set of devices; a program that it has compiled before is not compiled again."""
 
     def __init__(self) -> None:
+        # Digest of a lowered program -> its sizes, whether the compiler refused it, and the seconds that it took.
+        self._compiled: dict[bytes, tuple[dict[str, int], bool, float]] = {}
         # Leaves by identity -> bytes. The trees are kept, so that no other leaf gets the identity of one.
         self._known: dict[frozenset[int], tuple[Any, int]] = {}
 
     def fit(self, name: str, program: Program) -> Fit:
         """Compiles a program and what says the size of that which lies beside it."""
         beside = {part: held if isinstance(held, int) else self.size(held) for part, held in program.beside.items()}
-        refused = False
+        lowered = program.lower()
+        key = hashlib.sha256(lowered.as_text().encode()).digest()
+        if key not in self._compiled:
+            begin = time.monotonic()
+            sizes, refused = self._compile(program, lowered)
+            self._compiled[key] = (sizes, refused, time.monotonic() - begin)
+        sizes, refused, seconds = self._compiled[key]
+        return Fit(name=name, program=program, **sizes, beside=beside, refused=refused, seconds=seconds)
+
+    def _compile(self, program: Program, lowered: Any) -> tuple[dict[str, int], bool]:
+        """The fields of Fit that the compiler tells, by name, and `refused`."""
         try:
-            stats: Any = program.lower().compile().memory_analysis()
-            sizes = dict(
-                arguments=stats.argument_size_in_bytes,
-                temporaries=stats.temp_size_in_bytes,
-                outputs=stats.output_size_in_bytes,
-                aliased=stats.alias_size_in_bytes,
-            )
+            stats: Any = lowered.compile().memory_analysis()
         except jax.errors.JaxRuntimeError as error:
-            refused, wanted = True, _wanted(error)
+            wanted = _wanted(error)
             arguments = self.size([x for x in jax.tree.leaves(program.arguments) if isinstance(x, jax.ShapeDtypeStruct)])
-            sizes = dict(arguments=arguments, temporaries=wanted - arguments, outputs=0, aliased=0)
-        return Fit(name=name, program=program, **sizes, beside=beside, refused=refused)
+            return dict(arguments=arguments, temporaries=wanted - arguments, outputs=0, aliased=0), True
+        return dict(
+            arguments=stats.argument_size_in_bytes,
+            temporaries=stats.temp_size_in_bytes,
+            outputs=stats.output_size_in_bytes,
+            aliased=stats.alias_size_in_bytes,
+        ), False
 
     def size(self, tree: Any) -> int:
         """Bytes of arrays of these shapes on each device, as the compiler lays them out: tiles may make them larger."""
@@ -91,7 +108,7 @@ class Measure:
 def sizes_in(message: str) -> list[int]:
     """The sizes in bytes that a message of the compiler names: how much a program wants comes before how much there is."""
     found = (match.groups() for match in _SIZE.finditer(message))
-    return [int(float(a or c) * _UNITS[(b if a else d) or ""]) for a, b, c, d in found]
+    return [int(float(a or c) * _LETTERS[(b if a else d) or ""]) for a, b, c, d in found]
 
 
 def _wanted(error: jax.errors.JaxRuntimeError) -> int:
@@ -120,3 +137,11 @@ def _limit_of_compiler(device: Any) -> int | None:
         sizes = sizes_in(str(error))
         return sizes[1] if "RESOURCE_EXHAUSTED" in str(error) and len(sizes) > 1 else None
     return None
+
+
+def unit_of(size: int) -> str:
+    return next((unit for unit, bytes_of in UNITS.items() if size >= bytes_of), "KiB")
+
+
+def in_words(size: int) -> str:
+    return f"{size / UNITS[unit_of(size)]:.2f} {unit_of(size)}"

@@ -9,10 +9,10 @@ refused here. What can starve only by what happens (a searcher leaves, rewards f
 from typing import Any
 
 
-def refusal(config: Any) -> str:
-    """One sentence about the settings that cannot go on together; "" where there are none."""
+def refusals(config: Any) -> list[str]:
+    """A sentence about each of the settings that cannot go on together; [] where there are none."""
     rules = (_reward_order, _lag) if config.schedule.mode == "interleaved" else (_reward_order, _age, _first_update, _draws)
-    return next((sentence for rule in rules if (sentence := rule(config))), "")
+    return [sentence for rule in rules if (sentence := rule(config))]
 
 
 def first_gap(config: Any) -> int:

@@ -24,8 +24,10 @@ log = logging.getLogger(__name__)
 _CHECKED_EXAMPLES = 256
 
 
-def check(experiment: Experiment, run: layout.RunDir, *, init_from: str = "") -> None:
+def check(experiment: Experiment, run: layout.RunDir, *, init_from: str = "", fetch: bool = True) -> None:
     """Checks what the initial policy is yet to be made of, if this run makes it: a checkpoint, or worked examples.
+
+    Args: fetch: whether weights are fetched from the hub; where not, and where they are away, they are not checked.
 
     Raises:
       ValueError: the checkpoint is not whole, or worked examples do not fit task.prompt_length and task.response_length.
@@ -39,7 +41,8 @@ def check(experiment: Experiment, run: layout.RunDir, *, init_from: str = "") ->
         encode_examples(examples, experiment.tokenizer, **lengths)
     if config.model.path and not config.model.preset:  # with a preset, a dry run, which needs no weights
         with load.named("model.path", config.model.path):
-            load.check_weights(config.model.path, experiment.policy.model)
+            if fetch or load.holds_weights(config.model.path):
+                load.check_weights(config.model.path, experiment.policy.model)
 
 
 def ensure(experiment: Experiment, run: layout.RunDir, *, report: Callable[[int, float], None]) -> str:

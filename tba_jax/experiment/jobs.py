@@ -5,15 +5,14 @@ import dataclasses
 import logging
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tba_jax import sharding
-from tba_jax.experiment import compiling, composition, initial_policy, meshes, placing, plan, schedule_changes
-from tba_jax.experiment.fitting import device_memory
-from tba_jax.experiment.joining import Invocation, check_run, join, mistakes_end_the_role, with_schedule_of_run
+from tba_jax.experiment import answer, compiling, composition, estimate, initial_policy, meshes, placing, schedule_changes
+from tba_jax.experiment.joining import Invocation, check_dry_run, join, mistakes_end_the_role, with_schedule_of_run
+from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.models import hardware
-from tba_jax.replay.journal import read_lineage
 from tba_jax.rewards import task_models
 from tba_jax.roles import gpus, placement, supervisor
 from tba_jax.roles import progress as progress_lib
@@ -33,39 +32,47 @@ Job = Callable[[], int]
 
 def _check_devices(experiment: composition.Experiment, *roles: str) -> None:
     """Raises ValueError where JAX misses GPUs of this process, or the meshes of roles that run in it do not fit its devices."""
-    devices = gpus.jax_devices()
-    hardware.check(experiment.policy.model, hardware.of(devices[0]))
+    devices, found = gpus.jax_devices(), Mistakes()
+    found.attempt(hardware.check, experiment.policy.model, hardware.of(devices[0]))
     for role in roles:
-        meshes.check(experiment, role=role, devices=len(devices), memory=device_memory(devices[0]))
-        task_models.check(experiment.task, role=role)
+        found.attempt(meshes.check, experiment, role=role, devices=len(devices))
+        found.attempt(task_models.check, experiment.task, role=role)
+    found.end()
 
 
-def _say_devices(experiment: composition.Experiment, *roles: str, name: str = "") -> None:
-    """The first line of a role's log: what the role computes on. Args: name: of the role, if not its own."""
+def _on_devices(s: Invocation, *roles: str, name: str = "") -> Invocation:
+    """The invocation as the devices of this process compute it. The first line of a role's log says what they are.
+
+    Args: name: of the role, if not its own.
+    """
     devices = gpus.jax_devices()
+    experiment = s.experiment.on_device(devices[0])
+    meshed = compiling.of_trainer(s.experiment, devices) if "trainer" in roles else s.experiment
     for role in roles:
-        sizes = meshes.shape(experiment, role=role, devices=len(devices), memory=device_memory(devices[0]))
-        mesh = " × ".join(f"{axis}={size}" for axis, size in zip(sharding.MESH_AXES, sizes, strict=True))
+        sizes = zip(sharding.MESH_AXES, meshes.shape(meshed, role=role, devices=len(devices)), strict=True)
+        mesh = " × ".join(f"{axis}={size}" for axis, size in sizes)
         compute = experiment.policy.model.compute_dtype
         log.info(
             "%s: backend %s, %d × %s, %s.mesh %s, model.compute_dtype=%s",
             *(name or role, devices[0].platform, len(devices), devices[0].device_kind, meshes.SECTIONS[role], mesh, compute),
         )
+    return dataclasses.replace(s, experiment=experiment)
 
 
-def dry_run(s: Invocation) -> Job:
-    """Makes the checks of a start, but for those of devices, and writes nothing; the job prints what would run."""
-    for role in compiling.roles_of(s.config):
-        meshes.check(s.experiment, role=role, devices=None)
-        task_models.check(s.experiment.task, role=role)
-    check_run(s, may_change_schedule=True)
-    layout.check_can_be_made(s.run)
-    if places.exists(s.run.config):
-        contract_lib.check_joins(s.run, s.config, s.experiment.contract, init_from=s.init_from)
-        schedule_changes.check(s.run, s.config, allowed=s.allow_change, step=len(read_lineage(s.run.journal)))
+def dry_run(s: Invocation, *, full: bool) -> Job:
+    """Makes the checks of a start, but for those of devices, and writes nothing; the job prints what fits.
+
+    Args: full: prints the config and the shapes as well.
+    """
+    check_dry_run(s)
 
     def job() -> int:
-        print(visible(f"{plan.describe(s.experiment)}\n\n{placing.describe(s.experiment)}"))
+        parts = [
+            answer.describe(s.experiment),
+            placing.describe(s.experiment),
+            *([estimate.describe(s.experiment)] if full else []),
+        ]
+        print(visible("\n\n".join(parts)))
         return 0
 
     return job
@@ -81,18 +88,17 @@ def _make_reference(s: Invocation) -> None:
         log.info("warm start: step %d, loss %.3f", step, loss)
         writer.write(step, {"loss": loss})
 
-    initial_policy.ensure(meshes.with_trainer_mesh(s.experiment), s.run, report=record)
+    initial_policy.ensure(compiling.of_trainer(s.experiment, gpus.jax_devices()), s.run, report=record)
     writer.close()
 
 
 def reference(s: Invocation) -> Job:
-    _check_devices(s.experiment, "trainer")
-    join(s, may_change_schedule=False)
+    join(s, may_change_schedule=False, check=lambda: _check_devices(s.experiment, "trainer"))
 
     def job() -> int:
-        _say_devices(s.experiment, "trainer", name="reference")
+        here = _on_devices(s, "trainer", name="reference")
         with mistakes_end_the_role():
-            _make_reference(s)
+            _make_reference(here)
         return 0
 
     return job
@@ -125,7 +131,7 @@ def _begin_trainer(s: Invocation, *, publish_every_steps: int, until: int | None
     try:
         _make_reference(s)
         trainer = Trainer(
-            meshes.with_trainer_mesh(s.experiment).config,
+            compiling.of_trainer(s.experiment, gpus.jax_devices()).config,
             s.experiment.contract,
             s.run,
             policy=s.experiment.policy,
@@ -142,10 +148,9 @@ def _begin_trainer(s: Invocation, *, publish_every_steps: int, until: int | None
 def trainer(s: Invocation) -> Job:
     from tba_jax.roles.trainer.loop import run_trainer
 
-    _check_devices(s.experiment, "trainer")
     EpochLease.refuse_if_held(s.run.journal)
-    join(s, may_change_schedule=True)
-    _say_devices(s.experiment, "trainer")
+    join(s, may_change_schedule=True, check=lambda: _check_devices(s.experiment, "trainer"))
+    s = _on_devices(s, "trainer")
     made, lease = make_trainer(s, publish_every_steps=s.config.publish.every_steps)
     stop = processes_lib.StopSignal()
 
@@ -173,12 +178,11 @@ def make_searcher(s: Invocation, *, name: str, account: TimeAccount) -> Searcher
 
 
 def searcher(s: Invocation) -> Job:
-    _check_devices(s.experiment, "searcher")
-    join(s, may_change_schedule=False)
+    join(s, may_change_schedule=False, check=lambda: _check_devices(s.experiment, "searcher"))
     stop = processes_lib.StopSignal(patience_seconds=s.config.searchers.stop_seconds)
 
     def job() -> int:
-        _say_devices(s.experiment, "searcher")
+        here = _on_devices(s, "searcher")
         if contract_lib.is_finished(s.run):
             log.info(
                 "the run in %s has finished its %d steps: nothing is left to search", s.run.shared, contract_lib.steps_of(s.run)
@@ -186,8 +190,8 @@ def searcher(s: Invocation) -> Job:
             return 0
         if not wait_for_run(s.run, poll_seconds=s.config.searchers.poll_seconds, stop=stop):
             return 0
-        joined, account = with_schedule_of_run(s, role="searcher"), TimeAccount()
-        with _started_task(s, s.config.searchers.task_devices):
+        joined, account = with_schedule_of_run(here, role="searcher"), TimeAccount()
+        with _started_task(here, s.config.searchers.task_devices):
             made = make_searcher(joined, name=s.name or "searcher", account=account)
             run_searcher(made, joined.config, s.run, name=s.name or made.writer, account=account, stop=stop)
         return 0
@@ -213,15 +217,14 @@ def make_evaluator(e: composition.Experiment, run: layout.RunDir) -> Any:
 def evaluator(s: Invocation) -> Job:
     from tba_jax.roles.evaluator import run_evaluator
 
-    _check_devices(s.experiment, "evaluator")
-    join(s, may_change_schedule=False)
+    join(s, may_change_schedule=False, check=lambda: _check_devices(s.experiment, "evaluator"))
     stop = processes_lib.StopSignal()
 
     def job() -> int:
-        _say_devices(s.experiment, "evaluator")
+        here = _on_devices(s, "evaluator")
         if wait_for_run(s.run, poll_seconds=s.config.searchers.poll_seconds, stop=stop):
-            joined = with_schedule_of_run(s, role="evaluator")
-            with _started_task(s, s.config.evaluation.task_devices):
+            joined = with_schedule_of_run(here, role="evaluator")
+            with _started_task(here, s.config.evaluation.task_devices):
                 run_evaluator(make_evaluator(joined.experiment, s.run), joined.config, s.run, account=TimeAccount(), stop=stop)
         return 0
 
@@ -247,37 +250,26 @@ def _conclude(s: Invocation, progress: progress_lib.Progress, code: int) -> None
 
 def everything(s: Invocation) -> Job:
     """`--role=all`: processes under a supervisor, or all roles in turn in this process, as schedule.mode says."""
-    return _here(_in_turn)(s) if s.config.schedule.mode == "interleaved" else _as_processes(s)
-
-
-def _here(job: Callable[[Invocation], Job]) -> Callable[[Invocation], Job]:
-    """The job of a role that computes in this process, as its devices can."""
-
-    def on_these_devices(s: Invocation) -> Job:
-        return job(dataclasses.replace(s, experiment=s.experiment.on_device(gpus.jax_devices()[0])))
-
-    return on_these_devices
+    return _in_turn(s) if s.config.schedule.mode == "interleaved" else _as_processes(s)
 
 
 def _in_turn(s: Invocation) -> Job:
     """Search, training and evaluation in turn in this process."""
     from tba_jax.roles.interleaved import run_interleaved
 
-    roles = ("trainer", "searcher", *(("evaluator",) if s.config.evaluation.enabled else ()))
-    _check_devices(s.experiment, *roles)
     EpochLease.refuse_if_held(s.run.journal)
-    join(s, may_change_schedule=True)
+    join(s, may_change_schedule=True, check=lambda: _check_devices(s.experiment, *meshes.roles_of(s.config)))
     progress = _progress(s, searchers=1)
 
     def job() -> int:
-        _say_devices(s.experiment, *roles)
+        here = _on_devices(s, *meshes.roles_of(s.config))
         with mistakes_end_the_role():
-            made, lease = make_trainer(s, publish_every_steps=1)
+            made, lease = make_trainer(here, publish_every_steps=1)
         # From here on a signal waits for the end of a step. Before, it ends the process at once: a warm start may take minutes.
         stop = processes_lib.StopSignal()
-        with _started_task(s, s.config.searchers.task_devices):
-            search = make_searcher(s, name="searcher-0", account=made.account)
-            evaluate = make_evaluator(s.experiment, s.run) if s.config.evaluation.enabled else None
+        with _started_task(here, s.config.searchers.task_devices):
+            search = make_searcher(here, name="searcher-0", account=made.account)
+            evaluate = make_evaluator(here.experiment, s.run) if s.config.evaluation.enabled else None
             finished = run_interleaved(made, search, evaluate, s.run, stop=stop, progress=progress)
             lease.release()
         code = 0 if finished else processes_lib.STOPPED
@@ -298,18 +290,33 @@ def _devices_for_all() -> int:
     return len(devices)
 
 
-def _as_processes(s: Invocation) -> Job:
-    """Each role as a process of its own, under a supervisor in this process."""
-    placements = placing.place(s.experiment)
-    if not placements["trainer"].gpus:
+def _check_placements(s: Invocation, placements: Mapping[str, placement.Placement]) -> None:
+    """Raises ValueError where the meshes of roles do not fit the devices that their processes will have."""
+    found = Mistakes()
+    for name, placed in placements.items():
+        if placed.gpus:
+            found.attempt(meshes.check, s.experiment, role=name.split("-")[0], devices=len(placed.gpus))
+    if not any(placed.gpus for placed in placements.values()):
         devices = _devices_for_all()
-        _check_devices(s.experiment, *{name.split("-")[0] for name in placements} - {"searcher"})
+        found.attempt(_check_devices, s.experiment, *{name.split("-")[0] for name in placements} - {"searcher"})
         if s.config.searchers.count:
             # The process of a searcher splits the CPU into searchers.cpu_devices.
-            meshes.check(s.experiment, role="searcher", devices=max(s.config.searchers.cpu_devices, devices))
-            task_models.check(s.experiment.task, role="searcher")
+            split = max(s.config.searchers.cpu_devices, devices)
+            found.attempt(meshes.check, s.experiment, role="searcher", devices=split)
+            found.attempt(task_models.check, s.experiment.task, role="searcher")
+    found.end()
+
+
+def _as_processes(s: Invocation) -> Job:
+    """Each role as a process of its own, under a supervisor in this process."""
+    placements: dict[str, placement.Placement] = {}
+
+    def check() -> None:
+        placements.update(placing.place(s.experiment))
+        _check_placements(s, placements)
+
     EpochLease.refuse_if_held(s.run.journal)
-    join(s, may_change_schedule=True)
+    join(s, may_change_schedule=True, check=check)
 
     def arguments(role: str, name: str) -> tuple[str, ...]:
         return (*s.arguments, f"--role={role}", f"--name={name}")
@@ -341,8 +348,8 @@ def _as_processes(s: Invocation) -> Job:
 
 ROLES: dict[str, Callable[[Invocation], Job]] = {
     "all": everything,
-    "reference": _here(reference),
-    "trainer": _here(trainer),
-    "searcher": _here(searcher),
-    "evaluator": _here(evaluator),
+    "reference": reference,
+    "trainer": trainer,
+    "searcher": searcher,
+    "evaluator": evaluator,
 }

@@ -3,11 +3,13 @@
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from tba_jax.experiment import checks, composition, initial_policy, other_runs, schedule_changes
+from tba_jax.experiment import checks, composition, initial_policy, meshes, other_runs, schedule_changes
+from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.replay.journal import read_lineage
+from tba_jax.rewards import task_models
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout, places
 from tba_jax.run import processes as processes_lib
@@ -38,26 +40,58 @@ class Invocation:
         return self.experiment.config
 
 
-def check_run(s: Invocation, *, may_change_schedule: bool) -> None:
-    """Checks that a role may join the run that is there, or make one; writes nothing. Raises ValueError where it may not."""
-    initial_policy.check(s.experiment, s.run, init_from=s.init_from)
+def check_run(s: Invocation, *, may_change_schedule: bool, fetch: bool = True) -> None:
+    """Checks that a role may join the run that is there, or make one; writes nothing. Raises ValueError where it may not.
+
+    Args: fetch: see initial_policy.check.
+    """
+    found = Mistakes()
+    found.attempt(initial_policy.check, s.experiment, s.run, init_from=s.init_from, fetch=fetch)
     if may_change_schedule:
-        other_runs.check_behavior_is_known(s.run, s.config)
+        found.attempt(other_runs.check_behavior_is_known, s.run, s.config)
     if may_change_schedule or not places.exists(s.run.config):
         contract = s.experiment.contract
-        other_runs.check_init_from(s.run, s.config, contract, init_from=s.init_from)
-        other_runs.check_mounts(s.run, s.config, contract, init_from=s.init_from)
+        found.attempt(other_runs.check_init_from, s.run, s.config, contract, init_from=s.init_from)
+        found.attempt(other_runs.check_mounts, s.run, s.config, contract, init_from=s.init_from)
+    found.end()
     for split, count in s.experiment.skipped.items():
         if count:
             log.warning("%d %s prompts are longer than task.prompt_length and left out", count, split)
 
 
-def join(s: Invocation, *, may_change_schedule: bool) -> None:
+def check_dry_run(s: Invocation) -> None:
+    """The checks of a start, but for those of devices: writes nothing and fetches no weights. Raises ValueError: all mistakes."""
+    found = Mistakes()
+    for role in meshes.roles_of(s.config):
+        found.attempt(task_models.check, s.experiment.task, role=role, fetch=False)
+    found.attempt(check_run, s, may_change_schedule=True, fetch=False)
+    found.attempt(layout.check_can_be_made, s.run)
+    if places.exists(s.run.config):
+        found.attempt(contract_lib.check_joins, s.run, s.config, _with_models_away(s), init_from=s.init_from)
+        step = len(read_lineage(s.run.journal))
+        found.attempt(schedule_changes.check, s.run, s.config, allowed=s.allow_change, step=step)
+    found.end()
+
+
+def _with_models_away(s: Invocation) -> contract_lib.Contract:
+    """The contract with the run's own digests of reward models whose weights are not on this machine."""
+    gone, contract = {use.setting for use in task_models.away(s.experiment.task)}, s.experiment.contract
+    there = contract_lib.read_run(s.run, called=f"workdir {str(s.run.shared)!r}")["contract"]["reward_models"]
+    known = {setting: digest for setting, digest in there.items() if setting in gone}
+    return dataclasses.replace(contract, reward_models=dict(contract.reward_models) | known)
+
+
+def join(s: Invocation, *, may_change_schedule: bool, check: Callable[[], None] = lambda: None) -> None:
     """Makes the run or joins the run that is there. Raises ValueError where it is a run of another config, and writes nothing.
 
-    Args: may_change_schedule: whether this role is the one that records a schedule of other settings (--allow_change).
+    Args:
+      may_change_schedule: whether this role is the one that records a schedule of other settings (--allow_change).
+      check: of the role, whose mistakes are told together with those of the run.
     """
-    check_run(s, may_change_schedule=may_change_schedule)
+    found = Mistakes()
+    found.attempt(check)
+    found.attempt(check_run, s, may_change_schedule=may_change_schedule)
+    found.end()
     contract_lib.join(s.run, s.config, s.experiment.contract, init_from=s.init_from)
     if may_change_schedule:
         changes = schedule_changes.change(s.run, s.config, allowed=s.allow_change, step=len(read_lineage(s.run.journal)))

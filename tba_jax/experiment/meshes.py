@@ -2,38 +2,49 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
-import jax
 import jax.numpy as jnp
 
 from tba_jax import sharding
 from tba_jax.decoding import sizes
-from tba_jax.experiment.composition import Experiment
-from tba_jax.experiment.fitting import device_memory
+from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.learner import micro_batches
 from tba_jax.models import parameters
+from tba_jax.models.policy import Policy
 
 # Role -> the section of the config that has its mesh.
 SECTIONS = {"trainer": "learner", "searcher": "searchers", "evaluator": "evaluation"}
-
-
-# The share of a device's memory from which on learner.mesh.fsdp=0 splits the trainer's state.
+# The share of a device's memory up to which learner.mesh.fsdp=0 keeps the trainer's state whole.
 _LARGEST_WHOLE_STATE = 1 / 3
-# float32 numbers that a trained parameter takes on the devices: weight, gradient, update and two moments.
-_STATE_NUMBERS = 5
+# Bytes of a trained parameter on the devices: weight, gradient, update and two moments, in float32.
+_STATE_BYTES = 5 * 4
 
 
-def check(experiment: Experiment, *, role: str, devices: int | None, memory: int | None = None) -> None:
+class HasPolicy(Protocol):
+    """What meshes are checked against: an experiment, or as much of one as there is yet."""
+
+    @property
+    def config(self) -> Any: ...
+
+    @property
+    def policy(self) -> Policy: ...
+
+
+def roles_of(config: Any) -> list[str]:
+    """The roles of a run that compute."""
+    searches = config.searchers.count or config.schedule.mode == "interleaved"
+    there = {"trainer": True, "searcher": searches, "evaluator": config.evaluation.enabled}
+    return [role for role in SECTIONS if there[role]]
+
+
+def check(experiment: HasPolicy, *, role: str, devices: int | None) -> None:
     """Raises ValueError where the mesh of a role does not make up its devices, or does not divide its rows or parameters.
 
-    Args:
-      devices: how many the role has; None where that is not known: then as few as its mesh can make up.
-      memory: bytes of each device, None: not known.
+    Args: devices: how many the role has; None where that is not known: then as few as its mesh can make up.
     """
     config = experiment.config
-    made = shape(experiment, role=role, devices=devices, memory=memory)
+    made = shape(experiment, role=role, devices=devices)
     batch = config.learner.queries * config.learner.completions
     warm = config.warm_start.batch_size if config.warm_start.steps else batch
     rows_of_searcher = "searchers.queries_per_batch × searchers.samples_per_query"
@@ -42,57 +53,70 @@ def check(experiment: Experiment, *, role: str, devices: int | None, memory: int
         "searcher": {rows_of_searcher: config.searchers.queries_per_batch * config.searchers.samples_per_query},
         "evaluator": {"evaluation.batch_size": config.evaluation.batch_size},
     }[role]
+    found = Mistakes()
     for what, rows in settings.items():
-        sharding.check_ways(rows, made[0] * made[1], what=what)
+        found.attempt(sharding.check_ways, rows, made[0] * made[1], what=what)
     if role == "trainer":
-        micro_batch_rows(config, ways=made[0] * made[1])
-    _check_slots(config, role, ways=made[0])
-    parameters.check_divides(dict(zip(sharding.MESH_AXES, made, strict=True)), experiment.policy.model_specs)
+        found.attempt(micro_batch_rows, config, ways=made[0] * made[1])
+    # Slots that one way cannot divide into groups may suit as many ways as data=-1 makes.
+    if not found and (devices is not None or config[SECTIONS[role]].mesh.data != -1):
+        found.attempt(_check_slots, config, role, ways=made[0])
+    found.attempt(_check_divides, made, experiment.policy, section=SECTIONS[role])
+    found.end()
 
 
-def shape(experiment: Experiment, *, role: str, devices: int | None, memory: int | None = None) -> tuple[int, int, int]:
+def _check_divides(made: tuple[int, int, int], policy: Policy, *, section: str) -> None:
+    try:
+        parameters.check_divides(dict(zip(sharding.MESH_AXES, made, strict=True)), policy.model_specs)
+    except ValueError as error:
+        raise ValueError(f"{section}.mesh: {error}") from error
+
+
+def shape(experiment: HasPolicy, *, role: str, devices: int | None) -> tuple[int, int, int]:
     """The sizes (data, fsdp, tensor) of the mesh of a role. Args, Raises: as `check`."""
     section = SECTIONS[role]
     own = experiment.config[section].task_devices if role != "trainer" else 0
-    mesh = tuple(experiment.config[section].mesh.values())
+    settings = experiment.config[section].mesh
+    mesh = (settings.data, settings.fsdp or 1, settings.tensor)  # for fsdp=0 see `by_need`
     if devices is None:
         devices = own + math.prod(max(size, 1) for size in mesh)
     if own >= devices:
         raise ValueError(f"{section}.task_devices={own} leaves the policy none of the {devices} devices of this role")
-    data, fsdp, tensor = mesh
-    if fsdp == 0:
-        fsdp = _fsdp_by_need(experiment, ways=(devices - own) // tensor, tensor=tensor, memory=memory) if data == -1 else 1
-    return sharding.mesh_shape((data, fsdp, tensor), devices - own, setting=f"{section}.mesh")
+    return sharding.mesh_shape(mesh, devices - own, setting=f"{section}.mesh")
 
 
-def _fsdp_by_need(experiment: Experiment, *, ways: int, tensor: int, memory: int | None) -> int:
-    """What learner.mesh.fsdp=0 means: 1 where the state is small for a device, otherwise the most of `ways` that divides it.
+def by_need(experiment: Any, *, devices: int, memory: int | None) -> Any:
+    """The experiment with what learner.mesh.fsdp=0 means for a trainer of so many devices.
 
-    Args: ways: devices beside the tensor axis. memory: bytes of each device, None: not known, then the state counts as small.
+    It means 1 where the trainer's state takes at most a third of a device's memory, or learner.mesh.data is set; otherwise all
+    devices beside the tensor axis, or the most of them that divide the parameters.
+
+    Args: memory: bytes of each device, None: not known, as on a CPU; then the state is whole.
     """
-    policy = experiment.policy
-    state = 4 * _STATE_NUMBERS * parameters.count(policy.trained_specs)
-    frozen = jnp.dtype(policy.model.compute_dtype).itemsize * parameters.count(policy.model_specs) if policy.lora else 0
-    if memory is None or (state + frozen) / tensor <= memory * _LARGEST_WHOLE_STATE:
-        return 1
-
-    def divides(fsdp: int) -> bool:
-        try:
-            parameters.check_divides({"data": 1, "fsdp": fsdp, "tensor": tensor}, policy.model_specs)
-        except ValueError:
-            return False
-        return ways % fsdp == 0
-
-    return max(filter(divides, range(2, ways + 1)), default=1)
-
-
-def with_trainer_mesh(experiment: Experiment, devices: Sequence[Any] | None = None) -> Experiment:
-    """The experiment of a trainer: learner.mesh has the numbers of its mesh. Args: devices: None: of this process."""
-    devices = jax.devices() if devices is None else devices
-    sizes = shape(experiment, role="trainer", devices=len(devices), memory=device_memory(devices[0]))
+    mesh = experiment.config.learner.mesh
+    if mesh.fsdp:
+        return experiment
     config = experiment.config.copy_and_resolve_references()
-    config.learner.mesh.update(dict(zip(sharding.MESH_AXES, sizes, strict=True)))
+    config.learner.mesh.fsdp = 1
+    if memory is not None and mesh.data == -1 and _state_bytes(experiment.policy) / mesh.tensor > memory * _LARGEST_WHOLE_STATE:
+        ways = devices // mesh.tensor
+        sizes = [size for size in range(1, ways + 1) if ways % size == 0]
+        config.learner.mesh.fsdp = max(size for size in sizes if _divides(size, mesh.tensor, experiment.policy))
     return dataclasses.replace(experiment, config=config)
+
+
+def _state_bytes(policy: Policy) -> int:
+    """Of what a trainer holds all the time, the whole of it."""
+    frozen = jnp.dtype(policy.model.compute_dtype).itemsize * parameters.count(policy.model_specs) if policy.lora else 0
+    return _STATE_BYTES * parameters.count(policy.trained_specs) + frozen
+
+
+def _divides(fsdp: int, tensor: int, policy: Policy) -> bool:
+    try:
+        parameters.check_divides({"data": 1, "fsdp": fsdp, "tensor": tensor}, policy.model_specs)
+    except ValueError:
+        return fsdp == 1
+    return True
 
 
 def micro_batch_rows(config: Any, *, ways: int) -> int:

@@ -3,7 +3,8 @@
 import dataclasses
 from typing import Any
 
-from tba_jax.models import attention, parameters
+from tba_jax.experiment.mistakes import Mistakes
+from tba_jax.models import attention
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.hugging_face import load
 from tba_jax.models.lora import LoraConfig
@@ -58,19 +59,18 @@ def _lora(config: Any) -> LoraConfig | None:
     return LoraConfig(rank=c.rank, alpha=c.alpha, targets=tuple(c.targets)) if c.rank else None
 
 
-def check(config: Any, policy: Policy, tokenizer: Tokenizer) -> None:
-    """Raises ValueError where kernel, meshes, stop strings or lengths do not go with the policy or the tokenizer."""
+def check(config: Any, policy: Policy, tokenizer: Tokenizer, found: Mistakes) -> None:
+    """Adds to `found` where kernel, stop strings or lengths do not go with the policy or the tokenizer."""
     task, model = config.task, policy.model
-    _check_kernel(model)
-    _check_mesh_sizes(config, policy)
-    vocabulary.check_stop_strings(task.stop_strings, tokenizer, model.vocab)
-    vocabulary.check_stop_strings(task.step_ends, tokenizer, model.vocab, setting="task.step_ends", special=False)
+    found.attempt(_check_kernel, model)
+    found.attempt(vocabulary.check_stop_strings, task.stop_strings, tokenizer, model.vocab)
+    found.attempt(vocabulary.check_stop_strings, task.step_ends, tokenizer, model.vocab, setting="task.step_ends", special=False)
     total = task.prompt_length + task.response_length
-    if total > model.max_positions:
-        raise ValueError(
-            f"task.prompt_length={task.prompt_length} + task.response_length={task.response_length} = {total} exceed the model's "
-            f"{model.max_positions} positions"
-        )
+    found.require(
+        total <= model.max_positions,
+        f"task.prompt_length={task.prompt_length} + task.response_length={task.response_length} = {total} exceed the model's "
+        f"{model.max_positions} positions",
+    )
 
 
 def _check_kernel(model: DecoderConfig) -> None:
@@ -81,17 +81,3 @@ def _check_kernel(model: DecoderConfig) -> None:
         raise ValueError(f"model.attention=cudnn needs model.compute_dtype=bfloat16, not {model.compute_dtype}")
     if not attention.cudnn_takes(model.head_size):
         raise ValueError(f"model.attention=cudnn takes heads of a multiple of 8 up to 128, the model's are {model.head_size}")
-
-
-def _check_mesh_sizes(config: Any, policy: Policy) -> None:
-    """Refuses meshes that do not divide the parameters, as far as that is known without devices."""
-    for section in ("learner", "searchers", "evaluation"):
-        mesh = config[section].mesh
-        for name, size in mesh.items():
-            if size < 1 and (name, size) != ("data", -1) and (section, name, size) != ("learner", "fsdp", 0):
-                also = ", or -1 for all devices that are left" if name == "data" else ""
-                raise ValueError(f"{section}.mesh.{name}={size} must be at least 1{also}")
-        try:
-            parameters.check_divides({"data": 1, "fsdp": max(mesh.fsdp, 1), "tensor": mesh.tensor}, policy.model_specs)
-        except ValueError as error:
-            raise ValueError(f"{section}.mesh: {error}") from error

@@ -13,21 +13,22 @@ from tba_jax.text import prompts
 from tba_jax.text.tokenizers import Tokenizer
 
 
-def check_package(task: str) -> None:
-    """Raises ValueError where the task's package is an extra that is not installed."""
-    if task not in EXTRAS:
-        return
-    package, extra = EXTRAS[task]
-    if importlib.util.find_spec(package) is None:
-        raise ValueError(
-            f"task.name={task!r} needs the package {package}, which is not installed; it is the extra `{extra}`: "
-            f"`make {extra}` installs it, and so does pip install -e '.[{extra}]'"
-        )
-
-
 def task_class(name: str) -> Callable[..., Task]:
-    """The class of a task that `name`, task.name, names: of TASKS, or of the user's file."""
-    return custom_task.load(name) if custom_task.is_named(name) else TASKS[name]
+    """The class of a task that `name`, task.name, names: of TASKS, or of the user's file.
+
+    Raises:
+      ValueError: the task's package is an extra that is not installed, or the file has no such class.
+    """
+    if custom_task.is_named(name):
+        return custom_task.load(name)
+    if name in EXTRAS:
+        package, extra = EXTRAS[name]
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(
+                f"task.name={name!r} needs the package {package}, which is not installed; it is the extra `{extra}`: "
+                f"`make {extra}` installs it, and so does pip install -e '.[{extra}]'"
+            )
+    return TASKS[name]
 
 
 def alphabet(name: str) -> str:
@@ -66,7 +67,7 @@ def _construct(section: Any) -> tuple[Task, dict[str, Any]]:
             f"task.custom.{min(custom)} is a setting of a custom task, FILE.py:CLASS, but task.name={name!r} is not one"
         )
     settings = section[name].to_dict() if name in section else {}
-    return TASKS[name](**settings), settings
+    return task_class(name)(**settings), settings
 
 
 def encode_queries(

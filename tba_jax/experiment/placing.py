@@ -3,7 +3,7 @@
 import functools
 import logging
 
-from tba_jax.experiment import flow, plan
+from tba_jax.experiment import estimate, flow
 from tba_jax.experiment.composition import Experiment
 from tba_jax.roles import gpus, placement
 from tba_jax.schemas import require
@@ -14,14 +14,14 @@ log = logging.getLogger(__name__)
 def place(experiment: Experiment) -> dict[str, placement.Placement]:
     """Role name -> where --role=all runs the role on this machine. Raises ValueError where it cannot, see placement.place."""
     config = experiment.config
-    need = functools.partial(plan.need, experiment)
+    need = functools.partial(estimate.need, experiment)
     placed = placement.place(config, cpus=placement.available_cpus(), gpus=gpus.visible(), need=need)
     count = sum(name.startswith("searcher-") for name in placed)
     if count < config.searchers.count:
         log.warning("the memory of the GPUs holds %d of searchers.count=%d searchers", count, config.searchers.count)
         fewer = config.copy_and_resolve_references()
         fewer.searchers.count = count
-        require(not (stuck := flow.refusal(fewer)), stuck)
+        require(not (stuck := flow.refusals(fewer)), "; ".join(stuck))
     return placed
 
 

@@ -57,6 +57,7 @@ c.task.story_sentiment.heldout_queries = setting(128, at_least=1)
 c.task.gsm8k = ConfigDict()
 c.task.gsm8k.train_path = "openai/gsm8k:main"  # rows {"question", "answer"}; on the hub, the split train
 c.task.gsm8k.heldout_path = "openai/gsm8k:main"  # likewise; on the hub, the split test
+c.task.gsm8k.prompt = "[MATH TASK] Problem:\n{question}\n\nSolution:\n"  # a text with {question} once
 c.task.math = ConfigDict()
 c.task.math.train_path = ""  # rows {"problem", "answer"}, or {"problem", "solution"} with a \\boxed{} answer
 c.task.math.heldout_path = "HuggingFaceH4/MATH-500"

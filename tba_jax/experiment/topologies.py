@@ -1,5 +1,6 @@
 """TPUs that are not here: their devices as the TPU's compiler describes them, and what --topology says of each role."""
 
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -80,3 +81,15 @@ def devices(topology: str) -> list[Any]:
     if chips > len(described):
         raise ValueError(f"topology {topology} asks for {chips} of {len(described)} chips")
     return list(described[:chips])
+
+
+def larger(topology: str) -> list[str]:
+    """The known topologies of the same generation with more chips, ascending. Args: topology: see `parse`."""
+
+    def chips(name: str) -> int:
+        found = _NAME.fullmatch(name)
+        assert found is not None
+        return int(found["chips"] or math.prod(map(int, found["name"].partition(":")[2].split("x"))))
+
+    same = [name for name in KNOWN if name.partition(":")[0] == topology.partition(":")[0] and chips(name) > chips(topology)]
+    return sorted(same, key=chips)

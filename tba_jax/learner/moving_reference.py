@@ -23,30 +23,38 @@ def ref_logprobs(reference: Params, frozen: Params, batch: Batch, *, config: Lea
 
 
 def moved(reference: Params, params: Params, *, decay: float) -> Params:
-    """ref ← α·ref + (1 − α)·θ, α = decay; 0 resets the reference to the policy."""
+    """ref ← α·ref + (1 − α)·θ, α = decay."""
     return jax.tree.map(lambda ref, param: decay * ref + (1 - decay) * param, reference, params)
 
 
 class MovingReference:
-    """The moving reference of a run: weights like those that are trained, in float32, sharded as they are."""
+    """The moving reference of a run: weights like those that are trained, sharded as they are.
+
+    A moving average is float32: its small steps would be lost in fewer bits. A reference that is reset to the policy is only
+    computed with, and rests in the model's compute dtype, to which every use would cast it: its log-probs are the same.
+    """
 
     def __init__(self, config: LearnerConfig, mesh: Mesh, *, every_steps: int, decay: float, offload: bool):
-        """Args: every_steps: updates between two moves; decay: see `moved`; offload: it rests in host memory between uses."""
-        specs = config.policy.trained_specs
-        self._every_steps = every_steps
-        self._in_use = config.policy.trained_shardings(mesh)
+        """Args: every_steps: updates between two moves; decay: see `moved`, 0: reset; offload: it rests in host memory between
+        uses."""
+        policy = config.policy
+        self._every_steps, self._resets = every_steps, decay == 0
+        self._in_use = policy.trained_shardings(mesh)
         in_host_memory = jax.tree.map(lambda sharding: sharding.with_memory_kind(sharding_lib.PINNED_HOST), self._in_use)
         self._at_rest = in_host_memory if offload else self._in_use
+        dtype = policy.model.compute_dtype if self._resets else "float32"
         self.shapes = jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), parameters.shapes(specs), self._at_rest
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, dtype, sharding=s), parameters.shapes(policy.trained_specs), self._at_rest
         )
         self.params: Params = {}
-        self._copy = jax.jit(functools.partial(jax.tree.map, jax.numpy.copy), out_shardings=self._in_use)
+        copy = functools.partial(jax.tree.map, lambda x: jax.numpy.array(x, dtype, copy=True))
+        self._copy = jax.jit(copy, out_shardings=self._in_use)
         self._move = jax.jit(functools.partial(moved, decay=decay), out_shardings=self._in_use, donate_argnums=0)
         self._score = sharding_lib.on_mesh(mesh, jax.jit(functools.partial(ref_logprobs, config=config)))
 
     def start(self, params: Params) -> None:
-        """The reference of step 0: the policy that the run begins with."""
+        """The reference is the policy, as at step 0. Args: params: float32, not donated."""
+        self.params = {}  # at a reset, the memory holds one reference, not two
         self.params = jax.device_put(self._copy(params), self._at_rest)
 
     def rescore(self, frozen: Params, batch: Batch) -> Batch:
@@ -57,15 +65,19 @@ class MovingReference:
     def programs(self, params: Params, frozen: Params, batch: Batch) -> dict[str, Program]:
         """Name -> the programs of `start`, `rescore` and `advance`. Args: shapes of what these take."""
         reference = self.shapes if self._at_rest is self._in_use else shaped(self.shapes, self._in_use)
-        return {
+        found = {
             "copy to the moving reference": Program(function=self._copy, arguments=(params,)),
             "scoring by the moving reference": Program(function=self._score, arguments=(reference, frozen, batch)),
-            "move of the reference": Program(function=self._move, arguments=(reference, params)),
         }
+        if not self._resets:
+            found["move of the reference"] = Program(function=self._move, arguments=(reference, params))
+        return found
 
     def advance(self, params: Params, step: int) -> bool:
         """Moves the reference if it is due after `step` updates, and returns whether it was."""
         due = step % self._every_steps == 0
-        if due:
+        if due and self._resets:
+            self.start(params)
+        elif due:
             self.params = jax.device_put(self._move(jax.device_put(self.params, self._in_use), params), self._at_rest)
         return due

@@ -15,7 +15,6 @@ import numpy as np
 from flax import nnx
 
 from tba_jax import sharding
-from tba_jax.models import splash_attention
 from tba_jax.models.config import DecoderConfig, ModelConfig, RopeScaling
 from tba_jax.models.layers import Einsum, Norm
 
@@ -117,6 +116,8 @@ def attend(
     if kernel == "auto":
         kernel = fastest(platform, query.dtype, query.shape[-1])
     if kernel == "splash":
+        from tba_jax.models import splash_attention  # imports Pallas, which processes without TPUs can do without
+
         masks: dict[str, Any] = dict(causal=causal, window=window)
         return splash_attention.attend(query, key, value, segments, **masks, interpret=platform != "tpu")
     mask = None if segments is None else segments[:, None, :, None] == segments[:, None, None, :]
@@ -164,7 +165,13 @@ def last_of_prompt(cache: tuple[jax.Array, ...], before: jax.Array) -> Attend:
 
 
 def one_token(
-    prompt: tuple[jax.Array, ...], own: tuple[jax.Array, ...], entry: jax.Array, prompt_mask: jax.Array, own_mask: jax.Array
+    prompt: tuple[jax.Array, ...],
+    own: tuple[jax.Array, ...],
+    entry: jax.Array,
+    prompt_mask: jax.Array,
+    own_mask: jax.Array,
+    *,
+    least_rows: int = 1,
 ) -> Attend:
     """The `attend` of one new token in each row. It keeps the row's own keys and values, with the new token's at `entry`.
 
@@ -177,7 +184,7 @@ def one_token(
         write = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=entry, axis=2)
         kept = tuple(write(cached, new[:, :, None]) for cached, new in zip(own, (key, value), strict=True))
         read = tuple(x[:, :, : own_mask.shape[-1]] for x in kept)
-        return attend_in_two_parts(query, prompt, read, prompt_mask, own_mask), kept
+        return attend_in_two_parts(query, prompt, read, prompt_mask, own_mask, least_rows=least_rows), kept
 
     return attend_cached
 
@@ -188,6 +195,8 @@ def attend_in_two_parts(
     own: tuple[jax.Array, ...],
     prompt_mask: jax.Array,
     own_mask: jax.Array,
+    *,
+    least_rows: int = 1,
 ) -> jax.Array:
     """Attention of one new token a row: to the prompt that its group shares and to its own continuation, one softmax over both.
 
@@ -196,6 +205,8 @@ def attend_in_two_parts(
     Args:
       query: [B, N, H] with B = J·W; prompt: keys and values [J, G, S, H]; own: keys and values [B, G, R, H].
       prompt_mask: bool[J, W, S]; own_mask: bool[B, R].
+      least_rows: static: a matrix product has so many rows of queries; rows of zeros are added. On TPUs 2: XLA computes a product
+        of one row in other units, and copies the caches of the whole decode loop into another layout for them.
 
     Returns:
       [B, N, H]; softmax in float32. Rows that attend to nothing are finite.
@@ -214,18 +225,22 @@ def attend_in_two_parts(
         """The inverse of by_group."""
         return x.swapaxes(1, 2).reshape(B, G, *x.shape[3:])
 
+    def product(equation: str, rows: jax.Array, cache: jax.Array, **options: Any) -> jax.Array:
+        added = max(0, least_rows - rows.shape[2])
+        return jnp.einsum(equation, jnp.pad(rows, ((0, 0), (0, 0), (0, added), (0, 0))), cache, **options)[:, :, : rows.shape[2]]
+
     own_query = query.reshape(B, G, n, H)
     prompt_query = by_group(own_query).reshape(J, G, W * n, H)
-    prompt_scores = jnp.einsum("JGxH,JGSH->JGxS", prompt_query, prompt_keys, preferred_element_type=jnp.float32)
+    prompt_scores = product("JGxH,JGSH->JGxS", prompt_query, prompt_keys, preferred_element_type=jnp.float32)
     prompt_scores = prompt_scores.reshape(J, G, W, n, S) * scale
     prompt_scores = jnp.where(prompt_mask[:, None, :, None, :], prompt_scores, _MASKED)
-    own_scores = jnp.einsum("BGnH,BGRH->BGnR", own_query, own_keys, preferred_element_type=jnp.float32) * scale
+    own_scores = product("BGnH,BGRH->BGnR", own_query, own_keys, preferred_element_type=jnp.float32) * scale
     own_scores = jnp.where(own_mask[:, None, None, :], own_scores, _MASKED)
     largest = jnp.maximum(by_row(jnp.max(prompt_scores, axis=-1)), jnp.max(own_scores, axis=-1))
     prompt_weights = jnp.exp(prompt_scores - by_group(largest)[..., None])
     own_weights = jnp.exp(own_scores - largest[..., None])
     total = by_row(jnp.sum(prompt_weights, axis=-1)) + jnp.sum(own_weights, axis=-1)
-    of_prompt = jnp.einsum("JGxS,JGSH->JGxH", prompt_weights.reshape(J, G, W * n, S).astype(dtype), prompt_values)
-    of_own = jnp.einsum("BGnR,BGRH->BGnH", own_weights.astype(dtype), own_values)
+    of_prompt = product("JGxS,JGSH->JGxH", prompt_weights.reshape(J, G, W * n, S).astype(dtype), prompt_values)
+    of_own = product("BGnR,BGRH->BGnH", own_weights.astype(dtype), own_values)
     attended = (by_row(of_prompt.reshape(J, G, W, n, H)) + of_own) / total[..., None]
     return attended.astype(dtype).reshape(B, N, H)

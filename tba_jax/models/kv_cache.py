@@ -164,6 +164,8 @@ def decode_step(
     own: Cache,
     masks: Masks,
     local_masks: Masks | None = None,
+    *,
+    least_rows: int = 1,
 ) -> tuple[jax.Array, Cache]:
     """One token for every row.
 
@@ -173,6 +175,7 @@ def decode_step(
         entries does not matter.
       prompt: per layer (keys, values) [J, G, S, H]; own: likewise [B, G, R, H]. Entries that masks do not have are not read.
       masks: of global layers; local_masks: of local layers, without the entries before the window (see `within_window`).
+      least_rows: static, see attention.attend_in_two_parts.
 
     Returns:
       logits float32[B, V] of the next token, and the new own cache.
@@ -183,6 +186,7 @@ def decode_step(
     for block, local, shared, mine in zip(model.layers, model.config.local_layers, prompt, own, strict=True):
         reads = local_masks if local else masks
         assert reads is not None, "a model with local layers needs their masks"
-        x, kept = block(x, tables[local], attention.one_token(shared, mine, entry, reads.prompt, reads.own))
+        attend = attention.one_token(shared, mine, entry, reads.prompt, reads.own, least_rows=least_rows)
+        x, kept = block(x, tables[local], attend)
         new_own.append(kept)
     return model.head()(model.final_norm(x)), tuple(new_own)

@@ -29,7 +29,7 @@ def read_config(folder: Path | str, *, setting: str = "task.embedding_path") -> 
     """
     with load.named(setting, folder):
         config = load.read_config(folder, compute_dtype="float32")
-        folder = load.resolve_folder(folder)
+        folder = load.resolve_folder(folder, weights=False)
     if not isinstance(config, EncoderConfig) or config.head != "embedding":
         raise ValueError(f"{setting}={str(folder)!r} is not a sentence encoder (BERT or RoBERTa without a head)")
     if not (folder / "tokenizer.json").is_file():
@@ -37,9 +37,12 @@ def read_config(folder: Path | str, *, setting: str = "task.embedding_path") -> 
     return config
 
 
-def describe(folder: Path | str) -> dict[str, Any]:
-    """The contract's entry of an encoder: width of its embeddings, digest of weights and tokenizer. Raises as `read_config`."""
-    config, folder = read_config(folder), load.resolve_folder(folder)
+def describe(folder: Path | str, *, fetch: bool = True) -> dict[str, Any]:
+    """The contract's entry of an encoder: width of its embeddings, digest of weights and tokenizer. Raises as `read_config`.
+
+    Args: fetch: whether the weights of a hub id are fetched.
+    """
+    config, folder = read_config(folder), load.resolve_folder(folder, weights=fetch)
     digest = hashlib.blake2b(digest_size=8)
     for path in (folder / "tokenizer.json", *sorted(folder.glob("*.safetensors"))):
         digest.update(path.read_bytes())

@@ -28,15 +28,28 @@ def uses(task: Task, *, role: str = "") -> Sequence[ModelUse]:
     return [use for use in task.models() if not role or role in use.roles] if isinstance(task, UsesModels) else []
 
 
-def check(task: Task, *, role: str) -> None:
+def away(task: Task, *, role: str = "") -> list[ModelUse]:
+    """The models whose weights are not on this machine, of hub ids that nobody has fetched. Args, Raises: as `uses`, `check`."""
+    found = []
+    for use in uses(task, role=role):
+        if use.kind != "linear":
+            with load.named(use.setting, use.path):
+                found += [] if load.holds_weights(use.path) else [use]
+    return found
+
+
+def check(task: Task, *, role: str, fetch: bool = True) -> None:
     """Raises ValueError if a model that the role will load cannot be used; loads no weights.
 
     It checks the model's kind and labels, the names and shapes of its weights, its tokenizer, prompt template and lengths.
+
+    Args: fetch: whether the weights of hub ids are fetched; where not, and where they are away, it checks the kinds of models.
     """
     mine = uses(task, role=role)
+    gone = [] if fetch else away(task, role=role)
     for use in mine:
         config = _read_config(use)
-        if config is None:
+        if config is None or use in gone:
             continue
         try:
             load.check_weights(use.path, config)
@@ -44,7 +57,7 @@ def check(task: Task, *, role: str) -> None:
             raise ValueError(f"{use.setting}: {error}") from error
         if use.kind == "sequence":
             _check_sequence(use)
-    if mine and isinstance(task, UsesModels):
+    if mine and not gone and isinstance(task, UsesModels):
         task.start(sharding.task_mesh(0), CHECKERS)
 
 
@@ -55,11 +68,17 @@ def _check_sequence(use: ModelUse) -> None:
         raise ValueError(f"{use.setting}={use.path!r} must have {what}; it has {len(labels)}, {', '.join(labels)}")
 
 
-def digests(task: Task) -> dict[str, str]:
-    """setting -> digest of each model that computes rewards, for the contract. Raises ValueError if one cannot be used."""
-    found = {}
+def digests(task: Task, *, fetch: bool = True) -> dict[str, str]:
+    """setting -> digest of each model that computes rewards, for the contract. Raises ValueError if one cannot be used.
+
+    Args: fetch: whether the weights of hub ids are fetched; where not, models whose weights are away are left out.
+    """
+    found: dict[str, str] = {}
+    gone = [] if fetch else away(task, role="searcher")
     for use in uses(task, role="searcher"):
         config = _read_config(use)
+        if use in gone:
+            continue
         found[use.setting] = linear.digest(use.path) if config is None else sequence.digest(use.path)
     return found
 

@@ -15,10 +15,11 @@ _CONTEXT_BYTES = 3 << 28
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """A CUDA device. name: as in CUDA_VISIBLE_DEVICES. memory, free: bytes, all of them and those that no process holds now;
-    None: not known."""
+    """A CUDA device. name: as in CUDA_VISIBLE_DEVICES. kind: what the driver calls it, as jax.Device.device_kind. memory, free:
+    bytes, all of them and those that no process holds now; None: not known."""
 
     name: str
+    kind: str = "GPU"
     memory: int | None = None
     free: int | None = None
 
@@ -50,7 +51,7 @@ def _listed_by_driver() -> list[tuple[str, Gpu]]:
     """(UUID, GPU by its number) of each GPU of this machine, [] without a driver."""
     if shutil.which("nvidia-smi") is None:
         return []
-    asked = ["nvidia-smi", "--query-gpu=index,uuid,memory.total,memory.free", "--format=csv,noheader,nounits"]
+    asked = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total,memory.free", "--format=csv,noheader,nounits"]
     listed = subprocess.run(asked, capture_output=True, text=True, check=False)
     rows = [[field.strip() for field in line.split(",")] for line in listed.stdout.splitlines()]
 
@@ -58,7 +59,9 @@ def _listed_by_driver() -> list[tuple[str, Gpu]]:
         return int(mebibytes) << 20 if mebibytes.isdecimal() else None
 
     return [
-        (row[1], Gpu(name=row[0], memory=size(row[2]), free=size(row[3]))) for row in rows if len(row) == 4 and row[0].isdecimal()
+        (row[1], Gpu(name=row[0], kind=row[2], memory=size(row[3]), free=size(row[4])))
+        for row in rows
+        if len(row) == 5 and row[0].isdecimal()
     ]
 
 

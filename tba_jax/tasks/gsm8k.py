@@ -1,7 +1,7 @@
 r"""Grade-school mathematics (GSM8K, Cobbe et al. 2021) as in the TBA paper: the last number of a response is its answer.
 
-A prompt is `[MATH TASK] Problem:\n{question}\n\nSolution:\n`. The reward is 1 if the last number in the response equals the
-number after `####` of the gold answer, else 0. Numbers are compared by their decimal digits, exactly.
+The default prompt is the paper's, `[MATH TASK] Problem:\n{question}\n\nSolution:\n`. The reward is 1 if the last number in the
+response equals the number after `####` of the gold answer, else 0. Numbers are compared by their decimal digits, exactly.
 """
 
 import collections
@@ -15,6 +15,7 @@ from tba_jax.tasks.interface import SPLITS, Query, Scores, check_split
 
 FIELDS = {"question": str, "answer": str}
 HUB_SPLITS = {"train": "train", "heldout": "test"}
+_QUESTION = "{question}"
 _CALCULATOR = re.compile(r"<<[^<>]*>>")
 _MINUS = "-−"
 _CURRENCY = r"(?:\\?\$|[£€])"
@@ -34,16 +35,19 @@ class GSM8K:
     reward_parts = ("correct",)
     reward_version = 1
 
-    def __init__(self, *, train_path: str, heldout_path: str):
-        """Args: files of rows {"question", "answer"}, or hub data sets with splits train and test.
+    def __init__(self, *, train_path: str, heldout_path: str, prompt: str):
+        """Args: train_path, heldout_path: files of rows {"question", "answer"}, or hub data sets with splits train and test;
+        prompt: a prompt template with `{question}` once.
 
-        Raises ValueError naming file, line and field if a field or an answer is missing or malformed.
+        Raises ValueError naming file, line and field if a field or an answer is missing or malformed, or naming the template.
         """
+        if prompt.count(_QUESTION) != 1:
+            raise ValueError(f"task.gsm8k.prompt={prompt[:60]!r} must hold {_QUESTION} once, where the question belongs")
         self._queries: dict[str, list[Query]] = {}
         self._solutions: list[tuple[str, str]] = []
         for split, source in zip(SPLITS, (train_path, heldout_path), strict=True):
             rows = data.read(source, fields=FIELDS, setting=f"task.gsm8k.{split}_path", split=HUB_SPLITS[split])
-            queries = [Query(prompt=make_prompt(row["question"]), answer=_gold(row)) for row in rows]
+            queries = [Query(prompt=prompt.replace(_QUESTION, row["question"]), answer=_gold(row)) for row in rows]
             self._queries[split] = list(dict.fromkeys(queries))
             if split == "train":
                 solutions = (_CALCULATOR.sub("", row["answer"]) for row in rows)
@@ -66,10 +70,6 @@ class GSM8K:
     def final_answer(self, response: str) -> str:
         """See last_number."""
         return last_number(response)
-
-
-def make_prompt(question: str) -> str:
-    return f"[MATH TASK] Problem:\n{question}\n\nSolution:\n"
 
 
 def _gold(row: data.Row) -> str:

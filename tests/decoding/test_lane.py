@@ -8,6 +8,7 @@ import pytest
 
 from tba_jax.decoding import decode_loop
 from tba_jax.decoding import requests as requests_lib
+from tba_jax.decoding import slots as slots_lib
 from tba_jax.decoding.lane import Usage
 from tba_jax.models import scoring
 from tests.support.tiny_engine import (
@@ -72,20 +73,33 @@ def test_samples_that_end_by_their_first_token_need_no_step(grouped):
     np.testing.assert_array_equal(found.finished, found.tokens[:, 0] == EOS)
 
 
-@pytest.mark.slow
-def test_batches_read_windows_of_caches_and_share_queries(single, monkeypatch):
-    """Two batches of two queries over four groups, then more than there are slots for, so that the rings wrap."""
-    traced, decode = [], decode_loop.decode
+@pytest.fixture
+def traced(monkeypatch) -> list[tuple[str, int, int]]:
+    """(name, buffers, window) of the programs that are traced, in order."""
+    found, decode, rotate = [], decode_loop.decode, decode_loop.rotate
 
     @functools.wraps(decode)
-    def noted(*args, **static):
-        traced.append((static["buffers"], static["window"]))
+    def noted_decode(*args, **static):
+        found.append(("decode", static["buffers"], static["window"]))
         return decode(*args, **static)
 
-    monkeypatch.setattr(decode_loop, "decode", noted)
+    @functools.wraps(rotate)
+    def noted_rotate(*args, **static):
+        found.append(("rotate", 0, static["window"]))
+        return rotate(*args, **static)
+
+    monkeypatch.setattr(decode_loop, "decode", noted_decode)
+    monkeypatch.setattr(decode_loop, "rotate", noted_rotate)
+    return found
+
+
+@pytest.mark.slow
+def test_batches_read_windows_of_caches_and_share_queries(single, traced):
+    """Two batches of two queries over four groups, then more than there are slots for, so that the rings wrap."""
     engine = make_engine(8, 4, lockstep=True, chunk=6)
     # Programs are made when they are first needed: the shortest window that holds the six steps of a call, then the whole.
-    for lengths, programs in [([3, 5], [(1, 6), (1, 16)]), ([7, 2], []), ([3, 5, 7, 2, 6, 4, 1], [(2, 6), (2, 16)])]:
+    one, two = ([("decode", buffers, 6), ("decode", buffers, 11)] for buffers in (1, 2))
+    for lengths, programs in [([3, 5], one), ([7, 2], []), ([3, 5, 7, 2, 6, 4, 1], two)]:
         traced.clear()
         before = engine.usage.slot_steps
         stream = make_stream(lengths, counts=(4,), limits=False, seed=len(lengths))
@@ -96,3 +110,21 @@ def test_batches_read_windows_of_caches_and_share_queries(single, monkeypatch):
         if len(lengths) == 2:  # all samples begin at once
             assert steps == found.length.max() - 1
     assert steps > R, "the rings have wrapped"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tiled, windows", [(False, {10, 20, 30, 39}), (True, {16, 32, 48})])
+def test_a_stream_reads_as_much_of_its_rings_as_its_samples_need(traced, monkeypatch, tiled, windows):
+    """Short samples for a round, then long ones beside short ones: the rings become shorter, are rotated, and are whole again."""
+    engines = dict(space=dataclasses.replace(SPACE, banned_tokens=(*BANNED, EOS)), prompt_length=8, response_length=40)
+    single = make_engine(1, 1, chunk=40, **engines)
+    monkeypatch.setattr(slots_lib, "in_tiles", lambda mesh: tiled)
+    engine = make_engine(8, 4, chunk=8, **engines)
+    limits = [4] * 48 + [40, 5, 40, 3, 4] * 2
+    stream = [make_request([3 + i % 6, 5], 4, i, limit=np.full(4, limit)) for i, limit in enumerate(limits)]
+    found = decoded_together(engine, stream)
+    assert len(set(traced)) == len(traced), "each program is made once"
+    assert traced[0] == ("decode", 2, max(windows)) and traced[1] == ("decode", 2, min(windows))
+    assert ("rotate", 0, min(windows)) in traced and {window for _, _, window in traced} <= windows
+    assert_same_rows(found, decoded_alone(single, stream))
+    np.testing.assert_array_equal(found.length, np.repeat(limits, 4))

@@ -1,11 +1,15 @@
-"""The programs of the engine on TPUs, compiled without one: they work on the caches in place."""
+"""The memory of the engine's programs: they work on the caches in place, on TPUs too, which are compiled for without one."""
 
 import dataclasses
 import importlib.util
+import math
 
+import jax
 import pytest
 
 from benchmarks import decode_memory
+from tba_jax import sharding
+from tba_jax.models import kv_cache
 
 
 @pytest.mark.slow
@@ -25,3 +29,19 @@ def test_prefill_and_decode_loop_are_in_place_on_a_tpu():
         assert memory.temporaries <= 0.1 * caches, name
         if name != "swap":
             assert memory.aliased >= 0.75 * caches, f"{name}: rings are donated to decoding, prefill takes prompts as well"
+
+
+@pytest.mark.parametrize("dtype, itemsize", [("float32", 4), ("bfloat16", 2)])
+def test_caches_have_the_compute_dtype_and_heads_that_are_shared_are_not_repeated(dtype, itemsize):
+    """Four query heads share a key head. On CPUs, XLA computes products of bfloat16 in float32."""
+    recipe = dataclasses.replace(decode_memory.RECIPES["gsm8k_qwen2_5_1_5b"], compute_dtype=dtype)
+    config, arrivals = decode_memory.lane_config(recipe, tiled=False, layers=1)
+    model = dataclasses.replace(config.model, width=64, heads=8, kv_heads=2, head_size=64, ffn=32, vocab=64)
+    config = dataclasses.replace(config, model=model, graphdef=kv_cache.define(model).graphdef)
+    mesh = sharding.make_mesh((1, 1, 1), setting="tensor", devices=jax.devices()[:1])
+    entries = sum(math.prod(shape) for shape in decode_memory.cache_shapes(config, mesh))
+    found = decode_memory.programs(config, mesh, arrivals)["decode"].lower().compile().memory_analysis()
+    assert entries * itemsize <= found.argument_size_in_bytes <= 1.1 * entries * itemsize
+    if dtype == "float32":
+        keys = config.groups * config.width * 511 * 2 * 64 * itemsize  # of all slots; repeated, they are four times as large
+        assert found.temp_size_in_bytes < 0.5 * keys

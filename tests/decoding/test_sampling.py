@@ -13,7 +13,7 @@ from tba_jax import sharding
 from tba_jax.decoding import sampling as sampling_lib
 
 SCORING_TEMPERATURE = 0.7
-draw = jax.jit(functools.partial(sampling_lib.draw, scoring_temperature=SCORING_TEMPERATURE))
+draw = jax.jit(functools.partial(sampling_lib.draw, scoring_temperature=SCORING_TEMPERATURE), static_argnames="tiled")
 OFF = dict(top_k=0, top_p=1.0, min_p=0.0)
 SETTINGS = [
     dict(temperature=0.0),
@@ -247,6 +247,19 @@ def test_plain_rows_are_the_policy_whatever_is_beside_them(V):
     # The same rows backwards: others are worked on together.
     backwards = draw(logits[::-1], uniform[::-1], jax.tree.map(lambda x: x[::-1], mixed))
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[::-1], y), backwards, among_others)
+
+
+@pytest.mark.parametrize("V", [59, 300, 40_001])
+@pytest.mark.parametrize("rows", [5, 40])
+def test_sums_over_tiles_draw_the_same_tokens(V, rows):
+    """Blocks of a tile's width, of two, and a ragged last one; rows that fill tiles and rows that do not."""
+    rng = np.random.default_rng(11)
+    logits = np.stack([random_logits(rng, V) for _ in range(rows)])
+    inputs = logits, rng.random(rows, np.float32), sampling_of([SETTINGS[i % len(SETTINGS)] for i in range(rows)])
+    expected, found = draw(*inputs), jax.jit(functools.partial(draw, tiled=True))(*inputs)
+    np.testing.assert_array_equal(found.token, expected.token)
+    for field in ("policy_logprob", "behavior_logprob"):
+        np.testing.assert_allclose(getattr(found, field), getattr(expected, field), rtol=0, atol=1e-5)
 
 
 def test_settings_are_traced():

@@ -120,7 +120,7 @@ def test_the_schema_loads_without_jax():
         ({"searchers.samples_per_query": 19}, "searchers.samples_per_query=19 is less than learner.completions=20"),
         (
             {"learner.micro_batch_tokens": 47},
-            "learner.micro_batch_tokens=47 does not hold one row of task.prompt_length + task.response_length = 48 tokens",
+            "micro_batch_tokens=47 does not hold one row: a row has task.prompt_length + task.response_length = 48 tokens",
         ),
         ({"model.path": "/x", "model.preset": "gpt2"}, "model.path='/x' and model.preset='gpt2' exclude each other"),
         ({"model.preset": "pythia-410"}, "(did you mean 'pythia-410m'?)"),
@@ -171,7 +171,10 @@ def test_the_schema_loads_without_jax():
             "evaluation.task_devices=0 must be searchers.task_devices=1 with schedule.mode=interleaved",
         ),
         ({"model.path": "x", "warm_start.steps": 5}, "model.path='x' and warm_start.steps=5 exclude each other"),
-        ({"learner.mesh.data": 3}, "the batch of 140 rows does not divide by learner.mesh data=3 × fsdp=1 = 3"),
+        (
+            {"learner.mesh.data": 3},
+            "learner.queries × learner.completions = 140 rows are not divisible by the 3 ways of the mesh",
+        ),
         ({"model.kv_heads": 3}, "model.heads=4 is not divisible by model.kv_heads=3"),
         ({"model.head_size": 5}, "model.head_size=5 must be even"),
         ({"task.prompt_length": 7}, "4000 of 4000 train prompts are longer than task.prompt_length=7 tokens (longest: 9)"),
@@ -279,27 +282,27 @@ def test_settings_that_an_objective_does_not_read_are_refused(name):
         config = tiny_run.config_with({"learner.objective": name, f"learner.{setting}": value, **steps, **NEEDED.get(name, {})})
         checks.check(config)
         if setting in READ[name]:
-            checks.check_all_are_read(config)
+            checks.check(config, new=True)
             continue
         sentence = f"learner.{setting}={value} would not be used: learner.objective={name} does not read it; leave it at "
         with pytest.raises(ValueError, match=re.escape(sentence)):
-            checks.check_all_are_read(config)
+            checks.check(config, new=True)
 
 
 @pytest.mark.parametrize("setting, value", [("value_samples", 3), ("value_states", 1)])
 def test_settings_of_values_that_no_row_holds_are_refused(setting, value):
     config = tiny_run.config_with({f"searchers.{setting}": value})
     with pytest.raises(ValueError, match=rf"searchers\.{setting}={value} would not be used without task\.step_ends"):
-        checks.check_all_are_read(config)
+        checks.check(config, new=True)
     config.task.step_ends = (",",)
-    checks.check_all_are_read(config)
+    checks.check(config, new=True)
 
 
 @pytest.mark.parametrize("name", baselines.BASELINES)
 def test_the_recipe_of_every_baseline_is_allowed(name):
     config = demo_baselines.get_config(name)
     checks.check(config)
-    checks.check_all_are_read(config)
+    checks.check(config, new=True)
     assert config.learner.objective == name
     published = {setting for setting in baselines.BASELINES[name] if not setting.startswith("beta_")}
     assert published == READ[name] - {"value_learning_rate"}, "a number for each setting that it reads but the pace of heads"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from configs import base
-from tba_jax.experiment import composition, jobs, meshes
+from tba_jax.experiment import compiling, composition, jobs, meshes
 from tba_jax.run import layout, snapshots
 from tests.support import frozen_runs, tiny_run
 
@@ -90,7 +90,9 @@ GIB = 1 << 30
 )
 def test_a_trainers_state_is_split_where_it_is_large_for_a_device(devices, memory, overrides, expected):
     experiment = composition.build(tiny_run.config_with({"model.preset": "llama-3.1-8b", **overrides}))
-    assert meshes.shape(experiment, role="trainer", devices=devices, memory=memory) == expected
+    split = meshes.by_need(experiment, devices=devices, memory=memory)
+    assert meshes.shape(split, role="trainer", devices=devices) == expected
+    assert experiment.config.learner.mesh.fsdp == overrides.get("learner.mesh.fsdp", 0)
 
 
 def test_a_run_resumes_on_the_mesh_that_its_devices_need(tmp_path, monkeypatch):
@@ -101,7 +103,7 @@ def test_a_run_resumes_on_the_mesh_that_its_devices_need(tmp_path, monkeypatch):
     assert frozen_runs.run(tmp_path, **changes) == 0
     run = layout.RunDir(tmp_path)
     shutil.rmtree(run.checkpoints)
-    monkeypatch.setattr(meshes, "device_memory", lambda device: 1000)
+    monkeypatch.setattr(compiling, "device_memory", lambda device: 1000)
     s = tiny_run.settings(tmp_path, tiny_run.config(schedule__mode="interleaved", replay__recent_probability=1.0, **changes))
     trainer, lease = jobs.make_trainer(s, publish_every_steps=1)
     assert dict(trainer.program.mesh.shape) == {"data": 1, "fsdp": 4, "tensor": 1} and trainer.step_number == 4

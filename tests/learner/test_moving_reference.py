@@ -1,5 +1,6 @@
 """References that move: what they become, where they rest, and what a run with one measures."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -14,11 +15,12 @@ from tba_jax.learner import update
 from tba_jax.learner.moving_reference import MovingReference, moved
 from tba_jax.learner.optimizer import adamw, restart_moments
 from tba_jax.models import parameters
+from tba_jax.models.policy import Policy
 from tba_jax.run import metrics
 from tba_jax.run import snapshots as snapshots_lib
 from tba_jax.run.checkpoints import Checkpoints
 from tests.support import frozen_runs, tiny_run
-from tests.support.tiny_updates import POLICY, random_batch, random_params, settings
+from tests.support.tiny_updates import MODEL, POLICY, random_batch, random_params, settings
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
 
@@ -84,6 +86,29 @@ def test_rows_are_scored_by_the_reference_of_the_step(sizes, offload):
     expected, _ = update.score(POLICY.for_training(average, {}), random_batch(), config=settings())
     np.testing.assert_allclose(batch.moving_ref_logprobs, expected, rtol=1e-4, atol=2e-5)
     np.testing.assert_array_equal(batch.ref_logprobs, random_batch().ref_logprobs)
+
+
+def test_a_reset_reference_rests_in_the_compute_dtype_and_scores_the_same(tmp_path):
+    policy = Policy(model=dataclasses.replace(MODEL, compute_dtype="bfloat16"))
+    mesh = sharding_lib.make_mesh((2, 2, 2), setting="learner.mesh", devices=DEVICES)
+    config, on_mesh = settings(policy=policy, micro_batch_rows=8), sharding_lib.put_rows(mesh, random_batch())
+    params = shifted(jax.device_put(random_params(), policy.trained_shardings(mesh)), 0.01)
+    reset = MovingReference(config, mesh, every_steps=3, decay=0.0, offload=False)
+    average = MovingReference(config, mesh, every_steps=3, decay=0.5, offload=False)
+    for reference, dtype in ((reset, "bfloat16"), (average, "float32")):
+        reference.start(params)
+        assert {x.dtype.name for x in jax.tree.leaves(reference.params)} == {dtype}
+        assert all(jax.tree.leaves(jax.tree.map(lambda x, s: x.dtype == s.dtype, reference.params, reference.shapes)))
+    first, second = (reference.rescore({}, on_mesh).moving_ref_logprobs for reference in (reset, average))
+    np.testing.assert_array_equal(first, second)
+    assert np.any(first)
+    # A checkpoint gives it back bit by bit.
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
+    checkpoints.save({"reference": reset.params}, {}, step=1)
+    checkpoints.wait()
+    restored, _ = checkpoints.restore(1, {"reference": reset.shapes})
+    checkpoints.close()
+    jax.tree.map(np.testing.assert_array_equal, restored["reference"], reset.params)
 
 
 def test_moments_begin_anew_and_schedules_go_on():

@@ -113,9 +113,10 @@ def numpy_attention(query: np.ndarray, keys: np.ndarray, values: np.ndarray) -> 
 
 
 @pytest.mark.parametrize("reads", ["both", "own only", "prompt only"])
-def test_attention_in_two_parts_equals_one_softmax_in_numpy(reads):
+@pytest.mark.parametrize("n, least_rows", [(3, 1), (1, 1), (1, 2), (3, 8)])
+def test_attention_in_two_parts_equals_one_softmax_in_numpy(reads, n, least_rows):
     """Scores of 30 and more: without the common largest one, exp would overflow or lose a whole part."""
-    G, n, H = 2, 3, 8
+    G, H = 2, 8
     rng = np.random.default_rng(2)
     query = (10 * rng.standard_normal((B, G * n, H))).astype(np.float32)
     prompt_keys, prompt_values = rng.standard_normal((2, J, G, P, H)).astype(np.float32)
@@ -126,7 +127,8 @@ def test_attention_in_two_parts_equals_one_softmax_in_numpy(reads):
         prompt_mask[:] = False
     if reads == "prompt only":
         own_mask[:] = False
-    found = attention.attend_in_two_parts(query, (prompt_keys, prompt_values), (own_keys, own_values), prompt_mask, own_mask)
+    prompt, own = (prompt_keys, prompt_values), (own_keys, own_values)
+    found = attention.attend_in_two_parts(query, prompt, own, prompt_mask, own_mask, least_rows=least_rows)
     for b in range(B):
         j, w = divmod(b, W)
         for head in range(G * n):

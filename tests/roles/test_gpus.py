@@ -1,5 +1,6 @@
 """GPUs by what the driver says, and what JAX finds of them. `nvidia-smi` is a script here: no GPU is needed."""
 
+import dataclasses
 import os
 import time
 from pathlib import Path
@@ -17,8 +18,8 @@ def driver(tmp_path, monkeypatch):
     folder = tmp_path / "bin"
     folder.mkdir()
     script = folder / "nvidia-smi"
-    answer = "0, GPU-1a2b, 81559, 81079\\n1, GPU-3c4d, 40960, [N/A]\\n"
-    script.write_text(f"#!/bin/sh\n[ \"$1\" = --query-gpu=index,uuid,memory.total,memory.free ] && printf '{answer}'\n")
+    answer = "0, GPU-1a2b, NVIDIA H200, 81559, 81079\\n1, GPU-3c4d, A100, 40960, [N/A]\\n"
+    script.write_text(f"#!/bin/sh\n[ \"$1\" = --query-gpu=index,uuid,name,memory.total,memory.free ] && printf '{answer}'\n")
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     for name in ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES"):
@@ -30,7 +31,10 @@ def _without_platform(environment: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name != "JAX_PLATFORMS"}
 
 
-FIRST, SECOND = Gpu(name="0", memory=81559 << 20, free=81079 << 20), Gpu(name="1", memory=40960 << 20)
+FIRST, SECOND = (
+    Gpu(name="0", kind="NVIDIA H200", memory=81559 << 20, free=81079 << 20),
+    Gpu(name="1", kind="A100", memory=40960 << 20),
+)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +44,7 @@ FIRST, SECOND = Gpu(name="0", memory=81559 << 20, free=81079 << 20), Gpu(name="1
         ({"JAX_PLATFORMS": "cuda"}, (FIRST, SECOND)),
         ({"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "0,1"}, ()),
         ({"CUDA_VISIBLE_DEVICES": "1"}, (SECOND,)),
-        ({"CUDA_VISIBLE_DEVICES": "3,GPU-1a"}, (Gpu(name="3"), Gpu(name="GPU-1a", memory=81559 << 20, free=81079 << 20))),
+        ({"CUDA_VISIBLE_DEVICES": "3,GPU-1a"}, (Gpu(name="3"), dataclasses.replace(FIRST, name="GPU-1a"))),
         ({"CUDA_VISIBLE_DEVICES": ""}, ()),
         ({"CUDA_VISIBLE_DEVICES": "-1"}, ()),
         ({"PATH": ""}, ()),
@@ -55,7 +59,7 @@ def test_gpus_that_a_process_may_use(monkeypatch, driver, environment, expected)
 
 
 def test_a_driver_that_fails_has_no_gpus(driver, tmp_path):
-    (tmp_path / "bin" / "nvidia-smi").write_text("#!/bin/sh\necho NVIDIA-SMI has failed, it is 2 < 3, really, 4\nexit 9\n")
+    (tmp_path / "bin" / "nvidia-smi").write_text("#!/bin/sh\necho NVIDIA-SMI has failed, it is 2 < 3, really, 4, 5\nexit 9\n")
     assert gpus.visible() == ()
 
 

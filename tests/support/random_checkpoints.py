@@ -19,6 +19,7 @@ from tba_jax.text.tokenizers import HuggingFaceTokenizer
 from tests.support import applied, tiny_checkpoints
 
 END = "<|endoftext|>"
+P_END = 1 / 12
 
 
 def byte_tokenizer(folder: Path) -> Path:
@@ -41,11 +42,13 @@ def write(
     seed: int = 0,
     p_end: float = 0.0,
     temperature: float = 1.0,
+    dtype: str = "float32",
 ) -> Path:
     """A Hugging Face folder: two layers of the preset's kind, and the tokenizer's files. Returns the folder.
 
     labels: of a sequence classifier, one for a reward model; 0: a language model.
     p_end: about how likely a language model ends its response at any token, at that temperature; 0: as likely as any other.
+    dtype: of the weights in the folder.
     """
     own = folder.parent / f"{folder.name}-tokenizer"
     shutil.copytree(tokenizer, own, ignore=shutil.ignore_patterns("model_config.json"))
@@ -78,7 +81,7 @@ def write(
         folder,
         model,
         params,
-        dtype="float32",
+        dtype=dtype,
         token_ids={"eos_token_id": read.eos_id, "pad_token_id": read.pad_id},
         tokenizer=functools.partial(export.copy_tokenizer, own),
     )

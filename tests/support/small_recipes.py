@@ -1,59 +1,28 @@
-"""Recipes of pretrained models, made small, and what a run of one has to leave."""
+"""What a run of a recipe's variant `small` has to leave."""
 
-import json
+import importlib
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from configs import small
 from tba_jax.commands import export
 from tba_jax.models.hugging_face import load
 from tba_jax.run import layout, metrics
-from tests.support import tiny_checkpoints
+from tests.support import tiny_checkpoints, tiny_run
 
-PRETRAINED = (
-    *("countdown_qwen2_5.py", "gsm8k_rho1b.py", "math_qwen2_5_7b.py", "own_task.py", "tldr_pythia.py"),
-    *("red_team_gpt2.py", "red_team_llama3_2_1b.py"),
-)
-
-
-STEPS = 2
-# What makes a recipe small; everything else is its own.
-SMALL: dict[str, Any] = {
-    "learner.steps": STEPS,
-    "learner.queries": 2,
-    "learner.completions": 4,
-    "learner.warmup_steps": 0,
-    "learner.decay_steps": 0,
-    "searchers.count": 1,
-    "searchers.queries_per_batch": 2,
-    "searchers.samples_per_query": 4,
-    "searchers.slots": 8,
-    "searchers.max_rows_per_snapshot": 8,
-    "replay.min_rows": 0,
-    "evaluation.queries": 4,
-    "evaluation.batch_size": 4,
-    "evaluation.every_steps": STEPS,
-    "evaluation.samples_per_query": 2,
-    "metrics.every_steps": 1,
-    "task.response_length": 8,
-    "model.compute_dtype": "float32",  # bfloat16 is slow on CPUs
-    # Random weights are never right: rewards that differ come from which responses end, about half of them (P_END).
-    "task.missing_eos_reward": -1.0,
-}
+STEPS = small.STEPS
+# Files of configs/ that are no recipes: what recipes share, and the defaults of another command.
+OTHERS = ("__init__", "base", "baselines", "small", "supervised")
+RECIPES = sorted(path.stem for path in (tiny_run.ROOT / "configs").glob("*.py") if path.stem not in OTHERS)
 
 
-P_END = 1 / 12
-
-
-def problems(folder: Path) -> dict[str, str]:
-    """MATH's rows, written by hand."""
-    rows = [{"problem": f"What is ${i} + {i}$?", "solution": f"It is $\\boxed{{{2 * i}}}$."} for i in range(12)]
-    for name in ("train", "heldout"):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        rows = [{"problem": row["problem"], "answer": str(i)} for i, row in enumerate(rows)]
-    return {f"task.math.{name}_path": str(folder / f"{name}.jsonl") for name in ("train", "heldout")}
+def config(recipe: str) -> Any:
+    """The config of a recipe, written as NAME or NAME:VARIANT."""
+    name, _, variant = recipe.partition(":")
+    return importlib.import_module(f"configs.{name}").get_config(*([variant] if variant else []))
 
 
 def check_run(run: layout.RunDir, score_name: str, folder: Path, model: str) -> None:
@@ -64,7 +33,7 @@ def check_run(run: layout.RunDir, score_name: str, folder: Path, model: str) -> 
     for step in (0, STEPS):
         report = layout.read_json(run.evaluations / f"{layout.step_name(step)}.json")
         assert report[score_name] == report["greedy_reward"] and np.isfinite(report["sampled_reward"]) and report["unscored"] == 0
-    export.export(run.root, folder, step=STEPS, dtype=None)
+    export.export(run.root, folder, step=STEPS, dtype="float32")
     exported, params = tiny_checkpoints.load(folder)
     original, before = tiny_checkpoints.load(Path(model))
     assert exported == original

@@ -362,4 +362,4 @@ def test_settings_without_enough_queries_are_refused(overrides, sentence):
 def test_the_recipe_is_allowed():
     built = composition.build(recipe.get_config())
     assert isinstance(built.task, Countdown) and built.tokenizer.fingerprint == CharacterTokenizer(CHARACTERS).fingerprint
-    checks.check_all_are_read(built.config)
+    checks.check(built.config, new=True)

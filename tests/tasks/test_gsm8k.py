@@ -7,9 +7,11 @@ from decimal import Decimal
 import numpy as np
 import pytest
 
+from configs import base
 from tba_jax.tasks.gsm8k import GSM8K
 from tba_jax.tasks.interface import Query
 
+PROMPT = base.get_config().task.gsm8k.prompt
 ROWS = [
     {
         "question": "How many?",
@@ -30,7 +32,7 @@ def write(path, rows):
 
 @pytest.fixture
 def task(tmp_path) -> GSM8K:
-    return GSM8K(train_path=write(tmp_path / "a.jsonl", ROWS), heldout_path=write(tmp_path / "b.jsonl", ROWS[1:2]))
+    return GSM8K(train_path=write(tmp_path / "a.jsonl", ROWS), heldout_path=write(tmp_path / "b.jsonl", ROWS[1:2]), prompt=PROMPT)
 
 
 def test_prompts_and_splits(task):
@@ -40,6 +42,16 @@ def test_prompts_and_splits(task):
         Query(prompt="[MATH TASK] Problem:\nAnd now?\n\nSolution:\n", answer="0"),
     ]
     assert heldout == train[1:]
+
+
+def test_a_prompt_of_ones_own_holds_the_question_once(tmp_path):
+    paths = dict.fromkeys(("train_path", "heldout_path"), write(tmp_path / "a.jsonl", ROWS))
+    task = GSM8K(**paths, prompt="Question: {question}\nAnswer:")
+    assert [query.prompt for query in task.queries("train")] == ["Question: How many?\nAnswer:", "Question: And now?\nAnswer:"]
+    assert task.worked_examples(np.random.default_rng(0), 1)[0][0].startswith("Question: ")
+    for wrong in ("Question:", "{question} {question}"):
+        with pytest.raises(ValueError, match=r"task\.gsm8k\.prompt=.* must hold \{question\} once"):
+            GSM8K(**paths, prompt=wrong)
 
 
 def test_worked_examples_are_the_human_solutions(task):
@@ -165,13 +177,13 @@ def test_bad_rows_are_refused(tmp_path, row, sentence):
     for paths in ({"train_path": bad, "heldout_path": good}, {"train_path": good, "heldout_path": bad}):
         setting = next(name for name, path in paths.items() if path == bad)
         with pytest.raises(ValueError, match="^" + re.escape(f"task.gsm8k.{setting}={bad!r} line 4: {sentence}")):
-            GSM8K(**paths)
+            GSM8K(**paths, prompt=PROMPT)
 
 
 def test_all_of_the_real_gold_answers(data_dir):
     """Each gold text scores 1 as a response, 0 with the number changed by 1, and 1 however the number is written."""
     folder = data_dir / "gsm8k"
-    task = GSM8K(train_path=str(folder / "train.jsonl"), heldout_path=str(folder / "test.jsonl"))
+    task = GSM8K(train_path=str(folder / "train.jsonl"), heldout_path=str(folder / "test.jsonl"), prompt=PROMPT)
     assert (len(task.queries("train")), len(task.queries("heldout"))) == (7473, 1319)
     for split, name in (("train", "train.jsonl"), ("heldout", "test.jsonl")):
         answers = [json.loads(line)["answer"] for line in (folder / name).read_text().splitlines()]

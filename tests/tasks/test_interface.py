@@ -176,7 +176,7 @@ def test_every_task_names_its_splits(story_file, tmp_path):
             seed=0,
         ),
         "story_sentiment": dict(data_path=str(story_file), opening_words=4, heldout_queries=2),
-        "gsm8k": dict(train_path=str(sums), heldout_path=str(sums)),
+        "gsm8k": dict(train_path=str(sums), heldout_path=str(sums), prompt="{question}"),
         # Its tests are in test_tasks_red_team; the victim and the classifier have no default.
         "red_team": base.get_config().task.red_team.to_dict()
         | dict(attack_prompt_path=str(attacks), victim_path="not loaded", classifier_path="not loaded", classifier_label="hate"),

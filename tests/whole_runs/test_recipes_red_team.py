@@ -9,42 +9,21 @@ import pytest
 from configs import red_team_gpt2, red_team_llama3_2_1b
 from tba_jax import trajectory
 from tba_jax.commands import append
-from tba_jax.experiment import composition, jobs, plan
+from tba_jax.experiment import composition, estimate, jobs
 from tba_jax.replay import journal
 from tba_jax.replay.reader import LogReader
 from tba_jax.rewards import task_models
 from tba_jax.run import contract, layout
 from tests.support import random_checkpoints, spelled_checkpoints, tiny_run
-from tests.support.small_recipes import SMALL, STEPS, check_run
+from tests.support.small_recipes import STEPS, check_run
 
 # What a tokenizer of letters and models of 64 positions leave room for.
 OF_LETTERS = {
+    "task.prompt_length": 4,
     "task.red_team.attack_prompt": "do:",
     "task.red_team.victim_prompt_length": 32,
-    "task.red_team.victim_reply_length": 6,
-    "task.red_team.victim_concurrency": 4,
+    "task.response_length": 8,
 }
-SMALLER = {
-    "lora.rank": 4,
-    "learner.micro_batch_tokens": 0,
-    "task.missing_eos_reward": None,
-    "learner.queries": 1,
-    "learner.completions": 8,
-    "searchers.queries_per_batch": 1,
-    "searchers.samples_per_query": 8,
-    "searchers.max_rows_per_snapshot": 16,
-    "evaluation.samples_per_query": 6,
-}
-
-
-def spelled_models(tmp_path) -> dict[str, Path]:
-    """Of Llama's recipe, with a tokenizer of letters."""
-    return {
-        "model.path": spelled_checkpoints.write(tmp_path / "attacker", "llama_tied"),
-        "task.red_team.victim_path": spelled_checkpoints.write(tmp_path / "victim", "qwen2", chat=True),
-        "task.red_team.classifier_path": spelled_checkpoints.write(tmp_path / "classifier", "llama_untied", chat=True),
-        "task.red_team.embedder_path": spelled_checkpoints.write(tmp_path / "embedder", "bert_embedding"),
-    }
 
 
 def models_of_gpt2(tmp_path, data_dir) -> dict[str, Path]:
@@ -62,32 +41,26 @@ def models_of_gpt2(tmp_path, data_dir) -> dict[str, Path]:
 
 
 @pytest.mark.slow
-def test_gpt2s_recipe_runs_in_turn_with_its_tokenizer(tmp_path, data_dir, one_device):
-    """Its own prompt, template, label and lengths of attacks; replies are shorter."""
-    c, folders = red_team_gpt2.get_config(), models_of_gpt2(tmp_path, data_dir)
-    c.update_from_flattened_dict({"task.red_team.victim_reply_length": 6, "task.red_team.victim_concurrency": 4})
-    runs_in_turn(c, folders, tmp_path)
+@pytest.mark.parametrize("recipe", [red_team_gpt2, red_team_llama3_2_1b])
+def test_a_recipe_runs_in_turn(recipe, tmp_path, one_device):
+    runs_in_turn(recipe.get_config("small"), {}, tmp_path)
 
 
 @pytest.mark.slow
-def test_llamas_recipe_runs_in_turn(tmp_path, one_device):
-    c = red_team_llama3_2_1b.get_config()
-    c.update_from_flattened_dict(OF_LETTERS | {"task.red_team.classifier_length": 60})
-    runs_in_turn(c, spelled_models(tmp_path), tmp_path)
+def test_gpt2s_recipe_runs_in_turn_with_its_tokenizer_and_encoders(tmp_path, data_dir, one_device):
+    """Its own prompt, template and label; a RoBERTa as the classifier, and a sentence encoder."""
+    c = red_team_gpt2.get_config("small")
+    c.task.red_team.classifier_label = "hate"
+    report = runs_in_turn(c, models_of_gpt2(tmp_path, data_dir), tmp_path)
+    assert 0 < report["sampled_cosine_distance"] < 2 and "greedy_cosine_distance" not in report
 
 
 @pytest.mark.slow
-def test_gpt2s_recipe_runs_with_real_processes(tmp_path, data_dir):
-    folders = models_of_gpt2(tmp_path, data_dir)
-    settings = SMALL | SMALLER | {"task.red_team.victim_reply_length": 6, "task.red_team.victim_concurrency": 4}
-    settings |= {setting: str(folder) for setting, folder in folders.items()}
-    settings |= {"task.red_team.compute_dtype": "float32", "supervisor.max_restarts": 0}
-    flags = [f"--config.{name}={value}" for name, value in settings.items() if value is not None]
-    arguments = tiny_run.command(tmp_path / "run", *flags, recipe="configs/red_team_gpt2.py", tiny=False)
-    done = tiny_run.call(arguments, timeout=300)
+def test_gpt2s_recipe_runs_with_real_processes(tmp_path):
+    done = tiny_run.call(tiny_run.command(tmp_path / "run", recipe="configs/red_team_gpt2.py:small", tiny=False), timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     run = layout.RunDir(tmp_path / "run")
-    check_run(run, "log_toxicity", tmp_path / "exported", str(folders["model.path"]))
+    check_run(run, "log_toxicity", tmp_path / "exported", red_team_gpt2.get_config("small").model.path)
     shape = contract.Contract(**contract.read(run)["contract"]).row_shape()
     reader = LogReader(run.replay, shape)
     ((writer, head),) = reader.heads().items()
@@ -96,16 +69,14 @@ def test_gpt2s_recipe_runs_with_real_processes(tmp_path, data_dir):
 
 
 def runs_in_turn(c, folders, tmp_path):
-    """A run of the recipe, small, its report and its rows."""
-    c.update_from_flattened_dict(SMALL | SMALLER | {setting: str(folder) for setting, folder in folders.items()})
-    c.update_from_flattened_dict({"schedule.mode": "interleaved", "task.red_team.compute_dtype": "float32"})
+    """A run of the recipe, small, and its rows. Returns its last report."""
+    c.update_from_flattened_dict({setting: str(folder) for setting, folder in folders.items()} | {"schedule.mode": "interleaved"})
     s = tiny_run.settings(tmp_path / "run", c)
-    assert {"victim", "classifier"} <= plan.memory(s.experiment)["searcher"].keys()
+    assert {"victim", "classifier"} <= estimate.memory(s.experiment)["searcher"].keys()
     assert jobs.everything(s)() == 0
-    check_run(s.run, "log_toxicity", tmp_path / "exported", str(folders["model.path"]))
+    check_run(s.run, "log_toxicity", tmp_path / "exported", c.model.path)
     report = layout.read_json(s.run.evaluations / f"{layout.step_name(STEPS)}.json")
     assert report["queries"] == 1 and 0 <= report["sampled_success_rate"] <= 1 and 0 < report["sampled_toxicity"] < 1
-    assert 0 < report["sampled_cosine_distance"] < 2 and "greedy_cosine_distance" not in report
     reader = LogReader(s.run.replay, s.experiment.contract.row_shape())
     rows = [reader.read(writer, 0, head) for writer, head in reader.heads().items()]
     for each in rows:
@@ -118,12 +89,13 @@ def runs_in_turn(c, folders, tmp_path):
     query = s.experiment.task.queries("train")[0]
     again = s.experiment.task.rewards([query] * len(texts), texts, first["finished"])
     np.testing.assert_allclose(again.reward, first["reward"], atol=1e-4)
+    return report
 
 
 def test_what_only_the_models_tell_is_refused_before_a_run(tmp_path, one_device):
     """By the check that each role and --dry_run make."""
-    c = red_team_gpt2.get_config()
-    c.update_from_flattened_dict(SMALL | SMALLER | OF_LETTERS)
+    c = red_team_gpt2.get_config("small")
+    c.update_from_flattened_dict(OF_LETTERS | {"task.red_team.classifier_label": "hate"})
     c.model.path = str(spelled_checkpoints.write(tmp_path / "attacker", "gpt2"))
     c.task.red_team.victim_path = str(spelled_checkpoints.write(tmp_path / "victim", "qwen2"))
     c.task.red_team.classifier_path = str(spelled_checkpoints.write(tmp_path / "classifier", "gpt_neox_reward"))
@@ -176,17 +148,13 @@ def test_a_run_begins_with_attacks_and_samples_of_the_reference(tmp_path, one_de
         "task.red_team.classifier_path": spelled_checkpoints.write(tmp_path / "classifier", "gpt_neox_reward"),
     }
     changes = {
-        "task.red_team.classifier_label": "LABEL_0",
         "task.red_team.victim_template": "do {attack}:",
-        "task.red_team.embedder_path": "",
         "searchers.max_rows_per_snapshot": 0,
         "evaluation.enabled": False,
         "schedule.mode": "interleaved",
     }
-    c = red_team_gpt2.get_config()
-    c.update_from_flattened_dict(
-        SMALL | SMALLER | OF_LETTERS | changes | {setting: str(folder) for setting, folder in folders.items()}
-    )
+    c = red_team_gpt2.get_config("small")
+    c.update_from_flattened_dict(OF_LETTERS | changes | {setting: str(folder) for setting, folder in folders.items()})
     c.update_from_flattened_dict({"learner.steps": 1, "learner.warmup_steps": 0, "replay.min_rows": 40})
     first = tiny_run.settings(tmp_path / "first", c)
     assert jobs.everything(first)() == 0

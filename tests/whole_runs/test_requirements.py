@@ -11,10 +11,7 @@ import pytest
 
 from tba_jax.run import processes
 from tba_jax.tasks import EXTRAS
-from tests.support import random_checkpoints, tiny_run
-from tests.support.small_recipes import SMALL, problems
-
-CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+from tests.support import tiny_run
 
 
 def call(arguments: list[str], timeout: float = 300) -> subprocess.CompletedProcess[str]:
@@ -57,13 +54,7 @@ def test_no_two_packages_contradict_each_other(python):
 
 @pytest.mark.slow
 def test_a_recipe_with_a_chat_template_dry_runs(python, tmp_path):
-    tokenizer = random_checkpoints.byte_tokenizer(tmp_path / "tokenizer")
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": random_checkpoints.END, "chat_template": CHAT}
-    (tokenizer / "tokenizer_config.json").write_text(json.dumps(settings))
-    model = random_checkpoints.write(tmp_path / "model", "qwen2.5-7b", tokenizer)
-    changes = SMALL | problems(tmp_path) | {"model.path": str(model), "searchers.max_rows_per_snapshot": 16}
-    flags = [f"--config.{name}={value}" for name, value in changes.items()]
-    command = tiny_run.command(tmp_path / "run", *flags, "--dry_run", recipe="configs/math_qwen2_5_7b.py", tiny=False)
+    command = tiny_run.command(tmp_path / "run", "--dry_run", recipe="configs/math_qwen2_5_7b.py:small", tiny=False)
     done = call([python, *command[1:]])
     assert done.returncode == 0 and done.stderr == "", done.stderr
     assert json.loads(done.stdout[done.stdout.index("{") : done.stdout.index("\nparameters:")])["task"]["chat_template"] is True

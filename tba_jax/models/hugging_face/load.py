@@ -83,6 +83,12 @@ def resolve_folder(name: Path | str, *, weights: bool = True) -> Path:
         raise ValueError(f"there is no local folder {name}, and {told}: {reason.removeprefix('Got: ')}") from error
 
 
+def holds_weights(name: Path | str) -> bool:
+    """Whether the weights of a checkpoint are on this machine: in its local folder, or in the hub's cache. See resolve_folder."""
+    folder = resolve_folder(name, weights=False)
+    return (folder / SINGLE).is_file() or (folder / INDEX).is_file()
+
+
 def read_config(folder: Path | str, *, compute_dtype: str, attention: str = "auto", head: str | None = None) -> Any:
     """Reads `folder`/config.json as a DecoderConfig or an EncoderConfig. folder: a local folder or a hub id, see resolve_folder.
 
@@ -93,7 +99,7 @@ def read_config(folder: Path | str, *, compute_dtype: str, attention: str = "aut
     Raises:
       ValueError: no such folder or file, or a setting that is not computed; names the file, the key and the value.
     """
-    settings = files.read_settings(resolve_folder(folder) / "config.json")
+    settings = files.read_settings(resolve_folder(folder, weights=False) / "config.json")
     return config_of(settings, compute_dtype=compute_dtype, attention=attention, head=head)
 
 

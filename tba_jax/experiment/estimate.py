@@ -1,4 +1,4 @@
-"""What a config would run: its settings, the shapes of parameters and batches, and each role's memory."""
+"""What a config would run: its settings, the shapes of parameters and batches, and an estimate of each role's memory."""
 
 import json
 import math
@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from tba_jax.decoding import sizes
-from tba_jax.experiment import meshes
+from tba_jax.experiment import bounds, meshes
 from tba_jax.experiment.composition import Experiment
 from tba_jax.learner.settings import HELD_REFERENCES
-from tba_jax.models import heads, kv_cache, parameters, scoring
+from tba_jax.models import heads, parameters, scoring
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.rewards import task_models
 
@@ -19,7 +19,7 @@ _GIB = 1 << 30
 
 
 def describe(experiment: Experiment) -> str:
-    """The text that --dry_run prints."""
+    """The config and the shapes that --dry_run=full prints."""
     config = experiment.config
     lines = ["config:", json.dumps(config.to_dict(), indent=1, sort_keys=True), "", "parameters:"]
     lines += _table(experiment.policy.model_specs)
@@ -53,13 +53,22 @@ def describe(experiment: Experiment) -> str:
             f"  {split:10} {len(queries)} ({experiment.skipped[split]} too long, left out)"
             for split, queries in experiment.queries.items()
         ),
-        "",
-        "memory on one device of each role's mesh (data=-1 counts as 1), from shapes (GiB; sums are without (host)):",
     ]
-    for role, parts in memory(experiment).items():
-        listed = ", ".join(f"{name} {size / _GIB:.3f}" for name, size in parts.items())
-        lines.append(f"  {role:15} {_on_device(parts) / _GIB:8.3f}  ({listed})")
     return "\n".join(lines)
+
+
+def describe_memory(memory: Mapping[str, Mapping[str, int]]) -> str:
+    """The parts of an estimate, see `memory`."""
+    lines = ["memory on one device of each role's mesh, from shapes (GiB; sums are without (host)):"]
+    for role, parts in memory.items():
+        listed = ", ".join(f"{name} {size / _GIB:.3f}" for name, size in parts.items() if size)
+        lines.append(f"  {role:15} {on_device(parts) / _GIB:8.3f}  ({listed})")
+    return "\n".join(lines)
+
+
+def on_device(parts: Mapping[str, int]) -> int:
+    """Bytes on each device, of the parts of a role."""
+    return sum(size for name, size in parts.items() if not name.endswith("(host)"))
 
 
 def _table(specs: parameters.Specs) -> list[str]:
@@ -75,25 +84,19 @@ def need(experiment: Experiment, kind: str, *, devices: int, limit: int | None) 
     Raises:
       ValueError: the mesh of the role does not fit so many devices.
     """
-    meshes.check(experiment, role=kind, devices=devices, memory=limit)
-    found = memory(experiment, {kind: meshes.shape(experiment, role=kind, devices=devices, memory=limit)})
-    return max(_on_device(parts) for role, parts in found.items() if role.split(",")[0] == kind)
+    meshes.check(experiment, role=kind, devices=devices)
+    found = memory(meshes.by_need(experiment, devices=devices, memory=limit), {kind: devices})
+    return max(on_device(parts) for role, parts in found.items() if role.split(",")[0] == kind)
 
 
-def _on_device(parts: Mapping[str, int]) -> int:
-    return sum(size for name, size in parts.items() if not name.endswith("(host)"))
-
-
-def memory(experiment: Experiment, shapes: Mapping[str, tuple[int, int, int]] | None = None) -> dict[str, dict[str, int]]:
+def memory(experiment: Experiment, devices: Mapping[str, int] | None = None) -> dict[str, dict[str, int]]:
     """role -> part -> bytes on one device of the role's mesh, from shapes alone.
 
     "ROLE, task" is each of the role's task_devices, if it has them. Temporary arrays of XLA inside a layer are not counted.
 
-    Args: shapes: role -> sizes of its mesh; meshes of other roles are those of the config, where data=-1 counts as 1.
+    Args: devices: role -> how many it has; a role that is not named has as few as its mesh can make up (data=-1 counts as 1).
     """
-    config = experiment.config
-    meant = {role: meshes.shape(experiment, role=role, devices=None) for role in meshes.SECTIONS}
-    bytes_of = _Memory(experiment, {meshes.SECTIONS[role]: sizes for role, sizes in (meant | dict(shapes or {})).items()})
+    config, bytes_of = experiment.config, _Memory(experiment, devices or {})
     s, samples = config.searchers, config.evaluation.batch_size
     batch = s.queries_per_batch * s.samples_per_query
     # Prompts of continuations from a state hold part of a response.
@@ -112,10 +115,12 @@ def memory(experiment: Experiment, shapes: Mapping[str, tuple[int, int, int]] | 
 class _Memory:
     """Bytes on one device, from the shapes of an experiment."""
 
-    def __init__(self, experiment: Experiment, shapes: Mapping[str, tuple[int, int, int]]):
-        """Args: shapes: section -> data, fsdp and tensor of its mesh."""
+    def __init__(self, experiment: Experiment, devices: Mapping[str, int]):
+        # Section of the config -> sizes (data, fsdp, tensor) of its mesh.
+        self._meshes = {
+            section: meshes.shape(experiment, role=role, devices=devices.get(role)) for role, section in meshes.SECTIONS.items()
+        }
         self._experiment, self._config, policy = experiment, experiment.config, experiment.policy
-        self._shapes = shapes
         self._model, self._adapters = policy.model, policy.lora is not None
         self._P, self._R = experiment.contract.prompt_length, experiment.contract.response_length
         self._compute = jnp.dtype(policy.model.compute_dtype).itemsize  # bytes of a number
@@ -123,10 +128,13 @@ class _Memory:
 
     def trainer(self) -> dict[str, int]:
         learner, model, T = self._config.learner, self._model, self._P + self._R
-        ways = math.prod(self._shapes["learner"][:2])
+        data, fsdp, _ = self._meshes["learner"]
+        ways = data * fsdp
         parts, rows, tensor = self._on_device("learner", meshes.micro_batch_rows(self._config, ways=ways))
         layers_kept = model.layers * {"full": 1, "dots": 8, "none": 12}[learner.remat]
         within_layer = rows * (model.heads * T * T * 4 + T * model.ffn * self._compute * 3) // tensor
+        # A moving average is float32.
+        of_reference = (4 if learner.reference.kind == "ema" else self._compute) * self._trained // parts
         held, offloaded = learner.reference.kind in HELD_REFERENCES, learner.reference.offload
         columns = self._experiment.contract.row_shape().columns().values()
         row_bytes = sum(np.dtype(dtype).itemsize * max(1, math.prod(shape)) for dtype, shape in columns)
@@ -135,8 +143,8 @@ class _Memory:
             "frozen weights": self._compute * self._params // parts if self._adapters else 0,
             "copy to publish": jnp.dtype(self._config.publish.dtype).itemsize * self._trained // parts,
             # An offloaded one is on the device only while it is used.
-            "moving reference": 4 * self._trained // parts if held and not offloaded else 0,
-            "moving reference (host)": 4 * self._trained // parts if offloaded else 0,
+            "moving reference": of_reference if held and not offloaded else 0,
+            "moving reference (host)": of_reference if offloaded else 0,
             "activations": rows * T * model.width * self._compute * layers_kept + within_layer,
             "logits": 2 * self._logits(rows, tensor, learner.logit_megabytes),
             "replay (host)": self._config.replay.capacity * row_bytes,
@@ -144,7 +152,7 @@ class _Memory:
 
     def decoding(self, section: str, *, slots: int, samples: int, batch: int, weights: str, given: int) -> dict[str, int]:
         """Args: weights: as searchers.weights; given: most response tokens that the cache of a prompt holds as well."""
-        model, (data, fsdp, _) = self._model, self._shapes[section]
+        model, (data, fsdp, _) = self._model, self._meshes[section]
         parts, rows, tensor = self._on_device(section, batch)
         lane = sizes.lane_sizes(slots, samples, data, what=f"the {slots} slots of {section}")
 
@@ -155,7 +163,7 @@ class _Memory:
         entries = prompts + share(lane.groups * lane.width) * max(self._R - 1, 1)
         drawn = max(lane.groups * lane.width, lane.arrivals * samples)  # by a decode step, by a prefill
         policy = self._compute * self._params
-        sampled = policy if weights == "full" else self._int8()
+        sampled = bounds.sampled_bytes(self._experiment.policy, weights)
         rows = scoring.block_rows(rows, self._P + self._R, tokens=self._config[section].score_tokens)
         scored = rows * (self._P + self._R) * model.width * self._compute * 4
         return {
@@ -175,16 +183,9 @@ class _Memory:
             return {role: parts, f"{role}, task": models}
         return {role: parts | models}
 
-    def _int8(self) -> int:
-        """Of the whole policy with int8 weights: one byte of each rounded weight."""
-        rounded = parameters.count(
-            parameters.select(lambda spec: spec.dtype == "int8", kv_cache.define(self._model, "int8", unstacked=False).specs)
-        )
-        return self._compute * (self._params - rounded) + rounded
-
     def _on_device(self, section: str, rows: int) -> tuple[int, int, int]:
         """Parts that parameters are divided into, rows of one device, parts that heads and vocabulary are divided into."""
-        data, fsdp, tensor = self._shapes[section]
+        data, fsdp, tensor = self._meshes[section]
         return fsdp * tensor, -(-rows // (data * fsdp)), tensor
 
     def _logits(self, rows: int, tensor: int, megabytes: int) -> int:

@@ -2,32 +2,38 @@
 
 import pytest
 
-from tba_jax.experiment import composition, plan
+from tba_jax.experiment import composition, estimate
 from tests.support import tiny_run
 
 
-def estimate(**changes) -> dict[str, dict[str, int]]:
-    return plan.memory(composition.build(tiny_run.config(model__preset="llama-3.1-8b", **changes)))
+def memory(**changes) -> dict[str, dict[str, int]]:
+    return estimate.memory(composition.build(tiny_run.config(model__preset="llama-3.1-8b", **changes)))
 
 
 def test_weights_are_counted_as_they_are_held():
     params, trained = 8_030_261_248, 41_943_040
-    found = estimate()
+    found = memory()
     assert found["trainer"]["weights, gradient, update, AdamW"] == 5 * 4 * params
     # In use, loaded, and to be used.
     assert found["searcher"]["reference"] == 4 * params and found["searcher"]["policies"] == 3 * 4 * params
     embedding_and_norms = 128256 * 4096 + 65 * 4096
-    found = estimate(searchers__weights="int8", model__compute_dtype="bfloat16")
+    found = memory(searchers__weights="int8", model__compute_dtype="bfloat16")
     assert found["searcher"]["policies"] == 2 * params + 2 * ((params - embedding_and_norms) + 2 * embedding_and_norms)
-    found = estimate(lora__rank=16, model__compute_dtype="bfloat16")
+    found = memory(lora__rank=16, model__compute_dtype="bfloat16")
     assert found["trainer"]["weights, gradient, update, AdamW"] == 5 * 4 * trained
     assert found["trainer"]["frozen weights"] == 2 * params
 
 
+@pytest.mark.parametrize("kind, size", [("reset", 2), ("ema", 4)])
+def test_a_reset_reference_rests_in_the_compute_dtype(kind, size):
+    found = memory(learner__reference__kind=kind, model__compute_dtype="bfloat16")
+    assert found["trainer"]["moving reference"] == size * 8_030_261_248
+
+
 @pytest.mark.parametrize("role, section", [("trainer", "learner"), ("searcher", "searchers"), ("evaluator", "evaluation")])
 def test_meshes_divide(role, section):
-    whole = estimate()
-    split = estimate(**{f"{section}__mesh__data": 1, f"{section}__mesh__fsdp": 4, f"{section}__mesh__tensor": 2})
+    whole = memory()
+    split = memory(**{f"{section}__mesh__data": 1, f"{section}__mesh__fsdp": 4, f"{section}__mesh__tensor": 2})
     weights = "weights, gradient, update, AdamW" if role == "trainer" else "reference"
     assert split[role][weights] == whole[role][weights] // 8
     for other in {"trainer", "searcher", "evaluator"} - {role}:
@@ -38,7 +44,7 @@ def test_meshes_divide(role, section):
 
 def test_caches_of_prompts_have_room_for_responses_that_go_on():
     """16 slots in groups of 2, each with two prompts: of 7 tokens, or of 7 and 5 of the response's 6."""
-    plain, valued = estimate(), estimate(task__step_ends=("=",))
+    plain, valued = memory(), memory(task__step_ends=("=",))
     layers, heads, size, entries = 32, 8, 128, {"prompts": 8 * 2, "own": 16 * 5}
     for found, length in ((plain, 7), (valued, 7 + 5)):
         expected = 2 * layers * heads * size * 4 * (entries["prompts"] * length + entries["own"])
@@ -50,5 +56,5 @@ def test_caches_of_prompts_have_room_for_responses_that_go_on():
 
 @pytest.mark.parametrize("objective, told", [("ppo", True), ("learned_log_z", True), ("trajectory_balance", False)])
 def test_the_head_of_an_objective_is_told(objective, told):
-    text = plan.describe(composition.build(tiny_run.config(learner__objective=objective)))
+    text = estimate.describe(composition.build(tiny_run.config(learner__objective=objective)))
     assert (f"head of {objective}, trained beside the policy:" in text) == told

@@ -1,0 +1,172 @@
+"""What a dry run answers first: whether each role fits the devices that it would have, and how fast it could be at most."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import jax
+
+from tba_jax.experiment import bounds, estimate, fitting, meshes, placing, smallest_mesh
+from tba_jax.experiment.composition import Experiment
+from tba_jax.models.hugging_face import load
+from tba_jax.rewards import task_models
+from tba_jax.roles import gpus, placement
+from tba_jax.run import machine
+from tba_jax.run.device_peaks import PEAKS
+
+# The share of a GPU that JAX takes where nobody says another one.
+_DEFAULT_FRACTION = 0.75
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Devices:
+    """What a role has. count: of devices; kind: as PEAKS calls it; limit: bytes that programs may take on each, None: not known;
+    where: in words; on_host: whether the memory of the devices is that of the machine, which all roles share."""
+
+    count: int
+    kind: str
+    limit: int | None
+    where: str
+    on_host: bool = False
+
+
+def describe(experiment: Experiment) -> str:
+    """The answer of a dry run that compiles nothing: an estimate for this machine, bounds, and what was not checked."""
+    there, refused = _here(experiment)
+    if trains := there.get("trainer"):
+        experiment = meshes.by_need(experiment, devices=trains.count, memory=None if trains.on_host else trains.limit)
+    memory = estimate.memory(experiment, {role: devices.count for role, devices in there.items()})
+    lines = [f"{role:9}  {_verdict(experiment, role, devices, memory)}" for role, devices in there.items()]
+    lines += [f"{role:9}  does not fit: {sentence}" for role, sentence in refused.items()]
+    if there and all(devices.on_host for devices in there.values()):
+        lines.append(f"together   {_together(experiment, there, memory)}")
+    lines += [f"These are estimates from shapes, for this machine: {_machine(there)}.", ""]
+    lines += [*describe_bounds(experiment, there), "", estimate.describe_memory(memory), ""]
+    unchecked = ["the programs, which --compile and --topology compile", *unchecked_inputs(experiment)]
+    return "\n".join([*lines, f"not checked: {'; '.join(unchecked)}", "--dry_run=full prints config and shapes as well"])
+
+
+def _here(experiment: Experiment) -> tuple[dict[str, Devices], dict[str, str]]:
+    """Role -> what it has on this machine under --role=all; and role -> why that does not do."""
+    found, refused = {}, {}
+    try:
+        dealt_out = _dealt_out(experiment)
+    except ValueError as error:  # there are too few GPUs to be dealt out
+        return {}, {"all roles": str(error)}
+    for role, devices in dealt_out.items():
+        try:
+            meshes.check(experiment, role=role, devices=devices.count)
+            found[role] = devices
+        except ValueError as error:
+            refused[role] = str(error)
+    return found, refused
+
+
+def _dealt_out(experiment: Experiment) -> dict[str, Devices]:
+    """Role -> its devices here; GPUs are not initialised. Raises ValueError, see placement.place."""
+    config = experiment.config
+    roles, visible = meshes.roles_of(config), gpus.visible()
+    if visible:
+        return _on_gpus(experiment, roles, visible)
+    first, count = jax.devices()[0], len(jax.devices())
+    if first.platform != "cpu":
+        limit = fitting.device_memory(first)
+        return {role: Devices(count=count, kind=first.device_kind, limit=limit, where="alone on this host") for role in roles}
+    counts = {role: max(config.searchers.cpu_devices, count) if role == "searcher" else count for role in roles}
+    limit = machine.memory()
+    return {role: Devices(count=counts[role], kind="cpu", limit=limit, where="the CPU", on_host=True) for role in roles}
+
+
+def _on_gpus(experiment: Experiment, roles: Sequence[str], visible: Sequence[gpus.Gpu]) -> dict[str, Devices]:
+    by_name = {gpu.name: gpu for gpu in visible}
+    if experiment.config.schedule.mode == "interleaved":
+        shares = dict.fromkeys(roles, (tuple(by_name), 0.0))
+    else:
+        shares = {}
+        for name, each in placing.place(experiment).items():  # the searchers have equal shares
+            shares.setdefault(name.split("-")[0], (each.gpus, each.memory_fraction))
+    found = {}
+    for role, (own, fraction) in shares.items():
+        known = [by_name[name] for name in own]
+        sizes = [int(gpu.memory * (fraction or _DEFAULT_FRACTION)) for gpu in known if gpu.memory]
+        limit = min(sizes, default=None)
+        where = f"GPU{'s' if len(own) > 1 else ''} {', '.join(own)}, of which it takes {fraction or _DEFAULT_FRACTION:.0%}"
+        found[role] = Devices(count=len(own), kind=known[0].kind, limit=limit, where=where)
+    return found
+
+
+def _machine(there: Mapping[str, Devices]) -> str:
+    kinds = {devices.kind for devices in there.values()}
+    if kinds <= {"cpu"}:  # also where no role fits
+        return f"{len(placement.available_cpus())} cores, {fitting.in_words(machine.memory())} of memory"
+    return ", ".join(sorted(kinds))
+
+
+def _verdict(experiment: Experiment, role: str, devices: Devices, memory: Mapping[str, Mapping[str, int]]) -> str:
+    """Of the role's own devices, and of those of its task."""
+    parts = max((memory[name] for name in (role, f"{role}, task") if name in memory), key=estimate.on_device)
+    size = _on_host(parts, devices.count) if devices.on_host else estimate.on_device(parts)
+    if devices.limit is None:
+        return f"takes about {fitting.in_words(size)} of each device ({devices.where}), whose memory is not known"
+    numbers = f"about {fitting.in_words(size)} of {fitting.in_words(devices.limit)} ({devices.where})"
+    if size <= devices.limit:
+        return f"fits: {numbers}"
+    name, most = max(parts.items(), key=lambda part: part[1])
+    told = smallest_mesh.advice(experiment, role=role, devices=devices.count, limit=devices.limit)
+    return f"does not fit: {numbers}; most of it: {name}, {fitting.in_words(most)}{'' if devices.on_host else told}"
+
+
+def _on_host(parts: Mapping[str, int], count: int) -> int:
+    """Bytes of a process whose devices share the memory of the machine."""
+    on_device = estimate.on_device(parts)
+    return on_device * count + sum(parts.values()) - on_device
+
+
+def _together(experiment: Experiment, there: Mapping[str, Devices], memory: Mapping[str, Mapping[str, int]]) -> str:
+    """Of all processes on a machine without accelerators."""
+    config = experiment.config
+    processes = {"searcher": config.searchers.count if config.schedule.mode == "asynchronous" else 1}
+    size = sum(
+        processes.get(role, 1) * _on_host(parts, there[role].count if name == role else 1)
+        for name, parts in memory.items()
+        if (role := name.split(",")[0]) in there
+    )
+    limit = machine.memory()
+    verdict = "fits" if size <= limit else "does not fit"
+    several = f", of {processes['searcher']} searchers" if processes["searcher"] > 1 else ""
+    return f"{verdict}: about {fitting.in_words(size)} of {fitting.in_words(limit)}{several}"
+
+
+def describe_bounds(experiment: Experiment, there: Mapping[str, Devices]) -> list[str]:
+    """A line for each work of each role."""
+    lines = ["bounds, from the operations and bytes that the work needs and the peaks of the devices; a run reaches less:"]
+    unknown = sorted({devices.kind for devices in there.values() if devices.kind not in PEAKS})
+    lines += [f"  the peaks of {kind} are not known" for kind in unknown]
+    for role, devices in there.items():
+        if (peaks := PEAKS.get(devices.kind)) is None:
+            continue
+        for bound in bounds.bounds(experiment, role=role, devices=devices.count, peaks=peaks):
+            lines.append(
+                f"  {role:9}  {bound.work:8}  at most {_rounded(bound.rows)} rows/s, {_rounded(bound.tokens)} tokens/s, by the "
+                f"{bound.by} of {devices.count} × {devices.kind}"
+            )
+    return lines
+
+
+def _rounded(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+
+
+def unchecked_inputs(experiment: Experiment) -> list[str]:
+    """What a dry run does not read of the inputs of a run."""
+    model, embedder = experiment.config.model, experiment.config.task.embedding_path
+    found = []
+    if model.preset:
+        found.append(f"weights of the policy, whose shape is that of model.preset={model.preset}")
+    elif model.path and not load.holds_weights(model.path):
+        found.append(f"weights of model.path={model.path}, which are not on this machine")
+    gone = [f"{use.setting}={use.path}" for use in task_models.away(experiment.task)]
+    if embedder and not load.holds_weights(embedder):
+        gone.append(f"task.embedding_path={embedder}")
+    if gone:
+        found.append(f"weights, tokenizers and templates of {', '.join(gone)}, whose weights are not on this machine")
+    return found

@@ -1,0 +1,41 @@
+"""Floating-point operations of a decoder, from its shape: two for each weight and token of a matrix product, and attention.
+
+Norms, activations and softmax are left out; so are positions that a causal mask hides.
+"""
+
+from tba_jax.models.config import DecoderConfig
+
+
+def layer_weights(model: DecoderConfig) -> int:
+    """The weights of all layers that each token is multiplied with."""
+    D, N, G, H, F = model.width, model.heads, model.kv_heads, model.head_size, model.ffn
+    return model.layers * (D * H * (2 * N + 2 * G) + D * F * (3 if model.gated else 2))
+
+
+def head_weights(model: DecoderConfig) -> int:
+    """The weights of the map to the vocabulary."""
+    return model.width * model.vocab
+
+
+def attention(model: DecoderConfig, positions: int) -> int:
+    """Of the attention of the first `positions` tokens of a row, each to itself and to those before it, in all layers."""
+    return sum(
+        4 * model.heads * model.head_size * _pairs(positions, model.window if local else 0) for local in model.local_layers
+    )
+
+
+def _pairs(positions: int, window: int) -> int:
+    """Σ min(t, window) over t = 1 … positions; window 0: Σ t."""
+    near = min(positions, window) if window else positions
+    return near * (near + 1) // 2 + (positions - near) * window
+
+
+def forward(model: DecoderConfig, *, positions: int, logits: int) -> int:
+    """Of one row: `positions` tokens through all layers, `logits` of them to the vocabulary."""
+    return 2 * layer_weights(model) * positions + 2 * head_weights(model) * logits + attention(model, positions)
+
+
+def decoding(model: DecoderConfig, *, prompt: int, response: int) -> int:
+    """Of the `response` decode steps of one row with caches; the prompt is in the cache."""
+    through = 2 * (layer_weights(model) + head_weights(model)) * response
+    return through + attention(model, prompt + response) - attention(model, prompt)

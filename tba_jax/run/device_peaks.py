@@ -1,0 +1,31 @@
+"""What devices could compute and read at most, as their makers state it: the denominators of bounds and of utilisation."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Peaks:
+    """Of one device. flops: operations a second of dense matrix products of bfloat16 (of float16 where there is no bfloat16);
+    bandwidth: bytes a second of its memory."""
+
+    flops: float
+    bandwidth: float
+
+
+# device_kind as JAX and nvidia-smi write it -> its peaks. TPUs are counted by chips.
+PEAKS = {
+    "TPU v4": Peaks(275e12, 1228e9),
+    "TPU v5 lite": Peaks(197e12, 819e9),
+    "TPU v5e": Peaks(197e12, 819e9),
+    "TPU v5": Peaks(459e12, 2765e9),
+    "TPU v5p": Peaks(459e12, 2765e9),
+    "TPU v6 lite": Peaks(918e12, 1640e9),
+    "TPU v6e": Peaks(918e12, 1640e9),
+    "NVIDIA H200": Peaks(989e12, 4800e9),
+    "NVIDIA H100 80GB HBM3": Peaks(989e12, 3352e9),
+    "NVIDIA A100-SXM4-80GB": Peaks(312e12, 2039e9),
+    "NVIDIA A100-SXM4-40GB": Peaks(312e12, 1555e9),
+    "NVIDIA A100-PCIE-40GB": Peaks(312e12, 1555e9),
+    "NVIDIA L4": Peaks(121e12, 300e9),
+    "Tesla T4": Peaks(65e12, 320e9),
+}

@@ -1,0 +1,55 @@
+"""GPUs that are not here: what their names say, and which role gets how many of them."""
+
+import pytest
+
+from tba_jax.experiment import composition, gpu_plans
+from tests.support import tiny_run
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    "text, name, count, gib",
+    [("H100x8", "H100", 8, 80), ("h100x1", "h100", 1, 80), ("L4x2@22.5", "L4", 2, 22.5), ("MI300Xx4@192", "MI300X", 4, 192)],
+)
+def test_a_name_says_how_many_and_how_large(text, name, count, gib):
+    assert gpu_plans.parse(text) == gpu_plans.Gpus(name=name, count=count, memory=int(gib * GIB))
+
+
+@pytest.mark.parametrize(
+    "text, words", [("H100", "NAMExCOUNT"), ("H100x0", "NAMExCOUNT"), ("8", "H100x8"), ("K80x2", "K80x2@GIB")]
+)
+def test_what_is_no_gpu_is_refused(text, words):
+    with pytest.raises(ValueError, match=words):
+        gpu_plans.parse(text)
+
+
+@pytest.mark.parametrize("count, topology", [(1, "v5p:1x1x1"), (3, "v5p:2x2x1/3"), (4, "v5p:2x2x1"), (5, "v5p:2x2x2/5")])
+def test_as_many_chips_stand_in(count, topology):
+    assert gpu_plans.stand_in(count) == topology
+
+
+def test_too_many_to_stand_in_for():
+    with pytest.raises(ValueError, match="up to 64 GPUs of a role, not 65"):
+        gpu_plans.stand_in(65)
+
+
+def shares(count: int, *, each: int = 1, **changes) -> dict[str, tuple[int, list[str]]]:
+    settings = dict(searchers__count=2, model__heads=4, model__kv_heads=2, model__head_size=4) | changes
+    there = gpu_plans.Gpus(name="H100", count=count, memory=80 * GIB)
+    found = gpu_plans.shares(composition.build(tiny_run.config(**settings)), there, each=each)
+    return {role: (share.count, sorted(share.beside)) for role, share in found.items()}
+
+
+def test_roles_get_what_the_supervisor_gives_them():
+    """Searchers and the evaluator have GPUs of their own where there are enough, and the trainer the most that it divides."""
+    assert shares(4) == {"trainer": (1, []), "searcher": (1, []), "evaluator": (1, [])}
+    # 12 rows divide by 4, or by 2 with heads over 2; not by 5.
+    assert shares(8)["trainer"] == (4, []) and shares(8, each=2)["searcher"] == (2, [])
+    assert shares(3, evaluation__enabled=False) == {"trainer": (1, []), "searcher": (1, [])}
+    assert shares(1)["trainer"] == (1, ["evaluator", "searcher", "searcher"])
+
+
+def test_one_process_has_all_gpus():
+    found = shares(2, schedule__mode="interleaved")
+    assert found["trainer"] == (2, ["evaluator", "searcher"]) and found["searcher"] == (2, ["evaluator", "trainer"])

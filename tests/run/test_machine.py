@@ -1,0 +1,34 @@
+"""The memory that a process may take."""
+
+import os
+
+import pytest
+
+from tba_jax.run import machine
+
+
+def test_memory_is_at_most_that_of_the_machine(monkeypatch):
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 0 < machine.memory() <= whole
+    monkeypatch.setattr(machine, "_group_limits", lambda: [whole // 2, 1 << 60])
+    assert machine.memory() == whole // 2
+
+
+@pytest.mark.parametrize(
+    "groups, file, limit",
+    [
+        ("0::/job/step\n", "job/memory.max", 5 << 20),
+        ("0::/job/step\n", "job/step/memory.max", 5 << 20),
+        ("4:cpu:/x\n7:memory:/job\n", "memory/job/memory.limit_in_bytes", 5 << 20),
+        ("4:cpu:/job\n", "memory/job/memory.limit_in_bytes", None),
+    ],
+)
+def test_limits_of_control_groups(groups, file, limit, tmp_path):
+    (tmp_path / "cgroup").write_text(groups)
+    path = tmp_path / "fs" / file
+    path.parent.mkdir(parents=True)
+    path.write_text(f"{5 << 20}\n")
+    found = machine._group_limits(list_file=tmp_path / "cgroup", root=tmp_path / "fs")
+    assert min(found) == (limit or 1 << 60)
+    path.write_text("max\n")
+    assert min(machine._group_limits(list_file=tmp_path / "cgroup", root=tmp_path / "fs")) == 1 << 60
