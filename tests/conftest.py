@@ -15,8 +15,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 # Half of the time to compile. Processes that tests start inherit it (tiny_run.environment).
 QUICK = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-if QUICK not in os.environ["XLA_FLAGS"]:
-    # XLA ends a process whose flags it does not know, and flags come and go.
+if QUICK not in os.environ["XLA_FLAGS"] and importlib.util.find_spec("libtpu") is None:
+    # XLA ends a process whose flags it does not know, and flags come and go. The TPU's compiler reads them too, and knows fewer.
     asked = [sys.executable, "-c", "import jax; jax.devices()"]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICK}
     if subprocess.run(asked, env=environment, capture_output=True, check=False).returncode == 0:

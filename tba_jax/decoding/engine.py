@@ -47,6 +47,9 @@ class Engine:
         each window is one more program to compile.
       given_length: the part of prompt_length that is kept free for given response tokens; a prompt is shorter by it.
       weights: precision of the weights that `prepare` takes, one of kv_cache.WEIGHTS.
+      swap_memory: where weights that were handed over wait. beside: on the devices, as they are decoded with. in_place: where
+        they were given, best in host memory; a lane that takes them up puts one parameter after the other in the place of the
+        one in use, and decodes nothing meanwhile.
 
     Raises:
       ValueError: slots do not divide, or lengths are beyond the model's positions; says the limit.
@@ -69,6 +72,7 @@ class Engine:
         lockstep: bool = False,
         given_length: int = 0,
         weights: str = "full",
+        swap_memory: str = "beside",
     ):
         self._pad_id, self._stop_strings, self._longest_prompt = pad_id, stop_strings, prompt_length - given_length
         _check_positions(model, longest_prompt=self._longest_prompt, response_length=response_length)
@@ -94,8 +98,9 @@ class Engine:
         # One lane at a time asks for prompts.
         self._feeding = threading.Lock()
         make_lane = functools.partial(Lane, self.config, stop_strings=stop_strings, pad_id=pad_id, lock=self._lock)
-        drains = swap == "new_sequences"
-        self._lanes = [make_lane(way, drains=drains, lockstep=lockstep, arrivals=lane.arrivals) for way in ways]
+        drains, self._in_place = swap == "new_sequences", swap_memory == "in_place"
+        make_lane = functools.partial(make_lane, drains=drains, in_place=self._in_place)
+        self._lanes = [make_lane(way, lockstep=lockstep, arrivals=lane.arrivals) for way in ways]
         self._threads = concurrent.futures.ThreadPoolExecutor(len(ways), thread_name_prefix="decoder") if len(ways) > 1 else None
         self._failed = False
 
@@ -124,7 +129,8 @@ class Engine:
         return self._lanes[0].programs(params)
 
     def prepare(self, params: Params, *, consume: bool = False) -> list[Params]:
-        """Returns weights as `swap` takes them, one copy for each lane, once they are on the devices.
+        """Returns weights as `swap` takes them, one copy for each lane, once they are on the devices; `params` with
+        swap_memory=in_place.
 
         May be called from a thread beside the one that decodes, which then waits for nothing.
 
@@ -133,6 +139,8 @@ class Engine:
           consume: takes the parameters out of `params` one after the other, so that devices hold no more than one parameter
             twice. The caller must have no other use for the arrays.
         """
+        if self._in_place:
+            return [jax.tree.map(lambda x: x, params) for _ in self._lanes]  # lanes empty their trees
         if not consume:
             return jax.block_until_ready([lane.prepare(params) for lane in self._lanes])
         prepared: list[Params] = [{} for _ in self._lanes]

@@ -69,6 +69,7 @@ class Lane:
         *,
         stop_strings: StopStrings | None,
         drains: bool,
+        in_place: bool,
         pad_id: int,
         lock: threading.Lock,
         lockstep: bool,
@@ -78,11 +79,13 @@ class Lane:
         Args:
           stop_strings: the automaton whose table the config names.
           drains: new weights wait until the running samples have ended; else they take over at the next chunk.
+          in_place: incoming weights are stacked, on any devices, and replace those in use one by one, see Engine.
           lock: over `incoming` and the counts of samples that have not ended.
           lockstep: see Engine. arrivals: I, prompts of one prefill call.
         """
         self._config, self._mesh, self._pad_id, self._lock = config, mesh, pad_id, lock
-        self._stop_strings, self._drains, self._lockstep, self._arrivals = stop_strings, drains, lockstep, arrivals
+        self._stop_strings, self._lockstep, self._arrivals = stop_strings, lockstep, arrivals
+        self._drains, self._in_place = drains, in_place
         self.usage = Usage()
         self.policy_step = -1
         self.incoming: tuple[Params, int] | None = None
@@ -128,7 +131,8 @@ class Lane:
         window = dict(window=slots_lib.own_entries(c))
         return {
             "caches": Program(function=self._init, arguments=()),
-            "weights as decoded with": Program(function=self._unstack, arguments=(stacked,)),
+            # One parameter after the other.
+            "weights as decoded with": Program(function=self._unstack, arguments=(kv_cache.largest(stacked),)),
             "prefill": Program(function=self._prefill, arguments=(weights, prompts, slots, order, arrivals, table)),
             "decode": Program(
                 function=self._decode,
@@ -160,8 +164,22 @@ class Lane:
     def take_up(self) -> None:
         """From now on decodes with the weights that were handed over last. A lane that drains ends its running samples first."""
         with self._lock:
-            if self.incoming is not None and not (self._drains and self._parts):
-                (self._weights, self.policy_step), self.incoming = self.incoming, None
+            if self.incoming is None or (self._drains and self._parts):
+                return
+            (weights, step), self.incoming = self.incoming, None
+        if self._in_place:
+            self._replace_weights(weights)
+        else:
+            self._weights = weights
+        self.policy_step = step
+
+    def _replace_weights(self, params: Params) -> None:
+        """Takes the parameters out of `params`, and each into the memory that the one in use leaves."""
+        for part in kv_cache.one_by_one(params):
+            kv_cache.release(self._weights, part, self._config.model)
+            kv_cache.add(self._weights, self.prepare(part))
+            part.clear()
+            jax.block_until_ready(self._weights)
 
     def advance(self, take: Callable[[bool], Part | None]) -> bool:
         """Fills free buffers, decodes one chunk and hands out generations that are whole. Returns whether anything was decoded.

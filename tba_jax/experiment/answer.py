@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 
@@ -47,12 +48,12 @@ def describe(experiment: Experiment) -> str:
 
 def _here(experiment: Experiment) -> tuple[dict[str, Devices], dict[str, str]]:
     """Role -> what it has on this machine under --role=all; and role -> why that does not do."""
+    config, visible = experiment.config, gpus.visible()
+    roles = meshes.roles_of(config)
+    if visible and config.schedule.mode != "interleaved":
+        return _placed(experiment, roles, visible)
     found, refused = {}, {}
-    try:
-        dealt_out = _dealt_out(experiment)
-    except ValueError as error:  # there are too few GPUs to be dealt out
-        return {}, {"all roles": str(error)}
-    for role, devices in dealt_out.items():
+    for role, devices in (_in_one_process(roles, visible) if visible else _without_gpus(config, roles)).items():
         try:
             meshes.check(experiment, role=role, devices=devices.count)
             found[role] = devices
@@ -61,12 +62,42 @@ def _here(experiment: Experiment) -> tuple[dict[str, Devices], dict[str, str]]:
     return found, refused
 
 
-def _dealt_out(experiment: Experiment) -> dict[str, Devices]:
-    """Role -> its devices here; GPUs are not initialised. Raises ValueError, see placement.place."""
-    config = experiment.config
-    roles, visible = meshes.roles_of(config), gpus.visible()
-    if visible:
-        return _on_gpus(experiment, roles, visible)
+def _placed(
+    experiment: Experiment, roles: Sequence[str], visible: Sequence[gpus.Gpu]
+) -> tuple[dict[str, Devices], dict[str, str]]:
+    """Of roles that are processes of their own, by the shares of GPUs that they are given."""
+    try:
+        placements = placing.place(experiment)
+    except ValueError as error:
+        refused = {"all roles": str(error)}
+        limits = [int(gpu.memory * gpu.usable_share(1)) for gpu in visible if gpu.memory]
+        told = {role: _too_large(experiment, role, devices=len(visible), limit=min(limits)) for role in roles if limits}
+        return {}, refused | {role: sentence for role, sentence in told.items() if sentence}
+    found: dict[str, Devices] = {}
+    for name, placed in placements.items():  # the searchers have equal shares
+        mine = [gpu for gpu in visible if gpu.name in placed.gpus]
+        limit = min((int(gpu.memory * placed.memory_fraction) for gpu in mine if gpu.memory), default=None)
+        where = f"GPU{'s' if len(mine) > 1 else ''} {', '.join(placed.gpus)}, {placed.memory_fraction:.1%} of the memory"
+        found.setdefault(name.split("-")[0], Devices(count=len(mine), kind=mine[0].kind, limit=limit, where=where))
+    return found, {}
+
+
+def _too_large(experiment: Experiment, role: str, *, devices: int, limit: int) -> str:
+    """About a role whose mesh has too little memory even on GPUs of its own; "" where it has enough."""
+    size = estimate.on_device(estimate.memory(experiment)[role])
+    if size <= limit:
+        return ""
+    numbers = f"about {fitting.in_words(size)} of {fitting.in_words(limit)}, on GPUs of its own"
+    return numbers + smallest_mesh.advice(experiment, role=role, devices=devices, limit=limit)
+
+
+def _in_one_process(roles: Sequence[str], visible: Sequence[gpus.Gpu]) -> dict[str, Devices]:
+    limit = min((int(gpu.memory * _DEFAULT_FRACTION) for gpu in visible if gpu.memory), default=None)
+    where = f"all GPUs, {_DEFAULT_FRACTION:.0%} of the memory, which the roles share"
+    return {role: Devices(count=len(visible), kind=visible[0].kind, limit=limit, where=where) for role in roles}
+
+
+def _without_gpus(config: Any, roles: Sequence[str]) -> dict[str, Devices]:
     first, count = jax.devices()[0], len(jax.devices())
     if first.platform != "cpu":
         limit = fitting.device_memory(first)
@@ -74,24 +105,6 @@ def _dealt_out(experiment: Experiment) -> dict[str, Devices]:
     counts = {role: max(config.searchers.cpu_devices, count) if role == "searcher" else count for role in roles}
     limit = machine.memory()
     return {role: Devices(count=counts[role], kind="cpu", limit=limit, where="the CPU", on_host=True) for role in roles}
-
-
-def _on_gpus(experiment: Experiment, roles: Sequence[str], visible: Sequence[gpus.Gpu]) -> dict[str, Devices]:
-    by_name = {gpu.name: gpu for gpu in visible}
-    if experiment.config.schedule.mode == "interleaved":
-        shares = dict.fromkeys(roles, (tuple(by_name), 0.0))
-    else:
-        shares = {}
-        for name, each in placing.place(experiment).items():  # the searchers have equal shares
-            shares.setdefault(name.split("-")[0], (each.gpus, each.memory_fraction))
-    found = {}
-    for role, (own, fraction) in shares.items():
-        known = [by_name[name] for name in own]
-        sizes = [int(gpu.memory * (fraction or _DEFAULT_FRACTION)) for gpu in known if gpu.memory]
-        limit = min(sizes, default=None)
-        where = f"GPU{'s' if len(own) > 1 else ''} {', '.join(own)}, of which it takes {fraction or _DEFAULT_FRACTION:.0%}"
-        found[role] = Devices(count=len(own), kind=known[0].kind, limit=limit, where=where)
-    return found
 
 
 def _machine(there: Mapping[str, Devices]) -> str:

@@ -104,6 +104,7 @@ def _check_together(config: Any, require: Require, *, weights: bool) -> None:
     _check_objective(config, OBJECTIVES[config.learner.objective], require)
     _check_interleaved(config, require)
     _check_searchers(config, require)
+    _check_swaps(config, require)
     for sentence in flow.refusals(config):
         require(False, sentence)
 
@@ -277,6 +278,16 @@ def _check_searchers(config: Any, require: Require) -> None:
         searchers.count > 0 or (config.replay.mount and config.schedule.mode == "asynchronous"),
         f"searchers.count={searchers.count} needs replay.mount, whose rows are trained on, and schedule.mode=asynchronous",
     )
+
+
+def _check_swaps(config: Any, require: Require) -> None:
+    """Merged adapters and rounded weights are made on the devices, from the whole of the policy."""
+    for section, weights in (("searchers", config.searchers.weights), ("evaluation", "full")):
+        require(
+            config[section].swap_memory == "beside" or not (config.lora.rank or weights != "full"),
+            f"{section}.swap_memory=in_place takes up snapshots as they are and excludes adapters (lora.rank={config.lora.rank}) "
+            f"and searchers.weights={config.searchers.weights} other than full",
+        )
 
 
 def _check_all_are_read(config: Any, require: Require) -> None:

@@ -141,7 +141,8 @@ class _Memory:
         return {
             "weights, gradient, update, AdamW": 5 * 4 * self._trained // parts,
             "frozen weights": self._compute * self._params // parts if self._adapters else 0,
-            "copy to publish": jnp.dtype(self._config.publish.dtype).itemsize * self._trained // parts,
+            # One snapshot is being written while the next one waits.
+            "snapshots to be written": 2 * jnp.dtype(self._config.publish.dtype).itemsize * self._trained // parts,
             # An offloaded one is on the device only while it is used.
             "moving reference": of_reference if held and not offloaded else 0,
             "moving reference (host)": of_reference if offloaded else 0,
@@ -168,8 +169,7 @@ class _Memory:
         scored = rows * (self._P + self._R) * model.width * self._compute * 4
         return {
             "reference": policy // parts,
-            # The policy in use, and the next one while it is loaded: as it was published and as it is decoded with.
-            "policies": (2 * sampled + policy) // parts,
+            "policies": self._policies(section, sampled) // parts,
             "KV cache": 2 * model.layers * entries * model.kv_heads * model.head_size * self._compute // tensor,
             "logits": 3 * drawn * model.vocab * 4 // tensor,
             "scoring": scored + 2 * self._logits(rows, tensor, self._config[section].logit_megabytes),
@@ -182,6 +182,14 @@ class _Memory:
         if self._config[section].task_devices:
             return {role: parts, f"{role}, task": models}
         return {role: parts | models}
+
+    def _policies(self, section: str, sampled: int) -> int:
+        """Of the policy in use, and of the next one while it is loaded. Args: sampled: bytes of one as it is decoded with."""
+        if self._config[section].swap_memory == "in_place":
+            return sampled
+        # Adapters and weights that are to be rounded lie beside the policy that is made of them.
+        taken = not self._adapters and sampled == self._compute * self._params
+        return 2 * sampled + (0 if taken else (4 * self._trained if self._adapters else self._compute * self._params))
 
     def _on_device(self, section: str, rows: int) -> tuple[int, int, int]:
         """Parts that parameters are divided into, rows of one device, parts that heads and vocabulary are divided into."""

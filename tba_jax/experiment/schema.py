@@ -156,6 +156,9 @@ c.searchers.decode_chunk = setting(32, at_least=1)  # decode steps before new we
 # How a new snapshot is taken up. at_once: all sequences continue with it, between two decode steps. new_sequences: sequences
 # whose prompt the old weights have computed end with the old weights (up to two prompts a group), and slots idle until then.
 c.searchers.swap = setting("at_once", one_of=("at_once", "new_sequences"))
+# Where the next policy is loaded. beside: on the devices, beside the one in use. in_place: in host memory; its parameters then
+# take the places of those in use, one after the other, and decoding pauses. in_place needs less memory of the devices.
+c.searchers.swap_memory = setting("beside", one_of=("beside", "in_place"))
 c.searchers.reward_batches = setting(32, at_least=1)  # batches that may wait for their rewards while the next are decoded
 c.searchers.cpu_devices = setting(1, at_least=1)  # data-parallel decoders of a searcher process on CPUs, at best one per core
 c.searchers.task_devices = setting(0, at_least=0)  # last devices of a searcher, for the task's models alone; 0: they share all
@@ -280,6 +283,7 @@ c.evaluation.batch_size = setting(128, at_least=1)
 c.evaluation.task_devices = setting(0, at_least=0)  # as searchers.task_devices
 c.evaluation.logit_megabytes = setting(128, at_least=1)  # as searchers.logit_megabytes
 c.evaluation.score_tokens = setting(65_536, at_least=0)  # as searchers.score_tokens
+c.evaluation.swap_memory = setting("beside", one_of=("beside", "in_place"))  # as searchers.swap_memory
 c.evaluation.samples = setting(8, at_least=0)  # decoded responses in each report
 c.evaluation.memory_fraction = setting(0.0, at_least=0, at_most=1)  # as searchers.memory_fraction
 c.evaluation.mesh = ConfigDict(dict(data=-1, fsdp=1, tensor=1))

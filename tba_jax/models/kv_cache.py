@@ -5,6 +5,7 @@ row's own continuation. B = J·W rows in decoding. Models here are unstacked (se
 """
 
 import functools
+import math
 from collections.abc import Iterator
 
 import chex
@@ -81,6 +82,32 @@ def add(whole: Params, part: Params) -> None:
             add(whole.setdefault(key, {}), value)
         else:
             whole[key] = value
+
+
+def release(whole: Params, part: Params, config: DecoderConfig) -> None:
+    """Takes out of the parameters of an unstacked decoder those that `unstack` makes of a part, where they are there.
+
+    Args: part: one of `one_by_one`.
+    """
+    for name in parameters.flatten(part):
+        *folders, leaf = name.split(".")
+        stacked = folders[:1] == ["layers"]
+        for path in [["layers", i, *folders[1:]] for i in range(config.layers)] if stacked else [folders]:
+            functools.reduce(lambda tree, key: tree.get(key, {}), path, whole).pop(leaf, None)
+
+
+def without(whole: Params, part: Params, config: DecoderConfig) -> Params:
+    """A copy of `whole` after `release`; `whole` stays as it is."""
+    rest = jax.tree.map(lambda x: x, whole)
+    release(rest, part, config)
+    return rest
+
+
+def largest(params: Params) -> Params:
+    """The parameter with the most bytes, as `one_by_one` yields it. Args: params: arrays or shapes."""
+    flat = parameters.flatten(params)
+    name = max(flat, key=lambda each: math.prod(flat[each].shape) * flat[each].dtype.itemsize)
+    return parameters.unflatten({name: flat[name]})
 
 
 def unstacked_shapes(params: Params, config: DecoderConfig, mesh: Mesh) -> Params:

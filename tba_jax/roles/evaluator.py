@@ -197,7 +197,8 @@ class Evaluator:
 def _sampling_settings(config: Any, queries: Sequence[EncodedQuery]) -> dict[str, Any]:
     """Arguments of Sampler."""
     longest = max(len(query.prompt) for query in queries)
-    return dict(weights="full", slots=config.evaluation.batch_size, samples=1, prompt_length=longest)
+    e = config.evaluation
+    return dict(weights="full", slots=e.batch_size, samples=1, prompt_length=longest, swap_memory=e.swap_memory)
 
 
 def programs(

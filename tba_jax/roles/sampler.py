@@ -62,6 +62,7 @@ def programs(
     limits: Mapping[str, int],
     weights: str,
     section: str,
+    swap_memory: str,
     **engine: Any,
 ) -> dict[str, Program]:
     """Name -> what a role with a Sampler compiles to decode, to score and to take up weights. Nothing is loaded or allocated.
@@ -77,27 +78,38 @@ def programs(
     of_lane = _engine(contract, mesh, policy, tokenizer, weights=weights, **engine).programs(sampled)
     in_use, prompts, slots, *_ = of_lane["decode"].arguments
     scoring = reference.programs(contract, base, policy=policy, mesh=mesh, rows=rows, **limits)
-    # Another thread loads the next policy while this one decodes or scores.
-    next_policy = [in_use, sampled] if _takes_snapshot(policy, weights) else [in_use, sampled, published]
     parts = {"reference": base, "caches": (prompts, slots), "policy in use": in_use}
     split = (f"{section}.mesh.tensor", f"{section}.mesh.fsdp")
     room = {
         "temporaries": (f"{section}.score_tokens", f"{section}.logit_megabytes"),
         "caches": (f"{section}.slots", f"{section}.mesh.tensor", "task.response_length"),
-        **dict.fromkeys(("arguments", "reference", "policy in use", "next policy"), split),
+        **dict.fromkeys(("arguments", "reference", "policy in use"), split),
+        "next policy": (f"{section}.swap_memory", *split),
     }
-    swapping = {
-        "next policy from its snapshot": Program(function=swap, arguments=(published, base)),
-        "next policy as decoded with": dataclasses.replace(
-            of_lane.pop("weights as decoded with"),
-            beside={} if _takes_snapshot(policy, weights) else {"next policy": published},
-        ),
-    }
+    in_place = swap_memory == "in_place"
+    unstack = of_lane.pop("weights as decoded with")
+    (one,) = unstack.arguments
+    other = [x for name, x in parameters.flatten(sampled).items() if name not in parameters.flatten(one)]
+    if in_place:
+        # The place of the one in use is free by then.
+        rest = kv_cache.without(in_use, one, policy.model)
+        swapping = with_beside({"a parameter of the next policy": unstack}, parts | {"policy in use": rest}, room)
+        held: list[Any] = []
+    else:
+        # Another thread loads the next policy while this one decodes or scores.
+        kept = [] if _takes_snapshot(policy, weights) else [published]
+        swapping = {
+            "next policy from its snapshot": Program(function=swap, arguments=(published, base)),
+            "a parameter of the next policy": dataclasses.replace(unstack, beside={"next policy": [other, kept]}),
+        }
+        swapping = with_beside(swapping, parts, room)
+        held = [in_use, one, kept]
     start = {"caches": of_lane.pop("caches")}
+    next_policy = {"next policy": [again(part) for part in held]} if held else {}
     return {
         **with_beside(start, {"reference": base, "policy in use": in_use}, room),
-        **with_beside(swapping, parts, room),
-        **with_beside(of_lane | scoring, parts | {"next policy": [again(part) for part in next_policy]}, room),
+        **swapping,
+        **with_beside(of_lane | scoring, parts | next_policy, room),
     }
 
 
@@ -116,19 +128,22 @@ class Sampler:
         tokenizer: Tokenizer,
         reference: ReferencePolicy,
         weights: str,
+        swap_memory: str = "beside",
         **engine: Any,
     ):
         """
         Args:
           reference: its mesh is the sampler's.
           weights: precision of the sampled weights, one of kv_cache.WEIGHTS.
+          swap_memory: see Engine; in_place: snapshots are loaded into host memory. Not with adapters or rounded weights.
           engine: further arguments of Engine: slots, samples, prompt_length, given_length, swap, chunk, lockstep.
         """
         self._policies, self.reference = run.policies, reference
-        self.engine = _engine(contract, reference.mesh, policy, tokenizer, weights=weights, **engine)
-        self._snapshot: dict[str, Any] = dict(
-            specs=policy.trained_specs, shardings=policy.trained_shardings(reference.mesh), dtype=policy.snapshot_dtype
-        )
+        self._in_place, shardings = swap_memory == "in_place", policy.trained_shardings(reference.mesh)
+        if self._in_place:
+            shardings = jax.tree.map(lambda x: x.with_memory_kind(sharding.PINNED_HOST), shardings)
+        self.engine = _engine(contract, reference.mesh, policy, tokenizer, weights=weights, swap_memory=swap_memory, **engine)
+        self._snapshot: dict[str, Any] = dict(specs=policy.trained_specs, shardings=shardings, dtype=policy.snapshot_dtype)
         self._for_sampling = _for_sampling(policy, reference.mesh, weights)
         self.step = -1
 
@@ -149,6 +164,6 @@ class Sampler:
         self._hand_over(step, snapshots.load_step(self._policies, step, **self._snapshot))
 
     def _hand_over(self, step: int, snapshot: Params) -> None:
-        weights = self._for_sampling(snapshot, self.reference.params)
+        weights = snapshot if self._in_place else self._for_sampling(snapshot, self.reference.params)
         self.engine.swap(self.engine.prepare(weights, consume=True), step)
         self.step = step

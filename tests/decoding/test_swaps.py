@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from tba_jax.decoding.engine import Engine
-from tba_jax.decoding.lane import Ticket
+from tba_jax.decoding.lane import Lane, Ticket
 from tba_jax.decoding.requests import Generation, Request
 from tba_jax.models import kv_cache
+from tba_jax.sharding import PINNED_HOST
 from tests.support import applied
 from tests.support.tiny_engine import (
     MODEL,
@@ -108,6 +109,60 @@ def test_consumed_weights_are_the_same_and_leave_an_empty_tree():
     expected = jax.device_get(engine.prepare(given))
     jax.tree.map(np.testing.assert_array_equal, engine.prepare(given, consume=True), expected)
     assert not jax.tree.leaves(given)
+
+
+@pytest.fixture(scope="module")
+def in_place() -> Engine:
+    return make_engine(*SIZES["groups of four"], swap_memory="in_place", prompt_length=24)
+
+
+def test_weights_taken_up_in_place_draw_the_next_tokens(in_place, grouped):
+    stream, found = swapping_stream(in_place)
+    assert assert_drawn_by_the_weights_of_their_steps(stream, found) > 5 and in_place.policy_step == 4
+    # They are the tokens that are drawn when the weights were loaded beside those in use.
+    for mine, other in zip(found, swapping_stream(grouped)[1], strict=True):
+        np.testing.assert_array_equal(mine.tokens, other.tokens)
+
+
+def test_two_lanes_take_up_weights_in_place():
+    mesh = make_mesh(data=2, tensor=2)
+    engine, plain = (make_engine(8, 4, mesh=mesh, swap_memory=memory) for memory in ("in_place", "beside"))
+    for step in (0, 1):
+        engine.set_policy(random_params(step), step)
+        engine.collect([])
+        for lane, expected in zip(engine._lanes, plain.prepare(random_params(step)), strict=True):
+            jax.tree.map(np.testing.assert_array_equal, lane._weights, expected)
+
+
+@pytest.mark.parametrize("memory, sets", [("beside", 2), ("in_place", 1)])
+def test_memory_during_a_swap(memory, sets, monkeypatch):
+    """Bytes of all arrays on the devices: one set of weights and a parameter, or two sets and a parameter."""
+    engine = make_engine(*SIZES["groups of four"], swap_memory=memory, prompt_length=24)
+    engine.set_policy(random_params(0), 0)
+    engine.generate([make_request([3, 4, 5], 4)])
+    held = on_devices()
+    shardings = applied.shardings(MODEL, make_mesh())
+    if memory == "in_place":
+        shardings = jax.tree.map(lambda x: x.with_memory_kind(PINNED_HOST), shardings)
+    given = jax.device_put(random_params(1), shardings)
+    sizes = [x.nbytes for x in jax.tree.leaves(given)]
+    most, prepare = [on_devices()], Lane.prepare
+
+    def prepared(lane: Lane, params):
+        made = prepare(lane, params)
+        most.append(on_devices())
+        return made
+
+    monkeypatch.setattr(Lane, "prepare", prepared)
+    engine.swap(engine.prepare(given, consume=True), 1)
+    engine.collect([])
+    extra = max(most) - held
+    assert (sets - 1) * sum(sizes) <= extra <= (sets - 1) * sum(sizes) + 2 * max(sizes), (extra, sum(sizes), max(sizes))
+    assert engine.policy_step == 1
+
+
+def on_devices() -> int:
+    return sum(x.nbytes for x in jax.live_arrays() if x.sharding.memory_kind != PINNED_HOST)
 
 
 def test_weights_swapped_by_another_thread_draw_the_next_tokens(grouped):

@@ -158,6 +158,12 @@ def test_the_schema_loads_without_jax():
         ({"sampling.top_k": 5}, "sampling.top_k=5 would truncate every row"),
         ({"sampling.min_p": 0.1}, "sampling.min_p=0.1 would truncate every row"),
         ({"sampling.explore_top_p_probability": 1.0}, "sampling.explore_top_p_probability=1 would truncate every row"),
+        ({"searchers.swap_memory": "in_place", "lora.rank": 2}, "searchers.swap_memory=in_place takes up"),
+        (
+            {"evaluation.swap_memory": "in_place", "lora.rank": 2},
+            "evaluation.swap_memory=in_place takes up",
+        ),
+        ({"searchers.swap_memory": "in_place", "searchers.weights": "int8"}, "searchers.weights=int8 other than full"),
         ({"searchers.count": 0}, "searchers.count=0 needs replay.mount, whose rows are trained on"),
         ({"searchers.count": 0, "replay.mount": ("a",), "schedule.mode": "interleaved"}, "and schedule.mode=asynchronous"),
         ({"replay.mount": ("a", 3)}, "replay.mount=('a', 3) must hold folders of runs, such as '(\"runs/first\","),

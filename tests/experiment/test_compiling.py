@@ -22,7 +22,7 @@ RUN = layout.RunDir(Path("/nowhere"))
 PROGRAMS = {
     "trainer": ["init", "update", "log-prob gap", "publish", "checkpoint"],
     "searcher": [
-        *("caches", "next policy from its snapshot", "next policy as decoded with"),
+        *("caches", "next policy from its snapshot", "a parameter of the next policy"),
         *("prefill", "decode", "rotation of the rings", "scoring by the reference"),
     ],
 }
@@ -140,6 +140,27 @@ def test_one_role_may_decode_in_lanes_with_rounded_weights():
     """The data ways of a mesh are lanes on devices of their own; only the first of them is described."""
     found = fitted("searcher", devices=2, searchers__weights="int8", searchers__mesh__data=2)
     assert fit_of(found, "decode").beside["next policy"] > 0
+
+
+def test_a_policy_that_is_taken_up_in_place_needs_no_second_memory():
+    beside, in_place = (fitted("searcher", searchers__swap_memory=memory) for memory in ("beside", "in_place"))
+    weights = fit_of(beside, "decode").beside["next policy"]
+    policy = sum(x.size * 4 for x in jax.tree.leaves(compiled_arguments("searcher")))
+    # One set of weights, and one parameter more.
+    assert policy < weights < 1.5 * policy
+    assert fit_of(beside, "decode").peak - fit_of(in_place, "decode").peak == weights
+    assert "next policy" not in fit_of(in_place, "scoring by the reference").beside
+    swap, rest = fit_of(in_place, "a parameter of the next policy"), fit_of(in_place, "decode").beside
+    assert swap.arguments + swap.outputs + swap.beside["policy in use"] < 1.6 * policy
+    assert swap.beside["reference"] == rest["reference"] and "next policy from its snapshot" not in {
+        f.name for f in in_place.fits
+    }
+
+
+def compiled_arguments(role: str):
+    """The weights that a role decodes with, as shapes."""
+    experiment = composition.build(tiny_run.config())
+    return compiling.programs(experiment, RUN, role=role, devices=DEVICES[:1])["decode"].arguments[0]
 
 
 def test_a_role_that_does_not_fit_is_told_what_to_change():

@@ -14,8 +14,9 @@ def test_weights_are_counted_as_they_are_held():
     params, trained = 8_030_261_248, 41_943_040
     found = memory()
     assert found["trainer"]["weights, gradient, update, AdamW"] == 5 * 4 * params
-    # In use, loaded, and to be used.
-    assert found["searcher"]["reference"] == 4 * params and found["searcher"]["policies"] == 3 * 4 * params
+    # In use, and to be used next.
+    assert found["searcher"]["reference"] == 4 * params and found["searcher"]["policies"] == 2 * 4 * params
+    assert memory(searchers__swap_memory="in_place")["searcher"]["policies"] == 4 * params
     embedding_and_norms = 128256 * 4096 + 65 * 4096
     found = memory(searchers__weights="int8", model__compute_dtype="bfloat16")
     assert found["searcher"]["policies"] == 2 * params + 2 * ((params - embedding_and_norms) + 2 * embedding_and_norms)

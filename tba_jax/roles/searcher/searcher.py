@@ -329,6 +329,7 @@ def _sampling_settings(config: Any, contract: contract_lib.Contract, queries: Se
         prompt_length=max(len(query.prompt) for query in queries) + given_length,
         given_length=given_length,
         swap=s.swap,
+        swap_memory=s.swap_memory,
         chunk=s.decode_chunk,
         lockstep=config.schedule.mode == "interleaved",
     )

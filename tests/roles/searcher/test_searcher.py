@@ -61,6 +61,20 @@ def test_every_snapshot_is_asked_as_many_whole_batches(make):
     assert rows_of_the_stream(s, made, 4 * Q)["policy_step"].max(axis=1).tolist() == [0] * 2 * ROWS + [1] * 2 * ROWS
 
 
+def test_policies_that_are_taken_up_in_place_give_the_same_rows(make):
+    found = []
+    for memory in ("beside", "in_place"):
+        s, made = make(memory, searchers__swap_memory=memory)
+        for step in (0, 1):
+            if step:
+                publish(s, step)
+            assert made.refresh()
+            made.search()
+        found.append(rows_of_the_stream(s, made, 2 * Q))
+    assert_same_rows(found[1], found[0])
+    assert set(found[0]["policy_step"].max(axis=1)) == {0, 1}
+
+
 @pytest.mark.parametrize("before", [Q, Q + 1])
 def test_a_snapshot_in_a_batch_is_asked_as_many_besides(make, before):
     """Besides what was asked before it came; where these queries break into a batch, that one is made whole."""

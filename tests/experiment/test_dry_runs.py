@@ -1,0 +1,193 @@
+"""Dry runs without compiling: the answer for every recipe with every preset, and for machines that are not this one."""
+
+import importlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tba_jax.experiment import answer, composition, joining
+from tba_jax.models.presets import PRESETS
+from tba_jax.run import layout
+from tests.support import random_checkpoints, spelled_checkpoints, tiny_run
+from tests.support.small_recipes import RECIPES
+
+VARIANTS = {"demo_baselines": ("rloo",), "tldr_pythia": ("410m",)}
+# Lengths that a tokenizer of one id a byte needs, and that every preset has positions for.
+LENGTHS = {"task.prompt_length": 640, "task.response_length": 128, "learner.micro_batch_tokens": 0}
+
+
+def tokenizer(folder: Path) -> Path:
+    """A tokenizer of one id a byte, and no weights."""
+    random_checkpoints.byte_tokenizer(folder)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": random_checkpoints.END}
+    template = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+    return folder
+
+
+def lines(folder: Path, name: str, row: dict[str, str]) -> str:
+    path = folder / name
+    path.write_text("".join(json.dumps({key: value.format(i=i) for key, value in row.items()}) + "\n" for i in range(40)))
+    return str(path)
+
+
+def inputs(recipe: str, name: str, folder: Path) -> dict[str, Any]:
+    """The data and the models of the task that a recipe names on the hub."""
+    if name == "gsm8k":
+        rows = lines(folder, "rows.jsonl", {"question": "What is {i} + 1?", "answer": "It is one more.\n#### {i}"})
+        return {f"task.gsm8k.{split}_path": rows for split in ("train", "heldout")}
+    if name == "math":
+        row, of_split = {"problem": "What is ${i}$?"}, {"train": "solution", "heldout": "answer"}
+        return {
+            f"task.math.{split}_path": lines(folder, f"{split}.jsonl", row | {answer: "It is $\\boxed{{{i}}}$."})
+            for split, answer in of_split.items()
+        }
+    if name == "story_sentiment":
+        (folder / "stories.json").write_text(json.dumps([f"Once upon a time {i} cats sat on a mat. " * 4 for i in range(200)]))
+        return {"task.story_sentiment.data_path": str(folder / "stories.json")}
+    if recipe == "own_task":
+        rows = lines(folder, "rows.jsonl", {"opening": "Once upon a {i}", "words": "a e"})
+        return {f"task.custom.{split}_path": rows for split in ("train", "heldout")}
+    if name == "countdown":
+        return {"task.countdown.train_queries": 40, "task.countdown.heldout_queries": 8}
+    if name == "tldr":
+        rows = lines(folder, "rows.jsonl", {"query": "POST: Cat {i}\n\nTL;DR:", "summary": "Cat {i}."})
+        reward = random_checkpoints.write(folder / "reward", "pythia-410m", tokenizer(folder / "reward-model"), labels=1)
+        return {f"task.tldr.{split}_path": rows for split in ("train", "heldout")} | {"task.tldr.reward_path": str(reward)}
+    if name == "red_team":
+        models = dict(victim="qwen2", classifier="llama_untied", embedder="bert_embedding")
+        settings = {
+            f"task.red_team.{model}_path": str(spelled_checkpoints.write(folder / model, fixture, chat=model != "embedder"))
+            for model, fixture in models.items()
+        }
+        if recipe == "red_team_gpt2":
+            labels = ("neutral", "nothate", "hate")
+            classifier = random_checkpoints.write_encoder(
+                folder / "labelled", "roberta_classifier", tokenizer(folder / "labels"), labels=labels
+            )
+            settings["task.red_team.classifier_path"] = str(classifier)
+        return settings | {
+            "task.red_team.attack_prompt": "do:",
+            "task.red_team.victim_prompt_length": 32,
+            "task.red_team.victim_reply_length": 6,
+        }
+    return {}
+
+
+# One of each architecture, and the others.
+FIRST = list({shape.architecture: preset for preset, shape in PRESETS.items()}.values())
+OTHERS = [preset for preset in PRESETS if preset not in FIRST]
+
+
+@pytest.mark.parametrize("presets", [FIRST, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["one of each kind", "the others"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_is_answered_with_every_preset(recipe, presets, tmp_path, one_device):
+    """From shapes and a tokenizer: neither weights nor a config of the policy are there."""
+    get_config = importlib.import_module(f"configs.{recipe}").get_config
+    c = get_config(*VARIANTS.get(recipe, ()))
+    settings = inputs(recipe, c.task.name, tmp_path)
+    if c.model.path or c.task.name == "red_team" or recipe == "own_task":
+        settings["model.path"] = str(tokenizer(tmp_path / "model"))
+    # The models of a task are read again with each preset.
+    for preset in presets if c.task.name not in ("red_team", "tldr") else presets[:2]:
+        c = get_config(*VARIANTS.get(recipe, ()))
+        c.update_from_flattened_dict(LENGTHS | settings | {"model.preset": preset})
+        experiment = composition.build(c, weights=False, new=True)
+        said = answer.describe(experiment)
+        assert said.splitlines()[0].startswith("trainer    ") and "nan" not in said
+        assert "not checked: the programs, which --compile and --topology compile; weights of the policy" in said
+        assert experiment.policy.model.layers == PRESETS[preset].layers
+
+
+@pytest.fixture
+def gpus(tmp_path, monkeypatch):
+    """A machine with so many GPUs of 80 GB, by an nvidia-smi that prints them."""
+
+    def make(count: int, used: int = 480) -> None:
+        program = tmp_path / "nvidia-smi"
+        ids = " ".join(map(str, range(count)))
+        name = "NVIDIA H100 80GB HBM3"
+        program.write_text(f"#!/bin/sh\nfor i in {ids}; do echo $i, GPU-$i, {name}, 81559, {81559 - used}; done\n")
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+
+    return make
+
+
+def answered(**changes: Any) -> str:
+    return answer.describe(composition.build(tiny_run.config(**changes), weights=False))
+
+
+LARGE = {"searchers__count": 1, "model__compute_dtype": "bfloat16", "learner__queries": 4}
+
+
+def test_gpus_are_answered_for_without_jax(gpus, monkeypatch):
+    """Four GPUs of 80 GB: two for the trainer, one for the searcher, one for the evaluator."""
+    gpus(4)
+    monkeypatch.setattr(answer.jax, "devices", lambda *_: pytest.fail("JAX must not look for GPUs"))
+    said = answered(**LARGE, model__preset="rho-math-1b")
+    first, second, third, fourth = said.splitlines()[:4]
+    assert first.startswith("trainer    fits: about ") and "(GPUs 0, 1, " in first
+    assert second.startswith("searcher   fits: ") and third.startswith("evaluator  fits: ")
+    assert "for this machine: NVIDIA H100 80GB HBM3" in fourth
+    assert "update    at most" in said and "by the bytes/s of 1 × NVIDIA H100 80GB HBM3" in said
+
+
+@pytest.mark.parametrize(
+    "count, named",
+    [
+        (2, "; it fits no mesh of the 2 devices; the smallest that would is learner.mesh data=1 × fsdp=4 × tensor=1"),
+        (8, "; it would with learner.mesh data=2 × fsdp=2 × tensor=2"),
+    ],
+)
+def test_the_smallest_mesh_is_named(gpus, count, named):
+    """20 bytes of each of 8.03 · 10⁹ parameters, and 4 to publish: 179.5 GiB, of which a GPU takes 75.7."""
+    gpus(count)
+    said = answered(**LARGE, model__preset="llama-3.1-8b", learner__completions=3, learner__micro_batch_tokens=0)
+    first, second, *_ = said.splitlines()
+    assert first.startswith("all roles  does not fit: GPU 0 is too small for its roles: trainer ")
+    assert second.startswith("trainer    does not fit: about 179.") and named in second, second
+
+
+def test_too_few_gpus_and_gpus_that_are_filled_are_answers_too(gpus):
+    gpus(1)
+    said = answered(searchers__count=1, evaluation__enabled=False, learner__mesh__fsdp=2, learner__queries=4)
+    assert said.startswith("all roles  does not fit: learner.mesh make up 2 GPUs for trainer; there are 1")
+    gpus(4, used=81_000)
+    assert "(0.5 GiB are free)" in answered(**LARGE, model__preset="rho-math-1b").splitlines()[0]
+
+
+def test_a_machine_whose_memory_all_roles_share(monkeypatch, one_device):
+    sizes = dict(searchers__count=3, replay__capacity=1000)
+    said = answered(**sizes).splitlines()
+    assert said[3].startswith("together   fits: about ") and said[3].endswith("of 3 searchers")
+    monkeypatch.setattr(answer.machine, "memory", lambda: 300 << 10)
+    said = answered(**sizes).splitlines()
+    assert "searcher   fits: about" in said[1] and said[3].startswith("together   does not fit: about")
+    assert "the peaks of cpu are not known" in "\n".join(said)
+
+
+def test_nothing_is_fetched_from_the_hub(tmp_path, monkeypatch):
+    """Of a hub id, config and tokenizer are fetched; weights that nobody fetched are named."""
+    asked: list[list[str]] = []
+    folder = tokenizer(tmp_path / "snapshot")
+    model = random_checkpoints.write(tmp_path / "model", "gpt2", folder)
+    (folder / "config.json").write_bytes((model / "config.json").read_bytes())
+
+    def download(name: str, *, allow_patterns: list[str], local_files_only: bool) -> str:
+        asked.append(allow_patterns)
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: None)
+    c = tiny_run.config(model__path="somebody/something", task__prompt_length=64)
+    experiment = composition.build(c, weights=False, new=True)
+    settings = dict(name="", label="", allow_change=(), arguments=())
+    joining.check_dry_run(joining.Invocation(experiment=experiment, run=layout.RunDir(tmp_path / "run"), **settings))
+    assert "weights of model.path=somebody/something, which are not on this machine" in answer.describe(experiment)
+    assert asked and not any("safetensors" in pattern for patterns in asked for pattern in patterns)
