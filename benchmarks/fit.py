@@ -210,8 +210,9 @@ def fit(row: Row, folder: Path) -> Found:
     for role, (each, _) in found.items():
         uses = task_models.uses(experiment.task, role=role) if role != "trainer" else ()
         gib[role] = (each.worst.peak + sum(task_models.memory(use, length=length) for use in uses)) / _GIB
-        devices = len(topologies.devices(row.topologies[compiling.ROLES.index(role)]))
-        sizes = zip(("data", "fsdp", "tensor"), meshes.shape(experiment, role=role, devices=devices), strict=True)
+        devices = topologies.devices(row.topologies[compiling.ROLES.index(role)])
+        meshed = compiling.of_trainer(experiment, devices) if role == "trainer" else experiment
+        sizes = zip(("data", "fsdp", "tensor"), meshes.shape(meshed, role=role, devices=len(devices)), strict=True)
         mesh[role] = " ".join(f"{axis}={size}" for axis, size in sizes if size > 1) or "1 device"
     limits = [each.limit for each, _ in found.values() if each.limit]
     c = experiment.config

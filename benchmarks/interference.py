@@ -145,6 +145,7 @@ def demo_config() -> Any:
     c.learner.steps = 1_000_000
     c.learner.logprob_gap_every_steps = 0
     c.checkpoint.every_steps = 1_000_000
+    c.learner.mesh.fsdp = 1
     c.evaluation.every_steps = 1_000_000
     return c
 

@@ -103,6 +103,7 @@ def train(workdir: Path, *, steps: int, disturbance: str, sampling: dict[str, An
     c = demo.get_config()
     c.learner.steps = steps
     c.schedule.mode = "interleaved"
+    c.learner.mesh.fsdp = 1
     c.evaluation.every_steps = steps
     c.update_from_flattened_dict(sampling)
     s = warm_start.settings(workdir, c)

@@ -7,7 +7,7 @@
 # Give them the flags of the run: what defines its rows is compared with the run's config.json, and a difference is refused.
 #
 #   CPUS=4-7,12     cores they may use, dealt out in turn; default: all, shared by all of them (Linux only)
-#   GPUS=1,2        CUDA devices, dealt out in turn; default: the machine's, each searcher on all of them
+#   GPUS=1,2        CUDA devices, dealt out in turn; default: those of CUDA_VISIBLE_DEVICES, or all of the machine
 #   GPU_MEMORY=0.4  share of a GPU's memory that each takes; default: 0.9 over the searchers of a GPU
 #   PYTHON=python   default: .venv/bin/python
 set -euo pipefail
@@ -27,6 +27,10 @@ export GLIBC_TUNABLES=${GLIBC_TUNABLES-glibc.malloc.hugetlb=1}
 
 cores=()
 for part in $(tr ',' ' ' <<<"${CPUS:-}"); do read -r -a more <<<"$(seq -s ' ' "${part%-*}" "${part#*-}")"; cores+=("${more[@]}"); done
+case ${JAX_PLATFORMS:-} in
+  cpu* | tpu*) ;;
+  *) : "${GPUS=${CUDA_VISIBLE_DEVICES-$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | paste -sd, || true)}}" ;;
+esac
 IFS=, read -r -a gpus <<<"${GPUS:-}"
 
 mkdir -p "$workdir/logs"
@@ -45,14 +49,16 @@ for ((i = 0; i < count; i++)); do
   place+=(env)
   if [[ ${#gpus[@]} -gt 0 ]]; then
     sharing=$(((count + ${#gpus[@]} - 1) / ${#gpus[@]}))
-    place+=("CUDA_VISIBLE_DEVICES=${gpus[i % ${#gpus[@]}]}" "XLA_PYTHON_CLIENT_MEM_FRACTION=${GPU_MEMORY:-$(printf '0.%02d' $((90 / sharing)))}")
+    own=${gpus[i % ${#gpus[@]}]}
+    for ((g = i + count; g < ${#gpus[@]}; g += count)); do own+=,${gpus[g]}; done
+    place+=("CUDA_VISIBLE_DEVICES=$own" "XLA_PYTHON_CLIENT_MEM_FRACTION=${GPU_MEMORY:-$(printf '0.%02d' $((90 / sharing)))}")
   elif [[ -n ${GPU_MEMORY:-} ]]; then
     place+=("XLA_PYTHON_CLIENT_MEM_FRACTION=$GPU_MEMORY")
   fi
   logs+=("$workdir/logs/searcher-$(hostname)-$$-$i.log")
   WORKDIR=$workdir "${place[@]}" "$root/launch/again.sh" "$python" -m tba_jax.main "$@" --role=searcher </dev/null >>"${logs[i]}" 2>&1 &
   pids+=($!)
-  echo "searcher ${pids[i]}${mine:+ on cores $mine}${gpus[*]:+ on GPU ${gpus[i % ${#gpus[@]}]}}, log ${logs[i]}"
+  echo "searcher ${pids[i]}${mine:+ on cores $mine}${own:+ on GPU $own}, log ${logs[i]}"
 done
 
 failed=0

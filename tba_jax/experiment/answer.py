@@ -33,6 +33,8 @@ class Devices:
 def describe(experiment: Experiment) -> str:
     """The answer of a dry run that compiles nothing: an estimate for this machine, bounds, and what was not checked."""
     there, refused = _here(experiment)
+    if trains := there.get("trainer"):
+        experiment = meshes.by_need(experiment, devices=trains.count, memory=None if trains.on_host else trains.limit)
     memory = estimate.memory(experiment, {role: devices.count for role, devices in there.items()})
     lines = [f"{role:9}  {_verdict(experiment, role, devices, memory)}" for role, devices in there.items()]
     lines += [f"{role:9}  does not fit: {sentence}" for role, sentence in refused.items()]

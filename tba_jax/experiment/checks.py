@@ -58,7 +58,7 @@ def gather(config: Any, found: Mistakes, *, weights: bool = True, new: bool = Fa
     together = Mistakes()
     _check_together(config, together.require, weights=weights)
     mesh = config.learner.mesh
-    together.attempt(meshes.micro_batch_rows, config, ways=max(mesh.data, 1) * mesh.fsdp)
+    together.attempt(meshes.micro_batch_rows, config, ways=max(mesh.data, 1) * max(mesh.fsdp, 1))
     if new:
         _check_all_are_read(config, together.require)
     found.add(together.without(tuple(wrong)))
@@ -79,8 +79,9 @@ def _refused_by_themselves(config: Any) -> dict[str, str]:
             found[name] = f"{name}={values} must hold {what}, not {wrong[0]!r}"
     for section in ("learner", "searchers", "evaluation"):
         for axis, size in config[section].mesh.items():
-            if size < 1 and (axis, size) != ("data", -1):
-                also = ", or -1 for all devices that are left" if axis == "data" else ""
+            other = {"data": -1, "fsdp": 0 if section == "learner" else 1}.get(axis, 1)
+            if size < 1 and size != other:
+                also = {-1: ", or -1 for all devices that are left", 0: ", or 0 for as many as the state needs"}.get(other, "")
                 found[f"{section}.mesh.{axis}"] = f"{section}.mesh.{axis}={size} must be at least 1{also}"
     return found
 

@@ -5,6 +5,8 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from tba_jax.experiment import answer, composition, estimate, meshes, placing, smallest_mesh, topologies
 from tba_jax.experiment.fitting import UNITS, Fit, Measure, device_memory, in_words, unit_of
 from tba_jax.experiment.joining import Invocation, check_dry_run
@@ -45,6 +47,12 @@ class RoleFit:
         return self.worst.peak * max(self.on_host, 1)
 
 
+def of_trainer(experiment: composition.Experiment, devices: Sequence[Any]) -> composition.Experiment:
+    """The experiment with the mesh of a trainer on these devices, see meshes.by_need."""
+    made: composition.Experiment = meshes.by_need(experiment, devices=len(devices), memory=device_memory(devices[0]))
+    return made
+
+
 def programs(
     experiment: composition.Experiment, run: layout.RunDir, *, role: str, devices: Sequence[Any] | None = None
 ) -> dict[str, Program]:
@@ -55,7 +63,8 @@ def programs(
 
     e = experiment
     if role == "trainer":
-        return trainer.programs(e.config, e.contract, e.policy, run, devices=devices)
+        config = of_trainer(e, jax.devices() if devices is None else devices).config
+        return trainer.programs(config, e.contract, e.policy, run, devices=devices)
     room: dict[str, Any] = dict(policy=e.policy, tokenizer=e.tokenizer, devices=devices)
     if role == "searcher":
         return searcher.programs(e.config, e.contract, queries=e.queries["train"], **room)
@@ -81,6 +90,7 @@ def fit(
       measure: of earlier calls with these devices, whose programs need not be compiled again.
       only: the program of this name is compiled alone, if the role has it; "": all are.
     """
+    experiment = of_trainer(experiment, devices) if role == "trainer" else experiment
     config = experiment.config[meshes.SECTIONS[role]]
     own = config.task_devices if role != "trainer" else 0
     sizes = dict(zip(("data", "fsdp", "tensor"), meshes.shape(experiment, role=role, devices=len(devices)), strict=True))

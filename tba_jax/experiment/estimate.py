@@ -85,7 +85,7 @@ def need(experiment: Experiment, kind: str, *, devices: int, limit: int | None) 
       ValueError: the mesh of the role does not fit so many devices.
     """
     meshes.check(experiment, role=kind, devices=devices)
-    found = memory(experiment, {kind: devices})
+    found = memory(meshes.by_need(experiment, devices=devices, memory=limit), {kind: devices})
     return max(on_device(parts) for role, parts in found.items() if role.split(",")[0] == kind)
 
 
@@ -141,7 +141,8 @@ class _Memory:
         return {
             "weights, gradient, update, AdamW": 5 * 4 * self._trained // parts,
             "frozen weights": self._compute * self._params // parts if self._adapters else 0,
-            "copy to publish": jnp.dtype(self._config.publish.dtype).itemsize * self._trained // parts,
+            # One snapshot is being written while the next one waits.
+            "snapshots to be written": 2 * jnp.dtype(self._config.publish.dtype).itemsize * self._trained // parts,
             # An offloaded one is on the device only while it is used.
             "moving reference": of_reference if held and not offloaded else 0,
             "moving reference (host)": of_reference if offloaded else 0,

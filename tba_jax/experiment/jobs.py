@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tba_jax import sharding
-from tba_jax.experiment import answer, composition, estimate, initial_policy, meshes, placing, schedule_changes
+from tba_jax.experiment import answer, compiling, composition, estimate, initial_policy, meshes, placing, schedule_changes
 from tba_jax.experiment.joining import Invocation, check_dry_run, join, mistakes_end_the_role, with_schedule_of_run
 from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.models import hardware
@@ -47,8 +47,9 @@ def _on_devices(s: Invocation, *roles: str, name: str = "") -> Invocation:
     """
     devices = gpus.jax_devices()
     experiment = s.experiment.on_device(devices[0])
+    meshed = compiling.of_trainer(s.experiment, devices) if "trainer" in roles else s.experiment
     for role in roles:
-        sizes = zip(sharding.MESH_AXES, meshes.shape(experiment, role=role, devices=len(devices)), strict=True)
+        sizes = zip(sharding.MESH_AXES, meshes.shape(meshed, role=role, devices=len(devices)), strict=True)
         mesh = " × ".join(f"{axis}={size}" for axis, size in sizes)
         compute = experiment.policy.model.compute_dtype
         log.info(
@@ -87,7 +88,7 @@ def _make_reference(s: Invocation) -> None:
         log.info("warm start: step %d, loss %.3f", step, loss)
         writer.write(step, {"loss": loss})
 
-    initial_policy.ensure(s.experiment, s.run, report=record)
+    initial_policy.ensure(compiling.of_trainer(s.experiment, gpus.jax_devices()), s.run, report=record)
     writer.close()
 
 
@@ -130,7 +131,7 @@ def _begin_trainer(s: Invocation, *, publish_every_steps: int, until: int | None
     try:
         _make_reference(s)
         trainer = Trainer(
-            s.config,
+            compiling.of_trainer(s.experiment, gpus.jax_devices()).config,
             s.experiment.contract,
             s.run,
             policy=s.experiment.policy,

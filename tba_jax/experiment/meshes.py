@@ -1,7 +1,10 @@
 """The mesh of a role against the devices that it has: what the mesh must make up and divide."""
 
+import dataclasses
 import math
 from typing import Any, Protocol
+
+import jax.numpy as jnp
 
 from tba_jax import sharding
 from tba_jax.decoding import sizes
@@ -12,6 +15,10 @@ from tba_jax.models.policy import Policy
 
 # Role -> the section of the config that has its mesh.
 SECTIONS = {"trainer": "learner", "searcher": "searchers", "evaluator": "evaluation"}
+# The share of a device's memory up to which learner.mesh.fsdp=0 keeps the trainer's state whole.
+_LARGEST_WHOLE_STATE = 1 / 3
+# Bytes of a trained parameter on the devices: weight, gradient, update and two moments, in float32.
+_STATE_BYTES = 5 * 4
 
 
 class HasPolicy(Protocol):
@@ -69,12 +76,47 @@ def shape(experiment: HasPolicy, *, role: str, devices: int | None) -> tuple[int
     """The sizes (data, fsdp, tensor) of the mesh of a role. Args, Raises: as `check`."""
     section = SECTIONS[role]
     own = experiment.config[section].task_devices if role != "trainer" else 0
-    mesh = tuple(experiment.config[section].mesh.values())
+    settings = experiment.config[section].mesh
+    mesh = (settings.data, settings.fsdp or 1, settings.tensor)  # for fsdp=0 see `by_need`
     if devices is None:
         devices = own + math.prod(max(size, 1) for size in mesh)
     if own >= devices:
         raise ValueError(f"{section}.task_devices={own} leaves the policy none of the {devices} devices of this role")
     return sharding.mesh_shape(mesh, devices - own, setting=f"{section}.mesh")
+
+
+def by_need(experiment: Any, *, devices: int, memory: int | None) -> Any:
+    """The experiment with what learner.mesh.fsdp=0 means for a trainer of so many devices.
+
+    It means 1 where the trainer's state takes at most a third of a device's memory, or learner.mesh.data is set; otherwise all
+    devices beside the tensor axis, or the most of them that divide the parameters.
+
+    Args: memory: bytes of each device, None: not known, as on a CPU; then the state is whole.
+    """
+    mesh = experiment.config.learner.mesh
+    if mesh.fsdp:
+        return experiment
+    config = experiment.config.copy_and_resolve_references()
+    config.learner.mesh.fsdp = 1
+    if memory is not None and mesh.data == -1 and _state_bytes(experiment.policy) / mesh.tensor > memory * _LARGEST_WHOLE_STATE:
+        ways = devices // mesh.tensor
+        sizes = [size for size in range(1, ways + 1) if ways % size == 0]
+        config.learner.mesh.fsdp = max(size for size in sizes if _divides(size, mesh.tensor, experiment.policy))
+    return dataclasses.replace(experiment, config=config)
+
+
+def _state_bytes(policy: Policy) -> int:
+    """Of what a trainer holds all the time, the whole of it."""
+    frozen = jnp.dtype(policy.model.compute_dtype).itemsize * parameters.count(policy.model_specs) if policy.lora else 0
+    return _STATE_BYTES * parameters.count(policy.trained_specs) + frozen
+
+
+def _divides(fsdp: int, tensor: int, policy: Policy) -> bool:
+    try:
+        parameters.check_divides({"data": 1, "fsdp": fsdp, "tensor": tensor}, policy.model_specs)
+    except ValueError:
+        return fsdp == 1
+    return True
 
 
 def micro_batch_rows(config: Any, *, ways: int) -> int:

@@ -29,7 +29,7 @@ class Need(Protocol):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Role:
     """What a role asks of GPUs. section: of the config. fewest: GPUs that its mesh and its task_devices make up at least.
-    fraction: of a GPU's memory, 0: by need. need: as Need, of this role."""
+    fraction: of the memory of a GPU that it shares, 0: by need. need: as Need, of this role."""
 
     name: str
     section: str
@@ -159,7 +159,7 @@ class _Layout:
     def _strain(self, gpu: Gpu) -> float:
         roles = self._on(gpu)
         fractions = sum(role.fraction for role in roles)
-        if len(roles) == 1 and fractions:  # a role that is alone may have any fraction
+        if len(roles) == 1 and fractions:  # somebody has thought of this role's memory, and it has all of the GPU
             return 0.0
         needs = sum(self._need(role) for role in roles if not role.fraction)
         return (fractions + (needs / gpu.memory if gpu.memory else 0.0)) / max(gpu.usable_share(len(roles)), 1e-9)
@@ -194,17 +194,20 @@ class _Layout:
             gpus_reason = "its own"
         smallest = min((gpu.memory for gpu in mine if gpu.memory), default=None)
         there = f"of {smallest / _GIB:.1f} GiB" if smallest else "GiB, the driver does not say of how many"
-        reason = f"{role.section}.memory_fraction" if role.fraction else f"needs {self._need(role) / _GIB:.2f} {there}"
+        reason = (
+            f"{role.section}.memory_fraction"
+            if role.fraction and len(sharing) > 1
+            else f"needs {self._need(role) / _GIB:.2f} {there}"
+        )
         return Share(gpus=mine, memory_fraction=self._fraction(role), gpus_reason=gpus_reason, memory_reason=reason)
 
     def _fraction(self, role: Role) -> float:
-        """What roles with a fraction of their own leave, in proportion to the needs; rounded down."""
-        if role.fraction:
-            return role.fraction
+        """Its own fraction, or what such roles leave, in proportion to the needs; rounded down. A role that is alone has all."""
         shares = []
         for gpu in self._gpus[role]:
             roles = self._on(gpu)
-            left = gpu.usable_share(len(roles)) - sum(other.fraction for other in roles)
-            needs = sum(self._need(other) for other in roles if not other.fraction)
-            shares.append(left * self._need(role) / max(needs, 1))
+            kept = {other: other.fraction for other in roles if other.fraction and len(roles) > 1}
+            left = gpu.usable_share(len(roles)) - sum(kept.values())
+            needs = sum(self._need(other) for other in roles if other not in kept)
+            shares.append(kept.get(role) or left * self._need(role) / max(needs, 1))
         return math.floor(min(shares) * 1000) / 1000

@@ -1,12 +1,16 @@
 """Meshes of roles against devices, rows and slots."""
 
 import re
+import shutil
 
+import jax
+import numpy as np
 import pytest
 
 from configs import base
-from tba_jax.experiment import composition, meshes
-from tests.support import tiny_run
+from tba_jax.experiment import compiling, composition, jobs, meshes
+from tba_jax.run import layout, snapshots
+from tests.support import frozen_runs, tiny_run
 
 
 @pytest.mark.parametrize(
@@ -60,3 +64,53 @@ def test_meshes_that_do_not_fit_the_devices_are_refused(role, overrides, devices
     with pytest.raises(ValueError, match=re.escape(sentence)):
         meshes.check(composition.build(tiny_run.config_with(overrides)), role=role, devices=devices)
     meshes.check(composition.build(base.get_config()), role=role, devices=4)
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    "devices, memory, overrides, expected",
+    [
+        (8, None, {}, (8, 1, 1)),  # as on CPUs
+        (8, 450 * GIB, {}, (8, 1, 1)),  # 8.03e9 parameters of 20 bytes are 149.6 GiB
+        (8, 448 * GIB, {}, (1, 8, 1)),
+        (4, 80 * GIB, {}, (1, 4, 1)),
+        (6, 80 * GIB, {}, (3, 2, 1)),  # 4096 is no multiple of 3 or 6
+        (5, 80 * GIB, {}, (5, 1, 1)),
+        (1, 80 * GIB, {}, (1, 1, 1)),
+        (8, 80 * GIB, {"learner.mesh.tensor": 2}, (1, 4, 2)),
+        (8, 226 * GIB, {"learner.mesh.tensor": 2}, (4, 1, 2)),
+        (8, 80 * GIB, {"learner.mesh.fsdp": 2}, (4, 2, 1)),
+        (8, 80 * GIB, {"learner.mesh.data": 8, "learner.queries": 8}, (8, 1, 1)),
+        # Adapters of 41,943,040 parameters beside the model in bfloat16: 15.7 GiB.
+        (4, 48 * GIB, {"lora.rank": 16, "model.compute_dtype": "bfloat16"}, (4, 1, 1)),
+        (4, 47 * GIB, {"lora.rank": 16, "model.compute_dtype": "bfloat16"}, (1, 4, 1)),
+    ],
+)
+def test_a_trainers_state_is_split_where_it_is_large_for_a_device(devices, memory, overrides, expected):
+    experiment = composition.build(tiny_run.config_with({"model.preset": "llama-3.1-8b", **overrides}))
+    split = meshes.by_need(experiment, devices=devices, memory=memory)
+    assert meshes.shape(split, role="trainer", devices=devices) == expected
+    assert experiment.config.learner.mesh.fsdp == overrides.get("learner.mesh.fsdp", 0)
+
+
+def test_a_run_resumes_on_the_mesh_that_its_devices_need(tmp_path, monkeypatch):
+    """Steps of a state that is whole are done again with a state that is split, with equal weights."""
+    four = jax.devices()[:4]
+    monkeypatch.setattr(jax, "devices", lambda *_: four)
+    changes = dict(learner__steps=4, learner__queries=4, evaluation__enabled=False, task__missing_eos_reward=-1.0)
+    assert frozen_runs.run(tmp_path, **changes) == 0
+    run = layout.RunDir(tmp_path)
+    shutil.rmtree(run.checkpoints)
+    monkeypatch.setattr(compiling, "device_memory", lambda device: 1000)
+    s = tiny_run.settings(tmp_path, tiny_run.config(schedule__mode="interleaved", replay__recent_probability=1.0, **changes))
+    trainer, lease = jobs.make_trainer(s, publish_every_steps=1)
+    assert dict(trainer.program.mesh.shape) == {"data": 1, "fsdp": 4, "tensor": 1} and trainer.step_number == 4
+    policy = s.experiment.policy
+    shardings = policy.trained_shardings(trainer.program.mesh)
+    first, last = (snapshots.load_step(run.policies, step, policy.trained_specs, shardings) for step in (0, 4))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), trainer.program.policy_params, last)
+    assert any(np.abs(x - y).max() > 1e-3 for x, y in zip(jax.tree.leaves(first), jax.tree.leaves(last), strict=True))
+    trainer.close()
+    lease.release()

@@ -73,8 +73,9 @@ def test_a_fraction_of_the_config_is_kept_and_the_others_share_the_rest():
     fractions = {"learner__memory_fraction": 0.5, "searchers__memory_fraction": 0.46}
     with pytest.raises(ValueError, match=re.escape(sentence)):
         placed(gpus(1, memory=None), of(), **fractions, searchers__count=1, evaluation__enabled=False)
-    # Alone on its GPU a role may have any fraction.
-    assert placed(gpus(4), of(trainer=100), learner__memory_fraction=1.0)["trainer"] == ("0", 1.0)
+    # A role that is alone on its GPU has all of it, and whoever sets a fraction knows better what the role needs.
+    for fraction in (0.3, 1.0):
+        assert placed(gpus(4), of(trainer=100), learner__memory_fraction=fraction)["trainer"] == ("0", 0.95)
 
 
 def test_roles_that_need_more_than_there_is_are_refused_with_the_numbers():
