@@ -3,7 +3,7 @@
 python -m benchmarks.fit [--only=WORDS] [--write]
 
 It needs the extra `tpu` and no TPU. `--only=gsm8k` compiles the rows in whose recipe or hardware these words stand. Each row is
-printed as soon as it is compiled, and `--write` puts it into docs/fit.md in place of the same row there. All rows take about two
+printed as soon as it is compiled, and `--write` puts it into docs/fit.md in place of the same row there. All rows take
 hours on four cores. Programs and memory are those of a dry run (tba_jax/experiment/compiling.py). Weights are not read: a row
 names the preset that has the policy's shape. Tokenizer and data are those of configs/small_data, but every prompt is as long as
 the recipe allows.
