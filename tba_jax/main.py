@@ -101,12 +101,17 @@ def run(given: command_line.Given) -> int | command_line.Job:
 
 def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir") -> command_line.Job:
     from tba_jax.experiment import compiling, composition, jobs, mistakes, other_runs
+    from tba_jax.roles import gpus
     from tba_jax.run import places
 
     if given.role == "searcher":
         _split_cpu(config.searchers.cpu_devices)
     _hold_compilation_cache(folder)
     found = mistakes.Mistakes()
+    # The supervisor has looked at the GPUs of its children, and a child that it starts again may find memory of the last one.
+    in_one_process = given.role != "all" or config.schedule.mode == "interleaved"
+    if in_one_process and not given.dry_run and not processes.expected_run():
+        found.attempt(gpus.check_free)
     init_from = found.attempt(other_runs.parse_init_from, given.init_from)
     asked = found.attempt(_topologies, given)
     known = _known_reward_models(folder, given.role)

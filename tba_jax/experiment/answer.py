@@ -14,9 +14,6 @@ from tba_jax.roles import gpus, placement
 from tba_jax.run import machine
 from tba_jax.run.device_peaks import PEAKS
 
-# The share of a GPU that JAX takes where nobody says another one.
-_DEFAULT_FRACTION = 0.75
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Devices:
@@ -92,8 +89,8 @@ def _too_large(experiment: Experiment, role: str, *, devices: int, limit: int) -
 
 
 def _in_one_process(roles: Sequence[str], visible: Sequence[gpus.Gpu]) -> dict[str, Devices]:
-    limit = min((int(gpu.memory * _DEFAULT_FRACTION) for gpu in visible if gpu.memory), default=None)
-    where = f"all GPUs, {_DEFAULT_FRACTION:.0%} of the memory, which the roles share"
+    limit = min((int(gpu.memory * gpus.DEFAULT_SHARE) for gpu in visible if gpu.memory), default=None)
+    where = f"all GPUs, {gpus.DEFAULT_SHARE:.0%} of the memory, which the roles share"
     return {role: Devices(count=len(visible), kind=visible[0].kind, limit=limit, where=where) for role in roles}
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 # The share of a GPU's memory that JAX may take for all roles on it together.
 _LARGEST_SHARE = 0.95
+# The share that JAX takes of a GPU for one process where nobody asks for another one.
+DEFAULT_SHARE = 0.75
 # What a process holds of a GPU beside JAX' memory, about: its CUDA context, and buffers of NCCL and other libraries.
 _CONTEXT_BYTES = 3 << 28
 
@@ -63,6 +65,26 @@ def _listed_by_driver() -> list[tuple[str, Gpu]]:
         for row in rows
         if len(row) == 5 and row[0].isdecimal()
     ]
+
+
+def check_free() -> None:
+    """Raises ValueError where others hold so much of this process' GPUs that JAX' share is not free; names GPU, free and wanted.
+
+    To be called before JAX has looked for devices, when it takes its share. Where JAX takes memory as it needs it, all is well.
+    """
+    asked = os.environ.get("XLA_CLIENT_MEM_FRACTION") or os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
+    share = float(asked or DEFAULT_SHARE)
+    if os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "true").lower() in ("false", "0"):
+        return
+    for gpu in visible():
+        if gpu.memory is None or gpu.free is None or gpu.free >= gpu.memory * share:
+            continue
+        free, wanted, there = (size / (1 << 30) for size in (gpu.free, gpu.memory * share, gpu.memory))
+        raise ValueError(
+            f"GPU {gpu.name} has {free:.1f} GiB free, and this role takes {wanted:.1f} GiB, {share:.0%} of its {there:.1f}: "
+            "another process holds the rest; end that process, name another GPU by CUDA_VISIBLE_DEVICES, or set a lower "
+            "XLA_PYTHON_CLIENT_MEM_FRACTION"
+        )
 
 
 def jax_devices() -> list[Any]:

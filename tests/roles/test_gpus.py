@@ -96,3 +96,19 @@ def test_a_dry_run_says_who_gets_which_gpu(driver, tmp_path):
     lines = done.stdout.splitlines()[-4:]
     assert [line.split()[0] for line in lines] == ["trainer", "searcher-0", "searcher-1", "evaluator"]
     assert "GPUs 0 (" in lines[0] and all("GPUs 1 (shared with" in line for line in lines[1:]), done.stdout
+
+
+def test_a_gpu_that_another_process_has_filled_is_refused(driver, tmp_path, monkeypatch):
+    """The driver names 79.2 of 79.6 GiB of the first GPU as free, and nothing of the second."""
+    gpus.check_free()
+    script = tmp_path / "bin" / "nvidia-smi"
+    script.write_text(script.read_text().replace("81079", "1024"))
+    with pytest.raises(ValueError, match=r"GPU 0 has 1\.0 GiB free, and this role takes 59\.7 GiB, 75% of its 79\.6: another"):
+        gpus.check_free()
+    done = tiny_run.call(tiny_run.command(tmp_path / "run", "--role=trainer"))
+    assert done.returncode == 2 and "GPU 0 has 1.0 GiB free" in done.stderr and not (tmp_path / "run").exists()
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.01")
+    gpus.check_free()
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    gpus.check_free()
