@@ -116,6 +116,7 @@ def _seconds(what: Callable[[int], Any], rep: int) -> float:
 
 
 def publish(folder: Path) -> None:
+    folder.mkdir()
     policy = Policy(model=PRESETS[_PRESET.value])
     params = jax.jit(policy.base.init)(jax.random.key(0))
     count = parameters.count(policy.model_specs)
