@@ -141,7 +141,9 @@ class Search:
                 return None
             found = self._try(best, best.low)
             if self._fits(found):
-                return self._planned(best, found)
+                planned = self._planned(best, found)
+                log.info("%s: found %s", self._role, " ".join(f"{name}={value}" for name, value in planned.settings.items()))
+                return planned
             self._decides = found.worst.name
             for candidate in self._candidates:  # what is known is of another program
                 candidate.low, candidate.peaks = -1, {}
@@ -247,7 +249,8 @@ class Search:
         return found.worst.peak <= self._place.limit
 
     def _time_is_over(self) -> bool:
-        return time.monotonic() > self._until
+        """Not before something was tried."""
+        return time.monotonic() > self._until and any(candidate.peaks for candidate in self._candidates)
 
 
 def meshes_of(experiment: Experiment, role: str, devices: int) -> list[Settings]:

@@ -97,8 +97,13 @@ def test_nothing_fits_and_the_smallest_place_that_would(experiment):
         find(place(1 << 10))
     with pytest.raises(planning.NothingFits, match=r"no mesh of 3 CPUs suits the trainer: .* 3"):
         find(place(ENOUGH, 3))
-    with pytest.raises(ValueError, match=r"in time.*--seconds"):
-        find(place(ENOUGH), until=time.monotonic() - 1)
+    with pytest.raises(ValueError, match=r"in time.*the least that was tried takes.*--seconds"):
+        find(place(1 << 10), until=time.monotonic() - 1)
+
+
+def test_without_time_one_candidate_is_tried(experiment):
+    found = planning.find(experiment, RUN, role="trainer", place=place(ENOUGH, 2), until=time.monotonic() - 1)
+    assert found.fit.worst.peak <= ENOUGH and found.binds.startswith(("nothing", "the time of the search"))
 
 
 def test_the_smallest_place_is_the_first_that_fits(experiment):
