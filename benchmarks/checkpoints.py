@@ -1,6 +1,6 @@
 """What checkpoints and snapshots cost a trainer: seconds of its steps, the time that a save blocks, and the bytes that leave.
 
-python -m benchmarks.checkpoints [--only=steps,blocked,publish] [--reps=9] [--steps=40] [--megabytes=64,512] [--preset=gpt2]
+python -m benchmarks.checkpoints [--parts=steps,blocked,publish] [--reps=9] [--steps=40] [--megabytes=64,512] [--preset=gpt2]
 
 `steps`: the demo's update, with a checkpoint every 2 and every 20 steps and without any, in blocks of --steps that take turns.
 What a block has begun to write ends before the next block, outside of its time. `blocked`: how long `Checkpoints.save` keeps
@@ -29,7 +29,7 @@ from tba_jax.models.presets import PRESETS
 from tba_jax.run import snapshots
 from tba_jax.run.checkpoints import Checkpoints
 
-_ONLY = flags.DEFINE_list("only", ["steps", "blocked", "publish"], "Which parts to measure.")
+_PARTS = flags.DEFINE_list("parts", ["steps", "blocked", "publish"], "Which parts to measure.")
 _REPS = flags.DEFINE_integer("reps", 9, "Of each part.", lower_bound=1)
 _STEPS = flags.DEFINE_integer("steps", 40, "Updates of a block.", lower_bound=1)
 _MEGABYTES = flags.DEFINE_list("megabytes", ["64", "512"], "Sizes of the state, for `blocked`.")
@@ -149,11 +149,11 @@ def main(argv: Sequence[str]) -> None:
     del argv
     logging.set_verbosity(logging.WARNING)
     with tempfile.TemporaryDirectory() as folder:
-        if "steps" in _ONLY.value:
+        if "steps" in _PARTS.value:
             steps(Path(folder) / "steps")
-        for size in map(int, _MEGABYTES.value) if "blocked" in _ONLY.value else ():
+        for size in map(int, _MEGABYTES.value) if "blocked" in _PARTS.value else ():
             blocked(Path(folder) / str(size), size)
-        if "publish" in _ONLY.value:
+        if "publish" in _PARTS.value:
             publish(Path(folder) / "publish")
 
 

@@ -1,7 +1,7 @@
 """What the programs of a searcher's decoder need on TPUs, compiled without a TPU: caches, temporaries, and copies of the caches.
 
 python -m benchmarks.decode_memory [--recipe=math_qwen2_5_7b] [--recipe=…] [--topologies=v5e:2x2,v5p:2x2x1,v6e:2x2]
-  [--only=prefill,decode,rotate,swap] [--window=0] [--untiled] [--layers=0] [--text=DIR]
+  [--programs=prefill,decode,rotate,swap] [--window=0] [--untiled] [--layers=0] [--text=DIR]
 
 Needs the extra `tpu`: libtpu holds the compiler, and names of topologies are its own. The programs are those of a lane
 (decoding/lane.py), compiled from shapes on one host of four chips: `tensor` chips make a lane, and the slots are divided over the
@@ -69,12 +69,12 @@ RECIPES = {
     "gsm8k_qwen2_5_1_5b": Recipe(preset="qwen2.5-1.5b", slots=384, samples=16, prompt=512, response=512),
     "math_qwen2_5_7b": Recipe(preset="qwen2.5-7b", slots=96, samples=16, prompt=1024, response=3072, tensor=4),
 }
-# The programs of Lane.programs by the names of --only.
+# The programs of Lane.programs by the names of --programs.
 PROGRAMS = {"prefill": "prefill", "decode": "decode", "rotate": "rotation of the rings", "swap": "weights as decoded with"}
 
 _RECIPES = flags.DEFINE_multi_enum("recipe", list(RECIPES), list(RECIPES), "May be given more than once.")
 _TOPOLOGIES = flags.DEFINE_list("topologies", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"], "Hosts of four chips, by libtpu's names.")
-_ONLY = flags.DEFINE_list("only", ["prefill", "decode", "swap"], "Programs to compile.")
+_PROGRAMS = flags.DEFINE_list("programs", ["prefill", "decode", "swap"], "Programs to compile.")
 _WINDOW = flags.DEFINE_integer("window", 0, "Entries of the own caches that `decode` and `rotate` take; 0: all.", lower_bound=0)
 _UNTILED = flags.DEFINE_bool("untiled", False, "The forms of other devices than TPUs.")
 _LAYERS = flags.DEFINE_integer("layers", 0, "Fewer layers than the preset's; 0: all.", lower_bound=0)
@@ -139,7 +139,7 @@ def topology_mesh(topology: str, tensor: int) -> Mesh:
 
 
 def programs(config: SlotsConfig, mesh: Mesh, arrivals: int) -> dict[str, Program]:
-    """The programs of a lane by their names in --only. Nothing is allocated or compiled."""
+    """The programs of a lane by their names in --programs. Nothing is allocated or compiled."""
     options: dict[str, Any] = dict(stop_strings=None, drains=False, pad_id=0, lock=threading.Lock(), lockstep=False)
     made = Lane(config, mesh, arrivals=arrivals, **options).programs(policy_shapes(config.model, mesh))
     return {name: made[told] for name, told in PROGRAMS.items()}
@@ -229,7 +229,7 @@ def main(argv: Sequence[str]) -> None:
         config, arrivals = lane_config(recipe, tiled=not _UNTILED.value, layers=_LAYERS.value)
         mesh = topology_mesh(topology, recipe.tensor)
         made = programs(config, mesh, arrivals)
-        for program in _ONLY.value:
+        for program in _PROGRAMS.value:
             begin = time.perf_counter()
             compiled = with_window(made[program], _WINDOW.value).lower().compile()
             file = Path(_TEXT.value) / f"{name} {topology} {program}.txt".replace(" ", "_") if _TEXT.value else None

@@ -1,8 +1,8 @@
 """What every recipe takes on the devices that it is made for, by the TPU's compiler: the table in docs/fit.md.
 
-python -m benchmarks.fit [--only=WORDS] [--write]
+python -m benchmarks.fit [--rows=WORDS] [--write]
 
-It needs the extra `tpu` and no TPU. `--only=gsm8k` compiles the rows in whose recipe or hardware these words stand. Each row is
+It needs the extra `tpu` and no TPU. `--rows=gsm8k` compiles the rows in whose recipe or hardware these words stand. Each row is
 printed as soon as it is compiled, and `--write` puts it into docs/fit.md in place of the same row there. All rows take
 hours on four cores. Programs and memory are those of a dry run (tba_jax/experiment/compiling.py). Weights are not read: a row
 names the preset that has the policy's shape. Tokenizer and data are those of configs/small_data, but every prompt is as long as
@@ -33,7 +33,7 @@ from tba_jax.run import layout
 from tba_jax.schemas import flatten
 from tba_jax.tasks.interface import EncodedQuery, Query
 
-_ONLY = flags.DEFINE_string("only", "", "Words that stand in the recipe or the hardware of a row.")
+_ROWS = flags.DEFINE_string("rows", "", "Words that stand in the recipe or the hardware of a row.")
 _WRITE = flags.DEFINE_bool("write", False, "Put the rows into docs/fit.md.")
 
 PAGE = Path(__file__).parent.parent / "docs" / "fit.md"
@@ -251,7 +251,7 @@ def main(argv: Sequence[str]) -> None:
     logging.set_verbosity(logging.INFO)  # each program is told as it is compiled
     topologies.use_no_devices()
     with tempfile.TemporaryDirectory() as folder:
-        for row in (row for row in ROWS if _ONLY.value in row.name):
+        for row in (row for row in ROWS if _ROWS.value in row.name):
             found = fit(row, Path(folder))
             print(" | ".join(found.cells()), flush=True)
             if _WRITE.value:

@@ -102,7 +102,7 @@ def test_a_job_that_is_queued_again_begins_no_run_where_it_does_not_see_its_own(
         ({"GPUS": "1", "GPU_MEMORY": "0.3"}, {"1 0.3"}),
         ({"JAX_PLATFORMS": "cpu"}, {"- -"}),
     ],
-    ids=str,
+    ids=lambda value: ",".join(sorted(value)),
 )
 def test_searchers_of_a_machine_are_dealt_its_gpus(tmp_path, environment, expected):
     driver, python = tmp_path / "nvidia-smi", tmp_path / "python"

@@ -57,6 +57,8 @@ def use_no_devices() -> None:
         os.environ.setdefault(name, value)
     if "JAX_PLATFORMS" not in os.environ:
         jax.config.update("jax_platforms", "cpu")
+    # A program of the cache is loaded onto its devices, and there are none.
+    jax.config.update("jax_enable_compilation_cache", False)
 
 
 def devices(topology: str) -> list[Any]:

@@ -69,7 +69,7 @@ def test_the_page_is_what_the_compiler_says(tmp_path):
     if importlib.util.find_spec("libtpu") is None:
         pytest.skip("the TPU's compiler is not installed: pip install -e '.[tpu]'")
     words = os.environ.get("FIT_ROWS", "demo")
-    command = [sys.executable, "-m", "benchmarks.fit", f"--only={words}"]
+    command = [sys.executable, "-m", "benchmarks.fit", f"--rows={words}"]
     done = subprocess.run(command, cwd=tiny_run.ROOT, env=tiny_run.environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     rows = [row for row in fit.ROWS if words in row.name]
