@@ -210,4 +210,4 @@ class _Layout:
             left = gpu.usable_share(len(roles)) - sum(kept.values())
             needs = sum(self._need(other) for other in roles if other not in kept)
             shares.append(kept.get(role) or left * self._need(role) / max(needs, 1))
-        return math.floor(min(shares) * 1000) / 1000
+        return math.floor(min(shares) * 1000 + 1e-6) / 1000

@@ -146,12 +146,13 @@ def test_gpus_are_answered_for_without_jax(gpus, monkeypatch):
     ],
 )
 def test_the_smallest_mesh_is_named(gpus, count, named):
-    """20 bytes of each of 8.03 · 10⁹ parameters, and 4 to publish: 179.5 GiB, of which a GPU takes 75.7."""
+    """20 bytes of each of 8.03 · 10⁹ parameters, and 8 to publish: 209.4 GiB, of which a GPU takes 75.7."""
     gpus(count)
-    said = answered(**LARGE, model__preset="llama-3.1-8b", learner__completions=3, learner__micro_batch_tokens=0)
+    whole = dict(model__preset="llama-3.1-8b", learner__mesh__fsdp=1)
+    said = answered(**LARGE, **whole, learner__completions=3, learner__micro_batch_tokens=0)
     first, second, *_ = said.splitlines()
     assert first.startswith("all roles  does not fit: GPU 0 is too small for its roles: trainer ")
-    assert second.startswith("trainer    does not fit: about 179.") and named in second, second
+    assert second.startswith("trainer    does not fit: about 209.") and named in second, second
 
 
 def test_too_few_gpus_and_gpus_that_are_filled_are_answers_too(gpus):
