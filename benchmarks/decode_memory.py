@@ -140,7 +140,9 @@ def topology_mesh(topology: str, tensor: int) -> Mesh:
 
 def programs(config: SlotsConfig, mesh: Mesh, arrivals: int) -> dict[str, Program]:
     """The programs of a lane by their names in --programs. Nothing is allocated or compiled."""
-    options: dict[str, Any] = dict(stop_strings=None, drains=False, pad_id=0, lock=threading.Lock(), lockstep=False)
+    options: dict[str, Any] = dict(
+        stop_strings=None, drains=False, pad_id=0, lock=threading.Lock(), lockstep=False, in_place=False
+    )
     made = Lane(config, mesh, arrivals=arrivals, **options).programs(policy_shapes(config.model, mesh))
     return {name: made[told] for name, told in PROGRAMS.items()}
 

@@ -339,9 +339,8 @@ def find(experiment: Experiment, run: layout.RunDir, *, role: str, place: Place,
     if (found := search.best()) is not None:
         return found
     nearest = ""
-    if search.nearest is not None:
-        worst = search.nearest.worst
-        nearest = f"; the least that was tried takes {compiling.in_words(worst.peak)} ({worst.name})"
+    if (tried := search.nearest) is not None:
+        nearest = f"; the least that was tried takes {compiling.in_words(tried.worst.peak)} ({tried.worst.name})"
     if time.monotonic() > until:
         raise ValueError(f"no settings with which the {role} fits {place.name} were found in time{nearest}; try more --seconds")
     raise NothingFits(

@@ -131,7 +131,7 @@ def test_another_runs_task_is_not_executed(given, flag, tmp_path, capsys):
 
 
 def test_a_run_goes_on_by_its_folder_alone(given, capsys):
-    assert given.call(main, "--trust_task", "--dry_run", "--config.searchers.slots=8") == 0
+    assert given.call(main, "--trust_task", "--dry_run=full", "--config.searchers.slots=8") == 0
     shown = re.search(r"config:\n(\{.*?\n\})", capsys.readouterr().out, re.DOTALL)
     assert json.loads(shown[1])["learner"]["steps"] == 2 and json.loads(shown[1])["searchers"]["slots"] == 8
     extended = ["--config.learner.steps=3", "--allow_change=learner.steps"]

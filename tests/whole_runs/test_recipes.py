@@ -50,8 +50,7 @@ def variants(name: str) -> list[str]:
 def test_every_recipe_has_a_small_variant_that_needs_nothing_else(name):
     for variant in variants(name):
         c = config(f"{name}:{variant}")
-        checks.check(c)
-        checks.check_all_are_read(c)
+        checks.check(c, new=True)
         assert c.learner.steps == STEPS and c.model.compute_dtype == "float32" and c.warm_start.steps <= 10
         paths = [value for section in (c.model, *c.task.values()) if hasattr(section, "items") for value in _paths(section)]
         there = [path for path in paths if path.startswith(str(small.FOLDER))]
