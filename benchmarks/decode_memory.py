@@ -70,7 +70,7 @@ RECIPES = {
     "math_qwen2_5_7b": Recipe(preset="qwen2.5-7b", slots=96, samples=16, prompt=1024, response=3072, tensor=4),
 }
 # The programs of Lane.programs by the names of --programs.
-PROGRAMS = {"prefill": "prefill", "decode": "decode", "rotate": "rotation of the rings", "swap": "weights as decoded with"}
+PROGRAMS = {"prefill": "prefill", "decode": "decode", "rotate": "rotation of a ring", "swap": "weights as decoded with"}
 
 _RECIPES = flags.DEFINE_multi_enum("recipe", list(RECIPES), list(RECIPES), "May be given more than once.")
 _TOPOLOGIES = flags.DEFINE_list("topologies", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"], "Hosts of four chips, by libtpu's names.")

@@ -303,16 +303,16 @@ def _empty_trace(config: SlotsConfig) -> Trace:
     return Trace(place=jnp.full(shape, -1, jnp.int32), count=zeros, tokens=tokens)
 
 
-def rotate(own: kv_cache.Cache, by: jax.Array, *, window: int) -> kv_cache.Cache:
-    """The own caches with the rings that their first `window` entries are begun at another entry: entry `by` becomes entry 0.
+def rotate(own: tuple[jax.Array, ...], by: jax.Array, *, window: int) -> tuple[jax.Array, ...]:
+    """The own cache of a layer, whose ring of the first `window` entries begins at another entry: entry `by` becomes entry 0.
 
-    Args: own: the caller donates it; by: int32[]; window: static.
+    Args: own: keys and values [B, G, R, H], which the caller donates; by: int32[]; window: static.
     """
 
     def rotated(x: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_slice(x, jnp.roll(x[:, :, :window], -by, axis=2), (0, 0, 0, 0))
 
-    return jax.tree.map(rotated, own)
+    return tuple(map(rotated, own))
 
 
 def _cut(cache: kv_cache.Cache, entries: int) -> kv_cache.Cache:

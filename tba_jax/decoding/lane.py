@@ -90,8 +90,8 @@ class Lane:
         self.policy_step = -1
         self.incoming: tuple[Params, int] | None = None
         self._weights: Params = {}
-        windows = sizes.windows(slots_lib.own_entries(config), config.chunk, tiled=config.tiled)
-        self._ring = Ring(windows, config.chunk, lockstep=lockstep)
+        self._windows = sizes.windows(slots_lib.own_entries(config), config.chunk, tiled=config.tiled)
+        self._ring = Ring(self._windows, config.chunk, lockstep=lockstep)
         self._buckets = sizes.buckets(config.prompt_length)
         # (group, buffer) -> the part in it; a free buffer has no entry.
         self._parts: dict[tuple[int, int], Part] = {}
@@ -120,6 +120,8 @@ class Lane:
     def programs(self, params: Params) -> dict[str, Program]:
         """Name -> the programs of this lane: of prompts, the longest bucket, and of windows, the whole caches.
 
+        The rings of the whole caches are never rotated: the next smaller window stands for the rotation.
+
         Args: params: shapes of what `prepare` takes, on any mesh.
         """
         c, whole = self._config, sharding_lib.replicated(self._mesh)
@@ -128,8 +130,7 @@ class Lane:
         prompts, slots = shaped(self._init.lower().out_info, slots_lib.shardings(c, self._mesh))
         table = None if self._stop_strings is None else shaped(self._stop_strings.next_state, whole)
         order, arrivals, number = self._oldest_first(), self._empty_arrivals(c.prompt_length), np.int32(1)
-        window = dict(window=slots_lib.own_entries(c))
-        return {
+        found = {
             "caches": Program(function=self._init, arguments=()),
             # One parameter after the other.
             "weights as decoded with": Program(function=self._unstack, arguments=(kv_cache.largest(stacked),)),
@@ -137,10 +138,13 @@ class Lane:
             "decode": Program(
                 function=self._decode,
                 arguments=(weights, prompts, slots, order, number, number, table),
-                options=dict(buffers=c.buffers) | window,
+                options=dict(buffers=c.buffers, window=self._windows[-1]),
             ),
-            "rotation of the rings": Program(function=self._rotate, arguments=(slots.own, number), options=window),
         }
+        if len(self._windows) > 1:
+            rotated = dict(window=self._windows[-2])
+            found["rotation of a ring"] = Program(function=self._rotate, arguments=(slots.own[0], number), options=rotated)
+        return found
 
     def _make_host_copy(self) -> None:
         """The samples so far, on the host: leaves [J, X] and [J, X, R]."""
@@ -243,7 +247,8 @@ class Lane:
         window = self._ring.window
         by = self._ring.choose(int(made.max()))
         if by:
-            own = self._rotate(self._slots.own, np.int32(by), window=window)
+            # Layer by layer, so that the copies of one layer are there at a time.
+            own = tuple(self._rotate(layer, np.int32(by), window=window) for layer in self._slots.own)
             self._slots = dataclasses.replace(self._slots, own=own)
         return self._ring.window
 

@@ -21,8 +21,8 @@ class Programs:
     """Jitted functions; the mesh is the context of their calls (sharding.on_mesh).
 
     init: () -> (prompts, slots). prefill: decode_loop.prefill, which takes the memory of prompts and slots. decode:
-    decode_loop.decode, which takes that of slots. rotate: decode_loop.rotate, which takes that of own caches. unstack:
-    kv_cache.unstack.
+    decode_loop.decode, which takes that of slots. rotate: decode_loop.rotate, which takes that of the own cache of a layer.
+    unstack: kv_cache.unstack.
     """
 
     init: Wrapped
@@ -45,6 +45,6 @@ def make(config: SlotsConfig, mesh: Mesh) -> Programs:
         init=program(slots_lib.init, out_shardings=(prompts, slots)),
         prefill=program(decode_loop.prefill, donate_argnums=(1, 2), out_shardings=(prompts, slots, whole)),
         decode=program(decode_loop.decode, donate_argnums=2, static_argnames=static, out_shardings=(slots, whole)),
-        rotate=jax.jit(decode_loop.rotate, donate_argnums=0, static_argnames="window", out_shardings=slots.own),
+        rotate=jax.jit(decode_loop.rotate, donate_argnums=0, static_argnames="window", out_shardings=slots.own[0]),
         unstack=jax.jit(functools.partial(kv_cache.unstack, config=config.model)),
     )

@@ -1,7 +1,6 @@
 """The evaluator: decodes held-out queries with chosen snapshots, and writes one JSON report for each."""
 
 import collections
-import dataclasses
 import logging
 import math
 import time
@@ -211,7 +210,7 @@ def programs(
     devices: Sequence[jax.Device] | None = None,
 ) -> dict[str, Program]:
     """Name -> what an evaluator compiles, but for the models of its task. Args: devices: of its mesh; None: of this process."""
-    found = sampler.programs(
+    return sampler.programs(
         contract,
         policy_mesh(config, "evaluation", devices=devices),
         policy=policy,
@@ -219,11 +218,9 @@ def programs(
         rows=config.evaluation.batch_size,
         limits={name: config.evaluation[name] for name in ("logit_megabytes", "score_tokens")},
         section="evaluation",
+        slots_setting="evaluation.batch_size",
         **_sampling_settings(config, queries),
     )
-    smaller = {part: ("evaluation.batch_size", *found["decode"].room[part]) for part in ("caches", "temporaries")}
-    smaller["caches"] = tuple(name for name in smaller["caches"] if name != "evaluation.slots")
-    return {name: dataclasses.replace(program, room={**program.room, **smaller}) for name, program in found.items()}
 
 
 def plain(report: dict[str, Any]) -> dict[str, Any]:

@@ -62,13 +62,14 @@ def programs(
     limits: Mapping[str, int],
     weights: str,
     section: str,
+    slots_setting: str,
     swap_memory: str,
     **engine: Any,
 ) -> dict[str, Program]:
     """Name -> what a role with a Sampler compiles to decode, to score and to take up weights. Nothing is loaded or allocated.
 
     Args: rows: that the reference scores in one call; limits: see reference.programs; section: of the role's settings;
-      others: see Sampler.
+      slots_setting: the one that says how many responses are decoded at a time; others: see Sampler.
     """
     base = policy.model_shapes(mesh, dtype=policy.model.compute_dtype)
     published = policy.snapshot_shapes(mesh)
@@ -77,12 +78,14 @@ def programs(
     sampled = shaped(swap.lower(published, base).out_info, parameters.shardings(specs, mesh))
     of_lane = _engine(contract, mesh, policy, tokenizer, weights=weights, **engine).programs(sampled)
     in_use, prompts, slots, *_ = of_lane["decode"].arguments
-    scoring = reference.programs(contract, base, policy=policy, mesh=mesh, rows=rows, **limits)
+    fewer = {"temporaries": (f"{section}.score_tokens", f"{section}.logit_megabytes")}
+    made = reference.programs(contract, base, policy=policy, mesh=mesh, rows=rows, **limits)
+    scoring = {name: dataclasses.replace(program, room=fewer) for name, program in made.items()}
     parts = {"reference": base, "caches": (prompts, slots), "policy in use": in_use}
     split = (f"{section}.mesh.tensor", f"{section}.mesh.fsdp")
     room = {
-        "temporaries": (f"{section}.score_tokens", f"{section}.logit_megabytes"),
-        "caches": (f"{section}.slots", f"{section}.mesh.tensor", "task.response_length"),
+        "temporaries": (slots_setting, f"{section}.mesh.tensor"),
+        "caches": (slots_setting, f"{section}.mesh.tensor", "task.response_length"),
         **dict.fromkeys(("arguments", "reference", "policy in use"), split),
         "next policy": (f"{section}.swap_memory", *split),
     }

@@ -345,7 +345,7 @@ def programs(
     devices: Sequence[jax.Device] | None = None,
 ) -> dict[str, Program]:
     """Name -> what a searcher compiles, but for the models of its task. Args: devices: of its mesh; None: of this process."""
-    found = sampler.programs(
+    return sampler.programs(
         contract,
         policy_mesh(config, "searchers", devices=devices),
         policy=policy,
@@ -353,12 +353,9 @@ def programs(
         rows=_rows_per_batch(config),
         limits={name: config.searchers[name] for name in ("logit_megabytes", "score_tokens")},
         section="searchers",
+        slots_setting="searchers.slots",
         **_sampling_settings(config, contract, queries),
     )
-    scores = "scoring by the reference"
-    fewer = {"temporaries": ("searchers.score_tokens", "searchers.logit_megabytes")}
-    found[scores] = dataclasses.replace(found[scores], room={**found[scores].room, **fewer})
-    return found
 
 
 def _check_finite(ref_logprobs: np.ndarray, queries: Sequence[EncodedQuery]) -> None:
