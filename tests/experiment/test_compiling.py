@@ -23,7 +23,7 @@ PROGRAMS = {
     "trainer": ["init", "update", "log-prob gap", "publish", "checkpoint"],
     "searcher": [
         *("caches", "next policy from its snapshot", "a parameter of the next policy"),
-        *("prefill", "decode", "rotation of a ring", "scoring by the reference"),
+        *("prefill", "decode", "scoring by the reference"),
     ],
 }
 PROGRAMS["evaluator"] = PROGRAMS["searcher"]
