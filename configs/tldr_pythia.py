@@ -42,7 +42,7 @@ def get_config(variant: str = "410m"):
     c.model.compute_dtype = "bfloat16"
     c.sampling.scoring_temperature = 0.7
     c.sampling.temperature = 0.7
-    c.searchers.count = 3
+    c.searchers.count = 2 if size == "2.8b" else 3  # 80 GB do not hold a searcher of the largest and the evaluator
     c.searchers.samples_per_query = 20
     c.searchers.queries_per_batch = 8
     c.replay.recent_probability = 0.5

@@ -51,9 +51,9 @@ for ((i = 0; i < count; i++)); do
     sharing=$(((count + ${#gpus[@]} - 1) / ${#gpus[@]}))
     own=${gpus[i % ${#gpus[@]}]}
     for ((g = i + count; g < ${#gpus[@]}; g += count)); do own+=,${gpus[g]}; done
-    place+=("CUDA_VISIBLE_DEVICES=$own" "XLA_PYTHON_CLIENT_MEM_FRACTION=${GPU_MEMORY:-$(printf '0.%02d' $((90 / sharing)))}")
+    place+=(-u XLA_PYTHON_CLIENT_MEM_FRACTION CUDA_DEVICE_ORDER=PCI_BUS_ID "CUDA_VISIBLE_DEVICES=$own" "XLA_CLIENT_MEM_FRACTION=${GPU_MEMORY:-$(printf '0.%02d' $((90 / sharing)))}")
   elif [[ -n ${GPU_MEMORY:-} ]]; then
-    place+=("XLA_PYTHON_CLIENT_MEM_FRACTION=$GPU_MEMORY")
+    place+=(-u XLA_PYTHON_CLIENT_MEM_FRACTION "XLA_CLIENT_MEM_FRACTION=$GPU_MEMORY")
   fi
   logs+=("$workdir/logs/searcher-$(hostname)-$$-$i.log")
   WORKDIR=$workdir "${place[@]}" "$root/launch/again.sh" "$python" -m tba_jax.main "$@" --role=searcher </dev/null >>"${logs[i]}" 2>&1 &

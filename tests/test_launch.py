@@ -107,7 +107,7 @@ def test_a_job_that_is_queued_again_begins_no_run_where_it_does_not_see_its_own(
 def test_searchers_of_a_machine_are_dealt_its_gpus(tmp_path, environment, expected):
     driver, python = tmp_path / "nvidia-smi", tmp_path / "python"
     driver.write_text("#!/bin/sh\n[ \"$*\" = '--query-gpu=index --format=csv,noheader' ] && printf '0\\n1\\n2\\n'\n")
-    python.write_text('#!/bin/sh\necho "${CUDA_VISIBLE_DEVICES--} ${XLA_PYTHON_CLIENT_MEM_FRACTION--}" >> "$WORKDIR/dealt"\n')
+    python.write_text('#!/bin/sh\necho "${CUDA_VISIBLE_DEVICES--} ${XLA_CLIENT_MEM_FRACTION--}" >> "$WORKDIR/dealt"\n')
     for script in (driver, python):
         script.chmod(0o755)
     known = {name: value for name, value in os.environ.items() if name not in ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES")}

@@ -44,6 +44,8 @@ def run(given: command_line.Given) -> command_line.Job:
     asked = topologies.parse(given.topology, roles=compiling.ROLES)
     machine = gpu_plans.parse(given.gpus) if given.gpus else None
     roles = [role for role in meshes.roles_of(config) if machine or role in asked]
+    if not roles:
+        raise ValueError(f"--topology names no role of this run; its roles: {', '.join(meshes.roles_of(config))}")
     for topology in [*asked.values(), *([gpu_plans.stand_in(1)] if machine else [])]:
         topologies.devices(topology)
     experiment = composition.build(config, reward_models={}, weights=False)

@@ -35,10 +35,11 @@ def describe(experiment: Experiment) -> str:
     memory = estimate.memory(experiment, {role: devices.count for role, devices in there.items()})
     lines = [f"{role:9}  {_verdict(experiment, role, devices, memory)}" for role, devices in there.items()]
     lines += [f"{role:9}  does not fit: {sentence}" for role, sentence in refused.items()]
-    if there and all(devices.on_host for devices in there.values()):
+    if there and not refused and (_interleaved(experiment) or all(devices.on_host for devices in there.values())):
         lines.append(f"together   {_together(experiment, there, memory)}")
-    lines += [f"These are estimates from shapes, for this machine: {_machine(there)}.", ""]
-    lines += [*describe_bounds(experiment, there), "", estimate.describe_memory(memory), ""]
+    lines += [f"These are estimates from shapes, for this machine: {_machine()}.", ""]
+    lines += [*describe_bounds(experiment, there), ""] if there else []
+    lines += [estimate.describe_memory(memory), ""]
     unchecked = ["the programs, which --compile and --topology compile", *unchecked_inputs(experiment)]
     return "\n".join([*lines, f"not checked: {'; '.join(unchecked)}", "--dry_run=full prints config and shapes as well"])
 
@@ -47,7 +48,7 @@ def _here(experiment: Experiment) -> tuple[dict[str, Devices], dict[str, str]]:
     """Role -> what it has on this machine under --role=all; and role -> why that does not do."""
     config, visible = experiment.config, gpus.visible()
     roles = meshes.roles_of(config)
-    if visible and config.schedule.mode != "interleaved":
+    if visible and not _interleaved(experiment):
         return _placed(experiment, roles, visible)
     found, refused = {}, {}
     for role, devices in (_in_one_process(roles, visible) if visible else _without_gpus(config, roles)).items():
@@ -59,24 +60,35 @@ def _here(experiment: Experiment) -> tuple[dict[str, Devices], dict[str, str]]:
     return found, refused
 
 
+def _interleaved(experiment: Experiment) -> bool:
+    """Whether all roles run in one process, on the same devices."""
+    return bool(experiment.config.schedule.mode == "interleaved")
+
+
 def _placed(
     experiment: Experiment, roles: Sequence[str], visible: Sequence[gpus.Gpu]
 ) -> tuple[dict[str, Devices], dict[str, str]]:
     """Of roles that are processes of their own, by the shares of GPUs that they are given."""
     try:
-        placements = placing.place(experiment)
+        return by_placement(experiment, visible), {}
     except ValueError as error:
         refused = {"all roles": str(error)}
         limits = [int(gpu.memory * gpu.usable_share(1)) for gpu in visible if gpu.memory]
         told = {role: _too_large(experiment, role, devices=len(visible), limit=min(limits)) for role in roles if limits}
         return {}, refused | {role: sentence for role, sentence in told.items() if sentence}
+
+
+def by_placement(experiment: Experiment, visible: Sequence[gpus.Gpu]) -> dict[str, Devices]:
+    """Role -> its GPUs and what it may take of them under --role=all. Raises ValueError, see placing.place."""
     found: dict[str, Devices] = {}
-    for name, placed in placements.items():  # the searchers have equal shares
+    for name, placed in placing.place(experiment).items():
         mine = [gpu for gpu in visible if gpu.name in placed.gpus]
         limit = min((int(gpu.memory * placed.memory_fraction) for gpu in mine if gpu.memory), default=None)
         where = f"GPU{'s' if len(mine) > 1 else ''} {', '.join(placed.gpus)}, {placed.memory_fraction:.1%} of the memory"
-        found.setdefault(name.split("-")[0], Devices(count=len(mine), kind=mine[0].kind, limit=limit, where=where))
-    return found, {}
+        role, made = name.split("-")[0], Devices(count=len(mine), kind=mine[0].kind, limit=limit, where=where)
+        # Of several searchers, the one with the least memory decides.
+        found[role] = min(found.get(role, made), made, key=lambda each: each.limit or 0)
+    return found
 
 
 def _too_large(experiment: Experiment, role: str, *, devices: int, limit: int) -> str:
@@ -104,11 +116,11 @@ def _without_gpus(config: Any, roles: Sequence[str]) -> dict[str, Devices]:
     return {role: Devices(count=counts[role], kind="cpu", limit=limit, where="the CPU", on_host=True) for role in roles}
 
 
-def _machine(there: Mapping[str, Devices]) -> str:
-    kinds = {devices.kind for devices in there.values()}
-    if kinds <= {"cpu"}:  # also where no role fits
-        return f"{len(placement.available_cpus())} cores, {fitting.in_words(machine.memory())} of memory"
-    return ", ".join(sorted(kinds))
+def _machine() -> str:
+    kinds = [gpu.kind for gpu in gpus.visible()] or [device.device_kind for device in jax.devices() if device.platform != "cpu"]
+    if kinds:
+        return ", ".join(f"{kinds.count(kind)} × {kind}" for kind in dict.fromkeys(kinds))
+    return f"{len(placement.available_cpus())} cores, {fitting.in_words(machine.memory())} of memory"
 
 
 def _verdict(experiment: Experiment, role: str, devices: Devices, memory: Mapping[str, Mapping[str, int]]) -> str:
@@ -132,8 +144,14 @@ def _on_host(parts: Mapping[str, int], count: int) -> int:
 
 
 def _together(experiment: Experiment, there: Mapping[str, Devices], memory: Mapping[str, Mapping[str, int]]) -> str:
-    """Of all processes on a machine without accelerators."""
+    """Of all processes on a machine without accelerators, or of all roles on the devices that one process has."""
     config = experiment.config
+    if (first := next(iter(there.values()))).limit is None:
+        return "not known: the devices do not say how much memory they have"
+    if not first.on_host:
+        size = sum(estimate.on_device(memory[role]) for role in there)
+        verdict = "fits" if size <= first.limit else "does not fit"
+        return f"{verdict}: about {fitting.in_words(size)} of {fitting.in_words(first.limit)} of each device"
     processes = {"searcher": config.searchers.count if config.schedule.mode == "asynchronous" else 1}
     size = sum(
         processes.get(role, 1) * _on_host(parts, there[role].count if name == role else 1)
@@ -142,7 +160,7 @@ def _together(experiment: Experiment, there: Mapping[str, Devices], memory: Mapp
     )
     limit = machine.memory()
     verdict = "fits" if size <= limit else "does not fit"
-    several = f", of {processes['searcher']} searchers" if processes["searcher"] > 1 else ""
+    several = f", with {processes['searcher']} searchers" if processes["searcher"] > 1 else ""
     return f"{verdict}: about {fitting.in_words(size)} of {fitting.in_words(limit)}{several}"
 
 

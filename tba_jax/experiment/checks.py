@@ -22,7 +22,7 @@ from tba_jax.replay.selection import STRATEGIES
 from tba_jax.schemas import flatten
 from tba_jax.tasks import TASKS, custom_task
 
-# A rule of settings that go together: called with what keeps the sentence unless the condition holds, see Mistakes.require.
+# Keeps the sentence as a mistake unless the condition holds, see Mistakes.require.
 Require = Callable[[object, str], None]
 # Task, policy and tokenizer are made of the settings in these sections.
 _BUILT_FROM = ("task.", "model.", "lora.")
@@ -282,12 +282,17 @@ def _check_searchers(config: Any, require: Require) -> None:
 
 def _check_swaps(config: Any, require: Require) -> None:
     """Merged adapters and rounded weights are made on the devices, from the whole of the policy."""
-    for section, weights in (("searchers", config.searchers.weights), ("evaluation", "full")):
+    for section in ("searchers", "evaluation"):
         require(
-            config[section].swap_memory == "beside" or not (config.lora.rank or weights != "full"),
-            f"{section}.swap_memory=in_place takes up snapshots as they are and excludes adapters (lora.rank={config.lora.rank}) "
-            f"and searchers.weights={config.searchers.weights} other than full",
+            config[section].swap_memory == "beside" or not config.lora.rank,
+            f"{section}.swap_memory=in_place takes up snapshots as they are, but the adapters of "
+            f"lora.rank={config.lora.rank} are merged first; use beside",
         )
+    require(
+        config.searchers.swap_memory == "beside" or config.searchers.weights == "full",
+        f"searchers.swap_memory=in_place takes up snapshots as they are, but searchers.weights={config.searchers.weights} rounds "
+        "them first; use beside",
+    )
 
 
 def _check_all_are_read(config: Any, require: Require) -> None:

@@ -197,6 +197,15 @@ def _table(fits: Sequence[Fit], unit: int) -> list[str]:
     return [*rows, f"  beside {worst.name}: {beside or 'nothing'}"]
 
 
+def _here(s: Invocation, wanted: Sequence[str], *, role: str) -> tuple[dict[str, Sequence[Any]], dict[str, int | None]]:
+    """Role -> its devices on this machine; and, of roles that --role=all places on GPUs, bytes of each that they may take."""
+    there = gpus.jax_devices()
+    if role != "all" or there[0].platform != "gpu" or s.config.schedule.mode == "interleaved":
+        return dict.fromkeys(wanted, there), {}
+    placed = answer.by_placement(s.experiment, gpus.visible())
+    return {each: there[: placed[each].count] for each in wanted}, {each: placed[each].limit for each in wanted}
+
+
 def dry_run(s: Invocation, *, asked: Mapping[str, str], role: str, full: bool) -> Callable[[], int]:
     """Checks the run's settings against the devices of each role, and writes nothing; the job compiles and prints what fits.
 
@@ -213,7 +222,7 @@ def dry_run(s: Invocation, *, asked: Mapping[str, str], role: str, full: bool) -
     wanted = [role] if role != "all" else [each for each in meshes.roles_of(s.config) if each in asked or not asked]
     if missing := [each for each in wanted if asked and each not in asked]:
         raise ValueError(f"--topology names no topology for --role={missing[0]}")
-    devices = {each: topologies.devices(asked[each]) if asked else gpus.jax_devices() for each in wanted}
+    devices, limits = ({each: topologies.devices(asked[each]) for each in wanted}, {}) if asked else _here(s, wanted, role=role)
     found = Mistakes()
     for each, its in devices.items():
         found.attempt(meshes.check, s.experiment, role=each, devices=len(its))
@@ -222,11 +231,15 @@ def dry_run(s: Invocation, *, asked: Mapping[str, str], role: str, full: bool) -
     experiments = {each: s.experiment.on_device(its[0]) for each, its in devices.items()}
 
     def job() -> int:
-        found = [fit(experiments[each], s.run, role=each, devices=its, name=asked.get(each, "")) for each, its in devices.items()]
+        found = [
+            fit(experiments[each], s.run, role=each, devices=its, name=asked.get(each, ""), limit=limits.get(each))
+            for each, its in devices.items()
+        ]
         there = {
             each: answer.Devices(count=len(its), kind=its[0].device_kind, limit=None, where="") for each, its in devices.items()
         }
-        parts = [describe(found, config=s.config, bounds=answer.describe_bounds(s.experiment, there))]
+        meshed = of_trainer(s.experiment, devices["trainer"]) if "trainer" in devices else s.experiment
+        parts = [describe(found, config=s.config, bounds=answer.describe_bounds(meshed, there))]
         if not asked:
             parts.append(placing.describe(s.experiment))
         if unchecked := answer.unchecked_inputs(s.experiment):

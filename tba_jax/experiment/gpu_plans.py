@@ -4,6 +4,7 @@ No compiler for GPUs runs without a driver. A TPU's compiler runs anywhere, so a
 what programs take there is compared with the memory of the GPUs. Such figures are marked "by proxy".
 """
 
+import contextlib
 import dataclasses
 import math
 import re
@@ -24,11 +25,14 @@ MEMORY = {"T4": 16, "L4": 24, "A10G": 24, "L40S": 48, "A100": 80, "H100": 80, "H
 _USABLE = 0.9
 # Stand-ins, by how many chips they have.
 _CHIPS = {1: "v5p:1x1x1", 4: "v5p:2x2x1", 8: "v5p:2x2x2", 16: "v5p:2x2x4", 64: "v5p:4x4x4"}
+# Numbers of GPUs that are tried for a role.
+_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 _GPUS = re.compile(r"(?P<name>[A-Za-z][\w-]*?)x(?P<count>[1-9]\d*)(@(?P<gib>[1-9]\d*(\.\d+)?))?")
 
 
-# The sections whose roles sample; and settings that leave it to the placement how many GPUs a role gets.
+# The sections whose roles sample.
 _SAMPLING = ("searchers", "evaluation")
+# Settings that leave it to the placement how many GPUs a role gets.
 _OPEN: Settings = {
     f"{section}.{name}": value
     for section in meshes.SECTIONS.values()
@@ -100,9 +104,9 @@ def shares(experiment: Experiment, gpus: Gpus, *, each: int) -> dict[str, Share]
         return {role: Share(count=gpus.count, beside=[other for other in roles if other != role]) for role in roles}
 
     def need(kind: str, *, devices: int, limit: int | None) -> int:
-        """A byte: whether roles fit beside each other is what the plan finds out."""
+        """Returns 1 byte, so that only meshes decide: the plan finds out what fits by compiling."""
         del limit
-        if not planning.some_mesh_divides(experiment, kind, devices=devices):
+        if not _some_mesh_divides(experiment, kind, devices=devices):
             raise ValueError(f"no mesh of {devices} GPUs divides what the {kind} computes")
         return 1
 
@@ -116,6 +120,14 @@ def shares(experiment: Experiment, gpus: Gpus, *, each: int) -> dict[str, Share]
         if kind not in found or len(crowded) > len(found[kind].beside):
             found[kind] = Share(count=len(its.gpus), beside=crowded)
     return found
+
+
+def _some_mesh_divides(experiment: Experiment, role: str, *, devices: int) -> bool:
+    """Whether a mesh of so many devices allows some size."""
+    for mesh in planning.meshes_of(experiment, role, devices):
+        with contextlib.suppress(ValueError):
+            return bool(planning.sizes(planning.changed(experiment, mesh), role, devices=devices))
+    return False
 
 
 class OnGpus:
@@ -134,20 +146,22 @@ class OnGpus:
           ValueError: nothing fits; names the smallest number of GPUs on which the role that does not fit would.
         """
         problem: ValueError | None = None
-        for each in (count for count in _CHIPS if count <= self._gpus.count):
+        for each in (count for count in _COUNTS if count <= self._gpus.count):
             for searchers in range(self._experiment.config.searchers.count, 0, -1) or [0]:
                 experiment = planning.changed(self._experiment, {"searchers.count": searchers})
                 try:
                     return self._with_placement(experiment, shares(experiment, self._gpus, each=each))
                 except planning.NothingFits as error:
                     problem = error
+                except planning.TimeIsOver:
+                    raise
                 except ValueError as error:  # too few GPUs for this placement
                     problem = problem or error
         assert problem is not None
         role = next((key[0] for key, known in self._known.items() if known is problem), "")
         if not role:
             raise problem
-        more = (place(self._gpus, count) for count in _CHIPS if count > self._gpus.count)
+        more = (place(self._gpus, count) for count in _COUNTS if count > self._gpus.count)
         would = planning.smallest(self._experiment, self._run, role=role, larger=more, until=self._until)
         raise ValueError(f"{problem}; {would}")
 

@@ -296,6 +296,7 @@ def _check_placements(s: Invocation, placements: Mapping[str, placement.Placemen
     for name, placed in placements.items():
         if placed.gpus:
             found.attempt(meshes.check, s.experiment, role=name.split("-")[0], devices=len(placed.gpus))
+            found.attempt(task_models.check, s.experiment.task, role=name.split("-")[0])
     if not any(placed.gpus for placed in placements.values()):
         devices = _devices_for_all()
         found.attempt(_check_devices, s.experiment, *{name.split("-")[0] for name in placements} - {"searcher"})

@@ -1,5 +1,6 @@
-"""The user's mistakes, gathered: whatever can still be checked after one of them is checked, and all are told together."""
+"""Collects the user's mistakes, so that one start reports all that can be found together."""
 
+import re
 from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
@@ -50,7 +51,8 @@ class Mistakes:
     def without(self, names: Sequence[str]) -> "Mistakes":
         """The same mistakes, but for the sentences that name one of these settings."""
         rest = Mistakes()
-        rest._found = {text: error for text, error in self._found.items() if not any(name in text for name in names)}
+        named = [re.compile(rf"{re.escape(name)}(?!\w|\.\w)") for name in names]
+        rest._found = {text: error for text, error in self._found.items() if not any(name.search(text) for name in named)}
         return rest
 
     def __bool__(self) -> bool:

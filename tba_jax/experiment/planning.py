@@ -113,6 +113,10 @@ class NothingFits(ValueError):
     """A role does not fit its devices, or no mesh of theirs divides its rows and parameters."""
 
 
+class TimeIsOver(ValueError):
+    """No settings were found in the time of the search."""
+
+
 class Search:
     """The search for the settings of one role on its devices. Raises NothingFits where no mesh divides."""
 
@@ -165,7 +169,7 @@ class Search:
         return min(found, key=lambda each: each[:3])[3:] if found else None
 
     def _largest(self) -> _Candidate | None:
-        """The candidate of the largest size that is known to fit, of equal ones that of the least communication."""
+        """The candidate of the largest size that is known to fit; of equal sizes, the one with the least communication."""
         fitting = [candidate for candidate in self._candidates if candidate.low >= 0]
         return min(fitting, key=lambda each: (-each.sizes[each.low], each.level, each.split), default=None)
 
@@ -192,8 +196,7 @@ class Search:
         experiment, role = changed(self._experiment, settings), self._role
         estimates = {}
         for size in sizes(experiment, role, devices=len(self._place.devices)):
-            parts = estimate.memory(changed(experiment, {SIZES[role]: size}))[role].items()
-            estimates[size] = sum(taken for part, taken in parts if not part.endswith("(host)"))
+            estimates[size] = estimate.on_device(estimate.memory(changed(experiment, {SIZES[role]: size}))[role])
         fsdp, tensor = (settings[f"{meshes.SECTIONS[role]}.mesh.{axis}"] for axis in ("fsdp", "tensor"))
         # Decoding reads all weights at each step: where they are split over fsdp, they are gathered each time.
         split = (tensor, fsdp) if role == "trainer" else (fsdp, tensor)
@@ -283,14 +286,6 @@ def sizes(experiment: Experiment, role: str, *, devices: int) -> list[int]:
     return found
 
 
-def some_mesh_divides(experiment: Experiment, role: str, *, devices: int) -> bool:
-    """Whether a mesh of so many devices allows some size."""
-    for mesh in meshes_of(experiment, role, devices):
-        with contextlib.suppress(ValueError):
-            return bool(sizes(changed(experiment, mesh), role, devices=devices))
-    return False
-
-
 def _sizes(experiment: Experiment, role: str) -> list[int]:
     """Values of the role's setting of SIZES in steps of about two, the largest that the role has a use for included."""
     c, section = experiment.config, meshes.SECTIONS[role]
@@ -333,7 +328,7 @@ def find(experiment: Experiment, run: layout.RunDir, *, role: str, place: Place,
 
     Raises:
       NothingFits: there are none.
-      ValueError: none were found in time.
+      TimeIsOver: none were found in time.
     """
     search = Search(experiment, run, role=role, place=place, until=until)
     if (found := search.best()) is not None:
@@ -342,7 +337,7 @@ def find(experiment: Experiment, run: layout.RunDir, *, role: str, place: Place,
     if (tried := search.nearest) is not None:
         nearest = f"; the least that was tried takes {compiling.in_words(tried.worst.peak)} ({tried.worst.name})"
     if time.monotonic() > until:
-        raise ValueError(f"no settings with which the {role} fits {place.name} were found in time{nearest}; try more --seconds")
+        raise TimeIsOver(f"no settings with which the {role} fits {place.name} were found in time{nearest}; try more --seconds")
     raise NothingFits(
         f"the {role} does not fit {place.name} of {compiling.in_words(place.limit)} by any mesh and budget{nearest}"
     )

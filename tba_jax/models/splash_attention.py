@@ -52,7 +52,8 @@ def _attend_here(
     blocks = -(-T // _LARGEST_BLOCK)
     size = -(-T // (blocks * _LANES)) * _LANES
     added = blocks * size - T
-    query = query * jnp.asarray(1 / math.sqrt(H), query.dtype)  # the kernel does not divide scores
+    # The kernel does not divide scores. In bfloat16, a factor that is rounded would change all of them alike.
+    query = (query.astype(jnp.float32) / math.sqrt(H)).astype(query.dtype)
     arrays = [jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), (0, added), (0, 0))) for x in (query, key, value)]
     arrays += [jnp.pad(x, ((0, 0), (0, added)), constant_values=_PADDING) for x in segments]
 

@@ -7,6 +7,8 @@ import subprocess
 from collections.abc import Sequence
 from typing import Any
 
+# nvidia-smi may take seconds on a machine with many GPUs.
+_DRIVER_SECONDS = 60
 # The share of a GPU's memory that JAX may take for all roles on it together.
 _LARGEST_SHARE = 0.95
 # The share that JAX takes of a GPU for one process where nobody asks for another one.
@@ -54,7 +56,10 @@ def _listed_by_driver() -> list[tuple[str, Gpu]]:
     if shutil.which("nvidia-smi") is None:
         return []
     asked = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total,memory.free", "--format=csv,noheader,nounits"]
-    listed = subprocess.run(asked, capture_output=True, text=True, check=False)
+    try:
+        listed = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=_DRIVER_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        raise ValueError(f"nvidia-smi has not answered for {_DRIVER_SECONDS} s: the driver of the GPUs hangs") from error
     rows = [[field.strip() for field in line.split(",")] for line in listed.stdout.splitlines()]
 
     def size(mebibytes: str) -> int | None:
@@ -70,10 +75,16 @@ def _listed_by_driver() -> list[tuple[str, Gpu]]:
 def check_free() -> None:
     """Raises ValueError where others hold so much of this process' GPUs that JAX' share is not free; names GPU, free and wanted.
 
-    To be called before JAX has looked for devices, when it takes its share. Where JAX takes memory as it needs it, all is well.
+    To be called before JAX has looked for devices, when it takes its share. Does nothing where XLA_PYTHON_CLIENT_PREALLOCATE is
+    off: JAX then takes memory as it needs it.
     """
-    asked = os.environ.get("XLA_CLIENT_MEM_FRACTION") or os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
-    share = float(asked or DEFAULT_SHARE)
+    share = DEFAULT_SHARE
+    for name in ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"):
+        if asked := os.environ.get(name):
+            try:
+                share = float(asked)
+            except ValueError as error:
+                raise ValueError(f"{name}={asked!r} in the environment is no share of memory, such as 0.75") from error
     if os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "true").lower() in ("false", "0"):
         return
     for gpu in visible():
@@ -83,7 +94,7 @@ def check_free() -> None:
         raise ValueError(
             f"GPU {gpu.name} has {free:.1f} GiB free, and this role takes {wanted:.1f} GiB, {share:.0%} of its {there:.1f}: "
             "another process holds the rest; end that process, name another GPU by CUDA_VISIBLE_DEVICES, or set a lower "
-            "XLA_PYTHON_CLIENT_MEM_FRACTION"
+            "XLA_CLIENT_MEM_FRACTION"
         )
 
 

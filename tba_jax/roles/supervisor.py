@@ -81,8 +81,10 @@ class _Role:
         environment.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
         if self._placement.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._placement.gpus)
+            environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the order of nvidia-smi, which told the memory of each number
         if self._placement.memory_fraction:
-            environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(self._placement.memory_fraction)
+            environment.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)  # the old name: JAX refuses both together
+            environment["XLA_CLIENT_MEM_FRACTION"] = str(self._placement.memory_fraction)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tba_jax.main", *self._arguments],
             env=environment,

@@ -163,7 +163,7 @@ def test_the_schema_loads_without_jax():
             {"evaluation.swap_memory": "in_place", "lora.rank": 2},
             "evaluation.swap_memory=in_place takes up",
         ),
-        ({"searchers.swap_memory": "in_place", "searchers.weights": "int8"}, "searchers.weights=int8 other than full"),
+        ({"searchers.swap_memory": "in_place", "searchers.weights": "int8"}, "searchers.weights=int8 rounds"),
         ({"searchers.count": 0}, "searchers.count=0 needs replay.mount, whose rows are trained on"),
         ({"searchers.count": 0, "replay.mount": ("a",), "schedule.mode": "interleaved"}, "and schedule.mode=asynchronous"),
         ({"replay.mount": ("a", 3)}, "replay.mount=('a', 3) must hold folders of runs, such as '(\"runs/first\","),

@@ -3,12 +3,13 @@
 import importlib
 import json
 import os
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tba_jax.experiment import answer, composition, joining
+from tba_jax.experiment import answer, compiling, composition, joining
 from tba_jax.models.presets import PRESETS
 from tba_jax.run import layout
 from tests.support import random_checkpoints, spelled_checkpoints, tiny_run
@@ -134,7 +135,7 @@ def test_gpus_are_answered_for_without_jax(gpus, monkeypatch):
     first, second, third, fourth = said.splitlines()[:4]
     assert first.startswith("trainer    fits: about ") and "(GPUs 0, 1, " in first
     assert second.startswith("searcher   fits: ") and third.startswith("evaluator  fits: ")
-    assert "for this machine: NVIDIA H100 80GB HBM3" in fourth
+    assert "for this machine: 4 × NVIDIA H100 80GB HBM3." in fourth
     assert "update    at most" in said and "by the bytes/s of 1 × NVIDIA H100 80GB HBM3" in said
 
 
@@ -160,13 +161,36 @@ def test_too_few_gpus_and_gpus_that_are_filled_are_answers_too(gpus):
     said = answered(searchers__count=1, evaluation__enabled=False, learner__mesh__fsdp=2, learner__queries=4)
     assert said.startswith("all roles  does not fit: learner.mesh make up 2 GPUs for trainer; there are 1")
     gpus(4, used=81_000)
-    assert "(0.5 GiB are free)" in answered(**LARGE, model__preset="rho-math-1b").splitlines()[0]
+    said = answered(**LARGE, model__preset="rho-math-1b")
+    assert "(0.5 GiB are free)" in said.splitlines()[0]
+    assert "for this machine: 4 × NVIDIA H100 80GB HBM3." in said and "bounds" not in said and "together" not in said
+
+
+def test_roles_in_turn_share_the_gpus(gpus):
+    """Each role fits the three quarters of a GPU that JAX takes, and not all three of them."""
+    gpus(1)
+    said = answered(**LARGE, model__preset="rho-math-1b", schedule__mode="interleaved").splitlines()
+    assert all(" fits: about " in line for line in said[:3]) and said[3].startswith("together   does not fit: about "), said[:4]
+
+
+def test_roles_are_compiled_for_the_gpus_that_they_would_be_given(gpus, monkeypatch):
+    gpus(4)
+    there = [types.SimpleNamespace(platform="gpu", number=i) for i in range(4)]
+    monkeypatch.setattr(compiling.gpus, "jax_devices", lambda: there)
+    experiment = composition.build(tiny_run.config(**LARGE, model__preset="rho-math-1b"), weights=False)
+    run = joining.Invocation(
+        experiment=experiment, run=layout.RunDir(Path("nowhere")), name="", label="", allow_change=(), arguments=()
+    )
+    devices, limits = compiling._here(run, compiling.ROLES, role="all")
+    assert {role: len(its) for role, its in devices.items()} == {"trainer": 2, "searcher": 1, "evaluator": 1}
+    assert all(limit == pytest.approx(0.95 * (81559 << 20), rel=0.01) for limit in limits.values())
+    assert compiling._here(run, ["searcher"], role="searcher") == ({"searcher": there}, {})
 
 
 def test_a_machine_whose_memory_all_roles_share(monkeypatch, one_device):
     sizes = dict(searchers__count=3, replay__capacity=1000)
     said = answered(**sizes).splitlines()
-    assert said[3].startswith("together   fits: about ") and said[3].endswith("of 3 searchers")
+    assert said[3].startswith("together   fits: about ") and said[3].endswith("with 3 searchers")
     monkeypatch.setattr(answer.machine, "memory", lambda: 300 << 10)
     said = answered(**sizes).splitlines()
     assert "searcher   fits: about" in said[1] and said[3].startswith("together   does not fit: about")

@@ -43,9 +43,15 @@ def test_several_are_told_together_and_each_once():
     assert raised.value.sentences == ("a=1 is less than b=2", "c=3", "d=4")
     assert str(raised.value) == "3 mistakes: (1) a=1 is less than b=2; (2) c=3; (3) d=4"
     rest = Mistakes()
-    rest.add(found.without(["b", "c="]))
+    rest.add(found.without(["b", "c"]))
     with pytest.raises(ValueError, match=r"^d=4$"):
         rest.end()
+
+
+def test_a_setting_is_not_taken_for_another_whose_name_goes_on():
+    found = Mistakes()
+    found.require(False, "replay.capacity_per_query=1 is less than 2")
+    assert found.without(["replay.capacity"]) and not found.without(["replay.capacity_per_query"])
 
 
 def test_a_failure_of_storage_is_no_mistake():

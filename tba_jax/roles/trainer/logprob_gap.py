@@ -30,14 +30,23 @@ class LogprobGap:
     """Compares stored log-probs with the learner's, on rows that the newest possible snapshot alone produced."""
 
     def __init__(
-        self, config: update.LearnerConfig, mesh: jax.sharding.Mesh, policies: Place, *, sampler_weights: str, limit: float
+        self,
+        config: update.LearnerConfig,
+        mesh: jax.sharding.Mesh,
+        policies: Place,
+        *,
+        sampler_weights: str,
+        compute_dtype: str,
+        limit: float,
     ):
         """
         Args:
-          policies: the folder of snapshots. sampler_weights: searchers.weights. limit: nats per token, 0 = by compute dtype.
+          policies: the folder of snapshots. sampler_weights: searchers.weights.
+          compute_dtype: model.compute_dtype, in which searchers may compute even where this device cannot.
+          limit: nats per token, 0 = by compute_dtype.
         """
         self._config, self._mesh, self._policies, self._sampler_weights = config, mesh, policies, sampler_weights
-        self._limit = limit or _LIMITS[config.policy.model.compute_dtype]
+        self._limit = limit or _LIMITS[compute_dtype]
         self._score = sharding.on_mesh(mesh, jax.jit(self._score_snapshot))
 
     def _score_snapshot(self, snapshot: parameters.Params, frozen: parameters.Params, batch: Batch) -> jax.Array:

@@ -36,7 +36,8 @@ def programs(
     state, frozen = shapes["state"], shapes["frozen weights"]
     trained = state.params["policy"]
     if c.logprob_gap_every_steps:
-        gap = LogprobGap(made.config, made.mesh, run.policies, sampler_weights=config.searchers.weights, limit=0.0)
+        compared = dict(sampler_weights=config.searchers.weights, compute_dtype=config.model.compute_dtype)
+        gap = LogprobGap(made.config, made.mesh, run.policies, **compared, limit=0.0)
         found |= gap.programs(frozen, found["update"].arguments[2])
     copy = sharding.copy_program(config.publish.dtype)
     found["publish"] = Program(function=copy, arguments=(trained,))

@@ -59,6 +59,7 @@ class Trainer:
             self.program.config,
             self.program.mesh,
             run.policies,
+            compute_dtype=config.model.compute_dtype,
             sampler_weights=config.searchers.weights,
             limit=config.learner.logprob_gap_limit,
         )
