@@ -105,13 +105,13 @@ def test_every_recipe_is_answered_with_every_preset(recipe, presets, tmp_path, o
 
 @pytest.fixture
 def gpus(tmp_path, monkeypatch):
-    """A machine with so many GPUs of 80 GB, by an nvidia-smi that prints them."""
+    """A machine with so many GPUs, of 80 GB if not otherwise said, by an nvidia-smi that prints them."""
 
-    def make(count: int, used: int = 480) -> None:
+    def make(count: int, used: int = 480, memory: int = 81559) -> None:
         program = tmp_path / "nvidia-smi"
         ids = " ".join(map(str, range(count)))
         name = "NVIDIA H100 80GB HBM3"
-        program.write_text(f"#!/bin/sh\nfor i in {ids}; do echo $i, GPU-$i, {name}, 81559, {81559 - used}; done\n")
+        program.write_text(f"#!/bin/sh\nfor i in {ids}; do echo $i, GPU-$i, {name}, {memory}, {memory - used}; done\n")
         program.chmod(0o755)
         monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -168,7 +168,7 @@ def test_too_few_gpus_and_gpus_that_are_filled_are_answers_too(gpus):
 
 def test_roles_in_turn_share_the_gpus(gpus):
     """Each role fits the three quarters of a GPU that JAX takes, and not all three of them."""
-    gpus(1)
+    gpus(1, memory=51_200)
     said = answered(**LARGE, model__preset="rho-math-1b", schedule__mode="interleaved").splitlines()
     assert all(" fits: about " in line for line in said[:3]) and said[3].startswith("together   does not fit: about "), said[:4]
 
