@@ -26,7 +26,7 @@ ROLES = tuple(meshes.SECTIONS)
 class RoleFit:
     """role; where: its devices in words; limit: bytes of one device, None: not known; fits: of its programs;
     unchecked: what is not among them, in words; mesh: where it does not fit: which mesh would do, as the end of a sentence.
-    on_host: how many devices share the memory of this machine, which is then the limit of them all; 0: none."""
+    on_host: how many devices share the memory of this machine, which is then the limit of them all; 0: each has its own."""
 
     role: str
     where: str

@@ -120,7 +120,7 @@ def _wanted(error: jax.errors.JaxRuntimeError) -> int:
 
 
 def device_memory(device: Any) -> int | None:
-    """Bytes that programs may take on a device; None where nobody says it, as on a CPU."""
+    """Bytes that programs may take on a device; None where the platform does not report it, as on a CPU."""
     try:
         stats = device.memory_stats()
     except jax.errors.JaxRuntimeError:  # a device that is not here

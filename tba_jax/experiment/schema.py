@@ -258,8 +258,8 @@ c.learner.logprob_gap_limit = setting(0.0, at_least=0, free=True)  # nats a toke
 c.learner.memory_fraction = setting(0.0, at_least=0, at_most=1, free=True)  # if roles share a GPU; 0: by need
 c.learner.mesh = ConfigDict()
 c.learner.mesh.data = setting(-1, free=True)  # -1: all devices that are left
-# 0, with data=-1: by need. 1 where weights, gradient and moments take at most a third of a device's memory, or nobody knows how
-# much that is, as on CPUs; otherwise all devices, or the most of them that divides the parameters. The trainer's log says which.
+# 0, with data=-1: by need. 1 where weights, gradient and moments take at most a third of a device's memory, or the device does
+# not report it, as CPUs; otherwise the largest number of devices that divides the parameters. The trainer's log says which.
 c.learner.mesh.fsdp = setting(0, free=True)
 c.learner.mesh.tensor = setting(1, free=True)
 

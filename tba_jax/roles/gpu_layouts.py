@@ -152,14 +152,14 @@ class _Layout:
         return [role for role, gpus in self._gpus.items() if gpu in gpus]
 
     def worst(self) -> tuple[float, Gpu]:
-        """The GPU of which roles want most of what they may take, and how much of that."""
+        """Returns the GPU whose roles need the largest share of the memory that they may take, and that share."""
         used = dict.fromkeys(itertools.chain(*self._gpus.values()))
         return max(((self._strain(gpu), gpu) for gpu in used), key=lambda found: found[0])
 
     def _strain(self, gpu: Gpu) -> float:
         roles = self._on(gpu)
         fractions = sum(role.fraction for role in roles)
-        if len(roles) == 1 and fractions:  # somebody has thought of this role's memory, and it has all of the GPU
+        if len(roles) == 1 and fractions:  # the config sets this role's fraction, and the role has the GPU to itself
             return 0.0
         needs = sum(self._need(role) for role in roles if not role.fraction)
         return (fractions + (needs / gpu.memory if gpu.memory else 0.0)) / max(gpu.usable_share(len(roles)), 1e-9)

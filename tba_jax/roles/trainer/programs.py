@@ -49,7 +49,7 @@ def programs(
         "moving reference": ("learner.reference.offload", "learner.mesh.fsdp"),
         **dict.fromkeys(("arguments", "state", "frozen weights", _SNAPSHOTS, _CHECKPOINT), ("learner.mesh.fsdp",)),
     }
-    # One snapshot is being written while the next one waits; whoever publishes a third one takes its copy before that one goes.
+    # One snapshot is being written while the next one waits. A third publish copies the policy before it drops the waiting one.
     written = {_SNAPSHOTS: [published, again(published)]}
     first = {"init": found.pop("init")}
     # Accelerators give a checkpoint to the host without a copy of their own.
