@@ -76,7 +76,7 @@ def devices(topology: str) -> list[Any]:
         reason = str(error).splitlines()[0]
         if "TPU support not installed" in reason:
             raise ValueError(
-                f"--topology={topology} needs the TPU's compiler, which is the extra `tpu`: pip install -e '.[tpu]'"
+                f"compiling for {topology} needs the TPU's compiler, which is the extra `tpu`: pip install -e '.[tpu]'"
             ) from error
         raise ValueError(f"{topology!r} is no topology, {_example()} ({reason[:200].rstrip('.')})") from error
     chips = int(found["chips"] or len(described))

@@ -178,10 +178,10 @@ class _Layout:
             there = f"{share * gpu.memory / _GIB:.1f} of its {gpu.memory / _GIB:.1f} GiB may be taken"
             if gpu.free is not None:
                 there += f" ({gpu.free / _GIB:.1f} GiB are free)"
-        return (
-            f"GPU {gpu.name} is too small for its roles: {', '.join(wanted)}; {there}. Lower searchers.count, searchers.slots or "
-            "learner.micro_batch_tokens, or split a model by its mesh over more GPUs"
-        )
+        mend = "Lower searchers.count, searchers.slots or learner.micro_batch_tokens, or split a model by its mesh over more GPUs"
+        if gpu.is_filled:
+            mend = "Another process holds the rest: end that process, or name other GPUs by CUDA_VISIBLE_DEVICES"
+        return f"GPU {gpu.name} is too small for its roles: {', '.join(wanted)}; {there}. {mend}"
 
     def share(self, role: Role) -> Share:
         mine, sharing = self._gpus[role], [other for other in self._gpus if set(self._gpus[other]) & set(self._gpus[role])]

@@ -27,6 +27,11 @@ class Gpu:
     memory: int | None = None
     free: int | None = None
 
+    @property
+    def is_filled(self) -> bool:
+        """Whether other processes hold a good part of the memory."""
+        return self.memory is not None and self.free is not None and self.free < _LARGEST_SHARE * self.memory
+
     def usable_share(self, roles: int) -> float:
         """The share of the memory that so many roles may take together."""
         if self.memory is None:
@@ -36,13 +41,22 @@ class Gpu:
 
 
 def visible() -> tuple[Gpu, ...]:
-    """The GPUs that this process may use: those of CUDA_VISIBLE_DEVICES, or all; () where JAX_PLATFORMS asks for no GPU."""
+    """The GPUs that this process may use: those of CUDA_VISIBLE_DEVICES, or all; () where JAX_PLATFORMS asks for no GPU.
+
+    Raises:
+      ValueError: CUDA_VISIBLE_DEVICES has a number that the driver does not list, or the driver does not answer.
+    """
     if os.environ.get("JAX_PLATFORMS", "").startswith(("cpu", "tpu")):
         return ()
     listed = _listed_by_driver()
     if "CUDA_VISIBLE_DEVICES" not in os.environ:
         return tuple(gpu for _, gpu in listed)
     names = [name.strip() for name in os.environ["CUDA_VISIBLE_DEVICES"].split(",")]
+    numbers = [gpu.name for _, gpu in listed]
+    if numbers and (unknown := [name for name in names if name.isdecimal() and name not in numbers]):
+        raise ValueError(
+            f"CUDA_VISIBLE_DEVICES={','.join(names)} names GPU {', '.join(unknown)}; the driver lists {', '.join(numbers)}"
+        )
 
     def known(name: str) -> Gpu:
         same = (gpu for uuid, gpu in listed if gpu.name == name or (name.startswith("GPU-") and uuid.startswith(name)))

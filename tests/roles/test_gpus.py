@@ -44,7 +44,7 @@ FIRST, SECOND = (
         ({"JAX_PLATFORMS": "cuda"}, (FIRST, SECOND)),
         ({"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "0,1"}, ()),
         ({"CUDA_VISIBLE_DEVICES": "1"}, (SECOND,)),
-        ({"CUDA_VISIBLE_DEVICES": "3,GPU-1a"}, (Gpu(name="3"), dataclasses.replace(FIRST, name="GPU-1a"))),
+        ({"CUDA_VISIBLE_DEVICES": "MIG-3,GPU-1a"}, (Gpu(name="MIG-3"), dataclasses.replace(FIRST, name="GPU-1a"))),
         ({"CUDA_VISIBLE_DEVICES": ""}, ()),
         ({"CUDA_VISIBLE_DEVICES": "-1"}, ()),
         ({"PATH": ""}, ()),
@@ -56,6 +56,19 @@ def test_gpus_that_a_process_may_use(monkeypatch, driver, environment, expected)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert gpus.visible() == expected
+
+
+def test_a_gpu_that_the_driver_does_not_list_is_refused(driver, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,7")
+    with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES=1,7 names GPU 7; the driver lists 0, 1"):
+        gpus.visible()
+
+
+def test_a_driver_that_hangs_is_named(driver, tmp_path, monkeypatch):
+    (tmp_path / "bin" / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 20\n")
+    monkeypatch.setattr(gpus, "_DRIVER_SECONDS", 0.2)
+    with pytest.raises(ValueError, match="nvidia-smi has not answered"):
+        gpus.visible()
 
 
 def test_a_driver_that_fails_has_no_gpus(driver, tmp_path):
