@@ -54,7 +54,7 @@ def test_no_two_packages_contradict_each_other(python):
 
 @pytest.mark.slow
 def test_a_recipe_with_a_chat_template_dry_runs(python, tmp_path):
-    command = tiny_run.command(tmp_path / "run", "--dry_run", recipe="configs/math_qwen2_5_7b.py:small", tiny=False)
+    command = tiny_run.command(tmp_path / "run", "--dry_run=full", recipe="configs/math_qwen2_5_7b.py:small", tiny=False)
     done = call([python, *command[1:]])
     assert done.returncode == 0 and done.stderr == "", done.stderr
     assert json.loads(done.stdout[done.stdout.index("{") : done.stdout.index("\nparameters:")])["task"]["chat_template"] is True
@@ -80,7 +80,7 @@ def test_the_demo_begins_and_its_run_is_shown(python, tmp_path):
 
 @pytest.mark.slow
 def test_a_task_that_needs_an_extra_names_it(python, tmp_path):
-    command = tiny_run.command(tmp_path / "run", "--dry_run", recipe="configs/story_sentiment.py", tiny=False)
+    command = tiny_run.command(tmp_path / "run", "--dry_run", recipe="configs/story_sentiment.py:small", tiny=False)
     done = call([python, *command[1:]])
     assert done.returncode == processes.BAD_INPUT and len(done.stderr.splitlines()) == 1, done.stderr
     assert "vaderSentiment" in done.stderr and "extra `stories`" in done.stderr and "make stories" in done.stderr
