@@ -3,6 +3,7 @@
 import math
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import pytest
 
@@ -21,7 +22,7 @@ def products(jaxpr, times: int = 1) -> int:
             sizes = [equation.invars[0].aval.shape[axis] for axis in contracted]
             total += times * 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(sizes)
         again = times * equation.params.get("length", 1)
-        inner = [products(inner, again) for inner in jax.core.jaxprs_in_params(equation.params)]
+        inner = [products(inner, again) for inner in jax.extend.core.jaxprs_in_params(equation.params)]
         total += max(inner) if equation.primitive.name == "cond" else sum(inner)
     return total
 
