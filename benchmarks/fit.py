@@ -136,7 +136,7 @@ class Found:
         return max([shared, *(size for role, size in self.gib.items() if role not in self.row.sharing)])
 
     def cells(self) -> list[str]:
-        """Of the table in docs/fit.md."""
+        """The cells of the row in the table of docs/fit.md."""
         fits = "fits" if self.most <= self.limit else "**does not fit**"
         proxy = ", by proxy" if self.row.limit else ""
         sharing = ", shared" if self.row.sharing else ""

@@ -53,7 +53,7 @@ class Ring:
         return 0
 
     def advance(self, steps: int) -> None:
-        """So many steps were made."""
+        """Moves the position on after a call that made `steps` decode steps."""
         self.position += steps
         if self.position > self.window:
             self.position -= self.window

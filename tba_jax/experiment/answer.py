@@ -124,7 +124,7 @@ def _machine() -> str:
 
 
 def _verdict(experiment: Experiment, role: str, devices: Devices, memory: Mapping[str, Mapping[str, int]]) -> str:
-    """Of the role's own devices, and of those of its task."""
+    """Says whether the role fits, by its own devices or those of its task, whichever hold more."""
     parts = max((memory[name] for name in (role, f"{role}, task") if name in memory), key=estimate.on_device)
     size = _on_host(parts, devices.count) if devices.on_host else estimate.on_device(parts)
     if devices.limit is None:

@@ -184,7 +184,7 @@ class _Memory:
         return {role: parts | models}
 
     def _policies(self, section: str, sampled: int) -> int:
-        """Of the policy in use, and of the next one while it is loaded. Args: sampled: bytes of one as it is decoded with."""
+        """Bytes of the policy in use, and of the next one while it is loaded. Args: sampled: of one as decoding takes it."""
         if self._config[section].swap_memory == "in_place":
             return sampled
         # Adapters and weights that are to be rounded lie beside the policy that is made of them.

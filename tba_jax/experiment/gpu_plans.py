@@ -21,7 +21,7 @@ from tba_jax.run import layout
 
 # GiB of GPUs whose name says how much they have.
 MEMORY = {"T4": 16, "L4": 24, "A10G": 24, "L40S": 48, "A100": 80, "H100": 80, "H200": 141, "B200": 180}
-# Of a GPU's memory, the share that programs may take: the rest is the driver's, and lost between arrays.
+# The share of a GPU's memory that programs may take. The driver holds part of the rest, and gaps between arrays are lost.
 _USABLE = 0.9
 # Stand-ins, by how many chips they have.
 _CHIPS = {1: "v5p:1x1x1", 4: "v5p:2x2x1", 8: "v5p:2x2x2", 16: "v5p:2x2x4", 64: "v5p:4x4x4"}

@@ -18,7 +18,7 @@ def head_weights(model: DecoderConfig) -> int:
 
 
 def attention(model: DecoderConfig, positions: int) -> int:
-    """Of the attention of the first `positions` tokens of a row, each to itself and to those before it, in all layers."""
+    """FLOPs of the attention of the first `positions` tokens of a row, each to itself and to those before it, in all layers."""
     return sum(
         4 * model.heads * model.head_size * _pairs(positions, model.window if local else 0) for local in model.local_layers
     )
@@ -36,6 +36,6 @@ def forward(model: DecoderConfig, *, positions: int, logits: int) -> int:
 
 
 def decoding(model: DecoderConfig, *, prompt: int, response: int) -> int:
-    """Of the `response` decode steps of one row with caches; the prompt is in the cache."""
+    """FLOPs of the `response` decode steps of one row with caches; the prompt is in the cache."""
     through = 2 * (layer_weights(model) + head_weights(model)) * response
     return through + attention(model, prompt + response) - attention(model, prompt)
