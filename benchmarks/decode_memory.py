@@ -144,7 +144,7 @@ def programs(config: SlotsConfig, mesh: Mesh, arrivals: int) -> dict[str, Progra
         stop_strings=None, drains=False, pad_id=0, lock=threading.Lock(), lockstep=False, in_place=False
     )
     made = Lane(config, mesh, arrivals=arrivals, **options).programs(policy_shapes(config.model, mesh))
-    return {name: made[told] for name, told in PROGRAMS.items()}
+    return {name: made[told] for name, told in PROGRAMS.items() if told in made}
 
 
 def policy_shapes(model: DecoderConfig, mesh: Mesh) -> Any:

@@ -126,7 +126,7 @@ class Lane:
         """
         c, whole = self._config, sharding_lib.replicated(self._mesh)
         stacked = jax.tree.map(lambda x: shaped(x, NamedSharding(self._mesh, x.sharding.spec)), params)
-        weights = kv_cache.unstacked_shapes(stacked, c.model, self._mesh)
+        weights = self._as_read(kv_cache.unstacked_shapes(stacked, c.model, self._mesh), shaped)
         prompts, slots = shaped(self._init.lower().out_info, slots_lib.shardings(c, self._mesh))
         table = None if self._stop_strings is None else shaped(self._stop_strings.next_state, whole)
         order, arrivals, number = self._oldest_first(), self._empty_arrivals(c.prompt_length), np.int32(1)
@@ -163,7 +163,10 @@ class Lane:
             split = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
             return jax.device_put(leaf, NamedSharding(self._mesh, split))
 
-        return self._unstack(jax.tree.map(place, params))
+        return self._as_read(self._unstack(jax.tree.map(place, params)), functools.partial(jax.device_put, donate=True))
+
+    def _as_read(self, weights: Params, put: Callable[[Any, Any], Any]) -> Params:
+        return kv_cache.head_by_head(weights, self._config.model, put) if self._config.tiled else weights
 
     def take_up(self) -> None:
         """From now on decodes with the weights that were handed over last. A lane that drains ends its running samples first."""

@@ -6,13 +6,15 @@ row's own continuation. B = J·W rows in decoding. Models here are unstacked (se
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import chex
 import flax.struct
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tba_jax import sharding
@@ -29,6 +31,8 @@ Cache = tuple[tuple[jax.Array, ...], ...]
 
 # How samplers hold the weights of linear maps: in the compute dtype, or rounded to integers (Einsum.quantize).
 WEIGHTS = ("full", "int8")
+
+_TILE_COLUMNS = 128  # of a TPU's tile
 
 
 def define(config: DecoderConfig, weights: str = "full", *, unstacked: bool = True) -> Definition[Decoder]:
@@ -108,6 +112,28 @@ def largest(params: Params) -> Params:
     flat = parameters.flatten(params)
     name = max(flat, key=lambda each: math.prod(flat[each].shape) * flat[each].dtype.itemsize)
     return parameters.unflatten({name: flat[name]})
+
+
+def head_by_head(params: Params, config: DecoderConfig, put: Callable[[Any, Format], Any]) -> Params:
+    """The parameters of an unstacked decoder as its decode step reads them on TPUs.
+
+    A step multiplies by the query, key and value weights [D, N, H] of one head after the other. Where heads fill the columns of a
+    TPU's tiles, weights that do not lie so would be copied at every call of the decode loop.
+
+    Args: params: arrays or shapes, or a part of them. put: as jax.device_put.
+    """
+    if config.head_size % _TILE_COLUMNS:
+        return params
+
+    def layer(tree: Params) -> Params:
+        mixed = {
+            name: maps | {"weight": put(maps["weight"], Format(Layout((1, 0, 2)), maps["weight"].sharding))}
+            for name, maps in tree.get("attention", {}).items()
+            if name in ("query", "key", "value") and "weight" in maps
+        }
+        return tree | {"attention": tree["attention"] | mixed} if mixed else tree
+
+    return params | {"layers": {i: layer(tree) for i, tree in params["layers"].items()}}
 
 
 def unstacked_shapes(params: Params, config: DecoderConfig, mesh: Mesh) -> Params:

@@ -11,6 +11,7 @@ import pytest
 from tba_jax.models import attention, kv_cache, parameters
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.parameters import Params
+from tba_jax.programs import shaped
 from tests.support import applied
 from tests.support.tiny_decoders import CONFIGS, GROUPED, logits_of_whole, random_params
 
@@ -42,6 +43,22 @@ def empty_own(config: DecoderConfig, entries: int) -> kv_cache.Cache:
     """Own caches of B rows full of what must not be read."""
     shape = (B, config.kv_heads, entries, config.head_size)
     return tuple((np.full(shape, 50.0, np.float32),) * 2 for _ in range(config.layers))
+
+
+def test_weights_lie_head_by_head_where_heads_fill_tiles(monkeypatch):
+    """Of the maps whose results are heads, and of no other."""
+    plain = unstack(random_params(GROUPED), config=GROUPED)
+    assert kv_cache.head_by_head(plain, GROUPED, jax.device_put) is plain
+    monkeypatch.setattr(kv_cache, "_TILE_COLUMNS", GROUPED.head_size)
+    relaid = kv_cache.head_by_head(plain, GROUPED, jax.device_put)
+    found = {name: x.format.layout.major_to_minor for name, x in parameters.flatten(relaid).items()}
+    moved = {name for name, order in found.items() if order != tuple(range(len(order)))}
+    maps = [f"attention.{name}.weight" for name in ("query", "key", "value")]
+    assert moved == {f"layers.{i}.{name}" for i in range(GROUPED.layers) for name in maps}
+    jax.tree.map(np.testing.assert_array_equal, relaid, plain)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), plain)
+    told = parameters.flatten(kv_cache.head_by_head(shapes, GROUPED, shaped))
+    assert {name for name, x in told.items() if x.format.layout is not None} == moved
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
