@@ -1,0 +1,174 @@
+"""Packing: rows laid end to end in sequences, so that a model computes what rows hold and next to no padding.
+
+A row takes `prompt_length + response_length − 1` tokens of a sequence: its last token predicts nothing that is scored. Rows of one
+sequence are segments, which do not attend to each other, and each row's positions begin at 0. Where rows lie follows from their
+lengths alone.
+"""
+
+import bisect
+import dataclasses
+import heapq
+from collections.abc import Sequence
+
+import chex
+import flax.struct
+import numpy as np
+
+# Micro-batches have so many different numbers of sequences at most, and so many shapes are compiled.
+_SHAPES = 8
+
+# A micro-batch as sequences, a sequence as numbers of rows.
+Parts = list[list[list[int]]]
+
+
+@flax.struct.dataclass
+class Packed:
+    """Rows in n micro-batches of M sequences of S tokens. Response token t of row b has the number b·R + t.
+
+    tokens: int32[n, M, S]. segments: int32[n, M, S], the number of a row in its sequence, from 1 on; 0: padding. positions:
+    int32[n, M, S], in the row.
+    states, targets, numbers: int32[n, M, S], the response tokens of a sequence one after the other, and then padding: the place
+    in the sequence whose hidden state predicts a token, its id, and its number, B·R for padding.
+    count: int32[], how many micro-batches hold rows: the first ones.
+    """
+
+    tokens: chex.Array
+    segments: chex.Array
+    positions: chex.Array
+    states: chex.Array
+    targets: chex.Array
+    numbers: chex.Array
+    count: chex.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What micro-batches may hold. length: S, at least the tokens of the longest row. sequences: the most of a micro-batch, a
+    multiple of `ways`, over which devices divide them. rows: B; group: so many consecutive rows are a query's."""
+
+    length: int
+    sequences: int
+    ways: int
+    rows: int
+    group: int
+
+    @property
+    def micro_batches(self) -> int:
+        """n: as many as B rows need that fill a sequence each."""
+        return -(-self.rows // self.sequences)
+
+    def rounded(self, sequences: int) -> int:
+        """The next larger number of sequences that micro-batches have."""
+        per_way = self.sequences // self.ways
+        step = self.ways * -(-per_way // _SHAPES)
+        return min(self.sequences, -(-sequences // step) * step)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Where the rows of a batch lie. sequences: M. whole_groups: whether the rows of each query are in one micro-batch. useful:
+    the share of the computed tokens that are of rows."""
+
+    parts: Parts
+    sequences: int
+    whole_groups: bool
+    useful: float
+
+
+def row_tokens(prompt_length: np.ndarray, response_length: np.ndarray) -> np.ndarray:
+    """int[B]: the tokens of a sequence that each row takes."""
+    return np.maximum(prompt_length + response_length - 1, 1)
+
+
+def plan(tokens: np.ndarray, limits: Limits, *, second_pass: float) -> Plan:
+    """Where rows lie. Whole groups stay together where that costs less than to score all rows in a pass of its own.
+
+    Args: tokens: int[B], see row_tokens. second_pass: what that pass costs, as a share of the update without it.
+
+    Raises:
+      ValueError: a row is longer than a sequence.
+    """
+    if tokens.max() > limits.length:
+        raise ValueError(f"a row of {tokens.max()} tokens does not fit a sequence of {limits.length}")
+    together = _divide(tokens, limits, group=limits.group)
+    parts = together
+    if together is None or len(together) > 1:
+        apart = _divide(tokens, limits, group=1) or _deal(tokens, limits)
+        cheaper = together is not None and _computed(together, limits) <= (1 + second_pass) * _computed(apart, limits)
+        parts = together if cheaper else apart
+    assert parts is not None
+    computed = _computed(parts, limits)
+    return Plan(
+        parts=parts,
+        sequences=computed // len(parts),
+        whole_groups=parts is together,
+        useful=float(tokens.sum()) / (computed * limits.length),
+    )
+
+
+def _computed(parts: Parts, limits: Limits) -> int:
+    """The sequences that a model computes."""
+    return len(parts) * limits.rounded(max(map(len, parts)))
+
+
+def _divide(tokens: np.ndarray, limits: Limits, *, group: int) -> Parts | None:
+    """As few micro-batches of about equally many tokens as hold the rows, `group` consecutive rows in one. None: too many."""
+    of_groups = tokens.reshape(-1, group).sum(axis=1)
+    fewest = -(-int(tokens.sum()) // (limits.length * limits.sequences))
+    for count in range(fewest, limits.micro_batches + 1):
+        parts: list[list[int]] = [[] for _ in range(count)]
+        emptiest = [(0, part) for part in range(count)]  # a heap
+        for each in np.argsort(-of_groups, kind="stable"):
+            taken, part = emptiest[0]
+            parts[part] += range(each * group, (each + 1) * group)
+            heapq.heapreplace(emptiest, (taken + int(of_groups[each]), part))
+        found = [_fill(part, tokens, limits.length) for part in parts]
+        if max(map(len, found)) <= limits.sequences:
+            return found
+    return None
+
+
+def _deal(tokens: np.ndarray, limits: Limits) -> Parts:
+    """Micro-batches of equally many sequences."""
+    sequences = _fill(range(len(tokens)), tokens, limits.length)
+    count = -(-len(sequences) // limits.sequences)
+    return [sequences[part::count] for part in range(count)]
+
+
+def _fill(rows: Sequence[int], tokens: np.ndarray, length: int) -> list[list[int]]:
+    """Sequences of rows: the longest rows first, each in the fullest sequence that has room for it (best fit, decreasing)."""
+    found: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # (tokens left, sequence), ascending
+    for row in sorted(rows, key=lambda row: (-tokens[row], row)):
+        size = int(tokens[row])
+        at = bisect.bisect_left(rooms, (size, 0))
+        left, sequence = rooms.pop(at) if at < len(rooms) else (length, len(found))
+        if sequence == len(found):
+            found.append([])
+        found[sequence].append(row)
+        bisect.insort(rooms, (left - size, sequence))
+    return found
+
+
+def pack(
+    tokens: np.ndarray, prompt_length: np.ndarray, response_length: np.ndarray, *, R: int, plan: Plan, limits: Limits
+) -> Packed:
+    """The rows where the plan has them. Args: as in trajectory: tokens int32[B, T], lengths int32[B]."""
+    B, shape = len(tokens), (limits.micro_batches, plan.sequences, limits.length)
+    packed = Packed(**{field.name: np.zeros(shape, np.int32) for field in dataclasses.fields(Packed)})
+    packed.numbers[:] = B * R
+    for i, part in enumerate(plan.parts):
+        for j, rows in enumerate(part):
+            begin = listed = 0
+            for segment, row in enumerate(rows, 1):
+                prompt, response = int(prompt_length[row]), int(response_length[row])
+                size = max(prompt + response - 1, 1)
+                its, told = (i, j, slice(begin, begin + size)), (i, j, slice(listed, listed + response))
+                packed.tokens[its] = tokens[row, :size]
+                packed.segments[its] = segment
+                packed.positions[its] = np.arange(size)
+                packed.states[told] = begin + prompt - 1 + np.arange(response)
+                packed.targets[told] = tokens[row, prompt : prompt + response]
+                packed.numbers[told] = row * R + np.arange(response)
+                begin, listed = begin + size, listed + response
+    return dataclasses.replace(packed, count=np.int32(len(plan.parts)))

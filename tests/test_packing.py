@@ -1,0 +1,78 @@
+"""Where rows lie in sequences, and what is found there."""
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies
+
+from tba_jax import packing
+from tba_jax.packing import Limits
+
+
+def limits(**changes) -> Limits:
+    return Limits(**dict(length=20, sequences=4, ways=2, rows=24, group=3) | changes)
+
+
+lengths = strategies.lists(strategies.integers(1, 20), min_size=24, max_size=24).map(np.array)
+
+
+@given(lengths, strategies.sampled_from([2, 4, 8, 24]), strategies.sampled_from([0.0, 0.4, 10.0]))
+def test_every_row_lies_in_one_place_within_the_limits(tokens, sequences, second_pass):
+    of = limits(sequences=sequences)
+    found = packing.plan(tokens, of, second_pass=second_pass)
+    assert sorted(row for part in found.parts for rows in part for row in rows) == list(range(24))
+    assert len(found.parts) <= of.micro_batches and found.sequences <= sequences and found.sequences % of.ways == 0
+    for part in found.parts:
+        assert len(part) <= found.sequences
+        assert all(sum(tokens[row] for row in rows) <= of.length for rows in part)
+        groups = {row // of.group for rows in part for row in rows}
+        assert not found.whole_groups or len(groups) * of.group == sum(map(len, part))
+    computed = len(found.parts) * found.sequences * of.length
+    assert found.useful == pytest.approx(tokens.sum() / computed)
+    assert packing.plan(tokens, of, second_pass=second_pass) == found, "it follows from the lengths alone"
+
+
+def test_numbers_of_sequences_are_few():
+    for sequences, ways in ((1, 1), (6, 2), (8, 8), (40, 4), (4096, 16)):
+        of = limits(sequences=sequences, ways=ways)
+        found = {of.rounded(count) for count in range(1, sequences + 1)}
+        assert len(found) <= 8 and max(found) == sequences and all(count % ways == 0 for count in found)
+        assert all(count <= of.rounded(count) for count in range(1, sequences + 1))
+
+
+def test_groups_are_split_where_they_waste_more_than_a_second_pass():
+    tokens = np.array([14, 14, 14, 1, 1, 1] * 4)  # a micro-batch of four sequences holds one group of long rows
+    together = packing.plan(tokens, limits(), second_pass=0.4)
+    assert together.whole_groups and len(together.parts) == 4
+    apart = packing.plan(tokens, limits(), second_pass=0.2)
+    assert not apart.whole_groups and len(apart.parts) == 3
+
+
+def test_a_row_longer_than_a_sequence_is_refused():
+    with pytest.raises(ValueError, match="a row of 21 tokens does not fit a sequence of 20"):
+        packing.plan(np.full(24, 21), limits(), second_pass=0.0)
+
+
+def test_rows_are_found_again_in_their_sequences():
+    rng = np.random.default_rng(0)
+    B, P, R = 24, 9, 12
+    prompt, response = rng.integers(1, P + 1, B), rng.integers(0, R + 1, B)
+    tokens = rng.integers(1, 1000, (B, P + R)).astype(np.int32)
+    of = limits(length=P + R - 1, sequences=4, rows=B)
+    found = packing.plan(packing.row_tokens(prompt, response), of, second_pass=0.0)
+    packed = packing.pack(tokens, prompt, response, R=R, plan=found, limits=of)
+    assert packed.tokens.shape == (of.micro_batches, found.sequences, P + R - 1) and packed.count == len(found.parts)
+    seen = np.zeros(B * R, bool)
+    for i, j in np.ndindex(*packed.tokens.shape[:2]):
+        of_sequence = [x[i, j] for x in (packed.tokens, packed.segments, packed.positions)]
+        for state, target, number in zip(packed.states[i, j], packed.targets[i, j], packed.numbers[i, j], strict=True):
+            if number == B * R:
+                continue
+            assert not seen[number]
+            seen[number] = True
+            row, t = divmod(number, R)
+            assert target == tokens[row, prompt[row] + t]
+            (its,) = np.nonzero(of_sequence[1] == of_sequence[1][state])
+            np.testing.assert_array_equal(of_sequence[0][its], tokens[row, : prompt[row] + response[row] - 1])
+            np.testing.assert_array_equal(of_sequence[2][its], np.arange(len(its)))
+            assert state == its[0] + prompt[row] + t - 1
+    np.testing.assert_array_equal(seen.reshape(B, R), np.arange(R) < response[:, None])
