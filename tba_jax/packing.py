@@ -22,14 +22,13 @@ Parts = list[list[list[int]]]
 
 
 @flax.struct.dataclass
-class Packed:
-    """Rows in n micro-batches of M sequences of S tokens. Response token t of row b has the number b·R + t.
+class Sequences:
+    """M sequences of S tokens that hold rows of a batch. Response token t of row b has the number b·R + t.
 
-    tokens: int32[n, M, S]. segments: int32[n, M, S], the number of a row in its sequence, from 1 on; 0: padding. positions:
-    int32[n, M, S], in the row.
-    states, targets, numbers: int32[n, M, S], the response tokens of a sequence one after the other, and then padding: the place
+    tokens: int32[M, S]. segments: int32[M, S], the number of a row in its sequence, from 1 on; 0: padding. positions:
+    int32[M, S], in the row.
+    states, targets, numbers: int32[M, S], the response tokens of a sequence one after the other, and then padding: the place
     in the sequence whose hidden state predicts a token, its id, and its number, B·R for padding.
-    count: int32[], how many micro-batches hold rows: the first ones.
     """
 
     tokens: chex.Array
@@ -38,7 +37,19 @@ class Packed:
     states: chex.Array
     targets: chex.Array
     numbers: chex.Array
+
+
+@flax.struct.dataclass
+class Packed:
+    """A batch of B rows in n micro-batches.
+
+    micro_batches: leaves [n, M, S]. count: int32[], how many of them hold rows: the first ones. of_row: int32[B], the number of the
+    micro-batch that holds a row.
+    """
+
+    micro_batches: Sequences
     count: chex.Array
+    of_row: chex.Array
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -155,20 +166,21 @@ def pack(
 ) -> Packed:
     """The rows where the plan has them. Args: as in trajectory: tokens int32[B, T], lengths int32[B]."""
     B, shape = len(tokens), (limits.micro_batches, plan.sequences, limits.length)
-    packed = Packed(**{field.name: np.zeros(shape, np.int32) for field in dataclasses.fields(Packed)})
-    packed.numbers[:] = B * R
+    of_row, made = np.zeros(B, np.int32), {field.name: np.zeros(shape, np.int32) for field in dataclasses.fields(Sequences)}
+    made["numbers"][:] = B * R
     for i, part in enumerate(plan.parts):
         for j, rows in enumerate(part):
+            of_row[rows] = i
             begin = listed = 0
             for segment, row in enumerate(rows, 1):
                 prompt, response = int(prompt_length[row]), int(response_length[row])
                 size = max(prompt + response - 1, 1)
                 its, told = (i, j, slice(begin, begin + size)), (i, j, slice(listed, listed + response))
-                packed.tokens[its] = tokens[row, :size]
-                packed.segments[its] = segment
-                packed.positions[its] = np.arange(size)
-                packed.states[told] = begin + prompt - 1 + np.arange(response)
-                packed.targets[told] = tokens[row, prompt : prompt + response]
-                packed.numbers[told] = row * R + np.arange(response)
+                made["tokens"][its] = tokens[row, :size]
+                made["segments"][its] = segment
+                made["positions"][its] = np.arange(size)
+                made["states"][told] = begin + prompt - 1 + np.arange(response)
+                made["targets"][told] = tokens[row, prompt : prompt + response]
+                made["numbers"][told] = row * R + np.arange(response)
                 begin, listed = begin + size, listed + response
-    return dataclasses.replace(packed, count=np.int32(len(plan.parts)))
+    return Packed(micro_batches=Sequences(**made), count=np.int32(len(plan.parts)), of_row=of_row)

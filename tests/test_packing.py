@@ -59,8 +59,9 @@ def test_rows_are_found_again_in_their_sequences():
     tokens = rng.integers(1, 1000, (B, P + R)).astype(np.int32)
     of = limits(length=P + R - 1, sequences=4, rows=B)
     found = packing.plan(packing.row_tokens(prompt, response), of, second_pass=0.0)
-    packed = packing.pack(tokens, prompt, response, R=R, plan=found, limits=of)
-    assert packed.tokens.shape == (of.micro_batches, found.sequences, P + R - 1) and packed.count == len(found.parts)
+    whole = packing.pack(tokens, prompt, response, R=R, plan=found, limits=of)
+    packed = whole.micro_batches
+    assert packed.tokens.shape == (of.micro_batches, found.sequences, P + R - 1) and whole.count == len(found.parts)
     seen = np.zeros(B * R, bool)
     for i, j in np.ndindex(*packed.tokens.shape[:2]):
         of_sequence = [x[i, j] for x in (packed.tokens, packed.segments, packed.positions)]
@@ -70,6 +71,7 @@ def test_rows_are_found_again_in_their_sequences():
             assert not seen[number]
             seen[number] = True
             row, t = divmod(number, R)
+            assert whole.of_row[row] == i
             assert target == tokens[row, prompt[row] + t]
             (its,) = np.nonzero(of_sequence[1] == of_sequence[1][state])
             np.testing.assert_array_equal(of_sequence[0][its], tokens[row, : prompt[row] + response[row] - 1])

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from tba_jax import sharding
 from tba_jax.models.parameters import Params
+from tba_jax.packing import Packed, Sequences
 
 
 def rows_within(tokens: int, *, row_tokens: int, queries: int, completions: int, ways: int) -> int:
@@ -56,6 +57,21 @@ def join(tree: Any, unit: int = 1) -> Any:
         return x.reshape(count, rows // unit, unit, *x.shape[2:]).swapaxes(0, 1).reshape(count * rows, *x.shape[2:])
 
     return jax.tree.map(joined, tree)
+
+
+def summed(function: Callable[[Sequences, jax.Array], Any], packed: Packed) -> Any:
+    """Σ function(micro-batch, its number) over the micro-batches that hold rows; one result is in memory beside the sum.
+
+    Args: function: of leaves [M, S] and int32[] to a tree of arrays.
+    """
+
+    def of(number: jax.Array) -> Any:
+        return function(jax.tree.map(lambda x: x[number], packed.micro_batches), number)
+
+    if packed.micro_batches.tokens.shape[0] == 1:
+        return of(jnp.int32(0))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(of, jnp.int32(0)))
+    return jax.lax.fori_loop(0, packed.count, lambda number, sums: jax.tree.map(jnp.add, sums, of(number)), zeros)
 
 
 def accumulate(gradient: Callable[[Any], tuple[Params, Any]], params: Params, micros: Any) -> tuple[Params, Any]:

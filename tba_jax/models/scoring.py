@@ -1,5 +1,6 @@
 """Teacher-forced log-probabilities: the one function by which trainer and searcher score a given response."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from tba_jax.models.decoder import Decoder
 from tba_jax.models.layers import full_precision
 from tba_jax.models.parameters import Params
 from tba_jax.models.response_space import ResponseSpace
+from tba_jax.packing import Sequences
 
 
 def response_tokens(tokens: jax.Array, prompt_length: jax.Array, *, R: int) -> jax.Array:
@@ -62,6 +64,39 @@ def response_logprobs(
     logprobs, entropy = token_logprobs(model, hidden, responses, space=space, logit_bytes=logit_bytes)
     mask = jnp.arange(R)[None, :] < response_length[:, None]
     return jnp.where(mask, logprobs, 0.0), jnp.where(mask, entropy, 0.0)
+
+
+def packed_hidden_states(model: Decoder, sequences: Sequences, *, remat: str) -> jax.Array:
+    """compute_dtype[M, S, D]: the hidden states that the listed response tokens are predicted from.
+
+    Args: remat: see response_logprobs.
+    """
+    hidden = model(sequences.tokens, positions=sequences.positions, segments=sequences.segments, remat=remat)
+    return jax.vmap(lambda sequence, states: sequence[states])(hidden, sequences.states)
+
+
+def packed_logprobs(
+    model: Decoder, hidden: jax.Array, sequences: Sequences, *, R: int, space: ResponseSpace, logit_bytes: int, none: int
+) -> tuple[jax.Array, jax.Array]:
+    """As response_logprobs, of the response tokens that a micro-batch lists, from their hidden states.
+
+    Args: none: the number of padding, B·R.
+
+    Returns:
+      float32[M, S] and float32[M, S], 0 where there is no token.
+    """
+    listed = sequences.numbers < none
+    used = jnp.max(jnp.sum(listed, axis=1))
+    logprobs, entropy = token_logprobs(
+        model, hidden, sequences.targets, sequences.numbers % R, space=space, logit_bytes=logit_bytes, used=used
+    )
+    return jnp.where(listed, logprobs, 0.0), jnp.where(listed, entropy, 0.0)
+
+
+def by_row(values: jax.Array, numbers: jax.Array, *, B: int, R: int) -> jax.Array:
+    """Values of the listed response tokens, [M, S], in their rows: [B, R], 0 elsewhere."""
+    flat = jnp.zeros(B * R, values.dtype)
+    return flat.at[numbers.reshape(-1)].add(values.reshape(-1), mode="drop").reshape(B, R)
 
 
 def scorer(mesh: Mesh, **settings: Any) -> Callable[..., tuple[jax.Array, jax.Array]]:
@@ -126,14 +161,23 @@ def in_blocks(function: Callable[[Any], Any], rows: Any, *, size: int) -> Any:
 
 @full_precision
 def token_logprobs(
-    model: Decoder, hidden: jax.Array, tokens: jax.Array, *, space: ResponseSpace, logit_bytes: int
+    model: Decoder,
+    hidden: jax.Array,
+    tokens: jax.Array,
+    position: jax.Array | None = None,
+    *,
+    space: ResponseSpace,
+    logit_bytes: int,
+    used: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability of each token given its hidden state, and the entropy of its distribution; never logits [B, R, V].
 
     Args:
-      hidden: [B, R, D]; tokens: int32[B, R], the response from its first token on.
+      hidden: [B, R, D]; tokens: int32[B, R]; position: int32[B, R], the place of each token in its response; None: a row is the
+        response from its first token on.
       logit_bytes: of float32[B, time, V], the largest array that is made; at least one time step. All rows take part in every
         block of time, so that on a mesh every device has its rows in each.
+      used: int32[]: what comes later in rows is not computed, but for the rest of a block; None: all is.
 
     Returns:
       float32[B, R] and float32[B, R], nats. Entropy carries no gradient.
@@ -143,11 +187,19 @@ def token_logprobs(
     B, R, _ = hidden.shape
     steps = max(1, min(R, logit_bytes // (4 * B * model.config.vocab)))
     head = model.head(vmapped=True)
-    return jax.vmap(lambda states, row: row_logprobs(head, states, row, space=space, steps=steps))(hidden, tokens)
+    of_row = functools.partial(row_logprobs, head, space=space, steps=steps, used=used)
+    return jax.vmap(of_row)(hidden, tokens, jnp.broadcast_to(jnp.arange(R), (B, R)) if position is None else position)
 
 
 def row_logprobs(
-    head: Callable[[jax.Array], jax.Array], hidden: jax.Array, tokens: jax.Array, *, space: ResponseSpace, steps: int
+    head: Callable[[jax.Array], jax.Array],
+    hidden: jax.Array,
+    tokens: jax.Array,
+    position: jax.Array,
+    *,
+    space: ResponseSpace,
+    steps: int,
+    used: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The log-prob kernel, of one row; to be vmapped over rows.
 
@@ -159,8 +211,8 @@ def row_logprobs(
 
     Args:
       head: of hidden states [t, D] to logits float32[t, V], see Decoder.head.
-      hidden: [R, D]; tokens: int32[R].
-      steps: of a block.
+      hidden: [R, D]; tokens, position: int32[R].
+      steps: of a block. used: see token_logprobs; the same for all rows.
 
     Returns:
       float32[R] and float32[R], nats. Entropy carries no gradient.
@@ -176,7 +228,7 @@ def row_logprobs(
         return chosen, entropy
 
     if steps == R:
-        return block(hidden, tokens, jnp.arange(R))
+        return block(hidden, tokens, position)
     blocks = -(-R // steps)
 
     def cut(x: jax.Array) -> jax.Array:
@@ -184,7 +236,15 @@ def row_logprobs(
         padded = jnp.pad(x, ((0, blocks * steps - R),) + ((0, 0),) * (x.ndim - 1))
         return padded.reshape(blocks, steps, *x.shape[1:])
 
-    found = jax.lax.map(lambda xs: jax.checkpoint(block)(*xs), (cut(hidden), cut(tokens), cut(jnp.arange(R))))
+    def block_if_used(xs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        begin, *of_block = xs
+        if used is None:
+            return jax.checkpoint(block)(*of_block)
+        nothing = jnp.zeros(steps, jnp.float32)
+        return jax.lax.cond(begin < used, jax.checkpoint(block), lambda *_: (nothing, nothing), *of_block)
+
+    begins = jnp.arange(blocks) * steps
+    found = jax.lax.map(block_if_used, (begins, cut(hidden), cut(tokens), cut(position)))
     logprobs, entropy = (x.reshape(-1)[:R] for x in found)
     return logprobs, entropy
 
