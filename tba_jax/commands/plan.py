@@ -71,7 +71,7 @@ def run(given: command_line.Given) -> command_line.Job:
 def describe(planned: "Sequence[Planned]", placement: "Settings", *, command: Sequence[str]) -> str:
     """The text that is printed: a line for each role, the flags, and the dry run that shows all programs.
 
-    Args: placement: settings that say which role gets which devices; command: the flags of the recipe.
+    Args: placement: settings that say which role gets which devices, {} where --topology does; command: the flags of the recipe.
     """
     from tba_jax.experiment import compiling
 
@@ -86,4 +86,7 @@ def describe(planned: "Sequence[Planned]", placement: "Settings", *, command: Se
     flags_of_plan = [f"--config.{name}={value}" for name, value in found.items()]
     topology = ",".join(f"{each.role}={each.place.topology}" for each in planned)
     dry_run = ["python", "-m", "tba_jax.main", *command, *flags_of_plan, "--workdir=DIR", "--dry_run", f"--topology={topology}"]
-    return "\n".join([*lines, "", "settings:", " ".join(flags_of_plan), "", "all programs:", shlex.join(dry_run)])
+    programs = "all programs:"
+    if placement:  # a dry run knows nothing of GPUs that are not here
+        programs = "all programs, on the chips that stand in; the limits of this dry run are those of the chips, not of the GPUs:"
+    return "\n".join([*lines, "", "settings:", " ".join(flags_of_plan), "", programs, shlex.join(dry_run)])

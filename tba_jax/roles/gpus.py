@@ -14,7 +14,7 @@ _LARGEST_SHARE = 0.95
 # The share that JAX takes of a GPU for one process where nobody asks for another one.
 DEFAULT_SHARE = 0.75
 # What a process holds of a GPU beside JAX' memory, about: its CUDA context, and buffers of NCCL and other libraries.
-_CONTEXT_BYTES = 3 << 28
+CONTEXT_BYTES = 3 << 28
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Gpu:
         if self.memory is None:
             return _LARGEST_SHARE
         free = self.memory if self.free is None else self.free
-        return max(0.0, min(_LARGEST_SHARE, (free - roles * _CONTEXT_BYTES) / self.memory))
+        return max(0.0, min(_LARGEST_SHARE, (free - roles * CONTEXT_BYTES) / self.memory))
 
 
 def visible() -> tuple[Gpu, ...]:
