@@ -53,6 +53,8 @@ def add_flags(values: flags.FlagValues) -> settings_help.Program:
 
 
 class _DryRunParser(flags.BooleanParser):
+    allowed = "true, false or full"
+
     def parse(self, argument: Any) -> Any:
         return argument if argument == "full" else super().parse(argument)
 

@@ -68,6 +68,8 @@ def parse(text: str) -> Gpus:
     found = _GPUS.fullmatch(text)
     if found is None:
         raise ValueError(f"--gpus={text} must be NAMExCOUNT or NAMExCOUNT@GIB, such as H100x8 or L4x2@24")
+    if int(found["count"]) > max(_CHIPS):
+        raise ValueError(f"--gpus={text}: a run can be planned for up to {max(_CHIPS)} GPUs, not {found['count']}")
     known = {name.lower(): gib for name, gib in MEMORY.items()}
     gib = float(found["gib"] or known.get(found["name"].lower(), 0))
     if not gib:

@@ -29,7 +29,9 @@ def call(*flags: str) -> list[str]:
         (["--topology=nobody=v5p:2x2x1"], ["'nobody'", "trainer, searcher, evaluator"]),
         (["--gpus=H100"], ["--gpus=H100 must be NAMExCOUNT"]),
         (["--gpus=K80x2"], ["the memory of K80 is not known"]),
-        (["--gpus=H100x8", "--seconds=0"], ["seconds"]),
+        (["--gpus=abc"], ["--gpus=abc must be NAMExCOUNT"]),
+        (["--gpus=H100x8", "--seconds=0"], ["--seconds=0 must be a whole number of at least 1"]),
+        (["--gpus=H100x8", "--seconds=abc"], ["--seconds=abc must be a whole number of at least 1"]),
         (["--gpus=H100x8", "--config.learner.stepz=1"], ["learner.stepz"]),
     ],
 )

@@ -24,7 +24,14 @@ def test_a_name_says_how_many_and_how_large(text, name, count, gib):
 
 
 @pytest.mark.parametrize(
-    "text, words", [("H100", "NAMExCOUNT"), ("H100x0", "NAMExCOUNT"), ("8", "H100x8"), ("K80x2", "K80x2@GIB")]
+    "text, words",
+    [
+        ("H100", "NAMExCOUNT"),
+        ("H100x0", "NAMExCOUNT"),
+        ("8", "H100x8"),
+        ("H100x65", "up to 64 GPUs, not 65"),
+        ("K80x2", "K80x2@GIB"),
+    ],
 )
 def test_what_is_no_gpu_is_refused(text, words):
     with pytest.raises(ValueError, match=words):
