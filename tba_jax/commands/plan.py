@@ -48,6 +48,7 @@ def run(given: command_line.Given) -> command_line.Job:
         raise ValueError(f"--topology names no role of this run; its roles: {', '.join(meshes.roles_of(config))}")
     for topology in [*asked.values(), *([gpu_plans.stand_in(1)] if machine else [])]:
         topologies.devices(topology)
+    processes.stop_at_once()
     experiment = composition.build(config, reward_models={}, weights=False)
     nowhere = layout.RunDir(Path("nowhere"))  # programs are made from shapes: nothing is read or written there
 

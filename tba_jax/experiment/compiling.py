@@ -14,7 +14,7 @@ from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.programs import Program
 from tba_jax.rewards import task_models
 from tba_jax.roles import gpus
-from tba_jax.run import layout, machine
+from tba_jax.run import layout, machine, processes
 from tba_jax.text.visible import visible
 
 log = logging.getLogger(__name__)
@@ -223,6 +223,7 @@ def dry_run(s: Invocation, *, asked: Mapping[str, str], role: str, full: bool) -
     if missing := [each for each in wanted if asked and each not in asked]:
         raise ValueError(f"--topology names no topology for --role={missing[0]}")
     devices, limits = ({each: topologies.devices(asked[each]) for each in wanted}, {}) if asked else _here(s, wanted, role=role)
+    processes.stop_at_once()
     found = Mistakes()
     for each, its in devices.items():
         found.attempt(meshes.check, s.experiment, role=each, devices=len(its))
