@@ -112,7 +112,8 @@ def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir") ->
     found = mistakes.Mistakes()
     # The supervisor has looked at the GPUs of its children, and a child that it starts again may find memory of the last one.
     in_one_process = given.role != "all" or config.schedule.mode == "interleaved"
-    if in_one_process and not given.dry_run and not processes.expected_run():
+    computes = given.compile or not given.dry_run
+    if in_one_process and computes and not processes.expected_run():
         found.attempt(gpus.check_free)
     init_from = found.attempt(other_runs.parse_init_from, given.init_from)
     asked = found.attempt(_topologies, given)

@@ -81,6 +81,7 @@ def fit(
     limit: int | None = None,
     measure: Measure | None = None,
     only: str = "",
+    filled: str = "",
 ) -> RoleFit:
     """Compiles the programs of a role.
 
@@ -89,6 +90,7 @@ def fit(
       limit: bytes of each device that the role may take; None: all that programs may take on it.
       measure: of earlier calls with these devices, whose programs need not be compiled again.
       only: the program of this name is compiled alone, if the role has it; "": all are.
+      filled: about GPUs that other processes hold (gpus.filled): then it is the advice, and not another mesh.
     """
     experiment = of_trainer(experiment, devices) if role == "trainer" else experiment
     config = experiment.config[meshes.SECTIONS[role]]
@@ -110,6 +112,8 @@ def fit(
     )
     if on_host or found.limit is None or found.takes <= found.limit:
         return found
+    if filled:
+        return dataclasses.replace(found, mesh=filled)
     guess = estimate.on_device(estimate.memory(experiment, {role: len(devices)})[role])
     scale = found.worst.peak / guess
     advice = smallest_mesh.advice(experiment, role=role, devices=len(devices) - own, limit=found.limit, scale=scale)
@@ -222,6 +226,7 @@ def dry_run(s: Invocation, *, asked: Mapping[str, str], role: str, full: bool) -
     wanted = [role] if role != "all" else [each for each in meshes.roles_of(s.config) if each in asked or not asked]
     if missing := [each for each in wanted if asked and each not in asked]:
         raise ValueError(f"--topology names no topology for --role={missing[0]}")
+    filled = "" if asked else gpus.filled(gpus.visible())  # before this process takes memory of them
     devices, limits = ({each: topologies.devices(asked[each]) for each in wanted}, {}) if asked else _here(s, wanted, role=role)
     processes.stop_at_once()
     found = Mistakes()
@@ -233,7 +238,7 @@ def dry_run(s: Invocation, *, asked: Mapping[str, str], role: str, full: bool) -
 
     def job() -> int:
         found = [
-            fit(experiments[each], s.run, role=each, devices=its, name=asked.get(each, ""), limit=limits.get(each))
+            fit(experiments[each], s.run, role=each, devices=its, name=asked.get(each, ""), limit=limits.get(each), filled=filled)
             for each, its in devices.items()
         ]
         there = {
