@@ -119,9 +119,10 @@ def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir") ->
     asked = found.attempt(_topologies, given)
     known = _known_reward_models(folder, given.role)
     new = bool(given.dry_run) or not places.exists(folder.config)
-    experiment = found.attempt(composition.build, config, reward_models=known, weights=not given.dry_run, new=new)
-    found.end()
-    assert experiment is not None and init_from is not None and asked is not None
+    experiment = composition.gather(config, found, reward_models=known, weights=not given.dry_run, new=new)
+    if experiment is None:
+        found.end()
+    assert experiment is not None
     settings = jobs.Invocation(
         experiment=experiment,
         run=folder,
@@ -129,11 +130,12 @@ def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir") ->
         label=recipes.label_of(given.config) if given.config else folder.root.name,
         allow_change=tuple(given.allow_change),
         arguments=tuple(sys.argv[1:]),
-        init_from=init_from,
+        init_from=init_from or "",
+        mistakes=found,
     )
     full = given.dry_run == "full"
     if asked or given.compile:
-        return compiling.dry_run(settings, asked=asked, role=given.role, full=full)
+        return compiling.dry_run(settings, asked=asked or {}, role=given.role, full=full)
     return jobs.dry_run(settings, full=full) if given.dry_run else jobs.ROLES[given.role](settings)
 
 

@@ -201,6 +201,17 @@ def _table(fits: Sequence[Fit], unit: int) -> list[str]:
     return [*rows, f"  beside {worst.name}: {beside or 'nothing'}"]
 
 
+def _on_topologies(wanted: Sequence[str], asked: Mapping[str, str], *, role: str) -> dict[str, Sequence[Any]]:
+    """Role -> the devices of its topology. Raises ValueError: a sentence about each role that has none."""
+    found, devices = Mistakes(), dict[str, Sequence[Any]]()
+    for each in wanted:
+        found.require(each in asked, f"--topology names no topology for --role={role}")
+        if each in asked:
+            devices[each] = found.attempt(topologies.devices, asked[each]) or []
+    found.end()
+    return devices
+
+
 def _here(s: Invocation, wanted: Sequence[str], *, role: str) -> tuple[dict[str, Sequence[Any]], dict[str, int | None]]:
     """Role -> its devices on this machine; and, of roles that --role=all places on GPUs, bytes of each that they may take."""
     there = gpus.jax_devices()
@@ -224,12 +235,15 @@ def dry_run(s: Invocation, *, asked: Mapping[str, str], role: str, full: bool) -
     if role not in ("all", *ROLES):
         raise ValueError(f"--role={role} computes nothing of its own; roles that compute: {', '.join(ROLES)}")
     wanted = [role] if role != "all" else [each for each in meshes.roles_of(s.config) if each in asked or not asked]
-    if missing := [each for each in wanted if asked and each not in asked]:
-        raise ValueError(f"--topology names no topology for --role={missing[0]}")
+    found = s.mistakes.copy()
     filled = "" if asked else gpus.filled(gpus.visible())  # before this process takes memory of them
-    devices, limits = ({each: topologies.devices(asked[each]) for each in wanted}, {}) if asked else _here(s, wanted, role=role)
+    devices: dict[str, Sequence[Any]] = {}
+    limits: dict[str, int | None] = {}
+    if asked:
+        devices = found.attempt(_on_topologies, wanted, asked, role=role) or {}
+    elif here := found.attempt(_here, s, wanted, role=role):
+        devices, limits = here
     processes.stop_at_once()
-    found = Mistakes()
     for each, its in devices.items():
         found.attempt(meshes.check, s.experiment, role=each, devices=len(its))
     found.attempt(check_dry_run, s)
