@@ -9,9 +9,10 @@ DIR with its own config. Flags --config.SETTING=VALUE change settings of this ro
 publish, schedule) is changed by its trainer alone, with --allow_change.
 """
 
-import logging
+import math
 import os
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from absl import flags
@@ -23,8 +24,7 @@ if TYPE_CHECKING:  # what is slow to import, JAX above all, is imported late: a 
     from ml_collections import config_dict
 
     from tba_jax.run import layout
-
-log = logging.getLogger(__name__)
+    from tba_jax.run.places import Place
 
 # The folder of compiled programs is held under this number in every process: its path is part of the programs' names on GPUs.
 _CACHE_DESCRIPTOR = 400
@@ -88,8 +88,9 @@ def run(given: command_line.Given) -> int | command_line.Job:
     recipe = recipes.load(given.config, given.overrides, program=settings_help.BASE) if given.config else None
     from tba_jax.run import contract, layout
 
+    _check_answers([("--workdir", given.workdir.absolute())], given)
     folder = layout.open_run_dir(given.workdir.absolute(), given.shared)
-    _check_shared(folder)
+    _check_shared(folder, given)
     folder = contract.known(folder, processes.expected_run())
     with contract.failures_of_storage(folder):
         job = _prepare(given, _config_of_run(folder, given) if recipe is None else recipe, folder)
@@ -102,7 +103,7 @@ def run(given: command_line.Given) -> int | command_line.Job:
 
 
 def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir") -> command_line.Job:
-    from tba_jax.experiment import compiling, composition, jobs, mistakes, other_runs
+    from tba_jax.experiment import compiling, composition, jobs, mistakes, other_runs, storage
     from tba_jax.roles import gpus
     from tba_jax.run import places
 
@@ -116,6 +117,8 @@ def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir") ->
     if in_one_process and computes and not processes.expected_run():
         found.attempt(gpus.check_free)
     init_from = found.attempt(other_runs.parse_init_from, given.init_from)
+    if not found.accepts(_check_answers, [*storage.of_init_from(init_from or ""), *storage.of_config(config)], given):
+        found.end()
     asked = found.attempt(_topologies, given)
     known = _known_reward_models(folder, given.role)
     new = bool(given.dry_run) or not places.exists(folder.config)
@@ -187,16 +190,19 @@ def _split_cpu(devices: int) -> None:
         jax.config.update("jax_num_cpu_devices", devices)
 
 
-def _check_shared(run: "layout.RunDir") -> None:
+def _check_answers(named: "Sequence[tuple[str, Place]]", given: command_line.Given) -> None:
+    from tba_jax.experiment import storage
+
+    storage.check(named, limit=storage.DRY_RUN_SECONDS if given.dry_run else math.inf)
+
+
+def _check_shared(run: "layout.RunDir", given: command_line.Given) -> None:
     from tba_jax.run import places
 
-    if not isinstance(run.shared, places.Bucket):
-        return
-    if run.shared.root.startswith("memory:"):
+    if isinstance(run.shared, places.Bucket) and run.shared.root.startswith("memory:"):
         raise ValueError(f"--shared={run.shared} ends with its process; it must be a folder, or one of gs://… and s3://…")
-    places.check_answers(
-        run.shared, report=lambda seconds: log.warning("%s has not answered for %d s; still trying", run.shared, seconds)
-    )
+    if run.elsewhere is not None:
+        _check_answers([("--shared", run.elsewhere)], given)
 
 
 if __name__ == "__main__":

@@ -37,9 +37,10 @@ def run(given: command_line.Given) -> command_line.Job:
     if bool(given.topology) == bool(given.gpus):
         raise ValueError("one of --topology and --gpus says for which devices the run is planned")
     config = recipes.load(given.config, given.overrides, program=settings_help.BASE)
-    from tba_jax.experiment import compiling, composition, gpu_plans, meshes, planning, topologies
+    from tba_jax.experiment import compiling, composition, gpu_plans, meshes, planning, storage, topologies
     from tba_jax.run import layout, processes
 
+    storage.check(storage.of_config(config), limit=storage.DRY_RUN_SECONDS)
     topologies.use_no_devices()
     asked = topologies.parse(given.topology, roles=compiling.ROLES)
     machine = gpu_plans.parse(given.gpus) if given.gpus else None
