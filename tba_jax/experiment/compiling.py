@@ -201,6 +201,13 @@ def _table(fits: Sequence[Fit], unit: int) -> list[str]:
     return [*rows, f"  beside {worst.name}: {beside or 'nothing'}"]
 
 
+def _devices(
+    s: Invocation, wanted: Sequence[str], asked: Mapping[str, str], *, role: str
+) -> tuple[dict[str, Sequence[Any]], dict[str, int | None]]:
+    """See _on_topologies and _here."""
+    return (_on_topologies(wanted, asked, role=role), {}) if asked else _here(s, wanted, role=role)
+
+
 def _on_topologies(wanted: Sequence[str], asked: Mapping[str, str], *, role: str) -> dict[str, Sequence[Any]]:
     """Role -> the devices of its topology. Raises ValueError: a sentence about each role that has none."""
     found, devices = Mistakes(), dict[str, Sequence[Any]]()
@@ -237,17 +244,13 @@ def dry_run(s: Invocation, *, asked: Mapping[str, str], role: str, full: bool) -
     wanted = [role] if role != "all" else [each for each in meshes.roles_of(s.config) if each in asked or not asked]
     found = s.mistakes.copy()
     filled = "" if asked else gpus.filled(gpus.visible())  # before this process takes memory of them
-    devices: dict[str, Sequence[Any]] = {}
-    limits: dict[str, int | None] = {}
-    if asked:
-        devices = found.attempt(_on_topologies, wanted, asked, role=role) or {}
-    elif here := found.attempt(_here, s, wanted, role=role):
-        devices, limits = here
+    devices, limits = found.attempt(_devices, s, wanted, asked, role=role) or ({}, {})
     processes.stop_at_once()
     for each, its in devices.items():
         found.attempt(meshes.check, s.experiment, role=each, devices=len(its))
     found.attempt(check_dry_run, s)
     found.end()
+    where = "" if asked else placing.describe(s.experiment)  # before programs take memory of the devices
     experiments = {each: s.experiment.on_device(its[0]) for each, its in devices.items()}
 
     def job() -> int:
@@ -259,9 +262,7 @@ def dry_run(s: Invocation, *, asked: Mapping[str, str], role: str, full: bool) -
             each: answer.Devices(count=len(its), kind=its[0].device_kind, limit=None, where="") for each, its in devices.items()
         }
         meshed = of_trainer(s.experiment, devices["trainer"]) if "trainer" in devices else s.experiment
-        parts = [describe(found, config=s.config, bounds=answer.describe_bounds(meshed, there))]
-        if not asked:
-            parts.append(placing.describe(s.experiment))
+        parts = [describe(found, config=s.config, bounds=answer.describe_bounds(meshed, there)), *([where] if where else [])]
         if unchecked := answer.unchecked_inputs(s.experiment):
             parts.append(f"not checked: {'; '.join(unchecked)}")
         print(visible("\n\n".join([*parts, *([estimate.describe(s.experiment)] if full else [])])))

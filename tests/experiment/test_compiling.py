@@ -231,6 +231,14 @@ def test_bad_input_is_one_sentence(flags, words, tmp_path, capsys, one_device):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_role_without_a_topology_and_a_wrong_mount_are_told_together(tmp_path, capsys, one_device):
+    flags = ["--dry_run", "--topology=trainer=v5p:2x2x1", "--role=searcher", "--config.replay.mount=('/nowhere',)"]
+    with pytest.raises(SystemExit):
+        command_line.execute(main, tiny_run.command(tmp_path / "run", *flags)[3:])
+    said = capsys.readouterr().err
+    assert said.startswith("error: 2 mistakes:") and "--role=searcher" in said and "/nowhere holds no run" in said, said
+
+
 def test_without_the_compiler_of_tpus_the_extra_is_named(tmp_path, capsys, one_device):
     if importlib.util.find_spec("libtpu") is not None:
         pytest.skip("libtpu is installed here")
