@@ -57,8 +57,7 @@ def _check_run(s: Invocation, found: Mistakes, *, may_change_schedule: bool, fet
     if places.exists(s.run.config):
         found.attempt(_check_joins, s, fetch=fetch)
         if may_change_schedule:
-            step = len(read_lineage(s.run.journal))
-            found.attempt(schedule_changes.check, s.run, s.config, allowed=s.allow_change, step=step)
+            found.attempt(_check_schedule, s)
     found.end()
     for split, count in s.experiment.skipped.items():
         if count:
@@ -77,6 +76,10 @@ def check_dry_run(s: Invocation) -> None:
 def _check_joins(s: Invocation, *, fetch: bool) -> None:
     contract = s.experiment.contract if fetch else _with_models_away(s)
     contract_lib.check_joins(s.run, s.config, contract, init_from=s.init_from)
+
+
+def _check_schedule(s: Invocation) -> None:
+    schedule_changes.check(s.run, s.config, allowed=s.allow_change, step=len(read_lineage(s.run.journal)))
 
 
 def _with_models_away(s: Invocation) -> contract_lib.Contract:
