@@ -234,10 +234,13 @@ def put_rows(mesh: Mesh, tree: Any) -> Any:
     return jax.device_put(tree, rows_sharding(mesh))
 
 
-def check_ways(rows: int, ways: int, *, what: str) -> None:
-    """Raises ValueError where `rows` do not divide by the `ways` of a mesh that the devices of the role made up."""
+def check_ways(rows: int, ways: int, *, what: str, mesh: str) -> None:
+    """Raises ValueError where `rows` do not divide by the `ways` that the devices of the role make up.
+
+    Args: what: the settings that the rows are of; mesh: the setting of the mesh, such as learner.mesh.
+    """
     if rows % ways:
-        raise ValueError(f"{what} = {rows} rows are not divisible by the {ways} ways of the mesh")
+        raise ValueError(f"{what} = {rows} rows are not divisible by the {ways} ways of {mesh}.data × {mesh}.fsdp")
 
 
 def copy_program(dtype: str | None) -> Callable[[Any], Any]:

@@ -14,7 +14,7 @@ from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.programs import Program
 from tba_jax.rewards import task_models
 from tba_jax.roles import gpus
-from tba_jax.run import layout, machine
+from tba_jax.run import layout, machine, processes
 from tba_jax.text.visible import visible
 
 log = logging.getLogger(__name__)
@@ -81,6 +81,7 @@ def fit(
     limit: int | None = None,
     measure: Measure | None = None,
     only: str = "",
+    filled: str = "",
 ) -> RoleFit:
     """Compiles the programs of a role.
 
@@ -89,6 +90,7 @@ def fit(
       limit: bytes of each device that the role may take; None: all that programs may take on it.
       measure: of earlier calls with these devices, whose programs need not be compiled again.
       only: the program of this name is compiled alone, if the role has it; "": all are.
+      filled: about GPUs that other processes hold (gpus.filled): then it is the advice, and not another mesh.
     """
     experiment = of_trainer(experiment, devices) if role == "trainer" else experiment
     config = experiment.config[meshes.SECTIONS[role]]
@@ -110,6 +112,8 @@ def fit(
     )
     if on_host or found.limit is None or found.takes <= found.limit:
         return found
+    if filled:
+        return dataclasses.replace(found, mesh=filled)
     guess = estimate.on_device(estimate.memory(experiment, {role: len(devices)})[role])
     scale = found.worst.peak / guess
     advice = smallest_mesh.advice(experiment, role=role, devices=len(devices) - own, limit=found.limit, scale=scale)
@@ -197,6 +201,24 @@ def _table(fits: Sequence[Fit], unit: int) -> list[str]:
     return [*rows, f"  beside {worst.name}: {beside or 'nothing'}"]
 
 
+def _devices(
+    s: Invocation, wanted: Sequence[str], asked: Mapping[str, str], *, role: str
+) -> tuple[dict[str, Sequence[Any]], dict[str, int | None]]:
+    """See _on_topologies and _here."""
+    return (_on_topologies(wanted, asked, role=role), {}) if asked else _here(s, wanted, role=role)
+
+
+def _on_topologies(wanted: Sequence[str], asked: Mapping[str, str], *, role: str) -> dict[str, Sequence[Any]]:
+    """Role -> the devices of its topology. Raises ValueError: a sentence about each role that has none."""
+    found, devices = Mistakes(), dict[str, Sequence[Any]]()
+    for each in wanted:
+        found.require(each in asked, f"--topology names no topology for --role={role}")
+        if each in asked:
+            devices[each] = found.attempt(topologies.devices, asked[each]) or []
+    found.end()
+    return devices
+
+
 def _here(s: Invocation, wanted: Sequence[str], *, role: str) -> tuple[dict[str, Sequence[Any]], dict[str, int | None]]:
     """Role -> its devices on this machine; and, of roles that --role=all places on GPUs, bytes of each that they may take."""
     there = gpus.jax_devices()
@@ -220,28 +242,27 @@ def dry_run(s: Invocation, *, asked: Mapping[str, str], role: str, full: bool) -
     if role not in ("all", *ROLES):
         raise ValueError(f"--role={role} computes nothing of its own; roles that compute: {', '.join(ROLES)}")
     wanted = [role] if role != "all" else [each for each in meshes.roles_of(s.config) if each in asked or not asked]
-    if missing := [each for each in wanted if asked and each not in asked]:
-        raise ValueError(f"--topology names no topology for --role={missing[0]}")
-    devices, limits = ({each: topologies.devices(asked[each]) for each in wanted}, {}) if asked else _here(s, wanted, role=role)
-    found = Mistakes()
+    found = s.mistakes.copy()
+    filled = "" if asked else gpus.filled(gpus.visible())  # before this process takes memory of them
+    devices, limits = found.attempt(_devices, s, wanted, asked, role=role) or ({}, {})
+    processes.stop_at_once()
     for each, its in devices.items():
         found.attempt(meshes.check, s.experiment, role=each, devices=len(its))
     found.attempt(check_dry_run, s)
     found.end()
+    where = "" if asked else placing.describe(s.experiment)  # before programs take memory of the devices
     experiments = {each: s.experiment.on_device(its[0]) for each, its in devices.items()}
 
     def job() -> int:
         found = [
-            fit(experiments[each], s.run, role=each, devices=its, name=asked.get(each, ""), limit=limits.get(each))
+            fit(experiments[each], s.run, role=each, devices=its, name=asked.get(each, ""), limit=limits.get(each), filled=filled)
             for each, its in devices.items()
         ]
         there = {
             each: answer.Devices(count=len(its), kind=its[0].device_kind, limit=None, where="") for each, its in devices.items()
         }
         meshed = of_trainer(s.experiment, devices["trainer"]) if "trainer" in devices else s.experiment
-        parts = [describe(found, config=s.config, bounds=answer.describe_bounds(meshed, there))]
-        if not asked:
-            parts.append(placing.describe(s.experiment))
+        parts = [describe(found, config=s.config, bounds=answer.describe_bounds(meshed, there)), *([where] if where else [])]
         if unchecked := answer.unchecked_inputs(s.experiment):
             parts.append(f"not checked: {'; '.join(unchecked)}")
         print(visible("\n\n".join([*parts, *([estimate.describe(s.experiment)] if full else [])])))

@@ -8,6 +8,10 @@ import sys
 import pytest
 
 from tba_jax import __main__
+from tba_jax.commands import plan
+from tba_jax.experiment.compiling import RoleFit
+from tba_jax.experiment.fitting import Fit
+from tba_jax.experiment.planning import Place, Planned
 from tests.support import tiny_run
 
 
@@ -25,7 +29,9 @@ def call(*flags: str) -> list[str]:
         (["--topology=nobody=v5p:2x2x1"], ["'nobody'", "trainer, searcher, evaluator"]),
         (["--gpus=H100"], ["--gpus=H100 must be NAMExCOUNT"]),
         (["--gpus=K80x2"], ["the memory of K80 is not known"]),
-        (["--gpus=H100x8", "--seconds=0"], ["seconds"]),
+        (["--gpus=abc"], ["--gpus=abc must be NAMExCOUNT"]),
+        (["--gpus=H100x8", "--seconds=0"], ["--seconds=0 must be a whole number of at least 1"]),
+        (["--gpus=H100x8", "--seconds=abc"], ["--seconds=abc must be a whole number of at least 1"]),
         (["--gpus=H100x8", "--config.learner.stepz=1"], ["learner.stepz"]),
     ],
 )
@@ -52,6 +58,18 @@ def planned(*flags: str) -> tuple[str, list[str]]:
     done = tiny_run.call([sys.executable, "-m", "tba_jax", *call(*flags)], timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout, shlex.split(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("placement", [{}, {"searchers.count": 1}], ids=["TPUs", "GPUs"])
+def test_the_dry_run_of_chips_that_stand_in_is_not_said_to_judge_gpus(placement):
+    """Its limits are those of the chips: on TPUs the very ones of the plan, on GPUs others."""
+    fit = Fit(name="update", program=None, arguments=1, temporaries=2, outputs=0, aliased=0, beside={}, refused=False)
+    fits = RoleFit(role="trainer", where="", limit=4, fits=[fit], unchecked=[])
+    place = Place(devices=[None], topology="v5p:1x1x1", name="1 × L4, by proxy v5p:1x1x1", limit=4)
+    planned = Planned(role="trainer", place=place, settings={}, fit=fits, binds="nothing")
+    *_, title, dry_run = plan.describe([planned], placement, command=["--config=x.py"]).splitlines()
+    assert dry_run.endswith("--topology=trainer=v5p:1x1x1")
+    assert ("those of the chips, not of the GPUs" in title) == bool(placement), title
 
 
 @pytest.mark.slow

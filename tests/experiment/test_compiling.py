@@ -2,6 +2,8 @@
 
 import importlib.util
 import re
+import signal
+import subprocess
 from pathlib import Path
 
 import jax
@@ -13,7 +15,7 @@ from tba_jax.commands import command_line
 from tba_jax.decoding import slots
 from tba_jax.experiment import compiling, composition, fitting, jobs
 from tba_jax.programs import Program
-from tba_jax.run import layout, machine
+from tba_jax.run import layout, machine, processes
 from tba_jax.run.metrics import TimeAccount
 from tests.support import random_checkpoints, tiny_run
 
@@ -229,6 +231,14 @@ def test_bad_input_is_one_sentence(flags, words, tmp_path, capsys, one_device):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_role_without_a_topology_and_a_wrong_mount_are_told_together(tmp_path, capsys, one_device):
+    flags = ["--dry_run", "--topology=trainer=v5p:2x2x1", "--role=searcher", "--config.replay.mount=('/nowhere',)"]
+    with pytest.raises(SystemExit):
+        command_line.execute(main, tiny_run.command(tmp_path / "run", *flags)[3:])
+    said = capsys.readouterr().err
+    assert said.startswith("error: 2 mistakes:") and "--role=searcher" in said and "/nowhere holds no run" in said, said
+
+
 def test_without_the_compiler_of_tpus_the_extra_is_named(tmp_path, capsys, one_device):
     if importlib.util.find_spec("libtpu") is not None:
         pytest.skip("libtpu is installed here")
@@ -255,6 +265,21 @@ def test_a_preset_is_the_shape_and_a_path_gives_the_tokenizer(tmp_path, capsys, 
     assert command_line.execute(main, tiny_run.command(tmp_path / "run", *flags)[3:]) == 0
     assert re.search(r"total +124,4", capsys.readouterr().out)
     assert "exclude each other" in refusal(tiny_run.command(tmp_path / "run", *flags[1:])[3:], capsys)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_dry_run_quietly(number, tmp_path):
+    """The TPU's compiler, where it is installed, would answer by a stack trace."""
+    flag = "--compile" if importlib.util.find_spec("libtpu") is None else "--topology=v5p:1x1x1"
+    command = tiny_run.command(tmp_path / "run", "--dry_run", flag, "--role=trainer")
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, cwd=tiny_run.ROOT, env=tiny_run.environment(), **pipes)
+    told = iter(process.stderr.readline, "")
+    assert any(" compiled in " in line for line in told), "no program was compiled"
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == processes.STOPPED and not out, (process.returncode, err)
+    assert all(" compiled in " in line for line in err.splitlines()), err
 
 
 @pytest.mark.slow

@@ -166,6 +166,21 @@ def test_too_few_gpus_and_gpus_that_are_filled_are_answers_too(gpus):
     assert "for this machine: 4 × NVIDIA H100 80GB HBM3." in said and "bounds" not in said and "together" not in said
 
 
+@pytest.mark.parametrize(
+    "preset, larger", [("rho-math-1b", ""), ("llama-3.1-8b", "; the smallest that would is learner.mesh data=1 × fsdp=4")]
+)
+def test_who_fills_a_gpu_is_named_and_no_larger_mesh(gpus, preset, larger):
+    """1.1 · 10⁹ parameters take 28.7 GiB of a GPU whose processes have left 19.9; 8 · 10⁹ are too large for an empty one."""
+    gpus(1, used=61_200)
+    said = answered(**LARGE, model__preset=preset, learner__mesh__fsdp=1, learner__micro_batch_tokens=0).splitlines()
+    assert said[0].endswith("Another process holds the rest: end that process, or name other GPUs by CUDA_VISIBLE_DEVICES")
+    assert said[1].startswith("trainer    does not fit: about ")
+    assert "; other processes hold 59.8 of the 79.6 GiB of GPU 0: end them, or name other GPUs" in said[1], said[1]
+    assert said[1].partition("CUDA_VISIBLE_DEVICES")[2].startswith("; it fits no mesh") == bool(larger) and larger in said[1]
+    said = answered(**LARGE, model__preset=preset, schedule__mode="interleaved").splitlines()
+    assert said[0].startswith("all roles  does not fit: GPU 0 has 19.9 GiB free, and this role takes 59.7 GiB")
+
+
 def test_roles_in_turn_share_the_gpus(gpus):
     """Each role fits the three quarters of a GPU that JAX takes, and not all three of them."""
     gpus(1, memory=51_200)
