@@ -174,9 +174,13 @@ class Search:
         return min(fitting, key=lambda each: (-each.sizes[each.low], each.level, each.split), default=None)
 
     def fits_at_all(self) -> bool:
-        """Whether the candidate that takes least by the estimate fits."""
-        candidate = min(self._candidates, key=lambda each: (-each.level, each.estimates[each.sizes[0]]))
-        return self._fits(self._try(candidate, 0))
+        """Whether one of the leanest candidates fits: that of the least estimate, or of the most tensor ways, which gathers no
+        weights."""
+        leanest = max(candidate.level for candidate in self._candidates)
+        lean = [each for each in self._candidates if each.level == leanest]
+        least = min(lean, key=lambda each: each.estimates[each.sizes[0]])
+        tensor = max(lean, key=lambda each: each.settings[f"{meshes.SECTIONS[self._role]}.mesh.tensor"])
+        return any(self._fits(self._try(each, 0)) for each in ([least] if tensor is least else [least, tensor]))
 
     def _all_candidates(self) -> list[_Candidate]:
         problem: ValueError | None = None

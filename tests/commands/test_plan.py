@@ -1,6 +1,7 @@
 """The command that finds settings that fit: mistakes, and for TPUs that are not here the settings that it prints."""
 
 import importlib.util
+import math
 import re
 import shlex
 import sys
@@ -92,4 +93,10 @@ def test_a_model_that_is_too_large_names_the_smallest_that_would_do():
         pytest.skip("the TPU's compiler is not installed: pip install -e '.[tpu]'")
     wide = ["--config.model.width=8192", "--config.model.ffn=65536", "--config.model.layers=2", "--config.learner.queries=4"]
     done = tiny_run.call([sys.executable, "-m", "tba_jax", *call("--topology=trainer=v5e:1x1", *wide)], timeout=600)
-    assert done.returncode == 2 and done.stderr.splitlines()[-1].endswith("the smallest that would do: v5e:2x4"), done.stderr
+    *told, error = done.stderr.split(" trying ")[-1].splitlines()
+    chips = math.prod(map(int, re.findall(r"mesh.\w+=(\d+)", told[0])))
+    found = {4: "v5e:2x2", 8: "v5e:2x4", 16: "v5e:4x4"}[chips]
+    assert done.returncode == 2 and error.endswith(f"the smallest that would do: {found}"), done.stderr
+    limit = float(re.search(r"does not fit v5e:1x1 of ([\d.]+) GiB", error)[1])
+    peaks = [re.findall(r"peak ([\d.]+) GiB", each) for each in done.stderr.split(" trying ")[1:]]
+    assert [max(map(float, each)) <= limit for each in peaks] == [False] * (len(peaks) - 1) + [True], done.stderr
