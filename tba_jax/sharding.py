@@ -83,9 +83,10 @@ def policy_devices(task_devices: int, devices: Sequence[jax.Device] | None = Non
     return devices[: len(devices) - task_devices]
 
 
-def task_mesh(task_devices: int) -> Mesh:
-    """The mesh of the models that a task scores with: this process' last `task_devices` devices; 0: all, beside the policy."""
-    devices = jax.devices()[-task_devices:]
+def task_mesh(task_devices: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The mesh of the models that a task scores with: the last `task_devices` devices of a role (None: this process'); 0: all,
+    beside the policy."""
+    devices = (jax.devices() if devices is None else devices)[-task_devices:]
     return make_mesh((len(devices), 1, 1), setting="task_devices", devices=devices)
 
 

@@ -7,11 +7,13 @@ from typing import Any
 
 import jax
 
-from tba_jax.experiment import answer, composition, estimate, meshes, placing, smallest_mesh, topologies
+from tba_jax import sharding
+from tba_jax.experiment import answer, composition, estimate, initial_policy, meshes, placing, smallest_mesh, topologies
 from tba_jax.experiment.fitting import UNITS, Fit, Measure, device_memory, in_words, unit_of
-from tba_jax.experiment.joining import Invocation, check_dry_run
+from tba_jax.experiment.joining import Invocation, check_dry_run, mistakes_end_the_role
 from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.programs import Program
+from tba_jax.rewards import programs as rewards
 from tba_jax.rewards import task_models
 from tba_jax.roles import gpus
 from tba_jax.run import layout, machine, processes
@@ -63,9 +65,10 @@ def programs(
 
     e = experiment
     if role == "trainer":
-        config = of_trainer(e, jax.devices() if devices is None else devices).config
-        return trainer.programs(config, e.contract, e.policy, run, devices=devices)
-    room: dict[str, Any] = dict(policy=e.policy, tokenizer=e.tokenizer, devices=devices)
+        e = of_trainer(e, jax.devices() if devices is None else devices)
+        made = trainer.programs(e.config, e.contract, e.policy, run, devices=devices)
+        return {**initial_policy.programs(e, run, devices=devices), **made}
+    room: dict[str, Any] = dict(policy=e.policy, tokenizer=e.tokenizer, task=e.task, devices=devices)
     if role == "searcher":
         return searcher.programs(e.config, e.contract, queries=e.queries["train"], **room)
     return evaluator.programs(e.config, e.contract, queries=composition.heldout_queries(e), **room)
@@ -93,24 +96,22 @@ def fit(
       filled: about GPUs that other processes hold (gpus.filled): then it is the advice, and not another mesh.
     """
     experiment = of_trainer(experiment, devices) if role == "trainer" else experiment
-    config = experiment.config[meshes.SECTIONS[role]]
-    own = config.task_devices if role != "trainer" else 0
+    own = _task_devices(experiment, role)
     sizes = dict(zip(("data", "fsdp", "tensor"), meshes.shape(experiment, role=role, devices=len(devices)), strict=True))
     mesh = " × ".join(f"{axis}={size}" for axis, size in sizes.items())
-    on_host = len(devices) if devices[0].platform == "cpu" else 0
-    measure, made = measure or Measure(), programs(experiment, run, role=role, devices=devices)
+    made = programs(experiment, run, role=role, devices=devices)
     made = {only: made[only]} if only in made else made
-    if limit is None:
-        limit = machine.memory() if on_host else device_memory(devices[0])
-    found = RoleFit(
-        role=role,
-        where=f"{len(devices)} × {devices[0].device_kind}{f' ({name})' if name else ''}, {meshes.SECTIONS[role]}.mesh {mesh}",
+    found = _role_fit(
+        made,
+        role,
+        devices[: len(devices) - own],
+        name=name,
+        where=f"{meshes.SECTIONS[role]}.mesh {mesh}",
         limit=limit,
-        on_host=on_host,
-        fits=[_fit(measure, role, each, program) for each, program in made.items()],
-        unchecked=_unchecked(experiment, role, own),
+        measure=measure or Measure(),
+        unchecked=_unchecked(experiment, role),
     )
-    if on_host or found.limit is None or found.takes <= found.limit:
+    if found.on_host or found.limit is None or found.takes <= found.limit:
         return found
     if filled:
         return dataclasses.replace(found, mesh=filled)
@@ -120,24 +121,64 @@ def fit(
     return dataclasses.replace(found, mesh=advice)
 
 
+def fit_task(
+    experiment: composition.Experiment,
+    *,
+    role: str,
+    devices: Sequence[Any],
+    name: str = "",
+    limit: int | None = None,
+    measure: Measure | None = None,
+) -> RoleFit | None:
+    """Compiles the programs of a task's models on the task_devices of a role; None where they have none. Args: see `fit`."""
+    own = _task_devices(experiment, role)
+    length = experiment.contract.prompt_length + experiment.contract.response_length
+    made = rewards.of_task(experiment.task, sharding.task_mesh(own, devices), role=role, length=length).alone() if own else {}
+    if not made:
+        return None
+    setting = f"{meshes.SECTIONS[role]}.task_devices={own}"
+    return _role_fit(made, f"{role}, task", devices[-own:], name=name, where=setting, limit=limit, measure=measure or Measure())
+
+
+def _task_devices(experiment: composition.Experiment, role: str) -> int:
+    return int(experiment.config[meshes.SECTIONS[role]].task_devices) if role != "trainer" else 0
+
+
+def _role_fit(
+    made: Mapping[str, Program],
+    role: str,
+    devices: Sequence[Any],
+    *,
+    name: str,
+    where: str,
+    limit: int | None,
+    measure: Measure,
+    unchecked: Sequence[str] = (),
+) -> RoleFit:
+    """Args: where: the rest of RoleFit.where; others: see `fit`."""
+    on_host = len(devices) if devices[0].platform == "cpu" else 0
+    if limit is None:
+        limit = machine.memory() if on_host else device_memory(devices[0])
+    return RoleFit(
+        role=role,
+        where=f"{len(devices)} × {devices[0].device_kind}{f' ({name})' if name else ''}, {where}",
+        limit=limit,
+        on_host=on_host,
+        fits=[_fit(measure, role, each, program) for each, program in made.items()],
+        unchecked=unchecked,
+    )
+
+
 def _fit(measure: Measure, role: str, name: str, program: Program) -> Fit:
     found = measure.fit(name, program)
     log.info("%s: %s compiled in %.0f s, peak %s", role, name, found.seconds, in_words(found.peak))
     return found
 
 
-def _unchecked(experiment: composition.Experiment, role: str, task_devices: int) -> list[str]:
-    """What a role computes with programs that are not compiled here."""
-    c, found = experiment.config, []
-    models = [use.name for use in task_models.uses(experiment.task, role=role)] if role != "trainer" else []
-    if models:
-        where = "on devices of their own" if task_devices else "on the same devices"
-        found.append(f"the models of the task ({', '.join(models)}), {where}")
-    if role == "searcher" and c.task.embedding_path:
-        found.append("the sentence encoder of task.embedding_path")
-    if role == "trainer" and c.warm_start.steps:
-        found.append("the warm start")
-    return found
+def _unchecked(experiment: composition.Experiment, role: str) -> list[str]:
+    """What a role computes without programs."""
+    linear = [use for use in task_models.uses(experiment.task, role=role) if use.kind == "linear"]
+    return [f"the {use.name} of the task, which is linear and computes in the host's memory" for use in linear]
 
 
 def describe(found: Sequence[RoleFit], *, config: Any, bounds: Sequence[str] = ()) -> str:
@@ -160,7 +201,8 @@ def _together(found: Sequence[RoleFit], config: Any) -> list[str]:
     if not interleaved and not all(role.on_host for role in found):
         return []
     counts = {"searcher": 1 if interleaved else config.searchers.count}
-    size = sum(role.takes * counts.get(role.role, 1) for role in found)
+    there = [role for role in found if role.on_host or role.role in ROLES]
+    size = sum(role.takes * counts.get(role.role.split(",")[0], 1) for role in there)
     verdict = "takes at most" if limit is None else "fits: at most" if size <= limit else "may not fit: up to"
     of = "" if limit is None else f" of {in_words(limit)}"
     why = (
@@ -254,10 +296,12 @@ def dry_run(s: Invocation, *, asked: Mapping[str, str], role: str, full: bool) -
     experiments = {each: s.experiment.on_device(its[0]) for each, its in devices.items()}
 
     def job() -> int:
-        found = [
-            fit(experiments[each], s.run, role=each, devices=its, name=asked.get(each, ""), limit=limits.get(each), filled=filled)
-            for each, its in devices.items()
-        ]
+        found = []
+        for each, its in devices.items():
+            room: dict[str, Any] = dict(role=each, devices=its, name=asked.get(each, ""), limit=limits.get(each))
+            with mistakes_end_the_role():  # slots of a victim that do not divide over the devices, say
+                of_task = fit_task(experiments[each], **room)
+                found += [fit(experiments[each], s.run, **room, filled=filled), *([of_task] if of_task else [])]
         there = {
             each: answer.Devices(count=len(its), kind=its[0].device_kind, limit=None, where="") for each, its in devices.items()
         }

@@ -333,7 +333,12 @@ def find(experiment: Experiment, run: layout.RunDir, *, role: str, place: Place,
     Raises:
       NothingFits: there are none.
       TimeIsOver: none were found in time.
+      ValueError: the models of the task do not fit the role's task_devices, of which more would not help.
     """
+    of_task = compiling.fit_task(experiment, role=role, devices=place.devices, name=place.name, limit=place.limit)
+    if of_task is not None and of_task.worst.peak > place.limit:
+        taken, limit = compiling.in_words(of_task.worst.peak), compiling.in_words(place.limit)
+        raise ValueError(f"{of_task.worst.name} takes {taken} of {limit} on {of_task.where}, each of which holds whole models")
     search = Search(experiment, run, role=role, place=place, until=until)
     if (found := search.best()) is not None:
         return found

@@ -1,5 +1,6 @@
 """The dry run that compiles: its figures against the programs of real roles, and for TPUs that are not here."""
 
+import dataclasses
 import importlib.util
 import re
 import signal
@@ -13,11 +14,11 @@ import pytest
 from tba_jax import main
 from tba_jax.commands import command_line
 from tba_jax.decoding import slots
-from tba_jax.experiment import compiling, composition, fitting, jobs
+from tba_jax.experiment import compiling, composition, fitting, jobs, planning
 from tba_jax.programs import Program
 from tba_jax.run import layout, machine, processes
 from tba_jax.run.metrics import TimeAccount
-from tests.support import random_checkpoints, tiny_run
+from tests.support import random_checkpoints, small_recipes, tiny_run
 
 DEVICES = jax.devices()  # eight; the roles of the runs that are made here take one
 RUN = layout.RunDir(Path("/nowhere"))
@@ -136,6 +137,75 @@ def test_meshes_divide_the_state(mesh, ways):
     names = ("snapshots to be written", "checkpoint to be written")
     whole_size, size = (sum(fit_of(found, "update").beside[name] for name in names) for found in (whole, parts))
     assert whole_size / ways <= size < 1.1 * whole_size / ways
+
+
+@pytest.fixture(scope="module")
+def summaries():
+    """A run whose searcher has a reward model, and whose evaluator has a gold model as well."""
+    c = small_recipes.config("tldr_pythia:small")
+    c.task.prompt_length = 128
+    return composition.build(c)
+
+
+def with_settings(experiment: composition.Experiment, **settings) -> composition.Experiment:
+    config = experiment.config.copy_and_resolve_references()
+    config.update_from_flattened_dict({name.replace("__", "."): value for name, value in settings.items()})
+    return dataclasses.replace(experiment, config=config)
+
+
+def test_models_of_the_task_lie_beside_all_programs_of_their_devices(summaries):
+    found = {role: compiling.fit(summaries, RUN, role=role, devices=DEVICES[:1]) for role in ("searcher", "evaluator")}
+    assert [fit.name for fit in found["searcher"].fits] == [*PROGRAMS["searcher"], "pass of the reward model"]
+    assert [fit.name for fit in found["evaluator"].fits][-2:] == ["pass of the reward model", "pass of the gold model"]
+    weights = Path(summaries.config.task.tldr.reward_path, "model.safetensors").stat().st_size
+    for role, models in {"searcher": {"reward model"}, "evaluator": {"reward model", "gold model"}}.items():
+        assert not found[role].unchecked
+        for fit in found[role].fits:
+            own = {fit.name.removeprefix("pass of the ")}
+            assert models - own <= set(fit.beside) and not own & set(fit.beside)
+            assert all(0.9 * weights < fit.beside[name] < 4 * weights for name in models - own)  # float16 in the file
+    rewarded = fit_of(found["searcher"], "pass of the reward model")
+    assert {"reference", "caches", "policy in use", "next policy"} == set(rewarded.beside)
+
+
+def test_models_on_devices_of_their_own_are_a_group_of_their_own(summaries):
+    apart = with_settings(summaries, searchers__task_devices=2)
+    shared = compiling.fit(summaries, RUN, role="searcher", devices=DEVICES[:1])
+    alone, task = (
+        compiling.fit(apart, RUN, role="searcher", devices=DEVICES[:3]),
+        compiling.fit_task(apart, role="searcher", devices=DEVICES[:3]),
+    )
+    assert [fit.name for fit in alone.fits] == PROGRAMS["searcher"] and not any("reward" in str(f.beside) for f in alone.fits)
+    assert (alone.on_host, task.on_host) == (1, 2) and task.role == "searcher, task"
+    (fit,) = task.fits
+    together = fit_of(shared, "pass of the reward model")
+    assert not fit.beside and fit.arguments == together.arguments and task.where.endswith("searchers.task_devices=2")
+    # Each device has a whole copy.
+    assert fit.peak == task.worst.peak == together.peak - sum(together.beside.values())
+    said = compiling.describe([shared, task], config=apart.config)
+    assert "\nsearcher, task  fits: " in said and "searcher, task on 2 × cpu" in said
+    assert compiling.fit_task(summaries, role="searcher", devices=DEVICES[:1]) is None
+    assert compiling.fit_task(apart, role="trainer", devices=DEVICES[:1]) is None
+
+
+def test_models_that_do_not_fit_name_their_settings(summaries):
+    apart = with_settings(summaries, searchers__task_devices=1)
+    task = compiling.fit_task(apart, role="searcher", devices=DEVICES[:2], limit=1 << 20)
+    said = compiling.describe([dataclasses.replace(task, on_host=0)], config=apart.config)
+    assert "does not fit" in said and "change task.tldr.batch_rows=" in said
+    place = planning.Place(devices=DEVICES[:2], topology="", name="2 CPUs", limit=1 << 20)
+    with pytest.raises(ValueError, match=r"pass of the reward model takes .* of 1\.00 MiB on 1 × cpu .*task_devices=1"):
+        planning.find(apart, RUN, role="searcher", place=place, until=float("inf"))
+
+
+def test_a_warm_start_is_compiled_where_there_is_one(tmp_path):
+    experiment = composition.build(tiny_run.config(warm_start__steps=2, warm_start__batch_size=4))
+    run = layout.RunDir(tmp_path)
+    names = [fit.name for fit in compiling.fit(experiment, run, role="trainer", devices=DEVICES[:1]).fits]
+    assert names == ["init of the warm start", "update of the warm start", *PROGRAMS["trainer"]]
+    run.initial_reference.parent.mkdir(parents=True, exist_ok=True)
+    run.initial_reference.write_text("{}")
+    assert not [name for name in compiling.programs(experiment, run, role="trainer", devices=DEVICES[:1]) if "warm" in name]
 
 
 def test_one_role_may_decode_in_lanes_with_rounded_weights():
