@@ -198,6 +198,26 @@ def test_models_that_do_not_fit_name_their_settings(summaries):
         planning.find(apart, RUN, role="searcher", place=place, until=float("inf"))
 
 
+def test_a_dry_run_answers_for_models_on_devices_of_their_own(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda *_: DEVICES[:2])
+    flags = ["--role=searcher", "--dry_run", "--compile", "--config.searchers.task_devices=1", "--config.task.prompt_length=128"]
+    small = tiny_run.command(tmp_path / "run", *flags, recipe="configs/tldr_pythia.py:small", tiny=False)[3:]
+    assert command_line.execute(main, small) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in said[:3]] == ["searcher", "searcher, task", "together"]
+    # Both are of one process, so the machine holds both.
+    first, second, both = (float(re.search(r"(?:most )?([\d.]+) MiB of", line)[1]) for line in said[:3])
+    assert both == pytest.approx(first + second, abs=0.02)
+
+
+def test_a_victim_whose_slots_do_not_divide_is_one_sentence(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda *_: DEVICES[:2])
+    flags = ["--role=searcher", "--dry_run", "--compile", "--config.task.red_team.victim_concurrency=3"]
+    small = tiny_run.command(tmp_path / "run", *flags, recipe="configs/red_team_gpt2.py:small", tiny=False)[3:]
+    said = refusal(small, capsys)
+    assert "task.red_team.victim_path=" in said and "slots=3 cannot be divided by the 2 ways" in said
+
+
 def test_a_warm_start_is_compiled_where_there_is_one(tmp_path):
     experiment = composition.build(tiny_run.config(warm_start__steps=2, warm_start__batch_size=4))
     run = layout.RunDir(tmp_path)
