@@ -41,7 +41,7 @@ def shaped(tree: Any, shardings: Any) -> Any:
 
 
 def again(tree: Any) -> Any:
-    """Other arrays of the same shapes, see `with_beside`. Args: tree: of jax.ShapeDtypeStruct."""
+    """Other arrays of the same shapes and layouts, see `with_beside`. Args: tree: of jax.ShapeDtypeStruct."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.format), tree)
 
 

@@ -9,6 +9,7 @@ those of the recipe, or --config.task.prompt_length and --config.task.response_l
 read. Progress is told on stderr.
 """
 
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,7 +52,7 @@ def run(given: command_line.Given) -> command_line.Job:
         topologies.devices(topology)
     processes.stop_at_once()
     experiment = composition.build(config, reward_models={}, weights=False)
-    nowhere = layout.RunDir(Path("nowhere"))  # programs are made from shapes: nothing is read or written there
+    nowhere = layout.RunDir(Path(os.devnull))  # no run is there: programs are made from shapes
 
     def job() -> int:
         placement: Settings = {}

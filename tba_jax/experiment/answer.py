@@ -109,7 +109,7 @@ def _too_large(experiment: Experiment, role: str, visible: Sequence[gpus.Gpu]) -
     if size <= limit:
         return ""
     numbers = f"about {fitting.in_words(size)} of {fitting.in_words(limit)}, on GPUs of its own"
-    return numbers + _advice(experiment, role, size=size, limit=limit, devices=len(visible), of=visible)
+    return numbers + advice(experiment, role, size=size, limit=limit, devices=len(visible), of=visible)
 
 
 def _least_memory(visible: Sequence[gpus.Gpu]) -> int:
@@ -117,15 +117,20 @@ def _least_memory(visible: Sequence[gpus.Gpu]) -> int:
     return min(int((gpu.memory or 0) * gpu.usable_share(1)) for gpu in visible)
 
 
-def _advice(experiment: Experiment, role: str, *, size: int, limit: int, devices: int, of: Sequence[gpus.Gpu]) -> str:
+def advice(
+    experiment: Experiment, role: str, *, size: int, limit: int, devices: int, of: Sequence[gpus.Gpu], scale: float = 1.0
+) -> str:
     """What to do about a role that does not fit: empty the GPUs that others have filled; another mesh, where that is not enough.
 
-    Args: size: bytes that the role takes of a device; limit: bytes that it may take; of: the GPUs, () where it has others.
+    Args: size: bytes that the role takes of a device; limit: bytes that it may take; of: the GPUs, () where it has others; scale:
+      see smallest_mesh.advice.
     """
-    told = gpus.filled(of)
-    if told:
-        limit = _least_memory([gpu.emptied() for gpu in of])
-    return told + ("" if told and size <= limit else smallest_mesh.advice(experiment, role=role, devices=devices, limit=limit))
+    told, fixed = gpus.filled(of), experiment.config[meshes.SECTIONS[role]].memory_fraction
+    if told and not fixed:  # the role's share grows with what is free
+        limit = limit * _least_memory([gpu.emptied() for gpu in of]) // max(_least_memory(of), 1)
+    if told and size <= limit:
+        return told
+    return told + smallest_mesh.advice(experiment, role=role, devices=devices, limit=limit, scale=scale)
 
 
 def _in_one_process(roles: Sequence[str], visible: Sequence[gpus.Gpu]) -> dict[str, Devices]:
@@ -164,7 +169,7 @@ def _verdict(experiment: Experiment, role: str, devices: Devices, memory: Mappin
     told = f"does not fit: {numbers}; most of it: {name}, {fitting.in_words(most)}"
     if devices.on_host:
         return told
-    return told + _advice(experiment, role, size=size, limit=devices.limit, devices=devices.count, of=devices.placed_on)
+    return told + advice(experiment, role, size=size, limit=devices.limit, devices=devices.count, of=devices.placed_on)
 
 
 def _on_host(parts: Mapping[str, int], count: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from tba_jax import sharding
-from tba_jax.experiment import answer, composition, estimate, initial_policy, meshes, placing, smallest_mesh, topologies
+from tba_jax.experiment import answer, composition, estimate, initial_policy, meshes, placing, topologies
 from tba_jax.experiment.fitting import UNITS, Fit, Measure, device_memory, in_words, unit_of
 from tba_jax.experiment.joining import Invocation, check_dry_run, mistakes_end_the_role
 from tba_jax.experiment.mistakes import Mistakes
@@ -17,11 +17,14 @@ from tba_jax.rewards import programs as rewards
 from tba_jax.rewards import task_models
 from tba_jax.roles import gpus
 from tba_jax.run import layout, machine, processes
+from tba_jax.schemas import flatten
 from tba_jax.text.visible import visible
 
 log = logging.getLogger(__name__)
 
 ROLES = tuple(meshes.SECTIONS)
+# Devices of a role; bytes that it may take of each, None: what the devices say; which GPUs of this machine they are.
+_OnMachine = tuple[Sequence[Any], int | None, Sequence[gpus.Gpu]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,7 +87,7 @@ def fit(
     limit: int | None = None,
     measure: Measure | None = None,
     only: str = "",
-    filled: str = "",
+    of: Sequence[gpus.Gpu] = (),
 ) -> RoleFit:
     """Compiles the programs of a role.
 
@@ -93,7 +96,7 @@ def fit(
       limit: bytes of each device that the role may take; None: all that programs may take on it.
       measure: of earlier calls with these devices, whose programs need not be compiled again.
       only: the program of this name is compiled alone, if the role has it; "": all are.
-      filled: about GPUs that other processes hold (gpus.filled): then it is the advice, and not another mesh.
+      of: the GPUs that the devices are, for advice where other processes hold a part of them; (): they are no GPUs.
     """
     experiment = of_trainer(experiment, devices) if role == "trainer" else experiment
     own = _task_devices(experiment, role)
@@ -113,11 +116,9 @@ def fit(
     )
     if found.on_host or found.limit is None or found.takes <= found.limit:
         return found
-    if filled:
-        return dataclasses.replace(found, mesh=filled)
     guess = estimate.on_device(estimate.memory(experiment, {role: len(devices)})[role])
-    scale = found.worst.peak / guess
-    advice = smallest_mesh.advice(experiment, role=role, devices=len(devices) - own, limit=found.limit, scale=scale)
+    numbers = dict(size=found.worst.peak, limit=found.limit, devices=len(devices) - own)
+    advice = answer.advice(experiment, role, **numbers, of=of, scale=found.worst.peak / guess)
     return dataclasses.replace(found, mesh=advice)
 
 
@@ -138,6 +139,23 @@ def fit_task(
         return None
     setting = f"{meshes.SECTIONS[role]}.task_devices={own}"
     return _role_fit(made, f"{role}, task", devices[-own:], name=name, where=setting, limit=limit, measure=measure or Measure())
+
+
+def check_task_fits(experiment: composition.Experiment, *, role: str, devices: Sequence[Any], name: str, limit: int) -> None:
+    """Raises ValueError where the models of the task do not fit the role's task_devices, of which each holds whole models.
+
+    Args: see `fit`.
+    """
+    found = fit_task(experiment, role=role, devices=devices, name=name, limit=limit)
+    if found is not None and found.worst.peak > limit:
+        taken, change = f"{in_words(found.worst.peak)} of {in_words(limit)}", ", ".join(_settings_of_most(found.worst))
+        raise ValueError(f"{found.worst.name} takes {taken} on {found.where}; change {change}")
+
+
+def _settings_of_most(fit: Fit) -> Sequence[str]:
+    """The settings that make the largest part of a program's memory less."""
+    part, _ = max(fit.parts().items(), key=lambda item: item[1])
+    return fit.program.room.get("arguments" if part == "outputs" else part, ())
 
 
 def _task_devices(experiment: composition.Experiment, role: str) -> int:
@@ -219,15 +237,9 @@ def _verdict(role: RoleFit, config: Any) -> str:
     if role.takes <= role.limit:
         return f"fits: {numbers}{also}"
     part, size = max(worst.parts().items(), key=lambda item: item[1])
-    settings = worst.program.room.get("arguments" if part == "outputs" else part, ())
-    values = ", ".join(f"{name}={_value(config, name)}" for name in settings)
+    known = flatten(config.to_dict())  # a default of a custom task is not among them
+    values = ", ".join(f"{name}={known[name]}" if name in known else name for name in _settings_of_most(worst))
     return f"does not fit: {numbers}; most of it: {part}, {in_words(size)}; change {values}{role.mesh}{also}"
-
-
-def _value(config: Any, name: str) -> Any:
-    for key in name.split("."):
-        config = config[key]
-    return config
 
 
 def _table(fits: Sequence[Fit], unit: int) -> list[str]:
@@ -243,31 +255,25 @@ def _table(fits: Sequence[Fit], unit: int) -> list[str]:
     return [*rows, f"  beside {worst.name}: {beside or 'nothing'}"]
 
 
-def _devices(
-    s: Invocation, wanted: Sequence[str], asked: Mapping[str, str], *, role: str
-) -> tuple[dict[str, Sequence[Any]], dict[str, int | None]]:
-    """See _on_topologies and _here."""
-    return (_on_topologies(wanted, asked, role=role), {}) if asked else _here(s, wanted, role=role)
-
-
-def _on_topologies(wanted: Sequence[str], asked: Mapping[str, str], *, role: str) -> dict[str, Sequence[Any]]:
+def _on_topologies(wanted: Sequence[str], asked: Mapping[str, str], *, role: str) -> dict[str, _OnMachine]:
     """Role -> the devices of its topology. Raises ValueError: a sentence about each role that has none."""
-    found, devices = Mistakes(), dict[str, Sequence[Any]]()
+    found, devices = Mistakes(), dict[str, _OnMachine]()
+    found.require(wanted, f"--topology={','.join(asked)} names no role of this run")
     for each in wanted:
         found.require(each in asked, f"--topology names no topology for --role={role}")
         if each in asked:
-            devices[each] = found.attempt(topologies.devices, asked[each]) or []
+            devices[each] = (found.attempt(topologies.devices, asked[each]) or [], None, ())
     found.end()
     return devices
 
 
-def _here(s: Invocation, wanted: Sequence[str], *, role: str) -> tuple[dict[str, Sequence[Any]], dict[str, int | None]]:
-    """Role -> its devices on this machine; and, of roles that --role=all places on GPUs, bytes of each that they may take."""
+def _here(s: Invocation, wanted: Sequence[str], visible: Sequence[gpus.Gpu], *, role: str) -> dict[str, _OnMachine]:
+    """Role -> its devices on this machine. Args: visible: its GPUs, before this process has taken memory of them."""
     there = gpus.jax_devices()
     if role != "all" or there[0].platform != "gpu" or s.config.schedule.mode == "interleaved":
-        return dict.fromkeys(wanted, there), {}
-    placed = answer.by_placement(s.experiment, gpus.visible())
-    return {each: there[: placed[each].count] for each in wanted}, {each: placed[each].limit for each in wanted}
+        return dict.fromkeys(wanted, (there, None, visible))
+    placed = answer.by_placement(s.experiment, visible)
+    return {each: (there[: placed[each].count], placed[each].limit, placed[each].placed_on) for each in wanted}
 
 
 def dry_run(s: Invocation, *, asked: Mapping[str, str], role: str, full: bool) -> Callable[[], int]:
@@ -285,8 +291,12 @@ def dry_run(s: Invocation, *, asked: Mapping[str, str], role: str, full: bool) -
         raise ValueError(f"--role={role} computes nothing of its own; roles that compute: {', '.join(ROLES)}")
     wanted = [role] if role != "all" else [each for each in meshes.roles_of(s.config) if each in asked or not asked]
     found = s.mistakes.copy()
-    filled = "" if asked else gpus.filled(gpus.visible())  # before this process takes memory of them
-    devices, limits = found.attempt(_devices, s, wanted, asked, role=role) or ({}, {})
+    there: dict[str, _OnMachine] | None = None
+    if asked:
+        there = found.attempt(_on_topologies, wanted, asked, role=role)
+    elif not s.mistakes:  # after one, JAX takes no memory of this machine's devices: a GPU may have been refused as filled
+        there = found.attempt(_here, s, wanted, gpus.visible(), role=role)
+    devices = {each: its for each, (its, *_) in (there or {}).items()}
     processes.stop_at_once()
     for each, its in devices.items():
         found.attempt(meshes.check, s.experiment, role=each, devices=len(its))
@@ -297,16 +307,16 @@ def dry_run(s: Invocation, *, asked: Mapping[str, str], role: str, full: bool) -
 
     def job() -> int:
         found = []
-        for each, its in devices.items():
-            room: dict[str, Any] = dict(role=each, devices=its, name=asked.get(each, ""), limit=limits.get(each))
+        for each, (its, limit, of) in (there or {}).items():
+            room: dict[str, Any] = dict(role=each, devices=its, name=asked.get(each, ""), limit=limit)
             with mistakes_end_the_role():  # slots of a victim that do not divide over the devices, say
                 of_task = fit_task(experiments[each], **room)
-                found += [fit(experiments[each], s.run, **room, filled=filled), *([of_task] if of_task else [])]
-        there = {
+                found += [fit(experiments[each], s.run, **room, of=of), *([of_task] if of_task else [])]
+        kinds = {
             each: answer.Devices(count=len(its), kind=its[0].device_kind, limit=None, where="") for each, its in devices.items()
         }
         meshed = of_trainer(s.experiment, devices["trainer"]) if "trainer" in devices else s.experiment
-        parts = [describe(found, config=s.config, bounds=answer.describe_bounds(meshed, there)), *([where] if where else [])]
+        parts = [describe(found, config=s.config, bounds=answer.describe_bounds(meshed, kinds)), *([where] if where else [])]
         if unchecked := answer.unchecked_inputs(s.experiment):
             parts.append(f"not checked: {'; '.join(unchecked)}")
         print(visible("\n\n".join([*parts, *([estimate.describe(s.experiment)] if full else [])])))

@@ -112,7 +112,7 @@ def gather(
 
 
 def _check_mesh(named: _Named, role: str, found: Mistakes) -> None:
-    """As far as it can be told without devices; with them, nothing more is said of a mesh that is wrong anyway."""
+    """Checks a role's mesh without its devices. A mesh that is refused here is not told again by the check with devices."""
     mesh = f"{meshes.SECTIONS[role]}.mesh"
     if not found.accepts(meshes.check, named, role=role, devices=None):
         found.silence([mesh, *(f"{mesh}.{axis}" for axis in sharding.MESH_AXES)])

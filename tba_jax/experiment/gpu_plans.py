@@ -21,7 +21,7 @@ from tba_jax.run import layout
 
 _GIB = 1 << 30
 # GiB of GPUs whose name says how much they have. Of a small one, what error correction takes is left out.
-MEMORY = {"T4": 14.7, "L4": 22.4, "A10G": 22.4, "L40S": 48, "A100": 80, "H100": 80, "H200": 141, "B200": 180}
+MEMORY = {"T4": 14.7, "L4": 22.4, "A10G": 22.4, "L40S": 44.9, "A100": 80, "H100": 79.6, "H200": 140, "B200": 179}
 # The share of a GPU's memory that programs may take at most: another compiler's figures stand for them, and gaps between arrays
 # are lost.
 _PROXY_SHARE = 0.9

@@ -98,8 +98,9 @@ def join(s: Invocation, *, may_change_schedule: bool, check: Callable[[], None] 
       check: of the role, whose mistakes are told together with those of the run.
     """
     found = s.mistakes.copy()
-    found.attempt(check)
-    _check_run(s, found, may_change_schedule=may_change_schedule)
+    if not s.mistakes:  # after a mistake no device is asked for, and no weights are fetched
+        found.attempt(check)
+    _check_run(s, found, may_change_schedule=may_change_schedule, fetch=not s.mistakes)
     contract_lib.join(s.run, s.config, s.experiment.contract, init_from=s.init_from)
     if may_change_schedule:
         changes = schedule_changes.change(s.run, s.config, allowed=s.allow_change, step=len(read_lineage(s.run.journal)))

@@ -57,7 +57,7 @@ class Mistakes:
         return not alone
 
     def silence(self, names: Iterable[str]) -> None:
-        """From now on, sentences that name one of these settings are not kept: what is wrong with the settings was said."""
+        """From now on, sentences that name one of these settings are not kept: a sentence about each was kept before."""
         self._silent += [re.compile(rf"{re.escape(name)}(?!\w|\.\w)") for name in names]
 
     def copy(self) -> "Mistakes":

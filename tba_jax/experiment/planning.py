@@ -174,8 +174,7 @@ class Search:
         return min(fitting, key=lambda each: (-each.sizes[each.low], each.level, each.split), default=None)
 
     def fits_at_all(self) -> bool:
-        """Whether one of the leanest candidates fits: that of the least estimate, or of the most tensor ways, which gathers no
-        weights."""
+        """Whether one of the leanest candidates fits: that of the least estimate, or of the most tensor ways."""
         leanest = max(candidate.level for candidate in self._candidates)
         lean = [each for each in self._candidates if each.level == leanest]
         least = min(lean, key=lambda each: each.estimates[each.sizes[0]])
@@ -333,12 +332,9 @@ def find(experiment: Experiment, run: layout.RunDir, *, role: str, place: Place,
     Raises:
       NothingFits: there are none.
       TimeIsOver: none were found in time.
-      ValueError: the models of the task do not fit the role's task_devices, of which more would not help.
+      ValueError: the models of the task do not fit, see compiling.check_task_fits.
     """
-    of_task = compiling.fit_task(experiment, role=role, devices=place.devices, name=place.name, limit=place.limit)
-    if of_task is not None and of_task.worst.peak > place.limit:
-        taken, limit = compiling.in_words(of_task.worst.peak), compiling.in_words(place.limit)
-        raise ValueError(f"{of_task.worst.name} takes {taken} of {limit} on {of_task.where}, each of which holds whole models")
+    compiling.check_task_fits(experiment, role=role, devices=place.devices, name=place.name, limit=place.limit)
     search = Search(experiment, run, role=role, place=place, until=until)
     if (found := search.best()) is not None:
         return found

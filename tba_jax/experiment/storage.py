@@ -1,5 +1,6 @@
 """Whether the storage that settings and flags name answers: asked before anything else touches it, which might wait for ever."""
 
+import concurrent.futures
 import logging
 import math
 from collections.abc import Iterable
@@ -40,14 +41,15 @@ def _place(text: str) -> Place | None:
 def check(named: Iterable[tuple[str, Place]], *, limit: float = math.inf) -> None:
     """Returns once each place has answered, and says every ten seconds for which one it waits.
 
-    Args: named: (setting or flag, place); limit: seconds for each place.
+    Args: named: (setting or flag, place); limit: seconds, for all places alike.
 
     Raises:
       ValueError: a place has not answered within the limit, or is in no bucket. OSError: a store refuses.
     """
-    found = Mistakes()
-    for setting, place in dict.fromkeys(named):
-        found.attempt(_check, setting, place, limit=limit)
+    found, different = Mistakes(), list(dict.fromkeys(named))
+    with concurrent.futures.ThreadPoolExecutor(max(1, len(different))) as threads:
+        for asked in [threads.submit(_check, setting, place, limit=limit) for setting, place in different]:
+            found.attempt(asked.result)
     found.end()
 
 

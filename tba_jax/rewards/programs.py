@@ -19,7 +19,7 @@ from tba_jax.tasks.interface import ModelUse, Task
 class Models:
     """Frozen models on the same devices.
 
-    held: name of a model -> what rests of it on the devices, as trees of jax.ShapeDtypeStruct.
+    held: name of a model -> its arrays that stay on the devices, as trees of jax.ShapeDtypeStruct.
     loading: name -> a program that runs before the role has anything but models, with what lies beside it.
     scoring: name -> a program that runs beside all that the role has; `held` is not yet beside it.
     room: see programs.with_beside, of the names of `held`.
@@ -56,7 +56,8 @@ def of_task(task: Task, mesh: Mesh, *, role: str, length: int, section: str = ""
         room = {"temporaries": (use.rows_setting or use.setting,), "arguments": less}
         scoring = {name: dataclasses.replace(program, room=room) for name, program in made.scoring.items()}
         # Models are loaded one after the other.
-        loading = with_beside(made.loading, found.held, {**found.room, "arguments": less, use.name: less})
+        of_model = dict.fromkeys(("arguments", "temporaries", use.name), less)
+        loading = with_beside(made.loading, found.held, {**found.room, **of_model})
         found |= dataclasses.replace(made, scoring=scoring, loading=loading, room={use.name: less})
     return found
 
@@ -64,7 +65,8 @@ def of_task(task: Task, mesh: Mesh, *, role: str, length: int, section: str = ""
 def sentence_encoder(path: str, mesh: Mesh, *, length: int) -> Models:
     """The encoder of task.embedding_path. Args: mesh: of the policy; length: tokens of a response."""
     program = _embedding(path, mesh, length, setting="task.embedding_path")
-    return _of_pass("sentence encoder", dataclasses.replace(program, room={"temporaries": ("task.embedding_path",)}))
+    made = _of_pass("sentence encoder", dataclasses.replace(program, room={"temporaries": ("task.embedding_path",)}))
+    return dataclasses.replace(made, room={"sentence encoder": ("task.embedding_path",)})
 
 
 def _of_pass(name: str, program: Program) -> Models:

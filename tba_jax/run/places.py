@@ -136,7 +136,7 @@ def _asked(folder: Place) -> Any:
     answer: concurrent.futures.Future[None] = concurrent.futures.Future()
 
     def ask() -> None:
-        with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        with contextlib.suppress(OSError, ValueError), os.scandir(folder) as entries:
             next(entries, None)
         answer.set_result(None)
 
