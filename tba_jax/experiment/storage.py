@@ -1,6 +1,5 @@
 """Whether the storage that settings and flags name answers: asked before anything else touches it, which might wait for ever."""
 
-import concurrent.futures
 import logging
 import math
 from collections.abc import Iterable
@@ -15,6 +14,8 @@ log = logging.getLogger(__name__)
 
 # A dry run and a plan wait no longer for a place. A role waits until the place answers: storage may come back.
 DRY_RUN_SECONDS = 30.0
+# For each other place, once one was waited for in vain.
+_OTHERS_SECONDS = 2.0
 
 
 def of_config(config: Any) -> list[tuple[str, Place]]:
@@ -41,15 +42,14 @@ def _place(text: str) -> Place | None:
 def check(named: Iterable[tuple[str, Place]], *, limit: float = math.inf) -> None:
     """Returns once each place has answered, and says every ten seconds for which one it waits.
 
-    Args: named: (setting or flag, place); limit: seconds, for all places alike.
+    Args: named: (setting or flag, place); limit: seconds, for the first place that does not answer; the others then have less.
 
     Raises:
       ValueError: a place has not answered within the limit, or is in no bucket. OSError: a store refuses.
     """
-    found, different = Mistakes(), list(dict.fromkeys(named))
-    with concurrent.futures.ThreadPoolExecutor(max(1, len(different))) as threads:
-        for asked in [threads.submit(_check, setting, place, limit=limit) for setting, place in different]:
-            found.attempt(asked.result)
+    found = Mistakes()
+    for setting, place in dict.fromkeys(named):
+        found.attempt(_check, setting, place, limit=min(limit, _OTHERS_SECONDS) if found else limit)
     found.end()
 
 

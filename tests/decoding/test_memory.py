@@ -19,8 +19,8 @@ from tba_jax.models import kv_cache
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe, layers", [("gsm8k_qwen2_5_1_5b", 3), ("tldr_pythia 1b", 3), ("gsm8k_rho1b", 8)])
 def test_prefill_and_decode_loop_are_in_place_on_a_tpu(recipe, layers):
-    """Rings of the first recipe need 511 entries, which do not fill tiles; heads of the second are wider than a tile, and those of
-    the third share no keys.
+    """Rings of the first recipe need 511 entries, which do not fill tiles. Heads of the second are wider than a tile, and those
+    of the third share no keys.
 
     In a process of its own: libtpu does not know the tests' XLA_FLAGS.
     """

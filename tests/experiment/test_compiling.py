@@ -102,6 +102,13 @@ def test_decoding_and_scoring_are_those_of_a_real_searcher(made):
     assert scoring.beside["caches"] == bytes_of((lane._prompts, lane._slots))
 
 
+def test_a_part_of_the_rings_is_counted_where_it_is_copied():
+    """CPUs and GPUs copy it once a call."""
+    found = fitted("searcher", task__response_length=128)
+    whole, part = (fit_of(found, name) for name in ("decode", "decode, part of a ring"))
+    assert part.temporaries > whole.temporaries and part.arguments == whole.arguments
+
+
 def test_shapes_are_those_of_the_arrays(made):
     """Whatever a role holds has the shape, dtype and sharding that the dry run compiles for."""
     trainer, searcher, _ = made

@@ -11,6 +11,7 @@ import pytest
 
 from tba_jax.experiment import answer, compiling, composition, joining
 from tba_jax.models.presets import PRESETS
+from tba_jax.roles import gpus as gpus_lib
 from tba_jax.run import layout
 from tests.support import random_checkpoints, spelled_checkpoints, tiny_run
 from tests.support.small_recipes import RECIPES
@@ -196,10 +197,21 @@ def test_roles_are_compiled_for_the_gpus_that_they_would_be_given(gpus, monkeypa
     run = joining.Invocation(
         experiment=experiment, run=layout.RunDir(Path("nowhere")), name="", label="", allow_change=(), arguments=()
     )
-    devices, limits = compiling._here(run, compiling.ROLES, role="all")
-    assert {role: len(its) for role, its in devices.items()} == {"trainer": 2, "searcher": 1, "evaluator": 1}
-    assert all(limit == pytest.approx(0.95 * (81559 << 20), rel=0.01) for limit in limits.values())
-    assert compiling._here(run, ["searcher"], role="searcher") == ({"searcher": there}, {})
+    visible = gpus_lib.visible()
+    found = compiling._here(run, compiling.ROLES, visible, role="all")
+    assert {role: len(its) for role, (its, *_) in found.items()} == {"trainer": 2, "searcher": 1, "evaluator": 1}
+    assert all(limit == pytest.approx(0.95 * (81559 << 20), rel=0.01) for _, limit, _ in found.values())
+    assert all(len(its) == len(of) for its, _, of in found.values())
+    assert compiling._here(run, ["searcher"], visible, role="searcher") == {"searcher": (there, None, visible)}
+
+
+def test_a_share_that_a_setting_fixes_does_not_grow_where_others_leave():
+    gpu = gpus_lib.Gpu(name="0", memory=80 << 30, free=30 << 30)
+    size: dict[str, Any] = dict(size=60 << 30, limit=24 << 30, devices=1, of=[gpu])
+    for fraction in (0.0, 0.3):
+        experiment = composition.build(tiny_run.config(searchers__memory_fraction=fraction))
+        said = answer.advice(experiment, "searcher", **size)
+        assert "hold 50.0 of the 80.0 GiB of GPU 0" in said and ("by the estimate" in said) == bool(fraction)
 
 
 def test_a_machine_whose_memory_all_roles_share(monkeypatch, one_device):

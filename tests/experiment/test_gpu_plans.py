@@ -17,7 +17,7 @@ GIB = 1 << 30
 
 @pytest.mark.parametrize(
     "text, name, count, gib",
-    [("H100x8", "H100", 8, 80), ("h100x1", "h100", 1, 80), ("L4x2@22.5", "L4", 2, 22.5), ("MI300Xx4@192", "MI300X", 4, 192)],
+    [("H100x8", "H100", 8, 79.6), ("h100x1", "h100", 1, 79.6), ("L4x2@22.5", "L4", 2, 22.5), ("MI300Xx4@192", "MI300X", 4, 192)],
 )
 def test_a_name_says_how_many_and_how_large(text, name, count, gib):
     assert gpu_plans.parse(text) == gpu_plans.Gpus(name=name, count=count, memory=int(gib * GIB))
