@@ -14,7 +14,7 @@ _HALF_UP_TO = 24
 # laid out. Where they do not, XLA takes caches in another layout than the one that the decode loop computes in: every call of the
 # loop would copy all caches.
 _TILE = 16
-# The same goes for the loop that reads a part of the entries: there, heads that share no keys have entries in columns of tiles.
+# The same goes for a loop that reads a part of the entries, where heads share no keys: such a part fills the columns of tiles.
 _TILE_COLUMNS = 128
 
 
