@@ -9,7 +9,8 @@ names the preset that has the policy's shape. Tokenizer and data are those of co
 the recipe allows.
 
 No compiler of GPUs runs without a GPU. A row of GPUs is compiled for as many chips of a TPU v5p, and held against 90 % of a GPU's
-memory. What roles take that share a GPU is added up. Models with which a task scores are counted by their shapes.
+memory. What roles take that share a GPU is added up. Models with which a task scores are compiled from their configs, beside the
+role that has them.
 """
 
 import dataclasses
@@ -28,7 +29,6 @@ from absl import app, flags, logging
 from tba_jax.experiment import compiling, composition, meshes, topologies
 from tba_jax.models.hugging_face.architectures import ARCHITECTURES
 from tba_jax.models.presets import PRESETS
-from tba_jax.rewards import task_models
 from tba_jax.run import layout
 from tba_jax.schemas import flatten
 from tba_jax.tasks.interface import EncodedQuery, Query
@@ -117,7 +117,7 @@ ROWS: tuple[Row, ...] = tuple(_rows())
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Found:
-    """gib: role -> peak of its worst program, with the models of its task; worst: role -> that program; limit: GiB of a device;
+    """gib: role -> peak of its worst program, beside the models of its task; worst: role -> that program; limit: GiB of a device;
     programs, seconds: how many were compiled, and the time that took; settings: in words."""
 
     row: Row
@@ -205,11 +205,8 @@ def fit(row: Row, folder: Path) -> Found:
     found = {
         role: _compiled(same, role, topology, folder) for role, topology in zip(compiling.ROLES, row.topologies, strict=True)
     }
-    length = experiment.contract.prompt_length + experiment.contract.response_length
-    gib, mesh = {}, {}
-    for role, (each, _) in found.items():
-        uses = task_models.uses(experiment.task, role=role) if role != "trainer" else ()
-        gib[role] = (each.worst.peak + sum(task_models.memory(use, length=length) for use in uses)) / _GIB
+    mesh = {}
+    for role in found:
         devices = topologies.devices(row.topologies[compiling.ROLES.index(role)])
         meshed = compiling.of_trainer(experiment, devices) if role == "trainer" else experiment
         sizes = zip(("data", "fsdp", "tensor"), meshes.shape(meshed, role=role, devices=len(devices)), strict=True)
@@ -218,7 +215,7 @@ def fit(row: Row, folder: Path) -> Found:
     c = experiment.config
     return Found(
         row=row,
-        gib=gib,
+        gib={role: each.worst.peak / _GIB for role, (each, _) in found.items()},
         worst={role: each.worst.name for role, (each, _) in found.items()},
         meshes=mesh,
         limit=row.limit or min(limits) / _GIB,

@@ -9,9 +9,10 @@ DIR with its own config. Flags --config.SETTING=VALUE change settings of this ro
 publish, schedule) is changed by its trainer alone, with --allow_change.
 """
 
-import logging
+import math
 import os
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from absl import flags
@@ -23,8 +24,7 @@ if TYPE_CHECKING:  # what is slow to import, JAX above all, is imported late: a 
     from ml_collections import config_dict
 
     from tba_jax.run import layout
-
-log = logging.getLogger(__name__)
+    from tba_jax.run.places import Place
 
 # The folder of compiled programs is held under this number in every process: its path is part of the programs' names on GPUs.
 _CACHE_DESCRIPTOR = 400
@@ -53,6 +53,8 @@ def add_flags(values: flags.FlagValues) -> settings_help.Program:
 
 
 class _DryRunParser(flags.BooleanParser):
+    allowed = "true, false or full"
+
     def parse(self, argument: Any) -> Any:
         return argument if argument == "full" else super().parse(argument)
 
@@ -86,8 +88,9 @@ def run(given: command_line.Given) -> int | command_line.Job:
     recipe = recipes.load(given.config, given.overrides, program=settings_help.BASE) if given.config else None
     from tba_jax.run import contract, layout
 
+    _check_answers([("--workdir", given.workdir.absolute())], given)
     folder = layout.open_run_dir(given.workdir.absolute(), given.shared)
-    _check_shared(folder)
+    _check_shared(folder, given)
     folder = contract.known(folder, processes.expected_run())
     with contract.failures_of_storage(folder):
         job = _prepare(given, _config_of_run(folder, given) if recipe is None else recipe, folder)
@@ -100,7 +103,7 @@ def run(given: command_line.Given) -> int | command_line.Job:
 
 
 def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir") -> command_line.Job:
-    from tba_jax.experiment import compiling, composition, jobs, mistakes, other_runs
+    from tba_jax.experiment import compiling, composition, jobs, mistakes, other_runs, storage
     from tba_jax.roles import gpus
     from tba_jax.run import places
 
@@ -110,15 +113,19 @@ def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir") ->
     found = mistakes.Mistakes()
     # The supervisor has looked at the GPUs of its children, and a child that it starts again may find memory of the last one.
     in_one_process = given.role != "all" or config.schedule.mode == "interleaved"
-    if in_one_process and not given.dry_run and not processes.expected_run():
+    computes = given.compile or not given.dry_run
+    if in_one_process and computes and not processes.expected_run():
         found.attempt(gpus.check_free)
     init_from = found.attempt(other_runs.parse_init_from, given.init_from)
+    if not found.accepts(_check_answers, [*storage.of_init_from(init_from or ""), *storage.of_config(config)], given):
+        found.end()
     asked = found.attempt(_topologies, given)
     known = _known_reward_models(folder, given.role)
     new = bool(given.dry_run) or not places.exists(folder.config)
-    experiment = found.attempt(composition.build, config, reward_models=known, weights=not given.dry_run, new=new)
-    found.end()
-    assert experiment is not None and init_from is not None and asked is not None
+    experiment = composition.gather(config, found, reward_models=known, weights=not given.dry_run, new=new)
+    if experiment is None:
+        found.end()
+    assert experiment is not None
     settings = jobs.Invocation(
         experiment=experiment,
         run=folder,
@@ -126,11 +133,12 @@ def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir") ->
         label=recipes.label_of(given.config) if given.config else folder.root.name,
         allow_change=tuple(given.allow_change),
         arguments=tuple(sys.argv[1:]),
-        init_from=init_from,
+        init_from=init_from or "",
+        mistakes=found,
     )
     full = given.dry_run == "full"
     if asked or given.compile:
-        return compiling.dry_run(settings, asked=asked, role=given.role, full=full)
+        return compiling.dry_run(settings, asked=asked or {}, role=given.role, full=full)
     return jobs.dry_run(settings, full=full) if given.dry_run else jobs.ROLES[given.role](settings)
 
 
@@ -182,16 +190,19 @@ def _split_cpu(devices: int) -> None:
         jax.config.update("jax_num_cpu_devices", devices)
 
 
-def _check_shared(run: "layout.RunDir") -> None:
+def _check_answers(named: "Sequence[tuple[str, Place]]", given: command_line.Given) -> None:
+    from tba_jax.experiment import storage
+
+    storage.check(named, limit=storage.DRY_RUN_SECONDS if given.dry_run else math.inf)
+
+
+def _check_shared(run: "layout.RunDir", given: command_line.Given) -> None:
     from tba_jax.run import places
 
-    if not isinstance(run.shared, places.Bucket):
-        return
-    if run.shared.root.startswith("memory:"):
+    if isinstance(run.shared, places.Bucket) and run.shared.root.startswith("memory:"):
         raise ValueError(f"--shared={run.shared} ends with its process; it must be a folder, or one of gs://… and s3://…")
-    places.check_answers(
-        run.shared, report=lambda seconds: log.warning("%s has not answered for %d s; still trying", run.shared, seconds)
-    )
+    if run.elsewhere is not None:
+        _check_answers([("--shared", run.elsewhere)], given)
 
 
 if __name__ == "__main__":

@@ -41,8 +41,8 @@ def shaped(tree: Any, shardings: Any) -> Any:
 
 
 def again(tree: Any) -> Any:
-    """Other arrays of the same shapes, see `with_beside`. Args: tree: of jax.ShapeDtypeStruct."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+    """Other arrays of the same shapes and layouts, see `with_beside`. Args: tree: of jax.ShapeDtypeStruct."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.format), tree)
 
 
 def with_beside(

@@ -83,9 +83,10 @@ def policy_devices(task_devices: int, devices: Sequence[jax.Device] | None = Non
     return devices[: len(devices) - task_devices]
 
 
-def task_mesh(task_devices: int) -> Mesh:
-    """The mesh of the models that a task scores with: this process' last `task_devices` devices; 0: all, beside the policy."""
-    devices = jax.devices()[-task_devices:]
+def task_mesh(task_devices: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The mesh of the models that a task scores with: the last `task_devices` devices of a role (None: this process'); 0: all,
+    beside the policy."""
+    devices = (jax.devices() if devices is None else devices)[-task_devices:]
     return make_mesh((len(devices), 1, 1), setting="task_devices", devices=devices)
 
 
@@ -234,10 +235,13 @@ def put_rows(mesh: Mesh, tree: Any) -> Any:
     return jax.device_put(tree, rows_sharding(mesh))
 
 
-def check_ways(rows: int, ways: int, *, what: str) -> None:
-    """Raises ValueError where `rows` do not divide by the `ways` of a mesh that the devices of the role made up."""
+def check_ways(rows: int, ways: int, *, what: str, mesh: str) -> None:
+    """Raises ValueError where `rows` do not divide by the `ways` that the devices of the role make up.
+
+    Args: what: the settings that the rows are of; mesh: the setting of the mesh, such as learner.mesh.
+    """
     if rows % ways:
-        raise ValueError(f"{what} = {rows} rows are not divisible by the {ways} ways of the mesh")
+        raise ValueError(f"{what} = {rows} rows are not divisible by the {ways} ways of {mesh}.data × {mesh}.fsdp")
 
 
 def copy_program(dtype: str | None) -> Callable[[Any], Any]:

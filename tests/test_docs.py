@@ -229,6 +229,15 @@ def test_the_readme_is_a_front_door():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
+def test_the_readme_says_how_to_ask_whether_it_fits():
+    text = (ROOT / "README.md").read_text()
+    shown = list(commands(text))
+    assert any("--dry_run" in words for words in shown) and any(
+        words[:4] == ["python", "-m", "tba_jax", "plan"] for words in shown
+    )
+    assert "docs/running.md#does-it-fit" in text and "docs/fit.md" in text
+
+
 def test_the_readme_lists_every_room():
     text = (ROOT / "README.md").read_text()
     (listed,) = (block for _, block in FENCED.findall(text) if block.startswith("tba_jax/\n"))

@@ -168,6 +168,27 @@ def test_mistakes_about_other_runs_are_told_together(tmp_path, capsys, one_devic
         assert "/nowhere" in said and "/elsewhere" in said and "holds no run" in said
 
 
+@pytest.mark.parametrize("dry", [[], ["--dry_run"], ["--dry_run", "--compile"]], ids=["run", "dry_run", "compile"])
+def test_what_stands_behind_a_wrong_mesh_is_told_with_it(dry, tmp_path, capsys, one_device):
+    """A mesh, two mounts, the run that is there, and its schedule."""
+    made = tiny_run.settings(tmp_path / "run", tiny_run.config(learner__steps=12))
+    contract.join(made.run, made.config, made.experiment.contract)
+    mistakes = {
+        "--config.searchers.mesh.tensor=3": "searchers.mesh: ",
+        "--config.replay.mount=('/nowhere', '/elsewhere')": "replay.mount: /nowhere holds no run",
+        "--config.task.response_length=9": "belongs to a run of another contract",
+        "--allow_change=learner.stepz": "learner.stepz",
+    }
+    flags = [*mistakes, "--config.schedule.mode=interleaved", *dry]
+    with pytest.raises(SystemExit) as ended:
+        command_line.execute(main, tiny_run.command(tmp_path / "run", *flags)[3:])
+    said = capsys.readouterr().err
+    first, *listed = said.splitlines()
+    assert ended.value.code == 2 and first == "error: 5 mistakes:", said
+    for words in (*mistakes.values(), "replay.mount: /elsewhere holds no run"):
+        assert sum(words in line for line in listed) == 1, (words, said)
+
+
 def test_an_encoder_is_no_policy(pretrained, tmp_path, capsys):
     values = {"model_type": "bert", "architectures": ["BertModel"]}
     (pretrained / "config.json").write_text(json.dumps(values))

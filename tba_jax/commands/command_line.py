@@ -118,11 +118,31 @@ def _parse(values: flags.FlagValues, arguments: Sequence[str], settings: Setting
         last.append(each)
     try:
         values(["", *known])
-    except flags.Error as error:
-        if needed := re.search(r"Flag --(\w+) must have a value", str(error)):
-            refuse(ValueError(f"--{needed[1]} is needed: {values[needed[1]].help}"))
-        refuse(ValueError(re.sub(r"\('(.*?)', .*\)", r"\1", str(error).removeprefix("flag "))))
+    except (flags.Error, ValueError) as error:
+        refuse(ValueError(_in_words(values, str(error))))
     return Given(**values.flag_values_dict(), overrides=overrides)
+
+
+def _in_words(values: flags.FlagValues, told: str) -> str:
+    """The sentence about a flag that absl refuses. Args: told: absl's, which speaks of Python's types."""
+    if needed := re.search(r"Flag --(\w+) must have a value", told):
+        return f"--{needed[1]} is needed: {values[needed[1]].help}"
+    if empty := re.fullmatch(r"Missing value for flag --?(\w+)", told):
+        return f"--{empty[1]} needs a value: {values[empty[1]].help}"
+    if too_many := re.fullmatch(r"--?(no\w+)=.* does not take an argument", told):
+        return f"{told.removesuffix(' does not take an argument')}: --{too_many[1]} takes no value"
+    if (refused := re.match(r"flag --(\w+)=(.*?): ", told, re.DOTALL)) and (allowed := _allowed(values[refused[1]].parser)):
+        return f"--{refused[1]}={refused[2]} must be {allowed}"
+    return told.removeprefix("flag ")
+
+
+def _allowed(parser: flags.ArgumentParser) -> str:
+    """The values that a flag may have, in words; "" where the parser says it by itself."""
+    if isinstance(parser, flags.BooleanParser):
+        return getattr(parser, "allowed", "true or false")
+    if isinstance(parser, flags.IntegerParser):
+        return "a whole number" + ("" if parser.lower_bound is None else f" of at least {parser.lower_bound}")
+    return f"one of {', '.join(parser.enum_values)}" if isinstance(parser, flags.EnumParser) else ""
 
 
 @contextlib.contextmanager

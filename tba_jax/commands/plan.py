@@ -9,6 +9,7 @@ those of the recipe, or --config.task.prompt_length and --config.task.response_l
 read. Progress is told on stderr.
 """
 
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,9 +38,10 @@ def run(given: command_line.Given) -> command_line.Job:
     if bool(given.topology) == bool(given.gpus):
         raise ValueError("one of --topology and --gpus says for which devices the run is planned")
     config = recipes.load(given.config, given.overrides, program=settings_help.BASE)
-    from tba_jax.experiment import compiling, composition, gpu_plans, meshes, planning, topologies
+    from tba_jax.experiment import compiling, composition, gpu_plans, meshes, planning, storage, topologies
     from tba_jax.run import layout, processes
 
+    storage.check(storage.of_config(config), limit=storage.DRY_RUN_SECONDS)
     topologies.use_no_devices()
     asked = topologies.parse(given.topology, roles=compiling.ROLES)
     machine = gpu_plans.parse(given.gpus) if given.gpus else None
@@ -48,8 +50,9 @@ def run(given: command_line.Given) -> command_line.Job:
         raise ValueError(f"--topology names no role of this run; its roles: {', '.join(meshes.roles_of(config))}")
     for topology in [*asked.values(), *([gpu_plans.stand_in(1)] if machine else [])]:
         topologies.devices(topology)
+    processes.stop_at_once()
     experiment = composition.build(config, reward_models={}, weights=False)
-    nowhere = layout.RunDir(Path("nowhere"))  # programs are made from shapes: nothing is read or written there
+    nowhere = layout.RunDir(Path(os.devnull))  # no run is there: programs are made from shapes
 
     def job() -> int:
         placement: Settings = {}
@@ -71,7 +74,7 @@ def run(given: command_line.Given) -> command_line.Job:
 def describe(planned: "Sequence[Planned]", placement: "Settings", *, command: Sequence[str]) -> str:
     """The text that is printed: a line for each role, the flags, and the dry run that shows all programs.
 
-    Args: placement: settings that say which role gets which devices; command: the flags of the recipe.
+    Args: placement: settings that say which role gets which devices, {} where --topology does; command: the flags of the recipe.
     """
     from tba_jax.experiment import compiling
 
@@ -86,4 +89,7 @@ def describe(planned: "Sequence[Planned]", placement: "Settings", *, command: Se
     flags_of_plan = [f"--config.{name}={value}" for name, value in found.items()]
     topology = ",".join(f"{each.role}={each.place.topology}" for each in planned)
     dry_run = ["python", "-m", "tba_jax.main", *command, *flags_of_plan, "--workdir=DIR", "--dry_run", f"--topology={topology}"]
-    return "\n".join([*lines, "", "settings:", " ".join(flags_of_plan), "", "all programs:", shlex.join(dry_run)])
+    programs = "all programs:"
+    if placement:  # a dry run knows nothing of GPUs that are not here
+        programs = "all programs, on the chips that stand in; the limits of this dry run are those of the chips, not of the GPUs:"
+    return "\n".join([*lines, "", "settings:", " ".join(flags_of_plan), "", programs, shlex.join(dry_run)])

@@ -126,7 +126,7 @@ def _mesh(config: Any, model: "DecoderConfig") -> "tuple[Mesh, int]":
     mesh = sharding.make_mesh(tuple(t.mesh.values()), setting="training.mesh")
     micro_rows = t.micro_batch_rows or t.batch_size
     ways = mesh.shape["data"] * mesh.shape["fsdp"]
-    sharding.check_ways(micro_rows, ways, what="training.micro_batch_rows or training.batch_size")
+    sharding.check_ways(micro_rows, ways, what="training.micro_batch_rows or training.batch_size", mesh="training.mesh")
     decoder.define(model).shardings(mesh)  # refuses a mesh that does not divide the parameters
     return mesh, micro_rows
 

@@ -141,6 +141,9 @@ class Lane:
                 options=dict(buffers=c.buffers, window=self._windows[-1]),
             ),
         }
+        if len(self._windows) > 1 and not c.tiled:  # a part of a ring is copied there, the whole is not
+            part = dict(buffers=c.buffers, window=self._windows[-2])
+            found["decode, part of a ring"] = dataclasses.replace(found["decode"], options=part)
         if len(self._windows) > 1:
             rotated = dict(window=self._windows[-2])
             found["rotation of a ring"] = Program(function=self._rotate, arguments=(slots.own[0], number), options=rotated)
@@ -166,6 +169,7 @@ class Lane:
         return self._as_read(self._unstack(jax.tree.map(place, params)), functools.partial(jax.device_put, donate=True))
 
     def _as_read(self, weights: Params, put: Callable[[Any, Any], Any]) -> Params:
+        """The weights in the layout that the decode step reads. Args: put: see kv_cache.head_by_head."""
         return kv_cache.head_by_head(weights, self._config.model, put) if self._config.tiled else weights
 
     def take_up(self) -> None:

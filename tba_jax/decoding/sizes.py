@@ -14,6 +14,8 @@ _HALF_UP_TO = 24
 # laid out. Where they do not, XLA takes caches in another layout than the one that the decode loop computes in: every call of the
 # loop would copy all caches.
 _TILE = 16
+# The same goes for a loop that reads a part of the entries, where heads share no keys: such a part fills the columns of tiles.
+_TILE_COLUMNS = 128
 
 
 def arrange(slots: int, samples: int, ways: int, *, what: str = "") -> tuple[int, int]:
@@ -72,5 +74,6 @@ def in_tiles(entries: int, *, tiled: bool) -> int:
 def windows(entries: int, chunk: int, *, tiled: bool = False) -> tuple[int, ...]:
     """Windows of the own caches, ascending, for as long as responses are short: quarters, each at least a chunk; the last is
     the whole."""
-    quarter = in_tiles(max(-(-entries // 4), chunk), tiled=tiled)
+    quarter = max(-(-entries // 4), chunk)
+    quarter = -(-quarter // _TILE_COLUMNS) * _TILE_COLUMNS if tiled else quarter
     return (*range(quarter, entries, quarter), entries)

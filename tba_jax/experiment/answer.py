@@ -18,13 +18,15 @@ from tba_jax.run.device_peaks import PEAKS
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Devices:
     """What a role has. count: of devices; kind: as PEAKS calls it; limit: bytes that programs may take on each, None: not known;
-    where: in words; on_host: whether the memory of the devices is that of the machine, which all roles share."""
+    where: in words; on_host: whether the memory of the devices is that of the machine, which all roles share; placed_on: the GPUs
+    that --role=all hands to the role, () where it hands out none."""
 
     count: int
     kind: str
     limit: int | None
     where: str
     on_host: bool = False
+    placed_on: Sequence[gpus.Gpu] = ()
 
 
 def describe(experiment: Experiment) -> str:
@@ -50,6 +52,8 @@ def _here(experiment: Experiment) -> tuple[dict[str, Devices], dict[str, str]]:
     roles = meshes.roles_of(config)
     if visible and not _interleaved(experiment):
         return _placed(experiment, roles, visible)
+    if problem := _too_little_free():
+        return {}, {"all roles": problem}
     found, refused = {}, {}
     for role, devices in (_in_one_process(roles, visible) if visible else _without_gpus(config, roles)).items():
         try:
@@ -58,6 +62,15 @@ def _here(experiment: Experiment) -> tuple[dict[str, Devices], dict[str, str]]:
         except ValueError as error:
             refused[role] = str(error)
     return found, refused
+
+
+def _too_little_free() -> str:
+    """Why JAX cannot take its share of the GPUs in one process; "" where it can."""
+    try:
+        gpus.check_free()
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _interleaved(experiment: Experiment) -> bool:
@@ -73,8 +86,7 @@ def _placed(
         return by_placement(experiment, visible), {}
     except ValueError as error:
         refused = {"all roles": str(error)}
-        limits = [int(gpu.memory * gpu.usable_share(1)) for gpu in visible if gpu.memory]
-        told = {role: _too_large(experiment, role, devices=len(visible), limit=min(limits)) for role in roles if limits}
+        told = {role: _too_large(experiment, role, visible) for role in roles if all(gpu.memory for gpu in visible)}
         return {}, refused | {role: sentence for role, sentence in told.items() if sentence}
 
 
@@ -85,19 +97,40 @@ def by_placement(experiment: Experiment, visible: Sequence[gpus.Gpu]) -> dict[st
         mine = [gpu for gpu in visible if gpu.name in placed.gpus]
         limit = min((int(gpu.memory * placed.memory_fraction) for gpu in mine if gpu.memory), default=None)
         where = f"GPU{'s' if len(mine) > 1 else ''} {', '.join(placed.gpus)}, {placed.memory_fraction:.1%} of the memory"
-        role, made = name.split("-")[0], Devices(count=len(mine), kind=mine[0].kind, limit=limit, where=where)
+        role, made = name.split("-")[0], Devices(count=len(mine), kind=mine[0].kind, limit=limit, where=where, placed_on=mine)
         # Of several searchers, the one with the least memory decides.
         found[role] = min(found.get(role, made), made, key=lambda each: each.limit or 0)
     return found
 
 
-def _too_large(experiment: Experiment, role: str, *, devices: int, limit: int) -> str:
+def _too_large(experiment: Experiment, role: str, visible: Sequence[gpus.Gpu]) -> str:
     """About a role whose mesh has too little memory even on GPUs of its own; "" where it has enough."""
-    size = estimate.on_device(estimate.memory(experiment)[role])
+    size, limit = estimate.on_device(estimate.memory(experiment)[role]), _least_memory(visible)
     if size <= limit:
         return ""
     numbers = f"about {fitting.in_words(size)} of {fitting.in_words(limit)}, on GPUs of its own"
-    return numbers + smallest_mesh.advice(experiment, role=role, devices=devices, limit=limit)
+    return numbers + advice(experiment, role, size=size, limit=limit, devices=len(visible), of=visible)
+
+
+def _least_memory(visible: Sequence[gpus.Gpu]) -> int:
+    """Bytes that one role may take of each of these GPUs."""
+    return min(int((gpu.memory or 0) * gpu.usable_share(1)) for gpu in visible)
+
+
+def advice(
+    experiment: Experiment, role: str, *, size: int, limit: int, devices: int, of: Sequence[gpus.Gpu], scale: float = 1.0
+) -> str:
+    """What to do about a role that does not fit: empty the GPUs that others have filled; another mesh, where that is not enough.
+
+    Args: size: bytes that the role takes of a device; limit: bytes that it may take; of: the GPUs, () where it has others; scale:
+      see smallest_mesh.advice.
+    """
+    told, fixed = gpus.filled(of), experiment.config[meshes.SECTIONS[role]].memory_fraction
+    if told and not fixed:  # the role's share grows with what is free
+        limit = limit * _least_memory([gpu.emptied() for gpu in of]) // max(_least_memory(of), 1)
+    if told and size <= limit:
+        return told
+    return told + smallest_mesh.advice(experiment, role=role, devices=devices, limit=limit, scale=scale)
 
 
 def _in_one_process(roles: Sequence[str], visible: Sequence[gpus.Gpu]) -> dict[str, Devices]:
@@ -133,8 +166,10 @@ def _verdict(experiment: Experiment, role: str, devices: Devices, memory: Mappin
     if size <= devices.limit:
         return f"fits: {numbers}"
     name, most = max(parts.items(), key=lambda part: part[1])
-    told = smallest_mesh.advice(experiment, role=role, devices=devices.count, limit=devices.limit)
-    return f"does not fit: {numbers}; most of it: {name}, {fitting.in_words(most)}{'' if devices.on_host else told}"
+    told = f"does not fit: {numbers}; most of it: {name}, {fitting.in_words(most)}"
+    if devices.on_host:
+        return told
+    return told + advice(experiment, role, size=size, limit=devices.limit, devices=devices.count, of=devices.placed_on)
 
 
 def _on_host(parts: Mapping[str, int], count: int) -> int:

@@ -55,13 +55,12 @@ def gather(config: Any, found: Mistakes, *, weights: bool = True, new: bool = Fa
         config = config.copy_and_resolve_references()
         defaults = flatten(SCHEMA.defaults().to_dict())
         config.update_from_flattened_dict({name: defaults[name] for name in wrong})
-    together = Mistakes()
-    _check_together(config, together.require, weights=weights)
+    found.silence(wrong)
+    _check_together(config, found.require, weights=weights)
     mesh = config.learner.mesh
-    together.attempt(meshes.micro_batch_rows, config, ways=max(mesh.data, 1) * max(mesh.fsdp, 1))
+    found.attempt(meshes.micro_batch_rows, config, ways=max(mesh.data, 1) * max(mesh.fsdp, 1))
     if new:
-        _check_all_are_read(config, together.require)
-    found.add(together.without(tuple(wrong)))
+        _check_all_are_read(config, found.require)
     return config, not any(name.startswith(_BUILT_FROM) for name in wrong)
 
 

@@ -7,19 +7,24 @@ from typing import Any
 
 import jax
 
-from tba_jax.experiment import answer, composition, estimate, meshes, placing, smallest_mesh, topologies
+from tba_jax import sharding
+from tba_jax.experiment import answer, composition, estimate, initial_policy, meshes, placing, topologies
 from tba_jax.experiment.fitting import UNITS, Fit, Measure, device_memory, in_words, unit_of
-from tba_jax.experiment.joining import Invocation, check_dry_run
+from tba_jax.experiment.joining import Invocation, check_dry_run, mistakes_end_the_role
 from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.programs import Program
+from tba_jax.rewards import programs as rewards
 from tba_jax.rewards import task_models
 from tba_jax.roles import gpus
-from tba_jax.run import layout, machine
+from tba_jax.run import layout, machine, processes
+from tba_jax.schemas import flatten
 from tba_jax.text.visible import visible
 
 log = logging.getLogger(__name__)
 
 ROLES = tuple(meshes.SECTIONS)
+# Devices of a role; bytes that it may take of each, None: what the devices say; which GPUs of this machine they are.
+_OnMachine = tuple[Sequence[Any], int | None, Sequence[gpus.Gpu]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,9 +68,10 @@ def programs(
 
     e = experiment
     if role == "trainer":
-        config = of_trainer(e, jax.devices() if devices is None else devices).config
-        return trainer.programs(config, e.contract, e.policy, run, devices=devices)
-    room: dict[str, Any] = dict(policy=e.policy, tokenizer=e.tokenizer, devices=devices)
+        e = of_trainer(e, jax.devices() if devices is None else devices)
+        made = trainer.programs(e.config, e.contract, e.policy, run, devices=devices)
+        return {**initial_policy.programs(e, run, devices=devices), **made}
+    room: dict[str, Any] = dict(policy=e.policy, tokenizer=e.tokenizer, task=e.task, devices=devices)
     if role == "searcher":
         return searcher.programs(e.config, e.contract, queries=e.queries["train"], **room)
     return evaluator.programs(e.config, e.contract, queries=composition.heldout_queries(e), **room)
@@ -81,6 +87,7 @@ def fit(
     limit: int | None = None,
     measure: Measure | None = None,
     only: str = "",
+    of: Sequence[gpus.Gpu] = (),
 ) -> RoleFit:
     """Compiles the programs of a role.
 
@@ -89,31 +96,95 @@ def fit(
       limit: bytes of each device that the role may take; None: all that programs may take on it.
       measure: of earlier calls with these devices, whose programs need not be compiled again.
       only: the program of this name is compiled alone, if the role has it; "": all are.
+      of: the GPUs that the devices are, for advice where other processes hold a part of them; (): they are no GPUs.
     """
     experiment = of_trainer(experiment, devices) if role == "trainer" else experiment
-    config = experiment.config[meshes.SECTIONS[role]]
-    own = config.task_devices if role != "trainer" else 0
+    own = _task_devices(experiment, role)
     sizes = dict(zip(("data", "fsdp", "tensor"), meshes.shape(experiment, role=role, devices=len(devices)), strict=True))
     mesh = " × ".join(f"{axis}={size}" for axis, size in sizes.items())
-    on_host = len(devices) if devices[0].platform == "cpu" else 0
-    measure, made = measure or Measure(), programs(experiment, run, role=role, devices=devices)
+    made = programs(experiment, run, role=role, devices=devices)
     made = {only: made[only]} if only in made else made
+    found = _role_fit(
+        made,
+        role,
+        devices[: len(devices) - own],
+        name=name,
+        where=f"{meshes.SECTIONS[role]}.mesh {mesh}",
+        limit=limit,
+        measure=measure or Measure(),
+        unchecked=_unchecked(experiment, role),
+    )
+    if found.on_host or found.limit is None or found.takes <= found.limit:
+        return found
+    guess = estimate.on_device(estimate.memory(experiment, {role: len(devices)})[role])
+    numbers = dict(size=found.worst.peak, limit=found.limit, devices=len(devices) - own)
+    advice = answer.advice(experiment, role, **numbers, of=of, scale=found.worst.peak / guess)
+    return dataclasses.replace(found, mesh=advice)
+
+
+def fit_task(
+    experiment: composition.Experiment,
+    *,
+    role: str,
+    devices: Sequence[Any],
+    name: str = "",
+    limit: int | None = None,
+    measure: Measure | None = None,
+) -> RoleFit | None:
+    """Compiles the programs of a task's models on the task_devices of a role; None where they have none. Args: see `fit`."""
+    own = _task_devices(experiment, role)
+    length = experiment.contract.prompt_length + experiment.contract.response_length
+    made = rewards.of_task(experiment.task, sharding.task_mesh(own, devices), role=role, length=length).alone() if own else {}
+    if not made:
+        return None
+    setting = f"{meshes.SECTIONS[role]}.task_devices={own}"
+    return _role_fit(made, f"{role}, task", devices[-own:], name=name, where=setting, limit=limit, measure=measure or Measure())
+
+
+def check_task_fits(experiment: composition.Experiment, *, role: str, devices: Sequence[Any], name: str, limit: int) -> None:
+    """Raises ValueError where the models of the task do not fit the role's task_devices, of which each holds whole models.
+
+    Args: see `fit`.
+    """
+    found = fit_task(experiment, role=role, devices=devices, name=name, limit=limit)
+    if found is not None and found.worst.peak > limit:
+        taken, change = f"{in_words(found.worst.peak)} of {in_words(limit)}", ", ".join(_settings_of_most(found.worst))
+        raise ValueError(f"{found.worst.name} takes {taken} on {found.where}; change {change}")
+
+
+def _settings_of_most(fit: Fit) -> Sequence[str]:
+    """The settings that make the largest part of a program's memory less."""
+    part, _ = max(fit.parts().items(), key=lambda item: item[1])
+    return fit.program.room.get("arguments" if part == "outputs" else part, ())
+
+
+def _task_devices(experiment: composition.Experiment, role: str) -> int:
+    return int(experiment.config[meshes.SECTIONS[role]].task_devices) if role != "trainer" else 0
+
+
+def _role_fit(
+    made: Mapping[str, Program],
+    role: str,
+    devices: Sequence[Any],
+    *,
+    name: str,
+    where: str,
+    limit: int | None,
+    measure: Measure,
+    unchecked: Sequence[str] = (),
+) -> RoleFit:
+    """Args: where: the rest of RoleFit.where; others: see `fit`."""
+    on_host = len(devices) if devices[0].platform == "cpu" else 0
     if limit is None:
         limit = machine.memory() if on_host else device_memory(devices[0])
-    found = RoleFit(
+    return RoleFit(
         role=role,
-        where=f"{len(devices)} × {devices[0].device_kind}{f' ({name})' if name else ''}, {meshes.SECTIONS[role]}.mesh {mesh}",
+        where=f"{len(devices)} × {devices[0].device_kind}{f' ({name})' if name else ''}, {where}",
         limit=limit,
         on_host=on_host,
         fits=[_fit(measure, role, each, program) for each, program in made.items()],
-        unchecked=_unchecked(experiment, role, own),
+        unchecked=unchecked,
     )
-    if on_host or found.limit is None or found.takes <= found.limit:
-        return found
-    guess = estimate.on_device(estimate.memory(experiment, {role: len(devices)})[role])
-    scale = found.worst.peak / guess
-    advice = smallest_mesh.advice(experiment, role=role, devices=len(devices) - own, limit=found.limit, scale=scale)
-    return dataclasses.replace(found, mesh=advice)
 
 
 def _fit(measure: Measure, role: str, name: str, program: Program) -> Fit:
@@ -122,18 +193,10 @@ def _fit(measure: Measure, role: str, name: str, program: Program) -> Fit:
     return found
 
 
-def _unchecked(experiment: composition.Experiment, role: str, task_devices: int) -> list[str]:
-    """What a role computes with programs that are not compiled here."""
-    c, found = experiment.config, []
-    models = [use.name for use in task_models.uses(experiment.task, role=role)] if role != "trainer" else []
-    if models:
-        where = "on devices of their own" if task_devices else "on the same devices"
-        found.append(f"the models of the task ({', '.join(models)}), {where}")
-    if role == "searcher" and c.task.embedding_path:
-        found.append("the sentence encoder of task.embedding_path")
-    if role == "trainer" and c.warm_start.steps:
-        found.append("the warm start")
-    return found
+def _unchecked(experiment: composition.Experiment, role: str) -> list[str]:
+    """What a role computes without programs."""
+    linear = [use for use in task_models.uses(experiment.task, role=role) if use.kind == "linear"]
+    return [f"the {use.name} of the task, which is linear and computes in the host's memory" for use in linear]
 
 
 def describe(found: Sequence[RoleFit], *, config: Any, bounds: Sequence[str] = ()) -> str:
@@ -156,7 +219,8 @@ def _together(found: Sequence[RoleFit], config: Any) -> list[str]:
     if not interleaved and not all(role.on_host for role in found):
         return []
     counts = {"searcher": 1 if interleaved else config.searchers.count}
-    size = sum(role.takes * counts.get(role.role, 1) for role in found)
+    there = [role for role in found if role.on_host or role.role in ROLES]
+    size = sum(role.takes * counts.get(role.role.split(",")[0], 1) for role in there)
     verdict = "takes at most" if limit is None else "fits: at most" if size <= limit else "may not fit: up to"
     of = "" if limit is None else f" of {in_words(limit)}"
     why = (
@@ -173,15 +237,9 @@ def _verdict(role: RoleFit, config: Any) -> str:
     if role.takes <= role.limit:
         return f"fits: {numbers}{also}"
     part, size = max(worst.parts().items(), key=lambda item: item[1])
-    settings = worst.program.room.get("arguments" if part == "outputs" else part, ())
-    values = ", ".join(f"{name}={_value(config, name)}" for name in settings)
+    known = flatten(config.to_dict())  # a default of a custom task is not among them
+    values = ", ".join(f"{name}={known[name]}" if name in known else name for name in _settings_of_most(worst))
     return f"does not fit: {numbers}; most of it: {part}, {in_words(size)}; change {values}{role.mesh}{also}"
-
-
-def _value(config: Any, name: str) -> Any:
-    for key in name.split("."):
-        config = config[key]
-    return config
 
 
 def _table(fits: Sequence[Fit], unit: int) -> list[str]:
@@ -197,13 +255,25 @@ def _table(fits: Sequence[Fit], unit: int) -> list[str]:
     return [*rows, f"  beside {worst.name}: {beside or 'nothing'}"]
 
 
-def _here(s: Invocation, wanted: Sequence[str], *, role: str) -> tuple[dict[str, Sequence[Any]], dict[str, int | None]]:
-    """Role -> its devices on this machine; and, of roles that --role=all places on GPUs, bytes of each that they may take."""
+def _on_topologies(wanted: Sequence[str], asked: Mapping[str, str], *, role: str) -> dict[str, _OnMachine]:
+    """Role -> the devices of its topology. Raises ValueError: a sentence about each role that has none."""
+    found, devices = Mistakes(), dict[str, _OnMachine]()
+    found.require(wanted, f"--topology={','.join(asked)} names no role of this run")
+    for each in wanted:
+        found.require(each in asked, f"--topology names no topology for --role={role}")
+        if each in asked:
+            devices[each] = (found.attempt(topologies.devices, asked[each]) or [], None, ())
+    found.end()
+    return devices
+
+
+def _here(s: Invocation, wanted: Sequence[str], visible: Sequence[gpus.Gpu], *, role: str) -> dict[str, _OnMachine]:
+    """Role -> its devices on this machine. Args: visible: its GPUs, before this process has taken memory of them."""
     there = gpus.jax_devices()
     if role != "all" or there[0].platform != "gpu" or s.config.schedule.mode == "interleaved":
-        return dict.fromkeys(wanted, there), {}
-    placed = answer.by_placement(s.experiment, gpus.visible())
-    return {each: there[: placed[each].count] for each in wanted}, {each: placed[each].limit for each in wanted}
+        return dict.fromkeys(wanted, (there, None, visible))
+    placed = answer.by_placement(s.experiment, visible)
+    return {each: (there[: placed[each].count], placed[each].limit, placed[each].placed_on) for each in wanted}
 
 
 def dry_run(s: Invocation, *, asked: Mapping[str, str], role: str, full: bool) -> Callable[[], int]:
@@ -220,28 +290,33 @@ def dry_run(s: Invocation, *, asked: Mapping[str, str], role: str, full: bool) -
     if role not in ("all", *ROLES):
         raise ValueError(f"--role={role} computes nothing of its own; roles that compute: {', '.join(ROLES)}")
     wanted = [role] if role != "all" else [each for each in meshes.roles_of(s.config) if each in asked or not asked]
-    if missing := [each for each in wanted if asked and each not in asked]:
-        raise ValueError(f"--topology names no topology for --role={missing[0]}")
-    devices, limits = ({each: topologies.devices(asked[each]) for each in wanted}, {}) if asked else _here(s, wanted, role=role)
-    found = Mistakes()
+    found = s.mistakes.copy()
+    there: dict[str, _OnMachine] | None = None
+    if asked:
+        there = found.attempt(_on_topologies, wanted, asked, role=role)
+    elif not s.mistakes:  # after one, JAX takes no memory of this machine's devices: a GPU may have been refused as filled
+        there = found.attempt(_here, s, wanted, gpus.visible(), role=role)
+    devices = {each: its for each, (its, *_) in (there or {}).items()}
+    processes.stop_at_once()
     for each, its in devices.items():
         found.attempt(meshes.check, s.experiment, role=each, devices=len(its))
     found.attempt(check_dry_run, s)
     found.end()
+    where = "" if asked else placing.describe(s.experiment)  # before programs take memory of the devices
     experiments = {each: s.experiment.on_device(its[0]) for each, its in devices.items()}
 
     def job() -> int:
-        found = [
-            fit(experiments[each], s.run, role=each, devices=its, name=asked.get(each, ""), limit=limits.get(each))
-            for each, its in devices.items()
-        ]
-        there = {
+        found = []
+        for each, (its, limit, of) in (there or {}).items():
+            room: dict[str, Any] = dict(role=each, devices=its, name=asked.get(each, ""), limit=limit)
+            with mistakes_end_the_role():  # slots of a victim that do not divide over the devices, say
+                of_task = fit_task(experiments[each], **room)
+                found += [fit(experiments[each], s.run, **room, of=of), *([of_task] if of_task else [])]
+        kinds = {
             each: answer.Devices(count=len(its), kind=its[0].device_kind, limit=None, where="") for each, its in devices.items()
         }
         meshed = of_trainer(s.experiment, devices["trainer"]) if "trainer" in devices else s.experiment
-        parts = [describe(found, config=s.config, bounds=answer.describe_bounds(meshed, there))]
-        if not asked:
-            parts.append(placing.describe(s.experiment))
+        parts = [describe(found, config=s.config, bounds=answer.describe_bounds(meshed, kinds)), *([where] if where else [])]
         if unchecked := answer.unchecked_inputs(s.experiment):
             parts.append(f"not checked: {'; '.join(unchecked)}")
         print(visible("\n\n".join([*parts, *([estimate.describe(s.experiment)] if full else [])])))

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from tba_jax import sharding
 from tba_jax.experiment import checks, meshes, named_policy, named_task
 from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.models.config import FREE_FIELDS
@@ -59,9 +60,23 @@ def build(config: Any, *, reward_models: Mapping[str, str] | None = None, weight
       ValueError: a sentence about each thing that is wrong, as far as it can be told beside the others.
     """
     found = Mistakes()
+    experiment = gather(config, found, reward_models=reward_models, weights=weights, new=new)
+    found.end()
+    assert experiment is not None
+    return experiment
+
+
+def gather(
+    config: Any, found: Mistakes, *, reward_models: Mapping[str, str] | None, weights: bool, new: bool
+) -> Experiment | None:
+    """`build` for a start that checks more: adds what is wrong to `found`.
+
+    Returns:
+      what the config means, with the default in the place of a setting that breaks its own rule; None where it cannot be made.
+    """
     config, can_be_made = checks.gather(config, found, weights=weights, new=new)
     if not can_be_made:
-        found.end()
+        return None
     config = _with_absolute_paths(config)
     alphabet = "" if config.model.path else found.attempt(named_task.alphabet, config.task.name)
     named = None if alphabet is None else found.attempt(_policy, config, alphabet, weights=weights)
@@ -69,7 +84,7 @@ def build(config: Any, *, reward_models: Mapping[str, str] | None = None, weight
     if named is not None:
         named_policy.check(config, named.policy, named.tokenizer, found)
         for role in meshes.roles_of(config):
-            found.attempt(meshes.check, named, role=role, devices=None)
+            _check_mesh(named, role, found)
         template = found.attempt(_template, config.task, named.tokenizer)
         banned = found.attempt(vocabulary.banned_tokens, config.task, named.tokenizer, named.policy.model.vocab)
     made = found.attempt(named_task.make, config)
@@ -80,8 +95,8 @@ def build(config: Any, *, reward_models: Mapping[str, str] | None = None, weight
         if reward_models is None:
             reward_models = found.attempt(task_models.digests, made[0], fetch=weights)
     embedding = found.attempt(_embedding, config.task.embedding_path, fetch=weights)
-    found.end()
-    assert named and made and queries and None not in (alphabet, template, banned, reward_models, embedding)
+    if not (named and made and queries) or None in (alphabet, template, banned, reward_models, embedding):
+        return None
     (task, settings), (encoded, skipped) = made, queries
     contract = _contract(
         named,
@@ -94,6 +109,13 @@ def build(config: Any, *, reward_models: Mapping[str, str] | None = None, weight
         reward_models=dict(reward_models or {}),
     )
     return Experiment(**vars(named), contract=contract, task=task, queries=encoded, skipped=skipped)
+
+
+def _check_mesh(named: _Named, role: str, found: Mistakes) -> None:
+    """Checks a role's mesh without its devices. A mesh that is refused here is not told again by the check with devices."""
+    mesh = f"{meshes.SECTIONS[role]}.mesh"
+    if not found.accepts(meshes.check, named, role=role, devices=None):
+        found.silence([mesh, *(f"{mesh}.{axis}" for axis in sharding.MESH_AXES)])
 
 
 def _policy(config: Any, alphabet: str, *, weights: bool) -> _Named:

@@ -15,14 +15,16 @@ from typing import Any
 from tba_jax.experiment import meshes, planning, topologies
 from tba_jax.experiment.composition import Experiment
 from tba_jax.experiment.planning import Place, Planned, Settings
-from tba_jax.roles import placement
-from tba_jax.roles.gpus import Gpu
+from tba_jax.roles import gpu_layouts, placement
+from tba_jax.roles.gpus import CONTEXT_BYTES, DEFAULT_SHARE, Gpu
 from tba_jax.run import layout
 
-# GiB of GPUs whose name says how much they have.
-MEMORY = {"T4": 16, "L4": 24, "A10G": 24, "L40S": 48, "A100": 80, "H100": 80, "H200": 141, "B200": 180}
-# The share of a GPU's memory that programs may take. The driver holds part of the rest, and gaps between arrays are lost.
-_USABLE = 0.9
+_GIB = 1 << 30
+# GiB of GPUs whose name says how much they have. Of a small one, what error correction takes is left out.
+MEMORY = {"T4": 14.7, "L4": 22.4, "A10G": 22.4, "L40S": 44.9, "A100": 80, "H100": 79.6, "H200": 140, "B200": 179}
+# The share of a GPU's memory that programs may take at most: another compiler's figures stand for them, and gaps between arrays
+# are lost.
+_PROXY_SHARE = 0.9
 # Stand-ins, by how many chips they have.
 _CHIPS = {1: "v5p:1x1x1", 4: "v5p:2x2x1", 8: "v5p:2x2x2", 16: "v5p:2x2x4", 64: "v5p:4x4x4"}
 # Numbers of GPUs that are tried for a role.
@@ -66,13 +68,15 @@ def parse(text: str) -> Gpus:
     found = _GPUS.fullmatch(text)
     if found is None:
         raise ValueError(f"--gpus={text} must be NAMExCOUNT or NAMExCOUNT@GIB, such as H100x8 or L4x2@24")
+    if int(found["count"]) > max(_CHIPS):
+        raise ValueError(f"--gpus={text}: a run can be planned for up to {max(_CHIPS)} GPUs, not {found['count']}")
     known = {name.lower(): gib for name, gib in MEMORY.items()}
     gib = float(found["gib"] or known.get(found["name"].lower(), 0))
     if not gib:
         raise ValueError(
             f"--gpus={text}: the memory of {found['name']} is not known; say it as {text}@GIB, or name one of {', '.join(MEMORY)}"
         )
-    return Gpus(name=found["name"], count=int(found["count"]), memory=int(gib * (1 << 30)))
+    return Gpus(name=found["name"], count=int(found["count"]), memory=int(gib * _GIB))
 
 
 def stand_in(count: int) -> str:
@@ -83,12 +87,20 @@ def stand_in(count: int) -> str:
     return _CHIPS[fitting[0]] if fitting[0] == count else f"{_CHIPS[fitting[0]]}/{count}"
 
 
-def place(gpus: Gpus, count: int, *, part: float = 1.0) -> Place:
-    """Some of the GPUs. Args: part: of their memory. Raises: see `stand_in`, topologies.devices."""
+def usable_share(experiment: Experiment, gpus: Gpus, roles: int) -> float:
+    """The share of a GPU's memory that so many roles may take together: by the supervisor's rule, or JAX' own where one process
+    runs all roles; and no more than figures by proxy allow."""
+    one_process = experiment.config.schedule.mode == "interleaved"
+    return min(_PROXY_SHARE, DEFAULT_SHARE if one_process else Gpu(name="", memory=gpus.memory).usable_share(roles))
+
+
+def place(gpus: Gpus, count: int, *, share: float, part: float = 1.0) -> Place:
+    """Some of the GPUs. Args: share: of their memory, see `usable_share`; part: of this share. Raises: see `stand_in`,
+    topologies.devices."""
     chips = stand_in(count)
-    of_memory = f", {part:.0%} of their memory" if part < 1 else ""
+    of_memory = f", {part:.0%} of the memory that roles may take" if part < 1 else ""
     name = f"{count} × {gpus.name}{of_memory}, by proxy {chips}"
-    return Place(devices=topologies.devices(chips), topology=chips, name=name, limit=int(part * _USABLE * gpus.memory))
+    return Place(devices=topologies.devices(chips), topology=chips, name=name, limit=int(part * share * gpus.memory))
 
 
 def shares(experiment: Experiment, gpus: Gpus, *, each: int) -> dict[str, Share]:
@@ -112,7 +124,13 @@ def shares(experiment: Experiment, gpus: Gpus, *, each: int) -> dict[str, Share]
 
     config = planning.changed(experiment, {**_OPEN, **{f"{section}.mesh.tensor": each for section in _SAMPLING}}).config
     there = [Gpu(name=str(gpu), memory=gpus.memory) for gpu in range(gpus.count)]
-    placed = placement.place(config, cpus=(0,), gpus=there, need=need)
+    try:
+        placed = placement.place(config, cpus=(0,), gpus=there, need=need)
+    except gpu_layouts.TooSmall as error:  # although each role needs next to nothing
+        raise ValueError(
+            f"{gpus.name} has too little memory for roles that share a GPU: each keeps {CONTEXT_BYTES / _GIB:.2f} GiB beside its "
+            f"arrays, and that leaves none of the {gpus.memory / _GIB:.2f} GiB for them"
+        ) from error
     kinds, found = {name: name.partition("-")[0] for name in placed}, dict[str, Share]()
     for name, its in placed.items():
         on = [[kinds[other] for other in placed if other != name and gpu in placed[other].gpus] for gpu in its.gpus]
@@ -136,7 +154,7 @@ class OnGpus:
     def __init__(self, experiment: Experiment, run: layout.RunDir, *, gpus: Gpus, seconds: float):
         self._experiment, self._run, self._gpus = experiment, run, gpus
         self._until = time.monotonic() + seconds
-        self._known: dict[tuple[str, int, float], Planned | planning.NothingFits] = {}
+        self._known: dict[tuple[str, int, int], Planned | planning.NothingFits] = {}
 
     def find(self) -> tuple[Settings, list[Planned]]:
         """Settings of the placement, and the plan of each role: with as few GPUs for a searcher as it fits, and then with as many
@@ -161,32 +179,34 @@ class OnGpus:
         role = next((key[0] for key, known in self._known.items() if known is problem), "")
         if not role:
             raise problem
-        more = (place(self._gpus, count) for count in _COUNTS if count > self._gpus.count)
+        share = usable_share(self._experiment, self._gpus, 1)
+        more = (place(self._gpus, count, share=share) for count in _COUNTS if count > self._gpus.count)
         would = planning.smallest(self._experiment, self._run, role=role, larger=more, until=self._until)
         raise ValueError(f"{problem}; {would}")
 
     def _with_placement(self, experiment: Experiment, placed: Mapping[str, Share]) -> tuple[Settings, list[Planned]]:
-        least = {role: self._least(experiment, role, share) for role, share in placed.items() if share.beside}
+        least = {role: self._least(experiment, role, its) for role, its in placed.items() if its.beside}
         settings, planned = dict[str, Any]({"searchers.count": experiment.config.searchers.count}), list[Planned]()
-        for i, (role, share) in enumerate(placed.items()):
+        for i, (role, its) in enumerate(placed.items()):
             until = planning.share_of_time(self._until, roles=len(placed) - i)
-            part = least[role] / (least[role] + sum(least[other] for other in share.beside)) if share.beside else 1.0
-            planned.append(self._role(experiment, role, share.count, math.floor(100 * part) / 100, until))
-            if share.beside and experiment.config.schedule.mode != "interleaved":
-                fraction = planned[-1].place.limit / self._gpus.memory  # JAX takes it when the role starts
+            part = least[role] / (least[role] + sum(least[other] for other in its.beside)) if its.beside else 1.0
+            share = usable_share(experiment, self._gpus, 1 + len(its.beside))
+            where = place(self._gpus, its.count, share=share, part=math.floor(100 * part) / 100)
+            planned.append(self._role(experiment, role, where, until))
+            if its.beside and experiment.config.schedule.mode != "interleaved":
+                fraction = where.limit / self._gpus.memory  # JAX takes it when the role starts
                 settings[f"{meshes.SECTIONS[role]}.memory_fraction"] = math.floor(100 * fraction) / 100
         return settings, planned
 
-    def _least(self, experiment: Experiment, role: str, share: Share) -> int:
-        whole = place(self._gpus, share.count)
+    def _least(self, experiment: Experiment, role: str, its: Share) -> int:
+        whole = place(self._gpus, its.count, share=1.0)
         return planning.Search(experiment, self._run, role=role, place=whole, until=self._until).least
 
-    def _role(self, experiment: Experiment, role: str, count: int, part: float, until: float) -> Planned:
-        key = role, count, part
+    def _role(self, experiment: Experiment, role: str, where: Place, until: float) -> Planned:
+        key = role, len(where.devices), where.limit
         if key not in self._known:
-            its = place(self._gpus, count, part=part)
             try:
-                self._known[key] = planning.find(experiment, self._run, role=role, place=its, until=until)
+                self._known[key] = planning.find(experiment, self._run, role=role, place=where, until=until)
             except planning.NothingFits as error:
                 self._known[key] = error
         if isinstance(known := self._known[key], planning.NothingFits):

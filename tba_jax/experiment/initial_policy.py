@@ -2,7 +2,7 @@
 
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,10 @@ from tba_jax.experiment.composition import Experiment
 from tba_jax.models import parameters
 from tba_jax.models.hugging_face import load
 from tba_jax.models.parameters import Params
+from tba_jax.programs import Program
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout, places, snapshots
-from tba_jax.supervised.warm_start import encode_examples, warm_start
+from tba_jax.supervised import warm_start
 
 log = logging.getLogger(__name__)
 
@@ -38,11 +39,31 @@ def check(experiment: Experiment, run: layout.RunDir, *, init_from: str = "", fe
     if not config.model.path and config.warm_start.steps:
         examples = experiment.task.worked_examples(np.random.default_rng(config.seed), _CHECKED_EXAMPLES)
         lengths = {"prompt_length": config.task.prompt_length, "response_length": config.task.response_length}
-        encode_examples(examples, experiment.tokenizer, **lengths)
+        warm_start.encode_examples(examples, experiment.tokenizer, **lengths)
     if config.model.path and not config.model.preset:  # with a preset, a dry run, which needs no weights
         with load.named("model.path", config.model.path):
             if fetch or load.holds_weights(config.model.path):
                 load.check_weights(config.model.path, experiment.policy.model)
+
+
+def programs(experiment: Experiment, run: layout.RunDir, *, devices: Sequence[jax.Device] | None = None) -> dict[str, Program]:
+    """Name -> what the warm start compiles, {} where this run has none or is past it.
+
+    Args: devices: of the trainer's mesh; None: of this process.
+    """
+    config = experiment.config
+    if not config.warm_start.steps or config.model.path or config.replay.mount or places.exists(run.initial_reference):
+        return {}
+    settings = config.warm_start.to_dict()
+    del settings["report_every_steps"]
+    return warm_start.programs(
+        config=experiment.policy.model,
+        mesh=sharding.make_mesh(tuple(config.learner.mesh.values()), setting="learner.mesh", devices=devices),
+        prompt_length=config.task.prompt_length,
+        response_length=config.task.response_length,
+        seed=config.seed,
+        **settings,
+    )
 
 
 def ensure(experiment: Experiment, run: layout.RunDir, *, report: Callable[[int, float], None]) -> str:
@@ -94,7 +115,7 @@ def _initial_params(experiment: Experiment, mesh: Any, report: Callable[[int, fl
         return load.load_params(load.resolve_folder(config.model.path), model, shardings)
     if not config.warm_start.steps:
         return jax.jit(experiment.policy.base.init, out_shardings=shardings)(jax.random.key(config.seed))
-    return warm_start(
+    return warm_start.warm_start(
         experiment.task,
         experiment.tokenizer,
         config=model,

@@ -25,6 +25,7 @@ class Invocation:
     allow_change: schedule settings that a resume may change.
     arguments: the command line of main, which child processes get too.
     init_from: RUN@STEP, the snapshot that a new run begins from; "" = as its config says.
+    mistakes: found so far; they are told with those that the checks of a role find, and the role does not begin.
     """
 
     experiment: composition.Experiment
@@ -34,18 +35,18 @@ class Invocation:
     allow_change: tuple[str, ...]
     arguments: tuple[str, ...]
     init_from: str = ""
+    mistakes: Mistakes = dataclasses.field(default_factory=Mistakes)
 
     @property
     def config(self) -> Any:
         return self.experiment.config
 
 
-def check_run(s: Invocation, *, may_change_schedule: bool, fetch: bool = True) -> None:
-    """Checks that a role may join the run that is there, or make one; writes nothing. Raises ValueError where it may not.
+def _check_run(s: Invocation, found: Mistakes, *, may_change_schedule: bool, fetch: bool = True) -> None:
+    """Adds to `found` why a role may not join the run that is there, or make one, and raises it; writes nothing.
 
-    Args: fetch: see initial_policy.check.
+    Args: fetch: see initial_policy.check; where not, reward models that are away count as those of the run.
     """
-    found = Mistakes()
     found.attempt(initial_policy.check, s.experiment, s.run, init_from=s.init_from, fetch=fetch)
     if may_change_schedule:
         found.attempt(other_runs.check_behavior_is_known, s.run, s.config)
@@ -53,6 +54,10 @@ def check_run(s: Invocation, *, may_change_schedule: bool, fetch: bool = True) -
         contract = s.experiment.contract
         found.attempt(other_runs.check_init_from, s.run, s.config, contract, init_from=s.init_from)
         found.attempt(other_runs.check_mounts, s.run, s.config, contract, init_from=s.init_from)
+    if places.exists(s.run.config):
+        found.attempt(_check_joins, s, fetch=fetch)
+        if may_change_schedule:
+            found.attempt(_check_schedule, s)
     found.end()
     for split, count in s.experiment.skipped.items():
         if count:
@@ -61,16 +66,20 @@ def check_run(s: Invocation, *, may_change_schedule: bool, fetch: bool = True) -
 
 def check_dry_run(s: Invocation) -> None:
     """The checks of a start, but for those of devices: writes nothing and fetches no weights. Raises ValueError: all mistakes."""
-    found = Mistakes()
+    found = s.mistakes.copy()
     for role in meshes.roles_of(s.config):
         found.attempt(task_models.check, s.experiment.task, role=role, fetch=False)
-    found.attempt(check_run, s, may_change_schedule=True, fetch=False)
     found.attempt(layout.check_can_be_made, s.run)
-    if places.exists(s.run.config):
-        found.attempt(contract_lib.check_joins, s.run, s.config, _with_models_away(s), init_from=s.init_from)
-        step = len(read_lineage(s.run.journal))
-        found.attempt(schedule_changes.check, s.run, s.config, allowed=s.allow_change, step=step)
-    found.end()
+    _check_run(s, found, may_change_schedule=True, fetch=False)
+
+
+def _check_joins(s: Invocation, *, fetch: bool) -> None:
+    contract = s.experiment.contract if fetch else _with_models_away(s)
+    contract_lib.check_joins(s.run, s.config, contract, init_from=s.init_from)
+
+
+def _check_schedule(s: Invocation) -> None:
+    schedule_changes.check(s.run, s.config, allowed=s.allow_change, step=len(read_lineage(s.run.journal)))
 
 
 def _with_models_away(s: Invocation) -> contract_lib.Contract:
@@ -88,10 +97,10 @@ def join(s: Invocation, *, may_change_schedule: bool, check: Callable[[], None] 
       may_change_schedule: whether this role is the one that records a schedule of other settings (--allow_change).
       check: of the role, whose mistakes are told together with those of the run.
     """
-    found = Mistakes()
-    found.attempt(check)
-    found.attempt(check_run, s, may_change_schedule=may_change_schedule)
-    found.end()
+    found = s.mistakes.copy()
+    if not s.mistakes:  # after a mistake no device is asked for, and no weights are fetched
+        found.attempt(check)
+    _check_run(s, found, may_change_schedule=may_change_schedule, fetch=not s.mistakes)
     contract_lib.join(s.run, s.config, s.experiment.contract, init_from=s.init_from)
     if may_change_schedule:
         changes = schedule_changes.change(s.run, s.config, allowed=s.allow_change, step=len(read_lineage(s.run.journal)))

@@ -55,11 +55,11 @@ def check(experiment: HasPolicy, *, role: str, devices: int | None) -> None:
     }[role]
     found = Mistakes()
     for what, rows in settings.items():
-        found.attempt(sharding.check_ways, rows, made[0] * made[1], what=what)
+        found.attempt(sharding.check_ways, rows, made[0] * made[1], what=what, mesh=f"{SECTIONS[role]}.mesh")
     if role == "trainer":
         found.attempt(micro_batch_rows, config, ways=made[0] * made[1])
     # Slots that one way cannot divide into groups may suit as many ways as data=-1 makes.
-    if not found and (devices is not None or config[SECTIONS[role]].mesh.data != -1):
+    if role != "trainer" and not found and (devices is not None or config[SECTIONS[role]].mesh.data != -1):
         found.attempt(_check_slots, config, role, ways=made[0])
     found.attempt(_check_divides, made, experiment.policy, section=SECTIONS[role])
     found.end()
@@ -128,11 +128,14 @@ def micro_batch_rows(config: Any, *, ways: int) -> int:
 
 def _check_slots(config: Any, role: str, *, ways: int) -> None:
     """Raises ValueError where the slots of a role that decodes cannot be divided over the data ways of its mesh."""
-    s = config.searchers
+    s, evaluation = config.searchers, config.evaluation
     batch = s.queries_per_batch * s.samples_per_query
-    if role == "searcher":
-        what = f"searchers.slots={s.slots}" if s.slots else f"searchers.slots=0 (queries_per_batch × samples_per_query = {batch})"
-        sizes.arrange(s.slots or batch, s.samples_per_query, ways, what=what)
-    elif role == "evaluator":
-        size = config.evaluation.batch_size
-        sizes.arrange(size, 1, ways, what=f"evaluation.batch_size={size}")
+    named = f"searchers.slots={s.slots}" if s.slots else f"searchers.slots=0 (queries_per_batch × samples_per_query = {batch})"
+    slots, samples, what = {
+        "searcher": (s.slots or batch, s.samples_per_query, named),
+        "evaluator": (evaluation.batch_size, 1, f"evaluation.batch_size={evaluation.batch_size}"),
+    }[role]
+    try:
+        sizes.arrange(slots, samples, ways, what=what)
+    except ValueError as error:
+        raise ValueError(f"{SECTIONS[role]}.mesh.data: {error}") from error

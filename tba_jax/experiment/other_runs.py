@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
+from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.learner.settings import make_optimizers
 from tba_jax.learner.state import init_state, state_shapes
 from tba_jax.models.lora import LoraConfig
@@ -62,27 +63,41 @@ def check_mounts(run: layout.RunDir, config: Any, contract: contract_lib.Contrac
     expected = _reference_id(run)
     if expected is None:  # this run will begin from the reference policy of the runs that it mounts
         ours |= {"model.path": config.model.path, "init_from": init_from}
-    owner = "this run's"
-    writers = dict.fromkeys(_writers(run), run.replay)
-    places = {_identity(run)}
+    mounts, found = _Mounts(run, ours, expected), Mistakes()
     for folder in config.replay.mount:
-        if _identity(layout.open_run_dir(folder)) in places:
+        found.attempt(mounts.check, folder)
+    found.end()
+    _warn_of_finished_mounts(config)
+
+
+class _Mounts:
+    """The runs of replay.mount, each checked against this one and against those before."""
+
+    def __init__(self, run: layout.RunDir, ours: Mapping[str, Any], expected: str | None):
+        """Args: ours: fields that must be equal in each; expected: the id of their reference policy, None: not known yet."""
+        self._ours, self._expected, self._owner = ours, expected, "this run's"
+        self._writers = dict.fromkeys(_writers(run), run.replay)
+        self._places = {_identity(run)}
+
+    def check(self, folder: str) -> None:
+        """Raises ValueError, see check_mounts."""
+        if _identity(layout.open_run_dir(folder)) in self._places:
             raise ValueError(f"replay.mount: {folder} is this run itself, or mounted twice")
         other, stored = _read(folder, setting="replay.mount")
-        places.add(_identity(other))
-        _check_rows(folder, other, stored, ours)
+        self._places.add(_identity(other))
+        _check_rows(folder, other, stored, self._ours)
         reference = _reference_id(other)
         if reference is None:
             raise ValueError(f"replay.mount: {folder} has no reference policy yet: start its trainer first")
-        if expected not in (None, reference):
-            raise ValueError(f"replay.mount: rows of {folder} have log-probs of reference {reference}, {owner} is {expected}")
-        if expected is None:
-            expected, owner = reference, f"that of {folder}"
+        if self._expected not in (None, reference):
+            of = f"{self._owner} is {self._expected}"
+            raise ValueError(f"replay.mount: rows of {folder} have log-probs of reference {reference}, {of}")
+        if self._expected is None:
+            self._expected, self._owner = reference, f"that of {folder}"
         for writer in _writers(other):
-            if writer in writers:
-                raise ValueError(f"replay.mount: writer {writer} has a log in {other.replay} and in {writers[writer]}")
-            writers[writer] = other.replay
-    _warn_of_finished_mounts(config)
+            if writer in self._writers:
+                raise ValueError(f"replay.mount: writer {writer} has a log in {other.replay} and in {self._writers[writer]}")
+            self._writers[writer] = other.replay
 
 
 def _check_rows(folder: str, other: layout.RunDir, stored: Mapping[str, Any], ours: Mapping[str, Any]) -> None:

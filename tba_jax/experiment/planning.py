@@ -174,9 +174,12 @@ class Search:
         return min(fitting, key=lambda each: (-each.sizes[each.low], each.level, each.split), default=None)
 
     def fits_at_all(self) -> bool:
-        """Whether the candidate that takes least by the estimate fits."""
-        candidate = min(self._candidates, key=lambda each: (-each.level, each.estimates[each.sizes[0]]))
-        return self._fits(self._try(candidate, 0))
+        """Whether one of the leanest candidates fits: that of the least estimate, or of the most tensor ways."""
+        leanest = max(candidate.level for candidate in self._candidates)
+        lean = [each for each in self._candidates if each.level == leanest]
+        least = min(lean, key=lambda each: each.estimates[each.sizes[0]])
+        tensor = max(lean, key=lambda each: each.settings[f"{meshes.SECTIONS[self._role]}.mesh.tensor"])
+        return any(self._fits(self._try(each, 0)) for each in ([least] if tensor is least else [least, tensor]))
 
     def _all_candidates(self) -> list[_Candidate]:
         problem: ValueError | None = None
@@ -329,7 +332,9 @@ def find(experiment: Experiment, run: layout.RunDir, *, role: str, place: Place,
     Raises:
       NothingFits: there are none.
       TimeIsOver: none were found in time.
+      ValueError: the models of the task do not fit, see compiling.check_task_fits.
     """
+    compiling.check_task_fits(experiment, role=role, devices=place.devices, name=place.name, limit=place.limit)
     search = Search(experiment, run, role=role, place=place, until=until)
     if (found := search.best()) is not None:
         return found

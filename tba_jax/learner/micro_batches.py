@@ -23,7 +23,7 @@ def rows_within(tokens: int, *, row_tokens: int, queries: int, completions: int,
       ValueError: the mesh does not divide the batch, or `tokens` do not hold a row for each data way; names the setting.
     """
     batch = queries * completions
-    sharding.check_ways(batch, ways, what="learner.queries × learner.completions")
+    sharding.check_ways(batch, ways, what="learner.queries × learner.completions", mesh="learner.mesh")
     if not tokens:
         return batch
     fitting = [rows for rows in range(ways, min(batch, tokens // row_tokens) + 1, ways) if batch % rows == 0]

@@ -6,16 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from tokenizers import Tokenizer
 
-from tba_jax import sharding
-from tba_jax.models import encoder, parameters
+from tba_jax.models import encoder
 from tba_jax.models.config import EncoderConfig
+from tba_jax.models.encoder import Encoder
 from tba_jax.models.hugging_face import load
-from tba_jax.models.parameters import Params
+from tba_jax.rewards import forward as forward_lib
 from tba_jax.rewards import passes
+from tba_jax.rewards.forward import Forward
 
 # Texts in one forward pass of the encoder, which bounds its memory.
 _ROWS = 32
@@ -55,20 +57,13 @@ class ResponseEmbedder:
     def __init__(self, folder: Path | str, mesh: Mesh, *, setting: str = "task.embedding_path"):
         """Args: see read_config. Raises ValueError naming the setting if the folder cannot be used."""
         config, folder = read_config(folder, setting=setting), load.resolve_folder(folder)
-        self._config, self._mesh = config, mesh
-        self._rows = -(-_ROWS // mesh.size) * mesh.size
+        self._config, self._rows, self._forward = config, rows_of_pass(mesh), forward(config, mesh)
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self._tokenizer.no_padding()
         self._tokenizer.enable_truncation(config.position_limit)
         if self._tokenizer.get_vocab_size() > config.vocab:
             raise ValueError(f"{folder}: the tokenizer has {self._tokenizer.get_vocab_size()} ids, the encoder {config.vocab}")
-        definition = encoder.define(config)
-        self._params = load.load_params(folder, config, definition.shardings(mesh))
-
-        def embed(params: Params, tokens: jax.Array, mask: jax.Array) -> jax.Array:
-            return parameters.module(definition.graphdef, params).sentence_embeddings(tokens, mask)
-
-        self._embed = sharding.on_mesh(mesh, jax.jit(embed))
+        self._params = load.load_params(folder, config, self._forward.shardings)
 
     def __call__(self, texts: Sequence[str]) -> np.ndarray:
         """float32[len(texts), E]: vectors of length 1, 0 for a text without tokens. Texts are cut at the encoder's positions."""
@@ -78,5 +73,18 @@ class ResponseEmbedder:
         return passes.in_passes(encoded, self._pass, rows=self._rows, limit=self._config.position_limit)
 
     def _pass(self, tokens: np.ndarray, length: np.ndarray) -> np.ndarray:
-        mask = np.arange(tokens.shape[1])[None] < length[:, None]
-        return np.asarray(self._embed(self._params, *sharding.put_rows(self._mesh, (tokens, mask))))
+        return self._forward(self._params, tokens, length)
+
+
+def rows_of_pass(mesh: Mesh) -> int:
+    """Texts of one pass, a multiple of the devices."""
+    return -(-_ROWS // mesh.size) * mesh.size
+
+
+def forward(config: EncoderConfig, mesh: Mesh) -> Forward:
+    """The pass of an encoder."""
+    return forward_lib.make(encoder.define(config), _embed, mesh, dtype="float32")
+
+
+def _embed(model: Encoder, tokens: jax.Array, length: jax.Array) -> jax.Array:
+    return model.sentence_embeddings(tokens, jnp.arange(tokens.shape[1])[None, :] < length[:, None])

@@ -1,11 +1,13 @@
 """Replies of a frozen language model, such as the victim of red-teaming, sampled with its own tokenizer and prompt template."""
 
+import dataclasses
 import hashlib
 import json
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -13,15 +15,17 @@ from tba_jax import sharding
 from tba_jax.decoding import sampling
 from tba_jax.decoding.engine import Engine
 from tba_jax.decoding.requests import Request
-from tba_jax.models import decoder, hardware, scoring
+from tba_jax.models import decoder, hardware, parameters, scoring
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.hugging_face import load as load_lib
+from tba_jax.models.parameters import Params
+from tba_jax.programs import Program
 from tba_jax.rewards import language_model
 from tba_jax.tasks.interface import GeneratorSettings
 from tba_jax.text import stop_strings
 from tba_jax.text.stop_strings import StopStrings
 from tba_jax.text.templates import PromptTemplate
-from tba_jax.text.tokenizers import HuggingFaceTokenizer
+from tba_jax.text.tokenizers import HuggingFaceTokenizer, has_tokenizer
 
 
 class TextGenerator:
@@ -59,40 +63,14 @@ class TextGenerator:
             limit_setting=f"{prefix}prompt_length",
             system_prompt=settings.system_prompt,
         )
-        extra_ends = _extra_ends(folder, tokenizer)
-        ends = _end_strings(extra_ends, tokenizer, config.vocab, called=called)
+        replies = _replies(folder, tokenizer, config.vocab, called=called)
         if load:
+            devices = sharding.make_mesh((mesh.size, 1, 1), setting=called, devices=list(mesh.devices.flat))
             config = hardware.on_device(config, mesh.devices.flat[0], section=prefix.rpartition(".")[0])
-            banned = {*tokenizer.special_ids, *range(tokenizer.vocab_size, config.vocab)} - {*extra_ends, tokenizer.eos_id}
-            self._engine = self._load(folder, config, mesh, banned=banned, ends=ends, called=called)
-
-    def _load(
-        self, folder: Path, config: DecoderConfig, mesh: Mesh, *, banned: set[int], ends: StopStrings | None, called: str
-    ) -> Engine:
-        """The engine with the model's weights. banned: ids that no reply contains."""
-        settings, tokenizer = self._settings, self._tokenizer
-        devices = sharding.make_mesh((mesh.size, 1, 1), setting=called, devices=list(mesh.devices.flat))
-        # Scoring at the sampling temperature saves the decoder a second pass over the logits.
-        space = scoring.ResponseSpace(
-            temperature=settings.temperature or 1.0, banned_tokens=tuple(sorted(banned)), eos_id=tokenizer.eos_id
-        )
-        try:
-            engine = Engine(
-                config,
-                space,
-                devices,
-                slots=settings.slots,
-                samples=settings.samples,
-                prompt_length=settings.prompt_length,
-                response_length=settings.reply_length,
-                pad_id=tokenizer.pad_id,
-                stop_strings=ends,
-            )
-        except ValueError as error:
-            raise ValueError(f"{called}: {error}") from error
-        shardings = decoder.define(config).shardings(devices)
-        engine.set_policy(load_lib.load_params(folder, config, shardings, dtype=config.compute_dtype), 0)
-        return engine
+            self._engine = _engine(config, devices, settings, replies, called=called)
+            shardings = jax.tree.map(lambda x: x.sharding, weights(config, devices))
+            params = load_lib.load_params(folder, config, shardings, dtype=config.compute_dtype)
+            self._engine.swap(self._engine.prepare(params, consume=True), 0)
 
     def __call__(self, texts: Sequence[str], seed: int) -> list[str]:
         """samples · len(texts) replies without special tokens: first all replies to the first text, then all to the second."""
@@ -110,6 +88,63 @@ class TextGenerator:
             for text, prompt, made in zip(distinct, prompts, generations, strict=True)
         }
         return [reply for text in texts for reply in replies[text]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Replies:
+    """What the decoder has to know of a tokenizer. banned: ids that no reply contains; ends: texts that end a reply."""
+
+    banned: tuple[int, ...] = ()
+    eos_id: int = 0
+    pad_id: int = 0
+    ends: StopStrings | None = None
+
+
+def _replies(folder: Path, tokenizer: HuggingFaceTokenizer, vocab: int, *, called: str) -> _Replies:
+    """Args: vocab: rows of the model's embedding. Raises ValueError where generation_config.json or the tokenizer is unusable."""
+    extra_ends = _extra_ends(folder, tokenizer)
+    banned = {*tokenizer.special_ids, *range(tokenizer.vocab_size, vocab)} - {*extra_ends, tokenizer.eos_id}
+    ends = _end_strings(extra_ends, tokenizer, vocab, called=called)
+    return _Replies(banned=tuple(sorted(banned)), eos_id=tokenizer.eos_id, pad_id=tokenizer.pad_id, ends=ends)
+
+
+def _engine(config: DecoderConfig, mesh: Mesh, settings: GeneratorSettings, replies: _Replies, *, called: str) -> Engine:
+    """The decoder without weights. Args: mesh: (n, 1, 1). Raises ValueError where slots or lengths do not suit."""
+    try:
+        return Engine(
+            config,
+            # Scoring at the sampling temperature saves the decoder a second pass over the logits.
+            scoring.ResponseSpace(temperature=settings.temperature or 1.0, banned_tokens=replies.banned, eos_id=replies.eos_id),
+            mesh,
+            slots=settings.slots,
+            samples=settings.samples,
+            prompt_length=settings.prompt_length,
+            response_length=settings.reply_length,
+            pad_id=replies.pad_id,
+            stop_strings=replies.ends,
+        )
+    except ValueError as error:
+        raise ValueError(f"{called}: {error}") from error
+
+
+def programs(folder: Path | str, mesh: Mesh, settings: GeneratorSettings, *, setting: str) -> dict[str, Program]:
+    """Name -> the programs of a TextGenerator, see Lane.programs; made from the model's config and, where there is one, its
+    tokenizer: without, no id is banned and no text but the end of sequence ends a reply.
+
+    Args: mesh: (n, 1, 1). setting: name of the folder's setting, for messages. Raises ValueError: as TextGenerator.
+    """
+    config = language_model.read_config(folder, setting=setting, compute_dtype=settings.compute_dtype)
+    local, called = load_lib.resolve_folder(folder, weights=False), f"{setting}={str(folder)!r}"
+    replies = _Replies()
+    if has_tokenizer(local):
+        replies = _replies(local, HuggingFaceTokenizer(local, vocab=config.vocab), config.vocab, called=called)
+    config = hardware.on_device(config, mesh.devices.flat[0], section=setting.rpartition(".")[0])
+    return _engine(config, mesh, settings, replies, called=called).programs(weights(config, mesh))
+
+
+def weights(config: DecoderConfig, mesh: Mesh) -> Params:
+    """The weights as they are loaded, as jax.ShapeDtypeStruct. Args: mesh: (n, 1, 1)."""
+    return parameters.sharded_shapes(decoder.define(config).specs, mesh, dtype=config.compute_dtype)
 
 
 def _keys(seed: int, text: str, samples: int) -> np.ndarray:

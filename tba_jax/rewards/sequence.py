@@ -1,6 +1,5 @@
 """Sequence classifiers and reward models of Hugging Face folders (`…ForSequenceClassification`), with which tasks score."""
 
-import functools
 import hashlib
 import json
 import logging
@@ -12,16 +11,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 
 from tba_jax import sharding
-from tba_jax.models import decoder, encoder, hardware, heads, parameters
+from tba_jax.models import decoder, encoder, hardware, heads
 from tba_jax.models.config import DecoderConfig, EncoderConfig
+from tba_jax.models.decoder import Decoder
+from tba_jax.models.encoder import Encoder
 from tba_jax.models.hugging_face import files
 from tba_jax.models.hugging_face import load as load_lib
-from tba_jax.models.parameters import Params
+from tba_jax.rewards import forward as forward_lib
 from tba_jax.rewards import passes
+from tba_jax.rewards.forward import Forward
 from tba_jax.text.tokenizers import open_transformers
 
 log = logging.getLogger(__name__)
@@ -122,20 +123,13 @@ class SequenceClassifier:
             raise ValueError(f"{called}: its tokenizer has no end-of-sequence token, which the task appends to finished texts")
         if not load:
             return
-        self._limit = config.position_limit if isinstance(config, EncoderConfig) else config.max_positions
+        self._limit = most_tokens(config)
         self._tokenizer.truncation_side = "right"
         self._rows = batch_rows * mesh.size
-        self._mesh = sharding.make_mesh((mesh.size, 1, 1), setting=setting, devices=list(mesh.devices.flat))
+        devices = sharding.make_mesh((mesh.size, 1, 1), setting=setting, devices=list(mesh.devices.flat))
         config = hardware.on_device(config, mesh.devices.flat[0], section=setting.rpartition(".")[0])
-        replicated = sharding.replicated(self._mesh)
-        definition: Any = encoder.define(config) if isinstance(config, EncoderConfig) else decoder.define(config)
-        shardings = parameters.map_specs(lambda *_: replicated, definition.specs)
-        self._params = load_lib.load_params(folder, config, shardings, dtype=config.compute_dtype)
-        rows = sharding.rows_sharding(self._mesh)
-        score = functools.partial(_score, graphdef=definition.graphdef)
-        # Each device computes its rows from end to end.
-        jitted = jax.jit(score, in_shardings=(shardings, rows, rows), out_shardings=rows)
-        self._score = sharding.on_mesh(self._mesh, jitted)
+        self._forward = forward(config, devices)
+        self._params = load_lib.load_params(folder, config, self._forward.shardings, dtype=config.compute_dtype)
         self._lock, self._warned = threading.Lock(), False
 
     def label(self, name: str) -> int:
@@ -191,12 +185,22 @@ class SequenceClassifier:
         self._warned = True
 
     def _pass(self, tokens: np.ndarray, length: np.ndarray) -> np.ndarray:
-        return np.asarray(self._score(self._params, *sharding.put_rows(self._mesh, (tokens, length))))
+        return self._forward(self._params, tokens, length)
 
 
-def _score(params: Params, tokens: jax.Array, length: jax.Array, *, graphdef: nnx.GraphDef) -> jax.Array:
-    model = parameters.module(graphdef, params)
-    if isinstance(model, encoder.Encoder):
+def most_tokens(config: Config) -> int:
+    """The tokens of the longest text that a model takes."""
+    return config.position_limit if isinstance(config, EncoderConfig) else config.max_positions
+
+
+def forward(config: Config, mesh: Mesh) -> Forward:
+    """The pass of a classifier over rows of a mesh (n, 1, 1), whose devices compute them from end to end."""
+    definition: Any = encoder.define(config) if isinstance(config, EncoderConfig) else decoder.define(config)
+    return forward_lib.make(definition, _score, mesh, dtype=config.compute_dtype)
+
+
+def _score(model: Encoder | Decoder, tokens: jax.Array, length: jax.Array) -> jax.Array:
+    if isinstance(model, Encoder):
         return model.classify(tokens, jnp.arange(tokens.shape[1])[None, :] < length[:, None])
     return heads.sequence_scores(model, tokens, length, remat="none")
 

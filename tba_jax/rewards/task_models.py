@@ -8,7 +8,6 @@ import jax.numpy as jnp
 
 from tba_jax import sharding
 from tba_jax.models import parameters
-from tba_jax.models.config import EncoderConfig
 from tba_jax.models.hugging_face import load
 from tba_jax.models.hugging_face.architectures import ARCHITECTURES
 from tba_jax.rewards import CHECKERS, LOADERS, embeddings, language_model, linear, passes, sequence
@@ -48,7 +47,7 @@ def check(task: Task, *, role: str, fetch: bool = True) -> None:
     mine = uses(task, role=role)
     gone = [] if fetch else away(task, role=role)
     for use in mine:
-        config = _read_config(use)
+        config = read_config(use)
         if config is None or use in gone:
             continue
         try:
@@ -76,14 +75,14 @@ def digests(task: Task, *, fetch: bool = True) -> dict[str, str]:
     found: dict[str, str] = {}
     gone = [] if fetch else away(task, role="searcher")
     for use in uses(task, role="searcher"):
-        config = _read_config(use)
+        config = read_config(use)
         if use in gone:
             continue
         found[use.setting] = linear.digest(use.path) if config is None else sequence.digest(use.path)
     return found
 
 
-def _read_config(use: ModelUse) -> Any:
+def read_config(use: ModelUse) -> Any:
     """A model's config; None for a linear classifier, which has none. Raises ValueError if the model is of another kind."""
     if use.kind == "linear":
         linear.LinearScorer(use.path, setting=use.setting)
@@ -114,11 +113,11 @@ def memory(use: ModelUse, *, length: int) -> int:
 
     Args: length: tokens of the run's prompt and response, see ModelUse.length.
     """
-    config = _read_config(use)
+    config = read_config(use)
     if config is None:
         return 0  # a linear classifier is small and in host memory
     size, length = jnp.dtype(use.compute_dtype).itemsize, use.length or length
-    padded = passes.padded_length(length, config.position_limit if isinstance(config, EncoderConfig) else config.max_positions)
+    padded = passes.padded_length(length, sequence.most_tokens(config))
     if use.kind == "generator":
         row = 2 * config.layers * length * config.kv_heads * config.head_size * size + 4 * config.vocab
     else:

@@ -1,5 +1,6 @@
 """A causal language model as a classifier (Llama Guard, Inan et al. 2023): the probability that it calls an exchange unsafe."""
 
+import functools
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,12 +11,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tba_jax import sharding
-from tba_jax.models import decoder, hardware, parameters
+from tba_jax.models import decoder, hardware
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.decoder import Decoder
 from tba_jax.models.hugging_face import load as load_lib
-from tba_jax.models.parameters import Params
+from tba_jax.rewards import forward as forward_lib
 from tba_jax.rewards import language_model, passes
+from tba_jax.rewards.forward import Forward
 from tba_jax.tasks.interface import UnsafeTokenSettings
 from tba_jax.text.templates import PromptTemplate
 
@@ -61,22 +63,10 @@ class UnsafeTokenScorer:
         self._length, self._rows, self._pad_id = settings.length, settings.batch_rows * mesh.size, tokenizer.pad_id
         self._lock = threading.Lock()
         if load:
-            self._mesh = sharding.make_mesh((mesh.size, 1, 1), setting=called, devices=list(mesh.devices.flat))
+            devices = sharding.make_mesh((mesh.size, 1, 1), setting=called, devices=list(mesh.devices.flat))
             config = hardware.on_device(config, mesh.devices.flat[0], section=prefix.rpartition(".")[0])
-            self._load(folder, config, verdict=verdicts[0])
-
-    def _load(self, folder: Path, config: DecoderConfig, *, verdict: int) -> None:
-        """Loads the weights and defines the forward pass. verdict: id of the verdict's token."""
-        definition, rows = decoder.define(config), sharding.rows_sharding(self._mesh)
-        shardings = definition.shardings(self._mesh)
-        self._params = load_lib.load_params(folder, config, shardings, dtype=config.compute_dtype)
-
-        def score(params: Params, *rows: jax.Array) -> jax.Array:
-            return verdict_logprobs(parameters.module(definition.graphdef, params), *rows, token=verdict)
-
-        # Each device computes its rows from end to end.
-        jitted = jax.jit(score, in_shardings=(shardings, rows, rows), out_shardings=rows)
-        self._verdict = sharding.on_mesh(self._mesh, jitted)
+            self._forward = forward(config, devices, token=verdicts[0])
+            self._params = load_lib.load_params(folder, config, self._forward.shardings, dtype=config.compute_dtype)
 
     def __call__(self, attacks: Sequence[str], replies: Sequence[str]) -> np.ndarray:
         """float32[n], nats: log-probability, over the whole vocabulary, of the verdict on reply i to attack i."""
@@ -87,7 +77,13 @@ class UnsafeTokenScorer:
             return passes.in_passes(encoded, self._pass, rows=self._rows, limit=self._length, pad_id=self._pad_id)
 
     def _pass(self, tokens: np.ndarray, length: np.ndarray) -> np.ndarray:
-        return np.asarray(self._verdict(self._params, *sharding.put_rows(self._mesh, (tokens, length))))
+        return self._forward(self._params, tokens, length)
+
+
+def forward(config: DecoderConfig, mesh: Mesh, *, token: int) -> Forward:
+    """The pass over rows of a mesh (n, 1, 1), whose devices compute them from end to end. Args: token: id of the verdict."""
+    score = functools.partial(verdict_logprobs, token=token)
+    return forward_lib.make(decoder.define(config), score, mesh, dtype=config.compute_dtype)
 
 
 def verdict_logprobs(model: Decoder, tokens: jax.Array, length: jax.Array, *, token: int) -> jax.Array:

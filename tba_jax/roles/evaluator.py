@@ -206,13 +206,15 @@ def programs(
     *,
     policy: Policy,
     tokenizer: Tokenizer,
+    task: Task,
     queries: Sequence[EncodedQuery],
     devices: Sequence[jax.Device] | None = None,
 ) -> dict[str, Program]:
-    """Name -> what an evaluator compiles, but for the models of its task. Args: devices: of its mesh; None: of this process."""
+    """Name -> what an evaluator compiles on the devices of its policy. Args: devices: of the role; None: of this process."""
     return sampler.programs(
         contract,
         policy_mesh(config, "evaluation", devices=devices),
+        models=sampler.models_beside(config, task, role="evaluator", section="evaluation", devices=devices),
         policy=policy,
         tokenizer=tokenizer,
         rows=config.evaluation.batch_size,

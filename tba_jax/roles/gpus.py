@@ -14,7 +14,7 @@ _LARGEST_SHARE = 0.95
 # The share that JAX takes of a GPU for one process where nobody asks for another one.
 DEFAULT_SHARE = 0.75
 # What a process holds of a GPU beside JAX' memory, about: its CUDA context, and buffers of NCCL and other libraries.
-_CONTEXT_BYTES = 3 << 28
+CONTEXT_BYTES = 3 << 28
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,12 +32,28 @@ class Gpu:
         """Whether other processes hold a good part of the memory."""
         return self.memory is not None and self.free is not None and self.free < _LARGEST_SHARE * self.memory
 
+    def emptied(self) -> "Gpu":
+        """The GPU as it is without the processes that hold its memory now."""
+        return dataclasses.replace(self, free=None)
+
     def usable_share(self, roles: int) -> float:
         """The share of the memory that so many roles may take together."""
         if self.memory is None:
             return _LARGEST_SHARE
         free = self.memory if self.free is None else self.free
-        return max(0.0, min(_LARGEST_SHARE, (free - roles * _CONTEXT_BYTES) / self.memory))
+        return max(0.0, min(_LARGEST_SHARE, (free - roles * CONTEXT_BYTES) / self.memory))
+
+
+def filled(gpus: Sequence[Gpu]) -> str:
+    """The end of a sentence about GPUs of which other processes hold a good part, and what to do; "" where there is none."""
+    held = [
+        f"{(gpu.memory - gpu.free) / (1 << 30):.1f} of the {gpu.memory / (1 << 30):.1f} GiB of GPU {gpu.name}"
+        for gpu in gpus
+        if gpu.is_filled and gpu.memory is not None and gpu.free is not None
+    ]
+    if not held:
+        return ""
+    return f"; other processes hold {', '.join(held)}: end them, or name other GPUs by CUDA_VISIBLE_DEVICES"
 
 
 def visible() -> tuple[Gpu, ...]:

@@ -13,10 +13,13 @@ from tba_jax.models import kv_cache, parameters
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
 from tba_jax.programs import Program, again, shaped, with_beside
+from tba_jax.rewards import programs as rewards
+from tba_jax.rewards.programs import Models
 from tba_jax.roles import reference
 from tba_jax.roles.reference import ReferencePolicy
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout, snapshots
+from tba_jax.tasks.interface import Task
 from tba_jax.text import stop_strings
 from tba_jax.text.stop_strings import StopStrings
 from tba_jax.text.tokenizers import Tokenizer
@@ -64,12 +67,13 @@ def programs(
     section: str,
     slots_setting: str,
     swap_memory: str,
+    models: Models,
     **engine: Any,
 ) -> dict[str, Program]:
-    """Name -> what a role with a Sampler compiles to decode, to score and to take up weights. Nothing is loaded or allocated.
+    """Name -> what a role with a Sampler compiles on the devices of its policy. Nothing is loaded or allocated.
 
     Args: rows: that the reference scores in one call; limits: see reference.programs; section: of the role's settings;
-      slots_setting: the one that says how many responses are decoded at a time; others: see Sampler.
+      slots_setting: the one that says how many responses are decoded at a time; models: on the same devices; others: see Sampler.
     """
     base = policy.model_shapes(mesh, dtype=policy.model.compute_dtype)
     published = policy.snapshot_shapes(mesh)
@@ -81,13 +85,14 @@ def programs(
     fewer = {"temporaries": (f"{section}.score_tokens", f"{section}.logit_megabytes")}
     made = reference.programs(contract, base, policy=policy, mesh=mesh, rows=rows, **limits)
     scoring = {name: dataclasses.replace(program, room=fewer) for name, program in made.items()}
-    parts = {"reference": base, "caches": (prompts, slots), "policy in use": in_use}
+    parts = {**models.held, "reference": base, "caches": (prompts, slots), "policy in use": in_use}
     split = (f"{section}.mesh.tensor", f"{section}.mesh.fsdp")
     room = {
         "temporaries": (slots_setting, f"{section}.mesh.tensor"),
         "caches": (slots_setting, f"{section}.mesh.tensor", "task.response_length"),
         **dict.fromkeys(("arguments", "reference", "policy in use"), split),
         "next policy": (f"{section}.swap_memory", *split),
+        **models.room,
     }
     in_place = swap_memory == "in_place"
     unstack = of_lane.pop("weights as decoded with")
@@ -109,11 +114,21 @@ def programs(
         held = [in_use, one, kept]
     start = {"caches": of_lane.pop("caches")}
     next_policy = {"next policy": [again(part) for part in held]} if held else {}
+    before = {name: tree for name, tree in parts.items() if name != "caches"}
     return {
-        **with_beside(start, {"reference": base, "policy in use": in_use}, room),
+        **models.loading,
+        **with_beside(start, before, room),
         **swapping,
-        **with_beside(of_lane | scoring, parts | next_policy, room),
+        **with_beside({**of_lane, **scoring, **models.scoring}, parts | next_policy, room),
     }
+
+
+def models_beside(config: Any, task: Task, *, role: str, section: str, devices: Sequence[jax.Device] | None = None) -> Models:
+    """The models with which a task scores on the devices of a role's policy. Args: section: of the role's settings."""
+    if config[section].task_devices:
+        return Models()
+    length = config.task.prompt_length + config.task.response_length
+    return rewards.of_task(task, sharding.task_mesh(0, devices), role=role, length=length, section=section)
 
 
 class Sampler:

@@ -118,7 +118,7 @@ _LONG = 6  # values of a list that a sentence may hold
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """The fields that differ between two trees, each with both values."""
+    """The fields that differ between two trees, each with both values; the name of the task, from which others follow, first."""
     theirs, ours = flatten(there), flatten(here)
     # In a contract, `task` holds the settings of one task. Its section of the config is named, so that they can be set.
     section = "custom" if ".py:" in (task := str(ours.get("task_name", ""))) else task
@@ -126,8 +126,12 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     def called(name: str) -> str:
         return f"task.{section}.{name[5:]}" if section and name.startswith("task.") else _SETTINGS.get(name, name)
 
-    different = [name for name in sorted(theirs | ours) if theirs.get(name) != ours.get(name)]
+    different = [name for name in sorted(theirs | ours, key=_order) if theirs.get(name) != ours.get(name)]
     return [f"{called(name)}: {_compared(theirs.get(name), ours.get(name))}" for name in different]
+
+
+def _order(name: str) -> tuple[bool, str]:
+    return name != "task_name", name
 
 
 def _compared(there: Any, here: Any) -> str:

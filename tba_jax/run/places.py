@@ -6,10 +6,13 @@ folder is made below an existing one only (`make_folder`): while a run's folder 
 store shows an object whole or not at all and lists it at once, but it cannot rename, and its folders are prefixes.
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
+import math
 import os
 import shutil
+import threading
 import uuid
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -103,24 +106,42 @@ def _s3(bucket: str) -> dict[str, Any]:
     return spec
 
 
-def check_answers(folder: Bucket, *, report: Callable[[float], None]) -> None:
-    """Returns once the store has answered. Every ten seconds without an answer it calls `report` with the seconds so far.
+def check_answers(folder: Place, *, report: Callable[[float], None], limit: float = math.inf) -> None:
+    """Returns once the storage has answered. Every ten seconds without an answer it calls `report` with the seconds so far.
 
     Raises:
-      ValueError: there is no such bucket. OSError: the store refuses.
+      ValueError: there is no such bucket. OSError: the store refuses. TimeoutError: `limit` seconds have passed.
     """
-    answer, seconds = (folder.folder / "reference/").list(), 0.0
+    answer, seconds = _asked(folder), 0.0
     while True:
+        wait = min(REPORT_SECONDS, limit - seconds)
         try:
-            answer.result(timeout=REPORT_SECONDS)
+            answer.result(timeout=wait)
             return
         except TimeoutError:
-            seconds += REPORT_SECONDS
+            seconds += wait
+            if seconds >= limit:
+                raise
             report(seconds)
         except STORAGE_ERRORS as error:
             if "NOT_FOUND" in str(error):
                 raise ValueError(f"{folder.root} does not exist: {error}") from error
             raise OSError(f"{folder}: {error}") from error
+
+
+def _asked(folder: Place) -> Any:
+    """A future that is done once the storage has answered. A thread asks a local path, which may be a mount that never does."""
+    if isinstance(folder, Bucket):
+        return (folder.folder / "reference/").list()
+    answer: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+    def ask() -> None:
+        with contextlib.suppress(OSError, ValueError), os.scandir(folder) as entries:
+            next(entries, None)
+        answer.set_result(None)
+
+    threading.Thread(target=ask, name="asks storage", daemon=True).start()
+    return answer
 
 
 def absolute(text: str) -> str:

@@ -175,11 +175,19 @@ class Starter:
                 done.set_result(None)
 
 
+def stop_at_once() -> None:
+    """From now on SIGTERM and SIGINT end this process with the code STOPPED, also while its main thread is inside a compiler.
+
+    To be called after libtpu was loaded, which answers SIGTERM by a stack trace.
+    """
+    StopSignal(patience_seconds=0, code=STOPPED)
+
+
 class StopSignal:
     """Turns SIGTERM and SIGINT into a question that loops ask between batches; a second signal ends the process."""
 
-    def __init__(self, *, patience_seconds: float | None = None) -> None:
-        """Args: patience_seconds: time from the first signal until the process ends with code 0; None: no limit."""
+    def __init__(self, *, patience_seconds: float | None = None, code: int = 0) -> None:
+        """Args: patience_seconds: time from the first signal until the process ends with `code`; None: no limit."""
         self._asked, self._signals = False, 0
         signal.signal(signal.SIGTERM, self._ask)
         signal.signal(signal.SIGINT, self._ask)
@@ -189,14 +197,14 @@ class StopSignal:
             self._read, write = os.pipe()
             os.set_blocking(write, False)
             signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-            threading.Thread(target=self._abandon, args=(patience_seconds,), name="stop", daemon=True).start()
+            threading.Thread(target=self._abandon, args=(patience_seconds, code), name="stop", daemon=True).start()
 
-    def _abandon(self, patience_seconds: float) -> None:
+    def _abandon(self, patience_seconds: float, code: int) -> None:
         while os.read(self._read, 1)[0] not in (signal.SIGTERM, signal.SIGINT):
             pass
         self._asked = True
         time.sleep(patience_seconds)
-        os._exit(0)
+        os._exit(code)
 
     def _ask(self, number: int, frame: object) -> None:
         self._signals += 1

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ from tba_jax.learner import state as state_lib
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
+from tba_jax.programs import Program, shaped
 from tba_jax.supervised import objectives
 from tba_jax.tasks.interface import Task
 from tba_jax.text.encoding import encode_pair
@@ -38,6 +40,45 @@ def encode_examples(
     return objectives.Examples(**columns)
 
 
+def _jitted(
+    config: DecoderConfig, mesh: Mesh, R: int, *, seed: int, steps: int, batch_size: int, learning_rate: float, warmup_steps: int
+) -> tuple[sharding.OnMesh, sharding.OnMesh, state_lib.TrainState]:
+    """The programs () -> state and (state, Examples) -> (state, measurements), and the state as jax.ShapeDtypeStruct."""
+    schedule = optimizer_lib.linear(peak=learning_rate, steps=steps, warmup_steps=warmup_steps, decay_steps=0)
+    optimizer = optimizer_lib.adamw(schedule, beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.01, clip_norm=1.0)
+    optimizers = {"policy": optimizer}
+    step_config = objectives.StepConfig(R=R, micro_batch_rows=batch_size, logit_bytes=1 << 30, remat="none")
+    policy = Policy(model=config)
+    shapes = state_lib.state_shapes(policy, optimizers, mesh)
+    shardings = jax.tree.map(lambda x: x.sharding, shapes)
+
+    def init() -> state_lib.TrainState:
+        return state_lib.init_state(policy, policy.base.init(jax.random.key(seed)), optimizers)
+
+    step_fn = functools.partial(objectives.train_step, objective=objectives.likelihood, optimizers=optimizers, config=step_config)
+    out_shardings = (shardings, sharding.replicated(mesh))
+    update = jax.jit(step_fn, donate_argnums=0, out_shardings=out_shardings)
+    return sharding.on_mesh(mesh, jax.jit(init, out_shardings=shardings)), sharding.on_mesh(mesh, update), shapes
+
+
+def programs(
+    *, config: DecoderConfig, mesh: Mesh, prompt_length: int, response_length: int, batch_size: int, **schedule: Any
+) -> dict[str, Program]:
+    """Name -> the programs of `warm_start`. Nothing else is on the devices then.
+
+    Args: schedule: seed, steps, learning_rate and warmup_steps; others: see `warm_start`.
+    """
+    init, update, state = _jitted(config, mesh, response_length, batch_size=batch_size, **schedule)
+    lengths = dict(prompt_length=prompt_length, response_length=response_length, pad_id=0)
+    columns = trajectory.token_columns([[0]] * batch_size, [[]] * batch_size, **lengths)
+    examples = shaped(objectives.Examples(**columns), sharding.rows_sharding(mesh))
+    room = {"temporaries": ("warm_start.batch_size",), "arguments": ("learner.mesh.fsdp",)}
+    return {
+        "init of the warm start": Program(function=init, arguments=(), room=room),
+        "update of the warm start": Program(function=update, arguments=(state, examples), room=room),
+    }
+
+
 def warm_start(
     task: Task,
     tokenizer: Tokenizer,
@@ -60,21 +101,9 @@ def warm_start(
       learning_rate: peak of a linear schedule, after warmup_steps.
       report: called as report(step, mean loss since the last report, nats per response token).
     """
-    schedule = optimizer_lib.linear(peak=learning_rate, steps=steps, warmup_steps=warmup_steps, decay_steps=0)
-    optimizer = optimizer_lib.adamw(schedule, beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.01, clip_norm=1.0)
-    optimizers = {"policy": optimizer}
-    step_config = objectives.StepConfig(R=response_length, micro_batch_rows=batch_size, logit_bytes=1 << 30, remat="none")
-    policy = Policy(model=config)
-    shardings = jax.tree.map(lambda x: x.sharding, state_lib.state_shapes(policy, optimizers, mesh))
-
-    def init(key: jax.Array) -> state_lib.TrainState:
-        return state_lib.init_state(policy, policy.base.init(key), optimizers)
-
-    state = sharding.on_mesh(mesh, jax.jit(init, out_shardings=shardings))(jax.random.key(seed))
-    step_fn = functools.partial(objectives.train_step, objective=objectives.likelihood, optimizers=optimizers, config=step_config)
-    out_shardings = (shardings, sharding.replicated(mesh))
-    update = sharding.on_mesh(mesh, jax.jit(step_fn, donate_argnums=0, out_shardings=out_shardings))
-    rng = np.random.default_rng([seed, 1])
+    sizes = dict(steps=steps, batch_size=batch_size, warmup_steps=warmup_steps)
+    init, update, _ = _jitted(config, mesh, response_length, seed=seed, learning_rate=learning_rate, **sizes)
+    state, rng = init(), np.random.default_rng([seed, 1])
     losses: list[jax.Array] = []
     for step in range(1, steps + 1):
         pairs = task.worked_examples(rng, batch_size)

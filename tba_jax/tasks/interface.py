@@ -233,7 +233,8 @@ class ModelUse:
     searchers load define the reward and are part of the contract.
     labels: the number of labels that a sequence classifier must have, 0 for any; ends: whether it is told which texts ended;
     compute_dtype: "float32" or "bfloat16"; rows: texts of one pass on a device; length: tokens of the longest text, 0 for the
-    run's prompt and response.
+    run's prompt and response; rows_setting: the setting of `rows`, "" if there is none.
+    generator: how a model of kind "generator" replies.
     """
 
     name: str
@@ -245,6 +246,8 @@ class ModelUse:
     kind: str = "sequence"
     labels: int = 0
     ends: bool = False
+    rows_setting: str = ""
+    generator: GeneratorSettings | None = None
     roles: tuple[str, ...] = ("searcher", "evaluator")
 
 

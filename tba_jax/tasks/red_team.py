@@ -102,6 +102,20 @@ class RedTeam:
         check_split(split)
         return self._queries
 
+    @property
+    def _victim(self) -> GeneratorSettings:
+        return GeneratorSettings(
+            template=self.victim_template,
+            system_prompt=self.victim_system_prompt,
+            samples=self.replies,
+            temperature=self.victim_temperature,
+            top_p=self.victim_top_p,
+            prompt_length=self.victim_prompt_length,
+            reply_length=self.victim_reply_length,
+            slots=self.victim_concurrency,
+            compute_dtype=self.compute_dtype,
+        )
+
     def models(self) -> Sequence[ModelUse]:
         """The victim, the classifier, and the embedder of evaluations if there is one."""
         victim = ModelUse(
@@ -109,9 +123,11 @@ class RedTeam:
             setting=f"{_SECTION}victim_path",
             path=self.victim_path,
             rows=self.victim_concurrency,
+            rows_setting=f"{_SECTION}victim_concurrency",
             compute_dtype=self.compute_dtype,
             length=self.victim_prompt_length + self.victim_reply_length,
             kind="generator",
+            generator=self._victim,
         )
         classifier = ModelUse(
             name="classifier",
@@ -138,18 +154,7 @@ class RedTeam:
         Raises:
           ValueError: a model cannot be used; names the setting.
         """
-        settings = GeneratorSettings(
-            template=self.victim_template,
-            system_prompt=self.victim_system_prompt,
-            samples=self.replies,
-            temperature=self.victim_temperature,
-            top_p=self.victim_top_p,
-            prompt_length=self.victim_prompt_length,
-            reply_length=self.victim_reply_length,
-            slots=self.victim_concurrency,
-            compute_dtype=self.compute_dtype,
-        )
-        self._reply = loaders.generator(self.victim_path, mesh, settings, prefix=f"{_SECTION}victim_")
+        self._reply = loaders.generator(self.victim_path, mesh, self._victim, prefix=f"{_SECTION}victim_")
         self._toxicity = self._load_classifier(mesh, loaders)
         self._started = mesh, loaders
 

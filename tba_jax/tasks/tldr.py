@@ -118,6 +118,7 @@ class TLDR:
                 setting=f"task.tldr.{name}_path",
                 path=path,
                 rows=self._batch_rows,
+                rows_setting="task.tldr.batch_rows",
                 compute_dtype=self._compute_dtype,
                 labels=1,
                 ends=True,

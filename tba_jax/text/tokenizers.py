@@ -229,13 +229,18 @@ def _broken_up(names: re.Pattern[str], text: str) -> str:
     return names.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a Hugging Face folder has the files of a tokenizer."""
+    return any((folder / name).is_file() for name in _TOKENIZER_FILES)
+
+
 def open_transformers(folder: Path) -> tuple[Any, int | None]:
     """The transformers tokenizer of a folder, and its end-of-sequence id; None for tokenizers without one, such as BERT's.
 
     Raises:
       ValueError: the folder has no tokenizer, or it cannot be loaded.
     """
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+    if not has_tokenizer(folder):
         raise ValueError(f"{folder} holds no tokenizer: none of {', '.join(_TOKENIZER_FILES)}")
     if _is_sentencepiece(folder) and importlib.util.find_spec("sentencepiece") is None:
         raise ValueError(

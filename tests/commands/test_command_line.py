@@ -112,6 +112,22 @@ def test_the_nearest_name_is_alike_in_its_last_part(name, near):
     assert schemas.nearest(name, ["learner.steps", "learner.beta_end", "warm_start.steps", "seed"]) == near
 
 
+@pytest.mark.parametrize(
+    "argument, sentence",
+    [
+        ("--dry_run=foo", "--dry_run=foo must be true, false or full"),
+        ("--compile=maybe", "--compile=maybe must be true or false"),
+        ("--nodry_run=3", "--nodry_run=3: --nodry_run takes no value"),
+        ("--role=nobody", "--role=nobody must be one of all, reference, trainer, searcher, evaluator"),
+        ("--allow_change", "--allow_change needs a value: A,B: schedule settings that a resumed run may change"),
+    ],
+)
+def test_what_a_flag_takes_is_said_in_words(argument, sentence, capsys):
+    with pytest.raises(SystemExit) as ended:
+        command_line.execute(main, ["--workdir=nowhere", argument])
+    assert ended.value.code == processes.BAD_INPUT and capsys.readouterr().err == f"error: {sentence}\n"
+
+
 WITHOUT_JAX = r"""
 import contextlib, io, sys
 from tba_jax import __main__ as commands, main

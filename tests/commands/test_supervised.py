@@ -312,7 +312,7 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "schedule": ({"training__schedule": "cosine"}, "training.schedule='cosine' is not one of constant, linear, wsd"),
     "positions": ({"data__prompt_length": 60}, "= 76 exceed the model's 64 positions"),
     "micro-batch": ({"training__micro_batch_rows": 3}, "training.micro_batch_rows=3 does not divide training.batch_size=8"),
-    "mesh": ({"training__micro_batch_rows": 1, "training__mesh__data": 2}, "= 1 rows are not divisible by the 2 ways"),
+    "mesh": ({"training__micro_batch_rows": 1, "training__mesh__data": 2}, "by the 2 ways of training.mesh.data × "),
     "warm-up": ({"training__warmup_steps": 5}, "training.decay_steps=0 exceed the 4 steps of training"),
     "infinite rate": ({"training__learning_rate": float("inf")}, "training.learning_rate=inf must be above 0 and finite"),
     "seed": ({"seed": 2**40}, "seed=1099511627776 must be within [0, 4294967296)"),

@@ -8,6 +8,7 @@ import pytest
 
 from tba_jax.decoding import decode_loop
 from tba_jax.decoding import requests as requests_lib
+from tba_jax.decoding import sizes as sizes_lib
 from tba_jax.decoding import slots as slots_lib
 from tba_jax.decoding.lane import Usage
 from tba_jax.models import kv_cache, scoring
@@ -119,6 +120,7 @@ def test_a_stream_reads_as_much_of_its_rings_as_its_samples_need(traced, monkeyp
     engines = dict(space=dataclasses.replace(SPACE, banned_tokens=(*BANNED, EOS)), prompt_length=8, response_length=40)
     single = make_engine(1, 1, chunk=40, **engines)
     monkeypatch.setattr(slots_lib, "in_tiles", lambda mesh: tiled)
+    monkeypatch.setattr(sizes_lib, "_TILE_COLUMNS", 16)  # so that rings of 48 entries have windows
     monkeypatch.setattr(kv_cache, "_TILE_COLUMNS", 1)  # so that the heads of a tiny model fill them
     engine = make_engine(8, 4, chunk=8, **engines)
     limits = [4] * short + [40, 5, 40, 3, 4] * 2

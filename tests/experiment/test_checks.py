@@ -179,7 +179,7 @@ def test_the_schema_loads_without_jax():
         ({"model.path": "x", "warm_start.steps": 5}, "model.path='x' and warm_start.steps=5 exclude each other"),
         (
             {"learner.mesh.data": 3},
-            "learner.queries × learner.completions = 140 rows are not divisible by the 3 ways of the mesh",
+            "learner.queries × learner.completions = 140 rows are not divisible by the 3 ways of learner.mesh.data",
         ),
         ({"model.kv_heads": 3}, "model.heads=4 is not divisible by model.kv_heads=3"),
         ({"model.head_size": 5}, "model.head_size=5 must be even"),

@@ -1,7 +1,10 @@
 """The dry run that compiles: its figures against the programs of real roles, and for TPUs that are not here."""
 
+import dataclasses
 import importlib.util
 import re
+import signal
+import subprocess
 from pathlib import Path
 
 import jax
@@ -11,11 +14,11 @@ import pytest
 from tba_jax import main
 from tba_jax.commands import command_line
 from tba_jax.decoding import slots
-from tba_jax.experiment import compiling, composition, fitting, jobs
+from tba_jax.experiment import compiling, composition, fitting, jobs, planning
 from tba_jax.programs import Program
-from tba_jax.run import layout, machine
+from tba_jax.run import layout, machine, processes
 from tba_jax.run.metrics import TimeAccount
-from tests.support import random_checkpoints, tiny_run
+from tests.support import random_checkpoints, small_recipes, tiny_run
 
 DEVICES = jax.devices()  # eight; the roles of the runs that are made here take one
 RUN = layout.RunDir(Path("/nowhere"))
@@ -99,6 +102,13 @@ def test_decoding_and_scoring_are_those_of_a_real_searcher(made):
     assert scoring.beside["caches"] == bytes_of((lane._prompts, lane._slots))
 
 
+def test_a_part_of_the_rings_is_counted_where_it_is_copied():
+    """CPUs and GPUs copy it once a call."""
+    found = fitted("searcher", task__response_length=128)
+    whole, part = (fit_of(found, name) for name in ("decode", "decode, part of a ring"))
+    assert part.temporaries > whole.temporaries and part.arguments == whole.arguments
+
+
 def test_shapes_are_those_of_the_arrays(made):
     """Whatever a role holds has the shape, dtype and sharding that the dry run compiles for."""
     trainer, searcher, _ = made
@@ -134,6 +144,95 @@ def test_meshes_divide_the_state(mesh, ways):
     names = ("snapshots to be written", "checkpoint to be written")
     whole_size, size = (sum(fit_of(found, "update").beside[name] for name in names) for found in (whole, parts))
     assert whole_size / ways <= size < 1.1 * whole_size / ways
+
+
+@pytest.fixture(scope="module")
+def summaries():
+    """A run whose searcher has a reward model, and whose evaluator has a gold model as well."""
+    c = small_recipes.config("tldr_pythia:small")
+    c.task.prompt_length = 128
+    return composition.build(c)
+
+
+def with_settings(experiment: composition.Experiment, **settings) -> composition.Experiment:
+    config = experiment.config.copy_and_resolve_references()
+    config.update_from_flattened_dict({name.replace("__", "."): value for name, value in settings.items()})
+    return dataclasses.replace(experiment, config=config)
+
+
+def test_models_of_the_task_lie_beside_all_programs_of_their_devices(summaries):
+    found = {role: compiling.fit(summaries, RUN, role=role, devices=DEVICES[:1]) for role in ("searcher", "evaluator")}
+    assert [fit.name for fit in found["searcher"].fits] == [*PROGRAMS["searcher"], "pass of the reward model"]
+    assert [fit.name for fit in found["evaluator"].fits][-2:] == ["pass of the reward model", "pass of the gold model"]
+    weights = Path(summaries.config.task.tldr.reward_path, "model.safetensors").stat().st_size
+    for role, models in {"searcher": {"reward model"}, "evaluator": {"reward model", "gold model"}}.items():
+        assert not found[role].unchecked
+        for fit in found[role].fits:
+            own = {fit.name.removeprefix("pass of the ")}
+            assert models - own <= set(fit.beside) and not own & set(fit.beside)
+            assert all(0.9 * weights < fit.beside[name] < 4 * weights for name in models - own)  # float16 in the file
+    rewarded = fit_of(found["searcher"], "pass of the reward model")
+    assert {"reference", "caches", "policy in use", "next policy"} == set(rewarded.beside)
+
+
+def test_models_on_devices_of_their_own_are_a_group_of_their_own(summaries):
+    apart = with_settings(summaries, searchers__task_devices=2)
+    shared = compiling.fit(summaries, RUN, role="searcher", devices=DEVICES[:1])
+    alone, task = (
+        compiling.fit(apart, RUN, role="searcher", devices=DEVICES[:3]),
+        compiling.fit_task(apart, role="searcher", devices=DEVICES[:3]),
+    )
+    assert [fit.name for fit in alone.fits] == PROGRAMS["searcher"] and not any("reward" in str(f.beside) for f in alone.fits)
+    assert (alone.on_host, task.on_host) == (1, 2) and task.role == "searcher, task"
+    (fit,) = task.fits
+    together = fit_of(shared, "pass of the reward model")
+    assert not fit.beside and fit.arguments == together.arguments and task.where.endswith("searchers.task_devices=2")
+    # Each device has a whole copy.
+    assert fit.peak == task.worst.peak == together.peak - sum(together.beside.values())
+    said = compiling.describe([shared, task], config=apart.config)
+    assert "\nsearcher, task  fits: " in said and "searcher, task on 2 × cpu" in said
+    assert compiling.fit_task(summaries, role="searcher", devices=DEVICES[:1]) is None
+    assert compiling.fit_task(apart, role="trainer", devices=DEVICES[:1]) is None
+
+
+def test_models_that_do_not_fit_name_their_settings(summaries):
+    apart = with_settings(summaries, searchers__task_devices=1)
+    task = compiling.fit_task(apart, role="searcher", devices=DEVICES[:2], limit=1 << 20)
+    said = compiling.describe([dataclasses.replace(task, on_host=0)], config=apart.config)
+    assert "does not fit" in said and "change task.tldr.batch_rows=" in said
+    place = planning.Place(devices=DEVICES[:2], topology="", name="2 CPUs", limit=1 << 20)
+    with pytest.raises(ValueError, match=r"pass of the reward model takes .* of 1\.00 MiB on 1 × cpu .*task_devices=1"):
+        planning.find(apart, RUN, role="searcher", place=place, until=float("inf"))
+
+
+def test_a_dry_run_answers_for_models_on_devices_of_their_own(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda *_: DEVICES[:2])
+    flags = ["--role=searcher", "--dry_run", "--compile", "--config.searchers.task_devices=1", "--config.task.prompt_length=128"]
+    small = tiny_run.command(tmp_path / "run", *flags, recipe="configs/tldr_pythia.py:small", tiny=False)[3:]
+    assert command_line.execute(main, small) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in said[:3]] == ["searcher", "searcher, task", "together"]
+    # Both are of one process, so the machine holds both.
+    first, second, both = (float(re.search(r"(?:most )?([\d.]+) MiB of", line)[1]) for line in said[:3])
+    assert both == pytest.approx(first + second, abs=0.02)
+
+
+def test_a_victim_whose_slots_do_not_divide_is_one_sentence(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda *_: DEVICES[:2])
+    flags = ["--role=searcher", "--dry_run", "--compile", "--config.task.red_team.victim_concurrency=3"]
+    small = tiny_run.command(tmp_path / "run", *flags, recipe="configs/red_team_gpt2.py:small", tiny=False)[3:]
+    said = refusal(small, capsys)
+    assert "task.red_team.victim_path=" in said and "slots=3 cannot be divided by the 2 ways" in said
+
+
+def test_a_warm_start_is_compiled_where_there_is_one(tmp_path):
+    experiment = composition.build(tiny_run.config(warm_start__steps=2, warm_start__batch_size=4))
+    run = layout.RunDir(tmp_path)
+    names = [fit.name for fit in compiling.fit(experiment, run, role="trainer", devices=DEVICES[:1]).fits]
+    assert names == ["init of the warm start", "update of the warm start", *PROGRAMS["trainer"]]
+    run.initial_reference.parent.mkdir(parents=True, exist_ok=True)
+    run.initial_reference.write_text("{}")
+    assert not [name for name in compiling.programs(experiment, run, role="trainer", devices=DEVICES[:1]) if "warm" in name]
 
 
 def test_one_role_may_decode_in_lanes_with_rounded_weights():
@@ -229,6 +328,14 @@ def test_bad_input_is_one_sentence(flags, words, tmp_path, capsys, one_device):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_role_without_a_topology_and_a_wrong_mount_are_told_together(tmp_path, capsys, one_device):
+    flags = ["--dry_run", "--topology=trainer=v5p:2x2x1", "--role=searcher", "--config.replay.mount=('/nowhere',)"]
+    with pytest.raises(SystemExit):
+        command_line.execute(main, tiny_run.command(tmp_path / "run", *flags)[3:])
+    said = capsys.readouterr().err
+    assert said.startswith("error: 2 mistakes:") and "--role=searcher" in said and "/nowhere holds no run" in said, said
+
+
 def test_without_the_compiler_of_tpus_the_extra_is_named(tmp_path, capsys, one_device):
     if importlib.util.find_spec("libtpu") is not None:
         pytest.skip("libtpu is installed here")
@@ -255,6 +362,21 @@ def test_a_preset_is_the_shape_and_a_path_gives_the_tokenizer(tmp_path, capsys, 
     assert command_line.execute(main, tiny_run.command(tmp_path / "run", *flags)[3:]) == 0
     assert re.search(r"total +124,4", capsys.readouterr().out)
     assert "exclude each other" in refusal(tiny_run.command(tmp_path / "run", *flags[1:])[3:], capsys)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_dry_run_quietly(number, tmp_path):
+    """The TPU's compiler, where it is installed, would answer by a stack trace."""
+    flag = "--compile" if importlib.util.find_spec("libtpu") is None else "--topology=v5p:1x1x1"
+    command = tiny_run.command(tmp_path / "run", "--dry_run", flag, "--role=trainer")
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, cwd=tiny_run.ROOT, env=tiny_run.environment(), **pipes)
+    told = iter(process.stderr.readline, "")
+    assert any(" compiled in " in line for line in told), "no program was compiled"
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == processes.STOPPED and not out, (process.returncode, err)
+    assert all(" compiled in " in line for line in err.splitlines()), err
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import pytest
 
 from tba_jax.experiment import answer, compiling, composition, joining
 from tba_jax.models.presets import PRESETS
+from tba_jax.roles import gpus as gpus_lib
 from tba_jax.run import layout
 from tests.support import random_checkpoints, spelled_checkpoints, tiny_run
 from tests.support.small_recipes import RECIPES
@@ -166,6 +167,21 @@ def test_too_few_gpus_and_gpus_that_are_filled_are_answers_too(gpus):
     assert "for this machine: 4 × NVIDIA H100 80GB HBM3." in said and "bounds" not in said and "together" not in said
 
 
+@pytest.mark.parametrize(
+    "preset, larger", [("rho-math-1b", ""), ("llama-3.1-8b", "; the smallest that would is learner.mesh data=1 × fsdp=4")]
+)
+def test_who_fills_a_gpu_is_named_and_no_larger_mesh(gpus, preset, larger):
+    """1.1 · 10⁹ parameters take 28.7 GiB of a GPU whose processes have left 19.9; 8 · 10⁹ are too large for an empty one."""
+    gpus(1, used=61_200)
+    said = answered(**LARGE, model__preset=preset, learner__mesh__fsdp=1, learner__micro_batch_tokens=0).splitlines()
+    assert said[0].endswith("Another process holds the rest: end that process, or name other GPUs by CUDA_VISIBLE_DEVICES")
+    assert said[1].startswith("trainer    does not fit: about ")
+    assert "; other processes hold 59.8 of the 79.6 GiB of GPU 0: end them, or name other GPUs" in said[1], said[1]
+    assert said[1].partition("CUDA_VISIBLE_DEVICES")[2].startswith("; it fits no mesh") == bool(larger) and larger in said[1]
+    said = answered(**LARGE, model__preset=preset, schedule__mode="interleaved").splitlines()
+    assert said[0].startswith("all roles  does not fit: GPU 0 has 19.9 GiB free, and this role takes 59.7 GiB")
+
+
 def test_roles_in_turn_share_the_gpus(gpus):
     """Each role fits the three quarters of a GPU that JAX takes, and not all three of them."""
     gpus(1, memory=51_200)
@@ -181,10 +197,21 @@ def test_roles_are_compiled_for_the_gpus_that_they_would_be_given(gpus, monkeypa
     run = joining.Invocation(
         experiment=experiment, run=layout.RunDir(Path("nowhere")), name="", label="", allow_change=(), arguments=()
     )
-    devices, limits = compiling._here(run, compiling.ROLES, role="all")
-    assert {role: len(its) for role, its in devices.items()} == {"trainer": 2, "searcher": 1, "evaluator": 1}
-    assert all(limit == pytest.approx(0.95 * (81559 << 20), rel=0.01) for limit in limits.values())
-    assert compiling._here(run, ["searcher"], role="searcher") == ({"searcher": there}, {})
+    visible = gpus_lib.visible()
+    found = compiling._here(run, compiling.ROLES, visible, role="all")
+    assert {role: len(its) for role, (its, *_) in found.items()} == {"trainer": 2, "searcher": 1, "evaluator": 1}
+    assert all(limit == pytest.approx(0.95 * (81559 << 20), rel=0.01) for _, limit, _ in found.values())
+    assert all(len(its) == len(of) for its, _, of in found.values())
+    assert compiling._here(run, ["searcher"], visible, role="searcher") == {"searcher": (there, None, visible)}
+
+
+def test_a_share_that_a_setting_fixes_does_not_grow_where_others_leave():
+    gpu = gpus_lib.Gpu(name="0", memory=80 << 30, free=30 << 30)
+    size: dict[str, Any] = dict(size=60 << 30, limit=24 << 30, devices=1, of=[gpu])
+    for fraction in (0.0, 0.3):
+        experiment = composition.build(tiny_run.config(searchers__memory_fraction=fraction))
+        said = answer.advice(experiment, "searcher", **size)
+        assert "hold 50.0 of the 80.0 GiB of GPU 0" in said and ("by the estimate" in said) == bool(fraction)
 
 
 def test_a_machine_whose_memory_all_roles_share(monkeypatch, one_device):

@@ -1,8 +1,15 @@
 """GPUs that are not here: what their names say, and which role gets how many of them."""
 
+import types
+from pathlib import Path
+
+import jax
 import pytest
 
-from tba_jax.experiment import composition, gpu_plans
+from tba_jax.experiment import composition, gpu_plans, planning
+from tba_jax.roles import placement
+from tba_jax.roles.gpus import Gpu
+from tba_jax.run import layout
 from tests.support import tiny_run
 
 GIB = 1 << 30
@@ -10,14 +17,21 @@ GIB = 1 << 30
 
 @pytest.mark.parametrize(
     "text, name, count, gib",
-    [("H100x8", "H100", 8, 80), ("h100x1", "h100", 1, 80), ("L4x2@22.5", "L4", 2, 22.5), ("MI300Xx4@192", "MI300X", 4, 192)],
+    [("H100x8", "H100", 8, 79.6), ("h100x1", "h100", 1, 79.6), ("L4x2@22.5", "L4", 2, 22.5), ("MI300Xx4@192", "MI300X", 4, 192)],
 )
 def test_a_name_says_how_many_and_how_large(text, name, count, gib):
     assert gpu_plans.parse(text) == gpu_plans.Gpus(name=name, count=count, memory=int(gib * GIB))
 
 
 @pytest.mark.parametrize(
-    "text, words", [("H100", "NAMExCOUNT"), ("H100x0", "NAMExCOUNT"), ("8", "H100x8"), ("K80x2", "K80x2@GIB")]
+    "text, words",
+    [
+        ("H100", "NAMExCOUNT"),
+        ("H100x0", "NAMExCOUNT"),
+        ("8", "H100x8"),
+        ("H100x65", "up to 64 GPUs, not 65"),
+        ("K80x2", "K80x2@GIB"),
+    ],
 )
 def test_what_is_no_gpu_is_refused(text, words):
     with pytest.raises(ValueError, match=words):
@@ -53,3 +67,38 @@ def test_roles_get_what_the_supervisor_gives_them():
 def test_one_process_has_all_gpus():
     found = shares(2, schedule__mode="interleaved")
     assert found["trainer"] == (2, ["evaluator", "searcher"]) and found["searcher"] == (2, ["evaluator", "trainer"])
+
+
+@pytest.mark.parametrize(
+    "gib, roles, gibs, mode",
+    [(80, 1, 72, "asynchronous"), (80, 4, 72, "asynchronous"), (16, 4, 13, "asynchronous"), (16, 1, 12, "interleaved")],
+)
+def test_each_process_keeps_what_the_supervisor_leaves_it(gib, roles, gibs, mode):
+    """Of 16 GiB four processes keep 3; one process of all roles has the 75 % of JAX; figures by proxy are held against 90 %."""
+    experiment = composition.build(tiny_run.config(schedule__mode=mode))
+    there = gpu_plans.Gpus(name="GPU", count=1, memory=gib * GIB)
+    assert gpu_plans.usable_share(experiment, there, roles) == pytest.approx(gibs / gib)
+
+
+def test_the_supervisor_takes_the_planned_fractions(monkeypatch, one_device):
+    """Four roles share 16 GiB: what they may take together is what the placement of a run allows."""
+    found = []
+    monkeypatch.setattr(gpu_plans.topologies, "devices", lambda name: [jax.devices()[0]])
+    monkeypatch.setattr(
+        planning, "find", lambda *_, place, role, **__: found.append(place.limit) or types.SimpleNamespace(settings={})
+    )
+    there = gpu_plans.Gpus(name="GPU", count=1, memory=16 * GIB)
+    experiment = composition.build(tiny_run.config(searchers__count=2))
+    settings, _ = gpu_plans.OnGpus(experiment, layout.RunDir(Path("nowhere")), gpus=there, seconds=60).find()
+    config = planning.changed(experiment, settings).config
+    placed = placement.place(config, cpus=(0,), gpus=[Gpu(name="0", memory=there.memory)], need=lambda *_, **__: 1)
+    assert len(placed) == 4 and all(each.memory_fraction > 0 for each in placed.values())
+    assert found[0] + 2 * found[1] + found[2] <= 13 * GIB
+
+
+def test_what_processes_keep_may_be_all_that_there_is():
+    with pytest.raises(ValueError, match=r"H100 .* each keeps 0\.75 GiB .* none of the 2\.00 GiB") as told:
+        gpu_plans.shares(
+            composition.build(tiny_run.config(searchers__count=1)), gpu_plans.Gpus(name="H100", count=1, memory=2 * GIB), each=1
+        )
+    assert "0.00" not in str(told.value)

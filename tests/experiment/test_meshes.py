@@ -22,7 +22,7 @@ from tests.support import frozen_runs, tiny_run
             "trainer",
             {},
             8,
-            "learner.queries × learner.completions = 140 rows are not divisible by the 8",
+            "learner.queries × learner.completions = 140 rows are not divisible by the 8 ways of learner.mesh.data",
         ),
         (
             "trainer",
@@ -35,9 +35,9 @@ from tests.support import frozen_runs, tiny_run
             "searcher",
             {"searchers.queries_per_batch": 3, "searchers.samples_per_query": 25, "searchers.slots": 100},
             4,
-            "searchers.queries_per_batch × searchers.samples_per_query = 75 rows are not divisible by the 4 ways",
+            "searchers.samples_per_query = 75 rows are not divisible by the 4 ways of searchers.mesh.data × ",
         ),
-        ("searcher", {"searchers.slots": 30}, 4, "searchers.slots=30 cannot be divided by the 4 ways of the mesh's data axis"),
+        ("searcher", {"searchers.slots": 30}, 4, "searchers.mesh.data: searchers.slots=30 cannot be divided by the 4 ways"),
         (
             "searcher",
             {"searchers.slots": 212},
@@ -48,7 +48,7 @@ from tests.support import frozen_runs, tiny_run
             "trainer",
             {"warm_start.steps": 9, "warm_start.batch_size": 30},
             4,
-            "warm_start.batch_size = 30 rows are not divisible by",
+            "warm_start.batch_size = 30 rows are not divisible by the 4 ways of learner.mesh.data × ",
         ),
         (
             "evaluator",
@@ -57,7 +57,12 @@ from tests.support import frozen_runs, tiny_run
             "evaluation.mesh: layers.attention.key.weight: axis 'kv_heads' of size 4 is not divisible by 3 (mesh axes",
         ),
         ("searcher", {"searchers.mesh.data": 3}, 4, "searchers.mesh data=3"),
-        ("evaluator", {"evaluation.batch_size": 9}, 2, "evaluation.batch_size = 9 rows are not divisible by the 2 ways"),
+        (
+            "evaluator",
+            {"evaluation.batch_size": 9},
+            2,
+            "evaluation.batch_size = 9 rows are not divisible by the 2 ways of evaluation.mesh.data × ",
+        ),
     ],
 )
 def test_meshes_that_do_not_fit_the_devices_are_refused(role, overrides, devices, sentence):

@@ -42,16 +42,24 @@ def test_several_are_told_together_and_each_once():
         found.end()
     assert raised.value.sentences == ("a=1 is less than b=2", "c=3", "d=4")
     assert str(raised.value) == "3 mistakes: (1) a=1 is less than b=2; (2) c=3; (3) d=4"
-    rest = Mistakes()
-    rest.add(found.without(["b", "c"]))
-    with pytest.raises(ValueError, match=r"^d=4$"):
-        rest.end()
+    more = found.copy()
+    more.require(False, "e=5")
+    assert not found.accepts(refuse, "f=6") and found.accepts(refuse)
+    with pytest.raises(Refused) as raised:
+        found.end()
+    assert raised.value.sentences[3:] == ("f=6",), "what the copy found is its own"
 
 
 def test_a_setting_is_not_taken_for_another_whose_name_goes_on():
     found = Mistakes()
-    found.require(False, "replay.capacity_per_query=1 is less than 2")
-    assert found.without(["replay.capacity"]) and not found.without(["replay.capacity_per_query"])
+    found.silence(["replay.capacity"])
+    found.attempt(refuse, "replay.capacity=1 is less than 2", "replay.capacity_per_query=1 is less than 2")
+    with pytest.raises(ValueError, match=r"^replay\.capacity_per_query=1 is less than 2$"):
+        found.end()
+    silent = Mistakes()
+    silent.silence(["replay.capacity_per_query"])
+    silent.require(False, "replay.capacity_per_query=1 is less than 2")
+    assert not silent
 
 
 def test_a_failure_of_storage_is_no_mistake():

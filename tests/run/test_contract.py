@@ -82,6 +82,13 @@ def test_another_contract_is_refused_by_field(tmp_path):
     ]
 
 
+def test_another_task_is_told_first():
+    there = {"banned_tokens": [1], "model": {"width": 8}, "task": {"digits": 2}, "task_name": "arithmetic"}
+    told = contract_lib.differences(there, {"banned_tokens": [], "model": {"width": 16}, "task": {}, "task_name": "countdown"})
+    assert told[0] == "task.name: 'arithmetic' there, 'countdown' here" and len(told) == 4
+    assert [each.partition(":")[0] for each in told[1:]] == ["banned_tokens", "model.width", "task.countdown.digits"]
+
+
 def test_two_long_lists_are_told_by_what_one_of_them_holds():
     there = {"banned_tokens": list(range(500)), "stop_strings": ["a"]}
     (told,) = contract_lib.differences(there, there | {"banned_tokens": list(range(3, 501))})

@@ -15,23 +15,24 @@ from tba_jax.run import processes
 PROGRAM = """
 import hashlib, sys
 from tba_jax.run import processes
-stop = processes.StopSignal(patience_seconds={patience})
+stop = {asked}
 print("ready", flush=True)
 hashlib.pbkdf2_hmac("sha256", b"x", b"y", {iterations})
 print("finished, asked:", stop(), flush=True)
 """
 
 
-def start(patience: float | None, iterations: int) -> subprocess.Popen:
-    program = PROGRAM.format(patience=patience, iterations=iterations)
-    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+def start(asked: str, iterations: int) -> subprocess.Popen:
+    """A process in its long call. Args: asked: how it asks for signals, an expression."""
+    program = PROGRAM.format(asked=asked, iterations=iterations)
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "ready\n"
     return process
 
 
 @pytest.mark.parametrize("patience", [0.0, 0.5])
 def test_what_takes_too_long_is_abandoned(patience):
-    process = start(patience, 1_000_000_000)  # many minutes
+    process = start(f"processes.StopSignal(patience_seconds={patience})", 1_000_000_000)  # many minutes
     begin = time.monotonic()
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=20)
@@ -39,9 +40,16 @@ def test_what_takes_too_long_is_abandoned(patience):
     assert patience <= time.monotonic() - begin < patience + 5
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_what_has_nothing_to_keep_ends_at_once(number):
+    process = start("processes.stop_at_once()", 1_000_000_000)
+    process.send_signal(number)
+    assert process.communicate(timeout=20) == ("", "") and process.returncode == processes.STOPPED
+
+
 @pytest.mark.parametrize("patience", [None, 60.0])
 def test_what_is_in_flight_is_finished(patience):
-    process = start(patience, 1_000_000)
+    process = start(f"processes.StopSignal(patience_seconds={patience})", 1_000_000)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0 and output == "finished, asked: True\n"

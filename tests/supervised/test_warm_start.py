@@ -15,7 +15,7 @@ from tba_jax.models.parameters import Params
 from tba_jax.supervised import objectives, warm_start
 from tba_jax.tasks.arithmetic import CHARACTERS, Arithmetic
 from tba_jax.text.tokenizers import CharacterTokenizer
-from tests.support import applied
+from tests.support import applied, lowered
 
 # Compiling is most of the time here, and the arithmetic is the same without LLVM's optimisation.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": "0"})
@@ -76,3 +76,15 @@ def test_the_warm_start_is_a_plain_loop_over_its_random_stream():
     assert [step for step, _ in reports] == [3, 4]
     np.testing.assert_allclose([loss for _, loss in reports], [np.mean(losses[:3]), losses[3]], rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), found, params)
+
+
+def test_its_programs_are_those_that_it_runs():
+    task, tokenizer = Arithmetic(digits=1, train_queries=10, heldout_queries=4, seed=0), CharacterTokenizer(CHARACTERS)
+    sizes = dict(layers=1, width=16, heads=4, kv_heads=2, head_size=4, ffn=24, max_positions=24)
+    mesh = sharding.make_mesh((1, 2, 1), setting="learner.mesh", devices=jax.devices()[:2])
+    settings: dict[str, Any] = dict(config=DecoderConfig(**sizes, vocab=tokenizer.vocab_size), mesh=mesh, seed=3)
+    settings |= dict(prompt_length=5, response_length=12, steps=1, batch_size=8, learning_rate=1e-2, warmup_steps=1)
+    with lowered.calls() as called:
+        warm_start.warm_start(task, tokenizer, **settings, report_every_steps=1, report=lambda *_: None)
+    found = warm_start.programs(**settings)
+    assert {lowered.text(program.lower()) for program in found.values()} == called and len(found) == 2

@@ -21,6 +21,7 @@ from tba_jax.decoding.state_values import StateValues
 from tba_jax.models.policy import Policy
 from tba_jax.programs import Program
 from tba_jax.replay.log import LogWriter
+from tba_jax.rewards import programs as rewards
 from tba_jax.rewards.embeddings import ResponseEmbedder
 from tba_jax.roles import sampler
 from tba_jax.roles.reference import ReferencePolicy, policy_mesh, text_columns
@@ -341,13 +342,19 @@ def programs(
     *,
     policy: Policy,
     tokenizer: Tokenizer,
+    task: Task,
     queries: Sequence[EncodedQuery],
     devices: Sequence[jax.Device] | None = None,
 ) -> dict[str, Program]:
-    """Name -> what a searcher compiles, but for the models of its task. Args: devices: of its mesh; None: of this process."""
+    """Name -> what a searcher compiles on the devices of its policy. Args: devices: of the role; None: of this process."""
+    mesh = policy_mesh(config, "searchers", devices=devices)
+    models = sampler.models_beside(config, task, role="searcher", section="searchers", devices=devices)
+    if contract.embedding:
+        models |= rewards.sentence_encoder(config.task.embedding_path, mesh, length=contract.response_length)
     return sampler.programs(
         contract,
-        policy_mesh(config, "searchers", devices=devices),
+        mesh,
+        models=models,
         policy=policy,
         tokenizer=tokenizer,
         rows=_rows_per_batch(config),
