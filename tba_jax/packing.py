@@ -161,6 +161,13 @@ def _fill(rows: Sequence[int], tokens: np.ndarray, length: int) -> list[list[int
     return found
 
 
+def largest(limits: Limits) -> Packed:
+    """Empty micro-batches of the most sequences: zeros."""
+    shape = limits.micro_batches, limits.sequences, limits.length
+    zeros = Sequences(**{field.name: np.zeros(shape, np.int32) for field in dataclasses.fields(Sequences)})
+    return Packed(micro_batches=zeros, count=np.int32(0), of_row=np.zeros(limits.rows, np.int32))
+
+
 def pack(
     tokens: np.ndarray, prompt_length: np.ndarray, response_length: np.ndarray, *, R: int, plan: Plan, limits: Limits
 ) -> Packed:

@@ -28,14 +28,14 @@ from tba_jax.objectives.advantages import step_advantages
 from tba_jax.objectives.diagnostics import diagnostics
 from tba_jax.objectives.inputs import ObjectiveInputs, ObjectiveSettings, PolicyOutputs
 from tba_jax.objectives.objective import Objective
-from tba_jax.packing import Packed, Sequences
+from tba_jax.packing import Limits, Packed, Sequences
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LearnerConfig:
     """Static settings of an update.
 
-    micro_batch_rows: rows per forward and backward pass, a divisor of B; logit_bytes: what logits may take at a time, over
+    limits: of micro-batches; logit_bytes: what logits may take at a time, over
     all devices, see scoring.token_logprobs; space: the run's response space; remat: a name of layers.REMAT;
     surrogate_decay: α of the moving average that `surrogate_ref_logprobs` stands for, 0 = the log-probs of the batch.
     """
@@ -43,7 +43,7 @@ class LearnerConfig:
     policy: Policy
     objective: Objective
     settings: ObjectiveSettings
-    micro_batch_rows: int
+    limits: Limits
     logit_bytes: int
     space: scoring.ResponseSpace
     remat: str
@@ -73,25 +73,25 @@ def score(policy: Decoder, batch: Batch, *, config: LearnerConfig) -> tuple[jax.
     )
 
 
-def scored(model: heads.PolicyWithHeads, micro: Sequences, batch: Batch, *, config: LearnerConfig) -> tuple[Any, jax.Array]:
+def scored(
+    policy: Decoder, value_head: Any, micro: Sequences, batch: Batch, *, config: LearnerConfig
+) -> tuple[tuple[jax.Array, jax.Array | None], jax.Array]:
     """((policy_logprobs, values), entropy) of the rows of a micro-batch, each float32[B, R], 0 elsewhere, from one forward pass.
 
-    Args: micro: leaves [M, S]. Returns: values: of states; None where there is no value head.
+    Args: value_head: heads.PolicyWithHeads.value_head; None: there are no values.
     """
     B, R = batch.ref_logprobs.shape
     rows = functools.partial(scoring.by_row, numbers=micro.numbers, B=B, R=R)
-    hidden = scoring.packed_hidden_states(model.policy, micro, remat=config.remat)
+    hidden = scoring.packed_hidden_states(policy, micro, remat=config.remat)
     limits: dict[str, Any] = dict(space=config.space, logit_bytes=config.logit_bytes)
-    logprobs, entropy = scoring.packed_logprobs(model.policy, hidden, micro, R=R, none=B * R, **limits)
-    values = None if model.value_head is None else rows(heads.state_values(model.value_head, hidden))
+    logprobs, entropy = scoring.packed_logprobs(policy, hidden, micro, R=R, none=B * R, **limits)
+    values = None if value_head is None else rows(heads.state_values(value_head, hidden))
     return (rows(logprobs), values), rows(entropy)
 
 
-def scored_in_micro_batches(
-    model: heads.PolicyWithHeads, packed: Packed, batch: Batch, *, config: LearnerConfig
-) -> tuple[Any, jax.Array]:
-    """As `scored`, of all rows, one micro-batch at a time."""
-    return micro_batches.summed(lambda micro, _: scored(model, micro, batch, config=config), packed)
+def scored_in_micro_batches(policy: Decoder, packed: Packed, batch: Batch, *, config: LearnerConfig) -> jax.Array:
+    """policy_logprobs float32[B, R] of all rows, one micro-batch at a time."""
+    return micro_batches.summed(lambda micro, _: scored(policy, None, micro, batch, config=config)[0][0], packed)
 
 
 def train_step(
@@ -164,7 +164,7 @@ def _log_z(state: TrainState, frozen: Params, batch: Batch, config: LearnerConfi
         return jnp.zeros(batch.reward.shape, jnp.float32), lambda cotangent: {}
     P = batch.tokens.shape[1] - batch.R
     prompts = batch.tokens[::K, :P], batch.prompt_length[::K]
-    at_a_time = math.gcd(len(prompts[0]), max(1, config.micro_batch_rows // K))
+    at_a_time = math.gcd(len(prompts[0]), max(1, config.limits.sequences // K))
     micros = micro_batches.split(prompts, at_a_time)
     states = micro_batches.join(jax.lax.map(lambda micro: heads.mean_prompt_states(model.policy, *micro), micros))
 
@@ -265,7 +265,7 @@ def _whole_groups(
         """there: bool[B], the rows of the micro-batch."""
         rows = _of_rows(batch, there)
         model = state.model(state.params | trained, frozen)
-        (policy_logprobs, values), entropy = scored(model, micro, rows, config=config)
+        (policy_logprobs, values), entropy = scored(model.policy, model.value_head, micro, rows, config=config)
         inputs = _inputs(rows, policy_logprobs, state.step, schedules, config)
         outputs = PolicyOutputs(logprobs=policy_logprobs, log_z=jnp.where(there, log_z, 0.0), values=values)
         return config.objective.loss(outputs, inputs), (policy_logprobs, values, entropy)
@@ -305,7 +305,8 @@ def _any_split(
     trained = _trained(state)
 
     def outputs_of(trained: Params, micro: Sequences) -> tuple[Any, jax.Array]:
-        return scored(state.model(state.params | trained, frozen), micro, batch, config=config)
+        model = state.model(state.params | trained, frozen)
+        return scored(model.policy, model.value_head, micro, batch, config=config)
 
     (policy_logprobs, values), entropy = micro_batches.summed(lambda micro, _: outputs_of(trained, micro), packed)
     outputs = PolicyOutputs(logprobs=policy_logprobs, log_z=log_z, values=values)

@@ -62,7 +62,7 @@ class LogprobGap:
     def programs(self, frozen: parameters.Params, batch: Batch) -> dict[str, Program]:
         """Name -> the program of `measure`. Args: shapes of the frozen weights, and of a batch of any size."""
         snapshot = self._config.policy.snapshot_shapes(self._mesh)
-        rows = self._config.micro_batch_rows
+        rows = self._config.limits.sequences
         micro = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype, sharding=x.sharding), batch)
         return {"log-prob gap": Program(function=self._score, arguments=(snapshot, frozen, micro))}
 
@@ -86,7 +86,7 @@ class LogprobGap:
             snapshot = snapshots.load_step(self._policies, step, specs, shardings, dtype=policy.snapshot_dtype)
         except FileNotFoundError:
             return None
-        return step, snapshot, index.gather(np.resize(slots[whole], self._config.micro_batch_rows))
+        return step, snapshot, index.gather(np.resize(slots[whole], self._config.limits.sequences))
 
     def measure(self, index: ReplayIndex, usable: np.ndarray, frozen: parameters.Params) -> dict[str, float]:
         """The largest and the mean gap in nats per token, and whether it is an alarm; {} where there is nothing to compare.

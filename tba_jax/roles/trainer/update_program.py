@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from tba_jax import sharding, trajectory
-from tba_jax.learner import optimizer, settings
+from tba_jax import packing, sharding, trajectory
+from tba_jax.learner import micro_batches, optimizer, settings
 from tba_jax.learner import state as state_lib
 from tba_jax.learner import update as update_lib
 from tba_jax.models.parameters import Params
@@ -49,8 +49,9 @@ class UpdateProgram:
             schedules=settings.make_schedules(c),
             config=self.config,
         )
-        out_shardings = (self._shardings, sharding.replicated(self.mesh))
-        self._update = sharding.on_mesh(self.mesh, jax.jit(update, donate_argnums=0, out_shardings=out_shardings))
+        options: dict[str, Any] = dict(donate_argnums=0, static_argnames="whole_groups")
+        options |= dict(out_shardings=(self._shardings, sharding.replicated(self.mesh)))
+        self._update = sharding.on_mesh(self.mesh, jax.jit(update, **options))
         self._begin = jax.jit(self._initial_state, out_shardings=self._shardings, donate_argnums=0)
         of_policy = self._shardings.opt_state["policy"]
         self._restart_moments = jax.jit(optimizer.restart_moments, donate_argnums=0, out_shardings=of_policy)
@@ -102,7 +103,8 @@ class UpdateProgram:
 
     def compile(self, row_shape: trajectory.RowShape) -> None:
         """Compiles the update for rows of this shape before there are any."""
-        self._update.lower(self.state, self.frozen, self._batch(self._empty_rows(row_shape))).compile()
+        batch, packed, plan = self._placed(self._empty_rows(row_shape))
+        self._update.lower(self.state, self.frozen, batch, packed, whole_groups=plan.whole_groups).compile()
 
     def _empty_rows(self, row_shape: trajectory.RowShape) -> trajectory.Rows:
         return {name: np.zeros((self.rows, *shape), dtype) for name, (dtype, shape) in row_shape.columns().items()}
@@ -118,27 +120,42 @@ class UpdateProgram:
 
     def programs(self, row_shape: trajectory.RowShape) -> dict[str, Program]:
         """Name -> the programs that `begin`, `apply` and `move_reference` call, for rows of this shape."""
-        batch = shaped(state_lib.batch_from_rows(self._empty_rows(row_shape)), sharding.rows_sharding(self.mesh))
+        on_host = state_lib.batch_from_rows(self._empty_rows(row_shape))
+        batch = shaped(on_host, sharding.rows_sharding(self.mesh))
+        packed = shaped(packing.largest(self.config.limits), self._packed_shardings)
         state, frozen = self._shapes, self._frozen_shapes
         begun_from = self._policy.model_shapes(self.mesh, dtype=self.reference_dtype) if self._policy.lora is None else {}
         found = {"init": Program(function=self._begin, arguments=(begun_from,))}
         if self._moving_reference:
-            found |= self._moving_reference.programs(state.params["policy"], frozen, batch)
+            found |= self._moving_reference.programs(state.params["policy"], frozen, batch, packed)
             batch = dataclasses.replace(batch, moving_ref_logprobs=batch.ref_logprobs)
-        found["update"] = Program(function=self._update, arguments=(state, frozen, batch))
+        whole = Program(function=self._update, arguments=(state, frozen, batch, packed), options={"whole_groups": True})
+        found["update"] = whole
+        if self.config.limits.micro_batches > 1:
+            found["update in two passes"] = dataclasses.replace(whole, options={"whole_groups": False})
         if self._moving_reference and self._resets_optimizer:
             found["restart of moments"] = Program(function=self._restart_moments, arguments=(state.opt_state["policy"],))
         return found
 
     def apply(self, rows: trajectory.Rows) -> dict[str, Any]:
         """One update of the state on B rows. Returns the measurements of train_step, on the host."""
-        self.state, measurements = self._update(self.state, self.frozen, self._batch(rows))
-        return jax.device_get(measurements)
+        batch, packed, plan = self._placed(rows)
+        self.state, measurements = self._update(self.state, self.frozen, batch, packed, whole_groups=plan.whole_groups)
+        return jax.device_get(measurements) | {"useful_token_share": plan.useful}
 
-    def _batch(self, rows: trajectory.Rows) -> state_lib.Batch:
-        """The rows on the mesh, scored by the moving reference where there is one."""
-        batch = sharding.put_rows(self.mesh, state_lib.batch_from_rows(rows))
-        return self._moving_reference.rescore(self.frozen, batch) if self._moving_reference else batch
+    def _placed(self, rows: trajectory.Rows) -> tuple[state_lib.Batch, packing.Packed, packing.Plan]:
+        """The rows on the mesh, scored by the moving reference where there is one, and in micro-batches of sequences."""
+        on_host = state_lib.batch_from_rows(rows)
+        packed, plan = micro_batches.packed(on_host, self.config.limits, remat=self.config.remat)
+        packed = jax.device_put(packed, self._packed_shardings)
+        batch = sharding.put_rows(self.mesh, on_host)
+        return self._moving_reference.rescore(self.frozen, batch, packed) if self._moving_reference else batch, packed, plan
+
+    @property
+    def _packed_shardings(self) -> packing.Packed:
+        whole, sequences = sharding.replicated(self.mesh), sharding.sequences_sharding(self.mesh)
+        names = (field.name for field in dataclasses.fields(packing.Sequences))
+        return packing.Packed(micro_batches=packing.Sequences(**dict.fromkeys(names, sequences)), count=whole, of_row=whole)
 
     def move_reference(self, step: int) -> None:
         """Moves the reference if that is due after `step` updates, and restarts Adam's moments with it if the config says so."""
