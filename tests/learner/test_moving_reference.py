@@ -29,7 +29,7 @@ DEVICES = jax.devices()  # of these tests; runs take one
 
 def reference_on(sizes: tuple[int, int, int], **changes) -> tuple[MovingReference, jax.sharding.Mesh]:
     mesh = sharding_lib.make_mesh(sizes, setting="learner.mesh", devices=DEVICES[: np.prod(sizes)])
-    reference = MovingReference(settings(micro_batch_rows=8), mesh, **dict(every_steps=1, decay=0.9, offload=False) | changes)
+    reference = MovingReference(settings(limits=limits(8)), mesh, **dict(every_steps=1, decay=0.9, offload=False) | changes)
     return reference, mesh
 
 
@@ -91,7 +91,7 @@ def test_rows_are_scored_by_the_reference_of_the_step(sizes, offload):
 def test_a_reset_reference_rests_in_the_compute_dtype_and_scores_the_same(tmp_path):
     policy = Policy(model=dataclasses.replace(MODEL, compute_dtype="bfloat16"))
     mesh = sharding_lib.make_mesh((2, 2, 2), setting="learner.mesh", devices=DEVICES)
-    config, on_mesh = settings(policy=policy, micro_batch_rows=8), sharding_lib.put_rows(mesh, random_batch())
+    config, on_mesh = settings(policy=policy, limits=limits(8)), sharding_lib.put_rows(mesh, random_batch())
     params = shifted(jax.device_put(random_params(), policy.trained_shardings(mesh)), 0.01)
     reset = MovingReference(config, mesh, every_steps=3, decay=0.0, offload=False)
     average = MovingReference(config, mesh, every_steps=3, decay=0.5, offload=False)
