@@ -24,6 +24,7 @@ from tests.support.tiny_updates import (
     K,
     assert_same,
     batch_of,
+    limits,
     make_step,
     measured,
     one_pass,
@@ -131,21 +132,12 @@ def test_one_completion_a_query(micro_batch_rows):
 
 @pytest.mark.parametrize(
     "tokens, ways, expected",
-    [
-        (0, 1, 140),
-        (140 * 10, 1, 140),
-        (140 * 10 - 1, 1, 20),  # 70 fit, but would cut groups of 20
-        (20 * 10, 1, 20),
-        (19 * 10, 1, 14),
-        (10, 1, 1),
-        (20 * 10, 4, 20),
-        (19 * 10, 4, 4),  # 14 are no multiple of 4
-        (7 * 10, 7, 7),
-    ],
+    [(0, 1, 140), (140 * 10, 1, 140), (140 * 10 - 1, 1, 139), (19 * 10, 1, 19), (10, 1, 1), (20 * 10, 4, 20), (19 * 10, 4, 16)],
 )
-def test_the_rows_of_a_micro_batch_are_the_most_that_fit(tokens, ways, expected):
+def test_a_micro_batch_has_the_most_sequences_that_fit(tokens, ways, expected):
     """7 queries of 20 rows, of 10 tokens each."""
-    assert micro_batches.rows_within(tokens, row_tokens=10, queries=7, completions=20, ways=ways) == expected
+    found = micro_batches.limits(tokens, row_tokens=10, queries=7, completions=20, ways=ways)
+    assert found.sequences == expected and found.length == 9
 
 
 @pytest.mark.parametrize(
@@ -158,4 +150,4 @@ def test_the_rows_of_a_micro_batch_are_the_most_that_fit(tokens, ways, expected)
 )
 def test_micro_batches_that_do_not_fit_are_refused(tokens, ways, sentence):
     with pytest.raises(ValueError, match=sentence):
-        micro_batches.rows_within(tokens, row_tokens=10, queries=7, completions=20, ways=ways)
+        micro_batches.limits(tokens, row_tokens=10, queries=7, completions=20, ways=ways)

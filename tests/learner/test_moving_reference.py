@@ -20,7 +20,7 @@ from tba_jax.run import metrics
 from tba_jax.run import snapshots as snapshots_lib
 from tba_jax.run.checkpoints import Checkpoints
 from tests.support import frozen_runs, tiny_run
-from tests.support.tiny_updates import MODEL, POLICY, random_batch, random_params, settings
+from tests.support.tiny_updates import MODEL, POLICY, limits, random_batch, random_params, settings
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
 

@@ -31,6 +31,7 @@ from tests.support.tiny_updates import (
     R,
     assert_same,
     batch_of,
+    limits,
     make_step,
     measured,
     one_pass,

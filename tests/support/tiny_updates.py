@@ -100,6 +100,7 @@ def make_step(
         packed = packing.pack(np.asarray(batch.tokens), *lengths, R=batch.R, plan=plan, limits=config.limits)
         return jitted(state, frozen, batch, packed, whole_groups=plan.whole_groups)
 
+    step.jitted = jitted
     return step
 
 
