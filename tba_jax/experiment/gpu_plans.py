@@ -20,7 +20,7 @@ from tba_jax.roles.gpus import CONTEXT_BYTES, DEFAULT_SHARE, Gpu
 from tba_jax.run import layout
 
 _GIB = 1 << 30
-# GiB of GPUs whose name says how much they have. Of a small one, what error correction takes is left out.
+# GiB of GPUs whose name says how much they have, as the driver reports them: error correction takes a part of some.
 MEMORY = {"T4": 14.7, "L4": 22.4, "A10G": 22.4, "L40S": 44.9, "A100": 80, "H100": 79.6, "H200": 140, "B200": 179}
 # The share of a GPU's memory that programs may take at most: another compiler's figures stand for them, and gaps between arrays
 # are lost.

@@ -136,6 +136,12 @@ def head_by_head(params: Params, config: DecoderConfig, put: Callable[[Any, Form
     return params | {"layers": {i: layer(tree) for i, tree in params["layers"].items()}}
 
 
+def others(params: Params, part: Params) -> list[Any]:
+    """The parameters that are not in a part. Args: part: one of `one_by_one`, or `largest`."""
+    names = parameters.flatten(part).keys()
+    return [x for name, x in parameters.flatten(params).items() if name not in names]
+
+
 def unstacked_shapes(params: Params, config: DecoderConfig, mesh: Mesh) -> Params:
     """What `unstack` makes of shapes on a mesh, as jax.ShapeDtypeStruct: each layer is split as the stack is."""
     shapes = jax.eval_shape(functools.partial(unstack, config=config), params)

@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from tba_jax.models import hardware, parameters
+from tba_jax.models import hardware, kv_cache
 from tba_jax.programs import Program, with_beside
 from tba_jax.rewards import embeddings, generator, passes, sequence, task_models, unsafe_token
 from tba_jax.tasks.interface import ModelUse, Task
@@ -110,7 +110,7 @@ def _generator(use: ModelUse, mesh: Mesh, length: int) -> Models:
     unstack = made.pop("weights as decoded with")
     (one,) = unstack.arguments
     stacked = generator.weights(_config(use, mesh), mesh)
-    rest = [x for name, x in parameters.flatten(stacked).items() if name not in parameters.flatten(one)]
+    rest = kv_cache.others(stacked, one)
     del made["caches"]  # as large as what the others take
     return Models(
         held={use.name: (weights, prompts, slots)},

@@ -86,19 +86,10 @@ def programs(
     made = reference.programs(contract, base, policy=policy, mesh=mesh, rows=rows, **limits)
     scoring = {name: dataclasses.replace(program, room=fewer) for name, program in made.items()}
     parts = {**models.held, "reference": base, "caches": (prompts, slots), "policy in use": in_use}
-    split = (f"{section}.mesh.tensor", f"{section}.mesh.fsdp")
-    room = {
-        "temporaries": (slots_setting, f"{section}.mesh.tensor"),
-        "caches": (slots_setting, f"{section}.mesh.tensor", "task.response_length"),
-        **dict.fromkeys(("arguments", "reference", "policy in use"), split),
-        "next policy": (f"{section}.swap_memory", *split),
-        **models.room,
-    }
-    in_place = swap_memory == "in_place"
+    room = {**_room(section, slots_setting), **models.room}
     unstack = of_lane.pop("weights as decoded with")
     (one,) = unstack.arguments
-    other = [x for name, x in parameters.flatten(sampled).items() if name not in parameters.flatten(one)]
-    if in_place:
+    if swap_memory == "in_place":
         # The place of the one in use is free by then.
         rest = kv_cache.without(in_use, one, policy.model)
         swapping = with_beside({"a parameter of the next policy": unstack}, parts | {"policy in use": rest}, room)
@@ -106,9 +97,10 @@ def programs(
     else:
         # Another thread loads the next policy while this one decodes or scores.
         kept = [] if _takes_snapshot(policy, weights) else [published]
+        loaded = {"next policy": [kv_cache.others(sampled, one), kept]}
         swapping = {
             "next policy from its snapshot": Program(function=swap, arguments=(published, base)),
-            "a parameter of the next policy": dataclasses.replace(unstack, beside={"next policy": [other, kept]}),
+            "a parameter of the next policy": dataclasses.replace(unstack, beside=loaded),
         }
         swapping = with_beside(swapping, parts, room)
         held = [in_use, one, kept]
@@ -120,6 +112,17 @@ def programs(
         **with_beside(start, before, room),
         **swapping,
         **with_beside({**of_lane, **scoring, **models.scoring}, parts | next_policy, room),
+    }
+
+
+def _room(section: str, slots_setting: str) -> dict[str, Sequence[str]]:
+    """See programs.with_beside, of the parts that a role with a Sampler holds. Args: see `programs`."""
+    split = (f"{section}.mesh.tensor", f"{section}.mesh.fsdp")
+    return {
+        "temporaries": (slots_setting, f"{section}.mesh.tensor"),
+        "caches": (slots_setting, f"{section}.mesh.tensor", "task.response_length"),
+        **dict.fromkeys(("arguments", "reference", "policy in use"), split),
+        "next policy": (f"{section}.swap_memory", *split),
     }
 
 

@@ -65,7 +65,7 @@ def test_the_page_has_rows_of_the_list_and_everything_fits():
 
 @pytest.mark.slow
 def test_the_page_is_what_the_compiler_says(tmp_path):
-    """Of the demo; FIT_ROWS=WORDS of --rows: of other rows, which take hours together."""
+    """Compiles the row of the demo, or with FIT_ROWS=WORDS the rows of --rows=WORDS, which take hours together."""
     if importlib.util.find_spec("libtpu") is None:
         pytest.skip("the TPU's compiler is not installed: pip install -e '.[tpu]'")
     words = os.environ.get("FIT_ROWS", "demo")

@@ -265,7 +265,7 @@ def compiled_arguments(role: str):
 def test_a_role_that_does_not_fit_is_told_what_to_change():
     fit = fitting.Fit(
         name="update",
-        program=Program(function=print, arguments=(), room={"temporaries": ("learner.micro_batch_tokens", "learner.remat")}),
+        program=Program(function=print, arguments=(), room={"temporaries": ("learner.micro_batch_tokens", "task.custom.judge")}),
         arguments=1 << 30,
         temporaries=20 << 30,
         outputs=1 << 30,
@@ -278,7 +278,7 @@ def test_a_role_that_does_not_fit_is_told_what_to_change():
     assert said.startswith(
         "trainer    does not fit: 22.00 GiB of 16.00 GiB (update); most of it: temporaries, 20.00 GiB; change "
     )
-    assert "; change learner.micro_batch_tokens=" in said and "refused by the compiler" in said
+    assert "; change learner.micro_batch_tokens=0, task.custom.judge; not" in said and "refused by the compiler" in said
     assert "not checked: the warm start" in said
 
 
@@ -315,6 +315,7 @@ def refusal(arguments: list[str], capsys) -> str:
         (["--dry_run", "--compile", "--topology=v5p:2x2x1"], ["one of the two"]),
         (["--dry_run", "--compile", "--config.learner.mesh.fsdp=3"], ["learner.mesh", "not divisible by 3"]),
         (["--dry_run", "--topology=trainer=v5p:2x2x1", "--role=searcher"], ["--role=searcher"]),
+        (["--dry_run", "--topology=evaluator=v5p:2x2x1", "--config.evaluation.enabled=False"], ["names no role of this run"]),
         (["--dry_run", "--compile", "--role=reference"], ["--role=reference"]),
         (["--dry_run", "--compile", "--config.model.attention=splash"], ["model.attention=splash needs a TPU", "cpu"]),
         (["--role=searcher", "--config.model.attention=splash"], ["model.attention=splash needs a TPU", "cpu"]),

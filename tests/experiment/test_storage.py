@@ -11,6 +11,19 @@ from tba_jax.run import places, processes
 from tests.support import silent_mount, tiny_run
 
 
+def test_after_a_place_that_does_not_answer_the_others_have_less_time(monkeypatch, tmp_path):
+    limits = []
+
+    def no_answer(place, *, report, limit):
+        limits.append(limit)
+        raise TimeoutError
+
+    monkeypatch.setattr(storage.places, "check_answers", no_answer)
+    with pytest.raises(ValueError, match="2 mistakes"):
+        storage.check([("model.path", tmp_path / "a"), ("replay.mount", tmp_path / "b")], limit=30.0)
+    assert limits == [30.0, 2.0]
+
+
 @pytest.fixture
 def silent_store(monkeypatch):
     """An S3 server that takes connections and never answers."""

@@ -46,7 +46,7 @@ def empty_own(config: DecoderConfig, entries: int) -> kv_cache.Cache:
 
 
 def test_weights_lie_head_by_head_where_heads_fill_tiles(monkeypatch):
-    """Of the maps whose results are heads, and of no other."""
+    """The weights of maps whose results are heads do, and no others."""
     plain = unstack(random_params(GROUPED), config=GROUPED)
     assert kv_cache.head_by_head(plain, GROUPED, jax.device_put) is plain
     monkeypatch.setattr(kv_cache, "_TILE_COLUMNS", GROUPED.head_size)

@@ -78,7 +78,7 @@ def test_the_programs_are_those_that_loaded_models_run(folders, name, devices):
     task, mesh = TASKS[name](folders), sharding.task_mesh(0, jax.devices()[:devices])
     made = programs.of_task(task, mesh, role="evaluator", length=LENGTH).alone()
     query, ended = task.queries("heldout")[0], np.ones(2, bool)
-    # Red-teaming cuts what is too long. Of a reward model, a character is a token.
+    # Red-teaming cuts what is too long. This reward model has a token for each character.
     longest = LONG[: LENGTH - 1 - len(query.prompt)] if name == "tldr" else LONG
     with lowered.calls() as called:
         task.start(mesh, LOADERS)
