@@ -14,8 +14,9 @@ import chex
 import flax.struct
 import numpy as np
 
-# Micro-batches have so many different numbers of sequences at most, and so many shapes are compiled.
-_SHAPES = 8
+# Micro-batches of packed sequences have so many different numbers of sequences at most. One more shape, that of as many sequences as
+# may be with one row each, makes 8 shapes of any one program.
+_SHAPES = 7
 
 # A micro-batch as sequences, a sequence as numbers of rows.
 Parts = list[list[list[int]]]
@@ -26,14 +27,15 @@ class Sequences:
     """M sequences of S tokens that hold rows of a batch. Response token t of row b has the number b·R + t.
 
     tokens: int32[M, S]. segments: int32[M, S], the number of a row in its sequence, from 1 on; 0: padding. positions:
-    int32[M, S], in the row.
-    states, targets, numbers: int32[M, S], the response tokens of a sequence one after the other, and then padding: the place
-    in the sequence whose hidden state predicts a token, its id, and its number, B·R for padding.
+    int32[M, S], in the row. Both are None where a sequence holds one row, from its beginning on.
+    states, targets, numbers: int32[M, places], the response tokens of a sequence one after the other, and then padding: the place
+    in the sequence whose hidden state predicts a token, its id, and its number, B·R for padding. There are S places, or R where a
+    sequence holds one row.
     """
 
     tokens: chex.Array
-    segments: chex.Array
-    positions: chex.Array
+    segments: chex.Array | None
+    positions: chex.Array | None
     states: chex.Array
     targets: chex.Array
     numbers: chex.Array
@@ -43,7 +45,7 @@ class Sequences:
 class Packed:
     """A batch of B rows in n micro-batches.
 
-    micro_batches: leaves [n, M, S]. count: int32[], how many of them hold rows: the first ones. of_row: int32[B], the number of the
+    micro_batches: leaves [n, M, …]. count: int32[], how many of them hold rows: the first ones. of_row: int32[B], the number of the
     micro-batch that holds a row.
     """
 
@@ -77,11 +79,13 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Where the rows of a batch lie. sequences: M. whole_groups: whether the rows of each query are in one micro-batch. useful:
-    the share of the computed tokens that are of rows."""
+    """Where the rows of a batch lie. sequences: M. one_row: whether no sequence holds more than one row, and M is the most that it
+    may be. whole_groups: whether the rows of each query are in one micro-batch. useful: the share of the computed tokens that are
+    of rows."""
 
     parts: Parts
     sequences: int
+    one_row: bool
     whole_groups: bool
     useful: float
 
@@ -108,11 +112,15 @@ def plan(tokens: np.ndarray, limits: Limits, *, second_pass: float) -> Plan:
         cheaper = together is not None and _computed(together, limits) <= (1 + second_pass) * _computed(apart, limits)
         parts = together if cheaper else apart
     assert parts is not None
-    computed = _computed(parts, limits)
+    whole_groups, computed = parts is together, _computed(parts, limits)
+    sequences = computed // len(parts)
+    # Packing saves nothing here, and sequences of one row need no segments, and fewer places for response tokens.
+    one_row = sequences == limits.sequences and all(sum(map(len, part)) <= sequences for part in parts)
     return Plan(
-        parts=parts,
-        sequences=computed // len(parts),
-        whole_groups=parts is together,
+        parts=[[[row] for rows in part for row in rows] for part in parts] if one_row else parts,
+        sequences=sequences,
+        one_row=one_row,
+        whole_groups=whole_groups,
         useful=float(tokens.sum()) / (computed * limits.length),
     )
 
@@ -172,9 +180,11 @@ def pack(
     tokens: np.ndarray, prompt_length: np.ndarray, response_length: np.ndarray, *, R: int, plan: Plan, limits: Limits
 ) -> Packed:
     """The rows where the plan has them. Args: as in trajectory: tokens int32[B, T], lengths int32[B]."""
-    B, shape = len(tokens), (limits.micro_batches, plan.sequences, limits.length)
-    of_row, made = np.zeros(B, np.int32), {field.name: np.zeros(shape, np.int32) for field in dataclasses.fields(Sequences)}
+    B, shape, places = len(tokens), (limits.micro_batches, plan.sequences), R if plan.one_row else limits.length
+    made = {name: np.zeros((*shape, limits.length), np.int32) for name in ("tokens", "segments", "positions")}
+    made |= {name: np.zeros((*shape, places), np.int32) for name in ("states", "targets", "numbers")}
     made["numbers"][:] = B * R
+    of_row = np.zeros(B, np.int32)
     for i, part in enumerate(plan.parts):
         for j, rows in enumerate(part):
             of_row[rows] = i
@@ -190,4 +200,7 @@ def pack(
                 made["targets"][told] = tokens[row, prompt : prompt + response]
                 made["numbers"][told] = row * R + np.arange(response)
                 begin, listed = begin + size, listed + response
-    return Packed(micro_batches=Sequences(**made), count=np.int32(len(plan.parts)), of_row=of_row)
+    if plan.one_row:
+        del made["segments"], made["positions"]
+    sequences = Sequences(**dict(segments=None, positions=None) | made)
+    return Packed(micro_batches=sequences, count=np.int32(len(plan.parts)), of_row=of_row)

@@ -1,5 +1,7 @@
 """Where rows lie in sequences, and what is found there."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, strategies
@@ -26,6 +28,8 @@ def test_every_row_lies_in_one_place_within_the_limits(tokens, sequences, second
         assert all(sum(tokens[row] for row in rows) <= of.length for rows in part)
         groups = {row // of.group for rows in part for row in rows}
         assert not found.whole_groups or len(groups) * of.group == sum(map(len, part))
+    if found.one_row:
+        assert found.sequences == sequences and all(len(rows) == 1 for part in found.parts for rows in part)
     computed = len(found.parts) * found.sequences * of.length
     assert found.useful == pytest.approx(tokens.sum() / computed)
     assert packing.plan(tokens, of, second_pass=second_pass) == found, "it follows from the lengths alone"
@@ -35,7 +39,7 @@ def test_numbers_of_sequences_are_few():
     for sequences, ways in ((1, 1), (6, 2), (8, 8), (40, 4), (4096, 16)):
         of = limits(sequences=sequences, ways=ways)
         found = {of.rounded(count) for count in range(1, sequences + 1)}
-        assert len(found) <= 8 and max(found) == sequences and all(count % ways == 0 for count in found)
+        assert len(found) <= 7 and max(found) == sequences and all(count % ways == 0 for count in found)
         assert all(count <= of.rounded(count) for count in range(1, sequences + 1))
 
 
@@ -47,20 +51,38 @@ def test_groups_are_split_where_they_waste_more_than_a_second_pass():
     assert not apart.whole_groups and len(apart.parts) == 3
 
 
+def test_rows_lie_alone_where_packing_saves_nothing():
+    """24 long rows; 22 packed sequences, which count as 24; and 16 sequences, which have a shape of their own."""
+    for tokens, sequences, one_row in (([11] * 24, 24, True), ([11] * 22 + [5] * 2, 24, True), ([11] * 16 + [5] * 8, 16, False)):
+        found = packing.plan(np.array(tokens), limits(sequences=24), second_pass=0.0)
+        assert (found.sequences, found.one_row) == (sequences, one_row)
+
+
 def test_a_row_longer_than_a_sequence_is_refused():
     with pytest.raises(ValueError, match="a row of 21 tokens does not fit a sequence of 20"):
         packing.plan(np.full(24, 21), limits(), second_pass=0.0)
 
 
-def test_rows_are_found_again_in_their_sequences():
+# Packed sequences, and sequences of one row.
+@pytest.mark.parametrize("sequences", [4, 24])
+def test_rows_are_found_again_in_their_sequences(sequences):
     rng = np.random.default_rng(0)
     B, P, R = 24, 9, 12
     prompt, response = rng.integers(1, P + 1, B), rng.integers(0, R + 1, B)
+    if sequences == B:
+        prompt, response = np.full(B, P), rng.integers(R // 2, R + 1, B)
     tokens = rng.integers(1, 1000, (B, P + R)).astype(np.int32)
-    of = limits(length=P + R - 1, sequences=4, rows=B)
+    of = limits(length=P + R - 1, sequences=sequences, rows=B)
     found = packing.plan(packing.row_tokens(prompt, response), of, second_pass=0.0)
     whole = packing.pack(tokens, prompt, response, R=R, plan=found, limits=of)
-    packed = whole.micro_batches
+    packed, S = whole.micro_batches, P + R - 1
+    if found.one_row:
+        assert packed.segments is None and packed.positions is None and packed.states.shape[2] == R
+        row = packed.numbers.max(axis=2, where=packed.numbers < B * R, initial=-1) // R
+        size = np.where(row < 0, 0, (prompt + response - 1)[row])
+        segments = (np.arange(S) < size[..., None]).astype(np.int32)
+        packed = dataclasses.replace(packed, segments=segments, positions=np.arange(S) * segments)
+    assert found.one_row == (sequences == B)
     assert packed.tokens.shape == (of.micro_batches, found.sequences, P + R - 1) and whole.count == len(found.parts)
     seen = np.zeros(B * R, bool)
     for i, j in np.ndindex(*packed.tokens.shape[:2]):

@@ -67,7 +67,7 @@ def response_logprobs(
 
 
 def packed_hidden_states(model: Decoder, sequences: Sequences, *, remat: str) -> jax.Array:
-    """compute_dtype[M, S, D]: the hidden states that the listed response tokens are predicted from.
+    """compute_dtype[M, places, D]: the hidden states that the listed response tokens are predicted from.
 
     Args: remat: see response_logprobs.
     """
@@ -83,7 +83,7 @@ def packed_logprobs(
     Args: none: the number of padding, B·R.
 
     Returns:
-      float32[M, S] and float32[M, S], 0 where there is no token.
+      float32[M, places] and float32[M, places], 0 where there is no token.
     """
     listed = sequences.numbers < none
     used = jnp.max(jnp.sum(listed, axis=1))
@@ -94,7 +94,7 @@ def packed_logprobs(
 
 
 def by_row(values: jax.Array, numbers: jax.Array, *, B: int, R: int) -> jax.Array:
-    """Values of the listed response tokens, [M, S], in their rows: [B, R], 0 elsewhere."""
+    """Values of the listed response tokens, [M, places], in their rows: [B, R], 0 elsewhere."""
     flat = jnp.zeros(B * R, values.dtype)
     return flat.at[numbers.reshape(-1)].add(values.reshape(-1), mode="drop").reshape(B, R)
 

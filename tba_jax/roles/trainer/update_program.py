@@ -154,8 +154,7 @@ class UpdateProgram:
     @property
     def _packed_shardings(self) -> packing.Packed:
         whole, sequences = sharding.replicated(self.mesh), sharding.sequences_sharding(self.mesh)
-        names = (field.name for field in dataclasses.fields(packing.Sequences))
-        return packing.Packed(micro_batches=packing.Sequences(**dict.fromkeys(names, sequences)), count=whole, of_row=whole)
+        return packing.Packed(micro_batches=sequences, count=whole, of_row=whole)
 
     def move_reference(self, step: int) -> None:
         """Moves the reference if that is due after `step` updates, and restarts Adam's moments with it if the config says so."""
