@@ -14,8 +14,8 @@ import chex
 import flax.struct
 import numpy as np
 
-# Micro-batches of packed sequences have so many different numbers of sequences at most. One more shape, that of as many sequences as
-# may be with one row each, makes 8 shapes of any one program.
+# Micro-batches of packed sequences have so many different numbers of sequences at most. One more shape, that of as many sequences
+# as may be with one row each, makes 8 shapes of any one program.
 _SHAPES = 7
 
 # A micro-batch as sequences, a sequence as numbers of rows.
@@ -45,8 +45,8 @@ class Sequences:
 class Packed:
     """A batch of B rows in n micro-batches.
 
-    micro_batches: leaves [n, M, …]. count: int32[], how many of them hold rows: the first ones. of_row: int32[B], the number of the
-    micro-batch that holds a row.
+    micro_batches: leaves [n, M, …]. count: int32[], how many of them hold rows: the first ones. of_row: int32[B], the number of
+    the micro-batch that holds a row.
     """
 
     micro_batches: Sequences
@@ -79,9 +79,9 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Where the rows of a batch lie. sequences: M. one_row: whether no sequence holds more than one row, and M is the most that it
-    may be. whole_groups: whether the rows of each query are in one micro-batch. useful: the share of the computed tokens that are
-    of rows."""
+    """Where the rows of a batch lie. sequences: M. one_row: whether no sequence holds more than one row, and M is the most that
+    it may be. whole_groups: whether the rows of each query are in one micro-batch. useful: the share of the computed tokens that
+    are of rows."""
 
     parts: Parts
     sequences: int

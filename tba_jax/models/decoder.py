@@ -1,6 +1,7 @@
 """One decoder-only transformer, by configuration: GPT-2, GPT-NeoX, Llama, Mistral, Qwen2, Qwen3 and Gemma 3 are settings of it.
 
-Training scans over the stack of blocks with rematerialisation; decoding (kv_cache.py) has them one by one.
+Training scans over the stack of blocks, unless they are few and nothing is rematerialised; decoding (kv_cache.py) has them one by
+one.
 """
 
 import functools
@@ -29,6 +30,10 @@ from tba_jax.models.layers import (
     over_rows,
 )
 from tba_jax.models.parameters import Definition
+
+# Up to so many layers are unrolled where the backward pass recomputes nothing: a loop copies what each layer keeps into arrays of
+# all layers, and the weights of each layer out of them. With rematerialisation a loop is what bounds the memory.
+_UNROLLED = 8
 
 
 class Block(nnx.Module):
@@ -131,6 +136,7 @@ class Decoder(nnx.Module):
             along=jnp.array(c.local_layers) if len(kinds) > 1 else None,
             dtype=c.compute_dtype,
             policy=REMAT_POLICIES[remat],
+            unroll=remat == "none" and c.layers <= _UNROLLED,
         )
         return self.final_norm(x).reshape(B, T, -1)
 

@@ -188,7 +188,9 @@ def token_logprobs(
     steps = max(1, min(R, logit_bytes // (4 * B * model.config.vocab)))
     head = model.head(vmapped=True)
     of_row = functools.partial(row_logprobs, head, space=space, steps=steps, used=used)
-    return jax.vmap(of_row)(hidden, tokens, jnp.broadcast_to(jnp.arange(R), (B, R)) if position is None else position)
+    return jax.vmap(of_row)(
+        hidden, jnp.asarray(tokens), jnp.broadcast_to(jnp.arange(R), (B, R)) if position is None else position
+    )
 
 
 def row_logprobs(
@@ -220,12 +222,7 @@ def row_logprobs(
     (R,) = tokens.shape
 
     def block(hidden: jax.Array, tokens: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array]:
-        distribution = log_softmax(head(hidden), position, space)
-        # A sum over the vocabulary, not a gather: its gradient needs no array of its own, and shards of the vocabulary add up.
-        chosen = jnp.sum(jnp.where(jnp.arange(distribution.shape[-1]) == tokens[:, None], distribution, 0.0), axis=-1)
-        detached = jax.lax.stop_gradient(distribution)
-        entropy = -jnp.sum(jnp.where(jnp.isfinite(detached), jnp.exp(detached) * detached, 0.0), axis=-1)
-        return chosen, entropy
+        return chosen_logprobs(restrict(head(hidden), position, space) / space.temperature, tokens)
 
     if steps == R:
         return block(hidden, tokens, position)
@@ -249,6 +246,46 @@ def row_logprobs(
     return logprobs, entropy
 
 
+@jax.custom_vjp
+def chosen_logprobs(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """log softmax(logits) at the tokens, and the entropy of softmax(logits), float32[t] each, nats. Entropy carries no gradient.
+
+        log π(y) = z[y] − m − log Σ_v exp(z[v] − m),  m = max_v z[v]
+        entropy = log Σ_v exp(z[v] − m) − Σ_v π(v) (z[v] − m)
+
+    The backward pass, ∂ log π(y) / ∂ z[v] = 1[v = y] − π(v), keeps the logits and two numbers of each token. The derivative that
+    JAX would take of log_softmax reads and writes more arrays of the logits' size, which a large vocabulary makes slow.
+
+    Args: logits: float32[t, V], -inf outside of the response space. tokens: int32[t].
+    """
+    return _chosen_forward(logits, tokens)[0]
+
+
+def _chosen_forward(logits: jax.Array, tokens: jax.Array) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
+    largest = jnp.max(logits, axis=-1, keepdims=True)
+    below = logits - largest
+    weights = jnp.exp(below)
+    total = jnp.sum(weights, axis=-1)
+    entropy = jnp.log(total) - jnp.sum(jnp.where(weights > 0, weights * below, 0.0), axis=-1) / total
+    # A sum over the vocabulary, not a gather: shards of the vocabulary add up.
+    chosen = jnp.sum(jnp.where(_is_token(logits, tokens), below, 0.0), axis=-1) - jnp.log(total)
+    return (chosen, entropy), (logits, tokens, largest, total)
+
+
+def _chosen_backward(kept: tuple[jax.Array, ...], cotangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+    logits, tokens, largest, total = kept
+    weights = jnp.exp(logits - largest - jnp.log(total)[..., None])
+    return cotangents[0][..., None] * (_is_token(logits, tokens) - weights), None
+
+
+def _is_token(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    """bool[t, V]."""
+    return jnp.arange(logits.shape[-1]) == tokens[..., None]
+
+
+chosen_logprobs.defvjp(_chosen_forward, _chosen_backward)
+
+
 def restrict(logits: jax.Array, position: jax.Array, space: ResponseSpace) -> jax.Array:
     """The logits, float32[..., V], -inf outside of the response space.
 
@@ -264,8 +301,3 @@ def restrict(logits: jax.Array, position: jax.Array, space: ResponseSpace) -> ja
         too_early = (position + 1 < space.min_length)[..., None] & (jnp.arange(V) == space.eos_id)
         logits = jnp.where(too_early, -jnp.inf, logits)
     return logits
-
-
-def log_softmax(logits: jax.Array, position: jax.Array, space: ResponseSpace) -> jax.Array:
-    """log softmax(logits / temperature) over the response space: float32[..., V], nats, -inf outside. Args: see restrict."""
-    return jax.nn.log_softmax(restrict(logits, position, space) / space.temperature, axis=-1)

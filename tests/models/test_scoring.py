@@ -38,12 +38,33 @@ def test_restricted_distributions_equal_a_numpy_loop(min_length, banned):
     wanted = space(min_length=min_length, banned_tokens=banned)
     logits = np.random.default_rng(0).normal(size=(B, R, V)).astype(np.float32)
     position = np.broadcast_to(np.arange(R, dtype=np.int32), (B, R))
-    found = np.asarray(jax.jit(functools.partial(scoring.log_softmax, space=wanted))(logits, position))
+    restricted = np.asarray(jax.jit(functools.partial(scoring.restrict, space=wanted))(logits, position))
+    chosen = jax.jit(scoring.chosen_logprobs)
+    every_token = [chosen(restricted / wanted.temperature, np.full((B, R), v))[0] for v in range(V)]
+    found = np.stack(every_token, axis=-1)
     expected = np.array([[numpy_distribution(logits[b, t], t, wanted) for t in range(R)] for b in range(B)])
     np.testing.assert_array_equal(np.isfinite(found), expected > 0)
     np.testing.assert_allclose(np.exp(found), expected, atol=1e-6)
-    restricted = np.asarray(scoring.restrict(logits, position, wanted))
     np.testing.assert_array_equal(restricted, np.where(expected > 0, logits, -np.inf))
+
+
+def test_the_derivative_of_chosen_logprobs_equals_a_numpy_loop():
+    """Σ_t w_t log π(y_t), of large logits too; a token outside of the space has no gradient, and the entropy gives none."""
+    rng = np.random.default_rng(0)
+    logits, tokens, weights = 30 * rng.normal(size=(R, V)), rng.integers(1, V, R), rng.normal(size=R)
+    logits[:, 0] = -np.inf
+
+    def summed(logits: jax.Array) -> jax.Array:
+        chosen, entropy = scoring.chosen_logprobs(logits, tokens)
+        return jnp.sum(weights * chosen) + jnp.sum(entropy)
+
+    expected = np.zeros((R, V))
+    for t in range(R):
+        probabilities = np.exp(logits[t] - logits[t].max())
+        expected[t] = weights[t] * ((np.arange(V) == tokens[t]) - probabilities / probabilities.sum())
+    found = jax.jit(jax.grad(summed))(logits.astype(np.float32))
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert not found[:, 0].any()
 
 
 def test_each_row_may_be_at_a_position_of_its_own():

@@ -152,8 +152,10 @@ class UpdateProgram:
         return self._moving_reference.rescore(self.frozen, batch, packed) if self._moving_reference else batch, packed, plan
 
     @property
-    def _packed_shardings(self) -> packing.Packed:
-        whole, sequences = sharding.replicated(self.mesh), sharding.sequences_sharding(self.mesh)
+    def _packed_shardings(self) -> Any:
+        """A prefix of the tree of packing.Packed."""
+        sequences: Any = sharding.sequences_sharding(self.mesh)
+        whole = sharding.replicated(self.mesh)
         return packing.Packed(micro_batches=sequences, count=whole, of_row=whole)
 
     def move_reference(self, step: int) -> None:
