@@ -1,0 +1,242 @@
+"""What the project's update costs beside a bare JAX step of the same mathematics (bare.py), and where the difference is.
+
+taskset -c 0,1 python -m benchmarks.bare_step [--vocab=4096,32000] [--pairs=15] [--profile] [--remat=none]
+
+32 rows of 64 + 64 tokens, 4 prompts of 8 rows, 6 layers of width 384, float32, trajectory balance, AdamW after clipping. The
+project's side is UpdateProgram.apply, as the trainer calls it: rows on the host are packed and placed, and measurements come back
+to the host. The bare side transfers the same rows and reads its loss and norm. Both begin from the same weights. Pairs are
+interleaved in one process, the side that goes first alternates, and the table has the quartiles of the ratio over the pairs.
+
+--profile compares the project's update with itself, once for each part that can be left out or set otherwise: a ratio of 0.98
+says that the part costs 2 %. What is left out stays left out for the benchmark alone.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl import app, flags
+
+from benchmarks import bare
+from configs import base
+from tba_jax import sharding, trajectory
+from tba_jax.experiment import composition
+from tba_jax.learner import descent
+from tba_jax.learner import update as update_lib
+from tba_jax.models import decoder
+from tba_jax.models.parameters import Params
+from tba_jax.roles.trainer.update_program import UpdateProgram
+
+_VOCAB = flags.DEFINE_list("vocab", ["4096", "32000"], "Vocabularies to measure.")
+_PAIRS = flags.DEFINE_integer("pairs", 15, "Measurements of each side.", lower_bound=2)
+_PROFILE = flags.DEFINE_boolean("profile", False, "Also measure what each part of the update costs.")
+_ONLY = flags.DEFINE_list("only", [], "Parts that --profile measures; default: all.")
+_REMAT = flags.DEFINE_string("remat", "none", "learner.remat of the project's update. The bare step rematerialises nothing.")
+
+BETA = 0.1
+SIZES: dict[str, Any] = {
+    "task.prompt_length": 64,
+    "task.response_length": 64,
+    "learner.queries": 4,
+    "learner.completions": 8,
+    "model.layers": 6,
+    "model.width": 384,
+    "model.heads": 6,
+    "model.kv_heads": 6,
+    "model.head_size": 64,
+    "model.ffn": 1024,
+}
+_LEARNER: dict[str, Any] = {
+    "learner.beta_start": BETA,
+    "learner.beta_end": BETA,
+    "learner.warmup_steps": 0,
+    "learner.mesh.data": 1,
+    "learner.mesh.fsdp": 1,
+    "learner.learning_rate": 1e-4,
+}
+
+
+def update_program(changes: Mapping[str, Any], vocab: int) -> UpdateProgram:
+    """The trainer's update on the first device, with random weights. Args: changes: settings of the base recipe."""
+    config = base.get_config()
+    config.update_from_flattened_dict(SIZES | _LEARNER | dict(changes))
+    built = composition.build(config)
+    policy = dataclasses.replace(built.policy, model=dataclasses.replace(built.policy.model, vocab=vocab))
+    # The ids of a tokenizer's special tokens would be banned: here all responses over the vocabulary count.
+    contract = dataclasses.replace(built.contract, banned_tokens=())
+    program = UpdateProgram(config, contract, policy, devices=jax.devices()[:1])
+    program.begin(jax.jit(policy.base.init)(jax.random.key(0)))
+    return program
+
+
+def random_rows(program: UpdateProgram, changes: Mapping[str, Any], vocab: int, *, full: bool = True) -> trajectory.Rows:
+    """Rows of random tokens whose prompts all have P tokens. Args: full: whether responses have R tokens, or 1 to R."""
+    sizes = SIZES | dict(changes)
+    B, P, R = program.rows, sizes["task.prompt_length"], sizes["task.response_length"]
+    rng = np.random.default_rng(0)
+    length = np.full(B, R, np.int32) if full else rng.integers(1, R + 1, B).astype(np.int32)
+    mask = trajectory.response_mask(length, R)
+    tokens = rng.integers(0, vocab, (B, P + R)).astype(np.int32)
+    tokens[:, P:][~mask] = 0
+    logprobs = np.where(mask, -rng.exponential(np.log(vocab), (B, R)), 0).astype(np.float32)
+    return {
+        "tokens": tokens,
+        "prompt_length": np.full(B, P, np.int32),
+        "response_length": length,
+        "ref_logprobs": logprobs,
+        "policy_logprobs": logprobs,
+        "behavior_logprobs": logprobs,
+        "policy_step": np.where(mask, 0, -1).astype(np.int32),
+        "reward": rng.normal(size=B).astype(np.float32),
+    }
+
+
+def bare_weights(params: Params) -> bare.Weights:
+    """The project's parameters, in any nesting of the policy, as the bare step has them."""
+    layers = params["layers"]
+    attention, fed = layers["attention"], layers["feed_forward"]
+    L, D = layers["attention_norm"]["scale"].shape
+    stacked = {name: attention[name]["weight"].reshape(L, D, -1) for name in ("query", "key", "value")}
+    stacked |= {"out": attention["out"]["weight"].reshape(L, -1, D)}
+    stacked |= {name: fed[name]["weight"] for name in ("gate", "up", "down")}
+    stacked |= {name: layers[name]["scale"] for name in ("attention_norm", "feed_forward_norm")}
+    return {
+        "embedding": jnp.array(params["embedding"]["weight"]),  # a copy: steps work in place
+        "final_norm": jnp.array(params["final_norm"]["scale"]),
+        "layers": [jax.tree.map(lambda x, layer=layer: x[layer], stacked) for layer in range(L)],
+    }
+
+
+def bare_rows(rows: trajectory.Rows) -> bare.Rows:
+    mask = trajectory.response_mask(rows["response_length"], rows["ref_logprobs"].shape[1])
+    return bare.Rows(tokens=rows["tokens"], mask=mask, ref_logprobs=rows["ref_logprobs"], reward=rows["reward"])
+
+
+def bare_sizes(changes: Mapping[str, Any]) -> bare.Sizes:
+    sizes = SIZES | dict(changes)
+    names = {"heads": "model.heads", "prompt": "task.prompt_length", "completions": "learner.completions"}
+    return bare.Sizes(**{name: sizes[key] for name, key in names.items()}, beta=BETA)
+
+
+def project_side(changes: Mapping[str, Any], vocab: int) -> tuple[UpdateProgram, Callable[[], dict[str, Any]]]:
+    """The program, and one update of it on full rows."""
+    program = update_program(changes, vocab)
+    return program, functools.partial(program.apply, random_rows(program, changes, vocab))
+
+
+def bare_side(program: UpdateProgram, changes: Mapping[str, Any], vocab: int) -> Callable[[], dict[str, Any]]:
+    """One bare step on the same rows, from the weights that the program has now."""
+    c = base.get_config().learner
+    adamw = optax.adamw(_LEARNER["learner.learning_rate"], b1=c.adam_beta1, b2=c.adam_beta2, weight_decay=c.weight_decay)
+    optimizer = optax.chain(optax.clip_by_global_norm(c.clip_norm), adamw)
+    weights, rows = bare_weights(program.policy_params), bare_rows(random_rows(program, changes, vocab))
+    step, state = bare.make_step(optimizer, bare_sizes(changes)), (weights, optimizer.init(weights))
+
+    def run() -> dict[str, Any]:
+        nonlocal state
+        state, measurements = step(state, jax.device_put(rows))
+        return jax.device_get(measurements)
+
+    return run
+
+
+def seconds(runs: Sequence[Callable[[], Any]], pairs: int) -> list[list[float]]:
+    """Seconds of each run, interleaved; the run that goes first alternates."""
+    found: list[list[float]] = [[] for _ in runs]
+    for pair in range(pairs):
+        for side in range(len(runs)) if pair % 2 == 0 else reversed(range(len(runs))):
+            begin = time.perf_counter()
+            runs[side]()
+            found[side].append(time.perf_counter() - begin)
+    return found
+
+
+def line(name: str, mine: Sequence[float], theirs: Sequence[float]) -> str:
+    lower, median, upper = np.quantile(np.array(mine) / np.array(theirs), [0.25, 0.5, 0.75])
+    medians = "".join(f"{1e3 * float(np.median(times)):10.1f}" for times in (mine, theirs))
+    return f"  {name:34}{medians}   {lower:7.3f}{median:8.3f}{upper:8.3f}"
+
+
+def compare(vocab: int, pairs: int, changes: Mapping[str, Any]) -> None:
+    """The update beside the bare step."""
+    program, mine = project_side(changes, vocab)
+    theirs = bare_side(program, changes, vocab)
+    first = mine(), theirs()
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose(first[0][name], first[1][name], rtol=1e-4, err_msg=f"the two sides differ in {name}")
+    print(line(f"v {vocab}: update / bare step", *seconds((mine, theirs), pairs)), flush=True)
+
+
+# Parts of the update. Each entry gives the settings and the patches under which the update is traced without the part.
+Part = tuple[dict[str, Any], Callable[[], contextlib.AbstractContextManager[Any]]]
+
+
+@contextlib.contextmanager
+def _without_finiteness() -> Iterator[None]:
+    def step(state: Any, frozen: Any, batch: Any, *, gradient_of: Any, optimizers: Any) -> Any:
+        gradient = gradient_of(state, frozen, batch)
+        after = descent._descend(state, gradient.by_part, optimizers)
+        norm = optax.tree.norm(gradient.by_part["policy"])
+        return after, {"loss": gradient.loss, "grad_norm": norm, **gradient.measurements}
+
+    with mock.patch.object(descent, "step", step):
+        yield
+
+
+PARTS: dict[str, Part] = {
+    "nothing left out (noise)": ({}, contextlib.nullcontext),
+    "diagnostics": ({}, lambda: mock.patch.object(update_lib, "diagnostics", lambda *_: {})),
+    "finiteness check": ({}, _without_finiteness),
+    "clipping by norm": ({"learner.clip_norm": 0.0}, contextlib.nullcontext),
+    "blocks of logits": ({"learner.logit_megabytes": 1024}, contextlib.nullcontext),
+    "remat": ({"learner.remat": "none"}, contextlib.nullcontext),
+    "parameter gathering": ({}, lambda: mock.patch.object(sharding, "constrain", lambda x, _: x)),
+    "kernel over rows": ({}, lambda: mock.patch.object(decoder, "over_rows", lambda x: x)),
+}
+
+
+def profile(vocab: int, pairs: int, changes: Mapping[str, Any], only: Sequence[str]) -> None:
+    """The update without a part, beside the whole update."""
+    whole = project_side(changes, vocab)[1]
+    whole()
+    for name, (leaves, patched) in PARTS.items():
+        if only and name not in only:
+            continue
+        with patched():
+            without = project_side(dict(changes) | leaves, vocab)[1]
+            without()  # traced here
+        print(line(f"v {vocab} without {name}", *seconds((without, whole), pairs)), flush=True)
+    host(vocab, pairs, changes)
+
+
+def host(vocab: int, pairs: int, changes: Mapping[str, Any]) -> None:
+    """Milliseconds of an update before its dispatch: rows are packed and placed."""
+    program, _ = project_side(changes, vocab)
+    rows = random_rows(program, changes, vocab)
+    (times,) = seconds((lambda: jax.block_until_ready(program._placed(rows)[:2]),), pairs)
+    print(f"  v {vocab}: host packs and places rows in {1e3 * float(np.median(times)):.1f} ms", flush=True)
+
+
+def main(_: list[str]) -> None:
+    changes = {"learner.remat": _REMAT.value}
+    print(f"{len(os.sched_getaffinity(0))} cores, learner.remat={_REMAT.value}, {_PAIRS.value} pairs")
+    print(f"  {'':34}{'this, ms':>10}{'other, ms':>10}   {'lower':>7}{'median':>8}{'upper':>8}")
+    for vocab in map(int, _VOCAB.value):
+        compare(vocab, _PAIRS.value, changes)
+        if _PROFILE.value:
+            profile(vocab, _PAIRS.value, changes, _ONLY.value)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
+    sys.exit(app.run(main))
