@@ -1,0 +1,100 @@
+"""Steps of TRL, of Tunix and of tba_jax on the same work, side by side.
+
+python -m benchmarks.peers --workdir=runs/peers [--gsm8k=FOLDER] [--cases=…] [--systems=…] [--repeats=5] [--reference=both]
+
+The peers get virtual environments below --environments, with pinned versions; a peer that cannot be installed, or fails, has its
+reason in the table. All systems begin with the same weights (a small Llama with random ones) and tokenizer, and have the same
+prompts, reward, rows and optimiser; each step is a real update on responses of the weights of the step before (tba_async: of a
+few steps before). A run is a process of its own, or several for tba_async, on the same cores. Runs are interleaved: each system
+once, then each a second time. Steps that compile are not counted. What is done is not made again.
+
+--reference=with: all have a reference policy (a KL term with β > 0 in TRL and Tunix). without: none has.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import app, flags
+
+from benchmarks.peers import cases, jobs, table
+
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder for inputs, runs and results.", required=True)
+_ENVIRONMENTS = flags.DEFINE_string("environments", "", "Folder of the peers' environments; default: below --workdir.")
+_GSM8K = flags.DEFINE_string("gsm8k", "", "Folder with train.jsonl and test.jsonl of GSM8K, for the cases with its questions.")
+_CASES = flags.DEFINE_list("cases", [], f"Among {', '.join(cases.CASES)}; default: all.")
+_SYSTEMS = flags.DEFINE_list("systems", [], f"Among {', '.join(cases.SYSTEMS)}; default: all.")
+_REFERENCE = flags.DEFINE_enum("reference", "both", ["with", "without", "both"], "Steps with a reference policy or without.")
+_REPEATS = flags.DEFINE_integer("repeats", 5, "Runs of each system on each case.", lower_bound=1)
+_STEPS = flags.DEFINE_integer("steps", 6, "Timed steps of a run.", lower_bound=2)
+_CORES = flags.DEFINE_integer(
+    "cores", 0, "Of this process' cores, how many a system gets: the first ones; 0: all.", lower_bound=0
+)
+
+
+def measure(root: Path, groups: Sequence[table.Group], systems: Sequence[str], cores: tuple[int, ...]) -> table.Found:
+    """Group -> system -> the records of its runs, or the sentence that says why there are none."""
+    gsm8k = Path(_GSM8K.value).absolute() if _GSM8K.value else None
+    environments = Path(_ENVIRONMENTS.value).absolute() if _ENVIRONMENTS.value else root / "environments"
+    nowhere: dict[str, str] = {}  # system -> why it runs on no case
+    found: table.Found = {}
+    for group in groups:
+        outcome: dict[str, Any] = found.setdefault(group, {})
+        if cases.CASES[group.case].gsm8k and gsm8k is None:
+            print(f"{group.case} is left out: it needs --gsm8k, a folder with GSM8K's train.jsonl and test.jsonl", flush=True)
+            continue
+        for repeat in range(_REPEATS.value):
+            for system in systems:
+                if system in nowhere or isinstance(outcome.get(system), str):
+                    outcome[system] = outcome.get(system) or nowhere[system]
+                    continue
+                job = jobs.Job(
+                    root=root,
+                    environments=environments,
+                    system=system,
+                    case=group.case,
+                    reference=group.reference,
+                    repeat=repeat,
+                    steps=_STEPS.value,
+                    cores=cores,
+                )
+                begin = time.monotonic()
+                try:
+                    outcome.setdefault(system, []).append(jobs.run(job, gsm8k=gsm8k))
+                except jobs.Failed as error:
+                    outcome[system] = str(error)
+                    if error.everywhere:
+                        nowhere[system] = str(error)
+                print(f"{job.name}: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+    return found
+
+
+def main(argv: Sequence[str]) -> None:
+    del argv
+    try:
+        names = cases.checked(_CASES.value, cases.CASES, "cases")
+        systems = cases.checked(_SYSTEMS.value, cases.SYSTEMS, "systems")
+        available = sorted(os.sched_getaffinity(0))
+        if _CORES.value > len(available):
+            raise ValueError(f"--cores={_CORES.value} is more than the {len(available)} cores that this process may use")
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    root = Path(_WORKDIR.value).absolute()
+    references = {"with": [True], "without": [False], "both": [True, False]}[_REFERENCE.value]
+    groups = [table.Group(name, reference) for reference in references for name in names]
+    begin = time.monotonic()
+    found = measure(root, groups, systems, tuple(available[: _CORES.value or None]))
+    lines = table.lines(found)
+    print("\n".join(lines))
+    print(f"\nthis call took {time.monotonic() - begin:.0f} s; load average of the last minute {os.getloadavg()[0]:.1f}")
+    (root / "peers.md").write_text("\n".join(lines) + "\n")
+    (root / "peers.json").write_text(json.dumps(table.figures(found), indent=1))
+    table.plot(root / "peers.png", found)
+
+
+if __name__ == "__main__":
+    app.run(main)

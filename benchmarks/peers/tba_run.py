@@ -1,0 +1,93 @@
+"""Runs of tba_jax: the settings of a case, and what the metrics of a run say about its steps."""
+
+import itertools
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers import cases
+from benchmarks.peers.cases import Case
+from tba_jax.run import layout, metrics
+
+RECIPE = "benchmarks/peers/recipe.py"
+# The parts of a step, by the names under which a run counts its time.
+_PARTS = {"decode": "generate", "reference": "score", "wait_rewards": "score", "update": "update"}
+# Batches that an asynchronous searcher may ask one snapshot: one to train on, and one ahead.
+_BATCHES_PER_SNAPSHOT = 2
+
+
+def settings(case: Case, folder: Path, *, interleaved: bool, reference: bool, steps: int, seed: int) -> dict[str, Any]:
+    """Leaf of the config -> value: each row is used in one update, and each update is published."""
+    return {
+        "seed": seed,
+        "task.custom.path": folder / "prompts.json",
+        "task.custom.reward_seconds": case.reward_seconds,
+        "task.prompt_length": case.prompt_length,
+        "task.response_length": case.response_length,
+        "model.path": folder,
+        "schedule.mode": "interleaved" if interleaved else "asynchronous",
+        "searchers.count": 1,
+        "searchers.queries_per_batch": case.queries,
+        "searchers.samples_per_query": case.samples,
+        "searchers.max_rows_per_snapshot": _BATCHES_PER_SNAPSHOT * case.rows,
+        "replay.max_draws_per_row": 1,
+        "learner.queries": case.queries,
+        "learner.completions": case.samples,
+        "learner.steps": steps,
+        "learner.learning_rate": cases.LEARNING_RATE,
+        "learner.warmup_steps": 0,
+        "learner.adam_beta1": cases.ADAM_BETAS[0],
+        "learner.adam_beta2": cases.ADAM_BETAS[1],
+        "learner.adam_epsilon": cases.ADAM_EPSILON,
+        "learner.weight_decay": 0.0,
+        "learner.clip_norm": cases.CLIP_NORM,
+        "publish.every_steps": 1,
+        "evaluation.enabled": False,
+        "metrics.every_steps": 1,
+    } | ({} if reference else cases.TBA_WITHOUT_REFERENCE)
+
+
+def clear(workdir: Path) -> None:
+    shutil.rmtree(workdir, ignore_errors=True)
+
+
+def record(workdir: Path, case: Case, *, interleaved: bool, skip: int) -> dict[str, Any]:
+    """The record of a run, as recording.Recording writes it, with rows_per_second: those generated in the steps after `skip`.
+
+    In an asynchronous run, `generate` and `score` are of a searcher's batches, and `update` is of the trainer's steps.
+    """
+    run = layout.RunDir(workdir)
+    trainer, searcher = (metrics.read_lines(run.metrics(role)) for role in ("trainer", "searcher-0"))
+    parts = _parts(trainer) if interleaved else _parts(trainer) | _parts(searcher)
+    times = [line["time"] for line in trainer]
+    if interleaved:
+        rows_per_second = case.rows * (len(times) - skip) / (times[-1] - times[skip - 1])
+    else:
+        rows_per_second = _rows_per_second([line for line in searcher if times[skip - 1] <= line["time"] <= times[-1]])
+    return {
+        "seconds": [0.0, *(after - before for before, after in itertools.pairwise(times))],  # nobody counts those of the first
+        "parts": parts,
+        "tokens": [round(case.rows * line["tokens_per_second"] / line["rows_per_second"]) for line in searcher],
+        "rows_per_second": rows_per_second,
+    }
+
+
+def _rows_per_second(batches: Sequence[Mapping[str, Any]]) -> float:
+    """From the end of the first batch to that of the last. Raises ValueError: there are less than two."""
+    if len(batches) < 2:
+        raise ValueError(f"the searcher made {len(batches)} batches in the timed steps; more steps are needed")
+    return sum(line["rows"] for line in batches[1:]) / (batches[-1]["time"] - batches[0]["time"])
+
+
+def _parts(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """Part -> its seconds in each step. A line has the shares of all time since the first line; `other` is what no part has."""
+    begin = lines[0]["time"]
+    found: dict[str, list[float]] = {}
+    names = sorted({name for line in lines for name in line if name.startswith("time_")})
+    for name in names:
+        until = [0.0, *(line.get(name, 0.0) * (line["time"] - begin) for line in lines[1:])]
+        seconds = [0.0, *(after - before for before, after in itertools.pairwise(until))]
+        part = _PARTS.get(name.removeprefix("time_"), name.removeprefix("time_"))
+        found[part] = [x + y for x, y in zip(found.get(part, [0.0] * len(lines)), seconds, strict=True)]
+    return found
