@@ -11,6 +11,7 @@ once, then each a second time. Steps that compile are not counted. What is done 
 --reference=with: all have a reference policy (a KL term with β > 0 in TRL and Tunix). without: none has.
 """
 
+import itertools
 import json
 import os
 import sys
@@ -36,58 +37,66 @@ _CORES = flags.DEFINE_integer(
 )
 
 
-def measure(root: Path, groups: Sequence[table.Group], systems: Sequence[str], cores: tuple[int, ...]) -> table.Found:
+def measure(bench: jobs.Bench, groups: Sequence[table.Group], systems: Sequence[str], *, repeats: int) -> table.Found:
     """Group -> system -> the records of its runs, or the sentence that says why there are none."""
-    gsm8k = Path(_GSM8K.value).absolute() if _GSM8K.value else None
-    environments = Path(_ENVIRONMENTS.value).absolute() if _ENVIRONMENTS.value else root / "environments"
     nowhere: dict[str, str] = {}  # system -> why it runs on no case
     found: table.Found = {}
     for group in groups:
-        outcome: dict[str, Any] = found.setdefault(group, {})
-        if cases.CASES[group.case].gsm8k and gsm8k is None:
-            print(f"{group.case} is left out: it needs --gsm8k, a folder with GSM8K's train.jsonl and test.jsonl", flush=True)
-            continue
-        for repeat in range(_REPEATS.value):
-            for system in systems:
-                if system in nowhere or isinstance(outcome.get(system), str):
-                    outcome[system] = outcome.get(system) or nowhere[system]
-                    continue
-                job = jobs.Job(
-                    root=root,
-                    environments=environments,
-                    system=system,
-                    case=group.case,
-                    reference=group.reference,
-                    repeat=repeat,
-                    steps=_STEPS.value,
-                    cores=cores,
-                )
-                begin = time.monotonic()
-                try:
-                    outcome.setdefault(system, []).append(jobs.run(job, gsm8k=gsm8k))
-                except jobs.Failed as error:
-                    outcome[system] = str(error)
-                    if error.everywhere:
-                        nowhere[system] = str(error)
-                print(f"{job.name}: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+        found[group] = {}
+        if cases.CASES[group.case].gsm8k and bench.gsm8k is None:
+            found[group] = dict.fromkeys(systems, "the case needs --gsm8k, a folder with GSM8K's train.jsonl and test.jsonl")
+        for repeat, system in itertools.product(range(repeats), systems):
+            if system in nowhere:
+                found[group].setdefault(system, nowhere[system])
+            if isinstance(found[group].get(system), str):
+                continue
+            job = jobs.Job(bench=bench, system=system, case=group.case, reference=group.reference, repeat=repeat)
+            begin = time.monotonic()
+            try:
+                found[group].setdefault(system, []).append(jobs.run(job))
+            except jobs.Failed as error:
+                found[group][system] = str(error)
+                nowhere |= {system: str(error)} if error.everywhere else {}
+            print(f"{job.name}: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
     return found
+
+
+def check_settings(root: Path, **settings: Any) -> None:
+    """Raises ValueError: the folder has runs that were made with other settings."""
+    path = root / "settings.json"
+    if path.exists() and (others := json.loads(path.read_text())) != settings:
+        flag = next(name for name in settings if others.get(name) != settings[name])
+        raise ValueError(
+            f"--{flag}={settings[flag]}: the runs in --workdir={root} were made with {others.get(flag)}; use another --workdir"
+        )
+    root.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(settings))
 
 
 def main(argv: Sequence[str]) -> None:
     del argv
+    root = Path(_WORKDIR.value).absolute()
     try:
         names = cases.checked(_CASES.value, cases.CASES, "cases")
         systems = cases.checked(_SYSTEMS.value, cases.SYSTEMS, "systems")
         available = sorted(os.sched_getaffinity(0))
         if _CORES.value > len(available):
             raise ValueError(f"--cores={_CORES.value} is more than the {len(available)} cores that this process may use")
+        available = available[: _CORES.value or None]
+        check_settings(root, steps=_STEPS.value, cores=len(available))
     except ValueError as error:
         sys.exit(f"error: {error}")
-    root = Path(_WORKDIR.value).absolute()
     references = {"with": [True], "without": [False], "both": [True, False]}[_REFERENCE.value]
     groups = [table.Group(name, reference) for reference in references for name in names]
     begin = time.monotonic()
-    found = measure(root, groups, systems, tuple(available[: _CORES.value or None]))
+    bench = jobs.Bench(
+        root=root,
+        environments=Path(_ENVIRONMENTS.value).absolute() if _ENVIRONMENTS.value else root / "environments",
+        gsm8k=Path(_GSM8K.value).absolute() if _GSM8K.value else None,
+        steps=_STEPS.value,
+        cores=tuple(available),
+    )
+    found = measure(bench, groups, systems, repeats=_REPEATS.value)
     lines = table.lines(found)
     print("\n".join(lines))
     print(f"\nthis call took {time.monotonic() - begin:.0f} s; load average of the last minute {os.getloadavg()[0]:.1f}")

@@ -1,11 +1,11 @@
 """The policy of all systems: a small Llama in Hugging Face's format whose responses end with a probability that is known.
 
-Weights are random, N(0, 0.02²), but for three things. Column 0 of the embedding has one value, A, in the row of every token that a
-response may hold; no layer reads or writes that component of the residual stream; and the final norm's weight is w there. The
-logit of token t is therefore w·s·E[t, 0] plus what the context says, with s = √D·A/√(A² + |rest|²), which the size of A holds
-between 0.99·√D and √D. So the difference between the logits of end-of-sequence and of other tokens is w·s·(E[eos, 0] − A) in
-every context, and what the context adds is small because s is large. The layers' own norms scale the rest up again: they see what
-they would see without column 0.
+Weights are random, N(0, 0.02²), but for three things. Column 0 of the embedding has one value, A, in the row of every token that
+a response may hold; no layer reads or writes that component of the residual stream; and the final norm's weight is w there. The
+logit of token t is therefore w·s·E[t, 0] plus what the context says, with s = √D·A/√(A² + |rest|²). As A is much larger than the
+rest of the stream, s is √D, and the difference between the logits of end-of-sequence and of other tokens is w·√D·(E[eos, 0] − A)
+in every context. The root mean square that the norms divide by is that of A too. So norms are linear in the rest, and their
+weights are large enough for every layer to matter, and small enough for the rest not to grow from layer to layer.
 """
 
 import json
@@ -20,15 +20,17 @@ NORM_EPSILON, ROPE_THETA, POSITIONS = 1e-6, 10_000.0, 1024
 PAD, EOS = 0, 1
 STD = 0.02
 # A, w, and how far below A the tokens lie that no response holds.
-CONSTANT, FINAL_WEIGHT, NEVER = 100.0, 0.1, -30.0
-# What a layer's norm is multiplied by, so that the rest of a stream of root mean square STD has about unit size.
-_NORM = CONSTANT / (math.sqrt(WIDTH) * STD)
+CONSTANT, FINAL_WEIGHT, NEVER = 100.0, 0.1, -60.0
+# The layers' norms bring a component of this size to 1, and those of the stream, about STD, to less. A small part of the final
+# logits is left to the context.
+_UNIT = 0.3
+_LAYER_NORM, _FINAL_NORM = CONSTANT / (math.sqrt(WIDTH) * _UNIT), 10.0
 
 
 def write(folder: Path, *, vocab: int, ends: float, seed: int = 0) -> None:
     """Writes config.json and model.safetensors (float32).
 
-    Args: ends: probability of end-of-sequence at each token, in [0, 1); 0: about e^−50 and less.
+    Args: ends: probability of end-of-sequence at each token, in [0, 1); 0: less than float32 can say.
     """
     folder.mkdir(parents=True, exist_ok=True)
     save_file(weights(vocab=vocab, ends=ends, seed=seed), str(folder / "model.safetensors"), metadata={"format": "pt"})
@@ -77,8 +79,8 @@ def weights(*, vocab: int, ends: float, seed: int) -> dict[str, np.ndarray]:
             found[f"{name}.mlp.{projection}_proj.weight"] = normal(FFN, WIDTH)
         found[f"{name}.mlp.down_proj.weight"] = _keeps_component_0(normal(WIDTH, FFN))
         for norm in ("input_layernorm", "post_attention_layernorm"):
-            found[f"{name}.{norm}.weight"] = _norm(component_0=0.0, others=_NORM)
-    found["model.norm.weight"] = _norm(component_0=FINAL_WEIGHT, others=1.0)
+            found[f"{name}.{norm}.weight"] = _norm(component_0=0.0, others=_LAYER_NORM)
+    found["model.norm.weight"] = _norm(component_0=FINAL_WEIGHT, others=_FINAL_NORM)
     return found
 
 

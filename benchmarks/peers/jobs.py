@@ -16,7 +16,7 @@ from benchmarks.peers.cases import Case
 WARM_UP_STEPS = 3
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _MODULES = {"trl": "run_trl", "trl_async": "run_trl_async", "tunix": "run_tunix"}
-_ENVIRONMENTS = {"trl": environments.TRL, "trl_async": environments.TRL, "tunix": environments.TUNIX}
+ENVIRONMENTS = {"trl": environments.TRL, "trl_async": environments.TRL, "tunix": environments.TUNIX}
 _UNAVAILABLE = 3  # see run_trl_async
 
 
@@ -29,18 +29,29 @@ class Failed(Exception):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Job:
-    """root: the command's folder. environments: the peers'. case: a name of CASES. steps: timed ones.
-    cores: the numbers of those that all processes of the system share."""
+class Bench:
+    """What all runs share.
+
+    root: the folder of inputs and runs. environments: that of the peers' environments. gsm8k: that of GSM8K's files, if it is
+    there. steps: timed ones of a run. cores: the numbers of those that all processes of a system share.
+    """
 
     root: Path
     environments: Path
+    gsm8k: Path | None
+    steps: int
+    cores: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """One run. case: a name of CASES. reference: whether its steps have a reference policy."""
+
+    bench: Bench
     system: str
     case: str
     reference: bool
     repeat: int
-    steps: int
-    cores: tuple[int, ...]
 
     @property
     def name(self) -> str:
@@ -48,14 +59,14 @@ class Job:
 
     @property
     def result(self) -> Path:
-        return self.root / "runs" / f"{self.name}.json"
+        return self.bench.root / "runs" / f"{self.name}.json"
 
 
-def inputs(root: Path, name: str, gsm8k: Path | None) -> Path:
+def inputs(bench: Bench, name: str) -> Path:
     """The folder with a case's checkpoint, tokenizer and prompts.json, which is made unless it is there."""
-    case, folder = cases.CASES[name], root / "inputs" / name
+    case, folder = cases.CASES[name], bench.root / "inputs" / name
     if not (folder / "prompts.json").exists():
-        texts = prompts.corpus(gsm8k if case.gsm8k else None)
+        texts = prompts.corpus(bench.gsm8k if case.gsm8k else None)
         tokenizer = prompts.train(texts, case.vocab)
         prompts.write(folder, tokenizer)
         checkpoint.write(folder, vocab=case.vocab, ends=case.ends)
@@ -73,7 +84,7 @@ def spec(job: Job, folder: Path) -> dict[str, Any]:
         "checkpoint": str(folder),
         "prompts": json.loads((folder / "prompts.json").read_text()),
         "eos": checkpoint.EOS,
-        "steps": WARM_UP_STEPS + job.steps,
+        "steps": WARM_UP_STEPS + job.bench.steps,
         "learning_rate": cases.LEARNING_RATE,
         "adam_betas": cases.ADAM_BETAS,
         "adam_epsilon": cases.ADAM_EPSILON,
@@ -83,7 +94,7 @@ def spec(job: Job, folder: Path) -> dict[str, Any]:
     }
 
 
-def run(job: Job, *, gsm8k: Path | None) -> dict[str, Any]:
+def run(job: Job) -> dict[str, Any]:
     """The record of a run: what is done is read, the rest is made. See `timed` for its fields.
 
     Raises:
@@ -91,7 +102,7 @@ def run(job: Job, *, gsm8k: Path | None) -> dict[str, Any]:
     """
     if job.result.exists():
         return json.loads(job.result.read_text())
-    folder = inputs(job.root, job.case, gsm8k)
+    folder = inputs(job.bench, job.case)
     job.result.parent.mkdir(parents=True, exist_ok=True)
     record = _peer(job, folder) if job.system in _MODULES else _tba(job, folder)
     job.result.write_text(json.dumps(record, indent=1))
@@ -111,10 +122,10 @@ def timed(record: Mapping[str, Any]) -> dict[str, Any]:
 def _environment(job: Job) -> dict[str, str]:
     """Of all systems: as many threads as cores, and memory as tba_jax's supervisor gives it to its roles."""
     return os.environ | {
-        "OMP_NUM_THREADS": str(len(job.cores)),
+        "OMP_NUM_THREADS": str(len(job.bench.cores)),
         "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
         "JAX_PLATFORMS": "cpu",
-        "JAX_COMPILATION_CACHE_DIR": str(job.root / "compilation_cache" / job.system),
+        "JAX_COMPILATION_CACHE_DIR": str(job.bench.root / "compilation_cache" / job.system),
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_VERBOSITY": "error",
         "TOKENIZERS_PARALLELISM": "false",
@@ -127,7 +138,7 @@ def _call(job: Job, command: Sequence[str]) -> None:
     log = Path(f"{job.result.with_suffix('')}.log")
     with open(log, "w") as output:
         ended = subprocess.run(
-            [*side_by_side.on_cores(job.cores), *command],
+            [*side_by_side.on_cores(job.bench.cores), *command],
             stdout=output,
             stderr=subprocess.STDOUT,
             env=_environment(job),
@@ -140,7 +151,7 @@ def _call(job: Job, command: Sequence[str]) -> None:
 
 def _peer(job: Job, folder: Path) -> dict[str, Any]:
     try:
-        python = environments.python(_ENVIRONMENTS[job.system], job.environments)
+        python = environments.python(ENVIRONMENTS[job.system], job.bench.environments)
     except environments.NotInstalled as error:
         raise Failed(str(error), everywhere=True) from error
     told, result = (job.result.with_suffix(f".{suffix}") for suffix in ("spec", "new"))
@@ -165,7 +176,7 @@ def _tba(job: Job, folder: Path) -> dict[str, Any]:
         folder,
         interleaved=job.system == "tba_interleaved",
         reference=job.reference,
-        steps=WARM_UP_STEPS + job.steps,
+        steps=WARM_UP_STEPS + job.bench.steps,
         seed=job.repeat,
     )
     flags = [f"--config.{leaf}={value}" for leaf, value in settings.items()]

@@ -1,4 +1,4 @@
-"""The recipe of tba_jax's runs in benchmarks.peers: the defaults, and the task of the comparison. tba_run has its other settings."""
+"""The recipe of tba_jax's runs in benchmarks.peers: the defaults, and the task of the comparison. See tba_run for the rest."""
 
 from pathlib import Path
 

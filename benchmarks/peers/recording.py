@@ -1,4 +1,4 @@
-"""When a system's steps ended, and what their parts took. It runs in the environments of the peers: the standard library alone."""
+"""When a system's steps ended, and what parts took. The peers' environments import it, so it needs the standard library alone."""
 
 import dataclasses
 import functools

@@ -54,7 +54,7 @@ def cluster(spec: dict[str, Any], mesh: jax.sharding.Mesh) -> rl_cluster.RLClust
         reference=nnx.clone(actor) if spec["beta"] else None,
         tokenizer=TextTokenizer.from_pretrained(spec["checkpoint"]),
         cluster_config=rl_cluster.ClusterConfig(
-            role_to_mesh={role: mesh for role in (rl_cluster.Role.ACTOR, rl_cluster.Role.ROLLOUT, rl_cluster.Role.REFERENCE)},
+            role_to_mesh=dict.fromkeys((rl_cluster.Role.ACTOR, rl_cluster.Role.ROLLOUT, rl_cluster.Role.REFERENCE), mesh),
             rollout_engine="vanilla",
             training_config=rl_cluster.RLTrainingConfig(
                 actor_optimizer=optax.chain(optax.clip_by_global_norm(spec["clip_norm"]), adam),

@@ -26,7 +26,7 @@ class Group(NamedTuple):
 
 
 # Group -> system -> records of its runs (see jobs.timed), or why there are none.
-Found = Mapping[Group, Mapping[str, Any]]
+Found = dict[Group, dict[str, Any]]
 
 
 def medians(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -63,15 +63,15 @@ def lines(found: Found) -> list[str]:
     """The markdown tables: one a group."""
     told: list[str] = []
     for group, outcome in found.items():
-        if not outcome:
-            continue
         summary = {system: medians(records) for system, records in outcome.items() if not isinstance(records, str)}
         told += ["", f"**{group.case}, {_with(group)} a reference**: {cases.CASES[group.case].about}", ""]
         bases = [system for system in ("tba_interleaved", "tba_async") if system in summary]
         head = [*_HEAD, *(f"{'rows' if base == 'tba_async' else 'step'} / {NAMES[base]}" for base in bases)]
-        told += [_row(head), _row(["---"] * len(head))]
-        told += [_row(_cells(system, group, summary, bases)) for system in summary]
-        told += ["", *(f"{NAMES[system]}: no figure. {why}" for system, why in outcome.items() if isinstance(why, str))]
+        if summary:
+            told += [_row(head), _row(["---"] * len(head))]
+            told += [*(_row(_cells(system, group, summary, bases)) for system in summary), ""]
+        for why in dict.fromkeys(records for records in outcome.values() if isinstance(records, str)):
+            told.append(f"{', '.join(NAMES[system] for system in outcome if outcome[system] == why)}: no figure. {why}")
     return told + _slow(found)
 
 

@@ -81,13 +81,15 @@ def _rows_per_second(batches: Sequence[Mapping[str, Any]]) -> float:
 
 
 def _parts(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
-    """Part -> its seconds in each step. A line has the shares of all time since the first line; `other` is what no part has."""
+    """Part -> its seconds in each step. A line has the shares of all time since the first line; A sum of several is told
+    beside each of them; `other` is what none has."""
     begin = lines[0]["time"]
     found: dict[str, list[float]] = {}
     names = sorted({name for line in lines for name in line if name.startswith("time_")})
     for name in names:
         until = [0.0, *(line.get(name, 0.0) * (line["time"] - begin) for line in lines[1:])]
         seconds = [0.0, *(after - before for before, after in itertools.pairwise(until))]
-        part = _PARTS.get(name.removeprefix("time_"), name.removeprefix("time_"))
-        found[part] = [x + y for x, y in zip(found.get(part, [0.0] * len(lines)), seconds, strict=True)]
+        name = name.removeprefix("time_")
+        for part in {name, _PARTS.get(name, name)}:
+            found[part] = [x + y for x, y in zip(found.get(part, [0.0] * len(lines)), seconds, strict=True)]
     return found
