@@ -58,8 +58,8 @@ def main() -> None:
                 processing_class=transformers.AutoTokenizer.from_pretrained(spec["checkpoint"]),
                 callbacks=[Steps(record)],
             )
-        except (ImportError, TimeoutError, ConnectionError) as error:
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        except (AssertionError, ImportError, RuntimeError, TimeoutError, ConnectionError) as error:  # no CUDA, vLLM or server
+            print(f"it needs CUDA and a vLLM server: {type(error).__name__}: {error}", file=sys.stderr)
             sys.exit(UNAVAILABLE)
         trainer.train()
     record.write(sys.argv[2], versions={"trl": trl.__version__, "torch": torch.__version__})

@@ -89,6 +89,9 @@ def main() -> None:
     def generated(output: Any) -> None:
         record.count(sum(len(tokens) for tokens in output.tokens))
 
+    def scored(batch: Any) -> None:
+        jax.block_until_ready(batch.ref_per_token_logps)  # computed beside the reward; the update would be timed with it
+
     def updated(_: Any) -> None:
         jax.block_until_ready(jax.tree.leaves(nnx.state(made.actor_trainer.model)))
         updates.append(None)
@@ -103,7 +106,7 @@ def main() -> None:
         settings = GRPOConfig(num_generations=spec["samples"], num_iterations=1, beta=spec["beta"], epsilon=0.2)
         learner = GRPOLearner(rl_cluster=made, algo_config=settings, reward_fns=reward)
         record.timed(made, "generate", "generate", after=generated)
-        record.timed(learner, "_generate_and_compute_advantage", "score")
+        record.timed(learner, "_generate_and_compute_advantage", "score", after=scored)
         record.timed(made, "update_actor", "update", after=updated)
         update = made.update_actor
 
