@@ -1,6 +1,6 @@
 """Steps of TRL, of Tunix and of tba_jax on the same work, side by side.
 
-python -m benchmarks.peers --workdir=runs/peers [--gsm8k=FOLDER] [--cases=…] [--systems=…] [--repeats=5] [--reference=both]
+python -m benchmarks.peers --workdir=runs/peers [--gsm8k=FOLDER] [--cases=…] [--systems=…] [--repeats=5] [--reference=with]
 
 The peers get virtual environments below --environments, with pinned versions; a peer that cannot be installed, or fails, has its
 reason in the table. All systems begin with the same weights (a small Llama with random ones) and tokenizer, and have the same
@@ -29,7 +29,7 @@ _ENVIRONMENTS = flags.DEFINE_string("environments", "", "Folder of the peers' en
 _GSM8K = flags.DEFINE_string("gsm8k", "", "Folder with train.jsonl and test.jsonl of GSM8K, for the cases with its questions.")
 _CASES = flags.DEFINE_list("cases", [], f"Among {', '.join(cases.CASES)}; default: all.")
 _SYSTEMS = flags.DEFINE_list("systems", [], f"Among {', '.join(cases.SYSTEMS)}; default: all.")
-_REFERENCE = flags.DEFINE_enum("reference", "both", ["with", "without", "both"], "Steps with a reference policy or without.")
+_REFERENCE = flags.DEFINE_enum("reference", "with", ["with", "without", "both"], "Steps with a reference policy or without.")
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Runs of each system on each case.", lower_bound=1)
 _STEPS = flags.DEFINE_integer("steps", 6, "Timed steps of a run.", lower_bound=2)
 _CORES = flags.DEFINE_integer(

@@ -13,7 +13,7 @@ from benchmarks import side_by_side
 from benchmarks.peers import cases, checkpoint, environments, prompts, tba_run
 from benchmarks.peers.cases import Case
 
-WARM_UP_STEPS = 3
+WARM_UP_STEPS = 2
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _MODULES = {"trl": "run_trl", "trl_async": "run_trl_async", "tunix": "run_tunix"}
 ENVIRONMENTS = {"trl": environments.TRL, "trl_async": environments.TRL, "tunix": environments.TUNIX}

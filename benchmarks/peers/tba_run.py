@@ -13,8 +13,6 @@ from tba_jax.run import layout, metrics
 RECIPE = "benchmarks/peers/recipe.py"
 # The parts of a step, by the names under which a run counts its time.
 _PARTS = {"decode": "generate", "reference": "score", "wait_rewards": "score", "update": "update"}
-# Batches that an asynchronous searcher may ask one snapshot: one to train on, and one ahead.
-_BATCHES_PER_SNAPSHOT = 2
 
 
 def settings(case: Case, folder: Path, *, interleaved: bool, reference: bool, steps: int, seed: int) -> dict[str, Any]:
@@ -30,7 +28,6 @@ def settings(case: Case, folder: Path, *, interleaved: bool, reference: bool, st
         "searchers.count": 1,
         "searchers.queries_per_batch": case.queries,
         "searchers.samples_per_query": case.samples,
-        "searchers.max_rows_per_snapshot": _BATCHES_PER_SNAPSHOT * case.rows,
         "replay.max_draws_per_row": 1,
         "learner.queries": case.queries,
         "learner.completions": case.samples,
@@ -61,23 +58,15 @@ def record(workdir: Path, case: Case, *, interleaved: bool, skip: int) -> dict[s
     trainer, searcher = (metrics.read_lines(run.metrics(role)) for role in ("trainer", "searcher-0"))
     parts = _parts(trainer) if interleaved else _parts(trainer) | _parts(searcher)
     times = [line["time"] for line in trainer]
-    if interleaved:
-        rows_per_second = case.rows * (len(times) - skip) / (times[-1] - times[skip - 1])
-    else:
-        rows_per_second = _rows_per_second([line for line in searcher if times[skip - 1] <= line["time"] <= times[-1]])
+    begin, end = times[skip - 1], times[-1]
+    # An interleaved run generates the rows of its updates, an asynchronous one as many as its searcher can.
+    batches = [line for line in (trainer if interleaved else searcher) if begin < line["time"] <= end]
     return {
         "seconds": [0.0, *(after - before for before, after in itertools.pairwise(times))],  # nobody counts those of the first
         "parts": parts,
         "tokens": [round(case.rows * line["tokens_per_second"] / line["rows_per_second"]) for line in searcher],
-        "rows_per_second": rows_per_second,
+        "rows_per_second": case.rows * len(batches) / (end - begin),
     }
-
-
-def _rows_per_second(batches: Sequence[Mapping[str, Any]]) -> float:
-    """From the end of the first batch to that of the last. Raises ValueError: there are less than two."""
-    if len(batches) < 2:
-        raise ValueError(f"the searcher made {len(batches)} batches in the timed steps; more steps are needed")
-    return sum(line["rows"] for line in batches[1:]) / (batches[-1]["time"] - batches[0]["time"])
 
 
 def _parts(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:

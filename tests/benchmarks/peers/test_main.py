@@ -9,7 +9,12 @@ from benchmarks.peers import environments, jobs, table
 from benchmarks.peers.environments import Environment
 from benchmarks.peers.table import Group
 
-RECORD = {"seconds": [9.0] * 3 + [2.0, 2.0], "parts": {}, "tokens": [64] * 5, "rows_per_second": 16.0}
+RECORD = {
+    "seconds": [9.0] * jobs.WARM_UP_STEPS + [2.0, 2.0],
+    "parts": {},
+    "tokens": [64] * (jobs.WARM_UP_STEPS + 2),
+    "rows_per_second": 16.0,
+}
 
 
 @pytest.fixture
@@ -53,12 +58,10 @@ def test_runs_of_other_settings_are_not_mixed(tmp_path):
         main.check_settings(tmp_path, steps=4, cores=2)
 
 
-def test_an_environment_is_made_once(tmp_path):
-    bare = Environment("bare", ("pip",))  # which venv brings along
-    python = environments.python(bare, tmp_path)
-    (tmp_path / "bare" / "kept").touch()
-    assert environments.python(bare, tmp_path) == python
-    assert (tmp_path / "bare" / "kept").exists()
+def test_an_environment_of_the_same_requirements_is_used_again(tmp_path):
+    (tmp_path / "trl").mkdir()
+    (tmp_path / "trl" / "requirements.txt").write_text("trl==1\ntorch==2")
+    assert environments.python(Environment("trl", ("trl==1", "torch==2")), tmp_path) == tmp_path / "trl" / "bin" / "python"
 
 
 def test_the_reason_is_the_last_line_that_says_something(tmp_path):

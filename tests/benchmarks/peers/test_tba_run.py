@@ -54,12 +54,4 @@ def test_an_asynchronous_run_counts_the_rows_that_are_appended_beside_the_timed_
     batch = {"rows": 32.0, "rows_per_second": 1.0, "tokens_per_second": 64.0}
     write(run, "searcher-0", *[{"time": time, **batch} for time in (90.0, 109.0, 112.0, 116.0, 130.0)])
     found = tba_run.record(tmp_path, FIXED, interleaved=False, skip=2)
-    assert found["rows_per_second"] == pytest.approx(32 / 4)
-
-
-def test_a_run_with_too_few_batches_has_no_rate(tmp_path):
-    run = layout.RunDir(tmp_path)
-    write(run, "trainer", {"time": 100.0}, {"time": 110.0})
-    write(run, "searcher-0", {"time": 105.0, "rows": 32.0, "rows_per_second": 1.0, "tokens_per_second": 64.0})
-    with pytest.raises(ValueError, match="1 batches"):
-        tba_run.record(tmp_path, FIXED, interleaved=False, skip=1)
+    assert found["rows_per_second"] == pytest.approx(2 * 32 / 10)
