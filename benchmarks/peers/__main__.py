@@ -1,6 +1,6 @@
 """Steps of TRL, of Tunix and of tba_jax on the same work, side by side.
 
-python -m benchmarks.peers --workdir=runs/peers [--gsm8k=FOLDER] [--cases=…] [--systems=…] [--repeats=5] [--reference=with]
+python -m benchmarks.peers --workdir=runs/peers [--data=DATA] [--cases=…] [--systems=…] [--repeats=5] [--reference=with]
 
 The peers get virtual environments below --environments, with pinned versions; a peer that cannot be installed, or fails, has its
 reason in the table. All systems begin with the same weights (a small Llama with random ones) and tokenizer, and have the same
@@ -26,7 +26,9 @@ from benchmarks.peers import cases, jobs, table
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for inputs, runs and results.", required=True)
 _ENVIRONMENTS = flags.DEFINE_string("environments", "", "Folder of the peers' environments; default: below --workdir.")
-_GSM8K = flags.DEFINE_string("gsm8k", "", "Folder with train.jsonl and test.jsonl of GSM8K, for the cases with its questions.")
+_DATA = flags.DEFINE_string(
+    "data", "", "Folder that holds gsm8k/train.jsonl and gsm8k/test.jsonl, for the case with real prompts."
+)
 _CASES = flags.DEFINE_list("cases", [], f"Among {', '.join(cases.CASES)}; default: all.")
 _SYSTEMS = flags.DEFINE_list("systems", [], f"Among {', '.join(cases.SYSTEMS)}; default: all.")
 _REFERENCE = flags.DEFINE_enum("reference", "with", ["with", "without", "both"], "Steps with a reference policy or without.")
@@ -44,7 +46,9 @@ def measure(bench: jobs.Bench, groups: Sequence[table.Group], systems: Sequence[
     for group in groups:
         found[group] = {}
         if cases.CASES[group.case].gsm8k and bench.gsm8k is None:
-            found[group] = dict.fromkeys(systems, "the case needs --gsm8k, a folder with GSM8K's train.jsonl and test.jsonl")
+            found[group] = dict.fromkeys(
+                systems, "the case needs --data, a folder that holds gsm8k/train.jsonl and gsm8k/test.jsonl"
+            )
         for repeat, system in itertools.product(range(repeats), systems):
             if system in nowhere:
                 found[group].setdefault(system, nowhere[system])
@@ -73,29 +77,36 @@ def check_settings(root: Path, **settings: Any) -> None:
     path.write_text(json.dumps(settings))
 
 
-def main(argv: Sequence[str]) -> None:
-    del argv
-    root = Path(_WORKDIR.value).absolute()
-    try:
-        names = cases.checked(_CASES.value, cases.CASES, "cases")
-        systems = cases.checked(_SYSTEMS.value, cases.SYSTEMS, "systems")
-        available = sorted(os.sched_getaffinity(0))
-        if _CORES.value > len(available):
-            raise ValueError(f"--cores={_CORES.value} is more than the {len(available)} cores that this process may use")
-        available = available[: _CORES.value or None]
-        check_settings(root, steps=_STEPS.value, cores=len(available))
-    except ValueError as error:
-        sys.exit(f"error: {error}")
-    references = {"with": [True], "without": [False], "both": [True, False]}[_REFERENCE.value]
-    groups = [table.Group(name, reference) for reference in references for name in names]
-    begin = time.monotonic()
+def asked(root: Path) -> tuple[jobs.Bench, list[table.Group], list[str]]:
+    """What the flags ask for. Raises ValueError: they name what there is not."""
+    names = cases.checked(_CASES.value, cases.CASES, "cases")
+    systems = cases.checked(_SYSTEMS.value, cases.SYSTEMS, "systems")
+    cores = sorted(os.sched_getaffinity(0))
+    if _CORES.value > len(cores):
+        raise ValueError(f"--cores={_CORES.value} is more than the {len(cores)} cores that this process may use")
+    gsm8k = Path(_DATA.value).absolute() / "gsm8k" if _DATA.value else None
+    if gsm8k is not None and not (gsm8k / "train.jsonl").is_file():
+        raise ValueError(f"--data={_DATA.value} holds no gsm8k/train.jsonl")
     bench = jobs.Bench(
         root=root,
         environments=Path(_ENVIRONMENTS.value).absolute() if _ENVIRONMENTS.value else root / "environments",
-        gsm8k=Path(_GSM8K.value).absolute() if _GSM8K.value else None,
+        gsm8k=gsm8k,
         steps=_STEPS.value,
-        cores=tuple(available),
+        cores=tuple(cores[: _CORES.value or None]),
     )
+    references = {"with": [True], "without": [False], "both": [True, False]}[_REFERENCE.value]
+    return bench, [table.Group(name, reference) for reference in references for name in names], systems
+
+
+def main(argv: Sequence[str]) -> None:
+    del argv
+    root = Path(_WORKDIR.value).absolute()
+    begin = time.monotonic()
+    try:
+        bench, groups, systems = asked(root)
+        check_settings(root, steps=bench.steps, cores=len(bench.cores))
+    except ValueError as error:
+        sys.exit(f"error: {error}")
     found = measure(bench, groups, systems, repeats=_REPEATS.value)
     lines = table.lines(found)
     print("\n".join(lines))

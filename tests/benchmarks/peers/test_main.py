@@ -47,7 +47,7 @@ def test_a_peer_that_cannot_be_installed_is_named_once_and_the_others_go_on(benc
 
 def test_a_case_without_its_data_is_left_out_with_a_sentence(bench):
     found = main.measure(bench, [Group("long_tailed", True)], ["trl", "tunix"], repeats=1)
-    (line,) = [line for line in table.lines(found) if "--gsm8k" in line]
+    (line,) = [line for line in table.lines(found) if "--data" in line]
     assert line.startswith("TRL GRPO, Tunix GRPO: no figure.")
 
 
