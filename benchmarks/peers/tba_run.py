@@ -52,11 +52,15 @@ def clear(workdir: Path) -> None:
 def record(workdir: Path, case: Case, *, interleaved: bool, skip: int) -> dict[str, Any]:
     """The record of a run, as recording.Recording writes it, with rows_per_second: those generated in the steps after `skip`.
 
-    In an asynchronous run, `generate` and `score` are of a searcher's batches, and `update` is of the trainer's steps.
+    In an asynchronous run, `generate` and `score` are of the searcher's batches: their mean, because it decodes ahead of the batch
+    that it is about to finish.
     """
     run = layout.RunDir(workdir)
     trainer, searcher = (metrics.read_lines(run.metrics(role)) for role in ("trainer", "searcher-0"))
-    parts = _parts(trainer) if interleaved else _parts(trainer) | _parts(searcher)
+    parts = _parts(trainer)
+    if not interleaved:
+        batch = {part: seconds[skip:] for part, seconds in _parts(searcher).items() if part not in parts}
+        parts |= {part: [sum(seconds) / len(seconds)] * len(searcher) for part, seconds in batch.items() if seconds}
     times = [line["time"] for line in trainer]
     begin, end = times[skip - 1], times[-1]
     # An interleaved run generates the rows of its updates, an asynchronous one as many as its searcher can.

@@ -51,7 +51,10 @@ def test_shares_of_time_become_seconds_of_each_step(tmp_path):
 def test_an_asynchronous_run_counts_the_rows_that_are_appended_beside_the_timed_steps(tmp_path):
     run = layout.RunDir(tmp_path)
     write(run, "trainer", *[{"time": time} for time in (100.0, 110.0, 120.0)])
-    batch = {"rows": 32.0, "rows_per_second": 1.0, "tokens_per_second": 64.0}
-    write(run, "searcher-0", *[{"time": time, **batch} for time in (90.0, 109.0, 112.0, 116.0, 130.0)])
+    # Seconds of decoding until each line: 0, 0, 6, 6 and 20.
+    shares = {90.0: 0.0, 109.0: 0.0, 112.0: 6 / 22, 116.0: 6 / 26, 130.0: 20 / 40}
+    batch = {"rows_per_second": 1.0, "tokens_per_second": 64.0}
+    write(run, "searcher-0", *[{"time": time, "time_decode": share, **batch} for time, share in shares.items()])
     found = tba_run.record(tmp_path, FIXED, interleaved=False, skip=2)
     assert found["rows_per_second"] == pytest.approx(2 * 32 / 10)
+    assert found["parts"]["generate"] == pytest.approx([20 / 3] * 5)  # it decodes two batches at once, as it were
