@@ -52,8 +52,8 @@ def clear(workdir: Path) -> None:
 def record(workdir: Path, case: Case, *, interleaved: bool, skip: int) -> dict[str, Any]:
     """The record of a run, as recording.Recording writes it, with rows_per_second: those generated in the steps after `skip`.
 
-    In an asynchronous run, `generate` and `score` are of the searcher's batches: their mean, because it decodes ahead of the batch
-    that it is about to finish.
+    In an asynchronous run, `generate` and `score` are of the searcher's batches: their mean, because it decodes ahead of
+    the batch that it is about to finish.
     """
     run = layout.RunDir(workdir)
     trainer, searcher = (metrics.read_lines(run.metrics(role)) for role in ("trainer", "searcher-0"))
