@@ -146,7 +146,9 @@ def _call(job: Job, command: Sequence[str]) -> None:
             check=False,
         )
     if ended.returncode:
-        raise Failed(f"{environments.reason(log)} ({log})", everywhere=ended.returncode == _UNAVAILABLE)
+        raise Failed(
+            f"{environments.reason(log)} (see {log.relative_to(job.bench.root)})", everywhere=ended.returncode == _UNAVAILABLE
+        )
 
 
 def _peer(job: Job, folder: Path) -> dict[str, Any]:
