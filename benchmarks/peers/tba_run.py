@@ -65,8 +65,11 @@ def record(workdir: Path, case: Case, *, interleaved: bool, skip: int) -> dict[s
     begin, end = times[skip - 1], times[-1]
     # An interleaved run generates the rows of its updates, an asynchronous one as many as its searcher can.
     batches = [line for line in (trainer if interleaved else searcher) if begin < line["time"] <= end]
+    steps = [0.0, *(after - before for before, after in itertools.pairwise(times))]  # nobody counts those of the first
+    # A run saves where it ends, however short it is.
+    saving = parts.pop("checkpoint", [0.0] * len(steps))
     return {
-        "seconds": [0.0, *(after - before for before, after in itertools.pairwise(times))],  # nobody counts those of the first
+        "seconds": [seconds - saved for seconds, saved in zip(steps, saving, strict=True)],
         "parts": parts,
         "tokens": [round(case.rows * line["tokens_per_second"] / line["rows_per_second"]) for line in searcher],
         "rows_per_second": case.rows * len(batches) / (end - begin),

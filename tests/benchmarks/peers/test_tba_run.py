@@ -48,6 +48,14 @@ def test_shares_of_time_become_seconds_of_each_step(tmp_path):
     assert found["rows_per_second"] == pytest.approx(2 * 4 / 10)
 
 
+def test_the_checkpoint_at_the_end_of_a_run_is_no_part_of_its_last_step(tmp_path):
+    run = layout.RunDir(tmp_path)
+    write(run, "trainer", {"time": 100.0}, {"time": 104.0}, {"time": 110.0, "time_checkpoint": 2 / 10})
+    write(run, "searcher-0")
+    found = tba_run.record(tmp_path, FIXED, interleaved=True, skip=1)
+    assert found["seconds"] == pytest.approx([0.0, 4.0, 4.0])
+
+
 def test_an_asynchronous_run_counts_the_rows_that_are_appended_beside_the_timed_steps(tmp_path):
     run = layout.RunDir(tmp_path)
     write(run, "trainer", *[{"time": time} for time in (100.0, 110.0, 120.0)])
