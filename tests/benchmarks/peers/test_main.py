@@ -37,7 +37,11 @@ def test_a_peer_that_cannot_be_installed_is_named_once_and_the_others_go_on(benc
         done(bench, "tba_interleaved", case)
     (inputs := bench.root / "inputs" / "fixed").mkdir(parents=True)
     (inputs / "prompts.json").write_text("[]")
+    tries: list[Environment] = []
+    make = environments.python
+    monkeypatch.setattr(environments, "python", lambda environment, root: tries.append(environment) or make(environment, root))
     found = main.measure(bench, [Group(case, True) for case in cases], ["trl", "tba_interleaved"], repeats=1)
+    assert len(tries) == 1
     for case in cases:
         assert "trl==0.0.99 cannot be installed" in found[Group(case, True)]["trl"]
         assert found[Group(case, True)]["tba_interleaved"] == [RECORD]

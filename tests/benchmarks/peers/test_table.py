@@ -50,6 +50,8 @@ def test_a_system_without_figures_has_its_reason_below_the_table():
 def test_a_system_with_a_reference_says_so_among_those_without(monkeypatch):
     found = {Group("fixed", False): {"tba_async": [record(1.0, 1.0)]}}
     assert any("tba_jax asynchronous (with a reference)" in line for line in table.lines(found))
+    with_all = {Group("fixed", True): found[Group("fixed", False)]}
+    assert not any("(with a reference)" in line for line in table.lines(with_all))
     monkeypatch.setattr(cases, "TBA_WITHOUT_REFERENCE", {"some.setting": False})
     assert not any("(with a reference)" in line for line in table.lines(found))
 
