@@ -65,18 +65,6 @@ def measure(bench: jobs.Bench, groups: Sequence[table.Group], systems: Sequence[
     return found
 
 
-def check_settings(root: Path, **settings: Any) -> None:
-    """Raises ValueError: the folder has runs that were made with other settings."""
-    path = root / "settings.json"
-    if path.exists() and (others := json.loads(path.read_text())) != settings:
-        flag = next(name for name in settings if others.get(name) != settings[name])
-        raise ValueError(
-            f"--{flag}={settings[flag]}: the runs in --workdir={root} were made with {others.get(flag)}; use another --workdir"
-        )
-    root.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(settings))
-
-
 def asked(root: Path) -> tuple[jobs.Bench, list[table.Group], list[str]]:
     """What the flags ask for. Raises ValueError: they name what there is not."""
     names = cases.checked(_CASES.value, cases.CASES, "cases")
@@ -104,7 +92,6 @@ def main(argv: Sequence[str]) -> None:
     begin = time.monotonic()
     try:
         bench, groups, systems = asked(root)
-        check_settings(root, steps=bench.steps, cores=len(bench.cores))
     except ValueError as error:
         sys.exit(f"error: {error}")
     found = measure(bench, groups, systems, repeats=_REPEATS.value)

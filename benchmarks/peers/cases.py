@@ -42,7 +42,7 @@ CASES: dict[str, Case] = {
     "fixed_v32000": Case(about="prompts of 64 tokens, responses of 64, v = 32000", vocab=32_000),
     "long_tailed": Case(
         about="GSM8K questions, responses of at most 256 tokens that end at each with probability 1/64, v = 4096",
-        prompt_length=256,
+        prompt_length=192,
         response_length=256,
         ends=1 / 64,
         gsm8k=True,

@@ -42,6 +42,11 @@ class Bench:
     steps: int
     cores: tuple[int, ...]
 
+    @property
+    def runs(self) -> Path:
+        """The folder of runs with these steps and cores: others have their own."""
+        return self.root / "runs" / f"{len(self.cores)}_cores_{self.steps}_steps"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
@@ -59,7 +64,7 @@ class Job:
 
     @property
     def result(self) -> Path:
-        return self.bench.root / "runs" / f"{self.name}.json"
+        return self.bench.runs / f"{self.name}.json"
 
 
 def inputs(bench: Bench, name: str) -> Path:

@@ -1,5 +1,6 @@
 """The comparison of systems as a whole: a peer that cannot be installed, and what is done already."""
 
+import dataclasses
 import json
 
 import pytest
@@ -55,11 +56,11 @@ def test_a_case_without_its_data_is_left_out_with_a_sentence(bench):
     assert line.startswith("TRL GRPO, Tunix GRPO: no figure.")
 
 
-def test_runs_of_other_settings_are_not_mixed(tmp_path):
-    main.check_settings(tmp_path, steps=6, cores=2)
-    main.check_settings(tmp_path, steps=6, cores=2)
-    with pytest.raises(ValueError, match=r"--steps=4: .* 6"):
-        main.check_settings(tmp_path, steps=4, cores=2)
+def test_runs_of_other_steps_or_cores_are_others(bench):
+    done(bench, "trl", "fixed")
+    for change in ({}, {"steps": 3}, {"cores": (0, 1)}):
+        job = jobs.Job(bench=dataclasses.replace(bench, **change), system="trl", case="fixed", reference=True, repeat=0)
+        assert job.result.exists() == (not change)
 
 
 def test_an_environment_of_the_same_requirements_is_used_again(tmp_path):
