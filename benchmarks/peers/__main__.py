@@ -14,6 +14,7 @@ once, then each a second time. Steps that compile are not counted. What is done 
 import itertools
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -87,6 +88,7 @@ def asked(root: Path) -> tuple[jobs.Bench, list[table.Group], list[str]]:
 
 def main(argv: Sequence[str]) -> None:
     del argv
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the run under way ends as well
     root = Path(_WORKDIR.value).absolute()
     begin = time.monotonic()
     try:
