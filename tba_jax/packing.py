@@ -1,17 +1,20 @@
 """Packing: rows laid end to end in sequences, so that a model computes what rows hold and next to no padding.
 
-A row takes `prompt_length + response_length − 1` tokens of a sequence: its last token predicts nothing that is scored. Rows of one
-sequence are segments, which do not attend to each other, and each row's positions begin at 0. Where rows lie follows from their
-lengths alone.
+A row takes `prompt_length + response_length − 1` tokens of a sequence: its last token predicts nothing that is scored. Rows of
+one sequence are segments, which do not attend to each other, and each row's positions begin at 0. Where rows lie follows from
+their lengths alone.
 """
 
 import bisect
 import dataclasses
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import chex
 import flax.struct
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 # Micro-batches of packed sequences have so many different numbers of sequences at most. One more shape, that of as many sequences
@@ -80,14 +83,20 @@ class Limits:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
     """Where the rows of a batch lie. sequences: M. one_row: whether no sequence holds more than one row, and M is the most that
-    it may be. whole_groups: whether the rows of each query are in one micro-batch. useful: the share of the computed tokens that
-    are of rows."""
+    it may be. whole_groups: whether the rows of each query are in one micro-batch. computed_tokens: of the sequences;
+    useful_tokens: those of them that are of rows."""
 
     parts: Parts
     sequences: int
     one_row: bool
     whole_groups: bool
-    useful: float
+    computed_tokens: int
+    useful_tokens: int
+
+    @property
+    def useful(self) -> float:
+        """The share of the computed tokens that are of rows."""
+        return self.useful_tokens / self.computed_tokens
 
 
 def row_tokens(prompt_length: np.ndarray, response_length: np.ndarray) -> np.ndarray:
@@ -121,7 +130,8 @@ def plan(tokens: np.ndarray, limits: Limits, *, second_pass: float) -> Plan:
         sequences=sequences,
         one_row=one_row,
         whole_groups=whole_groups,
-        useful=float(tokens.sum()) / (computed * limits.length),
+        computed_tokens=computed * limits.length,
+        useful_tokens=int(tokens.sum()),
     )
 
 
@@ -167,6 +177,46 @@ def _fill(rows: Sequence[int], tokens: np.ndarray, length: int) -> list[list[int
         found[sequence].append(row)
         bisect.insort(rooms, (left - size, sequence))
     return found
+
+
+def of_rows(
+    tokens: np.ndarray,
+    prompt_length: np.ndarray,
+    response_length: np.ndarray,
+    *,
+    R: int,
+    limits: Limits,
+    second_pass: float = 0.0,
+) -> tuple[Packed, Plan]:
+    """The rows in micro-batches, and where they lie there. Args: rows: see pack; second_pass: see plan. Raises: as plan."""
+    made = plan(row_tokens(prompt_length, response_length), limits, second_pass=second_pass)
+    return pack(tokens, prompt_length, response_length, R=R, plan=made, limits=limits), made
+
+
+def alone(tokens: jax.Array, prompt_length: jax.Array, response_length: jax.Array, *, R: int) -> Packed:
+    """The rows as one micro-batch of a sequence each, made where the rows are. Args: see pack; arrays of the devices, too."""
+    B, places = len(tokens), jnp.arange(R)
+    states = jnp.minimum(prompt_length[:, None] - 1 + places, tokens.shape[1] - 2)
+    targets = jnp.take_along_axis(tokens, states + 1, axis=1)
+    numbers = jnp.where(places < response_length[:, None], jnp.arange(B)[:, None] * R + places, B * R)
+    made = dict(tokens=tokens[:, :-1], states=states, targets=targets, numbers=numbers)
+    sequences = Sequences(**{name: leaf[None] for name, leaf in made.items()}, segments=None, positions=None)
+    return Packed(micro_batches=sequences, count=jnp.int32(1), of_row=jnp.zeros(B, jnp.int32))
+
+
+def summed(function: Callable[[Sequences, jax.Array], Any], packed: Packed) -> Any:
+    """Σ function(micro-batch, its number) over the micro-batches that hold rows; one result is in memory beside the sum.
+
+    Args: function: of leaves [M, …] and int32[] to a tree of arrays.
+    """
+
+    def of(number: jax.Array) -> Any:
+        return function(jax.tree.map(lambda x: x[number], packed.micro_batches), number)
+
+    if packed.micro_batches.tokens.shape[0] == 1:
+        return of(jnp.int32(0))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(of, jnp.int32(0)))
+    return jax.lax.fori_loop(0, packed.count, lambda number, sums: jax.tree.map(jnp.add, sums, of(number)), zeros)
 
 
 def largest(limits: Limits) -> Packed:

@@ -34,7 +34,7 @@ def adam() -> tuple[state_lib.Optimizers, Any]:
     optimizer = adamw(lambda step: jnp.float32(1e-2), beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.0, clip_norm=1.0)
     optimizers = {"policy": optimizer}
     once = chex.assert_max_traces(update_lib.train_step, n=1)
-    return optimizers, jax.jit(make_step(settings(), optimizers=optimizers, train_step=once), donate_argnums=0)
+    return optimizers, make_step(settings(), optimizers=optimizers, train_step=once, donate_argnums=0)
 
 
 def initial(optimizers: state_lib.Optimizers) -> state_lib.TrainState:
