@@ -14,7 +14,7 @@ from tba_jax.learner import state as state_lib
 
 VOCAB = 48
 SMALL: dict[str, Any] = {
-    "task.prompt_length": 4,
+    "task.prompt_length": 10,
     "task.response_length": 24,
     "learner.queries": 3,
     "learner.completions": 4,
