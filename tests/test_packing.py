@@ -22,7 +22,9 @@ def test_every_row_lies_in_one_place_within_the_limits(tokens, sequences, second
     of = limits(sequences=sequences)
     found = packing.plan(tokens, of, second_pass=second_pass)
     assert sorted(row for part in found.parts for rows in part for row in rows) == list(range(24))
-    assert len(found.parts) <= of.micro_batches and found.sequences <= sequences and found.sequences % of.ways == 0
+    assert (
+        len(found.parts) <= of.micro_batches(found.sequences) and found.sequences <= sequences and found.sequences % of.ways == 0
+    )
     for part in found.parts:
         assert len(part) <= found.sequences
         assert all(sum(tokens[row] for row in rows) <= of.length for rows in part)
@@ -83,7 +85,9 @@ def test_rows_are_found_again_in_their_sequences(sequences):
         segments = (np.arange(S) < size[..., None]).astype(np.int32)
         packed = dataclasses.replace(packed, segments=segments, positions=np.arange(S) * segments)
     assert found.one_row == (sequences == B)
-    assert packed.tokens.shape == (of.micro_batches, found.sequences, P + R - 1) and whole.count == len(found.parts)
+    assert packed.tokens.shape == (of.micro_batches(found.sequences), found.sequences, P + R - 1) and whole.count == len(
+        found.parts
+    )
     seen = np.zeros(B * R, bool)
     for i, j in np.ndindex(*packed.tokens.shape[:2]):
         of_sequence = [x[i, j] for x in (packed.tokens, packed.segments, packed.positions)]

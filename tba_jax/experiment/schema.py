@@ -204,7 +204,8 @@ c.learner.objective = setting("trajectory_balance", registry="objectives")
 c.learner.steps = setting(500, at_least=1)
 c.learner.queries = setting(7, at_least=1)  # Q
 c.learner.completions = setting(20, at_least=1)  # K; 1 is enough for learned_log_z, ppo and vine_ppo
-# Tokens of the rows that go through the model at a time, on all devices together; a row has P + R. 0: the whole batch.
+# Tokens of the sequences that go through the model at a time, on all devices together; a sequence has P + R and holds one row or
+# several. 0: the whole batch.
 c.learner.micro_batch_tokens = setting(0, at_least=0, free=True)
 c.learner.logit_megabytes = setting(128, at_least=1, free=True)  # most memory of logits on a device
 c.learner.remat = setting("full", registry="remat", free=True)  # none | dots | full: what the backward pass recomputes of a layer

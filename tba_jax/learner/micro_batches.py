@@ -5,23 +5,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from tba_jax import sharding
-from tba_jax.learner.state import Batch
 from tba_jax.models.parameters import Params
-from tba_jax.packing import Limits, Packed, Plan, Sequences, pack, plan, row_tokens
+from tba_jax.packing import Limits
 
 # What a forward pass costs beside a forward and a backward pass, by what the backward pass computes again.
-_SCORING_SHARE = {"none": 1 / 3, "dots": 1 / 3, "full": 1 / 4}
+SCORING_SHARE = {"none": 1 / 3, "dots": 1 / 3, "full": 1 / 4}
 
 
 def limits(tokens: int, *, row_tokens: int, queries: int, completions: int, ways: int) -> Limits:
     """What micro-batches hold: sequences as long as a row may be, as many as `tokens` hold.
 
     Args:
-      tokens: learner.micro_batch_tokens, 0: the whole batch, whatever its rows' lengths. row_tokens: P + R, padding included. ways:
-        see sharding.row_ways.
+      tokens: learner.micro_batch_tokens, 0: the whole batch, whatever its rows' lengths. row_tokens: P + R, padding included.
+      ways: see sharding.row_ways.
 
     Raises:
       ValueError: the mesh does not divide the batch, or `tokens` do not hold a row for each data way; names the setting.
@@ -36,13 +34,6 @@ def limits(tokens: int, *, row_tokens: int, queries: int, completions: int, ways
             f"task.response_length = {row_tokens} tokens; at least {ways * row_tokens}, or 0 for the whole batch"
         )
     return Limits(length=row_tokens - 1, sequences=sequences, ways=ways, rows=batch, group=completions)
-
-
-def packed(batch: Batch, limits: Limits, *, remat: str) -> tuple[Packed, Plan]:
-    """The rows of a batch in micro-batches, on the host. Args: batch: on the host. remat: see scoring.response_logprobs."""
-    lengths = np.asarray(batch.prompt_length), np.asarray(batch.response_length)
-    made = plan(row_tokens(*lengths), limits, second_pass=_SCORING_SHARE[remat])
-    return pack(np.asarray(batch.tokens), *lengths, R=batch.R, plan=made, limits=limits), made
 
 
 def split(tree: Any, rows: int, unit: int = 1) -> Any:
@@ -66,21 +57,6 @@ def join(tree: Any, unit: int = 1) -> Any:
         return x.reshape(count, rows // unit, unit, *x.shape[2:]).swapaxes(0, 1).reshape(count * rows, *x.shape[2:])
 
     return jax.tree.map(joined, tree)
-
-
-def summed(function: Callable[[Sequences, jax.Array], Any], packed: Packed) -> Any:
-    """Σ function(micro-batch, its number) over the micro-batches that hold rows; one result is in memory beside the sum.
-
-    Args: function: of leaves [M, S] and int32[] to a tree of arrays.
-    """
-
-    def of(number: jax.Array) -> Any:
-        return function(jax.tree.map(lambda x: x[number], packed.micro_batches), number)
-
-    if packed.micro_batches.tokens.shape[0] == 1:
-        return of(jnp.int32(0))
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(of, jnp.int32(0)))
-    return jax.lax.fori_loop(0, packed.count, lambda number, sums: jax.tree.map(jnp.add, sums, of(number)), zeros)
 
 
 def accumulate(gradient: Callable[[Any], tuple[Params, Any]], params: Params, micros: Any) -> tuple[Params, Any]:

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tba_jax import packing
 from tba_jax.learner import descent, micro_batches
 from tba_jax.learner.optimizer import Schedule
 from tba_jax.learner.state import Batch, Optimizers, TrainState
@@ -91,7 +92,7 @@ def scored(
 
 def scored_in_micro_batches(policy: Decoder, packed: Packed, batch: Batch, *, config: LearnerConfig) -> jax.Array:
     """policy_logprobs float32[B, R] of all rows, one micro-batch at a time."""
-    return micro_batches.summed(lambda micro, _: scored(policy, None, micro, batch, config=config)[0][0], packed)
+    return packing.summed(lambda micro, _: scored(policy, None, micro, batch, config=config)[0][0], packed)
 
 
 def train_step(
@@ -131,7 +132,7 @@ def _gradient(
     config: LearnerConfig,
 ) -> descent.Gradient:
     """The objective's gradient on a batch, in micro-batches."""
-    batch, packed = rows
+    batch, _ = rows
     log_z, pull_back_log_z = _log_z(state, frozen, batch, config)
     accumulate = _whole_groups if whole_groups else _any_split
     grads, log_z_cotangent, outputs, entropy = accumulate(state, frozen, *rows, log_z, schedules=schedules, config=config)
@@ -274,7 +275,7 @@ def _whole_groups(
         differentiated = jax.grad(micro_loss, argnums=(0, 1), has_aux=True)
         return differentiated(trained, log_z, micro, packed.of_row == number)
 
-    (grads, cotangent), (logprobs, values, entropy) = micro_batches.summed(gradient, packed)
+    (grads, cotangent), (logprobs, values, entropy) = packing.summed(gradient, packed)
     return grads, cotangent, PolicyOutputs(logprobs=logprobs, log_z=log_z, values=values), entropy
 
 
@@ -308,7 +309,7 @@ def _any_split(
         model = state.model(state.params | trained, frozen)
         return scored(model.policy, model.value_head, micro, batch, config=config)
 
-    (policy_logprobs, values), entropy = micro_batches.summed(lambda micro, _: outputs_of(trained, micro), packed)
+    (policy_logprobs, values), entropy = packing.summed(lambda micro, _: outputs_of(trained, micro), packed)
     outputs = PolicyOutputs(logprobs=policy_logprobs, log_z=log_z, values=values)
     inputs = _inputs(batch, policy_logprobs, state.step, schedules, config)
     cotangent = jax.grad(config.objective.loss)(outputs, inputs)
@@ -317,4 +318,4 @@ def _any_split(
         pull_back = jax.vjp(lambda t: outputs_of(t, micro)[0], trained)[1]
         return pull_back((cotangent.logprobs, cotangent.values))[0]
 
-    return micro_batches.summed(gradient, packed), cotangent.log_z, outputs, entropy
+    return packing.summed(gradient, packed), cotangent.log_z, outputs, entropy

@@ -16,7 +16,7 @@ from tba_jax.models.decoder import Decoder
 from tba_jax.models.layers import full_precision
 from tba_jax.models.parameters import Params
 from tba_jax.models.response_space import ResponseSpace
-from tba_jax.packing import Sequences
+from tba_jax.packing import Limits, Packed, Sequences, summed
 
 
 def response_tokens(tokens: jax.Array, prompt_length: jax.Array, *, R: int) -> jax.Array:
@@ -99,64 +99,47 @@ def by_row(values: jax.Array, numbers: jax.Array, *, B: int, R: int) -> jax.Arra
     return flat.at[numbers.reshape(-1)].add(values.reshape(-1), mode="drop").reshape(B, R)
 
 
-def scorer(mesh: Mesh, **settings: Any) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """`program`, called on its mesh. Args: see `program`."""
-    return sharding.on_mesh(mesh, program(mesh, **settings))
+def packed_shardings(mesh: Mesh) -> Any:
+    """Of packing.Packed, a prefix of its tree: every micro-batch is split over the mesh as rows are."""
+    sequences: Any = sharding.sequences_sharding(mesh)
+    whole = sharding.replicated(mesh)
+    return Packed(micro_batches=sequences, count=whole, of_row=whole)
 
 
 def program(
-    mesh: Mesh, *, graphdef: nnx.GraphDef, R: int, space: ResponseSpace, logit_megabytes: int, score_tokens: int
-) -> jax.stages.Wrapped:
-    """response_logprobs, jitted for a mesh, without a backward pass: (parameters, tokens, prompt_length, response_length).
+    mesh: Mesh, *, graphdef: nnx.GraphDef, R: int, space: ResponseSpace, logit_megabytes: int
+) -> Callable[[Params, Packed], jax.Array]:
+    """A jitted function that scores B packed rows on a mesh, without a backward pass: (parameters, packed) to float32[B, R],
+    nats, 0 where masked.
 
-    Args:
-      graphdef: of the decoder; R: see response_logprobs; logit_megabytes: what logits take at a time on each device.
-      score_tokens: tokens of the rows that go through the model at a time on each device, see block_rows.
+    Args: graphdef: of the decoder; R: see response_logprobs; logit_megabytes: what logits take at a time on each device.
     """
 
-    def score(params: Params, *rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-        model, (B, T) = parameters.module(graphdef, params), rows[0].shape
-        ways, logit_bytes = sharding.row_ways(mesh), (logit_megabytes << 20) * mesh.size
+    def score(params: Params, packed: Packed) -> jax.Array:
+        model, (B,), logit_bytes = parameters.module(graphdef, params), packed.of_row.shape, (logit_megabytes << 20) * mesh.size
 
-        def of_block(block: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-            return response_logprobs(model, *block, R=R, space=space, logit_bytes=logit_bytes, remat="none")
+        def of_micro_batch(micro: Sequences, _: jax.Array) -> jax.Array:
+            hidden = packed_hidden_states(model, micro, remat="none")
+            logprobs, _ = packed_logprobs(model, hidden, micro, R=R, none=B * R, space=space, logit_bytes=logit_bytes)
+            return by_row(logprobs, micro.numbers, B=B, R=R)
 
-        return in_blocks(of_block, rows, size=ways * block_rows(-(-B // ways), T, tokens=score_tokens))
+        return summed(of_micro_batch, packed)
 
-    return jax.jit(score)
+    return sharding.on_mesh(mesh, jax.jit(score))
+
+
+def limits(rows: int, T: int, *, tokens: int, ways: int) -> Limits:
+    """What micro-batches of `rows` rows hold that are scored. Args: T, tokens: see block_rows, on each of `ways` devices."""
+    return Limits(length=T - 1, sequences=ways * block_rows(-(-rows // ways), T, tokens=tokens), ways=ways, rows=rows, group=1)
 
 
 def block_rows(rows: int, T: int, *, tokens: int) -> int:
-    """The rows of a block, of the fewest and most even blocks of `rows` rows that hold at most `tokens` tokens each.
+    """The sequences of a micro-batch, of the fewest and most even ones that hold `rows` rows of T tokens and `tokens` at most.
 
-    Args: T: tokens of a row. tokens: a block has at least one row, whatever its length; 0: one block holds all rows.
+    Args: T: tokens of a row. tokens: a micro-batch has at least one row, whatever its length; 0: one holds all rows.
     """
     most = max(1, tokens // T) if tokens else rows
     return -(-rows // -(-rows // most))
-
-
-def in_blocks(function: Callable[[Any], Any], rows: Any, *, size: int) -> Any:
-    """function(rows), `size` rows at a time: memory is that of one block.
-
-    Args: function: arrays [b, ...] to arrays [b, ...], row by row; rows: arrays [B, ...]. The last row fills the last block up.
-    """
-    B = jax.tree.leaves(rows)[0].shape[0]
-    if size >= B:
-        return function(rows)
-    count = -(-B // size)
-
-    def cut(x: jax.Array) -> jax.Array:
-        """[B, ...] -> [count, size, ...]: rows are dealt out, so that each block has its share of every device's rows."""
-        filled = jnp.pad(x, ((0, count * size - B),) + ((0, 0),) * (x.ndim - 1), mode="edge")
-        return split_rows(filled.reshape(size, count, *x.shape[1:])).swapaxes(0, 1)
-
-    def join(x: jax.Array) -> jax.Array:
-        return split_rows(x.swapaxes(0, 1)).reshape(size * count, *x.shape[2:])[:B]
-
-    def split_rows(x: jax.Array) -> jax.Array:
-        return sharding.constrain(x, "B" + "R" * (x.ndim - 1))
-
-    return jax.tree.map(join, jax.lax.map(function, jax.tree.map(cut, rows)))
 
 
 @full_precision

@@ -28,6 +28,7 @@ from tests.support.tiny_updates import (
     make_step,
     measured,
     one_pass,
+    packed_of,
     random_batch,
     random_params,
     settings,
@@ -112,7 +113,9 @@ def test_the_program_of_a_step_does_not_grow_with_depth():
         policy = Policy(model=dataclasses.replace(MODEL, layers=layers))
         config = dataclasses.replace(settings(limits=limits(K), remat="full"), policy=policy)
         state = jax.eval_shape(lambda p: state_lib.init_state(policy, p, DESCENT), parameters.shapes(policy.model_specs))
-        return len(make_step(config).lower(state, {}, random_batch()).as_text().splitlines())
+        packed, plan = packed_of(random_batch(), config.limits)
+        lowered = make_step(config).jitted.lower(state, {}, random_batch(), packed, whole_groups=plan.whole_groups)
+        return len(lowered.as_text().splitlines())
 
     assert size(24) == size(6)
 

@@ -34,7 +34,7 @@ def adam() -> tuple[state_lib.Optimizers, Any]:
     optimizer = adamw(lambda step: jnp.float32(1e-2), beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.0, clip_norm=1.0)
     optimizers = {"policy": optimizer}
     once = chex.assert_max_traces(update_lib.train_step, n=1)
-    return optimizers, jax.jit(make_step(settings(), optimizers=optimizers, train_step=once), donate_argnums=0)
+    return optimizers, make_step(settings(), optimizers=optimizers, train_step=once, donate_argnums=0)
 
 
 def initial(optimizers: state_lib.Optimizers) -> state_lib.TrainState:
@@ -134,7 +134,7 @@ def test_a_log_z_that_is_not_finite_is_that_of_its_querys_rows():
 def test_an_optimizer_that_overflows_leaves_the_state_as_it_was(overflows):
     """Its gradient is finite, and so are the moments that it would keep."""
     optimizers = {"policy": optax.chain(optax.scale_by_adam(), optax.scale(overflows))}
-    update = jax.jit(make_step(settings(), optimizers=optimizers), donate_argnums=0)
+    update = make_step(settings(), optimizers=optimizers, donate_argnums=0)
     state = initial(optimizers)
     before = jax.device_get(state)
     after, measurements = update(state, {}, random_batch())
@@ -145,7 +145,7 @@ def test_an_optimizer_that_overflows_leaves_the_state_as_it_was(overflows):
 def test_a_gradient_that_overflows_leaves_the_state_as_it_was():
     """The square of a weight's gradient is not finite, although the loss and every row are."""
     optimizers = {"policy": optax.scale_by_adam()}
-    update = jax.jit(make_step(settings(), optimizers=optimizers), donate_argnums=0)
+    update = make_step(settings(), optimizers=optimizers, donate_argnums=0)
     state, batch = initial(optimizers), random_batch()
     before = jax.device_get(state)
     batch = dataclasses.replace(batch, reward=batch.reward * np.float32(1e18))

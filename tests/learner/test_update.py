@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from tba_jax import trajectory
+from tba_jax import packing, trajectory
 from tba_jax.learner import state as state_lib
 from tba_jax.learner import update as update_lib
 from tba_jax.learner.optimizer import linear_then_constant
@@ -35,6 +35,7 @@ from tests.support.tiny_updates import (
     make_step,
     measured,
     one_pass,
+    packed_of,
     random_batch,
     random_params,
     settings,
@@ -71,10 +72,10 @@ def test_a_minimal_length_shares_out_the_mass_of_an_early_end(rows, logit_bytes)
     def log_probs(batch: state_lib.Batch, **changes: Any) -> np.ndarray:
         config = settings(limits=limits(rows), logit_bytes=logit_bytes, **changes)
 
-        def score(params: Params, batch: state_lib.Batch) -> jax.Array:
-            return update_lib.score_in_micro_batches(POLICY.for_training(params, {}), batch, config=config)[0]
+        def score(params: Params, packed: packing.Packed) -> jax.Array:
+            return update_lib.scored_in_micro_batches(POLICY.for_training(params, {}), packed, batch, config=config)
 
-        return np.asarray(jax.jit(score)(random_params(), batch))
+        return np.asarray(jax.jit(score)(random_params(), packed_of(batch, config.limits)[0]))
 
     # One response token at a time: an end in the place of token t must not change what comes before it.
     mask, early = trajectory.response_mask(batch.response_length, R), np.arange(R) < minimum.min_length - 1

@@ -81,6 +81,12 @@ def random_batch(seed: int = 0) -> state_lib.Batch:
     )
 
 
+def packed_of(batch: state_lib.Batch, limits: packing.Limits, **options: Any) -> tuple[packing.Packed, packing.Plan]:
+    """See packing.of_rows."""
+    columns = (np.asarray(column) for column in (batch.tokens, batch.prompt_length, batch.response_length))
+    return packing.of_rows(*columns, R=batch.R, limits=limits, **options)
+
+
 def make_step(
     config: update_lib.LearnerConfig,
     *,
@@ -95,9 +101,7 @@ def make_step(
     jitted = jax.jit(made, static_argnames="whole_groups", **options)
 
     def step(state: Any, frozen: Any, batch: Any) -> Any:
-        lengths = np.asarray(batch.prompt_length), np.asarray(batch.response_length)
-        plan = packing.plan(packing.row_tokens(*lengths), config.limits, second_pass=second_pass)
-        packed = packing.pack(np.asarray(batch.tokens), *lengths, R=batch.R, plan=plan, limits=config.limits)
+        packed, plan = packed_of(batch, config.limits, second_pass=second_pass)
         return jitted(state, frozen, batch, packed, whole_groups=plan.whole_groups)
 
     step.jitted = jitted

@@ -218,12 +218,22 @@ class Searcher:
         if self._value_states is not None:
             with self._account.measure("values"):
                 values = self._value_states(generation, rows["key"], queries, feed=feed)
-        policy_step, slot_idle = self._engine.policy_step, self._engine.usage.idle
+        decoded = DecodedBatch(
+            rows=rows,
+            scores=scores,
+            values=values,
+            policy_step=self._engine.policy_step,
+            slot_idle=self._engine.usage.idle,
+            useful_token_share=self._useful_token_share(),
+            begin=begin,
+        )
         with self._account.measure("wait_rewards"):
-            decoded = DecodedBatch(
-                rows=rows, scores=scores, values=values, policy_step=policy_step, slot_idle=slot_idle, begin=begin
-            )
             self._appender.put(decoded, waits=waits)
+
+    def _useful_token_share(self) -> float:
+        """See SearchReport."""
+        usage, reference = self._engine.usage, self._reference
+        return (usage.prompt_tokens + reference.useful_tokens) / (usage.prefilled + reference.computed_tokens)
 
     def appended(self, *, wait_seconds: float | None = 0.0) -> list[SearchReport]:
         """Reports of the batches that were appended since the last call.

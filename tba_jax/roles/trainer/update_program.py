@@ -12,9 +12,11 @@ from tba_jax import packing, sharding, trajectory
 from tba_jax.learner import micro_batches, optimizer, settings
 from tba_jax.learner import state as state_lib
 from tba_jax.learner import update as update_lib
+from tba_jax.models import scoring
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
 from tba_jax.programs import Program, shaped
+from tba_jax.roles.shapes_log import ShapesLog
 from tba_jax.run import contract as contract_lib
 
 
@@ -49,6 +51,7 @@ class UpdateProgram:
         self.mesh = sharding.make_mesh(tuple(c.mesh.values()), setting="learner.mesh", devices=devices)
         self.config = settings.make_learner_config(c, contract, policy, self.mesh)
         self.frozen: Params = {}
+        self._shapes_log = ShapesLog("update")
         self._optimizers = settings.make_optimizers(c)
         self._shapes = state_lib.state_shapes(policy, self._optimizers, self.mesh)
         self._shardings = jax.tree.map(lambda x: x.sharding, self._shapes)
@@ -111,13 +114,15 @@ class UpdateProgram:
         return "float32" if self._policy.lora is None else self._policy.model.compute_dtype
 
     def compile(self, row_shape: trajectory.RowShape) -> None:
-        """Compiles the update for rows of this shape before there are any."""
-        placed = self.place(self._empty_rows(row_shape))
+        """Compiles the update for rows of this shape before there are any, as if each were as long as it may be."""
+        placed = self.place(self._whole_rows(row_shape))
         batch, whole = self._rescored(placed), placed.plan.whole_groups
         self._update.lower(self.state, self.frozen, batch, placed.packed, whole_groups=whole).compile()
 
-    def _empty_rows(self, row_shape: trajectory.RowShape) -> trajectory.Rows:
-        return {name: np.zeros((self.rows, *shape), dtype) for name, (dtype, shape) in row_shape.columns().items()}
+    def _whole_rows(self, row_shape: trajectory.RowShape) -> trajectory.Rows:
+        rows = {name: np.zeros((self.rows, *shape), dtype) for name, (dtype, shape) in row_shape.columns().items()}
+        rows["prompt_length"][:], rows["response_length"][:] = row_shape.prompt_length, row_shape.response_length
+        return rows
 
     def shapes(self) -> dict[str, Any]:
         """Name -> tree of jax.ShapeDtypeStruct: what rests on the devices (or in pinned memory of the host) between updates."""
@@ -130,9 +135,11 @@ class UpdateProgram:
 
     def programs(self, row_shape: trajectory.RowShape) -> dict[str, Program]:
         """Name -> the programs that `begin`, `apply` and `move_reference` call, for rows of this shape."""
-        on_host = state_lib.batch_from_rows(self._empty_rows(row_shape))
+        on_host = state_lib.batch_from_rows(self._whole_rows(row_shape))
         batch = shaped(on_host, sharding.rows_sharding(self.mesh))
-        packed = shaped(packing.largest(self.config.limits), self._packed_shardings)
+        limits, shardings = self.config.limits, scoring.packed_shardings(self.mesh)
+        *_, fewer, most = (1, *limits.shapes)
+        packed = shaped(packing.empty(limits, most), shardings)
         state, frozen = self._shapes, self._frozen_shapes
         begun_from = self._policy.model_shapes(self.mesh, dtype=self.reference_dtype) if self._policy.lora is None else {}
         found = {"init": Program(function=self._begin, arguments=(begun_from,))}
@@ -141,7 +148,11 @@ class UpdateProgram:
             batch = dataclasses.replace(batch, moving_ref_logprobs=batch.ref_logprobs)
         whole = Program(function=self._update, arguments=(state, frozen, batch, packed), options={"whole_groups": True})
         found["update"] = whole
-        if self.config.limits.micro_batches > 1:
+        if limits.micro_batches(most) == 1 and most > 1:
+            parts = shaped(packing.empty(limits, fewer), shardings)
+            in_parts = dataclasses.replace(whole, arguments=(state, frozen, batch, parts))
+            found["update in micro-batches"] = in_parts
+        if limits.micro_batches(most) > 1:
             found["update in two passes"] = dataclasses.replace(whole, options={"whole_groups": False})
         if self._moving_reference and self._resets_optimizer:
             found["restart of moments"] = Program(function=self._restart_moments, arguments=(state.opt_state["policy"],))
@@ -150,8 +161,11 @@ class UpdateProgram:
     def place(self, rows: trajectory.Rows) -> Placed:
         """Packs B rows and starts their transfer to the mesh. The state is neither read nor changed."""
         on_host = state_lib.batch_from_rows(rows)
-        packed, plan = micro_batches.packed(on_host, self.config.limits, remat=self.config.remat)
-        packed = jax.device_put(packed, self._packed_shardings)
+        columns = on_host.tokens, on_host.prompt_length, on_host.response_length
+        second_pass = micro_batches.SCORING_SHARE[self.config.remat]
+        packed, plan = packing.of_rows(*columns, R=on_host.R, limits=self.config.limits, second_pass=second_pass)
+        self._shapes_log.note(plan)
+        packed = jax.device_put(packed, scoring.packed_shardings(self.mesh))
         return Placed(batch=sharding.put_rows(self.mesh, on_host), packed=packed, plan=plan)
 
     def _rescored(self, placed: Placed) -> state_lib.Batch:
@@ -168,13 +182,6 @@ class UpdateProgram:
     def apply(self, rows: trajectory.Rows) -> dict[str, Any]:
         """One update of the state on B rows. Returns the measurements of train_step, on the host."""
         return jax.device_get(self.dispatch(self.place(rows)))
-
-    @property
-    def _packed_shardings(self) -> Any:
-        """A prefix of the tree of packing.Packed."""
-        sequences: Any = sharding.sequences_sharding(self.mesh)
-        whole = sharding.replicated(self.mesh)
-        return packing.Packed(micro_batches=sequences, count=whole, of_row=whole)
 
     def move_reference(self, step: int) -> None:
         """Moves the reference if that is due after `step` updates, and restarts Adam's moments with it if the config says so."""
