@@ -34,7 +34,8 @@ def test_loss_and_gradient_are_those_of_the_update(full):
     """Of the same weights and rows. The update's gradient is read off the weights after a step of plain descent by 1."""
     program = trainer_update.update_program(SMALL, VOCAB)
     rows, params = trainer_update.random_rows(program, SMALL, VOCAB, full=full), jax.device_get(program.policy_params)
-    batch, packed, plan = program._placed(rows)
+    placed = program.place(rows)
+    batch, packed, plan = placed.batch, placed.packed, placed.plan
     assert plan.one_row == full
     constant = functools.partial(optimizer.linear_then_constant, steps=0)
     settings = {"beta": trainer_update.BETA, "ref_temperature": 1.0, "reward_temperature": 1.0}

@@ -78,7 +78,7 @@ def fit_of(found: compiling.RoleFit, name: str) -> fitting.Fit:
 def test_the_update_is_that_of_a_real_trainer(made):
     trainer, _, found = made
     fit, program = fit_of(found["trainer"], "update"), trainer.program
-    batch, *_ = program._placed(program._whole_rows(trainer._contract.row_shape()))
+    batch = program._rescored(program.place(program._whole_rows(trainer._contract.row_shape())))
     largest = jax.device_put(
         packing.empty(program.config.limits, program.config.limits.sequences), scoring.packed_shardings(program.mesh)
     )

@@ -20,6 +20,15 @@ from tba_jax.roles.shapes_log import ShapesLog
 from tba_jax.run import contract as contract_lib
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Placed:
+    """B rows on the learner's mesh, in micro-batches of sequences, as `plan` laid them out."""
+
+    batch: state_lib.Batch
+    packed: packing.Packed
+    plan: packing.Plan
+
+
 class UpdateProgram:
     """The compiled update, the train state, the frozen weights, and the reference that moves with the policy if one does.
 
@@ -106,8 +115,9 @@ class UpdateProgram:
 
     def compile(self, row_shape: trajectory.RowShape) -> None:
         """Compiles the update for rows of this shape before there are any, as if each were as long as it may be."""
-        batch, packed, plan = self._placed(self._whole_rows(row_shape))
-        self._update.lower(self.state, self.frozen, batch, packed, whole_groups=plan.whole_groups).compile()
+        placed = self.place(self._whole_rows(row_shape))
+        batch, whole = self._rescored(placed), placed.plan.whole_groups
+        self._update.lower(self.state, self.frozen, batch, placed.packed, whole_groups=whole).compile()
 
     def _whole_rows(self, row_shape: trajectory.RowShape) -> trajectory.Rows:
         rows = {name: np.zeros((self.rows, *shape), dtype) for name, (dtype, shape) in row_shape.columns().items()}
@@ -148,22 +158,30 @@ class UpdateProgram:
             found["restart of moments"] = Program(function=self._restart_moments, arguments=(state.opt_state["policy"],))
         return found
 
-    def apply(self, rows: trajectory.Rows) -> dict[str, Any]:
-        """One update of the state on B rows. Returns the measurements of train_step, on the host."""
-        batch, packed, plan = self._placed(rows)
-        self.state, measurements = self._update(self.state, self.frozen, batch, packed, whole_groups=plan.whole_groups)
-        return jax.device_get(measurements) | {"useful_token_share": plan.useful}
-
-    def _placed(self, rows: trajectory.Rows) -> tuple[state_lib.Batch, packing.Packed, packing.Plan]:
-        """The rows on the mesh, scored by the moving reference where there is one, and in micro-batches of sequences."""
+    def place(self, rows: trajectory.Rows) -> Placed:
+        """Packs B rows and starts their transfer to the mesh. The state is neither read nor changed."""
         on_host = state_lib.batch_from_rows(rows)
         columns = on_host.tokens, on_host.prompt_length, on_host.response_length
         second_pass = micro_batches.SCORING_SHARE[self.config.remat]
         packed, plan = packing.of_rows(*columns, R=on_host.R, limits=self.config.limits, second_pass=second_pass)
         self._shapes_log.note(plan)
         packed = jax.device_put(packed, scoring.packed_shardings(self.mesh))
-        batch = sharding.put_rows(self.mesh, on_host)
-        return self._moving_reference.rescore(self.frozen, batch, packed) if self._moving_reference else batch, packed, plan
+        return Placed(batch=sharding.put_rows(self.mesh, on_host), packed=packed, plan=plan)
+
+    def _rescored(self, placed: Placed) -> state_lib.Batch:
+        """The batch, with log-probs of the moving reference as it is now where there is one."""
+        moving = self._moving_reference
+        return moving.rescore(self.frozen, placed.batch, placed.packed) if moving else placed.batch
+
+    def dispatch(self, placed: Placed) -> dict[str, Any]:
+        """Starts one update of the state. Returns the measurements of train_step, on the devices: they come when it is done."""
+        whole, batch = placed.plan.whole_groups, self._rescored(placed)
+        self.state, measurements = self._update(self.state, self.frozen, batch, placed.packed, whole_groups=whole)
+        return measurements | {"useful_token_share": placed.plan.useful}
+
+    def apply(self, rows: trajectory.Rows) -> dict[str, Any]:
+        """One update of the state on B rows. Returns the measurements of train_step, on the host."""
+        return jax.device_get(self.dispatch(self.place(rows)))
 
     def move_reference(self, step: int) -> None:
         """Moves the reference if that is due after `step` updates, and restarts Adam's moments with it if the config says so."""
