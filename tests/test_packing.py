@@ -111,8 +111,6 @@ def test_short_rows_leave_little_padding(queries, completions, sequences):
     """Rows as long as those of GSM8K: about an eighth of a sequence, some a half of it."""
     rng, rows = np.random.default_rng(0), queries * completions
     of = Limits(length=1023, sequences=sequences, ways=1, rows=rows, group=completions)
-    found = [
-        packing.plan(np.minimum(rng.lognormal(4.9, 0.5, rows).astype(int), 1023), of, second_pass=1 / 3) for _ in range(20)
-    ]
+    found = [packing.plan(np.minimum(rng.lognormal(4.9, 0.5, rows).astype(int), 1023), of, second_pass=1 / 3) for _ in range(20)]
     assert sum(plan.useful_tokens for plan in found) > 0.8 * sum(plan.computed_tokens for plan in found)
     assert len({plan.sequences for plan in found}) <= 7

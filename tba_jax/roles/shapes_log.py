@@ -14,11 +14,11 @@ class ShapesLog:
         self._program = program
         self._seen: set[tuple[int, bool]] = set()
 
-    def note(self, plan: Plan) -> None:
-        """A call with the rows of a plan."""
+    def note(self, plan: Plan) -> bool:
+        """A call with the rows of a plan. Returns whether their shape is new."""
         shape = plan.sequences, plan.one_row
         if shape in self._seen:
-            return
+            return False
         self._seen.add(shape)
         each = "of one row" if plan.one_row else "of several rows"
         log.info(
@@ -29,3 +29,4 @@ class ShapesLog:
             len(self._seen),
             100 * plan.useful,
         )
+        return True

@@ -51,7 +51,7 @@ class UpdateProgram:
         self.mesh = sharding.make_mesh(tuple(c.mesh.values()), setting="learner.mesh", devices=devices)
         self.config = settings.make_learner_config(c, contract, policy, self.mesh)
         self.frozen: Params = {}
-        self._shapes_log = ShapesLog("update")
+        self._shapes_log = {True: ShapesLog("update"), False: ShapesLog("update in two passes")}
         self._optimizers = settings.make_optimizers(c)
         self._shapes = state_lib.state_shapes(policy, self._optimizers, self.mesh)
         self._shardings = jax.tree.map(lambda x: x.sharding, self._shapes)
@@ -115,9 +115,7 @@ class UpdateProgram:
 
     def compile(self, row_shape: trajectory.RowShape) -> None:
         """Compiles the update for rows of this shape before there are any, as if each were as long as it may be."""
-        placed = self.place(self._whole_rows(row_shape))
-        batch, whole = self._rescored(placed), placed.plan.whole_groups
-        self._update.lower(self.state, self.frozen, batch, placed.packed, whole_groups=whole).compile()
+        self.place(self._whole_rows(row_shape))
 
     def _whole_rows(self, row_shape: trajectory.RowShape) -> trajectory.Rows:
         rows = {name: np.zeros((self.rows, *shape), dtype) for name, (dtype, shape) in row_shape.columns().items()}
@@ -159,14 +157,21 @@ class UpdateProgram:
         return found
 
     def place(self, rows: trajectory.Rows) -> Placed:
-        """Packs B rows and starts their transfer to the mesh. The state is neither read nor changed."""
+        """Packs B rows, starts their transfer to the mesh, and compiles the update where no rows had their shape before.
+
+        The state is neither read nor changed, so that all of this may be done beside an update.
+        """
         on_host = state_lib.batch_from_rows(rows)
         columns = on_host.tokens, on_host.prompt_length, on_host.response_length
         second_pass = micro_batches.SCORING_SHARE[self.config.remat]
         packed, plan = packing.of_rows(*columns, R=on_host.R, limits=self.config.limits, second_pass=second_pass)
-        self._shapes_log.note(plan)
         packed = jax.device_put(packed, scoring.packed_shardings(self.mesh))
-        return Placed(batch=sharding.put_rows(self.mesh, on_host), packed=packed, plan=plan)
+        placed = Placed(batch=sharding.put_rows(self.mesh, on_host), packed=packed, plan=plan)
+        if self._shapes_log[plan.whole_groups].note(plan):
+            moving = placed.batch.ref_logprobs if self._moving_reference else None
+            batch = dataclasses.replace(placed.batch, moving_ref_logprobs=moving)
+            self._update.lower(self.state, self.frozen, batch, packed, whole_groups=plan.whole_groups).compile()
+        return placed
 
     def _rescored(self, placed: Placed) -> state_lib.Batch:
         """The batch, with log-probs of the moving reference as it is now where there is one."""
