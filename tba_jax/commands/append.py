@@ -5,8 +5,8 @@ python -m tba_jax append --workdir=DIR --responses=FILE [--unfit=skip] [--config
 FILE is a .jsonl, .json or .parquet file with rows {"prompt", "response"}, or a data set of the hub. "prompt" may be missing if
 the task has one query. The run must exist (`main --role=reference` makes one) and may be training meanwhile. The probability with
 which such a response was written is unknown, and trajectory balance does not need it: the row counts as one of step 0, and the
-reference's log-probs stand in its columns for policy and behaviour. Objectives that weigh rows by π_θ/π_behaviour refuse such
-rows. Either all rows appear at once, or none does.
+log-probs of that step's policy stand in its columns for policy and behaviour. Objectives that weigh rows by π_θ/π_behaviour
+refuse such rows. Either all rows appear at once, or none does.
 """
 
 import hashlib
@@ -204,14 +204,15 @@ def _rows(run: layout.RunDir, experiment: "Experiment", given: Sequence[GivenRes
         "key": np.zeros((count, 2), np.uint32),
         **vars(drawn),
     }
-    logprobs, reference_id = _reference_logprobs(run, experiment, rows)
-    rows["reference_id"] = np.full(count, int(reference_id, 16), np.uint64)
-    rows |= dict.fromkeys(("ref_logprobs", "policy_logprobs", "behavior_logprobs"), logprobs)
+    logprobs, initial = _initial_logprobs(run, experiment, rows)
+    rows["reference_id"] = np.full(count, int(contract.reference_of_rows(initial), 16), np.uint64)
+    rows["ref_logprobs"] = logprobs if contract.has_reference else np.zeros_like(logprobs)
+    rows |= dict.fromkeys(("policy_logprobs", "behavior_logprobs"), logprobs)
     return rows | _scored(experiment, given, rows)
 
 
-def _reference_logprobs(run: layout.RunDir, experiment: "Experiment", rows: dict[str, np.ndarray]) -> tuple[np.ndarray, str]:
-    """float32[n, R], nats, 0 where masked, log π_ref of the responses as searchers compute it; and the reference's id."""
+def _initial_logprobs(run: layout.RunDir, experiment: "Experiment", rows: dict[str, np.ndarray]) -> tuple[np.ndarray, str]:
+    """float32[n, R], nats, 0 where masked: log-probs of the responses under the policy of step 0; and the id of that policy."""
     from tba_jax.experiment import meshes
     from tba_jax.roles import gpus
     from tba_jax.roles.reference import ReferencePolicy, policy_mesh
