@@ -42,7 +42,7 @@ class GivenResponse(NamedTuple):
 
 
 def append(workdir: Path, source: str, *, unfit: str, settings: existing_run.Source = existing_run.AS_IT_IS) -> str:
-    """Scores the responses of a file by the task and the reference policy, and commits them as rows of a new writer.
+    """Scores the responses of a file by the task and the policy of step 0, and commits them as rows of a new writer.
 
     Args:
       source: see tasks.data.read; unfit: what happens to responses that no policy of the run can give, one of UNFIT.
@@ -54,7 +54,7 @@ def append(workdir: Path, source: str, *, unfit: str, settings: existing_run.Sou
     Raises:
       ValueError: there is no run or no reference, nobody trusts its task, its objective needs behaviour log-probs or values of
         states, a row of the file is malformed or unfit, or the same responses were appended before.
-      FloatingPointError: the reference gave log-probs that are not finite.
+      FloatingPointError: the policy of step 0 gave log-probs that are not finite.
     """
     from tba_jax.experiment import composition
     from tba_jax.experiment.other_runs import GIVEN
@@ -220,7 +220,7 @@ def _initial_logprobs(run: layout.RunDir, experiment: "Experiment", rows: dict[s
     devices = gpus.jax_devices()
     meshes.check(experiment, role="searcher", devices=len(devices))
     experiment = experiment.on_device(devices[0])
-    reference = ReferencePolicy(
+    initial = ReferencePolicy(
         experiment.contract,
         run,
         policy=experiment.policy,
@@ -233,11 +233,11 @@ def _initial_logprobs(run: layout.RunDir, experiment: "Experiment", rows: dict[s
     for start in range(0, count, size):
         # The last rows are filled up: scoring has one shape.
         chosen = np.minimum(np.arange(start, start + size), count - 1)
-        found.append(reference.logprobs({name: column[chosen] for name, column in rows.items()}))
+        found.append(initial.logprobs({name: column[chosen] for name, column in rows.items()}))
     logprobs = np.concatenate(found)[:count]
     if broken := int((~np.isfinite(logprobs).all(axis=1)).sum()):
-        raise FloatingPointError(f"{broken} responses have reference log-probs that are not finite")
-    return logprobs, reference.id
+        raise FloatingPointError(f"{broken} responses have log-probs under the policy of step 0 that are not finite")
+    return logprobs, initial.id
 
 
 def _scored(experiment: "Experiment", given: Sequence[GivenResponse], rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
