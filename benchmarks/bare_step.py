@@ -27,80 +27,27 @@ import numpy as np
 import optax
 from absl import app, flags
 
-from benchmarks import bare
+from benchmarks import bare, trainer_update
 from configs import base
 from tba_jax import packing, sharding, trajectory
-from tba_jax.experiment import composition
-from tba_jax.learner import descent, micro_batches
+from tba_jax.learner import descent
 from tba_jax.learner import update as update_lib
 from tba_jax.models import decoder
 from tba_jax.models.parameters import Params
 from tba_jax.objectives.diagnostics import diagnostics
 from tba_jax.roles.trainer.update_program import UpdateProgram
 
-_VOCAB = flags.DEFINE_list("vocab", ["4096", "32000"], "Vocabularies to measure.")
-_PAIRS = flags.DEFINE_integer("pairs", 15, "Measurements of each side.", lower_bound=2)
-_PROFILE = flags.DEFINE_boolean("profile", False, "Also measure what each part of the update costs.")
-_ONLY = flags.DEFINE_list("only", [], "Parts that --profile measures; default: all.")
-_REMAT = flags.DEFINE_string("remat", "none", "learner.remat of the project's update. The bare step rematerialises nothing.")
-_LOGITS = flags.DEFINE_integer("logit_megabytes", 256, "learner.logit_megabytes of the update. The bare step has all logits.")
-
-BETA = 0.1
-SIZES: dict[str, Any] = {
-    "task.prompt_length": 64,
-    "task.response_length": 64,
-    "learner.queries": 4,
-    "learner.completions": 8,
-    "model.layers": 6,
-    "model.width": 384,
-    "model.heads": 6,
-    "model.kv_heads": 6,
-    "model.head_size": 64,
-    "model.ffn": 1024,
-}
-_LEARNER: dict[str, Any] = {
-    "learner.beta_start": BETA,
-    "learner.beta_end": BETA,
-    "learner.warmup_steps": 0,
-    "learner.mesh.data": 1,
-    "learner.mesh.fsdp": 1,
-    "learner.learning_rate": 1e-4,
-}
-
-
-def update_program(changes: Mapping[str, Any], vocab: int) -> UpdateProgram:
-    """The trainer's update on the first device, with random weights. Args: changes: settings of the base recipe."""
-    config = base.get_config()
-    config.update_from_flattened_dict(SIZES | _LEARNER | dict(changes))
-    built = composition.build(config)
-    policy = dataclasses.replace(built.policy, model=dataclasses.replace(built.policy.model, vocab=vocab))
-    # The ids of a tokenizer's special tokens would be banned: here all responses over the vocabulary count.
-    contract = dataclasses.replace(built.contract, banned_tokens=())
-    program = UpdateProgram(config, contract, policy, devices=jax.devices()[:1])
-    program.begin(jax.jit(policy.base.init)(jax.random.key(0)))
-    return program
-
-
-def random_rows(program: UpdateProgram, changes: Mapping[str, Any], vocab: int, *, full: bool = True) -> trajectory.Rows:
-    """Rows of random tokens whose prompts all have P tokens. Args: full: whether responses have R tokens, or 1 to R."""
-    sizes = SIZES | dict(changes)
-    B, P, R = program.rows, sizes["task.prompt_length"], sizes["task.response_length"]
-    rng = np.random.default_rng(0)
-    length = np.full(B, R, np.int32) if full else rng.integers(1, R + 1, B).astype(np.int32)
-    mask = trajectory.response_mask(length, R)
-    tokens = rng.integers(0, vocab, (B, P + R)).astype(np.int32)
-    tokens[:, P:][~mask] = 0
-    logprobs = np.where(mask, -rng.exponential(np.log(vocab), (B, R)), 0).astype(np.float32)
-    return {
-        "tokens": tokens,
-        "prompt_length": np.full(B, P, np.int32),
-        "response_length": length,
-        "ref_logprobs": logprobs,
-        "policy_logprobs": logprobs,
-        "behavior_logprobs": logprobs,
-        "policy_step": np.where(mask, 0, -1).astype(np.int32),
-        "reward": rng.normal(size=B).astype(np.float32),
-    }
+# Another benchmark that a process imports may have a flag of the same name.
+_VOCAB = flags.DEFINE_list("vocab", ["4096", "32000"], "Vocabularies to measure.", allow_override=True)
+_PAIRS = flags.DEFINE_integer("pairs", 15, "Measurements of each side.", lower_bound=2, allow_override=True)
+_PROFILE = flags.DEFINE_boolean("profile", False, "Also measure what each part of the update costs.", allow_override=True)
+_ONLY = flags.DEFINE_list("only", [], "Parts that --profile measures; default: all.", allow_override=True)
+_REMAT = flags.DEFINE_string(
+    "remat", "none", "learner.remat of the project's update. The bare step rematerialises nothing.", allow_override=True
+)
+_LOGITS = flags.DEFINE_integer(
+    "logit_megabytes", 256, "learner.logit_megabytes of the update. The bare step has all logits.", allow_override=True
+)
 
 
 def bare_weights(params: Params) -> bare.Weights:
@@ -125,23 +72,25 @@ def bare_rows(rows: trajectory.Rows) -> bare.Rows:
 
 
 def bare_sizes(changes: Mapping[str, Any]) -> bare.Sizes:
-    sizes = SIZES | dict(changes)
+    sizes = trainer_update.SIZES | dict(changes)
     names = {"heads": "model.heads", "prompt": "task.prompt_length", "completions": "learner.completions"}
-    return bare.Sizes(**{name: sizes[key] for name, key in names.items()}, beta=BETA)
+    return bare.Sizes(**{name: sizes[key] for name, key in names.items()}, beta=trainer_update.BETA)
 
 
 def project_side(changes: Mapping[str, Any], vocab: int) -> tuple[UpdateProgram, Callable[[], dict[str, Any]]]:
     """The program, and one update of it on full rows."""
-    program = update_program(changes, vocab)
-    return program, functools.partial(program.apply, random_rows(program, changes, vocab))
+    program = trainer_update.update_program(changes, vocab)
+    return program, functools.partial(program.apply, trainer_update.random_rows(program, changes, vocab))
 
 
 def bare_side(program: UpdateProgram, changes: Mapping[str, Any], vocab: int) -> Callable[[], dict[str, Any]]:
     """One bare step on the same rows, from the weights that the program has now."""
     c = base.get_config().learner
-    adamw = optax.adamw(_LEARNER["learner.learning_rate"], b1=c.adam_beta1, b2=c.adam_beta2, weight_decay=c.weight_decay)
+    adamw = optax.adamw(
+        trainer_update.LEARNER["learner.learning_rate"], b1=c.adam_beta1, b2=c.adam_beta2, weight_decay=c.weight_decay
+    )
     optimizer = optax.chain(optax.clip_by_global_norm(c.clip_norm), adamw)
-    weights, rows = bare_weights(program.policy_params), bare_rows(random_rows(program, changes, vocab))
+    weights, rows = bare_weights(program.policy_params), bare_rows(trainer_update.random_rows(program, changes, vocab))
     step, state = bare.make_step(optimizer, bare_sizes(changes)), (weights, optimizer.init(weights))
 
     def run() -> dict[str, Any]:
@@ -199,8 +148,11 @@ def _diagnostics_without_entropy(logprobs: jax.Array, entropy: jax.Array, inputs
     return diagnostics(logprobs, jnp.zeros_like(entropy), inputs)
 
 
+_PLAN = packing.plan
+
+
 def _always_packed(*args: Any, **options: Any) -> packing.Plan:
-    return dataclasses.replace(packing.plan(*args, **options), one_row=False)
+    return dataclasses.replace(_PLAN(*args, **options), one_row=False)
 
 
 PARTS: dict[str, Part] = {
@@ -212,7 +164,7 @@ PARTS: dict[str, Part] = {
     "whole logits (blocks of 32 MiB)": ({"learner.logit_megabytes": 32}, contextlib.nullcontext),
     "states kept (learner.remat=full)": ({"learner.remat": "full"}, contextlib.nullcontext),
     "unrolled layers": ({}, lambda: mock.patch.object(decoder, "_UNROLLED", 0)),
-    "sequences of one row": ({}, lambda: mock.patch.object(micro_batches, "plan", _always_packed)),
+    "sequences of one row": ({}, lambda: mock.patch.object(packing, "plan", _always_packed)),
     "parameter gathering": ({}, lambda: mock.patch.object(sharding, "constrain", lambda x, _: x)),
     "kernel over rows": ({}, lambda: mock.patch.object(decoder, "over_rows", lambda x: x)),
 }
@@ -247,7 +199,7 @@ def profile(vocab: int, pairs: int, changes: Mapping[str, Any], only: Sequence[s
 def host(vocab: int, pairs: int, changes: Mapping[str, Any]) -> None:
     """Milliseconds of an update before its dispatch: rows are packed and placed."""
     program, _ = project_side(changes, vocab)
-    rows = random_rows(program, changes, vocab)
+    rows = trainer_update.random_rows(program, changes, vocab)
     (times,) = seconds((lambda: jax.block_until_ready(program._placed(rows)[:2]),), pairs)
     print(f"  v {vocab}: host packs and places rows in {1e3 * float(np.median(times)):.1f} ms", flush=True)
 

@@ -121,7 +121,7 @@ def lowered_train_step(layers: int) -> Any:
         name: jax.ShapeDtypeStruct((16, 16), np.float32) for name in ("ref_logprobs", "policy_logprobs", "behavior_logprobs")
     }
     batch = state_lib.Batch(**rows, reward=jax.ShapeDtypeStruct((16,), np.float32))
-    return jax.jit(step, donate_argnums=0).lower(state, {}, batch, packing.largest(config.limits))
+    return jax.jit(step, donate_argnums=0).lower(state, {}, batch, packing.empty(config.limits, 8))
 
 
 def compile_times(repeats: int) -> None:

@@ -7,7 +7,9 @@ their lengths alone.
 
 import bisect
 import dataclasses
+import functools
 import heapq
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +22,10 @@ import numpy as np
 # Micro-batches of packed sequences have so many different numbers of sequences at most. One more shape, that of as many sequences
 # as may be with one row each, makes 8 shapes of any one program.
 _SHAPES = 7
+# The most sequences of a micro-batch are at most so many times the fewest, which many micro-batches approximate any number with.
+_SPREAD = 16
+# A micro-batch more costs about as much as so many tokens: its gradient is added to the others'.
+_MICRO_BATCH_TOKENS = 256
 
 # A micro-batch as sequences, a sequence as numbers of rows.
 Parts = list[list[list[int]]]
@@ -68,16 +74,22 @@ class Limits:
     rows: int
     group: int
 
-    @property
-    def micro_batches(self) -> int:
-        """n: as many as B rows need that fill a sequence each."""
-        return -(-self.rows // self.sequences)
+    @functools.cached_property
+    def shapes(self) -> tuple[int, ...]:
+        """The numbers of sequences that micro-batches have, ascending: all there are, or in even ratios from the most down."""
+        most = self.sequences // self.ways
+        if most <= _SHAPES:
+            return tuple(self.ways * each for each in range(1, most + 1))
+        ratio = min(_SPREAD, most) ** (1 / (_SHAPES - 1))
+        return tuple(sorted({self.ways * math.ceil(most / ratio**power) for power in range(_SHAPES)}))
+
+    def micro_batches(self, sequences: int) -> int:
+        """n: as many micro-batches of so many sequences as B rows need that fill a sequence each."""
+        return -(-self.rows // sequences)
 
     def rounded(self, sequences: int) -> int:
         """The next larger number of sequences that micro-batches have."""
-        per_way = self.sequences // self.ways
-        step = self.ways * -(-per_way // _SHAPES)
-        return min(self.sequences, -(-sequences // step) * step)
+        return self.shapes[bisect.bisect_left(self.shapes, sequences)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,47 +126,63 @@ def plan(tokens: np.ndarray, limits: Limits, *, second_pass: float) -> Plan:
     """
     if tokens.max() > limits.length:
         raise ValueError(f"a row of {tokens.max()} tokens does not fit a sequence of {limits.length}")
-    together = _divide(tokens, limits, group=limits.group)
+    together = _cheapest(tokens, limits, group=limits.group)
     parts = together
-    if together is None or len(together) > 1:
-        apart = _divide(tokens, limits, group=1) or _deal(tokens, limits)
-        cheaper = together is not None and _computed(together, limits) <= (1 + second_pass) * _computed(apart, limits)
+    if together is None or limits.sequences < limits.rows:
+        apart = _cheapest(tokens, limits, group=1) or _deal(tokens, limits)
+        cheaper = together is not None and _cost(together, limits) <= (1 + second_pass) * _cost(apart, limits)
         parts = together if cheaper else apart
     assert parts is not None
-    whole_groups, computed = parts is together, _computed(parts, limits)
-    sequences = computed // len(parts)
+    sequences = limits.rounded(max(map(len, parts)))
     # Packing saves nothing here, and sequences of one row need no segments, and fewer places for response tokens.
     one_row = sequences == limits.sequences and all(sum(map(len, part)) <= sequences for part in parts)
     return Plan(
         parts=[[[row] for rows in part for row in rows] for part in parts] if one_row else parts,
         sequences=sequences,
         one_row=one_row,
-        whole_groups=whole_groups,
-        computed_tokens=computed * limits.length,
+        whole_groups=parts is together,
+        computed_tokens=len(parts) * sequences * limits.length,
         useful_tokens=int(tokens.sum()),
     )
 
 
-def _computed(parts: Parts, limits: Limits) -> int:
-    """The sequences that a model computes."""
-    return len(parts) * limits.rounded(max(map(len, parts)))
+def _cost(parts: Parts, limits: Limits) -> int:
+    """Of the micro-batches, in tokens."""
+    return _cost_of(len(parts), max(map(len, parts)), limits)
 
 
-def _divide(tokens: np.ndarray, limits: Limits, *, group: int) -> Parts | None:
-    """As few micro-batches of about equally many tokens as hold the rows, `group` consecutive rows in one. None: too many."""
+def _cost_of(count: int, sequences: int, limits: Limits) -> int:
+    return count * (limits.rounded(sequences) * limits.length + _MICRO_BATCH_TOKENS)
+
+
+def _cheapest(tokens: np.ndarray, limits: Limits, *, group: int) -> Parts | None:
+    """The cheapest micro-batches that hold the rows, `group` consecutive rows in one; None where a group does not fit one."""
     of_groups = tokens.reshape(-1, group).sum(axis=1)
-    fewest = -(-int(tokens.sum()) // (limits.length * limits.sequences))
-    for count in range(fewest, limits.micro_batches + 1):
-        parts: list[list[int]] = [[] for _ in range(count)]
-        emptiest = [(0, part) for part in range(count)]  # a heap
-        for each in np.argsort(-of_groups, kind="stable"):
-            taken, part = emptiest[0]
-            parts[part] += range(each * group, (each + 1) * group)
-            heapq.heapreplace(emptiest, (taken + int(of_groups[each]), part))
-        found = [_fill(part, tokens, limits.length) for part in parts]
-        if max(map(len, found)) <= limits.sequences:
-            return found
-    return None
+    fewest = -(-int(tokens.sum()) // limits.length)  # sequences
+    tried = sorted({min(-(-fewest // sequences) + more, len(of_groups)) for sequences in limits.shapes for more in (0, 1)})
+    found: Parts | None = None
+    for count in (*tried, *range(tried[-1] + 1, len(of_groups) + 1)):
+        if found and count > tried[-1]:
+            break
+        least = -(-fewest // count)
+        if least > limits.sequences or (found and _cost_of(count, least, limits) >= _cost(found, limits)):
+            continue
+        parts = [_fill(rows, tokens, limits.length) for rows in _divide(of_groups, count, group=group)]
+        fits = max(map(len, parts)) <= limits.sequences
+        if fits and (found is None or _cost(parts, limits) < _cost(found, limits)):
+            found = parts
+    return found
+
+
+def _divide(of_groups: np.ndarray, count: int, *, group: int) -> list[list[int]]:
+    """The rows of `count` micro-batches of about equally many tokens. Args: of_groups: int[B / group], tokens."""
+    parts: list[list[int]] = [[] for _ in range(count)]
+    emptiest = [(0, part) for part in range(count)]  # a heap
+    for each in np.argsort(-of_groups, kind="stable"):
+        taken, part = emptiest[0]
+        parts[part] += range(each * group, (each + 1) * group)
+        heapq.heapreplace(emptiest, (taken + int(of_groups[each]), part))
+    return parts
 
 
 def _deal(tokens: np.ndarray, limits: Limits) -> Parts:
@@ -219,9 +247,9 @@ def summed(function: Callable[[Sequences, jax.Array], Any], packed: Packed) -> A
     return jax.lax.fori_loop(0, packed.count, lambda number, sums: jax.tree.map(jnp.add, sums, of(number)), zeros)
 
 
-def largest(limits: Limits) -> Packed:
-    """Empty micro-batches of the most sequences: zeros."""
-    shape = limits.micro_batches, limits.sequences, limits.length
+def empty(limits: Limits, sequences: int) -> Packed:
+    """Micro-batches of so many sequences, zeros."""
+    shape = limits.micro_batches(sequences), sequences, limits.length
     zeros = Sequences(**{field.name: np.zeros(shape, np.int32) for field in dataclasses.fields(Sequences)})
     return Packed(micro_batches=zeros, count=np.int32(0), of_row=np.zeros(limits.rows, np.int32))
 
@@ -230,7 +258,7 @@ def pack(
     tokens: np.ndarray, prompt_length: np.ndarray, response_length: np.ndarray, *, R: int, plan: Plan, limits: Limits
 ) -> Packed:
     """The rows where the plan has them. Args: as in trajectory: tokens int32[B, T], lengths int32[B]."""
-    B, shape, places = len(tokens), (limits.micro_batches, plan.sequences), R if plan.one_row else limits.length
+    B, shape, places = len(tokens), (limits.micro_batches(plan.sequences), plan.sequences), R if plan.one_row else limits.length
     made = {name: np.zeros((*shape, limits.length), np.int32) for name in ("tokens", "segments", "positions")}
     made |= {name: np.zeros((*shape, places), np.int32) for name in ("states", "targets", "numbers")}
     made["numbers"][:] = B * R

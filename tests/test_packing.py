@@ -22,7 +22,9 @@ def test_every_row_lies_in_one_place_within_the_limits(tokens, sequences, second
     of = limits(sequences=sequences)
     found = packing.plan(tokens, of, second_pass=second_pass)
     assert sorted(row for part in found.parts for rows in part for row in rows) == list(range(24))
-    assert len(found.parts) <= of.micro_batches and found.sequences <= sequences and found.sequences % of.ways == 0
+    assert (
+        len(found.parts) <= of.micro_batches(found.sequences) and found.sequences <= sequences and found.sequences % of.ways == 0
+    )
     for part in found.parts:
         assert len(part) <= found.sequences
         assert all(sum(tokens[row] for row in rows) <= of.length for rows in part)
@@ -83,7 +85,9 @@ def test_rows_are_found_again_in_their_sequences(sequences):
         segments = (np.arange(S) < size[..., None]).astype(np.int32)
         packed = dataclasses.replace(packed, segments=segments, positions=np.arange(S) * segments)
     assert found.one_row == (sequences == B)
-    assert packed.tokens.shape == (of.micro_batches, found.sequences, P + R - 1) and whole.count == len(found.parts)
+    assert packed.tokens.shape == (of.micro_batches(found.sequences), found.sequences, P + R - 1) and whole.count == len(
+        found.parts
+    )
     seen = np.zeros(B * R, bool)
     for i, j in np.ndindex(*packed.tokens.shape[:2]):
         of_sequence = [x[i, j] for x in (packed.tokens, packed.segments, packed.positions)]
@@ -100,3 +104,15 @@ def test_rows_are_found_again_in_their_sequences(sequences):
             np.testing.assert_array_equal(of_sequence[2][its], np.arange(len(its)))
             assert state == its[0] + prompt[row] + t - 1
     np.testing.assert_array_equal(seen.reshape(B, R), np.arange(R) < response[:, None])
+
+
+@pytest.mark.parametrize("queries, completions, sequences", [(7, 20, 140), (8, 8, 8), (32, 16, 16), (32, 16, 64)])
+def test_short_rows_leave_little_padding(queries, completions, sequences):
+    """Rows as long as those of GSM8K: about an eighth of a sequence, some a half of it."""
+    rng, rows = np.random.default_rng(0), queries * completions
+    of = Limits(length=1023, sequences=sequences, ways=1, rows=rows, group=completions)
+    found = [
+        packing.plan(np.minimum(rng.lognormal(4.9, 0.5, rows).astype(int), 1023), of, second_pass=1 / 3) for _ in range(20)
+    ]
+    assert sum(plan.useful_tokens for plan in found) > 0.8 * sum(plan.computed_tokens for plan in found)
+    assert len({plan.sequences for plan in found}) <= 7

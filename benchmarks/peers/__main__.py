@@ -24,18 +24,19 @@ from absl import app, flags
 
 from benchmarks.peers import cases, jobs, table
 
-_WORKDIR = flags.DEFINE_string("workdir", None, "Folder for inputs, runs and results.", required=True)
+# Another benchmark that a process imports may have a flag of the same name.
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder for inputs, runs and results.", required=True, allow_override=True)
 _ENVIRONMENTS = flags.DEFINE_string("environments", "", "Folder of the peers' environments; default: below --workdir.")
 _DATA = flags.DEFINE_string(
-    "data", "", "Folder that holds gsm8k/train.jsonl and gsm8k/test.jsonl, for the case with real prompts."
+    "data", "", "Folder that holds gsm8k/train.jsonl and gsm8k/test.jsonl, for the case with real prompts.", allow_override=True
 )
-_CASES = flags.DEFINE_list("cases", [], f"Among {', '.join(cases.CASES)}; default: all.")
+_CASES = flags.DEFINE_list("cases", [], f"Among {', '.join(cases.CASES)}; default: all.", allow_override=True)
 _SYSTEMS = flags.DEFINE_list("systems", [], f"Among {', '.join(cases.SYSTEMS)}; default: all.")
 _REFERENCE = flags.DEFINE_enum("reference", "with", ["with", "without", "both"], "Steps with a reference policy or without.")
-_REPEATS = flags.DEFINE_integer("repeats", 5, "Runs of each system on each case.", lower_bound=1)
-_STEPS = flags.DEFINE_integer("steps", 6, "Timed steps of a run.", lower_bound=2)
+_REPEATS = flags.DEFINE_integer("repeats", 5, "Runs of each system on each case.", lower_bound=1, allow_override=True)
+_STEPS = flags.DEFINE_integer("steps", 6, "Timed steps of a run.", lower_bound=2, allow_override=True)
 _CORES = flags.DEFINE_integer(
-    "cores", 0, "Of this process' cores, how many a system gets: the first ones; 0: all.", lower_bound=0
+    "cores", 0, "Of this process' cores, how many a system gets: the first ones; 0: all.", lower_bound=0, allow_override=True
 )
 
 

@@ -70,7 +70,8 @@ def programs(
     """
     if not contract.has_reference:
         return {}
-    largest = packing.largest(_limits(contract, mesh, rows, score_tokens=score_tokens))
+    limits = _limits(contract, mesh, rows, score_tokens=score_tokens)
+    largest = packing.empty(limits, limits.sequences)
     arguments = params, shaped(largest, scoring.packed_shardings(mesh))
     score = _scorer(contract, policy, mesh, logit_megabytes=logit_megabytes)
     return {"scoring by the reference": Program(function=score, arguments=arguments)}

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from benchmarks import bare, bare_step
+from benchmarks import bare, bare_step, trainer_update
 from tba_jax.learner import optimizer, update
 from tba_jax.learner import state as state_lib
 
@@ -32,12 +32,12 @@ DESCENT: state_lib.Optimizers = {"policy": optax.sgd(1.0)}
 @pytest.mark.parametrize("full", [True, False], ids=["full rows", "rows of all lengths"])
 def test_loss_and_gradient_are_those_of_the_update(full):
     """Of the same weights and rows. The update's gradient is read off the weights after a step of plain descent by 1."""
-    program = bare_step.update_program(SMALL, VOCAB)
-    rows, params = bare_step.random_rows(program, SMALL, VOCAB, full=full), jax.device_get(program.policy_params)
+    program = trainer_update.update_program(SMALL, VOCAB)
+    rows, params = trainer_update.random_rows(program, SMALL, VOCAB, full=full), jax.device_get(program.policy_params)
     batch, packed, plan = program._placed(rows)
     assert plan.one_row == full
     constant = functools.partial(optimizer.linear_then_constant, steps=0)
-    settings = {"beta": bare_step.BETA, "ref_temperature": 1.0, "reward_temperature": 1.0}
+    settings = {"beta": trainer_update.BETA, "ref_temperature": 1.0, "reward_temperature": 1.0}
     schedules = update.Schedules(**{name: constant(start=value, end=value) for name, value in settings.items()})
     step = functools.partial(update.train_step, optimizers=DESCENT, schedules=schedules, config=program.config)
     state = state_lib.init_state(program.config.policy, params, DESCENT)

@@ -87,7 +87,9 @@ def test_the_update_is_that_of_a_real_trainer(made):
     trainer, _, found = made
     fit, program = fit_of(found["trainer"], "update"), trainer.program
     batch, *_ = program._placed(program._whole_rows(trainer._contract.row_shape()))
-    largest = jax.device_put(packing.largest(program.config.limits), scoring.packed_shardings(program.mesh))
+    largest = jax.device_put(
+        packing.empty(program.config.limits, program.config.limits.sequences), scoring.packed_shardings(program.mesh)
+    )
     real = program._update.lower(program.state, program.frozen, batch, largest, whole_groups=True).compile().memory_analysis()
     assert (fit.arguments, fit.temporaries) == (real.argument_size_in_bytes, real.temp_size_in_bytes)
     assert (fit.outputs, fit.aliased) == (real.output_size_in_bytes, real.alias_size_in_bytes)

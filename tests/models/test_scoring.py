@@ -198,7 +198,8 @@ def test_memory_of_scoring_is_that_of_a_micro_batch():
 
     def temporaries(score_tokens: int, *, rows: int) -> int:
         score: Any = scoring.program(one, graphdef=definition.graphdef, R=R, space=space(), logit_megabytes=1)
-        packed = packing.largest(scoring.limits(rows, 12, tokens=score_tokens, ways=1))
+        limits = scoring.limits(rows, 12, tokens=score_tokens, ways=1)
+        packed = packing.empty(limits, limits.sequences)
         return score.lower(parameters.shapes(definition.specs), packed).compile().memory_analysis().temp_size_in_bytes
 
     in_micro_batches, whole = temporaries(16 * 12, rows=512), temporaries(0, rows=512)

@@ -127,7 +127,9 @@ class UpdateProgram:
         """Name -> the programs that `begin`, `apply` and `move_reference` call, for rows of this shape."""
         on_host = state_lib.batch_from_rows(self._whole_rows(row_shape))
         batch = shaped(on_host, sharding.rows_sharding(self.mesh))
-        packed = shaped(packing.largest(self.config.limits), scoring.packed_shardings(self.mesh))
+        limits, shardings = self.config.limits, scoring.packed_shardings(self.mesh)
+        *_, fewer, most = (1, *limits.shapes)
+        packed = shaped(packing.empty(limits, most), shardings)
         state, frozen = self._shapes, self._frozen_shapes
         begun_from = self._policy.model_shapes(self.mesh, dtype=self.reference_dtype) if self._policy.lora is None else {}
         found = {"init": Program(function=self._begin, arguments=(begun_from,))}
@@ -136,7 +138,11 @@ class UpdateProgram:
             batch = dataclasses.replace(batch, moving_ref_logprobs=batch.ref_logprobs)
         whole = Program(function=self._update, arguments=(state, frozen, batch, packed), options={"whole_groups": True})
         found["update"] = whole
-        if self.config.limits.micro_batches > 1:
+        if limits.micro_batches(most) == 1 and most > 1:
+            parts = shaped(packing.empty(limits, fewer), shardings)
+            in_parts = dataclasses.replace(whole, arguments=(state, frozen, batch, parts))
+            found["update in micro-batches"] = in_parts
+        if limits.micro_batches(most) > 1:
             found["update in two passes"] = dataclasses.replace(whole, options={"whole_groups": False})
         if self._moving_reference and self._resets_optimizer:
             found["restart of moments"] = Program(function=self._restart_moments, arguments=(state.opt_state["policy"],))
