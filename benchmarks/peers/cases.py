@@ -53,8 +53,8 @@ CASES: dict[str, Case] = {
     ),
 }
 
-# Settings of tba_jax by which a step has no reference; {}: there are none, and its rows say that they have one.
-TBA_WITHOUT_REFERENCE: dict[str, Any] = {}
+# Settings of tba_jax by which a step has no reference.
+TBA_WITHOUT_REFERENCE: dict[str, Any] = {"learner.reference.kind": "none"}
 
 SYSTEMS = ("trl", "trl_async", "tunix", "tba_interleaved", "tba_async")
 

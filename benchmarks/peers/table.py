@@ -69,7 +69,7 @@ def lines(found: Found) -> list[str]:
         head = [*_HEAD, *(f"{figure} / {NAMES[base]}" for base in bases for figure in ("step", "rows"))]
         if summary:
             told += [_row(head), _row(["---"] * len(head))]
-            told += [*(_row(_cells(system, group, summary, bases)) for system in summary), ""]
+            told += [*(_row(_cells(system, summary, bases)) for system in summary), ""]
         for why in dict.fromkeys(records for records in outcome.values() if isinstance(records, str)):
             told.append(f"{', '.join(NAMES[system] for system in outcome if outcome[system] == why)}: no figure. {why}")
     return told + _slow(found)
@@ -83,11 +83,8 @@ def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _cells(system: str, group: Group, summary: Mapping[str, Any], bases: Sequence[str]) -> list[str]:
+def _cells(system: str, summary: Mapping[str, Any], bases: Sequence[str]) -> list[str]:
     mine = summary[system]
-    named = NAMES[system]
-    if not group.reference and system.startswith("tba") and not cases.TBA_WITHOUT_REFERENCE:
-        named += " (with a reference)"
     parts = [f"{mine['parts'][part]:.2f}" if part in mine["parts"] else "" for part in _PARTS]
     ratios = []
     for base in bases:
@@ -95,7 +92,7 @@ def _cells(system: str, group: Group, summary: Mapping[str, Any], bases: Sequenc
         ratios.append(f"{mine['step'] / summary[base]['step']:.2f}")
         ratios.append(f"{summary[base]['rows_per_second'] / mine['rows_per_second']:.2f}")
     rates = [f"{mine['updates_per_second']:.3f}", f"{mine['rows_per_second']:.1f}"]
-    return [named, f"{mine['step']:.2f}", *parts, f"{mine['tokens']:.0f}", *rates, *ratios]
+    return [NAMES[system], f"{mine['step']:.2f}", *parts, f"{mine['tokens']:.0f}", *rates, *ratios]
 
 
 def _slow(found: Found) -> list[str]:

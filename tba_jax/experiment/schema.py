@@ -241,7 +241,9 @@ c.learner.reference = ConfigDict()
 # initial: the policy of step 0 | reset: the policy of the last multiple of reset_steps | ema: ref ← α·ref + (1 − α)·θ at each
 # step | surrogate: that average to first order, from the log-probs that searchers stored, without a reference in memory. For
 # fresh rows it is the policy itself. Differences between samplers and learner (bfloat16, int8) count up to α/(1 − α) times.
-c.learner.reference.kind = setting("initial", one_of=("initial", "reset", "ema", "surrogate"))
+# none: log π_ref is 0 for every token, and searchers score nothing. The optimum is then ∝ exp(r / (β τ)) over responses. A
+# run has a reference or has none from its first row on. (contract)
+c.learner.reference.kind = setting("initial", one_of=("initial", "reset", "ema", "surrogate", "none"))
 c.learner.reference.reset_steps = setting(50, at_least=1)  # ρ
 c.learner.reference.reset_optimizer = False  # reset: Adam's moments begin anew, too
 c.learner.reference.ema_decay = setting(0.95, above=0, below=1)  # α of ema and surrogate

@@ -68,6 +68,7 @@ def make_learner_config(c: Any, contract: contract_lib.Contract, policy: Policy,
         space=contract.response_space(),
         remat=c.remat,
         surrogate_decay=c.reference.ema_decay if c.reference.kind == "surrogate" else 0.0,
+        has_reference=contract.has_reference,
     )
 
 

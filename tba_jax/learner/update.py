@@ -39,6 +39,7 @@ class LearnerConfig:
     limits: of micro-batches; logit_bytes: what logits may take at a time, over
     all devices, see scoring.token_logprobs; space: the run's response space; remat: a name of layers.REMAT;
     surrogate_decay: α of the moving average that `surrogate_ref_logprobs` stands for, 0 = the log-probs of the batch.
+    has_reference: whether there is a reference policy to measure the distance from.
     """
 
     policy: Policy
@@ -49,6 +50,7 @@ class LearnerConfig:
     space: scoring.ResponseSpace
     remat: str
     surrogate_decay: float = 0.0
+    has_reference: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,7 +145,7 @@ def _gradient(
     measurements = {
         "row_finite": row_finite,
         **{field.name: getattr(inputs, field.name) for field in dataclasses.fields(schedules)},
-        **diagnostics(outputs.logprobs, entropy, inputs),
+        **diagnostics(outputs.logprobs, entropy, inputs, has_reference=config.has_reference),
     }
     if config.surrogate_decay or batch.moving_ref_logprobs is not None:
         measurements["kl_to_initial"] = jnp.mean(jnp.sum(outputs.logprobs - batch.ref_logprobs, axis=1))

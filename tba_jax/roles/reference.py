@@ -64,13 +64,29 @@ def programs(
 ) -> dict[str, Program]:
     """Name -> the program of `ReferencePolicy.logprobs`.
 
+    {} in a run without a reference.
+
     Args: params: shapes of the reference; rows: of one call; others: see ReferencePolicy.
     """
+    if not contract.has_reference:
+        return {}
     limits = _limits(contract, mesh, rows, score_tokens=score_tokens)
     largest = packing.empty(limits, limits.sequences)
     arguments = params, shaped(largest, scoring.packed_shardings(mesh))
     score = _scorer(contract, policy, mesh, logit_megabytes=logit_megabytes)
     return {"scoring by the reference": Program(function=score, arguments=arguments)}
+
+
+def _load(run: layout.RunDir, policy: Policy, mesh: jax.sharding.Mesh) -> Params:
+    """The weights of the policy that the run starts from, on the mesh."""
+    folder, shardings = run.reference(layout.reference_id(run)), policy.model_shardings(mesh)
+    return snapshots.load(folder, policy.model_specs, shardings, dtype=policy.model.compute_dtype)
+
+
+def kept_shapes(contract: contract_lib.Contract, policy: Policy, mesh: jax.sharding.Mesh) -> Params:
+    """The shapes of `params` of what `make` returns."""
+    needed = contract.has_reference or policy.lora is not None
+    return policy.model_shapes(mesh, dtype=policy.model.compute_dtype) if needed else {}
 
 
 class ReferencePolicy:
@@ -88,19 +104,15 @@ class ReferencePolicy:
         mesh: jax.sharding.Mesh,
         logit_megabytes: int,
         score_tokens: int,
-        reference_id: str = "",
     ):
         """
         Args:
           logit_megabytes: memory that the logits of `logprobs` may take at a time on each device.
           score_tokens: tokens of the sequences that `logprobs` scores at a time on each device, see scoring.block_rows.
-          reference_id: 16 hex digits; "": the reference that the run starts from.
         """
-        self.id = reference_id or layout.reference_id(run)
+        self.id = layout.reference_id(run)
         self.mesh = mesh
-        self.params = snapshots.load(
-            run.reference(self.id), policy.model_specs, policy.model_shardings(mesh), dtype=policy.model.compute_dtype
-        )
+        self.params = _load(run, policy, mesh)
         self._score = _scorer(contract, policy, mesh, logit_megabytes=logit_megabytes)
         self._response_length = contract.response_length
         self._limits = functools.partial(_limits, contract, mesh, score_tokens=score_tokens)
@@ -119,3 +131,36 @@ class ReferencePolicy:
         self.computed_tokens += plan.computed_tokens
         self.useful_tokens += plan.useful_tokens
         return np.asarray(self._score(self.params, jax.device_put(packed, scoring.packed_shardings(self.mesh))))
+
+
+class NoReference:
+    """What stands for the reference policy in a run without one: log π_ref is 0 for every token, and nothing is computed.
+
+    Attributes: as ReferencePolicy. params: the weights that adapters belong to, {} without adapters.
+    """
+
+    def __init__(self, contract: contract_lib.Contract, run: layout.RunDir, *, policy: Policy, mesh: jax.sharding.Mesh):
+        self.id, self.mesh = contract_lib.NO_REFERENCE, mesh
+        self.params = {} if policy.lora is None else _load(run, policy, mesh)
+        self.computed_tokens = self.useful_tokens = 0
+        self._response_length = contract.response_length
+
+    def logprobs(self, rows: Mapping[str, np.ndarray]) -> np.ndarray:
+        """float32[B, R], zeros."""
+        return np.zeros((len(rows["tokens"]), self._response_length), np.float32)
+
+
+def make(
+    contract: contract_lib.Contract,
+    run: layout.RunDir,
+    *,
+    policy: Policy,
+    mesh: jax.sharding.Mesh,
+    logit_megabytes: int,
+    score_tokens: int,
+) -> ReferencePolicy | NoReference:
+    """The reference of the run. Args: see ReferencePolicy."""
+    if not contract.has_reference:
+        return NoReference(contract, run, policy=policy, mesh=mesh)
+    limits = dict(logit_megabytes=logit_megabytes, score_tokens=score_tokens)
+    return ReferencePolicy(contract, run, policy=policy, mesh=mesh, **limits)

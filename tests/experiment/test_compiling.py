@@ -53,6 +53,14 @@ def test_every_program_of_a_role_has_figures(role):
     assert found.takes == found.worst.peak == max(fit.peak for fit in found.fits) and found.limit == machine.memory()
 
 
+@pytest.mark.parametrize("role", ["searcher", "evaluator"])
+def test_without_a_reference_nothing_scores_and_its_weights_are_not_held(role):
+    without, with_one = (fitted(role, learner__reference__kind=kind) for kind in ("none", "initial"))
+    assert [fit.name for fit in without.fits] == [name for name in PROGRAMS[role] if name != "scoring by the reference"]
+    decoding, with_weights = (fit_of(found, "decode") for found in (without, with_one))
+    assert "reference" not in decoding.beside and decoding.peak == with_weights.peak - with_weights.beside["reference"]
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory, one_device_throughout):
     """A real trainer that has begun, with its lease, and a real searcher with weights."""

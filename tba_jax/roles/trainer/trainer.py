@@ -76,6 +76,7 @@ class Trainer:
         self.config, self.run, self.policy, self.lease = config, run, policy, lease
         self._contract = contract
         self.reference_id = layout.reference_id(run)
+        self._reference_of_rows = contract.reference_of_rows(self.reference_id)
         self.step_number = 0
         self.account = TrainerAccount()
         self.program = UpdateProgram(config, contract, policy)
@@ -205,11 +206,12 @@ class Trainer:
 
     def _check_reference(self, reference_ids: np.ndarray) -> None:
         """Raises ValueError where drawn rows have log-probs of another reference policy. Args: reference_ids: uint64[B]."""
-        foreign = reference_ids != int(self.reference_id, 16)
+        foreign = reference_ids != int(self._reference_of_rows, 16)
         if foreign.any():
+            theirs = contract_lib.reference_in_words(f"{reference_ids[foreign.argmax()]:016x}")
             raise ValueError(
-                f"{foreign.sum()} drawn rows have log-probs of reference {reference_ids[foreign.argmax()]:016x}, "
-                f"the run's reference is {self.reference_id}"
+                f"{foreign.sum()} drawn rows have log-probs of {theirs}, and those of the run are of "
+                f"{contract_lib.reference_in_words(self._reference_of_rows)}"
             )
 
     def _submit_line(self, drawn: _Drawn) -> Future[None]:

@@ -47,15 +47,6 @@ def test_a_system_without_figures_has_its_reason_below_the_table():
     assert "no such version" in table.figures(found)["fixed/with"]["trl"]["failed"]
 
 
-def test_a_system_with_a_reference_says_so_among_those_without(monkeypatch):
-    found = {Group("fixed", False): {"tba_async": [record(1.0, 1.0)]}}
-    assert any("tba_jax asynchronous (with a reference)" in line for line in table.lines(found))
-    with_all = {Group("fixed", True): found[Group("fixed", False)]}
-    assert not any("(with a reference)" in line for line in table.lines(with_all))
-    monkeypatch.setattr(cases, "TBA_WITHOUT_REFERENCE", {"some.setting": False})
-    assert not any("(with a reference)" in line for line in table.lines(found))
-
-
 def test_slow_rewards_are_compared_with_the_same_step_without_them():
     found = {
         Group("fixed", True): {"tba_async": [record(3.0, 3.0)]},
