@@ -24,7 +24,7 @@ from tests.support import random_checkpoints, small_recipes, tiny_run
 DEVICES = jax.devices()  # eight; the roles of the runs that are made here take one
 RUN = layout.RunDir(Path("/nowhere"))
 PROGRAMS = {
-    "trainer": ["init", "update", "log-prob gap", "publish", "checkpoint"],
+    "trainer": ["init", "update", "update in micro-batches", "log-prob gap", "publish", "checkpoint"],
     "searcher": [
         *("caches", "next policy from its snapshot", "a parameter of the next policy"),
         *("prefill", "decode", "scoring by the reference"),
