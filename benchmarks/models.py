@@ -18,7 +18,7 @@ import optax
 from absl import app, flags, logging
 
 from benchmarks.rollout import rollout
-from tba_jax import sharding
+from tba_jax import packing, sharding
 from tba_jax.decoding import sampling as sampling_lib
 from tba_jax.decoding.slots import row_keys
 from tba_jax.learner import state as state_lib
@@ -106,14 +106,14 @@ def lowered_train_step(layers: int) -> Any:
         policy=policy,
         objective=OBJECTIVES["trajectory_balance"],
         settings=ObjectiveSettings(completions=4),
-        micro_batch_rows=8,
+        limits=packing.Limits(length=31, sequences=8, ways=1, rows=16, group=4),
         logit_bytes=_MIB,
         space=_SPACE,
         remat="full",
     )
     always_one = linear_then_constant(start=1.0, end=1.0, steps=0)
     schedules = update.Schedules(beta=always_one, ref_temperature=always_one, reward_temperature=always_one)
-    step = functools.partial(update.train_step, optimizers=optimizers, schedules=schedules, config=config)
+    step = functools.partial(update.train_step, whole_groups=True, optimizers=optimizers, schedules=schedules, config=config)
     state = jax.eval_shape(lambda: state_lib.init_state(policy, policy.base.init(jax.random.key(0)), optimizers))
     rows = {"tokens": jax.ShapeDtypeStruct((16, 32), np.int32), "policy_step": jax.ShapeDtypeStruct((16, 16), np.int32)}
     rows |= {name: jax.ShapeDtypeStruct((16,), np.int32) for name in ("prompt_length", "response_length")}
@@ -121,7 +121,7 @@ def lowered_train_step(layers: int) -> Any:
         name: jax.ShapeDtypeStruct((16, 16), np.float32) for name in ("ref_logprobs", "policy_logprobs", "behavior_logprobs")
     }
     batch = state_lib.Batch(**rows, reward=jax.ShapeDtypeStruct((16,), np.float32))
-    return jax.jit(step, donate_argnums=0).lower(state, {}, batch)
+    return jax.jit(step, donate_argnums=0).lower(state, {}, batch, packing.empty(config.limits, 8))
 
 
 def compile_times(repeats: int) -> None:
@@ -162,19 +162,18 @@ def int8(repeats: int, folder: str) -> None:
     sampling = sampling_lib.constant(B, temperature=1.0)
     one = sharding.make_mesh((1, 1, 1), setting="benchmark", devices=jax.devices()[:1])
     score = {
-        name: scoring.scorer(
+        name: scoring.program(
             one,
             graphdef=kv_cache.define(model, name, unstacked=False).graphdef,
             R=R,
             space=_SPACE,
             logit_megabytes=128,
-            score_tokens=0,
         )
         for name in params
     }
     sampled = generate["int8"](params["int8"], prompts, lengths, keys, sampling)
-    rows_of = np.concatenate([prompts, sampled.tokens], axis=1), lengths, sampled.length
-    logprobs = {name: np.asarray(score[name](p, *rows_of)[0]) for name, p in params.items()}
+    packed = packing.alone(jnp.concatenate([prompts, sampled.tokens], axis=1), jnp.asarray(lengths), sampled.length, R=R)
+    logprobs = {name: np.asarray(score[name](p, packed)) for name, p in params.items()}
     error = np.abs(logprobs["int8"] - logprobs["full"])
     seconds = medians(
         {name: functools.partial(generate[name], p, prompts, lengths, keys, sampling) for name, p in params.items()}, repeats

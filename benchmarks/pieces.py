@@ -34,7 +34,7 @@ import numpy as np
 import tba_jax
 from benchmarks.rollout import rollout
 from configs import base, demo
-from tba_jax import sharding
+from tba_jax import packing, sharding
 from tba_jax.decoding import sampling as sampling_lib
 from tba_jax.decoding.engine import Engine
 from tba_jax.decoding.requests import Request
@@ -87,11 +87,12 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """A learner's update. step: (state, batch) -> (state, measurements), not jitted; init: the state of step 0, not jitted."""
+    """A learner's update. step: (state, batch) -> (state, measurements), not jitted; init: the state of step 0, not jitted;
+    batch: a batch, and its rows in sequences."""
 
     step: Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]
     init: Callable[[], Any]
-    batch: Any
+    batch: tuple[state_lib.Batch, packing.Packed]
 
 
 def recipe(changes: Mapping[str, Any]) -> Any:
@@ -120,17 +121,22 @@ def update_of(config: Any, vocab: int = 0) -> Update:
     one = sharding.make_mesh((1, 1, 1), setting="benchmark", devices=jax.devices()[:1])
     learner = settings.make_learner_config(config.learner, built.contract, policy, one)
 
-    def step(state: Any, batch: Any) -> tuple[Any, dict[str, jax.Array]]:
-        return update_lib.train_step(state, {}, batch, optimizers=optimizers, schedules=schedules, config=learner)
+    batch = random_batch(config, built.contract, model.vocab)
+    columns = batch.tokens, batch.prompt_length, batch.response_length
+    packed, plan = packing.of_rows(*columns, R=batch.R, limits=learner.limits)
+
+    def step(state: Any, rows: Any) -> tuple[Any, dict[str, jax.Array]]:
+        static: dict[str, Any] = dict(whole_groups=plan.whole_groups, optimizers=optimizers, schedules=schedules)
+        return update_lib.train_step(state, {}, *rows, **static, config=learner)
 
     def init() -> Any:
         return state_lib.init_state(policy, policy.base.init(jax.random.key(0)), optimizers)
 
-    return Update(step, init, random_batch(config, built.contract, model.vocab))
+    return Update(step, init, jax.device_put((batch, packed), jax.devices()[0]))
 
 
 def random_batch(config: Any, contract: contract_lib.Contract, vocab: int) -> state_lib.Batch:
-    """A learner's batch of responses whose lengths are between a half and the whole of the longest."""
+    """A learner's batch, on the host, of responses whose lengths are between a half and the whole of the longest."""
     B, P, R = config.learner.queries * config.learner.completions, contract.prompt_length, contract.response_length
     rng = np.random.default_rng(0)
     allowed = np.setdiff1d(np.arange(vocab), [*contract.banned_tokens, contract.eos_id])
@@ -141,18 +147,15 @@ def random_batch(config: Any, contract: contract_lib.Contract, vocab: int) -> st
     def logprobs() -> np.ndarray:
         return np.where(masked, 0, -rng.exponential(np.log(vocab), (B, R))).astype(np.float32)
 
-    return jax.device_put(
-        state_lib.Batch(
-            tokens=np.concatenate([prompts, np.where(masked, contract.pad_id, responses)], axis=1).astype(np.int32),
-            prompt_length=np.full(B, P, np.int32),
-            response_length=length,
-            ref_logprobs=logprobs(),
-            policy_logprobs=logprobs(),
-            behavior_logprobs=logprobs(),
-            policy_step=np.where(masked, -1, 0).astype(np.int32),
-            reward=rng.integers(0, 2, B).astype(np.float32),
-        ),
-        jax.devices()[0],
+    return state_lib.Batch(
+        tokens=np.concatenate([prompts, np.where(masked, contract.pad_id, responses)], axis=1).astype(np.int32),
+        prompt_length=np.full(B, P, np.int32),
+        response_length=length,
+        ref_logprobs=logprobs(),
+        policy_logprobs=logprobs(),
+        behavior_logprobs=logprobs(),
+        policy_step=np.where(masked, -1, 0).astype(np.int32),
+        reward=rng.integers(0, 2, B).astype(np.float32),
     )
 
 

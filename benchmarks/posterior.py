@@ -23,6 +23,7 @@ import numpy as np
 import optax
 
 from benchmarks.rollout import Rollout, rollout
+from tba_jax import packing
 from tba_jax.decoding.sampling import Sampling
 from tba_jax.learner import state as state_lib
 from tba_jax.learner import update
@@ -31,6 +32,7 @@ from tba_jax.models.config import DecoderConfig
 from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.objectives.inputs import ObjectiveSettings
+from tba_jax.packing import Limits
 
 # Tokens: symbols, end, padding, and for each query the token that is its prompt.
 SYMBOLS, EOS, PAD, QUERIES = 4, 4, 5, 8
@@ -216,7 +218,7 @@ def learner_config(objective: str, *, completions: int, rows: int) -> update.Lea
         policy=Policy(model=MODEL),
         objective=OBJECTIVES[objective],
         settings=ObjectiveSettings(completions=completions),
-        micro_batch_rows=rows,
+        limits=Limits(length=R, sequences=rows, ways=1, rows=rows, group=completions),
         logit_bytes=1 << 30,
         space=SPACE,
         remat="none",
@@ -266,7 +268,10 @@ def train(
         waiting = jax.tree.map(lambda w, r: w.at[(state.step + delay) % slots].set(r), waiting, rows)
         rows = jax.tree.map(lambda w: w[state.step % slots], waiting)
         batch = as_batch(rows, problem, jnp.maximum(state.step - delay, 0))
-        state, measured = update.train_step(state, {}, batch, optimizers=optimizers, schedules=schedules, config=config)
+        packed = packing.alone(batch.tokens, batch.prompt_length, batch.response_length, R=R)
+        state, measured = update.train_step(
+            state, {}, batch, packed, whole_groups=True, optimizers=optimizers, schedules=schedules, config=config
+        )
         return (state, waiting), {name: measured[name] for name in MEASURED}
 
     def some_updates(carry: Any, _: None) -> tuple[Any, Any]:

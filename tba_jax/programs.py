@@ -32,11 +32,10 @@ class Program:
 
 def shaped(tree: Any, shardings: Any) -> Any:
     """The leaves of a tree (arrays or shapes) as jax.ShapeDtypeStruct. Args: shardings: one for all leaves, or a tree of them."""
-    if isinstance(shardings, jax.sharding.Sharding):
-        sharding = shardings
-        shardings = jax.tree.map(lambda _: sharding, tree)
     return jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype), sharding=s), tree, shardings
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype), sharding=s),
+        tree,
+        jax.tree.broadcast(shardings, tree),
     )
 
 

@@ -226,6 +226,11 @@ def rows_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(RULES["rows"]))
 
 
+def sequences_sharding(mesh: Mesh) -> NamedSharding:
+    """Arrays [n, M, ...] of micro-batches of sequences: every micro-batch is split as rows are."""
+    return NamedSharding(mesh, PartitionSpec(None, *rows_sharding(mesh).spec))
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 

@@ -33,7 +33,7 @@ _SCALAR_COLUMNS: dict[str, tuple[str, str]] = {
     "finished": ("bool", "whether the response ended by an end-of-sequence token or a stop string"),
     "reward": ("float32", "the reward the objective sees"),
     "reward_version": ("int32", "version of the reward that scored the row"),
-    "reference_id": ("uint64", "which reference policy ref_logprobs come from"),
+    "reference_id": ("uint64", "which reference policy ref_logprobs come from, 0: none"),
     "temperature": ("float32", "sampling temperature (0 = greedy)"),
     "top_k": ("int32", "sampling top-k (0 = off)"),
     "top_p": ("float32", "sampling top-p (1 = off)"),

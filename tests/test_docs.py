@@ -116,6 +116,8 @@ def broken_command(words: list[str]) -> Iterator[str]:
 
 def broken_python(module: str, words: list[str], said: str) -> Iterator[str]:
     file = ROOT / f"{module.replace('.', '/')}.py"
+    if file.with_suffix("").is_dir():
+        file = file.with_suffix("") / "__main__.py"
     if module == "tba_jax":
         if not words or words[0] == "COMMAND":
             return

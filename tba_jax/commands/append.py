@@ -5,8 +5,8 @@ python -m tba_jax append --workdir=DIR --responses=FILE [--unfit=skip] [--config
 FILE is a .jsonl, .json or .parquet file with rows {"prompt", "response"}, or a data set of the hub. "prompt" may be missing if
 the task has one query. The run must exist (`main --role=reference` makes one) and may be training meanwhile. The probability with
 which such a response was written is unknown, and trajectory balance does not need it: the row counts as one of step 0, and the
-reference's log-probs stand in its columns for policy and behaviour. Objectives that weigh rows by π_θ/π_behaviour refuse such
-rows. Either all rows appear at once, or none does.
+log-probs of that step's policy stand in its columns for policy and behaviour. Objectives that weigh rows by π_θ/π_behaviour
+refuse such rows. Either all rows appear at once, or none does.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ class GivenResponse(NamedTuple):
 
 
 def append(workdir: Path, source: str, *, unfit: str, settings: existing_run.Source = existing_run.AS_IT_IS) -> str:
-    """Scores the responses of a file by the task and the reference policy, and commits them as rows of a new writer.
+    """Scores the responses of a file by the task and the policy of step 0, and commits them as rows of a new writer.
 
     Args:
       source: see tasks.data.read; unfit: what happens to responses that no policy of the run can give, one of UNFIT.
@@ -54,7 +54,7 @@ def append(workdir: Path, source: str, *, unfit: str, settings: existing_run.Sou
     Raises:
       ValueError: there is no run or no reference, nobody trusts its task, its objective needs behaviour log-probs or values of
         states, a row of the file is malformed or unfit, or the same responses were appended before.
-      FloatingPointError: the reference gave log-probs that are not finite.
+      FloatingPointError: the policy of step 0 gave log-probs that are not finite.
     """
     from tba_jax.experiment import composition
     from tba_jax.experiment.other_runs import GIVEN
@@ -204,14 +204,15 @@ def _rows(run: layout.RunDir, experiment: "Experiment", given: Sequence[GivenRes
         "key": np.zeros((count, 2), np.uint32),
         **vars(drawn),
     }
-    logprobs, reference_id = _reference_logprobs(run, experiment, rows)
-    rows["reference_id"] = np.full(count, int(reference_id, 16), np.uint64)
-    rows |= dict.fromkeys(("ref_logprobs", "policy_logprobs", "behavior_logprobs"), logprobs)
+    logprobs, initial = _initial_logprobs(run, experiment, rows)
+    rows["reference_id"] = np.full(count, int(contract.reference_of_rows(initial), 16), np.uint64)
+    rows["ref_logprobs"] = logprobs if contract.has_reference else np.zeros_like(logprobs)
+    rows |= dict.fromkeys(("policy_logprobs", "behavior_logprobs"), logprobs)
     return rows | _scored(experiment, given, rows)
 
 
-def _reference_logprobs(run: layout.RunDir, experiment: "Experiment", rows: dict[str, np.ndarray]) -> tuple[np.ndarray, str]:
-    """float32[n, R], nats, 0 where masked, log π_ref of the responses as searchers compute it; and the reference's id."""
+def _initial_logprobs(run: layout.RunDir, experiment: "Experiment", rows: dict[str, np.ndarray]) -> tuple[np.ndarray, str]:
+    """float32[n, R], nats, 0 where masked: log-probs of the responses under the policy of step 0; and the id of that policy."""
     from tba_jax.experiment import meshes
     from tba_jax.roles import gpus
     from tba_jax.roles.reference import ReferencePolicy, policy_mesh
@@ -219,7 +220,7 @@ def _reference_logprobs(run: layout.RunDir, experiment: "Experiment", rows: dict
     devices = gpus.jax_devices()
     meshes.check(experiment, role="searcher", devices=len(devices))
     experiment = experiment.on_device(devices[0])
-    reference = ReferencePolicy(
+    initial = ReferencePolicy(
         experiment.contract,
         run,
         policy=experiment.policy,
@@ -232,11 +233,11 @@ def _reference_logprobs(run: layout.RunDir, experiment: "Experiment", rows: dict
     for start in range(0, count, size):
         # The last rows are filled up: scoring has one shape.
         chosen = np.minimum(np.arange(start, start + size), count - 1)
-        found.append(reference.logprobs({name: column[chosen] for name, column in rows.items()}))
+        found.append(initial.logprobs({name: column[chosen] for name, column in rows.items()}))
     logprobs = np.concatenate(found)[:count]
     if broken := int((~np.isfinite(logprobs).all(axis=1)).sum()):
-        raise FloatingPointError(f"{broken} responses have reference log-probs that are not finite")
-    return logprobs, reference.id
+        raise FloatingPointError(f"{broken} responses have log-probs under the policy of step 0 that are not finite")
+    return logprobs, initial.id
 
 
 def _scored(experiment: "Experiment", given: Sequence[GivenResponse], rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

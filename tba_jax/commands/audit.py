@@ -189,7 +189,7 @@ def _generated(run: Run, name: str, row: Mapping[str, np.ndarray], *, step: int)
     from tba_jax.decoding.requests import Request
     from tba_jax.decoding.sampling import Sampling
     from tba_jax.experiment import stored_run
-    from tba_jax.roles.reference import ReferencePolicy
+    from tba_jax.roles import reference
     from tba_jax.roles.sampler import Sampler
     from tba_jax.run import snapshots
 
@@ -203,15 +203,7 @@ def _generated(run: Run, name: str, row: Mapping[str, np.ndarray], *, step: int)
         run.layout,
         policy=policy,
         tokenizer=tokenizer,
-        reference=ReferencePolicy(
-            run.contract,
-            run.layout,
-            policy=policy,
-            mesh=one,
-            logit_megabytes=1,
-            score_tokens=0,
-            reference_id=f"{int(row['reference_id']):016x}",
-        ),
+        reference=reference.make(run.contract, run.layout, policy=policy, mesh=one, logit_megabytes=1, score_tokens=0),
         weights=run.config.searchers.weights,
         slots=1,
         samples=1,

@@ -38,8 +38,9 @@ def evaluate(workdir: Path, *, step: int | None, settings: existing_run.Source =
     stored = contract.read_run(run, called=str(workdir))
     experiment = composition.rebuild(stored, existing_run.config_of(stored, settings, called=str(workdir)), called=str(workdir))
     step = snapshot_step.chosen(run.policies, step, called=str(workdir))
-    if not places.exists(run.initial_reference):
-        raise ValueError(f"{run.initial_reference} is gone: it names the reference policy, which reports compare with")
+    needed = experiment.contract.has_reference or experiment.policy.lora is not None
+    if needed and not places.exists(run.initial_reference):
+        raise ValueError(f"{run.initial_reference} is gone: it names the policy of step 0, which the evaluator loads")
     config, task = experiment.config, experiment.task
     devices = gpus.jax_devices()
     meshes.check(experiment, role="evaluator", devices=len(devices))

@@ -5,6 +5,7 @@ queue of requests and never wait for each other.
 """
 
 import concurrent.futures
+import dataclasses
 import functools
 import threading
 import time
@@ -106,8 +107,9 @@ class Engine:
 
     @property
     def usage(self) -> Usage:
-        """Slot-steps of all lanes since the start."""
-        return Usage(sum(lane.usage.slot_steps for lane in self._lanes), sum(lane.usage.useful for lane in self._lanes))
+        """The sums of all lanes since the start."""
+        counts = zip(*(dataclasses.astuple(lane.usage) for lane in self._lanes), strict=True)
+        return Usage(*map(sum, counts))
 
     @property
     def policy_step(self) -> int:

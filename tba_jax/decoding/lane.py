@@ -43,10 +43,13 @@ class Part:
 
 @dataclasses.dataclass
 class Usage:
-    """slot_steps: slots × decode steps so far; useful: slot-steps that gave a token of a sample."""
+    """slot_steps: slots × decode steps so far; useful: slot-steps that gave a token of a sample. prefilled: tokens of prefill
+    calls, padding included; prompt_tokens: those of prompts."""
 
     slot_steps: int = 0
     useful: int = 0
+    prefilled: int = 0
+    prompt_tokens: int = 0
 
     @property
     def idle(self) -> float:
@@ -278,6 +281,8 @@ class Lane:
             self._make_state()
         parts = [self._parts[buffer] for buffer in buffers]
         arrivals = self._arrivals_of(buffers, parts)
+        self.usage.prefilled += arrivals.tokens.size
+        self.usage.prompt_tokens += int(arrivals.length[arrivals.valid].sum())
         self._prompts, self._slots, first = self._prefill(
             self._weights, self._prompts, self._slots, self._oldest_first(), arrivals, self._stop_table
         )

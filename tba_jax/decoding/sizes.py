@@ -3,7 +3,7 @@
 import dataclasses
 
 # Prompts are prefilled at one of these parts of the longest length, the shortest that holds them, but not below _SHORTEST.
-_BUCKETS = (4, 2, 1)
+_BUCKETS = (8, 4, 2, 1)
 _SHORTEST = 32
 # Up to this many samples of a query, a group has half as many slots as samples; beyond, a quarter. A group has two prompts at a
 # time: slots that are done with one go on with the next while the longest sample of the first still runs. The more samples run

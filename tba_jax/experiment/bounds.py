@@ -45,10 +45,10 @@ def bounds(experiment: HasPolicy, *, role: str, devices: int, peaks: Peaks) -> l
     weights = "full" if role == "evaluator" else section.weights
     samples = 1 if role == "evaluator" else section.samples_per_query
     slots = batch if role == "evaluator" else section.slots or batch
-    return [
-        _decoding(experiment, at, slots=slots, samples=samples, weights=weights),
-        _scoring(experiment, at, batch),
-    ]
+    decoding = _decoding(experiment, at, slots=slots, samples=samples, weights=weights)
+    if experiment.config.learner.reference.kind == "none":
+        return [decoding]
+    return [decoding, _scoring(experiment, at, batch)]
 
 
 @dataclasses.dataclass(frozen=True)

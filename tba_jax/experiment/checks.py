@@ -218,6 +218,12 @@ def _check_reference(config: Any, require: Require) -> None:
         "learner.reference.kind=surrogate compares with the policy of an earlier step of this run, which rows of "
         f"replay.mount={tuple(config.replay.mount)} do not come from",
     )
+    for name in ("ref_temperature_start", "ref_temperature_end"):
+        require(
+            reference.kind != "none" or config.learner[name] == 1,
+            f"learner.{name}={config.learner[name]} would not be used: learner.reference.kind=none has no reference to temper; "
+            "leave it at 1",
+        )
 
 
 def _check_objective(config: Any, objective: Objective, require: Require) -> None:
@@ -236,8 +242,13 @@ def _check_objective(config: Any, objective: Objective, require: Require) -> Non
     if objective.full_support:
         _check_full_support(config.sampling, named, require)
     require(
-        objective.moving_reference or learner.reference.kind == "initial",
+        objective.moving_reference or learner.reference.kind in ("initial", "none"),
         f"learner.reference.kind={learner.reference.kind} moves a reference that {named} does not read: leave it at initial",
+    )
+    require(
+        learner.reference.kind != "none" or not objective.k3 or learner.beta_start == learner.beta_end == 0,
+        f"learner.beta_start={learner.beta_start} and learner.beta_end={learner.beta_end} must be 0 with "
+        f"learner.reference.kind=none: {named} would estimate the KL from a reference that is not there",
     )
     require(
         not objective.state_values or config.task.step_ends,

@@ -167,12 +167,14 @@ class _Memory:
         sampled = bounds.sampled_bytes(self._experiment.policy, weights)
         rows = scoring.block_rows(rows, self._P + self._R, tokens=self._config[section].score_tokens)
         scored = rows * (self._P + self._R) * model.width * self._compute * 4
+        scores = self._experiment.contract.has_reference
+        scoring_bytes = scored + 2 * self._logits(rows, tensor, self._config[section].logit_megabytes)
         return {
-            "reference": policy // parts,
+            "reference" if scores else "frozen weights": policy // parts if scores or self._adapters else 0,
             "policies": self._policies(section, sampled) // parts,
             "KV cache": 2 * model.layers * entries * model.kv_heads * model.head_size * self._compute // tensor,
             "logits": 3 * drawn * model.vocab * 4 // tensor,
-            "scoring": scored + 2 * self._logits(rows, tensor, self._config[section].logit_megabytes),
+            "scoring": scoring_bytes if scores else 0,
         }
 
     def with_task_models(self, role: str, section: str, parts: dict[str, int]) -> dict[str, dict[str, int]]:

@@ -89,7 +89,7 @@ class _Mounts:
         reference = _reference_id(other)
         if reference is None:
             raise ValueError(f"replay.mount: {folder} has no reference policy yet: start its trainer first")
-        if self._expected not in (None, reference):
+        if self._ours["reference"] != "none" and self._expected not in (None, reference):
             of = f"{self._owner} is {self._expected}"
             raise ValueError(f"replay.mount: rows of {folder} have log-probs of reference {reference}, {of}")
         if self._expected is None:

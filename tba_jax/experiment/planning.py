@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 # Role -> the setting that says how much goes through the model at a time, which is made as large as fits.
 SIZES = {"trainer": "learner.micro_batch_tokens", "searcher": "searchers.slots", "evaluator": "evaluation.batch_size"}
-# Role -> the program that mostly decides, which is compiled first.
+# Role -> the program that mostly decides, which is compiled first, in a run with a reference.
 _DECIDES = {"trainer": "update", "searcher": "decode", "evaluator": "scoring by the reference"}
 _LEAST_LOGIT_MEGABYTES = 16
 # Before anything was compiled, estimates count so many times: programs that nearly fill a device take minutes to compile.
@@ -124,8 +124,8 @@ class Search:
         """Args: until: time.monotonic() after which nothing more is tried."""
         self._experiment, self._run = experiment.on_device(place.devices[0]), run
         self._role, self._place, self._until = role, place, until
-        self._measure, self._decides, self._correction = Measure(), _DECIDES[role], _CAUTION
-        self._candidates = self._all_candidates()
+        self._decides = _DECIDES[role] if role != "evaluator" or experiment.contract.has_reference else "decode"
+        self._measure, self._correction, self._candidates = Measure(), _CAUTION, self._all_candidates()
         # The trial that came nearest, for a role for which nothing fits, and the last that did not fit of each candidate.
         self.nearest: compiling.RoleFit | None = None
         self._too_large: dict[int, compiling.RoleFit] = {}  # by identity

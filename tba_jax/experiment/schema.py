@@ -204,7 +204,8 @@ c.learner.objective = setting("trajectory_balance", registry="objectives")
 c.learner.steps = setting(500, at_least=1)
 c.learner.queries = setting(7, at_least=1)  # Q
 c.learner.completions = setting(20, at_least=1)  # K; 1 is enough for learned_log_z, ppo and vine_ppo
-# Tokens of the rows that go through the model at a time, on all devices together; a row has P + R. 0: the whole batch.
+# Tokens of the sequences that go through the model at a time, on all devices together; a sequence has P + R and holds one row or
+# several. 0: the whole batch.
 c.learner.micro_batch_tokens = setting(0, at_least=0, free=True)
 c.learner.logit_megabytes = setting(128, at_least=1, free=True)  # most memory of logits on a device
 c.learner.remat = setting("full", registry="remat", free=True)  # none | dots | full: what the backward pass recomputes of a layer
@@ -240,7 +241,9 @@ c.learner.reference = ConfigDict()
 # initial: the policy of step 0 | reset: the policy of the last multiple of reset_steps | ema: ref ← α·ref + (1 − α)·θ at each
 # step | surrogate: that average to first order, from the log-probs that searchers stored, without a reference in memory. For
 # fresh rows it is the policy itself. Differences between samplers and learner (bfloat16, int8) count up to α/(1 − α) times.
-c.learner.reference.kind = setting("initial", one_of=("initial", "reset", "ema", "surrogate"))
+# none: log π_ref is 0 for every token, and searchers score nothing. The optimum is then ∝ exp(r / (β τ)) over responses. A
+# run has a reference or has none from its first row on. (contract)
+c.learner.reference.kind = setting("initial", one_of=("initial", "reset", "ema", "surrogate", "none"))
 c.learner.reference.reset_steps = setting(50, at_least=1)  # ρ
 c.learner.reference.reset_optimizer = False  # reset: Adam's moments begin anew, too
 c.learner.reference.ema_decay = setting(0.95, above=0, below=1)  # α of ema and surrogate

@@ -41,13 +41,19 @@ def step(
     """
     gradient = gradient_of(state, frozen, batch)
     grad_norm = optax.tree.norm(gradient.by_part["policy"])
-    after = _descend(state, gradient.by_part, optimizers)
-    # Of the new weights too: an optimiser may overflow where its gradient did not.
-    of_heads = [tree for name, tree in gradient.by_part.items() if name != "policy"]
-    norms = [gradient.loss, grad_norm, *(optax.tree.norm(tree) for tree in (*of_heads, *after.params.values()))]
-    finite = gradient.finite & jnp.all(jnp.isfinite(jnp.stack(norms)))
-    refused = dataclasses.replace(state, step=state.step + 1, skipped=state.skipped + 1)
-    new = jax.tree.map(lambda stepped, left: jnp.where(finite, stepped, left), after, refused)
+    of_heads = [optax.tree.norm(tree) for name, tree in gradient.by_part.items() if name != "policy"]
+    finite = gradient.finite & jnp.all(jnp.isfinite(jnp.stack([gradient.loss, grad_norm, *of_heads])))
+    # The squares of the new weights too: an optimiser may overflow where its gradient did not. The new weights are computed
+    # twice, and not kept the first time: once all is decided the state changes in place, without a second copy of it.
+    tried = jax.tree.leaves(_descend(state, gradient.by_part, optimizers).params)
+    finite &= jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf * leaf)) for leaf in tried]))
+    new = jax.lax.cond(
+        finite,
+        lambda state, grads: _descend(state, grads, optimizers),
+        lambda state, _: dataclasses.replace(state, step=state.step + 1, skipped=state.skipped + 1),
+        state,
+        gradient.by_part,
+    )
     return new, {
         "loss": gradient.loss,
         "grad_norm": grad_norm,

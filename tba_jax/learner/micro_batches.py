@@ -8,31 +8,32 @@ import jax.numpy as jnp
 
 from tba_jax import sharding
 from tba_jax.models.parameters import Params
+from tba_jax.packing import Limits
+
+# What a forward pass costs beside a forward and a backward pass, by what the backward pass computes again.
+SCORING_SHARE = {"none": 1 / 3, "dots": 1 / 3, "full": 1 / 4}
 
 
-def rows_within(tokens: int, *, row_tokens: int, queries: int, completions: int, ways: int) -> int:
-    """The rows of a micro-batch: as many as `tokens` hold, in equal micro-batches that the data ways of the mesh divide.
-
-    Micro-batches of whole groups of `completions` rows are preferred where one fits, because they need one pass, not two.
+def limits(tokens: int, *, row_tokens: int, queries: int, completions: int, ways: int) -> Limits:
+    """What micro-batches hold: sequences as long as a row may be, as many as `tokens` hold.
 
     Args:
-      tokens: learner.micro_batch_tokens, 0: the whole batch. row_tokens: P + R, padding included. ways: see sharding.row_ways.
+      tokens: learner.micro_batch_tokens, 0: the whole batch, whatever its rows' lengths. row_tokens: P + R, padding included.
+      ways: see sharding.row_ways.
 
     Raises:
       ValueError: the mesh does not divide the batch, or `tokens` do not hold a row for each data way; names the setting.
     """
     batch = queries * completions
     sharding.check_ways(batch, ways, what="learner.queries × learner.completions", mesh="learner.mesh")
-    if not tokens:
-        return batch
-    fitting = [rows for rows in range(ways, min(batch, tokens // row_tokens) + 1, ways) if batch % rows == 0]
-    if not fitting:
+    sequences = min(batch, tokens // row_tokens // ways * ways) if tokens else batch
+    if not sequences:
         each = f" for each of the {ways} ways of learner.mesh" if ways > 1 else ""
         raise ValueError(
             f"learner.micro_batch_tokens={tokens} does not hold one row{each}: a row has task.prompt_length + "
             f"task.response_length = {row_tokens} tokens; at least {ways * row_tokens}, or 0 for the whole batch"
         )
-    return max([rows for rows in fitting if rows % completions == 0] or fitting)
+    return Limits(length=row_tokens - 1, sequences=sequences, ways=ways, rows=batch, group=completions)
 
 
 def split(tree: Any, rows: int, unit: int = 1) -> Any:

@@ -11,15 +11,16 @@ from jax.sharding import Mesh
 
 from tba_jax import sharding as sharding_lib
 from tba_jax.learner.state import Batch
-from tba_jax.learner.update import LearnerConfig, score_in_micro_batches
+from tba_jax.learner.update import LearnerConfig, scored_in_micro_batches
 from tba_jax.models import parameters
 from tba_jax.models.parameters import Params
+from tba_jax.packing import Packed
 from tba_jax.programs import Program, shaped
 
 
-def ref_logprobs(reference: Params, frozen: Params, batch: Batch, *, config: LearnerConfig) -> jax.Array:
+def ref_logprobs(reference: Params, frozen: Params, batch: Batch, packed: Packed, *, config: LearnerConfig) -> jax.Array:
     """float32[B, R], nats at the scoring temperature, 0 where masked. reference: like what is trained of the policy."""
-    return score_in_micro_batches(config.policy.for_training(reference, frozen), batch, config=config)[0]
+    return scored_in_micro_batches(config.policy.for_training(reference, frozen), packed, batch, config=config)
 
 
 def moved(reference: Params, params: Params, *, decay: float) -> Params:
@@ -57,17 +58,17 @@ class MovingReference:
         self.params = {}  # at a reset, the memory holds one reference, not two
         self.params = jax.device_put(self._copy(params), self._at_rest)
 
-    def rescore(self, frozen: Params, batch: Batch) -> Batch:
+    def rescore(self, frozen: Params, batch: Batch, packed: Packed) -> Batch:
         """The batch with moving_ref_logprobs."""
         reference = jax.device_put(self.params, self._in_use)
-        return dataclasses.replace(batch, moving_ref_logprobs=self._score(reference, frozen, batch))
+        return dataclasses.replace(batch, moving_ref_logprobs=self._score(reference, frozen, batch, packed))
 
-    def programs(self, params: Params, frozen: Params, batch: Batch) -> dict[str, Program]:
+    def programs(self, params: Params, frozen: Params, batch: Batch, packed: Packed) -> dict[str, Program]:
         """Name -> the programs of `start`, `rescore` and `advance`. Args: shapes of what these take."""
         reference = self.shapes if self._at_rest is self._in_use else shaped(self.shapes, self._in_use)
         found = {
             "copy to the moving reference": Program(function=self._copy, arguments=(params,)),
-            "scoring by the moving reference": Program(function=self._score, arguments=(reference, frozen, batch)),
+            "scoring by the moving reference": Program(function=self._score, arguments=(reference, frozen, batch, packed)),
         }
         if not self._resets:
             found["move of the reference"] = Program(function=self._move, arguments=(reference, params))

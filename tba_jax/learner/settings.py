@@ -52,12 +52,12 @@ def make_schedules(c: Any) -> update.Schedules:
 
 
 def make_learner_config(c: Any, contract: contract_lib.Contract, policy: Policy, mesh: jax.sharding.Mesh) -> update.LearnerConfig:
-    """Raises ValueError where micro-batches do not fit, see micro_batches.rows_within."""
+    """Raises ValueError where micro-batches do not fit, see micro_batches.limits."""
     return update.LearnerConfig(
         policy=policy,
         objective=OBJECTIVES[c.objective],
         settings=ObjectiveSettings(**{field.name: c[field.name] for field in dataclasses.fields(ObjectiveSettings)}),
-        micro_batch_rows=micro_batches.rows_within(
+        limits=micro_batches.limits(
             c.micro_batch_tokens,
             row_tokens=contract.prompt_length + contract.response_length,
             queries=c.queries,
@@ -68,6 +68,7 @@ def make_learner_config(c: Any, contract: contract_lib.Contract, policy: Policy,
         space=contract.response_space(),
         remat=c.remat,
         surrogate_decay=c.reference.ema_decay if c.reference.kind == "surrogate" else 0.0,
+        has_reference=contract.has_reference,
     )
 
 

@@ -1,8 +1,9 @@
-"""The learner's mathematics: one update on Q queries × K completions, in micro-batches of any size.
+"""The learner's mathematics: one update on Q queries × K completions, packed into sequences, in micro-batches of any size.
 
-An objective couples the K rows of a query, but a micro-batch need not hold them all. Both ways are exact:
+The model computes sequences of rows (packing.py), and the objective rows: log-probs are brought from the one to the other. An
+objective couples the K rows of a query, but a micro-batch need not hold them all. Both ways are exact:
 
-- whole groups: a micro-batch of a multiple of K rows evaluates the objective on its own groups; gradients are averaged;
+- whole groups: a micro-batch evaluates the objective on its own groups, and gradients are added;
 - any split: a first pass scores all rows, the objective's gradient with respect to the log-probs [B, R] is taken on the
   whole batch, and a second pass pulls it back through the model one micro-batch at a time. The values
   [B, R] of a value head are treated the same way: the head shares the policy's states, so its loss has a gradient for the policy.
@@ -16,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tba_jax import packing
 from tba_jax.learner import descent, micro_batches
 from tba_jax.learner.optimizer import Schedule
 from tba_jax.learner.state import Batch, Optimizers, TrainState
@@ -27,25 +29,28 @@ from tba_jax.objectives.advantages import step_advantages
 from tba_jax.objectives.diagnostics import diagnostics
 from tba_jax.objectives.inputs import ObjectiveInputs, ObjectiveSettings, PolicyOutputs
 from tba_jax.objectives.objective import Objective
+from tba_jax.packing import Limits, Packed, Sequences
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LearnerConfig:
     """Static settings of an update.
 
-    micro_batch_rows: rows per forward and backward pass, a divisor of B; logit_bytes: what logits may take at a time, over
+    limits: of micro-batches; logit_bytes: what logits may take at a time, over
     all devices, see scoring.token_logprobs; space: the run's response space; remat: a name of layers.REMAT;
     surrogate_decay: α of the moving average that `surrogate_ref_logprobs` stands for, 0 = the log-probs of the batch.
+    has_reference: whether there is a reference policy to measure the distance from.
     """
 
     policy: Policy
     objective: Objective
     settings: ObjectiveSettings
-    micro_batch_rows: int
+    limits: Limits
     logit_bytes: int
     space: scoring.ResponseSpace
     remat: str
     surrogate_decay: float = 0.0
+    has_reference: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,67 +76,76 @@ def score(policy: Decoder, batch: Batch, *, config: LearnerConfig) -> tuple[jax.
     )
 
 
-def score_in_micro_batches(policy: Decoder, batch: Batch, *, config: LearnerConfig) -> tuple[jax.Array, jax.Array]:
-    """As `score`, micro_batch_rows at a time."""
-    micros = micro_batches.split(batch, config.micro_batch_rows)
-    return micro_batches.join(jax.lax.map(lambda micro: score(policy, micro, config=config), micros))
-
-
-def _score_and_value(
-    model: heads.PolicyWithHeads, batch: Batch, *, config: LearnerConfig
+def scored(
+    policy: Decoder, value_head: Any, micro: Sequences, batch: Batch, *, config: LearnerConfig
 ) -> tuple[tuple[jax.Array, jax.Array | None], jax.Array]:
-    """As `score`, with the values of states float32[B, R] beside the log-probs, from one forward pass; None without a head."""
-    if model.value_head is None:
-        logprobs, entropy = score(model.policy, batch, config=config)
-        return (logprobs, None), entropy
-    hidden = scoring.response_hidden_states(model.policy, batch.tokens, batch.prompt_length, R=batch.R, remat=config.remat)
-    responses = scoring.response_tokens(batch.tokens, batch.prompt_length, R=batch.R)
-    logprobs, entropy = scoring.token_logprobs(
-        model.policy, hidden, responses, space=config.space, logit_bytes=config.logit_bytes
-    )
-    values = heads.state_values(model.value_head, hidden)
-    mask = _mask(batch)
-    logprobs, entropy, values = (jnp.where(mask, x, 0.0) for x in (logprobs, entropy, values))
-    return (logprobs, values), entropy
+    """((policy_logprobs, values), entropy) of the rows of a micro-batch, each float32[B, R], 0 elsewhere, from one forward pass.
+
+    Args: value_head: heads.PolicyWithHeads.value_head; None: there are no values.
+    """
+    B, R = batch.ref_logprobs.shape
+    rows = functools.partial(scoring.by_row, numbers=micro.numbers, B=B, R=R)
+    hidden = scoring.packed_hidden_states(policy, micro, remat=config.remat)
+    limits: dict[str, Any] = dict(space=config.space, logit_bytes=config.logit_bytes)
+    logprobs, entropy = scoring.packed_logprobs(policy, hidden, micro, R=R, none=B * R, **limits)
+    values = None if value_head is None else rows(heads.state_values(value_head, hidden))
+    return (rows(logprobs), values), rows(entropy)
+
+
+def scored_in_micro_batches(policy: Decoder, packed: Packed, batch: Batch, *, config: LearnerConfig) -> jax.Array:
+    """policy_logprobs float32[B, R] of all rows, one micro-batch at a time."""
+    return packing.summed(lambda micro, _: scored(policy, None, micro, batch, config=config)[0][0], packed)
 
 
 def train_step(
     state: TrainState,
     frozen: Params,
     batch: Batch,
+    packed: Packed,
     *,
+    whole_groups: bool,
     optimizers: Optimizers,
     schedules: Schedules,
     config: LearnerConfig,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """One update. Jit it once with `state` donated.
+    """One update. Jit it once with `state` donated and `whole_groups` static.
 
     Args:
       frozen: the part of the policy that is not trained (Policy.initial).
+      packed: the rows of the batch. whole_groups: whether each micro-batch holds all rows of its queries.
 
     Returns:
       the new state and float32[] measurements, see descent.step. `row_finite`, bool[B], says which rows are finite: a row that
       is not refuses the step. Others: see diagnostics; kl_to_initial, nats per response, where the reference moves;
       value_error, the root of the mean over tokens of (V − r)², where values are learned.
     """
-    gradient_of = functools.partial(_gradient, schedules=schedules, config=config)
-    return descent.step(state, frozen, batch, gradient_of=gradient_of, optimizers=optimizers)
+    settings: dict[str, Any] = dict(whole_groups=whole_groups, schedules=schedules, config=config)
+    gradient_of = functools.partial(_gradient, **settings)
+    return descent.step(state, frozen, (batch, packed), gradient_of=gradient_of, optimizers=optimizers)
 
 
 def _gradient(
-    state: TrainState, frozen: Params, batch: Batch, *, schedules: Schedules, config: LearnerConfig
+    state: TrainState,
+    frozen: Params,
+    rows: tuple[Batch, Packed],
+    *,
+    whole_groups: bool,
+    schedules: Schedules,
+    config: LearnerConfig,
 ) -> descent.Gradient:
     """The objective's gradient on a batch, in micro-batches."""
+    batch, _ = rows
     log_z, pull_back_log_z = _log_z(state, frozen, batch, config)
-    accumulate = _whole_groups if config.micro_batch_rows % config.settings.completions == 0 else _any_split
-    loss, grads, log_z_cotangent, outputs, entropy = accumulate(state, frozen, batch, log_z, schedules=schedules, config=config)
+    accumulate = _whole_groups if whole_groups else _any_split
+    grads, log_z_cotangent, outputs, entropy = accumulate(state, frozen, *rows, log_z, schedules=schedules, config=config)
     grads |= pull_back_log_z(log_z_cotangent)
     inputs = _inputs(batch, outputs.logprobs, state.step, schedules, config)
+    loss = config.objective.loss(outputs, inputs)
     row_finite = _row_finite(outputs, inputs)
     measurements = {
         "row_finite": row_finite,
         **{field.name: getattr(inputs, field.name) for field in dataclasses.fields(schedules)},
-        **diagnostics(outputs.logprobs, entropy, inputs),
+        **diagnostics(outputs.logprobs, entropy, inputs, has_reference=config.has_reference),
     }
     if config.surrogate_decay or batch.moving_ref_logprobs is not None:
         measurements["kl_to_initial"] = jnp.mean(jnp.sum(outputs.logprobs - batch.ref_logprobs, axis=1))
@@ -153,7 +167,7 @@ def _log_z(state: TrainState, frozen: Params, batch: Batch, config: LearnerConfi
         return jnp.zeros(batch.reward.shape, jnp.float32), lambda cotangent: {}
     P = batch.tokens.shape[1] - batch.R
     prompts = batch.tokens[::K, :P], batch.prompt_length[::K]
-    at_a_time = math.gcd(len(prompts[0]), max(1, config.micro_batch_rows // K))
+    at_a_time = math.gcd(len(prompts[0]), max(1, config.limits.sequences // K))
     micros = micro_batches.split(prompts, at_a_time)
     states = micro_batches.join(jax.lax.map(lambda micro: heads.mean_prompt_states(model.policy, *micro), micros))
 
@@ -232,59 +246,78 @@ def _trained(state: TrainState) -> Params:
 
 
 def _whole_groups(
-    state: TrainState, frozen: Params, batch: Batch, log_z: jax.Array, *, schedules: Schedules, config: LearnerConfig
+    state: TrainState,
+    frozen: Params,
+    batch: Batch,
+    packed: Packed,
+    log_z: jax.Array,
+    *,
+    schedules: Schedules,
+    config: LearnerConfig,
 ) -> tuple[Any, ...]:
-    """One pass: the objective is a mean over groups, so the batch's is the mean over micro-batches of whole groups.
+    """One pass: the objective is a mean over groups, and its gradient the sum over micro-batches of whole groups.
+
+    In the objective of a micro-batch, groups of other micro-batches have no tokens and no reward: their gradient is 0.
 
     Returns:
-      loss, gradient by part (see _trained), cotangent of log_z, PolicyOutputs and entropy of the batch.
+      gradient by part (see _trained), cotangent of log_z, PolicyOutputs and entropy of the batch.
     """
+    trained = _trained(state)
 
-    def micro_loss(trained: Params, log_z: jax.Array, micro: Batch) -> tuple[jax.Array, Any]:
+    def micro_loss(trained: Params, log_z: jax.Array, micro: Sequences, there: jax.Array) -> tuple[jax.Array, Any]:
+        """there: bool[B], the rows of the micro-batch."""
+        rows = _of_rows(batch, there)
         model = state.model(state.params | trained, frozen)
-        (policy_logprobs, values), entropy = _score_and_value(model, micro, config=config)
-        inputs = _inputs(micro, policy_logprobs, state.step, schedules, config)
-        outputs = PolicyOutputs(logprobs=policy_logprobs, log_z=log_z, values=values)
-        return config.objective.loss(outputs, inputs), (outputs, entropy)
+        (policy_logprobs, values), entropy = scored(model.policy, model.value_head, micro, rows, config=config)
+        inputs = _inputs(rows, policy_logprobs, state.step, schedules, config)
+        outputs = PolicyOutputs(logprobs=policy_logprobs, log_z=jnp.where(there, log_z, 0.0), values=values)
+        return config.objective.loss(outputs, inputs), (policy_logprobs, values, entropy)
 
-    def gradient(micro: tuple[Batch, jax.Array]) -> tuple[Params, Any]:
-        rows, row_log_z = micro
-        differentiated = jax.value_and_grad(micro_loss, argnums=(0, 1), has_aux=True)
-        (loss, of_rows), (grads, log_z_cotangent) = differentiated(trained, row_log_z, rows)
-        return grads, (loss, log_z_cotangent, of_rows)
+    def gradient(micro: Sequences, number: jax.Array) -> Any:
+        differentiated = jax.grad(micro_loss, argnums=(0, 1), has_aux=True)
+        return differentiated(trained, log_z, micro, packed.of_row == number)
 
-    K, trained = config.settings.completions, _trained(state)
-    micros = micro_batches.split((batch, log_z), config.micro_batch_rows, K)
-    count = micros[1].shape[0]
-    grads, (losses, *of_rows) = micro_batches.accumulate(gradient, trained, micros)
-    log_z_cotangent, (outputs, entropy) = micro_batches.join(of_rows, K)
-    grads = jax.tree.map(lambda g: g / count, grads)
-    return jnp.mean(losses), grads, log_z_cotangent / count, outputs, entropy
+    (grads, cotangent), (logprobs, values, entropy) = packing.summed(gradient, packed)
+    return grads, cotangent, PolicyOutputs(logprobs=logprobs, log_z=log_z, values=values), entropy
+
+
+def _of_rows(batch: Batch, there: jax.Array) -> Batch:
+    """The batch in which other rows have no tokens and no reward. Args: there: bool[B]."""
+    return dataclasses.replace(
+        batch,
+        response_length=jnp.where(there, batch.response_length, 0),
+        reward=jnp.where(there, batch.reward, 0.0),
+        state_values=None if batch.state_values is None else jnp.where(there[:, None], batch.state_values, 0.0),
+    )
 
 
 def _any_split(
-    state: TrainState, frozen: Params, batch: Batch, log_z: jax.Array, *, schedules: Schedules, config: LearnerConfig
+    state: TrainState,
+    frozen: Params,
+    batch: Batch,
+    packed: Packed,
+    log_z: jax.Array,
+    *,
+    schedules: Schedules,
+    config: LearnerConfig,
 ) -> tuple[Any, ...]:
     """Two passes: ∇_θ L = Σ_micro (∂ outputs / ∂θ)ᵀ ∂L / ∂ outputs, with the inner gradient taken on the whole batch.
 
     Args and returns: as _whole_groups.
     """
+    trained = _trained(state)
 
-    def outputs_of(trained: Params, micro: Batch) -> tuple[tuple[jax.Array, jax.Array | None], jax.Array]:
-        return _score_and_value(state.model(state.params | trained, frozen), micro, config=config)
+    def outputs_of(trained: Params, micro: Sequences) -> tuple[Any, jax.Array]:
+        model = state.model(state.params | trained, frozen)
+        return scored(model.policy, model.value_head, micro, batch, config=config)
 
-    rows, trained = config.micro_batch_rows, _trained(state)
-    scored = jax.lax.map(lambda micro: outputs_of(trained, micro), micro_batches.split(batch, rows))
-    (policy_logprobs, values), entropy = micro_batches.join(scored)
+    (policy_logprobs, values), entropy = packing.summed(lambda micro, _: outputs_of(trained, micro), packed)
     outputs = PolicyOutputs(logprobs=policy_logprobs, log_z=log_z, values=values)
     inputs = _inputs(batch, policy_logprobs, state.step, schedules, config)
-    loss, cotangent = jax.value_and_grad(config.objective.loss)(outputs, inputs)
+    cotangent = jax.grad(config.objective.loss)(outputs, inputs)
 
-    def gradient(micro: tuple[Batch, Any]) -> tuple[Params, None]:
-        rows, row_cotangent = micro
-        pull_back = jax.vjp(lambda t: outputs_of(t, rows)[0], trained)[1]
-        return pull_back(row_cotangent)[0], None
+    def gradient(micro: Sequences, _: jax.Array) -> Params:
+        pull_back = jax.vjp(lambda t: outputs_of(t, micro)[0], trained)[1]
+        return pull_back((cotangent.logprobs, cotangent.values))[0]
 
-    micros = micro_batches.split((batch, (cotangent.logprobs, cotangent.values)), rows)
-    grads, _ = micro_batches.accumulate(gradient, trained, micros)
-    return loss, grads, cotangent.log_z, outputs, entropy
+    return packing.summed(gradient, packed), cotangent.log_z, outputs, entropy

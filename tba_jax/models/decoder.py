@@ -1,6 +1,7 @@
 """One decoder-only transformer, by configuration: GPT-2, GPT-NeoX, Llama, Mistral, Qwen2, Qwen3 and Gemma 3 are settings of it.
 
-Training scans over the stack of blocks with rematerialisation; decoding (kv_cache.py) has them one by one.
+Training scans over the stack of blocks, unless they are few and nothing is rematerialised; decoding (kv_cache.py) has them one by
+one.
 """
 
 import functools
@@ -29,6 +30,10 @@ from tba_jax.models.layers import (
     over_rows,
 )
 from tba_jax.models.parameters import Definition
+
+# Up to so many layers are unrolled where the backward pass recomputes nothing: a loop copies what each layer keeps into arrays of
+# all layers, and the weights of each layer out of them. With rematerialisation a loop is what bounds the memory.
+_UNROLLED = 8
 
 
 class Block(nnx.Module):
@@ -94,11 +99,15 @@ class Decoder(nnx.Module):
         return sharding.constrain(x, "tD")
 
     @full_precision
-    def __call__(self, tokens: jax.Array, *, remat: str = "none") -> jax.Array:
+    def __call__(
+        self, tokens: jax.Array, *, positions: jax.Array | None = None, segments: jax.Array | None = None, remat: str = "none"
+    ) -> jax.Array:
         """Final hidden states of whole sequences, for teacher-forced scoring.
 
         Args:
           tokens: int32[B, T], padded on the right or not at all: causality alone keeps real tokens from attending to padding.
+          positions: int32[B, T]; None: from 0 on. segments: int32[B, T], at least 0: tokens attend within their segment, whose
+            tokens are consecutive; None: a sequence is one segment.
           remat: what the backward pass recomputes, a name of layers.REMAT.
 
         Returns:
@@ -106,10 +115,11 @@ class Decoder(nnx.Module):
         """
         c = self.config
         B, T = tokens.shape
-        positions = jnp.broadcast_to(jnp.arange(T), (B, T)).reshape(-1)
+        positions = (jnp.broadcast_to(jnp.arange(T), (B, T)) if positions is None else positions).reshape(-1)
         kinds = sorted(set(c.local_layers))
         tables = [attention.rotary(positions, c, local=local) for local in kinds]
-        attends = [attention.whole_rows(B, T, None, causal=True, kernel=c.attention, window=c.window * local) for local in kinds]
+        kernel: dict[str, Any] = dict(causal=True, kernel=c.attention)
+        attends = [attention.whole_rows(B, T, segments, **kernel, window=c.window * local) for local in kinds]
 
         def layer(block: Block, x: jax.Array, local: jax.Array | None) -> jax.Array:
             """local: bool[]; None: the layers are all of one kind."""
@@ -126,6 +136,7 @@ class Decoder(nnx.Module):
             along=jnp.array(c.local_layers) if len(kinds) > 1 else None,
             dtype=c.compute_dtype,
             policy=REMAT_POLICIES[remat],
+            unroll=remat == "none" and c.layers <= _UNROLLED,
         )
         return self.final_norm(x).reshape(B, T, -1)
 

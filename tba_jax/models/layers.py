@@ -6,6 +6,7 @@ two leading axes than on the same product with one.
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -92,7 +93,7 @@ class Einsum(nnx.Module):
         On a mesh, the weight is gathered over the fsdp axis where it is used, and the result is split as its letters say.
         """
         weight = sharding.constrain(self.weight[...], self.axes).astype(x.dtype)
-        y = jnp.einsum(self.equation, x, weight, preferred_element_type=dtype)
+        y = self._product(x, weight, dtype)
         if self.quant_scale is not None:
             y = (y.astype(jnp.float32) * self.quant_scale[...]).astype(y.dtype)
         if self.lora_a is not None:
@@ -103,6 +104,17 @@ class Einsum(nnx.Module):
         if self.bias is not None:
             y = y + sharding.constrain(self.bias[...], self.outputs).astype(y.dtype)
         return sharding.constrain(y, self.equation.split("->")[1])
+
+    def _product(self, x: jax.Array, weight: jax.Array, dtype: Any) -> jax.Array:
+        """einsum(equation, x, weight). On CPUs a product of two matrices: of others, XLA copies transposed operands there, most
+        of them in the backward pass."""
+        if sharding.platform() != "cpu":
+            return jnp.einsum(self.equation, x, weight, preferred_element_type=dtype)
+        summed = len(self.inputs)
+        rows, columns = x.shape[: x.ndim - summed], weight.shape[summed:]
+        inputs = math.prod(weight.shape[:summed])
+        y = jnp.matmul(x.reshape(-1, inputs), weight.reshape(inputs, -1), preferred_element_type=dtype)
+        return y.reshape(*rows, *columns)
 
     def adapter_equations(self) -> tuple[str, str]:
         """The einsum equations of x A and of (x A) B."""

@@ -91,6 +91,7 @@ def scan(
     along: Any = None,
     dtype: str,
     policy: Callable[..., Any] | None,
+    unroll: bool = False,
 ) -> jax.Array:
     """x after function(module, x, y) for each module of a stack in turn.
 
@@ -98,6 +99,7 @@ def scan(
       along: arrays whose first axis is the stack; y is the slice of one module. None: y is None.
       dtype: the stack is cast to it once, so that what is gathered in the loop is already small.
       policy: of jax.checkpoint: what each module keeps for the backward pass; None: everything.
+      unroll: whether the compiled program has each module's operations by themselves, and no loop.
     """
     graphdef, state = nnx.split(stacked)
 
@@ -106,7 +108,7 @@ def scan(
         return function(nnx.merge(graphdef, params), x, y), None
 
     body = step if policy is None else jax.checkpoint(step, policy=policy)
-    return jax.lax.scan(body, x, (cast(nnx.to_pure_dict(state), dtype), along))[0]
+    return jax.lax.scan(body, x, (cast(nnx.to_pure_dict(state), dtype), along), unroll=unroll)[0]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

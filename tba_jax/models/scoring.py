@@ -1,5 +1,6 @@
 """Teacher-forced log-probabilities: the one function by which trainer and searcher score a given response."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from tba_jax.models.decoder import Decoder
 from tba_jax.models.layers import full_precision
 from tba_jax.models.parameters import Params
 from tba_jax.models.response_space import ResponseSpace
+from tba_jax.packing import Limits, Packed, Sequences, summed
 
 
 def response_tokens(tokens: jax.Array, prompt_length: jax.Array, *, R: int) -> jax.Array:
@@ -64,76 +66,101 @@ def response_logprobs(
     return jnp.where(mask, logprobs, 0.0), jnp.where(mask, entropy, 0.0)
 
 
-def scorer(mesh: Mesh, **settings: Any) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """`program`, called on its mesh. Args: see `program`."""
-    return sharding.on_mesh(mesh, program(mesh, **settings))
+def packed_hidden_states(model: Decoder, sequences: Sequences, *, remat: str) -> jax.Array:
+    """compute_dtype[M, places, D]: the hidden states that the listed response tokens are predicted from.
+
+    Args: remat: see response_logprobs.
+    """
+    hidden = model(sequences.tokens, positions=sequences.positions, segments=sequences.segments, remat=remat)
+    return jax.vmap(lambda sequence, states: sequence[states])(hidden, sequences.states)
+
+
+def packed_logprobs(
+    model: Decoder, hidden: jax.Array, sequences: Sequences, *, R: int, space: ResponseSpace, logit_bytes: int, none: int
+) -> tuple[jax.Array, jax.Array]:
+    """As response_logprobs, of the response tokens that a micro-batch lists, from their hidden states.
+
+    Args: none: the number of padding, B·R.
+
+    Returns:
+      float32[M, places] and float32[M, places], 0 where there is no token.
+    """
+    listed = sequences.numbers < none
+    used = jnp.max(jnp.sum(listed, axis=1))
+    logprobs, entropy = token_logprobs(
+        model, hidden, sequences.targets, sequences.numbers % R, space=space, logit_bytes=logit_bytes, used=used
+    )
+    return jnp.where(listed, logprobs, 0.0), jnp.where(listed, entropy, 0.0)
+
+
+def by_row(values: jax.Array, numbers: jax.Array, *, B: int, R: int) -> jax.Array:
+    """Values of the listed response tokens, [M, places], in their rows: [B, R], 0 elsewhere."""
+    flat = jnp.zeros(B * R, values.dtype)
+    return flat.at[numbers.reshape(-1)].add(values.reshape(-1), mode="drop").reshape(B, R)
+
+
+def packed_shardings(mesh: Mesh) -> Any:
+    """Of packing.Packed, a prefix of its tree: every micro-batch is split over the mesh as rows are."""
+    sequences: Any = sharding.sequences_sharding(mesh)
+    whole = sharding.replicated(mesh)
+    return Packed(micro_batches=sequences, count=whole, of_row=whole)
 
 
 def program(
-    mesh: Mesh, *, graphdef: nnx.GraphDef, R: int, space: ResponseSpace, logit_megabytes: int, score_tokens: int
-) -> jax.stages.Wrapped:
-    """response_logprobs, jitted for a mesh, without a backward pass: (parameters, tokens, prompt_length, response_length).
+    mesh: Mesh, *, graphdef: nnx.GraphDef, R: int, space: ResponseSpace, logit_megabytes: int
+) -> Callable[[Params, Packed], jax.Array]:
+    """A jitted function that scores B packed rows on a mesh, without a backward pass: (parameters, packed) to float32[B, R],
+    nats, 0 where masked.
 
-    Args:
-      graphdef: of the decoder; R: see response_logprobs; logit_megabytes: what logits take at a time on each device.
-      score_tokens: tokens of the rows that go through the model at a time on each device, see block_rows.
+    Args: graphdef: of the decoder; R: see response_logprobs; logit_megabytes: what logits take at a time on each device.
     """
 
-    def score(params: Params, *rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-        model, (B, T) = parameters.module(graphdef, params), rows[0].shape
-        ways, logit_bytes = sharding.row_ways(mesh), (logit_megabytes << 20) * mesh.size
+    def score(params: Params, packed: Packed) -> jax.Array:
+        model, (B,), logit_bytes = parameters.module(graphdef, params), packed.of_row.shape, (logit_megabytes << 20) * mesh.size
 
-        def of_block(block: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-            return response_logprobs(model, *block, R=R, space=space, logit_bytes=logit_bytes, remat="none")
+        def of_micro_batch(micro: Sequences, _: jax.Array) -> jax.Array:
+            hidden = packed_hidden_states(model, micro, remat="none")
+            logprobs, _ = packed_logprobs(model, hidden, micro, R=R, none=B * R, space=space, logit_bytes=logit_bytes)
+            return by_row(logprobs, micro.numbers, B=B, R=R)
 
-        return in_blocks(of_block, rows, size=ways * block_rows(-(-B // ways), T, tokens=score_tokens))
+        return summed(of_micro_batch, packed)
 
-    return jax.jit(score)
+    return sharding.on_mesh(mesh, jax.jit(score))
+
+
+def limits(rows: int, T: int, *, tokens: int, ways: int) -> Limits:
+    """What micro-batches of `rows` rows hold that are scored. Args: T, tokens: see block_rows, on each of `ways` devices."""
+    return Limits(length=T - 1, sequences=ways * block_rows(-(-rows // ways), T, tokens=tokens), ways=ways, rows=rows, group=1)
 
 
 def block_rows(rows: int, T: int, *, tokens: int) -> int:
-    """The rows of a block, of the fewest and most even blocks of `rows` rows that hold at most `tokens` tokens each.
+    """The sequences of a micro-batch, of the fewest and most even ones that hold `rows` rows of T tokens and `tokens` at most.
 
-    Args: T: tokens of a row. tokens: a block has at least one row, whatever its length; 0: one block holds all rows.
+    Args: T: tokens of a row. tokens: a micro-batch has at least one row, whatever its length; 0: one holds all rows.
     """
     most = max(1, tokens // T) if tokens else rows
     return -(-rows // -(-rows // most))
 
 
-def in_blocks(function: Callable[[Any], Any], rows: Any, *, size: int) -> Any:
-    """function(rows), `size` rows at a time: memory is that of one block.
-
-    Args: function: arrays [b, ...] to arrays [b, ...], row by row; rows: arrays [B, ...]. The last row fills the last block up.
-    """
-    B = jax.tree.leaves(rows)[0].shape[0]
-    if size >= B:
-        return function(rows)
-    count = -(-B // size)
-
-    def cut(x: jax.Array) -> jax.Array:
-        """[B, ...] -> [count, size, ...]: rows are dealt out, so that each block has its share of every device's rows."""
-        filled = jnp.pad(x, ((0, count * size - B),) + ((0, 0),) * (x.ndim - 1), mode="edge")
-        return split_rows(filled.reshape(size, count, *x.shape[1:])).swapaxes(0, 1)
-
-    def join(x: jax.Array) -> jax.Array:
-        return split_rows(x.swapaxes(0, 1)).reshape(size * count, *x.shape[2:])[:B]
-
-    def split_rows(x: jax.Array) -> jax.Array:
-        return sharding.constrain(x, "B" + "R" * (x.ndim - 1))
-
-    return jax.tree.map(join, jax.lax.map(function, jax.tree.map(cut, rows)))
-
-
 @full_precision
 def token_logprobs(
-    model: Decoder, hidden: jax.Array, tokens: jax.Array, *, space: ResponseSpace, logit_bytes: int
+    model: Decoder,
+    hidden: jax.Array,
+    tokens: jax.Array,
+    position: jax.Array | None = None,
+    *,
+    space: ResponseSpace,
+    logit_bytes: int,
+    used: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability of each token given its hidden state, and the entropy of its distribution; never logits [B, R, V].
 
     Args:
-      hidden: [B, R, D]; tokens: int32[B, R], the response from its first token on.
+      hidden: [B, R, D]; tokens: int32[B, R]; position: int32[B, R], the place of each token in its response; None: a row is the
+        response from its first token on.
       logit_bytes: of float32[B, time, V], the largest array that is made; at least one time step. All rows take part in every
         block of time, so that on a mesh every device has its rows in each.
+      used: int32[]: what comes later in rows is not computed, but for the rest of a block; None: all is.
 
     Returns:
       float32[B, R] and float32[B, R], nats. Entropy carries no gradient.
@@ -143,11 +170,21 @@ def token_logprobs(
     B, R, _ = hidden.shape
     steps = max(1, min(R, logit_bytes // (4 * B * model.config.vocab)))
     head = model.head(vmapped=True)
-    return jax.vmap(lambda states, row: row_logprobs(head, states, row, space=space, steps=steps))(hidden, tokens)
+    of_row = functools.partial(row_logprobs, head, space=space, steps=steps, used=used)
+    return jax.vmap(of_row)(
+        hidden, jnp.asarray(tokens), jnp.broadcast_to(jnp.arange(R), (B, R)) if position is None else position
+    )
 
 
 def row_logprobs(
-    head: Callable[[jax.Array], jax.Array], hidden: jax.Array, tokens: jax.Array, *, space: ResponseSpace, steps: int
+    head: Callable[[jax.Array], jax.Array],
+    hidden: jax.Array,
+    tokens: jax.Array,
+    position: jax.Array,
+    *,
+    space: ResponseSpace,
+    steps: int,
+    used: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The log-prob kernel, of one row; to be vmapped over rows.
 
@@ -159,8 +196,8 @@ def row_logprobs(
 
     Args:
       head: of hidden states [t, D] to logits float32[t, V], see Decoder.head.
-      hidden: [R, D]; tokens: int32[R].
-      steps: of a block.
+      hidden: [R, D]; tokens, position: int32[R].
+      steps: of a block. used: see token_logprobs; the same for all rows.
 
     Returns:
       float32[R] and float32[R], nats. Entropy carries no gradient.
@@ -168,15 +205,10 @@ def row_logprobs(
     (R,) = tokens.shape
 
     def block(hidden: jax.Array, tokens: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array]:
-        distribution = log_softmax(head(hidden), position, space)
-        # A sum over the vocabulary, not a gather: its gradient needs no array of its own, and shards of the vocabulary add up.
-        chosen = jnp.sum(jnp.where(jnp.arange(distribution.shape[-1]) == tokens[:, None], distribution, 0.0), axis=-1)
-        detached = jax.lax.stop_gradient(distribution)
-        entropy = -jnp.sum(jnp.where(jnp.isfinite(detached), jnp.exp(detached) * detached, 0.0), axis=-1)
-        return chosen, entropy
+        return chosen_logprobs(restrict(head(hidden), position, space) / space.temperature, tokens)
 
     if steps == R:
-        return block(hidden, tokens, jnp.arange(R))
+        return block(hidden, tokens, position)
     blocks = -(-R // steps)
 
     def cut(x: jax.Array) -> jax.Array:
@@ -184,9 +216,57 @@ def row_logprobs(
         padded = jnp.pad(x, ((0, blocks * steps - R),) + ((0, 0),) * (x.ndim - 1))
         return padded.reshape(blocks, steps, *x.shape[1:])
 
-    found = jax.lax.map(lambda xs: jax.checkpoint(block)(*xs), (cut(hidden), cut(tokens), cut(jnp.arange(R))))
+    def block_if_used(xs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        begin, *of_block = xs
+        if used is None:
+            return jax.checkpoint(block)(*of_block)
+        nothing = jnp.zeros(steps, jnp.float32)
+        return jax.lax.cond(begin < used, jax.checkpoint(block), lambda *_: (nothing, nothing), *of_block)
+
+    begins = jnp.arange(blocks) * steps
+    found = jax.lax.map(block_if_used, (begins, cut(hidden), cut(tokens), cut(position)))
     logprobs, entropy = (x.reshape(-1)[:R] for x in found)
     return logprobs, entropy
+
+
+@jax.custom_vjp
+def chosen_logprobs(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """log softmax(logits) at the tokens, and the entropy of softmax(logits), float32[t] each, nats. Entropy carries no gradient.
+
+        log π(y) = z[y] − m − log Σ_v exp(z[v] − m),  m = max_v z[v]
+        entropy = log Σ_v exp(z[v] − m) − Σ_v π(v) (z[v] − m)
+
+    The backward pass, ∂ log π(y) / ∂ z[v] = 1[v = y] − π(v), keeps the logits and two numbers of each token. The derivative that
+    JAX would take of log_softmax reads and writes more arrays of the logits' size, which a large vocabulary makes slow.
+
+    Args: logits: float32[t, V], -inf outside of the response space. tokens: int32[t].
+    """
+    return _chosen_forward(logits, tokens)[0]
+
+
+def _chosen_forward(logits: jax.Array, tokens: jax.Array) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
+    largest = jnp.max(logits, axis=-1, keepdims=True)
+    below = logits - largest
+    weights = jnp.exp(below)
+    total = jnp.sum(weights, axis=-1)
+    entropy = jnp.log(total) - jnp.sum(jnp.where(weights > 0, weights * below, 0.0), axis=-1) / total
+    # A sum over the vocabulary, not a gather: shards of the vocabulary add up.
+    chosen = jnp.sum(jnp.where(_is_token(logits, tokens), below, 0.0), axis=-1) - jnp.log(total)
+    return (chosen, entropy), (logits, tokens, largest, total)
+
+
+def _chosen_backward(kept: tuple[jax.Array, ...], cotangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+    logits, tokens, largest, total = kept
+    weights = jnp.exp(logits - largest - jnp.log(total)[..., None])
+    return cotangents[0][..., None] * (_is_token(logits, tokens) - weights), None
+
+
+def _is_token(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    """bool[t, V]."""
+    return jnp.arange(logits.shape[-1]) == tokens[..., None]
+
+
+chosen_logprobs.defvjp(_chosen_forward, _chosen_backward)
 
 
 def restrict(logits: jax.Array, position: jax.Array, space: ResponseSpace) -> jax.Array:
@@ -204,8 +284,3 @@ def restrict(logits: jax.Array, position: jax.Array, space: ResponseSpace) -> ja
         too_early = (position + 1 < space.min_length)[..., None] & (jnp.arange(V) == space.eos_id)
         logits = jnp.where(too_early, -jnp.inf, logits)
     return logits
-
-
-def log_softmax(logits: jax.Array, position: jax.Array, space: ResponseSpace) -> jax.Array:
-    """log softmax(logits / temperature) over the response space: float32[..., V], nats, -inf outside. Args: see restrict."""
-    return jax.nn.log_softmax(restrict(logits, position, space) / space.temperature, axis=-1)

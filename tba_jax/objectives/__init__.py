@@ -45,12 +45,14 @@ OBJECTIVES: dict[str, Objective] = {
         value_head=True,
         settings=("beta", *_CLIP, "gae_lambda", "value_coefficient"),
     ),
-    "vine_ppo": Objective(loss=vine_ppo, min_completions=1, behavior_logprobs=True, state_values=True, settings=("beta", *_CLIP)),
-    "grpo": Objective(loss=grpo, behavior_logprobs=True, settings=("beta", *_CLIP)),
-    "dr_grpo": Objective(loss=dr_grpo, behavior_logprobs=True, settings=("beta", *_CLIP)),
+    "vine_ppo": Objective(
+        loss=vine_ppo, min_completions=1, behavior_logprobs=True, state_values=True, k3=True, settings=("beta", *_CLIP)
+    ),
+    "grpo": Objective(loss=grpo, behavior_logprobs=True, k3=True, settings=("beta", *_CLIP)),
+    "dr_grpo": Objective(loss=dr_grpo, behavior_logprobs=True, k3=True, settings=("beta", *_CLIP)),
     "online_dpo": Objective(loss=online_dpo, positive_beta=True, settings=("beta",)),
     "raft": Objective(loss=raft, moving_reference=False),
-    "icepop": Objective(loss=icepop, behavior_logprobs=True, settings=("beta", "icepop_low", "icepop_high")),
+    "icepop": Objective(loss=icepop, behavior_logprobs=True, k3=True, settings=("beta", "icepop_low", "icepop_high")),
     "gspo": Objective(
         loss=gspo, behavior_logprobs=True, moving_reference=False, settings=("sequence_clip_low", "sequence_clip_high")
     ),

@@ -11,31 +11,29 @@ from tba_jax.objectives.trajectory_balance import vargrad_log_z
 _LARGEST = 60.0
 
 
-def diagnostics(policy_logprobs: jax.Array, entropy: jax.Array, inputs: ObjectiveInputs) -> dict[str, jax.Array]:
+def diagnostics(
+    policy_logprobs: jax.Array, entropy: jax.Array, inputs: ObjectiveInputs, *, has_reference: bool = True
+) -> dict[str, jax.Array]:
     """Measurements of a whole batch of Q queries × K completions; none carries a gradient.
 
     Args:
       policy_logprobs: float32[B, R], nats at the scoring temperature, 0 where masked; entropy: float32[B, R], nats at the
-        scoring temperature, of π_θ at every token; inputs: the batch.
+        scoring temperature, of π_θ at every token; inputs: the batch; has_reference: whether its ref_logprobs are of a policy.
 
     Returns:
-      float32[] each: reward, response_length (tokens), means over rows; entropy, nats per token; kl_to_ref, kl_to_ref_k3, nats
-      per response, estimates of KL(π_θ‖π_ref): the mean of k = Σ_t log π_θ/π_ref, and the mean of Σ_t (π_ref/π_θ − 1 −
-      log π_ref/π_θ), which is never negative; and the measurements of `_off_policy` and `_target_fit`.
+      float32[] each: reward, response_length (tokens), means over rows; entropy, nats per token; and the measurements of
+      `_from_reference` (if there is a reference), `_off_policy` and `_target_fit`.
 
     Raises:
       AssertionError: shapes disagree.
     """
     chex.assert_equal_shape([policy_logprobs, entropy, inputs.mask])
     policy_logprobs, entropy = jax.lax.stop_gradient((policy_logprobs, entropy))
-    log_kl = inputs.masked(policy_logprobs - inputs.ref_logprobs)
-    k3 = jnp.expm1(jnp.clip(-log_kl, -_LARGEST, _LARGEST)) + log_kl
     return {
         "reward": jnp.mean(inputs.reward),
         "response_length": jnp.mean(jnp.sum(inputs.mask, axis=1).astype(jnp.float32)),
         "entropy": jnp.sum(inputs.masked(entropy)) / _tokens(inputs),
-        "kl_to_ref": jnp.mean(jnp.sum(log_kl, axis=1)),
-        "kl_to_ref_k3": jnp.mean(jnp.sum(k3, axis=1)),
+        **(_from_reference(policy_logprobs, inputs) if has_reference else {}),
         **_off_policy(policy_logprobs, inputs),
         **_target_fit(policy_logprobs, inputs),
     }
@@ -44,6 +42,16 @@ def diagnostics(policy_logprobs: jax.Array, entropy: jax.Array, inputs: Objectiv
 def _tokens(inputs: ObjectiveInputs) -> jax.Array:
     """int32[]: the number of tokens of the batch, at least 1."""
     return jnp.maximum(jnp.sum(inputs.mask), 1)
+
+
+def _from_reference(policy_logprobs: jax.Array, inputs: ObjectiveInputs) -> dict[str, jax.Array]:
+    """kl_to_ref, kl_to_ref_k3: float32[] each, nats per response, estimates of KL(π_θ‖π_ref).
+
+    They are the mean of k = Σ_t log π_θ/π_ref, and the mean of Σ_t (π_ref/π_θ − 1 − log π_ref/π_θ), which is never negative.
+    """
+    log_kl = inputs.masked(policy_logprobs - inputs.ref_logprobs)
+    k3 = jnp.expm1(jnp.clip(-log_kl, -_LARGEST, _LARGEST)) + log_kl
+    return {"kl_to_ref": jnp.mean(jnp.sum(log_kl, axis=1)), "kl_to_ref_k3": jnp.mean(jnp.sum(k3, axis=1))}
 
 
 def _off_policy(policy_logprobs: jax.Array, inputs: ObjectiveInputs) -> dict[str, jax.Array]:

@@ -22,8 +22,9 @@ class Objective:
     positive_beta: whether it has no optimum or no gradient at β = 0 (for other objectives β = 0 drops the KL term);
     full_support: whether its optimum requires a sampler that can draw every response; log_z_head, value_head: whether
     PolicyOutputs must have a learned log_z or learned values; state_values: whether rows must carry Monte-Carlo state values;
-    moving_reference: whether it reads ref_logprobs, so that a moving reference has an effect; settings: names of the settings
-    learner.* that it reads (fields of ObjectiveSettings, and the schedules `beta`, `ref_temperature`, `reward_temperature`).
+    moving_reference: whether it reads ref_logprobs, so that a moving reference has an effect; k3: whether at β > 0 it has the k3
+    estimate of KL(π_θ‖π_ref), which needs a π_ref that is a distribution; settings: names of the settings learner.* that it
+    reads (fields of ObjectiveSettings, and the schedules `beta`, `ref_temperature`, `reward_temperature`).
     """
 
     loss: Loss
@@ -35,4 +36,5 @@ class Objective:
     value_head: bool = False
     state_values: bool = False
     moving_reference: bool = True
+    k3: bool = False
     settings: tuple[str, ...] = ()

@@ -16,8 +16,8 @@ from tba_jax.decoding.slots import row_keys
 from tba_jax.models.policy import Policy
 from tba_jax.programs import Program
 from tba_jax.rewards.responses import response_texts, reward_texts
-from tba_jax.roles import sampler
-from tba_jax.roles.reference import ReferencePolicy, policy_mesh, text_columns
+from tba_jax.roles import reference, sampler
+from tba_jax.roles.reference import policy_mesh, text_columns
 from tba_jax.roles.sampler import Sampler
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout, places, snapshots
@@ -28,7 +28,7 @@ from tba_jax.text.tokenizers import Tokenizer
 log = logging.getLogger(__name__)
 
 
-# The figures of every report besides the task's own.
+# The figures of every report besides the task's own; those of the reference only where the run has one.
 REPORTED = (
     *("step", "time", "queries", "greedy_reward", "sampled_reward", "finished", "unscored"),
     *("ref_nll_per_token", "ref_perplexity", "greedy_ref_perplexity", "kl_to_ref", "seconds", "samples"),
@@ -62,7 +62,7 @@ class Evaluator:
             run,
             policy=policy,
             tokenizer=tokenizer,
-            reference=ReferencePolicy(
+            reference=reference.make(
                 contract, run, policy=policy, mesh=mesh, logit_megabytes=e.logit_megabytes, score_tokens=e.score_tokens
             ),
             **_sampling_settings(config, queries),
@@ -102,12 +102,7 @@ class Evaluator:
             **self._of_samples(sampled),
             **self._measures("greedy", greedy),
             **self._measures("sampled", sampled),
-            # −log π_ref of samples, nats per token: how far the policy has moved from the reference.
-            "ref_nll_per_token": _ref_nll(sampled),
-            # The reference's perplexity on samples and on greedy responses, at the scoring temperature.
-            "ref_perplexity": math.exp(min(_ref_nll(sampled), _MOST_NATS)),
-            "greedy_ref_perplexity": math.exp(min(_ref_nll(greedy), _MOST_NATS)),
-            "kl_to_ref": sum(r["policy_logprob_sum"] - r["ref_logprob_sum"] for r in sampled) / len(sampled),
+            **(_of_reference(greedy, sampled) if self._contract.has_reference else {}),
             "seconds": time.time() - begin,
             "samples": {
                 "greedy": [_plain(response) for response in greedy[: self._config.evaluation.samples]],
@@ -187,7 +182,7 @@ class Evaluator:
                 "finished": bool(generation.finished[i]),
                 "tokens": int(generation.length[i]),
                 "policy_logprob_sum": float(generation.policy_logprobs[i].sum()),
-                "ref_logprob_sum": float(ref_logprobs[i].sum()),
+                **({"ref_logprob_sum": float(ref_logprobs[i].sum())} if self._contract.has_reference else {}),
             }
             for i, query in enumerate(batch)
         ]
@@ -233,6 +228,18 @@ def plain(report: dict[str, Any]) -> dict[str, Any]:
 def report_scalars(report: dict[str, Any]) -> dict[str, float]:
     """The figures of a report, as metrics take them."""
     return {name: value for name, value in report.items() if isinstance(value, float) and name != "time"}
+
+
+def _of_reference(greedy: Sequence[dict[str, Any]], sampled: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """How far the policy is from the reference."""
+    return {
+        # −log π_ref of samples, nats per token.
+        "ref_nll_per_token": _ref_nll(sampled),
+        # The reference's perplexity on samples and on greedy responses, at the scoring temperature.
+        "ref_perplexity": math.exp(min(_ref_nll(sampled), _MOST_NATS)),
+        "greedy_ref_perplexity": math.exp(min(_ref_nll(greedy), _MOST_NATS)),
+        "kl_to_ref": sum(r["policy_logprob_sum"] - r["ref_logprob_sum"] for r in sampled) / len(sampled),
+    }
 
 
 def _ref_nll(responses: Sequence[dict[str, Any]]) -> float:

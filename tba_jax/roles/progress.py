@@ -152,7 +152,8 @@ def finish(run: layout.RunDir, *, label: str, score_name: str, seconds: float) -
             "KL to π_ref (nats per response)": "kl_to_ref",
         }
         for title, name in rows.items():
-            table.add_row(title, *(f"{round(report[name], 3) + 0.0:.3f}" for report in (before, after)))
+            if name in before:  # a run may have no reference
+                table.add_row(title, *(f"{round(report[name], 3) + 0.0:.3f}" for report in (before, after)))
         console.print(table)
     table = Table(title="run", show_header=False)
     for title, value in figures.items():

@@ -1,20 +1,20 @@
 """The run's reference policy on the mesh of a role that samples: its weights, and the log-probs that it gives responses."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from tba_jax import sharding, trajectory
+from tba_jax import packing, sharding, trajectory
 from tba_jax.models import scoring
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
 from tba_jax.programs import Program, shaped
+from tba_jax.roles.shapes_log import ShapesLog
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout, snapshots
-
-_SCORED = ("tokens", "prompt_length", "response_length")
 
 
 def policy_mesh(config: Any, section: str, *, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
@@ -42,25 +42,58 @@ def text_columns(
     )
 
 
-def _scorer(contract: contract_lib.Contract, policy: Policy, mesh: jax.sharding.Mesh, **limits: int) -> Any:
-    space = contract.response_space()
-    return scoring.scorer(mesh, graphdef=policy.base.graphdef, R=contract.response_length, space=space, **limits)
+def _scorer(contract: contract_lib.Contract, policy: Policy, mesh: jax.sharding.Mesh, *, logit_megabytes: int) -> Any:
+    space, graphdef = contract.response_space(), policy.base.graphdef
+    return scoring.program(mesh, graphdef=graphdef, R=contract.response_length, space=space, logit_megabytes=logit_megabytes)
+
+
+def _limits(contract: contract_lib.Contract, mesh: jax.sharding.Mesh, rows: int, *, score_tokens: int) -> packing.Limits:
+    T = contract.prompt_length + contract.response_length
+    return scoring.limits(rows, T, tokens=score_tokens, ways=sharding.row_ways(mesh))
 
 
 def programs(
-    contract: contract_lib.Contract, params: Params, *, policy: Policy, mesh: jax.sharding.Mesh, rows: int, **limits: int
+    contract: contract_lib.Contract,
+    params: Params,
+    *,
+    policy: Policy,
+    mesh: jax.sharding.Mesh,
+    rows: int,
+    logit_megabytes: int,
+    score_tokens: int,
 ) -> dict[str, Program]:
     """Name -> the program of `ReferencePolicy.logprobs`.
 
-    Args: params: shapes of the reference; rows: of one call; limits: logit_megabytes and score_tokens, see ReferencePolicy.
+    {} in a run without a reference.
+
+    Args: params: shapes of the reference; rows: of one call; others: see ReferencePolicy.
     """
-    empty = text_columns([[contract.pad_id]] * rows, [[]] * rows, contract)
-    columns = shaped(tuple(empty[name] for name in _SCORED), sharding.rows_sharding(mesh))
-    return {"scoring by the reference": Program(function=_scorer(contract, policy, mesh, **limits), arguments=(params, *columns))}
+    if not contract.has_reference:
+        return {}
+    limits = _limits(contract, mesh, rows, score_tokens=score_tokens)
+    largest = packing.empty(limits, limits.sequences)
+    arguments = params, shaped(largest, scoring.packed_shardings(mesh))
+    score = _scorer(contract, policy, mesh, logit_megabytes=logit_megabytes)
+    return {"scoring by the reference": Program(function=score, arguments=arguments)}
+
+
+def _load(run: layout.RunDir, policy: Policy, mesh: jax.sharding.Mesh) -> Params:
+    """The weights of the policy that the run starts from, on the mesh."""
+    folder, shardings = run.reference(layout.reference_id(run)), policy.model_shardings(mesh)
+    return snapshots.load(folder, policy.model_specs, shardings, dtype=policy.model.compute_dtype)
+
+
+def kept_shapes(contract: contract_lib.Contract, policy: Policy, mesh: jax.sharding.Mesh) -> Params:
+    """The shapes of `params` of what `make` returns."""
+    needed = contract.has_reference or policy.lora is not None
+    return policy.model_shapes(mesh, dtype=policy.model.compute_dtype) if needed else {}
 
 
 class ReferencePolicy:
-    """The reference policy: `id` names it, `params` are its weights, `logprobs` scores rows with them."""
+    """The reference policy: `id` names it, `params` are its weights, `logprobs` scores rows with them.
+
+    Attributes: computed_tokens, useful_tokens: of the sequences that were scored so far, and of the rows in them.
+    """
 
     def __init__(
         self,
@@ -71,25 +104,63 @@ class ReferencePolicy:
         mesh: jax.sharding.Mesh,
         logit_megabytes: int,
         score_tokens: int,
-        reference_id: str = "",
     ):
         """
         Args:
           logit_megabytes: memory that the logits of `logprobs` may take at a time on each device.
-          score_tokens: tokens of the rows that `logprobs` scores at a time on each device, see scoring.block_rows.
-          reference_id: 16 hex digits; "": the reference that the run starts from.
+          score_tokens: tokens of the sequences that `logprobs` scores at a time on each device, see scoring.block_rows.
         """
-        self.id = reference_id or layout.reference_id(run)
+        self.id = layout.reference_id(run)
         self.mesh = mesh
-        self.params = snapshots.load(
-            run.reference(self.id), policy.model_specs, policy.model_shardings(mesh), dtype=policy.model.compute_dtype
-        )
-        self._score = _scorer(contract, policy, mesh, logit_megabytes=logit_megabytes, score_tokens=score_tokens)
+        self.params = _load(run, policy, mesh)
+        self._score = _scorer(contract, policy, mesh, logit_megabytes=logit_megabytes)
+        self._response_length = contract.response_length
+        self._limits = functools.partial(_limits, contract, mesh, score_tokens=score_tokens)
+        self.computed_tokens = self.useful_tokens = 0
+        self._shapes_log = ShapesLog("scoring by the reference")
 
     def logprobs(self, rows: Mapping[str, np.ndarray]) -> np.ndarray:
-        """float32[B, R], nats at the scoring temperature, 0 where masked. A new B compiles a new program.
+        """float32[B, R], nats at the scoring temperature, 0 where masked. A new B compiles a new program, and so do at most 8
+        different numbers of sequences, see packing.Limits.
 
         Args: rows: the columns of `text_columns`, others are ignored.
         """
-        columns = tuple(rows[name] for name in _SCORED)
-        return np.asarray(self._score(self.params, *sharding.put_rows(self.mesh, columns))[0])
+        tokens, *lengths = (rows[name] for name in ("tokens", "prompt_length", "response_length"))
+        packed, plan = packing.of_rows(tokens, *lengths, R=self._response_length, limits=self._limits(len(tokens)))
+        self._shapes_log.note(plan)
+        self.computed_tokens += plan.computed_tokens
+        self.useful_tokens += plan.useful_tokens
+        return np.asarray(self._score(self.params, jax.device_put(packed, scoring.packed_shardings(self.mesh))))
+
+
+class NoReference:
+    """What stands for the reference policy in a run without one: log π_ref is 0 for every token, and nothing is computed.
+
+    Attributes: as ReferencePolicy. params: the weights that adapters belong to, {} without adapters.
+    """
+
+    def __init__(self, contract: contract_lib.Contract, run: layout.RunDir, *, policy: Policy, mesh: jax.sharding.Mesh):
+        self.id, self.mesh = contract_lib.NO_REFERENCE, mesh
+        self.params = {} if policy.lora is None else _load(run, policy, mesh)
+        self.computed_tokens = self.useful_tokens = 0
+        self._response_length = contract.response_length
+
+    def logprobs(self, rows: Mapping[str, np.ndarray]) -> np.ndarray:
+        """float32[B, R], zeros."""
+        return np.zeros((len(rows["tokens"]), self._response_length), np.float32)
+
+
+def make(
+    contract: contract_lib.Contract,
+    run: layout.RunDir,
+    *,
+    policy: Policy,
+    mesh: jax.sharding.Mesh,
+    logit_megabytes: int,
+    score_tokens: int,
+) -> ReferencePolicy | NoReference:
+    """The reference of the run. Args: see ReferencePolicy."""
+    if not contract.has_reference:
+        return NoReference(contract, run, policy=policy, mesh=mesh)
+    limits = dict(logit_megabytes=logit_megabytes, score_tokens=score_tokens)
+    return ReferencePolicy(contract, run, policy=policy, mesh=mesh, **limits)

@@ -16,7 +16,7 @@ from tba_jax.programs import Program, again, shaped, with_beside
 from tba_jax.rewards import programs as rewards
 from tba_jax.rewards.programs import Models
 from tba_jax.roles import reference
-from tba_jax.roles.reference import ReferencePolicy
+from tba_jax.roles.reference import NoReference, ReferencePolicy
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout, snapshots
 from tba_jax.tasks.interface import Task
@@ -75,7 +75,7 @@ def programs(
     Args: rows: that the reference scores in one call; limits: see reference.programs; section: of the role's settings;
       slots_setting: the one that says how many responses are decoded at a time; models: on the same devices; others: see Sampler.
     """
-    base = policy.model_shapes(mesh, dtype=policy.model.compute_dtype)
+    base = reference.kept_shapes(contract, policy, mesh)
     published = policy.snapshot_shapes(mesh)
     specs = kv_cache.define(policy.model, weights, unstacked=False).specs
     swap = _for_sampling(policy, mesh, weights)
@@ -85,7 +85,8 @@ def programs(
     fewer = {"temporaries": (f"{section}.score_tokens", f"{section}.logit_megabytes")}
     made = reference.programs(contract, base, policy=policy, mesh=mesh, rows=rows, **limits)
     scoring = {name: dataclasses.replace(program, room=fewer) for name, program in made.items()}
-    parts = {**models.held, "reference": base, "caches": (prompts, slots), "policy in use": in_use}
+    weights_kept = "reference" if contract.has_reference else "frozen weights"
+    parts = {**models.held, weights_kept: base, "caches": (prompts, slots), "policy in use": in_use}
     room = {**_room(section, slots_setting), **models.room}
     unstack = of_lane.pop("weights as decoded with")
     (one,) = unstack.arguments
@@ -121,7 +122,7 @@ def _room(section: str, slots_setting: str) -> dict[str, Sequence[str]]:
     return {
         "temporaries": (slots_setting, f"{section}.mesh.tensor"),
         "caches": (slots_setting, f"{section}.mesh.tensor", "task.response_length"),
-        **dict.fromkeys(("arguments", "reference", "policy in use"), split),
+        **dict.fromkeys(("arguments", "reference", "frozen weights", "policy in use"), split),
         "next policy": (f"{section}.swap_memory", *split),
     }
 
@@ -147,7 +148,7 @@ class Sampler:
         *,
         policy: Policy,
         tokenizer: Tokenizer,
-        reference: ReferencePolicy,
+        reference: ReferencePolicy | NoReference,
         weights: str,
         swap_memory: str = "beside",
         **engine: Any,

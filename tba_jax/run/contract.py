@@ -17,7 +17,9 @@ from tba_jax.schemas import flatten
 
 # The format of a run's folder. Raise it with every change after which config.json, rows or weights mean something else: a version
 # of tba_jax with another number refuses the run.
-FORMAT = 2
+FORMAT = 3
+# The reference_id of rows without a reference policy, as 16 hex digits. No hash of weights is 0.
+NO_REFERENCE = 16 * "0"
 _ANOTHER_VERSION = "go on with the version that made the run, or begin another run in a new --workdir"
 
 
@@ -31,7 +33,8 @@ class Contract:
     width and digest of the encoder that embeds responses, {} without an encoder. banned_tokens: ids that no response holds.
     min_response_length: tokens before which end-of-sequence has probability 0. stop_strings: texts that end a response, sorted.
     step_ends: texts that end a step of a response, sorted; () if rows hold no values of states. chat_template: the text around a
-    prompt, "" without one. reward_models: setting -> digest of the reward model that it names.
+    prompt, "" without one. reward_models: setting -> digest of the reward model that it names. reference: the policy that
+    ref_logprobs in rows come from, "initial" (that of step 0), or "none": then they are 0.
     """
 
     model: dict[str, Any]
@@ -56,6 +59,7 @@ class Contract:
     step_ends: tuple[str, ...]
     chat_template: str
     reward_models: dict[str, str]
+    reference: str
 
     def to_json(self) -> dict[str, Any]:
         """The contract as it stands in config.json."""
@@ -70,6 +74,15 @@ class Contract:
             min_length=self.min_response_length,
         )
 
+    @property
+    def has_reference(self) -> bool:
+        """Whether rows hold log-probs of a reference policy."""
+        return self.reference != "none"
+
+    def reference_of_rows(self, initial: str) -> str:
+        """16 hex digits, the reference_id of rows. Args: initial: that of the policy of step 0, see layout.reference_id."""
+        return initial if self.has_reference else NO_REFERENCE
+
     def row_shape(self) -> trajectory.RowShape:
         """The schema of the run's rows."""
         return trajectory.RowShape(
@@ -79,6 +92,11 @@ class Contract:
             embedding_size=self.embedding.get("width", 0),
             state_values=bool(self.step_ends),
         )
+
+
+def reference_in_words(reference_of_rows: str) -> str:
+    """What messages call the reference policy of rows. Args: reference_of_rows: 16 hex digits."""
+    return "no reference" if reference_of_rows == NO_REFERENCE else f"reference {reference_of_rows}"
 
 
 def of(stored: Mapping[str, Any], *, called: str) -> Contract:
@@ -109,6 +127,7 @@ def mounted_logs(mounts: Sequence[str], *, reward_version: int) -> tuple[Place, 
 _SETTINGS = {
     "task_name": "task.name",
     "scoring_temperature": "sampling.scoring_temperature",
+    "reference": "learner.reference.kind",
     **{
         name: f"task.{name}"
         for name in ("prompt_length", "response_length", "min_response_length", "missing_eos_reward", "stop_strings", "step_ends")

@@ -103,8 +103,16 @@ class TimeAccount:
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - begin
 
+    def total(self) -> float:
+        """Seconds since the start, above 0."""
+        return max(time.monotonic() - self._start, 1e-9)
+
+    def seconds(self, *names: str) -> float:
+        """The sum of what was measured under these names."""
+        return sum(self._seconds.get(name, 0.0) for name in names)
+
     def shares(self) -> dict[str, float]:
         """name -> share of the wall time since the start, in [0, 1]; `time_other` is what no name covers."""
-        total = max(time.monotonic() - self._start, 1e-9)
+        total = self.total()
         shares = {f"time_{name}": seconds / total for name, seconds in self._seconds.items()}
         return shares | {"time_other": max(0.0, 1.0 - sum(shares.values()))}

@@ -132,8 +132,7 @@ def test_local_layers_read_a_window_of_prompt_and_response():
         hidden = applied.hidden_states(params, rows, config=config).reshape(-1, config.width)
         logits = np.asarray(applied.logits_of(params, hidden, config=config)).reshape(*rows.shape, -1)
         drawn_from = np.stack([logits[b, len(prompt) - 1 :][:R] for b, prompt in enumerate(prompts)])
-        distribution = scoring.log_softmax(drawn_from, np.arange(R), SPACE)
-        taken = np.take_along_axis(np.asarray(distribution), found.tokens[:, :, None], axis=2)[..., 0]
+        taken, _ = scoring.chosen_logprobs(scoring.restrict(drawn_from, np.arange(R), SPACE) / SPACE.temperature, found.tokens)
         return np.where(np.arange(R) < found.length[:, None], taken, 0.0)
 
     assert max(found.length) > 5

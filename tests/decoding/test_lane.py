@@ -55,10 +55,11 @@ def test_usage_counts_slots_without_a_token():
     engine.set_policy(PARAMS, 5)
     # Rows of four tokens, without an end: the first comes from prefill, three from as many steps of eight slots.
     engine.generate([make_request([6, 6, 3], 1, limit=np.array([4]))])
-    assert engine.usage == Usage(slot_steps=3 * 8, useful=3)
+    assert engine.usage == Usage(slot_steps=3 * 8, useful=3, prefilled=32 * engine._lanes[0]._arrivals, prompt_tokens=3)
     # The others idle while the longest goes on, for eight steps in two calls.
     engine.generate([make_request([6, 6, 3], 3, limit=np.array([4, 1, 9]))])
-    assert engine.usage == Usage(slot_steps=(3 + 8) * 8, useful=3 + 3 + 0 + 8)
+    assert (engine.usage.slot_steps, engine.usage.useful) == ((3 + 8) * 8, 3 + 3 + 0 + 8)
+    assert engine.usage.prompt_tokens == 3 + 2 * 3  # samples in two groups read the prompt twice
     assert Usage().idle == 0.0 and Usage(slot_steps=8, useful=2).idle == 0.75
 
 

@@ -11,5 +11,5 @@ def test_arrangements_and_buckets_by_hand():
     assert sizes_lib.arrange(128, 128, 1) == (4, 32) and sizes_lib.arrange(7, 4, 1) == (7, 1)
     assert sizes_lib.windows(127, 32) == (32, 64, 96, 127) and sizes_lib.windows(20, 32) == (20,)
     assert sizes_lib.windows(128, 32, tiled=True) == (128,) and sizes_lib.windows(304, 8, tiled=True) == (128, 256, 304)
-    assert sizes_lib.buckets(256) == (64, 128, 256) and sizes_lib.buckets(100) == (50, 100)
+    assert sizes_lib.buckets(256) == (32, 64, 128, 256) and sizes_lib.buckets(100) == (50, 100)
     assert sizes_lib.buckets(64) == (32, 64) and sizes_lib.buckets(63) == (32, 63) and sizes_lib.buckets(1) == (1,)

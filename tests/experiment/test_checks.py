@@ -108,6 +108,14 @@ def test_the_schema_loads_without_jax():
             "learner.reference.offload=True needs a reference that the learner holds: learner.reference.kind=reset or ema",
         ),
         (
+            {"learner.reference.kind": "none", "learner.reference.offload": True},
+            "learner.reference.offload=True needs a reference that the learner holds",
+        ),
+        (
+            {"learner.reference.kind": "none", "learner.ref_temperature_start": 1.2, "learner.ref_temperature_end": 1.2},
+            "learner.ref_temperature_end=1.2 would not be used: learner.reference.kind=none has no reference to temper",
+        ),
+        (
             {"learner.ref_temperature_end": 1.2},
             "learner.ref_temperature_start=1.0 would not be used: learner.ref_temperature_steps=0 means 1.2",
         ),
@@ -334,6 +342,7 @@ def test_what_an_objective_needs_is_refused_where_it_is_missing(name):
             name not in ("trajectory_balance", "learned_log_z", "tba_prime", "online_dpo"),
         ),
         "a moving reference": ({"learner.reference.kind": "ema"}, name not in ("raft", "gspo", "cispo")),
+        "no reference": ({"learner.reference.kind": "none"}, name not in ("grpo", "dr_grpo", "vine_ppo", "icepop")),
     }
     for what, (settings, allowed) in cases.items():
         config = tiny_run.config_with({"learner.objective": name, **NEEDED.get(name, {}), **settings})

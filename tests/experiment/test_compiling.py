@@ -11,10 +11,11 @@ import jax
 import numpy as np
 import pytest
 
-from tba_jax import main
+from tba_jax import main, packing
 from tba_jax.commands import command_line
 from tba_jax.decoding import slots
 from tba_jax.experiment import compiling, composition, fitting, jobs, planning
+from tba_jax.models import scoring
 from tba_jax.programs import Program
 from tba_jax.run import layout, machine, processes
 from tba_jax.run.metrics import TimeAccount
@@ -23,7 +24,7 @@ from tests.support import random_checkpoints, small_recipes, tiny_run
 DEVICES = jax.devices()  # eight; the roles of the runs that are made here take one
 RUN = layout.RunDir(Path("/nowhere"))
 PROGRAMS = {
-    "trainer": ["init", "update", "log-prob gap", "publish", "checkpoint"],
+    "trainer": ["init", "update", "update in micro-batches", "log-prob gap", "publish", "checkpoint"],
     "searcher": [
         *("caches", "next policy from its snapshot", "a parameter of the next policy"),
         *("prefill", "decode", "scoring by the reference"),
@@ -52,6 +53,14 @@ def test_every_program_of_a_role_has_figures(role):
     assert found.takes == found.worst.peak == max(fit.peak for fit in found.fits) and found.limit == machine.memory()
 
 
+@pytest.mark.parametrize("role", ["searcher", "evaluator"])
+def test_without_a_reference_nothing_scores_and_its_weights_are_not_held(role):
+    without, with_one = (fitted(role, learner__reference__kind=kind) for kind in ("none", "initial"))
+    assert [fit.name for fit in without.fits] == [name for name in PROGRAMS[role] if name != "scoring by the reference"]
+    decoding, with_weights = (fit_of(found, "decode") for found in (without, with_one))
+    assert "reference" not in decoding.beside and decoding.peak == with_weights.peak - with_weights.beside["reference"]
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory, one_device_throughout):
     """A real trainer that has begun, with its lease, and a real searcher with weights."""
@@ -77,8 +86,11 @@ def fit_of(found: compiling.RoleFit, name: str) -> fitting.Fit:
 def test_the_update_is_that_of_a_real_trainer(made):
     trainer, _, found = made
     fit, program = fit_of(found["trainer"], "update"), trainer.program
-    rows = program._empty_rows(trainer._contract.row_shape())
-    real = program._update.lower(program.state, program.frozen, program._batch(rows)).compile().memory_analysis()
+    batch = program._rescored(program.place(program._whole_rows(trainer._contract.row_shape())))
+    largest = jax.device_put(
+        packing.empty(program.config.limits, program.config.limits.sequences), scoring.packed_shardings(program.mesh)
+    )
+    real = program._update.lower(program.state, program.frozen, batch, largest, whole_groups=True).compile().memory_analysis()
     assert (fit.arguments, fit.temporaries) == (real.argument_size_in_bytes, real.temp_size_in_bytes)
     assert (fit.outputs, fit.aliased) == (real.output_size_in_bytes, real.alias_size_in_bytes)
     # Two snapshots and a checkpoint of the state.
@@ -97,9 +109,9 @@ def test_decoding_and_scoring_are_those_of_a_real_searcher(made):
     fit = fit_of(found["searcher"], "decode")
     assert fit.temporaries == decode.temp_size_in_bytes and fit.aliased == decode.alias_size_in_bytes
     assert fit.beside["reference"] == bytes_of(reference.params)
-    scoring = fit_of(found["searcher"], "scoring by the reference")
-    assert scoring.beside["policy in use"] == bytes_of(lane._weights)
-    assert scoring.beside["caches"] == bytes_of((lane._prompts, lane._slots))
+    scored = fit_of(found["searcher"], "scoring by the reference")
+    assert scored.beside["policy in use"] == bytes_of(lane._weights)
+    assert scored.beside["caches"] == bytes_of((lane._prompts, lane._slots))
 
 
 def test_a_part_of_the_rings_is_counted_where_it_is_copied():

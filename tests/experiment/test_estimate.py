@@ -25,6 +25,14 @@ def test_weights_are_counted_as_they_are_held():
     assert found["trainer"]["frozen weights"] == 2 * params
 
 
+def test_without_a_reference_only_adapters_need_the_weights_of_step_0():
+    whole, adapters = (memory(learner__reference__kind="none", lora__rank=rank) for rank in (0, 16))
+    for role in ("searcher", "evaluator"):
+        assert whole[role]["frozen weights"] == whole[role]["scoring"] == adapters[role]["scoring"] == 0
+        assert adapters[role]["frozen weights"] == 4 * 8_030_261_248
+        assert "reference" not in whole[role] | adapters[role]
+
+
 @pytest.mark.parametrize("kind, size", [("reset", 2), ("ema", 4)])
 def test_a_reset_reference_rests_in_the_compute_dtype(kind, size):
     found = memory(learner__reference__kind=kind, model__compute_dtype="bfloat16")

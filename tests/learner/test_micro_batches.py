@@ -24,9 +24,11 @@ from tests.support.tiny_updates import (
     K,
     assert_same,
     batch_of,
+    limits,
     make_step,
     measured,
     one_pass,
+    packed_of,
     random_batch,
     random_params,
     settings,
@@ -37,18 +39,18 @@ from tests.support.tiny_updates import (
 @pytest.mark.parametrize(
     "form, changed",
     [
-        ("trajectory_balance", dict(micro_batch_rows=K)),
-        ("trajectory_balance", dict(micro_batch_rows=3 * K, logit_bytes=4 * 3 * K * 12 * 4, remat="full")),
+        ("trajectory_balance", dict(limits=limits(K))),
+        ("trajectory_balance", dict(limits=limits(3 * K), logit_bytes=4 * 3 * K * 12 * 4, remat="full")),
         ("trajectory_balance", dict(logit_bytes=1, remat="dots")),
         # Not a multiple of K: micro-batches cut through groups. The meshes below have the other forms so.
-        ("learned_log_z", dict(micro_batch_rows=6)),
-        *(pytest.param(form, dict(micro_batch_rows=6), marks=pytest.mark.slow) for form in FORMS if form != "learned_log_z"),
+        ("learned_log_z", dict(limits=limits(6))),
+        *(pytest.param(form, dict(limits=limits(6)), marks=pytest.mark.slow) for form in FORMS if form != "learned_log_z"),
     ],
     ids=str,
 )
 def test_micro_batches_and_logit_blocks_change_nothing(form, changed):
     state, optimizers = state_of(form)
-    step = jax.jit(make_step(settings(**FORMS[form][0] | changed), optimizers=optimizers))
+    step = make_step(settings(**FORMS[form][0] | changed), optimizers=optimizers)
     assert_same(measured(step, state, batch_of(form)), one_pass(form))
 
 
@@ -67,8 +69,8 @@ def test_meshes_give_what_one_device_gives(form, sizes, micro_batch_rows):
     mesh = sharding.make_mesh(sizes, setting="learner.mesh")
     on_host, optimizers = state_of(form)
     shardings = jax.tree.map(lambda x: x.sharding, state_lib.state_shapes(POLICY, optimizers, mesh))
-    config = settings(**FORMS[form][0], micro_batch_rows=micro_batch_rows)
-    step = jax.jit(make_step(config, optimizers=optimizers), out_shardings=(shardings, sharding.replicated(mesh)))
+    config = settings(**FORMS[form][0], limits=limits(micro_batch_rows))
+    step = make_step(config, optimizers=optimizers, out_shardings=(shardings, sharding.replicated(mesh)))
     state = jax.device_put(on_host, shardings)
     if sizes == (2, 2, 2):
         shard = state.params["policy"]["layers"]["feed_forward"]["gate"]["weight"].addressable_shards[0].data
@@ -81,10 +83,10 @@ LORA = Policy(model=MODEL, lora=LoraConfig(rank=2, alpha=4.0, targets=("layers.*
 
 def lora_step(micro_batch_rows: int, mesh: Any = None) -> tuple[float, Any]:
     """Loss and gradient of the adapters alone, on one device or on a mesh."""
-    config = dataclasses.replace(settings(micro_batch_rows=micro_batch_rows), policy=LORA)
+    config = dataclasses.replace(settings(limits=limits(micro_batch_rows)), policy=LORA)
     adapters = applied.random(LORA.trained_specs, scale=0.3, seed=1)
     state, frozen, batch = state_lib.init_state(LORA, adapters, DESCENT), random_params(), random_batch()
-    step = jax.jit(make_step(config))
+    step = make_step(config)
     if mesh is not None:
         shardings = jax.tree.map(lambda x: x.sharding, state_lib.state_shapes(LORA, DESCENT, mesh))
         state, frozen = jax.device_put(state, shardings), jax.device_put(frozen, LORA.model_shardings(mesh))
@@ -109,9 +111,11 @@ def test_the_program_of_a_step_does_not_grow_with_depth():
 
     def size(layers: int) -> int:
         policy = Policy(model=dataclasses.replace(MODEL, layers=layers))
-        config = dataclasses.replace(settings(micro_batch_rows=K, remat="full"), policy=policy)
+        config = dataclasses.replace(settings(limits=limits(K), remat="full"), policy=policy)
         state = jax.eval_shape(lambda p: state_lib.init_state(policy, p, DESCENT), parameters.shapes(policy.model_specs))
-        return len(jax.jit(make_step(config)).lower(state, {}, random_batch()).as_text().splitlines())
+        packed, plan = packed_of(random_batch(), config.limits)
+        lowered = make_step(config).jitted.lower(state, {}, random_batch(), packed, whole_groups=plan.whole_groups)
+        return len(lowered.as_text().splitlines())
 
     assert size(24) == size(6)
 
@@ -122,7 +126,7 @@ def test_one_completion_a_query(micro_batch_rows):
     state, optimizers = state_of("learned_log_z")
     one = ObjectiveSettings(completions=1)
     changes = FORMS["learned_log_z"][0] | {"settings": one}
-    step = jax.jit(make_step(settings(**changes, micro_batch_rows=micro_batch_rows), optimizers=optimizers))
+    step = make_step(settings(**changes, limits=limits(micro_batch_rows)), optimizers=optimizers)
     found = measured(step, state, random_batch())
     # Of rows in groups of K with the same prompt the loss is the same: it couples nothing.
     assert_same((*found[:2], {}), (*one_pass("learned_log_z")[:2], {}))
@@ -131,21 +135,12 @@ def test_one_completion_a_query(micro_batch_rows):
 
 @pytest.mark.parametrize(
     "tokens, ways, expected",
-    [
-        (0, 1, 140),
-        (140 * 10, 1, 140),
-        (140 * 10 - 1, 1, 20),  # 70 fit, but would cut groups of 20
-        (20 * 10, 1, 20),
-        (19 * 10, 1, 14),
-        (10, 1, 1),
-        (20 * 10, 4, 20),
-        (19 * 10, 4, 4),  # 14 are no multiple of 4
-        (7 * 10, 7, 7),
-    ],
+    [(0, 1, 140), (140 * 10, 1, 140), (140 * 10 - 1, 1, 139), (19 * 10, 1, 19), (10, 1, 1), (20 * 10, 4, 20), (19 * 10, 4, 16)],
 )
-def test_the_rows_of_a_micro_batch_are_the_most_that_fit(tokens, ways, expected):
+def test_a_micro_batch_has_the_most_sequences_that_fit(tokens, ways, expected):
     """7 queries of 20 rows, of 10 tokens each."""
-    assert micro_batches.rows_within(tokens, row_tokens=10, queries=7, completions=20, ways=ways) == expected
+    found = micro_batches.limits(tokens, row_tokens=10, queries=7, completions=20, ways=ways)
+    assert found.sequences == expected and found.length == 9
 
 
 @pytest.mark.parametrize(
@@ -158,4 +153,4 @@ def test_the_rows_of_a_micro_batch_are_the_most_that_fit(tokens, ways, expected)
 )
 def test_micro_batches_that_do_not_fit_are_refused(tokens, ways, sentence):
     with pytest.raises(ValueError, match=sentence):
-        micro_batches.rows_within(tokens, row_tokens=10, queries=7, completions=20, ways=ways)
+        micro_batches.limits(tokens, row_tokens=10, queries=7, completions=20, ways=ways)

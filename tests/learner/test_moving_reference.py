@@ -20,7 +20,7 @@ from tba_jax.run import metrics
 from tba_jax.run import snapshots as snapshots_lib
 from tba_jax.run.checkpoints import Checkpoints
 from tests.support import frozen_runs, tiny_run
-from tests.support.tiny_updates import MODEL, POLICY, random_batch, random_params, settings
+from tests.support.tiny_updates import MODEL, POLICY, limits, packed_of, random_batch, random_params, settings
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
 
@@ -29,8 +29,14 @@ DEVICES = jax.devices()  # of these tests; runs take one
 
 def reference_on(sizes: tuple[int, int, int], **changes) -> tuple[MovingReference, jax.sharding.Mesh]:
     mesh = sharding_lib.make_mesh(sizes, setting="learner.mesh", devices=DEVICES[: np.prod(sizes)])
-    reference = MovingReference(settings(micro_batch_rows=8), mesh, **dict(every_steps=1, decay=0.9, offload=False) | changes)
+    reference = MovingReference(settings(limits=limits(8)), mesh, **dict(every_steps=1, decay=0.9, offload=False) | changes)
     return reference, mesh
+
+
+def rescored(reference: MovingReference, mesh: jax.sharding.Mesh) -> state_lib.Batch:
+    """The fixed batch with the log-probs of the reference."""
+    packed, _ = packed_of(random_batch(), limits(8))
+    return reference.rescore({}, *sharding_lib.put_rows(mesh, (random_batch(),)), packed)
 
 
 def shifted(params, by: float):
@@ -81,7 +87,7 @@ def test_rows_are_scored_by_the_reference_of_the_step(sizes, offload):
     kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(reference.params)}
     assert (kinds == {sharding_lib.PINNED_HOST}) == offload and len(kinds) == 1
     assert jax.tree.map(lambda x: x.sharding, reference.params) == jax.tree.map(lambda x: x.sharding, reference.shapes)
-    batch = reference.rescore({}, sharding_lib.put_rows(mesh, random_batch()))
+    batch = rescored(reference, mesh)
     average = moved(random_params(), shifted(random_params(), 0.1), decay=0.9)
     expected, _ = update.score(POLICY.for_training(average, {}), random_batch(), config=settings())
     np.testing.assert_allclose(batch.moving_ref_logprobs, expected, rtol=1e-4, atol=2e-5)
@@ -91,7 +97,7 @@ def test_rows_are_scored_by_the_reference_of_the_step(sizes, offload):
 def test_a_reset_reference_rests_in_the_compute_dtype_and_scores_the_same(tmp_path):
     policy = Policy(model=dataclasses.replace(MODEL, compute_dtype="bfloat16"))
     mesh = sharding_lib.make_mesh((2, 2, 2), setting="learner.mesh", devices=DEVICES)
-    config, on_mesh = settings(policy=policy, micro_batch_rows=8), sharding_lib.put_rows(mesh, random_batch())
+    config = settings(policy=policy, limits=limits(8))
     params = shifted(jax.device_put(random_params(), policy.trained_shardings(mesh)), 0.01)
     reset = MovingReference(config, mesh, every_steps=3, decay=0.0, offload=False)
     average = MovingReference(config, mesh, every_steps=3, decay=0.5, offload=False)
@@ -99,7 +105,7 @@ def test_a_reset_reference_rests_in_the_compute_dtype_and_scores_the_same(tmp_pa
         reference.start(params)
         assert {x.dtype.name for x in jax.tree.leaves(reference.params)} == {dtype}
         assert all(jax.tree.leaves(jax.tree.map(lambda x, s: x.dtype == s.dtype, reference.params, reference.shapes)))
-    first, second = (reference.rescore({}, on_mesh).moving_ref_logprobs for reference in (reset, average))
+    first, second = (rescored(reference, mesh).moving_ref_logprobs for reference in (reset, average))
     np.testing.assert_array_equal(first, second)
     assert np.any(first)
     # A checkpoint gives it back bit by bit.
@@ -213,13 +219,13 @@ def test_an_offloaded_reference_leaves_the_device():
     reference.start(params)
     for step in (1, 2):
         reference.advance(shifted(params, 0.1 * step), step)
-    batch = reference.rescore({}, sharding_lib.put_rows(mesh, random_batch()))
+    batch = rescored(reference, mesh)
     assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(reference.params)} == {sharding_lib.PINNED_HOST}
     plain, _ = reference_on((1, 1, 1))
     plain.start(params)
     for step in (1, 2):
         plain.advance(shifted(params, 0.1 * step), step)
-    expected = plain.rescore({}, sharding_lib.put_rows(mesh, random_batch()))
+    expected = rescored(plain, mesh)
     np.testing.assert_array_equal(batch.moving_ref_logprobs, expected.moving_ref_logprobs)
 
 

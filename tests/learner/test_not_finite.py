@@ -34,7 +34,7 @@ def adam() -> tuple[state_lib.Optimizers, Any]:
     optimizer = adamw(lambda step: jnp.float32(1e-2), beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.0, clip_norm=1.0)
     optimizers = {"policy": optimizer}
     once = chex.assert_max_traces(update_lib.train_step, n=1)
-    return optimizers, jax.jit(make_step(settings(), optimizers=optimizers, train_step=once), donate_argnums=0)
+    return optimizers, make_step(settings(), optimizers=optimizers, train_step=once, donate_argnums=0)
 
 
 def initial(optimizers: state_lib.Optimizers) -> state_lib.TrainState:
@@ -83,7 +83,7 @@ def test_a_batch_that_is_not_finite_is_only_counted(adam, column, value):
 def test_every_form_names_the_row_that_is_not_finite(form):
     state, optimizers = state_of(form)
     before = jax.device_get(state)
-    update = jax.jit(make_step(settings(**FORMS[form][0]), optimizers=optimizers))
+    update = make_step(settings(**FORMS[form][0]), optimizers=optimizers)
     for column, value in NOT_FINITE[:4] if form == "learned_log_z" else NOT_FINITE:
         batch = batch_of(form)
         getattr(batch, column)[3] = value
@@ -96,7 +96,7 @@ def test_every_form_names_the_row_that_is_not_finite(form):
 @pytest.mark.parametrize("place, value", [(0, np.nan), (0, np.inf), (1, np.inf)])
 def test_a_row_whose_first_state_has_no_value_is_refused(place, value):
     state, optimizers = state_of("vine_ppo")
-    update = jax.jit(make_step(settings(**FORMS["vine_ppo"][0]), optimizers=optimizers))
+    update = make_step(settings(**FORMS["vine_ppo"][0]), optimizers=optimizers)
     batch = batch_of("vine_ppo")
     row = int(np.argmax(batch.response_length > 1))
     batch.state_values[row, place] = value
@@ -107,7 +107,7 @@ def test_a_row_whose_first_state_has_no_value_is_refused(place, value):
 def test_without_beta_a_row_is_finite_as_its_numbers_are():
     """There is no target then, by which rows are looked at elsewhere."""
     config, zero = settings(objective=OBJECTIVES["dr_grpo"]), linear_then_constant(start=0.0, end=0.0, steps=0)
-    update = jax.jit(make_step(config, changes={"beta": zero}))
+    update = make_step(config, changes={"beta": zero})
     state, batch = state_of("grpo")[0], random_batch()
     _, gradient, _ = measured(update, state, batch)
     assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(gradient)) > 0
@@ -125,7 +125,7 @@ def test_a_log_z_that_is_not_finite_is_that_of_its_querys_rows():
     policy = random_params()
     token = int(random_batch().tokens[K, 0])  # of the second query's prompt
     policy["embedding"]["weight"][token] = np.nan
-    update = jax.jit(make_step(settings(**FORMS["learned_log_z"][0]), optimizers=optimizers))
+    update = make_step(settings(**FORMS["learned_log_z"][0]), optimizers=optimizers)
     measurements = update(dataclasses.replace(state, params=state.params | {"policy": policy}), {}, random_batch())[1]
     assert float(measurements["finite"]) == 0 and not measurements["row_finite"][K : 2 * K].any()
 
@@ -134,7 +134,7 @@ def test_a_log_z_that_is_not_finite_is_that_of_its_querys_rows():
 def test_an_optimizer_that_overflows_leaves_the_state_as_it_was(overflows):
     """Its gradient is finite, and so are the moments that it would keep."""
     optimizers = {"policy": optax.chain(optax.scale_by_adam(), optax.scale(overflows))}
-    update = jax.jit(make_step(settings(), optimizers=optimizers), donate_argnums=0)
+    update = make_step(settings(), optimizers=optimizers, donate_argnums=0)
     state = initial(optimizers)
     before = jax.device_get(state)
     after, measurements = update(state, {}, random_batch())
@@ -145,7 +145,7 @@ def test_an_optimizer_that_overflows_leaves_the_state_as_it_was(overflows):
 def test_a_gradient_that_overflows_leaves_the_state_as_it_was():
     """The square of a weight's gradient is not finite, although the loss and every row are."""
     optimizers = {"policy": optax.scale_by_adam()}
-    update = jax.jit(make_step(settings(), optimizers=optimizers), donate_argnums=0)
+    update = make_step(settings(), optimizers=optimizers, donate_argnums=0)
     state, batch = initial(optimizers), random_batch()
     before = jax.device_get(state)
     batch = dataclasses.replace(batch, reward=batch.reward * np.float32(1e18))

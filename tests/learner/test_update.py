@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from tba_jax import trajectory
+from tba_jax import packing, trajectory
 from tba_jax.learner import state as state_lib
 from tba_jax.learner import update as update_lib
 from tba_jax.learner.optimizer import linear_then_constant
@@ -31,9 +31,11 @@ from tests.support.tiny_updates import (
     R,
     assert_same,
     batch_of,
+    limits,
     make_step,
     measured,
     one_pass,
+    packed_of,
     random_batch,
     random_params,
     settings,
@@ -68,12 +70,12 @@ def test_a_minimal_length_shares_out_the_mass_of_an_early_end(rows, logit_bytes)
     ends = dataclasses.replace(batch, tokens=np.where(place >= 0, EOS, tokens))
 
     def log_probs(batch: state_lib.Batch, **changes: Any) -> np.ndarray:
-        config = settings(micro_batch_rows=rows, logit_bytes=logit_bytes, **changes)
+        config = settings(limits=limits(rows), logit_bytes=logit_bytes, **changes)
 
-        def score(params: Params, batch: state_lib.Batch) -> jax.Array:
-            return update_lib.score_in_micro_batches(POLICY.for_training(params, {}), batch, config=config)[0]
+        def score(params: Params, packed: packing.Packed) -> jax.Array:
+            return update_lib.scored_in_micro_batches(POLICY.for_training(params, {}), packed, batch, config=config)
 
-        return np.asarray(jax.jit(score)(random_params(), batch))
+        return np.asarray(jax.jit(score)(random_params(), packed_of(batch, config.limits)[0]))
 
     # One response token at a time: an end in the place of token t must not change what comes before it.
     mask, early = trajectory.response_mask(batch.response_length, R), np.arange(R) < minimum.min_length - 1
@@ -203,14 +205,14 @@ def test_a_reference_that_moves_takes_the_place_of_the_rows_own():
     np.testing.assert_allclose(found["kl_to_ref"], (policy - batch.moving_ref_logprobs).sum(1).mean(), rtol=1e-5)
     np.testing.assert_allclose(found["kl_to_initial"], (policy - batch.ref_logprobs).sum(1).mean(), rtol=1e-5)
     as_own = dataclasses.replace(batch, ref_logprobs=batch.moving_ref_logprobs, moving_ref_logprobs=None)
-    step = jax.jit(make_step(settings(**FORMS["tba_prime"][0])))
+    step = make_step(settings(**FORMS["tba_prime"][0]))
     loss, gradient, _ = measured(step, state_of("tba_prime")[0], as_own)
     assert_same((loss, gradient, {}), (*one_pass("moving reference")[:2], {}))
 
 
 def test_most_objectives_do_not_read_values_of_states():
     batch = dataclasses.replace(random_batch(), state_values=np.full((B, R), np.nan, np.float32))
-    found = measured(jax.jit(make_step(settings(**FORMS["grpo"][0]))), state_of("grpo")[0], batch)
+    found = measured(make_step(settings(**FORMS["grpo"][0])), state_of("grpo")[0], batch)
     assert_same(found, one_pass("grpo"))
 
 
@@ -223,7 +225,7 @@ def test_coefficients_follow_the_step():
     }
     shown = Objective(loss=lambda _, x: x.beta + 10 * x.ref_temperature + 100 * x.reward_temperature)
     config = settings(objective=shown)
-    update, state, found = jax.jit(make_step(config, changes=given)), state_of("trajectory_balance")[0], []
+    update, state, found = make_step(config, changes=given), state_of("trajectory_balance")[0], []
     for _ in range(6):
         state, measurements = update(state, {}, random_batch())
         found.append(float(measurements["loss"]))

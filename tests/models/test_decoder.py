@@ -149,7 +149,8 @@ def test_no_room_for_logits_names_the_value():
 
 def test_banned_tokens_are_outside_the_distribution():
     logits, space = jnp.asarray([[1.0, 5.0, 2.0, 0.0]]), scoring.ResponseSpace(temperature=2.0, banned_tokens=(1, 3), eos_id=-1)
-    found = np.asarray(scoring.log_softmax(logits, jnp.zeros(1, jnp.int32), space))[0]
+    allowed = scoring.restrict(logits, jnp.zeros(1, jnp.int32), space) / space.temperature
+    found = np.concatenate([scoring.chosen_logprobs(allowed, jnp.full(1, token))[0] for token in range(4)])
     assert found[1] == found[3] == -np.inf
     np.testing.assert_allclose(found[[0, 2]], np.log([1 / (1 + np.exp(0.5)), 1 / (1 + np.exp(-0.5))]), rtol=1e-6)
 

@@ -1,4 +1,4 @@
-"""The response space against NumPy loops, on blocks and through the whole model; rows in blocks against all at once."""
+"""The response space against NumPy loops, on blocks and through the whole model; packed rows against each by itself."""
 
 import functools
 import itertools
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tba_jax import sharding
+from tba_jax import packing, sharding
 from tba_jax.models import parameters, scoring
 from tba_jax.models.config import DecoderConfig
 from tests.support import applied
@@ -38,12 +38,33 @@ def test_restricted_distributions_equal_a_numpy_loop(min_length, banned):
     wanted = space(min_length=min_length, banned_tokens=banned)
     logits = np.random.default_rng(0).normal(size=(B, R, V)).astype(np.float32)
     position = np.broadcast_to(np.arange(R, dtype=np.int32), (B, R))
-    found = np.asarray(jax.jit(functools.partial(scoring.log_softmax, space=wanted))(logits, position))
+    restricted = np.asarray(jax.jit(functools.partial(scoring.restrict, space=wanted))(logits, position))
+    chosen = jax.jit(scoring.chosen_logprobs)
+    every_token = [chosen(restricted / wanted.temperature, np.full((B, R), v))[0] for v in range(V)]
+    found = np.stack(every_token, axis=-1)
     expected = np.array([[numpy_distribution(logits[b, t], t, wanted) for t in range(R)] for b in range(B)])
     np.testing.assert_array_equal(np.isfinite(found), expected > 0)
     np.testing.assert_allclose(np.exp(found), expected, atol=1e-6)
-    restricted = np.asarray(scoring.restrict(logits, position, wanted))
     np.testing.assert_array_equal(restricted, np.where(expected > 0, logits, -np.inf))
+
+
+def test_the_derivative_of_chosen_logprobs_equals_a_numpy_loop():
+    """Σ_t w_t log π(y_t), of large logits too; a token outside of the space has no gradient, and the entropy gives none."""
+    rng = np.random.default_rng(0)
+    logits, tokens, weights = 30 * rng.normal(size=(R, V)), rng.integers(1, V, R), rng.normal(size=R)
+    logits[:, 0] = -np.inf
+
+    def summed(logits: jax.Array) -> jax.Array:
+        chosen, entropy = scoring.chosen_logprobs(logits, tokens)
+        return jnp.sum(weights * chosen) + jnp.sum(entropy)
+
+    expected = np.zeros((R, V))
+    for t in range(R):
+        probabilities = np.exp(logits[t] - logits[t].max())
+        expected[t] = weights[t] * ((np.arange(V) == tokens[t]) - probabilities / probabilities.sum())
+    found = jax.jit(jax.grad(summed))(logits.astype(np.float32))
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert not found[:, 0].any()
 
 
 def test_each_row_may_be_at_a_position_of_its_own():
@@ -124,7 +145,7 @@ def test_spaces_are_static_and_checked():
         (7, 1, 1),  # a row that is longer than the budget
     ],
 )
-def test_blocks_are_the_fewest_that_fit_and_even(rows, tokens, expected):
+def test_micro_batches_are_the_fewest_that_fit_and_even(rows, tokens, expected):
     assert scoring.block_rows(rows, 4096, tokens=tokens) == expected
 
 
@@ -138,38 +159,48 @@ def scored_rows(rows: int) -> tuple[np.ndarray, ...]:
     return rng.integers(0, V, (rows, 5 + R)).astype(np.int32), *(length.astype(np.int32) for length in lengths)
 
 
-def scored(rows: int, *, score_tokens: int, sizes: tuple[int, int, int] = (1, 1, 1)) -> tuple[np.ndarray, np.ndarray]:
-    """Log-probs and entropies of random rows on a mesh."""
+PARAMS = applied.random(applied.define(SCORED).specs, scale=0.25)
+
+
+def scored(rows: tuple[np.ndarray, ...], *, score_tokens: int, sizes: tuple[int, int, int] = (1, 1, 1)) -> np.ndarray:
+    """Log-probs of rows that are packed for a mesh."""
     mesh = sharding.make_mesh(sizes, setting="test", devices=jax.devices()[: math.prod(sizes)])
     definition = applied.define(SCORED)
-    settings: dict[str, Any] = dict(R=R, space=space(), logit_megabytes=1, score_tokens=score_tokens)
-    score = scoring.scorer(mesh, graphdef=definition.graphdef, **settings)
-    params = jax.device_put(applied.random(definition.specs, scale=0.25), definition.shardings(mesh))
-    found = score(params, *sharding.put_rows(mesh, scored_rows(rows)))
-    return np.asarray(found[0]), np.asarray(found[1])
+    score = scoring.program(mesh, graphdef=definition.graphdef, R=R, space=space(), logit_megabytes=1)
+    limits = scoring.limits(len(rows[0]), 5 + R, tokens=score_tokens, ways=sharding.row_ways(mesh))
+    packed, _ = packing.of_rows(*rows, R=R, limits=limits)
+    return np.asarray(score(jax.device_put(PARAMS, definition.shardings(mesh)), packed))
+
+
+def scored_alone(rows: tuple[np.ndarray, ...]) -> np.ndarray:
+    """Log-probs of rows of which none is packed with others."""
+    settings: dict[str, Any] = dict(R=R, space=space(), logit_bytes=1 << 20, remat="none")
+    return np.asarray(applied.response_logprobs(PARAMS, *rows, config=SCORED, **settings)[0])
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 1), (2, 1, 2)], ids=str)
 @pytest.mark.parametrize("score_tokens", [1, 12, 25, 36])  # rows of 12 tokens: 1, 1, 2, 3 a device
-def test_rows_that_are_scored_in_blocks_are_scored_alike(score_tokens, sizes):
-    """20 rows: 10 or 5 on each device, which blocks of 2 and 3 do not divide."""
-    for found, expected in zip(scored(20, score_tokens=score_tokens, sizes=sizes), scored(20, score_tokens=0), strict=True):
-        np.testing.assert_allclose(found, expected, atol=1e-5)
+def test_packed_rows_are_scored_as_each_by_itself(score_tokens, sizes):
+    """20 rows: 10 or 5 on each device, which micro-batches of 2 and 3 do not divide."""
+    rows = scored_rows(20)
+    np.testing.assert_allclose(scored(rows, score_tokens=score_tokens, sizes=sizes), scored_alone(rows), atol=1e-5)
 
 
-def test_one_block_is_bit_for_bit_the_whole_batch():
-    for found, expected in zip(scored(20, score_tokens=20 * 12), scored(20, score_tokens=0), strict=True):
-        np.testing.assert_array_equal(found, expected)
+def test_rows_that_fill_their_sequences_are_scored_alike_too():
+    tokens, prompts, responses = scored_rows(20)
+    rows = tokens, np.full_like(prompts, 5), np.full_like(responses, R)
+    for score_tokens in (0, 36):
+        np.testing.assert_allclose(scored(rows, score_tokens=score_tokens), scored_alone(rows), atol=1e-5)
 
 
-def test_memory_of_scoring_is_that_of_a_block():
+def test_memory_of_scoring_is_that_of_a_micro_batch():
     one, definition = sharding.make_mesh((1, 1, 1), setting="test", devices=jax.devices()[:1]), applied.define(SCORED)
 
     def temporaries(score_tokens: int, *, rows: int) -> int:
-        settings: dict[str, Any] = dict(R=R, space=space(), logit_megabytes=1, score_tokens=score_tokens)
-        score = scoring.program(one, graphdef=definition.graphdef, **settings)
-        compiled = score.lower(parameters.shapes(definition.specs), *scored_rows(rows)).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
+        score: Any = scoring.program(one, graphdef=definition.graphdef, R=R, space=space(), logit_megabytes=1)
+        limits = scoring.limits(rows, 12, tokens=score_tokens, ways=1)
+        packed = packing.empty(limits, limits.sequences)
+        return score.lower(parameters.shapes(definition.specs), packed).compile().memory_analysis().temp_size_in_bytes
 
-    in_blocks, whole = temporaries(16 * 12, rows=512), temporaries(0, rows=512)
-    assert in_blocks < 1.5 * temporaries(0, rows=16) + 512 * 12 * 4 * 4 < 0.5 * whole
+    in_micro_batches, whole = temporaries(16 * 12, rows=512), temporaries(0, rows=512)
+    assert in_micro_batches < 1.5 * temporaries(0, rows=16) + 512 * 12 * 4 * 4 < 0.5 * whole

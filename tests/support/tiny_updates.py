@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import optax
 
-from tba_jax import trajectory
+from tba_jax import packing, trajectory
 from tba_jax.learner import state as state_lib
 from tba_jax.learner import update as update_lib
 from tba_jax.learner.optimizer import linear_then_constant
@@ -31,12 +31,17 @@ SPACE = scoring.ResponseSpace(temperature=0.8, banned_tokens=(0,), eos_id=EOS)
 DESCENT: state_lib.Optimizers = {"policy": optax.sgd(1.0)}
 
 
+def limits(sequences: int) -> packing.Limits:
+    """Micro-batches of at most so many sequences, each as long as a row may be."""
+    return packing.Limits(length=P + R - 1, sequences=sequences, ways=1, rows=B, group=K)
+
+
 def settings(**changes: Any) -> update_lib.LearnerConfig:
     config = update_lib.LearnerConfig(
         policy=POLICY,
         objective=OBJECTIVES["trajectory_balance"],
         settings=ObjectiveSettings(completions=K),
-        micro_batch_rows=B,
+        limits=limits(B),
         logit_bytes=1 << 20,
         space=SPACE,
         remat="none",
@@ -76,14 +81,31 @@ def random_batch(seed: int = 0) -> state_lib.Batch:
     )
 
 
+def packed_of(batch: state_lib.Batch, limits: packing.Limits, **options: Any) -> tuple[packing.Packed, packing.Plan]:
+    """See packing.of_rows."""
+    columns = (np.asarray(column) for column in (batch.tokens, batch.prompt_length, batch.response_length))
+    return packing.of_rows(*columns, R=batch.R, limits=limits, **options)
+
+
 def make_step(
     config: update_lib.LearnerConfig,
     *,
     optimizers: state_lib.Optimizers = DESCENT,
     changes: dict[str, Any] | None = None,
     train_step: Any = update_lib.train_step,
+    second_pass: float = 1 / 3,
+    **options: Any,
 ) -> Any:
-    return functools.partial(train_step, optimizers=optimizers, schedules=schedules(**changes or {}), config=config)
+    """step(state, frozen, batch), jitted. Args: second_pass: see packing.plan; options: of jax.jit."""
+    made = functools.partial(train_step, optimizers=optimizers, schedules=schedules(**changes or {}), config=config)
+    jitted = jax.jit(made, static_argnames="whole_groups", **options)
+
+    def step(state: Any, frozen: Any, batch: Any) -> Any:
+        packed, plan = packed_of(batch, config.limits, second_pass=second_pass)
+        return jitted(state, frozen, batch, packed, whole_groups=plan.whole_groups)
+
+    step.jitted = jitted
+    return step
 
 
 # What an update may be: settings, the head that it trains, what the batch has besides.
@@ -141,7 +163,7 @@ def measured(step: Any, state: Any, batch: Any) -> Found:
 @functools.cache
 def one_pass(form: str) -> Found:
     state, optimizers = state_of(form)
-    return measured(jax.jit(make_step(settings(**FORMS[form][0]), optimizers=optimizers)), state, batch_of(form))
+    return measured(make_step(settings(**FORMS[form][0]), optimizers=optimizers), state, batch_of(form))
 
 
 def assert_same(found: Found, expected: Found) -> None:

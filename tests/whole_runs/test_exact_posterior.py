@@ -97,6 +97,18 @@ def test_rows_of_old_policies_lead_to_the_posterior():
     assert ratio[1:100].max() > 1.5, "rows are as old as the behaviour says"
 
 
+def test_without_a_reference_the_posterior_is_the_softmax_of_rewards():
+    """log π_ref = 0 in rows; training begins from the same network."""
+    problem = posterior.make_problem(1, queries=SMALL_QUERIES)
+    target = jax.nn.softmax(problem.rewards / posterior.BETA, axis=1)
+    assert 0.5 * np.abs(target - problem.target).sum(axis=1).mean() > 0.25, "the other optimum is another distribution"
+    without = problem.replace(ref_logprobs=np.zeros_like(problem.ref_logprobs), target=target)
+    compiled = posterior.compile_train(queries=SMALL_QUERIES, steps=SMALL_STEPS, every=SMALL_STEPS // 10)
+    _, distance, measured = compiled(without, 1, behavior=posterior.BEHAVIORS["on-policy"])
+    assert np.all(np.asarray(measured["finite"]) == 1)
+    assert distance[0].mean() > 0.35 and distance[-1].mean() <= 0.1
+
+
 def test_a_config_may_truncate_a_share_of_rows_but_not_all():
     config = base.get_config()
     config.sampling.explore_top_p_probability = 0.5

@@ -37,6 +37,7 @@ class SearchReport:
     finished: share of the responses that ended by themselves.
     failure: why the first of them could not be scored, "" if the task does not say.
     policy_step: of the weights in use when it was decoded. slot_idle: share of all slot-steps so far that gave no token.
+    useful_token_share: of all tokens so far that prefill and reference computed, those of prompts and rows.
     """
 
     time: float
@@ -47,6 +48,7 @@ class SearchReport:
     finished: float
     policy_step: int
     slot_idle: float
+    useful_token_share: float
     seconds: float
     value_tokens: int
     failure: str
@@ -65,6 +67,7 @@ class DecodedBatch:
     values: ValuedStates | None
     policy_step: int
     slot_idle: float
+    useful_token_share: float
     begin: float
 
 
@@ -194,6 +197,7 @@ class Appender:
             finished=float(rows["finished"].mean()),
             policy_step=batch.policy_step,
             slot_idle=batch.slot_idle,
+            useful_token_share=batch.useful_token_share,
             seconds=now - batch.begin,
             value_tokens=0 if batch.values is None else batch.values.tokens,
             failure=scores.failure,

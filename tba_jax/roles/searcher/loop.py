@@ -99,6 +99,7 @@ class Rates:
                 "finished": report.finished,
                 "policy_step": report.policy_step,
                 "slot_idle": report.slot_idle,
+                "useful_token_share": report.useful_token_share,
                 "rows": report.rows,
                 "tokens": report.tokens,
                 "unscored": self._unscored,

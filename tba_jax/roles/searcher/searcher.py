@@ -23,8 +23,8 @@ from tba_jax.programs import Program
 from tba_jax.replay.log import LogWriter
 from tba_jax.rewards import programs as rewards
 from tba_jax.rewards.embeddings import ResponseEmbedder
-from tba_jax.roles import sampler
-from tba_jax.roles.reference import ReferencePolicy, policy_mesh, text_columns
+from tba_jax.roles import reference, sampler
+from tba_jax.roles.reference import policy_mesh, text_columns
 from tba_jax.roles.sampler import Sampler, automaton
 from tba_jax.roles.searcher.appender import Appender, DecodedBatch, SearchReport
 from tba_jax.roles.searcher.quota import Quota
@@ -218,12 +218,22 @@ class Searcher:
         if self._value_states is not None:
             with self._account.measure("values"):
                 values = self._value_states(generation, rows["key"], queries, feed=feed)
-        policy_step, slot_idle = self._engine.policy_step, self._engine.usage.idle
+        decoded = DecodedBatch(
+            rows=rows,
+            scores=scores,
+            values=values,
+            policy_step=self._engine.policy_step,
+            slot_idle=self._engine.usage.idle,
+            useful_token_share=self._useful_token_share(),
+            begin=begin,
+        )
         with self._account.measure("wait_rewards"):
-            decoded = DecodedBatch(
-                rows=rows, scores=scores, values=values, policy_step=policy_step, slot_idle=slot_idle, begin=begin
-            )
             self._appender.put(decoded, waits=waits)
+
+    def _useful_token_share(self) -> float:
+        """See SearchReport."""
+        usage, scored = self._engine.usage, self._reference
+        return (usage.prompt_tokens + scored.useful_tokens) / (usage.prefilled + scored.computed_tokens)
 
     def appended(self, *, wait_seconds: float | None = 0.0) -> list[SearchReport]:
         """Reports of the batches that were appended since the last call.
@@ -311,7 +321,7 @@ def _make_sampler(
         run,
         policy=policy,
         tokenizer=tokenizer,
-        reference=ReferencePolicy(
+        reference=reference.make(
             contract, run, policy=policy, mesh=mesh, logit_megabytes=s.logit_megabytes, score_tokens=s.score_tokens
         ),
         **_sampling_settings(config, contract, queries),

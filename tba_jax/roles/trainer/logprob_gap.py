@@ -3,7 +3,10 @@
 Without it, trajectory balance would train on unnoticed if a mask, a position or a precision differed between the two.
 """
 
+import concurrent.futures
+import dataclasses
 import logging
+from collections.abc import Mapping
 
 import jax
 import numpy as np
@@ -24,6 +27,15 @@ _STEPS_TRIED = 16
 _ROWS_OF_A_STEP = 1024  # that are looked at
 # Nats per token that sampler and learner may differ by, by compute dtype.
 _LIMITS = {"float32": 1e-3, "bfloat16": 0.1}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Compared:
+    """A snapshot of a step, in host memory, and a micro-batch of rows that it alone produced."""
+
+    step: int
+    snapshot: parameters.Params
+    rows: trajectory.Rows
 
 
 class LogprobGap:
@@ -48,6 +60,10 @@ class LogprobGap:
         self._config, self._mesh, self._policies, self._sampler_weights = config, mesh, policies, sampler_weights
         self._limit = limit or _LIMITS[compute_dtype]
         self._score = sharding.on_mesh(mesh, jax.jit(self._score_snapshot))
+        self._on_devices = config.policy.trained_shardings(mesh)
+        self._in_host_memory = jax.tree.map(lambda x: x.with_memory_kind(sharding.PINNED_HOST), self._on_devices)
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="logprob-gap")
+        self._loading: concurrent.futures.Future[_Compared | None] | None = None
 
     def _score_snapshot(self, snapshot: parameters.Params, frozen: parameters.Params, batch: Batch) -> jax.Array:
         """float32[B, R]: log-probs under the weights of a snapshot, which are rounded as searchers round them."""
@@ -60,47 +76,69 @@ class LogprobGap:
         return update.score(model, batch, config=self._config)[0]
 
     def programs(self, frozen: parameters.Params, batch: Batch) -> dict[str, Program]:
-        """Name -> the program of `measure`. Args: shapes of the frozen weights, and of a batch of any size."""
+        """Name -> the program of `take`. Args: shapes of the frozen weights, and of a batch of any size."""
         snapshot = self._config.policy.snapshot_shapes(self._mesh)
-        rows = self._config.micro_batch_rows
+        rows = self._config.limits.sequences
         micro = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype, sharding=x.sharding), batch)
         return {"log-prob gap": Program(function=self._score, arguments=(snapshot, frozen, micro))}
 
-    def _rows_of(
-        self, step: int, index: ReplayIndex, usable: np.ndarray
-    ) -> tuple[int, parameters.Params, trajectory.Rows] | None:
-        """The step, its published parameters, and a micro-batch of rows that they produced from the first token to the last.
+    def begin(self, index: ReplayIndex, usable: np.ndarray) -> None:
+        """Picks rows to compare, and loads their snapshot in a thread. Does nothing while the last comparison is under way.
 
-        None where the snapshot is gone, or where weights were swapped midway in all rows. Tokens after a swap attended to keys
-        and values of the weights before it, which scoring does not reproduce.
+        Args:
+          usable: int64[n], slots of resident rows that name snapshots of this run.
+        """
+        if self._loading is not None:
+            return
+        steps = np.unique(index.row_step[usable])[::-1].tolist()
+        # The index changes while the thread loads, so the rows of every step that may be tried are copied now.
+        found = {step: rows for step in steps[:_STEPS_TRIED] if (rows := self._rows_of(step, index, usable)) is not None}
+        if steps:
+            self._loading = self._thread.submit(self._load, found)
+
+    def _rows_of(self, step: int, index: ReplayIndex, usable: np.ndarray) -> trajectory.Rows | None:
+        """A micro-batch of rows that the snapshot of a step produced from the first token to the last.
+
+        None where weights were swapped midway in all rows. Tokens after a swap attended to keys and values of the weights before
+        it, which scoring does not reproduce.
         """
         slots = usable[index.row_step[usable] == step][:_ROWS_OF_A_STEP]
         rows = index.gather(slots)
         mask = trajectory.response_mask(rows["response_length"], rows["policy_step"].shape[1])
         whole = (np.where(mask, rows["policy_step"], step) == step).all(axis=1)
-        if not whole.any():
-            return None
-        policy = self._config.policy
-        specs, shardings = policy.trained_specs, policy.trained_shardings(self._mesh)
-        try:
-            snapshot = snapshots.load_step(self._policies, step, specs, shardings, dtype=policy.snapshot_dtype)
-        except FileNotFoundError:
-            return None
-        return step, snapshot, index.gather(np.resize(slots[whole], self._config.micro_batch_rows))
+        return index.gather(np.resize(slots[whole], self._config.limits.sequences)) if whole.any() else None
 
-    def measure(self, index: ReplayIndex, usable: np.ndarray, frozen: parameters.Params) -> dict[str, float]:
+    def _load(self, found: Mapping[int, trajectory.Rows]) -> _Compared | None:
+        """The first of the steps whose snapshot is still there, in host memory: the devices' is the update's meanwhile."""
+        policy = self._config.policy
+        for step, rows in found.items():
+            try:
+                snapshot = snapshots.load_step(
+                    self._policies, step, policy.trained_specs, self._in_host_memory, dtype=policy.snapshot_dtype
+                )
+            except FileNotFoundError:
+                continue
+            return _Compared(step=step, snapshot=snapshot, rows=rows)
+        return None
+
+    def take(self, frozen: parameters.Params, *, wait: bool) -> dict[str, float] | None:
         """The largest and the mean gap in nats per token, and whether it is an alarm; {} where there is nothing to compare.
 
-        Args:
-          usable: int64[n], slots of resident rows that name snapshots of this run.
+        None where no snapshot is loaded. Args: wait: for the snapshot that is being loaded, if there is one.
+
+        Raises: what loading the snapshot raised, but for FileNotFoundError.
         """
-        steps = np.unique(index.row_step[usable])[::-1].tolist()
-        found = next(filter(None, (self._rows_of(step, index, usable) for step in steps[:_STEPS_TRIED])), None)
-        if found is None:
-            if steps:
-                log.warning("no resident row was made by one snapshot alone that is still there: log-probs are not compared")
-            return {}
-        step, snapshot, rows = found
+        if self._loading is None or not (wait or self._loading.done()):
+            return None
+        loading, self._loading = self._loading, None
+        if (compared := loading.result()) is not None:
+            return self._gap(compared, frozen)
+        log.warning("no resident row was made by one snapshot alone that is still there: log-probs are not compared")
+        return {}
+
+    def _gap(self, compared: _Compared, frozen: parameters.Params) -> dict[str, float]:
+        step, rows = compared.step, compared.rows
+        snapshot = jax.device_put(compared.snapshot, self._on_devices)
         mask = trajectory.response_mask(rows["response_length"], rows["policy_step"].shape[1])
         logprobs = np.asarray(self._score(snapshot, frozen, sharding.put_rows(self._mesh, batch_from_rows(rows))))
         gap = np.abs(logprobs - rows["policy_logprobs"])[mask]
@@ -117,3 +155,7 @@ class LogprobGap:
                 self._limit,
             )
         return {"logprob_gap_max": worst, "logprob_gap_mean": float(gap.mean()), "logprob_gap_alarm": float(alarm)}
+
+    def close(self) -> None:
+        """Ends the thread; a comparison that is under way is dropped."""
+        self._thread.shutdown()

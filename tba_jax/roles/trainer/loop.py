@@ -22,15 +22,22 @@ def run_trainer(trainer: Trainer, run: layout.RunDir, *, stop: Callable[[], bool
     log.info("trainer on %s, pid %d, %d resident rows", platform.node(), os.getpid(), len(trainer.index))
     recorder = Recorder(trainer, run)
     wait = _Wait(trainer, Status(run.metrics("trainer")))
+
+    def record() -> None:
+        if recorder.flush():
+            trainer.report_problems()
+
     trainer.start()
     while not trainer.is_done and not stop():
-        measurements = trainer.step()
+        # The point of a step is written while the devices compute the next one.
+        measurements = trainer.step(ahead=True, beside=record)
         if measurements is None:
+            record()
             wait.goes_on()
             continue
         wait.ends()
-        if recorder.note(measurements):
-            trainer.report_problems()
+        recorder.take(measurements)
+    record()
     wait.ends()
     return end(trainer, recorder)
 

@@ -15,18 +15,30 @@ class Recorder:
         self._trainer, self._first = trainer, trainer.step_number
         self._writer = MetricWriter(run.metrics("trainer"))
         self._begin = time.monotonic()
+        self._taken: dict[str, Any] | None = None
 
-    def note(self, measurements: dict[str, Any]) -> bool:
-        """Takes the measurements of the step that was just done. Returns whether they were written."""
+    def take(self, measurements: dict[str, Any]) -> None:
+        """Takes the measurements of the step that was just done; `flush` writes them."""
         trainer = self._trainer
         if trainer.step_number == self._first + 1:
             # The first step holds the compilation, and the wait for the first rows.
             trainer.account.restart()
             self._begin = time.monotonic()
-        due = trainer.step_number % trainer.config.metrics.every_steps == 0 or trainer.is_done
-        if due:
-            self._write(**measurements)
-        return due
+        if trainer.step_number % trainer.config.metrics.every_steps == 0 or trainer.is_done:
+            self._taken = measurements
+
+    def flush(self) -> bool:
+        """Writes the point that was taken, before the step after it is counted. Returns whether there was one."""
+        measurements, self._taken = self._taken, None
+        if measurements is None:
+            return False
+        self._write(**measurements)
+        return True
+
+    def note(self, measurements: dict[str, Any]) -> bool:
+        """`take` and `flush`."""
+        self.take(measurements)
+        return self.flush()
 
     def _write(self, *, staleness: Any, **measurements: Any) -> None:
         """staleness: int64[B], of the rows of the batch, in steps."""

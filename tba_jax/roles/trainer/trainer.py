@@ -1,10 +1,15 @@
 """The trainer: draws batches from the replay buffer, journals them, updates the policy, publishes snapshots."""
 
+import concurrent.futures
+import dataclasses
 import functools
 import logging
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import jax
 import numpy as np
 
 from tba_jax import trajectory
@@ -12,18 +17,41 @@ from tba_jax.learner.state import TrainState
 from tba_jax.models.policy import Policy
 from tba_jax.replay import journal, ledger
 from tba_jax.replay.index import ReplayIndex
+from tba_jax.roles.trainer import due as due_lib
+from tba_jax.roles.trainer.account import TrainerAccount
 from tba_jax.roles.trainer.buffer import ReplayBuffer
 from tba_jax.roles.trainer.checkpointing import Checkpointing
 from tba_jax.roles.trainer.logprob_gap import LogprobGap
 from tba_jax.roles.trainer.publishing import Publishing
 from tba_jax.roles.trainer.refusals import Refusals
-from tba_jax.roles.trainer.update_program import UpdateProgram
+from tba_jax.roles.trainer.update_program import Placed, UpdateProgram
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import grants, layout, places
 from tba_jax.run.lease import EpochLease
-from tba_jax.run.metrics import TimeAccount
 
 log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Drawn:
+    """A batch that was drawn.
+
+    slots: int64[B]. ids: (writer, row) of its rows. rows: their content, and placed: that on the devices. provenance: see
+    ReplayBuffer.provenance.
+    """
+
+    slots: np.ndarray
+    ids: Sequence[tuple[str, int]]
+    rows: trajectory.Rows
+    placed: Placed
+    provenance: dict[str, Any]
+
+
+def _fetch(measurements: dict[str, Any]) -> tuple[dict[str, Any], float]:
+    """The measurements of an update on the host, once it is done, and the moment when it was, seconds of time.monotonic."""
+    jax.block_until_ready(measurements)
+    moment = time.monotonic()
+    return jax.device_get(measurements), moment
 
 
 class Trainer:
@@ -48,8 +76,9 @@ class Trainer:
         self.config, self.run, self.policy, self.lease = config, run, policy, lease
         self._contract = contract
         self.reference_id = layout.reference_id(run)
+        self._reference_of_rows = contract.reference_of_rows(self.reference_id)
         self.step_number = 0
-        self.account = TimeAccount()
+        self.account = TrainerAccount()
         self.program = UpdateProgram(config, contract, policy)
         self.buffer = ReplayBuffer(config, contract, run, recent_window=publish_every_steps)
         self.publishing = Publishing(config, run, lease, every_steps=publish_every_steps)
@@ -65,6 +94,9 @@ class Trainer:
         )
         self._last_gap: dict[str, float] = {}
         self._journal: journal.Journal | None = None
+        # The batch of the next step, where it was prepared beside the last update.
+        self._next: _Drawn | None = None
+        self._results = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="update-result")
         self._known_problems: set[str] = set()
 
     @property
@@ -99,55 +131,100 @@ class Trainer:
         """Reads the log once, in a one-process run."""
         self.buffer.tail.poll()
 
-    def step(self) -> dict[str, Any] | None:
+    def step(self, *, ahead: bool = False, beside: Callable[[], object] = lambda: None) -> dict[str, Any] | None:
         """One update. Returns its measurements, or None when there are not enough rows yet (nothing has changed then).
+
+        Order of a step:
+          1. the batch: prepared beside the last update, or drawn and transferred now
+          2. what follows the update is decided
+          3. the update is dispatched, its rows count as drawn, and its line goes to the journal's thread
+          4. while the devices compute: `beside`, and the next batch is prepared
+          5. the result comes: the update is finite and its line is durable, or the run stops and the next batch is dropped
+          6. what is due follows: a snapshot, a checkpoint, a comparison of log-probs
+
+        Args:
+          ahead: the next batch may be prepared while the devices compute. False: every step draws its own batch.
+          beside: host work that is done while the devices compute.
 
         Raises:
           StaleEpoch: another trainer has taken over. FloatingPointError: names the step; the state is that before it.
           OSError: the journal, a snapshot or a checkpoint could not be written.
         """
+        drawn, self._next = self._next or self._draw(self.step_number), None  # 1
+        if drawn is None:
+            return None
+        step = self.step_number + 1
+        due = self._due(step, ahead=ahead)  # 2
+        with self.account.measure("update"):
+            result = self._dispatch(drawn)  # 3
+        with self.account.measure("journal"):
+            self.lease.check()
+            # The line becomes durable while the devices compute: nothing shows the update's result before it is.
+            durable = self._submit_line(drawn)
+        try:
+            beside()  # 4
+            prepared = self._draw(step) if due.prepare else None
+            with self.account.measure("update"):
+                measurements = self._take_result(drawn, result)  # 5
+        finally:
+            with self.account.measure("journal"):
+                durable.result()
+        self._next = prepared
+        self._follow_up(due)  # 6
+        return measurements | drawn.provenance | self._last_gap
+
+    def _due(self, step: int, *, ahead: bool) -> due_lib.Due:
+        return due_lib.after(
+            step,
+            ahead=ahead,
+            last=step >= self.config.learner.steps,
+            publish=self.publishing.is_due(step),
+            checkpoint=self.checkpoints.is_due(step),
+            compare_every_steps=self.config.learner.logprob_gap_every_steps,
+        )
+
+    def _draw(self, step: int) -> _Drawn | None:
+        """Draws the batch of the update after `step` updates and starts its transfer; None where there are not enough rows.
+
+        The rows of those updates must be marked as drawn. Rows that have come are integrated, whether they are enough or not: the
+        next journal line tells of them. The draw itself leaves no trace.
+        """
         with self.account.measure("integrate"):
-            self.buffer.integrate(step=self.step_number)
+            self.buffer.integrate(step=step)
         with self.account.measure("draw"):
-            slots = self.buffer.draw(step=self.step_number)
+            slots = self.buffer.draw(step=step)
             if slots is None:
                 return None
             rows = self.index.gather(slots)
             self._check_reference(rows["reference_id"])
-        with self.account.measure("journal"):
-            self.lease.check()
-            # The line becomes durable while the devices compute: nothing shows the update's result before it is.
-            durable = self._submit_line(slots, rows)
-        try:
-            with self.account.measure("update"):
-                measurements = self.update(slots, rows)
-        finally:
-            with self.account.measure("journal"):
-                durable.result()
-        measurements |= self.buffer.provenance(slots, step=self.step_number)
-        self._housekeeping()
-        return measurements | self._last_gap
+            return self._place(slots, rows, step=step)
+
+    def _place(self, slots: np.ndarray, rows: trajectory.Rows, *, step: int) -> _Drawn:
+        # A slot may hold another row once more rows are integrated, so all that is told of the rows is read now.
+        ids, provenance = self.index.ids(slots), self.buffer.provenance(slots, step=step + 1)
+        return _Drawn(slots=slots, ids=ids, rows=rows, provenance=provenance, placed=self.program.place(rows))
 
     def _check_reference(self, reference_ids: np.ndarray) -> None:
         """Raises ValueError where drawn rows have log-probs of another reference policy. Args: reference_ids: uint64[B]."""
-        foreign = reference_ids != int(self.reference_id, 16)
+        foreign = reference_ids != int(self._reference_of_rows, 16)
         if foreign.any():
+            theirs = contract_lib.reference_in_words(f"{reference_ids[foreign.argmax()]:016x}")
             raise ValueError(
-                f"{foreign.sum()} drawn rows have log-probs of reference {reference_ids[foreign.argmax()]:016x}, "
-                f"the run's reference is {self.reference_id}"
+                f"{foreign.sum()} drawn rows have log-probs of {theirs}, and those of the run are of "
+                f"{contract_lib.reference_in_words(self._reference_of_rows)}"
             )
 
-    def _submit_line(self, slots: np.ndarray, rows: trajectory.Rows) -> Future[None]:
+    def _submit_line(self, drawn: _Drawn) -> Future[None]:
         """Hands the journal line of the next step to the journal's thread, which also computes the hash of the batch."""
         assert self._journal is not None, "the trainer has not resumed"
         make_line = functools.partial(
             journal.journal_line,
             step=self.step_number + 1,
             visible=self.buffer.take_visible(),
-            ids=self.index.ids(slots),
+            ids=drawn.ids,
             reward_version=self._contract.reward_version,
             key=self.step_number,
-            rows=rows,
+            rows=drawn.rows,
         )
         return self._journal.submit(make_line)
 
@@ -161,30 +238,45 @@ class Trainer:
         Raises:
           FloatingPointError: the update is not finite, and is not to be left out.
         """
-        self.index.mark_drawn(slots)
-        measurements = self.program.apply(rows)
+        drawn = self._place(slots, rows, step=self.step_number)
+        return self._take_result(drawn, self._dispatch(drawn), was_passed=was_passed)
+
+    def _dispatch(self, drawn: _Drawn) -> Future[tuple[dict[str, Any], float]]:
+        """Starts the update on a batch. Returns its measurements on the host and when it was done, to be awaited."""
+        measurements = self.program.dispatch(drawn.placed)
+        self.account.is_dispatched()
+        self.index.mark_drawn(drawn.slots)
+        return self._results.submit(_fetch, measurements)
+
+    def _take_result(
+        self, drawn: _Drawn, result: Future[tuple[dict[str, Any], float]], *, was_passed: bool = False
+    ) -> dict[str, Any]:
+        """Waits for an update and counts it. Returns its measurements. Raises FloatingPointError, see `update`."""
+        measurements, moment = result.result()
+        self.account.result_is_ready(moment)
         self.step_number += 1
-        row_finite, ids = measurements.pop("row_finite"), self.index.ids(slots)
+        row_finite = measurements.pop("row_finite")
         try:
-            self._refusals.look_at(measurements, row_finite, ids, step=self.step_number, was_passed=was_passed)
+            self._refusals.look_at(measurements, row_finite, drawn.ids, step=self.step_number, was_passed=was_passed)
         except FloatingPointError:
             self.checkpoints.wait()  # the process may end now, and a checkpoint that is being written should not be torn
             raise
         self.program.move_reference(self.step_number)
         return measurements
 
-    def _housekeeping(self) -> None:
-        """What is due after a step: a snapshot, a checkpoint, a look at the gap between sampler and learner."""
-        if self.publishing.is_due(self.step_number):
+    def _follow_up(self, due: due_lib.Due) -> None:
+        """Does what is due after a step."""
+        if due.publish:
             with self.account.measure("publish"):
                 self.publish()
-        if self.checkpoints.is_due(self.step_number):
+        if due.checkpoint:
             with self.account.measure("checkpoint"):
                 self.save_checkpoint()
-        every_steps = self.config.learner.logprob_gap_every_steps
-        if every_steps and self.step_number % every_steps == 0:
-            with self.account.measure("logprob_gap"):
-                self._last_gap = self._gap.measure(self.index, self.buffer.sampled_here(), self.program.frozen)
+        with self.account.measure("logprob_gap"):
+            if due.compare:
+                self._gap.begin(self.index, self.buffer.sampled_here())
+            if (gap := self._gap.take(self.program.frozen, wait=due.settle)) is not None:
+                self._last_gap = gap
 
     def publish(self) -> None:
         """Hands the current weights to the publishing thread."""
@@ -253,6 +345,8 @@ class Trainer:
     def close(self) -> None:
         """Stops the threads; what was handed to them is written first."""
         self.buffer.close()
+        self._results.shutdown()
+        self._gap.close()
         self.publishing.close()
         self.checkpoints.close()
         if self._journal is not None:

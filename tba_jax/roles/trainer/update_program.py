@@ -8,14 +8,25 @@ from typing import Any
 import jax
 import numpy as np
 
-from tba_jax import sharding, trajectory
-from tba_jax.learner import optimizer, settings
+from tba_jax import packing, sharding, trajectory
+from tba_jax.learner import micro_batches, optimizer, settings
 from tba_jax.learner import state as state_lib
 from tba_jax.learner import update as update_lib
+from tba_jax.models import scoring
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
 from tba_jax.programs import Program, shaped
+from tba_jax.roles.shapes_log import ShapesLog
 from tba_jax.run import contract as contract_lib
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Placed:
+    """B rows on the learner's mesh, in micro-batches of sequences, as `plan` laid them out."""
+
+    batch: state_lib.Batch
+    packed: packing.Packed
+    plan: packing.Plan
 
 
 class UpdateProgram:
@@ -40,6 +51,7 @@ class UpdateProgram:
         self.mesh = sharding.make_mesh(tuple(c.mesh.values()), setting="learner.mesh", devices=devices)
         self.config = settings.make_learner_config(c, contract, policy, self.mesh)
         self.frozen: Params = {}
+        self._shapes_log = {True: ShapesLog("update"), False: ShapesLog("update in two passes")}
         self._optimizers = settings.make_optimizers(c)
         self._shapes = state_lib.state_shapes(policy, self._optimizers, self.mesh)
         self._shardings = jax.tree.map(lambda x: x.sharding, self._shapes)
@@ -49,8 +61,9 @@ class UpdateProgram:
             schedules=settings.make_schedules(c),
             config=self.config,
         )
-        out_shardings = (self._shardings, sharding.replicated(self.mesh))
-        self._update = sharding.on_mesh(self.mesh, jax.jit(update, donate_argnums=0, out_shardings=out_shardings))
+        options: dict[str, Any] = dict(donate_argnums=0, static_argnames="whole_groups")
+        options |= dict(out_shardings=(self._shardings, sharding.replicated(self.mesh)))
+        self._update = sharding.on_mesh(self.mesh, jax.jit(update, **options))
         self._begin = jax.jit(self._initial_state, out_shardings=self._shardings, donate_argnums=0)
         of_policy = self._shardings.opt_state["policy"]
         self._restart_moments = jax.jit(optimizer.restart_moments, donate_argnums=0, out_shardings=of_policy)
@@ -101,11 +114,13 @@ class UpdateProgram:
         return "float32" if self._policy.lora is None else self._policy.model.compute_dtype
 
     def compile(self, row_shape: trajectory.RowShape) -> None:
-        """Compiles the update for rows of this shape before there are any."""
-        self._update.lower(self.state, self.frozen, self._batch(self._empty_rows(row_shape))).compile()
+        """Compiles the update for rows of this shape before there are any, as if each were as long as it may be."""
+        self.place(self._whole_rows(row_shape))
 
-    def _empty_rows(self, row_shape: trajectory.RowShape) -> trajectory.Rows:
-        return {name: np.zeros((self.rows, *shape), dtype) for name, (dtype, shape) in row_shape.columns().items()}
+    def _whole_rows(self, row_shape: trajectory.RowShape) -> trajectory.Rows:
+        rows = {name: np.zeros((self.rows, *shape), dtype) for name, (dtype, shape) in row_shape.columns().items()}
+        rows["prompt_length"][:], rows["response_length"][:] = row_shape.prompt_length, row_shape.response_length
+        return rows
 
     def shapes(self) -> dict[str, Any]:
         """Name -> tree of jax.ShapeDtypeStruct: what rests on the devices (or in pinned memory of the host) between updates."""
@@ -118,27 +133,60 @@ class UpdateProgram:
 
     def programs(self, row_shape: trajectory.RowShape) -> dict[str, Program]:
         """Name -> the programs that `begin`, `apply` and `move_reference` call, for rows of this shape."""
-        batch = shaped(state_lib.batch_from_rows(self._empty_rows(row_shape)), sharding.rows_sharding(self.mesh))
+        on_host = state_lib.batch_from_rows(self._whole_rows(row_shape))
+        batch = shaped(on_host, sharding.rows_sharding(self.mesh))
+        limits, shardings = self.config.limits, scoring.packed_shardings(self.mesh)
+        *_, fewer, most = (1, *limits.shapes)
+        packed = shaped(packing.empty(limits, most), shardings)
         state, frozen = self._shapes, self._frozen_shapes
         begun_from = self._policy.model_shapes(self.mesh, dtype=self.reference_dtype) if self._policy.lora is None else {}
         found = {"init": Program(function=self._begin, arguments=(begun_from,))}
         if self._moving_reference:
-            found |= self._moving_reference.programs(state.params["policy"], frozen, batch)
+            found |= self._moving_reference.programs(state.params["policy"], frozen, batch, packed)
             batch = dataclasses.replace(batch, moving_ref_logprobs=batch.ref_logprobs)
-        found["update"] = Program(function=self._update, arguments=(state, frozen, batch))
+        whole = Program(function=self._update, arguments=(state, frozen, batch, packed), options={"whole_groups": True})
+        found["update"] = whole
+        if limits.micro_batches(most) == 1 and most > 1:
+            parts = shaped(packing.empty(limits, fewer), shardings)
+            in_parts = dataclasses.replace(whole, arguments=(state, frozen, batch, parts))
+            found["update in micro-batches"] = in_parts
+        if limits.micro_batches(most) > 1:
+            found["update in two passes"] = dataclasses.replace(whole, options={"whole_groups": False})
         if self._moving_reference and self._resets_optimizer:
             found["restart of moments"] = Program(function=self._restart_moments, arguments=(state.opt_state["policy"],))
         return found
 
+    def place(self, rows: trajectory.Rows) -> Placed:
+        """Packs B rows, starts their transfer to the mesh, and compiles the update where no rows had their shape before.
+
+        The state is neither read nor changed, so that all of this may be done beside an update.
+        """
+        on_host = state_lib.batch_from_rows(rows)
+        columns = on_host.tokens, on_host.prompt_length, on_host.response_length
+        second_pass = micro_batches.SCORING_SHARE[self.config.remat]
+        packed, plan = packing.of_rows(*columns, R=on_host.R, limits=self.config.limits, second_pass=second_pass)
+        packed = jax.device_put(packed, scoring.packed_shardings(self.mesh))
+        placed = Placed(batch=sharding.put_rows(self.mesh, on_host), packed=packed, plan=plan)
+        if self._shapes_log[plan.whole_groups].note(plan):
+            moving = placed.batch.ref_logprobs if self._moving_reference else None
+            batch = dataclasses.replace(placed.batch, moving_ref_logprobs=moving)
+            self._update.lower(self.state, self.frozen, batch, packed, whole_groups=plan.whole_groups).compile()
+        return placed
+
+    def _rescored(self, placed: Placed) -> state_lib.Batch:
+        """The batch, with log-probs of the moving reference as it is now where there is one."""
+        moving = self._moving_reference
+        return moving.rescore(self.frozen, placed.batch, placed.packed) if moving else placed.batch
+
+    def dispatch(self, placed: Placed) -> dict[str, Any]:
+        """Starts one update of the state. Returns the measurements of train_step, on the devices: they come when it is done."""
+        whole, batch = placed.plan.whole_groups, self._rescored(placed)
+        self.state, measurements = self._update(self.state, self.frozen, batch, placed.packed, whole_groups=whole)
+        return measurements | {"useful_token_share": placed.plan.useful}
+
     def apply(self, rows: trajectory.Rows) -> dict[str, Any]:
         """One update of the state on B rows. Returns the measurements of train_step, on the host."""
-        self.state, measurements = self._update(self.state, self.frozen, self._batch(rows))
-        return jax.device_get(measurements)
-
-    def _batch(self, rows: trajectory.Rows) -> state_lib.Batch:
-        """The rows on the mesh, scored by the moving reference where there is one."""
-        batch = sharding.put_rows(self.mesh, state_lib.batch_from_rows(rows))
-        return self._moving_reference.rescore(self.frozen, batch) if self._moving_reference else batch
+        return jax.device_get(self.dispatch(self.place(rows)))
 
     def move_reference(self, step: int) -> None:
         """Moves the reference if that is due after `step` updates, and restarts Adam's moments with it if the config says so."""

@@ -1,9 +1,11 @@
 """The alarm of a learner that differs from its samplers."""
 
+import threading
+
 import pytest
 
 from tba_jax.models.layers import Einsum
-from tba_jax.run import metrics
+from tba_jax.run import metrics, snapshots
 from tests.support import frozen_runs
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
@@ -30,3 +32,48 @@ def test_the_alarm_sees_adapters_that_searchers_merge_otherwise(tmp_path, monkey
     lines = [line for line in metrics.read_lines(tmp_path / "metrics" / "trainer") if "logprob_gap_max" in line]
     assert any(line["logprob_gap_alarm"] for line in lines) == broken
     assert (max(line["logprob_gap_max"] for line in lines) > 1e-3) == broken
+
+
+def test_steps_go_on_while_a_snapshot_loads(tmp_path, monkeypatch, frozen):
+    """One comparison at a time; its result is in the measurements of the step after which it is found."""
+    s = frozen(tmp_path / "run", learner__logprob_gap_every_steps=2)
+    goes_on, loads, load_step = threading.Event(), [], snapshots.load_step
+
+    def slow(policies, step, *arguments, **settings):
+        loads.append(step)
+        assert goes_on.wait(60)
+        return load_step(policies, step, *arguments, **settings)
+
+    monkeypatch.setattr(snapshots, "load_step", slow)
+    with frozen_runs.trainer(s) as trainer:
+        trainer.poll()
+        for _ in range(5):
+            measurements = trainer.step(ahead=True)
+            assert measurements is not None and "logprob_gap_max" not in measurements
+        assert len(loads) == 1
+        goes_on.set()
+        trainer._gap._thread.submit(lambda: None).result()
+        measurements = trainer.step(ahead=True)
+        assert measurements is not None and measurements["logprob_gap_max"] < 1e-3 and not measurements["logprob_gap_alarm"]
+
+
+def test_one_step_at_a_time_measures_at_once_and_tells_what_a_snapshot_lacks(tmp_path, monkeypatch, frozen, caplog):
+    s = frozen(tmp_path / "run", learner__logprob_gap_every_steps=1)
+    with frozen_runs.trainer(s) as trainer:
+        trainer.poll()
+        measurements = trainer.step()
+        assert measurements is not None and "logprob_gap_max" in measurements
+
+        def pruned(*_, **__):
+            raise FileNotFoundError
+
+        def damaged(*_, **__):
+            raise ValueError("its bytes are damaged")
+
+        monkeypatch.setattr(snapshots, "load_step", pruned)
+        measurements = trainer.step()
+        assert measurements is not None and "logprob_gap_max" not in measurements
+        assert "no resident row was made by one snapshot alone that is still there" in caplog.text
+        monkeypatch.setattr(snapshots, "load_step", damaged)
+        with pytest.raises(ValueError, match="damaged"):
+            trainer.step()

@@ -1,0 +1,70 @@
+"""The update that a trainer calls, small and without a run, and random rows for it."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from configs import base
+from tba_jax import trajectory
+from tba_jax.experiment import composition
+from tba_jax.roles.trainer.update_program import UpdateProgram
+
+BETA = 0.1
+SIZES: dict[str, Any] = {
+    "task.prompt_length": 64,
+    "task.response_length": 64,
+    "learner.queries": 4,
+    "learner.completions": 8,
+    "model.layers": 6,
+    "model.width": 384,
+    "model.heads": 6,
+    "model.kv_heads": 6,
+    "model.head_size": 64,
+    "model.ffn": 1024,
+}
+LEARNER: dict[str, Any] = {
+    "learner.beta_start": BETA,
+    "learner.beta_end": BETA,
+    "learner.warmup_steps": 0,
+    "learner.mesh.data": 1,
+    "learner.mesh.fsdp": 1,
+    "learner.learning_rate": 1e-4,
+}
+
+
+def update_program(changes: Mapping[str, Any], vocab: int) -> UpdateProgram:
+    """The trainer's update on the first device, with random weights. Args: changes: settings of the base recipe."""
+    config = base.get_config()
+    config.update_from_flattened_dict(SIZES | LEARNER | dict(changes))
+    built = composition.build(config)
+    policy = dataclasses.replace(built.policy, model=dataclasses.replace(built.policy.model, vocab=vocab))
+    # The ids of a tokenizer's special tokens would be banned: here all responses over the vocabulary count.
+    contract = dataclasses.replace(built.contract, banned_tokens=())
+    program = UpdateProgram(config, contract, policy, devices=jax.devices()[:1])
+    program.begin(jax.jit(policy.base.init)(jax.random.key(0)))
+    return program
+
+
+def random_rows(program: UpdateProgram, changes: Mapping[str, Any], vocab: int, *, full: bool = True) -> trajectory.Rows:
+    """Rows of random tokens whose prompts all have P tokens. Args: full: whether responses have R tokens, or 1 to R / 2."""
+    sizes = SIZES | dict(changes)
+    B, P, R = program.rows, sizes["task.prompt_length"], sizes["task.response_length"]
+    rng = np.random.default_rng(0)
+    length = np.full(B, R, np.int32) if full else rng.integers(1, R // 2 + 1, B).astype(np.int32)
+    mask = trajectory.response_mask(length, R)
+    tokens = rng.integers(0, vocab, (B, P + R)).astype(np.int32)
+    tokens[:, P:][~mask] = 0
+    logprobs = np.where(mask, -rng.exponential(np.log(vocab), (B, R)), 0).astype(np.float32)
+    return {
+        "tokens": tokens,
+        "prompt_length": np.full(B, P, np.int32),
+        "response_length": length,
+        "ref_logprobs": logprobs,
+        "policy_logprobs": logprobs,
+        "behavior_logprobs": logprobs,
+        "policy_step": np.where(mask, 0, -1).astype(np.int32),
+        "reward": rng.normal(size=B).astype(np.float32),
+    }

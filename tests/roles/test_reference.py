@@ -1,0 +1,92 @@
+"""Runs without a reference policy: their rows, metrics, reports, commands, and what they refuse."""
+
+import numpy as np
+import pytest
+
+from tba_jax.commands import append, audit
+from tba_jax.experiment import jobs
+from tba_jax.replay.reader import LogReader
+from tba_jax.roles import reference
+from tba_jax.run import contract, layout, metrics
+from tests.support import frozen_runs, tiny_run
+from tests.support.summaries import write_rows
+
+pytestmark = pytest.mark.usefixtures("one_device_throughout")
+
+NONE = {"learner__reference__kind": "none"}
+
+
+def rows_by_writer(s: jobs.Invocation) -> dict[str, dict[str, np.ndarray]]:
+    reader = LogReader(s.run.replay, s.experiment.contract.row_shape())
+    return {writer: reader.read(writer, 0, head) for writer, head in reader.heads().items()}
+
+
+@pytest.mark.parametrize("rank", [0, 2], ids=["whole policy", "adapters"])
+def test_a_whole_run_scores_nothing_and_says_nothing_of_a_reference(rank, tmp_path, monkeypatch):
+    """Whatever would score is not even built; adapters have the frozen weights that they belong to."""
+    monkeypatch.setattr(reference, "_scorer", lambda *_, **__: pytest.fail("nothing is to be scored"))
+    if not rank:
+        monkeypatch.setattr(reference, "_load", lambda *_: pytest.fail("nothing needs the weights of step 0"))
+    changes = NONE | {"lora__rank": rank, "learner__steps": 4, "evaluation__every_steps": 2}
+    assert frozen_runs.run(tmp_path, task__missing_eos_reward=-1.0, **changes) == 0
+    s = tiny_run.settings(tmp_path, frozen_runs.config(**changes))
+    (rows,) = rows_by_writer(s).values()
+    assert not rows["ref_logprobs"].any() and not rows["reference_id"].any()
+    assert (rows["policy_logprobs"].sum(axis=1) < 0).all()
+    for line in metrics.read_lines(s.run.metrics("trainer")):
+        assert not {name for name in line if "ref" in name and "kl" in name} and line["loss"] > 0
+        assert np.isfinite(line["log_z"]) and line["log_weight_std"] > 0
+    report = layout.read_json(s.run.evaluations / "00000004.json")
+    assert {"sampled_reward", "seconds"} <= set(report) and not {name for name in report if "ref_" in name or "_ref" in name}
+    assert "policy_logprob_sum" in report["samples"]["greedy"][0] and "ref_logprob_sum" not in report["samples"]["greedy"][0]
+    (writer,) = rows_by_writer(s)
+    text, same = audit.regenerate(audit.open_run(s.run.root), f"{writer}:0")
+    assert same, text
+
+
+def test_resume_is_exact(tmp_path):
+    s = frozen_runs.make(tmp_path / "run", **NONE)
+    state = frozen_runs.train(s, until=8, abandon=True)
+    frozen_runs.assert_resumes_as(s, state)
+
+
+def test_searchers_and_trainer_must_agree(tmp_path):
+    s = frozen_runs.make(tmp_path / "run", batches=1, **NONE)
+    other = tiny_run.settings(tmp_path / "run", frozen_runs.config())
+    with pytest.raises(ValueError, match=r"learner\.reference\.kind: 'none' there, 'initial' here"):
+        contract.join(s.run, other.config, other.experiment.contract)
+
+
+@pytest.mark.parametrize("here", ["none", "initial"])
+def test_rows_with_and_without_a_reference_are_never_mixed(here, tmp_path):
+    s = frozen_runs.make(tmp_path / "run", batches=1, learner__reference__kind=here, learner__queries=4, learner__completions=4)
+    id_of_run = layout.reference_id(s.run)
+    theirs = int(id_of_run, 16) if here == "none" else 0
+    frozen_runs.append_changed(s, "other-1", reference_id=(slice(None), theirs), tokens=((slice(None), 0), 3))
+    of_run, of_rows = (f"reference {id_of_run}", "no reference")[:: -1 if here == "none" else 1]
+    with pytest.raises(ValueError, match=f"4 drawn rows have log-probs of {of_rows}, and those of the run are of {of_run}"):
+        frozen_runs.train(s, until=4, abandon=True)
+
+
+def test_responses_of_a_file_are_rows_of_step_0_without_a_reference(tmp_path):
+    """The columns for policy and behaviour are the log-probs of the policy of step 0 all the same."""
+    scored = frozen_runs.make(tmp_path / "with", batches=1)
+    without = frozen_runs.make(tmp_path / "without", batches=1, **NONE)
+    texts = [{"prompt": query.query.prompt, "response": "12"} for query in scored.experiment.queries["train"][:4]]
+    path = write_rows(tmp_path / "given.jsonl", texts)
+    found = []
+    for s in (scored, without):
+        append.append(s.run.root, path, unfit="refuse")
+        found += [rows for writer, rows in rows_by_writer(s).items() if writer.startswith("given-")]
+    for name in ("policy_logprobs", "behavior_logprobs"):
+        np.testing.assert_array_equal(found[0][name], found[1][name])
+        assert found[1][name].any()
+    assert found[0]["ref_logprobs"].any() and not found[1]["ref_logprobs"].any() and not found[1]["reference_id"].any()
+
+
+def test_rows_without_a_reference_are_trained_on_by_another_run_without_one(tmp_path):
+    source = frozen_runs.make(tmp_path / "source", batches=3, **NONE)
+    own = tiny_run.settings(tmp_path / "run", frozen_runs.config(seed=5, **NONE))
+    jobs.reference(own)()  # it begins from another policy, which says nothing about rows without a reference
+    s = frozen_runs.offline(tmp_path / "run", source.run.root, seed=5, learner__steps=2, **NONE)
+    assert jobs.trainer(s)() == 0
