@@ -8,7 +8,7 @@ to the host. The bare side transfers the same rows and reads its loss and norm. 
 interleaved in one process, the side that goes first alternates, and the table has the quartiles of the ratio over the pairs.
 
 --profile compares the project's update with itself, once for each part that can be left out or set otherwise: a ratio of 0.98
-says that the part costs 2 %, one above 1 that it saves time. What is left out is left out for the benchmark alone.
+says that the part costs 2 %, one above 1 that it saves time. Only the benchmark leaves a part out.
 """
 
 import contextlib

@@ -33,6 +33,7 @@ import numpy as np
 
 import tba_jax
 from benchmarks.rollout import rollout
+from benchmarks.trainer_update import SIZES
 from configs import base, demo
 from tba_jax import packing, sharding
 from tba_jax.decoding import sampling as sampling_lib
@@ -50,21 +51,8 @@ from tba_jax.run import contract as contract_lib
 _MIB = 1 << 20
 _MEMORY, _SECONDS, _LOWER, _COMPILE = "temporary memory, MiB", "seconds", "trace and lower, seconds", "compile, seconds"
 
-# Settings of the base recipe: 32 rows of 4 queries. The model's vocabulary is not a setting, it comes beside them.
-_SMALL: dict[str, Any] = {
-    "task.prompt_length": 64,
-    "task.response_length": 64,
-    "learner.queries": 4,
-    "learner.completions": 8,
-    "model.layers": 6,
-    "model.width": 384,
-    "model.heads": 6,
-    "model.kv_heads": 6,
-    "model.head_size": 64,
-    "model.ffn": 1024,
-}
 # The depth of Qwen2.5-1.5B at a small width.
-_DEEP: dict[str, Any] = _SMALL | {
+_DEEP: dict[str, Any] = SIZES | {
     "model.layers": 28,
     "model.width": 256,
     "model.heads": 8,
@@ -344,13 +332,13 @@ def logprobs_piece(
 # within a measurement: what disturbs it only adds to its time, so that the least time is measured.
 PIECES: dict[str, Callable[[], Piece]] = {
     "update_demo": lambda: update_piece(demo.get_config(), updates=4),
-    "update_v4096": lambda: update_piece(recipe(_SMALL), 4096),
-    "update_v32000": lambda: update_piece(recipe(_SMALL | {"learner.queries": 2}), 32_000),
-    "decode_v4096": lambda: decode_piece(recipe(_SMALL), 4096, rows=64, response_length=64),
+    "update_v4096": lambda: update_piece(recipe(SIZES), 4096),
+    "update_v32000": lambda: update_piece(recipe(SIZES | {"learner.queries": 2}), 32_000),
+    "decode_v4096": lambda: decode_piece(recipe(SIZES), 4096, rows=64, response_length=64),
     # Programs of decoding hold each layer by itself, so that fewer are compiled sooner; here the vocabulary is most of the work.
-    "decode_v32000": lambda: decode_piece(recipe(_SMALL | {"model.layers": 2}), 32_000, rows=64, response_length=32),
-    "compile_update": lambda: compile_piece(*update_to_compile(recipe(_SMALL), 4096), donate=(0,)),
-    "compile_decode": lambda: compile_piece(*rollout_of(recipe(_SMALL | {"model.layers": 1}), 4096, rows=4, response_length=128)),
+    "decode_v32000": lambda: decode_piece(recipe(SIZES | {"model.layers": 2}), 32_000, rows=64, response_length=32),
+    "compile_update": lambda: compile_piece(*update_to_compile(recipe(SIZES), 4096), donate=(0,)),
+    "compile_decode": lambda: compile_piece(*rollout_of(recipe(SIZES | {"model.layers": 1}), 4096, rows=4, response_length=128)),
     "lower_28_layers": lambda: lower_piece(*update_to_compile(recipe(_DEEP), 4096), donate=(0,)),
     # The budget takes 41 steps at a time: the seconds are those of two whole blocks.
     "logprobs_v50000": lambda: logprobs_piece(B=16, R=1024, D=256, V=50_000, timed_R=82),

@@ -13,6 +13,7 @@ from tba_jax.experiment import composition
 from tba_jax.roles.trainer.update_program import UpdateProgram
 
 BETA = 0.1
+# Settings of the base recipe: 32 rows of 4 queries. The model's vocabulary is not a setting, it comes beside them.
 SIZES: dict[str, Any] = {
     "task.prompt_length": 64,
     "task.response_length": 64,

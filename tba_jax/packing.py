@@ -147,11 +147,12 @@ def plan(tokens: np.ndarray, limits: Limits, *, second_pass: float) -> Plan:
 
 
 def _cost(parts: Parts, limits: Limits) -> int:
-    """Of the micro-batches, in tokens."""
+    """The cost of micro-batches, in tokens that a model computes."""
     return _cost_of(len(parts), max(map(len, parts)), limits)
 
 
 def _cost_of(count: int, sequences: int, limits: Limits) -> int:
+    """The cost of `count` micro-batches of which the largest holds so many sequences."""
     return count * (limits.rounded(sequences) * limits.length + _MICRO_BATCH_TOKENS)
 
 
