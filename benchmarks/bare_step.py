@@ -144,8 +144,8 @@ def _without_finiteness() -> Iterator[None]:
         yield
 
 
-def _diagnostics_without_entropy(logprobs: jax.Array, entropy: jax.Array, inputs: Any) -> dict[str, jax.Array]:
-    return diagnostics(logprobs, jnp.zeros_like(entropy), inputs)
+def _diagnostics_without_entropy(logprobs: jax.Array, entropy: jax.Array, *args: Any, **options: Any) -> dict[str, jax.Array]:
+    return diagnostics(logprobs, jnp.zeros_like(entropy), *args, **options)
 
 
 _PLAN = packing.plan
@@ -158,7 +158,7 @@ def _always_packed(*args: Any, **options: Any) -> packing.Plan:
 PARTS: dict[str, Part] = {
     "nothing left out (noise)": ({}, contextlib.nullcontext),
     "entropy": ({}, lambda: mock.patch.object(update_lib, "diagnostics", _diagnostics_without_entropy)),
-    "diagnostics and entropy": ({}, lambda: mock.patch.object(update_lib, "diagnostics", lambda *_: {})),
+    "diagnostics and entropy": ({}, lambda: mock.patch.object(update_lib, "diagnostics", lambda *_, **__: {})),
     "finiteness check": ({}, _without_finiteness),
     "clipping by norm": ({"learner.clip_norm": 0.0}, contextlib.nullcontext),
     "whole logits (blocks of 32 MiB)": ({"learner.logit_megabytes": 32}, contextlib.nullcontext),

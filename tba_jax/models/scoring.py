@@ -233,11 +233,11 @@ def row_logprobs(
 def chosen_logprobs(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
     """log softmax(logits) at the tokens, and the entropy of softmax(logits), float32[t] each, nats. Entropy carries no gradient.
 
-        log π(y) = z[y] − m − log Σ_v exp(z[v] − m),  m = max_v z[v]
-        entropy = log Σ_v exp(z[v] − m) − Σ_v π(v) (z[v] − m)
+        log π(y) = z[y] − log Z,  log Z = m + log Σ_v exp(z[v] − m),  m = max_v z[v]
+        entropy = log Z − Σ_v π(v) z[v]
 
-    The backward pass, ∂ log π(y) / ∂ z[v] = 1[v = y] − π(v), keeps the logits and two numbers of each token. The derivative that
-    JAX would take of log_softmax reads and writes more arrays of the logits' size, which a large vocabulary makes slow.
+    The backward pass, ∂ log π(y) / ∂ z[v] = 1[v = y] − π(v), keeps exp(z − m) and its sum. The derivative that JAX would take of
+    log_softmax reads and writes more arrays of the logits' size, which a large vocabulary makes slow.
 
     Args: logits: float32[t, V], -inf outside of the response space. tokens: int32[t].
     """
@@ -246,24 +246,20 @@ def chosen_logprobs(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, ja
 
 def _chosen_forward(logits: jax.Array, tokens: jax.Array) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
     largest = jnp.max(logits, axis=-1, keepdims=True)
-    below = logits - largest
-    weights = jnp.exp(below)
+    weights = jnp.exp(logits - largest)
     total = jnp.sum(weights, axis=-1)
-    entropy = jnp.log(total) - jnp.sum(jnp.where(weights > 0, weights * below, 0.0), axis=-1) / total
-    # A sum over the vocabulary, not a gather: shards of the vocabulary add up.
-    chosen = jnp.sum(jnp.where(_is_token(logits, tokens), below, 0.0), axis=-1) - jnp.log(total)
-    return (chosen, entropy), (logits, tokens, largest, total)
+    # 0 · -inf is no number, but 0 times a finite one is 0. On CPUs a selection, or z − m with two readers, would be one more array
+    # of the logits' size.
+    mean = jnp.sum(weights * jnp.maximum(logits, jnp.finfo(logits.dtype).min), axis=-1) / total
+    log_normalizer = largest[..., 0] + jnp.log(total)
+    chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
+    return (chosen - log_normalizer, log_normalizer - mean), (weights, total, tokens)
 
 
 def _chosen_backward(kept: tuple[jax.Array, ...], cotangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-    logits, tokens, largest, total = kept
-    weights = jnp.exp(logits - largest - jnp.log(total)[..., None])
-    return cotangents[0][..., None] * (_is_token(logits, tokens) - weights), None
-
-
-def _is_token(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """bool[t, V]."""
-    return jnp.arange(logits.shape[-1]) == tokens[..., None]
+    weights, total, tokens = kept
+    is_token = jnp.arange(weights.shape[-1]) == tokens[..., None]
+    return cotangents[0][..., None] * (is_token - weights / total[..., None]), None
 
 
 chosen_logprobs.defvjp(_chosen_forward, _chosen_backward)
