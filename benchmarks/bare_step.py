@@ -12,7 +12,6 @@ says that the part costs 2 %, one above 1 that it saves time. Only the benchmark
 """
 
 import contextlib
-import dataclasses
 import functools
 import os
 import sys
@@ -29,10 +28,10 @@ from absl import app, flags
 
 from benchmarks import bare, trainer_update
 from configs import base
-from tba_jax import packing, sharding, trajectory
+from tba_jax import sharding, trajectory
 from tba_jax.learner import descent
 from tba_jax.learner import update as update_lib
-from tba_jax.models import decoder
+from tba_jax.models import decoder, scoring
 from tba_jax.models.parameters import Params
 from tba_jax.objectives.diagnostics import diagnostics
 from tba_jax.roles.trainer.update_program import UpdateProgram
@@ -148,13 +147,6 @@ def _diagnostics_without_entropy(logprobs: jax.Array, entropy: jax.Array, *args:
     return diagnostics(logprobs, jnp.zeros_like(entropy), *args, **options)
 
 
-_PLAN = packing.plan
-
-
-def _always_packed(*args: Any, **options: Any) -> packing.Plan:
-    return dataclasses.replace(_PLAN(*args, **options), one_row=False)
-
-
 PARTS: dict[str, Part] = {
     "nothing left out (noise)": ({}, contextlib.nullcontext),
     "entropy": ({}, lambda: mock.patch.object(update_lib, "diagnostics", _diagnostics_without_entropy)),
@@ -164,7 +156,7 @@ PARTS: dict[str, Part] = {
     "whole logits (blocks of 32 MiB)": ({"learner.logit_megabytes": 32}, contextlib.nullcontext),
     "states kept (learner.remat=full)": ({"learner.remat": "full"}, contextlib.nullcontext),
     "unrolled layers": ({}, lambda: mock.patch.object(decoder, "_UNROLLED", 0)),
-    "sequences of one row": ({}, lambda: mock.patch.object(packing, "plan", _always_packed)),
+    "shared prompts": ({}, lambda: mock.patch.object(scoring, "shares_prompts", lambda *_: False)),
     "parameter gathering": ({}, lambda: mock.patch.object(sharding, "constrain", lambda x, _: x)),
     "kernel over rows": ({}, lambda: mock.patch.object(decoder, "over_rows", lambda x: x)),
 }
@@ -173,8 +165,9 @@ PARTS: dict[str, Part] = {
 def _under(
     patched: Callable[[], contextlib.AbstractContextManager[Any]], changes: Mapping[str, Any], vocab: int
 ) -> Callable[[], dict[str, Any]]:
-    """An update that is always called under the patches: rows are packed at each call, and the program is traced at the first."""
-    update = project_side(changes, vocab)[1]
+    """An update that is made and always called under the patches: the program is traced at the first call."""
+    with patched():
+        update = project_side(changes, vocab)[1]
 
     def run() -> dict[str, Any]:
         with patched():

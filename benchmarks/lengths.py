@@ -7,6 +7,7 @@ the tokens are random. Both sides are the programs that trainer and searchers ca
 first device. The rows of each measurement are others.
 """
 
+import contextlib
 import itertools
 import statistics
 import time
@@ -20,10 +21,10 @@ import numpy as np
 from absl import app, flags
 
 from benchmarks import trainer_update
-from tba_jax import packing, trajectory
+from tba_jax import packing, row_layout, trajectory
 from tba_jax.models import parameters, scoring
-from tba_jax.packing import Limits, Plan
 from tba_jax.roles.trainer.update_program import UpdateProgram
+from tba_jax.row_layout import Laid, Lengths, Limits, Piece, Plan
 from tba_jax.tasks.gsm8k import GSM8K
 from tba_jax.text.tokenizers import HuggingFaceTokenizer
 
@@ -44,15 +45,26 @@ _CHANGES: dict[str, Any] = {
 }
 
 
-def alone(tokens: np.ndarray, limits: Limits, *, second_pass: float) -> Plan:
-    """As packing.plan, with one row in each sequence, and rows in their order."""
+def alone(lengths: Lengths, limits: Limits, *, second_pass: float) -> Plan:
+    """As row_layout.plan, with one row in each sequence, and rows in their order."""
     del second_pass
-    rows = [[row] for row in range(len(tokens))]
-    parts = [rows[first : first + limits.sequences] for first in range(0, len(rows), limits.sequences)]
-    computed = len(parts) * limits.sequences * limits.length
-    whole = limits.sequences % limits.group == 0
-    sizes: dict[str, Any] = dict(computed_tokens=computed, useful_tokens=int(tokens.sum()))
-    return Plan(parts=parts, sequences=limits.sequences, one_row=True, whole_groups=whole, **sizes)
+    sizes = np.maximum(lengths.prompt + lengths.response - 1, 1).tolist()
+    rows = [Laid(0, [Piece(row, 0, size)]) for row, size in enumerate(sizes)]
+    parts = [[rows[first : first + limits.sequences]] for first in range(0, len(rows), limits.sequences)]
+    return Plan(
+        parts=parts,
+        sequences=limits.sequences,
+        whole_groups=limits.sequences % limits.group == 0,
+        computed_tokens=len(parts) * limits.sequences * limits.length,
+        useful_tokens=sum(sizes),
+    )
+
+
+@contextlib.contextmanager
+def rows_alone() -> Iterator[None]:
+    """Programs that are made and called here compute each row in a sequence of its own."""
+    with mock.patch.object(scoring, "shares_prompts", lambda *_: False), mock.patch.object(row_layout, "plan", alone):
+        yield
 
 
 def gsm8k_lengths(data: Path, tokenizer: HuggingFaceTokenizer, *, rows: int, completions: int) -> Iterator[np.ndarray]:
@@ -68,70 +80,82 @@ def gsm8k_lengths(data: Path, tokenizer: HuggingFaceTokenizer, *, rows: int, com
 
 
 def with_lengths(rows: trajectory.Rows, lengths: np.ndarray, vocab: int) -> trajectory.Rows:
-    """Rows of random tokens with other lengths. Args: lengths: int[2, B], of prompts and responses."""
+    """The rows with other lengths. Args: lengths: int[2, B], of prompts and responses."""
     mask = trajectory.response_mask(lengths[1], rows["ref_logprobs"].shape[1])
-    tokens = np.random.default_rng(2).integers(0, vocab, rows["tokens"].shape).astype(np.int32)
     masked = {name: np.where(mask, -np.log(vocab), 0).astype(np.float32) for name in rows if name.endswith("_logprobs")}
     prompt, response = lengths.astype(np.int32)
     step = np.where(mask, 0, -1).astype(np.int32)
-    return dict(rows) | masked | {"tokens": tokens, "prompt_length": prompt, "response_length": response, "policy_step": step}
+    return dict(rows) | masked | {"prompt_length": prompt, "response_length": response, "policy_step": step}
 
 
 def scorer(program: UpdateProgram) -> tuple[Callable[[trajectory.Rows], Any], list[Plan]]:
     """Scoring as a searcher's reference does it, and the plans of its calls."""
     config, plans = program.config, []
-    params = jax.device_put(program.policy_params)
-    R, T = _CHANGES["task.response_length"], config.limits.length + 1
-    graphdef = config.policy.base.graphdef
-    score = scoring.program(program.mesh, graphdef=graphdef, R=R, space=config.space, logit_megabytes=128)
-    params = parameters.cast(jax.tree.map(lambda x: x.copy(), params), config.policy.model.compute_dtype)
+    limits, graphdef = config.limits, config.policy.base.graphdef
+    score = scoring.program(program.mesh, graphdef=graphdef, R=limits.response, space=config.space, logit_megabytes=128)
+    params = jax.tree.map(lambda x: x.copy(), jax.device_put(program.policy_params))
+    params = parameters.cast(params, config.policy.model.compute_dtype)
 
     def run(rows: trajectory.Rows) -> Any:
         columns = [rows[name] for name in ("tokens", "prompt_length", "response_length")]
-        limits = scoring.limits(len(columns[0]), T, tokens=_CHANGES["learner.micro_batch_tokens"], ways=1)
-        packed, plan = packing.of_rows(*columns, R=R, limits=limits)
+        packed, plan = packing.of_rows(*columns, limits=limits)
         plans.append(plan)
         return np.asarray(score(params, packed))
 
     return run, plans
 
 
-def compare(name: str, run: Callable[[trajectory.Rows], Any], batches: Iterator[trajectory.Rows], pairs: int) -> list[str]:
-    """Lines of a report: seconds of both sides, and the ratio of the pairs."""
-    sides = {"packed": packing.plan, "alone": alone}
+def compare(name: str, runs: Sequence[Callable[[trajectory.Rows], Any]], batches: Iterator[trajectory.Rows], pairs: int) -> str:
+    """A line of a report: seconds of both sides, and the ratio of the pairs. Args: runs: packed, and each row alone."""
+    sides: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]]
+    sides = {"packed": contextlib.nullcontext, "alone": rows_alone}
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     for number in range(-2, pairs):  # the first two compile
         rows = next(batches)
-        for side in sorted(sides, reverse=bool(number % 2)):
-            with mock.patch.object(packing, "plan", sides[side]):
+        for (side, context), run in sorted(zip(sides.items(), runs, strict=True), reverse=bool(number % 2)):
+            with context():
                 begin = time.perf_counter()
                 run(rows)
                 seconds[side] += [time.perf_counter() - begin] if number >= 0 else []
     ratios = [a / b for a, b in zip(seconds["alone"], seconds["packed"], strict=True)]
     lower, _, upper = statistics.quantiles(ratios, n=4)
     told = ", ".join(f"{side} {statistics.median(found):.2f} s" for side, found in seconds.items())
-    return [f"{name}: {told}; alone / packed {statistics.median(ratios):.2f} ({lower:.2f} to {upper:.2f}, {pairs} pairs)"]
+    return f"{name}: {told}; alone / packed {statistics.median(ratios):.2f} ({lower:.2f} to {upper:.2f}, {pairs} pairs)"
 
 
 def main(argv: Sequence[str]) -> None:
     del argv
     tokenizer, vocab = HuggingFaceTokenizer(_TOKENIZER.value), _VOCAB.value
     program = trainer_update.update_program(_CHANGES, vocab)
-    rows = trainer_update.random_rows(program, _CHANGES, vocab)
+    with rows_alone():
+        program_alone = trainer_update.update_program(_CHANGES, vocab)
+    full = trainer_update.random_rows(program, _CHANGES, vocab)
     lengths = gsm8k_lengths(Path(_DATA.value), tokenizer, rows=program.rows, completions=_CHANGES["learner.completions"])
-    of_batches = [next(lengths) for _ in range(64)]
-    plans = [packing.plan(packing.row_tokens(*each), program.config.limits, second_pass=1 / 3) for each in of_batches]
-    shapes = sorted({(plan.sequences, plan.one_row, plan.whole_groups) for plan in plans})
-    share = sum(plan.useful_tokens for plan in plans) / sum(plan.computed_tokens for plan in plans)
-    padded = sum(plan.useful_tokens for plan in plans) / (len(plans) * program.rows * program.config.limits.length)
-    print(f"{len(plans)} batches of {program.rows} rows: useful tokens {share:.3f} of the computed ones, alone {padded:.3f}")
-    print(f"shapes of the update (sequences, one row in each, whole groups): {shapes}")
-    batches = (with_lengths(rows, each, vocab) for each in itertools.cycle(of_batches))
-    score, scored = scorer(program)
-    print(*compare("update", program.apply, batches, _PAIRS.value), sep="\n", flush=True)
-    print(*compare("scoring", score, batches, _PAIRS.value), sep="\n", flush=True)
-    told = sorted({(plan.sequences, plan.one_row) for plan in scored})
-    print(f"shapes of scoring (sequences, one row in each), of both sides: {told}")
+    batches = [with_lengths(full, each, vocab) for each in itertools.islice(lengths, 64)]
+    report(batches, program.config.limits, program_alone.config.limits)
+    again = itertools.cycle(batches)
+    print(compare("update", (program.apply, program_alone.apply), again, _PAIRS.value), flush=True)
+    (score, plans), (score_alone, _) = scorer(program), scorer(program_alone)
+    print(compare("scoring", (score, score_alone), again, _PAIRS.value), flush=True)
+    print(f"numbers of sequences of scoring: {sorted({plan.sequences for plan in plans})}")
+
+
+def report(batches: Sequence[trajectory.Rows], limits: Limits, limits_alone: Limits) -> None:
+    """Prints which share of the computed tokens is of rows, and the shapes."""
+
+    def plans(plan: Callable[..., Plan], limits: Limits) -> list[Plan]:
+        columns = [(rows["tokens"], rows["prompt_length"], rows["response_length"]) for rows in batches]
+        return [plan(row_layout.lengths_of(*each), limits, second_pass=1 / 3) for each in columns]
+
+    def share(plans: Sequence[Plan]) -> float:
+        return sum(plan.useful_tokens for plan in plans) / sum(plan.computed_tokens for plan in plans)
+
+    packed, apart, rows = plans(row_layout.plan, limits), plans(row_layout.plan, limits_alone), plans(alone, limits_alone)
+    shares = f"{share(packed):.3f} packed, {share(apart):.3f} without shared prompts, {share(rows):.3f} alone"
+    print(f"{len(batches)} batches of {limits.rows} rows: share of the computed tokens that are of rows: {shares}")
+    tokens = [sum(plan.computed_tokens for plan in each) for each in (packed, apart, rows)]
+    print(f"computed tokens: {tokens[0]:,} packed, {tokens[1]:,} without shared prompts, {tokens[2]:,} alone")
+    print(f"shapes of the update (sequences, whole groups): {sorted({(plan.sequences, plan.whole_groups) for plan in packed})}")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import optax
 from absl import app, flags, logging
 
 from benchmarks.rollout import rollout
-from tba_jax import packing, sharding
+from tba_jax import packing, row_layout, sharding
 from tba_jax.decoding import sampling as sampling_lib
 from tba_jax.decoding.slots import row_keys
 from tba_jax.learner import state as state_lib
@@ -106,7 +106,7 @@ def lowered_train_step(layers: int) -> Any:
         policy=policy,
         objective=OBJECTIVES["trajectory_balance"],
         settings=ObjectiveSettings(completions=4),
-        limits=packing.Limits(length=31, sequences=8, ways=1, rows=16, group=4),
+        limits=row_layout.Limits(rows=16, group=4, prompt=16, response=16, shares=True, tokens=8 * 32),
         logit_bytes=_MIB,
         space=_SPACE,
         remat="full",

@@ -111,7 +111,7 @@ def update_of(config: Any, vocab: int = 0) -> Update:
 
     batch = random_batch(config, built.contract, model.vocab)
     columns = batch.tokens, batch.prompt_length, batch.response_length
-    packed, plan = packing.of_rows(*columns, R=batch.R, limits=learner.limits)
+    packed, plan = packing.of_rows(*columns, limits=learner.limits)
 
     def step(state: Any, rows: Any) -> tuple[Any, dict[str, jax.Array]]:
         static: dict[str, Any] = dict(whole_groups=plan.whole_groups, optimizers=optimizers, schedules=schedules)

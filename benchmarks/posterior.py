@@ -32,7 +32,7 @@ from tba_jax.models.config import DecoderConfig
 from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.objectives.inputs import ObjectiveSettings
-from tba_jax.packing import Limits
+from tba_jax.row_layout import Limits
 
 # Tokens: symbols, end, padding, and for each query the token that is its prompt.
 SYMBOLS, EOS, PAD, QUERIES = 4, 4, 5, 8
@@ -218,7 +218,7 @@ def learner_config(objective: str, *, completions: int, rows: int) -> update.Lea
         policy=Policy(model=MODEL),
         objective=OBJECTIVES[objective],
         settings=ObjectiveSettings(completions=completions),
-        limits=Limits(length=R, sequences=rows, ways=1, rows=rows, group=completions),
+        limits=Limits(rows=rows, group=completions, prompt=1, response=R, shares=False),
         logit_bytes=1 << 30,
         space=SPACE,
         remat="none",

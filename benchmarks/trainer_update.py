@@ -50,13 +50,14 @@ def update_program(changes: Mapping[str, Any], vocab: int) -> UpdateProgram:
 
 
 def random_rows(program: UpdateProgram, changes: Mapping[str, Any], vocab: int, *, full: bool = True) -> trajectory.Rows:
-    """Rows of random tokens whose prompts all have P tokens. Args: full: whether responses have R tokens, or 1 to R / 2."""
+    """Rows of random tokens whose prompts all have P tokens, one for each query. Args: full: whether responses have R tokens, or 1 to R / 2."""
     sizes = SIZES | dict(changes)
     B, P, R = program.rows, sizes["task.prompt_length"], sizes["task.response_length"]
     rng = np.random.default_rng(0)
     length = np.full(B, R, np.int32) if full else rng.integers(1, R // 2 + 1, B).astype(np.int32)
     mask = trajectory.response_mask(length, R)
     tokens = rng.integers(0, vocab, (B, P + R)).astype(np.int32)
+    tokens[:, :P] = tokens[:: sizes["learner.completions"], :P].repeat(sizes["learner.completions"], axis=0)
     tokens[:, P:][~mask] = 0
     logprobs = np.where(mask, -rng.exponential(np.log(vocab), (B, R)), 0).astype(np.float32)
     return {

@@ -11,7 +11,7 @@ from tba_jax.decoding import sizes
 from tba_jax.experiment import bounds, meshes
 from tba_jax.experiment.composition import Experiment
 from tba_jax.learner.settings import HELD_REFERENCES
-from tba_jax.models import heads, parameters, scoring
+from tba_jax.models import heads, parameters
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.rewards import task_models
 
@@ -165,7 +165,8 @@ class _Memory:
         drawn = max(lane.groups * lane.width, lane.arrivals * samples)  # by a decode step, by a prefill
         policy = self._compute * self._params
         sampled = bounds.sampled_bytes(self._experiment.policy, weights)
-        rows = scoring.block_rows(rows, self._P + self._R, tokens=self._config[section].score_tokens)
+        if tokens := self._config[section].score_tokens:
+            rows = min(rows, max(1, tokens // (self._P + self._R)))
         scored = rows * (self._P + self._R) * model.width * self._compute * 4
         scores = self._experiment.contract.has_reference
         scoring_bytes = scored + 2 * self._logits(rows, tensor, self._config[section].logit_megabytes)

@@ -121,9 +121,11 @@ def _divides(fsdp: int, tensor: int, policy: Policy) -> bool:
 
 def micro_batch_rows(config: Any, *, ways: int) -> int:
     """The rows of a micro-batch on the learner's mesh. Raises ValueError, see micro_batches.limits."""
-    learner, row_tokens = config.learner, config.task.prompt_length + config.task.response_length
-    sizes = dict(queries=learner.queries, completions=learner.completions)
-    return micro_batches.limits(learner.micro_batch_tokens, row_tokens=row_tokens, **sizes, ways=ways).sequences
+    learner, task = config.learner, config.task
+    sizes = dict(
+        prompt=task.prompt_length, response=task.response_length, queries=learner.queries, completions=learner.completions
+    )
+    return micro_batches.limits(learner.micro_batch_tokens, **sizes, ways=ways, shares=False).full_rows
 
 
 def _check_slots(config: Any, role: str, *, ways: int) -> None:

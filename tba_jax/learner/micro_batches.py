@@ -8,32 +8,33 @@ import jax.numpy as jnp
 
 from tba_jax import sharding
 from tba_jax.models.parameters import Params
-from tba_jax.packing import Limits
+from tba_jax.row_layout import Limits
 
 # What a forward pass costs beside a forward and a backward pass, by what the backward pass computes again.
 SCORING_SHARE = {"none": 1 / 3, "dots": 1 / 3, "full": 1 / 4}
 
 
-def limits(tokens: int, *, row_tokens: int, queries: int, completions: int, ways: int) -> Limits:
-    """What micro-batches hold: sequences as long as a row may be, as many as `tokens` hold.
+def limits(tokens: int, *, prompt: int, response: int, queries: int, completions: int, ways: int, shares: bool) -> Limits:
+    """What micro-batches hold.
 
     Args:
-      tokens: learner.micro_batch_tokens, 0: the whole batch, whatever its rows' lengths. row_tokens: P + R, padding included.
-      ways: see sharding.row_ways.
+      tokens: learner.micro_batch_tokens, 0: the whole batch, whatever its rows' lengths. prompt, response: P and R.
+      ways: see sharding.row_ways. shares: see row_layout.Limits.
 
     Raises:
       ValueError: the mesh does not divide the batch, or `tokens` do not hold a row for each data way; names the setting.
     """
     batch = queries * completions
     sharding.check_ways(batch, ways, what="learner.queries × learner.completions", mesh="learner.mesh")
-    sequences = min(batch, tokens // row_tokens // ways * ways) if tokens else batch
-    if not sequences:
+    row_tokens = prompt + response
+    if tokens and tokens < ways * row_tokens:
         each = f" for each of the {ways} ways of learner.mesh" if ways > 1 else ""
         raise ValueError(
             f"learner.micro_batch_tokens={tokens} does not hold one row{each}: a row has task.prompt_length + "
             f"task.response_length = {row_tokens} tokens; at least {ways * row_tokens}, or 0 for the whole batch"
         )
-    return Limits(length=row_tokens - 1, sequences=sequences, ways=ways, rows=batch, group=completions)
+    sizes = dict(rows=batch, group=completions, prompt=prompt, response=response)
+    return Limits(**sizes, shares=shares, tokens=tokens // ways, ways=ways)
 
 
 def split(tree: Any, rows: int, unit: int = 1) -> Any:

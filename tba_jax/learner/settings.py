@@ -12,6 +12,7 @@ import optax
 from tba_jax import sharding
 from tba_jax.learner import micro_batches, optimizer, state, update
 from tba_jax.learner.moving_reference import MovingReference
+from tba_jax.models import scoring
 from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.objectives.inputs import ObjectiveSettings
@@ -59,10 +60,12 @@ def make_learner_config(c: Any, contract: contract_lib.Contract, policy: Policy,
         settings=ObjectiveSettings(**{field.name: c[field.name] for field in dataclasses.fields(ObjectiveSettings)}),
         limits=micro_batches.limits(
             c.micro_batch_tokens,
-            row_tokens=contract.prompt_length + contract.response_length,
+            prompt=contract.prompt_length,
+            response=contract.response_length,
             queries=c.queries,
             completions=c.completions,
             ways=sharding.row_ways(mesh),
+            shares=scoring.shares_prompts(policy.model, mesh),
         ),
         logit_bytes=(c.logit_megabytes << 20) * mesh.size,
         space=contract.response_space(),

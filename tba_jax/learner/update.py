@@ -29,7 +29,8 @@ from tba_jax.objectives.advantages import step_advantages
 from tba_jax.objectives.diagnostics import diagnostics
 from tba_jax.objectives.inputs import ObjectiveInputs, ObjectiveSettings, PolicyOutputs
 from tba_jax.objectives.objective import Objective
-from tba_jax.packing import Limits, Packed, Sequences
+from tba_jax.packing import Packed, Sequences
+from tba_jax.row_layout import Limits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ last token of a prompt, and one for a new token in each row, which reads caches 
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,23 @@ from tba_jax.models.layers import Einsum, Norm
 Rotary = tuple[jax.Array, jax.Array] | None
 # attend(query [t, N, H], key [t, G, H], value [t, G, H]) -> ([t, N, H], keys and values to keep, or None).
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+
+
+class Prefix(NamedTuple):
+    """Where the sequences of W ways, B in all, continue others of the same way.
+
+    sequence: int32[W, B / W], the number in its way of the sequence that each one continues. segments: int32[B, T], the segment
+    there to which a token attends besides its own; 0: none.
+    """
+
+    sequence: jax.Array
+    segments: jax.Array
+
+    def of(self, x: jax.Array) -> jax.Array:
+        """[B, ...] -> [B, ...]: what the continued sequences have. A way reads its own alone."""
+        by_way = x.reshape(*self.sequence.shape, *x.shape[1:])
+        return jax.vmap(lambda of_way, sequence: of_way[sequence])(by_way, self.sequence).reshape(x.shape)
+
 
 # Stands for -inf in scores: a row without anything to attend to, as an idle slot is, must not become NaN.
 _MASKED = -1e30
@@ -98,7 +115,16 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 
 def attend(
-    query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None, *, causal: bool, kernel: str, window: int = 0
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segments: jax.Array | None,
+    *,
+    causal: bool,
+    kernel: str,
+    window: int = 0,
+    positions: jax.Array | None = None,
+    prefix: Prefix | None = None,
 ) -> jax.Array:
     """Attention over whole sequences.
 
@@ -108,6 +134,7 @@ def attend(
       kernel: "xla", "cudnn" (flash attention on NVIDIA GPUs), "splash" (on TPUs; on other devices it is interpreted, which is
         for tests), or "auto": what `fastest` says.
       window: with causal attention, a query attends to at most this many tokens, the last of which is itself; 0: to all.
+      positions, prefix: int32[B, T], and which tokens of other sequences are read as well, causally; not by "splash".
 
     Returns:
       [B, T, N, H]; softmax in float32.
@@ -115,36 +142,61 @@ def attend(
     platform = sharding.platform()
     if kernel == "auto":
         kernel = fastest(platform, query.dtype, query.shape[-1])
+    if prefix is not None:
+        assert causal and segments is not None and positions is not None and kernel != "splash"
+        mask = _mask_with_prefix(segments, positions, prefix, window=window)
+        key, value = (jnp.concatenate([prefix.of(x), x], axis=1) for x in (key, value))
+        if kernel == "xla":
+            return _attend_xla(query, key, value, mask)
+        return jax.nn.dot_product_attention(query, key, value, mask=mask[:, None], implementation="cudnn")
     if kernel == "splash":
         from tba_jax.models import splash_attention  # imports Pallas, which processes without TPUs can do without
 
         masks: dict[str, Any] = dict(causal=causal, window=window)
         return splash_attention.attend(query, key, value, segments, **masks, interpret=platform != "tpu")
     if kernel == "xla":
-        return _attend_xla(query, key, value, segments, causal=causal, window=window)
-    mask = None if segments is None else segments[:, None, :, None] == segments[:, None, None, :]
+        mask = _causal_mask(query.shape[1], window) if causal else jnp.ones((1, 1, 1), bool)
+        return _attend_xla(query, key, value, mask if segments is None else mask & _same(segments, segments))
+    of_segments = None if segments is None else _same(segments, segments)[:, None]
     local = (window - 1, 0) if window else None
     return jax.nn.dot_product_attention(
-        query, key, value, mask=mask, is_causal=causal, local_window_size=local, implementation="cudnn"
+        query, key, value, mask=of_segments, is_causal=causal, local_window_size=local, implementation="cudnn"
     )
 
 
-def _attend_xla(
-    query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None, *, causal: bool, window: int
-) -> jax.Array:
-    """`attend` by two batches of matrix products, whose heads come before their tokens: XLA's CPU backend is slower on others."""
+def _same(these: jax.Array, others: jax.Array) -> jax.Array:
+    """bool[B, T, S]: where int32[B, T] and int32[B, S] are equal."""
+    return these[:, :, None] == others[:, None, :]
+
+
+def _causal_mask(T: int, window: int) -> jax.Array:
+    """bool[1, T, T]. Args: window: see attend."""
+    later = (jnp.arange(T)[:, None] - jnp.arange(T))[None]
+    return (later >= 0) & (later < window) if window else later >= 0
+
+
+def _mask_with_prefix(segments: jax.Array, positions: jax.Array, prefix: Prefix, *, window: int) -> jax.Array:
+    """bool[B, T, 2T]: which tokens of the sequence that is continued a token attends to, and then which ones of its own."""
+    before = _same(prefix.segments, prefix.of(segments)) & (prefix.segments > 0)[:, :, None]
+    if window:
+        before &= positions[:, :, None] - prefix.of(positions)[:, None, :] < window
+    own = _causal_mask(segments.shape[1], window) & _same(segments, segments)
+    return jnp.concatenate([before, own], axis=2)
+
+
+def _attend_xla(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array) -> jax.Array:
+    """Attention by two batches of matrix products, whose heads come before their tokens: XLA's CPU backend is slower on others.
+
+    Args: query: [B, T, N, H]; key, value: [B, S, G, H]; mask: bool[B, T, S], or what broadcasts to it.
+    """
     B, T, N, H = query.shape
-    G = key.shape[2]
+    S, G = key.shape[1:3]
     query = query.reshape(B, T, G, N // G, H).transpose(0, 2, 3, 1, 4).reshape(B, G, -1, H)
     key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
     scores = jnp.einsum("BGxH,BGSH->BGxS", query, key, preferred_element_type=jnp.float32) * (1 / math.sqrt(H))
-    scores = scores.reshape(B, G, N // G, T, T)
-    later = jnp.arange(T)[:, None] - jnp.arange(T)
-    mask = jnp.ones((T, T), bool) if not causal else (later >= 0) & (later < window) if window else later >= 0
-    if segments is not None:
-        mask = mask & (segments[:, None, None, :, None] == segments[:, None, None, None, :])
-    weights = jax.nn.softmax(jnp.where(mask, scores, _MASKED), axis=-1).astype(value.dtype)
-    attended = jnp.einsum("BGxS,BGSH->BGxH", weights.reshape(B, G, -1, T), value)
+    scores = jnp.where(mask[:, None, None], scores.reshape(B, G, N // G, T, S), _MASKED)
+    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+    attended = jnp.einsum("BGxS,BGSH->BGxH", weights.reshape(B, G, -1, S), value)
     return attended.reshape(B, G, N // G, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
 
@@ -155,17 +207,22 @@ def fastest(platform: str, dtype: Any, head_size: int) -> str:
     return "cudnn" if platform == "gpu" and dtype == jnp.bfloat16 and cudnn_takes(head_size) else "xla"
 
 
+def reads_prefixes(kernel: str, platform: str, dtype: Any, head_size: int) -> bool:
+    """Whether a kernel attends to other sequences than a token's own: splash does not."""
+    return (fastest(platform, dtype, head_size) if kernel == "auto" else kernel) != "splash"
+
+
 def cudnn_takes(head_size: int) -> bool:
     """Whether cuDNN's flash attention computes heads of this size."""
     return head_size % 8 == 0 and head_size <= 128
 
 
-def whole_rows(B: int, T: int, segments: jax.Array | None, *, causal: bool, kernel: str, window: int = 0) -> Attend:
+def whole_rows(B: int, T: int, segments: jax.Array | None, **options: Any) -> Attend:
     """The `attend` of B whole sequences of T tokens. It keeps key and value [B, T, G, H]. Args: see attend."""
 
     def attend_rows(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, Any]:
         query, key, value = (x.reshape(B, T, *x.shape[1:]) for x in (query, key, value))
-        attended = attend(query, key, value, segments, causal=causal, kernel=kernel, window=window)
+        attended = attend(query, key, value, segments, **options)
         return attended.reshape(B * T, *attended.shape[2:]), (key, value)
 
     return attend_rows

@@ -15,7 +15,7 @@ from flax import nnx
 
 from tba_jax import sharding
 from tba_jax.models import attention, parameters
-from tba_jax.models.attention import Attend, Attention, Rotary
+from tba_jax.models.attention import Attend, Attention, Prefix, Rotary
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.layers import (
     REMAT_POLICIES,
@@ -100,7 +100,13 @@ class Decoder(nnx.Module):
 
     @full_precision
     def __call__(
-        self, tokens: jax.Array, *, positions: jax.Array | None = None, segments: jax.Array | None = None, remat: str = "none"
+        self,
+        tokens: jax.Array,
+        *,
+        positions: jax.Array | None = None,
+        segments: jax.Array | None = None,
+        prefix: Prefix | None = None,
+        remat: str = "none",
     ) -> jax.Array:
         """Final hidden states of whole sequences, for teacher-forced scoring.
 
@@ -108,6 +114,8 @@ class Decoder(nnx.Module):
           tokens: int32[B, T], padded on the right or not at all: causality alone keeps real tokens from attending to padding.
           positions: int32[B, T]; None: from 0 on. segments: int32[B, T], at least 0: tokens attend within their segment, whose
             tokens are consecutive; None: a sequence is one segment.
+          prefix: which tokens of other sequences are read as well; with positions and segments, and not by every kernel, see
+            attention.reads_prefixes. None: no others.
           remat: what the backward pass recomputes, a name of layers.REMAT.
 
         Returns:
@@ -115,10 +123,10 @@ class Decoder(nnx.Module):
         """
         c = self.config
         B, T = tokens.shape
-        positions = (jnp.broadcast_to(jnp.arange(T), (B, T)) if positions is None else positions).reshape(-1)
+        positions = jnp.broadcast_to(jnp.arange(T), (B, T)) if positions is None else positions
         kinds = sorted(set(c.local_layers))
-        tables = [attention.rotary(positions, c, local=local) for local in kinds]
-        kernel: dict[str, Any] = dict(causal=True, kernel=c.attention)
+        tables = [attention.rotary(positions.reshape(-1), c, local=local) for local in kinds]
+        kernel: dict[str, Any] = dict(causal=True, kernel=c.attention, positions=positions, prefix=prefix)
         attends = [attention.whole_rows(B, T, segments, **kernel, window=c.window * local) for local in kinds]
 
         def layer(block: Block, x: jax.Array, local: jax.Array | None) -> jax.Array:
@@ -132,7 +140,7 @@ class Decoder(nnx.Module):
         x = parameters.scan(
             layer,
             self.layers,
-            self.embed_tokens(tokens.reshape(-1), positions),
+            self.embed_tokens(tokens.reshape(-1), positions.reshape(-1)),
             along=jnp.array(c.local_layers) if len(kinds) > 1 else None,
             dtype=c.compute_dtype,
             policy=REMAT_POLICIES[remat],

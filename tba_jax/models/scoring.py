@@ -12,11 +12,13 @@ from jax.sharding import Mesh
 
 from tba_jax import sharding
 from tba_jax.models import parameters
+from tba_jax.models.attention import Prefix, reads_prefixes
+from tba_jax.models.config import DecoderConfig
 from tba_jax.models.decoder import Decoder
 from tba_jax.models.layers import full_precision
 from tba_jax.models.parameters import Params
 from tba_jax.models.response_space import ResponseSpace
-from tba_jax.packing import Limits, Packed, Sequences, summed
+from tba_jax.packing import Packed, Sequences, summed
 
 
 def response_tokens(tokens: jax.Array, prompt_length: jax.Array, *, R: int) -> jax.Array:
@@ -67,12 +69,16 @@ def response_logprobs(
 
 
 def packed_hidden_states(model: Decoder, sequences: Sequences, *, remat: str) -> jax.Array:
-    """compute_dtype[M, places, D]: the hidden states that the listed response tokens are predicted from.
+    """compute_dtype[W·M, places, D]: the hidden states that the listed response tokens are predicted from.
 
     Args: remat: see response_logprobs.
     """
-    hidden = model(sequences.tokens, positions=sequences.positions, segments=sequences.segments, remat=remat)
-    return jax.vmap(lambda sequence, states: sequence[states])(hidden, sequences.states)
+    W, M, S = sequences.tokens.shape
+    flat = jax.tree.map(lambda x: x.reshape(W * M, -1), sequences)
+    prefix = None if sequences.prefix is None else Prefix(sequences.prefix, flat.parents)
+    hidden = model(flat.tokens, positions=flat.positions, segments=flat.segments, prefix=prefix, remat=remat)
+    listed = jax.vmap(lambda of_way, states: of_way[states])(hidden.reshape(W, M * S, -1), sequences.states)
+    return listed.reshape(W * M, *listed.shape[2:])
 
 
 def packed_logprobs(
@@ -83,18 +89,17 @@ def packed_logprobs(
     Args: none: the number of padding, B·R.
 
     Returns:
-      float32[M, places] and float32[M, places], 0 where there is no token.
+      float32[W·M, places] and float32[W·M, places], 0 where there is no token.
     """
-    listed = sequences.numbers < none
+    numbers, targets = (x.reshape(hidden.shape[:2]) for x in (sequences.numbers, sequences.targets))
+    listed = numbers < none
     used = jnp.max(jnp.sum(listed, axis=1))
-    logprobs, entropy = token_logprobs(
-        model, hidden, sequences.targets, sequences.numbers % R, space=space, logit_bytes=logit_bytes, used=used
-    )
+    logprobs, entropy = token_logprobs(model, hidden, targets, numbers % R, space=space, logit_bytes=logit_bytes, used=used)
     return jnp.where(listed, logprobs, 0.0), jnp.where(listed, entropy, 0.0)
 
 
 def by_row(values: jax.Array, numbers: jax.Array, *, B: int, R: int) -> jax.Array:
-    """Values of the listed response tokens, [M, places], in their rows: [B, R], 0 elsewhere."""
+    """Values of the listed response tokens, [W·M, places], in their rows: [B, R], 0 elsewhere."""
     flat = jnp.zeros(B * R, values.dtype)
     return flat.at[numbers.reshape(-1)].add(values.reshape(-1), mode="drop").reshape(B, R)
 
@@ -128,18 +133,9 @@ def program(
     return sharding.on_mesh(mesh, jax.jit(score))
 
 
-def limits(rows: int, T: int, *, tokens: int, ways: int) -> Limits:
-    """What micro-batches of `rows` rows hold that are scored. Args: T, tokens: see block_rows, on each of `ways` devices."""
-    return Limits(length=T - 1, sequences=ways * block_rows(-(-rows // ways), T, tokens=tokens), ways=ways, rows=rows, group=1)
-
-
-def block_rows(rows: int, T: int, *, tokens: int) -> int:
-    """The sequences of a micro-batch, of the fewest and most even ones that hold `rows` rows of T tokens and `tokens` at most.
-
-    Args: T: tokens of a row. tokens: a micro-batch has at least one row, whatever its length; 0: one holds all rows.
-    """
-    most = max(1, tokens // T) if tokens else rows
-    return -(-rows // -(-rows // most))
+def shares_prompts(model: DecoderConfig, mesh: Mesh) -> bool:
+    """Whether rows of equal prompts are scored with one prompt on a mesh."""
+    return reads_prefixes(model.attention, mesh.devices.flat[0].platform, model.compute_dtype, model.head_size)
 
 
 @full_precision

@@ -55,16 +55,13 @@ class Evaluator:
         self._config, self._contract, self._run = config, contract, run
         self._tokenizer, self._task, self._queries = tokenizer, task, list(queries)
         self._samples_per_query = config.evaluation.samples_per_query
-        e = config.evaluation
         mesh = policy_mesh(config, "evaluation")
         self._sampler = Sampler(
             contract,
             run,
             policy=policy,
             tokenizer=tokenizer,
-            reference=reference.make(
-                contract, run, policy=policy, mesh=mesh, logit_megabytes=e.logit_megabytes, score_tokens=e.score_tokens
-            ),
+            reference=reference.make(contract, run, policy=policy, mesh=mesh, **_scoring_settings(config)),
             **_sampling_settings(config, queries),
         )
 
@@ -213,11 +210,16 @@ def programs(
         policy=policy,
         tokenizer=tokenizer,
         rows=config.evaluation.batch_size,
-        limits={name: config.evaluation[name] for name in ("logit_megabytes", "score_tokens")},
+        limits=_scoring_settings(config),
         section="evaluation",
         slots_setting="evaluation.batch_size",
         **_sampling_settings(config, queries),
     )
+
+
+def _scoring_settings(config: Any) -> dict[str, int]:
+    e = config.evaluation
+    return dict(samples=e.samples_per_query, logit_megabytes=e.logit_megabytes, score_tokens=e.score_tokens)
 
 
 def plain(report: dict[str, Any]) -> dict[str, Any]:

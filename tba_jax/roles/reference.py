@@ -1,13 +1,14 @@
 """The run's reference policy on the mesh of a role that samples: its weights, and the log-probs that it gives responses."""
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from tba_jax import packing, sharding, trajectory
+from tba_jax import packing, row_layout, sharding, trajectory
 from tba_jax.models import scoring
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
@@ -47,9 +48,19 @@ def _scorer(contract: contract_lib.Contract, policy: Policy, mesh: jax.sharding.
     return scoring.program(mesh, graphdef=graphdef, R=contract.response_length, space=space, logit_megabytes=logit_megabytes)
 
 
-def _limits(contract: contract_lib.Contract, mesh: jax.sharding.Mesh, rows: int, *, score_tokens: int) -> packing.Limits:
-    T = contract.prompt_length + contract.response_length
-    return scoring.limits(rows, T, tokens=score_tokens, ways=sharding.row_ways(mesh))
+def _limits(
+    contract: contract_lib.Contract, policy: Policy, mesh: jax.sharding.Mesh, rows: int, *, samples: int, score_tokens: int
+) -> row_layout.Limits:
+    ways = sharding.row_ways(mesh)
+    return row_layout.Limits(
+        rows=rows,
+        group=math.gcd(rows, samples),
+        prompt=contract.prompt_length,
+        response=contract.response_length,
+        shares=scoring.shares_prompts(policy.model, mesh),
+        tokens=score_tokens,
+        ways=ways,
+    )
 
 
 def programs(
@@ -59,6 +70,7 @@ def programs(
     policy: Policy,
     mesh: jax.sharding.Mesh,
     rows: int,
+    samples: int = 1,
     logit_megabytes: int,
     score_tokens: int,
 ) -> dict[str, Program]:
@@ -70,7 +82,7 @@ def programs(
     """
     if not contract.has_reference:
         return {}
-    limits = _limits(contract, mesh, rows, score_tokens=score_tokens)
+    limits = _limits(contract, policy, mesh, rows, samples=samples, score_tokens=score_tokens)
     largest = packing.empty(limits, limits.sequences)
     arguments = params, shaped(largest, scoring.packed_shardings(mesh))
     score = _scorer(contract, policy, mesh, logit_megabytes=logit_megabytes)
@@ -102,31 +114,32 @@ class ReferencePolicy:
         *,
         policy: Policy,
         mesh: jax.sharding.Mesh,
+        samples: int = 1,
         logit_megabytes: int,
         score_tokens: int,
     ):
         """
         Args:
+          samples: so many consecutive rows have one prompt, usually.
           logit_megabytes: memory that the logits of `logprobs` may take at a time on each device.
-          score_tokens: tokens of the sequences that `logprobs` scores at a time on each device, see scoring.block_rows.
+          score_tokens: tokens of the sequences that `logprobs` scores at a time on each device, see row_layout.Limits.tokens.
         """
         self.id = layout.reference_id(run)
         self.mesh = mesh
         self.params = _load(run, policy, mesh)
         self._score = _scorer(contract, policy, mesh, logit_megabytes=logit_megabytes)
-        self._response_length = contract.response_length
-        self._limits = functools.partial(_limits, contract, mesh, score_tokens=score_tokens)
+        self._limits = functools.partial(_limits, contract, policy, mesh, samples=samples, score_tokens=score_tokens)
         self.computed_tokens = self.useful_tokens = 0
         self._shapes_log = ShapesLog("scoring by the reference")
 
     def logprobs(self, rows: Mapping[str, np.ndarray]) -> np.ndarray:
         """float32[B, R], nats at the scoring temperature, 0 where masked. A new B compiles a new program, and so do at most 8
-        different numbers of sequences, see packing.Limits.
+        different numbers of sequences, see row_layout.Limits.
 
         Args: rows: the columns of `text_columns`, others are ignored.
         """
         tokens, *lengths = (rows[name] for name in ("tokens", "prompt_length", "response_length"))
-        packed, plan = packing.of_rows(tokens, *lengths, R=self._response_length, limits=self._limits(len(tokens)))
+        packed, plan = packing.of_rows(tokens, *lengths, limits=self._limits(len(tokens)))
         self._shapes_log.note(plan)
         self.computed_tokens += plan.computed_tokens
         self.useful_tokens += plan.useful_tokens
@@ -156,11 +169,12 @@ def make(
     *,
     policy: Policy,
     mesh: jax.sharding.Mesh,
+    samples: int = 1,
     logit_megabytes: int,
     score_tokens: int,
 ) -> ReferencePolicy | NoReference:
     """The reference of the run. Args: see ReferencePolicy."""
     if not contract.has_reference:
         return NoReference(contract, run, policy=policy, mesh=mesh)
-    limits = dict(logit_megabytes=logit_megabytes, score_tokens=score_tokens)
+    limits = dict(samples=samples, logit_megabytes=logit_megabytes, score_tokens=score_tokens)
     return ReferencePolicy(contract, run, policy=policy, mesh=mesh, **limits)

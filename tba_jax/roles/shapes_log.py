@@ -2,7 +2,7 @@
 
 import logging
 
-from tba_jax.packing import Plan
+from tba_jax.row_layout import Plan
 
 log = logging.getLogger(__name__)
 
@@ -12,20 +12,17 @@ class ShapesLog:
 
     def __init__(self, program: str):
         self._program = program
-        self._seen: set[tuple[int, bool]] = set()
+        self._seen: set[int] = set()
 
     def note(self, plan: Plan) -> bool:
         """A call with the rows of a plan. Returns whether their shape is new."""
-        shape = plan.sequences, plan.one_row
-        if shape in self._seen:
+        if plan.sequences in self._seen:
             return False
-        self._seen.add(shape)
-        each = "of one row" if plan.one_row else "of several rows"
+        self._seen.add(plan.sequences)
         log.info(
-            "%s: compiled for %d sequences %s (%d of at most 8 shapes; %.0f %% of the tokens are of rows)",
+            "%s: compiled for %d sequences (%d of at most 8 shapes; %.0f %% of the tokens are of rows)",
             self._program,
             plan.sequences,
-            each,
             len(self._seen),
             100 * plan.useful,
         )

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import optax
 
-from tba_jax import packing, trajectory
+from tba_jax import packing, row_layout, trajectory
 from tba_jax.learner import state as state_lib
 from tba_jax.learner import update as update_lib
 from tba_jax.learner.optimizer import linear_then_constant
@@ -31,9 +31,9 @@ SPACE = scoring.ResponseSpace(temperature=0.8, banned_tokens=(0,), eos_id=EOS)
 DESCENT: state_lib.Optimizers = {"policy": optax.sgd(1.0)}
 
 
-def limits(sequences: int) -> packing.Limits:
-    """Micro-batches of at most so many sequences, each as long as a row may be."""
-    return packing.Limits(length=P + R - 1, sequences=sequences, ways=1, rows=B, group=K)
+def limits(rows: int = 0, *, shares: bool = True, ways: int = 1) -> row_layout.Limits:
+    """Micro-batches of at most so many full rows; 0: of all."""
+    return row_layout.Limits(rows=B, group=K, prompt=P, response=R, shares=shares, tokens=rows * (P + R) // ways, ways=ways)
 
 
 def settings(**changes: Any) -> update_lib.LearnerConfig:
@@ -41,7 +41,7 @@ def settings(**changes: Any) -> update_lib.LearnerConfig:
         policy=POLICY,
         objective=OBJECTIVES["trajectory_balance"],
         settings=ObjectiveSettings(completions=K),
-        limits=limits(B),
+        limits=limits(),
         logit_bytes=1 << 20,
         space=SPACE,
         remat="none",
@@ -81,10 +81,10 @@ def random_batch(seed: int = 0) -> state_lib.Batch:
     )
 
 
-def packed_of(batch: state_lib.Batch, limits: packing.Limits, **options: Any) -> tuple[packing.Packed, packing.Plan]:
+def packed_of(batch: state_lib.Batch, limits: row_layout.Limits, **options: Any) -> tuple[packing.Packed, row_layout.Plan]:
     """See packing.of_rows."""
     columns = (np.asarray(column) for column in (batch.tokens, batch.prompt_length, batch.response_length))
-    return packing.of_rows(*columns, R=batch.R, limits=limits, **options)
+    return packing.of_rows(*columns, limits=limits, **options)
 
 
 def make_step(
@@ -96,7 +96,7 @@ def make_step(
     second_pass: float = 1 / 3,
     **options: Any,
 ) -> Any:
-    """step(state, frozen, batch), jitted. Args: second_pass: see packing.plan; options: of jax.jit."""
+    """step(state, frozen, batch), jitted. Args: second_pass: see row_layout.plan; options: of jax.jit."""
     made = functools.partial(train_step, optimizers=optimizers, schedules=schedules(**changes or {}), config=config)
     jitted = jax.jit(made, static_argnames="whole_groups", **options)
 

@@ -315,15 +315,13 @@ def _make_sampler(
     tokenizer: Tokenizer,
     queries: Sequence[EncodedQuery],
 ) -> Sampler:
-    mesh, s = policy_mesh(config, "searchers"), config.searchers
+    mesh = policy_mesh(config, "searchers")
     return Sampler(
         contract,
         run,
         policy=policy,
         tokenizer=tokenizer,
-        reference=reference.make(
-            contract, run, policy=policy, mesh=mesh, logit_megabytes=s.logit_megabytes, score_tokens=s.score_tokens
-        ),
+        reference=reference.make(contract, run, policy=policy, mesh=mesh, **_scoring_settings(config)),
         **_sampling_settings(config, contract, queries),
     )
 
@@ -368,11 +366,16 @@ def programs(
         policy=policy,
         tokenizer=tokenizer,
         rows=_rows_per_batch(config),
-        limits={name: config.searchers[name] for name in ("logit_megabytes", "score_tokens")},
+        limits=_scoring_settings(config),
         section="searchers",
         slots_setting="searchers.slots",
         **_sampling_settings(config, contract, queries),
     )
+
+
+def _scoring_settings(config: Any) -> dict[str, int]:
+    s = config.searchers
+    return dict(samples=s.samples_per_query, logit_megabytes=s.logit_megabytes, score_tokens=s.score_tokens)
 
 
 def _check_finite(ref_logprobs: np.ndarray, queries: Sequence[EncodedQuery]) -> None:

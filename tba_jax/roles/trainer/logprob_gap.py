@@ -78,7 +78,7 @@ class LogprobGap:
     def programs(self, frozen: parameters.Params, batch: Batch) -> dict[str, Program]:
         """Name -> the program of `take`. Args: shapes of the frozen weights, and of a batch of any size."""
         snapshot = self._config.policy.snapshot_shapes(self._mesh)
-        rows = self._config.limits.sequences
+        rows = self._config.limits.full_rows
         micro = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype, sharding=x.sharding), batch)
         return {"log-prob gap": Program(function=self._score, arguments=(snapshot, frozen, micro))}
 
@@ -106,7 +106,7 @@ class LogprobGap:
         rows = index.gather(slots)
         mask = trajectory.response_mask(rows["response_length"], rows["policy_step"].shape[1])
         whole = (np.where(mask, rows["policy_step"], step) == step).all(axis=1)
-        return index.gather(np.resize(slots[whole], self._config.limits.sequences)) if whole.any() else None
+        return index.gather(np.resize(slots[whole], self._config.limits.full_rows)) if whole.any() else None
 
     def _load(self, found: Mapping[int, trajectory.Rows]) -> _Compared | None:
         """The first of the steps whose snapshot is still there, in host memory: the devices' is the update's meanwhile."""

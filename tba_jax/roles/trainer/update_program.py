@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tba_jax import packing, sharding, trajectory
+from tba_jax import packing, row_layout, sharding, trajectory
 from tba_jax.learner import micro_batches, optimizer, settings
 from tba_jax.learner import state as state_lib
 from tba_jax.learner import update as update_lib
@@ -26,7 +26,7 @@ class Placed:
 
     batch: state_lib.Batch
     packed: packing.Packed
-    plan: packing.Plan
+    plan: row_layout.Plan
 
 
 class UpdateProgram:
@@ -164,7 +164,7 @@ class UpdateProgram:
         on_host = state_lib.batch_from_rows(rows)
         columns = on_host.tokens, on_host.prompt_length, on_host.response_length
         second_pass = micro_batches.SCORING_SHARE[self.config.remat]
-        packed, plan = packing.of_rows(*columns, R=on_host.R, limits=self.config.limits, second_pass=second_pass)
+        packed, plan = packing.of_rows(*columns, limits=self.config.limits, second_pass=second_pass)
         packed = jax.device_put(packed, scoring.packed_shardings(self.mesh))
         placed = Placed(batch=sharding.put_rows(self.mesh, on_host), packed=packed, plan=plan)
         if self._shapes_log[plan.whole_groups].note(plan):

@@ -20,7 +20,7 @@ lengths = strategies.lists(strategies.integers(1, 20), min_size=24, max_size=24)
 @given(lengths, strategies.sampled_from([2, 4, 8, 24]), strategies.sampled_from([0.0, 0.4, 10.0]))
 def test_every_row_lies_in_one_place_within_the_limits(tokens, sequences, second_pass):
     of = limits(sequences=sequences)
-    found = packing.plan(tokens, of, second_pass=second_pass)
+    found = row_layout.plan(tokens, of, second_pass=second_pass)
     assert sorted(row for part in found.parts for rows in part for row in rows) == list(range(24))
     assert (
         len(found.parts) <= of.micro_batches(found.sequences) and found.sequences <= sequences and found.sequences % of.ways == 0
@@ -34,7 +34,7 @@ def test_every_row_lies_in_one_place_within_the_limits(tokens, sequences, second
         assert found.sequences == sequences and all(len(rows) == 1 for part in found.parts for rows in part)
     computed = len(found.parts) * found.sequences * of.length
     assert found.useful == pytest.approx(tokens.sum() / computed)
-    assert packing.plan(tokens, of, second_pass=second_pass) == found, "it follows from the lengths alone"
+    assert row_layout.plan(tokens, of, second_pass=second_pass) == found, "it follows from the lengths alone"
 
 
 def test_numbers_of_sequences_are_few():
@@ -47,22 +47,22 @@ def test_numbers_of_sequences_are_few():
 
 def test_groups_are_split_where_they_waste_more_than_a_second_pass():
     tokens = np.array([14, 14, 14, 1, 1, 1] * 4)  # a micro-batch of four sequences holds one group of long rows
-    together = packing.plan(tokens, limits(), second_pass=0.4)
+    together = row_layout.plan(tokens, limits(), second_pass=0.4)
     assert together.whole_groups and len(together.parts) == 4
-    apart = packing.plan(tokens, limits(), second_pass=0.2)
+    apart = row_layout.plan(tokens, limits(), second_pass=0.2)
     assert not apart.whole_groups and len(apart.parts) == 3
 
 
 def test_rows_lie_alone_where_packing_saves_nothing():
     """24 long rows; 22 packed sequences, which count as 24; and 16 sequences, which have a shape of their own."""
     for tokens, sequences, one_row in (([11] * 24, 24, True), ([11] * 22 + [5] * 2, 24, True), ([11] * 16 + [5] * 8, 16, False)):
-        found = packing.plan(np.array(tokens), limits(sequences=24), second_pass=0.0)
+        found = row_layout.plan(np.array(tokens), limits(sequences=24), second_pass=0.0)
         assert (found.sequences, found.one_row) == (sequences, one_row)
 
 
 def test_a_row_longer_than_a_sequence_is_refused():
     with pytest.raises(ValueError, match="a row of 21 tokens does not fit a sequence of 20"):
-        packing.plan(np.full(24, 21), limits(), second_pass=0.0)
+        row_layout.plan(np.full(24, 21), limits(), second_pass=0.0)
 
 
 # Packed sequences, and sequences of one row.
@@ -75,7 +75,7 @@ def test_rows_are_found_again_in_their_sequences(sequences):
         prompt, response = np.full(B, P), rng.integers(R // 2, R + 1, B)
     tokens = rng.integers(1, 1000, (B, P + R)).astype(np.int32)
     of = limits(length=P + R - 1, sequences=sequences, rows=B)
-    found = packing.plan(packing.row_tokens(prompt, response), of, second_pass=0.0)
+    found = row_layout.plan(packing.row_tokens(prompt, response), of, second_pass=0.0)
     whole = packing.pack(tokens, prompt, response, R=R, plan=found, limits=of)
     packed, S = whole.micro_batches, P + R - 1
     if found.one_row:
@@ -111,6 +111,8 @@ def test_short_rows_leave_little_padding(queries, completions, sequences):
     """Rows as long as those of GSM8K: about an eighth of a sequence, some a half of it."""
     rng, rows = np.random.default_rng(0), queries * completions
     of = Limits(length=1023, sequences=sequences, ways=1, rows=rows, group=completions)
-    found = [packing.plan(np.minimum(rng.lognormal(4.9, 0.5, rows).astype(int), 1023), of, second_pass=1 / 3) for _ in range(20)]
+    found = [
+        row_layout.plan(np.minimum(rng.lognormal(4.9, 0.5, rows).astype(int), 1023), of, second_pass=1 / 3) for _ in range(20)
+    ]
     assert sum(plan.useful_tokens for plan in found) > 0.8 * sum(plan.computed_tokens for plan in found)
     assert len({plan.sequences for plan in found}) <= 7

@@ -1,0 +1,302 @@
+"""Where rows lie in sequences, so that a model computes what rows hold, a prompt once for its rows, and little padding.
+
+There are two layouts. Which one is used follows from the attention kernel (attention.reads_prefixes):
+
+- Shared prompts. A prompt is one segment, and the response of each of its rows another one, in the same sequence or in a later
+  one, whose tokens attend to the prompt and to their own response.
+- Rows apart. Each row is one segment, with a prompt of its own.
+
+Where tokens lie follows from the rows' lengths, and from which prompts are equal.
+"""
+
+import bisect
+import dataclasses
+import functools
+import heapq
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+# Micro-batches have so many different numbers of sequences at most: so many shapes of any one program.
+_SHAPES = 8
+# The most sequences of a micro-batch are at most so many times the fewest, which many micro-batches approximate any number with.
+_SPREAD = 16
+# A micro-batch more costs about as much as so many tokens: its gradient is added to the others'.
+_MICRO_BATCH_TOKENS = 256
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What micro-batches may hold.
+
+    rows: B, `group` consecutive ones are a query's. prompt, response: P and R, the most tokens of each. shares: whether rows share
+    their prompts. tokens: most of a micro-batch on each of `ways` devices, though it holds one row at least; 0: it may hold all.
+    """
+
+    rows: int
+    group: int
+    prompt: int
+    response: int
+    shares: bool
+    tokens: int = 0
+    ways: int = 1
+
+    @functools.cached_property
+    def length(self) -> int:
+        """S, tokens of a sequence. Longer ones would leave less room unused, and attend to more that they do not read."""
+        return max(self.prompt, self.response) if self.shares else max(1, self.prompt + self.response - 1)
+
+    @functools.cached_property
+    def _whole(self) -> int:
+        """Sequences of a micro-batch on each way that hold all rows, however long they are."""
+        rows = -(-self.rows // self.ways)
+        if not self.shares:
+            return rows
+        of_query = min(self.group, rows)
+        beside, alone = (self.length - self.prompt) // self.response, self.length // self.response
+        return -(-rows // of_query) * (1 + -(-max(0, of_query - beside) // alone))
+
+    @functools.cached_property
+    def sequences(self) -> int:
+        """The most sequences of a micro-batch, a multiple of `ways`. Full rows fill the fewest micro-batches with them evenly."""
+        most = max(2 if self.shares else 1, self.tokens // self.length)
+        if not self.tokens or most >= self._whole:
+            return self.ways * self._whole
+        queries = -(-self.rows // (self.ways * self.group))
+        of_query = self._whole // queries
+        if most >= of_query:
+            most = of_query * -(-queries // -(-queries // (most // of_query)))
+        return self.ways * most
+
+    @functools.cached_property
+    def full_rows(self) -> int:
+        """As many rows of P + R tokens as `tokens` hold on all ways, at most all and at least one on each way."""
+        most = max(1, self.tokens // (self.prompt + self.response)) if self.tokens else self.rows
+        return min(self.rows, self.ways * most)
+
+    @functools.cached_property
+    def shapes(self) -> tuple[int, ...]:
+        """The numbers of sequences that micro-batches have, ascending: all there are, or in even ratios from the most down."""
+        most = self.sequences // self.ways
+        if most <= _SHAPES:
+            return tuple(self.ways * each for each in range(1, most + 1))
+        ratio = min(_SPREAD, most) ** (1 / (_SHAPES - 1))
+        return tuple(sorted({self.ways * math.ceil(most / ratio**power) for power in range(_SHAPES)}))
+
+    def micro_batches(self, sequences: int) -> int:
+        """n: as many micro-batches of so many sequences as hold all rows, however their lengths and prompts are."""
+        each = sequences // self.ways
+        if each >= self._whole:
+            return 1
+        return -(-self.rows // (self.ways * max(1, each // 2 if self.shares else each)))
+
+    def rounded(self, sequences: int) -> int:
+        """The next larger number of sequences that micro-batches have."""
+        return self.shapes[bisect.bisect_left(self.shapes, sequences)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Lengths:
+    """int[B] each: tokens of each row's prompt and response, and a number that rows of equal prompts have in common."""
+
+    prompt: np.ndarray
+    response: np.ndarray
+    query: np.ndarray
+
+
+class Piece(NamedTuple):
+    """A segment: `size` tokens of a row, from its token `first` on. A prompt is of the first row that has it."""
+
+    row: int
+    first: int
+    size: int
+
+
+class Laid(NamedTuple):
+    """A sequence, and the number of that with its responses' prompts in the same way."""
+
+    prefix: int
+    pieces: list[Piece]
+
+
+# A micro-batch is one list of sequences for each way.
+Way = list[Laid]
+Parts = list[list[Way]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Where the rows of a batch lie. sequences: W·M. whole_groups: whether the rows of each query are in one micro-batch.
+    computed_tokens: of the sequences; useful_tokens: those of them that are of rows."""
+
+    parts: Parts
+    sequences: int
+    whole_groups: bool
+    computed_tokens: int
+    useful_tokens: int
+
+    @property
+    def useful(self) -> float:
+        """The share of the computed tokens that are of rows."""
+        return self.useful_tokens / self.computed_tokens
+
+
+def lengths_of(tokens: np.ndarray, prompt_length: np.ndarray, response_length: np.ndarray) -> Lengths:
+    """Args: as in trajectory: tokens int32[B, T], lengths int32[B]."""
+    numbers: dict[bytes, int] = {}
+    query = [
+        numbers.setdefault(row[:size].tobytes(), len(numbers)) for row, size in zip(tokens, prompt_length.tolist(), strict=True)
+    ]
+    return Lengths(prompt_length, response_length, np.array(query))
+
+
+def plan(lengths: Lengths, limits: Limits, *, second_pass: float) -> Plan:
+    """Where rows lie. Whole groups stay together where that costs less than to score all rows in a pass of its own.
+
+    Args: second_pass: what that pass costs, as a share of the update without it.
+
+    Raises:
+      ValueError: a row is longer than the limits say.
+    """
+    for name, most in (("prompt", limits.prompt), ("response", limits.response)):
+        if (longest := getattr(lengths, name).max()) > most:
+            raise ValueError(f"a {name} of {longest} tokens is longer than the {most} that sequences are made for")
+    found = _cheapest(lengths, limits, group=limits.group)
+    whole_groups = found is not None
+    # Parts of a query with shared prompts go together where the whole of it does not.
+    smaller = [size for size in range(limits.group - 1, 0, -1) if limits.group % size == 0 and (limits.shares or size == 1)]
+    for size in smaller if found is None or len(found) > 1 else ():
+        apart = _cheapest(lengths, limits, group=size)
+        passes = 1 + second_pass if whole_groups else 1
+        if apart and (found is None or passes * _cost(apart, limits) < _cost(found, limits)):
+            found, whole_groups = apart, False
+    parts = found or _dealt(lengths, limits)
+    sequences = limits.rounded(limits.ways * max(len(way) for part in parts for way in part))
+    return Plan(
+        parts=parts,
+        sequences=sequences,
+        whole_groups=whole_groups or len(parts) == 1,
+        computed_tokens=len(parts) * sequences * limits.length,
+        useful_tokens=sum(piece.size for part in parts for way in part for laid in way for piece in laid.pieces),
+    )
+
+
+def _cost(parts: Parts, limits: Limits) -> float:
+    """The cost of micro-batches, in tokens that a model computes; infinite where they are more or larger than they may be."""
+    sequences = limits.ways * max(len(way) for part in parts for way in part)
+    if sequences > limits.sequences or len(parts) > limits.micro_batches(limits.rounded(sequences)):
+        return math.inf
+    return _cost_of(len(parts), sequences, limits)
+
+
+def _cost_of(count: int, sequences: int, limits: Limits) -> int:
+    """The cost of `count` micro-batches of which the largest holds so many sequences."""
+    return count * (limits.rounded(sequences) * limits.length + _MICRO_BATCH_TOKENS)
+
+
+def _cheapest(lengths: Lengths, limits: Limits, *, group: int) -> Parts | None:
+    """The cheapest micro-batches that hold the rows, `group` consecutive rows in one; None where a group does not fit one."""
+    groups = [range(begin, begin + group) for begin in range(0, limits.rows, group)]
+    of_groups = [_tokens(rows, lengths, limits) for rows in groups]
+    fewest = -(-_tokens(range(limits.rows), lengths, limits) // limits.length)  # sequences
+    tried = sorted({min(-(-fewest // sequences) + more, len(groups)) for sequences in limits.shapes for more in (0, 1)})
+    found, cost = None, math.inf
+    for count in (*tried, *range(tried[-1] + 1, len(groups) + 1)):
+        if found and count > tried[-1]:
+            break
+        least = -(-fewest // count)
+        if least > limits.sequences or _cost_of(count, least, limits) >= cost:
+            continue
+        parts = [_ways(rows, lengths, limits) for rows in _divide(groups, of_groups, count)]
+        if (its := _cost(parts, limits)) < cost:
+            found, cost = parts, its
+    return found
+
+
+def _tokens(rows: Iterable[int], lengths: Lengths, limits: Limits) -> int:
+    """The tokens of sequences that rows take."""
+    if not limits.shares:
+        return int(_apart(lengths)[list(rows)].sum())
+    prompts = {lengths.query[row]: lengths.prompt[row] for row in rows}
+    return int(sum(prompts.values()) + lengths.response[list(rows)].sum())
+
+
+def _apart(lengths: Lengths) -> np.ndarray:
+    """int[B]: the tokens of each row with its prompt. The last one of a row predicts nothing that is scored."""
+    return np.maximum(lengths.prompt + lengths.response - 1, 1)
+
+
+def _divide(groups: Sequence[Sequence[int]], tokens: Sequence[int], count: int) -> list[list[int]]:
+    """The rows of groups in `count` parts of about equally many tokens. Args: tokens: of each group."""
+    parts: list[list[int]] = [[] for _ in range(count)]
+    emptiest = [(0, part) for part in range(count)]  # a heap
+    for each in sorted(range(len(groups)), key=lambda each: -tokens[each]):
+        taken, part = emptiest[0]
+        parts[part] += groups[each]
+        heapq.heapreplace(emptiest, (taken + tokens[each], part))
+    return parts
+
+
+def _dealt(lengths: Lengths, limits: Limits) -> Parts:
+    """Micro-batches of so few rows as fit whatever their lengths and prompts are."""
+    count = max(map(limits.micro_batches, limits.shapes[-2:]))
+    dealt = [range(part, limits.rows, count) for part in range(count)]
+    return [[_fill(rows[way :: limits.ways], lengths, limits) for way in range(limits.ways)] for rows in dealt]
+
+
+def _ways(rows: Sequence[int], lengths: Lengths, limits: Limits) -> list[Way]:
+    """The rows of a micro-batch in sequences, which ways divide."""
+    if not limits.shares:
+        filled = [Laid(0, laid.pieces) for laid in _fill(rows, lengths, limits)]
+        return [filled[way :: limits.ways] for way in range(limits.ways)]
+    of_query = _by_query(rows, lengths)
+    # The rows of a query go to several ways only where there are fewer queries than ways.
+    cuts = -(-limits.ways // len(of_query))
+    chunks = [its[cut::cuts] for its in of_query.values() for cut in range(cuts) if its[cut::cuts]]
+    divided = _divide(chunks, [_tokens(chunk, lengths, limits) for chunk in chunks], limits.ways)
+    return [_fill(rows, lengths, limits) for rows in divided]
+
+
+def _by_query(rows: Iterable[int], lengths: Lengths) -> dict[int, list[int]]:
+    """The rows of each prompt."""
+    found: dict[int, list[int]] = {}
+    for row in rows:
+        found.setdefault(int(lengths.query[row]), []).append(row)
+    return found
+
+
+def _fill(rows: Sequence[int], lengths: Lengths, limits: Limits) -> Way:
+    """Sequences of rows. Responses lie in the sequence of their prompts, and in sequences that hold responses alone."""
+    S = limits.length
+    if not limits.shares:
+        sizes = _apart(lengths)
+        return [Laid(0, [Piece(row, 0, int(sizes[row])) for row in its]) for its in _best_fit(rows, sizes, S)]
+    of_query = _by_query(rows, lengths)
+    way: Way = []
+    for together in _best_fit([its[0] for its in of_query.values()], lengths.prompt, S):
+        prompts = [Piece(row, 0, int(lengths.prompt[row])) for row in together]
+        continuing = [row for first in together for row in of_query[int(lengths.query[first])]]
+        filled = _best_fit(continuing, lengths.response, S, begun=sum(prompt.size for prompt in prompts))
+        responses = [[Piece(row, int(lengths.prompt[row]), int(lengths.response[row])) for row in its] for its in filled]
+        way += [Laid(len(way), pieces) for pieces in (prompts + responses[0], *responses[1:])]
+    return way
+
+
+def _best_fit(rows: Iterable[int], sizes: np.ndarray, length: int, *, begun: int = 0) -> list[list[int]]:
+    """Rows in sequences of `length`: the longest first, each in the fullest sequence that has room for it (best fit, decreasing).
+
+    Args: begun: there is a first sequence, of which so many tokens are taken; 0: there is none.
+    """
+    found: list[list[int]] = [[]] if begun else []
+    rooms = [(length - begun, 0)] if begun else []  # (tokens left, sequence), ascending
+    for row in sorted(rows, key=lambda row: (-sizes[row], row)):
+        size = int(sizes[row])
+        at = bisect.bisect_left(rooms, (size, 0))
+        left, sequence = rooms.pop(at) if at < len(rooms) else (length, len(found))
+        if sequence == len(found):
+            found.append([])
+        found[sequence].append(row)
+        bisect.insort(rooms, (left - size, sequence))
+    return found
