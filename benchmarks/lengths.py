@@ -21,10 +21,11 @@ import numpy as np
 from absl import app, flags
 
 from benchmarks import trainer_update
-from tba_jax import packing, row_layout, trajectory
+from tba_jax import trajectory
 from tba_jax.models import parameters, scoring
+from tba_jax.packing import row_layout, row_packing
+from tba_jax.packing.row_layout import Laid, Lengths, Limits, Piece, Plan
 from tba_jax.roles.trainer.update_program import UpdateProgram
-from tba_jax.row_layout import Laid, Lengths, Limits, Piece, Plan
 from tba_jax.tasks.gsm8k import GSM8K
 from tba_jax.text.tokenizers import HuggingFaceTokenizer
 
@@ -98,7 +99,7 @@ def scorer(program: UpdateProgram) -> tuple[Callable[[trajectory.Rows], Any], li
 
     def run(rows: trajectory.Rows) -> Any:
         columns = [rows[name] for name in ("tokens", "prompt_length", "response_length")]
-        packed, plan = packing.of_rows(*columns, limits=limits)
+        packed, plan = row_packing.of_rows(*columns, limits=limits)
         plans.append(plan)
         return np.asarray(score(params, packed))
 

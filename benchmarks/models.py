@@ -18,7 +18,7 @@ import optax
 from absl import app, flags, logging
 
 from benchmarks.rollout import rollout
-from tba_jax import packing, row_layout, sharding
+from tba_jax import sharding
 from tba_jax.decoding import sampling as sampling_lib
 from tba_jax.decoding.slots import row_keys
 from tba_jax.learner import state as state_lib
@@ -30,6 +30,7 @@ from tba_jax.models.hugging_face import load
 from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.objectives.inputs import ObjectiveSettings
+from tba_jax.packing import row_layout, row_packing
 
 _ONLY = flags.DEFINE_list("only", ["logprobs", "compile", "int8"], "Which parts to run.")
 _MODEL = flags.DEFINE_string("model", "", "A Hugging Face folder for int8; default: random weights.")
@@ -121,7 +122,7 @@ def lowered_train_step(layers: int) -> Any:
         name: jax.ShapeDtypeStruct((16, 16), np.float32) for name in ("ref_logprobs", "policy_logprobs", "behavior_logprobs")
     }
     batch = state_lib.Batch(**rows, reward=jax.ShapeDtypeStruct((16,), np.float32))
-    return jax.jit(step, donate_argnums=0).lower(state, {}, batch, packing.empty(config.limits, 8))
+    return jax.jit(step, donate_argnums=0).lower(state, {}, batch, row_packing.empty(config.limits, 8))
 
 
 def compile_times(repeats: int) -> None:
@@ -172,7 +173,7 @@ def int8(repeats: int, folder: str) -> None:
         for name in params
     }
     sampled = generate["int8"](params["int8"], prompts, lengths, keys, sampling)
-    packed = packing.alone(jnp.concatenate([prompts, sampled.tokens], axis=1), jnp.asarray(lengths), sampled.length, R=R)
+    packed = row_packing.alone(jnp.concatenate([prompts, sampled.tokens], axis=1), jnp.asarray(lengths), sampled.length, R=R)
     logprobs = {name: np.asarray(score[name](p, packed)) for name, p in params.items()}
     error = np.abs(logprobs["int8"] - logprobs["full"])
     seconds = medians(

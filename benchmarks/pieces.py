@@ -35,7 +35,7 @@ import tba_jax
 from benchmarks.rollout import rollout
 from benchmarks.trainer_update import SIZES
 from configs import base, demo
-from tba_jax import packing, sharding
+from tba_jax import sharding
 from tba_jax.decoding import sampling as sampling_lib
 from tba_jax.decoding.engine import Engine
 from tba_jax.decoding.requests import Request
@@ -46,6 +46,7 @@ from tba_jax.learner import state as state_lib
 from tba_jax.learner import update as update_lib
 from tba_jax.models import decoder, kv_cache, parameters, scoring
 from tba_jax.models.config import DecoderConfig
+from tba_jax.packing import row_packing
 from tba_jax.run import contract as contract_lib
 
 _MIB = 1 << 20
@@ -80,7 +81,7 @@ class Update:
 
     step: Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]
     init: Callable[[], Any]
-    batch: tuple[state_lib.Batch, packing.Packed]
+    batch: tuple[state_lib.Batch, row_packing.Packed]
 
 
 def recipe(changes: Mapping[str, Any]) -> Any:
@@ -111,7 +112,7 @@ def update_of(config: Any, vocab: int = 0) -> Update:
 
     batch = random_batch(config, built.contract, model.vocab)
     columns = batch.tokens, batch.prompt_length, batch.response_length
-    packed, plan = packing.of_rows(*columns, limits=learner.limits)
+    packed, plan = row_packing.of_rows(*columns, limits=learner.limits)
 
     def step(state: Any, rows: Any) -> tuple[Any, dict[str, jax.Array]]:
         static: dict[str, Any] = dict(whole_groups=plan.whole_groups, optimizers=optimizers, schedules=schedules)

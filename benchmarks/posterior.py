@@ -23,7 +23,6 @@ import numpy as np
 import optax
 
 from benchmarks.rollout import Rollout, rollout
-from tba_jax import packing
 from tba_jax.decoding.sampling import Sampling
 from tba_jax.learner import state as state_lib
 from tba_jax.learner import update
@@ -32,7 +31,8 @@ from tba_jax.models.config import DecoderConfig
 from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.objectives.inputs import ObjectiveSettings
-from tba_jax.row_layout import Limits
+from tba_jax.packing import row_packing
+from tba_jax.packing.row_layout import Limits
 
 # Tokens: symbols, end, padding, and for each query the token that is its prompt.
 SYMBOLS, EOS, PAD, QUERIES = 4, 4, 5, 8
@@ -268,7 +268,7 @@ def train(
         waiting = jax.tree.map(lambda w, r: w.at[(state.step + delay) % slots].set(r), waiting, rows)
         rows = jax.tree.map(lambda w: w[state.step % slots], waiting)
         batch = as_batch(rows, problem, jnp.maximum(state.step - delay, 0))
-        packed = packing.alone(batch.tokens, batch.prompt_length, batch.response_length, R=R)
+        packed = row_packing.alone(batch.tokens, batch.prompt_length, batch.response_length, R=R)
         state, measured = update.train_step(
             state, {}, batch, packed, whole_groups=True, optimizers=optimizers, schedules=schedules, config=config
         )

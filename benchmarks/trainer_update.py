@@ -50,7 +50,10 @@ def update_program(changes: Mapping[str, Any], vocab: int) -> UpdateProgram:
 
 
 def random_rows(program: UpdateProgram, changes: Mapping[str, Any], vocab: int, *, full: bool = True) -> trajectory.Rows:
-    """Rows of random tokens whose prompts all have P tokens, one for each query. Args: full: whether responses have R tokens, or 1 to R / 2."""
+    """Rows of random tokens, with a prompt of P tokens for each query.
+
+    Args: full: whether responses have R tokens, or 1 to R / 2.
+    """
     sizes = SIZES | dict(changes)
     B, P, R = program.rows, sizes["task.prompt_length"], sizes["task.response_length"]
     rng = np.random.default_rng(0)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from tba_jax import sharding
 from tba_jax.models.parameters import Params
-from tba_jax.row_layout import Limits
+from tba_jax.packing.row_layout import Limits
 
 # What a forward pass costs beside a forward and a backward pass, by what the backward pass computes again.
 SCORING_SHARE = {"none": 1 / 3, "dots": 1 / 3, "full": 1 / 4}

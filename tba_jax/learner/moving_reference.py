@@ -14,7 +14,7 @@ from tba_jax.learner.state import Batch
 from tba_jax.learner.update import LearnerConfig, scored_in_micro_batches
 from tba_jax.models import parameters
 from tba_jax.models.parameters import Params
-from tba_jax.packing import Packed
+from tba_jax.packing.row_packing import Packed
 from tba_jax.programs import Program, shaped
 
 

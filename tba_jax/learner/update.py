@@ -1,6 +1,6 @@
 """The learner's mathematics: one update on Q queries × K completions, packed into sequences, in micro-batches of any size.
 
-The model computes sequences of rows (packing.py), and the objective rows: log-probs are brought from the one to the other. An
+The model computes sequences of rows (packing/), and the objective rows: log-probs are brought from the one to the other. An
 objective couples the K rows of a query, but a micro-batch need not hold them all. Both ways are exact:
 
 - whole groups: a micro-batch evaluates the objective on its own groups, and gradients are added;
@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tba_jax import packing
 from tba_jax.learner import descent, micro_batches
 from tba_jax.learner.optimizer import Schedule
 from tba_jax.learner.state import Batch, Optimizers, TrainState
@@ -29,8 +28,9 @@ from tba_jax.objectives.advantages import step_advantages
 from tba_jax.objectives.diagnostics import diagnostics
 from tba_jax.objectives.inputs import ObjectiveInputs, ObjectiveSettings, PolicyOutputs
 from tba_jax.objectives.objective import Objective
-from tba_jax.packing import Packed, Sequences
-from tba_jax.row_layout import Limits
+from tba_jax.packing import row_packing
+from tba_jax.packing.row_layout import Limits
+from tba_jax.packing.row_packing import Packed, Sequences
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ def scored(
 
 def scored_in_micro_batches(policy: Decoder, packed: Packed, batch: Batch, *, config: LearnerConfig) -> jax.Array:
     """policy_logprobs float32[B, R] of all rows, one micro-batch at a time."""
-    return packing.summed(lambda micro, _: scored(policy, None, micro, batch, config=config)[0][0], packed)
+    return row_packing.summed(lambda micro, _: scored(policy, None, micro, batch, config=config)[0][0], packed)
 
 
 def train_step(
@@ -278,7 +278,7 @@ def _whole_groups(
         differentiated = jax.grad(micro_loss, argnums=(0, 1), has_aux=True)
         return differentiated(trained, log_z, micro, packed.of_row == number)
 
-    (grads, cotangent), (logprobs, values, entropy) = packing.summed(gradient, packed)
+    (grads, cotangent), (logprobs, values, entropy) = row_packing.summed(gradient, packed)
     return grads, cotangent, PolicyOutputs(logprobs=logprobs, log_z=log_z, values=values), entropy
 
 
@@ -312,7 +312,7 @@ def _any_split(
         model = state.model(state.params | trained, frozen)
         return scored(model.policy, model.value_head, micro, batch, config=config)
 
-    (policy_logprobs, values), entropy = packing.summed(lambda micro, _: outputs_of(trained, micro), packed)
+    (policy_logprobs, values), entropy = row_packing.summed(lambda micro, _: outputs_of(trained, micro), packed)
     outputs = PolicyOutputs(logprobs=policy_logprobs, log_z=log_z, values=values)
     inputs = _inputs(batch, policy_logprobs, state.step, schedules, config)
     cotangent = jax.grad(config.objective.loss)(outputs, inputs)
@@ -321,4 +321,4 @@ def _any_split(
         pull_back = jax.vjp(lambda t: outputs_of(t, micro)[0], trained)[1]
         return pull_back((cotangent.logprobs, cotangent.values))[0]
 
-    return packing.summed(gradient, packed), cotangent.log_z, outputs, entropy
+    return row_packing.summed(gradient, packed), cotangent.log_z, outputs, entropy

@@ -18,7 +18,7 @@ from tba_jax.models.decoder import Decoder
 from tba_jax.models.layers import full_precision
 from tba_jax.models.parameters import Params
 from tba_jax.models.response_space import ResponseSpace
-from tba_jax.packing import Packed, Sequences, summed
+from tba_jax.packing.row_packing import Packed, Sequences, summed
 
 
 def response_tokens(tokens: jax.Array, prompt_length: jax.Array, *, R: int) -> jax.Array:
@@ -105,7 +105,7 @@ def by_row(values: jax.Array, numbers: jax.Array, *, B: int, R: int) -> jax.Arra
 
 
 def packed_shardings(mesh: Mesh) -> Any:
-    """Of packing.Packed, a prefix of its tree: every micro-batch is split over the mesh as rows are."""
+    """Of row_packing.Packed, a prefix of its tree: every micro-batch is split over the mesh as rows are."""
     sequences: Any = sharding.sequences_sharding(mesh)
     whole = sharding.replicated(mesh)
     return Packed(micro_batches=sequences, count=whole, of_row=whole)
@@ -244,8 +244,8 @@ def _chosen_forward(logits: jax.Array, tokens: jax.Array) -> tuple[tuple[jax.Arr
     largest = jnp.max(logits, axis=-1, keepdims=True)
     weights = jnp.exp(logits - largest)
     total = jnp.sum(weights, axis=-1)
-    # 0 · -inf is no number, but 0 times a finite one is 0. On CPUs a selection, or z − m with two readers, would be one more array
-    # of the logits' size.
+    # 0 · -inf is no number, but 0 times a finite one is 0. On CPUs a selection, or z − m with two readers, would be one more
+    # array of the logits' size.
     mean = jnp.sum(weights * jnp.maximum(logits, jnp.finfo(logits.dtype).min), axis=-1) / total
     log_normalizer = largest[..., 0] + jnp.log(total)
     chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]

@@ -8,10 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from tba_jax import packing, row_layout, sharding, trajectory
+from tba_jax import sharding, trajectory
 from tba_jax.models import scoring
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
+from tba_jax.packing import row_layout, row_packing
 from tba_jax.programs import Program, shaped
 from tba_jax.roles.shapes_log import ShapesLog
 from tba_jax.run import contract as contract_lib
@@ -83,7 +84,7 @@ def programs(
     if not contract.has_reference:
         return {}
     limits = _limits(contract, policy, mesh, rows, samples=samples, score_tokens=score_tokens)
-    largest = packing.empty(limits, limits.sequences)
+    largest = row_packing.empty(limits, limits.sequences)
     arguments = params, shaped(largest, scoring.packed_shardings(mesh))
     score = _scorer(contract, policy, mesh, logit_megabytes=logit_megabytes)
     return {"scoring by the reference": Program(function=score, arguments=arguments)}
@@ -139,7 +140,7 @@ class ReferencePolicy:
         Args: rows: the columns of `text_columns`, others are ignored.
         """
         tokens, *lengths = (rows[name] for name in ("tokens", "prompt_length", "response_length"))
-        packed, plan = packing.of_rows(tokens, *lengths, limits=self._limits(len(tokens)))
+        packed, plan = row_packing.of_rows(tokens, *lengths, limits=self._limits(len(tokens)))
         self._shapes_log.note(plan)
         self.computed_tokens += plan.computed_tokens
         self.useful_tokens += plan.useful_tokens

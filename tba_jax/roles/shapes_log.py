@@ -2,7 +2,7 @@
 
 import logging
 
-from tba_jax.row_layout import Plan
+from tba_jax.packing.row_layout import Plan
 
 log = logging.getLogger(__name__)
 

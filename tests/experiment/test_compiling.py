@@ -11,11 +11,12 @@ import jax
 import numpy as np
 import pytest
 
-from tba_jax import main, packing
+from tba_jax import main
 from tba_jax.commands import command_line
 from tba_jax.decoding import slots
 from tba_jax.experiment import compiling, composition, fitting, jobs, planning
 from tba_jax.models import scoring
+from tba_jax.packing import row_packing
 from tba_jax.programs import Program
 from tba_jax.run import layout, machine, processes
 from tba_jax.run.metrics import TimeAccount
@@ -88,7 +89,7 @@ def test_the_update_is_that_of_a_real_trainer(made):
     fit, program = fit_of(found["trainer"], "update"), trainer.program
     batch = program._rescored(program.place(program._whole_rows(trainer._contract.row_shape())))
     largest = jax.device_put(
-        packing.empty(program.config.limits, program.config.limits.sequences), scoring.packed_shardings(program.mesh)
+        row_packing.empty(program.config.limits, program.config.limits.sequences), scoring.packed_shardings(program.mesh)
     )
     real = program._update.lower(program.state, program.frozen, batch, largest, whole_groups=True).compile().memory_analysis()
     assert (fit.arguments, fit.temporaries) == (real.argument_size_in_bytes, real.temp_size_in_bytes)

@@ -45,6 +45,9 @@ from tests.support.tiny_updates import (
         # Not a multiple of K: micro-batches cut through groups. The meshes below have the other forms so.
         ("learned_log_z", dict(limits=limits(6))),
         *(pytest.param(form, dict(limits=limits(6)), marks=pytest.mark.slow) for form in FORMS if form != "learned_log_z"),
+        # Each row with a prompt of its own, as the splash kernel has them.
+        ("tba_prime", dict(limits=limits(shares=False))),
+        *(pytest.param(form, dict(limits=limits(6, shares=False)), marks=pytest.mark.slow) for form in FORMS),
     ],
     ids=str,
 )
@@ -69,8 +72,9 @@ def test_meshes_give_what_one_device_gives(form, sizes, micro_batch_rows):
     mesh = sharding.make_mesh(sizes, setting="learner.mesh")
     on_host, optimizers = state_of(form)
     shardings = jax.tree.map(lambda x: x.sharding, state_lib.state_shapes(POLICY, optimizers, mesh))
-    config = settings(**FORMS[form][0], limits=limits(micro_batch_rows))
-    step = make_step(config, optimizers=optimizers, out_shardings=(shardings, sharding.replicated(mesh)))
+    config = settings(**FORMS[form][0], limits=limits(micro_batch_rows, ways=sharding.row_ways(mesh)))
+    options = dict(out_shardings=(shardings, sharding.replicated(mesh)))
+    step = make_step(config, optimizers=optimizers, mesh=mesh, **options)
     state = jax.device_put(on_host, shardings)
     if sizes == (2, 2, 2):
         shard = state.params["policy"]["layers"]["feed_forward"]["gate"]["weight"].addressable_shards[0].data
@@ -133,14 +137,25 @@ def test_one_completion_a_query(micro_batch_rows):
     assert not {"log_weight_std", "advantage_std", "equal_reward_groups"} & set(found[2])
 
 
+SIZES = dict(prompt=4, response=6, queries=7, completions=20)
+
+
 @pytest.mark.parametrize(
-    "tokens, ways, expected",
-    [(0, 1, 140), (140 * 10, 1, 140), (140 * 10 - 1, 1, 139), (19 * 10, 1, 19), (10, 1, 1), (20 * 10, 4, 20), (19 * 10, 4, 16)],
+    "tokens, ways, full_rows, sequences",
+    [
+        (0, 1, 140, 140),
+        (140 * 10, 1, 140, 140),
+        (139 * 9, 1, 125, 80),  # 4 queries, and 3: not 6 and 1
+        (19 * 10, 1, 19, 20),
+        (10, 1, 1, 1),
+        (20 * 10, 4, 20, 20),
+        (19 * 10, 4, 16, 20),
+    ],
 )
-def test_a_micro_batch_has_the_most_sequences_that_fit(tokens, ways, expected):
+def test_a_micro_batch_has_the_most_sequences_that_fit(tokens, ways, full_rows, sequences):
     """7 queries of 20 rows, of 10 tokens each."""
-    found = micro_batches.limits(tokens, row_tokens=10, queries=7, completions=20, ways=ways)
-    assert found.sequences == expected and found.length == 9
+    found = micro_batches.limits(tokens, **SIZES, ways=ways, shares=False)
+    assert (found.full_rows, found.sequences, found.length) == (full_rows, sequences, 9)
 
 
 @pytest.mark.parametrize(
@@ -153,4 +168,4 @@ def test_a_micro_batch_has_the_most_sequences_that_fit(tokens, ways, expected):
 )
 def test_micro_batches_that_do_not_fit_are_refused(tokens, ways, sentence):
     with pytest.raises(ValueError, match=sentence):
-        micro_batches.limits(tokens, row_tokens=10, queries=7, completions=20, ways=ways)
+        micro_batches.limits(tokens, **SIZES, ways=ways, shares=True)

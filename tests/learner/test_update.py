@@ -10,12 +10,13 @@ import numpy as np
 import optax
 import pytest
 
-from tba_jax import packing, trajectory
+from tba_jax import trajectory
 from tba_jax.learner import state as state_lib
 from tba_jax.learner import update as update_lib
 from tba_jax.learner.optimizer import linear_then_constant
 from tba_jax.models.parameters import Params
 from tba_jax.objectives.objective import Objective
+from tba_jax.packing import row_packing
 from tests.support import applied
 from tests.support.tiny_updates import (
     BETA,
@@ -72,7 +73,7 @@ def test_a_minimal_length_shares_out_the_mass_of_an_early_end(rows, logit_bytes)
     def log_probs(batch: state_lib.Batch, **changes: Any) -> np.ndarray:
         config = settings(limits=limits(rows), logit_bytes=logit_bytes, **changes)
 
-        def score(params: Params, packed: packing.Packed) -> jax.Array:
+        def score(params: Params, packed: row_packing.Packed) -> jax.Array:
             return update_lib.scored_in_micro_batches(POLICY.for_training(params, {}), packed, batch, config=config)
 
         return np.asarray(jax.jit(score)(random_params(), packed_of(batch, config.limits)[0]))

@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tba_jax import packing, sharding
+from tba_jax import sharding
 from tba_jax.models import parameters, scoring
 from tba_jax.models.config import DecoderConfig
+from tba_jax.packing import row_packing
+from tba_jax.packing.row_layout import Limits
 from tests.support import applied
 
 B, R, V, EOS = 4, 7, 11, 2
@@ -133,42 +135,31 @@ def test_spaces_are_static_and_checked():
         space(min_length=2, eos_id=-1)
 
 
-@pytest.mark.parametrize(
-    "rows, tokens, expected",
-    [
-        (512, 0, 512),
-        (512, 65_536, 16),
-        (12, 12 * 4096, 12),
-        (12, 12 * 4096 - 1, 6),  # not 11: two blocks of 6 are less than two of 11
-        (12, 5 * 4096, 4),
-        (7, 4 * 4096, 4),
-        (7, 1, 1),  # a row that is longer than the budget
-    ],
-)
-def test_micro_batches_are_the_fewest_that_fit_and_even(rows, tokens, expected):
-    assert scoring.block_rows(rows, 4096, tokens=tokens) == expected
-
-
 SCORED = DecoderConfig(layers=2, width=16, heads=4, kv_heads=2, head_size=4, ffn=24, vocab=V, max_positions=16)
 
 
 def scored_rows(rows: int) -> tuple[np.ndarray, ...]:
-    """tokens int32[rows, 5 + R], prompt_length and response_length int32[rows]."""
+    """tokens int32[rows, 5 + R], prompt_length and response_length int32[rows]: pairs of rows, each with a prompt."""
     rng = np.random.default_rng(rows)
-    lengths = rng.integers(1, 6, rows), rng.integers(0, R + 1, rows)
-    return rng.integers(0, V, (rows, 5 + R)).astype(np.int32), *(length.astype(np.int32) for length in lengths)
+    prompt, response = rng.integers(1, 6, rows // 2).repeat(2).astype(np.int32), rng.integers(0, R + 1, rows).astype(np.int32)
+    tokens = rng.integers(0, V, (rows, 5 + R)).astype(np.int32)
+    return np.where(np.arange(5 + R) < prompt[:, None], tokens[::2].repeat(2, axis=0), tokens), prompt, response
 
 
 PARAMS = applied.random(applied.define(SCORED).specs, scale=0.25)
 
 
-def scored(rows: tuple[np.ndarray, ...], *, score_tokens: int, sizes: tuple[int, int, int] = (1, 1, 1)) -> np.ndarray:
+def limits(rows: int, *, tokens: int, ways: int = 1, shares: bool = True) -> Limits:
+    return Limits(rows=rows, group=2, prompt=5, response=R, tokens=tokens, ways=ways, shares=shares)
+
+
+def scored(rows: tuple[np.ndarray, ...], *, sizes: tuple[int, int, int] = (1, 1, 1), **limited: Any) -> np.ndarray:
     """Log-probs of rows that are packed for a mesh."""
     mesh = sharding.make_mesh(sizes, setting="test", devices=jax.devices()[: math.prod(sizes)])
     definition = applied.define(SCORED)
     score = scoring.program(mesh, graphdef=definition.graphdef, R=R, space=space(), logit_megabytes=1)
-    limits = scoring.limits(len(rows[0]), 5 + R, tokens=score_tokens, ways=sharding.row_ways(mesh))
-    packed, _ = packing.of_rows(*rows, R=R, limits=limits)
+    packed, _ = row_packing.of_rows(*rows, limits=limits(len(rows[0]), ways=sharding.row_ways(mesh), **limited))
+    packed = jax.device_put(packed, scoring.packed_shardings(mesh))
     return np.asarray(score(jax.device_put(PARAMS, definition.shardings(mesh)), packed))
 
 
@@ -183,14 +174,16 @@ def scored_alone(rows: tuple[np.ndarray, ...]) -> np.ndarray:
 def test_packed_rows_are_scored_as_each_by_itself(score_tokens, sizes):
     """20 rows: 10 or 5 on each device, which micro-batches of 2 and 3 do not divide."""
     rows = scored_rows(20)
-    np.testing.assert_allclose(scored(rows, score_tokens=score_tokens, sizes=sizes), scored_alone(rows), atol=1e-5)
+    for shares in (False, True):
+        found = scored(rows, tokens=score_tokens, sizes=sizes, shares=shares)
+        np.testing.assert_allclose(found, scored_alone(rows), atol=1e-5)
 
 
 def test_rows_that_fill_their_sequences_are_scored_alike_too():
     tokens, prompts, responses = scored_rows(20)
     rows = tokens, np.full_like(prompts, 5), np.full_like(responses, R)
     for score_tokens in (0, 36):
-        np.testing.assert_allclose(scored(rows, score_tokens=score_tokens), scored_alone(rows), atol=1e-5)
+        np.testing.assert_allclose(scored(rows, tokens=score_tokens), scored_alone(rows), atol=1e-5)
 
 
 def test_memory_of_scoring_is_that_of_a_micro_batch():
@@ -198,8 +191,8 @@ def test_memory_of_scoring_is_that_of_a_micro_batch():
 
     def temporaries(score_tokens: int, *, rows: int) -> int:
         score: Any = scoring.program(one, graphdef=definition.graphdef, R=R, space=space(), logit_megabytes=1)
-        limits = scoring.limits(rows, 12, tokens=score_tokens, ways=1)
-        packed = packing.empty(limits, limits.sequences)
+        of = limits(rows, tokens=score_tokens)
+        packed = row_packing.empty(of, of.sequences)
         return score.lower(parameters.shapes(definition.specs), packed).compile().memory_analysis().temp_size_in_bytes
 
     in_micro_batches, whole = temporaries(16 * 12, rows=512), temporaries(0, rows=512)

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import optax
 
-from tba_jax import packing, row_layout, trajectory
+from tba_jax import trajectory
 from tba_jax.learner import state as state_lib
 from tba_jax.learner import update as update_lib
 from tba_jax.learner.optimizer import linear_then_constant
@@ -18,6 +18,7 @@ from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.objectives.inputs import ObjectiveSettings
+from tba_jax.packing import row_layout, row_packing
 from tests.support import applied
 
 MODEL = DecoderConfig(layers=2, width=16, heads=4, kv_heads=2, head_size=4, ffn=24, vocab=12, max_positions=16)
@@ -81,10 +82,10 @@ def random_batch(seed: int = 0) -> state_lib.Batch:
     )
 
 
-def packed_of(batch: state_lib.Batch, limits: row_layout.Limits, **options: Any) -> tuple[packing.Packed, row_layout.Plan]:
-    """See packing.of_rows."""
+def packed_of(batch: state_lib.Batch, limits: row_layout.Limits, **options: Any) -> tuple[row_packing.Packed, row_layout.Plan]:
+    """See row_packing.of_rows."""
     columns = (np.asarray(column) for column in (batch.tokens, batch.prompt_length, batch.response_length))
-    return packing.of_rows(*columns, limits=limits, **options)
+    return row_packing.of_rows(*columns, limits=limits, **options)
 
 
 def make_step(
@@ -94,14 +95,17 @@ def make_step(
     changes: dict[str, Any] | None = None,
     train_step: Any = update_lib.train_step,
     second_pass: float = 1 / 3,
+    mesh: jax.sharding.Mesh | None = None,
     **options: Any,
 ) -> Any:
-    """step(state, frozen, batch), jitted. Args: second_pass: see row_layout.plan; options: of jax.jit."""
+    """step(state, frozen, batch), jitted. Args: second_pass: see row_layout.plan; mesh: that has rows; options: of jax.jit."""
     made = functools.partial(train_step, optimizers=optimizers, schedules=schedules(**changes or {}), config=config)
     jitted = jax.jit(made, static_argnames="whole_groups", **options)
 
     def step(state: Any, frozen: Any, batch: Any) -> Any:
         packed, plan = packed_of(batch, config.limits, second_pass=second_pass)
+        if mesh is not None:
+            packed = jax.device_put(packed, scoring.packed_shardings(mesh))
         return jitted(state, frozen, batch, packed, whole_groups=plan.whole_groups)
 
     step.jitted = jitted

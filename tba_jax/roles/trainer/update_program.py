@@ -8,13 +8,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from tba_jax import packing, row_layout, sharding, trajectory
+from tba_jax import sharding, trajectory
 from tba_jax.learner import micro_batches, optimizer, settings
 from tba_jax.learner import state as state_lib
 from tba_jax.learner import update as update_lib
 from tba_jax.models import scoring
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
+from tba_jax.packing import row_layout, row_packing
 from tba_jax.programs import Program, shaped
 from tba_jax.roles.shapes_log import ShapesLog
 from tba_jax.run import contract as contract_lib
@@ -25,7 +26,7 @@ class Placed:
     """B rows on the learner's mesh, in micro-batches of sequences, as `plan` laid them out."""
 
     batch: state_lib.Batch
-    packed: packing.Packed
+    packed: row_packing.Packed
     plan: row_layout.Plan
 
 
@@ -137,7 +138,7 @@ class UpdateProgram:
         batch = shaped(on_host, sharding.rows_sharding(self.mesh))
         limits, shardings = self.config.limits, scoring.packed_shardings(self.mesh)
         *_, fewer, most = (1, *limits.shapes)
-        packed = shaped(packing.empty(limits, most), shardings)
+        packed = shaped(row_packing.empty(limits, most), shardings)
         state, frozen = self._shapes, self._frozen_shapes
         begun_from = self._policy.model_shapes(self.mesh, dtype=self.reference_dtype) if self._policy.lora is None else {}
         found = {"init": Program(function=self._begin, arguments=(begun_from,))}
@@ -147,7 +148,7 @@ class UpdateProgram:
         whole = Program(function=self._update, arguments=(state, frozen, batch, packed), options={"whole_groups": True})
         found["update"] = whole
         if limits.micro_batches(most) == 1 and most > 1:
-            parts = shaped(packing.empty(limits, fewer), shardings)
+            parts = shaped(row_packing.empty(limits, fewer), shardings)
             in_parts = dataclasses.replace(whole, arguments=(state, frozen, batch, parts))
             found["update in micro-batches"] = in_parts
         if limits.micro_batches(most) > 1:
@@ -164,7 +165,7 @@ class UpdateProgram:
         on_host = state_lib.batch_from_rows(rows)
         columns = on_host.tokens, on_host.prompt_length, on_host.response_length
         second_pass = micro_batches.SCORING_SHARE[self.config.remat]
-        packed, plan = packing.of_rows(*columns, limits=self.config.limits, second_pass=second_pass)
+        packed, plan = row_packing.of_rows(*columns, limits=self.config.limits, second_pass=second_pass)
         packed = jax.device_put(packed, scoring.packed_shardings(self.mesh))
         placed = Placed(batch=sharding.put_rows(self.mesh, on_host), packed=packed, plan=plan)
         if self._shapes_log[plan.whole_groups].note(plan):

@@ -13,16 +13,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tba_jax import row_layout
-from tba_jax.row_layout import Lengths, Limits, Plan, Way
+from tba_jax.packing import row_layout
+from tba_jax.packing.row_layout import Lengths, Limits, Plan, Way
 
 
 @flax.struct.dataclass
 class Sequences:
-    """M sequences of S tokens for each of W ways over which devices divide rows. Response token t of row b has the number b·R + t.
+    """M sequences of S tokens for each of W ways, over which devices divide rows. Token t of row b's response has number b·R + t.
 
-    tokens: int32[W, M, S]. segments: int32[W, M, S], the number of a segment in its sequence, from 1 on; 0: padding. positions:
-    int32[W, M, S], in the row. Both are None where a sequence holds one row, from its beginning on.
+    tokens: int32[W, M, S]. segments: int32[W, M, S], the number of a segment in its sequence, from 1 on; 0: padding.
+    positions: int32[W, M, S], in the row. Both are None where a sequence holds one row, from its beginning on.
     prefix: int32[W, M], the sequence of the same way that holds the prompts of a sequence's responses. parents: int32[W, M, S],
     the segment there that a token's segment continues; 0: none. Both are None where rows lie apart.
     states, targets, numbers: int32[W, M, places], the response tokens of a way, spread evenly, and then padding: the place in the
@@ -43,8 +43,8 @@ class Sequences:
 class Packed:
     """A batch of B rows in n micro-batches.
 
-    micro_batches: leaves [n, W, M, …]. count: int32[], how many of them hold rows: the first ones. of_row: int32[B], the number of
-    the micro-batch that holds a row.
+    micro_batches: leaves [n, W, M, …]. count: int32[], how many of them hold rows: the first ones. of_row: int32[B], the number
+    of the micro-batch that holds a row.
     """
 
     micro_batches: Sequences

@@ -31,8 +31,8 @@ _MICRO_BATCH_TOKENS = 256
 class Limits:
     """What micro-batches may hold.
 
-    rows: B, `group` consecutive ones are a query's. prompt, response: P and R, the most tokens of each. shares: whether rows share
-    their prompts. tokens: most of a micro-batch on each of `ways` devices, though it holds one row at least; 0: it may hold all.
+    rows: B, `group` consecutive ones are a query's. prompt, response: P and R, the most tokens of each. shares: whether rows
+    share their prompts. tokens: most of a micro-batch on each of `ways` devices; it holds a row at least, and 0: it may hold all.
     """
 
     rows: int

@@ -1,0 +1,145 @@
+"""Where rows lie in sequences."""
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies
+
+from tba_jax.packing import row_layout
+from tba_jax.packing.row_layout import Lengths, Limits, Plan
+
+B, P, R = 24, 8, 12
+
+
+def limits(full_rows: int = 0, **changes) -> Limits:
+    """24 rows of 8 queries. Args: full_rows: that a micro-batch of two ways holds; 0: all."""
+    sizes = dict(rows=B, group=3, prompt=P, response=R, shares=True, ways=2)
+    return Limits(**sizes | dict(tokens=full_rows * (P + R) // 2) | changes)
+
+
+def lengths_of(prompt, response, *, group: int = 3) -> Lengths:
+    """Rows of which `group` consecutive ones have the prompt of the first."""
+    return Lengths(np.repeat(prompt[::group], group), np.array(response), np.repeat(np.arange(len(prompt) // group), group))
+
+
+def sequences_of(plan: Plan):
+    return [laid for part in plan.parts for way in part for laid in way]
+
+
+@strategies.composite
+def lengths(draw):
+    of_prompt, of_response = strategies.integers(1, P), strategies.integers(0, R)
+    found = [np.array(draw(strategies.lists(each, min_size=B, max_size=B))) for each in (of_prompt, of_response)]
+    return lengths_of(*found, group=draw(strategies.sampled_from([1, 3, 6])))
+
+
+@given(
+    lengths(),
+    strategies.sampled_from([2, 4, 8, 0]),
+    strategies.sampled_from([0.0, 0.4, 10.0]),
+    strategies.sampled_from([1, 2, 4]),
+)
+def test_every_token_lies_in_one_place_within_the_limits(lengths, full_rows, second_pass, ways):
+    for shares in (False, True):
+        of = limits(full_rows, shares=shares, ways=ways)
+        found = row_layout.plan(lengths, of, second_pass=second_pass)
+        assert len(found.parts) <= of.micro_batches(found.sequences)
+        assert found.sequences in of.shapes and found.sequences % ways == 0
+        lain = np.zeros((B, P + R), int)
+        for part in found.parts:
+            assert len(part) == ways and max(map(len, part)) <= found.sequences // ways
+            rows = [piece.row for way in part for laid in way for piece in laid.pieces if not shares or piece.first]
+            groups = {row // of.group for row in rows}
+            assert not found.whole_groups or len(groups) * of.group == len(rows)
+            for way in part:
+                check_way(way, lengths, of, lain)
+        for row in range(B):
+            prompt, response = lengths.prompt[row], lengths.response[row]
+            taken = range(prompt, prompt + response) if shares else range(max(1, prompt + response - 1))
+            assert (lain[row, taken] == 1).all() and lain[row, prompt + response :].sum() == 0
+        computed = len(found.parts) * found.sequences * of.length
+        assert found.computed_tokens == computed and found.useful_tokens == lain.sum() <= computed
+        assert row_layout.plan(lengths, of, second_pass=second_pass) == found, "it follows from the lengths alone"
+
+
+def check_way(way, lengths, of, lain):
+    """Counts the tokens of a way's sequences, and checks that each response continues its own prompt."""
+    for laid in way:
+        assert sum(piece.size for piece in laid.pieces) <= of.length
+        for row, first, size in laid.pieces:
+            lain[row, first : first + size] += 1
+            if of.shares and first:
+                prompts = [piece.row for piece in way[laid.prefix].pieces if not piece.first]
+                assert lengths.query[row] in lengths.query[prompts] and first == lengths.prompt[row]
+
+
+def test_a_prompt_is_computed_once_for_its_rows():
+    """8 queries of 3 rows: prompts of 8 tokens, responses of 12, in sequences of 12."""
+    lengths = lengths_of(np.full(B, P), np.full(B, R))
+    found = row_layout.plan(lengths, limits(ways=1), second_pass=0.0)
+    assert (found.sequences, found.useful_tokens) == (8 * (1 + 3), 8 * (8 + 3 * 12))
+    apart = row_layout.plan(lengths, limits(ways=1, shares=False), second_pass=0.0)
+    assert (apart.sequences, apart.useful_tokens) == (24, 24 * 19)
+    # Responses lie beside prompts, and those of several prompts in one sequence.
+    found = row_layout.plan(lengths_of(np.full(B, 3), np.full(B, 3)), limits(ways=1), second_pass=0.0)
+    assert found.useful_tokens == 8 * (3 + 3 * 3) == 8 * 12 and len(sequences_of(found)) == 8
+    assert {len({piece.row // 3 for piece in laid.pieces}) for laid in sequences_of(found)} - {1}
+
+
+def test_limits_of_full_rows():
+    """Sequences that hold all rows, and how many micro-batches of the most sequences full rows need: few, and even."""
+    for changes, sequences, count in (
+        (dict(), 2 * (4 * 4), 1),  # on each way 4 queries, a prompt and three responses each
+        (dict(shares=False), 24, 1),
+        (dict(prompt=24), 2 * (4 * 3), 1),  # two responses in a sequence, none beside a prompt
+        (dict(prompt=24, shares=False), 24, 1),
+        (dict(full_rows=18), 2 * (2 * 4), 2),  # not 3 queries and 1
+        (dict(full_rows=18, shares=False), 12, 2),
+        (dict(full_rows=2), 2 * 2, 12),  # a prompt and a response
+        (dict(full_rows=2, shares=False), 2, 12),
+        (dict(ways=24), 24 * 2, 1),
+    ):
+        of = limits(**changes)
+        full = lengths_of(np.full(B, of.prompt), np.full(B, of.response))
+        found = row_layout.plan(full, of, second_pass=0.0)
+        assert (of.sequences, found.sequences, len(found.parts)) == (sequences, sequences, count), changes
+    assert [limits(rows).full_rows for rows in (0, 2, 7, 8, 100)] == [24, 2, 6, 8, 24]
+    assert limits(tokens=1, ways=3).full_rows == 3
+
+
+def test_numbers_of_sequences_are_few():
+    for rows, ways in ((1, 1), (6, 2), (8, 8), (40, 4), (4096, 16)):
+        for shares in (False, True):
+            of = limits(rows=rows, group=1, ways=ways, shares=shares)
+            found = {of.rounded(count) for count in range(1, of.sequences + 1)}
+            assert len(found) <= 8 and max(found) == of.sequences and all(count % ways == 0 for count in found)
+            assert all(count <= of.rounded(count) for count in range(1, of.sequences + 1))
+
+
+def test_groups_are_split_where_they_waste_more_than_a_second_pass():
+    """Without shared prompts, in micro-batches of three sequences: the long rows of a group take two of them."""
+    of = limits(shares=False, ways=1, tokens=3 * 20)
+    lengths = lengths_of(np.full(B, 3), [12, 12, 0] * 8)
+    together = row_layout.plan(lengths, of, second_pass=0.4)
+    assert together.whole_groups and len(together.parts) == 8
+    apart = row_layout.plan(lengths, of, second_pass=0.2)
+    assert not apart.whole_groups and len(apart.parts) == 6
+
+
+def test_a_row_longer_than_sequences_are_made_for_is_refused():
+    for prompt, response, sentence in ((9, 1, "a prompt of 9 tokens is longer than the 8"), (1, 13, "a response of 13 .* 12")):
+        with pytest.raises(ValueError, match=sentence):
+            row_layout.plan(lengths_of(np.full(B, prompt), np.full(B, response)), limits(), second_pass=0.0)
+
+
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("queries, completions, rows", [(7, 20, 140), (8, 8, 8), (32, 16, 16), (32, 16, 64)])
+def test_short_rows_leave_little_padding(queries, completions, rows, shares):
+    """Rows as long as those of GSM8K: about an eighth of the longest, some a half of it."""
+    rng, count = np.random.default_rng(0), queries * completions
+    sizes = dict(rows=count, group=completions, prompt=512, response=512, shares=shares, tokens=rows * 1024)
+    found = []
+    for _ in range(5):
+        prompt, response = np.minimum(rng.lognormal([[4.2], [4.5]], 0.5, (2, count)).astype(int), 512)
+        lengths = lengths_of(prompt, response, group=completions)
+        found.append(row_layout.plan(lengths, Limits(**sizes), second_pass=1 / 3))
+    assert sum(plan.useful_tokens for plan in found) > 0.8 * sum(plan.computed_tokens for plan in found)
