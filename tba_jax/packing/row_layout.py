@@ -14,15 +14,15 @@ import dataclasses
 import functools
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 # Micro-batches have so many different numbers of sequences at most: so many shapes of any one program.
 _SHAPES = 8
-# The most sequences of a micro-batch are at most so many times the fewest, which many micro-batches approximate any number with.
-_SPREAD = 16
+# The most sequences of a micro-batch are at most so many times the fewest, with which micro-batches come near to any number.
+_SPREAD = 8
 # A micro-batch more costs about as much as so many tokens: its gradient is added to the others'.
 _MICRO_BATCH_TOKENS = 256
 
@@ -78,11 +78,12 @@ class Limits:
 
     @functools.cached_property
     def shapes(self) -> tuple[int, ...]:
-        """The numbers of sequences that micro-batches have, ascending: all there are, or in even ratios from the most down."""
+        """The numbers of sequences that micro-batches have, ascending: the largest ones, or some in even ratios."""
         most = self.sequences // self.ways
-        if most <= _SHAPES:
-            return tuple(self.ways * each for each in range(1, most + 1))
-        ratio = min(_SPREAD, most) ** (1 / (_SHAPES - 1))
+        fewest = -(-most // _SPREAD)
+        if most - fewest < _SHAPES:
+            return tuple(self.ways * each for each in range(max(1, most - _SHAPES + 1), most + 1))
+        ratio = (most / fewest) ** (1 / (_SHAPES - 1))
         return tuple(sorted({self.ways * math.ceil(most / ratio**power) for power in range(_SHAPES)}))
 
     def micro_batches(self, sequences: int) -> int:
@@ -167,11 +168,14 @@ def plan(lengths: Lengths, limits: Limits, *, second_pass: float) -> Plan:
     whole_groups = found is not None
     # Parts of a query with shared prompts go together where the whole of it does not.
     smaller = [size for size in range(limits.group - 1, 0, -1) if limits.group % size == 0 and (limits.shares or size == 1)]
-    for size in smaller if found is None or len(found) > 1 else ():
+    passes = 1 + second_pass if whole_groups else 1
+    least = passes * _tokens(range(limits.rows), lengths, limits)
+    for size in smaller:
+        if found is not None and (len(found) == 1 or _cost(found, limits) <= least):
+            break
         apart = _cheapest(lengths, limits, group=size)
-        passes = 1 + second_pass if whole_groups else 1
         if apart and (found is None or passes * _cost(apart, limits) < _cost(found, limits)):
-            found, whole_groups = apart, False
+            found, whole_groups, passes = apart, False, 1
     parts = found or _dealt(lengths, limits)
     sequences = limits.rounded(limits.ways * max(len(way) for part in parts for way in part))
     return Plan(
@@ -269,19 +273,36 @@ def _by_query(rows: Iterable[int], lengths: Lengths) -> dict[int, list[int]]:
 
 def _fill(rows: Sequence[int], lengths: Lengths, limits: Limits) -> Way:
     """Sequences of rows. Responses lie in the sequence of their prompts, and in sequences that hold responses alone."""
-    S = limits.length
     if not limits.shares:
         sizes = _apart(lengths)
-        return [Laid(0, [Piece(row, 0, int(sizes[row])) for row in its]) for its in _best_fit(rows, sizes, S)]
+        return [Laid(0, [Piece(row, 0, int(sizes[row])) for row in its]) for its in _best_fit(rows, sizes, limits.length)]
     of_query = _by_query(rows, lengths)
+    tried = [_together(of_query, lengths, limits.length, sequences=sequences) for sequences in (1, 2, 4, len(rows))]
+    return min((_with_prompts_together(of_query, bins, lengths, limits.length) for bins in tried), key=len)
+
+
+def _with_prompts_together(of_query: Mapping[int, list[int]], bins: Iterable[list[int]], lengths: Lengths, length: int) -> Way:
+    """Sequences of rows. Args: of_query: rows of each query; bins: queries whose prompts lie in one sequence."""
     way: Way = []
-    for together in _best_fit([its[0] for its in of_query.values()], lengths.prompt, S):
-        prompts = [Piece(row, 0, int(lengths.prompt[row])) for row in together]
-        continuing = [row for first in together for row in of_query[int(lengths.query[first])]]
-        filled = _best_fit(continuing, lengths.response, S, begun=sum(prompt.size for prompt in prompts))
+    for queries in bins:
+        prompts = [Piece(of_query[query][0], 0, int(lengths.prompt[of_query[query][0]])) for query in queries]
+        continuing = [row for query in queries for row in of_query[query]]
+        filled = _best_fit(continuing, lengths.response, length, begun=sum(prompt.size for prompt in prompts))
         responses = [[Piece(row, int(lengths.prompt[row]), int(lengths.response[row])) for row in its] for its in filled]
         way += [Laid(len(way), pieces) for pieces in (prompts + responses[0], *responses[1:])]
     return way
+
+
+def _together(of_query: Mapping[int, list[int]], lengths: Lengths, length: int, *, sequences: int) -> list[list[int]]:
+    """Queries whose prompts fit one sequence, and whose rows so many sequences (best fit, decreasing)."""
+    prompts = {query: int(lengths.prompt[rows[0]]) for query, rows in of_query.items()}
+    sizes = {query: prompts[query] + int(lengths.response[rows].sum()) for query, rows in of_query.items()}
+    found: list[tuple[int, int, list[int]]] = []  # tokens left of all sequences, and of the one with prompts
+    for query in sorted(sizes, key=lambda query: (-sizes[query], query)):
+        fits = [(left, i) for i, (left, room, _) in enumerate(found) if left >= sizes[query] and room >= prompts[query]]
+        left, room, its = found.pop(min(fits)[1]) if fits else (max(sizes[query], sequences * length), length, [])
+        found.append((left - sizes[query], room - prompts[query], [*its, query]))
+    return [its for *_, its in found]
 
 
 def _best_fit(rows: Iterable[int], sizes: np.ndarray, length: int, *, begun: int = 0) -> list[list[int]]:
