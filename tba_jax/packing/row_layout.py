@@ -45,8 +45,12 @@ class Limits:
 
     @functools.cached_property
     def length(self) -> int:
-        """S, tokens of a sequence. Longer ones would leave less room unused, and attend to more that they do not read."""
-        return max(self.prompt, self.response) if self.shares else max(1, self.prompt + self.response - 1)
+        """S, tokens of a sequence. Longer ones would leave less room unused, and attend to more that they do not read.
+
+        With shared prompts it is even: cuDNN takes no mask of an odd number of tokens in training.
+        """
+        longest = max(self.prompt, self.response)
+        return longest + longest % 2 if self.shares else max(1, self.prompt + self.response - 1)
 
     @functools.cached_property
     def _whole(self) -> int:
