@@ -23,7 +23,7 @@ class Refusals:
 
     def look_at(
         self,
-        measurements: dict[str, Any],
+        measurements: Mapping[str, Any],
         row_finite: jax.Array,
         ids: Sequence[tuple[str, int]],
         *,
