@@ -15,7 +15,8 @@ class TrainerAccount(TimeAccount):
 
     The time in which the trainer waits for rows, compiles a new shape, publishes, saves a checkpoint or compares log-probs is
     left out. An update that ends while the host is at work counts as done from when the host last saw it under way: at its
-    dispatch, or where a measured part of the host's work ended. So the time of waiting is never told too short.
+    dispatch, or where a measured part of the host's work ended. So the time is told too long there, not too short. A dispatch
+    counts until it returns, though devices may begin before. Time in which other processes have the trainer's core counts too.
     """
 
     def __init__(self) -> None:
