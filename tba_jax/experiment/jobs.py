@@ -29,6 +29,10 @@ log = logging.getLogger(__name__)
 
 Job = Callable[[], int]
 
+# Seconds after which Python takes the interpreter from a thread that others wait for. With Python's default of 5 ms, the dispatch
+# of an update waits for so long, or several times as long, while a thread writes a snapshot.
+_TRAINER_SWITCH_SECONDS = 3e-4
+
 
 def _check_devices(experiment: composition.Experiment, *roles: str) -> None:
     """Raises ValueError where JAX misses GPUs of this process, or the meshes of roles that run in it do not fit its devices."""
@@ -155,6 +159,7 @@ def trainer(s: Invocation) -> Job:
     stop = processes_lib.StopSignal()
 
     def job() -> int:
+        sys.setswitchinterval(_TRAINER_SWITCH_SECONDS)
         finished = run_trainer(made, s.run, stop=stop)
         lease.release()
         return 0 if finished else processes_lib.STOPPED

@@ -27,16 +27,20 @@ def run_trainer(trainer: Trainer, run: layout.RunDir, *, stop: Callable[[], bool
         if recorder.flush():
             trainer.report_problems()
 
+    def beside() -> None:
+        """What is told of the step before, and that there were rows for this one: while the devices compute."""
+        wait.ends()
+        record()
+
     trainer.start()
     while not trainer.is_done and not stop():
-        # The point of a step is written while the devices compute the next one.
-        measurements = trainer.step(ahead=True, beside=record)
+        measurements = trainer.step(ahead=True, beside=beside)
         if measurements is None:
             record()
             wait.goes_on()
-            continue
-        wait.ends()
-        recorder.take(measurements)
+        else:
+            recorder.take(measurements)
+        del measurements  # let go of while the devices compute, which would wait for it here
     record()
     wait.ends()
     return end(trainer, recorder)
@@ -84,7 +88,7 @@ class _Wait:
             log.warning("has waited %.0f s for %s", relief.waited, told)
 
     def ends(self) -> None:
-        """A step is done."""
+        """There were rows for a step."""
         self._relief.stepped()
         self._status.waits("", seconds=0.0)
         self._say = 0.0

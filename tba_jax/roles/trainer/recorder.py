@@ -3,6 +3,8 @@
 import time
 from typing import Any
 
+import jax
+
 from tba_jax.roles.trainer.trainer import Trainer
 from tba_jax.run import layout
 from tba_jax.run.metrics import MetricWriter
@@ -18,21 +20,25 @@ class Recorder:
         self._taken: dict[str, Any] | None = None
 
     def take(self, measurements: dict[str, Any]) -> None:
-        """Takes the measurements of the step that was just done; `flush` writes them."""
+        """Takes the measurements of the step that was just done, on the devices; `flush` fetches and writes them."""
         trainer = self._trainer
         if trainer.step_number == self._first + 1:
             # The first step holds the compilation, and the wait for the first rows.
             trainer.account.restart()
             self._begin = time.monotonic()
-        if trainer.step_number % trainer.config.metrics.every_steps == 0 or trainer.is_done:
-            self._taken = measurements
+        self._taken = measurements
 
     def flush(self) -> bool:
-        """Writes the point that was taken, before the step after it is counted. Returns whether there was one."""
+        """Writes the point of the step that was taken, if one is due, before the step after it is counted.
+
+        Returns:
+          whether one was due.
+        """
         measurements, self._taken = self._taken, None
-        if measurements is None:
+        trainer = self._trainer
+        if measurements is None or not (trainer.step_number % trainer.config.metrics.every_steps == 0 or trainer.is_done):
             return False
-        self._write(**measurements)
+        self._write(**jax.device_get(measurements))
         return True
 
     def note(self, measurements: dict[str, Any]) -> bool:

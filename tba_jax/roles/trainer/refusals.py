@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import jax
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ class Refusals:
     def look_at(
         self,
         measurements: Mapping[str, Any],
-        row_finite: np.ndarray,
+        row_finite: jax.Array,
         ids: Sequence[tuple[str, int]],
         *,
         step: int,
@@ -33,7 +33,7 @@ class Refusals:
         """Does nothing where the update of `step` is finite; else says which rows are to blame.
 
         Args:
-          row_finite: bool[B]; ids: (writer, row) of the B rows.
+          measurements, row_finite: of train_step, on the devices. row_finite: bool[B]. ids: (writer, row) of the B rows.
           was_passed: whether the journal shows that the run went on after this step: then it does so again.
 
         Raises:
@@ -44,6 +44,7 @@ class Refusals:
             self._in_a_row = 0
             return
         self._in_a_row += 1
+        measurements, row_finite = jax.device_get((measurements, row_finite))
         rows = [f"{writer}:{row}" for (writer, row), ok in zip(ids, row_finite, strict=True) if not ok]
         sentence = self._sentence(measurements, rows, step=step, of=len(ids))
         all_rows = len(rows) == len(ids)

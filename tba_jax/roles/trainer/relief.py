@@ -39,7 +39,7 @@ class Relief:
         return max(0.0, self._next - self._clock())
 
     def stepped(self) -> None:
-        """The trainer has done a step: nothing is waited for."""
+        """The trainer does a step: nothing is waited for."""
         self._since = None
 
     def waits(self) -> bool:

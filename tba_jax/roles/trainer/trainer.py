@@ -1,10 +1,8 @@
 """The trainer: draws batches from the replay buffer, journals them, updates the policy, publishes snapshots."""
 
-import concurrent.futures
 import dataclasses
 import functools
 import logging
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -45,13 +43,6 @@ class _Drawn:
     rows: trajectory.Rows
     placed: Placed
     provenance: dict[str, Any]
-
-
-def _fetch(measurements: dict[str, Any]) -> tuple[dict[str, Any], float]:
-    """The measurements of an update on the host, once it is done, and the moment when it was, seconds of time.monotonic."""
-    jax.block_until_ready(measurements)
-    moment = time.monotonic()
-    return jax.device_get(measurements), moment
 
 
 class Trainer:
@@ -96,7 +87,8 @@ class Trainer:
         self._journal: journal.Journal | None = None
         # The batch of the next step, where it was prepared beside the last update.
         self._next: _Drawn | None = None
-        self._results = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="update-result")
+        # The batch of the last update that was dispatched.
+        self._last: _Drawn | None = None
         self._known_problems: set[str] = set()
 
     @property
@@ -124,7 +116,7 @@ class Trainer:
         """Starts to follow the log in the background, and compiles the update while the first rows are on their way."""
         self.buffer.tail.start()
         if not self.is_done:
-            with self.account.measure("update"):
+            with self.account.measure("compile"):
                 self.program.compile(self._contract.row_shape())
 
     def poll(self) -> None:
@@ -132,7 +124,9 @@ class Trainer:
         self.buffer.tail.poll()
 
     def step(self, *, ahead: bool = False, beside: Callable[[], object] = lambda: None) -> dict[str, Any] | None:
-        """One update. Returns its measurements, or None when there are not enough rows yet (nothing has changed then).
+        """One update. Returns its measurements, on the devices, or None when there are not enough rows yet.
+
+        Without enough rows nothing changes.
 
         Order of a step:
           1. the batch: prepared beside the last update, or drawn and transferred now
@@ -156,7 +150,7 @@ class Trainer:
         step = self.step_number + 1
         due = self._due(step, ahead=ahead)  # 2
         with self.account.measure("update"):
-            result = self._dispatch(drawn)  # 3
+            measurements = self._dispatch(drawn)  # 3
         with self.account.measure("journal"):
             self.lease.check()
             # The line becomes durable while the devices compute: nothing shows the update's result before it is.
@@ -165,7 +159,7 @@ class Trainer:
             beside()  # 4
             prepared = self._draw(step) if due.prepare else None
             with self.account.measure("update"):
-                measurements = self._take_result(drawn, result)  # 5
+                measurements = self._take_result(drawn, measurements)  # 5
         finally:
             with self.account.measure("journal"):
                 durable.result()
@@ -197,12 +191,16 @@ class Trainer:
                 return None
             rows = self.index.gather(slots)
             self._check_reference(rows["reference_id"])
-            return self._place(slots, rows, step=step)
+        return self._place(slots, rows, step=step)
 
     def _place(self, slots: np.ndarray, rows: trajectory.Rows, *, step: int) -> _Drawn:
-        # A slot may hold another row once more rows are integrated, so all that is told of the rows is read now.
-        ids, provenance = self.index.ids(slots), self.buffer.provenance(slots, step=step + 1)
-        return _Drawn(slots=slots, ids=ids, rows=rows, provenance=provenance, placed=self.program.place(rows))
+        with self.account.measure("draw"):
+            # A slot may hold another row once more rows are integrated, so all that is told of the rows is read now.
+            ids, provenance = self.index.ids(slots), self.buffer.provenance(slots, step=step + 1)
+            placed = self.program.place(rows)
+        with self.account.measure("compile"):
+            self.program.compile_where_new(placed)
+        return _Drawn(slots=slots, ids=ids, rows=rows, provenance=provenance, placed=placed)
 
     def _check_reference(self, reference_ids: np.ndarray) -> None:
         """Raises ValueError where drawn rows have log-probs of another reference policy. Args: reference_ids: uint64[B]."""
@@ -229,7 +227,7 @@ class Trainer:
         return self._journal.submit(make_line)
 
     def update(self, slots: np.ndarray, rows: trajectory.Rows, *, was_passed: bool = False) -> dict[str, Any]:
-        """One update on a batch that is journalled. Returns its measurements.
+        """One update on a batch that is journalled. Returns its measurements, on the devices.
 
         Args:
           slots: int64[B] of the batch; rows: their content.
@@ -241,19 +239,22 @@ class Trainer:
         drawn = self._place(slots, rows, step=self.step_number)
         return self._take_result(drawn, self._dispatch(drawn), was_passed=was_passed)
 
-    def _dispatch(self, drawn: _Drawn) -> Future[tuple[dict[str, Any], float]]:
-        """Starts the update on a batch. Returns its measurements on the host and when it was done, to be awaited."""
+    def _dispatch(self, drawn: _Drawn) -> dict[str, Any]:
+        """Starts the update on a batch. Returns its measurements, on the devices: they come when it is done."""
+        # To let go of many arrays takes time. The devices would wait for it if that were done before they have the next update.
+        consumed = self.program.state, self._last
         measurements = self.program.dispatch(drawn.placed)
-        self.account.is_dispatched()
+        self.account.is_dispatched(measurements["finite"].is_ready)
+        self._last = drawn
+        del consumed
         self.index.mark_drawn(drawn.slots)
-        return self._results.submit(_fetch, measurements)
+        return measurements
 
-    def _take_result(
-        self, drawn: _Drawn, result: Future[tuple[dict[str, Any], float]], *, was_passed: bool = False
-    ) -> dict[str, Any]:
+    def _take_result(self, drawn: _Drawn, measurements: dict[str, Any], *, was_passed: bool = False) -> dict[str, Any]:
         """Waits for an update and counts it. Returns its measurements. Raises FloatingPointError, see `update`."""
-        measurements, moment = result.result()
-        self.account.result_is_ready(moment)
+        self.account.look()
+        jax.block_until_ready(measurements)
+        self.account.is_done_now()
         self.step_number += 1
         row_finite = measurements.pop("row_finite")
         try:
@@ -345,7 +346,6 @@ class Trainer:
     def close(self) -> None:
         """Stops the threads; what was handed to them is written first."""
         self.buffer.close()
-        self._results.shutdown()
         self._gap.close()
         self.publishing.close()
         self.checkpoints.close()

@@ -116,7 +116,7 @@ class UpdateProgram:
 
     def compile(self, row_shape: trajectory.RowShape) -> None:
         """Compiles the update for rows of this shape before there are any, as if each were as long as it may be."""
-        self.place(self._whole_rows(row_shape))
+        self.compile_where_new(self.place(self._whole_rows(row_shape)))
 
     def _whole_rows(self, row_shape: trajectory.RowShape) -> trajectory.Rows:
         rows = {name: np.zeros((self.rows, *shape), dtype) for name, (dtype, shape) in row_shape.columns().items()}
@@ -158,21 +158,20 @@ class UpdateProgram:
         return found
 
     def place(self, rows: trajectory.Rows) -> Placed:
-        """Packs B rows, starts their transfer to the mesh, and compiles the update where no rows had their shape before.
-
-        The state is neither read nor changed, so that all of this may be done beside an update.
-        """
+        """Packs B rows and starts their transfer to the mesh. The state is not read: this may be done beside an update."""
         on_host = state_lib.batch_from_rows(rows)
         columns = on_host.tokens, on_host.prompt_length, on_host.response_length
         second_pass = micro_batches.SCORING_SHARE[self.config.remat]
         packed, plan = row_packing.of_rows(*columns, limits=self.config.limits, second_pass=second_pass)
         packed = jax.device_put(packed, scoring.packed_shardings(self.mesh))
-        placed = Placed(batch=sharding.put_rows(self.mesh, on_host), packed=packed, plan=plan)
-        if self._shapes_log[plan.whole_groups].note(plan):
+        return Placed(batch=sharding.put_rows(self.mesh, on_host), packed=packed, plan=plan)
+
+    def compile_where_new(self, placed: Placed) -> None:
+        """Compiles the update where no rows had this shape before. Only the state's shapes are read, as beside an update."""
+        if self._shapes_log[placed.plan.whole_groups].note(placed.plan):
             moving = placed.batch.ref_logprobs if self._moving_reference else None
-            batch = dataclasses.replace(placed.batch, moving_ref_logprobs=moving)
-            self._update.lower(self.state, self.frozen, batch, packed, whole_groups=plan.whole_groups).compile()
-        return placed
+            batch, whole = dataclasses.replace(placed.batch, moving_ref_logprobs=moving), placed.plan.whole_groups
+            self._update.lower(self.state, self.frozen, batch, placed.packed, whole_groups=whole).compile()
 
     def _rescored(self, placed: Placed) -> state_lib.Batch:
         """The batch, with log-probs of the moving reference as it is now where there is one."""

@@ -3,6 +3,8 @@
 import dataclasses
 import shutil
 import threading
+import time
+import weakref
 
 import jax
 import numpy as np
@@ -13,7 +15,6 @@ from tba_jax.replay import journal
 from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
 from tba_jax.roles.trainer import loop
-from tba_jax.roles.trainer import trainer as trainer_lib
 from tba_jax.roles.trainer.buffer import ReplayBuffer
 from tba_jax.roles.trainer.checkpointing import Checkpointing
 from tba_jax.roles.trainer.publishing import Publishing
@@ -166,13 +167,13 @@ def test_the_next_batch_is_prepared_and_the_last_point_written_while_the_devices
 
         monkeypatch.setattr(owner, name, noting)
 
-    fetch = trainer_lib._fetch
+    take = Trainer._take_result
 
-    def slow(measurements):
+    def slow(trainer, *arguments):
         assert computed.wait(60)
-        return fetch(measurements)
+        return take(trainer, *arguments)
 
-    monkeypatch.setattr(trainer_lib, "_fetch", slow)
+    monkeypatch.setattr(Trainer, "_take_result", slow)
     for owner, name, told in (
         (UpdateProgram, "dispatch", "dispatch"),
         (ReplayBuffer, "draw", "draw"),
@@ -242,3 +243,37 @@ def test_rows_that_come_during_an_update_are_replayed_as_they_came(tmp_path, fro
         state = jax.device_get(trainer.state)
     assert [list(heads) for heads in journal.read_lineage(s.run.journal)[4]["visible"]] == [["late-12"]]
     frozen_runs.assert_resumes_as(s, state)
+
+
+def test_what_an_update_read_and_gave_is_let_go_of_once_the_devices_have_the_next_one(tmp_path, frozen, monkeypatch):
+    """To let go of arrays and to fetch some takes time in which the devices would be idle."""
+    s = frozen(tmp_path / "run")
+    batches, alive = [], []
+    dispatch = UpdateProgram.dispatch
+
+    def dispatched(program, placed):
+        alive.append([batch() is not None for batch in batches])
+        batches.append(weakref.ref(placed.batch.tokens))
+        return dispatch(program, placed)
+
+    monkeypatch.setattr(UpdateProgram, "dispatch", dispatched)
+    with frozen_runs.trainer(s) as trainer:
+        trainer.poll()
+        for _ in range(3):
+            measurements = trainer.step(ahead=True)
+            assert all(isinstance(measurements[name], jax.Array) for name in ("loss", "grad_norm", "finite"))
+    assert alive == [[], [True], [False, True]]
+
+
+def test_a_compilation_beside_an_update_has_its_own_share_of_time(tmp_path, frozen, monkeypatch):
+    s = frozen(tmp_path / "run")
+    with frozen_runs.trainer(s) as trainer:
+        trainer.poll()
+        assert trainer.step(ahead=True) is not None
+        trainer.account.restart()
+        with monkeypatch.context() as patch:
+            patch.setattr(UpdateProgram, "compile_where_new", lambda program, placed: time.sleep(2))
+            assert trainer.step(ahead=True) is not None
+        assert trainer.step(ahead=True) is not None
+        shares = trainer.account.shares()
+    assert shares["time_compile"] > 0.5 and shares["devices_wait_for_host"] < 0.5
