@@ -11,6 +11,7 @@ import pytest
 from benchmarks import bare, bare_step, trainer_update
 from tba_jax.learner import optimizer, update
 from tba_jax.learner import state as state_lib
+from tba_jax.models import scoring
 
 VOCAB = 48
 SMALL: dict[str, Any] = {
@@ -29,14 +30,16 @@ SMALL: dict[str, Any] = {
 DESCENT: state_lib.Optimizers = {"policy": optax.sgd(1.0)}
 
 
+@pytest.mark.parametrize("shares", [True, False], ids=["shared prompts", "rows apart"])
 @pytest.mark.parametrize("full", [True, False], ids=["full rows", "rows of all lengths"])
-def test_loss_and_gradient_are_those_of_the_update(full):
+def test_loss_and_gradient_are_those_of_the_update(full, shares, monkeypatch):
     """Of the same weights and rows. The update's gradient is read off the weights after a step of plain descent by 1."""
+    monkeypatch.setattr(scoring, "shares_prompts", lambda *_: shares)
     program = trainer_update.update_program(SMALL, VOCAB)
     rows, params = trainer_update.random_rows(program, SMALL, VOCAB, full=full), jax.device_get(program.policy_params)
     placed = program.place(rows)
     batch, packed, plan = placed.batch, placed.packed, placed.plan
-    assert plan.one_row == full
+    assert program.config.limits.shares == shares
     constant = functools.partial(optimizer.linear_then_constant, steps=0)
     settings = {"beta": trainer_update.BETA, "ref_temperature": 1.0, "reward_temperature": 1.0}
     schedules = update.Schedules(**{name: constant(start=value, end=value) for name, value in settings.items()})

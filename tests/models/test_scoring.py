@@ -1,5 +1,6 @@
 """The response space against NumPy loops, on blocks and through the whole model; packed rows against each by itself."""
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -146,27 +147,30 @@ def scored_rows(rows: int) -> tuple[np.ndarray, ...]:
     return np.where(np.arange(5 + R) < prompt[:, None], tokens[::2].repeat(2, axis=0), tokens), prompt, response
 
 
-PARAMS = applied.random(applied.define(SCORED).specs, scale=0.25)
+def params_of(model: DecoderConfig) -> parameters.Params:
+    return applied.random(applied.define(model).specs, scale=0.25)
 
 
 def limits(rows: int, *, tokens: int, ways: int = 1, shares: bool = True) -> Limits:
     return Limits(rows=rows, group=2, prompt=5, response=R, tokens=tokens, ways=ways, shares=shares)
 
 
-def scored(rows: tuple[np.ndarray, ...], *, sizes: tuple[int, int, int] = (1, 1, 1), **limited: Any) -> np.ndarray:
+def scored(
+    rows: tuple[np.ndarray, ...], *, sizes: tuple[int, int, int] = (1, 1, 1), model: DecoderConfig = SCORED, **limited: Any
+) -> np.ndarray:
     """Log-probs of rows that are packed for a mesh."""
     mesh = sharding.make_mesh(sizes, setting="test", devices=jax.devices()[: math.prod(sizes)])
-    definition = applied.define(SCORED)
+    definition = applied.define(model)
     score = scoring.program(mesh, graphdef=definition.graphdef, R=R, space=space(), logit_megabytes=1)
     packed, _ = row_packing.of_rows(*rows, limits=limits(len(rows[0]), ways=sharding.row_ways(mesh), **limited))
     packed = jax.device_put(packed, scoring.packed_shardings(mesh))
-    return np.asarray(score(jax.device_put(PARAMS, definition.shardings(mesh)), packed))
+    return np.asarray(score(jax.device_put(params_of(model), definition.shardings(mesh)), packed))
 
 
-def scored_alone(rows: tuple[np.ndarray, ...]) -> np.ndarray:
+def scored_alone(rows: tuple[np.ndarray, ...], model: DecoderConfig = SCORED) -> np.ndarray:
     """Log-probs of rows of which none is packed with others."""
     settings: dict[str, Any] = dict(R=R, space=space(), logit_bytes=1 << 20, remat="none")
-    return np.asarray(applied.response_logprobs(PARAMS, *rows, config=SCORED, **settings)[0])
+    return np.asarray(applied.response_logprobs(params_of(model), *rows, config=model, **settings)[0])
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 1), (2, 1, 2)], ids=str)
@@ -177,6 +181,19 @@ def test_packed_rows_are_scored_as_each_by_itself(score_tokens, sizes):
     for shares in (False, True):
         found = scored(rows, tokens=score_tokens, sizes=sizes, shares=shares)
         np.testing.assert_allclose(found, scored_alone(rows), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [dict(positions="learned"), dict(layer_pattern="l", window=3), dict(layer_pattern="lg", window=4, local_rope_theta=100.0)],
+    ids=str,
+)
+def test_positions_and_windows_go_on_from_a_shared_prompt(changes):
+    model, rows = dataclasses.replace(SCORED, **changes), scored_rows(20)
+    without, expected = scored_alone(rows), scored_alone(rows, model)
+    assert not np.allclose(expected, without, atol=0.01), "the change matters"
+    for shares in (False, True):
+        np.testing.assert_allclose(scored(rows, tokens=40, shares=shares, model=model), expected, atol=1e-5)
 
 
 def test_rows_that_fill_their_sequences_are_scored_alike_too():
