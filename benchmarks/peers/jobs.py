@@ -15,7 +15,7 @@ from benchmarks.peers.cases import Case
 
 WARM_UP_STEPS = 2
 _REPOSITORY = Path(__file__).resolve().parents[2]
-_MODULES = {"trl": "run_trl", "trl_async": "run_trl_async", "tunix": "run_tunix"}
+_MODULES = {"trl": "run_trl", "trl_async": "run_trl_async", "tunix": "run_tunix", "bare": "run_bare"}
 ENVIRONMENTS = {"trl": environments.TRL, "trl_async": environments.TRL, "tunix": environments.TUNIX}
 _UNAVAILABLE = 3  # see run_trl_async
 
@@ -86,6 +86,7 @@ def spec(job: Job, folder: Path) -> dict[str, Any]:
         field: getattr(case, field) for field in ("queries", "samples", "prompt_length", "response_length", "reward_seconds")
     }
     return sizes | {
+        "vocab": case.vocab,
         "checkpoint": str(folder),
         "prompts": json.loads((folder / "prompts.json").read_text()),
         "eos": checkpoint.EOS,
@@ -156,16 +157,25 @@ def _call(job: Job, command: Sequence[str]) -> None:
         )
 
 
-def _peer(job: Job, folder: Path) -> dict[str, Any]:
+def _python(job: Job) -> Path:
+    """Of the system's environment, or of this one."""
+    if job.system not in ENVIRONMENTS:
+        return Path(sys.executable)
     try:
-        python = environments.python(ENVIRONMENTS[job.system], job.bench.environments)
+        return environments.python(ENVIRONMENTS[job.system], job.bench.environments)
     except environments.NotInstalled as error:
         raise Failed(str(error), everywhere=True) from error
+
+
+def _peer(job: Job, folder: Path) -> dict[str, Any]:
+    case, python = cases.CASES[job.case], _python(job)
+    if job.system == "bare" and (case.gsm8k or case.reward_seconds):
+        raise Failed("it has rows of one length, and no rewards")
     told, result = (job.result.with_suffix(f".{suffix}") for suffix in ("spec", "new"))
     told.write_text(json.dumps(spec(job, folder)))
     _call(job, [str(python), "-m", f"benchmarks.peers.{_MODULES[job.system]}", str(told), str(result)])
     record = json.loads(result.read_text())
-    record["rows_per_second"] = _rows_per_second(cases.CASES[job.case], record["seconds"])
+    record["rows_per_second"] = _rows_per_second(case, record["seconds"])
     return record
 
 

@@ -11,6 +11,7 @@ NAMES = {
     "trl": "TRL GRPO",
     "trl_async": "TRL asynchronous GRPO",
     "tunix": "Tunix GRPO",
+    "bare": "bare JAX update",
     "tba_interleaved": "tba_jax interleaved",
     "tba_async": "tba_jax asynchronous",
 }

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from benchmarks.peers import __main__ as main
-from benchmarks.peers import environments, jobs, table
+from benchmarks.peers import cases, environments, jobs, table
 from benchmarks.peers.environments import Environment
 from benchmarks.peers.table import Group
 
@@ -33,17 +33,17 @@ def test_a_peer_that_cannot_be_installed_is_named_once_and_the_others_go_on(benc
     for name, value in {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": "/dev/null"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setitem(jobs.ENVIRONMENTS, "trl", Environment("trl", ("trl==0.0.99",)))
-    cases = ["fixed", "slow_rewards"]
-    for case in cases:
+    names = ["fixed", "slow_rewards"]
+    for case in names:
         done(bench, "tba_interleaved", case)
     (inputs := bench.root / "inputs" / "fixed").mkdir(parents=True)
     (inputs / "prompts.json").write_text("[]")
     tries: list[Environment] = []
     make = environments.python
     monkeypatch.setattr(environments, "python", lambda environment, root: tries.append(environment) or make(environment, root))
-    found = main.measure(bench, [Group(case, True) for case in cases], ["trl", "tba_interleaved"], repeats=1)
+    found = main.measure(bench, [Group(case, True) for case in names], ["trl", "tba_interleaved"], repeats=1)
     assert len(tries) == 1
-    for case in cases:
+    for case in names:
         assert "trl==0.0.99 cannot be installed" in found[Group(case, True)]["trl"]
         assert found[Group(case, True)]["tba_interleaved"] == [RECORD]
     assert not (bench.environments / "trl").exists()
@@ -54,6 +54,19 @@ def test_a_case_without_its_data_is_left_out_with_a_sentence(bench):
     found = main.measure(bench, [Group("long_tailed", True)], ["trl", "tunix"], repeats=1)
     (line,) = [line for line in table.lines(found) if "--data" in line]
     assert line.startswith("TRL GRPO, Tunix GRPO: no figure.")
+
+
+def test_a_bare_update_is_timed_with_the_sizes_of_a_case(bench, monkeypatch):
+    monkeypatch.setitem(cases.CASES, "fixed", dataclasses.replace(cases.CASES["fixed"], prompt_length=10, response_length=4))
+    for case in ("fixed", "slow_rewards"):
+        (inputs := bench.root / "inputs" / case).mkdir(parents=True)
+        (inputs / "prompts.json").write_text("[]")
+    groups = [Group(case, True) for case in ("fixed", "slow_rewards")]
+    found = main.measure(bench, groups, ["bare"], repeats=1)
+    (record,) = found[groups[0]]["bare"]
+    assert len(record["seconds"]) == jobs.WARM_UP_STEPS + 2 and record["tokens"] == [4 * 8 * 4] * 4
+    assert 0 < record["parts"]["update"][0] <= record["seconds"][0]
+    assert found[groups[1]]["bare"] == "it has rows of one length, and no rewards"
 
 
 def test_runs_of_other_steps_or_cores_are_others(bench):
