@@ -48,7 +48,7 @@ def bounds(experiment: HasPolicy, *, role: str, devices: int, peaks: Peaks) -> l
     decoding = _decoding(experiment, at, slots=slots, samples=samples, weights=weights)
     if experiment.config.learner.reference.kind == "none":
         return [decoding]
-    return [decoding, _scoring(experiment, at, batch)]
+    return [decoding, _scoring(experiment, at, batch, queries=-(-batch // section.samples_per_query))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,17 +80,17 @@ def _update(experiment: HasPolicy, at: _Devices) -> Bound:
     passes = _PASSES_TRAINED if policy.lora is None else _PASSES_FROZEN
     # Without the reference that moves, rows bring the log-probs of the reference with them.
     passes += learner.reference.kind in HELD_REFERENCES
-    one = flops.forward(policy.model, positions=P + R - 1, logits=R)
+    operations = passes * flops.scoring(policy.model, rows=rows, queries=learner.queries, prompt=P, response=R)
     held, trained = parameters.count(policy.model_specs), parameters.count(policy.trained_specs)
     micro_batches = rows // meshes.micro_batch_rows(config, ways=at.data * max(learner.mesh.fsdp, 1))
     read = 2 * micro_batches * held * jnp.dtype(policy.model.compute_dtype).itemsize + _OPTIMIZER_BYTES * trained
-    return at.bound("update", rows=rows, tokens=rows * (P + R), operations=rows * passes * one, read=at.data * read)
+    return at.bound("update", rows=rows, tokens=rows * (P + R), operations=operations, read=at.data * read)
 
 
-def _scoring(experiment: HasPolicy, at: _Devices, rows: int) -> Bound:
+def _scoring(experiment: HasPolicy, at: _Devices, rows: int, *, queries: int) -> Bound:
     model, (P, R) = experiment.policy.model, _lengths(experiment)
     read = parameters.count(experiment.policy.model_specs) * jnp.dtype(model.compute_dtype).itemsize
-    operations = rows * flops.forward(model, positions=P + R - 1, logits=R)
+    operations = flops.scoring(model, rows=rows, queries=queries, prompt=P, response=R)
     return at.bound("scoring", rows=rows, tokens=rows * (P + R), operations=operations, read=at.data * read)
 
 

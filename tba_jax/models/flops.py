@@ -35,6 +35,13 @@ def forward(model: DecoderConfig, *, positions: int, logits: int) -> int:
     return 2 * layer_weights(model) * positions + 2 * head_weights(model) * logits + attention(model, positions)
 
 
+def scoring(model: DecoderConfig, *, rows: int, queries: int, prompt: int, response: int) -> int:
+    """Of rows that share the prompts of so many queries: the last token of a row goes through no layer."""
+    of_prompt = forward(model, positions=prompt, logits=0)
+    of_row = forward(model, positions=prompt + response - 1, logits=response)
+    return queries * of_prompt + rows * (of_row - of_prompt)
+
+
 def decoding(model: DecoderConfig, *, prompt: int, response: int) -> int:
     """FLOPs of the `response` decode steps of one row with caches; the prompt is in the cache."""
     through = 2 * (layer_weights(model) + head_weights(model)) * response

@@ -17,11 +17,13 @@ def found(role: str, peaks: Peaks, *, devices: int = 1, **changes) -> list[bound
 
 
 def test_an_update_is_bounded_by_operations():
-    """16 rows of 7 + 6 tokens: 12 go through the layers, 6 to the vocabulary; three passes, and attention."""
+    """4 queries of 4 rows of 7 + 6 tokens: a prompt once, and 5 tokens of each row, through the layers, 6 to the vocabulary; three
+    passes, and attention."""
     (bound,) = found("trainer", Peaks(1e12, 1e18))
     weights = 32 * (4096 * 128 * (2 * 32 + 2 * 8) + 3 * 4096 * 14336)
     assert weights == LLAMA - 2 * EMBEDDING - 65 * 4096
-    one = 2 * weights * 12 + 2 * EMBEDDING * 6 + 32 * 4 * 32 * 128 * (12 * 13 // 2)
+    pairs = 12 * 13 // 2 - 7 * 8 // 2 + 7 * 8 // 2 / 4
+    one = 2 * weights * (7 / 4 + 5) + 2 * EMBEDDING * 6 + 32 * 4 * 32 * 128 * pairs
     assert bound.by == "FLOP/s" and bound.work == "update"
     assert bound.rows == pytest.approx(1e12 / (3 * one)) and bound.tokens == pytest.approx(13 * bound.rows)
     adapters = {"lora__rank": 4}
