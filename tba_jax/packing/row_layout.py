@@ -53,14 +53,20 @@ class Limits:
         return longest + longest % 2 if self.shares else max(1, self.prompt + self.response - 1)
 
     @functools.cached_property
+    def _rows_of_way(self) -> int:
+        """Rows of a micro-batch with all rows on a way: whole queries where there are as many as ways."""
+        rows = -(-self.rows // self.ways)
+        of_query = min(self.group, rows)
+        return -(-rows // of_query) * of_query
+
+    @functools.cached_property
     def _whole(self) -> int:
         """Sequences of a micro-batch on each way that hold all rows, however long they are."""
-        rows = -(-self.rows // self.ways)
         if not self.shares:
-            return rows
-        of_query = min(self.group, rows)
+            return -(-self.rows // self.ways)
+        of_query = min(self.group, self._rows_of_way)
         beside, alone = (self.length - self.prompt) // self.response, self.length // self.response
-        return -(-rows // of_query) * (1 + -(-max(0, of_query - beside) // alone))
+        return self._rows_of_way // of_query * (1 + -(-max(0, of_query - beside) // alone))
 
     @functools.cached_property
     def sequences(self) -> int:
@@ -96,6 +102,10 @@ class Limits:
         if each >= self._whole:
             return 1
         return -(-self.rows // (self.ways * max(1, each // 2 if self.shares else each)))
+
+    def places(self, sequences: int) -> int:
+        """The response tokens that each of so many sequences lists at most: those of a way are spread evenly over them."""
+        return min(self.length, -(-self._rows_of_way * self.response * self.ways // sequences))
 
     def rounded(self, sequences: int) -> int:
         """The next larger number of sequences that micro-batches have."""
@@ -175,10 +185,10 @@ def plan(lengths: Lengths, limits: Limits, *, second_pass: float) -> Plan:
     passes = 1 + second_pass if whole_groups else 1
     least = passes * _tokens(range(limits.rows), lengths, limits)
     for size in smaller:
-        if found is not None and (len(found) == 1 or _cost(found, limits) <= least):
+        if found is not None and (len(found) == 1 or _cost(found, lengths, limits) <= least):
             break
         apart = _cheapest(lengths, limits, group=size)
-        if apart and (found is None or passes * _cost(apart, limits) < _cost(found, limits)):
+        if apart and (found is None or passes * _cost(apart, lengths, limits) < _cost(found, lengths, limits)):
             found, whole_groups, passes = apart, False, 1
     parts = found or _dealt(lengths, limits)
     sequences = limits.rounded(limits.ways * max(len(way) for part in parts for way in part))
@@ -191,12 +201,22 @@ def plan(lengths: Lengths, limits: Limits, *, second_pass: float) -> Plan:
     )
 
 
-def _cost(parts: Parts, limits: Limits) -> float:
+def _cost(parts: Parts, lengths: Lengths, limits: Limits) -> float:
     """The cost of micro-batches, in tokens that a model computes; infinite where they are more or larger than they may be."""
-    sequences = limits.ways * max(len(way) for part in parts for way in part)
-    if sequences > limits.sequences or len(parts) > limits.micro_batches(limits.rounded(sequences)):
+    ways = [way for part in parts for way in part]
+    sequences = limits.ways * max(map(len, ways))
+    if sequences > limits.sequences:
+        return math.inf
+    rounded = limits.rounded(sequences)
+    listed = max(lengths.response[_rows(way)].sum() for way in ways)
+    if len(parts) > limits.micro_batches(rounded) or listed * limits.ways > limits.places(rounded) * rounded:
         return math.inf
     return _cost_of(len(parts), sequences, limits)
+
+
+def _rows(way: Way) -> list[int]:
+    """The rows of a way."""
+    return list({piece.row for laid in way for piece in laid.pieces})
 
 
 def _cost_of(count: int, sequences: int, limits: Limits) -> int:
@@ -218,7 +238,7 @@ def _cheapest(lengths: Lengths, limits: Limits, *, group: int) -> Parts | None:
         if least > limits.sequences or _cost_of(count, least, limits) >= cost:
             continue
         parts = [_ways(rows, lengths, limits) for rows in _divide(groups, of_groups, count)]
-        if (its := _cost(parts, limits)) < cost:
+        if (its := _cost(parts, lengths, limits)) < cost:
             found, cost = parts, its
     return found
 

@@ -102,7 +102,9 @@ def empty(limits: Limits, sequences: int) -> Packed:
     n, W = limits.micro_batches(sequences), limits.ways
     shape = n, W, sequences // W, limits.length
     made: dict[str, Any] = {field.name: np.zeros(shape, np.int32) for field in dataclasses.fields(Sequences)}
-    made["numbers"][:] = limits.rows * limits.response
+    listed = *shape[:3], limits.places(sequences)
+    made |= {name: np.zeros(listed, np.int32) for name in ("states", "targets")}
+    made["numbers"] = np.full(listed, limits.rows * limits.response, np.int32)
     made |= {"prefix": np.zeros(shape[:3], np.int32)} if limits.shares else {"prefix": None, "parents": None}
     return Packed(micro_batches=Sequences(**made), count=np.int32(0), of_row=np.zeros(limits.rows, np.int32))
 

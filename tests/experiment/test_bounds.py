@@ -17,8 +17,10 @@ def found(role: str, peaks: Peaks, *, devices: int = 1, **changes) -> list[bound
 
 
 def test_an_update_is_bounded_by_operations():
-    """4 queries of 4 rows of 7 + 6 tokens: a prompt once, and 5 tokens of each row, through the layers, 6 to the vocabulary; three
-    passes, and attention."""
+    """4 queries of 4 rows of 7 + 6 tokens: a prompt once and 5 tokens of each row go through the layers, 6 to the vocabulary.
+
+    There are three passes, and attention.
+    """
     (bound,) = found("trainer", Peaks(1e12, 1e18))
     weights = 32 * (4096 * 128 * (2 * 32 + 2 * 8) + 3 * 4096 * 14336)
     assert weights == LLAMA - 2 * EMBEDDING - 65 * 4096
