@@ -6,6 +6,7 @@ GLIBC_TUNABLES=glibc.malloc.hugetlb=1 taskset -c 0,1 python -m benchmarks.bare_s
 project's side is UpdateProgram.apply, as the trainer calls it: rows on the host are packed and placed, and measurements come back
 to the host. The bare side transfers the same rows and reads its loss and norm. Both begin from the same weights. Pairs are
 interleaved in one process, the side that goes first alternates, and the table has the quartiles of the ratio over the pairs.
+The update computes a prompt once for its rows, the bare step for each; "with rows apart" has the update do so as well.
 
 --profile compares the project's update with itself, once for each part that can be left out or set otherwise: a ratio of 0.98
 says that the part costs 2 %, one above 1 that it saves time. Only the benchmark leaves a part out.
@@ -125,6 +126,9 @@ def compare(vocab: int, pairs: int, changes: Mapping[str, Any]) -> None:
     for name in ("loss", "grad_norm"):
         np.testing.assert_allclose(first[0][name], first[1][name], rtol=1e-4, err_msg=f"the two sides differ in {name}")
     print(line(f"v {vocab}: update / bare step", *seconds((mine, theirs), pairs)), flush=True)
+    apart = _under(PARTS["shared prompts"][1], changes, vocab)
+    apart()
+    print(line(f"v {vocab}: with rows apart / bare step", *seconds((apart, theirs), pairs)), flush=True)
 
 
 # Parts of the update. Each entry gives the settings and the patches under which the update is traced without the part.

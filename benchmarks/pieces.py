@@ -131,7 +131,8 @@ def random_batch(config: Any, contract: contract_lib.Contract, vocab: int) -> st
     allowed = np.setdiff1d(np.arange(vocab), [*contract.banned_tokens, contract.eos_id])
     length = rng.integers(R // 2, R, B, endpoint=True).astype(np.int32)
     masked = np.arange(R)[None, :] >= length[:, None]
-    prompts, responses = rng.choice(allowed, (B, P)), rng.choice(allowed, (B, R))
+    prompts = rng.choice(allowed, (config.learner.queries, P)).repeat(config.learner.completions, axis=0)
+    responses = rng.choice(allowed, (B, R))
 
     def logprobs() -> np.ndarray:
         return np.where(masked, 0, -rng.exponential(np.log(vocab), (B, R))).astype(np.float32)

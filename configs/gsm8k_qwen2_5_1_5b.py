@@ -35,7 +35,7 @@ def get_config(variant: str = ""):
         c.searchers.score_tokens = 16_384
         c.evaluation.score_tokens = 16_384
         c.evaluation.batch_size = 64
-        c.learner.micro_batch_tokens = 8_192  # 8 rows
+        c.learner.micro_batch_tokens = 8_192  # 8 full rows
     if not is_small:
         return c
     data = {"task.gsm8k.train_path": "gsm8k.jsonl", "task.gsm8k.heldout_path": "gsm8k.jsonl"}

@@ -227,7 +227,7 @@ def rows_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def sequences_sharding(mesh: Mesh) -> NamedSharding:
-    """Arrays [n, M, ...] of micro-batches of sequences: every micro-batch is split as rows are."""
+    """Arrays [n, W, ...] of micro-batches: each one has its parts of W ways, over which rows are divided."""
     return NamedSharding(mesh, PartitionSpec(None, *rows_sharding(mesh).spec))
 
 

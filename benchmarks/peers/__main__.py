@@ -34,7 +34,8 @@ _CASES = flags.DEFINE_list("cases", [], f"Among {', '.join(cases.CASES)}; defaul
 _SYSTEMS = flags.DEFINE_list("systems", [], f"Among {', '.join(cases.SYSTEMS)}; default: all.")
 _REFERENCE = flags.DEFINE_enum("reference", "with", ["with", "without", "both"], "Steps with a reference policy or without.")
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Runs of each system on each case.", lower_bound=1, allow_override=True)
-_STEPS = flags.DEFINE_integer("steps", 6, "Timed steps of a run.", lower_bound=2, allow_override=True)
+# There are 256 prompts, and Tunix takes each once.
+_STEPS = flags.DEFINE_integer("steps", 6, "Timed steps of a run.", lower_bound=2, upper_bound=60, allow_override=True)
 _CORES = flags.DEFINE_integer(
     "cores", 0, "Of this process' cores, how many a system gets: the first ones; 0: all.", lower_bound=0, allow_override=True
 )

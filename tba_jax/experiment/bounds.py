@@ -82,7 +82,7 @@ def _update(experiment: HasPolicy, at: _Devices) -> Bound:
     passes += learner.reference.kind in HELD_REFERENCES
     operations = passes * flops.scoring(policy.model, rows=rows, queries=learner.queries, prompt=P, response=R)
     held, trained = parameters.count(policy.model_specs), parameters.count(policy.trained_specs)
-    micro_batches = rows // meshes.micro_batch_rows(config, ways=at.data * max(learner.mesh.fsdp, 1))
+    micro_batches = -(-rows // meshes.micro_batch_rows(config, ways=at.data * max(learner.mesh.fsdp, 1)))
     read = 2 * micro_batches * held * jnp.dtype(policy.model.compute_dtype).itemsize + _OPTIMIZER_BYTES * trained
     return at.bound("update", rows=rows, tokens=rows * (P + R), operations=operations, read=at.data * read)
 

@@ -168,7 +168,7 @@ c.searchers.poll_seconds = setting(0.2, above=0)  # between looks at a local fol
 c.searchers.stop_seconds = setting(10.0, at_least=0)  # for the batch in flight after SIGTERM; then it is abandoned
 c.searchers.weights = setting("full", one_of=("full", "int8"))  # int8: weight-only, per output channel, of the sampled policy
 c.searchers.logit_megabytes = setting(128, at_least=1)  # most memory of logits on a device while the reference scores
-# Tokens of the sequences that the reference scores at a time on each device, and at least those of one row; 0: the whole batch.
+# Tokens of the sequences that the reference scores at a time on each device, at least two sequences; 0: the whole batch.
 c.searchers.score_tokens = setting(65_536, at_least=0)
 c.searchers.memory_fraction = setting(0.0, at_least=0, at_most=1)  # of each searcher, if roles share a GPU; 0: by need
 c.searchers.mesh = ConfigDict(dict(data=-1, fsdp=1, tensor=1))  # data=-1: all devices that are left
@@ -204,8 +204,8 @@ c.learner.objective = setting("trajectory_balance", registry="objectives")
 c.learner.steps = setting(500, at_least=1)
 c.learner.queries = setting(7, at_least=1)  # Q
 c.learner.completions = setting(20, at_least=1)  # K; 1 is enough for learned_log_z, ppo and vine_ppo
-# Tokens of the sequences that go through the model at a time, on all devices together, at least a row (P + R) on each of the
-# mesh's ways; 0: the whole batch.
+# Tokens of the sequences that go through the model at a time, on all devices together; at least P + R on each of the mesh's ways,
+# which then has two sequences, each as long as the longer of P and R. 0: the whole batch.
 c.learner.micro_batch_tokens = setting(0, at_least=0, free=True)
 c.learner.logit_megabytes = setting(128, at_least=1, free=True)  # most memory of logits on a device
 c.learner.remat = setting("full", registry="remat", free=True)  # none | dots | full: what the backward pass recomputes of a layer

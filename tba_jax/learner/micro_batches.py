@@ -37,27 +37,17 @@ def limits(tokens: int, *, prompt: int, response: int, queries: int, completions
     return Limits(**sizes, shares=shares, tokens=tokens // ways, ways=ways)
 
 
-def split(tree: Any, rows: int, unit: int = 1) -> Any:
-    """[B, ...] -> [B / rows, rows, ...]: micro-batches of `rows` rows that keep every `unit` consecutive rows together.
+def split(tree: Any, rows: int) -> Any:
+    """[B, ...] -> [B / rows, rows, ...]: micro-batches of `rows` rows.
 
-    Units are dealt out with a stride, so that each micro-batch takes its share from every device that rows are split over.
+    Rows are dealt out with a stride, so that each micro-batch takes its share from every device that rows are split over.
     """
-
-    def cut(x: jax.Array) -> jax.Array:
-        count = x.shape[0] // rows
-        return x.reshape(rows // unit, count, unit, *x.shape[1:]).swapaxes(0, 1).reshape(count, rows, *x.shape[1:])
-
-    return jax.tree.map(cut, tree)
+    return jax.tree.map(lambda x: x.reshape(rows, -1, *x.shape[1:]).swapaxes(0, 1), tree)
 
 
-def join(tree: Any, unit: int = 1) -> Any:
+def join(tree: Any) -> Any:
     """The inverse of `split`: [B / rows, rows, ...] -> [B, ...]."""
-
-    def joined(x: jax.Array) -> jax.Array:
-        count, rows = x.shape[:2]
-        return x.reshape(count, rows // unit, unit, *x.shape[2:]).swapaxes(0, 1).reshape(count * rows, *x.shape[2:])
-
-    return jax.tree.map(joined, tree)
+    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]), tree)
 
 
 def accumulate(gradient: Callable[[Any], tuple[Params, Any]], params: Params, micros: Any) -> tuple[Params, Any]:

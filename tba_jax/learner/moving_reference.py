@@ -51,7 +51,8 @@ class MovingReference:
         copy = functools.partial(jax.tree.map, lambda x: jax.numpy.array(x, dtype, copy=True))
         self._copy = jax.jit(copy, out_shardings=self._in_use)
         self._move = jax.jit(functools.partial(moved, decay=decay), out_shardings=self._in_use, donate_argnums=0)
-        self._score = sharding_lib.on_mesh(mesh, jax.jit(functools.partial(ref_logprobs, config=config)))
+        score = functools.partial(ref_logprobs, config=config)
+        self._score = sharding_lib.on_mesh(mesh, jax.jit(score, out_shardings=sharding_lib.rows_sharding(mesh)))
 
     def start(self, params: Params) -> None:
         """The reference is the policy, as at step 0. Args: params: float32, not donated."""

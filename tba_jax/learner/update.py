@@ -168,7 +168,7 @@ def _log_z(state: TrainState, frozen: Params, batch: Batch, config: LearnerConfi
         return jnp.zeros(batch.reward.shape, jnp.float32), lambda cotangent: {}
     P = batch.tokens.shape[1] - batch.R
     prompts = batch.tokens[::K, :P], batch.prompt_length[::K]
-    at_a_time = math.gcd(len(prompts[0]), max(1, config.limits.sequences // K))
+    at_a_time = math.gcd(len(prompts[0]), max(1, config.limits.full_rows // K))
     micros = micro_batches.split(prompts, at_a_time)
     states = micro_batches.join(jax.lax.map(lambda micro: heads.mean_prompt_states(model.policy, *micro), micros))
 

@@ -21,7 +21,7 @@ import numpy as np
 
 # Micro-batches have so many different numbers of sequences at most: so many shapes of any one program.
 _SHAPES = 8
-# The most sequences of a micro-batch are at most so many times the fewest, with which micro-batches come near to any number.
+# The most sequences of a micro-batch are at most so many times the fewest.
 _SPREAD = 8
 # A micro-batch more costs about as much as so many tokens: its gradient is added to the others'.
 _MICRO_BATCH_TOKENS = 256
@@ -64,7 +64,10 @@ class Limits:
         """Sequences of a micro-batch on each way that hold all rows, however long they are."""
         if not self.shares:
             return -(-self.rows // self.ways)
-        of_query = min(self.group, self._rows_of_way)
+        queries = self.rows // self.group
+        # A way has whole queries, or equal parts of one; else it may have rows of as many queries as rows.
+        divided = queries >= self.ways or self.ways % queries == 0
+        of_query = min(self.group, self._rows_of_way) if divided else 1
         beside, alone = (self.length - self.prompt) // self.response, self.length // self.response
         return self._rows_of_way // of_query * (1 + -(-max(0, of_query - beside) // alone))
 
@@ -97,7 +100,7 @@ class Limits:
         return tuple(sorted({self.ways * math.ceil(most / ratio**power) for power in range(_SHAPES)}))
 
     def micro_batches(self, sequences: int) -> int:
-        """n: as many micro-batches of so many sequences as hold all rows, however their lengths and prompts are."""
+        """n: as many micro-batches of so many sequences as hold all rows, however long, where a group's rows share a prompt."""
         each = sequences // self.ways
         if each >= self._whole:
             return 1
@@ -130,7 +133,7 @@ class Piece(NamedTuple):
 
 
 class Laid(NamedTuple):
-    """A sequence, and the number of that with its responses' prompts in the same way."""
+    """A sequence. prefix: the number, within its way, of the sequence that holds the prompts of its responses."""
 
     prefix: int
     pieces: list[Piece]
@@ -173,7 +176,7 @@ def plan(lengths: Lengths, limits: Limits, *, second_pass: float) -> Plan:
     Args: second_pass: what that pass costs, as a share of the update without it.
 
     Raises:
-      ValueError: a row is longer than the limits say.
+      ValueError: a row is longer than the limits say, or the rows of a group have different prompts and do not fit.
     """
     for name, most in (("prompt", limits.prompt), ("response", limits.response)):
         if (longest := getattr(lengths, name).max()) > most:
@@ -183,19 +186,22 @@ def plan(lengths: Lengths, limits: Limits, *, second_pass: float) -> Plan:
     # Parts of a query with shared prompts go together where the whole of it does not.
     smaller = [size for size in range(limits.group - 1, 0, -1) if limits.group % size == 0 and (limits.shares or size == 1)]
     passes = 1 + second_pass if whole_groups else 1
-    least = passes * _tokens(range(limits.rows), lengths, limits)
     for size in smaller:
+        least = passes * _tokens(range(limits.rows), lengths, limits)
         if found is not None and (len(found) == 1 or _cost(found, lengths, limits) <= least):
             break
         apart = _cheapest(lengths, limits, group=size)
         if apart and (found is None or passes * _cost(apart, lengths, limits) < _cost(found, lengths, limits)):
             found, whole_groups, passes = apart, False, 1
     parts = found or _dealt(lengths, limits)
+    if math.isinf(_cost(parts, lengths, limits)):
+        stranger = f"some of {limits.group} consecutive rows have other prompts"
+        raise ValueError(f"{stranger}: {limits.rows} rows do not fit micro-batches")
     sequences = limits.rounded(limits.ways * max(len(way) for part in parts for way in part))
     return Plan(
         parts=parts,
         sequences=sequences,
-        whole_groups=whole_groups or len(parts) == 1,
+        whole_groups=whole_groups or len(parts) == 1 or limits.group == 1,
         computed_tokens=len(parts) * sequences * limits.length,
         useful_tokens=sum(piece.size for part in parts for way in part for laid in way for piece in laid.pieces),
     )
@@ -231,7 +237,8 @@ def _cheapest(lengths: Lengths, limits: Limits, *, group: int) -> Parts | None:
     fewest = -(-_tokens(range(limits.rows), lengths, limits) // limits.length)  # sequences
     tried = sorted({min(-(-fewest // sequences) + more, len(groups)) for sequences in limits.shapes for more in (0, 1)})
     found, cost = None, math.inf
-    for count in (*tried, *range(tried[-1] + 1, len(groups) + 1)):
+    more = sorted({int(count) for count in np.geomspace(tried[-1], len(groups), 12)} - set(tried))
+    for count in (*tried, *more):
         if found and count > tried[-1]:
             break
         least = -(-fewest // count)
@@ -268,7 +275,12 @@ def _divide(groups: Sequence[Sequence[int]], tokens: Sequence[int], count: int) 
 
 
 def _dealt(lengths: Lengths, limits: Limits) -> Parts:
-    """Micro-batches of so few rows as fit whatever their lengths and prompts are."""
+    """Micro-batches of as many rows as fit however long they are: all, or a few."""
+    each = -(-limits.rows // limits.ways)
+    ways = [range(begin, min(limits.rows, begin + each)) for begin in range(0, limits.ways * each, each)]
+    whole = [[_fill(rows, lengths, limits) for rows in ways]]
+    if _cost(whole, lengths, limits) < math.inf:
+        return whole
     count = max(map(limits.micro_batches, limits.shapes[-2:]))
     dealt = [range(part, limits.rows, count) for part in range(count)]
     return [[_fill(rows[way :: limits.ways], lengths, limits) for way in range(limits.ways)] for rows in dealt]

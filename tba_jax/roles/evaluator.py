@@ -219,7 +219,7 @@ def programs(
 
 def _scoring_settings(config: Any) -> dict[str, int]:
     e = config.evaluation
-    return dict(samples=e.samples_per_query, logit_megabytes=e.logit_megabytes, score_tokens=e.score_tokens)
+    return dict(samples=1, logit_megabytes=e.logit_megabytes, score_tokens=e.score_tokens)
 
 
 def plain(report: dict[str, Any]) -> dict[str, Any]:

@@ -107,10 +107,6 @@ class TimeAccount:
         """Seconds since the start, above 0."""
         return max(time.monotonic() - self._start, 1e-9)
 
-    def seconds(self, *names: str) -> float:
-        """The sum of what was measured under these names."""
-        return sum(self._seconds.get(name, 0.0) for name in names)
-
     def shares(self) -> dict[str, float]:
         """name -> share of the wall time since the start, in [0, 1]; `time_other` is what no name covers."""
         total = self.total()

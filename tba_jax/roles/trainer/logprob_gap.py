@@ -5,6 +5,7 @@ Without it, trajectory balance would train on unnoticed if a mask, a position or
 
 import concurrent.futures
 import dataclasses
+import itertools
 import logging
 from collections.abc import Mapping
 
@@ -24,6 +25,7 @@ log = logging.getLogger(__name__)
 
 # Policy steps that are tried, the newest first, until one has a row whose weights were not swapped midway.
 _STEPS_TRIED = 16
+_STEPS_LOADED = 2  # of those with rows, until a snapshot is there
 _ROWS_OF_A_STEP = 1024  # that are looked at
 # Nats per token that sampler and learner may differ by, by compute dtype.
 _LIMITS = {"float32": 1e-3, "bfloat16": 0.1}
@@ -92,7 +94,8 @@ class LogprobGap:
             return
         steps = np.unique(index.row_step[usable])[::-1].tolist()
         # The index changes while the thread loads, so the rows of every step that may be tried are copied now.
-        found = {step: rows for step in steps[:_STEPS_TRIED] if (rows := self._rows_of(step, index, usable)) is not None}
+        having = ((step, rows) for step in steps[:_STEPS_TRIED] if (rows := self._rows_of(step, index, usable)) is not None)
+        found = dict(itertools.islice(having, _STEPS_LOADED))
         if steps:
             self._loading = self._thread.submit(self._load, found)
 

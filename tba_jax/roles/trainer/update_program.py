@@ -120,6 +120,7 @@ class UpdateProgram:
 
     def _whole_rows(self, row_shape: trajectory.RowShape) -> trajectory.Rows:
         rows = {name: np.zeros((self.rows, *shape), dtype) for name, (dtype, shape) in row_shape.columns().items()}
+        rows["tokens"][:, 0] = np.arange(self.rows) // self.config.settings.completions  # each query has a prompt of its own
         rows["prompt_length"][:], rows["response_length"][:] = row_shape.prompt_length, row_shape.response_length
         return rows
 
@@ -137,7 +138,7 @@ class UpdateProgram:
         on_host = state_lib.batch_from_rows(self._whole_rows(row_shape))
         batch = shaped(on_host, sharding.rows_sharding(self.mesh))
         limits, shardings = self.config.limits, scoring.packed_shardings(self.mesh)
-        *_, fewer, most = (1, *limits.shapes)
+        most = limits.shapes[-1]
         packed = shaped(row_packing.empty(limits, most), shardings)
         state, frozen = self._shapes, self._frozen_shapes
         begun_from = self._policy.model_shapes(self.mesh, dtype=self.reference_dtype) if self._policy.lora is None else {}
@@ -147,8 +148,8 @@ class UpdateProgram:
             batch = dataclasses.replace(batch, moving_ref_logprobs=batch.ref_logprobs)
         whole = Program(function=self._update, arguments=(state, frozen, batch, packed), options={"whole_groups": True})
         found["update"] = whole
-        if limits.micro_batches(most) == 1 and most > 1:
-            parts = shaped(row_packing.empty(limits, fewer), shardings)
+        if limits.micro_batches(most) == 1 and len(limits.shapes) > 1:
+            parts = shaped(row_packing.empty(limits, limits.shapes[-2]), shardings)
             in_parts = dataclasses.replace(whole, arguments=(state, frozen, batch, parts))
             found["update in micro-batches"] = in_parts
         if limits.micro_batches(most) > 1:
