@@ -1,0 +1,74 @@
+"""The update as a program of a mesh: which shapes are compiled before there are rows, and that no shape is compiled twice."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks import trainer_update
+from configs import base
+from tba_jax.experiment import composition
+from tba_jax.models import scoring
+from tba_jax.roles.trainer.update_program import UpdateProgram
+
+SIZES = {
+    "task.prompt_length": 10,
+    "task.response_length": 10,
+    "learner.queries": 16,
+    "learner.completions": 2,
+    "model.layers": 1,
+    "model.width": 16,
+    "model.heads": 2,
+    "model.kv_heads": 2,
+    "model.head_size": 8,
+    "model.ffn": 16,
+}
+
+
+def config_of(**changes):
+    config = base.get_config()
+    changes = {name.replace("__", "."): value for name, value in changes.items()}
+    config.update_from_flattened_dict(SIZES | trainer_update.LEARNER | changes)
+    return config
+
+
+def update_program(devices: int = 1, **changes) -> UpdateProgram:
+    config = config_of(learner__mesh__data=devices, **changes)
+    built = composition.build(config)
+    contract = dataclasses.replace(built.contract, banned_tokens=())
+    program = UpdateProgram(config, contract, built.policy, devices=jax.devices()[:devices])
+    program.begin(jax.jit(built.policy.base.init)(jax.random.key(0)))
+    return program
+
+
+def row_shape():
+    return composition.build(config_of()).contract.row_shape()
+
+
+def test_what_is_compiled_before_there_are_rows_is_the_shape_of_full_rows():
+    """The prompts of queries differ: rows of equal ones would share a prompt, and be fewer sequences."""
+    program = update_program()
+    before = program.place(program._whole_rows(row_shape()))
+    full = program.place(trainer_update.random_rows(program, SIZES, 16))
+    assert before.plan.sequences == full.plan.sequences == 16 * 3
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_an_update_with_a_row_for_each_device_has_its_programs(shares, monkeypatch):
+    monkeypatch.setattr(scoring, "shares_prompts", lambda *_: shares)
+    program = update_program(4, learner__queries=2)
+    found = program.programs(row_shape())
+    for name in found.keys() - {"init"}:
+        sequences = found[name].arguments[-1].micro_batches
+        assert min(sequences.tokens.shape) > 0, name
+    assert ("update in micro-batches" in found) == shares
+
+
+def test_log_probs_of_a_moving_reference_lie_as_rows_do():
+    """So that the update which was compiled for the rows takes them."""
+    program = update_program(2, learner__objective="tba_prime", learner__reference__kind="ema")
+    placed = program.place(trainer_update.random_rows(program, SIZES, 16))
+    rescored = program._rescored(placed)
+    assert rescored.moving_ref_logprobs.sharding == placed.batch.ref_logprobs.sharding
+    assert np.isfinite(np.asarray(rescored.moving_ref_logprobs)).all()
