@@ -1,8 +1,9 @@
 """A bare JAX training step of trajectory balance: the fastest plain form of the mathematics that the project's update computes.
 
 It uses JAX and optax alone, and none of the project's modules. It knows one architecture (Llama with a tied embedding and as many
-key as query heads, float32), prompts of one length, one loss, and one device. The layers are unrolled, attention has its heads
-before its tokens, logits exist for response tokens only, and nothing is rematerialised: the fastest of the forms that were tried.
+key as query heads, float32), prompts of one length, one loss, and one device, and computes the prompt of each row. The layers are
+unrolled, attention has its heads before its tokens, logits exist for response tokens only, and nothing is rematerialised: the
+fastest of the forms that were tried.
 """
 
 import dataclasses

@@ -90,7 +90,7 @@ def with_lengths(rows: trajectory.Rows, lengths: np.ndarray, vocab: int) -> traj
 
 
 def scorer(program: UpdateProgram) -> tuple[Callable[[trajectory.Rows], Any], list[Plan]]:
-    """Scoring as a searcher's reference does it, and the plans of its calls."""
+    """The program by which a searcher's reference scores, in micro-batches of the update's size, and the plans of its calls."""
     config, plans = program.config, []
     limits, graphdef = config.limits, config.policy.base.graphdef
     score = scoring.program(program.mesh, graphdef=graphdef, R=limits.response, space=config.space, logit_megabytes=128)

@@ -77,8 +77,10 @@ def record(workdir: Path, case: Case, *, interleaved: bool, skip: int) -> dict[s
 
 
 def _parts(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
-    """Part -> its seconds in each step. A line has the shares of all time since the first line; A sum of several is told
-    beside each of them; `other` is what none has."""
+    """Part -> its seconds in each step, by the run's name of it and by that of _PARTS, which may be the sum of several.
+
+    A line has each part's share of the time since the first line; `other` is the share that is of no part.
+    """
     begin = lines[0]["time"]
     found: dict[str, list[float]] = {}
     names = sorted({name for line in lines for name in line if name.startswith("time_")})

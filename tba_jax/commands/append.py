@@ -231,7 +231,7 @@ def _initial_logprobs(run: layout.RunDir, experiment: "Experiment", rows: dict[s
     size, count = _rows_at_a_time(experiment), len(rows["row"])
     found = []
     for start in range(0, count, size):
-        # The last rows are filled up: scoring has one shape.
+        # The last rows are filled up: each call has as many rows.
         chosen = np.minimum(np.arange(start, start + size), count - 1)
         found.append(initial.logprobs({name: column[chosen] for name, column in rows.items()}))
     logprobs = np.concatenate(found)[:count]

@@ -37,7 +37,7 @@ def describe(experiment: Experiment) -> str:
     lines += [
         "",
         "batches:",
-        f"  trainer    Q={c.queries} × K={c.completions} rows of {P} + {R} tokens, {micro} at a time",
+        f"  trainer    Q={c.queries} × K={c.completions} rows of {P} + {R} tokens, {micro} full ones at a time",
         f"  searcher   {s.queries_per_batch} queries × {s.samples_per_query} samples: rows of {P} + {R} tokens"
         + (f", {s.value_samples} more from each state between steps" if experiment.contract.step_ends else ""),
         f"  evaluator  {config.evaluation.batch_size} rows of {P} + {R} tokens",

@@ -161,7 +161,7 @@ class Evaluator:
 
     def _scored(self, batch: Sequence[EncodedQuery], made: Sequence[Generation]) -> list[dict[str, Any]]:
         """Rewards, reference log-probs and texts of at most batch_size responses. Args: made: one response a query."""
-        # The last batch is filled up: scoring has one shape.
+        # The last batch is filled up: all batches have as many rows.
         missing = self._config.evaluation.batch_size - len(batch)
         prompts = [query.prompt for query in (*batch, *[batch[0]] * missing)]
         filled, generation = concatenate([*made, *[made[0]] * missing]), concatenate(made)

@@ -134,8 +134,8 @@ class ReferencePolicy:
         self._shapes_log = ShapesLog("scoring by the reference")
 
     def logprobs(self, rows: Mapping[str, np.ndarray]) -> np.ndarray:
-        """float32[B, R], nats at the scoring temperature, 0 where masked. A new B compiles a new program, and so do at most 8
-        different numbers of sequences, see row_layout.Limits.
+        """float32[B, R], nats at the scoring temperature, 0 where masked. A program is compiled for each B and number of
+        sequences, of which there are at most 8 for a B, see row_layout.Limits.
 
         Args: rows: the columns of `text_columns`, others are ignored.
         """
