@@ -93,6 +93,8 @@ def _cells(system: str, summary: Mapping[str, Any], bases: Sequence[str]) -> lis
         ratios.append(f"{mine['step'] / summary[base]['step']:.2f}")
         ratios.append(f"{summary[base]['rows_per_second'] / mine['rows_per_second']:.2f}")
     rates = [f"{mine['updates_per_second']:.3f}", f"{mine['rows_per_second']:.1f}"]
+    if system == "bare":  # its steps are updates alone
+        rates, ratios = [""] * len(rates), [""] * len(ratios)
     return [NAMES[system], f"{mine['step']:.2f}", *parts, f"{mine['tokens']:.0f}", *rates, *ratios]
 
 

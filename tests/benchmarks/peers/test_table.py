@@ -31,12 +31,15 @@ def test_ratios_are_of_seconds_of_a_step_and_of_rows_per_second():
     found = {
         Group("fixed", True): {
             "trl": [record(6.0, 6.0, rows_per_second=5.0)],
+            "bare": [record(1.0, 1.0, rows_per_second=30.0)],
             "tba_interleaved": [record(4.0, 4.0, rows_per_second=8.0)],
             "tba_async": [record(3.0, 3.0, rows_per_second=10.0)],
         }
     }
     (line,) = [line for line in table.lines(found) if line.startswith("| TRL GRPO")]
     assert line.split(" | ")[-4:] == ["1.50", "1.60", "2.00", "2.00 |"]
+    (line,) = [line for line in table.lines(found) if line.startswith("| bare JAX update | 1.00")]
+    assert not any(cell.strip(" |") for cell in line.split(" | ")[-6:]), "it is an update alone"
 
 
 def test_a_system_without_figures_has_its_reason_below_the_table():
