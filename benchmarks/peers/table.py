@@ -149,9 +149,11 @@ def _bars(axis: Any, group: Group, outcome: Mapping[str, Any]) -> None:
     rest = [max(0.0, summary[system]["step"] - left[system]) for system in systems]
     axis.barh(systems, rest, left=list(left.values()), color="0.6", label="rest, or side by side")
     for i, system in enumerate(systems):
-        axis.text(summary[system]["step"], i, f" {summary[system]['step']:.2f} s", va="center", fontsize=7)
+        # Medians of parts may add up to more than that of the step.
+        axis.text(max(summary[system]["step"], left[system]), i, f" {summary[system]['step']:.2f} s", va="center", fontsize=7)
     axis.set_yticks(range(len(systems)), [NAMES[system] for system in systems], fontsize=7)
     axis.set_xlim(0, 1.2 * max(figure["step"] for figure in summary.values()))
     axis.set_title(f"{group.case}, {_with(group)} a reference", fontsize=8)
+    axis.set_xlabel("seconds of a step", fontsize=7)
     axis.tick_params(axis="x", labelsize=7)
     axis.spines[["top", "right"]].set_visible(False)
