@@ -18,18 +18,29 @@ def test_a_second_trainer_is_refused(tmp_path, frozen):
         jobs.trainer(s)
 
 
-def test_the_update_is_compiled_once_while_rows_are_awaited(tmp_path, caplog, frozen):
-    s = frozen(tmp_path / "run", batches=1)
+def test_the_update_is_compiled_while_rows_are_awaited_and_once_for_a_shape(tmp_path, caplog, monkeypatch, frozen):
+    s = frozen(tmp_path / "run", batches=2)
 
     def updates_compiled():
         return sum("Finished XLA compilation of jit(train_step)" in record.getMessage() for record in caplog.records)
 
     with frozen_runs.trainer(s) as trainer, jax.log_compiles():
+        place, plans = trainer.program.place, []
+
+        def noted(rows):
+            placed = place(rows)
+            plans.append(placed.plan)
+            return placed
+
+        monkeypatch.setattr(trainer.program, "place", noted)
         trainer.start()
-        assert updates_compiled() == 1
+        assert updates_compiled() == len(plans) == 1
         trainer.poll()
-        assert trainer.step() is not None
-        assert updates_compiled() == 1
+        for steps in range(1, 6):
+            assert trainer.step() is not None
+            # How long the rows are that the frozen searcher drew is chance, and so is what their update has for a shape.
+            assert len(plans) == 1 + steps
+            assert updates_compiled() == len({(plan.sequences, plan.whole_groups) for plan in plans})
 
 
 def test_nothing_shows_an_update_whose_line_was_refused(tmp_path, monkeypatch, frozen):
