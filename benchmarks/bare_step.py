@@ -32,21 +32,22 @@ from configs import base
 from tba_jax import sharding, trajectory
 from tba_jax.learner import descent
 from tba_jax.learner import update as update_lib
-from tba_jax.models import decoder, scoring
+from tba_jax.models import decoder, layers, scoring
 from tba_jax.models.parameters import Params
 from tba_jax.objectives.diagnostics import diagnostics
 from tba_jax.roles.trainer.update_program import UpdateProgram
 
 # Another benchmark that a process imports may have a flag of the same name.
 _VOCAB = flags.DEFINE_list("vocab", ["4096", "32000"], "Vocabularies to measure.", allow_override=True)
+_SMALLEST_VOCAB = 16
 _PAIRS = flags.DEFINE_integer("pairs", 15, "Measurements of each side.", lower_bound=2, allow_override=True)
 _PROFILE = flags.DEFINE_boolean("profile", False, "Also measure what each part of the update costs.", allow_override=True)
-_ONLY = flags.DEFINE_list("only", [], "Parts that --profile measures; default: all.", allow_override=True)
-_REMAT = flags.DEFINE_string(
-    "remat", "none", "learner.remat of the project's update. The bare step rematerialises nothing.", allow_override=True
+_ONLY = flags.DEFINE_list("only", [], "Parts that --profile measures, by the beginning of their names; default: all.")
+_REMAT = flags.DEFINE_enum(
+    "remat", "none", sorted(layers.REMAT), "learner.remat of the project's update. The bare step has none.", allow_override=True
 )
 _LOGITS = flags.DEFINE_integer(
-    "logit_megabytes", 256, "learner.logit_megabytes of the update. The bare step has all logits.", allow_override=True
+    "logit_megabytes", 256, "learner.logit_megabytes of the update. The bare step has all.", lower_bound=1, allow_override=True
 )
 
 
@@ -185,7 +186,7 @@ def profile(vocab: int, pairs: int, changes: Mapping[str, Any], only: Sequence[s
     whole = project_side(changes, vocab)[1]
     whole()
     for name, (leaves, patched) in PARTS.items():
-        if only and name not in only:
+        if only and not name.startswith(tuple(only)):
             continue
         part_less = _under(patched, dict(changes) | leaves, vocab)
         part_less()
@@ -206,12 +207,29 @@ def host(vocab: int, pairs: int, changes: Mapping[str, Any]) -> None:
     print(f"  v {vocab}: host packs and places rows in {1e3 * float(np.median(times)):.1f} ms", flush=True)
 
 
+def _vocabularies() -> list[int]:
+    """What the flags ask for. Raises ValueError: they name what there is not."""
+    for name in _ONLY.value:
+        if not name or not any(part.startswith(name) for part in PARTS):
+            raise ValueError(f"--only={name} is the beginning of no part; there are: {'; '.join(PARTS)}")
+    if _ONLY.value and not _PROFILE.value:
+        raise ValueError(f"--only={','.join(_ONLY.value)} needs --profile")
+    for value in _VOCAB.value:
+        if not value.isdecimal() or int(value) < _SMALLEST_VOCAB:
+            raise ValueError(f"--vocab={value} must be a whole number of at least {_SMALLEST_VOCAB}")
+    return [int(value) for value in _VOCAB.value]
+
+
 def main(_: list[str]) -> None:
+    try:
+        vocabularies = _vocabularies()
+    except ValueError as error:
+        sys.exit(f"error: {error}")
     changes = {"learner.remat": _REMAT.value, "learner.logit_megabytes": _LOGITS.value}
     told = ", ".join(f"{name}={value}" for name, value in changes.items())
     print(f"{len(os.sched_getaffinity(0))} cores, {told}, {_PAIRS.value} pairs")
     print(f"  {'':34}{'this, ms':>10}{'other, ms':>10}   {'lower':>7}{'median':>8}{'upper':>8}")
-    for vocab in map(int, _VOCAB.value):
+    for vocab in vocabularies:
         compare(vocab, _PAIRS.value, changes)
         if _PROFILE.value:
             profile(vocab, _PAIRS.value, changes, _ONLY.value)

@@ -10,6 +10,7 @@ first device. The rows of each measurement are others.
 import contextlib
 import itertools
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -32,7 +33,7 @@ from tba_jax.text.tokenizers import HuggingFaceTokenizer
 _DATA = flags.DEFINE_string("data", None, "Folder that holds gsm8k/train.jsonl and gsm8k/test.jsonl.", required=True)
 _TOKENIZER = flags.DEFINE_string("tokenizer", None, "Folder of a Hugging Face tokenizer.", required=True)
 _PAIRS = flags.DEFINE_integer("pairs", 7, "Measurements of each side.", lower_bound=2)
-_VOCAB = flags.DEFINE_integer("vocab", 4096, "Vocabulary of the model.", lower_bound=2)
+_VOCAB = flags.DEFINE_integer("vocab", 4096, "Vocabulary of the model.", lower_bound=16)
 
 _TEMPLATE = "[MATH TASK] Problem:\n{question}\n\nSolution:\n"
 _MICRO_BATCH_ROWS = 8
@@ -126,7 +127,12 @@ def compare(name: str, runs: Sequence[Callable[[trajectory.Rows], Any]], batches
 
 def main(argv: Sequence[str]) -> None:
     del argv
-    tokenizer, vocab = HuggingFaceTokenizer(_TOKENIZER.value), _VOCAB.value
+    if not (Path(_DATA.value) / "gsm8k" / "train.jsonl").is_file():
+        sys.exit(f"error: --data={_DATA.value} holds no gsm8k/train.jsonl")
+    try:
+        tokenizer, vocab = HuggingFaceTokenizer(_TOKENIZER.value), _VOCAB.value
+    except ValueError as error:
+        sys.exit(f"error: --tokenizer={_TOKENIZER.value}: {error}")
     program = trainer_update.update_program(_CHANGES, vocab)
     with rows_alone():
         program_alone = trainer_update.update_program(_CHANGES, vocab)

@@ -95,6 +95,9 @@ def main(argv: Sequence[str]) -> None:
     begin = time.monotonic()
     try:
         bench, groups, systems = asked(root)
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        sys.exit(f"error: --workdir={_WORKDIR.value} cannot be a folder for results: {error}")
     except ValueError as error:
         sys.exit(f"error: {error}")
     found = measure(bench, groups, systems, repeats=_REPEATS.value)

@@ -64,4 +64,4 @@ def checked(names: list[str], known: Any, flag: str) -> list[str]:
     """The names, or all that are known for none. Raises ValueError naming the first that is unknown."""
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"--{flag}={unknown[0]} is none of {', '.join(known)}")
-    return names or list(known)
+    return list(dict.fromkeys(names)) or list(known)

@@ -111,7 +111,9 @@ def run(job: Job) -> dict[str, Any]:
     folder = inputs(job.bench, job.case)
     job.result.parent.mkdir(parents=True, exist_ok=True)
     record = _peer(job, folder) if job.system in _MODULES else _tba(job, folder)
-    job.result.write_text(json.dumps(record, indent=1))
+    draft = job.result.with_suffix(".draft")
+    draft.write_text(json.dumps(record, indent=1))
+    draft.rename(job.result)  # whole or not at all: what is there is not made again
     return record
 
 

@@ -133,6 +133,8 @@ def _check_checkpointed(changes: Mapping[str, tuple[Any, Any]]) -> None:
 
 def _check_allowed(changes: Mapping[str, tuple[Any, Any]], allowed: Sequence[str]) -> None:
     refused = {name: values for name, values in changes.items() if name not in allowed}
+    if "none" in refused.get("learner.reference.kind", ()):
+        del refused["learner.reference.kind"]  # the contract refuses it, and nothing can allow it
     if refused:
         listed = "; ".join(f"{name}: {there!r} there, {here!r} here" for name, (there, here) in refused.items())
         raise ValueError(f"the run has another schedule; {listed}; to change it, add --allow_change={','.join(sorted(refused))}")

@@ -55,6 +55,10 @@ def test_searchers_and_trainer_must_agree(tmp_path):
     other = tiny_run.settings(tmp_path / "run", frozen_runs.config())
     with pytest.raises(ValueError, match=r"learner\.reference\.kind: 'none' there, 'initial' here"):
         contract.join(s.run, other.config, other.experiment.contract)
+    frozen_runs.train(s, until=1, abandon=True)
+    with pytest.raises(ValueError, match="another contract") as refused:
+        jobs.trainer(other)
+    assert "--allow_change" not in str(refused.value), "nothing can allow it"
 
 
 @pytest.mark.parametrize("here", ["none", "initial"])
