@@ -42,7 +42,9 @@ _VOCAB = flags.DEFINE_list("vocab", ["4096", "32000"], "Vocabularies to measure.
 _SMALLEST_VOCAB = 16
 _PAIRS = flags.DEFINE_integer("pairs", 15, "Measurements of each side.", lower_bound=2, allow_override=True)
 _PROFILE = flags.DEFINE_boolean("profile", False, "Also measure what each part of the update costs.", allow_override=True)
-_ONLY = flags.DEFINE_list("only", [], "Parts that --profile measures, by the beginning of their names; default: all.")
+_ONLY = flags.DEFINE_list(
+    "only", [], "Parts that --profile measures, by the beginning of their names; default: all.", allow_override=True
+)
 _REMAT = flags.DEFINE_enum(
     "remat", "none", sorted(layers.REMAT), "learner.remat of the project's update. The bare step has none.", allow_override=True
 )
