@@ -95,7 +95,7 @@ def test_a_dry_run_ends_where_a_mount_does_not_answer(flags, tmp_path):
 
 
 def interrupted(process: subprocess.Popen[str]) -> str:
-    """The rest of what a process says that is interrupted. Python drops an interrupt that comes within a finalizer."""
+    """The rest of what a process says that is interrupted. Python drops one that comes within a finalizer."""
     for _ in range(6):
         process.send_signal(signal.SIGINT)
         try:
