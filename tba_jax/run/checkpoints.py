@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from tba_jax.run import held_folders, places
+from tba_jax.run import held_folders, layout, places
 from tba_jax.sharding import PINNED_HOST
 
 
@@ -16,6 +16,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, *, keep: int, read_only: bool = False):
         """Args: keep: how many of the newest checkpoints stay. read_only: the folder is another run's and stays unchanged."""
+        self._folder = folder
         options = ocp.CheckpointManagerOptions(
             max_to_keep=None if read_only else keep, step_format_fixed_length=8, read_only=read_only
         )
@@ -51,10 +52,17 @@ class Checkpoints:
           (trees, host) as `save` took them.
 
         Raises:
-          ValueError: the checkpoint does not fit a tree, by orbax's account of the difference.
+          ValueError: the checkpoint is damaged, or does not fit a tree; names its folder.
         """
         items = {name: ocp.args.StandardRestore(tree) for name, tree in trees.items()}
-        restored = self._manager.restore(step, args=ocp.args.Composite(**items, host=ocp.args.JsonRestore()))
+        try:
+            restored = self._manager.restore(step, args=ocp.args.Composite(**items, host=ocp.args.JsonRestore()))
+        except Exception as error:  # orbax raises what its storage does
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ValueError(
+                f"checkpoint {self._folder / layout.step_name(step)} cannot be restored: {reason[:300]}. If it is damaged, "
+                "remove that folder: the run then goes on from the checkpoint before, or from its reference, exactly"
+            ) from error
         return {name: restored[name] for name in trees}, restored["host"]
 
     def restore_host(self, step: int) -> dict[str, Any]:

@@ -25,13 +25,13 @@ def offline_flags(source: Path, **settings: object) -> list[str]:
     return [f"--config.{name}={value}" for name, value in told.items()]
 
 
-def start(workdir: Path, *flags: str, processes: int, devices: int = 1, port: int = 0) -> list[subprocess.Popen[str]]:
-    """The processes of a trainer. Args: devices: CPU devices of each; port: of the coordinator, 0: a free one."""
-    world = [f"--coordinator=127.0.0.1:{port or free_port()}", f"--processes={processes}"] if processes > 1 else []
+def start(workdir: Path, *flags: str, processes: int, devices: int = 1, role: str = "trainer") -> list[subprocess.Popen[str]]:
+    """The processes of a trainer. Args: devices: CPU devices of each."""
+    world = [f"--coordinator=127.0.0.1:{free_port()}", f"--processes={processes}"] if processes > 1 else []
     started = []
     for process in range(processes):
         own = [*world, f"--process={process}"] if world else []
-        started.append(tiny_run.start(tiny_run.command(workdir, "--role=trainer", *own, *flags), devices=devices))
+        started.append(tiny_run.start(tiny_run.command(workdir, f"--role={role}", *own, *flags), devices=devices))
     return started
 
 

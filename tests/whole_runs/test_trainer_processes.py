@@ -1,6 +1,8 @@
 """A trainer of several processes: it computes what one process computes, and all of its processes end and resume together."""
 
+import os
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -12,7 +14,7 @@ import pytest
 from tba_jax.commands import audit
 from tba_jax.replay import journal
 from tba_jax.run import layout, metrics, processes
-from tests.support import frozen_runs
+from tests.support import frozen_runs, tiny_run
 from tests.support import trainer_processes as trainers
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
@@ -107,6 +109,10 @@ def assert_resumed_as(workdir: Path, whole: Path, *, steps: int) -> None:
     assert lines[0] == lines[1] and len(lines[0]) == steps
     there, expected = policies(workdir), policies(whole)  # a resume publishes where it begins, too
     assert {name: there.get(name) for name in expected} == expected
+    assert_ledger_balances(workdir, steps=steps)
+
+
+def assert_ledger_balances(workdir: Path, *, steps: int) -> None:
     finished = layout.read_json(workdir / "finished.json")
     assert finished["balanced"] and finished["step"] == steps
     assert [line["step"] for line in journal.read_lineage(workdir / "journal")] == list(range(1, steps + 1))
@@ -138,6 +144,52 @@ def test_a_silent_process_is_seen_after_the_heartbeat(tmp_path, source):
     text = started[0].communicate()[0]
     assert code in (processes.PEER_LOST, -signal.SIGABRT) and seconds < 8.0, text
     assert code != processes.PEER_LOST or "trainer.heartbeat_seconds=3" in text
+
+
+def test_a_supervised_trainer_of_two_processes_is_started_again_as_a_whole(tmp_path):
+    workdir = tmp_path / "run"
+    flags = ["--config.trainer.processes=2", "--config.searchers.count=1", "--config.learner.steps=40"]
+    supervisor = tiny_run.start(tiny_run.command(workdir, *flags, "--config.learner.mesh.fsdp=2"))
+    with trainers.ended_at_last([supervisor]):
+        wait_for_steps(workdir, 4, [supervisor])
+        lines = {pid: line for pid, line in tiny_run.processes(workdir).items() if "--role=trainer" in line}
+        (follower,) = [pid for pid, line in lines.items() if "--process=1" in line]
+        assert len(lines) == 2
+        os.kill(follower, signal.SIGKILL)
+        text = supervisor.communicate(timeout=trainers.PATIENCE_SECONDS)[0]
+    assert supervisor.returncode == 0, text
+    assert "trainer (exit code -9)" in text and "starting it again" in text
+    assert_ledger_balances(workdir, steps=40)
+    assert "process 1 of 2" in (workdir / "logs" / "trainer-process-1.log").read_text()
+
+
+def test_a_mesh_that_the_devices_of_all_processes_do_not_make_up_is_refused_by_all(tmp_path, source):
+    flags = trainers.offline_flags(source, learner__mesh__data=3)
+    for each in trainers.wait(trainers.start(tmp_path / "run", *flags, processes=2)):
+        assert each.code == processes.BAD_INPUT and "does not make up the 2 devices" in each.text, each.text
+        assert "learner.mesh" in each.text
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_a_process_with_another_config_is_refused_by_all(tmp_path, source):
+    flags, port = trainers.offline_flags(source), trainers.free_port()
+    world = [f"--coordinator=127.0.0.1:{port}", "--processes=2", "--role=trainer"]
+    started = [
+        tiny_run.start(tiny_run.command(tmp_path / "run", *flags, *world, f"--process={number}", f"--config.seed={number}"))
+        for number in (0, 1)
+    ]
+    for each in trainers.wait(started):
+        assert each.code == processes.BAD_INPUT and "config.seed: 1 there, 0 here" in each.text, each.text
+
+
+def test_a_damaged_checkpoint_is_refused_by_all(tmp_path, source):
+    flags = trainers.offline_flags(source, learner__steps=8)
+    trainers.run(tmp_path / "run", *flags, processes=2)
+    for path in sorted((tmp_path / "run" / "checkpoints").rglob("manifest.ocdbt")):
+        path.write_bytes(b"damaged")
+    for each in trainers.wait(trainers.start(tmp_path / "run", *flags, processes=2)):
+        assert each.code == processes.BAD_INPUT, each.text
+        assert "error: " in each.text and "cannot be restored" in each.text
 
 
 @pytest.mark.slow
@@ -179,6 +231,43 @@ def test_what_one_process_can_do_two_can(tmp_path, name):
     trainers.run(tmp_path / "one", *flags, processes=1, devices=2)
     trainers.run(tmp_path / "two", *flags, processes=2)
     assert_same_run(tmp_path / "two", tmp_path / "one")
+
+
+@pytest.mark.slow
+def test_two_processes_resume_past_a_change_of_the_schedule(tmp_path, source):
+    """Steps before the change are done again under the schedule that they were done with."""
+    before = trainers.offline_flags(source, learner__steps=10, checkpoint__every_steps=100)
+    after = [*trainers.offline_flags(source, learner__steps=16, checkpoint__every_steps=100, learner__learning_rate=1e-2)]
+    after += ["--allow_change=learner.steps,learner.learning_rate"]
+    for count in (1, 2):
+        workdir = tmp_path / str(count)
+        trainers.run(workdir, *before, processes=count, devices=2 // count)
+        shutil.rmtree(workdir / "checkpoints")
+        trainers.run(workdir, *after, processes=count, devices=2 // count)
+    assert_same_run(tmp_path / "2", tmp_path / "1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["weights of a checkpoint", "a warm start", "another run with its optimiser"])
+def test_two_processes_make_the_policy_that_one_makes(tmp_path, source, kind):
+    changes: list[str] = ["--config.learner.mesh.fsdp=2"]
+    if kind == "weights of a checkpoint":
+        changes += [f"--config.model.path={tiny_run.ROOT / 'configs' / 'small_data' / 'llama'}"]
+        changes += ["--config.task.prompt_length=24"]
+    if kind == "a warm start":
+        changes += ["--config.warm_start.steps=3", "--config.warm_start.batch_size=4", "--config.task.response_length=24"]
+    if kind == "another run with its optimiser":
+        trainers.run(tmp_path / "other", *trainers.offline_flags(source), *changes, processes=1, devices=2)
+        changes += [f"--init_from={tmp_path / 'other'}@12"]
+    made = []
+    for count in (1, 2):
+        started = trainers.start(tmp_path / str(count), *changes, processes=count, devices=2 // count, role="reference")
+        for each in trainers.wait(started):
+            assert each.code == 0, each.text
+        made.append(layout.read_json(tmp_path / str(count) / "reference" / "initial.json"))
+    assert made[0] == made[1], "the id is a hash of the weights"
+    if kind == "another run with its optimiser":
+        assert layout.steps_in(tmp_path / "2" / "checkpoints") == [0]
 
 
 @pytest.mark.slow

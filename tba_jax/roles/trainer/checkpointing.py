@@ -53,14 +53,7 @@ class Checkpointing:
         Raises:
           ValueError: the checkpoint is damaged, or a trainer wrote it that had been replaced; names the folder.
         """
-        try:
-            trees, host = self._checkpoints.restore(step, shapes)
-        except Exception as error:  # orbax raises what its storage does
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise ValueError(
-                f"checkpoint {self._folder / layout.step_name(step)} cannot be restored: {reason[:300]}. If it is damaged, "
-                "remove that folder: the run then goes on from the checkpoint before, or from its reference, exactly"
-            ) from error
+        trees, host = self._checkpoints.restore(step, shapes)
         if 0 < step <= len(lineage) and host["epoch"] < lineage[step - 1]["epoch"]:
             raise ValueError(
                 f"checkpoint {step} was written under epoch {host['epoch']}, but step {step} belongs to epoch "
