@@ -166,24 +166,14 @@ def load_params(
     is_shared = not all(each.is_fully_addressable for each in sharding_of.values())
     sources = _open_checked(resolve_folder(folder), config, definition.specs, fresh is not None, compare_tied=not is_shared)
 
-    def load(path: str, spec: ParamSpec) -> jax.Array:
-        def read_shard(index: tuple[slice, ...] | None) -> np.ndarray:
-            assert index is not None
-            bounds = [part.indices(size) for part, size in zip(index, spec.shape, strict=True)]
-            shard = parameters.aligned_empty(tuple(stop - start for start, stop, _ in bounds), dtype)
-            if spec.axes[0] != "layers":
-                _fill(shard, sources[path][0], sizes, index)
-                return shard
-            for target, source in zip(shard, sources[path][index[0]], strict=True):
-                _fill(target, source, sizes, index[1:])
-            return shard
-
-        return jax.make_array_from_callback(spec.shape, sharding_of[path], read_shard)
-
     if is_shared:
         loaded = exchange.load(_by_tensor(sources, specs), specs, sharding_of, sizes=sizes, dtype=dtype)
     else:
-        loaded = {path: load(path, spec) for path, spec in specs.items() if path in sources}
+        loaded = {
+            path: _load(sources[path], spec, sharding_of[path], sizes=sizes, dtype=dtype)
+            for path, spec in specs.items()
+            if path in sources
+        }
     if new := [path for path in specs if path not in sources]:
 
         def init(key: jax.Array) -> dict[str, jax.Array]:
@@ -230,6 +220,25 @@ class _Source:
 
     def view(self, sizes: Mapping[str, int]) -> np.ndarray:
         return self.stored.view(self.tensor.map(), sizes)
+
+
+def _load(
+    layers: Sequence[_Source], spec: ParamSpec, sharding: jax.sharding.Sharding, *, sizes: Mapping[str, int], dtype: str
+) -> jax.Array:
+    """One of our parameters in its sharding, of which every device's shard is read by itself."""
+
+    def read_shard(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
+        bounds = [part.indices(size) for part, size in zip(index, spec.shape, strict=True)]
+        shard = parameters.aligned_empty(tuple(stop - start for start, stop, _ in bounds), dtype)
+        if spec.axes[0] != "layers":
+            _fill(shard, layers[0], sizes, index)
+            return shard
+        for target, source in zip(shard, layers[index[0]], strict=True):
+            _fill(target, source, sizes, index[1:])
+        return shard
+
+    return jax.make_array_from_callback(spec.shape, sharding, read_shard)
 
 
 def _fill(target: np.ndarray, source: _Source, sizes: Mapping[str, int], index: tuple[slice, ...]) -> None:
