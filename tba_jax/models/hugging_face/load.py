@@ -169,11 +169,8 @@ def load_params(
     if is_shared:
         loaded = exchange.load(_by_tensor(sources, specs), specs, sharding_of, sizes=sizes, dtype=dtype)
     else:
-        loaded = {
-            path: _load(sources[path], spec, sharding_of[path], sizes=sizes, dtype=dtype)
-            for path, spec in specs.items()
-            if path in sources
-        }
+        read = functools.partial(_load, sizes=sizes, dtype=dtype)
+        loaded = {path: read(layers, specs[path], sharding_of[path]) for path, layers in sources.items()}
     if new := [path for path in specs if path not in sources]:
 
         def init(key: jax.Array) -> dict[str, jax.Array]:
@@ -352,10 +349,9 @@ def _expected(
             expected[file_name(pattern.format(layer=layer))] = parts
     left_out = set() if architecture.lm_head in expected else {architecture.lm_head}
     if left_out & set(present) and config.tied_embedding:  # savers keep either name of a tied tensor, or both
-        if embedding in present and not compare_tied:
-            pass  # whoever began the run has compared them
-        elif embedding in present:
-            _check_tied(present[embedding], present[architecture.lm_head])
+        if embedding in present:
+            if compare_tied:
+                _check_tied(present[embedding], present[architecture.lm_head])
         else:
             expected = {(architecture.lm_head if name == embedding else name): parts for name, parts in expected.items()}
     if new_heads:
