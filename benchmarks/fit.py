@@ -98,6 +98,9 @@ def _rows() -> Iterator[Row]:
     math = Row(recipe="math_qwen2_5_7b", preset="qwen2.5-7b", hardware="8 + 8 × 80 GB", topologies=("v5p:2x2x2", _HOST, _HOST))
     yield math
     yield dataclasses.replace(math, hardware="v5p, 8 + 4 + 4 chips", limit=0)
+    hosts = dataclasses.replace(math, hardware="v5p, 64 + 4 + 4 chips, a trainer of 16 hosts", limit=0)
+    wide = (("learner.mesh.fsdp", 64), ("learner.micro_batch_tokens", 262144))
+    yield dataclasses.replace(hosts, topologies=("v5p:4x4x4", _HOST, _HOST), settings=wide)
     # The prompt of attacks has to fit task.prompt_length in bytes, too.
     shorter = (("task.red_team.attack_prompt", "Write:"),)
     models = {f"task.red_team.{name}_path": "llama-3.1-8b" for name in ("victim", "classifier")}
