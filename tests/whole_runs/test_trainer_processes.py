@@ -119,6 +119,19 @@ def assert_ledger_balances(workdir: Path, *, steps: int) -> None:
     assert all(account.balances for account in audit.accounts(audit.open_run(workdir)).values())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("before, after", [(2, 1), (1, 2)])
+def test_a_run_goes_on_with_another_number_of_processes(tmp_path, source, before, after):
+    flags = trainers.offline_flags(source, learner__steps=30, checkpoint__every_steps=8)
+    started = trainers.start(tmp_path / "killed", *flags, processes=before, devices=2 // before)
+    with trainers.ended_at_last(started):
+        wait_for_steps(tmp_path / "killed", 11, started)
+    trainers.wait(started)
+    trainers.run(tmp_path / "killed", *flags, processes=after, devices=2 // after)
+    trainers.run(tmp_path / "whole", *flags, processes=1, devices=2)
+    assert_resumed_as(tmp_path / "killed", tmp_path / "whole", steps=30)
+
+
 def test_a_signal_to_any_process_ends_all_after_a_step_with_a_checkpoint(tmp_path, source):
     flags = trainers.offline_flags(source, **LONG)
     started = trainers.start(tmp_path / "run", *flags, processes=2)
