@@ -10,8 +10,11 @@ words=$(mktemp)
 trap 'rm -f "$words"' EXIT
 # A signal waits for srun's end: Slurm has told the tasks already.
 trap : TERM INT
-"$@" 2> >(tee "$words" >&2)
+exec {copied}> >(exec tee "$words" >&2)
+tee=$!
+"$@" 2>&"$copied"
 code=$?
-wait $!
+exec {copied}>&-
+wait "$tee"
 first=$(sed -n 's/^srun: error: .*: Exited with exit code \([0-9]*\)$/\1/p' "$words" | grep -vx 6 | head -n 1)
 exit "${first:-$code}"
