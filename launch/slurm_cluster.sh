@@ -56,10 +56,18 @@ memory() { # GiB: the option that asks for them; nothing for 0
   (($1 == 0)) || echo "--mem=${1}G"
 }
 
-# role_command ROLE FLAGS…: sets `container`, the options of srun, and `role`, the command line of one process
+# role_command ROLE FLAGS…: sets `container`, the options of srun, and `role`, the command line of one process. A change of the
+# schedule is for the trainer alone: the others take it from the run.
 role_command() {
-  local mounts=$PWD,$WORKDIR,$HF_HOME${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}
-  container=() role=("$PYTHON" -m tba_jax.main "${@:2}" "--role=$1")
+  local flag changed='' mounts=$PWD,$WORKDIR,$HF_HOME${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}
+  for flag in "$@"; do case $flag in --allow_change=*) [[ $1 == trainer ]] || changed=,${flag#*=}, ;; esac; done
+  container=() role=("$PYTHON" -m tba_jax.main)
+  for flag in "${@:2}"; do
+    if [[ -n $changed && $flag == --allow_change=* ]]; then continue; fi
+    if [[ $flag == --config.*=* && $changed == *,"$(cut -d= -f1 <<<"${flag#--config.}")",* ]]; then continue; fi
+    role+=("$flag")
+  done
+  role+=("--role=$1")
   case $CONTAINER in
     pyxis)
       container=("--container-image=$CONTAINER_IMAGE" "--container-mounts=$mounts" "--container-workdir=$PWD" \

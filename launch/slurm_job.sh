@@ -35,8 +35,8 @@ launch/again.sh launch/slurm_step.sh "${trainer[@]}" && code=0 || code=$?
 
 # Where the roles meet elsewhere (--shared), the file that says whether the run is done is there; code 130 says it is not.
 if ((code == 0)) && [[ -e $WORKDIR/finished.json || -e $WORKDIR/shared.json ]]; then
-  [[ -z $waited ]] || wait "$waited"
-  exit
+  [[ -z $waited ]] || wait "$waited" || echo "the run has finished; its evaluator ended with code $?" >&2
+  exit 0
 fi
 # Numbers that are not finite would end it in the same way again, and so would bad input; later a hub may be away for a moment.
 if ((code == 4 || code == 2 && ${SLURM_RESTART_COUNT:-0} == 0 && SECONDS < 600)); then exit "$code"; fi

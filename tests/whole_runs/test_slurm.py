@@ -17,7 +17,9 @@ from tests.support.slurm_runs import ENDLESS, SlurmRun, Story
 pytestmark = pytest.mark.slow
 NODES = 4
 # Nodes of the trainer and processes on each: one that takes all GPUs of its node, or one a GPU.
-PLACES = pytest.mark.parametrize("place", [(1, "node"), (2, "node"), (2, "gpu")], ids=["1-node", "2-nodes", "2-nodes-4-processes"])
+PLACES = pytest.mark.parametrize(
+    "place", [(1, "node"), (2, "node"), (2, "gpu")], ids=["1-node", "2-nodes", "2-nodes-4-processes"]
+)
 NODE_COUNTS = pytest.mark.parametrize("place", [(1, "node"), (2, "node")], ids=["1-node", "2-nodes"])
 
 
@@ -106,7 +108,9 @@ def test_a_process_of_the_trainer_is_killed(run, place):
     steps = run.steps()
     took = run.wait_until(lambda: run.steps() > steps + 10, "further steps")
     assert restarts(run, trainer) == 0 and "running the role again" in run.log(trainer)
-    run.story.tell(f"SIGKILL to one of {place[0]} processes at step {steps}: run again within the job, 10 steps after {took:.0f} s")
+    run.story.tell(
+        f"SIGKILL to one of {place[0]} processes at step {steps}: run again within the job, 10 steps after {took:.0f} s"
+    )
     run.finish()
 
 
@@ -119,7 +123,9 @@ def test_the_time_limit_asks_the_trainer_to_stop(run, place):
     steps = run.steps()
     saved = max(int(path.name) for path in (run.root / "checkpoints").iterdir() if path.name.isdigit())
     assert saved == steps, (saved, steps)
-    run.story.tell(f"time limit of 2 minutes: asked to stop {took:.0f} s after its first steps; checkpoint of the last step, {saved}")
+    run.story.tell(
+        f"time limit of 2 minutes: asked to stop {took:.0f} s after its first steps; checkpoint of the last step, {saved}"
+    )
     took = run.wait_until(lambda: run.steps() > steps + 10, "further steps")
     assert not list((run.root / "logs").glob("deaths-*"))
     run.story.tell(f"queued again by itself: step {run.steps()} after {took:.0f} s")
