@@ -6,10 +6,12 @@ Needs root and Debian's or Ubuntu's slurm-wlm, which it installs. What was done 
 
 import os
 import signal
+import sys
 import time
 
 import pytest
 
+from tba_jax.run import layout
 from tests.conftest import REPOSITORY
 from tests.support import slurm_runs
 from tests.support.slurm_runs import ENDLESS, SlurmRun, Story
@@ -54,6 +56,46 @@ def test_a_run_finishes(run, place):
     assert (run.root / "evaluations" / "00000040.json").exists()
     run.story.tell(f"submitted a trainer of {place}, an evaluator and 2 searchers: all jobs ended with 0 after {took:.0f} s")
     run.check(40)
+
+
+# Stands in the place of Python: notes what a process of a role is told, and ends as by numbers that are not finite.
+SEAT = """#!{python}
+import json, os, pathlib, sys
+from tba_jax.run import world
+here = world.find(coordinator="", processes=None, process=None)
+shown = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+told = dict(role=sys.argv[-1], host=os.uname().nodename, step=os.environ["SLURM_STEP_ID"], shown=shown)
+told |= dict(process=here.process, processes=here.processes, coordinator=here.coordinator)
+told |= dict(taken=[shown[number] for number in here.local_devices(len(shown))])
+path = pathlib.Path(os.environ["WORKDIR"]) / f"seat-{{told['step']}}-{{os.environ['SLURM_JOB_ID']}}-{{here.process}}.json"
+path.write_text(json.dumps(told))
+sys.exit(4)
+"""
+
+
+@pytest.mark.parametrize("place", [(2, "node"), (2, "gpu")], ids=["a-task-a-node", "a-task-a-gpu"])
+def test_each_process_takes_its_own_gpus(run, place, tmp_path):
+    """Three GPUs of each of two nodes for the trainer and one for the evaluator; searchers share a node of four."""
+    program = tmp_path / "python"
+    program.write_text(SEAT.format(python=sys.executable))
+    program.chmod(0o755)
+    shared = {"SEARCHERS": "4", "SEARCHERS_PER_NODE": "4", "SEARCHER_CPUS": "8", "SEARCHER_GPUS": "1"}
+    asked = {"TRAINER_GPUS": "3", "TRAINER_CPUS": "30", "EVALUATOR_GPUS": "1", "PYTHONPATH": str(REPOSITORY), **shared}
+    run.begin(steps=1, PYTHON=str(program), **asked)
+    run.wait_for_end()
+    seats = [layout.read_json(path) for path in sorted(run.root.glob("seat-*.json"))]
+    trainer, evaluator, searchers = (
+        [seat for seat in seats if seat["role"] == f"--role={role}"] for role in ("trainer", "evaluator", "searcher")
+    )
+    count = 2 if place[1] == "node" else 6
+    assert sorted(seat["process"] for seat in trainer) == list(range(count)), run.words()
+    assert {seat["processes"] for seat in trainer} == {count} and len({seat["coordinator"] for seat in trainer}) == 1
+    assert all(len(seat["shown"]) == 3 and len(seat["taken"]) == 6 // count for seat in trainer)
+    taken = [(seat["host"], gpu) for seat in [*trainer, *evaluator] for gpu in seat["taken"]]
+    assert len(evaluator) == 1 and len(taken) == len(set(taken)) == 7
+    assert len(searchers) == 4 and sorted(seat["taken"] for seat in searchers) == [["0"], ["1"], ["2"], ["3"]]
+    gpus = ", ".join(f"{seat['process']}: {seat['host']} {'+'.join(seat['taken'])}" for seat in trainer)
+    run.story.tell(f"2 nodes of 4 GPUs, 3 for the trainer: process: host GPUs = {gpus}; no GPU twice, none of the evaluator's")
 
 
 def test_searchers_are_killed_queue_again_and_join(run):
