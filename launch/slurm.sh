@@ -62,6 +62,9 @@ check() {
   fi
   ((SEARCHERS % SEARCHERS_PER_NODE == 0)) ||
     refuse "SEARCHERS=$SEARCHERS must be a multiple of SEARCHERS_PER_NODE=$SEARCHERS_PER_NODE"
+  if [[ $EVALUATOR == step ]] && ((!TRAINER_MEMORY != !EVALUATOR_MEMORY)); then
+    refuse "TRAINER_MEMORY=$TRAINER_MEMORY and EVALUATOR_MEMORY=$EVALUATOR_MEMORY must both be 0, or neither, as they share a job"
+  fi
   [[ $only != searchers ]] || ((SEARCHERS > 0)) || refuse "SEARCHERS=0 leaves nothing to submit with --only=searchers"
   check_programs
 }
@@ -105,7 +108,7 @@ if [[ $only != searchers ]]; then
   gpus=$TRAINER_GPUS cpus=$TRAINER_CPUS memory=$TRAINER_MEMORY
   if [[ $EVALUATOR == step ]]; then
     gpus=$((gpus + EVALUATOR_GPUS)) cpus=$((cpus + EVALUATOR_CPUS))
-    memory=$((memory && EVALUATOR_MEMORY ? memory + EVALUATOR_MEMORY : 0))
+    ((memory == 0)) || memory=$((memory + EVALUATOR_MEMORY))
   fi
   mapfile -t asked < <(gres "$gpus"; memory "$memory")
   submit trainer launch/slurm_job.sh "--nodes=$TRAINER_NODES" --ntasks-per-node=1 "--cpus-per-task=$cpus" "${asked[@]}" \

@@ -52,8 +52,12 @@ gres() { # GPUs on a node: the option that asks for them; nothing for none
   (($1 == 0)) || echo "--gres=gpu:${GPU_TYPE:+$GPU_TYPE:}$1"
 }
 
-memory() { # GiB: the option that asks for them; nothing for 0
+memory() { # GiB: the option of a job that asks for them; nothing for 0
   (($1 == 0)) || echo "--mem=${1}G"
+}
+
+step_memory() { # GiB: the option of a step. 0: it shares the memory of its job with the other steps, which would wait for it else
+  echo "--mem=$1$( (($1 == 0)) || echo G)"
 }
 
 # role_command ROLE FLAGS…: sets `container`, the options of srun, and `role`, the command line of one process. A change of the
@@ -79,7 +83,7 @@ role_command() {
 # one_process GPUS CPUS MEMORY: sets `place`, the options of a step of one process. --exact: it takes what it names and no more, so
 # that steps of a job run side by side.
 one_process() {
-  mapfile -t place < <(printf '%s\n' --nodes=1 --ntasks=1 --exact "--cpus-per-task=$2"; gres "$1"; memory "$3")
+  mapfile -t place < <(printf '%s\n' --nodes=1 --ntasks=1 --exact "--cpus-per-task=$2"; gres "$1"; step_memory "$3")
 }
 
 # A mount that is lost leaves an empty folder, in which the roles would begin another run. launch/slurm.sh has made DIR/logs.

@@ -7,7 +7,7 @@ workdir_of "$@"
 
 tasks=1 # on each node
 [[ $TRAINER_TASKS == node ]] || tasks=$TRAINER_GPUS
-mapfile -t of_trainer < <(gres "$TRAINER_GPUS"; memory "$TRAINER_MEMORY")
+mapfile -t of_trainer < <(gres "$TRAINER_GPUS"; step_memory "$TRAINER_MEMORY")
 role_command trainer "$@"
 # All tasks see all GPUs of the step on their node, and the processes choose theirs. They find each other from what Slurm tells them.
 # srun waits for the others once one has ended: each ends with a code of its own, which says why.

@@ -74,6 +74,13 @@ def test_a_trainer_of_several_nodes_has_a_task_a_node_or_a_gpu(slurm):
     assert {"--kill-on-bad-exit=0", "--wait=90"} <= set(per_gpu[1])
 
 
+def test_memory_that_is_not_asked_for_is_shared_by_the_steps(slurm):
+    """A step that names no memory takes all of its job's, and the step beside it waits for ever."""
+    lines = printed(slurm, TRAINER_MEMORY="0", EVALUATOR_MEMORY="0", SEARCHER_MEMORY="0")
+    assert not any(word.startswith("--mem") for line in lines if line[0] == "sbatch" for word in line)
+    assert all("--mem=0" in line for line in lines if line[0] == "srun")
+
+
 def test_several_searchers_share_a_node(slurm):
     lines = printed(slurm, *FLAGS, "--only=searchers", SEARCHERS="8", SEARCHERS_PER_NODE="4", SEARCHER_GPUS="2", GPU_TYPE="a100")
     assert {"--array=0-1", "--gres=gpu:a100:8", "--cpus-per-task=32", "--mem=128G"} <= set(lines[0])
@@ -122,6 +129,7 @@ def test_a_change_of_the_schedule_is_for_the_trainer_alone(slurm):
         (FLAGS, {"TRAINER_TASKS": "gpus"}, ["TRAINER_TASKS=gpus", "node", "gpu"]),
         (FLAGS, {"TRAINER_TASKS": "gpu", "TRAINER_GPUS": "5"}, ["TRAINER_GPUS=5", "TRAINER_CPUS=24"]),
         (FLAGS, {"TRAINER_TIME": "1 day"}, ["TRAINER_TIME=1 day", "7-00:00:00"]),
+        (FLAGS, {"EVALUATOR_MEMORY": "0"}, ["TRAINER_MEMORY=96", "EVALUATOR_MEMORY=0"]),
         (FLAGS, {"EVALUATOR": "yes"}, ["EVALUATOR=yes", "step", "none"]),
         (FLAGS, {"SEARCHERS": "6", "SEARCHERS_PER_NODE": "4"}, ["SEARCHERS=6", "SEARCHERS_PER_NODE=4"]),
         ([*FLAGS, "--only=searchers"], {"SEARCHERS": "0"}, ["SEARCHERS=0", "--only=searchers"]),
