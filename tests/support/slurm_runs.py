@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,7 +23,7 @@ from tba_jax.commands import audit
 from tba_jax.replay import journal
 from tba_jax.replay.log import REGISTER
 from tba_jax.run import layout
-from tests.support import frozen_runs, tiny_run
+from tests.support import frozen_runs, tiny_run, trainer_processes
 
 SCRIPT = Path(__file__).parent / "local_cluster.sh"
 PATIENCE_SECONDS = 240  # for anything: only a hang takes that long
@@ -212,16 +211,10 @@ class SlurmRun:
         shutil.copytree(self.root, again, ignore=shutil.ignore_patterns("checkpoints", "policy", "metrics", "logs"))
         count = self.nodes * (int(VARIABLES["TRAINER_GPUS"]) if self.tasks == "gpu" else 1)
         command = [sys.executable, "-m", "tba_jax.main", f"--workdir={again}", "--role=trainer"]
-        meeting = f"--coordinator=127.0.0.1:{free_port()}"
-        several = [[meeting, f"--processes={count}", f"--process={i}"] for i in range(count)] if count > 1 else [[]]
-        processes = [tiny_run.start([*command, *flags]) for flags in several]
-        try:
-            for process in processes:
-                said, _ = process.communicate(timeout=PATIENCE_SECONDS)
-                assert process.returncode == 0, said
-        finally:
-            for process in processes:
-                process.kill()
+        world = [f"--coordinator=127.0.0.1:{trainer_processes.free_port()}", f"--processes={count}"]
+        several = [[*world, f"--process={i}"] for i in range(count)] if count > 1 else [[]]
+        for ended in trainer_processes.wait([tiny_run.start([*command, *flags]) for flags in several]):
+            assert ended.code == 0, ended.text
         there, here = (
             frozen_runs.published(tiny_run.settings(root, frozen_runs.config(**changed(SETTINGS))), steps)
             for root in (self.root, again)
@@ -234,12 +227,6 @@ class SlurmRun:
 def changed(settings: dict[str, object]) -> dict[str, object]:
     """Settings as keyword arguments of tiny_run.config."""
     return {name.replace(".", "__"): value for name, value in settings.items() if name != "task.missing_eos_reward"}
-
-
-def free_port() -> int:
-    with contextlib.closing(socket.socket()) as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])
 
 
 @contextlib.contextmanager
