@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 
 import pytest
-import yaml
 
 LAUNCH = Path(__file__).parent.parent / "launch"
 # A role that notes each of its lives, and ends by the next of the codes that it is given.
@@ -45,20 +44,6 @@ def test_a_role_that_is_asked_to_stop_is_not_run_again(tmp_path):
     process.send_signal(signal.SIGTERM)
     assert process.wait(20) == 3
     process.stdout.close()
-
-
-def test_in_kubernetes_the_trainer_alone_fails_the_run():
-    _, jobs = yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text())
-    specs = {job["name"]: job["template"]["spec"] for job in jobs["spec"]["replicatedJobs"]}
-    for name, spec in specs.items():
-        actions = [rule["action"] for rule in spec["podFailurePolicy"]["rules"]]
-        codes = [code for rule in spec["podFailurePolicy"]["rules"] for code in rule.get("onExitCodes", {}).get("values", [])]
-        if name == "trainer":
-            assert "FailJob" in actions and codes == [4] and spec["backoffLimit"] == 20
-        else:
-            assert actions == ["Ignore"] and codes == [] and spec["backoffLimit"] == 2**31 - 1
-        (container,) = spec["template"]["spec"]["containers"]
-        assert "launch/again.sh python -m tba_jax.main" in container["command"][2]
 
 
 @pytest.mark.parametrize("script", sorted(LAUNCH.glob("*.sh")), ids=lambda path: path.name)

@@ -18,7 +18,7 @@ set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 1
 export WORKDIR JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR-$WORKDIR/compilation_cache}
 read -r -d '' -a flags <<<"$RUN"
-role='' asked='' pid='' code=0 pause=1 deaths=0
+role='' asked='' pid='' code=0 pause=${FIRST_PAUSE:-1} deaths=0
 for flag in "$@"; do case $flag in --role=*) role=${flag#*=} ;; esac; done
 trap 'asked=1; [[ -z $pid ]] || kill -TERM "$pid" 2>/dev/null' TERM INT
 
@@ -61,7 +61,7 @@ while :; do
     say "asked to stop; $role ended with code $code before the run was done"
     case $code in 0 | 2 | 130) exit 143 ;; *) exit "$code" ;; esac
   fi
-  ((SECONDS - began <= 600)) || pause=1
+  ((SECONDS - began <= 600)) || pause=${FIRST_PAUSE:-1}
   case $code in
     0 | 6 | 130) say "$role ended with code $code: another process of it has ended or was asked to stop; running it again" ;;
     4) exit 4 ;;
@@ -89,5 +89,6 @@ while :; do
       ;;
   esac
   rest "$pause"
+  [[ -z $asked ]] || exit 143
   pause=$((pause < 30 ? 2 * pause : 60))
 done
