@@ -149,7 +149,8 @@ def test_the_trainer_alone_fails_the_run(name):
         assert manifests.pod(spec)["securityContext"]["runAsNonRoot"] is True
 
 
-# A role that notes each of its lives, and ends them one after the other by the codes in FILE.codes. Of the code "wait" it lives on.
+# A role that notes each of its lives, and ends them in turn by the lines of `codes`: by a code, by a code at which the
+# run is done, or by a code once it is asked to stop.
 PYTHON = """#!/usr/bin/env bash
 echo "$*" >> "$WORKDIR/lives"
 code=$(sed -n "$(wc -l < "$WORKDIR/lives")p" "$WORKDIR/codes")

@@ -146,7 +146,8 @@ def _of_references(resources: list[Resource]) -> Iterator[str]:
                 if claim and ("PersistentVolumeClaim", claim) not in named:
                     yield f"{name}: there is no claim {claim}"
             for container in pod(job)["containers"]:
-                yield from (f"{name}: there is no volume {m['name']}" for m in container["volumeMounts"] if m["name"] not in volumes)
+                missing = [mount["name"] for mount in container["volumeMounts"] if mount["name"] not in volumes]
+                yield from (f"{name}: there is no volume {volume}" for volume in missing)
                 yield from (f"{name}: {problem}" for problem in _of_variables(container, job, named))
 
 
@@ -159,7 +160,8 @@ def _of_variables(container: Resource, job: Resource, named: dict[tuple[str, str
             continue
         known |= named["ConfigMap", reference]["data"]
     for argument in [*container["command"], *container["args"]]:
-        yield from (f"{argument}: there is no variable {name}" for name in re.findall(r"\$\((\w+)\)", argument) if name not in known)
+        used = re.findall(r"\$\((\w+)\)", argument)
+        yield from (f"{argument}: there is no variable {name}" for name in used if name not in known)
     # role.sh needs both; another number of pods than of processes waits for ever.
     yield from (f"the variable {name} is empty" for name in ("WORKDIR", "RUN") if not known.get(name))
     mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
