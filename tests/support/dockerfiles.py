@@ -46,7 +46,8 @@ def problems(text: str, *, extras: set[str]) -> Iterator[str]:
         yield str(error)
         return
     yield from _of_arguments(instructions, extras)
-    position = {f"{name} {rest}": number for number, (name, rest) in enumerate(instructions)}
+    lines = [f"{name} {rest}" for name, rest in instructions]
+    position = {line: lines.index(line) for line in lines}
     order = ["COPY requirements.txt ./", "RUN pip install -r requirements.txt", "COPY pyproject.toml ./", "COPY . ."]
     if missing := [step for step in order if step not in position]:
         yield f"{missing} are not there"
