@@ -84,12 +84,21 @@ def test_a_spot_machine_runs_a_searcher(tmp_path):
     assert found["resources"]["use_spot"] is True and "use_spot" not in task("skypilot.yaml")["resources"]
 
 
-# Prints what SkyPilot reads of a task, or its refusal.
+# Prints what SkyPilot reads of a task, or its refusal. Which clouds have which accelerators it would ask its catalog on the web.
 PROGRAM = """
 import sys
 import sky
+import yaml
+from sky.utils import common_utils, schemas
 try:
-    task = sky.Task.from_yaml(sys.argv[1])
+    with open(sys.argv[1]) as file:
+        config = yaml.safe_load(file)
+    common_utils.validate_schema(config, schemas.get_task_schema(), "task: ")
+    common_utils.validate_schema(config["resources"], schemas.get_resources_schema(), "resources: ")
+    del config["resources"]["accelerators"]
+    task = sky.Task.from_yaml_config(config)
+    task.expand_and_validate_workdir()
+    task.validate_run()
     for resources in task.resources:
         resources.validate()
 except Exception as error:
@@ -139,10 +148,10 @@ def test_skypilot_takes_the_task(sky, name):
         (("resources", "use_spot"), "maybe", "maybe"),
         (("resources", "autostop"), {"idle": 3}, "idle"),
         (("resources", "job_recovery"), {"recover_on_exit_codes": [300]}, "300"),
-        (("resources", "accelerators"), {"L4": "one"}, "one"),
-        (("num_nodes",), "two", "two"),
+        (("resources", "accelerators"), {"L4": "one"}, "'one'"),
+        (("num_nodes",), "two", "'two'"),
         (("workdir",), "/nowhere/at/all", "nowhere"),
-        (("run",), ["python"], "run|python"),
+        (("run",), ["python"], "'python'"),
     ],
     ids=str,
 )

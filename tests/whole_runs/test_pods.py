@@ -4,7 +4,8 @@ The pods are processes of this machine, see tests/support/pods.py.
 """
 
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,7 @@ class Run:
 
     def __init__(self, folder: Path, *, hosts: int) -> None:
         self.hosts = hosts
+        self.times: list[str] = []  # from each event until five further steps
         self.folder = layout.RunDir(folder / "volume" / "pods")
         (folder / "volume").mkdir()
         ours = ("JAX_", "XLA_", "PYTHON")
@@ -76,6 +78,16 @@ class Run:
         """Waits for further steps."""
         before = self.steps()
         self.cluster.run_until(lambda: self.steps() >= before + count, f"{count} steps after {before}", seconds=300)
+
+    def after(self, event: Callable[[str, int], None], job: str, index: int) -> None:
+        """Does this to a pod, and waits until another one is in its place and the trainer has done further steps."""
+        begin, pods_before = time.monotonic(), self.cluster.jobs[job].lives[index]
+        event(job, index)
+        self.cluster.run_until(
+            lambda: self.cluster.jobs[job].lives[index] > pods_before, f"another pod {job}-{index}", seconds=300
+        )
+        self.train(5)
+        self.times.append(f"{event.__name__} {job}-{index} {time.monotonic() - begin:.1f} s")
 
     def lives(self) -> dict[str, int]:
         """Pods that each index has had."""
@@ -94,33 +106,25 @@ def run(request, tmp_path) -> Iterator[Run]:
 def test_a_run_outlives_what_a_cluster_does_to_its_pods(run, capsys):
     cluster, last = run.cluster, run.hosts - 1
     run.train(5)
-    cluster.evict("searchers", 0)
-    run.train(5)
-    cluster.lose("searchers", 1)
-    cluster.lose("evaluator", 0)
-    run.train(5)
-    others = {name: count for name, count in run.lives().items() if not name.startswith("trainer")}
+    run.after(cluster.evict, "searchers", 0)
+    run.after(cluster.lose, "searchers", 1)
+    run.after(cluster.lose, "evaluator", 0)
     before = epoch(run)
-    cluster.lose("trainer", last)
-    run.train(5)
+    run.after(cluster.lose, "trainer", last)
     assert epoch(run) > before
-    cluster.crash("trainer", 0)
-    run.train(5)
-    cluster.evict("trainer", 0)
-    run.train(5)
-    cluster.evict("trainer", last)
-    run.train(5)
-    # Each loss of a pod is the loss of one pod, and nobody but a trainer's process is touched by the trainer's trouble.
-    expected = {"trainer-0": 3 if run.hosts == 2 else 5} | ({"trainer-1": 3} if run.hosts == 2 else {})
-    lives = run.lives()
-    assert lives == expected | others, cluster.words()
-    assert others == {"searchers-0": 2, "searchers-1": 2, "evaluator-0": 2}
+    run.after(cluster.crash, "trainer", 0)
+    run.after(cluster.evict, "trainer", 0)
+    run.after(cluster.evict, "trainer", last)
+    # The loss of a pod is the loss of one pod, and nobody but the trainer's other process is touched by a trainer's trouble.
+    trainers = {"trainer-0": 3, "trainer-1": 3} if run.hosts == 2 else {"trainer-0": 5}
+    expected = trainers | {"searchers-0": 2, "searchers-1": 2, "evaluator-0": 2}
+    assert run.lives() == expected, cluster.words()
     assert cluster.jobs["trainer"].failures == 1  # the crash; the others were no failures of the Job
     cluster.run_until(lambda: cluster.is_done, "the end of the JobSet", seconds=600)
-    assert lives == run.lives()
+    assert run.lives() == expected
     check_what_is_left(run)
     with capsys.disabled():
-        print(f"\n{run.hosts} hosts: pods {lives}, epochs {epoch(run)}")
+        print(f"\n{run.hosts} hosts: pods {expected}, epochs {epoch(run)}, " + ", ".join(run.times))
 
 
 def epoch(run: Run) -> int:
