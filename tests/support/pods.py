@@ -80,7 +80,7 @@ class Cluster:
         (self._jobset,) = (one for one in resources if one["kind"] == "JobSet")
         (self._settings,) = (one["data"] for one in resources if one["kind"] == "ConfigMap")
         self.jobs = {name: Job(name, spec) for name, spec in manifests.jobs(self._jobset).items()}
-        self._volume, self._environment, self._pause_seconds = volume, environment, pause_seconds
+        self._volume, self.environment, self._pause_seconds = volume, environment, pause_seconds
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self._port = probe.getsockname()[1]
@@ -187,7 +187,7 @@ class Cluster:
 
     def _variables(self, container: Resource, index: int) -> dict[str, str]:
         """The environment of the container; what the image has is the machine's."""
-        found = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HOME": os.environ["HOME"]} | self._environment
+        found = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HOME": os.environ["HOME"]} | self.environment
         (mount,) = (one["mountPath"] for one in container["volumeMounts"] if one["name"] == "runs")
         assert container["envFrom"] == [{"configMapRef": {"name": "tba-run"}}]
         for name, value in self._settings.items():
