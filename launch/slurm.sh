@@ -1,63 +1,126 @@
-#!/bin/bash
-# The trainer and the evaluator of a run on one node, and an array of searchers on others. Submit from the checkout:
+#!/usr/bin/env bash
+# Submits a run to a Slurm cluster: a job of the trainer and the evaluator, and an array of searchers. Run it on a login node, from
+# a checkout that all nodes see. The roles meet in DIR alone: no job waits for another to be scheduled.
 #
-#   export WORKDIR=/shared/runs/stories RUN='--config=configs/story_sentiment.py --config.seed=1'   # needs the extra `stories`
-#   sbatch launch/slurm.sh
-#   sbatch --array=0-15 launch/slurm_searchers.sh        # more searchers, whenever there is room
+#   launch/slurm.sh [--dry_run] --config=configs/X.py --workdir=DIR [--config.x=y ...]
+#   SEARCHERS=16 launch/slurm.sh --only=searchers --workdir=DIR     # more searchers, whenever there is room
+#   launch/slurm.sh --only=trainer --workdir=DIR                    # the trainer and the evaluator: resumes a run
 #
-#   WORKDIR    the run's folder, on a file system that all nodes share (needed)
-#   RUN        flags of the run, the same for every role; no spaces inside a flag (needed)
-#   SEARCHERS  searchers that the first start submits as an array; default 4; 0: none, where a job may not submit jobs
-#   PYTHON     default: .venv/bin/python of the checkout
-#
-# The roles meet in WORKDIR alone: neither job waits for the other to be scheduled. Adapt partition, account and the counts; the
-# trainer is one process and uses all GPUs of its step, split as --config.learner.mesh.* says.
-# Not run on a cluster: its shell was exercised with stand-ins for srun, sbatch and scontrol.
-#SBATCH --job-name=tba-trainer
-#SBATCH --nodes=1
-#SBATCH --gres=gpu:5
-#SBATCH --cpus-per-task=32
-#SBATCH --mem=128G
-#SBATCH --time=24:00:00
-# Three minutes before the time limit the roles are asked to stop: the trainer saves a checkpoint, and the job queues again.
-#SBATCH --signal=TERM@180
-#SBATCH --requeue
-#SBATCH --open-mode=append
+# --dry_run prints what would be submitted, and the steps of each job. launch/slurm_cluster.sh has all variables: account,
+# partitions, nodes, GPUs, times, container; set them there, or in the environment.
+# Jobs queue again before their time limit, when a node is lost and when a role dies, until the run has finished.
 set -euo pipefail
-: "${WORKDIR:?set it to the shared folder of the run}" "${RUN:?set it to the flags of the run, --config=configs/X.py at least}"
-cd "$SLURM_SUBMIT_DIR"
-read -r -a flags <<<"$RUN"
-role=("${PYTHON:-$PWD/.venv/bin/python}" -m tba_jax.main --workdir="$WORKDIR" "${flags[@]}")
-restarts=${SLURM_RESTART_COUNT:-0}
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+here=$OLDPWD
+. launch/slurm_cluster.sh
 
-if ((restarts == 0 && ${SEARCHERS:=4} > 0)); then
-  sbatch --array="0-$((SEARCHERS - 1))" launch/slurm_searchers.sh
-fi
-# A trainer that was killed, not asked, still holds its lease of 30 seconds when another node takes over. And a job that is queued
-# again has a run: where this node does not see it, it must not begin another.
-if ((restarts > 0)); then
-  sleep "${LEASE_SECONDS:-35}"
-  until [[ -e $WORKDIR/config.json || -e $WORKDIR/shared.json ]]; do
-    echo "$WORKDIR holds no run at the moment; waiting until it is back" >&2
-    sleep "${LOOK_SECONDS:-30}"
+usage() { sed -n '2,/^set -/{/^set -/d;s/^# \{0,1\}//p}' launch/slurm.sh >&2; exit 2; }
+
+dry_run='' only=all flags=()
+for flag in "$@"; do
+  case $flag in
+    --dry_run) dry_run=1 ;;
+    --only=trainer | --only=searchers) only=${flag#*=} ;;
+    --only=*) refuse "$flag must be --only=trainer or --only=searchers" ;;
+    --role=* | --coordinator=* | --processes=* | --process=*) refuse "$flag is set by the jobs: leave it out" ;;
+    --workdir=*) flags+=("--workdir=$(cd "$here" && realpath -m -- "${flag#*=}")") ;;
+    --help) usage ;;
+    --*) flags+=("$flag") ;;
+    *) refuse "'$flag' is no flag: flags of the run are written --NAME=VALUE" ;;
+  esac
+done
+((${#flags[@]})) || usage
+workdir_of "${flags[@]}"
+
+whole() { # NAME LEAST: refuses a variable that is no whole number of at least LEAST
+  [[ ${!1} =~ ^(0|[1-9][0-9]{0,6})$ ]] && ((${!1} >= $2)) || refuse "$1=${!1} must be a whole number of at least $2"
+}
+
+one_of() { # NAME CHOICE…
+  local choice
+  for choice in "${@:2}"; do [[ ${!1} != "$choice" ]] || return 0; done
+  refuse "$1=${!1} must be one of $(printf '%s, ' "${@:2:$#-2}")${*: -1}"
+}
+
+check() {
+  local name
+  for name in TRAINER_NODES TRAINER_CPUS EVALUATOR_CPUS SEARCHERS_PER_NODE SEARCHER_CPUS; do whole "$name" 1; done
+  for name in TRAINER_GPUS TRAINER_MEMORY EVALUATOR_GPUS EVALUATOR_MEMORY SEARCHERS SEARCHER_GPUS SEARCHER_MEMORY DEATHS REQUEUES; do
+    whole "$name" 0
   done
-fi
+  whole TRAINER_GRACE 60 # the trainer's processes see the death of another within trainer.heartbeat_seconds, 30 by default
+  whole STOP_SECONDS 60  # Slurm looks at time limits every 30 s
+  one_of TRAINER_TASKS node gpu
+  one_of EVALUATOR step job none
+  one_of CONTAINER none pyxis apptainer
+  one_of HF_HUB_OFFLINE 0 1
+  for name in TRAINER_TIME SEARCHER_TIME; do
+    [[ ${!name} =~ ^([0-9]+-)?[0-9]+(:[0-9]{2}){0,2}$ ]] || refuse "$name=${!name} must be a time of Slurm, such as 24:00:00 or 7-00:00:00"
+  done
+  if [[ $TRAINER_TASKS == gpu ]] && ((TRAINER_GPUS == 0 || TRAINER_CPUS % TRAINER_GPUS)); then
+    refuse "TRAINER_TASKS=gpu needs GPUs that divide the CPUs, not TRAINER_GPUS=$TRAINER_GPUS and TRAINER_CPUS=$TRAINER_CPUS"
+  fi
+  ((SEARCHERS % SEARCHERS_PER_NODE == 0)) ||
+    refuse "SEARCHERS=$SEARCHERS must be a multiple of SEARCHERS_PER_NODE=$SEARCHERS_PER_NODE"
+  if [[ $EVALUATOR == step ]] && ((!TRAINER_MEMORY != !EVALUATOR_MEMORY)); then
+    refuse "TRAINER_MEMORY=$TRAINER_MEMORY and EVALUATOR_MEMORY=$EVALUATOR_MEMORY must both be 0, or neither, as they share a job"
+  fi
+  [[ $only != searchers ]] || ((SEARCHERS > 0)) || refuse "SEARCHERS=0 leaves nothing to submit with --only=searchers"
+  check_programs
+}
 
-# --exact: a step takes what it names and no more, so that both fit into the job.
-# again.sh runs a role again whose storage fails.
-again=launch/again.sh
-export WORKDIR
-"$again" srun --ntasks=1 --exact --gres=gpu:1 --cpus-per-task=8 --mem=32G "${role[@]}" --role=evaluator &
-evaluator=$!
-"$again" srun --ntasks=1 --exact --gres=gpu:4 --cpus-per-task=24 --mem=96G "${role[@]}" --role=trainer && code=0 || code=$?
+check_programs() {
+  case $CONTAINER in
+    none) [[ -x $PYTHON || $PYTHON != */* ]] || refuse "PYTHON=$PYTHON is no program: make venv makes it, or name another" ;;
+    *) [[ -n $CONTAINER_IMAGE ]] || refuse "CONTAINER=$CONTAINER needs CONTAINER_IMAGE" ;;
+  esac
+  if [[ $CONTAINER == apptainer && $CONTAINER_IMAGE != *://* && ! -e $CONTAINER_IMAGE ]]; then
+    refuse "CONTAINER_IMAGE=$CONTAINER_IMAGE is not there"
+  fi
+  [[ -n $dry_run || -n $(command -v sbatch) ]] || refuse "sbatch is not on the PATH: run this on a login node of the cluster, or --dry_run"
+  printf '%s\n' "${flags[@]}" | grep -q '^--config=' || [[ -e $WORKDIR/config.json || -e $WORKDIR/shared.json ]] ||
+    refuse "$WORKDIR holds no run yet: --config=RECIPE says what a new one is"
+}
 
-# A role that was asked to stop ends with 0 as well: the file says whether the run is done.
-if [[ -e $WORKDIR/finished.json ]]; then
-  wait "$evaluator"
-  exit
+# submit NAME SCRIPT OPTIONS…
+submit() {
+  local partition=$PARTITION qos=$QOS more command
+  if [[ $1 == searcher ]]; then partition=$SEARCHER_PARTITION qos=$SEARCHER_QOS; fi
+  read -r -a more <<<"$SBATCH_MORE"
+  local log=%j
+  [[ $1 != searcher ]] || log=%A_%a
+  # TERM without B: goes to the steps, not to the job's shell, which goes on to queue the job again.
+  command=(sbatch "--job-name=$(basename "$WORKDIR")-$1" "--output=$WORKDIR/logs/slurm-$1-$log.log" --open-mode=append \
+    --requeue "--signal=TERM@$STOP_SECONDS" --export=ALL ${ACCOUNT:+"--account=$ACCOUNT"} ${partition:+"--partition=$partition"} \
+    ${qos:+"--qos=$qos"} ${CONSTRAINT:+"--constraint=$CONSTRAINT"} "${@:3}" "${more[@]}" "$2" "${flags[@]}")
+  if [[ -z $dry_run ]]; then
+    "${command[@]}"
+    return
+  fi
+  echo "${command[*]}"
+  PRINT_STEPS=1 SLURM_SUBMIT_DIR=$PWD ROLE=$1 bash "$2" "${flags[@]}"
+}
+
+check
+# A folder of the run that is there from now on: by it the jobs know that they see the file system on which the run is.
+[[ -n $dry_run ]] || mkdir -p "$WORKDIR/logs" || refuse "--workdir=$WORKDIR cannot be made"
+if [[ $only != searchers ]]; then
+  gpus=$TRAINER_GPUS cpus=$TRAINER_CPUS memory=$TRAINER_MEMORY
+  if [[ $EVALUATOR == step ]]; then
+    gpus=$((gpus + EVALUATOR_GPUS)) cpus=$((cpus + EVALUATOR_CPUS))
+    ((memory == 0)) || memory=$((memory + EVALUATOR_MEMORY))
+  fi
+  mapfile -t asked < <(gres "$gpus"; memory "$memory")
+  submit trainer launch/slurm_job.sh "--nodes=$TRAINER_NODES" --ntasks-per-node=1 "--cpus-per-task=$cpus" "${asked[@]}" \
+    "--time=$TRAINER_TIME"
+  if [[ $EVALUATOR == job ]]; then
+    mapfile -t asked < <(gres "$EVALUATOR_GPUS"; memory "$EVALUATOR_MEMORY")
+    ROLE=evaluator submit evaluator launch/slurm_searchers.sh --nodes=1 --ntasks=1 "--cpus-per-task=$EVALUATOR_CPUS" "${asked[@]}" \
+      "--time=$TRAINER_TIME"
+  fi
 fi
-kill "$evaluator" 2>/dev/null || true
-# Bad input and numbers that are not finite would end it in the same way again.
-case $code in 2 | 4) exit "$code" ;; esac
-((restarts < 20)) || { echo "ended with code $code after $restarts restarts" >&2; exit 1; }
-scontrol requeue "$SLURM_JOB_ID"
+if [[ $only != trainer ]] && ((SEARCHERS > 0)); then
+  mapfile -t asked < <(gres $((SEARCHERS_PER_NODE * SEARCHER_GPUS)); memory $((SEARCHERS_PER_NODE * SEARCHER_MEMORY)))
+  ROLE=searcher submit searcher launch/slurm_searchers.sh "--array=0-$((SEARCHERS / SEARCHERS_PER_NODE - 1))" --nodes=1 --ntasks=1 \
+    "--cpus-per-task=$((SEARCHERS_PER_NODE * SEARCHER_CPUS))" "${asked[@]}" "--time=$SEARCHER_TIME"
+fi

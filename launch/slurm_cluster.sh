@@ -1,0 +1,117 @@
+# What a Slurm cluster and a run on it are: read by launch/slurm.sh, which submits, and by the jobs themselves.
+# Each variable may be set in the environment instead: PARTITION=a100 SEARCHERS=16 launch/slurm.sh …
+# shellcheck shell=bash disable=SC2034
+
+# Where jobs go. "": the cluster's default.
+: "${ACCOUNT:=}" "${PARTITION:=}" "${QOS:=}" "${CONSTRAINT:=}"
+: "${SEARCHER_PARTITION:=$PARTITION}" "${SEARCHER_QOS:=$QOS}"  # a preemptible one suits searchers
+: "${GPU_TYPE:=}"                # a100 makes --gres=gpu:a100:4 of --gres=gpu:4
+: "${SBATCH_MORE:=}"             # further options of sbatch, separated by spaces: '--exclusive --exclude=node7'
+
+# The trainer: one sharded program over all GPUs of its tasks. GPUs, CPUs and memory (GiB; 0: not asked for) are those of a node.
+: "${TRAINER_NODES:=1}" "${TRAINER_GPUS:=4}" "${TRAINER_CPUS:=24}" "${TRAINER_MEMORY:=96}" "${TRAINER_TIME:=24:00:00}"
+: "${TRAINER_TASKS:=node}"       # node: one process a node, which takes all its GPUs; gpu: one process a GPU
+: "${TRAINER_GRACE:=90}"         # seconds that the other processes have to end once the first has ended
+
+# The evaluator. step: in the trainer's job, so that each of its nodes is asked for these GPUs too; job: a job of its own; none.
+: "${EVALUATOR:=step}" "${EVALUATOR_GPUS:=1}" "${EVALUATOR_CPUS:=8}" "${EVALUATOR_MEMORY:=32}"
+
+# The searchers: an array whose elements hold SEARCHERS_PER_NODE each, for clusters that give whole nodes.
+: "${SEARCHERS:=4}" "${SEARCHERS_PER_NODE:=1}" "${SEARCHER_GPUS:=1}" "${SEARCHER_CPUS:=8}" "${SEARCHER_MEMORY:=32}"
+: "${SEARCHER_TIME:=24:00:00}"
+
+# Programs. CONTAINER: none, pyxis (srun --container-image) or apptainer (apptainer exec). A container is shown the checkout, the
+# workdir, HF_HOME and CONTAINER_MOUNTS (SOURCE:TARGET, separated by commas).
+: "${CONTAINER:=none}" "${CONTAINER_IMAGE:=}" "${CONTAINER_MOUNTS:=}"
+if [[ $CONTAINER == none ]]; then : "${PYTHON:=$PWD/.venv/bin/python}"; else : "${PYTHON:=python}"; fi
+: "${HF_HOME:=$HOME/.cache/huggingface}"  # on a file system that all nodes share
+: "${HF_HUB_OFFLINE:=0}"         # 1 where nodes have no network: download models and data sets to HF_HOME before
+
+# Ends.
+: "${STOP_SECONDS:=180}"         # so long before the time limit the roles are asked to stop; the job then queues again
+: "${DEATHS:=3}"                 # a role that dies is run again within its job so often, where it lived less than 10 minutes
+: "${REQUEUES:=20}"              # and after that its job queues again so often
+
+export ACCOUNT PARTITION QOS CONSTRAINT SEARCHER_PARTITION SEARCHER_QOS GPU_TYPE SBATCH_MORE \
+  TRAINER_NODES TRAINER_GPUS TRAINER_CPUS TRAINER_MEMORY TRAINER_TIME TRAINER_TASKS TRAINER_GRACE \
+  EVALUATOR EVALUATOR_GPUS EVALUATOR_CPUS EVALUATOR_MEMORY \
+  SEARCHERS SEARCHERS_PER_NODE SEARCHER_GPUS SEARCHER_CPUS SEARCHER_MEMORY SEARCHER_TIME \
+  CONTAINER CONTAINER_IMAGE CONTAINER_MOUNTS PYTHON HF_HOME HF_HUB_OFFLINE STOP_SECONDS DEATHS REQUEUES
+
+refuse() { echo "error: $*" >&2; exit 2; }
+
+# workdir_of FLAGS…: sets WORKDIR from --workdir=DIR
+workdir_of() {
+  local flag
+  for flag in "$@"; do case $flag in --workdir=*) WORKDIR=$(realpath -m -- "${flag#*=}") ;; esac; done
+  [[ -n ${WORKDIR:-} ]] || refuse "--workdir=DIR is missing: the folder of the run, on a file system that all nodes share"
+  export WORKDIR
+}
+
+gres() { # GPUs on a node: the option that asks for them; nothing for none
+  (($1 == 0)) || echo "--gres=gpu:${GPU_TYPE:+$GPU_TYPE:}$1"
+}
+
+memory() { # GiB: the option of a job that asks for them; nothing for 0
+  (($1 == 0)) || echo "--mem=${1}G"
+}
+
+step_memory() { # GiB: the option of a step. 0: it shares the memory of its job with the other steps, which would wait for it else
+  echo "--mem=$1$( (($1 == 0)) || echo G)"
+}
+
+# role_command ROLE FLAGS…: sets `container`, the options of srun, and `role`, the command line of one process. A change of the
+# schedule is for the trainer alone: the others take it from the run.
+role_command() {
+  local flag changed='' mounts=$PWD,$WORKDIR,$HF_HOME${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}
+  for flag in "$@"; do case $flag in --allow_change=*) [[ $1 == trainer ]] || changed=,${flag#*=}, ;; esac; done
+  container=() role=("$PYTHON" -m tba_jax.main)
+  for flag in "${@:2}"; do
+    if [[ -n $changed && $flag == --allow_change=* ]]; then continue; fi
+    if [[ $flag == --config.*=* && $changed == *,"$(cut -d= -f1 <<<"${flag#--config.}")",* ]]; then continue; fi
+    role+=("$flag")
+  done
+  role+=("--role=$1")
+  case $CONTAINER in
+    pyxis)
+      container=("--container-image=$CONTAINER_IMAGE" "--container-mounts=$mounts" "--container-workdir=$PWD" \
+        --container-env=HF_HOME,HF_HUB_OFFLINE) ;;
+    apptainer) role=(apptainer exec --nv --bind "$mounts" --pwd "$PWD" "$CONTAINER_IMAGE" "${role[@]}") ;;
+  esac
+}
+
+# one_process GPUS CPUS MEMORY: sets `place`, the options of a step of one process. --exact: it takes what it names and no more, so
+# that steps of a job run side by side.
+one_process() {
+  mapfile -t place < <(printf '%s\n' --nodes=1 --ntasks=1 --exact "--cpus-per-task=$2"; gres "$1"; step_memory "$3")
+}
+
+# A mount that is lost leaves an empty folder, in which the roles would begin another run. launch/slurm.sh has made DIR/logs.
+wait_for_workdir() {
+  local told=''
+  until [[ -d $WORKDIR/logs ]]; do
+    [[ -n $told ]] || echo "$WORKDIR is empty or not there at the moment; waiting until it is back" >&2
+    told=1
+    sleep "${LOOK_SECONDS:-30}"
+  done
+}
+
+# queue_again CODE: for the end of a job whose run has not finished. Ends that were asked for are free; others are counted, in a file
+# of the run because a job that queues again forgets, as long as the job lived less than 10 minutes.
+queue_again() {
+  # The id of one element of an array may also be that of the whole array: name the element.
+  local id=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
+  local counted=$WORKDIR/logs/deaths-$id
+  case $1 in
+    0 | 130) ;;
+    *)
+      ((SECONDS < 600)) || rm -f "$counted"
+      echo "$(date -Is) code $1 after $SECONDS s on ${SLURM_JOB_NODELIST:-}" >>"$counted" || true
+      if (($(wc -l <"$counted" || echo 0) > REQUEUES)); then
+        echo "ended with code $1 and queued $REQUEUES times before: see $counted" >&2
+        exit 1
+      fi ;;
+  esac
+  echo "job $id ended with code $1 before the run had finished: it queues again" >&2
+  scontrol requeue "$id"
+}

@@ -1,0 +1,261 @@
+"""launch/slurm.sh and the jobs that it submits, with stand-ins for Slurm's commands.
+
+tests/whole_runs/test_slurm.py runs the real ones.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+LAUNCH = Path(__file__).parent.parent.parent / "launch"
+SCRIPTS = sorted(LAUNCH.glob("slurm*.sh"))
+FLAGS = ["--config=configs/demo.py", "--config.seed=1"]
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    """A folder for the PATH with stand-ins that note how they were called. srun ends with the code in `tmp_path/code`."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in ("srun", "sbatch", "scontrol"):
+        code = f"$(cat {tmp_path}/code 2>/dev/null || echo 0)" if name == "srun" else "0"
+        (programs / name).write_text(f'#!/bin/sh\necho "{name} $*" >> {tmp_path}/called\nexit "{code}"\n')
+        (programs / name).chmod(0o755)
+    return programs
+
+
+def environment(programs: Path, **variables: str) -> dict[str, str]:
+    home = {"HOME": str(programs.parent), "PATH": f"{programs}:{os.defpath}", "PYTHON": sys.executable}
+    return home | {"SLURM_SUBMIT_DIR": str(LAUNCH.parent), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node1"} | variables
+
+
+def submit(programs: Path, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [str(LAUNCH / "slurm.sh"), f"--workdir={programs.parent / 'run'}", *flags]
+    return subprocess.run(
+        command, env=environment(programs, **variables), capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def printed(programs: Path, *flags: str, **variables: str) -> list[list[str]]:
+    """The words of each line that --dry_run prints."""
+    done = submit(programs, "--dry_run", *(flags or FLAGS), **variables)
+    assert done.returncode == 0, done.stderr
+    assert not (programs.parent / "run").exists() and not (programs.parent / "called").exists()
+    return [line.split() for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_are_valid(script):
+    assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
+
+
+def test_a_dry_run_prints_jobs_and_their_steps(slurm):
+    trainer, step, evaluator, searchers, searcher = printed(slurm)
+    assert trainer[0] == searchers[0] == "sbatch" and step[0] == evaluator[0] == searcher[0] == "srun"
+    assert {"--nodes=1", "--gres=gpu:5", "--cpus-per-task=32", "--mem=128G", "--requeue", "--signal=TERM@180"} <= set(trainer)
+    assert {"--ntasks=1", "--gres=gpu:4", "--mem=96G", "--role=trainer", *FLAGS} <= set(step)
+    assert {"--ntasks=1", "--gres=gpu:1", "--exact", "--role=evaluator", *FLAGS} <= set(evaluator)
+    assert {"--array=0-3", "--gres=gpu:1", "--requeue", "--signal=TERM@180"} <= set(searchers)
+    assert {"--exact", "--gres=gpu:1", "--role=searcher", *FLAGS} <= set(searcher)
+    assert not any("--partition" in word or "--account" in word for word in trainer)
+
+
+def test_a_trainer_of_several_nodes_has_a_task_a_node_or_a_gpu(slurm):
+    per_node, per_gpu = (printed(slurm, TRAINER_NODES="2", TRAINER_TASKS=tasks, EVALUATOR="none") for tasks in ("node", "gpu"))
+    assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=24", "--gres=gpu:4"} <= set(per_node[1])
+    assert {"--nodes=2", "--ntasks=8", "--ntasks-per-node=4", "--cpus-per-task=6", "--gres=gpu:4"} <= set(per_gpu[1])
+    assert {"--nodes=2", "--gres=gpu:4", "--mem=96G"} <= set(per_gpu[0]) and len(per_gpu) == 4
+    # Each process ends by itself, so that the code of the first one says why.
+    assert {"--kill-on-bad-exit=0", "--wait=90"} <= set(per_gpu[1])
+
+
+def test_memory_that_is_not_asked_for_is_shared_by_the_steps(slurm):
+    """A step that names no memory takes all of its job's, and the step beside it waits for ever."""
+    lines = printed(slurm, TRAINER_MEMORY="0", EVALUATOR_MEMORY="0", SEARCHER_MEMORY="0")
+    assert not any(word.startswith("--mem") for line in lines if line[0] == "sbatch" for word in line)
+    assert all("--mem=0" in line for line in lines if line[0] == "srun")
+
+
+def test_several_searchers_share_a_node(slurm):
+    lines = printed(slurm, *FLAGS, "--only=searchers", SEARCHERS="8", SEARCHERS_PER_NODE="4", SEARCHER_GPUS="2", GPU_TYPE="a100")
+    assert {"--array=0-1", "--gres=gpu:a100:8", "--cpus-per-task=32", "--mem=128G"} <= set(lines[0])
+    assert len(lines) == 5 and all("--gres=gpu:a100:2" in line and "--exact" in line for line in lines[1:])
+
+
+def test_the_site_is_named_to_every_job(slurm):
+    site = dict(
+        ACCOUNT="lab", PARTITION="big", QOS="long", CONSTRAINT="nvlink", SEARCHER_PARTITION="spot", SEARCHER_QOS="scavenge"
+    )
+    jobs = [
+        line for line in printed(slurm, EVALUATOR="job", SBATCH_MORE="--exclusive --exclude=node7", **site) if line[0] == "sbatch"
+    ]
+    assert all({"--account=lab", "--constraint=nvlink", "--exclusive", "--exclude=node7"} <= set(line) for line in jobs)
+    assert [("--partition=big" in line, "--partition=spot" in line) for line in jobs] == [(True, False)] * 2 + [(False, True)]
+    assert [("--qos=long" in line, "--qos=low" in line) for line in jobs] == [(True, False)] * 2 + [(False, True)]
+
+
+def test_roles_run_in_a_container(slurm):
+    image = slurm.parent / "tba.sif"
+    image.write_text("")
+    hub = {"HF_HOME": "/data/hub", "CONTAINER_IMAGE": str(image), "CONTAINER_MOUNTS": "/scratch:/scratch"}
+    mounts = f"{LAUNCH.parent},{slurm.parent / 'run'},/data/hub,/scratch:/scratch"
+    steps = [line for line in printed(slurm, CONTAINER="pyxis", **hub) if line[0] == "srun"]
+    assert steps and all({f"--container-image={image}", f"--container-mounts={mounts}"} <= set(line) for line in steps)
+    steps = [line for line in printed(slurm, CONTAINER="apptainer", **hub) if line[0] == "srun"]
+    inside = ["apptainer", "exec", "--nv", "--bind", mounts, "--pwd", str(LAUNCH.parent), str(image), sys.executable, "-m"]
+    assert steps and all(line[line.index("apptainer") :][: len(inside)] == inside for line in steps)
+
+
+def test_a_change_of_the_schedule_is_for_the_trainer_alone(slurm):
+    changed = ["--config.learner.steps=9", "--allow_change=learner.steps,replay.capacity"]
+    roles = [line for line in printed(slurm, *FLAGS, *changed) if line[0] == "srun"]
+    for line in roles:
+        assert set(FLAGS) <= set(line) and (set(changed) <= set(line)) == ("--role=trainer" in line)
+        assert "--role=trainer" in line or not set(changed) & set(line)
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "named"),
+    [
+        (FLAGS, {"TRAINER_NODES": "0"}, ["TRAINER_NODES=0", "1"]),
+        (FLAGS, {"TRAINER_GPUS": "four"}, ["TRAINER_GPUS=four", "0"]),
+        (FLAGS, {"TRAINER_GRACE": "10"}, ["TRAINER_GRACE=10", "60"]),
+        (FLAGS, {"STOP_SECONDS": "30"}, ["STOP_SECONDS=30", "60"]),
+        (FLAGS, {"TRAINER_TASKS": "gpus"}, ["TRAINER_TASKS=gpus", "node", "gpu"]),
+        (FLAGS, {"TRAINER_TASKS": "gpu", "TRAINER_GPUS": "5"}, ["TRAINER_GPUS=5", "TRAINER_CPUS=24"]),
+        (FLAGS, {"TRAINER_TIME": "1 day"}, ["TRAINER_TIME=1 day", "7-00:00:00"]),
+        (FLAGS, {"EVALUATOR_MEMORY": "0"}, ["TRAINER_MEMORY=96", "EVALUATOR_MEMORY=0"]),
+        (FLAGS, {"EVALUATOR": "yes"}, ["EVALUATOR=yes", "step", "none"]),
+        (FLAGS, {"SEARCHERS": "6", "SEARCHERS_PER_NODE": "4"}, ["SEARCHERS=6", "SEARCHERS_PER_NODE=4"]),
+        ([*FLAGS, "--only=searchers"], {"SEARCHERS": "0"}, ["SEARCHERS=0", "--only=searchers"]),
+        ([*FLAGS, "--only=evaluator"], {}, ["--only=evaluator", "--only=trainer"]),
+        (FLAGS, {"CONTAINER": "docker"}, ["CONTAINER=docker", "pyxis", "apptainer"]),
+        (FLAGS, {"CONTAINER": "pyxis"}, ["CONTAINER=pyxis", "CONTAINER_IMAGE"]),
+        (FLAGS, {"CONTAINER": "apptainer", "CONTAINER_IMAGE": "/none.sif"}, ["CONTAINER_IMAGE=/none.sif"]),
+        (FLAGS, {"HF_HUB_OFFLINE": "true"}, ["HF_HUB_OFFLINE=true", "1"]),
+        (FLAGS, {"PYTHON": "/none/python"}, ["PYTHON=/none/python"]),
+        ([*FLAGS, "--role=trainer"], {}, ["--role=trainer"]),
+        ([*FLAGS, "--processes=2"], {}, ["--processes=2"]),
+        ([*FLAGS, "configs/demo.py"], {}, ["configs/demo.py"]),
+        (["--config.seed=1"], {}, ["holds no run yet", "--config=RECIPE"]),
+    ],
+    ids=lambda value: " ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else value[-1],
+)
+def test_bad_values_are_refused_by_one_sentence(slurm, flags, variables, named):
+    done = submit(slurm, *flags, **variables)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("error: ") and all(word in done.stderr for word in named), done.stderr
+    assert not (slurm.parent / "run").exists() and not (slurm.parent / "called").exists()
+
+
+def test_without_slurm_or_a_workdir_it_says_so(slurm):
+    (slurm / "sbatch").unlink()
+    for tool in ("bash", "env", "dirname", "realpath", "grep"):  # this machine may have a real sbatch beside them
+        (slurm / tool).symlink_to(shutil.which(tool, path=os.defpath))
+    assert "sbatch is not on the PATH" in submit(slurm, *FLAGS, PATH=str(slurm)).stderr
+    bare = subprocess.run([str(LAUNCH / "slurm.sh"), *FLAGS], env=environment(slurm), capture_output=True, text=True, check=False)
+    assert bare.returncode == 2 and "--workdir=DIR is missing" in bare.stderr
+
+
+def start(script: str, programs: Path, **variables: str) -> subprocess.Popen[str]:
+    command = ["bash", str(LAUNCH / script), f"--workdir={programs.parent / 'run'}", *FLAGS]
+    told = environment(programs, LOOK_SECONDS="0.2", FIRST_PAUSE="0", **variables)
+    return subprocess.Popen(command, env=told, stderr=subprocess.PIPE, text=True)
+
+
+def called(programs: Path, program: str) -> list[str]:
+    return [line for line in (programs.parent / "called").read_text().splitlines() if line.startswith(program)]
+
+
+@pytest.mark.parametrize("script", ["slurm_job.sh", "slurm_searchers.sh"])
+def test_a_job_begins_no_run_where_it_does_not_see_its_own(slurm, script):
+    """Its node has lost the mount; the roles start once the run is there."""
+    job = start(script, slurm, SLURM_RESTART_COUNT="1")
+    time.sleep(1.0)
+    assert job.poll() is None and not (slurm.parent / "called").exists()
+    (slurm.parent / "run" / "logs").mkdir(parents=True)
+    _, errors = job.communicate(timeout=30)
+    assert "waiting until it is back" in errors and called(slurm, "srun")
+    assert called(slurm, "scontrol") == ["scontrol requeue 7"]  # asked to stop: there is no finished.json
+
+
+@pytest.mark.parametrize(
+    ("code", "variables", "queued", "starts"),
+    [
+        ("0", {}, True, 1),
+        ("130", {}, True, 1),
+        ("4", {}, False, 1),
+        ("2", {}, False, 1),
+        ("2", {"SLURM_RESTART_COUNT": "1"}, True, 1),  # a hub that is away for a moment, or a lease that is still held
+        ("6", {"DEATHS": "2"}, True, 3),
+        ("137", {"DEATHS": "0"}, True, 1),
+    ],
+)
+def test_what_follows_from_the_end_of_a_trainer(slurm, code, variables, queued, starts):
+    (slurm.parent / "run" / "logs").mkdir(parents=True)
+    (slurm.parent / "code").write_text(code)
+    job = start("slurm_job.sh", slurm, EVALUATOR="none", **variables)
+    job.communicate(timeout=60)
+    assert bool(called(slurm, "scontrol")) == queued and len(called(slurm, "srun")) == starts
+    assert job.returncode == (0 if queued else int(code))
+
+
+def test_a_job_that_dies_again_and_again_is_given_up(slurm):
+    logs = slurm.parent / "run" / "logs"
+    logs.mkdir(parents=True)
+    (slurm.parent / "code").write_text("137")
+    codes = []
+    for _ in range(3):
+        job = start("slurm_job.sh", slurm, EVALUATOR="none", DEATHS="0", REQUEUES="2")
+        _, errors = job.communicate(timeout=60)
+        codes.append(job.returncode)
+    assert codes == [0, 0, 1] and len(called(slurm, "scontrol")) == 2
+    assert "deaths-7" in errors and len((logs / "deaths-7").read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize(("code", "requeued"), [("0", "scontrol requeue 5_3"), ("137", "scontrol requeue 5_3"), ("5", "")])
+def test_an_element_of_the_array_queues_again_by_its_own_name(slurm, code, requeued):
+    (slurm.parent / "run" / "logs").mkdir(parents=True)
+    (slurm.parent / "code").write_text(code)
+    element = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3", "SEARCHERS_PER_NODE": "2", "SEARCHERS": "2", "DEATHS": "0"}
+    job = start("slurm_searchers.sh", slurm, **element)
+    job.communicate(timeout=60)
+    assert len(called(slurm, "srun")) == 2 and called(slurm, "scontrol") == [line for line in [requeued] if line]
+    assert job.returncode == (0 if requeued else int(code))
+
+
+def test_a_finished_run_ends_its_jobs(slurm):
+    (slurm.parent / "run" / "logs").mkdir(parents=True)
+    (slurm.parent / "run" / "finished.json").write_text("{}")
+    for script in ("slurm_job.sh", "slurm_searchers.sh"):
+        job = start(script, slurm)
+        job.communicate(timeout=60)
+        assert job.returncode == 0 and not called(slurm, "scontrol")
+
+
+@pytest.mark.parametrize(
+    ("lines", "code", "expected"),
+    [
+        (["node2: task 1: Exited with exit code 3", "node1: task 0: Exited with exit code 6"], 6, 3),
+        (
+            ["node1: task 0: Exited with exit code 6", "node2: tasks 1-3: Exited with exit code 2", "node1: task 4: Killed"],
+            137,
+            2,
+        ),
+        (["node2: task 1: Killed", "node1: task 0: Exited with exit code 6"], 137, 137),
+        (["node[1-2]: tasks 0-1: Exited with exit code 6"], 6, 6),
+        (["node[1-2]: tasks 0-1: Exited with exit code 130"], 130, 130),
+        ([], 0, 0),
+    ],
+    ids=str,
+)
+def test_the_code_of_a_step_is_that_of_the_process_that_ended_first(slurm, lines, code, expected):
+    said = "".join(f"echo 'srun: error: {line}' >&2\n" for line in lines)
+    (slurm / "srun").write_text(f"#!/bin/sh\n{said}exit {code}\n")
+    done = subprocess.run([LAUNCH / "slurm_step.sh", "srun"], env=environment(slurm), capture_output=True, text=True, check=False)
+    assert done.returncode == expected and done.stderr.count("srun: error") == len(lines)
