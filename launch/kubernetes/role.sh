@@ -7,19 +7,21 @@
 #   RUN      flags of the run, the same for every role, in any number of lines; no spaces inside a flag
 #
 # The role is run again in this pod, which keeps its node, after failed storage (3, by again.sh), after the end of another process
-# of its trainer (6), after a request to stop that went to another process of its trainer (0 or 130), and after a death that
-# followed ten minutes of life. Any other end is that of the pod, and the podFailurePolicy of its Job reads the pod's exit code:
+# of its trainer (6), after a request to stop that went to another process of its trainer (0 or 130), and after any end but 4 and 5
+# that followed ten minutes of life, such as a meeting to which not all processes of a trainer came. Any other end is that of the
+# pod, and the podFailurePolicy of its Job reads the pod's exit code:
 #
 #   0      the run has finished, or this searcher rests because no row has had a reward (5)
-#   2, 4   bad input before there was a run; numbers that are not finite: they would end the role in the same way again
+#   2      bad input before there was a run; of a trainer's processes, process 0 alone says so, as others only hear of its end
+#   4      numbers that are not finite: like bad input, they would end the role in the same way again
 #   other  a death, or a request to stop: another pod takes the place of this one
 set -u
 : "${WORKDIR:?set it to the folder of the run}" "${RUN:?set it to the flags of the run, --config=configs/X.py at least}"
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 1
 export WORKDIR JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR-$WORKDIR/compilation_cache}
 read -r -d '' -a flags <<<"$RUN"
-role='' asked='' pid='' code=0 pause=${FIRST_PAUSE:-1} deaths=0
-for flag in "$@"; do case $flag in --role=*) role=${flag#*=} ;; esac; done
+role='' process=0 asked='' pid='' code=0 pause=${FIRST_PAUSE:-1} deaths=0
+for flag in "$@"; do case $flag in --role=*) role=${flag#*=} ;; --process=*) process=${flag#*=} ;; esac; done
 trap 'asked=1; [[ -z $pid ]] || kill -TERM "$pid" 2>/dev/null' TERM INT
 
 say() { echo "$(basename "$0"): $*" >&2; }
@@ -35,7 +37,7 @@ rest() {
 }
 
 run_role() {
-  launch/again.sh python -m tba_jax.main --workdir="$WORKDIR" "${flags[@]}" "$@" &
+  DEATHS=0 launch/again.sh python -m tba_jax.main --workdir="$WORKDIR" "${flags[@]}" "$@" &
   pid=$!
   [[ -z $asked ]] || kill -TERM "$pid" 2>/dev/null  # it came before the role was known
   # A signal interrupts `wait`, with a code above 128, while the role still ends: wait on.
@@ -61,31 +63,26 @@ while :; do
     say "asked to stop; $role ended with code $code before the run was done"
     case $code in 0 | 2 | 130) exit 143 ;; *) exit "$code" ;; esac
   fi
-  ((SECONDS - began <= 600)) || pause=${FIRST_PAUSE:-1}
+  lived=$((SECONDS - began)) again="running it again"
+  ((lived < ${HEALTHY_SECONDS:-600})) || pause=${FIRST_PAUSE:-1} deaths=0
   case $code in
-    0 | 6 | 130) say "$role ended with code $code: another process of it has ended or was asked to stop; running it again" ;;
+    0 | 6 | 130) say "$role ended with code $code: another process of it has ended or was asked to stop; $again" ;;
     4) exit 4 ;;
     5)
-      if [[ $role == searcher ]]; then
-        say "no row has had a reward; this searcher rests, and is not started again"
-        exit 0
-      fi
-      exit 5
-      ;;
-    2)
-      is_there || exit 2
-      say "$role ended with code 2; $WORKDIR holds a run, so it may be a trouble that passes"
-      exit 1
+      [[ $role == searcher ]] || exit 5
+      say "no row has had a reward; this searcher rests, and is not started again"
+      exit 0
       ;;
     *)
-      # The training is done and waits for nobody but this evaluator.
+      # After the training the run waits for nobody but the evaluator.
       if [[ $role == evaluator && -e $WORKDIR/finished.json ]]; then
         deaths=$((deaths + 1))
         ((deaths <= ${MAX_RESTARTS:-20})) || { say "the evaluator died $deaths times and is given up: the training is done"; exit 0; }
-      else
-        ((SECONDS - began > 600)) || exit "$code"
+      elif ((lived < ${HEALTHY_SECONDS:-600})); then
+        ((code != 2)) || is_there || ((process > 0)) || exit 2
+        exit $((code == 2 ? 1 : code))
       fi
-      say "$role ended with code $code; running it again"
+      say "$role ended with code $code; $again"
       ;;
   esac
   rest "$pause"

@@ -201,10 +201,20 @@ def test_the_pod_ends_as_the_supervisor_would_judge(tmp_path, role, codes, expec
     assert set(lives) == {words}
 
 
-def test_bad_input_before_there_is_a_run_ends_it(tmp_path):
-    process = start(tmp_path, ["2"], "--role=trainer")
+@pytest.mark.parametrize(("flags", "expected"), [((), 2), (("--process=0",), 2), (("--process=1",), 1)], ids=str)
+def test_bad_input_before_there_is_a_run_ends_it(tmp_path, flags, expected):
+    """Process 1 may have heard of no more than the end of process 0."""
+    process = start(tmp_path, ["2"], "--role=trainer", *flags)
     process.communicate(timeout=60)
-    assert process.returncode == processes.BAD_INPUT
+    assert process.returncode == expected
+
+
+@pytest.mark.parametrize("code", ["1", "2", "139"])
+def test_a_role_that_has_lived_for_long_is_run_again_in_its_pod(tmp_path, code):
+    """As the supervisor counts deaths: those after ten minutes of life do not use up the restarts."""
+    process = start(tmp_path, [code, "0done"], "--role=trainer", HEALTHY_SECONDS="0")
+    process.communicate(timeout=60)
+    assert process.returncode == 0
 
 
 def test_an_evaluator_that_dies_again_and_again_holds_no_finished_run(tmp_path):
