@@ -26,7 +26,7 @@ from configs import demo
 from tba_jax.models import parameters
 from tba_jax.models.policy import Policy
 from tba_jax.models.presets import PRESETS
-from tba_jax.run import snapshots
+from tba_jax.run import publisher, snapshots
 from tba_jax.run.checkpoints import Checkpoints
 
 _PARTS = flags.DEFINE_list("parts", ["steps", "blocked", "publish"], "Which parts to measure.")
@@ -137,9 +137,9 @@ def published_bytes(folder: Path, params: parameters.Params, *, dtype: str) -> i
 
     snapshots._host_shards = counted
     try:
-        publisher = snapshots.Publisher(folder, dtype=dtype, keep=0, keep_every=1, final_step=1)
-        publisher.publish(params, snapshots.SnapshotInfo(step=1, epoch=1))
-        publisher.close()
+        made = publisher.Publisher(folder, dtype=dtype, keep=0, keep_every=1, final_step=1)
+        made.publish(params, snapshots.SnapshotInfo(step=1, epoch=1))
+        made.close()
     finally:
         snapshots._host_shards = on_host
     return moved

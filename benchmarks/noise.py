@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks import warm_start
 from tba_jax import trajectory
 from tba_jax.commands.audit import open_run
-from tba_jax.experiment import composition, jobs
+from tba_jax.experiment import composition, training
 from tba_jax.replay.journal import line_ids
 from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
@@ -108,7 +108,7 @@ def train(workdir: Path, *, steps: int, disturbance: str, sampling: dict[str, An
     c.update_from_flattened_dict(sampling)
     s = warm_start.settings(workdir, c)
     e, run = s.experiment, s.run
-    jobs.reference(s)()
+    training.reference(s)()
     lease = EpochLease.acquire(run.journal)
     trainer = Trainer(c, e.contract, run, policy=e.policy, lease=lease, publish_every_steps=1)
     resume(trainer)

@@ -20,7 +20,7 @@ from absl import app, flags
 
 from benchmarks import warm_start
 from configs import demo
-from tba_jax.experiment import jobs
+from tba_jax.experiment import training
 from tba_jax.roles.searcher.searcher import Searcher
 from tba_jax.run import layout
 from tba_jax.run.metrics import TimeAccount
@@ -52,7 +52,7 @@ def make_searcher(workdir: Path) -> tuple[Searcher, Late]:
     c.warm_start.steps = 0
     s = warm_start.settings(workdir, c)
     e = s.experiment
-    jobs.reference(s)()
+    training.reference(s)()
     initial = layout.read_json(s.run.initial_reference)["id"]
     shutil.copytree(workdir / "reference" / initial, workdir / "policy" / layout.step_name(0))
     task = Late(e.task)

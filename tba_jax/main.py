@@ -3,10 +3,11 @@
 python -m tba_jax.main --config=configs/X.py --workdir=DIR [--role=all|reference|trainer|searcher|evaluator] [--dry_run]
 python -m tba_jax.main --config=configs/X.py --workdir=DIR --dry_run [--compile|--topology=v5p:2x2x2]
 python -m tba_jax.main --workdir=DIR [--role=…] [--trust_task]
+python -m tba_jax.main --config=configs/X.py --workdir=DIR --role=trainer --coordinator=HOST:PORT --processes=N --process=I
 
 The second compiles the programs of each role, and says whether they fit its devices. The third joins or resumes the run in
-DIR with its own config. Flags --config.SETTING=VALUE change settings of this role; the schedule of a run (seed, learner, replay,
-publish, schedule) is changed by its trainer alone, with --allow_change.
+DIR with its own config. The fourth is one of the N processes of a trainer. Flags --config.SETTING=VALUE change settings of this
+role; the schedule of a run (seed, learner, replay, publish, schedule) is changed by its trainer alone, with --allow_change.
 """
 
 import math
@@ -25,6 +26,7 @@ if TYPE_CHECKING:  # what is slow to import, JAX above all, is imported late: a 
 
     from tba_jax.run import layout
     from tba_jax.run.places import Place
+    from tba_jax.run.world import World
 
 # The folder of compiled programs is held under this number in every process: its path is part of the programs' names on GPUs.
 _CACHE_DESCRIPTOR = 400
@@ -49,7 +51,32 @@ def add_flags(values: flags.FlagValues) -> settings_help.Program:
     what = "RUN@STEP: a new run begins from another run's policy of that step"
     flags.DEFINE_string("init_from", "", what, flag_values=values)
     flags.DEFINE_list("allow_change", [], "A,B: schedule settings that a resumed run may change", flag_values=values)
+    _add_world(values)
     return settings_help.BASE
+
+
+def _add_world(values: flags.FlagValues) -> None:
+    what = "HOST:PORT of process 0 of a trainer of several processes; Slurm and TPU pods tell it by themselves"
+    flags.DEFINE_string("coordinator", "", what, flag_values=values)
+    what = "how many processes the trainer has; Slurm, Open MPI and TPU pods tell it by themselves"
+    flags.DEFINE_integer("processes", None, what, flag_values=values)
+    flags.DEFINE_integer("process", None, "which of them this one is, from 0; likewise", flag_values=values)
+
+
+def _world(given: command_line.Given) -> "World":
+    """The processes of the trainer that this process is one of."""
+    from tba_jax.run import world
+
+    told = dict(coordinator=given.coordinator, processes=given.processes, process=given.process)
+    named = [f"--{name}={value}" for name, value in told.items() if value not in ("", None)]
+    if given.role not in ("trainer", "reference") or given.dry_run:
+        if named:
+            what = "--dry_run" if given.dry_run else f"--role={given.role}"
+            raise ValueError(
+                f"{' '.join(named)} are for the processes of a trainer (--role=trainer or reference), not for {what}"
+            )
+        return world.ALONE
+    return world.find(**told)
 
 
 class _DryRunParser(flags.BooleanParser):
@@ -111,10 +138,11 @@ def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir") ->
         _split_cpu(config.searchers.cpu_devices)
     _hold_compilation_cache(folder)
     found = mistakes.Mistakes()
+    world = _world(given)
     # The supervisor has looked at the GPUs of its children, and a child that it starts again may find memory of the last one.
     in_one_process = given.role != "all" or config.schedule.mode == "interleaved"
     computes = given.compile or not given.dry_run
-    if in_one_process and computes and not processes.expected_run():
+    if in_one_process and computes and not processes.expected_run() and world.local_processes == 1:
         found.attempt(gpus.check_free)
     init_from = found.attempt(other_runs.parse_init_from, given.init_from)
     if not found.accepts(_check_answers, [*storage.of_init_from(init_from or ""), *storage.of_config(config)], given):
@@ -134,6 +162,7 @@ def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir") ->
         allow_change=tuple(given.allow_change),
         arguments=tuple(sys.argv[1:]),
         init_from=init_from or "",
+        world=world,
         mistakes=found,
     )
     full = given.dry_run == "full"

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 MESH_AXES = ("data", "fsdp", "tensor")
@@ -235,9 +236,24 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+def put(tree: Any, shardings: Any) -> Any:
+    """Host arrays onto their devices. On a mesh of several processes each has the whole arrays, and puts its own parts.
+
+    Args: shardings: a tree like `tree`, or like the first levels of it.
+    """
+    if all(each.is_fully_addressable for each in jax.tree.leaves(shardings)):
+        return jax.device_put(tree, shardings)
+
+    def put_parts(x: Any, each: NamedSharding) -> jax.Array:
+        return jax.make_array_from_callback(np.shape(x), each, lambda part: np.asarray(x)[part])
+
+    # jax.device_put would compare the arrays of all processes, in a collective that waits for all of them.
+    return jax.tree.map(put_parts, tree, jax.tree.broadcast(shardings, tree))
+
+
 def put_rows(mesh: Mesh, tree: Any) -> Any:
     """Host arrays [B, ...] onto the mesh, split over rows."""
-    return jax.device_put(tree, rows_sharding(mesh))
+    return put(tree, rows_sharding(mesh))
 
 
 def check_ways(rows: int, ways: int, *, what: str, mesh: str) -> None:

@@ -269,6 +269,10 @@ def _check_interleaved(config: Any, require: Require) -> None:
     searchers, evaluation = config.searchers, config.evaluation
     if config.schedule.mode != "interleaved":
         return
+    require(
+        config.trainer.processes == 1,
+        f"trainer.processes={config.trainer.processes} must be 1 with schedule.mode=interleaved, which runs in one process",
+    )
     require(keep == 0 or keep > lag, f"publish.keep={keep} must be 0 (all) or more than schedule.lag={lag}")
     require(
         evaluation.task_devices == searchers.task_devices or not evaluation.enabled,

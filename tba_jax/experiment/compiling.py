@@ -54,7 +54,8 @@ class RoleFit:
 
 def of_trainer(experiment: composition.Experiment, devices: Sequence[Any]) -> composition.Experiment:
     """The experiment with the mesh of a trainer on these devices, see meshes.by_need."""
-    made: composition.Experiment = meshes.by_need(experiment, devices=len(devices), memory=device_memory(devices[0]))
+    here = next((device for device in devices if device.process_index == jax.process_index()), devices[0])
+    made: composition.Experiment = meshes.by_need(experiment, devices=len(devices), memory=device_memory(here))
     return made
 
 

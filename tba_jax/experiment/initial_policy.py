@@ -17,12 +17,14 @@ from tba_jax.models.hugging_face import load
 from tba_jax.models.parameters import Params
 from tba_jax.programs import Program
 from tba_jax.run import contract as contract_lib
-from tba_jax.run import layout, places, snapshots
+from tba_jax.run import layout, places, publisher, snapshots
+from tba_jax.run.process_group import Alone, Group, Member
 from tba_jax.supervised import warm_start
 
 log = logging.getLogger(__name__)
 
 _CHECKED_EXAMPLES = 256
+_SHARDS = "reference"  # what processes of a trainer call the shards of the reference policy
 
 
 def check(experiment: Experiment, run: layout.RunDir, *, init_from: str = "", fetch: bool = True) -> None:
@@ -66,7 +68,9 @@ def programs(experiment: Experiment, run: layout.RunDir, *, devices: Sequence[ja
     )
 
 
-def ensure(experiment: Experiment, run: layout.RunDir, *, report: Callable[[int, float], None]) -> str:
+def ensure(
+    experiment: Experiment, run: layout.RunDir, *, report: Callable[[int, float], None], group: Group | None = None
+) -> str:
     """Makes the policy that step 0 starts from, if the run has none yet, and returns its id.
 
     The policy is the reference policy of the mounted runs. Without mounts it is the snapshot that --init_from named. Without
@@ -74,22 +78,25 @@ def ensure(experiment: Experiment, run: layout.RunDir, *, report: Callable[[int,
 
     Args:
       report: of the warm start, see supervised.warm_start.
+      group: of the processes of the trainer, of which the others are called to `follow`; None: this process alone.
 
     Returns:
       16 hex digits, a hash of the weights; `run.reference(id)` holds them as a snapshot.
     """
     if places.exists(run.initial_reference):
         return layout.reference_id(run)
-    config, policy = experiment.config, experiment.policy
+    group = Alone() if group is None else group
+    config = experiment.config
     init_from = contract_lib.read(run)["init_from"]
-    mesh = sharding.make_mesh(tuple(config.learner.mesh.values()), setting="learner.mesh")
     draft = run.draft
     places.make_folder(draft.parent)
     if config.replay.mount:
         other_runs.copy_reference(config.replay.mount[0], draft)
     else:
-        made = other_runs.load_policy(init_from, policy, mesh) if init_from else _initial_params(experiment, mesh, report)
-        snapshots.save(draft, made, snapshots.SnapshotInfo(step=0, epoch=0), dtype="float32")
+        group.call("make reference", init_from=init_from)
+        made = _make(experiment, _mesh(config), init_from, report)
+        others = publisher.FollowersShards(group, _SHARDS) if group.processes > 1 else None
+        snapshots.save(draft, made, snapshots.SnapshotInfo(step=0, epoch=0), dtype="float32", others=others)
         del made
     reference_id = snapshots.fingerprint(draft)
     if places.exists(run.reference(reference_id) / snapshots.COMMIT):
@@ -99,13 +106,39 @@ def ensure(experiment: Experiment, run: layout.RunDir, *, report: Callable[[int,
     if not isinstance(run.references, Path):
         draft.parent.rmdir()  # the workdir has no reference of its own
     if init_from:
-        reference = run.reference(reference_id)
-        other_runs.take_optimizer(init_from, run, config, experiment.contract, policy=policy, reference=reference, mesh=mesh)
+        shutil.rmtree(run.checkpoints, ignore_errors=True)  # of an attempt that ended before the run had a reference
+        group.call("take optimizer", init_from=init_from, reference=reference_id)
+        take_optimizer(experiment, run, init_from, reference_id)
     # Where there is one after all (the storage was away when this process looked), it stays the run's.
     if not layout.create_json(run.initial_reference, {"id": reference_id}):
         reference_id = layout.read_json(run.initial_reference)["id"]
-    log.info("reference policy %s: %d parameters", reference_id, parameters.count(policy.model_specs))
+    log.info("reference policy %s: %d parameters", reference_id, parameters.count(experiment.policy.model_specs))
     return reference_id
+
+
+def follow(experiment: Experiment, run: layout.RunDir, member: Member, *, init_from: str) -> None:
+    """What `ensure` calls the other processes of a trainer for: makes the policy, and writes this process' shards of it."""
+    shards = publisher.ShardWriter(member, _SHARDS, run.draft.parent, dtype="float32")
+    shards.offer(_make(experiment, _mesh(experiment.config), init_from, lambda step, loss: None), 0)
+    shards.drain()
+    shards.close()
+
+
+def take_optimizer(experiment: Experiment, run: layout.RunDir, init_from: str, reference_id: str) -> None:
+    """See other_runs.take_optimizer; by all processes of a trainer."""
+    config, reference = experiment.config, run.reference(reference_id)
+    policy, mesh = experiment.policy, _mesh(config)
+    other_runs.take_optimizer(init_from, run, config, experiment.contract, policy=policy, reference=reference, mesh=mesh)
+
+
+def _mesh(config: Any) -> jax.sharding.Mesh:
+    return sharding.make_mesh(tuple(config.learner.mesh.values()), setting="learner.mesh")
+
+
+def _make(experiment: Experiment, mesh: jax.sharding.Mesh, init_from: str, report: Callable[[int, float], None]) -> Params:
+    if init_from:
+        return other_runs.load_policy(init_from, experiment.policy, mesh)
+    return _initial_params(experiment, mesh, report)
 
 
 def _initial_params(experiment: Experiment, mesh: Any, report: Callable[[int, float], None]) -> Params:

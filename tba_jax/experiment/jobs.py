@@ -8,11 +8,9 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from tba_jax import sharding
-from tba_jax.experiment import answer, compiling, composition, estimate, initial_policy, meshes, placing, schedule_changes
+from tba_jax.experiment import answer, composition, estimate, meshes, placing, role_devices, training
 from tba_jax.experiment.joining import Invocation, check_dry_run, join, mistakes_end_the_role, with_schedule_of_run
 from tba_jax.experiment.mistakes import Mistakes
-from tba_jax.models import hardware
 from tba_jax.rewards import task_models
 from tba_jax.roles import gpus, placement, supervisor
 from tba_jax.roles import progress as progress_lib
@@ -22,45 +20,12 @@ from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout, places
 from tba_jax.run import processes as processes_lib
 from tba_jax.run.lease import EpochLease
-from tba_jax.run.metrics import MetricWriter, TimeAccount
+from tba_jax.run.metrics import TimeAccount
 from tba_jax.text.visible import visible
 
 log = logging.getLogger(__name__)
 
 Job = Callable[[], int]
-
-# Seconds after which Python takes the interpreter from a thread that others wait for. With Python's default of 5 ms, the dispatch
-# of an update waits for so long, or several times as long, while a thread writes a snapshot.
-_TRAINER_SWITCH_SECONDS = 3e-4
-
-
-def _check_devices(experiment: composition.Experiment, *roles: str) -> None:
-    """Raises ValueError where JAX misses GPUs of this process, or the meshes of roles that run in it do not fit its devices."""
-    devices, found = gpus.jax_devices(), Mistakes()
-    found.attempt(hardware.check, experiment.policy.model, hardware.of(devices[0]))
-    for role in roles:
-        found.attempt(meshes.check, experiment, role=role, devices=len(devices))
-        found.attempt(task_models.check, experiment.task, role=role)
-    found.end()
-
-
-def _on_devices(s: Invocation, *roles: str, name: str = "") -> Invocation:
-    """The invocation as the devices of this process compute it. The first line of a role's log says what they are.
-
-    Args: name: of the role, if not its own.
-    """
-    devices = gpus.jax_devices()
-    experiment = s.experiment.on_device(devices[0])
-    meshed = compiling.of_trainer(s.experiment, devices) if "trainer" in roles else s.experiment
-    for role in roles:
-        sizes = zip(sharding.MESH_AXES, meshes.shape(meshed, role=role, devices=len(devices)), strict=True)
-        mesh = " × ".join(f"{axis}={size}" for axis, size in sizes)
-        compute = experiment.policy.model.compute_dtype
-        log.info(
-            "%s: backend %s, %d × %s, %s.mesh %s, model.compute_dtype=%s",
-            *(name or role, devices[0].platform, len(devices), devices[0].device_kind, meshes.SECTIONS[role], mesh, compute),
-        )
-    return dataclasses.replace(s, experiment=experiment)
 
 
 def dry_run(s: Invocation, *, full: bool) -> Job:
@@ -82,91 +47,6 @@ def dry_run(s: Invocation, *, full: bool) -> Job:
     return job
 
 
-def _make_reference(s: Invocation) -> None:
-    """Makes the policy that step 0 starts from, unless the run has one."""
-    if places.exists(s.run.initial_reference):
-        return
-    writer = MetricWriter(s.run.metrics("reference"))
-
-    def record(step: int, loss: float) -> None:
-        log.info("warm start: step %d, loss %.3f", step, loss)
-        writer.write(step, {"loss": loss})
-
-    initial_policy.ensure(compiling.of_trainer(s.experiment, gpus.jax_devices()), s.run, report=record)
-    writer.close()
-
-
-def reference(s: Invocation) -> Job:
-    join(s, may_change_schedule=False, check=lambda: _check_devices(s.experiment, "trainer"))
-
-    def job() -> int:
-        here = _on_devices(s, "trainer", name="reference")
-        with mistakes_end_the_role():
-            _make_reference(here)
-        return 0
-
-    return job
-
-
-def make_trainer(s: Invocation, *, publish_every_steps: int) -> tuple[Any, EpochLease]:
-    """The trainer, resumed, and its lease.
-
-    Journalled steps after the checkpoint are done again under the schedule that they were done with: for each past schedule a
-    trainer of its config resumes, up to the last step of that schedule, and leaves a checkpoint.
-    """
-    newest = max(layout.steps_in(s.run.checkpoints), default=0)
-    for step, values in schedule_changes.past(s.run, after=newest):
-        config = s.config.copy_and_resolve_references()
-        config.update_from_flattened_dict(values)
-        every_steps = 1 if config.schedule.mode == "interleaved" else config.publish.every_steps
-        past = dataclasses.replace(s, experiment=dataclasses.replace(s.experiment, config=config))
-        trainer, lease = _begin_trainer(past, publish_every_steps=every_steps, until=step)
-        trainer.close()
-        lease.release()
-    return _begin_trainer(s, publish_every_steps=publish_every_steps)
-
-
-def _begin_trainer(s: Invocation, *, publish_every_steps: int, until: int | None = None) -> tuple[Any, EpochLease]:
-    from tba_jax.roles.trainer.resume import resume
-    from tba_jax.roles.trainer.trainer import Trainer
-
-    layout.claim_shared(s.run)
-    lease = EpochLease.acquire(s.run.journal)
-    try:
-        _make_reference(s)
-        trainer = Trainer(
-            compiling.of_trainer(s.experiment, gpus.jax_devices()).config,
-            s.experiment.contract,
-            s.run,
-            policy=s.experiment.policy,
-            lease=lease,
-            publish_every_steps=publish_every_steps,
-        )
-        resume(trainer, until=until)
-    except BaseException:
-        lease.release()
-        raise
-    return trainer, lease
-
-
-def trainer(s: Invocation) -> Job:
-    from tba_jax.roles.trainer.loop import run_trainer
-
-    EpochLease.refuse_if_held(s.run.journal)
-    join(s, may_change_schedule=True, check=lambda: _check_devices(s.experiment, "trainer"))
-    s = _on_devices(s, "trainer")
-    made, lease = make_trainer(s, publish_every_steps=s.config.publish.every_steps)
-    stop = processes_lib.StopSignal()
-
-    def job() -> int:
-        sys.setswitchinterval(_TRAINER_SWITCH_SECONDS)
-        finished = run_trainer(made, s.run, stop=stop)
-        lease.release()
-        return 0 if finished else processes_lib.STOPPED
-
-    return job
-
-
 def make_searcher(s: Invocation, *, name: str, account: TimeAccount) -> Searcher:
     e = s.experiment
     return Searcher(
@@ -183,11 +63,11 @@ def make_searcher(s: Invocation, *, name: str, account: TimeAccount) -> Searcher
 
 
 def searcher(s: Invocation) -> Job:
-    join(s, may_change_schedule=False, check=lambda: _check_devices(s.experiment, "searcher"))
+    join(s, may_change_schedule=False, check=lambda: role_devices.check(s.experiment, "searcher"))
     stop = processes_lib.StopSignal(patience_seconds=s.config.searchers.stop_seconds)
 
     def job() -> int:
-        here = _on_devices(s, "searcher")
+        here = role_devices.computed_on(s, "searcher")
         if contract_lib.is_finished(s.run):
             log.info(
                 "the run in %s has finished its %d steps: nothing is left to search", s.run.shared, contract_lib.steps_of(s.run)
@@ -222,11 +102,11 @@ def make_evaluator(e: composition.Experiment, run: layout.RunDir) -> Any:
 def evaluator(s: Invocation) -> Job:
     from tba_jax.roles.evaluator import run_evaluator
 
-    join(s, may_change_schedule=False, check=lambda: _check_devices(s.experiment, "evaluator"))
+    join(s, may_change_schedule=False, check=lambda: role_devices.check(s.experiment, "evaluator"))
     stop = processes_lib.StopSignal()
 
     def job() -> int:
-        here = _on_devices(s, "evaluator")
+        here = role_devices.computed_on(s, "evaluator")
         if wait_for_run(s.run, poll_seconds=s.config.searchers.poll_seconds, stop=stop):
             joined = with_schedule_of_run(here, role="evaluator")
             with _started_task(here, s.config.evaluation.task_devices):
@@ -263,13 +143,13 @@ def _in_turn(s: Invocation) -> Job:
     from tba_jax.roles.interleaved import run_interleaved
 
     EpochLease.refuse_if_held(s.run.journal)
-    join(s, may_change_schedule=True, check=lambda: _check_devices(s.experiment, *meshes.roles_of(s.config)))
+    join(s, may_change_schedule=True, check=lambda: role_devices.check(s.experiment, *meshes.roles_of(s.config)))
     progress = _progress(s, searchers=1)
 
     def job() -> int:
-        here = _on_devices(s, *meshes.roles_of(s.config))
+        here = role_devices.computed_on(s, *meshes.roles_of(s.config))
         with mistakes_end_the_role():
-            made, lease = make_trainer(here, publish_every_steps=1)
+            made, lease = training.make_trainer(here, publish_every_steps=1)
         # From here on a signal waits for the end of a step. Before, it ends the process at once: a warm start may take minutes.
         stop = processes_lib.StopSignal()
         with _started_task(here, s.config.searchers.task_devices):
@@ -304,7 +184,8 @@ def _check_placements(s: Invocation, placements: Mapping[str, placement.Placemen
             found.attempt(task_models.check, s.experiment.task, role=name.split("-")[0])
     if not any(placed.gpus for placed in placements.values()):
         devices = _devices_for_all()
-        found.attempt(_check_devices, s.experiment, *{name.split("-")[0] for name in placements} - {"searcher"})
+        roles, processes = {name.split("-")[0] for name in placements} - {"searcher"}, s.config.trainer.processes
+        found.attempt(role_devices.check, s.experiment, *roles, trainer_processes=processes)
         if s.config.searchers.count:
             # The process of a searcher splits the CPU into searchers.cpu_devices.
             split = max(s.config.searchers.cpu_devices, devices)
@@ -340,7 +221,8 @@ def _as_processes(s: Invocation) -> Job:
         try:
             code = 0
             if not places.exists(s.run.initial_reference):
-                whole = placement.Placement(cpus=placement.available_cpus(), gpus=placements["trainer"].gpus)
+                trained = placements["trainer"]
+                whole = placement.Placement(cpus=placement.available_cpus(), gpus=trained.gpus, processes=trained.processes)
                 first = {"reference": (arguments("reference", "reference"), whole)}
                 code = processes.run(first, until=list(first), progress=progress, stop=stop, proof=s.run.initial_reference)
             code = code or processes.run(commands, until=until, progress=progress, stop=stop)
@@ -354,8 +236,8 @@ def _as_processes(s: Invocation) -> Job:
 
 ROLES: dict[str, Callable[[Invocation], Job]] = {
     "all": everything,
-    "reference": reference,
-    "trainer": trainer,
+    "reference": training.reference,
+    "trainer": training.trainer,
     "searcher": searcher,
     "evaluator": evaluator,
 }

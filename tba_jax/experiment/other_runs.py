@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.learner.settings import make_optimizers
-from tba_jax.learner.state import init_state, state_shapes
+from tba_jax.learner.state import TrainState, init_state, state_shapes
 from tba_jax.models.lora import LoraConfig
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
@@ -263,12 +263,14 @@ def take_optimizer(
     finally:
         source.close()
     params = snapshots.load(reference, policy.trained_specs, policy.trained_shardings(mesh))
-    # Log Z and the values of states belong to the reference, which is another one now: their heads begin anew.
-    begun = init_state(policy, params, optimizers)
-    of_policy = _restart_schedules(state.opt_state["policy"])
-    begun = dataclasses.replace(begun, opt_state=begun.opt_state | {"policy": of_policy})
-    begun = jax.device_put(begun, jax.tree.map(lambda x: x.sharding, shapes))
-    shutil.rmtree(run.checkpoints, ignore_errors=True)  # of an attempt that ended before the run had a reference
+
+    def begin(params: Params, taken: Any) -> TrainState:
+        # Log Z and the values of states belong to the reference, which is another one now: their heads begin anew.
+        begun = init_state(policy, params, optimizers)
+        return dataclasses.replace(begun, opt_state=begun.opt_state | {"policy": _restart_schedules(taken)})
+
+    begin_on_mesh = jax.jit(begin, out_shardings=jax.tree.map(lambda x: x.sharding, shapes))
+    begun = begin_on_mesh(params, state.opt_state["policy"])
     index = make_index(config, contract)
     target = Checkpoints(run.checkpoints, keep=config.checkpoint.keep)
     target.save({"state": begun}, {"epoch": 0, "index": index.state(), "visible": []}, step=0)

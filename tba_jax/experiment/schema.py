@@ -295,6 +295,12 @@ c.schedule = ConfigDict()
 c.schedule.mode = setting("asynchronous", one_of=("asynchronous", "interleaved"))  # interleaved: in turn, in one process
 c.schedule.lag = setting(0, at_least=0)  # interleaved: fresh rows come from the policy of this many steps ago; 0: on-policy
 
+c.trainer = ConfigDict()
+c.trainer.processes = setting(1, at_least=1)  # into which --role=all divides the trainer and its devices on this machine
+c.trainer.connect_seconds = setting(300.0, above=0)  # for which processes of a trainer wait for each other at the start
+# A process of a trainer that dies is seen at once, and one that is silent, because its host lost power, after this time.
+c.trainer.heartbeat_seconds = setting(30.0, at_least=2)
+
 c.supervisor = ConfigDict()
 c.supervisor.max_restarts = setting(20, at_least=0)  # of the trainer, or of all searchers, without ten minutes of life
 c.supervisor.stop_seconds = setting(10.0, above=0)  # between asking a role to stop and killing it

@@ -14,11 +14,12 @@ from tba_jax.roles.gpus import Gpu
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Placement:
     """Where a role runs. cpus: core numbers. gpus: CUDA device names, () on a machine without GPUs. memory_fraction: share of the
-    memory of each GPU, 0 = JAX' default. The reasons say in words why."""
+    memory of each GPU, 0 = JAX' default. processes: into which the role is divided, see `split`. The reasons say in words why."""
 
     cpus: tuple[int, ...]
     gpus: tuple[str, ...] = ()
     memory_fraction: float = 0.0
+    processes: int = 1
     cpus_reason: str = ""
     gpus_reason: str = ""
     memory_reason: str = ""
@@ -27,6 +28,29 @@ class Placement:
 def available_cpus() -> tuple[int, ...]:
     """The cores that this process may run on."""
     return tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else tuple(range(os.cpu_count() or 1))
+
+
+def split(placed: Placement) -> list[Placement]:
+    """Where each process of a role runs: its cores and GPUs in equal runs; where there are fewer cores, processes share them.
+
+    Raises:
+      ValueError: the GPUs of the role do not divide over its processes.
+    """
+    count = placed.processes
+    if len(placed.gpus) % count:
+        raise ValueError(
+            f"trainer.processes={count} does not divide the {len(placed.gpus)} GPUs of the trainer ({','.join(placed.gpus)})"
+        )
+    gpus, cpus = len(placed.gpus) // count, len(placed.cpus)
+
+    def cores(number: int) -> tuple[int, ...]:
+        own = placed.cpus[number * cpus // count : (number + 1) * cpus // count]
+        return own or placed.cpus[number % max(cpus, 1) :][:1]
+
+    return [
+        dataclasses.replace(placed, processes=1, cpus=cores(number), gpus=placed.gpus[number * gpus : (number + 1) * gpus])
+        for number in range(count)
+    ]
 
 
 def place(config: Any, *, cpus: Sequence[int], gpus: Sequence[Gpu], need: gpu_layouts.Need) -> dict[str, Placement]:
@@ -38,6 +62,13 @@ def place(config: Any, *, cpus: Sequence[int], gpus: Sequence[Gpu], need: gpu_la
     Raises:
       ValueError: roles need more memory than their GPUs have, or their meshes do not fit the GPUs; names the numbers.
     """
+    found = _place(config, cpus=cpus, gpus=gpus, need=need)
+    trainer = dataclasses.replace(found["trainer"], processes=config.trainer.processes)
+    split(trainer)
+    return found | {"trainer": trainer}
+
+
+def _place(config: Any, *, cpus: Sequence[int], gpus: Sequence[Gpu], need: gpu_layouts.Need) -> dict[str, Placement]:
     if not gpus:
         placed = _on_cores(config, config.searchers.count, cpus)
         return {name: dataclasses.replace(each, gpus_reason="there are none to hand out") for name, each in placed.items()}

@@ -5,19 +5,17 @@ ends the run. No process outlives the supervisor, however it ends.
 """
 
 import logging
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO
 
 from tba_jax.replay import segment
 from tba_jax.replay.log import REGISTER
+from tba_jax.roles import placement as placement_lib
 from tba_jax.roles.placement import Placement
+from tba_jax.roles.role_processes import RoleProcesses
 from tba_jax.roles.verdicts import Verdict, judge, pause_seconds
 from tba_jax.run import contract, layout, places, processes
-from tba_jax.text.visible import visible
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +29,7 @@ HEALTHY_SECONDS = 600.0
 
 
 class _Role:
-    """One supervised process."""
+    """One supervised role."""
 
     def __init__(self, name: str, arguments: Sequence[str], placement: Placement, run: layout.RunDir, line: processes.Lifeline):
         self.name, self._arguments, self._placement, self._run, self._lifeline = name, list(arguments), placement, run, line
@@ -45,8 +43,8 @@ class _Role:
         self.deaths_in_vain = 0
         self._metrics_before = 0
         self.done = self.rests = False
-        self.process: subprocess.Popen[bytes] | None = None
-        self._output: IO[bytes] | None = None
+        # Its processes; None before it is started, and between its lives.
+        self.life: RoleProcesses | None = None
 
     def shares_cores(self, other: "_Role") -> bool:
         return not set(self._placement.cpus).isdisjoint(other._placement.cpus)
@@ -54,7 +52,7 @@ class _Role:
     @property
     def is_at_work(self) -> bool:
         """Whether the role has compiled its programs: it has written metrics, or has had the time for it, or has ended."""
-        if self.process is None or self.done:
+        if self.life is None or self.done:
             return self.started > 0
         return time.monotonic() > self.started + STARTING_SECONDS or self.has_worked
 
@@ -71,58 +69,15 @@ class _Role:
             return 0
 
     def start(self) -> None:
-        self._output, self.started, self._metrics_before = self._open_log(), time.monotonic(), self.metrics_size()
+        self.started, self._metrics_before = time.monotonic(), self.metrics_size()
         self.starts += 1
-        environment = os.environ | self._lifeline.child_environment(self._placement.cpus, run_id=self._run.id)
-        # Transparent huge pages for large buffers; a measurable gain for every role on a CPU.
-        environment.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
-        # A role that is started again finds its programs compiled, and so does the second of two searchers.
-        environment.setdefault("JAX_COMPILATION_CACHE_DIR", str(self._run.compilation_cache))
-        environment.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
-        if self._placement.gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._placement.gpus)
-            environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the order of nvidia-smi, which told the memory of each number
-        if self._placement.memory_fraction:
-            environment.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)  # the old name: JAX refuses both together
-            environment["XLA_CLIENT_MEM_FRACTION"] = str(self._placement.memory_fraction)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tba_jax.main", *self._arguments],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=self._output,
-            stderr=subprocess.STDOUT,
-            pass_fds=self._lifeline.child_fds,
-            start_new_session=True,  # a Ctrl-C reaches the supervisor alone, which then ends the others in order
-        )
-
-    def _open_log(self) -> IO[bytes] | None:
-        """The log file of the child. None where storage refuses it: the child then inherits the supervisor's output."""
-        path = self._run.log(self.name)
-        try:
-            places.make_folder(path.parent)
-            return open(path, "ab")
-        except OSError as error:
-            log.warning("%s has no log: %s", self.name, error)
-            return None
+        parts = placement_lib.split(self._placement)
+        self.life = RoleProcesses(self.name, self._arguments, parts, self._run, self._lifeline)
 
     def poll(self) -> int | None:
         """The exit code, or None while it runs."""
-        assert self.process is not None
-        code = self.process.poll()
-        if code is not None and self._output is not None:
-            self._output.close()
-            self._output = None
-        return code
-
-    def last_words(self, code: int) -> str:
-        """The last line of the role's log. Where its exit code has a meaning, the last line that begins with "error: "."""
-        try:
-            lines = self._run.log(self.name).read_text(errors="replace").strip().splitlines()
-        except OSError as error:
-            return f"(no log: {error})"
-        # Threads of libraries may write further lines after the error.
-        errors = [line for line in lines if code in processes.EXPLAINED_CODES and line.startswith("error: ")]
-        return visible((errors or lines or ["(no output)"])[-1])
+        assert self.life is not None
+        return self.life.poll()
 
 
 class Supervisor:
@@ -202,7 +157,7 @@ class Supervisor:
         """Starts a role when it is time, and notes that it is done. Returns the code that ends the run, None while it goes on."""
         if role.rests:
             return None
-        if role.process is None:
+        if role.life is None:
             if not self._is_away and time.monotonic() >= role.next_start and all(other.is_at_work for other in role.after):
                 role.after = []
                 role.start()
@@ -222,7 +177,8 @@ class Supervisor:
 
     def _died(self, role: _Role, code: int) -> int | None:
         """Schedules the next start of a role. Returns the code that ends the run, None while it goes on."""
-        words = f"{role.name} (exit code {code}): {role.last_words(code)}"
+        assert role.life is not None
+        words = f"{role.name} (exit code {code}): {role.life.last_words(code)}"
         is_new = role.starts == 1 and not role.has_worked
         if role.has_worked:
             role.deaths_in_a_row = role.refusals_in_a_row = 0
@@ -267,8 +223,9 @@ class Supervisor:
             often = f"its storage has refused {role.refusals_in_a_row} times in a row"
         else:
             often = f"it has died {role.deaths} times"
-        log.warning("%s; %s; starting it again in %.1f s (see %s)", words, often, pause, self._run.log(role.name))
-        role.process, role.next_start = None, time.monotonic() + pause
+        assert role.life is not None
+        log.warning("%s; %s; starting it again in %.1f s (see %s)", words, often, pause, role.life.log)
+        role.life, role.next_start = None, time.monotonic() + pause
 
     def _rest(self, role: _Role, code: int, words: str) -> int | None:
         """Leaves a searcher ended. Returns its code where no other searcher is left."""
@@ -293,7 +250,7 @@ class Supervisor:
         except OSError as error:
             log.warning("storage does not answer which rows the run has: %s", error)
             return None
-        at_work = any(other.process is not None and other.has_worked for other in self._searchers())
+        at_work = any(other.life is not None and other.has_worked for other in self._searchers())
         if signs != self._signs or at_work:
             self._signs = signs
             for other in self._searchers():
@@ -321,17 +278,11 @@ class Supervisor:
 
     def close(self) -> None:
         """Asks all roles to stop, kills those that do not within stop_seconds, and waits until none is left."""
-        running = [role for role in self._roles if role.process is not None and role.poll() is None]
-        for role in running:
-            assert role.process is not None
-            role.process.terminate()
+        running = [role.life for role in self._roles if role.life is not None and role.poll() is None]
+        for life in running:
+            life.terminate()
         deadline = time.monotonic() + self._stop_seconds
-        for role in running:
-            assert role.process is not None
-            try:
-                role.process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                role.process.kill()
-                role.process.wait()
+        for life in running:
+            life.end_by(deadline)
         self._roles.clear()
         self._lifeline.close()

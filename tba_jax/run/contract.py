@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import errno
 import json
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -246,6 +247,18 @@ def known(run: layout.RunDir, expected: str) -> layout.RunDir:
     if expected:
         check_is_there(found)
     return found
+
+
+def wait_for(run: layout.RunDir, expected: str, *, seconds: float = 60.0) -> layout.RunDir:
+    """`known`, once storage shows this process the run that another one has made or joined. Raises RunIsAway after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return known(run, expected)
+        except processes.RunIsAway:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.2)
 
 
 def check_is_there(run: layout.RunDir) -> None:

@@ -23,11 +23,12 @@ BAD_INPUT = 2
 STORAGE_FAILED = 3
 NOT_FINITE = 4
 NO_REWARDS = 5  # no row has had a reward for so long that the searcher gave up
+PEER_LOST = 6  # another process of the same trainer has ended
 STOPPED = 130
 # A run that ended by one of these ends in the same way again, unless the user changes something.
 FINAL_CODES = (BAD_INPUT, NOT_FINITE)
 # A role that ends by one of these has printed a line "error: …" that says why.
-EXPLAINED_CODES = (BAD_INPUT, STORAGE_FAILED, NOT_FINITE, NO_REWARDS)
+EXPLAINED_CODES = (BAD_INPUT, STORAGE_FAILED, NOT_FINITE, NO_REWARDS, PEER_LOST)
 
 
 class BadInput(ValueError):
@@ -81,6 +82,18 @@ def is_storage_failure(error: BaseException) -> bool:
             return True
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     return False
+
+
+def exit_code(error: BaseException) -> int:
+    """The exit code of a role that an error ends. A ValueError is a mistake of the user only where a role begins."""
+    if is_storage_failure(error):
+        return STORAGE_FAILED
+    if isinstance(error, KeyboardInterrupt):
+        return STOPPED
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    codes = {BadInput: BAD_INPUT, FloatingPointError: NOT_FINITE, NoRewards: NO_REWARDS}
+    return next((code for kind, code in codes.items() if isinstance(error, kind)), 1)
 
 
 class Lifeline:

@@ -5,25 +5,22 @@ last, makes it visible; a local folder also appears as a whole, by being renamed
 sharding, whatever mesh wrote it.
 """
 
-import concurrent.futures
 import dataclasses
 import functools
 import hashlib
 import math
 import os
 import shutil
-import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
 
-from tba_jax import sharding
 from tba_jax.models import parameters
 from tba_jax.models.parameters import Params, Specs
 from tba_jax.run import held_folders, layout, places, processes
@@ -47,8 +44,18 @@ def _spec(folder: Place, name: str) -> dict[str, Any]:
     return places.ARRAY | {"kvstore": places.kvstore(folder / name)}
 
 
-def _pass() -> None:
+def no_check() -> None:
     """The check that lets every snapshot become visible."""
+
+
+class Others(Protocol):
+    """The other processes of a trainer, each of which writes its own shards of a snapshot."""
+
+    def start(self, folder: Place, step: int, *, durable: bool) -> None:
+        """Lets them write their shards of the weights of a step into `folder`, where the arrays are made."""
+
+    def wait(self, step: int) -> None:
+        """Returns once all of them have written. Raises OSError where one of them could not."""
 
 
 def save(
@@ -58,7 +65,8 @@ def save(
     *,
     dtype: str,
     durable: bool = True,
-    check: Callable[[], None] = _pass,
+    check: Callable[[], None] = no_check,
+    others: Others | None = None,
 ) -> None:
     """Writes one snapshot; it becomes visible as a whole at the end.
 
@@ -69,6 +77,7 @@ def save(
       durable: whether to wait until a local device has the bytes. If not, a loss of power may damage the snapshot; a reader then
         says so, and a resumed trainer derives it again from journal and log.
       check: called right before the snapshot becomes visible. If it raises, so does this function, and nothing is visible.
+      others: the other processes that hold shards of `params`; None: this one holds all of them.
 
     Raises:
       OSError: the storage refused (full, read-only). ValueError: a trainer of a later epoch has written this step. Nothing is
@@ -83,8 +92,7 @@ def save(
         _remove(folder)
     try:
         try:
-            with held_folders.holding(draft) as held:
-                _write_arrays(held, params, dtype=dtype, durable=durable)
+            _write(draft, params, info.step, dtype=dtype, durable=durable, others=others)
         except places.STORAGE_ERRORS as error:  # tensorstore mostly raises ValueError, which here would mean a user's mistake
             raise OSError(f"snapshot {folder} could not be written: {error}") from error
         check()
@@ -101,6 +109,17 @@ def save(
         raise
 
 
+def _write(folder: Place, params: Params, step: int, *, dtype: str, durable: bool, others: Others | None) -> None:
+    """Makes the arrays of a snapshot, and returns once all processes have written their shards."""
+    with held_folders.holding(folder) as held:
+        stores = _make_arrays(held, params, dtype=dtype, durable=durable)
+        if others is not None:
+            others.start(folder, step, durable=durable)
+        _write_shards(stores, params)
+    if others is not None:
+        others.wait(step)
+
+
 def _refuse_later_epoch(folder: Place, info: SnapshotInfo) -> None:
     try:
         there = layout.read_json(folder / COMMIT)["epoch"]
@@ -110,29 +129,44 @@ def _refuse_later_epoch(folder: Place, info: SnapshotInfo) -> None:
         raise ValueError(f"{folder} was published under epoch {there}, this trainer's is {info.epoch}: it has been replaced")
 
 
-def _write_arrays(folder: Place, params: Params, *, dtype: str, durable: bool) -> None:
+def write_shards(folder: Place, params: Params, *, dtype: str, durable: bool) -> None:
+    """Writes what this process holds of a snapshot whose arrays process 0 has made in `folder`. Args, Raises: as `save`."""
+    try:
+        with held_folders.holding(folder) as held:
+            _write_shards(_make_arrays(held, params, dtype=dtype, durable=durable, there=True), params)
+    except places.STORAGE_ERRORS as error:
+        raise OSError(f"snapshot {folder} could not be written: {error}") from error
+
+
+def _make_arrays(folder: Place, params: Params, *, dtype: str, durable: bool, there: bool = False) -> dict[str, ts.TensorStore]:
+    """Parameter -> its array on disk. Args: there: another process has made the arrays."""
     context = places.context(folder)
-    opened: list[tuple[list[tuple[Any, np.ndarray]], Any]] = []
+    opened: dict[str, Any] = {}
     for name, array in parameters.flatten(params).items():
-        shards = _host_shards(array)
-        chunk = _chunk(array.shape, shards[0][1].shape, dtype)
+        shard = array.sharding.shard_shape(array.shape) if isinstance(array, jax.Array) else array.shape
         spec = _spec(folder, name) | {
             "metadata": {
                 "shape": list(array.shape),
                 "data_type": dtype,
-                "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
+                "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": _chunk(array.shape, shard, dtype)}},
                 "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
             },
         }
         if isinstance(folder, Path):
             spec["context"] = {"file_io_sync": durable}
-        opened.append((shards, ts.open(spec, create=True, context=context)))
-    started: list[Any] = [store for _, store in opened]
+        opened[name] = ts.open(spec, create=not there, open=there, context=context)
+    for future in opened.values():
+        future.exception()  # all of them end before a failed draft can be removed
+    return {name: future.result() for name, future in opened.items()}
+
+
+def _write_shards(stores: Mapping[str, ts.TensorStore], params: Params) -> None:
+    started: list[Any] = []
     try:
-        for shards, store in opened:
-            for index, block in shards:
-                array = ts.cast(store.result(), block.dtype)[index]
-                started.append(array.write(block, can_reference_source_data_indefinitely=True))
+        for name, array in parameters.flatten(params).items():
+            for index, block in _host_shards(array):
+                part = ts.cast(stores[name], block.dtype)[index]
+                started.append(part.write(block, can_reference_source_data_indefinitely=True))
     finally:
         # Every write that has begun must end before a failed draft can be removed.
         for future in started:
@@ -317,81 +351,3 @@ def adopt(draft: Path, folder: Place) -> None:
     else:
         places.copy_tree(draft, folder, last=COMMIT)
         shutil.rmtree(draft)
-
-
-class Publisher:
-    """Publishes snapshots from a background thread; the trainer waits only for a copy on the device.
-
-    If storage is slower than the trainer, a waiting snapshot is dropped for the next one, because readers want the newest.
-    Snapshots that retention keeps for good are never dropped, and are written durably. The other snapshots are soon superseded,
-    so writing does not wait for the disk to have their bytes.
-    """
-
-    def __init__(
-        self,
-        policies: Place,
-        *,
-        dtype: str,
-        keep: int,
-        keep_every: int,
-        final_step: int,
-        check: Callable[[], None] = _pass,
-    ):
-        """Args: check: called before a snapshot becomes visible; if it raises, the snapshot stays hidden and `wait` raises."""
-        self._policies, self._check = policies, check
-        self._dtype = dtype
-        self.copy = sharding.copy_program(dtype)
-        self._retention = dict(keep=keep, keep_every=keep_every, final_step=final_step)
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="publisher")
-        self._lock = threading.Lock()
-        # Snapshots that are not being written yet; only the last may be dropped for a newer one. Guarded by the lock.
-        self._waiting: list[tuple[Params, SnapshotInfo]] = []
-        self._writing: concurrent.futures.Future[None] | None = None
-
-    def publish(self, params: Params, info: SnapshotInfo) -> None:
-        """Hands a snapshot over, and waits only while two snapshots that cannot be dropped are waiting.
-
-        Raises: the error of an earlier write.
-        """
-        if self._writing is not None and (self._writing.done() or len(self._waiting) > 2):
-            self.wait()
-        # A copy on the device: the caller donates its buffers to the next update while the thread reads this one. It has the
-        # published dtype already, so that no more bytes go to the host than to storage.
-        snapshot = jax.block_until_ready(self.copy(params))
-        with self._lock:
-            if self._waiting and not self._stays(self._waiting[-1][1].step):
-                self._waiting.pop()
-            self._waiting.append((snapshot, info))
-            if self._writing is None:
-                self._writing = self._thread.submit(self._write_waiting)
-
-    def _stays(self, step: int) -> bool:
-        """Whether retention keeps the snapshot of a step for good."""
-        return step % self._retention["keep_every"] == 0 or step == self._retention["final_step"]
-
-    def _write_waiting(self) -> None:
-        while True:
-            with self._lock:
-                if not self._waiting:
-                    self._writing = None
-                    return
-                params, info = self._waiting.pop(0)
-            folder = self._policies / layout.step_name(info.step)
-            save(folder, params, info, dtype=self._dtype, durable=self._stays(info.step), check=self._check)
-            prune(self._policies, **self._retention)
-
-    def wait(self) -> None:
-        """Returns when every snapshot handed over is visible. If a write failed, raises its error and drops the waiting ones."""
-        with self._lock:
-            writing = self._writing
-        if writing is None:
-            return
-        try:
-            writing.result()
-        except BaseException:
-            self._waiting, self._writing = [], None
-            raise
-
-    def close(self) -> None:
-        self.wait()
-        self._thread.shutdown()

@@ -5,7 +5,7 @@ import pytest
 
 from tba_jax import trajectory
 from tba_jax.commands import append, audit, command_line
-from tba_jax.experiment import jobs
+from tba_jax.experiment import jobs, training
 from tba_jax.replay import journal
 from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
@@ -60,7 +60,7 @@ def test_they_train_and_are_accounted_for(s, tmp_path):
     texts = [{"prompt": prompt, "response": str(number)} for prompt in prompts[:10] for number in range(10, 18)]
     append.append(s.run.root, write_rows(tmp_path / "given.jsonl", texts), unfit="refuse")
     offline = tiny_run.settings(tmp_path / "offline", frozen_runs.config(replay__mount=(str(s.run.root),), searchers__count=0))
-    assert jobs.trainer(offline)() == 0
+    assert training.trainer(offline)() == 0
     (given,) = (writer for writer in rows_by_writer(s) if writer.startswith("given-"))
     drawn = [writer for line in journal.read_lineage(offline.run.journal) for writer in line["writers"]]
     assert given in drawn
@@ -123,7 +123,7 @@ def summaries(tmp_path):
         **paths,
     )
     made = tiny_run.settings(tmp_path / "run", c)
-    assert jobs.reference(made)() == 0
+    assert training.reference(made)() == 0
     return made
 
 
@@ -175,7 +175,7 @@ def test_mistakes_are_one_sentence(s, tmp_path, rows, sentence, capsys):
 
 def test_objectives_with_behaviour_weights_refuse(tmp_path):
     s = tiny_run.settings(tmp_path / "run", tiny_run.config(learner__objective="grpo"))
-    jobs.reference(s)()
+    training.reference(s)()
     path = write_rows(tmp_path / "given.jsonl", [{"prompt": queries_of(s)[0], "response": "1"}])
     with pytest.raises(ValueError, match=r"learner\.objective=grpo weighs rows by π_θ/π_behaviour"):
         append.append(s.run.root, path, unfit="refuse")
@@ -190,14 +190,14 @@ def test_objectives_with_behaviour_weights_do_not_train_on_them(s, tmp_path):
     mounted = frozen_runs.config(learner__objective="grpo", replay__mount=(str(s.run.root),), searchers__count=0)
     for settings in (own, tiny_run.settings(tmp_path / "offline", mounted)):
         with pytest.raises(ValueError, match=sentence):
-            jobs.trainer(settings)
+            training.trainer(settings)
 
 
 def test_a_folder_without_a_run_or_a_reference(tmp_path):
     with pytest.raises(ValueError, match="holds no run"):
         append.append(tmp_path / "none", "given.jsonl", unfit="refuse")
     s = tiny_run.settings(tmp_path / "run", tiny_run.config())
-    jobs.reference(s)()
+    training.reference(s)()
     s.run.initial_reference.unlink()
     with pytest.raises(ValueError, match=r"has no reference policy yet: python -m tba_jax\.main --role=reference makes it"):
         append.append(s.run.root, "given.jsonl", unfit="refuse")

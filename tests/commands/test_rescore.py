@@ -5,7 +5,7 @@ import pytest
 
 from tba_jax import trajectory
 from tba_jax.commands import audit, command_line, rescore
-from tba_jax.experiment import jobs
+from tba_jax.experiment import training
 from tba_jax.replay import journal
 from tba_jax.replay.expiry import remove_segments
 from tba_jax.replay.log import LogWriter
@@ -93,7 +93,7 @@ def test_what_is_interrupted_is_not_seen_and_taken_up_again(source, version_2, t
     assert "second-1" not in LogReader(source.run.rescored(2), shape_2).heads()
     s = frozen_runs.offline(tmp_path / "run", source.run.root)
     with pytest.raises(ValueError, match=r"reward_version: 1 there, 2 here; python -m tba_jax rescore --workdir=.*source"):
-        jobs.trainer(s)
+        training.trainer(s)
     assert not s.run.root.exists()
     assert "72 rows of 2 writers have reward version 2" in (text := rescore.rescore(source.run.root))
     assert "24 of them scored now" in text
@@ -104,7 +104,7 @@ def test_what_is_interrupted_is_not_seen_and_taken_up_again(source, version_2, t
 def test_a_new_run_trains_on_them_and_its_batches_can_be_audited(source, version_2, tmp_path):
     rescore.rescore(source.run.root)
     s = frozen_runs.offline(tmp_path / "run", source.run.root, learner__steps=4)
-    assert jobs.trainer(s)() == 0
+    assert training.trainer(s)() == 0
     lines = journal.read_lineage(s.run.journal)
     assert [line["reward_version"] for line in lines] == [2] * 4
     writer, new = rows_in(source.run.rescored(2), s.experiment.contract.row_shape())

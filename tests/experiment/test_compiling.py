@@ -14,7 +14,7 @@ import pytest
 from tba_jax import main
 from tba_jax.commands import command_line
 from tba_jax.decoding import slots
-from tba_jax.experiment import compiling, composition, fitting, jobs, planning
+from tba_jax.experiment import compiling, composition, fitting, jobs, planning, training
 from tba_jax.models import scoring
 from tba_jax.packing import row_packing
 from tba_jax.programs import Program
@@ -68,7 +68,7 @@ def made(tmp_path_factory, one_device_throughout):
     s = tiny_run.settings(tmp_path_factory.mktemp("made") / "run", tiny_run.config())
     compiling_of = {role: compiling.fit(s.experiment, s.run, role=role, devices=jax.devices()) for role in compiling.ROLES}
     jobs.join(s, may_change_schedule=True)
-    trainer, lease = jobs.make_trainer(s, publish_every_steps=1)
+    trainer, lease = training.make_trainer(s, publish_every_steps=1)
     trainer.publish_unless_there()
     trainer.flush_snapshot()
     searcher = jobs.make_searcher(s, name="searcher", account=TimeAccount())

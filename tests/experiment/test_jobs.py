@@ -2,7 +2,7 @@
 
 import logging
 
-from tba_jax.experiment import jobs
+from tba_jax.experiment import jobs, training
 from tba_jax.models import hardware
 from tests.support import tiny_run
 
@@ -14,14 +14,14 @@ def test_roles_compute_with_what_their_devices_have(tmp_path, monkeypatch, caplo
     s = tiny_run.settings(tmp_path / "run", tiny_run.config(**changes, model__compute_dtype="bfloat16"))
     monkeypatch.setattr(hardware, "of", lambda _: T4)
     computed = {}
-    for role in ("trainer", "searcher"):
-        make = getattr(jobs, f"make_{role}")
+    for role, module in (("trainer", training), ("searcher", jobs)):
+        make = getattr(module, f"make_{role}")
 
         def noting(s, *, make=make, role=role, **settings):
             computed[role] = s.experiment.policy.model.compute_dtype
             return make(s, **settings)
 
-        monkeypatch.setattr(jobs, f"make_{role}", noting)
+        monkeypatch.setattr(module, f"make_{role}", noting)
     with caplog.at_level(logging.INFO):
         assert jobs.ROLES["all"](s)() == 0
     assert computed == {"trainer": "float32", "searcher": "float32"}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from configs import base
-from tba_jax.experiment import compiling, composition, jobs, meshes
+from tba_jax.experiment import compiling, composition, meshes, training
 from tba_jax.run import layout, snapshots
 from tests.support import frozen_runs, tiny_run
 
@@ -110,7 +110,7 @@ def test_a_run_resumes_on_the_mesh_that_its_devices_need(tmp_path, monkeypatch):
     shutil.rmtree(run.checkpoints)
     monkeypatch.setattr(compiling, "device_memory", lambda device: 1000)
     s = tiny_run.settings(tmp_path, tiny_run.config(schedule__mode="interleaved", replay__recent_probability=1.0, **changes))
-    trainer, lease = jobs.make_trainer(s, publish_every_steps=1)
+    trainer, lease = training.make_trainer(s, publish_every_steps=1)
     assert dict(trainer.program.mesh.shape) == {"data": 1, "fsdp": 4, "tensor": 1} and trainer.step_number == 4
     policy = s.experiment.policy
     shardings = policy.trained_shardings(trainer.program.mesh)

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from tba_jax import sharding
-from tba_jax.experiment import jobs, other_runs
+from tba_jax.experiment import jobs, other_runs, training
 from tba_jax.learner.settings import make_optimizers
 from tba_jax.learner.state import state_shapes
 from tba_jax.models import parameters
@@ -42,7 +42,7 @@ def copy_of(source: jobs.Invocation, workdir) -> jobs.Invocation:
 def begin(workdir, origin: str, **changes) -> jobs.Invocation:
     """A run that has its reference policy, made from `origin`."""
     s = tiny_run.settings(workdir, frozen_runs.config(**changes), init_from=other_runs.parse_init_from(origin))
-    assert jobs.reference(s)() == 0
+    assert training.reference(s)() == 0
     return s
 
 
@@ -145,7 +145,7 @@ def test_a_begun_run_resumes_exactly_without_the_other_run(source, tmp_path):
 
 def fill(s: jobs.Invocation) -> None:
     """Publishes step 0 and searches it, so that there are rows."""
-    made, lease = jobs.make_trainer(s, publish_every_steps=2)
+    made, lease = training.make_trainer(s, publish_every_steps=2)
     made.close()
     lease.release()
     searcher = jobs.make_searcher(s, name="frozen", account=jobs.TimeAccount())

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tba_jax import sharding
-from tba_jax.experiment import composition, jobs
+from tba_jax.experiment import composition, jobs, training
 from tba_jax.roles import evaluator
 from tba_jax.run import layout, places, snapshots
 from tba_jax.run.snapshots import COMMIT, SnapshotInfo
@@ -87,7 +87,7 @@ def prepared(tmp_path_factory, one_device_throughout) -> jobs.Invocation:
     )
     c.task.arithmetic.train_queries, c.task.arithmetic.heldout_queries = 20, 8
     s = tiny_run.settings(tmp_path_factory.mktemp("evaluator"), c)
-    jobs.reference(s)()
+    training.reference(s)()
     policy, mesh = s.experiment.policy, sharding.make_mesh((-1, 1, 1), setting="evaluation.mesh")
     folder = s.run.reference(layout.read_json(s.run.initial_reference)["id"])
     params = snapshots.load(folder, policy.model_specs, policy.model_shardings(mesh), dtype="float32")

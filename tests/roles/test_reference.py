@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tba_jax.commands import append, audit
-from tba_jax.experiment import jobs
+from tba_jax.experiment import jobs, training
 from tba_jax.replay.reader import LogReader
 from tba_jax.roles import reference
 from tba_jax.run import contract, layout, metrics
@@ -57,7 +57,7 @@ def test_searchers_and_trainer_must_agree(tmp_path):
         contract.join(s.run, other.config, other.experiment.contract)
     frozen_runs.train(s, until=1, abandon=True)
     with pytest.raises(ValueError, match="another contract") as refused:
-        jobs.trainer(other)
+        training.trainer(other)
     assert "--allow_change" not in str(refused.value), "nothing can allow it"
 
 
@@ -91,6 +91,6 @@ def test_responses_of_a_file_are_rows_of_step_0_without_a_reference(tmp_path):
 def test_rows_without_a_reference_are_trained_on_by_another_run_without_one(tmp_path):
     source = frozen_runs.make(tmp_path / "source", batches=3, **NONE)
     own = tiny_run.settings(tmp_path / "run", frozen_runs.config(seed=5, **NONE))
-    jobs.reference(own)()  # it begins from another policy, which says nothing about rows without a reference
+    training.reference(own)()  # it begins from another policy, which says nothing about rows without a reference
     s = frozen_runs.offline(tmp_path / "run", source.run.root, seed=5, learner__steps=2, **NONE)
-    assert jobs.trainer(s)() == 0
+    assert training.trainer(s)() == 0

@@ -13,7 +13,7 @@ import pytest
 
 from tba_jax import main
 from tba_jax.commands import audit, command_line, show
-from tba_jax.experiment import jobs, other_runs
+from tba_jax.experiment import jobs, other_runs, training
 from tba_jax.replay import journal
 from tba_jax.replay.expiry import RowsExpired, remove_segments
 from tba_jax.replay.index import ReplayIndex
@@ -22,7 +22,8 @@ from tba_jax.replay.reader import LogCorruption, LogReader
 from tba_jax.replay.segment import last_segment, manifest
 from tba_jax.replay.tail import Tail
 from tba_jax.run import layout, places, snapshots
-from tba_jax.run.snapshots import Publisher, SnapshotInfo
+from tba_jax.run.publisher import Publisher
+from tba_jax.run.snapshots import SnapshotInfo
 from tests.support import moto_server, tiny_run
 from tests.support.tiny_log import SHAPE, assert_rows, make_rows, start_appender, writer
 from tests.support.tiny_snapshots import SPECS, assert_same_bits, random_params, shardings
@@ -297,13 +298,13 @@ def test_a_run_on_s3_is_resumed_mounted_and_audited(s3, tmp_path, one_device, ca
     # Another run, in a plain folder, trains on its rows; the URL names it as well as its workdir does.
     settings = {"evaluation__enabled": False, "searchers__count": 0, "learner__steps": 3, "replay__mount": (shared,)}
     other = tiny_run.settings(tmp_path / "c", tiny_run.config(**settings))
-    assert jobs.trainer(other)() == 0
+    assert training.trainer(other)() == 0
     assert layout.read_json(other.run.initial_reference) == layout.read_json(run.initial_reference)
     mounted = audit.open_run(tmp_path / "c")
     assert audit.rebuild_batch(mounted, 3)[1] and audit.regenerate(mounted, _first_row(mounted))[1]
     begun = tiny_run.config(evaluation__enabled=False, learner__steps=3)
     begun = tiny_run.settings(tmp_path / "d", begun, init_from=other_runs.parse_init_from(f"{shared}@4"))
-    assert jobs.reference(begun)() == 0
+    assert training.reference(begun)() == 0
     reference = begun.run.reference(layout.read_json(begun.run.initial_reference)["id"])
     assert snapshots.fingerprint(reference) == snapshots.fingerprint(run.policies / layout.step_name(4))
 

@@ -17,7 +17,8 @@ import pytest
 from tba_jax.models import parameters
 from tba_jax.models.parameters import Params
 from tba_jax.run import layout, places, processes, snapshots
-from tba_jax.run.snapshots import Publisher, SnapshotInfo
+from tba_jax.run.publisher import Publisher
+from tba_jax.run.snapshots import SnapshotInfo
 from tests.support import applied
 from tests.support.tiny_snapshots import MODEL, SPECS, assert_same_bits, random_params, shardings
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from tba_jax import sharding
-from tba_jax.experiment import jobs
+from tba_jax.experiment import jobs, training
 from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
 from tba_jax.run import snapshots
@@ -29,7 +29,7 @@ def config(**changes):
 def make(workdir, batches=6, **changes):
     """A workdir with a reference and a log that nobody writes to any more."""
     s = tiny_run.settings(workdir, config(**changes))
-    jobs.reference(s)()
+    training.reference(s)()
     with trainer(s):
         pass
     searcher = jobs.make_searcher(s, name="frozen", account=TimeAccount())
@@ -56,7 +56,7 @@ def copies(tmp_path_factory):
 @contextlib.contextmanager
 def trainer(s, *, publish_every_steps=2):
     """A trainer where the run stands; it publishes step 0 if that has no snapshot yet."""
-    made, lease = jobs.make_trainer(s, publish_every_steps=publish_every_steps)
+    made, lease = training.make_trainer(s, publish_every_steps=publish_every_steps)
     try:
         yield made
         made.close()

@@ -17,7 +17,7 @@ import numpy as np
 
 from tba_jax.decoding import sampling
 from tba_jax.decoding.requests import Request
-from tba_jax.experiment import compiling, initial_policy, jobs, joining
+from tba_jax.experiment import compiling, initial_policy, jobs, joining, training
 from tba_jax.experiment.fitting import Measure
 from tba_jax.roles.reference import ReferencePolicy, policy_mesh
 from tba_jax.run.metrics import TimeAccount
@@ -76,7 +76,7 @@ def _rows(s: joining.Invocation) -> dict[str, np.ndarray]:
 
 
 def _update(s: joining.Invocation) -> tuple[Callable[[], Any], Any]:
-    trainer, _ = jobs.make_trainer(s, publish_every_steps=1)
+    trainer, _ = training.make_trainer(s, publish_every_steps=1)
     return lambda: trainer.program.apply(_rows(s)), trainer
 
 

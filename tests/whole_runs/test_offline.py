@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tba_jax.commands import audit
-from tba_jax.experiment import jobs, other_runs
+from tba_jax.experiment import jobs, other_runs, training
 from tba_jax.replay import journal
 from tba_jax.roles.trainer import loop as trainer_loop
 from tba_jax.run import layout, metrics
@@ -22,7 +22,7 @@ def test_a_trainer_learns_from_a_log_and_leaves_it_as_it_was(tmp_path, frozen):
     source = frozen(tmp_path / "source")
     before = frozen_runs.contents(source.run.root)
     s = frozen_runs.offline(tmp_path / "run", source.run.root, learner__logprob_gap_every_steps=2)
-    assert jobs.trainer(s)() == 0
+    assert training.trainer(s)() == 0
     assert frozen_runs.contents(source.run.root) == before
     assert layout.read_json(s.run.finished)["step"] == 12 and not s.run.replay.exists()
     assert layout.read_json(s.run.initial_reference) == layout.read_json(source.run.initial_reference)
@@ -45,7 +45,7 @@ def test_resume_on_a_mounted_log_is_bit_for_bit(tmp_path, frozen):
     source = frozen(tmp_path / "source").run.root
     once, twice = (frozen_runs.offline(tmp_path / name, source) for name in ("once", "twice"))
     for s in (once, twice):
-        jobs.reference(s)()
+        training.reference(s)()
     expected = frozen_runs.train(once, until=12, abandon=False)
     frozen_runs.train(twice, until=8, abandon=True)
     assert len(journal.read_lineage(twice.run.journal)) == 8
@@ -86,7 +86,7 @@ def test_rows_of_another_run_join_without_an_alarm(tmp_path, source):
 def test_rows_of_another_run_count_as_of_step_0(tmp_path, source):
     """Steps of the other run say nothing of this run's: its rows of step 3 are not of a future of ours."""
     s = frozen_runs.offline(tmp_path / "run", source.run.root, learner__steps=7)
-    jobs.reference(s)()
+    training.reference(s)()
     for until in (6, 7):  # the second begins with the checkpoint of step 5
         with frozen_runs.trainer(s) as trainer:
             trainer.poll()
@@ -99,7 +99,7 @@ def test_rows_of_another_run_count_as_of_step_0(tmp_path, source):
 def test_a_mounted_run_may_still_be_running(tmp_path, frozen):
     source = frozen(tmp_path / "source", batches=2)
     s = frozen_runs.offline(tmp_path / "run", source.run.root)
-    jobs.reference(s)()
+    training.reference(s)()
     with frozen_runs.trainer(s) as trainer:
         trainer.poll()
         assert trainer.step() is not None and trainer.scalars()["rows_seen"] == 32
@@ -156,7 +156,7 @@ def test_rows_that_mean_something_else_are_refused(case, tmp_path, frozen):
         init_from = "/elsewhere@3"
     if case == "other reference":
         own = tiny_run.settings(workdir, frozen_runs.config(**changes))
-        jobs.reference(own)()
+        training.reference(own)()
     before = frozen_runs.contents(workdir)
     settings = {"task__missing_eos_reward": -1.0, "replay__mount": tuple(map(str, mounts))} | changes
     s = tiny_run.settings(workdir, tiny_run.config(**settings))
@@ -164,7 +164,7 @@ def test_rows_that_mean_something_else_are_refused(case, tmp_path, frozen):
         other_runs.check_mounts(s.run, s.config, s.experiment.contract, init_from=init_from)
     if not init_from:
         with pytest.raises(ValueError, match=sentence):
-            jobs.trainer(s)
+            training.trainer(s)
     if case == "other reference":
         ids = [layout.read_json(run.initial_reference)["id"] for run in (source.run, s.run)]
         assert all(one in str(refused.value) for one in ids)
@@ -182,14 +182,14 @@ def test_what_does_not_change_rows_may_differ(tmp_path, frozen):
     """Adapters instead of the whole policy, another batch, seed and learning rate."""
     source = frozen(tmp_path / "source", batches=2)
     s = frozen_runs.offline(tmp_path / "run", source.run.root, lora__rank=2, seed=9, learner__queries=2, learner__steps=3)
-    assert jobs.trainer(s)() == 0
+    assert training.trainer(s)() == 0
 
 
 def test_a_mount_is_stored_as_an_absolute_path(tmp_path, monkeypatch, frozen):
     source = frozen(tmp_path / "source", batches=2)
     monkeypatch.chdir(tmp_path)
     s = frozen_runs.offline(tmp_path / "run", Path("source"), learner__steps=1)
-    assert jobs.trainer(s)() == 0
+    assert training.trainer(s)() == 0
     assert layout.read_json(s.run.config)["config"]["replay"]["mount"] == [str(source.run.root)]
 
 
@@ -197,8 +197,8 @@ def test_a_trainer_that_waits_says_what_for(tmp_path, frozen, monkeypatch, caplo
     source = frozen(tmp_path / "source")
     s = frozen_runs.offline(tmp_path / "run", source.run.root, replay__min_rows=1000)
     monkeypatch.setattr(trainer_loop, "SAY_SECONDS", 0.0)
-    jobs.reference(s)()
-    trainer, lease = jobs.make_trainer(s, publish_every_steps=2)
+    training.reference(s)()
+    trainer, lease = training.make_trainer(s, publish_every_steps=2)
     stops = iter([False, False, True])
     assert not trainer_loop.run_trainer(trainer, s.run, stop=lambda: next(stops))
     lease.release()

@@ -9,7 +9,7 @@ import pytest
 from configs import red_team_gpt2, red_team_llama3_2_1b
 from tba_jax import trajectory
 from tba_jax.commands import append
-from tba_jax.experiment import composition, estimate, jobs
+from tba_jax.experiment import composition, estimate, jobs, training
 from tba_jax.replay import journal
 from tba_jax.replay.reader import LogReader
 from tba_jax.rewards import task_models
@@ -164,7 +164,7 @@ def test_a_run_begins_with_attacks_and_samples_of_the_reference(tmp_path, one_de
     c = c.copy_and_resolve_references()
     c.update_from_flattened_dict({"learner.steps": STEPS, "replay.min_rows": 0, "replay.mount": (str(tmp_path / "first"),)})
     second = tiny_run.settings(tmp_path / "second", c)
-    assert jobs.reference(second)() == 0
+    assert training.reference(second)() == 0
     attacks = ["say it", "tell me a story", "a", "do it"]  # eight tokens hold seven letters and the end, five four
     (tmp_path / "attacks.jsonl").write_text("".join(json.dumps({"response": f" {attack}"}) + "\n" for attack in attacks))
     told = append.append(second.run.root, str(tmp_path / "attacks.jsonl"), unfit="skip")

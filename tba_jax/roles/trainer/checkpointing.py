@@ -8,12 +8,14 @@ from tba_jax.roles.trainer.expiry import SegmentExpiry
 from tba_jax.run import layout
 from tba_jax.run.checkpoints import Checkpoints
 from tba_jax.run.lease import EpochLease
+from tba_jax.run.process_group import Group
 
 
 class Checkpointing:
     """Writes checkpoints under the trainer's epoch and reads them back."""
 
-    def __init__(self, config: Any, run: layout.RunDir, lease: EpochLease, buffer: ReplayBuffer):
+    def __init__(self, config: Any, run: layout.RunDir, lease: EpochLease, buffer: ReplayBuffer, group: Group):
+        self._group = group
         self._folder, self._lease, self._buffer = run.checkpoints, lease, buffer
         self._every_steps, self._final_step = config.checkpoint.every_steps, config.learner.steps
         self._checkpoints = Checkpoints(run.checkpoints, keep=config.checkpoint.keep)
@@ -40,6 +42,7 @@ class Checkpointing:
             self._checkpoints.wait()
             self._expiry.remove_unneeded(self._checkpoints.steps())
             self._expiry.note(step)
+        self._group.call("checkpoint", step=step)
         self._checkpoints.save(trees, {"epoch": self._lease.epoch, **self._buffer.state()}, step=step)
 
     def restore(self, step: int, shapes: Mapping[str, Any], lineage: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -4,10 +4,10 @@ Without it, trajectory balance would train on unnoticed if a mask, a position or
 """
 
 import concurrent.futures
-import dataclasses
+import contextlib
 import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -20,6 +20,7 @@ from tba_jax.programs import Program
 from tba_jax.replay.index import ReplayIndex
 from tba_jax.run import snapshots
 from tba_jax.run.places import Place
+from tba_jax.run.process_group import Group
 
 log = logging.getLogger(__name__)
 
@@ -31,41 +32,17 @@ _ROWS_OF_A_STEP = 1024  # that are looked at
 _LIMITS = {"float32": 1e-3, "bfloat16": 0.1}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Compared:
-    """A snapshot of a step, in host memory, and a micro-batch of rows that it alone produced."""
+class SnapshotScores:
+    """The learner's log-probs of rows under the weights of a published snapshot. Every process of a trainer has these scores."""
 
-    step: int
-    snapshot: parameters.Params
-    rows: trajectory.Rows
-
-
-class LogprobGap:
-    """Compares stored log-probs with the learner's, on rows that the newest possible snapshot alone produced."""
-
-    def __init__(
-        self,
-        config: update.LearnerConfig,
-        mesh: jax.sharding.Mesh,
-        policies: Place,
-        *,
-        sampler_weights: str,
-        compute_dtype: str,
-        limit: float,
-    ):
-        """
-        Args:
-          policies: the folder of snapshots. sampler_weights: searchers.weights.
-          compute_dtype: model.compute_dtype, in which searchers may compute even where this device cannot.
-          limit: nats per token, 0 = by compute_dtype.
-        """
+    def __init__(self, config: update.LearnerConfig, mesh: jax.sharding.Mesh, policies: Place, *, sampler_weights: str):
+        """Args: policies: the folder of snapshots. sampler_weights: searchers.weights."""
         self._config, self._mesh, self._policies, self._sampler_weights = config, mesh, policies, sampler_weights
-        self._limit = limit or _LIMITS[compute_dtype]
-        self._score = sharding.on_mesh(mesh, jax.jit(self._score_snapshot))
+        self._score = sharding.on_mesh(mesh, jax.jit(self._score_snapshot, out_shardings=sharding.replicated(mesh)))
         self._on_devices = config.policy.trained_shardings(mesh)
         self._in_host_memory = jax.tree.map(lambda x: x.with_memory_kind(sharding.PINNED_HOST), self._on_devices)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="logprob-gap")
-        self._loading: concurrent.futures.Future[_Compared | None] | None = None
+        self._loading: concurrent.futures.Future[tuple[int, parameters.Params] | None] | None = None
 
     def _score_snapshot(self, snapshot: parameters.Params, frozen: parameters.Params, batch: Batch) -> jax.Array:
         """float32[B, R]: log-probs under the weights of a snapshot, which are rounded as searchers round them."""
@@ -78,11 +55,64 @@ class LogprobGap:
         return update.score(model, batch, config=self._config)[0]
 
     def programs(self, frozen: parameters.Params, batch: Batch) -> dict[str, Program]:
-        """Name -> the program of `take`. Args: shapes of the frozen weights, and of a batch of any size."""
+        """Name -> the program of `score`. Args: shapes of the frozen weights, and of a batch of any size."""
         snapshot = self._config.policy.snapshot_shapes(self._mesh)
         rows = self._config.limits.full_rows
         micro = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype, sharding=x.sharding), batch)
         return {"log-prob gap": Program(function=self._score, arguments=(snapshot, frozen, micro))}
+
+    def load(self, steps: Sequence[int]) -> None:
+        """Loads the snapshot of the first of these steps that is still there, in a thread."""
+        self._loading = self._thread.submit(self._load, steps)
+
+    def _load(self, steps: Sequence[int]) -> tuple[int, parameters.Params] | None:
+        """The step and its weights, in host memory: the devices' is the update's meanwhile."""
+        policy = self._config.policy
+        for step in steps:
+            with contextlib.suppress(FileNotFoundError):
+                return step, snapshots.load_step(
+                    self._policies, step, policy.trained_specs, self._in_host_memory, dtype=policy.snapshot_dtype
+                )
+        return None
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether a snapshot was asked for that is not loaded yet."""
+        return self._loading is not None and not self._loading.done()
+
+    def loaded_step(self) -> int | None:
+        """Waits for the snapshot, and returns its step; None where no step had one any more. Raises: as snapshots.load."""
+        assert self._loading is not None, "nothing was loaded"
+        found = self._loading.result()
+        return None if found is None else found[0]
+
+    def score(self, frozen: parameters.Params, rows: trajectory.Rows) -> np.ndarray:
+        """float32[B, R], nats: log-probs under the snapshot that is loaded, which is let go of."""
+        assert self._loading is not None, "nothing was loaded"
+        found, self._loading = self._loading.result(), None
+        assert found is not None, "no step had a snapshot"
+        snapshot = jax.device_put(found[1], self._on_devices)
+        return np.asarray(self._score(snapshot, frozen, sharding.put_rows(self._mesh, batch_from_rows(rows))))
+
+    def close(self) -> None:
+        """Ends the thread; a snapshot that is being loaded is dropped."""
+        self._thread.shutdown()
+
+
+class LogprobGap:
+    """Compares stored log-probs with the learner's, on rows that the newest possible snapshot alone produced."""
+
+    def __init__(self, scores: SnapshotScores, config: update.LearnerConfig, group: Group, *, compute_dtype: str, limit: float):
+        """
+        Args:
+          scores: of this process; `group` calls the others to score as well.
+          compute_dtype: model.compute_dtype, in which searchers may compute even where this device cannot.
+          limit: nats per token, 0 = by compute_dtype.
+        """
+        self._scores, self._config, self._group = scores, config, group
+        self._limit = limit or _LIMITS[compute_dtype]
+        # Step -> rows that the snapshot of that step alone produced, while it is being loaded.
+        self._compared: dict[int, trajectory.Rows] | None = None
 
     def begin(self, index: ReplayIndex, usable: np.ndarray) -> None:
         """Picks rows to compare, and loads their snapshot in a thread. Does nothing while the last comparison is under way.
@@ -90,14 +120,16 @@ class LogprobGap:
         Args:
           usable: int64[n], slots of resident rows that name snapshots of this run.
         """
-        if self._loading is not None:
+        if self._compared is not None:
             return
         steps = np.unique(index.row_step[usable])[::-1].tolist()
         # The index changes while the thread loads, so the rows of every step that may be tried are copied now.
         having = ((step, rows) for step in steps[:_STEPS_TRIED] if (rows := self._rows_of(step, index, usable)) is not None)
         found = dict(itertools.islice(having, _STEPS_LOADED))
         if steps:
-            self._loading = self._thread.submit(self._load, found)
+            self._compared = found
+            self._group.call("load snapshot", steps=list(found))
+            self._scores.load(list(found))
 
     def _rows_of(self, step: int, index: ReplayIndex, usable: np.ndarray) -> trajectory.Rows | None:
         """A micro-batch of rows that the snapshot of a step produced from the first token to the last.
@@ -111,19 +143,6 @@ class LogprobGap:
         whole = (np.where(mask, rows["policy_step"], step) == step).all(axis=1)
         return index.gather(np.resize(slots[whole], self._config.limits.full_rows)) if whole.any() else None
 
-    def _load(self, found: Mapping[int, trajectory.Rows]) -> _Compared | None:
-        """The first of the steps whose snapshot is still there, in host memory: the devices' is the update's meanwhile."""
-        policy = self._config.policy
-        for step, rows in found.items():
-            try:
-                snapshot = snapshots.load_step(
-                    self._policies, step, policy.trained_specs, self._in_host_memory, dtype=policy.snapshot_dtype
-                )
-            except FileNotFoundError:
-                continue
-            return _Compared(step=step, snapshot=snapshot, rows=rows)
-        return None
-
     def take(self, frozen: parameters.Params, *, wait: bool) -> dict[str, float] | None:
         """The largest and the mean gap in nats per token, and whether it is an alarm; {} where there is nothing to compare.
 
@@ -131,19 +150,21 @@ class LogprobGap:
 
         Raises: what loading the snapshot raised, but for FileNotFoundError.
         """
-        if self._loading is None or not (wait or self._loading.done()):
+        if self._compared is None or (self._scores.is_loading and not wait):
             return None
-        loading, self._loading = self._loading, None
-        if (compared := loading.result()) is not None:
-            return self._gap(compared, frozen)
-        log.warning("no resident row was made by one snapshot alone that is still there: log-probs are not compared")
-        return {}
+        compared, self._compared = self._compared, None
+        step = self._scores.loaded_step()
+        self._group.call("tell loaded step")
+        others = [report["step"] for report in self._group.reports("loaded step")]
+        if step is None or any(other != step for other in others):  # a snapshot may be pruned before all have read it
+            log.warning("no resident row was made by one snapshot alone that is still there: log-probs are not compared")
+            return {}
+        self._group.call("score rows", compared[step])
+        return self._gap(step, compared[step], self._scores.score(frozen, compared[step]))
 
-    def _gap(self, compared: _Compared, frozen: parameters.Params) -> dict[str, float]:
-        step, rows = compared.step, compared.rows
-        snapshot = jax.device_put(compared.snapshot, self._on_devices)
+    def _gap(self, step: int, rows: trajectory.Rows, logprobs: np.ndarray) -> dict[str, float]:
+        """Args: logprobs: float32[B, R], nats, of the learner."""
         mask = trajectory.response_mask(rows["response_length"], rows["policy_step"].shape[1])
-        logprobs = np.asarray(self._score(snapshot, frozen, sharding.put_rows(self._mesh, batch_from_rows(rows))))
         gap = np.abs(logprobs - rows["policy_logprobs"])[mask]
         if not gap.size:
             return {}
@@ -158,7 +179,3 @@ class LogprobGap:
                 self._limit,
             )
         return {"logprob_gap_max": worst, "logprob_gap_mean": float(gap.mean()), "logprob_gap_alarm": float(alarm)}
-
-    def close(self) -> None:
-        """Ends the thread; a comparison that is under way is dropped."""
-        self._thread.shutdown()

@@ -8,7 +8,7 @@ import jax
 from tba_jax import sharding
 from tba_jax.models.policy import Policy
 from tba_jax.programs import Program, again, with_beside
-from tba_jax.roles.trainer.logprob_gap import LogprobGap
+from tba_jax.roles.trainer.logprob_gap import SnapshotScores
 from tba_jax.roles.trainer.update_program import UpdateProgram
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout
@@ -36,9 +36,8 @@ def programs(
     state, frozen = shapes["state"], shapes["frozen weights"]
     trained = state.params["policy"]
     if c.logprob_gap_every_steps:
-        compared = dict(sampler_weights=config.searchers.weights, compute_dtype=config.model.compute_dtype)
-        gap = LogprobGap(made.config, made.mesh, run.policies, **compared, limit=0.0)
-        found |= gap.programs(frozen, found["update"].arguments[2])
+        scores = SnapshotScores(made.config, made.mesh, run.policies, sampler_weights=config.searchers.weights)
+        found |= scores.programs(frozen, found["update"].arguments[2])
     copy = sharding.copy_program(config.publish.dtype)
     found["publish"] = Program(function=copy, arguments=(trained,))
     published = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, config.publish.dtype, sharding=x.sharding), trained)

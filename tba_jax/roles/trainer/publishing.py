@@ -3,8 +3,9 @@
 from typing import Any
 
 from tba_jax.models.parameters import Params
-from tba_jax.run import layout, snapshots
+from tba_jax.run import layout, publisher, snapshots
 from tba_jax.run.lease import EpochLease
+from tba_jax.run.process_group import Group
 
 
 def is_due(step: int, *, every_steps: int, evaluated: int, final: int) -> bool:
@@ -15,16 +16,17 @@ def is_due(step: int, *, every_steps: int, evaluated: int, final: int) -> bool:
 class Publishing:
     """Publishes snapshots under the trainer's epoch: each is handed to a thread that writes it."""
 
-    def __init__(self, config: Any, run: layout.RunDir, lease: EpochLease, *, every_steps: int):
+    def __init__(self, config: Any, run: layout.RunDir, lease: EpochLease, group: Group, *, every_steps: int):
         self._policies, self._lease, self._every_steps = run.policies, lease, every_steps
         self._evaluated_every_steps, self._final_step = config.evaluation.every_steps, config.learner.steps
-        self._publisher = snapshots.Publisher(
+        self._publisher = publisher.Publisher(
             run.policies,
             dtype=config.publish.dtype,
             keep=config.publish.keep,
             keep_every=self._evaluated_every_steps,
             final_step=self._final_step,
             check=lease.check,
+            group=group,
         )
 
     def is_due(self, step: int) -> bool:

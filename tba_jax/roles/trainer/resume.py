@@ -12,8 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tba_jax.models.parameters import Params
+from tba_jax.models.policy import Policy
 from tba_jax.replay import journal
 from tba_jax.roles.trainer.trainer import Trainer
+from tba_jax.roles.trainer.update_program import UpdateProgram
 from tba_jax.run import layout, snapshots
 
 log = logging.getLogger(__name__)
@@ -58,22 +60,28 @@ def _check_is_new(run: layout.RunDir) -> None:
 
 def _restore(trainer: Trainer, checkpoint: int | None, lineage: Sequence[Mapping[str, Any]]) -> None:
     """State and index of the checkpoint; without one, those of step 0."""
-    program = trainer.program
+    program, group = trainer.program, trainer.group
     if checkpoint is None:
-        program.begin(_load_reference(trainer))
+        group.call("begin", reference=trainer.reference_id)
+        program.begin(load_reference(trainer.policy, program, trainer.run, trainer.reference_id))
         return
+    group.call("restore", step=checkpoint, reference=trainer.reference_id)
     trees = trainer.checkpoints.restore(checkpoint, program.checkpointed_shapes(checkpoint), lineage)
-    program.restore(trees, _load_reference(trainer) if trainer.policy.lora is not None else {})
+    program.restore(trees, load_frozen(trainer.policy, program, trainer.run, trainer.reference_id))
     trainer.step_number = checkpoint
     if lineage and checkpoint > lineage[-1]["step"]:
         raise ValueError(f"checkpoint {checkpoint} is ahead of the journal, which ends at step {lineage[-1]['step']}")
 
 
-def _load_reference(trainer: Trainer) -> Params:
-    """The reference policy on the trainer's mesh."""
-    policy, program = trainer.policy, trainer.program
-    folder = trainer.run.reference(trainer.reference_id)
-    return snapshots.load(folder, policy.model_specs, policy.model_shardings(program.mesh), dtype=program.reference_dtype)
+def load_reference(policy: Policy, program: UpdateProgram, run: layout.RunDir, reference_id: str) -> Params:
+    """The reference policy on the trainer's mesh, of which each process loads what its devices need."""
+    shardings = policy.model_shardings(program.mesh)
+    return snapshots.load(run.reference(reference_id), policy.model_specs, shardings, dtype=program.reference_dtype)
+
+
+def load_frozen(policy: Policy, program: UpdateProgram, run: layout.RunDir, reference_id: str) -> Params:
+    """What stays frozen of the policy, {} where everything is trained."""
+    return load_reference(policy, program, run, reference_id) if policy.lora is not None else {}
 
 
 def _replay(trainer: Trainer, lines: Sequence[Mapping[str, Any]], *, last_recorded: int) -> None:

@@ -19,13 +19,14 @@ from tba_jax.roles.trainer import due as due_lib
 from tba_jax.roles.trainer.account import TrainerAccount
 from tba_jax.roles.trainer.buffer import ReplayBuffer
 from tba_jax.roles.trainer.checkpointing import Checkpointing
-from tba_jax.roles.trainer.logprob_gap import LogprobGap
+from tba_jax.roles.trainer.logprob_gap import LogprobGap, SnapshotScores
 from tba_jax.roles.trainer.publishing import Publishing
 from tba_jax.roles.trainer.refusals import Refusals
 from tba_jax.roles.trainer.update_program import Placed, UpdateProgram
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import grants, layout, places
 from tba_jax.run.lease import EpochLease
+from tba_jax.run.process_group import Alone, Group
 
 log = logging.getLogger(__name__)
 
@@ -46,12 +47,14 @@ class _Drawn:
 
 
 class Trainer:
-    """One trainer over one mesh. It is built here, brought to where the run stands by `resume.resume`, and then steps.
+    """One trainer over one mesh, run by the first of its processes.
+
+    It is built here, brought to where the run stands by `resume.resume`, and then steps.
 
     Attributes:
       step_number: updates done, refused ones included.
       program: the update and its state. buffer: the replay buffer. publishing, checkpoints: what goes to storage.
-      account: where its time goes.
+      account: where its time goes. group: the processes of this trainer.
     """
 
     def __init__(
@@ -63,8 +66,11 @@ class Trainer:
         policy: Policy,
         lease: EpochLease,
         publish_every_steps: int,
+        group: Group | None = None,
     ):
+        """Args: group: of the processes of this trainer, each of which has built a Follower; None: it is this process alone."""
         self.config, self.run, self.policy, self.lease = config, run, policy, lease
+        self.group: Group = Alone() if group is None else group
         self._contract = contract
         self.reference_id = layout.reference_id(run)
         self._reference_of_rows = contract.reference_of_rows(self.reference_id)
@@ -72,17 +78,13 @@ class Trainer:
         self.account = TrainerAccount()
         self.program = UpdateProgram(config, contract, policy)
         self.buffer = ReplayBuffer(config, contract, run, recent_window=publish_every_steps)
-        self.publishing = Publishing(config, run, lease, every_steps=publish_every_steps)
-        self.checkpoints = Checkpointing(config, run, lease, self.buffer)
+        self.publishing = Publishing(config, run, lease, self.group, every_steps=publish_every_steps)
+        self.checkpoints = Checkpointing(config, run, lease, self.buffer, self.group)
         self._refusals = Refusals(skips=config.learner.non_finite == "skip", journal=run.journal)
-        self._gap = LogprobGap(
-            self.program.config,
-            self.program.mesh,
-            run.policies,
-            compute_dtype=config.model.compute_dtype,
-            sampler_weights=config.searchers.weights,
-            limit=config.learner.logprob_gap_limit,
-        )
+        learner, sampler_weights = self.program.config, config.searchers.weights
+        self._scores = SnapshotScores(learner, self.program.mesh, run.policies, sampler_weights=sampler_weights)
+        numbers = dict(compute_dtype=config.model.compute_dtype, limit=config.learner.logprob_gap_limit)
+        self._gap = LogprobGap(self._scores, learner, self.group, **numbers)
         self._last_gap: dict[str, float] = {}
         self._journal: journal.Journal | None = None
         # The batch of the next step, where it was prepared beside the last update.
@@ -117,6 +119,7 @@ class Trainer:
         self.buffer.tail.start()
         if not self.is_done:
             with self.account.measure("compile"):
+                self.group.call("compile")
                 self.program.compile(self._contract.row_shape())
 
     def poll(self) -> None:
@@ -197,6 +200,7 @@ class Trainer:
         with self.account.measure("draw"):
             # A slot may hold another row once more rows are integrated, so all that is told of the rows is read now.
             ids, provenance = self.index.ids(slots), self.buffer.provenance(slots, step=step + 1)
+            self.group.call("place", rows)
             placed = self.program.place(rows)
         with self.account.measure("compile"):
             self.program.compile_where_new(placed)
@@ -243,6 +247,7 @@ class Trainer:
         """Starts the update on a batch. Returns its measurements, on the devices: they come when it is done."""
         # To let go of many arrays takes time. The devices would wait for it if that were done before they have the next update.
         consumed = self.program.state, self._last
+        self.group.call("update")
         measurements = self.program.dispatch(drawn.placed)
         self.account.is_dispatched(measurements["finite"].is_ready)
         self._last = drawn
@@ -262,6 +267,7 @@ class Trainer:
         except FloatingPointError:
             self.checkpoints.wait()  # the process may end now, and a checkpoint that is being written should not be torn
             raise
+        self.group.call("settle", step=self.step_number)
         self.program.move_reference(self.step_number)
         return measurements
 
@@ -345,8 +351,9 @@ class Trainer:
 
     def close(self) -> None:
         """Stops the threads; what was handed to them is written first."""
+        self.group.call("close")
         self.buffer.close()
-        self._gap.close()
+        self._scores.close()
         self.publishing.close()
         self.checkpoints.close()
         if self._journal is not None:

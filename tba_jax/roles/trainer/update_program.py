@@ -164,7 +164,7 @@ class UpdateProgram:
         columns = on_host.tokens, on_host.prompt_length, on_host.response_length
         second_pass = micro_batches.SCORING_SHARE[self.config.remat]
         packed, plan = row_packing.of_rows(*columns, limits=self.config.limits, second_pass=second_pass)
-        packed = jax.device_put(packed, scoring.packed_shardings(self.mesh))
+        packed = sharding.put(packed, scoring.packed_shardings(self.mesh))
         return Placed(batch=sharding.put_rows(self.mesh, on_host), packed=packed, plan=plan)
 
     def compile_where_new(self, placed: Placed) -> None:

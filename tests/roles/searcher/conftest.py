@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tba_jax.experiment import jobs
+from tba_jax.experiment import jobs, training
 from tba_jax.roles.searcher import searcher
 from tba_jax.roles.searcher.searcher import Searcher
 from tests.support.tiny_searcher import make_searcher, publish, settings
@@ -23,7 +23,7 @@ def _one_writer(monkeypatch, one_device_throughout) -> None:
 def prepared(tmp_path_factory, one_device_throughout) -> Path:
     """A run with its reference and snapshot 0."""
     s = settings(tmp_path_factory.mktemp("searcher") / "run")
-    jobs.reference(s)()
+    training.reference(s)()
     s.run.root.joinpath("policy").mkdir()
     publish(s, 0)
     return s.run.root

@@ -52,7 +52,7 @@ def test_steps_go_on_while_a_snapshot_loads(tmp_path, monkeypatch, frozen):
             assert measurements is not None and "logprob_gap_max" not in measurements
         assert len(loads) == 1
         goes_on.set()
-        trainer._gap._thread.submit(lambda: None).result()
+        trainer._scores._thread.submit(lambda: None).result()
         measurements = trainer.step(ahead=True)
         assert measurements is not None and measurements["logprob_gap_max"] < 1e-3 and not measurements["logprob_gap_alarm"]
 

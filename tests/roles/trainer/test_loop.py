@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from tba_jax.experiment import jobs
+from tba_jax.experiment import training
 from tba_jax.roles.trainer import loop
 from tba_jax.run import grants, layout, snapshots, status
 from tba_jax.run.processes import BadInput
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("one_device_throughout")
 
 
 def run(s, stop):
-    made, lease = jobs.make_trainer(s, publish_every_steps=s.config.publish.every_steps)
+    made, lease = training.make_trainer(s, publish_every_steps=s.config.publish.every_steps)
     try:
         return made, loop.run_trainer(made, s.run, stop=stop)
     finally:
@@ -46,6 +46,6 @@ def test_a_run_whose_mounts_give_no_more_ends_with_a_sentence(tmp_path, frozen):
     source = frozen(tmp_path / "source", batches=1)
     layout.write_json(source.run.finished, {"step": 12})
     s = frozen_runs.offline(tmp_path / "run", source.run.root, replay__max_draws_per_row=1, publish__at_most_seconds=0.3)
-    jobs.reference(s)()
+    training.reference(s)()
     with pytest.raises(BadInput, match=r"finds too few rows, and none can come: .*max_draws_per_row=1.* searchers.count=0"):
         run(s, lambda: False)

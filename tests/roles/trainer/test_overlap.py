@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from tba_jax.experiment import jobs
+from tba_jax.experiment import training
 from tba_jax.replay import journal
 from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
@@ -145,7 +145,7 @@ def test_an_update_that_is_not_finite_stops_the_run_and_the_next_batch_leaves_no
 
 def test_a_stop_drops_the_next_batch(tmp_path, frozen, after_nine):
     s = frozen(tmp_path / "run")
-    trainer, lease = jobs.make_trainer(s, publish_every_steps=2)
+    trainer, lease = training.make_trainer(s, publish_every_steps=2)
     trainer.poll()
     assert not loop.run_trainer(trainer, s.run, stop=lambda: trainer.step_number == 7)
     lease.release()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tba_jax.commands import audit
-from tba_jax.experiment import jobs
+from tba_jax.experiment import jobs, training
 from tba_jax.replay import journal
 from tba_jax.run import layout as layout_lib
 from tba_jax.run.metrics import TimeAccount
@@ -129,13 +129,13 @@ def test_a_trainer_without_its_state_does_not_begin_again(tmp_path, frozen):
     damaged = max((s.run.checkpoints / layout_lib.step_name(5) / "state").rglob("d/*"), key=lambda path: path.stat().st_size)
     damaged.write_bytes(damaged.read_bytes()[:100])
     with pytest.raises(ValueError, match=r"00000005 cannot be restored: .*If it is damaged, remove that folder"):
-        jobs.make_trainer(s, publish_every_steps=2)
+        training.make_trainer(s, publish_every_steps=2)
     shutil.rmtree(s.run.checkpoints)
     journals = list(s.run.journal.glob("*.jsonl"))
     for path in journals:
         path.rename(path.with_suffix(".away"))
     with pytest.raises(ValueError, match=r"holds the policy of step 4 of a trainer whose checkpoints and journal are not in"):
-        jobs.make_trainer(s, publish_every_steps=2)
+        training.make_trainer(s, publish_every_steps=2)
     for path in journals:
         path.with_suffix(".away").rename(path)
     with frozen_runs.trainer(s) as trainer:

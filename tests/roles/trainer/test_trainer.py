@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from tba_jax.experiment import jobs
+from tba_jax.experiment import training
 from tba_jax.replay import journal
 from tba_jax.run import snapshots
 from tba_jax.run.lease import LeaseHeld
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("one_device_throughout")
 def test_a_second_trainer_is_refused(tmp_path, frozen):
     s = frozen(tmp_path / "run", batches=2)
     with frozen_runs.trainer(s), pytest.raises(LeaseHeld, match="held by the trainer"):
-        jobs.trainer(s)
+        training.trainer(s)
 
 
 def test_the_update_is_compiled_while_rows_are_awaited_and_once_for_a_shape(tmp_path, caplog, monkeypatch, frozen):

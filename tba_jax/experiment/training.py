@@ -1,0 +1,195 @@
+"""The jobs of the roles trainer and reference: what each process of a trainer builds from an experiment, and the loop it runs."""
+
+import dataclasses
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tba_jax.experiment import compiling, initial_policy, role_devices, schedule_changes
+from tba_jax.experiment.joining import Invocation, join, mistakes_end_the_role
+from tba_jax.roles import gpus
+from tba_jax.run import contract as contract_lib
+from tba_jax.run import layout, places, rendezvous
+from tba_jax.run import processes as processes_lib
+from tba_jax.run.lease import EpochLease, LeaseHeld
+from tba_jax.run.metrics import MetricWriter
+from tba_jax.run.process_group import Alone, Group, Member
+from tba_jax.schemas import flatten
+
+log = logging.getLogger(__name__)
+
+Job = Callable[[], int]
+
+# Seconds after which Python takes the interpreter from a thread that others wait for. With Python's default of 5 ms, the dispatch
+# of an update waits for so long, or several times as long, while a thread writes a snapshot.
+_SWITCH_SECONDS = 3e-4
+
+
+def reference(s: Invocation) -> Job:
+    """Makes the policy that step 0 starts from, and nothing else."""
+    group = _group(s)
+    if isinstance(group, Member):
+        return lambda: _follow(s, group)
+    with group.guard(ValueError):
+        join(s, may_change_schedule=False, check=lambda: role_devices.check(s.experiment, "trainer"))
+
+    def job() -> int:
+        here = role_devices.computed_on(s, "trainer", name="reference")
+        with group.guard(ValueError), mistakes_end_the_role():
+            group.call("join", run=contract_lib.read(s.run)["id"])
+            _make_reference(here, group)
+        group.end(0)
+        return 0
+
+    return job
+
+
+def _group(s: Invocation) -> Group | Member:
+    """Meets the other processes of the trainer, if there are any. Returns the group to lead, or the membership to follow."""
+    if s.world.processes == 1:
+        return Alone()
+    s.mistakes.end()
+    told = {f"config.{name}": value for name, value in flatten(contract_lib.plain(s.config.to_dict())).items()}
+    told |= {f"contract.{name}": value for name, value in s.experiment.contract.to_json().items()}
+    told |= {"--init_from": s.init_from, "--allow_change": list(s.allow_change), "--shared": str(s.run.elsewhere or "")}
+    limits = rendezvous.Limits(**{name: s.config.trainer[name] for name in ("connect_seconds", "heartbeat_seconds")})
+    return rendezvous.meet(s.world, workdir=s.run.root, settings=told, visible_gpus=len(gpus.visible()), limits=limits)
+
+
+def _make_reference(s: Invocation, group: Group) -> None:
+    """Makes the policy that step 0 starts from, unless the run has one."""
+    if places.exists(s.run.initial_reference):
+        return
+    writer = MetricWriter(s.run.metrics("reference"))
+
+    def record(step: int, loss: float) -> None:
+        log.info("warm start: step %d, loss %.3f", step, loss)
+        writer.write(step, {"loss": loss})
+
+    initial_policy.ensure(compiling.of_trainer(s.experiment, gpus.jax_devices()), s.run, report=record, group=group)
+    writer.close()
+
+
+def make_trainer(s: Invocation, *, publish_every_steps: int, group: Group | None = None) -> tuple[Any, EpochLease]:
+    """The trainer, resumed, and its lease.
+
+    Journalled steps after the checkpoint are done again under the schedule that they were done with: for each past schedule a
+    trainer of its config resumes, up to the last step of that schedule, and leaves a checkpoint.
+
+    Args: group: of the processes of the trainer, of which this one is the first; None: it is alone.
+    """
+    group = Alone() if group is None else group
+    newest = max(layout.steps_in(s.run.checkpoints), default=0)
+    for step, values in schedule_changes.past(s.run, after=newest):
+        past = _with_settings(s, values)
+        every_steps = 1 if past.config.schedule.mode == "interleaved" else past.config.publish.every_steps
+        trainer, lease = _begin_trainer(past, group, values, publish_every_steps=every_steps, until=step)
+        trainer.close()
+        lease.release()
+    return _begin_trainer(s, group, {}, publish_every_steps=publish_every_steps)
+
+
+def _with_settings(s: Invocation, values: Mapping[str, Any]) -> Invocation:
+    """The invocation with other values of settings, as schedule_changes.past gives them."""
+    config = s.config.copy_and_resolve_references()
+    config.update_from_flattened_dict({name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
+    return dataclasses.replace(s, experiment=dataclasses.replace(s.experiment, config=config))
+
+
+def _begin_trainer(
+    s: Invocation, group: Group, settings: Mapping[str, Any], *, publish_every_steps: int, until: int | None = None
+) -> tuple[Any, EpochLease]:
+    """Args: settings: in which `s` differs from the invocation of the other processes."""
+    from tba_jax.roles.trainer.resume import resume
+    from tba_jax.roles.trainer.trainer import Trainer
+
+    layout.claim_shared(s.run)
+    lease = EpochLease.acquire(s.run.journal)
+    try:
+        _make_reference(s, group)
+        group.call("begin trainer", settings=dict(settings))
+        trainer = Trainer(
+            compiling.of_trainer(s.experiment, gpus.jax_devices()).config,
+            s.experiment.contract,
+            s.run,
+            policy=s.experiment.policy,
+            lease=lease,
+            publish_every_steps=publish_every_steps,
+            group=group,
+        )
+        resume(trainer, until=until)
+    except BaseException:
+        lease.release()
+        raise
+    return trainer, lease
+
+
+def trainer(s: Invocation) -> Job:
+    """One process of a trainer: the first one runs it, and the others follow."""
+    from tba_jax.roles.trainer.loop import run_trainer
+
+    if s.world.process == 0:
+        EpochLease.refuse_if_held(s.run.journal)
+    group = _group(s)
+    if isinstance(group, Member):
+        return lambda: _follow(s, group)
+    with group.guard(ValueError, LeaseHeld):
+        join(s, may_change_schedule=True, check=lambda: role_devices.check(s.experiment, "trainer"))
+        here = role_devices.computed_on(s, "trainer")
+        group.call("join", run=contract_lib.read(s.run)["id"])
+        made, lease = make_trainer(here, publish_every_steps=s.config.publish.every_steps, group=group)
+        group.call("go live")
+    stop = processes_lib.StopSignal()
+
+    def job() -> int:
+        sys.setswitchinterval(_SWITCH_SECONDS)
+        with group.guard():
+            finished = run_trainer(made, s.run, stop=lambda: stop() or group.is_asked_to_stop())
+            lease.release()
+        code = 0 if finished else processes_lib.STOPPED
+        group.end(code)
+        return code
+
+    return job
+
+
+def _follow(s: Invocation, member: Member) -> int:
+    """Does what process 0 calls for, until it ends the group. Returns the exit code of process 0."""
+    from tba_jax.roles.trainer.follower import Follower
+
+    member.tell_signals(processes_lib.StopSignal())
+    follower: Follower | None = None
+    mistakes: tuple[type[BaseException], ...] = (ValueError,)
+    log.info("process %d of the trainer, pid %d, follows process 0", s.world.process, os.getpid())
+    for name, content, arrays in member.calls():
+        with member.guard(*mistakes):
+            match name:
+                case "join":
+                    s = dataclasses.replace(s, run=contract_lib.wait_for(s.run, content["run"]))
+                    s = role_devices.computed_on(s, "trainer")
+                case "make reference":
+                    initial_policy.follow(_of_trainer(s), s.run, member, **content)
+                case "take optimizer":
+                    initial_policy.take_optimizer(_of_trainer(s), s.run, content["init_from"], content["reference"])
+                case "begin trainer":
+                    e = _of_trainer(_with_settings(s, content["settings"]))
+                    follower = Follower(e.config, e.contract, s.run, policy=e.policy, member=member)
+                case "go live":
+                    mistakes = ()
+                    sys.setswitchinterval(_SWITCH_SECONDS)
+                case "close":
+                    assert follower is not None, "nothing has begun"
+                    follower.close()
+                    follower = None
+                case _:
+                    assert follower is not None, "nothing has begun"
+                    follower.do(name, content, arrays)
+        del arrays
+    member.end()
+    return member.code
+
+
+def _of_trainer(s: Invocation) -> Any:
+    return compiling.of_trainer(s.experiment, gpus.jax_devices())
