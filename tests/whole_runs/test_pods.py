@@ -122,6 +122,12 @@ def test_a_run_outlives_what_a_cluster_does_to_its_pods(run, capsys):
     assert cluster.jobs["trainer"].failures == 1  # the crash; the others were no failures of the Job
     cluster.run_until(lambda: cluster.is_done, "the end of the JobSet", seconds=600)
     assert run.lives() == expected
+    if run.hosts == 2:
+        # Process 1 saw the end of process 0 in a pod that stayed, and the other way round.
+        for index, other in ((0, 1), (1, 0)):
+            log = cluster.log("trainer", index)
+            assert f"process {index} of 2 of the trainer" in log and "trainer ended with code 6" in log, log
+            assert f"process {other} " in log and "of this trainer has ended" in log, log
     check_what_is_left(run)
     with capsys.disabled():
         print(f"\n{run.hosts} hosts: pods {expected}, epochs {epoch(run)}, " + ", ".join(run.times))
