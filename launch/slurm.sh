@@ -94,7 +94,10 @@ submit() {
     --requeue "--signal=TERM@$STOP_SECONDS" --export=ALL ${ACCOUNT:+"--account=$ACCOUNT"} ${partition:+"--partition=$partition"} \
     ${qos:+"--qos=$qos"} ${CONSTRAINT:+"--constraint=$CONSTRAINT"} "${@:3}" "${more[@]}" "$2" "${flags[@]}")
   if [[ -z $dry_run ]]; then
-    "${command[@]}"
+    local said
+    said=$("${command[@]}")
+    echo "$said ($1)"
+    [[ $1 == trainer ]] || echo "${said##* }" >>"$WORKDIR/logs/slurm-joined"
     return
   fi
   echo "${command[*]}"

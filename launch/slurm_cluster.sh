@@ -96,6 +96,13 @@ wait_for_workdir() {
   done
 }
 
+# give_up CODE: for the end of a trainer that nothing would make better. Searchers would hold their nodes, and queue again, for ever.
+give_up() {
+  echo "the trainer has ended with code $1 for good: its searchers are cancelled" >&2
+  xargs -r scancel <"$WORKDIR/logs/slurm-joined" || true
+  exit "$1"
+}
+
 # queue_again CODE: for the end of a job whose run has not finished. Ends that were asked for are free; others are counted, in a file
 # of the run because a job that queues again forgets, as long as the job lived less than 10 minutes.
 queue_again() {
@@ -108,7 +115,8 @@ queue_again() {
       ((SECONDS < 600)) || rm -f "$counted"
       echo "$(date -Is) code $1 after $SECONDS s on ${SLURM_JOB_NODELIST:-}" >>"$counted" || true
       if (($(wc -l <"$counted" || echo 0) > REQUEUES)); then
-        echo "ended with code $1 and queued $REQUEUES times before: see $counted" >&2
+        echo "ended with code $1, after $REQUEUES times in the queue: see $counted" >&2
+        [[ -n ${SLURM_ARRAY_JOB_ID:-} || ${ROLE:-trainer} != trainer ]] || give_up "$1"
         exit 1
       fi ;;
   esac

@@ -39,5 +39,5 @@ if ((code == 0)) && [[ -e $WORKDIR/finished.json || -e $WORKDIR/shared.json ]]; 
   exit 0
 fi
 # Numbers that are not finite would end it in the same way again, and so would bad input; later a hub may be away for a moment.
-if ((code == 4 || code == 2 && ${SLURM_RESTART_COUNT:-0} == 0 && SECONDS < 600)); then exit "$code"; fi
+if ((code == 4 || code == 2 && ${SLURM_RESTART_COUNT:-0} == 0 && SECONDS < 600)); then give_up "$code"; fi
 queue_again "$code"

@@ -1,7 +1,7 @@
 #!/bin/bash
 # An element of an array of searchers: SEARCHERS_PER_NODE of them on one node, each in a step of its own. Submitted by
 # launch/slurm.sh, also for a run that is at work. They may be killed at any time: a death costs the batch in flight.
-# With ROLE=evaluator it is the job of the evaluator.
+# With ROLE=evaluator it is the job of the evaluator. A trainer that has ended for good cancels both.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-.}"
 . launch/slurm_cluster.sh

@@ -22,7 +22,7 @@ def slurm(tmp_path):
     """A folder for the PATH with stand-ins that note how they were called. srun ends with the code in `tmp_path/code`."""
     programs = tmp_path / "bin"
     programs.mkdir()
-    for name in ("srun", "sbatch", "scontrol"):
+    for name in ("srun", "sbatch", "scontrol", "scancel"):
         code = f"$(cat {tmp_path}/code 2>/dev/null || echo 0)" if name == "srun" else "0"
         (programs / name).write_text(f'#!/bin/sh\necho "{name} $*" >> {tmp_path}/called\nexit "{code}"\n')
         (programs / name).chmod(0o755)
@@ -88,9 +88,7 @@ def test_several_searchers_share_a_node(slurm):
 
 
 def test_the_site_is_named_to_every_job(slurm):
-    site = dict(
-        ACCOUNT="lab", PARTITION="big", QOS="long", CONSTRAINT="nvlink", SEARCHER_PARTITION="spot", SEARCHER_QOS="scavenge"
-    )
+    site = dict(ACCOUNT="lab", PARTITION="big", QOS="long", CONSTRAINT="nvlink", SEARCHER_PARTITION="spot", SEARCHER_QOS="low")
     jobs = [
         line for line in printed(slurm, EVALUATOR="job", SBATCH_MORE="--exclusive --exclude=node7", **site) if line[0] == "sbatch"
     ]
@@ -205,16 +203,30 @@ def test_what_follows_from_the_end_of_a_trainer(slurm, code, variables, queued, 
     assert job.returncode == (0 if queued else int(code))
 
 
+def test_searchers_of_a_trainer_that_has_ended_for_good_are_cancelled(slurm):
+    (slurm / "sbatch").write_text("#!/bin/sh\necho Submitted batch job 1$#\n")
+    for flags in (FLAGS, [*FLAGS, "--only=searchers"]):
+        assert submit(slurm, *flags).returncode == 0
+    joined = (slurm.parent / "run" / "logs" / "slurm-joined").read_text().split()
+    (slurm.parent / "code").write_text("4")
+    job = start("slurm_job.sh", slurm, EVALUATOR="none")
+    _, errors = job.communicate(timeout=60)
+    assert job.returncode == 4 and len(joined) == 2 and called(slurm, "scancel") == [f"scancel {' '.join(joined)}"]
+    assert "code 4 for good" in errors
+
+
 def test_a_job_that_dies_again_and_again_is_given_up(slurm):
     logs = slurm.parent / "run" / "logs"
     logs.mkdir(parents=True)
     (slurm.parent / "code").write_text("137")
+    (logs / "slurm-joined").write_text("8\n")
     codes = []
     for _ in range(3):
         job = start("slurm_job.sh", slurm, EVALUATOR="none", DEATHS="0", REQUEUES="2")
         _, errors = job.communicate(timeout=60)
         codes.append(job.returncode)
-    assert codes == [0, 0, 1] and len(called(slurm, "scontrol")) == 2
+    assert codes == [0, 0, 137] and len(called(slurm, "scontrol")) == 2
+    assert called(slurm, "scancel") == ["scancel 8"]
     assert "deaths-7" in errors and len((logs / "deaths-7").read_text().splitlines()) == 3
 
 

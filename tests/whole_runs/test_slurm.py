@@ -58,9 +58,9 @@ def test_a_run_finishes(run, place):
     run.check(40)
 
 
-# Stands in the place of Python: notes what a process of a role is told, and ends as by numbers that are not finite.
+# In the place of Python: notes what a process of a role is told. The trainer ends by bad input once the searchers are there.
 SEAT = """#!{python}
-import json, os, pathlib, sys
+import json, os, pathlib, sys, time
 from tba_jax.run import world
 here = world.find(coordinator="", processes=None, process=None)
 shown = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
@@ -69,7 +69,9 @@ told |= dict(process=here.process, processes=here.processes, coordinator=here.co
 told |= dict(taken=[shown[number] for number in here.local_devices(len(shown))])
 path = pathlib.Path(os.environ["WORKDIR"]) / f"seat-{{told['step']}}-{{os.environ['SLURM_JOB_ID']}}-{{here.process}}.json"
 path.write_text(json.dumps(told))
-sys.exit(4)
+while told["role"] == "--role=searcher" or len(list(path.parent.glob("seat-*-0.json"))) < 6:
+    time.sleep(0.1)
+sys.exit(2)
 """
 
 
@@ -81,8 +83,9 @@ def test_each_process_takes_its_own_gpus(run, place, tmp_path):
     program.chmod(0o755)
     shared = {"SEARCHERS": "4", "SEARCHERS_PER_NODE": "4", "SEARCHER_CPUS": "8", "SEARCHER_GPUS": "1"}
     asked = {"TRAINER_GPUS": "3", "TRAINER_CPUS": "30", "EVALUATOR_GPUS": "1", "PYTHONPATH": str(REPOSITORY), **shared}
-    run.begin(steps=1, PYTHON=str(program), **asked)
+    trainer, searchers = run.begin(steps=1, PYTHON=str(program), **asked)
     run.wait_for_end()
+    assert run.job(trainer)["ExitCode"] == "2:0" and run.job(f"{searchers}_0")["JobState"] == "CANCELLED", run.words()
     seats = [layout.read_json(path) for path in sorted(run.root.glob("seat-*.json"))]
     trainer, evaluator, searchers = (
         [seat for seat in seats if seat["role"] == f"--role={role}"] for role in ("trainer", "evaluator", "searcher")
@@ -96,6 +99,7 @@ def test_each_process_takes_its_own_gpus(run, place, tmp_path):
     assert len(searchers) == 4 and sorted(seat["taken"] for seat in searchers) == [["0"], ["1"], ["2"], ["3"]]
     gpus = ", ".join(f"{seat['process']}: {seat['host']} {'+'.join(seat['taken'])}" for seat in trainer)
     run.story.tell(f"2 nodes of 4 GPUs, 3 for the trainer: process: host GPUs = {gpus}; no GPU twice, none of the evaluator's")
+    run.story.tell("the trainer ended with code 2: not queued again, and its searchers were cancelled")
 
 
 def test_searchers_are_killed_queue_again_and_join(run):
