@@ -36,10 +36,13 @@ class Stored:
         groups = re.findall(r"\([^)]*\)|\w+", self.stored_axes)
         return tuple(math.prod(_size(axis, sizes) for axis in group.strip("()").split()) for group in groups)
 
-    def view(self, tensor: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
-        """Our parameter as a view of the tensor, in our axes: reading it reads the tensor, writing it writes the tensor."""
+    def view(self, tensor: Any, sizes: Mapping[str, int]) -> Any:
+        """Our parameter as a view of the tensor, in our axes: reading it reads the tensor, writing it writes the tensor.
+
+        Args: tensor: an array of the host, or of the devices, of which the result is computed.
+        """
         axes = re.findall(r"\w+", self.stored_axes)
-        assert tensor.flags.c_contiguous, "reshape would copy it"
+        assert not isinstance(tensor, np.ndarray) or tensor.flags.c_contiguous, "reshape would copy it"
         split = tensor.reshape([_size(axis, sizes) for axis in axes])
         part = split[tuple(self.part if axis.isdigit() else slice(None) for axis in axes)]
         letters = [axis for axis in axes if not axis.isdigit()]

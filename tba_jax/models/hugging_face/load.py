@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import safetensors
 from safetensors import SafetensorError
 
 from tba_jax.models import parameters
-from tba_jax.models.hugging_face import files, hub
+from tba_jax.models.hugging_face import exchange, files, hub
 from tba_jax.models.hugging_face.architectures import ARCHITECTURES, INSTEAD
 from tba_jax.models.hugging_face.files import Architecture, Stored
 from tba_jax.models.parameters import Params, ParamSpec, Specs
@@ -146,7 +146,7 @@ def load_params(
 
     Files are mapped, and every device's shard is filled layer by layer from its slices of them: the host holds the shards of
     this process and nothing else. On a CPU the shards are the arrays themselves. On accelerators the host frees the shards of
-    one parameter before it reads the next.
+    one parameter before it reads the next. Several processes share the reading, see exchange.py.
 
     Args:
       folder: a local folder or a hub id, see resolve_folder.
@@ -162,8 +162,9 @@ def load_params(
         differ. Names the tensor and the file.
     """
     definition, sizes = ARCHITECTURES[config.architecture].define(config), config.sizes
-    sources = _open_checked(resolve_folder(folder), config, definition.specs, fresh is not None)
     specs, sharding_of = parameters.flatten(definition.specs), parameters.flatten(shardings)
+    is_shared = not all(each.is_fully_addressable for each in sharding_of.values())
+    sources = _open_checked(resolve_folder(folder), config, definition.specs, fresh is not None, compare_tied=not is_shared)
 
     def load(path: str, spec: ParamSpec) -> jax.Array:
         def read_shard(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -179,7 +180,10 @@ def load_params(
 
         return jax.make_array_from_callback(spec.shape, sharding_of[path], read_shard)
 
-    loaded = {path: load(path, spec) for path, spec in specs.items() if path in sources}
+    if is_shared:
+        loaded = exchange.load(_by_tensor(sources, specs), specs, sharding_of, sizes=sizes, dtype=dtype)
+    else:
+        loaded = {path: load(path, spec) for path, spec in specs.items() if path in sources}
     if new := [path for path in specs if path not in sources]:
 
         def init(key: jax.Array) -> dict[str, jax.Array]:
@@ -188,6 +192,18 @@ def load_params(
 
         loaded |= jax.jit(init, out_shardings={path: sharding_of[path] for path in new})(fresh)
     return parameters.unflatten({path: loaded[path] for path in specs})
+
+
+def _by_tensor(
+    sources: Mapping[str, Sequence["_Source"]], specs: Mapping[str, ParamSpec]
+) -> list[tuple["_Tensor", list[exchange.Part]]]:
+    """Each tensor, and the parameters that it holds."""
+    found: dict[_Tensor, list[exchange.Part]] = {}
+    for path, layers in sources.items():
+        for layer, source in enumerate(layers):
+            has_layers = specs[path].axes[0] == "layers"
+            found.setdefault(source.tensor, []).append((path, layer if has_layers else None, source.stored))
+    return list(found.items())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,12 +292,17 @@ def _open_folder(folder: Path) -> dict[str, _Tensor]:
     return tensors
 
 
-def _open_checked(folder: Path, config: Any, specs: Specs, new_heads: bool) -> dict[str, list[_Source]]:
-    """Our parameter -> its tensor in each layer, once every check has passed. New heads that are absent are left out."""
+def _open_checked(
+    folder: Path, config: Any, specs: Specs, new_heads: bool, *, compare_tied: bool = True
+) -> dict[str, list[_Source]]:
+    """Our parameter -> its tensor in each layer, once every check has passed. New heads that are absent are left out.
+
+    Args: compare_tied: whether the numbers of two tied embeddings are compared, where the checkpoint holds both.
+    """
     tensors = _open_folder(folder)
     sizes = config.sizes
     sources: dict[str, list[_Source]] = {}
-    for name, parts in _expected(folder, tensors, config, ARCHITECTURES[config.architecture], new_heads).items():
+    for name, parts in _expected(folder, tensors, config, ARCHITECTURES[config.architecture], new_heads, compare_tied).items():
         _check_tensor(tensors[name], parts[0].shape(sizes))
         for part in parts:
             sources.setdefault(part.path, []).append(_Source(tensors[name], part))
@@ -295,7 +316,12 @@ def _open_checked(folder: Path, config: Any, specs: Specs, new_heads: bool) -> d
 
 
 def _expected(
-    folder: Path, present: Mapping[str, _Tensor], config: Any, architecture: Architecture, new_heads: bool
+    folder: Path,
+    present: Mapping[str, _Tensor],
+    config: Any,
+    architecture: Architecture,
+    new_heads: bool,
+    compare_tied: bool,
 ) -> dict[str, tuple[Stored, ...]]:
     """The tensors to read, in the order of their layers -> what they hold.
 
@@ -317,7 +343,9 @@ def _expected(
             expected[file_name(pattern.format(layer=layer))] = parts
     left_out = set() if architecture.lm_head in expected else {architecture.lm_head}
     if left_out & set(present) and config.tied_embedding:  # savers keep either name of a tied tensor, or both
-        if embedding in present:
+        if embedding in present and not compare_tied:
+            pass  # whoever began the run has compared them
+        elif embedding in present:
             _check_tied(present[embedding], present[architecture.lm_head])
         else:
             expected = {(architecture.lm_head if name == embedding else name): parts for name, parts in expected.items()}

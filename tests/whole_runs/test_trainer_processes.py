@@ -1,0 +1,192 @@
+"""A trainer of several processes: it computes what one process computes, and all of its processes end and resume together."""
+
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tba_jax.commands import audit
+from tba_jax.replay import journal
+from tba_jax.run import layout, metrics, processes
+from tests.support import frozen_runs
+from tests.support import trainer_processes as trainers
+
+pytestmark = pytest.mark.usefixtures("one_device_throughout")
+
+LONG = {"learner__steps": 120, "learner__warmup_steps": 1, "checkpoint__every_steps": 20, "publish__every_steps": 10}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    """The workdir of a run whose log nobody writes to any more."""
+    return frozen_runs.make(tmp_path_factory.mktemp("frozen") / "source").run.root
+
+
+def trained(workdir: Path) -> list[dict[str, float]]:
+    """What each step measured."""
+    names = ("step", "loss", "grad_norm")
+    return [{name: point[name] for name in names} for point in metrics.read_lines(workdir / "metrics" / "trainer")]
+
+
+def policies(workdir: Path) -> dict[str, bytes]:
+    """The bytes of all snapshots, without what names the trainer that wrote them."""
+    files = frozen_runs.contents(workdir / "policy")
+    return {name: content for name, content in files.items() if not name.endswith("commit.json")}
+
+
+def assert_same_run(workdir: Path, other: Path, *, tolerance: float = 0.0) -> None:
+    """The same batches, losses, gradients and snapshots. Args: tolerance: relative; 0: bit for bit."""
+    lines = [[line["batch"] for line in journal.read_lineage(each / "journal")] for each in (workdir, other)]
+    assert lines[0] == lines[1]
+    for here, there in zip(trained(workdir), trained(other), strict=True):
+        assert here == pytest.approx(there, rel=tolerance, abs=tolerance)
+    if not tolerance:
+        assert policies(workdir) == policies(other)
+
+
+def journalled(workdir: Path) -> int:
+    """Whole lines of the journal."""
+    return sum(path.read_bytes().count(b"\n") for path in (workdir / "journal").glob("epoch-*.jsonl"))
+
+
+def wait_for_steps(workdir: Path, steps: int, started: list[subprocess.Popen[str]]) -> None:
+    deadline = time.monotonic() + trainers.PATIENCE_SECONDS
+    while journalled(workdir) < steps:
+        ended = [process.poll() for process in started]
+        assert ended == [None] * len(started), [process.communicate()[0] for process in started if process.poll() is not None]
+        assert time.monotonic() < deadline, f"{journalled(workdir)} of {steps} steps are journalled"
+        time.sleep(0.02)
+
+
+def test_two_processes_compute_what_one_computes(tmp_path, source):
+    flags = trainers.offline_flags(source, learner__logprob_gap_every_steps=0)
+    trainers.run(tmp_path / "one", *flags, processes=1, devices=2)
+    first, second = trainers.run(tmp_path / "two", *flags, processes=2)
+    assert_same_run(tmp_path / "two", tmp_path / "one")
+    assert "process 0 of 2" in first.text and "process 1 of 2" in second.text
+    assert layout.read_json(tmp_path / "two" / "finished.json")["balanced"]
+    assert not (tmp_path / "two" / "trainer.key").exists()
+
+
+def kill_and_resume(workdir: Path, flags: list[str], *, killed: int, at: int, count: int = 2) -> float:
+    """Kills one process once `at` steps are journalled. Returns the seconds until the last of the others has ended."""
+    started = trainers.start(workdir, *flags, processes=count)
+    with trainers.ended_at_last(started):
+        wait_for_steps(workdir, at, started)
+        started[killed].kill()
+        begin = time.monotonic()
+        for process in started:
+            process.wait(trainers.PATIENCE_SECONDS)
+        seconds = time.monotonic() - begin
+    for number, process in enumerate(started):
+        text = process.communicate()[0]
+        if number != killed and process.returncode == processes.PEER_LOST:
+            assert f"error: process {killed}" in text and "has ended" in text
+        # JAX ends a process by SIGABRT where it sees the end of another one before we do.
+        assert number == killed or process.returncode in (processes.PEER_LOST, -signal.SIGABRT), text
+    return seconds
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_process_ends_the_others_and_all_resume_bit_for_bit(tmp_path, source, killed):
+    flags = trainers.offline_flags(source, learner__steps=30, checkpoint__every_steps=8)
+    seconds = kill_and_resume(tmp_path / "killed", flags, killed=killed, at=11)
+    assert seconds < 10.0, f"the others ended after {seconds:.1f} s"
+    trainers.run(tmp_path / "killed", *flags, processes=2)
+    trainers.run(tmp_path / "whole", *flags, processes=2)
+    assert_resumed_as(tmp_path / "killed", tmp_path / "whole", steps=30)
+
+
+def assert_resumed_as(workdir: Path, whole: Path, *, steps: int) -> None:
+    """A run that was interrupted has the batches and snapshots of one that was not, and every step and row once."""
+    lines = [[line["batch"] for line in journal.read_lineage(each / "journal")] for each in (workdir, whole)]
+    assert lines[0] == lines[1] and len(lines[0]) == steps
+    there, expected = policies(workdir), policies(whole)  # a resume publishes where it begins, too
+    assert {name: there.get(name) for name in expected} == expected
+    finished = layout.read_json(workdir / "finished.json")
+    assert finished["balanced"] and finished["step"] == steps
+    assert [line["step"] for line in journal.read_lineage(workdir / "journal")] == list(range(1, steps + 1))
+    assert all(account.balances for account in audit.accounts(audit.open_run(workdir)).values())
+
+
+def test_a_signal_to_any_process_ends_all_after_a_step_with_a_checkpoint(tmp_path, source):
+    flags = trainers.offline_flags(source, **LONG)
+    started = trainers.start(tmp_path / "run", *flags, processes=2)
+    with trainers.ended_at_last(started):
+        wait_for_steps(tmp_path / "run", 5, started)
+        started[1].send_signal(signal.SIGTERM)
+        codes = [process.wait(trainers.PATIENCE_SECONDS) for process in started]
+    assert codes == [processes.STOPPED] * 2, [process.communicate()[0] for process in started]
+    (newest,) = layout.steps_in(tmp_path / "run" / "checkpoints")[-1:]
+    assert newest == len(journal.read_lineage(tmp_path / "run" / "journal")) < 120
+
+
+def test_a_silent_process_is_seen_after_the_heartbeat(tmp_path, source):
+    flags = trainers.offline_flags(source, **LONG, trainer__heartbeat_seconds=3.0)
+    started = trainers.start(tmp_path / "run", *flags, processes=2)
+    with trainers.ended_at_last(started):
+        wait_for_steps(tmp_path / "run", 3, started)
+        started[1].send_signal(signal.SIGSTOP)
+        begin = time.monotonic()
+        code = started[0].wait(trainers.PATIENCE_SECONDS)
+        seconds = time.monotonic() - begin
+        started[1].kill()
+    text = started[0].communicate()[0]
+    assert code in (processes.PEER_LOST, -signal.SIGABRT) and seconds < 8.0, text
+    assert code != processes.PEER_LOST or "trainer.heartbeat_seconds=3" in text
+
+
+@pytest.mark.slow
+def test_ten_kills_at_random_steps_lose_nothing(tmp_path, source, capsys):
+    flags, draw = trainers.offline_flags(source, **LONG), random.Random(0)
+    trainers.run(tmp_path / "whole", *flags, processes=2)
+    told = []
+    for number in range(10):
+        killed, at = number % 2, 1 + journalled(tmp_path / "killed") + draw.randrange(2, 10)
+        seconds = kill_and_resume(tmp_path / "killed", flags, killed=killed, at=at)
+        told.append(f"process {killed} killed after {at} lines: the other ended after {seconds:.2f} s")
+        assert seconds < 10.0, told[-1]
+    trainers.run(tmp_path / "killed", *flags, processes=2)
+    assert_resumed_as(tmp_path / "killed", tmp_path / "whole", steps=120)
+    with capsys.disabled():
+        print("\n" + "\n".join(told))
+
+
+VARIANTS = {
+    "adapters": {"lora__rank": 2, "lora__targets": "('layers.attention.*',)"},
+    "log Z": {"learner__objective": "learned_log_z"},
+    "micro-batches": {"learner__micro_batch_tokens": 26},
+    "reset reference": {"learner__reference__kind": "reset", "learner__reference__reset_steps": 4},
+    "moving average": {"learner__reference__kind": "ema", "learner__reference__ema_decay": 0.5},
+    "fsdp": {"learner__mesh__fsdp": 2},
+    "tensor": {"learner__mesh__tensor": 2, "model__kv_heads": 2},
+    "every step published": {"publish__every_steps": 1, "publish__dtype": "bfloat16"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VARIANTS)
+def test_what_one_process_can_do_two_can(tmp_path, name):
+    settings = VARIANTS[name]
+    of_source = {key: value for key, value in settings.items() if key.startswith(("model", "lora"))}
+    of_source = {key: ("layers.attention.*",) if key.endswith("targets") else value for key, value in of_source.items()}
+    source = frozen_runs.make(tmp_path / "source", **of_source).run.root
+    flags = trainers.offline_flags(source, **settings)
+    trainers.run(tmp_path / "one", *flags, processes=1, devices=2)
+    trainers.run(tmp_path / "two", *flags, processes=2)
+    assert_same_run(tmp_path / "two", tmp_path / "one")
+
+
+@pytest.mark.slow
+def test_four_devices_in_one_two_and_four_processes(tmp_path, source):
+    flags = trainers.offline_flags(source, learner__mesh__fsdp=2)
+    for count in (1, 2, 4):
+        trainers.run(tmp_path / str(count), *flags, processes=count, devices=4 // count)
+    for count in (2, 4):
+        assert_same_run(tmp_path / str(count), tmp_path / "1", tolerance=1e-5)
+    whole = [np.frombuffer(b"".join(policies(tmp_path / str(count)).values()), np.uint8) for count in (1, 2, 4)]
+    assert all(each.shape == whole[0].shape for each in whole)
