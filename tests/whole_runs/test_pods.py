@@ -89,6 +89,18 @@ class Run:
         self.train(5)
         self.times.append(f"{event.__name__} {job}-{index} {time.monotonic() - begin:.1f} s")
 
+    def replaced(self, event: Callable[[str, int], None], job: str, index: int) -> None:
+        """Does this to a pod, and waits until another one is in its place."""
+        lives = self.cluster.jobs[job].lives
+        before = lives[index]
+        event(job, index)
+        self.cluster.run_until(lambda: lives[index] > before, f"another pod {job}-{index}", seconds=300)
+
+    def pause(self, seconds: float) -> None:
+        """Lets the cluster go on for this time."""
+        end = time.monotonic() + seconds
+        self.cluster.run_until(lambda: time.monotonic() > end, "the end of a pause", seconds=2 * seconds)
+
     def lives(self) -> dict[str, int]:
         """Pods that each index has had."""
         return {f"{job.name}-{index}": count for job in self.cluster.jobs.values() for index, count in job.lives.items()}
@@ -96,7 +108,16 @@ class Run:
 
 @pytest.fixture(params=[1, 2], ids=["one host", "two hosts"])
 def run(request, tmp_path) -> Iterator[Run]:
-    made = Run(tmp_path, hosts=request.param)
+    yield from running(tmp_path, hosts=request.param)
+
+
+@pytest.fixture
+def three_hosts(tmp_path) -> Iterator[Run]:
+    yield from running(tmp_path, hosts=3)
+
+
+def running(folder: Path, *, hosts: int) -> Iterator[Run]:
+    made = Run(folder, hosts=hosts)
     try:
         yield made
     finally:
@@ -131,6 +152,36 @@ def test_a_run_outlives_what_a_cluster_does_to_its_pods(run, capsys):
     check_what_is_left(run)
     with capsys.disabled():
         print(f"\n{run.hosts} hosts: pods {expected}, epochs {epoch(run)}, " + ", ".join(run.times))
+
+
+def test_others_wait_for_a_pod_without_a_node(three_hosts):
+    """At the first start and later, and while pods of those that wait are evicted, lost and crash."""
+    run, cluster = three_hosts, three_hosts.cluster
+    cluster.pending.add(("trainer", 2))
+    run.pause(12)
+    for start in ("first", "later"):
+        for event, index in ((cluster.lose, 1), (cluster.evict, 0), (cluster.lose, 0), (cluster.crash, 0)):
+            run.replaced(event, "trainer", index)
+            run.pause(8)
+        assert (run.steps() == 0) == (start == "first")
+        # Those that wait in the pod that stays hear of the end of process 0, and wait again.
+        assert cluster.log("trainer", 1).count("trainer ended with code 6") >= 3
+        cluster.pending.clear()
+        run.train(5)
+        if start == "first":
+            cluster.pending.add(("trainer", 2))
+            cluster.lose("trainer", 2)
+            run.pause(8)
+    assert cluster.jobs["trainer"].failures == 2  # the crashes
+    assert cluster.jobs["trainer"].lives == {0: 7, 1: 3, 2: 2}
+
+
+def test_bad_input_fails_a_new_run_at_once(tmp_path, monkeypatch):
+    monkeypatch.setitem(SETTINGS, "learner.completions", 0)
+    for made in running(tmp_path, hosts=2):
+        with pytest.raises(AssertionError, match="trainer-0 ended with code 2"):
+            made.train(1)
+        assert "learner.completions=0" in made.cluster.log("trainer", 0)
 
 
 def epoch(run: Run) -> int:
