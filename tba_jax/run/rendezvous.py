@@ -191,12 +191,19 @@ def _key(workdir: Path) -> Iterator[dict[str, str]]:
         raise ValueError(f"workdir {str(workdir)!r} cannot be written: {error.strerror}") from error
     try:
         yield key
-    finally:
-        with contextlib.suppress(OSError):
-            if _read_key(workdir).get("id") == key["id"]:
-                path.unlink()
-            if is_new and not any(workdir.iterdir()):
+    except BaseException:
+        _remove(path, key)
+        with contextlib.suppress(OSError):  # another process may have begun a run there
+            if is_new:
                 workdir.rmdir()
+        raise
+    _remove(path, key)
+
+
+def _remove(path: Path, key: Mapping[str, str]) -> None:
+    with contextlib.suppress(OSError):
+        if _read_key(path.parent).get("id") == key["id"]:
+            path.unlink()
 
 
 def _greet(wire: Wire, key: Mapping[str, str], hello: Mapping[str, Any], strangers: list[str]) -> dict[str, Any] | None:
