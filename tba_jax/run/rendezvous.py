@@ -291,7 +291,7 @@ def _join(world: World, workdir: Path, hello: Mapping[str, Any], limits: Limits)
             f"--coordinator={world.coordinator} has ended the connection without a word ({error}): it is no trainer's process 0"
         ) from error
     try:
-        key = _find_key(workdir, greeting["id"], seconds=min(limits.connect_seconds, _VISIBLE_SECONDS))
+        key = _find_key(workdir, greeting["id"], wire, seconds=min(limits.connect_seconds, _VISIBLE_SECONDS))
         if key is None:
             wire.send("unseen", {"hello": {name: hello[name] for name in ("process", "host", "workdir")}})
             raise ValueError(_unseen(hello, greeting))
@@ -329,10 +329,16 @@ def _connect(world: World, limits: Limits) -> Wire:
             time.sleep(_TRY_AGAIN_SECONDS)
 
 
-def _find_key(workdir: Path, identity: str, *, seconds: float) -> dict[str, str] | None:
-    """The key of the meeting with this id, once the workdir shows it; None where it does not within so many seconds."""
+def _find_key(workdir: Path, identity: str, wire: Wire, *, seconds: float) -> dict[str, str] | None:
+    """The key of the meeting with this id, once the workdir shows it; None where it does not within so many seconds.
+
+    Raises:
+      EOFError: process 0, at the other end of the wire, has ended, and its key with it.
+    """
     deadline = time.monotonic() + seconds
     while (key := _read_key(workdir)).get("id") != identity:
+        if wire.is_gone():
+            raise EOFError("the other end of the connection is gone")
         if time.monotonic() > deadline:
             return None
         time.sleep(_TRY_AGAIN_SECONDS)
