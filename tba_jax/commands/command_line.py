@@ -198,9 +198,9 @@ def failures(workdir: Path | None = None) -> Iterator[None]:
             os._exit(processes.STORAGE_FAILED)
         if isinstance(error, processes.BadInput):
             refuse(error)
-        if isinstance(error, FloatingPointError | processes.NoRewards):
+        if isinstance(error, FloatingPointError | processes.NoRewards | processes.PeerLost):
             print(f"error: {sentence}", file=sys.stderr)
-            sys.exit(processes.NOT_FINITE if isinstance(error, FloatingPointError) else processes.NO_REWARDS)
+            sys.exit(processes.exit_code(error))
         print(visible(traceback.format_exc()), end="", file=sys.stderr)
         print(f"error: {type(error).__name__}: {sentence}", file=sys.stderr)
         sys.exit(1)

@@ -39,6 +39,10 @@ class NoRewards(RuntimeError):
     """No row has had a reward for so long that a searcher gives up: it ends with this sentence and the code NO_REWARDS."""
 
 
+class PeerLost(RuntimeError):
+    """Another process of the same trainer has ended: this one ends with this sentence and the code PEER_LOST."""
+
+
 class RunIsAway(OSError):
     """The place of a run does not hold the run at the moment: a folder was moved, or a mount is lost. A failure of storage."""
 
@@ -92,7 +96,7 @@ def exit_code(error: BaseException) -> int:
         return STOPPED
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
-    codes = {BadInput: BAD_INPUT, FloatingPointError: NOT_FINITE, NoRewards: NO_REWARDS}
+    codes = {BadInput: BAD_INPUT, FloatingPointError: NOT_FINITE, NoRewards: NO_REWARDS, PeerLost: PEER_LOST}
     return next((code for kind, code in codes.items() if isinstance(error, kind)), 1)
 
 

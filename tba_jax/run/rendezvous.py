@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tba_jax.run import layout
+from tba_jax.run import layout, processes
 from tba_jax.run.process_group import Leader, Member
 from tba_jax.run.wire import Message, Wire
 from tba_jax.run.world import World
@@ -32,6 +32,8 @@ _KEY_FILE = "trainer.key"
 # Network file systems show a new file to other hosts after this time at the latest.
 _VISIBLE_SECONDS = 60.0
 _TRY_AGAIN_SECONDS = 0.2
+# A host that is gone answers nothing, and the name of process 0 may lead to another one meanwhile.
+_ATTEMPT_SECONDS = 5.0
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore", "numpy")
 _SHOWN = 5  # differences that a sentence lists
 
@@ -120,7 +122,7 @@ def _await_others(
     deadline = time.monotonic() + limits.connect_seconds
     with _listener(world) as listener, _key(workdir) as key:
         try:
-            while len(wires) < world.processes - 1:
+            while len(wires) < world.processes - 1 or _forget_gone(wires):
                 listener.settimeout(max(0.01, deadline - time.monotonic()))
                 try:
                     wire = Wire(listener.accept()[0])
@@ -131,6 +133,7 @@ def _await_others(
                     wire.close()
                     continue
                 number = theirs["process"]
+                _forget_gone(wires)
                 if number in wires or number == 0:
                     wire.send("refused", {"sentence": (sentence := f"two processes of this trainer have --process={number}")})
                     raise ValueError(sentence)
@@ -146,7 +149,18 @@ def _await_others(
                 with contextlib.suppress(OSError):
                     wire.send("refused", {"sentence": str(error)})
             raise
+        except OSError as error:
+            raise processes.PeerLost(f"a process of this trainer ended when all of them had met ({error})") from error
     return wires, hosts, address
+
+
+def _forget_gone(wires: dict[int, Wire]) -> bool:
+    """Forgets processes that have come and ended again: others may come in their place. Returns whether there were any."""
+    gone = [number for number, wire in wires.items() if wire.is_gone()]
+    for number in gone:
+        log.warning("process %d of the trainer has ended while it waited for the others", number)
+        wires.pop(number).close()
+    return bool(gone)
 
 
 @contextlib.contextmanager
@@ -271,7 +285,13 @@ def _join(world: World, workdir: Path, hello: Mapping[str, Any], limits: Limits)
     wire = _connect(world, limits)
     try:
         greeting = wire.receive().content
-        key = _find_key(workdir, greeting["id"], seconds=min(limits.connect_seconds, _VISIBLE_SECONDS))
+    except (EOFError, OSError) as error:
+        wire.close()
+        raise ValueError(
+            f"--coordinator={world.coordinator} has ended the connection without a word ({error}): it is no trainer's process 0"
+        ) from error
+    try:
+        key = _find_key(workdir, greeting["id"], wire, seconds=min(limits.connect_seconds, _VISIBLE_SECONDS))
         if key is None:
             wire.send("unseen", {"hello": {name: hello[name] for name in ("process", "host", "workdir")}})
             raise ValueError(_unseen(hello, greeting))
@@ -279,12 +299,14 @@ def _join(world: World, workdir: Path, hello: Mapping[str, Any], limits: Limits)
         wire.send("hello", {"hello": hello, "nonce": nonce, "proof": _proof(key, greeting["nonce"], hello)})
         _expect(wire.receive(), "welcome", proof=_proof(key, nonce, {}))
         address: str = _expect(wire.receive(), "start")["address"]
-    except (EOFError, OSError, KeyError) as error:
+    except (EOFError, OSError) as error:
         wire.close()
-        raise ValueError(
-            f"--coordinator={world.coordinator} ended the connection before the processes of the trainer had met ({error}); its "
-            "process 0 says why, or it is no trainer"
+        raise processes.PeerLost(
+            f"process 0 ({greeting.get('host')}) of this trainer ended before all processes had met ({error})"
         ) from error
+    except KeyError as error:
+        wire.close()
+        raise ValueError(f"--coordinator={world.coordinator} says nothing of {error}: it is no process 0 of a trainer") from error
     wire.limit(None)
     return wire, greeting["host"], address
 
@@ -294,7 +316,8 @@ def _connect(world: World, limits: Limits) -> Wire:
     deadline = time.monotonic() + limits.connect_seconds
     while True:
         try:
-            wire = Wire(socket.create_connection(world.address, timeout=max(0.1, deadline - time.monotonic())))
+            left = max(0.1, deadline - time.monotonic())
+            wire = Wire(socket.create_connection(world.address, timeout=min(left, _ATTEMPT_SECONDS)))
             wire.limit(limits.connect_seconds + _VISIBLE_SECONDS)
             return wire
         except OSError as error:
@@ -306,10 +329,16 @@ def _connect(world: World, limits: Limits) -> Wire:
             time.sleep(_TRY_AGAIN_SECONDS)
 
 
-def _find_key(workdir: Path, identity: str, *, seconds: float) -> dict[str, str] | None:
-    """The key of the meeting with this id, once the workdir shows it; None where it does not within so many seconds."""
+def _find_key(workdir: Path, identity: str, wire: Wire, *, seconds: float) -> dict[str, str] | None:
+    """The key of the meeting with this id, once the workdir shows it; None where it does not within so many seconds.
+
+    Raises:
+      EOFError: process 0, at the other end of the wire, has ended, and its key with it.
+    """
     deadline = time.monotonic() + seconds
     while (key := _read_key(workdir)).get("id") != identity:
+        if wire.is_gone():
+            raise EOFError("the other end of the connection is gone")
         if time.monotonic() > deadline:
             return None
         time.sleep(_TRY_AGAIN_SECONDS)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import select
 import socket
 import struct
 import threading
@@ -72,6 +73,17 @@ class Wire:
                 raise EOFError("the other end of the connection is gone")
             filled += got
         return block
+
+    def is_gone(self) -> bool:
+        """Whether the other end has closed the connection, as far as is known here. For a wire from which nobody receives."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        if not poll.poll(0):
+            return False
+        try:
+            return not self._socket.recv(1, socket.MSG_PEEK)
+        except OSError:
+            return True
 
     def close(self) -> None:
         self._socket.close()

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tba_jax.run import processes, rendezvous, world
 from tba_jax.run.wire import Wire
 from tests.support import tiny_run
 from tests.support import trainer_processes as trainers
@@ -18,7 +19,7 @@ from tests.support import trainer_processes as trainers
 MEETING = """
 import json, sys
 from pathlib import Path
-from tba_jax.run import rendezvous, world
+from tba_jax.run import processes, rendezvous, world
 
 given = json.loads(sys.argv[1])
 rendezvous._versions = lambda versions=rendezvous._versions(): versions | given.get("versions", {})
@@ -29,6 +30,9 @@ try:
 except ValueError as error:
     print("refused:", error)
     sys.exit(2)
+except processes.PeerLost as error:
+    print("lost:", error)
+    sys.exit(6)
 import jax
 print("devices", jax.device_count(), jax.local_device_count())
 if given["process"] == 0:
@@ -84,6 +88,36 @@ def test_two_processes_of_one_number_are_refused(tmp_path):
     three = [start(tmp_path / "run", port, process=number, processes=3) for number in (0, 1, 1)]
     for each in trainers.wait(three, seconds=90):
         assert each.code == 2 and "two processes of this trainer have --process=1" in each.text, each.text
+
+
+def test_the_end_of_process_0_in_the_meeting_is_no_mistake(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        process = start(tmp_path, listener.getsockname()[1], process=1)
+        listener.settimeout(60)
+        wire = Wire(listener.accept()[0])
+        wire.send("greeting", {"id": "some", "nonce": "some", "workdir": str(tmp_path), "host": "first"})
+        wire.close()
+    (ended,) = trainers.wait([process], seconds=60)
+    # It ends while it looks for the key, which went with process 0.
+    assert ended.code == processes.PEER_LOST and "process 0 (first) of this trainer ended" in ended.text, ended.text
+
+
+def test_a_process_that_ends_in_the_meeting_may_come_again(tmp_path):
+    port = trainers.free_port()
+    first = start(tmp_path, port, processes=3, seconds=60.0)
+    given = world.World(process=1, processes=3, coordinator=f"127.0.0.1:{port}")
+    limits = rendezvous.Limits(connect_seconds=60.0, heartbeat_seconds=5.0)
+    wire = rendezvous._connect(given, limits)
+    greeting = wire.receive().content
+    key = rendezvous._find_key(tmp_path, greeting["id"], wire, seconds=10)
+    hello = dict(process=1, processes=3, host="lost", workdir=str(tmp_path), versions=rendezvous._versions(), settings={"a": 1})
+    wire.send("hello", {"hello": hello, "nonce": "n", "proof": rendezvous._proof(key, greeting["nonce"], hello)})
+    assert wire.receive().kind == "welcome"
+    wire.close()
+    others = [start(tmp_path, port, process=process, processes=3, seconds=60.0) for process in (1, 2)]
+    ended = trainers.wait([first, *others], seconds=90)
+    assert [each.code for each in ended] == [0, 7, 7], "\n".join(each.text for each in ended)
+    assert "process 1 of the trainer has ended while it waited" in ended[0].text
 
 
 def test_a_coordinator_that_does_not_answer_is_told_after_the_limit(tmp_path):
