@@ -239,6 +239,7 @@ class Leader(_Member):
         return self._asked
 
     def end(self, code: int) -> None:
+        self._ending.set()  # the others may be gone before this process has done the rest
         self.call("end", code=code)
         self._shut_down()
 

@@ -173,6 +173,9 @@ def test_a_supervised_trainer_of_two_processes_is_started_again_as_a_whole(tmp_p
     assert supervisor.returncode == 0, text
     assert "trainer (exit code -9)" in text and "starting it again" in text
     assert_ledger_balances(workdir, steps=40)
+    points = metrics.read_lines(workdir / "metrics" / "trainer")
+    gaps = [point["logprob_gap_max"] for point in points if "logprob_gap_max" in point]
+    assert gaps and max(gaps) < 1e-3, "both processes score the rows that are compared"
     assert "process 1 of 2" in (workdir / "logs" / "trainer-process-1.log").read_text()
 
 
