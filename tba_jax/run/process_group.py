@@ -7,6 +7,7 @@ left: every process sees the end of the others, and ends as well, with the code 
 
 import atexit
 import contextlib
+import logging
 import os
 import queue
 import sys
@@ -19,6 +20,8 @@ import numpy as np
 
 from tba_jax.run import processes
 from tba_jax.run.wire import Message, Wire
+
+log = logging.getLogger(__name__)
 
 # Heartbeats are sent so often, and at least four times in trainer.heartbeat_seconds. They also tell that a signal has come.
 _BEAT_SECONDS = 0.5
@@ -92,9 +95,13 @@ class _Peer:
                 message = self.wire.receive()
                 self.heard = time.monotonic()
                 self._take(message)
-        except (EOFError, OSError, ValueError) as error:
+        except (EOFError, OSError) as error:
             self.is_gone = True
             self._lost(self, f"has ended ({error})")
+        except Exception as error:  # a defect here must not leave the processes waiting for each other
+            self.is_gone = True
+            log.exception("a message of %s could not be taken", self.name)
+            self._lost(self, f"is left, because its message could not be taken ({type(error).__name__}: {error})")
 
 
 class _Member:
@@ -252,7 +259,10 @@ class Member(_Member):
         super().__init__(process=process, processes=processes, heartbeat_seconds=heartbeat_seconds)
         self.code = 0
         self._calls: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        # By the name of asides: what is to be called, and contents of those that came before that was known. Guarded by the lock.
         self._asides: dict[str, Callable[..., None]] = {}
+        self._early: dict[str, list[dict[str, Any]]] = {}
+        self._asides_lock = threading.Lock()
         self._stop: Callable[[], bool] = lambda: False
         self._name = f"process 0 ({host})"
         self._peers.append(_Peer(wire, self._name, take=self._take, lost=self._lost))
@@ -265,16 +275,29 @@ class Member(_Member):
                 self._ending.set()  # the leader may be gone before this process has done all that it was called for
             self._calls.put(message)
         elif message.kind == "aside":
-            self._asides[message.content["name"]](**message.content["content"])
+            self._take_aside(message.content["name"], message.content["content"])
         elif message.kind == "failed":
             self._failed(message, self._name)
 
     def _stops(self) -> bool:
         return self._stop()
 
+    def _take_aside(self, name: str, content: dict[str, Any]) -> None:
+        with self._asides_lock:
+            if name in self._asides:
+                self._asides[name](**content)
+            else:
+                self._early.setdefault(name, []).append(content)
+
     def on_aside(self, name: str, function: Callable[..., None]) -> None:
-        """Has `function` called with the content of each aside of this name, in the thread that receives: it must be quick."""
-        self._asides[name] = function
+        """Has `function` called with the content of each aside of this name, in the thread that receives: it must be quick.
+
+        The leader may be ahead: asides that have come already are handed over now.
+        """
+        with self._asides_lock:
+            self._asides[name] = function
+            for content in self._early.pop(name, []):
+                function(**content)
 
     def tell_signals(self, stop: Callable[[], bool]) -> None:
         """Tells the leader once `stop` says that a signal asks this process to stop."""
