@@ -186,7 +186,7 @@ def _between_processes(rows: Rows, submit: Callable[[], Any]) -> dict[str, float
 def _train(workdir: Path, processes: int) -> float:
     """The median seconds of a step of an offline trainer on two devices."""
     with_log = [f"--config.replay.mount=('{Path(_LOG.value).absolute()}',)", "--config.searchers.count=0"]
-    settings = {"learner.steps": _STEPS.value, "metrics.every_steps": 1, "evaluation.enabled": False, "warm_start.steps": 0}
+    settings = {"learner.steps": _STEPS.value, "metrics.every_steps": 1, "evaluation.enabled": False}
     command = [sys.executable, "-m", "tba_jax.main", f"--config={_RECIPE.value}", f"--workdir={workdir}", "--role=trainer"]
     command += [*with_log, *(f"--config.{name}={value}" for name, value in settings.items())]
     cores = sorted(os.sched_getaffinity(0))[:2]
