@@ -293,5 +293,16 @@ def test_four_devices_in_one_two_and_four_processes(tmp_path, source):
         trainers.run(tmp_path / str(count), *flags, processes=count, devices=4 // count)
     for count in (2, 4):
         assert_same_run(tmp_path / str(count), tmp_path / "1", tolerance=1e-5)
-    whole = [np.frombuffer(b"".join(policies(tmp_path / str(count)).values()), np.uint8) for count in (1, 2, 4)]
-    assert all(each.shape == whole[0].shape for each in whole)
+    expected = weights(tmp_path / "1")
+    assert {name.split("/")[0] for name in expected} == {layout.step_name(step) for step in range(0, 13, 2)}
+    for count in (2, 4):
+        found = weights(tmp_path / str(count))
+        assert found.keys() == expected.keys()
+        for name, array in expected.items():
+            np.testing.assert_allclose(found[name], array, rtol=1e-5, atol=1e-6, err_msg=f"{name}, {count} processes")
+
+
+def weights(workdir: Path) -> dict[str, np.ndarray]:
+    """The numbers in each chunk of each snapshot; a chunk ends by its checksum."""
+    chunks = {name: content for name, content in policies(workdir).items() if "/c/" in name}
+    return {name: np.frombuffer(content[:-4], np.float32) for name, content in chunks.items()}
