@@ -9,10 +9,12 @@ journal durable. All of that is done while the devices compute the update before
 update, and the line handed to its thread.
 
 The second trains on the log of a finished run, by one process with two devices and by two processes with one each, on the same
-two cores, in interleaved pairs.
+two cores, in interleaved pairs. It also tells how long the devices take to sum arrays of the shapes of the policy's gradients.
 """
 
+import concurrent.futures
 import functools
+import json
 import os
 import shutil
 import socket
@@ -20,7 +22,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +33,9 @@ from absl import app, flags
 
 from benchmarks import trainer_update
 from configs import base
+from tba_jax.commands import recipes, settings_help
 from tba_jax.experiment import composition
+from tba_jax.models import parameters
 from tba_jax.replay import journal
 from tba_jax.replay.log import LogWriter
 from tba_jax.roles.trainer.buffer import ReplayBuffer
@@ -68,6 +71,68 @@ try:
 except EOFError:
     pass
 """
+
+
+# One process of those that sum arrays over two devices, see `_summed`.
+_SUM = """
+import json, os, statistics, sys, time
+import jax, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from tba_jax import sharding
+number, processes, port, shapes = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4])
+if processes > 1:
+    jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=processes, process_id=number, local_device_ids=[0])
+mesh = sharding.make_mesh((2, 1, 1), setting="benchmark")
+parts = sharding.put([np.ones((2, *shape), np.float32) for shape in shapes], sharding.rows_sharding(mesh))
+add = jax.jit(lambda arrays: [array.sum(0) for array in arrays], out_shardings=sharding.replicated(mesh))
+taken = []
+for _ in range(30):
+    begin = time.perf_counter()
+    jax.block_until_ready(add(parts))
+    taken.append(time.perf_counter() - begin)
+print(statistics.median(taken[3:]))
+"""
+
+
+def _summed(processes: int) -> float:
+    """Seconds in which two devices of so many processes sum arrays of the shapes of the recipe's gradients."""
+    policy = composition.build(recipes.load(_RECIPE.value, [], program=settings_help.BASE)).policy
+    shapes = json.dumps([spec.shape for spec in parameters.flatten(policy.trained_specs).values()])
+    port = _free_port()
+    started = _start(lambda number: [sys.executable, "-c", _SUM, str(number), str(processes), port, shapes], processes)
+    return float(_wait(started)[0].splitlines()[-1])
+
+
+def _free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return str(free.getsockname()[1])
+
+
+def _start(command: Callable[[int], list[str]], processes: int) -> list[subprocess.Popen[str]]:
+    """So many processes on two cores and two CPU devices. Args: command: number of a process -> its command line."""
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    seen = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={2 // processes}"}
+    return [
+        subprocess.Popen(
+            command(number),
+            cwd=_ROOT,
+            env=seen,
+            preexec_fn=functools.partial(os.sched_setaffinity, 0, cores[number::processes]),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(processes)
+    ]
+
+
+def _wait(started: list[subprocess.Popen[str]]) -> list[str]:
+    """What each printed. Ends this program where one has failed."""
+    with concurrent.futures.ThreadPoolExecutor(len(started)) as threads:
+        said = list(threads.map(lambda process: process.communicate(), started))
+    if any(process.returncode for process in started):
+        sys.exit(f"error: one of {len(started)} processes failed: {[errors[-600:] for _, errors in said]}")
+    return [printed for printed, _ in said]
 
 
 def _program(changes: dict[str, Any]) -> tuple[Any, Any, UpdateProgram]:
@@ -189,37 +254,8 @@ def _train(workdir: Path, processes: int) -> float:
     settings = {"learner.steps": _STEPS.value, "metrics.every_steps": 1, "evaluation.enabled": False}
     command = [sys.executable, "-m", "tba_jax.main", f"--config={_RECIPE.value}", f"--workdir={workdir}", "--role=trainer"]
     command += [*with_log, *(f"--config.{name}={value}" for name, value in settings.items())]
-    cores = sorted(os.sched_getaffinity(0))[:2]
-    seen = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={2 // processes}"}
-
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        world = [f"--coordinator=127.0.0.1:{free.getsockname()[1]}", f"--processes={processes}"] if processes > 1 else []
-    started = []
-    for number in range(processes):
-        own = cores[number::processes]
-        told = [*command, *world, *([f"--process={number}"] if world else [])]
-        started.append(
-            subprocess.Popen(
-                told,
-                cwd=_ROOT,
-                env=seen,
-                preexec_fn=functools.partial(os.sched_setaffinity, 0, own),
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    said: list[str] = [""] * processes
-
-    def read(number: int) -> None:
-        said[number] = started[number].communicate()[1]
-
-    readers = [threading.Thread(target=read, args=(number,)) for number in range(processes)]
-    for reader in readers:
-        reader.start()
-    for reader in readers:
-        reader.join()
-    if any(process.returncode for process in started):
-        sys.exit(f"error: a trainer of {processes} processes failed: {[each[-600:] for each in said]}")
+    world = [f"--coordinator=127.0.0.1:{_free_port()}", f"--processes={processes}"] if processes > 1 else []
+    _wait(_start(lambda number: [*command, *world, *([f"--process={number}"] if world else [])], processes))
     times = [point["time"] for point in metrics.read_lines(workdir / "metrics" / "trainer")]
     shutil.rmtree(workdir)
     return statistics.median(np.diff(times[len(times) // 4 :]).tolist())
@@ -239,6 +275,8 @@ def main(arguments: list[str]) -> None:
             taken = {processes: _train(Path(folder) / f"{pair}-{processes}", processes) for processes in order}
             ratios.append(taken[2] / taken[1])
             print(f"pair {pair}: one process {taken[1]:.3f} s a step, two {taken[2]:.3f} s, ratio {ratios[-1]:.3f}", flush=True)
+        sums = {processes: statistics.median(_summed(processes) for _ in range(3)) for processes in (1, 2)}
+        print(f"to sum the gradients: one process {sums[1] * 1e3:.1f} ms, two {sums[2] * 1e3:.1f} ms")
         print(f"two processes / one: median {statistics.median(ratios):.3f} of {_PAIRS.value} pairs")
 
 
