@@ -119,6 +119,8 @@ def _begin_trainer(
             publish_every_steps=publish_every_steps,
             group=group,
         )
+        # Where a trainer of a past schedule was before this one, the others have let go of it, and take no snapshot for its.
+        group.reports("begun")
         resume(trainer, until=until)
     except BaseException:
         lease.release()
@@ -176,6 +178,7 @@ def _follow(s: Invocation, member: Member) -> int:
                 case "begin trainer":
                     e = _of_trainer(_with_settings(s, content["settings"]))
                     follower = Follower(e.config, e.contract, s.run, policy=e.policy, member=member)
+                    member.report("begun")
                 case "go live":
                     mistakes = ()
                     sys.setswitchinterval(_SWITCH_SECONDS)

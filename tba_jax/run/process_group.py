@@ -299,6 +299,11 @@ class Member(_Member):
             for content in self._early.pop(name, []):
                 function(**content)
 
+    def off_aside(self, name: str) -> None:
+        """Keeps asides of this name from now on, until `on_aside` names another function for them."""
+        with self._asides_lock:
+            self._asides.pop(name, None)
+
     def tell_signals(self, stop: Callable[[], bool]) -> None:
         """Tells the leader once `stop` says that a signal asks this process to stop."""
         self._stop = stop

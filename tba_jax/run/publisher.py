@@ -73,6 +73,8 @@ class ShardWriter:
             self._changed.notify_all()
 
     def close(self) -> None:
+        """Returns when what was asked for is written."""
+        self._member.off_aside(f"write {self._name}")
         self._thread.shutdown()
 
 

@@ -137,6 +137,31 @@ def test_the_end_of_any_process_ends_all_at_once(killed):
     assert [code for number, code in enumerate(codes) if number != killed] == [processes.PEER_LOST] * 2
 
 
+def test_between_two_functions_of_an_aside_nothing_is_lost():
+    leader = """
+group.aside("note", text="first")
+group.call("next")
+group.reports("off")
+group.aside("note", text="second")
+group.call("next")
+group.end(0)
+"""
+    member = """
+calls = group.calls()
+next(calls)
+group.off_aside("note")
+group.report("off")
+next(calls)
+again = []
+group.on_aside("note", lambda text: again.append(text))
+print(noted, again, flush=True)
+assert list(calls) == []
+group.end()
+"""
+    _, second = trainers.wait(start(leader, member))
+    assert second.code == 0 and "['first'] ['second']" in second.text, second.text
+
+
 def test_a_message_that_cannot_be_taken_ends_the_processes():
     leader = "time.sleep(1)\ngroup.aside('note', wrong=1)\ntime.sleep(60)"
     first, second = trainers.wait(start(leader, "time.sleep(60)"))
