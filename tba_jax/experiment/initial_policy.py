@@ -78,7 +78,8 @@ def ensure(
 
     Args:
       report: of the warm start, see supervised.warm_start.
-      group: of the processes of the trainer, of which the others are called to `follow`; None: this process alone.
+      experiment: with the mesh of the trainer. group: of its processes, of which the others are called to `follow`; None: this
+        process alone.
 
     Returns:
       16 hex digits, a hash of the weights; `run.reference(id)` holds them as a snapshot.
@@ -87,13 +88,14 @@ def ensure(
         return layout.reference_id(run)
     group = Alone() if group is None else group
     config = experiment.config
+    mesh = {"learner.mesh.fsdp": config.learner.mesh.fsdp}
     init_from = contract_lib.read(run)["init_from"]
     draft = run.draft
     places.make_folder(draft.parent)
     if config.replay.mount:
         other_runs.copy_reference(config.replay.mount[0], draft)
     else:
-        group.call("make reference", init_from=init_from)
+        group.call("make reference", settings=mesh, init_from=init_from)
         made = _make(experiment, _mesh(config), init_from, report)
         others = publisher.FollowersShards(group, _SHARDS) if group.processes > 1 else None
         snapshots.save(draft, made, snapshots.SnapshotInfo(step=0, epoch=0), dtype="float32", others=others)
@@ -107,7 +109,7 @@ def ensure(
         draft.parent.rmdir()  # the workdir has no reference of its own
     if init_from:
         shutil.rmtree(run.checkpoints, ignore_errors=True)  # of an attempt that ended before the run had a reference
-        group.call("take optimizer", init_from=init_from, reference=reference_id)
+        group.call("take optimizer", settings=mesh, init_from=init_from, reference=reference_id)
         take_optimizer(experiment, run, init_from, reference_id)
     # Where there is one after all (the storage was away when this process looked), it stays the run's.
     if not layout.create_json(run.initial_reference, {"id": reference_id}):

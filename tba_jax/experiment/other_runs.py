@@ -1,6 +1,7 @@
 """What a run takes from other runs: their rows (replay.mount), and a policy to begin with (--init_from=RUN@STEP)."""
 
 import dataclasses
+import functools
 import logging
 import shutil
 from collections.abc import Mapping
@@ -263,20 +264,25 @@ def take_optimizer(
     finally:
         source.close()
     params = snapshots.load(reference, policy.trained_specs, policy.trained_shardings(mesh))
-
-    def begin(params: Params, taken: Any) -> TrainState:
-        # Log Z and the values of states belong to the reference, which is another one now: their heads begin anew.
-        begun = init_state(policy, params, optimizers)
-        return dataclasses.replace(begun, opt_state=begun.opt_state | {"policy": _restart_schedules(taken)})
-
-    begin_on_mesh = jax.jit(begin, out_shardings=jax.tree.map(lambda x: x.sharding, shapes))
-    begun = begin_on_mesh(params, state.opt_state["policy"])
+    begin = functools.partial(_begin_with, policy=policy, optimizers=optimizers)
+    taken = state.opt_state["policy"]
+    del state
+    begin_on_mesh = jax.jit(begin, out_shardings=jax.tree.map(lambda x: x.sharding, shapes), donate_argnums=(0, 1))
+    begun = begin_on_mesh(params, taken)
+    del params, taken
     index = make_index(config, contract)
     target = Checkpoints(run.checkpoints, keep=config.checkpoint.keep)
     target.save({"state": begun}, {"epoch": 0, "index": index.state(), "visible": []}, step=0)
     target.close()
     log.info("the run begins with the optimiser of %s", init_from)
     return True
+
+
+def _begin_with(params: Params, taken: Any, *, policy: Policy, optimizers: Any) -> TrainState:
+    """The state of step 0. Args: taken: the other run's state of the policy's optimiser."""
+    # Log Z and the values of states belong to the reference, which is another one now: their heads begin anew.
+    begun = init_state(policy, params, optimizers)
+    return dataclasses.replace(begun, opt_state=begun.opt_state | {"policy": _restart_schedules(taken)})
 
 
 def _restart_schedules(opt_state: Any) -> Any:

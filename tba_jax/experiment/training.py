@@ -1,5 +1,6 @@
 """The jobs of the roles trainer and reference: what each process of a trainer builds from an experiment, and the loop it runs."""
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -68,7 +69,7 @@ def _make_reference(s: Invocation, group: Group) -> None:
         log.info("warm start: step %d, loss %.3f", step, loss)
         writer.write(step, {"loss": loss})
 
-    initial_policy.ensure(compiling.of_trainer(s.experiment, gpus.jax_devices()), s.run, report=record, group=group)
+    initial_policy.ensure(_on_mesh(s).experiment, s.run, report=record, group=group)
     writer.close()
 
 
@@ -91,6 +92,11 @@ def make_trainer(s: Invocation, *, publish_every_steps: int, group: Group | None
     return _begin_trainer(s, group, {}, publish_every_steps=publish_every_steps)
 
 
+def _on_mesh(s: Invocation) -> Invocation:
+    """The invocation with the mesh of a trainer on the devices of all its processes."""
+    return dataclasses.replace(s, experiment=compiling.of_trainer(s.experiment, gpus.jax_devices()))
+
+
 def _with_settings(s: Invocation, values: Mapping[str, Any]) -> Invocation:
     """The invocation with other values of settings, as schedule_changes.past gives them."""
     config = s.config.copy_and_resolve_references()
@@ -106,12 +112,15 @@ def _begin_trainer(
     from tba_jax.roles.trainer.trainer import Trainer
 
     layout.claim_shared(s.run)
+    s = _on_mesh(s)
+    # What learner.mesh.fsdp=0 means follows from the memory of a device, and must be the same in all processes.
+    settings = {**settings, "learner.mesh.fsdp": s.config.learner.mesh.fsdp}
     lease = EpochLease.acquire(s.run.journal)
     try:
         _make_reference(s, group)
-        group.call("begin trainer", settings=dict(settings))
+        group.call("begin trainer", settings=settings)
         trainer = Trainer(
-            compiling.of_trainer(s.experiment, gpus.jax_devices()).config,
+            s.config,
             s.experiment.contract,
             s.run,
             policy=s.experiment.policy,
@@ -132,12 +141,11 @@ def trainer(s: Invocation) -> Job:
     """One process of a trainer: the first one runs it, and the others follow."""
     from tba_jax.roles.trainer.loop import run_trainer
 
-    if s.world.process == 0:
-        EpochLease.refuse_if_held(s.run.journal)
     group = _group(s)
     if isinstance(group, Member):
         return lambda: _follow(s, group)
     with group.guard(ValueError, LeaseHeld):
+        EpochLease.refuse_if_held(s.run.journal)
         join(s, may_change_schedule=True, check=lambda: role_devices.check(s.experiment, "trainer"))
         here = role_devices.computed_on(s, "trainer")
         group.call("join", run=contract_lib.read(s.run)["id"])
@@ -163,24 +171,26 @@ def _follow(s: Invocation, member: Member) -> int:
 
     member.tell_signals(processes_lib.StopSignal())
     follower: Follower | None = None
-    mistakes: tuple[type[BaseException], ...] = (ValueError,)
+    is_live = False
     log.info("process %d of the trainer, pid %d, follows process 0", s.world.process, os.getpid())
     for name, content, arrays in member.calls():
-        with member.guard(*mistakes):
+        with member.guard(), contextlib.nullcontext() if is_live else mistakes_end_the_role():
             match name:
                 case "join":
                     s = dataclasses.replace(s, run=contract_lib.wait_for(s.run, content["run"]))
                     s = role_devices.computed_on(s, "trainer")
                 case "make reference":
-                    initial_policy.follow(_of_trainer(s), s.run, member, **content)
+                    e = _with_settings(s, content["settings"]).experiment
+                    initial_policy.follow(e, s.run, member, init_from=content["init_from"])
                 case "take optimizer":
-                    initial_policy.take_optimizer(_of_trainer(s), s.run, content["init_from"], content["reference"])
+                    e = _with_settings(s, content["settings"]).experiment
+                    initial_policy.take_optimizer(e, s.run, content["init_from"], content["reference"])
                 case "begin trainer":
-                    e = _of_trainer(_with_settings(s, content["settings"]))
+                    e = _with_settings(s, content["settings"]).experiment
                     follower = Follower(e.config, e.contract, s.run, policy=e.policy, member=member)
                     member.report("begun")
                 case "go live":
-                    mistakes = ()
+                    is_live = True
                     sys.setswitchinterval(_SWITCH_SECONDS)
                 case "close":
                     assert follower is not None, "nothing has begun"
@@ -192,7 +202,3 @@ def _follow(s: Invocation, member: Member) -> int:
         del arrays
     member.end()
     return member.code
-
-
-def _of_trainer(s: Invocation) -> Any:
-    return compiling.of_trainer(s.experiment, gpus.jax_devices())

@@ -28,7 +28,8 @@ class RoleProcesses:
     ):
         """Args: parts: where each process runs."""
         self._name, self._run = name, run
-        self._world: list[str] = []
+        # A launcher may have told the supervisor of a world that is not this role's.
+        self._world = ["--processes=1"] if name in ("trainer", "reference") else []
         if len(parts) > 1:
             with socket.create_server(("127.0.0.1", 0)) as free:  # a port of its own for each life
                 self._world = [f"--coordinator=127.0.0.1:{free.getsockname()[1]}", f"--processes={len(parts)}"]

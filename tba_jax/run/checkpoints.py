@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from tba_jax.run import held_folders, layout, places
+from tba_jax.run import held_folders, layout, places, processes
 from tba_jax.sharding import PINNED_HOST
 
 
@@ -58,11 +58,10 @@ class Checkpoints:
         try:
             restored = self._manager.restore(step, args=ocp.args.Composite(**items, host=ocp.args.JsonRestore()))
         except Exception as error:  # orbax raises what its storage does
+            if processes.is_storage_failure(error):
+                raise
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise ValueError(
-                f"checkpoint {self._folder / layout.step_name(step)} cannot be restored: {reason[:300]}. If it is damaged, "
-                "remove that folder: the run then goes on from the checkpoint before, or from its reference, exactly"
-            ) from error
+            raise ValueError(f"checkpoint {self._folder / layout.step_name(step)} cannot be restored: {reason[:300]}") from error
         return {name: restored[name] for name in trees}, restored["host"]
 
     def restore_host(self, step: int) -> dict[str, Any]:

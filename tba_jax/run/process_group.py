@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import queue
+import socket
 import sys
 import threading
 import time
@@ -25,8 +26,10 @@ log = logging.getLogger(__name__)
 
 # Heartbeats are sent so often, and at least four times in trainer.heartbeat_seconds. They also tell that a signal has come.
 _BEAT_SECONDS = 0.5
-# So long the leader waits for the others to end before it ends itself.
-_END_SECONDS = 10.0
+# So long process 0 waits for the others to end before it ends itself, and any process to tell another one why it ends.
+_END_SECONDS, _TELL_SECONDS = 3.0, 1.0
+# After the others have ended, a process that failed has so long to say why.
+_LAST_WORDS_SECONDS = 3.0
 # A failure of one process by such a code ends the others with the same code: to start them again would not help, or not at once.
 _COMMON_CODES = (processes.BAD_INPUT, processes.STORAGE_FAILED, processes.NOT_FINITE, processes.STOPPED)
 
@@ -104,7 +107,7 @@ class _Peer:
             self._lost(self, f"is left, because its message could not be taken ({type(error).__name__}: {error})")
 
 
-class _Member:
+class _Process:
     """What leader and followers share: heartbeats, and the end of this process where another one ends."""
 
     def __init__(self, *, process: int, processes: int, heartbeat_seconds: float):
@@ -115,12 +118,13 @@ class _Member:
     def _begin(self) -> None:
         for peer in self._peers:
             peer.thread.start()
-        for name, target in (("heartbeat", self._beat), ("watch", self._watch)):
-            threading.Thread(target=target, name=name, daemon=True).start()
+            # One for each peer: whoever takes nothing more keeps the heartbeats of the others from nobody.
+            threading.Thread(target=self._beat, args=(peer,), name=f"heartbeat to {peer.name}", daemon=True).start()
+        threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
-    def _beat(self) -> None:
+    def _beat(self, peer: _Peer) -> None:
         while not self._ending.wait(min(_BEAT_SECONDS, self._heartbeat_seconds / 4)):
-            self._send("alive", {"stop": self._stops()})
+            self._send_to(peer, "alive", {"stop": self._stops()})
 
     def _stops(self) -> bool:
         """Whether a signal has asked this process to stop."""
@@ -135,31 +139,33 @@ class _Member:
 
     def _send(self, kind: str, content: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
         for peer in self._peers:
-            try:
-                peer.wire.send(kind, content, arrays)
-            except OSError as error:
-                self._lost(peer, f"has ended ({error})")
+            self._send_to(peer, kind, content, arrays)
+
+    def _send_to(
+        self, peer: _Peer, kind: str, content: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None
+    ) -> None:
+        try:
+            peer.wire.send(kind, content, arrays)
+        except OSError as error:
+            self._lost(peer, f"has ended ({error})")
 
     def _lost(self, peer: _Peer, why: str) -> None:
         if not self._ending.is_set():
-            self._leave(
-                f"{peer.name} of this trainer {why}; process {self.process} ends as well: started again together, all of them "
-                "resume where the journal ends",
-                processes.PEER_LOST,
-            )
+            self._leave(f"{peer.name} of this trainer {why}", processes.PEER_LOST)
 
-    def _failed(self, message: Message, name: str) -> None:
+    def _failed(self, message: Message) -> None:
         """Ends this process, as another one that failed asks."""
-        code = message.content["code"]
         if not self._ending.is_set():
-            sentence = f"{name} of this trainer failed: {message.content['sentence']}"
-            self._leave(sentence, code if code in _COMMON_CODES else processes.PEER_LOST)
+            code = message.content["code"]
+            self._leave(str(message.content["sentence"]), code if code in _COMMON_CODES else processes.PEER_LOST)
 
     def _leave(self, sentence: str, code: int) -> NoReturn:
-        """Ends the process at once, whatever its main thread waits for."""
+        """Ends the process, whatever its main thread waits for. Args: sentence: what another process did."""
         self._ending.set()
+        again = f"; process {self.process} ends as well: started again together, all of them resume where the journal ends"
         with contextlib.suppress(OSError):
-            print(f"error: {sentence}", file=sys.stderr, flush=True)
+            print(f"error: {sentence}{again if code == processes.PEER_LOST else ''}", file=sys.stderr, flush=True)
+        self._end_others(sentence, code)
         os._exit(code)
 
     @contextlib.contextmanager
@@ -172,22 +178,32 @@ class _Member:
             self._tell_failure(error, processes.BAD_INPUT if is_mistake else processes.exit_code(error))
             raise
 
+    def _end_others(self, sentence: str, code: int) -> None:
+        """Tells the other processes why they end. JAX' coordinator lives in process 0, which waits until they have ended."""
+        for peer in self._peers:
+            with contextlib.suppress(OSError):
+                peer.wire.send("failed", {"code": code, "sentence": sentence}, at_most_seconds=_TELL_SECONDS)
+        deadline = time.monotonic() + (_END_SECONDS if self.process == 0 else 0)
+        while not all(peer.is_gone for peer in self._peers) and time.monotonic() < deadline:
+            time.sleep(0.01)
+
     def _tell_failure(self, error: BaseException, code: int) -> None:
-        """Ends the other processes by an error of this one, and returns when they have ended.
+        """Ends the other processes by an error of this one, which the caller raises.
 
         JAX would wait at the exit of the interpreter for the processes that are gone, so this process then ends without it.
         """
         if self._ending.is_set():
             return
         self._ending.set()
-        sentence = " ".join(str(error).split()) or type(error).__name__
-        for peer in self._peers:
-            with contextlib.suppress(OSError):
-                peer.wire.send("failed", {"code": code, "sentence": sentence})
-        deadline = time.monotonic() + _END_SECONDS
-        while not all(peer.is_gone for peer in self._peers) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        self._end_others(self._sentence(error), code)
         atexit.register(_exit_at_once, code)
+        # Threads that Python waits for before that may wait for the others: for their shards of a snapshot, or of a checkpoint.
+        threading.Thread(target=_exit_soon, args=(code,), name="end", daemon=True).start()
+
+    def _sentence(self, error: BaseException) -> str:
+        """The sentence by which other processes tell of an error of this one."""
+        told = " ".join(str(error).split()) or type(error).__name__
+        return f"process {self.process} ({socket.gethostname()}) of this trainer failed: {told}"
 
     def _shut_down(self) -> None:
         import jax
@@ -198,13 +214,18 @@ class _Member:
             peer.wire.close()
 
 
+def _exit_soon(code: int) -> None:
+    time.sleep(_LAST_WORDS_SECONDS)
+    _exit_at_once(code)
+
+
 def _exit_at_once(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-class Leader(_Member):
+class Leader(_Process):
     """Process 0 of a trainer of several processes."""
 
     def __init__(self, wires: Mapping[int, Wire], hosts: Mapping[int, str], *, heartbeat_seconds: float):
@@ -223,7 +244,7 @@ class Leader(_Member):
             if message.kind == "report":
                 self._queue(process, message.content["name"]).put(message.content["content"])
             elif message.kind == "failed":
-                self._failed(message, name)
+                self._failed(message)
             elif message.content.get("stop"):
                 self._asked = True
 
@@ -251,7 +272,7 @@ class Leader(_Member):
         self._shut_down()
 
 
-class Member(_Member):
+class Member(_Process):
     """A process of a trainer that follows process 0. code: the exit code of all processes, once the group has ended."""
 
     def __init__(self, wire: Wire, host: str, *, process: int, processes: int, heartbeat_seconds: float):
@@ -277,7 +298,7 @@ class Member(_Member):
         elif message.kind == "aside":
             self._take_aside(message.content["name"], message.content["content"])
         elif message.kind == "failed":
-            self._failed(message, self._name)
+            self._failed(message)
 
     def _stops(self) -> bool:
         return self._stop()
@@ -303,6 +324,12 @@ class Member(_Member):
         """Keeps asides of this name from now on, until `on_aside` names another function for them."""
         with self._asides_lock:
             self._asides.pop(name, None)
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """Ends all processes by an error that a thread of this one has met."""
+        code = processes.exit_code(error)
+        self._tell_failure(error, code)
+        self._leave(self._sentence(error), code)
 
     def tell_signals(self, stop: Callable[[], bool]) -> None:
         """Tells the leader once `stop` says that a signal asks this process to stop."""

@@ -9,11 +9,9 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import hmac
 import importlib.metadata
 import json
 import logging
-import os
 import secrets
 import socket
 import time
@@ -21,20 +19,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tba_jax.run import layout, processes
+from tba_jax.run import handshake, processes
 from tba_jax.run.process_group import Leader, Member
 from tba_jax.run.wire import Message, Wire
 from tba_jax.run.world import World
 
 log = logging.getLogger(__name__)
 
-_KEY_FILE = "trainer.key"
-# Network file systems show a new file to other hosts after this time at the latest.
-_VISIBLE_SECONDS = 60.0
-_TRY_AGAIN_SECONDS = 0.2
 # A host that is gone answers nothing, and the name of process 0 may lead to another one meanwhile.
 _ATTEMPT_SECONDS = 5.0
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore", "numpy")
+# After a refusal process 0 waits so long for processes that come later than the others, and tells them as well.
+_REFUSE_SECONDS = 15.0
 _SHOWN = 5  # differences that a sentence lists
 
 
@@ -68,13 +64,17 @@ def meet(world: World, *, workdir: Path, settings: Mapping[str, Any], visible_gp
         "versions": _versions(),
         "settings": json.loads(json.dumps(settings)),
     }
+    beats = limits.heartbeat_seconds
+    group: Leader | Member
     if world.process == 0:
         wires, hosts, address = _await_others(world, workdir, hello, limits)
+        group = Leader(wires, hosts, heartbeat_seconds=beats)
+    else:
+        wire, host, address = _join(world, workdir, hello, limits)
+        group = Member(wire, host, process=world.process, processes=world.processes, heartbeat_seconds=beats)
+    with group.guard(ValueError):
         _start_jax(world, address, devices, limits)
-        return Leader(wires, hosts, heartbeat_seconds=limits.heartbeat_seconds)
-    wire, host, address = _join(world, workdir, hello, limits)
-    _start_jax(world, address, devices, limits)
-    return Member(wire, host, process=world.process, processes=world.processes, heartbeat_seconds=limits.heartbeat_seconds)
+    return group
 
 
 def _start_jax(world: World, address: str, devices: Sequence[int], limits: Limits) -> None:
@@ -88,11 +88,17 @@ def _start_jax(world: World, address: str, devices: Sequence[int], limits: Limit
         process_id=world.process,
         local_device_ids=devices,
         initialization_timeout=max(1, int(limits.connect_seconds)),
-        heartbeat_timeout_seconds=max(2, int(limits.heartbeat_seconds)),
+        # The group sees the end of a process, and says so. JAX, which aborts the process instead, is the last to see it.
+        heartbeat_timeout_seconds=10 + int(3 * limits.heartbeat_seconds),
     )
     if jax.default_backend() == "cpu":
         # A CPU program from the cache does not keep the order of its collectives (jaxlib 0.10.2): processes mix up their data.
         jax.config.update("jax_enable_compilation_cache", False)
+    if devices and jax.local_device_count() != len(devices):
+        raise ValueError(
+            f"process {world.process} of the trainer has {len(devices)} GPUs, and JAX finds {jax.local_device_count()} × "
+            f"{jax.local_devices()[0].device_kind}: install JAX' support for them, or ask for the CPU by JAX_PLATFORMS=cpu"
+        )
     log.info(
         "process %d of %d of the trainer (found by %s) with %d of %d devices, coordinator %s",
         *(world.process, world.processes, world.source, jax.local_device_count(), jax.device_count(), world.coordinator),
@@ -118,20 +124,14 @@ def _await_others(
     """Connection and host of each other process, and the address of JAX' coordinator."""
     wires: dict[int, Wire] = {}
     hosts: dict[int, str] = {}
-    strangers: list[str] = []
     deadline = time.monotonic() + limits.connect_seconds
-    with _listener(world) as listener, _key(workdir) as key:
+    with _listener(world) as listener, handshake.key(workdir) as key, handshake.Reception(listener, key, hello) as reception:
         try:
             while len(wires) < world.processes - 1 or _forget_gone(wires):
-                listener.settimeout(max(0.01, deadline - time.monotonic()))
-                try:
-                    wire = Wire(listener.accept()[0])
-                except TimeoutError as error:
-                    raise ValueError(_missing(world, wires, strangers, limits)) from error
-                wire.limit(_VISIBLE_SECONDS + 5)
-                if (theirs := _greet(wire, key, hello, strangers)) is None:
-                    wire.close()
-                    continue
+                came = reception.next(deadline)
+                if came is None:
+                    raise ValueError(_missing(world, wires, reception.strangers, limits))
+                wire, theirs = came
                 number = theirs["process"]
                 _forget_gone(wires)
                 if number in wires or number == 0:
@@ -140,18 +140,34 @@ def _await_others(
                 wires[number], hosts[number] = wire, theirs["host"]
                 if sentence := _difference(hello, theirs):
                     raise ValueError(sentence)
-            address = f"{world.address[0]}:{_free_port()}"
+            address = f"{world.coordinator.rpartition(':')[0]}:{_free_port()}"
             for wire in wires.values():
                 wire.send("start", {"address": address})
                 wire.limit(None)
         except ValueError as error:
-            for wire in wires.values():
-                with contextlib.suppress(OSError):
-                    wire.send("refused", {"sentence": str(error)})
+            _refuse(wires, str(error), reception, world, limits)
             raise
         except OSError as error:
             raise processes.PeerLost(f"a process of this trainer ended when all of them had met ({error})") from error
     return wires, hosts, address
+
+
+def _refuse(wires: Mapping[int, Wire], sentence: str, reception: handshake.Reception, world: World, limits: Limits) -> None:
+    """Tells all processes of the trainer why they do not begin, and for a while also those that come later."""
+    told, deadline = set(wires), time.monotonic() + min(limits.connect_seconds, _REFUSE_SECONDS)
+    for wire in wires.values():
+        with contextlib.suppress(OSError):
+            wire.send("refused", {"sentence": sentence})
+    while len(told) < world.processes - 1:
+        try:
+            came = reception.next(deadline)
+        except ValueError:
+            continue  # it has refused by itself
+        if came is None:
+            return
+        told.add(came[1]["process"])
+        with contextlib.suppress(OSError):
+            came[0].send("refused", {"sentence": sentence})
 
 
 def _forget_gone(wires: dict[int, Wire]) -> bool:
@@ -165,8 +181,12 @@ def _forget_gone(wires: dict[int, Wire]) -> bool:
 
 @contextlib.contextmanager
 def _listener(world: World) -> Iterator[socket.socket]:
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
     try:
-        listener = socket.create_server(("", world.address[1]), backlog=max(16, world.processes), reuse_port=False)
+        listener = socket.create_server(
+            ("", world.address[1]), family=family, backlog=max(16, world.processes), dualstack_ipv6=both
+        )
     except OSError as error:
         raise ValueError(
             f"--coordinator={world.coordinator}: process 0 cannot listen on port {world.address[1]} ({error.strerror}); another "
@@ -174,78 +194,6 @@ def _listener(world: World) -> Iterator[socket.socket]:
         ) from error
     with listener:
         yield listener
-
-
-@contextlib.contextmanager
-def _key(workdir: Path) -> Iterator[dict[str, str]]:
-    """The key of this meeting, in a file of the workdir that only this user can read; it is removed at the end."""
-    is_new = not workdir.exists()
-    path, key = workdir / _KEY_FILE, {"id": secrets.token_hex(8), "key": secrets.token_hex(32)}
-    draft = path.with_name(f".{_KEY_FILE}.{key['id']}")
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            json.dump(key, file)
-        draft.replace(path)
-    except OSError as error:
-        raise ValueError(f"workdir {str(workdir)!r} cannot be written: {error.strerror}") from error
-    try:
-        yield key
-    except BaseException:
-        _remove(path, key)
-        with contextlib.suppress(OSError):  # another process may have begun a run there
-            if is_new:
-                workdir.rmdir()
-        raise
-    _remove(path, key)
-
-
-def _remove(path: Path, key: Mapping[str, str]) -> None:
-    with contextlib.suppress(OSError):
-        if _read_key(path.parent).get("id") == key["id"]:
-            path.unlink()
-
-
-def _greet(wire: Wire, key: Mapping[str, str], hello: Mapping[str, Any], strangers: list[str]) -> dict[str, Any] | None:
-    """What a process that has connected says of itself; None where it does not prove to be of this trainer.
-
-    Raises:
-      ValueError: it is, and says that it does not see this workdir.
-    """
-    nonce = secrets.token_hex(16)
-    try:
-        wire.send("greeting", {"id": key["id"], "nonce": nonce, "workdir": hello["workdir"], "host": hello["host"]})
-        answer = wire.receive()
-        theirs: dict[str, Any] = answer.content["hello"]
-        unseen = _unseen(theirs, hello) if answer.kind == "unseen" else ""
-        if not unseen:
-            if not hmac.compare_digest(answer.content["proof"], _proof(key, nonce, theirs)):
-                return None
-            wire.send("welcome", {"proof": _proof(key, answer.content["nonce"], {})})
-    except (EOFError, OSError, KeyError, TypeError, ValueError) as error:
-        log.warning("something that is no process of this trainer has connected to the coordinator: %s", error)
-        return None
-    if unseen and theirs["workdir"] == hello["workdir"]:
-        raise ValueError(unseen)
-    if unseen:
-        strangers.append(unseen)
-        log.warning("%s", unseen)
-        return None
-    return theirs
-
-
-def _unseen(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
-    """The sentence about a process that does not see the key. Args: theirs: what it says of itself; ours: process 0."""
-    return (
-        f"process {theirs['process']} ({theirs['host']}) does not see {_KEY_FILE} of process 0 ({ours['host']}): workdir "
-        f"{theirs['workdir']!r} there and {ours['workdir']!r} here must be one folder on storage that all processes share; or "
-        "another run uses this --coordinator"
-    )
-
-
-def _proof(key: Mapping[str, str], nonce: str, content: Mapping[str, Any]) -> str:
-    told = json.dumps([nonce, content], sort_keys=True).encode()
-    return hmac.new(bytes.fromhex(key["key"]), told, "sha256").hexdigest()
 
 
 def _missing(world: World, wires: Mapping[int, Wire], strangers: Sequence[str], limits: Limits) -> str:
@@ -284,20 +232,21 @@ def _join(world: World, workdir: Path, hello: Mapping[str, Any], limits: Limits)
     """The connection to process 0, its host, and the address of JAX' coordinator."""
     wire = _connect(world, limits)
     try:
-        greeting = wire.receive().content
-    except (EOFError, OSError) as error:
+        greeting = wire.receive(longest=handshake.LONGEST_HELLO).content
+        greeting["host"], greeting["id"], greeting["nonce"]
+    except (EOFError, OSError, ValueError, KeyError, TypeError) as error:
         wire.close()
         raise ValueError(
-            f"--coordinator={world.coordinator} has ended the connection without a word ({error}): it is no trainer's process 0"
+            f"--coordinator={world.coordinator} has not greeted process {world.process} ({error}): it is no trainer's process 0"
         ) from error
     try:
-        key = _find_key(workdir, greeting["id"], wire, seconds=min(limits.connect_seconds, _VISIBLE_SECONDS))
+        key = handshake.find_key(workdir, greeting["id"], wire, seconds=min(limits.connect_seconds, handshake.VISIBLE_SECONDS))
         if key is None:
             wire.send("unseen", {"hello": {name: hello[name] for name in ("process", "host", "workdir")}})
-            raise ValueError(_unseen(hello, greeting))
+            raise ValueError(handshake.unseen(hello, greeting["host"]))
         nonce = secrets.token_hex(16)
-        wire.send("hello", {"hello": hello, "nonce": nonce, "proof": _proof(key, greeting["nonce"], hello)})
-        _expect(wire.receive(), "welcome", proof=_proof(key, nonce, {}))
+        wire.send("hello", {"hello": hello, "nonce": nonce, "proof": handshake.proof(key, greeting["nonce"], hello)})
+        _expect(wire.receive(), "welcome", proof=handshake.proof(key, nonce, {}))
         address: str = _expect(wire.receive(), "start")["address"]
     except (EOFError, OSError) as error:
         wire.close()
@@ -318,41 +267,15 @@ def _connect(world: World, limits: Limits) -> Wire:
         try:
             left = max(0.1, deadline - time.monotonic())
             wire = Wire(socket.create_connection(world.address, timeout=min(left, _ATTEMPT_SECONDS)))
-            wire.limit(limits.connect_seconds + _VISIBLE_SECONDS)
+            wire.limit(limits.connect_seconds + handshake.VISIBLE_SECONDS)
             return wire
         except OSError as error:
-            if time.monotonic() + _TRY_AGAIN_SECONDS > deadline:
+            if time.monotonic() + handshake.TRY_AGAIN_SECONDS > deadline:
                 raise ValueError(
                     f"--coordinator={world.coordinator} has not answered process {world.process} for "
                     f"trainer.connect_seconds={limits.connect_seconds:g} ({error.strerror or error}): process 0 listens there"
                 ) from error
-            time.sleep(_TRY_AGAIN_SECONDS)
-
-
-def _find_key(workdir: Path, identity: str, wire: Wire, *, seconds: float) -> dict[str, str] | None:
-    """The key of the meeting with this id, once the workdir shows it; None where it does not within so many seconds.
-
-    Raises:
-      EOFError: process 0, at the other end of the wire, has ended, and its key with it.
-    """
-    deadline = time.monotonic() + seconds
-    while (key := _read_key(workdir)).get("id") != identity:
-        if wire.is_gone():
-            raise EOFError("the other end of the connection is gone")
-        if time.monotonic() > deadline:
-            return None
-        time.sleep(_TRY_AGAIN_SECONDS)
-    return key
-
-
-def _read_key(workdir: Path) -> dict[str, str]:
-    try:
-        if _KEY_FILE not in os.listdir(workdir):  # a listing is newer than what a network file system remembers of a name
-            return {}
-        found: dict[str, str] = layout.read_json(workdir / _KEY_FILE)
-    except (OSError, ValueError):
-        return {}
-    return found
+            time.sleep(handshake.TRY_AGAIN_SECONDS)
 
 
 def _expect(message: Message, kind: str, **content: str) -> dict[str, Any]:
@@ -360,5 +283,5 @@ def _expect(message: Message, kind: str, **content: str) -> dict[str, Any]:
     if message.kind == "refused":
         raise ValueError(message.content["sentence"])
     if message.kind != kind or any(message.content.get(name) != value for name, value in content.items()):
-        raise ValueError(f"the coordinator's {message.kind} is not of a trainer that has this workdir's {_KEY_FILE}")
+        raise ValueError(f"the coordinator's {message.kind} is not of a trainer that has this workdir's {handshake.KEY_FILE}")
     return message.content

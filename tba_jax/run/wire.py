@@ -14,6 +14,8 @@ import numpy as np
 
 # A message begins with the number of bytes of its header.
 _LENGTH = struct.Struct("!Q")
+# The other end is gone where it does not answer the system for about 25 seconds.
+_KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 # No header is longer: who sends more is not one of us.
 _LONGEST_HEADER = 64 << 20
 
@@ -33,28 +35,54 @@ class Wire:
     def __init__(self, connected: socket.socket):
         """Args: connected: a socket, which the wire owns from now on."""
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, seconds in _KEEPALIVE.items():  # a host without power answers nothing, also before there are heartbeats
+            if hasattr(socket, name):
+                connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), seconds)
         self._socket, self._sending = connected, threading.Lock()
 
     def limit(self, seconds: float | None) -> None:
         """Lets `send` and `receive` raise TimeoutError after so many seconds without progress; None: they wait for ever."""
         self._socket.settimeout(seconds)
 
-    def send(self, kind: str, content: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
-        """Sends one message. Raises OSError where the other end is gone."""
+    def send(
+        self,
+        kind: str,
+        content: Mapping[str, Any],
+        arrays: Mapping[str, np.ndarray] | None = None,
+        *,
+        at_most_seconds: float | None = None,
+    ) -> None:
+        """Sends one message.
+
+        Args: at_most_seconds: of waiting for a message that is being sent; None: as long as it takes.
+
+        Raises:
+          OSError: the other end is gone, or takes nothing.
+        """
         whole = {name: np.ascontiguousarray(array) for name, array in (arrays or {}).items()}
         shapes = [(name, array.dtype.str, array.shape) for name, array in whole.items()]
         header = json.dumps({"kind": kind, "content": dict(content), "arrays": shapes}).encode()
-        with self._sending:
+        if not self._sending.acquire(timeout=-1 if at_most_seconds is None else at_most_seconds):
+            raise TimeoutError("another message is being sent")
+        try:
             self._socket.sendall(_LENGTH.pack(len(header)) + header)
             for array in whole.values():
                 self._socket.sendall(array.reshape(-1).view(np.uint8).data)
+        finally:
+            self._sending.release()
 
-    def receive(self) -> Message:
-        """The next message. Raises EOFError where the other end is gone, ValueError where it speaks another language."""
+    def receive(self, *, longest: int = 0) -> Message:
+        """The next message. Raises EOFError where the other end is gone, ValueError where it speaks another language.
+
+        Args: longest: bytes of a message of one who has not proved yet who it is; it may hold no arrays. 0: it has.
+        """
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
-        if length > _LONGEST_HEADER:
+        if length > (longest or _LONGEST_HEADER):
             raise ValueError(f"a message of {length} bytes: what has connected is no process of a trainer")
         header = json.loads(bytes(self._read(length)))
+        if longest and header["arrays"]:
+            raise ValueError("arrays from one who has not proved who it is")
         arrays = {}
         for name, dtype, shape in header["arrays"]:
             block = self._read(np.dtype(dtype).itemsize * math.prod(shape))

@@ -4,6 +4,7 @@ A trainer of one process needs none of this.
 """
 
 import dataclasses
+import importlib.util
 import os
 import re
 import urllib.request
@@ -70,7 +71,10 @@ def find(*, coordinator: str, processes: int | None, process: int | None, enviro
     """
     if processes == 1 and process in (None, 0):
         return ALONE
-    found = _detect(environment) if None in (processes, process) or not coordinator else None
+    found = _detect(environment)
+    if None not in (processes, process) and coordinator:
+        # The launcher still knows which processes share a host, if it is the one that told the numbers.
+        found = found if found is not None and (found.processes, found.process) == (processes, process) else None
     if found is None and processes is None and process is None and not coordinator:
         return ALONE
     if found is not None:
@@ -111,17 +115,25 @@ def _of_slurm(environment: Mapping[str, str]) -> World | None:
     """A task of a step that srun started. The shell of a batch job is none."""
     if "SLURM_STEP_NODELIST" not in environment or "SLURM_PROCID" not in environment:
         return None
-    first = re.match(r"([^,\[]+)(?:\[(\d+))?", environment["SLURM_STEP_NODELIST"])
-    assert first is not None, environment["SLURM_STEP_NODELIST"]
     job, step = int(environment["SLURM_JOB_ID"]), int(environment["SLURM_STEP_ID"])
+    # Slurm shows such a task its own GPUs alone; otherwise all tasks of a node see all of the step's.
+    has_own = any(name in environment for name in ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND"))
+    of_nodes = _tasks_of_nodes(environment["SLURM_STEP_TASKS_PER_NODE"])
     return World(
         process=int(environment["SLURM_PROCID"]),
         processes=int(environment["SLURM_STEP_NUM_TASKS"]),
-        coordinator=f"{first[1]}{first[2] or ''}:{_FIRST_PORT + (97 * job + step) % _PORTS}",
-        local_process=int(environment["SLURM_LOCALID"]),
-        local_processes=_tasks_of_nodes(environment["SLURM_STEP_TASKS_PER_NODE"])[int(environment["SLURM_NODEID"])],
+        coordinator=f"{_first_host(environment['SLURM_STEP_NODELIST'])}:{_FIRST_PORT + (97 * job + step) % _PORTS}",
+        local_process=0 if has_own else int(environment["SLURM_LOCALID"]),
+        local_processes=1 if has_own else of_nodes[int(environment["SLURM_NODEID"])],
         source="Slurm",
     )
+
+
+def _first_host(listed: str) -> str:
+    """The first name of Slurm's list of nodes: of "rack[2-3]-n[07,09],login" that is "rack2-n07"."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", listed)
+    assert first is not None, listed
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0])
 
 
 def _tasks_of_nodes(listed: str) -> list[int]:
@@ -147,7 +159,8 @@ def _of_tpu_pod(environment: Mapping[str, str]) -> World | None:
     """A host of a TPU slice: Kubernetes sets variables, and a TPU VM asks the metadata server of its cloud."""
     hosts = environment.get("TPU_WORKER_HOSTNAMES", "").split(",")
     worker = environment.get("TPU_WORKER_ID", "")
-    if len(hosts) < 2 and "TPU_WORKER_HOSTNAMES" not in environment and Path("/dev/accel0").exists():
+    may_have_tpus = importlib.util.find_spec("libtpu") and any(Path(place).exists() for place in ("/dev/accel0", "/dev/vfio"))
+    if "TPU_WORKER_HOSTNAMES" not in environment and may_have_tpus:
         hosts, worker = tpu_hosts()
     if len(hosts) < 2 or not worker.isdecimal():
         return None

@@ -60,7 +60,7 @@ def test_one_process_has_no_world(tmp_path, start):
     role = start(1)
     end(tmp_path, 0, 3)
     assert wait(role) == 3 and role.last_words(3) == "error: the words of 0"
-    assert (tmp_path / "arguments-0").read_text() == "--role=trainer\n"
+    assert (tmp_path / "arguments-0").read_text() == "--role=trainer --processes=1 --process=0\n"
 
 
 def test_processes_share_a_coordinator(tmp_path, start):

@@ -1,5 +1,6 @@
 """What processes of a trainer tell each other: calls in order, asides beside them, reports, and the end of one ends all."""
 
+import re
 import subprocess
 import sys
 import time
@@ -113,15 +114,15 @@ except ValueError:
     begin = time.monotonic()
     first, second = trainers.wait(start(leader, FOLLOW))
     assert time.monotonic() - begin < 30 and second.code == others, second.text
-    assert f"error: process 0 (host) of this trainer failed: {error.split(chr(39))[1]}"[:40] in second.text
+    assert re.search(r"error: process 0 \(.*\) of this trainer failed: .*" + error.split("'")[1], second.text), second.text
     assert first.code in (code, others)
 
 
 def test_a_failure_of_a_member_ends_all_by_its_sentence():
     leader = "group.call('fail')\ntime.sleep(60)"
     first, _, third = trainers.wait(start(leader, FOLLOW, "time.sleep(60)"))
-    assert first.code == processes.NOT_FINITE and "error: process 1 (host) of this trainer failed: it is not finite" in first.text
-    assert third.code == processes.PEER_LOST and "error: process 0 (host) of this trainer has ended" in third.text
+    assert first.code == processes.NOT_FINITE and "of this trainer failed: it is not finite" in first.text
+    assert third.code == processes.NOT_FINITE and "error: process 1" in third.text
 
 
 @pytest.mark.parametrize("killed", [0, 1, 2])

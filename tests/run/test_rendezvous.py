@@ -3,15 +3,17 @@
 import json
 import shutil
 import socket
+import struct
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tba_jax.run import processes, rendezvous, world
+from tba_jax.run import handshake, processes, rendezvous, world
 from tba_jax.run.wire import Wire
 from tests.support import tiny_run
 from tests.support import trainer_processes as trainers
@@ -44,10 +46,10 @@ else:
 """
 
 
-def start(workdir: Path, port: int, **changes) -> subprocess.Popen[str]:
+def start(workdir: Path, port: int, *, code: str = MEETING, **changes) -> subprocess.Popen[str]:
     given = dict(process=0, processes=2, coordinator=f"127.0.0.1:{port}", workdir=str(workdir), settings={"a": 1}, seconds=20.0)
     return subprocess.Popen(
-        [sys.executable, "-c", MEETING, json.dumps(given | changes)],
+        [sys.executable, "-c", code, json.dumps(given | changes)],
         env=tiny_run.environment(),
         cwd=tiny_run.ROOT,
         stdout=subprocess.PIPE,
@@ -109,9 +111,9 @@ def test_a_process_that_ends_in_the_meeting_may_come_again(tmp_path):
     limits = rendezvous.Limits(connect_seconds=60.0, heartbeat_seconds=5.0)
     wire = rendezvous._connect(given, limits)
     greeting = wire.receive().content
-    key = rendezvous._find_key(tmp_path, greeting["id"], wire, seconds=10)
+    key = handshake.find_key(tmp_path, greeting["id"], wire, seconds=10)
     hello = dict(process=1, processes=3, host="lost", workdir=str(tmp_path), versions=rendezvous._versions(), settings={"a": 1})
-    wire.send("hello", {"hello": hello, "nonce": "n", "proof": rendezvous._proof(key, greeting["nonce"], hello)})
+    wire.send("hello", {"hello": hello, "nonce": "n", "proof": handshake.proof(key, greeting["nonce"], hello)})
     assert wire.receive().kind == "welcome"
     wire.close()
     others = [start(tmp_path, port, process=process, processes=3, seconds=60.0) for process in (1, 2)]
@@ -206,6 +208,58 @@ def test_a_process_without_the_key_is_not_let_in(tmp_path):
     wire.close()
     second = start(tmp_path / "run", port, process=1)
     assert [each.code for each in trainers.wait([first, second], seconds=90)] == [0, 7]
+
+
+def test_who_is_silent_keeps_nobody_waiting(tmp_path):
+    port = trainers.free_port()
+    first = start(tmp_path / "run", port)
+    while True:
+        try:
+            silent = socket.create_connection(("127.0.0.1", port), timeout=5)
+            break
+        except ConnectionRefusedError:
+            assert first.poll() is None, first.communicate()
+    begin = time.monotonic()
+    second = start(tmp_path / "run", port, process=1)
+    assert [each.code for each in trainers.wait([first, second], seconds=90)] == [0, 7]
+    assert time.monotonic() - begin < 15.0
+    silent.close()
+
+
+@pytest.mark.parametrize("shape", [[1 << 50], [1 << 70]], ids=["memory", "overflow"])
+def test_a_stranger_makes_process_0_reserve_no_memory(tmp_path, shape):
+    port = trainers.free_port()
+    first = start(tmp_path / "run", port)
+    header = json.dumps({"kind": "hello", "content": {}, "arrays": [["a", "<f4", shape]]}).encode()
+    while True:
+        try:
+            with socket.create_connection(("127.0.0.1", port), timeout=5) as connected:
+                connected.sendall(struct.pack("!Q", len(header)) + header)
+            break
+        except ConnectionRefusedError:
+            assert first.poll() is None, first.communicate()
+    second = start(tmp_path / "run", port, process=1)
+    assert [each.code for each in trainers.wait([first, second], seconds=90)] == [0, 7]
+
+
+def test_a_process_that_comes_after_a_refusal_is_told_as_well(tmp_path):
+    port = trainers.free_port()
+    two = [start(tmp_path / "run", port, process=number, processes=3, settings={"a": number}) for number in (0, 1)]
+    time.sleep(3.0)
+    late = start(tmp_path / "run", port, process=2, processes=3)
+    for each in trainers.wait([*two, late], seconds=90):
+        assert each.code == 2 and "other settings than process 0" in each.text, each.text
+
+
+def test_a_process_that_ends_while_jax_starts_ends_the_others_at_once(tmp_path):
+    port = trainers.free_port()
+    dying = "import os\n" + MEETING.replace("met = ", "rendezvous._start_jax = lambda *_: os._exit(9)\n    met = ")
+    first = start(tmp_path / "run", port, seconds=60.0)
+    second = start(tmp_path / "run", port, process=1, code=dying)
+    begin = time.monotonic()
+    ended, _ = trainers.wait([first, second], seconds=90)
+    assert ended.code == processes.PEER_LOST and "process 1" in ended.text, ended.text
+    assert time.monotonic() - begin < 20.0
 
 
 def test_a_wire_carries_arrays_of_any_shape():

@@ -47,7 +47,18 @@ def test_a_step_of_slurm():
     assert len(ports) == 4, "steps and jobs on one node have ports of their own"
     assert find({**STEP, "SLURM_STEP_NUM_TASKS": "1"}) == ALONE
     assert find({name: value for name, value in STEP.items() if name != "SLURM_STEP_NODELIST"}) == ALONE, "the shell of a job"
-    assert find({**STEP, "SLURM_STEP_NODELIST": "login,gpu1"}).address[0] == "login"
+    for listed, first in (("login,gpu1", "login"), ("rack[2-3]-n[07,09],login", "rack2-n07"), ("node[1-2]-ib", "node1-ib")):
+        assert find({**STEP, "SLURM_STEP_NODELIST": listed}).address[0] == first
+
+
+def test_a_task_with_gpus_of_its_own_takes_all_that_it_sees():
+    found = find({**STEP, "SLURM_GPUS_PER_TASK": "2"})
+    assert (found.process, found.local_processes) == (3, 1) and found.local_devices(2) == [0, 1]
+
+
+def test_flags_that_repeat_what_the_launcher_says_leave_gpus_shared():
+    found = find(STEP, coordinator="node1:7133", processes=5, process=3)
+    assert (found.address, found.local_process, found.local_processes) == (("node1", 7133), 1, 2)
 
 
 def test_open_mpi_knows_numbers_and_no_address():

@@ -11,6 +11,17 @@ from tba_jax.run.lease import EpochLease
 from tba_jax.run.process_group import Group
 
 
+def restore(checkpoints: Checkpoints, step: int, shapes: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """See Checkpoints.restore; of this run, whose user is told what can be done where it fails."""
+    try:
+        return checkpoints.restore(step, shapes)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}. If it is damaged, remove that folder: the run then goes on from the checkpoint before, or from its "
+            "reference, exactly"
+        ) from error
+
+
 class Checkpointing:
     """Writes checkpoints under the trainer's epoch and reads them back."""
 
@@ -53,7 +64,7 @@ class Checkpointing:
         Raises:
           ValueError: the checkpoint is damaged, or a trainer wrote it that had been replaced; names the folder.
         """
-        trees, host = self._checkpoints.restore(step, shapes)
+        trees, host = restore(self._checkpoints, step, shapes)
         if 0 < step <= len(lineage) and host["epoch"] < lineage[step - 1]["epoch"]:
             raise ValueError(
                 f"checkpoint {step} was written under epoch {host['epoch']}, but step {step} belongs to epoch "

@@ -1,5 +1,6 @@
 """The processes of a trainer beside the first one: each does with its own devices what process 0 calls for."""
 
+import concurrent.futures
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 
 from tba_jax import sharding
 from tba_jax.models.policy import Policy
+from tba_jax.roles.trainer import checkpointing
 from tba_jax.roles.trainer.logprob_gap import SnapshotScores
 from tba_jax.roles.trainer.resume import load_frozen, load_reference
 from tba_jax.roles.trainer.update_program import Placed, UpdateProgram
@@ -27,6 +29,7 @@ class Follower:
         self._contract, self._run, self._policy, self._member = contract, run, policy, member
         self._program = UpdateProgram(config, contract, policy)
         self._checkpoints = Checkpoints(run.checkpoints, keep=config.checkpoint.keep)
+        self._checkpointing = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         sampler_weights = config.searchers.weights
         self._scores = SnapshotScores(self._program.config, self._program.mesh, run.policies, sampler_weights=sampler_weights)
         self._copy = sharding.copy_program(config.publish.dtype)
@@ -45,6 +48,7 @@ class Follower:
             "checkpoint": self._checkpoint,
             "load snapshot": self._load_snapshot,
             "tell loaded step": self._tell_loaded_step,
+            "drop snapshot": self._scores.drop,
             "score rows": self._score_rows,
         }
 
@@ -60,7 +64,7 @@ class Follower:
         self._program.begin(load_reference(self._policy, self._program, self._run, reference))
 
     def _restore(self, step: int, reference: str) -> None:
-        trees, _ = self._checkpoints.restore(step, self._program.checkpointed_shapes(step))
+        trees, _ = checkpointing.restore(self._checkpoints, step, self._program.checkpointed_shapes(step))
         self._program.restore(trees, load_frozen(self._policy, self._program, self._run, reference))
 
     def _compile(self) -> None:
@@ -83,6 +87,14 @@ class Follower:
 
     def _checkpoint(self, step: int) -> None:
         self._checkpoints.save(self._program.trees(), {}, step=step)
+        # Process 0 would wait for this process' part for long; nothing else asks orbax soon whether it is written.
+        self._checkpointing.submit(self._await_checkpoint)
+
+    def _await_checkpoint(self) -> None:
+        try:
+            self._checkpoints.wait()
+        except Exception as error:  # orbax raises what its storage does
+            self._member.fail(error)
 
     def _load_snapshot(self, steps: list[int]) -> None:
         self._scores.load(steps)
@@ -95,6 +107,7 @@ class Follower:
 
     def close(self) -> None:
         """Stops the threads; what was handed to them is written first."""
+        self._checkpointing.shutdown()
         self._scores.close()
         self._shards.close()
         self._checkpoints.close()

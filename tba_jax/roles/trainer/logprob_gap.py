@@ -94,6 +94,10 @@ class SnapshotScores:
         snapshot = jax.device_put(found[1], self._on_devices)
         return np.asarray(self._score(snapshot, frozen, sharding.put_rows(self._mesh, batch_from_rows(rows))))
 
+    def drop(self) -> None:
+        """Lets go of the snapshot that is loaded."""
+        self._loading = None
+
     def close(self) -> None:
         """Ends the thread; a snapshot that is being loaded is dropped."""
         self._thread.shutdown()
@@ -158,6 +162,8 @@ class LogprobGap:
         others = [report["step"] for report in self._group.reports("loaded step")]
         if step is None or any(other != step for other in others):  # a snapshot may be pruned before all have read it
             log.warning("no resident row was made by one snapshot alone that is still there: log-probs are not compared")
+            self._group.call("drop snapshot")
+            self._scores.drop()
             return {}
         self._group.call("score rows", compared[step])
         return self._gap(step, compared[step], self._scores.score(frozen, compared[step]))

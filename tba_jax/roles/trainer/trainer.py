@@ -351,6 +351,7 @@ class Trainer:
 
     def close(self) -> None:
         """Stops the threads; what was handed to them is written first."""
+        self.publishing.wait()  # the others write their shards until then
         self.group.call("close")
         self.buffer.close()
         self._scores.close()
