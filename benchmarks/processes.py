@@ -222,6 +222,7 @@ def parts(workdir: Path) -> dict[str, float]:
 
 
 def _between_processes(rows: Rows, submit: Callable[[], Any]) -> dict[str, float]:
+    """Name -> seconds, of what process 0 does for another process. Args: submit: hands over the journal's line."""
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         other = subprocess.Popen([sys.executable, "-c", _RECEIVER, str(server.getsockname()[1])], cwd=_ROOT)

@@ -2,7 +2,7 @@
 
 Process 0 runs the trainer, and decides alone. Before each program of the common mesh it calls the others by the name of what
 comes next, so that all of them dispatch the same programs in the same order. Nobody waits in a collective for a process that has
-left: every process sees the end of the others, and ends as well, with the code PEER_LOST or with that of the failure.
+left: every process sees the end of the others, and then ends as well. Its exit code is PEER_LOST, or the code of the failure.
 """
 
 import atexit
@@ -280,7 +280,7 @@ class Member(_Process):
         super().__init__(process=process, processes=processes, heartbeat_seconds=heartbeat_seconds)
         self.code = 0
         self._calls: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        # By the name of asides: what is to be called, and contents of those that came before that was known. Guarded by the lock.
+        # Name of an aside -> the function to call; and name -> contents that came before there was a function. Guarded by the lock.
         self._asides: dict[str, Callable[..., None]] = {}
         self._early: dict[str, list[dict[str, Any]]] = {}
         self._asides_lock = threading.Lock()

@@ -62,7 +62,7 @@ ALONE = World()
 
 
 def find(*, coordinator: str, processes: int | None, process: int | None, environment: Mapping[str, str] = os.environ) -> World:
-    """The world of this process: what flags say, and what they leave open as the environment says it.
+    """The world of this process. Flags come first; numbers that no flag gives are those of the launcher's environment.
 
     Args: coordinator: --coordinator, "" where it is not given; processes, process: --processes and --process.
 
