@@ -280,7 +280,7 @@ class Member(_Process):
         super().__init__(process=process, processes=processes, heartbeat_seconds=heartbeat_seconds)
         self.code = 0
         self._calls: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        # Name of an aside -> the function to call; and name -> contents that came before there was a function. Guarded by the lock.
+        # Name of an aside -> the function to call, and -> contents that came before there was a function. Guarded by the lock.
         self._asides: dict[str, Callable[..., None]] = {}
         self._early: dict[str, list[dict[str, Any]]] = {}
         self._asides_lock = threading.Lock()
