@@ -5,16 +5,17 @@
 #   WORKDIR=DIR launch/again.sh python -m tba_jax.main --workdir=DIR --role=searcher …
 #
 #   DEATHS=0   so many deaths in a row, each after less than 10 minutes of life, are answered by another run too. A death is every
-#              code but 0, 2, 3, 4, 5 and 130: a crash, a kill, or 6: another process of this trainer has ended.
+#              code but 0, 2, 3, 4, 5 and 130: a crash, a kill, or 6: another process of this trainer has ended. So is bad input (2)
+#              of a role that lived before: a hub may be away for a moment, or a port not yet free.
 #
 # It waits until the run is in WORKDIR again: without that, a role would begin a new run in the place of one whose mount is lost.
 set -u
 : "${WORKDIR:?set it to the folder of the run}"
-asked='' pid='' pause=${FIRST_PAUSE:-1} deaths=0
+asked='' pid='' pause=${FIRST_PAUSE:-1} deaths=0 lives=0
 trap 'asked=1; [[ -z $pid ]] || kill -TERM "$pid" 2>/dev/null' TERM INT
 
 while :; do
-  began=$SECONDS
+  began=$SECONDS lives=$((lives + 1))
   "$@" &
   pid=$!
   [[ -z $asked ]] || kill -TERM "$pid" 2>/dev/null  # it came before the role was known
@@ -24,9 +25,12 @@ while :; do
   if [[ -n $asked ]]; then exit "$code"; fi
   if ((SECONDS - began >= 600)); then deaths=0 pause=${FIRST_PAUSE:-1}; fi
   case $code in
-    0 | 2 | 4 | 5 | 130) exit "$code" ;;
+    0 | 4 | 5 | 130) exit "$code" ;;
     3) ;;
-    *) if ((++deaths > ${DEATHS:-0})); then exit "$code"; fi ;;
+    *)
+      if ((code == 2 && lives == 1)); then exit 2; fi
+      if ((++deaths > ${DEATHS:-0})); then exit "$code"; fi
+      ;;
   esac
   told=''
   while :; do

@@ -27,13 +27,22 @@ def test_a_role_is_run_again_as_long_as_its_storage_fails(tmp_path, codes):
     assert process.returncode == codes[-1] and len((tmp_path / "lives").read_text()) == len(codes)
 
 
-@pytest.mark.parametrize("codes", [(6, 137, 0), (1, 6, 139), (6, 2), (1, 4), (134, 5), (1, 130), (6, 3, 6, 0)], ids=str)
+@pytest.mark.parametrize(
+    "codes", [(6, 137, 0), (1, 6, 139), (6, 2, 0), (6, 2, 2), (3, 2, 0), (1, 4), (134, 5), (1, 130), (6, 3, 6, 0)], ids=str
+)
 def test_a_role_that_dies_is_run_again_so_often_as_it_is_told(tmp_path, codes):
     (tmp_path / "config.json").write_text("{}")
     process = again(tmp_path, *codes, deaths=2)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == codes[-1] and len((tmp_path / "lives").read_text()) == len(codes)
-    assert f"ended with code {codes[0]}; running the role again" in errors
+    reason = "storage failed" if codes[0] == 3 else f"ended with code {codes[0]}"
+    assert f"{reason}; running the role again" in errors
+
+
+def test_bad_input_of_the_first_life_is_the_end(tmp_path):
+    process = again(tmp_path, 2, 0, deaths=2)
+    process.communicate(timeout=30)
+    assert process.returncode == 2
 
 
 def test_a_role_that_died_before_there_was_a_run_need_not_see_one(tmp_path):

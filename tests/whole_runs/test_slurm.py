@@ -1,7 +1,8 @@
 """Runs on a real Slurm cluster of virtual nodes: they finish, and survive whatever happens to jobs and nodes.
 
-Needs root and Debian's or Ubuntu's slurm-wlm, which it installs. What was done and seen is printed (-s), and kept in
-.pytest_cache/slurm/: benchmarks/RESULTS.md has a table of it.
+Needs root and Debian's or Ubuntu's slurm-wlm, which it installs. Run only one of these tests at a time: ports follow from the
+numbers of jobs, and nodes share those of the machine. What was done and seen is printed (-s), and kept in .pytest_cache/slurm/:
+benchmarks/RESULTS.md has a table of it.
 """
 
 import os
