@@ -23,6 +23,7 @@ for flag in "$@"; do
     --only=trainer | --only=searchers) only=${flag#*=} ;;
     --only=*) refuse "$flag must be --only=trainer or --only=searchers" ;;
     --role=* | --coordinator=* | --processes=* | --process=*) refuse "$flag is set by the jobs: leave it out" ;;
+    --workdir=) refuse "--workdir= needs a folder" ;;
     --workdir=*) flags+=("--workdir=$(cd "$here" && realpath -m -- "${flag#*=}")") ;;
     --help) usage ;;
     --*) flags+=("$flag") ;;
@@ -33,7 +34,18 @@ done
 workdir_of "${flags[@]}"
 
 whole() { # NAME LEAST: refuses a variable that is no whole number of at least LEAST
-  [[ ${!1} =~ ^(0|[1-9][0-9]{0,6})$ ]] && ((${!1} >= $2)) || refuse "$1=${!1} must be a whole number of at least $2"
+  [[ ${!1} =~ ^(0|[1-9][0-9]{0,6})$ ]] && ((${!1} >= $2)) || refuse "$1=${!1} must be a whole number of at least $2, with at most seven digits"
+}
+
+seconds_of() { # TIME: of Slurm's minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes …
+  local days=0 rest=$1 a b c
+  [[ $rest != *-* ]] || { days=${rest%%-*}; rest=${rest#*-}; }
+  IFS=: read -r a b c <<<"$rest"
+  if [[ $1 == *-* || -n $c ]]; then
+    echo $((10#$days * 86400 + 10#$a * 3600 + 10#${b:-0} * 60 + 10#${c:-0}))
+  else
+    echo $((10#$a * 60 + 10#${b:-0}))
+  fi
 }
 
 one_of() { # NAME CHOICE…
@@ -56,6 +68,8 @@ check() {
   one_of HF_HUB_OFFLINE 0 1
   for name in TRAINER_TIME SEARCHER_TIME; do
     [[ ${!name} =~ ^([0-9]+-)?[0-9]+(:[0-9]{2}){0,2}$ ]] || refuse "$name=${!name} must be a time of Slurm, such as 24:00:00 or 7-00:00:00"
+    ((STOP_SECONDS < $(seconds_of "${!name}") && STOP_SECONDS <= 65535)) ||
+      refuse "STOP_SECONDS=$STOP_SECONDS must be less than $name=${!name}, and at most 65535: roles would be asked to stop at once"
   done
   if [[ $TRAINER_TASKS == gpu ]] && ((TRAINER_GPUS == 0 || TRAINER_CPUS % TRAINER_GPUS)); then
     refuse "TRAINER_TASKS=gpu needs GPUs that divide the CPUs, not TRAINER_GPUS=$TRAINER_GPUS and TRAINER_CPUS=$TRAINER_CPUS"

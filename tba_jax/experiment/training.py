@@ -52,6 +52,8 @@ def _group(s: Invocation) -> Group | Member:
     if s.world.processes == 1:
         return Alone()
     s.mistakes.end()
+    if s.config.schedule.mode == "interleaved":
+        raise ValueError(f"--processes={s.world.processes} and schedule.mode=interleaved exclude each other: it is one process")
     told = {f"config.{name}": value for name, value in flatten(contract_lib.plain(s.config.to_dict())).items()}
     told |= {f"contract.{name}": value for name, value in s.experiment.contract.to_json().items()}
     told |= {"--init_from": s.init_from, "--allow_change": list(s.allow_change), "--shared": str(s.run.elsewhere or "")}

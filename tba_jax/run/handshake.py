@@ -103,13 +103,11 @@ def key(workdir: Path) -> Iterator[dict[str, str]]:
         raise ValueError(f"workdir {str(workdir)!r} cannot be written: {error.strerror}") from error
     try:
         yield key
-    except BaseException:
+    finally:
         _remove(path, key)
-        with contextlib.suppress(OSError):  # another process may have begun a run there
+        with contextlib.suppress(OSError):  # another role may have begun a run there
             if is_new:
-                workdir.rmdir()
-        raise
-    _remove(path, key)
+                workdir.rmdir()  # whoever makes the run makes it again, unless a mistake shows before
 
 
 def _remove(path: Path, key: Mapping[str, str]) -> None:

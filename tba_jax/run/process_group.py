@@ -30,6 +30,8 @@ _BEAT_SECONDS = 0.5
 _END_SECONDS, _TELL_SECONDS = 3.0, 1.0
 # After the others have ended, a process that failed has so long to say why.
 _LAST_WORDS_SECONDS = 3.0
+# An error of unknown cause waits so long for the end of another process, which may be its cause.
+_LOSS_SECONDS = 2.0
 # A failure of one process by such a code ends the others with the same code: to start them again would not help, or not at once.
 _COMMON_CODES = (processes.BAD_INPUT, processes.STORAGE_FAILED, processes.NOT_FINITE, processes.STOPPED)
 
@@ -175,8 +177,19 @@ class _Process:
             yield
         except BaseException as error:
             is_mistake = isinstance(error, mistakes) and not processes.is_storage_failure(error)
-            self._tell_failure(error, processes.BAD_INPUT if is_mistake else processes.exit_code(error))
+            code = processes.BAD_INPUT if is_mistake else processes.exit_code(error)
+            if code not in _COMMON_CODES:
+                self._await_loss()
+            self._tell_failure(error, code)
             raise
+
+    def _await_loss(self) -> None:
+        """Returns where no other process ends now: a collective fails at once where a process ends, before that end is seen."""
+        deadline = time.monotonic() + _LOSS_SECONDS
+        while time.monotonic() < deadline and not self._ending.is_set():
+            time.sleep(0.01)
+        if self._ending.is_set():
+            time.sleep(2 * _END_SECONDS)  # the thread that has seen it ends this process
 
     def _end_others(self, sentence: str, code: int) -> None:
         """Tells the other processes why they end. JAX' coordinator lives in process 0, which waits until they have ended."""

@@ -12,6 +12,7 @@ import hashlib
 import importlib.metadata
 import json
 import logging
+import os
 import secrets
 import socket
 import time
@@ -118,6 +119,10 @@ def _versions() -> dict[str, str]:
 # Process 0
 
 
+class _Missing(ValueError):
+    """Processes have not come within trainer.connect_seconds."""
+
+
 def _await_others(
     world: World, workdir: Path, hello: Mapping[str, Any], limits: Limits
 ) -> tuple[dict[int, Wire], dict[int, str], str]:
@@ -130,7 +135,7 @@ def _await_others(
             while len(wires) < world.processes - 1 or _forget_gone(wires):
                 came = reception.next(deadline)
                 if came is None:
-                    raise ValueError(_missing(world, wires, reception.strangers, limits))
+                    raise _Missing(_missing(world, wires, reception.strangers, limits))
                 wire, theirs = came
                 number = theirs["process"]
                 _forget_gone(wires)
@@ -145,16 +150,17 @@ def _await_others(
                 wire.send("start", {"address": address})
                 wire.limit(None)
         except ValueError as error:
-            _refuse(wires, str(error), reception, world, limits)
+            late = 0.0 if isinstance(error, _Missing) else min(limits.connect_seconds, _REFUSE_SECONDS)
+            _refuse(wires, str(error), reception, world, seconds=late)
             raise
         except OSError as error:
             raise processes.PeerLost(f"a process of this trainer ended when all of them had met ({error})") from error
     return wires, hosts, address
 
 
-def _refuse(wires: Mapping[int, Wire], sentence: str, reception: handshake.Reception, world: World, limits: Limits) -> None:
-    """Tells all processes of the trainer why they do not begin, and for a while also those that come later."""
-    told, deadline = set(wires), time.monotonic() + min(limits.connect_seconds, _REFUSE_SECONDS)
+def _refuse(wires: Mapping[int, Wire], sentence: str, reception: handshake.Reception, world: World, *, seconds: float) -> None:
+    """Tells all processes of the trainer why they do not begin, also those that come within so many seconds."""
+    told, deadline = set(wires), time.monotonic() + seconds
     for wire in wires.values():
         with contextlib.suppress(OSError):
             wire.send("refused", {"sentence": sentence})
@@ -189,8 +195,8 @@ def _listener(world: World) -> Iterator[socket.socket]:
         )
     except OSError as error:
         raise ValueError(
-            f"--coordinator={world.coordinator}: process 0 cannot listen on port {world.address[1]} ({error.strerror}); another "
-            "run may use it: name another port"
+            f"--coordinator={world.coordinator}: process 0 cannot listen on port {world.address[1]} "
+            f"({os.strerror(error.errno or 0)}): another run uses it, or another process of this one also has --process=0"
         ) from error
     with listener:
         yield listener
@@ -240,7 +246,9 @@ def _join(world: World, workdir: Path, hello: Mapping[str, Any], limits: Limits)
             f"--coordinator={world.coordinator} has not greeted process {world.process} ({error}): it is no trainer's process 0"
         ) from error
     try:
-        key = handshake.find_key(workdir, greeting["id"], wire, seconds=min(limits.connect_seconds, handshake.VISIBLE_SECONDS))
+        key = handshake.find_key(
+            workdir, greeting["id"], wire, seconds=min(limits.connect_seconds / 2, handshake.VISIBLE_SECONDS)
+        )
         if key is None:
             wire.send("unseen", {"hello": {name: hello[name] for name in ("process", "host", "workdir")}})
             raise ValueError(handshake.unseen(hello, greeting["host"]))

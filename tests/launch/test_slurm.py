@@ -124,6 +124,8 @@ def test_a_change_of_the_schedule_is_for_the_trainer_alone(slurm):
         (FLAGS, {"TRAINER_GPUS": "four"}, ["TRAINER_GPUS=four", "0"]),
         (FLAGS, {"TRAINER_GRACE": "10"}, ["TRAINER_GRACE=10", "60"]),
         (FLAGS, {"STOP_SECONDS": "30"}, ["STOP_SECONDS=30", "60"]),
+        (FLAGS, {"STOP_SECONDS": "600", "TRAINER_TIME": "10"}, ["STOP_SECONDS=600", "TRAINER_TIME=10"]),
+        (FLAGS, {"STOP_SECONDS": "600", "SEARCHER_TIME": "0-00:09:59"}, ["STOP_SECONDS=600", "SEARCHER_TIME=0-00:09:59"]),
         (FLAGS, {"TRAINER_TASKS": "gpus"}, ["TRAINER_TASKS=gpus", "node", "gpu"]),
         (FLAGS, {"TRAINER_TASKS": "gpu", "TRAINER_GPUS": "5"}, ["TRAINER_GPUS=5", "TRAINER_CPUS=24"]),
         (FLAGS, {"TRAINER_TIME": "1 day"}, ["TRAINER_TIME=1 day", "7-00:00:00"]),

@@ -125,6 +125,13 @@ def test_a_failure_of_a_member_ends_all_by_its_sentence():
     assert third.code == processes.NOT_FINITE and "error: process 1" in third.text
 
 
+def test_an_error_that_the_end_of_another_process_causes_is_told_as_that():
+    """A collective fails in the main thread before the end of the connection is seen."""
+    leader = "with group.guard():\n    time.sleep(0.2)\n    raise RuntimeError('Connection reset by peer')"
+    first, _ = trainers.wait(start(leader, "import os\ntime.sleep(0.7)\nos._exit(9)"))
+    assert first.code == processes.PEER_LOST and "error: process 1 (host) of this trainer has ended" in first.text, first.text
+
+
 @pytest.mark.parametrize("killed", [0, 1, 2])
 def test_the_end_of_any_process_ends_all_at_once(killed):
     started = start("time.sleep(60)", "time.sleep(60)", "time.sleep(60)")

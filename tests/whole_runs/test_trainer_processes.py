@@ -257,7 +257,7 @@ def test_a_mesh_that_the_devices_of_all_processes_do_not_make_up_is_refused_by_a
     for each in trainers.wait(trainers.start(tmp_path / "run", *flags, processes=2)):
         assert each.code == processes.BAD_INPUT and "does not make up the 2 devices" in each.text, each.text
         assert "learner.mesh" in each.text
-    assert not (tmp_path / "run" / "config.json").exists()
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_process_with_another_config_is_refused_by_all(tmp_path, source):
