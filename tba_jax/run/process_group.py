@@ -249,10 +249,10 @@ class Leader(_Process):
         self._adding = threading.Lock()
         for process, wire in sorted(wires.items()):
             name = f"process {process} ({hosts[process]})"
-            self._peers.append(_Peer(wire, name, take=self._taker(process, name), lost=self._lost))
+            self._peers.append(_Peer(wire, name, take=self._taker(process), lost=self._lost))
         self._begin()
 
-    def _taker(self, process: int, name: str) -> Callable[[Message], None]:
+    def _taker(self, process: int) -> Callable[[Message], None]:
         def take(message: Message) -> None:
             if message.kind == "report":
                 self._queue(process, message.content["name"]).put(message.content["content"])
