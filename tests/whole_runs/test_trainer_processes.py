@@ -48,7 +48,21 @@ def assert_same_run(workdir: Path, other: Path, *, tolerance: float = 0.0) -> No
     for here, there in zip(trained(workdir), trained(other), strict=True):
         assert here == pytest.approx(there, rel=tolerance, abs=tolerance)
     if not tolerance:
-        assert policies(workdir) == policies(other)
+        assert_same_snapshots(workdir, other)
+
+
+def assert_same_snapshots(workdir: Path, other: Path) -> None:
+    """The same bytes in all snapshots that both have. A snapshot that waits for slow storage may give way to a newer one, but for
+    those of the first and the last step; and a resume publishes where it begins, too."""
+    here, there = policies(workdir), policies(other)
+    steps = [{name.split("/")[0] for name in each} for each in (here, there)]
+    both, last = steps[0] & steps[1], len(journal.read_lineage(other / "journal"))
+    assert {layout.step_name(0), layout.step_name(last)} <= both
+
+    def of_both(files: dict[str, bytes]) -> dict[str, bytes]:
+        return {name: content for name, content in files.items() if name.split("/")[0] in both}
+
+    assert of_both(here) == of_both(there)
 
 
 def journalled(workdir: Path) -> int:
@@ -108,8 +122,7 @@ def assert_resumed_as(workdir: Path, whole: Path, *, steps: int) -> None:
     """A run that was interrupted has the batches and snapshots of one that was not, and every step and row once."""
     lines = [[line["batch"] for line in journal.read_lineage(each / "journal")] for each in (workdir, whole)]
     assert lines[0] == lines[1] and len(lines[0]) == steps
-    there, expected = policies(workdir), policies(whole)  # a resume publishes where it begins, too
-    assert {name: there.get(name) for name in expected} == expected
+    assert_same_snapshots(workdir, whole)
     assert_ledger_balances(workdir, steps=steps)
 
 
@@ -372,11 +385,12 @@ def test_four_devices_in_one_two_and_four_processes(tmp_path, source):
     for count in (2, 4):
         assert_same_run(tmp_path / str(count), tmp_path / "1", tolerance=1e-5)
     expected = weights(tmp_path / "1")
-    assert {name.split("/")[0] for name in expected} == {layout.step_name(step) for step in range(0, 13, 2)}
     for count in (2, 4):
         found = weights(tmp_path / str(count))
-        assert found.keys() == expected.keys()
-        for name, array in expected.items():
+        both = expected.keys() & found.keys()
+        assert {layout.step_name(0), layout.step_name(12)} <= {name.split("/")[0] for name in both}
+        for name in both:
+            array = expected[name]
             np.testing.assert_allclose(found[name], array, rtol=1e-5, atol=1e-6, err_msg=f"{name}, {count} processes")
 
 
