@@ -5,8 +5,8 @@ python -m benchmarks.processes --log=WORKDIR [--recipe=configs/demo.py] [--pairs
 
 The first measures, for a batch of so many full rows, what process 0 does on its host for each step: it draws the rows, gathers
 them, hands them to another process over a TCP connection of this machine, places them on the devices, and makes the line of the
-journal durable. All of that is done while the devices compute the update before. What is not is told apart: the calls around an
-update, and the line handed to its thread.
+journal durable. The trainer does all these parts while the devices compute an update. The last row is the time that is not hidden
+behind an update: the calls of the other processes, and the line that is handed to the journal's thread.
 
 The second trains on the log of a finished run, by one process with two devices and by two processes with one each, on the same
 two cores, in interleaved pairs. It also tells how long the devices take to sum arrays of the shapes of the policy's gradients.
@@ -109,7 +109,7 @@ def _free_port() -> str:
 
 
 def _start(command: Callable[[int], list[str]], processes: int) -> list[subprocess.Popen[str]]:
-    """So many processes on two cores and two CPU devices. Args: command: number of a process -> its command line."""
+    """Starts processes on two cores and two CPU devices. Args: command: number of a process -> its command line."""
     cores = sorted(os.sched_getaffinity(0))[:2]
     seen = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={2 // processes}"}
     return [
@@ -144,7 +144,7 @@ def _program(changes: dict[str, Any]) -> tuple[Any, Any, UpdateProgram]:
 
 
 def _random_rows(contract: Any, program: UpdateProgram, changes: dict[str, Any], begin: int) -> Rows:
-    """As many rows as a batch has, of random tokens and full length."""
+    """The rows of one batch: random tokens, full lengths."""
     rng, count, shape = np.random.default_rng(begin), program.rows, contract.row_shape()
     rows = {name: np.zeros((count, *each), dtype) for name, (dtype, each) in shape.columns().items()}
     rows |= trainer_update.random_rows(program, changes, contract.model["vocab"])

@@ -7,7 +7,6 @@ and only then JAX' own runtime is started among them, on a port that process 0 h
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import importlib.metadata
 import json
@@ -106,7 +105,6 @@ def _start_jax(world: World, address: str, devices: Sequence[int], limits: Limit
     )
 
 
-@functools.cache
 def _versions() -> dict[str, str]:
     """What a process computes with: a digest of this package's code, and the versions of the libraries below it."""
     package, digest = Path(__file__).parent.parent, hashlib.blake2b(digest_size=8)

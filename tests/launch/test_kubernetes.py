@@ -22,7 +22,7 @@ RUN_ITSELF = ("base", "example")
 
 
 def build(name: str) -> list[kustomize.Resource]:
-    """What is applied; of more_searchers together with what is there already."""
+    """The objects that `kubectl apply -k` creates. Those of more_searchers come with the objects of the base."""
     made = kustomize.build(KUBERNETES / name)
     return made if name in RUN_ITSELF else [*made, *(one for one in build("example") if one["kind"] != "JobSet")]
 

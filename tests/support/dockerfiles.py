@@ -1,4 +1,4 @@
-"""What is wrong with a Dockerfile of this project, and what of it can be done without Docker."""
+"""Finds mistakes in the project's Dockerfile, and runs those of its steps that need no Docker."""
 
 import fnmatch
 import re

@@ -1,4 +1,4 @@
-"""What is wrong with the manifests of a run: by the schemas of Kubernetes and JobSet, and by rules that no schema holds."""
+"""Finds mistakes in the manifests of a run: by the schemas of Kubernetes and JobSet, and by rules that no schema holds."""
 
 import json
 import re

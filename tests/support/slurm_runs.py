@@ -64,7 +64,7 @@ def start_cluster(nodes: int, gpus: int = 0) -> str:
 
 @dataclasses.dataclass
 class Story:
-    """What was done in a test and what was seen, with the seconds since its begin: printed, and kept in a file."""
+    """The log of a test: each action and each observation, with the seconds since its begin: printed, and kept in a file."""
 
     name: str
     file: Path

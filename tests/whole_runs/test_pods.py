@@ -164,7 +164,7 @@ def test_others_wait_for_a_pod_without_a_node(three_hosts):
             run.replaced(event, "trainer", index)
             run.pause(8)
         assert (run.steps() == 0) == (start == "first")
-        # Those that wait in the pod that stays hear of the end of process 0, and wait again.
+        # The processes in pods that stay see the end of process 0, and wait again.
         assert cluster.log("trainer", 1).count("trainer ended with code 6") >= 3
         cluster.pending.clear()
         run.train(5)
