@@ -30,7 +30,7 @@ _REQUESTS_PER_MINUTE = 1200
 @dataclasses.dataclass
 class _Followed:
     """How far a writer's log has been seen. version: of the segment's manifest. started: wall time, of the process that writes.
-    news: time of the last news, time.monotonic()."""
+    news, due: time of the last news, and when it is to be asked again, time.monotonic()."""
 
     root: Place
     folder: Place
@@ -40,6 +40,7 @@ class _Followed:
     started: float
     version: bytes = b""
     news: float = dataclasses.field(default_factory=time.monotonic)
+    due: float = 0.0
 
     @property
     def stop(self) -> int:
@@ -92,7 +93,7 @@ class Writers:
         # Registrations that are not logs of these rows -> the reason.
         self._refused: dict[Place, str] = {}
         self._followed: dict[str, _Followed] = {}
-        # (time, writer): when each is to be asked by `news`, a heap.
+        # (time, writer): when each is to be asked by `news`, a heap. Only the entry at the time `due` of a writer counts.
         self._due: list[tuple[float, str]] = []
         # Writers whose head has moved since `news` told of them.
         self._moved: set[str] = set()
@@ -137,17 +138,25 @@ class Writers:
         # The rest is for what has expired and for the register.
         left = self._allowance.left() - sum(1 + root.register.pages for root in self._roots.values())
         while self._due and self._due[0][0] <= now:
-            followed = self._followed[self._due[0][1]]
+            at, writer = self._due[0]
+            followed = self._followed[writer]
+            if at != followed.due:
+                heapq.heappop(self._due)
+                continue
             if isinstance(followed.folder, places.Bucket):
                 if left < 1:
                     break
                 left -= 1
                 self._allowance.spend(1)
-            taken.append(heapq.heappop(self._due)[1])
+            heapq.heappop(self._due)
+            taken.append(writer)
         for writer in taken:
-            pause = polling.pause_seconds(now - self._followed[writer].news)
-            heapq.heappush(self._due, (now + pause, writer))
+            self._schedule(writer, now + polling.pause_seconds(now - self._followed[writer].news))
         return taken
+
+    def _schedule(self, writer: str, at: float) -> None:
+        self._followed[writer].due = at
+        heapq.heappush(self._due, (at, writer))
 
     def folder(self, writer: str) -> Place:
         """Where the log of a followed writer lies."""
@@ -191,7 +200,7 @@ class Writers:
         return self._roots[self._followed[writer].root].expired.get(writer, frozenset())
 
     def _discover(self, root: _Root, *, always: bool) -> list[str]:
-        """Follows the writers that are new under a root, and returns them. Notes what else is there, and why it is not followed."""
+        """Follows the writers that are new under a root. Returns them; notes what else is there, and why it is not followed."""
         # The folder is listed before the register, so that a claim in between is no false alarm.
         entries = root.entries.names(always=always) if root.entries is not None else None
         names = root.register.names(always=always or entries is not None)
@@ -236,7 +245,7 @@ class Writers:
         found.news = now - quiet
         self._followed[writer] = found
         # Of equal ones the writer that began last comes first.
-        heapq.heappush(self._due, (now + polling.pause_seconds(quiet) - 1e-12 * found.started, writer))
+        self._schedule(writer, now + polling.pause_seconds(quiet) - 1e-12 * found.started)
 
     def _open(self, root: _Root, name: str) -> _Followed | Exception:
         """The log of a registration, or why it is not followed. An OSError may pass."""
@@ -325,6 +334,8 @@ class Writers:
             return self._stays(writer, error)
         self._head_problems.pop(writer, None)
         followed.version, followed.news = version, time.monotonic()
+        if followed.due > followed.news:
+            self._schedule(writer, followed.news)
         if head is not None and head["rows"] > followed.rows:
             followed.rows = head["rows"]
             self._moved.add(writer)
