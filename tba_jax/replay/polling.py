@@ -1,4 +1,4 @@
-"""How often a reader of the log asks for news: writers at a falling rate, folders when they change, an object store within limits."""
+"""How often a reader of the log asks for news: writers at a falling rate, changed folders, an object store within limits."""
 
 import math
 import os
@@ -21,7 +21,7 @@ _PAGE = 1000
 
 
 def pause_seconds(quiet: float) -> float:
-    """Until a writer is asked again that has had no news for `quiet` seconds: a twelfth of that, 0 for one that had some lately."""
+    """Until a writer is asked again that has had no news for `quiet` seconds: a twelfth of that, 0 after news of late."""
     return 0.0 if quiet < QUIET_SECONDS else min(max(quiet / 12, QUIET_POLL_SECONDS), LONGEST_POLL_SECONDS)
 
 

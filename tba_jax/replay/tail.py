@@ -225,9 +225,7 @@ class Tail:
         part = _read_part(self._reader, writer, begin, end, wait=False)
         if part.head < end:
             behind.not_before, behind.pause = time.monotonic() + behind.pause, min(2 * behind.pause, _LONGEST_PAUSE)
-            self._pending[writer] = (
-                f"replay log of writer {writer}: rows from {part.head} on cannot be read yet, it is asked again"
-            )
+            self._pending[writer] = f"replay log of writer {writer}: rows from {part.head} on cannot be read yet"
         else:
             behind.pause = 0.05
             self._pending.pop(writer, None)

@@ -18,8 +18,8 @@ from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout, places
 from tba_jax.run.requests import RequestRate
 
-# A trainer that is further behind than this many windows passes over the oldest rows: identical responses, and those beyond what a
-# query may have, make that more than one window.
+# A trainer that is further behind than so many windows passes over the oldest rows. More than one: identical responses, and those
+# beyond what a query may have, do not stay.
 _CAPACITIES_BEHIND = 2
 
 
@@ -30,7 +30,7 @@ def make_index(config: Any, contract: contract_lib.Contract, *, reference_id: in
 
 
 def reference_of_rows(contract: contract_lib.Contract, run: layout.RunDir) -> int:
-    """The id in the rows of a run. Raises FileNotFoundError where the run has no reference policy yet, see layout.reference_id."""
+    """The reference id in the rows of a run. Raises FileNotFoundError where the run has none yet, see layout.reference_id."""
     return int(contract.reference_of_rows(layout.reference_id(run)), 16)
 
 
@@ -195,8 +195,8 @@ class ReplayBuffer:
     def problems(self) -> list[str]:
         """Sentences about folders and rows that are left out of training."""
         rejected = [
-            f"replay log of writer {writer}: row {row} is not valid ({self._in_words(reason)}), it and others like it are left out "
-            "and counted"
+            f"replay log of writer {writer}: row {row} is not valid ({self._in_words(reason)}), it and others like it are left "
+            "out and counted"
             for (writer, reason), row in self.index.rejected_first.items()
         ]
         return [*self.tail.problems(), *map(str, self._lost), *rejected]
@@ -214,7 +214,7 @@ class ReplayBuffer:
             self._tail.close()
 
     def scalars(self) -> dict[str, float]:
-        """Sizes for the metrics: resident rows and queries, rows seen since the run began, and rows that were rejected or damaged."""
+        """Sizes for the metrics: resident rows and queries, rows seen since the run began, and those rejected or damaged."""
         totals = self.index.totals
         return {
             "buffer_rows": float(len(self.index)),
