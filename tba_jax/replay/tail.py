@@ -25,6 +25,8 @@ from tba_jax.trajectory import Rows, concatenate
 _ROWS_PER_READ = 4096
 _BYTES_PER_READ = 1 << 23
 ARRIVAL_BYTES = 1 << 26
+# A round has at most so small a part of the bytes that may wait, or one append.
+_PARTS = 4
 # Rows that cannot be read yet are asked for again after pauses up to this.
 _LONGEST_PAUSE = 5.0
 _PROBLEMS_KEPT = 1000
@@ -203,7 +205,7 @@ class Tail:
         sizes = {writer: self._rows_per_round(writer) for writer in ready}
         furthest = max(each.rows for each in ready.values())
         asked: dict[str, tuple[int, int]] = {}
-        room = self._arrival_bytes
+        room = self._arrival_bytes // _PARTS
         for writer in sorted(ready, key=lambda name: -ready[name].rows):
             each = ready[writer]
             if asked and (room <= 0 or each.rows <= furthest - sizes[writer]):
@@ -247,7 +249,7 @@ class Tail:
                 next_poll = time.monotonic() + self._poll_seconds
                 while time.monotonic() < next_poll and not self._stop.is_set():
                     self._room.clear()
-                    if sum(each.bytes for each in tuple(self._arrivals)) >= self._arrival_bytes:
+                    if sum(each.bytes for each in tuple(self._arrivals)) > self._arrival_bytes * (_PARTS - 1) // _PARTS:
                         self._room.wait(self._poll_seconds)
                     elif (found := self._read_round()) is None:
                         self._stop.wait(max(next_poll - time.monotonic(), 0))

@@ -30,7 +30,8 @@ _REQUESTS_PER_MINUTE = 1200
 @dataclasses.dataclass
 class _Followed:
     """How far a writer's log has been seen. version: of the segment's manifest. started: wall time, of the process that writes.
-    news, due: time of the last news, and when it is to be asked again, time.monotonic()."""
+    news, due: time of the last news, and when it is to be asked again, time.monotonic().
+    is_seen: whether its head has been read; the first head is no news."""
 
     root: Place
     folder: Place
@@ -41,6 +42,7 @@ class _Followed:
     version: bytes = b""
     news: float = dataclasses.field(default_factory=time.monotonic)
     due: float = 0.0
+    is_seen: bool = False
 
     @property
     def stop(self) -> int:
@@ -333,9 +335,12 @@ class Writers:
         except STORAGE_ERRORS as error:
             return self._stays(writer, error)
         self._head_problems.pop(writer, None)
-        followed.version, followed.news = version, time.monotonic()
-        if followed.due > followed.news:
-            self._schedule(writer, followed.news)
+        followed.version = version
+        if followed.is_seen:
+            followed.news = time.monotonic()
+            if followed.due > followed.news:
+                self._schedule(writer, followed.news)
+        followed.is_seen = True
         if head is not None and head["rows"] > followed.rows:
             followed.rows = head["rows"]
             self._moved.add(writer)
