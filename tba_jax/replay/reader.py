@@ -19,6 +19,8 @@ from tba_jax.trajectory import Rows, RowShape
 _LAGGING = re.compile(r"NOT_FOUND:|.*(Input size of 0 is less than digest size|Invalid JSON)", re.DOTALL)
 # These mean that storage does not answer: nothing is known of the rows.
 _AWAY = re.compile(r"(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|RESOURCE_EXHAUSTED|PERMISSION_DENIED|UNAUTHENTICATED):")
+# A segment that nothing was missing from for so long has got over it, and has a new deadline.
+_OVER_SECONDS = 60.0
 _READ_AHEAD_APPENDS = 16
 # Appends whose reading may have started before anyone asked for their rows.
 PREFETCHED_APPENDS = 64
@@ -188,7 +190,7 @@ class LogReader(Writers):
             return False
         now, patience = time.monotonic(), self._patience_seconds
         since, last = self._missing_since.get((writer, segment), (now, now))
-        if now - last > patience:  # that trouble is over
+        if now - last > max(patience, _OVER_SECONDS):
             since = now
         self._missing_since[writer, segment] = since, now
         # Without the registration the whole log is away: a folder that was moved, or a mount that is lost.

@@ -27,6 +27,8 @@ _BYTES_PER_READ = 1 << 23
 ARRIVAL_BYTES = 1 << 26
 # A round has at most so small a part of the bytes that may wait, or one append.
 _PARTS = 4
+# In at least so many rounds comes what a trainer reads that is as far behind as it may be, so that the window gets of each writer.
+_ROUNDS = 16
 # Rows that cannot be read yet are asked for again after pauses up to this.
 _LONGEST_PAUSE = 5.0
 _PROBLEMS_KEPT = 1000
@@ -202,7 +204,7 @@ class Tail:
         ready = {writer: each for writer, each in self._behind.items() if each.not_before <= now}
         if not ready:
             return None
-        sizes = {writer: self._rows_per_round(writer) for writer in ready}
+        sizes = {writer: self._rows_per_round(writer, of=len(ready)) for writer in ready}
         furthest = max(each.rows for each in ready.values())
         asked: dict[str, tuple[int, int]] = {}
         room = self._arrival_bytes // _PARTS
@@ -217,10 +219,13 @@ class Tail:
         is_last = not any(each.not_before <= now for each in self._behind.values())
         return _Round(parts, is_last)
 
-    def _rows_per_round(self, writer: str) -> int:
+    def _rows_per_round(self, writer: str, *, of: int) -> int:
+        """Whole appends, at least one: what many rounds are made of mixes the writers. Args: of: writers with rows to read."""
         size = self._reader.schema(writer).rows_per_append
-        rows = min(_ROWS_PER_READ, _BYTES_PER_READ // self._reader.shape.row_bytes)
-        return math.ceil(rows / size) * size
+        rows = min(_ROWS_PER_READ, min(_BYTES_PER_READ, self._arrival_bytes // _PARTS) // self._reader.shape.row_bytes)
+        if self._most_behind:
+            rows = min(rows, self._most_behind // _ROUNDS // of)
+        return max(math.ceil(rows / size), 1) * size
 
     def _read_writer(self, writer: str, begin: int, end: int) -> _Part | None:
         behind = self._behind[writer]
