@@ -23,6 +23,8 @@ SPARE_SEGMENTS = 64
 # Writers whose heads are read side by side, and registrations.
 _HEADS_AT_ONCE = 256
 _REGISTRATIONS_AT_ONCE = 32
+# Between looks at what has expired. Who finds that rows are missing looks at once.
+_EXPIRED_SECONDS = 10.0
 # Requests to object stores a minute where no setting says another number.
 _REQUESTS_PER_MINUTE = 1200
 
@@ -100,7 +102,7 @@ class Writers:
         # Writers whose head has moved since `news` told of them.
         self._moved: set[str] = set()
         self._head_problems: dict[str, str] = {}
-        self._active = 0
+        self._active, self._asked_expired = 0, 0.0
         self._segments: collections.OrderedDict[tuple[str, int], Segment] = collections.OrderedDict()
 
     def _watched(self, root: Place) -> _Root:
@@ -124,7 +126,8 @@ class Writers:
 
     def _look(self, asking: Iterable[str], *, always: bool) -> None:
         asking, now = list(asking), time.monotonic()
-        self._refresh_expired()
+        if always or now - self._asked_expired > _EXPIRED_SECONDS:
+            self._refresh_expired()
         for root in self._roots.values():
             asking += self._discover(root, always=always)
         self._active = sum(now - self._followed[writer].news < polling.QUIET_SECONDS for writer in asking)
@@ -191,6 +194,7 @@ class Writers:
         return self._followed[writer].root == self._own
 
     def _refresh_expired(self) -> None:
+        self._asked_expired = time.monotonic()
         watched = {place: (place / EXPIRED, root.version) for place, root in self._roots.items()}
         self._allowance.spend(sum(isinstance(place, places.Bucket) for place in watched))
         for place, version in places.changed(watched).items():
