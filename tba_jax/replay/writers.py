@@ -216,7 +216,8 @@ class Writers:
         with concurrent.futures.ThreadPoolExecutor(_REGISTRATIONS_AT_ONCE) as pool:
             # Many at the start of a role alone; a thread costs more than a local file.
             opened = list((map if len(new) < _REGISTRATIONS_AT_ONCE else pool.map)(lambda name: self._open(root, name), new))
-        self._allowance.spend(2 * len(new) if isinstance(root.place, places.Bucket) else 0)
+        # What was there at the start is opened at once: two requests for each writer, beside the limit.
+        self._allowance.spend(2 * len(new) if isinstance(root.place, places.Bucket) and not root.is_new else 0)
         root.ignored, begun = {}, []
         for name, found in zip(new, opened, strict=True):
             writer = name.removesuffix(".json")
