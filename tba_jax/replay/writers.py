@@ -23,6 +23,7 @@ SPARE_SEGMENTS = 64
 # Writers whose heads are read side by side, and registrations.
 _HEADS_AT_ONCE = 256
 _REGISTRATIONS_AT_ONCE = 32
+_ACTIVE_FIRST_SECONDS = 60.0
 # Between looks at what has expired. Who finds that rows are missing looks at once.
 _EXPIRED_SECONDS = 10.0
 # Requests to object stores a minute where no setting says another number.
@@ -156,12 +157,15 @@ class Writers:
             heapq.heappop(self._due)
             taken.append(writer)
         for writer in taken:
-            self._schedule(writer, now + polling.pause_seconds(now - self._followed[writer].news))
+            self._schedule(writer, polling.pause_seconds(now - self._followed[writer].news))
         return taken
 
-    def _schedule(self, writer: str, at: float) -> None:
-        self._followed[writer].due = at
-        heapq.heappush(self._due, (at, writer))
+    def _schedule(self, writer: str, pause: float) -> None:
+        """Has a writer asked after a pause; one without a pause comes before those that are not overdue by a minute."""
+        followed = self._followed[writer]
+        # Of equal ones the writer that began last comes first.
+        followed.due = time.monotonic() + (pause or -_ACTIVE_FIRST_SECONDS) - 1e-12 * followed.started
+        heapq.heappush(self._due, (followed.due, writer))
 
     def folder(self, writer: str) -> Place:
         """Where the log of a followed writer lies."""
@@ -248,11 +252,9 @@ class Writers:
 
     def _follow(self, writer: str, found: _Followed, *, quiet: float) -> None:
         """Args: quiet: seconds since the last news, as far as is known. Most writers that are there at the start have ended."""
-        now = time.monotonic()
-        found.news = now - quiet
+        found.news = time.monotonic() - quiet
         self._followed[writer] = found
-        # Of equal ones the writer that began last comes first.
-        self._schedule(writer, now + polling.pause_seconds(quiet) - 1e-12 * found.started)
+        self._schedule(writer, polling.pause_seconds(quiet))
 
     def _open(self, root: _Root, name: str) -> _Followed | Exception:
         """The log of a registration, or why it is not followed. An OSError may pass."""
@@ -344,7 +346,7 @@ class Writers:
         if followed.is_seen:
             followed.news = time.monotonic()
             if followed.due > followed.news:
-                self._schedule(writer, followed.news)
+                self._schedule(writer, 0.0)
         followed.is_seen = True
         if head is not None and head["rows"] > followed.rows:
             followed.rows = head["rows"]
