@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from absl import app, flags
@@ -141,7 +142,7 @@ def make_dead(root: Place, count: int) -> None:
         register.write_bytes(described) if isinstance(register, Path) else places.write_bytes(register, described)
 
 
-def _followed(root: Place, name: str, **settings: float) -> tuple[Tail, LogWriter]:
+def _followed(root: Place, name: str, **settings: Any) -> tuple[Tail, LogWriter]:
     """A tail of a trainer that begins now, and a writer that is at work."""
     tail = Tail(LogReader(root, SHAPE, **settings), {}, poll_seconds=0.2)
     begin = time.perf_counter()
