@@ -23,7 +23,7 @@ class Escaper:
         self._tokenizer = tokenizer
         added = {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         around = {*ids, *added, *tokenizer.encode("").ids}
-        spelled = {tokenizer.id_to_token(i) for i in around} - {None}
+        spelled = {token for i in around if (token := tokenizer.id_to_token(i))}
         self._names = any_of([*names, *added.values(), *spelled])
         self._ids = frozenset(around) - {_unknown(tokenizer)}
 
