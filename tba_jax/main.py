@@ -130,14 +130,17 @@ def run(given: command_line.Given) -> int | command_line.Job:
 
 
 def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir") -> command_line.Job:
-    from tba_jax.experiment import compiling, composition, jobs, mistakes, other_runs, storage
+    from tba_jax.experiment import compiling, composition, jobs, mistakes, named_task, other_runs, storage
     from tba_jax.roles import gpus
-    from tba_jax.run import places
+    from tba_jax.run import places, privacy
 
     if given.role == "searcher":
         _split_cpu(config.searchers.cpu_devices)
-    _hold_compilation_cache(folder)
     found = mistakes.Mistakes()
+    is_private = privacy.is_private(folder) or found.attempt(named_task.keeps_private, config.task.name)
+    if is_private and not given.dry_run:
+        privacy.keep(folder)
+    _hold_compilation_cache(folder)
     world = _world(given)
     # The supervisor has looked at the GPUs of its children, and a child that it starts again may find memory of the last one.
     in_one_process = given.role != "all" or config.schedule.mode == "interleaved"
