@@ -111,11 +111,7 @@ class LogReader(Writers):
         """rows[targets] = the rows `wanted` (int64 row numbers) of the writer."""
         if not len(wanted):
             return
-        if wanted.max() >= self._committed(writer):
-            self.heads()
-        if wanted.min() < 0 or wanted.max() >= self._committed(writer):
-            reason = self.problems.get(writer, f"rows 0 to {self._committed(writer) - 1} are committed")
-            raise ValueError(f"rows {wanted.min()} to {wanted.max()} of writer {writer} cannot be read: {reason}")
+        self._check_committed(writer, int(wanted.min()), int(wanted.max()) + 1, wait=wait)
         size = self.schema(writer).rows_per_append
         order = np.argsort(wanted, kind="stable")
         appends, starts = np.unique(wanted[order] // size, return_index=True)
@@ -125,6 +121,27 @@ class LogReader(Writers):
             source, target = _as_slice(wanted[block] - append * size), _as_slice(targets[block])
             for name, column in content.items():
                 rows[name][target] = column[source]
+
+    def _check_committed(self, writer: str, start: int, stop: int, *, wait: bool) -> None:
+        """Raises what `read` raises where rows up to `stop` are not known to be committed."""
+        deadline = time.monotonic() + self._patience_seconds
+        while stop > self._committed(writer):
+            self.heads()
+            if stop <= self._committed(writer):
+                return
+            first, error = max(start, self._committed(writer)), self._head_errors.get(writer)
+            if error is None or start < 0:
+                if writer not in self._followed and self.is_damaged(writer):
+                    raise LogCorruption(writer, start, stop, self.problems[writer])
+                reason = self.problems.get(writer, f"rows 0 to {self._committed(writer) - 1} are committed")
+                raise ValueError(f"rows {start} to {stop - 1} of writer {writer} cannot be read: {reason}")
+            if not self._may_come(writer, self._followed[writer].segment, error):
+                raise LogCorruption(writer, first, stop, self.problems[writer]) from error
+            if not wait or time.monotonic() > deadline:
+                raise RowsPending(writer, first, stop, self.problems[writer]) from error
+            time.sleep(0.2)
+        if start < 0:
+            raise ValueError(f"rows {start} to {stop - 1} of writer {writer} cannot be read: rows begin with 0")
 
     def _committed(self, writer: str) -> int:
         return self._followed[writer].rows if writer in self._followed else 0

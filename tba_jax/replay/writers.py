@@ -102,7 +102,8 @@ class Writers:
         self._due: list[tuple[float, str]] = []
         # Writers whose head has moved since `news` told of them.
         self._moved: set[str] = set()
-        self._head_problems: dict[str, str] = {}
+        # Writer -> why its head cannot be read.
+        self._head_errors: dict[str, Exception] = {}
         self._active, self._asked_expired = 0, 0.0
         self._segments: collections.OrderedDict[tuple[str, int], Segment] = collections.OrderedDict()
 
@@ -136,7 +137,9 @@ class Writers:
             self._advance_all(asking[begin : begin + _HEADS_AT_ONCE])
         # As a whole: another thread may be reading them.
         ignored = [found for root in self._roots.values() for found in (root.ignored, root.strangers)]
-        self.problems = {name: told for each in ignored for name, told in each.items()} | self._head_problems
+        stays = {writer: f"it stays at row {self._followed[writer].rows}: {each}" for writer, each in self._head_errors.items()}
+        heads = {writer: f"the head of writer {writer} cannot be read, {told}" for writer, told in stays.items()}
+        self.problems = {name: told for each in ignored for name, told in each.items()} | heads
 
     def _take_due(self) -> list[str]:
         """The writers that are to be asked now, those that have waited longest first; each is scheduled again."""
@@ -185,6 +188,10 @@ class Writers:
     def segment_rows(self, writer: str) -> int | None:
         """Rows in a segment of a writer's log; None where it is not followed right now (`problems` may say why)."""
         return self.schema(writer).segment_rows if writer in self._followed else None
+
+    def is_damaged(self, writer: str) -> bool:
+        """Whether a writer is not followed because its registration cannot be used."""
+        return any(root.place / REGISTER / f"{writer}.json" in self._refused for root in self._roots.values())
 
     def kept(self, writer: str) -> list[range]:
         """Committed rows of a followed writer that retention has left, ascending; no two ranges touch."""
@@ -294,7 +301,7 @@ class Writers:
                     segment = self._segment_of_news(writer)
                     reads[writer] = version, segment, segment.start_head()
                 elif writer not in versions:  # no news, or the next segment is not there yet
-                    self._head_problems.pop(writer, None)
+                    self._head_errors.pop(writer, None)
             asking = full + [writer for writer, read in reads.items() if self._finish_head(writer, *read)]
 
     def _stays(self, writer: str, error: Exception) -> bool:
@@ -304,7 +311,7 @@ class Writers:
             followed.rows = followed.stop
             self._moved.add(writer)
             return True
-        self._head_problems[writer] = f"the head of writer {writer} cannot be read, it stays at row {followed.rows}: {error}"
+        self._head_errors[writer] = error
         return False
 
     def _has_next(self, followed: _Followed) -> bool:
@@ -341,7 +348,7 @@ class Writers:
                 raise ValueError(f"DATA_LOSS: segment {segment_name(followed.segment)} says {head['rows']} rows")
         except STORAGE_ERRORS as error:
             return self._stays(writer, error)
-        self._head_problems.pop(writer, None)
+        self._head_errors.pop(writer, None)
         followed.version = version
         if followed.is_seen:
             followed.news = time.monotonic()
