@@ -36,6 +36,7 @@ def resume(trainer: Trainer, *, until: int | None = None) -> None:
     lineage, checkpoint = recorded[:until], trainer.checkpoints.latest_step()
     if checkpoint is None and not lineage:
         _check_is_new(run)
+    trainer.buffer.expect(recorded[checkpoint or 0 :])
     _restore(trainer, checkpoint, lineage)  # 2
     trainer.publish_unless_there()
     if lines := lineage[trainer.step_number :]:
