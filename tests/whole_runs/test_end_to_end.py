@@ -67,7 +67,7 @@ def test_an_asynchronous_run_is_joined_stopped_and_resumed(tmp_path, one_device,
     assert not processes(workdir)
 
     # The same command goes on, to an end.
-    steps = journal.read_lineage(layout.RunDir(workdir).journal)[-1]["step"] + 24
+    steps = journal.last_step(layout.RunDir(workdir).journal) + 24
     fewer = f"--config.learner.steps={steps}"
     done = tiny_run.call([*arguments, fewer, "--allow_change=learner.steps"], timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
