@@ -56,7 +56,7 @@ def rebuild_index(run: Run) -> ReplayIndex:
     heads, start = run.reader.heads(), 0
     if any(expired_segments(run.layout.replay).get(writer) for writer in heads):
         index, start = _checkpointed_index(run)
-    for line in journal.read_lineage(run.layout.journal, after=start):
+    for line in journal.read_lineage(run.layout.journal, after=start) if start else run.lines:
         for heads in line["visible"]:
             replay_visible(index, run.reader, heads, step=line["step"] - 1)
         slots = index.slots_of(journal.line_ids(line))

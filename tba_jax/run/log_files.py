@@ -2,8 +2,8 @@
 
 A role's output is an open file that the shell or the supervisor handed it, and children of the role write to the same file.
 Nobody can tell all of them to write to another file. So a large log is copied to `<role>.log.1` and cut to nothing, and all of
-them write on into it. A line that is written between the copy and the cut is lost. The role does this by itself, whoever has
-started it.
+them write on into it. What is written between the end of the copy and the cut is lost. The role does this by itself, whoever
+has started it.
 """
 
 import contextlib
@@ -46,17 +46,17 @@ def _log_of(descriptor: int, folder: Path) -> Path | None:
 
 
 def _look_after(logs: set[Path], limit: int, keep: int) -> None:
-    while True:
-        time.sleep(LOOK_SECONDS)
+    while True:  # at once, too: a role may die again and again before the next look
         for path in logs:
             with contextlib.suppress(OSError):  # storage that refuses is left to the writers of what must not be lost
                 rotate(path, limit=limit, keep=keep)
+        time.sleep(LOOK_SECONDS)
 
 
 def rotate(path: Path, *, limit: int, keep: int) -> bool:
     """Sets a log aside that has more than `limit` bytes. Returns whether it did. Raises OSError, the log is then as before.
 
-    Of a log that has become far larger, the last `limit` bytes are kept.
+    Of a log that has become far larger, the last 2 · `limit` bytes are kept.
     """
     if path.stat().st_size <= limit:
         return False
@@ -70,20 +70,27 @@ def rotate(path: Path, *, limit: int, keep: int) -> bool:
             pass
         if (size := os.fstat(log.fileno()).st_size) <= limit:
             return False
-        log.seek(size - limit)
+        log.seek(max(0, size - 2 * limit))
         try:
             with open(draft, "wb") as copy:
                 os.fchmod(copy.fileno(), stat.S_IMODE(os.fstat(log.fileno()).st_mode))
                 shutil.copyfileobj(log, copy, 1 << 20)
+                copy.flush()
+                _set_aside(path, draft, keep)
+                shutil.copyfileobj(log, copy)  # what came meanwhile
+                copy.flush()
+                log.truncate(0)  # at the end: a role that is killed before leaves its last words twice
         except OSError:
             draft.unlink(missing_ok=True)
             raise
-        log.truncate(0)
+    return True
+
+
+def _set_aside(path: Path, draft: Path, keep: int) -> None:
     for number in range(keep - 1, 0, -1):
         with contextlib.suppress(FileNotFoundError):
             older(path, number).replace(older(path, number + 1))
     draft.replace(older(path, 1))
-    return True
 
 
 def older(path: Path, number: int) -> Path:

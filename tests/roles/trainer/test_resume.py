@@ -114,7 +114,7 @@ def test_a_damaged_line_before_the_checkpoint_stops_no_resume_and_the_audit_name
     path.write_bytes(b"".join([*lines[: step - 1], b"\0" * 40 + b"\n", *lines[step:]]))
     frozen_runs.train(s, until=12, abandon=False)
     assert layout_lib.read_json(s.run.finished) | {"step": 12, "balanced": True} == layout_lib.read_json(s.run.finished)
-    with pytest.raises(ValueError, match=rf"epoch-000001\.jsonl line {step} is not a journal line"):
+    with pytest.raises(ValueError, match=rf"epoch-000002\.jsonl line {step} is not a journal line"):
         audit.open_run(s.run.root)
 
 
@@ -124,7 +124,7 @@ def test_a_damaged_line_after_the_checkpoint_is_named(tmp_path, frozen):
     path = max(s.run.journal.glob("*.jsonl"))
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:5], b"\0" * 40 + b"\n", *lines[6:]]))
-    with pytest.raises(ValueError, match=r"epoch-000001\.jsonl line 6 is not a journal line"):
+    with pytest.raises(ValueError, match=r"epoch-000002\.jsonl line 6 is not a journal line"):
         frozen_runs.train(s, until=12, abandon=False)
 
 
@@ -138,7 +138,7 @@ def test_a_line_that_is_damaged_at_the_end_is_told_and_the_run_ends_unbalanced(t
         path.write_bytes(path.read_bytes().replace(b'{"step":3,', b'{"step":4,'))
         trainer.finish()
     assert not layout_lib.read_json(s.run.finished)["balanced"]
-    assert "epoch-000001.jsonl line 3: step 4 of epoch 1 stands before step 4" in caplog.text
+    assert "epoch-000002.jsonl line 3: step 4 of epoch 2 stands before step 4" in caplog.text
 
 
 def test_rows_that_came_before_a_stop_are_journalled_after_it(tmp_path, frozen):
