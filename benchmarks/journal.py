@@ -106,7 +106,8 @@ def main(arguments: Sequence[str]) -> None:
         folder.mkdir()
         size = write(folder, steps=_OTHER_STEPS.value, rows=_ROWS.value, epochs=_EPOCHS.value)
         print(f"{_OTHER_STEPS.value:,} steps, {size / 1e6:,.0f} MB, {distances[0]:,} after the checkpoint", flush=True)
-        after, found = _OTHER_STEPS.value - distances[0], {checkout: [] for checkout in ("", _OTHER.value)}
+        after = _OTHER_STEPS.value - distances[0]
+        found: dict[str, list[tuple[float, float, int]]] = {"": [], _OTHER.value: []}
         for repeat in range(_REPEATS.value):
             for checkout in list(found)[:: -1 if repeat % 2 else 1]:
                 found[checkout].append(read(folder, after=after, checkout=checkout))

@@ -158,7 +158,7 @@ def read_lineage(folder: Path, *, after: int = 0, must_exist: bool = False) -> L
     a crash tore is ignored: no update followed it. Without a folder there are no lines.
 
     The files are read from their ends back to the step `after`, so that the time follows from the lines after it, and the memory
-    from one block. Damage that no line after it has does no harm.
+    from one block. Damage of lines up to that step does no harm.
 
     Args: must_exist: the caller knows that there is a folder.
 

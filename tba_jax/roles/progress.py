@@ -111,9 +111,12 @@ class Progress:
 
 
 def evaluations(run: layout.RunDir) -> list[dict[str, Any]]:
-    """All evaluation reports in the order of steps. A figure that could not be found is NaN."""
+    """The figures of all evaluation reports in the order of steps, NaN where one could not be found; the samples stay on disk."""
     files = [run.evaluations / f"{layout.step_name(step)}.json" for step in layout.steps_in(run.evaluations)]
-    return [{k: math.nan if v is None else v for k, v in layout.read_json(file).items()} for file in files]
+    return [
+        {name: math.nan if value is None else value for name, value in layout.read_json(file).items() if name != "samples"}
+        for file in files
+    ]
 
 
 def summary(run: layout.RunDir) -> dict[str, float]:
