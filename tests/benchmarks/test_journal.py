@@ -1,14 +1,17 @@
-"""The journal that the benchmark of long journals writes."""
+"""The benchmark of long journals, on a short one."""
 
-from benchmarks import journal
-from tba_jax.replay.journal import line_ids, read_lineage
+import re
+import subprocess
+import sys
+
+from tests.support.tiny_run import ROOT
 
 
-def test_it_is_one_that_trainers_could_have_written(tmp_path):
-    size = journal.write(tmp_path, steps=1000, rows=64, epochs=3)
-    lines = [*read_lineage(tmp_path)]
-    assert [line["step"] for line in lines] == list(range(1, 1001)) and read_lineage(tmp_path).epochs == [1, 2, 3]
-    assert all(len(line_ids(line)) == 64 and max(row for _, row in line["rows"]) < 16 * line["step"] for line in lines)
-    assert 900 < size / 1000 < 1300
-    seconds, peak, count = journal.read(tmp_path, after=990)
-    assert count == 10 and seconds > 0 and 0 <= peak < 50
+def test_it_writes_a_journal_and_reads_as_a_resume_does(tmp_path):
+    command = [sys.executable, "-m", "benchmarks.journal", "--steps=1000", "--after=10", "--repeats=1", f"--folder={tmp_path}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (
+        re.findall(r"(\S+) lines", done.stdout) == ["10", "1,000"] and "1,000 steps of 64 rows by 5 epochs, 1 MB" in done.stdout
+    )
+    assert not list(tmp_path.iterdir())
