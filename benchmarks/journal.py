@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 from absl import app, flags
 
+from tba_jax.replay import gaps
 from tba_jax.replay.journal import journal_line
 
 _STEPS = flags.DEFINE_integer("steps", 1_000_000, "Of the journal.", lower_bound=1000)
@@ -64,7 +65,7 @@ def write(folder: Path, *, steps: int, rows: int, epochs: int) -> int:
                 drawn = draw.integers(np.maximum(0, heads[of_writers] - 10_000), heads[of_writers])
                 ids = [(WRITERS[writer], row) for writer, row in zip(of_writers, drawn, strict=True)]
                 seen = dict(zip(WRITERS, heads.tolist(), strict=True))
-                line = journal_line(step=step, visible=[seen], ids=ids, reward_version=1, key=step - 1, rows={})
+                line = journal_line(step=step, visible=[gaps.visible(seen)], ids=ids, reward_version=1, key=step - 1, rows={})
                 line |= {"batch": hashlib.sha256(b"%d" % step).hexdigest(), "epoch": epoch}
                 file.write(json.dumps(line, separators=(",", ":")) + "\n")
     return sum(path.stat().st_size for path in folder.iterdir())

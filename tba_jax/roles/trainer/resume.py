@@ -35,6 +35,7 @@ def resume(trainer: Trainer, *, until: int | None = None) -> None:
     lineage = journal.read_lineage(run.journal, after=checkpoint or 0, must_exist=True)
     if checkpoint is None and not lineage.last:
         _check_is_new(run)
+    trainer.buffer.expect(lineage)
     _restore(trainer, checkpoint, lineage)  # 2
     trainer.publish_unless_there()
     if lineage:
