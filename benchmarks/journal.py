@@ -4,7 +4,8 @@ python -m benchmarks.journal [--steps=1000000] [--rows=64] [--epochs=5] [--after
   [--other=CHECKOUT] [--other_steps=100000]
 
 The lines are those of `journal_line`, of rows of four writers, in as many files as there were epochs. A process of its own reads
-them as `resume` does: the lines after a checkpoint that is --after steps before the end, one at a time. Its memory is the growth
+them as `resume` does: the lines after a checkpoint that is --after steps before the end, one at a time. They are read three
+times: to check them, for the rows that they left out, and to do their steps again. The memory of the process is the growth
 of the peak (VmHWM) since its imports. --other is a checkout whose `read_lineage` returns a list of all lines: both read a journal
 of --other_steps steps, in turn.
 """
@@ -45,7 +46,11 @@ def peak():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
 folder, after, before, begin = Path(sys.argv[1]), int(sys.argv[2]), peak(), time.perf_counter()
 """
-_HERE = "lines = journal.read_lineage(folder, after=after, must_exist=True)"
+_HERE = """
+from tba_jax.replay import gaps
+lines = journal.read_lineage(folder, after=after, must_exist=True)
+gaps.KnownGaps(each for line in lines for each in line["visible"])
+"""
 _OTHERS = "lines = journal.read_lineage(folder, must_exist=True)[after:]"
 _END = """
 count = sum(1 for line in lines)
