@@ -29,13 +29,13 @@ from tba_jax.text.visible import visible, visible_line
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run opened for reading. config: the stored settings; lines: of the journal, step n at index n - 1."""
+    """A run opened for reading. config: the stored settings; lines: of the journal, which stay in their files."""
 
     layout: layout_lib.RunDir
     config: config_dict.ConfigDict
     contract: contract_lib.Contract
     reader: LogReader
-    lines: list[dict[str, Any]]
+    lines: journal.Lineage
 
 
 def open_run(workdir: Path | str) -> Run:
@@ -60,7 +60,7 @@ def rebuild_index(run: Run) -> ReplayIndex:
     heads, start = run.reader.heads(), 0
     if any(expired_segments(run.layout.replay).get(writer) for writer in heads):
         index, start = _checkpointed_index(run)
-    for line in run.lines[start:]:
+    for line in journal.read_lineage(run.layout.journal, after=start) if start else run.lines:
         for each in line["visible"]:
             replay_visible(index, run.reader, each, known, step=line["step"] - 1)
         slots = index.slots_of(journal.line_ids(line))
@@ -100,9 +100,12 @@ def accounts(run: Run) -> dict[str, ledger.Account]:
 
 
 def trained_rows(run: Run) -> collections.Counter[str]:
-    """Writer -> how many of its rows at least one step drew."""
-    drawn = {row for line in run.lines for row in journal.line_ids(line)}
-    return collections.Counter(writer for writer, _ in drawn)
+    """Writer -> how many of its rows at least one step drew. The memory is a byte a row of the log."""
+    drawn = {writer: np.zeros(head, bool) for writer, head in run.reader.heads().items()}
+    for writer, row in (each for line in run.lines for each in journal.line_ids(line)):
+        if 0 <= row < len(drawn.get(writer, ())):
+            drawn[writer][row] = True
+    return collections.Counter({writer: int(rows.sum()) for writer, rows in drawn.items() if rows.any()})
 
 
 def describe_ledger(run: Run) -> tuple[str, bool]:
@@ -124,7 +127,7 @@ def describe_ledger(run: Run) -> tuple[str, bool]:
         lines.append(f"{what}: " + (", ".join(f"{rule} {count}" for rule, count in total.items() if count) or "none"))
     lines.append(f"evicted by a capacity without ever being trained on: {sum(a.evicted_untrained for a in found.values())}")
     lines += _describe_expired(run, list(found))
-    epochs = sorted({line["epoch"] for line in run.lines})
+    epochs = run.lines.epochs
     lines.append(f"{len(run.lines)} journalled steps, each once, by {len(epochs)} trainer epochs {epochs}")
     lines += sorted(map(visible_line, run.reader.problems.values()))
     balanced = all(account.balances for account in found.values())
@@ -150,7 +153,7 @@ def rebuild_batch(run: Run, step: int) -> tuple[str, bool]:
     """
     if not 1 <= step <= len(run.lines):
         raise ValueError(f"--step={step} is not a journalled step of {run.layout.root}; there are 1 to {len(run.lines)}")
-    line = run.lines[step - 1]
+    line = next(iter(journal.read_lineage(run.layout.journal, after=step - 1)))
     ids = journal.line_ids(line)
     try:
         rows = run.reader.read_ids(ids)

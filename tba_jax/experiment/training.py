@@ -65,7 +65,7 @@ def _make_reference(s: Invocation, group: Group) -> None:
     """Makes the policy that step 0 starts from, unless the run has one."""
     if places.exists(s.run.initial_reference):
         return
-    writer = MetricWriter(s.run.metrics("reference"))
+    writer = MetricWriter(s.run.metrics("reference"), event_megabytes=s.config.metrics.event_megabytes)
 
     def record(step: int, loss: float) -> None:
         log.info("warm start: step %d, loss %.3f", step, loss)

@@ -316,7 +316,7 @@ def run_evaluator(
     evaluator: Evaluator, config: Any, run: layout.RunDir, *, account: TimeAccount, stop: Callable[[], bool]
 ) -> None:
     """Evaluates snapshots as they appear, until the last one of the finished run is done or `stop` says so."""
-    writer = MetricWriter(run.metrics("evaluator"))
+    writer = MetricWriter(run.metrics("evaluator"), event_megabytes=config.metrics.event_megabytes)
 
     def afresh() -> PendingSteps:  # a trainer that resumes may have changed the last step
         return PendingSteps(run, every_steps=config.evaluation.every_steps, final_step=contract_lib.steps_of(run))

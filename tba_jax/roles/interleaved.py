@@ -31,7 +31,8 @@ def run_interleaved(
 
     Fresh rows of step n come from the weights after n − 1 − lag updates.
     """
-    recorder, search_writer = Recorder(trainer, run), MetricWriter(run.metrics("searcher-0"))
+    recorder = Recorder(trainer, run)
+    search_writer = MetricWriter(run.metrics("searcher-0"), event_megabytes=trainer.config.metrics.event_megabytes)
     evaluations = _Evaluations(evaluator, run, trainer) if evaluator is not None else None
     trainer.flush_snapshot()
     if evaluations:
@@ -78,7 +79,8 @@ class _Evaluations:
 
     def __init__(self, evaluator: Evaluator, run: layout.RunDir, trainer: Trainer):
         config = trainer.config
-        self._evaluator, self._writer = evaluator, MetricWriter(run.metrics("evaluator"))
+        self._evaluator = evaluator
+        self._writer = MetricWriter(run.metrics("evaluator"), event_megabytes=config.metrics.event_megabytes)
         self._pending = PendingSteps(run, every_steps=config.evaluation.every_steps, final_step=config.learner.steps)
 
     def catch_up(self) -> None:

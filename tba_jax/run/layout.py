@@ -111,8 +111,12 @@ class RunDir:
     def metrics(self, role: str) -> Path:
         return self.root / "metrics" / role
 
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
     def log(self, role: str) -> Path:
-        return self.root / "logs" / f"{role}.log"
+        return self.logs / f"{role}.log"
 
 
 def open_run_dir(workdir: Path | str, shared: str = "") -> RunDir:

@@ -310,7 +310,7 @@ def test_a_run_on_s3_is_resumed_mounted_and_audited(s3, tmp_path, one_device, ca
 
 
 def _first_row(run) -> str:
-    (writer, row), *_ = journal.line_ids(run.lines[0])
+    (writer, row), *_ = journal.line_ids(next(iter(run.lines)))
     return f"{writer}:{row}"
 
 

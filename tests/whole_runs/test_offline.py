@@ -26,7 +26,7 @@ def test_a_trainer_learns_from_a_log_and_leaves_it_as_it_was(tmp_path, frozen):
     assert frozen_runs.contents(source.run.root) == before
     assert layout.read_json(s.run.finished)["step"] == 12 and not s.run.replay.exists()
     assert layout.read_json(s.run.initial_reference) == layout.read_json(source.run.initial_reference)
-    lines = journal.read_lineage(s.run.journal)
+    lines = [*journal.read_lineage(s.run.journal)]
     (writer,) = {writer for line in lines for writer in line["writers"]}
     assert (source.run.replay / writer).is_dir()
     points = metrics.read_lines(s.run.metrics("trainer"))
@@ -51,7 +51,7 @@ def test_resume_on_a_mounted_log_is_bit_for_bit(tmp_path, frozen):
     assert len(journal.read_lineage(twice.run.journal)) == 8
     got = frozen_runs.train(twice, until=12, abandon=False)
     jax.tree.map(np.testing.assert_array_equal, got, expected)
-    lines = [journal.read_lineage(s.run.journal) for s in (once, twice)]
+    lines = [[*journal.read_lineage(s.run.journal)] for s in (once, twice)]
     assert [line["batch"] for line in lines[0]] == [line["batch"] for line in lines[1]]
 
 

@@ -117,7 +117,8 @@ def run_searcher(
 
     The batch that is being decoded is completed. Batches that wait for their rewards have searchers.stop_seconds to get them.
     """
-    writer, status = MetricWriter(run.metrics(name)), Status(run.metrics(name))
+    writer = MetricWriter(run.metrics(name), event_megabytes=config.metrics.event_megabytes)
+    status = Status(run.metrics(name))
     watch = RewardWatch(give_up_seconds=config.searchers.give_up_seconds)
     poll_seconds = places.poll_seconds([run.shared], config.searchers.poll_seconds)
     with account.measure("load_policy"):

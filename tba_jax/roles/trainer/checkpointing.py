@@ -1,6 +1,6 @@
 """The checkpoints of a trainer: train state and replay index together, and the segments of the log that they need."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from tba_jax.roles.trainer.buffer import ReplayBuffer
@@ -56,19 +56,19 @@ class Checkpointing:
         self._group.call("checkpoint", step=step)
         self._checkpoints.save(trees, {"epoch": self._lease.epoch, **self._buffer.state()}, step=step)
 
-    def restore(self, step: int, shapes: Mapping[str, Any], lineage: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def restore(self, step: int, shapes: Mapping[str, Any], *, recorded_by: int) -> dict[str, Any]:
         """Restores the replay buffer, and returns the trees that `save` was given.
 
-        Args: shapes: see Checkpoints.restore; lineage: the journal, by which the epoch of the checkpoint is judged.
+        Args: shapes: see Checkpoints.restore; recorded_by: the epoch whose journal has the step, 0 where none has.
 
         Raises:
           ValueError: the checkpoint is damaged, or a trainer wrote it that had been replaced; names the folder.
         """
         trees, host = restore(self._checkpoints, step, shapes)
-        if 0 < step <= len(lineage) and host["epoch"] < lineage[step - 1]["epoch"]:
+        if host["epoch"] < recorded_by:
             raise ValueError(
-                f"checkpoint {step} was written under epoch {host['epoch']}, but step {step} belongs to epoch "
-                f"{lineage[step - 1]['epoch']}: a trainer that had been replaced wrote it; remove it from {self._folder}"
+                f"checkpoint {step} was written under epoch {host['epoch']}, but step {step} belongs to epoch {recorded_by}: "
+                f"a trainer that had been replaced wrote it; remove it from {self._folder}"
             )
         self._buffer.restore(host)
         if self._expiry is not None:

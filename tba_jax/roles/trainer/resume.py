@@ -7,9 +7,8 @@ Order of a resume:
   4. publish where that ends, then go on live
 """
 
+import itertools
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
@@ -32,20 +31,20 @@ def resume(trainer: Trainer, *, until: int | None = None) -> None:
     run = trainer.run
     trainer.lease.check()  # 1
     snapshots.sweep(run.policies)
-    recorded = journal.read_lineage(run.journal, must_exist=True)
-    lineage, checkpoint = recorded[:until], trainer.checkpoints.latest_step()
-    if checkpoint is None and not lineage:
+    checkpoint = trainer.checkpoints.latest_step()
+    lineage = journal.read_lineage(run.journal, after=checkpoint or 0, must_exist=True)
+    if checkpoint is None and not lineage.last:
         _check_is_new(run)
-    trainer.buffer.expect(recorded[checkpoint or 0 :])
+    trainer.buffer.expect(lineage)
     _restore(trainer, checkpoint, lineage)  # 2
     trainer.publish_unless_there()
-    if lines := lineage[trainer.step_number :]:
-        _replay(trainer, lines, last_recorded=recorded[-1]["step"])  # 3
+    if lineage:
+        _replay(trainer, lineage, until=until)  # 3
         # A trainer that is killed again and again must get further than before.
         trainer.save_checkpoint()
         trainer.publish_unless_there()  # 4
     trainer.go_live()
-    if checkpoint is not None or lineage:
+    if checkpoint is not None or lineage.last:
         rows, epoch = len(trainer.index), trainer.lease.epoch
         log.info("resumed at step %d with %d resident rows (epoch %d)", trainer.step_number, rows, epoch)
 
@@ -59,7 +58,7 @@ def _check_is_new(run: layout.RunDir) -> None:
         )
 
 
-def _restore(trainer: Trainer, checkpoint: int | None, lineage: Sequence[Mapping[str, Any]]) -> None:
+def _restore(trainer: Trainer, checkpoint: int | None, lineage: journal.Lineage) -> None:
     """State and index of the checkpoint; without one, those of step 0."""
     program, group = trainer.program, trainer.group
     if checkpoint is None:
@@ -67,11 +66,11 @@ def _restore(trainer: Trainer, checkpoint: int | None, lineage: Sequence[Mapping
         program.begin(load_reference(trainer.policy, program, trainer.run, trainer.reference_id))
         return
     group.call("restore", step=checkpoint, reference=trainer.reference_id)
-    trees = trainer.checkpoints.restore(checkpoint, program.checkpointed_shapes(checkpoint), lineage)
+    trees = trainer.checkpoints.restore(checkpoint, program.checkpointed_shapes(checkpoint), recorded_by=lineage.epoch)
     program.restore(trees, load_frozen(trainer.policy, program, trainer.run, trainer.reference_id))
-    trainer.step_number = checkpoint
-    if lineage and checkpoint > lineage[-1]["step"]:
-        raise ValueError(f"checkpoint {checkpoint} is ahead of the journal, which ends at step {lineage[-1]['step']}")
+    trainer.step_number = trainer.resumed_from = checkpoint
+    if 0 < lineage.last < checkpoint:
+        raise ValueError(f"checkpoint {checkpoint} is ahead of the journal, which ends at step {lineage.last}")
 
 
 def load_reference(policy: Policy, program: UpdateProgram, run: layout.RunDir, reference_id: str) -> Params:
@@ -85,11 +84,11 @@ def load_frozen(policy: Policy, program: UpdateProgram, run: layout.RunDir, refe
     return load_reference(policy, program, run, reference_id) if policy.lora is not None else {}
 
 
-def _replay(trainer: Trainer, lines: Sequence[Mapping[str, Any]], *, last_recorded: int) -> None:
-    """Does journalled steps again. Args: last_recorded: the last step of the whole journal, past which the run never went."""
-    for line in lines:
+def _replay(trainer: Trainer, lineage: journal.Lineage, *, until: int | None) -> None:
+    """Does journalled steps again, to the step `until` at most. The run never went past the last step of the whole journal."""
+    for line in itertools.islice(lineage, None if until is None else until - lineage.after):
         slots, rows = trainer.buffer.replay(line)
-        trainer.update(slots, rows, was_passed=line["step"] < last_recorded)
+        trainer.update(slots, rows, was_passed=line["step"] < lineage.last)
         if trainer.publishing.is_due(trainer.step_number):
             trainer.publish_unless_there()
             trainer.flush_snapshot()  # so that every step that may have been published is there again

@@ -56,12 +56,12 @@ def test_resume_on_a_frozen_log_is_bit_for_bit(tmp_path, name, frozen):
     initial = frozen_runs.published(once, 0)
     assert all(np.any(a != b) for a, b in zip(jax.tree.leaves(initial), jax.tree.leaves(expected.params["policy"]), strict=True))
     frozen_runs.train(twice, until=8, abandon=True)
-    lineage = journal.read_lineage(twice.run.journal)
+    lineage = [*journal.read_lineage(twice.run.journal)]
     assert [line["step"] for line in lineage] == list(range(1, 9))
     got = frozen_runs.train(twice, until=12, abandon=False)
     jax.tree.map(np.testing.assert_array_equal, got, expected)
     assert int(got.step) == 12
-    lines = [journal.read_lineage(s.run.journal) for s in (once, twice)]
+    lines = [[*journal.read_lineage(s.run.journal)] for s in (once, twice)]
     assert [line["batch"] for line in lines[0]] == [line["batch"] for line in lines[1]]
 
 
@@ -87,7 +87,7 @@ def test_steps_are_done_again_under_their_own_schedule(tmp_path, frozen):
         trainer.poll()
         assert trainer.step() is not None and trainer.program.rows == 6
         state = jax.device_get(trainer.state)
-    lines = journal.read_lineage(s.run.journal)
+    lines = [*journal.read_lineage(s.run.journal)]
     assert [(line["step"], len(line["rows"])) for line in lines[-2:]] == [(8, 12), (9, 6)]
     frozen_runs.assert_resumes_as(changed, state)
 
@@ -103,6 +103,42 @@ def test_a_changed_row_stops_the_replay(tmp_path, frozen):
     path.write_text("\n".join([*lines[:-1], json.dumps(last)]) + "\n")
     with pytest.raises(ValueError, match=r"step 8.*not those that were drawn"):
         frozen_runs.train(s, until=9, abandon=True)
+
+
+@pytest.mark.parametrize("step", [1, 5], ids=["long before the checkpoint", "of the checkpoint"])
+def test_a_damaged_line_before_the_checkpoint_stops_no_resume_and_the_audit_names_it(tmp_path, frozen, step):
+    s = frozen(tmp_path / "run")
+    frozen_runs.train(s, until=8, abandon=True)  # with a checkpoint at 5
+    path = max(s.run.journal.glob("*.jsonl"))
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[: step - 1], b"\0" * 40 + b"\n", *lines[step:]]))
+    frozen_runs.train(s, until=12, abandon=False)
+    assert layout_lib.read_json(s.run.finished) | {"step": 12, "balanced": True} == layout_lib.read_json(s.run.finished)
+    with pytest.raises(ValueError, match=rf"epoch-000002\.jsonl line {step} is not a journal line"):
+        audit.open_run(s.run.root)
+
+
+def test_a_damaged_line_after_the_checkpoint_is_named(tmp_path, frozen):
+    s = frozen(tmp_path / "run")
+    frozen_runs.train(s, until=8, abandon=True)
+    path = max(s.run.journal.glob("*.jsonl"))
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:5], b"\0" * 40 + b"\n", *lines[6:]]))
+    with pytest.raises(ValueError, match=r"epoch-000002\.jsonl line 6 is not a journal line"):
+        frozen_runs.train(s, until=12, abandon=False)
+
+
+def test_a_line_that_is_damaged_at_the_end_is_told_and_the_run_ends_unbalanced(tmp_path, frozen, caplog):
+    s = frozen(tmp_path / "run")
+    with frozen_runs.trainer(s) as trainer:
+        trainer.poll()
+        while not trainer.is_done:
+            assert trainer.step() is not None
+        path = max(s.run.journal.glob("*.jsonl"))
+        path.write_bytes(path.read_bytes().replace(b'{"step":3,', b'{"step":4,'))
+        trainer.finish()
+    assert not layout_lib.read_json(s.run.finished)["balanced"]
+    assert "epoch-000002.jsonl line 3: step 4 of epoch 2 stands before step 4" in caplog.text
 
 
 def test_rows_that_came_before_a_stop_are_journalled_after_it(tmp_path, frozen):
