@@ -25,6 +25,8 @@ def expired_segments(root: Place) -> dict[str, frozenset[int]]:
 def _read(root: Place) -> dict[str, dict[str, list[int]]]:
     try:
         return layout.read_json(root / EXPIRED)
+    except ValueError as error:
+        raise ValueError(f"{error}; it names the segments that replay.retention has removed: restore it from a copy") from error
     except FileNotFoundError:
         return {"expired": {}, "removing": {}}
 
