@@ -25,8 +25,8 @@ def restore(trainer: Trainer, checkpoint: int | None, *, end: int, recorded_by: 
     """Brings a trainer to its newest checkpoint, or to step 0 where it has none.
 
     Args:
-      checkpoint: its step. end: the last step of the journal. recorded_by: the epoch whose journal has the step of the checkpoint, 0
-        where none has.
+      checkpoint: its step. end: the last step of the journal.
+      recorded_by: the epoch whose journal has the step of the checkpoint, 0 where none has.
 
     Raises:
       CheckpointLeftOut: see there.
@@ -85,7 +85,7 @@ def _leave_out(trainer: Trainer, step: int, reason: str, *, end: int) -> NoRetur
 
 
 def _obstacle(trainer: Trainer, step: int, older: Sequence[int], *, end: int) -> str:
-    """Why there is no way on without a checkpoint, and what is to be done; "" where there is one. Args: older: other checkpoints."""
+    """Why there is no way on without a checkpoint, and what is to be done; "" where there is one. Args: older: the others."""
     run = trainer.run
     if step > end + 1 and not any(each <= end for each in older):
         # A crash tears one line. Where more are gone, a beginning from the reference would throw away steps without a word.
