@@ -40,7 +40,7 @@ def reference(s: Invocation) -> Job:
         here = role_devices.computed_on(s, "trainer", name="reference")
         with group.guard(ValueError), mistakes_end_the_role():
             group.call("join", run=contract_lib.read(s.run)["id"])
-            if not places.exists(s.run.initial_reference):
+            if not _has_reference(s.run):
                 _make_reference_alone(here, group)
         group.end(0)
         return 0
@@ -60,6 +60,14 @@ def _group(s: Invocation) -> Group | Member:
     told |= {"--init_from": s.init_from, "--allow_change": list(s.allow_change), "--shared": str(s.run.elsewhere or "")}
     limits = rendezvous.Limits(**{name: s.config.trainer[name] for name in ("connect_seconds", "heartbeat_seconds")})
     return rendezvous.meet(s.world, workdir=s.run.root, settings=told, visible_gpus=len(gpus.visible()), limits=limits)
+
+
+def _has_reference(run: layout.RunDir) -> bool:
+    try:
+        layout.reference_id(run)
+    except (FileNotFoundError, ValueError):
+        return False
+    return True
 
 
 def _make_reference_alone(s: Invocation, group: Group) -> None:

@@ -360,7 +360,7 @@ def _remove(folder: Place) -> None:
 def sweep(policies: Place) -> None:
     """Removes the drafts and uncommitted folders that killed processes left. Only the trainer may call it."""
     names, committed = places.names_in(policies), set(places.folders_with(policies, COMMIT))
-    for folder in (policies / name for name in names if name not in committed):
+    for folder in (policies / name for name in names if name not in committed or name[0] == "."):
         # While a local folder is away, its snapshots look uncommitted: this listing raises then.
         if not (isinstance(folder, Path) and folder.is_dir() and COMMIT in os.listdir(folder)) or folder.name[0] == ".":
             places.remove_tree(folder)

@@ -86,7 +86,7 @@ def test_a_late_checkpoint_of_a_replaced_trainer_is_set_aside(tmp_path, stopped,
         state = jax.device_get(trainer.state)
     shutil.rmtree(s.run.checkpoints / "00000009")
     late = s.run.checkpoints / "00000009"
-    shutil.copytree(s.run.checkpoints / "00000006", late)  # of the epoch before
+    shutil.copytree(stopped[0] / "checkpoints" / "00000006", late)  # of the epoch before
     with frozen_runs.trainer(s) as trainer:
         assert trainer.step_number == 9
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(trainer.state), state)
@@ -98,7 +98,7 @@ def test_a_late_checkpoint_does_not_stop_the_one_that_is_due(tmp_path, stopped, 
     s = copy(stopped, tmp_path / "run")
     with frozen_runs.trainer(s) as trainer:
         trainer.poll()
-        shutil.copytree(s.run.checkpoints / "00000006", s.run.checkpoints / "00000009")
+        shutil.copytree(stopped[0] / "checkpoints" / "00000006", s.run.checkpoints / "00000009")
         assert trainer.step() is not None
         trainer.finish()
         epoch = trainer.lease.epoch
@@ -123,7 +123,7 @@ def test_a_journal_that_is_lost_is_named(tmp_path, stopped):
     for path in s.run.journal.glob("*.jsonl"):
         os.truncate(path, 0)
     with pytest.raises(
-        ValueError, match=rf"00000006 cannot be used: the journal in {s.run.journal} ends before it, at step 0.*restore"
+        ValueError, match=r"00000006 cannot be used: the journal in .* ends before it, at step 0.*restore its files"
     ):
         training.make_trainer(s, publish_every_steps=2)
     assert layout.steps_in(s.run.checkpoints) == [3, 6]
@@ -163,15 +163,15 @@ def test_steps_before_a_damaged_checkpoint_are_done_again_under_their_own_schedu
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(trainer.state), state)
 
 
+@pytest.mark.slow
 def test_all_processes_of_a_trainer_leave_the_same_checkpoint_out(tmp_path):
-    """One array that only the second process reads is damaged: both begin from the checkpoint before, and come to the same end."""
-    source = frozen_runs.make(tmp_path / "source").run.root
-    flags = trainers.offline_flags(source, learner__steps=8, checkpoint__every_steps=3, learner__mesh__fsdp=2)
+    """An array that the second process alone reads is damaged: both begin from the checkpoint before, and end as undisturbed."""
+    larger = {"model__width": 32, "model__ffn": 64}  # what is smaller is in the files that all processes read
+    source = frozen_runs.make(tmp_path / "source", **larger).run.root
+    flags = trainers.offline_flags(source, learner__steps=8, checkpoint__every_steps=3, learner__mesh__fsdp=2, **larger)
     trainers.run(tmp_path / "run", *flags, processes=2)
     shutil.copytree(tmp_path / "run", tmp_path / "torn")
-    newest = tmp_path / "torn" / "checkpoints" / "00000008"
-    files = sorted((newest / "state" / "ocdbt.process_1" / "d").iterdir(), key=lambda path: path.stat().st_size)
-    os.truncate(files[-1], 0)
+    tear_what_the_second_process_reads(tmp_path / "torn" / "checkpoints", 8)
     again = [flag.replace("learner.steps=8", "learner.steps=11") for flag in flags]
     ends = {}
     for name in ("run", "torn"):
@@ -182,3 +182,15 @@ def test_all_processes_of_a_trainer_leave_the_same_checkpoint_out(tmp_path):
     assert ends["run"] == ends["torn"]
     lines = [[line["batch"] for line in journal.read_lineage(tmp_path / name / "journal")] for name in ends]
     assert lines[0] == lines[1] and len(lines[0]) == 11
+
+
+def tear_what_the_second_process_reads(folder: Path, step: int) -> None:
+    """Empties a file of the second process that the checkpoint needs; most of its files hold what later ones replace."""
+    checkpoints = Checkpoints(folder, keep=2, read_only=True)
+    for file in (folder / layout.step_name(step) / "state" / "ocdbt.process_1" / "d").iterdir():
+        content = file.read_bytes()
+        os.truncate(file, 0)
+        if checkpoints.damage(step, ["state"]):
+            return
+        file.write_bytes(content)
+    raise AssertionError("no file of the second process is needed")
