@@ -1,10 +1,13 @@
 """Segments that retention has removed: named first, then deleted, so that a reader can tell them from damage."""
 
+import logging
 from collections.abc import Mapping, Sequence
 
 from tba_jax.replay.segment import segment_name
 from tba_jax.run import layout, places
 from tba_jax.run.places import Place
+
+log = logging.getLogger(__name__)
 
 EXPIRED = "expired.json"
 
@@ -26,7 +29,10 @@ def _read(root: Place) -> dict[str, dict[str, list[int]]]:
     try:
         return layout.read_json(root / EXPIRED)
     except ValueError as error:
-        raise ValueError(f"{error}; it names the segments that replay.retention has removed: restore it from a copy") from error
+        raise ValueError(
+            f"{error}; it names the segments that replay.retention=checkpoints has removed: restore it from a copy, or let the "
+            "trainer go on, which writes it again with one of its next checkpoints"
+        ) from error
     except FileNotFoundError:
         return {"expired": {}, "removing": {}}
 
@@ -34,13 +40,18 @@ def _read(root: Place) -> dict[str, dict[str, list[int]]]:
 def remove_segments(root: Place, segments: Mapping[str, Sequence[int]]) -> None:
     """Removes segments, whole and for good. Only the run's trainer may call it.
 
-    A later call with any segments completes a removal that was interrupted, or that a folder refused.
+    A later call with any segments completes a removal that was interrupted, or that a folder refused. Where the file of names is
+    damaged, it is written anew: `segments` are all that no checkpoint needs, those among them that are gone as well.
 
     Args:
       segments: writer -> numbers; those that are gone already cost nothing. A writer's last segment must not be among them:
         it tells where the log ends.
     """
-    found = _read(root)
+    try:
+        found = _read(root)
+    except ValueError as error:
+        log.warning("%s; it is written again", error)
+        found = {"expired": {}, "removing": {}}
     new = {writer: sorted(set(numbers) - set(found["expired"].get(writer, ()))) for writer, numbers in segments.items()}
     removing = _merged(found["removing"], new)
     if not removing:

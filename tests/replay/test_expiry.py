@@ -61,3 +61,18 @@ def test_a_reader_goes_on_behind_segments_that_expired(tmp_path):
     remove_segments(tmp_path, {"w0": [0, 1, 2]})
     assert reader.heads() == {"w0": 44}
     assert_rows(reader.read("w0", 36, 44), make_rows(36, 8))
+
+
+@pytest.mark.parametrize("content", ["", '{"expired": {"w0": ['], ids=["empty", "cut"])
+def test_a_torn_file_of_names_is_named_and_written_anew(tmp_path, content):
+    """Every removal is told all segments that no checkpoint needs, and so those that are gone already."""
+    log = writer(tmp_path)
+    for append in range(10):
+        log.append(make_rows(4 * append, 4))
+    remove_segments(tmp_path, {"w0": [0]})
+    (tmp_path / "expired.json").write_text(content)
+    with pytest.raises(ValueError, match=r"expired\.json is not valid JSON.*restore it from a copy, or let the trainer go on"):
+        expired_segments(tmp_path)
+    remove_segments(tmp_path, {"w0": [0, 1]})
+    assert expired_segments(tmp_path) == {"w0": {0, 1}}
+    assert sorted(p.name for p in (tmp_path / "w0").iterdir()) == ["000002", "000003"]

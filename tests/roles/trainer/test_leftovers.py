@@ -23,7 +23,7 @@ def of_run(workdir: Path) -> set[str]:
 
 def test_what_dead_processes_left_is_removed(tmp_path, frozen):
     s = frozen(tmp_path / "run", batches=2, checkpoint__every_steps=2)
-    frozen_runs.train(s, until=4, abandon=False)
+    frozen_runs.train(s, until=4, abandon=True)
     before, run = of_run(s.run.root), s.run
     # What orbax, a snapshot, a reference, a copy and an atomic write leave of themselves when their process is killed.
     shutil.copytree(run.checkpoints / "00000004", run.checkpoints / "00000006.orbax-checkpoint-tmp-1")
