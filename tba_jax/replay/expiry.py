@@ -28,30 +28,39 @@ def expired_segments(root: Place) -> dict[str, frozenset[int]]:
 def _read(root: Place) -> dict[str, dict[str, list[int]]]:
     try:
         return layout.read_json(root / EXPIRED)
-    except ValueError as error:
-        raise ValueError(
-            f"{error}; it names the segments that replay.retention=checkpoints has removed: restore it from a copy, or let the "
-            "trainer go on, which writes it again with one of its next checkpoints"
-        ) from error
     except FileNotFoundError:
         return {"expired": {}, "removing": {}}
+    except ValueError as error:
+        raise ValueError(f"{error}; the run's trainer writes it again when it is started") from error
+
+
+def mend(root: Place) -> None:
+    """Writes the file of names again where it is damaged: segments below a writer's last one that are not there were removed.
+
+    One that was only announced counts as kept then, and is removed by a later call. Only the run's trainer may call it.
+    """
+    try:
+        _read(root)
+        return
+    except ValueError as error:
+        log.warning("%s: it does so now", error)
+    there = {
+        writer: [int(name) for name in places.names_in(root / writer) if name.isdecimal()] for writer in places.names_in(root)
+    }
+    expired = {writer: sorted({*range(max(numbers))} - {*numbers}) for writer, numbers in there.items() if numbers}
+    layout.write_json(root / EXPIRED, {"expired": _merged(expired, {}), "removing": {}})
 
 
 def remove_segments(root: Place, segments: Mapping[str, Sequence[int]]) -> None:
     """Removes segments, whole and for good. Only the run's trainer may call it.
 
-    A later call with any segments completes a removal that was interrupted, or that a folder refused. Where the file of names is
-    damaged, it is written anew: `segments` are all that no checkpoint needs, those among them that are gone as well.
+    A later call with any segments completes a removal that was interrupted, or that a folder refused.
 
     Args:
       segments: writer -> numbers; those that are gone already cost nothing. A writer's last segment must not be among them:
         it tells where the log ends.
     """
-    try:
-        found = _read(root)
-    except ValueError as error:
-        log.warning("%s; it is written again", error)
-        found = {"expired": {}, "removing": {}}
+    found = _read(root)
     new = {writer: sorted(set(numbers) - set(found["expired"].get(writer, ()))) for writer, numbers in segments.items()}
     removing = _merged(found["removing"], new)
     if not removing:

@@ -105,8 +105,21 @@ def check_torn(killed: jobs.Invocation, folder: Path, file: Path, *, emptied: bo
     shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("emptied", [False, True], ids=["cut", "emptied"])
-@pytest.mark.parametrize("kind", KINDS)
+# The others take their time in the slow tests.
+BY_DEFAULT = [
+    ("checkpoints/00000006/state/manifest.ocdbt", True),
+    ("policy/00000008/commit.json", True),
+    ("journal/*.jsonl", False),
+    ("replay/frozen-*/000001/manifest.ocdbt", False),
+    ("reference/initial.json", False),
+    ("config.json", True),
+]
+CASES = [(kind, emptied) for kind in KINDS for emptied in (False, True)]
+
+
+@pytest.mark.parametrize(
+    "kind, emptied", [pytest.param(*case, marks=[] if case in BY_DEFAULT else [pytest.mark.slow]) for case in CASES]
+)
 def test_a_torn_file_ends_no_run_that_has_what_it_needs(killed, undisturbed, tmp_path, kind, emptied):
     files = [path for path in killed.run.root.glob(kind) if path.stat().st_size]
     torn = max(files, key=lambda path: path.stat().st_mtime_ns).relative_to(killed.run.root)
@@ -137,7 +150,7 @@ def test_every_file_of_a_run_in_turn(killed, undisturbed, tmp_path, emptied):
         check_torn(killed, tmp_path / "run", file, emptied=emptied, expected=undisturbed)
 
 
-@pytest.mark.parametrize("lag", [0, 3])
+@pytest.mark.parametrize("lag", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_searcher_trainer_and_evaluator_go_on_after_a_power_cut(tmp_path, lag):
     """All at once: the newest snapshot and checkpoint, the last journal line, the last metrics, the lease and the small files."""
     changes = {"evaluation__every_steps": 2, "checkpoint__every_steps": 2, "schedule__lag": lag}

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tba_jax.replay import journal
+from tba_jax.replay import expiry, journal
 from tba_jax.roles.trainer import leftovers, restoring
 from tba_jax.roles.trainer.trainer import Trainer
 from tba_jax.run import layout, snapshots
@@ -31,6 +31,7 @@ def resume(trainer: Trainer, *, until: int | None = None) -> None:
     run = trainer.run
     trainer.lease.check()  # 1
     leftovers.sweep(run, keep=trainer.config.checkpoint.keep)
+    expiry.mend(run.replay)
     recorded = journal.read_lineage(run.journal, must_exist=True)
     lineage = recorded[:until]
     checkpoint = trainer.checkpoints.latest_step()
