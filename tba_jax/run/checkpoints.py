@@ -72,6 +72,9 @@ class Checkpoints:
           ValueError: the checkpoint is damaged, or does not fit a tree; names its folder.
         """
         items = {name: ocp.args.StandardRestore(tree) for name, tree in trees.items()}
+        # Where reading fails within orbax, threads of it print tracebacks; most damage shows before.
+        if damage := self._damage(step, trees, reads_arrays=False):
+            raise ValueError(f"checkpoint {self.folder_of(step)} cannot be restored: {damage}")
         try:
             args = ocp.args.Composite(**items, host=ocp.args.JsonRestore())
             restored = _reader().restore(self._reached / layout.step_name(step), args=args)
@@ -92,11 +95,15 @@ class Checkpoints:
 
         Args: names: of its trees. Raises: OSError where the storage fails.
         """
+        return self._damage(step, names, reads_arrays=True)
+
+    def _damage(self, step: int, names: Iterable[str], *, reads_arrays: bool) -> str:
+        """As `damage`. Args: reads_arrays: False: of arrays, the last byte of each chunk is read."""
         folder = self._reached / layout.step_name(step)
         parts = [f"{name}/{part}" for name in names for part in ("_METADATA", "manifest.ocdbt")]
         for file in dict.fromkeys([*parts, "host/metadata", *places.files_in(folder)]):
             try:
-                _check_file(folder / file)
+                _check_file(folder / file, reads_arrays=reads_arrays)
             except places.STORAGE_ERRORS as error:
                 if processes.is_storage_failure(error):
                     raise
@@ -133,8 +140,11 @@ def _reader() -> ocp.Checkpointer:
     return ocp.Checkpointer(handler, multiprocessing_options=options)
 
 
-def _check_file(file: Path) -> None:
-    """Reads a file of a checkpoint, and the arrays of the database that it is the manifest of. Raises what reading raises."""
+def _check_file(file: Path, *, reads_arrays: bool) -> None:
+    """Reads a file of a checkpoint, and the arrays of the database that it is the manifest of, see Checkpoints._damage.
+
+    Raises: what reading raises.
+    """
     if file.name in _JSON_FILES or file.parent.name == "array_metadatas":
         json.loads(file.read_bytes())
     # The databases of single processes are parts of the one above them.
@@ -144,10 +154,16 @@ def _check_file(file: Path) -> None:
         raise FileNotFoundError("it is not there")
     database = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{file.parent}/"}}
     store = ts.KvStore.open(database).result()
-    for key in store.list().result():
-        name, _, last = key.decode().rpartition("/")
-        if last == ".zarray":
-            _read_array(ts.open({"driver": "zarr", "kvstore": {**database, "path": f"{name}/"}}, open=True).result())
+    keys = [key.decode() for key in store.list().result()]
+    names = [key.removesuffix("/.zarray") for key in keys if key.endswith("/.zarray")]
+    opened = [ts.open({"driver": "zarr", "kvstore": {**database, "path": f"{name}/"}}, open=True) for name in names]
+    # A file that is shorter than it was lacks the last byte of a chunk.
+    ends = [store.read(key, byte_range=slice(-1, None)) for key in keys]
+    for end in ends:
+        end.result()
+    for array in [each.result() for each in opened]:
+        if reads_arrays:
+            _read_array(array)
 
 
 def _read_array(array: ts.TensorStore) -> None:
