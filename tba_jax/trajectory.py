@@ -20,6 +20,7 @@ the row alone: nothing depends on P, and causal attention keeps padding from all
 
 import dataclasses
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -70,6 +71,11 @@ class RowShape:
         if self.state_values:
             columns["state_values"] = ("float32", (R,))
         return columns
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row in memory."""
+        return sum(np.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in self.columns().values())
 
 
 # Rows on the host: column name -> array [rows, ...]. Shapes and dtypes are RowShape.columns(); besides the scalars:

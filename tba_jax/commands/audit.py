@@ -17,10 +17,11 @@ from tba_jax import trajectory
 from tba_jax.commands import command_line
 from tba_jax.replay import journal, ledger
 from tba_jax.replay.expiry import expired_segments
+from tba_jax.replay.gaps import KnownGaps
 from tba_jax.replay.index import ReplayIndex
 from tba_jax.replay.reader import LogCorruption, LogReader
 from tba_jax.replay.tail import not_resident, replay_visible
-from tba_jax.roles.trainer.buffer import make_index
+from tba_jax.roles.trainer.buffer import make_index, reference_of_rows
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout as layout_lib
 from tba_jax.text.visible import visible, visible_line
@@ -52,18 +53,25 @@ def open_run(workdir: Path | str) -> Run:
 def rebuild_index(run: Run) -> ReplayIndex:
     """The trainer's index after the last journalled step: from log and journal, or from the newest checkpoint where retention
     has removed rows."""
-    index = make_index(run.config, run.contract)
+    index, known = (
+        make_index(run.config, run.contract, reference_id=reference_of_rows(run.contract, run.layout)),
+        _known_gaps(run),
+    )
     heads, start = run.reader.heads(), 0
     if any(expired_segments(run.layout.replay).get(writer) for writer in heads):
         index, start = _checkpointed_index(run)
     for line in run.lines[start:]:
-        for heads in line["visible"]:
-            replay_visible(index, run.reader, heads, step=line["step"] - 1)
+        for each in line["visible"]:
+            replay_visible(index, run.reader, each, known, step=line["step"] - 1)
         slots = index.slots_of(journal.line_ids(line))
         if (slots < 0).any():
             raise not_resident(run.reader, line, slots)
         index.mark_drawn(slots)
     return index
+
+
+def _known_gaps(run: Run) -> KnownGaps:
+    return KnownGaps(each for line in run.lines for each in line["visible"])
 
 
 def _checkpointed_index(run: Run) -> tuple[ReplayIndex, int]:
@@ -77,7 +85,8 @@ def _checkpointed_index(run: Run) -> tuple[ReplayIndex, int]:
             raise ValueError(f"retention has removed rows of {run.layout.root}, and there is no checkpoint to account from")
         try:
             # The newest: a trainer at work removes the oldest, and each of them holds the whole history of counts.
-            return ReplayIndex.restore(checkpoints.restore_host(steps[-1])["index"], run.reader), steps[-1]
+            state, reference_id = checkpoints.restore_host(steps[-1])["index"], reference_of_rows(run.contract, run.layout)
+            return ReplayIndex.restore(state, run.reader, reference_id=reference_id, known=_known_gaps(run))[0], steps[-1]
         except (OSError, ValueError):
             if (run.layout.checkpoints / layout_lib.step_name(steps[-1])).exists():
                 raise
@@ -99,14 +108,15 @@ def trained_rows(run: Run) -> collections.Counter[str]:
 def describe_ledger(run: Run) -> tuple[str, bool]:
     """The table that is printed, and whether every writer's account balances."""
     found, trained = accounts(run), trained_rows(run)
-    names = ("committed", "resident", "evicted", "rejected", "damaged", "expired", "unseen", "trained")
-    lines = [f"{'writer':32}" + "".join(f" {name:>9}" for name in names)]
+    names = ("committed", "resident", "evicted", "rejected", "damaged", "expired", "passed over", "unseen", "trained")
+    lines = [f"{'writer':32}" + "".join(f" {name:>11}" for name in names)]
     for writer, a in found.items():
         counts = (
-            *(a.committed, a.resident, sum(a.evicted.values()), sum(a.rejected.values()), a.damaged, a.expired, a.unseen),
+            *(a.committed, a.resident, sum(a.evicted.values()), sum(a.rejected.values()), a.damaged, a.expired),
+            *(a.passed_over, a.unseen),
             trained[writer],
         )
-        lines.append(f"{writer:32}" + "".join(f" {n:9}" for n in counts) + ("" if a.balances else "   DOES NOT BALANCE"))
+        lines.append(f"{writer:32}" + "".join(f" {n:11}" for n in counts) + ("" if a.balances else "   DOES NOT BALANCE"))
     for what in ("evicted", "rejected"):
         total = collections.Counter[str]()
         for account in found.values():

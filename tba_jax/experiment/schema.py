@@ -192,6 +192,10 @@ c.replay.segment_appends = setting(256, at_least=1, free=True)
 # checkpoints: segments that no kept checkpoint needs are removed, and the audit names them.
 c.replay.retention = setting("all", one_of=("all", "checkpoints"))
 c.replay.poll_seconds = setting(0.2, above=0, free=True)  # as searchers.poll_seconds
+# The most memory of rows that the trainer has read and not taken up, however far behind it is.
+c.replay.arrival_megabytes = setting(64, at_least=1, free=True)
+# The most requests to an object store by which a trainer looks for new rows; reading them comes beside.
+c.replay.requests_per_minute = setting(1200, at_least=60, free=True)
 # Workdirs of other runs, finished or not, whose rows are trained on beside this run's own. Other runs are only read. Contract and
 # reference policy must be those of this run. The staleness of their rows is counted from step 0 of this run.
 c.replay.mount = ()

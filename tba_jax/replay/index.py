@@ -14,7 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from tba_jax.replay import resident
 from tba_jax.replay.eviction import LowestReward
+from tba_jax.replay.gaps import KINDS, Gap, KnownGaps
 from tba_jax.replay.near_duplicates import NearByEdits, NearByEmbedding
 from tba_jax.replay.reader import LogReader
 from tba_jax.replay.validation import REJECTIONS, validate_rows
@@ -64,11 +66,11 @@ class Rules:
 class ReplayIndex(Window):
     """A window that integrates rows: which response replaces which, and what leaves when a query or the window is full."""
 
-    def __init__(self, *, shape: RowShape, vocab_size: int, **rules: Any):
-        """Args: rules: fields of Rules."""
+    def __init__(self, *, shape: RowShape, vocab_size: int, reference_id: int | None = None, **rules: Any):
+        """Args: reference_id: of the policy that ref_logprobs must be of, None: of any. rules: fields of Rules."""
         self.rules = Rules(**rules)
         super().__init__(shape, self.rules.capacity)
-        self.shape, self.vocab_size = shape, vocab_size
+        self.shape, self.vocab_size, self.reference_id = shape, vocab_size, reference_id
         self.heads: dict[str, int] = {}
         self._next_arrival = 0
         # Only filled under drop=lowest_reward: by query number, and of the window.
@@ -76,6 +78,9 @@ class ReplayIndex(Window):
         self._near = self.rules.near(shape, vocab_size)
         # Per writer, in the order of `writers`.
         self._counts: list[collections.Counter[str]] = []
+        self._writer_number: dict[str, int] = {}
+        # Of all writers together: seen, rejected, damaged.
+        self.totals: collections.Counter[str] = collections.Counter()
         # (writer, reason) -> the first row that was rejected since this object was made: for reports, not part of the state.
         self.rejected_first: dict[tuple[str, str], int] = {}
 
@@ -105,9 +110,10 @@ class ReplayIndex(Window):
             )
         self._open_writer(writer)
         self.heads[writer] = first + count
-        number = self.writers.index(writer)
+        number = self._writer_number[writer]
         counts = self._counts[number]
         counts["seen"] += count
+        self.totals["seen"] += count
 
         valid = self._valid(writer, rows, counts)
         if not len(valid):
@@ -134,21 +140,24 @@ class ReplayIndex(Window):
 
     def _valid(self, writer: str, rows: Rows, counts: collections.Counter[str]) -> np.ndarray:
         """int64[n], which rows are valid, ascending; the others are counted, by reason."""
-        reasons = validate_rows(rows, vocab_size=self.vocab_size)
+        reasons = validate_rows(rows, vocab_size=self.vocab_size, reference_id=self.reference_id)
+        self.totals["rejected"] += int(np.count_nonzero(reasons))
         for i in np.flatnonzero(reasons).tolist():
             reason = REJECTIONS[reasons[i]]
             self.rejected_first.setdefault((writer, reason), int(rows["row"][i]))
             counts[f"rejected/{reason}"] += 1
         return np.flatnonzero(reasons == 0)
 
-    def skip(self, writer: str, start: int, stop: int, *, expired: bool) -> None:
-        """Counts committed rows [start, stop) of a writer that cannot be read: removed by retention (expired), or damaged."""
+    def skip(self, writer: str, start: int, stop: int, *, kind: str) -> None:
+        """Counts committed rows [start, stop) of a writer that do not come. kind: one of gaps.KINDS."""
         self._open_writer(writer)
-        self._counts[self.writers.index(writer)]["expired" if expired else "damaged"] += stop - start
+        self._counts[self._writer_number[writer]][kind] += stop - start
+        self.totals["damaged"] += (stop - start) * (kind == "damaged")
         self.heads[writer] = max(self.heads[writer], stop)
 
     def _open_writer(self, writer: str) -> None:
         if writer not in self.heads:
+            self._writer_number[writer] = len(self.writers)
             self.writers.append(writer)
             self._counts.append(collections.Counter())
             self.heads[writer] = 0
@@ -231,7 +240,7 @@ class ReplayIndex(Window):
 
     def ledger(self) -> dict[str, dict[str, Any]]:
         """Per writer: seen, resident, evicted by rule, rejected by reason, evicted_untrained (by a capacity, never drawn); not
-        seen: damaged, and expired before they were read.
+        seen: gaps.KINDS.
 
         seen = resident + evicted + rejected holds for every writer.
         """
@@ -243,8 +252,7 @@ class ReplayIndex(Window):
                 "evicted": {rule: counts[f"evicted/{rule}"] for rule in EVICTIONS},
                 "rejected": {reason: counts[f"rejected/{reason}"] for reason in REJECTIONS[1:]},
                 "evicted_untrained": int(counts["evicted_untrained"]),
-                "damaged": counts["damaged"],
-                "expired": counts["expired"],
+                **{kind: counts[kind] for kind in KINDS},
             }
             for number, (writer, counts) in enumerate(zip(self.writers, self._counts, strict=True))
         }
@@ -275,41 +283,62 @@ class ReplayIndex(Window):
         }
 
     @classmethod
-    def restore(cls, state: Mapping[str, Any], reader: LogReader) -> "ReplayIndex":
+    def restore(
+        cls, state: Mapping[str, Any], reader: LogReader, *, reference_id: int | None = None, known: KnownGaps | None = None
+    ) -> tuple["ReplayIndex", list[Gap]]:
         """The index whose `state` this is; reads the resident rows from the log.
 
+        Args: known: gaps of the journal. Rows in them are no longer resident, and count as damaged.
+
+        Returns:
+          the index, and new gaps: rows that were resident and cannot be read back. They are left out like the known ones.
+
         Raises:
-          LogCorruption: a resident row cannot be read back. ValueError: it is no longer in the log.
+          RowsPending: storage does not answer. ValueError: a writer of resident rows is gone.
         """
-        index = cls(shape=reader.shape, vocab_size=state["vocab_size"], **state["rules"])
+        index = cls(shape=reader.shape, vocab_size=state["vocab_size"], reference_id=reference_id, **state["rules"])
         index.writers, index.heads = list(state["writers"]), dict(state["heads"])
+        index._writer_number = {writer: number for number, writer in enumerate(index.writers)}
         index._counts = [collections.Counter(counts) for counts in state["counts"]]
         index._next_arrival, index._round = state["next_arrival"], state["round"]
-        rows = reader.read_ids([(index.writers[w], row) for w, row in zip(state["writer"], state["row"], strict=True)])
-        slots, queries = np.array(state["slot"], np.int64), np.array(state["queries"], np.int64)
-        for name, column in index._columns.items():
-            column[slots] = rows[name]
-        index._slot_writer[slots] = state["writer"]
-        index._arrival[slots] = state["arrival"]
-        index._visible_step[slots] = state["visible_step"]
-        index._row_draws[slots] = state["row_draws"]
-        own = {number: reader.is_own(index.writers[number]) for number in set(state["writer"])}
-        index._row_step[slots] = np.where([own[number] for number in state["writer"]], _row_steps(rows), 0)
-        query_ids, rewards = rows["query_id"].tolist(), rows["reward"].tolist()
-        for query_id, number in dict(zip(query_ids, state["query"], strict=True)).items():
-            index._open_query(number, query_id)
-        index._query_draws[queries] = state["query_draws"]
-        index._recent_draws[queries] = state["recent_draws"]
-        for i, slot in enumerate(state["slot"]):
-            if index._near is not None:
-                index._near.put(slot, rows, i)
-            identity = index._identity(rows, i, state["arrival"][i])
-            index._enter(slot, query_ids[i], identity, rewards[i], index._counts[state["writer"][i]])
+        numbers = np.array(state["queries"], np.int64)
+        index._query_draws[numbers] = state["query_draws"]
+        index._recent_draws[numbers] = state["recent_draws"]
+        lost = resident.Lost(known if known is not None else KnownGaps())
+        for there, rows in resident.read(state, reader, lost):
+            index._put_back(there, rows, own=np.array([reader.is_own(index.writers[n]) for n in there["writer"].tolist()], bool))
+        for gap in lost.all:
+            counts = index._counts[index._writer_number[gap.writer]]
+            counts["seen"] -= gap.stop - gap.start
+            counts["damaged"] += gap.stop - gap.start
         # Sorted lists are heaps, so the lowest free number comes first as before.
+        slots, queries = list(index._order), list(index._query_number.values())
         index._free_slots = np.setdiff1d(np.arange(index.rules.capacity + 1), slots).tolist()
         index._free_queries = np.setdiff1d(np.arange(index.rules.capacity + 1), queries).tolist()
-        index._slot_top = int(slots.max(initial=-1)) + 1
-        return index
+        index._slot_top = max(slots, default=-1) + 1
+        for counts in index._counts:
+            rejected = sum(counts[f"rejected/{reason}"] for reason in REJECTIONS[1:])
+            index.totals.update(seen=counts["seen"], damaged=counts["damaged"], rejected=rejected)
+        return index, lost.new
+
+    def _put_back(self, there: Mapping[str, np.ndarray], rows: Rows, *, own: np.ndarray) -> None:
+        """Makes rows resident as they were. there: int64[n] each, what `state` says of them. own: bool[n]."""
+        slots = there["slot"]
+        for name, column in self._columns.items():
+            column[slots] = rows[name]
+        self._slot_writer[slots], self._arrival[slots] = there["writer"], there["arrival"]
+        self._visible_step[slots], self._row_draws[slots] = there["visible_step"], there["row_draws"]
+        self._row_step[slots] = np.where(own, _row_steps(rows), 0)
+        query_ids, rewards = rows["query_id"].tolist(), rows["reward"].tolist()
+        for i, (slot, number) in enumerate(zip(slots.tolist(), there["query"].tolist(), strict=True)):
+            if query_ids[i] not in self._query_number:
+                draws = self._query_draws[number], self._recent_draws[number]
+                self._open_query(number, query_ids[i])
+                self._query_draws[number], self._recent_draws[number] = draws
+            if self._near is not None:
+                self._near.put(slot, rows, i)
+            identity = self._identity(rows, i, int(there["arrival"][i]))
+            self._enter(slot, query_ids[i], identity, rewards[i], self._counts[there["writer"][i]])
 
 
 def _row_steps(rows: Rows) -> np.ndarray:

@@ -24,7 +24,7 @@ _JOURNAL_NAME = re.compile(r"epoch-(\d{6})\.jsonl")
 def journal_line(
     *,
     step: int,
-    visible: Sequence[Mapping[str, int]],
+    visible: Sequence[Mapping[str, Any]],
     ids: Sequence[tuple[str, int]],
     reward_version: int,
     key: int,
@@ -34,7 +34,7 @@ def journal_line(
 
     Args:
       step: trainer step, from 1.
-      visible: the heads (writer -> rows) that this step integrated, in order; writers without news may be left out.
+      visible: what this step integrated, in order, each a gaps.visible; writers without news may be left out.
       ids: (writer, row) of the batch, in order.
       reward_version: version of the reward that scored the batch.
       key: what the step's random key was folded with.
@@ -44,7 +44,7 @@ def journal_line(
     drawn = [[numbers.setdefault(writer, len(numbers)), int(row)] for writer, row in ids]
     return {
         "step": step,
-        "visible": [dict(heads) for heads in visible],
+        "visible": [dict(each) for each in visible],
         "writers": list(numbers),
         "rows": drawn,
         "reward_version": reward_version,

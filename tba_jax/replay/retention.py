@@ -23,14 +23,16 @@ class Need:
 def needs(index: ReplayIndex, segment_rows: Mapping[str, int]) -> dict[str, Need]:
     """Writer -> need of a checkpoint that holds this index. segment_rows: of every writer's log."""
     resident = np.flatnonzero(index.slot_query >= 0)
-    writers, rows = index.slot_writer[resident], index.slot_row[resident]
-    found = {}
-    for number, writer in enumerate(index.writers):
-        size = segment_rows[writer]
-        segments = np.unique(rows[writers == number] // size)
-        # The segment of the last row stays even if it is full: it tells where the log ends.
-        found[writer] = Need((index.heads[writer] - 1) // size, frozenset(segments.tolist()))
-    return found
+    sizes = np.array([segment_rows[writer] for writer in index.writers], np.int64)
+    writers = index.slot_writer[resident]
+    segments: dict[int, set[int]] = {}
+    for number, segment in np.unique(np.stack([writers, index.slot_row[resident] // sizes[writers]]), axis=1).T.tolist():
+        segments.setdefault(number, set()).add(segment)
+    # The segment of the last row stays even if it is full: it tells where the log ends.
+    return {
+        writer: Need((index.heads[writer] - 1) // segment_rows[writer], frozenset(segments.get(number, ())))
+        for number, writer in enumerate(index.writers)
+    }
 
 
 def expired(kept: Mapping[int, Mapping[str, Need]]) -> dict[str, list[int]]:

@@ -67,7 +67,7 @@ def test_unseen_rows_and_invalid_rows_are_told_apart(finished, copied):
     journal = max((copied / "journal").glob("*.jsonl"))
     *before, last = journal.read_text().splitlines()
     line = json.loads(last)
-    line["visible"].append({"late-1": 4})
+    line["visible"].append({"heads": {"late-1": 4}, "skipped": {}})
     journal.write_text("\n".join([*before, json.dumps(line)]) + "\n")
     log.append({**four, "row": np.arange(4, 8)})
     account = audit.accounts(audit.open_run(copied))["late-1"]

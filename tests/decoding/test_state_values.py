@@ -285,7 +285,7 @@ def test_the_column_stays_with_its_row_from_log_to_batch(tmp_path, merging):
     index = ReplayIndex(shape=SHAPE, vocab_size=4, **{"capacity": 30, "capacity_per_query": 12} | merging)
     for start in range(0, 32, 16):
         index.add("w-1", reader.read("w-1", start, start + 16), step=1)
-    for each in (index, ReplayIndex.restore(index.state(), reader)):
+    for each in (index, ReplayIndex.restore(index.state(), reader)[0]):
         slots = np.flatnonzero(each.slot_query >= 0)
         numbers = [row for _, row in each.ids(slots)]
         assert 0 < len(numbers) < 32

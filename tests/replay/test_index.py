@@ -329,8 +329,8 @@ def test_a_restored_index_goes_on_as_the_original(tmp_path, options):
         integrate([original], step)
         draw(original, step)
     state = json.loads(json.dumps(original.state()))
-    restored = ReplayIndex.restore(state, LogReader(tmp_path, SHAPE))
-    assert restored.state() == state
+    restored, lost = ReplayIndex.restore(state, LogReader(tmp_path, SHAPE))
+    assert restored.state() == state and not lost
     for step in range(13, 30):
         integrate([original, restored], step)
         slots = draw(original, step)
@@ -342,5 +342,5 @@ def test_a_restored_index_goes_on_as_the_original(tmp_path, options):
 
 
 def test_an_empty_index_is_restored(tmp_path):
-    index = ReplayIndex.restore(index_of().state(), LogReader(tmp_path, SHAPE))
-    assert len(index) == 0 and index.slots_of([("a", 0)]).tolist() == [-1]
+    index, lost = ReplayIndex.restore(index_of().state(), LogReader(tmp_path, SHAPE))
+    assert len(index) == 0 and not lost and index.slots_of([("a", 0)]).tolist() == [-1]

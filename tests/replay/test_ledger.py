@@ -21,11 +21,11 @@ def rows_of(first: int, responses: list[int]) -> dict[str, np.ndarray]:
 
 def index_with_everything() -> ReplayIndex:
     """Of writer a:
-    2 duplicates, 1 of a token that does not exist, 1 damaged, 3 expired, 3 resident, 2 evicted by the capacity."""
+    2 duplicates, 1 of a token that does not exist, 1 damaged, 2 expired, 1 passed over, 3 resident, 2 evicted by the capacity."""
     index = ReplayIndex(shape=SHAPE, capacity=3, capacity_per_query=9, vocab_size=8)
     index.add("a", rows_of(0, [1, 1, 2, 9]), step=1)
-    index.skip("a", 4, 5, expired=False)
-    index.skip("a", 5, 8, expired=True)
+    for start, stop, kind in ((4, 5, "damaged"), (5, 7, "expired"), (7, 8, "passed_over")):
+        index.skip("a", start, stop, kind=kind)
     index.add("a", rows_of(8, [2, 3, 4, 5]), step=2)
     return index
 
@@ -39,7 +39,8 @@ def test_every_row_is_told_apart():
         rejected={**dict.fromkeys(account["a"].rejected, 0), "tokens": 1},
         evicted_untrained=2,
         damaged=1,
-        expired=3,
+        expired=2,
+        passed_over=1,
         unseen=2,
     )
     assert account["b"].unseen == 2 and account["a"].balances and account["b"].balances
@@ -48,7 +49,7 @@ def test_every_row_is_told_apart():
 def test_a_row_that_is_lost_or_counted_twice_is_told():
     account = ledger.accounts(index_with_everything(), {"a": 14})["a"]
     assert account.balances
-    for changed in ("committed", "resident", "damaged", "expired", "unseen"):
+    for changed in ("committed", "resident", "damaged", "expired", "passed_over", "unseen"):
         assert not dataclasses.replace(account, **{changed: getattr(account, changed) + 1}).balances, changed
     assert not dataclasses.replace(account, evicted=account.evicted | {"duplicate": 1}).balances
     assert not dataclasses.replace(account, rejected=account.rejected | {"reward": 1}).balances

@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tba_jax.replay import gaps
 from tba_jax.replay.expiry import remove_segments
+from tba_jax.replay.gaps import KnownGaps
 from tba_jax.replay.index import ReplayIndex
 from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
@@ -30,6 +32,11 @@ def make_rows(first: int) -> dict[str, np.ndarray]:
     rows["tokens"][:, 0] = rows["row"] % 100
     rows["tokens"][:, 1] = rows["row"] // 100 % 100
     return rows
+
+
+def heads_of(told: list[dict]) -> dict[str, int]:
+    """The heads after an integration."""
+    return {writer: head for each in told for writer, head in each["heads"].items()}
 
 
 class LongLog:
@@ -72,8 +79,9 @@ def test_a_poll_of_64_writers_of_10_million_rows_is_fast(tmp_path):
             log.append(make_rows(log.next_row))
         begin = time.perf_counter()
         tail.poll()
+        told = tail.integrate(index, step=step)
         seconds.append(time.perf_counter() - begin)
-        assert tail.integrate(index, step=step) == {log.writer: log.next_row for log in writing}
+        assert heads_of(told) == {log.writer: log.next_row for log in writing}
     assert len(index) + sum(entry["evicted"]["duplicate"] for entry in index.ledger().values()) == 16 * 8 * ROWS
     assert np.median(seconds) < 0.05, seconds
 
@@ -116,7 +124,7 @@ def test_a_quiet_poll_costs_the_same_however_long_the_past(tmp_path, monkeypatch
 
 
 def test_many_writers_keep_their_segments_open(tmp_path, monkeypatch):
-    monkeypatch.setattr("tba_jax.replay.reader.SPARE_SEGMENTS", 1)
+    monkeypatch.setattr("tba_jax.replay.writers.SPARE_SEGMENTS", 1)
     logs = [LongLog(tmp_path, f"w{number}", full_segments=0) for number in range(5)]
     tail = Tail(LogReader(tmp_path, SHAPE), {log.writer: log.next_row for log in logs}, poll_seconds=1.0)
     opened = []
@@ -141,8 +149,8 @@ def test_reading_ahead_of_many_writers_loses_and_repeats_nothing(tmp_path, monke
             for _ in range((step + appends) % 3):
                 log.append(make_rows(log.next_row))
         tail.poll()
-        heads = tail.integrate(live, step=step)
-        replay_visible(again, LogReader(tmp_path, SHAPE), heads, step=step)
+        for told in tail.integrate(live, step=step):
+            assert not replay_visible(again, LogReader(tmp_path, SHAPE), told, KnownGaps(), step=step)
     assert live.heads == {log.writer: log.next_row for log in logs}
     assert again.state() == live.state()
     slots = np.flatnonzero(live.slot_query >= 0)
@@ -160,20 +168,21 @@ def test_a_late_reader_counts_each_row_of_a_gap_once(tmp_path, monkeypatch):
     tail.poll()
     size = 2 * ROWS
     live = ReplayIndex(shape=SHAPE, capacity=900, capacity_per_query=9, vocab_size=100, merge_duplicates=False)
-    assert tail.integrate(live, step=0) == {"a": 20 * ROWS}
+    (told,) = tail.integrate(live, step=0)
+    assert told == {"heads": {"a": 20 * ROWS}, "skipped": {"a": [[size, 5 * size, "expired"], [7 * size, 8 * size, "expired"]]}}
     assert live.ledger()["a"]["expired"] == 5 * size and live.heads == {"a": 20 * ROWS}
 
     # A journal's heads may end within a gap: the rest of it is for the next step.
     again = ReplayIndex(shape=SHAPE, capacity=900, capacity_per_query=9, vocab_size=100, merge_duplicates=False)
     for head in (ROWS, 2 * size, 3 * size + ROWS, 20 * ROWS):
-        replay_visible(again, LogReader(tmp_path, SHAPE), {"a": head}, step=0)
+        replay_visible(again, LogReader(tmp_path, SHAPE), gaps.visible({"a": head}), KnownGaps(), step=0)
         assert again.heads == {"a": head}
     assert again.ledger() == live.ledger()
 
 
 def test_the_thread_asks_quiet_writers_now_and_then(tmp_path, monkeypatch):
-    monkeypatch.setattr("tba_jax.replay.reader.QUIET_SECONDS", 0.2)
-    monkeypatch.setattr("tba_jax.replay.reader.QUIET_POLL_SECONDS", 0.5)
+    monkeypatch.setattr("tba_jax.replay.polling.QUIET_SECONDS", 0.2)
+    monkeypatch.setattr("tba_jax.replay.polling.QUIET_POLL_SECONDS", 0.5)
     logs = [LogWriter(tmp_path, f"w{number}", SHAPE, rows_per_append=ROWS, segment_appends=9, info={}) for number in range(3)]
     for log in logs:
         log.append(make_rows(0))
@@ -189,6 +198,7 @@ def test_the_thread_asks_quiet_writers_now_and_then(tmp_path, monkeypatch):
 
     assert polled(spare_quiet=True) == {"w0", "w1", "w2"}
     time.sleep(0.25)
+    assert polled(spare_quiet=True) == {"w0", "w1", "w2"}, "quiet from now on"
     logs[0].append(make_rows(ROWS))
     assert polled(spare_quiet=True) == set() and polled() == {"w0", "w1", "w2"}
     late = LogWriter(tmp_path, "w3", SHAPE, rows_per_append=ROWS, segment_appends=9, info={})
@@ -198,4 +208,4 @@ def test_the_thread_asks_quiet_writers_now_and_then(tmp_path, monkeypatch):
     time.sleep(0.55)
     assert polled(spare_quiet=True) == {"w0", "w1", "w2", "w3"}
     index = ReplayIndex(shape=SHAPE, capacity=500, capacity_per_query=9, vocab_size=100)
-    assert tail.integrate(index, step=0) == {"w0": 2 * ROWS, "w1": 2 * ROWS, "w2": ROWS, "w3": ROWS}
+    assert heads_of(tail.integrate(index, step=0)) == {"w0": 2 * ROWS, "w1": 2 * ROWS, "w2": ROWS, "w3": ROWS}

@@ -62,14 +62,22 @@ def test_searchers_and_trainer_must_agree(tmp_path):
 
 
 @pytest.mark.parametrize("here", ["none", "initial"])
-def test_rows_with_and_without_a_reference_are_never_mixed(here, tmp_path):
+def test_rows_of_another_reference_are_left_out_and_counted(here, tmp_path, caplog):
     s = frozen_runs.make(tmp_path / "run", batches=1, learner__reference__kind=here, learner__queries=4, learner__completions=4)
     id_of_run = layout.reference_id(s.run)
     theirs = int(id_of_run, 16) if here == "none" else 0
     frozen_runs.append_changed(s, "other-1", reference_id=(slice(None), theirs), tokens=((slice(None), 0), 3))
-    of_run, of_rows = (f"reference {id_of_run}", "no reference")[:: -1 if here == "none" else 1]
-    with pytest.raises(ValueError, match=f"4 drawn rows have log-probs of {of_rows}, and those of the run are of {of_run}"):
-        frozen_runs.train(s, until=4, abandon=True)
+    with frozen_runs.trainer(s) as trainer:
+        trainer.poll()
+        for _ in range(4):
+            assert trainer.step() is not None
+        trainer.report_problems()
+    run = audit.open_run(s.run.root)
+    account = audit.accounts(run)["other-1"]
+    assert account.rejected["reference"] == account.committed > 0 and account.balances and not account.resident
+    assert audit.trained_rows(run)["other-1"] == 0
+    of_run = "no reference" if here == "none" else f"reference {id_of_run}"
+    assert f"writer other-1: row 0 is not valid (its log-probs are not of {of_run}" in caplog.text
 
 
 def test_responses_of_a_file_are_rows_of_step_0_without_a_reference(tmp_path):

@@ -11,6 +11,7 @@ from tba_jax.roles.searcher.reward_watch import RewardWatch
 from tba_jax.roles.searcher.searcher import Searcher
 from tba_jax.run import contract, grants, layout, places
 from tba_jax.run.metrics import MetricWriter, TimeAccount
+from tba_jax.run.requests import RequestRate
 from tba_jax.run.status import Status
 
 log = logging.getLogger(__name__)
@@ -76,8 +77,8 @@ class _Pause:
 class Rates:
     """Writes a searcher's metrics, a line for each appended batch. Rates begin after the first, which holds the compilation."""
 
-    def __init__(self, writer: MetricWriter, account: TimeAccount):
-        self._writer, self._account = writer, account
+    def __init__(self, writer: MetricWriter, account: TimeAccount, requests: RequestRate):
+        self._writer, self._account, self._requests = writer, account, requests
         self._batches, self._begin = 0, 0.0
         self._rows = self._tokens = self._value_tokens = self._unscored = 0
 
@@ -107,7 +108,7 @@ class Rates:
             }
             if self._value_tokens:
                 scalars["value_tokens_per_second"] = self._value_tokens / elapsed
-            self._writer.write(self._batches, scalars | self._account.shares())
+            self._writer.write(self._batches, scalars | self._account.shares() | self._requests.scalars())
 
 
 def run_searcher(
@@ -123,7 +124,7 @@ def run_searcher(
     with account.measure("load_policy"):
         searcher.refresh()
     log.info("%s writes replay/%s", name, searcher.writer)
-    refresher, rates = _Refresher(searcher, poll_seconds=poll_seconds), Rates(writer, account)
+    refresher, rates = _Refresher(searcher, poll_seconds=poll_seconds), Rates(writer, account, RequestRate([run.shared]))
     pause = _Pause(status, config)
 
     def goes_on() -> bool:

@@ -2,25 +2,36 @@
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from tba_jax import trajectory
-from tba_jax.replay import journal
+from tba_jax.replay import gaps, journal
+from tba_jax.replay.gaps import Gap, KnownGaps
 from tba_jax.replay.index import ReplayIndex, Rules
 from tba_jax.replay.reader import LogReader
 from tba_jax.replay.selection import Selection, draw_batch, drawable
 from tba_jax.replay.tail import Tail, not_resident, replay_visible
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout, places
+from tba_jax.run.requests import RequestRate
+
+# A trainer that is further behind than so many windows passes over the oldest rows. More than one: identical responses, and those
+# beyond what a query may have, do not stay.
+_CAPACITIES_BEHIND = 2
 
 
-def make_index(config: Any, contract: contract_lib.Contract) -> ReplayIndex:
-    """The empty index of a run."""
+def make_index(config: Any, contract: contract_lib.Contract, *, reference_id: int | None = None) -> ReplayIndex:
+    """The empty index of a run. Args: reference_id: that its rows must have, see reference_of_rows; None: any."""
     rules = {field.name: config.replay[field.name] for field in dataclasses.fields(Rules)}
-    return ReplayIndex(shape=contract.row_shape(), vocab_size=contract.model["vocab"], **rules)
+    return ReplayIndex(shape=contract.row_shape(), vocab_size=contract.model["vocab"], reference_id=reference_id, **rules)
+
+
+def reference_of_rows(contract: contract_lib.Contract, run: layout.RunDir) -> int:
+    """The reference id in the rows of a run. Raises FileNotFoundError where the run has none yet, see layout.reference_id."""
+    return int(contract.reference_of_rows(layout.reference_id(run)), 16)
 
 
 def make_selection(config: Any, *, recent_window: int) -> Selection:
@@ -61,11 +72,22 @@ class ReplayBuffer:
         self._has_mounts = bool(mounts)
         self._searchers = config.searchers.count
         self._mounted_runs = [layout.open_run_dir(folder) for folder in config.replay.mount]
-        self._poll_seconds = places.poll_seconds((run.replay, *mounts), config.replay.poll_seconds)
-        self.reader = LogReader(run.replay, contract.row_shape(), mounts=mounts)
-        self.index = make_index(config, contract)
-        # Heads that were integrated since the last journalled step. To integrate the same heads twice changes nothing.
-        self._visible: list[dict[str, int]] = []
+        polling = dict(requests_per_minute=config.replay.requests_per_minute)
+        self.reader = LogReader(run.replay, contract.row_shape(), mounts=mounts, **polling)
+        self._requests = RequestRate([run.replay, *mounts])
+        self._reference_id = reference_of_rows(contract, run)
+        self.index = make_index(config, contract, reference_id=self._reference_id)
+        # Rows that the window would not keep need not be read. What a window of the best rewards keeps, only the rows tell.
+        most_behind = max(_CAPACITIES_BEHIND * config.replay.capacity, config.replay.min_rows)
+        self._tail_settings: dict[str, Any] = dict(
+            poll_seconds=places.poll_seconds((run.replay, *mounts), config.replay.poll_seconds),
+            most_behind=most_behind if config.replay.drop == "oldest" else 0,
+            arrival_bytes=config.replay.arrival_megabytes << 20,
+        )
+        # What was integrated since the last journalled step. To integrate the same heads twice changes nothing.
+        self._visible: list[dict[str, Any]] = []
+        # The gaps of the journal that this process does again, and those that it found while it did.
+        self._known, self._lost = KnownGaps(), list[Gap]()
         self._tail: Tail | None = None
         self._rows_came = time.monotonic()
 
@@ -73,10 +95,16 @@ class ReplayBuffer:
         """What a checkpoint holds, JSON."""
         return {"index": self.index.state(), "visible": self._visible}
 
+    def expect(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Notes which rows the journal left out; called first. Args: lines: all journal lines after the checkpoint."""
+        self._known = KnownGaps(each for line in lines for each in line["visible"])
+
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from `state` of a checkpoint; reads the resident rows again."""
+        """Goes on from `state` of a checkpoint; reads the resident rows again. Those that cannot be read are left out."""
         self.reader.heads()
-        self.index = ReplayIndex.restore(state["index"], self.reader)
+        restored = ReplayIndex.restore(state["index"], self.reader, reference_id=self._reference_id, known=self._known)
+        self.index, lost = restored
+        self._lost += lost
         self._visible = state["visible"]
 
     def replay(self, line: Mapping[str, Any]) -> tuple[np.ndarray, trajectory.Rows]:
@@ -86,8 +114,8 @@ class ReplayBuffer:
           ValueError: a row is not resident, or the rows are not those that were drawn.
         """
         self._visible = []  # the first line after a checkpoint has them
-        for heads in line["visible"]:
-            replay_visible(self.index, self.reader, heads, step=line["step"] - 1)
+        for each in line["visible"]:
+            self._lost += replay_visible(self.index, self.reader, each, self._known, step=line["step"] - 1)
         slots = self.index.slots_of(journal.line_ids(line))
         if (slots < 0).any():
             raise not_resident(self.reader, line, slots)
@@ -98,7 +126,10 @@ class ReplayBuffer:
 
     def follow(self) -> None:
         """From now on the tail reads what is beyond the heads of the index; see `start` and `poll`."""
-        self._tail = Tail(self.reader, self.index.heads, poll_seconds=self._poll_seconds)
+        if self._lost:
+            # A later resume leaves them out as well, whether or not they can be read by then.
+            self._visible.append(gaps.visible({}, self._lost))
+        self._tail = Tail(self.reader, self.index.heads, **self._tail_settings)
 
     @property
     def tail(self) -> Tail:
@@ -107,12 +138,12 @@ class ReplayBuffer:
 
     def integrate(self, *, step: int) -> None:
         """Adds the rows that have arrived to the index, as visible from `step` on."""
-        if heads := self.tail.integrate(self.index, step=step):
-            self._visible.append(heads)
+        if visible := self.tail.integrate(self.index, step=step):
+            self._visible += visible
             self._rows_came = time.monotonic()
 
-    def take_visible(self) -> list[dict[str, int]]:
-        """The heads that the next journal line records; they are in no later one."""
+    def take_visible(self) -> list[dict[str, Any]]:
+        """What the next journal line records; it is in no later one."""
         visible, self._visible = self._visible, []
         return visible
 
@@ -164,10 +195,18 @@ class ReplayBuffer:
     def problems(self) -> list[str]:
         """Sentences about folders and rows that are left out of training."""
         rejected = [
-            f"replay log of writer {writer}: row {row} is not valid ({reason}), it and others like it are left out and counted"
+            f"replay log of writer {writer}: row {row} is not valid ({self._in_words(reason)}), it and others like it are left "
+            "out and counted"
             for (writer, reason), row in self.index.rejected_first.items()
         ]
-        return [*self.tail.problems(), *rejected]
+        return [*self.tail.problems(), *map(str, self._lost), *rejected]
+
+    def _in_words(self, reason: str) -> str:
+        if reason != "reference":
+            return reason
+        return (
+            f"its log-probs are not of {contract_lib.reference_in_words(f'{self._reference_id:016x}')}, which is that of this run"
+        )
 
     def close(self) -> None:
         """Stops the thread that reads the log."""
@@ -175,11 +214,12 @@ class ReplayBuffer:
             self._tail.close()
 
     def scalars(self) -> dict[str, float]:
-        """Sizes for the metrics: resident rows and queries, rows seen since the run began, and rejected ones among them."""
-        entries = self.index.ledger().values()
+        """Sizes for the metrics: resident rows and queries, rows seen since the run began, and those rejected or damaged."""
+        totals = self.index.totals
         return {
             "buffer_rows": float(len(self.index)),
             "buffer_queries": float(np.count_nonzero(self.index.query_rows)),
-            "rows_seen": float(sum(entry["seen"] for entry in entries)),
-            "rows_rejected": float(sum(sum(entry["rejected"].values()) for entry in entries) + self.tail.corrupted_rows),
+            "rows_seen": float(totals["seen"]),
+            "rows_rejected": float(totals["rejected"] + totals["damaged"]),
+            **self._requests.scalars(),
         }

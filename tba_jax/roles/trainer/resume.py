@@ -37,6 +37,7 @@ def resume(trainer: Trainer, *, until: int | None = None) -> None:
     checkpoint = trainer.checkpoints.latest_step()
     if checkpoint is None and not lineage:
         _check_is_new(run)
+    trainer.buffer.expect(recorded[checkpoint or 0 :])
     recorded_by = recorded[checkpoint - 1]["epoch"] if checkpoint and checkpoint <= len(recorded) else 0
     restoring.restore(trainer, checkpoint, end=len(recorded), recorded_by=recorded_by)  # 2
     leftovers.remove_snapshots_of_lost_steps(run, end=len(recorded))

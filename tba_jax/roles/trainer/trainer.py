@@ -73,7 +73,6 @@ class Trainer:
         self.group: Group = Alone() if group is None else group
         self._contract = contract
         self.reference_id = layout.reference_id(run)
-        self._reference_of_rows = contract.reference_of_rows(self.reference_id)
         self.step_number = 0
         self.account = TrainerAccount()
         self.program = UpdateProgram(config, contract, policy)
@@ -193,7 +192,6 @@ class Trainer:
             if slots is None:
                 return None
             rows = self.index.gather(slots)
-            self._check_reference(rows["reference_id"])
         return self._place(slots, rows, step=step)
 
     def _place(self, slots: np.ndarray, rows: trajectory.Rows, *, step: int) -> _Drawn:
@@ -205,16 +203,6 @@ class Trainer:
         with self.account.measure("compile"):
             self.program.compile_where_new(placed)
         return _Drawn(slots=slots, ids=ids, rows=rows, provenance=provenance, placed=placed)
-
-    def _check_reference(self, reference_ids: np.ndarray) -> None:
-        """Raises ValueError where drawn rows have log-probs of another reference policy. Args: reference_ids: uint64[B]."""
-        foreign = reference_ids != int(self._reference_of_rows, 16)
-        if foreign.any():
-            theirs = contract_lib.reference_in_words(f"{reference_ids[foreign.argmax()]:016x}")
-            raise ValueError(
-                f"{foreign.sum()} drawn rows have log-probs of {theirs}, and those of the run are of "
-                f"{contract_lib.reference_in_words(self._reference_of_rows)}"
-            )
 
     def _submit_line(self, drawn: _Drawn) -> Future[None]:
         """Hands the journal line of the next step to the journal's thread, which also computes the hash of the batch."""

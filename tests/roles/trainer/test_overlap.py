@@ -234,14 +234,14 @@ def test_rows_that_come_during_an_update_are_replayed_as_they_came(tmp_path, fro
         assert trainer._next is not None  # dropped: a checkpoint shows its rows, but not its draw
         trainer.save_checkpoint()
     lines = journal.read_lineage(s.run.journal)
-    came = [[writer for heads in line["visible"] for writer in heads if writer.startswith("late")] for line in lines]
+    came = [[writer for each in line["visible"] for writer in each["heads"] if writer.startswith("late")] for line in lines]
     assert came == [[], ["late-0"], ["late-4"], ["late-8"]]
     with frozen_runs.trainer(s) as trainer:
         assert trainer.index.heads["late-12"] == 4
         trainer.poll()
         assert trainer.step(ahead=True) is not None
         state = jax.device_get(trainer.state)
-    assert [list(heads) for heads in journal.read_lineage(s.run.journal)[4]["visible"]] == [["late-12"]]
+    assert [list(each["heads"]) for each in journal.read_lineage(s.run.journal)[4]["visible"]] == [["late-12"]]
     frozen_runs.assert_resumes_as(s, state)
 
 

@@ -168,3 +168,35 @@ def test_snapshots_of_steps_that_the_journal_has_lost_are_removed(tmp_path, froz
         trainer.flush_snapshot()
         assert snapshots.committed_steps(s.run.policies) == [0, 2, 3]
     assert "00000004 is removed" in caplog.text
+
+
+@pytest.mark.parametrize("heals", [False, True])
+def test_resident_rows_that_are_lost_leave_every_resume_the_same(tmp_path, frozen, heals, caplog):
+    """The rows of a writer are gone when the trainer resumes from the checkpoint of step 5, and perhaps there again later."""
+    s = frozen(tmp_path / "run", replay__merge_duplicates=False)
+    names = [f"odd-{number}" for number in range(12)]
+    for number, name in enumerate(names):
+        frozen_runs.append_changed(s, name, reward=(slice(None), number / 8))
+    frozen_runs.train(s, until=7, abandon=True)
+    drawn = {writer for line in journal.read_lineage(s.run.journal) for writer in line["writers"]}
+    lost = next(name for name in names if name not in drawn)
+    data = s.run.replay / lost / "000000" / "d"
+    data.rename(s.run.root / "away")
+    manifest = data.parent / "manifest.ocdbt"
+    manifest.write_bytes(b"torn")
+    caplog.clear()
+    with frozen_runs.trainer(s) as trainer:
+        trainer.report_problems()
+        assert f"writer {lost}: rows 0 to 3 cannot be read, and are left out for good" in caplog.text
+        trainer.poll()
+        for _ in range(3):
+            assert trainer.step() is not None
+        state, ledger = jax.device_get(trainer.state), trainer.index.ledger()
+    assert ledger[lost]["damaged"] == 4 and ledger[lost]["resident"] == 0
+    for step in (7, 10):
+        shutil.rmtree(s.run.checkpoints / layout_lib.step_name(step), ignore_errors=True)
+    if heals:
+        (s.run.root / "away").rename(data)
+    with frozen_runs.trainer(s) as again:
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(again.state), state)
+        assert again.index.ledger() == ledger

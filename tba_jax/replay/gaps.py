@@ -1,0 +1,76 @@
+"""Gaps: committed rows that a trainer never gives to its index, why, and how the journal tells of them.
+
+A gap is journalled with the heads that it lies below. A resume reads the journal's gaps first and leaves the same rows out,
+whether or not they can be read by then, so its index is that of the trainer before.
+"""
+
+import bisect
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+# damaged: could not be read. expired: removed by retention. passed_over: the trainer was too far behind to need them.
+KINDS = ("damaged", "expired", "passed_over")
+
+
+@dataclasses.dataclass(frozen=True)
+class Gap:
+    """Rows [start, stop) of a writer. kind: one of KINDS. reason: half a sentence, for messages alone."""
+
+    writer: str
+    start: int
+    stop: int
+    kind: str
+    reason: str = ""
+
+    def __str__(self) -> str:
+        rows = f"replay log of writer {self.writer}: rows {self.start} to {self.stop - 1}"
+        match self.kind:
+            case "damaged":
+                return f"{rows} cannot be read, and are left out for good, counted as damaged: {self.reason}"
+            case "expired":
+                return f"{rows} were removed by retention before they were read"
+            case _:
+                return f"{rows} are passed over: {self.reason}"
+
+    def within(self, start: int, stop: int) -> "Gap":
+        """The part in rows [start, stop)."""
+        return dataclasses.replace(self, start=max(self.start, start), stop=min(self.stop, stop))
+
+
+def merged(gaps: Iterable[Gap]) -> list[Gap]:
+    """Gaps of one writer by rows, joined where they touch and are of one kind; of reasons the first stays."""
+    found: list[Gap] = []
+    for gap in sorted(gaps, key=lambda each: each.start):
+        if found and found[-1].stop >= gap.start and found[-1].kind == gap.kind:
+            found[-1] = dataclasses.replace(found[-1], stop=max(found[-1].stop, gap.stop))
+        else:
+            found.append(gap)
+    return found
+
+
+def visible(heads: Mapping[str, int], gaps: Iterable[Gap] = ()) -> dict[str, Any]:
+    """What a journal line holds of one integration: the heads after it, and the gaps. JSON."""
+    skipped: dict[str, list[list[Any]]] = {}
+    for gap in gaps:
+        skipped.setdefault(gap.writer, []).append([gap.start, gap.stop, gap.kind])
+    return {"heads": dict(heads), "skipped": skipped}
+
+
+class KnownGaps:
+    """The gaps of a journal, by writer."""
+
+    def __init__(self, visible: Iterable[Mapping[str, Any]] = ()):
+        """Args: visible: of all lines that are to be done again."""
+        found: dict[str, list[Gap]] = {}
+        for integrated in visible:
+            for writer, ranges in integrated["skipped"].items():
+                found.setdefault(writer, []).extend(Gap(writer, *each) for each in ranges)
+        self._gaps = {writer: merged(gaps) for writer, gaps in found.items()}
+
+    def within(self, writer: str, start: int, stop: int) -> Sequence[Gap]:
+        """The gaps in rows [start, stop) of a writer, ascending, cut to them."""
+        gaps = self._gaps.get(writer, [])
+        first = bisect.bisect_right(gaps, start, key=lambda gap: gap.stop)
+        last = bisect.bisect_left(gaps, stop, key=lambda gap: gap.start)
+        return [gap.within(start, stop) for gap in gaps[first:last]]

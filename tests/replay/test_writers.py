@@ -1,0 +1,142 @@
+"""Following thousands of writers of which most have ended: what a poll costs, on a folder and on an object store."""
+
+import os
+import shutil
+import statistics
+import time
+import uuid
+
+import numpy as np
+
+from tba_jax.replay import polling
+from tba_jax.replay.index import ReplayIndex
+from tba_jax.replay.log import REGISTER
+from tba_jax.replay.reader import LogReader
+from tba_jax.replay.tail import Tail
+from tba_jax.run import places
+from tests.support.tiny_log import SHAPE, make_rows, writer
+
+DEAD = 1500
+
+
+def make_dead(root, count: int, *, quiet_seconds: float) -> None:
+    """Copies of a writer that made one append and ended so long ago."""
+    writer(root, "dead").append(make_rows(0, 4))
+    described, at = (root / REGISTER / "dead.json").read_bytes(), time.time() - quiet_seconds
+    for number in range(count):
+        shutil.copytree(root / "dead", root / f"dead-{number}")
+        os.utime(root / f"dead-{number}" / "000000", (at, at))
+        (root / REGISTER / f"dead-{number}.json").write_bytes(described)
+    os.utime(root / "dead" / "000000", (at, at))
+
+
+def follow(root, **settings) -> tuple[LogReader, Tail, ReplayIndex]:
+    reader = LogReader(root, SHAPE, **settings)
+    tail = Tail(reader, {}, poll_seconds=0.2)
+    index = ReplayIndex(shape=SHAPE, capacity=500, capacity_per_query=99, vocab_size=100)
+    tail.poll(spare_quiet=True)
+    tail.integrate(index, step=0)
+    return reader, tail, index
+
+
+def test_writers_that_have_ended_cost_a_poll_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("tba_jax.replay.polling._SETTLED_SECONDS", 0.2)
+    seconds, open_files = {}, {}
+    for count in (3, DEAD):
+        root = tmp_path / str(count)
+        root.mkdir()
+        make_dead(root, count, quiet_seconds=3600)
+        reader, tail, index = follow(root)
+        assert len(reader.heads()) == count + 1 and sum(index.heads.values()) == 4 * (count + 1)
+        live, taken = writer(root, "live", segment_appends=100), []
+        tail.poll()
+        time.sleep(0.3)
+        for _ in range(40):
+            live.append(make_rows(live.next_row, 4))
+            begin = time.perf_counter()
+            tail.poll(spare_quiet=True)
+            taken.append(time.perf_counter() - begin)
+            tail.integrate(index, step=0)
+            assert index.heads["live"] == live.next_row, "who is at work is heard at once"
+        seconds[count], open_files[count] = statistics.median(taken), len(os.listdir("/proc/self/fd"))
+        assert len(reader._segments) < 200
+    assert open_files[DEAD] <= open_files[3] + 3
+    # To look at 1,500 files and to list two folders would take 40 ms and more.
+    assert seconds[DEAD] < 10 * seconds[3] and seconds[DEAD] < 0.02, seconds
+
+
+def test_a_writer_is_asked_ever_less_often_and_at_once_again_when_it_is_back(tmp_path, monkeypatch):
+    assert [polling.pause_seconds(quiet) for quiet in (0, 59, 61, 120, 3600, 86_400)] == [0, 0, 61 / 12, 10, 300, 1800]
+    assert polling.pause_seconds(60) == polling.QUIET_POLL_SECONDS
+    monkeypatch.setattr("tba_jax.replay.polling.QUIET_SECONDS", 0.1)
+    monkeypatch.setattr("tba_jax.replay.polling.QUIET_POLL_SECONDS", 0.3)
+    log = writer(tmp_path, segment_appends=100)
+    log.append(make_rows(0, 4))
+    _, tail, index = follow(tmp_path)
+    time.sleep(0.15)
+    tail.poll(spare_quiet=True)  # quiet from now on
+    log.append(make_rows(4, 4))
+    tail.poll(spare_quiet=True)
+    tail.integrate(index, step=0)
+    assert index.heads["w0"] == 4
+    time.sleep(0.35)
+    tail.poll(spare_quiet=True)
+    for head in (8, 12, 16):
+        if head > 8:
+            log.append(make_rows(log.next_row, 4))
+        tail.poll(spare_quiet=True)
+        tail.integrate(index, step=0)
+        assert index.heads["w0"] == head
+
+
+def test_a_minute_of_polls_of_an_object_store_has_its_limit(monkeypatch):
+    """300 writers have ended, and one is at work, which is heard all the same."""
+    root = places.place(f"memory://runs/{uuid.uuid4().hex}")
+    for number in range(300):
+        writer(root, f"dead-{number}").append(make_rows(0, 4))
+    monkeypatch.setattr("tba_jax.replay.polling.QUIET_SECONDS", 0.5)
+    monkeypatch.setattr("tba_jax.replay.polling.QUIET_POLL_SECONDS", 0.1)
+    limit, asked = 1200, [0]
+    _, tail, index = follow(root, requests_per_minute=limit)
+    assert len(index.heads) == 300
+    changed, names_in = places.changed, places.names_in
+    monkeypatch.setattr(places, "changed", lambda files: (asked.__setitem__(0, asked[0] + len(files)), changed(files))[1])
+    monkeypatch.setattr(places, "names_in", lambda *a, **k: (asked.__setitem__(0, asked[0] + 1), names_in(*a, **k))[1])
+    live, begin, heard = writer(root, "live", segment_appends=1000), time.monotonic(), []
+    while time.monotonic() - begin < 6:
+        live.append(make_rows(live.next_row, 4))
+        tail.poll(spare_quiet=True)
+        tail.integrate(index, step=0)
+        heard.append(live.next_row - index.heads.get("live", 0))
+        time.sleep(0.2)
+    elapsed = time.monotonic() - begin
+    allowed = limit * (polling.BURST_SECONDS + elapsed) / 60
+    assert 0.3 * limit * elapsed / 60 < asked[0] < allowed + 10, (asked, elapsed)
+    assert index.heads["live"] > 0 and np.median(heard) < 40
+
+
+def test_a_damaged_list_of_contents_hides_only_its_segment(tmp_path):
+    """A later segment shows that all rows of the damaged one were committed: they are lost, and those after it are not."""
+    log = writer(tmp_path, segment_appends=2)
+    log.append(make_rows(0, 4))
+    _, tail, index = follow(tmp_path)
+    for _ in range(5):
+        log.append(make_rows(log.next_row, 4))
+    manifest = tmp_path / "w0" / "000000" / "manifest.ocdbt"
+    manifest.write_bytes(manifest.read_bytes()[:-7])
+    tail.poll()
+    tail.integrate(index, step=1)
+    account = index.ledger()["w0"]
+    assert index.heads["w0"] == 24 and account["damaged"] == 4 and account["seen"] == 20
+    assert any("rows 4 to 7 cannot be read" in each and str(manifest.parent) in each for each in tail.problems())
+
+
+def test_a_folder_is_listed_when_it_has_changed(tmp_path, monkeypatch):
+    monkeypatch.setattr("tba_jax.replay.polling._SETTLED_SECONDS", 0.0)
+    folder = polling.WatchedFolder(tmp_path, polling.Allowance(60))
+    (tmp_path / "a").touch()
+    assert folder.names(always=False) == ["a"]
+    time.sleep(0.01)
+    assert folder.names(always=False) is None and folder.names(always=True) == ["a"]
+    (tmp_path / "b").touch()
+    assert folder.names(always=False) == ["a", "b"]
