@@ -60,6 +60,8 @@ def check_mounts(run: layout.RunDir, config: Any, contract: contract_lib.Contrac
     Raises:
       ValueError: the rows of a mounted run may not be trained on; names the fields or the reference policies that differ.
     """
+    if not config.replay.mount:
+        return
     ours: dict[str, Any] = {k: v for k, v in contract.to_json().items() if k not in _FREE_OF_ROWS}
     expected = _reference_id(run)
     if expected is None:  # this run will begin from the reference policy of the runs that it mounts
@@ -125,7 +127,7 @@ def _check_rows(folder: str, other: layout.RunDir, stored: Mapping[str, Any], ou
 def _warn_of_finished_mounts(config: Any) -> None:
     """Warns if all rows are of finished runs, and the newest of them count as recent for ever."""
     mounted, share = map(layout.open_run_dir, config.replay.mount), config.replay.recent_probability
-    if config.searchers.count or not share or not config.replay.mount:
+    if config.searchers.count or not share:
         return
     if all(places_lib.exists(run.finished) for run in mounted):
         log.warning(

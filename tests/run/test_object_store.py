@@ -22,6 +22,7 @@ from tba_jax.replay.reader import LogCorruption, LogReader
 from tba_jax.replay.segment import last_segment, manifest
 from tba_jax.replay.tail import Tail
 from tba_jax.run import layout, places, snapshots
+from tba_jax.run.damaged_snapshots import DamagedSnapshots
 from tba_jax.run.publisher import Publisher
 from tba_jax.run.snapshots import SnapshotInfo
 from tests.support import moto_server, tiny_run
@@ -212,7 +213,7 @@ def test_snapshots_are_published_loaded_and_pruned(root):
     assert snapshots.committed_steps(root) == [0, 2, 3]
     assert ["00000000"] in checked and all(f"{step:08d}" not in seen for step, seen in enumerate(checked))
     assert snapshots.latest_step(root) == 3 and snapshots.latest_step(root, newer_than=3) is None
-    step, params = snapshots.load_latest(root, SPECS, shardings((2, 2, 2)), newer_than=0)
+    step, params = DamagedSnapshots(root, follows="").load_newest(SPECS, shardings((2, 2, 2)), newer_than=0)
     assert step == 3
     assert_same_bits(params, random_params(3))
     # A leftover of a killed write is not seen, and swept; what is committed stays.

@@ -1,20 +1,18 @@
 """The resume of a trainer: exactly where the journal ends, whatever stopped the last one.
 
 Order of a resume:
-  1. hold the epoch lease; nobody else writes journal, checkpoints or snapshots from here on
-  2. restore the newest checkpoint: train state and replay index (none: the reference policy, an empty index)
+  1. hold the epoch lease; nobody else writes journal, checkpoints or snapshots from here on. Remove what dead processes left
+  2. restore the newest checkpoint that counts: train state and replay index (none: the reference policy, an empty index)
   3. do every journalled step after the checkpoint again, exactly: same rows, same order, same hash
-  4. publish where that ends, then go on live
+  4. publish where that ends, whatever snapshot is there, which a loss of power may have damaged; then go on live
 """
 
 import itertools
 import logging
 
-from tba_jax.models.parameters import Params
-from tba_jax.models.policy import Policy
-from tba_jax.replay import journal
+from tba_jax.replay import expiry, journal
+from tba_jax.roles.trainer import leftovers, restoring
 from tba_jax.roles.trainer.trainer import Trainer
-from tba_jax.roles.trainer.update_program import UpdateProgram
 from tba_jax.run import layout, snapshots
 
 log = logging.getLogger(__name__)
@@ -26,23 +24,26 @@ def resume(trainer: Trainer, *, until: int | None = None) -> None:
     Args: until: the last journalled step that is done again under this trainer's config; None: all of them.
 
     Raises:
-      ValueError: checkpoint, journal and log do not go together, or one of them is damaged; names the file.
+      CheckpointLeftOut: see restoring.restore. ValueError: checkpoint, journal and log do not go together, or one of them is
+        damaged; names the file.
     """
     run = trainer.run
     trainer.lease.check()  # 1
-    snapshots.sweep(run.policies)
+    leftovers.sweep(run, keep=trainer.config.checkpoint.keep)
+    expiry.mend(run.replay)
     checkpoint = trainer.checkpoints.latest_step()
     lineage = journal.read_lineage(run.journal, after=checkpoint or 0, must_exist=True)
     if checkpoint is None and not lineage.last:
         _check_is_new(run)
     trainer.buffer.expect(lineage)
-    _restore(trainer, checkpoint, lineage)  # 2
-    trainer.publish_unless_there()
+    restoring.restore(trainer, checkpoint, end=lineage.last, recorded_by=lineage.epoch)  # 2
+    leftovers.remove_snapshots_of_lost_steps(run, end=lineage.last)
     if lineage:
+        trainer.publish_unless_there()
         _replay(trainer, lineage, until=until)  # 3
         # A trainer that is killed again and again must get further than before.
         trainer.save_checkpoint()
-        trainer.publish_unless_there()  # 4
+    trainer.publish_again()  # 4
     trainer.go_live()
     if checkpoint is not None or lineage.last:
         rows, epoch = len(trainer.index), trainer.lease.epoch
@@ -56,32 +57,6 @@ def _check_is_new(run: layout.RunDir) -> None:
             f"{run.policies} holds the policy of step {there} of a trainer whose checkpoints and journal are not in "
             f"{run.root}: restore them, or begin a new run in another workdir (--init_from={run.shared}@{there})"
         )
-
-
-def _restore(trainer: Trainer, checkpoint: int | None, lineage: journal.Lineage) -> None:
-    """State and index of the checkpoint; without one, those of step 0."""
-    program, group = trainer.program, trainer.group
-    if checkpoint is None:
-        group.call("begin", reference=trainer.reference_id)
-        program.begin(load_reference(trainer.policy, program, trainer.run, trainer.reference_id))
-        return
-    group.call("restore", step=checkpoint, reference=trainer.reference_id)
-    trees = trainer.checkpoints.restore(checkpoint, program.checkpointed_shapes(checkpoint), recorded_by=lineage.epoch)
-    program.restore(trees, load_frozen(trainer.policy, program, trainer.run, trainer.reference_id))
-    trainer.step_number = trainer.resumed_from = checkpoint
-    if 0 < lineage.last < checkpoint:
-        raise ValueError(f"checkpoint {checkpoint} is ahead of the journal, which ends at step {lineage.last}")
-
-
-def load_reference(policy: Policy, program: UpdateProgram, run: layout.RunDir, reference_id: str) -> Params:
-    """The reference policy on the trainer's mesh, of which each process loads what its devices need."""
-    shardings = policy.model_shardings(program.mesh)
-    return snapshots.load(run.reference(reference_id), policy.model_specs, shardings, dtype=program.reference_dtype)
-
-
-def load_frozen(policy: Policy, program: UpdateProgram, run: layout.RunDir, reference_id: str) -> Params:
-    """What stays frozen of the policy, {} where everything is trained."""
-    return load_reference(policy, program, run, reference_id) if policy.lora is not None else {}
 
 
 def _replay(trainer: Trainer, lineage: journal.Lineage, *, until: int | None) -> None:

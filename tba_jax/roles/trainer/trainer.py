@@ -282,6 +282,10 @@ class Trainer:
         """As `publish`, unless this step has a snapshot. Returns whether it was published now."""
         return self.publishing.publish_unless_there(self.program.policy_params, self.step_number)
 
+    def publish_again(self) -> None:
+        """See Publishing.publish_again."""
+        self.publishing.publish_again(self.program.policy_params, self.step_number)
+
     def publish_what_is_new(self) -> bool:
         """As `publish_unless_there`, after what is being published is there."""
         self.publishing.wait()
