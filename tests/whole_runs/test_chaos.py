@@ -194,8 +194,8 @@ def cause_chaos(chaos: Chaos, rng: random.Random, disk: SmallDisk, clock: Steppi
 @pytest.mark.parametrize("seed", (1, 2, 3))
 def test_ten_minutes_of_chaos_cost_no_row_and_no_accuracy(seed, warm, undisturbed, tmp_path, capsys):
     """A trainer, four searchers and an evaluator for ten minutes on a small disk: SIGKILL to a searcher every 10 s, the trainer
-    every 60 s and the supervisor twice; each role stopped for 5 to 60 s several times; the disk full, read-only and unmounted; the
-    workdir moved away, snapshots damaged, and the wall clock an hour ahead and behind.
+    every 60 s and the supervisor twice; each role stopped for 5 to 60 s several times; the disk full, read-only and unmounted,
+    the workdir moved away, snapshots damaged, and the wall clock an hour ahead and behind.
 
     Accepted, as laid down before it was first run: at the same trainer step the accuracy on held-out sums is at least the lowest
     of three undisturbed runs less their range, or less two standard errors of an accuracy on so many sums where the range is
