@@ -10,6 +10,9 @@ import orbax.checkpoint as ocp
 from tba_jax.run import held_folders, layout, places, processes
 from tba_jax.sharding import PINNED_HOST
 
+# A save that takes longer fails. Orbax measures it by the wall clock, which may be set forth by an hour meanwhile.
+_SAVE_SECONDS = 3 * 3600
+
 
 class Checkpoints:
     """Checkpoints of one run, by step. Saving is asynchronous and atomic: a killed save is not visible."""
@@ -18,7 +21,10 @@ class Checkpoints:
         """Args: keep: how many of the newest checkpoints stay. read_only: the folder is another run's and stays unchanged."""
         self._folder = folder
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=None if read_only else keep, step_format_fixed_length=8, read_only=read_only
+            max_to_keep=None if read_only else keep,
+            step_format_fixed_length=8,
+            read_only=read_only,
+            async_options=ocp.AsyncOptions(timeout_secs=_SAVE_SECONDS),
         )
         if not read_only:
             places.make_folder(folder)
