@@ -5,6 +5,7 @@ As a program: python -m tests.support.tcp_proxy PORT TARGET passes connections t
 
 import asyncio
 import contextlib
+import signal
 import socket
 import subprocess
 import sys
@@ -39,6 +40,15 @@ class Line:
         self._process.kill()
         self._process.wait()
         self._process = None
+
+    def hold(self) -> None:
+        """As when the server is stopped: connections are taken, and nothing comes back, until `go_on`."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
 
     def __enter__(self) -> "Line":
         self.connect()
