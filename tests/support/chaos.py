@@ -8,6 +8,7 @@ stands for a mount that has become read-only. small_disk.py does both as they re
 
 import contextlib
 import dataclasses
+import io
 import os
 import resource
 import signal
@@ -285,7 +286,7 @@ def set_folders(root: Path, *, mode: int) -> None:
             os.chmod(folder, mode)
 
 
-def check_what_is_left(run: layout.RunDir, steps: int, capsys: pytest.CaptureFixture[str], *, epochs: set[int]) -> None:
+def check_what_is_left(run: layout.RunDir, steps: int, *, epochs: set[int]) -> None:
     """Every step once on the journal's lineage, of committed rows as they were drawn; the ledger of trainer and audit.
 
     Args: epochs: those of trainers that were ended after they had journalled a step, which stay on the lineage.
@@ -305,6 +306,7 @@ def check_what_is_left(run: layout.RunDir, steps: int, capsys: pytest.CaptureFix
     for writer, entry in finished["ledger"].items():
         accounted = entry["resident"] + sum(entry["evicted"].values()) + sum(entry["rejected"].values())
         assert entry["seen"] == accounted, writer
-    assert command_line.execute(audit, [f"--workdir={run.root}"]) == 0
-    assert "the ledger balances" in capsys.readouterr().out
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        assert command_line.execute(audit, [f"--workdir={run.root}"]) == 0
+    assert "the ledger balances" in said.getvalue()
     assert not processes(run.root)

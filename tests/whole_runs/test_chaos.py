@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_kills_and_storage_that_refuses_or_is_away(tmp_path, capsys):
+def test_kills_and_storage_that_refuses_or_is_away(tmp_path):
     """Every kind of disturbance once, as soon as the run has got over the one before. Waits for progress, never for a time."""
     run = layout.RunDir(tmp_path / "run")
     arguments = tiny_run.command(
@@ -78,13 +78,13 @@ def test_kills_and_storage_that_refuses_or_is_away(tmp_path, capsys):
         assert chaos.killed == dict(searcher=1, trainer=1, supervisor=1) and chaos.refused == dict(full=1, read_only=1)
         steps = chaos.journalled()[1] + 20
         chaos.finish(steps)
-    check_what_is_left(run, steps, capsys, epochs=chaos.epochs)
+    check_what_is_left(run, steps, epochs=chaos.epochs)
 
 
 SECONDS = 600.0
 STEPS = 400  # at which the accuracies are compared
 SEARCHERS = 4
-DISK_MEGABYTES = 1500
+DISK_MEGABYTES = 800
 HOUR = 3600
 # The demo with sums of two digits, and a constant rate: what is learned by a step does not depend on the last one.
 ARITHMETIC = (
@@ -192,7 +192,7 @@ def cause_chaos(chaos: Chaos, rng: random.Random, disk: SmallDisk, clock: Steppi
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", (1, 2, 3))
-def test_ten_minutes_of_chaos_cost_no_row_and_no_accuracy(seed, warm, undisturbed, tmp_path, capsys):
+def test_ten_minutes_of_chaos_cost_no_row_and_no_accuracy(seed, warm, undisturbed, tmp_path):
     """A trainer, four searchers and an evaluator for ten minutes on a small disk: SIGKILL to a searcher every 10 s, the trainer
     every 60 s and the supervisor twice; each role stopped for 5 to 60 s several times; the disk full, read-only and unmounted,
     the workdir moved away, snapshots damaged, and the wall clock an hour ahead and behind.
@@ -219,7 +219,7 @@ def test_ten_minutes_of_chaos_cost_no_row_and_no_accuracy(seed, warm, undisturbe
             print(f"seed {seed}: {seconds:.0f} s of chaos, to step {step}, {epoch} epochs: {chaos.account()}", flush=True)
             steps = max(STEPS, step + 10)
             chaos.finish(steps)
-        check_what_is_left(run, steps, capsys, epochs=chaos.epochs)
+        check_what_is_left(run, steps, epochs=chaos.epochs)
         print(f"seed {seed}: every batch rebuilt, the ledger balances, no process is left; {time.monotonic() - begin:.0f} s")
         check_what_was_done(chaos, disk, clock)
         check_accuracy(run.root, steps, undisturbed)
@@ -227,7 +227,7 @@ def test_ten_minutes_of_chaos_cost_no_row_and_no_accuracy(seed, warm, undisturbe
 
 def check_what_was_done(chaos: Chaos, disk: SmallDisk, clock: SteppingClock) -> None:
     """So much at least: a rare event that takes long leaves out the kills and stops that come due meanwhile."""
-    assert chaos.killed["searcher"] >= 20 and chaos.killed["trainer"] >= 4 and chaos.killed["supervisor"] == 2
+    assert chaos.killed["searcher"] >= 15 and chaos.killed["trainer"] >= 3 and chaos.killed["supervisor"] == 2
     assert len(chaos.damaged) >= 2 and {"trainer", "searcher"} <= chaos.stopped.keys()
     assert disk.missing or (chaos.refused, chaos.lost) == (dict(full=2, read_only=2), 2)
     assert clock.missing or clock.steps >= 4

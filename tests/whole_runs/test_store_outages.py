@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.slow
-def test_a_run_outlives_an_s3_server_that_is_killed_and_started_again(tmp_path, capsys):
+def test_a_run_outlives_an_s3_server_that_is_killed_and_started_again(tmp_path):
     """The server is killed, is started again, stops answering, and is killed when the trainer and a searcher die as well.
 
     A line to moto stands for the server: it is killed and started again, and moto, which keeps objects in memory, keeps them.
@@ -69,5 +69,5 @@ def test_a_run_outlives_an_s3_server_that_is_killed_and_started_again(tmp_path, 
             steps = chaos.journalled()[1] + 10
             chaos.stop()
             chaos.finish(steps)
-        check_what_is_left(run, steps, capsys, epochs=chaos.epochs)
+        check_what_is_left(run, steps, epochs=chaos.epochs)
         print(f"to step {steps}: {chaos.account()}; every batch rebuilt, the ledger balances, no process is left")
