@@ -16,6 +16,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -31,6 +32,14 @@ from tests.support.tiny_run import everything_gone, processes
 REFUSED = "storage failed"
 ENDLESS = "--config.learner.steps=1000000"
 PATIENCE_SECONDS = 240  # for anything: only a hang takes that long
+
+
+class Stop(NamedTuple):
+    """Of a role by SIGSTOP. begin: of time.monotonic. seconds: that it is to last."""
+
+    role: str
+    begin: float
+    seconds: float
 
 
 @dataclasses.dataclass
@@ -53,7 +62,7 @@ class Chaos:
     damaged: list[int] = dataclasses.field(default_factory=list)
     stopped: dict[str, list[float]] = dataclasses.field(default_factory=dict)
     epochs: set[int] = dataclasses.field(default_factory=set)
-    _frozen: dict[int, float] = dataclasses.field(default_factory=dict)  # until when, of time.monotonic
+    _frozen: dict[int, "Stop"] = dataclasses.field(default_factory=dict)
 
     def start(self, *flags: str) -> None:
         with self.output.open("ab") as output:
@@ -76,7 +85,7 @@ class Chaos:
             if self.supervisor.poll() is not None:
                 pytest.fail(f"the run ended with {self.supervisor.returncode} before {what}: {self.said()}")
             assert time.monotonic() < deadline, f"waited {patience:.0f} s for {what}: {self.said()} {self.words()}"
-            self._thaw(lambda until: time.monotonic() >= until)
+            self._thaw(lambda stop: time.monotonic() >= stop.begin + stop.seconds)
             time.sleep(0.05)
 
     def wait(self, seconds: float, what: str) -> None:
@@ -229,19 +238,21 @@ class Chaos:
             return None
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGSTOP)
-            self._frozen[pid] = time.monotonic() + seconds
-            self.stopped.setdefault(name.split("-")[0], []).append(seconds)
+            self._frozen[pid] = Stop(name.split("-")[0], time.monotonic(), seconds)
         return pid
 
     def thaw(self) -> None:
         """SIGCONT to all that are stopped."""
-        self._thaw(lambda until: True)
+        self._thaw(lambda stop: True)
 
-    def _thaw(self, is_over: Callable[[float], bool]) -> None:
-        for pid in [pid for pid, until in self._frozen.items() if is_over(until)]:
+    def _thaw(self, is_over: Callable[["Stop"], bool]) -> None:
+        """Stops of roles that were killed meanwhile are not counted."""
+        for pid, stop in [(pid, stop) for pid, stop in self._frozen.items() if is_over(stop)]:
             del self._frozen[pid]
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
+            if pid in processes(self.run.root):
+                self.stopped.setdefault(stop.role, []).append(time.monotonic() - stop.begin)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
 
     def damage_snapshot(self, *, spared: int) -> bool:
         """Flips a byte in the middle of the largest file of the newest snapshot, and cuts the second largest in half.
