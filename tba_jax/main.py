@@ -130,14 +130,17 @@ def run(given: command_line.Given) -> int | command_line.Job:
 
 
 def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir") -> command_line.Job:
-    from tba_jax.experiment import compiling, composition, jobs, mistakes, other_runs, storage
+    from tba_jax.experiment import compiling, composition, jobs, mistakes, named_task, other_runs, storage
     from tba_jax.roles import gpus
-    from tba_jax.run import places
+    from tba_jax.run import places, privacy
 
     if given.role == "searcher":
         _split_cpu(config.searchers.cpu_devices)
-    _hold_compilation_cache(folder)
     found = mistakes.Mistakes()
+    is_private = privacy.is_private(folder) or found.attempt(named_task.keeps_private, config.task.name)
+    if is_private and not given.dry_run:
+        privacy.keep(folder)
+    _hold_compilation_cache(folder)
     world = _world(given)
     # The supervisor has looked at the GPUs of its children, and a child that it starts again may find memory of the last one.
     in_one_process = given.role != "all" or config.schedule.mode == "interleaved"
@@ -200,15 +203,20 @@ def _known_reward_models(run: "layout.RunDir", role: str) -> dict[str, str] | No
 
 
 def _hold_compilation_cache(run: "layout.RunDir") -> None:
-    """Has JAX reach the cache in the workdir by an open folder: it would make a workdir anew that was moved away meanwhile."""
+    """Has JAX reach the cache of this type of CPU in the workdir by an open folder.
+
+    By its path JAX would make a workdir anew that was moved away meanwhile. Hosts of other CPUs may use the workdir: not all
+    that decides whether a program runs on a CPU has to be in JAX's own key.
+    """
     if os.environ.get("JAX_COMPILATION_CACHE_DIR") != str(run.compilation_cache):
         return
     import jax
 
-    from tba_jax.run import held_folders, places
+    from tba_jax.run import held_folders, machine, places
 
-    places.make_folder(run.compilation_cache)
-    jax.config.update("jax_compilation_cache_dir", str(held_folders.hold(run.compilation_cache, number=_CACHE_DESCRIPTOR)))
+    folder = run.compilation_cache / machine.cpu_type()
+    places.make_folder(folder, below=2)
+    jax.config.update("jax_compilation_cache_dir", str(held_folders.hold(folder, number=_CACHE_DESCRIPTOR)))
 
 
 def _split_cpu(devices: int) -> None:

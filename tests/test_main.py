@@ -1,8 +1,11 @@
 """The entry: every recipe loads and dry-runs; bad input is one sentence and exit code 2, with nothing compiled or written."""
 
 import json
+import os
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -231,6 +234,38 @@ def test_long_prompts_can_be_skipped(tmp_path, capsys):
     flags = ["--config.task.arithmetic.digits=2", "--config.task.prompt_length=5", "--config.task.long_prompts=skip", "--dry_run"]
     said = refusal(tiny_run.command(tmp_path / "run", *flags)[3:], capsys)
     assert "40 of 40" in said, "no prompt is left, so skipping cannot help"
+
+
+# Compiles a program as a role does. Arguments: the workdir, and the type of CPU. Prints how many programs the cache had.
+COMPILES = """
+import sys
+from pathlib import Path
+import jax
+from tba_jax import main
+from tba_jax.run import layout, machine
+
+hits = []
+jax.monitoring.register_event_listener(lambda event, **_: hits.append(event) if event.endswith("/cache_hits") else None)
+machine.cpu_type = lambda: sys.argv[2]
+main._hold_compilation_cache(layout.open_run_dir(Path(sys.argv[1]), ""))
+jax.jit(lambda x: (x + 1).sum())(jax.numpy.arange(7.0))
+print(len(hits))
+"""
+
+
+def test_types_of_cpu_share_no_compiled_programs(tmp_path):
+    asked = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compilation_cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        "PYTHONPATH": str(Path(__file__).parent.parent),
+    }
+    found = []
+    for cpu in ("new", "new", "old", "new", "old"):
+        program = [sys.executable, "-c", COMPILES, str(tmp_path), cpu]
+        done = subprocess.run(program, env=os.environ | asked, capture_output=True, text=True, check=True)
+        found.append(int(done.stdout) > 0)
+    assert found == [False, True, False, True, True]
 
 
 def test_ctrl_c_ends_a_warm_start_at_once(tmp_path):

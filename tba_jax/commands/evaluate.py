@@ -14,7 +14,7 @@ from typing import Any
 from absl import flags
 
 from tba_jax.commands import command_line, existing_run, settings_help, snapshot_step
-from tba_jax.run import layout, places
+from tba_jax.run import layout, places, privacy
 from tba_jax.text.visible import visible_json
 
 
@@ -66,6 +66,7 @@ def run(given: command_line.Given) -> int:
         raise ValueError(f"--output={output}: its folder does not exist")
     if output is not None and output.resolve().is_relative_to(given.workdir.resolve()):
         raise ValueError(f"--output={output} lies in --workdir={given.workdir}, which stays as it is")
+    privacy.follow(given.workdir)
     from tba_jax.roles.evaluator import plain
 
     report = evaluate(given.workdir, step=given.step, settings=existing_run.source(given))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from absl import flags
 
 from tba_jax.commands import command_line, snapshot_step
-from tba_jax.run import layout, places
+from tba_jax.run import layout, places, privacy
 from tba_jax.run.places import Place
 from tba_jax.text.visible import visible
 
@@ -114,5 +114,6 @@ def add_flags(values: flags.FlagValues) -> None:
 
 
 def run(given: command_line.Given) -> int:
+    privacy.follow(given.workdir)
     print(visible(export(given.workdir, given.output, step=given.step, dtype=given.dtype)))
     return 0

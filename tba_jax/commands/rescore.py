@@ -17,7 +17,7 @@ from absl import flags
 
 from tba_jax.commands import command_line, existing_run, settings_help
 from tba_jax.run import contract as contract_lib
-from tba_jax.run import layout, places
+from tba_jax.run import layout, places, privacy
 from tba_jax.text.visible import visible
 
 if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answered at once
@@ -179,5 +179,6 @@ def add_flags(values: flags.FlagValues) -> settings_help.Program:
 
 
 def run(given: command_line.Given) -> int:
+    privacy.follow(given.workdir)
     print(visible(rescore(given.workdir, existing_run.source(given))))
     return 0

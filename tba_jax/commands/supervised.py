@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from absl import flags
 
 from tba_jax.commands import command_line, recipes, settings_help
-from tba_jax.run import layout, places, processes
+from tba_jax.run import layout, machine, places, processes
 from tba_jax.schemas import flatten, require
 from tba_jax.supervised.schema import SCHEMA
 
@@ -218,7 +218,7 @@ def run(given: command_line.Given) -> command_line.Job:
     """Checks what a user's mistake can break; the job trains."""
     config = recipes.load(given.config, given.overrides, program=settings_help.SUPERVISED)
     folder = layout.RunDir(given.workdir.absolute())
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder.compilation_cache))
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder.compilation_cache / machine.cpu_type()))
     from tba_jax.run.lease import EpochLease
 
     EpochLease.refuse_if_held(folder.journal)

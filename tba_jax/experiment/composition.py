@@ -152,6 +152,7 @@ def _contract(named: _Named, task: Task, settings: Mapping[str, Any], **of_build
         reward_parts=task.reward_parts,
         reward_version=task.reward_version,
         warm_start=config.warm_start.to_dict(),
+        private_files=bool(getattr(task, "private_files", False)),
         reference="none" if config.learner.reference.kind == "none" else "initial",
         **of_builders,
     )

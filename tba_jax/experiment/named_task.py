@@ -37,6 +37,12 @@ def alphabet(name: str) -> str:
     return found
 
 
+def keeps_private(name: str) -> bool:
+    """Whether files of runs of a task are for their owner alone to read. Raises ValueError where its file has no such task."""
+    found = custom_task.load(name) if custom_task.is_named(name) else TASKS.get(name)
+    return bool(getattr(found, "private_files", False))
+
+
 def make(config: Any) -> tuple[Task, dict[str, Any]]:
     """The task that config.task names, and its settings.
 

@@ -18,6 +18,7 @@ from tba_jax.models.hugging_face import load
 from tba_jax.rewards import forward as forward_lib
 from tba_jax.rewards import passes
 from tba_jax.rewards.forward import Forward
+from tba_jax.text.special_tokens import Escaper
 
 # Texts in one forward pass of the encoder, which bounds its memory.
 _ROWS = 32
@@ -58,16 +59,22 @@ class ResponseEmbedder:
         """Args: see read_config. Raises ValueError naming the setting if the folder cannot be used."""
         config, folder = read_config(folder, setting=setting), load.resolve_folder(folder)
         self._config, self._rows, self._forward = config, rows_of_pass(mesh), forward(config, mesh)
-        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        self._tokenizer.no_padding()
+        self._tokenizer, whole = (Tokenizer.from_file(str(folder / "tokenizer.json")) for _ in range(2))
+        for each in self._tokenizer, whole:
+            each.no_padding()
+            each.no_truncation()
+        self._escaped = Escaper(whole)
         self._tokenizer.enable_truncation(config.position_limit)
         if self._tokenizer.get_vocab_size() > config.vocab:
             raise ValueError(f"{folder}: the tokenizer has {self._tokenizer.get_vocab_size()} ids, the encoder {config.vocab}")
         self._params = load.load_params(folder, config, self._forward.shardings)
 
     def __call__(self, texts: Sequence[str]) -> np.ndarray:
-        """float32[len(texts), E]: vectors of length 1, 0 for a text without tokens. Texts are cut at the encoder's positions."""
-        encoded = [encoding.ids for encoding in self._tokenizer.encode_batch(list(texts))]
+        """float32[len(texts), E]: vectors of length 1, 0 for a text without tokens. Texts are cut at the encoder's positions.
+
+        A text that spells special tokens is read as text: see text.special_tokens.
+        """
+        encoded = [encoding.ids for encoding in self._tokenizer.encode_batch(self._escaped(texts))]
         if not encoded:
             return np.zeros((0, self._config.width), np.float32)
         return passes.in_passes(encoded, self._pass, rows=self._rows, limit=self._config.position_limit)

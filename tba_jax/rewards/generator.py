@@ -160,7 +160,7 @@ def _extra_ends(folder: Path, tokenizer: HuggingFaceTokenizer) -> list[int]:
         ends = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
     if wrong := [end for end in ends if type(end) is not int or not 0 <= end < tokenizer.vocab_size]:

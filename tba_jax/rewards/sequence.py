@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tokenizers
 from jax.sharding import Mesh
 
 from tba_jax import sharding
@@ -23,6 +24,7 @@ from tba_jax.models.hugging_face import load as load_lib
 from tba_jax.rewards import forward as forward_lib
 from tba_jax.rewards import passes
 from tba_jax.rewards.forward import Forward
+from tba_jax.text.special_tokens import Escaper
 from tba_jax.text.tokenizers import open_transformers
 
 log = logging.getLogger(__name__)
@@ -87,8 +89,9 @@ class SequenceClassifier:
     a lock lets one pass run at a time.
 
     The model's own tokenizer encodes the texts, with the special tokens that it adds (BERT's and RoBERTa's do, GPT-NeoX's adds
-    none). If a text is longer than the model's positions, a decoder, which reads the score off the last token, drops the text's
-    beginning, and an encoder drops its end. A warning says so once.
+    none). A text that spells special tokens is read as text: see text.special_tokens. If a text is longer than the model's
+    positions, a decoder, which reads the score off the last token, drops the text's beginning, and an encoder drops its end. A
+    warning says so once.
     """
 
     def __init__(
@@ -125,6 +128,8 @@ class SequenceClassifier:
             return
         self._limit = most_tokens(config)
         self._tokenizer.truncation_side = "right"
+        whole = tokenizers.Tokenizer.from_str(self._tokenizer.backend_tokenizer.to_str())  # no call sets its truncation
+        self._escaped = Escaper(whole, names=self._tokenizer.all_special_tokens, ids=self._tokenizer.all_special_ids)
         self._rows = batch_rows * mesh.size
         devices = sharding.make_mesh((mesh.size, 1, 1), setting=setting, devices=list(mesh.devices.flat))
         config = hardware.on_device(config, mesh.devices.flat[0], section=setting.rpartition(".")[0])
@@ -164,11 +169,12 @@ class SequenceClassifier:
             raise ValueError(f"the tokenizer of {self._called} has no end-of-sequence token to append to finished texts")
         if not texts:
             return []
+        escaped = self._escaped(texts)
         with self._lock:  # a call of a transformers tokenizer sets the truncation of concurrent calls
-            given: list[list[int]] = self._tokenizer(list(texts), verbose=False)["input_ids"]
+            given: list[list[int]] = self._tokenizer(escaped, verbose=False)["input_ids"]
             if isinstance(self._config, EncoderConfig) and max(map(len, given)) > self._limit:
                 self._warn()
-                given = self._tokenizer(list(texts), truncation=True, max_length=self._limit, verbose=False)["input_ids"]
+                given = self._tokenizer(escaped, truncation=True, max_length=self._limit, verbose=False)["input_ids"]
         encoded = [
             [*ids, self._eos_id] if end and self._eos_id is not None else ids for ids, end in zip(given, ended, strict=True)
         ]

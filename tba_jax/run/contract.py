@@ -18,7 +18,7 @@ from tba_jax.schemas import flatten
 
 # The format of a run's folder. Raise it with every change after which config.json, rows or weights mean something else: a version
 # of tba_jax with another number refuses the run.
-FORMAT = 3
+FORMAT = 4
 # The reference_id of rows without a reference policy, as 16 hex digits. No hash of weights is 0.
 NO_REFERENCE = 16 * "0"
 _ANOTHER_VERSION = "go on with the version that made the run, or begin another run in a new --workdir"
@@ -35,7 +35,8 @@ class Contract:
     min_response_length: tokens before which end-of-sequence has probability 0. stop_strings: texts that end a response, sorted.
     step_ends: texts that end a step of a response, sorted; () if rows hold no values of states. chat_template: the text around a
     prompt, "" without one. reward_models: setting -> digest of the reward model that it names. reference: the policy that
-    ref_logprobs in rows come from, "initial" (that of step 0), or "none": then they are 0.
+    ref_logprobs in rows come from, "initial" (that of step 0), or "none": then they are 0. private_files: whether the files of
+    the run are for their owner alone to read, see run.privacy.
     """
 
     model: dict[str, Any]
@@ -61,6 +62,7 @@ class Contract:
     chat_template: str
     reward_models: dict[str, str]
     reference: str
+    private_files: bool
 
     def to_json(self) -> dict[str, Any]:
         """The contract as it stands in config.json."""

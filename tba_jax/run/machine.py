@@ -1,6 +1,8 @@
-"""The memory of this machine."""
+"""The memory of this machine, and its type of CPU."""
 
+import hashlib
 import os
+import platform
 from pathlib import Path
 
 _NO_LIMIT = 1 << 60  # cgroups of version 1 write a number near 2^63 where there is no limit
@@ -9,6 +11,25 @@ _NO_LIMIT = 1 << 60  # cgroups of version 1 write a number near 2^63 where there
 def memory() -> int:
     """Bytes of memory that this process may take: of the machine, or of its control group where that is less."""
     return min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *_group_limits())
+
+
+# Lines of /proc/cpuinfo that say for which CPU a compiler makes programs here, on x86 and on ARM.
+_CPU_LINES = (
+    *("vendor_id", "cpu family", "model", "flags"),
+    *("CPU implementer", "CPU architecture", "CPU variant", "CPU part", "Features"),
+)
+
+
+def cpu_type(*, list_file: Path = Path("/proc/cpuinfo")) -> str:
+    """A name of the type of CPU, such as "x86_64-0f3a9c51": a program compiled on one type may not run on another.
+
+    It is made from the architecture, and from the CPU's model and instructions as Linux lists them, elsewhere from its name.
+    """
+    try:
+        lines = {line.strip() for line in list_file.read_text().splitlines() if line.partition(":")[0].strip() in _CPU_LINES}
+    except OSError:
+        lines = {platform.processor()}
+    return f"{platform.machine()}-{hashlib.blake2b(repr(sorted(lines)).encode(), digest_size=4).hexdigest()}"
 
 
 def _group_limits(*, list_file: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> list[int]:

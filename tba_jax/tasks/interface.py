@@ -58,6 +58,7 @@ class Task(Protocol):
     score_name: name of the mean reward of greedy responses to held-out queries ("accuracy" for a reward of 0 or 1).
     reward_parts: names of the M parts. reward_version: a number to increase when the definition of the reward changes.
     A class may have an attribute `alphabet`: all characters of its prompts and responses. It then needs no pretrained model.
+    A class may have an attribute `private_files`: whether the files of its runs are for their owner alone to read.
     """
 
     @property

@@ -73,6 +73,7 @@ class RedTeam:
     score_name = "log_toxicity"
     reward_parts = ("toxicity", "success")
     reward_version = 1
+    private_files = True  # rows, snapshots and reports are attacks, or write them
 
     def __post_init__(self) -> None:
         self._check_models()

@@ -29,7 +29,7 @@ class StorySentiment:
             stories = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise ValueError(f"task.story_sentiment.data_path={data_path!r} cannot be read: {error.strerror}") from error
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ValueError(f"task.story_sentiment.data_path={data_path!r} is not valid JSON: {error}") from error
         if not isinstance(stories, list) or not all(isinstance(story, str) for story in stories):
             raise ValueError(f"task.story_sentiment.data_path={data_path!r} must be a JSON list of strings")

@@ -97,7 +97,8 @@ def encode(
     """
     queries = _distinct(queries, split)
     template_text = template or PROMPT
-    texts = [template_text.replace(PROMPT, query.prompt) for query in queries]
+    prompts = _escaped([query.prompt for query in queries], tokenizer, template)
+    texts = [template_text.replace(PROMPT, prompt) for prompt in prompts]
     tokens, ends = _encoded(texts, tokenizer, begin=not template)
     encoded = EncodedQueries(queries, tokens, ends)
     if not encoded.lengths.all():
@@ -107,7 +108,8 @@ def encode(
     if not fits.all() and shorten is not None:
 
         def fit(prompt: str) -> bool:
-            return len(tokenizer.encode_all([template_text.replace(PROMPT, prompt)], begin=not template)[0]) <= limit
+            (text,) = _escaped([prompt], tokenizer, template)
+            return len(tokenizer.encode_all([template_text.replace(PROMPT, text)], begin=not template)[0]) <= limit
 
         shorter = [query if short else shorten(query, fit) or query for query, short in zip(queries, fits, strict=True)]
         rules: dict[str, Any] = dict(template=template, limit=limit, long_prompts=long_prompts, split=split)
@@ -120,6 +122,11 @@ def encode(
             f"(longest: {encoded.lengths.max()}); {advice}"
         )
     return (encoded.select(fits) if skipped else encoded), skipped
+
+
+def _escaped(prompts: Sequence[str], tokenizer: Tokenizer, template: str) -> Sequence[str]:
+    """The prompts for a chat template, in which none can end its turn; without a template, a prompt may spell special tokens."""
+    return tokenizer.escaped(prompts) if template else prompts
 
 
 def _distinct(queries: Sequence[Query], split: str) -> Sequence[Query]:

@@ -15,7 +15,7 @@ _ROLES = ("user", "assistant")
 class PromptTemplate:
     """Puts texts into a prompt template and encodes the prompts; texts of a prompt that is too long are cut.
 
-    Special tokens that a text spells are escaped by a space, so that no text can end its turn in a conversation or begin another.
+    A text that spells special tokens is escaped, so that no text can end its turn in a conversation or begin another.
     If a prompt has no token at all, its texts are replaced by a space each.
     """
 
@@ -80,11 +80,11 @@ class PromptTemplate:
         return [ids or self._blank for ids in encoded]
 
     def _encoded(self, texts: Sequence[tuple[str, ...]]) -> list[list[int]]:
-        return self._tokenizer.encode_all([self._filled_in(each) for each in texts], begin=self._begin)
+        escaped = [tuple(self._tokenizer.escaped(each)) for each in texts]
+        return self._tokenizer.encode_all([self._filled_in(each) for each in escaped], begin=self._begin)
 
     def _filled_in(self, texts: tuple[str, ...]) -> str:
-        """The template with these texts in the places of its fields, and the ending."""
-        texts = tuple(self._tokenizer.escaped(text) for text in texts)
+        """The template with these escaped texts in the places of its fields, and the ending."""
         if self._template:
             by_place = {f"{{{field}}}": text for field, text in zip(self._fields, texts, strict=True)}
             return self._places.sub(lambda found: by_place[found[0]], self._template) + self._ending

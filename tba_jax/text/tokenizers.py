@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from tba_jax.text.special_tokens import Escaper, any_of, broken_up
+
 # A folder with none of these files has no tokenizer. Without the check transformers may invent an empty one from config.json.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -40,6 +42,9 @@ class Tokenizer(Protocol):
 
     def encode_all(self, texts: Sequence[str], *, begin: bool) -> list[list[int]]:
         """Token ids of many prompts. begin: whether special ids are added, as encode does, or the texts spell them themselves."""
+
+    def escaped(self, texts: Sequence[str]) -> list[str]:
+        """The texts, changed by spaces where they spell special tokens, so that they encode as text: see special_tokens."""
 
     def chat(self, prompt: str, system: str) -> str:
         """The chat template's text of a user message, up to where the answer begins. system: the system message, "" for none.
@@ -96,6 +101,9 @@ class CharacterTokenizer:
     def encode_all(self, texts: Sequence[str], *, begin: bool) -> list[list[int]]:
         return [self.encode(text)[0 if begin else 1 :] for text in texts]
 
+    def escaped(self, texts: Sequence[str]) -> list[str]:
+        return list(texts)  # a special id has no character
+
     def chat(self, prompt: str, system: str) -> str:
         raise ValueError("task.chat_template=True needs a pretrained model: an alphabet of characters has no chat template")
 
@@ -142,14 +150,15 @@ class HuggingFaceTokenizer:
         self.vocab_size = size - len(unused)
         if vocab is not None and self.vocab_size > vocab:
             raise ValueError(f"the tokenizer has {self.vocab_size} ids, the embedding only {vocab}")
-        self._unused = _any_of(unused)
+        self._unused = any_of(unused)
         self.eos_id = int(eos_id)
         self.pad_id = self.eos_id if self._tokenizer.pad_token_id is None else int(self._tokenizer.pad_token_id)
         added = {i: token.content for i, token in tokens.items() if token.special}
         special = {*self._tokenizer.all_special_ids, *added, self.eos_id, self.pad_id}
         self.special_ids = tuple(sorted(i for i in special if i < self.vocab_size))
         self._special = frozenset(self.special_ids)
-        self._special_texts = _any_of([*self._tokenizer.all_special_tokens, *added.values()])
+        names = [*self._tokenizer.all_special_tokens, *added.values()]
+        self._escaper = Escaper(self._tokenizer.backend_tokenizer, names=names, ids=self.special_ids)
         text = (
             (folder / "tokenizer.json").read_text(encoding="utf-8") if serialized else self._tokenizer.backend_tokenizer.to_str()
         )
@@ -158,17 +167,16 @@ class HuggingFaceTokenizer:
         self.fingerprint = _digest([definition, self.encode(""), self.eos_id, self.pad_id, self.special_ids, self.vocab_size])
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(_broken_up(self._unused, text), verbose=False)
+        return self._tokenizer.encode(broken_up(self._unused, text), verbose=False)
 
     def encode_all(self, texts: Sequence[str], *, begin: bool) -> list[list[int]]:
         if not texts:
             return []
-        texts = [_broken_up(self._unused, text) for text in texts]
+        texts = [broken_up(self._unused, text) for text in texts]
         return self._tokenizer(texts, add_special_tokens=begin, verbose=False)["input_ids"]
 
-    def escaped(self, text: str) -> str:
-        """The text with a space after the first character of every special token that it spells, so that it encodes as text."""
-        return _broken_up(self._special_texts, text)
+    def escaped(self, texts: Sequence[str]) -> list[str]:
+        return self._escaper(texts)
 
     def chat(self, prompt: str, system: str) -> str:
         messages = [{"role": "system", "content": system}] if system else []
@@ -216,17 +224,6 @@ class HuggingFaceTokenizer:
             if i in self._special:
                 texts[i] = token.content.encode()
         return texts
-
-
-def _any_of(names: Sequence[str]) -> re.Pattern[str]:
-    """Finds these names, longer ones before others that they begin with."""
-    ordered = sorted(set(names), key=len, reverse=True)
-    return re.compile("|".join(re.escape(name) for name in ordered if len(name) > 1) or "(?!)")
-
-
-def _broken_up(names: re.Pattern[str], text: str) -> str:
-    """The text with a space behind the first character of each of the names."""
-    return names.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
 
 
 def has_tokenizer(folder: Path) -> bool:

@@ -51,6 +51,17 @@ def test_every_text_has_the_embedding_it_has_alone(folder):
     assert embeddings.ResponseEmbedder(folder, mesh(1))([]).shape == (0, config.width)
 
 
+def test_a_text_that_spells_a_special_token_is_embedded_as_text(folder):
+    """The pre-tokenizer makes three words of "[SEP]" that are unknown; as one special token it would be one."""
+    embed = embeddings.ResponseEmbedder(folder, mesh(1))
+    shutil.copytree(folder, folder.parent / "special")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["[UNK]", "[CLS]", "[SEP]"])
+    tokenizer.save(str(folder.parent / "special" / "tokenizer.json"))
+    special = embeddings.ResponseEmbedder(folder.parent / "special", mesh(1))
+    np.testing.assert_allclose(special(["w4 [SEP] w5", "[CLS]"]), embed(["w4 [ SEP ] w5", "[ CLS ]"]), atol=1e-5)
+
+
 def test_the_contract_tells_encoders_apart(folder, tmp_path):
     described = embeddings.describe(folder)
     assert described["width"] == embeddings.read_config(folder).width and described == embeddings.describe(folder)

@@ -24,9 +24,9 @@ def mesh(sizes: tuple[int, int, int] = (1, 1, 1)):
     return sharding.make_mesh(sizes, setting="test", devices=jax.devices()[: int(np.prod(sizes))])
 
 
-def write_tokenizer(folder, *, vocab: int, around: bool) -> None:
-    """One id a word: w<id>. around: special tokens 0 and 2 stand around a text, as RoBERTa's do."""
-    tokenizer = Tokenizer(models.WordLevel({EOS: 2} | {f"w{i}": i for i in range(vocab) if i != 2}, unk_token="w3"))
+def write_tokenizer(folder, *, vocab: int, around: bool, end: int = 2) -> None:
+    """One id a word: w<id>. around: special tokens 0 and 2 stand around a text, as RoBERTa's do. end: id of the end."""
+    tokenizer = Tokenizer(models.WordLevel({EOS: end} | {f"w{i}": i for i in range(vocab) if i != end}, unk_token="w3"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     if around:
         tokenizer.post_processor = processors.TemplateProcessing(single=f"w0 $A {EOS}", special_tokens=[("w0", 0), (EOS, 2)])
@@ -57,23 +57,28 @@ def scorer(folder, sizes=(1, 1, 1), **settings):
 
 
 def words(ids) -> str:
-    return " ".join(EOS if i == 2 else f"w{i}" for i in ids)
+    return " ".join(f"w{i}" for i in ids)
 
 
-def test_a_reward_model_gives_the_scores_of_torch(reward):
+def without_specials(folder, to, *, vocab: int):
+    """A copy whose tokenizer has a word for every id of the golden rows, in which 5 does not occur."""
+    shutil.copytree(folder, to)
+    write_tokenizer(to, vocab=vocab, around=False, end=5)
+    return to
+
+
+def test_a_reward_model_gives_the_scores_of_torch(reward, tmp_path):
     golden = np.load(reward / "golden.npz")
     rows = [tokens[mask] for tokens, mask in zip(golden["tokens"], golden["mask"], strict=True)]
-    found = scorer(reward).scores([words(row) for row in rows])
+    found = scorer(without_specials(reward, tmp_path / "plain", vocab=48)).scores([words(row) for row in rows])
     assert found.dtype == np.float32 and found.shape == (3, 1)
     np.testing.assert_allclose(found, golden["scores"], atol=1e-5)
 
 
-def test_a_classifier_gives_the_logits_of_torch(classifier):
+def test_a_classifier_gives_the_logits_of_torch(classifier, tmp_path):
     golden = np.load(classifier / "golden.npz")
     rows = [tokens[mask] for tokens, mask in zip(golden["tokens"], golden["token_mask"], strict=True)]
-    folder = classifier.parent / "plain"  # golden rows are without the special tokens
-    shutil.copytree(classifier, folder)
-    write_tokenizer(folder, vocab=40, around=False)
+    folder = without_specials(classifier, tmp_path / "plain", vocab=40)
     np.testing.assert_allclose(scorer(folder).scores([words(row) for row in rows]), golden["logits"], atol=1e-5)
 
 
@@ -128,6 +133,16 @@ def test_a_reward_models_text_is_cut_at_its_beginning(reward):
     long, end = random_texts(48, [90, 5])
     kept = " ".join(f"{long} {end}".split()[-64:])
     np.testing.assert_allclose(scorer(reward).scores([f"{long} {end}"]), scorer(reward).scores([kept]), atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["reward", "classifier"])
+def test_a_text_that_spells_a_special_token_is_read_as_text(request, kind):
+    """Of EOS with a space in it, whose parts are no words, the vocabulary has the word for what is unknown, 3, twice."""
+    made = scorer(request.getfixturevalue(kind))
+    plain, spelled, unknown = "w4 w5", f"w4 {EOS} w5", "w4 w3 w3 w5"
+    scores = made.scores([plain, spelled, unknown])
+    np.testing.assert_allclose(scores[1], scores[2], atol=1e-6)
+    assert np.abs(scores[0] - scores[1]).max() > 1e-4
 
 
 def test_devices_do_not_wait_for_each_other(reward, classifier, monkeypatch):

@@ -1,6 +1,7 @@
-"""The memory that a process may take."""
+"""The memory that a process may take, and the name of its type of CPU."""
 
 import os
+import platform
 
 import pytest
 
@@ -32,3 +33,16 @@ def test_limits_of_control_groups(groups, file, limit, tmp_path):
     assert min(found) == (limit or 1 << 60)
     path.write_text("max\n")
     assert min(machine._group_limits(list_file=tmp_path / "cgroup", root=tmp_path / "fs")) == 1 << 60
+
+
+def test_a_type_of_cpu_is_its_model_and_its_instructions(tmp_path):
+    def named(*lines: str) -> str:
+        (tmp_path / "cpuinfo").write_text("\n".join(lines))
+        return machine.cpu_type(list_file=tmp_path / "cpuinfo")
+
+    new = named("processor\t: 0", "model\t\t: 143", "flags\t\t: avx2 avx512f", "cpu MHz\t\t: 2100.0")
+    assert new == named("processor\t: 0", "model\t\t: 143", "flags\t\t: avx2 avx512f", "cpu MHz\t\t: 900.0", "bogomips: 1")
+    assert new != named("processor\t: 0", "model\t\t: 143", "flags\t\t: avx2") != named("model\t\t: 85", "flags\t\t: avx2")
+    assert named("Features\t: fp asimd") != named("Features\t: fp asimd sve")
+    assert machine.cpu_type().startswith(f"{platform.machine()}-")
+    assert machine.cpu_type(list_file=tmp_path / "none") == machine.cpu_type(list_file=tmp_path / "none"), "not on Linux"

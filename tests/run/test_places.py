@@ -248,3 +248,16 @@ def test_a_folder_is_made_below_an_existing_one_alone(tmp_path):
     with pytest.raises(FileNotFoundError):
         places.create(tmp_path / "away" / "file", b"x")
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_removing_a_folder_follows_no_link(tmp_path):
+    """A workdir may hold links that somebody else has put there."""
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "file").write_text("kept")
+    (tmp_path / "run" / "00000001").mkdir(parents=True)
+    (tmp_path / "run" / "00000001" / "link").symlink_to(precious)
+    (tmp_path / "run" / "00000002").symlink_to(precious)
+    assert places.remove_tree(tmp_path / "run" / "00000001")
+    places.remove_tree(tmp_path / "run" / "00000002")
+    assert (precious / "file").read_text() == "kept"

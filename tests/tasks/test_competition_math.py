@@ -217,6 +217,28 @@ def test_an_answer_that_takes_for_ever_has_no_reward(tmp_path, caplog):
     task.close()
 
 
+# What a parser that calls eval would execute.
+CODE = (
+    "__import__('os').system('touch MARK')",
+    r"\text{__import__('os').system('touch MARK')}",
+    r"\operatorname{exec}(\"open('MARK', 'w')\")",
+    r"\frac{__import__('os').system('touch MARK')}{1}",
+    r"\begin{pmatrix}__import__('os').system('touch MARK')\end{pmatrix}",
+    "x=__import__('os').system('touch MARK')",
+    "[c for c in ().__class__.__base__.__subclasses__()]",
+    r"\write18{touch MARK}",
+    r"\input{/etc/passwd}",
+)
+
+
+def test_code_in_an_answer_is_not_executed(tmp_path):
+    task = make(tmp_path, concurrency=1)
+    pairs = [("5", rf"\boxed{{{code.replace('MARK', str(tmp_path / 'executed'))}}}") for code in CODE]
+    assert rewards(task, pairs) == [0] * len(CODE)
+    assert not (tmp_path / "executed").exists()
+    task.close()
+
+
 def test_what_the_grader_fails_at_is_nan(tmp_path, monkeypatch):
     """Its workers cannot start: no address space is left for them."""
     monkeypatch.setattr(competition_math, "MEMORY_MEGABYTES", 1)

@@ -1,5 +1,6 @@
 """Reading a task's data: every kind of source, and every way in which one is wrong."""
 
+import contextlib
 import json
 import os
 import re
@@ -157,3 +158,19 @@ def test_a_folder_that_holds_a_data_set(tmp_path, monkeypatch):
         read(folder, {"z": str})
     with pytest.raises(ValueError, match=r"\(split 'dev'\) cannot be read as a data set: ValueError: Unknown split"):
         data.read(str(folder), fields=FIELDS, setting="task.x.path", split="dev")
+
+
+def test_code_in_the_folder_of_a_data_set_is_not_executed(tmp_path, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "set"
+    folder.mkdir()
+    for name in ("set.py", "dataset_infos.py", "__init__.py"):
+        (folder / name).write_text(f"open({str(tmp_path / 'executed')!r}, 'w').close()\n")
+    with pytest.raises(ValueError, match="cannot be read as a data set"):
+        read(folder)
+    write(folder / "train.jsonl")
+    with contextlib.suppress(ValueError):  # whether it reads the rows beside the code depends on the version of `datasets`
+        read(folder)
+    assert not (tmp_path / "executed").exists()

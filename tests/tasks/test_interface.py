@@ -216,5 +216,5 @@ def test_tasks_are_imported_without_what_is_slow_to_import():
     """Worker processes import them, and so does a mistyped flag's answer."""
     program = "import sys, tba_jax.tasks; print(*{name.split('.')[0] for name in sys.modules})"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    slow = {"jax", "datasets", "pyarrow", "pandas", "sympy", "math_verify", "pebble", "huggingface_hub", "vaderSentiment"}
+    slow = {"jax", "datasets", "pyarrow", "pandas", "sympy", "math_verify", "huggingface_hub", "vaderSentiment"}
     assert not slow & set(done.stdout.split())

@@ -238,3 +238,26 @@ def test_code_in_the_folder_of_a_model_is_not_executed(tmp_path, serialized):
         with pytest.raises(ValueError, match="cannot be loaded"):
             HuggingFaceTokenizer(folder)
     assert not (tmp_path / "executed").exists()
+
+
+ATTACKS = {
+    "subclasses": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "globals": "{{ cycler.__init__.__globals__.os.system('touch MARK') }}",
+    "filter": "{{ ''|attr('__class__') }}",
+    "format": "{{ '{0.__class__.__init__.__globals__}'.format(cycler) }}",
+    "include": "{% include '/etc/passwd' %}",
+    "import": "{% import 'os' as os %}{{ os.system('touch MARK') }}",
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_a_chat_template_reaches_nothing_but_its_messages(tmp_path, name):
+    folder = tiny_checkpoints.write_byte_bpe(tmp_path / "model")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["chat_template"] = ATTACKS[name].replace("MARK", str(tmp_path / "executed"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    try:
+        assert "class" not in HuggingFaceTokenizer(folder).chat("hi", "").replace(settings["chat_template"], "")
+    except ValueError as error:
+        assert f"the chat template of {folder} refuses a user message" in str(error)
+    assert not (tmp_path / "executed").exists()

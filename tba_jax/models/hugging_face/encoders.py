@@ -113,7 +113,7 @@ def _read_modules(path: Path) -> list[tuple[str, str]]:
         modules = [
             (str(module["type"]).rpartition(".")[2], str(module["path"])) for module in json.loads(path.read_text("utf-8"))
         ]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is not a list of modules with type and path: {error!r}") from error
     if other := [kind for kind, _ in modules if kind not in _MODULES]:
         raise ValueError(

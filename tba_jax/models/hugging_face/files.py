@@ -144,7 +144,7 @@ def read_json(path: Path) -> dict[str, Any]:
         )
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds a JSON {type(values).__name__}, expected an object")

@@ -275,6 +275,8 @@ def _open_folder(folder: Path) -> dict[str, _Tensor]:
         if unnamed := [name for name, shard in indexed.items() if not isinstance(shard, str)]:
             name = unnamed[0]
             raise ValueError(f"{folder / INDEX}: weight_map gives {name!r} the file {indexed[name]!r}, which must be a name")
+        if outside := sorted(shard for shard in indexed.values() if Path(shard).name != shard):
+            raise ValueError(f"{folder / INDEX}: weight_map names {outside[0]!r}, which must be a file of this folder")
         paths = [folder / shard for shard in sorted(set(indexed.values()))]
         if missing := [path.name for path in paths if not path.is_file()]:
             raise ValueError(f"{folder / INDEX} names {missing}, which {folder} does not hold")

@@ -242,6 +242,8 @@ def test_truncated_files_are_named(folder, length):
         ({QUERY: ["a"]}, rf"weight_map gives '{QUERY}' the file \['a'\], which must be a name"),
         ({"": None}, r"weight_map gives '' the file None"),
         (None, r"weight_map names no file"),
+        ({QUERY: "../m.safetensors"}, r"weight_map names '\.\./m\.safetensors', which must be a file of this folder"),
+        ({QUERY: "/etc/passwd"}, r"weight_map names '/etc/passwd', which must be a file of this folder"),
     ],
     ids=str,
 )
@@ -249,6 +251,22 @@ def test_an_index_of_another_form_is_named(folder, weight_map, sentence):
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(ValueError, match=rf"^{folder}/model\.safetensors\.index\.json: {sentence}"):
+        load(folder)
+
+
+@pytest.mark.parametrize("content", ["[" * 200_000, '{"a":' * 200_000, '{"vocab_size": ' + "9" * 10_000 + "}", "\xff"], ids=len)
+def test_a_monstrous_config_is_one_sentence(folder, content):
+    (folder / "config.json").write_bytes(content.encode("latin-1"))
+    with pytest.raises(ValueError, match=rf"{folder}/config\.json is not valid JSON: "):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"num_hidden_layers": 10**9}, {"vocab_size": 10**12}, {"intermediate_size": 2**40}], ids=str
+)
+def test_sizes_that_the_weights_do_not_have_reserve_no_memory(folder, settings):
+    edit_config(folder, **settings)
+    with pytest.raises(ValueError, match=r"config\.json (says|makes it)"):
         load(folder)
 
 

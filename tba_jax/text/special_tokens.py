@@ -1,0 +1,72 @@
+"""Texts that spell special tokens, changed so that a tokenizer reads them as text."""
+
+import json
+import re
+from collections.abc import Collection, Sequence
+
+import tokenizers
+
+
+class Escaper:
+    """Puts a space after the first character of every special token that a text spells.
+
+    A spelling in other characters, which the tokenizer's normaliser turns into those of a special token, is broken up likewise,
+    or replaced by a space where that does not suffice. The id that stands for characters without a token is no special token
+    here.
+    """
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, *, names: Collection[str] = (), ids: Collection[int] = ()):
+        """Args:
+        tokenizer: cuts no text; if it does, texts are escaped as far as it reads them.
+        names, ids: special tokens besides the ones that the tokenizer calls special or puts around a text.
+        """
+        self._tokenizer = tokenizer
+        added = {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        around = {*ids, *added, *tokenizer.encode("").ids}
+        spelled = {token for i in around if (token := tokenizer.id_to_token(i))}
+        self._names = any_of([*names, *added.values(), *spelled])
+        self._ids = frozenset(around) - {_unknown(tokenizer)}
+
+    def __call__(self, texts: Sequence[str]) -> list[str]:
+        """The texts, of which no part encodes as a special token."""
+        escaped = [broken_up(self._names, text) for text in texts]
+        left, replace = list(range(len(escaped))), False
+        while left:
+            again = []
+            for i, encoded in zip(
+                left, self._tokenizer.encode_batch([escaped[i] for i in left], add_special_tokens=False), strict=True
+            ):
+                places = [place for id_, place in zip(encoded.ids, encoded.offsets, strict=True) if id_ in self._ids]
+                text = _without(escaped[i], places, replace=replace)
+                if text != escaped[i]:
+                    escaped[i] = text
+                    again.append(i)
+            left, replace = again, True
+        return escaped
+
+
+def any_of(names: Sequence[str]) -> re.Pattern[str]:
+    """Finds these names, longer ones before others that they begin with."""
+    ordered = sorted(set(names), key=len, reverse=True)
+    return re.compile("|".join(re.escape(name) for name in ordered if len(name) > 1) or "(?!)")
+
+
+def broken_up(names: re.Pattern[str], text: str) -> str:
+    """The text with a space behind the first character of each of the names."""
+    return names.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
+
+
+def _without(text: str, places: Sequence[tuple[int, int]], *, replace: bool) -> str:
+    """The text with each of the places, (begin, end) in characters, broken up or replaced by a space."""
+    for begin, end in reversed(places):
+        found = text[begin:end].strip()
+        if found:
+            text = f"{text[:begin]}{' ' if replace or len(found) == 1 else f'{found[0]} {found[1:]}'}{text[end:]}"
+    return text
+
+
+def _unknown(tokenizer: tokenizers.Tokenizer) -> int | None:
+    """The id of characters for which the vocabulary has no token; None if every character has one."""
+    model = json.loads(tokenizer.to_str())["model"]
+    name = model.get("unk_token")
+    return model.get("unk_id") if name is None else tokenizer.token_to_id(name)
