@@ -90,6 +90,8 @@ HOUR = 3600
 ARITHMETIC = (
     "--config.task.arithmetic.digits=2",
     "--config.task.arithmetic.train_queries=3000",
+    "--config.task.arithmetic.heldout_queries=512",
+    "--config.evaluation.queries=512",
     "--config.task.prompt_length=7",
     "--config.task.response_length=24",
     "--config.warm_start.steps=400",
@@ -97,7 +99,7 @@ ARITHMETIC = (
     "--config.learner.schedule=constant",
     "--config.learner.learning_rate=2e-6",
     f"--config.searchers.count={SEARCHERS}",
-    f"--config.evaluation.every_steps={STEPS // 16}",
+    f"--config.evaluation.every_steps={STEPS // 8}",
     "--config.supervisor.max_restarts=60",
 )
 
@@ -200,7 +202,7 @@ def test_ten_minutes_of_chaos_cost_no_row_and_no_accuracy(seed, warm, undisturbe
     Accepted, as laid down before it was first run: at the same trainer step the accuracy on held-out sums is at least the lowest
     of three undisturbed runs less their range, or less two standard errors of an accuracy on so many sums where the range is
     smaller. Why: the disturbed run is one more seed. If disturbances change nothing, its accuracy comes from the distribution of
-    the others, of which three values tell little more than their range; and an accuracy on 256 sums is itself uncertain by its
+    the others, of which three values tell little more than their range; and an accuracy on 512 sums is itself uncertain by its
     standard error. A policy that trained on rows that it should not have, or lost its optimiser at a kill, falls by far more.
     There is no upper limit: a better score is no defect.
     """
