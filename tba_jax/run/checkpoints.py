@@ -19,6 +19,8 @@ ASIDE = "set-aside-"
 # What orbax calls the folder of a checkpoint that it has begun and not committed.
 UNFINISHED = "*.orbax-checkpoint-tmp*"
 _JSON_FILES = ("_CHECKPOINT_METADATA", "_METADATA", "_sharding", "metadata")
+# A save that takes longer fails. Orbax measures it by the wall clock, which may be set forth by an hour meanwhile.
+_SAVE_SECONDS = 3 * 3600
 
 
 class Checkpoints:
@@ -28,7 +30,10 @@ class Checkpoints:
         """Args: keep: how many of the newest checkpoints stay. read_only: the folder is another run's and stays unchanged."""
         self._folder = folder
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=None if read_only else keep, step_format_fixed_length=8, read_only=read_only
+            max_to_keep=None if read_only else keep,
+            step_format_fixed_length=8,
+            read_only=read_only,
+            async_options=ocp.AsyncOptions(timeout_secs=_SAVE_SECONDS),
         )
         if not read_only:
             places.make_folder(folder)
