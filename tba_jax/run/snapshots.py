@@ -159,7 +159,9 @@ def _make_arrays(folder: Place, params: Params, *, dtype: str, durable: bool, th
         }
         if isinstance(folder, Path):
             spec["context"] = {"file_io_sync": durable}
-        opened[name] = ts.open(spec, create=not there, open=there, context=context)
+        # Where the reply to a request is lost, an object store meets the second request with the array of the first.
+        is_there = there or not isinstance(folder, Path)
+        opened[name] = ts.open(spec, create=not there, open=is_there, context=context)
     for future in opened.values():
         future.exception()  # all of them end before a failed draft can be removed
     return {name: future.result() for name, future in opened.items()}

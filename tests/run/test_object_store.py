@@ -223,6 +223,15 @@ def test_snapshots_are_published_loaded_and_pruned(root):
     assert layout.steps_in(root) == [0, 2, 3]
 
 
+def test_a_snapshot_meets_the_arrays_of_a_request_whose_reply_was_lost(root, monkeypatch):
+    """The server made an array and died before it said so; the request that is sent again finds the array there."""
+    folder, info = root / "policy" / "00000003", SnapshotInfo(step=3, epoch=1)
+    snapshots.save(folder, random_params(1), info, dtype="float32")
+    monkeypatch.setattr(snapshots, "_remove", lambda folder: places.remove(folder / snapshots.COMMIT))
+    snapshots.save(folder, random_params(2), info, dtype="float32")
+    assert_same_bits(snapshots.load(folder, SPECS, shardings()), random_params(2))
+
+
 def test_a_snapshot_is_the_same_reference_policy_wherever_it_is(root, tmp_path):
     info = SnapshotInfo(step=0, epoch=0)
     snapshots.save(tmp_path / "draft", random_params(), info, dtype="float32")
