@@ -134,15 +134,18 @@ def _adopt(draft: Path, folder: Place) -> bool:
     return False
 
 
-def mend(run: layout.RunDir) -> None:
+def mend(run: layout.RunDir) -> bool:
     """Writes initial.json again where it is damaged, and one policy alone is there that it can have named. Needs the lease.
+
+    Returns:
+      whether it was damaged.
 
     Raises:
       ValueError: it is damaged, and there is not exactly one whole policy.
     """
     try:
         layout.reference_id(run)
-        return
+        return False
     except ValueError as error:
         damage = error
     folders = places.folders_with(run.references, snapshots.COMMIT)
@@ -153,6 +156,7 @@ def mend(run: layout.RunDir) -> None:
         ) from damage
     layout.write_json(run.initial_reference, {"id": whole[0]})
     log.warning("%s; it is written again: the one whole policy in %s is %s", damage, run.references, whole[0])
+    return True
 
 
 def follow(experiment: Experiment, run: layout.RunDir, member: Member, *, init_from: str) -> None:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tba_jax.experiment import compiling, initial_policy, role_devices, schedule_changes
+from tba_jax.experiment import compiling, initial_policy, other_runs, role_devices, schedule_changes
 from tba_jax.experiment.joining import Invocation, join, mistakes_end_the_role
 from tba_jax.roles import gpus
 from tba_jax.run import contract as contract_lib
@@ -85,7 +85,8 @@ def _make_reference_alone(s: Invocation, group: Group) -> None:
 def _make_reference(s: Invocation, group: Group) -> None:
     """Makes the policy that step 0 starts from, unless the run has one. The caller holds the lease."""
     if places.exists(s.run.initial_reference):
-        initial_policy.mend(s.run)
+        if initial_policy.mend(s.run):  # until now nobody knew whose rows go with it
+            other_runs.check_mounts(s.run, s.config, s.experiment.contract, init_from=s.init_from)
         return
     writer = MetricWriter(s.run.metrics("reference"), event_megabytes=s.config.metrics.event_megabytes)
 

@@ -13,7 +13,7 @@ from tba_jax.run.places import Place
 log = logging.getLogger(__name__)
 
 # Storage that damages everything must not fill the memory with sentences.
-_MOST_REMEMBERED = 64
+_MOST_SENTENCES = 64
 
 T = TypeVar("T")
 
@@ -24,20 +24,25 @@ class DamagedSnapshots:
     def __init__(self, policies: Place, *, follows: str):
         """Args: follows: what the role does without a damaged snapshot, in part of a sentence."""
         self._policies, self._follows = policies, follows
-        # Step -> the version of its commit.json as it was read, and the sentence about it.
-        self._found: dict[int, tuple[bytes, str]] = {}
+        # Step -> the version of its commit.json as it was read. One that is forgotten would be read again and again.
+        self._found: dict[int, bytes] = {}
+        # Step -> the sentence about it, of the newest steps.
+        self._sentences: dict[int, str] = {}
 
     def above(self, step: int) -> str:
         """A sentence about the newest snapshot that was found damaged, "" where there is none above this step."""
-        newest = max(self._found, default=step)
-        return self._found[newest][1] if newest > step else ""
+        sentences = dict(self._sentences)  # another thread may read snapshots meanwhile
+        newest = max(sentences, default=step)
+        return sentences[newest] if newest > step else ""
 
     def without(self, steps: Iterable[int]) -> list[int]:
         """The steps whose snapshots are not known to be damaged, or have been published again since. Keeps their order."""
         asked = list(steps)
-        known = {step: version for step, (version, _) in self._found.items() if step in asked}
-        for step in places.changed({step: (self._commit(step), version) for step, version in known.items()}):
-            del self._found[step]
+        known = {step: (self._commit(step), self._found[step]) for step in asked if step in self._found}
+        for step, version in places.changed(known).items():
+            if not isinstance(version, OSError):  # of a storage that does not answer, which says nothing
+                del self._found[step]
+                self._sentences.pop(step, None)
         return [step for step in asked if step not in self._found]
 
     def attempt(self, step: int, read: Callable[[], T]) -> T | None:
@@ -61,15 +66,18 @@ class DamagedSnapshots:
 
         Where one is damaged, or vanishes while it is read, the one before is taken.
         """
+        damaged: set[int] = set()
         while True:
             above = reversed(layout.steps_in(self._policies, newer_than=newer_than))
-            step = next((step for step in self.without(above) if snapshots.is_committed(self._policies, step)), None)
+            asked = self.without(step for step in above if step not in damaged)
+            step = next((step for step in asked if snapshots.is_committed(self._policies, step)), None)
             if step is None:
                 return None
             load = functools.partial(snapshots.load_step, self._policies, step, specs, shardings, dtype=dtype)
             with contextlib.suppress(FileNotFoundError):
                 if (loaded := self.attempt(step, load)) is not None:
                     return step, loaded
+                damaged.add(step)
 
     def _commit(self, step: int) -> Place:
         return self._policies / layout.step_name(step) / snapshots.COMMIT
@@ -81,6 +89,6 @@ class DamagedSnapshots:
             f"again, and to be rid of it, remove {folder}"
         )
         log.warning("%s", sentence)
-        self._found[step] = version, sentence
-        for oldest in sorted(self._found)[:-_MOST_REMEMBERED]:
-            del self._found[oldest]
+        self._found[step], self._sentences[step] = version, sentence
+        for oldest in sorted(self._sentences)[:-_MOST_SENTENCES]:
+            del self._sentences[oldest]

@@ -144,21 +144,19 @@ def _wait_or_refuse(folder: Path, epoch: int, ttl_seconds: float) -> None:
             return
         if all(holder.get(name) == here[name] for name in ("host", "boot_id", "pid_namespace")):
             if _is_alive(holder["pid"], holder["pid_start"]):
-                raise LeaseHeld(f"workdir {folder.parent} is held by the trainer {who}, which is running; stop it first")
+                raise LeaseHeld(f"workdir {folder.parent} is held by {who}, which is running; stop it first")
             return
         if first["host"] == "unknown":
             first = holder
         if holder["heartbeat"] != first["heartbeat"]:
-            raise LeaseHeld(f"workdir {folder.parent} is held by the trainer {who}, which renews its lease; stop it first")
+            raise LeaseHeld(f"workdir {folder.parent} is held by {who}, which renews its lease; stop it first")
         age, waited = time.time() - holder["heartbeat"], time.monotonic() - begin
         patience = ttl_seconds / 2 if age < _LARGEST_CLOCK_DIFFERENCE else 0.0
         wait = max(patience - waited, min(ttl_seconds - age, ttl_seconds - waited))
         if wait <= 0:
             return
         if not told:
-            log.info(
-                "workdir %s is held by the trainer %s; unless renewed, its lease runs out in %.0f s", folder.parent, who, wait
-            )
+            log.info("workdir %s is held by %s; unless renewed, its lease runs out in %.0f s", folder.parent, who, wait)
             told = True
         time.sleep(min(wait, ttl_seconds / 30))
 

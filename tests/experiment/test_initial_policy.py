@@ -53,7 +53,7 @@ def test_the_reference_role_leaves_it_to_a_trainer_that_has_begun(tmp_path):
     s = tiny_run.settings(tmp_path / "run", tiny_run.config())
     make = training.reference(s)
     lease = EpochLease.acquire(s.run.journal)
-    with pytest.raises(processes.BadInput, match=r"is held by the trainer process \d+ .*it makes the policy itself"):
+    with pytest.raises(processes.BadInput, match=r"is held by process \d+ .*it makes the policy itself"):
         make()
     assert not s.run.initial_reference.exists()
     lease.release()

@@ -1,5 +1,6 @@
 """Readers of snapshots take the newest whole one, whatever has become of the others."""
 
+import errno
 import functools
 import json
 import shutil
@@ -104,6 +105,36 @@ def test_a_damaged_snapshot_is_read_once_and_told_once(tmp_path, loads, caplog, 
     save(policies, 10)
     assert load(newer_than=6)[0] == 10
     assert loads == [4, 2, 4, 8, 6, 10] and len(caplog.records) == 2
+
+
+def test_however_many_are_damaged_each_is_read_once(tmp_path, loads):
+    """Of the sentences about them, those about the newest stay."""
+    for step in range(70):
+        (tmp_path / layout.step_name(step)).mkdir()
+        (tmp_path / layout.step_name(step) / snapshots.COMMIT).write_text(f'{{"step": {step}}}')
+    load = reader(tmp_path)
+    for _ in range(3):
+        assert load(newer_than=-1) is None and loads == [*reversed(range(70))]
+    found = load.func.__self__
+    assert "step 69 is damaged" in found.above(3) and len(found._sentences) == 64
+
+
+def test_storage_that_does_not_answer_publishes_nothing_again(tmp_path, loads, monkeypatch):
+    folder = save(tmp_path, 4)
+    (folder / "embedding.weight" / "zarr.json").unlink()
+    load = reader(tmp_path)
+    assert load(newer_than=-1) is None
+    read_bytes, refused = Path.read_bytes, []
+
+    def refuse(path):
+        if path.name != snapshots.COMMIT or refused:
+            return read_bytes(path)
+        refused.append(path)
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    assert load(newer_than=-1) is None
+    assert refused and loads == [4] and "step 4 is damaged" in load.func.__self__.above(3)
 
 
 def test_a_torn_file_of_a_snapshot_costs_this_snapshot_alone(tmp_path):

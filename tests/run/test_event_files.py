@@ -72,3 +72,47 @@ def test_a_wall_clock_that_steps_back_does_not_make_the_newest_file_the_oldest(t
     newest = {*tmp_path.glob("events.out.tfevents.*")} - before
     assert all(path.stat().st_size for path in newest) and size(tmp_path) < 0.11e6
     assert len([*points]) == 480
+
+
+def test_many_starts_leave_few_files_and_every_point(tmp_path, write):
+    for step in range(200):
+        assert list(write([step], megabytes=1.0)) == [step]
+    assert len(list(tmp_path.glob("events.out.tfevents.*"))) == 1
+    assert steps_that_tensorboard_shows(tmp_path) == list(range(200))
+    for step in range(200, 260):
+        assert list(write([step])) == [step]
+    assert len(list(tmp_path.glob("events.out.tfevents.*"))) <= 9 and size(tmp_path) < 0.11e6
+    shown = steps_that_tensorboard_shows(tmp_path)
+    assert shown == list(range(260 - len(shown), 260)) and len(shown) > 40
+
+
+@pytest.mark.parametrize("tail", ["torn", "zeros"])
+def test_what_a_kill_tore_is_left_out_by_the_next_start(tmp_path, write, tail):
+    assert list(write(range(5))) == list(range(5))
+    (file,) = tmp_path.glob("events.out.tfevents.*")
+    whole = file.read_bytes()
+    file.write_bytes(whole + whole[:37] if tail == "torn" else whole + bytes(64))
+    assert list(write([5])) == [5]
+    assert steps_that_tensorboard_shows(tmp_path) == list(range(6))
+
+
+def test_files_that_somebody_removes_are_begun_anew(tmp_path, write):
+    points = write(range(10))
+    for step in points:
+        if step == 4:
+            for file in tmp_path.glob("events.out.tfevents.*"):
+                file.unlink()
+    assert steps_that_tensorboard_shows(tmp_path) == [6, 7, 8, 9]
+    assert [line["step"] for line in metrics.read_lines(tmp_path)] == list(range(10))
+
+
+def test_a_writer_goes_on_in_a_folder_that_is_moved(tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics, "FLUSH_SECONDS", 0.0)
+    folder = tmp_path / "metrics" / "trainer"
+    folder.parent.mkdir()
+    writer = MetricWriter(folder, event_megabytes=1.0)
+    (tmp_path / "metrics").rename(tmp_path / "away")
+    writer.write(1, {"loss": 1.0}, {"staleness": np.ones(3)})
+    writer.close()
+    assert not (tmp_path / "metrics").exists()
+    assert steps_that_tensorboard_shows(tmp_path / "away" / "trainer") == [1]

@@ -171,6 +171,37 @@ def test_rows_that_mean_something_else_are_refused(case, tmp_path, frozen):
     assert frozen_runs.contents(workdir) == before
 
 
+def test_a_torn_name_of_the_reference_is_mended_where_runs_are_mounted(tmp_path, frozen):
+    source = frozen(tmp_path / "source", batches=2)
+    s = frozen_runs.offline(tmp_path / "run", source.run.root, learner__steps=1)
+    training.reference(s)()
+    whole = s.run.initial_reference.read_bytes()
+    s.run.initial_reference.write_bytes(whole[:-7])
+    assert training.trainer(s)() == 0
+    assert s.run.initial_reference.read_bytes() == whole
+
+
+def test_rows_of_another_reference_are_refused_once_its_name_is_mended(tmp_path, frozen):
+    source = frozen(tmp_path / "source", batches=1)
+    training.reference(tiny_run.settings(tmp_path / "run", frozen_runs.config(seed=5)))()
+    s = frozen_runs.offline(tmp_path / "run", source.run.root, seed=5)
+    s.run.initial_reference.write_bytes(b"{")
+    with pytest.raises(ValueError, match=f"rows of {source.run.root} have log-probs of reference"):
+        training.trainer(s)()
+    assert not s.run.checkpoints.exists() or not layout.steps_in(s.run.checkpoints)
+
+
+def test_who_may_read_the_files_does_not_change_rows(tmp_path, frozen):
+    source = frozen(tmp_path / "source", batches=1)
+    stored = layout.read_json(source.run.config)
+    layout.write_json(source.run.config, stored | {"contract": stored["contract"] | {"private_files": True}})
+    s = frozen_runs.offline(tmp_path / "run", source.run.root)
+    other_runs.check_mounts(s.run, s.config, s.experiment.contract, init_from="")
+    del stored["contract"]["private_files"]
+    layout.write_json(source.run.config, stored)
+    other_runs.check_mounts(s.run, s.config, s.experiment.contract, init_from="")
+
+
 def test_the_command_refuses_with_one_sentence(tmp_path):
     done = tiny_run.call(tiny_run.command(tmp_path / "run", f"--config.replay.mount={tmp_path / 'nothing'}"))
     assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1, done.stderr

@@ -67,7 +67,7 @@ class Checkpointing:
         folder = self._checkpoints.folder_of(step)
         aside = self._checkpoints.set_aside(step)
         log.warning(
-            "checkpoint %s is set aside: %s. It is in %s, and is removed once checkpoint.keep newer ones are there",
+            "checkpoint %s is set aside: %s. It is in %s, which goes when a trainer starts and finds checkpoint.keep newer ones",
             *(folder, reason, aside.name),
         )
 

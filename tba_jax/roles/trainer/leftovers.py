@@ -72,16 +72,29 @@ def _sweep_temporary_files(folder: Path, *, journal: Path) -> None:
 
 
 def remove_snapshots_of_lost_steps(run: layout.RunDir, *, end: int) -> None:
-    """Removes the snapshots of steps that the journal does not have.
+    """Removes the snapshots of steps that the journal does not have, and the evaluations of such steps.
 
     A line is durable before its snapshot shows, so there are such snapshots only where storage has lost the end of the journal.
-    These steps are done anew, with other rows, and a searcher that took such a snapshot would leave out the new ones.
+    These steps are done anew, with other rows. A searcher that took such a snapshot would leave out the new ones, and an
+    evaluator does not evaluate what has a report.
 
     Args: end: the last step of the journal.
+
+    Raises:
+      ValueError: a snapshot shows that more than one line is lost, which no crash does.
     """
+    if (newest := max(layout.steps_in(run.policies, newer_than=end), default=end)) > end + 1:
+        raise ValueError(
+            f"storage has lost lines of the journal: {run.policies / layout.step_name(newest)} is there, and the journal in "
+            f"{run.journal} ends at step {end}. Restore its files; or remove the snapshots after that step, and the run goes on "
+            f"from there, or begin a new run from one of them (--init_from={run.shared}@STEP)"
+        )
     for step in layout.steps_in(run.policies, newer_than=end):
         log.warning(
             "snapshot %s is removed: storage has lost the end of the journal, which ends at step %d, and goes on from there",
             *(run.policies / layout.step_name(step), end),
         )
         snapshots.remove(run.policies, step)
+    # After the snapshots, which an evaluator would evaluate again.
+    for step in layout.steps_in(run.evaluations, newer_than=end):
+        places.remove(run.evaluations / f"{layout.step_name(step)}.json")

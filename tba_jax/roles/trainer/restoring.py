@@ -2,7 +2,8 @@
 
 A checkpoint counts where it can be read, the journal reaches its step, and the trainer that wrote it held the lease of that step.
 Another one is set aside where the run can go on without it: from an older checkpoint, or from the reference policy with the whole
-journal. The steps after that are in the journal, and are done again exactly.
+journal. The steps after that are in the journal, and are done again exactly. Where the journal lacks more than the line of the
+checkpoint's own step, storage has lost what nobody can do again, and the trainer ends.
 """
 
 from collections.abc import Sequence
@@ -87,9 +88,9 @@ def _leave_out(trainer: Trainer, step: int, reason: str, *, end: int) -> NoRetur
 def _obstacle(trainer: Trainer, step: int, older: Sequence[int], *, end: int) -> str:
     """Why there is no way on without a checkpoint, and what is to be done; "" where there is one. Args: older: the others."""
     run = trainer.run
-    if step > end + 1 and not any(each <= end for each in older):
-        # A crash tears one line. Where more are gone, a beginning from the reference would throw away steps without a word.
-        return f"storage has lost lines of the journal, and no older checkpoint is within it; restore its files in {run.journal}"
+    if step > end + 1:
+        # Lines become durable one after the other, so a crash tears one. Where more are gone, storage has lost steps for good.
+        return f"storage has lost lines of the journal; restore its files in {run.journal}"
     if older:
         return ""
     if contract_lib.read(run)["init_from"]:

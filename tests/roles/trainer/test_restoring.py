@@ -117,6 +117,17 @@ def test_a_checkpoint_whose_line_is_torn_gives_way(tmp_path, stopped, caplog):
     assert f"the journal in {s.run.journal} ends before it, at step 5" in told(caplog)[0]
 
 
+@pytest.mark.parametrize("lines", [3, 4])
+def test_a_checkpoint_that_shows_more_lost_lines_than_one_ends_the_trainer(tmp_path, stopped, lines):
+    """An older checkpoint is within the journal, but what the lost lines said is known to nobody."""
+    s = copy(stopped, tmp_path / "run")
+    (path,) = [path for path in s.run.journal.glob("*.jsonl") if path.stat().st_size]
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:lines]))
+    with pytest.raises(ValueError, match=rf"00000006 cannot be used: .* at step {lines}.*lost lines of the journal; restore"):
+        training.make_trainer(s, publish_every_steps=2)
+    assert layout.steps_in(s.run.checkpoints) == [3, 6] and layout.steps_in(s.run.policies) == [0, 2, 4, 6, 8]
+
+
 def test_a_journal_that_is_lost_is_named(tmp_path, stopped):
     """To begin again from the reference would throw the run away without a word."""
     s = copy(stopped, tmp_path / "run")
