@@ -67,7 +67,7 @@ def test_a_tokenizer_that_cuts_texts_hides_nothing_behind_the_cut():
     tokenizer = word_pieces(normalized=True)
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=8)
-    text = "a b c d e [sep] f"
+    text = "a b c d e [ｓｅp] f"
     escaped = Escaper(tokenizer)([text, "[Ｓｅp]"])
     assert tokenizer.truncation["max_length"] == 4 and tokenizer.padding["length"] == 8, "it is somebody else's"
     tokenizer.no_truncation()

@@ -79,16 +79,7 @@ def remove_snapshots_of_lost_steps(run: layout.RunDir, *, end: int) -> None:
     evaluator does not evaluate what has a report.
 
     Args: end: the last step of the journal.
-
-    Raises:
-      ValueError: a snapshot shows that more than one line is lost, which no crash does.
     """
-    if (newest := max(layout.steps_in(run.policies, newer_than=end), default=end)) > end + 1:
-        raise ValueError(
-            f"storage has lost lines of the journal: {run.policies / layout.step_name(newest)} is there, and the journal in "
-            f"{run.journal} ends at step {end}. Restore its files; or remove the snapshots after that step, and the run goes on "
-            f"from there, or begin a new run from one of them (--init_from={run.shared}@STEP)"
-        )
     for step in layout.steps_in(run.policies, newer_than=end):
         log.warning(
             "snapshot %s is removed: storage has lost the end of the journal, which ends at step %d, and goes on from there",

@@ -2,8 +2,8 @@
 
 A checkpoint counts where it can be read, the journal reaches its step, and the trainer that wrote it held the lease of that step.
 Another one is set aside where the run can go on without it: from an older checkpoint, or from the reference policy with the whole
-journal. The steps after that are in the journal, and are done again exactly. Where the journal lacks more than the line of the
-checkpoint's own step, storage has lost what nobody can do again, and the trainer ends.
+journal. The steps after that are in the journal, and are done again exactly. Where more than one line of the journal is lost,
+nobody knows what these steps were, and the trainer ends.
 """
 
 from collections.abc import Sequence
@@ -31,27 +31,41 @@ def restore(trainer: Trainer, checkpoint: int | None, *, end: int, recorded_by: 
 
     Raises:
       CheckpointLeftOut: see there.
-      ValueError: the checkpoint does not count, and the run cannot go on without it; or it cannot be restored although all of it
-        can be read.
+      ValueError: storage has lost lines of the journal; or the checkpoint does not count, and the run cannot go on without it; or
+        it cannot be restored although all of it can be read.
     """
+    _check_journal(trainer.run, checkpoint or 0, end=end)
     program, group, reference = trainer.program, trainer.group, trainer.reference_id
     if checkpoint is None:
         group.call("begin", reference=reference)
         program.begin(load_reference(trainer.policy, program, trainer.run, reference))
         return
     if checkpoint > end:
-        _leave_out(trainer, checkpoint, f"the journal in {trainer.run.journal} ends before it, at step {end}", end=end)
-    trees, host = _read(trainer, checkpoint, end=end)
+        _leave_out(trainer, checkpoint, f"the journal in {trainer.run.journal} ends before it, at step {end}")
+    trees, host = _read(trainer, checkpoint)
     if host["epoch"] < recorded_by:
         late = f"a trainer of epoch {host['epoch']} wrote it, and had been replaced: its step belongs to epoch {recorded_by}"
-        _leave_out(trainer, checkpoint, late, end=end)
+        _leave_out(trainer, checkpoint, late)
     group.call("take restored", reference=reference)
     program.restore(trees, load_frozen(trainer.policy, program, trainer.run, reference))
     trainer.checkpoints.take(checkpoint, host)
     trainer.step_number = trainer.resumed_from = checkpoint
 
 
-def _read(trainer: Trainer, step: int, *, end: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def _check_journal(run: layout.RunDir, checkpoint: int, *, end: int) -> None:
+    """Raises ValueError where a checkpoint or a snapshot shows that storage has lost more of the journal than a crash tears."""
+    newest = layout.step_name(max([checkpoint, *layout.steps_in(run.policies, newer_than=end)]))
+    # Lines become durable one after the other, and a checkpoint or a snapshot comes after its line: a crash tears one line.
+    if int(newest) > end + 1:
+        there = run.checkpoints / newest if int(newest) == checkpoint else run.policies / newest
+        raise ValueError(
+            f"storage has lost lines of the journal in {run.journal}: it ends at step {end}, and {there} is there. Restore its "
+            f"files; or remove the checkpoints and snapshots after step {end}, and these steps are done anew, with other rows; "
+            f"or begin a new run from a snapshot (--init_from={run.shared}@STEP)"
+        )
+
+
+def _read(trainer: Trainer, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """The trees of the checkpoint, which the other processes have read then as well, and its replay buffer."""
     shapes = trainer.program.checkpointed_shapes(step)
     trainer.group.call("restore", step=step)
@@ -65,17 +79,17 @@ def _read(trainer: Trainer, step: int, *, end: int) -> tuple[dict[str, Any], dic
         return read
     del read
     if damage := trainer.checkpoints.damage(step, shapes):
-        _leave_out(trainer, step, f"it is damaged ({damage})", end=end)
+        _leave_out(trainer, step, f"it is damaged ({damage})")
     raise errors[0]
 
 
-def _leave_out(trainer: Trainer, step: int, reason: str, *, end: int) -> NoReturn:
+def _leave_out(trainer: Trainer, step: int, reason: str) -> NoReturn:
     """Sets the newest checkpoint aside. Raises ValueError where the run cannot go on without it, else CheckpointLeftOut.
 
-    Args: reason: why it does not count. end: the last step of the journal.
+    Args: reason: why it does not count.
     """
     run, older = trainer.run, trainer.checkpoints.steps()[:-1]
-    if obstacle := _obstacle(trainer, step, older, end=end):
+    if obstacle := _obstacle(trainer, older):
         raise ValueError(
             f"checkpoint {run.checkpoints / layout.step_name(step)} cannot be used: {reason}. The run cannot go on without it: "
             f"{obstacle}, or begin a new run from a snapshot (--init_from={run.shared}@STEP)"
@@ -85,12 +99,9 @@ def _leave_out(trainer: Trainer, step: int, reason: str, *, end: int) -> NoRetur
     raise CheckpointLeftOut(reason)
 
 
-def _obstacle(trainer: Trainer, step: int, older: Sequence[int], *, end: int) -> str:
+def _obstacle(trainer: Trainer, older: Sequence[int]) -> str:
     """Why there is no way on without a checkpoint, and what is to be done; "" where there is one. Args: older: the others."""
     run = trainer.run
-    if step > end + 1:
-        # Lines become durable one after the other, so a crash tears one. Where more are gone, storage has lost steps for good.
-        return f"storage has lost lines of the journal; restore its files in {run.journal}"
     if older:
         return ""
     if contract_lib.read(run)["init_from"]:
