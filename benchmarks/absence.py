@@ -2,8 +2,9 @@
 
 python -m benchmarks.absence [--only=behind,dead,bucket] [--rows=10000000] [--window=50000] [--dead=10000] [--folder=DIR]
 
-behind: one process follows a log while so many rows are written by four writers; others come when all of them are there, and so
-  are far behind. Each prints the peak of its resident memory, as the kernel counts it, and that less what it had before it read.
+behind: a process follows a log while four writers write ten windows of rows to it, 20,000 a second; another one comes when
+  so many rows are there, and so is far behind. Each prints the peak of its resident memory, as the kernel counts it, and that
+  less what it had before it read.
 dead: a folder in which so many writers have ended, and one writes: how long a poll takes, what the process keeps open, and how
   many files it looks at in a minute once the writers have been quiet for an hour.
 bucket: the same on an S3 server of this machine (moto, of the extra dev), in requests a minute.
@@ -41,6 +42,7 @@ _FOLLOW = flags.DEFINE_string("follow", "", "Of a process that follows: its sett
 
 SHAPE = RowShape(prompt_length=16, response_length=32, reward_parts=())
 _APPEND, _SEGMENT_APPENDS, _WRITERS, _VOCAB = 4096, 64, 4, 1000
+_ROWS_PER_SECOND = 20_000
 
 
 def make_rows(count: int) -> dict[str, np.ndarray]:
@@ -90,8 +92,8 @@ def follow(settings: dict) -> None:
     print(json.dumps(told | {"seconds": time.monotonic() - begin}), flush=True)
 
 
-def _follower(root: Path, drop: str) -> subprocess.Popen:
-    settings = dict(root=str(root), rows=_ROWS.value // _APPEND // _WRITERS * _WRITERS * _APPEND, window=_WINDOW.value, drop=drop)
+def _follower(root: Path, drop: str, *, rows: int) -> subprocess.Popen:
+    settings = dict(root=str(root), rows=rows, window=_WINDOW.value, drop=drop)
     command = [sys.executable, "-m", "benchmarks.absence", f"--follow={json.dumps(settings)}"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "follows\n"
@@ -110,18 +112,24 @@ def _tell(name: str, process: subprocess.Popen) -> dict:
 
 
 def behind(root: Path) -> None:
-    live = _follower(root, "oldest")
+    rounds, calm = _ROWS.value // _APPEND // _WRITERS, 10 * _WINDOW.value // _APPEND // _WRITERS
+    drops = ("oldest", "lowest_reward")
+    live = {drop: _follower(root, drop, rows=calm * _WRITERS * _APPEND) for drop in drops}
     names = [f"w{number}" for number in range(_WRITERS)]
     logs = [LogWriter(root, name, SHAPE, rows_per_append=_APPEND, segment_appends=_SEGMENT_APPENDS, info={}) for name in names]
-    rows, begin = make_rows(_APPEND), time.monotonic()
-    for _ in range(_ROWS.value // _APPEND // _WRITERS):
+    rows, never, begin = make_rows(_APPEND), {}, time.monotonic()
+    for written in range(1, rounds + 1):
         for number, log in enumerate(logs):
             log.append(numbered(rows, log.next_row, number))
-    print(f"{sum(log.next_row for log in logs):,} rows written in {time.monotonic() - begin:.0f} s", flush=True)
-    never = _tell("never away", live)
-    for name, drop in (("away, drop=oldest", "oldest"), ("away, drop=lowest_reward", "lowest_reward")):
-        away = _tell(name, _follower(root, drop))
-        print(f"  {away['peak'] / never['peak']:.2f} of the peak, {away['more'] / never['more']:.2f} of what reading took")
+        if written <= calm:
+            time.sleep(max(0.0, begin + written * _WRITERS * _APPEND / _ROWS_PER_SECOND - time.monotonic()))
+        if written == calm:
+            never = {drop: _tell(f"never away, drop={drop}", process) for drop, process in live.items()}
+    print(f"{sum(log.next_row for log in logs):,} rows are there", flush=True)
+    for drop in drops:
+        away = _tell(f"away, drop={drop}", _follower(root, drop, rows=rounds * _WRITERS * _APPEND))
+        shares = [away[name] / never[drop][name] for name in ("peak", "more")]
+        print(f"  {shares[0]:.2f} of the peak, {shares[1]:.2f} of what reading took", flush=True)
 
 
 def make_dead(root: Place, count: int) -> None:

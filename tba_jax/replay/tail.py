@@ -159,6 +159,8 @@ class Tail:
         self._read_to = dict(heads)
         self._behind: dict[str, _Behind] = {}
         self._arrivals: collections.deque[_Round] = collections.deque()
+        # Each is written by one thread: bytes that were read, and those that the index has.
+        self._read_bytes = self._taken_bytes = 0
         self._poll_seconds, self._most_behind, self._arrival_bytes = poll_seconds, most_behind, arrival_bytes
         self._stop = threading.Event()
         self._news = threading.Event()
@@ -254,11 +256,12 @@ class Tail:
                 next_poll = time.monotonic() + self._poll_seconds
                 while time.monotonic() < next_poll and not self._stop.is_set():
                     self._room.clear()
-                    if sum(each.bytes for each in tuple(self._arrivals)) > self._arrival_bytes * (_PARTS - 1) // _PARTS:
+                    if self._read_bytes - self._taken_bytes > self._arrival_bytes * (_PARTS - 1) // _PARTS:
                         self._room.wait(self._poll_seconds)
                     elif (found := self._read_round()) is None:
                         self._stop.wait(max(next_poll - time.monotonic(), 0))
                     elif found.parts:
+                        self._read_bytes += found.bytes
                         self._arrivals.append(found)
                         self._news.set()
         except BaseException as error:  # handed to the training loop, which raises it
@@ -279,6 +282,9 @@ class Tail:
             for group in groups:
                 for writer in sorted(group):
                     _take(index, self._reader, writer, group[writer], step=step)
+                    self._taken_bytes += group[writer].bytes
+                    group[writer].runs.clear()
+                self._room.set()
                 heads = {writer: part.head for writer, part in group.items()}
                 told.append(gaps_lib.visible(heads, [gap for part in group.values() for gap in part.gaps]))
             if self._thread.is_alive():
@@ -288,9 +294,7 @@ class Tail:
     def _arrived(self) -> list[_Round]:
         """The rounds that the thread has read; without a thread the next one."""
         if self._thread.is_alive():
-            arrived = [self._arrivals.popleft() for _ in range(len(self._arrivals))]
-            self._room.set()
-            return arrived
+            return [self._arrivals.popleft() for _ in range(len(self._arrivals))]
         while (found := self._read_round()) is not None:
             if found.parts:
                 return [found]
