@@ -70,7 +70,7 @@ def write(folder: Path, *, steps: int, rows: int, epochs: int) -> int:
                 drawn = draw.integers(np.maximum(0, heads[of_writers] - 10_000), heads[of_writers])
                 ids = [(WRITERS[writer], row) for writer, row in zip(of_writers, drawn, strict=True)]
                 seen = dict(zip(WRITERS, heads.tolist(), strict=True))
-                line = journal_line(step=step, visible=[gaps.visible(seen)], ids=ids, reward_version=1, key=step - 1, rows={})
+                line = journal_line(step=step, visible=[gaps.integration(seen)], ids=ids, reward_version=1, key=step - 1, rows={})
                 line |= {"batch": hashlib.sha256(b"%d" % step).hexdigest(), "epoch": epoch}
                 file.write(json.dumps(line, separators=(",", ":")) + "\n")
     return sum(path.stat().st_size for path in folder.iterdir())

@@ -73,7 +73,7 @@ class Checkpointing:
 
     def take(self, step: int, host: Mapping[str, Any]) -> None:
         """Goes on from the replay buffer in the checkpoint of a step. Args: host: see `read`."""
-        self._buffer.restore(host)
+        self._buffer.restore(host, step=step)
         if self._expiry is not None:
             self._expiry.note(step)
         self._newest_step = step

@@ -41,6 +41,8 @@ def resume(trainer: Trainer, *, until: int | None = None) -> None:
     if lineage:
         trainer.publish_unless_there()
         _replay(trainer, lineage, until=until)  # 3
+    trainer.buffer.note_losses(since=checkpoint or 0)
+    if lineage:
         # A trainer that is killed again and again must get further than before.
         trainer.save_checkpoint()
     trainer.publish_again()  # 4

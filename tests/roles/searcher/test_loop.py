@@ -15,6 +15,7 @@ from tba_jax.roles.searcher import loop, reward_watch
 from tba_jax.roles.searcher.searcher import Searcher
 from tba_jax.run import contract, grants, layout, metrics, processes, snapshots, status
 from tba_jax.run.metrics import TimeAccount
+from tba_jax.run.requests import RequestRate
 from tba_jax.tasks.interface import Scores
 from tests.support.tiny_searcher import ROWS, Held, Q, S, committed, publish, rows_of_the_stream, weights
 
@@ -253,7 +254,7 @@ def test_rates_are_those_of_appends(make):
         made.advance()
     late.set()
     reports = made.appended(wait_seconds=None)
-    loop.Rates(writer, TimeAccount()).write(reports)
+    loop.Rates(writer, TimeAccount(), RequestRate([])).write(reports)
     for line, report in zip(writer.lines, reports[1:], strict=True):
         elapsed = report.time - reports[0].time
         assert elapsed > 0 and line["rows_per_second"] == pytest.approx((reports.index(report)) * ROWS / elapsed)

@@ -85,6 +85,7 @@ def test_steps_are_done_again_under_their_own_schedule(tmp_path, frozen):
     with frozen_runs.trainer(changed) as trainer:
         assert trainer.step_number == 8
         found = jax.device_get(trainer.state.params["policy"])
+        trainer.flush_snapshot()
         jax.tree.map(np.testing.assert_array_equal, found, frozen_runs.published(s, 8))
         trainer.poll()
         assert trainer.step() is not None and trainer.program.rows == 6
@@ -116,7 +117,7 @@ def test_a_damaged_line_before_the_checkpoint_stops_no_resume_and_the_audit_name
     path.write_bytes(b"".join([*lines[: step - 1], b"\0" * 40 + b"\n", *lines[step:]]))
     frozen_runs.train(s, until=12, abandon=False)
     assert layout_lib.read_json(s.run.finished) | {"step": 12, "balanced": True} == layout_lib.read_json(s.run.finished)
-    with pytest.raises(ValueError, match=rf"epoch-000002\.jsonl line {step} is not a journal line"):
+    with pytest.raises(ValueError, match=rf"{path.name} line {step} is not a journal line"):
         audit.open_run(s.run.root)
 
 
@@ -126,7 +127,7 @@ def test_a_damaged_line_after_the_checkpoint_is_named(tmp_path, frozen):
     path = max(s.run.journal.glob("*.jsonl"))
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:5], b"\0" * 40 + b"\n", *lines[6:]]))
-    with pytest.raises(ValueError, match=r"epoch-000002\.jsonl line 6 is not a journal line"):
+    with pytest.raises(ValueError, match=rf"{path.name} line 6 is not a journal line"):
         frozen_runs.train(s, until=12, abandon=False)
 
 
@@ -140,7 +141,7 @@ def test_a_line_that_is_damaged_at_the_end_is_told_and_the_run_ends_unbalanced(t
         path.write_bytes(path.read_bytes().replace(b'{"step":3,', b'{"step":4,'))
         trainer.finish()
     assert not layout_lib.read_json(s.run.finished)["balanced"]
-    assert "epoch-000002.jsonl line 3: step 4 of epoch 2 stands before step 4" in caplog.text
+    assert f"{path.name} line 3: step 4 of epoch {trainer.lease.epoch} stands before step 4" in caplog.text
 
 
 def test_rows_that_came_before_a_stop_are_journalled_after_it(tmp_path, frozen):
@@ -219,6 +220,7 @@ def test_resident_rows_that_are_lost_leave_every_resume_the_same(tmp_path, froze
     data = s.run.replay / lost / "000000" / "d"
     data.rename(s.run.root / "away")
     manifest = data.parent / "manifest.ocdbt"
+    whole = manifest.read_bytes()
     manifest.write_bytes(b"torn")
     caplog.clear()
     with frozen_runs.trainer(s) as trainer:
@@ -233,6 +235,41 @@ def test_resident_rows_that_are_lost_leave_every_resume_the_same(tmp_path, froze
         shutil.rmtree(s.run.checkpoints / layout_lib.step_name(step), ignore_errors=True)
     if heals:
         (s.run.root / "away").rename(data)
+        manifest.write_bytes(whole)
+        assert audit.accounts(audit.open_run(s.run.root))[lost].damaged == 4
     with frozen_runs.trainer(s) as again:
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(again.state), state)
         assert again.index.ledger() == ledger
+    # From the reference on they were resident, up to the checkpoint that the first resume began with.
+    shutil.rmtree(s.run.checkpoints)
+    with frozen_runs.trainer(s) as from_the_reference:
+        assert from_the_reference.step_number == 10
+        assert not heals or from_the_reference.index.ledger() == ledger
+
+
+def test_a_loss_is_told_even_if_the_trainer_that_found_it_makes_no_step(tmp_path, frozen):
+    s = frozen(tmp_path / "run", replay__merge_duplicates=False)
+    frozen_runs.append_changed(s, "odd-1", reward=(slice(None), -9.0))
+    frozen_runs.train(s, until=7, abandon=True)
+    drawn = {writer for line in journal.read_lineage(s.run.journal) for writer in line["writers"]}
+    data = s.run.replay / "odd-1" / "000000" / "d"
+    data.rename(s.run.root / "away")
+    if "odd-1" in drawn:
+        with pytest.raises(ValueError, match="drew row odd-1:"), frozen_runs.trainer(s):
+            pass
+        return
+    with frozen_runs.trainer(s) as trainer:
+        ledger = trainer.index.ledger()
+    (s.run.root / "away").rename(data)
+    frozen_runs.train(s, until=9, abandon=True)
+    assert ledger["odd-1"]["damaged"] == 4 == audit.accounts(audit.open_run(s.run.root))["odd-1"].damaged
+
+
+def test_what_a_checkpoint_tells_of_rows_is_what_its_index_has(tmp_path, frozen):
+    """Rows go on coming while it is written."""
+    s = frozen(tmp_path / "run")
+    with frozen_runs.trainer(s) as trainer:
+        before = trainer.buffer.state()
+        trainer.poll()
+        trainer.buffer.integrate(step=0)
+        assert before["visible"] == [] and trainer.buffer.state()["visible"]
