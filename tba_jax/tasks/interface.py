@@ -86,8 +86,8 @@ class Task(Protocol):
         ...
 
 
-def private_files(task: Task | type[Task] | None) -> bool:
-    """Whether files of runs of a task are for their owner alone to read, see Task."""
+def private_files(task: object) -> bool:
+    """Whether files of runs of a task, or of a class of tasks, are for their owner alone to read: see Task."""
     return bool(getattr(task, "private_files", False))
 
 

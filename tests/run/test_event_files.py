@@ -76,7 +76,7 @@ def test_a_wall_clock_that_steps_back_does_not_make_the_newest_file_the_oldest(t
 
 def test_many_starts_leave_few_files_and_every_point(tmp_path, write):
     for step in range(200):
-        assert list(write([step], megabytes=1.0)) == [step]
+        assert list(write([step], megabytes=4.0)) == [step]
     assert len(list(tmp_path.glob("events.out.tfevents.*"))) == 1
     assert steps_that_tensorboard_shows(tmp_path) == list(range(200))
     for step in range(200, 260):
