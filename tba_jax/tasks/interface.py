@@ -87,7 +87,7 @@ class Task(Protocol):
 
 
 def private_files(task: object) -> bool:
-    """Whether files of runs of a task are for their owner alone, see Task. Args: task: it, its class, or what makes it."""
+    """Whether files of runs of a task, or of a class of tasks, are for their owner alone to read: see Task."""
     return bool(getattr(task, "private_files", False))
 
 
