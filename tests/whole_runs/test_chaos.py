@@ -182,8 +182,8 @@ def cause_chaos(chaos: Chaos, rng: random.Random, disk: SmallDisk, clock: Steppi
     begin = time.monotonic()
     for at, what, name in schedule(rng, rare):
         chaos.wait_until(lambda at=at: time.monotonic() >= begin + at, f"second {at:.0f} of the chaos", patience=SECONDS)
-        # What came due while a role was waited for is left out: bursts would leave nobody alive.
-        if what in rare or time.monotonic() < begin + at + 5:
+        # A kill that came due while a role was waited for is left out: bursts would leave nobody alive. All else comes late.
+        if what != "kill" or time.monotonic() < begin + at + 5:
             if what in ("full", "read only"):
                 chaos.thaw()  # all must be met by it
             print(f"{time.monotonic() - begin:.0f} s, step {chaos.journalled()[1]}: {what} {name}", flush=True)
