@@ -132,7 +132,7 @@ def run(given: command_line.Given) -> int | command_line.Job:
 def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir") -> command_line.Job:
     from tba_jax.experiment import compiling, composition, jobs, mistakes, named_task, other_runs, storage
     from tba_jax.roles import gpus
-    from tba_jax.run import places, privacy
+    from tba_jax.run import log_files, places, privacy
 
     if given.role == "searcher":
         _split_cpu(config.searchers.cpu_devices)
@@ -157,6 +157,8 @@ def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir") ->
     if experiment is None:
         found.end()
     assert experiment is not None
+    if not given.dry_run:
+        log_files.keep_bounded(folder.logs, megabytes=config.logs.megabytes, keep=config.logs.keep)
     settings = jobs.Invocation(
         experiment=experiment,
         run=folder,

@@ -16,11 +16,11 @@ from ml_collections import config_dict
 from tba_jax import trajectory
 from tba_jax.commands import command_line
 from tba_jax.replay import journal, ledger
+from tba_jax.replay.again import Again
 from tba_jax.replay.expiry import expired_segments
-from tba_jax.replay.gaps import KnownGaps
+from tba_jax.replay.gaps import KnownGaps, Losses
 from tba_jax.replay.index import ReplayIndex
-from tba_jax.replay.reader import LogCorruption, LogReader
-from tba_jax.replay.tail import not_resident, replay_visible
+from tba_jax.replay.reader import LogReader
 from tba_jax.roles.trainer.buffer import make_index, reference_of_rows
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout as layout_lib
@@ -29,13 +29,13 @@ from tba_jax.text.visible import visible, visible_line
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run opened for reading. config: the stored settings; lines: of the journal, step n at index n - 1."""
+    """A run opened for reading. config: the stored settings; lines: of the journal, which stay in their files."""
 
     layout: layout_lib.RunDir
     config: config_dict.ConfigDict
     contract: contract_lib.Contract
     reader: LogReader
-    lines: list[dict[str, Any]]
+    lines: journal.Lineage
 
 
 def open_run(workdir: Path | str) -> Run:
@@ -53,28 +53,17 @@ def open_run(workdir: Path | str) -> Run:
 def rebuild_index(run: Run) -> ReplayIndex:
     """The trainer's index after the last journalled step: from log and journal, or from the newest checkpoint where retention
     has removed rows."""
-    index, known = (
-        make_index(run.config, run.contract, reference_id=reference_of_rows(run.contract, run.layout)),
-        _known_gaps(run),
-    )
-    heads, start = run.reader.heads(), 0
+    index = make_index(run.config, run.contract, reference_id=reference_of_rows(run.contract, run.layout))
+    heads, start, losses = run.reader.heads(), 0, Losses(run.lines)
     if any(expired_segments(run.layout.replay).get(writer) for writer in heads):
-        index, start = _checkpointed_index(run)
-    for line in run.lines[start:]:
-        for each in line["visible"]:
-            replay_visible(index, run.reader, each, known, step=line["step"] - 1)
-        slots = index.slots_of(journal.line_ids(line))
-        if (slots < 0).any():
-            raise not_resident(run.reader, line, slots)
-        index.mark_drawn(slots)
+        index, start = _checkpointed_index(run, losses)
+    again = Again(index, run.reader, losses, step=start)
+    for line in journal.read_lineage(run.layout.journal, after=start) if start else run.lines:
+        index.mark_drawn(again.do(line))
     return index
 
 
-def _known_gaps(run: Run) -> KnownGaps:
-    return KnownGaps(each for line in run.lines for each in line["visible"])
-
-
-def _checkpointed_index(run: Run) -> tuple[ReplayIndex, int]:
+def _checkpointed_index(run: Run, losses: Losses) -> tuple[ReplayIndex, int]:
     """The index of the newest checkpoint, and its step."""
     from tba_jax.run.checkpoints import Checkpoints
 
@@ -85,8 +74,9 @@ def _checkpointed_index(run: Run) -> tuple[ReplayIndex, int]:
             raise ValueError(f"retention has removed rows of {run.layout.root}, and there is no checkpoint to account from")
         try:
             # The newest: a trainer at work removes the oldest, and each of them holds the whole history of counts.
-            state, reference_id = checkpoints.restore_host(steps[-1])["index"], reference_of_rows(run.contract, run.layout)
-            return ReplayIndex.restore(state, run.reader, reference_id=reference_id, known=_known_gaps(run))[0], steps[-1]
+            state, known = checkpoints.restore_host(steps[-1])["index"], KnownGaps(losses.until(steps[-1]))
+            reference_id = reference_of_rows(run.contract, run.layout)
+            return ReplayIndex.restore(state, run.reader, reference_id=reference_id, known=known)[0], steps[-1]
         except (OSError, ValueError):
             if (run.layout.checkpoints / layout_lib.step_name(steps[-1])).exists():
                 raise
@@ -100,9 +90,12 @@ def accounts(run: Run) -> dict[str, ledger.Account]:
 
 
 def trained_rows(run: Run) -> collections.Counter[str]:
-    """Writer -> how many of its rows at least one step drew."""
-    drawn = {row for line in run.lines for row in journal.line_ids(line)}
-    return collections.Counter(writer for writer, _ in drawn)
+    """Writer -> how many of its rows at least one step drew. The memory is a byte a row of the log."""
+    drawn = {writer: np.zeros(head, bool) for writer, head in run.reader.heads().items()}
+    for writer, row in (each for line in run.lines for each in journal.line_ids(line)):
+        if 0 <= row < len(drawn.get(writer, ())):
+            drawn[writer][row] = True
+    return collections.Counter({writer: int(rows.sum()) for writer, rows in drawn.items() if rows.any()})
 
 
 def describe_ledger(run: Run) -> tuple[str, bool]:
@@ -124,7 +117,7 @@ def describe_ledger(run: Run) -> tuple[str, bool]:
         lines.append(f"{what}: " + (", ".join(f"{rule} {count}" for rule, count in total.items() if count) or "none"))
     lines.append(f"evicted by a capacity without ever being trained on: {sum(a.evicted_untrained for a in found.values())}")
     lines += _describe_expired(run, list(found))
-    epochs = sorted({line["epoch"] for line in run.lines})
+    epochs = run.lines.epochs
     lines.append(f"{len(run.lines)} journalled steps, each once, by {len(epochs)} trainer epochs {epochs}")
     lines += sorted(map(visible_line, run.reader.problems.values()))
     balanced = all(account.balances for account in found.values())
@@ -150,11 +143,11 @@ def rebuild_batch(run: Run, step: int) -> tuple[str, bool]:
     """
     if not 1 <= step <= len(run.lines):
         raise ValueError(f"--step={step} is not a journalled step of {run.layout.root}; there are 1 to {len(run.lines)}")
-    line = run.lines[step - 1]
+    line = next(iter(journal.read_lineage(run.layout.journal, after=step - 1)))
     ids = journal.line_ids(line)
     try:
         rows = run.reader.read_ids(ids)
-    except (LogCorruption, ValueError) as error:
+    except ValueError as error:
         raise ValueError(f"the batch of step {step} cannot be rebuilt: {error}") from error
     same = journal.batch_hash(rows) == line["batch"]
     listed = [

@@ -13,7 +13,7 @@ from tba_jax.rewards import embeddings, task_models
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import places
 from tba_jax.tasks import custom_task
-from tba_jax.tasks.interface import EncodedQuery, Task
+from tba_jax.tasks.interface import EncodedQuery, Task, private_files
 from tba_jax.text import prompts, vocabulary
 from tba_jax.text.tokenizers import Tokenizer
 
@@ -152,7 +152,7 @@ def _contract(named: _Named, task: Task, settings: Mapping[str, Any], **of_build
         reward_parts=task.reward_parts,
         reward_version=task.reward_version,
         warm_start=config.warm_start.to_dict(),
-        private_files=bool(getattr(task, "private_files", False)),
+        private_files=private_files(task),
         reference="none" if config.learner.reference.kind == "none" else "initial",
         **of_builders,
     )

@@ -148,7 +148,7 @@ class _Memory:
             "moving reference (host)": of_reference if offloaded else 0,
             "activations": rows * T * model.width * self._compute * layers_kept + within_layer,
             "logits": 2 * self._logits(rows, tensor, learner.logit_megabytes),
-            "replay (host)": self._config.replay.capacity * row_bytes,
+            "replay (host)": self._config.replay.capacity * row_bytes + (self._config.replay.arrival_megabytes << 20),
         }
 
     def decoding(self, section: str, *, slots: int, samples: int, batch: int, weights: str, given: int) -> dict[str, int]:

@@ -1,5 +1,6 @@
 """The policy that step 0 of a run starts from, which is its reference policy as well."""
 
+import contextlib
 import logging
 import shutil
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from tba_jax.models.parameters import Params
 from tba_jax.programs import Program
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout, places, publisher, snapshots
+from tba_jax.run.places import Place
 from tba_jax.run.process_group import Alone, Group, Member
 from tba_jax.supervised import warm_start
 
@@ -82,7 +84,8 @@ def ensure(
         process alone.
 
     Returns:
-      16 hex digits, a hash of the weights; `run.reference(id)` holds them as a snapshot.
+      16 hex digits, a hash of the weights; `run.reference(id)` holds them as a snapshot. Where another process was faster, its
+      policy is the run's, and this one's is removed.
     """
     if places.exists(run.initial_reference):
         return layout.reference_id(run)
@@ -101,21 +104,59 @@ def ensure(
         snapshots.save(draft, made, snapshots.SnapshotInfo(step=0, epoch=0), dtype="float32", others=others)
         del made
     reference_id = snapshots.fingerprint(draft)
-    if places.exists(run.reference(reference_id) / snapshots.COMMIT):
-        shutil.rmtree(draft)
-    else:
-        snapshots.adopt(draft, run.reference(reference_id))
+    is_new = _adopt(draft, run.reference(reference_id))
     if not isinstance(run.references, Path):
-        draft.parent.rmdir()  # the workdir has no reference of its own
+        with contextlib.suppress(OSError):  # another process is making one
+            draft.parent.rmdir()  # the workdir has no reference of its own
     if init_from:
         shutil.rmtree(run.checkpoints, ignore_errors=True)  # of an attempt that ended before the run had a reference
         group.call("take optimizer", settings=mesh, init_from=init_from, reference=reference_id)
         take_optimizer(experiment, run, init_from, reference_id)
-    # Where there is one after all (the storage was away when this process looked), it stays the run's.
-    if not layout.create_json(run.initial_reference, {"id": reference_id}):
-        reference_id = layout.read_json(run.initial_reference)["id"]
+    layout.create_json(run.initial_reference, {"id": reference_id})
+    # Where there was one after all (the storage was away when this process looked), it stays the run's.
+    if (chosen := layout.reference_id(run)) != reference_id and is_new:
+        places.remove_tree(run.reference(reference_id))
+    reference_id = chosen
     log.info("reference policy %s: %d parameters", reference_id, parameters.count(experiment.policy.model_specs))
     return reference_id
+
+
+def _adopt(draft: Path, folder: Place) -> bool:
+    """Makes a draft the snapshot `folder`, or removes it where that is there. Returns whether it was not."""
+    if not places.exists(folder / snapshots.COMMIT):
+        try:
+            snapshots.adopt(draft, folder)
+            return True
+        except OSError:
+            if not places.exists(folder / snapshots.COMMIT):
+                raise
+    shutil.rmtree(draft)  # another process has made the same weights
+    return False
+
+
+def mend(run: layout.RunDir) -> bool:
+    """Writes initial.json again where it is damaged, and one policy alone is there that it can have named. Needs the lease.
+
+    Returns:
+      whether it was damaged.
+
+    Raises:
+      ValueError: it is damaged, and there is not exactly one whole policy.
+    """
+    try:
+        layout.reference_id(run)
+        return False
+    except ValueError as error:
+        damage = error
+    folders = places.folders_with(run.references, snapshots.COMMIT)
+    whole = [name for name in folders if snapshots.fingerprint(run.reference(name)) == name]
+    if len(whole) != 1:
+        raise ValueError(
+            f"{damage}; it names the policy of step 0, and {run.references} holds {len(whole)} whole ones: restore it from a copy"
+        ) from damage
+    layout.write_json(run.initial_reference, {"id": whole[0]})
+    log.warning("%s; it is written again: the one whole policy in %s is %s", damage, run.references, whole[0])
+    return True
 
 
 def follow(experiment: Experiment, run: layout.RunDir, member: Member, *, init_from: str) -> None:

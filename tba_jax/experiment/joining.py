@@ -8,7 +8,7 @@ from typing import Any
 
 from tba_jax.experiment import checks, composition, initial_policy, meshes, other_runs, schedule_changes
 from tba_jax.experiment.mistakes import Mistakes
-from tba_jax.replay.journal import read_lineage
+from tba_jax.replay import journal
 from tba_jax.rewards import task_models
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout, places
@@ -82,7 +82,7 @@ def _check_joins(s: Invocation, *, fetch: bool) -> None:
 
 
 def _check_schedule(s: Invocation) -> None:
-    schedule_changes.check(s.run, s.config, allowed=s.allow_change, step=len(read_lineage(s.run.journal)))
+    schedule_changes.check(s.run, s.config, allowed=s.allow_change, step=journal.last_step(s.run.journal))
 
 
 def _with_models_away(s: Invocation) -> contract_lib.Contract:
@@ -106,7 +106,7 @@ def join(s: Invocation, *, may_change_schedule: bool, check: Callable[[], None] 
     _check_run(s, found, may_change_schedule=may_change_schedule, fetch=not s.mistakes)
     contract_lib.join(s.run, s.config, s.experiment.contract, init_from=s.init_from)
     if may_change_schedule:
-        changes = schedule_changes.change(s.run, s.config, allowed=s.allow_change, step=len(read_lineage(s.run.journal)))
+        changes = schedule_changes.change(s.run, s.config, allowed=s.allow_change, step=journal.last_step(s.run.journal))
         for name, (there, here) in changes.items():
             log.warning("changed %s from %r to %r", name, there, here)
 

@@ -8,7 +8,7 @@ from typing import Any
 from tba_jax.rewards import task_models
 from tba_jax.roles import evaluator
 from tba_jax.tasks import EXTRAS, TASKS, custom_task
-from tba_jax.tasks.interface import SPLITS, Query, Shortens, Task
+from tba_jax.tasks.interface import SPLITS, Query, Shortens, Task, private_files
 from tba_jax.text import prompts
 from tba_jax.text.tokenizers import Tokenizer
 
@@ -40,7 +40,7 @@ def alphabet(name: str) -> str:
 def keeps_private(name: str) -> bool:
     """Whether files of runs of a task are for their owner alone to read. Raises ValueError where its file has no such task."""
     found = custom_task.load(name) if custom_task.is_named(name) else TASKS.get(name)
-    return bool(getattr(found, "private_files", False))
+    return private_files(found)
 
 
 def make(config: Any) -> tuple[Task, dict[str, Any]]:

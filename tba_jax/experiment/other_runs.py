@@ -1,5 +1,6 @@
 """What a run takes from other runs: their rows (replay.mount), and a policy to begin with (--init_from=RUN@STEP)."""
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -31,7 +32,7 @@ from tba_jax.run.places import Place
 log = logging.getLogger(__name__)
 
 # Fields of the contract that say nothing about rows.
-_FREE_OF_ROWS = ("lora",)
+_FREE_OF_ROWS = ("lora", "private_files")
 # The beginning of a writer's name, if its rows come from a file (the command append).
 GIVEN = "given-"
 # Fields of the contract that say what weights mean.
@@ -54,15 +55,21 @@ def _reference_id(run: layout.RunDir) -> str | None:
 def check_mounts(run: layout.RunDir, config: Any, contract: contract_lib.Contract, *, init_from: str) -> None:
     """Checks every run of replay.mount against this one, by its contract, its reference policy and its writers.
 
+    Where this run's initial.json is damaged, its reference policy is not known: initial_policy.mend comes first.
+
     Args:
       init_from: RUN@STEP that this run begins from, "" if it begins as its config says.
 
     Raises:
       ValueError: the rows of a mounted run may not be trained on; names the fields or the reference policies that differ.
     """
+    if not config.replay.mount:
+        return
     ours: dict[str, Any] = {k: v for k, v in contract.to_json().items() if k not in _FREE_OF_ROWS}
-    expected = _reference_id(run)
-    if expected is None:  # this run will begin from the reference policy of the runs that it mounts
+    expected = None
+    with contextlib.suppress(ValueError):
+        expected = _reference_id(run)
+    if not places_lib.exists(run.initial_reference):  # this run will begin from the reference policy of the runs that it mounts
         ours |= {"model.path": config.model.path, "init_from": init_from}
     mounts, found = _Mounts(run, ours, expected), Mistakes()
     for folder in config.replay.mount:
@@ -125,7 +132,7 @@ def _check_rows(folder: str, other: layout.RunDir, stored: Mapping[str, Any], ou
 def _warn_of_finished_mounts(config: Any) -> None:
     """Warns if all rows are of finished runs, and the newest of them count as recent for ever."""
     mounted, share = map(layout.open_run_dir, config.replay.mount), config.replay.recent_probability
-    if config.searchers.count or not share or not config.replay.mount:
+    if config.searchers.count or not share:
         return
     if all(places_lib.exists(run.finished) for run in mounted):
         log.warning(

@@ -311,5 +311,11 @@ c.supervisor.stop_seconds = setting(10.0, above=0)  # between asking a role to s
 
 c.metrics = ConfigDict()
 c.metrics.every_steps = setting(5, at_least=1)
+# Of TensorBoard events that each role keeps, the newest. metrics.jsonl keeps every point.
+c.metrics.event_megabytes = setting(256.0, above=0)
+
+c.logs = ConfigDict()
+c.logs.megabytes = setting(64.0, above=0)  # of a role's text log, which is then set aside as DIR/logs/<role>.log.1
+c.logs.keep = setting(3, at_least=1)  # logs of each role that were set aside
 
 SCHEMA = Schema(c, open_section="task.custom")

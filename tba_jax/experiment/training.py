@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tba_jax.experiment import compiling, initial_policy, role_devices, schedule_changes
+from tba_jax.experiment import compiling, initial_policy, other_runs, role_devices, schedule_changes
 from tba_jax.experiment.joining import Invocation, join, mistakes_end_the_role
 from tba_jax.roles import gpus
 from tba_jax.run import contract as contract_lib
@@ -40,7 +40,8 @@ def reference(s: Invocation) -> Job:
         here = role_devices.computed_on(s, "trainer", name="reference")
         with group.guard(ValueError), mistakes_end_the_role():
             group.call("join", run=contract_lib.read(s.run)["id"])
-            _make_reference(here, group)
+            if not _has_reference(s.run):
+                _make_reference_alone(here, group)
         group.end(0)
         return 0
 
@@ -61,11 +62,33 @@ def _group(s: Invocation) -> Group | Member:
     return rendezvous.meet(s.world, workdir=s.run.root, settings=told, visible_gpus=len(gpus.visible()), limits=limits)
 
 
+def _has_reference(run: layout.RunDir) -> bool:
+    try:
+        layout.reference_id(run)
+    except (FileNotFoundError, ValueError):
+        return False
+    return True
+
+
+def _make_reference_alone(s: Invocation, group: Group) -> None:
+    """As `_make_reference`, with the lease of the run: a trainer that begins meanwhile would make another policy."""
+    try:
+        lease = EpochLease.acquire(s.run.journal)
+    except LeaseHeld as error:
+        raise processes_lib.BadInput(f"{error}; it makes the policy itself") from error
+    try:
+        _make_reference(s, group)
+    finally:
+        lease.release()
+
+
 def _make_reference(s: Invocation, group: Group) -> None:
-    """Makes the policy that step 0 starts from, unless the run has one."""
+    """Makes the policy that step 0 starts from, unless the run has one. The caller holds the lease."""
     if places.exists(s.run.initial_reference):
+        if initial_policy.mend(s.run):  # until now nobody knew whose rows go with it
+            other_runs.check_mounts(s.run, s.config, s.experiment.contract, init_from=s.init_from)
         return
-    writer = MetricWriter(s.run.metrics("reference"))
+    writer = MetricWriter(s.run.metrics("reference"), event_megabytes=s.config.metrics.event_megabytes)
 
     def record(step: int, loss: float) -> None:
         log.info("warm start: step %d, loss %.3f", step, loss)
@@ -83,7 +106,16 @@ def make_trainer(s: Invocation, *, publish_every_steps: int, group: Group | None
 
     Args: group: of the processes of the trainer, of which this one is the first; None: it is alone.
     """
+    from tba_jax.roles.trainer.restoring import CheckpointLeftOut
+
     group = Alone() if group is None else group
+    while True:
+        with contextlib.suppress(CheckpointLeftOut):  # what schedule the steps after the checkpoint before had is asked again
+            return _make_trainer(s, publish_every_steps=publish_every_steps, group=group)
+
+
+def _make_trainer(s: Invocation, *, publish_every_steps: int, group: Group) -> tuple[Any, EpochLease]:
+    """As `make_trainer`. Raises CheckpointLeftOut where the newest checkpoint did not count and is not there any more."""
     newest = max(layout.steps_in(s.run.checkpoints), default=0)
     for step, values in schedule_changes.past(s.run, after=newest):
         past = _with_settings(s, values)
@@ -110,6 +142,7 @@ def _begin_trainer(
     s: Invocation, group: Group, settings: Mapping[str, Any], *, publish_every_steps: int, until: int | None = None
 ) -> tuple[Any, EpochLease]:
     """Args: settings: in which `s` differs from the invocation of the other processes."""
+    from tba_jax.roles.trainer.restoring import CheckpointLeftOut
     from tba_jax.roles.trainer.resume import resume
     from tba_jax.roles.trainer.trainer import Trainer
 
@@ -132,7 +165,11 @@ def _begin_trainer(
         )
         # Where a trainer of a past schedule was before this one, the others have let go of it, and take no snapshot for its.
         group.reports("begun")
-        resume(trainer, until=until)
+        try:
+            resume(trainer, until=until)
+        except CheckpointLeftOut:
+            trainer.close()
+            raise
     except BaseException:
         lease.release()
         raise

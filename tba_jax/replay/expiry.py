@@ -1,10 +1,13 @@
 """Segments that retention has removed: named first, then deleted, so that a reader can tell them from damage."""
 
+import logging
 from collections.abc import Mapping, Sequence
 
 from tba_jax.replay.segment import segment_name
 from tba_jax.run import layout, places
 from tba_jax.run.places import Place
+
+log = logging.getLogger(__name__)
 
 EXPIRED = "expired.json"
 
@@ -27,6 +30,25 @@ def _read(root: Place) -> dict[str, dict[str, list[int]]]:
         return layout.read_json(root / EXPIRED)
     except FileNotFoundError:
         return {"expired": {}, "removing": {}}
+    except ValueError as error:
+        raise ValueError(f"{error}; the run's trainer writes it again when it is started") from error
+
+
+def mend(root: Place) -> None:
+    """Writes the file of names again where it is damaged: segments below a writer's last one that are not there were removed.
+
+    One that was only announced counts as kept then, and is removed by a later call. Only the run's trainer may call it.
+    """
+    try:
+        _read(root)
+        return
+    except ValueError as error:
+        log.warning("%s: it does so now", error)
+    there = {
+        writer: [int(name) for name in places.names_in(root / writer) if name.isdecimal()] for writer in places.names_in(root)
+    }
+    expired = {writer: sorted({*range(max(numbers))} - {*numbers}) for writer, numbers in there.items() if numbers}
+    layout.write_json(root / EXPIRED, {"expired": _merged(expired, {}), "removing": {}})
 
 
 def remove_segments(root: Place, segments: Mapping[str, Sequence[int]]) -> None:

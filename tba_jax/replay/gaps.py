@@ -1,7 +1,9 @@
-"""Gaps: committed rows that a trainer never gives to its index, why, and how the journal tells of them.
+"""Gaps: committed rows that a trainer never gives to its index, or takes out of it, and how the journal tells of them.
 
-A gap is journalled with the heads that it lies below. A resume reads the journal's gaps first and leaves the same rows out,
-whether or not they can be read by then, so its index is that of the trainer before.
+A journal line has a record of each integration of its step: the heads after it, and the gaps below them. A resume leaves the same
+rows out, whether or not they can be read by then, so its index is that of the trainer before. A resume may also find that rows
+which were read before cannot be read any more. It takes them out of the index where it begins, and the first line after it has a
+record of that loss, with the step where that was: who begins earlier takes them out at the same step.
 """
 
 import bisect
@@ -49,22 +51,30 @@ def merged(gaps: Iterable[Gap]) -> list[Gap]:
     return found
 
 
-def visible(heads: Mapping[str, int], gaps: Iterable[Gap] = ()) -> dict[str, Any]:
-    """What a journal line holds of one integration: the heads after it, and the gaps. JSON."""
-    skipped: dict[str, list[list[Any]]] = {}
+def integration(heads: Mapping[str, int], gaps: Iterable[Gap] = ()) -> dict[str, Any]:
+    """The record of one integration. JSON. Args: heads: writer -> rows, after it; gaps: below them."""
+    return {"heads": dict(heads), "skipped": _ranges(gaps)}
+
+
+def loss(gaps: Iterable[Gap], *, since: int) -> dict[str, Any]:
+    """The record of rows that a resume could not read again. JSON. Args: since: the step at which that resume began."""
+    return {"heads": {}, "skipped": _ranges(gaps), "since": since}
+
+
+def _ranges(gaps: Iterable[Gap]) -> dict[str, list[list[Any]]]:
+    ranges: dict[str, list[list[Any]]] = {}
     for gap in gaps:
-        skipped.setdefault(gap.writer, []).append([gap.start, gap.stop, gap.kind])
-    return {"heads": dict(heads), "skipped": skipped}
+        ranges.setdefault(gap.writer, []).append([gap.start, gap.stop, gap.kind])
+    return ranges
 
 
 class KnownGaps:
-    """The gaps of a journal, by writer."""
+    """The gaps of some records, by writer."""
 
-    def __init__(self, visible: Iterable[Mapping[str, Any]] = ()):
-        """Args: visible: of all lines that are to be done again."""
+    def __init__(self, records: Iterable[Mapping[str, Any]] = ()):
         found: dict[str, list[Gap]] = {}
-        for integrated in visible:
-            for writer, ranges in integrated["skipped"].items():
+        for record in records:
+            for writer, ranges in record["skipped"].items():
                 found.setdefault(writer, []).extend(Gap(writer, *each) for each in ranges)
         self._gaps = {writer: merged(gaps) for writer, gaps in found.items()}
 
@@ -74,3 +84,16 @@ class KnownGaps:
         first = bisect.bisect_right(gaps, start, key=lambda gap: gap.stop)
         last = bisect.bisect_left(gaps, stop, key=lambda gap: gap.start)
         return [gap.within(start, stop) for gap in gaps[first:last]]
+
+
+class Losses:
+    """The losses of a journal, by the step since which they count."""
+
+    def __init__(self, lines: Iterable[Mapping[str, Any]] = ()):
+        """Args: lines: all that are to be done again."""
+        records = [record for line in lines for record in line["visible"] if "since" in record]
+        self._records = sorted(records, key=lambda record: record["since"])
+
+    def until(self, step: int) -> list[Mapping[str, Any]]:
+        """The records that count at a step."""
+        return [record for record in self._records if record["since"] <= step]

@@ -155,6 +155,17 @@ class ReplayIndex(Window):
         self.totals["damaged"] += (stop - start) * (kind == "damaged")
         self.heads[writer] = max(self.heads[writer], stop)
 
+    def lose(self, writer: str, start: int, stop: int) -> None:
+        """Takes the resident rows among [start, stop) of a writer out of the window; they count as damaged, and not as seen."""
+        of_writer = (self.slot_query >= 0) & (self.slot_writer == self._writer_number.get(writer, -1))
+        for slot in np.flatnonzero(of_writer & (self.slot_row >= start) & (self.slot_row < stop)).tolist():
+            query_id, identity, counts = self._order.pop(slot)
+            del self._groups[query_id][identity]
+            self._leave(slot, query_id)
+            counts["seen"] -= 1
+            counts["damaged"] += 1
+            self.totals.update(seen=-1, damaged=1)
+
     def _open_writer(self, writer: str) -> None:
         if writer not in self.heads:
             self._writer_number[writer] = len(self.writers)
@@ -216,14 +227,16 @@ class ReplayIndex(Window):
 
     def _evict(self, slot: int, rule: str) -> None:
         query_id, identity, counts = self._order.pop(slot)
-        number, group = self._query_number[query_id], self._groups[query_id]
         counts[_EVICTED[rule]] += 1
-        untrained = not self._row_draws[slot]
         if rule != "duplicate":
-            counts["evicted_untrained"] += untrained
-            del group[identity]
-        if not untrained:
-            self._row_draws[slot] = 0  # as in every free slot
+            counts["evicted_untrained"] += not self._row_draws[slot]
+            del self._groups[query_id][identity]
+        self._leave(slot, query_id)
+
+    def _leave(self, slot: int, query_id: int) -> None:
+        """Frees the slot of a row that has left its group."""
+        number, group = self._query_number[query_id], self._groups[query_id]
+        self._row_draws[slot] = 0  # as in every free slot
         self._query_rows[number] = len(group)
         self._slot_query[slot] = self._arrival[slot] = -1
         heapq.heappush(self._free_slots, slot)

@@ -1,17 +1,19 @@
 """The write-ahead journal of the trainer: one durable line a step, before anything shows the update.
 
 Each trainer process writes its own file, `epoch-000001.jsonl`, under the epoch its lease gave it. `read_lineage` joins
-the files to the one history that a resumed trainer replays.
+the files to the one history that a resumed trainer replays, and reads no more of it than the steps that are asked for.
 """
 
 import concurrent.futures
+import dataclasses
 import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -19,6 +21,7 @@ from tba_jax.run import places
 from tba_jax.trajectory import Rows
 
 _JOURNAL_NAME = re.compile(r"epoch-(\d{6})\.jsonl")
+_BLOCK = 1 << 18  # bytes that are read at once
 
 
 def journal_line(
@@ -106,53 +109,165 @@ class Journal:
         os.close(self._file)
 
 
-def read_lineage(folder: Path, *, must_exist: bool = False) -> list[dict[str, Any]]:
-    """The lines of steps 1, 2, … that count: a step recorded by several epochs belongs to the highest.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Stretch:
+    """Lines of consecutive steps in the file of one epoch. first: their first step; begin, end: where they are, in bytes."""
 
-    Lines of an epoch at or after the first step of a later epoch were abandoned and are left out. The last line of a
-    file that a crash tore is ignored: no update followed it. Without a folder there are no lines.
+    path: Path
+    epoch: int
+    first: int
+    begin: int
+    end: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lineage:
+    """Where the lines that count are, of the steps after one step. The lines stay in their files: a pass holds one at a time.
+
+    after: that step. epoch: the epoch that recorded it, 0 where none did.
+    last: the last step of the whole journal, 0 where it is empty. A journal that was cut may end before `after`.
+    """
+
+    after: int
+    epoch: int
+    last: int
+    stretches: tuple[_Stretch, ...]
+
+    @property
+    def epochs(self) -> list[int]:
+        """The epochs that the lines are of, ascending."""
+        return [stretch.epoch for stretch in self.stretches]
+
+    def __len__(self) -> int:
+        return max(0, self.last - self.after)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for stretch in self.stretches:
+            with open(stretch.path, "rb", buffering=_BLOCK) as file:
+                at = file.seek(stretch.begin)
+                while at < stretch.end:
+                    content = file.readline()
+                    at += len(content)
+                    yield json.loads(content)
+
+
+def read_lineage(folder: Path, *, after: int = 0, must_exist: bool = False) -> Lineage:
+    """The lines of the steps `after` + 1, `after` + 2, … that count: a step recorded by several epochs belongs to the highest.
+
+    Lines of an epoch at or after the first step of a later epoch were abandoned and are left out. The last line of a file that
+    a crash tore is ignored: no update followed it. Without a folder there are no lines.
+
+    The files are read from their ends back to the step `after`, so that the time follows from the lines after it, and the memory
+    from one block. Damage of lines up to that step does no harm.
 
     Args: must_exist: the caller knows that there is a folder.
 
     Raises:
       FileNotFoundError: the folder must exist and does not.
-      ValueError: a malformed line before the last (file and line number), or a missing step.
+      ValueError: after `after`, a line is malformed (file and line number) or a step is missing.
     """
     try:
         names = os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
         if must_exist:
             raise
-        return []
-    epochs = sorted((int(match[1]) for name in names if (match := _JOURNAL_NAME.fullmatch(name))), reverse=True)
-    lineage: list[dict[str, Any]] = []
-    for epoch in epochs:
-        lines = _read_epoch(folder / f"epoch-{epoch:06d}.jsonl", epoch)
-        first = lineage[0]["step"] if lineage else None
-        lineage = [line for line in lines if first is None or line["step"] < first] + lineage
-    for expected, line in enumerate(lineage, start=1):
-        if line["step"] != expected:
-            raise ValueError(
-                f"the journal in {folder} lacks step {expected}: epoch {line['epoch']} goes on with step {line['step']}"
-            )
-    return lineage
+        names = []
+    found: list[_Stretch] = []
+    last = epoch_of_after = 0
+    for epoch in sorted((int(match[1]) for name in names if (match := _JOURNAL_NAME.fullmatch(name))), reverse=True):
+        before = found[0].first if found else sys.maxsize
+        stretch, newest, lowest = _find_stretch(folder / f"epoch-{epoch:06d}.jsonl", epoch, after=after, before=before)
+        if found and 0 < newest < before - 1:
+            break
+        if stretch is not None:
+            found.insert(0, stretch)
+        last = last or newest
+        if lowest == after > 0:
+            epoch_of_after = epoch
+        if newest and lowest <= after:
+            break
+    if found and found[0].first > after + 1:
+        following = f"epoch {found[0].epoch} goes on with step {found[0].first}"
+        raise ValueError(f"the journal in {folder} lacks step {found[0].first - 1}: {following}")
+    return Lineage(after=after, epoch=epoch_of_after, last=last, stretches=tuple(found))
 
 
-def _read_epoch(path: Path, epoch: int) -> list[dict[str, Any]]:
-    *complete, torn = path.read_bytes().split(b"\n")
-    lines: list[dict[str, Any]] = []
-    for number, content in enumerate(complete, start=1):
-        try:
-            line = json.loads(content)
-            step, written_by = int(line["step"]), int(line["epoch"])
-            line_ids(line)
-        except (ValueError, KeyError, TypeError, IndexError) as error:
-            # A device may persist the newline of a torn line before the line itself.
-            if number == len(complete) and not torn:
-                break
-            raise ValueError(f"{path} line {number} is not a journal line: {error}") from error
-        if written_by != epoch or (lines and step != lines[-1]["step"] + 1):
-            after = f"step {lines[-1]['step']}" if lines else "nothing"
-            raise ValueError(f"{path} line {number}: step {step} of epoch {written_by} follows {after}")
-        lines.append(line)
-    return lines
+def last_step(folder: Path) -> int:
+    """The last journalled step, 0 where there is none. Reads one line. Raises ValueError where that is malformed."""
+    return read_lineage(folder, after=sys.maxsize).last
+
+
+def _find_stretch(path: Path, epoch: int, *, after: int, before: int) -> tuple[_Stretch | None, int, int]:
+    """The lines of an epoch whose steps are above `after` and below `before`, None where there are none.
+
+    Returns also the last step of the file and the first that was looked for, 0 where the file has no lines.
+    """
+    newest = step = first = begin = end = 0
+    for step, line_begin, line_end in _steps_from_the_end(path, epoch, after=after, before=before):
+        newest = newest or step
+        if after < step < before:
+            first, begin, end = step, line_begin, end or line_end
+    stretch = _Stretch(path=path, epoch=epoch, first=first, begin=begin, end=end) if end else None
+    return stretch, newest, step
+
+
+def _steps_from_the_end(path: Path, epoch: int, *, after: int, before: int) -> Iterator[tuple[int, int, int]]:
+    """Step, begin and end in bytes of each whole line, the last first, down to the first line that is not above `after`.
+
+    Steps of a file are consecutive: the lines that are not between `after` and `before` have their steps whatever is in them.
+    """
+    with open(path, "rb") as file:
+        lines = _lines_from_the_end(file)
+        torn = bool(next(lines)[1])
+        following = 0
+        for at, content in lines:
+            step = following - 1
+            if not following or after < step < before:
+                try:
+                    step, written_by = _parsed(content)
+                except (ValueError, KeyError, TypeError, IndexError) as error:
+                    # A device may persist the newline of a torn line before the line itself.
+                    if not following and not torn:
+                        torn = True
+                        continue
+                    raise ValueError(f"{path} line {_line_number(file, at)} is not a journal line: {error}") from error
+                if written_by != epoch or (following and step != following - 1):
+                    place = f"before step {following}" if following else "at the end"
+                    raise ValueError(f"{path} line {_line_number(file, at)}: step {step} of epoch {written_by} stands {place}")
+            yield step, at, at + len(content) + 1
+            if step <= after:
+                return
+            following = step
+
+
+def _parsed(content: bytes) -> tuple[int, int]:
+    """Step and epoch of a line. Raises ValueError, KeyError, TypeError or IndexError where it is no journal line."""
+    line = json.loads(content)
+    line_ids(line)
+    return int(line["step"]), int(line["epoch"])
+
+
+def _lines_from_the_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """What follows the last newline, then each whole line, the last first: where it begins, and its content."""
+    at = file.seek(0, os.SEEK_END)
+    rest = b""
+    while at:
+        begin = max(0, at - _BLOCK)
+        file.seek(begin)
+        rest, *others = (file.read(at - begin) + rest).split(b"\n")
+        end = begin + len(rest) + sum(map(len, others)) + len(others)
+        for content in reversed(others):
+            end -= len(content)
+            yield end, content
+            end -= 1
+        at = begin
+    yield 0, rest
+
+
+def _line_number(file: BinaryIO, at: int) -> int:
+    """The number of the line that begins at a byte, from 1."""
+    number = 1
+    file.seek(0)
+    while at and (block := file.read(min(at, _BLOCK))):
+        number, at = number + block.count(b"\n"), at - len(block)
+    return number

@@ -15,6 +15,7 @@ LONGEST_POLL_SECONDS = 1800.0
 # A folder that changed so recently may change again without another time of change; and now and then one is listed anyway.
 _SETTLED_SECONDS = 5.0
 _RELIST_SECONDS = 60.0
+_LIST_SECONDS = 10.0  # of an object store
 BURST_SECONDS = 10.0
 # Keys in one reply of an object store.
 _PAGE = 1000
@@ -54,8 +55,8 @@ class WatchedFolder:
     def names(self, *, always: bool) -> list[str] | None:
         """The names in the folder; None where they are those of the last call, as far as a cheap look tells.
 
-        A local folder is listed when its time of change is another. One of an object store is listed at every call while one
-        reply holds its names, else as much less often as it takes more replies.
+        A local folder is listed when its time of change is another. One of an object store is listed every ten seconds, and as
+        much less often as its names take more replies.
         """
         now = time.monotonic()
         if isinstance(self._folder, Path):
@@ -67,8 +68,8 @@ class WatchedFolder:
                 return None
             self._listed = now
             return places.names_in(self._folder)
-        early = now - self._listed < (self.pages - 1) * places.OBJECT_STORE_POLL_SECONDS
-        if not always and (early or self._allowance.left() < self.pages):
+        early = now - self._listed < self.pages * _LIST_SECONDS
+        if not always and (early or not self._allowance.left()):
             return None
         names = places.names_in(self._folder)
         self._listed, self.pages = now, 1 + len(names) // _PAGE
@@ -77,7 +78,7 @@ class WatchedFolder:
 
     def list_again(self) -> None:
         """The next call of `names` lists the folder."""
-        self._changed, self.pages = time.monotonic(), 1
+        self._changed, self._listed = time.monotonic(), -math.inf
 
 
 def _time_of_change(folder: Path) -> tuple[int, int] | None:

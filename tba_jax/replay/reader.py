@@ -1,5 +1,6 @@
 """Reads the rows of replay logs: of all writers under a replay folder, and of those of other runs that are mounted."""
 
+import math
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,18 +10,19 @@ import numpy as np
 
 from tba_jax.replay.expiry import RowsExpired
 from tba_jax.replay.segment import LogSchema, segment_name
-from tba_jax.replay.writers import Writers
+from tba_jax.replay.writers import REQUESTS_PER_MINUTE, Writers
 from tba_jax.run import places, processes
 from tba_jax.run.places import STORAGE_ERRORS, Place
 from tba_jax.trajectory import Rows, RowShape
 
-# Below a committed head these errors mean that storage lags; any other error means damage. The last two appear while a data file
-# is not there yet: the database reads it as empty, and the checksum or the metadata parser refuses.
-_LAGGING = re.compile(r"NOT_FOUND:|.*(Input size of 0 is less than digest size|Invalid JSON)", re.DOTALL)
+# Below a committed head this error means damage, unless the file is empty, as one is that is not there yet. Any other error may
+# mean that storage lags.
+_DAMAGED = re.compile(r"DATA_LOSS:(?!.*Input size of 0 is less than digest size)", re.DOTALL)
 # These mean that storage does not answer: nothing is known of the rows.
 _AWAY = re.compile(r"(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|RESOURCE_EXHAUSTED|PERMISSION_DENIED|UNAUTHENTICATED):")
 # A segment that nothing was missing from for so long has got over it, and has a new deadline.
 _OVER_SECONDS = 60.0
+_SEGMENTS_REMEMBERED = 10_000
 _READ_AHEAD_APPENDS = 16
 # Appends whose reading may have started before anyone asked for their rows.
 PREFETCHED_APPENDS = 64
@@ -52,14 +54,14 @@ class LogReader(Writers):
         *,
         mounts: Sequence[Place] = (),
         patience_seconds: float = 30.0,
-        **polling: float,
+        requests_per_minute: float = REQUESTS_PER_MINUTE,
     ):
         """
         Args:
-          root, mounts, polling: see Writers.
+          root, mounts, requests_per_minute: see Writers.
           patience_seconds: how long committed chunks of a segment may stay "not found" on slow storage before they count as lost.
         """
-        super().__init__(root, shape, mounts=mounts, **polling)
+        super().__init__(root, shape, mounts=mounts, requests_per_minute=requests_per_minute)
         self._patience_seconds = patience_seconds
         # (writer, segment) -> when chunks of it began to be missing, and when one was last: the deadline is of the segment.
         self._missing_since: dict[tuple[str, int], tuple[float, float]] = {}
@@ -173,8 +175,7 @@ class LogReader(Writers):
     def _finish(self, writer: str, schema: LogSchema, append: int, started: Any, wait: bool) -> dict[str, np.ndarray]:
         start, stop = append * schema.rows_per_append, (append + 1) * schema.rows_per_append
         segment = append // schema.segment_appends
-        deadline = time.monotonic() + self._patience_seconds
-        pause = 0.01
+        deadline, pause = math.inf, 0.01
         while True:
             try:
                 if isinstance(started, Exception):
@@ -189,6 +190,8 @@ class LogReader(Writers):
                 reason = f"{self.folder(writer) / segment_name(segment)}: {error}"
                 if not self._may_come(writer, segment, error):
                     raise LogCorruption(writer, start, stop, reason) from error
+                # From the first failure on, so that what is missing has had its time before.
+                deadline = min(deadline, time.monotonic() + self._patience_seconds)
                 if not wait or time.monotonic() > deadline:
                     raise RowsPending(writer, start, stop, reason) from error
             time.sleep(pause)
@@ -203,15 +206,23 @@ class LogReader(Writers):
         """Whether rows of a segment that cannot be read may be readable later."""
         if _AWAY.match(str(error)) or processes.is_storage_failure(OSError(str(error))):
             return True
-        if not _LAGGING.match(str(error)):
+        if _DAMAGED.match(str(error)):
             return False
         now, patience = time.monotonic(), self._patience_seconds
         since, last = self._missing_since.get((writer, segment), (now, now))
         if now - last > max(patience, _OVER_SECONDS):
             since = now
+        if len(self._missing_since) > _SEGMENTS_REMEMBERED:
+            self._missing_since.clear()
         self._missing_since[writer, segment] = since, now
-        # Without the registration the whole log is away: a folder that was moved, or a mount that is lost.
-        return now - since < patience or not places.exists(self._registration(writer))
+        return now - since < patience or not self._is_there(writer)
+
+    def _is_there(self, writer: str) -> bool:
+        """Whether a writer's registration is there. Else the log is away: a folder that was moved, or a mount that is lost."""
+        try:
+            return places.exists(self._registration(writer))
+        except OSError:
+            return False
 
 
 def _as_slice(numbers: np.ndarray) -> slice | np.ndarray:

@@ -12,12 +12,9 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from tba_jax.replay import gaps as gaps_lib
-from tba_jax.replay import journal
 from tba_jax.replay.expiry import RowsExpired
-from tba_jax.replay.gaps import Gap, KnownGaps
+from tba_jax.replay.gaps import Gap
 from tba_jax.replay.index import ReplayIndex
 from tba_jax.replay.reader import LogCorruption, LogReader, RowsPending
 from tba_jax.trajectory import Rows, concatenate
@@ -31,11 +28,11 @@ _PARTS = 4
 _ROUNDS = 16
 # Rows that cannot be read yet are asked for again after pauses up to this.
 _LONGEST_PAUSE = 5.0
-_PROBLEMS_KEPT = 1000
+_NAMED_AT_MOST = 1000
 
 
 @dataclasses.dataclass
-class _Part:
+class Part:
     """Rows of one writer up to `head`, without those in gaps."""
 
     head: int
@@ -51,7 +48,7 @@ class _Part:
 class _Round:
     """Writer -> its part. is_last: whether no writer had more rows that could be read."""
 
-    parts: dict[str, _Part]
+    parts: dict[str, Part]
     is_last: bool
 
     @property
@@ -70,14 +67,14 @@ def _read_before(reader: LogReader, writer: str, begin: int, stop: int, *, wait:
     return None, error
 
 
-def _read_part(reader: LogReader, writer: str, begin: int, end: int, known: Sequence[Gap] = (), *, wait: bool) -> _Part:
+def read_part(reader: LogReader, writer: str, begin: int, end: int, known: Sequence[Gap] = (), *, wait: bool) -> Part:
     """Rows [begin, end) of a writer without the known gaps and those that are found.
 
     Args: known: ascending, within the rows. wait: for rows that cannot be read yet; else the part ends before the first of them.
 
     Raises: RowsPending where `wait` was in vain.
     """
-    part, bounds = _Part(begin, [], []), [*known, Gap(writer, end, end, "")]
+    part, bounds = Part(begin, [], []), [*known, Gap(writer, end, end, "")]
     for gap in bounds:
         while part.head < gap.start:
             stop = min(part.head + _ROWS_PER_READ, gap.start)
@@ -111,7 +108,7 @@ def _merge(runs: Iterable[Rows]) -> list[Rows]:
     return [concatenate(group) if len(group) > 1 else group[0] for group in groups]
 
 
-def _take(index: ReplayIndex, reader: LogReader, writer: str, part: _Part, *, step: int) -> None:
+def take_part(index: ReplayIndex, reader: LogReader, writer: str, part: Part, *, step: int) -> None:
     """Gives the index the next rows of a writer, and the number of those that it does not get."""
     for rows in _merge(part.runs):
         index.add(writer, rows, step=step, own=reader.is_own(writer))
@@ -167,7 +164,8 @@ class Tail:
         self._room = threading.Event()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._follow, name="replay-tail", daemon=True)
-        self._gaps: collections.deque[Gap] = collections.deque(maxlen=_PROBLEMS_KEPT)
+        # Gaps that messages name: a writer that is passed over again and again is named once.
+        self._named: dict[tuple[str, ...], Gap] = {}
         # Writer -> why its next rows cannot be read yet.
         self._pending: dict[str, str] = {}
 
@@ -229,9 +227,9 @@ class Tail:
             rows = min(rows, self._most_behind // _ROUNDS // of)
         return max(math.ceil(rows / size), 1) * size
 
-    def _read_writer(self, writer: str, begin: int, end: int) -> _Part | None:
+    def _read_writer(self, writer: str, begin: int, end: int) -> Part | None:
         behind = self._behind[writer]
-        part = _read_part(self._reader, writer, begin, end, wait=False)
+        part = read_part(self._reader, writer, begin, end, wait=False)
         if part.head < end:
             behind.not_before, behind.pause = time.monotonic() + behind.pause, min(2 * behind.pause, _LONGEST_PAUSE)
             self._pending[writer] = f"replay log of writer {writer}: rows from {part.head} on cannot be read yet"
@@ -243,7 +241,8 @@ class Tail:
             behind.gap = None
         elif part.head == begin:
             return None
-        self._gaps.extend(part.gaps)
+        for gap in part.gaps if len(self._named) < _NAMED_AT_MOST else ():
+            self._named.setdefault((writer, gap.kind, *([str(gap.start)] * (gap.kind == "damaged"))), gap)
         self._read_to[writer] = behind.begin = part.head
         if behind.begin == behind.head:
             del self._behind[writer]
@@ -272,24 +271,24 @@ class Tail:
         """Adds what has arrived to the index, as visible from `step` on.
 
         Returns:
-          what the journal records of it: one gaps.visible for each group of rounds that went in at once, writer by writer.
+          records for the journal: one gaps.integration for each group of rounds that went in at once, writer by writer.
         """
         if self._failure is not None:
             raise self._failure
         self._news.clear()
-        told = []
+        records = []
         while groups := self._grouped(self._arrived()):
             for group in groups:
                 for writer in sorted(group):
-                    _take(index, self._reader, writer, group[writer], step=step)
+                    take_part(index, self._reader, writer, group[writer], step=step)
                     self._taken_bytes += group[writer].bytes
                     group[writer].runs.clear()
                 self._room.set()
                 heads = {writer: part.head for writer, part in group.items()}
-                told.append(gaps_lib.visible(heads, [gap for part in group.values() for gap in part.gaps]))
+                records.append(gaps_lib.integration(heads, [gap for part in group.values() for gap in part.gaps]))
             if self._thread.is_alive():
                 break
-        return told
+        return records
 
     def _arrived(self) -> list[_Round]:
         """The rounds that the thread has read; without a thread the next one."""
@@ -300,9 +299,9 @@ class Tail:
                 return [found]
         return []
 
-    def _grouped(self, arrived: Iterable[_Round]) -> list[dict[str, _Part]]:
+    def _grouped(self, arrived: Iterable[_Round]) -> list[dict[str, Part]]:
         """Writer -> part of rounds that follow one another. Rounds of a trainer that catches up stay apart, in their order."""
-        groups: list[dict[str, _Part]] = []
+        groups: list[dict[str, Part]] = []
         was_last = False
         for each in arrived:
             if not (was_last and each.is_last):
@@ -320,7 +319,7 @@ class Tail:
 
     def problems(self) -> list[str]:
         """Sentences about folders and rows that are left out."""
-        return [*self._reader.problems.values(), *map(str, tuple(self._gaps)), *tuple(self._pending.values())]
+        return [*self._reader.problems.values(), *map(str, tuple(self._named.values())), *tuple(self._pending.values())]
 
     def close(self) -> None:
         self._stop.set()
@@ -337,43 +336,3 @@ def _level(counts: Sequence[int], total: int) -> int:
             return left // number
         left, number = left - count, number - 1
     return max(counts, default=0)
-
-
-def replay_visible(
-    index: ReplayIndex, reader: LogReader, visible: Mapping[str, Any], known: KnownGaps, *, step: int
-) -> list[Gap]:
-    """Does again what `Tail.integrate` did when it told `visible`.
-
-    Args: known: the gaps of all journal lines that are done again; what is in them is not read.
-
-    Returns:
-      gaps that are new: rows that could be read then, and cannot be read any more.
-
-    Raises: RowsPending where storage does not answer.
-    """
-    heads: Mapping[str, int] = visible["heads"]
-    found: list[Gap] = []
-    for writer in sorted(heads):
-        if (begin := index.heads.get(writer, 0)) >= heads[writer]:
-            continue
-        there = known.within(writer, begin, heads[writer])
-        part = _read_part(reader, writer, begin, heads[writer], there, wait=True)
-        _take(index, reader, writer, part, step=step)
-        found += [gap for gap in part.gaps if gap not in there]
-    return found
-
-
-def not_resident(reader: LogReader, line: Mapping[str, Any], slots: np.ndarray) -> ValueError:
-    """Why a journalled batch cannot be drawn again: the row that is missing, and what is wrong with it.
-
-    Args: slots: int[B], of the batch's rows; −1 where one is not resident.
-    """
-    writer, row = journal.line_ids(line)[int((slots < 0).argmax())]
-    try:
-        reader.read_ids([(writer, row)])
-    except (ValueError, RowsPending) as error:
-        return ValueError(
-            f"step {line['step']} drew row {writer}:{row}, which cannot be read any more: {error}. Restore it, or begin a new "
-            "run from a snapshot (--init_from=RUN@STEP)"
-        )
-    return ValueError(f"step {line['step']} drew row {writer}:{row}, which was not resident: log and journal disagree")

@@ -27,12 +27,12 @@ _ACTIVE_FIRST_SECONDS = 60.0
 # Between looks at what has expired. Who finds that rows are missing looks at once.
 _EXPIRED_SECONDS = 10.0
 # Requests to object stores a minute where no setting says another number.
-_REQUESTS_PER_MINUTE = 1200
+REQUESTS_PER_MINUTE = 1200
 
 
 @dataclasses.dataclass
 class _Followed:
-    """How far a writer's log has been seen. version: of the segment's manifest. started: wall time, of the process that writes.
+    """How far a writer's log has been seen. version: of the segment's manifest.
     news, due: time of the last news, and when it is to be asked again, time.monotonic().
     is_seen: whether its head has been read; the first head is no news."""
 
@@ -41,7 +41,6 @@ class _Followed:
     schema: LogSchema
     segment: int
     rows: int
-    started: float
     version: bytes = b""
     news: float = dataclasses.field(default_factory=time.monotonic)
     due: float = 0.0
@@ -58,7 +57,11 @@ class _Followed:
 
 @dataclasses.dataclass
 class _Root:
-    """A replay folder that is followed. version, expired: of its list of expired segments. ignored: entries, and why."""
+    """A replay folder that is followed.
+
+    version, expired: of its list of expired segments; unknown: why that cannot be read. is_new: whether its writers have not been
+    looked for. ignored, strangers: registrations and other entries that are not followed, and why.
+    """
 
     place: Place
     register: polling.WatchedFolder
@@ -66,6 +69,7 @@ class _Root:
     version: bytes = b""
     expired: dict[str, frozenset[int]] = dataclasses.field(default_factory=dict)
     followed: set[str] = dataclasses.field(default_factory=set)
+    unknown: str = ""
     is_new: bool = True
     ignored: dict[str, str] = dataclasses.field(default_factory=dict)
     strangers: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -83,7 +87,7 @@ class Writers:
     """
 
     def __init__(
-        self, root: Place, shape: RowShape, *, mounts: Sequence[Place] = (), requests_per_minute: float = _REQUESTS_PER_MINUTE
+        self, root: Place, shape: RowShape, *, mounts: Sequence[Place] = (), requests_per_minute: float = REQUESTS_PER_MINUTE
     ):
         """
         Args:
@@ -113,7 +117,7 @@ class Writers:
 
     def heads(self) -> dict[str, int]:
         """Committed rows of every followed writer; asks all of them."""
-        self._look(self._followed.keys(), always=True)
+        self._update(self._followed.keys(), always=True)
         return {name: followed.rows for name, followed in self._followed.items()}
 
     def news(self, *, spare_quiet: bool = False) -> dict[str, int]:
@@ -122,11 +126,11 @@ class Writers:
         Args: spare_quiet: asks writers at a falling rate while they have no news (most have ended; polling.pause_seconds), object
           stores within requests_per_minute, and so sees some news late.
         """
-        self._look(self._take_due() if spare_quiet else self._followed.keys(), always=not spare_quiet)
+        self._update(self._take_due() if spare_quiet else self._followed.keys(), always=not spare_quiet)
         moved, self._moved = sorted(self._moved), set()
         return {name: self._followed[name].rows for name in moved}
 
-    def _look(self, asking: Iterable[str], *, always: bool) -> None:
+    def _update(self, asking: Iterable[str], *, always: bool) -> None:
         asking, now = list(asking), time.monotonic()
         if always or now - self._asked_expired > _EXPIRED_SECONDS:
             self._refresh_expired()
@@ -136,7 +140,8 @@ class Writers:
         for begin in range(0, len(asking), _HEADS_AT_ONCE):
             self._advance_all(asking[begin : begin + _HEADS_AT_ONCE])
         # As a whole: another thread may be reading them.
-        ignored = [found for root in self._roots.values() for found in (root.ignored, root.strangers)]
+        unknown = {str(root.place / EXPIRED): root.unknown for root in self._roots.values() if root.unknown}
+        ignored = [unknown, *(found for root in self._roots.values() for found in (root.ignored, root.strangers))]
         stays = {writer: f"it stays at row {self._followed[writer].rows}: {each}" for writer, each in self._head_errors.items()}
         heads = {writer: f"the head of writer {writer} cannot be read, {told}" for writer, told in stays.items()}
         self.problems = {name: told for each in ignored for name, told in each.items()} | heads
@@ -144,8 +149,8 @@ class Writers:
     def _take_due(self) -> list[str]:
         """The writers that are to be asked now, those that have waited longest first; each is scheduled again."""
         now, taken = time.monotonic(), []
-        # The rest is for what has expired and for the register.
-        left = self._allowance.left() - sum(1 + root.register.pages for root in self._roots.values())
+        # The other half is for what has expired and for the registers.
+        left = (self._allowance.left() + 1) // 2
         while self._due and self._due[0][0] <= now:
             at, writer = self._due[0]
             followed = self._followed[writer]
@@ -166,8 +171,7 @@ class Writers:
     def _schedule(self, writer: str, pause: float) -> None:
         """Has a writer asked after a pause; one without a pause comes before those that are not overdue by a minute."""
         followed = self._followed[writer]
-        # Of equal ones the writer that began last comes first.
-        followed.due = time.monotonic() + (pause or -_ACTIVE_FIRST_SECONDS) - 1e-12 * followed.started
+        followed.due = time.monotonic() + (pause or -_ACTIVE_FIRST_SECONDS)
         heapq.heappush(self._due, (followed.due, writer))
 
     def folder(self, writer: str) -> Place:
@@ -210,7 +214,16 @@ class Writers:
         self._allowance.spend(sum(isinstance(place, places.Bucket) for place in watched))
         for place, version in places.changed(watched).items():
             if isinstance(version, bytes):
-                self._roots[place].version, self._roots[place].expired = version, expired_segments(place)
+                self._take_expired(self._roots[place], version)
+
+    def _take_expired(self, root: _Root, version: bytes) -> None:
+        try:
+            root.expired, root.unknown = expired_segments(root.place), ""
+        except ValueError as error:
+            if root.place == self._own:
+                raise  # its trainer has mended it before it reads
+            root.unknown = f"what has been removed of {root.place} is not known, and such rows count as damaged: {error}"
+        root.version = version
 
     def _gone(self, writer: str) -> frozenset[int]:
         """Segments of a writer that retention has removed."""
@@ -271,8 +284,7 @@ class Writers:
         try:
             if not name.endswith(".json") or not WRITER_NAME.fullmatch(writer):
                 raise ValueError("it is not the registration of a writer")
-            described = layout.read_json(file)
-            schema = LogSchema.from_json(described["schema"])
+            schema = LogSchema.from_json(layout.read_json(file)["schema"])
             if difference := schema.difference(self.shape):
                 raise ValueError(f"its rows have another schema: {difference}")
             first = max(root.expired.get(writer, ()), default=-1) + 1
@@ -282,10 +294,9 @@ class Writers:
         except (ValueError, TypeError, KeyError) as error:
             self._refused[file] = f"{file} is ignored: {error}"
             return ValueError(self._refused[file])
-        started = described["info"].get("started", 0.0) if isinstance(described.get("info"), dict) else 0.0
         # A writer opens a segment once the one before is full, so the last segment tells all.
         folder, rows = root.place / writer, last * schema.segment_rows
-        return _Followed(root.place, folder, schema, segment=last, rows=rows, started=float(started))
+        return _Followed(root.place, folder, schema, segment=last, rows=rows)
 
     def _advance_all(self, asking: Sequence[str]) -> None:
         """Brings these writers up to date; all that have news are asked at once."""
@@ -296,7 +307,7 @@ class Writers:
             for writer in asking:
                 version = versions.get(writer)
                 if isinstance(version, OSError):
-                    full += [writer] * self._stays(writer, version)
+                    full += [writer] * self._note_head_error(writer, version)
                 elif version is not None:
                     segment = self._segment_of_news(writer)
                     reads[writer] = version, segment, segment.start_head()
@@ -304,10 +315,11 @@ class Writers:
                     self._head_errors.pop(writer, None)
             asking = full + [writer for writer, read in reads.items() if self._finish_head(writer, *read)]
 
-    def _stays(self, writer: str, error: Exception) -> bool:
+    def _note_head_error(self, writer: str, error: Exception) -> bool:
         """Notes why a head cannot be read. Returns whether the rows of the segment count as committed all the same."""
         followed = self._followed[writer]
-        if not processes.is_storage_failure(OSError(str(error))) and self._has_next(followed):
+        is_damage = not processes.is_storage_failure(OSError(str(error)))
+        if is_damage and followed.rows < followed.stop and self._has_next(followed):
             followed.rows = followed.stop
             self._moved.add(writer)
             return True
@@ -347,7 +359,7 @@ class Writers:
             if head is not None and not followed.rows <= head["rows"] <= followed.stop:
                 raise ValueError(f"DATA_LOSS: segment {segment_name(followed.segment)} says {head['rows']} rows")
         except STORAGE_ERRORS as error:
-            return self._stays(writer, error)
+            return self._note_head_error(writer, error)
         self._head_errors.pop(writer, None)
         followed.version = version
         if followed.is_seen:

@@ -59,11 +59,9 @@ class ResponseEmbedder:
         """Args: see read_config. Raises ValueError naming the setting if the folder cannot be used."""
         config, folder = read_config(folder, setting=setting), load.resolve_folder(folder)
         self._config, self._rows, self._forward = config, rows_of_pass(mesh), forward(config, mesh)
-        self._tokenizer, whole = (Tokenizer.from_file(str(folder / "tokenizer.json")) for _ in range(2))
-        for each in self._tokenizer, whole:
-            each.no_padding()
-            each.no_truncation()
-        self._escaped = Escaper(whole)
+        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self._tokenizer.no_padding()
+        self._escaped = Escaper(self._tokenizer)
         self._tokenizer.enable_truncation(config.position_limit)
         if self._tokenizer.get_vocab_size() > config.vocab:
             raise ValueError(f"{folder}: the tokenizer has {self._tokenizer.get_vocab_size()} ids, the encoder {config.vocab}")

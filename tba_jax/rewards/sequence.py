@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tokenizers
 from jax.sharding import Mesh
 
 from tba_jax import sharding
@@ -128,8 +127,8 @@ class SequenceClassifier:
             return
         self._limit = most_tokens(config)
         self._tokenizer.truncation_side = "right"
-        whole = tokenizers.Tokenizer.from_str(self._tokenizer.backend_tokenizer.to_str())  # no call sets its truncation
-        self._escaped = Escaper(whole, names=self._tokenizer.all_special_tokens, ids=self._tokenizer.all_special_ids)
+        names, ids = self._tokenizer.all_special_tokens, self._tokenizer.all_special_ids
+        self._escaped = Escaper(self._tokenizer.backend_tokenizer, names=names, ids=ids)
         self._rows = batch_rows * mesh.size
         devices = sharding.make_mesh((mesh.size, 1, 1), setting=setting, devices=list(mesh.devices.flat))
         config = hardware.on_device(config, mesh.devices.flat[0], section=setting.rpartition(".")[0])

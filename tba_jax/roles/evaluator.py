@@ -1,6 +1,7 @@
 """The evaluator: decodes held-out queries with chosen snapshots, and writes one JSON report for each."""
 
 import collections
+import functools
 import logging
 import math
 import time
@@ -21,6 +22,7 @@ from tba_jax.roles.reference import policy_mesh, text_columns
 from tba_jax.roles.sampler import Sampler
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout, places, snapshots
+from tba_jax.run.damaged_snapshots import DamagedSnapshots
 from tba_jax.run.metrics import MetricWriter, TimeAccount
 from tba_jax.tasks.interface import EncodedQuery, HasFinalAnswer, HasMeasures, Task
 from tba_jax.text.tokenizers import Tokenizer
@@ -36,6 +38,8 @@ REPORTED = (
 
 
 _MOST_NATS = 700.0  # exp of more is no float
+# What an evaluator does about a damaged snapshot, see DamagedSnapshots.
+NOT_EVALUATED = "It is not evaluated"
 
 
 class Evaluator:
@@ -79,7 +83,7 @@ class Evaluator:
         """Evaluates the snapshot of `step` and writes nothing.
 
         Raises:
-          FileNotFoundError: the snapshot was pruned.
+          FileNotFoundError: the snapshot was pruned. snapshots.Damaged: it is damaged.
           ValueError: a measure of the task has the name of another figure.
         """
         begin = time.time()
@@ -315,8 +319,12 @@ class PendingSteps:
 def run_evaluator(
     evaluator: Evaluator, config: Any, run: layout.RunDir, *, account: TimeAccount, stop: Callable[[], bool]
 ) -> None:
-    """Evaluates snapshots as they appear, until the last one of the finished run is done or `stop` says so."""
-    writer = MetricWriter(run.metrics("evaluator"))
+    """Evaluates snapshots as they appear, until the last one of the finished run is done or `stop` says so.
+
+    A damaged one is told, and left out until it is published again: neither this role nor the end of the run waits for it.
+    """
+    writer = MetricWriter(run.metrics("evaluator"), event_megabytes=config.metrics.event_megabytes)
+    damaged = DamagedSnapshots(run.policies, follows=NOT_EVALUATED)
 
     def afresh() -> PendingSteps:  # a trainer that resumes may have changed the last step
         return PendingSteps(run, every_steps=config.evaluation.every_steps, final_step=contract_lib.steps_of(run))
@@ -325,7 +333,7 @@ def run_evaluator(
     while not stop():
         finished = contract_lib.is_finished(run)  # read before the snapshots: the last one is published before it
         # At the end all snapshots are looked at once more: a trainer that resumed may have published steps that were not there.
-        pending = afresh()() if finished else pending_steps()
+        pending = damaged.without(afresh()() if finished else pending_steps())
         if not pending:
             if finished:
                 break
@@ -336,10 +344,13 @@ def run_evaluator(
             if run.id:
                 contract_lib.check_is_there(run)
             with account.measure("evaluate"):
-                report = evaluator.evaluate(pending[-1] if finished else pending[0])
+                step = pending[-1] if finished else pending[0]
+                report = damaged.attempt(step, functools.partial(evaluator.evaluate, step))
         except FileNotFoundError:
             # The snapshot was pruned meanwhile.
             pending_steps = afresh()
+            continue
+        if report is None:
             continue
         writer.write(report["step"], report_scalars(report) | account.shares())
         log.info("step %d: greedy reward %.3f, sampled %.3f", report["step"], report["greedy_reward"], report["sampled_reward"])

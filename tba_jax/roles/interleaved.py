@@ -3,17 +3,19 @@
 Searcher, trainer, replay log and snapshots are those of the asynchronous run; only nobody works at the same time.
 """
 
+import functools
 import time
 from collections.abc import Callable
 
-from tba_jax.roles.evaluator import Evaluator, PendingSteps, report_scalars
+from tba_jax.roles.evaluator import NOT_EVALUATED, Evaluator, PendingSteps, report_scalars
 from tba_jax.roles.searcher.appender import LOOK_SECONDS, SearchReport
 from tba_jax.roles.searcher.reward_watch import RewardWatch
 from tba_jax.roles.searcher.searcher import Searcher
 from tba_jax.roles.trainer.loop import end
 from tba_jax.roles.trainer.recorder import Recorder
 from tba_jax.roles.trainer.trainer import Trainer
-from tba_jax.run import layout
+from tba_jax.run import layout, processes, snapshots
+from tba_jax.run.damaged_snapshots import DamagedSnapshots
 from tba_jax.run.metrics import MetricWriter
 from tba_jax.run.status import Status
 
@@ -31,7 +33,8 @@ def run_interleaved(
 
     Fresh rows of step n come from the weights after n − 1 − lag updates.
     """
-    recorder, search_writer = Recorder(trainer, run), MetricWriter(run.metrics("searcher-0"))
+    recorder = Recorder(trainer, run)
+    search_writer = MetricWriter(run.metrics("searcher-0"), event_megabytes=trainer.config.metrics.event_megabytes)
     evaluations = _Evaluations(evaluator, run, trainer) if evaluator is not None else None
     trainer.flush_snapshot()
     if evaluations:
@@ -48,7 +51,7 @@ def run_interleaved(
         if not watch.may_search:
             time.sleep(trainer.config.searchers.poll_seconds)
             continue
-        searcher.load_step(max(0, trainer.step_number - trainer.config.schedule.lag))
+        _load(searcher, max(0, trainer.step_number - trainer.config.schedule.lag))
         searcher.advance(waits=goes_on)
         while not (reports := searcher.appended(wait_seconds=LOOK_SECONDS)) and goes_on():
             pass
@@ -73,17 +76,31 @@ def run_interleaved(
     return finished
 
 
+def _load(searcher: Searcher, step: int) -> None:
+    """Raises BadInput where the snapshot is damaged: the schedule asks for this one and no other."""
+    try:
+        searcher.load_step(step)
+    except snapshots.Damaged as error:
+        raise processes.BadInput(
+            f"{error}. schedule.lag needs this snapshot; remove the checkpoints from step {step} on, and it is made again"
+        ) from error
+
+
 class _Evaluations:
     """Evaluates every published snapshot that is due, in this process."""
 
     def __init__(self, evaluator: Evaluator, run: layout.RunDir, trainer: Trainer):
         config = trainer.config
-        self._evaluator, self._writer = evaluator, MetricWriter(run.metrics("evaluator"))
+        self._damaged = DamagedSnapshots(run.policies, follows=NOT_EVALUATED)
+        self._evaluator = evaluator
+        self._writer = MetricWriter(run.metrics("evaluator"), event_megabytes=config.metrics.event_megabytes)
         self._pending = PendingSteps(run, every_steps=config.evaluation.every_steps, final_step=config.learner.steps)
 
     def catch_up(self) -> None:
-        for step in self._pending():
-            self._writer.write(step, report_scalars(self._evaluator.evaluate(step)))
+        for step in self._damaged.without(self._pending()):
+            report = self._damaged.attempt(step, functools.partial(self._evaluator.evaluate, step))
+            if report is not None:
+                self._writer.write(step, report_scalars(report))
 
     def close(self) -> None:
         self._writer.close()

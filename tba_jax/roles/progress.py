@@ -3,8 +3,11 @@
 import math
 import sys
 import time
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from tba_jax.run import layout, metrics, places, status
 
@@ -108,26 +111,31 @@ class Progress:
 
 
 def evaluations(run: layout.RunDir) -> list[dict[str, Any]]:
-    """All evaluation reports in the order of steps. A figure that could not be found is NaN."""
+    """The figures of all evaluation reports in the order of steps, NaN where one could not be found; the samples stay on disk."""
     files = [run.evaluations / f"{layout.step_name(step)}.json" for step in layout.steps_in(run.evaluations)]
-    return [{k: math.nan if v is None else v for k, v in layout.read_json(file).items()} for file in files]
+    return [
+        {name: math.nan if value is None else value for name, value in layout.read_json(file).items() if name != "samples"}
+        for file in files
+    ]
 
 
 def summary(run: layout.RunDir) -> dict[str, float]:
     """Title -> figure of the whole run: staleness, draws per row, waiting share, rows and speeds."""
-    lines = metrics.read_lines(run.metrics("trainer"))
-    if not lines:
+    last: dict[str, Any] = {}
+    count, staleness, largest, gap = 0, 0.0, -math.inf, -math.inf
+    for last in metrics.each_line(run.metrics("trainer")):
+        count, staleness = count + 1, staleness + last["staleness_mean"]
+        largest, gap = max(largest, last["staleness_max"]), max(gap, last.get("logprob_gap_max", gap))
+    if not last:
         return {}
-    last = lines[-1]
-    gaps = [line["logprob_gap_max"] for line in lines if "logprob_gap_max" in line]
     return {
-        "mean staleness (steps)": sum(line["staleness_mean"] for line in lines) / len(lines),
-        "largest staleness (steps)": max(line["staleness_max"] for line in lines),
+        "mean staleness (steps)": staleness / count,
+        "largest staleness (steps)": largest,
         "draws per row": last["draws_per_row"],
         "rows seen by the trainer": last["rows_seen"],
         "trainer waits for rows (% of its time)": 100 * last.get("time_wait_rows", 0.0),
         "trainer steps per second": last["steps_per_second"],
-    } | ({"largest gap sampler – learner (nats)": max(gaps)} if gaps else {})
+    } | ({"largest gap sampler – learner (nats)": gap} if gap > -math.inf else {})
 
 
 def finish(run: layout.RunDir, *, label: str, score_name: str, seconds: float) -> None:
@@ -165,10 +173,12 @@ def finish(run: layout.RunDir, *, label: str, score_name: str, seconds: float) -
         print(f"{label}: {scores} in {seconds:.0f} s, mean staleness {staleness:.1f} steps, results in {run.root}", flush=True)
 
 
-def by_step(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The lines in the order of their steps; of a step that was done twice (a resume repeats some), the later line."""
-    newest = {line["step"]: line for line in lines}
-    return [newest[step] for step in sorted(newest)]
+def by_step(lines: Iterable[Mapping[str, Any]], names: Sequence[str]) -> np.ndarray:
+    """float64[lines, 1 + names]: step and figures, in the order of steps; of a step that was done twice (a resume repeats some),
+    the later line's. The lines themselves are not kept."""
+    table = np.fromiter((tuple(line[name] for name in ("step", *names)) for line in lines), np.dtype((float, 1 + len(names))))
+    _, from_the_end = np.unique(table[::-1, 0], return_index=True)
+    return table[::-1][from_the_end]
 
 
 def plot(run: layout.RunDir, *, score_name: str, path: Path) -> None:
@@ -178,17 +188,19 @@ def plot(run: layout.RunDir, *, score_name: str, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    lines, reports = by_step(metrics.read_lines(run.metrics("trainer"))), evaluations(run)
-    steps, evaluated = [x["step"] for x in lines], [x["step"] for x in reports]
+    names = ("reward", "staleness_mean", "staleness_max")
+    steps, reward, mean, largest = by_step(metrics.each_line(run.metrics("trainer")), names).T
+    reports = evaluations(run)
+    evaluated = [x["step"] for x in reports]
     figure, (top, bottom) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, height_ratios=[3, 1], layout="constrained")
-    top.plot(steps, [x["reward"] for x in lines], color="tab:blue", alpha=0.5, label="reward of training batches")
+    top.plot(steps, reward, color="tab:blue", alpha=0.5, label="reward of training batches")
     top.plot(evaluated, [x["greedy_reward"] for x in reports], "o-", color="tab:red", label=f"held-out greedy {score_name}")
     top.plot(evaluated, [x["sampled_reward"] for x in reports], "s--", color="tab:orange", label="held-out reward of samples")
     top.set_ylabel(score_name)
     top.legend(loc="lower right")
     top.grid(alpha=0.3)
-    bottom.plot(steps, [x["staleness_mean"] for x in lines], color="tab:green", label="mean")
-    bottom.plot(steps, [x["staleness_max"] for x in lines], color="tab:green", alpha=0.3, label="largest")
+    bottom.plot(steps, mean, color="tab:green", label="mean")
+    bottom.plot(steps, largest, color="tab:green", alpha=0.3, label="largest")
     bottom.set_ylabel("staleness (steps)")
     bottom.set_xlabel("trainer step")
     bottom.legend(loc="upper left")

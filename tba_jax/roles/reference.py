@@ -16,7 +16,7 @@ from tba_jax.packing import row_layout, row_packing
 from tba_jax.programs import Program, shaped
 from tba_jax.roles.shapes_log import ShapesLog
 from tba_jax.run import contract as contract_lib
-from tba_jax.run import layout, snapshots
+from tba_jax.run import layout, processes, snapshots
 
 
 def policy_mesh(config: Any, section: str, *, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
@@ -93,7 +93,10 @@ def programs(
 def _load(run: layout.RunDir, policy: Policy, mesh: jax.sharding.Mesh) -> Params:
     """The weights of the policy that the run starts from, on the mesh."""
     folder, shardings = run.reference(layout.reference_id(run)), policy.model_shardings(mesh)
-    return snapshots.load(folder, policy.model_specs, shardings, dtype=policy.model.compute_dtype)
+    try:
+        return snapshots.load(folder, policy.model_specs, shardings, dtype=policy.model.compute_dtype)
+    except snapshots.Damaged as error:
+        raise processes.BadInput(f"{error}. It is the policy of step 0: restore the folder from a copy of the run") from error
 
 
 def kept_shapes(contract: contract_lib.Contract, policy: Policy, mesh: jax.sharding.Mesh) -> Params:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from tba_jax.roles.placement import Placement
-from tba_jax.run import layout, places, processes
+from tba_jax.run import layout, log_files, places, processes
 from tba_jax.text.visible import visible
 
 log = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class RoleProcesses:
     def last_words(self, code: int) -> str:
         """The last line of the role's log. Where its exit code has a meaning, the last line that begins with "error: "."""
         try:
-            lines = self.log.read_text(errors="replace").strip().splitlines()
+            lines = log_files.last_lines(self.log)
         except OSError as error:
             return f"(no log: {error})"
         # Threads of libraries may write further lines after the error.

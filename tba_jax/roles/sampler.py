@@ -19,6 +19,7 @@ from tba_jax.roles import reference
 from tba_jax.roles.reference import NoReference, ReferencePolicy
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout, snapshots
+from tba_jax.run.damaged_snapshots import DamagedSnapshots
 from tba_jax.tasks.interface import Task
 from tba_jax.text import stop_strings
 from tba_jax.text.stop_strings import StopStrings
@@ -167,22 +168,30 @@ class Sampler:
         self.engine = _engine(contract, reference.mesh, policy, tokenizer, weights=weights, swap_memory=swap_memory, **engine)
         self._snapshot: dict[str, Any] = dict(specs=policy.trained_specs, shardings=shardings, dtype=policy.snapshot_dtype)
         self._for_sampling = _for_sampling(policy, reference.mesh, weights)
+        follows = "Until then this process samples with the newest whole snapshot, or waits for one"
+        self._damaged = DamagedSnapshots(run.policies, follows=follows)
         self.step = -1
 
     def load_newest(self) -> bool:
-        """Hands the newest snapshot to the engine if it is newer than the last one. Returns whether there was one.
+        """Hands the newest whole snapshot to the engine if it is newer than the last one. Returns whether there was one.
 
         May be called from a thread beside the one that decodes: the engine takes the weights up while it runs.
         """
         if not self.engine.swapped:  # the memory holds one snapshot that waits to be taken up, not two
             return False
-        newest = snapshots.load_latest(self._policies, **self._snapshot, newer_than=self.step)
+        newest = self._damaged.load_newest(**self._snapshot, newer_than=self.step)
         if newest is not None:
             self._hand_over(*newest)
         return newest is not None
 
+    @property
+    def damage(self) -> str:
+        """A sentence about a damaged snapshot that is newer than the last one, "" where there is none."""
+        return self._damaged.above(self.step)
+
     def load_step(self, step: int) -> None:
-        """Hands the snapshot of exactly this trainer step to the engine. Raises FileNotFoundError where it was pruned."""
+        """Hands the snapshot of exactly this trainer step to the engine. Raises FileNotFoundError where it was pruned, and
+        snapshots.Damaged where it is damaged."""
         self._hand_over(step, snapshots.load_step(self._policies, step, **self._snapshot))
 
     def _hand_over(self, step: int, snapshot: Params) -> None:

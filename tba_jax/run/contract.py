@@ -321,6 +321,8 @@ def read(run: layout.RunDir) -> dict[str, Any]:
     """
     try:
         stored = layout.read_json(run.config)
+    except ValueError as error:
+        raise ValueError(f"{error}; nothing else holds the settings of the run: restore the file from a copy") from error
     except OSError as error:
         if error.errno in (errno.EISDIR, errno.ELOOP):
             raise ValueError(f"{run.config} cannot be read: {error.strerror}") from error

@@ -4,15 +4,22 @@
 grant that is given while it waits as it would take a newer snapshot (see roles/searcher/quota.py).
 """
 
+import json
+
 from tba_jax.run import layout
 
 
 def number(run: layout.RunDir) -> int:
-    """How many grants the run has had. Raises OSError where the storage refuses, ValueError where the file is damaged."""
+    """How many grants the run has had; -1 where the file is torn, which is another number than whoever waits has seen.
+
+    Raises: OSError where the storage refuses, ValueError where the file holds something else.
+    """
     try:
-        return int(layout.read_json(run.grant)["number"])
+        return int(json.loads(layout.read_file(run.grant))["number"])
     except FileNotFoundError:
         return 0
+    except (UnicodeDecodeError, json.JSONDecodeError):
+        return -1
     except (KeyError, TypeError) as error:
         raise ValueError(f"{run.grant} holds no number of grants") from error
 

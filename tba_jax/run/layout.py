@@ -111,8 +111,12 @@ class RunDir:
     def metrics(self, role: str) -> Path:
         return self.root / "metrics" / role
 
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
     def log(self, role: str) -> Path:
-        return self.root / "logs" / f"{role}.log"
+        return self.logs / f"{role}.log"
 
 
 def open_run_dir(workdir: Path | str, shared: str = "") -> RunDir:
@@ -178,10 +182,13 @@ def claim_shared(run: RunDir) -> None:
 
 
 def is_finished(run: RunDir, steps: int) -> bool:
-    """Whether the run's trainer has recorded that it did `steps` updates. A run that is extended is not finished any more."""
+    """Whether the run's trainer has recorded that it did `steps` updates. A run that is extended is not finished any more.
+
+    A file that is torn records nothing: a trainer that is started again finds all steps done, and writes it anew.
+    """
     try:
-        return read_json(run.finished)["step"] >= steps
-    except FileNotFoundError:
+        return json.loads(read_file(run.finished))["step"] >= steps
+    except (FileNotFoundError, UnicodeDecodeError, json.JSONDecodeError):
         return False
     except (KeyError, TypeError) as error:
         raise ValueError(f"{run.finished} does not say at which step the run was finished") from error
@@ -235,11 +242,16 @@ def _json(value: Any) -> bytes:
     return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
 
 
-def read_json(file: Place) -> Any:
-    """Reads a committed JSON file. Raises FileNotFoundError if it does not exist, ValueError with its path if it is not JSON."""
+def read_file(file: Place) -> bytes:
+    """`places.read_bytes` of a small file. Raises ValueError as well, where it is no file."""
     if isinstance(file, Path) and file.is_fifo():
         raise ValueError(f"{file} is no file")  # to read it would wait for ever
-    content = places.read_bytes(file)
+    return places.read_bytes(file)
+
+
+def read_json(file: Place) -> Any:
+    """Reads a committed JSON file. Raises FileNotFoundError if it does not exist, ValueError with its path if it is not JSON."""
+    content = read_file(file)
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:

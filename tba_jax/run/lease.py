@@ -8,7 +8,6 @@ the lease, `acquire` refuses; else `acquire` waits at most `ttl_seconds`, so tha
 Clocks differ: a heartbeat of the last hour has half that time to be renewed, however old it looks.
 """
 
-import json
 import logging
 import os
 import re
@@ -75,12 +74,10 @@ class EpochLease:
             if current:
                 _wait_or_refuse(folder, current, ttl_seconds)
             holder = {**_this_process(), "epoch": current + 1, "heartbeat": time.time(), "released": False}
-            try:
-                _create(_path(folder, current + 1), holder)
-            except FileExistsError:
-                # Another trainer took this epoch in the meantime: look at its lease.
-                continue
-            return cls(folder, current + 1, holder, ttl_seconds)
+            # Created with its content or not at all: a file without it, as a full disk leaves, would be waited for.
+            # If another trainer took this epoch in the meantime, its lease is looked at.
+            if layout.create_json(_path(folder, current + 1), holder):
+                return cls(folder, current + 1, holder, ttl_seconds)
 
     def check(self) -> None:
         """Raises StaleEpoch if a later trainer has taken over."""
@@ -125,20 +122,11 @@ def _highest_epoch(folder: Path) -> int:
     return max((int(match[1]) for match in matches if match), default=0)
 
 
-def _create(path: Path, holder: dict[str, Any]) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(json.dumps(holder))
-        file.flush()
-        os.fsync(file.fileno())
-    places.sync_folder(path.parent)
-
-
 def _read_holder(path: Path) -> dict[str, Any]:
     try:
         return layout.read_json(path)
     except ValueError:
-        # The creator has not written the content yet, or died before: the file's time stands for the heartbeat.
+        # The file was damaged since: its time stands for the heartbeat.
         return {"host": "unknown", "pid": "unknown", "heartbeat": path.stat().st_mtime}
 
 
@@ -156,21 +144,19 @@ def _wait_or_refuse(folder: Path, epoch: int, ttl_seconds: float) -> None:
             return
         if all(holder.get(name) == here[name] for name in ("host", "boot_id", "pid_namespace")):
             if _is_alive(holder["pid"], holder["pid_start"]):
-                raise LeaseHeld(f"workdir {folder.parent} is held by the trainer {who}, which is running; stop it first")
+                raise LeaseHeld(f"workdir {folder.parent} is held by {who}, which is running; stop it first")
             return
         if first["host"] == "unknown":
             first = holder
         if holder["heartbeat"] != first["heartbeat"]:
-            raise LeaseHeld(f"workdir {folder.parent} is held by the trainer {who}, which renews its lease; stop it first")
+            raise LeaseHeld(f"workdir {folder.parent} is held by {who}, which renews its lease; stop it first")
         age, waited = time.time() - holder["heartbeat"], time.monotonic() - begin
         patience = ttl_seconds / 2 if age < _LARGEST_CLOCK_DIFFERENCE else 0.0
         wait = max(patience - waited, min(ttl_seconds - age, ttl_seconds - waited))
         if wait <= 0:
             return
         if not told:
-            log.info(
-                "workdir %s is held by the trainer %s; unless renewed, its lease runs out in %.0f s", folder.parent, who, wait
-            )
+            log.info("workdir %s is held by %s; unless renewed, its lease runs out in %.0f s", folder.parent, who, wait)
             told = True
         time.sleep(min(wait, ttl_seconds / 30))
 

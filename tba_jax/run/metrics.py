@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from tba_jax.run import places
+from tba_jax.run.event_files import EventFiles
 
 FLUSH_SECONDS = 5.0
 
@@ -18,20 +20,18 @@ FLUSH_SECONDS = 5.0
 class MetricWriter:
     """Writes scalars and histograms of one role to `folder`: `metrics.jsonl` and TensorBoard events.
 
-    A line is {"step": int, "time": unix seconds, name: float, ...}. An existing file is continued.
+    A line is {"step": int, "time": unix seconds, name: float, ...}. An existing file is continued, and keeps every line.
     """
 
-    def __init__(self, folder: Path):
-        from tensorboardX.event_file_writer import EventsWriter
-
+    def __init__(self, folder: Path, *, event_megabytes: float):
+        """Args: event_megabytes: of TensorBoard events that are kept, the newest."""
         places.make_folder(folder, below=2)
         path = folder / "metrics.jsonl"
-        torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
+        torn = _is_torn(path)
         self._lines = open(path, "a", buffering=1)  # noqa: SIM115 (closed by close)
         if torn:  # a kill cut the last line short: the next one begins on a line of its own
             self._lines.write("\n")
-        # Written in this thread: that of a SummaryWriter dies where storage refuses, and its callers then wait for ever.
-        self._events = EventsWriter(str(folder / "events"))
+        self._events = EventFiles(folder, megabytes=event_megabytes)
         self._flushed = 0.0
 
     def write(self, step: int, scalars: Mapping[str, Any], histograms: Mapping[str, np.ndarray] | None = None) -> None:
@@ -43,7 +43,6 @@ class MetricWriter:
           OSError: the storage refused.
         """
         from tensorboardX import summary
-        from tensorboardX.proto.event_pb2 import Event
 
         values = {name: value if isinstance(value, str) else float(value) for name, value in scalars.items()}
         values = {name: value for name, value in values.items() if isinstance(value, str) or math.isfinite(value)}
@@ -54,8 +53,7 @@ class MetricWriter:
             line[f"{name}_histogram"] = {"counts": counts.tolist(), "edges": edges.tolist()}
             points.append(summary.histogram(name, array, bins=edges))
         self._lines.write(json.dumps(line) + "\n")
-        for point in points:
-            self._events.write_event(Event(wall_time=line["time"], step=int(step), summary=point))
+        self._events.write(points, step=int(step), time=line["time"])
         if time.monotonic() - self._flushed > FLUSH_SECONDS:
             self._flushed = time.monotonic()
             self._events.flush()
@@ -65,13 +63,30 @@ class MetricWriter:
         self._lines.close()
 
 
+def _is_torn(path: Path) -> bool:
+    """Whether the last line of a file has no end."""
+    try:
+        with open(path, "rb") as file:
+            if not file.seek(0, os.SEEK_END):
+                return False
+            file.seek(-1, os.SEEK_END)
+            return file.read() != b"\n"
+    except FileNotFoundError:
+        return False
+
+
 def read_lines(folder: Path) -> list[dict[str, Any]]:
     """All whole lines of a role's metrics.jsonl, oldest first; a line that a kill cut short is left out."""
+    return [*each_line(folder)]
+
+
+def each_line(folder: Path) -> Iterator[dict[str, Any]]:
+    """The lines of `read_lines`, one at a time: of a long run they would take much memory."""
     try:
-        text = (folder / "metrics.jsonl").read_text()
+        with open(folder / "metrics.jsonl", encoding="utf-8", errors="replace") as file:
+            yield from filter(None, map(parse_line, file))
     except FileNotFoundError:
-        return []
-    return [line for line in map(parse_line, text.split("\n")) if line]
+        return
 
 
 def parse_line(line: str) -> dict[str, Any]:

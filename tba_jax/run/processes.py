@@ -57,6 +57,9 @@ _STORAGE_ERRORS = (
     errno.EPERM,
     errno.EIO,
     errno.ESTALE,
+    errno.ENOTCONN,
+    errno.ESHUTDOWN,
+    errno.ENODEV,
 )
 # Status words that object stores report instead of an errno. JAX uses RESOURCE_EXHAUSTED for memory, but never in an OSError.
 _REFUSING = re.compile(r"\b(UNAVAILABLE|PERMISSION_DENIED|UNAUTHENTICATED|RESOURCE_EXHAUSTED|DEADLINE_EXCEEDED)\b")

@@ -94,17 +94,19 @@ class Publisher:
         keep: int,
         keep_every: int,
         final_step: int,
+        all_durable: bool = False,
         check: Callable[[], None] = snapshots.no_check,
         group: Group | None = None,
     ):
         """
         Args:
+          all_durable: whether a reader may need a snapshot again after a loss of power.
           check: called before a snapshot becomes visible; if it raises, the snapshot stays hidden and `wait` raises.
           group: of the processes that hold the weights; they are called to `publish`. None: this process alone.
         """
         self._group = Alone() if group is None else group
         self._others = FollowersShards(self._group, "policy") if self._group.processes > 1 else None
-        self._policies, self._check = policies, check
+        self._policies, self._check, self._all_durable = policies, check, all_durable
         self._dtype = dtype
         self.copy = sharding.copy_program(dtype)
         self._retention = dict(keep=keep, keep_every=keep_every, final_step=final_step)
@@ -153,7 +155,7 @@ class Publisher:
                 params,
                 info,
                 dtype=self._dtype,
-                durable=self._stays(info.step),
+                durable=self._all_durable or self._stays(info.step),
                 check=self._check,
                 others=self._others,
             )

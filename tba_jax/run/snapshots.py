@@ -8,6 +8,7 @@ sharding, whatever mesh wrote it.
 import dataclasses
 import functools
 import hashlib
+import json
 import math
 import os
 import shutil
@@ -30,6 +31,10 @@ COMMIT = "commit.json"
 _READ_AHEAD_BYTES = 1 << 28
 # Chunks are read and checked side by side, and a reader of another mesh reads no more of them than it must.
 CHUNK_BYTES = 1 << 22
+
+
+class Damaged(ValueError):
+    """A snapshot is visible and cannot be read, although the storage answers: a part of it is missing or not what was written."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +159,9 @@ def _make_arrays(folder: Place, params: Params, *, dtype: str, durable: bool, th
         }
         if isinstance(folder, Path):
             spec["context"] = {"file_io_sync": durable}
-        opened[name] = ts.open(spec, create=not there, open=there, context=context)
+        # Where the reply to a request is lost, an object store meets the second request with the array of the first.
+        is_there = there or not isinstance(folder, Path)
+        opened[name] = ts.open(spec, create=not there, open=is_there, context=context)
     for future in opened.values():
         future.exception()  # all of them end before a failed draft can be removed
     return {name: future.result() for name, future in opened.items()}
@@ -199,10 +206,14 @@ def open_arrays(folder: Place, specs: Specs) -> Params:
 
     Raises:
       FileNotFoundError: there is no committed snapshot in `folder` (it may have been pruned).
-      ValueError: a parameter is not there or has another shape than the model; names it. OSError: the storage failed.
+      Damaged: a parameter is not there or unreadable, names it; or commit.json is no JSON.
+      ValueError: a parameter has another shape than the model; names it. OSError: the storage failed.
     """
-    layout.read_json(folder / COMMIT)
+    return _open_arrays(folder, specs, _commit(folder))
 
+
+def _open_arrays(folder: Place, specs: Specs, commit: bytes) -> Params:
+    """As `open_arrays`. Args: commit: what commit.json said before."""
     context = places.reading_context(folder)
     opened = {name: ts.open(_spec(folder, name), open=True, context=context) for name in parameters.flatten(specs)}
 
@@ -210,7 +221,7 @@ def open_arrays(folder: Place, specs: Specs) -> Params:
         try:
             store = opened[name].result()
         except places.STORAGE_ERRORS as error:
-            raise _refusal(folder, f"parameter {name} is missing or unreadable", error) from error
+            raise _refusal(folder, f"parameter {name} is missing or unreadable", error, commit) from error
         if store.shape != spec.shape:
             raise ValueError(f"{folder}: parameter {name} has shape {store.shape}, the model needs {spec.shape}")
         return store
@@ -218,14 +229,34 @@ def open_arrays(folder: Place, specs: Specs) -> Params:
     return parameters.map_specs(open_one, specs)
 
 
-def _refusal(folder: Place, sentence: str, error: Exception) -> Exception:
-    """The error for a snapshot that cannot be read: ValueError if it is damaged, else one after which a retry may succeed."""
+def _commit(folder: Place) -> bytes:
+    """The content of commit.json. Raises FileNotFoundError without one, Damaged where it is no JSON."""
+    content = layout.read_file(folder / COMMIT)
+    try:
+        json.loads(content)
+    except ValueError as error:
+        raise Damaged(f"{folder / COMMIT} is not valid JSON: {error}") from error
+    return content
+
+
+def _refusal(folder: Place, sentence: str, error: Exception, commit: bytes) -> Exception:
+    """The error for a snapshot that cannot be read: Damaged if it is, else one after which a retry may succeed.
+
+    Args: commit: what commit.json said before.
+    """
     said = OSError(f"{folder}: {sentence}: {error}")
     if processes.is_storage_failure(said):
         return said
+    _check_is_there(folder, commit)
+    return Damaged(str(said))
+
+
+def _check_is_there(folder: Place, commit: bytes) -> None:
+    """Raises FileNotFoundError where a snapshot is not the one any more that had this commit.json."""
     if not places.exists(folder / COMMIT):
-        return FileNotFoundError(f"snapshot {folder} was removed while it was read")
-    return ValueError(str(said))
+        raise FileNotFoundError(f"snapshot {folder} was removed while it was read")
+    if places.read_bytes(folder / COMMIT) != commit:
+        raise FileNotFoundError(f"snapshot {folder} was written again while it was read")
 
 
 def load(folder: Place, specs: Specs, shardings: Params, *, dtype: str = "float32") -> Params:
@@ -236,11 +267,21 @@ def load(folder: Place, specs: Specs, shardings: Params, *, dtype: str = "float3
       dtype: dtype of the returned parameters, whatever the dtype on disk.
 
     Raises:
-      FileNotFoundError: there is no committed snapshot in `folder` (it may have been pruned).
-      ValueError: a parameter on disk has another shape than the model, or its bytes are damaged; names it.
-      OSError: the storage failed.
+      FileNotFoundError: there is no committed snapshot in `folder`, or not the same any more at the end (it may have been pruned,
+        or published again by a trainer that resumed).
+      Damaged: see `open_arrays`; or the bytes of a parameter are damaged, names it.
+      ValueError: a parameter on disk has another shape than the model; names it. OSError: the storage failed.
     """
-    stores = {name: ts.cast(store, dtype) for name, store in parameters.flatten(open_arrays(folder, specs)).items()}
+    commit = _commit(folder)
+    loaded = _load(folder, specs, shardings, dtype=dtype, commit=commit)
+    _check_is_there(folder, commit)  # else some arrays may be of one snapshot, and some of another
+    return loaded
+
+
+def _load(folder: Place, specs: Specs, shardings: Params, *, dtype: str, commit: bytes) -> Params:
+    """As `load`. Args: commit: what commit.json said before."""
+    arrays = _open_arrays(folder, specs, commit)
+    stores = {name: ts.cast(store, dtype) for name, store in parameters.flatten(arrays).items()}
     sharding_of, flat = parameters.flatten(shardings), parameters.flatten(specs)
     # Reads run ahead of the parameter that is being put on the devices, by _READ_AHEAD_BYTES at most.
     reads: dict[str, dict[str, tuple[np.ndarray, ts.WriteFutures]]] = {}
@@ -270,7 +311,7 @@ def load(folder: Place, specs: Specs, shardings: Params, *, dtype: str = "float3
         try:
             loaded = jax.make_array_from_callback(spec.shape, sharding_of[name], functools.partial(finish_read, name))
         except places.STORAGE_ERRORS as error:
-            raise _refusal(folder, f"parameter {name} is damaged", error) from error
+            raise _refusal(folder, f"parameter {name} is damaged", error, commit) from error
         del reads[name]
         return loaded
 
@@ -297,18 +338,6 @@ def load_step(policies: Place, step: int, specs: Specs, shardings: Params, *, dt
     return load(policies / layout.step_name(step), specs, shardings, dtype=dtype)
 
 
-def load_latest(
-    policies: Place, specs: Specs, shardings: Params, *, newer_than: int, dtype: str = "float32"
-) -> tuple[int, Params] | None:
-    """The newest snapshot if it is newer than `newer_than`, else None. If it vanishes meanwhile, the next newest is taken."""
-    while (step := latest_step(policies, newer_than=newer_than)) is not None:
-        try:
-            return step, load_step(policies, step, specs, shardings, dtype=dtype)
-        except FileNotFoundError:
-            continue
-    return None
-
-
 def prune(policies: Place, *, keep: int, keep_every: int, final_step: int) -> list[int]:
     """Removes old snapshots: all but the newest `keep` (0: keeps all), step 0, multiples of keep_every, final_step."""
     if not keep:
@@ -316,8 +345,13 @@ def prune(policies: Place, *, keep: int, keep_every: int, final_step: int) -> li
     old = committed_steps(policies)[:-keep]
     removed = [step for step in old if step % keep_every and step != final_step]
     for step in removed:
-        _remove(policies / layout.step_name(step))
+        remove(policies, step)
     return removed
+
+
+def remove(policies: Place, step: int) -> None:
+    """Removes the snapshot of a step. Only the trainer may call it."""
+    _remove(policies / layout.step_name(step))
 
 
 def _remove(folder: Place) -> None:
@@ -328,7 +362,7 @@ def _remove(folder: Place) -> None:
 def sweep(policies: Place) -> None:
     """Removes the drafts and uncommitted folders that killed processes left. Only the trainer may call it."""
     names, committed = places.names_in(policies), set(places.folders_with(policies, COMMIT))
-    for folder in (policies / name for name in names if name not in committed):
+    for folder in (policies / name for name in names if name not in committed or name[0] == "."):
         # While a local folder is away, its snapshots look uncommitted: this listing raises then.
         if not (isinstance(folder, Path) and folder.is_dir() and COMMIT in os.listdir(folder)) or folder.name[0] == ".":
             places.remove_tree(folder)

@@ -196,7 +196,7 @@ class _Worker:
             total += tick
             taken += 0.0 if _is_stopped(self._process.pid) else tick
             if self.ended and not self._calls.poll():
-                break
+                return self._died()  # a process that it forked may hold the pipe open, which would then never end
             if taken > limit:
                 self.kill()
                 return None
@@ -206,8 +206,11 @@ class _Worker:
         try:
             return self._calls.recv()
         except (EOFError, OSError):
-            self.kill()
-            return f"its worker process died with code {self._process.exitcode}"
+            return self._died()
+
+    def _died(self) -> str:
+        self.kill()
+        return f"its worker process died with code {self._process.exitcode}"
 
     def kill(self) -> None:
         self._process.kill()

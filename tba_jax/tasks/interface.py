@@ -86,6 +86,11 @@ class Task(Protocol):
         ...
 
 
+def private_files(task: object) -> bool:
+    """Whether files of runs of a task, or of a class of tasks, are for their owner alone to read: see Task."""
+    return bool(getattr(task, "private_files", False))
+
+
 @runtime_checkable
 class CountsGrades(Protocol):
     """An optional attribute of tasks that grade responses one by one."""

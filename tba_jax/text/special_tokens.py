@@ -17,10 +17,13 @@ class Escaper:
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, *, names: Collection[str] = (), ids: Collection[int] = ()):
         """Args:
-        tokenizer: cuts no text; if it does, texts are escaped as far as it reads them.
+        tokenizer: stays unchanged. That it cuts texts, or fills them up, does not matter here.
         names, ids: special tokens besides the ones that the tokenizer calls special or puts around a text.
         """
-        self._tokenizer = tokenizer
+        # A file may hold a truncation, and calls of others may set one: what is behind it would not be looked at.
+        self._tokenizer = tokenizers.Tokenizer.from_str(tokenizer.to_str())
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         added = {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         around = {*ids, *added, *tokenizer.encode("").ids}
         spelled = {token for i in around if (token := tokenizer.id_to_token(i))}

@@ -94,7 +94,7 @@ def test_the_batch_of_a_step_is_rebuilt_and_checked(finished, copied, capsys):
     text, same = audit.rebuild_batch(audit.open_run(copied), 4)
     assert same and text.endswith("step 4 (epoch 1): 12 rows; the hash of the batch is the one journalled")
     writer, rows = rows_of(finished, copied)
-    line = audit.open_run(copied).lines[3]
+    line = [*audit.open_run(copied).lines][3]
     for number, row in line["rows"]:
         assert f"{line['writers'][number]}:{row:<8} query {int(rows['query_id'][row]):016x}" in text
     journal = max((copied / "journal").glob("*.jsonl"))

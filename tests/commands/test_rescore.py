@@ -146,7 +146,7 @@ def test_what_cannot_be_rescored_is_refused(source, tmp_path, capsys, monkeypatc
     assert "nothing to do" in rescore.rescore(source.run.root)
     monkeypatch.setattr(Arithmetic, "reward_version", 2)
     lease = EpochLease.acquire(source.run.journal)
-    assert "held by the trainer" in refusal()
+    assert "held by process" in refusal()
     lease.release()
     stored = layout.read_json(source.run.config)
     layout.write_json(source.run.config, stored | {"contract": stored["contract"] | {"tokenizer": "another"}})

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from tba_jax.replay.expiry import RowsExpired, expired_segments, remove_segments
+from tba_jax.replay.expiry import RowsExpired, expired_segments, mend, remove_segments
 from tba_jax.replay.reader import LogReader
 from tba_jax.run import layout
 from tests.support.tiny_log import SHAPE, assert_rows, make_rows, writer
@@ -61,3 +61,23 @@ def test_a_reader_goes_on_behind_segments_that_expired(tmp_path):
     remove_segments(tmp_path, {"w0": [0, 1, 2]})
     assert reader.heads() == {"w0": 44}
     assert_rows(reader.read("w0", 36, 44), make_rows(36, 8))
+
+
+@pytest.mark.parametrize("content", ["", '{"expired": {"w0": ['], ids=["empty", "cut"])
+def test_a_torn_file_of_names_is_written_again_from_what_is_there(tmp_path, content):
+    logs = [writer(tmp_path, name) for name in ("w0", "w1")]
+    for append in range(10):
+        for log in logs:
+            log.append(make_rows(4 * append, 4))
+    remove_segments(tmp_path, {"w0": [0, 2]})
+    names = layout.read_json(tmp_path / "expired.json")
+    (tmp_path / "expired.json").write_text(content)
+    with pytest.raises(
+        ValueError, match=r"expired\.json is not valid JSON.*the run's trainer writes it again when it is started"
+    ):
+        expired_segments(tmp_path)
+    mend(tmp_path)
+    assert layout.read_json(tmp_path / "expired.json") == names
+    before = (tmp_path / "expired.json").stat().st_mtime_ns
+    mend(tmp_path)
+    assert (tmp_path / "expired.json").stat().st_mtime_ns == before

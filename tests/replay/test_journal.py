@@ -2,11 +2,13 @@
 
 import json
 import os
+import tracemalloc
 
 import numpy as np
 import pytest
 
-from tba_jax.replay.journal import Journal, batch_hash, journal_line, line_ids, read_lineage
+from tba_jax.replay import journal as journal_lib
+from tba_jax.replay.journal import Journal, batch_hash, journal_line, last_step, line_ids, read_lineage
 
 
 def line(step: int, **changes):
@@ -34,7 +36,7 @@ def test_lines_come_back(tmp_path):
     assert line_ids(read) == ids
     with pytest.raises(FileExistsError):
         Journal(tmp_path / "journal", 1)
-    assert read_lineage(tmp_path / "nowhere") == []
+    assert not read_lineage(tmp_path / "nowhere") and last_step(tmp_path / "nowhere") == 0
 
 
 def test_a_torn_last_line_is_ignored_at_every_length(tmp_path):
@@ -69,12 +71,75 @@ def test_later_epochs_win_and_abandoned_steps_are_left_out(tmp_path):
     assert [(entry["step"], entry["epoch"]) for entry in read_lineage(tmp_path)] == [(1, 1), (2, 5), (3, 5)]
 
 
+def test_every_answer_is_that_of_a_reader_of_all_lines(tmp_path, monkeypatch):
+    """Random epochs that go back and on; blocks from smaller than a line to larger than a file."""
+    draw = np.random.default_rng(0)
+    for trial in range(60):
+        folder, expected, first = tmp_path / str(trial), {}, 1
+        for epoch in range(1, 6):
+            steps = range(first, first + int(draw.integers(0, 6)))
+            write(folder, epoch, steps, note="x" * int(draw.integers(0, 90)))
+            if steps:
+                expected = {step: by for step, by in expected.items() if step < first} | dict.fromkeys(steps, epoch)
+            first = int(draw.integers(1, len(expected) + 2))
+        monkeypatch.setattr(journal_lib, "_BLOCK", int(draw.choice([2, 7, 64, 1 << 18])))
+        assert last_step(folder) == len(expected)
+        for after in range(len(expected) + 2):
+            lineage = read_lineage(folder, after=after)
+            found = [(line["step"], line["epoch"]) for line in lineage]
+            assert found == [(step, by) for step, by in sorted(expected.items()) if step > after]
+            assert (lineage.last, len(lineage)) == (len(expected), len(found))
+            assert lineage.epoch == expected.get(after, 0) and lineage.epochs == sorted({by for _, by in found})
+
+
+def test_damage_before_the_step_that_is_asked_for_does_no_harm(tmp_path):
+    path = write(tmp_path, 1, range(1, 8)).path
+    whole = path.read_bytes().split(b"\n")
+    for damaged in range(1, 8):
+        path.write_bytes(b"\n".join([*whole[: damaged - 1], b"\0" * 9, *whole[damaged:]]))
+        for after in range(7):
+            # The last line counts as torn: no update followed it.
+            if damaged in (7, *range(1, after + 1)):
+                lineage = read_lineage(tmp_path, after=after)
+                assert [line["step"] for line in lineage] == [step for step in range(after + 1, 8) if step != 7 or damaged != 7]
+                assert lineage.epoch == (1 if after else 0)
+            else:
+                with pytest.raises(ValueError, match=rf"epoch-000001\.jsonl line {damaged} is not a journal line"):
+                    read_lineage(tmp_path, after=after)
+    # A step that no file has any more, because a device lost the line, is missing from there alone.
+    path.write_bytes(b"\n".join(whole[:5]) + b"\n")
+    write(tmp_path, 2, range(7, 10))
+    assert [line["step"] for line in read_lineage(tmp_path, after=6)] == [7, 8, 9]
+    assert read_lineage(tmp_path, after=6).epoch == 0 and last_step(tmp_path) == 9
+    with pytest.raises(ValueError, match="lacks step 6"):
+        read_lineage(tmp_path, after=4)
+
+
+def test_a_long_history_costs_neither_memory_nor_reading(tmp_path, monkeypatch):
+    """30 MB of lines, of which 20 follow the step that is asked for."""
+    content = "".join(json.dumps(line(step, epoch=1, note="x" * 1450)) + "\n" for step in range(1, 20_001))
+    (tmp_path / "epoch-000001.jsonl").write_text(content)
+    parsed, real_loads = [], json.loads
+    monkeypatch.setattr(journal_lib.json, "loads", lambda content: parsed.append(1) or real_loads(content))
+    tracemalloc.start()
+    try:
+        lineage = read_lineage(tmp_path, after=19_980)
+        steps = [line["step"] for line in lineage]
+        after_a_checkpoint = tracemalloc.get_traced_memory()[1]
+        assert steps == list(range(19_981, 20_001)) and len(parsed) <= 2 * 20 + 1
+        assert sum(line["step"] for line in read_lineage(tmp_path)) == 20_000 * 20_001 // 2
+        of_a_whole_pass = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(content) > 30e6 and after_a_checkpoint < 3e6 and of_a_whole_pass < 3e6
+
+
 def test_missing_steps_and_foreign_epochs_are_refused(tmp_path):
     write(tmp_path / "late", 1, [2, 3])
     with pytest.raises(ValueError, match="lacks step 1"):
         read_lineage(tmp_path / "late")
     write(tmp_path / "gap", 1, [1, 3])
-    with pytest.raises(ValueError, match=r"line 2: step 3 .* follows step 1"):
+    with pytest.raises(ValueError, match=r"line 1: step 1 .* before step 3"):
         read_lineage(tmp_path / "gap")
     write(tmp_path / "between", 1, [1, 2])
     write(tmp_path / "between", 2, [4])

@@ -11,14 +11,14 @@ import pytest
 
 from tba_jax.replay import gaps
 from tba_jax.replay.expiry import remove_segments
-from tba_jax.replay.gaps import KnownGaps
 from tba_jax.replay.index import ReplayIndex
 from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
 from tba_jax.replay.segment import LogSchema, Segment
-from tba_jax.replay.tail import Tail, replay_visible
+from tba_jax.replay.tail import Tail
 from tba_jax.run import places
 from tba_jax.trajectory import RowShape
+from tests.support.tiny_log import integrate_again
 
 SHAPE = RowShape(prompt_length=4, response_length=8, reward_parts=())
 ROWS = 16
@@ -150,7 +150,7 @@ def test_reading_ahead_of_many_writers_loses_and_repeats_nothing(tmp_path, monke
                 log.append(make_rows(log.next_row))
         tail.poll()
         for told in tail.integrate(live, step=step):
-            assert not replay_visible(again, LogReader(tmp_path, SHAPE), told, KnownGaps(), step=step)
+            assert not integrate_again(again, LogReader(tmp_path, SHAPE), told, step=step)
     assert live.heads == {log.writer: log.next_row for log in logs}
     assert again.state() == live.state()
     slots = np.flatnonzero(live.slot_query >= 0)
@@ -175,7 +175,7 @@ def test_a_late_reader_counts_each_row_of_a_gap_once(tmp_path, monkeypatch):
     # A journal's heads may end within a gap: the rest of it is for the next step.
     again = ReplayIndex(shape=SHAPE, capacity=900, capacity_per_query=9, vocab_size=100, merge_duplicates=False)
     for head in (ROWS, 2 * size, 3 * size + ROWS, 20 * ROWS):
-        replay_visible(again, LogReader(tmp_path, SHAPE), gaps.visible({"a": head}), KnownGaps(), step=0)
+        integrate_again(again, LogReader(tmp_path, SHAPE), gaps.integration({"a": head}), step=0)
         assert again.heads == {"a": head}
     assert again.ledger() == live.ledger()
 

@@ -7,6 +7,7 @@ import time
 import uuid
 
 import numpy as np
+import pytest
 
 from tba_jax.replay import polling
 from tba_jax.replay.index import ReplayIndex
@@ -41,7 +42,7 @@ def follow(root, **settings) -> tuple[LogReader, Tail, ReplayIndex]:
 
 def test_writers_that_have_ended_cost_a_poll_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("tba_jax.replay.polling._SETTLED_SECONDS", 0.2)
-    seconds, open_files = {}, {}
+    seconds = {}
     for count in (3, DEAD):
         root = tmp_path / str(count)
         root.mkdir()
@@ -58,9 +59,8 @@ def test_writers_that_have_ended_cost_a_poll_nothing(tmp_path, monkeypatch):
             taken.append(time.perf_counter() - begin)
             tail.integrate(index, step=0)
             assert index.heads["live"] == live.next_row, "who is at work is heard at once"
-        seconds[count], open_files[count] = statistics.median(taken), len(os.listdir("/proc/self/fd"))
-        assert len(reader._segments) < 200
-    assert open_files[DEAD] <= open_files[3] + 3
+        seconds[count] = statistics.median(taken)
+        assert len(reader._segments) < 200 and len(os.listdir("/proc/self/fd")) < 200
     # To look at 1,500 files and to list two folders would take 40 ms and more.
     assert seconds[DEAD] < 10 * seconds[3] and seconds[DEAD] < 0.02, seconds
 
@@ -96,6 +96,7 @@ def test_a_minute_of_polls_of_an_object_store_has_its_limit(monkeypatch):
         writer(root, f"dead-{number}").append(make_rows(0, 4))
     monkeypatch.setattr("tba_jax.replay.polling.QUIET_SECONDS", 0.5)
     monkeypatch.setattr("tba_jax.replay.polling.QUIET_POLL_SECONDS", 0.1)
+    monkeypatch.setattr("tba_jax.replay.polling._LIST_SECONDS", 0.5)
     limit, asked = 1200, [0]
     _, tail, index = follow(root, requests_per_minute=limit)
     assert len(index.heads) == 300
@@ -113,6 +114,48 @@ def test_a_minute_of_polls_of_an_object_store_has_its_limit(monkeypatch):
     allowed = limit * (polling.BURST_SECONDS + elapsed) / 60
     assert 0.3 * limit * elapsed / 60 < asked[0] < allowed + 10, (asked, elapsed)
     assert index.heads["live"] > 0 and np.median(heard) < 40
+
+
+@pytest.mark.parametrize(("limit", "mounts"), [(60, 0), (60, 1), (120, 3), (1200, 0)])
+def test_no_limit_of_requests_keeps_rows_from_the_trainer(limit, mounts, monkeypatch):
+    """Half an hour by a clock that steps two seconds a poll: one writer is at work, and four have ended."""
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    places_of_runs = [places.place(f"memory://runs/{uuid.uuid4().hex}") for _ in range(1 + mounts)]
+    for number, place in enumerate(places_of_runs):
+        for dead in range(4):
+            writer(place, f"dead-{number}-{dead}").append(make_rows(0, 4))
+    live = writer(places_of_runs[0], "live", segment_appends=1000)
+    reader = LogReader(places_of_runs[0], SHAPE, mounts=places_of_runs[1:], requests_per_minute=limit)
+    reader.news(spare_quiet=True)
+    behind = []
+    for poll in range(900):
+        now[0] += places.OBJECT_STORE_POLL_SECONDS
+        if poll % 10 == 0:
+            live.append(make_rows(live.next_row, 4))
+        reader.news(spare_quiet=True)
+        behind.append(live.next_row - reader._followed["live"].rows)
+    assert np.mean(behind) < 20 and behind[-1] <= 12, behind[-20:]
+
+
+def test_a_successor_that_cannot_be_read_is_named_and_holds_nobody_up(tmp_path):
+    full, other = writer(tmp_path, "full", segment_appends=1), writer(tmp_path, "other")
+    full.append(make_rows(0, 4))
+    reader = LogReader(tmp_path, SHAPE)
+    assert reader.heads() == {"full": 4, "other": 0}
+    (tmp_path / "full" / "000001").write_text("a file in the place of a folder")
+    other.append(make_rows(0, 4))
+    assert reader.heads() == {"full": 4, "other": 4} and "full" in reader.problems["full"]
+
+
+def test_a_torn_list_of_removed_segments_of_a_mounted_run_is_named(tmp_path):
+    for name in ("own", "mounted"):
+        (tmp_path / name).mkdir()
+        writer(tmp_path / name, f"of-{name}").append(make_rows(0, 4))
+    torn = tmp_path / "mounted" / "expired.json"
+    torn.write_text('{"expi')
+    reader = LogReader(tmp_path / "own", SHAPE, mounts=[tmp_path / "mounted"])
+    assert reader.heads() == {"of-own": 4, "of-mounted": 4} and str(torn) in reader.problems[str(torn)]
 
 
 def test_a_damaged_list_of_contents_hides_only_its_segment(tmp_path):

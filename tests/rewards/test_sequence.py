@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from tba_jax import sharding
 from tba_jax.models.config import EncoderConfig
@@ -143,6 +143,20 @@ def test_a_text_that_spells_a_special_token_is_read_as_text(request, kind):
     scores = made.scores([plain, spelled, unknown])
     np.testing.assert_allclose(scores[1], scores[2], atol=1e-6)
     assert np.abs(scores[0] - scores[1]).max() > 1e-4
+
+
+def test_a_text_that_spells_a_special_token_behind_a_cut_is_read_as_text(reward, tmp_path):
+    """The tokenizer's file holds a truncation, which says nothing about scores; its normaliser makes EOS of other characters."""
+    folder = tmp_path / "cut"
+    shutil.copytree(reward, folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.normalizer = normalizers.NFKC()
+    tokenizer.enable_truncation(3)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    begin = "w4 w5 w6 w7"
+    plain, spelled, unknown = scorer(folder).scores([begin, f"{begin} ＜end＞", f"{begin} w3 w3"])
+    np.testing.assert_allclose(spelled, unknown, atol=1e-6)
+    assert np.abs(plain - spelled).max() > 1e-4
 
 
 def test_devices_do_not_wait_for_each_other(reward, classifier, monkeypatch):

@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+import os
+import shutil
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,8 @@ import pytest
 from tba_jax import sharding
 from tba_jax.experiment import composition, jobs, training
 from tba_jax.roles import evaluator
-from tba_jax.run import layout, places, snapshots
+from tba_jax.run import contract, layout, places, snapshots
+from tba_jax.run.metrics import TimeAccount
 from tba_jax.run.snapshots import COMMIT, SnapshotInfo
 from tba_jax.tasks.interface import Scores
 from tests.support import tiny_run
@@ -123,6 +126,37 @@ def test_a_report_of_several_samples(prepared):
         solved = [any(r["reward"] for r in some) for each in of_queries for some in itertools.combinations(each, k)]
         assert report[f"pass@{k}"] == pytest.approx(np.mean(solved))
     assert report["unscored"] == 0 and {name for name in report if "@" in name} == {"pass@1", "pass@2", "pass@4"}
+
+
+def test_a_damaged_snapshot_is_told_once_and_holds_up_nobody(prepared, tmp_path, caplog):
+    """The others are evaluated, the run ends, and the damaged one is evaluated once it is published again."""
+    shutil.copytree(prepared.run.root, tmp_path / "run")
+    s = dataclasses.replace(prepared, run=layout.RunDir(tmp_path / "run"))
+    every, last = s.config.evaluation.every_steps, s.config.learner.steps
+    whole = s.run.policies / "00000000"
+    for step in (every, last):
+        shutil.copytree(whole, s.run.policies / layout.step_name(step))
+    damaged = s.run.policies / layout.step_name(every)
+    os.truncate(damaged / "embedding.weight" / "c" / "0" / "0", 100)
+    contract.join(s.run, s.config, s.experiment.contract)
+    looks = []
+
+    def publish_again() -> bool:
+        looks.append(layout.steps_in(s.run.evaluations))
+        if len(looks) == 6:
+            shutil.rmtree(damaged)
+            shutil.copytree(whole, damaged)
+            (damaged / COMMIT).write_text('{"step": 100, "epoch": 2, "dtype": "float32"}')
+        if len(looks) == 9:
+            layout.write_json(s.run.finished, {"step": last})
+            os.truncate(damaged / "embedding.weight" / "c" / "0" / "0", 100)
+        return len(looks) > 100
+
+    made = jobs.make_evaluator(s.experiment, s.run)
+    evaluator.run_evaluator(made, s.config, s.run, account=TimeAccount(), stop=publish_again)
+    assert looks[5] == [0, last] and layout.steps_in(s.run.evaluations) == [0, last, every] == sorted([0, last, every])
+    (told,) = [record.message for record in caplog.records if "is damaged" in record.message]
+    assert f"step {every} is damaged" in told and "It is not evaluated" in told and str(damaged) in told
 
 
 def test_rewards_that_could_not_be_found_count_nowhere(prepared):

@@ -2,13 +2,14 @@
 
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
 from tba_jax.roles import placement, role_processes
 from tba_jax.roles.role_processes import RoleProcesses
-from tba_jax.run import processes
+from tba_jax.run import log_files, processes
 from tba_jax.run.layout import RunDir
 
 # Stands for tba_jax.main: it notes its arguments, and ends by the code that the run's folder holds for its process.
@@ -61,6 +62,32 @@ def test_one_process_has_no_world(tmp_path, start):
     end(tmp_path, 0, 3)
     assert wait(role) == 3 and role.last_words(3) == "error: the words of 0"
     assert (tmp_path / "arguments-0").read_text() == "--role=trainer --processes=1 --process=0\n"
+
+
+def test_the_last_words_of_a_large_log_that_was_just_set_aside_are_found(tmp_path, start):
+    role = start(1)
+    role.log.write_text("error: the words of before\n" + "y" * (1 << 20) + "\n")
+    assert log_files.rotate(role.log, limit=1 << 10, keep=1)
+    end(tmp_path, 0, 3)
+    assert wait(role) == 3 and role.last_words(3) == "error: the words of 0"
+    assert log_files.rotate(role.log, limit=1, keep=1) and role.log.read_text() == ""
+    log_files.older(role.log, 1).write_text("error: the words of 0\n")
+    assert role.last_words(3) == "error: the words of 0"
+
+
+def test_last_words_hold_the_end_of_a_log_in_memory_alone(tmp_path, start):
+    role = start(1)
+    end(tmp_path, 0, 3)
+    assert wait(role) == 3
+    with open(role.log, "r+b") as log:
+        log.truncate(1 << 26)
+        log.seek(0, 2)
+        log.write(b"\nerror: the words of 1\n")
+    tracemalloc.start()
+    try:
+        assert role.last_words(3) == "error: the words of 1" and tracemalloc.get_traced_memory()[1] < 16e6
+    finally:
+        tracemalloc.stop()
 
 
 def test_processes_share_a_coordinator(tmp_path, start):

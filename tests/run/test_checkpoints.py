@@ -1,5 +1,8 @@
 """Checkpoints of arrays that are donated to the next update while they are written."""
 
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +10,8 @@ import pytest
 
 from tba_jax import sharding
 from tba_jax.run.checkpoints import Checkpoints
+from tests.support import tiny_run
+from tests.support.stepping_clock import SteppingClock
 
 ROWS = 2048
 ALONE = (ROWS, 1536)  # no other test has arrays of this shape
@@ -48,3 +53,38 @@ def test_nothing_is_copied_on_the_devices(tmp_path):
     checkpoints.save({"state": state}, {}, step=1)
     assert len(buffers()) == 1
     checkpoints.close()
+
+
+SAVES_WHILE_THE_CLOCK_STEPS = """
+import itertools, os, struct, sys, threading, time
+from pathlib import Path
+import jax.numpy as jnp
+from tba_jax.run.checkpoints import Checkpoints
+
+def step():
+    with open(os.environ["STEPPING_CLOCK"], "r+b", buffering=0) as clock:
+        for hours in itertools.cycle((1, 0)):
+            clock.seek(0)
+            clock.write(struct.pack("=q", hours * 3600))
+            time.sleep(0.02)
+
+begin, ahead = time.time(), []
+threading.Thread(target=step, daemon=True).start()
+checkpoints = Checkpoints(Path(sys.argv[1]), keep=2)
+for number in range(1, 9):
+    checkpoints.save({"state": {"w": jnp.ones((64, 64))}}, {}, step=number)
+    ahead.append(time.time() - begin)
+checkpoints.wait()
+print(max(ahead) > 3600 > min(ahead), checkpoints.steps())
+checkpoints.close()
+"""
+
+
+def test_a_wall_clock_that_steps_by_an_hour_ends_no_save(tmp_path):
+    clock = SteppingClock(tmp_path / "clock")
+    if clock.missing:
+        pytest.skip(clock.missing)
+    command = [sys.executable, "-c", SAVES_WHILE_THE_CLOCK_STEPS, str(tmp_path / "checkpoints")]
+    environment = tiny_run.environment() | clock.environment
+    done = subprocess.run(command, cwd=tiny_run.ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "True [7, 8]\n"), done.stderr[-2000:]

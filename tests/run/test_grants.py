@@ -18,3 +18,14 @@ def test_a_damaged_file_is_named(tmp_path):
     layout.write_json(run.grant, [])
     with pytest.raises(ValueError, match=r"grant\.json holds no number"):
         grants.number(run)
+
+
+@pytest.mark.parametrize("content", [b"", b'{"number": 1'], ids=["empty", "cut"])
+def test_a_torn_file_is_written_anew_and_still_lets_searchers_go_on(tmp_path, content):
+    """Whoever waits has seen a number that is not the next one."""
+    run = layout.RunDir(tmp_path)
+    grants.give(run, step=0)
+    run.grant.write_bytes(content)
+    seen = grants.number(run)
+    grants.give(run, step=0)
+    assert grants.number(run) not in (seen, 1)

@@ -156,6 +156,17 @@ def test_a_lease_without_content_counts_from_its_creation(tmp_path):
     assert time.monotonic() - begin > 0.4
 
 
+def test_a_lease_that_a_full_disk_refused_is_not_waited_for(tmp_path):
+    limited = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))\n"
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent.parent)}
+    command = [sys.executable, "-c", limited + HOLDER, str(tmp_path)]
+    refused = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
+    assert "OSError" in refused.stderr, refused
+    begin = time.monotonic()
+    EpochLease.acquire(tmp_path, ttl_seconds=30).release()
+    assert time.monotonic() - begin < 10
+
+
 def test_many_contenders_get_one_lease(tmp_path):
     program = (
         "import sys; from pathlib import Path; from tba_jax.run.lease import *\n"

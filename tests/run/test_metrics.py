@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from tba_jax.run.metrics import MetricWriter, TimeAccount
 @pytest.fixture
 def folder(tmp_path):
     """A role's metrics with points of steps 1 to 3."""
-    writer = MetricWriter(tmp_path / "trainer")
+    writer = MetricWriter(tmp_path / "trainer", event_megabytes=1)
     for step in (1, 2, 3):
         writer.write(step, {"loss": np.float32(step / 2), "count": step, "note": "text"}, {"staleness": np.array([1, 1, 3])})
     writer.close()
@@ -37,7 +38,7 @@ def test_points_come_back(folder):
 
 
 def test_numbers_that_are_not_finite_are_left_out(tmp_path):
-    writer = MetricWriter(tmp_path)
+    writer = MetricWriter(tmp_path, event_megabytes=1)
     writer.write(7, {"loss": np.float32("nan"), "grad_norm": float("inf"), "reward": 0.5, "note": "text"})
     writer.close()
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
@@ -46,7 +47,7 @@ def test_numbers_that_are_not_finite_are_left_out(tmp_path):
 
 
 def test_a_line_is_on_disk_as_soon_as_it_is_written(tmp_path):
-    writer = MetricWriter(tmp_path)
+    writer = MetricWriter(tmp_path, event_megabytes=1)
     writer.write(7, {"loss": 1.0})
     assert progress.last_line(tmp_path)["step"] == 7
     writer.close()
@@ -76,7 +77,7 @@ def test_a_torn_last_line_is_left_out_and_harms_no_other(folder, cut):
     # Without its newline alone, a line is whole to a reader of the file, and still being written to one of its end.
     assert [line["step"] for line in metrics.read_lines(folder)] == ([1, 2, 3] if cut == 1 else [1, 2])
     assert progress.last_line(folder)["step"] == 2
-    writer = MetricWriter(folder)
+    writer = MetricWriter(folder, event_megabytes=1)
     assert progress.last_line(folder)["step"] == (3 if cut == 1 else 2)
     writer.write(4, {"loss": 9.0})
     writer.close()
@@ -91,7 +92,8 @@ def test_a_torn_last_line_is_left_out_and_harms_no_other(folder, cut):
 def test_storage_that_refuses_is_told_and_never_waited_for(tmp_path, point, refusing):
     program = (
         "import resource, sys\nfrom pathlib import Path\nfrom tba_jax.run import metrics\nmetrics.FLUSH_SECONDS = 0.0\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))\nwriter = metrics.MetricWriter(Path(sys.argv[1]))\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))\n"
+        "writer = metrics.MetricWriter(Path(sys.argv[1]), event_megabytes=1)\n"
         f"for step in range(200):\n    writer.write(step, {point})"
     )
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False)
@@ -100,9 +102,21 @@ def test_storage_that_refuses_is_told_and_never_waited_for(tmp_path, point, refu
     assert path.stat().st_size == 4000
 
 
+def test_a_writer_that_starts_again_reads_the_end_of_its_file_alone(tmp_path):
+    with open(tmp_path / "metrics.jsonl", "w") as file:
+        file.writelines(json.dumps({"step": step, "padding": "x" * 1000}) + "\n" for step in range(20_000))
+    MetricWriter(tmp_path, event_megabytes=1).close()  # imports are no part of it
+    tracemalloc.start()
+    try:
+        MetricWriter(tmp_path, event_megabytes=1).close()
+        assert tracemalloc.get_traced_memory()[1] < 2e6 < (tmp_path / "metrics.jsonl").stat().st_size
+    finally:
+        tracemalloc.stop()
+
+
 def test_no_metrics_yet(tmp_path):
     assert metrics.read_lines(tmp_path) == [] and progress.last_line(tmp_path) == {}
-    MetricWriter(tmp_path).close()
+    MetricWriter(tmp_path, event_megabytes=1).close()
     assert metrics.read_lines(tmp_path) == [] and progress.last_line(tmp_path) == {}
 
 

@@ -22,6 +22,7 @@ from tba_jax.replay.reader import LogCorruption, LogReader
 from tba_jax.replay.segment import last_segment, manifest
 from tba_jax.replay.tail import Tail
 from tba_jax.run import layout, places, snapshots
+from tba_jax.run.damaged_snapshots import DamagedSnapshots
 from tba_jax.run.publisher import Publisher
 from tba_jax.run.snapshots import SnapshotInfo
 from tests.support import moto_server, tiny_run
@@ -212,7 +213,7 @@ def test_snapshots_are_published_loaded_and_pruned(root):
     assert snapshots.committed_steps(root) == [0, 2, 3]
     assert ["00000000"] in checked and all(f"{step:08d}" not in seen for step, seen in enumerate(checked))
     assert snapshots.latest_step(root) == 3 and snapshots.latest_step(root, newer_than=3) is None
-    step, params = snapshots.load_latest(root, SPECS, shardings((2, 2, 2)), newer_than=0)
+    step, params = DamagedSnapshots(root, follows="").load_newest(SPECS, shardings((2, 2, 2)), newer_than=0)
     assert step == 3
     assert_same_bits(params, random_params(3))
     # A leftover of a killed write is not seen, and swept; what is committed stays.
@@ -220,6 +221,15 @@ def test_snapshots_are_published_loaded_and_pruned(root):
     assert snapshots.latest_step(root) == 3
     snapshots.sweep(root)
     assert layout.steps_in(root) == [0, 2, 3]
+
+
+def test_a_snapshot_meets_the_arrays_of_a_request_whose_reply_was_lost(root, monkeypatch):
+    """The server made an array and died before it said so; the request that is sent again finds the array there."""
+    folder, info = root / "policy" / "00000003", SnapshotInfo(step=3, epoch=1)
+    snapshots.save(folder, random_params(1), info, dtype="float32")
+    monkeypatch.setattr(snapshots, "_remove", lambda folder: places.remove(folder / snapshots.COMMIT))
+    snapshots.save(folder, random_params(2), info, dtype="float32")
+    assert_same_bits(snapshots.load(folder, SPECS, shardings()), random_params(2))
 
 
 def test_a_snapshot_is_the_same_reference_policy_wherever_it_is(root, tmp_path):
@@ -310,7 +320,7 @@ def test_a_run_on_s3_is_resumed_mounted_and_audited(s3, tmp_path, one_device, ca
 
 
 def _first_row(run) -> str:
-    (writer, row), *_ = journal.line_ids(run.lines[0])
+    (writer, row), *_ = journal.line_ids(next(iter(run.lines)))
     return f"{writer}:{row}"
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from tba_jax.models import parameters
 from tba_jax.run import layout, places, snapshots
+from tba_jax.run.damaged_snapshots import DamagedSnapshots
 from tba_jax.run.process_group import Leader, Member
 from tba_jax.run.publisher import FollowersShards, Publisher, ShardWriter
 from tba_jax.run.snapshots import SnapshotInfo
@@ -169,7 +170,7 @@ def test_a_reader_beside_a_publisher_sees_whole_snapshots_only(tmp_path):
     def read() -> set[int]:
         seen: set[int] = set()
         while not seen or max(seen) < 24:
-            found = snapshots.load_latest(tmp_path, SPECS, shardings(), newer_than=max(seen, default=-1))
+            found = DamagedSnapshots(tmp_path, follows="").load_newest(SPECS, shardings(), newer_than=max(seen, default=-1))
             if found is not None:
                 values = {float(value) for leaf in jax.tree.leaves(found[1]) for value in np.unique(leaf)}
                 assert values == {float(found[0])}

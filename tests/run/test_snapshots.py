@@ -1,6 +1,5 @@
 """Snapshots: what is visible when, exact round trips into other meshes, damage, retention."""
 
-import functools
 import json
 import resource
 import shutil
@@ -175,41 +174,6 @@ def test_pruning_keeps_the_newest_and_what_is_evaluated(tmp_path):
     assert snapshots.prune(tmp_path, keep=3, keep_every=10, final_step=13) == [1, 2, 3, 11]
     assert snapshots.committed_steps(tmp_path) == layout.steps_in(tmp_path) == [0, 10, 13, 20, 21, 22, 23]
     assert snapshots.prune(tmp_path, keep=3, keep_every=10, final_step=13) == []
-
-
-def test_the_newest_snapshot_is_taken_once(tmp_path):
-    load = functools.partial(snapshots.load_latest, tmp_path, SPECS, shardings())
-    assert load(newer_than=-1) is None
-    for step in (0, 2, 4):
-        save(tmp_path, step)
-    step, params = load(newer_than=0)
-    assert step == 4
-    assert_same_bits(params, random_params(4))
-    assert load(newer_than=4) is None
-
-
-@pytest.mark.parametrize("moment", ["before opening", "before reading"])
-def test_a_snapshot_pruned_while_read_gives_the_next_newest(tmp_path, monkeypatch, moment):
-    for step in (0, 2, 4):
-        save(tmp_path, step)
-    open_array = snapshots.ts.open
-
-    def prune_then_open(spec, **settings):
-        path = spec["kvstore"]["path"]
-        opened = open_array(spec, **settings) if moment == "before reading" else None
-        if opened is not None:
-            opened.result()
-        if (
-            "00000004/layers.attention.query" if moment == "before opening" else "00000004/layers.feed_forward_norm"
-        ) in path:  # the last one to be opened
-            (tmp_path / "00000004" / snapshots.COMMIT).unlink()
-            shutil.rmtree(tmp_path / "00000004")
-        return opened if opened is not None else open_array(spec, **settings)
-
-    monkeypatch.setattr(snapshots.ts, "open", prune_then_open)
-    step, params = snapshots.load_latest(tmp_path, SPECS, shardings(), newer_than=-1)
-    assert step == 2
-    assert_same_bits(params, random_params(2))
 
 
 def test_the_fingerprint_is_that_of_the_weights(tmp_path):

@@ -136,7 +136,7 @@ class SlurmRun:
         return sorted(pid for pid, line in found if line.startswith(sys.executable) and f"--role={role}" in line)
 
     def lineage(self) -> list[dict]:
-        return journal.read_lineage(self.root / "journal") if (self.root / "journal").is_dir() else []
+        return [*journal.read_lineage(self.root / "journal")] if (self.root / "journal").is_dir() else []
 
     def steps(self) -> int:
         return len(self.lineage())

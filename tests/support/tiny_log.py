@@ -4,10 +4,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from tba_jax.replay.again import Again
+from tba_jax.replay.gaps import Gap, Losses
+from tba_jax.replay.index import ReplayIndex
 from tba_jax.replay.log import LogWriter
+from tba_jax.replay.reader import LogReader
 from tba_jax.run import places
 from tba_jax.trajectory import RowShape
 
@@ -35,6 +40,13 @@ def assert_rows(rows, expected):
     for name, column in expected.items():
         assert rows[name].dtype == column.dtype
         np.testing.assert_array_equal(rows[name], column, err_msg=name)
+
+
+def integrate_again(index: ReplayIndex, reader: LogReader, *records: dict[str, Any], step: int) -> list[Gap]:
+    """Does journalled integrations of one step again. Returns the gaps that are new."""
+    again = Again(index, reader, Losses(), step=step)
+    again.do({"step": step + 1, "visible": records, "writers": [], "rows": []})
+    return again.lost
 
 
 APPENDER = """

@@ -62,6 +62,19 @@ def test_a_spelled_special_token_encodes_as_text(kind, text):
     assert escaped.replace(" ", "") == text.replace(" ", ""), "it differs by spaces alone"
 
 
+def test_a_tokenizer_that_cuts_texts_hides_nothing_behind_the_cut():
+    """As files of tokenizers on the hub do; what uses them afterwards reads the whole text."""
+    tokenizer = word_pieces(normalized=True)
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=8)
+    text = "a b c d e [ｓｅp] f"
+    escaped = Escaper(tokenizer)([text, "[Ｓｅp]"])
+    assert tokenizer.truncation["max_length"] == 4 and tokenizer.padding["length"] == 8, "it is somebody else's"
+    tokenizer.no_truncation()
+    assert 3 in tokenizer.encode(text, add_special_tokens=False).ids
+    assert not any(3 in tokenizer.encode(each, add_special_tokens=False).ids for each in escaped)
+
+
 @pytest.mark.parametrize("kind", CASES)
 def test_other_texts_stay_as_they_are(kind):
     texts = ["", " ", "a < b and c > d", "[a, b] of </ s>", "日本 and 🎉", "<|im_end", "do it\n"]

@@ -79,7 +79,7 @@ class Run:
         return self.roles[name]
 
     def lineage(self) -> list[dict]:
-        return journal.read_lineage(self.root / "journal")
+        return [*journal.read_lineage(self.root / "journal")]
 
     def head(self, name: str) -> int:
         """Committed rows of the searcher `name`."""

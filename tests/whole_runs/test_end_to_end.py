@@ -12,7 +12,7 @@ from tba_jax import main
 from tba_jax.commands import audit, command_line, show
 from tba_jax.replay import journal
 from tba_jax.replay.log import REGISTER
-from tba_jax.run import layout, metrics, snapshots
+from tba_jax.run import layout, log_files, metrics, snapshots
 from tests.support import tiny_run
 from tests.support.tiny_run import processes
 
@@ -56,7 +56,7 @@ def test_an_asynchronous_run_is_joined_stopped_and_resumed(tmp_path, one_device,
     wait_until(lambda: trained(workdir) >= 6, "the first steps")
     with pytest.raises(SystemExit, match="2"):
         command_line.execute(main, [*arguments[3:], "--role=trainer"])
-    assert "is held by the trainer process" in capsys.readouterr().err
+    assert "is held by process" in capsys.readouterr().err
     check_a_searcher_that_joins([*arguments, "--role=searcher", "--name=joined"], layout.RunDir(workdir))
 
     # Ctrl-C stops the run and leaves no process.
@@ -66,11 +66,13 @@ def test_an_asynchronous_run_is_joined_stopped_and_resumed(tmp_path, one_device,
     assert "this resumes the run: " in output
     assert not processes(workdir)
 
-    # The same command goes on, to an end.
-    steps = journal.read_lineage(layout.RunDir(workdir).journal)[-1]["step"] + 24
-    fewer = f"--config.learner.steps={steps}"
-    done = tiny_run.call([*arguments, fewer, "--allow_change=learner.steps"], timeout=300)
+    # The same command goes on, to an end. It may bound the logs as it likes.
+    steps, log = journal.last_step(layout.RunDir(workdir).journal) + 24, layout.RunDir(workdir).log("trainer")
+    log.write_text(log.read_text() + "x" * (3 << 20))
+    fewer, bounded = f"--config.learner.steps={steps}", ("--config.logs.megabytes=1", "--config.logs.keep=1")
+    done = tiny_run.call([*arguments, fewer, *bounded, "--allow_change=learner.steps"], timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert log_files.older(log, 1).stat().st_size == 2 << 20 and "resumed at step" in log.read_text()
     assert not processes(workdir)
     last = done.stdout.strip().splitlines()[-1]
     assert re.fullmatch(

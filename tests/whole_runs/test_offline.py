@@ -26,7 +26,7 @@ def test_a_trainer_learns_from_a_log_and_leaves_it_as_it_was(tmp_path, frozen):
     assert frozen_runs.contents(source.run.root) == before
     assert layout.read_json(s.run.finished)["step"] == 12 and not s.run.replay.exists()
     assert layout.read_json(s.run.initial_reference) == layout.read_json(source.run.initial_reference)
-    lines = journal.read_lineage(s.run.journal)
+    lines = [*journal.read_lineage(s.run.journal)]
     (writer,) = {writer for line in lines for writer in line["writers"]}
     assert (source.run.replay / writer).is_dir()
     points = metrics.read_lines(s.run.metrics("trainer"))
@@ -51,7 +51,7 @@ def test_resume_on_a_mounted_log_is_bit_for_bit(tmp_path, frozen):
     assert len(journal.read_lineage(twice.run.journal)) == 8
     got = frozen_runs.train(twice, until=12, abandon=False)
     jax.tree.map(np.testing.assert_array_equal, got, expected)
-    lines = [journal.read_lineage(s.run.journal) for s in (once, twice)]
+    lines = [[*journal.read_lineage(s.run.journal)] for s in (once, twice)]
     assert [line["batch"] for line in lines[0]] == [line["batch"] for line in lines[1]]
 
 
@@ -169,6 +169,37 @@ def test_rows_that_mean_something_else_are_refused(case, tmp_path, frozen):
         ids = [layout.read_json(run.initial_reference)["id"] for run in (source.run, s.run)]
         assert all(one in str(refused.value) for one in ids)
     assert frozen_runs.contents(workdir) == before
+
+
+def test_a_torn_name_of_the_reference_is_mended_where_runs_are_mounted(tmp_path, frozen):
+    source = frozen(tmp_path / "source", batches=2)
+    s = frozen_runs.offline(tmp_path / "run", source.run.root, learner__steps=1)
+    training.reference(s)()
+    whole = s.run.initial_reference.read_bytes()
+    s.run.initial_reference.write_bytes(whole[:-7])
+    assert training.trainer(s)() == 0
+    assert s.run.initial_reference.read_bytes() == whole
+
+
+def test_rows_of_another_reference_are_refused_once_its_name_is_mended(tmp_path, frozen):
+    source = frozen(tmp_path / "source", batches=1)
+    training.reference(tiny_run.settings(tmp_path / "run", frozen_runs.config(seed=5)))()
+    s = frozen_runs.offline(tmp_path / "run", source.run.root, seed=5)
+    s.run.initial_reference.write_bytes(b"{")
+    with pytest.raises(ValueError, match=f"rows of {source.run.root} have log-probs of reference"):
+        training.make_trainer(s, publish_every_steps=2)
+    assert not s.run.checkpoints.exists()
+
+
+def test_who_may_read_the_files_does_not_change_rows(tmp_path, frozen):
+    source = frozen(tmp_path / "source", batches=1)
+    stored = layout.read_json(source.run.config)
+    layout.write_json(source.run.config, stored | {"contract": stored["contract"] | {"private_files": True}})
+    s = frozen_runs.offline(tmp_path / "run", source.run.root)
+    other_runs.check_mounts(s.run, s.config, s.experiment.contract, init_from="")
+    del stored["contract"]["private_files"]
+    layout.write_json(source.run.config, stored)
+    other_runs.check_mounts(s.run, s.config, s.experiment.contract, init_from="")
 
 
 def test_the_command_refuses_with_one_sentence(tmp_path):

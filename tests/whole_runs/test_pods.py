@@ -192,7 +192,7 @@ def epoch(run: Run) -> int:
 def check_what_is_left(run: Run) -> None:
     """Every step once, of committed rows, and the ledger balanced."""
     assert run.folder.finished.exists()
-    lineage = journal.read_lineage(run.folder.journal)
+    lineage = [*journal.read_lineage(run.folder.journal)]
     assert [line["step"] for line in lineage] == list(range(1, STEPS + 1))
     text, balanced = audit.describe_ledger(audit.open_run(run.folder.root))
     assert balanced, text

@@ -170,7 +170,8 @@ def test_a_run_begins_with_attacks_and_samples_of_the_reference(tmp_path, one_de
     told = append.append(second.run.root, str(tmp_path / "attacks.jsonl"), unfit="skip")
     assert "2 responses are rows" in told and told.count("left out: 1, each of which has") == 2
     assert jobs.everything(second)() == 0
-    seen = dict(pair for counts in journal.read_lineage(second.run.journal)[0]["visible"] for pair in counts["heads"].items())
+    visible = next(iter(journal.read_lineage(second.run.journal)))["visible"]
+    seen = dict(pair for counts in visible for pair in counts["heads"].items())
     (given,) = (writer for writer in seen if writer.startswith("given-"))
     assert seen[given] == 2 and len(seen) == 3
     assert layout.read_json(second.run.initial_reference) == layout.read_json(first.run.initial_reference)

@@ -54,8 +54,8 @@ class _Pause:
         self._status, self._config = status, config
         self._since: float | None = None
 
-    def waits(self, step: int) -> None:
-        """Args: step: of the newest snapshot, -1 before the first."""
+    def waits(self, step: int, damage: str) -> None:
+        """Args: step: of the newest snapshot, -1 before the first. damage: see Sampler.damage."""
         now = time.monotonic()
         self._since = now if self._since is None else self._since
         c = self._config
@@ -66,6 +66,7 @@ class _Pause:
         )
         if step < 0:
             told = "the first snapshot"
+        told = f"{told}; {damage}" if damage else told
         self._status.waits(told, seconds=now - self._since)
 
     def ends(self) -> None:
@@ -117,7 +118,8 @@ def run_searcher(
 
     The batch that is being decoded is completed. Batches that wait for their rewards have searchers.stop_seconds to get them.
     """
-    writer, status = MetricWriter(run.metrics(name)), Status(run.metrics(name))
+    writer = MetricWriter(run.metrics(name), event_megabytes=config.metrics.event_megabytes)
+    status = Status(run.metrics(name))
     watch = RewardWatch(give_up_seconds=config.searchers.give_up_seconds)
     poll_seconds = places.poll_seconds([run.shared], config.searchers.poll_seconds)
     with account.measure("load_policy"):
@@ -150,7 +152,7 @@ def run_searcher(
                     time.sleep(poll_seconds)
                 if not searcher.may_search:
                     searcher.look_for_grant(grants.number(run))
-                    pause.waits(searcher.policy_step)
+                    pause.waits(searcher.policy_step, searcher.damage)
             take_reports()
         take_reports(config.searchers.stop_seconds)
     finally:
@@ -161,12 +163,23 @@ def run_searcher(
 
 def wait_for_run(run: layout.RunDir, *, poll_seconds: float, stop: Callable[[], bool]) -> bool:
     """Waits until the run has its initial reference. Returns False if `stop` came first."""
-    told = False
-    while not places.exists(run.initial_reference):
+    told = ""
+    while lacks := _lacks_reference(run):
         if stop():
             return False
-        if not told:
-            log.info("waiting for the trainer to write %s", run.initial_reference)
-            told = True
+        if told != lacks:
+            log.info("waiting for the trainer to write %s: %s", run.initial_reference, lacks)
+            told = lacks
         time.sleep(places.poll_seconds([run.shared], poll_seconds))
     return True
+
+
+def _lacks_reference(run: layout.RunDir) -> str:
+    """Why the run's initial reference is not known, "" where it is. The trainer mends a file that is damaged."""
+    try:
+        layout.reference_id(run)
+    except FileNotFoundError:
+        return "it is not there yet"
+    except ValueError as error:
+        return str(error)
+    return ""

@@ -148,6 +148,11 @@ class Searcher:
         return self._sampler.step
 
     @property
+    def damage(self) -> str:
+        """See Sampler.damage."""
+        return self._sampler.damage
+
+    @property
     def unrewarded(self) -> int:
         """How many batches are decoded and not in the log yet."""
         return self._appender.waiting

@@ -9,11 +9,12 @@ import numpy as np
 
 from tba_jax import trajectory
 from tba_jax.replay import gaps, journal
-from tba_jax.replay.gaps import Gap, KnownGaps
+from tba_jax.replay.again import Again
+from tba_jax.replay.gaps import Gap, KnownGaps, Losses
 from tba_jax.replay.index import ReplayIndex, Rules
 from tba_jax.replay.reader import LogReader
 from tba_jax.replay.selection import Selection, draw_batch, drawable
-from tba_jax.replay.tail import Tail, not_resident, replay_visible
+from tba_jax.replay.tail import Tail
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout, places
 from tba_jax.run.requests import RequestRate
@@ -72,8 +73,8 @@ class ReplayBuffer:
         self._has_mounts = bool(mounts)
         self._searchers = config.searchers.count
         self._mounted_runs = [layout.open_run_dir(folder) for folder in config.replay.mount]
-        polling = dict(requests_per_minute=config.replay.requests_per_minute)
-        self.reader = LogReader(run.replay, contract.row_shape(), mounts=mounts, **polling)
+        per_minute = config.replay.requests_per_minute
+        self.reader = LogReader(run.replay, contract.row_shape(), mounts=mounts, requests_per_minute=per_minute)
         self._requests = RequestRate([run.replay, *mounts])
         self._reference_id = reference_of_rows(contract, run)
         self.index = make_index(config, contract, reference_id=self._reference_id)
@@ -86,25 +87,30 @@ class ReplayBuffer:
         )
         # What was integrated since the last journalled step. To integrate the same heads twice changes nothing.
         self._visible: list[dict[str, Any]] = []
-        # The gaps of the journal that this process does again, and those that it found while it did.
-        self._known, self._lost = KnownGaps(), list[Gap]()
+        # Of the journal lines that are to be done again, and what does them again; see `expect`.
+        self._losses = Losses()
+        self._again = Again(self.index, self.reader, self._losses, step=0)
+        # What this process could not read again.
+        self._lost: list[Gap] = []
         self._tail: Tail | None = None
         self._rows_came = time.monotonic()
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds, JSON."""
-        return {"index": self.index.state(), "visible": self._visible}
+        # A copy: the checkpoint is written while rows go on coming.
+        return {"index": self.index.state(), "visible": list(self._visible)}
 
     def expect(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Notes which rows the journal left out; called first. Args: lines: all journal lines after the checkpoint."""
-        self._known = KnownGaps(each for line in lines for each in line["visible"])
+        """Notes what earlier resumes lost; called first. Args: lines: all journal lines after the checkpoint."""
+        self._losses = Losses(lines)
+        self._again = Again(self.index, self.reader, self._losses, step=0)
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from `state` of a checkpoint; reads the resident rows again. Those that cannot be read are left out."""
+    def restore(self, state: Mapping[str, Any], *, step: int) -> None:
+        """Goes on from `state` of the checkpoint of a step; reads the resident rows again, and leaves out what cannot be read."""
         self.reader.heads()
-        restored = ReplayIndex.restore(state["index"], self.reader, reference_id=self._reference_id, known=self._known)
-        self.index, lost = restored
-        self._lost += lost
+        known = KnownGaps(self._losses.until(step))
+        self.index, self._lost = ReplayIndex.restore(state["index"], self.reader, reference_id=self._reference_id, known=known)
+        self._again = Again(self.index, self.reader, self._losses, step=step)
         self._visible = state["visible"]
 
     def replay(self, line: Mapping[str, Any]) -> tuple[np.ndarray, trajectory.Rows]:
@@ -114,21 +120,23 @@ class ReplayBuffer:
           ValueError: a row is not resident, or the rows are not those that were drawn.
         """
         self._visible = []  # the first line after a checkpoint has them
-        for each in line["visible"]:
-            self._lost += replay_visible(self.index, self.reader, each, self._known, step=line["step"] - 1)
-        slots = self.index.slots_of(journal.line_ids(line))
-        if (slots < 0).any():
-            raise not_resident(self.reader, line, slots)
+        slots = self._again.do(line)
         rows = self.index.gather(slots)
         if journal.batch_hash(rows) != line["batch"]:
             raise ValueError(f"journalled step {line['step']}: the rows in the log are not those that were drawn")
         return slots, rows
 
+    def note_losses(self, *, since: int) -> None:
+        """Has the next journal line, and each checkpoint before it, tell what this resume could not read again.
+
+        Args: since: the step at which the resume began.
+        """
+        self._lost += self._again.lost
+        if self._lost:
+            self._visible.append(gaps.loss(self._lost, since=since))
+
     def follow(self) -> None:
         """From now on the tail reads what is beyond the heads of the index; see `start` and `poll`."""
-        if self._lost:
-            # A later resume leaves them out as well, whether or not they can be read by then.
-            self._visible.append(gaps.visible({}, self._lost))
         self._tail = Tail(self.reader, self.index.heads, **self._tail_settings)
 
     @property

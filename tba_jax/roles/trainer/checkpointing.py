@@ -1,6 +1,7 @@
 """The checkpoints of a trainer: train state and replay index together, and the segments of the log that they need."""
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Mapping
 from typing import Any
 
 from tba_jax.roles.trainer.buffer import ReplayBuffer
@@ -10,16 +11,7 @@ from tba_jax.run.checkpoints import Checkpoints
 from tba_jax.run.lease import EpochLease
 from tba_jax.run.process_group import Group
 
-
-def restore(checkpoints: Checkpoints, step: int, shapes: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """See Checkpoints.restore; of this run, whose user is told what can be done where it fails."""
-    try:
-        return checkpoints.restore(step, shapes)
-    except ValueError as error:
-        raise ValueError(
-            f"{error}. If it is damaged, remove that folder: the run then goes on from the checkpoint before, or from its "
-            "reference, exactly"
-        ) from error
+log = logging.getLogger(__name__)
 
 
 class Checkpointing:
@@ -27,7 +19,7 @@ class Checkpointing:
 
     def __init__(self, config: Any, run: layout.RunDir, lease: EpochLease, buffer: ReplayBuffer, group: Group):
         self._group = group
-        self._folder, self._lease, self._buffer = run.checkpoints, lease, buffer
+        self._lease, self._buffer = lease, buffer
         self._every_steps, self._final_step = config.checkpoint.every_steps, config.learner.steps
         self._checkpoints = Checkpoints(run.checkpoints, keep=config.checkpoint.keep)
         self._expiry = SegmentExpiry(run.replay, buffer) if config.replay.retention == "checkpoints" else None
@@ -36,6 +28,10 @@ class Checkpointing:
 
     def latest_step(self) -> int | None:
         return self._checkpoints.latest_step()
+
+    def steps(self) -> list[int]:
+        """Steps that have a checkpoint, ascending."""
+        return self._checkpoints.steps()
 
     def is_due(self, step: int) -> bool:
         return step % self._every_steps == 0 or step == self._final_step
@@ -49,6 +45,8 @@ class Checkpointing:
             return
         self._lease.check()
         self._newest_step = step
+        if self._checkpoints.folder_of(step).exists():
+            self.set_aside(step, "a trainer that had been replaced wrote it meanwhile")
         if self._expiry is not None:
             self._checkpoints.wait()
             self._expiry.remove_unneeded(self._checkpoints.steps())
@@ -56,25 +54,29 @@ class Checkpointing:
         self._group.call("checkpoint", step=step)
         self._checkpoints.save(trees, {"epoch": self._lease.epoch, **self._buffer.state()}, step=step)
 
-    def restore(self, step: int, shapes: Mapping[str, Any], lineage: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Restores the replay buffer, and returns the trees that `save` was given.
+    def read(self, step: int, shapes: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """See Checkpoints.restore. The trainer takes over the second with `take`."""
+        return self._checkpoints.restore(step, shapes)
 
-        Args: shapes: see Checkpoints.restore; lineage: the journal, by which the epoch of the checkpoint is judged.
+    def damage(self, step: int, shapes: Mapping[str, Any]) -> str:
+        """See Checkpoints.damage."""
+        return self._checkpoints.damage(step, shapes)
 
-        Raises:
-          ValueError: the checkpoint is damaged, or a trainer wrote it that had been replaced; names the folder.
-        """
-        trees, host = restore(self._checkpoints, step, shapes)
-        if 0 < step <= len(lineage) and host["epoch"] < lineage[step - 1]["epoch"]:
-            raise ValueError(
-                f"checkpoint {step} was written under epoch {host['epoch']}, but step {step} belongs to epoch "
-                f"{lineage[step - 1]['epoch']}: a trainer that had been replaced wrote it; remove it from {self._folder}"
-            )
-        self._buffer.restore(host)
+    def set_aside(self, step: int, reason: str) -> None:
+        """See Checkpoints.set_aside; says so. Args: reason: why it does not count, in part of a sentence."""
+        folder = self._checkpoints.folder_of(step)
+        aside = self._checkpoints.set_aside(step)
+        log.warning(
+            "checkpoint %s is set aside: %s. It is in %s, which goes when a trainer starts and finds checkpoint.keep newer ones",
+            *(folder, reason, aside.name),
+        )
+
+    def take(self, step: int, host: Mapping[str, Any]) -> None:
+        """Goes on from the replay buffer in the checkpoint of a step. Args: host: see `read`."""
+        self._buffer.restore(host, step=step)
         if self._expiry is not None:
             self._expiry.note(step)
         self._newest_step = step
-        return trees
 
     def wait(self) -> None:
         """Returns when the last checkpoint is on disk."""

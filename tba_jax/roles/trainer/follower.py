@@ -9,9 +9,8 @@ import numpy as np
 
 from tba_jax import sharding
 from tba_jax.models.policy import Policy
-from tba_jax.roles.trainer import checkpointing
 from tba_jax.roles.trainer.logprob_gap import SnapshotScores
-from tba_jax.roles.trainer.resume import load_frozen, load_reference
+from tba_jax.roles.trainer.restoring import load_frozen, load_reference
 from tba_jax.roles.trainer.update_program import Placed, UpdateProgram
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout, publisher
@@ -34,12 +33,15 @@ class Follower:
         self._scores = SnapshotScores(self._program.config, self._program.mesh, run.policies, sampler_weights=sampler_weights)
         self._copy = sharding.copy_program(config.publish.dtype)
         self._shards = publisher.ShardWriter(member, "policy", run.policies, dtype=config.publish.dtype)
+        # The trees of a checkpoint that is read, until process 0 says that all processes have read it.
+        self._restored: dict[str, Any] = {}
         # Batches that are placed, and not updated on yet; the measurements of the last update.
         self._placed: list[Placed] = []
         self._measurements: dict[str, Any] = {}
         self._actions: dict[str, Callable[..., None]] = {
             "begin": self._begin,
             "restore": self._restore,
+            "take restored": self._take_restored,
             "compile": self._compile,
             "place": self._place,
             "update": self._update,
@@ -63,9 +65,17 @@ class Follower:
     def _begin(self, reference: str) -> None:
         self._program.begin(load_reference(self._policy, self._program, self._run, reference))
 
-    def _restore(self, step: int, reference: str) -> None:
-        trees, _ = checkpointing.restore(self._checkpoints, step, self._program.checkpointed_shapes(step))
-        self._program.restore(trees, load_frozen(self._policy, self._program, self._run, reference))
+    def _restore(self, step: int) -> None:
+        error = ""
+        try:
+            self._restored, _ = self._checkpoints.restore(step, self._program.checkpointed_shapes(step))
+        except ValueError as failure:  # process 0 says what follows
+            error = f"process {self._member.process}: {failure}"
+        self._member.report("restored", error=error)
+
+    def _take_restored(self, reference: str) -> None:
+        restored, self._restored = self._restored, {}
+        self._program.restore(restored, load_frozen(self._policy, self._program, self._run, reference))
 
     def _compile(self) -> None:
         self._program.compile(self._contract.row_shape())

@@ -5,6 +5,7 @@ Without it, trajectory balance would train on unnoticed if a mask, a position or
 
 import concurrent.futures
 import contextlib
+import functools
 import itertools
 import logging
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from tba_jax.models import kv_cache, parameters
 from tba_jax.programs import Program
 from tba_jax.replay.index import ReplayIndex
 from tba_jax.run import snapshots
+from tba_jax.run.damaged_snapshots import DamagedSnapshots
 from tba_jax.run.places import Place
 from tba_jax.run.process_group import Group
 
@@ -42,6 +44,7 @@ class SnapshotScores:
         self._on_devices = config.policy.trained_shardings(mesh)
         self._in_host_memory = jax.tree.map(lambda x: x.with_memory_kind(sharding.PINNED_HOST), self._on_devices)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="logprob-gap")
+        self._damaged = DamagedSnapshots(policies, follows="Log-probs are not compared under its weights")
         self._loading: concurrent.futures.Future[tuple[int, parameters.Params] | None] | None = None
 
     def _score_snapshot(self, snapshot: parameters.Params, frozen: parameters.Params, batch: Batch) -> jax.Array:
@@ -62,17 +65,18 @@ class SnapshotScores:
         return {"log-prob gap": Program(function=self._score, arguments=(snapshot, frozen, micro))}
 
     def load(self, steps: Sequence[int]) -> None:
-        """Loads the snapshot of the first of these steps that is still there, in a thread."""
+        """Loads the snapshot of the first of these steps that is still there and whole, in a thread."""
         self._loading = self._thread.submit(self._load, steps)
 
     def _load(self, steps: Sequence[int]) -> tuple[int, parameters.Params] | None:
         """The step and its weights, in host memory: the devices' is the update's meanwhile."""
         policy = self._config.policy
-        for step in steps:
+        arrays = policy.trained_specs, self._in_host_memory
+        for step in self._damaged.without(steps):
+            load = functools.partial(snapshots.load_step, self._policies, step, *arrays, dtype=policy.snapshot_dtype)
             with contextlib.suppress(FileNotFoundError):
-                return step, snapshots.load_step(
-                    self._policies, step, policy.trained_specs, self._in_host_memory, dtype=policy.snapshot_dtype
-                )
+                if (loaded := self._damaged.attempt(step, load)) is not None:
+                    return step, loaded
         return None
 
     @property
@@ -81,7 +85,7 @@ class SnapshotScores:
         return self._loading is not None and not self._loading.done()
 
     def loaded_step(self) -> int | None:
-        """Waits for the snapshot, and returns its step; None where no step had one any more. Raises: as snapshots.load."""
+        """Waits for the snapshot, and returns its step; None where no step had a whole one. Raises: as snapshots.load."""
         assert self._loading is not None, "nothing was loaded"
         found = self._loading.result()
         return None if found is None else found[0]
@@ -152,7 +156,7 @@ class LogprobGap:
 
         None where no snapshot is loaded. Args: wait: for the snapshot that is being loaded, if there is one.
 
-        Raises: what loading the snapshot raised, but for FileNotFoundError.
+        Raises: what loading the snapshot raised, but for FileNotFoundError and snapshots.Damaged.
         """
         if self._compared is None or (self._scores.is_loading and not wait):
             return None

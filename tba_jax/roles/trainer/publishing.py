@@ -25,9 +25,13 @@ class Publishing:
             keep=config.publish.keep,
             keep_every=self._evaluated_every_steps,
             final_step=self._final_step,
+            # A run that is resumed samples with those of the last steps again.
+            all_durable=config.schedule.mode == "interleaved" and config.schedule.lag > 0,
             check=lease.check,
             group=group,
         )
+        # The last step whose weights this process has published.
+        self._published_step = -1
 
     def is_due(self, step: int) -> bool:
         """At every k-th step, at steps that are evaluated, and at the last."""
@@ -36,6 +40,7 @@ class Publishing:
     def publish(self, params: Params, step: int) -> None:
         """Hands the weights of a step to the publishing thread. Raises StaleEpoch where another trainer has taken over."""
         self._lease.check()
+        self._published_step = step
         self._publisher.publish(params, snapshots.SnapshotInfo(step=step, epoch=self._lease.epoch))
 
     def publish_unless_there(self, params: Params, step: int) -> bool:
@@ -48,6 +53,11 @@ class Publishing:
         if missing:
             self.publish(params, step)
         return missing
+
+    def publish_again(self, params: Params, step: int) -> None:
+        """Publishes a step whose snapshot another process may have left damaged, unless this process has published it."""
+        if self._published_step != step:
+            self.publish(params, step)
 
     def wait(self) -> None:
         """Returns when the last published snapshot is visible."""

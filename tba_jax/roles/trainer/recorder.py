@@ -15,7 +15,7 @@ class Recorder:
 
     def __init__(self, trainer: Trainer, run: layout.RunDir):
         self._trainer, self._first = trainer, trainer.step_number
-        self._writer = MetricWriter(run.metrics("trainer"))
+        self._writer = MetricWriter(run.metrics("trainer"), event_megabytes=trainer.config.metrics.event_megabytes)
         self._begin = time.monotonic()
         self._taken: dict[str, Any] | None = None
 

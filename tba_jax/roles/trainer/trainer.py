@@ -74,6 +74,7 @@ class Trainer:
         self._contract = contract
         self.reference_id = layout.reference_id(run)
         self.step_number = 0
+        self.resumed_from = 0  # the step of the checkpoint that this trainer began with
         self.account = TrainerAccount()
         self.program = UpdateProgram(config, contract, policy)
         self.buffer = ReplayBuffer(config, contract, run, recent_window=publish_every_steps)
@@ -281,6 +282,10 @@ class Trainer:
         """As `publish`, unless this step has a snapshot. Returns whether it was published now."""
         return self.publishing.publish_unless_there(self.program.policy_params, self.step_number)
 
+    def publish_again(self) -> None:
+        """See Publishing.publish_again."""
+        self.publishing.publish_again(self.program.policy_params, self.step_number)
+
     def publish_what_is_new(self) -> bool:
         """As `publish_unless_there`, after what is being published is there."""
         self.publishing.wait()
@@ -328,11 +333,19 @@ class Trainer:
         self.checkpoints.wait()
         accounts = ledger.accounts(self.index, self.index.heads)
         unbalanced = {writer: account for writer, account in accounts.items() if not account.balances}
-        recorded = len(journal.read_lineage(self.run.journal))
+        try:
+            # Steps before the checkpoint were looked at by the trainers that did them, or did them again.
+            recorded = journal.read_lineage(self.run.journal, after=self.resumed_from).last
+        except ValueError as error:
+            recorded = self.resumed_from
+            log.error("%s", error)
         balanced = not unbalanced and recorded == self.step_number
         if not balanced:
             log.error(
-                "the ledger does not balance: %d steps are journalled, %d were done; %s", recorded, self.step_number, unbalanced
+                "the ledger does not balance: step %d was done, the journal is whole to step %d; %s",
+                self.step_number,
+                recorded,
+                unbalanced,
             )
         told = {"step": self.step_number, "epoch": self.lease.epoch, "balanced": balanced, "ledger": self.index.ledger()}
         layout.write_json(self.run.finished, {**told, **self.scalars()})

@@ -15,8 +15,9 @@ from tba_jax.roles.searcher import loop, reward_watch
 from tba_jax.roles.searcher.searcher import Searcher
 from tba_jax.run import contract, grants, layout, metrics, processes, snapshots, status
 from tba_jax.run.metrics import TimeAccount
+from tba_jax.run.requests import RequestRate
 from tba_jax.tasks.interface import Scores
-from tests.support.tiny_searcher import ROWS, Held, Q, S, committed, publish, rows_of_the_stream
+from tests.support.tiny_searcher import ROWS, Held, Q, S, committed, publish, rows_of_the_stream, weights
 
 
 def run_searcher(s: jobs.Invocation, made: Searcher, look: Callable[[], None]) -> None:
@@ -46,19 +47,61 @@ def unreadable(folder: Path) -> None:
     (folder / snapshots.COMMIT).mkdir()
 
 
-@pytest.mark.parametrize(
-    "limit, damage, error", [(0, cut_short, ValueError), (ROWS, unreadable, OSError)], ids=["searching", "waiting"]
-)
-def test_a_snapshot_that_cannot_be_loaded_stops_the_searcher(make, limit, damage, error):
+@pytest.mark.parametrize("limit", [0, ROWS], ids=["searching", "waiting"])
+def test_storage_that_cannot_be_read_stops_the_searcher(make, limit):
     s, made = make(searchers__max_rows_per_snapshot=limit)
 
     def look() -> None:
         if committed(s) and not snapshots.is_committed(s.run.policies, 1):
-            publish(s, 1, damage)
+            publish(s, 1, unreadable)
 
-    with pytest.raises(error, match=r"00000001(: parameter embedding.weight is damaged|/commit\.json)"):
+    with pytest.raises(OSError, match=r"00000001/commit\.json"):
         run_searcher(s, made, look)
     assert rows_of_the_stream(s, made, committed(s) // S)["policy_step"].max() == 0
+
+
+def test_a_damaged_snapshot_is_told_once_and_the_next_one_is_taken(make, caplog):
+    """Published behind a whole one: the searcher goes on with that, waits when its rows are asked, and says for what."""
+    s, made = make(searchers__max_rows_per_snapshot=2 * ROWS)
+    told = set()
+
+    def look() -> None:
+        waits = status.read(s.run.metrics("tested")).waits
+        if committed(s) and not snapshots.is_committed(s.run.policies, 1):
+            publish(s, 1, cut_short)
+        elif waits and not snapshots.is_committed(s.run.policies, 2):
+            told.add(waits)
+            if "damaged" in waits:
+                time.sleep(0.1)  # many polls long
+                publish(s, 2)
+        elif committed(s) >= 4 * ROWS:
+            layout.write_json(s.run.finished, {"step": s.config.learner.steps})
+
+    run_searcher(s, made, look)
+    assert set(rows_of_the_stream(s, made, committed(s) // S)["policy_step"].max(axis=1)) == {0, 2}
+    (damaged,) = [record.message for record in caplog.records if "00000001" in record.message]
+    assert "step 1 is damaged" in damaged and "embedding.weight" in damaged and f"remove {s.run.policies}/00000001" in damaged
+    assert any(each.startswith("a snapshot newer than step 0") and damaged in each for each in told)
+
+
+def test_a_searcher_whose_only_snapshot_is_damaged_waits_until_it_is_published_again(make, monkeypatch):
+    monkeypatch.setattr(status, "REWRITE_SECONDS", 0.0)
+    s, made = make(searchers__max_rows_per_snapshot=ROWS)
+    (s.run.policies / "00000000" / snapshots.COMMIT).write_bytes(b"")
+    told = set()
+
+    def look() -> None:
+        waits = status.read(s.run.metrics("tested")).waits
+        if "is damaged" in waits and not committed(s):
+            told.add(waits)
+            snapshots.save(s.run.policies / "00000000", weights(s, 0), snapshots.SnapshotInfo(0, 2), dtype="float32")
+        elif committed(s) >= ROWS:
+            layout.write_json(s.run.finished, {"step": s.config.learner.steps})
+
+    run_searcher(s, made, look)
+    (waits,) = told
+    assert waits.startswith("the first snapshot; the snapshot of step 0 is damaged") and "is not valid JSON" in waits
+    assert committed(s) == ROWS and rows_of_the_stream(s, made, Q)["policy_step"].max() == 0
 
 
 def test_a_search_that_fails_ends_the_refresher(make):
@@ -125,7 +168,7 @@ def test_a_task_that_fails_stops_the_searcher(make):
 
 
 def test_a_reward_that_hangs_keeps_nobody_from_the_end(make):
-    """A searcher does not wait for missing rewards once its run has finished or its snapshot is broken."""
+    """A searcher does not wait for missing rewards once its run has finished or its storage is broken."""
     for broken in (False, True):
         hanging = threading.Event()
 
@@ -139,13 +182,13 @@ def test_a_reward_that_hangs_keeps_nobody_from_the_end(make):
         def look(s: jobs.Invocation = s, broken: bool = broken) -> None:
             if committed(s) == ROWS and not s.run.finished.exists() and not snapshots.is_committed(s.run.policies, 1):
                 if broken:
-                    publish(s, 1, cut_short)
+                    publish(s, 1, unreadable)
                 else:
                     layout.write_json(s.run.finished, {"step": s.config.learner.steps})
 
         begin = time.monotonic()
         if broken:
-            with pytest.raises(ValueError, match="damaged"):
+            with pytest.raises(OSError, match="00000001"):
                 run_searcher(s, made, look)
         else:
             run_searcher(s, made, look)
@@ -211,7 +254,7 @@ def test_rates_are_those_of_appends(make):
         made.advance()
     late.set()
     reports = made.appended(wait_seconds=None)
-    loop.Rates(writer, TimeAccount()).write(reports)
+    loop.Rates(writer, TimeAccount(), RequestRate([])).write(reports)
     for line, report in zip(writer.lines, reports[1:], strict=True):
         elapsed = report.time - reports[0].time
         assert elapsed > 0 and line["rows_per_second"] == pytest.approx((reports.index(report)) * ROWS / elapsed)

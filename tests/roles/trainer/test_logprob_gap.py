@@ -1,5 +1,6 @@
 """The alarm of a learner that differs from its samplers."""
 
+import os
 import threading
 
 import pytest
@@ -67,13 +68,26 @@ def test_one_step_at_a_time_measures_at_once_and_tells_what_a_snapshot_lacks(tmp
         def pruned(*_, **__):
             raise FileNotFoundError
 
-        def damaged(*_, **__):
-            raise ValueError("its bytes are damaged")
+        def refused(*_, **__):
+            raise OSError("UNAVAILABLE")
 
         monkeypatch.setattr(snapshots, "load_step", pruned)
         measurements = trainer.step()
         assert measurements is not None and "logprob_gap_max" not in measurements
         assert "no resident row was made by one snapshot alone that is still there" in caplog.text
-        monkeypatch.setattr(snapshots, "load_step", damaged)
-        with pytest.raises(ValueError, match="damaged"):
+        monkeypatch.setattr(snapshots, "load_step", refused)
+        with pytest.raises(OSError, match="UNAVAILABLE"):
             trainer.step()
+
+
+def test_a_damaged_snapshot_is_passed_over(tmp_path, frozen, caplog):
+    s = frozen(tmp_path / "run", learner__logprob_gap_every_steps=1)
+    with frozen_runs.trainer(s) as trainer:
+        trainer.flush_snapshot()
+        os.truncate(s.run.policies / "00000000" / "embedding.weight" / "c" / "0" / "0", 100)
+        trainer.poll()
+        for _ in range(2):
+            measurements = trainer.step()
+            assert measurements is not None and "logprob_gap_max" not in measurements
+    told = [record.message for record in caplog.records if "is damaged" in record.message]
+    assert len(told) == 1 and "step 0" in told[0]

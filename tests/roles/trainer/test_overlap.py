@@ -66,7 +66,7 @@ def test_working_ahead_changes_no_number(tmp_path, frozen, changes):
     equal(got, expected)
     # Steps 5 and 10 are followed by a checkpoint, which shows the index as it is after them.
     assert prepared == [step for step in range(2, 13) if step not in (6, 11)]
-    lines = [journal.read_lineage(run.run.journal) for run in (s, each)]
+    lines = [[*journal.read_lineage(run.run.journal)] for run in (s, each)]
     assert [line["rows"] for line in lines[0]] == [line["rows"] for line in lines[1]]
 
 
@@ -233,7 +233,7 @@ def test_rows_that_come_during_an_update_are_replayed_as_they_came(tmp_path, fro
             assert trainer.step(ahead=True, beside=come) is not None
         assert trainer._next is not None  # dropped: a checkpoint shows its rows, but not its draw
         trainer.save_checkpoint()
-    lines = journal.read_lineage(s.run.journal)
+    lines = [*journal.read_lineage(s.run.journal)]
     came = [[writer for each in line["visible"] for writer in each["heads"] if writer.startswith("late")] for line in lines]
     assert came == [[], ["late-0"], ["late-4"], ["late-8"]]
     with frozen_runs.trainer(s) as trainer:
@@ -241,7 +241,7 @@ def test_rows_that_come_during_an_update_are_replayed_as_they_came(tmp_path, fro
         trainer.poll()
         assert trainer.step(ahead=True) is not None
         state = jax.device_get(trainer.state)
-    assert [list(each["heads"]) for each in journal.read_lineage(s.run.journal)[4]["visible"]] == [["late-12"]]
+    assert [list(each["heads"]) for each in [*journal.read_lineage(s.run.journal)][4]["visible"]] == [["late-12"]]
     frozen_runs.assert_resumes_as(s, state)
 
 

@@ -61,7 +61,7 @@ def test_a_run_that_stops_goes_on_when_told_to_skip(tmp_path, frozen):
     with frozen_runs.trainer(skipping) as trainer:
         trainer.poll()
         # A journal that ends with a refused step would stop a run again that does not skip.
-        while trainer.step_number < 8 or ("planted-1", 2) in journal.line_ids(journal.read_lineage(s.run.journal)[-1]):
+        while trainer.step_number < 8 or ("planted-1", 2) in journal.line_ids([*journal.read_lineage(s.run.journal)][-1]):
             assert trainer.step() is not None
         state = jax.device_get(trainer.state)
     assert 0 < int(state.skipped) < int(state.step)

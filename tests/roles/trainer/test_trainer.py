@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("one_device_throughout")
 
 def test_a_second_trainer_is_refused(tmp_path, frozen):
     s = frozen(tmp_path / "run", batches=2)
-    with frozen_runs.trainer(s), pytest.raises(LeaseHeld, match="held by the trainer"):
+    with frozen_runs.trainer(s), pytest.raises(LeaseHeld, match="held by process"):
         training.trainer(s)
 
 

@@ -1,0 +1,106 @@
+"""Text logs that are set aside when they are large, while processes write to them."""
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tba_jax.run import log_files
+
+# Writes numbered lines from a child too, to whatever its output is, and bounds its log meanwhile.
+PROGRAM = """
+import subprocess, sys, time
+from pathlib import Path
+from tba_jax.run import log_files
+log_files.LOOK_SECONDS = 0.02
+log_files.keep_bounded(Path(sys.argv[1]), megabytes=0.01, keep=2)
+writes = "import time\\nfor n in range(300): print('child', n, 'x' * 60, flush=True); time.sleep(.005)"
+child = subprocess.Popen([sys.executable, "-c", writes])
+for n in range(300):
+    print("role", n, "x" * 60, flush=True)
+    time.sleep(0.005)
+child.wait()
+print("error: the last words", flush=True)
+"""
+
+
+def run(folder, path, mode: str) -> subprocess.Popen:
+    path.parent.mkdir(exist_ok=True)
+    with open(path, mode) as output:
+        return subprocess.Popen([sys.executable, "-c", PROGRAM, str(folder)], stdout=output, stderr=subprocess.STDOUT)
+
+
+def logs_of(path) -> list:
+    return sorted(path.parent.glob(f"{path.name}*"))
+
+
+@pytest.mark.parametrize("mode", ["ab", "wb"])  # as the supervisor opens it; as a shell may: who writes keeps its place
+def test_a_log_is_bounded_while_a_role_and_its_child_write_to_it(tmp_path, mode):
+    path, sizes = tmp_path / "logs" / "trainer.log", [0]
+    role = run(tmp_path / "logs", path, mode)
+    while role.poll() is None:
+        with contextlib.suppress(FileNotFoundError):  # it has just moved on
+            sizes += [log.stat().st_size for log in logs_of(path)]
+        time.sleep(0.01)
+    assert role.returncode == 0, path.read_text()
+    names = {"trainer.log", "trainer.log.1", "trainer.log.2"}
+    assert {log.name for log in logs_of(path)} - {"trainer.log.draft"} == names
+    assert max(sizes) < 40_000, "the 46,000 bytes of the run are not in one file"
+    text = "".join(each.read_text() for each in (log_files.older(path, 2), log_files.older(path, 1), path))
+    assert "\0" not in text
+    for who in ("role", "child"):
+        numbers = [int(number) for number in re.findall(rf"^{who} (\d+) x{{60}}$", text, re.MULTILINE)]
+        assert numbers == sorted(set(numbers)) and numbers[-1] == 299
+        # Of some 5 cuts, each may cost what was written at that moment.
+        assert len(numbers) >= numbers[-1] - numbers[0] - 5
+    assert log_files.last_lines(path)[-1] == "error: the last words"
+
+
+def test_output_that_is_no_log_of_the_run_is_left_alone(tmp_path):
+    path = tmp_path / "of_the_user.log"
+    assert run(tmp_path / "logs", path, "wb").wait() == 0
+    assert logs_of(path) == [path] and path.read_text().count("\n") == 601
+
+
+def test_older_logs_move_on_and_the_oldest_goes(tmp_path):
+    path = tmp_path / "searcher-0.log"
+    for number in range(5):
+        path.write_text(f"{number}" * 25)
+        path.chmod(0o600)
+        assert log_files.rotate(path, limit=10, keep=3)
+    assert path.read_text() == "" and not log_files.rotate(path, limit=10, keep=3)
+    assert [log_files.older(path, number).read_text() for number in (1, 2, 3)] == ["4" * 20, "3" * 20, "2" * 20]
+    assert {log.name for log in tmp_path.iterdir()} == {path.name, *(f"{path.name}.{n}" for n in (1, 2, 3))}
+    assert log_files.older(path, 1).stat().st_mode & 0o777 == 0o600
+
+
+def test_a_full_disk_leaves_the_log_as_it_is(tmp_path):
+    path = tmp_path / "trainer.log"
+    path.write_text("words " * 1000)
+    program = (
+        "import resource, sys\nfrom pathlib import Path\nfrom tba_jax.run import log_files\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+        "log_files.rotate(Path(sys.argv[1]), limit=5000, keep=1)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, path], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1 and "File too large" in done.stderr
+    assert path.read_text() == "words " * 1000 and logs_of(path) == [path]
+
+
+def test_last_lines_are_read_from_the_end_and_from_the_log_before(tmp_path, monkeypatch):
+    path = tmp_path / "trainer.log"
+    path.write_text("error: the reason\n")
+    assert log_files.rotate(path, limit=1 << 10, keep=1) is False
+    log_files.older(path, 1).write_text("first\nerror: the reason\n")
+    path.write_text("a thread ends\n")
+    assert log_files.last_lines(path) == ["first", "error: the reason", "a thread ends"]
+    monkeypatch.setattr(log_files, "TAIL_BYTES", 40)
+    path.write_bytes(b"x" * 1000 + b"\nerror: \xff told\n")
+    assert log_files.last_lines(path)[-1] == "error: \N{REPLACEMENT CHARACTER} told"
+    os.remove(path)
+    with pytest.raises(FileNotFoundError):
+        log_files.last_lines(path)

@@ -1,0 +1,323 @@
+"""A supervised run of real processes, what a test does to it, and what must be left at its end.
+
+Storage refuses in two ways that need no file system of its own. A role's writes beyond a file size fail with EFBIG
+(RLIMIT_FSIZE): that stands for a full disk or a quota, which also refuse in the middle of a file, and for one role before the
+others. All folders of the run lose their write permission, and its processes have given up root's right to ignore that: that
+stands for a mount that has become read-only. small_disk.py does both as they really come, where the machine lets a test mount.
+"""
+
+import contextlib
+import dataclasses
+import io
+import os
+import resource
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from tba_jax.commands import audit, command_line
+from tba_jax.replay import journal
+from tba_jax.replay.log import REGISTER
+from tba_jax.run import layout
+from tests.support import tiny_run
+from tests.support.small_disk import SmallDisk
+from tests.support.tiny_run import everything_gone, processes
+
+REFUSED = "storage failed"
+ENDLESS = "--config.learner.steps=1000000"
+PATIENCE_SECONDS = 240  # for anything: only a hang takes that long
+
+
+class Stop(NamedTuple):
+    """Of a role by SIGSTOP. begin: of time.monotonic. seconds: that it is to last."""
+
+    role: str
+    begin: float
+    seconds: float
+
+
+@dataclasses.dataclass
+class Chaos:
+    """A supervised run and what was done to it.
+
+    output: what the supervisor says, outside of the run. environment: of all processes, beside the test's own.
+    epochs: those of killed trainers that had journalled a step. stopped: seconds of each SIGSTOP, by role.
+    """
+
+    run: layout.RunDir
+    arguments: list[str]
+    searchers: int
+    output: Path
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)
+    supervisor: subprocess.Popen[bytes] = dataclasses.field(init=False)
+    killed: dict[str, int] = dataclasses.field(default_factory=lambda: dict(searcher=0, trainer=0, supervisor=0))
+    refused: dict[str, int] = dataclasses.field(default_factory=lambda: dict(full=0, read_only=0))
+    lost: int = 0
+    damaged: list[int] = dataclasses.field(default_factory=list)
+    stopped: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    epochs: set[int] = dataclasses.field(default_factory=set)
+    _frozen: dict[int, "Stop"] = dataclasses.field(default_factory=dict)
+
+    def start(self, *flags: str) -> None:
+        with self.output.open("ab") as output:
+            self.supervisor = subprocess.Popen(
+                tiny_run.unprivileged([*self.arguments, *flags]),
+                cwd=tiny_run.ROOT,
+                env=tiny_run.environment() | self.environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def said(self) -> str:
+        """By all supervisors so far."""
+        return self.output.read_text(errors="replace")
+
+    def wait_until(self, condition: Callable[[], object], what: str, *, patience: float = PATIENCE_SECONDS) -> None:
+        """Fails early where the run has ended: nothing is going to happen any more then. Lets roles go on whose stop is over."""
+        deadline = time.monotonic() + patience
+        while not condition():
+            if self.supervisor.poll() is not None:
+                pytest.fail(f"the run ended with {self.supervisor.returncode} before {what}: {self.said()}")
+            assert time.monotonic() < deadline, f"waited {patience:.0f} s for {what}: {self.said()} {self.words()}"
+            self._thaw(lambda stop: time.monotonic() >= stop.begin + stop.seconds)
+            time.sleep(0.05)
+
+    def wait(self, seconds: float, what: str) -> None:
+        begin = time.monotonic()
+        self.wait_until(lambda: time.monotonic() >= begin + seconds, what, patience=2 * seconds + 60)
+
+    def words(self) -> dict[str, str]:
+        """The last lines of every role's log."""
+        logs = (self.run.root / "logs").glob("*.log")
+        return {path.stem: "\n".join(path.read_text(errors="replace").splitlines()[-8:]) for path in logs}
+
+    def pids(self, name: str) -> list[int]:
+        """Of a role, or of all whose name begins with that."""
+        if name == "supervisor":
+            return [self.supervisor.pid]
+        return sorted(pid for pid, line in processes(self.run.root).items() if f"--name={name}" in line)
+
+    def journalled(self) -> tuple[int, int]:
+        """The newest epoch with a whole line, and its newest step; (0, 0) before the first."""
+        for path in sorted(self.run.journal.glob("epoch-*.jsonl"), reverse=True):
+            if whole := path.read_bytes().rpartition(b"\n")[0]:
+                line = whole.rpartition(b"\n")[2]
+                return int(path.stem.removeprefix("epoch-")), int(line.partition(b'"step":')[2].partition(b",")[0])
+        return 0, 0
+
+    def writers(self) -> set[str]:
+        """Searcher processes that have claimed a log."""
+        return {path.stem for path in (self.run.root / "replay" / REGISTER).glob("[!.]*.json")}
+
+    def _note_epoch(self) -> None:
+        self.epochs |= {self.journalled()[0]} - {0}
+
+    def kill(self, name: str) -> bool:
+        """SIGKILL to a role; False where it is not there at the moment."""
+        killed = 0
+        for pid in self.pids(name)[:1]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                killed += 1
+            if name == "trainer":
+                self.wait_until(lambda gone=pid: gone not in self.pids(name), f"the killed {name} to be gone")
+                self._note_epoch()
+        self.killed[name.split("-")[0]] += killed
+        return killed > 0
+
+    def kill_supervisor(self) -> None:
+        """SIGKILL to the supervisor: the kernel ends all others by that."""
+        self.supervisor.kill()
+        self.supervisor.wait()
+        assert everything_gone(self.run.root, seconds=30), processes(self.run.root)
+        self.killed["supervisor"] += 1
+        self._note_epoch()
+
+    def stop(self) -> None:
+        """As Ctrl-C does."""
+        self.thaw()
+        self.supervisor.send_signal(signal.SIGINT)
+        self.supervisor.wait(PATIENCE_SECONDS)
+        assert self.supervisor.returncode == 130, self.said()
+
+    def __enter__(self) -> "Chaos":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Leaves no process, whatever has happened: all others die with the supervisor."""
+        if self.supervisor.poll() is None:
+            self.supervisor.kill()
+            self.supervisor.wait()
+            everything_gone(self.run.root, seconds=30)
+
+    def fill_disk(self, name: str) -> None:
+        """As a full disk does to one role: it ends by a write that is refused, says so, and is started again."""
+        self.wait_until(lambda: self.pids(name), f"{name} to be there")
+        log, pids = self.run.log(name), self.pids(name)
+        told = log.stat().st_size
+        # 2000 bytes for the sentence; journal, rows, metrics and evaluations soon need more, or have more already.
+        with contextlib.suppress(ProcessLookupError):
+            resource.prlimit(pids[0], resource.RLIMIT_FSIZE, (told + 2000, resource.RLIM_INFINITY))
+        self.wait_until(lambda: pids[0] not in self.pids(name), f"{name} to end by a write that was refused")
+        words = log.read_bytes()[told:].decode(errors="replace")
+        assert REFUSED in words, words
+        self.refused["full"] += 1
+        if name == "trainer":
+            self._note_epoch()
+
+    @contextlib.contextmanager
+    def folders_refuse(self) -> Iterator[None]:
+        """All folders of the run refuse; at the end all roles that ran before have ended by it, or are waited for."""
+        names = ["trainer", *(f"searcher-{i}" for i in range(self.searchers))]
+        told = {name: self.run.log(name).stat().st_size for name in names}
+        before = {pid for name in names for pid in self.pids(name)}
+        set_folders(self.run.root, mode=0o555)
+        try:
+            yield
+            self.wait_until(lambda: not before & processes(self.run.root).keys(), "all roles to end by storage that refuses")
+            words = [self.run.log(name).read_bytes()[told[name] :].decode(errors="replace") for name in names]
+            assert REFUSED in words[0] and any(REFUSED in text for text in words[1:]), self.words()
+            self._note_epoch()
+        finally:
+            set_folders(self.run.root, mode=0o755)
+        self.refused["read_only"] += 1
+
+    def _trainers_refused(self) -> int:
+        """Told by the supervisor: on a full disk a role's own log may have no room for the sentence."""
+        return self.said().count("trainer (exit code 3)")
+
+    def full(self, disk: SmallDisk) -> None:
+        """The disk of the run is full until the trainer has ended by it twice."""
+        before = self._trainers_refused()
+        with disk.full():
+            self.wait_until(lambda: disk.fill_again() or self._trainers_refused() >= before + 2, "the trainer to need room")
+            self._note_epoch()
+        self.refused["full"] += 1
+
+    def read_only(self, disk: SmallDisk) -> None:
+        """The disk of the run is read-only until the trainer has ended by it twice."""
+        before = self._trainers_refused()
+        with disk.read_only():
+            self.wait_until(lambda: self._trainers_refused() >= before + 2, "the trainer to end by a read-only disk")
+            self._note_epoch()
+        self.refused["read_only"] += 1
+
+    def gone(self, disk: SmallDisk, seconds: float) -> None:
+        """The disk of the run is unmounted, and mounted again."""
+        with disk.gone():
+            self.wait(seconds, "the disk to be gone for long enough")
+        self.lost += 1
+        self._note_epoch()
+
+    @contextlib.contextmanager
+    def away(self, place: Path) -> Iterator[None]:
+        """The workdir is moved away, and back at the end; nothing may have begun in its place."""
+        self.run.root.rename(place)
+        try:
+            yield
+        finally:
+            assert not self.run.root.exists(), list(self.run.root.iterdir())
+            place.rename(self.run.root)
+        self.lost += 1
+        self._note_epoch()
+
+    def move_away(self, place: Path, seconds: float) -> None:
+        with self.away(place):
+            self.wait(seconds, "the workdir to be away for long enough")
+
+    def freeze(self, name: str, *, seconds: float = float("inf")) -> int | None:
+        """SIGSTOP to a role, which `wait_until` lets go on. Returns its process id; None where it is not there, or stopped."""
+        pid = next(iter(self.pids(name)), None)
+        if pid is None or pid in self._frozen:
+            return None
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)
+            self._frozen[pid] = Stop(name.split("-")[0], time.monotonic(), seconds)
+        return pid
+
+    def thaw(self) -> None:
+        """SIGCONT to all that are stopped."""
+        self._thaw(lambda stop: True)
+
+    def _thaw(self, is_over: Callable[["Stop"], bool]) -> None:
+        """Stops of roles that were killed meanwhile are not counted."""
+        for pid, stop in [(pid, stop) for pid, stop in self._frozen.items() if is_over(stop)]:
+            del self._frozen[pid]
+            if pid in processes(self.run.root):
+                self.stopped.setdefault(stop.role, []).append(time.monotonic() - stop.begin)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+
+    def damage_snapshot(self, *, spared: int) -> bool:
+        """Flips a byte in the middle of the largest file of the newest snapshot, and cuts the second largest in half.
+
+        Returns: False where the newest is that of step `spared`, or has just been pruned.
+        """
+        newest = layout.steps_in(self.run.policies)[-1]
+        folder = self.run.root / "policy" / layout.step_name(newest)
+        if newest == spared:
+            return False
+        try:
+            files = sorted((path for path in folder.rglob("*") if path.is_file()), key=lambda path: -path.stat().st_size)
+            content = bytearray(files[0].read_bytes())
+            content[len(content) // 2] ^= 1
+            files[0].write_bytes(content)
+            os.truncate(files[1], files[1].stat().st_size // 2)
+        except FileNotFoundError:
+            return False
+        self.damaged.append(newest)
+        return True
+
+    def account(self) -> str:
+        """What was done to the run, in words."""
+        stops = {name: f"{len(seconds)} × {sum(seconds) / len(seconds):.0f} s" for name, seconds in self.stopped.items()}
+        return (
+            f"killed {self.killed}, storage refused {self.refused} and was lost {self.lost} times, stopped {stops}, "
+            f"snapshots damaged {self.damaged}"
+        )
+
+    def finish(self, steps: int) -> None:
+        """Lets the run, which nobody supervises at the moment, go on to its end."""
+        self.start(f"--config.learner.steps={steps}", "--allow_change=learner.steps")
+        self.supervisor.wait(PATIENCE_SECONDS + 600)
+        assert self.supervisor.returncode == 0, (self.said(), self.words())
+        assert everything_gone(self.run.root), processes(self.run.root)
+
+
+def set_folders(root: Path, *, mode: int) -> None:
+    """Top down, each before it is listed: nothing can be made in what was listed, and so be left out."""
+    for folder, _, _ in os.walk(root):
+        with contextlib.suppress(FileNotFoundError):  # removed since its parent was listed
+            os.chmod(folder, mode)
+
+
+def check_what_is_left(run: layout.RunDir, steps: int, *, epochs: set[int]) -> None:
+    """Every step once on the journal's lineage, of committed rows as they were drawn; the ledger of trainer and audit.
+
+    Args: epochs: those of trainers that were ended after they had journalled a step, which stay on the lineage.
+    """
+    lineage = journal.read_lineage(run.journal)
+    assert [line["step"] for line in lineage] == list(range(1, steps + 1))
+    there = {line["epoch"] for line in lineage}
+    assert epochs <= there and len(there) > len(epochs) >= 1, (epochs, there)  # another trainer finished the run
+    reader = audit.open_run(run.root).reader
+    committed = {writer: reader.read(writer, 0, head) for writer, head in reader.heads().items() if head}
+    for line in lineage:
+        parts = [(committed[line["writers"][number]], row) for number, row in line["rows"]]
+        batch = {name: np.stack([rows[name][row] for rows, row in parts]) for name in parts[0][0]}
+        assert journal.batch_hash(batch) == line["batch"], f"step {line['step']}"
+    finished = layout.read_json(run.finished)
+    assert finished["step"] == steps and finished["rows_rejected"] == 0
+    for writer, entry in finished["ledger"].items():
+        accounted = entry["resident"] + sum(entry["evicted"].values()) + sum(entry["rejected"].values())
+        assert entry["seen"] == accounted, writer
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        assert command_line.execute(audit, [f"--workdir={run.root}"]) == 0
+    assert "the ledger balances" in said.getvalue()
+    assert not processes(run.root)
