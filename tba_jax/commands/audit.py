@@ -16,7 +16,7 @@ from ml_collections import config_dict
 from tba_jax import trajectory
 from tba_jax.commands import command_line
 from tba_jax.replay import journal, ledger
-from tba_jax.replay.again import Again
+from tba_jax.replay.again import Again, RowsLost
 from tba_jax.replay.expiry import expired_segments
 from tba_jax.replay.gaps import KnownGaps, Losses
 from tba_jax.replay.index import ReplayIndex
@@ -52,11 +52,21 @@ def open_run(workdir: Path | str) -> Run:
 
 def rebuild_index(run: Run) -> ReplayIndex:
     """The trainer's index after the last journalled step: from log and journal, or from the newest checkpoint where retention
-    has removed rows."""
-    index = make_index(run.config, run.contract, reference_id=reference_of_rows(run.contract, run.layout))
-    heads, start, losses = run.reader.heads(), 0, Losses(run.lines)
-    if any(expired_segments(run.layout.replay).get(writer) for writer in heads):
-        index, start = _checkpointed_index(run, losses)
+    has removed rows, or rows that earlier steps drew cannot be read any more."""
+    heads, losses = run.reader.heads(), Losses(run.lines)
+    if not any(expired_segments(run.layout.replay).get(writer) for writer in heads):
+        index = make_index(run.config, run.contract, reference_id=reference_of_rows(run.contract, run.layout))
+        try:
+            return _replayed(run, index, losses, start=0)
+        except RowsLost:
+            if not layout_lib.steps_in(run.layout.checkpoints):
+                raise
+    index, start = _checkpointed_index(run, losses)
+    return _replayed(run, index, losses, start=start)
+
+
+def _replayed(run: Run, index: ReplayIndex, losses: Losses, *, start: int) -> ReplayIndex:
+    """The index after all journal lines. Args: index: after step `start`."""
     again = Again(index, run.reader, losses, step=start)
     for line in journal.read_lineage(run.layout.journal, after=start) if start else run.lines:
         index.mark_drawn(again.do(line))

@@ -20,6 +20,7 @@ import numpy as np
 from tba_jax.run import places
 from tba_jax.trajectory import Rows
 
+_ADVICE = "Restore the file from a copy, or begin a new run from a snapshot (--init_from=RUN@STEP)"
 _JOURNAL_NAME = re.compile(r"epoch-(\d{6})\.jsonl")
 _BLOCK = 1 << 18  # bytes that are read at once
 
@@ -230,7 +231,7 @@ def _steps_from_the_end(path: Path, epoch: int, *, after: int, before: int) -> I
                     if not following and not torn:
                         torn = True
                         continue
-                    raise ValueError(f"{path} line {_line_number(file, at)} is not a journal line: {error}") from error
+                    raise ValueError(f"{path} line {_line_number(file, at)} is not a journal line: {error}. {_ADVICE}") from error
                 if written_by != epoch or (following and step != following - 1):
                     place = f"before step {following}" if following else "at the end"
                     raise ValueError(f"{path} line {_line_number(file, at)}: step {step} of epoch {written_by} stands {place}")

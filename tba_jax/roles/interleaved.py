@@ -61,6 +61,7 @@ def run_interleaved(
         watch.note(report)
         trainer.poll()
         measurements = trainer.step()
+        trainer.report_problems()
         if measurements is None:
             continue
         trainer.flush_snapshot()

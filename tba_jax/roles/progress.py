@@ -25,7 +25,8 @@ def last_line(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     # The part after the last newline is a line that is still being written.
-    return next((line for line in map(metrics.parse_line, map(bytes.decode, reversed(lines[:-1]))) if line), {})
+    texts = (line.decode(errors="replace") for line in reversed(lines[:-1]))
+    return next((line for line in map(metrics.parse_line, texts) if line), {})
 
 
 class Progress:

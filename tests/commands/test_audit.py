@@ -81,6 +81,9 @@ def test_a_damaged_append_is_counted_where_a_step_saw_it(finished, copied):
     content = bytearray(biggest.read_bytes())
     content[len(content) // 2] ^= 0xFF
     biggest.write_bytes(bytes(content))
+    # From the newest checkpoint, where a step before it drew the rows.
+    assert audit.accounts(audit.open_run(copied))[writer].balances
+    (copied / "checkpoints").rename(copied / "away")
     run = audit.open_run(copied)
     try:
         account = audit.accounts(run)[writer]
@@ -166,3 +169,21 @@ def test_folders_that_are_not_whole_runs_are_told(copied):
         audit.open_run(Path("s3://bucket/x"))
     with pytest.raises(ValueError, match="cannot be read: File name too long"):
         audit.open_run(copied / ("x" * 300))
+
+
+def test_rows_that_were_trained_on_and_are_lost_are_accounted_for_as_damaged(finished, tmp_path):
+    """The account then begins with the newest checkpoint, which has counted all rows before it."""
+    copied = tmp_path / "run"
+    shutil.copytree(finished.run.root, copied)
+    run = audit.open_run(copied)
+    whole = audit.accounts(run)
+    line = next(iter(run.lines))
+    writer, row = line["writers"][line["rows"][0][0]], line["rows"][0][1]
+    segment = row // run.reader.schema(writer).segment_rows
+    shutil.rmtree(copied / "replay" / writer / f"{segment:06d}" / "d")
+    found = audit.accounts(audit.open_run(copied))
+    assert all(account.balances for account in found.values())
+    assert found[writer].damaged == whole[writer].resident - found[writer].resident
+    (copied / "checkpoints").rename(copied / "away")
+    with pytest.raises(ValueError, match=f"drew row {writer}:{row}, which cannot be read any more"):
+        audit.accounts(audit.open_run(copied))

@@ -112,6 +112,7 @@ def test_a_run_resumes_on_the_mesh_that_its_devices_need(tmp_path, monkeypatch):
     s = tiny_run.settings(tmp_path, tiny_run.config(schedule__mode="interleaved", replay__recent_probability=1.0, **changes))
     trainer, lease = training.make_trainer(s, publish_every_steps=1)
     assert dict(trainer.program.mesh.shape) == {"data": 1, "fsdp": 4, "tensor": 1} and trainer.step_number == 4
+    trainer.flush_snapshot()
     policy = s.experiment.policy
     shardings = policy.trained_shardings(trainer.program.mesh)
     first, last = (snapshots.load_step(run.policies, step, policy.trained_specs, shardings) for step in (0, 4))

@@ -90,3 +90,9 @@ def logprobs_by_prefix(params, row, model, contract):
         at = logits[begin + t - 1]
         result[t] = at[token] - np.log(np.exp(at - at.max()).sum()) - at.max()
     return result
+
+
+def test_what_is_left_out_of_training_is_told(tmp_path, caplog):
+    (tmp_path / "run" / "replay" / "notes").mkdir(parents=True)
+    assert frozen_runs.run(tmp_path / "run", learner__steps=2, evaluation__enabled=False) == 0
+    assert "notes is ignored: no writer is registered under this name" in caplog.text

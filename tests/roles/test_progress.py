@@ -66,3 +66,8 @@ def test_rewards_that_fail_are_told_on_lines_of_their_own_and_not_again_and_agai
     show()
     lines = [line.split("s  ", 1)[1] for line in capsys.readouterr().out.splitlines()]
     assert lines == ["searcher-0: rows have rewards again", "starting", "starting"]
+
+
+def test_a_line_that_is_no_text_is_passed_over(tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 3}\n\xff\xfe\n')
+    assert progress.last_line(tmp_path) == {"step": 3}

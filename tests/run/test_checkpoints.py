@@ -56,26 +56,26 @@ def test_nothing_is_copied_on_the_devices(tmp_path):
 
 
 SAVES_WHILE_THE_CLOCK_STEPS = """
-import itertools, os, struct, sys, threading, time
+import os, struct, sys, threading, time
 from pathlib import Path
 import jax.numpy as jnp
 from tba_jax.run.checkpoints import Checkpoints
 
 def step():
     with open(os.environ["STEPPING_CLOCK"], "r+b", buffering=0) as clock:
-        for hours in itertools.cycle((1, 0)):
+        for hours in (1, 2):
+            time.sleep(0.5)
             clock.seek(0)
             clock.write(struct.pack("=q", hours * 3600))
-            time.sleep(0.02)
 
-begin, ahead = time.time(), []
+begin, monotonic, number = time.time(), time.monotonic(), 0
 threading.Thread(target=step, daemon=True).start()
 checkpoints = Checkpoints(Path(sys.argv[1]), keep=2)
-for number in range(1, 9):
+while time.time() - begin < 7200 or time.monotonic() - monotonic < 2:
+    number += 1
     checkpoints.save({"state": {"w": jnp.ones((64, 64))}}, {}, step=number)
-    ahead.append(time.time() - begin)
 checkpoints.wait()
-print(max(ahead) > 3600 > min(ahead), checkpoints.steps())
+print(number > 4, checkpoints.steps() == [number - 1, number])
 checkpoints.close()
 """
 
@@ -87,4 +87,4 @@ def test_a_wall_clock_that_steps_by_an_hour_ends_no_save(tmp_path):
     command = [sys.executable, "-c", SAVES_WHILE_THE_CLOCK_STEPS, str(tmp_path / "checkpoints")]
     environment = tiny_run.environment() | clock.environment
     done = subprocess.run(command, cwd=tiny_run.ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stdout) == (0, "True [7, 8]\n"), done.stderr[-2000:]
+    assert (done.returncode, done.stdout) == (0, "True True\n"), done.stderr[-2000:]

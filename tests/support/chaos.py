@@ -241,6 +241,9 @@ class Chaos:
             self._frozen[pid] = Stop(name.split("-")[0], time.monotonic(), seconds)
         return pid
 
+    def is_stopped(self, name: str) -> bool:
+        return any(pid in self._frozen for pid in self.pids(name))
+
     def thaw(self) -> None:
         """SIGCONT to all that are stopped."""
         self._thaw(lambda stop: True)

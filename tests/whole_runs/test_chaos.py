@@ -168,7 +168,7 @@ def cause_chaos(chaos: Chaos, rng: random.Random, disk: SmallDisk, clock: Steppi
     rare = ["supervisor", "supervisor", "away"] + ["full", "full", "read only", "read only", "gone"] * (not disk.missing)
     hours = itertools.cycle((1, 0, -1, 0))
     happen: dict[str, Callable[[str], Any]] = {
-        "kill": chaos.kill,
+        "kill": lambda name: chaos.is_stopped(name) or chaos.kill(name),  # a stop lasts to its end
         "stop": lambda name: chaos.freeze(name, seconds=rng.uniform(5, 60)),
         "damage": lambda _: chaos.damage_snapshot(spared=STEPS),
         "clock": lambda _: clock.step_to(next(hours) * HOUR),
