@@ -82,7 +82,7 @@ class WatchedFolder:
 
 
 def _time_of_change(folder: Path) -> tuple[int, int] | None:
-    """Of a local folder, None where it cannot be opened. To open it makes a network file system ask its server."""
+    """When a local folder changed, and its inode; None where it cannot be opened. Opening makes NFS ask its server."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError:

@@ -186,7 +186,7 @@ class Writers:
         return registration(self._followed[writer].root, writer)
 
     def schema(self, writer: str) -> LogSchema:
-        """Of a followed writer's log."""
+        """The schema of a followed writer's log."""
         return self._followed[writer].schema
 
     def segment_rows(self, writer: str) -> int | None:
@@ -240,7 +240,7 @@ class Writers:
         with concurrent.futures.ThreadPoolExecutor(_REGISTRATIONS_AT_ONCE) as pool:
             # Many at the start of a role alone; a thread costs more than a local file.
             opened = list((map if len(new) < _REGISTRATIONS_AT_ONCE else pool.map)(lambda name: self._open(root, name), new))
-        # What was there at the start is opened at once: two requests for each writer, beside the limit.
+        # The writers that are there at the start are opened at once: two requests for each, beside the limit.
         self._allowance.spend(2 * len(new) if isinstance(root.place, places.Bucket) and not root.is_new else 0)
         root.ignored, begun = {}, []
         for name, found in zip(new, opened, strict=True):

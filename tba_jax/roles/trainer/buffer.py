@@ -85,9 +85,9 @@ class ReplayBuffer:
             most_behind=most_behind if config.replay.drop == "oldest" else 0,
             arrival_bytes=config.replay.arrival_megabytes << 20,
         )
-        # What was integrated since the last journalled step. To integrate the same heads twice changes nothing.
+        # Records of the integrations since the last journalled step. To do one again changes nothing.
         self._visible: list[dict[str, Any]] = []
-        # Of the journal lines that are to be done again, and what does them again; see `expect`.
+        # The losses in the journal lines that are to be done again, and the object that does these lines again; see `expect`.
         self._losses = Losses()
         self._again = Again(self.index, self.reader, self._losses, step=0)
         # What this process could not read again.
