@@ -1,6 +1,7 @@
 """Text logs that are set aside when they are large, while processes write to them."""
 
 import contextlib
+import itertools
 import os
 import re
 import subprocess
@@ -55,8 +56,10 @@ def test_a_log_is_bounded_while_a_role_and_its_child_write_to_it(tmp_path, mode)
     for who in ("role", "child"):
         numbers = [int(number) for number in re.findall(rf"^{who} (\d+) x{{60}}$", text, re.MULTILINE)]
         assert numbers == sorted(set(numbers)) and numbers[-1] == 299
-        # Of some 5 cuts, each may cost what was written at that moment.
-        assert len(numbers) >= numbers[-1] - numbers[0] - 5
+        # Of some 5 cuts, each may cost what was written at that moment, which are many lines on a loaded machine: but no
+        # line is lost between two cuts.
+        gaps = sum(after > before + 1 for before, after in itertools.pairwise(numbers))
+        assert gaps <= 5
     assert log_files.last_lines(path)[-1] == "error: the last words"
 
 
