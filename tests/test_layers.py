@@ -22,6 +22,7 @@ LAYERS = (
     {"rewards"},
     {"roles"},
     {"experiment"},
+    {"reporting"},
     {"commands"},
     {"main", "__main__"},
 )
