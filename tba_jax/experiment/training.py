@@ -256,6 +256,10 @@ def _follow(s: Invocation, member: Member) -> int:
                 case "go live":
                     is_live = True
                     sys.setswitchinterval(_SWITCH_SECONDS)
+                case "begin profile":
+                    record.profiler.begin()
+                case "end profile":
+                    record.profiler.end()
                 case "close":
                     assert follower is not None, "nothing has begun"
                     follower.close()

@@ -357,8 +357,8 @@ def run_evaluator(
         try:
             if run.id:
                 contract_lib.check_is_there(run)
-            with account.measure("evaluate"):
-                step = pending[-1] if finished else pending[0]
+            step = pending[-1] if finished else pending[0]
+            with account.measure("evaluate"), record.profiler.batch(step, most=1):
                 report = damaged.attempt(step, functools.partial(evaluator.evaluate, step))
         except FileNotFoundError:
             # The snapshot was pruned meanwhile.

@@ -38,6 +38,7 @@ def run_interleaved(
     search_writer = MetricWriter(run.metrics("searcher-0"), event_megabytes=megabytes, cost=record.cost)
     evaluations = _Evaluations(evaluator, run, trainer) if evaluator is not None else None
     record.status.phase("")
+    record.profiler.starts_at(trainer.step_number)
     trainer.flush_snapshot()
     if evaluations:
         evaluations.catch_up()
@@ -49,20 +50,26 @@ def run_interleaved(
         progress()
         return not stop()
 
-    while not trainer.is_done and goes_on():
-        if not watch.may_search:
-            time.sleep(trainer.config.searchers.poll_seconds)
-            continue
+    def search() -> list[SearchReport]:
+        """One batch, whose report comes once it is in the log; none where the run stops before."""
         _load(searcher, max(0, trainer.step_number - trainer.config.schedule.lag))
         searcher.advance(waits=goes_on)
         while not (reports := searcher.appended(wait_seconds=LOOK_SECONDS)) and goes_on():
             pass
-        if not reports:
-            break
-        (report,) = reports
-        watch.note(report)
-        trainer.poll()
-        measurements = trainer.step()
+        return reports
+
+    while not trainer.is_done and goes_on():
+        if not watch.may_search:
+            time.sleep(trainer.config.searchers.poll_seconds)
+            continue
+        with record.profiler.step(trainer.step_number + 1):
+            if not (reports := search()):
+                break
+            (report,) = reports
+            watch.note(report)
+            trainer.poll()
+            measurements = trainer.step()
+        record.profiler.ended(trainer.step_number)
         trainer.report_problems()
         if measurements is None:
             continue

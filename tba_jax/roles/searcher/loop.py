@@ -126,7 +126,7 @@ def run_searcher(
     status.phase("")
     log.info("%s writes replay/%s", name, searcher.writer)
     refresher, rates = _Refresher(searcher, poll_seconds=poll_seconds), Rates(writer, account, RequestRate([run.shared]))
-    pause = _Pause(status, config)
+    pause, profiler = _Pause(status, config), account.record.profiler
 
     def goes_on() -> bool:
         if stop() or contract.is_finished(run):
@@ -146,7 +146,8 @@ def run_searcher(
         while goes_on():
             if searcher.may_search and watch.may_search:
                 pause.ends()
-                searcher.advance(ahead=lambda: not stop() and watch.may_search, waits=goes_on)
+                with profiler.batch(searcher.policy_step):
+                    searcher.advance(ahead=lambda: not stop() and watch.may_search, waits=goes_on)
             else:
                 with account.measure("wait_policy" if watch.may_search else "wait_rewards"):
                     time.sleep(poll_seconds)
