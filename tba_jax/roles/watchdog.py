@@ -1,23 +1,14 @@
 """A role's watch over the learning signal: rules look at its newest measurements, and what one finds is told as an alarm."""
 
 import collections
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tba_jax.run.alarms import Alarms
+from tba_jax.run.alarms import Alarms, Finding
 
 # Measurements of one step or batch by name.
 Point = Mapping[str, float]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Finding:
-    """What a rule has found, with figures, and what to do about it, with names of settings. Both have no period at the end."""
-
-    sentence: str
-    advice: str
 
 
 # (the newest points of a role, oldest first; the config of the run) -> what is wrong, None if nothing is.

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from tba_jax.roles.searcher.appender import SearchReport
-from tba_jax.roles.watchdog import Finding, Point, Rule, series
+from tba_jax.roles.watchdog import Point, Rule, series
+from tba_jax.run.alarms import Finding
 
 # Batches that a rule looks at.
 BATCHES = 4

@@ -12,7 +12,8 @@ import jax
 
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.roles.trainer import logprob_gap
-from tba_jax.roles.watchdog import Finding, Point, Rule, mean, series
+from tba_jax.roles.watchdog import Point, Rule, mean, series
+from tba_jax.run.alarms import Finding
 
 if TYPE_CHECKING:
     from tba_jax.roles.trainer.trainer import Trainer
