@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from tba_jax.roles.searcher.appender import SearchReport
-from tba_jax.roles.watchdog import Point, Rule, series
-from tba_jax.run.alarms import Finding
+from tba_jax.roles.watchdog import Point, Rule, Watchdog, series
+from tba_jax.run import layout
+from tba_jax.run.alarms import Alarms, Finding
 
 # Batches that a rule looks at.
 BATCHES = 4
@@ -82,3 +83,8 @@ RULES: dict[str, Rule] = {
     "never_ends": never_ends,
     "rewards_fail": rewards_fail,
 }
+
+
+def watchdog(run: layout.RunDir, config: Any, *, name: str) -> Watchdog:
+    """The watch over a searcher's batches. Args: name: of its metrics."""
+    return Watchdog(Alarms(run.metrics(name)), RULES, config, points=BATCHES)

@@ -11,9 +11,7 @@ from tba_jax.roles.searcher import alarm_rules
 from tba_jax.roles.searcher.appender import SearchReport
 from tba_jax.roles.searcher.reward_watch import RewardWatch
 from tba_jax.roles.searcher.searcher import Searcher
-from tba_jax.roles.watchdog import Watchdog
 from tba_jax.run import contract, grants, layout, places
-from tba_jax.run.alarms import Alarms
 from tba_jax.run.metrics import MetricWriter, TimeAccount
 from tba_jax.run.requests import RequestRate
 from tba_jax.run.status import Status
@@ -131,7 +129,7 @@ def run_searcher(
     log.info("%s writes replay/%s", name, searcher.writer)
     refresher, rates = _Refresher(searcher, poll_seconds=poll_seconds), Rates(writer, account, RequestRate([run.shared]))
     pause, batches = _Pause(status, config), itertools.count(1)
-    watchdog = Watchdog(Alarms(run.metrics(name)), alarm_rules.RULES, config, points=alarm_rules.BATCHES)
+    watchdog = alarm_rules.watchdog(run, config, name=name)
 
     def goes_on() -> bool:
         if stop() or contract.is_finished(run):

@@ -12,8 +12,9 @@ import jax
 
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.roles.trainer import logprob_gap
-from tba_jax.roles.watchdog import Point, Rule, mean, series
-from tba_jax.run.alarms import Finding
+from tba_jax.roles.watchdog import Point, Rule, Watchdog, mean, series
+from tba_jax.run import layout
+from tba_jax.run.alarms import Alarms, Finding
 
 if TYPE_CHECKING:
     from tba_jax.roles.trainer.trainer import Trainer
@@ -28,7 +29,8 @@ _HARDLY_ANY_DIFFERS, _NEAR_BEST = 0.95, 0.9
 _SOLVED, _STEPS_LEFT = 0.99, 0.2
 # How far above learner.clip_norm every gradient is, in units of the reward: the demo learns with 2 to 17 times that norm.
 _CLIPPED_BY = 30.0
-_RATIOS_CLIPPED = 0.5
+# Of the sampler's tokens at most 1/clip have a ratio above the clip, since their mean ratio is 1: a quarter of that is very many.
+_RATIOS_CLIPPED = 0.25
 # Steps by which the newest row may lag behind, beside so many publications: the paper's runs learn from rows of up to 20 steps.
 _STEPS_BEHIND, _PUBLICATIONS_BEHIND = 64, 8
 _ROWS_REJECTED = 0.1
@@ -136,13 +138,17 @@ def gradient_clipped(points: Sequence[Point], c: Any) -> Finding | None:
 
 
 def ratio_clipped(points: Sequence[Point], c: Any) -> Finding | None:
-    """Most tokens' importance ratios are clipped, for objectives that weigh tokens by them."""
+    """Many tokens' importance ratios are clipped, for objectives that weigh tokens by them."""
     shares = series(points, "ratio_clipped", count=POINTS)
-    if not shares or min(shares) <= _RATIOS_CLIPPED or "importance_clip" not in OBJECTIVES[c.learner.objective].settings:
+    clip = c.learner.importance_clip
+    if not (shares and clip and "importance_clip" in OBJECTIVES[c.learner.objective].settings):
+        return None
+    if mean(shares) <= _RATIOS_CLIPPED / clip:
         return None
     return Finding(
         sentence=f"the clip of importance ratios is always active: {mean(shares):.0%} of the tokens of the last {POINTS} "
-        f"measured batches have π_θ/π_behaviour above learner.importance_clip={c.learner.importance_clip:g}",
+        f"measured batches have π_θ/π_behaviour above learner.importance_clip={clip:g}; on-policy none would, and off-policy at "
+        f"most {1 / clip:.0%}",
         advice="lower learner.learning_rate, or use fresher rows (replay.max_staleness, more searchers); "
         "learner.objective=trajectory_balance needs no ratios",
     )
@@ -228,3 +234,8 @@ RULES: dict[str, Rule] = {
     "updates_refused": updates_refused,
     "disk": disk_nearly_full,
 }
+
+
+def watchdog(run: layout.RunDir, config: Any) -> Watchdog:
+    """The watch over a trainer's steps."""
+    return Watchdog(Alarms(run.metrics("trainer")), RULES, config, points=SOLVED_POINTS)

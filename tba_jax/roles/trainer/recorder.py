@@ -7,9 +7,7 @@ import jax
 
 from tba_jax.roles.trainer import alarm_rules
 from tba_jax.roles.trainer.trainer import Trainer
-from tba_jax.roles.watchdog import Watchdog
 from tba_jax.run import layout
-from tba_jax.run.alarms import Alarms
 from tba_jax.run.metrics import MetricWriter
 
 
@@ -19,8 +17,7 @@ class Recorder:
     def __init__(self, trainer: Trainer, run: layout.RunDir):
         self._trainer, self._first = trainer, trainer.step_number
         self._writer = MetricWriter(run.metrics("trainer"), event_megabytes=trainer.config.metrics.event_megabytes)
-        alarms, rules = Alarms(run.metrics("trainer")), alarm_rules.RULES
-        self._watchdog = Watchdog(alarms, rules, trainer.config, points=alarm_rules.SOLVED_POINTS)
+        self._watchdog = alarm_rules.watchdog(run, trainer.config)
         self._circumstances = alarm_rules.Circumstances(trainer)
         self._begin = time.monotonic()
         self._taken: dict[str, Any] | None = None
