@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.roles.trainer import logprob_gap
@@ -38,31 +39,38 @@ _UPDATES_REFUSED = 3
 
 
 class Circumstances:
-    """What rules need beside the metrics of a point."""
+    """What rules need beside the metrics of a point. A look costs what rows that came since the last one cost."""
 
     def __init__(self, trainer: "Trainer"):
         self._trainer = trainer
-        self._low, self._high = math.inf, -math.inf
+        # The newest row that was looked at, the extent of all rewards, and the newest weights that a row came from.
+        self._arrival, self._low, self._high, self._row_step = -1, math.inf, -math.inf, -1
         self._checkpoint_bytes = float(sum(leaf.nbytes for leaf in jax.tree.leaves(trainer.program.trees())))
 
     def __call__(self) -> dict[str, float]:
         """Returns:
-        reward_low, reward_high: the extent of the rewards of rows that have been resident. newest_row_lag: steps since the newest
-        own row's weights, if there is one. disk_free, checkpoint_bytes: bytes. resident_rows: their number.
+        reward_low, reward_high: the extent of the rewards of rows that have been resident; resident_rows: how many are now.
+        newest_row_lag: steps since the weights of the newest own row, if there is one. disk_free, checkpoint_bytes: bytes.
         """
-        index, found = self._trainer.index, {"checkpoint_bytes": self._checkpoint_bytes}
-        resident = index.slot_query >= 0
-        if rows := int(resident.sum()):
-            rewards = index.reward[resident]
-            self._low, self._high = min(self._low, float(rewards.min())), max(self._high, float(rewards.max()))
-            found |= {"resident_rows": rows, "reward_low": self._low, "reward_high": self._high}
-            if self._trainer.buffer.has_own_rows():
-                found["newest_row_lag"] = self._trainer.step_number - float(index.row_step[resident].max())
+        self._look_at_new_rows()
+        found = {"checkpoint_bytes": self._checkpoint_bytes, "resident_rows": float(len(self._trainer.index))}
+        if self._arrival >= 0:
+            found |= {"reward_low": self._low, "reward_high": self._high}
+        if self._row_step >= 0 and self._trainer.buffer.has_own_rows():
+            found["newest_row_lag"] = float(self._trainer.step_number - self._row_step)
         try:
             disk = os.statvfs(self._trainer.run.root)
         except OSError:  # storage that refuses is told by the writers of what must not be lost
             return found
         return found | {"disk_free": float(disk.f_bavail * disk.f_frsize)}
+
+    def _look_at_new_rows(self) -> None:
+        index = self._trainer.index
+        new = np.flatnonzero(index.arrival > self._arrival)
+        if len(new):
+            self._arrival, rewards = int(index.arrival[new].max()), index.reward[new]
+            self._low, self._high = min(self._low, float(rewards.min())), max(self._high, float(rewards.max()))
+            self._row_step = max(self._row_step, int(index.row_step[new].max()))
 
 
 def _rewards(points: Sequence[Point], *, count: int) -> tuple[float, float, float, float] | None:
@@ -158,7 +166,6 @@ def logprob_gap_alarm(points: Sequence[Point], c: Any) -> Finding | None:
     """Sampler and learner give the same tokens other log-probs under the same weights; one comparison proves it."""
     if not points[-1].get("logprob_gap_alarm"):
         return None
-    # Where the gap itself is not finite, the point has none.
     limit, gap = logprob_gap.limit(c), points[-1].get("logprob_gap_max", math.nan)
     return Finding(
         sentence=f"sampler and learner disagree by {gap:.2g} nats on a token under the same weights (limit {limit:g}): a mask, a "
