@@ -7,7 +7,9 @@ import functools
 import time
 from collections.abc import Callable
 
+from tba_jax.roles import evaluation_alarms
 from tba_jax.roles.evaluator import NOT_EVALUATED, Evaluator, PendingSteps, report_scalars
+from tba_jax.roles.searcher import alarm_rules
 from tba_jax.roles.searcher.appender import LOOK_SECONDS, SearchReport
 from tba_jax.roles.searcher.reward_watch import RewardWatch
 from tba_jax.roles.searcher.searcher import Searcher
@@ -43,6 +45,7 @@ def run_interleaved(
     if evaluations:
         evaluations.catch_up()
     watch, status = RewardWatch(give_up_seconds=trainer.config.searchers.give_up_seconds), Status(run.metrics("searcher-0"))
+    watchdog = alarm_rules.watchdog(run, trainer.config, name="searcher-0")
 
     def goes_on() -> bool:
         watch.look(waiting=searcher.unrewarded, grades=searcher.grades)
@@ -67,6 +70,7 @@ def run_interleaved(
                 break
             (report,) = reports
             watch.note(report)
+            watchdog.look(trainer.step_number + 1, alarm_rules.point(report))
             trainer.poll()
             measurements = trainer.step()
         record.profiler.ended(trainer.step_number)
@@ -100,7 +104,8 @@ class _Evaluations:
     """Evaluates every published snapshot that is due, in this process."""
 
     def __init__(self, evaluator: Evaluator, run: layout.RunDir, trainer: Trainer):
-        config = trainer.config
+        self._config = config = trainer.config
+        self._watchdog = evaluation_alarms.watchdog(run, config)
         self._damaged = DamagedSnapshots(run.policies, follows=NOT_EVALUATED)
         self._evaluator = evaluator
         megabytes, self._record = config.metrics.event_megabytes, trainer.record
@@ -113,6 +118,7 @@ class _Evaluations:
                 report = self._damaged.attempt(step, functools.partial(self._evaluator.evaluate, step))
             if report is not None:
                 self._writer.write(step, report_scalars(report))
+                self._watchdog.look(step, evaluation_alarms.point(report, self._config))
 
     def close(self) -> None:
         self._writer.close()

@@ -1,11 +1,13 @@
 """The loop of a searcher's process: it searches batches until the run has finished, and loads snapshots in a thread beside it."""
 
+import itertools
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tba_jax.roles.searcher import alarm_rules
 from tba_jax.roles.searcher.appender import SearchReport
 from tba_jax.roles.searcher.reward_watch import RewardWatch
 from tba_jax.roles.searcher.searcher import Searcher
@@ -126,7 +128,8 @@ def run_searcher(
     status.phase("")
     log.info("%s writes replay/%s", name, searcher.writer)
     refresher, rates = _Refresher(searcher, poll_seconds=poll_seconds), Rates(writer, account, RequestRate([run.shared]))
-    pause, profiler = _Pause(status, config), account.record.profiler
+    pause, profiler, batches = _Pause(status, config), account.record.profiler, itertools.count(1)
+    watchdog = alarm_rules.watchdog(run, config, name=name)
 
     def goes_on() -> bool:
         if stop() or contract.is_finished(run):
@@ -140,6 +143,7 @@ def run_searcher(
         reports = searcher.appended(wait_seconds=wait_seconds)
         for report in reports:
             watch.note(report)
+            watchdog.look(next(batches), alarm_rules.point(report))
         rates.write(reports)
 
     try:

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from tba_jax.roles.trainer import alarm_rules
 from tba_jax.roles.trainer.trainer import Trainer
 from tba_jax.run import layout
 from tba_jax.run.metrics import MetricWriter
@@ -17,6 +18,8 @@ class Recorder:
         self._trainer, self._first = trainer, trainer.step_number
         megabytes, cost = trainer.config.metrics.event_megabytes, trainer.record.cost
         self._writer = MetricWriter(run.metrics("trainer"), event_megabytes=megabytes, cost=cost)
+        self._watchdog = alarm_rules.watchdog(run, trainer.config)
+        self._circumstances = alarm_rules.Circumstances(trainer)
         self._begin = time.monotonic()
         self._taken: dict[str, Any] | None = None
 
@@ -57,7 +60,9 @@ class Recorder:
             "steps_per_second": steps / max(time.monotonic() - self._begin, 1e-9),
             **self._trainer.scalars(),
         }
-        self._writer.write(self._trainer.step_number, scalars, {"staleness": staleness})
+        step = self._trainer.step_number
+        self._writer.write(step, scalars, {"staleness": staleness})
+        self._watchdog.look(step, {"step": step, **scalars, **self._circumstances()})
 
     def close(self) -> None:
         self._writer.close()
