@@ -12,10 +12,9 @@ from tba_jax.experiment import compiling, initial_policy, other_runs, role_devic
 from tba_jax.experiment.joining import Invocation, join, mistakes_end_the_role
 from tba_jax.roles import gpus
 from tba_jax.run import contract as contract_lib
-from tba_jax.run import layout, places, rendezvous
+from tba_jax.run import layout, metrics, places, rendezvous
 from tba_jax.run import processes as processes_lib
 from tba_jax.run.lease import EpochLease, LeaseHeld
-from tba_jax.run.metrics import MetricWriter
 from tba_jax.run.process_group import Alone, Group, Member
 from tba_jax.schemas import flatten
 
@@ -88,7 +87,7 @@ def _make_reference(s: Invocation, group: Group) -> None:
         if initial_policy.mend(s.run):  # until now nobody knew whose rows go with it
             other_runs.check_mounts(s.run, s.config, s.experiment.contract, init_from=s.init_from)
         return
-    writer = MetricWriter(s.run.metrics("reference"), event_megabytes=s.config.metrics.event_megabytes)
+    writer = metrics.open_writer(s.config, s.run, "reference", kind="reference")
 
     def record(step: int, loss: float) -> None:
         log.info("warm start: step %d, loss %.3f", step, loss)

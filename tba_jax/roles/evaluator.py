@@ -21,9 +21,9 @@ from tba_jax.roles import reference, sampler
 from tba_jax.roles.reference import policy_mesh, text_columns
 from tba_jax.roles.sampler import Sampler
 from tba_jax.run import contract as contract_lib
-from tba_jax.run import layout, places, snapshots
+from tba_jax.run import layout, metrics, places, snapshots
 from tba_jax.run.damaged_snapshots import DamagedSnapshots
-from tba_jax.run.metrics import MetricWriter, TimeAccount
+from tba_jax.run.metrics import TimeAccount
 from tba_jax.tasks.interface import EncodedQuery, HasFinalAnswer, HasMeasures, Task
 from tba_jax.text.tokenizers import Tokenizer
 
@@ -323,7 +323,7 @@ def run_evaluator(
 
     A damaged one is told, and left out until it is published again: neither this role nor the end of the run waits for it.
     """
-    writer = MetricWriter(run.metrics("evaluator"), event_megabytes=config.metrics.event_megabytes)
+    writer = metrics.open_writer(config, run, "evaluator", kind="evaluator")
     damaged = DamagedSnapshots(run.policies, follows=NOT_EVALUATED)
 
     def afresh() -> PendingSteps:  # a trainer that resumes may have changed the last step

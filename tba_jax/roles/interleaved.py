@@ -14,9 +14,8 @@ from tba_jax.roles.searcher.searcher import Searcher
 from tba_jax.roles.trainer.loop import end
 from tba_jax.roles.trainer.recorder import Recorder
 from tba_jax.roles.trainer.trainer import Trainer
-from tba_jax.run import layout, processes, snapshots
+from tba_jax.run import layout, metrics, processes, snapshots
 from tba_jax.run.damaged_snapshots import DamagedSnapshots
-from tba_jax.run.metrics import MetricWriter
 from tba_jax.run.status import Status
 
 
@@ -34,7 +33,7 @@ def run_interleaved(
     Fresh rows of step n come from the weights after n − 1 − lag updates.
     """
     recorder = Recorder(trainer, run)
-    search_writer = MetricWriter(run.metrics("searcher-0"), event_megabytes=trainer.config.metrics.event_megabytes)
+    search_writer = metrics.open_writer(trainer.config, run, "searcher-0", kind="searcher")
     evaluations = _Evaluations(evaluator, run, trainer) if evaluator is not None else None
     trainer.flush_snapshot()
     if evaluations:
@@ -94,7 +93,7 @@ class _Evaluations:
         config = trainer.config
         self._damaged = DamagedSnapshots(run.policies, follows=NOT_EVALUATED)
         self._evaluator = evaluator
-        self._writer = MetricWriter(run.metrics("evaluator"), event_megabytes=config.metrics.event_megabytes)
+        self._writer = metrics.open_writer(config, run, "evaluator", kind="evaluator")
         self._pending = PendingSteps(run, every_steps=config.evaluation.every_steps, final_step=config.learner.steps)
 
     def catch_up(self) -> None:

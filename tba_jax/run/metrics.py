@@ -1,18 +1,21 @@
 """Metrics of one role: TensorBoard events and JSON lines, and the accounting of where its time goes."""
 
 import contextlib
+import functools
 import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tba_jax.run import places
+from tba_jax.run import layout, places, sinks
 from tba_jax.run.event_files import EventFiles
+from tba_jax.run.sinks.feed import Feed, missing
+from tba_jax.run.sinks.roles import session_of
 
 FLUSH_SECONDS = 5.0
 
@@ -23,15 +26,16 @@ class MetricWriter:
     A line is {"step": int, "time": unix seconds, name: float, ...}. An existing file is continued, and keeps every line.
     """
 
-    def __init__(self, folder: Path, *, event_megabytes: float):
-        """Args: event_megabytes: of TensorBoard events that are kept, the newest."""
+    def __init__(self, folder: Path, *, event_megabytes: float, feeds: Sequence[Feed] = ()):
+        """Args: event_megabytes: of TensorBoard events that are kept, the newest; 0: none are written. feeds: of trackers."""
         places.make_folder(folder, below=2)
         path = folder / "metrics.jsonl"
         torn = _is_torn(path)
         self._lines = open(path, "a", buffering=1)  # noqa: SIM115 (closed by close)
         if torn:  # a kill cut the last line short: the next one begins on a line of its own
             self._lines.write("\n")
-        self._events = EventFiles(folder, megabytes=event_megabytes)
+        self._events = EventFiles(folder, megabytes=event_megabytes) if event_megabytes else None
+        self._feeds = feeds
         self._flushed = 0.0
 
     def write(self, step: int, scalars: Mapping[str, Any], histograms: Mapping[str, np.ndarray] | None = None) -> None:
@@ -42,25 +46,71 @@ class MetricWriter:
         Raises:
           OSError: the storage refused.
         """
-        from tensorboardX import summary
-
         values = {name: value if isinstance(value, str) else float(value) for name, value in scalars.items()}
         values = {name: value for name, value in values.items() if isinstance(value, str) or math.isfinite(value)}
         line: dict[str, Any] = {"step": int(step), "time": time.time(), **values}
-        points = [summary.scalar(name, value) for name, value in values.items() if not isinstance(value, str)]
-        for name, array in (histograms or {}).items():
-            counts, edges = np.histogram(array, bins=min(20, max(1, int(np.ptp(array)) + 1)) if array.size else 1)
-            line[f"{name}_histogram"] = {"counts": counts.tolist(), "edges": edges.tolist()}
-            points.append(summary.histogram(name, array, bins=edges))
+        counted = {name: _histogram(array) for name, array in (histograms or {}).items()}
+        line |= {f"{name}_histogram": found for name, found in counted.items()}
         self._lines.write(json.dumps(line) + "\n")
-        self._events.write(points, step=int(step), time=line["time"])
+        numbers = {name: value for name, value in values.items() if not isinstance(value, str)}
+        if self._events is not None:
+            self._write_events(numbers, histograms or {}, counted, line)
+        for feed in self._feeds:
+            feed.offer({"step": line["step"], "time": line["time"], "values": numbers, "histograms": counted, "tables": {}})
+
+    def _write_events(
+        self,
+        numbers: Mapping[str, float],
+        histograms: Mapping[str, np.ndarray],
+        counted: Mapping[str, Any],
+        line: Mapping[str, Any],
+    ) -> None:
+        from tensorboardX import summary
+
+        assert self._events is not None
+        points = [summary.scalar(name, value) for name, value in numbers.items()]
+        points += [summary.histogram(name, array, bins=np.array(counted[name]["edges"])) for name, array in histograms.items()]
+        self._events.write(points, step=line["step"], time=line["time"])
         if time.monotonic() - self._flushed > FLUSH_SECONDS:
             self._flushed = time.monotonic()
             self._events.flush()
 
+    @property
+    def shows_tables(self) -> bool:
+        """Whether anybody takes what `table` is given."""
+        return bool(self._feeds)
+
+    def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Shows rows of equal fields in trackers; they are in no file of metrics."""
+        columns = list(rows[0]) if rows else []
+        shown = {name: {"columns": columns, "rows": [[row[column] for column in columns] for row in rows]}}
+        for feed in self._feeds if rows else ():
+            feed.offer({"step": int(step), "time": time.time(), "values": {}, "histograms": {}, "tables": shown})
+
     def close(self) -> None:
-        self._events.close()
+        if self._events is not None:
+            self._events.close()
         self._lines.close()
+        for feed in self._feeds:
+            feed.close()
+
+
+def open_writer(config: Any, run: layout.RunDir, name: str, *, kind: str) -> MetricWriter:
+    """The writer of a role, with the sinks of metrics.sinks whose packages are there.
+
+    Args: config: of the run; name: of the folder of the role's metrics; kind: of the role, see sinks.session.GROUPS.
+    """
+    c = config.metrics
+
+    told = functools.partial(session_of, config, run, name, kind=kind)
+    feeds = [Feed(sink, told) for sink in dict.fromkeys(c.sinks) if sink in sinks.TRACKERS and not missing(sink)]
+    return MetricWriter(run.metrics(name), event_megabytes=c.event_megabytes if "tensorboard" in c.sinks else 0.0, feeds=feeds)
+
+
+def _histogram(array: np.ndarray) -> dict[str, list[float]]:
+    """What is written of the numbers of an array: counts between edges."""
+    counts, edges = np.histogram(array, bins=min(20, max(1, int(np.ptp(array)) + 1)) if array.size else 1)
+    return {"counts": counts.tolist(), "edges": edges.tolist()}
 
 
 def _is_torn(path: Path) -> bool:

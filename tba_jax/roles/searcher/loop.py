@@ -9,7 +9,7 @@ from typing import Any
 from tba_jax.roles.searcher.appender import SearchReport
 from tba_jax.roles.searcher.reward_watch import RewardWatch
 from tba_jax.roles.searcher.searcher import Searcher
-from tba_jax.run import contract, grants, layout, places
+from tba_jax.run import contract, grants, layout, metrics, places
 from tba_jax.run.metrics import MetricWriter, TimeAccount
 from tba_jax.run.requests import RequestRate
 from tba_jax.run.status import Status
@@ -118,7 +118,7 @@ def run_searcher(
 
     The batch that is being decoded is completed. Batches that wait for their rewards have searchers.stop_seconds to get them.
     """
-    writer = MetricWriter(run.metrics(name), event_megabytes=config.metrics.event_megabytes)
+    writer = metrics.open_writer(config, run, name, kind="searcher")
     status = Status(run.metrics(name))
     watch = RewardWatch(give_up_seconds=config.searchers.give_up_seconds)
     poll_seconds = places.poll_seconds([run.shared], config.searchers.poll_seconds)

@@ -6,8 +6,7 @@ from typing import Any
 import jax
 
 from tba_jax.roles.trainer.trainer import Trainer
-from tba_jax.run import layout
-from tba_jax.run.metrics import MetricWriter
+from tba_jax.run import layout, metrics
 
 
 class Recorder:
@@ -15,7 +14,7 @@ class Recorder:
 
     def __init__(self, trainer: Trainer, run: layout.RunDir):
         self._trainer, self._first = trainer, trainer.step_number
-        self._writer = MetricWriter(run.metrics("trainer"), event_megabytes=trainer.config.metrics.event_megabytes)
+        self._writer = metrics.open_writer(trainer.config, run, "trainer", kind="trainer")
         self._begin = time.monotonic()
         self._taken: dict[str, Any] | None = None
 

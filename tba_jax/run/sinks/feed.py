@@ -1,0 +1,101 @@
+"""The way of points from a role to the process of a tracker: nothing that a tracker does holds up the role."""
+
+import dataclasses
+import importlib.util
+import json
+import logging
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from tba_jax.run.sinks.session import Session
+
+log = logging.getLogger(__name__)
+
+# Points that may wait for a tracker; further ones are dropped and counted.
+_MOST_POINTS = 1000
+# A role that ends waits so long for its tracker, which goes on for a while after it (__main__.py).
+CLOSE_SECONDS = 5.0
+
+
+class Feed:
+    """Hands points to the process of one tracker, which it starts with the first of them."""
+
+    def __init__(self, name: str, session: Callable[[], Session], *, most_points: int = _MOST_POINTS):
+        """Args: name: in sinks.TRACKERS; session: says what the tracker is told of the role, asked with the first point."""
+        self._name, self._session = name, session
+        self._points: queue.Queue[dict[str, Any] | None] = queue.Queue(most_points)
+        self._thread: threading.Thread | None = None
+        self._over, self._dropped = False, 0
+
+    def offer(self, point: dict[str, Any]) -> None:
+        """Takes a point, see session.Sink.write; returns at once. A point for which there is no room is dropped."""
+        if self._over:
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name=f"feeds {self._name}", daemon=True)
+            self._thread.start()
+        try:
+            self._points.put_nowait(point)
+        except queue.Full:
+            self._dropped += 1
+            if self._dropped == 1:
+                log.warning("%s does not keep up: it gets no more points until it does; metrics.jsonl has them", self._name)
+
+    def close(self, *, seconds: float = CLOSE_SECONDS) -> None:
+        """Waits so long until the tracker has everything."""
+        if self._thread is not None:
+            try:
+                self._points.put_nowait(None)
+                self._thread.join(seconds)
+            except queue.Full:
+                pass  # it has stood still for long
+        if self._dropped:
+            log.warning("%s lacks %d points, which metrics.jsonl has", self._name, self._dropped)
+        self._over = True
+
+    def _serve(self) -> None:
+        try:
+            self._hand_over()
+        except (OSError, ValueError) as error:
+            if not isinstance(error, BrokenPipeError):  # its process has ended, and has said why
+                log.warning("%s is left out: %s", self._name, error)
+        self._over = True
+
+    def _hand_over(self) -> None:
+        """Raises OSError where the process cannot be started, or has ended; ValueError where there is no session."""
+        session = dataclasses.asdict(self._session())
+        child = subprocess.Popen(
+            [sys.executable, "-m", "tba_jax.run.sinks", self._name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,  # a Ctrl-C reaches neither it nor what the tracker's library starts
+        )
+        threading.Thread(target=_repeat, args=(child,), name=f"hears {self._name}", daemon=True).start()
+        assert child.stdin is not None
+        told: dict[str, Any] | None = session
+        while told is not None:
+            child.stdin.write(json.dumps(told) + "\n")
+            child.stdin.flush()
+            told = self._points.get()
+        child.stdin.close()
+        child.wait()
+
+
+def _repeat(child: "subprocess.Popen[str]") -> None:
+    """Logs the sentences of a tracker's process."""
+    assert child.stdout is not None
+    for sentence in child.stdout:
+        log.warning("%s", sentence.rstrip("\n"))
+
+
+def missing(name: str) -> str:
+    """The sentence about a tracker whose package is not installed, "" where it is."""
+    if importlib.util.find_spec(name) is not None:
+        return ""
+    return f"metrics.sinks names {name}, which is not installed (pip install {name}); the run goes on without it"
