@@ -318,8 +318,9 @@ c.metrics.event_megabytes = setting(256.0, above=0)
 c.metrics.sinks = setting(("tensorboard",), registry="sinks")
 c.metrics.project = setting("tba_jax", given=True)  # of wandb and trackio
 c.metrics.group = ""  # under which wandb and trackio show all roles of this run; "": name of the workdir and id of the run
-c.metrics.samples = setting(8, at_least=0)  # rows in the tables of samples that wandb and trackio get; 0: no tables
-c.metrics.samples_every_batches = setting(100, at_least=1)  # of a searcher; evaluators give a table with each evaluation
+# Rows of a searcher's batch that wandb and trackio get as a table, and how often. Evaluators give evaluation.samples each time.
+c.metrics.samples = setting(8, at_least=0)
+c.metrics.samples_every_batches = setting(100, at_least=1)
 
 c.logs = ConfigDict()
 c.logs.megabytes = setting(64.0, above=0)  # of a role's text log, which is then set aside as DIR/logs/<role>.log.1

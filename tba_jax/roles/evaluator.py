@@ -236,6 +236,11 @@ def report_scalars(report: dict[str, Any]) -> dict[str, float]:
     return {name: value for name, value in report.items() if isinstance(value, float) and name != "time"}
 
 
+def sample_rows(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """The samples of a report, as tables of trackers take them."""
+    return [{"kind": kind} | response for kind, responses in report["samples"].items() for response in responses]
+
+
 def _of_reference(greedy: Sequence[dict[str, Any]], sampled: Sequence[dict[str, Any]]) -> dict[str, float]:
     """How far the policy is from the reference."""
     return {
@@ -353,5 +358,6 @@ def run_evaluator(
         if report is None:
             continue
         writer.write(report["step"], report_scalars(report) | account.shares())
+        writer.table("samples", report["step"], sample_rows(report))
         log.info("step %d: greedy reward %.3f, sampled %.3f", report["step"], report["greedy_reward"], report["sampled_reward"])
     writer.close()

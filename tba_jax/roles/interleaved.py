@@ -7,9 +7,10 @@ import functools
 import time
 from collections.abc import Callable
 
-from tba_jax.roles.evaluator import NOT_EVALUATED, Evaluator, PendingSteps, report_scalars
+from tba_jax.roles.evaluator import NOT_EVALUATED, Evaluator, PendingSteps, report_scalars, sample_rows
 from tba_jax.roles.searcher.appender import LOOK_SECONDS, SearchReport
 from tba_jax.roles.searcher.reward_watch import RewardWatch
+from tba_jax.roles.searcher.samples import SampleTables
 from tba_jax.roles.searcher.searcher import Searcher
 from tba_jax.roles.trainer.loop import end
 from tba_jax.roles.trainer.recorder import Recorder
@@ -34,6 +35,7 @@ def run_interleaved(
     """
     recorder = Recorder(trainer, run)
     search_writer = metrics.open_writer(trainer.config, run, "searcher-0", kind="searcher")
+    tables = SampleTables(search_writer, trainer.config)
     evaluations = _Evaluations(evaluator, run, trainer) if evaluator is not None else None
     trainer.flush_snapshot()
     if evaluations:
@@ -58,6 +60,7 @@ def run_interleaved(
             break
         (report,) = reports
         watch.note(report)
+        tables.note(report.samples, policy_step=report.policy_step)
         trainer.poll()
         measurements = trainer.step()
         trainer.report_problems()
@@ -101,6 +104,7 @@ class _Evaluations:
             report = self._damaged.attempt(step, functools.partial(self._evaluator.evaluate, step))
             if report is not None:
                 self._writer.write(step, report_scalars(report))
+                self._writer.table("samples", step, sample_rows(report))
 
     def close(self) -> None:
         self._writer.close()

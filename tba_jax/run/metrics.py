@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tba_jax.run import layout, places, sinks
+from tba_jax.run import layout, places, privacy, sinks
 from tba_jax.run.event_files import EventFiles
 from tba_jax.run.sinks.feed import Feed, missing
 from tba_jax.run.sinks.roles import session_of
@@ -26,8 +26,9 @@ class MetricWriter:
     A line is {"step": int, "time": unix seconds, name: float, ...}. An existing file is continued, and keeps every line.
     """
 
-    def __init__(self, folder: Path, *, event_megabytes: float, feeds: Sequence[Feed] = ()):
-        """Args: event_megabytes: of TensorBoard events that are kept, the newest; 0: none are written. feeds: of trackers."""
+    def __init__(self, folder: Path, *, event_megabytes: float, feeds: Sequence[Feed] = (), tables: bool = True):
+        """Args: event_megabytes: of TensorBoard events that are kept, the newest; 0: none are written. feeds: of trackers.
+        tables: whether trackers may see rows."""
         places.make_folder(folder, below=2)
         path = folder / "metrics.jsonl"
         torn = _is_torn(path)
@@ -35,7 +36,7 @@ class MetricWriter:
         if torn:  # a kill cut the last line short: the next one begins on a line of its own
             self._lines.write("\n")
         self._events = EventFiles(folder, megabytes=event_megabytes) if event_megabytes else None
-        self._feeds = feeds
+        self._feeds, self._tables = feeds, tables
         self._flushed = 0.0
 
     def write(self, step: int, scalars: Mapping[str, Any], histograms: Mapping[str, np.ndarray] | None = None) -> None:
@@ -78,13 +79,13 @@ class MetricWriter:
     @property
     def shows_tables(self) -> bool:
         """Whether anybody takes what `table` is given."""
-        return bool(self._feeds)
+        return self._tables and bool(self._feeds)
 
     def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Shows rows of equal fields in trackers; they are in no file of metrics."""
         columns = list(rows[0]) if rows else []
         shown = {name: {"columns": columns, "rows": [[row[column] for column in columns] for row in rows]}}
-        for feed in self._feeds if rows else ():
+        for feed in self._feeds if rows and self._tables else ():
             feed.offer({"step": int(step), "time": time.time(), "values": {}, "histograms": {}, "tables": shown})
 
     def close(self) -> None:
@@ -98,13 +99,16 @@ class MetricWriter:
 def open_writer(config: Any, run: layout.RunDir, name: str, *, kind: str) -> MetricWriter:
     """The writer of a role, with the sinks of metrics.sinks whose packages are there.
 
+    Rows of a run whose files are private (run/privacy.py) are in no tracker.
+
     Args: config: of the run; name: of the folder of the role's metrics; kind: of the role, see sinks.session.GROUPS.
     """
     c = config.metrics
 
     told = functools.partial(session_of, config, run, name, kind=kind)
     feeds = [Feed(sink, told) for sink in dict.fromkeys(c.sinks) if sink in sinks.TRACKERS and not missing(sink)]
-    return MetricWriter(run.metrics(name), event_megabytes=c.event_megabytes if "tensorboard" in c.sinks else 0.0, feeds=feeds)
+    megabytes = c.event_megabytes if "tensorboard" in c.sinks else 0.0
+    return MetricWriter(run.metrics(name), event_megabytes=megabytes, feeds=feeds, tables=not privacy.is_private(run))
 
 
 def _histogram(array: np.ndarray) -> dict[str, list[float]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from tba_jax.roles.searcher.appender import SearchReport
 from tba_jax.roles.searcher.reward_watch import RewardWatch
+from tba_jax.roles.searcher.samples import SampleTables
 from tba_jax.roles.searcher.searcher import Searcher
 from tba_jax.run import contract, grants, layout, metrics, places
 from tba_jax.run.metrics import MetricWriter, TimeAccount
@@ -126,7 +127,7 @@ def run_searcher(
         searcher.refresh()
     log.info("%s writes replay/%s", name, searcher.writer)
     refresher, rates = _Refresher(searcher, poll_seconds=poll_seconds), Rates(writer, account, RequestRate([run.shared]))
-    pause = _Pause(status, config)
+    pause, tables = _Pause(status, config), SampleTables(writer, config)
 
     def goes_on() -> bool:
         if stop() or contract.is_finished(run):
@@ -140,6 +141,7 @@ def run_searcher(
         reports = searcher.appended(wait_seconds=wait_seconds)
         for report in reports:
             watch.note(report)
+            tables.note(report.samples, policy_step=report.policy_step)
         rates.write(reports)
 
     try:
