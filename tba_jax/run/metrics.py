@@ -4,7 +4,6 @@ import contextlib
 import functools
 import json
 import math
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,9 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from tba_jax.run import layout, places, privacy, sinks
+from tba_jax.run import json_lines, layout, places, privacy, sinks
+from tba_jax.run.cost import Cost
 from tba_jax.run.event_files import EventFiles
-from tba_jax.run.sinks.feed import Feed, missing
+from tba_jax.run.json_lines import parse_line as parse_line
+from tba_jax.run.record import Record
+from tba_jax.run.sinks.feed import CLOSE_SECONDS, Feed, missing
 from tba_jax.run.sinks.roles import session_of
 
 FLUSH_SECONDS = 5.0
@@ -26,12 +28,23 @@ class MetricWriter:
     A line is {"step": int, "time": unix seconds, name: float, ...}. An existing file is continued, and keeps every line.
     """
 
-    def __init__(self, folder: Path, *, event_megabytes: float, feeds: Sequence[Feed] = (), tables: bool = True):
-        """Args: event_megabytes: of TensorBoard events that are kept, the newest; 0: none are written. feeds: of trackers.
-        tables: whether trackers may see rows."""
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        event_megabytes: float,
+        cost: Cost | None = None,
+        feeds: Sequence[Feed] = (),
+        tables: bool = True,
+    ):
+        """Args:
+        event_megabytes: of TensorBoard events that are kept, the newest; 0: none are written.
+        cost: counts the time that writing takes. feeds: of trackers; tables: whether they may see rows.
+        """
+        self._cost = cost or Cost()
         places.make_folder(folder, below=2)
         path = folder / "metrics.jsonl"
-        torn = _is_torn(path)
+        torn = json_lines.is_torn(path)
         self._lines = open(path, "a", buffering=1)  # noqa: SIM115 (closed by close)
         if torn:  # a kill cut the last line short: the next one begins on a line of its own
             self._lines.write("\n")
@@ -47,15 +60,19 @@ class MetricWriter:
         Raises:
           OSError: the storage refused.
         """
+        with self._cost.measure():
+            self._write(step, scalars, histograms or {})
+
+    def _write(self, step: int, scalars: Mapping[str, Any], histograms: Mapping[str, np.ndarray]) -> None:
         values = {name: value if isinstance(value, str) else float(value) for name, value in scalars.items()}
         values = {name: value for name, value in values.items() if isinstance(value, str) or math.isfinite(value)}
         line: dict[str, Any] = {"step": int(step), "time": time.time(), **values}
-        counted = {name: _histogram(array) for name, array in (histograms or {}).items()}
+        counted = {name: _histogram(array) for name, array in histograms.items()}
         line |= {f"{name}_histogram": found for name, found in counted.items()}
         self._lines.write(json.dumps(line) + "\n")
         numbers = {name: value for name, value in values.items() if not isinstance(value, str)}
         if self._events is not None:
-            self._write_events(numbers, histograms or {}, counted, line)
+            self._write_events(numbers, histograms, counted, line)
         for feed in self._feeds:
             feed.offer({"step": line["step"], "time": line["time"], "values": numbers, "histograms": counted, "tables": {}})
 
@@ -86,47 +103,44 @@ class MetricWriter:
         columns = list(rows[0]) if rows else []
         shown = {name: {"columns": columns, "rows": [[row[column] for column in columns] for row in rows]}}
         for feed in self._feeds if rows and self._tables else ():
-            feed.offer({"step": int(step), "time": time.time(), "values": {}, "histograms": {}, "tables": shown})
+            with self._cost.measure():
+                feed.offer({"step": int(step), "time": time.time(), "values": {}, "histograms": {}, "tables": shown})
 
     def close(self) -> None:
         if self._events is not None:
             self._events.close()
         self._lines.close()
+        deadline = time.monotonic() + CLOSE_SECONDS
         for feed in self._feeds:
-            feed.close()
+            feed.end()
+        for feed in self._feeds:
+            feed.wait(deadline - time.monotonic())
 
 
-def open_writer(config: Any, run: layout.RunDir, name: str, *, kind: str) -> MetricWriter:
+def open_writer(config: Any, run: layout.RunDir, name: str, *, kind: str, cost: Cost | None = None) -> MetricWriter:
     """The writer of a role, with the sinks of metrics.sinks whose packages are there.
 
     Rows of a run whose files are private (run/privacy.py) are in no tracker.
 
-    Args: config: of the run; name: of the folder of the role's metrics; kind: of the role, see sinks.session.GROUPS.
+    Args: config: of the run; name: of the folder of the role's metrics; kind: of the role, see sinks.session.GROUPS; cost: see
+      MetricWriter.
     """
     c = config.metrics
-
     told = functools.partial(session_of, config, run, name, kind=kind)
     feeds = [Feed(sink, told) for sink in dict.fromkeys(c.sinks) if sink in sinks.TRACKERS and not missing(sink)]
-    megabytes = c.event_megabytes if "tensorboard" in c.sinks else 0.0
-    return MetricWriter(run.metrics(name), event_megabytes=megabytes, feeds=feeds, tables=not privacy.is_private(run))
+    return MetricWriter(
+        run.metrics(name),
+        event_megabytes=c.event_megabytes if "tensorboard" in c.sinks else 0.0,
+        cost=cost,
+        feeds=feeds,
+        tables=not privacy.is_private(run),
+    )
 
 
 def _histogram(array: np.ndarray) -> dict[str, list[float]]:
     """What is written of the numbers of an array: counts between edges."""
     counts, edges = np.histogram(array, bins=min(20, max(1, int(np.ptp(array)) + 1)) if array.size else 1)
     return {"counts": counts.tolist(), "edges": edges.tolist()}
-
-
-def _is_torn(path: Path) -> bool:
-    """Whether the last line of a file has no end."""
-    try:
-        with open(path, "rb") as file:
-            if not file.seek(0, os.SEEK_END):
-                return False
-            file.seek(-1, os.SEEK_END)
-            return file.read() != b"\n"
-    except FileNotFoundError:
-        return False
 
 
 def read_lines(folder: Path) -> list[dict[str, Any]]:
@@ -136,32 +150,25 @@ def read_lines(folder: Path) -> list[dict[str, Any]]:
 
 def each_line(folder: Path) -> Iterator[dict[str, Any]]:
     """The lines of `read_lines`, one at a time: of a long run they would take much memory."""
-    try:
-        with open(folder / "metrics.jsonl", encoding="utf-8", errors="replace") as file:
-            yield from filter(None, map(parse_line, file))
-    except FileNotFoundError:
-        return
-
-
-def parse_line(line: str) -> dict[str, Any]:
-    """One line of metrics.jsonl; {} for a line that a kill cut short."""
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError:
-        return {}
+    return json_lines.each(folder / "metrics.jsonl")
 
 
 class TimeAccount:
-    """Splits a role's wall time into named shares: what it worked on, and what it waited for."""
+    """Splits a role's wall time into named shares: what it worked on, and what it waited for.
 
-    def __init__(self) -> None:
+    Attributes: record: of the role. What is measured is on its timeline as well.
+    """
+
+    def __init__(self, record: Record | None = None) -> None:
+        """Args: record: None: one that writes nothing."""
+        self.record = record or Record()
         self._seconds: dict[str, float] = {}
-        self._start = time.monotonic()
+        self._start, self._recorded = time.monotonic(), self.record.cost.seconds
 
     def restart(self) -> None:
         """Starts the account anew: the time before the first batch says nothing about the run's balance."""
         self._seconds.clear()
-        self._start = time.monotonic()
+        self._start, self._recorded = time.monotonic(), self.record.cost.seconds
 
     @contextlib.contextmanager
     def measure(self, name: str) -> Iterator[None]:
@@ -170,14 +177,21 @@ class TimeAccount:
         try:
             yield
         finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - begin
+            end = time.monotonic()
+            self._seconds[name] = self._seconds.get(name, 0.0) + end - begin
+            self.record.timeline.note(name, begin, end)
 
     def total(self) -> float:
         """Seconds since the start, above 0."""
         return max(time.monotonic() - self._start, 1e-9)
 
     def shares(self) -> dict[str, float]:
-        """name -> share of the wall time since the start, in [0, 1]; `time_other` is what no name covers."""
+        """name -> share of the wall time since the start, in [0, 1]; `time_other` is what no name covers.
+
+        `time_recording`, the share that all threads together spent on metrics, status, timeline and events, is beside them: it
+        is within the others, as far as it is this thread's.
+        """
         total = self.total()
         shares = {f"time_{name}": seconds / total for name, seconds in self._seconds.items()}
-        return shares | {"time_other": max(0.0, 1.0 - sum(shares.values()))}
+        shares["time_other"] = max(0.0, 1.0 - sum(shares.values()))
+        return shares | {"time_recording": (self.record.cost.seconds - self._recorded) / total}

@@ -1,5 +1,6 @@
 """The way of points from a role to the process of a tracker: nothing that a tracker does holds up the role."""
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -45,14 +46,16 @@ class Feed:
             if self._dropped == 1:
                 log.warning("%s does not keep up: it gets no more points until it does; metrics.jsonl has them", self._name)
 
-    def close(self, *, seconds: float = CLOSE_SECONDS) -> None:
-        """Waits so long until the tracker has everything."""
+    def end(self) -> None:
+        """Says that no more points come."""
         if self._thread is not None:
-            try:
+            with contextlib.suppress(queue.Full):  # the tracker has stood still for long
                 self._points.put_nowait(None)
-                self._thread.join(seconds)
-            except queue.Full:
-                pass  # it has stood still for long
+
+    def wait(self, seconds: float) -> None:
+        """Waits so long until the tracker has everything; called after `end`. Its process goes on for a while after this."""
+        if self._thread is not None:
+            self._thread.join(max(0.0, seconds))
         if self._dropped:
             log.warning("%s lacks %d points, which metrics.jsonl has", self._name, self._dropped)
         self._over = True
