@@ -8,12 +8,13 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tba_jax.experiment import compiling, initial_policy, other_runs, role_devices, schedule_changes
+from tba_jax.experiment import compiling, initial_policy, other_runs, prompt_check, role_devices, schedule_changes
 from tba_jax.experiment.joining import Invocation, join, mistakes_end_the_role
 from tba_jax.roles import gpus
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout, metrics, places, rendezvous
 from tba_jax.run import processes as processes_lib
+from tba_jax.run.alarms import Alarms
 from tba_jax.run.lease import EpochLease, LeaseHeld
 from tba_jax.run.process_group import Alone, Group, Member
 from tba_jax.schemas import flatten
@@ -82,7 +83,11 @@ def _make_reference_alone(s: Invocation, group: Group) -> None:
 
 
 def _make_reference(s: Invocation, group: Group) -> None:
-    """Makes the policy that step 0 starts from, unless the run has one. The caller holds the lease."""
+    """Makes the policy that step 0 starts from, unless the run has one. The caller holds the lease.
+
+    Before that it tells what is wrong with the prompts, as an alarm of the trainer: nobody is to wait for a warm start in vain.
+    """
+    prompt_check.tell(s.experiment, Alarms(s.run.metrics("trainer")))
     if places.exists(s.run.initial_reference):
         if initial_policy.mend(s.run):  # until now nobody knew whose rows go with it
             other_runs.check_mounts(s.run, s.config, s.experiment.contract, init_from=s.init_from)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from tba_jax.roles.evaluator import NOT_EVALUATED, Evaluator, PendingSteps, report_scalars, sample_rows
+from tba_jax.roles.searcher import alarm_rules
 from tba_jax.roles.searcher.appender import LOOK_SECONDS, SearchReport
 from tba_jax.roles.searcher.reward_watch import RewardWatch
 from tba_jax.roles.searcher.samples import SampleTables
@@ -15,7 +16,9 @@ from tba_jax.roles.searcher.searcher import Searcher
 from tba_jax.roles.trainer.loop import end
 from tba_jax.roles.trainer.recorder import Recorder
 from tba_jax.roles.trainer.trainer import Trainer
+from tba_jax.roles.watchdog import Watchdog
 from tba_jax.run import layout, metrics, processes, snapshots
+from tba_jax.run.alarms import Alarms
 from tba_jax.run.damaged_snapshots import DamagedSnapshots
 from tba_jax.run.status import Status
 
@@ -41,6 +44,8 @@ def run_interleaved(
     if evaluations:
         evaluations.catch_up()
     watch, status = RewardWatch(give_up_seconds=trainer.config.searchers.give_up_seconds), Status(run.metrics("searcher-0"))
+    alarms = Alarms(run.metrics("searcher-0"))
+    watchdog = Watchdog(alarms, alarm_rules.RULES, trainer.config, points=alarm_rules.BATCHES)
 
     def goes_on() -> bool:
         watch.look(waiting=searcher.unrewarded, grades=searcher.grades)
@@ -61,6 +66,7 @@ def run_interleaved(
         (report,) = reports
         watch.note(report)
         tables.note(report.samples, policy_step=report.policy_step)
+        watchdog.look(trainer.step_number + 1, alarm_rules.point(report))
         trainer.poll()
         measurements = trainer.step()
         trainer.report_problems()

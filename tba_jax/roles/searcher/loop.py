@@ -1,16 +1,20 @@
 """The loop of a searcher's process: it searches batches until the run has finished, and loads snapshots in a thread beside it."""
 
+import itertools
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tba_jax.roles.searcher import alarm_rules
 from tba_jax.roles.searcher.appender import SearchReport
 from tba_jax.roles.searcher.reward_watch import RewardWatch
 from tba_jax.roles.searcher.samples import SampleTables
 from tba_jax.roles.searcher.searcher import Searcher
+from tba_jax.roles.watchdog import Watchdog
 from tba_jax.run import contract, grants, layout, metrics, places
+from tba_jax.run.alarms import Alarms
 from tba_jax.run.metrics import MetricWriter, TimeAccount
 from tba_jax.run.requests import RequestRate
 from tba_jax.run.status import Status
@@ -128,6 +132,8 @@ def run_searcher(
     log.info("%s writes replay/%s", name, searcher.writer)
     refresher, rates = _Refresher(searcher, poll_seconds=poll_seconds), Rates(writer, account, RequestRate([run.shared]))
     pause, tables = _Pause(status, config), SampleTables(writer, config)
+    batches = itertools.count(1)
+    watchdog = Watchdog(Alarms(run.metrics(name)), alarm_rules.RULES, config, points=alarm_rules.BATCHES)
 
     def goes_on() -> bool:
         if stop() or contract.is_finished(run):
@@ -142,6 +148,7 @@ def run_searcher(
         for report in reports:
             watch.note(report)
             tables.note(report.samples, policy_step=report.policy_step)
+            watchdog.look(next(batches), alarm_rules.point(report))
         rates.write(reports)
 
     try:

@@ -179,8 +179,11 @@ class ReplayBuffer:
         """Whether no row can come any more: there is no writer but those of mounted runs, which have all finished."""
         if self._searchers or not self._mounted_runs:
             return False
-        own = any(self.reader.is_own(writer) for writer in self.index.writers)
-        return not own and all(places.exists(run.finished) for run in self._mounted_runs)
+        return not self.has_own_rows() and all(places.exists(run.finished) for run in self._mounted_runs)
+
+    def has_own_rows(self) -> bool:
+        """Whether a writer of this run, and not of a mounted one, has written rows."""
+        return any(self.reader.is_own(writer) for writer in self.index.writers)
 
     def is_mounted(self, slots: np.ndarray) -> np.ndarray:
         """bool[n]: whether the rows in `slots` are of other runs."""

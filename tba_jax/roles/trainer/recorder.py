@@ -5,8 +5,11 @@ from typing import Any
 
 import jax
 
+from tba_jax.roles.trainer import alarm_rules
 from tba_jax.roles.trainer.trainer import Trainer
+from tba_jax.roles.watchdog import Watchdog
 from tba_jax.run import layout, metrics
+from tba_jax.run.alarms import Alarms
 
 
 class Recorder:
@@ -15,6 +18,9 @@ class Recorder:
     def __init__(self, trainer: Trainer, run: layout.RunDir):
         self._trainer, self._first = trainer, trainer.step_number
         self._writer = metrics.open_writer(trainer.config, run, "trainer", kind="trainer")
+        alarms, rules = Alarms(run.metrics("trainer")), alarm_rules.RULES
+        self._watchdog = Watchdog(alarms, rules, trainer.config, points=alarm_rules.SOLVED_POINTS)
+        self._circumstances = alarm_rules.Circumstances(trainer)
         self._begin = time.monotonic()
         self._taken: dict[str, Any] | None = None
 
@@ -55,7 +61,9 @@ class Recorder:
             "steps_per_second": steps / max(time.monotonic() - self._begin, 1e-9),
             **self._trainer.scalars(),
         }
-        self._writer.write(self._trainer.step_number, scalars, {"staleness": staleness})
+        step = self._trainer.step_number
+        self._writer.write(step, scalars, {"staleness": staleness})
+        self._watchdog.look(step, {"step": step, **scalars, **self._circumstances()})
 
     def close(self) -> None:
         self._writer.close()
