@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tba_jax.run import json_lines, layout, places, privacy, sinks
+from tba_jax.run import alarms, json_lines, layout, places, privacy, sinks
 from tba_jax.run.cost import Cost
 from tba_jax.run.event_files import EventFiles
 from tba_jax.run.json_lines import parse_line as parse_line
@@ -127,7 +127,8 @@ def open_writer(config: Any, run: layout.RunDir, name: str, *, kind: str, cost: 
     """
     c = config.metrics
     told = functools.partial(session_of, config, run, name, kind=kind)
-    feeds = [Feed(sink, told) for sink in dict.fromkeys(c.sinks) if sink in sinks.TRACKERS and not missing(sink)]
+    names = [sink for sink in dict.fromkeys(c.sinks) if sink in sinks.TRACKERS and not missing(sink)]
+    feeds = [Feed(sink, told, functools.partial(_tell_once, run.metrics(name), sink)) for sink in names]
     return MetricWriter(
         run.metrics(name),
         event_megabytes=c.event_megabytes if "tensorboard" in c.sinks else 0.0,
@@ -135,6 +136,15 @@ def open_writer(config: Any, run: layout.RunDir, name: str, *, kind: str, cost: 
         feeds=feeds,
         tables=not privacy.is_private(run),
     )
+
+
+def _tell_once(folder: Path, kind: str, sentence: str, advice: str) -> None:
+    """Tells an alarm of a tracker, unless a role of this run has told the same."""
+    with contextlib.suppress(OSError):
+        told = [alarm for role in folder.parent.iterdir() for alarm in alarms.read(role)]
+        if any((alarm.kind, alarm.sentence) == (kind, sentence) for alarm in told):
+            return
+    alarms.Alarms(folder).tell(kind=kind, sentence=sentence, advice=advice, step=0)
 
 
 def _histogram(array: np.ndarray) -> dict[str, list[float]]:

@@ -1,8 +1,8 @@
 """The process of one tracker: python -m tba_jax.run.sinks NAME. Its parent is a Feed.
 
 A tracker may block, raise, print, or keep a core busy: none of this happens in the process of the role. Standard input has a JSON
-line with a Session, and then one for each point; what this process writes to standard output are sentences for the role's log. It
-ends after its input does: when the role closes its feed, and when the role dies.
+line with a Session, and then one for each point. What this process writes to standard output are lines {"sentence", "advice"} for
+the role's log. It ends after its input does: when the role closes its feed, and when the role dies.
 """
 
 import contextlib
@@ -18,11 +18,11 @@ from tba_jax.run.sinks.session import Session
 
 # After the end of the points, the tracker has so long to send what it has.
 _END_SECONDS = 60.0
-_KEPT = "the run goes on, and metrics.jsonl has every point"
+_ADVICE = "nothing has to be done: the run goes on, and metrics.jsonl has every point; or leave it out of metrics.sinks"
 
 
 class _Words:
-    """Sentences for the role's log. The outputs of this process are closed to everybody else, libraries and their children."""
+    """What the role's log is told. The outputs of this process are closed to everybody else, libraries and their children."""
 
     def __init__(self) -> None:
         self._out, nowhere = os.fdopen(os.dup(1), "w"), os.open(os.devnull, os.O_WRONLY)
@@ -30,12 +30,12 @@ class _Words:
         os.dup2(nowhere, 2)
         self._told: set[str] = set()
 
-    def tell(self, sentence: str) -> None:
+    def tell(self, sentence: str, advice: str = _ADVICE) -> None:
         """Hands a sentence on, once."""
         if sentence not in self._told and len(self._told) < 10:
             self._told.add(sentence)
             with contextlib.suppress(OSError):
-                print(_one_line(sentence), file=self._out, flush=True)
+                print(json.dumps({"sentence": _one_line(sentence), "advice": advice}), file=self._out, flush=True)
 
 
 def _one_line(sentence: str) -> str:
@@ -53,7 +53,7 @@ def serve(name: str) -> None:
     try:
         sink.begin(session)
     except Exception as error:  # of the tracker's library: nobody else knows its errors
-        words.tell(f"{name}: {_reason(error)}; {_KEPT}")
+        words.tell(f"{name}: {_reason(error)}")
         return
     for line in sys.stdin:
         with contextlib.suppress(json.JSONDecodeError):  # the role was killed while it wrote the line
@@ -61,14 +61,14 @@ def serve(name: str) -> None:
             try:
                 sink.write(point)
             except Exception as error:
-                words.tell(f"{name}: {_reason(error)}; {_KEPT}")
+                words.tell(f"{name}: {_reason(error)}")
     limit = threading.Timer(_END_SECONDS, os._exit, args=(1,))
     limit.daemon = True
     limit.start()
     try:
         sink.end()
     except Exception as error:
-        words.tell(f"{name}: {_reason(error)}; {_KEPT}")
+        words.tell(f"{name}: {_reason(error)}")
 
 
 def _reason(error: Exception) -> str:

@@ -12,12 +12,13 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from tba_jax.run.sinks.session import Session
+from tba_jax.run import json_lines
+from tba_jax.run.sinks.session import Session, Tell
 
 log = logging.getLogger(__name__)
 
 # Points that may wait for a tracker; further ones are dropped and counted.
-_MOST_POINTS = 1000
+MOST_POINTS = 1000
 # A role that ends waits so long for its tracker, which goes on for a while after it (__main__.py).
 CLOSE_SECONDS = 5.0
 
@@ -25,10 +26,11 @@ CLOSE_SECONDS = 5.0
 class Feed:
     """Hands points to the process of one tracker, which it starts with the first of them."""
 
-    def __init__(self, name: str, session: Callable[[], Session], *, most_points: int = _MOST_POINTS):
-        """Args: name: in sinks.TRACKERS; session: says what the tracker is told of the role, asked with the first point."""
-        self._name, self._session = name, session
-        self._points: queue.Queue[dict[str, Any] | None] = queue.Queue(most_points)
+    def __init__(self, name: str, session: Callable[[], Session], tell: Tell):
+        """Args: name: in sinks.TRACKERS; session: says what the tracker is told of the role, asked with the first point.
+        tell: takes what the tracker's process says, in threads."""
+        self._name, self._session, self._tell = name, session, tell
+        self._points: queue.Queue[dict[str, Any] | None] = queue.Queue(MOST_POINTS)
         self._thread: threading.Thread | None = None
         self._over, self._dropped = False, 0
 
@@ -79,7 +81,7 @@ class Feed:
             text=True,
             start_new_session=True,  # a Ctrl-C reaches neither it nor what the tracker's library starts
         )
-        threading.Thread(target=_repeat, args=(child,), name=f"hears {self._name}", daemon=True).start()
+        threading.Thread(target=_repeat, args=(child, self._tell), name=f"hears {self._name}", daemon=True).start()
         assert child.stdin is not None
         told: dict[str, Any] | None = session
         while told is not None:
@@ -90,11 +92,13 @@ class Feed:
         child.wait()
 
 
-def _repeat(child: "subprocess.Popen[str]") -> None:
-    """Logs the sentences of a tracker's process."""
+def _repeat(child: "subprocess.Popen[str]", tell: Tell) -> None:
+    """Hands on what a tracker's process says."""
     assert child.stdout is not None
-    for sentence in child.stdout:
-        log.warning("%s", sentence.rstrip("\n"))
+    for line in child.stdout:
+        told = json_lines.parse_line(line)
+        if told:
+            tell(told["sentence"], told["advice"])
 
 
 def missing(name: str) -> str:

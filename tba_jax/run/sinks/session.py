@@ -5,8 +5,8 @@ import re
 from collections.abc import Callable
 from typing import Any, Protocol
 
-# Takes a sentence for the log of the role.
-Tell = Callable[[str], None]
+# Takes what is wrong, and what to do about it: sentences without a period at the end.
+Tell = Callable[[str, str], None]
 # Kind of role -> the group of its metrics in trackers: train/loss, search/reward.
 GROUPS = {
     "trainer": "train",

@@ -7,6 +7,8 @@ import numpy as np
 
 from tba_jax.run.sinks.session import Session, Tell
 
+_ADVICE = "metrics.jsonl has every point; look at TRACKIO_DIR, or at the space or server that the environment names"
+
 
 class TrackioRuns:
     """A Sink. Points go to TRACKIO_DIR on this machine, or to the space or server that the environment names."""
@@ -19,7 +21,7 @@ class TrackioRuns:
         import trackio
 
         # Trackio does not raise where it fails to write or to send: it warns.
-        warnings.showwarning = lambda message, *where, **others: self._tell(f"trackio: {message}")
+        warnings.showwarning = lambda message, *where, **others: self._tell(f"trackio: {message}", _ADVICE)
         self._run = trackio.init(
             project=session.project,
             group=session.group,

@@ -37,7 +37,8 @@ class WandbRuns:
         except (wandb.errors.UsageError, wandb.errors.CommError, wandb.errors.AuthenticationError) as error:
             self._run = wandb.init(**told, mode="offline")
             reason = str(error).partition("\n")[0].rstrip(".")
-            self._tell(f"wandb: {reason}; its points are kept in {session.folder}/wandb, and `wandb sync` sends them")
+            advice = "its points are kept in the workdir, and `wandb sync DIR/metrics/*/wandb/offline-run-*` sends them"
+            self._tell(f"wandb is not reached: {reason}", advice)
         # A trainer that resumes does steps again. wandb's own step only grows, so the axis is a metric like any other.
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
