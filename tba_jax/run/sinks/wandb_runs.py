@@ -53,4 +53,7 @@ class WandbRuns:
         self._run.log({"step": point["step"], **point["values"], **histograms, **tables})
 
     def end(self) -> None:
+        import wandb
+
         self._run.finish()
+        wandb.teardown()  # its service writes files after `finish` has returned

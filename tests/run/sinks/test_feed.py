@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +22,7 @@ KEEPS = """import os, pathlib
 class errors:
     UsageError = CommError = AuthenticationError = KeyError
 Settings = lambda **_: None
+def teardown(): pass
 class init:
     def __init__(self, dir, **_):
         print("chatter", flush=True)
@@ -62,18 +64,16 @@ def gone(pid: int, seconds: float) -> bool:
     return not os.path.exists(f"/proc/{pid}")
 
 
-def children(workdir) -> list[int]:
-    """The processes of trackers whose input names a run cannot be told apart by their command lines, so by their parent."""
-    told = subprocess.run(
-        ["pgrep", "-P", str(os.getpid()), "-f", "tba_jax.run.sinks"], capture_output=True, text=True, check=False
-    )
-    return [int(pid) for pid in told.stdout.split()]
+def trackers(pid: int) -> list[int]:
+    """The processes of trackers that a process has started."""
+    found = [int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()]
+    return [child for child in found if "tba_jax.run.sinks" in Path(f"/proc/{child}/cmdline").read_text()]
 
 
 def test_a_tracker_that_blocks_holds_up_nobody(package, run, monkeypatch, caplog):
     package(BLOCKS)
     monkeypatch.setattr(metrics, "CLOSE_SECONDS", 0.5)
-    monkeypatch.setattr(feed.Feed.__init__, "__kwdefaults__", {"most_points": 100})
+    monkeypatch.setattr(feed, "MOST_POINTS", 100)
     writer, slowest = tracked.writer(run, "wandb"), 0.0
     text = "x" * 1000
     for step in range(400):  # more than a pipe holds
@@ -86,7 +86,7 @@ def test_a_tracker_that_blocks_holds_up_nobody(package, run, monkeypatch, caplog
     assert [line["step"] for line in metrics.each_line(run.metrics("trainer"))] == list(range(400))
     first, last = [record.getMessage() for record in caplog.records]
     assert first.startswith("wandb does not keep up") and last.startswith("wandb lacks ") and last.endswith("jsonl has")
-    for pid in children(run):
+    for pid in trackers(os.getpid()):
         os.kill(pid, signal.SIGKILL)
 
 
@@ -128,9 +128,8 @@ def test_a_role_that_is_killed_leaves_what_it_wrote_and_no_process(package, run,
         kept, deadline = run.metrics("trainer") / "kept", time.monotonic() + 30
         while not kept.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
-        told = subprocess.run(["pgrep", "-P", str(role.pid)], capture_output=True, text=True, check=True)
+        (pid,) = trackers(role.pid)
         role.kill()
-    (pid,) = map(int, told.stdout.split())
     assert gone(pid, 10) and kept.read_text().split() == ["1", "2", "end"]
 
 

@@ -42,7 +42,7 @@ def test_points_of_all_roles_are_in_one_group(tmp_path, home, monkeypatch, capfd
     assert point["train/staleness.values"] == [2, 0, 1]
     point, table = searched["history"]  # the axis of a searcher is that of its weights: its batches begin anew with each start
     assert (point["step"], point["search/batch"], point["search/reward"]) == (4, 17, 0.5)
-    assert table["step"] == 4 and table["search/samples"]["nrows"] == 1
+    assert table["step"] == 4 and table["search/samples.nrows"] == 1
     (path,) = run.metrics("searcher-0").glob("wandb/offline-run-*/files/media/table/search/*.json")
     assert json.loads(path.read_text()) == {"columns": ["query", "response", "reward"], "data": [["1+1=", "<b>2</b>", 1.0]]}
     assert trained["axes"] == {"*": "step"} and capfd.readouterr() == ("", "")
