@@ -7,6 +7,7 @@ import jax
 
 from tba_jax.roles.trainer import alarm_rules
 from tba_jax.roles.trainer.trainer import Trainer
+from tba_jax.roles.trainer.work import WorkRates
 from tba_jax.roles.watchdog import Watchdog
 from tba_jax.run import layout, metrics
 from tba_jax.run.alarms import Alarms
@@ -21,7 +22,7 @@ class Recorder:
         alarms, rules = Alarms(run.metrics("trainer")), alarm_rules.RULES
         self._watchdog = Watchdog(alarms, rules, trainer.config, points=alarm_rules.SOLVED_POINTS)
         self._circumstances = alarm_rules.Circumstances(trainer)
-        self._begin = time.monotonic()
+        self._begin, self._rates = time.monotonic(), WorkRates(trainer.program.mesh)
         self._taken: dict[str, Any] | None = None
 
     def take(self, measurements: dict[str, Any]) -> None:
@@ -31,6 +32,7 @@ class Recorder:
             # The first step holds the compilation, and the wait for the first rows.
             trainer.account.restart()
             self._begin = time.monotonic()
+        self._rates.take(trainer.program.work)
         self._taken = measurements
 
     def flush(self) -> bool:
@@ -59,6 +61,7 @@ class Recorder:
             "staleness_mean": staleness.mean(),
             "staleness_max": staleness.max(),
             "steps_per_second": steps / max(time.monotonic() - self._begin, 1e-9),
+            **self._rates.scalars(),
             **self._trainer.scalars(),
         }
         step = self._trainer.step_number
