@@ -73,8 +73,9 @@ def test_rows_of_another_run_join_without_an_alarm(tmp_path, source):
     s = tiny_run.settings(tmp_path / "run", frozen_runs.config(replay__mount=(str(source.run.root),), **IN_TURN, **mixed))
     assert jobs.everything(s)() == 0
     points = metrics.read_lines(s.run.metrics("trainer"))
-    assert (mixed := [point for point in points if 0 < point["mounted_share"] < 1])
-    for point in mixed:
+    both = [point for point in points if 0 < point["mounted_share"] < 1]
+    assert both
+    for point in both:
         share = point["mounted_share"]
         assert share * point["reward_mounted"] + (1 - share) * point["reward_own"] == pytest.approx(point["reward"])
     gaps = [point["logprob_gap_max"] for point in points if "logprob_gap_max" in point]
