@@ -11,9 +11,10 @@ from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.replay import journal
 from tba_jax.rewards import task_models
 from tba_jax.run import contract as contract_lib
-from tba_jax.run import layout, places
+from tba_jax.run import layout, places, sinks
 from tba_jax.run import processes as processes_lib
 from tba_jax.run.profiles import Window
+from tba_jax.run.sinks.feed import missing
 from tba_jax.run.world import ALONE, World
 
 log = logging.getLogger(__name__)
@@ -65,9 +66,18 @@ def _check_run(s: Invocation, found: Mistakes, *, may_change_schedule: bool, fet
         if may_change_schedule:
             found.attempt(_check_schedule, s)
     found.end()
+    if not processes_lib.expected_run():  # the supervisor of this process has said the same
+        _warn(s)
+
+
+def _warn(s: Invocation) -> None:
+    """Tells what a role that starts does without."""
     for split, count in s.experiment.skipped.items():
         if count:
             log.warning("%d %s prompts are longer than task.prompt_length and left out", count, split)
+    for sink in dict.fromkeys(s.config.metrics.sinks):
+        if sink in sinks.TRACKERS and (sentence := missing(sink)):
+            log.warning("%s", sentence)
 
 
 def check_dry_run(s: Invocation) -> None:

@@ -12,11 +12,10 @@ from tba_jax.experiment import compiling, initial_policy, other_runs, prompt_che
 from tba_jax.experiment.joining import Invocation, join, mistakes_end_the_role
 from tba_jax.roles import gpus
 from tba_jax.run import contract as contract_lib
-from tba_jax.run import layout, places, rendezvous
+from tba_jax.run import layout, metrics, places, rendezvous
 from tba_jax.run import processes as processes_lib
 from tba_jax.run.alarms import Alarms
 from tba_jax.run.lease import EpochLease, LeaseHeld
-from tba_jax.run.metrics import MetricWriter
 from tba_jax.run.process_group import Alone, Group, Member
 from tba_jax.run.record import Record
 from tba_jax.schemas import flatten
@@ -97,8 +96,8 @@ def _make_reference(s: Invocation, group: Group, record: Record) -> None:
         if initial_policy.mend(s.run):  # until now nobody knew whose rows go with it
             other_runs.check_mounts(s.run, s.config, s.experiment.contract, init_from=s.init_from)
         return
-    megabytes, steps = s.config.metrics.event_megabytes, s.config.warm_start.steps
-    writer = MetricWriter(s.run.metrics("reference"), event_megabytes=megabytes, cost=record.cost)
+    writer = metrics.open_writer(s.config, s.run, "reference", kind="reference", cost=record.cost)
+    steps = s.config.warm_start.steps
 
     def report(step: int, loss: float) -> None:
         log.info("warm start: step %d, loss %.3f", step, loss)

@@ -24,10 +24,9 @@ from tba_jax.models.hugging_face import export as export_lib
 from tba_jax.models.hugging_face import load
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
-from tba_jax.run import layout
+from tba_jax.run import layout, metrics
 from tba_jax.run.alarms import Alarms
 from tba_jax.run.checkpoints import Checkpoints
-from tba_jax.run.metrics import MetricWriter
 from tba_jax.supervised import alarm_rules, examples, objectives
 from tba_jax.text.tokenizers import Tokenizer
 
@@ -75,7 +74,7 @@ class Tuning:
         everywhere = sharding.replicated(plan.mesh)
         self._update = sharding.on_mesh(plan.mesh, jax.jit(update, donate_argnums=0, out_shardings=(self._shardings, everywhere)))
         self._totals = sharding.on_mesh(plan.mesh, jax.jit(totals, out_shardings=everywhere))
-        self._writer = MetricWriter(plan.run.metrics("supervised"), event_megabytes=plan.config.metrics.event_megabytes)
+        self._writer = metrics.open_writer(plan.config, plan.run, "supervised", kind="supervised")
         self._checkpoints = Checkpoints(plan.run.checkpoints, keep=plan.config.checkpoint.keep)
         # The first and the newest evaluation, and seconds of training: what the last line tells, kept with the checkpoints.
         self.first: dict[str, float] = {}

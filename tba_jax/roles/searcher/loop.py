@@ -10,8 +10,9 @@ from typing import Any
 from tba_jax.roles.searcher import alarm_rules
 from tba_jax.roles.searcher.appender import SearchReport
 from tba_jax.roles.searcher.reward_watch import RewardWatch
+from tba_jax.roles.searcher.samples import SampleTables
 from tba_jax.roles.searcher.searcher import Searcher
-from tba_jax.run import contract, grants, layout, places
+from tba_jax.run import contract, grants, layout, metrics, places
 from tba_jax.run.metrics import MetricWriter, TimeAccount
 from tba_jax.run.requests import RequestRate
 from tba_jax.run.status import Status
@@ -120,8 +121,8 @@ def run_searcher(
 
     The batch that is being decoded is completed. Batches that wait for their rewards have searchers.stop_seconds to get them.
     """
-    status, cost = account.record.status, account.record.cost
-    writer = MetricWriter(run.metrics(name), event_megabytes=config.metrics.event_megabytes, cost=cost)
+    status = account.record.status
+    writer = metrics.open_writer(config, run, name, kind="searcher", cost=account.record.cost)
     watch = RewardWatch(give_up_seconds=config.searchers.give_up_seconds)
     poll_seconds = places.poll_seconds([run.shared], config.searchers.poll_seconds)
     searcher.refresh()
@@ -129,7 +130,7 @@ def run_searcher(
     log.info("%s writes replay/%s", name, searcher.writer)
     refresher, rates = _Refresher(searcher, poll_seconds=poll_seconds), Rates(writer, account, RequestRate([run.shared]))
     pause, profiler, batches = _Pause(status, config), account.record.profiler, itertools.count(1)
-    watchdog = alarm_rules.watchdog(run, config, name=name)
+    tables, watchdog = SampleTables(writer, config), alarm_rules.watchdog(run, config, name=name)
 
     def goes_on() -> bool:
         if stop() or contract.is_finished(run):
@@ -143,6 +144,7 @@ def run_searcher(
         reports = searcher.appended(wait_seconds=wait_seconds)
         for report in reports:
             watch.note(report)
+            tables.note(report.samples, policy_step=report.policy_step)
             watchdog.look(next(batches), alarm_rules.point(report))
         rates.write(reports)
 

@@ -210,7 +210,7 @@ class Trainer:
     def _place(self, slots: np.ndarray, rows: trajectory.Rows, *, step: int) -> _Drawn:
         with self.account.measure("draw"):
             # A slot may hold another row once more rows are integrated, so all that is told of the rows is read now.
-            ids, provenance = self.index.ids(slots), self.buffer.provenance(slots, step=step + 1)
+            ids, provenance = self.index.ids(slots), self.buffer.provenance(slots, rows["reward"], step=step + 1)
             self.group.call("place", rows)
             placed = self.program.place(rows)
         new = self.program.is_new(placed)
