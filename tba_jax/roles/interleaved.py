@@ -27,7 +27,6 @@ def run_interleaved(
     run: layout.RunDir,
     *,
     stop: Callable[[], bool],
-    progress: Callable[[], None],
 ) -> bool:
     """One search batch, one update, until learner.steps are done. Returns whether the run is finished.
 
@@ -44,7 +43,6 @@ def run_interleaved(
     def goes_on() -> bool:
         watch.look(waiting=searcher.unrewarded, grades=searcher.grades)
         status.trouble(watch.trouble)
-        progress()
         return not stop()
 
     while not trainer.is_done and goes_on():
