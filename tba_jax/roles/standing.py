@@ -3,6 +3,7 @@
 A line of metrics that is older than its role's last start is history. A rate holds as long as its role goes on at that pace.
 """
 
+import contextlib
 import dataclasses
 import os
 import time
@@ -36,6 +37,7 @@ class Standing:
     searchers: name -> tokens per second, None where that is not known. joined: how many of them were started elsewhere.
     evaluations: the first and the newest line of the evaluator's that are known.
     says: (role, sentence) of each role that does something else than its work.
+    troubles: role -> what is wrong with its rewards, "" where nothing is; of roles that have said so since they were started.
     """
 
     seconds: float
@@ -50,6 +52,7 @@ class Standing:
     joined: int = 0
     evaluations: Sequence[tuple[int, float]] = ()
     says: Sequence[tuple[str, str]] = ()
+    troubles: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def is_trained(self) -> bool:
@@ -75,7 +78,7 @@ class Lookout:
         supervised: Callable[[], Supervised] = Supervised,
     ):
         """Args: searchers: names of those that are started here. supervised: what the supervisor of the roles knows of them."""
-        self._run, self._steps, self._searchers, self._warm_start_steps = run, steps, list(searchers), warm_start_steps
+        self._run, self.steps, self._searchers, self._warm_start_steps = run, steps, list(searchers), warm_start_steps
         self._supervised = supervised
         self._begin, self._began = time.monotonic(), time.time()
         self._tails = Tails(count=POINTS)
@@ -101,27 +104,29 @@ class Lookout:
         known, now = self._supervised(), time.time()
         if known.is_away:
             away = f"workdir {visible_line(str(self._run.root))} does not hold the run; it goes on once that is back"
-            return Standing(seconds=self.seconds, steps=self._steps, headline=away)
+            return Standing(seconds=self.seconds, steps=self.steps, headline=away)
         roles = self.roles()
         told = {name: status.read(self._run.metrics(name)) for name in roles}
+        news = {name: each for name, each in told.items() if each.time >= self._life(known, name).began}
         lines = self._tails(self._run.metrics("trainer"))
         present = _since(lines, self._life(known, "trainer").began)
         step = int(lines[-1]["step"]) if lines else 0
-        pace = _pace(present, now) if self._life(known, "trainer").state is State.RUNS and step < self._steps else None
+        pace = _pace(present, now) if self._life(known, "trainer").state is State.RUNS and step < self.steps else None
         speeds = {name: self._speed(known, name, now) for name in roles if self._makes_rows(name)}
         return Standing(
             seconds=self.seconds,
             step=step,
-            steps=self._steps,
+            steps=self.steps,
             headline="stopping" if known.stops else self._headline(known, step, bool(present)),
             trainer=present[-1] if present else {},
             rewards=[(int(line["step"]), float(line["reward"])) for line in present if "reward" in line],
             steps_per_second=pace,
-            eta_seconds=max(0.0, (self._steps - step) / pace - (now - present[-1]["time"])) if pace else None,
+            eta_seconds=max(0.0, (self.steps - step) / pace - (now - present[-1]["time"])) if pace else None,
             searchers={name: speed for name, speed in speeds.items() if name in self._searchers or speed is not None},
             joined=sum(speed is not None for name, speed in speeds.items() if name in self._joined),
             evaluations=_scores(self._tails(self._run.metrics("evaluator"))),
-            says=self._says(known, told),
+            says=self._says(known, roles, news),
+            troubles={name: each.trouble for name, each in news.items()},
         )
 
     def _makes_rows(self, name: str) -> bool:
@@ -148,7 +153,7 @@ class Lookout:
         if has_figures:
             return ""
         if life.state is State.DONE:
-            return f"all {self._steps} steps are done"
+            return f"all {self.steps} steps are done"
         if not self._knows_reference():
             return self._warm_start(known)
         if life.state is State.PAUSES:
@@ -167,17 +172,98 @@ class Lookout:
             return f"warm start {lines[-1]['step']}/{self._warm_start_steps}  loss {lines[-1]['loss']:.3f}"
         return "preparing the reference policy"
 
-    def _says(self, known: Supervised, told: Mapping[str, status.Told]) -> list[tuple[str, str]]:
-        """Who does something else than its work; searchers that say the same share an entry."""
-        said: dict[str, list[tuple[str, float]]] = {}
-        for name, each in told.items():
-            sentence, seconds = _sentence(self._life(known, name), each, is_searcher=self._makes_rows(name))
-            if sentence:
-                said.setdefault(sentence, []).append((name, seconds))
-        waiting = sum(bool(each.waits) for name, each in told.items() if self._makes_rows(name) and self._is_new(known, name, each))
+    def _says(self, known: Supervised, roles: Sequence[str], news: Mapping[str, status.Told]) -> list[tuple[str, str]]:
+        """Who does something else than its work; roles that say the same share an entry.
+
+        Args: news: of roles that have said something since they were started.
+        """
+        said: dict[_Doing, list[tuple[str, float]]] = {}
+        for name in roles:
+            doing, seconds = _doing(self._life(known, name), news.get(name, status.Told()), makes_rows=self._makes_rows(name))
+            if doing.text:
+                said.setdefault(doing, []).append((name, seconds))
+        waiting = sum(bool(each.waits) for name, each in news.items() if self._makes_rows(name))
         entries = []
-        for sentence, those in said.items():
-            who = visible_line(those[0][0]) + (f" and {len(those) - 1} more" if len(those) > 1 else "")
-            longest = max(seconds for _, seconds in those)
-            entries.append((who, visible_line(sentence.replace("{seconds}", f"{longest:.0f} s"))))
+        for doing, those in said.items():
+            first = visible_line(those[0][0])
+            sentence = doing.sentence(max(seconds for _, seconds in those))
+            if doing.waits and first == "trainer" and waiting:
+                sentence += f"; {waiting} of {sum(map(self._makes_rows, roles))} searchers wait for a snapshot"
+            entries.append((first if len(those) == 1 else f"{first} and {len(those) - 1} more", visible_line(sentence)))
         return entries
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Doing:
+    """What a role does beside its work; waits: whether that is to wait for what `text` says."""
+
+    text: str = ""
+    waits: bool = False
+
+    def sentence(self, seconds: float) -> str:
+        if self.waits:
+            return f"has waited {seconds:.0f} s for {self.text}"
+        return f"{self.text} {seconds:.0f} s" if seconds >= 1 else self.text
+
+
+def _doing(life: Life, told: status.Told, *, makes_rows: bool) -> tuple[_Doing, float]:
+    """What a role does, and for how many seconds it has; 0 where nobody counts."""
+    if life.state is State.PAUSES:
+        often = f"died {life.deaths} times" if life.deaths != 1 else "died once"
+        often = f"its storage refused {life.refusals} times" if life.refusals else often
+        return _Doing(text=f"starts again in {life.due_in:.0f} s ({often})"), 0.0
+    if life.state is State.RESTS:
+        return _Doing(text="has ended and is not started again"), 0.0
+    if life.state is not State.RUNS:
+        return _Doing(), 0.0
+    if told.waits and told.seconds >= WAIT_SECONDS and not makes_rows:  # searchers may wait for a snapshot in a run that is well
+        return _Doing(text=told.waits, waits=True), told.seconds
+    if told.phase and told.total:
+        return _Doing(text=f"{told.phase}: {told.done} of {told.total},"), told.phase_seconds
+    return _Doing(text=told.phase), told.phase_seconds
+
+
+def _lively(run: layout.RunDir) -> list[str]:
+    """Names of roles whose metrics have changed lately, in order. A run of weeks has folders of many that are gone."""
+    newest = time.time() - JOINED_SECONDS
+    found = []
+    try:
+        with os.scandir(run.metrics("trainer").parent) as folders:
+            for folder in folders:
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                    if os.stat(os.path.join(folder.path, "metrics.jsonl")).st_mtime >= newest:
+                        found.append(folder.name)
+    except FileNotFoundError:
+        return []
+    return sorted(found)
+
+
+def _since(lines: Sequence[Line], began: float) -> list[Line]:
+    """The lines that a role has written since its start."""
+    return [line for line in lines if line.get("time", 0.0) >= began]
+
+
+def _interval(lines: Sequence[Line]) -> float:
+    """Seconds between two lines, the mean; 0 of one line."""
+    return (lines[-1]["time"] - lines[0]["time"]) / max(len(lines) - 1, 1)
+
+
+def _holds(lines: Sequence[Line], now: float) -> bool:
+    """Whether a role still goes on at the pace of its last lines."""
+    return bool(lines) and now - lines[-1]["time"] <= max(HOLD_SECONDS, _HOLD_LINES * _interval(lines))
+
+
+def _pace(lines: Sequence[Line], now: float) -> float | None:
+    """Steps per second over the last lines of a trainer's life; None where there are too few, or they are old."""
+    recent = [line for line in lines if line["time"] >= lines[-1]["time"] - RATE_SECONDS]
+    recent = recent if len(recent) >= _RATE_POINTS else list(lines[-_RATE_POINTS:])
+    if len(recent) < 2 or not _holds(recent, now):
+        return None
+    steps, seconds = recent[-1]["step"] - recent[0]["step"], recent[-1]["time"] - recent[0]["time"]
+    return steps / seconds if steps > 0 and seconds > 0 else None
+
+
+def _scores(lines: Sequence[Line]) -> list[tuple[int, float]]:
+    """(step, held-out reward of greedy responses) in the order of steps; of a step that was evaluated twice, the later one."""
+    scores = {int(line["step"]): float(line["greedy_reward"]) for line in lines if "greedy_reward" in line}
+    return sorted(scores.items())

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from tba_jax.run import metrics
+from tba_jax.run import json_lines
 
 TAIL_BYTES = 1 << 16
 
@@ -26,7 +26,7 @@ def newest_lines(folder: Path, *, count: int) -> list[Line]:
     found: list[Line] = []
     # The part after the last newline is a line that is still being written.
     for line in reversed(lines[:-1]):
-        if parsed := metrics.parse_line(line.decode(errors="replace")):
+        if parsed := json_lines.parse_line(line.decode(errors="replace")):
             found.append(parsed)
         if len(found) == count:
             break
