@@ -17,11 +17,14 @@ _MOST_NAMED, _MOST_LINES = 6, 3
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _NARROW = 34  # columns below which there is no bar
 _SPARKS = 16
+# Rewards of the run's own rows, and of rows of other runs (replay.mount).
+_APART = (("own", "reward_own"), ("mounted", "reward_mounted"))
+_LEAST_CHANGE = 0.0005  # of the reward, that a trend shows: less is 0.000
 
 
 def frame(standing: Standing, *, width: int, console: Console) -> RenderableType:
     """What a terminal of `width` columns shows; no line is longer."""
-    width = max(width - 1, 10)  # in the last column a terminal may begin a new line, or not
+    width = max(width - 1, _LABEL)  # in the last column a terminal may begin a new line, or not
     lines = [*_figures(standing, width)]
     for who, sentence in standing.says[:_MOST_NAMED]:
         lines += _wrapped(who, sentence, width, console)
@@ -37,7 +40,7 @@ def _bar(standing: Standing, width: int) -> RenderableType:
     if standing.eta_seconds is not None:
         texts.append(Text(f"ETA {plain.duration(standing.eta_seconds)}", style="cyan"))
     else:
-        texts.append(Text(spent, style="dim"))
+        texts.append(Text(f"after {spent}", style="dim"))
     if width < _NARROW:
         return _cut(Text("  ").join(texts), width)
     percent = Text(f"{100 * min(standing.step / max(standing.steps, 1), 1):.0f} %")
@@ -51,7 +54,7 @@ def _bar(standing: Standing, width: int) -> RenderableType:
     for _ in texts[1:]:
         grid.add_column(no_wrap=True)
     grid.columns[-1].justify = "right"
-    bar = ProgressBar(total=max(standing.steps, 1), completed=standing.step, width=None)
+    bar = ProgressBar(total=max(standing.steps, 1), completed=standing.step, complete_style="cyan", finished_style="green")
     grid.add_row(texts[0], percent, bar, *texts[1:])
     return grid
 
@@ -77,24 +80,22 @@ def _figures(standing: Standing, width: int) -> Iterator[Text]:
 def _reward(standing: Standing) -> list[str | Text]:
     trainer, values = standing.trainer, [reward for _, reward in standing.rewards]
     parts: list[str | Text] = [f"{trainer['reward']:.3f}"] if "reward" in trainer else []
-    if len(values) >= 4:
-        change = trend(values)
+    apart = [f"{title} {trainer[name]:.3f}" for title, name in _APART if name in trainer]
+    if len(apart) == len(_APART):
+        parts.append(f"({', '.join(apart)})")
+    if len(values) >= 4 and abs(change := trend(values)) >= _LEAST_CHANGE:
         steps = standing.rewards[-1][0] - standing.rewards[0][0]
         arrow, style = ("▲", "green") if change > 0 else ("▼", "red")
-        if abs(change) >= 0.0005:
-            parts += [Text(f"{arrow} {change:+.3f} in {steps} steps", style=style), sparkline(values)]
-    for title, name in (("own", "reward_own"), ("mounted", "reward_mounted")):
-        if name in trainer:
-            parts.append(f"{title} {trainer[name]:.3f}")
+        parts += [Text(f"{arrow} {change:+.3f} in {steps} steps", style=style), sparkline(values)]
     return parts
 
 
 def _heldout(standing: Standing) -> list[str | Text]:
     step, score = standing.evaluations[-1]
-    parts: list[str | Text] = [f"{score:.3f}", f"at step {step}"]
+    parts: list[str | Text] = [f"{score:.3f} at step {step}"]
     if len(standing.evaluations) > 1:
         first, before = standing.evaluations[0]
-        parts += [f"{before:.3f} at step {first}", sparkline([score for _, score in standing.evaluations])]
+        parts += [f"({before:.3f} at step {first})", sparkline([score for _, score in standing.evaluations])]
     return parts
 
 

@@ -59,6 +59,7 @@ class Progress:
         self._ends.set()
         self._thread.join(_JOIN_SECONDS)
         if not self._thread.is_alive():  # else storage hangs, which does not keep the process from its end
+            self._lookout.list_again()
             self._tell(self._look()[1])
         if self._terminal is not None:
             self._terminal.stop()

@@ -17,6 +17,8 @@ from tba_jax.text.visible import visible_line
 
 # Lines of a role that are looked at; rates are those of the last so many seconds, but of a few lines at least.
 POINTS, RATE_SECONDS, _RATE_POINTS = 40, 60.0, 4
+# The first steps after a start follow each other at another pace: rows have waited for them.
+_LEAST_SECONDS = 1.0
 # A rate holds for so long after its role's last line, or for so many times the time between two lines.
 HOLD_SECONDS, _HOLD_LINES = 10.0, 3.0
 # A wait is shown once it is so long.
@@ -91,6 +93,10 @@ class Lookout:
         """Since it was made."""
         return time.monotonic() - self._begin
 
+    def list_again(self) -> None:
+        """Has `roles` see at once who has come lately."""
+        self._next_list = 0.0
+
     def roles(self) -> list[str]:
         """All whose files are looked at: those of this machine, and those that have written something lately."""
         own = ["trainer", *self._searchers, "evaluator", "reference"]
@@ -111,8 +117,11 @@ class Lookout:
         lines = self._tails(self._run.metrics("trainer"))
         present = _since(lines, self._life(known, "trainer").began)
         step = int(lines[-1]["step"]) if lines else 0
-        pace = _pace(present, now) if self._life(known, "trainer").state is State.RUNS and step < self.steps else None
-        speeds = {name: self._speed(known, name, now) for name in roles if self._makes_rows(name)}
+        trains = self._life(known, "trainer").state is State.RUNS and step < self.steps
+        waits = news["trainer"].seconds >= WAIT_SECONDS if "trainer" in news else False
+        pace = _pace(present, now) if trains and not waits else None
+        makers = [name for name in roles if self._makes_rows(name) and step < self.steps]
+        speeds = {name: self._speed(known, name, now) for name in makers}
         return Standing(
             seconds=self.seconds,
             step=step,
@@ -195,15 +204,19 @@ class Lookout:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Doing:
-    """What a role does beside its work; waits: whether that is to wait for what `text` says."""
+    """What a role does beside its work; waits: whether that is to wait for what `text` says. done, total: of its parts, or 0."""
 
     text: str = ""
     waits: bool = False
+    done: int = 0
+    total: int = 0
 
     def sentence(self, seconds: float) -> str:
         if self.waits:
             return f"has waited {seconds:.0f} s for {self.text}"
-        return f"{self.text} {seconds:.0f} s" if seconds >= 1 else self.text
+        parts = f": {self.done} of {self.total}" if self.total else ""
+        separator = ", " if parts else " "
+        return f"{self.text}{parts}" + (f"{separator}{seconds:.0f} s" if seconds >= 1 else "")
 
 
 def _doing(life: Life, told: status.Told, *, makes_rows: bool) -> tuple[_Doing, float]:
@@ -218,20 +231,21 @@ def _doing(life: Life, told: status.Told, *, makes_rows: bool) -> tuple[_Doing, 
         return _Doing(), 0.0
     if told.waits and told.seconds >= WAIT_SECONDS and not makes_rows:  # searchers may wait for a snapshot in a run that is well
         return _Doing(text=told.waits, waits=True), told.seconds
-    if told.phase and told.total:
-        return _Doing(text=f"{told.phase}: {told.done} of {told.total},"), told.phase_seconds
-    return _Doing(text=told.phase), told.phase_seconds
+    return _Doing(text=told.phase, done=told.done, total=told.total), told.phase_seconds
 
 
 def _lively(run: layout.RunDir) -> list[str]:
-    """Names of roles whose metrics have changed lately, in order. A run of weeks has folders of many that are gone."""
+    """Names of roles whose files have changed lately, in order. A run of weeks has folders of many that are gone."""
     newest = time.time() - JOINED_SECONDS
     found = []
     try:
         with os.scandir(run.metrics("trainer").parent) as folders:
             for folder in folders:
-                with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                    if os.stat(os.path.join(folder.path, "metrics.jsonl")).st_mtime >= newest:
+                with contextlib.suppress(FileNotFoundError):
+                    written = folder.stat().st_mtime  # of whole files, such as the status
+                    with contextlib.suppress(FileNotFoundError):
+                        written = max(written, os.stat(os.path.join(folder.path, "metrics.jsonl")).st_mtime)
+                    if folder.is_dir() and written >= newest:
                         found.append(folder.name)
     except FileNotFoundError:
         return []
@@ -260,7 +274,7 @@ def _pace(lines: Sequence[Line], now: float) -> float | None:
     if len(recent) < 2 or not _holds(recent, now):
         return None
     steps, seconds = recent[-1]["step"] - recent[0]["step"], recent[-1]["time"] - recent[0]["time"]
-    return steps / seconds if steps > 0 and seconds > 0 else None
+    return steps / seconds if steps > 0 and seconds >= _LEAST_SECONDS else None
 
 
 def _scores(lines: Sequence[Line]) -> list[tuple[int, float]]:
