@@ -23,7 +23,7 @@ BUSY = Standing(
         "tokens_per_second": 18312.0,
         "mfu": 0.312,
     },
-    rewards=[(step, step / 400) for step in range(200, 301, 5)],
+    rewards=[(step, step / 400) for step in range(205, 301, 5)],
     steps_per_second=3.1,
     eta_seconds=32.0,
     searchers={"searcher-0": 21000.0, "searcher-1": None},
@@ -49,7 +49,7 @@ def test_eighty_columns_hold_the_figures():
     lines = shown(BUSY, 80)
     assert lines[0].startswith("step 300/400  75 %  ━") and lines[0].rstrip().endswith("ETA 0:32  after 2:05")
     assert [line.rstrip() for line in lines[1:6]] == [
-        "reward     0.750  (own 0.800, mounted 0.500)  ▲ +0.125 in 100 steps",
+        "reward     0.750  (own 0.800, mounted 0.500)  ▲ +0.125 in 95 steps",
         "held-out   0.990 at step 300  (0.470 at step 0)  ▁█",
         "trainer    3.1 steps/s  18.3k tokens/s  MFU 31.2 %",
         "searchers  21.0k + – tokens/s",

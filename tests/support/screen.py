@@ -26,13 +26,18 @@ class Screen:
         self.cursor_is_visible = True
         # How often a row was written to its last column, after which terminals differ.
         self.full_rows = 0
+        self._begun = ""  # a control sequence whose end has not come yet
 
     def feed(self, text: str) -> None:
+        text, self._begun = self._begun + text, ""
         while text:
             if control := _CONTROL.match(text):
                 self._obey(*control.groups())
                 text = text[control.end() :]
                 continue
+            if re.fullmatch(r"\x1b(\[[?0-9;]*)?", text):
+                self._begun = text
+                return
             character, text = text[0], text[1:]
             if character == "\n":
                 self.row += 1
@@ -81,6 +86,9 @@ class OnTerminal:
     def __init__(self, command: Sequence[str], *, width: int, environment: Mapping[str, str], cwd: os.PathLike[str] | str):
         self._master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, width, 0, 0))
+        settings = termios.tcgetattr(slave)
+        settings[3] &= ~termios.ECHO  # what is typed would be on the screen too
+        termios.tcsetattr(slave, termios.TCSANOW, settings)
         self.settings = termios.tcgetattr(slave)
         self.screen, self.written, self._lock = Screen(width), "", threading.Lock()
         self.process = subprocess.Popen(
@@ -92,7 +100,7 @@ class OnTerminal:
             env={"TERM": "xterm-256color", "LANG": "C.UTF-8", **environment},
             start_new_session=True,
         )
-        self._slave = slave
+        self._slave, self._error = slave, None
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -103,7 +111,10 @@ class OnTerminal:
                 with self._lock:
                     text = decoder.decode(content)
                     self.written += text
-                    self.screen.feed(text)
+                    try:
+                        self.screen.feed(text)
+                    except ValueError as error:  # `shows` and `wait` raise it; who writes must not wait for a reader
+                        self._error = self._error or error
 
     def resize(self, width: int) -> None:
         """Narrower alone."""
@@ -118,11 +129,15 @@ class OnTerminal:
             ended = self.process.poll() is not None
             with self._lock:
                 text = self.screen.text
+            self._raise()
             if condition(text):
                 return text
             assert not ended, f"it has ended, with\n{text}"
             time.sleep(0.02)
         raise AssertionError(f"after {seconds:.0f} s the screen shows\n{text}")
+
+    def type(self, text: str) -> None:
+        os.write(self._master, text.encode())
 
     def interrupt(self) -> None:
         os.kill(self.process.pid, signal.SIGINT)
@@ -135,7 +150,12 @@ class OnTerminal:
         self._slave = -1
         self._reader.join(5)
         os.close(self._master)
+        self._raise()
         return code
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
 
     def __enter__(self) -> "OnTerminal":
         return self
