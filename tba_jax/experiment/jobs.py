@@ -161,8 +161,9 @@ def _is_complete(s: Invocation) -> bool:
 def _tell_again(s: Invocation) -> int:
     """The job of a run that is complete when it is started: its result is told once more, and called what it is."""
     steps = s.config.learner.steps
-    results.tell(s.run, label=s.label, score_name=s.experiment.task.score_name, outcome="already finished")
-    print(f"nothing is left to do of its {steps} steps; --config.learner.steps=N with N > {steps} goes on", file=sys.stderr)
+    results.tell(s.run, label=f"{s.label}: already finished", score_name=s.experiment.task.score_name, outcome="")
+    more = "--config.learner.steps=N --allow_change=learner.steps"
+    print(f"nothing is left to do of its {steps} steps; {more}, with N > {steps}, goes on", file=sys.stderr)
     return 0
 
 

@@ -39,27 +39,26 @@ def figures(run: layout.RunDir) -> dict[str, float]:
     } | ({"largest gap sampler – learner (nats)": gap} if gap > -math.inf else {})
 
 
-def tell(run: layout.RunDir, *, label: str, score_name: str, outcome: str = "") -> None:
+def tell(run: layout.RunDir, *, label: str, score_name: str, outcome: str | None = None) -> None:
     """Prints tables of what the run's folder holds, and draws `progress.png`. Prints nothing of a run that has done nothing.
 
-    Args: outcome: what the last line says of the run beside its figures, such as "in 20 s"; "": there is no last line.
+    Args: outcome: what the last line says of the run beside its figures, such as "in 20 s"; None: there is no last line.
     """
     reports, told = evaluations(run), figures(run)
     _print_tables(reports, told, score_name=score_name)
     if told:
         plot(run, score_name=score_name, path=run.root / "progress.png")
-    if outcome:
+    if outcome is not None:
         print(_last_line(reports, told, label=label, score_name=score_name, outcome=outcome, where=str(run.root)), flush=True)
 
 
 def _last_line(
     reports: Sequence[Mapping[str, Any]], told: Mapping[str, float], *, label: str, score_name: str, outcome: str, where: str
 ) -> str:
-    scores = ""
-    if reports:
-        scores = f"{score_name} {reports[0]['greedy_reward']:.2f} -> {reports[-1]['greedy_reward']:.2f} "
-    staleness = f", mean staleness {told['mean staleness (steps)']:.1f} steps" if told else ""
-    return visible_line(f"{label}: {scores}{outcome}{staleness}, results in {where}")
+    scores = f"{score_name} {reports[0]['greedy_reward']:.2f} -> {reports[-1]['greedy_reward']:.2f}" if reports else ""
+    staleness = f"mean staleness {told['mean staleness (steps)']:.1f} steps" if told else ""
+    parts = (" ".join(filter(None, (scores, outcome))), staleness, f"results in {where}")
+    return visible_line(f"{label}: {', '.join(filter(None, parts))}")
 
 
 def _print_tables(reports: Sequence[Mapping[str, Any]], told: Mapping[str, float], *, score_name: str) -> None:

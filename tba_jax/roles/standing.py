@@ -25,6 +25,8 @@ HOLD_SECONDS, _HOLD_LINES = 10.0, 3.0
 WAIT_SECONDS = 10.0
 # Nobody here knows whether a role of another machine lives: what it wrote holds for so long. Its folder is looked for so often.
 JOINED_SECONDS, _LIST_SECONDS = 600.0, 10.0
+# What a role's record says of a process that has ended as it should.
+_ENDS = ("finished", "stopped")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,12 +144,16 @@ class Lookout:
         return name in self._searchers or name in self._joined
 
     def _life(self, known: Supervised, name: str) -> Life:
-        """Of a role. Roles of this process, and what the supervisor has not got to yet, begin with this object."""
+        """Of a role. Roles of this process begin with this object; of those elsewhere what they wrote lately counts."""
         if name in known.lives:
             life = known.lives[name]
             is_up = life.state in (State.RUNS, State.DONE)
             return life if is_up else dataclasses.replace(life, began=float("inf"))
-        return Life(state=State.RUNS, began=time.time() - JOINED_SECONDS if name in self._joined else self._began)
+        if name in self._joined:
+            return Life(state=State.RUNS, began=time.time() - JOINED_SECONDS)
+        if known.lives:  # the reference policy is made before the others start, and then they alone are supervised
+            return Life(state=State.BEFORE, began=float("inf"))
+        return Life(state=State.RUNS, began=self._began)
 
     def _speed(self, known: Supervised, name: str, now: float) -> float | None:
         """Tokens per second of a searcher; None where it has none now."""
@@ -188,7 +194,10 @@ class Lookout:
         """
         said: dict[_Doing, list[tuple[str, float]]] = {}
         for name in roles:
-            doing, seconds = _doing(self._life(known, name), news.get(name, status.Told()), makes_rows=self._makes_rows(name))
+            life = self._life(known, name)
+            doing, seconds = _doing(life, news.get(name, status.Told()), makes_rows=self._makes_rows(name))
+            if name in known.lives and name not in news and self._starts(name, life):
+                doing, seconds = _Doing(text="its process starts"), time.time() - life.began
             if doing.text:
                 said.setdefault(doing, []).append((name, seconds))
         waiting = sum(bool(each.waits) for name, each in news.items() if self._makes_rows(name))
@@ -200,6 +209,11 @@ class Lookout:
                 sentence += f"; {waiting} of {sum(map(self._makes_rows, roles))} searchers wait for a snapshot"
             entries.append((first if len(those) == 1 else f"{first} and {len(those) - 1} more", visible_line(sentence)))
         return entries
+
+    def _starts(self, name: str, life: Life) -> bool:
+        """Whether a role runs that has written nothing yet; where it writes nothing for long, its storage refuses."""
+        starts = life.state is State.RUNS and time.time() - life.began < JOINED_SECONDS
+        return starts and not _since(self._tails(self._run.metrics(name)), life.began)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -227,7 +241,7 @@ def _doing(life: Life, told: status.Told, *, makes_rows: bool) -> tuple[_Doing, 
         return _Doing(text=f"starts again in {life.due_in:.0f} s ({often})"), 0.0
     if life.state is State.RESTS:
         return _Doing(text="has ended and is not started again"), 0.0
-    if life.state is not State.RUNS:
+    if life.state is not State.RUNS or told.phase in _ENDS:
         return _Doing(), 0.0
     if told.waits and told.seconds >= WAIT_SECONDS and not makes_rows:  # searchers may wait for a snapshot in a run that is well
         return _Doing(text=told.waits, waits=True), told.seconds

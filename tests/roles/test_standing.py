@@ -103,7 +103,8 @@ def test_who_waits_is_told_with_the_searchers_that_wait_too(run):
     found = look(run)
     sentence = "has waited 42 s for rows: 2 of 3 queries; 1 of 2 searchers wait for a snapshot"
     assert found.says == [("trainer", sentence)] and found.steps_per_second is None
-    assert look(run, trainer=Life(state=State.RUNS, began=time.time() + 1)).says == [], "its last life waited"
+    again = look(run, trainer=Life(state=State.RUNS, began=time.time() + 0.2))
+    assert again.says == [("trainer", "its process starts")], "its last life waited"
 
 
 def test_roles_in_the_same_phase_share_an_entry(run):
@@ -124,6 +125,23 @@ def test_a_supervised_role_tells_why_it_is_not_there(run):
         ("searcher-0", "has ended and is not started again"),
         ("searcher-1", "starts again in 8 s (its storage refused 3 times)"),
     ]
+
+
+def test_processes_that_have_said_nothing_yet_start(run):
+    now = time.time()
+    found = look(run, trainer=running(4.4), searcher_0=running(3.0), searcher_1=Life(state=State.BEFORE))
+    assert found.headline == "starting" and found.says == [("trainer and 1 more", "its process starts 4 s")]
+    run.metrics("trainer").mkdir(parents=True)
+    status.Status(run.metrics("trainer"), clock=lambda: now)
+    assert look(run, trainer=running(4.4)).says == []
+
+
+def test_what_a_role_said_at_its_end_is_not_what_it_does(run):
+    """The reference policy is made by a process of its own before the others."""
+    for role in ("reference", "elsewhere-1"):
+        run.metrics(role).mkdir(parents=True)
+        status.Status(run.metrics(role)).phase("finished")
+    assert look(run).says == []
 
 
 def test_searchers_of_other_machines_are_seen_while_they_write(run):
