@@ -19,7 +19,7 @@ import numpy as np
 from absl import app, flags
 
 from benchmarks import warm_start
-from tba_jax.roles import progress
+from tba_jax.roles import results
 from tba_jax.run import layout
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for the runs.", required=True)
@@ -105,8 +105,8 @@ def main(argv: Sequence[str]) -> None:
     warm_start.table("K", "Q", *columns, "staleness", "seconds")
     for completions in kinds:
         folders = [root / name_of(completions, seed) for seed in range(_SEEDS.value)]
-        runs[completions] = [progress.evaluations(layout.RunDir(folder)) for folder in folders]
-        figures = [progress.summary(layout.RunDir(folder)) for folder in folders]
+        runs[completions] = [results.evaluations(layout.RunDir(folder)) for folder in folders]
+        figures = [results.figures(layout.RunDir(folder)) for folder in folders]
         warm_start.row(
             f"{completions}",
             f"{_ROWS.value // completions}",

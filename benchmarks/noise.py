@@ -119,7 +119,7 @@ def train(workdir: Path, *, steps: int, disturbance: str, sampling: dict[str, An
     name = writer_id("searcher-0")
     searcher = make(c, e.contract, run, **world, task=task, queries=e.queries["train"], writer=name, account=trainer.account)
     evaluator = Evaluator(c, e.contract, run, **world, task=e.task, queries=composition.heldout_queries(e))
-    run_interleaved(trainer, searcher, evaluator, run, stop=lambda: False, progress=lambda: None)
+    run_interleaved(trainer, searcher, evaluator, run, stop=lambda: False)
     lease.release()
     return run
 

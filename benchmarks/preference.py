@@ -23,7 +23,7 @@ from absl import app, flags
 
 from benchmarks import preference_data, side_by_side, warm_start
 from tba_jax.objectives import OBJECTIVES
-from tba_jax.roles import progress
+from tba_jax.roles import results
 from tba_jax.run import layout
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for the results.", required=True)
@@ -108,7 +108,7 @@ def name_of(objective: str, beta: float, seed: int) -> str:
 
 def evaluations(workdir: Path) -> list[dict[str, Any]]:
     """Of a run, as far as it went."""
-    found = progress.evaluations(layout.RunDir(workdir))
+    found = results.evaluations(layout.RunDir(workdir))
     if not found:
         raise RuntimeError(f"{workdir} ended before its first evaluation; see {workdir}.out")
     return found

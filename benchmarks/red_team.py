@@ -25,7 +25,7 @@ from absl import app, flags
 
 from benchmarks import side_by_side, warm_start, word_embedder
 from tba_jax.objectives import OBJECTIVES
-from tba_jax.roles import progress
+from tba_jax.roles import results
 from tba_jax.run import layout
 
 MODEL, CLASSIFIER = "models/TinyStories-656K", "classifiers/profanity_check_linear.npz"
@@ -105,7 +105,7 @@ Curves = dict[tuple[str, int], list[dict[int, dict[str, float]]]]
 def evaluations(root: Path, objective: str, searchers: int, seed: int) -> dict[int, dict[str, float]]:
     """step -> name of a score -> its value, as far as the run went."""
     name = name_of(objective, searchers, seed)
-    found = progress.evaluations(layout.RunDir(root / name))
+    found = results.evaluations(layout.RunDir(root / name))
     if not found:
         raise RuntimeError(f"{root / name} ended before its first evaluation; see {root / name}.out")
     return {r["step"]: {score: r[score] for score in SCORES} for r in found}
@@ -165,7 +165,7 @@ def print_table(root: Path, curves: Curves) -> None:
 
 
 def rows_made(root: Path, objective: str, searchers: int, seed: int) -> float:
-    return progress.summary(layout.RunDir(root / name_of(objective, searchers, seed)))["rows seen by the trainer"]
+    return results.figures(layout.RunDir(root / name_of(objective, searchers, seed)))["rows seen by the trainer"]
 
 
 def main(argv: Sequence[str]) -> None:

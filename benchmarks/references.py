@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from benchmarks import warm_start
-from tba_jax.roles import progress
+from tba_jax.roles import results
 from tba_jax.run import layout, metrics
 
 STEPS = 300
@@ -37,7 +37,7 @@ def compare(root: Path, *, steps: int = STEPS) -> None:
             warm_start.accuracy(run),
             f"{steps}",
             f"{seconds:.0f}",
-            f"{progress.summary(run)['mean staleness (steps)']:.1f}",
+            f"{results.figures(run)['mean staleness (steps)']:.1f}",
             f"{sum(kl) / len(kl):.2f}",
             f"{sum(line['ratio_clipped'] for line in lines) / len(lines):.1e}",
             f"{sum(line['effective_sample_share'] for line in lines) / len(lines):.2f}",

@@ -11,7 +11,7 @@ from pathlib import Path
 from absl import app, flags
 
 from benchmarks import warm_start
-from tba_jax.roles import progress
+from tba_jax.roles import results
 from tba_jax.run import layout, metrics
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for the runs.", required=True)
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> None:
         workdir = warm_start.begin(root, name)
         seconds = warm_start.call(workdir, *steps, *arguments, recipe=recipe)
         run = layout.RunDir(workdir)
-        figures = progress.summary(run)
+        figures = results.figures(run)
         warm_start.row(
             name,
             f"{seconds:.0f}",

@@ -19,7 +19,7 @@ from absl import app, flags
 
 from benchmarks import side_by_side, warm_start
 from tba_jax.objectives import OBJECTIVES
-from tba_jax.roles import progress
+from tba_jax.roles import results
 from tba_jax.run import layout
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for the runs.", required=True)
@@ -73,7 +73,7 @@ def job(root: Path, objective: str, lag: int, seed: int) -> side_by_side.Job:
 def accuracies(root: Path, objective: str, lag: int, seed: int) -> list[tuple[int, float]]:
     """(step, held-out greedy accuracy) of a run, as far as it went."""
     name = name_of(objective, lag, seed)
-    found = [(r["step"], r["greedy_reward"]) for r in progress.evaluations(layout.RunDir(root / name))]
+    found = [(r["step"], r["greedy_reward"]) for r in results.evaluations(layout.RunDir(root / name))]
     if not found:
         raise RuntimeError(f"{root / name} ended before its first evaluation; see {root / name}.out")
     return found

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from tba_jax.experiment import composition, jobs
-from tba_jax.roles import progress
+from tba_jax.roles import results
 from tba_jax.run import layout
 
 RECIPE = "configs/demo_tba_prime.py"
@@ -62,7 +62,7 @@ def settings(workdir: Path, config: Any) -> jobs.Invocation:
 
 def accuracy(run: layout.RunDir) -> str:
     """Held-out greedy accuracy at the first and the last step."""
-    reports = progress.evaluations(run)
+    reports = results.evaluations(run)
     return f"{reports[0]['greedy_reward']:.2f} -> {reports[-1]['greedy_reward']:.2f}"
 
 

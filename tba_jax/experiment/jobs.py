@@ -2,23 +2,24 @@
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tba_jax.experiment import answer, composition, estimate, meshes, placing, prompt_check, recording, role_devices, training
 from tba_jax.experiment.joining import Invocation, check_dry_run, join, mistakes_end_the_role, with_schedule_of_run
 from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.rewards import task_models
-from tba_jax.roles import gpus, placement, supervisor
-from tba_jax.roles import progress as progress_lib
+from tba_jax.roles import gpus, lives, placement, results, supervisor, tails
+from tba_jax.roles.progress import Progress
 from tba_jax.roles.searcher.loop import run_searcher, wait_for_run
 from tba_jax.roles.searcher.searcher import Searcher
 from tba_jax.roles.searcher.stream import writer_id
 from tba_jax.run import contract as contract_lib
-from tba_jax.run import layout, places
+from tba_jax.run import layout, places, snapshots
 from tba_jax.run import processes as processes_lib
 from tba_jax.run.lease import EpochLease
 from tba_jax.run.metrics import TimeAccount
@@ -144,21 +145,46 @@ def evaluator(s: Invocation) -> Job:
     return job
 
 
-def _progress(s: Invocation, *, searchers: int) -> progress_lib.Progress:
-    return progress_lib.Progress(
-        s.run, steps=s.config.learner.steps, searchers=searchers, warm_start_steps=s.config.warm_start.steps
-    )
+def _progress(s: Invocation, searchers: Sequence[str], supervised: Callable[[], lives.Supervised] | None = None) -> Progress:
+    steps, warm_start_steps = s.config.learner.steps, s.config.warm_start.steps
+    return Progress(s.run, steps=steps, searchers=searchers, warm_start_steps=warm_start_steps, supervised=supervised)
 
 
-def _conclude(s: Invocation, progress: progress_lib.Progress, code: int) -> None:
-    seconds = progress.done()
+def _is_complete(s: Invocation) -> bool:
+    """Whether the run has done all its steps, and has evaluated what it would evaluate."""
+    from tba_jax.roles.evaluator import PendingSteps
+
+    steps, evaluation = s.config.learner.steps, s.config.evaluation
+    if not contract_lib.is_finished(s.run) or not snapshots.is_committed(s.run.policies, steps):
+        return False
+    return not (evaluation.enabled and PendingSteps(s.run, every_steps=evaluation.every_steps, final_step=steps)())
+
+
+def _tell_again(s: Invocation) -> int:
+    """The job of a run that is complete when it is started: its result is told once more, and called what it is."""
+    steps = s.config.learner.steps
+    results.tell(s.run, label=f"{s.label}: already finished", score_name=s.experiment.task.score_name, outcome="")
+    more = "--config.learner.steps=N --allow_change=learner.steps"
+    print(f"nothing is left to do of its {steps} steps; {more}, with N > {steps}, goes on", file=sys.stderr)
+    return 0
+
+
+def _conclude(s: Invocation, seconds: float, code: int) -> None:
+    tell = functools.partial(results.tell, s.run, label=s.label, score_name=s.experiment.task.score_name)
     if code == 0:
-        progress_lib.finish(s.run, label=s.label, score_name=s.experiment.task.score_name, seconds=seconds)
-    elif code in processes_lib.FINAL_CODES:
-        print(f"stopped after {seconds:.0f} s; the run is in {s.run.root}", file=sys.stderr)
+        tell(outcome=f"in {seconds:.0f} s")
+        return
+    try:
+        tell()
+    except (OSError, ValueError, KeyError) as error:  # the run has ended already, and the next line says how to go on
+        log.warning("no tables and no picture of the run: %s: %s", type(error).__name__, error)
+    step = tails.last_line(s.run.metrics("trainer")).get("step", 0)
+    stopped = f"stopped after {seconds:.0f} s at step {step} of {s.config.learner.steps}"
+    if code in processes_lib.FINAL_CODES:
+        print(f"{stopped}; the run is in {s.run.root}", file=sys.stderr)
     else:
         command = shlex.join([sys.executable, "-m", "tba_jax.main", *s.arguments])
-        print(f"stopped after {seconds:.0f} s; this resumes the run: {command}", file=sys.stderr)
+        print(f"{stopped}; this resumes the run: {command}", file=sys.stderr)
 
 
 def everything(s: Invocation) -> Job:
@@ -172,9 +198,17 @@ def _in_turn(s: Invocation) -> Job:
 
     EpochLease.refuse_if_held(s.run.journal)
     join(s, may_change_schedule=True, check=lambda: role_devices.check(s.experiment, *meshes.roles_of(s.config)))
-    progress = _progress(s, searchers=1)
 
     def job() -> int:
+        if _is_complete(s):
+            return _tell_again(s)
+        with _progress(s, ["searcher-0"]) as progress:
+            finished = train()
+        code = 0 if finished else processes_lib.STOPPED
+        _conclude(s, progress.seconds, code)
+        return code
+
+    def train() -> bool:
         here = role_devices.computed_on(s, *meshes.roles_of(s.config))
         record = recording.begin(here, "trainer")
         with recording.told_failures(record), mistakes_end_the_role():
@@ -184,11 +218,9 @@ def _in_turn(s: Invocation) -> Job:
         with recording.told_failures(record), _started_task(here, s.config.searchers.task_devices):
             search = make_searcher(here, name="searcher-0", account=made.account)
             evaluate = make_evaluator(here.experiment, s.run, record) if s.config.evaluation.enabled else None
-            finished = run_interleaved(made, search, evaluate, s.run, stop=stop, progress=progress)
+            finished = run_interleaved(made, search, evaluate, s.run, stop=stop)
             lease.release()
-        code = 0 if finished else processes_lib.STOPPED
-        _conclude(s, progress, code)
-        return code
+        return finished
 
     return job
 
@@ -242,22 +274,24 @@ def _as_processes(s: Invocation) -> Job:
     stop = processes_lib.StopSignal()
 
     def job() -> int:
-        progress = _progress(s, searchers=sum(name.startswith("searcher-") for name in placements))
+        if _is_complete(s):
+            return _tell_again(s)
         run = dataclasses.replace(s.run, id=contract_lib.read(s.run)["id"])
         processes = supervisor.Supervisor(
             run, max_restarts=s.config.supervisor.max_restarts, stop_seconds=s.config.supervisor.stop_seconds
         )
-        try:
-            code = 0
-            if not places.exists(s.run.initial_reference):
-                trained = placements["trainer"]
-                whole = placement.Placement(cpus=placement.available_cpus(), gpus=trained.gpus, processes=trained.processes)
-                first = {"reference": (arguments("reference", "reference"), whole)}
-                code = processes.run(first, until=list(first), progress=progress, stop=stop, proof=s.run.initial_reference)
-            code = code or processes.run(commands, until=until, progress=progress, stop=stop)
-        finally:
-            processes.close()
-        _conclude(s, progress, code)
+        with _progress(s, [name for name in commands if name.startswith("searcher-")], processes.told) as progress:
+            try:
+                code = 0
+                if not places.exists(s.run.initial_reference):
+                    trained = placements["trainer"]
+                    whole = placement.Placement(cpus=placement.available_cpus(), gpus=trained.gpus, processes=trained.processes)
+                    first = {"reference": (arguments("reference", "reference"), whole)}
+                    code = processes.run(first, until=list(first), stop=stop, proof=s.run.initial_reference)
+                code = code or processes.run(commands, until=until, stop=stop)
+            finally:
+                processes.close()
+        _conclude(s, progress.seconds, code)
         return code
 
     return job

@@ -29,7 +29,6 @@ def run_interleaved(
     run: layout.RunDir,
     *,
     stop: Callable[[], bool],
-    progress: Callable[[], None],
 ) -> bool:
     """One search batch, one update, until learner.steps are done. Returns whether the run is finished.
 
@@ -51,7 +50,6 @@ def run_interleaved(
     def goes_on() -> bool:
         watch.look(waiting=searcher.unrewarded, grades=searcher.grades)
         status.trouble(watch.trouble)
-        progress()
         return not stop()
 
     def search() -> list[SearchReport]:

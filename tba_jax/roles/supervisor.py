@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from tba_jax.replay import segment
 from tba_jax.replay.log import REGISTER
 from tba_jax.roles import placement as placement_lib
+from tba_jax.roles.lives import Life, State, Supervised
 from tba_jax.roles.placement import Placement
 from tba_jax.roles.role_processes import RoleProcesses
 from tba_jax.roles.verdicts import Verdict, judge, pause_seconds
@@ -35,6 +36,7 @@ class _Role:
         self.name, self._arguments, self._placement, self._run, self._lifeline = name, list(arguments), placement, run, line
         self.kind = name.split("-")[0]
         self.started = self.next_start = self.next_look = 0.0
+        self.began = 0.0  # `started` by the clock that files tell: unix seconds
         # This role starts once these roles are at work.
         self.after: list[_Role] = []
         # Lives; deaths without ten minutes of life in between; deaths and refusals of storage in a row without any work between.
@@ -69,10 +71,21 @@ class _Role:
             return 0
 
     def start(self) -> None:
-        self.started, self._metrics_before = time.monotonic(), self.metrics_size()
+        self.started, self.began, self._metrics_before = time.monotonic(), time.time(), self.metrics_size()
         self.starts += 1
         parts = placement_lib.split(self._placement)
         self.life = RoleProcesses(self.name, self._arguments, parts, self._run, self._lifeline)
+
+    def told(self) -> Life:
+        """What the terminal shows of it."""
+        if self.rests or self.done:
+            state = State.RESTS if self.rests else State.DONE
+        elif self.life is not None:
+            state = State.RUNS
+        else:
+            state = State.PAUSES if self.starts else State.BEFORE
+        due_in = max(0.0, self.next_start - time.monotonic()) if state is State.PAUSES else 0.0
+        return Life(state=state, began=self.began, due_in=due_in, deaths=self.deaths, refusals=self.refusals_in_a_row)
 
     def poll(self) -> int | None:
         """The exit code, or None while it runs."""
@@ -90,6 +103,7 @@ class Supervisor:
         self._roles: list[_Role] = []
         self._proof = run.finished
         self._is_away, self._next_look = False, 0.0
+        self._stops = False
         # See _signs_of_rows; None before searchers die.
         self._signs: tuple[int, dict[str, tuple[int, bytes]]] | None = None
 
@@ -98,7 +112,6 @@ class Supervisor:
         roles: Mapping[str, tuple[Sequence[str], Placement]],
         *,
         until: Sequence[str],
-        progress: Callable[[], None],
         stop: Callable[[], bool],
         proof: places.Place | None = None,
     ) -> int:
@@ -124,8 +137,7 @@ class Supervisor:
         while waiting:
             if stop():
                 return processes.STOPPED
-            if self._is_there():
-                progress()
+            self._look_for_the_run()
             for role in self._roles:
                 if (final := self._look_after(role)) is not None:
                     return final
@@ -134,10 +146,14 @@ class Supervisor:
             time.sleep(_POLL_SECONDS)
         return 0
 
-    def _is_there(self) -> bool:
-        """Whether the workdir holds the run; says so when that changes. Roles that wait for it are started at once then."""
+    def told(self) -> Supervised:
+        """What the terminal shows; it asks in a thread of its own."""
+        return Supervised(lives={role.name: role.told() for role in self._roles}, is_away=self._is_away, stops=self._stops)
+
+    def _look_for_the_run(self) -> None:
+        """Says so when the workdir does not hold the run any more, or again. Roles that wait for it are started at once then."""
         if not self._run.id or time.monotonic() < self._next_look:
-            return not self._is_away
+            return
         self._next_look = time.monotonic() + LOOK_AGAIN_SECONDS
         try:
             contract.check_is_there(self._run)
@@ -145,13 +161,12 @@ class Supervisor:
             if not self._is_away:
                 log.warning("%s; the run goes on once it is back", error)
             self._is_away = True
-            return False
+            return
         if self._is_away:
             log.warning("workdir %s is back", self._run.root)
             for role in self._roles:
                 role.next_start = min(role.next_start, time.monotonic())
         self._is_away = False
-        return True
 
     def _look_after(self, role: _Role) -> int | None:
         """Starts a role when it is time, and notes that it is done. Returns the code that ends the run, None while it goes on."""
@@ -209,7 +224,7 @@ class Supervisor:
         return trained and evaluator.deaths_in_a_row > self._max_restarts
 
     def _give_up(self, role: _Role, words: str) -> None:
-        role.done = True
+        role.done = role.rests = True
         log.warning(
             "%s; it died %d times in a row, more than supervisor.max_restarts=%d, and is given up: the training is done, and "
             "python -m tba_jax evaluate --workdir=%s --step=N --output=FILE evaluates a snapshot",
@@ -278,6 +293,7 @@ class Supervisor:
 
     def close(self) -> None:
         """Asks all roles to stop, kills those that do not within stop_seconds, and waits until none is left."""
+        self._stops = True
         running = [role.life for role in self._roles if role.life is not None and role.poll() is None]
         for life in running:
             life.terminate()

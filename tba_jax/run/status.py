@@ -2,7 +2,7 @@
 
 `metrics/<role>/status.json` holds {"waits": sentence, "since": unix seconds, "trouble": sentence, "phase": sentence,
 "phase_since": unix seconds, "phase_of": [done, total], "time": unix seconds of this writing, "pid": int}; a sentence is "" where
-there is nothing to say. The supervisor's terminal shows it (roles/progress.py).
+there is nothing to say. The supervisor's terminal shows it (roles/standing.py).
 """
 
 import contextlib

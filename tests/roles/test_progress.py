@@ -1,73 +1,94 @@
-"""What a person sees of a run, while it runs and at its end."""
+"""What a person sees of a run while it runs: here without a terminal."""
 
-import json
-import tracemalloc
+import errno
+import io
+import re
+import sys
+import time
 
-from tba_jax.roles import progress
-from tba_jax.run import layout, metrics, status
-from tba_jax.run.metrics import MetricWriter
-
-
-def test_a_step_that_was_done_twice_is_drawn_once():
-    """Steps 10 and 15 were done twice: the trainer was killed after them, and went on from step 5."""
-    lines = [{"step": step, "reward": reward} for step, reward in ((5, 0.1), (10, 0.2), (15, 0.3), (10, 0.4), (15, 0.5))]
-    assert progress.by_step(lines, ["reward"]).tolist() == [[5, 0.1], [10, 0.4], [15, 0.5]]
+from tba_jax.roles.lives import Supervised
+from tba_jax.roles.progress import Progress
+from tba_jax.run import alarms, layout, places, status
+from tests.support.role_files import make_reference, steps, write_lines
 
 
-def test_the_end_of_a_long_run_holds_a_few_numbers_a_line(tmp_path):
-    """20 MB of metrics."""
-    run, points = layout.RunDir(tmp_path), 8_000
-    figures = {"staleness_mean": 2.0, "reward": 0.5, "draws_per_row": 1.0, "rows_seen": 9.0, "steps_per_second": 3.0}
+def progress(run: layout.RunDir, **settings) -> Progress:
+    return Progress(run, steps=12, searchers=["searcher-0"], warm_start_steps=0, **settings)
+
+
+def without_clock(text: str) -> list[str]:
+    lines = text.splitlines()
+    assert all(re.match(r" *\d+ s  ", line) for line in lines), text
+    return [line.split(" s  ", 1)[1] for line in lines]
+
+
+def test_lines_come_by_themselves_while_the_run_is_busy(tmp_path, capsys):
+    """An interleaved run compiles for a minute without asking anybody."""
+    run = layout.RunDir(tmp_path)
+    make_reference(run)
+    with progress(run, plain_seconds=0.1):
+        run.metrics("trainer").mkdir(parents=True)
+        status.Status(run.metrics("trainer")).phase("compiling the update")
+        time.sleep(0.5)
+    lines = without_clock(capsys.readouterr().out)
+    assert lines[0] == "starting" and "starting  trainer: compiling the update" in lines[1:]
+
+
+def test_the_figures_of_an_earlier_start_are_not_shown(tmp_path, capsys):
+    run = layout.RunDir(tmp_path)
+    make_reference(run)
+    write_lines(run, "trainer", steps(1, 7, ago=0.5, seconds=0.5))
+    progress(run).look()
+    assert without_clock(capsys.readouterr().out) == ["resuming after step 7"]
+
+
+def test_an_alarm_of_the_last_moment_is_told(tmp_path, capsys):
+    run = layout.RunDir(tmp_path)
+    make_reference(run)
+    with progress(run, supervised=Supervised, plain_seconds=60.0):
+        time.sleep(0.2)
+        told = alarms.Alarms(run.metrics("joined-3"))
+        told.tell(kind="no_end", sentence="no response ends by itself", advice="Look at the prompt template", step=5)
+    lines = without_clock(capsys.readouterr().out)
+    assert lines == ["starting", "warning: no response ends by itself. Look at the prompt template"]
+
+
+def test_silent_storage_costs_the_line_alone(tmp_path, monkeypatch, capsys):
+    def refuse(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(places, "exists", refuse)
+    progress(layout.RunDir(tmp_path)).look()
+    assert without_clock(capsys.readouterr().out) == ["storage does not answer: [Errno 5] Input/output error"]
+
+
+def test_metrics_that_nobody_understands_cost_the_line_alone(tmp_path, capsys):
+    run = layout.RunDir(tmp_path)
+    make_reference(run)
     run.metrics("trainer").mkdir(parents=True)
-    with open(run.metrics("trainer") / "metrics.jsonl", "w") as file:
-        for step in range(points):
-            line = {"step": step, **figures, "staleness_max": step % 7, "padding": "x" * 2500}
-            file.write(json.dumps(line) + "\n")
-    tracemalloc.start()
-    try:
-        found = progress.summary(run)
-        table = progress.by_step(metrics.each_line(run.metrics("trainer")), ["reward", "staleness_max"])
-        assert tracemalloc.get_traced_memory()[1] < 3e6
-    finally:
-        tracemalloc.stop()
-    assert found["mean staleness (steps)"] == 2.0 and found["largest staleness (steps)"] == 6
-    assert table.shape == (points, 3) and table[-1].tolist() == [points - 1, 0.5, (points - 1) % 7]
+    (run.metrics("trainer") / "metrics.jsonl").write_text('{"stept": 3}\n')
+    progress(run).look()
+    assert without_clock(capsys.readouterr().out) == ["the metrics of the run cannot be read: KeyError: 'step'"]
 
 
-def shown(run: layout.RunDir, capsys) -> progress.Progress:
-    run.references.mkdir()
-    layout.write_json(run.initial_reference, {"id": "0"})
-    for role in ("trainer", "searcher-0", "searcher-1"):
-        MetricWriter(run.metrics(role), event_megabytes=1).close()
-    return progress.Progress(run, steps=12, searchers=2, warm_start_steps=0, plain_seconds=0.0)
+def test_output_that_nobody_reads_does_not_end_the_run(tmp_path, monkeypatch):
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    make_reference(layout.RunDir(tmp_path))
+    monkeypatch.setattr(sys, "stdout", Gone())
+    progress(layout.RunDir(tmp_path)).look()
 
 
-def test_a_run_that_waits_says_for_what(tmp_path, capsys):
+def test_output_of_another_encoding_gets_what_it_can_write(tmp_path, monkeypatch):
     run = layout.RunDir(tmp_path)
-    show = shown(run, capsys)
-    status.Status(run.metrics("trainer")).waits("rows: 2 of 3 queries", seconds=42.0)
-    status.Status(run.metrics("searcher-1")).waits("a snapshot newer than step 0", seconds=40.0)
-    show()
-    assert capsys.readouterr().out.split("s  ", 1)[1] == (
-        "starting  the trainer has waited 42 s for rows: 2 of 3 queries; 1 of 2 searchers wait for a snapshot\n"
-    )
-
-
-def test_rewards_that_fail_are_told_on_lines_of_their_own_and_not_again_and_again(tmp_path, capsys):
-    run = layout.RunDir(tmp_path)
-    show, told = shown(run, capsys), status.Status(run.metrics("searcher-0"))
-    told.trouble("no row has a reward: 64 of 64 failed, KeyError: 'x'")
-    show()
-    show()
-    lines = [line.split("s  ", 1)[1] for line in capsys.readouterr().out.splitlines()]
-    assert lines == ["searcher-0: no row has a reward: 64 of 64 failed, KeyError: 'x'", "starting", "starting"]
-    told.trouble("")
-    show()
-    show()
-    lines = [line.split("s  ", 1)[1] for line in capsys.readouterr().out.splitlines()]
-    assert lines == ["searcher-0: rows have rewards again", "starting", "starting"]
-
-
-def test_a_line_that_is_no_text_is_passed_over(tmp_path):
-    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 3}\n\xff\xfe\n')
-    assert progress.last_line(tmp_path) == {"step": 3}
+    make_reference(run)
+    write_lines(run, "evaluator", [{"step": 0, "ago": 1.0, "greedy_reward": 0.5}])
+    content = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(content, encoding="ascii", line_buffering=True))
+    shown = progress(run)
+    run.metrics("trainer").mkdir(parents=True)
+    status.Status(run.metrics("trainer")).phase("downloading naïve")
+    shown.look()
+    assert content.getvalue().endswith(b"s  starting  trainer: downloading na?ve\n")

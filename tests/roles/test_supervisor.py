@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tba_jax.roles import progress, supervisor, verdicts
+from tba_jax.roles import supervisor, verdicts
 from tba_jax.roles.placement import Placement
 from tba_jax.roles.supervisor import Supervisor
 from tba_jax.roles.verdicts import Verdict
@@ -203,7 +203,7 @@ def roles(tmp_path, monkeypatch):
         placement = Placement(cpus=tuple(os.sched_getaffinity(0)) if share_cores else ())
         commands = {kind: ((kind, str(tmp_path), str(run_dir.root if run_dir else tmp_path)), placement) for kind in kinds}
         try:
-            code = processes.run(commands, until=until, progress=lambda: None, stop=stop)
+            code = processes.run(commands, until=until, stop=stop)
         finally:
             processes.close()
         assert all(process.poll() is not None for process in started)
@@ -402,12 +402,3 @@ def test_storage_is_asked_once_a_role_and_may_fail(roles, monkeypatch):
     kinds = ["ends-now", "ends-later"]
     assert roles(kinds, until=kinds) == (0, {"ends-now": 1, "ends-later": 1})
     assert asked == ["finished.json"] * 3
-
-
-def test_silent_storage_costs_the_line_of_progress_alone(tmp_path, monkeypatch, capsys):
-    def refuse(*_):
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(places, "exists", refuse)
-    progress.Progress(RunDir(tmp_path), steps=3, searchers=1, warm_start_steps=0)()
-    assert "storage does not answer: [Errno 5] Input/output error" in capsys.readouterr().out

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from tba_jax.roles import progress
-from tba_jax.run import metrics
+from tba_jax.roles import tails
+from tba_jax.run import json_lines, metrics
 from tba_jax.run.metrics import MetricWriter, TimeAccount
 from tba_jax.run.record import Record
 
@@ -36,7 +36,7 @@ def test_points_come_back(folder):
     assert abs(lines[-1]["time"] - time.time()) < 60
     assert lines[0]["staleness_histogram"]["counts"] == [2, 0, 1]
     assert len(lines[0]["staleness_histogram"]["edges"]) == 4
-    assert progress.last_line(folder) == lines[-1]
+    assert tails.last_line(folder) == lines[-1]
 
 
 def test_numbers_that_are_not_finite_are_left_out(tmp_path):
@@ -51,7 +51,7 @@ def test_numbers_that_are_not_finite_are_left_out(tmp_path):
 def test_a_line_is_on_disk_as_soon_as_it_is_written(tmp_path):
     writer = MetricWriter(tmp_path, event_megabytes=1)
     writer.write(7, {"loss": 1.0})
-    assert progress.last_line(tmp_path)["step"] == 7
+    assert tails.last_line(tmp_path)["step"] == 7
     writer.close()
 
 
@@ -78,13 +78,13 @@ def test_a_torn_last_line_is_left_out_and_harms_no_other(folder, cut):
     path.write_bytes(whole[: -min(cut, last - 1)])
     # Without its newline alone, a line is whole to a reader of the file, and still being written to one of its end.
     assert [line["step"] for line in metrics.read_lines(folder)] == ([1, 2, 3] if cut == 1 else [1, 2])
-    assert progress.last_line(folder)["step"] == 2
+    assert tails.last_line(folder)["step"] == 2
     writer = MetricWriter(folder, event_megabytes=1)
-    assert progress.last_line(folder)["step"] == (3 if cut == 1 else 2)
+    assert tails.last_line(folder)["step"] == (3 if cut == 1 else 2)
     writer.write(4, {"loss": 9.0})
     writer.close()
     assert [line["step"] for line in metrics.read_lines(folder)] == ([1, 2, 3, 4] if cut == 1 else [1, 2, 4])
-    assert progress.last_line(folder)["step"] == 4
+    assert tails.last_line(folder)["step"] == 4
 
 
 # A text is in the JSON lines alone; a number takes more room among the events.
@@ -117,9 +117,9 @@ def test_a_writer_that_starts_again_reads_the_end_of_its_file_alone(tmp_path):
 
 
 def test_no_metrics_yet(tmp_path):
-    assert metrics.read_lines(tmp_path) == [] and progress.last_line(tmp_path) == {}
+    assert metrics.read_lines(tmp_path) == [] and tails.last_line(tmp_path) == {}
     MetricWriter(tmp_path, event_megabytes=1).close()
-    assert metrics.read_lines(tmp_path) == [] and progress.last_line(tmp_path) == {}
+    assert metrics.read_lines(tmp_path) == [] and tails.last_line(tmp_path) == {}
 
 
 def test_the_last_line_of_a_large_file_is_read_from_its_end(tmp_path, monkeypatch):
@@ -128,19 +128,19 @@ def test_the_last_line_of_a_large_file_is_read_from_its_end(tmp_path, monkeypatc
         file.writelines(json.dumps({"step": step, "loss": 0.25, "padding": "x" * 60}) + "\n" for step in range(count))
         file.write('{"step": 999999, "lo')
     read = []
-    parse = metrics.parse_line
-    monkeypatch.setattr(metrics, "parse_line", lambda line: read.append(line) or parse(line))
-    assert progress.last_line(tmp_path) == {"step": count - 1, "loss": 0.25, "padding": "x" * 60}
+    parse = json_lines.parse_line
+    monkeypatch.setattr(json_lines, "parse_line", lambda line: read.append(line) or parse(line))
+    assert tails.last_line(tmp_path) == {"step": count - 1, "loss": 0.25, "padding": "x" * 60}
     assert len(read) == 1
     size = (tmp_path / "metrics.jsonl").stat().st_size
-    assert size > 20 * progress.TAIL_BYTES
+    assert size > 20 * tails.TAIL_BYTES
     # Files around the size that is read at once: the first line of what is read may be cut, the last never is.
-    for length in range(progress.TAIL_BYTES - 3, progress.TAIL_BYTES + 4):
+    for length in range(tails.TAIL_BYTES - 3, tails.TAIL_BYTES + 4):
         first, last = '{"step": 1}\n', '{"step": 2}\n'
         filler = '{"step": 0, "x": "' + "y" * (length - len(first) - len(last) - 21) + '"}\n'
         (tmp_path / "metrics.jsonl").write_text(first + filler + last)
         assert (tmp_path / "metrics.jsonl").stat().st_size == length
-        assert progress.last_line(tmp_path)["step"] == 2
+        assert tails.last_line(tmp_path)["step"] == 2
 
 
 def test_shares_of_time_are_those_of_the_clock(monkeypatch):

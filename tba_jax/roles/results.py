@@ -1,0 +1,127 @@
+"""What a run has come to, for whoever started it: two tables, a picture and one line."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tba_jax.run import layout, metrics
+from tba_jax.text.visible import visible_line
+
+
+def evaluations(run: layout.RunDir) -> list[dict[str, Any]]:
+    """The figures of all evaluation reports in the order of steps, NaN where one could not be found; the samples stay on disk."""
+    files = [run.evaluations / f"{layout.step_name(step)}.json" for step in layout.steps_in(run.evaluations)]
+    return [
+        {name: math.nan if value is None else value for name, value in layout.read_json(file).items() if name != "samples"}
+        for file in files
+    ]
+
+
+def figures(run: layout.RunDir) -> dict[str, float]:
+    """Title -> figure of the whole run: staleness, draws per row, waiting share, rows and speeds."""
+    last: dict[str, Any] = {}
+    count, staleness, largest, gap = 0, 0.0, -math.inf, -math.inf
+    for last in metrics.each_line(run.metrics("trainer")):
+        count, staleness = count + 1, staleness + last["staleness_mean"]
+        largest, gap = max(largest, last["staleness_max"]), max(gap, last.get("logprob_gap_max", gap))
+    if not last:
+        return {}
+    return {
+        "mean staleness (steps)": staleness / count,
+        "largest staleness (steps)": largest,
+        "draws per row": last["draws_per_row"],
+        "rows seen by the trainer": last["rows_seen"],
+        "trainer waits for rows (% of its time)": 100 * last.get("time_wait_rows", 0.0),
+        "trainer steps per second": last["steps_per_second"],
+    } | ({"largest gap sampler – learner (nats)": gap} if gap > -math.inf else {})
+
+
+def tell(run: layout.RunDir, *, label: str, score_name: str, outcome: str | None = None) -> None:
+    """Prints tables of what the run's folder holds, and draws `progress.png`. Prints nothing of a run that has done nothing.
+
+    Args: outcome: what the last line says of the run beside its figures, such as "in 20 s"; None: there is no last line.
+    """
+    reports, told = evaluations(run), figures(run)
+    _print_tables(reports, told, score_name=score_name)
+    if told:
+        plot(run, score_name=score_name, path=run.root / "progress.png")
+    if outcome is not None:
+        print(_last_line(reports, told, label=label, score_name=score_name, outcome=outcome, where=str(run.root)), flush=True)
+
+
+def _last_line(
+    reports: Sequence[Mapping[str, Any]], told: Mapping[str, float], *, label: str, score_name: str, outcome: str, where: str
+) -> str:
+    scores = f"{score_name} {reports[0]['greedy_reward']:.2f} -> {reports[-1]['greedy_reward']:.2f}" if reports else ""
+    staleness = f"mean staleness {told['mean staleness (steps)']:.1f} steps" if told else ""
+    parts = (" ".join(filter(None, (scores, outcome))), staleness, f"results in {where}")
+    return visible_line(f"{label}: {', '.join(filter(None, parts))}")
+
+
+def _print_tables(reports: Sequence[Mapping[str, Any]], told: Mapping[str, float], *, score_name: str) -> None:
+    """The evaluations of the first and the last step, and the figures of the whole run."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(markup=False, highlight=False, emoji=False)
+    if reports:
+        ends = (reports[0], reports[-1]) if len(reports) > 1 else (reports[0],)
+        table = Table(title="held-out queries")
+        for column in ("", *(f"step {report['step']}" for report in ends)):
+            table.add_column(column, justify="left" if not column else "right")
+        rows = {
+            f"greedy {visible_line(score_name)}": "greedy_reward",
+            "mean reward of samples": "sampled_reward",
+            "greedy responses that end by themselves": "finished",
+            "−log π_ref of samples (nats per token)": "ref_nll_per_token",
+            "KL to π_ref (nats per response)": "kl_to_ref",
+        }
+        for title, name in rows.items():
+            if name in ends[0]:  # a run may have no reference
+                table.add_row(title, *(f"{round(report[name], 3) + 0.0:.3f}" for report in ends))
+        console.print(table)
+    if told:
+        table = Table(title="run", show_header=False)
+        for title, value in told.items():
+            table.add_row(title, f"{value:.3g}" if value < 100 else f"{value:.0f}")
+        console.print(table)
+
+
+def by_step(lines: Iterable[Mapping[str, Any]], names: Sequence[str]) -> np.ndarray:
+    """float64[lines, 1 + names]: step and figures, in the order of steps; of a step that was done twice (a resume repeats some),
+    the later line's. The lines themselves are not kept."""
+    table = np.fromiter((tuple(line[name] for name in ("step", *names)) for line in lines), np.dtype((float, 1 + len(names))))
+    _, from_the_end = np.unique(table[::-1, 0], return_index=True)
+    return table[::-1][from_the_end]
+
+
+def plot(run: layout.RunDir, *, score_name: str, path: Path) -> None:
+    """Draws held-out score, reward of training batches and staleness by trainer step."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    names = ("reward", "staleness_mean", "staleness_max")
+    score_name = visible_line(score_name).replace("$", r"\$")  # between two of them matplotlib expects mathematics
+    steps, reward, mean, largest = by_step(metrics.each_line(run.metrics("trainer")), names).T
+    reports = evaluations(run)
+    evaluated = [x["step"] for x in reports]
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, height_ratios=[3, 1], layout="constrained")
+    top.plot(steps, reward, color="tab:blue", alpha=0.5, label="reward of training batches")
+    top.plot(evaluated, [x["greedy_reward"] for x in reports], "o-", color="tab:red", label=f"held-out greedy {score_name}")
+    top.plot(evaluated, [x["sampled_reward"] for x in reports], "s--", color="tab:orange", label="held-out reward of samples")
+    top.set_ylabel(score_name)
+    top.legend(loc="lower right")
+    top.grid(alpha=0.3)
+    bottom.plot(steps, mean, color="tab:green", label="mean")
+    bottom.plot(steps, largest, color="tab:green", alpha=0.3, label="largest")
+    bottom.set_ylabel("staleness (steps)")
+    bottom.set_xlabel("trainer step")
+    bottom.legend(loc="upper left")
+    bottom.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

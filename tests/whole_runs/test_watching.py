@@ -1,0 +1,71 @@
+"""What a person sees of a run on a terminal and without one, until it ends or is stopped."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tba_jax.run import layout
+from tests.support import tiny_run
+from tests.support.screen import OnTerminal
+
+
+def on_terminal(workdir: Path, *flags: str, width: int, **environment: str) -> OnTerminal:
+    whole = tiny_run.environment() | {"TERM": "xterm-256color"} | environment
+    return OnTerminal(tiny_run.command(workdir, *flags), width=width, environment=whole, cwd=tiny_run.ROOT)
+
+
+def picture(text: str) -> list[str]:
+    """The lines from the last bar on."""
+    lines = text.split("\n")
+    first = max((number for number, line in enumerate(lines) if line.startswith("step ")), default=len(lines))
+    return [line.rstrip() for line in lines[first:]]
+
+
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finds processes through /proc, which this system lacks")
+def test_a_killed_trainer_is_shown_and_a_stop_leaves_tables_and_a_clean_terminal(tmp_path):
+    workdir = tmp_path / "run"
+    flags = ("--config.learner.steps=1000000", "--config.searchers.count=1")
+    with on_terminal(workdir, *flags, width=60) as shown:
+        shown.shows(lambda text: any("its process starts" in line for line in picture(text)))
+        shown.shows(lambda text: any("compiling the update" in line for line in picture(text)))
+        shown.shows(lambda text: "steps/s" in "".join(picture(text)) and "ETA" in picture(text)[0])
+        (trainer,) = (pid for pid, line in tiny_run.processes(workdir).items() if "--role=trainer" in line)
+        os.kill(trainer, signal.SIGKILL)
+        down = picture(shown.shows(lambda text: any("after step" in line for line in picture(text))))
+        assert down[1].startswith(("the trainer has ended after step", "resuming after step")), down
+        assert not any(word in "".join(down) for word in ("steps/s", "reward", "ETA", "buffer")), down
+        assert all(len(line) < 60 for line in down)
+        again = picture(shown.shows(lambda text: "steps/s" in "".join(picture(text))))
+        assert any(line.startswith("reward ") for line in again)
+
+        shown.interrupt()
+        assert shown.wait() == 130
+        text = shown.screen.text
+        assert shown.screen.cursor_is_visible and shown.settings_after == shown.settings
+    assert "rows seen by the trainer" in text and "stopped after" in text and not picture(text)
+    said = text.replace("\n", "")
+    assert "of 1000000; this resumes the run:" in said, "the last line says where it stands and how to go on"
+    assert (workdir / "progress.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_run_without_a_display_writes_plain_lines_and_its_result_once(tmp_path):
+    workdir = tmp_path / "run"
+    flags = ("--config.schedule.mode=interleaved", "--config.learner.steps=3")
+    with on_terminal(workdir, *flags, width=200, TERM="dumb") as shown:
+        assert shown.wait() == 0
+        lines = shown.screen.text.split("\n")
+    assert "\x1b" not in shown.written
+    assert any(line.endswith("s  preparing the reference policy") for line in lines), lines
+    assert any("base: accuracy" in line and " s, mean staleness" in line for line in lines)
+
+    finished = layout.read_json(layout.RunDir(workdir).finished)
+    again = tiny_run.call(tiny_run.command(workdir, *flags))
+    assert again.returncode == 0, again.stderr
+    assert "base: already finished: accuracy 0.00 -> 0.00, mean staleness" in again.stdout, again.stdout
+    assert "--config.learner.steps=N --allow_change=learner.steps, with N > 3, goes on" in again.stderr
+    assert layout.read_json(layout.RunDir(workdir).finished) == finished, "nothing was done again"
+    assert "\x1b" not in again.stdout + again.stderr
+    extended = tiny_run.call(tiny_run.command(workdir, flags[0], "--config.learner.steps=4", "--allow_change=learner.steps"))
+    assert extended.returncode == 0 and "already finished" not in extended.stdout, extended.stdout + extended.stderr
