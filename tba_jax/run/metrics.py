@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,8 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from tba_jax.run import places
+from tba_jax.run import json_lines, places
+from tba_jax.run.cost import Cost
 from tba_jax.run.event_files import EventFiles
+from tba_jax.run.json_lines import parse_line as parse_line
+from tba_jax.run.record import Record
 
 FLUSH_SECONDS = 5.0
 
@@ -23,11 +25,12 @@ class MetricWriter:
     A line is {"step": int, "time": unix seconds, name: float, ...}. An existing file is continued, and keeps every line.
     """
 
-    def __init__(self, folder: Path, *, event_megabytes: float):
-        """Args: event_megabytes: of TensorBoard events that are kept, the newest."""
+    def __init__(self, folder: Path, *, event_megabytes: float, cost: Cost | None = None):
+        """Args: event_megabytes: of TensorBoard events that are kept, the newest. cost: counts the time that writing takes."""
+        self._cost = cost or Cost()
         places.make_folder(folder, below=2)
         path = folder / "metrics.jsonl"
-        torn = _is_torn(path)
+        torn = json_lines.is_torn(path)
         self._lines = open(path, "a", buffering=1)  # noqa: SIM115 (closed by close)
         if torn:  # a kill cut the last line short: the next one begins on a line of its own
             self._lines.write("\n")
@@ -42,13 +45,17 @@ class MetricWriter:
         Raises:
           OSError: the storage refused.
         """
+        with self._cost.measure():
+            self._write(step, scalars, histograms or {})
+
+    def _write(self, step: int, scalars: Mapping[str, Any], histograms: Mapping[str, np.ndarray]) -> None:
         from tensorboardX import summary
 
         values = {name: value if isinstance(value, str) else float(value) for name, value in scalars.items()}
         values = {name: value for name, value in values.items() if isinstance(value, str) or math.isfinite(value)}
         line: dict[str, Any] = {"step": int(step), "time": time.time(), **values}
         points = [summary.scalar(name, value) for name, value in values.items() if not isinstance(value, str)]
-        for name, array in (histograms or {}).items():
+        for name, array in histograms.items():
             counts, edges = np.histogram(array, bins=min(20, max(1, int(np.ptp(array)) + 1)) if array.size else 1)
             line[f"{name}_histogram"] = {"counts": counts.tolist(), "edges": edges.tolist()}
             points.append(summary.histogram(name, array, bins=edges))
@@ -63,18 +70,6 @@ class MetricWriter:
         self._lines.close()
 
 
-def _is_torn(path: Path) -> bool:
-    """Whether the last line of a file has no end."""
-    try:
-        with open(path, "rb") as file:
-            if not file.seek(0, os.SEEK_END):
-                return False
-            file.seek(-1, os.SEEK_END)
-            return file.read() != b"\n"
-    except FileNotFoundError:
-        return False
-
-
 def read_lines(folder: Path) -> list[dict[str, Any]]:
     """All whole lines of a role's metrics.jsonl, oldest first; a line that a kill cut short is left out."""
     return [*each_line(folder)]
@@ -82,32 +77,25 @@ def read_lines(folder: Path) -> list[dict[str, Any]]:
 
 def each_line(folder: Path) -> Iterator[dict[str, Any]]:
     """The lines of `read_lines`, one at a time: of a long run they would take much memory."""
-    try:
-        with open(folder / "metrics.jsonl", encoding="utf-8", errors="replace") as file:
-            yield from filter(None, map(parse_line, file))
-    except FileNotFoundError:
-        return
-
-
-def parse_line(line: str) -> dict[str, Any]:
-    """One line of metrics.jsonl; {} for a line that a kill cut short."""
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError:
-        return {}
+    return json_lines.each(folder / "metrics.jsonl")
 
 
 class TimeAccount:
-    """Splits a role's wall time into named shares: what it worked on, and what it waited for."""
+    """Splits a role's wall time into named shares: what it worked on, and what it waited for.
 
-    def __init__(self) -> None:
+    Attributes: record: of the role. What is measured is on its timeline as well.
+    """
+
+    def __init__(self, record: Record | None = None) -> None:
+        """Args: record: None: one that writes nothing."""
+        self.record = record or Record()
         self._seconds: dict[str, float] = {}
-        self._start = time.monotonic()
+        self._start, self._recorded = time.monotonic(), self.record.cost.seconds
 
     def restart(self) -> None:
         """Starts the account anew: the time before the first batch says nothing about the run's balance."""
         self._seconds.clear()
-        self._start = time.monotonic()
+        self._start, self._recorded = time.monotonic(), self.record.cost.seconds
 
     @contextlib.contextmanager
     def measure(self, name: str) -> Iterator[None]:
@@ -116,14 +104,21 @@ class TimeAccount:
         try:
             yield
         finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - begin
+            end = time.monotonic()
+            self._seconds[name] = self._seconds.get(name, 0.0) + end - begin
+            self.record.timeline.note(name, begin, end)
 
     def total(self) -> float:
         """Seconds since the start, above 0."""
         return max(time.monotonic() - self._start, 1e-9)
 
     def shares(self) -> dict[str, float]:
-        """name -> share of the wall time since the start, in [0, 1]; `time_other` is what no name covers."""
+        """name -> share of the wall time since the start, in [0, 1]; `time_other` is what no name covers.
+
+        `time_recording`, the share that all threads together spent on metrics, status, timeline and events, is beside them: it
+        is within the others, as far as it is this thread's.
+        """
         total = self.total()
         shares = {f"time_{name}": seconds / total for name, seconds in self._seconds.items()}
-        return shares | {"time_other": max(0.0, 1.0 - sum(shares.values()))}
+        shares["time_other"] = max(0.0, 1.0 - sum(shares.values()))
+        return shares | {"time_recording": (self.record.cost.seconds - self._recorded) / total}

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from tba_jax.roles import progress
 from tba_jax.run import metrics
 from tba_jax.run.metrics import MetricWriter, TimeAccount
+from tba_jax.run.record import Record
 
 
 @pytest.fixture
@@ -155,14 +157,16 @@ def test_shares_of_time_are_those_of_the_clock(monkeypatch):
 
     for name, seconds in (("wait", 1.0), ("update", 2.0), (None, 0.5), ("wait", 0.5)):
         work(name, seconds)
-    assert account.shares() == pytest.approx({"time_wait": 1.5 / 4, "time_update": 0.5, "time_other": 0.125})
+    assert account.shares() == pytest.approx(
+        {"time_wait": 1.5 / 4, "time_update": 0.5, "time_other": 0.125, "time_recording": 0.0}
+    )
     with pytest.raises(KeyError), account.measure("draw"):
         now[0] += 4.0
         raise KeyError
     assert account.shares()["time_draw"] == pytest.approx(0.5)
     account.restart()
     work("wait", 3.0)
-    assert account.shares() == pytest.approx({"time_wait": 1.0, "time_other": 0.0})
+    assert account.shares() == pytest.approx({"time_wait": 1.0, "time_other": 0.0, "time_recording": 0.0})
 
 
 def test_shares_of_real_time_sum_to_one():
@@ -171,5 +175,29 @@ def test_shares_of_real_time_sum_to_one():
         with account.measure(name):
             time.sleep(0.002)
     shares = account.shares()
+    assert shares.pop("time_recording") == 0.0
     assert sum(shares.values()) == pytest.approx(1.0) and min(shares.values()) >= 0
     assert sum(shares.values()) <= 1 + 1e-9
+
+
+def test_the_share_of_recording_holds_metrics_timeline_and_status(tmp_path):
+    record = Record(tmp_path / "trainer", timeline_megabytes=1.0)
+    account = TimeAccount(record)
+    writer = MetricWriter(tmp_path / "trainer", event_megabytes=1, cost=record.cost)
+    spent = [record.cost.seconds]
+
+    def costs(work: Callable[[], object]) -> None:
+        work()
+        spent.append(record.cost.seconds)
+        assert spent[-1] > spent[-2]
+
+    costs(lambda: writer.write(1, {"loss": 0.5}))
+    costs(lambda: record.timeline.note("update", 1.0, 2.0))
+    costs(record.timeline.flush)
+    costs(lambda: record.status.phase("compiling the update"))
+    costs(lambda: record.events.tell("publish", step=1))
+    assert 0 < account.shares()["time_recording"] <= spent[-1] / account.total()
+    account.restart()
+    assert account.shares()["time_recording"] == 0.0
+    record.close("finished", step=1)
+    writer.close()

@@ -1,20 +1,28 @@
 """What a role says of itself, as the supervisor reads it."""
 
+import dataclasses
+import os
 import time
 
 from tba_jax.run import status
+from tba_jax.run.record import Record
+
+
+def said(folder) -> status.Told:
+    """What was said, whoever said it when."""
+    return dataclasses.replace(status.read(folder), time=0.0, pid=0)
 
 
 def test_what_is_said_is_read(tmp_path):
     told = status.Status(tmp_path)
-    assert status.read(tmp_path) == status.Told() == status.read(tmp_path / "nobody")
+    assert said(tmp_path) == status.Told() == status.read(tmp_path / "nobody")
     told.waits("rows", seconds=42.0)
     told.trouble("no row has a reward")
     read = status.read(tmp_path)
     assert (read.waits, read.trouble) == ("rows", "no row has a reward") and 41 <= read.seconds <= 44
     told.waits("", seconds=0.0)
     told.trouble("")
-    assert status.read(tmp_path) == status.Told()
+    assert said(tmp_path) == status.Told()
 
 
 def test_a_sentence_that_changes_all_the_time_is_written_now_and_then(tmp_path):
@@ -34,3 +42,54 @@ def test_storage_that_refuses_stops_nobody(tmp_path):
     assert not (tmp_path / "gone").exists()
     (tmp_path / "status.json").write_text('{"waits": "ro')
     assert status.read(tmp_path) == status.Told()
+
+
+def test_a_phase_is_told_with_its_parts_and_since_when(tmp_path):
+    now = time.time() - 40
+    told = status.Status(tmp_path, clock=lambda: now)
+    told.phase("warm start", done=1, total=400)
+    told.phase("warm start", done=2, total=400)  # too soon to be written
+    assert status.read(tmp_path).done == 1
+    now += 30
+    told.phase("warm start", done=300, total=400)
+    read = status.read(tmp_path)
+    assert (read.phase, read.done, read.total, read.pid) == ("warm start", 300, 400, os.getpid())
+    assert 39 < read.phase_seconds < 60 and abs(read.time - now) < 0.01
+    told.phase("")
+    read = status.read(tmp_path)
+    assert (read.phase, read.phase_seconds, read.done, read.total) == ("", 0.0, 0, 0)
+
+
+def test_a_phase_within_a_phase_gives_way_to_it_again(tmp_path):
+    told = status.Status(tmp_path)
+    told.phase("replaying steps of the journal", done=3, total=9)
+    with told.during("compiling the update"):
+        assert (status.read(tmp_path).phase, status.read(tmp_path).total) == ("compiling the update", 0)
+    read = status.read(tmp_path)
+    assert (read.phase, read.done, read.total) == ("replaying steps of the journal", 3, 9)
+
+
+def test_a_phase_that_is_over_at_once_is_not_written(tmp_path):
+    record = Record(tmp_path / "trainer")
+    with record.status.during("compiling a program", at_once=False):
+        assert status.read(tmp_path / "trainer").phase == ""
+    with record.status.during("compiling another program", at_once=False):
+        end = time.monotonic() + 10
+        while not status.read(tmp_path / "trainer").phase and time.monotonic() < end:
+            time.sleep(0.05)
+        assert status.read(tmp_path / "trainer").phase == "compiling another program"
+    record.close("finished", step=0)
+
+
+def test_what_the_last_life_said_holds_no_more_in_the_next(tmp_path):
+    last = status.Status(tmp_path)
+    last.phase("compiling the update")
+    last.waits("rows", seconds=42.0)
+    last.trouble("no row has a reward")
+    status.Status(tmp_path)
+    assert said(tmp_path) == status.Told() and status.read(tmp_path).pid == os.getpid()
+
+
+def test_the_status_of_an_older_version_is_read(tmp_path):
+    (tmp_path / "status.json").write_text('{"waits": "rows", "since": 1.0, "trouble": ""}')
+    assert (status.read(tmp_path).waits, status.read(tmp_path).phase) == ("rows", "")
