@@ -41,7 +41,7 @@ def rewards_by_step(columns: Columns) -> Figure | None:
         return None
     low, high = float(reward.min()), float(reward.max())
     values = np.unique(reward[:: max(1, len(reward) // 10_000)])
-    if len(values) <= 12:  # a few rewards, such as 0 and 1: each has a row of its own
+    if few := len(values) <= 12:  # a few rewards, such as 0 and 1: each has a row of its own
         edges = np.concatenate([[low - 1.0], (values[:-1] + values[1:]) / 2, [high + 1.0]])
     else:
         edges = np.linspace(low, high, REWARD_BUCKETS + 1)
@@ -52,7 +52,7 @@ def rewards_by_step(columns: Columns) -> Figure | None:
     shares = np.where(counts > 0, counts / np.maximum(total, 1), np.nan)
     return figures.heat_map(
         np.floor(steps[:-1]), values, shares, x_title="step of the policy that sampled the rows", y_title="reward",
-        told="the rows of these steps",
+        told="the rows of these steps", ticks=few,
     )  # fmt: skip
 
 

@@ -63,8 +63,13 @@ _CURVES: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
     ),
     ("Gradient norm", "Before clipping.", "norm", (("grad_norm", "gradient norm"),)),
     ("Response length", "Of the trained rows.", "tokens", (("response_length", "mean length"),)),
-    ("Speed of the trainer", "Updates a second.", "steps/s", (("steps_per_second", "steps/s"),)),
+    ("Speed of the trainer", "Updates a second since the process started.", "steps/s", (("steps_per_second", "steps/s"),)),
     ("Rows in the buffer", "Rows that the trainer may draw.", "rows", (("buffer_rows", "rows"), ("buffer_queries", "queries"))),
+)
+# The same of searchers: title, what the chart tells, axis, the figure.
+_OF_SEARCHERS = (
+    ("Reward of fresh rows", "Of the rows that each searcher has just sampled, trained on or not.", "reward", "reward"),
+    ("Speed of the searchers", "Tokens a second of each, since its process started.", "tokens/s", "tokens_per_second"),
 )
 _IN_BUFFER = {"Rows in the buffer"}
 
@@ -108,6 +113,9 @@ def of(found: Gathered, *, begin: float, end: float) -> Charts:
     for title, told, y, names in _CURVES:
         section = "buffer" if title in _IN_BUFFER else "signals"
         made.put(section, figures.of_trainer(series, clock, names, y=y), title=title, told=told)
+    searchers = {name: role.by_time for name, role in found.roles.items() if name.startswith("searcher")}
+    for title, told, y, name in _OF_SEARCHERS:
+        made.put("signals", figures.of_searchers(searchers, clock, name, y=y), title=title, told=told)
     if trainer:
         told = "Each column is a part of the run, each row an age: how many steps before the update the rows were sampled."
         made.put("staleness", figures.heat_map_of_ages(trainer.ages, series, clock), title="Staleness", told=told, wide=True)

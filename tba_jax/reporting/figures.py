@@ -38,6 +38,7 @@ _OF_WORK = {
     "other": "#e3e3e3",
     DOWN: "#ffffff",
 }
+_SHOWN = 0.01
 _WAITING = ("#d62728", "#ff7f7f", "#b22222", "#ffb3b3")
 _OTHERS = ("#7f9f7f", "#9fbf9f", "#5f8f8f", "#8fafaf")
 
@@ -77,7 +78,11 @@ class Clock:
 
 def chart(traces: Sequence[Mapping[str, Any]], *, y: str, height: int = 260, **layout: Any) -> Figure:
     """A chart over steps or time."""
-    return {"traces": [*traces], "height": height, "axes": True, "layout": {"yaxis": {"title": {"text": y}}, **layout}}
+    axis: Figure = {"title": {"text": y}, "exponentformat": "power"}
+    values = [value for trace in traces for value in trace.get("y", ()) if isinstance(value, float)]
+    if values and min(values) >= 0:
+        axis |= {"rangemode": "tozero"} if max(values) > 0 else {"range": [0, 1]}
+    return {"traces": [*traces], "height": height, "axes": True, "layout": {"yaxis": axis, **layout}}
 
 
 def line(name: str, column: Column, steps: Any, times: Any, clock: Clock, *, colour: str, band: bool = True) -> list[Figure]:
@@ -124,6 +129,15 @@ def of_trainer(series: Series, clock: Clock, names: Sequence[tuple[str, str]], *
     for number, (name, called) in enumerate(each for each in names if each[0] in series):
         traces += line(called, series.column(name), steps, times, clock, colour=COLOURS[number % len(COLOURS)])
     return chart(traces, y=y, **layout) if traces else None
+
+
+def of_searchers(roles: Mapping[str, Series], clock: Clock, name: str, *, y: str) -> Figure | None:
+    """A figure of all searchers. Their lines are on the axis of steps where the policy was that they sampled with."""
+    traces: list[Figure] = []
+    for number, (role, series) in enumerate((role, series) for role, series in roles.items() if name in series):
+        steps, times, colour = series.column("policy_step").mean, series.column("time").mean, COLOURS[number % len(COLOURS)]
+        traces += line(role, series.column(name), steps, times, clock, colour=colour, band=len(roles) == 1)
+    return chart(traces, y=y) if traces else None
 
 
 def heat_map_of_ages(ages: AgeMap, series: Series, clock: Clock) -> Figure | None:
@@ -203,12 +217,17 @@ def colours_of(names: Sequence[str]) -> dict[str, str]:
 
 
 def shares_of_time(role: str, shares: Shares, clock: Clock, begin: float, end: float) -> Figure | None:
-    """What a role did, as shares of its time, over the whole run."""
+    """What a role did, as shares of its time, over the whole run. What took little of it is joined to "other"."""
     edges, by_name = shares.buckets()
     if not by_name:
         return None
-    names = [name for name in shares.totals() if name != DOWN and by_name[name].max() >= 0.002]
-    ordered = sorted(names, key=lambda name: (not name.startswith("wait_"), name in (STARTING, "other"), names.index(name)))
+    totals = shares.totals()
+    alive = sum(seconds for name, seconds in totals.items() if name != DOWN)
+    names = [name for name in totals if name not in (DOWN, "other") and totals[name] >= _SHOWN * alive]
+    ordered = sorted(names, key=lambda name: (not name.startswith("wait_"), name == STARTING, names.index(name)))
+    rest = np.sum([by_name[name] for name in totals if name != DOWN and name not in names], axis=0)
+    if np.max(rest, initial=0.0) > 0:
+        by_name, ordered = {**by_name, "other": rest}, [*ordered, "other"]
     colours = colours_of(ordered)
     centres, width = (edges[:-1] + edges[1:]) / 2, (edges[1] - edges[0]) / clock.seconds
     traces = [
@@ -227,12 +246,12 @@ def shares_of_time(role: str, shares: Shares, clock: Clock, begin: float, end: f
         "barmode": "stack",
         "bargap": 0,
         "yaxis": {"range": [0, 1], "tickformat": ".0%", "tickvals": [0, 0.5, 1]},
-        "xaxis": {"title": {"text": clock.title}, "range": clock([begin, end])},
+        "xaxis": {"range": clock([begin, end])},
         "title": {"text": safe(role), "x": 0, "xanchor": "left", "font": {"size": 13}},
         "legend": {"orientation": "v", "x": 1.01, "y": 1, "traceorder": "normal"},
-        "margin": {"t": 34, "r": 130},
+        "margin": {"t": 30, "r": 130, "b": 26},
     }
-    return {"traces": traces, "height": 190, "axes": False, "layout": layout}
+    return {"traces": traces, "height": 132, "axes": False, "layout": layout}
 
 
 def recorded_spans(spans: Sequence[Span]) -> Figure | None:
@@ -284,8 +303,8 @@ def bars(x: Sequence[Any], y: Any, *, x_title: str, y_title: str, colour: str = 
     }
 
 
-def heat_map(x: Any, y: Any, z: np.ndarray, *, x_title: str, y_title: str, told: str) -> Figure:
-    """Shares in [0, 1] by x and y. Args: z: float64[y, x]; told: what a share is of."""
+def heat_map(x: Any, y: Any, z: np.ndarray, *, x_title: str, y_title: str, told: str, ticks: bool = False) -> Figure:
+    """Shares in [0, 1] by x and y. Args: z: float64[y, x]; told: what a share is of; ticks: one for each y."""
     trace = {
         "type": "heatmap",
         "x": rounded(x),
@@ -296,5 +315,8 @@ def heat_map(x: Any, y: Any, z: np.ndarray, *, x_title: str, y_title: str, told:
         "colorbar": {"title": {"text": "share"}, "thickness": 12, "tickformat": ".0%"},
         "hovertemplate": "%{x}, %{y}: %{z:.1%} of " + told + "<extra></extra>",
     }
-    layout = {"xaxis": {"title": {"text": x_title}}, "yaxis": {"title": {"text": y_title}}}
+    axis: Figure = {"title": {"text": y_title}}
+    if ticks:
+        axis |= {"tickvals": trace["y"], "ticktext": [f"{value:g}" for value in trace["y"]]}
+    layout = {"xaxis": {"title": {"text": x_title}}, "yaxis": axis}
     return {"traces": [trace], "height": 280, "axes": False, "layout": layout}

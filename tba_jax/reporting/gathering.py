@@ -103,6 +103,10 @@ def gather(workdir: Path | str) -> Gathered:
     with found.part("finished.json"):
         found.finished = layout.read_json(run.finished) if places.exists(run.finished) else {}
         _ = int(found.finished.get("step", 0))
+    with found.part("the tokenizer (tokens are shown by their numbers)"):
+        found.tokenizer = _tokenizer(found.stored)
+    with found.part("the replay log"):
+        _read_rows(found)
     _read_roles(found)
     with found.part("the evaluations"):
         _read_evaluations(found)
@@ -112,10 +116,6 @@ def gather(workdir: Path | str) -> Gathered:
         found.snapshots = layout.steps_in(run.policies)
     with found.part("the folder of checkpoints"):
         found.checkpoints = layout.steps_in(run.checkpoints) if run.checkpoints.is_dir() else []
-    with found.part("the tokenizer (tokens are shown by their numbers)"):
-        found.tokenizer = _tokenizer(found.stored)
-    with found.part("the replay log"):
-        _read_rows(found)
     return found
 
 
@@ -142,7 +142,7 @@ def _read_roles(found: Gathered) -> None:
 
 def _read_role(found: Gathered, name: str, folder: Path) -> Role:
     by_step, by_time = series.Series("step"), series.Series("time", width=0.5)
-    ages, shares = series.AgeMap(), timeline.Shares(found.marks.starts_of(name))
+    ages, shares = series.AgeMap(), timeline.Shares(_starts(found, name))
     trains = name == "trainer"
     read = series.read(folder, [by_step, ages, shares] if trains else [by_time, shares])
     if read.damaged:
@@ -153,6 +153,13 @@ def _read_role(found: Gathered, name: str, folder: Path) -> Role:
         status = layout.read_json(file) if file.exists() else {}
         _ = status.get("waits")
     return Role(name=name, read=read, by_step=by_step, by_time=by_time, ages=ages, shares=shares, status=status or {})
+
+
+def _starts(found: Gathered, role: str) -> list[float]:
+    """When processes of a role started, unix seconds; without events, when a searcher's writers were registered."""
+    writers = {writer: info for writer, info in found.writers.items() if writer.rpartition("-")[0] == role}
+    registered = [float(info["started"]) for info in writers.values() if series.is_number(info.get("started"))]
+    return found.marks.starts_of(role) or registered
 
 
 def _read_evaluations(found: Gathered) -> None:

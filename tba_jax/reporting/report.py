@@ -33,6 +33,7 @@ def page(found: Gathered, *, recipe: Mapping[str, Any] | None = None, recipe_nam
     content = {
         "title": Path(found.called).name or found.called,
         "workdir": found.called,
+        "quoted_workdir": shlex.quote(found.called),
         "shared": str(found.run.shared),
         "made": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
         "began": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(begin)) if begin else "not known",
@@ -50,6 +51,7 @@ def page(found: Gathered, *, recipe: Mapping[str, Any] | None = None, recipe_nam
         "alarms": found.alarms,
         "problems": found.problems,
         "marks": known.marks,
+        "time_title": known.time_title,
         "mark_counts": found.marks.counts,
         "left_out_roles": found.left_out_roles,
         "ledger": _ledger(found),

@@ -40,19 +40,22 @@ class Shares:
         self._seconds: dict[str, np.ndarray] = {}
         self._account = self._previous = 0.0  # when the account began, and the line before
         self._interval = 1.0  # seconds between two lines
+        self._step = 0.0
         self._told: dict[str, float] = {}  # seconds since the account began
 
     def add(self, lines: Sequence[Line]) -> None:
         for line in lines:
             shares = {name[len(_PREFIX) :]: value for name, value in line.items() if name.startswith(_PREFIX)}
             if shares and all(map(is_number, shares.values())):
-                self._add(float(line["time"]), shares)
+                self._add(float(line["time"]), shares, fell=line["step"] < self._step)
+                self._step = line["step"]
 
-    def _add(self, at: float, shares: Mapping[str, float]) -> None:
+    def _add(self, at: float, shares: Mapping[str, float], *, fell: bool) -> None:
+        """Args: fell: the step of the line is below that of the line before: each searcher counts its batches from its start."""
         if at <= self._previous:  # a clock that was set back
             return
         seconds = {name: share * (at - self._account) for name, share in shares.items()}
-        if not self._previous or self._is_new(at, seconds):
+        if not self._previous or fell or self._is_new(at, seconds):
             self._begin_account(at, shares)
             return
         self._spread(self._previous, at, {name: value - self._told.get(name, 0.0) for name, value in seconds.items()})

@@ -42,7 +42,7 @@
 
   function draw(id) {
     const made = on(data.figures[id]);
-    Plotly.react(document.getElementById(id), made.traces, made.layout, { responsive: true, displaylogo: false, displayModeBar: "hover" });
+    Plotly.react(document.getElementById(id), made.traces, made.layout, { responsive: true, displaylogo: false, displayModeBar: false });
   }
 
   Object.keys(data.figures).forEach(function (id) {
