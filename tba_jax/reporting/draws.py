@@ -241,7 +241,7 @@ class Draws:
 
 
 def _parsed(content: bytes, epoch: int) -> tuple[int, list[str], np.ndarray]:
-    """Step, writers and rows (int64[n, 2]) of a journal line. Raises ValueError, KeyError, TypeError, IndexError, OverflowError."""
+    """Step, writers and rows (int64[n, 2]) of a journal line. Raises what `_read` names where it is none."""
     line = json.loads(content)
     step, writers, rows = line["step"], line["writers"], np.array(line["rows"], np.int64).reshape(-1, 2)
     if line["epoch"] != epoch or not isinstance(step, int) or step < 1:

@@ -1,7 +1,7 @@
 """What all rows of a run say of themselves, but for their tokens: one table in memory, read once and kept up to date.
 
-A row costs 45 bytes and 4 for each part of its reward, so a million rows of three parts cost 57 MB. The newest rows are read first,
-so that a reader of a long run has something to show at once. Tokens stay in the log: who shows a row reads it there.
+A row costs 45 bytes and 4 for each part of its reward, so a million rows of three parts cost 57 MB. The newest rows are read
+first, so that a reader of a long run has something to show at once. Tokens stay in the log: who shows a row reads it there.
 """
 
 import dataclasses
