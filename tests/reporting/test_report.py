@@ -31,7 +31,24 @@ def test_nothing_of_a_run_becomes_markup(hostile):
     assert found.problems == []
     text = markup(page)
     assert {tag.lower() for tag in re.findall(r"<([a-zA-Z]+)", text)} <= {
-        *("html", "head", "meta", "title", "style", "body", "header", "div", "span", "p", "b", "a", "nav", "main", "section", "h"),
+        *(
+            "html",
+            "head",
+            "meta",
+            "title",
+            "style",
+            "body",
+            "header",
+            "div",
+            "span",
+            "p",
+            "b",
+            "a",
+            "nav",
+            "main",
+            "section",
+            "h",
+        ),
         *("label", "input", "ul", "li", "table", "tr", "th", "td", "code", "details", "summary", "article", "footer", "script"),
     }
     assert text.count("<script") == 1 and text.count("</style>") == 1 and text.count("</script>") == 1
