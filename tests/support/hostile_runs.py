@@ -9,7 +9,7 @@ from tba_jax import trajectory
 from tba_jax.experiment import composition
 from tba_jax.replay import journal
 from tba_jax.replay.log import LogWriter
-from tba_jax.run import contract, layout
+from tba_jax.run import contract, layout, places
 from tba_jax.run.alarms import Alarms
 from tba_jax.text.tokenizers import CharacterTokenizer
 from tests.support import tiny_run
@@ -30,9 +30,12 @@ LENGTH = max(map(len, STRINGS)) + 1
 ROWS = 2 * len(STRINGS)  # the first half has the strings as prompts, the second as responses
 
 
-def make(workdir: Path) -> layout.RunDir:
-    """The run. Its one writer is `w0`; step 1 drew its first four rows, step 2 the first two again."""
-    run, config = layout.RunDir(workdir), tiny_run.config()
+def make(workdir: Path, shared: places.Place | None = None) -> layout.RunDir:
+    """The run, whose roles meet in `shared`, None: in the workdir.
+
+    Its one writer is `w0`; step 1 drew its first four rows, step 2 the first two again.
+    """
+    run, config = layout.RunDir(workdir, shared), tiny_run.config()
     contract.join(run, config, composition.build(config).contract)
     _rewrite_config(run)
     shape = contract.of(contract.read_run(run), called="the test").row_shape()
