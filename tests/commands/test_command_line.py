@@ -150,7 +150,8 @@ def of_main(*arguments):
 
 for listed in ([], ["--help"]):
     found, told, _ = code(commands.main, listed)
-    assert found == 0 and all(f"  {name} " in told for name in ("append", "audit", "evaluate", "export", "report", "rescore", "show"))
+    names = ("append", "audit", "evaluate", "export", "report", "rescore", "show")
+    assert found == 0 and all(f"  {name} " in told for name in names)
     assert "  show        Prints rows of a run's replay log as text." in told
 assert code(commands.main, ["shwo"])[::2] == (2, "error: there is no command 'shwo'; did you mean 'show'?\n")
 assert code(commands.main, ["zzz"])[0] == 2

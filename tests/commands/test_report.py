@@ -1,6 +1,7 @@
 """The command that writes a report: where it writes, what it refuses, and that it reads runs wherever they are."""
 
 import json
+import socket
 import subprocess
 import sys
 import uuid
@@ -8,6 +9,7 @@ import uuid
 import pytest
 
 from tba_jax.commands import command_line, report
+from tba_jax.experiment import storage
 from tba_jax.run import layout, places, processes
 from tests.support import hostile_runs, tiny_run
 
@@ -93,6 +95,17 @@ def test_a_run_whose_roles_meet_in_an_object_store_is_read_there(tmp_path, monke
     _, problems = report.write(run.root, tmp_path / "report.html")
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert problems == [] and "w0:0</a>" in text and f"rows and policies in {shared}" in text
+
+
+def test_a_store_that_does_not_answer_is_one_sentence(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(storage, "DRY_RUN_SECONDS", 0.5)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        (tmp_path / "shared.json").write_text('{"shared": "s3://runs/away"}')
+        told = refused(capsys, f"--workdir={tmp_path}", f"--output={tmp_path / 'r.html'}")
+    assert "s3://runs/away has not answered within 0.5 s" in told
 
 
 def test_a_run_whose_tokenizer_is_gone_shows_numbers(run, tmp_path):
