@@ -179,17 +179,13 @@ def read_lineage(folder: Path, *, after: int = 0, must_exist: bool = False) -> L
       FileNotFoundError: the folder must exist and does not.
       ValueError: after `after`, a line is malformed (file and line number) or a step is missing.
     """
-    try:
-        names = os.listdir(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        if must_exist:
-            raise
-        names = []
+    if must_exist:
+        os.listdir(folder)
     found: list[_Stretch] = []
     last = epoch_of_after = 0
-    for epoch in sorted((int(match[1]) for name in names if (match := _JOURNAL_NAME.fullmatch(name))), reverse=True):
+    for epoch, path in reversed(epoch_files(folder).items()):
         before = found[0].first if found else sys.maxsize
-        stretch, newest, lowest = _find_stretch(folder / f"epoch-{epoch:06d}.jsonl", epoch, after=after, before=before)
+        stretch, newest, lowest = _find_stretch(path, epoch, after=after, before=before)
         if found and 0 < newest < before - 1:
             break
         if stretch is not None:
@@ -203,6 +199,16 @@ def read_lineage(folder: Path, *, after: int = 0, must_exist: bool = False) -> L
         following = f"epoch {found[0].epoch} goes on with step {found[0].first}"
         raise ValueError(f"the journal in {folder} lacks step {found[0].first - 1}: {following}")
     return Lineage(after=after, epoch=epoch_of_after, last=last, stretches=tuple(found))
+
+
+def epoch_files(folder: Path) -> dict[int, Path]:
+    """Epoch -> the file of its trainer, in the order of the epochs; {} without a folder."""
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    epochs = sorted(int(match[1]) for name in names if (match := _JOURNAL_NAME.fullmatch(name)))
+    return {epoch: folder / f"epoch-{epoch:06d}.jsonl" for epoch in epochs}
 
 
 def last_step(folder: Path) -> int:

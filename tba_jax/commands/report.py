@@ -1,0 +1,84 @@
+"""Writes one HTML file about a run, live or ended: whether it learns, who waits, its best and worst rows. The run is only read.
+
+python -m tba_jax report --workdir=DIR [--output=FILE] [--config=RECIPE]
+
+The file needs no network and no other file. No task is imported.
+"""
+
+import os
+from pathlib import Path
+
+from absl import flags
+
+from tba_jax.commands import command_line
+
+
+def write(workdir: Path, output: Path, *, recipe: str = "") -> tuple[int, list[str]]:
+    """Writes the report. Returns its bytes, and sentences about what of the run could not be read.
+
+    Args: recipe: FILE.py[:NAME], whose settings the run's are compared with; "": with the defaults alone.
+
+    Raises:
+      ValueError: there is no run in `workdir`, another version made it, or the output cannot be written.
+    """
+    from tba_jax.reporting import gathering, report
+
+    _check_can_be_written(output)
+    of_recipe = None
+    if recipe:
+        from tba_jax.commands import recipes, settings_help
+
+        of_recipe = recipes.load(recipe, (), program=settings_help.BASE).to_dict()
+    found = gathering.gather(workdir)
+    content = report.page(found, recipe=of_recipe, recipe_name=recipe).encode("utf-8", errors="replace")
+    temporary = output.with_name(f".{output.name}.{os.getpid()}")
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(output)  # who has the file open in a browser never loads half of it
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise ValueError(f"--output={output} cannot be written: {error.strerror or error}") from error
+    return len(content), found.problems
+
+
+def _check_can_be_written(output: Path) -> None:
+    """Raises ValueError before minutes go into reading the run."""
+    if output.is_dir():
+        raise ValueError(f"--output={output} is a folder: name a file, such as --output={output / 'report.html'}")
+    if output.exists() and not _is_report(output):
+        raise ValueError(f"--output={output} is there and is no HTML file: name another file")
+    if not output.parent.is_dir():
+        raise ValueError(f"--output={output} cannot be written: there is no folder {output.parent}")
+    if not os.access(output.parent, os.W_OK):
+        raise ValueError(f"--output={output} cannot be written: {output.parent} is read-only")
+
+
+def _default(workdir: Path) -> Path:
+    """report.html in the current folder. Raises ValueError where that is the run's, in which nothing is written unasked."""
+    if Path.cwd().is_relative_to(workdir.resolve()):
+        raise ValueError(f"the current folder belongs to the run {workdir}: name a file by --output")
+    return Path("report.html")
+
+
+def _is_report(output: Path) -> bool:
+    """Whether a file may be replaced: it is an HTML page, or empty."""
+    try:
+        with open(output, "rb") as file:
+            return file.read(15).lower() in (b"", b"<!doctype html>")
+    except OSError:
+        return False
+
+
+def add_flags(values: flags.FlagValues) -> None:
+    command_line.add_workdir(values)
+    command_line.add_path(values, "output", "the HTML file to write or replace; default: report.html in the current folder")
+    flags.DEFINE_string("config", "", "a recipe FILE.py[:NAME], whose settings the run's are compared with", flag_values=values)
+
+
+def run(given: command_line.Given) -> int:
+    output = given.output or _default(given.workdir)
+    size, problems = write(given.workdir, output, recipe=given.config)
+    print(f"{output.absolute()} ({size / 1e6:.1f} MB)")
+    if problems:
+        print(f"{len(problems)} parts of the run could not be read whole; the report names them under “What could not be read”")
+    return 0

@@ -1,0 +1,225 @@
+"""Reads all that a report tells of a run, and writes nothing.
+
+Each part is read by itself. A part that is damaged leaves a sentence in `Gathered.problems`, and the others are read all the
+same.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tba_jax.experiment import named_policy, storage
+from tba_jax.experiment.schema import SCHEMA
+from tba_jax.replay import journal
+from tba_jax.replay.reader import LogReader
+from tba_jax.reporting import marks as marks_lib
+from tba_jax.reporting import rows, series, timeline
+from tba_jax.reporting.draws import Draws
+from tba_jax.run import alarms as alarms_lib
+from tba_jax.run import contract as contract_lib
+from tba_jax.run import layout, places
+from tba_jax.schemas import flatten
+from tba_jax.text.tokenizers import Tokenizer
+
+MOST_ROLES = 24
+_MOST_EVALUATIONS = 2000
+# What damaged files and storage raise, however they are damaged.
+_UNREADABLE = (*places.STORAGE_ERRORS, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Role:
+    """What one role left in its folder of metrics. by_step: for the trainer; by_time: for the others."""
+
+    name: str
+    read: series.Read
+    by_step: series.Series
+    by_time: series.Series
+    ages: series.AgeMap
+    shares: timeline.Shares
+    status: Mapping[str, Any]
+
+
+@dataclasses.dataclass(kw_only=True)
+class Gathered:
+    """A run as it was read. problems: sentences about what could not be read."""
+
+    run: layout.RunDir
+    called: str
+    stored: Mapping[str, Any]
+    problems: list[str] = dataclasses.field(default_factory=list)
+    roles: dict[str, Role] = dataclasses.field(default_factory=dict)
+    left_out_roles: int = 0
+    marks: marks_lib.Marks = dataclasses.field(default_factory=lambda: marks_lib.Marks(marks=[], counts={}, starts=[]))
+    spans: list[timeline.Span] = dataclasses.field(default_factory=list)
+    alarms: list[tuple[str, alarms_lib.Alarm]] = dataclasses.field(default_factory=list)
+    evaluations: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    finished: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    lines: journal.Lineage | None = None
+    snapshots: list[int] = dataclasses.field(default_factory=list)
+    checkpoints: list[int] = dataclasses.field(default_factory=list)
+    writers: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    tokenizer: Tokenizer | None = None
+    reader: LogReader | None = None
+    table: rows.RowTable | None = None
+    draws: Draws | None = None
+
+    @contextlib.contextmanager
+    def part(self, what: str) -> Iterator[None]:
+        """Reads a part: what is wrong with it becomes a sentence."""
+        try:
+            yield
+        except _UNREADABLE as error:
+            said = " ".join(str(error).split()) if isinstance(error, OSError | ValueError) else f"{type(error).__name__} {error}"
+            self.problems.append(f"{what} cannot be read: {said}"[:600])
+
+    @property
+    def steps(self) -> int:
+        """Steps that the run is to do, 0 where the config does not say."""
+        value = flatten(self.stored.get("config", {})).get("learner.steps", 0)
+        return int(value) if series.is_number(value) else 0
+
+    @property
+    def step(self) -> int:
+        """The last step that anything tells of."""
+        lasts = [self.lines.last if self.lines is not None else 0]
+        if trainer := self.roles.get("trainer"):
+            lasts.append(int(trainer.read.last.get("step", 0)))
+        return max(lasts)
+
+
+def gather(workdir: Path | str) -> Gathered:
+    """Reads a run.
+
+    Raises:
+      ValueError: there is no run, its config.json is damaged, another version made it, or its storage does not answer.
+    """
+    run = layout.open_run_dir(workdir)
+    storage.check([("--shared", run.shared)], limit=storage.DRY_RUN_SECONDS)
+    found = Gathered(run=run, called=str(workdir), stored=contract_lib.read_run(run, called=str(workdir)))
+    with found.part("finished.json"):
+        found.finished = layout.read_json(run.finished) if places.exists(run.finished) else {}
+        _ = int(found.finished.get("step", 0))
+    with found.part("the tokenizer (tokens are shown by their numbers)"):
+        found.tokenizer = _tokenizer(found.stored)
+    with found.part("the replay log"):
+        _read_rows(found)
+    _read_roles(found)
+    with found.part("the evaluations"):
+        _read_evaluations(found)
+    with found.part("the journal"):
+        found.lines = journal.read_lineage(run.journal)
+    with found.part("the folder of snapshots"):
+        found.snapshots = layout.steps_in(run.policies)
+    with found.part("the folder of checkpoints"):
+        found.checkpoints = layout.steps_in(run.checkpoints) if run.checkpoints.is_dir() else []
+    return found
+
+
+def _read_roles(found: Gathered) -> None:
+    folder = found.run.root / "metrics"
+    names: list[str] = []
+    with found.part("the folder of metrics"):
+        names = sorted(each.name for each in folder.iterdir() if each.is_dir()) if folder.is_dir() else []
+    # The trainer first, then the roles that wrote last.
+    names.sort(key=lambda name: (name != "trainer", not name.startswith("searcher"), name))
+    found.left_out_roles = max(0, len(names) - MOST_ROLES)
+    folders = {name: folder / name for name in names[:MOST_ROLES]}
+    with found.part("events.jsonl"):
+        found.marks = marks_lib.read(folders)
+    with found.part("timeline.jsonl"):
+        found.spans = timeline.spans(folders)
+    for name, of_role in folders.items():
+        with found.part(f"metrics of {name}"):
+            found.roles[name] = _read_role(found, name, of_role)
+        with found.part(f"alarms of {name}"):
+            found.alarms += [(name, alarm) for alarm in alarms_lib.read(of_role)]
+    found.alarms.sort(key=lambda each: each[1].time)
+
+
+def _read_role(found: Gathered, name: str, folder: Path) -> Role:
+    by_step, by_time = series.Series("step"), series.Series("time", width=0.5)
+    ages, shares = series.AgeMap(), timeline.Shares(_starts(found, name))
+    trains = name == "trainer"
+    read = series.read(folder, [by_step, ages, shares] if trains else [by_time, shares])
+    if read.damaged:
+        found.problems.append(f"{read.damaged} lines of {folder / 'metrics.jsonl'} are damaged and left out")
+    status: Any = {}
+    with found.part(f"status of {name}"):
+        file = folder / "status.json"
+        status = layout.read_json(file) if file.exists() else {}
+        _ = status.get("waits")
+    return Role(name=name, read=read, by_step=by_step, by_time=by_time, ages=ages, shares=shares, status=status or {})
+
+
+def _starts(found: Gathered, role: str) -> list[float]:
+    """When processes of a role started, unix seconds; without events, when a searcher's writers were registered."""
+    writers = {writer: info for writer, info in found.writers.items() if writer.rpartition("-")[0] == role}
+    registered = [float(info["started"]) for info in writers.values() if series.is_number(info.get("started"))]
+    return found.marks.starts_of(role) or registered
+
+
+def _read_evaluations(found: Gathered) -> None:
+    """The figures of the evaluation reports: numbers alone, and of very many reports some, evenly."""
+    steps = layout.steps_in(found.run.evaluations) if found.run.evaluations.is_dir() else []
+    chosen = (
+        {steps[i] for i in np.linspace(0, len(steps) - 1, min(len(steps), _MOST_EVALUATIONS)).astype(int)} if steps else set()
+    )
+    for step in sorted(chosen):
+        with found.part(f"the evaluation of step {step}"):
+            report = layout.read_json(found.run.evaluations / f"{layout.step_name(step)}.json")
+            numbers = {name: float(value) for name, value in report.items() if series.is_number(value)}
+            found.evaluations.append({**numbers, "step": step})
+
+
+def _tokenizer(stored: Mapping[str, Any]) -> Tokenizer:
+    """The run's tokenizer. A config of an older or newer version is taken as far as this version knows its settings.
+
+    Raises:
+      ValueError: it is not to be found here, or is another one than that of the run.
+    """
+    config, there = SCHEMA.defaults(), flatten(stored["config"])
+    known = {name: value for name, value in there.items() if name in SCHEMA.rules and not name.startswith("task.custom.")}
+    config.update_from_flattened_dict({name: tuple(value) if isinstance(value, list) else value for name, value in known.items()})
+    contract = stored["contract"]
+    _, tokenizer = named_policy.policy_and_tokenizer(config, alphabet=contract["alphabet"], weights=False)
+    if tokenizer.fingerprint != contract["tokenizer"]:
+        raise ValueError(f"that of model.path={config.model.path!r} is not the one that the run was made with")
+    return tokenizer
+
+
+def _read_rows(found: Gathered) -> None:
+    contract = contract_lib.of(found.stored, called=found.called)
+    mounts: tuple[places.Place, ...] = ()
+    with found.part("a mounted run (its rows are left out)"):
+        named = found.stored["config"]["replay"]["mount"]
+        storage.check([("replay.mount", places.place(each)) for each in named], limit=storage.DRY_RUN_SECONDS)
+        mounts = contract_lib.mounted_logs(named, reward_version=contract.reward_version)
+    found.reader = LogReader(found.run.replay, contract.row_shape(), mounts=mounts, patience_seconds=1.0)
+    found.table, found.draws = rows.RowTable(found.reader), Draws(found.run.journal)
+    found.table.advance()
+    found.draws.advance()
+    found.problems += [*found.table.problems, *found.draws.problems]
+    for name in found.reader.heads():
+        with found.part(f"the registration of writer {name}"):
+            found.writers[name] = found.reader.info(name)
+
+
+def newest_sign(found: Gathered) -> float:
+    """Unix seconds of the last thing that any role wrote, 0 without any."""
+    times = [role.read.last.get("time", 0.0) for role in found.roles.values()]
+    times += [role.status.get("time", 0.0) for role in found.roles.values()]
+    times += [mark.time for mark in found.marks.marks]
+    return max((float(each) for each in times if series.is_number(each)), default=0.0)
+
+
+def oldest_sign(found: Gathered) -> float:
+    """Unix seconds of the first thing that any role wrote, 0 without any."""
+    times = [role.read.first.get("time", 0.0) for role in found.roles.values()]
+    times += [mark.time for mark in found.marks.marks]
+    times += [info.get("started", 0.0) for info in found.writers.values()]
+    return min((float(each) for each in times if series.is_number(each) and each > 0), default=0.0)
