@@ -20,6 +20,7 @@ SEARCH_SECONDS = 0.15
 _SEARCHED_AT_ONCE = 64
 _MOST_TOKENS = 4096  # that a row's page shows
 _ROWS_OF_A_POLICY = 8
+_WORST_LOOKED_AT = 2000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,6 +95,22 @@ def _line(run: LiveRun, rows: Rows, i: int, *, writer: str, draws: int) -> Line:
 def names_of(run: LiveRun, columns: rows_lib.Columns, indices: np.ndarray) -> list[tuple[str, int]]:
     """(writer, row) of rows of the table."""
     return [(run.table.writers[columns.writer[i]], int(columns.row[i])) for i in indices.tolist()]
+
+
+def worst(run: LiveRun, count: int) -> list[Line]:
+    """Some rows of the lowest rewards; among equals, those that a step drew come first, then those of the newest policy."""
+    columns = run.table.columns
+    ranked = run.orders.matching(columns, run.table.writers, Filter(order="worst"))
+    if not len(ranked):
+        return []
+    limit = columns.reward[ranked[min(count, len(ranked)) - 1]]
+    # Very many rows may share the lowest reward: some of them suffice.
+    near = ranked[: int(np.searchsorted(columns.reward[ranked], limit, side="right"))]
+    near = np.unique(np.concatenate([np.arange(min(count, len(near))), np.linspace(0, len(near) - 1, _WORST_LOOKED_AT).astype(int)]))
+    some = ranked[near]
+    drawn = run.draws.counts(run.table.writers, columns.writer[some], columns.row[some])
+    chosen = some[np.lexsort((near, drawn == 0, columns.reward[some]))[:count]]
+    return lines(run, names_of(run, columns, chosen))
 
 
 def search(run: LiveRun, columns: rows_lib.Columns, matching: np.ndarray, asked: Filter) -> tuple[list[tuple[str, int]], int]:

@@ -9,7 +9,6 @@ import numpy as np
 
 from tba_jax.reporting import learning, sparklines, stories
 from tba_jax.reporting.live_run import UNREADABLE, LiveRun, RoleNow
-from tba_jax.reporting.row_filter import Filter
 from tba_jax.reporting.series import is_number
 from tba_jax.run import contract as contract_lib
 
@@ -33,21 +32,18 @@ def content(run: LiveRun) -> dict[str, Any]:
     """What the template of the overview needs."""
     roles = run.roles()
     evaluations, unread = _evaluations(run)
-    columns = run.table.columns
-    worst = run.orders.matching(columns, run.table.writers, Filter(order="worst"))[:3]
-    quiet = min((role.seconds for role in roles), default=math.inf)
-    quiet = min(quiet, *(time.time() - role.told.time for role in roles if role.told.time), math.inf)
+    state = _state(run, roles)
     return {
-        "roles": [(role, _doing(role), shares(role.line)) for role in roles],
+        "roles": [(role, "ended" if state == "finished" else _doing(role), shares(role.line)) for role in roles],
         "alarms": sorted(((role.name, alarm) for role in roles for alarm in role.alarms), key=lambda each: each[1].time),
-        "state": _state(run, quiet),
+        "state": state,
         "verdict": learning.verdict(_held_out(evaluations)[0], _trained(run)[0]),
         "told": [_held_out(evaluations)[1], _trained(run)[1], *unread],
         "charts": charts([run]),
-        "worst": [(line, run.draws.steps_of(line.writer, line.row)) for line in stories.lines(run, stories.names_of(run, columns, worst))],
+        "worst": [(line, run.draws.steps_of(line.writer, line.row)) for line in stories.worst(run, 3)],
         "figures": figures(run.trainer.last),
         "steps": _steps(run),
-    }  # fmt: skip
+    }
 
 
 def charts(runs: Sequence[LiveRun]) -> list[sparklines.Chart]:
@@ -102,13 +98,14 @@ def _doing(role: RoleNow) -> str:
     return f"waits for {told.waits}" if told.waits else "at work"
 
 
-def _state(run: LiveRun, quiet: float) -> str:
+def _state(run: LiveRun, roles: Sequence[RoleNow]) -> str:
     try:
         if contract_lib.is_finished(run.run):
             return "finished"
     except UNREADABLE:
         pass
-    return "live" if quiet < QUIET_SECONDS else "not finished, and silent"
+    quiet = [role.seconds for role in roles] + [time.time() - role.told.time for role in roles if role.told.time]
+    return "live" if min(quiet, default=math.inf) < QUIET_SECONDS else "not finished, and silent"
 
 
 def _steps(run: LiveRun) -> int:
