@@ -53,6 +53,13 @@ def _check_can_be_written(output: Path) -> None:
         raise ValueError(f"--output={output} cannot be written: {output.parent} is read-only")
 
 
+def _default(workdir: Path) -> Path:
+    """report.html in the current folder. Raises ValueError where that is the run's, in which nothing is written unasked."""
+    if Path.cwd().is_relative_to(workdir.resolve()):
+        raise ValueError(f"the current folder belongs to the run {workdir}: name a file by --output")
+    return Path("report.html")
+
+
 def _is_report(output: Path) -> bool:
     """Whether a file may be replaced: it is an HTML page, or empty."""
     try:
@@ -64,12 +71,12 @@ def _is_report(output: Path) -> bool:
 
 def add_flags(values: flags.FlagValues) -> None:
     command_line.add_workdir(values)
-    command_line.add_path(values, "output", "the file to write; default: report.html in the current folder")
+    command_line.add_path(values, "output", "the HTML file to write or replace; default: report.html in the current folder")
     flags.DEFINE_string("config", "", "a recipe FILE.py[:NAME], whose settings the run's are compared with", flag_values=values)
 
 
 def run(given: command_line.Given) -> int:
-    output = given.output or Path("report.html")
+    output = given.output or _default(given.workdir)
     size, problems = write(given.workdir, output, recipe=given.config)
     print(f"{output.absolute()} ({size / 1e6:.1f} MB)")
     if problems:

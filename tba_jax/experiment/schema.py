@@ -313,6 +313,7 @@ c.metrics = ConfigDict()
 c.metrics.every_steps = setting(5, at_least=1)
 # Of TensorBoard events that each role keeps, the newest. metrics.jsonl keeps every point.
 c.metrics.event_megabytes = setting(256.0, above=0)
+c.metrics.timeline_megabytes = setting(16.0, at_least=0)  # of what each thread did and when, the newest, per role; 0: none
 
 c.logs = ConfigDict()
 c.logs.megabytes = setting(64.0, above=0)  # of a role's text log, which is then set aside as DIR/logs/<role>.log.1

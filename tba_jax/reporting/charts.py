@@ -200,7 +200,10 @@ def _rows(made: Charts, found: Gathered) -> None:
 
 _GROUPS = {
     "worst": ("Worst", "The lowest rewards. Of equal rewards, rows that a step trained on come first, then the newest."),
-    "disagreeing": ("Disagreeing", "Queries whose responses differ most in reward: best and worst rows of each."),
+    "disagreeing": (
+        "Disagreeing",
+        "Queries whose responses differ most in reward: of each the best row and the worst, side by side.",
+    ),
     "best": ("Best", "The highest rewards. Of equal rewards, rows that a step trained on come first, then the newest."),
     "newest": ("Newest", "The rows of the newest policy."),
 }

@@ -78,8 +78,9 @@ class Clock:
 
 def chart(traces: Sequence[Mapping[str, Any]], *, y: str, height: int = 260, **layout: Any) -> Figure:
     """A chart over steps or time."""
-    axis: Figure = {"title": {"text": y}, "exponentformat": "power"}
     values = [value for trace in traces for value in trace.get("y", ()) if isinstance(value, float)]
+    tiny = max(map(abs, values), default=0.0) < 1e-3
+    axis: Figure = {"title": {"text": y}, "exponentformat": "power" if tiny else "SI"}
     if values and min(values) >= 0:
         axis |= {"rangemode": "tozero"} if max(values) > 0 else {"range": [0, 1]}
     return {"traces": [*traces], "height": height, "axes": True, "layout": {"yaxis": axis, **layout}}
@@ -248,8 +249,8 @@ def shares_of_time(role: str, shares: Shares, clock: Clock, begin: float, end: f
         "yaxis": {"range": [0, 1], "tickformat": ".0%", "tickvals": [0, 0.5, 1]},
         "xaxis": {"range": clock([begin, end])},
         "title": {"text": safe(role), "x": 0, "xanchor": "left", "font": {"size": 13}},
-        "legend": {"orientation": "v", "x": 1.01, "y": 1, "traceorder": "normal"},
-        "margin": {"t": 30, "r": 130, "b": 26},
+        "legend": {"orientation": "h", "x": 1, "xanchor": "right", "y": 1.02, "yanchor": "bottom", "font": {"size": 11}},
+        "margin": {"t": 34, "b": 26},
     }
     return {"traces": traces, "height": 132, "axes": False, "layout": layout}
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tba_jax.experiment import named_policy
+from tba_jax.experiment import named_policy, storage
 from tba_jax.experiment.schema import SCHEMA
 from tba_jax.replay import journal
 from tba_jax.replay.reader import LogReader
@@ -96,9 +96,10 @@ def gather(workdir: Path | str) -> Gathered:
     """Reads a run.
 
     Raises:
-      ValueError: there is no run, its config.json is damaged, or another version made it.
+      ValueError: there is no run, its config.json is damaged, another version made it, or its storage does not answer.
     """
     run = layout.open_run_dir(workdir)
+    storage.check([("--shared", run.shared)], limit=storage.DRY_RUN_SECONDS)
     found = Gathered(run=run, called=str(workdir), stored=contract_lib.read_run(run, called=str(workdir)))
     with found.part("finished.json"):
         found.finished = layout.read_json(run.finished) if places.exists(run.finished) else {}
@@ -196,6 +197,7 @@ def _read_rows(found: Gathered) -> None:
     mounts: tuple[places.Place, ...] = ()
     with found.part("a mounted run (its rows are left out)"):
         named = found.stored["config"]["replay"]["mount"]
+        storage.check([("replay.mount", places.place(each)) for each in named], limit=storage.DRY_RUN_SECONDS)
         mounts = contract_lib.mounted_logs(named, reward_version=contract.reward_version)
     found.reader = LogReader(found.run.replay, contract.row_shape(), mounts=mounts, patience_seconds=1.0)
     found.table, found.draws = rows.RowTable(found.reader), Draws(found.run.journal)

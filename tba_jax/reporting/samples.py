@@ -16,7 +16,8 @@ MOST_TOKENS = 400
 MOST_PROMPT = 3000  # characters
 MOST_STEPS = 12  # that drew a row
 ROWS_EACH = 8
-DISAGREEING_QUERIES, ROWS_OF_A_QUERY = 4, 4
+DISAGREEING_QUERIES, ROWS_OF_A_QUERY = 5, 2
+_LOOKED_AT = 4096
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,26 +59,34 @@ class Group:
 def chosen(columns: rows_lib.Columns, counts: np.ndarray) -> dict[str, list[int]]:
     """Group -> indices of rows, first to show first. Args: counts: int[n], how often steps drew each row.
 
-    Of equal rewards, the worst and the best begin with rows that a step drew, then with the newest.
+    Of equal rewards, the worst and the best begin with rows that a step drew, then with the newest. A group shows different
+    queries, as far as there are enough.
     """
     if not len(columns):
         return {}
     age = -columns.newest_step.astype(np.int64)
     undrawn, later = counts == 0, -columns.row
+    query = columns.query_id
     groups = {
-        "worst": _first((later, age, undrawn, columns.reward)),
-        "best": _first((later, age, undrawn, -columns.reward)),
-        "newest": _first((later, age)),
+        "worst": _first((later, age, undrawn, columns.reward), query),
+        "best": _first((later, age, undrawn, -columns.reward), query),
+        "newest": _first((later, age), query),
     }
     return groups | {"disagreeing": _disagreeing(columns, undrawn)}
 
 
-def _first(keys: Sequence[np.ndarray]) -> list[int]:
-    """The indices of the first ROWS_EACH rows by keys, as np.lexsort takes them. Only rows that can be among them are sorted."""
-    count = min(ROWS_EACH, len(keys[-1]))
+def _first(keys: Sequence[np.ndarray], query: np.ndarray) -> list[int]:
+    """The indices of the first ROWS_EACH rows by keys, as np.lexsort takes them: of different queries, as far as there are.
+
+    Only rows that can be among the first are sorted.
+    """
+    count = min(_LOOKED_AT, len(query))
     limit = np.partition(keys[-1], count - 1)[count - 1]
     near = np.flatnonzero(keys[-1] <= limit)
-    return near[np.lexsort([each[near] for each in keys])[:count]].tolist()
+    near = near[np.lexsort([each[near] for each in keys])][:_LOOKED_AT]
+    first_of_query = np.sort(np.unique(query[near], return_index=True)[1])
+    others = np.setdiff1d(np.arange(len(near)), first_of_query)
+    return near[np.concatenate([first_of_query, others])[:ROWS_EACH]].tolist()
 
 
 def _disagreeing(columns: rows_lib.Columns, undrawn: np.ndarray) -> list[int]:

@@ -34,8 +34,10 @@ def run_interleaved(
     Fresh rows of step n come from the weights after n − 1 − lag updates.
     """
     recorder = Recorder(trainer, run)
-    search_writer = MetricWriter(run.metrics("searcher-0"), event_megabytes=trainer.config.metrics.event_megabytes)
+    megabytes, record = trainer.config.metrics.event_megabytes, trainer.record
+    search_writer = MetricWriter(run.metrics("searcher-0"), event_megabytes=megabytes, cost=record.cost)
     evaluations = _Evaluations(evaluator, run, trainer) if evaluator is not None else None
+    record.status.phase("")
     trainer.flush_snapshot()
     if evaluations:
         evaluations.catch_up()
@@ -94,12 +96,14 @@ class _Evaluations:
         config = trainer.config
         self._damaged = DamagedSnapshots(run.policies, follows=NOT_EVALUATED)
         self._evaluator = evaluator
-        self._writer = MetricWriter(run.metrics("evaluator"), event_megabytes=config.metrics.event_megabytes)
+        megabytes, self._record = config.metrics.event_megabytes, trainer.record
+        self._writer = MetricWriter(run.metrics("evaluator"), event_megabytes=megabytes, cost=self._record.cost)
         self._pending = PendingSteps(run, every_steps=config.evaluation.every_steps, final_step=config.learner.steps)
 
     def catch_up(self) -> None:
         for step in self._damaged.without(self._pending()):
-            report = self._damaged.attempt(step, functools.partial(self._evaluator.evaluate, step))
+            with self._record.timeline.measure("evaluate"):
+                report = self._damaged.attempt(step, functools.partial(self._evaluator.evaluate, step))
             if report is not None:
                 self._writer.write(step, report_scalars(report))
 

@@ -16,12 +16,16 @@ FLUSH_SECONDS = 1.0
 class Record:
     """The record of one process. Storage that refuses, or hangs, holds nobody up: a thread writes what may come late.
 
-    Attributes: status, timeline, events: see there. cost: what all of them, and the metrics, cost the process.
+    Attributes:
+      status, timeline, events: see there. cost: what all of them, and the metrics, cost the process.
+      step: of the trainer, where this process is; its role sets it.
+      until_close: contexts that are left when the record is closed.
     """
 
     def __init__(self, folder: Path | None = None, *, timeline_megabytes: float = 0.0):
         """Args: folder: of the role's metrics; None: nothing is recorded. timeline_megabytes: see Timeline."""
-        self.folder, self.cost = folder, Cost()
+        self.folder, self.cost, self.step = folder, Cost(), 0
+        self.until_close = contextlib.ExitStack()
         if folder is not None:
             with contextlib.suppress(OSError):
                 places.make_folder(folder, below=2)
@@ -39,12 +43,13 @@ class Record:
             self.timeline.flush()
             self.status.flush()
 
-    def close(self, reason: str, *, step: int) -> None:
-        """Writes what is left, and that the process ends. Args: reason: such as "finished"; step: of the trainer."""
+    def close(self, reason: str) -> None:
+        """Writes what is left, and that the process ends. Args: reason: such as "finished"."""
         if self.folder is None or self._stopping.is_set():
             return
         self._stopping.set()
+        self.until_close.close()
         self.timeline.flush()
-        self.events.tell("end", step=step, reason=reason)
+        self.events.tell("end", step=self.step, reason=reason)
         self.status.waits("", seconds=0.0)
         self.status.phase(reason)

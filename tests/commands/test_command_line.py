@@ -10,7 +10,7 @@ import pytest
 from absl import flags
 
 from tba_jax import main, schemas
-from tba_jax.commands import append, audit, command_line, evaluate, export, rescore, show, supervised
+from tba_jax.commands import append, audit, command_line, evaluate, export, report, rescore, show, supervised
 from tba_jax.run import processes
 from tba_jax.run.lease import LeaseHeld
 from tests.support import tiny_run
@@ -67,7 +67,9 @@ def test_what_a_job_raises_is_no_mistake_of_the_user(capsys):
     assert ended.value.code == 1 and "Traceback" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("module", [append, audit, evaluate, export, main, rescore, show, supervised], ids=lambda m: m.__name__)
+@pytest.mark.parametrize(
+    "module", [append, audit, evaluate, export, main, report, rescore, show, supervised], ids=lambda m: m.__name__
+)
 def test_every_command_answers_mistakes_alike(module, capsys):
     mistakes = {
         "--workdr=x": "'--workdr'; did you mean '--workdir'",
@@ -86,7 +88,9 @@ def test_every_command_answers_mistakes_alike(module, capsys):
     assert ended.value.code == processes.BAD_INPUT and re.search(r"--(workdir|config) is needed: ", capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("module", [append, audit, evaluate, export, main, rescore, show, supervised], ids=lambda m: m.__name__)
+@pytest.mark.parametrize(
+    "module", [append, audit, evaluate, export, main, report, rescore, show, supervised], ids=lambda m: m.__name__
+)
 def test_help_is_the_docstring_and_its_arguments_exist(module, capsys):
     assert command_line.execute(module, ["--help"]) == 0
     told = capsys.readouterr().out
@@ -146,7 +150,8 @@ def of_main(*arguments):
 
 for listed in ([], ["--help"]):
     found, told, _ = code(commands.main, listed)
-    assert found == 0 and all(f"  {name} " in told for name in ("append", "audit", "evaluate", "export", "rescore", "show"))
+    names = ("append", "audit", "evaluate", "export", "report", "rescore", "show")
+    assert found == 0 and all(f"  {name} " in told for name in names)
     assert "  show        Prints rows of a run's replay log as text." in told
 assert code(commands.main, ["shwo"])[::2] == (2, "error: there is no command 'shwo'; did you mean 'show'?\n")
 assert code(commands.main, ["zzz"])[0] == 2

@@ -118,12 +118,12 @@ def run_searcher(
 
     The batch that is being decoded is completed. Batches that wait for their rewards have searchers.stop_seconds to get them.
     """
-    writer = MetricWriter(run.metrics(name), event_megabytes=config.metrics.event_megabytes)
-    status = Status(run.metrics(name))
+    status, cost = account.record.status, account.record.cost
+    writer = MetricWriter(run.metrics(name), event_megabytes=config.metrics.event_megabytes, cost=cost)
     watch = RewardWatch(give_up_seconds=config.searchers.give_up_seconds)
     poll_seconds = places.poll_seconds([run.shared], config.searchers.poll_seconds)
-    with account.measure("load_policy"):
-        searcher.refresh()
+    searcher.refresh()
+    status.phase("")
     log.info("%s writes replay/%s", name, searcher.writer)
     refresher, rates = _Refresher(searcher, poll_seconds=poll_seconds), Rates(writer, account, RequestRate([run.shared]))
     pause = _Pause(status, config)

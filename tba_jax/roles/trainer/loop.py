@@ -21,7 +21,8 @@ def run_trainer(trainer: Trainer, run: layout.RunDir, *, stop: Callable[[], bool
     """Trains until learner.steps are done or `stop` says so. Returns whether the run is finished."""
     log.info("trainer on %s, pid %d, %d resident rows", platform.node(), os.getpid(), len(trainer.index))
     recorder = Recorder(trainer, run)
-    wait = _Wait(trainer, Status(run.metrics("trainer")))
+    wait = _Wait(trainer, trainer.record.status)
+    trainer.record.status.phase("")
 
     def record() -> None:
         if recorder.flush():
@@ -55,6 +56,7 @@ def end(trainer: Trainer, recorder: Recorder) -> bool:
         trainer.save_checkpoint()
     recorder.close()
     trainer.close()
+    trainer.record.close("finished" if finished else "stopped")
     return finished
 
 

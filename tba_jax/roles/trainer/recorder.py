@@ -15,7 +15,8 @@ class Recorder:
 
     def __init__(self, trainer: Trainer, run: layout.RunDir):
         self._trainer, self._first = trainer, trainer.step_number
-        self._writer = MetricWriter(run.metrics("trainer"), event_megabytes=trainer.config.metrics.event_megabytes)
+        megabytes, cost = trainer.config.metrics.event_megabytes, trainer.record.cost
+        self._writer = MetricWriter(run.metrics("trainer"), event_megabytes=megabytes, cost=cost)
         self._begin = time.monotonic()
         self._taken: dict[str, Any] | None = None
 

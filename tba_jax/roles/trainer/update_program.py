@@ -167,6 +167,10 @@ class UpdateProgram:
         packed = sharding.put(packed, scoring.packed_shardings(self.mesh))
         return Placed(batch=sharding.put_rows(self.mesh, on_host), packed=packed, plan=plan)
 
+    def is_new(self, placed: Placed) -> bool:
+        """Whether no rows had this shape before."""
+        return not self._shapes_log[placed.plan.whole_groups].knows(placed.plan)
+
     def compile_where_new(self, placed: Placed) -> None:
         """Compiles the update where no rows had this shape before. Only the state's shapes are read, as beside an update."""
         if self._shapes_log[placed.plan.whole_groups].note(placed.plan):
