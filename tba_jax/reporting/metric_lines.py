@@ -61,7 +61,7 @@ class MetricLines:
             return self._series.names
 
     def of_step(self, step: int) -> dict[str, Any]:
-        """The newest line of the first step from `step` on that has one, {} where there is none. Raises OSError."""
+        """The newest line of the first step from `step` on that has one, {} where there is none or it cannot be read."""
         with self._lock:
             steps, places = self._steps[: self._count], self._places[: self._count]
             later = np.flatnonzero(steps >= step)
@@ -69,9 +69,12 @@ class MetricLines:
                 return {}
             nearest = steps[later].min()
             place = int(places[later[steps[later] == nearest][-1]])
-        with open(self._path, "rb") as file:
-            file.seek(place)
-            return parse_line(file.readline().decode("utf-8", errors="replace"))
+        try:
+            with open(self._path, "rb") as file:
+                file.seek(place)
+                return parse_line(file.readline().decode("utf-8", errors="replace"))
+        except OSError:
+            return {}
 
     def _whole_lines(self, file: Any) -> list[tuple[int, bytes]]:
         """(place, content) of the next lines that have an end."""

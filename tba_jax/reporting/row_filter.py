@@ -181,5 +181,6 @@ def _sorted(columns: Columns, name: str) -> np.ndarray:
 
 def _ascending(values: np.ndarray) -> np.ndarray:
     """uint32[n] that sort as float32[n] do; what is not a number comes last."""
-    bits = np.where(np.isnan(values), np.float32(np.inf), values).astype(np.float32).view(np.uint32)
+    # -0.0 and 0.0 are one number, and two patterns of bits.
+    bits = np.where(np.isnan(values), np.float32(np.inf), values + np.float32(0.0)).astype(np.float32).view(np.uint32)
     return np.where(bits >> 31 == 1, ~bits, bits | np.uint32(2**31))
