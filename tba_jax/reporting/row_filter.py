@@ -30,9 +30,9 @@ class Filter:
     """What an address asks for; "" or None: nothing.
 
     query: query_id as 16 hex digits. reward_from, reward_to: inclusive. step_from, step_to: of the newest weights of the row,
-    inclusive. finished: see FINISHED. text: in prompt or response, whatever its case. page: from 1. of: rows of the table that are
-    looked at, the first ones, so that pages stay as they were while the table grows; 0: all. at: of a search for text, how many
-    rows of the order were searched before.
+    inclusive. finished: see FINISHED. text: in prompt or response, whatever its case. page: from 1. of: rows of the table that
+    are looked at, the first ones, so that pages stay as they were while the table grows; 0: all. at: of a search for text, how
+    many rows of the order were searched before.
     """
 
     query: str = ""

@@ -53,7 +53,9 @@ def serving(runs: Sequence[LiveRun], listening: socket.socket) -> Iterator[str]:
     with listening:
         server = _server(make_app(runs, token), listening)
         work: list[tuple[str, Callable[[], None]]] = [(f"follow-{i}", _following(run, stopped)) for i, run in enumerate(runs)]
-        threads = [threading.Thread(target=each, name=name, daemon=True) for name, each in [*work, ("serve", server.serve_forever)]]
+        threads = [
+            threading.Thread(target=each, name=name, daemon=True) for name, each in [*work, ("serve", server.serve_forever)]
+        ]
         for thread in threads:
             thread.start()
         try:

@@ -106,7 +106,9 @@ def worst(run: LiveRun, count: int) -> list[Line]:
     limit = columns.reward[ranked[min(count, len(ranked)) - 1]]
     # Very many rows may share the lowest reward: some of them suffice.
     near = ranked[: int(np.searchsorted(columns.reward[ranked], limit, side="right"))]
-    near = np.unique(np.concatenate([np.arange(min(count, len(near))), np.linspace(0, len(near) - 1, _WORST_LOOKED_AT).astype(int)]))
+    near = np.unique(
+        np.concatenate([np.arange(min(count, len(near))), np.linspace(0, len(near) - 1, _WORST_LOOKED_AT).astype(int)])
+    )
     some = ranked[near]
     drawn = run.draws.counts(run.table.writers, columns.writer[some], columns.row[some])
     chosen = some[np.lexsort((near, drawn == 0, columns.reward[some]))[:count]]
@@ -213,7 +215,12 @@ def queries(run: LiveRun, order: str, page: int) -> tuple[list[Query], int]:
     mean = np.add.reduceat(rewards.astype(np.float64), begins) / counts
     least, greatest = np.minimum.reduceat(rewards, begins), np.maximum.reduceat(rewards, begins)
     newest = np.maximum.reduceat(columns.newest_step[by_query], begins)
-    keys = {"hardest": (-counts, mean), "easiest": (-counts, -mean), "spread": (-counts, least - greatest), "rows": (mean, -counts)}
+    keys = {
+        "hardest": (-counts, mean),
+        "easiest": (-counts, -mean),
+        "spread": (-counts, least - greatest),
+        "rows": (mean, -counts),
+    }
     chosen = np.lexsort(keys[order])[(page - 1) * PAGE : page * PAGE]
     examples = []
     for group in chosen.tolist():  # the newest row is the last that retention removes

@@ -19,13 +19,13 @@ import numpy as np
 from werkzeug.exceptions import HTTPException
 
 from tba_jax.reporting import row_filter, stories, tokens, viewer_overview
-from tba_jax.reporting.live_run import UNREADABLE, LiveRun
+from tba_jax.reporting.live_run import LiveRun
 from tba_jax.text.visible import visible
 
 log = logging.getLogger(__name__)
 
 _TEMPLATES = Path(__file__).parent / "templates"
-# Names by which a browser on this machine, or at the other end of an ssh tunnel, calls the server; the port may be another one there.
+# Names by which a browser on this machine, or at the other end of an ssh tunnel, calls the server. The port may differ there.
 _HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?")
 _HEADERS = {
     "Content-Security-Policy": (
@@ -253,7 +253,10 @@ class _Pages:
         if not summary:
             return _message(404, f"No row of query {query} has been read.")
         asked = {side: row_filter.whole(flask.request.args, side, least=-1) for side in ("a", "b")}
-        chosen = [asked["a"] if asked["a"] is not None else summary[0][0], asked["b"] if asked["b"] is not None else summary[-1][0]]
+        chosen = [
+            asked["a"] if asked["a"] is not None else summary[0][0],
+            asked["b"] if asked["b"] is not None else summary[-1][0],
+        ]
         sides = [(step, stories.of_policy(run, groups[step]) if step in groups else []) for step in dict.fromkeys(chosen)]
         prompt = next((line.prompt for _, lines in sides for line in lines if line.prompt), "")
         return self._render("view_query.html", which, query=query, summary=summary, sides=sides, prompt=prompt, chosen=chosen)
@@ -266,9 +269,13 @@ class _Pages:
         asked = [row_filter.whole(flask.request.args, side, least=0) for side in ("a", "b")]
         chosen = [step if step is not None else default for step, default in zip(asked, (steps[0], steps[-1]), strict=True)]
         if missing := [step for step in chosen if step not in steps]:
-            return _message(404, f"There is no evaluation of step {missing[0]}; there are {len(steps)}, {steps[0]} to {steps[-1]}.")
+            return _message(
+                404, f"There is no evaluation of step {missing[0]}; there are {len(steps)}, {steps[0]} to {steps[-1]}."
+            )
         reports = [run.evaluation(step) for step in chosen]
-        sides = [viewer_overview.figures({name: each for name, each in report.items() if name != "samples"}) for report in reports]
+        sides = [
+            viewer_overview.figures({name: each for name, each in report.items() if name != "samples"}) for report in reports
+        ]
         pairs = viewer_overview.paired_samples(*reports)
         return self._render("view_evaluations.html", which, steps=steps, sides=sides, pairs=pairs, chosen=chosen)
 
@@ -307,5 +314,3 @@ def figure(value: Any) -> str:
     if value == int(value) if np.isfinite(value) else False:
         return f"{int(value):,}"
     return f"{value:.4g}"
-
-

@@ -59,7 +59,9 @@ def texts(page: str) -> str:
     return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", page.partition("<main")[2])).split())
 
 
-@pytest.mark.parametrize("address", ["/", "/?token=wrong", "/?token=", "/run/0/rows", "/style.css", "/nowhere", "/?token=the-token2"])
+@pytest.mark.parametrize(
+    "address", ["/", "/?token=wrong", "/?token=", "/run/0/rows", "/style.css", "/nowhere", "/?token=the-token2"]
+)
 def test_nobody_without_the_token_gets_in(run, address):
     client = make_app([run], "the-token").test_client()
     answer = client.get(address, headers=HOST)
@@ -77,7 +79,9 @@ def test_the_token_leaves_the_address_for_a_cookie_that_no_script_and_no_other_s
     assert "the-token" not in page(client, "/run/0/")
 
 
-@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "localhost.evil.example:80", "", "127.0.0.1:80:80", "10.0.0.1"])
+@pytest.mark.parametrize(
+    "host", ["evil.example", "127.0.0.1.evil.example", "localhost.evil.example:80", "", "127.0.0.1:80:80", "10.0.0.1"]
+)
 def test_a_name_of_another_site_is_refused(run, host):
     """A page of that site could otherwise read the run by letting its name point to 127.0.0.1."""
     client = enter(run)
