@@ -105,7 +105,7 @@ def gather(workdir: Path | str) -> Gathered:
         found.finished = layout.read_json(run.finished) if places.exists(run.finished) else {}
         _ = int(found.finished.get("step", 0))
     with found.part("the tokenizer (tokens are shown by their numbers)"):
-        found.tokenizer = _tokenizer(found.stored)
+        found.tokenizer = tokenizer_of(found.stored)
     with found.part("the replay log"):
         _read_rows(found)
     _read_roles(found)
@@ -176,7 +176,7 @@ def _read_evaluations(found: Gathered) -> None:
             found.evaluations.append({**numbers, "step": step})
 
 
-def _tokenizer(stored: Mapping[str, Any]) -> Tokenizer:
+def tokenizer_of(stored: Mapping[str, Any]) -> Tokenizer:
     """The run's tokenizer. A config of an older or newer version is taken as far as this version knows its settings.
 
     Raises:
