@@ -9,7 +9,7 @@ from tba_jax.run import layout
 from tba_jax.run.alarms import Alarms, Finding
 
 # Batches that a rule looks at.
-BATCHES = 4
+BATCHES = 8
 # Nearly all responses have one and the same reward, the one for responses that do not end.
 _WITHOUT_END = 0.95
 # Of responses that should end, some do.

@@ -95,7 +95,10 @@ def equal_rewards(points: Sequence[Point], c: Any) -> Finding | None:
     groups = f"{equal:.0%} of the groups of the last {POINTS} measured batches have K={c.learner.completions} equal rewards"
     if high == low:
         where = f"all {points[-1]['resident_rows']:,.0f} resident rows have the reward {low:g}"
-        advice = "look at responses and rewards (python -m tba_jax show): the task's reward tells no two responses apart"
+        advice = (
+            "look at responses and rewards (python -m tba_jax show); where all responses fail, take easier queries or a better "
+            "initial policy (warm_start.steps, model.path), and else mend the task's reward, which tells no two responses apart"
+        )
     else:
         where = f"at a mean reward of {reward:.3g} (rewards go from {low:g} to {high:g})"
         advice = (

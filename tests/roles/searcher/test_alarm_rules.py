@@ -65,7 +65,7 @@ def test_responses_that_never_end_are_named(make_endless, reward):
     found = search(s, made)
     (kind,) = found
     if reward is None:
-        assert kind == "never_ends" and "none of the 48 responses" in found[kind].sentence
+        assert kind == "never_ends" and "none of the 96 responses" in found[kind].sentence
     else:
         assert kind == "missing_eos_reward" and "all of these get task.missing_eos_reward=-1" in found[kind].sentence
     assert "task.response_length=12" in found[kind].sentence and found[kind].step == alarm_rules.BATCHES
@@ -75,7 +75,7 @@ def test_rewards_that_fail_now_and_then_are_named(make):
     def broken(scores: Scores) -> Scores:
         return Scores(np.where(np.arange(ROWS) < 3, np.nan, scores.reward), scores.parts, "a timeout")
 
-    s, made = make(searchers__max_rows_per_snapshot=0, task=lambda task: Held(task, *[broken] * 8))
+    s, made = make(searchers__max_rows_per_snapshot=0, task=lambda task: Held(task, *[broken] * 10))
     publish(s, 1)
     found = search(s, made)
-    assert found.keys() == {"rewards_fail"} and "12 of the 48 responses" in found["rewards_fail"].sentence
+    assert found.keys() == {"rewards_fail"} and "24 of the 96 responses" in found["rewards_fail"].sentence
