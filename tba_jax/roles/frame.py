@@ -17,7 +17,7 @@ _MOST_NAMED, _MOST_LINES = 6, 3
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _NARROW = 34  # columns below which there is no bar
 _SPARKS = 16
-# Rewards of the run's own rows, and of rows of other runs (replay.mount).
+# Rewards of the run's own rows, and of rows of other runs; there where replay.mount is, and the batch has some.
 _APART = (("own", "reward_own"), ("mounted", "reward_mounted"))
 _LEAST_CHANGE = 0.0005  # of the reward, that a trend shows: less is 0.000
 
@@ -81,7 +81,7 @@ def _reward(standing: Standing) -> list[str | Text]:
     trainer, values = standing.trainer, [reward for _, reward in standing.rewards]
     parts: list[str | Text] = [f"{trainer['reward']:.3f}"] if "reward" in trainer else []
     apart = [f"{title} {trainer[name]:.3f}" for title, name in _APART if name in trainer]
-    if len(apart) == len(_APART):
+    if apart:
         parts.append(f"({', '.join(apart)})")
     if len(values) >= 4 and abs(change := trend(values)) >= _LEAST_CHANGE:
         steps = standing.rewards[-1][0] - standing.rewards[0][0]
@@ -103,9 +103,10 @@ def _speed(standing: Standing) -> list[str | Text]:
     if standing.steps_per_second is None:
         return []
     parts: list[str | Text] = [plain.pace(standing.steps_per_second)]
-    useful, total = standing.rate("tokens_per_second"), standing.rate("tokens_per_second_total")
+    useful, computed = standing.rate("tokens_per_second"), standing.rate("computed_tokens_per_second")
     if useful is not None:
-        parts.append(f"{plain.short(useful)} tokens/s" + (f" (with padding {plain.short(total)})" if total is not None else ""))
+        padded = f" ({plain.short(computed)} with padding)" if computed is not None else ""
+        parts.append(f"{plain.short(useful)} tokens/s{padded}")
     if (share := standing.rate("mfu")) is not None:
         parts.append(f"MFU {100 * share:.1f} %")
     return parts

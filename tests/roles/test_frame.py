@@ -21,6 +21,7 @@ BUSY = Standing(
         "staleness_mean": 5.0,
         "staleness_max": 9.0,
         "tokens_per_second": 18312.0,
+        "computed_tokens_per_second": 21950.0,
         "mfu": 0.312,
     },
     rewards=[(step, step / 400) for step in range(205, 301, 5)],
@@ -51,7 +52,7 @@ def test_eighty_columns_hold_the_figures():
     assert [line.rstrip() for line in lines[1:6]] == [
         "reward     0.750  (own 0.800, mounted 0.500)  ▲ +0.125 in 95 steps",
         "held-out   0.990 at step 300  (0.470 at step 0)  ▁█",
-        "trainer    3.1 steps/s  18.3k tokens/s  MFU 31.2 %",
+        "trainer    3.1 steps/s  18.3k tokens/s (21.9k with padding)  MFU 31.2 %",
         "searchers  21.0k + – tokens/s",
         "rows       50,000 in the buffer  staleness 5.0  largest 9",
     ]
