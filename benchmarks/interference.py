@@ -155,6 +155,7 @@ def make_trainer(workdir: Path) -> tuple[Any, Source]:
     from tba_jax.experiment import composition, initial_policy
     from tba_jax.replay.reader import LogReader
     from tba_jax.roles.searcher.searcher import Searcher
+    from tba_jax.roles.searcher.stream import writer_id
     from tba_jax.roles.trainer.resume import resume
     from tba_jax.roles.trainer.trainer import Trainer
     from tba_jax.run import contract
@@ -180,7 +181,7 @@ def make_trainer(workdir: Path) -> tuple[Any, Source]:
         tokenizer=e.tokenizer,
         task=e.task,
         queries=queries,
-        name="searcher",
+        writer=writer_id("searcher"),
         account=TimeAccount(),
     )
     searcher.load_step(0)

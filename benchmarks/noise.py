@@ -23,6 +23,7 @@ from tba_jax.roles.evaluator import Evaluator
 from tba_jax.roles.interleaved import run_interleaved
 from tba_jax.roles.searcher.appender import SearchReport
 from tba_jax.roles.searcher.searcher import Searcher
+from tba_jax.roles.searcher.stream import writer_id
 from tba_jax.roles.trainer.resume import resume
 from tba_jax.roles.trainer.trainer import Trainer
 from tba_jax.run import layout
@@ -115,9 +116,8 @@ def train(workdir: Path, *, steps: int, disturbance: str, sampling: dict[str, An
     task = FlippedRewards(e.task, share=FLIPPED, seed=c.seed) if disturbance == DISTURBANCES[1] else e.task
     make = PlantingSearcher if disturbance == DISTURBANCES[2] else Searcher
     world: dict[str, Any] = dict(policy=e.policy, tokenizer=e.tokenizer)
-    searcher = make(
-        c, e.contract, run, **world, task=task, queries=e.queries["train"], name="searcher-0", account=trainer.account
-    )
+    name = writer_id("searcher-0")
+    searcher = make(c, e.contract, run, **world, task=task, queries=e.queries["train"], writer=name, account=trainer.account)
     evaluator = Evaluator(c, e.contract, run, **world, task=e.task, queries=composition.heldout_queries(e))
     run_interleaved(trainer, searcher, evaluator, run, stop=lambda: False, progress=lambda: None)
     lease.release()

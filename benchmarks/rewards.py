@@ -22,6 +22,7 @@ from benchmarks import warm_start
 from configs import demo
 from tba_jax.experiment import training
 from tba_jax.roles.searcher.searcher import Searcher
+from tba_jax.roles.searcher.stream import writer_id
 from tba_jax.run import layout
 from tba_jax.run.metrics import TimeAccount
 from tba_jax.tasks.interface import Query, Scores, Task
@@ -64,7 +65,7 @@ def make_searcher(workdir: Path) -> tuple[Searcher, Late]:
         tokenizer=e.tokenizer,
         task=task,
         queries=e.queries["train"],
-        name="searcher",
+        writer=writer_id("searcher"),
         account=TimeAccount(),
     )
     made.load_step(0)

@@ -21,6 +21,7 @@ from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout, places, publisher, snapshots
 from tba_jax.run.places import Place
 from tba_jax.run.process_group import Alone, Group, Member
+from tba_jax.run.status import Status
 from tba_jax.supervised import warm_start
 
 log = logging.getLogger(__name__)
@@ -71,7 +72,12 @@ def programs(experiment: Experiment, run: layout.RunDir, *, devices: Sequence[ja
 
 
 def ensure(
-    experiment: Experiment, run: layout.RunDir, *, report: Callable[[int, float], None], group: Group | None = None
+    experiment: Experiment,
+    run: layout.RunDir,
+    *,
+    report: Callable[[int, float], None],
+    status: Status | None = None,
+    group: Group | None = None,
 ) -> str:
     """Makes the policy that step 0 starts from, if the run has none yet, and returns its id.
 
@@ -79,7 +85,7 @@ def ensure(
     either it is imported, warm-started or random, as the config says.
 
     Args:
-      report: of the warm start, see supervised.warm_start.
+      report: of the warm start, see supervised.warm_start. status: of this process, whose phase is told.
       experiment: with the mesh of the trainer. group: of its processes, of which the others are called to `follow`; None: this
         process alone.
 
@@ -89,20 +95,9 @@ def ensure(
     """
     if places.exists(run.initial_reference):
         return layout.reference_id(run)
-    group = Alone() if group is None else group
-    config = experiment.config
-    mesh = {"learner.mesh.fsdp": config.learner.mesh.fsdp}
-    init_from = contract_lib.read(run)["init_from"]
-    draft = run.draft
+    group, init_from, draft = group or Alone(), contract_lib.read(run)["init_from"], run.draft
     places.make_folder(draft.parent)
-    if config.replay.mount:
-        other_runs.copy_reference(config.replay.mount[0], draft)
-    else:
-        group.call("make reference", settings=mesh, init_from=init_from)
-        made = _make(experiment, _mesh(config), init_from, report)
-        others = publisher.FollowersShards(group, _SHARDS) if group.processes > 1 else None
-        snapshots.save(draft, made, snapshots.SnapshotInfo(step=0, epoch=0), dtype="float32", others=others)
-        del made
+    _write(draft, experiment, init_from, report=report, status=status or Status(None), group=group)
     reference_id = snapshots.fingerprint(draft)
     is_new = _adopt(draft, run.reference(reference_id))
     if not isinstance(run.references, Path):
@@ -110,7 +105,7 @@ def ensure(
             draft.parent.rmdir()  # the workdir has no reference of its own
     if init_from:
         shutil.rmtree(run.checkpoints, ignore_errors=True)  # of an attempt that ended before the run had a reference
-        group.call("take optimizer", settings=mesh, init_from=init_from, reference=reference_id)
+        group.call("take optimizer", settings=_settings(experiment), init_from=init_from, reference=reference_id)
         take_optimizer(experiment, run, init_from, reference_id)
     layout.create_json(run.initial_reference, {"id": reference_id})
     # Where there was one after all (the storage was away when this process looked), it stays the run's.
@@ -119,6 +114,36 @@ def ensure(
     reference_id = chosen
     log.info("reference policy %s: %d parameters", reference_id, parameters.count(experiment.policy.model_specs))
     return reference_id
+
+
+def _settings(experiment: Experiment) -> dict[str, Any]:
+    """In what this process' config may differ from that of the other processes of a trainer."""
+    return {"learner.mesh.fsdp": experiment.config.learner.mesh.fsdp}
+
+
+def _write(
+    draft: Path, experiment: Experiment, init_from: str, *, report: Callable[[int, float], None], status: Status, group: Group
+) -> None:
+    """Makes the policy of `ensure` and writes it as a snapshot. Args: see there."""
+    config = experiment.config
+    status.phase(_beginning(config, init_from))
+    if config.replay.mount:
+        other_runs.copy_reference(config.replay.mount[0], draft)
+        return
+    group.call("make reference", settings=_settings(experiment), init_from=init_from)
+    made = _make(experiment, _mesh(config), init_from, report)
+    others = publisher.FollowersShards(group, _SHARDS) if group.processes > 1 else None
+    status.phase("writing the reference policy")
+    snapshots.save(draft, made, snapshots.SnapshotInfo(step=0, epoch=0), dtype="float32", others=others)
+
+
+def _beginning(config: Any, init_from: str) -> str:
+    """What the initial policy is made of, as a phase."""
+    if config.replay.mount:
+        return f"copying the reference policy of {config.replay.mount[0]}"
+    if init_from or config.model.path:
+        return f"loading {init_from or config.model.path}"
+    return "warm start" if config.warm_start.steps else "making a random policy"
 
 
 def _adopt(draft: Path, folder: Place) -> bool:

@@ -8,7 +8,17 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from tba_jax.experiment import answer, composition, estimate, meshes, placing, prompt_check, role_devices, training
+from tba_jax.experiment import (
+    answer,
+    composition,
+    estimate,
+    meshes,
+    placing,
+    prompt_check,
+    recording,
+    role_devices,
+    training,
+)
 from tba_jax.experiment.joining import Invocation, check_dry_run, join, mistakes_end_the_role, with_schedule_of_run
 from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.rewards import task_models
@@ -16,11 +26,13 @@ from tba_jax.roles import gpus, placement, supervisor
 from tba_jax.roles import progress as progress_lib
 from tba_jax.roles.searcher.loop import run_searcher, wait_for_run
 from tba_jax.roles.searcher.searcher import Searcher
+from tba_jax.roles.searcher.stream import writer_id
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout, places
 from tba_jax.run import processes as processes_lib
 from tba_jax.run.lease import EpochLease
 from tba_jax.run.metrics import TimeAccount
+from tba_jax.run.record import Record
 from tba_jax.text.visible import visible
 
 log = logging.getLogger(__name__)
@@ -49,7 +61,8 @@ def dry_run(s: Invocation, *, full: bool) -> Job:
     return job
 
 
-def make_searcher(s: Invocation, *, name: str, account: TimeAccount) -> Searcher:
+def make_searcher(s: Invocation, *, name: str, account: TimeAccount, writer: str = "") -> Searcher:
+    """Args: name: of the searcher; writer: the id of its log, "" for a new one of this name."""
     e = s.experiment
     return Searcher(
         s.config,
@@ -59,7 +72,7 @@ def make_searcher(s: Invocation, *, name: str, account: TimeAccount) -> Searcher
         tokenizer=e.tokenizer,
         task=e.task,
         queries=e.queries["train"],
-        name=name,
+        writer=writer or writer_id(name),
         account=account,
     )
 
@@ -75,15 +88,31 @@ def searcher(s: Invocation) -> Job:
                 "the run in %s has finished its %d steps: nothing is left to search", s.run.shared, contract_lib.steps_of(s.run)
             )
             return 0
-        if not wait_for_run(s.run, poll_seconds=s.config.searchers.poll_seconds, stop=stop):
-            return 0
-        joined, account = with_schedule_of_run(here, role="searcher"), TimeAccount()
-        with _started_task(here, s.config.searchers.task_devices):
-            made = make_searcher(joined, name=s.name or "searcher", account=account)
-            run_searcher(made, joined.config, s.run, name=s.name or made.writer, account=account, stop=stop)
+        writer = writer_id(s.name or "searcher")
+        name = s.name or writer
+        record = recording.begin(here, name)
+        with recording.told_failures(record):
+            if _waits_for_run(s, record, stop):
+                joined, account = with_schedule_of_run(here, role="searcher"), TimeAccount(record)
+                record.status.phase("loading the reference policy and the task")
+                with _started_task(here, s.config.searchers.task_devices):
+                    made = make_searcher(joined, name=name, account=account, writer=writer)
+                    run_searcher(made, joined.config, s.run, name=name, account=account, stop=stop)
+            record.close(_reason(s))
         return 0
 
     return job
+
+
+def _waits_for_run(s: Invocation, record: Record, stop: Callable[[], bool]) -> bool:
+    """Returns once the run has its reference policy, or False if `stop` came first."""
+    record.status.phase("waiting for the reference policy")
+    return wait_for_run(s.run, poll_seconds=s.config.searchers.poll_seconds, stop=stop)
+
+
+def _reason(s: Invocation) -> str:
+    """Why a role that was not interrupted by an error ends."""
+    return "finished" if contract_lib.is_finished(s.run) else "stopped"
 
 
 @contextlib.contextmanager
@@ -94,11 +123,13 @@ def _started_task(s: Invocation, task_devices: int) -> Iterator[None]:
         yield
 
 
-def make_evaluator(e: composition.Experiment, run: layout.RunDir) -> Any:
+def make_evaluator(e: composition.Experiment, run: layout.RunDir, record: Record | None = None) -> Any:
+    """Args: record: of this process; None: nothing is recorded."""
     from tba_jax.roles.evaluator import Evaluator
 
     queries = composition.heldout_queries(e)
-    return Evaluator(e.config, e.contract, run, policy=e.policy, tokenizer=e.tokenizer, task=e.task, queries=queries)
+    world: dict[str, Any] = dict(policy=e.policy, tokenizer=e.tokenizer, task=e.task)
+    return Evaluator(e.config, e.contract, run, **world, queries=queries, record=record)
 
 
 def evaluator(s: Invocation) -> Job:
@@ -109,10 +140,15 @@ def evaluator(s: Invocation) -> Job:
 
     def job() -> int:
         here = role_devices.computed_on(s, "evaluator")
-        if wait_for_run(s.run, poll_seconds=s.config.searchers.poll_seconds, stop=stop):
-            joined = with_schedule_of_run(here, role="evaluator")
-            with _started_task(here, s.config.evaluation.task_devices):
-                run_evaluator(make_evaluator(joined.experiment, s.run), joined.config, s.run, account=TimeAccount(), stop=stop)
+        record = recording.begin(here, "evaluator")
+        with recording.told_failures(record):
+            if _waits_for_run(s, record, stop):
+                joined = with_schedule_of_run(here, role="evaluator")
+                record.status.phase("loading the reference policy and the task")
+                with _started_task(here, s.config.evaluation.task_devices):
+                    made = make_evaluator(joined.experiment, s.run, record)
+                    run_evaluator(made, joined.config, s.run, account=TimeAccount(record), stop=stop)
+            record.close(_reason(s))
         return 0
 
     return job
@@ -150,13 +186,14 @@ def _in_turn(s: Invocation) -> Job:
 
     def job() -> int:
         here = role_devices.computed_on(s, *meshes.roles_of(s.config))
-        with mistakes_end_the_role():
-            made, lease = training.make_trainer(here, publish_every_steps=1)
+        record = recording.begin(here, "trainer")
+        with recording.told_failures(record), mistakes_end_the_role():
+            made, lease = training.make_trainer(here, publish_every_steps=1, record=record)
         # From here on a signal waits for the end of a step. Before, it ends the process at once: a warm start may take minutes.
         stop = processes_lib.StopSignal()
-        with _started_task(here, s.config.searchers.task_devices):
+        with recording.told_failures(record), _started_task(here, s.config.searchers.task_devices):
             search = make_searcher(here, name="searcher-0", account=made.account)
-            evaluate = make_evaluator(here.experiment, s.run) if s.config.evaluation.enabled else None
+            evaluate = make_evaluator(here.experiment, s.run, record) if s.config.evaluation.enabled else None
             finished = run_interleaved(made, search, evaluate, s.run, stop=stop, progress=progress)
             lease.release()
         code = 0 if finished else processes_lib.STOPPED

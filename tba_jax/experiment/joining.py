@@ -13,6 +13,7 @@ from tba_jax.rewards import task_models
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout, places, sinks
 from tba_jax.run import processes as processes_lib
+from tba_jax.run.profiles import Window
 from tba_jax.run.sinks.feed import missing
 from tba_jax.run.world import ALONE, World
 
@@ -23,11 +24,12 @@ log = logging.getLogger(__name__)
 class Invocation:
     """What main was called with.
 
-    name: of the role's metrics, "" = the default. label: the first word of the run's last line.
-    allow_change: schedule settings that a resume may change.
-    arguments: the command line of main, which child processes get too.
-    init_from: RUN@STEP, the snapshot that a new run begins from; "" = as its config says.
-    world: of the processes of a trainer, as this one sees it.
+      name: of the role's metrics, "" = the default. label: the first word of the run's last line.
+      allow_change: schedule settings that a resume may change.
+      arguments: the command line of main, which child processes get too.
+      init_from: RUN@STEP, the snapshot that a new run begins from; "" = as its config says.
+      world: of the processes of a trainer, as this one sees it.
+      profile: the window of --profile.
     mistakes: found so far; they are told with those that the checks of a role find, and the role does not begin.
     """
 
@@ -39,6 +41,7 @@ class Invocation:
     arguments: tuple[str, ...]
     init_from: str = ""
     world: World = ALONE
+    profile: Window | None = None
     mistakes: Mistakes = dataclasses.field(default_factory=Mistakes)
 
     @property

@@ -321,6 +321,7 @@ c.metrics.group = ""  # under which wandb and trackio show all roles of this run
 # Rows of a searcher's batch that wandb and trackio get as a table, and how often. Evaluators give evaluation.samples each time.
 c.metrics.samples = setting(8, at_least=0)
 c.metrics.samples_every_batches = setting(100, at_least=1)
+c.metrics.timeline_megabytes = setting(16.0, at_least=0)  # of what each thread did and when, the newest, per role; 0: none
 
 c.logs = ConfigDict()
 c.logs.megabytes = setting(64.0, above=0)  # of a role's text log, which is then set aside as DIR/logs/<role>.log.1

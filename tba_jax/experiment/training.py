@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tba_jax.experiment import compiling, initial_policy, other_runs, prompt_check, role_devices, schedule_changes
+from tba_jax.experiment import compiling, initial_policy, other_runs, prompt_check, recording, role_devices, schedule_changes
 from tba_jax.experiment.joining import Invocation, join, mistakes_end_the_role
 from tba_jax.roles import gpus
 from tba_jax.run import contract as contract_lib
@@ -17,6 +17,7 @@ from tba_jax.run import processes as processes_lib
 from tba_jax.run.alarms import Alarms
 from tba_jax.run.lease import EpochLease, LeaseHeld
 from tba_jax.run.process_group import Alone, Group, Member
+from tba_jax.run.record import Record
 from tba_jax.schemas import flatten
 
 log = logging.getLogger(__name__)
@@ -37,11 +38,12 @@ def reference(s: Invocation) -> Job:
         join(s, may_change_schedule=False, check=lambda: role_devices.check(s.experiment, "trainer"))
 
     def job() -> int:
-        here = role_devices.computed_on(s, "trainer", name="reference")
-        with group.guard(ValueError), mistakes_end_the_role():
+        here, record = role_devices.computed_on(s, "trainer", name="reference"), recording.begin(s, "reference")
+        with recording.told_failures(record), group.guard(ValueError), mistakes_end_the_role():
             group.call("join", run=contract_lib.read(s.run)["id"])
             if not _has_reference(s.run):
-                _make_reference_alone(here, group)
+                _make_reference_alone(here, group, record)
+        record.close("finished")
         group.end(0)
         return 0
 
@@ -70,64 +72,73 @@ def _has_reference(run: layout.RunDir) -> bool:
     return True
 
 
-def _make_reference_alone(s: Invocation, group: Group) -> None:
+def _make_reference_alone(s: Invocation, group: Group, record: Record) -> None:
     """As `_make_reference`, with the lease of the run: a trainer that begins meanwhile would make another policy."""
     try:
         lease = EpochLease.acquire(s.run.journal)
     except LeaseHeld as error:
         raise processes_lib.BadInput(f"{error}; it makes the policy itself") from error
     try:
-        _make_reference(s, group)
+        _make_reference(s, group, record)
     finally:
         lease.release()
 
 
-def _make_reference(s: Invocation, group: Group) -> None:
+def _make_reference(s: Invocation, group: Group, record: Record) -> None:
     """Makes the policy that step 0 starts from, unless the run has one. The caller holds the lease.
 
     Before that it tells what is wrong with the prompts, as an alarm of the trainer: nobody is to wait for a warm start in vain.
+
+    Args: record: of the process that makes it.
     """
     prompt_check.tell(s.experiment, Alarms(s.run.metrics("trainer")))
     if places.exists(s.run.initial_reference):
         if initial_policy.mend(s.run):  # until now nobody knew whose rows go with it
             other_runs.check_mounts(s.run, s.config, s.experiment.contract, init_from=s.init_from)
         return
-    writer = metrics.open_writer(s.config, s.run, "reference", kind="reference")
+    steps = s.config.warm_start.steps
+    writer = metrics.open_writer(s.config, s.run, "reference", kind="reference", cost=record.cost)
 
-    def record(step: int, loss: float) -> None:
+    def report(step: int, loss: float) -> None:
         log.info("warm start: step %d, loss %.3f", step, loss)
         writer.write(step, {"loss": loss})
+        record.status.phase("warm start", done=step, total=steps)
 
-    initial_policy.ensure(_on_mesh(s).experiment, s.run, report=record, group=group)
+    initial_policy.ensure(_on_mesh(s).experiment, s.run, report=report, status=record.status, group=group)
+    record.status.phase("")
     writer.close()
 
 
-def make_trainer(s: Invocation, *, publish_every_steps: int, group: Group | None = None) -> tuple[Any, EpochLease]:
+def make_trainer(
+    s: Invocation, *, publish_every_steps: int, group: Group | None = None, record: Record | None = None
+) -> tuple[Any, EpochLease]:
     """The trainer, resumed, and its lease.
 
     Journalled steps after the checkpoint are done again under the schedule that they were done with: for each past schedule a
     trainer of its config resumes, up to the last step of that schedule, and leaves a checkpoint.
 
-    Args: group: of the processes of the trainer, of which this one is the first; None: it is alone.
+    Args:
+      group: of the processes of the trainer, of which this one is the first; None: it is alone.
+      record: of this process; None: one that begins here.
     """
     from tba_jax.roles.trainer.restoring import CheckpointLeftOut
 
-    group = Alone() if group is None else group
+    group, record = group or Alone(), record or recording.of_role(s, "trainer")
     while True:
         with contextlib.suppress(CheckpointLeftOut):  # what schedule the steps after the checkpoint before had is asked again
-            return _make_trainer(s, publish_every_steps=publish_every_steps, group=group)
+            return _make_trainer(s, publish_every_steps=publish_every_steps, group=group, record=record)
 
 
-def _make_trainer(s: Invocation, *, publish_every_steps: int, group: Group) -> tuple[Any, EpochLease]:
+def _make_trainer(s: Invocation, *, publish_every_steps: int, group: Group, record: Record) -> tuple[Any, EpochLease]:
     """As `make_trainer`. Raises CheckpointLeftOut where the newest checkpoint did not count and is not there any more."""
     newest = max(layout.steps_in(s.run.checkpoints), default=0)
     for step, values in schedule_changes.past(s.run, after=newest):
         past = _with_settings(s, values)
         every_steps = 1 if past.config.schedule.mode == "interleaved" else past.config.publish.every_steps
-        trainer, lease = _begin_trainer(past, group, values, publish_every_steps=every_steps, until=step)
+        trainer, lease = _begin_trainer(past, group, values, record=record, publish_every_steps=every_steps, until=step)
         trainer.close()
         lease.release()
-    return _begin_trainer(s, group, {}, publish_every_steps=publish_every_steps)
+    return _begin_trainer(s, group, {}, record=record, publish_every_steps=publish_every_steps)
 
 
 def _on_mesh(s: Invocation) -> Invocation:
@@ -143,7 +154,13 @@ def _with_settings(s: Invocation, values: Mapping[str, Any]) -> Invocation:
 
 
 def _begin_trainer(
-    s: Invocation, group: Group, settings: Mapping[str, Any], *, publish_every_steps: int, until: int | None = None
+    s: Invocation,
+    group: Group,
+    settings: Mapping[str, Any],
+    *,
+    record: Record,
+    publish_every_steps: int,
+    until: int | None = None,
 ) -> tuple[Any, EpochLease]:
     """Args: settings: in which `s` differs from the invocation of the other processes."""
     from tba_jax.roles.trainer.restoring import CheckpointLeftOut
@@ -156,8 +173,9 @@ def _begin_trainer(
     settings = {**settings, "learner.mesh.fsdp": s.config.learner.mesh.fsdp}
     lease = EpochLease.acquire(s.run.journal)
     try:
-        _make_reference(s, group)
+        _make_reference(s, group, record)
         group.call("begin trainer", settings=settings)
+        record.status.phase("loading")
         trainer = Trainer(
             s.config,
             s.experiment.contract,
@@ -166,6 +184,7 @@ def _begin_trainer(
             lease=lease,
             publish_every_steps=publish_every_steps,
             group=group,
+            record=record,
         )
         # Where a trainer of a past schedule was before this one, the others have let go of it, and take no snapshot for its.
         group.reports("begun")
@@ -191,14 +210,16 @@ def trainer(s: Invocation) -> Job:
         EpochLease.refuse_if_held(s.run.journal)
         join(s, may_change_schedule=True, check=lambda: role_devices.check(s.experiment, "trainer"))
         here = role_devices.computed_on(s, "trainer")
+        record = recording.begin(s, "trainer")
         group.call("join", run=contract_lib.read(s.run)["id"])
-        made, lease = make_trainer(here, publish_every_steps=s.config.publish.every_steps, group=group)
+        with recording.told_failures(record):
+            made, lease = make_trainer(here, publish_every_steps=s.config.publish.every_steps, group=group, record=record)
         group.call("go live")
     stop = processes_lib.StopSignal()
 
     def job() -> int:
         sys.setswitchinterval(_SWITCH_SECONDS)
-        with group.guard():
+        with group.guard(), recording.told_failures(record):
             finished = run_trainer(made, s.run, stop=lambda: stop() or group.is_asked_to_stop())
             lease.release()
         code = 0 if finished else processes_lib.STOPPED
@@ -214,14 +235,17 @@ def _follow(s: Invocation, member: Member) -> int:
 
     member.tell_signals(processes_lib.StopSignal())
     follower: Follower | None = None
+    record = Record()
     is_live = False
     log.info("process %d of the trainer, pid %d, follows process 0", s.world.process, os.getpid())
     for name, content, arrays in member.calls():
-        with member.guard(), contextlib.nullcontext() if is_live else mistakes_end_the_role():
+        mistakes = contextlib.nullcontext() if is_live else mistakes_end_the_role()
+        with recording.told_failures(record), member.guard(), mistakes:
             match name:
                 case "join":
                     s = dataclasses.replace(s, run=contract_lib.wait_for(s.run, content["run"]))
                     s = role_devices.computed_on(s, "trainer")
+                    record = recording.begin(s, f"trainer-process-{s.world.process}")
                 case "make reference":
                     e = _with_settings(s, content["settings"]).experiment
                     initial_policy.follow(e, s.run, member, init_from=content["init_from"])
@@ -230,11 +254,15 @@ def _follow(s: Invocation, member: Member) -> int:
                     initial_policy.take_optimizer(e, s.run, content["init_from"], content["reference"])
                 case "begin trainer":
                     e = _with_settings(s, content["settings"]).experiment
-                    follower = Follower(e.config, e.contract, s.run, policy=e.policy, member=member)
+                    follower = Follower(e.config, e.contract, s.run, policy=e.policy, member=member, record=record)
                     member.report("begun")
                 case "go live":
                     is_live = True
                     sys.setswitchinterval(_SWITCH_SECONDS)
+                case "begin profile":
+                    record.profiler.begin()
+                case "end profile":
+                    record.profiler.end()
                 case "close":
                     assert follower is not None, "nothing has begun"
                     follower.close()
@@ -243,5 +271,6 @@ def _follow(s: Invocation, member: Member) -> int:
                     assert follower is not None, "nothing has begun"
                     follower.do(name, content, arrays)
         del arrays
+    record.close("finished" if member.code == 0 else "stopped")
     member.end()
     return member.code

@@ -24,6 +24,7 @@ from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout, metrics, places, snapshots
 from tba_jax.run.damaged_snapshots import DamagedSnapshots
 from tba_jax.run.metrics import TimeAccount
+from tba_jax.run.record import Record
 from tba_jax.tasks.interface import EncodedQuery, HasFinalAnswer, HasMeasures, Task
 from tba_jax.text.tokenizers import Tokenizer
 
@@ -55,7 +56,10 @@ class Evaluator:
         tokenizer: Tokenizer,
         task: Task,
         queries: Sequence[EncodedQuery],
+        record: Record | None = None,
     ):
+        """Args: record: of this process; None: nothing is recorded."""
+        self._status = (record or Record()).status
         self._config, self._contract, self._run = config, contract, run
         self._tokenizer, self._task, self._queries = tokenizer, task, list(queries)
         self._samples_per_query = config.evaluation.samples_per_query
@@ -87,9 +91,13 @@ class Evaluator:
           ValueError: a measure of the task has the name of another figure.
         """
         begin = time.time()
+        self._tell_part(step, 0, "loading its policy")
         self._sampler.load_step(step)
+        self._tell_part(step, 1, "greedy responses")
         greedy = self._respond(temperature=0.0, samples=1)
+        self._tell_part(step, 2, "samples")
         sampled = self._respond(temperature=self._contract.scoring_temperature, samples=self._samples_per_query)
+        self._status.phase("")
         return {
             "step": step,
             "time": begin,
@@ -110,6 +118,10 @@ class Evaluator:
                 "sampled": [_plain(response) for response in sampled[: self._config.evaluation.samples]],
             },
         }
+
+    def _tell_part(self, step: int, done: int, part: str) -> None:
+        """Tells which of the three parts of an evaluation begins. Args: done: parts before it."""
+        self._status.phase(f"evaluating step {step}, {part}", done=done, total=3)
 
     def _measures(self, kind: str, responses: Sequence[dict[str, Any]]) -> dict[str, float]:
         """The task's own figures of all greedy or all sampled responses, by name. Args: kind: "greedy" or "sampled"."""
@@ -328,7 +340,9 @@ def run_evaluator(
 
     A damaged one is told, and left out until it is published again: neither this role nor the end of the run waits for it.
     """
-    writer = metrics.open_writer(config, run, "evaluator", kind="evaluator")
+    record = account.record
+    writer = metrics.open_writer(config, run, "evaluator", kind="evaluator", cost=record.cost)
+    record.status.phase("")
     damaged = DamagedSnapshots(run.policies, follows=NOT_EVALUATED)
 
     def afresh() -> PendingSteps:  # a trainer that resumes may have changed the last step
@@ -348,15 +362,17 @@ def run_evaluator(
         try:
             if run.id:
                 contract_lib.check_is_there(run)
-            with account.measure("evaluate"):
-                step = pending[-1] if finished else pending[0]
+            step = pending[-1] if finished else pending[0]
+            with account.measure("evaluate"), record.profiler.batch(step, most=1):
                 report = damaged.attempt(step, functools.partial(evaluator.evaluate, step))
         except FileNotFoundError:
             # The snapshot was pruned meanwhile.
             pending_steps = afresh()
             continue
+        record.status.phase("")  # where a damaged snapshot ended the evaluation
         if report is None:
             continue
+        record.step = report["step"]
         writer.write(report["step"], report_scalars(report) | account.shares())
         writer.table("samples", report["step"], sample_rows(report))
         log.info("step %d: greedy reward %.3f, sampled %.3f", report["step"], report["greedy_reward"], report["sampled_reward"])

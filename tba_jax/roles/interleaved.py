@@ -37,9 +37,12 @@ def run_interleaved(
     Fresh rows of step n come from the weights after n − 1 − lag updates.
     """
     recorder = Recorder(trainer, run)
-    search_writer = metrics.open_writer(trainer.config, run, "searcher-0", kind="searcher")
+    record = trainer.record
+    search_writer = metrics.open_writer(trainer.config, run, "searcher-0", kind="searcher", cost=record.cost)
     tables = SampleTables(search_writer, trainer.config)
     evaluations = _Evaluations(evaluator, run, trainer) if evaluator is not None else None
+    record.status.phase("")
+    record.profiler.starts_at(trainer.step_number)
     trainer.flush_snapshot()
     if evaluations:
         evaluations.catch_up()
@@ -53,22 +56,28 @@ def run_interleaved(
         progress()
         return not stop()
 
-    while not trainer.is_done and goes_on():
-        if not watch.may_search:
-            time.sleep(trainer.config.searchers.poll_seconds)
-            continue
+    def search() -> list[SearchReport]:
+        """One batch, whose report comes once it is in the log; none where the run stops before."""
         _load(searcher, max(0, trainer.step_number - trainer.config.schedule.lag))
         searcher.advance(waits=goes_on)
         while not (reports := searcher.appended(wait_seconds=LOOK_SECONDS)) and goes_on():
             pass
-        if not reports:
-            break
-        (report,) = reports
-        watch.note(report)
-        tables.note(report.samples, policy_step=report.policy_step)
-        watchdog.look(trainer.step_number + 1, alarm_rules.point(report))
-        trainer.poll()
-        measurements = trainer.step()
+        return reports
+
+    while not trainer.is_done and goes_on():
+        if not watch.may_search:
+            time.sleep(trainer.config.searchers.poll_seconds)
+            continue
+        with record.profiler.step(trainer.step_number + 1):
+            if not (reports := search()):
+                break
+            (report,) = reports
+            watch.note(report)
+            tables.note(report.samples, policy_step=report.policy_step)
+            watchdog.look(trainer.step_number + 1, alarm_rules.point(report))
+            trainer.poll()
+            measurements = trainer.step()
+        record.profiler.ended(trainer.step_number)
         trainer.report_problems()
         if measurements is None:
             continue
@@ -102,12 +111,14 @@ class _Evaluations:
         config = trainer.config
         self._damaged = DamagedSnapshots(run.policies, follows=NOT_EVALUATED)
         self._evaluator = evaluator
-        self._writer = metrics.open_writer(config, run, "evaluator", kind="evaluator")
+        self._record = trainer.record
+        self._writer = metrics.open_writer(config, run, "evaluator", kind="evaluator", cost=self._record.cost)
         self._pending = PendingSteps(run, every_steps=config.evaluation.every_steps, final_step=config.learner.steps)
 
     def catch_up(self) -> None:
         for step in self._damaged.without(self._pending()):
-            report = self._damaged.attempt(step, functools.partial(self._evaluator.evaluate, step))
+            with self._record.timeline.measure("evaluate"):
+                report = self._damaged.attempt(step, functools.partial(self._evaluator.evaluate, step))
             if report is not None:
                 self._writer.write(step, report_scalars(report))
                 self._writer.table("samples", step, sample_rows(report))

@@ -167,6 +167,16 @@ class NoReference:
         return np.zeros((len(rows["tokens"]), self._response_length), np.float32)
 
 
+def check_finite(ref_logprobs: np.ndarray, queries: Sequence[str]) -> None:
+    """Raises FloatingPointError where a row of float32[B, R] is not finite; names its query. Args: queries: names, one a row."""
+    broken = ~np.isfinite(ref_logprobs).all(1)
+    if broken.any():
+        raise FloatingPointError(
+            f"{broken.sum()} responses have reference log-probs that are not finite; the first to query "
+            f"{queries[int(broken.argmax())]}"
+        )
+
+
 def make(
     contract: contract_lib.Contract,
     run: layout.RunDir,

@@ -14,9 +14,13 @@ class ShapesLog:
         self._program = program
         self._seen: set[int] = set()
 
+    def knows(self, plan: Plan) -> bool:
+        """Whether there was a call with rows of this shape."""
+        return plan.sequences in self._seen
+
     def note(self, plan: Plan) -> bool:
         """A call with the rows of a plan. Returns whether their shape is new."""
-        if plan.sequences in self._seen:
+        if self.knows(plan):
             return False
         self._seen.add(plan.sequences)
         log.info(

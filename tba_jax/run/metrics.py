@@ -185,7 +185,8 @@ class TimeAccount:
         """Adds the time spent inside to `name`. Do not nest."""
         begin = time.monotonic()
         try:
-            yield
+            with self.record.profiler.annotate(name):
+                yield
         finally:
             end = time.monotonic()
             self._seconds[name] = self._seconds.get(name, 0.0) + end - begin

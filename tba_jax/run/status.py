@@ -72,10 +72,17 @@ class Status:
         Args: done, total: of the phase's parts; 0: it has none.
         """
         if sentence == self._told["phase"]:
-            self._tell(phase_of=[done, total], begins=False)
+            if [done, total] != self._told["phase_of"]:
+                self._tell(phase_of=[done, total], begins=False)
             return
         since = round(self._clock(), 1) if sentence else 0.0
         self._tell(phase=sentence, phase_since=since, phase_of=[done, total], begins=True)
+
+    @property
+    def now(self) -> str:
+        """The phase that was told last."""
+        phase: str = self._told["phase"]
+        return phase
 
     @contextlib.contextmanager
     def during(self, sentence: str, *, at_once: bool = True) -> Iterator[None]:

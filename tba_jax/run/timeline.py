@@ -26,10 +26,10 @@ _MOST_WAITING = 20_000
 class Timeline:
     """Records spans of a process. Storage that refuses is left to the writers of what must not be lost."""
 
-    def __init__(self, folder: Path | None, *, megabytes: float, cost: Cost):
+    def __init__(self, folder: Path | None, *, megabytes: float = 0.0, cost: Cost | None = None):
         """Args: folder: None, as megabytes=0: nothing is recorded. cost: counts the time that recording takes."""
         self._path = folder / FILE if folder is not None and megabytes > 0 else None
-        self._half, self._cost = int(megabytes * 2**19), cost
+        self._half, self._cost = int(megabytes * 2**19), cost or Cost()
         self._lock, self._writing = threading.Lock(), threading.Lock()
         # Lane -> [name, begin, end], of time.monotonic. Guarded by the first lock.
         self._spans: dict[str, list[list[Any]]] = {}
@@ -77,7 +77,7 @@ class Timeline:
 
 def _lane() -> str:
     thread = threading.current_thread()
-    return "main" if thread is threading.main_thread() else thread.name
+    return "main" if thread is threading.main_thread() else thread.name.removesuffix("_0")  # of an executor's one thread
 
 
 def _is_short(span: list[Any]) -> bool:

@@ -34,7 +34,8 @@ def test_storage_that_refuses_stops_nobody(tmp_path):
 
 def test_the_end_is_told_once(tmp_path):
     record = Record(tmp_path / "trainer")
-    record.close("stopped", step=3)
-    record.close("finished", step=9)
+    record.step = 3
+    record.close("stopped")
+    record.close("finished")
     (end,) = events.read(tmp_path / "trainer")
     assert (end["event"], end["step"], end["reason"]) == ("end", 3, "stopped")

@@ -199,5 +199,5 @@ def test_the_share_of_recording_holds_metrics_timeline_and_status(tmp_path):
     assert 0 < account.shares()["time_recording"] <= spent[-1] / account.total()
     account.restart()
     assert account.shares()["time_recording"] == 0.0
-    record.close("finished", step=1)
+    record.close("finished")
     writer.close()

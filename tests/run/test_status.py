@@ -78,7 +78,7 @@ def test_a_phase_that_is_over_at_once_is_not_written(tmp_path):
         while not status.read(tmp_path / "trainer").phase and time.monotonic() < end:
             time.sleep(0.05)
         assert status.read(tmp_path / "trainer").phase == "compiling another program"
-    record.close("finished", step=0)
+    record.close("finished")
 
 
 def test_what_the_last_life_said_holds_no_more_in_the_next(tmp_path):

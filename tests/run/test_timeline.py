@@ -33,7 +33,7 @@ def test_measured_time_is_on_the_timeline_at_the_hour_of_the_clock(tmp_path):
     with pytest.raises(KeyError), account.measure("draw"):
         time.sleep(0.01)
         raise KeyError
-    record.close("finished", step=1)
+    record.close("finished")
     (lane, first, begin, seconds), (_, second, later, _) = spans(tmp_path / "trainer")
     assert (lane, first, second) == ("main", "update", "draw")
     assert before - 0.01 < begin < before + 0.1 and 0.02 <= seconds < 0.2
@@ -90,7 +90,7 @@ def test_the_timeline_stays_within_its_megabytes_and_keeps_the_newest(tmp_path):
 def test_zero_megabytes_switch_the_timeline_off(tmp_path):
     record = Record(tmp_path / "trainer", timeline_megabytes=0.0)
     record.timeline.note("update", 1.0, 2.0)
-    record.close("finished", step=1)
+    record.close("finished")
     assert not list((tmp_path / "trainer").glob("timeline*"))
 
 
@@ -135,4 +135,4 @@ def test_a_record_writes_by_itself_within_a_second_or_two(tmp_path):
     while not spans(tmp_path / "trainer") and time.monotonic() < end:
         time.sleep(0.05)
     assert [name for _, name, *_ in spans(tmp_path / "trainer")] == ["update"]
-    record.close("finished", step=1)
+    record.close("finished")

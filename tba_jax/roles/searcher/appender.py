@@ -21,6 +21,7 @@ from tba_jax.decoding.state_values import ValuedStates
 from tba_jax.replay.log import LogWriter
 from tba_jax.rewards.responses import response_texts, reward_texts
 from tba_jax.roles.searcher.samples import Samples
+from tba_jax.run.timeline import Timeline
 from tba_jax.tasks.interface import CountsGrades, EncodedQuery, Scores, Task
 from tba_jax.text.tokenizers import Tokenizer
 
@@ -83,8 +84,8 @@ class _Threads:
     def __init__(self, count: int, name: str):
         self._count = count
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-        for _ in range(count):
-            threading.Thread(target=self._run, name=name, daemon=True).start()
+        for number in range(count):
+            threading.Thread(target=self._run, name=f"{name}-{number}" if count > 1 else name, daemon=True).start()
 
     def submit(self, function: Callable[..., Any], *arguments: Any, **settings: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -112,8 +113,22 @@ class Appender:
     A batch is appended after the one before: rows are numbered in the order in which their queries were asked.
     """
 
-    def __init__(self, log: LogWriter, *, task: Task, tokenizer: Tokenizer, missing_eos_reward: float | None, most_waiting: int):
-        """Args: most_waiting: the most batches that wait for rewards, and the most calls of the task's rewards at a time."""
+    def __init__(
+        self,
+        log: LogWriter,
+        *,
+        task: Task,
+        tokenizer: Tokenizer,
+        missing_eos_reward: float | None,
+        most_waiting: int,
+        timeline: Timeline | None = None,
+    ):
+        """
+        Args:
+          most_waiting: the most batches that wait for rewards, and the most calls of the task's rewards at a time.
+          timeline: of the process; None: nothing is recorded.
+        """
+        self._timeline = timeline or Timeline(None)
         self._log, self._task, self._tokenizer, self._missing_eos_reward = log, task, tokenizer, missing_eos_reward
         self._most_waiting = most_waiting
         self._calls, self._appends = _Threads(most_waiting, "reward"), _Threads(1, "append")
@@ -124,7 +139,11 @@ class Appender:
         """The B texts of the responses, and a future of their scores."""
         texts = response_texts(generation.responses, queries, self._tokenizer)
         asked: dict[str, Any] = dict(task=self._task, missing_eos_reward=self._missing_eos_reward)
-        return texts, self._calls.submit(reward_texts, texts, generation.finished, queries, **asked)
+        return texts, self._calls.submit(self._reward, texts, generation.finished, queries, **asked)
+
+    def _reward(self, *batch: Any, **asked: Any) -> Scores:
+        with self._timeline.measure("reward"):
+            return reward_texts(*batch, **asked)
 
     def put(self, batch: DecodedBatch, *, waits: Callable[[], bool] = lambda: True) -> None:
         """Has the batch appended once its rewards are there. While most_waiting batches wait, waits for the first of them.
@@ -189,7 +208,8 @@ class Appender:
             with self._appending:
                 if self._failed:
                     raise RuntimeError("the searcher has ended")
-                self._log.append(rows)
+                with self._timeline.measure("append"):
+                    self._log.append(rows)
         except BaseException:
             self._failed = True
             raise

@@ -125,16 +125,16 @@ def run_searcher(
 
     The batch that is being decoded is completed. Batches that wait for their rewards have searchers.stop_seconds to get them.
     """
-    writer = metrics.open_writer(config, run, name, kind="searcher")
-    status = Status(run.metrics(name))
+    status = account.record.status
+    writer = metrics.open_writer(config, run, name, kind="searcher", cost=account.record.cost)
     watch = RewardWatch(give_up_seconds=config.searchers.give_up_seconds)
     poll_seconds = places.poll_seconds([run.shared], config.searchers.poll_seconds)
-    with account.measure("load_policy"):
-        searcher.refresh()
+    searcher.refresh()
+    status.phase("")
     log.info("%s writes replay/%s", name, searcher.writer)
     refresher, pause = _Refresher(searcher, poll_seconds=poll_seconds), _Pause(status, config)
     rates = Rates(writer, account, RequestRate([run.shared]), SampleTables(writer, config))
-    batches = itertools.count(1)
+    batches, profiler = itertools.count(1), account.record.profiler
     watchdog = Watchdog(Alarms(run.metrics(name)), alarm_rules.RULES, config, points=alarm_rules.BATCHES)
 
     def goes_on() -> bool:
@@ -156,7 +156,8 @@ def run_searcher(
         while goes_on():
             if searcher.may_search and watch.may_search:
                 pause.ends()
-                searcher.advance(ahead=lambda: not stop() and watch.may_search, waits=goes_on)
+                with profiler.batch(searcher.policy_step):
+                    searcher.advance(ahead=lambda: not stop() and watch.may_search, waits=goes_on)
             else:
                 with account.measure("wait_policy" if watch.may_search else "wait_rewards"):
                     time.sleep(poll_seconds)

@@ -1,10 +1,10 @@
 """The searcher: generates responses with the newest policy it can get, scores them, and appends them to the replay log."""
 
+import contextlib
 import dataclasses
 import os
 import platform
 import time
-import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -65,15 +65,16 @@ class Searcher:
         tokenizer: Tokenizer,
         task: Task,
         queries: Sequence[EncodedQuery],
-        name: str,
+        writer: str,
         account: TimeAccount,
     ):
+        """Args: writer: the id of its log, see stream.writer_id."""
         self._config, self._contract = config, contract
         self._account = account
         self._sampler = _make_sampler(config, contract, run, policy=policy, tokenizer=tokenizer, queries=queries)
         self._engine, self._reference = self._sampler.engine, self._sampler.reference
         self._embedder = ResponseEmbedder(config.task.embedding_path, self._reference.mesh) if contract.embedding else None
-        self.writer = f"{name}-{uuid.uuid4().hex[:8]}"
+        self.writer = writer
         self._writer_number = writer_number(self.writer)
         self._stream = QueryStream(queries, seed=config.seed, writer=self._writer_number)
         self._rng = np.random.default_rng([config.seed, self._writer_number])
@@ -83,6 +84,7 @@ class Searcher:
             tokenizer=tokenizer,
             missing_eos_reward=contract.missing_eos_reward,
             most_waiting=1 if config.schedule.mode == "interleaved" else config.searchers.reward_batches,
+            timeline=account.record.timeline,
         )
         self._value_states = self._make_state_values(automaton(contract.step_ends, tokenizer, vocab=policy.model.vocab))
         self._jit_keys = jax.jit(row_keys)
@@ -127,14 +129,25 @@ class Searcher:
 
         May be called from a thread beside the one that searches.
         """
+        begin = time.monotonic()
         if found := self._sampler.load_newest():
+            self._note_load(begin)
             self._quota.renew()
         return found
+
+    def _note_load(self, begin: float) -> None:
+        """Records that a snapshot was taken up. Args: begin: of its loading, time.monotonic."""
+        record = self._account.record
+        record.timeline.note("load_policy", begin, time.monotonic())
+        record.events.tell("swap", step=self._sampler.step)
+        record.step = max(record.step, self._sampler.step)
 
     def load_step(self, step: int) -> None:
         """Takes up the snapshot of exactly this trainer step."""
         if step != self._sampler.step:
+            begin = time.monotonic()
             self._sampler.load_step(step)
+            self._note_load(begin)
             self._quota.renew()
 
     @property
@@ -214,7 +227,7 @@ class Searcher:
         rows = self._rows(batch, queries, generation)
         with self._account.measure("reference"):
             rows["ref_logprobs"] = self._reference.logprobs(rows)
-            _check_finite(rows["ref_logprobs"], queries)
+            reference.check_finite(rows["ref_logprobs"], [query.name for query in queries])
         texts, scores = self._appender.reward(generation, queries)
         if self._embedder is not None:
             with self._account.measure("embedding"):
@@ -261,7 +274,10 @@ class Searcher:
     def _decode(self, feed: Callable[[], bool]) -> tuple[list[_Asked], Generation]:
         """The next queries_per_batch queries, and the responses to them."""
         size = self._config.searchers.queries_per_batch
-        with self._account.measure("decode"):
+        status = self._account.record.status
+        is_first = self._stream.taken == 0
+        telling = status.during("compiling the decoder, for the first batch") if is_first else contextlib.nullcontext()
+        with self._account.measure("decode"), telling:
             while len(self._asked) < size:
                 self._ask()
             batch = [self._asked[i] for i in range(size)]
@@ -383,13 +399,3 @@ def programs(
 def _scoring_settings(config: Any) -> dict[str, int]:
     s = config.searchers
     return dict(samples=s.samples_per_query, logit_megabytes=s.logit_megabytes, score_tokens=s.score_tokens)
-
-
-def _check_finite(ref_logprobs: np.ndarray, queries: Sequence[EncodedQuery]) -> None:
-    """Raises FloatingPointError where a row of float32[B, R] is not finite; names its query."""
-    broken = ~np.isfinite(ref_logprobs).all(1)
-    if broken.any():
-        raise FloatingPointError(
-            f"{broken.sum()} responses have reference log-probs that are not finite; the first to query "
-            f"{queries[int(broken.argmax())].name}"
-        )

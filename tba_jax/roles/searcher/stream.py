@@ -1,6 +1,7 @@
 """The queries of one searcher, in an order of its own: every query comes once before any comes again."""
 
 import hashlib
+import uuid
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,6 +12,11 @@ from tba_jax.tasks.interface import EncodedQuery
 def query_order(count: int, *, seed: int, writer: int, epoch: int) -> np.ndarray:
     """int64[count]: the order in which a searcher takes the queries in its pass `epoch` over them."""
     return np.random.Generator(np.random.Philox(key=[seed, (writer << 32) | epoch])).permutation(count)
+
+
+def writer_id(name: str) -> str:
+    """A new id of a searcher's log: no two lives of a searcher write to the same. Args: name: of the searcher."""
+    return f"{name}-{uuid.uuid4().hex[:8]}"
 
 
 def writer_number(writer: str) -> int:

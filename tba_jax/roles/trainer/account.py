@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from tba_jax.run.metrics import TimeAccount
+from tba_jax.run.record import Record
 
 # Time between two updates that has a share of its own and is no delay of the trainer's making.
 _LEFT_OUT = ("wait_rows", "compile", "publish", "checkpoint", "logprob_gap")
@@ -19,8 +20,8 @@ class TrainerAccount(TimeAccount):
     counts until it returns, though devices may begin before. Time in which other processes have the trainer's core counts too.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, record: Record | None = None) -> None:
+        super().__init__(record)
         # Tells whether the update that the devices compute is done; None: they compute none.
         self._is_done: Callable[[], bool] | None = None
         self._seen_under_way = 0.0

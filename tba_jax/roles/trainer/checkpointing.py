@@ -1,6 +1,7 @@
 """The checkpoints of a trainer: train state and replay index together, and the segments of the log that they need."""
 
 import logging
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ from tba_jax.run import layout
 from tba_jax.run.checkpoints import Checkpoints
 from tba_jax.run.lease import EpochLease
 from tba_jax.run.process_group import Group
+from tba_jax.run.record import Record
 
 log = logging.getLogger(__name__)
 
@@ -17,8 +19,10 @@ log = logging.getLogger(__name__)
 class Checkpointing:
     """Writes checkpoints under the trainer's epoch and reads them back."""
 
-    def __init__(self, config: Any, run: layout.RunDir, lease: EpochLease, buffer: ReplayBuffer, group: Group):
-        self._group = group
+    def __init__(self, config: Any, run: layout.RunDir, lease: EpochLease, buffer: ReplayBuffer, group: Group, record: Record):
+        self._group, self._record = group, record
+        # The step of the checkpoint that is being written, and since when, of time.monotonic.
+        self._writing: tuple[int, float] | None = None
         self._lease, self._buffer = lease, buffer
         self._every_steps, self._final_step = config.checkpoint.every_steps, config.learner.steps
         self._checkpoints = Checkpoints(run.checkpoints, keep=config.checkpoint.keep)
@@ -44,6 +48,7 @@ class Checkpointing:
         if self._newest_step == step:
             return
         self._lease.check()
+        self.look()
         self._newest_step = step
         if self._checkpoints.folder_of(step).exists():
             self.set_aside(step, "a trainer that had been replaced wrote it meanwhile")
@@ -52,7 +57,16 @@ class Checkpointing:
             self._expiry.remove_unneeded(self._checkpoints.steps())
             self._expiry.note(step)
         self._group.call("checkpoint", step=step)
+        begin = time.monotonic()
         self._checkpoints.save(trees, {"epoch": self._lease.epoch, **self._buffer.state()}, step=step)
+        self._writing = step, begin
+
+    def look(self) -> None:
+        """Records the checkpoint that was begun, once it is on disk."""
+        if self._writing is not None and not self._checkpoints.is_saving:
+            (step, begin), self._writing = self._writing, None
+            self._record.timeline.note("checkpoint", begin, time.monotonic(), lane="checkpoints")
+            self._record.events.tell("checkpoint", step=step)
 
     def read(self, step: int, shapes: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """See Checkpoints.restore. The trainer takes over the second with `take`."""
@@ -81,8 +95,10 @@ class Checkpointing:
     def wait(self) -> None:
         """Returns when the last checkpoint is on disk."""
         self._checkpoints.wait()
+        self.look()
 
     def close(self) -> None:
+        self.wait()
         self._checkpoints.close()
         if self._expiry is not None:
             self._expiry.close()

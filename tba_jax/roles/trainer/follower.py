@@ -16,6 +16,10 @@ from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout, publisher
 from tba_jax.run.checkpoints import Checkpoints
 from tba_jax.run.process_group import Member
+from tba_jax.run.record import Record
+
+# Calls whose names are not those of the same work of process 0 on its timeline.
+_SPANS = {"place": "draw", "settle": "update", "score rows": "logprob_gap"}
 
 
 class Follower:
@@ -24,7 +28,18 @@ class Follower:
     It draws, journals and decides nothing. `do` does what roles/trainer calls for, in the order in which it is called for.
     """
 
-    def __init__(self, config: Any, contract: contract_lib.Contract, run: layout.RunDir, *, policy: Policy, member: Member):
+    def __init__(
+        self,
+        config: Any,
+        contract: contract_lib.Contract,
+        run: layout.RunDir,
+        *,
+        policy: Policy,
+        member: Member,
+        record: Record | None = None,
+    ):
+        """Args: record: of this process; None: nothing is recorded."""
+        self._record = record or Record()
         self._contract, self._run, self._policy, self._member = contract, run, policy, member
         self._program = UpdateProgram(config, contract, policy)
         self._checkpoints = Checkpoints(run.checkpoints, keep=config.checkpoint.keep)
@@ -57,10 +72,11 @@ class Follower:
     def do(self, name: str, content: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
         """Does what process 0 calls `name`. Args: arrays: rows, where there are any."""
         action = self._actions[name]
-        if arrays:
-            action(arrays)
-        else:
-            action(**content)
+        with self._record.timeline.measure(_SPANS.get(name, name)):
+            if arrays:
+                action(arrays)
+            else:
+                action(**content)
 
     def _begin(self, reference: str) -> None:
         self._program.begin(load_reference(self._policy, self._program, self._run, reference))

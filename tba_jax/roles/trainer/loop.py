@@ -21,7 +21,8 @@ def run_trainer(trainer: Trainer, run: layout.RunDir, *, stop: Callable[[], bool
     """Trains until learner.steps are done or `stop` says so. Returns whether the run is finished."""
     log.info("trainer on %s, pid %d, %d resident rows", platform.node(), os.getpid(), len(trainer.index))
     recorder = Recorder(trainer, run)
-    wait = _Wait(trainer, Status(run.metrics("trainer")))
+    wait = _Wait(trainer, trainer.record.status)
+    trainer.record.status.phase("")
 
     def record() -> None:
         if recorder.flush():
@@ -32,15 +33,20 @@ def run_trainer(trainer: Trainer, run: layout.RunDir, *, stop: Callable[[], bool
         wait.ends()
         record()
 
+    profiler = trainer.record.profiler
+    profiler.starts_at(trainer.step_number, tell=trainer.group.call)
     trainer.start()
     while not trainer.is_done and not stop():
-        measurements = trainer.step(ahead=True, beside=beside)
+        with profiler.step(trainer.step_number + 1):
+            measurements = trainer.step(ahead=True, beside=beside)
         if measurements is None:
             record()
             wait.goes_on()
         else:
             recorder.take(measurements)
         del measurements  # let go of while the devices compute, which would wait for it here
+        profiler.ended(trainer.step_number)
+    profiler.close()
     record()
     wait.ends()
     return end(trainer, recorder)
@@ -55,6 +61,7 @@ def end(trainer: Trainer, recorder: Recorder) -> bool:
         trainer.save_checkpoint()
     recorder.close()
     trainer.close()
+    trainer.record.close("finished" if finished else "stopped")
     return finished
 
 

@@ -18,7 +18,7 @@ class Recorder:
 
     def __init__(self, trainer: Trainer, run: layout.RunDir):
         self._trainer, self._first = trainer, trainer.step_number
-        self._writer = metrics.open_writer(trainer.config, run, "trainer", kind="trainer")
+        self._writer = metrics.open_writer(trainer.config, run, "trainer", kind="trainer", cost=trainer.record.cost)
         alarms, rules = Alarms(run.metrics("trainer")), alarm_rules.RULES
         self._watchdog = Watchdog(alarms, rules, trainer.config, points=alarm_rules.SOLVED_POINTS)
         self._circumstances = alarm_rules.Circumstances(trainer)

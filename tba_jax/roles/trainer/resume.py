@@ -36,7 +36,10 @@ def resume(trainer: Trainer, *, until: int | None = None) -> None:
     if checkpoint is None and not lineage.last:
         _check_is_new(run)
     trainer.buffer.expect(lineage)
+    status = trainer.record.status
+    status.phase("loading the policy of step 0" if checkpoint is None else f"restoring the checkpoint of step {checkpoint}")
     restoring.restore(trainer, checkpoint, end=lineage.last, recorded_by=lineage.epoch)  # 2
+    status.phase("")
     leftovers.remove_snapshots_of_lost_steps(run, end=lineage.last)
     if lineage:
         trainer.publish_unless_there()
@@ -48,6 +51,9 @@ def resume(trainer: Trainer, *, until: int | None = None) -> None:
     trainer.publish_again()  # 4
     trainer.go_live()
     if checkpoint is not None or lineage.last:
+        replayed = trainer.step_number - (checkpoint or 0)
+        told = dict(from_step=checkpoint or 0, replayed=replayed)
+        trainer.record.events.tell("resume", step=trainer.step_number, **told)
         rows, epoch = len(trainer.index), trainer.lease.epoch
         log.info("resumed at step %d with %d resident rows (epoch %d)", trainer.step_number, rows, epoch)
 
@@ -63,7 +69,9 @@ def _check_is_new(run: layout.RunDir) -> None:
 
 def _replay(trainer: Trainer, lineage: journal.Lineage, *, until: int | None) -> None:
     """Does journalled steps again, to the step `until` at most. The run never went past the last step of the whole journal."""
+    first, last = trainer.step_number, lineage.last if until is None else min(until, lineage.last)
     for line in itertools.islice(lineage, None if until is None else until - lineage.after):
+        trainer.record.status.phase("doing steps of the journal again", done=trainer.step_number - first, total=last - first)
         slots, rows = trainer.buffer.replay(line)
         trainer.update(slots, rows, was_passed=line["step"] < lineage.last)
         if trainer.publishing.is_due(trainer.step_number):

@@ -1,5 +1,6 @@
 """The trainer: draws batches from the replay buffer, journals them, updates the policy, publishes snapshots."""
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -28,6 +29,7 @@ from tba_jax.run import contract as contract_lib
 from tba_jax.run import grants, layout, places
 from tba_jax.run.lease import EpochLease
 from tba_jax.run.process_group import Alone, Group
+from tba_jax.run.record import Record
 
 log = logging.getLogger(__name__)
 
@@ -68,19 +70,24 @@ class Trainer:
         lease: EpochLease,
         publish_every_steps: int,
         group: Group | None = None,
+        record: Record | None = None,
     ):
-        """Args: group: of the processes of this trainer, each of which has built a Follower; None: it is this process alone."""
+        """
+        Args:
+          group: of the processes of this trainer, each of which has built a Follower; None: it is this process alone.
+          record: of this process; None: nothing is recorded.
+        """
         self.config, self.run, self.policy, self.lease = config, run, policy, lease
         self.group: Group = Alone() if group is None else group
         self._contract = contract
         self.reference_id = layout.reference_id(run)
         self.step_number = 0
         self.resumed_from = 0  # the step of the checkpoint that this trainer began with
-        self.account = TrainerAccount()
+        self.account = TrainerAccount(record)
         self.program = UpdateProgram(config, contract, policy)
         self.buffer = ReplayBuffer(config, contract, run, recent_window=publish_every_steps)
-        self.publishing = Publishing(config, run, lease, self.group, every_steps=publish_every_steps)
-        self.checkpoints = Checkpointing(config, run, lease, self.buffer, self.group)
+        self.publishing = Publishing(config, run, lease, self.group, self.record, every_steps=publish_every_steps)
+        self.checkpoints = Checkpointing(config, run, lease, self.buffer, self.group, self.record)
         self._refusals = Refusals(skips=config.learner.non_finite == "skip", journal=run.journal)
         learner, sampler_weights = self.program.config, config.searchers.weights
         self._scores = SnapshotScores(learner, self.program.mesh, run.policies, sampler_weights=sampler_weights)
@@ -92,6 +99,11 @@ class Trainer:
         # The batch of the last update that was dispatched.
         self._last: _Drawn | None = None
         self._known_problems: set[str] = set()
+
+    @property
+    def record(self) -> Record:
+        """What this process records of itself."""
+        return self.account.record
 
     @property
     def state(self) -> TrainState:
@@ -110,7 +122,7 @@ class Trainer:
 
     def go_live(self) -> None:
         """Opens the journal of the lease's epoch and follows the log from the heads of the index on: the end of a resume."""
-        self._journal = journal.Journal(self.run.journal, self.lease.epoch)
+        self._journal = journal.Journal(self.run.journal, self.lease.epoch, timeline=self.record.timeline)
         self.buffer.follow()
         places.remove(self.run.finished)
 
@@ -118,7 +130,7 @@ class Trainer:
         """Starts to follow the log in the background, and compiles the update while the first rows are on their way."""
         self.buffer.tail.start()
         if not self.is_done:
-            with self.account.measure("compile"):
+            with self.account.measure("compile"), self.record.status.during("compiling the update"):
                 self.group.call("compile")
                 self.program.compile(self._contract.row_shape())
 
@@ -201,7 +213,9 @@ class Trainer:
             ids, provenance = self.index.ids(slots), self.buffer.provenance(slots, rows["reward"], step=step + 1)
             self.group.call("place", rows)
             placed = self.program.place(rows)
-        with self.account.measure("compile"):
+        new = self.program.is_new(placed)
+        telling = self.record.status.during("compiling the update") if new else contextlib.nullcontext()
+        with self.account.measure("compile"), telling:
             self.program.compile_where_new(placed)
         return _Drawn(slots=slots, ids=ids, rows=rows, provenance=provenance, placed=placed)
 
@@ -250,6 +264,7 @@ class Trainer:
         jax.block_until_ready(measurements)
         self.account.is_done_now()
         self.step_number += 1
+        self.record.step = self.step_number
         row_finite = measurements.pop("row_finite")
         try:
             self._refusals.look_at(measurements, row_finite, drawn.ids, step=self.step_number, was_passed=was_passed)
@@ -262,6 +277,7 @@ class Trainer:
 
     def _follow_up(self, due: due_lib.Due) -> None:
         """Does what is due after a step."""
+        self.checkpoints.look()
         if due.publish:
             with self.account.measure("publish"):
                 self.publish()
@@ -312,6 +328,7 @@ class Trainer:
         """Waits for rows, at the latest until `seconds` have passed; counted as the trainer's waiting time."""
         with self.account.measure("wait_rows"):
             self.buffer.tail.wait(seconds)
+        self.checkpoints.look()
         self.report_problems()
 
     def report_problems(self) -> None:

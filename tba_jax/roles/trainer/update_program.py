@@ -173,6 +173,10 @@ class UpdateProgram:
         work = of_plan(plan, self._policy.model, responses=responses, passes=self._passes)
         return Placed(batch=sharding.put_rows(self.mesh, on_host), packed=packed, plan=plan, work=work)
 
+    def is_new(self, placed: Placed) -> bool:
+        """Whether no rows had this shape before."""
+        return not self._shapes_log[placed.plan.whole_groups].knows(placed.plan)
+
     def compile_where_new(self, placed: Placed) -> None:
         """Compiles the update where no rows had this shape before. Only the state's shapes are read, as beside an update."""
         if self._shapes_log[placed.plan.whole_groups].note(placed.plan):

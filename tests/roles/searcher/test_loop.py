@@ -15,6 +15,7 @@ from tba_jax.roles.searcher import loop, reward_watch
 from tba_jax.roles.searcher.searcher import Searcher
 from tba_jax.run import contract, grants, layout, metrics, processes, snapshots, status
 from tba_jax.run.metrics import TimeAccount
+from tba_jax.run.record import Record
 from tba_jax.run.requests import RequestRate
 from tba_jax.tasks.interface import Scores
 from tests.support.tiny_searcher import ROWS, Held, Q, S, committed, publish, rows_of_the_stream, weights
@@ -31,7 +32,7 @@ def run_searcher(s: jobs.Invocation, made: Searcher, look: Callable[[], None]) -
         return time.monotonic() > end
 
     try:
-        loop.run_searcher(made, s.config, s.run, name="tested", account=TimeAccount(), stop=stop)
+        loop.run_searcher(made, s.config, s.run, name="tested", account=TimeAccount(Record(s.run.metrics("tested"))), stop=stop)
     finally:
         (refresher,) = threads
         refresher.join(timeout=10)
