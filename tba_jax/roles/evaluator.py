@@ -17,7 +17,7 @@ from tba_jax.decoding.slots import row_keys
 from tba_jax.models.policy import Policy
 from tba_jax.programs import Program
 from tba_jax.rewards.responses import response_texts, reward_texts
-from tba_jax.roles import reference, sampler
+from tba_jax.roles import evaluation_alarms, reference, sampler
 from tba_jax.roles.reference import policy_mesh, text_columns
 from tba_jax.roles.sampler import Sampler
 from tba_jax.run import contract as contract_lib
@@ -344,6 +344,7 @@ def run_evaluator(
     writer = metrics.open_writer(config, run, "evaluator", kind="evaluator", cost=record.cost)
     record.status.phase("")
     damaged = DamagedSnapshots(run.policies, follows=NOT_EVALUATED)
+    watchdog = evaluation_alarms.watchdog(run, config)
 
     def afresh() -> PendingSteps:  # a trainer that resumes may have changed the last step
         return PendingSteps(run, every_steps=config.evaluation.every_steps, final_step=contract_lib.steps_of(run))
@@ -375,5 +376,6 @@ def run_evaluator(
         record.step = report["step"]
         writer.write(report["step"], report_scalars(report) | account.shares())
         writer.table("samples", report["step"], sample_rows(report))
+        watchdog.look(report["step"], evaluation_alarms.point(report, config))
         log.info("step %d: greedy reward %.3f, sampled %.3f", report["step"], report["greedy_reward"], report["sampled_reward"])
     writer.close()

@@ -7,6 +7,7 @@ import functools
 import time
 from collections.abc import Callable
 
+from tba_jax.roles import evaluation_alarms
 from tba_jax.roles.evaluator import NOT_EVALUATED, Evaluator, PendingSteps, report_scalars, sample_rows
 from tba_jax.roles.searcher import alarm_rules
 from tba_jax.roles.searcher.appender import LOOK_SECONDS, SearchReport
@@ -16,9 +17,7 @@ from tba_jax.roles.searcher.searcher import Searcher
 from tba_jax.roles.trainer.loop import end
 from tba_jax.roles.trainer.recorder import Recorder
 from tba_jax.roles.trainer.trainer import Trainer
-from tba_jax.roles.watchdog import Watchdog
 from tba_jax.run import layout, metrics, processes, snapshots
-from tba_jax.run.alarms import Alarms
 from tba_jax.run.damaged_snapshots import DamagedSnapshots
 from tba_jax.run.status import Status
 
@@ -47,8 +46,7 @@ def run_interleaved(
     if evaluations:
         evaluations.catch_up()
     watch, status = RewardWatch(give_up_seconds=trainer.config.searchers.give_up_seconds), Status(run.metrics("searcher-0"))
-    alarms = Alarms(run.metrics("searcher-0"))
-    watchdog = Watchdog(alarms, alarm_rules.RULES, trainer.config, points=alarm_rules.BATCHES)
+    watchdog = alarm_rules.watchdog(run, trainer.config, name="searcher-0")
 
     def goes_on() -> bool:
         watch.look(waiting=searcher.unrewarded, grades=searcher.grades)
@@ -108,7 +106,8 @@ class _Evaluations:
     """Evaluates every published snapshot that is due, in this process."""
 
     def __init__(self, evaluator: Evaluator, run: layout.RunDir, trainer: Trainer):
-        config = trainer.config
+        self._config = config = trainer.config
+        self._watchdog = evaluation_alarms.watchdog(run, config)
         self._damaged = DamagedSnapshots(run.policies, follows=NOT_EVALUATED)
         self._evaluator = evaluator
         self._record = trainer.record
@@ -122,6 +121,7 @@ class _Evaluations:
             if report is not None:
                 self._writer.write(step, report_scalars(report))
                 self._writer.table("samples", step, sample_rows(report))
+                self._watchdog.look(step, evaluation_alarms.point(report, self._config))
 
     def close(self) -> None:
         self._writer.close()

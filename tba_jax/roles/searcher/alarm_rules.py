@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from tba_jax.roles.searcher.appender import SearchReport
-from tba_jax.roles.watchdog import Point, Rule, series
-from tba_jax.run.alarms import Finding
+from tba_jax.roles.watchdog import Point, Rule, Watchdog, series
+from tba_jax.run import layout
+from tba_jax.run.alarms import Alarms, Finding
 
 # Batches that a rule looks at.
-BATCHES = 4
+BATCHES = 8
 # Nearly all responses have one and the same reward, the one for responses that do not end.
 _WITHOUT_END = 0.95
 # Of responses that should end, some do.
@@ -82,3 +83,8 @@ RULES: dict[str, Rule] = {
     "never_ends": never_ends,
     "rewards_fail": rewards_fail,
 }
+
+
+def watchdog(run: layout.RunDir, config: Any, *, name: str) -> Watchdog:
+    """The watch over a searcher's batches. Args: name: of its metrics."""
+    return Watchdog(Alarms(run.metrics(name)), RULES, config, points=BATCHES)

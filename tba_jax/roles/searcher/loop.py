@@ -12,9 +12,7 @@ from tba_jax.roles.searcher.appender import SearchReport
 from tba_jax.roles.searcher.reward_watch import RewardWatch
 from tba_jax.roles.searcher.samples import SampleTables
 from tba_jax.roles.searcher.searcher import Searcher
-from tba_jax.roles.watchdog import Watchdog
 from tba_jax.run import contract, grants, layout, metrics, places
-from tba_jax.run.alarms import Alarms
 from tba_jax.run.metrics import MetricWriter, TimeAccount
 from tba_jax.run.requests import RequestRate
 from tba_jax.run.status import Status
@@ -135,7 +133,7 @@ def run_searcher(
     refresher, pause = _Refresher(searcher, poll_seconds=poll_seconds), _Pause(status, config)
     rates = Rates(writer, account, RequestRate([run.shared]), SampleTables(writer, config))
     batches, profiler = itertools.count(1), account.record.profiler
-    watchdog = Watchdog(Alarms(run.metrics(name)), alarm_rules.RULES, config, points=alarm_rules.BATCHES)
+    watchdog = alarm_rules.watchdog(run, config, name=name)
 
     def goes_on() -> bool:
         if stop() or contract.is_finished(run):

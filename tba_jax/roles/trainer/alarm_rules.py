@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.roles.trainer import logprob_gap
-from tba_jax.roles.watchdog import Point, Rule, mean, series
-from tba_jax.run.alarms import Finding
+from tba_jax.roles.watchdog import Point, Rule, Watchdog, mean, series
+from tba_jax.run import layout
+from tba_jax.run.alarms import Alarms, Finding
 
 if TYPE_CHECKING:
     from tba_jax.roles.trainer.trainer import Trainer
@@ -28,7 +30,8 @@ _HARDLY_ANY_DIFFERS, _NEAR_BEST = 0.95, 0.9
 _SOLVED, _STEPS_LEFT = 0.99, 0.2
 # How far above learner.clip_norm every gradient is, in units of the reward: the demo learns with 2 to 17 times that norm.
 _CLIPPED_BY = 30.0
-_RATIOS_CLIPPED = 0.5
+# Of the sampler's tokens at most 1/clip have a ratio above the clip, since their mean ratio is 1: a quarter of that is very many.
+_RATIOS_CLIPPED = 0.25
 # Steps by which the newest row may lag behind, beside so many publications: the paper's runs learn from rows of up to 20 steps.
 _STEPS_BEHIND, _PUBLICATIONS_BEHIND = 64, 8
 _ROWS_REJECTED = 0.1
@@ -36,31 +39,38 @@ _UPDATES_REFUSED = 3
 
 
 class Circumstances:
-    """What rules need beside the metrics of a point."""
+    """What rules need beside the metrics of a point. A look costs what rows that came since the last one cost."""
 
     def __init__(self, trainer: "Trainer"):
         self._trainer = trainer
-        self._low, self._high = math.inf, -math.inf
+        # The newest row that was looked at, the extent of all rewards, and the newest weights that a row came from.
+        self._arrival, self._low, self._high, self._row_step = -1, math.inf, -math.inf, -1
         self._checkpoint_bytes = float(sum(leaf.nbytes for leaf in jax.tree.leaves(trainer.program.trees())))
 
     def __call__(self) -> dict[str, float]:
         """Returns:
-        reward_low, reward_high: the extent of the rewards of rows that have been resident. newest_row_lag: steps since the newest
-        own row's weights, if there is one. disk_free, checkpoint_bytes: bytes. resident_rows: their number.
+        reward_low, reward_high: the extent of the rewards of rows that have been resident; resident_rows: how many are now.
+        newest_row_lag: steps since the weights of the newest own row, if there is one. disk_free, checkpoint_bytes: bytes.
         """
-        index, found = self._trainer.index, {"checkpoint_bytes": self._checkpoint_bytes}
-        resident = index.slot_query >= 0
-        if rows := int(resident.sum()):
-            rewards = index.reward[resident]
-            self._low, self._high = min(self._low, float(rewards.min())), max(self._high, float(rewards.max()))
-            found |= {"resident_rows": rows, "reward_low": self._low, "reward_high": self._high}
-            if self._trainer.buffer.has_own_rows():
-                found["newest_row_lag"] = self._trainer.step_number - float(index.row_step[resident].max())
+        self._look_at_new_rows()
+        found = {"checkpoint_bytes": self._checkpoint_bytes, "resident_rows": float(len(self._trainer.index))}
+        if self._arrival >= 0:
+            found |= {"reward_low": self._low, "reward_high": self._high}
+        if self._row_step >= 0 and self._trainer.buffer.has_own_rows():
+            found["newest_row_lag"] = float(self._trainer.step_number - self._row_step)
         try:
             disk = os.statvfs(self._trainer.run.root)
         except OSError:  # storage that refuses is told by the writers of what must not be lost
             return found
         return found | {"disk_free": float(disk.f_bavail * disk.f_frsize)}
+
+    def _look_at_new_rows(self) -> None:
+        index = self._trainer.index
+        new = np.flatnonzero(index.arrival > self._arrival)
+        if len(new):
+            self._arrival, rewards = int(index.arrival[new].max()), index.reward[new]
+            self._low, self._high = min(self._low, float(rewards.min())), max(self._high, float(rewards.max()))
+            self._row_step = max(self._row_step, int(index.row_step[new].max()))
 
 
 def _rewards(points: Sequence[Point], *, count: int) -> tuple[float, float, float, float] | None:
@@ -85,7 +95,10 @@ def equal_rewards(points: Sequence[Point], c: Any) -> Finding | None:
     groups = f"{equal:.0%} of the groups of the last {POINTS} measured batches have K={c.learner.completions} equal rewards"
     if high == low:
         where = f"all {points[-1]['resident_rows']:,.0f} resident rows have the reward {low:g}"
-        advice = "look at responses and rewards (python -m tba_jax show): the task's reward tells no two responses apart"
+        advice = (
+            "look at responses and rewards (python -m tba_jax show); where all responses fail, take easier queries or a better "
+            "initial policy (warm_start.steps, model.path), and else mend the task's reward, which tells no two responses apart"
+        )
     else:
         where = f"at a mean reward of {reward:.3g} (rewards go from {low:g} to {high:g})"
         advice = (
@@ -136,13 +149,17 @@ def gradient_clipped(points: Sequence[Point], c: Any) -> Finding | None:
 
 
 def ratio_clipped(points: Sequence[Point], c: Any) -> Finding | None:
-    """Most tokens' importance ratios are clipped, for objectives that weigh tokens by them."""
+    """Many tokens' importance ratios are clipped, for objectives that weigh tokens by them."""
     shares = series(points, "ratio_clipped", count=POINTS)
-    if not shares or min(shares) <= _RATIOS_CLIPPED or "importance_clip" not in OBJECTIVES[c.learner.objective].settings:
+    clip = c.learner.importance_clip
+    if not (shares and clip and "importance_clip" in OBJECTIVES[c.learner.objective].settings):
+        return None
+    if mean(shares) <= _RATIOS_CLIPPED / clip:
         return None
     return Finding(
         sentence=f"the clip of importance ratios is always active: {mean(shares):.0%} of the tokens of the last {POINTS} "
-        f"measured batches have π_θ/π_behaviour above learner.importance_clip={c.learner.importance_clip:g}",
+        f"measured batches have π_θ/π_behaviour above learner.importance_clip={clip:g}; on-policy none would, and off-policy at "
+        f"most {1 / clip:.0%}",
         advice="lower learner.learning_rate, or use fresher rows (replay.max_staleness, more searchers); "
         "learner.objective=trajectory_balance needs no ratios",
     )
@@ -152,7 +169,6 @@ def logprob_gap_alarm(points: Sequence[Point], c: Any) -> Finding | None:
     """Sampler and learner give the same tokens other log-probs under the same weights; one comparison proves it."""
     if not points[-1].get("logprob_gap_alarm"):
         return None
-    # Where the gap itself is not finite, the point has none.
     limit, gap = logprob_gap.limit(c), points[-1].get("logprob_gap_max", math.nan)
     return Finding(
         sentence=f"sampler and learner disagree by {gap:.2g} nats on a token under the same weights (limit {limit:g}): a mask, a "
@@ -228,3 +244,8 @@ RULES: dict[str, Rule] = {
     "updates_refused": updates_refused,
     "disk": disk_nearly_full,
 }
+
+
+def watchdog(run: layout.RunDir, config: Any) -> Watchdog:
+    """The watch over a trainer's steps."""
+    return Watchdog(Alarms(run.metrics("trainer")), RULES, config, points=SOLVED_POINTS)

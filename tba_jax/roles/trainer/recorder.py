@@ -8,9 +8,7 @@ import jax
 from tba_jax.roles.trainer import alarm_rules
 from tba_jax.roles.trainer.trainer import Trainer
 from tba_jax.roles.trainer.work import WorkRates
-from tba_jax.roles.watchdog import Watchdog
 from tba_jax.run import layout, metrics
-from tba_jax.run.alarms import Alarms
 
 
 class Recorder:
@@ -19,8 +17,7 @@ class Recorder:
     def __init__(self, trainer: Trainer, run: layout.RunDir):
         self._trainer, self._first = trainer, trainer.step_number
         self._writer = metrics.open_writer(trainer.config, run, "trainer", kind="trainer", cost=trainer.record.cost)
-        alarms, rules = Alarms(run.metrics("trainer")), alarm_rules.RULES
-        self._watchdog = Watchdog(alarms, rules, trainer.config, points=alarm_rules.SOLVED_POINTS)
+        self._watchdog = alarm_rules.watchdog(run, trainer.config)
         self._circumstances = alarm_rules.Circumstances(trainer)
         self._begin, self._rates = time.monotonic(), WorkRates(trainer.program.mesh)
         self._taken: dict[str, Any] | None = None
