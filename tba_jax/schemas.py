@@ -41,12 +41,13 @@ class Rule:
     def check(self, name: str, value: Any, registries: Mapping[str, Collection[str]]) -> None:
         """Raises ValueError, which names setting, value and limit, where the setting may not have the value."""
         choices = registries[self.registry] if self.registry else self.one_of
-        for each in (value if isinstance(value, tuple | list) else (value,)) if choices else ():
-            if each in choices:
-                continue
-            close = difflib.get_close_matches(str(each), choices, n=1)
+        several = isinstance(value, tuple | list)
+        wrong = [each for each in (value if several else (value,)) if each not in choices] if choices else []
+        if wrong:
+            close = difflib.get_close_matches(str(wrong[0]), choices, n=1)
             hint = f" (did you mean {close[0]!r}?)" if close else ""
-            raise ValueError(f"{name}={each!r} is not one of {', '.join(filter(None, choices))}{hint}")
+            holds = f" holds {wrong[0]!r}, which" if several else ""
+            raise ValueError(f"{name}={value!r}{holds} is not one of {', '.join(filter(None, choices))}{hint}")
         if self.given and not value:
             raise ValueError(f"{name} is not given")
         if isinstance(value, int | float) and not isinstance(value, bool) and not self._allows(value):

@@ -80,8 +80,8 @@ class _Pause:
 class Rates:
     """Writes a searcher's metrics, a line for each appended batch. Rates begin after the first, which holds the compilation."""
 
-    def __init__(self, writer: MetricWriter, account: TimeAccount, requests: RequestRate):
-        self._writer, self._account, self._requests = writer, account, requests
+    def __init__(self, writer: MetricWriter, account: TimeAccount, requests: RequestRate, tables: SampleTables | None = None):
+        self._writer, self._account, self._requests, self._tables = writer, account, requests, tables
         self._batches, self._begin = 0, 0.0
         self._rows = self._tokens = self._value_tokens = self._unscored = 0
 
@@ -89,6 +89,8 @@ class Rates:
         for report in reports:
             self._batches += 1
             self._unscored += report.unscored
+            if self._tables is not None:
+                self._tables.note(report.samples, policy_step=report.policy_step)
             if self._batches == 1:
                 self._account.restart()
                 self._begin = report.time
@@ -128,9 +130,10 @@ def run_searcher(
     searcher.refresh()
     status.phase("")
     log.info("%s writes replay/%s", name, searcher.writer)
-    refresher, rates = _Refresher(searcher, poll_seconds=poll_seconds), Rates(writer, account, RequestRate([run.shared]))
-    pause, profiler, batches = _Pause(status, config), account.record.profiler, itertools.count(1)
-    tables, watchdog = SampleTables(writer, config), alarm_rules.watchdog(run, config, name=name)
+    refresher, pause = _Refresher(searcher, poll_seconds=poll_seconds), _Pause(status, config)
+    rates = Rates(writer, account, RequestRate([run.shared]), SampleTables(writer, config))
+    batches, profiler = itertools.count(1), account.record.profiler
+    watchdog = alarm_rules.watchdog(run, config, name=name)
 
     def goes_on() -> bool:
         if stop() or contract.is_finished(run):
@@ -144,7 +147,6 @@ def run_searcher(
         reports = searcher.appended(wait_seconds=wait_seconds)
         for report in reports:
             watch.note(report)
-            tables.note(report.samples, policy_step=report.policy_step)
             watchdog.look(next(batches), alarm_rules.point(report))
         rates.write(reports)
 
