@@ -50,6 +50,8 @@ def add_flags(values: flags.FlagValues) -> settings_help.Program:
     flags.DEFINE_string("shared", "", what, flag_values=values)
     what = "RUN@STEP: a new run begins from another run's policy of that step"
     flags.DEFINE_string("init_from", "", what, flag_values=values)
+    what = "START:STEPS: trainer, searchers and evaluator trace these steps with jax.profiler, into DIR/profiles"
+    flags.DEFINE_string("profile", "", what, flag_values=values)
     flags.DEFINE_list("allow_change", [], "A,B: schedule settings that a resumed run may change", flag_values=values)
     _add_world(values)
     return settings_help.BASE
@@ -132,7 +134,7 @@ def run(given: command_line.Given) -> int | command_line.Job:
 def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir") -> command_line.Job:
     from tba_jax.experiment import compiling, composition, jobs, mistakes, named_task, other_runs, storage
     from tba_jax.roles import gpus
-    from tba_jax.run import log_files, places, privacy
+    from tba_jax.run import log_files, places, privacy, profiles
 
     if given.role == "searcher":
         _split_cpu(config.searchers.cpu_devices)
@@ -148,6 +150,8 @@ def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir") ->
     if in_one_process and computes and not processes.expected_run() and world.local_processes == 1:
         found.attempt(gpus.check_free)
     init_from = found.attempt(other_runs.parse_init_from, given.init_from)
+    profile = found.attempt(profiles.parse, given.profile)
+    found.attempt(profiles.check, profile, steps=config.learner.steps)
     if not found.accepts(_check_answers, [*storage.of_init_from(init_from or ""), *storage.of_config(config)], given):
         found.end()
     asked = found.attempt(_topologies, given)
@@ -168,6 +172,7 @@ def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir") ->
         arguments=tuple(sys.argv[1:]),
         init_from=init_from or "",
         world=world,
+        profile=profile,
         mistakes=found,
     )
     full = given.dry_run == "full"

@@ -21,7 +21,8 @@ class Rule:
     """The values that a setting may have. Every float must be finite, also without a limit.
 
     at_least, above, at_most, below: limits of a number. or_zero: 0 is allowed too. one_of: the choices of a text. registry: the
-    choices are the names in this registry (see Schema.refusals). given: a text must not be empty.
+    choices are the names in this registry (see Schema.refusals). given: a text must not be empty. Choices hold for each text of a
+    tuple, too.
 
     free, fixed: a resumed run may always change the setting, or never.
     """
@@ -40,10 +41,13 @@ class Rule:
     def check(self, name: str, value: Any, registries: Mapping[str, Collection[str]]) -> None:
         """Raises ValueError, which names setting, value and limit, where the setting may not have the value."""
         choices = registries[self.registry] if self.registry else self.one_of
-        if choices and value not in choices:
-            close = difflib.get_close_matches(value, choices, n=1)
+        several = isinstance(value, tuple | list)
+        wrong = [each for each in (value if several else (value,)) if each not in choices] if choices else []
+        if wrong:
+            close = difflib.get_close_matches(str(wrong[0]), choices, n=1)
             hint = f" (did you mean {close[0]!r}?)" if close else ""
-            raise ValueError(f"{name}={value!r} is not one of {', '.join(filter(None, choices))}{hint}")
+            holds = f" holds {wrong[0]!r}, which" if several else ""
+            raise ValueError(f"{name}={value!r}{holds} is not one of {', '.join(filter(None, choices))}{hint}")
         if self.given and not value:
             raise ValueError(f"{name} is not given")
         if isinstance(value, int | float) and not isinstance(value, bool) and not self._allows(value):

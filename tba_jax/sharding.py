@@ -271,4 +271,8 @@ def copy_program(dtype: str | None) -> Callable[[Any], Any]:
     def copy(x: jax.Array) -> jax.Array:
         return jnp.copy(x) if dtype in (None, str(x.dtype)) else x.astype(dtype)
 
-    return jax.jit(functools.partial(jax.tree.map, copy))
+    @jax.named_scope("publish")
+    def publish(tree: Any) -> Any:
+        return jax.tree.map(copy, tree)
+
+    return jax.jit(publish)

@@ -113,6 +113,13 @@ def test_a_dry_run_divides_rows_by_devices_that_are_not_here(tmp_path, capsys, o
     assert "16 rows are not divisible by the 5 ways" in said
 
 
+@pytest.mark.parametrize("role", ["all", "trainer", "searcher", "evaluator"])
+def test_a_profile_without_a_window_is_refused(role, tmp_path, capsys, one_device):
+    said = refusal([*tiny_run.command(tmp_path / "run", "--profile=5", f"--role={role}")[3:]], capsys)
+    assert said.startswith("error: --profile=5 is not START:STEPS, two numbers from 1 on") and said.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.fixture
 def pretrained(tmp_path) -> Path:
     return random_checkpoints.write(tmp_path / "model", "llama-3.2-1b", random_checkpoints.byte_tokenizer(tmp_path / "tokenizer"))
@@ -148,6 +155,7 @@ def test_all_mistakes_are_told_together(dry, tmp_path, capsys, one_device):
         "--config.task.embedding_path=/nowhere": "task.embedding_path='/nowhere'",
         "--config.task.prompt_length=5": "40 of 40 train prompts",
         "--init_from=nowhere": "--init_from='nowhere' must be RUN@STEP",
+        "--profile=12:2": "--profile=12:2 asks for steps 12 to 13, and learner.steps=12 ends the run before",
     }
     flags = [*mistakes, "--config.publish.every_steps=7", "--config.schedule.mode=asynchronous", *dry]
     with pytest.raises(SystemExit) as ended:

@@ -81,6 +81,18 @@ def test_a_choice_that_there_is_not_names_the_nearest():
     assert made.refusals(config, registries) == {"part.a": "part.a='2' is not one of one, two", "part.b": of_b}
 
 
+def test_each_of_several_choices_is_looked_at():
+    made = schema(a=setting(("one",), one_of=("one", "two")))
+    config = made.defaults()
+    for names in ((), ("two",), ("one", "two")):
+        config.part.a = names
+        assert not made.refusals(config, {})
+    config.part.a = ("one", "twoo")
+    assert made.refusals(config, {}) == {
+        "part.a": "part.a=('one', 'twoo') holds 'twoo', which is not one of one, two (did you mean 'two'?)"
+    }
+
+
 def test_a_text_that_must_be_given():
     made = schema(path=setting("", given=True))
     config = made.defaults()

@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import sys
+import uuid
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,11 +37,14 @@ def check(config: Any) -> None:
     from tba_jax.experiment.mistakes import Mistakes
     from tba_jax.learner.optimizer import SCHEDULES
     from tba_jax.models import layers
+    from tba_jax.run import sinks
+    from tba_jax.run.sinks import session
     from tba_jax.supervised import objectives
 
     found = Mistakes()
     registries: dict[str, Collection[str]] = {"kinds": objectives.OBJECTIVES, "schedules": SCHEDULES, "remat": layers.REMAT}
-    for sentence in SCHEMA.refusals(config, registries).values():
+    registries["sinks"] = sinks.NAMES
+    for sentence in (*SCHEMA.refusals(config, registries).values(), *session.refused_names(config.metrics)):
         found.require(False, sentence)
     d = config.data
     fields = (d.prompt_field, d.response_field) if config.kind == "sft" else (d.prompt_field, d.chosen_field, d.rejected_field)
@@ -165,8 +169,9 @@ def _join(run: layout.RunDir, config: Any, fingerprint: str) -> None:
     if not places.exists(run.config):
         try:
             contract = {"supervised": config.kind, "examples": fingerprint}
+            mine = {"format": contract_lib.FORMAT, "id": uuid.uuid4().hex}
             run.root.mkdir(parents=True, exist_ok=True)
-            layout.write_json(run.config, {"format": contract_lib.FORMAT, "config": plain, "contract": contract})
+            layout.write_json(run.config, mine | {"config": plain, "contract": contract})
         except OSError as error:
             raise ValueError(f"workdir {str(run.root)!r} cannot be written: {error.strerror}") from error
         return

@@ -51,6 +51,7 @@ def _draw(
     return Tokens(drawn.token, status, drawn.policy_logprob, drawn.behavior_logprob), stop_state
 
 
+@jax.named_scope("prefill")
 def prefill(
     params: Params,
     prompts: Prompts,
@@ -190,6 +191,7 @@ class _Call:
         return jnp.take_along_axis(x, index, axis=1).reshape(J * W, *x.shape[2:])
 
 
+@jax.named_scope("decode")
 def decode(
     params: Params,
     prompts: Prompts,

@@ -17,8 +17,6 @@ from tba_jax.models.config import DecoderConfig
 from tba_jax.models.policy import Policy
 from tba_jax.run.device_peaks import Peaks
 
-# Passes of a row through the layers: forward, and backward towards activations and weights. Weights that stay need no gradient.
-_PASSES_TRAINED, _PASSES_FROZEN = 3, 2
 # Bytes of the optimiser for each trained parameter: float32 weight and two moments, each read and written.
 _OPTIMIZER_BYTES = 6 * 4
 
@@ -77,9 +75,8 @@ def _update(experiment: HasPolicy, at: _Devices) -> Bound:
     config, policy, (P, R) = experiment.config, experiment.policy, _lengths(experiment)
     learner = config.learner
     rows = learner.queries * learner.completions
-    passes = _PASSES_TRAINED if policy.lora is None else _PASSES_FROZEN
     # Without the reference that moves, rows bring the log-probs of the reference with them.
-    passes += learner.reference.kind in HELD_REFERENCES
+    passes = flops.passes(adapters=policy.lora is not None, held_reference=learner.reference.kind in HELD_REFERENCES)
     operations = passes * flops.scoring(policy.model, rows=rows, queries=learner.queries, prompt=P, response=R)
     held, trained = parameters.count(policy.model_specs), parameters.count(policy.trained_specs)
     micro_batches = -(-rows // meshes.micro_batch_rows(config, ways=at.data * max(learner.mesh.fsdp, 1)))

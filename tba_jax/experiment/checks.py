@@ -19,6 +19,8 @@ from tba_jax.objectives import OBJECTIVES
 from tba_jax.objectives.inputs import ObjectiveSettings
 from tba_jax.objectives.objective import TEMPERATURES, Objective
 from tba_jax.replay.selection import STRATEGIES
+from tba_jax.run import sinks
+from tba_jax.run.sinks import session
 from tba_jax.schemas import flatten
 from tba_jax.tasks import TASKS, custom_task
 
@@ -104,7 +106,7 @@ def _check_together(config: Any, require: Require, *, weights: bool) -> None:
     _check_interleaved(config, require)
     _check_searchers(config, require)
     _check_swaps(config, require)
-    for sentence in flow.refusals(config):
+    for sentence in (*flow.refusals(config), *session.refused_names(config.metrics)):
         require(False, sentence)
 
 
@@ -117,6 +119,7 @@ def _registries(task: str) -> dict[str, Collection[str]]:
         "strategies": STRATEGIES,
         "presets": ["", *PRESETS],
         "remat": layers.REMAT,
+        "sinks": sinks.NAMES,
     }
 
 

@@ -9,7 +9,17 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from tba_jax.experiment import answer, composition, estimate, meshes, placing, recording, role_devices, training
+from tba_jax.experiment import (
+    answer,
+    composition,
+    estimate,
+    meshes,
+    placing,
+    prompt_check,
+    recording,
+    role_devices,
+    training,
+)
 from tba_jax.experiment.joining import Invocation, check_dry_run, join, mistakes_end_the_role, with_schedule_of_run
 from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.rewards import task_models
@@ -37,6 +47,8 @@ def dry_run(s: Invocation, *, full: bool) -> Job:
     Args: full: prints the config and the shapes as well.
     """
     check_dry_run(s)
+    if (found := prompt_check.find(s.experiment)) is not None:
+        log.warning("%s; what to do: %s", found.sentence, found.advice)
 
     def job() -> int:
         parts = [

@@ -11,8 +11,10 @@ from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.replay import journal
 from tba_jax.rewards import task_models
 from tba_jax.run import contract as contract_lib
-from tba_jax.run import layout, places
+from tba_jax.run import layout, places, sinks
 from tba_jax.run import processes as processes_lib
+from tba_jax.run.profiles import Window
+from tba_jax.run.sinks.feed import missing
 from tba_jax.run.world import ALONE, World
 
 log = logging.getLogger(__name__)
@@ -22,11 +24,12 @@ log = logging.getLogger(__name__)
 class Invocation:
     """What main was called with.
 
-    name: of the role's metrics, "" = the default. label: the first word of the run's last line.
-    allow_change: schedule settings that a resume may change.
-    arguments: the command line of main, which child processes get too.
-    init_from: RUN@STEP, the snapshot that a new run begins from; "" = as its config says.
-    world: of the processes of a trainer, as this one sees it.
+      name: of the role's metrics, "" = the default. label: the first word of the run's last line.
+      allow_change: schedule settings that a resume may change.
+      arguments: the command line of main, which child processes get too.
+      init_from: RUN@STEP, the snapshot that a new run begins from; "" = as its config says.
+      world: of the processes of a trainer, as this one sees it.
+      profile: the window of --profile.
     mistakes: found so far; they are told with those that the checks of a role find, and the role does not begin.
     """
 
@@ -38,6 +41,7 @@ class Invocation:
     arguments: tuple[str, ...]
     init_from: str = ""
     world: World = ALONE
+    profile: Window | None = None
     mistakes: Mistakes = dataclasses.field(default_factory=Mistakes)
 
     @property
@@ -62,9 +66,18 @@ def _check_run(s: Invocation, found: Mistakes, *, may_change_schedule: bool, fet
         if may_change_schedule:
             found.attempt(_check_schedule, s)
     found.end()
+    if not processes_lib.expected_run():  # the supervisor of this process has said the same
+        _warn(s)
+
+
+def _warn(s: Invocation) -> None:
+    """Tells what a role that starts does without."""
     for split, count in s.experiment.skipped.items():
         if count:
             log.warning("%d %s prompts are longer than task.prompt_length and left out", count, split)
+    for sink in dict.fromkeys(s.config.metrics.sinks):
+        if sink in sinks.TRACKERS and (sentence := missing(sink)):
+            log.warning("%s", sentence)
 
 
 def check_dry_run(s: Invocation) -> None:

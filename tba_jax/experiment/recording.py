@@ -12,7 +12,8 @@ from tba_jax.text.visible import visible
 
 def of_role(s: Invocation, name: str) -> Record:
     """A record in the folder of a role's metrics. Args: name: of the role's metrics."""
-    return Record(s.run.metrics(name), timeline_megabytes=s.config.metrics.timeline_megabytes)
+    megabytes = s.config.metrics.timeline_megabytes
+    return Record(s.run.metrics(name), timeline_megabytes=megabytes, traces=s.run.profiles(name), profile=s.profile)
 
 
 def begin(s: Invocation, name: str) -> Record:

@@ -8,14 +8,14 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tba_jax.experiment import compiling, initial_policy, other_runs, recording, role_devices, schedule_changes
+from tba_jax.experiment import compiling, initial_policy, other_runs, prompt_check, recording, role_devices, schedule_changes
 from tba_jax.experiment.joining import Invocation, join, mistakes_end_the_role
 from tba_jax.roles import gpus
 from tba_jax.run import contract as contract_lib
-from tba_jax.run import layout, places, rendezvous
+from tba_jax.run import layout, metrics, places, rendezvous
 from tba_jax.run import processes as processes_lib
+from tba_jax.run.alarms import Alarms
 from tba_jax.run.lease import EpochLease, LeaseHeld
-from tba_jax.run.metrics import MetricWriter
 from tba_jax.run.process_group import Alone, Group, Member
 from tba_jax.run.record import Record
 from tba_jax.schemas import flatten
@@ -87,14 +87,17 @@ def _make_reference_alone(s: Invocation, group: Group, record: Record) -> None:
 def _make_reference(s: Invocation, group: Group, record: Record) -> None:
     """Makes the policy that step 0 starts from, unless the run has one. The caller holds the lease.
 
+    Before that it tells what is wrong with the prompts, as an alarm of the trainer: nobody is to wait for a warm start in vain.
+
     Args: record: of the process that makes it.
     """
+    prompt_check.tell(s.experiment, Alarms(s.run.metrics("trainer")))
     if places.exists(s.run.initial_reference):
         if initial_policy.mend(s.run):  # until now nobody knew whose rows go with it
             other_runs.check_mounts(s.run, s.config, s.experiment.contract, init_from=s.init_from)
         return
-    megabytes, steps = s.config.metrics.event_megabytes, s.config.warm_start.steps
-    writer = MetricWriter(s.run.metrics("reference"), event_megabytes=megabytes, cost=record.cost)
+    steps = s.config.warm_start.steps
+    writer = metrics.open_writer(s.config, s.run, "reference", kind="reference", cost=record.cost)
 
     def report(step: int, loss: float) -> None:
         log.info("warm start: step %d, loss %.3f", step, loss)
@@ -256,6 +259,10 @@ def _follow(s: Invocation, member: Member) -> int:
                 case "go live":
                     is_live = True
                     sys.setswitchinterval(_SWITCH_SECONDS)
+                case "begin profile":
+                    record.profiler.begin()
+                case "end profile":
+                    record.profiler.end()
                 case "close":
                     assert follower is not None, "nothing has begun"
                     follower.close()

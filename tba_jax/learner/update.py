@@ -98,6 +98,7 @@ def scored_in_micro_batches(policy: Decoder, packed: Packed, batch: Batch, *, co
     return row_packing.summed(lambda micro, _: scored(policy, None, micro, batch, config=config)[0][0], packed)
 
 
+@jax.named_scope("update")
 def train_step(
     state: TrainState,
     frozen: Params,

@@ -3,7 +3,20 @@
 Norms, activations and softmax are left out; so are positions that a causal mask hides.
 """
 
+import numpy as np
+
 from tba_jax.models.config import DecoderConfig
+
+# Passes of a row through the layers: forward, and backward towards activations and weights. Weights that stay need no gradient.
+_PASSES_TRAINED, _PASSES_FROZEN = 3, 2
+
+
+def passes(*, adapters: bool, held_reference: bool) -> int:
+    """How often an update computes what a forward pass does.
+
+    Args: adapters: whether only these are trained; held_reference: whether the update scores the rows by a reference first.
+    """
+    return (_PASSES_FROZEN if adapters else _PASSES_TRAINED) + held_reference
 
 
 def layer_weights(model: DecoderConfig) -> int:
@@ -28,6 +41,17 @@ def _pairs(positions: int, window: int) -> int:
     """Σ min(t, window) over t = 1 … positions; window 0: Σ t."""
     near = min(positions, window) if window else positions
     return near * (near + 1) // 2 + (positions - near) * window
+
+
+def attention_of(model: DecoderConfig, positions: np.ndarray) -> int:
+    """Σ attention(model, n) over the numbers n of `positions`, int64[…]."""
+    total = 0
+    for local in set(model.local_layers):
+        window = model.window if local else 0
+        near = np.minimum(positions, window) if window else positions
+        pairs = near * (near + 1) // 2 + (positions - near) * window
+        total += model.local_layers.count(local) * int(pairs.sum())
+    return 4 * model.heads * model.head_size * total
 
 
 def forward(model: DecoderConfig, *, positions: int, logits: int) -> int:

@@ -36,6 +36,7 @@ def response_hidden_states(model: Decoder, tokens: jax.Array, prompt_length: jax
     return jax.vmap(lambda row, begin: jax.lax.dynamic_slice_in_dim(row, begin - 1, R))(hidden, prompt_length)
 
 
+@jax.named_scope("score")
 def response_logprobs(
     model: Decoder,
     tokens: jax.Array,
@@ -68,6 +69,7 @@ def response_logprobs(
     return jnp.where(mask, logprobs, 0.0), jnp.where(mask, entropy, 0.0)
 
 
+@jax.named_scope("score")
 def packed_hidden_states(model: Decoder, sequences: Sequences, *, remat: str) -> jax.Array:
     """compute_dtype[W·M, places, D]: the hidden states that the listed response tokens are predicted from.
 
@@ -81,6 +83,7 @@ def packed_hidden_states(model: Decoder, sequences: Sequences, *, remat: str) ->
     return listed.reshape(W * M, *listed.shape[2:])
 
 
+@jax.named_scope("score")
 def packed_logprobs(
     model: Decoder, hidden: jax.Array, sequences: Sequences, *, R: int, space: ResponseSpace, logit_bytes: int, none: int
 ) -> tuple[jax.Array, jax.Array]:

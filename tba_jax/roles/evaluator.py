@@ -17,13 +17,13 @@ from tba_jax.decoding.slots import row_keys
 from tba_jax.models.policy import Policy
 from tba_jax.programs import Program
 from tba_jax.rewards.responses import response_texts, reward_texts
-from tba_jax.roles import reference, sampler
+from tba_jax.roles import evaluation_alarms, reference, sampler
 from tba_jax.roles.reference import policy_mesh, text_columns
 from tba_jax.roles.sampler import Sampler
 from tba_jax.run import contract as contract_lib
-from tba_jax.run import layout, places, snapshots
+from tba_jax.run import layout, metrics, places, snapshots
 from tba_jax.run.damaged_snapshots import DamagedSnapshots
-from tba_jax.run.metrics import MetricWriter, TimeAccount
+from tba_jax.run.metrics import TimeAccount
 from tba_jax.run.record import Record
 from tba_jax.tasks.interface import EncodedQuery, HasFinalAnswer, HasMeasures, Task
 from tba_jax.text.tokenizers import Tokenizer
@@ -248,6 +248,11 @@ def report_scalars(report: dict[str, Any]) -> dict[str, float]:
     return {name: value for name, value in report.items() if isinstance(value, float) and name != "time"}
 
 
+def sample_rows(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """The samples of a report, as tables of trackers take them."""
+    return [{"kind": kind} | response for kind, responses in report["samples"].items() for response in responses]
+
+
 def _of_reference(greedy: Sequence[dict[str, Any]], sampled: Sequence[dict[str, Any]]) -> dict[str, float]:
     """How far the policy is from the reference."""
     return {
@@ -336,9 +341,10 @@ def run_evaluator(
     A damaged one is told, and left out until it is published again: neither this role nor the end of the run waits for it.
     """
     record = account.record
-    writer = MetricWriter(run.metrics("evaluator"), event_megabytes=config.metrics.event_megabytes, cost=record.cost)
+    writer = metrics.open_writer(config, run, "evaluator", kind="evaluator", cost=record.cost)
     record.status.phase("")
     damaged = DamagedSnapshots(run.policies, follows=NOT_EVALUATED)
+    watchdog = evaluation_alarms.watchdog(run, config)
 
     def afresh() -> PendingSteps:  # a trainer that resumes may have changed the last step
         return PendingSteps(run, every_steps=config.evaluation.every_steps, final_step=contract_lib.steps_of(run))
@@ -357,8 +363,8 @@ def run_evaluator(
         try:
             if run.id:
                 contract_lib.check_is_there(run)
-            with account.measure("evaluate"):
-                step = pending[-1] if finished else pending[0]
+            step = pending[-1] if finished else pending[0]
+            with account.measure("evaluate"), record.profiler.batch(step, most=1):
                 report = damaged.attempt(step, functools.partial(evaluator.evaluate, step))
         except FileNotFoundError:
             # The snapshot was pruned meanwhile.
@@ -369,5 +375,7 @@ def run_evaluator(
             continue
         record.step = report["step"]
         writer.write(report["step"], report_scalars(report) | account.shares())
+        writer.table("samples", report["step"], sample_rows(report))
+        watchdog.look(report["step"], evaluation_alarms.point(report, config))
         log.info("step %d: greedy reward %.3f, sampled %.3f", report["step"], report["greedy_reward"], report["sampled_reward"])
     writer.close()

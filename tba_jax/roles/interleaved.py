@@ -7,16 +7,18 @@ import functools
 import time
 from collections.abc import Callable
 
-from tba_jax.roles.evaluator import NOT_EVALUATED, Evaluator, PendingSteps, report_scalars
+from tba_jax.roles import evaluation_alarms
+from tba_jax.roles.evaluator import NOT_EVALUATED, Evaluator, PendingSteps, report_scalars, sample_rows
+from tba_jax.roles.searcher import alarm_rules
 from tba_jax.roles.searcher.appender import LOOK_SECONDS, SearchReport
 from tba_jax.roles.searcher.reward_watch import RewardWatch
+from tba_jax.roles.searcher.samples import SampleTables
 from tba_jax.roles.searcher.searcher import Searcher
 from tba_jax.roles.trainer.loop import end
 from tba_jax.roles.trainer.recorder import Recorder
 from tba_jax.roles.trainer.trainer import Trainer
-from tba_jax.run import layout, processes, snapshots
+from tba_jax.run import layout, metrics, processes, snapshots
 from tba_jax.run.damaged_snapshots import DamagedSnapshots
-from tba_jax.run.metrics import MetricWriter
 from tba_jax.run.status import Status
 
 
@@ -33,34 +35,45 @@ def run_interleaved(
     Fresh rows of step n come from the weights after n − 1 − lag updates.
     """
     recorder = Recorder(trainer, run)
-    megabytes, record = trainer.config.metrics.event_megabytes, trainer.record
-    search_writer = MetricWriter(run.metrics("searcher-0"), event_megabytes=megabytes, cost=record.cost)
+    record = trainer.record
+    search_writer = metrics.open_writer(trainer.config, run, "searcher-0", kind="searcher", cost=record.cost)
+    tables = SampleTables(search_writer, trainer.config)
     evaluations = _Evaluations(evaluator, run, trainer) if evaluator is not None else None
     record.status.phase("")
+    record.profiler.starts_at(trainer.step_number)
     trainer.flush_snapshot()
     if evaluations:
         evaluations.catch_up()
     watch, status = RewardWatch(give_up_seconds=trainer.config.searchers.give_up_seconds), Status(run.metrics("searcher-0"))
+    watchdog = alarm_rules.watchdog(run, trainer.config, name="searcher-0")
 
     def goes_on() -> bool:
         watch.look(waiting=searcher.unrewarded, grades=searcher.grades)
         status.trouble(watch.trouble)
         return not stop()
 
-    while not trainer.is_done and goes_on():
-        if not watch.may_search:
-            time.sleep(trainer.config.searchers.poll_seconds)
-            continue
+    def search() -> list[SearchReport]:
+        """One batch, whose report comes once it is in the log; none where the run stops before."""
         _load(searcher, max(0, trainer.step_number - trainer.config.schedule.lag))
         searcher.advance(waits=goes_on)
         while not (reports := searcher.appended(wait_seconds=LOOK_SECONDS)) and goes_on():
             pass
-        if not reports:
-            break
-        (report,) = reports
-        watch.note(report)
-        trainer.poll()
-        measurements = trainer.step()
+        return reports
+
+    while not trainer.is_done and goes_on():
+        if not watch.may_search:
+            time.sleep(trainer.config.searchers.poll_seconds)
+            continue
+        with record.profiler.step(trainer.step_number + 1):
+            if not (reports := search()):
+                break
+            (report,) = reports
+            watch.note(report)
+            tables.note(report.samples, policy_step=report.policy_step)
+            watchdog.look(trainer.step_number + 1, alarm_rules.point(report))
+            trainer.poll()
+            measurements = trainer.step()
+        record.profiler.ended(trainer.step_number)
         trainer.report_problems()
         if measurements is None:
             continue
@@ -91,11 +104,12 @@ class _Evaluations:
     """Evaluates every published snapshot that is due, in this process."""
 
     def __init__(self, evaluator: Evaluator, run: layout.RunDir, trainer: Trainer):
-        config = trainer.config
+        self._config = config = trainer.config
+        self._watchdog = evaluation_alarms.watchdog(run, config)
         self._damaged = DamagedSnapshots(run.policies, follows=NOT_EVALUATED)
         self._evaluator = evaluator
-        megabytes, self._record = config.metrics.event_megabytes, trainer.record
-        self._writer = MetricWriter(run.metrics("evaluator"), event_megabytes=megabytes, cost=self._record.cost)
+        self._record = trainer.record
+        self._writer = metrics.open_writer(config, run, "evaluator", kind="evaluator", cost=self._record.cost)
         self._pending = PendingSteps(run, every_steps=config.evaluation.every_steps, final_step=config.learner.steps)
 
     def catch_up(self) -> None:
@@ -104,6 +118,8 @@ class _Evaluations:
                 report = self._damaged.attempt(step, functools.partial(self._evaluator.evaluate, step))
             if report is not None:
                 self._writer.write(step, report_scalars(report))
+                self._writer.table("samples", step, sample_rows(report))
+                self._watchdog.look(step, evaluation_alarms.point(report, self._config))
 
     def close(self) -> None:
         self._writer.close()

@@ -29,6 +29,14 @@ class Alarm:
     advice: str
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What a rule has found, with figures, and what to do about it, with names of settings. Both have no period at the end."""
+
+    sentence: str
+    advice: str
+
+
 class Alarms:
     """Tells a role's alarms: a line of the file, and a warning of the role's log. A restarted role knows what it has told.
 
@@ -45,12 +53,7 @@ class Alarms:
         return kind in self._told
 
     def tell(self, *, kind: str, sentence: str, advice: str, step: int) -> None:
-        """Tells an alarm, unless this run has told its kind.
-
-        Args:
-          kind: a name of docs/watching.md, "Alarms".
-          sentence: what was found, with figures; advice: what to do, with names of settings. Both have no period at the end.
-        """
+        """Tells an alarm, unless this run has told its kind. Args: kind: a name of docs/watching.md. Others: see Finding."""
         if kind in self._told:
             return
         self._told.add(kind)

@@ -14,6 +14,8 @@ from jax import monitoring
 
 from tba_jax.run.record import Record
 
+# The function of a program -> what people call it; other programs are called as their functions.
+_CALLED = {"train_step": "the update", "decode": "the decoder", "prefill": "the prefill", "score": "the scoring"}
 # A compilation that takes less is no event.
 EVENT_SECONDS = 0.5
 _LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
@@ -39,8 +41,8 @@ class _Watch:
             self._phase.__enter__()
 
     def hear_duration(self, event: str, duration_secs: float, **about: str | int) -> None:
-        # The name of a program is that of its function, such as "train_step".
-        program = str(about.get("fun_name", "a program")).removeprefix("jit(").removesuffix(")")
+        function = str(about.get("fun_name", "a program")).removeprefix("jit(").removesuffix(")")
+        program = _CALLED.get(function, function)
         if event == _LOWERED and _is_main():
             self._lowered = program
         elif event == _COMPILED:

@@ -314,7 +314,7 @@ def read_run(run: layout.RunDir, *, called: str = "") -> dict[str, Any]:
 
 
 def read(run: layout.RunDir) -> dict[str, Any]:
-    """config.json: {"format", "id", "config", "contract", "changes", "init_from"}; supervised training has fewer.
+    """config.json: {"format", "id", "config", "contract", "changes", "init_from"}; of supervised training, the first four.
 
     Raises:
       FileNotFoundError: there is no config.json. ValueError: it is damaged, or another version of tba_jax wrote it.

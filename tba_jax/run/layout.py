@@ -108,6 +108,10 @@ class RunDir:
         folder = self.references if isinstance(self.references, Path) else self.root / "reference"
         return folder / f".draft-{uuid.uuid4().hex[:8]}"
 
+    def profiles(self, role: str) -> Path:
+        """The traces of --profile, see run/profiles.py."""
+        return self.root / "profiles" / role
+
     def metrics(self, role: str) -> Path:
         return self.root / "metrics" / role
 

@@ -112,6 +112,7 @@ def pair_scores(model: Decoder, pairs: Preferences, config: StepConfig) -> jax.A
     return heads.sequence_scores(model, pairs.tokens.reshape(2 * B, T), length, remat=config.remat).reshape(B, 2)
 
 
+@jax.named_scope("update")
 def train_step(
     state: TrainState, batch: Batch, *, objective: Objective, optimizers: Optimizers, config: StepConfig
 ) -> tuple[TrainState, dict[str, jax.Array]]:

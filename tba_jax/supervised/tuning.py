@@ -24,10 +24,10 @@ from tba_jax.models.hugging_face import export as export_lib
 from tba_jax.models.hugging_face import load
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
-from tba_jax.run import layout
+from tba_jax.run import layout, metrics
+from tba_jax.run.alarms import Alarms
 from tba_jax.run.checkpoints import Checkpoints
-from tba_jax.run.metrics import MetricWriter
-from tba_jax.supervised import examples, objectives
+from tba_jax.supervised import alarm_rules, examples, objectives
 from tba_jax.text.tokenizers import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class Tuning:
         everywhere = sharding.replicated(plan.mesh)
         self._update = sharding.on_mesh(plan.mesh, jax.jit(update, donate_argnums=0, out_shardings=(self._shardings, everywhere)))
         self._totals = sharding.on_mesh(plan.mesh, jax.jit(totals, out_shardings=everywhere))
-        self._writer = MetricWriter(plan.run.metrics("supervised"), event_megabytes=plan.config.metrics.event_megabytes)
+        self._writer = metrics.open_writer(plan.config, plan.run, "supervised", kind="supervised")
         self._checkpoints = Checkpoints(plan.run.checkpoints, keep=plan.config.checkpoint.keep)
         # The first and the newest evaluation, and seconds of training: what the last line tells, kept with the checkpoints.
         self.first: dict[str, float] = {}
@@ -135,7 +135,22 @@ class Tuning:
                 self.save()
         self.save()
         self._checkpoints.wait()
+        if self.step == steps and c.kind == "reward":
+            self._tell_what_it_learned()
         return self.step == steps
+
+    def _tell_what_it_learned(self) -> None:
+        """Tells an alarm where a reward model has learned nothing of use."""
+        found = alarm_rules.reward_model_guesses(self.first, self.newest, pairs=len(self._evaluated))
+        if found is not None:
+            alarms = Alarms(self._plan.run.metrics("supervised"))
+            told = dict(sentence=found.sentence, advice=found.advice)
+            alarms.tell(kind=alarm_rules.REWARD_MODEL_GUESSES, **told, step=self.step)
+
+    @property
+    def _evaluated(self) -> Sequence[Any]:
+        """The held-out examples that evaluations look at."""
+        return self._plan.data.heldout[: self._plan.config.evaluation.examples or None]
 
     def _batch(self, step: int) -> Any:
         """The examples of a step: all of them in an order of their own in each epoch, one epoch after the other."""
@@ -182,8 +197,7 @@ class Tuning:
     def evaluate(self) -> dict[str, float]:
         """Means over the held-out examples: loss, and perplexity (sft) or pair_accuracy and margin (reward)."""
         self._record()
-        heldout = self._plan.data.heldout[: self._plan.config.evaluation.examples or None]
-        rows, sums = self._plan.micro_rows, dict[str, float]()
+        heldout, rows, sums = self._evaluated, self._plan.micro_rows, dict[str, float]()
         for begin in range(0, len(heldout), rows):
             batch = sharding.put_rows(self._plan.mesh, self._padded(heldout[begin : begin + rows], rows))
             for name, value in jax.device_get(self._totals(self.state, batch)).items():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -21,7 +22,7 @@ from tba_jax.models import parameters, scoring
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.hugging_face import export, load
 from tba_jax.models.parameters import Params
-from tba_jax.run import contract, layout, metrics, processes
+from tba_jax.run import alarms, contract, layout, metrics, processes
 from tba_jax.supervised import examples, tuning
 from tba_jax.text.tokenizers import HuggingFaceTokenizer
 from tests.support import applied, tiny_run
@@ -152,6 +153,21 @@ def test_a_reward_model_learns_what_the_prompt_asks_for(folder, tmp_path, capsys
     assert len(values["id2label"]) == 1
     margins = score_folder(tmp_path / "reward", preferences(100, seed=3))
     assert np.mean(margins > 0) >= 0.85, "pairs that no run has seen"
+    assert alarms.read(tmp_path / "run" / "metrics" / "supervised") == []
+
+
+def test_a_reward_model_that_has_hardly_learned_says_so_at_its_end(folder, tmp_path):
+    train = write_lines(tmp_path / "train.jsonl", preferences(60, seed=1))
+    c = config(folder, train, kind="reward", training__learning_rate=1e-9)
+    assert run(c, tmp_path / "run", tmp_path / "reward", stop=after(2)) == processes.STOPPED
+    assert alarms.read(tmp_path / "run" / "metrics" / "supervised") == []
+    for _ in range(2):
+        assert run(c, tmp_path / "run", tmp_path / "reward") == 0
+        shutil.rmtree(tmp_path / "reward")
+    (told,) = alarms.read(tmp_path / "run" / "metrics" / "supervised")
+    last = heldout_points(tmp_path / "run")[-1]["heldout_pair_accuracy"]
+    assert (told.kind, told.step) == ("reward_model_guesses", 4) and f"to {last:.3f} on " in told.sentence
+    assert "training.learning_rate" in told.advice
 
 
 def score_folder(folder: Path, pairs: list[dict[str, str]]) -> np.ndarray:

@@ -43,7 +43,7 @@ def test_every_setting_has_a_rule_or_needs_none():
 def outside(rule: Rule, default: Any) -> list[Any]:
     """Values of the default's type just beyond each limit."""
     if rule.one_of or rule.registry:
-        return ["another"]
+        return [("another",) if isinstance(default, tuple) else "another"]
     step = 1 if isinstance(default, int) else 1e-3
     limits = ((rule.above, 0), (rule.below, 0), (rule.at_least, -step), (rule.at_most, step))
     values = [type(default)(limit + beyond) for limit, beyond in limits if limit is not None]
@@ -95,6 +95,13 @@ def test_the_schema_loads_without_jax():
             "task.name='aritmetic' is not one of arithmetic, ",
         ),
         ({"learner.schedule": "wds"}, "(did you mean 'wsd'?)"),
+        (
+            {"metrics.sinks": ("tensorboard", "wandbb")},
+            "holds 'wandbb', which is not one of tensorboard, wandb, trackio (did you mean 'wandb'?)",
+        ),
+        ({"metrics.project": "a/b"}, "metrics.project='a/b' must be at most 100 letters, digits"),
+        ({"metrics.project": ""}, "metrics.project is not given"),
+        ({"metrics.group": "\x1b[31m"}, "metrics.group='\\x1b[31m' must be at most 100 letters, digits"),
         ({"searchers.swap": "at_onse"}, "is not one of at_once, new_sequences (did you mean 'at_once'?)"),
         (
             {"learner.completions": 1},

@@ -84,6 +84,31 @@ def fit_of(found: compiling.RoleFit, name: str) -> fitting.Fit:
     return next(fit for fit in found.fits if fit.name == name)
 
 
+@pytest.mark.parametrize(
+    ("role", "program", "scopes"),
+    [
+        ("trainer", "update", ["update", "score"]),
+        ("trainer", "publish", ["publish"]),
+        ("searcher", "prefill", ["prefill"]),
+        ("searcher", "decode", ["decode"]),
+        ("searcher", "scoring by the reference", ["score"]),
+        ("evaluator", "decode", ["decode"]),
+    ],
+)
+def test_programs_name_their_parts_for_profilers(role, program, scopes, tmp_path, one_device):
+    s = tiny_run.settings(tmp_path / "run", tiny_run.config(publish__dtype="bfloat16"))
+    found = compiling.programs(s.experiment, s.run, role=role, devices=jax.devices())[program]
+    in_key = "jax_compilation_cache_include_metadata_in_key"  # a program from the cache has the names of when it was compiled
+    jax.config.update(in_key, True)
+    try:
+        compiled = found.function.lower(*found.arguments, **found.options).compile().as_text()
+    finally:
+        jax.config.update(in_key, False)
+    names = [name.partition("/")[2] for name in re.findall(r'op_name="([^"]*)"', compiled)]  # after jit(…)
+    for scope in scopes:
+        assert any(re.search(rf"\b{scope}\b", name) for name in names), names[:20]
+
+
 def test_the_update_is_that_of_a_real_trainer(made):
     trainer, _, found = made
     fit, program = fit_of(found["trainer"], "update"), trainer.program

@@ -5,6 +5,7 @@ import math
 import jax
 import jax.extend.core
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from tba_jax.models import decoder, flops, parameters
@@ -52,6 +53,7 @@ def test_attention_is_of_each_token_to_those_before_it(window):
     one = 4 * config.heads * config.head_size
     for positions in (1, 2, 10):
         seen = sum(min(t, window) if local else t for local in config.local_layers for t in range(1, positions + 1))
-        assert flops.attention(config, positions) == one * seen
+        assert flops.attention(config, positions) == one * seen == flops.attention_of(config, np.array([positions]))
         whole, prompt = (flops.forward(config, positions=positions + n, logits=n) for n in (4, 0))
         assert flops.decoding(config, prompt=positions, response=4) == whole - prompt
+    assert flops.attention_of(config, np.array([1, 10, 10])) == sum(flops.attention(config, n) for n in (1, 10, 10))

@@ -11,7 +11,7 @@ import pytest
 
 from tba_jax import sharding
 from tba_jax.experiment import composition, jobs, training
-from tba_jax.roles import evaluator
+from tba_jax.roles import evaluation_alarms, evaluator
 from tba_jax.run import contract, layout, places, snapshots
 from tba_jax.run.metrics import TimeAccount
 from tba_jax.run.snapshots import COMMIT, SnapshotInfo
@@ -168,7 +168,13 @@ def test_rewards_that_could_not_be_found_count_nowhere(prepared):
         def final_answer(self, response):
             return response[:1]
 
+    def fails(report) -> bool:
+        point = evaluation_alarms.point(report, prepared.config)
+        return evaluation_alarms.evaluation_fails([point], prepared.config) is not None
+
+    assert not fails(evaluated(prepared))
     report = evaluated(prepared, Failing(prepared.experiment.task))
+    assert fails(report)
     assert report["unscored"] == 20 and report["greedy_reward"] == report["sampled_reward"] == report["pass@4"] == 1
     assert 0 < report["majority@4"] <= 1
     assert [response["reward"] for response in report["samples"]["greedy"]] == [1, None] * 4

@@ -133,3 +133,18 @@ def write_byte_bpe(folder, *, eos: str | None = "<|end|>", pad: str | None = Non
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "pad_token": pad, "model_max_length": 4}
     (folder / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in settings.items() if v is not None}))
     return folder
+
+
+def write_letters(folder: Path, letters: str) -> Path:
+    """A tokenizer of one id a letter that drops all other characters, as BPE does where it has no token for them."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models
+
+    backend = Backend(models.BPE(vocab={"<|end|>": 0} | {letter: i for i, letter in enumerate(letters, start=1)}, merges=[]))
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens(["<|end|>"])
+    folder.mkdir(parents=True)
+    backend.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder

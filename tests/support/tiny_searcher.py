@@ -3,6 +3,7 @@
 import dataclasses
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ from tba_jax import trajectory
 from tba_jax.decoding import slots
 from tba_jax.experiment import jobs
 from tba_jax.replay.reader import LogReader
+from tba_jax.roles.searcher import loop
 from tba_jax.roles.searcher.searcher import Searcher
 from tba_jax.roles.searcher.stream import query_order, writer_number
 from tba_jax.run import layout, snapshots
 from tba_jax.run.metrics import TimeAccount
+from tba_jax.run.record import Record
 from tba_jax.tasks.interface import Query, Scores, Task
 from tests.support import applied, tiny_run
 
@@ -46,6 +49,24 @@ def make_searcher(
     if task is not None:
         s = dataclasses.replace(s, experiment=dataclasses.replace(s.experiment, task=task(s.experiment.task)))
     return s, jobs.make_searcher(s, name="tested", account=TimeAccount())
+
+
+def run_searcher(s: jobs.Invocation, made: Searcher, look: Callable[[], None]) -> None:
+    """`look` is called between batches. The searcher and its refresher must have ended after a minute."""
+    end = time.monotonic() + 60
+    threads: set[threading.Thread] = set()
+
+    def stop() -> bool:
+        threads.update(thread for thread in threading.enumerate() if thread.name == "refresher")
+        look()
+        return time.monotonic() > end
+
+    try:
+        loop.run_searcher(made, s.config, s.run, name="tested", account=TimeAccount(Record(s.run.metrics("tested"))), stop=stop)
+    finally:
+        (refresher,) = threads
+        refresher.join(timeout=10)
+        assert not refresher.is_alive()
 
 
 def weights(s: jobs.Invocation, step: int) -> dict[str, Any]:

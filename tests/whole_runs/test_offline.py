@@ -31,6 +31,7 @@ def test_a_trainer_learns_from_a_log_and_leaves_it_as_it_was(tmp_path, frozen):
     assert (source.run.replay / writer).is_dir()
     points = metrics.read_lines(s.run.metrics("trainer"))
     assert [point["mounted_share"] for point in points] == [1.0] * 12
+    assert all(point["reward_mounted"] == pytest.approx(point["reward"]) and "reward_own" not in point for point in points)
     assert [point["staleness_max"] for point in points] == list(range(12))
     assert not any("logprob_gap_max" in point for point in points), "no snapshot of this run made these rows"
     run = audit.open_run(s.run.root)
@@ -72,7 +73,11 @@ def test_rows_of_another_run_join_without_an_alarm(tmp_path, source):
     s = tiny_run.settings(tmp_path / "run", frozen_runs.config(replay__mount=(str(source.run.root),), **IN_TURN, **mixed))
     assert jobs.everything(s)() == 0
     points = metrics.read_lines(s.run.metrics("trainer"))
-    assert any(0 < point["mounted_share"] < 1 for point in points)
+    both = [point for point in points if 0 < point["mounted_share"] < 1]
+    assert both
+    for point in both:
+        share = point["mounted_share"]
+        assert share * point["reward_mounted"] + (1 - share) * point["reward_own"] == pytest.approx(point["reward"])
     gaps = [point["logprob_gap_max"] for point in points if "logprob_gap_max" in point]
     assert gaps and max(gaps) < 1e-3
     run = audit.open_run(s.run.root)

@@ -14,7 +14,7 @@ import pytest
 
 from tba_jax.commands import audit
 from tba_jax.replay import journal
-from tba_jax.run import layout, metrics, processes
+from tba_jax.run import events, layout, metrics, processes, timeline
 from tests.support import frozen_runs, tiny_run
 from tests.support import trainer_processes as trainers
 
@@ -247,7 +247,7 @@ def test_a_silent_process_is_seen_after_the_heartbeat(tmp_path, source):
 
 def test_a_supervised_trainer_of_two_processes_is_started_again_as_a_whole(tmp_path):
     workdir = tmp_path / "run"
-    flags = ["--config.trainer.processes=2", "--config.searchers.count=1", "--config.learner.steps=40"]
+    flags = ["--config.trainer.processes=2", "--config.searchers.count=1", "--config.learner.steps=40", "--profile=38:2"]
     supervisor = tiny_run.start(tiny_run.command(workdir, *flags, "--config.learner.mesh.fsdp=2"))
     with trainers.ended_at_last([supervisor]):
         wait_for_steps(workdir, 4, [supervisor])
@@ -263,6 +263,11 @@ def test_a_supervised_trainer_of_two_processes_is_started_again_as_a_whole(tmp_p
     gaps = [point["logprob_gap_max"] for point in points if "logprob_gap_max" in point]
     assert gaps and max(gaps) < 1e-3, "both processes score the rows that are compared"
     assert "process 1 of 2" in (workdir / "logs" / "trainer-process-1.log").read_text()
+    for name in ("trainer", "trainer-process-1"):
+        folder = workdir / "metrics" / name
+        assert "end" in {event["event"] for event in events.read(folder)}, name
+        assert "update" in {span[0] for line in timeline.each_line(folder) for span in line["spans"]}, name
+        assert len(list((workdir / "profiles" / name).rglob("*.xplane.pb"))) == 1, name
 
 
 def test_a_mesh_that_the_devices_of_all_processes_do_not_make_up_is_refused_by_all(tmp_path, source):

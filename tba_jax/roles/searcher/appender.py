@@ -20,6 +20,7 @@ from tba_jax.decoding.requests import Generation
 from tba_jax.decoding.state_values import ValuedStates
 from tba_jax.replay.log import LogWriter
 from tba_jax.rewards.responses import response_texts, reward_texts
+from tba_jax.roles.searcher.samples import Samples
 from tba_jax.run.timeline import Timeline
 from tba_jax.tasks.interface import CountsGrades, EncodedQuery, Scores, Task
 from tba_jax.text.tokenizers import Tokenizer
@@ -39,6 +40,7 @@ class SearchReport:
     failure: why the first of them could not be scored, "" if the task does not say.
     policy_step: of the weights in use when it was decoded. slot_idle: share of all slot-steps so far that gave no token.
     useful_token_share: of all tokens so far that prefill and reference computed, those of prompts and rows.
+    samples: the rows, for tables.
     """
 
     time: float
@@ -53,17 +55,21 @@ class SearchReport:
     seconds: float
     value_tokens: int
     failure: str
+    samples: Samples = dataclasses.field(default_factory=Samples)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodedBatch:
     """A batch that waits for its rewards.
 
-    rows: all columns but row, reward, reward_parts and state_values. scores, values: what gives the missing columns.
+    rows: all columns but row, reward, reward_parts and state_values. texts, queries: of the rows, one each. scores, values: what
+    gives the missing columns.
     begin: time.monotonic() when its decoding began. Others: see SearchReport.
     """
 
     rows: dict[str, np.ndarray]
+    texts: Sequence[str]
+    queries: Sequence[EncodedQuery]
     scores: Future[Scores]
     values: ValuedStates | None
     policy_step: int
@@ -221,4 +227,5 @@ class Appender:
             seconds=now - batch.begin,
             value_tokens=0 if batch.values is None else batch.values.tokens,
             failure=scores.failure,
+            samples=Samples(batch.texts, batch.queries, rows),
         )

@@ -1,15 +1,18 @@
 """The loop of a searcher's process: it searches batches until the run has finished, and loads snapshots in a thread beside it."""
 
+import itertools
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tba_jax.roles.searcher import alarm_rules
 from tba_jax.roles.searcher.appender import SearchReport
 from tba_jax.roles.searcher.reward_watch import RewardWatch
+from tba_jax.roles.searcher.samples import SampleTables
 from tba_jax.roles.searcher.searcher import Searcher
-from tba_jax.run import contract, grants, layout, places
+from tba_jax.run import contract, grants, layout, metrics, places
 from tba_jax.run.metrics import MetricWriter, TimeAccount
 from tba_jax.run.requests import RequestRate
 from tba_jax.run.status import Status
@@ -77,8 +80,8 @@ class _Pause:
 class Rates:
     """Writes a searcher's metrics, a line for each appended batch. Rates begin after the first, which holds the compilation."""
 
-    def __init__(self, writer: MetricWriter, account: TimeAccount, requests: RequestRate):
-        self._writer, self._account, self._requests = writer, account, requests
+    def __init__(self, writer: MetricWriter, account: TimeAccount, requests: RequestRate, tables: SampleTables | None = None):
+        self._writer, self._account, self._requests, self._tables = writer, account, requests, tables
         self._batches, self._begin = 0, 0.0
         self._rows = self._tokens = self._value_tokens = self._unscored = 0
 
@@ -86,6 +89,8 @@ class Rates:
         for report in reports:
             self._batches += 1
             self._unscored += report.unscored
+            if self._tables is not None:
+                self._tables.note(report.samples, policy_step=report.policy_step)
             if self._batches == 1:
                 self._account.restart()
                 self._begin = report.time
@@ -118,15 +123,17 @@ def run_searcher(
 
     The batch that is being decoded is completed. Batches that wait for their rewards have searchers.stop_seconds to get them.
     """
-    status, cost = account.record.status, account.record.cost
-    writer = MetricWriter(run.metrics(name), event_megabytes=config.metrics.event_megabytes, cost=cost)
+    status = account.record.status
+    writer = metrics.open_writer(config, run, name, kind="searcher", cost=account.record.cost)
     watch = RewardWatch(give_up_seconds=config.searchers.give_up_seconds)
     poll_seconds = places.poll_seconds([run.shared], config.searchers.poll_seconds)
     searcher.refresh()
     status.phase("")
     log.info("%s writes replay/%s", name, searcher.writer)
-    refresher, rates = _Refresher(searcher, poll_seconds=poll_seconds), Rates(writer, account, RequestRate([run.shared]))
-    pause = _Pause(status, config)
+    refresher, pause = _Refresher(searcher, poll_seconds=poll_seconds), _Pause(status, config)
+    rates = Rates(writer, account, RequestRate([run.shared]), SampleTables(writer, config))
+    batches, profiler = itertools.count(1), account.record.profiler
+    watchdog = alarm_rules.watchdog(run, config, name=name)
 
     def goes_on() -> bool:
         if stop() or contract.is_finished(run):
@@ -140,13 +147,15 @@ def run_searcher(
         reports = searcher.appended(wait_seconds=wait_seconds)
         for report in reports:
             watch.note(report)
+            watchdog.look(next(batches), alarm_rules.point(report))
         rates.write(reports)
 
     try:
         while goes_on():
             if searcher.may_search and watch.may_search:
                 pause.ends()
-                searcher.advance(ahead=lambda: not stop() and watch.may_search, waits=goes_on)
+                with profiler.batch(searcher.policy_step):
+                    searcher.advance(ahead=lambda: not stop() and watch.may_search, waits=goes_on)
             else:
                 with account.measure("wait_policy" if watch.may_search else "wait_rewards"):
                     time.sleep(poll_seconds)

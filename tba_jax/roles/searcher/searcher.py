@@ -238,6 +238,8 @@ class Searcher:
                 values = self._value_states(generation, rows["key"], queries, feed=feed)
         decoded = DecodedBatch(
             rows=rows,
+            texts=texts,
+            queries=queries,
             scores=scores,
             values=values,
             policy_step=self._engine.policy_step,

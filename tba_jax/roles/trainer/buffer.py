@@ -179,8 +179,11 @@ class ReplayBuffer:
         """Whether no row can come any more: there is no writer but those of mounted runs, which have all finished."""
         if self._searchers or not self._mounted_runs:
             return False
-        own = any(self.reader.is_own(writer) for writer in self.index.writers)
-        return not own and all(places.exists(run.finished) for run in self._mounted_runs)
+        return not self.has_own_rows() and all(places.exists(run.finished) for run in self._mounted_runs)
+
+    def has_own_rows(self) -> bool:
+        """Whether a writer of this run, and not of a mounted one, has written rows."""
+        return any(self.reader.is_own(writer) for writer in self.index.writers)
 
     def is_mounted(self, slots: np.ndarray) -> np.ndarray:
         """bool[n]: whether the rows in `slots` are of other runs."""
@@ -189,11 +192,16 @@ class ReplayBuffer:
         mounted = [not self.reader.is_own(self.index.writers[number]) for number in numbers]
         return np.array(mounted, bool)[of_slot]
 
-    def provenance(self, slots: np.ndarray, *, step: int) -> dict[str, Any]:
-        """Of the batch of `step`: staleness int64[B], in steps, and the share of mounted rows where there are mounts."""
+    def provenance(self, slots: np.ndarray, rewards: np.ndarray, *, step: int) -> dict[str, Any]:
+        """Of the batch of `step`: staleness int64[B], in steps; where there are mounts, the share of mounted rows, and the mean
+        rewards of own and of mounted rows, where the batch has some. Args: rewards: float32[B]."""
         row_step = self.index.row_step[slots]
         found = {"staleness": np.where(row_step < 0, 0, step - 1 - row_step)}
-        return found | ({"mounted_share": self.is_mounted(slots).mean()} if self._has_mounts else {})
+        if not self._has_mounts:
+            return found
+        mounted = self.is_mounted(slots)
+        apart = {"reward_own": rewards[~mounted], "reward_mounted": rewards[mounted]}
+        return found | {"mounted_share": mounted.mean()} | {name: of.mean() for name, of in apart.items() if of.size}
 
     def sampled_here(self) -> np.ndarray:
         """int64[n]: slots of resident rows whose tokens snapshots of this run drew."""

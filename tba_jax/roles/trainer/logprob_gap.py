@@ -9,6 +9,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -32,6 +33,13 @@ _STEPS_LOADED = 2  # of those with rows, until a snapshot is there
 _ROWS_OF_A_STEP = 1024  # that are looked at
 # Nats per token that sampler and learner may differ by, by compute dtype.
 _LIMITS = {"float32": 1e-3, "bfloat16": 0.1}
+
+
+def limit(config: Any) -> float:
+    """Nats per token that sampler and learner may differ by. Searchers may compute in model.compute_dtype even where this device
+    cannot."""
+    given: float = config.learner.logprob_gap_limit
+    return given or _LIMITS[config.model.compute_dtype]
 
 
 class SnapshotScores:
@@ -110,15 +118,9 @@ class SnapshotScores:
 class LogprobGap:
     """Compares stored log-probs with the learner's, on rows that the newest possible snapshot alone produced."""
 
-    def __init__(self, scores: SnapshotScores, config: update.LearnerConfig, group: Group, *, compute_dtype: str, limit: float):
-        """
-        Args:
-          scores: of this process; `group` calls the others to score as well.
-          compute_dtype: model.compute_dtype, in which searchers may compute even where this device cannot.
-          limit: nats per token, 0 = by compute_dtype.
-        """
-        self._scores, self._config, self._group = scores, config, group
-        self._limit = limit or _LIMITS[compute_dtype]
+    def __init__(self, scores: SnapshotScores, config: update.LearnerConfig, group: Group, *, limit: float):
+        """Args: scores: of this process; `group` calls the others to score as well. limit: nats per token, see `limit`."""
+        self._scores, self._config, self._group, self._limit = scores, config, group, limit
         # Step -> rows that the snapshot of that step alone produced, while it is being loaded.
         self._compared: dict[int, trajectory.Rows] | None = None
 
@@ -170,9 +172,9 @@ class LogprobGap:
             self._scores.drop()
             return {}
         self._group.call("score rows", compared[step])
-        return self._gap(step, compared[step], self._scores.score(frozen, compared[step]))
+        return self._gap(compared[step], self._scores.score(frozen, compared[step]))
 
-    def _gap(self, step: int, rows: trajectory.Rows, logprobs: np.ndarray) -> dict[str, float]:
+    def _gap(self, rows: trajectory.Rows, logprobs: np.ndarray) -> dict[str, float]:
         """Args: logprobs: float32[B, R], nats, of the learner."""
         mask = trajectory.response_mask(rows["response_length"], rows["policy_step"].shape[1])
         gap = np.abs(logprobs - rows["policy_logprobs"])[mask]
@@ -180,12 +182,4 @@ class LogprobGap:
             return {}
         worst = float(gap.max())
         alarm = not worst <= self._limit  # NaN is an alarm
-        if alarm:
-            log.error(
-                "ALARM: sampler and learner disagree by %.2g nats on a token of policy step %d (limit %.2g, "
-                "learner.logprob_gap_limit): a mask, a position or a precision differs",
-                worst,
-                step,
-                self._limit,
-            )
         return {"logprob_gap_max": worst, "logprob_gap_mean": float(gap.mean()), "logprob_gap_alarm": float(alarm)}

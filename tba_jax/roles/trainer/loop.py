@@ -33,15 +33,20 @@ def run_trainer(trainer: Trainer, run: layout.RunDir, *, stop: Callable[[], bool
         wait.ends()
         record()
 
+    profiler = trainer.record.profiler
+    profiler.starts_at(trainer.step_number, tell=trainer.group.call)
     trainer.start()
     while not trainer.is_done and not stop():
-        measurements = trainer.step(ahead=True, beside=beside)
+        with profiler.step(trainer.step_number + 1):
+            measurements = trainer.step(ahead=True, beside=beside)
         if measurements is None:
             record()
             wait.goes_on()
         else:
             recorder.take(measurements)
         del measurements  # let go of while the devices compute, which would wait for it here
+        profiler.ended(trainer.step_number)
+    profiler.close()
     record()
     wait.ends()
     return end(trainer, recorder)

@@ -5,9 +5,10 @@ from typing import Any
 
 import jax
 
+from tba_jax.roles.trainer import alarm_rules
 from tba_jax.roles.trainer.trainer import Trainer
-from tba_jax.run import layout
-from tba_jax.run.metrics import MetricWriter
+from tba_jax.roles.trainer.work import WorkRates
+from tba_jax.run import layout, metrics
 
 
 class Recorder:
@@ -15,9 +16,10 @@ class Recorder:
 
     def __init__(self, trainer: Trainer, run: layout.RunDir):
         self._trainer, self._first = trainer, trainer.step_number
-        megabytes, cost = trainer.config.metrics.event_megabytes, trainer.record.cost
-        self._writer = MetricWriter(run.metrics("trainer"), event_megabytes=megabytes, cost=cost)
-        self._begin = time.monotonic()
+        self._writer = metrics.open_writer(trainer.config, run, "trainer", kind="trainer", cost=trainer.record.cost)
+        self._watchdog = alarm_rules.watchdog(run, trainer.config)
+        self._circumstances = alarm_rules.Circumstances(trainer)
+        self._begin, self._rates = time.monotonic(), WorkRates(trainer.program.mesh)
         self._taken: dict[str, Any] | None = None
 
     def take(self, measurements: dict[str, Any]) -> None:
@@ -27,6 +29,7 @@ class Recorder:
             # The first step holds the compilation, and the wait for the first rows.
             trainer.account.restart()
             self._begin = time.monotonic()
+        self._rates.take(trainer.program.work)
         self._taken = measurements
 
     def flush(self) -> bool:
@@ -55,9 +58,12 @@ class Recorder:
             "staleness_mean": staleness.mean(),
             "staleness_max": staleness.max(),
             "steps_per_second": steps / max(time.monotonic() - self._begin, 1e-9),
+            **self._rates.scalars(),
             **self._trainer.scalars(),
         }
-        self._writer.write(self._trainer.step_number, scalars, {"staleness": staleness})
+        step = self._trainer.step_number
+        self._writer.write(step, scalars, {"staleness": staleness})
+        self._watchdog.look(step, {"step": step, **scalars, **self._circumstances()})
 
     def close(self) -> None:
         self._writer.close()

@@ -17,6 +17,7 @@ from tba_jax.models.policy import Policy
 from tba_jax.replay import journal, ledger
 from tba_jax.replay.index import ReplayIndex
 from tba_jax.roles.trainer import due as due_lib
+from tba_jax.roles.trainer import logprob_gap
 from tba_jax.roles.trainer.account import TrainerAccount
 from tba_jax.roles.trainer.buffer import ReplayBuffer
 from tba_jax.roles.trainer.checkpointing import Checkpointing
@@ -90,8 +91,7 @@ class Trainer:
         self._refusals = Refusals(skips=config.learner.non_finite == "skip", journal=run.journal)
         learner, sampler_weights = self.program.config, config.searchers.weights
         self._scores = SnapshotScores(learner, self.program.mesh, run.policies, sampler_weights=sampler_weights)
-        numbers = dict(compute_dtype=config.model.compute_dtype, limit=config.learner.logprob_gap_limit)
-        self._gap = LogprobGap(self._scores, learner, self.group, **numbers)
+        self._gap = LogprobGap(self._scores, learner, self.group, limit=logprob_gap.limit(config))
         self._last_gap: dict[str, float] = {}
         self._journal: journal.Journal | None = None
         # The batch of the next step, where it was prepared beside the last update.
@@ -210,7 +210,7 @@ class Trainer:
     def _place(self, slots: np.ndarray, rows: trajectory.Rows, *, step: int) -> _Drawn:
         with self.account.measure("draw"):
             # A slot may hold another row once more rows are integrated, so all that is told of the rows is read now.
-            ids, provenance = self.index.ids(slots), self.buffer.provenance(slots, step=step + 1)
+            ids, provenance = self.index.ids(slots), self.buffer.provenance(slots, rows["reward"], step=step + 1)
             self.group.call("place", rows)
             placed = self.program.place(rows)
         new = self.program.is_new(placed)

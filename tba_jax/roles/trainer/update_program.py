@@ -12,29 +12,31 @@ from tba_jax import sharding, trajectory
 from tba_jax.learner import micro_batches, optimizer, settings
 from tba_jax.learner import state as state_lib
 from tba_jax.learner import update as update_lib
-from tba_jax.models import scoring
+from tba_jax.models import flops, scoring
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
 from tba_jax.packing import row_layout, row_packing
 from tba_jax.programs import Program, shaped
 from tba_jax.roles.shapes_log import ShapesLog
+from tba_jax.roles.trainer.work import Work, of_plan
 from tba_jax.run import contract as contract_lib
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Placed:
-    """B rows on the learner's mesh, in micro-batches of sequences, as `plan` laid them out."""
+    """B rows on the learner's mesh, in micro-batches of sequences, as `plan` laid them out. work: of an update on them."""
 
     batch: state_lib.Batch
     packed: row_packing.Packed
     plan: row_layout.Plan
+    work: Work
 
 
 class UpdateProgram:
     """The compiled update, the train state, the frozen weights, and the reference that moves with the policy if one does.
 
     Attributes:
-      mesh, config: of the learner. rows: B, rows of one update.
+      mesh, config: of the learner. rows: B, rows of one update. work: of the updates so far.
       state: the train state, there once `begin` or `restore` was called.
       frozen: the part of the policy that is not trained, {} where everything is.
     """
@@ -48,7 +50,9 @@ class UpdateProgram:
         c = config.learner
         self._policy, self._seed = policy, config.seed
         self._resets_optimizer = c.reference.reset_optimizer
-        self.rows = c.queries * c.completions
+        self.rows, self.work = c.queries * c.completions, Work()
+        held = c.reference.kind in settings.HELD_REFERENCES
+        self._passes = flops.passes(adapters=policy.lora is not None, held_reference=held)
         self.mesh = sharding.make_mesh(tuple(c.mesh.values()), setting="learner.mesh", devices=devices)
         self.config = settings.make_learner_config(c, contract, policy, self.mesh)
         self.frozen: Params = {}
@@ -165,7 +169,9 @@ class UpdateProgram:
         second_pass = micro_batches.SCORING_SHARE[self.config.remat]
         packed, plan = row_packing.of_rows(*columns, limits=self.config.limits, second_pass=second_pass)
         packed = sharding.put(packed, scoring.packed_shardings(self.mesh))
-        return Placed(batch=sharding.put_rows(self.mesh, on_host), packed=packed, plan=plan)
+        responses = int(on_host.response_length.sum())
+        work = of_plan(plan, self._policy.model, responses=responses, passes=self._passes)
+        return Placed(batch=sharding.put_rows(self.mesh, on_host), packed=packed, plan=plan, work=work)
 
     def is_new(self, placed: Placed) -> bool:
         """Whether no rows had this shape before."""
@@ -187,6 +193,7 @@ class UpdateProgram:
         """Starts one update of the state. Returns the measurements of train_step, on the devices: they come when it is done."""
         whole, batch = placed.plan.whole_groups, self._rescored(placed)
         self.state, measurements = self._update(self.state, self.frozen, batch, placed.packed, whole_groups=whole)
+        self.work += placed.work
         return measurements | {"useful_token_share": placed.plan.useful}
 
     def apply(self, rows: trajectory.Rows) -> dict[str, Any]:

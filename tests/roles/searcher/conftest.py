@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tba_jax.experiment import jobs, training
-from tba_jax.roles.searcher import searcher
+from tba_jax.roles.searcher import stream
 from tba_jax.roles.searcher.searcher import Searcher
 from tests.support.tiny_searcher import make_searcher, publish, settings
 
@@ -16,7 +16,7 @@ from tests.support.tiny_searcher import make_searcher, publish, settings
 @pytest.fixture(autouse=True)
 def _one_writer(monkeypatch, one_device_throughout) -> None:
     """Searchers take half of their name by chance."""
-    monkeypatch.setattr(searcher, "uuid", types.SimpleNamespace(uuid4=lambda: types.SimpleNamespace(hex="0" * 32)))
+    monkeypatch.setattr(stream, "uuid", types.SimpleNamespace(uuid4=lambda: types.SimpleNamespace(hex="0" * 32)))
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 import os
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,31 +11,11 @@ import pytest
 
 from tba_jax.experiment import jobs
 from tba_jax.roles.searcher import loop, reward_watch
-from tba_jax.roles.searcher.searcher import Searcher
 from tba_jax.run import contract, grants, layout, metrics, processes, snapshots, status
 from tba_jax.run.metrics import TimeAccount
-from tba_jax.run.record import Record
 from tba_jax.run.requests import RequestRate
 from tba_jax.tasks.interface import Scores
-from tests.support.tiny_searcher import ROWS, Held, Q, S, committed, publish, rows_of_the_stream, weights
-
-
-def run_searcher(s: jobs.Invocation, made: Searcher, look: Callable[[], None]) -> None:
-    """`look` is called between batches. The searcher and its refresher must have ended after a minute."""
-    end = time.monotonic() + 60
-    threads: set[threading.Thread] = set()
-
-    def stop() -> bool:
-        threads.update(thread for thread in threading.enumerate() if thread.name == "refresher")
-        look()
-        return time.monotonic() > end
-
-    try:
-        loop.run_searcher(made, s.config, s.run, name="tested", account=TimeAccount(Record(s.run.metrics("tested"))), stop=stop)
-    finally:
-        (refresher,) = threads
-        refresher.join(timeout=10)
-        assert not refresher.is_alive()
+from tests.support.tiny_searcher import ROWS, Held, Q, S, committed, publish, rows_of_the_stream, run_searcher, weights
 
 
 def cut_short(folder: Path) -> None:

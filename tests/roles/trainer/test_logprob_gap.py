@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from tba_jax.models.layers import Einsum
-from tba_jax.run import metrics, snapshots
+from tba_jax.run import alarms, metrics, snapshots
 from tests.support import frozen_runs
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
@@ -33,6 +33,8 @@ def test_the_alarm_sees_adapters_that_searchers_merge_otherwise(tmp_path, monkey
     lines = [line for line in metrics.read_lines(tmp_path / "metrics" / "trainer") if "logprob_gap_max" in line]
     assert any(line["logprob_gap_alarm"] for line in lines) == broken
     assert (max(line["logprob_gap_max"] for line in lines) > 1e-3) == broken
+    told = [alarm for alarm in alarms.read(tmp_path / "metrics" / "trainer") if alarm.kind == "logprob_gap"]
+    assert len(told) == broken and all("(limit 0.001)" in alarm.sentence for alarm in told)
 
 
 def test_steps_go_on_while_a_snapshot_loads(tmp_path, monkeypatch, frozen):

@@ -1,0 +1,86 @@
+"""What a role's process records of itself, from its beginning to its end."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from tba_jax.experiment import jobs, recording
+from tba_jax.run import events, metrics, status, timeline
+from tba_jax.run.profiles import Window
+from tests.support import frozen_runs, tiny_run
+
+pytestmark = pytest.mark.usefixtures("one_device_throughout")
+
+
+def steps(folder: Path, event: str) -> list[int]:
+    return [each["step"] for each in events.read(folder) if each["event"] == event]
+
+
+def spans(folder: Path) -> set[tuple[str, str]]:
+    """(lane, name) of what is on a timeline."""
+    return {(line["lane"], name) for line in timeline.each_line(folder) for name, *_ in line["spans"]}
+
+
+def test_a_run_in_one_process_records_all_that_it_does(tmp_path):
+    c = tiny_run.config(schedule__mode="interleaved", learner__steps=4, evaluation__every_steps=2, checkpoint__every_steps=3)
+    s = dataclasses.replace(tiny_run.settings(tmp_path / "run", c), profile=Window(2, 2))
+    assert jobs.everything(s)() == 0
+    folder = s.run.metrics("trainer")
+    first, *_, last = events.read(folder)
+    assert first["event"] == "start" and first["devices"] == "1 × cpu" and first["versions"]["jax"]
+    assert (last["event"], last["step"], last["reason"]) == ("end", 4, "finished")
+    assert steps(folder, "publish") == list(range(5)) and steps(folder, "checkpoint") == [3, 4]
+    assert steps(folder, "swap") == [0, 1, 2, 3] and not steps(folder, "resume")
+    found = spans(folder)
+    assert {("main", "compile"), ("main", "evaluate"), ("compiler", "compile"), ("publisher", "publish")} <= found
+    assert {"main", "publisher", "compiler", "checkpoints"} <= {lane for lane, _ in found}
+    assert status.read(folder).phase == "finished"
+    lines = metrics.read_lines(folder)
+    assert all(0 < line["time_recording"] < 1 for line in lines[1:])
+    (trace,) = (s.run.profiles("trainer")).rglob("*.xplane.pb")
+    content = trace.read_bytes()
+    assert all(name in content for name in (b"decode", b"update", b"wait_rewards"))
+    assert list(trace.parent.glob("*.trace.json.gz"))
+
+
+def test_a_resume_tells_its_phases_and_what_it_did_again(tmp_path, frozen, monkeypatch):
+    s = frozen(tmp_path / "run", batches=6)
+    frozen_runs.train(s, until=7, abandon=True)  # a checkpoint of step 5, and two steps in the journal
+    told: list[tuple[str, int, int]] = []
+    tell = status.Status._tell
+
+    def listen(self: status.Status, **changes: object) -> None:
+        tell(self, **changes)
+        now = self._told["phase"], *self._told["phase_of"]
+        if now != (told or [None])[-1]:
+            told.append(now)
+
+    monkeypatch.setattr(status.Status, "_tell", listen)
+    with frozen_runs.trainer(s) as again:
+        assert again.step_number == 7
+    again.record.flush()
+    phases = [phase for phase in told if phase[0] and not phase[0].startswith("compiling")]
+    again_twice = [("doing steps of the journal again", done, 2) for done in (0, 1)]
+    assert list(dict.fromkeys(phases)) == [("loading", 0, 0), ("restoring the checkpoint of step 5", 0, 0), *again_twice]
+    assert ("compiling the update", 0, 0) in told
+    (resumed,) = [event for event in events.read(s.run.metrics("trainer")) if event["event"] == "resume"]
+    assert (resumed["step"], resumed["from_step"], resumed["replayed"]) == (7, 5, 2)
+
+
+def test_an_error_is_the_reason_of_the_end(tmp_path):
+    s = tiny_run.settings(tmp_path / "run", tiny_run.config())
+    s.run.root.mkdir()
+    record = recording.begin(s, "trainer")
+    record.step = 3
+    with pytest.raises(OSError), recording.told_failures(record):
+        raise OSError(28, "No space \x1b[31mleft\nsecond line")
+    end = events.read(s.run.metrics("trainer"))[-1]
+    assert (end["event"], end["step"]) == ("end", 3) and end["reason"].startswith("OSError: [Errno 28] No space ")
+    assert "\x1b" not in end["reason"] and "second" not in end["reason"]
+    assert status.read(s.run.metrics("trainer")).phase == end["reason"]
+
+
+def test_a_run_without_timelines_has_none(tmp_path):
+    assert frozen_runs.run(tmp_path / "run", learner__steps=2, evaluation__enabled=False, metrics__timeline_megabytes=0.0) == 0
+    assert not list((tmp_path / "run" / "metrics").rglob("timeline*"))

@@ -1,0 +1,82 @@
+"""What a trainer computes, counted by hand for whole rows, and its rates between points."""
+
+import time
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from tba_jax import sharding
+from tba_jax.models import flops
+from tba_jax.packing import row_layout
+from tba_jax.roles.trainer import work
+from tba_jax.roles.trainer.work import Work, WorkRates
+from tba_jax.run.device_peaks import Peaks
+from tests.support import tiny_decoders
+
+P, R, Q, K = 6, 4, 3, 5
+MODEL = tiny_decoders.CONFIGS["grouped, tied"]
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_operations_of_whole_rows(shares):
+    limits = row_layout.Limits(rows=Q * K, group=K, prompt=P, response=R, shares=shares)
+    whole = np.full(Q * K, P), np.full(Q * K, R)
+    plan = row_layout.plan(row_layout.Lengths(*whole, np.arange(Q * K) // K), limits, second_pass=0.0)
+    counted = work.of_plan(plan, MODEL, responses=Q * K * R, passes=3)
+    # Rows that share a prompt compute their last token too.
+    prompt = flops.forward(MODEL, positions=P, logits=0)
+    response = flops.forward(MODEL, positions=P + R, logits=R) - prompt
+    apart = Q * K * flops.forward(MODEL, positions=P + R - 1, logits=R)
+    assert counted.flops == 3 * (Q * prompt + Q * K * response if shares else apart)
+    assert counted.tokens == plan.useful_tokens and counted.computed == plan.computed_tokens
+    twice = work.of_plan(plan, MODEL, responses=Q * K * R, passes=6)
+    assert twice.flops == 2 * counted.flops and (counted + counted) - counted == counted
+
+
+def devices(kind: str):
+    """A mesh of two devices of a kind, as far as rates look at it."""
+    device = types.SimpleNamespace(device_kind=kind, platform=kind.split()[0])
+    return types.SimpleNamespace(devices=np.array([device, device]))
+
+
+def test_rates_are_of_the_time_between_two_points(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setitem(work.PEAKS, "fast", Peaks(flops=1000.0, bandwidth=1.0))
+    rates, done = WorkRates(devices("fast")), Work()
+    step = Work(tokens=60, computed=80, flops=6000)
+    assert rates.scalars() == {}
+
+    def update(seconds: float) -> None:
+        nonlocal done
+        now[0] += seconds
+        done += step
+        rates.take(done)
+
+    update(50.0)
+    assert rates.scalars() == {}  # the first update waited for a compiler
+    update(1.0)
+    update(3.0)
+    assert rates.scalars() == {"tokens_per_second": 30.0, "computed_tokens_per_second": 40.0, "mfu": 12000 / 4.0 / 2000}
+    assert rates.scalars() == {}
+    update(0.5)
+    assert rates.scalars()["tokens_per_second"] == 120.0
+
+
+def test_utilisation_of_an_unknown_device_is_left_out_and_said(caplog):
+    caplog.set_level("INFO")
+    rates = WorkRates(devices("gpu of tomorrow"))
+    rates.take(Work())
+    rates.take(Work(1, 2, 3))
+    assert set(rates.scalars()) == {"tokens_per_second", "computed_tokens_per_second"}
+    assert "the peak of gpu of tomorrow is not known" in caplog.text
+
+
+def test_a_cpu_has_no_peak_and_nobody_expects_one(caplog):
+    caplog.set_level("INFO")
+    rates = WorkRates(sharding.make_mesh((1, 1, 1), setting="learner.mesh", devices=jax.devices()[:1]))
+    rates.take(Work())
+    rates.take(Work(1, 2, 3))
+    assert "mfu" not in rates.scalars() and not caplog.text
