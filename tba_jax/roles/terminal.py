@@ -64,11 +64,17 @@ class Terminal:
             self._lengths = [Segment.get_line_length(line) for line in lines[: self._console.height]]
             self._live.update(picture, refresh=True)
 
-    def above(self, line: str, *, style: str = "") -> None:
-        """Prints a line above the picture."""
+    def tell(self, sentence: str) -> None:
+        """Prints news of the run above the picture, broken between words."""
         with self._lock:
             self._follow_width()
-            self._console.print(Text(line, style=style), soft_wrap=True)
+            self._console.print(Text(sentence, style="yellow"))
+
+    def above(self, line: str) -> None:
+        """Prints a line above the picture as it is; the terminal breaks it."""
+        with self._lock:
+            self._follow_width()
+            self._console.print(Text(line), soft_wrap=True)
 
     def _follow_width(self) -> None:
         """Takes away the rows that the last picture has got by a terminal that has become narrower: it breaks long lines."""

@@ -58,6 +58,15 @@ print("the end")
     assert spoken == [*(line for pair in pairs for line in pair), "without an end", "the end"]
 
 
+def test_news_are_broken_between_words():
+    with on_terminal(
+        "shown.start()\nshow(1)\nshown.tell('warning: [b]' + 12 * ' reward')\nshow(2)\nshown.stop()", width=40
+    ) as shown:
+        assert shown.wait() == 0
+    lines = [line for line in shown.screen.text.split("\n") if line]
+    assert lines[0] == "warning: [b] reward reward reward reward" and " ".join(lines) == "warning: [b]" + 12 * " reward"
+
+
 def test_a_bar_of_a_library_appears_as_it_ends_and_a_child_finds_a_file():
     program = """
 import subprocess
