@@ -95,7 +95,9 @@ def _heldout(standing: Standing) -> list[str | Text]:
     parts: list[str | Text] = [f"{score:.3f} at step {step}"]
     if len(standing.evaluations) > 1:
         first, before = standing.evaluations[0]
-        parts += [f"({before:.3f} at step {first})", sparkline([score for _, score in standing.evaluations])]
+        parts.append(f"({before:.3f} at step {first})")
+        scores = [score for _, score in standing.evaluations]
+        parts += [sparkline(scores)] if min(scores) < max(scores) else []
     return parts
 
 

@@ -38,7 +38,7 @@ class News:
             told = alarms.read(self._run.metrics(role))
             for alarm in told[self._known.get(role, 0) :]:
                 if alarm.kind not in self._kinds:
-                    yield visible_line(f"warning: {alarm.sentence.rstrip('.')}. {alarm.advice}")
+                    yield visible_line(f"warning: {alarm.sentence.rstrip('.')}. What to do: {alarm.advice}")
                 self._kinds.add(alarm.kind)
             self._known[role] = len(told)
 

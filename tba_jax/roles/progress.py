@@ -93,7 +93,7 @@ class Progress:
     def _tell(self, news: Sequence[str]) -> None:
         for line in news:
             if self._terminal is not None:
-                self._terminal.above(line, style="yellow")
+                self._terminal.tell(line)
             else:
                 self._print(line)
 

@@ -27,6 +27,7 @@ WAIT_SECONDS = 10.0
 JOINED_SECONDS, _LIST_SECONDS = 600.0, 10.0
 # What a role's record says of a process that has ended as it should.
 _ENDS = ("finished", "stopped")
+_WARM_START = "warm start"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,11 +125,13 @@ class Lookout:
         pace = _pace(present, now) if trains and not waits else None
         makers = [name for name in roles if self._makes_rows(name) and step < self.steps]
         speeds = {name: self._speed(known, name, now) for name in makers}
+        headline = "stopping" if known.stops else self._headline(known, step, bool(present))
+        is_warm = headline.startswith(_WARM_START)  # its role says the same, without the loss
         return Standing(
             seconds=self.seconds,
             step=step,
             steps=self.steps,
-            headline="stopping" if known.stops else self._headline(known, step, bool(present)),
+            headline=headline,
             trainer=present[-1] if present else {},
             rewards=[(int(line["step"]), float(line["reward"])) for line in present if "reward" in line],
             steps_per_second=pace,
@@ -136,7 +139,7 @@ class Lookout:
             searchers={name: speed for name, speed in speeds.items() if name in self._searchers or speed is not None},
             joined=sum(speed is not None for name, speed in speeds.items() if name in self._joined),
             evaluations=_scores(self._tails(self._run.metrics("evaluator"))),
-            says=self._says(known, roles, news),
+            says=self._says(known, [name for name in roles if not (name == "reference" and is_warm)], news),
             troubles={name: each.trouble for name, each in news.items()},
         )
 
@@ -184,7 +187,7 @@ class Lookout:
     def _warm_start(self, known: Supervised) -> str:
         lines = _since(self._tails(self._run.metrics("reference")), self._life(known, "reference").began)
         if lines and "loss" in lines[-1]:
-            return f"warm start {lines[-1]['step']}/{self._warm_start_steps}  loss {lines[-1]['loss']:.3f}"
+            return f"{_WARM_START} {lines[-1]['step']}/{self._warm_start_steps}  loss {lines[-1]['loss']:.3f}"
         return "preparing the reference policy"
 
     def _says(self, known: Supervised, roles: Sequence[str], news: Mapping[str, status.Told]) -> list[tuple[str, str]]:

@@ -6,7 +6,7 @@ import math
 import os
 import sys
 import threading
-from typing import TextIO
+from typing import BinaryIO, TextIO
 
 from rich.console import Console
 from rich.control import Control
@@ -61,14 +61,20 @@ class Terminal:
             self._follow_width()
             picture = frame(standing, width=self._width, console=self._console)
             lines = self._console.render_lines(picture, pad=False)
-            self._lengths = [Segment.get_line_length(line) for line in lines]
+            self._lengths = [Segment.get_line_length(line) for line in lines[: self._console.height]]
             self._live.update(picture, refresh=True)
 
-    def above(self, line: str, *, style: str = "") -> None:
-        """Prints a line above the picture."""
+    def tell(self, sentence: str) -> None:
+        """Prints news of the run above the picture, broken between words."""
         with self._lock:
             self._follow_width()
-            self._console.print(Text(line, style=style), soft_wrap=True)
+            self._console.print(Text(sentence, style="yellow"))
+
+    def above(self, line: str) -> None:
+        """Prints a line above the picture as it is; the terminal breaks it."""
+        with self._lock:
+            self._follow_width()
+            self._console.print(Text(line), soft_wrap=True)
 
     def _follow_width(self) -> None:
         """Takes away the rows that the last picture has got by a terminal that has become narrower: it breaks long lines."""
@@ -86,7 +92,7 @@ class Terminal:
     def _divert(self) -> None:
         """Sends to `above` what the process prints, and what it logs to a terminal."""
         self._streams = sys.stdout, sys.stderr
-        above = _Above(self)
+        above = _Above(self, sys.stdout)
         for handler in logging.getLogger().handlers:
             if isinstance(handler, logging.StreamHandler) and handler.stream in self._streams and handler.stream.isatty():
                 self._diverted.append((handler, handler.stream))
@@ -108,12 +114,13 @@ class Terminal:
 
 
 class _Above(io.TextIOBase):
-    """A text stream whose whole lines appear above the picture."""
+    """A text stream whose whole lines appear above the picture. A line that is written over itself appears as it ends."""
 
     encoding = "utf-8"
 
-    def __init__(self, terminal: Terminal):
-        self._terminal, self._begun = terminal, ""
+    def __init__(self, terminal: Terminal, stream: TextIO):
+        """Args: stream: of the terminal, for whoever writes bytes."""
+        self._terminal, self._stream, self._begun = terminal, stream, ""
         self._lock = threading.Lock()
 
     def writable(self) -> bool:
@@ -122,11 +129,19 @@ class _Above(io.TextIOBase):
     def isatty(self) -> bool:
         return True
 
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    @property
+    def buffer(self) -> BinaryIO:
+        return self._stream.buffer
+
     def write(self, text: str) -> int:
         with self._lock:
-            *whole, self._begun = (self._begun + text).split("\n")
+            *whole, begun = (self._begun + text).split("\n")
+            self._begun = begun.rpartition("\r")[2] if not begun.endswith("\r") else begun
         for line in whole:
-            self._terminal.above(line)
+            self._terminal.above(line.rstrip("\r").rpartition("\r")[2])
         return len(text)
 
     def end(self) -> None:

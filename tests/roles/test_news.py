@@ -13,11 +13,11 @@ def test_an_alarm_is_told_once_whoever_tells_it(tmp_path):
     news = News(run)
     tell(run, "searcher-0", "equal_rewards")
     roles = ["trainer", "searcher-0", "joined-1"]
-    assert news(roles, {}) == ["warning: most groups have equal rewards. raise sampling.temperature"]
+    assert news(roles, {}) == ["warning: most groups have equal rewards. What to do: raise sampling.temperature"]
     tell(run, "joined-1", "equal_rewards")
     assert news(roles, {}) == []
     tell(run, "joined-1", "no_end", sentence="no response ends by itself")
-    assert news(roles, {}) == ["warning: no response ends by itself. raise sampling.temperature"]
+    assert news(roles, {}) == ["warning: no response ends by itself. What to do: raise sampling.temperature"]
     assert news(roles, {}) == []
 
 
@@ -33,7 +33,7 @@ def test_alarms_of_an_earlier_start_and_of_this_process_are_not_told_again(tmp_p
 def test_an_alarm_cannot_write_control_characters(tmp_path):
     run = layout.RunDir(tmp_path)
     tell(run, "trainer", "kind", sentence="1/5\x1b[2J\nbecomes 15")
-    assert News(run)(["trainer"], {}) == ["warning: 1/5\\x1b[2J\\x0abecomes 15. raise sampling.temperature"]
+    assert News(run)(["trainer"], {}) == ["warning: 1/5\\x1b[2J\\x0abecomes 15. What to do: raise sampling.temperature"]
 
 
 def test_rewards_that_fail_are_told_on_lines_of_their_own_and_not_again_and_again(tmp_path):

@@ -48,9 +48,9 @@ def test_an_alarm_of_the_last_moment_is_told(tmp_path, capsys):
     with progress(run, supervised=Supervised, plain_seconds=60.0):
         time.sleep(0.2)
         told = alarms.Alarms(run.metrics("joined-3"))
-        told.tell(kind="no_end", sentence="no response ends by itself", advice="Look at the prompt template", step=5)
+        told.tell(kind="no_end", sentence="no response ends by itself", advice="look at the prompt template", step=5)
     lines = without_clock(capsys.readouterr().out)
-    assert lines == ["starting", "warning: no response ends by itself. Look at the prompt template"]
+    assert lines == ["starting", "warning: no response ends by itself. What to do: look at the prompt template"]
 
 
 def test_silent_storage_costs_the_line_alone(tmp_path, monkeypatch, capsys):

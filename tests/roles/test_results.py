@@ -5,6 +5,7 @@ import tracemalloc
 
 from tba_jax.roles import results
 from tba_jax.run import layout, metrics
+from tests.support import role_files
 
 
 def test_a_step_that_was_done_twice_is_drawn_once():
@@ -31,3 +32,41 @@ def test_the_end_of_a_long_run_holds_a_few_numbers_a_line(tmp_path):
         tracemalloc.stop()
     assert found["mean staleness (steps)"] == 2.0 and found["largest staleness (steps)"] == 6
     assert table.shape == (points, 3) and table[-1].tolist() == [points - 1, 0.5, (points - 1) % 7]
+
+
+def evaluation(run: layout.RunDir, step: int, reward: float) -> None:
+    names = ("sampled_reward", "finished", "ref_nll_per_token", "kl_to_ref")
+    run.evaluations.mkdir(exist_ok=True)
+    layout.write_json(
+        run.evaluations / f"{layout.step_name(step)}.json",
+        {"step": step, "greedy_reward": reward, "samples": [], **dict.fromkeys(names, 0.25)},
+    )
+
+
+def test_a_run_that_was_stopped_early_shows_what_is_there(tmp_path, capsys):
+    """One evaluation, and no line with a result: the run has none."""
+    run = layout.RunDir(tmp_path)
+    results.tell(run, label="demo", score_name="accuracy")
+    assert capsys.readouterr().out == "" and not (tmp_path / "progress.png").exists(), "nothing is there"
+    figures = {"staleness_mean": 2.0, "staleness_max": 3.0, "draws_per_row": 1.0, "rows_seen": 9.0, "steps_per_second": 3.0}
+    role_files.write_lines(run, "trainer", [{"step": 5, "ago": 1.0, "reward": 0.5, **figures}])
+    evaluation(run, 0, 0.125)
+    results.tell(run, label="demo", score_name="accuracy")
+    told = capsys.readouterr().out
+    assert "step 0" in told and "0.125" in told and "rows seen by the trainer" in told and "results in" not in told
+    assert (tmp_path / "progress.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_task_s_name_of_its_score_is_text(tmp_path, capsys):
+    """Neither markup of rich, nor mathematics of matplotlib, nor a control character of a terminal."""
+    run = layout.RunDir(tmp_path)
+    figures = {"staleness_mean": 2.0, "staleness_max": 3.0, "draws_per_row": 1.0, "rows_seen": 9.0, "steps_per_second": 3.0}
+    role_files.write_lines(run, "trainer", [{"step": 5, "ago": 1.0, "reward": 0.5, **figures}])
+    for step, reward in ((10, 0.75), (0, 0.125)):
+        evaluation(run, step, reward)
+    results.tell(run, label="demo", score_name="[red]$\\frac$ \x1b[2J", outcome="in 3 s")
+    told = capsys.readouterr().out
+    assert "greedy [red]$\\frac$ \\x1b[2J" in told and "\x1b" not in told
+    assert told.splitlines()[-1] == (
+        f"demo: [red]$\\frac$ \\x1b[2J 0.12 -> 0.75 in 3 s, mean staleness 2.0 steps, results in {tmp_path}"
+    )

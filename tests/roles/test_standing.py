@@ -166,7 +166,9 @@ def test_held_out_scores_stand_in_the_order_of_steps(run):
 def test_a_warm_start_counts_its_steps(tmp_path):
     run = layout.RunDir(tmp_path)
     write_lines(run, "reference", [{"step": 5, "ago": 1.0, "loss": 0.25}])
-    assert look(run, reference=running()).headline == "warm start 5/8  loss 0.250"
+    status.Status(run.metrics("reference")).phase("warm start", done=6, total=8)
+    found = look(run, reference=running())
+    assert found.headline == "warm start 5/8  loss 0.250" and found.says == [], "once"
     assert look(run, reference=running(ago=0.5)).headline == "preparing the reference policy", "that loss is an earlier start's"
 
 

@@ -58,6 +58,32 @@ print("the end")
     assert spoken == [*(line for pair in pairs for line in pair), "without an end", "the end"]
 
 
+def test_news_are_broken_between_words():
+    with on_terminal(
+        "shown.start()\nshow(1)\nshown.tell('warning: [b]' + 12 * ' reward')\nshow(2)\nshown.stop()", width=40
+    ) as shown:
+        assert shown.wait() == 0
+    lines = [line for line in shown.screen.text.split("\n") if line]
+    assert lines[0] == "warning: [b] reward reward reward reward" and " ".join(lines) == "warning: [b]" + 12 * " reward"
+
+
+def test_a_bar_of_a_library_appears_as_it_ends_and_a_child_finds_a_file():
+    program = """
+import subprocess
+shown.start()
+show(1)
+for share in (10, 50, 100):
+    print(f"{share} %", end="\\r", file=sys.stderr, flush=True)
+print("done\\r", file=sys.stderr)
+subprocess.run(["true"], stdout=sys.stdout, stderr=sys.stderr, check=True)
+shown.stop()
+print("the end")
+"""
+    with on_terminal(program) as shown:
+        assert shown.wait() == 0
+        assert [line for line in shown.screen.text.split("\n") if line] == ["done", "the end"]
+
+
 @pytest.mark.parametrize("widths", [(80, 50), (200, 60), (60, 33)])
 def test_a_terminal_that_becomes_narrower_holds_one_picture(widths):
     program = """
