@@ -151,9 +151,19 @@ def _read_role(found: Gathered, name: str, folder: Path) -> Role:
     status: Any = {}
     with found.part(f"status of {name}"):
         file = folder / "status.json"
-        status = layout.read_json(file) if file.exists() else {}
-        _ = status.get("waits")
-    return Role(name=name, read=read, by_step=by_step, by_time=by_time, ages=ages, shares=shares, status=status or {})
+        status = _checked_status(layout.read_json(file)) if file.exists() else {}
+    return Role(name=name, read=read, by_step=by_step, by_time=by_time, ages=ages, shares=shares, status=status)
+
+
+def _checked_status(told: Any) -> Mapping[str, Any]:
+    """Raises TypeError or ValueError where a status.json is none."""
+    for name in ("waits", "trouble", "phase"):
+        if not isinstance(told.get(name, ""), str):
+            raise ValueError(f"{name} is no text")
+    done, total = told.get("phase_of", [0, 0])
+    if not (series.is_number(done) and series.is_number(total)):
+        raise ValueError("phase_of holds no numbers")
+    return told
 
 
 def _starts(found: Gathered, role: str) -> list[float]:
