@@ -26,6 +26,7 @@ from tba_jax.schemas import flatten
 from tba_jax.text.tokenizers import Tokenizer
 
 MOST_ROLES = 24
+READ_SECONDS = 300.0  # for rows: those of a large model may take hours
 _MOST_EVALUATIONS = 2000
 # What damaged files and storage raise, however they are damaged.
 _UNREADABLE = (*places.STORAGE_ERRORS, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError)
@@ -105,7 +106,7 @@ def gather(workdir: Path | str) -> Gathered:
         found.finished = layout.read_json(run.finished) if places.exists(run.finished) else {}
         _ = int(found.finished.get("step", 0))
     with found.part("the tokenizer (tokens are shown by their numbers)"):
-        found.tokenizer = _tokenizer(found.stored)
+        found.tokenizer = tokenizer_of(found.stored)
     with found.part("the replay log"):
         _read_rows(found)
     _read_roles(found)
@@ -186,7 +187,7 @@ def _read_evaluations(found: Gathered) -> None:
             found.evaluations.append({**numbers, "step": step})
 
 
-def _tokenizer(stored: Mapping[str, Any]) -> Tokenizer:
+def tokenizer_of(stored: Mapping[str, Any]) -> Tokenizer:
     """The run's tokenizer. A config of an older or newer version is taken as far as this version knows its settings.
 
     Raises:
@@ -211,7 +212,11 @@ def _read_rows(found: Gathered) -> None:
         mounts = contract_lib.mounted_logs(named, reward_version=contract.reward_version)
     found.reader = LogReader(found.run.replay, contract.row_shape(), mounts=mounts, patience_seconds=1.0)
     found.table, found.draws = rows.RowTable(found.reader), Draws(found.run.journal)
-    found.table.advance()
+    if not found.table.advance(seconds=READ_SECONDS):
+        read, committed = found.table.progress
+        found.problems.append(
+            f"the newest {read} of {committed} rows are read: reading rows took {READ_SECONDS:g} s and was ended"
+        )
     found.draws.advance()
     found.problems += [*found.table.problems, *found.draws.problems]
     for name in found.reader.heads():

@@ -41,7 +41,11 @@ def held_out(evaluations: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
 def trained(series: Series) -> tuple[str, str]:
     """(verdict, sentence) about the reward of the rows that were trained on: the first tenth of the steps against the last."""
     reward = series.column("reward").mean
-    reward = reward[np.isfinite(reward)]
+    return trained_values(reward[np.isfinite(reward)])
+
+
+def trained_values(reward: np.ndarray) -> tuple[str, str]:
+    """As `trained`. Args: reward: float64[n], mean reward of the trained rows by step, finite."""
     if len(reward) < 10:
         return "", "The trainer has told of too few steps to say how its reward moves."
     part = max(3, len(reward) // 10)

@@ -143,7 +143,7 @@ def made(source: Source, columns: rows_lib.Columns, indices: Sequence[int]) -> t
         found[index] = Sample(
             name=f"{writer}:{row}",
             query_id=f"{int(rows['query_id'][i]):016x}",
-            prompt=_prompt(prompt, source.tokenizer, pieces),
+            prompt=prompt_text(prompt, source.tokenizer, pieces),
             tokens=shown,
             text="".join(token.text for token in shown if not token.special)[:300],
             more=max(0, length - MOST_TOKENS),
@@ -156,17 +156,17 @@ def made(source: Source, columns: rows_lib.Columns, indices: Sequence[int]) -> t
             log_ratio_sum=float(columns.policy_logprob_sum[index] - columns.ref_logprob_sum[index]),
             steps=steps[:MOST_STEPS],
             draws=len(steps),
-            not_again=_not_again(source, writer, oldest, newest),
+            not_again=not_again(source, writer, oldest, newest),
         )
     return found, [f"row {writer}:{row} is not shown: {why}" for (writer, row), why in list(lost.items())[:5]]
 
 
-def _prompt(ids: Sequence[int], tokenizer: Tokenizer | None, pieces: tokens.Pieces) -> str:
+def prompt_text(ids: Sequence[int], tokenizer: Tokenizer | None, pieces: tokens.Pieces) -> str:
     text = "".join(text for text, _ in pieces.texts(ids)) if tokenizer is None else visible(tokenizer.decode(ids))
     return text if len(text) <= MOST_PROMPT else f"{text[: MOST_PROMPT // 2]} … {text[-MOST_PROMPT // 2 :]}"
 
 
-def _not_again(source: Source, writer: str, oldest: int, newest: int) -> str:
+def not_again(source: Source, writer: str, oldest: int, newest: int) -> str:
     """Why `audit --regenerate` cannot make a row again, as half a sentence; "" where it can."""
     try:
         given = source.reader.info(writer).get("responses")

@@ -1,0 +1,41 @@
+"""Shows a run, live or ended, as web pages on this machine: rows, steps, queries, evaluations, two runs. The run is only read.
+
+python -m tba_jax view --workdir=DIR [--other=DIR] [--port=PORT]
+
+The address that is printed holds a random token; whoever has it sees the run until Ctrl-C. From another machine:
+ssh -L PORT:127.0.0.1:PORT HOST, and then the same address. No task is imported.
+"""
+
+import signal
+import threading
+
+from absl import flags
+
+from tba_jax.commands import command_line
+
+
+def add_flags(values: flags.FlagValues) -> None:
+    command_line.add_workdir(values)
+    command_line.add_path(values, "other", "another run, to compare with")
+    what = "of 127.0.0.1; 0: a free one"
+    flags.DEFINE_integer("port", 0, what, lower_bound=0, upper_bound=65535, flag_values=values)
+
+
+def run(given: command_line.Given) -> command_line.Job:
+    from tba_jax.reporting import serving
+    from tba_jax.reporting.live_run import LiveRun
+
+    runs = [LiveRun(folder) for folder in (given.workdir, given.other) if folder is not None]
+    listening = serving.listen(given.port)
+
+    def job() -> int:
+        ended = threading.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: ended.set())
+        with serving.serving(runs, listening) as address:
+            print(f"{address}\nCtrl-C ends it.", flush=True)
+            ended.wait()
+        print("stopped", flush=True)
+        return 0
+
+    return job
