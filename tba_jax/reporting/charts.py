@@ -127,7 +127,9 @@ def of(found: Gathered, *, begin: float, end: float) -> Charts:
         told = "Each column is a part of the run, each row an age: how many steps before the update the rows were sampled."
         made.put("staleness", figures.heat_map_of_ages(trainer.ages, series, clock), title="Staleness", told=told, wide=True)
     _timeline(made, found, clock, begin, end)
-    _rows(made, found)
+    made.content |= {"groups": [], "worst": [], "writers": [], "row_count": 0}
+    with found.part("the rows"):
+        _rows(made, found)
     return made
 
 
@@ -186,7 +188,6 @@ def _timeline(made: Charts, found: Gathered, clock: Clock, begin: float, end: fl
 
 
 def _rows(made: Charts, found: Gathered) -> None:
-    made.content |= {"groups": [], "worst": [], "writers": [], "row_count": 0, "difficulty": ""}
     if found.table is None or found.draws is None or found.reader is None or not len(found.table.columns):
         return
     columns = found.table.columns

@@ -139,7 +139,8 @@ def of_searchers(roles: Mapping[str, Series], clock: Clock, name: str, *, y: str
     """A figure of all searchers. Their lines are on the axis of steps where the policy was that they sampled with."""
     traces: list[Figure] = []
     for number, (role, series) in enumerate((role, series) for role, series in roles.items() if name in series):
-        steps, times, colour = series.column("policy_step").mean, series.column("time").mean, COLOURS[number % len(COLOURS)]
+        steps = series.column("policy_step" if "policy_step" in series else "step").mean
+        times, colour = series.column("time").mean, COLOURS[number % len(COLOURS)]
         traces += line(role, series.column(name), steps, times, clock, colour=colour, band=len(roles) == 1)
     return chart(traces, y=y) if traces else None
 
@@ -320,7 +321,7 @@ def heat_map(x: Any, y: Any, z: np.ndarray, *, x_title: str, y_title: str, told:
         "z": [rounded(row) for row in z],
         "colorscale": "Viridis",
         "reversescale": True,
-        "colorbar": {"title": {"text": "share"}, "thickness": 12, "tickformat": ".0%"},
+        "colorbar": {"title": {"text": "share"}, "thickness": 12, "tickformat": ".2~p"},
         "hovertemplate": "%{x}, %{y}: %{z:.1%} of " + told + "<extra></extra>",
     }
     axis: Figure = {"title": {"text": y_title}}

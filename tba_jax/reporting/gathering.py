@@ -101,10 +101,11 @@ def gather(workdir: Path | str) -> Gathered:
     """
     run = layout.open_run_dir(workdir)
     storage.check([("--shared", run.shared)], limit=storage.DRY_RUN_SECONDS)
-    found = Gathered(run=run, called=str(workdir), stored=contract_lib.read_run(run, called=str(workdir)))
+    found = Gathered(run=run, called=str(workdir), stored=_stored(run, called=str(workdir)))
     with found.part("finished.json"):
-        found.finished = layout.read_json(run.finished) if places.exists(run.finished) else {}
-        _ = int(found.finished.get("step", 0))
+        finished = layout.read_json(run.finished) if places.exists(run.finished) else {"step": 0}
+        _ = int(finished["step"])
+        found.finished = finished
     with found.part("the tokenizer (tokens are shown by their numbers)"):
         found.tokenizer = tokenizer_of(found.stored)
     with found.part("the replay log"):
@@ -119,6 +120,17 @@ def gather(workdir: Path | str) -> Gathered:
     with found.part("the folder of checkpoints"):
         found.checkpoints = layout.steps_in(run.checkpoints) if run.checkpoints.is_dir() else []
     return found
+
+
+def _stored(run: layout.RunDir, *, called: str) -> Mapping[str, Any]:
+    """config.json with a config and a contract. Raises ValueError, see `gather`."""
+    try:
+        stored = contract_lib.read_run(run, called=called)
+        for name in ("config", "contract"):
+            flatten(stored[name])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{run.config} is damaged and holds no settings: restore the file from a copy") from error
+    return stored
 
 
 def _read_roles(found: Gathered) -> None:
@@ -170,7 +182,7 @@ def _checked_status(told: Any) -> Mapping[str, Any]:
 def _starts(found: Gathered, role: str) -> list[float]:
     """When processes of a role started, unix seconds; without events, when a searcher's writers were registered."""
     writers = {writer: info for writer, info in found.writers.items() if writer.rpartition("-")[0] == role}
-    registered = [float(info["started"]) for info in writers.values() if series.is_number(info.get("started"))]
+    registered = [float(info["started"]) for info in writers.values() if series.is_moment(info.get("started"))]
     return found.marks.starts_of(role) or registered
 
 
@@ -229,7 +241,7 @@ def newest_sign(found: Gathered) -> float:
     times = [role.read.last.get("time", 0.0) for role in found.roles.values()]
     times += [role.status.get("time", 0.0) for role in found.roles.values()]
     times += [mark.time for mark in found.marks.marks]
-    return max((float(each) for each in times if series.is_number(each)), default=0.0)
+    return max((float(each) for each in times if series.is_moment(each)), default=0.0)
 
 
 def oldest_sign(found: Gathered) -> float:
@@ -237,4 +249,4 @@ def oldest_sign(found: Gathered) -> float:
     times = [role.read.first.get("time", 0.0) for role in found.roles.values()]
     times += [mark.time for mark in found.marks.marks]
     times += [info.get("started", 0.0) for info in found.writers.values()]
-    return min((float(each) for each in times if series.is_number(each) and each > 0), default=0.0)
+    return min((float(each) for each in times if series.is_moment(each) and each > 0), default=0.0)
