@@ -39,6 +39,8 @@ _OF_WORK = {
     "other": "#e3e3e3",
     DOWN: "#ffffff",
 }
+_LONGEST_LABEL = 80
+# Of a role's time: what takes less is joined.
 _SHOWN = 0.01
 SHOWN_SECONDS = 20
 _NUMBER = re.compile(r"[-_]\d+$")
@@ -50,7 +52,7 @@ Figure = dict[str, Any]
 
 def safe(text: str) -> str:
     """Text that others wrote, for a label."""
-    return html.escape(visible_line(text)[:200])
+    return html.escape(visible_line(text)[:_LONGEST_LABEL], quote=False)
 
 
 def rounded(values: Any) -> list[Any]:
@@ -319,6 +321,7 @@ def heat_map(x: Any, y: Any, z: np.ndarray, *, x_title: str, y_title: str, told:
         "x": rounded(x),
         "y": rounded(y),
         "z": [rounded(row) for row in z],
+        "zmin": 0,
         "colorscale": "Viridis",
         "reversescale": True,
         "colorbar": {"title": {"text": "share"}, "thickness": 12, "tickformat": ".2~p"},
