@@ -72,11 +72,13 @@ def rotate(path: Path, *, limit: int, keep: int) -> bool:
             return False
         log.seek(max(0, size - 2 * limit))
         try:
-            with open(draft, "wb", buffering=0) as copy:  # nothing to flush between the last copy and the cut
+            with open(draft, "wb") as copy:
                 os.fchmod(copy.fileno(), stat.S_IMODE(os.fstat(log.fileno()).st_mode))
                 shutil.copyfileobj(log, copy, 1 << 20)
+                copy.flush()
                 _set_aside(path, draft, keep)
                 shutil.copyfileobj(log, copy)  # what came meanwhile
+                copy.flush()
                 log.truncate(0)  # at the end: a role that is killed before leaves its last words twice
         except OSError:
             draft.unlink(missing_ok=True)
