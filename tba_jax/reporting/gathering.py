@@ -26,6 +26,7 @@ from tba_jax.schemas import flatten
 from tba_jax.text.tokenizers import Tokenizer
 
 MOST_ROLES = 24
+READ_SECONDS = 300.0  # for rows: those of a large model may take hours
 _MOST_EVALUATIONS = 2000
 # What damaged files and storage raise, however they are damaged.
 _UNREADABLE = (*places.STORAGE_ERRORS, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError)
@@ -151,9 +152,19 @@ def _read_role(found: Gathered, name: str, folder: Path) -> Role:
     status: Any = {}
     with found.part(f"status of {name}"):
         file = folder / "status.json"
-        status = layout.read_json(file) if file.exists() else {}
-        _ = status.get("waits")
-    return Role(name=name, read=read, by_step=by_step, by_time=by_time, ages=ages, shares=shares, status=status or {})
+        status = _checked_status(layout.read_json(file)) if file.exists() else {}
+    return Role(name=name, read=read, by_step=by_step, by_time=by_time, ages=ages, shares=shares, status=status)
+
+
+def _checked_status(told: Any) -> Mapping[str, Any]:
+    """Raises TypeError or ValueError where a status.json is none."""
+    for name in ("waits", "trouble", "phase"):
+        if not isinstance(told.get(name, ""), str):
+            raise ValueError(f"{name} is no text")
+    done, total = told.get("phase_of", [0, 0])
+    if not (series.is_number(done) and series.is_number(total)):
+        raise ValueError("phase_of holds no numbers")
+    return told
 
 
 def _starts(found: Gathered, role: str) -> list[float]:
@@ -201,7 +212,11 @@ def _read_rows(found: Gathered) -> None:
         mounts = contract_lib.mounted_logs(named, reward_version=contract.reward_version)
     found.reader = LogReader(found.run.replay, contract.row_shape(), mounts=mounts, patience_seconds=1.0)
     found.table, found.draws = rows.RowTable(found.reader), Draws(found.run.journal)
-    found.table.advance()
+    if not found.table.advance(seconds=READ_SECONDS):
+        read, committed = found.table.progress
+        found.problems.append(
+            f"the newest {read} of {committed} rows are read: reading rows took {READ_SECONDS:g} s and was ended"
+        )
     found.draws.advance()
     found.problems += [*found.table.problems, *found.draws.problems]
     for name in found.reader.heads():

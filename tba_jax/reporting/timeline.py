@@ -39,7 +39,7 @@ class Shares:
         self._begin, self._width = 0.0, 0.25
         self._seconds: dict[str, np.ndarray] = {}
         self._account = self._previous = 0.0  # when the account began, and the line before
-        self._interval = 1.0  # seconds between two lines
+        self._line, self._interval = 0.0, 1.0  # when the line before was written, and the seconds between the two before
         self._step = 0.0
         self._told: dict[str, float] = {}  # seconds since the account began
 
@@ -54,13 +54,16 @@ class Shares:
         """Args: fell: the step of the line is below that of the line before: each searcher counts its batches from its start."""
         if at <= self._previous:  # a clock that was set back
             return
+        gap, self._line = at - self._line, at
+        if self._previous and not fell and at - self._previous < self._width / 4:
+            self._interval = gap
+            return  # shares add up: a later line tells of the time before this one, too
         seconds = {name: share * (at - self._account) for name, share in shares.items()}
         if not self._previous or fell or self._is_new(at, seconds):
             self._begin_account(at, shares)
             return
         self._spread(self._previous, at, {name: value - self._told.get(name, 0.0) for name, value in seconds.items()})
-        self._interval = at - self._previous
-        self._told, self._previous = seconds, at
+        self._told, self._previous, self._interval = seconds, at, gap
 
     def _is_new(self, at: float, seconds: Mapping[str, float]) -> bool:
         """Whether another process wrote the line at `at`: names never leave an account, and their seconds never fall."""
