@@ -214,10 +214,10 @@ def time_viewer(folder: Path, *, pages: int) -> None:
                 f"viewer: it serves after {time.perf_counter() - began:.1f} s; the first page of rows took {first:.2f} s",
                 flush=True,
             )
-            _time_pages("while rows are read", client, {}, pages)
-            while "Reading rows" in client.get("/run/0/rows?order=oldest")[1]:
+            _time_pages("while the run is read", client, {}, pages)
+            while "The run is being read" in client.get("/run/0/evaluations")[1]:
                 time.sleep(0.2)
-            print(f"  all rows are read {time.perf_counter() - began:.1f} s after the start", flush=True)
+            print(f"  all is read {time.perf_counter() - began:.1f} s after the start", flush=True)
             _time_all(client, pages)
             status = Path(f"/proc/{process.pid}/status").read_text()
             peak = re.search(r"VmHWM:\s*(\d+)", status)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tba_jax.experiment.schema import SCHEMA
-from tba_jax.reporting.series import is_number
+from tba_jax.reporting.series import is_moment
 from tba_jax.run import contract as contract_lib
 from tba_jax.schemas import flatten
 
@@ -90,7 +90,7 @@ def processes(starts: Sequence[Mapping[str, Any]], writers: Mapping[str, Mapping
                 host=in_words(start.get("host", "")).strip('"'),
                 devices=in_words(start.get("devices", "")).strip('"'),
                 code=_code(start.get("code")),
-                started=float(at) if is_number(at) else math.nan,
+                started=float(at) if is_moment(at) else math.nan,
                 starts=count.get(role, 1),
             )
         )

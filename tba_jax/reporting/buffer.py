@@ -15,9 +15,10 @@ _MOST_DRAWS = 12  # that have a bar of their own
 def by_age(columns: Columns, newest_step: int) -> Figure:
     """How old the weights of all rows in the log are, in steps of the trainer."""
     age = np.maximum(0, newest_step - columns.newest_step)
-    counts, edges = np.histogram(age, bins=min(60, max(1, int(age.max(initial=0)) + 1)))
+    width = -(-(int(age.max(initial=0)) + 1) // 60)
+    counts, edges = np.histogram(age, bins=np.arange(0, int(age.max(initial=0)) + width + 1, width))
     return figures.bars(
-        figures.rounded((edges[:-1] + edges[1:]) / 2),
+        figures.rounded((edges[:-1] + edges[1:] - 1) / 2),
         counts,
         x_title="age of the weights that sampled the row (steps)",
         y_title="rows",
@@ -58,11 +59,12 @@ def rewards_by_step(columns: Columns) -> Figure | None:
 
 def difficulty(columns: Columns) -> tuple[Figure | None, str]:
     """How many queries have which mean reward; and a sentence about the queries that teach nothing."""
-    if not len(columns):
+    there = np.isfinite(columns.reward)
+    if not there.any():
         return None, ""
-    _, of_query = np.unique(columns.query_id, return_inverse=True)
+    _, of_query = np.unique(columns.query_id[there], return_inverse=True)
     count = np.bincount(of_query)
-    reward = columns.reward.astype(np.float64)
+    reward = columns.reward[there].astype(np.float64)
     mean = np.bincount(of_query, weights=reward) / count
     variance = np.bincount(of_query, weights=reward**2) / count - mean**2
     low, high = float(mean.min()), float(mean.max())
@@ -75,7 +77,7 @@ def difficulty(columns: Columns) -> tuple[Figure | None, str]:
         colour=figures.COLOURS[3],
     )
     same = int(((variance <= 1e-9) & (count > 1)).sum())
-    told = f"{len(count):,} queries with {len(columns) / len(count):.1f} rows each on average; "
+    told = f"{len(count):,} queries with {len(reward) / len(count):.1f} rows each on average; "
     told += f"all rows of {same:,} queries have the same reward, so that they teach nothing as yet."
     return figure, told
 
@@ -83,6 +85,7 @@ def difficulty(columns: Columns) -> tuple[Figure | None, str]:
 def summary(columns: Columns, counts: np.ndarray, writers: Sequence[str]) -> list[dict[str, object]]:
     """A line for each writer: rows, drawn rows, mean reward, steps of its policies. The writers with most rows come first."""
     found: list[dict[str, object]] = []
+    finite = np.isfinite(columns.reward)
     for number, name in enumerate(writers):
         mine = columns.writer == number
         if not mine.any():
@@ -92,7 +95,7 @@ def summary(columns: Columns, counts: np.ndarray, writers: Sequence[str]) -> lis
                 "name": name,
                 "rows": int(mine.sum()),
                 "drawn": int((counts[mine] > 0).sum()),
-                "reward": float(columns.reward[mine].mean()),
+                "reward": float(columns.reward[mine & finite].mean()) if (mine & finite).any() else np.nan,
                 "finished": float(columns.finished[mine].mean()),
                 "steps": f"{int(columns.oldest_step[mine].min())} to {int(columns.newest_step[mine].max())}",
             }

@@ -64,6 +64,13 @@ _CURVES: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
     ("Gradient norm", "Before clipping.", "norm", (("grad_norm", "gradient norm"),)),
     ("Response length", "Of the trained rows.", "tokens", (("response_length", "mean length"),)),
     ("Speed of the trainer", "Updates a second since the process started.", "steps/s", (("steps_per_second", "steps/s"),)),
+    (
+        "Tokens of the trainer",
+        "Tokens a second of the rows it trained on, and with what the model computed beside them, such as padding.",
+        "tokens/s",
+        (("tokens_per_second", "of rows"), ("computed_tokens_per_second", "computed")),
+    ),
+    ("Model FLOPs utilisation", "Share of the peak of the devices that went into updates.", "share", (("mfu", "MFU"),)),
     ("Rows in the buffer", "Rows that the trainer may draw.", "rows", (("buffer_rows", "rows"), ("buffer_queries", "queries"))),
 )
 # The same of searchers: title, what the chart tells, axis, the figure.
@@ -120,14 +127,19 @@ def of(found: Gathered, *, begin: float, end: float) -> Charts:
         told = "Each column is a part of the run, each row an age: how many steps before the update the rows were sampled."
         made.put("staleness", figures.heat_map_of_ages(trainer.ages, series, clock), title="Staleness", told=told, wide=True)
     _timeline(made, found, clock, begin, end)
-    _rows(made, found)
+    made.content |= {"groups": [], "worst": [], "writers": [], "row_count": 0}
+    with found.part("the rows"):
+        _rows(made, found)
     return made
 
 
 def _learning(made: Charts, found: Gathered, series: Series, clock: Clock) -> None:
     traces: list[Figure] = []
     steps, times = series.column("step").mean, series.column("time").mean
-    traces += figures.line("trained rows", series.column("reward"), steps, times, clock, colour=figures.COLOURS[0])
+    names = (("reward", "trained rows"), ("reward_own", "of them, the run's own"), ("reward_mounted", "of them, of mounted runs"))
+    for name, called, colour in ((*each, figures.COLOURS[place]) for each, place in zip(names, (0, 5, 3), strict=True)):
+        if name in series:
+            traces += figures.line(called, series.column(name), steps, times, clock, colour=colour, band=name == "reward")
     evaluated = np.array([each["step"] for each in found.evaluations], float)
     if len(evaluated):
         when = np.interp(evaluated, steps, times) if len(steps) else np.full(len(evaluated), np.nan)
@@ -168,12 +180,14 @@ def _timeline(made: Charts, found: Gathered, clock: Clock, begin: float, end: fl
         "sentences": [learning.waits(name, of_role) for name, of_role in totals.items() if not name.startswith("reference")],
     }
     last = found.spans[-1].begin + found.spans[-1].seconds - found.spans[0].begin if found.spans else 0.0
-    told = f"The exact spans of the last {last:.0f} seconds that were recorded: a row for each thread of each role."
+    told = (
+        f"A row for each thread of each role. Shown are the last {figures.SHOWN_SECONDS} of {last:.0f} recorded seconds: drag to "
+    )
+    told += "see earlier ones, scroll to zoom, double-click to see all."
     made.put("spans", figures.recorded_spans(found.spans), title="The recorded end, span by span", told=told, wide=True)
 
 
 def _rows(made: Charts, found: Gathered) -> None:
-    made.content |= {"groups": [], "worst": [], "writers": [], "row_count": 0, "difficulty": ""}
     if found.table is None or found.draws is None or found.reader is None or not len(found.table.columns):
         return
     columns = found.table.columns

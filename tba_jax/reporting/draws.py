@@ -83,11 +83,11 @@ class Draws:
             file = self._files.setdefault(epoch, _File(path))
             try:
                 if not self._read(file, epoch, deadline):
+                    self._sort(at=max(_UNSORTED, len(self._sorted)))
                     return False
             except OSError as error:
                 self._tell(f"{path} cannot be read further: {error}")
-        with self._lock:
-            self._sort()
+        self._sort(at=min(_UNSORTED, len(self) // 4))
         return True
 
     def rows_of(self, step: int) -> list[tuple[str, int]]:
@@ -216,9 +216,12 @@ class Draws:
         self.first_step += half
         self._tell(f"draws of steps before {self.first_step} are left out: {self._most_draws} draws are kept")
 
-    def _sort(self) -> None:
-        if len(self) - len(self._sorted) > min(_UNSORTED, len(self) // 4):
-            self._sorted = np.argsort(self._keys[: len(self)], kind="stable").astype(np.int32)
+    def _sort(self, *, at: int) -> None:
+        """Sorts the draws once more than `at` are not; look-ups go on meanwhile."""
+        if len(self) - len(self._sorted) > at:
+            order = np.argsort(self._keys[: len(self)], kind="stable").astype(np.int32)
+            with self._lock:
+                self._sorted = order
 
     def _span(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """int64[n] each: where in `_sorted` the draws with these keys begin and end (np.searchsorted would copy its sorter)."""

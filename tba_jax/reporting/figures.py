@@ -6,6 +6,7 @@ Text of a chart that others wrote is escaped: plotly takes some HTML in labels.
 
 import html
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -38,7 +39,11 @@ _OF_WORK = {
     "other": "#e3e3e3",
     DOWN: "#ffffff",
 }
+_LONGEST_LABEL = 80
+# Of a role's time: what takes less is joined.
 _SHOWN = 0.01
+SHOWN_SECONDS = 20
+_NUMBER = re.compile(r"[-_]\d+$")
 _WAITING = ("#d62728", "#ff7f7f", "#b22222", "#ffb3b3")
 _OTHERS = ("#7f9f7f", "#9fbf9f", "#5f8f8f", "#8fafaf")
 
@@ -47,7 +52,7 @@ Figure = dict[str, Any]
 
 def safe(text: str) -> str:
     """Text that others wrote, for a label."""
-    return html.escape(visible_line(text)[:200])
+    return html.escape(visible_line(text)[:_LONGEST_LABEL], quote=False)
 
 
 def rounded(values: Any) -> list[Any]:
@@ -136,7 +141,8 @@ def of_searchers(roles: Mapping[str, Series], clock: Clock, name: str, *, y: str
     """A figure of all searchers. Their lines are on the axis of steps where the policy was that they sampled with."""
     traces: list[Figure] = []
     for number, (role, series) in enumerate((role, series) for role, series in roles.items() if name in series):
-        steps, times, colour = series.column("policy_step").mean, series.column("time").mean, COLOURS[number % len(COLOURS)]
+        steps = series.column("policy_step" if "policy_step" in series else "step").mean
+        times, colour = series.column("time").mean, COLOURS[number % len(COLOURS)]
         traces += line(role, series.column(name), steps, times, clock, colour=colour, band=len(roles) == 1)
     return chart(traces, y=y) if traces else None
 
@@ -259,8 +265,10 @@ def recorded_spans(spans: Sequence[Span]) -> Figure | None:
     """Exact spans of the end that was recorded, a row for each thread of a role."""
     if not spans:
         return None
-    begin = min(span.begin for span in spans)
-    lanes = sorted({_lane(span) for span in spans}, reverse=True)
+    end = max(span.begin + span.seconds for span in spans)
+    # From the bottom up, so that the trainer stands at the top.
+    order = sorted({(span.role != "trainer", span.role, _lane(span)) for span in spans}, reverse=True)
+    lanes = [lane for _, _, lane in order]
     names = sorted({span.name for span in spans})
     colours = colours_of(names)
     traces = []
@@ -272,23 +280,25 @@ def recorded_spans(spans: Sequence[Span]) -> Figure | None:
                 "orientation": "h",
                 "y": [safe(_lane(span)) for span in mine],
                 "x": rounded([span.seconds for span in mine]),
-                "base": rounded([span.begin - begin for span in mine]),
+                "base": rounded([span.begin - end for span in mine]),
                 "name": safe(name.replace("_", " ")),
                 "marker": {"color": colours[name], "line": {"width": 0}},
-                "hovertemplate": "%{x:.3f} s, from %{base:.2f} s<extra>" + safe(name.replace("_", " ")) + "</extra>",
+                "hovertemplate": "%{x:.3f} s, from %{base:.2f} s on<extra>" + safe(name.replace("_", " ")) + "</extra>",
             }
         )
     layout = {
         "barmode": "overlay",
-        "xaxis": {"title": {"text": "seconds since the first of these spans"}},
+        "dragmode": "pan",
+        "xaxis": {"title": {"text": "seconds before the end of the recording"}, "range": [-SHOWN_SECONDS, 0]},
         "yaxis": {"type": "category", "categoryorder": "array", "categoryarray": [safe(lane) for lane in lanes]},
         "margin": {"l": 150},
     }
-    return {"traces": traces, "height": 110 + 34 * len(lanes), "axes": False, "layout": layout}
+    return {"traces": traces, "height": 110 + 34 * len(lanes), "axes": False, "scroll": True, "layout": layout}
 
 
 def _lane(span: Span) -> str:
-    return span.role if span.lane == "main" else f"{span.role} · {span.lane}"
+    """The row of a span. Threads of a pool, such as reward-1 and reward-2, share one."""
+    return span.role if span.lane == "main" else f"{span.role} · {_NUMBER.sub('', span.lane)}"
 
 
 def bars(x: Sequence[Any], y: Any, *, x_title: str, y_title: str, colour: str = COLOURS[0], width: Any = None) -> Figure:
@@ -306,14 +316,15 @@ def bars(x: Sequence[Any], y: Any, *, x_title: str, y_title: str, colour: str = 
 
 def heat_map(x: Any, y: Any, z: np.ndarray, *, x_title: str, y_title: str, told: str, ticks: bool = False) -> Figure:
     """Shares in [0, 1] by x and y. Args: z: float64[y, x]; told: what a share is of; ticks: one for each y."""
-    trace = {
+    trace: Figure = {
         "type": "heatmap",
         "x": rounded(x),
         "y": rounded(y),
         "z": [rounded(row) for row in z],
+        "zmin": 0,
         "colorscale": "Viridis",
         "reversescale": True,
-        "colorbar": {"title": {"text": "share"}, "thickness": 12, "tickformat": ".0%"},
+        "colorbar": {"title": {"text": "share"}, "thickness": 12, "tickformat": ".2~p"},
         "hovertemplate": "%{x}, %{y}: %{z:.1%} of " + told + "<extra></extra>",
     }
     axis: Figure = {"title": {"text": y_title}}

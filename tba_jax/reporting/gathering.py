@@ -26,6 +26,7 @@ from tba_jax.schemas import flatten
 from tba_jax.text.tokenizers import Tokenizer
 
 MOST_ROLES = 24
+READ_SECONDS = 300.0  # for rows: those of a large model may take hours
 _MOST_EVALUATIONS = 2000
 # What damaged files and storage raise, however they are damaged.
 _UNREADABLE = (*places.STORAGE_ERRORS, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError)
@@ -100,10 +101,11 @@ def gather(workdir: Path | str) -> Gathered:
     """
     run = layout.open_run_dir(workdir)
     storage.check([("--shared", run.shared)], limit=storage.DRY_RUN_SECONDS)
-    found = Gathered(run=run, called=str(workdir), stored=contract_lib.read_run(run, called=str(workdir)))
+    found = Gathered(run=run, called=str(workdir), stored=_stored(run, called=str(workdir)))
     with found.part("finished.json"):
-        found.finished = layout.read_json(run.finished) if places.exists(run.finished) else {}
-        _ = int(found.finished.get("step", 0))
+        finished = layout.read_json(run.finished) if places.exists(run.finished) else {"step": 0}
+        _ = int(finished["step"])
+        found.finished = finished
     with found.part("the tokenizer (tokens are shown by their numbers)"):
         found.tokenizer = tokenizer_of(found.stored)
     with found.part("the replay log"):
@@ -118,6 +120,17 @@ def gather(workdir: Path | str) -> Gathered:
     with found.part("the folder of checkpoints"):
         found.checkpoints = layout.steps_in(run.checkpoints) if run.checkpoints.is_dir() else []
     return found
+
+
+def _stored(run: layout.RunDir, *, called: str) -> Mapping[str, Any]:
+    """config.json with a config and a contract. Raises ValueError, see `gather`."""
+    try:
+        stored = contract_lib.read_run(run, called=called)
+        for name in ("config", "contract"):
+            flatten(stored[name])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{run.config} is damaged and holds no settings: restore the file from a copy") from error
+    return stored
 
 
 def _read_roles(found: Gathered) -> None:
@@ -151,15 +164,25 @@ def _read_role(found: Gathered, name: str, folder: Path) -> Role:
     status: Any = {}
     with found.part(f"status of {name}"):
         file = folder / "status.json"
-        status = layout.read_json(file) if file.exists() else {}
-        _ = status.get("waits")
-    return Role(name=name, read=read, by_step=by_step, by_time=by_time, ages=ages, shares=shares, status=status or {})
+        status = _checked_status(layout.read_json(file)) if file.exists() else {}
+    return Role(name=name, read=read, by_step=by_step, by_time=by_time, ages=ages, shares=shares, status=status)
+
+
+def _checked_status(told: Any) -> Mapping[str, Any]:
+    """Raises TypeError or ValueError where a status.json is none."""
+    for name in ("waits", "trouble", "phase"):
+        if not isinstance(told.get(name, ""), str):
+            raise ValueError(f"{name} is no text")
+    done, total = told.get("phase_of", [0, 0])
+    if not (series.is_number(done) and series.is_number(total)):
+        raise ValueError("phase_of holds no numbers")
+    return told
 
 
 def _starts(found: Gathered, role: str) -> list[float]:
     """When processes of a role started, unix seconds; without events, when a searcher's writers were registered."""
     writers = {writer: info for writer, info in found.writers.items() if writer.rpartition("-")[0] == role}
-    registered = [float(info["started"]) for info in writers.values() if series.is_number(info.get("started"))]
+    registered = [float(info["started"]) for info in writers.values() if series.is_moment(info.get("started"))]
     return found.marks.starts_of(role) or registered
 
 
@@ -201,7 +224,11 @@ def _read_rows(found: Gathered) -> None:
         mounts = contract_lib.mounted_logs(named, reward_version=contract.reward_version)
     found.reader = LogReader(found.run.replay, contract.row_shape(), mounts=mounts, patience_seconds=1.0)
     found.table, found.draws = rows.RowTable(found.reader), Draws(found.run.journal)
-    found.table.advance()
+    if not found.table.advance(seconds=READ_SECONDS):
+        read, committed = found.table.progress
+        found.problems.append(
+            f"the newest {read} of {committed} rows are read: reading rows took {READ_SECONDS:g} s and was ended"
+        )
     found.draws.advance()
     found.problems += [*found.table.problems, *found.draws.problems]
     for name in found.reader.heads():
@@ -214,7 +241,7 @@ def newest_sign(found: Gathered) -> float:
     times = [role.read.last.get("time", 0.0) for role in found.roles.values()]
     times += [role.status.get("time", 0.0) for role in found.roles.values()]
     times += [mark.time for mark in found.marks.marks]
-    return max((float(each) for each in times if series.is_number(each)), default=0.0)
+    return max((float(each) for each in times if series.is_moment(each)), default=0.0)
 
 
 def oldest_sign(found: Gathered) -> float:
@@ -222,4 +249,4 @@ def oldest_sign(found: Gathered) -> float:
     times = [role.read.first.get("time", 0.0) for role in found.roles.values()]
     times += [mark.time for mark in found.marks.marks]
     times += [info.get("started", 0.0) for info in found.writers.values()]
-    return min((float(each) for each in times if series.is_number(each) and each > 0), default=0.0)
+    return min((float(each) for each in times if series.is_moment(each) and each > 0), default=0.0)

@@ -47,6 +47,7 @@ class LiveRun:
 
     Attributes: called: what pages call the run. run, stored, contract: see contract_lib. table, draws, trainer: kept up to date.
     tokenizer: None where the run's cannot be read here; problems: sentences about what cannot be read, found at the start.
+    is_read: whether all that was there has been read.
     """
 
     def __init__(self, workdir: Path | str):
@@ -59,6 +60,7 @@ class LiveRun:
         self.stored = contract_lib.read_run(self.run, called=self.called)
         self.contract = contract_lib.of(self.stored, called=self.called)
         self.problems: list[str] = []
+        self.is_read = False
         self.tokenizer = None
         try:
             self.tokenizer = gathering.tokenizer_of(self.stored)
@@ -87,8 +89,9 @@ class LiveRun:
     def follow(self, stopped: threading.Event) -> None:
         """Keeps the tables up to date until `stopped` is set."""
         while not stopped.is_set():
-            complete = [self._advance(part) for part in (self.trainer, self.draws, self.table)]
-            stopped.wait(POLL_SECONDS if all(complete) else 0.01)
+            # The rows first: they are what most pages show.
+            self.is_read = all([self._advance(part) for part in (self.table, self.draws, self.trainer)])
+            stopped.wait(POLL_SECONDS if self.is_read else 0.01)
 
     def _advance(self, part: MetricLines | Draws | rows_lib.RowTable) -> bool:
         try:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tba_jax.replay import journal
-from tba_jax.reporting.series import is_number
+from tba_jax.reporting.series import is_moment
 from tba_jax.run import events, json_lines
 
 MOST_OF_A_KIND = 300
@@ -74,7 +74,7 @@ def read(folders: Mapping[str, Path]) -> Marks:
 def _events(folder: Path) -> Iterator[dict[str, Any]]:
     """The events of a role, one at a time: a long run has many publishes."""
     for event in json_lines.each(folder / events.FILE):
-        if is_number(event.get("time")) and isinstance(event.get("event"), str):
+        if is_moment(event.get("time")) and isinstance(event.get("event"), str):
             yield event
 
 
@@ -83,7 +83,7 @@ def _mark(role: str, event: Mapping[str, Any]) -> Mark:
     step = event.get("step")
     return Mark(
         time=float(event["time"]),
-        step=int(step) if is_number(step) else -1,
+        step=int(step) if is_moment(step) else -1,
         role=role,
         kind=event["event"],
         told=", ".join(told)[:200],
@@ -107,7 +107,7 @@ def inferred(lines: journal.Lineage | None, writers: Mapping[str, Mapping[str, A
         kind = "resume" if stretch.first > 1 else "start"
         marks.append(Mark(time=np.nan, step=stretch.first - 1, role="trainer", kind=kind, told=f"epoch {stretch.epoch}"))
     for name, info in writers.items():
-        if is_number(info.get("started")):
+        if is_moment(info.get("started")):
             marks.append(
                 Mark(time=float(info["started"]), step=-1, role=name, kind="start", told=f"on {info.get('host', '?')}"[:200])
             )

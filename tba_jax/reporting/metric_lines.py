@@ -78,7 +78,7 @@ class MetricLines:
 
     def _whole_lines(self, file: Any) -> list[tuple[int, bytes]]:
         """(place, content) of the next lines that have an end."""
-        found = []
+        found: list[tuple[int, bytes]] = []
         while len(found) < _LINES_AT_ONCE and (content := file.readline()).endswith(b"\n"):
             found.append((self._at, content))
             self._at += len(content)

@@ -29,7 +29,7 @@ def page(found: Gathered, *, recipe: Mapping[str, Any] | None = None, recipe_nam
     """The HTML of a report. Args: recipe: the config of the recipe that the settings are compared with, if the user named one."""
     begin, end = gathering.oldest_sign(found), gathering.newest_sign(found)
     known = charts.of(found, begin=begin, end=max(end, begin + 1.0))
-    stored = found.stored
+    stored, finished = found.stored, _is_finished(found)
     content = {
         "title": Path(found.called).name or found.called,
         "workdir": found.called,
@@ -38,7 +38,7 @@ def page(found: Gathered, *, recipe: Mapping[str, Any] | None = None, recipe_nam
         "made": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
         "began": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(begin)) if begin else "not known",
         "length": about.duration(end - begin) if begin else "0 s",
-        "state": about.state(step=found.step, steps=found.steps, finished=_is_finished(found), newest=end),
+        "state": about.state(step=found.step, steps=found.steps, finished=finished, newest=end),
         "settings": about.settings(stored["config"], recipe),
         "recipe_name": recipe_name,
         "contract": about.contract(stored["contract"]),
@@ -47,7 +47,8 @@ def page(found: Gathered, *, recipe: Mapping[str, Any] | None = None, recipe_nam
         "run_id": str(stored.get("id") or ""),
         "processes": about.processes(found.marks.starts, found.writers),
         "versions": about.versions(found.marks.starts),
-        "statuses": _statuses(found),
+        "now": [] if finished else _now(found),
+        "troubles": [(name, role.status["trouble"][:500]) for name, role in found.roles.items() if role.status.get("trouble")],
         "alarms": found.alarms,
         "problems": found.problems,
         "marks": known.marks,
@@ -68,11 +69,14 @@ def _is_finished(found: Gathered) -> bool:
     return series.is_number(step) and step >= found.steps
 
 
-def _statuses(found: Gathered) -> list[dict[str, str]]:
-    """What roles said last of their waits and troubles, where they said anything."""
+def _now(found: Gathered) -> list[dict[str, str]]:
+    """What roles said last of what they do and wait for, where they said anything."""
     told = []
     for name, role in found.roles.items():
-        said = {key: str(role.status.get(key) or "")[:500] for key in ("phase", "waits", "trouble")}
+        said = {key: role.status.get(key, "")[:500] for key in ("phase", "waits")}
+        done, total = role.status.get("phase_of", [0, 0])
+        if said["phase"] and total:
+            said["phase"] += f" ({done:,} of {total:,})"
         if any(said.values()):
             told.append({"role": name, **said})
     return told
@@ -80,7 +84,8 @@ def _statuses(found: Gathered) -> list[dict[str, str]]:
 
 def _ledger(found: Gathered) -> dict[str, Any]:
     """What became of the rows: the trainer's own account at its end where there is one, else what log and journal tell."""
-    accounts, sums = found.finished.get("ledger"), {}
+    accounts = found.finished.get("ledger")
+    sums: dict[str, int] = {}
     if isinstance(accounts, dict):
         with found.part("the ledger in finished.json"):
             for account in accounts.values():

@@ -13,6 +13,7 @@ import numpy as np
 
 from tba_jax.replay.expiry import RowsExpired
 from tba_jax.replay.reader import LogCorruption, LogReader, RowsPending
+from tba_jax.run import places
 from tba_jax.run.places import STORAGE_ERRORS
 from tba_jax.trajectory import Rows
 
@@ -20,6 +21,8 @@ from tba_jax.trajectory import Rows
 MOST_ROWS = 10_000_000
 # Bytes of rows that are read at once: what a thread that stops waits for.
 _BLOCK_BYTES = 8_000_000
+# Writers that are all asked for news each time.
+_MOST_ASKED = 256
 _STRANGERS_TOLD = 20  # sentences about what is not read, at most
 # Name -> dtype of the columns with one value a row.
 _DTYPES: dict[str, str] = {
@@ -77,6 +80,9 @@ class RowTable:
         self.writers: list[str] = []
         self._reader, self._most_rows = reader, most_rows
         self._numbers: dict[str, int] = {}
+        # Committed rows of each writer. Whether writers without news are asked less often: many of them, or an object store's.
+        self._heads: dict[str, int] = {}
+        self._spares = False
         # Writer -> row numbers that need no reading any more, ascending ranges that do not touch.
         self._done: dict[str, list[range]] = {}
         self._committed = self._expired = self._damaged = self._left_out = 0
@@ -123,11 +129,13 @@ class RowTable:
         Returns whether nothing is left to read now; what storage does not give yet (`problems`) counts as read.
         """
         try:
-            heads = self._reader.heads()
+            self._heads |= self._reader.news(spare_quiet=True) if self._spares else self._reader.heads()
         except (*STORAGE_ERRORS, ValueError) as error:
             self._told["heads"] = f"no new rows are read: {error}"
             return True
         self._told.pop("heads", None)
+        heads = self._heads
+        self._spares = len(heads) > _MOST_ASKED or any(isinstance(self._reader.folder(each), places.Bucket) for each in heads)
         self._committed = sum(heads.values())
         self._pending = {}
         unread = {writer: ranges for writer in sorted(heads) if (ranges := self._unread(writer))}

@@ -82,7 +82,7 @@ def _first(keys: Sequence[np.ndarray], query: np.ndarray) -> list[int]:
     """
     count = min(_LOOKED_AT, len(query))
     limit = np.partition(keys[-1], count - 1)[count - 1]
-    near = np.flatnonzero(keys[-1] <= limit)
+    near = np.flatnonzero(~(keys[-1] > limit))  # with those that have no reward
     near = near[np.lexsort([each[near] for each in keys])][:_LOOKED_AT]
     first_of_query = np.sort(np.unique(query[near], return_index=True)[1])
     others = np.setdiff1d(np.arange(len(near)), first_of_query)
@@ -91,8 +91,11 @@ def _first(keys: Sequence[np.ndarray], query: np.ndarray) -> list[int]:
 
 def _disagreeing(columns: rows_lib.Columns, undrawn: np.ndarray) -> list[int]:
     """Rows of the queries with the largest spread of rewards: of each, the worst and the best, those that were drawn first."""
+    there = np.flatnonzero(np.isfinite(columns.reward))
+    if not len(there):
+        return []
     reward = columns.reward.astype(np.float64)
-    order = np.lexsort((reward, columns.query_id))
+    order = there[np.lexsort((reward[there], columns.query_id[there]))]
     ids = columns.query_id[order]
     begins = np.flatnonzero(np.append(True, ids[1:] != ids[:-1]))
     ends = np.append(begins[1:], len(ids))
@@ -162,7 +165,11 @@ def made(source: Source, columns: rows_lib.Columns, indices: Sequence[int]) -> t
 
 
 def prompt_text(ids: Sequence[int], tokenizer: Tokenizer | None, pieces: tokens.Pieces) -> str:
-    text = "".join(text for text, _ in pieces.texts(ids)) if tokenizer is None else visible(tokenizer.decode(ids))
+    text = (
+        "".join(text for text, _ in pieces.texts(ids))
+        if tokenizer is None
+        else visible(tokenizer.decode([i for i in ids if 0 <= i < tokenizer.vocab_size]))
+    )
     return text if len(text) <= MOST_PROMPT else f"{text[: MOST_PROMPT // 2]} … {text[-MOST_PROMPT // 2 :]}"
 
 

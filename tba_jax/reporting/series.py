@@ -8,7 +8,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 
@@ -18,6 +18,8 @@ BUCKETS = 512
 MOST_NAMES = 400
 MOST_AGES = 64
 _LINES_PER_BLOCK = 2048
+_LARGEST = 1e300  # of a figure; JSON may hold whole numbers that no float does
+_MOST_MOMENTS = 1e11  # unix seconds, or steps
 
 Line = Mapping[str, Any]
 
@@ -70,11 +72,17 @@ def _blocks(folder: Path, found: Read) -> Iterator[list[Line]]:
 def _parsed(text: str) -> Line:
     """The line, {} where it is none of metrics."""
     line = json_lines.parse_line(text)
-    return line if is_number(line.get("time")) and is_number(line.get("step")) else {}
+    return line if is_moment(line.get("time")) and is_moment(line.get("step")) else {}
 
 
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether a value of JSON is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
+
+
+def is_moment(value: Any) -> TypeGuard[float]:
+    """Whether a value of JSON is a time or a step that can be: damage may leave any number."""
+    return is_number(value) and abs(value) < _MOST_MOMENTS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,7 +127,7 @@ class Series:
         values: dict[str, list[float]] = {}
         for i, line in enumerate(lines):
             for name, value in line.items():
-                if type(value) is float or type(value) is int:
+                if (type(value) is float or type(value) is int) and -_LARGEST < value < _LARGEST:
                     at.setdefault(name, []).append(i)
                     values.setdefault(name, []).append(value)
         if self.axis not in at:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tba_jax.reporting.series import Line, is_number
+from tba_jax.reporting.series import Line, is_moment, is_number
 from tba_jax.run import json_lines, timeline
 
 BUCKETS = 160
@@ -144,10 +144,10 @@ def _recorded(role: str, folder: Path) -> Iterator[Span]:
     for name in (f"{timeline.FILE}.1", timeline.FILE):
         for line in tail_lines(folder / name, _TAIL_BYTES):
             at, lane, recorded = line.get("at"), line.get("lane"), line.get("spans")
-            if not (is_number(at) and isinstance(lane, str) and isinstance(recorded, list)):
+            if not (is_moment(at) and isinstance(lane, str) and isinstance(recorded, list)):
                 continue
             for each in recorded:
-                if isinstance(each, list) and len(each) == 3 and isinstance(each[0], str) and all(map(is_number, each[1:])):
+                if isinstance(each, list) and len(each) == 3 and isinstance(each[0], str) and all(map(is_moment, each[1:])):
                     yield Span(float(at) + float(each[1]), role, lane, each[0], max(0.0, float(each[2])))
 
 

@@ -89,7 +89,7 @@ def tokens(rows: Rows, i: int, pieces: Pieces, *, newest_step: int, limit: int =
       newest_step: of the run's policies: the colours of steps divide [0, newest_step] evenly.
       limit: at most so many tokens, from the first on; 0: all.
     """
-    ids = response(rows, i)[: limit or None]
+    ids = response(rows, i)[: limit or None][: rows["policy_step"].shape[1]]  # a trainer refuses rows whose length is wrong
     found = []
     for t, (text, special) in enumerate(pieces.texts(ids.tolist())):
         policy_logprob, ref_logprob = float(rows["policy_logprobs"][i, t]), float(rows["ref_logprobs"][i, t])

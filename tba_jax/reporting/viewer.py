@@ -9,7 +9,7 @@ import re
 import secrets
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ def make_app(runs: Sequence[LiveRun], token: str) -> flask.Flask:
     app.add_url_rule("/", view_func=pages.home)
     app.add_url_rule("/style.css", view_func=pages.style)
     app.add_url_rule("/compare", view_func=pages.compare)
-    for rule, view in {
+    views: dict[str, Callable[..., Any]] = {
         "": pages.overview,
         "rows": pages.rows,
         "row/<writer>/<number>": pages.row,
@@ -67,7 +67,8 @@ def make_app(runs: Sequence[LiveRun], token: str) -> flask.Flask:
         "queries": pages.queries,
         "query/<query>": pages.query,
         "evaluations": pages.evaluations,
-    }.items():
+    }
+    for rule, view in views.items():
         app.add_url_rule(f"/run/<int:which>/{rule}", view_func=view)
     return app
 

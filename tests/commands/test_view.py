@@ -54,3 +54,32 @@ def test_ctrl_c_ends_it_and_nothing_is_written(tmp_path):
         process.kill()
     assert process.returncode == 0 and out.endswith("stopped\n") and time.monotonic() - began < 15
     assert err == "" and frozen_runs.contents(run.root) == before
+
+
+def test_no_task_is_imported(tmp_path):
+    """Nor is jax asked for devices: the viewer runs beside a trainer that has them all."""
+    folder, mark = tmp_path / "task", tmp_path / "executed"
+    folder.mkdir()
+    (folder / "my_task.py").write_text(f"open({str(mark)!r}, 'w').close()\n")
+    run = hostile_runs.make(tmp_path / "run")
+    stored = layout.read_json(run.config)
+    stored["config"]["task"]["name"] = f"{folder / 'my_task.py'}:Ones"
+    layout.write_json(run.config, stored)
+    program = f"""
+import sys
+from tba_jax.reporting.live_run import LiveRun
+from tba_jax.reporting.viewer import make_app
+run = LiveRun({str(run.root)!r})
+for part in (run.trainer, run.draws, run.table):
+    part.advance()
+client = make_app([run], "t").test_client()
+host = {{"Host": "127.0.0.1"}}
+client.get("/?token=t", headers=host)
+assert all(client.get(f"/run/0/{{page}}", headers=host).status_code == 200 for page in ("", "rows", "row/w0/1", "step/1"))
+bridge = sys.modules.get("jax._src.xla_bridge")
+print(any(name.startswith("tba_jax.tasks.") for name in sys.modules), bool(bridge and bridge._backends))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tiny_run.ROOT, env=tiny_run.environment(), capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "False False\n" and not mark.exists()

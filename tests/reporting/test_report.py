@@ -5,10 +5,14 @@ import json
 import re
 import shutil
 
+import numpy as np
 import pytest
 
+from tba_jax.experiment import composition
+from tba_jax.replay.log import LogWriter
 from tba_jax.reporting import gathering, report
-from tests.support import browser, hostile_runs
+from tba_jax.run import contract, layout
+from tests.support import browser, frozen_runs, hostile_runs, tiny_run
 
 
 def made(run) -> tuple[gathering.Gathered, str]:
@@ -110,6 +114,45 @@ def test_the_top_names_the_worst_rows_and_the_steps_that_drew_them(hostile):
     assert rows == [("w0:0", "trained at steps 1, 2"), ("w0:1", "trained at steps 1, 2"), ("w0:2", "trained at step 1")]
 
 
+@pytest.mark.filterwarnings("error")
+def test_rows_that_no_trainer_takes_do_not_hide_the_others(tmp_path):
+    run = hostile_runs.make(tmp_path / "run")
+    shape = contract.of(contract.read_run(run), called="the test").row_shape()
+    rows = {name: np.zeros((4, *size), dtype) for name, (dtype, size) in shape.columns().items()}
+    rows["row"], rows["reward"] = np.arange(4), np.array([np.nan, np.inf, -np.inf, -1e30], np.float32)
+    rows["prompt_length"], rows["response_length"] = np.array([[-5, 10_000, 0, 3], [10_000, -7, 0, 3]], np.int32)
+    rows["tokens"][:] = [[-1], [10**6], [0], [99_999]]
+    rows["policy_logprobs"][:] = np.nan
+    LogWriter(run.replay, "odd", shape, rows_per_append=4, segment_appends=4, info={"started": 1e300}).append(rows)
+    found, page = made(run)
+    assert found.problems == [] and "odd:2</a>" in page and "<b>w0:15</b>" in page
+
+
+@pytest.mark.parametrize("value", [1e300, -1e300, 10**400, "text", None, [1], {"a": 1}, True])
+def test_numbers_that_cannot_be_end_no_report(hostile, tmp_path, value):
+    run = type(hostile)(tmp_path / "run")
+    shutil.copytree(hostile.root, run.root)
+    for name in ("metrics.jsonl", "events.jsonl", "timeline.jsonl", "status.json", "alarms.jsonl"):
+        path = run.metrics("trainer") / name
+        first = json.loads(path.read_text().splitlines()[0])
+        changed = [json.dumps(first | {key: value}) for key in first]
+        path.write_text("\n".join([*changed, path.read_text()]) if name.endswith("l") else changed[0])
+    (run.root / "finished.json").write_text(json.dumps({"step": value, "ledger": value, "balanced": value}))
+    run.evaluations.mkdir()
+    (run.root / "evaluations" / "00000001.json").write_text(json.dumps({"greedy_reward": value, "queries": value}))
+    _, page = made(run)
+    assert "w0:0</a>" in page
+
+
+@pytest.mark.parametrize("part", ["config", "contract"])
+@pytest.mark.parametrize("value", [None, [], "text"])
+def test_a_config_that_holds_no_settings_is_one_sentence(hostile, tmp_path, part, value):
+    stored = layout.read_json(hostile.config)
+    (tmp_path / "config.json").write_text(json.dumps(stored | {part: value}))
+    with pytest.raises(ValueError, match=r"config\.json is damaged"):
+        gathering.gather(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("file", "named"),
     [
@@ -142,10 +185,6 @@ def test_damage_is_named_and_the_rest_is_shown(hostile, tmp_path, file, named):
 
 
 def test_a_run_that_has_just_begun_has_a_page(tmp_path):
-    from tba_jax.experiment import composition
-    from tba_jax.run import contract, layout
-    from tests.support import tiny_run
-
     run, config = layout.RunDir(tmp_path / "run"), tiny_run.config()
     contract.join(run, config, composition.build(config).contract)
     found, page = made(run)
@@ -156,3 +195,17 @@ def test_the_run_is_only_read(hostile):
     before = {path: path.stat().st_mtime_ns for path in hostile.root.rglob("*")}
     made(hostile)
     assert {path: path.stat().st_mtime_ns for path in hostile.root.rglob("*")} == before
+
+
+@pytest.mark.usefixtures("one_device")
+def test_a_whole_run_is_reported_whole(tmp_path):
+    run = layout.RunDir(tmp_path / "run")
+    frozen_runs.run(run.root, metrics__every_steps=1)
+    found, page = made(run)
+    text = html.unescape(markup(page))
+    assert found.problems == [] and "Finished: step 12 of 12." in text and "the ledger balances" in text
+    steps = {int(step) for told in re.findall(r"trained at steps? ([\d, ]+)", text) for step in told.split(",")}
+    assert steps and steps <= set(range(1, 13))
+    assert found.roles["trainer"].by_step.column("reward").mean.shape == (12,)
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
+    assert len(data["figures"]) > 15 and all(figure["traces"] for figure in data["figures"].values())

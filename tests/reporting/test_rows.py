@@ -1,6 +1,7 @@
 """The table of rows: what it holds is the log, whatever comes, expires, is damaged or does not fit."""
 
 import itertools
+import time
 
 import numpy as np
 import pytest
@@ -157,3 +158,17 @@ def test_rows_that_cannot_be_read_are_named_and_the_others_come(tmp_path, missin
     rows, there, lost = rows_lib.read_some(reader, ids)
     assert rows["row"].tolist() == [13, 1] and there == [0, 3]
     assert lost.keys() == {("w0", 9), missing} and "rows 8 to 11" in lost["w0", 9]
+
+
+def test_of_very_many_writers_those_without_news_are_asked_less_often(tmp_path, monkeypatch):
+    monkeypatch.setattr(rows_lib, "_MOST_ASKED", 1)
+    logs = [writer(tmp_path, name) for name in ("w0", "w1")]
+    for log in logs:
+        log.append(make_rows(0, 4))
+    found = table(tmp_path)
+    assert found.advance() and found.progress == (8, 8)
+    logs[1].append(make_rows(4, 4))
+    deadline = time.monotonic() + 20
+    while found.progress != (12, 12) and time.monotonic() < deadline:
+        found.advance()
+    assert identities(found) == named("w0", range(4)) | named("w1", range(8))

@@ -24,12 +24,20 @@ def served(tmp_path_factory):
 
 def entered(driver, address: str) -> str:
     """Opens the printed address. Returns where the pages are."""
-    from selenium.webdriver.support.ui import WebDriverWait
-
     base = address.partition("/?")[0]
     driver.get(address)
-    WebDriverWait(driver, 20).until(lambda _: driver.current_url == f"{base}/run/0/")  # without the token
+    goes_to(driver, f"{base}/run/0/")  # without the token
     return base
+
+
+def goes_to(driver, address: str) -> None:
+    """Waits until the page that begins with an address is loaded."""
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    def is_there(_) -> bool:
+        return driver.current_url.startswith(address) and driver.execute_script("return document.readyState") == "complete"
+
+    WebDriverWait(driver, 20).until(is_there, f"the browser stays at {driver.current_url}, expected {address}")
 
 
 @pytest.mark.parametrize("width", [1280, 500])
@@ -86,10 +94,11 @@ def test_the_keyboard_suffices(served):
                 break
         assert seen[-1] == "Worst rows" and "Rows" in seen
         press(Keys.ENTER)
-        assert driver.current_url.startswith(f"{base}/run/0/rows?order=worst")
+        goes_to(driver, f"{base}/run/0/rows?order=worst")
         driver.find_element("name", "text").send_keys("onload", Keys.ENTER)
-        assert "text=onload" in driver.current_url and len(driver.find_elements("css selector", "tbody tr")) == 2
+        goes_to(driver, f"{base}/run/0/rows?text=onload")
+        assert len(driver.find_elements("css selector", "tbody tr")) == 2
         ActionChains(driver).key_down(Keys.ALT).send_keys("s").key_up(Keys.ALT).perform()
         assert focused("e.name") == "number"
         press(Keys.BACKSPACE, "1", Keys.ENTER)
-        assert driver.current_url == f"{base}/run/0/step/1"
+        goes_to(driver, f"{base}/run/0/step/1")

@@ -41,8 +41,9 @@
   }
 
   function draw(id) {
-    const made = on(data.figures[id]);
-    Plotly.react(document.getElementById(id), made.traces, made.layout, { responsive: true, displaylogo: false, displayModeBar: false });
+    const figure = data.figures[id];
+    const made = on(figure);
+    Plotly.react(document.getElementById(id), made.traces, made.layout, { responsive: true, displaylogo: false, displayModeBar: false, scrollZoom: !!figure.scroll });
   }
 
   Object.keys(data.figures).forEach(function (id) {
