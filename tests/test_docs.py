@@ -162,7 +162,7 @@ def all_settings() -> frozenset[str]:
 def broken_settings(text: str) -> Iterator[str]:
     """Settings in backticks, with or without --config., that neither schema has."""
     for code in CODE.findall(prose(text)):
-        found = re.fullmatch(r"(--config\.)?([a-z_]+(?:\.[a-z_]+)+)(=.*)?", code)
+        found = re.fullmatch(r"(--config\.)?([a-z_]+(?:\.[a-z_]+)+(?<!\.jsonl))(=.*)?", code)
         if found and (found[1] or found[2].split(".")[0] in all_settings()) and found[2] not in all_settings():
             yield f"{code}: there is no such setting"
 

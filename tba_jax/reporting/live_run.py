@@ -90,7 +90,8 @@ class LiveRun:
         """Keeps the tables up to date until `stopped` is set."""
         while not stopped.is_set():
             # The rows first: they are what most pages show.
-            self.is_read = all([self._advance(part) for part in (self.table, self.draws, self.trainer)])
+            complete = [self._advance(part) for part in (self.table, self.draws, self.trainer)]
+            self.is_read = all(complete)
             stopped.wait(POLL_SECONDS if self.is_read else 0.01)
 
     def _advance(self, part: MetricLines | Draws | rows_lib.RowTable) -> bool:

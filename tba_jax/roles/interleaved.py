@@ -36,20 +36,16 @@ def run_interleaved(
     """
     recorder = Recorder(trainer, run)
     record = trainer.record
-    search_writer = metrics.open_writer(trainer.config, run, "searcher-0", kind="searcher", cost=record.cost)
-    tables = SampleTables(search_writer, trainer.config)
     evaluations = _Evaluations(evaluator, run, trainer) if evaluator is not None else None
     record.status.phase("")
     record.profiler.starts_at(trainer.step_number)
     trainer.flush_snapshot()
     if evaluations:
         evaluations.catch_up()
-    watch, status = RewardWatch(give_up_seconds=trainer.config.searchers.give_up_seconds), Status(run.metrics("searcher-0"))
-    watchdog = alarm_rules.watchdog(run, trainer.config, name="searcher-0")
+    search_record = _SearchRecord(run, trainer)
 
     def goes_on() -> bool:
-        watch.look(waiting=searcher.unrewarded, grades=searcher.grades)
-        status.trouble(watch.trouble)
+        search_record.look(searcher)
         return not stop()
 
     def search() -> list[SearchReport]:
@@ -61,16 +57,14 @@ def run_interleaved(
         return reports
 
     while not trainer.is_done and goes_on():
-        if not watch.may_search:
+        if not search_record.watch.may_search:
             time.sleep(trainer.config.searchers.poll_seconds)
             continue
         with record.profiler.step(trainer.step_number + 1):
             if not (reports := search()):
                 break
             (report,) = reports
-            watch.note(report)
-            tables.note(report.samples, policy_step=report.policy_step)
-            watchdog.look(trainer.step_number + 1, alarm_rules.point(report))
+            search_record.note(trainer.step_number + 1, report)
             trainer.poll()
             measurements = trainer.step()
         record.profiler.ended(trainer.step_number)
@@ -79,15 +73,47 @@ def run_interleaved(
             continue
         trainer.flush_snapshot()
         if recorder.note(measurements):
-            search_writer.write(trainer.step_number, _scalars(report))
+            search_record.write(trainer.step_number, report)
         if evaluations:
             evaluations.catch_up()
     finished = end(trainer, recorder)
     searcher.close()
-    search_writer.close()
+    search_record.close()
     if evaluations:
         evaluations.close()
     return finished
+
+
+class _SearchRecord:
+    """What is told of the searching half of the process: metrics, tables, alarms, and trouble with rewards.
+
+    Attributes: watch: says whether the rows get rewards.
+    """
+
+    def __init__(self, run: layout.RunDir, trainer: Trainer):
+        config, name = trainer.config, "searcher-0"
+        self._writer = metrics.open_writer(config, run, name, kind="searcher", cost=trainer.record.cost)
+        self._tables, self._status = SampleTables(self._writer, config), Status(run.metrics(name))
+        self._watchdog = alarm_rules.watchdog(run, config, name=name)
+        self.watch = RewardWatch(give_up_seconds=config.searchers.give_up_seconds)
+
+    def look(self, searcher: Searcher) -> None:
+        """Raises NoRewards where no reward has come for too long."""
+        self.watch.look(waiting=searcher.unrewarded, grades=searcher.grades)
+        self._status.trouble(self.watch.trouble)
+
+    def note(self, step: int, report: SearchReport) -> None:
+        """A batch was appended, of whose rows update number `step` may be made."""
+        self.watch.note(report)
+        self._tables.note(report.samples, policy_step=report.policy_step)
+        self._watchdog.look(step, alarm_rules.point(report))
+
+    def write(self, step: int, report: SearchReport) -> None:
+        """Writes the point of a batch."""
+        self._writer.write(step, _scalars(report))
+
+    def close(self) -> None:
+        self._writer.close()
 
 
 def _load(searcher: Searcher, step: int) -> None:

@@ -1,6 +1,5 @@
 """The loop of a searcher's process: it searches batches until the run has finished, and loads snapshots in a thread beside it."""
 
-import itertools
 import logging
 import threading
 import time
@@ -12,6 +11,7 @@ from tba_jax.roles.searcher.appender import SearchReport
 from tba_jax.roles.searcher.reward_watch import RewardWatch
 from tba_jax.roles.searcher.samples import SampleTables
 from tba_jax.roles.searcher.searcher import Searcher
+from tba_jax.roles.watchdog import Watchdog
 from tba_jax.run import contract, grants, layout, metrics, places
 from tba_jax.run.metrics import MetricWriter, TimeAccount
 from tba_jax.run.requests import RequestRate
@@ -78,10 +78,16 @@ class _Pause:
 
 
 class Rates:
-    """Writes a searcher's metrics, a line for each appended batch. Rates begin after the first, which holds the compilation."""
+    """Writes a searcher's metrics, a line for each appended batch. Rates begin after the first, which holds the compilation.
 
-    def __init__(self, writer: MetricWriter, account: TimeAccount, requests: RequestRate, tables: SampleTables | None = None):
-        self._writer, self._account, self._requests, self._tables = writer, account, requests, tables
+    Every batch is also shown to the tables of trackers, and to the watchdog.
+    """
+
+    def __init__(
+        self, writer: MetricWriter, account: TimeAccount, requests: RequestRate, tables: SampleTables, watchdog: Watchdog
+    ):
+        self._writer, self._account, self._requests = writer, account, requests
+        self._tables, self._watchdog = tables, watchdog
         self._batches, self._begin = 0, 0.0
         self._rows = self._tokens = self._value_tokens = self._unscored = 0
 
@@ -89,8 +95,8 @@ class Rates:
         for report in reports:
             self._batches += 1
             self._unscored += report.unscored
-            if self._tables is not None:
-                self._tables.note(report.samples, policy_step=report.policy_step)
+            self._tables.note(report.samples, policy_step=report.policy_step)
+            self._watchdog.look(self._batches, alarm_rules.point(report))
             if self._batches == 1:
                 self._account.restart()
                 self._begin = report.time
@@ -131,9 +137,9 @@ def run_searcher(
     status.phase("")
     log.info("%s writes replay/%s", name, searcher.writer)
     refresher, pause = _Refresher(searcher, poll_seconds=poll_seconds), _Pause(status, config)
-    rates = Rates(writer, account, RequestRate([run.shared]), SampleTables(writer, config))
-    batches, profiler = itertools.count(1), account.record.profiler
-    watchdog = alarm_rules.watchdog(run, config, name=name)
+    tables, watchdog = SampleTables(writer, config), alarm_rules.watchdog(run, config, name=name)
+    rates = Rates(writer, account, RequestRate([run.shared]), tables, watchdog)
+    profiler = account.record.profiler
 
     def goes_on() -> bool:
         if stop() or contract.is_finished(run):
@@ -147,7 +153,6 @@ def run_searcher(
         reports = searcher.appended(wait_seconds=wait_seconds)
         for report in reports:
             watch.note(report)
-            watchdog.look(next(batches), alarm_rules.point(report))
         rates.write(reports)
 
     try:

@@ -74,8 +74,7 @@ class Searcher:
         self._sampler = _make_sampler(config, contract, run, policy=policy, tokenizer=tokenizer, queries=queries)
         self._engine, self._reference = self._sampler.engine, self._sampler.reference
         self._embedder = ResponseEmbedder(config.task.embedding_path, self._reference.mesh) if contract.embedding else None
-        self.writer = writer
-        self._writer_number = writer_number(self.writer)
+        self.writer, self._writer_number = writer, writer_number(writer)
         self._stream = QueryStream(queries, seed=config.seed, writer=self._writer_number)
         self._rng = np.random.default_rng([config.seed, self._writer_number])
         self._appender = Appender(

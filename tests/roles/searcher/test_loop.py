@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from tba_jax.experiment import jobs
-from tba_jax.roles.searcher import loop, reward_watch
+from tba_jax.roles.searcher import alarm_rules, loop, reward_watch
+from tba_jax.roles.searcher.samples import SampleTables
 from tba_jax.run import contract, grants, layout, metrics, processes, snapshots, status
 from tba_jax.run.metrics import TimeAccount
 from tba_jax.run.requests import RequestRate
@@ -228,13 +229,14 @@ def test_a_grant_lets_a_searcher_go_on_that_waits(make):
 def test_rates_are_those_of_appends(make):
     """Reports that are read together, since the first of them was late, tell the same as if they were not."""
     late, writer = threading.Event(), MetricLines()
-    _, made = make(task=lambda task: Held(task, lambda scores: (late.wait(60), scores)[1]), searchers__reward_batches=4)
+    s, made = make(task=lambda task: Held(task, lambda scores: (late.wait(60), scores)[1]), searchers__reward_batches=4)
     made.refresh()
     for _ in range(3):
         made.advance()
     late.set()
     reports = made.appended(wait_seconds=None)
-    loop.Rates(writer, TimeAccount(), RequestRate([])).write(reports)
+    tables, watchdog = SampleTables(writer, s.config), alarm_rules.watchdog(s.run, s.config, name="tested")
+    loop.Rates(writer, TimeAccount(), RequestRate([]), tables, watchdog).write(reports)
     for line, report in zip(writer.lines, reports[1:], strict=True):
         elapsed = report.time - reports[0].time
         assert elapsed > 0 and line["rows_per_second"] == pytest.approx((reports.index(report)) * ROWS / elapsed)
@@ -242,6 +244,8 @@ def test_rates_are_those_of_appends(make):
 
 
 class MetricLines:
+    shows_tables = False
+
     def __init__(self) -> None:
         self.lines: list[dict[str, Any]] = []
 
