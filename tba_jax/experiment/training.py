@@ -96,7 +96,7 @@ def _make_reference(s: Invocation, group: Group, record: Record) -> None:
         if initial_policy.mend(s.run):  # until now nobody knew whose rows go with it
             other_runs.check_mounts(s.run, s.config, s.experiment.contract, init_from=s.init_from)
         return
-    writer = metrics.open_writer(s.config, s.run, "reference", kind="reference", cost=record.cost)
+    writer = metrics.open_writer(s.config, s.run, "reference", role="reference", cost=record.cost)
     steps = s.config.warm_start.steps
 
     def report(step: int, loss: float) -> None:

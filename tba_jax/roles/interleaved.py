@@ -92,7 +92,7 @@ class _SearchRecord:
 
     def __init__(self, run: layout.RunDir, trainer: Trainer):
         config, name = trainer.config, "searcher-0"
-        self._writer = metrics.open_writer(config, run, name, kind="searcher", cost=trainer.record.cost)
+        self._writer = metrics.open_writer(config, run, name, role="searcher", cost=trainer.record.cost)
         self._tables, self._status = SampleTables(self._writer, config), Status(run.metrics(name))
         self._watchdog = alarm_rules.watchdog(run, config, name=name)
         self.watch = RewardWatch(give_up_seconds=config.searchers.give_up_seconds)
@@ -135,7 +135,7 @@ class _Evaluations:
         self._damaged = DamagedSnapshots(run.policies, follows=NOT_EVALUATED)
         self._evaluator = evaluator
         self._record = trainer.record
-        self._writer = metrics.open_writer(config, run, "evaluator", kind="evaluator", cost=self._record.cost)
+        self._writer = metrics.open_writer(config, run, "evaluator", role="evaluator", cost=self._record.cost)
         self._pending = PendingSteps(run, every_steps=config.evaluation.every_steps, final_step=config.learner.steps)
 
     def catch_up(self) -> None:
