@@ -23,7 +23,7 @@ def find(e: Experiment) -> Finding | None:
     if not changes:
         return None
     return Finding(
-        sentence=f"the tokenizer changes the text of {' and '.join(changes)}",
+        sentence=f"the tokenizer changes the text of {', and '.join(changes)}",
         advice="take a model whose tokenizer has these characters, or write prompts without them (the task's prompt setting)",
     )
 

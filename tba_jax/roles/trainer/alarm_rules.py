@@ -157,7 +157,7 @@ def ratio_clipped(points: Sequence[Point], c: Any) -> Finding | None:
     if mean(shares) <= _RATIOS_CLIPPED / clip:
         return None
     return Finding(
-        sentence=f"the clip of importance ratios is always active: {mean(shares):.0%} of the tokens of the last {POINTS} "
+        sentence=f"importance ratios are clipped all the time: {mean(shares):.0%} of the tokens of the last {POINTS} "
         f"measured batches have π_θ/π_behaviour above learner.importance_clip={clip:g}; on-policy none would, and off-policy at "
         f"most {1 / clip:.0%}",
         advice="lower learner.learning_rate, or use fresher rows (replay.max_staleness, more searchers); "
