@@ -11,8 +11,8 @@ import pytest
 
 from tba_jax import sharding
 from tba_jax.experiment import composition, jobs, training
-from tba_jax.roles import evaluation_alarms, evaluator
-from tba_jax.run import contract, layout, places, snapshots
+from tba_jax.roles import evaluator
+from tba_jax.run import alarms, contract, layout, places, snapshots
 from tba_jax.run.metrics import TimeAccount
 from tba_jax.run.snapshots import COMMIT, SnapshotInfo
 from tba_jax.tasks.interface import Scores
@@ -159,7 +159,7 @@ def test_a_damaged_snapshot_is_told_once_and_holds_up_nobody(prepared, tmp_path,
     assert f"step {every} is damaged" in told and "It is not evaluated" in told and str(damaged) in told
 
 
-def test_rewards_that_could_not_be_found_count_nowhere(prepared):
+def test_rewards_that_could_not_be_found_count_nowhere(prepared, tmp_path):
     class Failing(Changed):
         def rewards(self, queries, responses, finished):
             reward = np.where(np.arange(len(queries)) % 2 == 0, 1, np.nan).astype(np.float32)
@@ -168,16 +168,21 @@ def test_rewards_that_could_not_be_found_count_nowhere(prepared):
         def final_answer(self, response):
             return response[:1]
 
-    def fails(report) -> bool:
-        point = evaluation_alarms.point(report, prepared.config)
-        return evaluation_alarms.evaluation_fails([point], prepared.config) is not None
-
-    assert not fails(evaluated(prepared))
     report = evaluated(prepared, Failing(prepared.experiment.task))
-    assert fails(report)
     assert report["unscored"] == 20 and report["greedy_reward"] == report["sampled_reward"] == report["pass@4"] == 1
     assert 0 < report["majority@4"] <= 1
     assert [response["reward"] for response in report["samples"]["greedy"]] == [1, None] * 4
+
+    for name, task in {"whole": prepared.experiment.task, "failing": Failing(prepared.experiment.task)}.items():
+        shutil.copytree(prepared.run.root, tmp_path / name, ignore=shutil.ignore_patterns("evaluations"))
+        run = layout.RunDir(tmp_path / name)
+        contract.join(run, prepared.config, prepared.experiment.contract)
+        made = jobs.make_evaluator(dataclasses.replace(prepared.experiment, task=task), run)
+        done = lambda run=run: bool(layout.steps_in(run.evaluations))  # noqa: E731
+        evaluator.run_evaluator(made, prepared.config, run, account=TimeAccount(), stop=done)
+    assert not alarms.read(tmp_path / "whole" / "metrics" / "evaluator")
+    (told,) = alarms.read(tmp_path / "failing" / "metrics" / "evaluator")
+    assert told.kind == "evaluation_fails" and "20 of the 40 held-out responses" in told.sentence
 
 
 def test_a_tasks_own_measures_are_of_all_responses(prepared):

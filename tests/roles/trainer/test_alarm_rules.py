@@ -162,11 +162,12 @@ def run_of(tmp_path: Path, reward: str, **settings: Any) -> dict[str, alarms.Ala
     return told(tmp_path / "run")
 
 
-def test_rewards_that_are_not_finite_are_named_by_both_who_see_them(tmp_path):
-    found = run_of(tmp_path, 'np.nan if response.count("1") % 2 else len(response)', learner__steps=12)
+def test_rewards_that_are_not_finite_are_named_by_all_who_see_them(tmp_path):
+    found = run_of(tmp_path, 'np.nan if response.count("1") % 2 else len(response)', learner__steps=12, evaluation__enabled=True)
     assert found.keys() == {"rows_rejected"} and "are not valid" in found["rows_rejected"].sentence
     fails = told(tmp_path / "run", "searcher-0")
     assert fails.keys() == {"rewards_fail"} and "rewards fail: " in fails["rewards_fail"].sentence
+    assert told(tmp_path / "run", "evaluator").keys() == {"evaluation_fails"}
 
 
 def test_updates_that_are_left_out_again_and_again_are_named(tmp_path):
