@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +36,14 @@ def away(ask: Callable[[], object], *, called: str) -> BaseException | None:
         log.warning("the hub cannot be reached (%s); a copy of %s that was fetched before is used", type(error).__name__, called)
         return error
     return None
+
+
+def tell_download(name: str, files: Sequence[str]) -> None:
+    """Logs that a model is about to be downloaded, unless the hub's cache holds one of these files, or none is named."""
+    import huggingface_hub
+
+    if files and not any(isinstance(huggingface_hub.try_to_load_from_cache(name, file), str) for file in files):
+        log.info("downloading the weights of %s from the hub, which may take minutes", name)
 
 
 @contextlib.contextmanager

@@ -74,6 +74,7 @@ def resolve_folder(name: Path | str, *, weights: bool = True) -> Path:
     try:
         ask = functools.partial(huggingface_hub.HfApi().model_info, str(name), timeout=hub.TIMEOUT_SECONDS)
         away = hub.away(ask, called=f"model {name}")
+        hub.tell_download(str(name), [INDEX, SINGLE] if weights and away is None else [])
         return Path(huggingface_hub.snapshot_download(str(name), allow_patterns=patterns, local_files_only=away is not None))
     except (OSError, ValueError) as error:  # every failure of the hub's client is one of the two
         unreached = isinstance(error, huggingface_hub.errors.LocalEntryNotFoundError)

@@ -212,6 +212,16 @@ def test_hub_ids_are_fetched(folder, monkeypatch):
     assert asked == ["org/tiny-llama.v1"]
 
 
+def test_a_download_of_weights_is_told(folder, monkeypatch, caplog):
+    caplog.set_level("INFO", logger="tba_jax")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: str(folder))
+    read_config("org/not-in-the-cache")  # no weights are asked for
+    assert not caplog.records
+    load_lib.resolve_folder("org/not-in-the-cache")
+    assert "downloading the weights of org/not-in-the-cache from the hub" in caplog.text
+
+
 def test_weights_that_are_not_there_or_pickled(folder):
     (folder / "model.safetensors").rename(folder / "other.safetensors")
     with pytest.raises(
