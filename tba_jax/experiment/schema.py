@@ -316,7 +316,7 @@ c.metrics.event_megabytes = setting(256.0, above=0)
 # What shows the metrics besides metrics.jsonl, which has every point: tensorboard, wandb, trackio. Where a tracker fails, the run
 # goes on. Tokens and servers come from the environment: WANDB_API_KEY, WANDB_MODE, WANDB_ENTITY, TRACKIO_DIR, TRACKIO_SPACE_ID …
 c.metrics.sinks = setting(("tensorboard",), registry="sinks")
-c.metrics.project = setting("tba_jax", given=True)  # of wandb and trackio
+c.metrics.project = "tba_jax"  # of wandb and trackio
 c.metrics.group = ""  # under which wandb and trackio show all roles of this run; "": name of the workdir and id of the run
 # Rows of a searcher's batch that wandb and trackio get as a table, and how often. Evaluators give evaluation.samples each time.
 c.metrics.samples = setting(8, at_least=0)

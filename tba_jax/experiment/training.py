@@ -97,7 +97,7 @@ def _make_reference(s: Invocation, group: Group, record: Record) -> None:
             other_runs.check_mounts(s.run, s.config, s.experiment.contract, init_from=s.init_from)
         return
     steps = s.config.warm_start.steps
-    writer = metrics.open_writer(s.config, s.run, "reference", kind="reference", cost=record.cost)
+    writer = metrics.open_writer(s.config, s.run, "reference", role="reference", cost=record.cost)
 
     def report(step: int, loss: float) -> None:
         log.info("warm start: step %d, loss %.3f", step, loss)

@@ -341,7 +341,7 @@ def run_evaluator(
     A damaged one is told, and left out until it is published again: neither this role nor the end of the run waits for it.
     """
     record = account.record
-    writer = metrics.open_writer(config, run, "evaluator", kind="evaluator", cost=record.cost)
+    writer = metrics.open_writer(config, run, "evaluator", role="evaluator", cost=record.cost)
     record.status.phase("")
     damaged = DamagedSnapshots(run.policies, follows=NOT_EVALUATED)
     watchdog = evaluation_alarms.watchdog(run, config)

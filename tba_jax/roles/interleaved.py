@@ -36,7 +36,7 @@ def run_interleaved(
     """
     recorder = Recorder(trainer, run)
     record = trainer.record
-    search_writer = metrics.open_writer(trainer.config, run, "searcher-0", kind="searcher", cost=record.cost)
+    search_writer = metrics.open_writer(trainer.config, run, "searcher-0", role="searcher", cost=record.cost)
     tables = SampleTables(search_writer, trainer.config)
     evaluations = _Evaluations(evaluator, run, trainer) if evaluator is not None else None
     record.status.phase("")
@@ -109,7 +109,7 @@ class _Evaluations:
         self._damaged = DamagedSnapshots(run.policies, follows=NOT_EVALUATED)
         self._evaluator = evaluator
         self._record = trainer.record
-        self._writer = metrics.open_writer(config, run, "evaluator", kind="evaluator", cost=self._record.cost)
+        self._writer = metrics.open_writer(config, run, "evaluator", role="evaluator", cost=self._record.cost)
         self._pending = PendingSteps(run, every_steps=config.evaluation.every_steps, final_step=config.learner.steps)
 
     def catch_up(self) -> None:

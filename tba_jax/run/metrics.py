@@ -117,16 +117,16 @@ class MetricWriter:
             feed.wait(deadline - time.monotonic())
 
 
-def open_writer(config: Any, run: layout.RunDir, name: str, *, kind: str, cost: Cost | None = None) -> MetricWriter:
+def open_writer(config: Any, run: layout.RunDir, name: str, *, role: str, cost: Cost | None = None) -> MetricWriter:
     """The writer of a role, with the sinks of metrics.sinks whose packages are there.
 
     Rows of a run whose files are private (run/privacy.py) are in no tracker.
 
-    Args: config: of the run; name: of the folder of the role's metrics; kind: of the role, see sinks.session.GROUPS; cost: see
+    Args: config: of the run; name: of the folder of the role's metrics; role: a key of sinks.session.GROUPS; cost: see
       MetricWriter.
     """
     c = config.metrics
-    told = functools.partial(session_of, config, run, name, kind=kind)
+    told = functools.partial(session_of, config, run, name, kind=role)
     names = [sink for sink in dict.fromkeys(c.sinks) if sink in sinks.TRACKERS and not missing(sink)]
     feeds = [Feed(sink, told, functools.partial(_tell_once, run.metrics(name), sink)) for sink in names]
     return MetricWriter(

@@ -67,7 +67,7 @@ c.metrics = ConfigDict()
 c.metrics.every_steps = setting(10, at_least=1, free=True)
 c.metrics.event_megabytes = setting(256.0, above=0, free=True)  # of TensorBoard events that are kept, the newest
 c.metrics.sinks = setting(("tensorboard",), registry="sinks", free=True)  # also wandb, trackio; metrics.jsonl has every point
-c.metrics.project = setting("tba_jax", given=True, free=True)  # of wandb and trackio
+c.metrics.project = setting("tba_jax", free=True)  # of wandb and trackio
 c.metrics.group = setting("", free=True)  # of wandb and trackio; "": name of the workdir and id of the run
 
 c.output = ConfigDict()

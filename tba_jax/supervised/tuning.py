@@ -74,7 +74,7 @@ class Tuning:
         everywhere = sharding.replicated(plan.mesh)
         self._update = sharding.on_mesh(plan.mesh, jax.jit(update, donate_argnums=0, out_shardings=(self._shardings, everywhere)))
         self._totals = sharding.on_mesh(plan.mesh, jax.jit(totals, out_shardings=everywhere))
-        self._writer = metrics.open_writer(plan.config, plan.run, "supervised", kind="supervised")
+        self._writer = metrics.open_writer(plan.config, plan.run, "supervised", role="supervised")
         self._checkpoints = Checkpoints(plan.run.checkpoints, keep=plan.config.checkpoint.keep)
         # The first and the newest evaluation, and seconds of training: what the last line tells, kept with the checkpoints.
         self.first: dict[str, float] = {}

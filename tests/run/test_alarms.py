@@ -11,6 +11,7 @@ from tba_jax.roles import evaluation_alarms
 from tba_jax.roles.searcher import alarm_rules as searcher_rules
 from tba_jax.roles.trainer import alarm_rules as trainer_rules
 from tba_jax.run import alarms
+from tba_jax.run.sinks import TRACKERS
 from tba_jax.supervised.alarm_rules import REWARD_MODEL_GUESSES
 
 EXAMPLE = dict(kind="equal_rewards", sentence="all rewards are 0", advice="easier queries")
@@ -69,13 +70,20 @@ def test_the_page_lists_every_kind():
     page = (Path(__file__).parent.parent.parent / "docs" / "watching.md").read_text()
     section = page.partition("\n## Alarms\n")[2].partition("\n## ")[0]
     listed = [line.split("`")[1] for line in section.splitlines() if line.startswith("| `")]
-    told = [*trainer_rules.RULES, *searcher_rules.RULES, *evaluation_alarms.RULES, prompt_check.KIND, REWARD_MODEL_GUESSES]
+    told = [
+        *trainer_rules.RULES,
+        *searcher_rules.RULES,
+        *evaluation_alarms.RULES,
+        prompt_check.KIND,
+        REWARD_MODEL_GUESSES,
+        *TRACKERS,
+    ]
     assert sorted(listed) == sorted(told) and len(set(told)) == len(told)
 
 
 def test_only_what_the_page_lists_is_told():
-    """Who tells an alarm: the watch over a role's rules, and the two that have one kind each."""
+    """Who tells an alarm: the watch over a role's rules, and those that have one kind each."""
     package = Path(__file__).parent.parent.parent / "tba_jax"
     tellers = {str(path.relative_to(package)) for path in package.rglob("*.py") if ".tell(" in path.read_text()}
     with_kinds = {path for path in tellers if "kind=" in (package / path).read_text() and "larms" in (package / path).read_text()}
-    assert with_kinds == {"roles/watchdog.py", "experiment/prompt_check.py", "supervised/tuning.py"}
+    assert with_kinds == {"roles/watchdog.py", "experiment/prompt_check.py", "supervised/tuning.py", "run/metrics.py"}

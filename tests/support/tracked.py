@@ -19,4 +19,4 @@ def run(workdir: Path, *, private: bool = False) -> layout.RunDir:
 
 def writer(of: layout.RunDir, *sinks: str, name: str = "trainer", kind: str = "trainer", **changes: Any) -> metrics.MetricWriter:
     """The writer of a role."""
-    return metrics.open_writer(tiny_run.config(metrics__sinks=sinks, **changes), of, name, kind=kind)
+    return metrics.open_writer(tiny_run.config(metrics__sinks=sinks, **changes), of, name, role=kind)

@@ -124,8 +124,8 @@ def run_searcher(
     The batch that is being decoded is completed. Batches that wait for their rewards have searchers.stop_seconds to get them.
     """
     status = account.record.status
-    writer = metrics.open_writer(config, run, name, kind="searcher", cost=account.record.cost)
-    watch = RewardWatch(give_up_seconds=config.searchers.give_up_seconds)
+    writer = metrics.open_writer(config, run, name, role="searcher", cost=account.record.cost)
+    watch, watchdog = RewardWatch(give_up_seconds=config.searchers.give_up_seconds), alarm_rules.watchdog(run, config, name=name)
     poll_seconds = places.poll_seconds([run.shared], config.searchers.poll_seconds)
     searcher.refresh()
     status.phase("")
@@ -133,7 +133,6 @@ def run_searcher(
     refresher, pause = _Refresher(searcher, poll_seconds=poll_seconds), _Pause(status, config)
     rates = Rates(writer, account, RequestRate([run.shared]), SampleTables(writer, config))
     batches, profiler = itertools.count(1), account.record.profiler
-    watchdog = alarm_rules.watchdog(run, config, name=name)
 
     def goes_on() -> bool:
         if stop() or contract.is_finished(run):
@@ -144,8 +143,7 @@ def run_searcher(
         return True
 
     def take_reports(wait_seconds: float = 0.0) -> None:
-        reports = searcher.appended(wait_seconds=wait_seconds)
-        for report in reports:
+        for report in (reports := searcher.appended(wait_seconds=wait_seconds)):
             watch.note(report)
             watchdog.look(next(batches), alarm_rules.point(report))
         rates.write(reports)

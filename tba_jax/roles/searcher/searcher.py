@@ -289,13 +289,12 @@ class Searcher:
     def _rows(self, batch: Sequence[_Asked], queries: Sequence[EncodedQuery], generation: Generation) -> dict[str, np.ndarray]:
         """The columns that decoding gives. Args: queries: one a row."""
         sampling = jax.tree.map(lambda *rows: np.concatenate(rows), *[asked.sampling for asked in batch])
-        count = self.rows_per_batch
         return {
             "query_id": np.array([trajectory.query_id(query.prompt) for query in queries], np.uint64),
             **text_columns([query.prompt for query in queries], generation.responses, self._contract),
             "finished": generation.finished,
-            "reward_version": np.full(count, self._contract.reward_version, np.int32),
-            "reference_id": np.full(count, int(self._reference.id, 16), np.uint64),
+            "reward_version": np.full(self.rows_per_batch, self._contract.reward_version, np.int32),
+            "reference_id": np.full(self.rows_per_batch, int(self._reference.id, 16), np.uint64),
             "policy_logprobs": generation.policy_logprobs,
             "behavior_logprobs": generation.behavior_logprobs,
             "policy_step": generation.policy_step,

@@ -16,7 +16,7 @@ class Recorder:
 
     def __init__(self, trainer: Trainer, run: layout.RunDir):
         self._trainer, self._first = trainer, trainer.step_number
-        self._writer = metrics.open_writer(trainer.config, run, "trainer", kind="trainer", cost=trainer.record.cost)
+        self._writer = metrics.open_writer(trainer.config, run, "trainer", role="trainer", cost=trainer.record.cost)
         self._watchdog = alarm_rules.watchdog(run, trainer.config)
         self._circumstances = alarm_rules.Circumstances(trainer)
         self._begin, self._rates = time.monotonic(), WorkRates(trainer.program.mesh)

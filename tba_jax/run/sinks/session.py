@@ -61,7 +61,7 @@ def refused_names(metrics: Any) -> list[str]:
     """A sentence about each name that trackers do not take. Args: metrics: the section of the config."""
     names = {name: metrics[name] for name in ("project", "group")}
     return [
-        f"metrics.{name}={value!r} must be at most 100 letters, digits, spaces, and _ - ."
+        f"metrics.{name}={value!r} must be 1 to 100 letters, digits, spaces, and _ - ."
         for name, value in names.items()
-        if not re.fullmatch(r"[\w. -]{0,100}", value)
+        if not re.fullmatch(r"[\w. -]{1,100}", value) and (value or name == "project")
     ]
