@@ -81,16 +81,21 @@ class LiveRun:
     def _mounts(self) -> tuple[places.Place, ...]:
         try:
             named = self.stored["config"]["replay"]["mount"]
-            return contract_lib.mounted_logs(named, reward_version=self.contract.reward_version)
+            mounts = contract_lib.mounted_logs(named, reward_version=self.contract.reward_version)
+            # An object store has no folders that could be missing.
+            gone = [mount for mount in mounts if isinstance(mount, Path) and not places.exists(mount)]
         except UNREADABLE as error:
             self.problems.append(f"a mounted run cannot be read, its rows are left out: {error}")
             return ()
+        self.problems += [f"{mount} of a mounted run is not there: its rows are left out" for mount in gone]
+        return tuple(mount for mount in mounts if mount not in gone)
 
     def follow(self, stopped: threading.Event) -> None:
         """Keeps the tables up to date until `stopped` is set."""
         while not stopped.is_set():
             # The rows first: they are what most pages show.
-            self.is_read = all([self._advance(part) for part in (self.table, self.draws, self.trainer)])
+            complete = [self._advance(part) for part in (self.table, self.draws, self.trainer)]
+            self.is_read = all(complete)
             stopped.wait(POLL_SECONDS if self.is_read else 0.01)
 
     def _advance(self, part: MetricLines | Draws | rows_lib.RowTable) -> bool:
