@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tba_jax.experiment import storage
 from tba_jax.replay.reader import LogReader
 from tba_jax.reporting import gathering
 from tba_jax.reporting import rows as rows_lib
@@ -53,10 +54,11 @@ class LiveRun:
     def __init__(self, workdir: Path | str):
         """
         Raises:
-          ValueError: there is no run, its config.json is damaged, or another version made it.
+          ValueError: there is no run, its config.json is damaged, another version made it, or its storage does not answer.
         """
         self.called = str(workdir)
         self.run = layout.open_run_dir(workdir)
+        storage.check([("--shared", self.run.shared)], limit=storage.DRY_RUN_SECONDS)
         self.stored = contract_lib.read_run(self.run, called=self.called)
         self.contract = contract_lib.of(self.stored, called=self.called)
         self.problems: list[str] = []
@@ -81,10 +83,15 @@ class LiveRun:
     def _mounts(self) -> tuple[places.Place, ...]:
         try:
             named = self.stored["config"]["replay"]["mount"]
-            return contract_lib.mounted_logs(named, reward_version=self.contract.reward_version)
+            storage.check([("replay.mount", places.place(each)) for each in named], limit=storage.DRY_RUN_SECONDS)
+            mounts = contract_lib.mounted_logs(named, reward_version=self.contract.reward_version)
+            # An object store has no folders that could be missing.
+            gone = [mount for mount in mounts if isinstance(mount, Path) and not places.exists(mount)]
         except UNREADABLE as error:
             self.problems.append(f"a mounted run cannot be read, its rows are left out: {error}")
             return ()
+        self.problems += [f"{mount} of a mounted run is not there: its rows are left out" for mount in gone]
+        return tuple(mount for mount in mounts if mount not in gone)
 
     def follow(self, stopped: threading.Event) -> None:
         """Keeps the tables up to date until `stopped` is set."""

@@ -92,7 +92,8 @@ def _doing(role: RoleNow) -> str:
     told = role.told
     last = min(role.seconds, time.time() - told.time if told.time else math.inf)
     if last > QUIET_SECONDS:
-        return "silent"
+        said = told.phase or (f"waits for {told.waits}" if told.waits else "")
+        return f"silent; it said last: {said}" if said else "silent"
     if told.phase:
         return f"{told.phase}{f' {told.done} of {told.total}' if told.total else ''}"
     return f"waits for {told.waits}" if told.waits else "at work"

@@ -2,6 +2,7 @@
 
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ import urllib.request
 import pytest
 
 from tba_jax.commands import command_line, view
+from tba_jax.experiment import storage
 from tba_jax.run import layout
 from tests.support import frozen_runs, hostile_runs, tiny_run
 
@@ -33,6 +35,16 @@ def test_what_is_no_run_is_one_sentence(tmp_path, capsys):
     assert "has format 99" in refusal(capsys, f"--workdir={run.root}")
     assert "--port=70000" in refusal(capsys, f"--workdir={run.root}", "--port=70000")
     assert "--workdir is needed" in refusal(capsys)
+
+
+def test_a_store_that_does_not_answer_is_one_sentence(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(storage, "DRY_RUN_SECONDS", 0.5)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        (tmp_path / "shared.json").write_text('{"shared": "s3://runs/away"}')
+        assert "s3://runs/away has not answered within 0.5 s" in refusal(capsys, f"--workdir={tmp_path}")
 
 
 def test_ctrl_c_ends_it_and_nothing_is_written(tmp_path):

@@ -1,14 +1,18 @@
 """The viewer's pages by a client without a browser: who gets in, what they tell of a run, and what nonsense is answered."""
 
 import html
+import json
 import re
 import shutil
+import time
+import uuid
 
 import pytest
 
 from tba_jax.reporting import stories
 from tba_jax.reporting.live_run import LiveRun
 from tba_jax.reporting.viewer import make_app
+from tba_jax.run import layout, places
 from tba_jax.text.visible import visible
 from tests.support import frozen_runs, hostile_runs
 
@@ -224,6 +228,43 @@ def test_two_runs_are_compared(run, tmp_path):
     page(client, "/run/1/")
 
 
+def test_rows_of_a_mounted_run_are_shown_as_such(tmp_path):
+    other, run = hostile_runs.make(tmp_path / "other"), hostile_runs.make(tmp_path / "run")
+    (other.replay / "w0").rename(other.replay / "w9")
+    (other.replay / "writers" / "w0.json").rename(other.replay / "writers" / "w9.json")
+    stored = layout.read_json(run.config)
+    stored["config"]["replay"]["mount"] = [str(other.root)]
+    layout.write_json(run.config, stored)
+    client = enter(read(run.root))
+    assert "32 rows match" in texts(page(client, "/run/0/rows"))
+    assert "of a mounted run" in texts(page(client, "/run/0/row/w9/3"))
+    assert "of a mounted run" not in texts(page(client, "/run/0/row/w0/3"))
+    shutil.rmtree(other.root)
+    client = enter(read(run.root))
+    content = texts(page(client, "/run/0/rows"))
+    assert "16 rows match" in content and f"{other.replay} of a mounted run is not there" in content
+
+
+def test_roles_say_what_they_do(run):
+    status = run.run.metrics("trainer") / "status.json"
+    plain = {"waits": "", "since": 0.0, "trouble": "", "phase": "", "phase_since": 0.0, "phase_of": [0, 0], "time": time.time()}
+    client = enter(run)
+    for told, shown in [
+        ({}, "trainer at work"),
+        ({"phase": "compiling the update"}, "trainer compiling the update"),
+        ({"phase": "evaluating", "phase_of": [2, 3]}, "trainer evaluating 2 of 3"),
+        ({"waits": "rows", "since": time.time() - 300}, "trainer waits for rows (5 min)"),
+        ({"trouble": "no rewards"}, "trainer at work no rewards"),
+        ({"time": time.time() - 90, "phase": "stopped"}, "trainer silent; it said last: stopped"),
+        ({"time": time.time() - 90}, "trainer silent"),
+    ]:
+        status.write_text(json.dumps(plain | told))
+        assert shown in texts(page(client, "/run/0/"))
+    layout.write_json(run.run.finished, {"step": 10**6})
+    overview = texts(page(client, "/run/0/"))
+    assert "The run is finished" in overview and "trainer ended" in overview
+
+
 def test_a_damaged_run_shows_what_is_readable_and_names_the_rest(tmp_path):
     run = hostile_runs.make(tmp_path / "run")
     (chunk,) = sorted((run.replay / "w0" / "000000").rglob("d/*"), key=lambda path: path.stat().st_size)[-1:]
@@ -266,3 +307,24 @@ def test_a_run_that_has_only_begun_has_all_pages(tmp_path):
     for address in ("/run/0/", "/run/0/rows", "/run/0/rows?text=a", "/run/0/queries", "/run/0/evaluations"):
         page(client, address)
     assert "it has none yet" in texts(page(client, "/run/0/step/1", 404))
+
+
+def test_a_run_whose_roles_meet_in_an_object_store_is_read_there(tmp_path, monkeypatch):
+    place, shared = places.place, places.place(f"memory://runs/{uuid.uuid4().hex}")
+    monkeypatch.setattr(
+        places, "place", lambda text: shared if text == str(shared) else place(text)
+    )  # memory is each object's own
+    run = hostile_runs.make(tmp_path / "run", shared)
+    client = enter(read(run.root))
+    assert "16 rows match" in texts(page(client, "/run/0/rows")) and "drawn by step" in texts(page(client, "/run/0/"))
+    assert re.findall(r'href="/run/0/step/(\d+)"', page(client, "/run/0/row/w0/1")) == ["1", "2"]
+
+
+def test_a_run_whose_tokenizer_is_gone_shows_numbers(tmp_path):
+    run = hostile_runs.make(tmp_path / "run")
+    stored = layout.read_json(run.config)
+    stored["config"]["model"]["path"] = str(tmp_path / "gone")
+    layout.write_json(run.config, stored)
+    client = enter(read(run.root))
+    content = texts(page(client, "/run/0/row/w0/12"))
+    assert "the tokenizer cannot be read, tokens are shown by their numbers" in content and re.search("⟨[0-9]+⟩⟨[0-9]+⟩", content)
