@@ -121,7 +121,7 @@ def read(folder: Path) -> Told:
     """What a role said last. Raises OSError where the storage refuses."""
     try:
         told = json.loads((folder / _FILE).read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
+    except (FileNotFoundError, UnicodeDecodeError, json.JSONDecodeError):
         return Told()
     if not isinstance(told, dict):
         return Told()

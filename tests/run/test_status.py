@@ -40,8 +40,9 @@ def test_storage_that_refuses_stops_nobody(tmp_path):
     told = status.Status(tmp_path / "gone")
     told.waits("rows", seconds=1.0)
     assert not (tmp_path / "gone").exists()
-    (tmp_path / "status.json").write_text('{"waits": "ro')
-    assert status.read(tmp_path) == status.Told()
+    for damaged in (b'{"waits": "ro', b"\xff\xfe{}", b"[]", b""):
+        (tmp_path / "status.json").write_bytes(damaged)
+        assert status.read(tmp_path) == status.Told()
 
 
 def test_a_phase_is_told_with_its_parts_and_since_when(tmp_path):

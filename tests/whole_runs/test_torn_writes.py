@@ -39,6 +39,8 @@ KINDS = [
     "replay/expired.json",
     "reference/initial.json",
     "metrics/trainer/metrics.jsonl",
+    "metrics/trainer/events.jsonl",
+    "metrics/trainer/status.json",
     "grant.json",
     "finished.json",
     "config.json",
@@ -59,7 +61,7 @@ def killed(tmp_path_factory, one_device_throughout) -> jobs.Invocation:
     grants.give(s.run, step=8)
     layout.write_json(s.run.finished, {"step": 8})
     layout.write_json(s.run.replay / expiry.EXPIRED, {"expired": {}, "removing": {}})
-    (s.run.metrics("trainer")).mkdir()
+    s.run.metrics("trainer").mkdir(exist_ok=True)
     (s.run.metrics("trainer") / "metrics.jsonl").write_text('{"step": 7}\n{"step": 8}\n')
     return s
 
