@@ -11,6 +11,7 @@ from pathlib import Path
 from absl import flags
 
 from tba_jax.commands import command_line
+from tba_jax.text.visible import visible_line
 
 
 def write(workdir: Path, output: Path, *, recipe: str = "") -> tuple[int, list[str]]:
@@ -78,7 +79,7 @@ def add_flags(values: flags.FlagValues) -> None:
 def run(given: command_line.Given) -> int:
     output = given.output or _default(given.workdir)
     size, problems = write(given.workdir, output, recipe=given.config)
-    print(f"{output.absolute()} ({size / 1e6:.1f} MB)")
+    print(visible_line(f"{output.absolute()} ({size / 1e6:.1f} MB)"))
     if problems:
         print(f"{len(problems)} parts of the run could not be read whole; the report names them under “What could not be read”")
     return 0

@@ -78,7 +78,7 @@ def difficulty(columns: Columns) -> tuple[Figure | None, str]:
     )
     same = int(((variance <= 1e-9) & (count > 1)).sum())
     told = f"{len(count):,} queries with {len(reward) / len(count):.1f} rows each on average; "
-    told += f"all rows of {same:,} queries have the same reward, so that they teach nothing as yet."
+    told += f"{same:,} of them have the same reward on all of their rows, and teach nothing as yet."
     return figure, told
 
 

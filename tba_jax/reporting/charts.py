@@ -180,10 +180,8 @@ def _timeline(made: Charts, found: Gathered, clock: Clock, begin: float, end: fl
         "sentences": [learning.waits(name, of_role) for name, of_role in totals.items() if not name.startswith("reference")],
     }
     last = found.spans[-1].begin + found.spans[-1].seconds - found.spans[0].begin if found.spans else 0.0
-    told = (
-        f"A row for each thread of each role. Shown are the last {figures.SHOWN_SECONDS} of {last:.0f} recorded seconds: drag to "
-    )
-    told += "see earlier ones, scroll to zoom, double-click to see all."
+    told = f"A row for each thread of each role, over the last {last:.0f} recorded seconds. Drag to see earlier ones, scroll to "
+    told += "zoom, double-click to see all."
     made.put("spans", figures.recorded_spans(found.spans), title="The recorded end, span by span", told=told, wide=True)
 
 
