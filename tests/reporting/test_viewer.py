@@ -13,6 +13,7 @@ from tba_jax.reporting import stories
 from tba_jax.reporting.live_run import LiveRun
 from tba_jax.reporting.viewer import make_app
 from tba_jax.run import layout, places
+from tba_jax.run.alarms import Alarms
 from tba_jax.text.visible import visible
 from tests.support import frozen_runs, hostile_runs
 
@@ -117,6 +118,7 @@ def test_every_answer_forbids_scripts_frames_and_other_sites(run):
 
 
 def test_texts_of_models_tasks_and_files_are_escaped(run):
+    Alarms(run.run.metrics("trainer")).tell(kind="reordered", sentence=hostile_runs.STRINGS[6], advice="\x1b[2J", step=1)
     client = enter(run)
     shown = ""
     for address in PAGES:
