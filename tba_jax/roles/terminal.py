@@ -36,7 +36,11 @@ class Terminal:
     """The display, from `start` to `stop`. All writing holds one lock: lines of other threads come between two pictures."""
 
     def __init__(self, stream: TextIO):
-        self._console = _Console(file=stream, force_terminal=True, markup=False, highlight=False, emoji=False, soft_wrap=False)
+        # What shells export as the size does not follow the terminal.
+        environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+        self._console = _Console(
+            file=stream, force_terminal=True, markup=False, highlight=False, emoji=False, _environ=environment
+        )
         self._live = Live(console=self._console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False)
         self._lock = threading.RLock()
         self._width, self._lengths = 0, [0]

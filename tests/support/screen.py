@@ -97,7 +97,7 @@ class OnTerminal:
             stdout=slave,
             stderr=slave,
             cwd=cwd,
-            env={"TERM": "xterm-256color", "LANG": "C.UTF-8", **environment},
+            env={"TERM": "xterm-256color", "LANG": "C.UTF-8", **environment, "COLUMNS": "77"},  # of an earlier size, say
             start_new_session=True,
         )
         self._slave, self._error = slave, None
