@@ -52,7 +52,7 @@ def never_ends(points: Sequence[Point], c: Any) -> Finding | None:
     if finished >= _ENDS * rows:
         return None
     return Finding(
-        sentence=f"{finished or 'none'} of the {rows:,} responses of the last {BATCHES} batches ends by itself within "
+        sentence=f"{finished or 'none'} of the {rows:,} responses of the last {BATCHES} batches end by themselves within "
         f"task.response_length={c.task.response_length} tokens: rewards are of texts that are cut",
         advice=f"{_ADVICE}; where all responses are meant to be cut, set task.min_response_length=task.response_length",
     )

@@ -45,16 +45,20 @@ class Circumstances:
         self._trainer = trainer
         # The newest row that was looked at, the extent of all rewards, and the newest weights that a row came from.
         self._arrival, self._low, self._high, self._row_step = -1, math.inf, -math.inf, -1
+        # A trainer that resumes does not know the rewards of rows that were evicted before.
+        self._sees_all = len(trainer.index) == trainer.index.arrivals
         self._checkpoint_bytes = float(sum(leaf.nbytes for leaf in jax.tree.leaves(trainer.program.trees())))
 
     def __call__(self) -> dict[str, float]:
         """Returns:
-        reward_low, reward_high: the extent of the rewards of rows that have been resident; resident_rows: how many are now.
-        newest_row_lag: steps since the weights of the newest own row, if there is one. disk_free, checkpoint_bytes: bytes.
+        reward_low, reward_high: the extent of the rewards of rows that have been resident, where it is known: whether one reward is
+          the best or the worst depends on rows that are gone. resident_rows: how many are now.
+        newest_row_lag: steps since the weights of the newest own row, if there is one.
+        disk_free: bytes, where the disk tells its size. checkpoint_bytes.
         """
         self._look_at_new_rows()
         found = {"checkpoint_bytes": self._checkpoint_bytes, "resident_rows": float(len(self._trainer.index))}
-        if self._arrival >= 0:
+        if self._low < self._high or (self._arrival >= 0 and self._sees_all):
             found |= {"reward_low": self._low, "reward_high": self._high}
         if self._row_step >= 0 and self._trainer.buffer.has_own_rows():
             found["newest_row_lag"] = float(self._trainer.step_number - self._row_step)
@@ -62,7 +66,7 @@ class Circumstances:
             disk = os.statvfs(self._trainer.run.root)
         except OSError:  # storage that refuses is told by the writers of what must not be lost
             return found
-        return found | {"disk_free": float(disk.f_bavail * disk.f_frsize)}
+        return found | ({"disk_free": float(disk.f_bavail * disk.f_frsize)} if disk.f_blocks else {})
 
     def _look_at_new_rows(self) -> None:
         index = self._trainer.index
@@ -182,7 +186,7 @@ def searchers_behind(points: Sequence[Point], c: Any) -> Finding | None:
     """The newest rows are of old weights: searchers are too slow, have stopped, or get no snapshots."""
     lags = series(points, "newest_row_lag", count=POINTS)
     limit = max(_STEPS_BEHIND, _PUBLICATIONS_BEHIND * c.publish.every_steps) + c.schedule.lag
-    if not lags or min(lags) <= limit:
+    if not c.searchers.count or not lags or min(lags) <= limit:  # without searchers, a run learns from old rows
         return None
     return Finding(
         sentence=f"searchers are far behind: the newest rows come from weights of {lags[-1]:.0f} steps ago, and from more than "

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from configs import story_sentiment
 from tba_jax.models import parameters
 from tba_jax.roles.searcher import alarm_rules
 from tba_jax.run import alarms, layout, snapshots
@@ -17,8 +18,11 @@ from tests.support.tiny_searcher import ROWS, Held, committed, publish, run_sear
 
 def told(finished: float, unscored: int = 0, **settings: Any) -> list[str]:
     """The kinds of alarm of batches of 100 responses, of which this share ends by itself."""
+    return told_under(tiny_run.config(**settings), finished, unscored)
+
+
+def told_under(c: Any, finished: float, unscored: int = 0) -> list[str]:
     points = [{"rows": 100, "finished_rows": round(100 * finished), "unscored": unscored}] * alarm_rules.BATCHES
-    c = tiny_run.config(**settings)
     assert all(rule(points[1:], c) is None for rule in alarm_rules.RULES.values())  # too few to judge
     return [kind for kind, rule in alarm_rules.RULES.items() if rule(points, c) is not None]
 
@@ -31,6 +35,7 @@ def test_responses_that_end_and_have_rewards_are_no_alarm():
 def test_what_is_meant_to_be_cut_is_no_alarm():
     assert told(0.0) == ["never_ends"]
     assert told(0.0, task__min_response_length=6) == []  # as long as the limit: no response may end
+    assert told_under(story_sentiment.get_config(), 0.0) == []  # continuations of stories, which are longer
 
 
 @pytest.fixture

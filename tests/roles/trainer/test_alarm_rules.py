@@ -106,6 +106,22 @@ def test_what_a_schedule_asks_for_is_not_behind():
     assert kinds(points(newest_row_lag=100)) == ["searchers_behind"]
     assert kinds(points(newest_row_lag=100), publish__every_steps=20) == []
     assert kinds(points(newest_row_lag=100), schedule__mode="interleaved", schedule__lag=100) == []
+    assert kinds(points(newest_row_lag=100), searchers__count=0) == []
+
+
+def test_one_reward_of_all_resident_rows_may_be_the_best_where_others_were_evicted(tmp_path, frozen):
+    """A resumed trainer knows nothing of rows that are gone."""
+    s = frozen(tmp_path / "run", replay__capacity=48, replay__capacity_per_query=48, replay__merge_duplicates=False)
+    for number in range(12):
+        frozen_runs.append_changed(s, f"solved-{number}", reward=(slice(None), 1.0))
+    with frozen_runs.trainer(s) as trainer:
+        circumstances = alarm_rules.Circumstances(trainer)
+        trainer.poll()
+        assert circumstances()["reward_high"] == 1 and circumstances()["resident_rows"] == 48
+        trainer.save_checkpoint()
+    with frozen_runs.trainer(s) as trainer:
+        assert trainer.index.reward.min() == 1 and len(trainer.index) == 48
+        assert "reward_low" not in alarm_rules.Circumstances(trainer)()
 
 
 # What follows are runs. A random policy gets no sum right.
