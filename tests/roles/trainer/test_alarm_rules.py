@@ -117,10 +117,11 @@ def test_one_reward_of_all_resident_rows_may_be_the_best_where_others_were_evict
     with frozen_runs.trainer(s) as trainer:
         circumstances = alarm_rules.Circumstances(trainer)
         trainer.poll()
+        assert trainer.step() is None  # it has taken the rows in, which are of too few queries
         assert circumstances()["reward_high"] == 1 and circumstances()["resident_rows"] == 48
         trainer.save_checkpoint()
     with frozen_runs.trainer(s) as trainer:
-        assert trainer.index.reward.min() == 1 and len(trainer.index) == 48
+        assert len(trainer.index) == 48
         assert "reward_low" not in alarm_rules.Circumstances(trainer)()
 
 
