@@ -131,7 +131,7 @@ def run_searcher(
     """
     status = account.record.status
     writer = metrics.open_writer(config, run, name, role="searcher", cost=account.record.cost)
-    watch, watchdog = RewardWatch(give_up_seconds=config.searchers.give_up_seconds), alarm_rules.watchdog(run, config, name=name)
+    watch = RewardWatch(give_up_seconds=config.searchers.give_up_seconds)
     poll_seconds = places.poll_seconds([run.shared], config.searchers.poll_seconds)
     searcher.refresh()
     status.phase("")
@@ -140,6 +140,7 @@ def run_searcher(
     tables, watchdog = SampleTables(writer, config), alarm_rules.watchdog(run, config, name=name)
     rates = Rates(writer, account, RequestRate([run.shared]), tables, watchdog)
     profiler = account.record.profiler
+    profiler.starts_at(searcher.policy_step)
 
     def goes_on() -> bool:
         if stop() or contract.is_finished(run):
