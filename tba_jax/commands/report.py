@@ -23,6 +23,7 @@ def write(workdir: Path, output: Path, *, recipe: str = "") -> tuple[int, list[s
       ValueError: there is no run in `workdir`, another version made it, or the output cannot be written.
     """
     from tba_jax.reporting import gathering, report
+    from tba_jax.run import privacy
 
     _check_can_be_written(output)
     of_recipe = None
@@ -33,8 +34,10 @@ def write(workdir: Path, output: Path, *, recipe: str = "") -> tuple[int, list[s
     found = gathering.gather(workdir)
     content = report.page(found, recipe=of_recipe, recipe_name=recipe).encode("utf-8", errors="replace")
     temporary = output.with_name(f".{output.name}.{os.getpid()}")
+    mode = 0o600 if privacy.is_private(found.run) else 0o666  # rows that are for their owner alone stay so outside of the run
     try:
-        temporary.write_bytes(content)
+        with open(temporary, "xb", opener=lambda path, flags: os.open(path, flags, mode)) as file:
+            file.write(content)
         temporary.replace(output)  # who has the file open in a browser never loads half of it
     except OSError as error:
         temporary.unlink(missing_ok=True)
@@ -64,6 +67,8 @@ def _default(workdir: Path) -> Path:
 def _is_report(output: Path) -> bool:
     """Whether a file may be replaced: it is an HTML page, or empty."""
     try:
+        if not output.is_file():  # a pipe would be waited for
+            return False
         with open(output, "rb") as file:
             return file.read(15).lower() in (b"", b"<!doctype html>")
     except OSError:
