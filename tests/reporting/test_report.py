@@ -114,6 +114,31 @@ def test_the_top_names_the_worst_rows_and_the_steps_that_drew_them(hostile):
     assert rows == [("w0:0", "trained at steps 1, 2"), ("w0:1", "trained at steps 1, 2"), ("w0:2", "trained at step 1")]
 
 
+def test_steps_of_a_mounted_run_are_not_taken_for_those_of_the_run(tmp_path):
+    other, run = hostile_runs.make(tmp_path / "other"), hostile_runs.make(tmp_path / "run")
+    shape = contract.of(contract.read_run(other), called="the test").row_shape()
+    rows = {name: np.zeros((4, *size), dtype) for name, (dtype, size) in shape.columns().items()}
+    rows["row"], rows["prompt_length"], rows["response_length"] = np.arange(4), *np.ones((2, 4), np.int32)
+    rows["policy_step"][:, 0], rows["policy_step"][:, 1:] = 7_000, -1
+    LogWriter(other.replay, "w9", shape, rows_per_append=4, segment_appends=4, info={"started": 1_000.0}).append(rows)
+    shutil.rmtree(other.replay / "w0")
+    (other.replay / "writers" / "w0.json").unlink()
+    stored = layout.read_json(run.config)
+    stored["config"]["replay"]["mount"] = [str(other.root)]
+    layout.write_json(run.config, stored)
+    found, page = made(run)
+    assert found.problems == [] and "20 rows can be read" in page and "<td>w9</td>" in page
+    assert "as of step 20." in page and "Rows of mounted runs are left out" in page
+    figures = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])["figures"].values()
+    ages, steps = (
+        next(each["traces"][0] for each in figures if title in str(each["layout"].get("xaxis")))
+        for title in ("age of the weights", "step of the policy that sampled")
+    )
+    assert sum(ages["y"]) == 16 and max(ages["x"]) <= 20 and max(steps["x"]) <= 2
+    newest = page.partition('<h3 id="newest">')[2]
+    assert re.search(r"<b>(\w+):", newest)[1] == "w0"
+
+
 @pytest.mark.filterwarnings("error")
 def test_rows_that_no_trainer_takes_do_not_hide_the_others(tmp_path):
     run = hostile_runs.make(tmp_path / "run")
