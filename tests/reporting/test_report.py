@@ -11,7 +11,9 @@ import pytest
 from tba_jax.experiment import composition
 from tba_jax.replay.log import LogWriter
 from tba_jax.reporting import gathering, report
+from tba_jax.reporting import rows as rows_lib
 from tba_jax.run import contract, layout
+from tba_jax.run.alarms import Alarms
 from tests.support import browser, frozen_runs, hostile_runs, tiny_run
 
 
@@ -207,6 +209,28 @@ def test_damage_is_named_and_the_rest_is_shown(hostile, tmp_path, file, named):
     assert 'id="settings"' in page or "Settings that differ" in page
     if "w0" not in named:
         assert "w0:0</a>" in page
+
+
+def test_of_very_many_roles_all_alarms_are_told_and_searchers_are_left_out_first(tmp_path):
+    run = hostile_runs.make(tmp_path / "run")
+    for name in (*(f"searcher-{i}" for i in range(40)), "evaluator", "trainer-process-1"):
+        run.metrics(name).mkdir()
+        (run.metrics(name) / "metrics.jsonl").write_text('{"step": 1, "time": 1001.0, "time_evaluate": 1.0}\n')
+    for name in ("evaluator", "searcher-9"):
+        Alarms(run.metrics(name)).tell(kind="evaluation_fails", sentence=f"{name} is sad", advice="look", step=1)
+    found, page = made(run)
+    assert {"trainer", "evaluator", "trainer-process-1"} <= set(found.roles) and len(found.roles) == gathering.MOST_ROLES
+    assert "evaluator is sad." in page and "searcher-9 is sad." in page and "20 more roles are left out" in page
+
+
+def test_a_reading_that_takes_long_says_how_far_it_is_and_ends(hostile, monkeypatch):
+    told = []
+    monkeypatch.setattr(rows_lib, "_BLOCK_BYTES", 1)
+    monkeypatch.setattr(gathering, "TELL_SECONDS", 0.0)
+    assert gathering.gather(hostile.root, tell=told.append).problems == []
+    assert told[0] == "read 4 of 16 rows" and len(told) == 3
+    monkeypatch.setattr(gathering, "READ_SECONDS", 0.0)
+    assert any("the newest 4 of 16 rows are read" in each for each in gathering.gather(hostile.root).problems)
 
 
 def test_a_run_that_has_just_begun_has_a_page(tmp_path):
