@@ -17,7 +17,7 @@ from tba_jax.reporting.series import Series
 _CURVES: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
     (
         "Distance from the reference",
-        "KL(π_θ‖π_r) of the trained rows. It grows as the policy leaves the reference; the k3 estimate is never negative.",
+        "KL(π_θ‖π_ref) of the trained rows. It grows as the policy leaves the reference; the k3 estimate is never negative.",
         "nats per response",
         (("kl_to_ref", "KL"), ("kl_to_ref_k3", "KL, k3 estimate")),
     ),
