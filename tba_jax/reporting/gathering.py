@@ -55,6 +55,7 @@ class Gathered:
     problems: list[str] = dataclasses.field(default_factory=list)
     roles: dict[str, Role] = dataclasses.field(default_factory=dict)
     left_out_roles: int = 0
+    ended: bool = False  # the processes of all roles, whether or not the run is finished
     marks: marks_lib.Marks = dataclasses.field(default_factory=lambda: marks_lib.Marks(marks=[], counts={}, starts=[]))
     spans: list[timeline.Span] = dataclasses.field(default_factory=list)
     alarms: list[tuple[str, alarms_lib.Alarm]] = dataclasses.field(default_factory=list)
@@ -144,6 +145,7 @@ def _read_roles(found: Gathered) -> None:
     folders = {name: folder / name for name in names[:MOST_ROLES]}
     with found.part("events.jsonl"):
         found.marks = marks_lib.read(folders)
+        found.ended = marks_lib.has_ended(folders)
     with found.part("timeline.jsonl"):
         found.spans = timeline.spans(folders)
     for name, of_role in folders.items():

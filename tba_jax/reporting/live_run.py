@@ -1,6 +1,5 @@
 """A run that is looked at while it goes on: tables that a thread keeps up to date, and what pages read besides."""
 
-import json
 import logging
 import threading
 import time
@@ -18,7 +17,7 @@ from tba_jax.reporting.metric_lines import MetricLines
 from tba_jax.reporting.row_filter import Orders
 from tba_jax.run import alarms as alarms_lib
 from tba_jax.run import contract as contract_lib
-from tba_jax.run import layout, places
+from tba_jax.run import json_lines, layout, places
 from tba_jax.run import status as status_lib
 from tba_jax.text.visible import visible
 from tba_jax.trajectory import Rows
@@ -220,11 +219,5 @@ def _newest_line(path: Path) -> dict[str, Any]:
             lines = file.read().split(b"\n")[:-1]
     except OSError:
         return {}
-    for content in reversed(lines):
-        try:
-            line = json.loads(content)
-        except ValueError:
-            continue
-        if isinstance(line, dict):
-            return line
-    return {}
+    parsed = (json_lines.parse_line(content.decode("utf-8", errors="replace")) for content in reversed(lines))
+    return next(filter(None, parsed), {})

@@ -38,7 +38,7 @@ def page(found: Gathered, *, recipe: Mapping[str, Any] | None = None, recipe_nam
         "made": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
         "began": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(begin)) if begin else "not known",
         "length": about.duration(end - begin) if begin else "0 s",
-        "state": about.state(step=found.step, steps=found.steps, finished=finished, newest=end),
+        "state": about.state(step=found.step, steps=found.steps, finished=finished, ended=found.ended, newest=end),
         "settings": about.settings(stored["config"], recipe),
         "recipe_name": recipe_name,
         "contract": about.contract(stored["contract"]),

@@ -257,7 +257,8 @@ def test_roles_say_what_they_do(run):
         ({"phase": "evaluating", "phase_of": [2, 3]}, "trainer evaluating 2 of 3"),
         ({"waits": "rows", "since": time.time() - 300}, "trainer waits for rows (5 min)"),
         ({"trouble": "no rewards"}, "trainer at work no rewards"),
-        ({"time": time.time() - 90, "phase": "stopped"}, "trainer silent; it said last: stopped"),
+        ({"time": time.time() - 90, "phase": "stopped"}, "trainer stopped"),
+        ({"time": time.time() - 90, "phase": "evaluating"}, "trainer silent; it said last: evaluating"),
         ({"time": time.time() - 90}, "trainer silent"),
     ]:
         status.write_text(json.dumps(plain | told))
@@ -265,6 +266,19 @@ def test_roles_say_what_they_do(run):
     layout.write_json(run.run.finished, {"step": 10**6})
     overview = texts(page(client, "/run/0/"))
     assert "The run is finished" in overview and "trainer ended" in overview
+
+
+def test_a_run_whose_processes_have_ended_is_not_called_live(run):
+    now = time.time()
+    (run.run.metrics("trainer") / "events.jsonl").write_text(f'{{"time": {now}, "event": "end", "step": 2}}\n')
+    run.run.metrics("searcher-0").mkdir()
+    status = {"waits": "", "since": 0.0, "trouble": "", "phase": "stopped", "phase_since": now, "phase_of": [0, 0], "time": now}
+    (run.run.metrics("trainer") / "status.json").write_text(json.dumps(status))
+    client, told = enter(run), run.run.metrics("searcher-0") / "events.jsonl"
+    told.write_text(f'{{"time": {now}, "event": "start", "step": 2}}\n')
+    assert "The run is live" in texts(page(client, "/run/0/"))
+    told.write_text(told.read_text() + f'{{"time": {now}, "event": "end", "step": 2}}\n')
+    assert "The run is stopped" in texts(page(client, "/run/0/"))
 
 
 def test_a_damaged_run_shows_what_is_readable_and_names_the_rest(tmp_path):
