@@ -162,7 +162,7 @@ def _read_role(found: Gathered, name: str, folder: Path) -> Role:
     trains = name == "trainer"
     read = series.read(folder, [by_step, ages, shares] if trains else [by_time, shares])
     if read.damaged:
-        found.problems.append(f"{read.damaged} lines of {folder / 'metrics.jsonl'} are damaged and left out")
+        found.problems.append(f"damaged lines of {folder / 'metrics.jsonl'} are left out: {read.damaged}")
     status: Any = {}
     with found.part(f"status of {name}"):
         file = folder / "status.json"

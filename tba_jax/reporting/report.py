@@ -42,7 +42,7 @@ def page(found: Gathered, *, recipe: Mapping[str, Any] | None = None, recipe_nam
         "settings": about.settings(stored["config"], recipe),
         "recipe_name": recipe_name,
         "contract": about.contract(stored["contract"]),
-        "changes": [about.in_words(each) for each in stored.get("changes") or []],
+        "changes": [about.in_words(each) for each in changes] if isinstance(changes := stored.get("changes"), list) else [],
         "init_from": str(stored.get("init_from") or ""),
         "run_id": str(stored.get("id") or ""),
         "processes": about.processes(found.marks.starts, found.writers),

@@ -314,4 +314,4 @@ def figure(value: Any) -> str:
         return str(value)
     if value == int(value) if np.isfinite(value) else False:
         return f"{int(value):,}"
-    return f"{value:.4g}"
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.4g}"

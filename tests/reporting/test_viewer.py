@@ -11,7 +11,7 @@ import pytest
 
 from tba_jax.reporting import stories
 from tba_jax.reporting.live_run import LiveRun
-from tba_jax.reporting.viewer import make_app
+from tba_jax.reporting.viewer import figure, make_app
 from tba_jax.run import layout, places
 from tba_jax.run.alarms import Alarms
 from tba_jax.text.visible import visible
@@ -281,6 +281,20 @@ def test_a_run_whose_processes_have_ended_is_not_called_live(run):
     assert "The run is stopped" in texts(page(client, "/run/0/"))
 
 
+def test_a_contract_of_other_types_is_one_sentence(tmp_path):
+    run = hostile_runs.make(tmp_path / "run")
+    stored = json.loads(run.config.read_text())
+    stored["contract"]["embedding"] = "x"
+    run.config.write_text(json.dumps(stored))
+    with pytest.raises(ValueError, match=r"the contract in .*config.json is damaged"):
+        LiveRun(run.root)
+
+
+@pytest.mark.parametrize(("value", "shown"), [(19134.2, "19,134"), (0.12346, "0.1235"), (1.5, "1.5")])
+def test_a_large_number_has_no_exponent(value, shown):
+    assert figure(value) == shown
+
+
 def test_a_damaged_run_shows_what_is_readable_and_names_the_rest(tmp_path):
     run = hostile_runs.make(tmp_path / "run")
     (chunk,) = sorted((run.replay / "w0" / "000000").rglob("d/*"), key=lambda path: path.stat().st_size)[-1:]
@@ -295,7 +309,10 @@ def test_a_damaged_run_shows_what_is_readable_and_names_the_rest(tmp_path):
     client = enter(read(tmp_path / "run"))
     overview = texts(page(client, "/run/0/"))
     assert "rows 8 to 11 cannot be read" in overview and "line 3 is not a journal line" in overview
-    assert "1 lines of the trainer's metrics.jsonl are damaged" in overview and "evaluation of step 1 cannot be read" in overview
+    assert (
+        "damaged lines of the trainer's metrics.jsonl are left out: 1" in overview
+        and "evaluation of step 1 cannot be read" in overview
+    )
     rows = re.findall(r'href="/run/0/row/w0/(\d+)"', page(client, "/run/0/rows"))
     assert 0 < len(set(rows)) < hostile_runs.ROWS
     lost = next(str(row) for row in range(hostile_runs.ROWS) if str(row) not in rows)
