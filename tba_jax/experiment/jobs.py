@@ -173,7 +173,7 @@ def _conclude(s: Invocation, seconds: float, code: int) -> None:
         tell()
     except (OSError, ValueError, KeyError) as error:  # the run has ended already, and the next line says how to go on
         log.warning("no tables and no picture of the run: %s: %s", type(error).__name__, error)
-    step = tails.last_line(s.run.metrics("trainer")).get("step", 0)
+    step = tails.last_step(s.run.metrics("trainer"))
     stopped = f"stopped after {seconds:.0f} s at step {step} of {s.config.learner.steps}"
     if code in processes_lib.FINAL_CODES:
         print(f"{stopped}; the run is in {s.run.root}", file=sys.stderr)

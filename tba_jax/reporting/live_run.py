@@ -1,6 +1,5 @@
 """A run that is looked at while it goes on: tables that a thread keeps up to date, and what pages read besides."""
 
-import json
 import logging
 import threading
 import time
@@ -16,9 +15,10 @@ from tba_jax.reporting import tokens as tokens_lib
 from tba_jax.reporting.draws import Draws
 from tba_jax.reporting.metric_lines import MetricLines
 from tba_jax.reporting.row_filter import Orders
+from tba_jax.reporting.series import is_moment
 from tba_jax.run import alarms as alarms_lib
 from tba_jax.run import contract as contract_lib
-from tba_jax.run import layout, places
+from tba_jax.run import json_lines, layout, places
 from tba_jax.run import status as status_lib
 from tba_jax.text.visible import visible
 from tba_jax.trajectory import Rows
@@ -69,8 +69,11 @@ class LiveRun:
         except UNREADABLE as error:
             self.problems.append(f"the tokenizer cannot be read, tokens are shown by their numbers: {error}")
         self.pieces = tokens_lib.Pieces(self.tokenizer)
+        try:
+            shape = self.contract.row_shape()
+        except UNREADABLE as error:
+            raise ValueError(f"the contract in {self.run.config} is damaged: restore the file from a copy") from error
         mounts = self._mounts()
-        shape = self.contract.row_shape()
         self.reader = LogReader(self.run.replay, shape, mounts=mounts, patience_seconds=1.0)
         self.table = rows_lib.RowTable(LogReader(self.run.replay, shape, mounts=mounts, patience_seconds=5.0))
         self.draws, self.trainer = Draws(self.run.journal), MetricLines(self.run.metrics("trainer"))
@@ -114,7 +117,9 @@ class LiveRun:
     def complaints(self) -> list[str]:
         """What cannot be read, in sentences."""
         gone = [] if self.is_there() else [f"the folder {self.called} is not there any more: pages show what was read before"]
-        damaged = [f"{self.trainer.damaged} lines of the trainer's metrics.jsonl are damaged"] if self.trainer.damaged else []
+        damaged = (
+            [f"damaged lines of the trainer's metrics.jsonl are left out: {self.trainer.damaged}"] if self.trainer.damaged else []
+        )
         odd = [self._odd] if self._odd and not gone else []
         return [*gone, *self.problems, *self.table.problems, *self.draws.problems, *damaged, *odd]
 
@@ -128,6 +133,14 @@ class LiveRun:
         """See rows.read_some."""
         with self._reading:
             return rows_lib.read_some(self.reader, ids)
+
+    def is_known(self, writer: str) -> bool:
+        """Whether the run has a log of this writer."""
+        try:
+            with self._reading:
+                return writer in self.reader.heads()
+        except UNREADABLE:
+            return True
 
     def is_own(self, writer: str) -> bool:
         """Whether a writer's rows are of this run, and not of one that it mounts."""
@@ -208,7 +221,7 @@ def _role_now(folder: Path) -> RoleNow:
         told = status_lib.Told()
     line = _newest_line(folder / "metrics.jsonl")
     when = line.get("time")
-    seconds = max(0.0, time.time() - when) if isinstance(when, int | float) else float("inf")
+    seconds = max(0.0, time.time() - when) if is_moment(when) else float("inf")
     return RoleNow(folder.name, told, line, seconds, alarms_lib.read(folder))
 
 
@@ -221,10 +234,6 @@ def _newest_line(path: Path) -> dict[str, Any]:
     except OSError:
         return {}
     for content in reversed(lines):
-        try:
-            line = json.loads(content)
-        except ValueError:
-            continue
-        if isinstance(line, dict):
+        if line := json_lines.parse_line(content.decode(errors="replace")):
             return line
     return {}

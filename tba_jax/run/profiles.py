@@ -68,8 +68,8 @@ class Profiler:
         self.annotate: Callable[[str], AbstractContextManager[Any]] = contextlib.nullcontext
 
     def starts_at(self, step: int, *, tell: Callable[[str], None] = lambda call: None) -> None:
-        """The process goes on after so many steps: its own, or those of the weights that it begins with. Where they hold the whole
-        window, a warning says so.
+        """The process goes on after so many steps: its own, or those of the weights that it begins with. Where they hold the
+        whole window, a warning says so.
 
         Args: tell: is called with "begin profile" and "end profile", for the other processes of a trainer.
         """

@@ -1,7 +1,10 @@
 """The command that writes a report: where it writes, what it refuses, and that it reads runs wherever they are."""
 
 import json
+import os
+import shutil
 import socket
+import stat
 import subprocess
 import sys
 import uuid
@@ -53,10 +56,17 @@ def test_a_recipe_is_compared_with(run, tmp_path):
 
 @pytest.mark.parametrize(
     ("output", "words"),
-    [("", "folder"), ("absent/report.html", "no folder"), ("notes.txt", "no HTML file"), ("locked/report.html", "read-only")],
+    [
+        ("", "folder"),
+        ("absent/report.html", "no folder"),
+        ("notes.txt", "no report"),
+        ("mine.html", "no report"),
+        ("locked/report.html", "read-only"),
+    ],
 )
 def test_an_output_that_cannot_be_written_is_refused_at_once(run, tmp_path, output, words, capsys):
     (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "mine.html").write_text("<!doctype html>\nmine")
     (tmp_path / "locked").mkdir(mode=0o500)
     if words == "read-only":
         command = [sys.executable, "-m", "tba_jax", "report", f"--workdir={run.root}", f"--output={tmp_path / output}"]
@@ -65,6 +75,29 @@ def test_an_output_that_cannot_be_written_is_refused_at_once(run, tmp_path, outp
         return
     told = refused(capsys, f"--workdir={run.root}", f"--output={tmp_path / output}")
     assert words in told and (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_an_output_that_is_a_pipe_is_refused_and_not_waited_for(run, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    done = tiny_run.call(
+        [sys.executable, "-m", "tba_jax", "report", f"--workdir={run.root}", f"--output={tmp_path / 'pipe'}"], timeout=30
+    )
+    assert done.returncode == processes.BAD_INPUT and "is no report" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(("private", "mode"), [(True, 0o600), (False, 0o644)])
+def test_a_report_of_a_private_run_is_for_its_owner_alone(run, tmp_path, private, mode):
+    folder, output = tmp_path / "run", tmp_path / "report.html"
+    shutil.copytree(run.root, folder)
+    stored = layout.read_json(folder / "config.json")
+    stored["contract"]["private_files"] = private
+    layout.write_json(folder / "config.json", stored)
+    before = os.umask(0o022)
+    try:
+        report.write(folder, output)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(output.stat().st_mode) == mode
 
 
 def test_a_folder_that_is_no_run_is_one_sentence(tmp_path, capsys):

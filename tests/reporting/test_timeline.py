@@ -88,3 +88,10 @@ def test_spans_that_are_none_are_left_out(tmp_path):
     lines = [{"at": "x", "lane": "main", "spans": []}, {"at": 1.0, "lane": "main", "spans": [["a", 0.0], 3, ["b", 0.0, 1.0]]}]
     (tmp_path / "timeline.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert [span.name for span in timeline.spans({"trainer": tmp_path})] == ["b"]
+
+
+def test_a_first_line_right_after_the_account_began_is_no_restart():
+    lines = account(100.0, [100.2, 107.0, 112.0], journal=lambda t: 0.1 + 0.01 * t, update=lambda t: 0.5 * t)
+    shares = Shares([90.0])
+    shares.add(lines)
+    assert DOWN not in shares.totals()

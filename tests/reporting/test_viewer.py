@@ -11,7 +11,7 @@ import pytest
 
 from tba_jax.reporting import stories
 from tba_jax.reporting.live_run import LiveRun
-from tba_jax.reporting.viewer import make_app
+from tba_jax.reporting.viewer import figure, make_app
 from tba_jax.run import layout, places
 from tba_jax.run.alarms import Alarms
 from tba_jax.text.visible import visible
@@ -161,6 +161,23 @@ def test_a_row_has_a_table_of_its_tokens(run):
     assert "group" in text and 'href="/run/0/row/w0/13"' in text  # the same plain prompt
 
 
+@pytest.mark.parametrize(
+    "value", ["9" * 400, "1e999", "-1" + "0" * 400, '"text"', "null", "[1]", "9" * 5000, "[" * 10_000 + "]" * 10_000]
+)
+def test_damaged_numbers_end_no_page(run, value):
+    with open(run.run.metrics("trainer") / "metrics.jsonl", "a") as file:
+        file.write(f'{{"step": 21, "time": {value}, "reward": {value}}}\n{{"step": 22, "time": 1022.0}}\n')
+        file.write(f'{{"step": 23, "time": {value}, "reward": {value}}}\n')
+    if len(value) < 999:
+        run.run.evaluations.mkdir()
+        report = f'{{"greedy_reward": 1.0, "samples": {{"greedy": [{{"query": "q", "response": "r", "reward": {value}}}]}}}}'
+        (run.run.evaluations / "00000001.json").write_text(report)
+    assert run.trainer.advance() and run.trainer.last["step"] == 22
+    client = enter(run)
+    page(client, "/run/0/")
+    page(client, "/run/0/evaluations")
+
+
 def test_text_is_searched_in_prompts_and_responses(run):
     client = enter(run)
     found = re.findall(r'href="/run/0/row/w0/(\d+)"', page(client, "/run/0/rows?text=ONERROR"))
@@ -204,7 +221,7 @@ def test_pages_of_rows_stay_as_they_were_while_the_run_goes_on(run, monkeypatch)
         ("/run/0/step/x", 400, "step='x'"),
         ("/run/0/row/w0/x", 400, "'x' of writer w0 is no row number"),
         ("/run/0/row/w0/99", 404, "row w0:99 cannot be read"),
-        ("/run/0/row/nobody/1", 404, "row nobody:1 cannot be read"),
+        ("/run/0/row/nobody/1", 404, "the run has no writer nobody"),
         ("/run/0/query/zz", 400, "query='zz'"),
         ("/run/0/query/1", 404, "No row of query 0000000000000001"),
         ("/run/0/queries?order=x", 400, "order='x'"),
@@ -257,7 +274,8 @@ def test_roles_say_what_they_do(run):
         ({"phase": "evaluating", "phase_of": [2, 3]}, "trainer evaluating 2 of 3"),
         ({"waits": "rows", "since": time.time() - 300}, "trainer waits for rows (5 min)"),
         ({"trouble": "no rewards"}, "trainer at work no rewards"),
-        ({"time": time.time() - 90, "phase": "stopped"}, "trainer silent; it said last: stopped"),
+        ({"time": time.time() - 90, "phase": "stopped"}, "trainer stopped"),
+        ({"time": time.time() - 90, "phase": "evaluating"}, "trainer silent; it said last: evaluating"),
         ({"time": time.time() - 90}, "trainer silent"),
     ]:
         status.write_text(json.dumps(plain | told))
@@ -265,6 +283,33 @@ def test_roles_say_what_they_do(run):
     layout.write_json(run.run.finished, {"step": 10**6})
     overview = texts(page(client, "/run/0/"))
     assert "The run is finished" in overview and "trainer ended" in overview
+
+
+def test_a_run_whose_processes_have_ended_is_not_called_live(run):
+    now = time.time()
+    (run.run.metrics("trainer") / "events.jsonl").write_text(f'{{"time": {now}, "event": "end", "step": 2}}\n')
+    run.run.metrics("searcher-0").mkdir()
+    status = {"waits": "", "since": 0.0, "trouble": "", "phase": "stopped", "phase_since": now, "phase_of": [0, 0], "time": now}
+    (run.run.metrics("trainer") / "status.json").write_text(json.dumps(status))
+    client, told = enter(run), run.run.metrics("searcher-0") / "events.jsonl"
+    told.write_text(f'{{"time": {now}, "event": "start", "step": 2}}\n')
+    assert "The run is live" in texts(page(client, "/run/0/"))
+    told.write_text(told.read_text() + f'{{"time": {now}, "event": "end", "step": 2}}\n')
+    assert "The run is stopped" in texts(page(client, "/run/0/"))
+
+
+def test_a_contract_of_other_types_is_one_sentence(tmp_path):
+    run = hostile_runs.make(tmp_path / "run")
+    stored = json.loads(run.config.read_text())
+    stored["contract"]["embedding"] = "x"
+    run.config.write_text(json.dumps(stored))
+    with pytest.raises(ValueError, match=r"the contract in .*config.json is damaged"):
+        LiveRun(run.root)
+
+
+@pytest.mark.parametrize(("value", "shown"), [(19134.2, "19,134"), (0.12346, "0.1235"), (1.5, "1.5")])
+def test_a_large_number_has_no_exponent(value, shown):
+    assert figure(value) == shown
 
 
 def test_a_damaged_run_shows_what_is_readable_and_names_the_rest(tmp_path):
@@ -281,7 +326,10 @@ def test_a_damaged_run_shows_what_is_readable_and_names_the_rest(tmp_path):
     client = enter(read(tmp_path / "run"))
     overview = texts(page(client, "/run/0/"))
     assert "rows 8 to 11 cannot be read" in overview and "line 3 is not a journal line" in overview
-    assert "1 lines of the trainer's metrics.jsonl are damaged" in overview and "evaluation of step 1 cannot be read" in overview
+    assert (
+        "damaged lines of the trainer's metrics.jsonl are left out: 1" in overview
+        and "evaluation of step 1 cannot be read" in overview
+    )
     rows = re.findall(r'href="/run/0/row/w0/(\d+)"', page(client, "/run/0/rows"))
     assert 0 < len(set(rows)) < hostile_runs.ROWS
     lost = next(str(row) for row in range(hostile_runs.ROWS) if str(row) not in rows)

@@ -129,7 +129,7 @@ def run_searcher(
 
     The batch that is being decoded is completed. Batches that wait for their rewards have searchers.stop_seconds to get them.
     """
-    status = account.record.status
+    status, profiler = account.record.status, account.record.profiler
     writer = metrics.open_writer(config, run, name, role="searcher", cost=account.record.cost)
     watch = RewardWatch(give_up_seconds=config.searchers.give_up_seconds)
     poll_seconds = places.poll_seconds([run.shared], config.searchers.poll_seconds)
@@ -139,7 +139,6 @@ def run_searcher(
     refresher, pause = _Refresher(searcher, poll_seconds=poll_seconds), _Pause(status, config)
     tables, watchdog = SampleTables(writer, config), alarm_rules.watchdog(run, config, name=name)
     rates = Rates(writer, account, RequestRate([run.shared]), tables, watchdog)
-    profiler = account.record.profiler
     profiler.starts_at(searcher.policy_step)
 
     def goes_on() -> bool:

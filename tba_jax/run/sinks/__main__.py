@@ -2,8 +2,8 @@
 
 A tracker may block, raise, print, or keep a core busy: none of this happens in the process of the role. Standard input has a JSON
 line with a Session, and then one for each point. What this process writes to standard output are lines {"sentence", "advice"} for
-the role's log. It ends after its input does: when the role closes its feed, and when the role dies. A tracker that blocks does not
-read its input any more, so a thread looks whether the role still lives.
+the role's log. It ends after its input does: when the role closes its feed, and when the role dies. A tracker that blocks does
+not read its input any more, so a thread looks whether the role still lives.
 """
 
 import contextlib
