@@ -103,6 +103,7 @@ def _repeat(child: "subprocess.Popen[str]", tell: Tell) -> None:
 
 def missing(name: str) -> str:
     """The sentence about a tracker whose package is not installed, "" where it is."""
-    if importlib.util.find_spec(name) is not None:
+    found = importlib.util.find_spec(name)
+    if found is not None and found.origin is not None:  # a folder of this name that a tracker left behind has no origin
         return ""
     return f"metrics.sinks names {name}, which is not installed (pip install {name}); the run goes on without it"

@@ -148,6 +148,12 @@ def test_a_package_that_is_not_there_is_named(tmp_path):
     )
 
 
+def test_a_folder_that_a_tracker_left_behind_is_no_package(tmp_path, monkeypatch):
+    (tmp_path / "left_by_a_tracker").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "not installed" in feed.missing("left_by_a_tracker")
+
+
 def test_without_tensorboard_there_are_no_event_files(run):
     for sinks, count in (((), 0), (("tensorboard",), 1)):
         writer = tracked.writer(run, *sinks)
