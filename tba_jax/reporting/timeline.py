@@ -66,9 +66,10 @@ class Shares:
         self._told, self._previous, self._interval = seconds, at, gap
 
     def _is_new(self, at: float, seconds: Mapping[str, float]) -> bool:
-        """Whether another process wrote the line at `at`: names never leave an account, and their seconds never fall."""
-        if any(self._previous < start <= at for start in self._starts):
-            return True
+        """Whether another process wrote the line at `at`. Where no start is known: names never leave an account, and their
+        seconds never fall. That fails where the account began long before its first line."""
+        if self._starts:
+            return any(self._previous < start <= at for start in self._starts)
         return any(seconds.get(name, 0.0) < before - max(0.2, 0.05 * before) for name, before in self._told.items())
 
     def _begin_account(self, at: float, shares: Mapping[str, float]) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from tba_jax.reporting import stories
 from tba_jax.reporting.live_run import LiveRun
-from tba_jax.reporting.viewer import make_app
+from tba_jax.reporting.viewer import figure, make_app
 from tba_jax.run import layout, places
 from tba_jax.run.alarms import Alarms
 from tba_jax.text.visible import visible
@@ -176,6 +176,22 @@ def test_damaged_numbers_end_no_page(run, value):
     client = enter(run)
     page(client, "/run/0/")
     page(client, "/run/0/evaluations")
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (14_867.3, "14,867"),
+        (-1234.5, "-1,234"),
+        (173.94, "173.9"),
+        (0.00213, "0.00213"),
+        (3.0, "3"),
+        (float("inf"), "inf"),
+        (50_000, "50,000"),
+    ],
+)
+def test_figures_have_the_digits_that_people_read(value, shown):
+    assert figure(value) == shown
 
 
 def test_text_is_searched_in_prompts_and_responses(run):
