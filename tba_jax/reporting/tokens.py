@@ -127,5 +127,5 @@ def style() -> str:
     ratios = [f".by-ratio .m{n}{{background:{colour}}}" for n, colour in enumerate(_MORE, 1)]
     ratios += [f".by-ratio .l{n}{{background:{colour}}}" for n, colour in enumerate(_LESS, 1)]
     steps = [f".by-step .s{n}{{background:{colour}}}" for n, colour in enumerate(_STEPS)]
-    shared = ".tok{white-space:pre-wrap;border-radius:2px;unicode-bidi:isolate}.tok.special{color:#667;font-style:italic}"
+    shared = ".tok{white-space:pre-wrap;border-radius:2px;unicode-bidi:isolate}.tok.special{font-style:italic}"
     return "\n".join([shared, *ratios, *steps])
