@@ -15,6 +15,9 @@ from absl import flags
 from tba_jax.commands import command_line
 from tba_jax.text.visible import visible_line
 
+# The line of templates/report.html by which a report is known.
+_MARK = b'<meta name="generator" content="tba_jax report">'
+
 
 def write(
     workdir: Path, output: Path, *, recipe: str = "", tell: Callable[[str], None] = lambda sentence: None
@@ -55,7 +58,7 @@ def _check_can_be_written(output: Path) -> None:
     if output.is_dir():
         raise ValueError(f"--output={output} is a folder: name a file, such as --output={output / 'report.html'}")
     if output.exists() and not _is_report(output):
-        raise ValueError(f"--output={output} is there and is no HTML file: name another file")
+        raise ValueError(f"--output={output} is there and is no report: name another file")
     if not output.parent.is_dir():
         raise ValueError(f"--output={output} cannot be written: there is no folder {output.parent}")
     if not os.access(output.parent, os.W_OK):
@@ -74,12 +77,13 @@ def _told_apart(sentence: str) -> None:
 
 
 def _is_report(output: Path) -> bool:
-    """Whether a file may be replaced: it is an HTML page, or empty."""
+    """Whether a file may be replaced: it is a report, or empty."""
     try:
         if not output.is_file():  # a pipe would be waited for
             return False
         with open(output, "rb") as file:
-            return file.read(15).lower() in (b"", b"<!doctype html>")
+            begin = file.read(1000)
+        return not begin or _MARK in begin
     except OSError:
         return False
 
@@ -95,5 +99,6 @@ def run(given: command_line.Given) -> int:
     size, problems = write(given.workdir, output, recipe=given.config, tell=_told_apart)
     print(visible_line(f"{output.absolute()} ({size / 1e6:.1f} MB)"))
     if problems:
-        print(f"{len(problems)} parts of the run could not be read whole; the report names them under “What could not be read”")
+        parts = f"{len(problems)} parts" if len(problems) > 1 else "A part"
+        print(f"{parts} of the run could not be read whole: see “What could not be read” in the report")
     return 0

@@ -115,15 +115,17 @@ def versions(starts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     return {name: " → ".join(of_name) for name, of_name in sorted(found.items())}
 
 
-def state(*, step: int, steps: int, finished: bool, newest: float, now: float | None = None) -> str:
-    """Whether the run is finished, live or silent, in one sentence.
+def state(*, step: int, steps: int, finished: bool, ended: bool, newest: float, now: float | None = None) -> str:
+    """Whether the run is finished, stopped, live or silent, in one sentence.
 
-    Args: newest: unix seconds of the last sign of life, 0: none.
+    Args: ended: whether all its processes have; newest: unix seconds of the last sign of life, 0: none.
     """
     now = time.time() if now is None else now
     of = f"step {step:,} of {steps:,}" if steps else f"step {step:,}"
     if finished:
         return f"Finished: {of}."
+    if ended:
+        return f"Stopped: {of}."
     if not newest:
         return f"No role has written anything yet: {of}."
     quiet = now - newest

@@ -152,7 +152,7 @@ class Draws:
                 try:
                     step, writers, rows = _parsed(content, epoch)
                     self._check(step, file)
-                except (ValueError, KeyError, TypeError, IndexError, OverflowError) as error:
+                except (ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError) as error:
                     # Of the last line a device may persist the newline before the rest: no update followed it.
                     file.odd = file.odd or f"{file.path} line {file.lines} is not a journal line, its draws are left out: {error}"
                 else:

@@ -57,6 +57,7 @@ class Gathered:
     problems: list[str] = dataclasses.field(default_factory=list)
     roles: dict[str, Role] = dataclasses.field(default_factory=dict)
     left_out_roles: int = 0
+    ended: bool = False  # the processes of all roles, whether or not the run is finished
     marks: marks_lib.Marks = dataclasses.field(default_factory=lambda: marks_lib.Marks(marks=[], counts={}, starts=[]))
     spans: list[timeline.Span] = dataclasses.field(default_factory=list)
     alarms: list[tuple[str, alarms_lib.Alarm]] = dataclasses.field(default_factory=list)
@@ -148,6 +149,7 @@ def _read_roles(found: Gathered) -> None:
     folders = {name: folder / name for name in _shown_roles(names)}
     with found.part("events.jsonl"):
         found.marks = marks_lib.read(folders)
+        found.ended = marks_lib.has_ended(folders)
     with found.part("timeline.jsonl"):
         found.spans = timeline.spans(folders)
     for name, of_role in folders.items():
@@ -170,7 +172,7 @@ def _read_role(found: Gathered, name: str, folder: Path) -> Role:
     trains = name == "trainer"
     read = series.read(folder, [by_step, ages, shares] if trains else [by_time, shares])
     if read.damaged:
-        found.problems.append(f"{read.damaged} lines of {folder / 'metrics.jsonl'} are damaged and left out")
+        found.problems.append(f"damaged lines of {folder / 'metrics.jsonl'} are left out: {read.damaged}")
     status: Any = {}
     with found.part(f"status of {name}"):
         file = folder / "status.json"

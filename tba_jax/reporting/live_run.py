@@ -68,8 +68,11 @@ class LiveRun:
         except UNREADABLE as error:
             self.problems.append(f"the tokenizer cannot be read, tokens are shown by their numbers: {error}")
         self.pieces = tokens_lib.Pieces(self.tokenizer)
+        try:
+            shape = self.contract.row_shape()
+        except UNREADABLE as error:
+            raise ValueError(f"the contract in {self.run.config} is damaged: restore the file from a copy") from error
         mounts = self._mounts()
-        shape = self.contract.row_shape()
         self.reader = LogReader(self.run.replay, shape, mounts=mounts, patience_seconds=1.0)
         self.table = rows_lib.RowTable(LogReader(self.run.replay, shape, mounts=mounts, patience_seconds=5.0))
         self.draws, self.trainer = Draws(self.run.journal), MetricLines(self.run.metrics("trainer"))
@@ -113,7 +116,9 @@ class LiveRun:
     def complaints(self) -> list[str]:
         """What cannot be read, in sentences."""
         gone = [] if self.is_there() else [f"the folder {self.called} is not there any more: pages show what was read before"]
-        damaged = [f"{self.trainer.damaged} lines of the trainer's metrics.jsonl are damaged"] if self.trainer.damaged else []
+        damaged = (
+            [f"damaged lines of the trainer's metrics.jsonl are left out: {self.trainer.damaged}"] if self.trainer.damaged else []
+        )
         odd = [self._odd] if self._odd and not gone else []
         return [*gone, *self.problems, *self.table.problems, *self.draws.problems, *damaged, *odd]
 

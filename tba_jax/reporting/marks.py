@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from tba_jax.replay import journal
+from tba_jax.reporting import timeline
 from tba_jax.reporting.series import is_moment
 from tba_jax.run import events, json_lines
 
@@ -69,6 +70,21 @@ def read(folders: Mapping[str, Path]) -> Marks:
     marks = sorted((mark for kind in KINDS for mark in _thinned(found[kind])), key=lambda mark: mark.time)
     counts = {kind: len(of_kind) for kind, of_kind in found.items() if of_kind}
     return Marks(marks=marks, counts=counts, starts=starts[-2000:])
+
+
+def has_ended(folders: Mapping[str, Path]) -> bool:
+    """Whether the trainer and all other roles that tell of events told their end last. Raises OSError.
+
+    Args: folders: role -> the folder of its metrics.
+    """
+    last = {role: _last(folder) for role, folder in folders.items()}
+    return last.get("trainer") == "end" and all(event in ("end", "") for event in last.values())
+
+
+def _last(folder: Path) -> str:
+    """The name of the newest event of a role, "" where there is none."""
+    told = [event for line in timeline.tail_lines(folder / events.FILE, 65536) if isinstance(event := line.get("event"), str)]
+    return told[-1] if told else ""
 
 
 def _events(folder: Path) -> Iterator[dict[str, Any]]:

@@ -66,8 +66,10 @@ class Shares:
         self._told, self._previous, self._interval = seconds, at, gap
 
     def _is_new(self, at: float, seconds: Mapping[str, float]) -> bool:
-        """Whether another process wrote the line at `at`. Where no start is known: names never leave an account, and their
-        seconds never fall. That fails where the account began long before its first line."""
+        """Whether another process wrote the line at `at`: names never leave an account, and their seconds never fall.
+
+        Where starts are known, they alone decide: when the first account began is a guess, and seconds fall where it was wrong.
+        """
         if self._starts:
             return any(self._previous < start <= at for start in self._starts)
         return any(seconds.get(name, 0.0) < before - max(0.2, 0.05 * before) for name, before in self._told.items())

@@ -5,7 +5,6 @@ Nothing is written. Pages have no script, and all text is escaped: models, tasks
 
 import hmac
 import logging
-import math
 import re
 import secrets
 import shlex
@@ -315,5 +314,5 @@ def figure(value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     if isinstance(value, float) and not value.is_integer():
-        return f"{value:,.0f}" if 1000 <= abs(value) < math.inf else f"{value:.4g}"
+        return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.4g}"
     return f"{int(value):,}"

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tba_jax.reporting import learning, sparklines, stories
+from tba_jax.reporting import learning, marks, sparklines, stories
 from tba_jax.reporting.about import QUIET_SECONDS
 from tba_jax.reporting.gathering import UNREADABLE
 from tba_jax.reporting.live_run import LiveRun, RoleNow
@@ -90,6 +90,8 @@ def paired_samples(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tup
 def _doing(role: RoleNow) -> str:
     """What a role does now, in half a sentence."""
     told = role.told
+    if told.phase in ("finished", "stopped"):
+        return told.phase
     last = min(role.seconds, time.time() - told.time if told.time else math.inf)
     if last > QUIET_SECONDS:
         said = told.phase or (f"waits for {told.waits}" if told.waits else "")
@@ -104,6 +106,11 @@ def _state(run: LiveRun, roles: Sequence[RoleNow]) -> str:
         if contract_lib.is_finished(run.run):
             return "finished"
     except UNREADABLE:
+        pass
+    try:
+        if marks.has_ended({role.name: run.run.metrics(role.name) for role in roles}):
+            return "stopped"
+    except OSError:
         pass
     quiet = [role.seconds for role in roles] + [time.time() - role.told.time for role in roles if role.told.time]
     return "live" if min(quiet, default=math.inf) < QUIET_SECONDS else "not finished, and silent"

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from tba_jax.run import json_lines
+from tba_jax.run import events, json_lines
 
 TAIL_BYTES = 1 << 16
 
@@ -15,10 +15,18 @@ def last_line(folder: Path) -> Line:
     return (newest_lines(folder, count=1) or [{}])[0]
 
 
-def newest_lines(folder: Path, *, count: int) -> list[Line]:
-    """Up to `count` of the newest whole lines of a role's metrics, as many as its last TAIL_BYTES hold, oldest first."""
+def last_step(folder: Path) -> int:
+    """The newest step that a trainer tells of, 0 before there is one: it writes figures at some steps alone, its end at any."""
+    told = [last_line(folder), *newest_lines(folder, count=1, name=events.FILE)]
+    numbers = [(line.get("time"), line.get("step")) for line in told if line.get("event", "end") == "end"]
+    known = [(at, step) for at, step in numbers if isinstance(at, int | float) and isinstance(step, int)]
+    return max(known, default=(0.0, 0))[1]
+
+
+def newest_lines(folder: Path, *, count: int, name: str = "metrics.jsonl") -> list[Line]:
+    """Up to `count` of the newest whole lines of a role's file, as many as its last TAIL_BYTES hold, oldest first."""
     try:
-        with open(folder / "metrics.jsonl", "rb") as file:
+        with open(folder / name, "rb") as file:
             file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
             lines = file.read().split(b"\n")
     except FileNotFoundError:

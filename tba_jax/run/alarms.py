@@ -81,5 +81,5 @@ def _parsed(line: str) -> Alarm | None:
         told = json.loads(line)
         texts = {name: str(told[name]) for name in ("kind", "sentence", "advice")}
         return Alarm(time=float(told["time"]), step=int(told["step"]), **texts)
-    except (ValueError, KeyError, TypeError, OverflowError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None

@@ -118,23 +118,28 @@ class Status:
 
 
 def read(folder: Path) -> Told:
-    """What a role said last. Raises OSError where the storage refuses."""
+    """What a role said last; nothing where the file is damaged. Raises OSError where the storage refuses."""
     try:
         told = json.loads((folder / _FILE).read_text())
-    except (FileNotFoundError, UnicodeDecodeError, json.JSONDecodeError):
+        texts = {name: told.get(name, "") for name in ("waits", "trouble", "phase")}
+        numbers = [told.get(name, 0) for name in ("since", "phase_since", "time", "pid")]
+        done, total = told.get("phase_of", (0, 0))
+    except (FileNotFoundError, ValueError, AttributeError, TypeError, RecursionError):
         return Told()
-    if not isinstance(told, dict):
+    if not all(isinstance(text, str) for text in texts.values()) or not all(map(_is_number, (*numbers, done, total))):
         return Told()
-    now, phase = time.time(), told.get("phase", "")
-    done, total = told.get("phase_of", (0, 0))
+    now, (since, phase_since, written, pid) = time.time(), numbers
     return Told(
-        waits=told["waits"],
-        seconds=max(0.0, now - told["since"]) if told["waits"] else 0.0,
-        trouble=told["trouble"],
-        phase=phase,
-        phase_seconds=max(0.0, now - told["phase_since"]) if phase else 0.0,
+        **texts,
+        seconds=max(0.0, now - since) if texts["waits"] else 0.0,
+        phase_seconds=max(0.0, now - phase_since) if texts["phase"] else 0.0,
         done=done,
         total=total,
-        time=told.get("time", 0.0),
-        pid=told.get("pid", 0),
+        time=written,
+        pid=pid,
     )
+
+
+def _is_number(value: object) -> bool:
+    """Whether a float holds it: JSON knows integers of any length, and NaN."""
+    return isinstance(value, int | float) and -1e300 < value < 1e300

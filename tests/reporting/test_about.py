@@ -59,10 +59,11 @@ def test_versions_that_changed_show_both():
     assert about.versions(starts) == {"flax": "3", "jax": "1 → 2"}
 
 
-def test_a_run_is_finished_at_work_or_silent():
-    def state(finished, newest):
-        return about.state(step=5, steps=10, finished=finished, newest=newest, now=10_000.0)
+def test_a_run_is_finished_stopped_at_work_or_silent():
+    def state(finished, newest, ended=False):
+        return about.state(step=5, steps=10, finished=finished, ended=ended, newest=newest, now=10_000.0)
 
     assert state(True, 0.0).startswith("Finished") and "5 of 10" in state(True, 0.0)
     assert state(False, 9_990.0).startswith("At work") and "silent for 83 min" in state(False, 5_000.0)
     assert "has written anything" in state(False, 0.0)
+    assert state(False, 9_990.0, ended=True) == "Stopped: step 5 of 10."

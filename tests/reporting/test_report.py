@@ -180,12 +180,19 @@ def test_a_config_that_holds_no_settings_is_one_sentence(hostile, tmp_path, part
         gathering.gather(tmp_path)
 
 
+def test_odd_changes_of_settings_end_no_report(hostile, tmp_path):
+    run = type(hostile)(tmp_path / "run")
+    shutil.copytree(hostile.root, run.root)
+    run.config.write_text(json.dumps(layout.read_json(run.config) | {"changes": 5, "id": [1], "init_from": {"a": 1}}))
+    assert "w0:0</a>" in made(run)[1]
+
+
 @pytest.mark.parametrize(
     ("file", "named"),
     [
         ("finished.json", "finished.json"),
         ("evaluations/00000003.json", "the evaluation of step 3"),
-        ("metrics/trainer/metrics.jsonl", "1 lines of"),
+        ("metrics/trainer/metrics.jsonl", "metrics.jsonl are left out: 1"),
         ("metrics/trainer/status.json", "status of trainer"),
         ("journal/epoch-000001.jsonl", "epoch-000001.jsonl line 1"),
         ("replay/writers/w1.json", "w1"),

@@ -46,16 +46,6 @@ def test_a_restart_begins_another_account(known):
     assert totals.get(STARTING, 0.0) == pytest.approx(5 if known else 0, abs=0.1)
 
 
-def test_a_role_whose_starts_are_known_has_no_other_restarts():
-    # The account began 0.4 s before its first line: at first it seems that seconds fall.
-    passed = [0.0, 0.4, 0.8, 3.0]
-    work = {"decode": [0.0, 0.12, 0.43, 0.44], "reference": [0.0, 0.28, 0.35, 2.52]}
-    rates = {name: lambda t, seconds=seconds: float(np.interp(t, passed, seconds)) for name, seconds in work.items()}
-    shares = Shares([100.0])
-    shares.add(account(119.6, [120.0, 120.4, 122.6], **rates))
-    assert DOWN not in shares.totals()
-
-
 def test_a_searcher_that_counts_anew_has_another_account():
     first = account(0.0, np.arange(1.0, 31.0), decode=lambda t: 0.9 * t)
     second = account(100.0, np.arange(101.0, 131.0), decode=lambda t: 0.9 * t)
@@ -98,3 +88,10 @@ def test_spans_that_are_none_are_left_out(tmp_path):
     lines = [{"at": "x", "lane": "main", "spans": []}, {"at": 1.0, "lane": "main", "spans": [["a", 0.0], 3, ["b", 0.0, 1.0]]}]
     (tmp_path / "timeline.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert [span.name for span in timeline.spans({"trainer": tmp_path})] == ["b"]
+
+
+def test_a_first_line_right_after_the_account_began_is_no_restart():
+    lines = account(100.0, [100.2, 107.0, 112.0], journal=lambda t: 0.1 + 0.01 * t, update=lambda t: 0.5 * t)
+    shares = Shares([90.0])
+    shares.add(lines)
+    assert DOWN not in shares.totals()

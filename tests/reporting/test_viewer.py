@@ -178,22 +178,6 @@ def test_damaged_numbers_end_no_page(run, value):
     page(client, "/run/0/evaluations")
 
 
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [
-        (14_867.3, "14,867"),
-        (-1234.5, "-1,234"),
-        (173.94, "173.9"),
-        (0.00213, "0.00213"),
-        (3.0, "3"),
-        (float("inf"), "inf"),
-        (50_000, "50,000"),
-    ],
-)
-def test_figures_have_the_digits_that_people_read(value, shown):
-    assert figure(value) == shown
-
-
 def test_text_is_searched_in_prompts_and_responses(run):
     client = enter(run)
     found = re.findall(r'href="/run/0/row/w0/(\d+)"', page(client, "/run/0/rows?text=ONERROR"))
@@ -290,7 +274,8 @@ def test_roles_say_what_they_do(run):
         ({"phase": "evaluating", "phase_of": [2, 3]}, "trainer evaluating 2 of 3"),
         ({"waits": "rows", "since": time.time() - 300}, "trainer waits for rows (5 min)"),
         ({"trouble": "no rewards"}, "trainer at work no rewards"),
-        ({"time": time.time() - 90, "phase": "stopped"}, "trainer silent; it said last: stopped"),
+        ({"time": time.time() - 90, "phase": "stopped"}, "trainer stopped"),
+        ({"time": time.time() - 90, "phase": "evaluating"}, "trainer silent; it said last: evaluating"),
         ({"time": time.time() - 90}, "trainer silent"),
     ]:
         status.write_text(json.dumps(plain | told))
@@ -298,6 +283,33 @@ def test_roles_say_what_they_do(run):
     layout.write_json(run.run.finished, {"step": 10**6})
     overview = texts(page(client, "/run/0/"))
     assert "The run is finished" in overview and "trainer ended" in overview
+
+
+def test_a_run_whose_processes_have_ended_is_not_called_live(run):
+    now = time.time()
+    (run.run.metrics("trainer") / "events.jsonl").write_text(f'{{"time": {now}, "event": "end", "step": 2}}\n')
+    run.run.metrics("searcher-0").mkdir()
+    status = {"waits": "", "since": 0.0, "trouble": "", "phase": "stopped", "phase_since": now, "phase_of": [0, 0], "time": now}
+    (run.run.metrics("trainer") / "status.json").write_text(json.dumps(status))
+    client, told = enter(run), run.run.metrics("searcher-0") / "events.jsonl"
+    told.write_text(f'{{"time": {now}, "event": "start", "step": 2}}\n')
+    assert "The run is live" in texts(page(client, "/run/0/"))
+    told.write_text(told.read_text() + f'{{"time": {now}, "event": "end", "step": 2}}\n')
+    assert "The run is stopped" in texts(page(client, "/run/0/"))
+
+
+def test_a_contract_of_other_types_is_one_sentence(tmp_path):
+    run = hostile_runs.make(tmp_path / "run")
+    stored = json.loads(run.config.read_text())
+    stored["contract"]["embedding"] = "x"
+    run.config.write_text(json.dumps(stored))
+    with pytest.raises(ValueError, match=r"the contract in .*config.json is damaged"):
+        LiveRun(run.root)
+
+
+@pytest.mark.parametrize(("value", "shown"), [(19134.2, "19,134"), (0.12346, "0.1235"), (1.5, "1.5")])
+def test_a_large_number_has_no_exponent(value, shown):
+    assert figure(value) == shown
 
 
 def test_a_damaged_run_shows_what_is_readable_and_names_the_rest(tmp_path):
@@ -314,7 +326,10 @@ def test_a_damaged_run_shows_what_is_readable_and_names_the_rest(tmp_path):
     client = enter(read(tmp_path / "run"))
     overview = texts(page(client, "/run/0/"))
     assert "rows 8 to 11 cannot be read" in overview and "line 3 is not a journal line" in overview
-    assert "1 lines of the trainer's metrics.jsonl are damaged" in overview and "evaluation of step 1 cannot be read" in overview
+    assert (
+        "damaged lines of the trainer's metrics.jsonl are left out: 1" in overview
+        and "evaluation of step 1 cannot be read" in overview
+    )
     rows = re.findall(r'href="/run/0/row/w0/(\d+)"', page(client, "/run/0/rows"))
     assert 0 < len(set(rows)) < hostile_runs.ROWS
     lost = next(str(row) for row in range(hostile_runs.ROWS) if str(row) not in rows)

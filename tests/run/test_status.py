@@ -4,6 +4,8 @@ import dataclasses
 import os
 import time
 
+import pytest
+
 from tba_jax.run import status
 from tba_jax.run.record import Record
 
@@ -94,3 +96,12 @@ def test_what_the_last_life_said_holds_no_more_in_the_next(tmp_path):
 def test_the_status_of_an_older_version_is_read(tmp_path):
     (tmp_path / "status.json").write_text('{"waits": "rows", "since": 1.0, "trouble": ""}')
     assert (status.read(tmp_path).waits, status.read(tmp_path).phase) == ("rows", "")
+
+
+@pytest.mark.parametrize(
+    "told", ["[]", "null", "[" * 100_000, '{"time": "x"}', '{"phase": 5}', '{"waits": "w", "since": null}', '{"phase_of": [1]}',
+             '{"phase_of": ["a", 1]}', '{"time": 1e400}', '{"time": 1' + "0" * 400 + "}", '{"time": NaN}'],
+)  # fmt: skip
+def test_a_damaged_status_says_nothing(tmp_path, told):
+    (tmp_path / "status.json").write_text(told)
+    assert status.read(tmp_path) == status.Told()
