@@ -10,6 +10,7 @@ from typing import Any
 from tba_jax.experiment.schema import SCHEMA
 from tba_jax.reporting.series import is_moment
 from tba_jax.run import contract as contract_lib
+from tba_jax.run.secrets_of_config import without_secrets
 from tba_jax.schemas import flatten
 
 # A run that wrote nothing for so long is not called live.
@@ -28,12 +29,12 @@ class Setting:
 
 
 def settings(config: Mapping[str, Any], recipe: Mapping[str, Any] | None) -> list[Setting]:
-    """The settings that differ from the defaults, or from the recipe where there is one.
+    """The settings that differ from the defaults, or from the recipe where there is one, without secrets.
 
     Args: config: of config.json; recipe: the config of a recipe.
     """
-    here, defaults = flatten(config), flatten(contract_lib.plain(SCHEMA.defaults().to_dict()))
-    of_recipe = flatten(contract_lib.plain(recipe)) if recipe is not None else {}
+    here, defaults = flatten(without_secrets(config)), flatten(contract_lib.plain(SCHEMA.defaults().to_dict()))
+    of_recipe = flatten(without_secrets(contract_lib.plain(recipe))) if recipe is not None else {}
     found = []
     for name, value in here.items():
         default = defaults.get(name, _ABSENT)
@@ -57,7 +58,7 @@ def in_words(value: Any) -> str:
 
 def contract(stored: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The contract's fields as text."""
-    return [(name, in_words(value)) for name, value in flatten(stored).items()]
+    return [(name, in_words(value)) for name, value in flatten(without_secrets(stored)).items()]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ READ_SECONDS = 300.0  # for rows, and for the journal: those of a large model ma
 TELL_SECONDS = 5.0
 _MOST_EVALUATIONS = 2000
 # What damaged files and storage raise, however they are damaged.
-_UNREADABLE = (*places.STORAGE_ERRORS, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError)
+UNREADABLE = (*places.STORAGE_ERRORS, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class Gathered:
         """Reads a part: what is wrong with it becomes a sentence."""
         try:
             yield
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             said = " ".join(str(error).split()) if isinstance(error, OSError | ValueError) else f"{type(error).__name__} {error}"
             self.problems.append(f"{what} cannot be read: {said}"[:600])
 

@@ -13,6 +13,7 @@ from tba_jax.reporting import gathering
 from tba_jax.reporting import rows as rows_lib
 from tba_jax.reporting import tokens as tokens_lib
 from tba_jax.reporting.draws import Draws
+from tba_jax.reporting.gathering import UNREADABLE
 from tba_jax.reporting.metric_lines import MetricLines
 from tba_jax.reporting.row_filter import Orders
 from tba_jax.reporting.series import is_moment
@@ -29,8 +30,6 @@ POLL_SECONDS = 2.0
 # A slice of the thread's work: pages take turns with it.
 _SLICE_SECONDS = 0.2
 _MOST_ROLES = 200
-# What damaged files and storage raise, however they are damaged.
-UNREADABLE = (*places.STORAGE_ERRORS, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError)
 
 
 class RoleNow(NamedTuple):

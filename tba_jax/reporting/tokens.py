@@ -19,7 +19,7 @@ RATIO_LIMITS = (0.05, 0.25, 0.75, 1.5, 3.0)
 STEP_COLOURS = 8
 # Red: the policy likes the token more than the reference does; blue: less. Text stays dark on each of them.
 _MORE = ("#fde5d9", "#fbc9b0", "#f7a688", "#f0845f", "#e2633c")
-_LESS = ("#dfeaf6", "#bfd6ee", "#98bde2", "#70a3d6", "#4a88c6")
+_LESS = ("#dfeaf6", "#bfd6ee", "#98bde2", "#70a3d6", "#4f8cca")
 _STEPS = ("#f3f0fa", "#e2ecd8", "#cfe8c4", "#b3dfbb", "#96d3ba", "#7ec4bf", "#72b1c4", "#7a9cc6")
 
 
@@ -127,5 +127,5 @@ def style() -> str:
     ratios = [f".by-ratio .m{n}{{background:{colour}}}" for n, colour in enumerate(_MORE, 1)]
     ratios += [f".by-ratio .l{n}{{background:{colour}}}" for n, colour in enumerate(_LESS, 1)]
     steps = [f".by-step .s{n}{{background:{colour}}}" for n, colour in enumerate(_STEPS)]
-    shared = ".tok{white-space:pre-wrap;border-radius:2px;unicode-bidi:isolate}.tok.special{color:#667;font-style:italic}"
+    shared = ".tok{white-space:pre-wrap;border-radius:2px;unicode-bidi:isolate}.tok.special{font-style:italic}"
     return "\n".join([shared, *ratios, *steps])

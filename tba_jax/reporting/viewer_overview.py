@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 
 from tba_jax.reporting import learning, marks, sparklines, stories
-from tba_jax.reporting.live_run import UNREADABLE, LiveRun, RoleNow
+from tba_jax.reporting.about import QUIET_SECONDS
+from tba_jax.reporting.gathering import UNREADABLE
+from tba_jax.reporting.live_run import LiveRun, RoleNow
 from tba_jax.reporting.series import is_number
 from tba_jax.run import contract as contract_lib
 
@@ -23,8 +25,6 @@ CHARTS = {
     "equal_reward_groups": "Groups of equal rewards",
     "steps_per_second": "Steps a second",
 }
-# A role that told nothing for so long is not called live.
-QUIET_SECONDS = 60.0
 _SHARES_SHOWN = 4
 
 

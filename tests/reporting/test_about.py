@@ -26,6 +26,14 @@ def test_a_recipe_is_a_third_column():
     assert about.settings(config(), recipe) != []
 
 
+def test_secrets_are_not_shown():
+    stored = config()
+    stored["task"]["custom"] = {"api_key": "abc", "url": "https://me:def@host"}
+    shown = {each.name: each.value for each in about.settings(stored, None)}
+    assert shown["task.custom.api_key"] == "(not told)" and shown["task.custom.url"] == "https://(not told)@host"
+    assert dict(about.contract({"task": {"api_key": "abc"}})) == {"task.api_key": "(not told)"}
+
+
 def test_settings_that_this_version_does_not_know_are_shown():
     stored = config()
     stored["learner"]["forgotten"] = [1, 2]

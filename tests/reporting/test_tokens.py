@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from tba_jax.reporting import tokens
+from tba_jax.reporting import report, tokens
 from tba_jax.text.tokenizers import CharacterTokenizer
 
 
@@ -96,3 +96,15 @@ def test_every_class_has_a_colour():
 def test_a_limit_cuts_the_response():
     found = tokens.tokens(row([3, 4, 3, 2]), 0, tokens.Pieces(CharacterTokenizer("ab")), newest_step=0, limit=2)
     assert [token.text for token in found] == ["a", "b"]
+
+
+def test_text_can_be_read_on_every_colour():
+    def brightness(colour):  # relative luminance of WCAG 2
+        parts = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+        return np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4) @ [0.2126, 0.7152, 0.0722]
+
+    style = tokens.style()
+    colours = re.findall(r"background:(#[0-9a-f]{6})", style)
+    assert len(colours) == 2 * len(tokens.RATIO_LIMITS) + tokens.STEP_COLOURS and not re.search(r"[{;]color:", style)
+    ink = brightness(re.search(r"--ink: (#[0-9a-f]{6})", (report.TEMPLATES / "view.css").read_text())[1])
+    assert min((brightness(colour) + 0.05) / (ink + 0.05) for colour in colours) >= 4.5

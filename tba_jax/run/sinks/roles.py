@@ -5,10 +5,8 @@ import re
 from typing import Any
 
 from tba_jax.run import contract, layout
+from tba_jax.run.secrets_of_config import without_secrets
 from tba_jax.run.sinks.session import Session
-
-# Parts of names of settings whose values stay here.
-_SECRET = re.compile(r"token|secret|password|credential|api_?key", re.IGNORECASE)
 
 
 def session_of(config: Any, run: layout.RunDir, name: str, *, kind: str) -> Session:
@@ -27,15 +25,6 @@ def session_of(config: Any, run: layout.RunDir, name: str, *, kind: str) -> Sess
         id=re.sub(r"[^\w-]", "-", f"{identity[:16]}-{name}", flags=re.ASCII)[:64],
         kind=kind,
         folder=str(run.metrics(name).absolute()),
-        config=_without_secrets(contract.plain(config.to_dict())),
+        config=without_secrets(contract.plain(config.to_dict())),
         pid=os.getpid(),
     )
-
-
-def _without_secrets(tree: Any) -> Any:
-    if not isinstance(tree, dict):
-        return tree
-    return {
-        name: "(not told)" if _SECRET.search(name) and isinstance(value, str) else _without_secrets(value)
-        for name, value in tree.items()
-    }
