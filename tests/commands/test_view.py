@@ -33,7 +33,9 @@ def test_what_is_no_run_is_one_sentence(tmp_path, capsys):
     assert "b holds no run" in refusal(capsys, f"--workdir={run.root}", f"--other={tmp_path / 'b'}")
     layout.write_json(run.config, layout.read_json(run.config) | {"format": 99})
     assert "has format 99" in refusal(capsys, f"--workdir={run.root}")
-    assert "--port=70000" in refusal(capsys, f"--workdir={run.root}", "--port=70000")
+    assert "--port=70000 must be a whole number of at least 0 and at most 65535" in refusal(
+        capsys, f"--workdir={run.root}", "--port=70000"
+    )
     assert "--workdir is needed" in refusal(capsys)
 
 
