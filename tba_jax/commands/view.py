@@ -7,11 +7,13 @@ ssh -L PORT:127.0.0.1:PORT HOST, and then the same address. No task is imported.
 """
 
 import signal
-import threading
+import time
 
 from absl import flags
 
 from tba_jax.commands import command_line
+
+_WAIT_SECONDS = 0.1
 
 
 def add_flags(values: flags.FlagValues) -> None:
@@ -29,12 +31,15 @@ def run(given: command_line.Given) -> command_line.Job:
     listening = serving.listen(given.port)
 
     def job() -> int:
-        ended = threading.Event()
+        # The handler takes no lock, which it could find taken. A signal that a thread of tensorstore receives does not end a wait
+        # of this one, which has a limit therefore.
+        ended: list[int] = []
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: ended.set())
+            signal.signal(number, lambda number, _: ended.append(number))
         with serving.serving(runs, listening) as address:
             print(f"{address}\nCtrl-C ends it.", flush=True)
-            ended.wait()
+            while not ended:
+                time.sleep(_WAIT_SECONDS)
         print("stopped", flush=True)
         return 0
 

@@ -70,6 +70,30 @@ def test_ctrl_c_ends_it_and_nothing_is_written(tmp_path):
     assert err == "" and frozen_runs.contents(run.root) == before
 
 
+# Sends itself SIGINT at the moment at which the command itself is about to wait, if it waits by a lock of Python's.
+_INTERRUPTED = """
+import os, signal, sys, threading
+from tba_jax.commands import command_line, view
+def at_waits(frame, event, arg):
+    if frame.f_code is threading.Condition.wait.__code__ and frame.f_back.f_back.f_code.co_filename == view.__file__:
+        os.kill(os.getpid(), signal.SIGINT)
+sys.settrace(at_waits)
+sys.exit(command_line.execute(view, sys.argv[1:]))
+"""
+
+
+def test_ctrl_c_ends_it_whatever_it_is_at(tmp_path):
+    run = hostile_runs.make(tmp_path / "run")
+    command = [sys.executable, "-c", _INTERRUPTED, f"--workdir={run.root}"]
+    process = subprocess.Popen(command, cwd=tiny_run.ROOT, env=tiny_run.environment(), stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline().startswith("http://")
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=30)[0].endswith("stopped\n")
+    finally:
+        process.kill()
+
+
 def test_no_task_is_imported(tmp_path):
     """Nor is jax asked for devices: the viewer runs beside a trainer that has them all."""
     folder, mark = tmp_path / "task", tmp_path / "executed"
