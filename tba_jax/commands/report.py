@@ -6,6 +6,8 @@ The file needs no network and no other file. No task is imported.
 """
 
 import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from absl import flags
@@ -17,15 +19,19 @@ from tba_jax.text.visible import visible_line
 _MARK = b'<meta name="generator" content="tba_jax report">'
 
 
-def write(workdir: Path, output: Path, *, recipe: str = "") -> tuple[int, list[str]]:
+def write(
+    workdir: Path, output: Path, *, recipe: str = "", tell: Callable[[str], None] = lambda sentence: None
+) -> tuple[int, list[str]]:
     """Writes the report. Returns its bytes, and sentences about what of the run could not be read.
 
     Args: recipe: FILE.py[:NAME], whose settings the run's are compared with; "": with the defaults alone.
+      tell: is given a sentence now and then about how far the reading is.
 
     Raises:
       ValueError: there is no run in `workdir`, another version made it, or the output cannot be written.
     """
     from tba_jax.reporting import gathering, report
+    from tba_jax.run import privacy
 
     _check_can_be_written(output)
     of_recipe = None
@@ -33,11 +39,13 @@ def write(workdir: Path, output: Path, *, recipe: str = "") -> tuple[int, list[s
         from tba_jax.commands import recipes, settings_help
 
         of_recipe = recipes.load(recipe, (), program=settings_help.BASE).to_dict()
-    found = gathering.gather(workdir)
+    found = gathering.gather(workdir, tell=tell)
     content = report.page(found, recipe=of_recipe, recipe_name=recipe).encode("utf-8", errors="replace")
     temporary = output.with_name(f".{output.name}.{os.getpid()}")
+    mode = 0o600 if privacy.is_private(found.run) else 0o666  # rows that are for their owner alone stay so outside of the run
     try:
-        temporary.write_bytes(content)
+        with open(temporary, "xb", opener=lambda path, flags: os.open(path, flags, mode)) as file:
+            file.write(content)
         temporary.replace(output)  # who has the file open in a browser never loads half of it
     except OSError as error:
         temporary.unlink(missing_ok=True)
@@ -49,8 +57,6 @@ def _check_can_be_written(output: Path) -> None:
     """Raises ValueError before minutes go into reading the run."""
     if output.is_dir():
         raise ValueError(f"--output={output} is a folder: name a file, such as --output={output / 'report.html'}")
-    if output.exists() and not output.is_file():
-        raise ValueError(f"--output={output} is a device or a pipe: name a file")  # a report would take its place
     if output.exists() and not _is_report(output):
         raise ValueError(f"--output={output} is there and is no report: name another file")
     if not output.parent.is_dir():
@@ -66,9 +72,15 @@ def _default(workdir: Path) -> Path:
     return Path("report.html")
 
 
+def _told_apart(sentence: str) -> None:
+    print(visible_line(sentence), file=sys.stderr, flush=True)
+
+
 def _is_report(output: Path) -> bool:
     """Whether a file may be replaced: it is a report, or empty."""
     try:
+        if not output.is_file():  # a pipe would be waited for
+            return False
         with open(output, "rb") as file:
             begin = file.read(1000)
         return not begin or _MARK in begin
@@ -84,7 +96,7 @@ def add_flags(values: flags.FlagValues) -> None:
 
 def run(given: command_line.Given) -> int:
     output = given.output or _default(given.workdir)
-    size, problems = write(given.workdir, output, recipe=given.config)
+    size, problems = write(given.workdir, output, recipe=given.config, tell=_told_apart)
     print(visible_line(f"{output.absolute()} ({size / 1e6:.1f} MB)"))
     if problems:
         parts = f"{len(problems)} parts" if len(problems) > 1 else "A part"

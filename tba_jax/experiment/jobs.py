@@ -89,7 +89,7 @@ def searcher(s: Invocation) -> Job:
                 with _started_task(here, s.config.searchers.task_devices):
                     made = make_searcher(joined, name=name, account=account, writer=writer)
                     run_searcher(made, joined.config, s.run, name=name, account=account, stop=stop)
-            record.close(_reason(s))
+            record.close(recording.reason(s.run))
         return 0
 
     return job
@@ -99,11 +99,6 @@ def _waits_for_run(s: Invocation, record: Record, stop: Callable[[], bool]) -> b
     """Returns once the run has its reference policy, or False if `stop` came first."""
     record.status.phase("waiting for the reference policy")
     return wait_for_run(s.run, poll_seconds=s.config.searchers.poll_seconds, stop=stop)
-
-
-def _reason(s: Invocation) -> str:
-    """Why a role that was not interrupted by an error ends."""
-    return "finished" if contract_lib.is_finished(s.run) else "stopped"
 
 
 @contextlib.contextmanager
@@ -139,7 +134,7 @@ def evaluator(s: Invocation) -> Job:
                 with _started_task(here, s.config.evaluation.task_devices):
                     made = make_evaluator(joined.experiment, s.run, record)
                     run_evaluator(made, joined.config, s.run, account=TimeAccount(record), stop=stop)
-            record.close(_reason(s))
+            record.close(recording.reason(s.run))
         return 0
 
     return job

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from tba_jax.experiment.joining import Invocation
 from tba_jax.roles import gpus
-from tba_jax.run import beginnings, compilations
+from tba_jax.run import beginnings, compilations, contract, layout, places
 from tba_jax.run.record import Record
 from tba_jax.text.visible import visible
 
@@ -22,6 +22,14 @@ def begin(s: Invocation, name: str) -> Record:
     record.events.tell("start", step=0, **beginnings.told(gpus.jax_devices()))
     record.until_close.enter_context(compilations.watched(record))
     return record
+
+
+def reason(run: layout.RunDir) -> str:
+    """Why a role ends that no error ended: "finished" with its run, or "stopped", also where storage does not say."""
+    try:
+        return "finished" if contract.is_finished(run) else "stopped"
+    except places.STORAGE_ERRORS:
+        return "stopped"
 
 
 @contextlib.contextmanager

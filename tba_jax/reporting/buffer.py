@@ -12,9 +12,11 @@ STEP_BUCKETS, REWARD_BUCKETS = 120, 40
 _MOST_DRAWS = 12  # that have a bar of their own
 
 
-def by_age(columns: Columns, newest_step: int) -> Figure:
-    """How old the weights of all rows in the log are, in steps of the trainer."""
-    age = np.maximum(0, newest_step - columns.newest_step)
+def by_age(columns: Columns, newest_step: int) -> Figure | None:
+    """How old the weights are that sampled the rows in the log, in steps of the trainer. Rows without a step are left out."""
+    age = np.maximum(0, newest_step - columns.newest_step[columns.newest_step >= 0])
+    if not len(age):
+        return None
     width = -(-(int(age.max(initial=0)) + 1) // 60)
     counts, edges = np.histogram(age, bins=np.arange(0, int(age.max(initial=0)) + width + 1, width))
     return figures.bars(

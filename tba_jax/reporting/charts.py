@@ -1,12 +1,14 @@
 """The sections of a report's page, from what was gathered: figures with their titles, and the sentences beside them."""
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from tba_jax.reporting import buffer, figures, learning, samples
 from tba_jax.reporting import marks as marks_lib
+from tba_jax.reporting import rows as rows_lib
 from tba_jax.reporting.figures import Clock, Figure
 from tba_jax.reporting.gathering import Gathered
 from tba_jax.reporting.series import Series
@@ -15,9 +17,9 @@ from tba_jax.reporting.series import Series
 _CURVES: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
     (
         "Distance from the reference",
-        "KL(π_θ‖π_r) of the trained rows. It grows as the policy leaves the reference; the k3 estimate is never negative.",
+        "KL(π_θ‖π_ref) of the trained rows. It grows as the policy leaves the reference.",
         "nats per response",
-        (("kl_to_ref", "KL"), ("kl_to_ref_k3", "KL, k3 estimate")),
+        (("kl_to_ref", "KL"),),  # not the k3 estimate: one unlikely token makes it so large that nothing else can be seen
     ),
     (
         "Entropy",
@@ -190,16 +192,19 @@ def _rows(made: Charts, found: Gathered) -> None:
         return
     columns = found.table.columns
     counts = found.draws.counts(found.table.writers, columns.writer, columns.row)
-    newest = max(found.step, int(columns.newest_step.max()))
+    own = [found.reader.is_own(writer) for writer in found.table.writers]
+    of_run = rows_lib.with_steps_of_run(columns, own)
+    newest = max(found.step, int(of_run.newest_step.max()))
+    others = "" if all(own) else " Rows of mounted runs are left out: their steps are those of another run."
     made.content["row_count"] = len(columns)
     made.content["drawn_share"] = float((counts > 0).mean())
     made.content["writers"] = buffer.summary(columns, counts, found.table.writers)
     made.put("buffer", buffer.by_draws(counts), title="Draws per row",
              told="0 are rows that no step has trained on.")  # fmt: skip
-    made.put("buffer", buffer.by_age(columns, newest), title="Age of the rows",
-             told=f"All rows of the log that can be read, as of step {newest:,}.")  # fmt: skip
-    made.put("buffer", buffer.rewards_by_step(columns), title="Reward distribution by policy step", wide=True,
-             told="Each column adds up to 100 %: what the policy of these steps earned.")  # fmt: skip
+    made.put("buffer", buffer.by_age(of_run, newest), title="Age of the rows",
+             told=f"All rows of the log that can be read, as of step {newest:,}.{others}")  # fmt: skip
+    made.put("buffer", buffer.rewards_by_step(of_run), title="Reward distribution by policy step", wide=True,
+             told=f"Each column adds up to 100 %: what the policy of these steps earned.{others}")  # fmt: skip
     hard, told = buffer.difficulty(columns)
     made.put("buffer", hard, title="Queries by difficulty", told=told, wide=True)
     source = samples.Source(
@@ -207,7 +212,7 @@ def _rows(made: Charts, found: Gathered) -> None:
         newest_step=newest,
     )  # fmt: skip
     with found.part("the samples"):
-        _samples(made, found, source, columns, counts)
+        _samples(made, found, source, columns, samples.chosen(of_run, counts))
 
 
 _GROUPS = {
@@ -221,8 +226,9 @@ _GROUPS = {
 }
 
 
-def _samples(made: Charts, found: Gathered, source: samples.Source, columns: Any, counts: np.ndarray) -> None:
-    chosen = samples.chosen(columns, counts)
+def _samples(
+    made: Charts, found: Gathered, source: samples.Source, columns: rows_lib.Columns, chosen: Mapping[str, Sequence[int]]
+) -> None:
     shown, problems = samples.made(source, columns, [i for indices in chosen.values() for i in indices])
     found.problems += problems
     for key, (title, told) in _GROUPS.items():

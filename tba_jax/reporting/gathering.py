@@ -6,7 +6,8 @@ same.
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ from tba_jax.schemas import flatten
 from tba_jax.text.tokenizers import Tokenizer
 
 MOST_ROLES = 24
-READ_SECONDS = 300.0  # for rows: those of a large model may take hours
+READ_SECONDS = 300.0  # for rows, and for the journal: those of a large model may take hours
+TELL_SECONDS = 5.0
 _MOST_EVALUATIONS = 2000
 # What damaged files and storage raise, however they are damaged.
 _UNREADABLE = (*places.STORAGE_ERRORS, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError)
@@ -94,8 +96,8 @@ class Gathered:
         return max(lasts)
 
 
-def gather(workdir: Path | str) -> Gathered:
-    """Reads a run.
+def gather(workdir: Path | str, *, tell: Callable[[str], None] = lambda sentence: None) -> Gathered:
+    """Reads a run. Args: tell: is given a sentence every few seconds about how far that is.
 
     Raises:
       ValueError: there is no run, its config.json is damaged, another version made it, or its storage does not answer.
@@ -110,7 +112,7 @@ def gather(workdir: Path | str) -> Gathered:
     with found.part("the tokenizer (tokens are shown by their numbers)"):
         found.tokenizer = tokenizer_of(found.stored)
     with found.part("the replay log"):
-        _read_rows(found)
+        _read_rows(found, tell)
     _read_roles(found)
     with found.part("the evaluations"):
         _read_evaluations(found)
@@ -139,10 +141,12 @@ def _read_roles(found: Gathered) -> None:
     names: list[str] = []
     with found.part("the folder of metrics"):
         names = sorted(each.name for each in folder.iterdir() if each.is_dir()) if folder.is_dir() else []
-    # The trainer first, then the roles that wrote last.
-    names.sort(key=lambda name: (name != "trainer", not name.startswith("searcher"), name))
+    for name in names:
+        with found.part(f"alarms of {name}"):
+            found.alarms += [(name, alarm) for alarm in alarms_lib.read(folder / name)]
+    found.alarms.sort(key=lambda each: each[1].time)
     found.left_out_roles = max(0, len(names) - MOST_ROLES)
-    folders = {name: folder / name for name in names[:MOST_ROLES]}
+    folders = {name: folder / name for name in _shown_roles(names)}
     with found.part("events.jsonl"):
         found.marks = marks_lib.read(folders)
         found.ended = marks_lib.has_ended(folders)
@@ -151,9 +155,15 @@ def _read_roles(found: Gathered) -> None:
     for name, of_role in folders.items():
         with found.part(f"metrics of {name}"):
             found.roles[name] = _read_role(found, name, of_role)
-        with found.part(f"alarms of {name}"):
-            found.alarms += [(name, alarm) for alarm in alarms_lib.read(of_role)]
-    found.alarms.sort(key=lambda each: each[1].time)
+
+
+def _shown_roles(names: list[str]) -> list[str]:
+    """At most MOST_ROLES of them: the trainer, then searchers, then others. Searchers are left out first: they are alike."""
+    searchers = [name for name in names if name.startswith("searcher")]
+    others = [name for name in names if not name.startswith("searcher")]
+    others = sorted(others, key=lambda name: (name.startswith("trainer-process"), name))[:MOST_ROLES]
+    shown = {*others, *searchers[: MOST_ROLES - len(others)]}
+    return sorted(shown, key=lambda name: (name != "trainer", name not in searchers, name))
 
 
 def _read_role(found: Gathered, name: str, folder: Path) -> Role:
@@ -217,7 +227,7 @@ def tokenizer_of(stored: Mapping[str, Any]) -> Tokenizer:
     return tokenizer
 
 
-def _read_rows(found: Gathered) -> None:
+def _read_rows(found: Gathered, tell: Callable[[str], None]) -> None:
     contract = contract_lib.of(found.stored, called=found.called)
     mounts: tuple[places.Place, ...] = ()
     with found.part("a mounted run (its rows are left out)"):
@@ -225,17 +235,30 @@ def _read_rows(found: Gathered) -> None:
         storage.check([("replay.mount", places.place(each)) for each in named], limit=storage.DRY_RUN_SECONDS)
         mounts = contract_lib.mounted_logs(named, reward_version=contract.reward_version)
     found.reader = LogReader(found.run.replay, contract.row_shape(), mounts=mounts, patience_seconds=1.0)
-    found.table, found.draws = rows.RowTable(found.reader), Draws(found.run.journal)
-    if not found.table.advance(seconds=READ_SECONDS):
-        read, committed = found.table.progress
+    found.table, found.draws = table, draws = rows.RowTable(found.reader), Draws(found.run.journal)
+    if not _in_time(table.advance, lambda: tell("read {:,} of {:,} rows".format(*table.progress))):
+        read, committed = table.progress
         found.problems.append(
             f"the newest {read} of {committed} rows are read: reading rows took {READ_SECONDS:g} s and was ended"
         )
-    found.draws.advance()
+    if not _in_time(draws.advance, lambda: tell(f"read the journal up to step {draws.last_step:,}")):
+        found.problems.append(
+            f"draws up to step {draws.last_step} are read: reading the journal took {READ_SECONDS:g} s and was ended"
+        )
     found.problems += [*found.table.problems, *found.draws.problems]
     for name in found.reader.heads():
         with found.part(f"the registration of writer {name}"):
             found.writers[name] = found.reader.info(name)
+
+
+def _in_time(advance: Callable[..., bool], tell: Callable[[], None]) -> bool:
+    """Reads until all is read, or for READ_SECONDS, and tells now and then. Returns whether all is read."""
+    deadline = time.monotonic() + READ_SECONDS
+    while not advance(seconds=min(TELL_SECONDS, READ_SECONDS)):
+        if time.monotonic() >= deadline:
+            return False
+        tell()
+    return True
 
 
 def newest_sign(found: Gathered) -> float:

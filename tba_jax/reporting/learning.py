@@ -105,5 +105,5 @@ def heading_of_waits(totals: Mapping[str, Mapping[str, float]]) -> str:
         return "Nothing is known of waits yet"
     role, (share, name) = max(shares.items(), key=lambda each: each[1][0])
     if share < 0.05:
-        return "Nobody waits"
+        return "Neither trainer nor searchers wait"
     return f"{role} waits most: {share:.0%} for {WAITS.get(name, name[5:].replace('_', ' '))}"

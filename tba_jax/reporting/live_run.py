@@ -15,6 +15,7 @@ from tba_jax.reporting import tokens as tokens_lib
 from tba_jax.reporting.draws import Draws
 from tba_jax.reporting.metric_lines import MetricLines
 from tba_jax.reporting.row_filter import Orders
+from tba_jax.reporting.series import is_moment
 from tba_jax.run import alarms as alarms_lib
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import json_lines, layout, places
@@ -133,6 +134,14 @@ class LiveRun:
         with self._reading:
             return rows_lib.read_some(self.reader, ids)
 
+    def is_known(self, writer: str) -> bool:
+        """Whether the run has a log of this writer."""
+        try:
+            with self._reading:
+                return writer in self.reader.heads()
+        except UNREADABLE:
+            return True
+
     def is_own(self, writer: str) -> bool:
         """Whether a writer's rows are of this run, and not of one that it mounts."""
         with self._reading:
@@ -212,7 +221,7 @@ def _role_now(folder: Path) -> RoleNow:
         told = status_lib.Told()
     line = _newest_line(folder / "metrics.jsonl")
     when = line.get("time")
-    seconds = max(0.0, time.time() - when) if isinstance(when, int | float) else float("inf")
+    seconds = max(0.0, time.time() - when) if is_moment(when) else float("inf")
     return RoleNow(folder.name, told, line, seconds, alarms_lib.read(folder))
 
 
@@ -224,5 +233,7 @@ def _newest_line(path: Path) -> dict[str, Any]:
             lines = file.read().split(b"\n")[:-1]
     except OSError:
         return {}
-    parsed = (json_lines.parse_line(content.decode("utf-8", errors="replace")) for content in reversed(lines))
-    return next(filter(None, parsed), {})
+    for content in reversed(lines):
+        if line := json_lines.parse_line(content.decode(errors="replace")):
+            return line
+    return {}

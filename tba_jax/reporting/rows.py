@@ -242,6 +242,16 @@ class RowTable:
         self._count = keep
 
 
+def with_steps_of_run(columns: Columns, own: Sequence[bool]) -> Columns:
+    """The columns with -1 as the steps of mounted rows, whose steps are those of another run.
+
+    Args: own: for each writer of the table, whether its rows are of this run.
+    """
+    mine = np.asarray(own, bool)[columns.writer]
+    steps = {name: np.where(mine, getattr(columns, name), -1).astype(np.int32) for name in ("newest_step", "oldest_step")}
+    return dataclasses.replace(columns, **steps)
+
+
 def prompt_rows(columns: Columns) -> dict[int, int]:
     """query_id -> index of its newest row, from which the prompt can be read as long as retention keeps any row of the query."""
     order = np.lexsort((columns.newest_step, columns.query_id))

@@ -21,6 +21,7 @@ _SEARCHED_AT_ONCE = 64
 _MOST_TOKENS = 4096  # that a row's page shows
 _ROWS_OF_A_POLICY = 8
 _WORST_LOOKED_AT = 2000
+MOST_POLICIES = 200  # that the page of a query lists
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,8 +138,10 @@ def search(run: LiveRun, columns: rows_lib.Columns, matching: np.ndarray, asked:
 
 
 def story(run: LiveRun, writer: str, row: int) -> Story:
-    """All about one row. Raises ValueError where it cannot be read."""
+    """All about one row. Raises ValueError where it cannot be read, or there is no such writer."""
     rows, there, lost = run.rows([(writer, row)])
+    if not there and not run.is_known(writer):
+        raise ValueError(f"the run has no writer {writer[:100]}")
     if not there:
         raise ValueError(f"row {writer}:{row} cannot be read: {lost.get((writer, row), 'it is not there')}")
     steps = run.draws.steps_of(writer, row)
@@ -245,12 +248,21 @@ def queries(run: LiveRun, order: str, page: int) -> tuple[list[Query], int]:
 
 
 def of_query(run: LiveRun, query: str) -> tuple[list[tuple[int, int, float]], dict[int, np.ndarray]]:
-    """The rows of a query by the policy that sampled them: (policy step, rows, mean reward), and policy step -> table indices."""
+    """The rows of a query by the policy that sampled them, ascending: (policy step, rows, mean reward), and policy step -> table
+    indices."""
     columns = run.table.columns
     mine = np.flatnonzero(columns.query_id == np.uint64(int(query, 16)))
-    steps = columns.newest_step[mine]
-    groups = {int(step): mine[steps == step] for step in np.unique(steps)}
+    mine = mine[np.argsort(columns.newest_step[mine], kind="stable")]
+    steps, begins = np.unique(columns.newest_step[mine], return_index=True)
+    groups = dict(zip(steps.tolist(), np.split(mine, begins[1:]), strict=True)) if len(mine) else {}
     return [(step, len(each), float(columns.reward[each].mean())) for step, each in groups.items()], groups
+
+
+def listed(summary: Sequence[tuple[int, int, float]], chosen: Sequence[int]) -> list[tuple[int, int, float]]:
+    """Of the policies of `of_query` at most MOST_POLICIES, evenly, and the chosen steps: a task may have one query alone."""
+    places = np.linspace(0, len(summary) - 1, min(len(summary), MOST_POLICIES)).astype(int).tolist()
+    kept = {summary[place][0] for place in places} | {*chosen}
+    return [policy for policy in summary if policy[0] in kept]
 
 
 def of_policy(run: LiveRun, indices: np.ndarray) -> list[Line]:

@@ -1,4 +1,4 @@
-"""Tokens of a row for people: the text of each, and two colours, by log π_θ/π_r and by the policy step that sampled it.
+"""Tokens of a row for people: the text of each, and two colours, by log π_θ/π_ref and by the policy step that sampled it.
 
 A colour is the name of a CSS class and never a style attribute, so that a page may forbid inline styles.
 """
@@ -14,7 +14,7 @@ from tba_jax.text.tokenizers import Tokenizer
 from tba_jax.text.visible import visible
 from tba_jax.trajectory import Rows, response
 
-# Upper limits of |log π_θ/π_r| in nats for the colours 0 (none) to 4; what is above the last has the colour 5.
+# Upper limits of |log π_θ/π_ref| in nats for the colours 0 (none) to 4; what is above the last has the colour 5.
 RATIO_LIMITS = (0.05, 0.25, 0.75, 1.5, 3.0)
 STEP_COLOURS = 8
 # Red: the policy likes the token more than the reference does; blue: less. Text stays dark on each of them.
@@ -43,14 +43,14 @@ class Token:
 
     @property
     def log_ratio(self) -> float:
-        """log π_θ/π_r in nats."""
+        """log π_θ/π_ref in nats."""
         return self.policy_logprob - self.ref_logprob
 
     @property
     def told(self) -> str:
         """All figures in one line."""
         return (
-            f"log π_θ/π_r {self.log_ratio:+.2f} nats (log π_θ {self.policy_logprob:.2f}, log π_r {self.ref_logprob:.2f}), "
+            f"log π_θ/π_ref {self.log_ratio:+.2f} nats (log π_θ {self.policy_logprob:.2f}, log π_ref {self.ref_logprob:.2f}), "
             f"policy step {self.policy_step}"
         )
 
@@ -110,7 +110,7 @@ def tokens(rows: Rows, i: int, pieces: Pieces, *, newest_step: int, limit: int =
 
 
 def ratio_colour(log_ratio: float) -> str:
-    """The class of log π_θ/π_r, nats: m1 (a little more than the reference) to m5, l1 (less) to l5, or r0."""
+    """The class of log π_θ/π_ref, nats: m1 (a little more than the reference) to m5, l1 (less) to l5, or r0."""
     if not math.isfinite(log_ratio):
         return "r0"
     level = int(np.searchsorted(RATIO_LIMITS, abs(log_ratio), side="right"))

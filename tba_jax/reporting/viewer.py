@@ -260,7 +260,8 @@ class _Pages:
         ]
         sides = [(step, stories.of_policy(run, groups[step]) if step in groups else []) for step in dict.fromkeys(chosen)]
         prompt = next((line.prompt for _, lines in sides for line in lines if line.prompt), "")
-        return self._render("view_query.html", which, query=query, summary=summary, sides=sides, prompt=prompt, chosen=chosen)
+        told = {"listed": stories.listed(summary, chosen), "policies": len(summary), "chosen": chosen}
+        return self._render("view_query.html", which, query=query, sides=sides, prompt=prompt, **told)
 
     def evaluations(self, which: int) -> Any:
         run = self._run(which)
@@ -312,6 +313,6 @@ def figure(value: Any) -> str:
     """A number with as many digits as people read."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
-    if value == int(value) if np.isfinite(value) else False:
-        return f"{int(value):,}"
-    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.4g}"
+    if isinstance(value, float) and not value.is_integer():
+        return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.4g}"
+    return f"{int(value):,}"

@@ -91,13 +91,15 @@ class Evaluator:
           ValueError: a measure of the task has the name of another figure.
         """
         begin = time.time()
-        self._tell_part(step, 0, "loading its policy")
-        self._sampler.load_step(step)
-        self._tell_part(step, 1, "greedy responses")
-        greedy = self._respond(temperature=0.0, samples=1)
-        self._tell_part(step, 2, "samples")
-        sampled = self._respond(temperature=self._contract.scoring_temperature, samples=self._samples_per_query)
-        self._status.phase("")
+        try:
+            self._tell_part(step, 0, "loading its policy")
+            self._sampler.load_step(step)
+            self._tell_part(step, 1, "greedy responses")
+            greedy = self._respond(temperature=0.0, samples=1)
+            self._tell_part(step, 2, "samples")
+            sampled = self._respond(temperature=self._contract.scoring_temperature, samples=self._samples_per_query)
+        finally:
+            self._status.phase("")
         return {
             "step": step,
             "time": begin,
@@ -345,6 +347,7 @@ def run_evaluator(
     record.status.phase("")
     damaged = DamagedSnapshots(run.policies, follows=NOT_EVALUATED)
     watchdog = evaluation_alarms.watchdog(run, config)
+    record.profiler.starts_at(max(layout.steps_in(run.evaluations), default=0))
 
     def afresh() -> PendingSteps:  # a trainer that resumes may have changed the last step
         return PendingSteps(run, every_steps=config.evaluation.every_steps, final_step=contract_lib.steps_of(run))
@@ -370,7 +373,6 @@ def run_evaluator(
             # The snapshot was pruned meanwhile.
             pending_steps = afresh()
             continue
-        record.status.phase("")  # where a damaged snapshot ended the evaluation
         if report is None:
             continue
         record.step = report["step"]

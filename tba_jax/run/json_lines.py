@@ -11,7 +11,7 @@ def parse_line(line: str) -> dict[str, Any]:
     """One line; {} for a line that a kill cut short, or that is no object."""
     try:
         parsed = json.loads(line)
-    except (ValueError, RecursionError):  # a number of thousands of digits is no JSONDecodeError
+    except (ValueError, RecursionError):  # also a number of very many digits, and very many brackets
         return {}
     return parsed if isinstance(parsed, dict) else {}
 

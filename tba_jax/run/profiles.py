@@ -68,7 +68,8 @@ class Profiler:
         self.annotate: Callable[[str], AbstractContextManager[Any]] = contextlib.nullcontext
 
     def starts_at(self, step: int, *, tell: Callable[[str], None] = lambda call: None) -> None:
-        """The process goes on after so many steps. Where they hold the whole window, a warning says so.
+        """The process goes on after so many steps: its own, or those of the weights that it begins with. Where they hold the
+        whole window, a warning says so.
 
         Args: tell: is called with "begin profile" and "end profile", for the other processes of a trainer.
         """
@@ -87,8 +88,9 @@ class Profiler:
             yield
             return
         if not self._is_tracing and window.start <= number <= window.last:
-            self._tell("begin profile")
             self.begin()
+            if self._is_tracing:  # else nobody would tell the others to end theirs
+                self._tell("begin profile")
         with jax.profiler.StepTraceAnnotation("step", step_num=number) if self._is_tracing else contextlib.nullcontext():
             yield
 

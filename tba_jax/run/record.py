@@ -16,7 +16,7 @@ FLUSH_SECONDS = 1.0
 
 
 class Record:
-    """The record of one process. Storage that refuses, or hangs, holds nobody up: a thread writes what may come late.
+    """The record of one process. Storage that refuses ends nobody, and a thread writes what may come late.
 
     Attributes:
       status, timeline, events, profiler: see there. cost: what all of them, and the metrics, cost the process.
@@ -62,7 +62,7 @@ class Record:
         if self.folder is None or self._stopping.is_set():
             return
         self._stopping.set()
-        self.profiler.close()
+        self.profiler.end()  # without a word to the other processes of a trainer, which may be gone: each closes its own record
         self.until_close.close()
         self.timeline.flush()
         self.events.tell("end", step=self.step, reason=reason)

@@ -2,7 +2,9 @@
 
 import json
 import os
+import shutil
 import socket
+import stat
 import subprocess
 import sys
 import uuid
@@ -75,6 +77,29 @@ def test_an_output_that_cannot_be_written_is_refused_at_once(run, tmp_path, outp
         return
     told = refused(capsys, f"--workdir={run.root}", f"--output={tmp_path / output}")
     assert words in told and (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_an_output_that_is_a_pipe_is_refused_and_not_waited_for(run, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    done = tiny_run.call(
+        [sys.executable, "-m", "tba_jax", "report", f"--workdir={run.root}", f"--output={tmp_path / 'pipe'}"], timeout=30
+    )
+    assert done.returncode == processes.BAD_INPUT and "is no report" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(("private", "mode"), [(True, 0o600), (False, 0o644)])
+def test_a_report_of_a_private_run_is_for_its_owner_alone(run, tmp_path, private, mode):
+    folder, output = tmp_path / "run", tmp_path / "report.html"
+    shutil.copytree(run.root, folder)
+    stored = layout.read_json(folder / "config.json")
+    stored["contract"]["private_files"] = private
+    layout.write_json(folder / "config.json", stored)
+    before = os.umask(0o022)
+    try:
+        report.write(folder, output)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(output.stat().st_mode) == mode
 
 
 def test_a_folder_that_is_no_run_is_one_sentence(tmp_path, capsys):

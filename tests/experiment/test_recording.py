@@ -1,12 +1,13 @@
 """What a role's process records of itself, from its beginning to its end."""
 
 import dataclasses
+import time
 from pathlib import Path
 
 import pytest
 
 from tba_jax.experiment import jobs, recording
-from tba_jax.run import events, metrics, status, timeline
+from tba_jax.run import contract, events, layout, metrics, status, timeline
 from tba_jax.run.profiles import Window
 from tests.support import frozen_runs, tiny_run
 
@@ -79,6 +80,32 @@ def test_an_error_is_the_reason_of_the_end(tmp_path):
     assert (end["event"], end["step"]) == ("end", 3) and end["reason"].startswith("OSError: [Errno 28] No space ")
     assert "\x1b" not in end["reason"] and "second" not in end["reason"]
     assert status.read(s.run.metrics("trainer")).phase == end["reason"]
+
+
+def test_a_storage_that_does_not_say_why_a_role_ends_ends_no_role(tmp_path):
+    s = tiny_run.settings(tmp_path / "run", tiny_run.config())
+    contract.join(s.run, s.config, s.experiment.contract)
+    assert recording.reason(s.run) == "stopped"
+    layout.write_json(s.run.finished, {"step": s.config.learner.steps})
+    assert recording.reason(s.run) == "finished"
+    assert recording.reason(dataclasses.replace(s.run, id="another")) == "stopped"  # RunIsAway
+
+
+def test_a_checkpoint_that_is_not_there_in_the_end_is_no_event(tmp_path, frozen):
+    """As one is whose writing failed in orbax' thread."""
+    s = frozen(tmp_path / "run", checkpoint__every_steps=100, publish__every_steps=100)
+    with frozen_runs.trainer(s, publish_every_steps=100) as trainer:
+        trainer.poll()
+        for saved in (1, 2):
+            assert trainer.step() is not None
+            trainer.save_checkpoint()
+            if saved == 1:
+                trainer.checkpoints.wait()
+        while not (folder := s.run.checkpoints / "00000002").exists():
+            time.sleep(0.01)
+        folder.rename(tmp_path / "elsewhere")
+        trainer.checkpoints.wait()
+    assert steps(s.run.metrics("trainer"), "checkpoint") == [1]
 
 
 def test_a_run_without_timelines_has_none(tmp_path):

@@ -57,5 +57,8 @@ def test_waits_name_whom_a_role_waits_for():
 def test_the_heading_is_about_who_waits_most():
     totals = {"trainer": {"wait_rows": 60.0, "update": 40.0}, "searcher-0": {"decode": 90.0, "wait_policy": 10.0}}
     assert learning.heading_of_waits(totals) == "trainer waits most: 60% for rows from searchers"
-    assert learning.heading_of_waits({"trainer": {"update": 1.0}, "evaluator": {"wait_policy": 9.0}}) == "Nobody waits"
+    assert (
+        learning.heading_of_waits({"trainer": {"update": 1.0}, "evaluator": {"wait_policy": 9.0}})
+        == "Neither trainer nor searchers wait"
+    )
     assert "Nothing is known" in learning.heading_of_waits({})

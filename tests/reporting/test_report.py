@@ -11,7 +11,9 @@ import pytest
 from tba_jax.experiment import composition
 from tba_jax.replay.log import LogWriter
 from tba_jax.reporting import gathering, report
+from tba_jax.reporting import rows as rows_lib
 from tba_jax.run import contract, layout
+from tba_jax.run.alarms import Alarms
 from tests.support import browser, frozen_runs, hostile_runs, tiny_run
 
 
@@ -114,6 +116,31 @@ def test_the_top_names_the_worst_rows_and_the_steps_that_drew_them(hostile):
     assert rows == [("w0:0", "trained at steps 1, 2"), ("w0:1", "trained at steps 1, 2"), ("w0:2", "trained at step 1")]
 
 
+def test_steps_of_a_mounted_run_are_not_taken_for_those_of_the_run(tmp_path):
+    other, run = hostile_runs.make(tmp_path / "other"), hostile_runs.make(tmp_path / "run")
+    shape = contract.of(contract.read_run(other), called="the test").row_shape()
+    rows = {name: np.zeros((4, *size), dtype) for name, (dtype, size) in shape.columns().items()}
+    rows["row"], rows["prompt_length"], rows["response_length"] = np.arange(4), *np.ones((2, 4), np.int32)
+    rows["policy_step"][:, 0], rows["policy_step"][:, 1:] = 7_000, -1
+    LogWriter(other.replay, "w9", shape, rows_per_append=4, segment_appends=4, info={"started": 1_000.0}).append(rows)
+    shutil.rmtree(other.replay / "w0")
+    (other.replay / "writers" / "w0.json").unlink()
+    stored = layout.read_json(run.config)
+    stored["config"]["replay"]["mount"] = [str(other.root)]
+    layout.write_json(run.config, stored)
+    found, page = made(run)
+    assert found.problems == [] and "20 rows can be read" in page and "<td>w9</td>" in page
+    assert "as of step 20." in page and "Rows of mounted runs are left out" in page
+    figures = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])["figures"].values()
+    ages, steps = (
+        next(each["traces"][0] for each in figures if title in str(each["layout"].get("xaxis")))
+        for title in ("age of the weights", "step of the policy that sampled")
+    )
+    assert sum(ages["y"]) == 16 and max(ages["x"]) <= 20 and max(steps["x"]) <= 2
+    newest = page.partition('<h3 id="newest">')[2]
+    assert re.search(r"<b>(\w+):", newest)[1] == "w0"
+
+
 @pytest.mark.filterwarnings("error")
 def test_rows_that_no_trainer_takes_do_not_hide_the_others(tmp_path):
     run = hostile_runs.make(tmp_path / "run")
@@ -189,6 +216,28 @@ def test_damage_is_named_and_the_rest_is_shown(hostile, tmp_path, file, named):
     assert 'id="settings"' in page or "Settings that differ" in page
     if "w0" not in named:
         assert "w0:0</a>" in page
+
+
+def test_of_very_many_roles_all_alarms_are_told_and_searchers_are_left_out_first(tmp_path):
+    run = hostile_runs.make(tmp_path / "run")
+    for name in (*(f"searcher-{i}" for i in range(40)), "evaluator", "trainer-process-1"):
+        run.metrics(name).mkdir()
+        (run.metrics(name) / "metrics.jsonl").write_text('{"step": 1, "time": 1001.0, "time_evaluate": 1.0}\n')
+    for name in ("evaluator", "searcher-9"):
+        Alarms(run.metrics(name)).tell(kind="evaluation_fails", sentence=f"{name} is sad", advice="look", step=1)
+    found, page = made(run)
+    assert {"trainer", "evaluator", "trainer-process-1"} <= set(found.roles) and len(found.roles) == gathering.MOST_ROLES
+    assert "evaluator is sad." in page and "searcher-9 is sad." in page and "20 more roles are left out" in page
+
+
+def test_a_reading_that_takes_long_says_how_far_it_is_and_ends(hostile, monkeypatch):
+    told = []
+    monkeypatch.setattr(rows_lib, "_BLOCK_BYTES", 1)
+    monkeypatch.setattr(gathering, "TELL_SECONDS", 0.0)
+    assert gathering.gather(hostile.root, tell=told.append).problems == []
+    assert told[0] == "read 4 of 16 rows" and len(told) == 3
+    monkeypatch.setattr(gathering, "READ_SECONDS", 0.0)
+    assert any("the newest 4 of 16 rows are read" in each for each in gathering.gather(hostile.root).problems)
 
 
 def test_a_run_that_has_just_begun_has_a_page(tmp_path):

@@ -161,6 +161,23 @@ def test_a_row_has_a_table_of_its_tokens(run):
     assert "group" in text and 'href="/run/0/row/w0/13"' in text  # the same plain prompt
 
 
+@pytest.mark.parametrize(
+    "value", ["9" * 400, "1e999", "-1" + "0" * 400, '"text"', "null", "[1]", "9" * 5000, "[" * 10_000 + "]" * 10_000]
+)
+def test_damaged_numbers_end_no_page(run, value):
+    with open(run.run.metrics("trainer") / "metrics.jsonl", "a") as file:
+        file.write(f'{{"step": 21, "time": {value}, "reward": {value}}}\n{{"step": 22, "time": 1022.0}}\n')
+        file.write(f'{{"step": 23, "time": {value}, "reward": {value}}}\n')
+    if len(value) < 999:
+        run.run.evaluations.mkdir()
+        report = f'{{"greedy_reward": 1.0, "samples": {{"greedy": [{{"query": "q", "response": "r", "reward": {value}}}]}}}}'
+        (run.run.evaluations / "00000001.json").write_text(report)
+    assert run.trainer.advance() and run.trainer.last["step"] == 22
+    client = enter(run)
+    page(client, "/run/0/")
+    page(client, "/run/0/evaluations")
+
+
 def test_text_is_searched_in_prompts_and_responses(run):
     client = enter(run)
     found = re.findall(r'href="/run/0/row/w0/(\d+)"', page(client, "/run/0/rows?text=ONERROR"))
@@ -204,7 +221,7 @@ def test_pages_of_rows_stay_as_they_were_while_the_run_goes_on(run, monkeypatch)
         ("/run/0/step/x", 400, "step='x'"),
         ("/run/0/row/w0/x", 400, "'x' of writer w0 is no row number"),
         ("/run/0/row/w0/99", 404, "row w0:99 cannot be read"),
-        ("/run/0/row/nobody/1", 404, "row nobody:1 cannot be read"),
+        ("/run/0/row/nobody/1", 404, "the run has no writer nobody"),
         ("/run/0/query/zz", 400, "query='zz'"),
         ("/run/0/query/1", 404, "No row of query 0000000000000001"),
         ("/run/0/queries?order=x", 400, "order='x'"),

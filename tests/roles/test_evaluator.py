@@ -14,6 +14,7 @@ from tba_jax.experiment import composition, jobs, training
 from tba_jax.roles import evaluator
 from tba_jax.run import alarms, contract, layout, places, snapshots
 from tba_jax.run.metrics import TimeAccount
+from tba_jax.run.record import Record
 from tba_jax.run.snapshots import COMMIT, SnapshotInfo
 from tba_jax.tasks.interface import Scores
 from tests.support import tiny_run
@@ -157,6 +158,16 @@ def test_a_damaged_snapshot_is_told_once_and_holds_up_nobody(prepared, tmp_path,
     assert looks[5] == [0, last] and layout.steps_in(s.run.evaluations) == [0, last, every] == sorted([0, last, every])
     (told,) = [record.message for record in caplog.records if "is damaged" in record.message]
     assert f"step {every} is damaged" in told and "It is not evaluated" in told and str(damaged) in told
+
+
+def test_a_damaged_snapshot_is_no_phase_that_stays(prepared, tmp_path):
+    shutil.copytree(prepared.run.root, tmp_path / "run")
+    s = dataclasses.replace(prepared, run=layout.RunDir(tmp_path / "run"))
+    (s.run.policies / "00000000" / COMMIT).write_bytes(b"")
+    record = Record()
+    with pytest.raises(snapshots.Damaged):
+        jobs.make_evaluator(s.experiment, s.run, record).evaluate(0)
+    assert record.status.now == ""
 
 
 def test_rewards_that_could_not_be_found_count_nowhere(prepared, tmp_path):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tba_jax.run import profiles
+from tba_jax.run import profiles, status
 from tba_jax.run.metrics import TimeAccount
 from tba_jax.run.profiles import Profiler, Window
 from tba_jax.run.record import Record
@@ -94,6 +94,31 @@ def test_a_window_before_the_step_of_a_resume_is_told_and_nothing_is_traced(tmp_
         pass
     profiler.ended(5)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_others_trace_nothing_where_the_first_process_cannot(tmp_path):
+    """Nobody would end their traces, which take memory until they end."""
+    (tmp_path / "trainer").write_text("a file")
+    profiler, calls = Profiler(tmp_path / "trainer", Window(1, 1)), []
+    profiler.starts_at(0, tell=calls.append)
+    with profiler.step(1):
+        pass
+    profiler.ended(1)
+    assert not calls
+
+
+def test_an_error_is_not_hidden_by_processes_that_are_gone(tmp_path):
+    """Those that trace with this one, and of which one has ended."""
+
+    def tell(call: str) -> None:
+        if call == "end profile":
+            raise ConnectionError("process 1 is gone")
+
+    record = Record(tmp_path / "metrics", traces=tmp_path / "profiles", profile=Window(1, 5))
+    record.profiler.starts_at(0, tell=tell)
+    with record.profiler.step(1):
+        record.close("an error")
+    assert len(traces(tmp_path)) == 1 and status.read(tmp_path / "metrics").phase == "an error"
 
 
 @pytest.mark.parametrize("where", ["in the way", "full"])

@@ -20,6 +20,7 @@ from tba_jax.roles.searcher.searcher import Searcher
 from tba_jax.roles.searcher.stream import query_order, writer_number
 from tba_jax.run import layout, snapshots
 from tba_jax.run.metrics import TimeAccount
+from tba_jax.run.profiles import Window
 from tba_jax.run.record import Record
 from tba_jax.tasks.interface import Query, Scores, Task
 from tests.support import applied, tiny_run
@@ -51,8 +52,9 @@ def make_searcher(
     return s, jobs.make_searcher(s, name="tested", account=TimeAccount())
 
 
-def run_searcher(s: jobs.Invocation, made: Searcher, look: Callable[[], None]) -> None:
+def run_searcher(s: jobs.Invocation, made: Searcher, look: Callable[[], None], profile: Window | None = None) -> None:
     """`look` is called between batches. The searcher and its refresher must have ended after a minute."""
+    record = Record(s.run.metrics("tested"), traces=s.run.profiles("tested"), profile=profile)
     end = time.monotonic() + 60
     threads: set[threading.Thread] = set()
 
@@ -62,7 +64,7 @@ def run_searcher(s: jobs.Invocation, made: Searcher, look: Callable[[], None]) -
         return time.monotonic() > end
 
     try:
-        loop.run_searcher(made, s.config, s.run, name="tested", account=TimeAccount(Record(s.run.metrics("tested"))), stop=stop)
+        loop.run_searcher(made, s.config, s.run, name="tested", account=TimeAccount(record), stop=stop)
     finally:
         (refresher,) = threads
         refresher.join(timeout=10)

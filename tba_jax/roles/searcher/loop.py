@@ -129,9 +129,9 @@ def run_searcher(
 
     The batch that is being decoded is completed. Batches that wait for their rewards have searchers.stop_seconds to get them.
     """
-    status = account.record.status
+    status, profiler = account.record.status, account.record.profiler
     writer = metrics.open_writer(config, run, name, role="searcher", cost=account.record.cost)
-    watch, watchdog = RewardWatch(give_up_seconds=config.searchers.give_up_seconds), alarm_rules.watchdog(run, config, name=name)
+    watch = RewardWatch(give_up_seconds=config.searchers.give_up_seconds)
     poll_seconds = places.poll_seconds([run.shared], config.searchers.poll_seconds)
     searcher.refresh()
     status.phase("")
@@ -139,7 +139,7 @@ def run_searcher(
     refresher, pause = _Refresher(searcher, poll_seconds=poll_seconds), _Pause(status, config)
     tables, watchdog = SampleTables(writer, config), alarm_rules.watchdog(run, config, name=name)
     rates = Rates(writer, account, RequestRate([run.shared]), tables, watchdog)
-    profiler = account.record.profiler
+    profiler.starts_at(searcher.policy_step)
 
     def goes_on() -> bool:
         if stop() or contract.is_finished(run):

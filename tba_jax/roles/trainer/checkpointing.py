@@ -1,6 +1,7 @@
 """The checkpoints of a trainer: train state and replay index together, and the segments of the log that they need."""
 
 import logging
+import os
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -62,11 +63,12 @@ class Checkpointing:
         self._writing = step, begin
 
     def look(self) -> None:
-        """Records the checkpoint that was begun, once it is on disk."""
+        """Records the checkpoint that was begun, once it is on disk; one that failed is no event, and `wait` raises its error."""
         if self._writing is not None and not self._checkpoints.is_saving:
             (step, begin), self._writing = self._writing, None
             self._record.timeline.note("checkpoint", begin, time.monotonic(), lane="checkpoints")
-            self._record.events.tell("checkpoint", step=step)
+            if os.path.isdir(self._checkpoints.folder_of(step)):
+                self._record.events.tell("checkpoint", step=step)
 
     def read(self, step: int, shapes: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """See Checkpoints.restore. The trainer takes over the second with `take`."""

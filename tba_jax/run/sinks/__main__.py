@@ -2,7 +2,8 @@
 
 A tracker may block, raise, print, or keep a core busy: none of this happens in the process of the role. Standard input has a JSON
 line with a Session, and then one for each point. What this process writes to standard output are lines {"sentence", "advice"} for
-the role's log. It ends after its input does: when the role closes its feed, and when the role dies.
+the role's log. It ends after its input does: when the role closes its feed, and when the role dies. A tracker that blocks does
+not read its input any more, so a thread looks whether the role still lives.
 """
 
 import contextlib
@@ -11,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from typing import Any
 
 from tba_jax.run.sinks import TRACKERS
@@ -18,6 +20,7 @@ from tba_jax.run.sinks.session import Session
 
 # After the end of the points, the tracker has so long to send what it has.
 _END_SECONDS = 60.0
+_LOOK_SECONDS = 1.0  # for the role
 _ADVICE = "nothing has to be done: the run goes on, and metrics.jsonl has every point; or leave it out of metrics.sinks"
 
 
@@ -44,6 +47,14 @@ def _one_line(sentence: str) -> str:
         if any(word in name.upper() for word in ("KEY", "TOKEN", "SECRET", "PASSWORD", "URL")) and len(value) > 5:
             sentence = sentence.replace(value, f"({name})")
     return "".join(letter if letter.isprintable() else " " for letter in sentence)[:500]
+
+
+def _end_after(role: int) -> None:
+    """Ends this process, whatever its tracker does, once its parent is gone for long. Args: role: pid of the parent."""
+    while os.getppid() == role:
+        time.sleep(_LOOK_SECONDS)
+    time.sleep(_END_SECONDS)
+    os._exit(1)
 
 
 def serve(name: str) -> None:
@@ -89,5 +100,6 @@ if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         os.nice(10)
+    threading.Thread(target=_end_after, args=(os.getppid(),), name="role", daemon=True).start()
     serve(sys.argv[1])
     os._exit(0)  # threads of libraries may hold up the end

@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 MOST_POINTS = 1000
 # A role that ends waits so long for its tracker, which goes on for a while after it (__main__.py).
 CLOSE_SECONDS = 5.0
+_ADVICE = "look whether the machine has too little memory; the run goes on, and metrics.jsonl has every point"
 
 
 class Feed:
@@ -32,7 +33,7 @@ class Feed:
         self._name, self._session, self._tell = name, session, tell
         self._points: queue.Queue[dict[str, Any] | None] = queue.Queue(MOST_POINTS)
         self._thread: threading.Thread | None = None
-        self._over, self._dropped = False, 0
+        self._over, self._dropped, self._said = False, 0, False
 
     def offer(self, point: dict[str, Any]) -> None:
         """Takes a point, see session.Sink.write; returns at once. A point for which there is no room is dropped."""
@@ -66,12 +67,11 @@ class Feed:
         try:
             self._hand_over()
         except (OSError, ValueError) as error:
-            if not isinstance(error, BrokenPipeError):  # its process has ended, and has said why
-                log.warning("%s is left out: %s", self._name, error)
+            log.warning("%s is left out: %s", self._name, error)
         self._over = True
 
     def _hand_over(self) -> None:
-        """Raises OSError where the process cannot be started, or has ended; ValueError where there is no session."""
+        """Returns once the process has ended. Raises OSError where it cannot be started; ValueError where there is no session."""
         session = dataclasses.asdict(self._session())
         child = subprocess.Popen(
             [sys.executable, "-m", "tba_jax.run.sinks", self._name],
@@ -81,28 +81,36 @@ class Feed:
             text=True,
             start_new_session=True,  # a Ctrl-C reaches neither it nor what the tracker's library starts
         )
-        threading.Thread(target=_repeat, args=(child, self._tell), name=f"hears {self._name}", daemon=True).start()
+        hears = threading.Thread(target=self._repeat, args=(child,), name=f"hears {self._name}", daemon=True)
+        hears.start()
         assert child.stdin is not None
         told: dict[str, Any] | None = session
-        while told is not None:
-            child.stdin.write(json.dumps(told) + "\n")
-            child.stdin.flush()
-            told = self._points.get()
-        child.stdin.close()
+        try:
+            while told is not None:
+                child.stdin.write(json.dumps(told) + "\n")
+                child.stdin.flush()
+                told = self._points.get()
+            child.stdin.close()
+        except BrokenPipeError:
+            code = child.wait()
+            hears.join()
+            if not self._said:  # somebody killed it, or it did not begin
+                self._tell(f"{self._name}: the process that hands points to it has ended (code {code})", _ADVICE)
         child.wait()
 
-
-def _repeat(child: "subprocess.Popen[str]", tell: Tell) -> None:
-    """Hands on what a tracker's process says."""
-    assert child.stdout is not None
-    for line in child.stdout:
-        told = json_lines.parse_line(line)
-        if told:
-            tell(told["sentence"], told["advice"])
+    def _repeat(self, child: "subprocess.Popen[str]") -> None:
+        """Hands on what a tracker's process says."""
+        assert child.stdout is not None
+        for line in child.stdout:
+            told = json_lines.parse_line(line)
+            if told:
+                self._said = True
+                self._tell(told["sentence"], told["advice"])
 
 
 def missing(name: str) -> str:
     """The sentence about a tracker whose package is not installed, "" where it is."""
-    if importlib.util.find_spec(name) is not None:
+    found = importlib.util.find_spec(name)
+    if found is not None and found.origin is not None:  # wandb and others make folders of their name, which are no packages
         return ""
     return f"metrics.sinks names {name}, which is not installed (pip install {name}); the run goes on without it"

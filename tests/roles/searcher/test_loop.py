@@ -14,6 +14,7 @@ from tba_jax.roles.searcher import alarm_rules, loop, reward_watch
 from tba_jax.roles.searcher.samples import SampleTables
 from tba_jax.run import contract, grants, layout, metrics, processes, snapshots, status
 from tba_jax.run.metrics import TimeAccount
+from tba_jax.run.profiles import Window
 from tba_jax.run.requests import RequestRate
 from tba_jax.tasks.interface import Scores
 from tests.support.tiny_searcher import ROWS, Held, Q, S, committed, publish, rows_of_the_stream, run_searcher, weights
@@ -39,6 +40,20 @@ def test_storage_that_cannot_be_read_stops_the_searcher(make, limit):
     with pytest.raises(OSError, match=r"00000001/commit\.json"):
         run_searcher(s, made, look)
     assert rows_of_the_stream(s, made, committed(s) // S)["policy_step"].max() == 0
+
+
+@pytest.mark.parametrize(("step", "traced"), [(3, 1), (4, 0)])
+def test_a_searcher_that_starts_after_the_window_of_a_profile_traces_nothing(make, step, traced):
+    """One that dies often would fill the disk with traces."""
+    s, made = make()
+    publish(s, step)
+
+    def look() -> None:
+        if committed(s) >= 2 * ROWS:
+            layout.write_json(s.run.finished, {"step": s.config.learner.steps})
+
+    run_searcher(s, made, look, profile=Window(3, 2))
+    assert len([*s.run.profiles("tested").rglob("*.xplane.pb")]) == traced
 
 
 def test_a_damaged_snapshot_is_told_once_and_the_next_one_is_taken(make, caplog):

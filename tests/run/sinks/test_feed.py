@@ -1,5 +1,6 @@
 """The process of a tracker: whatever its library does, the role goes on, and says once what is wrong."""
 
+import contextlib
 import json
 import os
 import signal
@@ -15,6 +16,8 @@ from tba_jax.run.sinks import feed
 from tests.support import tiny_run, tracked
 
 BLOCKS = "import time\nSettings = lambda **_: None\ndef init(**_):\n    time.sleep(600)\n"
+IMPATIENT = "import sys\nsys.modules['__main__']._END_SECONDS = 0.5\n"  # the process ends sooner than it would
+DIES = "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"
 RAISES = "class errors:\n    UsageError = CommError = AuthenticationError = KeyError\nSettings = lambda **_: None\n" + (
     "def init(**told):\n    import os\n    raise RuntimeError(f'no {os.environ[\"WANDB_API_KEY\"]} \\x1b[31m\\nmore')\n"
 )
@@ -114,15 +117,45 @@ def test_a_point_that_a_tracker_refuses_is_left_out_there(package, run, caplog, 
     assert capfd.readouterr() == ("", "")  # nothing of what its library and their children print
 
 
+def test_a_tracker_that_is_killed_is_told(package, run, caplog):
+    package(DIES)
+    writer, deadline = tracked.writer(run, "wandb"), time.monotonic() + 30
+    while not caplog.records and time.monotonic() < deadline:
+        writer.write(1, {"loss": 1.0})
+        time.sleep(0.05)
+    writer.close()
+    (record,) = caplog.records
+    assert record.getMessage().startswith("wandb: the process that hands points to it has ended (code -9); what to do: ")
+
+
+ROLE = (
+    "import sys, time\nfrom pathlib import Path\nfrom tba_jax.run import layout\nfrom tests.support import tracked\n"
+    "writer = tracked.writer(layout.open_run_dir(Path(sys.argv[1])), 'wandb')\n"
+    "for step in (1, 2):\n    writer.write(step, {'loss': 1.0})\n"
+    "print('written', flush=True)\ntime.sleep(600)"
+)
+
+
+def test_a_tracker_that_blocks_ends_after_a_role_that_is_killed(package, run):
+    package(IMPATIENT + BLOCKS)
+    arguments = [sys.executable, "-c", ROLE, str(run.root)]
+    with subprocess.Popen(arguments, cwd=tiny_run.ROOT, stdout=subprocess.PIPE, text=True) as role:
+        assert role.stdout is not None and role.stdout.readline() == "written\n"
+        deadline = time.monotonic() + 30
+        while not (started := trackers(role.pid)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(2)  # in which it comes to block
+        role.kill()
+    try:
+        assert gone(started[0], 10)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(started[0], signal.SIGKILL)
+
+
 def test_a_role_that_is_killed_leaves_what_it_wrote_and_no_process(package, run, tmp_path):
     package(KEEPS)
-    program = (
-        "import sys, time\nfrom pathlib import Path\nfrom tba_jax.run import layout\nfrom tests.support import tracked\n"
-        "writer = tracked.writer(layout.open_run_dir(Path(sys.argv[1])), 'wandb')\n"
-        "for step in (1, 2):\n    writer.write(step, {'loss': 1.0})\n"
-        "print('written', flush=True)\ntime.sleep(600)"
-    )
-    arguments = [sys.executable, "-c", program, str(run.root)]
+    arguments = [sys.executable, "-c", ROLE, str(run.root)]
     with subprocess.Popen(arguments, cwd=tiny_run.ROOT, stdout=subprocess.PIPE, text=True) as role:
         assert role.stdout is not None and role.stdout.readline() == "written\n"
         kept, deadline = run.metrics("trainer") / "kept", time.monotonic() + 30
@@ -146,6 +179,12 @@ def test_a_package_that_is_not_there_is_named(tmp_path):
     assert feed.missing("json") == "" and "metrics.sinks names no_such_tracker, which is not installed" in feed.missing(
         "no_such_tracker"
     )
+
+
+def test_a_folder_of_its_name_is_no_package(tmp_path, monkeypatch):
+    (tmp_path / "no_such_tracker").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "no_such_tracker, which is not installed" in feed.missing("no_such_tracker")
 
 
 def test_without_tensorboard_there_are_no_event_files(run):
