@@ -57,8 +57,6 @@ def _check_can_be_written(output: Path) -> None:
     """Raises ValueError before minutes go into reading the run."""
     if output.is_dir():
         raise ValueError(f"--output={output} is a folder: name a file, such as --output={output / 'report.html'}")
-    if output.exists() and not output.is_file():
-        raise ValueError(f"--output={output} is a device or a pipe: name a file")  # a report would take its place
     if output.exists() and not _is_report(output):
         raise ValueError(f"--output={output} is there and is no report: name another file")
     if not output.parent.is_dir():
