@@ -24,12 +24,12 @@ log = logging.getLogger(__name__)
 class Invocation:
     """What main was called with.
 
-      name: of the role's metrics, "" = the default. label: the first word of the run's last line.
-      allow_change: schedule settings that a resume may change.
-      arguments: the command line of main, which child processes get too.
-      init_from: RUN@STEP, the snapshot that a new run begins from; "" = as its config says.
-      world: of the processes of a trainer, as this one sees it.
-      profile: the window of --profile.
+    name: of the role's metrics, "" = the default. label: the first word of the run's last line.
+    allow_change: schedule settings that a resume may change.
+    arguments: the command line of main, which child processes get too.
+    init_from: RUN@STEP, the snapshot that a new run begins from; "" = as its config says.
+    world: of the processes of a trainer, as this one sees it.
+    profile: the window of --profile.
     mistakes: found so far; they are told with those that the checks of a role find, and the role does not begin.
     """
 

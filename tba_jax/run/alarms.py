@@ -9,9 +9,11 @@ import dataclasses
 import json
 import logging
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from tba_jax.run import places
+from tba_jax.run import json_lines, places
 
 log = logging.getLogger(__name__)
 
@@ -61,25 +63,22 @@ class Alarms:
         line = {"time": time.time(), "step": step, "kind": kind, "sentence": sentence, "advice": advice}
         with contextlib.suppress(OSError):
             places.make_folder(self._folder, below=2)
-            with open(self._folder / _FILE, "a+b") as file:
-                torn = file.seek(0, 2) and (file.seek(-1, 2), file.read(1))[1] != b"\n"
-                file.write((b"\n" if torn else b"") + json.dumps(line).encode() + b"\n")
+            json_lines.append(self._folder / _FILE, [json.dumps(line)])
 
 
 def read(folder: Path) -> list[Alarm]:
     """The alarms that a role has told, oldest first. Torn lines are left out; of a file that cannot be read there are none."""
     try:
-        lines = (folder / _FILE).read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = [*json_lines.each(folder / _FILE)]
     except OSError:
         return []
     return [alarm for alarm in map(_parsed, lines) if alarm is not None]
 
 
-def _parsed(line: str) -> Alarm | None:
-    """The alarm of a line, None for a line that is none: a kill cut it short, or something else wrote it."""
+def _parsed(told: Mapping[str, Any]) -> Alarm | None:
+    """The alarm of a line, None for a line that is none: something else wrote it."""
     try:
-        told = json.loads(line)
         texts = {name: str(told[name]) for name in ("kind", "sentence", "advice")}
         return Alarm(time=float(told["time"]), step=int(told["step"]), **texts)
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+    except (ValueError, KeyError, TypeError, OverflowError):
         return None

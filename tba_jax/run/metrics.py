@@ -14,7 +14,6 @@ import numpy as np
 from tba_jax.run import alarms, json_lines, layout, places, privacy, sinks
 from tba_jax.run.cost import Cost
 from tba_jax.run.event_files import EventFiles
-from tba_jax.run.json_lines import parse_line as parse_line
 from tba_jax.run.record import Record
 from tba_jax.run.sinks.feed import CLOSE_SECONDS, Feed, missing
 from tba_jax.run.sinks.roles import session_of

@@ -51,8 +51,8 @@ class Circumstances:
 
     def __call__(self) -> dict[str, float]:
         """Returns:
-        reward_low, reward_high: the extent of the rewards of rows that have been resident, where it is known: whether one reward
-          is the best or the worst depends on rows that are gone. resident_rows: how many are now.
+        reward_low, reward_high: the extent of the rewards of rows that have been resident, where it is known: rows that are gone
+          say whether one reward of all others is the best or the worst. resident_rows: how many are now.
         newest_row_lag: steps since the weights of the newest own row, if there is one.
         disk_free: bytes, where the disk tells its size. checkpoint_bytes.
         """
