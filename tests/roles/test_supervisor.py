@@ -336,7 +336,8 @@ def test_a_searcher_that_gets_to_work_between_its_deaths_ends_no_run(roles):
 def test_searchers_without_rewards_rest_and_the_last_ends_the_run(roles, capsys):
     kinds = ["trainer-stays", "searcher-code5", "searcher-1-code5"]
     code, starts = roles(kinds, until=kinds[:1])
-    assert code == processes_lib.NO_REWARDS and starts == dict.fromkeys(kinds, 1)
+    # On a loaded machine the run may end before the trainer's process has got to its first line.
+    assert code == processes_lib.NO_REWARDS and {kind: starts[kind] for kind in kinds[1:]} == dict.fromkeys(kinds[1:], 1)
     assert re.fullmatch(r"searcher\S* \(exit code 5\): error: code 5\n", capsys.readouterr().err)
 
 
