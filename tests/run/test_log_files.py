@@ -13,7 +13,7 @@ import pytest
 from tba_jax.run import log_files
 
 # Writes numbered lines from a child too, to whatever its output is, and bounds its log meanwhile. A line is one write, so that
-# lines of two processes do not mix, whatever PYTHONUNBUFFERED says. 37,000 bytes are three cuts, the last of them far from the end.
+# lines of two processes do not mix, whatever PYTHONUNBUFFERED says. 37,000 bytes are three cuts, the last far from the end.
 PROGRAM = """
 import os, subprocess, sys, time
 from pathlib import Path
