@@ -19,7 +19,7 @@ def held_out(evaluations: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
     """
     found = [each for each in evaluations if "greedy_reward" in each]
     if not found:
-        return "", "There is no held-out score yet."
+        return "", "There is no held-out score."
     first, last = found[0], found[-1]
     if len(found) == 1:
         return "", f"The held-out reward is {first['greedy_reward']:.3f} at step {first['step']}; there is no second one yet."

@@ -37,6 +37,7 @@ def content(run: LiveRun) -> dict[str, Any]:
         "roles": [(role, "ended" if state == "finished" else _doing(role), shares(role.line)) for role in roles],
         "alarms": sorted(((role.name, alarm) for role in roles for alarm in role.alarms), key=lambda each: each[1].time),
         "state": state,
+        "waits": learning.heading_of_waits({role.name: _times(role.line) for role in roles}),
         "verdict": learning.verdict(_held_out(evaluations)[0], _trained(run)[0]),
         "told": [_held_out(evaluations)[1], _trained(run)[1], *unread],
         "charts": charts([run]),
@@ -66,13 +67,15 @@ def figures(line: Mapping[str, Any]) -> list[tuple[str, float]]:
 
 def shares(line: Mapping[str, Any]) -> list[tuple[str, float, bool]]:
     """(name, share, whether it is waiting) of what a role's time went into, as of its newest line, the largest first."""
-    found = [
-        (name.removeprefix("time_"), float(value))
-        for name, value in line.items()
-        if name.startswith("time_") and is_number(value) and value >= 0.005
-    ]
-    found.sort(key=lambda each: -each[1])
-    return [(name.replace("_", " "), share, name.startswith("wait_")) for name, share in found[:_SHARES_SHOWN]]
+    found = sorted(_times(line).items(), key=lambda each: -each[1])
+    return [(name.replace("_", " "), share, name.startswith("wait_")) for name, share in found[:_SHARES_SHOWN] if share >= 0.005]
+
+
+def _times(line: Mapping[str, Any]) -> dict[str, float]:
+    """Name -> share of a role's time, as of its newest line."""
+    return {
+        name.removeprefix("time_"): float(value) for name, value in line.items() if name.startswith("time_") and is_number(value)
+    }
 
 
 def paired_samples(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, str, list[list[Mapping[str, Any]]]]]:

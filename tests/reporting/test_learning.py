@@ -29,7 +29,7 @@ def test_the_best_score_is_told_where_it_is_not_the_last():
 
 
 def test_without_scores_nothing_is_claimed():
-    assert learning.held_out([]) == ("", "There is no held-out score yet.")
+    assert learning.held_out([]) == ("", "There is no held-out score.")
     assert learning.held_out([{"step": 0, "greedy_reward": 0.5}])[0] == ""
     assert learning.trained(rewards([0.5] * 4))[0] == ""
     assert learning.verdict("", "") == "Too early to say"

@@ -285,6 +285,20 @@ def test_roles_say_what_they_do(run):
     assert "The run is finished" in overview and "trainer ended" in overview
 
 
+@pytest.mark.parametrize(
+    "times, told",
+    [
+        ({"time_decode": 0.97, "time_wait_policy": 0.02}, "trainer waits most: 25% for rows from searchers."),
+        ({"time_decode": 0.6, "time_wait_policy": 0.4}, "searcher-0 waits most: 40% for a newer policy from the trainer."),
+    ],
+)
+def test_a_sentence_says_who_waits_most(run, times, told):
+    folder = run.run.metrics("searcher-0")
+    folder.mkdir(exist_ok=True)
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 4, "time": time.time(), **times}) + "\n")
+    assert told in texts(page(enter(run), "/run/0/"))
+
+
 def test_a_run_whose_processes_have_ended_is_not_called_live(run):
     now = time.time()
     (run.run.metrics("trainer") / "events.jsonl").write_text(f'{{"time": {now}, "event": "end", "step": 2}}\n')
