@@ -37,7 +37,7 @@ def by_draws(counts: np.ndarray) -> Figure:
 
 
 def rewards_by_step(columns: Columns) -> Figure | None:
-    """Of the rows that a policy step sampled, the share with each reward."""
+    """Returns the share of each reward among the rows that a policy step sampled."""
     there = np.isfinite(columns.reward) & (columns.newest_step >= 0)
     reward, step = columns.reward[there].astype(np.float64), columns.newest_step[there]
     if not len(reward):

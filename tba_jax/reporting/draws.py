@@ -153,7 +153,7 @@ class Draws:
                     step, writers, rows = _parsed(content, epoch)
                     self._check(step, file)
                 except (ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError) as error:
-                    # Of the last line a device may persist the newline before the rest: no update followed it.
+                    # A device may persist the newline of the last line before the line itself: no update followed it.
                     file.odd = file.odd or f"{file.path} line {file.lines} is not a journal line, its draws are left out: {error}"
                 else:
                     if file.odd:

@@ -40,7 +40,7 @@ _OF_WORK = {
     DOWN: "#ffffff",
 }
 _LONGEST_LABEL = 80
-# Of a role's time: what takes less is joined.
+# Parts that take a smaller share of a role's time are joined.
 _SHOWN = 0.01
 SHOWN_SECONDS = 20
 _NUMBER = re.compile(r"[-_]\d+$")

@@ -281,7 +281,7 @@ def read_some(reader: LogReader, ids: Sequence[tuple[str, int]]) -> tuple[Rows, 
 
 
 def _unknown(reader: LogReader, ids: Sequence[tuple[str, int]], left: Sequence[int]) -> set[int]:
-    """Those of `ids` that name no committed row."""
+    """Returns the ids among `ids` that name no committed row."""
     try:
         heads = reader.heads()
     except (*STORAGE_ERRORS, ValueError):

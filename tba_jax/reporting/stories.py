@@ -259,7 +259,7 @@ def of_query(run: LiveRun, query: str) -> tuple[list[tuple[int, int, float]], di
 
 
 def listed(summary: Sequence[tuple[int, int, float]], chosen: Sequence[int]) -> list[tuple[int, int, float]]:
-    """Of the policies of `of_query` at most MOST_POLICIES, evenly, and the chosen steps: a task may have one query alone."""
+    """Returns at most MOST_POLICIES of the policies in `summary`, evenly spaced, and the chosen steps."""
     places = np.linspace(0, len(summary) - 1, min(len(summary), MOST_POLICIES)).astype(int).tolist()
     kept = {summary[place][0] for place in places} | {*chosen}
     return [policy for policy in summary if policy[0] in kept]

@@ -65,7 +65,7 @@ class Pieces:
         self._names = {} if tokenizer is None else {tokenizer.pad_id: "⟨padding⟩", tokenizer.eos_id: "⟨end⟩"}
 
     def texts(self, ids: Sequence[int]) -> list[tuple[str, bool]]:
-        """(text, special) of each id. Of the tokens that share a character, the one that completes it has its text."""
+        """(text, special) of each id. The token that completes a character has its text, where several share it."""
         decoder, found = codecs.getincrementaldecoder("utf-8")("replace"), []
         for each in map(int, ids):
             content = self._bytes[each] if 0 <= each < len(self._bytes) else None

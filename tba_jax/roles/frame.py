@@ -12,7 +12,7 @@ from tba_jax.roles import plain
 from tba_jax.roles.standing import Standing
 
 _LABEL = 11  # columns
-# Of the roles that do something else than their work, so many are named, each by so many lines at most.
+# How many roles that do something else than their work are named, and by how many lines each at most.
 _MOST_NAMED, _MOST_LINES = 6, 3
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _NARROW = 34  # columns below which there is no bar

@@ -85,7 +85,7 @@ def run_interleaved(
 
 
 class _SearchRecord:
-    """What is told of the searching half of the process: metrics, tables, alarms, and trouble with rewards.
+    """The metrics, tables, alarms and trouble with rewards of the half of the process that searches.
 
     Attributes: watch: says whether the rows get rewards.
     """
