@@ -8,10 +8,12 @@ Needs the extra `tpu`: libtpu holds the compiler, and names of topologies are it
 lanes. The longest bucket of prompts is prefilled, and all entries of the caches are read unless --window says otherwise. `swap`
 makes a policy's weights what the loop reads. --untiled takes the forms that CPUs and GPUs have, as TPUs did before.
 
-The table has one row a program, with figures of one device. The loop is in place where its temporaries are a small part of the
-caches. "Copies of caches" are those copies and transpositions that the program names whose results have the axes of a cache, in
-any order; copies into fast memory are left out. "Caches in other forms" are arrays with the axes of a cache in another precision,
-or with its keys or values repeated for the query heads that share them. A dash: jaxlib cannot read the program that libtpu made.
+The table has one row a program, with figures of one device. "Weights and caches" are what a decode step must read, without the
+padding of tiles; "a step" is what the body of the loop reads and writes (benchmarks/step_bytes.py). The loop is in place where
+its temporaries are a small part of the caches. "Copies of caches" are the copies and transpositions that the program names whose
+results have the axes of a cache, in any order; copies into fast memory are left out. "Caches in other forms" are arrays with the
+axes of a cache in another precision, or with its keys or values repeated for the query heads that share them. A dash: jaxlib
+cannot read the program that libtpu made.
 """
 
 import dataclasses
@@ -32,6 +34,7 @@ from absl import app, flags
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
+from benchmarks.step_bytes import Traffic
 from tba_jax import sharding
 from tba_jax.decoding import sizes
 from tba_jax.decoding import slots as slots_lib
@@ -98,7 +101,8 @@ _COPIES = ("copy", "transpose", "copy-start")
 class Memory:
     """Bytes of a program on one device; and numbers of arrays in its text, -1 where the text cannot be had.
 
-    copies: of the size of a cache, see above; other: arrays that hold a cache in another precision or expanded.
+    copies: of the size of a cache, see above; other: arrays that hold a cache in another precision or expanded; step: bytes of
+    one pass of the loop, 0 without one.
     """
 
     arguments: int
@@ -107,6 +111,7 @@ class Memory:
     aliased: int
     copies: int
     other: int
+    step: int
 
 
 def lane_config(recipe: Recipe, *, tiled: bool, layers: int = 0) -> tuple[SlotsConfig, int]:
@@ -126,6 +131,7 @@ def lane_config(recipe: Recipe, *, tiled: bool, layers: int = 0) -> tuple[SlotsC
         response_length=recipe.response,
         chunk=min(32, recipe.response),
         tiled=tiled,
+        together=sizes.heads_together(model.kv_heads, model.head_size, recipe.tensor, tiled=tiled),
     )
     return config, lane.arrivals
 
@@ -168,6 +174,15 @@ def cache_bytes(config: SlotsConfig, mesh: Mesh) -> int:
     return sum(math.prod(shape) * size for shape in cache_shapes(config, mesh))
 
 
+def weight_bytes(config: SlotsConfig, mesh: Mesh) -> int:
+    """Bytes of the weights that a decode step reads on one device: of embeddings that are no head, a row a slot."""
+    model = config.model
+    prepared = kv_cache.unstacked_shapes(policy_shapes(model, mesh), model, mesh)
+    unread = ("position_embedding.", *(() if model.tied_embedding else ("embedding.",)))
+    read = [leaf for name, leaf in parameters.flatten(prepared).items() if not name.startswith(unread)]
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in read)
+
+
 def memory(compiled: Any, config: SlotsConfig, mesh: Mesh, text_file: Path | None = None) -> Memory:
     """Args: text_file: where the text of the program is written."""
     found = compiled.memory_analysis()
@@ -183,7 +198,16 @@ def memory(compiled: Any, config: SlotsConfig, mesh: Mesh, text_file: Path | Non
         outputs=found.output_size_in_bytes,
         aliased=found.alias_size_in_bytes,
         **(_arrays_of_caches(text, config, mesh) if text else {"copies": -1, "other": -1}),
+        step=_step_bytes(text),
     )
+
+
+def _step_bytes(text: str) -> int:
+    """Memory.step of a program's text, -1 where the text cannot be had."""
+    if not text:
+        return -1
+    traffic = Traffic(text)
+    return traffic.of_loop() if traffic.loops() else 0
 
 
 def arrays_in(text: str) -> Iterator[tuple[str, tuple[int, ...], str, str]]:
@@ -209,13 +233,19 @@ def _arrays_of_caches(text: str, config: SlotsConfig, mesh: Mesh) -> Mapping[str
     return {"copies": copies, "other": other}
 
 
-def row(name: str, topology: str, program: str, found: Memory, caches: int, seconds: float) -> str:
+def row(name: str, topology: str, program: str, found: Memory, caches: int, weights: int, seconds: float) -> str:
+    """Args: weights: weight_bytes of the decode program, 0 of others."""
+
     def gib(size: int) -> str:
         return f"{size / _GIB:.3f}"
 
     share = f"{gib(found.temporaries)} ({found.temporaries / caches:.1%})"
     counts = [str(count) if count >= 0 else "–" for count in (found.copies, found.other)]
-    figures = (gib(found.arguments), gib(caches), share, gib(found.outputs), gib(found.aliased), *counts, f"{seconds:.0f}")
+    step = ["", "", ""]
+    if weights and found.step > 0:
+        step = [gib(weights + caches), gib(found.step), f"{found.step / (weights + caches):.2f}"]
+    memories = (gib(found.arguments), gib(caches), share, gib(found.outputs), gib(found.aliased))
+    figures = (*memories, *counts, *step, f"{seconds:.0f}")
     return "| " + " | ".join((name, topology, program, *figures)) + " |"
 
 
@@ -223,7 +253,8 @@ def main(argv: Sequence[str]) -> None:
     del argv
     jax.config.update("jax_platforms", "cpu")
     print(f"jax {jax.__version__}, libtpu {importlib.metadata.version('libtpu')}; GiB on one device; % of the caches")
-    columns = ("arguments", "caches", "temporaries", "outputs", "aliased", "copies of caches", "caches in other forms", "seconds")
+    memories = ("arguments", "caches", "temporaries", "outputs", "aliased", "copies of caches", "caches in other forms")
+    columns = (*memories, "weights and caches", "a step", "ratio", "seconds")
     print("| recipe | topology | program | " + " | ".join(columns) + " |")
     print("|" + "---|" * (3 + len(columns)), flush=True)
     for name, topology in itertools.product(_RECIPES.value, _TOPOLOGIES.value):
@@ -236,7 +267,10 @@ def main(argv: Sequence[str]) -> None:
             compiled = with_window(made[program], _WINDOW.value).lower().compile()
             file = Path(_TEXT.value) / f"{name} {topology} {program}.txt".replace(" ", "_") if _TEXT.value else None
             found = memory(compiled, config, mesh, file)
-            print(row(name, topology, program, found, cache_bytes(config, mesh), time.perf_counter() - begin), flush=True)
+            weights = weight_bytes(config, mesh) if program == "decode" else 0
+            print(
+                row(name, topology, program, found, cache_bytes(config, mesh), weights, time.perf_counter() - begin), flush=True
+            )
 
 
 def with_window(program: Program, window: int) -> Program:

@@ -281,7 +281,7 @@ def _step(call: _Call, slots: Slots, entry: jax.Array, stop_table: jax.Array | N
         local_masks = kv_cache.within_window(masks, c.model.window, prompt_age=prompt_age, own_age=age)
     token = slots.token.reshape(-1)
     logits, own = kv_cache.decode_step(
-        call.model, token, position, entry, call.cache, slots.own, masks, local_masks, least_rows=2 if c.tiled else 1
+        call.model, token, position, entry, call.cache, slots.own, masks, local_masks, tiled=c.tiled
     )
     samples = jax.tree.map(lambda x: call.of_place(place, x), call.samples)
     tokens, stop_state = _draw(logits, samples, count, slots.stop_state.reshape(-1), stop_table, c)

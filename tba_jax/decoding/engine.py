@@ -92,6 +92,7 @@ class Engine:
             chunk=min(chunk, response_length),
             stop_accept=stop_strings.accept if stop_strings is not None else -1,
             tiled=slots_lib.in_tiles(mesh),
+            together=slots_lib.heads_together(model, mesh),
         )
         self._queue: deque[Part] = deque()
         # Over the queue, the lanes' incoming weights, and the counts of samples that have not ended.

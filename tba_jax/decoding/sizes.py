@@ -1,6 +1,7 @@
 """How slots are divided into groups, and the lengths of prompts and caches that programs are compiled for."""
 
 import dataclasses
+import math
 
 # Prompts are prefilled at one of these parts of the longest length, the shortest that holds them, but not below _SHORTEST.
 _BUCKETS = (8, 4, 2, 1)
@@ -69,6 +70,16 @@ def buckets(prompt_length: int) -> tuple[int, ...]:
 def in_tiles(entries: int, *, tiled: bool) -> int:
     """The entries of a cache that holds at least so many. Args: tiled: see SlotsConfig."""
     return -(-entries // _TILE) * _TILE if tiled else entries
+
+
+def heads_together(kv_heads: int, head_size: int, ways: int, *, tiled: bool) -> int:
+    """The fewest heads whose sizes add up to whole columns of tiles; 1 where no such number divides the heads of a device.
+
+    Args: ways: devices that heads are divided over, if their number divides the heads; tiled: see SlotsConfig.
+    """
+    together = _TILE_COLUMNS // math.gcd(_TILE_COLUMNS, head_size)
+    of_device = kv_heads // ways if kv_heads % ways == 0 else kv_heads
+    return together if tiled and of_device % together == 0 else 1
 
 
 def windows(entries: int, chunk: int, *, tiled: bool = False) -> tuple[int, ...]:

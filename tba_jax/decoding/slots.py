@@ -41,6 +41,7 @@ class SlotsConfig:
     chunk: most decode steps of one call; stop_accept: the accepting state of the stop strings' table, -1 without any.
     tiled: the devices hold arrays in tiles, as TPUs do (`in_tiles`). Caches then fill tiles, and the loop reads parts of them
       where they lie; elsewhere XLA would copy a part at every step, and the loop gets a copy that is made once a call.
+    together: the key and value heads that lie side by side in an entry of the own caches, so that it fills the columns of tiles.
     """
 
     model: DecoderConfig
@@ -55,6 +56,7 @@ class SlotsConfig:
     chunk: int
     stop_accept: int = -1
     tiled: bool = False
+    together: int = 1
 
 
 @flax.struct.dataclass
@@ -89,7 +91,7 @@ class Prompts:
 
 @flax.struct.dataclass
 class Slots:
-    """The running state. own: per layer (keys, values) [B, G, R, H].
+    """The running state. own: per layer (keys, values) [B, G, R, H], or [B, G/t, R, t·H] with t heads `together`.
 
     place: int32[J, W], the place in 0..X-1 that a slot continues, -1 where it is idle; count: int32[J, W], response tokens so
     far, `token` the last of them; stop_state: int32[J, W]; waiting: bool[J, X], places whose samples have not begun.
@@ -159,14 +161,25 @@ def own_entries(config: SlotsConfig) -> int:
     return sizes.in_tiles(max(config.response_length - 1, 1), tiled=config.tiled)
 
 
+def heads_together(model: DecoderConfig, mesh: Mesh) -> int:
+    """SlotsConfig.together of a model on a mesh."""
+    return sizes.heads_together(model.kv_heads, model.head_size, mesh.shape["tensor"], tiled=in_tiles(mesh))
+
+
+def _cache_shape(config: SlotsConfig, rows: int, entries: int, together: int) -> tuple[int, ...]:
+    """[rows, G/t, entries, t·H], the shape of keys or values. Args: together: t."""
+    m = config.model
+    return rows, m.kv_heads // together, entries, together * m.head_size
+
+
 def init(config: SlotsConfig) -> tuple[Prompts, Slots]:
     """Empty buffers and idle slots."""
     c, m = config, config.model
-    J, U, K, W, G, H = c.groups, c.buffers, c.places, c.width, m.kv_heads, m.head_size
+    J, U, K, W = c.groups, c.buffers, c.places, c.width
 
-    def cache(rows: int, entries: int) -> kv_cache.Cache:
+    def cache(rows: int, entries: int, together: int = 1) -> kv_cache.Cache:
         def zeros() -> jax.Array:
-            return sharding.constrain(jnp.zeros((rows, G, entries, H), m.compute_dtype), "QGSH")
+            return sharding.constrain(jnp.zeros(_cache_shape(c, rows, entries, together), m.compute_dtype), "QGSH")
 
         return tuple((zeros(), zeros()) for _ in range(m.layers))
 
@@ -187,7 +200,7 @@ def init(config: SlotsConfig) -> tuple[Prompts, Slots]:
         stop_state=whole(J, U, K),
     )
     slots = Slots(
-        own=cache(J * W, own_entries(c)),
+        own=cache(J * W, own_entries(c), c.together),
         place=jnp.full((J, W), -1, jnp.int32),
         count=whole(J, W),
         token=whole(J, W),
@@ -201,14 +214,14 @@ def shardings(config: SlotsConfig, mesh: Mesh) -> tuple[Prompts, Slots]:
     """The shardings of `init`'s state: caches are split over groups and heads if the mesh divides them, the rest is whole."""
     c, m = config, config.model
 
-    def cache(rows: int, entries: int) -> Any:
-        one = sharding.computed_sharding(mesh, "QGSH", (rows, m.kv_heads, entries, m.head_size))
+    def cache(rows: int, entries: int, together: int = 1) -> Any:
+        one = sharding.computed_sharding(mesh, "QGSH", _cache_shape(c, rows, entries, together))
         return ((one, one),) * m.layers
 
     prompts, slots = jax.tree.map(lambda _: sharding.replicated(mesh), jax.eval_shape(functools.partial(init, config)))
     return (
         dataclasses.replace(prompts, cache=cache(c.groups, c.buffers * prompt_entries(c))),
-        dataclasses.replace(slots, own=cache(c.groups * c.width, own_entries(c))),
+        dataclasses.replace(slots, own=cache(c.groups * c.width, own_entries(c), c.together)),
     )
 
 

@@ -4,7 +4,6 @@ A kernel is a function attend(query, key, value) -> (attended, kept). There is o
 last token of a prompt, and one for a new token in each row, which reads caches (decoding).
 """
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -248,20 +247,34 @@ def one_token(
     prompt_mask: jax.Array,
     own_mask: jax.Array,
     *,
-    least_rows: int = 1,
+    tiled: bool = False,
 ) -> Attend:
     """The `attend` of one new token in each row. It keeps the row's own keys and values, with the new token's at `entry`.
 
     Args:
+      own: [B, G, R, H], or with heads side by side, see attend_in_two_parts.
       entry: int32[]; for the others see attend_in_two_parts. Caches may have more entries than the masks, which are not read.
+      tiled: static, the form for TPUs: caches are read as they were before the step, and the new token is a part of its own.
+        If the step read what it has written, XLA would write the whole cache, not one entry.
     """
     prompt = tuple(x[:, :, : prompt_mask.shape[-1]] for x in prompt)
+    before = own_mask & (jnp.arange(own_mask.shape[-1]) != entry)
+
+    def read(caches: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        return tuple(x[:, :, : own_mask.shape[-1]] for x in caches)
 
     def attend_cached(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, Any]:
-        write = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=entry, axis=2)
-        kept = tuple(write(cached, new[:, :, None]) for cached, new in zip(own, (key, value), strict=True))
-        read = tuple(x[:, :, : own_mask.shape[-1]] for x in kept)
-        return attend_in_two_parts(query, prompt, read, prompt_mask, own_mask, least_rows=least_rows), kept
+        def written(cached: jax.Array, new: jax.Array) -> jax.Array:
+            new = new.reshape(len(new), cached.shape[1], 1, cached.shape[3])
+            return jax.lax.dynamic_update_slice_in_dim(cached, new, entry, axis=2)
+
+        if not tiled:
+            kept = written(own[0], key), written(own[1], value)
+            return attend_in_two_parts(query, prompt, read(kept), prompt_mask, own_mask), kept
+        itself = key, value
+        attended = attend_in_two_parts(query, prompt, read(own), prompt_mask, before, itself=itself, least_rows=2)
+        attended, key, value = jax.lax.optimization_barrier((attended, key, value))  # the caches are written after they are read
+        return attended, (written(own[0], key), written(own[1], value))
 
     return attend_cached
 
@@ -273,6 +286,7 @@ def attend_in_two_parts(
     prompt_mask: jax.Array,
     own_mask: jax.Array,
     *,
+    itself: tuple[jax.Array, jax.Array] | None = None,
     least_rows: int = 1,
 ) -> jax.Array:
     """Attention of one new token a row: to the prompt that its group shares and to its own continuation, one softmax over both.
@@ -280,8 +294,10 @@ def attend_in_two_parts(
     Each part is one batch of matrix products, [W·N/G, H] × [H, S] a head and group, [N/G, H] × [H, R] a head and row.
 
     Args:
-      query: [B, N, H] with B = J·W; prompt: keys and values [J, G, S, H]; own: keys and values [B, G, R, H].
+      query: [B, N, H] with B = J·W; prompt: keys and values [J, G, S, H].
+      own: keys and values [B, G, R, H]; or [B, G/t, R, t·H], where t heads lie side by side in an entry.
       prompt_mask: bool[J, W, S]; own_mask: bool[B, R].
+      itself: key and value [B, G, H] of the new token, where `own` does not have them.
       least_rows: static: a matrix product has so many rows of queries; rows of zeros are added. On TPUs 2: XLA computes a product
         of one row in other units, and copies the caches of the whole decode loop into another layout for them.
 
@@ -291,7 +307,7 @@ def attend_in_two_parts(
     (prompt_keys, prompt_values), (own_keys, own_values) = prompt, own
     B, N, H = query.shape
     J, G, S, _ = prompt_keys.shape
-    W, n, dtype = B // J, N // G, query.dtype
+    W, n, dtype, together = B // J, N // G, query.dtype, G // own_keys.shape[1]
     scale = 1 / math.sqrt(H)
 
     def by_group(x: jax.Array) -> jax.Array:
@@ -311,13 +327,42 @@ def attend_in_two_parts(
     prompt_scores = product("JGxH,JGSH->JGxS", prompt_query, prompt_keys, preferred_element_type=jnp.float32)
     prompt_scores = prompt_scores.reshape(J, G, W, n, S) * scale
     prompt_scores = jnp.where(prompt_mask[:, None, :, None, :], prompt_scores, _MASKED)
-    own_scores = product("BGnH,BGRH->BGnR", own_query, own_keys, preferred_element_type=jnp.float32) * scale
-    own_scores = jnp.where(own_mask[:, None, None, :], own_scores, _MASKED)
+    beside = _side_by_side(own_query, together)
+    own_scores = product("BGnH,BGRH->BGnR", beside, own_keys, preferred_element_type=jnp.float32) * scale
+    own_scores = jnp.where(own_mask[:, None, None, :], own_scores.reshape(B, G, n, -1), _MASKED)
     largest = jnp.maximum(by_row(jnp.max(prompt_scores, axis=-1)), jnp.max(own_scores, axis=-1))
+    if itself is not None:
+        scores = jnp.einsum("BGnH,BGH->BGn", own_query, itself[0], preferred_element_type=jnp.float32) * scale
+        largest = jnp.maximum(largest, scores)
     prompt_weights = jnp.exp(prompt_scores - by_group(largest)[..., None])
     own_weights = jnp.exp(own_scores - largest[..., None])
     total = by_row(jnp.sum(prompt_weights, axis=-1)) + jnp.sum(own_weights, axis=-1)
     of_prompt = product("JGxS,JGSH->JGxH", prompt_weights.reshape(J, G, W * n, S).astype(dtype), prompt_values)
-    of_own = product("BGnR,BGRH->BGnH", own_weights.astype(dtype), own_values)
+    own_weights = own_weights.astype(dtype).reshape(B, G // together, together * n, -1)
+    of_own = _apart(product("BGnR,BGRH->BGnH", own_weights, own_values), together)
+    if itself is not None:
+        weights = jnp.exp(scores - largest)
+        total = total + weights
+        of_own = of_own + weights.astype(dtype)[..., None] * itself[1][:, :, None]
     attended = (by_row(of_prompt.reshape(J, G, W, n, H)) + of_own) / total[..., None]
     return attended.astype(dtype).reshape(B, N, H)
+
+
+def _side_by_side(query: jax.Array, together: int) -> jax.Array:
+    """[B, G, n, H] -> [B, G/t, t·n, t·H]: queries whose products with t heads side by side are those with their own head."""
+    if together == 1:
+        return query
+    B, G, n, H = query.shape
+    own = jnp.eye(together, dtype=bool)[:, None, :, None]
+    query = query.reshape(B, G // together, together, n, 1, H)
+    return jnp.where(own, query, 0).reshape(B, G // together, together * n, together * H)
+
+
+def _apart(attended: jax.Array, together: int) -> jax.Array:
+    """[B, G/t, t·n, t·H] -> [B, G, n, H]: of each query the part of its own head."""
+    if together == 1:
+        return attended
+    B, groups, rows, _ = attended.shape
+    attended = attended.reshape(B, groups, together, rows // together, together, -1)
+    heads = jnp.stack([attended[:, :, t, :, t] for t in range(together)], axis=2)
+    return heads.reshape(B, groups * together, *heads.shape[3:])

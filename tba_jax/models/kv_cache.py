@@ -224,7 +224,7 @@ def decode_step(
     masks: Masks,
     local_masks: Masks | None = None,
     *,
-    least_rows: int = 1,
+    tiled: bool = False,
 ) -> tuple[jax.Array, Cache]:
     """One token for every row.
 
@@ -232,9 +232,10 @@ def decode_step(
       token: int32[B]; position: int32[B], its position in the row, from 0 at the first prompt token.
       entry: int32[], the place of the new key and value in every row's own cache. Keys carry their positions, so the order of
         entries does not matter.
-      prompt: per layer (keys, values) [J, G, S, H]; own: likewise [B, G, R, H]. Entries that masks do not have are not read.
+      prompt: per layer (keys, values) [J, G, S, H]; own: likewise [B, G, R, H], or with heads side by side, see
+        attention.attend_in_two_parts. Entries that masks do not have are not read.
       masks: of global layers; local_masks: of local layers, without the entries before the window (see `within_window`).
-      least_rows: static, see attention.attend_in_two_parts.
+      tiled: static, see attention.one_token.
 
     Returns:
       logits float32[B, V] of the next token, and the new own cache.
@@ -245,7 +246,7 @@ def decode_step(
     for block, local, shared, mine in zip(model.layers, model.config.local_layers, prompt, own, strict=True):
         reads = local_masks if local else masks
         assert reads is not None, "a model with local layers needs their masks"
-        attend = attention.one_token(shared, mine, entry, reads.prompt, reads.own, least_rows=least_rows)
+        attend = attention.one_token(shared, mine, entry, reads.prompt, reads.own, tiled=tiled)
         x, kept = block(x, tables[local], attend)
         new_own.append(kept)
     return model.head()(model.final_norm(x)), tuple(new_own)

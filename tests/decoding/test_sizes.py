@@ -11,5 +11,11 @@ def test_arrangements_and_buckets_by_hand():
     assert sizes_lib.arrange(128, 128, 1) == (4, 32) and sizes_lib.arrange(7, 4, 1) == (7, 1)
     assert sizes_lib.windows(127, 32) == (32, 64, 96, 127) and sizes_lib.windows(20, 32) == (20,)
     assert sizes_lib.windows(128, 32, tiled=True) == (128,) and sizes_lib.windows(304, 8, tiled=True) == (128, 256, 304)
+    # Two heads of 64 fill the columns of a tile; heads of 80 are eight to five tiles. Heads stay on their device.
+    together = [
+        sizes_lib.heads_together(heads, size, ways, tiled=True)
+        for heads, size, ways in [(16, 64, 1), (2, 64, 2), (2, 128, 1), (8, 256, 1), (32, 80, 1), (3, 64, 1)]
+    ]
+    assert together == [2, 1, 1, 1, 8, 1] and sizes_lib.heads_together(16, 64, 1, tiled=False) == 1
     assert sizes_lib.buckets(256) == (32, 64, 128, 256) and sizes_lib.buckets(100) == (50, 100)
     assert sizes_lib.buckets(64) == (32, 64) and sizes_lib.buckets(63) == (32, 63) and sizes_lib.buckets(1) == (1,)

@@ -20,8 +20,8 @@ B = J * W
 # Logits are as large as 5: float32 rounds their sums by some 1e-6 of that.
 ROUNDING = {"atol": 1e-5, "rtol": 5e-6}
 PROMPT_LENGTH = np.array([3, 5], np.int32)
-jit = functools.partial(jax.jit, static_argnames="config")
-unstack, prefill, decode_step = jit(kv_cache.unstack), jit(applied.prefill), jit(applied.decode_step)
+unstack, prefill = (jax.jit(each, static_argnames="config") for each in (kv_cache.unstack, applied.prefill))
+decode_step = jax.jit(applied.decode_step, static_argnames=("config", "tiled"))
 
 
 def random_rows() -> tuple[np.ndarray, np.ndarray]:
@@ -39,9 +39,9 @@ def whole_logits(params: Params, config: DecoderConfig, prompts: np.ndarray, res
     return np.stack([logits[b, n - 1 : n + R] for b, n in enumerate(lengths)])
 
 
-def empty_own(config: DecoderConfig, entries: int) -> kv_cache.Cache:
+def empty_own(config: DecoderConfig, entries: int, together: int = 1) -> kv_cache.Cache:
     """Own caches of B rows full of what must not be read."""
-    shape = (B, config.kv_heads, entries, config.head_size)
+    shape = (B, config.kv_heads // together, entries, together * config.head_size)
     return tuple((np.full(shape, 50.0, np.float32),) * 2 for _ in range(config.layers))
 
 
@@ -61,9 +61,11 @@ def test_weights_lie_head_by_head_where_heads_fill_tiles(monkeypatch):
     assert {name for name, x in told.items() if x.format.layout is not None} == moved
 
 
+@pytest.mark.parametrize("form", ["plain", "tiled", "heads side by side"])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_prefill_and_decode_steps_equal_whole_sequences(config):
+def test_prefill_and_decode_steps_equal_whole_sequences(config, form):
     """Three rows share each prompt; entries are written in a shuffled order, prompts lie behind another buffer's."""
+    together, tiled = config.kv_heads if form == "heads side by side" else 1, form != "plain"
     prompts, responses = random_rows()
     plain = random_params(config)
     expected = whole_logits(plain, config, prompts, responses)
@@ -73,7 +75,7 @@ def test_prefill_and_decode_steps_equal_whole_sequences(config):
     np.testing.assert_allclose(np.repeat(logits, W, axis=0), expected[:, 0], **ROUNDING)
 
     shared = jax.tree.map(lambda x: np.concatenate([np.full(x.shape, -50.0, np.float32), x], axis=2), cache)
-    own, order = empty_own(config, R + 1), np.random.default_rng(1).permutation(R + 1)
+    own, order = empty_own(config, R + 1, together), np.random.default_rng(1).permutation(R + 1)
     readable = np.concatenate([np.zeros((J, P), bool), np.arange(P) < PROMPT_LENGTH[:, None]], axis=1)
     for t in range(R):
         masks = kv_cache.Masks(
@@ -85,7 +87,8 @@ def test_prefill_and_decode_steps_equal_whole_sequences(config):
             prompt_age = position.reshape(J, W, 1) - np.tile(np.arange(P), 2)
             local = kv_cache.within_window(masks, config.window, prompt_age=prompt_age, own_age=t - np.argsort(order))
         entry = np.int32(order[t])
-        logits, own = decode_step(params, responses[:, t], position, entry, shared, own, masks, local, config=config)
+        step = (responses[:, t], position, entry, shared, own, masks, local)
+        logits, own = decode_step(params, *step, config=config, tiled=tiled)
         np.testing.assert_allclose(logits, expected[:, t + 1], **ROUNDING)
 
 
@@ -129,9 +132,17 @@ def numpy_attention(query: np.ndarray, keys: np.ndarray, values: np.ndarray) -> 
     return weights @ values / weights.sum()
 
 
+def beside(cache: np.ndarray, together: int) -> np.ndarray:
+    """[B, G, R, H] -> [B, G/t, R, t·H]: t heads side by side in an entry."""
+    B, G, R, H = cache.shape
+    return cache.reshape(B, G // together, together, R, H).swapaxes(2, 3).reshape(B, G // together, R, together * H)
+
+
 @pytest.mark.parametrize("reads", ["both", "own only", "prompt only"])
-@pytest.mark.parametrize("n, least_rows", [(3, 1), (1, 1), (1, 2), (3, 8)])
-def test_attention_in_two_parts_equals_one_softmax_in_numpy(reads, n, least_rows):
+@pytest.mark.parametrize(
+    "n, least_rows, together, itself", [(3, 1, 1, False), (1, 2, 1, True), (3, 8, 1, False), (2, 1, 2, True)]
+)
+def test_attention_in_two_parts_equals_one_softmax_in_numpy(reads, n, least_rows, together, itself):
     """Scores of 30 and more: without the common largest one, exp would overflow or lose a whole part."""
     G, H = 2, 8
     rng = np.random.default_rng(2)
@@ -144,8 +155,11 @@ def test_attention_in_two_parts_equals_one_softmax_in_numpy(reads, n, least_rows
         prompt_mask[:] = False
     if reads == "prompt only":
         own_mask[:] = False
-    prompt, own = (prompt_keys, prompt_values), (own_keys, own_values)
-    found = attention.attend_in_two_parts(query, prompt, own, prompt_mask, own_mask, least_rows=least_rows)
+    prompt, own = (prompt_keys, prompt_values), tuple(map(beside, (own_keys, own_values), [together] * 2))
+    new = tuple(x[:, :, -1] for x in (own_keys, own_values)) if itself else None  # the entry R - 1, which the masks leave out
+    before = own_mask & (np.arange(R) < R - 1) if itself else own_mask
+    found = attention.attend_in_two_parts(query, prompt, own, prompt_mask, before, itself=new, least_rows=least_rows)
+    own_mask[:, -1] |= itself
     for b in range(B):
         j, w = divmod(b, W)
         for head in range(G * n):

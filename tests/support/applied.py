@@ -95,8 +95,8 @@ def prefill(params: Params, tokens: Any, length: Any, *, config: DecoderConfig) 
     return kv_cache.prefill(unstacked(params, config), tokens, length)
 
 
-def decode_step(params: Params, *step: Any, config: DecoderConfig) -> Any:
-    return kv_cache.decode_step(unstacked(params, config), *step)
+def decode_step(params: Params, *step: Any, config: DecoderConfig, tiled: bool = False) -> Any:
+    return kv_cache.decode_step(unstacked(params, config), *step, tiled=tiled)
 
 
 def quantize(params: Params, config: DecoderConfig) -> Params:
