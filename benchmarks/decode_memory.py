@@ -36,7 +36,7 @@ from jax.sharding import Mesh
 
 from benchmarks.step_bytes import Traffic
 from tba_jax import sharding
-from tba_jax.decoding import sizes
+from tba_jax.decoding import sizes, usage
 from tba_jax.decoding import slots as slots_lib
 from tba_jax.decoding.lane import Lane
 from tba_jax.decoding.slots import SlotsConfig
@@ -178,9 +178,8 @@ def weight_bytes(config: SlotsConfig, mesh: Mesh) -> int:
     """Bytes of the weights that a decode step reads on one device: of embeddings that are no head, a row a slot."""
     model = config.model
     prepared = kv_cache.unstacked_shapes(policy_shapes(model, mesh), model, mesh)
-    unread = ("position_embedding.", *(() if model.tied_embedding else ("embedding.",)))
-    read = [leaf for name, leaf in parameters.flatten(prepared).items() if not name.startswith(unread)]
-    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in read)
+    of_device = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype), prepared)
+    return usage.weight_bytes(of_device, model)
 
 
 def memory(compiled: Any, config: SlotsConfig, mesh: Mesh, text_file: Path | None = None) -> Memory:

@@ -20,9 +20,10 @@ from tba_jax import sharding
 from tba_jax.decoding import requests as requests_lib
 from tba_jax.decoding import sizes
 from tba_jax.decoding import slots as slots_lib
-from tba_jax.decoding.lane import Lane, Part, Ticket, Usage
+from tba_jax.decoding.lane import Lane, Part, Ticket
 from tba_jax.decoding.requests import Generation, Request
 from tba_jax.decoding.slots import SlotsConfig
+from tba_jax.decoding.usage import Usage
 from tba_jax.models import kv_cache
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.parameters import Params

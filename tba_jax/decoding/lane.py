@@ -14,9 +14,11 @@ from tba_jax import sharding as sharding_lib
 from tba_jax.decoding import programs, sizes
 from tba_jax.decoding import sampling as sampling_lib
 from tba_jax.decoding import slots as slots_lib
+from tba_jax.decoding import usage as usage_lib
 from tba_jax.decoding.requests import Generation, Request
 from tba_jax.decoding.ring import Ring
 from tba_jax.decoding.slots import Arrivals, Samples, SlotsConfig, Tokens
+from tba_jax.decoding.usage import Usage
 from tba_jax.models import kv_cache
 from tba_jax.models.parameters import Params
 from tba_jax.programs import Program, shaped
@@ -39,22 +41,6 @@ class Part:
     ticket: Ticket
     first: int
     count: int
-
-
-@dataclasses.dataclass
-class Usage:
-    """slot_steps: slots × decode steps so far; useful: slot-steps that gave a token of a sample. prefilled: tokens of prefill
-    calls, padding included; prompt_tokens: those of prompts."""
-
-    slot_steps: int = 0
-    useful: int = 0
-    prefilled: int = 0
-    prompt_tokens: int = 0
-
-    @property
-    def idle(self) -> float:
-        """Share of slot-steps that gave no token."""
-        return 1 - self.useful / self.slot_steps if self.slot_steps else 0.0
 
 
 class Lane:
@@ -93,6 +79,7 @@ class Lane:
         self.policy_step = -1
         self.incoming: tuple[Params, int] | None = None
         self._weights: Params = {}
+        self._weight_bytes = 0
         self._windows = sizes.windows(slots_lib.own_entries(config), config.chunk, tiled=config.tiled)
         self._ring = Ring(self._windows, config.chunk, lockstep=lockstep)
         self._buckets = sizes.buckets(config.prompt_length)
@@ -185,6 +172,7 @@ class Lane:
             self._replace_weights(weights)
         else:
             self._weights = weights
+        self._weight_bytes = usage_lib.weight_bytes(self._weights, self._config.model)
         self.policy_step = step
 
     def _replace_weights(self, params: Params) -> None:
@@ -205,7 +193,7 @@ class Lane:
         filled = may_fill and self._fill(take)
         if not self._parts:
             return False
-        window = self._fit_ring()
+        window, buffers = self._fit_ring(), self._buffers_in_use()
         # Free buffers are a reason to stop decoding only where prompts wait for them.
         enough = self._arrivals if filled else self._config.groups * self._config.buffers + 1
         self._slots, trace = self._decode(
@@ -216,13 +204,14 @@ class Lane:
             np.int32(self._ring.position),
             np.int32(enough),
             self._stop_table,
-            buffers=self._buffers_in_use(),
+            buffers=buffers,
             window=window,
         )
-        for buffers, tokens in self._first:
-            self._note_first(buffers, jax.device_get(tokens))
+        for filled_buffers, tokens in self._first:
+            self._note_first(filled_buffers, jax.device_get(tokens))
         self._first = []
-        self._note(jax.device_get(trace))
+        step_bytes = usage_lib.step_bytes(self._config, self._weight_bytes, buffers=buffers, window=window)
+        self._note(jax.device_get(trace), step_bytes)
         self._release()
         if not self._parts:
             self._ring.begin()
@@ -282,7 +271,9 @@ class Lane:
         parts = [self._parts[buffer] for buffer in buffers]
         arrivals = self._arrivals_of(buffers, parts)
         self.usage.prefilled += arrivals.tokens.size
-        self.usage.prompt_tokens += int(arrivals.length[arrivals.valid].sum())
+        lengths = arrivals.length[arrivals.valid].tolist()
+        self.usage.prompt_tokens += sum(lengths)
+        self.usage.flops += usage_lib.prefill_flops(self._config.model, lengths)
         self._prompts, self._slots, first = self._prefill(
             self._weights, self._prompts, self._slots, self._oldest_first(), arrivals, self._stop_table
         )
@@ -340,13 +331,14 @@ class Lane:
             count = np.full(part.count, len(part.ticket.request.beginning))
             self._write(np.full(part.count, j), place, count, jax.tree.map(lambda x, i=i, n=part.count: x[i, :n], tokens))
 
-    def _note(self, trace: slots_lib.Trace) -> None:
-        """Notes the tokens of one decode call."""
+    def _note(self, trace: slots_lib.Trace, step_bytes: int) -> None:
+        """Notes the tokens of one decode call. Args: step_bytes: that each of its steps read."""
         steps, j, w = np.nonzero(trace.place >= 0)
         taken = len(np.unique(steps))
         self._ring.advance(taken)
         self.usage.slot_steps += trace.place[0].size * taken
         self.usage.useful += len(steps)
+        self.usage.bytes += step_bytes * taken
         at = (steps, j, w)
         self._write(j, trace.place[at], trace.count[at], jax.tree.map(lambda x: x[at], trace.tokens))
 
@@ -380,7 +372,8 @@ class Lane:
             places = slice(u * K, u * K + part.count)
             rows = slice(part.first, part.first + part.count)
             made, given = part.ticket.generation, len(part.ticket.request.beginning)
-            length = self._length[j, places]
+            length, prompt = self._length[j, places], len(part.ticket.request.prompt) + given
+            self.usage.flops += usage_lib.decode_flops(self._config.model, prompt=prompt, drawn=length - given)
             new = (np.arange(self._config.response_length) < length[:, None]) & (np.arange(self._config.response_length) >= given)
             for whole, lane in (
                 (made.tokens, self._tokens),

@@ -4,6 +4,7 @@ A kernel is a function attend(query, key, value) -> (attended, kept). There is o
 last token of a prompt, and one for a new token in each row, which reads caches (decoding).
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -307,45 +308,45 @@ def attend_in_two_parts(
     (prompt_keys, prompt_values), (own_keys, own_values) = prompt, own
     B, N, H = query.shape
     J, G, S, _ = prompt_keys.shape
-    W, n, dtype, together = B // J, N // G, query.dtype, G // own_keys.shape[1]
-    scale = 1 / math.sqrt(H)
-
-    def by_group(x: jax.Array) -> jax.Array:
-        """[B, G, n, ...] -> [J, G, W, n, ...]."""
-        return x.reshape(J, W, *x.shape[1:]).swapaxes(1, 2)
-
-    def by_row(x: jax.Array) -> jax.Array:
-        """The inverse of by_group."""
-        return x.swapaxes(1, 2).reshape(B, G, *x.shape[3:])
-
-    def product(equation: str, rows: jax.Array, cache: jax.Array, **options: Any) -> jax.Array:
-        added = max(0, least_rows - rows.shape[2])
-        return jnp.einsum(equation, jnp.pad(rows, ((0, 0), (0, 0), (0, added), (0, 0))), cache, **options)[:, :, : rows.shape[2]]
-
-    own_query = query.reshape(B, G, n, H)
-    prompt_query = by_group(own_query).reshape(J, G, W * n, H)
+    W, n, dtype, scale = B // J, N // G, query.dtype, 1 / math.sqrt(H)
+    product, together = functools.partial(_product, least_rows=least_rows), G // own_keys.shape[1]
+    query = query.reshape(B, G, n, H)
+    prompt_query = _by_group(query, J).reshape(J, G, W * n, H)
     prompt_scores = product("JGxH,JGSH->JGxS", prompt_query, prompt_keys, preferred_element_type=jnp.float32)
-    prompt_scores = prompt_scores.reshape(J, G, W, n, S) * scale
-    prompt_scores = jnp.where(prompt_mask[:, None, :, None, :], prompt_scores, _MASKED)
-    beside = _side_by_side(own_query, together)
-    own_scores = product("BGnH,BGRH->BGnR", beside, own_keys, preferred_element_type=jnp.float32) * scale
-    own_scores = jnp.where(own_mask[:, None, None, :], own_scores.reshape(B, G, n, -1), _MASKED)
-    largest = jnp.maximum(by_row(jnp.max(prompt_scores, axis=-1)), jnp.max(own_scores, axis=-1))
+    prompt_scores = jnp.where(prompt_mask[:, None, :, None, :], prompt_scores.reshape(J, G, W, n, S) * scale, _MASKED)
+    own_scores = product("BGnH,BGRH->BGnR", _side_by_side(query, together), own_keys, preferred_element_type=jnp.float32)
+    own_scores = jnp.where(own_mask[:, None, None, :], own_scores.reshape(B, G, n, -1) * scale, _MASKED)
+    largest = jnp.maximum(_by_row(jnp.max(prompt_scores, axis=-1)), jnp.max(own_scores, axis=-1))
     if itself is not None:
-        scores = jnp.einsum("BGnH,BGH->BGn", own_query, itself[0], preferred_element_type=jnp.float32) * scale
+        scores = jnp.einsum("BGnH,BGH->BGn", query, itself[0], preferred_element_type=jnp.float32) * scale
         largest = jnp.maximum(largest, scores)
-    prompt_weights = jnp.exp(prompt_scores - by_group(largest)[..., None])
+    prompt_weights = jnp.exp(prompt_scores - _by_group(largest, J)[..., None])
     own_weights = jnp.exp(own_scores - largest[..., None])
-    total = by_row(jnp.sum(prompt_weights, axis=-1)) + jnp.sum(own_weights, axis=-1)
+    total = _by_row(jnp.sum(prompt_weights, axis=-1)) + jnp.sum(own_weights, axis=-1)
     of_prompt = product("JGxS,JGSH->JGxH", prompt_weights.reshape(J, G, W * n, S).astype(dtype), prompt_values)
     own_weights = own_weights.astype(dtype).reshape(B, G // together, together * n, -1)
-    of_own = _apart(product("BGnR,BGRH->BGnH", own_weights, own_values), together)
+    attended = _by_row(of_prompt.reshape(J, G, W, n, H)) + _apart(product("BGnR,BGRH->BGnH", own_weights, own_values), together)
     if itself is not None:
         weights = jnp.exp(scores - largest)
-        total = total + weights
-        of_own = of_own + weights.astype(dtype)[..., None] * itself[1][:, :, None]
-    attended = (by_row(of_prompt.reshape(J, G, W, n, H)) + of_own) / total[..., None]
-    return attended.astype(dtype).reshape(B, N, H)
+        total, attended = total + weights, attended + weights.astype(dtype)[..., None] * itself[1][:, :, None]
+    return (attended / total[..., None]).astype(dtype).reshape(B, N, H)
+
+
+def _by_group(x: jax.Array, groups: int) -> jax.Array:
+    """[B, G, n, ...] -> [J, G, W, n, ...]."""
+    return x.reshape(groups, -1, *x.shape[1:]).swapaxes(1, 2)
+
+
+def _by_row(x: jax.Array) -> jax.Array:
+    """[J, G, W, n, ...] -> [B, G, n, ...], the inverse of _by_group."""
+    x = x.swapaxes(1, 2)
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _product(equation: str, rows: jax.Array, cache: jax.Array, *, least_rows: int, **options: Any) -> jax.Array:
+    """einsum of rows [., ., x, .] and a cache. Args: least_rows: see attend_in_two_parts."""
+    added = max(0, least_rows - rows.shape[2])
+    return jnp.einsum(equation, jnp.pad(rows, ((0, 0), (0, 0), (0, added), (0, 0))), cache, **options)[:, :, : rows.shape[2]]
 
 
 def _side_by_side(query: jax.Array, together: int) -> jax.Array:

@@ -79,6 +79,12 @@ _CURVES: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
 _OF_SEARCHERS = (
     ("Reward of fresh rows", "Of the rows that each searcher has just sampled, trained on or not.", "reward", "reward"),
     ("Speed of the searchers", "Tokens a second of each, since its process started.", "tokens/s", "tokens_per_second"),
+    (
+        "Memory bandwidth of the searchers",
+        "Share of the peak of each one's devices that decode steps need at least.",
+        "share",
+        "bandwidth_share",
+    ),
 )
 _IN_BUFFER = {"Rows in the buffer"}
 

@@ -20,6 +20,7 @@ from tba_jax.rewards.responses import response_texts, reward_texts
 from tba_jax.roles import evaluation_alarms, reference, sampler
 from tba_jax.roles.reference import policy_mesh, text_columns
 from tba_jax.roles.sampler import Sampler
+from tba_jax.roles.work import Work, policy_peaks
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout, metrics, places, snapshots
 from tba_jax.run.damaged_snapshots import DamagedSnapshots
@@ -64,6 +65,9 @@ class Evaluator:
         self._tokenizer, self._task, self._queries = tokenizer, task, list(queries)
         self._samples_per_query = config.evaluation.samples_per_query
         mesh = policy_mesh(config, "evaluation")
+        self._peaks = policy_peaks(mesh, config)
+        # Of the last evaluation: tokens_per_second, computed_tokens_per_second, and shares of the devices' peaks.
+        self.rates: dict[str, float] = {}
         self._sampler = Sampler(
             contract,
             run,
@@ -90,7 +94,7 @@ class Evaluator:
           FileNotFoundError: the snapshot was pruned. snapshots.Damaged: it is damaged.
           ValueError: a measure of the task has the name of another figure.
         """
-        begin = time.time()
+        begin, before = time.time(), self._sampler.work
         try:
             self._tell_part(step, 0, "loading its policy")
             self._sampler.load_step(step)
@@ -100,6 +104,7 @@ class Evaluator:
             sampled = self._respond(temperature=self._contract.scoring_temperature, samples=self._samples_per_query)
         finally:
             self._status.phase("")
+        self._note_rates(self._sampler.work - before, time.time() - begin)
         return {
             "step": step,
             "time": begin,
@@ -120,6 +125,11 @@ class Evaluator:
                 "sampled": [_plain(response) for response in sampled[: self._config.evaluation.samples]],
             },
         }
+
+    def _note_rates(self, done: Work, seconds: float) -> None:
+        """Args: done: by the sampler in these seconds, which rewards and the loading of the policy are part of."""
+        rates = {"tokens_per_second": done.tokens / seconds, "computed_tokens_per_second": done.computed / seconds}
+        self.rates = rates | done.shares(seconds, self._peaks)
 
     def _tell_part(self, step: int, done: int, part: str) -> None:
         """Tells which of the three parts of an evaluation begins. Args: done: parts before it."""
@@ -376,7 +386,7 @@ def run_evaluator(
         if report is None:
             continue
         record.step = report["step"]
-        writer.write(report["step"], report_scalars(report) | account.shares())
+        writer.write(report["step"], report_scalars(report) | evaluator.rates | account.shares())
         watchdog.look(report["step"], evaluation_alarms.point(report, config))
         writer.table("samples", report["step"], sample_rows(report))
         log.info("step %d: greedy reward %.3f, sampled %.3f", report["step"], report["greedy_reward"], report["sampled_reward"])

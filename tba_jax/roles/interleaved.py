@@ -17,6 +17,7 @@ from tba_jax.roles.searcher.searcher import Searcher
 from tba_jax.roles.trainer.loop import end
 from tba_jax.roles.trainer.recorder import Recorder
 from tba_jax.roles.trainer.trainer import Trainer
+from tba_jax.roles.work import Work, policy_peaks
 from tba_jax.run import layout, metrics, processes, snapshots
 from tba_jax.run.damaged_snapshots import DamagedSnapshots
 from tba_jax.run.status import Status
@@ -42,7 +43,7 @@ def run_interleaved(
     trainer.flush_snapshot()
     if evaluations:
         evaluations.catch_up()
-    search_record = _SearchRecord(run, trainer)
+    search_record = _SearchRecord(run, trainer, searcher)
 
     def goes_on() -> bool:
         search_record.look(searcher)
@@ -90,8 +91,10 @@ class _SearchRecord:
     Attributes: watch: says whether the rows get rewards.
     """
 
-    def __init__(self, run: layout.RunDir, trainer: Trainer):
+    def __init__(self, run: layout.RunDir, trainer: Trainer, searcher: Searcher):
         config, name = trainer.config, "searcher-0"
+        self._peaks = policy_peaks(searcher.mesh, config)
+        self._work = self._before = Work()  # of the sampler, up to the last batch and up to the one before
         self._writer = metrics.open_writer(config, run, name, role="searcher", cost=trainer.record.cost)
         self._tables, self._status = SampleTables(self._writer, config), Status(run.metrics(name))
         self._watchdog = alarm_rules.watchdog(run, config, name=name)
@@ -105,12 +108,15 @@ class _SearchRecord:
     def note(self, step: int, report: SearchReport) -> None:
         """A batch was appended, of whose rows update number `step` may be made."""
         self.watch.note(report)
+        self._before, self._work = self._work, report.work
         self._tables.note(report.samples, policy_step=report.policy_step)
         self._watchdog.look(step, alarm_rules.point(report))
 
     def write(self, step: int, report: SearchReport) -> None:
         """Writes the point of a batch."""
-        self._writer.write(step, _scalars(report))
+        done = self._work - self._before
+        rates = {"computed_tokens_per_second": done.computed / report.seconds} | done.shares(report.seconds, self._peaks)
+        self._writer.write(step, _scalars(report) | rates)
 
     def close(self) -> None:
         self._writer.close()
@@ -143,7 +149,7 @@ class _Evaluations:
             with self._record.timeline.measure("evaluate"):
                 report = self._damaged.attempt(step, functools.partial(self._evaluator.evaluate, step))
             if report is not None:
-                self._writer.write(step, report_scalars(report))
+                self._writer.write(step, report_scalars(report) | self._evaluator.rates)
                 self._watchdog.look(step, evaluation_alarms.point(report, self._config))
                 self._writer.table("samples", step, sample_rows(report))
 

@@ -14,7 +14,9 @@ from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
 from tba_jax.packing import row_layout, row_packing
 from tba_jax.programs import Program, shaped
+from tba_jax.roles import work
 from tba_jax.roles.shapes_log import ShapesLog
+from tba_jax.roles.work import Work
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout, processes, snapshots
 
@@ -108,7 +110,7 @@ def kept_shapes(contract: contract_lib.Contract, policy: Policy, mesh: jax.shard
 class ReferencePolicy:
     """The reference policy: `id` names it, `params` are its weights, `logprobs` scores rows with them.
 
-    Attributes: computed_tokens, useful_tokens: of the sequences that were scored so far, and of the rows in them.
+    Attributes: work: tokens of the rows that were scored so far; computed: of the sequences that hold them.
     """
 
     def __init__(
@@ -133,7 +135,7 @@ class ReferencePolicy:
         self.params = _load(run, policy, mesh)
         self._score = _scorer(contract, policy, mesh, logit_megabytes=logit_megabytes)
         self._limits = functools.partial(_limits, contract, policy, mesh, samples=samples, score_tokens=score_tokens)
-        self.computed_tokens = self.useful_tokens = 0
+        self.work, self._model = Work(), policy.model
         self._shapes_log = ShapesLog("scoring by the reference")
 
     def logprobs(self, rows: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -145,21 +147,21 @@ class ReferencePolicy:
         tokens, *lengths = (rows[name] for name in ("tokens", "prompt_length", "response_length"))
         packed, plan = row_packing.of_rows(tokens, *lengths, limits=self._limits(len(tokens)))
         self._shapes_log.note(plan)
-        self.computed_tokens += plan.computed_tokens
-        self.useful_tokens += plan.useful_tokens
+        responses = int(rows["response_length"].sum())
+        self.work += work.of_plan(plan, self._model, responses=responses, passes=1)
         return np.asarray(self._score(self.params, jax.device_put(packed, scoring.packed_shardings(self.mesh))))
 
 
 class NoReference:
     """What stands for the reference policy in a run without one: log π_ref is 0 for every token, and nothing is computed.
 
-    Attributes: as ReferencePolicy. params: the weights that adapters belong to, {} without adapters.
+    Attributes: as ReferencePolicy; work stays 0. params: the weights that adapters belong to, {} without adapters.
     """
 
     def __init__(self, contract: contract_lib.Contract, run: layout.RunDir, *, policy: Policy, mesh: jax.sharding.Mesh):
         self.id, self.mesh = contract_lib.NO_REFERENCE, mesh
         self.params = {} if policy.lora is None else _load(run, policy, mesh)
-        self.computed_tokens = self.useful_tokens = 0
+        self.work = Work()
         self._response_length = contract.response_length
 
     def logprobs(self, rows: Mapping[str, np.ndarray]) -> np.ndarray:

@@ -17,6 +17,7 @@ from tba_jax.rewards import programs as rewards
 from tba_jax.rewards.programs import Models
 from tba_jax.roles import reference
 from tba_jax.roles.reference import NoReference, ReferencePolicy
+from tba_jax.roles.work import Work
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout, snapshots
 from tba_jax.run.damaged_snapshots import DamagedSnapshots
@@ -183,6 +184,18 @@ class Sampler:
         if newest is not None:
             self._hand_over(*newest)
         return newest is not None
+
+    @property
+    def work(self) -> Work:
+        """Of the decoder and the reference so far."""
+        usage = self.engine.usage
+        return Work(usage.useful, usage.slot_steps, usage.flops + self.reference.work.flops, usage.bytes)
+
+    @property
+    def useful_token_share(self) -> float:
+        """Of all tokens so far that prefill and reference computed, those of prompts and rows."""
+        usage, scored = self.engine.usage, self.reference.work
+        return (usage.prompt_tokens + scored.tokens) / (usage.prefilled + scored.computed)
 
     @property
     def damage(self) -> str:

@@ -1,6 +1,11 @@
 """What devices could compute and read at most, as their makers state it: the denominators of bounds and of utilisation."""
 
 import dataclasses
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,3 +34,21 @@ PEAKS = {
     "NVIDIA L4": Peaks(121e12, 300e9),
     "Tesla T4": Peaks(65e12, 320e9),
 }
+
+
+def of(devices: Sequence[Any], *, flops: float = 0.0, bandwidth: float = 0.0) -> Peaks:
+    """The peaks of all these devices together; 0 where it is not known, which is said in the log.
+
+    Args: devices: of one kind; flops, bandwidth: of one device, before those of the table (metrics.peak_flops, .peak_bandwidth).
+    """
+    kind = devices[0].device_kind
+    table = PEAKS.get(kind, Peaks(0.0, 0.0))
+    each = Peaks(flops or table.flops, bandwidth or table.bandwidth)
+    if lacks := [name for name, peak in (("mfu", each.flops), ("bandwidth_share", each.bandwidth)) if not peak]:
+        log.info(
+            "the peaks of %s are not known (tba_jax/run/device_peaks.py), so the metrics have no %s: set metrics.peak_flops and "
+            "metrics.peak_bandwidth",
+            kind,
+            " and no ".join(lacks),
+        )
+    return Peaks(len(devices) * each.flops, len(devices) * each.bandwidth)

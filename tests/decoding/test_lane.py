@@ -10,7 +10,6 @@ from tba_jax.decoding import decode_loop
 from tba_jax.decoding import requests as requests_lib
 from tba_jax.decoding import sizes as sizes_lib
 from tba_jax.decoding import slots as slots_lib
-from tba_jax.decoding.lane import Usage
 from tba_jax.models import kv_cache, scoring
 from tests.support.tiny_engine import (
     BANNED,
@@ -55,12 +54,12 @@ def test_usage_counts_slots_without_a_token():
     engine.set_policy(PARAMS, 5)
     # Rows of four tokens, without an end: the first comes from prefill, three from as many steps of eight slots.
     engine.generate([make_request([6, 6, 3], 1, limit=np.array([4]))])
-    assert engine.usage == Usage(slot_steps=3 * 8, useful=3, prefilled=32 * engine._lanes[0]._arrivals, prompt_tokens=3)
+    assert (engine.usage.slot_steps, engine.usage.useful) == (3 * 8, 3)
+    assert (engine.usage.prefilled, engine.usage.prompt_tokens) == (32 * engine._lanes[0]._arrivals, 3)
     # The others idle while the longest goes on, for eight steps in two calls.
     engine.generate([make_request([6, 6, 3], 3, limit=np.array([4, 1, 9]))])
     assert (engine.usage.slot_steps, engine.usage.useful) == ((3 + 8) * 8, 3 + 3 + 0 + 8)
     assert engine.usage.prompt_tokens == 3 + 2 * 3  # samples in two groups read the prompt twice
-    assert Usage().idle == 0.0 and Usage(slot_steps=8, useful=2).idle == 0.75
 
 
 def test_samples_that_end_by_their_first_token_need_no_step(grouped):

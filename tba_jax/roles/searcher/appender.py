@@ -21,6 +21,7 @@ from tba_jax.decoding.state_values import ValuedStates
 from tba_jax.replay.log import LogWriter
 from tba_jax.rewards.responses import response_texts, reward_texts
 from tba_jax.roles.searcher.samples import Samples
+from tba_jax.roles.work import Work
 from tba_jax.run.timeline import Timeline
 from tba_jax.tasks.interface import CountsGrades, EncodedQuery, Scores, Task
 from tba_jax.text.tokenizers import Tokenizer
@@ -40,7 +41,7 @@ class SearchReport:
     failure: why the first of them could not be scored, "" if the task does not say.
     policy_step: of the weights in use when it was decoded. slot_idle: share of all slot-steps so far that gave no token.
     useful_token_share: of all tokens so far that prefill and reference computed, those of prompts and rows.
-    samples: the rows, for tables.
+    work: of the sampler so far. samples: the rows, for tables.
     """
 
     time: float
@@ -55,6 +56,7 @@ class SearchReport:
     seconds: float
     value_tokens: int
     failure: str
+    work: Work = dataclasses.field(default_factory=Work)
     samples: Samples = dataclasses.field(default_factory=Samples)
 
 
@@ -75,6 +77,7 @@ class DecodedBatch:
     policy_step: int
     slot_idle: float
     useful_token_share: float
+    work: Work
     begin: float
 
 
@@ -224,6 +227,7 @@ class Appender:
             policy_step=batch.policy_step,
             slot_idle=batch.slot_idle,
             useful_token_share=batch.useful_token_share,
+            work=batch.work,
             seconds=now - batch.begin,
             value_tokens=0 if batch.values is None else batch.values.tokens,
             failure=scores.failure,

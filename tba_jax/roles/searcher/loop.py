@@ -12,7 +12,9 @@ from tba_jax.roles.searcher.reward_watch import RewardWatch
 from tba_jax.roles.searcher.samples import SampleTables
 from tba_jax.roles.searcher.searcher import Searcher
 from tba_jax.roles.watchdog import Watchdog
+from tba_jax.roles.work import Work, policy_peaks
 from tba_jax.run import contract, grants, layout, metrics, places
+from tba_jax.run.device_peaks import Peaks
 from tba_jax.run.metrics import MetricWriter, TimeAccount
 from tba_jax.run.requests import RequestRate
 from tba_jax.run.status import Status
@@ -84,10 +86,17 @@ class Rates:
     """
 
     def __init__(
-        self, writer: MetricWriter, account: TimeAccount, requests: RequestRate, tables: SampleTables, watchdog: Watchdog
+        self,
+        writer: MetricWriter,
+        account: TimeAccount,
+        requests: RequestRate,
+        tables: SampleTables,
+        watchdog: Watchdog,
+        peaks: Peaks,
     ):
+        """Args: peaks: of all devices of the policy."""
         self._writer, self._account, self._requests = writer, account, requests
-        self._tables, self._watchdog = tables, watchdog
+        self._tables, self._watchdog, self._peaks, self._work = tables, watchdog, peaks, Work()
         self._batches, self._begin = 0, 0.0
         self._rows = self._tokens = self._value_tokens = self._unscored = 0
 
@@ -99,15 +108,17 @@ class Rates:
             self._watchdog.look(self._batches, alarm_rules.point(report))
             if self._batches == 1:
                 self._account.restart()
-                self._begin = report.time
+                self._begin, self._work = report.time, report.work
                 continue
             self._rows += report.rows
             self._tokens += report.tokens
             self._value_tokens += report.value_tokens
-            elapsed = max(report.time - self._begin, 1e-9)
+            elapsed, work = max(report.time - self._begin, 1e-9), report.work - self._work
             scalars = {
                 "rows_per_second": self._rows / elapsed,
                 "tokens_per_second": self._tokens / elapsed,
+                "computed_tokens_per_second": work.computed / elapsed,
+                **work.shares(elapsed, self._peaks),
                 "reward": report.reward,
                 "finished": report.finished,
                 "policy_step": report.policy_step,
@@ -138,7 +149,7 @@ def run_searcher(
     log.info("%s writes replay/%s", name, searcher.writer)
     refresher, pause = _Refresher(searcher, poll_seconds=poll_seconds), _Pause(status, config)
     tables, watchdog = SampleTables(writer, config), alarm_rules.watchdog(run, config, name=name)
-    rates = Rates(writer, account, RequestRate([run.shared]), tables, watchdog)
+    rates = Rates(writer, account, RequestRate([run.shared]), tables, watchdog, policy_peaks(searcher.mesh, config))
     profiler.starts_at(searcher.policy_step)
 
     def goes_on() -> bool:

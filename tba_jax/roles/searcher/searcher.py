@@ -73,7 +73,8 @@ class Searcher:
         self._account = account
         self._sampler = _make_sampler(config, contract, run, policy=policy, tokenizer=tokenizer, queries=queries)
         self._engine, self._reference = self._sampler.engine, self._sampler.reference
-        self._embedder = ResponseEmbedder(config.task.embedding_path, self._reference.mesh) if contract.embedding else None
+        self.mesh = self._reference.mesh
+        self._embedder = ResponseEmbedder(config.task.embedding_path, self.mesh) if contract.embedding else None
         self.writer, self._writer_number = writer, writer_number(writer)
         self._stream = QueryStream(queries, seed=config.seed, writer=self._writer_number)
         self._rng = np.random.default_rng([config.seed, self._writer_number])
@@ -99,7 +100,7 @@ class Searcher:
         return _rows_per_batch(self._config)
 
     def _open_log(self, run: layout.RunDir) -> LogWriter:
-        devices = str(self._reference.mesh.devices.size)
+        devices = str(self.mesh.devices.size)
         return LogWriter(
             run.replay,
             self.writer,
@@ -243,16 +244,12 @@ class Searcher:
             values=values,
             policy_step=self._engine.policy_step,
             slot_idle=self._engine.usage.idle,
-            useful_token_share=self._useful_token_share(),
+            useful_token_share=self._sampler.useful_token_share,
+            work=self._sampler.work,
             begin=begin,
         )
         with self._account.measure("wait_rewards"):
             self._appender.put(decoded, waits=waits)
-
-    def _useful_token_share(self) -> float:
-        """See SearchReport."""
-        usage, scored = self._engine.usage, self._reference
-        return (usage.prompt_tokens + scored.useful_tokens) / (usage.prefilled + scored.computed_tokens)
 
     def appended(self, *, wait_seconds: float | None = 0.0) -> list[SearchReport]:
         """Reports of the batches that were appended since the last call.

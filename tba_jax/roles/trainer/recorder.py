@@ -7,7 +7,7 @@ import jax
 
 from tba_jax.roles.trainer import alarm_rules
 from tba_jax.roles.trainer.trainer import Trainer
-from tba_jax.roles.trainer.work import WorkRates
+from tba_jax.roles.work import WorkRates, policy_peaks
 from tba_jax.run import layout, metrics
 
 
@@ -19,7 +19,7 @@ class Recorder:
         self._writer = metrics.open_writer(trainer.config, run, "trainer", role="trainer", cost=trainer.record.cost)
         self._watchdog = alarm_rules.watchdog(run, trainer.config)
         self._circumstances = alarm_rules.Circumstances(trainer)
-        self._begin, self._rates = time.monotonic(), WorkRates(trainer.program.mesh)
+        self._begin, self._rates = time.monotonic(), WorkRates(policy_peaks(trainer.program.mesh, trainer.config))
         self._taken: dict[str, Any] | None = None
 
     def take(self, measurements: dict[str, Any]) -> None:

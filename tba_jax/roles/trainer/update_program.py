@@ -18,7 +18,7 @@ from tba_jax.models.policy import Policy
 from tba_jax.packing import row_layout, row_packing
 from tba_jax.programs import Program, shaped
 from tba_jax.roles.shapes_log import ShapesLog
-from tba_jax.roles.trainer.work import Work, of_plan
+from tba_jax.roles.work import Work, of_plan
 from tba_jax.run import contract as contract_lib
 
 

@@ -13,6 +13,7 @@ from tba_jax.experiment import jobs
 from tba_jax.roles.searcher import alarm_rules, loop, reward_watch
 from tba_jax.roles.searcher.samples import SampleTables
 from tba_jax.run import contract, grants, layout, metrics, processes, snapshots, status
+from tba_jax.run.device_peaks import Peaks
 from tba_jax.run.metrics import TimeAccount
 from tba_jax.run.profiles import Window
 from tba_jax.run.requests import RequestRate
@@ -251,8 +252,13 @@ def test_rates_are_those_of_appends(make):
     late.set()
     reports = made.appended(wait_seconds=None)
     tables, watchdog = SampleTables(writer, s.config), alarm_rules.watchdog(s.run, s.config, name="tested")
-    loop.Rates(writer, TimeAccount(), RequestRate([]), tables, watchdog).write(reports)
+    peaks = Peaks(flops=1e12, bandwidth=1e10)
+    loop.Rates(writer, TimeAccount(), RequestRate([]), tables, watchdog, peaks).write(reports)
     for line, report in zip(writer.lines, reports[1:], strict=True):
+        done = report.work - reports[0].work
+        assert 0 < done.tokens <= done.computed and done.flops > 0 and done.bytes > 0
+        assert line["mfu"] == pytest.approx(done.flops / (report.time - reports[0].time) / 1e12)
+        assert line["bandwidth_share"] == pytest.approx(done.bytes / (report.time - reports[0].time) / 1e10)
         elapsed = report.time - reports[0].time
         assert elapsed > 0 and line["rows_per_second"] == pytest.approx((reports.index(report)) * ROWS / elapsed)
     made.close()

@@ -1,7 +1,6 @@
-"""How much a trainer computes: tokens a second, and the share of what its devices could compute at most."""
+"""How much roles compute: tokens a second, and the shares of what their devices could compute and read at most."""
 
 import dataclasses
-import logging
 import time
 from typing import Any
 
@@ -11,25 +10,34 @@ import numpy as np
 from tba_jax.models import flops
 from tba_jax.models.config import DecoderConfig
 from tba_jax.packing.row_layout import Plan
-from tba_jax.run.device_peaks import PEAKS
-
-log = logging.getLogger(__name__)
+from tba_jax.run import device_peaks
+from tba_jax.run.device_peaks import Peaks
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Of updates. tokens: of prompts and responses, a prompt once for the rows that share it; computed: with padding. flops: of
-    the former, forward and backward, without what is computed again to save memory."""
+    """Of updates: tokens of prompts and responses, a prompt once for the rows that share it; computed: with padding. flops: of
+    the former, forward and backward, without what is computed again to save memory.
+
+    Of a sampler: tokens that its decode steps drew; computed: with the slots that were idle. flops: of these tokens, their
+    prompts and the scoring by the reference. bytes: that decode steps must read, see decoding/usage.py.
+    """
 
     tokens: int = 0
     computed: int = 0
     flops: int = 0
+    bytes: int = 0
 
     def __add__(self, other: "Work") -> "Work":
-        return Work(self.tokens + other.tokens, self.computed + other.computed, self.flops + other.flops)
+        return Work(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
 
     def __sub__(self, other: "Work") -> "Work":
-        return Work(self.tokens - other.tokens, self.computed - other.computed, self.flops - other.flops)
+        return Work(*(a - b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
+
+    def shares(self, seconds: float, peaks: Peaks) -> dict[str, float]:
+        """mfu and bandwidth_share of devices that took so long, where their peak is known and there was such work."""
+        found = {"mfu": (self.flops, peaks.flops), "bandwidth_share": (self.bytes, peaks.bandwidth)}
+        return {name: done / seconds / peak for name, (done, peak) in found.items() if done and peak}
 
 
 def of_plan(plan: Plan, model: DecoderConfig, *, responses: int, passes: int) -> Work:
@@ -43,15 +51,19 @@ def of_plan(plan: Plan, model: DecoderConfig, *, responses: int, passes: int) ->
     return Work(plan.useful_tokens, plan.computed_tokens, passes * (dense + attended))
 
 
+def policy_peaks(mesh: jax.sharding.Mesh, config: Any) -> Peaks:
+    """The peaks of the devices of a role's policy."""
+    return device_peaks.of(
+        mesh.devices.ravel().tolist(), flops=config.metrics.peak_flops, bandwidth=config.metrics.peak_bandwidth
+    )
+
+
 class WorkRates:
     """The rates between two points of a trainer's metrics, by the clock: time in which it waits, compiles or publishes counts."""
 
-    def __init__(self, mesh: jax.sharding.Mesh):
-        kind = mesh.devices.flat[0].device_kind
-        peaks = PEAKS.get(kind)
-        self._peak = mesh.devices.size * peaks.flops if peaks else 0.0
-        if not peaks and mesh.devices.flat[0].platform != "cpu":
-            log.info("the peak of %s is not known (tba_jax/run/device_peaks.py): the metrics have no mfu", kind)
+    def __init__(self, peaks: Peaks):
+        """Args: peaks: of all devices of the trainer."""
+        self._peaks = peaks
         self._before: tuple[float, Work] | None = None
         self._now: tuple[float, Work] | None = None
 
@@ -71,4 +83,4 @@ class WorkRates:
         self._before = self._now
         seconds, done = max(end - begin, 1e-9), after - before
         rates = {"tokens_per_second": done.tokens / seconds, "computed_tokens_per_second": done.computed / seconds}
-        return rates | ({"mfu": done.flops / seconds / self._peak} if self._peak else {})
+        return rates | done.shares(seconds, self._peaks)

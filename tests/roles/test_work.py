@@ -1,7 +1,6 @@
 """What a trainer computes, counted by hand for whole rows, and its rates between points."""
 
 import time
-import types
 
 import jax
 import numpy as np
@@ -10,10 +9,10 @@ import pytest
 from tba_jax import sharding
 from tba_jax.models import flops
 from tba_jax.packing import row_layout
-from tba_jax.roles.trainer import work
-from tba_jax.roles.trainer.work import Work, WorkRates
+from tba_jax.roles import work
+from tba_jax.roles.work import Work, WorkRates
 from tba_jax.run.device_peaks import Peaks
-from tests.support import tiny_decoders
+from tests.support import tiny_decoders, tiny_run
 
 P, R, Q, K = 6, 4, 3, 5
 MODEL = tiny_decoders.CONFIGS["grouped, tied"]
@@ -35,17 +34,10 @@ def test_operations_of_whole_rows(shares):
     assert twice.flops == 2 * counted.flops and (counted + counted) - counted == counted
 
 
-def devices(kind: str):
-    """A mesh of two devices of a kind, as far as rates look at it."""
-    device = types.SimpleNamespace(device_kind=kind, platform=kind.split()[0])
-    return types.SimpleNamespace(devices=np.array([device, device]))
-
-
 def test_rates_are_of_the_time_between_two_points(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setitem(work.PEAKS, "fast", Peaks(flops=1000.0, bandwidth=1.0))
-    rates, done = WorkRates(devices("fast")), Work()
+    rates, done = WorkRates(Peaks(flops=2000.0, bandwidth=1.0)), Work()
     step = Work(tokens=60, computed=80, flops=6000)
     assert rates.scalars() == {}
 
@@ -65,18 +57,14 @@ def test_rates_are_of_the_time_between_two_points(monkeypatch):
     assert rates.scalars()["tokens_per_second"] == 120.0
 
 
-def test_utilisation_of_an_unknown_device_is_left_out_and_said(caplog):
-    caplog.set_level("INFO")
-    rates = WorkRates(devices("gpu of tomorrow"))
-    rates.take(Work())
-    rates.take(Work(1, 2, 3))
-    assert set(rates.scalars()) == {"tokens_per_second", "computed_tokens_per_second"}
-    assert "the peak of gpu of tomorrow is not known" in caplog.text
+def test_shares_are_there_where_the_peak_is_known():
+    done = Work(tokens=1, computed=2, flops=300, bytes=40)
+    assert done.shares(2.0, Peaks(1000.0, 100.0)) == {"mfu": 0.15, "bandwidth_share": 0.2}
+    assert done.shares(2.0, Peaks(0.0, 100.0)) == {"bandwidth_share": 0.2} and done.shares(2.0, Peaks(0.0, 0.0)) == {}
 
 
-def test_a_cpu_has_no_peak_and_nobody_expects_one(caplog):
-    caplog.set_level("INFO")
-    rates = WorkRates(sharding.make_mesh((1, 1, 1), setting="learner.mesh", devices=jax.devices()[:1]))
-    rates.take(Work())
-    rates.take(Work(1, 2, 3))
-    assert "mfu" not in rates.scalars() and not caplog.text
+def test_peaks_of_a_role_are_those_of_its_devices_or_of_the_settings():
+    config, mesh = tiny_run.config(), sharding.make_mesh((2, 1, 1), setting="learner.mesh", devices=jax.devices()[:2])
+    assert work.policy_peaks(mesh, config) == Peaks(0.0, 0.0)
+    config.metrics.peak_flops, config.metrics.peak_bandwidth = 1e12, 3e10
+    assert work.policy_peaks(mesh, config) == Peaks(2e12, 6e10)
