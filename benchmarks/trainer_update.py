@@ -36,16 +36,21 @@ LEARNER: dict[str, Any] = {
 }
 
 
-def update_program(changes: Mapping[str, Any], vocab: int) -> UpdateProgram:
-    """The trainer's update on the first device, with random weights. Args: changes: settings of the base recipe."""
+def update_program(changes: Mapping[str, Any], vocab: int, *, begins: bool = True, donates: bool = True) -> UpdateProgram:
+    """The trainer's update on the first device, with random weights.
+
+    Args: changes: settings of the base recipe; begins: False: without a state, so that nothing is on the device; donates: see
+      UpdateProgram.
+    """
     config = base.get_config()
     config.update_from_flattened_dict(SIZES | LEARNER | dict(changes))
     built = composition.build(config)
     policy = dataclasses.replace(built.policy, model=dataclasses.replace(built.policy.model, vocab=vocab))
     # The ids of a tokenizer's special tokens would be banned: here all responses over the vocabulary count.
     contract = dataclasses.replace(built.contract, banned_tokens=())
-    program = UpdateProgram(config, contract, policy, devices=jax.devices()[:1])
-    program.begin(jax.jit(policy.base.init)(jax.random.key(0)))
+    program = UpdateProgram(config, contract, policy, devices=jax.devices()[:1], donates=donates)
+    if begins:
+        program.begin(jax.jit(policy.base.init)(jax.random.key(0)))
     return program
 
 

@@ -44,9 +44,15 @@ class UpdateProgram:
     state: state_lib.TrainState
 
     def __init__(
-        self, config: Any, contract: contract_lib.Contract, policy: Policy, *, devices: Sequence[jax.Device] | None = None
+        self,
+        config: Any,
+        contract: contract_lib.Contract,
+        policy: Policy,
+        *,
+        devices: Sequence[jax.Device] | None = None,
+        donates: bool = True,
     ):
-        """Args: devices: of the mesh; None: all of this process' world."""
+        """Args: devices: of the mesh; None: all of this process' world. donates: whether an update takes the state's memory."""
         c = config.learner
         self._policy, self._seed = policy, config.seed
         self._resets_optimizer = c.reference.reset_optimizer
@@ -66,7 +72,7 @@ class UpdateProgram:
             schedules=settings.make_schedules(c),
             config=self.config,
         )
-        options: dict[str, Any] = dict(donate_argnums=0, static_argnames="whole_groups")
+        options: dict[str, Any] = dict(donate_argnums=0 if donates else (), static_argnames="whole_groups")
         options |= dict(out_shardings=(self._shardings, sharding.replicated(self.mesh)))
         self._update = sharding.on_mesh(self.mesh, jax.jit(update, **options))
         self._begin = jax.jit(self._initial_state, out_shardings=self._shardings, donate_argnums=0)

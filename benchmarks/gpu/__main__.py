@@ -1,0 +1,57 @@
+"""What the project does on the accelerator of this machine, by one command that holds its time.
+
+python -m benchmarks.gpu --minutes=9 [--output=runs/gpu] [--only=decode,update,…] [--model=FOLDER] [--data=FILE.jsonl]
+
+Runs the GPU tests first and then the cases of cases.py in the order of their worth, each in a process of its own: one that fails,
+hangs or needs more memory than the device has costs nothing but its own row, and the rows say so. What is measured is kept at
+once in OUTPUT/rows.jsonl, and OUTPUT/results.md is the section for benchmarks/RESULTS.md. An interrupted suite (Ctrl-C, SIGTERM,
+the end of its minutes) writes the table of what it has. The same OUTPUT again goes on: cases that have rows are not run again.
+
+It needs no network: weights are random, in the shapes of published models, and the run on GSM8K is the recipe's `small` variant,
+whose data lie in the repository; --model and --data give that run a real policy and real rows. Comparisons with PyTorch need
+torch and transformers, and are left out without them. A TPU takes the same command. Without an accelerator the suite has a CPU
+form: the same cases at tiny sizes, which show that the suite works and say nothing about an accelerator.
+"""
+
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from absl import app, flags
+
+from benchmarks.gpu import cases, device, suite, table
+
+_MINUTES = flags.DEFINE_float("minutes", 9.0, "The suite ends after so long, whatever is left.", lower_bound=0.1)
+_OUTPUT = flags.DEFINE_string(
+    "output", "runs/gpu", "The folder for rows, logs, table and compiled programs.", allow_override=True
+)
+_ONLY = flags.DEFINE_list("only", [], "Kinds of cases; default: all.", allow_override=True)
+_MODEL = flags.DEFINE_string("model", "", "A Hugging Face folder for the run on GSM8K; default: the recipe's tiny one.")
+_DATA = flags.DEFINE_string("data", "", "Rows of GSM8K (JSON lines) for that run; default: the repository's few.")
+
+
+def main(argv: Sequence[str]) -> None:
+    del argv
+    for flag, path in (("model", _MODEL.value), ("data", _DATA.value)):
+        if path and not Path(path).exists():
+            sys.exit(f"error: --{flag}={path} does not exist")
+    if unknown := sorted(set(_ONLY.value) - set(cases.KINDS)):
+        sys.exit(f"error: --only={unknown[0]} is none of {', '.join(cases.KINDS)}")
+    found = device.find()
+    if found.platform == "cpu":
+        print("There is no GPU and no TPU: this is the CPU form, at tiny sizes, whose figures say nothing about an accelerator.")
+    output = Path(_OUTPUT.value)
+    output.mkdir(parents=True, exist_ok=True)
+    wanted = cases.of(found, output, model=_MODEL.value, data=_DATA.value)
+    wanted = [case for case in wanted if not _ONLY.value or case.kind in _ONLY.value]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        suite.run(wanted, output, seconds=60 * _MINUTES.value)
+    finally:
+        written = table.write(found, wanted, output)
+        print(written.read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,55 @@
+"""Other commands of the project as cases of the suite: the GPU tests, and a small run on GSM8K.
+
+python -m benchmarks.gpu.runs --what=tests|gsm8k --answer=FILE [--workdir=DIR] [-- SETTINGS of the run]
+"""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from absl import app, flags
+
+from benchmarks.gpu import worker
+from benchmarks.gpu.worker import row
+
+_WHAT = flags.DEFINE_enum("what", None, ["tests", "gsm8k"], "What is run.", required=True)
+_WORKDIR = flags.DEFINE_string("workdir", "", "The folder of the run.", allow_override=True)
+_ONLY_COUNTED = flags.DEFINE_bool("only_counted", False, "Tests are counted and not run, as where there is no GPU.")
+
+
+def tests() -> list[dict[str, str]]:
+    """What pytest says at its end of the tests that need a GPU."""
+    options = ["-o", "addopts=--import-mode=importlib -q", "-m", "gpu", *(["--collect-only"] if _ONLY_COUNTED.value else [])]
+    done = subprocess.run([sys.executable, "-m", "pytest", "tests", *options], capture_output=True, text=True)
+    print(done.stdout, done.stderr, sep="\n")
+    said = [line.strip("= ") for line in done.stdout.splitlines() if re.search(r"passed|failed|error|collected", line)]
+    return [row("counted, not run" if _ONLY_COUNTED.value else "pytest", said[-1] if said else "pytest said nothing")]
+
+
+def gsm8k(settings: Sequence[str]) -> list[dict[str, str]]:
+    """The recipe's small run; its processes share the device by the memory that they need."""
+    workdir = Path(_WORKDIR.value)
+    shutil.rmtree(workdir, ignore_errors=True)
+    recipe = "--config=configs/gsm8k_qwen2_5_1_5b.py:small"
+    begin = time.monotonic()
+    code = subprocess.run([sys.executable, "-m", "tba_jax.main", recipe, f"--workdir={workdir}", *settings]).returncode
+    took = time.monotonic() - begin
+    roles = {file.parent.name: file for file in sorted(workdir.glob("metrics/*/metrics.jsonl"))}
+    searchers = sum(name.startswith("searcher") for name in roles)
+    lines = roles["trainer"].read_text(encoding="utf-8").splitlines() if "trainer" in roles else []
+    steps = json.loads(lines[-1])["step"] if lines else 0
+    ended = "ended well" if code == 0 else f"exit status {code}"
+    return [row(f"{steps} steps, {searchers} searchers", f"{took:.0f} s", ended)]
+
+
+def main(argv: Sequence[str]) -> None:
+    worker.write(tests() if _WHAT.value == "tests" else gsm8k(argv[1:]))
+
+
+if __name__ == "__main__":
+    app.run(main)
