@@ -85,15 +85,19 @@ def seconds(call: Callable[[], Any]) -> list[float]:
 
 def shares(done: Work, took: float) -> str:
     """The shares of the device's peaks, in words; "" where they are not known."""
-    told = done.shares(took, device_peaks.of(jax.devices()[:1]))
+    found = done.shares(took, device_peaks.of(jax.devices()[:1]))
     names = {"mfu": "MFU, attention counted causally", "bandwidth_share": "of the memory's bandwidth"}
-    return ", ".join(f"{100 * share:.1f} % {names[name]}" for name, share in told.items())
+    return ", ".join(f"{100 * share:.1f} % {names[name]}" for name, share in found.items())
 
 
 def memory_row(size: int) -> dict[str, str]:
     peak = peak_bytes()
-    beside = f"{peak / _GIB:.2f} GiB at the most on the device" if peak else "the device does not say what was taken"
-    return row("memory by the compiler", f"{size / _GIB:.2f} GiB", beside)
+    beside = f"{told(peak)} at the most on the device" if peak else "the device does not say what was taken"
+    return row("memory by the compiler", told(size), beside)
+
+
+def told(size: int) -> str:
+    return f"{size / _GIB:.2f} GiB" if size >= _GIB else f"{size / 2**20:.1f} MiB"
 
 
 def update_changes(model: DecoderConfig) -> dict[str, Any]:
@@ -132,8 +136,8 @@ def update() -> list[dict[str, str]]:
     done = program.work - before
     one = Work(done.tokens // calls, done.computed // calls, done.flops // calls)
     T = sum(lengths.values())
-    told = f"{1e3 * took:.1f} ms, {program.rows * T / took:.0f} tokens/s of rows"
-    return [row(f"an update of {program.rows} rows of {T}", told, shares(one, took)), memory_row(size)]
+    value = f"{1e3 * took:.1f} ms, {program.rows * T / took:.0f} tokens/s of rows"
+    return [row(f"an update of {program.rows} rows of {T}", value, shares(one, took)), memory_row(size)]
 
 
 def decode() -> list[dict[str, str]]:
@@ -164,8 +168,8 @@ def decode() -> list[dict[str, str]]:
     took = statistics.median(seconds(lambda: len(engine.generate(asked))))
     calls, after = 2 + worker.REPEATS.value, engine.usage
     read = (after.bytes - before.bytes) // calls
-    told = f"{slots * R / took:.0f} tokens/s"
-    return [row(f"{slots} rows of {P} + {R}, S = {S}, prefill included", told, shares(Work(bytes=read), took)), memory_row(size)]
+    value = f"{slots * R / took:.0f} tokens/s"
+    return [row(f"{slots} rows of {P} + {R}, S = {S}, prefill included", value, shares(Work(bytes=read), took)), memory_row(size)]
 
 
 def wire() -> list[dict[str, str]]:
@@ -195,9 +199,7 @@ def wire() -> list[dict[str, str]]:
         loaded = load()
         times["preparing it for the decode loop"] = seconds(lambda: engine.prepare(loaded))
     size = parameters.count(policy.trained_specs) * 2
-    return [
-        row(name, f"{1e3 * statistics.median(took):.1f} ms", f"{size / _GIB:.2f} GiB in bfloat16") for name, took in times.items()
-    ]
+    return [row(name, f"{1e3 * statistics.median(took):.1f} ms", f"{told(size)} in bfloat16") for name, took in times.items()]
 
 
 MEASURES: dict[str, Callable[[], list[dict[str, str]]]] = {"update": update, "decode": decode, "wire": wire}

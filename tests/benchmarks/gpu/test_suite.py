@@ -59,7 +59,17 @@ def test_cases_without_time_are_left_out_and_others_are_kept(tmp_path, capsys):
     assert (tmp_path / suite.ROWS).read_text().startswith(before) and len(suite.rows(tmp_path)["first"]) == 1
     told = table.text(H200, [first, second], suite.rows(tmp_path))
     assert "| first | speed | 3 |" in told and "| second |  | not measured |" in told
-    assert "NVIDIA H200, 100 GiB, driver 580.1; jax 1" in told
+    assert "NVIDIA H200, 100 GiB, driver 580.1; jax 1" in told and "CPU form" not in told
+
+
+def test_the_table_names_the_fastest_setting_of_the_sweep(tmp_path):
+    wanted = [case for case in cases.of(H200, tmp_path, model="", data="") if case.kind in ("update", "sweep")]
+    found = {case.name: [Row(case=case.name, figure="an update", value=f"{30 - i}.5 ms")] for i, case in enumerate(wanted)}
+    best = wanted[-1].name.removeprefix("sweep: ")
+    assert f"Of the settings swept, {best} had the fastest update: {30 - len(wanted) + 1}.5 ms." in table.text(
+        H200, wanted, found
+    )
+    assert "swept" not in table.text(H200, wanted, {})
 
 
 def test_an_interrupted_suite_ends_its_case_and_keeps_its_rows(tmp_path):
