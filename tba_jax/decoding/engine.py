@@ -24,7 +24,7 @@ from tba_jax.decoding.lane import Lane, Part, Ticket
 from tba_jax.decoding.requests import Generation, Request
 from tba_jax.decoding.slots import SlotsConfig
 from tba_jax.decoding.usage import Usage
-from tba_jax.models import kv_cache
+from tba_jax.models import device_defaults, kv_cache
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.parameters import Params
 from tba_jax.models.response_space import ResponseSpace
@@ -43,7 +43,8 @@ class Engine:
       prompt_length: the most tokens of a prompt together with the given tokens of the response.
       response_length: R, the most tokens of a response, the given tokens included.
       swap: how new weights are taken up. at_once: by all sequences at the next decode step; new_sequences: by new ones alone.
-      chunk: decode steps between two looks at the host: so long do new weights and free buffers wait. At most response_length.
+      chunk: decode steps between two looks at the host: so long do new weights and free buffers wait. At most response_length; 0:
+        by the kind of device, see device_defaults.
       lockstep: requests come in batches and all slots begin at once, so that each batch begins with the shortest window of the
         caches (ring.py). For a stream of requests the window is the whole caches until it shows that all responses are shorter:
         each window is one more program to compile.
@@ -70,7 +71,7 @@ class Engine:
         pad_id: int,
         stop_strings: StopStrings | None = None,
         swap: str = "at_once",
-        chunk: int = 32,
+        chunk: int = 0,
         lockstep: bool = False,
         given_length: int = 0,
         weights: str = "full",
@@ -78,7 +79,7 @@ class Engine:
     ):
         self._pad_id, self._stop_strings, self._longest_prompt = pad_id, stop_strings, prompt_length - given_length
         _check_positions(model, longest_prompt=self._longest_prompt, response_length=response_length)
-        ways = sharding.data_ways(mesh)
+        ways, platform = sharding.data_ways(mesh), mesh.devices.flat[0].platform
         lane = sizes.lane_sizes(slots, samples, len(ways))
         self.config = SlotsConfig(
             model=model,
@@ -90,7 +91,7 @@ class Engine:
             places=samples,
             prompt_length=prompt_length,
             response_length=response_length,
-            chunk=min(chunk, response_length),
+            chunk=min(device_defaults.value("searchers.decode_chunk", chunk, platform), response_length),
             stop_accept=stop_strings.accept if stop_strings is not None else -1,
             tiled=slots_lib.in_tiles(mesh),
             together=slots_lib.heads_together(model, mesh),

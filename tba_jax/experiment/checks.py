@@ -13,7 +13,7 @@ from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.experiment.schema import SCHEMA
 from tba_jax.learner.optimizer import SCHEDULES
 from tba_jax.learner.settings import HELD_REFERENCES
-from tba_jax.models import layers
+from tba_jax.models import device_defaults, layers
 from tba_jax.models.presets import PRESETS
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.objectives.inputs import ObjectiveSettings
@@ -118,7 +118,7 @@ def _registries(task: str) -> dict[str, Collection[str]]:
         "schedules": SCHEDULES,
         "strategies": STRATEGIES,
         "presets": ["", *PRESETS],
-        "remat": layers.REMAT,
+        "remat": (*layers.REMAT, device_defaults.AUTO),
         "sinks": sinks.NAMES,
     }
 

@@ -152,7 +152,8 @@ c.searchers.samples_per_query = setting(24, at_least=1)  # S, at least learner.c
 c.searchers.value_samples = setting(9, at_least=1)  # continuations from each state between steps (task.step_ends)
 c.searchers.value_states = setting(0, at_least=0)  # most states of a response that get a value, evenly spaced; 0: all
 c.searchers.slots = setting(0, at_least=0)  # sequences decoded side by side; 0: queries_per_batch * samples_per_query
-c.searchers.decode_chunk = setting(32, at_least=1)  # decode steps before new weights and new queries can be taken up
+# Decode steps before new weights and new queries can be taken up; 0: by the kind of device (models/device_defaults.py).
+c.searchers.decode_chunk = setting(0, at_least=0)
 # How a new snapshot is taken up. at_once: all sequences continue with it, between two decode steps. new_sequences: sequences
 # whose prompt the old weights have computed end with the old weights (up to two prompts a group), and slots idle until then.
 c.searchers.swap = setting("at_once", one_of=("at_once", "new_sequences"))
@@ -212,7 +213,8 @@ c.learner.completions = setting(20, at_least=1)  # K; 1 is enough for learned_lo
 # which then has two sequences, each as long as the longer of P and R. 0: the whole batch.
 c.learner.micro_batch_tokens = setting(0, at_least=0, free=True)
 c.learner.logit_megabytes = setting(128, at_least=1, free=True)  # most memory of logits on a device
-c.learner.remat = setting("full", registry="remat", free=True)  # none | dots | full: what the backward pass recomputes of a layer
+# What the backward pass recomputes of a layer: none | dots | full; auto: by the kind of device (models/device_defaults.py).
+c.learner.remat = setting("auto", registry="remat", free=True)
 c.learner.learning_rate = setting(1e-5, above=0)
 c.learner.schedule = setting("constant", registry="schedules")  # constant | linear | wsd
 c.learner.warmup_steps = setting(10, at_least=0)

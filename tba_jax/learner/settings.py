@@ -12,7 +12,7 @@ import optax
 from tba_jax import sharding
 from tba_jax.learner import micro_batches, optimizer, state, update
 from tba_jax.learner.moving_reference import MovingReference
-from tba_jax.models import scoring
+from tba_jax.models import device_defaults, scoring
 from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.objectives.inputs import ObjectiveSettings
@@ -69,7 +69,7 @@ def make_learner_config(c: Any, contract: contract_lib.Contract, policy: Policy,
         ),
         logit_bytes=(c.logit_megabytes << 20) * mesh.size,
         space=contract.response_space(),
-        remat=c.remat,
+        remat=device_defaults.value("learner.remat", c.remat, mesh.devices.flat[0].platform),
         surrogate_decay=c.reference.ema_decay if c.reference.kind == "surrogate" else 0.0,
         has_reference=contract.has_reference,
     )
