@@ -44,4 +44,4 @@ def write(folder: Path, model: Path) -> None:
         encoder.define(shape).specs,
     )
     copy = functools.partial(export.copy_tokenizer, model)
-    export.save(folder, shape, params, dtype="float32", tokenizer=copy)
+    export.save(folder, shape, params, dtype="float32", more=[copy])

@@ -1,13 +1,15 @@
 """Writes a policy snapshot of a run as a Hugging Face folder, for transformers, vLLM or lm-eval.
 
-python -m tba_jax export --workdir=DIR --output=DIR [--step=N] [--dtype=float32|bfloat16|float16]
+python -m tba_jax export --workdir=DIR --output=DIR [--step=N] [--dtype=float32|bfloat16|float16] [--adapter]
+
+Adapters are merged into the weights; with --adapter they are written alone, as a folder that peft reads.
 """
 
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
@@ -20,24 +22,25 @@ if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answe
     from tba_jax.text.tokenizers import Tokenizer
 
 
-def export(workdir: Path, output: Path, *, step: int | None, dtype: str | None) -> str:
+def export(workdir: Path, output: Path, *, step: int | None, dtype: str | None, adapter: bool = False) -> str:
     """Writes the folder; one tensor at a time is in memory. Adapters are merged.
 
     Args:
       output: outside of workdir, whose folders belong to the run's processes.
       step: of a published snapshot; None: the newest. dtype: of the weights written; None: the snapshot's.
+      adapter: writes the adapters alone, for peft.
 
     Returns:
       a sentence that says what was written.
 
     Raises:
       ValueError: there is no run of this version or no such snapshot, its model, reference or tokenizer is gone, or `output`
-        is in use or in the run.
+        is in use or in the run; or `adapter` of a run without adapters, or whose adapters belong to no published checkpoint.
     """
     from tba_jax.experiment import stored_run
     from tba_jax.models import lora
+    from tba_jax.models.hugging_face import adapters, load
     from tba_jax.models.hugging_face import export as export_lib
-    from tba_jax.models.hugging_face import load
     from tba_jax.run import snapshots
 
     run = layout.open_run_dir(workdir)
@@ -46,18 +49,41 @@ def export(workdir: Path, output: Path, *, step: int | None, dtype: str | None) 
     config, policy, tokenizer = stored.config, stored.policy, stored.tokenizer
     step = snapshot_step.chosen(run.policies, step, called=str(workdir))
     source = load.resolve_folder(config.model.path) if config.model.path else None
+    base = _adapted_checkpoint(run, config) if adapter else ""
     write_tokenizer, ids = _tokenizer_files(tokenizer, source)
     folder = run.policies / layout.step_name(step)
     with contextlib.ExitStack() as kept:
         kept.enter_context(_committed(folder, f"snapshot {step}"))
         params = snapshots.open_arrays(folder, policy.trained_specs)
         dtype = dtype or str(layout.read_json(folder / snapshots.COMMIT)["dtype"])
+        if adapter:
+            assert policy.lora is not None
+            adapters.save(output, policy.model, params, policy.lora, base=base, dtype=dtype, more=[write_tokenizer])
+            return f"the adapters of step {step} of {workdir} are in {output}, for {base} ({policy.model.architecture}, {dtype})"
         if policy.lora is not None:
             reference = _reference(run)
             kept.enter_context(_committed(reference, "the reference policy, which the adapters belong to,"))
             params = lora.merge_lazily(snapshots.open_arrays(reference, policy.model_specs), params, policy.lora)
-        export_lib.save(output, policy.model, params, dtype=dtype, source=source, token_ids=ids, tokenizer=write_tokenizer)
+        export_lib.save(output, policy.model, params, dtype=dtype, source=source, token_ids=ids, more=[write_tokenizer])
     return f"step {step} of {workdir} is in {output} ({policy.model.architecture}, {dtype})"
+
+
+def _adapted_checkpoint(run: layout.RunDir, config: Any) -> str:
+    """The checkpoint that the run's adapters belong to, as model.path names it.
+
+    Raises:
+      ValueError: the run has no adapters, or began with another policy than that checkpoint.
+    """
+    from tba_jax.run import contract
+
+    if not config.lora.rank:
+        raise ValueError("--adapter: this run has no adapters (lora.rank=0); without the flag its weights are written")
+    if not config.model.path or contract.read(run)["init_from"] or config.replay.mount:
+        raise ValueError(
+            f"--adapter: the adapters of this run belong to the policy it began with, which is not the checkpoint "
+            f"model.path={config.model.path!r}; without the flag they are merged into it"
+        )
+    return str(config.model.path)
 
 
 def _check_output(output: Path, run: layout.RunDir) -> None:
@@ -110,10 +136,11 @@ def add_flags(values: flags.FlagValues) -> None:
     command_line.add_path(values, "output", "the folder to write; it must not exist, or be empty", required=True)
     snapshot_step.add_flag(values)
     dtypes = ("float32", "bfloat16", "float16")
+    flags.DEFINE_bool("adapter", False, "writes the adapters alone, as a folder of peft", flag_values=values)
     flags.DEFINE_enum("dtype", None, dtypes, "of the weights; default: the snapshot's", flag_values=values)
 
 
 def run(given: command_line.Given) -> int:
     privacy.follow(given.workdir)
-    print(visible(export(given.workdir, given.output, step=given.step, dtype=given.dtype)))
+    print(visible(export(given.workdir, given.output, step=given.step, dtype=given.dtype, adapter=given.adapter)))
     return 0

@@ -237,7 +237,7 @@ class Tuning:
             dtype=plan.config.output.dtype,
             source=plan.folder,
             token_ids=token_ids,
-            tokenizer=functools.partial(export_lib.copy_tokenizer, plan.folder),
+            more=[functools.partial(export_lib.copy_tokenizer, plan.folder)],
         )
 
 

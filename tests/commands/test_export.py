@@ -10,17 +10,18 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from tba_jax import sharding
 from tba_jax.commands import command_line, export
 from tba_jax.experiment import jobs
 from tba_jax.models import parameters
+from tba_jax.models.hugging_face import adapters, files, load
 from tba_jax.models.hugging_face import export as export_lib
-from tba_jax.models.hugging_face import files, load
 from tba_jax.replay.reader import LogReader
 from tba_jax.run import contract, layout, snapshots
 from tba_jax.text.tokenizers import HuggingFaceTokenizer
-from tests.support import applied, tiny_checkpoints, tiny_run
+from tests.support import applied, random_checkpoints, tiny_checkpoints, tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
 
@@ -138,6 +139,29 @@ def test_the_newest_step_and_its_dtype_are_the_default(tmp_path, capsys):
     with pytest.raises(ValueError, match="holds no run"):
         export.export(tmp_path, tmp_path / "other", step=None, dtype=None)
     assert not (tmp_path / "other").exists()
+
+
+def test_adapters_alone_are_written_for_the_checkpoint_they_belong_to(tmp_path):
+    model = random_checkpoints.write(tmp_path / "model", "qwen2.5-0.5b", random_checkpoints.byte_tokenizer(tmp_path / "tokens"))
+    run, policy = written_run(tmp_path / "run", model__path=str(model), **LORA)
+    said = export.export(run.root, tmp_path / "adapter", step=0, dtype=None, adapter=True)
+    assert said == f"the adapters of step 0 of {run.root} are in {tmp_path / 'adapter'}, for {model} (qwen2, float32)"
+    values = json.loads((tmp_path / "adapter" / adapters.CONFIG).read_text())
+    assert values["base_model_name_or_path"] == str(model) and values["target_modules"] == ["mlp.down_proj", "self_attn.q_proj"]
+    found = load_file(tmp_path / "adapter" / adapters.WEIGHTS)
+    trained = snapshots.open_arrays(run.policies / "00000000", policy.trained_specs)
+    lora_a = np.asarray(trained["layers"]["feed_forward"]["down"]["lora_a"][1])
+    np.testing.assert_array_equal(found["base_model.model.model.layers.1.mlp.down_proj.lora_A.weight"], lora_a.T)
+    assert HuggingFaceTokenizer(tmp_path / "adapter").vocab_size == HuggingFaceTokenizer(model).vocab_size
+
+
+@pytest.mark.parametrize("changes, sentence", [({}, "has no adapters (lora.rank=0)"), (LORA, "not the checkpoint model.path=''")])
+def test_adapters_that_belong_to_no_checkpoint_are_refused(tmp_path, changes, sentence):
+    run, _ = written_run(tmp_path / "run", **changes)
+    with pytest.raises(ValueError) as refused:
+        export.export(run.root, tmp_path / "adapter", step=0, dtype=None, adapter=True)
+    assert sentence in str(refused.value) and str(refused.value).startswith("--adapter: ")
+    assert not (tmp_path / "adapter").exists()
 
 
 def test_nothing_is_written_into_the_run(tmp_path, capsys):

@@ -83,7 +83,7 @@ def write(
         params,
         dtype=dtype,
         token_ids={"eos_token_id": read.eos_id, "pad_token_id": read.pad_id},
-        tokenizer=functools.partial(export.copy_tokenizer, own),
+        more=[functools.partial(export.copy_tokenizer, own)],
     )
     return folder
 

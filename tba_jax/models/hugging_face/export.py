@@ -3,13 +3,14 @@
 The folder appears at its name once it is whole. architectures.py says what the tensors are called and how they lie.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def save(
     dtype: str,
     source: Path | None = None,
     token_ids: Mapping[str, int | None] | None = None,
-    tokenizer: Callable[[Path], None] | None = None,
+    more: Sequence[Callable[[Path], None]] = (),
     max_shard_bytes: int = 2 << 30,
 ) -> None:
     """Writes a folder from which transformers computes the same. One tensor at a time is on the host.
@@ -75,28 +76,46 @@ def save(
       source: the folder that the model came from. Its config.json is kept except for the class and the dtype, and its
         generation_config.json is copied.
       token_ids: further keys of config.json, as {"pad_token_id": 0}: a class with a score head needs one for padded batches.
-      tokenizer: writes the tokenizer's files into the folder that it is called with, before that has its final name.
+      more: functions that write further files, such as the tokenizer's, into the folder that they are called with, before that
+        has its final name.
       max_shard_bytes: of the weights in one file; more are written as shards with an index.
 
     Raises:
       ValueError: names the folder, the parameter or the field of the config that cannot be written.
     """
     folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} exists and is not an empty folder; export to another name")
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype!r} of the export is not one of {', '.join(DTYPES)}")
+    check_free(folder)
+    check_dtype(dtype)
     values = _config_values(folder, config, dtype, source) | dict(token_ids or {})
     leaves = _checked_leaves(config, params)
-    whole = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
-    whole.mkdir(parents=True)
-    try:
+    with whole_folder(folder) as whole:
         _write_weights(whole, config, leaves, dtype, max_shard_bytes)
         (whole / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         if source is not None and (Path(source) / "generation_config.json").is_file():
             shutil.copyfile(Path(source) / "generation_config.json", whole / "generation_config.json")
-        if tokenizer is not None:
-            tokenizer(whole)
+        for write in more:
+            write(whole)
+
+
+def check_dtype(dtype: str) -> None:
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r} of the export is not one of {', '.join(DTYPES)}")
+
+
+def check_free(folder: Path) -> None:
+    """Raises ValueError where something lies at the name of a folder that is to be written."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} exists and is not an empty folder; export to another name")
+
+
+@contextlib.contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """Yields a new folder beside `folder`, with its parents; it takes that name at the end, and is removed after an error."""
+    check_free(folder)
+    whole = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
+    whole.mkdir(parents=True)
+    try:
+        yield whole
         os.replace(whole, folder)
     finally:
         shutil.rmtree(whole, ignore_errors=True)
@@ -159,29 +178,37 @@ def _write_weights(folder: Path, config: Any, leaves: Mapping[str, Any], dtype: 
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / load.INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     for name, shard in zip(names, shards, strict=True):
-        _write_file(folder / name, shard, leaves, sizes, dtype)
+        by_name = {tensor.name: tensor for tensor in shard}
+
+        def content(name: str, by_name: Mapping[str, _Tensor] = by_name) -> np.ndarray:
+            return _content(by_name[name], leaves, sizes, dtype)
+
+        write_tensors(folder / name, {tensor.name: tensor.shape for tensor in shard}, content, dtype=dtype)
 
 
-def _write_file(path: Path, tensors: Sequence[_Tensor], leaves: Mapping[str, Any], sizes: Mapping[str, int], dtype: str) -> None:
-    """A safetensors file: length of the header, header (padded to 8 bytes), the tensors one after the other."""
+def write_tensors(path: Path, shapes: Mapping[str, tuple[int, ...]], content: Callable[[str], np.ndarray], *, dtype: str) -> None:
+    """Writes a safetensors file: length of the header, header (padded to 8 bytes), the tensors one after the other.
+
+    Args: shapes: by the tensors' names; content: gives a tensor of `dtype` by its name. One at a time is on the host.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for tensor in tensors:
-        begin, end = end, end + jnp.dtype(dtype).itemsize * math.prod(tensor.shape)
-        header[tensor.name] = {"dtype": DTYPES[dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    for name, shape in shapes.items():
+        begin, end = end, end + jnp.dtype(dtype).itemsize * math.prod(shape)
+        header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
     with path.open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little"))
         file.write(encoded)
-        for tensor in tensors:
-            file.write(_content(tensor, leaves, sizes, dtype).view(np.uint8).data)
+        for name in shapes:
+            file.write(content(name).reshape(-1).view(np.uint8).data)
         file.flush()
         os.fsync(file.fileno())
 
 
 def _content(tensor: _Tensor, leaves: Mapping[str, Any], sizes: Mapping[str, int], dtype: str) -> np.ndarray:
-    """The tensor, flat. Raises ValueError on an integer parameter, and on numbers that are not finite (in `dtype`)."""
+    """The tensor. Raises ValueError on an integer parameter, and on numbers that are not finite (in `dtype`)."""
     content = np.empty(tensor.shape, jnp.dtype(dtype))
     for part in tensor.parts:
         leaf = leaves[part.path]
@@ -190,9 +217,14 @@ def _content(tensor: _Tensor, leaves: Mapping[str, Any], sizes: Mapping[str, int
             raise ValueError(f"{part.path} is {ours.dtype}; integer weights must be restored before they are exported")
         with np.errstate(over="ignore"):  # what becomes infinite is refused below
             files.copy(part.view(content, sizes), ours)
+    return finite(content, tensor.name, tensor.parts[0].path)
+
+
+def finite(content: np.ndarray, name: str, path: str) -> np.ndarray:
+    """The tensor called `name`. Raises ValueError where our parameter `path` has given it numbers that are not finite."""
     if not np.isfinite(content).all():
-        raise ValueError(f"{tensor.parts[0].path} (tensor {tensor.name}) holds numbers that are not finite in {dtype}")
-    return content.reshape(-1)
+        raise ValueError(f"{path} (tensor {name}) holds numbers that are not finite in {content.dtype}")
+    return content
 
 
 def copy_tokenizer(source: Path | str, folder: Path | str) -> None:

@@ -179,9 +179,9 @@ def test_the_folder_appears_with_its_tokenizer(tmp_path):
         raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space left"):
-        save(folder, config, params, tokenizer=fail)
+        save(folder, config, params, more=[fail])
     assert not list((tmp_path / "new").iterdir())
-    save(folder, config, params, tokenizer=lambda partial: (partial / "tokenizer.json").write_text("{}"))
+    save(folder, config, params, more=[lambda partial: (partial / "tokenizer.json").write_text("{}")])
     assert (folder / "tokenizer.json").read_text() == "{}" and [path.name for path in folder.parent.iterdir()] == ["model"]
     assert_same_params(load(folder)[1], params)
 
