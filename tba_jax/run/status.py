@@ -112,7 +112,7 @@ class Status:
                 return
             with self._cost.measure(), contextlib.suppress(OSError):
                 temporary = self._folder / f".{_FILE}.{os.getpid()}"
-                temporary.write_text(json.dumps({**self._told, "time": round(now, 3), "pid": os.getpid()}))
+                temporary.write_text(json.dumps({**self._told, "time": now, "pid": os.getpid()}))
                 temporary.replace(self._folder / _FILE)
                 self._written, self._next = text, now + REWRITE_SECONDS
 

@@ -27,6 +27,13 @@ def test_what_is_said_is_read(tmp_path):
     assert said(tmp_path) == status.Told()
 
 
+def test_a_status_is_as_old_as_its_writing_and_no_older(tmp_path):
+    """Readers drop what was written before a role's start, so that a time that is rounded down would be dropped with it."""
+    began = 1_000_000.00049
+    status.Status(tmp_path, clock=lambda: began)
+    assert status.read(tmp_path).time >= began
+
+
 def test_a_sentence_that_changes_all_the_time_is_written_now_and_then(tmp_path):
     now = time.time()
     told = status.Status(tmp_path, clock=lambda: now)
