@@ -20,7 +20,8 @@ from tba_jax import sharding
 from tba_jax.decoding import requests as requests_lib
 from tba_jax.decoding import sizes
 from tba_jax.decoding import slots as slots_lib
-from tba_jax.decoding.lane import Lane, Part, Ticket
+from tba_jax.decoding.arrivals import Part, Ticket
+from tba_jax.decoding.lane import Lane
 from tba_jax.decoding.requests import Generation, Request
 from tba_jax.decoding.slots import SlotsConfig
 from tba_jax.decoding.usage import Usage
@@ -45,8 +46,8 @@ class Engine:
       swap: how new weights are taken up. at_once: by all sequences at the next decode step; new_sequences: by new ones alone.
       chunk: decode steps between two looks at the host: so long do new weights and free buffers wait. At most response_length; 0:
         by the kind of device, see device_defaults.
-      lockstep: requests come in batches and all slots begin at once, so that each batch begins with the shortest window of the
-        caches (ring.py). For a stream of requests the window is the whole caches until it shows that all responses are shorter:
+      lockstep: requests come in batches and all slots begin at once, so that the samples of a query share a group, and each
+        batch begins with the shortest window of the caches (ring.py). For a stream of requests the window is the whole caches until it shows that all responses are shorter:
         each window is one more program to compile.
       given_length: the part of prompt_length that is kept free for given response tokens; a prompt is shorter by it.
       weights: precision of the weights that `prepare` takes, one of kv_cache.WEIGHTS.
@@ -80,7 +81,7 @@ class Engine:
         self._pad_id, self._stop_strings, self._longest_prompt = pad_id, stop_strings, prompt_length - given_length
         _check_positions(model, longest_prompt=self._longest_prompt, response_length=response_length)
         ways, platform = sharding.data_ways(mesh), mesh.devices.flat[0].platform
-        lane = sizes.lane_sizes(slots, samples, len(ways))
+        lane = sizes.lane_sizes(slots, samples, len(ways), lockstep=lockstep)
         self.config = SlotsConfig(
             model=model,
             graphdef=kv_cache.define(model, weights).graphdef,
@@ -197,12 +198,13 @@ class Engine:
             policy_step=np.full((S, R), -1, np.int32),
         )
 
-    def collect(self, tickets: Sequence[Ticket], *, feed: Callable[[], bool] = lambda: False) -> list[Generation]:
+    def collect(self, tickets: Sequence[Ticket], *, feed: Callable[[], bool] | None = None) -> list[Generation]:
         """Decodes until these requests are answered. Other requests that are running go on at the next call.
 
         Args:
           feed: called when there is room for a prompt and the queue is empty: submits another request and returns True, or
-            returns False. Never called from two threads at a time.
+            returns False. Never called from two threads at a time. Without it no prompts come but those that are queued, and
+            the last samples move into fewer slots (narrowing.py).
 
         Raises:
           FloatingPointError: logits that are not numbers; names the query. The engine cannot be used afterwards.
@@ -211,7 +213,8 @@ class Engine:
             raise RuntimeError("the decoder stopped on an error before; its slots are in no known state")
         if any(lane.policy_step < 0 and lane.incoming is None for lane in self._lanes):
             raise RuntimeError("the decoder has no weights yet: `swap` or `set_policy` comes first")
-        work = functools.partial(self._work, tickets=tickets, take=functools.partial(self._take, feed=feed))
+        take = functools.partial(self._take, feed=feed or (lambda: False))
+        work = functools.partial(self._work, tickets=tickets, take=take, ends=lambda: feed is None and not self._queue)
         if self._threads is None:
             work(self._lanes[0])
         else:
@@ -222,11 +225,13 @@ class Engine:
             lane.take_up()
         return [ticket.generation for ticket in tickets]
 
-    def _work(self, lane: Lane, *, tickets: Sequence[Ticket], take: Callable[[bool], Part | None]) -> None:
+    def _work(
+        self, lane: Lane, *, tickets: Sequence[Ticket], take: Callable[[bool], Part | None], ends: Callable[[], bool]
+    ) -> None:
         """Advances a lane until these requests are answered, by whichever lane."""
         while any(ticket.left for ticket in tickets) and not self._failed:
             try:
-                if not lane.advance(take):
+                if not lane.advance(take, ends=ends):
                     # Other lanes have the samples that are left. They may be fed again, and this lane with them.
                     time.sleep(_IDLE_SECONDS)
             except BaseException:

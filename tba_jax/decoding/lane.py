@@ -11,36 +11,18 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tba_jax import sharding as sharding_lib
-from tba_jax.decoding import programs, sizes
-from tba_jax.decoding import sampling as sampling_lib
+from tba_jax.decoding import arrivals as arrivals_lib
+from tba_jax.decoding import narrowing, programs, sizes
 from tba_jax.decoding import slots as slots_lib
 from tba_jax.decoding import usage as usage_lib
-from tba_jax.decoding.requests import Generation, Request
+from tba_jax.decoding.arrivals import Part
 from tba_jax.decoding.ring import Ring
-from tba_jax.decoding.slots import Arrivals, Samples, SlotsConfig, Tokens
+from tba_jax.decoding.slots import Arrivals, SlotsConfig, Tokens
 from tba_jax.decoding.usage import Usage
 from tba_jax.models import kv_cache
 from tba_jax.models.parameters import Params
 from tba_jax.programs import Program, shaped
 from tba_jax.text.stop_strings import StopStrings
-
-
-@dataclasses.dataclass
-class Ticket:
-    """A request's generation while it is made. left: how many of its samples have not ended."""
-
-    request: Request
-    generation: Generation
-    left: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """Samples first, first + 1, … first + count − 1 of a request, which share a buffer."""
-
-    ticket: Ticket
-    first: int
-    count: int
 
 
 class Lane:
@@ -83,6 +65,10 @@ class Lane:
         self._windows = sizes.windows(slots_lib.own_entries(config), config.chunk, tiled=config.tiled)
         self._ring = Ring(self._windows, config.chunk, lockstep=lockstep)
         self._buckets = sizes.buckets(config.prompt_length)
+        # The sizes that the state may have, falling, and which of them it has; the groups that it holds.
+        self._sizes = [config, *narrowing.narrower(config)]
+        self._size = 0
+        self._groups = np.arange(config.groups)
         # (group, buffer) -> the part in it; a free buffer has no entry.
         self._parts: dict[tuple[int, int], Part] = {}
         # When each buffer was filled, as a count of fills.
@@ -94,10 +80,12 @@ class Lane:
 
     def _make_programs(self) -> None:
         """The programs that make and change the state on the devices. The state itself is made by the first prefill."""
-        made, on_mesh = programs.make(self._config, self._mesh), functools.partial(sharding_lib.on_mesh, self._mesh)
-        self._init, self._prefill = on_mesh(made.init), on_mesh(made.prefill)
-        self._decode, self._rotate = on_mesh(made.decode), on_mesh(made.rotate)
-        self._unstack = on_mesh(made.unstack)
+        on_mesh = functools.partial(sharding_lib.on_mesh, self._mesh)
+        self._made = [programs.make(config, self._mesh) for config in self._sizes]
+        whole = self._made[0]
+        self._init, self._prefill, self._unstack = map(on_mesh, (whole.init, whole.prefill, whole.unstack))
+        self._decode = [on_mesh(made.decode) for made in self._made]
+        self._rotate = [on_mesh(made.rotate) for made in self._made]
         self._prompts: Any = None
         self._slots: Any = None
         self._stop_table: Any = None
@@ -126,7 +114,7 @@ class Lane:
             "weights as decoded with": Program(function=self._unstack, arguments=(kv_cache.largest(stacked),)),
             "prefill": Program(function=self._prefill, arguments=(weights, prompts, slots, order, arrivals, table)),
             "decode": Program(
-                function=self._decode,
+                function=self._decode[0],
                 arguments=(weights, prompts, slots, order, number, number, table),
                 options=dict(buffers=c.buffers, window=self._windows[-1]),
             ),
@@ -136,7 +124,7 @@ class Lane:
             found["decode, part of a ring"] = dataclasses.replace(found["decode"], options=part)
         if len(self._windows) > 1:
             rotated = dict(window=self._windows[-2])
-            found["rotation of a ring"] = Program(function=self._rotate, arguments=(slots.own[0], number), options=rotated)
+            found["rotation of a ring"] = Program(function=self._rotate[0], arguments=(slots.own[0], number), options=rotated)
         return found
 
     def _make_host_copy(self) -> None:
@@ -144,7 +132,7 @@ class Lane:
         config = self._config
         places = (config.groups, config.buffers * config.places)
         self._status = np.full(places, slots_lib.CUT, np.int32)
-        self._length, self._given = np.zeros(places, np.int32), np.zeros(places, np.int32)
+        self._length, self._given, self._limit = (np.zeros(places, np.int32) for _ in range(3))
         self._tokens, self._steps = (np.zeros((*places, config.response_length), np.int32) for _ in range(2))
         self._policy, self._behavior = (np.zeros((*places, config.response_length), np.float32) for _ in range(2))
 
@@ -183,20 +171,24 @@ class Lane:
             part.clear()
             jax.block_until_ready(self._weights)
 
-    def advance(self, take: Callable[[bool], Part | None]) -> bool:
+    def advance(self, take: Callable[[bool], Part | None], *, ends: Callable[[], bool]) -> bool:
         """Fills free buffers, decodes one chunk and hands out generations that are whole. Returns whether anything was decoded.
 
-        Args: take: see Engine._take.
+        Args: take: see Engine._take. ends: whether no prompts are left, for any lane.
         """
         self.take_up()
-        may_fill = self.incoming is None
-        filled = may_fill and self._fill(take)
+        if self._size and not self._parts:
+            self._widen()
+        filled = self.incoming is None and not self._size and self._fill(take)
         if not self._parts:
             return False
-        window, buffers = self._fit_ring(), self._buffers_in_use()
-        # Free buffers are a reason to stop decoding only where prompts wait for them.
-        enough = self._arrivals if filled else self._config.groups * self._config.buffers + 1
-        self._slots, trace = self._decode(
+        # Free buffers are a reason to stop decoding only where prompts wait for them, or where fewer slots are then enough.
+        enough = self._arrivals if filled else len(self._groups) * self._config.buffers + 1
+        if ends():
+            self._narrow()
+            enough = self._enough_to_narrow() or enough
+        window, buffers, config = self._fit_ring(), self._buffers_in_use(), self._sizes[self._size]
+        self._slots, trace = self._decode[self._size](
             self._weights,
             self._prompts,
             self._slots,
@@ -210,12 +202,52 @@ class Lane:
         for filled_buffers, tokens in self._first:
             self._note_first(filled_buffers, jax.device_get(tokens))
         self._first = []
-        step_bytes = usage_lib.step_bytes(self._config, self._weight_bytes, buffers=buffers, window=window)
+        step_bytes = usage_lib.step_bytes(config, self._weight_bytes, buffers=buffers, window=window)
         self._note(jax.device_get(trace), step_bytes)
         self._release()
         if not self._parts:
             self._ring.begin()
         return True
+
+    def _running(self) -> np.ndarray:
+        """int[J], the samples of each group that have not ended."""
+        return np.count_nonzero(self._status == slots_lib.RUNNING, axis=1)
+
+    def _goes_on(self) -> bool:
+        """Whether a sample may run for long enough that fewer slots are worth a move."""
+        left = np.where(self._status == slots_lib.RUNNING, self._limit - self._length, 0)
+        return int(left.max()) >= narrowing.WORTHWHILE_STEPS
+
+    def _narrow(self) -> None:
+        """Moves the running samples into fewer slots where they fit; layer by layer, so that one is there twice at a time."""
+        running = self._running()
+        fitting = [i for i, config in enumerate(self._sizes) if i > self._size and narrowing.holds(config, running)]
+        if not fitting or not self._goes_on():
+            return
+        self._size = fitting[-1]
+        # Positions of the groups among those that the state holds: the ones that run come first.
+        chosen = np.argsort(running[self._groups] == 0, kind="stable")[: self._sizes[self._size].groups].astype(np.int32)
+        made, on_mesh = self._made[self._size], functools.partial(sharding_lib.on_mesh, self._mesh)
+        prompts, own = list(self._prompts.cache), list(self._slots.own)
+        small = dataclasses.replace(self._prompts, cache=()), dataclasses.replace(self._slots, own=())
+        self._prompts = self._slots = None
+        new_prompts, new_slots, rows = on_mesh(made.move)(*small, chosen)
+        for i in range(len(own)):
+            prompts[i], own[i] = on_mesh(made.move_prompt)(prompts[i], chosen), on_mesh(made.move_own)(own[i], rows)
+        self._prompts = dataclasses.replace(new_prompts, cache=tuple(prompts))
+        self._slots = dataclasses.replace(new_slots, own=tuple(own))
+        self._groups = self._groups[chosen]
+
+    def _enough_to_narrow(self) -> int:
+        """How many free buffers let the running samples move into fewer slots; 0 where that does not depend on free buffers."""
+        if self._size + 1 == len(self._sizes) or self._config.buffers > 1 or not self._goes_on():
+            return 0
+        return len(self._groups) - self._sizes[self._size + 1].groups
+
+    def _widen(self) -> None:
+        """Back to all slots, which are idle."""
+        self._size, self._groups = 0, np.arange(self._config.groups)
+        self._prompts = self._slots = None
 
     def _fill(self, take: Callable[[bool], Part | None]) -> bool:
         """Prefills parts into free buffers. Returns whether there was a part for each buffer."""
@@ -247,7 +279,8 @@ class Lane:
         by = self._ring.choose(int(made.max()))
         if by:
             # Layer by layer, so that the copies of one layer are there at a time.
-            own = tuple(self._rotate(layer, np.int32(by), window=window) for layer in self._slots.own)
+            rotate = self._rotate[self._size]
+            own = tuple(rotate(layer, np.int32(by), window=window) for layer in self._slots.own)
             self._slots = dataclasses.replace(self._slots, own=own)
         return self._ring.window
 
@@ -256,13 +289,13 @@ class Lane:
         return sum((group, u) in self._parts for u in range(self._config.buffers))
 
     def _oldest_first(self) -> np.ndarray:
-        """int32[J, U]: see decode_loop.prefill."""
-        return np.argsort(self._filled_at, axis=1).astype(np.int32)
+        """int32[J, U]: see decode_loop.prefill. Of the groups that the state holds."""
+        return np.argsort(self._filled_at[self._groups], axis=1).astype(np.int32)
 
     @property
     def empty_groups(self) -> int:
-        """How many groups hold no part."""
-        return sum(not self._in_use(group) for group in range(self._config.groups))
+        """How many groups hold no part and may be given one."""
+        return 0 if self._size else sum(not self._in_use(group) for group in range(self._config.groups))
 
     def _prefill_into(self, buffers: Sequence[tuple[int, int]]) -> None:
         """One prefill call. Its first tokens are fetched once the decode call after it has been sent, so as not to wait twice."""
@@ -282,45 +315,18 @@ class Lane:
             places, given = slice(u * K, (u + 1) * K), len(part.ticket.request.beginning)
             self._status[j, places] = np.where(np.arange(K) < part.count, slots_lib.RUNNING, slots_lib.CUT)
             self._given[j, places], self._length[j, places] = given, given + 1
+            self._limit[j, u * K : u * K + part.count] = part.limits(self._config.response_length)
         self._first.append((tuple(buffers), first))
 
     def _arrivals_of(self, buffers: Sequence[tuple[int, int]], parts: Sequence[Part]) -> Arrivals:
         """The prompts of parts as `prefill` takes them: padded to I prompts, and to the shortest bucket that holds them."""
-        c = self._config
         contexts = [[*part.ticket.request.prompt, *part.ticket.request.beginning] for part in parts]
-        P = next(length for length in self._buckets if length >= max(map(len, contexts)))
-        arrivals = self._empty_arrivals(P)
-        for i, (part, context, buffer) in enumerate(zip(parts, contexts, buffers, strict=True)):
-            request, rows = part.ticket.request, slice(part.first, part.first + part.count)
-            arrivals.group[i], arrivals.buffer[i], arrivals.valid[i] = *buffer, True
-            arrivals.tokens[i, : len(context)], arrivals.length[i] = context, len(context)
-            arrivals.given[i] = len(request.beginning)
-            arrivals.stop_state[i] = self._stop_strings.run(request.beginning) if self._stop_strings is not None else 0
-            samples = arrivals.samples
-            samples.key[i, : part.count] = request.keys[rows]
-            for field in dataclasses.fields(sampling_lib.Sampling):
-                getattr(samples.sampling, field.name)[i, : part.count] = getattr(request.sampling, field.name)[rows]
-            samples.limit[i, : part.count] = c.response_length if request.limit is None else request.limit[rows]
-        return arrivals
+        found = self._empty_arrivals(next(length for length in self._buckets if length >= max(map(len, contexts))))
+        arrivals_lib.fill(found, contexts, parts, buffers, stop_strings=self._stop_strings, config=self._config)
+        return found
 
     def _empty_arrivals(self, P: int) -> Arrivals:
-        """I prompts of P tokens that are all padding."""
-        I, K = self._arrivals, self._config.places
-        samples = Samples(
-            key=np.zeros((I, K, 2), np.uint32),
-            sampling=sampling_lib.constant((I, K), temperature=1.0),
-            limit=np.zeros((I, K), np.int32),
-        )
-        return Arrivals(
-            group=np.zeros(I, np.int32),
-            buffer=np.zeros(I, np.int32),
-            valid=np.zeros(I, bool),
-            tokens=np.full((I, P), self._pad_id, np.int32),
-            length=np.ones(I, np.int32),
-            given=np.zeros(I, np.int32),
-            stop_state=np.zeros(I, np.int32),
-            samples=samples,
-        )
+        return arrivals_lib.empty(self._config, prompts=self._arrivals, tokens=P, pad_id=self._pad_id)
 
     def _note_first(self, buffers: Sequence[tuple[int, int]], tokens: Tokens) -> None:
         """Notes the first tokens of the samples that were prefilled into buffers. Args: tokens: leaves [I, K]."""
@@ -333,14 +339,13 @@ class Lane:
 
     def _note(self, trace: slots_lib.Trace, step_bytes: int) -> None:
         """Notes the tokens of one decode call. Args: step_bytes: that each of its steps read."""
-        steps, j, w = np.nonzero(trace.place >= 0)
+        at = steps, j, _ = np.nonzero(trace.place >= 0)
         taken = len(np.unique(steps))
         self._ring.advance(taken)
         self.usage.slot_steps += trace.place[0].size * taken
         self.usage.useful += len(steps)
         self.usage.bytes += step_bytes * taken
-        at = (steps, j, w)
-        self._write(j, trace.place[at], trace.count[at], jax.tree.map(lambda x: x[at], trace.tokens))
+        self._write(self._groups[j], trace.place[at], trace.count[at], jax.tree.map(lambda x: x[at], trace.tokens))
 
     def _write(self, group: np.ndarray, place: np.ndarray, count: np.ndarray, tokens: Tokens) -> None:
         """Notes n tokens; several tokens of one place stand in their order.

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jax.stages import Wrapped
 
 from tba_jax import sharding
-from tba_jax.decoding import decode_loop
+from tba_jax.decoding import decode_loop, narrowing
 from tba_jax.decoding import slots as slots_lib
 from tba_jax.decoding.slots import SlotsConfig
 from tba_jax.models import kv_cache
@@ -22,7 +22,8 @@ class Programs:
 
     init: () -> (prompts, slots). prefill: decode_loop.prefill, which takes the memory of prompts and slots. decode:
     decode_loop.decode, which takes that of slots. rotate: decode_loop.rotate, which takes that of the own cache of a layer.
-    unstack: kv_cache.unstack.
+    unstack: kv_cache.unstack. move: narrowing.move; move_prompt, move_own: narrowing.move_cache of a layer: they bring the state
+    of wider slots into these sizes.
     """
 
     init: Wrapped
@@ -30,6 +31,9 @@ class Programs:
     decode: Wrapped
     rotate: Wrapped
     unstack: Wrapped
+    move: Wrapped
+    move_prompt: Wrapped
+    move_own: Wrapped
 
 
 def make(config: SlotsConfig, mesh: Mesh) -> Programs:
@@ -47,4 +51,7 @@ def make(config: SlotsConfig, mesh: Mesh) -> Programs:
         decode=program(decode_loop.decode, donate_argnums=2, static_argnames=static, out_shardings=(slots, whole)),
         rotate=jax.jit(decode_loop.rotate, donate_argnums=0, static_argnames="window", out_shardings=slots.own[0]),
         unstack=jax.jit(functools.partial(kv_cache.unstack, config=config.model)),
+        move=program(narrowing.move, out_shardings=whole),
+        move_prompt=jax.jit(narrowing.move_cache, out_shardings=prompts.cache[0]),
+        move_own=jax.jit(narrowing.move_cache, out_shardings=slots.own[0]),
     )

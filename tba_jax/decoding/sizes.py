@@ -19,10 +19,10 @@ _TILE = 16
 _TILE_COLUMNS = 128
 
 
-def arrange(slots: int, samples: int, ways: int, *, what: str = "") -> tuple[int, int]:
+def arrange(slots: int, samples: int, ways: int, *, lockstep: bool = False, what: str = "") -> tuple[int, int]:
     """The number of groups of each lane and their width.
 
-    Args: ways: lanes; what: how messages call the slots.
+    Args: ways: lanes; lockstep: see Engine; what: how messages call the slots.
 
     Raises:
       ValueError: the slots cannot be divided by the ways, or only into far smaller groups than wanted; names the numbers.
@@ -32,6 +32,8 @@ def arrange(slots: int, samples: int, ways: int, *, what: str = "") -> tuple[int
     if slots < ways or slots % ways:
         raise ValueError(f"{what or f'slots={slots}'} cannot be divided by the {ways} ways of the mesh's data axis")
     lane = slots // ways
+    if lockstep and lane % samples == 0:  # all samples of a query begin at once, and read its prompt together
+        return lane // samples, samples
     most = max(1, samples // (2 if samples <= _HALF_UP_TO else 4))
     width = max(width for width in range(1, most + 1) if lane % width == 0)
     if lane > most and 2 * width <= most and most > 2:
@@ -53,9 +55,9 @@ class LaneSizes:
     arrivals: int
 
 
-def lane_sizes(slots: int, samples: int, ways: int, *, what: str = "") -> LaneSizes:
+def lane_sizes(slots: int, samples: int, ways: int, *, lockstep: bool = False, what: str = "") -> LaneSizes:
     """The sizes of each lane. Args, Raises: see `arrange`."""
-    groups, width = arrange(slots, samples, ways, what=what)
+    groups, width = arrange(slots, samples, ways, lockstep=lockstep, what=what)
     # A group of one slot needs no second prompt: no slot waits for another.
     buffers = 1 if width == 1 else 2
     return LaneSizes(groups, width, buffers, max(1, groups * buffers // 16))

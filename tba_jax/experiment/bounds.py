@@ -95,7 +95,8 @@ def _decoding(experiment: HasPolicy, at: _Devices, *, slots: int, samples: int, 
     """Of rows that fill their prompts and their responses: R steps in which each slot draws a token."""
     policy, (P, R) = experiment.policy, _lengths(experiment)
     model = policy.model
-    lane = sizes.lane_sizes(slots, samples, at.data)
+    lockstep = experiment.config.schedule.mode == "interleaved"
+    lane = sizes.lane_sizes(slots, samples, at.data, lockstep=lockstep)
     entry = 2 * model.kv_heads * model.head_size * jnp.dtype(model.compute_dtype).itemsize
     prompts, own = _cached(model, P, R)
     # A step reads all weights, the prompt of each group of slots once, and half of each full response.

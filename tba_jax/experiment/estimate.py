@@ -156,7 +156,8 @@ class _Memory:
         """Args: weights: as searchers.weights; given: most response tokens that the cache of a prompt holds as well."""
         model, (data, fsdp, _) = self._model, self._meshes[section]
         parts, rows, tensor = self._on_device(section, batch)
-        lane = sizes.lane_sizes(slots, samples, data, what=f"the {slots} slots of {section}")
+        lockstep = self._config.schedule.mode == "interleaved"
+        lane = sizes.lane_sizes(slots, samples, data, lockstep=lockstep, what=f"the {slots} slots of {section}")
 
         def share(rows: int) -> int:
             return rows // fsdp if rows % fsdp == 0 else rows

@@ -14,8 +14,8 @@ from tba_jax.decoding import requests as requests_lib
 from tba_jax.decoding import sampling as sampling_lib
 from tba_jax.decoding import sizes as sizes_lib
 from tba_jax.decoding import slots as slots_lib
+from tba_jax.decoding.arrivals import Ticket
 from tba_jax.decoding.engine import Engine
-from tba_jax.decoding.lane import Ticket
 from tba_jax.decoding.requests import Generation, Request
 from tba_jax.models import scoring
 from tba_jax.models.lora import LoraConfig

@@ -8,6 +8,9 @@ def test_arrangements_and_buckets_by_hand():
     assert sizes_lib.arrange(8, 4, 1) == (4, 2) and sizes_lib.arrange(8, 4, 2) == (2, 2)
     assert sizes_lib.arrange(64, 16, 1) == (8, 8) and sizes_lib.arrange(192, 24, 2) == (8, 12)
     assert sizes_lib.arrange(4, 6, 1) == (2, 2) and sizes_lib.arrange(64, 1, 4) == (16, 1)
+    # Where a batch begins at once, the samples of a query share a group if the slots allow.
+    assert sizes_lib.arrange(64, 16, 2, lockstep=True) == (2, 16) and sizes_lib.arrange(7, 7, 1, lockstep=True) == (1, 7)
+    assert sizes_lib.arrange(8, 6, 1, lockstep=True) == sizes_lib.arrange(8, 6, 1) == (4, 2)
     assert sizes_lib.arrange(128, 128, 1) == (4, 32) and sizes_lib.arrange(7, 4, 1) == (7, 1)
     assert sizes_lib.windows(127, 32) == (32, 64, 96, 127) and sizes_lib.windows(20, 32) == (20,)
     assert sizes_lib.windows(128, 32, tiled=True) == (128,) and sizes_lib.windows(304, 8, tiled=True) == (128, 256, 304)
