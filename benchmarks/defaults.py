@@ -56,11 +56,7 @@ def remat() -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
         program = trainer_update.update_program(changes, _VOCAB)
         rows = trainer_update.random_rows(program, changes, _VOCAB)
         calls[name] = functools.partial(program.apply, rows)
-        placed = program.place(rows)
-        lowered = program._update.lower(
-            program.state, program.frozen, placed.batch, placed.packed, whole_groups=placed.plan.whole_groups
-        )
-        found = lowered.compile().memory_analysis()
+        found = trainer_update.compiled(program, program.place(rows)).memory_analysis()
         told[name] = f"{found.temp_size_in_bytes / 2**20:.0f} MiB" if found else ""
     return calls, told
 

@@ -4,6 +4,7 @@ python -m benchmarks.gpu.runs --what=tests|gsm8k --answer=FILE [--workdir=DIR] [
 """
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -22,13 +23,24 @@ _WORKDIR = flags.DEFINE_string("workdir", "", "The folder of the run.", allow_ov
 _ONLY_COUNTED = flags.DEFINE_bool("only_counted", False, "Tests are counted and not run, as where there is no GPU.")
 
 
+def files_with_gpu_tests() -> list[str]:
+    """The test files that have such tests: others would need packages and devices that a machine with one GPU may lack."""
+    return sorted(str(file) for file in Path("tests").rglob("test_*.py") if "@pytest.mark.gpu" in file.read_text("utf-8"))
+
+
 def tests() -> list[dict[str, str]]:
     """What pytest says at its end of the tests that need a GPU."""
     options = ["-o", "addopts=--import-mode=importlib -q", "-m", "gpu", *(["--collect-only"] if _ONLY_COUNTED.value else [])]
-    done = subprocess.run([sys.executable, "-m", "pytest", "tests", *options], capture_output=True, text=True)
+    # Without a platform, tests run on CPUs (tests/conftest.py).
+    platform = {} if _ONLY_COUNTED.value else {"JAX_PLATFORMS": "cuda,cpu"}
+    command = [sys.executable, "-m", "pytest", *files_with_gpu_tests(), *options]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | platform)
     print(done.stdout, done.stderr, sep="\n")
-    said = [line.strip("= ") for line in done.stdout.splitlines() if re.search(r"passed|failed|error|collected", line)]
-    return [row("counted, not run" if _ONLY_COUNTED.value else "pytest", said[-1] if said else "pytest said nothing")]
+    said = [line.strip("= ") for line in done.stdout.splitlines() if re.search(r"passed|failed|error|collected|no tests", line)]
+    if not said:
+        said = [line for line in done.stderr.splitlines() if line.strip()] or ["pytest said nothing"]
+    failed = [line.split(" ")[1] for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return [row("counted, not run" if _ONLY_COUNTED.value else "pytest", said[-1], ", ".join(failed))]
 
 
 def gsm8k(settings: Sequence[str]) -> list[dict[str, str]]:

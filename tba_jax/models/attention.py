@@ -143,6 +143,11 @@ def attend(
     platform = sharding.platform()
     if kernel == "auto":
         kernel = fastest(platform, query.dtype, query.shape[-1])
+    if kernel == "cudnn" and causal and prefix is None and query.shape[1] % 2:
+        # cuDNN's gradient takes even lengths only. No token attends to one that is added behind it.
+        query, key, value = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (query, key, value))
+        segments = None if segments is None else jnp.pad(segments, ((0, 0), (0, 1)))
+        return attend(query, key, value, segments, causal=True, kernel=kernel, window=window)[:, :-1]
     if prefix is not None:
         assert causal and segments is not None and positions is not None and kernel != "splash"
         mask = _mask_with_prefix(segments, positions, prefix, window=window)
