@@ -8,6 +8,7 @@ import pytest
 from absl import flags
 from absl.testing import flagsaver
 
+from benchmarks import trainer_update
 from benchmarks.gpu import measure
 from tba_jax.roles.work import Work
 
@@ -38,3 +39,19 @@ def test_shares_are_of_the_peaks_of_the_device(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: [one])
     assert measure.shares(Work(flops=989 * 10**11), 1.0) == "10.0 % MFU, attention counted causally"
     assert measure.shares(Work(bytes=24 * 10**11), 1.0) == "50.0 % of the memory's bandwidth"
+
+
+def test_operations_of_the_update_are_those_counted_by_hand():
+    """Two queries of eight rows of 512 + 512 tokens: the prompts once; every token goes through the layers, those of responses to
+    the vocabulary, three times; a token attends to itself and to those before it."""
+    flags.FLAGS.mark_as_parsed()
+    with flagsaver.flagsaver(preset="qwen2.5-0.5b", tiny=False):
+        model = measure.shape()
+        changes = measure.update_changes(model)
+    program = trainer_update.update_program(changes, model.vocab, begins=False)
+    placed = program.place(trainer_update.random_rows(program, changes, model.vocab))
+    weights = 24 * (896 * 64 * (2 * 14 + 2 * 2) + 3 * 896 * 4864)
+    tokens, drawn = 2 * 512 + 16 * 512, 16 * 512
+    pairs = 2 * 512 * 513 // 2 + 16 * (1024 * 1025 - 512 * 513) // 2
+    assert placed.work.flops == 3 * (2 * (weights * tokens + 151936 * 896 * drawn) + 4 * 14 * 64 * 24 * pairs)
+    assert placed.work.tokens == tokens == 9216
