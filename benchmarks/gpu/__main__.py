@@ -45,8 +45,9 @@ def main(argv: Sequence[str]) -> None:
         sys.exit(f"error: --only={unknown[0]} is none of {', '.join(cases.KINDS)}")
     end = time.monotonic() + 60 * _MINUTES.value
     try:
+        told = device.take_one()
         found = device.find()
-        told = device.warnings(found, gpus.visible())
+        told += device.warnings(found, gpus.visible())
     except ValueError as error:
         sys.exit(f"error: {error}")
     if found.platform == "cpu":
@@ -57,7 +58,8 @@ def main(argv: Sequence[str]) -> None:
     wanted = cases.of(found, output, model=_MODEL.value, data=_DATA.value)
     wanted = [case for case in wanted if not _ONLY.value or case.kind in _ONLY.value]
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda received, _: sys.exit(128 + received))
+        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            signal.signal(number, lambda received, _: sys.exit(128 + received))
     rows = suite.rows(output, found.kind)
     write = functools.partial(table.write, found, wanted, output, rows, told)
     try:

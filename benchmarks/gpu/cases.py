@@ -24,7 +24,7 @@ _SECONDS = {
     "decode": (60, 240),
     "update": (40, 150),
     "torch": (30, 90),
-    "wire": (20, 60),
+    "wire": (20, 100),
     "int8": (40, 100),
     "run": (60, 150),
     "sweep": (30, 90),
@@ -49,7 +49,7 @@ def of(device: Device, output: Path, *, model: str, data: str) -> list[Case]:
         *(torch[:1] if device.torch else []),
         updates[1],
         make("run", "GSM8K, two searchers", _run(device, output, model=model, data=data)),
-        make("wire", f"weights of {large}", _measure("wire", large, sizes)),
+        make("wire", f"weights of {large}", _measure("wire", large, (*sizes, "--repeats=3"))),
         pythia,
         *(
             make("int8", f"{large}, {weights} weights", _measure("decode", large, (*sizes, f"--weights={weights}")))

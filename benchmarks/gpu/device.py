@@ -53,6 +53,18 @@ class Device:
         return not self.without_torch
 
 
+def take_one() -> list[str]:
+    """Of several NVIDIA GPUs, leaves the first to this process and its children. Returns a sentence that says so, if it did.
+
+    Raises ValueError, see gpus.visible.
+    """
+    visible = gpus.visible()
+    if len(visible) < 2:
+        return []
+    os.environ |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": visible[0].name}
+    return [f"GPU {visible[0].name} is measured, one of {len(visible)}."]
+
+
 def find() -> Device:
     """The first device of JAX.
 

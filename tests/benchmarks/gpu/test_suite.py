@@ -234,6 +234,19 @@ def test_a_gpu_that_jax_does_not_use_is_a_mistake(tmp_path, monkeypatch):
         device.find()
 
 
+def test_one_of_several_gpus_is_measured(tmp_path, monkeypatch):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\nfor n in 4 5; do echo $n, GPU-$n, NVIDIA H200, 143771, 143000; done\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("JAX_PLATFORMS", "")
+    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    assert device.take_one() == ["GPU 4 is measured, one of 2."]
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "4" and device.take_one() == []
+
+
 def test_jax_that_does_not_start_is_a_sentence(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     with pytest.raises(ValueError, match="JAX_PLATFORMS=cuda"):
