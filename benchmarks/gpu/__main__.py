@@ -52,7 +52,8 @@ def main(argv: Sequence[str]) -> None:
         sys.exit(f"error: {error}")
     if found.platform == "cpu":
         print("There is no GPU and no TPU: this is the CPU form, at tiny sizes, whose figures say nothing about an accelerator.")
-    print(*told, sep="\n", flush=True)
+    for sentence in told:
+        print(sentence, flush=True)
     output = Path(_OUTPUT.value)
     output.mkdir(parents=True, exist_ok=True)
     wanted = cases.of(found, output, model=_MODEL.value, data=_DATA.value)

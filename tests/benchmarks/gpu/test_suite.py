@@ -149,6 +149,7 @@ import signal, sys
 from pathlib import Path
 from tests.benchmarks.gpu.test_suite import WRITES, make_case, run
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+signal.signal(signal.SIGINT, signal.default_int_handler)  # where processes are started in the background, it is ignored
 folder = Path({str(tmp_path)!r})
 run([make_case(folder, "first", WRITES), make_case(folder, "endless", {sleeps!r})], folder)
 """
