@@ -74,7 +74,7 @@ def slots() -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
     return _streams({str(share): dict(slots=int(share * _BATCH)) for share in SHARES})
 
 
-def _streams(settings: Mapping[str, Mapping[str, int]]) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
+def _streams(settings: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
     """A stream of 256 samples by each of the settings of an engine."""
     sizes: dict[str, Any] = {
         name.removeprefix("model."): size for name, size in trainer_update.SIZES.items() if name.startswith("model.")
