@@ -20,7 +20,7 @@ _XLA = {
 }
 # Kind of a case -> seconds without which it is not begun, and after which it is stopped: programs are compiled in this time.
 _SECONDS = {
-    "tests": (30, 120),
+    "tests": (30, 150),
     "decode": (60, 240),
     "update": (40, 150),
     "torch": (30, 90),

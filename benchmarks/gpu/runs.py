@@ -39,7 +39,7 @@ def tests() -> list[dict[str, str]]:
     said = [line.strip("= ") for line in done.stdout.splitlines() if re.search(r"passed|failed|error|collected|no tests", line)]
     if not said:
         said = [line for line in done.stderr.splitlines() if line.strip()] or ["pytest said nothing"]
-    failed = [line.split(" ")[1] for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
     return [row("counted, not run" if _ONLY_COUNTED.value else "pytest", said[-1], ", ".join(failed))]
 
 

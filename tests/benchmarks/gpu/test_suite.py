@@ -3,12 +3,15 @@
 import functools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
+from absl import flags
+from absl.testing import flagsaver
 
 from benchmarks.gpu import cases, device, runs, suite, table
 from benchmarks.gpu.device import Device
@@ -278,6 +281,20 @@ def test_why_pytorch_is_not_compared_with(monkeypatch):
 def test_the_files_of_gpu_tests_are_found():
     found = runs.files_with_gpu_tests()
     assert "tests/models/test_cudnn_attention.py" in found and "tests/benchmarks/gpu/test_suite.py" not in found
+
+
+def test_gpu_tests_do_not_pass_on_cpus(monkeypatch):
+    """The tests' own setting of the platform is CPUs, where the suite runs them it is the GPU, which is missing here."""
+    flags.FLAGS.mark_as_parsed()
+    monkeypatch.setattr(runs, "files_with_gpu_tests", lambda: ["tests/run/test_checkpoints.py"])
+    with flagsaver.flagsaver(only_counted=True):
+        (row,) = runs.tests()
+    assert row["figure"] == "counted, not run" and row["value"].startswith("1/")
+    if shutil.which("nvidia-smi"):
+        pytest.skip("this machine has a GPU")
+    with flagsaver.flagsaver(only_counted=False):
+        (row,) = runs.tests()
+    assert row["figure"] == "pytest" and row["value"].startswith("1 failed") and "test_nothing_is_copied" in row["beside"]
 
 
 @pytest.mark.parametrize(
