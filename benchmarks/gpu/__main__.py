@@ -56,20 +56,21 @@ def main(argv: Sequence[str]) -> None:
         print(sentence, flush=True)
     output = Path(_OUTPUT.value)
     output.mkdir(parents=True, exist_ok=True)
-    wanted = cases.of(found, output, model=_MODEL.value, data=_DATA.value)
-    wanted = [case for case in wanted if not _ONLY.value or case.kind in _ONLY.value]
+    known = cases.of(found, output, model=_MODEL.value, data=_DATA.value)
+    wanted = [case for case in known if not _ONLY.value or case.kind in _ONLY.value]
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
             signal.signal(number, lambda received, _: sys.exit(128 + received))
     rows = suite.rows(output, found.kind)
-    write = functools.partial(table.write, found, wanted, output, rows, told)
+    shown = [case for case in known if case in wanted or case.name in rows]
+    write = functools.partial(table.write, found, shown, output, rows, told)
     try:
         write()
         suite.run(wanted, output, rows, until=end, device=found.kind, after_each=write)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     finally:
-        print(table.text(found, wanted, rows, told))
+        print(table.text(found, shown, rows, told))
 
 
 if __name__ == "__main__":
