@@ -322,9 +322,8 @@ def _rows_per_batch(config: Any) -> int:
 
 def _slots(config: Any, mesh: jax.sharding.Mesh) -> int:
     """Sequences that are decoded side by side on a mesh."""
-    s = config.searchers
-    batch = dict(queries=s.queries_per_batch, samples=s.samples_per_query)
-    return device_defaults.slots(s.slots, **batch, platform=mesh.devices.flat[0].platform)
+    s, platform = config.searchers, mesh.devices.flat[0].platform
+    return device_defaults.slots(s.slots, queries=s.queries_per_batch, samples=s.samples_per_query, platform=platform)
 
 
 def _make_sampler(
