@@ -406,7 +406,8 @@ def summarise(case: Case, seconds: Mapping[str, Sequence[float]], machine: Machi
         )
     if "static" in medians and "compile" in medians:
         print(f"  compile is {medians['static'] / medians['compile']:.2f}× as fast as static")
-    return {"tokens": tokens, "rows": len(case.lengths), "prompt_length": case.prompts.shape[1], "decoders": figures}
+    Q, P = case.prompts.shape
+    return {"tokens": tokens, "rows": len(case.lengths), "queries": Q, "prompt_length": P, "decoders": figures}
 
 
 def cases(names: Sequence[str], *, device: str, batch: int, tiny_stories: Path, scratch: Path) -> Iterator[Case]:
@@ -541,7 +542,9 @@ def run(peer: Torch | None, device: str, scratch: Path) -> None:
         modes = _MODES.value or default_modes(case.name, device)
         figures["cases"][case.name] = run_case(case, modes, peer, machine)
         if _OUT.value:
-            Path(_OUT.value).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+            written = Path(f"{_OUT.value}.new")  # whole at any time, whenever the command is ended
+            written.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+            written.replace(_OUT.value)
 
 
 if __name__ == "__main__":

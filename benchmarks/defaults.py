@@ -1,10 +1,11 @@
 """Settings whose defaults go by the kind of device (tba_jax/models/device_defaults.py), each tried on this one.
 
-python -m benchmarks.defaults [--only=remat,decode_chunk] [--repeats=5]
+python -m benchmarks.defaults [--only=remat,decode_chunk,slots] [--repeats=5]
 
 remat: an update of 32 rows of 64 + 64 tokens, 6 layers of width 384, vocabulary 4096; time and the compiler's temporary memory.
-decode_chunk: a stream of log-normal lengths through 64 slots of the same model, 16 samples a query; time. All values of a setting
-are timed in turn, and the table has medians and the median ratio to the first value.
+decode_chunk: a stream of log-normal lengths through 64 slots of the same model, 16 samples a query; time. slots: the same stream,
+a batch of 256 samples, through slots for all of the batch and for parts of it. All values of a setting are timed in turn, and the
+table has medians and the median ratio to the first value.
 """
 
 import functools
@@ -27,12 +28,14 @@ from tba_jax.models import decoder
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.response_space import ResponseSpace
 
-_ONLY = flags.DEFINE_list("only", ["remat", "decode_chunk"], "Which settings.", allow_override=True)
+_ONLY = flags.DEFINE_list("only", ["remat", "decode_chunk", "slots"], "Which settings.", allow_override=True)
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Of each time.", lower_bound=1, allow_override=True)
 
 _VOCAB = 4096
 REMAT = ("full", "dots", "none")
 CHUNKS = (32, 8, 16, 64)
+SHARES = (1.0, 0.5, 0.25)  # of a batch
+_BATCH = 256
 
 
 def interleaved(calls: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
@@ -56,17 +59,23 @@ def remat() -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
         program = trainer_update.update_program(changes, _VOCAB)
         rows = trainer_update.random_rows(program, changes, _VOCAB)
         calls[name] = functools.partial(program.apply, rows)
-        placed = program.place(rows)
-        lowered = program._update.lower(
-            program.state, program.frozen, placed.batch, placed.packed, whole_groups=placed.plan.whole_groups
-        )
-        found = lowered.compile().memory_analysis()
+        found = trainer_update.compiled(program, program.place(rows)).memory_analysis()
         told[name] = f"{found.temp_size_in_bytes / 2**20:.0f} MiB" if found else ""
     return calls, told
 
 
 def decode_chunk() -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
     """A stream of 256 samples by each value of searchers.decode_chunk."""
+    return _streams({str(chunk): dict(slots=64, chunk=chunk) for chunk in CHUNKS})
+
+
+def slots() -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
+    """The same stream, a batch, by each share of it that is decoded side by side."""
+    return _streams({str(share): dict(slots=int(share * _BATCH)) for share in SHARES})
+
+
+def _streams(settings: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
+    """A stream of 256 samples by each of the settings of an engine."""
     sizes: dict[str, Any] = {
         name.removeprefix("model."): size for name, size in trainer_update.SIZES.items() if name.startswith("model.")
     }
@@ -75,21 +84,22 @@ def decode_chunk() -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
     mesh = sharding.make_mesh((1, 1, 1), setting="benchmark", devices=jax.devices()[:1])
     space = ResponseSpace(temperature=1.0, banned_tokens=(), eos_id=-1)
     limits = np.clip(np.rint(np.exp(np.random.default_rng(0).normal(np.log(32), 0.8, (16, 16)))), 4, 128).astype(np.int32)
-    keys = np.asarray(row_keys(0, 0, np.arange(256, dtype=np.uint32))).reshape(16, 16, 2)
+    keys = np.asarray(row_keys(0, 0, np.arange(_BATCH, dtype=np.uint32))).reshape(16, 16, 2)
     prompts = np.random.default_rng(1).integers(3, _VOCAB, (16, 64)).tolist()
     drawn = sampling.constant(16, temperature=1.0)
     asked = [Request(name=str(q), prompt=prompts[q], keys=keys[q], sampling=drawn, limit=limits[q]) for q in range(16)]
     calls: dict[str, Callable[[], Any]] = {}
     told: dict[str, str] = {}
-    for chunk in CHUNKS:
-        engine = Engine(model, space, mesh, slots=64, samples=16, prompt_length=64, response_length=128, pad_id=0, chunk=chunk)
+    lengths: dict[str, Any] = dict(samples=16, prompt_length=64, response_length=128, pad_id=0)
+    for name, setting in settings.items():
+        engine = Engine(model, space, mesh, **lengths, **setting)
         engine.set_policy(params, 0)
-        calls[str(chunk)] = functools.partial(lambda engine: len(engine.generate(asked)), engine)
-        told[str(chunk)] = ""
+        calls[name] = functools.partial(lambda engine: len(engine.generate(asked)), engine)
+        told[name] = ""
     return calls, told
 
 
-SETTINGS = {"remat": remat, "decode_chunk": decode_chunk}
+SETTINGS = {"remat": remat, "decode_chunk": decode_chunk, "slots": slots}
 
 
 def main(argv: Sequence[str]) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from configs import base
 from tba_jax import trajectory
 from tba_jax.experiment import composition
-from tba_jax.roles.trainer.update_program import UpdateProgram
+from tba_jax.roles.trainer.update_program import Placed, UpdateProgram
 
 BETA = 0.1
 # Settings of the base recipe: 32 rows of 4 queries. The model's vocabulary is not a setting, it comes beside them.
@@ -50,8 +50,19 @@ def update_program(changes: Mapping[str, Any], vocab: int, *, begins: bool = Tru
     contract = dataclasses.replace(built.contract, banned_tokens=())
     program = UpdateProgram(config, contract, policy, devices=jax.devices()[:1], donates=donates)
     if begins:
-        program.begin(jax.jit(policy.base.init)(jax.random.key(0)))
+        begin(program)
     return program
+
+
+def begin(program: UpdateProgram) -> None:
+    """Gives a program its state: random weights."""
+    program.begin(jax.jit(program._policy.base.init)(jax.random.key(0)))
+
+
+def compiled(program: UpdateProgram, placed: Placed) -> Any:
+    """The compiled update of such rows, as `dispatch` calls it. The program need not have a state."""
+    state, frozen = program.shapes()["state"], program.shapes()["frozen weights"]
+    return program._update.lower(state, frozen, placed.batch, placed.packed, whole_groups=placed.plan.whole_groups).compile()
 
 
 def random_rows(program: UpdateProgram, changes: Mapping[str, Any], vocab: int, *, full: bool = True) -> trajectory.Rows:

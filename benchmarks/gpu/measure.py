@@ -8,6 +8,7 @@ JAX may take of the device; a case that does not fit is left out by a row that s
 """
 
 import dataclasses
+import shutil
 import statistics
 import tempfile
 import time
@@ -16,18 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
 from benchmarks import trainer_update
 from benchmarks.gpu import worker
 from benchmarks.gpu.worker import row
-from tba_jax import sharding, trajectory
+from tba_jax import sharding
 from tba_jax.decoding import sampling
 from tba_jax.decoding.engine import Engine
 from tba_jax.decoding.requests import Request
 from tba_jax.decoding.slots import row_keys
-from tba_jax.models import parameters
+from tba_jax.models import attention, device_defaults, parameters
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.policy import Policy
 from tba_jax.models.response_space import ResponseSpace
@@ -55,9 +57,11 @@ def shape() -> DecoderConfig:
     return worker.shape("float32" if jax.default_backend() == "cpu" else "bfloat16")
 
 
-def compiled_bytes(lowered: Any) -> int:
-    """The memory of a program and its arguments on its device, by the compiler."""
-    found = lowered.compile().memory_analysis()
+def compiled_bytes(compiled: Any) -> int:
+    """The memory of a program and its arguments on its device, by the compiler; 0 where it does not say."""
+    found = compiled.memory_analysis()
+    if found is None:
+        return 0
     return found.argument_size_in_bytes + found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
 
 
@@ -73,10 +77,11 @@ def peak_bytes() -> int:
     return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
 
 
-def seconds(call: Callable[[], Any]) -> list[float]:
-    """Seconds of each of the repeats, after two calls that are not counted."""
+def seconds(call: Callable[[], Any], *, before: Callable[[], Any] = lambda: None) -> list[float]:
+    """Seconds of each of the repeats, after two calls that are not counted. Args: before: called before each, not counted."""
     found = []
     for _ in range(2 + worker.REPEATS.value):
+        before()
         begin = time.perf_counter()
         jax.block_until_ready(call())
         found.append(time.perf_counter() - begin)
@@ -93,7 +98,7 @@ def shares(done: Work, took: float) -> str:
 def memory_row(size: int) -> dict[str, str]:
     peak = peak_bytes()
     beside = f"{told(peak)} at the most on the device" if peak else "the device does not say what was taken"
-    return row("memory by the compiler", told(size), beside)
+    return row("memory by the compiler", told(size) if size else "it does not say", beside)
 
 
 def told(size: int) -> str:
@@ -122,22 +127,20 @@ def update_changes(model: DecoderConfig) -> dict[str, Any]:
 def update() -> list[dict[str, str]]:
     model = shape()
     changes = update_changes(model)
-    planned = trainer_update.update_program(changes, model.vocab, begins=False, donates=_DONATE.value)
-    lengths = dict(prompt_length=changes["task.prompt_length"], response_length=changes["task.response_length"])
-    programs = planned.programs(trajectory.RowShape(**lengths, reward_parts=()))
-    size = max(compiled_bytes(program.lower()) for name, program in programs.items() if name.startswith("update"))
-    check_fit(size)
-    program = trainer_update.update_program(changes, model.vocab, donates=_DONATE.value)
+    program = trainer_update.update_program(changes, model.vocab, begins=False, donates=_DONATE.value)
     rows = trainer_update.random_rows(program, changes, model.vocab)
-    program.apply(rows)
-    before = program.work
-    took = statistics.median(seconds(lambda: program.apply(rows)))
-    calls = 2 + worker.REPEATS.value
-    done = program.work - before
-    one = Work(done.tokens // calls, done.computed // calls, done.flops // calls)
-    T = sum(lengths.values())
+    placed = program.place(rows)
+    size = compiled_bytes(trainer_update.compiled(program, placed))
+    check_fit(size)
+    trainer_update.begin(program)
+    took = statistics.median(seconds(lambda: (program.dispatch(placed), program.state)))
+    T = changes["task.prompt_length"] + changes["task.response_length"]
     value = f"{1e3 * took:.1f} ms, {program.rows * T / took:.0f} tokens/s of rows"
-    return [row(f"an update of {program.rows} rows of {T}", value, shares(one, took)), memory_row(size)]
+    kernel = _ATTENTION.value
+    if kernel == device_defaults.AUTO:
+        kernel = attention.fastest(jax.default_backend(), jnp.dtype(model.compute_dtype), model.head_size)
+    figure = f"an update of {program.rows} rows of {T}, attention by {kernel}"
+    return [row(figure, value, shares(placed.work, took)), memory_row(size)]
 
 
 def decode() -> list[dict[str, str]]:
@@ -152,7 +155,7 @@ def decode() -> list[dict[str, str]]:
         lambda base: policy.for_sampling(base, base, _WEIGHTS.value), policy.model_shapes(mesh, dtype="float32")
     )
     replicated = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.replicated(mesh)), shapes)
-    size = compiled_bytes(engine.programs(replicated)["decode"].lower())
+    size = compiled_bytes(engine.programs(replicated)["decode"].lower().compile())
     check_fit(size)
     base = jax.jit(lambda key: parameters.cast(policy.base.init(key), model.compute_dtype))(jax.random.key(0))
     engine.set_policy(jax.jit(lambda params: policy.for_sampling(params, params, _WEIGHTS.value))(base), 0)
@@ -194,7 +197,9 @@ def wire() -> list[dict[str, str]]:
         def load() -> Any:
             return snapshots.load(last, policy.trained_specs, policy.trained_shardings(mesh), dtype=model.compute_dtype)
 
-        times = {"copying it on the device": seconds(lambda: copy(trained)), "writing the snapshot": seconds(publish)}
+        times = {"copying it on the device": seconds(lambda: copy(trained))}
+        # A folder of its own each time, of which the disk holds one.
+        times["writing the snapshot"] = seconds(publish, before=lambda: shutil.rmtree(last, ignore_errors=True))
         times["loading it onto the device"] = seconds(load)
         loaded = load()
         times["preparing it for the decode loop"] = seconds(lambda: engine.prepare(loaded))

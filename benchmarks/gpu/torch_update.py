@@ -17,7 +17,9 @@ from absl import app
 
 from benchmarks.gpu import worker
 from benchmarks.gpu.worker import row
+from tba_jax.models import flops
 from tba_jax.models.hugging_face.architectures import ARCHITECTURES
+from tba_jax.run.device_peaks import PEAKS
 
 _BETA = 0.1
 
@@ -43,6 +45,16 @@ def logprob_sums(model: torch.nn.Module, tokens: torch.Tensor, prompt: int) -> t
         .view(len(tokens), -1)
         .sum(1)
     )
+
+
+def utilisation(device: torch.device, took: float, *, rows: int, P: int, R: int) -> str:
+    """The model's FLOPs as a share of the device's peak, in words; "" where that is not known."""
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    if kind not in PEAKS:
+        return ""
+    operations = flops.passes(adapters=False, held_reference=False) * rows
+    operations *= flops.forward(worker.shape("bfloat16"), positions=P + R - 1, logits=R)
+    return f"{100 * operations / took / PEAKS[kind].flops:.1f} % MFU, a prompt for each row, attention counted causally"
 
 
 def main(argv: Sequence[str]) -> None:
@@ -72,9 +84,8 @@ def main(argv: Sequence[str]) -> None:
         update()
         times.append(time.perf_counter() - begin)
     took = statistics.median(times[2:])
-    rows = [
-        row(f"torch: an update of {Q * K} rows of {P + R}", f"{1e3 * took:.1f} ms, {Q * K * (P + R) / took:.0f} tokens/s of rows")
-    ]
+    value = f"{1e3 * took:.1f} ms, {Q * K * (P + R) / took:.0f} tokens/s of rows"
+    rows = [row(f"torch: an update of {Q * K} rows of {P + R}", value, utilisation(device, took, rows=Q * K, P=P, R=R))]
     if device.type == "cuda":
         rows.append(row("torch: memory", f"{torch.cuda.max_memory_allocated() / 2**30:.2f} GiB"))
     worker.write(rows)

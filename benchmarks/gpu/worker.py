@@ -33,4 +33,6 @@ def row(figure: str, value: str, beside: str = "") -> dict[str, str]:
 
 
 def write(rows: Sequence[dict[str, str]]) -> None:
-    Path(ANSWER.value).write_text(json.dumps(rows), encoding="utf-8")
+    written = Path(f"{ANSWER.value}.new")
+    written.write_text(json.dumps(rows), encoding="utf-8")
+    written.replace(ANSWER.value)

@@ -42,7 +42,7 @@ def bounds(experiment: HasPolicy, *, role: str, devices: int, peaks: Peaks) -> l
     batch = section.batch_size if role == "evaluator" else section.queries_per_batch * section.samples_per_query
     weights = "full" if role == "evaluator" else section.weights
     samples = 1 if role == "evaluator" else section.samples_per_query
-    slots = batch if role == "evaluator" else section.slots or batch
+    slots = batch if role == "evaluator" else meshes.slots_of(experiment.config)
     decoding = _decoding(experiment, at, slots=slots, samples=samples, weights=weights)
     if experiment.config.learner.reference.kind == "none":
         return [decoding]

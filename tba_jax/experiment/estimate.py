@@ -102,7 +102,7 @@ def memory(experiment: Experiment, devices: Mapping[str, int] | None = None) -> 
     # Prompts of continuations from a state hold part of a response.
     given = experiment.contract.response_length - 1 if experiment.contract.step_ends else 0
     searcher = bytes_of.decoding(
-        "searchers", slots=s.slots or batch, samples=s.samples_per_query, batch=batch, weights=s.weights, given=given
+        "searchers", slots=meshes.slots_of(config), samples=s.samples_per_query, batch=batch, weights=s.weights, given=given
     )
     evaluator = bytes_of.decoding("evaluation", slots=samples, samples=1, batch=samples, weights="full", given=0)
     return {

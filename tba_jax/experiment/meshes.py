@@ -10,7 +10,7 @@ from tba_jax import sharding
 from tba_jax.decoding import sizes
 from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.learner import micro_batches
-from tba_jax.models import parameters
+from tba_jax.models import device_defaults, parameters
 from tba_jax.models.policy import Policy
 
 # Role -> the section of the config that has its mesh.
@@ -128,13 +128,22 @@ def micro_batch_rows(config: Any, *, ways: int) -> int:
     return micro_batches.limits(learner.micro_batch_tokens, **sizes, ways=ways, shares=False).full_rows
 
 
+def slots_of(config: Any) -> int:
+    """The slots of a searcher, told before there are devices: as on a GPU."""
+    s = config.searchers
+    return device_defaults.slots(s.slots, queries=s.queries_per_batch, samples=s.samples_per_query, platform="gpu")
+
+
 def _check_slots(config: Any, role: str, *, ways: int) -> None:
     """Raises ValueError where the slots of a role that decodes cannot be divided over the data ways of its mesh."""
     s, evaluation = config.searchers, config.evaluation
     batch = s.queries_per_batch * s.samples_per_query
+    decoded = slots_of(config)
     named = f"searchers.slots={s.slots}" if s.slots else f"searchers.slots=0 (queries_per_batch × samples_per_query = {batch})"
+    if not s.slots and decoded != batch:
+        named = f"searchers.slots=0 ({decoded} of the {batch} rows of a batch)"
     slots, samples, what = {
-        "searcher": (s.slots or batch, s.samples_per_query, named),
+        "searcher": (decoded, s.samples_per_query, named),
         "evaluator": (evaluation.batch_size, 1, f"evaluation.batch_size={evaluation.batch_size}"),
     }[role]
     try:

@@ -158,11 +158,23 @@ def attend(
     if kernel == "xla":
         mask = _causal_mask(query.shape[1], window) if causal else jnp.ones((1, 1, 1), bool)
         return _attend_xla(query, key, value, mask if segments is None else mask & _same(segments, segments))
+    return _attend_cudnn(query, key, value, segments, causal=causal, window=window)
+
+
+def _attend_cudnn(
+    query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None, *, causal: bool, window: int
+) -> jax.Array:
+    """Args: see attend."""
+    added = query.shape[1] % 2 if causal else 0
+    if added:  # cuDNN's gradient takes even lengths only. No token attends to one that is added behind it.
+        query, key, value = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (query, key, value))
+        segments = None if segments is None else jnp.pad(segments, ((0, 0), (0, 1)))
     of_segments = None if segments is None else _same(segments, segments)[:, None]
     local = (window - 1, 0) if window else None
-    return jax.nn.dot_product_attention(
+    attended = jax.nn.dot_product_attention(
         query, key, value, mask=of_segments, is_causal=causal, local_window_size=local, implementation="cudnn"
     )
+    return attended[:, : query.shape[1] - added]
 
 
 def _same(these: jax.Array, others: jax.Array) -> jax.Array:

@@ -1,7 +1,7 @@
 """The values of settings that go by the kind of device, in one table that says where each is from.
 
 A setting that is left to the device has the value "auto", or 0 where it is a number. What a user sets goes before this table.
-`python -m benchmarks.defaults` tries the values of remat and decode_chunk on a device, `python -m benchmarks.gpu` those of
+`python -m benchmarks.defaults` tries the values of remat, decode_chunk and slots on a device, `python -m benchmarks.gpu` those of
 attention and remat; benchmarks/RESULTS.md has what they found.
 """
 
@@ -23,6 +23,7 @@ _CHUNK = "benchmarks.defaults on two CPU cores, 2026-11-24: 8, 16, 32 and 64 ste
 _REMAT = (
     "benchmarks.defaults on two CPU cores, 2026-11-24: dots and none take .90 and 1.24 of its time, 1.7 and 4.0 of its memory"
 )
+_BATCH = "a whole batch, so that a step reads the weights once for all rows of an append"
 _NOT_MEASURED = "Not measured on this kind of device"
 # Setting -> platform of JAX -> default.
 DEFAULTS: dict[str, dict[str, Default]] = {
@@ -41,6 +42,12 @@ DEFAULTS: dict[str, dict[str, Default]] = {
         "gpu": Default(32, f"{_NOT_MEASURED}: that of CPUs"),
         "tpu": Default(32, f"{_NOT_MEASURED}: that of CPUs"),
     },
+    # As a share of a batch of the searcher, see `slots`.
+    "searchers.slots": {
+        "cpu": Default(1.0, f"{_NOT_MEASURED}: {_BATCH}"),
+        "gpu": Default(1.0, f"{_NOT_MEASURED}: {_BATCH}"),
+        "tpu": Default(1.0, f"{_NOT_MEASURED}: {_BATCH}"),
+    },
 }
 
 
@@ -50,3 +57,12 @@ def value(setting: str, given: Any, platform: str) -> Any:
         return given
     of_platform = DEFAULTS[setting]
     return of_platform.get(platform, of_platform["gpu"]).value
+
+
+def slots(given: int, *, queries: int, samples: int, platform: str) -> int:
+    """The sequences that a searcher decodes side by side, whole queries of a batch where the device decides.
+
+    Args: given: searchers.slots, 0 where the device decides; queries, samples: of a batch, samples of each query.
+    """
+    share: float = DEFAULTS["searchers.slots"].get(platform, DEFAULTS["searchers.slots"]["gpu"]).value
+    return given or samples * max(1, round(share * queries))

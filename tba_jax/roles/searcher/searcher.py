@@ -18,6 +18,7 @@ from tba_jax.decoding.engine import Ticket
 from tba_jax.decoding.requests import Generation, Request, concatenate
 from tba_jax.decoding.slots import row_keys
 from tba_jax.decoding.state_values import StateValues
+from tba_jax.models import device_defaults
 from tba_jax.models.policy import Policy
 from tba_jax.programs import Program
 from tba_jax.replay.log import LogWriter
@@ -120,7 +121,7 @@ class Searcher:
             sampling=self._plain_sampling(s.value_samples),
             most_states=s.value_states,
             samples_per_query=s.samples_per_query,
-            states_at_a_time=2 * _slots(self._config) // s.value_samples,
+            states_at_a_time=2 * _slots(self._config, self.mesh) // s.value_samples,
             reward=self._appender.reward,
         )
 
@@ -319,9 +320,10 @@ def _rows_per_batch(config: Any) -> int:
     return config.searchers.queries_per_batch * config.searchers.samples_per_query
 
 
-def _slots(config: Any) -> int:
-    """Sequences that are decoded side by side: a whole batch, unless searchers.slots says otherwise."""
-    return config.searchers.slots or _rows_per_batch(config)
+def _slots(config: Any, mesh: jax.sharding.Mesh) -> int:
+    """Sequences that are decoded side by side on a mesh."""
+    s, platform = config.searchers, mesh.devices.flat[0].platform
+    return device_defaults.slots(s.slots, queries=s.queries_per_batch, samples=s.samples_per_query, platform=platform)
 
 
 def _make_sampler(
@@ -340,18 +342,20 @@ def _make_sampler(
         policy=policy,
         tokenizer=tokenizer,
         reference=reference.make(contract, run, policy=policy, mesh=mesh, **_scoring_settings(config)),
-        **_sampling_settings(config, contract, queries),
+        **_sampling_settings(config, contract, queries, mesh),
     )
 
 
-def _sampling_settings(config: Any, contract: contract_lib.Contract, queries: Sequence[EncodedQuery]) -> dict[str, Any]:
+def _sampling_settings(
+    config: Any, contract: contract_lib.Contract, queries: Sequence[EncodedQuery], mesh: jax.sharding.Mesh
+) -> dict[str, Any]:
     """Arguments of Sampler."""
     s = config.searchers
     # A state may lie before the last token of a response: all other tokens are then given.
     given_length = contract.response_length - 1 if contract.step_ends else 0
     return dict(
         weights=s.weights,
-        slots=_slots(config),
+        slots=_slots(config, mesh),
         samples=s.samples_per_query,
         prompt_length=max(len(query.prompt) for query in queries) + given_length,
         given_length=given_length,
@@ -387,7 +391,7 @@ def programs(
         limits=_scoring_settings(config),
         section="searchers",
         slots_setting="searchers.slots",
-        **_sampling_settings(config, contract, queries),
+        **_sampling_settings(config, contract, queries, mesh),
     )
 
 

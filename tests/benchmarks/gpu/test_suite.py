@@ -1,24 +1,35 @@
 """The suite: it holds its time, keeps what it has, and a case that fails costs its own row alone."""
 
+import functools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
+from absl import flags
+from absl.testing import flagsaver
 
-from benchmarks.gpu import cases, device, suite, table
+from benchmarks.gpu import cases, device, runs, suite, table
 from benchmarks.gpu.device import Device
 from benchmarks.gpu.suite import Case, Row
 
-CPU = Device(platform="cpu", kind="cpu", bytes=0, driver="", versions={"jax": "1"}, torch=False)
-H200 = Device(platform="gpu", kind="NVIDIA H200", bytes=100 << 30, driver="580.1", versions={"jax": "1"}, torch=True)
+CPU = Device(platform="cpu", kind="cpu", versions={"jax": "1"}, without_torch="torch is not installed")
+SIZES = dict(memory=140 << 30, bytes=105 << 30)
+H200 = Device(platform="gpu", kind="NVIDIA H200", **SIZES, driver="580.1", versions={"jax": "1"})
+TPU = Device(platform="tpu", kind="TPU v5e", without_torch="it is not measured on TPUs")
 WRITES = "import json, sys; json.dump([{'figure': 'speed', 'value': '3'}], open(sys.argv[1], 'w'))"
 
 
-def make_case(folder, name: str, code: str, *, least: float = 0.0, most: float = 60.0) -> Case:
+def run(cases, folder, *, seconds: float = 300.0, device: str = "") -> None:
+    """The suite with the rows that are kept, as its command runs it."""
+    suite.run(cases, folder, suite.rows(folder, device), until=time.monotonic() + seconds, device=device)
+
+
+def make_case(folder, name: str, code: str, *, least: float = 0.0, most: float = 60.0, otherwise: tuple[str, ...] = ()) -> Case:
     answer = folder / f"{name}.json"
     return Case(
         name=name,
@@ -28,69 +39,130 @@ def make_case(folder, name: str, code: str, *, least: float = 0.0, most: float =
         read=suite.read_figures,
         least=least,
         most=most,
+        otherwise=otherwise,
     )
 
 
 def test_a_case_that_fails_or_hangs_costs_its_own_row(tmp_path):
     hangs = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']).wait()"
+    traceback = "print('ValueError: in the middle'); print('jaxlib.XlaRuntimeError: INTERNAL: no kernel'); print('--'); exit(3)"
+    (tmp_path / "unwritable.log").mkdir()
     wanted = [
-        make_case(tmp_path, "broken", "raise SystemExit('RESOURCE_EXHAUSTED: out of memory')"),
+        make_case(tmp_path, "broken", traceback),
         make_case(tmp_path, "hangs", hangs, most=1.0),
         make_case(tmp_path, "silent", "pass"),
         make_case(tmp_path, "odd", "import sys; open(sys.argv[1], 'w').write('{')"),
+        make_case(tmp_path, "unwritable", WRITES),
         make_case(tmp_path, "fine", WRITES),
     ]
-    suite.run(wanted, tmp_path, seconds=300)
+    run(wanted, tmp_path)
     found = suite.rows(tmp_path)
     assert [row.figure for row in found["fine"]] == ["speed"] and found["fine"][0].value == "3"
-    assert "RESOURCE_EXHAUSTED" in found["broken"][0].value and "stopped after 1 s" in found["hangs"][0].value
+    assert found["broken"][0].value == "exit status 3: jaxlib.XlaRuntimeError: INTERNAL: no kernel"
+    assert "stopped after 1 s" in found["hangs"][0].value and "cannot be written" in found["unwritable"][0].value
     assert found["silent"][0].value == "no figures" and "cannot be read" in found["odd"][0].value
+    assert {row.figure for name, (row,) in found.items() if name != "fine"} == {suite.FAILED}
+
+
+@pytest.mark.parametrize("message", ["RESOURCE_EXHAUSTED: Out of memory", "torch.OutOfMemoryError: CUDA out of memory."])
+def test_a_case_that_needs_too_much_memory_is_left_out(tmp_path, message):
+    run([make_case(tmp_path, "large", f"raise SystemExit({message!r} + chr(10) + 'more')")], tmp_path)
+    (row,) = suite.rows(tmp_path)["large"]
+    assert row.figure == suite.LEFT_OUT and message in row.value
+
+
+def test_a_setting_that_fails_is_named_beside_the_rows_of_the_other(tmp_path):
+    code = "import sys\nif '--safe' not in sys.argv: sys.exit('error: no such kernel')\n" + WRITES
+    run([make_case(tmp_path, "kernel", code, otherwise=("--safe",))], tmp_path)
+    speed, failure = suite.rows(tmp_path)["kernel"]
+    assert speed.value == "3" and failure.figure == "failed without --safe" and "no such kernel" in failure.value
+    run([make_case(tmp_path, "both", "exit(1)", otherwise=("--safe",))], tmp_path)
+    assert [row.figure for row in suite.rows(tmp_path)["both"]] == [suite.FAILED]
+
+
+def test_what_a_case_had_before_it_was_stopped_counts(tmp_path):
+    run([make_case(tmp_path, "slow", WRITES + ".close(); import time; time.sleep(600)", most=1.0)], tmp_path)
+    assert [row.figure for row in suite.rows(tmp_path)["slow"]] == ["speed", suite.FAILED]
 
 
 def test_cases_without_time_are_left_out_and_others_are_kept(tmp_path, capsys):
     first, second = make_case(tmp_path, "first", WRITES), make_case(tmp_path, "second", WRITES, least=1000.0)
-    suite.run([second, first], tmp_path, seconds=100)
+    run([second, first], tmp_path, seconds=100)
     assert suite.rows(tmp_path).keys() == {"first"}
     assert "second: left out, it takes 1000 s and" in capsys.readouterr().out
-    before = (tmp_path / suite.ROWS).read_text()
-    with (tmp_path / suite.ROWS).open("a") as file:
-        file.write('{"case": "sec')  # the suite was killed while it wrote
-    suite.run([first], tmp_path, seconds=100)
-    assert (tmp_path / suite.ROWS).read_text().startswith(before) and len(suite.rows(tmp_path)["first"]) == 1
+    run([make_case(tmp_path, "first", "exit(1)")], tmp_path)
+    assert len(suite.rows(tmp_path)["first"]) == 1 and "first: kept from before" in capsys.readouterr().out
     told = table.text(H200, [first, second], suite.rows(tmp_path))
     assert "| first | speed | 3 |" in told and "| second |  | not measured |" in told
-    assert "NVIDIA H200, 100 GiB, driver 580.1; jax 1" in told and "CPU form" not in told
+    assert "NVIDIA H200, 140 GiB, of which JAX may take 105, driver 580.1; jax 1" in told and "CPU form" not in told
+
+
+def test_damaged_rows_and_those_of_other_devices_are_not_taken(tmp_path):
+    """A failed case is run again, and its row gone; lines that are no rows are gone too."""
+    run([make_case(tmp_path, "first", "exit(1)")], tmp_path)
+    run([make_case(tmp_path, "first", WRITES)], tmp_path, device="NVIDIA H200")
+    with (tmp_path / suite.ROWS).open("ab") as file:
+        file.write(b'[1]\n{"case": 1, "figure": "", "value": ""}\n\xff\xfe\n{"case": "sec')  # killed while it wrote
+    run([make_case(tmp_path, "first", WRITES)], tmp_path)
+    run([make_case(tmp_path, "second", WRITES)], tmp_path)
+    assert suite.rows(tmp_path).keys() == {"first", "second"} and suite.rows(tmp_path, "NVIDIA H200").keys() == {"first"}
+    lines = [json.loads(line) for line in (tmp_path / suite.ROWS).read_text().splitlines()]
+    assert len(lines) == 3 and all(line["figure"] == "speed" for line in lines)
+
+
+def test_a_full_disk_costs_the_files_not_the_table(tmp_path, capsys):
+    for name in (f"{suite.ROWS}.new", "results.md"):
+        (tmp_path / name).mkdir()  # like a full disk, it cannot be written
+    case, rows = make_case(tmp_path, "first", WRITES), {}
+    write = functools.partial(table.write, H200, [case], tmp_path, rows)
+    suite.run([case], tmp_path, rows, until=time.monotonic() + 100, after_each=write)
+    said = capsys.readouterr().out
+    assert "the rows are not kept" in said and "results.md is not written" in said
+    assert "| first | speed | 3 |" in table.text(H200, [case], rows)
+
+
+def test_an_update_by_pytorch_is_told_with_the_ratio(tmp_path):
+    torch, ours = (
+        next(case for case in cases.of(H200, tmp_path, model="", data="") if case.kind == kind) for kind in ("torch", "update")
+    )
+    found = {
+        case.name: [Row(case=case.name, figure="an update", value=value)]
+        for case, value in ((torch, "30.0 ms"), (ours, "20.0 ms"))
+    }
+    assert "| 30.0 ms | ours × 1.50 |" in table.text(H200, [torch, ours], found)
 
 
 def test_the_table_names_the_fastest_setting_of_the_sweep(tmp_path):
     wanted = [case for case in cases.of(H200, tmp_path, model="", data="") if case.kind in ("update", "sweep")]
     found = {case.name: [Row(case=case.name, figure="an update", value=f"{30 - i}.5 ms")] for i, case in enumerate(wanted)}
     best = wanted[-1].name.removeprefix("sweep: ")
-    assert f"Of the settings swept, {best} had the fastest update: {30 - len(wanted) + 1}.5 ms." in table.text(
-        H200, wanted, found
-    )
+    sentence = f"Of the settings swept, {best} had the fastest update: {30 - len(wanted) + 1}.5 ms."
+    assert sentence in table.text(H200, wanted, found)
+    found[wanted[0].name] = [Row(case=wanted[0].name, figure="an update", value="1.0 ms")]
+    assert "No setting that was swept had a faster update than the defaults: 1.0 ms." in table.text(H200, wanted, found)
     assert "swept" not in table.text(H200, wanted, {})
 
 
-def test_an_interrupted_suite_ends_its_case_and_keeps_its_rows(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_interrupted_suite_ends_its_case_and_keeps_its_rows(tmp_path, number):
     marker = tmp_path / "alive"
     sleeps = f"import pathlib, time\nwhile True: pathlib.Path({str(marker)!r}).touch(); time.sleep(.05)"
     program = f"""
 import signal, sys
 from pathlib import Path
-from benchmarks.gpu import suite
-from tests.benchmarks.gpu.test_suite import WRITES, make_case
+from tests.benchmarks.gpu.test_suite import WRITES, make_case, run
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+signal.signal(signal.SIGINT, signal.default_int_handler)  # where processes are started in the background, it is ignored
 folder = Path({str(tmp_path)!r})
-suite.run([make_case(folder, "first", WRITES), make_case(folder, "endless", {sleeps!r})], folder, seconds=300)
+run([make_case(folder, "first", WRITES), make_case(folder, "endless", {sleeps!r})], folder)
 """
     process = subprocess.Popen([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": "."})
     try:
         until = time.monotonic() + 60
         while not marker.exists() and time.monotonic() < until:
             time.sleep(0.05)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=60) == 143
+        process.send_signal(number)
+        assert process.wait(timeout=60) in (143, -signal.SIGINT, 128 + signal.SIGINT)
     finally:
         process.kill()
     assert suite.rows(tmp_path).keys() == {"first"}
@@ -99,9 +171,7 @@ suite.run([make_case(folder, "first", WRITES), make_case(folder, "endless", {sle
     assert not marker.exists(), "the case's process goes on"
 
 
-@pytest.mark.parametrize(
-    "found", [CPU, H200, Device(platform="tpu", kind="TPU v5e", bytes=0, driver="", versions={}, torch=False)]
-)
+@pytest.mark.parametrize("found", [CPU, H200, TPU], ids=lambda found: found.platform)
 def test_each_device_has_every_kind_of_case_but_torch(tmp_path, found):
     wanted = cases.of(found, tmp_path, model="", data="")
     assert len({case.name for case in wanted}) == len({case.answer for case in wanted}) == len(wanted)
@@ -111,21 +181,30 @@ def test_each_device_has_every_kind_of_case_but_torch(tmp_path, found):
     assert bool(tiny) == (found.platform == "cpu")
     settings = " ".join(" ".join(case.command) for case in wanted)
     assert "--attention=xla" in settings and "--remat=none" in settings and "--nodonate" in settings
-    assert ("--attention=cudnn" in settings) == (found.platform == "gpu")
     flags = " ".join(case.environment.get("XLA_FLAGS", "") for case in wanted)
     assert ("latency_hiding" in flags and "command_buffer" in flags) == (found.platform == "gpu")
+
+
+def test_this_jax_takes_the_flags_of_the_sweep(tmp_path):
+    """XLA ends a process whose flags it does not know; the flags of GPUs are known without one."""
+    flags = [case.environment["XLA_FLAGS"] for case in cases.of(H200, tmp_path, model="", data="") if case.environment]
+    assert len(flags) == 3
+    environment = os.environ | {"XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", "import jax; jax.devices()"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_decode_rows_have_the_share_of_the_bandwidth_and_the_ratio(tmp_path):
     figures = {"tokens_per_second": 100.0, "share_of_bandwidth": 0.5, "share_of_bound": 0.4}
     decoders = {"ours": figures, "static": figures | {"tokens_per_second": 40.0}}
-    case = cases.of(H200, tmp_path, model="", data="")[1]
-    case.answer.write_text(json.dumps({"cases": {"pythia_s1": {"decoders": decoders}}}))
-    ours, theirs = case.read(case.answer, case)
+    case = next(case for case in cases.of(H200, tmp_path, model="", data="") if case.kind == "decode")
+    found = {name: {"decoders": decoders, "rows": 64, "queries": queries} for name, queries in (("qwen_s1", 64), ("qwen_s16", 4))}
+    case.answer.write_text(json.dumps({"cases": found}))
+    ours, theirs, of_groups, _ = case.read(case.answer, case)
     assert ours == Row(
-        case=case.name, figure="ours", value="100 tokens/s", beside="50 % of the measured bandwidth, 40 % of the bound"
+        case=case.name, figure="S = 1: ours", value="100 tokens/s", beside="50 % of the measured bandwidth, 40 % of the bound"
     )
-    assert theirs.value == "40 tokens/s" and theirs.beside.endswith("ours × 2.50")
+    assert of_groups.figure == "S = 16: ours" and theirs.value == "40 tokens/s" and theirs.beside.endswith("ours × 2.50")
 
 
 def test_the_driver_is_what_nvidia_smi_says(tmp_path, monkeypatch):
@@ -135,6 +214,87 @@ def test_the_driver_is_what_nvidia_smi_says(tmp_path, monkeypatch):
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert device.driver() == "580.65.06"
+
+
+def test_a_driver_that_hangs_or_fails_has_no_version(tmp_path, monkeypatch):
+    tool = tmp_path / "nvidia-smi"
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(device, "_SECONDS", 0.5)
+    for line in ("exec sleep 60", "echo broken; exit 9"):
+        tool.write_text(f"#!/bin/sh\n{line}\n")
+        tool.chmod(0o755)
+        assert device.driver() == ""
+
+
+def test_a_gpu_that_jax_does_not_use_is_a_mistake(tmp_path, monkeypatch):
+    """Not the CPU form, which would take the minutes of a machine with a GPU."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 0, GPU-1, NVIDIA H200, 143771, 143000\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("JAX_PLATFORMS")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(ValueError, match="NVIDIA H200, but JAX finds only the CPU"):
+        device.find()
+
+
+def test_one_of_several_gpus_is_measured(tmp_path, monkeypatch):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\nfor n in 4 5; do echo $n, GPU-$n, NVIDIA H200, 143771, 143000; done\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("JAX_PLATFORMS", "")
+    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    assert device.take_one() == ["GPU 4 is measured, one of 2."]
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "4" and device.take_one() == []
+
+
+def test_jax_that_does_not_start_is_a_sentence(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    with pytest.raises(ValueError, match="JAX_PLATFORMS=cuda"):
+        device.find()
+
+
+def test_packages_that_are_missing_are_named(tmp_path):
+    assert device.missing() == []
+    asked = tmp_path / "requirements.txt"
+    asked.write_text("# a comment\nabsl-py>=2\nno-such-package>=1.0,!=1.1\n")
+    assert device.missing(asked) == ["no-such-package"]
+
+
+def test_why_pytorch_is_not_compared_with(monkeypatch):
+    assert "TPU" in device._without_torch("tpu")
+    monkeypatch.setattr(device.importlib.util, "find_spec", lambda name: name != "torch" or None)
+    assert device._without_torch("gpu") == "torch is not installed"
+    monkeypatch.setattr(device.importlib.util, "find_spec", lambda name: True)
+    for code, sentence in (
+        ("import no_such_torch", "it does not start: ModuleNotFoundError: No module named 'no_such_torch'"),
+        ('print(\'{"version": "2.1+cpu", "gpu": false}\')', "torch 2.1+cpu finds no GPU"),
+    ):
+        monkeypatch.setattr(device, "_TORCH", code)
+        assert device._without_torch("gpu") == sentence
+    assert device._without_torch("cpu") == ""
+
+
+def test_the_files_of_gpu_tests_are_found():
+    found = runs.files_with_gpu_tests()
+    assert "tests/models/test_cudnn_attention.py" in found and "tests/benchmarks/gpu/test_suite.py" not in found
+
+
+def test_gpu_tests_do_not_pass_on_cpus(monkeypatch):
+    """The tests' own setting of the platform is CPUs, where the suite runs them it is the GPU, which is missing here."""
+    flags.FLAGS.mark_as_parsed()
+    monkeypatch.setattr(runs, "files_with_gpu_tests", lambda: ["tests/run/test_checkpoints.py"])
+    with flagsaver.flagsaver(only_counted=True):
+        (row,) = runs.tests()
+    assert row["figure"] == "counted, not run" and row["value"].startswith("1/")
+    if shutil.which("nvidia-smi"):
+        pytest.skip("this machine has a GPU")
+    with flagsaver.flagsaver(only_counted=False):
+        (row,) = runs.tests()
+    assert row["figure"] == "pytest" and row["value"].startswith("1 failed") and "test_nothing_is_copied" in row["beside"]
 
 
 @pytest.mark.parametrize(
@@ -151,7 +311,7 @@ def test_the_cpu_form_measures_every_case(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
     assert done.returncode == 0, done.stderr
     assert "this is the CPU form" in done.stdout
-    found = suite.rows(tmp_path / "gpu")
+    found = suite.rows(tmp_path / "gpu", "cpu")
     wanted = cases.of(device.find(), tmp_path / "gpu", model="", data="")
     assert found.keys() == {case.name for case in wanted}
     failed = [
