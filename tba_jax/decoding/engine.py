@@ -47,8 +47,8 @@ class Engine:
       chunk: decode steps between two looks at the host: so long do new weights and free buffers wait. At most response_length; 0:
         by the kind of device, see device_defaults.
       lockstep: requests come in batches and all slots begin at once, so that the samples of a query share a group, and each
-        batch begins with the shortest window of the caches (ring.py). For a stream of requests the window is the whole caches until it shows that all responses are shorter:
-        each window is one more program to compile.
+        batch begins with the shortest window of the caches (ring.py). For a stream of requests the window is the whole caches
+        until it shows that all responses are shorter: each window is one more program to compile.
       given_length: the part of prompt_length that is kept free for given response tokens; a prompt is shorter by it.
       weights: precision of the weights that `prepare` takes, one of kv_cache.WEIGHTS.
       swap_memory: where weights that were handed over wait. beside: on the devices, as they are decoded with. in_place: where

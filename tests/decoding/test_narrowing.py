@@ -18,7 +18,6 @@ from tests.support.tiny_engine import (
     decoded_alone,
     decoded_together,
     make_engine,
-    make_mesh,
     make_request,
     make_stream,
     random_params,
