@@ -1,6 +1,6 @@
 """Writes a policy snapshot of a run as a Hugging Face folder, for transformers, vLLM or lm-eval.
 
-python -m tba_jax export --workdir=DIR --output=DIR [--step=N] [--dtype=float32|bfloat16|float16] [--adapter]
+python -m tba_jax export --workdir=DIR --output=DIR [--step=best|last|N] [--dtype=float32|bfloat16|float16] [--adapter]
 
 Adapters are merged into the weights; with --adapter they are written alone, as a folder that peft reads.
 """
@@ -22,12 +22,12 @@ if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answe
     from tba_jax.text.tokenizers import Tokenizer
 
 
-def export(workdir: Path, output: Path, *, step: int | None, dtype: str | None, adapter: bool = False) -> str:
+def export(workdir: Path, output: Path, *, step: snapshot_step.Asked, dtype: str | None, adapter: bool = False) -> str:
     """Writes the folder; one tensor at a time is in memory. Adapters are merged.
 
     Args:
       output: outside of workdir, whose folders belong to the run's processes.
-      step: of a published snapshot; None: the newest. dtype: of the weights written; None: the snapshot's.
+      step: of a published snapshot, see snapshot_step. dtype: of the weights written; None: the snapshot's.
       adapter: writes the adapters alone, for peft.
 
     Returns:
@@ -47,7 +47,7 @@ def export(workdir: Path, output: Path, *, step: int | None, dtype: str | None, 
     stored = stored_run.read(run, called=str(workdir))
     _check_output(output, run)
     config, policy, tokenizer = stored.config, stored.policy, stored.tokenizer
-    step = snapshot_step.chosen(run.policies, step, called=str(workdir))
+    step = snapshot_step.chosen(run, step, called=str(workdir))
     source = load.resolve_folder(config.model.path) if config.model.path else None
     base = _adapted_checkpoint(run, config) if adapter else ""
     write_tokenizer, ids = _tokenizer_files(tokenizer, source)

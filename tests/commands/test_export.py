@@ -125,7 +125,7 @@ def test_adapters_alone_are_published_and_optimised(tmp_path):
     assert changed == {"layers.attention.query.weight", "layers.feed_forward.down.weight"}
 
 
-def test_the_newest_step_and_its_dtype_are_the_default(tmp_path, capsys):
+def test_without_held_out_scores_the_newest_step_is_the_default_and_its_dtype(tmp_path, capsys):
     finished_run(tmp_path / "run", publish__dtype="bfloat16")
     flags = [f"--workdir={tmp_path / 'run'}", f"--output={tmp_path / 'model'}"]
     command_line.execute(export, flags)
@@ -134,7 +134,7 @@ def test_the_newest_step_and_its_dtype_are_the_default(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         command_line.execute(export, flags)
     assert f"{tmp_path / 'model'} exists and is not an empty folder" in capsys.readouterr().err
-    with pytest.raises(ValueError, match=r"--step=7 is not a snapshot of .*; there are 0, 1, 2, 3"):
+    with pytest.raises(ValueError, match=r"--step=7 is not a snapshot of .*; the nearest step that is kept is 3; there are 0, 1, 2, 3"):
         export.export(tmp_path / "run", tmp_path / "other", step=7, dtype=None)
     with pytest.raises(ValueError, match="holds no run"):
         export.export(tmp_path, tmp_path / "other", step=None, dtype=None)
