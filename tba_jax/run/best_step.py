@@ -5,8 +5,8 @@ More is better. Of steps with equal scores the earliest is the best, since it is
 score could not be found (NaN, which stands as null in a report), or whose report is damaged, has none.
 """
 
-import json
 import math
+import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +14,8 @@ from typing import NamedTuple
 from tba_jax.run import layout
 
 SCORE = "greedy_reward"
+# The best step so far and its score, in the metrics of the evaluator.
+BEST_STEP, BEST_SCORE = "best_step", "best_greedy_reward"
 
 
 class Scored(NamedTuple):
@@ -27,6 +29,16 @@ def best(scores: Iterable[tuple[int, float]]) -> Scored | None:
     """The best of (step, score); None where no score is finite."""
     finite = [Scored(step, score) for step, score in scores if math.isfinite(score)]
     return max(finite, key=lambda each: (each.score, -each.step), default=None)
+
+
+def figures(found: Scored | None) -> dict[str, float]:
+    """The best step so far as metrics take it."""
+    return {} if found is None else {BEST_STEP: float(found.step), BEST_SCORE: found.score}
+
+
+def told(found: Scored | None, *, apart_from: int) -> str:
+    """The best step for a line that has just told of another step, "" where it is the same."""
+    return "" if found is None or found.step == apart_from else f"best {found.score:.3f} at step {found.step}"
 
 
 class Scores:
@@ -44,6 +56,8 @@ class Scores:
             file = self._folder / f"{layout.step_name(step)}.json"
             try:
                 status = file.stat()
+                if not stat.S_ISREG(status.st_mode):
+                    continue
                 stamp = status.st_size, status.st_mtime_ns
                 known = self._known.get(step)
                 found[step] = known if known is not None and known[0] == stamp else (stamp, _score(file))
@@ -60,8 +74,8 @@ class Scores:
 def _score(file: Path) -> float:
     """The score in a report, NaN where it says none."""
     try:
-        report = json.loads(file.read_bytes())
-    except (ValueError, RecursionError):
+        report = layout.read_json(file)
+        score = report.get(SCORE) if isinstance(report, Mapping) else None
+        return float(score) if isinstance(score, int | float) and not isinstance(score, bool) else math.nan
+    except (ValueError, OverflowError):
         return math.nan
-    score = report.get(SCORE) if isinstance(report, Mapping) else None
-    return float(score) if isinstance(score, int | float) and not isinstance(score, bool) else math.nan
