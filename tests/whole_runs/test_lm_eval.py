@@ -94,7 +94,7 @@ def test_lm_eval_measures_the_exported_policy(tmp_path):
     export.export(run.root, tmp_path / "merged", step=0, dtype=None)
     export.export(run.root, tmp_path / "adapter", step=0, dtype=None, adapter=True)
     expected, before = perplexity(tmp_path / "merged"), perplexity(model)
-    assert abs(math.log(expected / before)) > 0.05, "the adapters change something"
+    assert abs(math.log(expected / before)) > 0.01, "the adapters change more than the tolerance"
     for name, model_args in {
         "merged": f"pretrained={tmp_path / 'merged'}",
         "peft": f"pretrained={model},peft={tmp_path / 'adapter'}",
