@@ -12,7 +12,7 @@ from tba_jax.run import best_step, layout
 log = logging.getLogger(__name__)
 
 BEST, LAST = "best", "last"
-# What --step asks for: BEST, LAST, or a trainer step. None: BEST, or LAST in a run without held-out scores.
+# What --step asks for: BEST, LAST, or a trainer step. None: BEST, or LAST where no step after 0 has a held-out score.
 Asked = int | str | None
 
 
@@ -28,7 +28,7 @@ class _Parser(flags.ArgumentParser):
 
 
 def add_flag(values: flags.FlagValues) -> None:
-    told = f"of the snapshot: {BEST} (by held-out score), {LAST}, or a number; default: {BEST}, or {LAST} without held-out scores"
+    told = f"of the snapshot: {BEST} (by held-out score), {LAST}, or a number; default: {BEST}, or {LAST} without scores"
     flags.DEFINE(_Parser(), "step", None, told, flag_values=values)
 
 
@@ -42,6 +42,11 @@ class Best(NamedTuple):
     score: float
     of: int
     lost: best_step.Scored | None
+
+    @property
+    def only_step_0(self) -> bool:
+        """Whether no policy that was trained has been evaluated."""
+        return self.of == 1 and self.step == 0
 
 
 def best(run: layout.RunDir, steps: Sequence[int]) -> Best | None:
@@ -73,11 +78,13 @@ def chosen(run: layout.RunDir, asked: Asked, *, called: str) -> int:
         log.info("step %d is the newest snapshot of %s", steps[-1], called)
         return steps[-1]
     found = best(run, steps)
-    if found is None:
+    if found is None and asked == BEST:
         without = f"no snapshot of {called} has a held-out score in {run.evaluations}"
-        if asked == BEST:
-            raise ValueError(f"--step={BEST}: {without}; --step={LAST} takes the newest, of step {steps[-1]}")
-        log.warning("%s: the newest, of step %d, is taken", without, steps[-1])
+        raise ValueError(f"--step={BEST}: {without}; --step={LAST} takes the newest, of step {steps[-1]}")
+    if found is None or (asked is None and found.only_step_0):
+        which = "no snapshot" if found is None else "no snapshot but that of step 0"
+        why = f"{which} of {called} has a held-out score in {run.evaluations}"
+        log.warning("%s: the newest, of step %d, is taken", why, steps[-1])
         return steps[-1]
     log.info("%s", _told(found, newest=steps[-1], called=called))
     return found.step

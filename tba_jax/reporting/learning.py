@@ -24,7 +24,7 @@ def held_out(evaluations: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
     if len(found) == 1:
         return "", f"The held-out reward is {first['greedy_reward']:.3f} at step {first['step']}; there is no second one yet."
     rewards = np.array([each["greedy_reward"] for each in found])
-    best = found[int(rewards.argmax())]  # the earliest of equal ones, as run/best_step.py has it
+    best = max(found, key=lambda each: (each["greedy_reward"], each["step"]))  # as run/best_step.py has it
     # The standard deviation of a reward in [low, high] is at most half of the range.
     spread = max(1.0, float(np.ptp(rewards))) / 2
     error = spread * np.sqrt(sum(1.0 / max(1.0, each.get("queries", 1.0)) for each in (first, last)))

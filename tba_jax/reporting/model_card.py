@@ -35,6 +35,7 @@ _TITLES = {
     "ref_nll_per_token": "−log π_ref of samples, nats per token",
     "kl_to_ref": "KL to π_ref, nats per response",
 }
+_TRAJECTORY_BALANCE = ("trajectory_balance", "learned_log_z", "tba_prime")
 _NOT_SHOWN = ("step", "time", "queries", "seconds", "unscored")
 
 
@@ -88,7 +89,7 @@ def text(run: layout.RunDir, config: Any, *, base: Base, exported: Exported) -> 
     """The card. Args: config: of the run."""
     c = flatten(without_secrets(config.to_dict()))
     sections = [
-        _front_matter(base, exported),
+        _front_matter(c, base, exported),
         f"# {_plain(exported.name)}",
         _summary(c, base, exported),
         "## Held-out scores",
@@ -102,10 +103,11 @@ def text(run: layout.RunDir, config: Any, *, base: Base, exported: Exported) -> 
     return "\n\n".join(sections) + "\n"
 
 
-def _front_matter(base: Base, exported: Exported) -> str:
+def _front_matter(c: Mapping[str, Any], base: Base, exported: Exported) -> str:
     import huggingface_hub
 
-    tags = ["tba_jax", "trajectory-balance", "reinforcement-learning", *(["lora"] if exported.adapter else [])]
+    balance = ["trajectory-balance"] if c["learner.objective"] in _TRAJECTORY_BALANCE else []
+    tags = ["tba_jax", *balance, "reinforcement-learning", *(["lora"] if exported.adapter else [])]
     data: dict[str, Any] = dict(library_name="peft" if exported.adapter else "transformers", tags=tags, **base.licence)
     if base.hub_id:  # the hub refuses what is no id of a model there
         data |= dict(base_model=base.hub_id, base_model_relation="adapter" if exported.adapter else "finetune")
@@ -115,9 +117,11 @@ def _front_matter(base: Base, exported: Exported) -> str:
 def _summary(c: Mapping[str, Any], base: Base, exported: Exported) -> str:
     what = "LoRA adapters of a language model" if exported.adapter else "A language model"
     origin = f"post-trained from {_base_in_words(base)}" if base.path else "trained from random weights"
+    loss = f"the loss {_code(c['learner.objective'])}"
+    if c["learner.objective"] in _TRAJECTORY_BALANCE:
+        loss = "[Trajectory Balance with Asynchrony](https://arxiv.org/abs/2503.18929)"
     return (
-        f"{what}, {origin} by [Trajectory Balance with Asynchrony](https://arxiv.org/abs/2503.18929) with tba_jax, on the task "
-        f"{_code(c['task.name'])}. These are the weights of trainer step {exported.step} of {c['learner.steps']}, in "
+        f"{what}, {origin} by {loss} with tba_jax, on the task {_code(c['task.name'])}. These are the weights of trainer step {exported.step} of {c['learner.steps']}, in "
         f"{exported.dtype}, exported on {time.strftime('%Y-%m-%d', time.gmtime())}."
     )
 
@@ -136,7 +140,8 @@ def _scores(run: layout.RunDir, step: int) -> Iterator[str]:
     newest = reports[max(reports)]
     queries = newest.get("queries")
     score_name = str(newest.get("score_name", "score"))
-    names = [name for name in newest if name not in (*_NOT_SHOWN, score_name) and _is_number(newest[name])]
+    ordered = dict.fromkeys((*_TITLES, *newest))
+    names = [name for name in ordered if name not in (*_NOT_SHOWN, score_name) and _is_number(newest.get(name))]
     titles = _TITLES | {"greedy_reward": f"{score_name} ({_TITLES['greedy_reward']})"}
     rows = [(_plain(titles.get(name, name)), *(_figure(report.get(name)) for report in reports.values())) for name in names]
     yield _table(("", *(f"step {each}{' (this model)' if each == step else ''}" for each in reports)), rows)

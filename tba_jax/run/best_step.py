@@ -1,8 +1,8 @@
 """The best step of a run by its held-out score, from the reports of the evaluator.
 
 The held-out score of a step is the figure greedy_reward of its report: the mean reward of greedy responses to held-out queries.
-More is better. Of steps with equal scores the earliest is the best, since it is the nearest to the policy of step 0. A step whose
-score could not be found (NaN, which stands as null in a report), or whose report is damaged, has none.
+More is better. Of steps with equal scores the latest is the best, since it is the nearest to the optimum of the loss. A step
+whose score could not be found (NaN, which stands as null in a report), or whose report is damaged, has none.
 """
 
 import math
@@ -28,7 +28,7 @@ class Scored(NamedTuple):
 def best(scores: Iterable[tuple[int, float]]) -> Scored | None:
     """The best of (step, score); None where no score is finite."""
     finite = [Scored(step, score) for step, score in scores if math.isfinite(score)]
-    return max(finite, key=lambda each: (each.score, -each.step), default=None)
+    return max(finite, key=lambda each: (each.score, each.step), default=None)
 
 
 def figures(found: Scored | None) -> dict[str, float]:

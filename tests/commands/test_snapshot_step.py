@@ -43,10 +43,11 @@ def test_the_best_step_is_the_default_and_is_told(run, caplog):
     assert caplog.messages[0] == (
         "step 10 has the best held-out score, 0.750, of 3 evaluated snapshots of RUN; the newest is of step 30 (--step=last)"
     )
+    score(run, 30, 0.74)
+    assert chosen(run, None) == 10, "the evaluator came later"
     score(run, 30, 0.75)
-    assert chosen(run, None) == 10, "the evaluator came later, to the same score"
-    score(run, 30, 0.76)
-    assert chosen(run, None) == 30 and caplog.messages[-1].endswith("of 4 evaluated snapshots of RUN")
+    assert chosen(run, None) == 30, "the latest of equal scores"
+    assert caplog.messages[-1].endswith("of 4 evaluated snapshots of RUN")
 
 
 def test_a_better_step_without_a_snapshot_is_told(run, caplog):
@@ -68,6 +69,16 @@ def test_without_scores_the_newest_is_taken_unless_the_best_is_asked_for(run, sc
     assert f"no snapshot of RUN has a held-out score in {run.evaluations}: the newest, of step 20, is taken" == told
     with pytest.raises(ValueError, match=r"^--step=best: no snapshot of RUN .*; --step=last takes the newest, of step 20$"):
         chosen(run, "best")
+
+
+def test_the_untrained_policy_is_no_default(run, caplog):
+    """The evaluator has only begun, or all its later scores are lost."""
+    publish(run, 0, 20)
+    score(run, 0, 0.5)
+    assert chosen(run, None) == 20 and "no snapshot but that of step 0 of RUN has a held-out score" in caplog.text
+    assert chosen(run, "best") == 0
+    score(run, 20, 0.25)
+    assert chosen(run, None) == 0, "training has made it worse"
 
 
 def test_a_step_that_is_gone_is_refused_with_its_neighbours(run):

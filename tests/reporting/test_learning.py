@@ -28,7 +28,7 @@ def test_the_best_step_is_told():
     assert learning.held_out(found)[1].endswith("0.500 at step 100; the best is 0.900 at step 50.")
     assert learning.held_out(found[:2])[1].endswith("0.900 at step 50, the best so far.")
     found[2]["greedy_reward"] = 0.9
-    assert learning.held_out(found)[1].endswith("0.900 at step 100; the best is 0.900 at step 50.")
+    assert learning.held_out(found)[1].endswith("0.900 at step 100, the best so far.")
 
 
 def test_without_scores_nothing_is_claimed():

@@ -68,6 +68,11 @@ def test_the_front_matter_is_what_the_hub_reads(run, tmp_path):
         assert "at revision `607a30d783dfa663caf39e06633721c8d4cfcd7e`" in card.text and "licence as `mit`" in card.text
 
 
+def test_other_losses_are_no_trajectory_balance(run):
+    card = read(model_card.text(run, config(learner__objective="grpo"), base=NO_BASE, exported=MERGED))
+    assert "trajectory-balance" not in card.data.tags and "Trajectory Balance" not in card.text and "the loss `grpo`" in card.text
+
+
 def test_a_local_checkpoint_is_no_model_of_the_hub(run, tmp_path):
     """The hub refuses a card whose base_model is a path."""
     folder = checkpoint(tmp_path / "checkpoint", "no front matter\nlicense: mit\n")

@@ -63,12 +63,12 @@ def test_the_best_step_is_named(tmp_path, capsys):
         evaluation(run, step, reward)
     results.tell(run, label="demo", score_name="accuracy", outcome="in 3 s")
     told = capsys.readouterr().out
-    assert "step 0" in told and "step 10, the best" in told and "step 30" in told and "step 20" not in told
-    assert told.splitlines()[-1].startswith("demo: accuracy 0.12 -> 0.50 (best 0.75 at step 10) in 3 s")
+    assert "step 0" in told and "step 20, the best" in told and "step 30" in told and "step 10" not in told
+    assert told.splitlines()[-1].startswith("demo: accuracy 0.12 -> 0.50 (best 0.75 at step 20) in 3 s")
     evaluation(run, 30, 0.875)
     results.tell(run, label="demo", score_name="accuracy", outcome="in 3 s")
     told = capsys.readouterr().out
-    assert "step 30, the best" in told and "step 10" not in told and "accuracy 0.12 -> 0.88 in 3 s" in told
+    assert "step 30, the best" in told and "step 20" not in told and "accuracy 0.12 -> 0.88 in 3 s" in told
 
 
 def test_a_task_s_name_of_its_score_is_text(tmp_path, capsys):

@@ -17,11 +17,11 @@ def report(folder: Path, step: int, score: object) -> Path:
     return file
 
 
-def test_the_earliest_of_equal_scores_is_the_best(tmp_path):
+def test_the_latest_of_equal_scores_is_the_best(tmp_path):
     for step, score in ((0, 0.25), (10, 0.75), (20, 0.5), (30, 0.75)):
         report(tmp_path, step, score)
-    assert Scores(tmp_path).best() == (10, 0.75)
-    assert best_step.best([(30, -1.0), (10, -1.0), (20, -2.0)]) == Scored(10, -1.0)
+    assert Scores(tmp_path).best() == (30, 0.75)
+    assert best_step.best([(30, -1.0), (10, -1.0), (20, -2.0)]) == Scored(30, -1.0)
 
 
 def test_steps_without_a_score_are_never_the_best(tmp_path):

@@ -182,7 +182,7 @@ def test_pruning_keeps_the_best_while_it_is_the_best(tmp_path):
         (tmp_path / layout.step_name(step)).mkdir()
         (tmp_path / layout.step_name(step) / snapshots.COMMIT).write_text("{}")
     settings, asked = dict(keep=2, keep_every=10, final_step=99), []
-    scores = {5: 0.99, 7: 0.9, 10: 0.1, 14: 0.9}  # the snapshot of step 5 is gone: it is nobody's best any more
+    scores = {5: 0.99, 7: 0.9, 10: 0.1, 14: 0.8}  # the snapshot of step 5 is gone: it is nobody's best any more
 
     def told() -> dict[int, float]:
         asked.append(dict(scores))
