@@ -121,8 +121,8 @@ def _summary(c: Mapping[str, Any], base: Base, exported: Exported) -> str:
     if c["learner.objective"] in _TRAJECTORY_BALANCE:
         loss = "[Trajectory Balance with Asynchrony](https://arxiv.org/abs/2503.18929)"
     return (
-        f"{what}, {origin} by {loss} with tba_jax, on the task {_code(c['task.name'])}. These are the weights of trainer step {exported.step} of {c['learner.steps']}, in "
-        f"{exported.dtype}, exported on {time.strftime('%Y-%m-%d', time.gmtime())}."
+        f"{what}, {origin} by {loss} with tba_jax, on the task {_code(c['task.name'])}. These are the weights of trainer step "
+        f"{exported.step} of {c['learner.steps']}, in {exported.dtype}, exported on {time.strftime('%Y-%m-%d', time.gmtime())}."
     )
 
 
