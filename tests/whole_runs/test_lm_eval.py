@@ -86,9 +86,7 @@ def measured(folder: Path, model_args: str) -> float:
 def test_lm_eval_measures_the_exported_policy(tmp_path):
     for package in ("lm_eval", "peft", "torch"):
         if importlib.util.find_spec(package) is None:
-            pytest.skip(
-                f"{package} is not installed: lm-eval runs in an environment with requirements.txt, torch, peft and lm_eval"
-            )
+            pytest.skip(f"{package} is not installed: this test needs requirements.txt and lm_eval[hf] in one environment")
     model = random_checkpoints.write(tmp_path / "base", "qwen2.5-0.5b", random_checkpoints.byte_tokenizer(tmp_path / "tokens"))
     run = run_with_adapters(tmp_path / "run", model)
     export.export(run.root, tmp_path / "merged", step=0, dtype=None)
