@@ -60,7 +60,8 @@ def test_the_report_is_that_of_the_runs_evaluator(run):
         found = evaluate.evaluate(run.root, step=step, settings=existing_run.Source(overrides=ON_ONE_DEVICE))
         theirs = json.loads(before)
         assert found.keys() == theirs.keys() and "greedy_win_rate" not in found
-        for name in theirs.keys() - {*_OF_THE_CLOCK, "samples"}:
+        assert found["score_name"] == theirs["score_name"] == "reward"
+        for name in theirs.keys() - {*_OF_THE_CLOCK, "samples", "score_name"}:
             assert found[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-5), name
         assert path.read_bytes() == before, "the run's own report stays"
 
