@@ -1,8 +1,9 @@
-"""Prints rows of a run's replay log as text, and which step has the best held-out score.
+"""Prints rows of a run's replay log as text.
 
 python -m tba_jax show --workdir=DIR [--order=newest|best|worst] [--count=10]
 
-The run's contract and tokenizer are enough for that: no task is imported. Control characters of the text are escaped.
+The first lines say how many rows there are, and which step has the best held-out score. The run's contract and tokenizer are
+enough for that: no task is imported. Control characters of the text are escaped.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
